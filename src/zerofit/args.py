@@ -1,0 +1,383 @@
+"""Every argument of both recipes: what it means, where its value came from, and what was decided for the user.
+
+Precedence: default < bundled task (only when neither --model nor --data is given) < --config file.yaml < flag.
+A literal in the DeepSpeed JSON that contradicts a flag stops the run; against a mere default the JSON wins.
+"""
+
+import argparse
+import difflib
+import json
+import warnings
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from transformers import HfArgumentParser, TrainingArguments
+
+from . import batch, zero
+from .errors import UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = ROOT / "examples" / "tiny"
+
+
+@dataclass
+class RunArguments:
+    """The ZeRO stage, offload and batch: what decides memory."""
+
+    _argument_group_name = "run"
+    config: str | None = field(default=None, metadata={"help": "YAML file with any of these arguments."})
+    zero: Literal["auto", "0", "1", "2", "3"] = field(
+        default="auto",
+        metadata={"help": "ZeRO stage. 0: plain DDP or one process. auto: 0 for one process, 2 for more."},
+    )
+    offload: Literal["none", "optimizer", "all"] = field(
+        default="none",
+        metadata={"help": "Keep in host memory: the optimizer, or all (optimizer and parameters, stage 3 only)."},
+    )
+    effective_batch_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "Samples per optimizer step over all ranks (default 32); accumulation is derived: "
+            "micro batch x accumulation x ranks."
+        },
+    )
+    gpus: int | None = field(
+        default=None,
+        metadata={"help": "Processes that this job must have; it refuses to start with another number."},
+    )
+    show: bool = field(default=False, metadata={"help": "Print every effective argument with its source and stop."})
+    max_tokens_per_sample: int = field(default=48, metadata={"help": "New tokens per sample generation."})
+    num_samples: int = field(default=3, metadata={"help": "Generations from the eval rows, shown at the end."})
+
+
+@dataclass
+class ModelArguments:
+    """Which model, in which form."""
+
+    _argument_group_name = "model"
+    model: str | None = field(
+        default=None, metadata={"help": "Model folder or hub id. Default: the bundled tiny Llama."}
+    )
+    model_revision: str = field(default="main", metadata={"help": "Branch, tag or commit of a hub model."})
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = field(
+        default="auto",
+        metadata={"help": "Type that weights are loaded in. auto: the one that the precision needs (docs/precision)."},
+    )
+    attn_implementation: str = field(default="sdpa", metadata={"help": "sdpa, flash_attention_2, eager, ..."})
+    trust_remote_code: bool = field(default=False, metadata={"help": "Run Python code that comes with the model."})
+    random_init: bool = field(
+        default=False, metadata={"help": "Random weights from the model's config.json (benchmarks, pretraining)."}
+    )
+
+
+@dataclass
+class DataArguments:
+    """Which rows, and how they become tokens."""
+
+    _argument_group_name = "data"
+    data: str | None = field(
+        default=None,
+        metadata={"help": "JSON, JSONL, CSV or Parquet file, a folder of them, or a hub id. Default: bundled task."},
+    )
+    eval_data: str | None = field(default=None, metadata={"help": "Like --data, for evaluation."})
+    eval_fraction: float = field(
+        default=0.0, metadata={"help": "Share of the rows held out for evaluation when there is no eval split."}
+    )
+    max_length: int = field(default=2048, metadata={"help": "Tokens per row; longer rows are cut on the right."})
+    max_samples: int | None = field(default=None, metadata={"help": "Use only the first N training rows."})
+    packing: bool = field(
+        default=False, metadata={"help": "Several rows per sequence of max_length; they never see each other."}
+    )
+
+
+@dataclass
+class LoraArguments:
+    """The adapter; names and meaning as in peft.LoraConfig."""
+
+    _argument_group_name = "lora"
+    lora_r: int = field(default=16, metadata={"help": "Rank of the adapter matrices."})
+    lora_alpha: int = field(default=32, metadata={"help": "Scale: the update is multiplied by alpha / r."})
+    lora_dropout: float = field(default=0.0, metadata={"help": "Dropout on the adapter's input."})
+    lora_target_modules: list[str] = field(
+        default_factory=lambda: ["all-linear"],
+        metadata={"help": "Module names to adapt, or all-linear (every linear layer but the head)."},
+    )
+    use_dora: bool = field(default=False, metadata={"help": "Weight-decomposed LoRA (arXiv 2402.09353)."})
+    use_rslora: bool = field(default=False, metadata={"help": "Scale by alpha / sqrt(r) (arXiv 2312.03732)."})
+    modules_to_save: list[str] | None = field(
+        default=None, metadata={"help": "Modules trained in full and saved with the adapter, e.g. lm_head."}
+    )
+
+
+# What differs from transformers' own defaults, and why.
+SHARED_DEFAULTS = {
+    "gradient_checkpointing": True,  # activations are what runs out first
+    "gradient_checkpointing_kwargs": {"use_reentrant": False},
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": 0.03,  # below 1: share of all steps
+    "logging_steps": 10,
+    "logging_nan_inf_filter": False,  # a NaN must be seen, not averaged away
+    "save_strategy": "epoch",
+    "save_total_limit": 1,
+    "ddp_find_unused_parameters": False,
+    "remove_unused_columns": False,  # our collator names exactly what the model gets
+    "report_to": ["none"],
+}
+RECIPES = {
+    "sft": {"arguments": (), "defaults": {"learning_rate": 2e-5}},
+    "lora": {"arguments": (LoraArguments,), "defaults": {"learning_rate": 2e-4}},
+}
+# Flags that people bring from elsewhere: the name here.
+RENAMED = {
+    "warmup_ratio": "--warmup_steps (a value below 1 is a ratio)",
+    "torch_dtype": "--dtype",
+    "model_name_or_path": "--model",
+    "dataset_name": "--data",
+    "dataset": "--data",
+    "max_seq_length": "--max_length",
+    "cutoff_len": "--max_length",
+    "no_cuda": "--use_cpu",
+    "evaluation_strategy": "--eval_strategy",
+    "group_by_length": "--train_sampling_strategy",
+    "zero_stage": "--zero",
+    "lora_rank": "--lora_r",
+    "use_peft": "recipes/lora.py",
+}
+_UNSET = object()
+
+
+class _Parser(HfArgumentParser):
+    """HfArgumentParser whose errors are one sentence instead of 300 lines of usage."""
+
+    origin = "command line"
+
+    def error(self, message: str):
+        raise UserError(f"{self.origin}: {message}. Every flag: --help.")
+
+
+@dataclass
+class Settings:
+    """Everything a run needs to know, resolved: `settings.zero`, `settings.model`, `settings.learning_rate` ...
+
+    values: argument -> value;  source: argument -> where it came from;  decisions: sentences to print once;
+    deepspeed: the DeepSpeed configuration ("auto" left for transformers), None for stage 0.
+    """
+
+    recipe: str
+    values: dict[str, Any]
+    source: dict[str, str]
+    decisions: list[str]
+    deepspeed: dict | None
+    world_size: int
+
+    def __getattr__(self, name: str):
+        try:
+            return self.__dict__["values"][name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    @property
+    def precision(self) -> str:
+        """bf16, fp16 or fp32: the type of the matrix products."""
+        return "bf16" if self.values["bf16"] else "fp16" if self.values["fp16"] else "fp32"
+
+    @property
+    def bundled(self) -> bool:
+        """Whether this is the embedded default task."""
+        return self.values["model"] == str(TINY / "model") and self.values["data"] == str(TINY / "train.jsonl")
+
+    def training_values(self) -> dict[str, Any]:
+        """The keyword arguments of transformers.TrainingArguments."""
+        names = {f.name for f in fields(TrainingArguments) if f.init}
+        values = {k: v for k, v in self.values.items() if k in names}
+        values["deepspeed"] = self.deepspeed
+        if "activation_checkpointing" in names:  # the name since transformers 5.20; the old one warns
+            for old in ("gradient_checkpointing", "gradient_checkpointing_kwargs"):
+                new = old.replace("gradient", "activation")
+                values[new] = values.pop(old) if values.get(new) is None else values[new]
+                values.pop(old, None)
+        return values
+
+    def rows(self) -> list[tuple[str, Any, str]]:
+        """(argument, value, source) of everything that is not a plain transformers default."""
+        kit = {f.name for a in (RunArguments, ModelArguments, DataArguments, LoraArguments) for f in fields(a)}
+        shown = [k for k in self.values if k in kit or self.source[k] != "transformers default"]
+        return [(k, self.values[k], self.source[k]) for k in shown if k not in ("show", "config")]
+
+
+def build_parser(recipe: str) -> _Parser:
+    groups = (RunArguments, ModelArguments, DataArguments, *RECIPES[recipe]["arguments"], TrainingArguments)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return _Parser(
+            groups, prog=f"recipes/{recipe}.py", allow_abbrev=False, formatter_class=argparse.HelpFormatter
+        )
+
+
+def _explicit(recipe: str, argv: list[str], origin: str) -> dict[str, Any]:
+    """Only what `argv` says, with argparse's types and choices checked."""
+    parser = build_parser(recipe)
+    parser.origin = origin
+    names = [f.name for group in parser.dataclass_types for f in fields(group) if f.init]
+    found, unknown = parser.parse_known_args(argv, argparse.Namespace(**dict.fromkeys(names, _UNSET)))
+    if unknown:
+        word = unknown[0]
+        name = word.lstrip("-").split("=")[0].replace("-", "_")
+        close = difflib.get_close_matches(name, names, 1, 0.75)
+        hint = RENAMED.get(name) or (f"--{close[0]}" if close else None)
+        if name in {f.name for f in fields(LoraArguments)}:
+            hint = "recipes/lora.py (make lora)"
+        what = f"unknown flag {word.split('=')[0]}" if word.startswith("-") else f"unexpected word {word!r}"
+        raise UserError(f"{origin}: {what}{f'; did you mean {hint}?' if hint else '; --help lists every flag.'}")
+    return {k: v for k, v in vars(found).items() if v is not _UNSET}
+
+
+def read_yaml(path: str, recipe: str) -> dict[str, Any]:
+    """The arguments in a YAML file, checked like flags.
+
+    Raises: UserError with file, line and column for broken YAML, with file and key for an unknown key.
+    """
+    try:
+        text = Path(path).expanduser().read_text(encoding="utf-8")
+        values = yaml.safe_load(text) or {}
+    except OSError as error:
+        raise UserError(f"--config {path}: cannot be read: {error.strerror}.") from None
+    except UnicodeDecodeError:
+        raise UserError(f"--config {path}: is not a UTF-8 text file.") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else path
+        raise UserError(f"{place}: not valid YAML: {getattr(error, 'problem', error)}.") from None
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: must hold `argument: value` lines, found a {type(values).__name__}.")
+    argv = []
+    for key, value in values.items():
+        if value is None:
+            continue
+        words = value if isinstance(value, list) else [json.dumps(value) if isinstance(value, dict) else value]
+        argv += [f"--{key}", *(str(w) for w in words)] if isinstance(value, list) else [f"--{key}={words[0]}"]
+    return _explicit(recipe, argv, str(path))
+
+
+def parse(recipe: str, argv: list[str], world_size: int) -> Settings:
+    """Flags, YAML and DeepSpeed JSON made into `Settings`, before a GPU or a process group is touched.
+
+    Args: recipe: "sft" or "lora"; argv: the flags; world_size: number of processes of this job.
+    Raises: UserError for anything unknown, malformed or contradictory.
+    """
+    from_flags = _explicit(recipe, argv, "command line")
+    from_yaml = read_yaml(from_flags["config"], recipe) if from_flags.get("config") else {}
+    given = {**from_yaml, **from_flags}
+    bundled = {}
+    if not given.get("model") and not given.get("data"):
+        bundled = read_yaml(str(TINY / f"{recipe}.yaml"), recipe)
+        bundled |= {"data": str(TINY / "train.jsonl"), "eval_data": str(TINY / "eval.jsonl")}
+
+    values, source = {}, {}
+    defaults = vars(build_parser(recipe).parse_args([]))
+    for layer, origin in (
+        (defaults, "transformers default"),
+        ({**SHARED_DEFAULTS, **RECIPES[recipe]["defaults"]}, "default"),
+        (bundled, "bundled task"),
+        (from_yaml, str(from_flags.get("config"))),
+        (from_flags, "flag"),
+    ):
+        values |= layer
+        source |= dict.fromkeys(layer, origin)
+    settings = Settings(recipe, values, source, [], None, world_size)
+    _check_ranges(settings)
+    _fill_defaults(settings)
+    settings.deepspeed = zero.choose(settings, given)
+    _choose_precision(settings)
+    _solve_batch(settings)
+    return settings
+
+
+def decide(settings: Settings, name: str, value: Any, why: str) -> None:
+    """Set an argument for the user and remember the sentence that says so."""
+    settings.values[name] = value
+    settings.source[name] = "decided"
+    settings.decisions.append(f"{name} {value}: {why}")
+
+
+def _check_ranges(settings: Settings) -> None:
+    at_least = {"max_length": 8, "max_samples": 1, "lora_r": 1, "gpus": 1, "num_samples": 0, "logging_steps": 0}
+    for name, low in at_least.items():
+        value = settings.values.get(name)
+        if value is not None and value < low:
+            raise UserError(f"--{name} is {value}: it must be {low} or more.")
+    if not 0 <= settings.eval_fraction < 1:
+        raise UserError(f"--eval_fraction is {settings.eval_fraction}: it must be at least 0 and below 1.")
+    if settings.gpus and settings.gpus != settings.world_size:
+        raise UserError(
+            f"--gpus asks for {settings.gpus} processes, but this job has {settings.world_size}: start it with "
+            f"`make {settings.recipe} GPUS={settings.gpus}` or `torchrun --nproc_per_node {settings.gpus}`."
+        )
+    if settings.bf16 and settings.fp16:
+        raise UserError("--bf16 and --fp16 are both on: choose one.")
+
+
+def _fill_defaults(settings: Settings) -> None:
+    import torch
+
+    if settings.model is None:
+        settings.values["model"] = str(TINY / "model")
+        settings.source["model"] = "bundled task"
+    if settings.data is None:
+        if settings.source["model"] != "bundled task":
+            raise UserError("--model is given but --data is not: name the rows to train on with --data.")
+    if settings.zero == "auto":
+        stage = "0" if settings.world_size == 1 else "2"
+        if not settings.values.get("deepspeed") and settings.offload == "none":
+            decide(settings, "zero", stage, f"{settings.world_size} process{'es' * (settings.world_size > 1)}")
+        elif not settings.values.get("deepspeed"):
+            stage = "3" if settings.offload == "all" else "2"
+            decide(settings, "zero", stage, f"the lowest stage that can offload {settings.offload}")
+    if not torch.cuda.is_available() and not settings.use_cpu:
+        decide(settings, "use_cpu", True, "no GPU is visible to PyTorch")
+    if settings.use_cpu:
+        settings.values |= {"dataloader_pin_memory": False, "ddp_backend": "gloo"}
+        settings.source |= {"dataloader_pin_memory": "decided", "ddp_backend": "decided"}
+    has_eval = bool(settings.eval_data or settings.eval_fraction)
+    if has_eval and settings.source["eval_strategy"] == "transformers default":
+        decide(settings, "eval_strategy", "epoch", "there are eval rows")
+
+
+def _choose_precision(settings: Settings) -> None:
+    """bf16 where the hardware has it, fp16 on GPUs that do not, fp32 on the CPU; a flag or the JSON decides first."""
+    import torch
+
+    named = {"bf16", "fp16"} & {k for k, s in settings.source.items() if s != "transformers default"}
+    if settings.bf16 and not settings.use_cpu and not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise UserError("--bf16: this GPU has no bf16 arithmetic; use --fp16 true, or leave both out.")
+    if settings.fp16 and settings.use_cpu and settings.deepspeed is None:
+        raise UserError("--fp16 with stage 0 needs a GPU (its loss scaler does); use --bf16 true on the CPU.")
+    if named:
+        return
+    if settings.use_cpu:
+        settings.decisions.append("precision fp32: exact, and the fast one for small models on a CPU (--bf16 true)")
+    elif torch.cuda.is_bf16_supported(including_emulation=False):
+        decide(settings, "bf16", True, f"{torch.cuda.get_device_name()} has bf16 arithmetic")
+    else:
+        decide(settings, "fp16", True, f"{torch.cuda.get_device_name()} has no bf16 arithmetic; loss scaling is on")
+
+
+def _solve_batch(settings: Settings) -> None:
+    names = ("effective_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps")
+    open_sources = {"transformers default", "default", "bundled task"}
+    fixed = [None if settings.source[n] in open_sources else settings.values[n] for n in names]
+    max_micro = batch.DEFAULT_MAX_MICRO_BATCH
+    if settings.source[names[0]] == "bundled task" and fixed[1:] == [None, None]:
+        fixed[0] = settings.effective_batch_size
+        max_micro = settings.per_device_train_batch_size
+    solved = batch.solve(*fixed, settings.world_size, max_micro)
+    for name, was, value in zip(names, fixed, solved, strict=True):
+        settings.values[name] = value
+        settings.source[name] = settings.source[name] if was is not None else "decided"
+    effective, micro, accumulation = solved
+    settings.decisions.append(
+        f"effective batch {effective} = per_device_train_batch_size {micro} x gradient_accumulation_steps "
+        f"{accumulation} x {settings.world_size} rank{'s' * (settings.world_size > 1)}"
+    )

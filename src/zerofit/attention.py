@@ -1,0 +1,68 @@
+"""Attention for packed sequences: each document attends to itself alone.
+
+transformers' `sdpa` needs a dense S x S mask for that and, with a padding mask present, builds none at all: documents
+then read each other without an error. Registered here under the name "zerofit_packed" are the varlen kernel of
+torch.nn.attention on CUDA and a loop over documents on the CPU. Without document boundaries (evaluation,
+generation) it is plain sdpa.
+"""
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+NAME = "zerofit_packed"
+
+
+def packed_attention(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **kwargs):
+    """Causal attention within documents.
+
+    Args:
+        query: (1, heads, tokens, head_dim); key, value: (1, kv_heads, tokens, head_dim).
+        kwargs: cu_seq_lens_q, int32 (documents + 1), the documents' boundaries on the token axis, and max_length_q;
+            without them the call goes to transformers' sdpa. sliding_window as the model sets it.
+    Returns: (1, tokens, heads, head_dim) and None, as transformers' attention functions do.
+    """
+    bounds = kwargs.get("cu_seq_lens_q")
+    if bounds is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
+        raise ValueError("packed attention has no soft cap and no sinks; use --attn_implementation flash_attention_2")
+    window = kwargs.get("sliding_window") or 0
+    if query.is_cuda:
+        return _varlen(query, key, value, bounds, int(kwargs["max_length_q"]), window, scaling, dropout), None
+    out = torch.empty_like(query)
+    for start, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+        mask = None
+        if window and end - start > window:
+            distance = torch.arange(end - start)[:, None] - torch.arange(end - start)[None, :]
+            mask = (distance >= 0) & (distance < window)
+        out[:, :, start:end] = torch.nn.functional.scaled_dot_product_attention(
+            query[:, :, start:end], key[:, :, start:end], value[:, :, start:end], attn_mask=mask,
+            dropout_p=dropout, is_causal=mask is None, scale=scaling, enable_gqa=True,
+        )  # fmt: skip
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _varlen(query, key, value, bounds, longest, window, scaling, dropout):
+    from torch.nn.attention.varlen import varlen_attn
+
+    if dropout:
+        raise ValueError("packed attention has no dropout; set attention_dropout to 0 or turn --packing off")
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (tokens, heads, head_dim)
+    out = varlen_attn(
+        q, k, v, bounds, bounds, longest, longest, scale=scaling,
+        window_size=(window - 1 if window else -1, 0), enable_gqa=q.shape[1] != k.shape[1],
+    )  # fmt: skip
+    return out[None]
+
+
+def _mask(*args, attention_mask=None, **kwargs):
+    """No mask where boundaries do the work; padded batches (evaluation, generation) get sdpa's."""
+    return None if attention_mask is None else sdpa_mask(*args, attention_mask=attention_mask, **kwargs)
+
+
+def register() -> str:
+    AttentionInterface.register(NAME, packed_attention)
+    AttentionMaskInterface.register(NAME, _mask)
+    return NAME

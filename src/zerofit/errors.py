@@ -1,0 +1,35 @@
+"""The user's mistakes: one sentence that names the place, the cause and the fix."""
+
+import os
+import sys
+
+EXIT_CODES = {"user error": 2, "diverged": 4, "interrupted": 130}
+
+
+class UserError(Exception):
+    """A mistake that the user can mend. Its text is the whole message; no traceback is shown."""
+
+    exit_code = EXIT_CODES["user error"]
+
+
+class Diverged(UserError):
+    """Training stopped because the loss or the gradient is no longer a finite number."""
+
+    exit_code = EXIT_CODES["diverged"]
+
+
+def guard(main) -> None:
+    """Run `main()` and turn a `UserError` into one sentence on stderr and its exit code.
+
+    Every rank of a job meets the same mistake, so only rank 0 speaks.
+    """
+    try:
+        main()
+    except UserError as error:
+        sys.stdout.flush()
+        if os.environ.get("RANK", "0") == "0":
+            print(f"zerofit: error: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(error.exit_code) from None
+    except KeyboardInterrupt:
+        print("zerofit: interrupted", file=sys.stderr, flush=True)
+        raise SystemExit(EXIT_CODES["interrupted"]) from None

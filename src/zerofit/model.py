@@ -1,0 +1,169 @@
+"""The tokenizer, the model in the type that the precision needs, and the adapter."""
+
+import json
+import math
+import os
+import struct
+from pathlib import Path
+
+from . import chat
+from .errors import UserError
+
+
+def load_tokenizer(settings):
+    """The model's tokenizer, with a pad token that is not the end token and a chat template.
+
+    Raises: UserError when the model is neither a folder nor a hub id that can be reached, or cannot be used.
+    """
+    from transformers import AutoTokenizer
+
+    tokenizer = _load(AutoTokenizer.from_pretrained, settings, "tokenizer")
+    if tokenizer.eos_token_id is None:
+        raise UserError(f"--model {settings.model}: its tokenizer has no end token, so no answer could ever end.")
+    if not tokenizer.is_fast:
+        raise UserError(f"--model {settings.model}: needs a fast tokenizer (tokenizer.json), found a slow one only.")
+    if tokenizer.pad_token_id is None:
+        # Padding is masked by position (attention mask and labels), never by id, so sharing the id is safe here.
+        tokenizer.pad_token = tokenizer.eos_token
+    if not tokenizer.chat_template:
+        tokenizer.chat_template = chat.PLAIN_TEMPLATE
+        settings.decisions.append("chat template: the tokenizer has none; a plain '### User / ### Assistant' one is used")
+    return tokenizer
+
+
+def load_config(settings):
+    """The model's config.json.
+
+    Raises: UserError when it cannot be had.
+    """
+    from transformers import AutoConfig
+
+    return _load(AutoConfig.from_pretrained, settings, "config.json")
+
+
+def _load(load, settings, what: str, **kwargs):
+    name = settings.model
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").exists():
+            adapter = " (it is an adapter folder: name its base model)" if (path / "adapter_config.json").exists() else ""
+            raise UserError(f"--model {name}: the folder has no config.json{adapter}.")
+    elif path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or path.exists():
+        raise UserError(f"--model {name}: no such model folder.")
+    try:
+        return load(
+            str(path) if path.is_dir() else name,
+            revision=settings.model_revision,
+            trust_remote_code=settings.trust_remote_code,
+            **kwargs,
+        )
+    except (OSError, ValueError) as error:
+        if what == "weights" and not isinstance(error, OSError):
+            raise
+        first = str(error).strip().splitlines()[0]
+        raise UserError(f"--model {name}: its {what} could not be loaded: {first}") from None
+
+
+def weight_dtype(settings) -> str:
+    """The type that weights are loaded in: "float32", "bfloat16" or "float16".
+
+    Under DeepSpeed with bf16/fp16 the engine keeps the fp32 master itself. Stage 0 trains what it loads, so full
+    fine-tuning there needs fp32 (autocast does the products in bf16); a frozen LoRA base does not.
+    """
+    if settings.dtype != "auto":
+        return settings.dtype
+    half = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[settings.precision]
+    frozen_base = settings.recipe == "lora"
+    return half if settings.deepspeed is not None or frozen_base else "float32"
+
+
+def load_model(settings, tokenizer):
+    """The causal LM, ready to train: sharded while loading under ZeRO-3, with the cache off.
+
+    TrainingArguments must exist before this call; it registers the ZeRO-3 configuration that from_pretrained reads.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, set_seed
+
+    dtype = getattr(torch, weight_dtype(settings))
+    if settings.deepspeed is None and dtype != torch.float32 and settings.recipe == "sft":
+        print(f"note: --dtype {settings.dtype} with stage 0 trains without an fp32 master copy", flush=True)
+    set_seed(settings.seed)
+    kwargs = {"attn_implementation": settings.attn_implementation, "dtype": dtype}
+    if settings.random_init:
+        config = load_config(settings)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=settings.trust_remote_code, **kwargs)
+    else:
+        try:
+            model = _load(AutoModelForCausalLM.from_pretrained, settings, "weights", use_safetensors=True, **kwargs)
+        except (ValueError, ImportError) as error:  # e.g. an attention implementation that is not installed
+            raise UserError(f"--model {settings.model}: {str(error).strip().splitlines()[0]}") from None
+    model.config.use_cache = False
+    if model.config.pad_token_id is None:
+        model.config.pad_token_id = tokenizer.pad_token_id
+    if len(tokenizer) > model.config.get_text_config().vocab_size:
+        raise UserError(
+            f"--model {settings.model}: the tokenizer has {len(tokenizer)} tokens, the model only "
+            f"{model.config.get_text_config().vocab_size} embeddings: they do not belong together."
+        )
+    return model
+
+
+def add_adapter(model, settings):
+    """Wrap the model so that only a LoRA adapter (and modules_to_save) trains.
+
+    With DeepSpeed in half precision the adapter keeps the base's type and DeepSpeed its fp32 master: mixed trainable
+    types fail under ZeRO-3 with a bare AssertionError.
+    Raises: UserError for target modules that the model does not have.
+    """
+    from peft import LoraConfig, TaskType, get_peft_model
+    from transformers import set_seed
+
+    targets = settings.lora_target_modules
+    config = LoraConfig(
+        task_type=TaskType.CAUSAL_LM,
+        r=settings.lora_r,
+        lora_alpha=settings.lora_alpha,
+        lora_dropout=settings.lora_dropout,
+        target_modules="all-linear" if targets == ["all-linear"] else targets,
+        use_dora=settings.use_dora,
+        use_rslora=settings.use_rslora,
+        modules_to_save=settings.modules_to_save,
+    )
+    set_seed(settings.seed)  # the same initial adapter whatever loading has drawn before (it differs under ZeRO-3)
+    try:
+        return get_peft_model(model, config, autocast_adapter_dtype=settings.deepspeed is None)
+    except ValueError as error:
+        raise UserError(f"--lora_target_modules {' '.join(targets)}: {str(error).splitlines()[0]}") from None
+
+
+def count_parameters(model) -> tuple[int, int]:
+    """(trainable, all) parameters; under ZeRO-3 the whole ones, not this rank's share."""
+    sizes = [(getattr(p, "ds_numel", None) or p.numel(), p.requires_grad) for p in model.parameters()]
+    return sum(n for n, trainable in sizes if trainable), sum(n for n, _ in sizes)
+
+
+def verify_saved(folder: Path, numel: int) -> None:
+    """Read the safetensors headers in `folder` and count what they hold.
+
+    Args: numel: how many numbers must be there at least (tied weights counted once).
+    Raises: RuntimeError for empty tensors or too few numbers: how ZeRO-3 saves go wrong in silence.
+    """
+    found = 0
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        with file.open("rb") as f:
+            header = json.loads(f.read(struct.unpack("<Q", f.read(8))[0]))
+        for name, entry in header.items():
+            size = 0 if name == "__metadata__" else math.prod(entry["shape"])
+            if name != "__metadata__" and size == 0:
+                raise RuntimeError(f"{file}: {name} was saved empty.")
+            found += size
+    if found < numel:
+        raise RuntimeError(f"{folder}: holds {found:,} of the {numel:,} trained numbers.")
+
+
+def quiet_libraries() -> None:
+    """Warnings that concern no decision of the user's, off before the libraries load."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")

@@ -1,0 +1,159 @@
+"""The run folder: run.json, deepspeed.json, logs, metrics.jsonl, loss.png, result.json (written last)."""
+
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+
+from . import __version__, world
+from .args import ROOT, Settings
+from .errors import UserError
+
+PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "peft", "datasets")
+
+
+def choose_folder(settings: Settings) -> Path:
+    """The run folder's path (not made yet): --output_dir, or runs/<recipe>-<time>.
+
+    Raises: UserError when it already holds a run and this one does not resume it.
+    """
+    folder = Path(settings.output_dir or Path("runs") / f"{settings.recipe}-{time.strftime('%Y%m%d-%H%M%S')}")
+    folder = folder.expanduser()
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"--output_dir {folder}: is a file; name a folder.")
+    if (folder / "run.json").exists() and not settings.resume_from_checkpoint:
+        raise UserError(
+            f"--output_dir {folder}: already holds a run; name another folder (OUT=...), or continue it with "
+            "--resume_from_checkpoint."
+        )
+    near = folder
+    while not near.exists():
+        near = near.parent
+    if not os.access(near, os.W_OK):
+        raise UserError(f"--output_dir {folder}: {near} cannot be written to.")
+    return folder
+
+
+def open_folder(settings: Settings) -> Path:
+    """Make the run folder on rank 0 and send this rank's output to logs/rank<r>.log (rank 0: there too)."""
+    folder = Path(world.broadcast(str(choose_folder(settings)) if world.rank() == 0 else None))
+    settings.values["output_dir"] = str(folder)
+    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    log = (folder / "logs" / f"rank{world.rank()}.log").open("a", buffering=1, encoding="utf-8")
+    if world.rank() == 0:
+        sys.stdout, sys.stderr = _Tee(sys.stdout, log), _Tee(sys.stderr, log)
+    else:
+        _speak_up_on_crash(log.name)
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    return folder
+
+
+class _Tee:
+    """A stream that writes to the terminal and to the log."""
+
+    def __init__(self, terminal, log):
+        self.terminal, self.log = terminal, log
+
+    def write(self, text: str) -> int:
+        self.log.write(text)
+        return self.terminal.write(text)
+
+    def flush(self) -> None:
+        self.log.flush()
+        self.terminal.flush()
+
+    def __getattr__(self, name):
+        return getattr(self.terminal, name)
+
+
+def _speak_up_on_crash(log: str) -> None:
+    """Ranks above 0 write to their log only; a crash still gets one line on the terminal."""
+    terminal = os.fdopen(os.dup(2), "w")
+    before = sys.excepthook
+
+    def hook(kind, error, traceback):
+        print(f"zerofit: rank {world.rank()} failed: {kind.__name__}: {error}; see {log}", file=terminal, flush=True)
+        before(kind, error, traceback)
+
+    sys.excepthook = hook
+
+
+def write_json(path: Path, value: dict) -> None:
+    """Whole or not at all: written beside and renamed."""
+    aside = path.with_suffix(".tmp")
+    aside.write_text(json.dumps(value, indent=2, default=str) + "\n", encoding="utf-8")
+    os.replace(aside, path)
+
+
+def git_commit() -> str | None:
+    done = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    return done.stdout.strip() or None
+
+
+def shown(name: str, value) -> str:
+    """An argument's value for people; secrets stay hidden."""
+    return "<hidden>" if name.endswith("_token") and value else str(value)
+
+
+def write_run(settings: Settings, facts: dict) -> None:
+    """run.json: every effective argument with its source, what was decided, versions, commit, data, command."""
+    import torch
+
+    write_json(
+        Path(settings.output_dir) / "run.json",
+        {
+            "recipe": settings.recipe,
+            "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "command": os.environ.get("ZEROFIT_COMMAND") or shlex.join([sys.executable, *sys.argv]),
+            "world_size": settings.world_size,
+            "device": "cpu" if settings.use_cpu else torch.cuda.get_device_name(),
+            "machine": platform.platform(),
+            "versions": {"zerofit": __version__, "python": platform.python_version()}
+            | {name: metadata.version(name) for name in PACKAGES},
+            "git_commit": git_commit(),
+            "decisions": settings.decisions,
+            "arguments": {
+                name: {"value": shown(name, value) if name.endswith("_token") else value, "source": settings.source[name]}
+                for name, value in sorted(settings.values.items())
+            },
+            **facts,
+        },
+    )
+
+
+def table(settings: Settings) -> str:
+    """The effective arguments with their sources, as text."""
+    rows = [(name, shown(name, value), source) for name, value, source in settings.rows()]
+    wide = [max(len(row[i]) for row in rows) for i in (0, 1)]
+    return "\n".join(f"  {name:<{wide[0]}}  {value:<{min(wide[1], 60)}}  {source}" for name, value, source in rows)
+
+
+def plot_loss(metrics: Path, target: Path, title: str) -> None:
+    """loss.png: training loss per step and evaluation loss, from metrics.jsonl."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    train = [(m["step"], m["loss"]) for m in lines if "loss" in m]
+    held_out = [(m["step"], m["eval_loss"]) for m in lines if "eval_loss" in m]
+    if not train:
+        return
+    figure, axes = plt.subplots(figsize=(7, 4), dpi=120)
+    axes.plot(*zip(*train, strict=True), label="training", color="#2563eb", marker="." if len(train) < 60 else None)
+    if held_out:
+        axes.plot(*zip(*held_out, strict=True), label="evaluation", color="#ea580c", marker="o", linestyle="--")
+    axes.set(xlabel="optimizer step", ylabel="loss (nats per supervised token)", title=title, ylim=(0, None))
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.tight_layout()
+    figure.savefig(target)
+    plt.close(figure)

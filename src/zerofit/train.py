@@ -1,0 +1,316 @@
+"""transformers' Trainer with the kit's data order, evaluation, step lines, run folder and NaN guard."""
+
+import json
+import math
+import resource
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import torch
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from transformers.trainer_pt_utils import LengthGroupedSampler
+from transformers.trainer_utils import EvalLoopOutput
+
+from . import data, generate, hardware, model, report, world
+from .errors import Diverged, UserError
+
+
+def training_arguments(settings) -> TrainingArguments:
+    """transformers' own arguments; building them registers the ZeRO-3 configuration, so this precedes the model.
+
+    Raises: UserError for values that transformers refuses.
+    """
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    unset_hf_deepspeed_config()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            arguments = TrainingArguments(**settings.training_values())
+    except (ValueError, ImportError) as error:
+        raise UserError(f"transformers refuses these arguments: {str(error).strip().splitlines()[0]}") from None
+    arguments.disable_tqdm = True  # our own step lines
+    world.verify(arguments)
+    return arguments
+
+
+class KitTrainer(Trainer):
+    """One optimizer step sees the same rows, weighted the same, for every rank count and accumulation split."""
+
+    def __init__(self, settings, net, tokenizer, arguments, train_set, eval_set):
+        self.settings, self.tokens, self.eval_tokens = settings, train_set, eval_set
+        self.clock = Clock(settings, net)
+        pad = tokenizer.pad_token_id
+        super().__init__(
+            model=net,
+            args=arguments,
+            train_dataset=data.PaddedToMultiple(train_set.sequences(settings), pad),
+            eval_dataset=data.PaddedToMultiple(eval_set.dataset, pad) if eval_set else None,
+            data_collator=data.Collator(pad),
+            processing_class=tokenizer,
+        )
+        for callback in (PrinterCallback, ProgressCallback):
+            self.remove_callback(callback)
+        self.add_callback(Reporter(self))
+
+    def get_train_dataloader(self):
+        """Packed rows need their boundaries in the batch; evaluation stays padded."""
+        padded = self.data_collator
+        if self.settings.packing:
+            self.data_collator = data.PackedCollator()
+        try:
+            return super().get_train_dataloader()
+        finally:
+            self.data_collator = padded
+
+    def _get_train_sampler(self, train_dataset=None):
+        dataset, args = train_dataset or self.train_dataset, self.args
+        seed, lengths = args.data_seed if args.data_seed is not None else args.seed, None
+        if args.train_sampling_strategy == "sequential":
+            seed = None
+        elif args.train_sampling_strategy == "group_by_length":
+            lengths = [len(row["input_ids"]) for row in dataset.sequences]
+        elif args.train_sampling_strategy != "random":
+            raise UserError(
+                f"--train_sampling_strategy {args.train_sampling_strategy}: the row order would depend on the number "
+                "of ranks; use random, sequential or group_by_length."
+            )
+        effective = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+        order = None
+        if lengths:
+            def order(generator):
+                return list(LengthGroupedSampler(effective, lengths=lengths, generator=generator))
+        return data.EpochSampler(len(dataset), effective, seed, order)
+
+    def _get_eval_sampler(self, eval_dataset):
+        return data.EpochSampler(len(eval_dataset), self.args.per_device_eval_batch_size * self.args.world_size, None)
+
+    def training_step(self, net, inputs, num_items_in_batch=None):
+        mask = inputs.get("attention_mask")
+        self.clock.tokens += mask.sum() if mask is not None else inputs["input_ids"].numel()
+        return super().training_step(net, inputs, num_items_in_batch)
+
+    def evaluation_loop(self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"):
+        """Mean loss over all supervised tokens, however they fall into batches and ranks; and its perplexity.
+
+        Under ZeRO-3 no_grad stands in for inference_mode: parameters gathered in inference mode could not be trained
+        on afterwards.
+        """
+        net = self.model_wrapped if self.is_deepspeed_enabled else self.model
+        training = net.training
+        net.eval()
+        total = torch.zeros(2, dtype=torch.float64, device=self.args.device)  # summed loss, supervised tokens
+        zero3 = self.settings.deepspeed is not None and self.settings.zero == "3"
+        with torch.no_grad() if zero3 else torch.inference_mode():
+            for inputs in dataloader:
+                inputs = self._prepare_inputs(inputs)
+                count = (inputs["labels"][:, 1:] != -100).sum()
+                with self.compute_loss_context_manager():
+                    loss = net(**inputs, num_items_in_batch=count.clamp(min=1)).loss
+                total += torch.stack([loss.double() * count, count.double()])
+        net.train(training)
+        if self.args.world_size > 1:
+            torch.distributed.all_reduce(total)
+        mean = (total[0] / total[1]).item()
+        metrics = {
+            f"{metric_key_prefix}_loss": mean,
+            f"{metric_key_prefix}_perplexity": math.exp(min(mean, 700.0)),
+        }
+        return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=len(self.eval_tokens))
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "loss" in logs:
+            logs.update(self.clock.measure(self.args))
+            if self.is_deepspeed_enabled and getattr(self.model_wrapped, "skipped_steps", 0):
+                logs["skipped_steps"] = self.model_wrapped.skipped_steps
+        super().log(logs, start_time)
+
+
+class Clock:
+    """Tokens, seconds and memory between two log lines; evaluation and saving are not in the seconds."""
+
+    def __init__(self, settings, net):
+        self.tokens, self.started = torch.zeros((), dtype=torch.long), None
+        self.total_tokens, self.total_seconds = 0, 0.0
+        trainable, every = model.count_parameters(net)
+        # Forward 2, backward 2 for the inputs and 2 for the weights that train (arXiv 2001.08361, section 2.1); the
+        # attention products are left out, so the MFU is a lower bound.
+        self.flops_per_token = 4 * every + 2 * trainable
+        self.peak_flops = None if settings.use_cpu else hardware.peak_flops(torch.cuda.get_device_name())
+
+    def start(self) -> None:
+        self.started = self.started or time.perf_counter()
+
+    def measure(self, args) -> dict[str, float]:
+        seconds = time.perf_counter() - (self.started or time.perf_counter())
+        count = self.tokens.clone().to(args.device)
+        if args.world_size > 1:
+            torch.distributed.all_reduce(count)
+        self.tokens, self.started = torch.zeros_like(self.tokens), None
+        self.total_tokens += int(count)
+        self.total_seconds += seconds
+        speed = int(count) / seconds if seconds else 0.0
+        found = {"tokens_per_second": round(speed, 1), "tokens_per_second_per_gpu": round(speed / args.world_size, 1)}
+        if self.peak_flops:
+            found["mfu"] = round(speed / args.world_size * self.flops_per_token / self.peak_flops, 4)
+        return found | {"peak_memory_bytes": peak_memory_bytes(args)}
+
+
+def peak_memory_bytes(args) -> int:
+    """Highest of all ranks: torch.cuda.max_memory_allocated, on a CPU the process's peak resident memory."""
+    if args.device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated()
+    else:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    value = torch.tensor(peak, dtype=torch.long, device=args.device)
+    if args.world_size > 1:
+        torch.distributed.all_reduce(value, op=torch.distributed.ReduceOp.MAX)
+    return int(value)
+
+
+class Reporter(TrainerCallback):
+    """Step lines on the terminal, metrics.jsonl, the resolved deepspeed.json, and the stop on NaN."""
+
+    def __init__(self, trainer: KitTrainer):
+        self.trainer, self.began, self.first_step, self.bar = trainer, time.perf_counter(), 0, None
+        self.before = None  # exact match before training, on the bundled task
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        trainer = self.trainer
+        if trainer.is_deepspeed_enabled and args.process_index == 0:
+            report.write_json(Path(args.output_dir) / "deepspeed.json", trainer.model_wrapped.config)
+        if trainer.settings.bundled:
+            self.before = generate.exact_match(trainer)
+            if args.process_index == 0:
+                print(f"exact match before training: {self.before:.1%} of {len(trainer.eval_tokens)} held-out rows")
+        self.began, self.first_step = time.perf_counter(), state.global_step
+        if args.process_index == 0 and sys.stderr.isatty():
+            from tqdm import tqdm
+
+            self.bar = tqdm(total=state.max_steps, initial=state.global_step, unit="step", leave=False)
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.trainer.clock.start()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self.bar is not None:
+            self.bar.update(state.global_step - self.bar.n)
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if "train_runtime" in logs:  # transformers' summary of the whole run; ours is result.json
+            return
+        if args.process_index == 0:
+            with (Path(args.output_dir) / "metrics.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": state.global_step, **logs}) + "\n")
+            line = self._line(state, logs)
+            self.bar.write(line) if self.bar is not None else print(line, flush=True)
+        self._stop_if_diverged(args, state, logs)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        if self.bar is not None:
+            self.bar.close()
+
+    def _line(self, state, logs) -> str:
+        where = f"step {state.global_step}/{state.max_steps}"
+        if "eval_loss" in logs:
+            return f"{where}  eval loss {logs['eval_loss']:.4f}  perplexity {logs['eval_perplexity']:.3f}"
+        words = [where, f"loss {logs['loss']:.4f}", f"lr {logs['learning_rate']:.2e}"]
+        if logs.get("grad_norm") is not None:
+            words.append(f"grad norm {logs['grad_norm']:.3f}")
+        words.append(f"{logs['tokens_per_second']:,.0f} tok/s ({logs['tokens_per_second_per_gpu']:,.0f} per rank)")
+        if "mfu" in logs:
+            words.append(f"MFU {logs['mfu']:.1%}")
+        words.append(f"peak {logs['peak_memory_bytes'] / 2**30:.2f} GiB")
+        if "skipped_steps" in logs:
+            words.append(f"skipped steps {logs['skipped_steps']}")
+        done = state.global_step - self.first_step
+        left = (time.perf_counter() - self.began) / max(1, done) * (state.max_steps - state.global_step)
+        return "  ".join([*words, f"ETA {int(left) // 3600}:{int(left) // 60 % 60:02}:{int(left) % 60:02}"])
+
+    def _stop_if_diverged(self, args, state, logs) -> None:
+        for name in ("loss", "grad_norm"):
+            value = logs.get(name)
+            overflow_is_normal = name == "grad_norm" and args.fp16  # the loss scaler finds its level that way
+            if value is not None and not math.isfinite(value) and not overflow_is_normal:
+                raise Diverged(
+                    f"step {state.global_step}: the {name.replace('_', ' ')} is {value}; the weights are no longer "
+                    "usable. Lower --learning_rate, look at the rows of this step, or use --bf16 instead of --fp16."
+                )
+
+
+def finish(trainer: KitTrainer, started: float) -> None:
+    """Save final/, evaluate, show sample generations, draw the curve and write result.json last. All ranks call it.
+
+    Args: started: time.perf_counter() when training began.
+    """
+    args, settings = trainer.args, trainer.settings
+    folder, first = Path(args.output_dir), args.process_index == 0
+    train_seconds = time.perf_counter() - started
+    final = folder / "final"
+    trainer.save_model(str(final))  # collective: under ZeRO-3 every rank gives its share
+    trainable, every = model.count_parameters(trainer.model)
+    if first:
+        (final / "training_args.bin").unlink(missing_ok=True)  # a pickle that no loader needs
+        model.verify_saved(final, trainable if settings.recipe == "lora" else every)
+    evaluations = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
+    if trainer.eval_dataset is not None and (not evaluations or evaluations[-1]["step"] != trainer.state.global_step):
+        evaluations.append(trainer.evaluate())
+    reporter = next(c for c in trainer.callback_handler.callbacks if isinstance(c, Reporter))
+    after = generate.exact_match(trainer) if settings.bundled else None
+    samples = generate.samples(trainer, settings.num_samples) if trainer.eval_dataset is not None else []
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    clock = trainer.clock
+    result = {
+        "status": "finished",
+        "recipe": settings.recipe,
+        "steps": trainer.state.global_step,
+        "train_loss": trainer.state.log_history[-1].get("train_loss", losses[-1] if losses else None),
+        "last_loss": losses[-1] if losses else None,
+        "eval_loss": evaluations[-1]["eval_loss"] if evaluations else None,
+        "world_size": args.world_size,
+        "zero": settings.zero,
+        "offload": settings.offload,
+        "precision": settings.precision,
+        "trainable_parameters": trainable,
+        "parameters": every,
+        "tokens": clock.total_tokens,
+        "tokens_per_second": round(clock.total_tokens / clock.total_seconds, 1) if clock.total_seconds else None,
+        "train_seconds": round(train_seconds, 2),
+        "peak_memory_bytes": peak_memory_bytes(args),
+        "peak_memory_of": "process (resident)" if settings.use_cpu else "GPU (allocated)",
+        "final": str(final),
+    }
+    if settings.bundled:
+        result |= {"exact_match_before": reporter.before, "exact_match_after": after}
+    if not first:
+        return
+    if (folder / "metrics.jsonl").exists():
+        report.plot_loss(folder / "metrics.jsonl", folder / "loss.png", f"{settings.recipe} on {Path(settings.data).name}")
+    for prompt, answer, wanted in samples:
+        print(f"\n  asked     {prompt}\n  answered  {answer}\n  wanted    {wanted}")
+    if settings.bundled:
+        print(f"\nexact match on held-out rows: {reporter.before:.1%} before, {after:.1%} after")
+    print(f"{'adapter' if settings.recipe == 'lora' else 'model'}: {final}")
+    report.write_json(folder / "result.json", result)
+
+
+def run(trainer: KitTrainer) -> None:
+    """Train, then finish; a failure is written to result.json before it goes on."""
+    started = time.perf_counter()
+    try:
+        trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
+        finish(trainer, started)
+    except BaseException as error:
+        if trainer.args.process_index == 0:
+            status = {"status": "failed", "error": f"{type(error).__name__}: {error}", "steps": trainer.state.global_step}
+            report.write_json(Path(trainer.args.output_dir) / "result.json", status)
+        raise
+
+
+def facts(settings, tokenizer, train_set, eval_set) -> dict:
+    """What run.json says about the data."""
+    sets = {"train": train_set, "eval": eval_set}
+    return {"data": {k: {"fingerprint": s.fingerprint, **s.statistics} for k, s in sets.items() if s is not None}}

@@ -1,0 +1,176 @@
+"""The processes of one job: environment, process group, device; and proof that they are as many as asked."""
+
+import os
+import socket
+import sys
+from datetime import timedelta
+
+from .errors import UserError
+
+# What `accelerate launch` and its cached default_config.yaml put into the environment about things that the recipe
+# owns (stage, precision, accumulation, FSDP, compile). Left in place they change or crash the run.
+_ACCELERATE_PREFIXES = ("ACCELERATE_DEEPSPEED_", "FSDP_", "ACCELERATE_DYNAMO_", "MEGATRON_LM_", "PARALLELISM_CONFIG_")
+_ACCELERATE_NAMES = (
+    "ACCELERATE_USE_DEEPSPEED",
+    "ACCELERATE_CONFIG_DS_FIELDS",
+    "ACCELERATE_USE_FSDP",
+    "ACCELERATE_USE_MEGATRON_LM",
+    "ACCELERATE_USE_PARALLELISM_CONFIG",
+    "ACCELERATE_MIXED_PRECISION",
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+    "ACCELERATE_USE_CPU",
+)
+_HARMLESS = {"no", "false", "1", "NO", ""}
+
+
+def rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def size() -> int:
+    """The number of processes that the launcher started (1 without one)."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def take_over_environment() -> list[str]:
+    """Remove what accelerate says about things that the recipe owns; return the settings that would have mattered."""
+    taken = []
+    for name in list(os.environ):
+        if name in _ACCELERATE_NAMES or name.startswith(_ACCELERATE_PREFIXES):
+            value = os.environ.pop(name)
+            if name in ("ACCELERATE_DEEPSPEED_ZERO_STAGE", "ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_FSDP") or (
+                name == "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
+            ):
+                taken += [f"{name}={value}"] if value not in _HARMLESS else []
+    return taken
+
+
+def asked_by_launcher() -> int | None:
+    """The number of processes in the launcher's own command line, where it can be read (Linux).
+
+    `accelerate launch --cpu --num_processes 2` starts one process without a word; this is how it is noticed.
+    """
+    import psutil
+
+    try:
+        words = psutil.Process().parent().cmdline()
+    except (psutil.Error, AttributeError):
+        return None
+    if not any("accelerate" in w for w in words[:4]):
+        return None
+    for i, word in enumerate(words):
+        name, _, value = word.partition("=")
+        if name in ("--num_processes", "--num-processes"):
+            value = value or (words[i + 1] if i + 1 < len(words) else "")
+            return int(value) if value.isdigit() else None
+    return None
+
+
+def check_size() -> None:
+    """Raises: UserError when the launcher was asked for another number of processes than it started."""
+    asked = asked_by_launcher()
+    if asked is not None and asked != size():
+        raise UserError(
+            f"accelerate launch was asked for {asked} processes but started {size()} (on a CPU it needs "
+            f"--use_deepspeed for more than one): use `torchrun --nproc_per_node {asked}` or `make GPUS={asked}`."
+        )
+
+
+def single_process_defaults() -> None:
+    """A process without a launcher gets the variables that a launcher would set, with a port that is free."""
+    if "WORLD_SIZE" in os.environ:
+        return
+    port = os.environ.get("MASTER_PORT")
+    if port and not port_is_free(int(port)):
+        raise UserError(f"MASTER_PORT={port} is in use on this machine: unset it or name a free port.")
+    os.environ.update(
+        RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1",
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=port or str(free_port()),
+    )  # fmt: skip
+
+
+def start(settings) -> None:
+    """Open the process group that this run needs, before TrainingArguments and the model exist.
+
+    Under ZeRO-3 the model is sharded while it loads, so DeepSpeed's communication has to exist by then; and with
+    gloo, accelerate would otherwise count one process and feed every rank the same rows.
+    """
+    import torch
+    import torch.distributed as dist
+
+    single_process_defaults()
+    if not os.environ.get("OMP_NUM_THREADS") or os.environ["OMP_NUM_THREADS"] == "1":
+        # Launchers set 1, which makes CPU training and the offloaded optimizer crawl.
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if not settings.use_cpu:
+        if local_rank >= torch.cuda.device_count():
+            raise UserError(
+                f"local rank {local_rank} has no GPU: {torch.cuda.device_count()} present. Start fewer processes."
+            )
+        torch.cuda.set_device(local_rank)
+    backend = "gloo" if settings.use_cpu else "nccl"
+    timeout = timedelta(seconds=settings.ddp_timeout)
+    if settings.deepspeed is not None:
+        if settings.use_cpu:
+            os.environ["DS_ACCELERATOR"] = "cpu"
+        import deepspeed
+        import deepspeed.comm
+
+        if settings.use_cpu:
+            # An op that only DeepSpeed's inference uses, compiled for a minute at the first start.
+            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False, timeout=timeout)
+    elif settings.world_size > 1 and not dist.is_initialized():
+        dist.init_process_group(backend, timeout=timeout)
+
+
+def verify(training_arguments) -> None:
+    """Assert that accelerate, torch and the launcher agree on the number of processes.
+
+    Raises: RuntimeError (a bug or a broken environment, not the user's mistake).
+    """
+    import torch.distributed as dist
+
+    counted = dist.get_world_size() if dist.is_initialized() else 1
+    if not counted == size() == training_arguments.world_size:
+        raise RuntimeError(
+            f"the launcher started {size()} processes, torch.distributed has {counted}, accelerate "
+            f"{training_arguments.world_size}: every rank would train on the same rows."
+        )
+
+
+def broadcast(value):
+    """Rank 0's value on every rank (any small picklable object)."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def port_is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def stop() -> None:
+    """Close the process group, so that the last rank to finish is not torn down by the first."""
+    import torch.distributed as dist
+
+    sys.stdout.flush()
+    if dist.is_initialized():
+        dist.destroy_process_group()
