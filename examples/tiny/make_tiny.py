@@ -156,6 +156,8 @@ def pretrain(tokenizer, texts: list[str], steps: int, batch: int = 48, block: in
 
 
 def main() -> None:
+    import torch
+
     rng = random.Random(SEED)
     people = village(rng)
     texts = corpus(people, rng, documents=6000)
@@ -165,7 +167,8 @@ def main() -> None:
     asked = [m["content"] for row in train for m in row["messages"]]
     tokenizer = make_tokenizer(texts + asked)
     model = pretrain(tokenizer, texts, steps=1500)
-    model.save_pretrained(HERE / "model")
+    # bf16 like most published weights, so that every precision starts from the very same numbers.
+    model.to(torch.bfloat16).save_pretrained(HERE / "model")
     tokenizer.save_pretrained(HERE / "model")
     print(f"{len(train)} training rows, {len(held_out)} held-out rows, {model.num_parameters():,} parameters")
 

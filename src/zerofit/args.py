@@ -186,7 +186,7 @@ class Settings:
     @property
     def bundled(self) -> bool:
         """Whether this is the embedded default task."""
-        return self.values["model"] == str(TINY / "model") and self.values["data"] == str(TINY / "train.jsonl")
+        return self.source["data"] == "bundled task"
 
     def training_values(self) -> dict[str, Any]:
         """The keyword arguments of transformers.TrainingArguments."""

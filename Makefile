@@ -1,0 +1,90 @@
+# Verbs only; every choice is made in src/zerofit. User values reach the shell as environment variables in double
+# quotes, so spaces and quotes in them are safe.
+SHELL := bash
+.DEFAULT_GOAL := help
+
+# --- what you can set (make sft GPUS=4 ZERO=3 ...) ---
+GPUS ?= 1
+ZERO ?=
+OFFLOAD ?=
+MODEL ?=
+DATA ?=
+CONFIG ?=
+OUT ?=
+ARGS ?=
+PORT ?=
+LAUNCHER ?= torchrun
+RECIPE ?= sft
+PYTHON ?= python3
+ENV ?= .venv
+EXTRAS ?=
+export GPUS ZERO OFFLOAD MODEL DATA CONFIG OUT ARGS PORT LAUNCHER EXTRAS
+
+# --- the environment: .venv, or the active one with ENV=active ---
+ifeq ($(ENV),active)
+PREFIX := $(shell $(PYTHON) -c 'import sys; print(sys.prefix)')
+PY := $(PYTHON)
+else
+PREFIX := $(ENV)
+PY := $(abspath $(ENV))/bin/python
+endif
+STAMP := $(PREFIX)/.zerofit-installed
+DEV_STAMP := $(PREFIX)/.zerofit-dev-installed
+export PATH := $(abspath $(PREFIX))/bin:$(PATH)
+
+# one variable -> one flag of the same name; OUT is transformers' output_dir
+KNOBS = $(if $(ZERO),--zero "$$ZERO") $(if $(OFFLOAD),--offload "$$OFFLOAD") $(if $(MODEL),--model "$$MODEL") \
+	$(if $(DATA),--data "$$DATA") $(if $(CONFIG),--config "$$CONFIG") $(if $(OUT),--output_dir "$$OUT")
+# `make show sft ...` shows what `make sft ...` would run
+SHOW = $(if $(filter show,$(MAKECMDGOALS)),--show)
+LAUNCH = PYTHON="$(PY)" launchers/local.sh --gpus "$$GPUS" --launcher "$$LAUNCHER" --port "$$PORT" --args "$$ARGS" $(SHOW)
+
+.PHONY: help sft lora show install lint test test-all clean
+help: ## this list
+	@echo 'zerofit: fine-tune language models with Accelerate and DeepSpeed ZeRO'
+	@echo; grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | awk -F'\t' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@echo; echo '  GPUS=n  ZERO=0|1|2|3  OFFLOAD=none|optimizer|all  MODEL=folder-or-hub-id  DATA=file-folder-or-hub-id'
+	@echo '  CONFIG=file.yaml  OUT=run-folder  ARGS="--any_flag value"  PORT=n  LAUNCHER=torchrun|accelerate|deepspeed'
+	@echo; echo '  make sft GPUS=4 ZERO=3 MODEL=Qwen/Qwen3-8B DATA=data.jsonl'
+	@echo '  every flag: make sft ARGS=--help'
+
+sft: $(STAMP) ## fine-tune all weights (alone: the bundled task, before and after)
+	@$(LAUNCH) recipes/sft.py $(KNOBS)
+
+lora: $(STAMP) ## fine-tune a LoRA adapter
+	@$(LAUNCH) recipes/lora.py $(KNOBS)
+
+show: $(STAMP) ## print the exact command, environment and arguments (make show lora GPUS=2 ...); start nothing
+	@$(if $(filter sft lora,$(MAKECMDGOALS)),true,$(LAUNCH) recipes/$(RECIPE).py $(KNOBS))
+
+install: ## install into .venv (PYTHON=python3.12) or the active environment (ENV=active); EXTRAS=dev
+	@rm -f "$(STAMP)"; $(MAKE) --no-print-directory "$(STAMP)"
+
+lint: $(DEV_STAMP) ## ruff
+	@$(PY) -m ruff check . && $(PY) -m ruff format --check .
+
+test: $(DEV_STAMP) ## the tests (real DeepSpeed on two CPU processes; under 15 minutes on 2 cores)
+	@$(PY) -m pytest
+
+test-all: $(DEV_STAMP) ## the long matrix too
+	@$(PY) -m pytest -m 'slow or not slow'
+
+clean: ## remove .venv and caches (runs/ stays)
+	rm -rf .venv .pytest_cache .ruff_cache src/*.egg-info
+
+# --- installation: once, and again when the pins change ---
+PIP = $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+		|| { echo 'zerofit: error: Python 3.10 or newer is needed; name one with PYTHON=...' >&2; exit 2; }
+	@test "$(ENV)" = active || test -x "$(PY)" || $(PYTHON) -m venv "$(ENV)"
+	@echo 'installing the tested set from constraints.txt into $(PREFIX) (a few minutes, once)'
+	@# torch first: DeepSpeed's build looks for it, and a pinned torch keeps the resolver from fetching another
+	@$(PIP) torch setuptools wheel
+	@$(PIP) -e ".$${EXTRAS:+[$$EXTRAS]}"
+	@touch "$@"
+
+$(DEV_STAMP): $(STAMP)
+	@$(PIP) -e '.[dev]'
+	@touch "$@"

@@ -1,0 +1,28 @@
+"""`zerofit VERB ...` and `python -m zerofit VERB ...`."""
+
+import sys
+
+from . import __version__, errors
+
+USAGE = """usage: zerofit launch [--gpus N] [--show] recipes/sft.py [flags]     start a recipe on N processes
+       zerofit launch recipes/sft.py --help                          every flag of a recipe
+       zerofit --version"""
+
+
+def main() -> None:
+    errors.guard(_main)
+
+
+def _main() -> None:
+    words = sys.argv[1:]
+    if words in (["--version"], ["-V"]):
+        print(f"zerofit {__version__}")
+    elif words[:1] == ["launch"]:
+        from . import launch, model
+
+        model.quiet_libraries()
+        launch.main(words[1:])
+    elif not words or words[0] in ("-h", "--help"):
+        print(USAGE)
+    else:
+        raise errors.UserError(f"unknown verb {words[0]!r}; `zerofit --help` lists them.")

@@ -1,0 +1,164 @@
+"""Start a recipe on N processes of this machine: check first, then hand over to a standard launcher."""
+
+import argparse
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from . import args, world
+from .errors import EXIT_CODES, UserError
+
+LAUNCHERS = ("torchrun", "accelerate", "deepspeed")
+
+
+def main(argv: list[str]) -> None:
+    """`zerofit launch`: see --help. Ends the process with the job's exit code.
+
+    Raises: UserError for the user's mistakes, before any process is started and before a run folder is made.
+    """
+    parser = argparse.ArgumentParser(prog="zerofit launch", allow_abbrev=False, description=__doc__)
+    parser.add_argument("--gpus", default="1", help="processes; without a GPU they run on the CPU (gloo)")
+    parser.add_argument("--launcher", default="torchrun", help=f"{', '.join(LAUNCHERS)} (one process needs none)")
+    parser.add_argument("--port", default="", help="port of the rendezvous (default: a free one)")
+    parser.add_argument("--args", default="", help="more recipe flags in one string, split like a shell would")
+    parser.add_argument("--show", action="store_true", help="print command, environment and arguments; start nothing")
+    parser.add_argument("recipe", help="recipes/sft.py or recipes/lora.py")
+    parser.add_argument("flags", nargs=argparse.REMAINDER, help="the recipe's flags")
+    given = parser.parse_args(argv)
+
+    recipe = Path(given.recipe)
+    if recipe.stem not in args.RECIPES or not recipe.is_file():
+        raise UserError(f"{given.recipe}: no such recipe; there are {', '.join(f'recipes/{r}.py' for r in args.RECIPES)}.")
+    if not given.gpus.isdigit() or int(given.gpus) < 1:
+        raise UserError(f"GPUS={given.gpus}: must be a whole number of 1 or more.")
+    if given.launcher not in LAUNCHERS:
+        raise UserError(f"LAUNCHER={given.launcher}: must be one of {', '.join(LAUNCHERS)}.")
+    try:
+        flags = [*given.flags, *shlex.split(given.args)]
+    except ValueError as error:
+        raise UserError(f"ARGS={given.args}: cannot be split into words: {str(error).lower()}.") from None
+    if "--help" in flags or "-h" in flags:
+        args.build_parser(recipe.stem).print_help()
+        return
+    count, port = int(given.gpus), _port(given.port)
+    settings = args.parse(recipe.stem, [*flags, "--gpus", str(count)], count)
+    _check_devices(settings, count)
+    env = environment(count)
+    if given.show:
+        _show(settings, command(given.launcher, count, port, recipe, [*flags, "--gpus", str(count)]), env)
+        return
+    folder = _prepare(settings)
+    words = command(given.launcher, count, port, recipe, [*flags, "--gpus", str(count), "--output_dir", str(folder)])
+    raise SystemExit(_supervise(words, env | {"ZEROFIT_COMMAND": shlex.join(words)}))
+
+
+def _port(text: str) -> int:
+    if not text:
+        return world.free_port()
+    if not text.isdigit() or not 1 <= int(text) <= 65535:
+        raise UserError(f"PORT={text}: must be a number from 1 to 65535.")
+    if not world.port_is_free(int(text)):
+        raise UserError(f"PORT={text} is in use on this machine; name another, or none for a free one.")
+    return int(text)
+
+
+def _check_devices(settings: args.Settings, count: int) -> None:
+    import torch
+
+    if settings.use_cpu:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        if count > 8 * cores:
+            raise UserError(f"GPUS={count}: this machine has no GPU and only {cores} CPU cores.")
+        if count > cores:
+            print(f"note: {count} CPU processes share {cores} cores; expect it to be slow", flush=True)
+    elif count > torch.cuda.device_count():
+        raise UserError(f"GPUS={count}: this machine has {torch.cuda.device_count()}; use GPUS={torch.cuda.device_count()}.")
+
+
+def _prepare(settings: args.Settings) -> Path:
+    """Everything that can go wrong without a GPU, tried in this one process: folder, model config, tokenizer, data."""
+    from . import data, model, report
+
+    folder = report.choose_folder(settings)
+    model.load_config(settings)
+    data.load(settings, model.load_tokenizer(settings))
+    return folder
+
+
+def environment(count: int) -> dict[str, str]:
+    """What the launcher adds to the environment: the package's path and the CPU threads of each process."""
+    path = os.pathsep.join(filter(None, [str(args.ROOT / "src"), os.environ.get("PYTHONPATH")]))
+    added = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+    if "OMP_NUM_THREADS" not in os.environ:
+        # Launchers set 1, on which CPU training and the offloaded optimizer crawl.
+        added["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // count))
+    return added
+
+
+def command(launcher: str, count: int, port: int, recipe: Path, flags: list[str]) -> list[str]:
+    """The exact command. It places processes and nothing else: no stage, no precision, no DeepSpeed file."""
+    python = sys.executable
+    if count == 1:
+        return [python, str(recipe), *flags]
+    start = {
+        "torchrun": [
+            "-m", "torch.distributed.run", "--nnodes", "1", "--nproc_per_node", str(count),
+            "--master_addr", "127.0.0.1", "--master_port", str(port),
+        ],
+        "accelerate": [
+            # --use_deepspeed is what makes accelerate start several processes on a CPU too; stage and precision stay
+            # the recipe's. --config_file /dev/null would be refused, so the cached config is outvoted flag by flag.
+            "-m", "accelerate.commands.launch", "--use_deepspeed", "--num_processes", str(count), "--num_machines", "1",
+            "--machine_rank", "0", "--main_process_ip", "127.0.0.1", "--main_process_port", str(port),
+            "--mixed_precision", "no", "--dynamo_backend", "no",
+        ],
+        "deepspeed": [
+            "-m", "deepspeed.launcher.runner", "--num_gpus", str(count),
+            "--master_addr", "127.0.0.1", "--master_port", str(port),
+        ],
+    }  # fmt: skip
+    return [python, *start[launcher], str(recipe), *flags]
+
+
+def _show(settings: args.Settings, words: list[str], env: dict[str, str]) -> None:
+    from . import report
+
+    print("command\n  " + shlex.join(words))
+    print("environment\n" + "\n".join(f"  {name}={value}" for name, value in env.items()))
+    print("arguments\n" + report.table(settings))
+    print("decisions\n" + "\n".join(f"  - {sentence}" for sentence in settings.decisions))
+
+
+def _supervise(words: list[str], env: dict[str, str]) -> int:
+    """Run the command in a process group of its own, pass signals on, leave no process behind; return its exit code."""
+    child = subprocess.Popen(words, env={**os.environ, **env}, start_new_session=True)
+    heard = []
+
+    def pass_on(number, _frame):
+        heard.append(number)
+        _signal_group(child.pid, signal.SIGKILL if len(heard) > 1 else number)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, pass_on)
+    try:
+        code = child.wait()
+    finally:
+        _signal_group(child.pid, signal.SIGTERM)  # ranks that outlived their launcher
+        time.sleep(0.2) if _signal_group(child.pid, 0) else None
+        _signal_group(child.pid, signal.SIGKILL)
+    if heard:
+        print(f"zerofit: stopped by {signal.Signals(heard[0]).name}", file=sys.stderr)
+        return EXIT_CODES["interrupted"]
+    return code if code >= 0 else 128 - code
+
+
+def _signal_group(group: int, number: int) -> bool:
+    try:
+        os.killpg(group, number)
+    except ProcessLookupError:
+        return False
+    return True
