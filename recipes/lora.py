@@ -1,10 +1,10 @@
 """Fine-tuning of a LoRA adapter; the model's own weights stay as they are.
 
-    make lora                                       # the bundled task, one process
-    make lora GPUS=2 ZERO=2 MODEL=Qwen/Qwen3-8B DATA=data.jsonl ARGS="--lora_r 32"
-    accelerate launch recipes/lora.py --model Qwen/Qwen3-8B --data data.jsonl --lora_r 32
-    torchrun --nproc_per_node 4 recipes/lora.py --config my_run.yaml
-    python recipes/lora.py --help
+make lora                                       # the bundled task, one process
+make lora GPUS=2 ZERO=2 MODEL=Qwen/Qwen3-8B DATA=data.jsonl ARGS="--lora_r 32"
+accelerate launch recipes/lora.py --model Qwen/Qwen3-8B --data data.jsonl --lora_r 32
+torchrun --nproc_per_node 4 recipes/lora.py --config my_run.yaml
+python recipes/lora.py --help
 """
 
 from zerofit import data, errors, model, start, train
@@ -18,13 +18,12 @@ def main() -> None:
     tokenizer = model.load_tokenizer(settings)
     train_set, eval_set = data.load(settings, tokenizer)
 
-    # --- processes, run folder, transformers' arguments (they must exist before the model) ---
-    arguments = start.run(settings, tokenizer, train_set, eval_set)
-
-    # --- model and adapter: under ZeRO-3 the base is sharded while it loads ---
+    # --- process group and transformers' arguments; under ZeRO-3 the base is sharded while it loads ---
+    arguments = start.processes(settings)
     net = model.add_adapter(model.load_model(settings, tokenizer), settings)
 
-    # --- train, save final/, evaluate, report ---
+    # --- run folder; train, save final/, evaluate, report ---
+    start.open_run(settings, train_set, eval_set)
     train.run(train.KitTrainer(settings, net, tokenizer, arguments, train_set, eval_set))
 
 

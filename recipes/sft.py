@@ -1,10 +1,10 @@
 """Supervised fine-tuning of all weights.
 
-    make sft                                        # the bundled task, one process
-    make sft GPUS=4 ZERO=3 MODEL=Qwen/Qwen3-8B DATA=data.jsonl
-    accelerate launch recipes/sft.py --zero 3 --model Qwen/Qwen3-8B --data data.jsonl
-    torchrun --nproc_per_node 4 recipes/sft.py --config my_run.yaml
-    python recipes/sft.py --help
+make sft                                        # the bundled task, one process
+make sft GPUS=4 ZERO=3 MODEL=Qwen/Qwen3-8B DATA=data.jsonl
+accelerate launch recipes/sft.py --zero 3 --model Qwen/Qwen3-8B --data data.jsonl
+torchrun --nproc_per_node 4 recipes/sft.py --config my_run.yaml
+python recipes/sft.py --help
 """
 
 from zerofit import data, errors, model, start, train
@@ -18,13 +18,12 @@ def main() -> None:
     tokenizer = model.load_tokenizer(settings)
     train_set, eval_set = data.load(settings, tokenizer)
 
-    # --- processes, run folder, transformers' arguments (they must exist before the model) ---
-    arguments = start.run(settings, tokenizer, train_set, eval_set)
-
-    # --- model: under ZeRO-3 it is sharded while it loads ---
+    # --- process group and transformers' arguments; under ZeRO-3 it is sharded while it loads ---
+    arguments = start.processes(settings)
     net = model.load_model(settings, tokenizer)
 
-    # --- train, save final/, evaluate, report ---
+    # --- run folder; train, save final/, evaluate, report ---
+    start.open_run(settings, train_set, eval_set)
     train.run(train.KitTrainer(settings, net, tokenizer, arguments, train_set, eval_set))
 
 

@@ -3,31 +3,100 @@
     torchrun --nproc_per_node 2 tests/world.py cases.json
 
 cases.json: [{"recipe": "sft", "flags": [...]}, ...]. Every rank runs the real recipe file for each case; a case
-that raises ends the world with its traceback.
+that raises ends the world with its traceback. Beside what the recipe writes, each run folder gets `witness.json`
+(what the ranks saw) and `logits.pt` (the trained model's logits on one batch, for comparison with final/).
 """
 
+import contextlib
 import gc
+import hashlib
 import json
-import os
 import runpy
 import sys
 import time
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
+
+from zerofit import train
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
+def gathered(parameters):
+    """Whole parameters under ZeRO-3, nothing to do elsewhere."""
+    if any(hasattr(p, "ds_id") for p in parameters):
+        import deepspeed
+
+        return deepspeed.zero.GatheredParameters(parameters)
+    return contextlib.nullcontext()
+
+
+def frozen_hash(model) -> str:
+    """A hash over the bytes of all parameters that do not train."""
+    frozen = [p for p in model.parameters() if not p.requires_grad]
+    digest = hashlib.sha256()
+    with gathered(frozen):
+        for p in frozen:
+            digest.update(p.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+class Witness(train.KitTrainer):
+    """KitTrainer that also records what the tests ask about."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.rows_seen, self.frozen_before = [], frozen_hash(self.model)
+
+    def training_step(self, net, inputs, num_items_in_batch=None):
+        supervised = inputs["labels"].ne(-100).any(-1)
+        self.rows_seen += [hash(tuple(row.tolist())) for row in inputs["labels"][supervised]]
+        return super().training_step(net, inputs, num_items_in_batch)
+
+
+def record(trainer: Witness) -> None:
+    folder, model = Path(trainer.args.output_dir), trainer.model
+    ids = torch.tensor([trainer.tokens.dataset[0]["input_ids"]])
+    model.eval()
+    with torch.no_grad():
+        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
+    after = frozen_hash(model)
+    per_rank = [None] * dist.get_world_size() if dist.is_initialized() else [trainer.rows_seen]
+    if dist.is_initialized():
+        dist.all_gather_object(per_rank, trainer.rows_seen)
+    if trainer.args.process_index == 0:
+        torch.save({"input_ids": ids, "logits": logits}, folder / "logits.pt")
+        facts = {
+            "engine": type(trainer.model_wrapped).__name__,
+            "rows_per_rank": [len(rows) for rows in per_rank],
+            "distinct_rows": len({row for rows in per_rank for row in rows}),
+            "shared_rows": len(set.intersection(*map(set, per_rank))) if len(per_rank) > 1 else 0,
+            "frozen_before": trainer.frozen_before,
+            "frozen_after": after,
+        }
+        (folder / "witness.json").write_text(json.dumps(facts))
+
+
 def main() -> None:
+    finish = train.finish
+
+    def finish_and_record(trainer, started):
+        finish(trainer, started)
+        record(trainer)
+
+    train.KitTrainer, train.finish = Witness, finish_and_record
     for case in json.loads(Path(sys.argv[1]).read_text()):
-        began, streams = time.time(), (sys.stdout, sys.stderr)
-        sys_argv, sys.argv = sys.argv, [case["recipe"], *case["flags"]]
+        began, streams, words = time.time(), (sys.stdout, sys.stderr), sys.argv
+        sys.argv = [case["recipe"], *case["flags"]]
         try:
             runpy.run_path(str(ROOT / "recipes" / f"{case['recipe']}.py"), run_name="__main__")
         finally:
-            sys.argv = sys_argv
+            sys.argv = words
             sys.stdout, sys.stderr = streams
         gc.collect()  # the last case's engine must not keep its configuration registered
-        if os.environ["RANK"] == "0":
+        if not dist.is_initialized() or dist.get_rank() == 0:
             print(f"case {' '.join([case['recipe'], *case['flags']])}: {time.time() - began:.1f} s", flush=True)
 
 

@@ -202,18 +202,19 @@ class Settings:
 
     def rows(self) -> list[tuple[str, Any, str]]:
         """(argument, value, source) of everything that is not a plain transformers default."""
-        kit = {f.name for a in (RunArguments, ModelArguments, DataArguments, LoraArguments) for f in fields(a)}
-        shown = [k for k in self.values if k in kit or self.source[k] != "transformers default"]
+        shown = [k for k in self.values if self.source[k] != "transformers default"]
         return [(k, self.values[k], self.source[k]) for k in shown if k not in ("show", "config")]
 
 
+def _kit_groups(recipe: str) -> tuple:
+    return (RunArguments, ModelArguments, DataArguments, *RECIPES[recipe]["arguments"])
+
+
 def build_parser(recipe: str) -> _Parser:
-    groups = (RunArguments, ModelArguments, DataArguments, *RECIPES[recipe]["arguments"], TrainingArguments)
+    groups = (*_kit_groups(recipe), TrainingArguments)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return _Parser(
-            groups, prog=f"recipes/{recipe}.py", allow_abbrev=False, formatter_class=argparse.HelpFormatter
-        )
+        return _Parser(groups, prog=f"recipes/{recipe}.py", allow_abbrev=False, formatter_class=argparse.HelpFormatter)
 
 
 def _explicit(recipe: str, argv: list[str], origin: str) -> dict[str, Any]:
@@ -229,7 +230,9 @@ def _explicit(recipe: str, argv: list[str], origin: str) -> dict[str, Any]:
         hint = RENAMED.get(name) or (f"--{close[0]}" if close else None)
         if name in {f.name for f in fields(LoraArguments)}:
             hint = "recipes/lora.py (make lora)"
-        what = f"unknown flag {word.split('=')[0]}" if word.startswith("-") else f"unexpected word {word!r}"
+        what = f"unknown flag --{name}" if word.startswith("-") else f"unexpected word {word!r}"
+        if origin != "command line":
+            what, hint = f"unknown key {name!r}", hint and hint.removeprefix("--")
         raise UserError(f"{origin}: {what}{f'; did you mean {hint}?' if hint else '; --help lists every flag.'}")
     return {k: v for k, v in vars(found).items() if v is not _UNSET}
 
@@ -286,6 +289,8 @@ def parse(recipe: str, argv: list[str], world_size: int) -> Settings:
     ):
         values |= layer
         source |= dict.fromkeys(layer, origin)
+    kit = {f.name for group in _kit_groups(recipe) for f in fields(group)}
+    source |= {name: "default" for name in kit if source[name] == "transformers default"}
     settings = Settings(recipe, values, source, [], None, world_size)
     _check_ranges(settings)
     _fill_defaults(settings)
@@ -325,9 +330,8 @@ def _fill_defaults(settings: Settings) -> None:
     if settings.model is None:
         settings.values["model"] = str(TINY / "model")
         settings.source["model"] = "bundled task"
-    if settings.data is None:
-        if settings.source["model"] != "bundled task":
-            raise UserError("--model is given but --data is not: name the rows to train on with --data.")
+    if settings.data is None and settings.source["model"] != "bundled task":
+        raise UserError("--model is given but --data is not: name the rows to train on with --data.")
     if settings.zero == "auto":
         stage = "0" if settings.world_size == 1 else "2"
         if not settings.values.get("deepspeed") and settings.offload == "none":

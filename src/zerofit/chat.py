@@ -34,7 +34,9 @@ def detect(place: str, row: dict[str, Any]) -> str:
         if all(c in row for c in columns):
             return name
     known = "; ".join("+".join(c) for c in FORMATS.values())
-    raise UserError(f"{place}: no known format in the columns {', '.join(map(str, row))}; one of these is needed: {known}.")
+    raise UserError(
+        f"{place}: no known format in the columns {', '.join(map(str, row))}; one of these is needed: {known}."
+    )
 
 
 def to_messages(place: str, row: dict[str, Any], kind: str) -> list[dict[str, str]] | str:

@@ -18,9 +18,11 @@ def _main() -> None:
     if words in (["--version"], ["-V"]):
         print(f"zerofit {__version__}")
     elif words[:1] == ["launch"]:
-        from . import launch, model
+        from . import quiet
 
-        model.quiet_libraries()
+        quiet.libraries()
+        from . import launch
+
         launch.main(words[1:])
     elif not words or words[0] in ("-h", "--help"):
         print(USAGE)

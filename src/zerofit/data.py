@@ -145,7 +145,9 @@ def _write(table: Path, sources: list, settings, tokenizer, limit: int | None) -
     if not count["rows"]:
         raise UserError(f"{names}: holds no rows.")
     if not count["kept"]:
-        raise UserError(f"{names}: in none of the {count['rows']} rows an answer fits into --max_length {settings.max_length}.")
+        raise UserError(
+            f"{names}: in none of the {count['rows']} rows an answer fits into --max_length {settings.max_length}."
+        )
     os.replace(aside, table)
     return {"source": names, "format": kind, **count, "seconds": round(time.monotonic() - started, 3)}
 

@@ -1,5 +1,7 @@
 """Greedy answers to the evaluation rows: sample generations and the exact-match score. All ranks take part."""
 
+import math
+
 import torch
 import torch.distributed as dist
 
@@ -23,7 +25,7 @@ def answers(trainer, rows: list[dict], max_new_tokens: int, batch: int = 64) -> 
     training = net.training
     net.eval()
     mine, found = list(range(rank, len(rows), ranks)), {}
-    rounds = -(-(-(-len(rows) // ranks)) // batch)  # the same on every rank: under ZeRO-3 each forward is collective
+    rounds = math.ceil(math.ceil(len(rows) / ranks) / batch)  # the same on every rank: under ZeRO-3 each forward is collective
     for i in range(rounds):
         # A rank without rows left answers row 0 once more, so that it takes part in the gathers.
         chosen = mine[i * batch : (i + 1) * batch] or [0]

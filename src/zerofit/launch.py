@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from . import args, world
+from . import args, start, world
 from .errors import EXIT_CODES, UserError
 
 LAUNCHERS = ("torchrun", "accelerate", "deepspeed")
@@ -32,7 +32,9 @@ def main(argv: list[str]) -> None:
 
     recipe = Path(given.recipe)
     if recipe.stem not in args.RECIPES or not recipe.is_file():
-        raise UserError(f"{given.recipe}: no such recipe; there are {', '.join(f'recipes/{r}.py' for r in args.RECIPES)}.")
+        raise UserError(
+            f"{given.recipe}: no such recipe; there are {', '.join(f'recipes/{r}.py' for r in args.RECIPES)}."
+        )
     if not given.gpus.isdigit() or int(given.gpus) < 1:
         raise UserError(f"GPUS={given.gpus}: must be a whole number of 1 or more.")
     if given.launcher not in LAUNCHERS:
@@ -45,15 +47,17 @@ def main(argv: list[str]) -> None:
         args.build_parser(recipe.stem).print_help()
         return
     count, port = int(given.gpus), _port(given.port)
-    settings = args.parse(recipe.stem, [*flags, "--gpus", str(count)], count)
-    _check_devices(settings, count)
+    _check_devices(count, use_cpu=any(f.startswith(("--use_cpu", "--use-cpu")) for f in flags))
+    settings = start.settings(recipe.stem, [*flags, "--gpus", str(count)], count)
     env = environment(count)
     if given.show:
         _show(settings, command(given.launcher, count, port, recipe, [*flags, "--gpus", str(count)]), env)
         return
+    from . import report
+
     folder = _prepare(settings)
     words = command(given.launcher, count, port, recipe, [*flags, "--gpus", str(count), "--output_dir", str(folder)])
-    raise SystemExit(_supervise(words, env | {"ZEROFIT_COMMAND": shlex.join(words)}))
+    raise SystemExit(_supervise(words, env | {"ZEROFIT_COMMAND": report.hide_secrets(words)}))
 
 
 def _port(text: str) -> int:
@@ -66,17 +70,19 @@ def _port(text: str) -> int:
     return int(text)
 
 
-def _check_devices(settings: args.Settings, count: int) -> None:
+def _check_devices(count: int, use_cpu: bool) -> None:
     import torch
 
-    if settings.use_cpu:
+    if use_cpu or not torch.cuda.is_available():
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         if count > 8 * cores:
             raise UserError(f"GPUS={count}: this machine has no GPU and only {cores} CPU cores.")
         if count > cores:
             print(f"note: {count} CPU processes share {cores} cores; expect it to be slow", flush=True)
     elif count > torch.cuda.device_count():
-        raise UserError(f"GPUS={count}: this machine has {torch.cuda.device_count()}; use GPUS={torch.cuda.device_count()}.")
+        raise UserError(
+            f"GPUS={count}: this machine has {torch.cuda.device_count()}; use GPUS={torch.cuda.device_count()}."
+        )
 
 
 def _prepare(settings: args.Settings) -> Path:
@@ -84,15 +90,15 @@ def _prepare(settings: args.Settings) -> Path:
     from . import data, model, report
 
     folder = report.choose_folder(settings)
-    model.load_config(settings)
+    model.check(settings)
     data.load(settings, model.load_tokenizer(settings))
     return folder
 
 
 def environment(count: int) -> dict[str, str]:
     """What the launcher adds to the environment: the package's path and the CPU threads of each process."""
-    path = os.pathsep.join(filter(None, [str(args.ROOT / "src"), os.environ.get("PYTHONPATH")]))
-    added = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+    paths = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and p != str(args.ROOT / "src")]
+    added = {"PYTHONPATH": os.pathsep.join([str(args.ROOT / "src"), *paths]), "PYTHONUNBUFFERED": "1"}
     if "OMP_NUM_THREADS" not in os.environ:
         # Launchers set 1, on which CPU training and the offloaded optimizer crawl.
         added["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // count))
@@ -127,10 +133,9 @@ def command(launcher: str, count: int, port: int, recipe: Path, flags: list[str]
 def _show(settings: args.Settings, words: list[str], env: dict[str, str]) -> None:
     from . import report
 
-    print("command\n  " + shlex.join(words))
+    print("command\n  " + report.hide_secrets(words))
     print("environment\n" + "\n".join(f"  {name}={value}" for name, value in env.items()))
-    print("arguments\n" + report.table(settings))
-    print("decisions\n" + "\n".join(f"  - {sentence}" for sentence in settings.decisions))
+    print(report.summary(settings))
 
 
 def _supervise(words: list[str], env: dict[str, str]) -> int:

@@ -2,12 +2,10 @@
 
 import json
 import math
-import os
 import struct
-import sys
 from pathlib import Path
 
-from . import chat
+from . import chat, hub
 from .errors import UserError
 
 
@@ -28,7 +26,9 @@ def load_tokenizer(settings):
         tokenizer.pad_token = tokenizer.eos_token
     if not tokenizer.chat_template:
         tokenizer.chat_template = chat.PLAIN_TEMPLATE
-        settings.decisions.append("chat template: the tokenizer has none; a plain '### User / ### Assistant' one is used")
+        settings.decisions.append(
+            "chat template: the tokenizer has none; a plain '### User / ### Assistant' one is used"
+        )
     return tokenizer
 
 
@@ -47,10 +47,14 @@ def _load(load, settings, what: str, **kwargs):
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").exists():
-            adapter = " (it is an adapter folder: name its base model)" if (path / "adapter_config.json").exists() else ""
+            adapter = (
+                " (it is an adapter folder: name its base model)" if (path / "adapter_config.json").exists() else ""
+            )
             raise UserError(f"--model {name}: the folder has no config.json{adapter}.")
     elif path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or path.exists():
         raise UserError(f"--model {name}: no such model folder.")
+    else:
+        hub.check(f"--model {name}")
     try:
         return load(
             str(path) if path.is_dir() else name,
@@ -138,6 +142,28 @@ def add_adapter(model, settings):
         raise UserError(f"--lora_target_modules {' '.join(targets)}: {str(error).splitlines()[0]}") from None
 
 
+def check(settings) -> None:
+    """Build the model and its adapter without memory, to meet wrong names before any process starts.
+
+    Raises: UserError for an attention implementation or target modules that do not exist.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    config = load_config(settings)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                config,
+                attn_implementation=settings.attn_implementation,
+                trust_remote_code=settings.trust_remote_code,
+            )
+            if settings.recipe == "lora":
+                add_adapter(model, settings)
+    except (ValueError, ImportError) as error:
+        raise UserError(f"--model {settings.model}: {str(error).strip().splitlines()[0]}") from None
+
+
 def count_parameters(model) -> tuple[int, int]:
     """(trainable, all) parameters; under ZeRO-3 the whole ones, not this rank's share."""
     sizes = [(getattr(p, "ds_numel", None) or p.numel(), p.requires_grad) for p in model.parameters()]
@@ -161,14 +187,3 @@ def verify_saved(folder: Path, numel: int) -> None:
             found += size
     if found < numel:
         raise RuntimeError(f"{folder}: holds {found:,} of the {numel:,} trained numbers.")
-
-
-def quiet_libraries() -> None:
-    """Warnings that concern no decision of the user's, off before the libraries load."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    if not sys.stderr.isatty():
-        from transformers.utils import logging
-
-        logging.disable_progress_bar()

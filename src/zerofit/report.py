@@ -41,8 +41,7 @@ def choose_folder(settings: Settings) -> Path:
 
 def open_folder(settings: Settings) -> Path:
     """Make the run folder on rank 0 and send this rank's output to logs/rank<r>.log (rank 0: there too)."""
-    folder = Path(world.broadcast(str(choose_folder(settings)) if world.rank() == 0 else None))
-    settings.values["output_dir"] = str(folder)
+    folder = Path(settings.output_dir)
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     log = (folder / "logs" / f"rank{world.rank()}.log").open("a", buffering=1, encoding="utf-8")
     if world.rank() == 0:
@@ -110,7 +109,7 @@ def write_run(settings: Settings, facts: dict) -> None:
         {
             "recipe": settings.recipe,
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            "command": os.environ.get("ZEROFIT_COMMAND") or shlex.join([sys.executable, *sys.argv]),
+            "command": os.environ.get("ZEROFIT_COMMAND") or hide_secrets([sys.executable, *sys.argv]),
             "world_size": settings.world_size,
             "device": "cpu" if settings.use_cpu else torch.cuda.get_device_name(),
             "machine": platform.platform(),
@@ -119,7 +118,10 @@ def write_run(settings: Settings, facts: dict) -> None:
             "git_commit": git_commit(),
             "decisions": settings.decisions,
             "arguments": {
-                name: {"value": shown(name, value) if name.endswith("_token") else value, "source": settings.source[name]}
+                name: {
+                    "value": shown(name, value) if name.endswith("_token") else value,
+                    "source": settings.source[name],
+                }
                 for name, value in sorted(settings.values.items())
             },
             **facts,
@@ -127,11 +129,25 @@ def write_run(settings: Settings, facts: dict) -> None:
     )
 
 
-def table(settings: Settings) -> str:
-    """The effective arguments with their sources, as text."""
+def hide_secrets(words: list[str]) -> str:
+    """A command line as text, without the values of --hub_token and its like."""
+    hidden = list(words)
+    for i, word in enumerate(words):
+        name, _, value = word.partition("=")
+        if name.startswith("--") and name.replace("-", "_").endswith("_token"):
+            if value:
+                hidden[i] = f"{name}=<hidden>"
+            elif i + 1 < len(words):
+                hidden[i + 1] = "<hidden>"
+    return shlex.join(hidden)
+
+
+def summary(settings: Settings) -> str:
+    """The effective arguments with their sources, and what was decided, as text."""
     rows = [(name, shown(name, value), source) for name, value, source in settings.rows()]
-    wide = [max(len(row[i]) for row in rows) for i in (0, 1)]
-    return "\n".join(f"  {name:<{wide[0]}}  {value:<{min(wide[1], 60)}}  {source}" for name, value, source in rows)
+    wide = [min(60, max(len(row[i]) for row in rows)) for i in (0, 1)]
+    lines = [f"  {name:<{wide[0]}}  {value:<{wide[1]}}  {source}" for name, value, source in rows]
+    return "\n".join(["arguments", *lines, "decisions", *(f"  - {sentence}" for sentence in settings.decisions)])
 
 
 def plot_loss(metrics: Path, target: Path, title: str) -> None:

@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from . import hub
 from .errors import UserError
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
@@ -64,7 +65,7 @@ def _read_json(path: Path) -> Iterator[Row]:
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
+                row = json.loads(line.rstrip())
             except json.JSONDecodeError as error:
                 raise UserError(f"{path}:{number}: not valid JSON at column {error.colno}: {error.msg}.") from None
             if not isinstance(row, dict):
@@ -126,6 +127,7 @@ def hub_splits(name: str) -> list[str]:
 def _load_hub(name: str):
     import datasets
 
+    hub.check(f"--data {name}")
     try:
         return datasets.load_dataset(name)
     except Exception as error:  # the hub client raises a dozen unrelated types, all of them about this name

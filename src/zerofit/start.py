@@ -2,19 +2,21 @@
 
 import sys
 
-from . import args, model, world
+from . import args, quiet, world
 
-model.quiet_libraries()
+quiet.libraries()
 
 
-def settings(recipe: str) -> args.Settings:
+def settings(recipe: str, argv: list[str] | None = None, world_size: int | None = None) -> args.Settings:
     """The arguments of this process's command line, resolved and checked; --show prints them and ends here.
 
+    Args: argv, world_size: for a job that is still to be started; default: this process's own.
     Raises: UserError for the user's mistakes, before a GPU or a process group is touched.
     """
     taken = world.take_over_environment()
-    world.check_size()
-    found = args.parse(recipe, sys.argv[1:], world.size())
+    if argv is None:
+        world.check_size()
+    found = args.parse(recipe, sys.argv[1:] if argv is None else argv, world_size or world.size())
     if taken:
         found.decisions.append(
             f"accelerate's own settings are not used ({', '.join(taken)}): the recipe decides; see --zero, --bf16"
@@ -24,29 +26,39 @@ def settings(recipe: str) -> args.Settings:
     if found.show:
         from . import report
 
-        print(f"{recipe}, {found.world_size} process(es)\n{report.table(found)}")
-        print("\n".join(f"  - {sentence}" for sentence in found.decisions))
+        print(f"{recipe}, {found.world_size} process{'es' * (found.world_size > 1)}\n{report.summary(found)}")
         raise SystemExit(0)
     return found
 
 
-def run(settings: args.Settings, tokenizer, train_set, eval_set):
-    """Open the process group and the run folder; return transformers' TrainingArguments."""
-    from . import data, report, train
+def processes(settings: args.Settings):
+    """Open the process group and choose the run folder; return transformers' TrainingArguments.
+
+    The folder is only made once the model is there (`open_run`), so that a mistake leaves nothing half-made.
+    """
+    from . import report, train
 
     world.start(settings)
+    settings.values["output_dir"] = world.broadcast(str(report.choose_folder(settings)) if world.rank() == 0 else None)
+    return train.training_arguments(settings)
+
+
+def open_run(settings: args.Settings, train_set, eval_set) -> None:
+    """Make the run folder, say once what was decided, and write run.json."""
+    from . import data, report
+
     report.open_folder(settings)
-    arguments = train.training_arguments(settings)
+    sets = {"training": train_set, "evaluation": eval_set}
+    sets = {name: found for name, found in sets.items() if found is not None}
     if world.rank() == 0:
-        print(f"zerofit {settings.recipe}: {settings.world_size} process(es), ZeRO {settings.zero}, offload "
-              f"{settings.offload}, {settings.precision}; run folder {settings.output_dir}")  # fmt: skip
-        for sentence in settings.decisions:
-            print(f"  - {sentence}")
-        print(f"  - {data.describe('training', train_set)}")
-        if eval_set is not None:
-            print(f"  - {data.describe('evaluation', eval_set)}", flush=True)
-        report.write_run(settings, train.facts(settings, tokenizer, train_set, eval_set))
-    return arguments
+        print(
+            f"zerofit {settings.recipe}: {settings.world_size} process{'es' * (settings.world_size > 1)}, ZeRO "
+            f"{settings.zero}, offload {settings.offload}, {settings.precision}; run folder {settings.output_dir}"
+        )
+        for sentence in [*settings.decisions, *(data.describe(name, found) for name, found in sets.items())]:
+            print(f"  - {sentence}", flush=True)
+        facts = {name: {"fingerprint": found.fingerprint, **found.statistics} for name, found in sets.items()}
+        report.write_run(settings, {"data": facts})
 
 
 def _choose_packed_attention(settings: args.Settings) -> None:

@@ -31,7 +31,7 @@ def training_arguments(settings) -> TrainingArguments:
             warnings.simplefilter("ignore", FutureWarning)
             arguments = TrainingArguments(**settings.training_values())
     except (ValueError, ImportError) as error:
-        raise UserError(f"transformers refuses these arguments: {str(error).strip().splitlines()[0]}") from None
+        raise UserError(f"transformers refuses these arguments: {' '.join(str(error).split())}") from None
     arguments.disable_tqdm = True  # our own step lines
     world.verify(arguments)
     return arguments
@@ -81,8 +81,10 @@ class KitTrainer(Trainer):
         effective = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
         order = None
         if lengths:
+
             def order(generator):
                 return list(LengthGroupedSampler(effective, lengths=lengths, generator=generator))
+
         return data.EpochSampler(len(dataset), effective, seed, order)
 
     def _get_eval_sampler(self, eval_dataset):
@@ -93,7 +95,9 @@ class KitTrainer(Trainer):
         self.clock.tokens += mask.sum() if mask is not None else inputs["input_ids"].numel()
         return super().training_step(net, inputs, num_items_in_batch)
 
-    def evaluation_loop(self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"):
+    def evaluation_loop(
+        self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
+    ):
         """Mean loss over all supervised tokens, however they fall into batches and ranks; and its perplexity.
 
         Under ZeRO-3 no_grad stands in for inference_mode: parameters gathered in inference mode could not be trained
@@ -198,6 +202,8 @@ class Reporter(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         if self.bar is not None:
             self.bar.update(state.global_step - self.bar.n)
+        if state.global_step >= state.max_steps:
+            control.should_log = True  # the last steps too, when logging_steps does not divide
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if "train_runtime" in logs:  # transformers' summary of the whole run; ours is result.json
@@ -288,7 +294,9 @@ def finish(trainer: KitTrainer, started: float) -> None:
     if not first:
         return
     if (folder / "metrics.jsonl").exists():
-        report.plot_loss(folder / "metrics.jsonl", folder / "loss.png", f"{settings.recipe} on {Path(settings.data).name}")
+        report.plot_loss(
+            folder / "metrics.jsonl", folder / "loss.png", f"{settings.recipe} on {Path(settings.data).name}"
+        )
     for prompt, answer, wanted in samples:
         print(f"\n  asked     {prompt}\n  answered  {answer}\n  wanted    {wanted}")
     if settings.bundled:
@@ -305,12 +313,10 @@ def run(trainer: KitTrainer) -> None:
         finish(trainer, started)
     except BaseException as error:
         if trainer.args.process_index == 0:
-            status = {"status": "failed", "error": f"{type(error).__name__}: {error}", "steps": trainer.state.global_step}
+            status = {
+                "status": "failed",
+                "error": f"{type(error).__name__}: {error}",
+                "steps": trainer.state.global_step,
+            }
             report.write_json(Path(trainer.args.output_dir) / "result.json", status)
         raise
-
-
-def facts(settings, tokenizer, train_set, eval_set) -> dict:
-    """What run.json says about the data."""
-    sets = {"train": train_set, "eval": eval_set}
-    return {"data": {k: {"fingerprint": s.fingerprint, **s.statistics} for k, s in sets.items() if s is not None}}

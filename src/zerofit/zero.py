@@ -149,7 +149,6 @@ def choose(settings, explicit: dict[str, Any]) -> dict | None:
     if settings.values.get("deepspeed"):
         path = Path(settings.values["deepspeed"])
         config = read_json(path)
-        names = {"zero_optimization.stage": "zero"}
     else:
         if settings.zero == "0":
             if settings.offload != "none":
@@ -165,9 +164,8 @@ def choose(settings, explicit: dict[str, Any]) -> dict | None:
             )
         path = CONFIGS / f"zero{settings.zero}.json"
         config = read_json(path)
-        names = {"zero_optimization.stage": "zero"}
     lint(config, path)
-    _match(config, path, names | SAME_AS_ARGUMENT, settings, explicit)
+    _match(config, path, settings, explicit)
     _match_offload(config, path, settings, explicit)
     if settings.offload != "none" and not _offload_of(config):
         overlay = CONFIGS / f"offload_{settings.offload}.json"
@@ -181,26 +179,24 @@ def choose(settings, explicit: dict[str, Any]) -> dict | None:
     return config
 
 
-def _match(config: dict, path: Path, names: dict[str, str], settings, explicit: dict[str, Any]) -> None:
-    for dotted, name in names.items():
+def _match(config: dict, path: Path, settings, explicit: dict[str, Any]) -> None:
+    """Literals of the file against the arguments that say the same thing."""
+    for dotted, name in {"zero_optimization.stage": "zero", **SAME_AS_ARGUMENT}.items():
         literal = get(config, dotted)
         if literal is None or literal == "auto":
             continue
         if isinstance(literal, int) and not isinstance(literal, bool) and name == "zero":
             literal = str(literal)
-        current = settings.values[name]
-        if literal == current and name != "effective_batch_size":
-            continue
         if name in explicit and explicit[name] not in (literal, "auto"):
-            raise UserError(
-                f"{path} says {dotted} = {json.dumps(get(config, dotted))}, but --{name} is {explicit[name]}: "
-                f'change one of them, or write "auto" in the file.'
-                if dotted in AUTO_KEYS
-                else f"{path} says {dotted} = {json.dumps(get(config, dotted))}, but --{name} is {explicit[name]}: "
-                "change one of them."
-            )
+            fix = 'change one of them, or write "auto" in the file.' if dotted in AUTO_KEYS else "change one of them."
+            said = json.dumps(get(config, dotted))
+            raise UserError(f"{path} says {dotted} = {said}, but --{name} is {explicit[name]}: {fix}")
+        if name in explicit and explicit[name] == literal:
+            continue
         settings.values[name] = literal
         settings.source[name] = "deepspeed JSON"
+        if name == "zero" and not settings.values.get("deepspeed"):
+            continue  # zero2.json says stage 2: nothing to tell
         settings.decisions.append(f"{name} {literal}: {path} says so ({dotted})")
 
 

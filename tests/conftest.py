@@ -1,0 +1,78 @@
+"""Shared fixtures: the bundled task, and worlds of real processes that run recipe command lines."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+TINY = ROOT / "examples" / "tiny"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def clean_environment(tmp_path_factory):
+    """No cache and no launcher variables from outside."""
+    for name in list(os.environ):
+        if name.startswith("ACCELERATE_") or name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            del os.environ[name]
+    os.environ["ZEROFIT_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+    os.environ["HF_HOME"] = str(tmp_path_factory.mktemp("hf_home"))  # no cached accelerate config of the machine's
+    os.environ["PYTHONPATH"] = str(ROOT / "src")
+
+
+@dataclass
+class Run:
+    """One finished recipe run."""
+
+    folder: Path
+
+    @property
+    def metrics(self) -> list[dict]:
+        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+
+    @property
+    def losses(self) -> list[float]:
+        return [m["loss"] for m in self.metrics if "loss" in m]
+
+    @property
+    def grad_norms(self) -> list[float]:
+        return [m["grad_norm"] for m in self.metrics if "loss" in m]
+
+    def json(self, name: str) -> dict:
+        return json.loads((self.folder / name).read_text())
+
+
+def run_world(ranks: int, cases: dict[str, tuple[str, list[str]]], folder: Path) -> dict[str, Run]:
+    """Run {"name": (recipe, flags)} in one world of `ranks` processes; {"name": Run}."""
+    listed = [
+        {"recipe": recipe, "flags": [*flags, "--gpus", str(ranks), "--output_dir", str(folder / name)]}
+        for name, (recipe, flags) in cases.items()
+    ]
+    file = folder / f"cases-{ranks}.json"
+    file.write_text(json.dumps(listed))
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks),
+         str(ROOT / "tests" / "world.py"), str(file)],
+        capture_output=True, text=True, timeout=1500, env=os.environ | {"OMP_NUM_THREADS": str(max(1, 2 // ranks))},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    return {name: Run(folder / name) for name in cases}
+
+
+def recipe_process(recipe: str, *flags: str, cwd=None, **env) -> subprocess.CompletedProcess:
+    """`python recipes/<recipe>.py flags` as a user types it."""
+    return subprocess.run(
+        [sys.executable, str(ROOT / "recipes" / f"{recipe}.py"), *flags],
+        capture_output=True, text=True, timeout=300, cwd=cwd, env=os.environ | env,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def tokenizer():
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(TINY / "model")

@@ -1,0 +1,174 @@
+"""Arguments: precedence, batch arithmetic, and one sentence for every mistake."""
+
+from dataclasses import fields
+
+import pytest
+
+from zerofit import args, batch
+from zerofit.errors import UserError
+
+DATA = str(args.TINY / "train.jsonl")
+
+
+def parse(*flags, recipe="sft", ranks=1):
+    return args.parse(recipe, list(flags), ranks)
+
+
+def test_the_kits_own_flags_are_frozen():
+    """A flag that vanishes or is renamed breaks somebody's script: change this list on purpose only."""
+    names = [f.name for g in (args.RunArguments, args.ModelArguments, args.DataArguments) for f in fields(g)]
+    assert names == [
+        "config", "zero", "offload", "effective_batch_size", "gpus", "show", "max_tokens_per_sample", "num_samples",
+        "model", "model_revision", "dtype", "attn_implementation", "trust_remote_code", "random_init",
+        "data", "eval_data", "eval_fraction", "max_length", "max_samples", "packing",
+    ]  # fmt: skip
+    assert [f.name for f in fields(args.LoraArguments)] == [
+        "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "use_dora", "use_rslora", "modules_to_save",
+    ]  # fmt: skip
+
+
+def test_every_flag_has_a_help_text():
+    for group in (args.RunArguments, args.ModelArguments, args.DataArguments, args.LoraArguments):
+        for field in fields(group):
+            assert len(field.metadata.get("help", "")) > 10, field.name
+
+
+def test_precedence_default_bundled_yaml_flag(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("learning_rate: 3.0e-4\nmax_length: 64\nlora_target_modules: [q_proj, v_proj]\n")
+    plain = parse("--data", DATA)
+    assert (plain.learning_rate, plain.source["learning_rate"]) == (2e-5, "default")
+    bundled = parse()
+    assert (bundled.learning_rate, bundled.source["learning_rate"]) == (5e-4, "bundled task")
+    assert bundled.bundled and not plain.bundled
+    yaml = parse("--config", str(file), recipe="lora")
+    assert (yaml.learning_rate, yaml.source["learning_rate"]) == (3e-4, str(file))
+    assert yaml.lora_target_modules == ["q_proj", "v_proj"]
+    flag = parse("--config", str(file), "--learning_rate", "1e-3", recipe="lora")
+    assert (flag.learning_rate, flag.source["learning_rate"], flag.max_length) == (1e-3, "flag", 64)
+
+
+def test_transformers_flags_work_unchanged():
+    found = parse("--weight_decay", "0.1", "--seed", "7", "--no_logging_nan_inf_filter", "--lr-scheduler-type", "linear")
+    assert (found.weight_decay, found.seed, found.logging_nan_inf_filter) == (0.1, 7, False)
+    assert found.lr_scheduler_type == "linear"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected"), [(1, ("0", "none")), (2, ("2", "none")), (4, ("2", "none"))]
+)
+def test_zero_auto(ranks, expected):
+    found = parse(ranks=ranks)
+    assert (found.zero, found.offload) == expected
+    assert found.source["zero"] == "decided" and any(d.startswith("zero ") for d in found.decisions)
+
+
+def test_cpu_trains_in_fp32_unless_told(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert parse().precision == "fp32"
+    assert parse("--bf16", "true").precision == "bf16"
+
+
+@pytest.mark.parametrize(("has_bf16", "expected"), [(True, "bf16"), (False, "fp16")])
+def test_gpu_precision_follows_the_hardware_and_says_so(monkeypatch, has_bf16, expected):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda *a: "Test GPU")
+    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda **k: has_bf16)
+    found = parse("--zero", "2")
+    assert found.precision == expected
+    assert any("Test GPU" in d for d in found.decisions)
+
+
+@pytest.mark.parametrize(
+    ("effective", "micro", "accumulation", "ranks", "solved"),
+    [
+        (None, None, None, 1, (32, 8, 4)),
+        (None, None, None, 3, (33, 1, 11)),
+        (64, None, None, 4, (64, 8, 2)),
+        (64, 4, None, 2, (64, 4, 8)),
+        (64, None, 4, 2, (64, 8, 4)),
+        (None, 4, 2, 2, (16, 4, 2)),
+        (None, 3, None, 2, (30, 3, 5)),
+        (6, None, None, 1, (6, 6, 1)),
+        (16, 4, 2, 2, (16, 4, 2)),
+    ],
+)
+def test_batch(effective, micro, accumulation, ranks, solved):
+    assert batch.solve(effective, micro, accumulation, ranks) == solved
+    assert solved[0] == solved[1] * solved[2] * ranks
+
+
+@pytest.mark.parametrize(
+    ("numbers", "says"),
+    [
+        ((33, 4, None, 1), "the nearest that fit are 32 and 36"),
+        ((2, None, None, 4), "the nearest that fits is 4"),
+        ((16, 4, 4, 2), "use --effective_batch_size 32"),
+        ((0, None, None, 1), "must be 1 or more"),
+    ],
+)
+def test_batch_refusals(numbers, says):
+    with pytest.raises(UserError, match=says):
+        batch.solve(*numbers)
+
+
+def test_changing_gpus_keeps_the_effective_batch():
+    assert {parse(ranks=n).effective_batch_size for n in (1, 2, 4, 8)} == {32}
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--lerning_rate", "1"], "unknown flag --lerning_rate; did you mean --learning_rate"),
+        (["--warmup_ratio", "0.1"], "--warmup_steps"),
+        (["--model_name_or_path", "x"], "did you mean --model"),
+        (["--lora_r", "4"], "recipes/lora.py"),
+        (["stray"], "unexpected word 'stray'"),
+        (["--zero", "4"], "invalid choice: '4'"),
+        (["--offload", "nvme"], "invalid choice"),
+        (["--learning_rate", "fast"], "invalid float value: 'fast'"),
+        (["--bf16", "maybe"], "Truthy value expected"),
+        (["--zero", "2", "--offload", "all"], "--offload all needs stage 3"),
+        (["--zero", "1", "--offload", "all"], "--offload all needs stage 3"),
+        (["--zero", "0", "--offload", "optimizer"], "stage 0 is plain DDP"),
+        (["--gpus", "2"], "asks for 2 processes, but this job has 1"),
+        (["--max_length", "4"], "must be 8 or more"),
+        (["--eval_fraction", "1.5"], "below 1"),
+        (["--bf16", "true", "--fp16", "true"], "choose one"),
+        (["--model", "some/model"], "--data is not"),
+        (["--config", "/nowhere.yaml"], "cannot be read"),
+    ],
+)
+def test_refusals(flags, says):
+    with pytest.raises(UserError, match=says) as caught:
+        parse(*flags)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("zero: 2\nfoo: 3\n", "unknown key 'foo'"),
+        ("zero: [2\n", r"run.yaml:2:1: not valid YAML"),
+        ("- a\n- b\n", "must hold `argument: value`"),
+        ("zero: 9\n", "invalid choice"),
+    ],
+)
+def test_yaml_refusals(tmp_path, text, says):
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    with pytest.raises(UserError, match=says):
+        parse("--config", str(file))
+
+
+def test_every_illegal_pair_is_refused_and_every_legal_one_passes():
+    for recipe in args.RECIPES:
+        for zero in "0123":
+            for offload in ("none", "optimizer", "all"):
+                legal = offload == "none" or (offload == "optimizer" and zero != "0") or zero == "3"
+                if legal:
+                    found = parse("--zero", zero, "--offload", offload, recipe=recipe)
+                    assert (found.deepspeed is None) == (zero == "0")
+                else:
+                    with pytest.raises(UserError, match="use --zero"):
+                        parse("--zero", zero, "--offload", offload, recipe=recipe)

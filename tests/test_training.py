@@ -1,0 +1,165 @@
+"""The numbers: one loss curve for every stage, offload, rank count and accumulation split, SFT and LoRA.
+
+Real recipes, real DeepSpeed, two CPU processes over gloo (one process where the test says so).
+"""
+
+import pytest
+import torch
+from conftest import TINY, run_world
+
+STEPS, ROWS = 8, 60  # 60 rows in batches of 8: the last step of the epoch is half filler
+COMMON = [
+    "--data", str(TINY / "train.jsonl"), "--max_samples", str(ROWS), "--num_train_epochs", "1",
+    "--effective_batch_size", "8", "--logging_steps", "1", "--save_strategy", "no",
+    "--num_samples", "0",
+]  # fmt: skip
+SETTINGS = [
+    (zero, offload)
+    for zero in "0123"
+    for offload in ("none", "optimizer", "all")
+    if (zero != "0" or offload == "none") and (zero == "3" or offload != "all")
+]
+SPLITS = [(1, 4), (2, 2), (4, 1)]  # micro batch x accumulation of two ranks; 8 samples a step
+TOLERANCE = {"fp32": 1e-4, "bf16": 5e-3}
+
+
+# Gentle enough that the loss never falls by half in one step: there, bf16 rounding alone moves it by 0.6 %.
+LEARNING_RATE = {"sft": "1e-4", "lora": "2e-3"}
+
+
+def flags(recipe, zero="0", offload="none", bf16=False, micro=4, more=()):
+    return [
+        *COMMON, "--zero", zero, "--offload", offload, "--bf16", str(bf16).lower(),
+        "--per_device_train_batch_size", str(micro), "--learning_rate", LEARNING_RATE[recipe], *more,
+    ]  # fmt: skip
+
+
+def cases_of_two_ranks():
+    cases = {}
+    for recipe in ("sft", "lora"):
+        for zero, offload in SETTINGS:
+            for precision in TOLERANCE:
+                cases[f"{recipe}-{zero}-{offload}-{precision}"] = (
+                    recipe,
+                    flags(recipe, zero, offload, precision == "bf16"),
+                )
+        for zero in "023":
+            for micro, _ in SPLITS[:2]:
+                cases[f"{recipe}-{zero}-micro{micro}"] = (recipe, flags(recipe, zero, micro=micro))
+        cases[f"{recipe}-2-bf16-micro1"] = (recipe, flags(recipe, "2", bf16=True, micro=1))
+        for zero in "03":
+            plain = ("--gradient_checkpointing", "false")
+            cases[f"{recipe}-{zero}-no-checkpointing"] = (recipe, flags(recipe, zero, more=plain))
+    return cases
+
+
+def cases_of_one_rank():
+    cases = {}
+    for recipe in ("sft", "lora"):
+        for micro in (1, 2, 4, 8):
+            cases[f"{recipe}-one-0-micro{micro}"] = (recipe, flags(recipe, micro=micro))
+        for zero in "123":
+            cases[f"{recipe}-one-{zero}"] = (recipe, flags(recipe, zero, micro=8))
+        cases[f"{recipe}-one-0-bf16"] = (recipe, flags(recipe, bf16=True, micro=8))
+        cases[f"{recipe}-one-2-bf16"] = (recipe, flags(recipe, "2", bf16=True, micro=8))
+    return cases
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    return run_world(2, cases_of_two_ranks(), folder) | run_world(1, cases_of_one_rank(), folder)
+
+
+def precision_of(name: str) -> str:
+    return "bf16" if "bf16" in name else "fp32"
+
+
+ALL = [*cases_of_two_ranks(), *cases_of_one_rank()]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_loss_curve_equals_the_reference(runs, name):
+    recipe = name.split("-")[0]
+    precision = precision_of(name)
+    reference = runs[f"{recipe}-one-0-micro8" if precision == "fp32" else f"{recipe}-2-none-bf16"]
+    run = runs[name]
+    assert len(run.losses) == STEPS
+    torch.testing.assert_close(
+        torch.tensor(run.losses), torch.tensor(reference.losses), rtol=TOLERANCE[precision], atol=0
+    )
+    if precision == "fp32":
+        torch.testing.assert_close(torch.tensor(run.grad_norms), torch.tensor(reference.grad_norms), rtol=1e-3, atol=0)
+    assert sum(run.losses[-2:]) < 0.85 * sum(run.losses[:2])  # it trains at all
+
+
+@pytest.mark.parametrize("recipe", ["sft", "lora"])
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("2-none-bf16", "2-optimizer-bf16"),
+        ("3-optimizer-fp32", "3-all-fp32"),
+        ("3-optimizer-bf16", "3-all-bf16"),
+        ("0-none-fp32", "0-no-checkpointing"),
+        ("3-none-fp32", "3-no-checkpointing"),
+    ],
+)
+def test_pairs_that_are_bit_equal(runs, recipe, one, other):
+    assert runs[f"{recipe}-{one}"].losses == runs[f"{recipe}-{other}"].losses
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_world_size_engine_and_shares(runs, name):
+    run, ranks = runs[name], 1 if "-one-" in name else 2
+    witness, result = run.json("witness.json"), run.json("result.json")
+    zero = name.split("-")[2 if "-one-" in name else 1]
+    assert result["status"] == "finished"
+    assert result["world_size"] == ranks
+    assert result["zero"] == zero
+    assert witness["engine"] == "DeepSpeedEngine" if zero != "0" else witness["engine"] != "DeepSpeedEngine"
+    assert sum(witness["rows_per_rank"]) == ROWS  # every row once, filler rows not counted
+    assert witness["shared_rows"] == 0
+    if zero != "0":
+        config = run.json("deepspeed.json")
+        assert config["zero_optimization"]["stage"] == int(zero)
+        assert "auto" not in str(config)
+        assert config["train_batch_size"] == 8
+
+
+@pytest.mark.parametrize("name", [n for n in ALL if n.startswith("lora")])
+def test_lora_leaves_the_base_bit_identical(runs, name):
+    witness = runs[name].json("witness.json")
+    assert witness["frozen_before"] == witness["frozen_after"]
+
+
+@pytest.mark.parametrize("name", [n for n in cases_of_two_ranks() if "micro" not in n])
+def test_final_loads_in_plain_libraries_with_the_same_logits(runs, name):
+    from peft import AutoPeftModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    run = runs[name]
+    final, saved = run.folder / "final", torch.load(run.folder / "logits.pt", weights_only=True)
+    loader = AutoPeftModelForCausalLM if name.startswith("lora") else AutoModelForCausalLM
+    model = loader.from_pretrained(final, dtype=saved["logits"].dtype).eval()
+    assert AutoTokenizer.from_pretrained(final).chat_template
+    with torch.no_grad():
+        logits = model(input_ids=saved["input_ids"]).logits
+    if precision_of(name) == "fp32":
+        torch.testing.assert_close(logits, saved["logits"], rtol=1e-5, atol=1e-5)
+    else:
+        apart = (logits.float() - saved["logits"].float()).abs().max()
+        assert apart < 0.03 * saved["logits"].abs().max()  # bf16 keeps 8 bits: 0.4 % an operation
+    if name.startswith("lora"):
+        learned = [p for n, p in model.named_parameters() if "lora_B" in n]
+        assert learned and all(p.abs().max() > 0 for p in learned)
+
+
+def test_learning_reaches_ninety_percent_in_one_process(tmp_path):
+    """The embedded default task, whole: near 0 before, over 90 % after, for both recipes."""
+    cases = {recipe: (recipe, ["--save_strategy", "no", "--eval_strategy", "no"]) for recipe in ("sft", "lora")}
+    for recipe, run in run_world(1, cases, tmp_path).items():
+        result = run.json("result.json")
+        assert result["exact_match_before"] < 0.05, recipe
+        assert result["exact_match_after"] > 0.9, recipe
+        assert (run.folder / "loss.png").stat().st_size > 5000
+        assert result["eval_loss"] < 0.5

@@ -1,0 +1,138 @@
+"""The DeepSpeed JSON: what the file says is what runs, or one sentence says why not."""
+
+import json
+import re
+
+import pytest
+
+from zerofit import args, zero
+from zerofit.errors import UserError
+
+
+@pytest.fixture
+def write(tmp_path):
+    def _write(text):
+        file = tmp_path / "my.json"
+        file.write_text(text if isinstance(text, str) else json.dumps(text))
+        return str(file)
+
+    return _write
+
+
+def parse(*flags, ranks=1):
+    return args.parse("sft", list(flags), ranks)
+
+
+BASE = {"zero_optimization": {"stage": 2}}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_bundled_files_pass_the_lint_and_deepspeed(stage):
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    for overlay in (None, "optimizer", "all"):
+        config = zero.read_json(zero.CONFIGS / f"zero{stage}.json")
+        assert config["zero_optimization"]["stage"] == stage
+        if overlay:
+            config = zero.merged(config, zero.read_json(zero.CONFIGS / f"offload_{overlay}.json"))
+        zero.lint(config, "file")
+        config = json.loads(re.sub(r'"\w+": "auto",?', "", json.dumps(config)).replace(", }", "}").replace(",}", "}"))
+        DeepSpeedConfig({**config, "train_micro_batch_size_per_gpu": 1})
+
+
+def test_readme_explains_every_key_of_every_file():
+    text = (zero.CONFIGS / "README.md").read_text()
+
+    def keys(config):
+        for key, value in config.items():
+            yield key
+            if isinstance(value, dict):
+                yield from keys(value)
+
+    for file in zero.CONFIGS.glob("*.json"):
+        for key in keys(zero.read_json(file)):
+            assert f"`{key}`" in text, f"{file.name}: {key}"
+
+
+def test_literals_in_the_file_win_over_defaults_and_are_said(write):
+    path = write(BASE | {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3, "gradient_clipping": 0.5})
+    found = parse("--deepspeed", path)
+    assert (found.zero, found.per_device_train_batch_size, found.gradient_accumulation_steps) == ("2", 2, 3)
+    assert (found.effective_batch_size, found.max_grad_norm) == (6, 0.5)
+    assert found.source["max_grad_norm"] == "deepspeed JSON"
+    assert any("gradient_clipping" in d for d in found.decisions)
+
+
+def test_offload_in_the_file_is_what_runs(write):
+    path = write({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}})
+    found = parse("--deepspeed", path)
+    assert (found.zero, found.offload) == ("3", "optimizer")
+    assert "offload_param" not in found.deepspeed["zero_optimization"]
+
+
+def test_an_edited_bundled_file_is_what_runs(monkeypatch, tmp_path):
+    config = zero.read_json(zero.CONFIGS / "zero2.json")
+    config["zero_optimization"]["reduce_bucket_size"] = 12345
+    (tmp_path / "zero2.json").write_text(json.dumps(config))
+    monkeypatch.setattr(zero, "CONFIGS", tmp_path)
+    assert parse("--zero", "2").deepspeed["zero_optimization"]["reduce_bucket_size"] == 12345
+
+
+def test_a_literal_that_equals_the_default_still_binds(write):
+    """Accumulation 1 is also the default, so a derived 4 would contradict the file without a word."""
+    path = write(BASE | {"gradient_accumulation_steps": 1, "bf16": {"enabled": False}, "fp16": {"enabled": "auto"}})
+    found = parse("--deepspeed", path)
+    assert found.gradient_accumulation_steps == 1 and found.effective_batch_size == found.per_device_train_batch_size
+    assert found.source["bf16"] == "deepspeed JSON" and found.precision == "fp32"
+
+
+def test_same_value_in_both_places_is_no_contradiction(write):
+    path = write(BASE | {"gradient_clipping": 1.0, "gradient_accumulation_steps": 2})
+    found = parse("--deepspeed", path, "--max_grad_norm", "1.0", "--gradient_accumulation_steps", "2", "--zero", "2")
+    assert found.gradient_accumulation_steps == 2
+
+
+@pytest.mark.parametrize(
+    ("config", "flags", "says"),
+    [
+        (BASE | {"gradient_cliping": 1}, [], "unknown key 'gradient_cliping'; did you mean 'gradient_clipping'"),
+        (BASE | {"amp": {"enabled": True}}, [], "amp: NVIDIA Apex"),
+        (BASE | {"elasticity": {}}, [], "elasticity"),
+        (BASE | {"bf16": {"loss_scale": 0}}, [], "unknown key 'bf16.loss_scale'"),
+        (BASE | {"fp16": {"min_loss_scale": 0.5}}, [], "fp16.min_loss_scale = 0.5"),
+        (BASE | {"bf16": True}, [], "bf16 must be an object"),
+        ({"zero_optimization": {"stage": 2, "overlapcomm": True}}, [], "unknown key 'zero_optimization.overlapcomm'"),
+        ({"zero_optimization": {"stage": 7}}, [], "zero_optimization.stage = 7"),
+        ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "gpu"}}}, [], "offload_optimizer.device"),
+        ({"zero_optimization": {"stage": 2, "overlap_comm": "auto"}}, [], "overlap_comm is \"auto\""),
+        ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, [], "offload_param needs stage 3"),
+        ({"zero_optimization": {"stage": 2, "mics_shard_size": 2}}, [], "mics_shard_size"),
+        ({"train_batch_size": 8}, [], 'no "zero_optimization" section'),
+        (BASE, ["--zero", "3"], "zero_optimization.stage = 2, but --zero is 3"),
+        (BASE | {"gradient_accumulation_steps": 4}, ["--gradient_accumulation_steps", "2"], "but --gradient_acc"),
+        (BASE | {"train_batch_size": 64}, ["--effective_batch_size", "32"], "but --effective_batch_size is 32"),
+        (BASE | {"gradient_clipping": 1.0}, ["--max_grad_norm", "0.5"], "but --max_grad_norm is 0.5"),
+        (BASE | {"bf16": {"enabled": True}}, ["--bf16", "false"], "but --bf16 is False"),
+        (
+            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
+            ["--offload", "none"],
+            "but --offload is none",
+        ),
+        ('{\n "zero_optimization": {"stage": 2,}\n}', [], "my.json:2:35: not valid JSON"),
+        ('{"zero_optimization": {"stage": 2, "stage": 3}}', [], "'stage' stands twice"),
+        ("[]", [], "must hold a JSON object"),
+        ("", [], "my.json:1:1: not valid JSON"),
+    ],
+)
+def test_refusals(write, config, flags, says):
+    with pytest.raises(UserError, match=re.escape(says)) as caught:
+        parse("--deepspeed", write(config), *flags)
+    assert "\n" not in str(caught.value) and "my.json" in str(caught.value)
+
+
+def test_missing_and_binary_files(tmp_path):
+    with pytest.raises(UserError, match="cannot be read"):
+        parse("--deepspeed", str(tmp_path / "none.json"))
+    (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match="not a UTF-8"):
+        parse("--deepspeed", str(tmp_path / "binary.json"))
