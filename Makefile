@@ -18,7 +18,10 @@ RECIPE ?= sft
 PYTHON ?= python3
 ENV ?= .venv
 EXTRAS ?=
-export GPUS ZERO OFFLOAD MODEL DATA CONFIG OUT ARGS PORT LAUNCHER EXTRAS
+VARIABLES := GPUS ZERO OFFLOAD MODEL DATA CONFIG OUT ARGS PORT LAUNCHER EXTRAS
+# taken literally: a $ in a value stays a $
+$(foreach v,$(VARIABLES),$(eval override $(v) := $$(value $(v))))
+export $(VARIABLES)
 
 # --- the environment: .venv, or the active one with ENV=active ---
 ifeq ($(ENV),active)
@@ -33,11 +36,11 @@ DEV_STAMP := $(PREFIX)/.zerofit-dev-installed
 export PATH := $(abspath $(PREFIX))/bin:$(PATH)
 
 # one variable -> one flag of the same name; OUT is transformers' output_dir
-KNOBS = $(if $(ZERO),--zero "$$ZERO") $(if $(OFFLOAD),--offload "$$OFFLOAD") $(if $(MODEL),--model "$$MODEL") \
-	$(if $(DATA),--data "$$DATA") $(if $(CONFIG),--config "$$CONFIG") $(if $(OUT),--output_dir "$$OUT")
+KNOBS = $(if $(ZERO),--zero="$$ZERO") $(if $(OFFLOAD),--offload="$$OFFLOAD") $(if $(MODEL),--model="$$MODEL") \
+	$(if $(DATA),--data="$$DATA") $(if $(CONFIG),--config="$$CONFIG") $(if $(OUT),--output_dir="$$OUT")
 # `make show sft ...` shows what `make sft ...` would run
 SHOW = $(if $(filter show,$(MAKECMDGOALS)),--show)
-LAUNCH = PYTHON="$(PY)" launchers/local.sh --gpus "$$GPUS" --launcher "$$LAUNCHER" --port "$$PORT" --args "$$ARGS" $(SHOW)
+LAUNCH = PYTHON="$(PY)" launchers/local.sh --gpus="$$GPUS" --launcher="$$LAUNCHER" --port="$$PORT" --args="$$ARGS" $(SHOW)
 
 .PHONY: help sft lora show install lint test test-all clean
 help: ## this list

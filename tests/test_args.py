@@ -49,14 +49,14 @@ def test_precedence_default_bundled_yaml_flag(tmp_path):
 
 
 def test_transformers_flags_work_unchanged():
-    found = parse("--weight_decay", "0.1", "--seed", "7", "--no_logging_nan_inf_filter", "--lr-scheduler-type", "linear")
+    found = parse(
+        "--weight_decay", "0.1", "--seed", "7", "--no_logging_nan_inf_filter", "--lr-scheduler-type", "linear"
+    )
     assert (found.weight_decay, found.seed, found.logging_nan_inf_filter) == (0.1, 7, False)
     assert found.lr_scheduler_type == "linear"
 
 
-@pytest.mark.parametrize(
-    ("ranks", "expected"), [(1, ("0", "none")), (2, ("2", "none")), (4, ("2", "none"))]
-)
+@pytest.mark.parametrize(("ranks", "expected"), [(1, ("0", "none")), (2, ("2", "none")), (4, ("2", "none"))])
 def test_zero_auto(ranks, expected):
     found = parse(ranks=ranks)
     assert (found.zero, found.offload) == expected

@@ -55,7 +55,9 @@ def test_readme_explains_every_key_of_every_file():
 
 
 def test_literals_in_the_file_win_over_defaults_and_are_said(write):
-    path = write(BASE | {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3, "gradient_clipping": 0.5})
+    path = write(
+        BASE | {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3, "gradient_clipping": 0.5}
+    )
     found = parse("--deepspeed", path)
     assert (found.zero, found.per_device_train_batch_size, found.gradient_accumulation_steps) == ("2", 2, 3)
     assert (found.effective_batch_size, found.max_grad_norm) == (6, 0.5)
@@ -104,7 +106,7 @@ def test_same_value_in_both_places_is_no_contradiction(write):
         ({"zero_optimization": {"stage": 2, "overlapcomm": True}}, [], "unknown key 'zero_optimization.overlapcomm'"),
         ({"zero_optimization": {"stage": 7}}, [], "zero_optimization.stage = 7"),
         ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "gpu"}}}, [], "offload_optimizer.device"),
-        ({"zero_optimization": {"stage": 2, "overlap_comm": "auto"}}, [], "overlap_comm is \"auto\""),
+        ({"zero_optimization": {"stage": 2, "overlap_comm": "auto"}}, [], 'overlap_comm is "auto"'),
         ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, [], "offload_param needs stage 3"),
         ({"zero_optimization": {"stage": 2, "mics_shard_size": 2}}, [], "mics_shard_size"),
         ({"train_batch_size": 8}, [], 'no "zero_optimization" section'),

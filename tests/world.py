@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from zerofit import train
+from zerofit import train, world
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -87,6 +87,7 @@ def main() -> None:
         record(trainer)
 
     train.KitTrainer, train.finish = Witness, finish_and_record
+    stop, world.stop = world.stop, lambda: None  # the world goes on after each case
     for case in json.loads(Path(sys.argv[1]).read_text()):
         began, streams, words = time.time(), (sys.stdout, sys.stderr), sys.argv
         sys.argv = [case["recipe"], *case["flags"]]
@@ -97,7 +98,8 @@ def main() -> None:
             sys.stdout, sys.stderr = streams
         gc.collect()  # the last case's engine must not keep its configuration registered
         if not dist.is_initialized() or dist.get_rank() == 0:
-            print(f"case {' '.join([case['recipe'], *case['flags']])}: {time.time() - began:.1f} s", flush=True)
+            print(f"case {'  '.join([case['recipe'], *case['flags']])}: {time.time() - began:.1f} s", flush=True)
+    stop()
 
 
 if __name__ == "__main__":

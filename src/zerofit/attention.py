@@ -24,24 +24,32 @@ def packed_attention(module, query, key, value, attention_mask, dropout=0.0, sca
     Returns: (1, tokens, heads, head_dim) and None, as transformers' attention functions do.
     """
     bounds = kwargs.get("cu_seq_lens_q")
+    window = kwargs.get("sliding_window") or 0
     if bounds is None:
+        if attention_mask is None and query.shape[2] == key.shape[2] > window > 0:
+            attention_mask = _window_mask(query.shape[2], window, query.device)
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
         raise ValueError("packed attention has no soft cap and no sinks; use --attn_implementation flash_attention_2")
-    window = kwargs.get("sliding_window") or 0
     if query.is_cuda:
         return _varlen(query, key, value, bounds, int(kwargs["max_length_q"]), window, scaling, dropout), None
     out = torch.empty_like(query)
     for start, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
         mask = None
         if window and end - start > window:
-            distance = torch.arange(end - start)[:, None] - torch.arange(end - start)[None, :]
-            mask = (distance >= 0) & (distance < window)
+            mask = _window_mask(end - start, window, query.device)
         out[:, :, start:end] = torch.nn.functional.scaled_dot_product_attention(
             query[:, :, start:end], key[:, :, start:end], value[:, :, start:end], attn_mask=mask,
             dropout_p=dropout, is_causal=mask is None, scale=scaling, enable_gqa=True,
         )  # fmt: skip
     return out.transpose(1, 2).contiguous(), None
+
+
+def _window_mask(tokens, window, device):
+    """(tokens, tokens) bool: each token sees itself and the window - 1 tokens before it."""
+    position = torch.arange(tokens, device=device)
+    distance = position[:, None] - position[None, :]
+    return (distance >= 0) & (distance < window)
 
 
 def _varlen(query, key, value, bounds, longest, window, scaling, dropout):

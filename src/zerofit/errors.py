@@ -23,8 +23,11 @@ def guard(main) -> None:
 
     Every rank of a job meets the same mistake, so only rank 0 speaks.
     """
+    from . import world
+
     try:
         main()
+        world.stop()
     except UserError as error:
         sys.stdout.flush()
         if os.environ.get("RANK", "0") == "0":

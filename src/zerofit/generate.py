@@ -25,7 +25,9 @@ def answers(trainer, rows: list[dict], max_new_tokens: int, batch: int = 64) -> 
     training = net.training
     net.eval()
     mine, found = list(range(rank, len(rows), ranks)), {}
-    rounds = math.ceil(math.ceil(len(rows) / ranks) / batch)  # the same on every rank: under ZeRO-3 each forward is collective
+    rounds = math.ceil(
+        math.ceil(len(rows) / ranks) / batch
+    )  # the same on every rank: under ZeRO-3 each forward is collective
     for i in range(rounds):
         # A rank without rows left answers row 0 once more, so that it takes part in the gathers.
         chosen = mine[i * batch : (i + 1) * batch] or [0]

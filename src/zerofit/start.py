@@ -14,9 +14,10 @@ def settings(recipe: str, argv: list[str] | None = None, world_size: int | None 
     Raises: UserError for the user's mistakes, before a GPU or a process group is touched.
     """
     taken = world.take_over_environment()
-    if argv is None:
-        world.check_size()
+    other_size = world.check_size() if argv is None else None
     found = args.parse(recipe, sys.argv[1:] if argv is None else argv, world_size or world.size())
+    if other_size:
+        found.decisions.append(other_size)
     if taken:
         found.decisions.append(
             f"accelerate's own settings are not used ({', '.join(taken)}): the recipe decides; see --zero, --bf16"

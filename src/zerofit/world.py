@@ -4,6 +4,9 @@ import os
 import socket
 import sys
 from datetime import timedelta
+from pathlib import Path
+
+import yaml
 
 from .errors import UserError
 
@@ -45,35 +48,48 @@ def take_over_environment() -> list[str]:
     return taken
 
 
-def asked_by_launcher() -> int | None:
-    """The number of processes in the launcher's own command line, where it can be read (Linux).
-
-    `accelerate launch --cpu --num_processes 2` starts one process without a word; this is how it is noticed.
-    """
+def _accelerate_command() -> list[str] | None:
+    """The words of the `accelerate launch` that started this process, where they can be read; else None."""
     import psutil
 
     try:
         words = psutil.Process().parent().cmdline()
     except (psutil.Error, AttributeError):
         return None
-    if not any("accelerate" in w for w in words[:4]):
-        return None
+    return words if any("accelerate" in w for w in words[:4]) else None
+
+
+def _value_of(words: list[str], names: tuple[str, ...]) -> str | None:
     for i, word in enumerate(words):
         name, _, value = word.partition("=")
-        if name in ("--num_processes", "--num-processes"):
-            value = value or (words[i + 1] if i + 1 < len(words) else "")
-            return int(value) if value.isdigit() else None
+        if name in names:
+            return value or (words[i + 1] if i + 1 < len(words) else None)
     return None
 
 
-def check_size() -> None:
-    """Raises: UserError when the launcher was asked for another number of processes than it started."""
-    asked = asked_by_launcher()
-    if asked is not None and asked != size():
+def check_size() -> str | None:
+    """Compare the processes that accelerate was asked for with those that it started (fewer, on a CPU, in silence).
+
+    Returns: a sentence when only its cached configuration file asked for another number.
+    Raises: UserError when its command line did.
+    """
+    words = _accelerate_command()
+    if words is None:
+        return None
+    asked = _value_of(words, ("--num_processes", "--num-processes"))
+    if asked and asked.isdigit() and int(asked) != size():
         raise UserError(
             f"accelerate launch was asked for {asked} processes but started {size()} (on a CPU it needs "
             f"--use_deepspeed for more than one): use `torchrun --nproc_per_node {asked}` or `make GPUS={asked}`."
         )
+    file = _value_of(words, ("--config_file", "--config-file"))
+    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+    file = Path(file) if file else home / "accelerate" / "default_config.yaml"
+    if not asked and file.is_file():
+        wanted = yaml.safe_load(file.read_text()).get("num_processes")
+        if wanted and wanted != size():
+            return f"{size()} process: {file} asks accelerate for {wanted}, but it started {size()}"
+    return None
 
 
 def single_process_defaults() -> None:
@@ -168,9 +184,8 @@ def free_port() -> int:
 
 
 def stop() -> None:
-    """Close the process group, so that the last rank to finish is not torn down by the first."""
-    import torch.distributed as dist
-
-    sys.stdout.flush()
-    if dist.is_initialized():
+    """Wait for the slowest rank and close the process group; a rank that just ends can abort the others."""
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_initialized():
+        dist.barrier()
         dist.destroy_process_group()

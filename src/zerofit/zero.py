@@ -191,12 +191,12 @@ def _match(config: dict, path: Path, settings, explicit: dict[str, Any]) -> None
             fix = 'change one of them, or write "auto" in the file.' if dotted in AUTO_KEYS else "change one of them."
             said = json.dumps(get(config, dotted))
             raise UserError(f"{path} says {dotted} = {said}, but --{name} is {explicit[name]}: {fix}")
-        if name in explicit and explicit[name] == literal:
+        if explicit.get(name) == literal:
             continue
+        if name == "zero" and literal == settings.zero and not settings.values.get("deepspeed"):
+            continue  # zero2.json says stage 2: nothing to tell
         settings.values[name] = literal
         settings.source[name] = "deepspeed JSON"
-        if name == "zero" and not settings.values.get("deepspeed"):
-            continue  # zero2.json says stage 2: nothing to tell
         settings.decisions.append(f"{name} {literal}: {path} says so ({dotted})")
 
 

@@ -1,0 +1,283 @@
+"""The ways of use: make, accelerate launch, torchrun, deepspeed, python; what they refuse; what they leave behind."""
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import ROOT, TINY, Run, recipe_process
+
+from zerofit import launch, report, world
+
+BIN = Path(sys.executable).parent
+SHORT = [
+    "--data", str(TINY / "train.jsonl"), "--max_samples", "24", "--effective_batch_size", "8", "--learning_rate", "1e-3",
+    "--num_train_epochs", "1", "--logging_steps", "1", "--save_strategy", "no", "--num_samples", "0",
+]  # fmt: skip
+CACHED_CONFIGS = {
+    "DEEPSPEED": """
+compute_environment: LOCAL_MACHINE
+distributed_type: DEEPSPEED
+deepspeed_config: {zero_stage: 3, gradient_accumulation_steps: 7, offload_optimizer_device: cpu, zero3_init_flag: true}
+mixed_precision: fp16
+num_machines: 1
+num_processes: 2
+machine_rank: 0
+""",
+    "FSDP": """
+compute_environment: LOCAL_MACHINE
+distributed_type: FSDP
+fsdp_config: {fsdp_sharding_strategy: FULL_SHARD, fsdp_version: 2, fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP}
+mixed_precision: bf16
+num_machines: 1
+num_processes: 2
+machine_rank: 0
+""",
+    "MULTI_GPU": """
+compute_environment: LOCAL_MACHINE
+distributed_type: MULTI_GPU
+mixed_precision: fp16
+num_machines: 1
+num_processes: 2
+machine_rank: 0
+gpu_ids: all
+""",
+}
+
+
+def run(words, cwd=None, **env):
+    path = f"{BIN}{os.pathsep}{os.environ['PATH']}"
+    return subprocess.run(
+        [str(w) for w in words],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=cwd,
+        env=os.environ | {"PATH": path} | env,
+    )
+
+
+def make(*words, **env):
+    return run(["make", "-C", ROOT, "ENV=active", f"PYTHON={sys.executable}", *words], **env)
+
+
+def test_every_launcher_trains_the_same(tmp_path):
+    recipe = ROOT / "recipes" / "lora.py"
+    commands = {
+        "python": [sys.executable, recipe],
+        "accelerate": [BIN / "accelerate", "launch", recipe],
+        "accelerate2": [BIN / "accelerate", "launch", "--use_deepspeed", "--num_processes", "2", recipe],
+        "torchrun2": [BIN / "torchrun", "--nproc_per_node", "2", recipe],
+        "deepspeed2": [BIN / "deepspeed", "--num_gpus", "2", recipe],
+        **{f"accelerate-{kind}": [BIN / "accelerate", "launch", recipe] for kind in CACHED_CONFIGS},
+    }
+    curves = {}
+    for name, command in commands.items():
+        home = tmp_path / f"home-{name}"
+        (home / "accelerate").mkdir(parents=True)
+        if name.startswith("accelerate-"):
+            (home / "accelerate" / "default_config.yaml").write_text(CACHED_CONFIGS[name.split("-")[1]])
+        done = run([*command, *SHORT, "--zero", "2", "--output_dir", tmp_path / name], HF_HOME=str(home))
+        assert done.returncode == 0, name + done.stdout + done.stderr
+        found = Run(tmp_path / name)
+        assert found.json("result.json")["world_size"] == (2 if "2" in name or "-" in name else 1)
+        curves[name] = found.losses
+        if name == "accelerate-DEEPSPEED":
+            assert "accelerate's own settings are not used" in done.stdout
+    for name, losses in curves.items():
+        assert losses == pytest.approx(curves["python"], rel=1e-4), name
+
+
+def test_make_and_the_run_folder(tmp_path):
+    out = tmp_path / "my run; 'quoted'"
+    done = make(
+        "sft", "GPUS=2", "ZERO=3", "OFFLOAD=optimizer", f"OUT={out}", f"ARGS={shlex.join(SHORT)} --eval_fraction 0.2"
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = Run(out)
+    facts, result = found.json("run.json"), found.json("result.json")
+    assert facts["arguments"]["zero"] == {"value": "3", "source": "flag"}
+    assert facts["arguments"]["gradient_accumulation_steps"]["source"] == "decided"
+    assert set(facts["versions"]) >= {"torch", "transformers", "accelerate", "deepspeed", "peft", "datasets", "python"}
+    assert "torch.distributed.run" in facts["command"] and facts["world_size"] == 2
+    assert facts["data"]["training"]["fingerprint"] and facts["decisions"]
+    resolved = found.json("deepspeed.json")
+    assert "auto" not in json.dumps(resolved)
+    assert resolved["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
+    steps = [m for m in found.metrics if "loss" in m]
+    wanted = {"step", "loss", "grad_norm", "learning_rate", "tokens_per_second", "peak_memory_bytes", "epoch"}
+    assert wanted <= set(steps[0]) and [m["step"] for m in steps] == list(range(1, len(steps) + 1))
+    assert result["status"] == "finished" and result["steps"] == len(steps) and result["eval_loss"] > 0
+    assert {"train_loss", "tokens_per_second", "peak_memory_bytes", "world_size"} <= set(result)
+    assert (out / "logs" / "rank0.log").read_text() and (out / "logs" / "rank1.log").exists()
+    assert (out / "loss.png").read_bytes()[:4] == b"\x89PNG"
+    assert {"model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja"} <= set(
+        os.listdir(out / "final")
+    )
+    assert not (out / "final" / "training_args.bin").exists()
+
+
+def test_show_prints_everything_and_starts_nothing(tmp_path):
+    words = [
+        "lora",
+        "GPUS=2",
+        "ZERO=2",
+        f"OUT={tmp_path / 'never'}",
+        "MODEL=no/such; touch pwned",
+        "DATA=$(touch pwned)",
+    ]
+    done = make("show", *words, "ARGS=--hub_token secret123 --lora_r 4")
+    assert done.returncode == 0, done.stderr
+    assert "--nproc_per_node 2" in done.stdout and "OMP_NUM_THREADS=1" in done.stdout
+    assert "lora_r" in done.stdout and "effective batch 32" in done.stdout
+    assert "secret123" not in done.stdout
+    assert "no/such; touch pwned" in done.stdout and "$(touch pwned)" in done.stdout
+    assert not (tmp_path / "never").exists() and not list(ROOT.glob("**/pwned"))
+
+
+def test_help_lists_every_verb_and_flag():
+    verbs = make().stdout
+    for verb in ("sft", "lora", "show", "install", "lint", "test", "test-all"):
+        assert f"make {verb} " in verbs
+    flags = make("lora", "ARGS=--help").stdout
+    for flag in ("--zero", "--lora_r", "--effective_batch_size", "--learning_rate", "--packing"):
+        assert flag in flags
+
+
+def test_commands_place_processes_and_nothing_else():
+    for launcher in launch.LAUNCHERS:
+        words = launch.command(launcher, 4, 1234, Path("recipes/sft.py"), ["--model", "a 'b' ; c"])
+        assert words[-3:] == ["recipes/sft.py", "--model", "a 'b' ; c"] and "4" in words and "1234" in words
+        placement = " ".join(words[: words.index("recipes/sft.py")])
+        assert "zero_stage" not in placement and "json" not in placement and "bf16" not in placement
+    assert launch.command("torchrun", 1, 1, Path("r.py"), [])[1:] == ["r.py"]
+
+
+def test_secrets_are_hidden():
+    assert (
+        report.hide_secrets(["a", "--hub_token", "x", "--hub-token=y"])
+        == "a --hub_token '<hidden>' '--hub-token=<hidden>'"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["GPUS=0"], "GPUS=0: must be a whole number"),
+        (["GPUS=many"], "GPUS=many"),
+        (["GPUS=500"], "has no GPU and only"),
+        (["PORT=99999"], "PORT=99999: must be a number"),
+        (["LAUNCHER=mpi"], "LAUNCHER=mpi: must be one of"),
+        (["ARGS=--zero '3"], "no closing quotation"),
+        (["ZERO=2", "OFFLOAD=all"], "--offload all needs stage 3"),
+        (["DATA=/no/such.jsonl"], "no such file or folder"),
+        (["MODEL=/no/such", f"DATA={TINY / 'train.jsonl'}"], "no such model folder"),
+        (["ARGS=--attn_implementation nonsense"], "nonsense"),
+    ],
+)
+def test_make_refuses_with_one_sentence_and_no_folder(tmp_path, words, says):
+    done = make("sft", f"OUT={tmp_path / 'run'}", *words)
+    errors = [line for line in done.stderr.splitlines() if not line.startswith("make")]
+    assert done.returncode != 0 and len(errors) == 1 and says in errors[0], done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_taken_port_is_named(tmp_path):
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert not world.port_is_free(port)
+        done = make("sft", f"PORT={port}", f"OUT={tmp_path / 'run'}")
+        assert f"PORT={port} is in use" in done.stderr
+        done = recipe_process("sft", "--zero", "1", "--output_dir", str(tmp_path / "run"), MASTER_PORT=str(port))
+        assert done.returncode == 2 and f"MASTER_PORT={port} is in use" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_recipe_refuses_without_traceback_and_folder(tmp_path):
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"question": "a", "answer": "b"}\n{"question": "a"}\n')
+    for recipe, flags, says in (
+        ("sft", ["--data", str(bad)], "bad.jsonl:2: column 'answer'"),
+        ("lora", ["--lora_target_modules", "nonsense"], "nonsense"),
+        ("sft", ["--load_best_model_at_end", "--save_strategy", "steps"], "transformers refuses"),
+        ("sft", ["--gpus", "2"], "this job has 1"),
+    ):
+        done = recipe_process(recipe, *flags, "--output_dir", str(tmp_path / "run"), cwd=tmp_path)
+        assert done.returncode == 2 and says in done.stderr, done.stderr
+        assert done.stderr.count("\n") == 1 and not (tmp_path / "run").exists()
+
+
+def test_accelerate_starting_fewer_processes_than_asked_is_refused(tmp_path):
+    command = [BIN / "accelerate", "launch", "--cpu", "--num_processes", "2", ROOT / "recipes" / "sft.py"]
+    done = run([*command, "--output_dir", tmp_path / "run"])
+    assert done.returncode != 0 and "was asked for 2 processes but started 1" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_finished_run_is_not_overwritten(tmp_path):
+    flags = [*SHORT, "--max_steps", "1", "--output_dir", str(tmp_path / "run")]
+    assert recipe_process("sft", *flags).returncode == 0
+    before = (tmp_path / "run" / "result.json").read_bytes()
+    done = recipe_process("sft", *flags)
+    assert done.returncode == 2 and "already holds a run" in done.stderr
+    assert (tmp_path / "run" / "result.json").read_bytes() == before
+
+
+def test_divergence_stops_with_its_own_code(tmp_path):
+    flags = [*SHORT, "--learning_rate", "1e30", "--max_grad_norm", "0", "--output_dir", str(tmp_path / "run")]
+    for zero in ("0", "2"):
+        done = recipe_process("sft", *flags, "--zero", zero, "--output_dir", str(tmp_path / f"run{zero}"))
+        assert done.returncode == 4, done.stdout + done.stderr
+        assert "no longer usable" in done.stderr and "Traceback" not in done.stderr
+        assert Run(tmp_path / f"run{zero}").json("result.json")["status"] == "failed"
+
+
+def test_resume_continues_where_the_run_stopped(tmp_path):
+    flags = [*SHORT, "--save_strategy", "steps", "--save_steps", "2", "--save_total_limit", "9", "--zero", "2"]
+    assert recipe_process("sft", *flags, "--output_dir", str(tmp_path / "whole")).returncode == 0
+    checkpoint = tmp_path / "whole" / "checkpoint-2"
+    done = recipe_process(
+        "sft", *flags, "--output_dir", str(tmp_path / "rest"), "--resume_from_checkpoint", str(checkpoint)
+    )
+    assert done.returncode == 0, done.stderr
+    assert Run(tmp_path / "rest").losses == Run(tmp_path / "whole").losses[2:]
+
+
+def test_interrupt_leaves_no_process(tmp_path):
+    out = tmp_path / "run"
+    words = [
+        "-m",
+        "zerofit",
+        "launch",
+        "--gpus",
+        "2",
+        "recipes/sft.py",
+        "--num_train_epochs",
+        "500",
+        "--output_dir",
+        str(out),
+    ]
+    job = subprocess.Popen(
+        [sys.executable, *words], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.time() + 120
+    while not (out / "metrics.jsonl").exists():
+        assert time.time() < deadline and job.poll() is None
+        time.sleep(0.2)
+    ranks = psutil.Process(job.pid).children(recursive=True)
+    assert len(ranks) >= 3
+    job.send_signal(signal.SIGINT)
+    _, err = job.communicate(timeout=60)
+    assert job.returncode == 130 and "stopped by SIGINT" in err
+    _, alive = psutil.wait_procs(ranks, timeout=10)
+    assert not alive
