@@ -63,7 +63,9 @@ class ModelArguments:
     model_revision: str = field(default="main", metadata={"help": "Branch, tag or commit of a hub model."})
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = field(
         default="auto",
-        metadata={"help": "Type that weights are loaded in. auto: the one that the precision needs (docs/precision)."},
+        metadata={
+            "help": "Type that weights are loaded in. auto: the one that the precision needs (docs/precision.md)."
+        },
     )
     attn_implementation: str = field(default="sdpa", metadata={"help": "sdpa, flash_attention_2, eager, ..."})
     trust_remote_code: bool = field(default=False, metadata={"help": "Run Python code that comes with the model."})

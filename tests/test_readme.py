@@ -1,0 +1,66 @@
+"""The README's commands run, its tables name every flag, variable and module, its links lead somewhere."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, Run
+
+from zerofit import args
+
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```bash\n(.*?)```", README, re.S)
+COMMANDS = [line.strip() for block in BLOCKS for line in block.splitlines() if line.strip()]
+
+
+def test_commands_were_found():
+    assert "make sft" in COMMANDS and len(COMMANDS) >= 10
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c != "make test"])  # this is `make test`
+def test_command(command, tmp_path):
+    """As printed, but for a run folder of our own and, after the first, 4 steps; hub models are shown, not fetched."""
+    words, out = shlex.split(command), tmp_path / "run"
+    needs_hub = "Qwen" in command
+    short = ["--max_steps", "4", "--eval_strategy", "no"] if command != "make sft" else []
+    if words[0] == "make":
+        words += [f"OUT={out}", "ENV=active", f"PYTHON={sys.executable}"]
+        given = next((w for w in words if w.startswith("ARGS=")), "ARGS=")
+        words = [w for w in words if w != given] + [f"{given} {shlex.join(short)}"]
+        words[1:1] = ["show"] if needs_hub and "show" not in words else []
+    else:
+        words += ["--output_dir", str(out), *short]
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300, env=os.environ | {"PATH": path})
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    if needs_hub:
+        assert "--model" in done.stdout and not out.exists()
+        return
+    result = Run(out).json("result.json")
+    asked = re.search(r"(?:GPUS=|nproc_per_node |num_gpus )(\d)", command)
+    stage = re.search(r"(?:ZERO=|--zero )(\d)", command)
+    assert result["status"] == "finished"
+    assert result["world_size"] == int(asked[1] if asked else 1)
+    assert result["zero"] == (stage[1] if stage else "0")
+    if command == "make sft":
+        assert result["exact_match_before"] < 0.05 and result["exact_match_after"] > 0.9
+
+
+def test_every_flag_variable_module_and_link():
+    for group in (args.RunArguments, args.ModelArguments, args.DataArguments, args.LoraArguments):
+        for field in fields(group):
+            assert f"| `--{field.name}` |" in README, field.name
+            assert field.metadata["help"].replace("|", "\\|") in README, field.name
+    makefile = (ROOT / "Makefile").read_text()
+    for variable in re.findall(r"^([A-Z]+) \?=", makefile, re.M):
+        assert f"`{variable}`" in README, variable
+    for module in (ROOT / "src" / "zerofit").glob("[a-z]*.py"):
+        assert module.name in README, module.name
+    for file in [ROOT / "README.md", *ROOT.glob("docs/*.md")]:
+        for link in re.findall(r"\]\((?!http)([^)#]+)\)", file.read_text()):
+            assert (file.parent / link).exists(), f"{file.name}: {link}"
