@@ -49,7 +49,9 @@ class RunArguments:
     )
     show: bool = field(default=False, metadata={"help": "Print every effective argument with its source and stop."})
     max_tokens_per_sample: int = field(default=48, metadata={"help": "New tokens per sample generation."})
-    num_samples: int = field(default=3, metadata={"help": "Generations from the eval rows, shown at the end."})
+    num_samples: int = field(
+        default=3, metadata={"help": "Generations from the eval (else training) rows, shown at the end."}
+    )
 
 
 @dataclass

@@ -60,8 +60,9 @@ def exact_match(trainer) -> float:
 
 
 def samples(trainer, count: int) -> list[tuple[str, str, str]]:
-    """(prompt, answer, wanted answer) of the first `count` evaluation rows, as text."""
-    rows = [trainer.eval_tokens.dataset[i] for i in range(min(count, len(trainer.eval_tokens)))]
+    """(prompt, answer, wanted answer) of the first `count` evaluation rows, else training rows, as text."""
+    tokens = trainer.eval_tokens or trainer.tokens
+    rows = [tokens.dataset[i] for i in range(min(count, len(tokens)))]
     if not rows:
         return []
     decode = trainer.processing_class.decode

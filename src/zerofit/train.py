@@ -266,7 +266,7 @@ def finish(trainer: KitTrainer, started: float) -> None:
         evaluations.append(trainer.evaluate())
     reporter = next(c for c in trainer.callback_handler.callbacks if isinstance(c, Reporter))
     after = generate.exact_match(trainer) if settings.bundled else None
-    samples = generate.samples(trainer, settings.num_samples) if trainer.eval_dataset is not None else []
+    samples = generate.samples(trainer, settings.num_samples)
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     clock = trainer.clock
     result = {
