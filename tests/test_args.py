@@ -20,7 +20,9 @@ def test_the_kits_own_flags_are_frozen():
     assert names == [
         "config", "zero", "offload", "effective_batch_size", "gpus", "show", "max_tokens_per_sample", "num_samples",
         "model", "model_revision", "dtype", "attn_implementation", "trust_remote_code", "random_init",
-        "data", "eval_data", "eval_fraction", "max_length", "max_samples", "packing",
+        "data", "eval_data", "eval_fraction", "data_format", "columns", "data_config", "data_split", "chat_template",
+        "train_on", "max_length", "truncation", "max_samples", "preprocessing_num_workers", "packing",
+        "padding_free",
     ]  # fmt: skip
     assert [f.name for f in fields(args.LoraArguments)] == [
         "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "use_dora", "use_rslora", "modules_to_save",

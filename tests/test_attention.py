@@ -113,6 +113,33 @@ def test_a_sliding_window_holds_without_boundaries_too():
     torch.testing.assert_close(other(input_ids=ids).logits, plain(input_ids=ids).logits, rtol=1e-5, atol=1e-6)
 
 
+def test_the_start_up_proof_finds_contamination(tokenizer):
+    """Relative logit difference 0 for our attention, large for one that ignores the boundaries."""
+    from transformers import TrainingArguments
+
+    torch.manual_seed(0)
+    arguments = TrainingArguments(use_cpu=True)
+    for name, mixes in ((attention.register(), False), ("sdpa", True)):
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS["llama"]), attn_implementation=name)
+        if mixes:  # what happens to a row of documents without boundaries and positions
+            forward = model.forward
+            model.forward = lambda input_ids, attention_mask=None, use_cache=None, forward=forward, **kw: forward(
+                input_ids=input_ids, attention_mask=torch.ones_like(input_ids), use_cache=False
+            )
+        found = attention.logits_apart(model, documents(), 0, arguments)
+        assert (found > 0.05) == mixes and (found < 1e-5) == (not mixes)
+
+
+def test_padding_free_rows_train_like_padded_ones(tmp_path):
+    flags = [
+        "--data", str(TINY / "train.jsonl"), "--max_samples", "60", "--effective_batch_size", "8", "--zero", "2",
+        "--num_train_epochs", "1", "--learning_rate", "1e-4", "--logging_steps", "1", "--save_strategy", "no",
+        "--num_samples", "0",
+    ]  # fmt: skip
+    runs = run_world(2, {v: ("sft", [*flags, "--padding_free", v]) for v in ("true", "false")}, tmp_path)
+    torch.testing.assert_close(torch.tensor(runs["true"].losses), torch.tensor(runs["false"].losses), rtol=1e-4, atol=0)
+
+
 def test_packing_trains_the_same_on_one_and_two_ranks(tmp_path):
     flags = [
         "--data", str(TINY / "train.jsonl"), "--max_samples", "200", "--packing", "--max_length", "96",

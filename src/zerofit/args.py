@@ -81,18 +81,49 @@ class DataArguments:
     """Which rows, and how they become tokens."""
 
     _argument_group_name = "data"
-    data: str | None = field(
+    data: list[str] | None = field(
         default=None,
-        metadata={"help": "JSON, JSONL, CSV or Parquet file, a folder of them, or a hub id. Default: bundled task."},
+        metadata={
+            "help": "JSON, JSONL, CSV, TSV, Parquet or Arrow files (.gz, .zst too), folders, globs or hub ids; several "
+            "may be given, `a.jsonl:2` counts each of its rows twice an epoch. Default: bundled task."
+        },
     )
-    eval_data: str | None = field(default=None, metadata={"help": "Like --data, for evaluation."})
+    eval_data: list[str] | None = field(default=None, metadata={"help": "Like --data, for evaluation."})
     eval_fraction: float = field(
         default=0.0, metadata={"help": "Share of the rows held out for evaluation when there is no eval split."}
     )
-    max_length: int = field(default=2048, metadata={"help": "Tokens per row; longer rows are cut on the right."})
+    data_format: Literal[
+        "auto", "messages", "sharegpt", "prompt/completion", "question/answer", "alpaca", "text", "tokens"
+    ] = field(default="auto", metadata={"help": "What a row is. auto: by its columns."})
+    columns: list[str] | None = field(
+        default=None, metadata={"help": "Column names to map: prompt=question completion=answer."}
+    )
+    data_config: str | None = field(default=None, metadata={"help": "Configuration of a hub data set."})
+    data_split: str = field(default="train", metadata={"help": "Split of a hub data set to train on."})
+    chat_template: str | None = field(
+        default=None, metadata={"help": "Template file or built-in (plain, chatml, llama3). Default: the tokenizer's."}
+    )
+    train_on: Literal["assistant", "last_turn", "all", "prompt"] = field(
+        default="assistant",
+        metadata={"help": "Where the loss is: every answer, the last answer, everything, or all but the answers."},
+    )
+    max_length: int = field(default=2048, metadata={"help": "Most tokens of a row (of a pack with --packing)."})
+    truncation: Literal["truncate_right", "truncate_left", "drop", "error"] = field(
+        default="truncate_right",
+        metadata={"help": "What happens to longer rows. A row whose answer is cut away entirely is always dropped."},
+    )
     max_samples: int | None = field(default=None, metadata={"help": "Use only the first N training rows."})
+    preprocessing_num_workers: int | None = field(
+        default=None, metadata={"help": "Processes that tokenise. Default: one for each core, for files over 4 MB."}
+    )
     packing: bool = field(
         default=False, metadata={"help": "Several rows per sequence of max_length; they never see each other."}
+    )
+    padding_free: Literal["auto", "true", "false"] = field(
+        default="auto",
+        metadata={
+            "help": "A batch is one long row without padding. auto: with packing, and on a GPU where it is proven."
+        },
     )
 
 
@@ -147,6 +178,8 @@ RENAMED = {
     "group_by_length": "--train_sampling_strategy",
     "zero_stage": "--zero",
     "lora_rank": "--lora_r",
+    "shuffle_seed": "--data_seed",
+    "dataset_num_proc": "--preprocessing_num_workers",
     "use_peft": "recipes/lora.py",
 }
 _UNSET = object()
@@ -280,7 +313,7 @@ def parse(recipe: str, argv: list[str], world_size: int) -> Settings:
     bundled = {}
     if not given.get("model") and not given.get("data"):
         bundled = read_yaml(str(TINY / f"{recipe}.yaml"), recipe)
-        bundled |= {"data": str(TINY / "train.jsonl"), "eval_data": str(TINY / "eval.jsonl")}
+        bundled |= {"data": [str(TINY / "train.jsonl")], "eval_data": [str(TINY / "eval.jsonl")]}
 
     values, source = {}, {}
     defaults = vars(build_parser(recipe).parse_args([]))
@@ -312,13 +345,24 @@ def decide(settings: Settings, name: str, value: Any, why: str) -> None:
 
 
 def _check_ranges(settings: Settings) -> None:
-    at_least = {"max_length": 8, "max_samples": 1, "lora_r": 1, "gpus": 1, "num_samples": 0, "logging_steps": 0}
+    at_least = {
+        "max_length": 8,
+        "max_samples": 1,
+        "lora_r": 1,
+        "gpus": 1,
+        "preprocessing_num_workers": 1,
+        "num_samples": 0,
+        "logging_steps": 0,
+    }
     for name, low in at_least.items():
         value = settings.values.get(name)
         if value is not None and value < low:
             raise UserError(f"--{name} is {value}: it must be {low} or more.")
     if not 0 <= settings.eval_fraction < 1:
         raise UserError(f"--eval_fraction is {settings.eval_fraction}: it must be at least 0 and below 1.")
+    for pair in settings.columns or []:
+        if pair.count("=") != 1 or not all(pair.split("=")):
+            raise UserError(f"--columns {pair}: must be ours=theirs, e.g. prompt=question.")
     if settings.gpus and settings.gpus != settings.world_size:
         raise UserError(
             f"--gpus asks for {settings.gpus} processes, but this job has {settings.world_size}: start it with "

@@ -74,3 +74,28 @@ def register() -> str:
     AttentionInterface.register(NAME, packed_attention)
     AttentionMaskInterface.register(NAME, _mask)
     return NAME
+
+
+@torch.no_grad()
+def logits_apart(model, documents, pad_token_id: int, args, count: int = 3, longest: int = 128) -> float:
+    """Largest |logit difference| between documents in one row and one by one, relative to the largest logit.
+
+    Args: documents: rows with input_ids and labels, the first `count` are taken, cut at `longest` tokens. Collective
+        under ZeRO-3: every rank calls it with the same documents.
+    """
+    from . import data
+
+    rows = [{"input_ids": documents[i]["input_ids"][:longest], "labels": documents[i]["labels"][:longest]}
+            for i in range(min(count, len(documents)))]  # fmt: skip
+    training = model.training
+    model.eval()
+
+    def logits(batch):
+        moved = {k: v.to(args.device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+        return model(**moved, use_cache=False).logits
+
+    together = logits(data.PackedCollator()(rows))[0].float()
+    alone = [logits(data.Collator(pad_token_id)([row]))[0, : len(row["input_ids"])].float() for row in rows]
+    model.train(training)
+    alone = torch.cat(alone)
+    return ((together - alone).abs().max() / alone.abs().max()).item()

@@ -1,5 +1,10 @@
-"""A row's columns -> token ids and labels: the format, the chat template, and the loss only on the answers."""
+"""A row's columns -> token ids and labels: the format, the chat template, and the loss only where it belongs."""
 
+import itertools
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from .errors import UserError
@@ -8,13 +13,34 @@ IGNORE = -100  # the label that transformers' loss skips
 
 # format -> the columns that show it, most telling first
 FORMATS = {
+    "tokens": ("input_ids",),
     "messages": ("messages",),
+    "sharegpt": ("conversations",),
     "prompt/completion": ("prompt", "completion"),
     "question/answer": ("question", "answer"),
-    "instruction": ("instruction", "output"),
+    "alpaca": ("instruction", "output"),
     "text": ("text",),
 }
-ROLES = ("system", "user", "assistant", "tool")
+# Names of the speakers, as published data sets write them -> the field's standard role.
+ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "human": "user",
+    "prompter": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "model": "assistant",
+    "function_call": "assistant",
+    "tool": "tool",
+    "observation": "tool",
+    "function": "tool",
+    "ipython": "tool",
+}
+TRAIN_ON = ("assistant", "last_turn", "all", "prompt")
 
 # For a tokenizer without a chat template; saved with the trained model, so that inference uses the same one.
 PLAIN_TEMPLATE = (
@@ -23,6 +49,48 @@ PLAIN_TEMPLATE = (
     "{%- if message['role'] == 'assistant' %}{{- eos_token }}{% endif %}{{- '\\n\\n' }}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '### Assistant:\\n' }}{% endif %}"
 )
+# Named built-ins for --chat_template. Their control words must be tokens of the tokenizer.
+TEMPLATES = {
+    "plain": PLAIN_TEMPLATE,
+    "chatml": (
+        "{%- for message in messages %}{{- '<|im_start|>' + message['role'] + '\\n' }}"
+        "{%- if message['role'] == 'assistant' %}{% generation %}{{- message['content'] + '<|im_end|>' }}"
+        "{% endgeneration %}{%- else %}{{- message['content'] + '<|im_end|>' }}{% endif %}{{- '\\n' }}{%- endfor %}"
+        "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}"
+    ),
+    "llama3": (
+        "{{- bos_token }}{%- for message in messages %}"
+        "{{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}"
+        "{%- if message['role'] == 'assistant' %}{% generation %}{{- message['content'] | trim + '<|eot_id|>' }}"
+        "{% endgeneration %}{%- else %}{{- message['content'] | trim + '<|eot_id|>' }}{% endif %}{%- endfor %}"
+        "{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"
+    ),
+}
+
+
+@dataclass
+class Conversation:
+    """Chat turns as the template gets them. trained[i]: whether turn i may carry loss (`train` of the data)."""
+
+    turns: list[dict]
+    trained: list[bool]
+    tools: list | None = None
+
+
+def choose_template(name: str, tokenizer) -> str:
+    """The template of --chat_template: a built-in name or a file.
+
+    Raises: UserError for an unknown name, and for a built-in whose control words the tokenizer does not have.
+    """
+    path = Path(name).expanduser()
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    if name not in TEMPLATES:
+        raise UserError(f"--chat_template {name}: no such file, and not one of {', '.join(TEMPLATES)}.")
+    words = set(re.findall(r"<\|\w+?\|>", TEMPLATES[name])) - tokenizer.get_vocab().keys()
+    if words:
+        raise UserError(f"--chat_template {name}: {', '.join(sorted(words))} are no tokens of this tokenizer.")
+    return TEMPLATES[name]
 
 
 def detect(place: str, row: dict[str, Any]) -> str:
@@ -39,82 +107,292 @@ def detect(place: str, row: dict[str, Any]) -> str:
     )
 
 
-def to_messages(place: str, row: dict[str, Any], kind: str) -> list[dict[str, str]] | str:
-    """The row as chat messages, or as one string for plain text.
+def parse(place: str, row: dict[str, Any], kind: str) -> Conversation | str | dict:
+    """A row as a conversation, as plain text, or as token lists ({"input_ids", "labels"}).
 
-    Raises: UserError naming the place for a missing column, a wrong type or an unknown role.
+    Raises: UserError naming the place for a missing column, a wrong type, a wrong role or a wrong order of roles.
     """
     for column in FORMATS[kind]:
         if row.get(column) is None:
             have = ", ".join(k for k, v in row.items() if v is not None) or "none"
             raise UserError(f"{place}: column {column!r} is missing or null (format {kind}; columns here: {have}).")
-        if kind != "messages" and not isinstance(row[column], str):
-            raise UserError(f"{place}: column {column!r} must be a string, found a {type(row[column]).__name__}.")
+    if kind == "tokens":
+        return _tokens(place, row)
     if kind == "text":
-        return row["text"]
-    if kind == "messages":
-        return _checked(place, row["messages"])
-    first, last = (row[c] for c in FORMATS[kind])
-    if kind == "instruction" and row.get("input"):
-        first = f"{first}\n\n{row['input']}"
-    return [{"role": "user", "content": first}, {"role": "assistant", "content": last}]
+        return _string(place, "text", row["text"])
+    if kind in ("messages", "sharegpt"):
+        return _turns(place, row[FORMATS[kind][0]], row)
+    first, last = FORMATS[kind]
+    if isinstance(row[first], list) or isinstance(row[last], list):
+        if not (isinstance(row[first], list) and isinstance(row[last], list)):
+            raise UserError(f"{place}: columns {first!r} and {last!r} must both be strings or both message lists.")
+        return _turns(place, [*row[first], *row[last]], row)
+    ask, answer = _string(place, first, row[first]), _string(place, last, row[last])
+    if kind == "alpaca" and row.get("input"):
+        ask = f"{ask}\n\n{_string(place, 'input', row['input'])}"
+    turns = [{"role": "user", "content": ask}, {"role": "assistant", "content": answer}]
+    return _turns(place, [*_history(place, row.get("history")), *turns], row)
 
 
-def _checked(place: str, messages: Any) -> list[dict[str, str]]:
-    if not isinstance(messages, list) or not messages:
-        raise UserError(f"{place}: 'messages' must be a list of turns that is not empty.")
-    for i, turn in enumerate(messages, 1):
-        if not isinstance(turn, dict) or not isinstance(turn.get("content"), str):
-            raise UserError(f"{place}: turn {i} must be an object with a 'role' and a string 'content'.")
-        if turn.get("role") not in ROLES:
-            raise UserError(f"{place}: turn {i} has the role {turn.get('role')!r}; known: {', '.join(ROLES)}.")
-    if not any(t["role"] == "assistant" for t in messages):
-        raise UserError(f"{place}: no assistant turn, so there is nothing to learn.")
-    return messages
-
-
-def tokenize(place: str, content: list[dict[str, str]] | str, tokenizer) -> tuple[list[int], list[int]]:
-    """(input_ids, labels) of equal length; labels are IGNORE outside the answers, the end token is inside the loss."""
-    if isinstance(content, str):
-        ids = tokenizer(content)["input_ids"]
-        if not ids or ids[-1] != tokenizer.eos_token_id:
-            ids = [*ids, tokenizer.eos_token_id]
-        return ids, list(ids)
-    text, spans = _render(place, content, tokenizer)
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    ids, labels, next_span = encoded["input_ids"], [], 0
-    for token, (start, end) in zip(ids, encoded["offset_mapping"], strict=True):
-        while next_span < len(spans) and start >= spans[next_span][1]:
-            next_span += 1
-        inside = next_span < len(spans) and end > spans[next_span][0] and end > start
-        labels.append(token if inside else IGNORE)
-    return ids, labels
-
-
-def _render(place: str, messages: list[dict[str, str]], tokenizer) -> tuple[str, list[tuple[int, int]]]:
-    """The conversation as text and the character spans of the answers, each with its end token.
-
-    An answer starts where the prompt for it ends, and ends where the text that the template has produced so far
-    ends; both are prefixes of the whole text, or the template is refused.
-    """
-    from jinja2 import TemplateError
-
-    def text_of(turns, prompt=False):
-        return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=prompt)
-
+def _string(place: str, column: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise UserError(f"{place}: column {column!r} must be a string, found a {type(value).__name__}.")
     try:
-        whole = text_of(messages)
-        spans = []
-        for i, turn in enumerate(messages):
+        value.encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{place}: column {column!r} has half a unicode character (a lone surrogate).") from None
+    return value
+
+
+def _history(place: str, history: Any) -> list[dict]:
+    """LLaMA-Factory's `history`: a list of (instruction, response) pairs."""
+    turns = []
+    for pair in history or []:
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise UserError(f"{place}: 'history' must be a list of [instruction, response] pairs.")
+        turns += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
+    return turns
+
+
+def _tokens(place: str, row: dict) -> dict:
+    ids, labels = row["input_ids"], row.get("labels")
+    labels = ids if labels is None else labels
+    for name, values in (("input_ids", ids), ("labels", labels)):
+        if not isinstance(values, list) or not values or not all(type(v) is int for v in values):
+            raise UserError(f"{place}: column {name!r} must be a list of whole numbers that is not empty.")
+    if len(ids) != len(labels):
+        raise UserError(f"{place}: input_ids has {len(ids)} entries, labels {len(labels)}; they must be as many.")
+    return {"input_ids": ids, "labels": labels}
+
+
+def _turns(place: str, messages: Any, row: dict) -> Conversation:
+    """Turns of any spelling (role/content, from/value) in the field's standard one, their order checked."""
+    if not isinstance(messages, list) or not messages:
+        raise UserError(f"{place}: the conversation must be a list of turns that is not empty.")
+    system = row.get("system")
+    turns = [{"role": "system", "content": _string(place, "system", system)}] if system else []
+    trained = [False] * len(turns)
+    for i, message in enumerate(messages, 1):
+        turn, train = _turn(place, i, message)
+        turns.append(turn)
+        trained.append(train)
+    _check_order(place, turns)
+    tools = row.get("tools")
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools) if tools.strip() else None
+        except json.JSONDecodeError as error:
+            raise UserError(f"{place}: column 'tools' is not valid JSON: {error.msg}.") from None
+    return Conversation(turns, trained, tools or None)
+
+
+def _turn(place: str, i: int, message: Any) -> tuple[dict, bool]:
+    if not isinstance(message, dict):
+        raise UserError(f"{place}: turn {i} must be an object with a role and a content.")
+    role = message.get("role", message.get("from"))
+    content = message.get("content", message.get("value"))
+    if not isinstance(role, str) or role not in ROLES:
+        known = ", ".join(sorted(set(ROLES.values())))
+        raise UserError(f"{place}: turn {i} has the role {role!r}; known: {known} (and {', '.join(ROLES)}).")
+    calls = message.get("tool_calls")
+    if isinstance(content, list):  # OpenAI's list of parts
+        if not all(isinstance(p, dict) and p.get("type") == "text" for p in content):
+            raise UserError(f"{place}: turn {i} has content other than text; this recipe trains on text only.")
+        content = "".join(_string(place, f"content of turn {i}", p.get("text")) for p in content)
+    if content is None and calls:
+        content = ""
+    turn = {"role": ROLES[role], "content": _string(place, f"content of turn {i}", content)}
+    turn |= {k: message[k] for k in ("tool_calls", "tool_call_id", "name") if message.get(k) is not None}
+    train = message.get("train", message.get("weight", True))
+    if train is not None and not isinstance(train, bool | int | float):
+        raise UserError(f"{place}: turn {i}: 'train' must be true or false, found {train!r}.")
+    return turn, turn["role"] == "assistant" and bool(train if train is not None else True)
+
+
+def _check_order(place: str, turns: list[dict]) -> None:
+    for i, (before, turn) in enumerate(zip([None, *turns], turns, strict=False), 1):
+        role, last = turn["role"], before["role"] if before else None
+        if role == "system" and last not in (None, "system"):
+            raise UserError(f"{place}: turn {i} is a system turn behind others; it must come first.")
+        if role == "assistant" and last in (None, "system"):
+            raise UserError(f"{place}: turn {i} is an answer that nothing was asked for; a user turn must precede it.")
+        if role == "user" and last == "user":
+            raise UserError(f"{place}: turns {i - 1} and {i} are both the user's; join them or insert the answer.")
+        if role == "tool" and last not in ("assistant", "tool"):
+            raise UserError(f"{place}: turn {i} is a tool's result, but no assistant turn precedes it.")
+    if turns[-1]["role"] not in ("assistant", "tool") or not any(t["role"] == "assistant" for t in turns):
+        raise UserError(f"{place}: the conversation does not end in an assistant turn, so there is nothing to learn.")
+
+
+class Encoder:
+    """Rows of one tokenizer and template -> (input_ids, labels), in batches.
+
+    Where the answers are comes from the template's {% generation %} marks if it has them, else from prefixes: an answer
+    starts where the prompt for it ends and ends where the text up to and including its turn ends. Control words inside
+    a turn's own text stay text: they are encoded letter by letter, never as the token that they name.
+    """
+
+    def __init__(self, tokenizer, train_on: str = "assistant"):
+        self.tokenizer, self.train_on = tokenizer, train_on
+        self.marked = re.search(r"\{%-?\s*generation\s*-?%\}", tokenizer.chat_template) is not None
+        words = {t.content for t in tokenizer.added_tokens_decoder.values() if t.special}
+        words |= {w for w in tokenizer.all_special_tokens if w}
+        self.control = re.compile("|".join(map(re.escape, sorted(words, key=len, reverse=True)))) if words else None
+
+    def encode(self, rows: list[tuple[str, Conversation | str | dict]]) -> list[tuple[list[int], list[int]]]:
+        """[(place, parsed row)] -> [(input_ids, labels)], in order; labels are IGNORE where there is no loss."""
+        out: list[Any] = [None] * len(rows)
+        texts, spans, slots = [], [], []
+        for i, (place, content) in enumerate(rows):
+            if isinstance(content, dict):
+                self._check_ids(place, content["input_ids"])
+                out[i] = content["input_ids"], content["labels"]
+            elif isinstance(content, str):
+                out[i] = self._plain(content)
+            elif self._has_control_words(content):
+                out[i] = self._pieces(place, content)
+            else:
+                text, found = self._render(place, content)
+                texts.append(text)
+                spans.append(found)
+                slots.append(i)
+        if texts:
+            encodings = self.tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False)
+            for i, encoding, text, found in zip(slots, encodings, texts, spans, strict=True):
+                out[i] = _labelled(encoding, len(text), found)
+        return out
+
+    def _check_ids(self, place: str, ids: list[int]) -> None:
+        if min(ids) < 0 or max(ids) >= len(self.tokenizer):
+            raise UserError(
+                f"{place}: input_ids has a number outside 0 to {len(self.tokenizer) - 1}, the tokenizer's range."
+            )
+
+    def _plain(self, text: str) -> tuple[list[int], list[int]]:
+        ids = self.tokenizer(text, split_special_tokens=True)["input_ids"]
+        if not ids or ids[-1] != self.tokenizer.eos_token_id:
+            ids = [*ids, self.tokenizer.eos_token_id]
+        return ids, list(ids)
+
+    def _has_control_words(self, conversation: Conversation) -> bool:
+        return self.control is not None and any(self.control.search(t["content"]) for t in conversation.turns)
+
+    def _text(self, place: str, conversation: Conversation, turns: int | None = None, prompt: bool = False) -> str:
+        from jinja2 import TemplateError
+
+        try:
+            return self.tokenizer.apply_chat_template(
+                conversation.turns[:turns], tools=conversation.tools, tokenize=False, add_generation_prompt=prompt
+            )
+        except (TemplateError, TypeError) as error:
+            raise UserError(f"{place}: the chat template refuses this conversation: {error}.") from None
+
+    def _render(self, place: str, conversation: Conversation) -> tuple[str, list[tuple[int, int]]]:
+        """The conversation as text, and the character spans that carry loss."""
+        whole = self._text(place, conversation)
+        if self.train_on == "all":
+            return whole, [(0, len(whole))]
+        answers = self._marks(whole, conversation) or self._prefixes(place, whole, conversation)
+        for i, _, end in answers:
+            if not self._ends_with_control_word(whole[:end]):
+                raise UserError(
+                    f"{place}: turn {i + 1}: the chat template puts no end token behind the answer, so the model would "
+                    "never learn to stop; name another with --chat_template."
+                )
+        if self.train_on == "prompt":
+            bounds = [0, *(b for _, start, end in answers for b in (start, end)), len(whole)]
+            return whole, [(a, b) for a, b in zip(bounds[::2], bounds[1::2], strict=True) if a < b]
+        chosen = answers[-1:] if self.train_on == "last_turn" else [a for a in answers if conversation.trained[a[0]]]
+        return whole, [(start, end) for _, start, end in chosen]
+
+    def _ends_with_control_word(self, text: str) -> bool:
+        tail = text[-64:]
+        return self.control is not None and any(m.end() == len(tail) for m in self.control.finditer(tail))
+
+    def _marks(self, whole: str, conversation: Conversation) -> list[tuple[int, int, int]]:
+        """[(turn, start, end)] from the template's {% generation %} marks; empty where they do not fit the turns."""
+        if not self.marked:
+            return []
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        texts, marks = render_jinja_template(
+            conversations=[conversation.turns], tools=conversation.tools, chat_template=self.tokenizer.chat_template,
+            return_assistant_tokens_mask=True, **self.tokenizer.special_tokens_map,
+        )  # fmt: skip
+        turns = [i for i, t in enumerate(conversation.turns) if t["role"] == "assistant"]
+        if texts[0] != whole or len(marks[0]) != len(turns):
+            return []
+        answers = []
+        for i, (start, end) in zip(turns, marks[0], strict=True):
+            if not self._ends_with_control_word(whole[:end]) and (match := self.control.match(whole, end)):
+                end = match.end()  # marks around the text alone: the end token belongs to the answer
+            answers.append((i, start, end))
+        return answers
+
+    def _prefixes(self, place: str, whole: str, conversation: Conversation) -> list[tuple[int, int, int]]:
+        """[(turn, start, end)] of the answers, from what the template writes before and after each.
+
+        Raises: UserError naming the turn when the template changes earlier text as turns are added.
+        """
+        answers, turns = [], conversation.turns
+        for i, turn in enumerate(turns):
             if turn["role"] != "assistant":
                 continue
-            before, after = text_of(messages[:i], prompt=True), text_of(messages[: i + 1])
+            before = self._text(place, conversation, i, prompt=True)
+            after = whole if i == len(turns) - 1 else self._text(place, conversation, i + 1)
             if not whole.startswith(before) or not whole.startswith(after):
                 raise UserError(
                     f"{place}: turn {i + 1}: the chat template rewrites earlier text when turns are added, so the "
-                    "answer's place is not certain; use a template that only appends."
+                    "place of the answer is not certain; use a template that only appends."
                 )
-            spans.append((len(before), len(after.rstrip("\n"))))
-    except TemplateError as error:
-        raise UserError(f"{place}: the chat template refuses this conversation: {error}.") from None
-    return whole, spans
+            answers.append((i, len(before), max(len(after.rstrip()), len(before))))
+        return answers
+
+    def _pieces(self, place: str, conversation: Conversation) -> tuple[list[int], list[int]]:
+        """A conversation whose own text holds control words: they are swapped for stand-ins while the template runs."""
+        words: list[str] = []
+
+        def stand_in(match) -> str:
+            words.append(match[0])
+            return f"\ue000{len(words) - 1}\ue001"
+
+        turns = [t | {"content": self.control.sub(stand_in, t["content"])} for t in conversation.turns]
+        text, spans = self._render(place, Conversation(turns, conversation.trained, conversation.tools))
+        ids, labels = [], []
+        cuts = sorted({0, len(text), *(b for span in spans for b in span)})
+        for start, end in itertools.pairwise(cuts):
+            inside = any(a <= start and end <= b for a, b in spans)
+            for part in re.split("(\ue000\\d+\ue001)", text[start:end]):
+                if not part:
+                    continue
+                is_word = part.startswith("\ue000")
+                tokens = self.tokenizer(
+                    words[int(part[1:-1])] if is_word else part, add_special_tokens=False, split_special_tokens=is_word
+                )["input_ids"]
+                ids += tokens
+                labels += tokens if inside else [IGNORE] * len(tokens)
+        return ids, labels
+
+
+def _labelled(encoding, length: int, spans: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
+    """(ids, labels) of one encoded text; a token carries loss when it holds a character of a span."""
+    ids = encoding.ids
+    labels = [IGNORE] * len(ids)
+    for start, end in spans:
+        first = _token_at(encoding, start, end, length)
+        if first is None:
+            continue
+        last = _token_at(encoding, end, length, length)
+        last = len(ids) if last is None else max(last, first + 1)
+        labels[first:last] = ids[first:last]
+    return ids, labels
+
+
+def _token_at(encoding, position: int, stop: int, length: int) -> int | None:
+    """Index of the token that holds the character at `position`, or the next one before `stop` that is in a token."""
+    while position < min(stop, length):
+        index = encoding.char_to_token(position)
+        if index is not None:
+            return index
+        position += 1
+    return None

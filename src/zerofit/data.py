@@ -1,9 +1,14 @@
 """Training and evaluation sets: files -> tokens -> an Arrow file that every rank maps, in the same order everywhere."""
 
 import hashlib
+import itertools
 import json
+import math
+import multiprocessing
 import os
+import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +18,9 @@ import torch
 from . import chat, rows
 from .errors import UserError
 
-CACHE_VERSION = 1  # raise it when the tokens of a row change
+CACHE_VERSION = 2  # raise it when the tokens of a row change
+CHUNK = 500  # rows encoded at once
+COUNTS = ("rows", "kept", "dropped_no_answer_left", "dropped_too_long", "truncated", "tokens", "supervised_tokens")
 
 
 @dataclass
@@ -37,49 +44,39 @@ def load(settings, tokenizer) -> tuple[Tokens, Tokens | None]:
 
     Raises: UserError for data that cannot be read or holds nothing to learn.
     """
-    train, held_out = _sources(settings.data, settings)
+    train, held_out = rows.find(settings.data, settings.data_config, settings.data_split)
+    if not train:
+        raise UserError(f"--data {' '.join(settings.data)}: holds only evaluation files; training needs one more.")
     if settings.eval_data:
-        held_out = _sources(settings.eval_data, settings)[0]
+        held_out = rows.find(settings.eval_data, settings.data_config, settings.data_split)[0]
     if settings.eval_fraction and held_out:
         raise UserError("--eval_fraction: the data already has an eval split; use one of the two.")
-    train_set = _prepare(train, settings, tokenizer, settings.max_samples)
-    eval_set = _prepare(held_out, settings, tokenizer, None) if held_out else None
+    encoder = chat.Encoder(tokenizer, settings.train_on)
+    train_set = _prepare(train, settings, encoder, settings.max_samples)
+    eval_set = _prepare(held_out, settings, encoder, None) if held_out else None
     if settings.eval_fraction:
         train_set, eval_set = _split(train_set, settings)
     return train_set, eval_set
 
 
-def _sources(data: str, settings) -> tuple[list, list]:
-    """Lists of files, or of ("hub id", split) pairs, for training and for evaluation."""
-    files = rows.find_files(data)
-    if files is not None:
-        if not files[0]:
-            raise UserError(f"{data}: the folder holds only evaluation files; training needs at least one more.")
-        return files
-    splits = rows.hub_splits(data)
-    if "train" not in splits:
-        raise UserError(f"--data {data}: has no 'train' split, only {', '.join(splits)}.")
-    held_out = [s for s in rows.EVAL_NAMES if s in splits][:1]
-    return [(data, "train")], [(data, s) for s in held_out]
-
-
-def _read(source) -> Iterator[rows.Row]:
-    yield from rows.read_hub(*source) if isinstance(source, tuple) else rows.read(source)
-
-
-def _fingerprint(sources: list, settings, tokenizer, limit: int | None) -> str:
+def _fingerprint(sources: list[rows.Source], settings, tokenizer, limit: int | None) -> str:
     """A hash of everything that decides the tokens: data bytes, tokenizer, template, options, this code's version."""
     digest = hashlib.sha256()
     for source in sources:
-        if isinstance(source, tuple):
+        if source.hub:
             from datasets import load_dataset_builder
 
-            digest.update(repr((source, str(load_dataset_builder(source[0]).hash))).encode())
+            digest.update(repr((source.hub, load_dataset_builder(*source.hub[:2]).hash)).encode())
             continue
-        with source.open("rb") as file:
-            while block := file.read(1 << 22):
-                digest.update(block)
-    options = [CACHE_VERSION, settings.max_length, limit, tokenizer.chat_template, tokenizer.eos_token_id]
+        files = [source.path] if source.path.is_file() else sorted(f for f in source.path.iterdir() if f.is_file())
+        for file in files:
+            with file.open("rb") as opened:
+                while block := opened.read(1 << 22):
+                    digest.update(block)
+    options = [
+        CACHE_VERSION, [s.weight for s in sources], settings.max_length, limit, settings.data_format, settings.columns,
+        settings.train_on, settings.truncation, tokenizer.chat_template, tokenizer.eos_token_id,
+    ]  # fmt: skip
     digest.update(json.dumps(options).encode())
     digest.update(tokenizer.backend_tokenizer.to_str().encode())
     return digest.hexdigest()[:24]
@@ -89,59 +86,108 @@ def cache_folder() -> Path:
     return Path(os.environ.get("ZEROFIT_CACHE", "~/.cache/zerofit")).expanduser() / "data"
 
 
-def _prepare(sources: list, settings, tokenizer, limit: int | None) -> Tokens:
+def _checksum(file: Path) -> str:
+    import xxhash
+
+    digest = xxhash.xxh3_64()
+    with file.open("rb") as opened:
+        while block := opened.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _prepare(sources: list[rows.Source], settings, encoder: chat.Encoder, limit: int | None) -> Tokens:
     from datasets import Dataset
     from filelock import FileLock
 
-    fingerprint = _fingerprint(sources, settings, tokenizer, limit)
+    fingerprint = _fingerprint(sources, settings, encoder.tokenizer, limit)
     folder = cache_folder()
     folder.mkdir(parents=True, exist_ok=True)
     table, facts = folder / f"{fingerprint}.arrow", folder / f"{fingerprint}.json"
     with FileLock(str(table) + ".lock"):  # the first process prepares, the others wait here, outside any collective
-        if not facts.exists():
-            statistics = _write(table, sources, settings, tokenizer, limit)
+        statistics = json.loads(facts.read_text()) if facts.exists() else None
+        if statistics is None or not table.exists() or _checksum(table) != statistics["checksum"]:
+            statistics = _write(table, sources, settings, encoder, limit)
+            statistics["checksum"] = _checksum(table)
             aside = facts.with_suffix(".tmp")
             aside.write_text(json.dumps(statistics))
             os.replace(aside, facts)  # last: a half-written table is never taken for a whole one
-    statistics = json.loads(facts.read_text())
     return Tokens(Dataset.from_file(str(table)), statistics, fingerprint)
 
 
-def _write(table: Path, sources: list, settings, tokenizer, limit: int | None) -> dict:
+def _parsed(sources: list[rows.Source], settings, count: Counter) -> Iterator[tuple[str, object]]:
+    """(place, parsed row) of all sources, each repeated by its weight; counts and format into `count`."""
+    names = {value: key for key, value in (c.split("=", 1) for c in settings.columns or [])}
+    for source in sources:
+        kind = settings.data_format if settings.data_format != "auto" else None
+        for number, (place, row) in enumerate(rows.read(source)):
+            for old, new in names.items():
+                if old not in row:
+                    raise UserError(f"{place}: --columns names {old!r}, but the columns are {', '.join(row)}.")
+                row[new] = row.pop(old)
+            kind = kind or chat.detect(place, row)
+            parsed = chat.parse(place, row, kind)
+            count["rows"] += 1
+            count[f"format {kind}"] += 1
+            for _ in range(_repeats(source.weight, number)):
+                yield place, parsed
+
+
+def _repeats(weight: float, number: int) -> int:
+    """How often row `number` (from 0) counts: over many rows `weight` times on average, evenly spread."""
+    return math.floor((number + 1) * weight) - math.floor(number * weight)
+
+
+def _chunks(parsed: Iterator, limit: int | None) -> Iterator[list]:
+    parsed = itertools.islice(parsed, limit)
+    while chunk := list(itertools.islice(parsed, CHUNK)):
+        yield chunk
+
+
+def _encoded(chunks: Iterator[list], encoder: chat.Encoder, workers: int) -> Iterator[list]:
+    """Each chunk encoded, in order; with several workers at most two chunks a worker are in memory."""
+    if workers <= 1:
+        yield from map(encoder.encode, chunks)
+        return
+    places = threading.Semaphore(2 * workers)
+
+    def fed():
+        for chunk in chunks:
+            places.acquire()
+            yield chunk
+
+    with multiprocessing.get_context("fork").Pool(workers) as pool:
+        for done in pool.imap(encoder.encode, fed()):
+            yield done
+            places.release()
+
+
+def _workers(sources: list[rows.Source], settings) -> int:
+    if settings.preprocessing_num_workers is not None:
+        return settings.preprocessing_num_workers
+    size = sum(s.path.stat().st_size for s in sources if s.path and s.path.is_file())
+    return min(8, os.cpu_count() or 1) if size > 4 << 20 else 1
+
+
+def _write(table: Path, sources: list[rows.Source], settings, encoder: chat.Encoder, limit: int | None) -> dict:
     """Tokenise all rows into an Arrow stream file, a thousand at a time, and count."""
     import pyarrow as pa
 
     schema = pa.schema({"input_ids": pa.list_(pa.int32()), "labels": pa.list_(pa.int32())})
-    count = dict.fromkeys(("rows", "kept", "dropped_no_answer_left", "truncated", "tokens", "supervised_tokens"), 0)
-    kind, batch, started, last_word = None, [], time.monotonic(), time.monotonic()
+    count: Counter = Counter()
+    started = last_word = time.monotonic()
     aside = table.with_suffix(".tmp")
+    chunks = _chunks(_parsed(sources, settings, count), limit)
     with pa.OSFile(str(aside), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
-        for source in sources:
-            for place, row in _read(source):
-                kind = kind or chat.detect(place, row)
-                ids, labels = chat.tokenize(place, chat.to_messages(place, row, kind), tokenizer)
-                count["rows"] += 1
-                count["truncated"] += len(ids) > settings.max_length
-                ids, labels = ids[: settings.max_length], labels[: settings.max_length]
-                supervised = sum(label != chat.IGNORE for label in labels[1:])
-                if supervised == 0:
-                    count["dropped_no_answer_left"] += 1
-                else:
-                    batch.append({"input_ids": ids, "labels": labels})
-                    count["kept"] += 1
-                    count["tokens"] += len(ids)
-                    count["supervised_tokens"] += supervised
-                if len(batch) == 1000:
-                    writer.write_batch(pa.RecordBatch.from_pylist(batch, schema))
-                    batch = []
-                if time.monotonic() - last_word > 5:
-                    last_word = time.monotonic()
-                    print(f"tokenising: {count['rows']:,} rows, {count['tokens']:,} tokens", flush=True)
-                if limit and count["rows"] == limit:
-                    break
-        if batch:
-            writer.write_batch(pa.RecordBatch.from_pylist(batch, schema))
-    names = ", ".join(str(s if isinstance(s, Path) else s[0]) for s in sources)
+        for encoded in _encoded(chunks, encoder, _workers(sources, settings)):
+            kept = [row for row in (_cut(*pair, settings, count) for pair in encoded) if row is not None]
+            if kept:
+                columns = [pa.array(column, pa.list_(pa.int32())) for column in zip(*kept, strict=True)]
+                writer.write_batch(pa.record_batch(columns, schema=schema))
+            if time.monotonic() - last_word > 5:
+                last_word = time.monotonic()
+                print(f"tokenising: {count['rows']:,} rows, {count['tokens']:,} tokens", flush=True)
+    names = ", ".join(map(str, sources))
     if not count["rows"]:
         raise UserError(f"{names}: holds no rows.")
     if not count["kept"]:
@@ -149,7 +195,34 @@ def _write(table: Path, sources: list, settings, tokenizer, limit: int | None) -
             f"{names}: in none of the {count['rows']} rows an answer fits into --max_length {settings.max_length}."
         )
     os.replace(aside, table)
-    return {"source": names, "format": kind, **count, "seconds": round(time.monotonic() - started, 3)}
+    formats = sorted(k.removeprefix("format ") for k in count if k.startswith("format "))
+    numbers = {k: count[k] for k in COUNTS}
+    return {"source": names, "format": " + ".join(formats), **numbers, "seconds": round(time.monotonic() - started, 3)}
+
+
+def _cut(ids: list[int], labels: list[int], settings, count: Counter) -> tuple[list[int], list[int]] | None:
+    """The row cut by --truncation, or None when it is dropped; counted either way.
+
+    Raises: UserError for a long row under --truncation error.
+    """
+    longest = settings.max_length
+    if len(ids) > longest:
+        if settings.truncation == "error":
+            raise UserError(f"a row has {len(ids)} tokens, more than --max_length {longest} (--truncation error).")
+        if settings.truncation == "drop":
+            count["dropped_too_long"] += 1
+            return None
+        count["truncated"] += 1
+        keep = slice(-longest, None) if settings.truncation == "truncate_left" else slice(longest)
+        ids, labels = ids[keep], labels[keep]
+    supervised = len(labels) - 1 - labels.count(chat.IGNORE) + (labels[0] == chat.IGNORE)
+    if supervised <= 0:
+        count["dropped_no_answer_left"] += 1
+        return None
+    count["kept"] += 1
+    count["tokens"] += len(ids)
+    count["supervised_tokens"] += supervised
+    return ids, labels
 
 
 def _split(tokens: Tokens, settings) -> tuple[Tokens, Tokens]:
@@ -173,6 +246,8 @@ def describe(name: str, tokens: Tokens) -> str:
     text = f"{name}: {len(tokens):,} rows ({s['format']}) from {s['source']}"
     if s["truncated"]:
         text += f", {s['truncated']:,} cut at max_length"
+    if s.get("dropped_too_long"):
+        text += f", {s['dropped_too_long']:,} dropped (longer than max_length)"
     if s["dropped_no_answer_left"]:
         text += f", {s['dropped_no_answer_left']:,} dropped (no answer left after the cut)"
     return text + f"; {s['supervised_tokens']:,} of {s['tokens']:,} tokens are trained on"
@@ -241,8 +316,7 @@ class Collator:
 class Packs(torch.utils.data.Dataset):
     """Documents packed into sequences of at most max_length tokens: longest first, each into the fullest pack it fits.
 
-    An item is {"input_ids", "labels", "lengths"}; the first label of each document is IGNORE, because its predictor
-    would be the last token of the document before.
+    An item is {"input_ids", "labels", "lengths"}; PackedCollator keeps the documents apart.
     """
 
     def __init__(self, documents, max_length: int):
@@ -256,7 +330,7 @@ class Packs(torch.utils.data.Dataset):
         parts = [self.documents[i] for i in self.packs[index]]
         return {
             "input_ids": [t for part in parts for t in part["input_ids"]],
-            "labels": [t for part in parts for t in (chat.IGNORE, *part["labels"][1:])],
+            "labels": [t for part in parts for t in part["labels"]],
             "lengths": [len(part["input_ids"]) for part in parts],
         }
 
@@ -279,20 +353,32 @@ def best_fit_decreasing(lengths: list[int], capacity: int) -> list[list[int]]:
 
 
 class PackedCollator:
-    """Packs -> one row of all their tokens with document boundaries, no padding.
+    """Packs or rows -> one row of all their tokens with document boundaries, no padding.
 
     input_ids, labels, position_ids: (1, tokens); cu_seq_lens_q/k: int32 (documents + 1); max_length_q/k: the longest.
     """
 
     def __call__(self, batch: list[dict]) -> dict:
-        lengths = [n for pack in batch for n in pack.get("lengths", [len(pack["input_ids"])])]
+        lengths = [n for row in batch for n in row.get("lengths", [len(row["input_ids"])])]
         bounds = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+        labels = torch.tensor([[t for row in batch for t in row["labels"]]])
+        labels[0, bounds[:-1].long()] = chat.IGNORE  # else the last token of the document before would predict it
         return {
-            "input_ids": torch.tensor([[t for pack in batch for t in pack["input_ids"]]]),
-            "labels": torch.tensor([[t for pack in batch for t in pack["labels"]]]),
+            "input_ids": torch.tensor([[t for row in batch for t in row["input_ids"]]]),
+            "labels": labels,
             "position_ids": torch.cat([torch.arange(n) for n in lengths])[None],
             "cu_seq_lens_q": bounds,
             "cu_seq_lens_k": bounds,
             "max_length_q": max(lengths),
             "max_length_k": max(lengths),
         }
+
+
+class TrainCollator:
+    """The training batches: without padding while `packed` holds, else padded."""
+
+    def __init__(self, pad_token_id: int, packed: bool):
+        self.packed, self.pad, self.pack = packed, Collator(pad_token_id), PackedCollator()
+
+    def __call__(self, batch: list[dict]) -> dict:
+        return (self.pack if self.packed else self.pad)(batch)

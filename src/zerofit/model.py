@@ -24,6 +24,8 @@ def load_tokenizer(settings):
     if tokenizer.pad_token_id is None:
         # Padding is masked by position (attention mask and labels), never by id, so sharing the id is safe here.
         tokenizer.pad_token = tokenizer.eos_token
+    if settings.chat_template:
+        tokenizer.chat_template = chat.choose_template(settings.chat_template, tokenizer)
     if not tokenizer.chat_template:
         tokenizer.chat_template = chat.PLAIN_TEMPLATE
         settings.decisions.append(

@@ -1,102 +1,226 @@
 """Rows out of files and hub data sets, each with the place (file:line) that an error can name."""
 
 import csv
+import glob
+import io
 import json
+import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from . import hub
 from .errors import UserError
 
-SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")
+COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
+NOT_DATA = ("dataset_info.json", "dataset_dict.json", "state.json")  # beside the Arrow files of save_to_disk
 EVAL_NAMES = ("eval", "validation", "valid", "val", "dev", "test")
+LONGEST_LINE = 64 << 20  # characters; a longer line is a broken file, and parsing it would take gigabytes
 
 Row = tuple[str, dict]  # (place, columns)
 
 
-def find_files(data: str) -> tuple[list[Path], list[Path]] | None:
-    """(training files, evaluation files) of a file or folder; None when `data` is not a local path.
+@dataclass(frozen=True)
+class Source:
+    """One file, saved Arrow folder or hub split, and how often each of its rows counts in an epoch."""
+
+    path: Path | None
+    hub: tuple[str, str | None, str] | None = None  # (id, configuration, split)
+    weight: float = 1.0
+
+    def __str__(self) -> str:
+        return str(self.path) if self.path else "/".join(filter(None, self.hub))
+
+
+def find(data: list[str], config: str | None, split: str) -> tuple[list[Source], list[Source]]:
+    """(training sources, evaluation sources) of every entry of --data: file, folder, glob or hub id, `:weight` behind.
 
     In a folder, files whose name starts with eval, validation or test are the evaluation split.
     Raises: UserError for a path that looks local and does not exist, or holds no data file.
     """
-    path = Path(data).expanduser()
+    train, held_out = [], []
+    for entry in data:
+        name, weight = _weight(entry)
+        found = _local(name)
+        if found is None:
+            found = _hub_sources(name, config, split)
+        for side, sources in zip((train, held_out), found, strict=True):
+            side += [Source(s.path, s.hub, weight) for s in sources]
+    return train, held_out
+
+
+def _weight(entry: str) -> tuple[str, float]:
+    match = re.fullmatch(r"(.+):(\d+(?:\.\d+)?)", entry)
+    if not match or Path(entry).expanduser().exists():
+        return entry, 1.0
+    if float(match[2]) <= 0:
+        raise UserError(f"--data {entry}: the weight must be above 0.")
+    return match[1], float(match[2])
+
+
+def suffix(path: Path) -> str:
+    """The ending that tells the format, without .gz or .zst."""
+    ends = [s.lower() for s in path.suffixes]
+    return ends[-2] if len(ends) > 1 and ends[-1] in COMPRESSED else (ends[-1] if ends else "")
+
+
+def _local(name: str) -> tuple[list[Source], list[Source]] | None:
+    path = Path(name).expanduser()
     if path.is_file():
-        if path.suffix.lower() not in SUFFIXES:
-            raise UserError(f"--data {data}: {path.suffix or 'no'} ending; it must be one of {', '.join(SUFFIXES)}.")
-        return [path], []
+        if suffix(path) not in SUFFIXES:
+            known = ", ".join((*SUFFIXES, *COMPRESSED))
+            raise UserError(f"--data {name}: {path.suffix or 'no'} ending; it must be one of {known}.")
+        return [Source(path)], []
     if path.is_dir():
-        files = sorted(f for f in path.rglob("*") if f.suffix.lower() in SUFFIXES and f.is_file())
-        if not files:
-            raise UserError(f"--data {data}: the folder holds no {', '.join(SUFFIXES)} file.")
-        held_out = [f for f in files if f.stem.lower().split("-")[0].split("_")[0] in EVAL_NAMES]
-        return [f for f in files if f not in held_out], held_out
-    looks_local = path.is_absolute() or data.startswith((".", "~")) or path.suffix.lower() in SUFFIXES
-    if looks_local or data.count("/") > 1:
-        raise UserError(f"--data {data}: no such file or folder.")
+        if (path / "state.json").exists() or (path / "dataset_dict.json").exists():
+            return _saved_folder(path)
+        files = (f for f in path.rglob("*") if f.is_file() and suffix(f) in SUFFIXES and f.name not in NOT_DATA)
+        return _split_by_name(name, sorted(files))
+    if any(c in name for c in "*?["):
+        files = map(Path, sorted(glob.glob(str(path), recursive=True)))  # noqa: PTH207 (the pattern may be absolute)
+        return _split_by_name(name, [f for f in files if f.is_file()])
+    looks_local = path.is_absolute() or name.startswith((".", "~")) or suffix(path) in SUFFIXES
+    if looks_local or name.count("/") > 1:
+        raise UserError(f"--data {name}: no such file or folder.")
     return None
 
 
-def read(path: Path) -> Iterator[Row]:
-    """The rows of one file.
+def _split_by_name(name: str, files: list[Path]) -> tuple[list[Source], list[Source]]:
+    if not files:
+        raise UserError(f"--data {name}: holds no {', '.join(SUFFIXES)} file.")
+    held_out = [f for f in files if re.split(r"[-_.]", f.name.lower())[0] in EVAL_NAMES]
+    return [Source(f) for f in files if f not in held_out], [Source(f) for f in held_out]
 
-    Raises: UserError with file:line for a line that cannot be read.
-    """
-    readers = {".jsonl": _read_json, ".json": _read_json, ".csv": _read_csv, ".parquet": _read_parquet}
+
+def _saved_folder(path: Path) -> tuple[list[Source], list[Source]]:
+    """A folder written by datasets' save_to_disk: one set, or one per split."""
+    if (path / "state.json").exists():
+        return [Source(path)], []
+    splits = json.loads((path / "dataset_dict.json").read_text())["splits"]
+    held_out = [s for s in EVAL_NAMES if s in splits][:1]
+    return [Source(path / s) for s in splits if s == "train"], [Source(path / s) for s in held_out]
+
+
+def _hub_sources(name: str, config: str | None, split: str) -> tuple[list[Source], list[Source]]:
+    splits = list(_load_hub(name, config))
+    if split not in splits:
+        raise UserError(f"--data {name}: has no split {split!r}, only {', '.join(splits)}; name one with --data_split.")
+    held_out = [s for s in EVAL_NAMES if s in splits and s != split][:1]
+    return [Source(None, (name, config, split))], [Source(None, (name, config, s)) for s in held_out]
+
+
+def _load_hub(name: str, config: str | None):
+    import datasets
+
+    hub.check(f"--data {name}")
     try:
-        yield from readers[path.suffix.lower()](path)
+        return datasets.load_dataset(name, config) if config else datasets.load_dataset(name)
+    except Exception as error:  # the hub client raises a dozen unrelated types, all of them about this name
+        raise UserError(
+            f"--data {name}: neither a file or folder here nor a hub data set that could be loaded: "
+            f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        ) from None
+
+
+def read(source: Source) -> Iterator[Row]:
+    """The rows of one source.
+
+    Raises: UserError with file:line for a row that cannot be read.
+    """
+    if source.hub:
+        name, config, split = source.hub
+        for number, row in enumerate(_load_hub(name, config)[split], 1):
+            yield f"{name} ({split}): row {number}", row
+        return
+    path, kind = source.path, suffix(source.path)
+    try:
+        if path.is_dir() or kind == ".arrow":
+            yield from _read_arrow(path)
+        elif kind == ".parquet":
+            yield from _read_parquet(path)
+        else:
+            with _open(path) as file:
+                yield from (_read_csv(path, file, kind) if kind in (".csv", ".tsv") else _read_json(path, file))
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: is not UTF-8 text (byte {error.start} of a block); convert or remove it.") from None
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror or error}.") from None
+    except (OSError, EOFError) as error:
+        raise UserError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}.") from None
 
 
-def _read_json(path: Path) -> Iterator[Row]:
+def _open(path: Path) -> io.TextIOWrapper:
+    """The file as text without a byte order mark, decompressed where its ending says so."""
+    compression = COMPRESSED.get(path.suffix.lower())
+    if compression:
+        import pyarrow as pa
+
+        return io.TextIOWrapper(pa.input_stream(str(path), compression=compression), encoding="utf-8-sig", newline="")
+    return path.open(encoding="utf-8-sig", newline="")
+
+
+def _no_constant(text: str):
+    raise ValueError(f"{text} is no JSON value")
+
+
+def _read_json(path: Path, file) -> Iterator[Row]:
     """JSON lines, or one array of objects; told apart by the first character that is not white space."""
-    with path.open(encoding="utf-8-sig") as file:
-        head = ""
-        while not head and (line := file.readline()):
-            head = line.strip()
-        file.seek(0)
-        if head.startswith("["):
-            yield from _read_array(path, file.read())
-            return
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line.rstrip())
-            except json.JSONDecodeError as error:
-                raise UserError(f"{path}:{number}: not valid JSON at column {error.colno}: {error.msg}.") from None
-            if not isinstance(row, dict):
-                raise UserError(f"{path}:{number}: each line must be an object {{...}}, found {type(row).__name__}.")
-            yield f"{path}:{number}", row
+    number, line = 0, "\n"
+    while line and not line.strip():
+        line, number = _line(path, file, number)
+    if line.lstrip().startswith("["):
+        yield from _read_array(path, line + file.read())
+        return
+    while line:
+        text = line.strip()
+        if text:
+            yield f"{path}:{number}", _object(path, number, text)
+        line, number = _line(path, file, number)
+
+
+def _line(path: Path, file, number: int) -> tuple[str, int]:
+    line = file.readline(LONGEST_LINE)
+    if len(line) == LONGEST_LINE and not line.startswith("["):
+        raise UserError(f"{path}:{number + 1}: the line is longer than {LONGEST_LINE >> 20} M characters; split it.")
+    return line, number + 1
+
+
+def _object(path: Path, number: int, text: str) -> dict:
+    try:
+        row = json.loads(text, parse_constant=_no_constant)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path}:{number}: not valid JSON at column {error.colno}: {error.msg}.") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}:{number}: not valid JSON: {error}.") from None
+    if not isinstance(row, dict):
+        raise UserError(f"{path}:{number}: each line must be an object {{...}}, found {type(row).__name__}.")
+    return row
 
 
 def _read_array(path: Path, text: str) -> Iterator[Row]:
     try:
-        rows = json.loads(text)
+        rows = json.loads(text, parse_constant=_no_constant)
     except json.JSONDecodeError as error:
         raise UserError(f"{path}:{error.lineno}:{error.colno}: not valid JSON: {error.msg}.") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: not valid JSON: {error}.") from None
     for number, row in enumerate(rows, 1):
         if not isinstance(row, dict):
             raise UserError(f"{path}: element {number} must be an object {{...}}, found {type(row).__name__}.")
         yield f"{path}: element {number}", row
 
 
-def _read_csv(path: Path) -> Iterator[Row]:
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        reader = csv.DictReader(file)
-        try:
-            for row in reader:
-                if None in row or None in row.values():
-                    raise UserError(
-                        f"{path}:{reader.line_num}: has another number of fields than the {len(reader.fieldnames)} "
-                        "columns in the first line."
-                    )
-                yield f"{path}:{reader.line_num}", row
-        except csv.Error as error:
-            raise UserError(f"{path}:{reader.line_num}: not valid CSV: {error}.") from None
+def _read_csv(path: Path, file, kind: str) -> Iterator[Row]:
+    reader = csv.DictReader(file, delimiter="\t" if kind == ".tsv" else ",", strict=True)
+    try:
+        for row in reader:
+            if None in row or None in row.values():
+                raise UserError(
+                    f"{path}:{reader.line_num}: has another number of fields than the {len(reader.fieldnames)} columns "
+                    "in the first line."
+                )
+            yield f"{path}:{reader.line_num}", row
+    except csv.Error as error:
+        raise UserError(f"{path}:{reader.line_num}: not valid {kind[1:].upper()}: {error}.") from None
 
 
 def _read_parquet(path: Path) -> Iterator[Row]:
@@ -105,33 +229,22 @@ def _read_parquet(path: Path) -> Iterator[Row]:
 
     try:
         file = pq.ParquetFile(path)
-    except pa.ArrowException as error:
-        raise UserError(f"{path}: not a Parquet file: {str(error).splitlines()[0]}") from None
-    number = 0
-    for part in file.iter_batches(batch_size=1024):
-        for row in part.to_pylist():
-            number += 1
-            yield f"{path}: row {number}", row
+        number = 0
+        for part in file.iter_batches(batch_size=1024):
+            for row in part.to_pylist():
+                number += 1
+                yield f"{path}: row {number}", row
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(f"{path}: not a readable Parquet file: {str(error).splitlines()[0]}") from None
 
 
-def read_hub(name: str, split: str) -> Iterator[Row]:
-    """The rows of one split of a hub data set."""
-    for number, row in enumerate(_load_hub(name)[split], 1):
-        yield f"{name} ({split}): row {number}", row
-
-
-def hub_splits(name: str) -> list[str]:
-    return list(_load_hub(name))
-
-
-def _load_hub(name: str):
+def _read_arrow(path: Path) -> Iterator[Row]:
     import datasets
+    import pyarrow as pa
 
-    hub.check(f"--data {name}")
     try:
-        return datasets.load_dataset(name)
-    except Exception as error:  # the hub client raises a dozen unrelated types, all of them about this name
-        raise UserError(
-            f"--data {name}: neither a file or folder here nor a hub data set that could be loaded: "
-            f"{type(error).__name__}: {str(error).splitlines()[0]}"
-        ) from None
+        found = datasets.load_from_disk(str(path)) if path.is_dir() else datasets.Dataset.from_file(str(path))
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise UserError(f"{path}: not a readable Arrow set: {str(error).splitlines()[0]}") from None
+    for number, row in enumerate(found, 1):
+        yield f"{path}: row {number}", row

@@ -22,8 +22,7 @@ def settings(recipe: str, argv: list[str] | None = None, world_size: int | None 
         found.decisions.append(
             f"accelerate's own settings are not used ({', '.join(taken)}): the recipe decides; see --zero, --bf16"
         )
-    if found.packing:
-        _choose_packed_attention(found)
+    _choose_batches(found)
     if found.show:
         from . import report
 
@@ -62,20 +61,30 @@ def open_run(settings: args.Settings, train_set, eval_set) -> None:
         report.write_run(settings, {"data": facts})
 
 
-def _choose_packed_attention(settings: args.Settings) -> None:
-    """Packing needs attention that keeps documents apart.
+def _choose_batches(settings: args.Settings) -> None:
+    """Packed and padding-free batches need attention that keeps documents apart.
 
     Raises: UserError for an implementation that would mix them.
     """
     from . import attention
     from .errors import UserError
 
-    chosen = settings.attn_implementation
-    if chosen == "sdpa":
-        name = attention.register()
-        args.decide(settings, "attn_implementation", name, "plain sdpa would let packed documents read each other")
-    elif not chosen.startswith("flash_attention"):
+    chosen, asked = settings.attn_implementation, settings.padding_free
+    keeps_apart = chosen == "sdpa" or chosen.startswith("flash_attention")
+    if settings.packing and asked == "false":
+        raise UserError("--packing --padding_free false: packed sequences are not padded; leave one of the two out.")
+    if (settings.packing or asked == "true") and not keeps_apart:
+        flag = "--packing" if settings.packing else "--padding_free true"
         raise UserError(
-            f"--packing with --attn_implementation {chosen}: packed documents would read each other; use sdpa or "
+            f"{flag} with --attn_implementation {chosen}: documents in one row would read each other; use sdpa or "
             "flash_attention_2."
+        )
+    if asked == "auto":
+        # A loop over documents (the CPU's way) costs more than the padding that it saves on short rows.
+        on = settings.packing or (keeps_apart and not settings.use_cpu)
+        args.decide(settings, "padding_free", str(on).lower(), "with --packing, or on a GPU") if on else None
+    if settings.padding_free == "true" and chosen == "sdpa":
+        name = attention.register()
+        args.decide(
+            settings, "attn_implementation", name, "plain sdpa would let the documents of a row read each other"
         )

@@ -14,7 +14,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import EvalLoopOutput
 
-from . import data, generate, hardware, model, report, world
+from . import attention, data, generate, hardware, model, report, world
 from .errors import Diverged, UserError
 
 
@@ -44,6 +44,7 @@ class KitTrainer(Trainer):
         self.settings, self.tokens, self.eval_tokens = settings, train_set, eval_set
         self.clock = Clock(settings, net)
         pad = tokenizer.pad_token_id
+        self.train_collator = data.TrainCollator(pad, settings.padding_free == "true")
         super().__init__(
             model=net,
             args=arguments,
@@ -57,14 +58,31 @@ class KitTrainer(Trainer):
         self.add_callback(Reporter(self))
 
     def get_train_dataloader(self):
-        """Packed rows need their boundaries in the batch; evaluation stays padded."""
-        padded = self.data_collator
-        if self.settings.packing:
-            self.data_collator = data.PackedCollator()
+        """Training batches may go without padding; evaluation stays padded."""
+        padded, self.data_collator = self.data_collator, self.train_collator
         try:
             return super().get_train_dataloader()
         finally:
             self.data_collator = padded
+
+    def prove_documents_apart(self) -> None:
+        """Compare the real model's logits on three documents in one row with the same documents one by one.
+
+        Raises: UserError when they differ and --packing asked for such rows; a batch that would only have saved its
+            padding falls back to padded ones, with a line that says so.
+        """
+        apart = attention.logits_apart(
+            self.model_wrapped, self.tokens.dataset, self.data_collator.pad_token_id, self.args
+        )
+        bound = 1e-3 if self.settings.precision == "fp32" else 0.05
+        if apart <= bound:
+            return
+        text = f"logits of documents in one row differ from the same documents alone by {apart:.1%} (bound {bound:.1%})"
+        if self.settings.packing:
+            raise UserError(f"--packing: {text}: this model mixes them; train without --packing.")
+        self.train_collator.packed = False
+        if self.args.process_index == 0:
+            print(f"note: padding_free is off: {text}", flush=True)
 
     def _get_train_sampler(self, train_dataset=None):
         dataset, args = train_dataset or self.train_dataset, self.args
@@ -186,6 +204,8 @@ class Reporter(TrainerCallback):
         trainer = self.trainer
         if trainer.is_deepspeed_enabled and args.process_index == 0:
             report.write_json(Path(args.output_dir) / "deepspeed.json", trainer.model_wrapped.config)
+        if trainer.train_collator.packed:
+            trainer.prove_documents_apart()
         if trainer.settings.bundled:
             self.before = generate.exact_match(trainer)
             if args.process_index == 0:
@@ -295,7 +315,9 @@ def finish(trainer: KitTrainer, started: float) -> None:
         return
     if (folder / "metrics.jsonl").exists():
         report.plot_loss(
-            folder / "metrics.jsonl", folder / "loss.png", f"{settings.recipe} on {Path(settings.data).name}"
+            folder / "metrics.jsonl",
+            folder / "loss.png",
+            f"{settings.recipe} on {', '.join(Path(d).name for d in settings.data)}",
         )
     for prompt, answer, wanted in samples:
         print(f"\n  asked     {prompt}\n  answered  {answer}\n  wanted    {wanted}")
