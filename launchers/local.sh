@@ -6,6 +6,6 @@
 # Places processes and nothing else: stage, precision and batch belong to the recipe.
 # PYTHON: the interpreter of the environment that zerofit is installed in.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
-export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}"
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+export PYTHONPATH="$root/src${PYTHONPATH:+:$PYTHONPATH}"
 exec "${PYTHON:-python3}" -m zerofit launch "$@"

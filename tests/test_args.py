@@ -114,6 +114,11 @@ def test_batch_refusals(numbers, says):
         batch.solve(*numbers)
 
 
+def test_the_bundled_task_runs_on_any_number_of_processes():
+    for ranks in range(1, 9):
+        assert parse(ranks=ranks).effective_batch_size % ranks == 0
+
+
 def test_changing_gpus_keeps_the_effective_batch():
     assert {parse(ranks=n).effective_batch_size for n in (1, 2, 4, 8)} == {32}
 

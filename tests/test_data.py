@@ -183,6 +183,17 @@ def test_templates_that_cannot_be_trusted_are_refused(tokenizer):
         encode(tokenizer, EQUAL_ROWS["messages"])
 
 
+def test_a_template_that_treats_the_last_answer_specially(tokenizer):
+    """Qwen3's way: an empty thinking block in the last answer only, so earlier prefixes do not match."""
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|{{ m['role'] }}|>\n{% if m['role'] == 'assistant' and loop.last %}"
+        "<think>\n\n</think>\n\n{% endif %}{{ m['content'] | trim }}<|end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+    )
+    ids, labels = encode(tokenizer, LONG)
+    assert supervised_text(tokenizer, ids, labels) == "First: ünï 🙂<|end|><think>\n\n</think>\n\nSecond.<|end|>"
+
+
 def test_named_templates(tokenizer, tmp_path):
     assert chat.choose_template("plain", tokenizer) == chat.PLAIN_TEMPLATE
     with pytest.raises(UserError, match="no tokens of this tokenizer"):
@@ -273,6 +284,25 @@ def test_several_sources_with_weights(tmp_path, tokenizer):
     assert train.statistics["format"] == "question/answer + text"
     with pytest.raises(UserError, match="the weight must be above 0"):
         rows.find([f"{a}:0"], None, "train")
+
+
+def test_max_samples_counts_over_all_files(tmp_path, tokenizer):
+    for name in "ab":
+        write(tmp_path, f"{name}.jsonl", [{"text": f"{name}{i}"} for i in range(8)])
+    for limit in (4, 10):
+        assert len(data.load(settings_for(tmp_path, "--max_samples", str(limit)), tokenizer)[0]) == limit
+
+
+def test_a_cache_that_cannot_be_written(tmp_path, tokenizer, monkeypatch):
+    file = write(tmp_path, "a.jsonl", QA)
+    (tmp_path / "taken").write_text("")
+    monkeypatch.setenv("ZEROFIT_CACHE", str(tmp_path / "taken"))
+    with pytest.raises(UserError, match=r"ZEROFIT_CACHE=.*taken"):
+        data.load(settings_for(file), tokenizer)
+    monkeypatch.delenv("ZEROFIT_CACHE")
+    monkeypatch.setenv("HOME", str(tmp_path / "taken"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert len(data.load(settings_for(file), tokenizer)[0]) == 2
 
 
 def test_columns_can_be_mapped(tmp_path, tokenizer):

@@ -112,7 +112,7 @@ def test_make_and_the_run_folder(tmp_path):
     assert facts["arguments"]["zero"] == {"value": "3", "source": "flag"}
     assert facts["arguments"]["gradient_accumulation_steps"]["source"] == "decided"
     assert set(facts["versions"]) >= {"torch", "transformers", "accelerate", "deepspeed", "peft", "datasets", "python"}
-    assert "torch.distributed.run" in facts["command"] and facts["world_size"] == 2
+    assert "zerofit.torchrun" in facts["command"] and facts["world_size"] == 2
     assert facts["data"]["training"]["fingerprint"] and facts["decisions"]
     resolved = found.json("deepspeed.json")
     assert "auto" not in json.dumps(resolved)
@@ -239,6 +239,34 @@ def test_a_finished_run_is_not_overwritten(tmp_path):
     assert (tmp_path / "run" / "result.json").read_bytes() == before
 
 
+def test_two_ranks_keep_the_exit_code_and_show_no_traceback(tmp_path):
+    for flags, code, says in (
+        (["--learning_rate", "1e30", "--max_grad_norm", "0"], 4, "no longer usable"),
+        (["--load_best_model_at_end", "--save_strategy", "steps"], 2, "transformers refuses"),
+    ):
+        out = tmp_path / str(code)
+        done = make("sft", "GPUS=2", f"OUT={out}", f"ARGS={shlex.join([*SHORT, *flags])}")
+        assert says in done.stderr and "Traceback" not in done.stderr, done.stderr
+        assert f"Error {code}" in done.stderr  # make's own word for the exit code
+
+
+def test_a_machine_without_git_trains(tmp_path):
+    flags = [*SHORT, "--max_steps", "1", "--output_dir", str(tmp_path / "run")]
+    assert recipe_process("sft", *flags, PATH=str(BIN)).returncode == 0
+    assert Run(tmp_path / "run").json("run.json")["git_commit"] is None
+
+
+def test_modules_to_save_train_in_fp32_at_stage_0(tmp_path):
+    from safetensors.torch import load_file
+
+    flags = [*SHORT, "--max_steps", "2", "--bf16", "true", "--modules_to_save", "lm_head", "--use_dora", "true"]
+    done = recipe_process("lora", *flags, "--output_dir", str(tmp_path / "run"))
+    assert done.returncode == 0, done.stderr
+    saved = load_file(tmp_path / "run" / "final" / "adapter_model.safetensors")
+    assert {str(t.dtype) for t in saved.values()} == {"torch.float32"}
+    assert any("lm_head" in name for name in saved) and any("magnitude" in name for name in saved)
+
+
 def test_divergence_stops_with_its_own_code(tmp_path):
     flags = [*SHORT, "--learning_rate", "1e30", "--max_grad_norm", "0", "--output_dir", str(tmp_path / "run")]
     for zero in ("0", "2"):
@@ -257,6 +285,11 @@ def test_resume_continues_where_the_run_stopped(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert Run(tmp_path / "rest").losses == Run(tmp_path / "whole").losses[2:]
+    result = Run(tmp_path / "whole").json("result.json")
+    assert result["train_loss"] == pytest.approx(sum(Run(tmp_path / "whole").losses) / 3)
+    for value, says in (("true", "holds no checkpoint"), (str(tmp_path), "is no checkpoint folder")):
+        done = recipe_process("sft", *flags, "--output_dir", str(tmp_path / "new"), "--resume_from_checkpoint", value)
+        assert done.returncode == 2 and says in done.stderr and not (tmp_path / "new").exists()
 
 
 def test_interrupt_leaves_no_process(tmp_path):

@@ -132,6 +132,14 @@ def test_refusals(write, config, flags, says):
     assert "\n" not in str(caught.value) and "my.json" in str(caught.value)
 
 
+def test_stage_3_always_saves_whole_weights(write):
+    key = "stage3_gather_16bit_weights_on_model_save"
+    found = parse("--deepspeed", write({"zero_optimization": {"stage": 3}}))
+    assert found.deepspeed["zero_optimization"][key] is True and any(key in d for d in found.decisions)
+    with pytest.raises(UserError, match="final/ would hold no weights"):
+        parse("--deepspeed", write({"zero_optimization": {"stage": 3, key: False}}))
+
+
 def test_missing_and_binary_files(tmp_path):
     with pytest.raises(UserError, match="cannot be read"):
         parse("--deepspeed", str(tmp_path / "none.json"))

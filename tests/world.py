@@ -87,7 +87,7 @@ def main() -> None:
         record(trainer)
 
     train.KitTrainer, train.finish = Witness, finish_and_record
-    stop, world.stop = world.stop, lambda: None  # the world goes on after each case
+    stop, world.stop = world.stop, lambda wait=True: None  # the world goes on after each case
     for case in json.loads(Path(sys.argv[1]).read_text()):
         began, streams, words = time.time(), (sys.stdout, sys.stderr), sys.argv
         sys.argv = [case["recipe"], *case["flags"]]

@@ -7,6 +7,7 @@ A literal in the DeepSpeed JSON that contradicts a flag stops the run; against a
 import argparse
 import difflib
 import json
+import os
 import warnings
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -390,6 +391,7 @@ def _fill_defaults(settings: Settings) -> None:
     if not torch.cuda.is_available() and not settings.use_cpu:
         decide(settings, "use_cpu", True, "no GPU is visible to PyTorch")
     if settings.use_cpu:
+        os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed fixes its device at import, which the lint of the JSON does
         settings.values |= {"dataloader_pin_memory": False, "ddp_backend": "gloo"}
         settings.source |= {"dataloader_pin_memory": "decided", "ddp_backend": "decided"}
     has_eval = bool(settings.eval_data or settings.eval_fraction)
@@ -406,6 +408,10 @@ def _choose_precision(settings: Settings) -> None:
         raise UserError("--bf16: this GPU has no bf16 arithmetic; use --fp16 true, or leave both out.")
     if settings.fp16 and settings.use_cpu and settings.deepspeed is None:
         raise UserError("--fp16 with stage 0 needs a GPU (its loss scaler does); use --bf16 true on the CPU.")
+    if settings.deepspeed is None and settings.recipe == "sft" and settings.dtype == "float16" and settings.fp16:
+        raise UserError(
+            "--dtype float16 --fp16 true with stage 0: the loss scaler needs fp32 weights; use --dtype auto."
+        )
     if named:
         return
     if settings.use_cpu:
@@ -422,7 +428,8 @@ def _solve_batch(settings: Settings) -> None:
     fixed = [None if settings.source[n] in open_sources else settings.values[n] for n in names]
     max_micro = batch.DEFAULT_MAX_MICRO_BATCH
     if settings.source[names[0]] == "bundled task" and fixed[1:] == [None, None]:
-        fixed[0] = settings.effective_batch_size
+        ranks = settings.world_size
+        fixed[0] = max(1, round(settings.effective_batch_size / ranks)) * ranks  # nobody asked for 32 exactly
         max_micro = settings.per_device_train_batch_size
     solved = batch.solve(*fixed, settings.world_size, max_micro)
     for name, was, value in zip(names, fixed, solved, strict=True):

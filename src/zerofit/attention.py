@@ -6,6 +6,8 @@ torch.nn.attention on CUDA and a loop over documents on the CPU. Without documen
 generation) it is plain sdpa.
 """
 
+import inspect
+
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -31,7 +33,11 @@ def packed_attention(module, query, key, value, attention_mask, dropout=0.0, sca
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
         raise ValueError("packed attention has no soft cap and no sinks; use --attn_implementation flash_attention_2")
-    if query.is_cuda:
+    autocast = torch.is_autocast_enabled(query.device.type)
+    # Under autocast rotary embeddings leave q and k in fp32; plain sdpa casts them, the kernels here would not.
+    dtype = torch.get_autocast_dtype(query.device.type) if autocast else value.dtype
+    query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    if query.is_cuda and dtype in (torch.float16, torch.bfloat16):  # the varlen kernel knows no other type
         return _varlen(query, key, value, bounds, int(kwargs["max_length_q"]), window, scaling, dropout), None
     out = torch.empty_like(query)
     for start, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
@@ -57,10 +63,15 @@ def _varlen(query, key, value, bounds, longest, window, scaling, dropout):
 
     if dropout:
         raise ValueError("packed attention has no dropout; set attention_dropout to 0 or turn --packing off")
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1 and "enable_gqa" not in inspect.signature(varlen_attn).parameters:  # torch before 2.12
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        groups = 1
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (tokens, heads, head_dim)
+    extra = {"enable_gqa": True} if groups > 1 else {}
     out = varlen_attn(
         q, k, v, bounds, bounds, longest, longest, scale=scaling,
-        window_size=(window - 1 if window else -1, 0), enable_gqa=q.shape[1] != k.shape[1],
+        window_size=(window - 1 if window else -1, 0), **extra,
     )  # fmt: skip
     return out[None]
 

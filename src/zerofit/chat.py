@@ -237,7 +237,8 @@ class Encoder:
         self.marked = re.search(r"\{%-?\s*generation\s*-?%\}", tokenizer.chat_template) is not None
         words = {t.content for t in tokenizer.added_tokens_decoder.values() if t.special}
         words |= {w for w in tokenizer.all_special_tokens if w}
-        self.control = re.compile("|".join(map(re.escape, sorted(words, key=len, reverse=True)))) if words else None
+        # longest first; the end token is always one of them (load_tokenizer insists on it)
+        self.control = re.compile("|".join(map(re.escape, sorted(words, key=len, reverse=True))))
 
     def encode(self, rows: list[tuple[str, Conversation | str | dict]]) -> list[tuple[list[int], list[int]]]:
         """[(place, parsed row)] -> [(input_ids, labels)], in order; labels are IGNORE where there is no loss."""
@@ -275,7 +276,7 @@ class Encoder:
         return ids, list(ids)
 
     def _has_control_words(self, conversation: Conversation) -> bool:
-        return self.control is not None and any(self.control.search(t["content"]) for t in conversation.turns)
+        return any(self.control.search(t["content"]) for t in conversation.turns)
 
     def _text(self, place: str, conversation: Conversation, turns: int | None = None, prompt: bool = False) -> str:
         from jinja2 import TemplateError
@@ -289,10 +290,10 @@ class Encoder:
 
     def _render(self, place: str, conversation: Conversation) -> tuple[str, list[tuple[int, int]]]:
         """The conversation as text, and the character spans that carry loss."""
-        whole = self._text(place, conversation)
+        whole, marks = self._whole(place, conversation)
         if self.train_on == "all":
             return whole, [(0, len(whole))]
-        answers = self._marks(whole, conversation) or self._prefixes(place, whole, conversation)
+        answers = self._marked_answers(whole, marks, conversation) or self._prefixes(place, whole, conversation)
         for i, _, end in answers:
             if not self._ends_with_control_word(whole[:end]):
                 raise UserError(
@@ -307,23 +308,31 @@ class Encoder:
 
     def _ends_with_control_word(self, text: str) -> bool:
         tail = text[-64:]
-        return self.control is not None and any(m.end() == len(tail) for m in self.control.finditer(tail))
+        return any(m.end() == len(tail) for m in self.control.finditer(tail))
 
-    def _marks(self, whole: str, conversation: Conversation) -> list[tuple[int, int, int]]:
-        """[(turn, start, end)] from the template's {% generation %} marks; empty where they do not fit the turns."""
+    def _whole(self, place: str, conversation: Conversation) -> tuple[str, list[tuple[int, int]]]:
+        """The conversation as text and the spans inside the template's {% generation %} marks."""
         if not self.marked:
-            return []
+            return self._text(place, conversation), []
+        from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        texts, marks = render_jinja_template(
-            conversations=[conversation.turns], tools=conversation.tools, chat_template=self.tokenizer.chat_template,
-            return_assistant_tokens_mask=True, **self.tokenizer.special_tokens_map,
-        )  # fmt: skip
+        try:
+            texts, marks = render_jinja_template(
+                conversations=[conversation.turns], tools=conversation.tools, chat_template=self.tokenizer.chat_template,
+                return_assistant_tokens_mask=True, **self.tokenizer.special_tokens_map,
+            )  # fmt: skip
+        except (TemplateError, TypeError) as error:
+            raise UserError(f"{place}: the chat template refuses this conversation: {error}.") from None
+        return texts[0], marks[0]
+
+    def _marked_answers(self, whole: str, marks: list, conversation: Conversation) -> list[tuple[int, int, int]]:
+        """[(turn, start, end)] from the marks; empty where they do not fit the assistant turns one to one."""
         turns = [i for i, t in enumerate(conversation.turns) if t["role"] == "assistant"]
-        if texts[0] != whole or len(marks[0]) != len(turns):
+        if len(marks) != len(turns):
             return []
         answers = []
-        for i, (start, end) in zip(turns, marks[0], strict=True):
+        for i, (start, end) in zip(turns, marks, strict=True):
             if not self._ends_with_control_word(whole[:end]) and (match := self.control.match(whole, end)):
                 end = match.end()  # marks around the text alone: the end token belongs to the answer
             answers.append((i, start, end))
@@ -340,13 +349,24 @@ class Encoder:
                 continue
             before = self._text(place, conversation, i, prompt=True)
             after = whole if i == len(turns) - 1 else self._text(place, conversation, i + 1)
-            if not whole.startswith(before) or not whole.startswith(after):
+            end = max(len(after.rstrip()), len(before)) if whole.startswith(after) else None
+            if end is None:  # e.g. Qwen3 writes an empty thinking block into the last answer only
+                end = self._end_by_content(whole, len(before), turn["content"])
+            if end is None or not whole.startswith(before):
                 raise UserError(
                     f"{place}: turn {i + 1}: the chat template rewrites earlier text when turns are added, so the "
                     "place of the answer is not certain; use a template that only appends."
                 )
-            answers.append((i, len(before), max(len(after.rstrip()), len(before))))
+            answers.append((i, len(before), end))
         return answers
+
+    def _end_by_content(self, whole: str, start: int, content: str) -> int | None:
+        """Where the answer that begins at `start` ends: its own text, found once more, and the end token behind it."""
+        found = whole.find(content.strip(), start)
+        if found < 0 or not content.strip() or self.control.search(whole, start, found):
+            return None
+        match = re.compile(rf"\s*(?:{self.control.pattern})").match(whole, found + len(content.strip()))
+        return match.end() if match else None
 
     def _pieces(self, place: str, conversation: Conversation) -> tuple[list[int], list[int]]:
         """A conversation whose own text holds control words: they are swapped for stand-ins while the template runs."""

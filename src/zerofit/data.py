@@ -6,6 +6,7 @@ import json
 import math
 import multiprocessing
 import os
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -83,7 +84,23 @@ def _fingerprint(sources: list[rows.Source], settings, tokenizer, limit: int | N
 
 
 def cache_folder() -> Path:
-    return Path(os.environ.get("ZEROFIT_CACHE", "~/.cache/zerofit")).expanduser() / "data"
+    """The folder of tokenised sets, made if need be: $ZEROFIT_CACHE or ~/.cache/zerofit, else a temporary one.
+
+    Raises: UserError when $ZEROFIT_CACHE cannot be written to.
+    """
+    folder = Path(os.environ.get("ZEROFIT_CACHE", "~/.cache/zerofit")).expanduser() / "data"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            return folder
+        reason = "no permission to write"
+    except OSError as error:
+        reason = error.strerror
+    if "ZEROFIT_CACHE" in os.environ:
+        raise UserError(f"ZEROFIT_CACHE={os.environ['ZEROFIT_CACHE']}: {reason}; name a folder that can be written.")
+    aside = Path(tempfile.gettempdir()) / f"zerofit-{os.getuid()}" / "data"
+    aside.mkdir(parents=True, exist_ok=True)
+    return aside
 
 
 def _checksum(file: Path) -> str:
@@ -102,7 +119,6 @@ def _prepare(sources: list[rows.Source], settings, encoder: chat.Encoder, limit:
 
     fingerprint = _fingerprint(sources, settings, encoder.tokenizer, limit)
     folder = cache_folder()
-    folder.mkdir(parents=True, exist_ok=True)
     table, facts = folder / f"{fingerprint}.arrow", folder / f"{fingerprint}.json"
     with FileLock(str(table) + ".lock"):  # the first process prepares, the others wait here, outside any collective
         statistics = json.loads(facts.read_text()) if facts.exists() else None

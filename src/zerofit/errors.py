@@ -32,6 +32,7 @@ def guard(main) -> None:
         sys.stdout.flush()
         if os.environ.get("RANK", "0") == "0":
             print(f"zerofit: error: {error}", file=sys.stderr, flush=True)
+        world.stop(wait=False)
         raise SystemExit(error.exit_code) from None
     except KeyboardInterrupt:
         print("zerofit: interrupted", file=sys.stderr, flush=True)

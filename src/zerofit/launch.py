@@ -31,6 +31,8 @@ def main(argv: list[str]) -> None:
     given = parser.parse_args(argv)
 
     recipe = Path(given.recipe)
+    if not recipe.is_file() and (args.ROOT / recipe).is_file():
+        recipe = args.ROOT / recipe  # started from another folder
     if recipe.stem not in args.RECIPES or not recipe.is_file():
         raise UserError(
             f"{given.recipe}: no such recipe; there are {', '.join(f'recipes/{r}.py' for r in args.RECIPES)}."
@@ -74,7 +76,7 @@ def _check_devices(count: int, use_cpu: bool) -> None:
     import torch
 
     if use_cpu or not torch.cuda.is_available():
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        cores = world.cores()
         if count > 8 * cores:
             raise UserError(f"GPUS={count}: this machine has no GPU and only {cores} CPU cores.")
         if count > cores:
@@ -101,7 +103,7 @@ def environment(count: int) -> dict[str, str]:
     added = {"PYTHONPATH": os.pathsep.join([str(args.ROOT / "src"), *paths]), "PYTHONUNBUFFERED": "1"}
     if "OMP_NUM_THREADS" not in os.environ:
         # Launchers set 1, on which CPU training and the offloaded optimizer crawl.
-        added["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // count))
+        added["OMP_NUM_THREADS"] = str(max(1, world.cores() // count))
     return added
 
 
@@ -112,7 +114,7 @@ def command(launcher: str, count: int, port: int, recipe: Path, flags: list[str]
         return [python, str(recipe), *flags]
     start = {
         "torchrun": [
-            "-m", "torch.distributed.run", "--nnodes", "1", "--nproc_per_node", str(count),
+            "-m", "zerofit.torchrun", "--nnodes", "1", "--nproc_per_node", str(count),
             "--master_addr", "127.0.0.1", "--master_port", str(port),
         ],
         "accelerate": [

@@ -1,5 +1,6 @@
 """The tokenizer, the model in the type that the precision needs, and the adapter."""
 
+import contextlib
 import json
 import math
 import struct
@@ -59,7 +60,7 @@ def _load(load, settings, what: str, **kwargs):
         hub.check(f"--model {name}")
     try:
         return load(
-            str(path) if path.is_dir() else name,
+            str(path.resolve()) if path.is_dir() else name,
             revision=settings.model_revision,
             trust_remote_code=settings.trust_remote_code,
             **kwargs,
@@ -97,10 +98,16 @@ def load_model(settings, tokenizer):
         print(f"note: --dtype {settings.dtype} with stage 0 trains without an fp32 master copy", flush=True)
     set_seed(settings.seed)
     kwargs = {"attn_implementation": settings.attn_implementation, "dtype": dtype}
+    sharded = settings.deepspeed is not None and settings.zero == "3"
+    # Straight onto the GPU: N ranks that each hold the model in host memory first would need N times its size.
+    device = None if sharded or settings.use_cpu else torch.device("cuda", torch.cuda.current_device())
     if settings.random_init:
         config = load_config(settings)
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=settings.trust_remote_code, **kwargs)
+        with device or contextlib.nullcontext():
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=settings.trust_remote_code, **kwargs)
     else:
+        if device is not None:
+            kwargs["device_map"] = {"": device}
         try:
             model = _load(AutoModelForCausalLM.from_pretrained, settings, "weights", use_safetensors=True, **kwargs)
         except (ValueError, ImportError) as error:  # e.g. an attention implementation that is not installed
@@ -139,9 +146,17 @@ def add_adapter(model, settings):
     )
     set_seed(settings.seed)  # the same initial adapter whatever loading has drawn before (it differs under ZeRO-3)
     try:
-        return get_peft_model(model, config, autocast_adapter_dtype=settings.deepspeed is None)
+        model = get_peft_model(
+            model, config, autocast_adapter_dtype=settings.deepspeed is None, revision=settings.model_revision
+        )
     except ValueError as error:
         raise UserError(f"--lora_target_modules {' '.join(targets)}: {str(error).splitlines()[0]}") from None
+    if settings.deepspeed is None:
+        # peft casts the adapter to fp32 but not modules_to_save, which would train without an fp32 master.
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.float()
+    return model
 
 
 def check(settings) -> None:

@@ -31,6 +31,7 @@ def choose_folder(settings: Settings) -> Path:
             f"--output_dir {folder}: already holds a run; name another folder (OUT=...), or continue it with "
             "--resume_from_checkpoint."
         )
+    find_checkpoint(settings, folder)
     near = folder
     while not near.exists():
         near = near.parent
@@ -71,6 +72,38 @@ class _Tee:
         return getattr(self.terminal, name)
 
 
+def terminal():
+    """The real stderr, past the log."""
+    return getattr(sys.stderr, "terminal", sys.stderr)
+
+
+def finished(folder: str | Path) -> bool:
+    """Whether the folder's result.json says that a run ended well."""
+    file = Path(folder) / "result.json"
+    return file.exists() and json.loads(file.read_text(encoding="utf-8")).get("status") == "finished"
+
+
+def find_checkpoint(settings: Settings, folder: Path) -> None:
+    """Turn --resume_from_checkpoint (a path, or true for the newest in the run folder) into a path that holds one.
+
+    Raises: UserError when there is none.
+    """
+    asked = settings.resume_from_checkpoint
+    if asked is None or asked.lower() == "false":
+        settings.values["resume_from_checkpoint"] = None
+        return
+    if asked.lower() in ("true", "last", "auto"):
+        steps = {int(f.name.split("-")[1]): f for f in folder.glob("checkpoint-*") if f.name.split("-")[1].isdigit()}
+        if not steps:
+            raise UserError(
+                f"--resume_from_checkpoint {asked}: {folder} holds no checkpoint-<step> folder; name a path."
+            )
+        asked = str(steps[max(steps)])
+    if not (Path(asked) / "trainer_state.json").exists():
+        raise UserError(f"--resume_from_checkpoint {asked}: is no checkpoint folder (it has no trainer_state.json).")
+    settings.values["resume_from_checkpoint"] = asked
+
+
 def _speak_up_on_crash(log: str) -> None:
     """Ranks above 0 write to their log only; a crash still gets one line on the terminal."""
     terminal = os.fdopen(os.dup(2), "w")
@@ -91,7 +124,12 @@ def write_json(path: Path, value: dict) -> None:
 
 
 def git_commit() -> str | None:
-    done = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+        )
+    except OSError:  # no git on this machine
+        return None
     return done.stdout.strip() or None
 
 

@@ -110,7 +110,7 @@ class KitTrainer(Trainer):
 
     def training_step(self, net, inputs, num_items_in_batch=None):
         mask = inputs.get("attention_mask")
-        self.clock.tokens += mask.sum() if mask is not None else inputs["input_ids"].numel()
+        self.clock.tokens = self.clock.tokens + (mask.sum() if mask is not None else inputs["input_ids"].numel())
         return super().training_step(net, inputs, num_items_in_batch)
 
     def evaluation_loop(
@@ -155,7 +155,7 @@ class Clock:
     """Tokens, seconds and memory between two log lines; evaluation and saving are not in the seconds."""
 
     def __init__(self, settings, net):
-        self.tokens, self.started = torch.zeros((), dtype=torch.long), None
+        self.tokens, self.started = 0, None  # tokens: a tensor on the device once there is one; no sync per step
         self.total_tokens, self.total_seconds = 0, 0.0
         trainable, every = model.count_parameters(net)
         # Forward 2, backward 2 for the inputs and 2 for the weights that train (arXiv 2001.08361, section 2.1); the
@@ -168,10 +168,10 @@ class Clock:
 
     def measure(self, args) -> dict[str, float]:
         seconds = time.perf_counter() - (self.started or time.perf_counter())
-        count = self.tokens.clone().to(args.device)
+        count = torch.as_tensor(self.tokens, dtype=torch.long, device=args.device).clone()
         if args.world_size > 1:
             torch.distributed.all_reduce(count)
-        self.tokens, self.started = torch.zeros_like(self.tokens), None
+        self.tokens, self.started = 0, None
         self.total_tokens += int(count)
         self.total_seconds += seconds
         speed = int(count) / seconds if seconds else 0.0
@@ -214,7 +214,9 @@ class Reporter(TrainerCallback):
         if args.process_index == 0 and sys.stderr.isatty():
             from tqdm import tqdm
 
-            self.bar = tqdm(total=state.max_steps, initial=state.global_step, unit="step", leave=False)
+            self.bar = tqdm(
+                total=state.max_steps, initial=state.global_step, unit="step", leave=False, file=report.terminal()
+            )
 
     def on_step_begin(self, args, state, control, **kwargs):
         self.trainer.clock.start()
@@ -276,6 +278,7 @@ def finish(trainer: KitTrainer, started: float) -> None:
     folder, first = Path(args.output_dir), args.process_index == 0
     train_seconds = time.perf_counter() - started
     final = folder / "final"
+    trainer.model.config.use_cache = True  # off for training only
     trainer.save_model(str(final))  # collective: under ZeRO-3 every rank gives its share
     trainable, every = model.count_parameters(trainer.model)
     if first:
@@ -293,7 +296,7 @@ def finish(trainer: KitTrainer, started: float) -> None:
         "status": "finished",
         "recipe": settings.recipe,
         "steps": trainer.state.global_step,
-        "train_loss": trainer.state.log_history[-1].get("train_loss", losses[-1] if losses else None),
+        "train_loss": next((e["train_loss"] for e in reversed(trainer.state.log_history) if "train_loss" in e), None),
         "last_loss": losses[-1] if losses else None,
         "eval_loss": evaluations[-1]["eval_loss"] if evaluations else None,
         "world_size": args.world_size,
@@ -334,7 +337,7 @@ def run(trainer: KitTrainer) -> None:
         trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
         finish(trainer, started)
     except BaseException as error:
-        if trainer.args.process_index == 0:
+        if trainer.args.process_index == 0 and not report.finished(trainer.args.output_dir):
             status = {
                 "status": "failed",
                 "error": f"{type(error).__name__}: {error}",

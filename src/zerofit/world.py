@@ -41,9 +41,12 @@ def take_over_environment() -> list[str]:
     for name in list(os.environ):
         if name in _ACCELERATE_NAMES or name.startswith(_ACCELERATE_PREFIXES):
             value = os.environ.pop(name)
-            if name in ("ACCELERATE_DEEPSPEED_ZERO_STAGE", "ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_FSDP") or (
-                name == "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
-            ):
+            if name in (
+                "ACCELERATE_USE_CPU",
+                "ACCELERATE_DEEPSPEED_ZERO_STAGE",
+                "ACCELERATE_MIXED_PRECISION",
+                "ACCELERATE_USE_FSDP",
+            ) or (name == "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"):
                 taken += [f"{name}={value}"] if value not in _HARMLESS else []
     return taken
 
@@ -86,7 +89,10 @@ def check_size() -> str | None:
     home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
     file = Path(file) if file else home / "accelerate" / "default_config.yaml"
     if not asked and file.is_file():
-        wanted = yaml.safe_load(file.read_text()).get("num_processes")
+        try:
+            wanted = (yaml.safe_load(file.read_text()) or {}).get("num_processes")
+        except (OSError, yaml.YAMLError, AttributeError):
+            return None  # accelerate has started without complaint; it is not ours to judge the file
         if wanted and wanted != size():
             return f"{size()} process: {file} asks accelerate for {wanted}, but it started {size()}"
     return None
@@ -115,15 +121,14 @@ def start(settings) -> None:
     import torch.distributed as dist
 
     single_process_defaults()
-    if not os.environ.get("OMP_NUM_THREADS") or os.environ["OMP_NUM_THREADS"] == "1":
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1")
+    if not settings.use_cpu and local_size > torch.cuda.device_count():  # said by every rank, before any group exists
+        raise UserError(f"{local_size} processes on this machine, but {torch.cuda.device_count()} GPUs; start fewer.")
+    if os.environ.get("OMP_NUM_THREADS", "1") == "1":
         # Launchers set 1, which makes CPU training and the offloaded optimizer crawl.
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+        torch.set_num_threads(max(1, cores() // local_size))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if not settings.use_cpu:
-        if local_rank >= torch.cuda.device_count():
-            raise UserError(
-                f"local rank {local_rank} has no GPU: {torch.cuda.device_count()} present. Start fewer processes."
-            )
         torch.cuda.set_device(local_rank)
     backend = "gloo" if settings.use_cpu else "nccl"
     timeout = timedelta(seconds=settings.ddp_timeout)
@@ -167,6 +172,11 @@ def broadcast(value):
     return box[0]
 
 
+def cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def port_is_free(port: int) -> bool:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -183,9 +193,10 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def stop() -> None:
+def stop(wait: bool = True) -> None:
     """Wait for the slowest rank and close the process group; a rank that just ends can abort the others."""
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_initialized():
-        dist.barrier()
+        if wait:
+            dist.barrier()
         dist.destroy_process_group()

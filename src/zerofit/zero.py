@@ -176,7 +176,21 @@ def choose(settings, explicit: dict[str, Any]) -> dict | None:
             f"{path}: zero_optimization.offload_param needs stage 3; DeepSpeed ignores it in silence at stage "
             f"{settings.zero}. Use stage 3 or delete the section."
         )
-    return config
+    return _saving_whole_weights(config, path, settings)
+
+
+def _saving_whole_weights(config: dict, path: Path, settings) -> dict:
+    """Stage 3 saves a plain model only when it gathers the weights; DeepSpeed's default is not to.
+
+    Raises: UserError when the file says false: the trained model would not be saved.
+    """
+    dotted = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+    if settings.zero != "3" or get(config, dotted):
+        return config
+    if get(config, dotted) is False:
+        raise UserError(f"{path}: {dotted} is false, so final/ would hold no weights; write true, or delete the line.")
+    settings.decisions.append(f"{dotted} true: {path} does not say, and without it no weights are saved")
+    return merged(config, {"zero_optimization": {"stage3_gather_16bit_weights_on_model_save": True}})
 
 
 def _match(config: dict, path: Path, settings, explicit: dict[str, Any]) -> None:

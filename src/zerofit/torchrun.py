@@ -1,0 +1,27 @@
+"""torchrun that ends with the exit code of the rank that failed first, and leaves the talking to that rank.
+
+python -m zerofit.torchrun --nproc_per_node 4 recipes/sft.py ...      same options as torchrun
+"""
+
+import logging
+import sys
+
+from torch.distributed import run
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+
+def main() -> None:
+    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
+    try:
+        run.main()
+    except ChildFailedError as error:
+        _, first = error.get_first_failure()
+        if first.exitcode < 0:
+            print(
+                f"zerofit: rank {error.get_first_failure()[0]} was ended by signal {-first.exitcode}", file=sys.stderr
+            )
+        raise SystemExit(first.exitcode if first.exitcode > 0 else 128 - first.exitcode) from None
+
+
+if __name__ == "__main__":
+    main()
