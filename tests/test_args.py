@@ -21,6 +21,7 @@ def test_the_kits_own_flags_are_frozen():
         "config", "zero", "offload", "effective_batch_size", "gpus", "show", "max_tokens_per_sample", "num_samples",
         "model", "model_revision", "dtype", "attn_implementation", "trust_remote_code", "random_init",
         "data", "eval_data", "eval_fraction", "max_length", "max_samples", "packing",
+        "min_supervised_fraction", "max_truncated_fraction", "max_duplicate_fraction", "max_eval_overlap_fraction",
     ]  # fmt: skip
     assert [f.name for f in fields(args.LoraArguments)] == [
         "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "use_dora", "use_rslora", "modules_to_save",
@@ -134,6 +135,8 @@ def test_changing_gpus_keeps_the_effective_batch():
         (["--gpus", "2"], "asks for 2 processes, but this job has 1"),
         (["--max_length", "4"], "must be 8 or more"),
         (["--eval_fraction", "1.5"], "below 1"),
+        (["--max_truncated_fraction", "1.5"], "must be from 0 to 1"),
+        (["--min_supervised_fraction", "-0.1"], "must be from 0 to 1"),
         (["--bf16", "true", "--fp16", "true"], "choose one"),
         (["--model", "some/model"], "--data is not"),
         (["--config", "/nowhere.yaml"], "cannot be read"),

@@ -94,6 +94,28 @@ class DataArguments:
     packing: bool = field(
         default=False, metadata={"help": "Several rows per sequence of max_length; they never see each other."}
     )
+    min_supervised_fraction: float = field(
+        default=0.0,  # off: a classification set with long prompts is rightly near 0.001
+        metadata={"help": "Refuse to start when less than this share of the training tokens is in the loss; 0: off."},
+    )
+    max_truncated_fraction: float = field(
+        default=1.0,
+        metadata={"help": "Refuse to start when more than this share of the training rows is over max_length; 1: off."},
+    )
+    max_duplicate_fraction: float = field(
+        default=1.0,
+        metadata={
+            "help": "Refuse to start when more than this share of the training rows repeats another, but for case, "
+            "white space and punctuation; 1: off."
+        },
+    )
+    max_eval_overlap_fraction: float = field(
+        default=1.0,
+        metadata={
+            "help": "Refuse to start when more than this share of the eval rows is also in training, compared in the "
+            "same way; 1: off."
+        },
+    )
 
 
 @dataclass
@@ -319,6 +341,9 @@ def _check_ranges(settings: Settings) -> None:
             raise UserError(f"--{name} is {value}: it must be {low} or more.")
     if not 0 <= settings.eval_fraction < 1:
         raise UserError(f"--eval_fraction is {settings.eval_fraction}: it must be at least 0 and below 1.")
+    for name in [n for n in settings.values if n.endswith("_fraction") and n != "eval_fraction"]:
+        if not 0 <= settings.values[name] <= 1:
+            raise UserError(f"--{name} is {settings.values[name]}: it must be from 0 to 1.")
     if settings.gpus and settings.gpus != settings.world_size:
         raise UserError(
             f"--gpus asks for {settings.gpus} processes, but this job has {settings.world_size}: start it with "
