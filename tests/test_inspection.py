@@ -1,7 +1,6 @@
 """`zerofit data`: every number on rows made by hand, the loss span as shown, and the limits that stop a launch."""
 
 import json
-import os
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -11,7 +10,7 @@ import pytest
 from conftest import ROOT, TINY, recipe_process
 from datasets import Dataset
 
-from zerofit import args, chat, data, inspection, model
+from zerofit import args, chat, cli, data, inspection, model
 from zerofit.errors import UserError
 
 IGNORE = chat.IGNORE
@@ -37,11 +36,21 @@ def hand_made(rows):
     return Dataset.from_dict({"input_ids": [r[0] for r in rows], "labels": [r[1] for r in rows]})
 
 
-def zerofit(*words, **env):
-    return subprocess.run(
-        [sys.executable, "-m", "zerofit", *map(str, words)],
-        capture_output=True, text=True, timeout=120, env=os.environ | env,
-    )  # fmt: skip
+@pytest.fixture
+def zerofit(monkeypatch, capsys):
+    """`zerofit words` in this process: (exit code, stdout, stderr)."""
+
+    def call(*words):
+        monkeypatch.setattr(sys, "argv", ["zerofit", *map(str, words)])
+        try:
+            cli.main()
+            code = 0
+        except SystemExit as end:
+            code = end.code
+        out, err = capsys.readouterr()
+        return SimpleNamespace(returncode=code, stdout=out, stderr=err)
+
+    return call
 
 
 # --- counting ---
@@ -106,7 +115,7 @@ def test_histogram_numbers():
         (3, 3, 1), (4, 4, 2), (5, 5, 0), (6, 6, 0), (7, 7, 0), (8, 8, 0), (9, 9, 1),
     ]  # fmt: skip
     assert inspection.histogram(np.array([7, 7, 7])) == [(7, 7, 3)]
-    assert inspection.histogram(np.array([0, 99, 100]), 3) == [(0, 99, 2), (100, 199, 1)]
+    assert inspection.histogram(np.array([0, 99, 100]), 2) == [(0, 99, 2), (100, 199, 1)]
     values = np.random.default_rng(0).integers(1, 30_000, 5000)
     bars = inspection.histogram(values)
     assert len(bars) <= 12 and sum(n for *_, n in bars) == 5000
@@ -160,7 +169,7 @@ def test_long_and_hostile_text_is_tamed(tokenizer):
 # --- the end token ---
 
 
-def test_rows_without_a_supervised_end_are_shouted_about(tmp_path):
+def test_rows_without_a_supervised_end_are_shouted_about(tmp_path, zerofit):
     file = rows_file(tmp_path, "a.jsonl", [("Who?", "Bo."), ("Who?", "word " * 40), ("Where?", "Oslo.")])
     settings, train_set, eval_set, tokenizer = loaded("--data", file, "--model", TINY / "model", "--max_length", 24)
     facts, _ = inspection.inspect(settings, train_set, eval_set, tokenizer)
@@ -205,7 +214,7 @@ def test_the_costly_limits_are_off_by_default_and_the_idle_one_says_so(monkeypat
     assert settings.decisions[-1] == "max_eval_overlap_fraction is not checked: there are no eval rows"
 
 
-def test_a_limit_stops_recipe_and_launch_before_a_folder_is_made(tmp_path):
+def test_a_limit_stops_recipe_and_launch_before_a_folder_is_made(tmp_path, zerofit):
     flags = ["--data", str(TINY / "train.jsonl"), "--model", str(TINY / "model"), "--min_supervised_fraction", "0.5"]
     out = tmp_path / "run"
     direct = recipe_process("sft", *flags, "--output_dir", str(out))
@@ -219,7 +228,7 @@ def test_a_limit_stops_recipe_and_launch_before_a_folder_is_made(tmp_path):
 # --- the verb ---
 
 
-def test_the_report_of_the_bundled_task(tmp_path):
+def test_the_report_of_the_bundled_task(tmp_path, zerofit):
     done = zerofit("data", "--out", tmp_path / "out", "--args", "--max_samples 100 --max_length 64")
     assert done.returncode == 0, done.stderr
     facts = json.loads((tmp_path / "out" / "data.json").read_text())
@@ -233,19 +242,20 @@ def test_the_report_of_the_bundled_task(tmp_path):
     assert (tmp_path / "out" / "data.png").read_bytes().startswith(b"\x89PNG")
     assert "«Hana has a parrot.<|end|>»" in done.stdout and "\033" not in done.stdout
     assert "█" in done.stdout and "WARNING" not in done.stdout
-    assert "held-out" not in done.stdout and not (tmp_path / "out" / "run.json").exists()
+    assert not (tmp_path / "out" / "run.json").exists()
 
 
-def test_force_color_and_an_eval_fraction(tmp_path):
+def test_force_color_and_an_eval_fraction(tmp_path, zerofit, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
     flags = ["--data", TINY / "train.jsonl", "--model", TINY / "model", "--eval_fraction", "0.1"]
-    done = zerofit("data", *flags, "--out", tmp_path / "out", "--recipe", "lora", FORCE_COLOR="1")
+    done = zerofit("data", *flags, "--out", tmp_path / "out", "--recipe", "lora")
     assert done.returncode == 0, done.stderr
     assert "\033[32m" in done.stdout and "«" not in done.stdout
     facts = json.loads((tmp_path / "out" / "data.json").read_text())
     assert (facts["training"]["kept"], facts["evaluation"]["kept"], facts["recipe"]) == (810, 90, "lora")
 
 
-def test_a_limit_ends_the_verb_with_2_after_the_report(tmp_path):
+def test_a_limit_ends_the_verb_with_2_after_the_report(tmp_path, zerofit):
     file = rows_file(tmp_path, "a.jsonl", DUPLICATES)
     out = tmp_path / "out"
     flags = ["--data", file, "--model", TINY / "model", "--max_duplicate_fraction", "0"]
@@ -266,7 +276,7 @@ def test_a_limit_ends_the_verb_with_2_after_the_report(tmp_path):
         (["--max_truncated_fraction", "2"], "it must be from 0 to 1"),
     ],
 )
-def test_mistakes_are_one_sentence(words, says):
+def test_mistakes_are_one_sentence(words, says, zerofit):
     done = zerofit("data", *words)
     assert done.returncode == 2 and says in done.stderr
     assert done.stderr.count("\n") == 1 and done.stderr.startswith("zerofit: error: ")
@@ -275,7 +285,8 @@ def test_mistakes_are_one_sentence(words, says):
 def test_make_data(tmp_path):
     file = rows_file(tmp_path, "two words.jsonl", DUPLICATES)
     words = ["make", "-C", str(ROOT), "ENV=active", f"PYTHON={sys.executable}", "data", f"DATA={file}"]
-    words += [f"MODEL={TINY / 'model'}", f"OUT={tmp_path / 'out'}", "ARGS=--max_length 24"]
+    words += [f"MODEL={TINY / 'model'}", f"OUT={tmp_path / 'out'}", "ARGS=--max_length 24 --max_truncated_fraction 0.2"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == 2 and "Error 2" in done.stderr  # make's own code, and the verb's
+    assert "zerofit: error: --max_truncated_fraction 0.2: 25% of the training rows are longer" in done.stderr
     assert json.loads((tmp_path / "out" / "data.json").read_text())["max_length"] == 24

@@ -147,6 +147,9 @@ class Scan:
 
 def scan(dataset, tokenizer) -> Scan:
     """Read every row once. The first label of a row never counts: nothing predicts it."""
+    # Markers go before normalising: their brackets are symbols, and `Who?<|end|>` must equal `who<|end|>`.
+    special = sorted((t.content for t in tokenizer.added_tokens_decoder.values() if t.special), key=len, reverse=True)
+    marker = re.compile("|".join(map(re.escape, special)) or "(?!)")
     parts, rows, last_word = [], 0, time.monotonic()
     for table in dataset.with_format("arrow").iter(batch_size=1000):
         ids, bounds = _flat(table["input_ids"])
@@ -160,7 +163,7 @@ def scan(dataset, tokenizer) -> Scan:
         documents = [ids[a:b] for a, b in itertools.pairwise(bounds)]
         texts = tokenizer.batch_decode([d.tolist() for d in documents])
         exact = [_hash(d.tobytes()) for d in documents]
-        alike = [_hash(normalise(text).encode("utf-8", "surrogatepass")) for text in texts]
+        alike = [_hash(normalise(marker.sub(" ", text)).encode("utf-8", "surrogatepass")) for text in texts]
         parts.append(Scan(np.diff(bounds), supervised, last, np.array(exact, "u8"), np.array(alike, "u8")))
         rows += len(documents)
         if time.monotonic() - last_word > 5:
