@@ -42,7 +42,7 @@ KNOBS = $(if $(ZERO),--zero="$$ZERO") $(if $(OFFLOAD),--offload="$$OFFLOAD") $(i
 SHOW = $(if $(filter show,$(MAKECMDGOALS)),--show)
 LAUNCH = PYTHON="$(PY)" launchers/local.sh --gpus="$$GPUS" --launcher="$$LAUNCHER" --port="$$PORT" --args="$$ARGS" $(SHOW)
 
-.PHONY: help sft lora show install lint test test-all clean
+.PHONY: help sft lora show data install lint test test-all clean
 help: ## this list
 	@echo 'zerofit: fine-tune language models with Accelerate and DeepSpeed ZeRO'
 	@echo; grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | awk -F'\t' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -58,7 +58,12 @@ lora: $(STAMP) ## fine-tune a LoRA adapter
 	@$(LAUNCH) recipes/lora.py $(KNOBS)
 
 show: $(STAMP) ## print the exact command, environment and arguments (make show lora GPUS=2 ...); start nothing
-	@$(if $(filter sft lora,$(MAKECMDGOALS)),true,$(LAUNCH) recipes/$(RECIPE).py $(KNOBS))
+	@$(if $(filter sft lora data,$(MAKECMDGOALS)),true,$(LAUNCH) recipes/$(RECIPE).py $(KNOBS))
+
+data: $(STAMP) ## what a run would train on (DATA= MODEL= ARGS=): lengths, loss spans, repeated rows; no model, no GPU
+	@PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit data --recipe=$(RECIPE) --args="$$ARGS" \
+		$(if $(MODEL),--model="$$MODEL") $(if $(DATA),--data="$$DATA") $(if $(CONFIG),--config="$$CONFIG") \
+		$(if $(OUT),--out="$$OUT") $(SHOW)
 
 install: ## install into .venv (PYTHON=python3.12) or the active environment (ENV=active); EXTRAS=dev
 	@rm -f "$(STAMP)"; $(MAKE) --no-print-directory "$(STAMP)"

@@ -7,7 +7,7 @@ torchrun --nproc_per_node 4 recipes/sft.py --config my_run.yaml
 python recipes/sft.py --help
 """
 
-from zerofit import data, errors, model, start, train
+from zerofit import data, errors, inspection, model, start, train
 
 
 def main() -> None:
@@ -17,6 +17,7 @@ def main() -> None:
     # --- tokenizer and data: tokenised once, every rank maps the same file ---
     tokenizer = model.load_tokenizer(settings)
     train_set, eval_set = data.load(settings, tokenizer)
+    inspection.check(settings, train_set, eval_set, tokenizer)
 
     # --- process group and transformers' arguments; under ZeRO-3 it is sharded while it loads ---
     arguments = start.processes(settings)

@@ -23,6 +23,7 @@ def test_the_kits_own_flags_are_frozen():
         "data", "eval_data", "eval_fraction", "data_format", "columns", "data_config", "data_split", "chat_template",
         "train_on", "max_length", "truncation", "max_samples", "preprocessing_num_workers", "packing",
         "padding_free",
+        "min_supervised_fraction", "max_truncated_fraction", "max_duplicate_fraction", "max_eval_overlap_fraction",
     ]  # fmt: skip
     assert [f.name for f in fields(args.LoraArguments)] == [
         "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "use_dora", "use_rslora", "modules_to_save",
@@ -141,6 +142,8 @@ def test_changing_gpus_keeps_the_effective_batch():
         (["--gpus", "2"], "asks for 2 processes, but this job has 1"),
         (["--max_length", "4"], "must be 8 or more"),
         (["--eval_fraction", "1.5"], "below 1"),
+        (["--max_truncated_fraction", "1.5"], "must be from 0 to 1"),
+        (["--min_supervised_fraction", "-0.1"], "must be from 0 to 1"),
         (["--bf16", "true", "--fp16", "true"], "choose one"),
         (["--model", "some/model"], "--data is not"),
         (["--config", "/nowhere.yaml"], "cannot be read"),

@@ -126,6 +126,28 @@ class DataArguments:
             "help": "A batch is one long row without padding. auto: with packing, and on a GPU where it is proven."
         },
     )
+    min_supervised_fraction: float = field(
+        default=0.0,  # off: a classification set with long prompts is rightly near 0.001
+        metadata={"help": "Refuse to start when less than this share of the training tokens is in the loss; 0: off."},
+    )
+    max_truncated_fraction: float = field(
+        default=1.0,
+        metadata={"help": "Refuse to start when more than this share of the training rows is over max_length; 1: off."},
+    )
+    max_duplicate_fraction: float = field(
+        default=1.0,
+        metadata={
+            "help": "Refuse to start when more than this share of the training rows repeats another, but for case, "
+            "white space and punctuation; 1: off."
+        },
+    )
+    max_eval_overlap_fraction: float = field(
+        default=1.0,
+        metadata={
+            "help": "Refuse to start when more than this share of the eval rows is also in training, compared in the "
+            "same way; 1: off."
+        },
+    )
 
 
 @dataclass
@@ -364,6 +386,9 @@ def _check_ranges(settings: Settings) -> None:
     for pair in settings.columns or []:
         if pair.count("=") != 1 or not all(pair.split("=")):
             raise UserError(f"--columns {pair}: must be ours=theirs, e.g. prompt=question.")
+    for name in [n for n in settings.values if n.endswith("_fraction") and n != "eval_fraction"]:
+        if not 0 <= settings.values[name] <= 1:
+            raise UserError(f"--{name} is {settings.values[name]}: it must be from 0 to 1.")
     if settings.gpus and settings.gpus != settings.world_size:
         raise UserError(
             f"--gpus asks for {settings.gpus} processes, but this job has {settings.world_size}: start it with "

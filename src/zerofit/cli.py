@@ -6,6 +6,7 @@ from . import __version__, errors
 
 USAGE = """usage: zerofit launch [--gpus N] [--show] recipes/sft.py [flags]     start a recipe on N processes
        zerofit launch recipes/sft.py --help                          every flag of a recipe
+       zerofit data [--recipe sft] [--out FOLDER] [flags]            what it would train on; no model, no GPU
        zerofit --version"""
 
 
@@ -24,6 +25,13 @@ def _main() -> None:
         from . import launch
 
         launch.main(words[1:])
+    elif words[:1] == ["data"]:
+        from . import quiet
+
+        quiet.libraries()
+        from . import inspection
+
+        inspection.main(words[1:])
     elif not words or words[0] in ("-h", "--help"):
         print(USAGE)
     else:

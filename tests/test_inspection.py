@@ -1,0 +1,292 @@
+"""`zerofit data`: every number on rows made by hand, the loss span as shown, and the limits that stop a launch."""
+
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from conftest import ROOT, TINY, recipe_process
+from datasets import Dataset
+
+from zerofit import args, chat, cli, data, inspection, model
+from zerofit.errors import UserError
+
+IGNORE = chat.IGNORE
+
+
+def rows_file(folder, name, pairs):
+    file = folder / name
+    file.write_text("".join(json.dumps({"question": q, "answer": a}) + "\n" for q, a in pairs))
+    return file
+
+
+def settings_for(*flags):
+    return args.parse("sft", [str(f) for f in flags], 1)
+
+
+def loaded(*flags):
+    settings = settings_for(*flags)
+    tokenizer = model.load_tokenizer(settings)
+    return settings, *data.load(settings, tokenizer), tokenizer
+
+
+def hand_made(rows):
+    return Dataset.from_dict({"input_ids": [r[0] for r in rows], "labels": [r[1] for r in rows]})
+
+
+@pytest.fixture
+def zerofit(monkeypatch, capsys):
+    """`zerofit words` in this process: (exit code, stdout, stderr)."""
+
+    def call(*words):
+        monkeypatch.setattr(sys, "argv", ["zerofit", *map(str, words)])
+        try:
+            cli.main()
+            code = 0
+        except SystemExit as end:
+            code = end.code
+        out, err = capsys.readouterr()
+        return SimpleNamespace(returncode=code, stdout=out, stderr=err)
+
+    return call
+
+
+# --- counting ---
+
+
+def test_scan_counts_lengths_loss_and_last_token(tokenizer):
+    end = tokenizer.eos_token_id
+    rows = [
+        ([5, 6, 7, end], [IGNORE, IGNORE, 7, end]),
+        ([5, 6, 7, end, 9], [IGNORE, 6, 7, IGNORE, IGNORE]),
+        ([5, 6, end], [5, 6, end]),  # the first label never counts
+        ([5, 6], [5, IGNORE]),
+        ([5, 6, 7, end], [IGNORE, IGNORE, 7, end]),
+    ]
+    found = inspection.scan(hand_made(rows), tokenizer)
+    assert found.lengths.tolist() == [4, 5, 3, 2, 4]
+    assert found.supervised.tolist() == [2, 2, 2, 0, 2]
+    assert found.last.tolist() == [end, 7, end, -1, end]
+    assert inspection.repeats(found.exact) == 1
+
+
+def test_scan_of_many_batches_and_of_a_selection(tokenizer):
+    rows = [([1 + i % 50] * (2 + i % 7), [IGNORE] + [1 + i % 50] * (1 + i % 7)) for i in range(2500)]
+    order = list(range(2499, -1, -2))
+    found = inspection.scan(hand_made(rows).select(order), tokenizer)
+    assert found.lengths.tolist() == [len(rows[i][0]) for i in order]
+    assert (found.supervised == found.lengths - 1).all()
+    assert found.last.tolist() == [rows[i][1][-1] for i in order]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("Who is  Ada?", "who is ada", True),
+        ("a,b\n\tc", "A b -- c!", True),
+        ("«¿Qué?»", "qué", True),
+        ("1.5", "15", False),
+        ("STRASSE", "straße", False),
+        ("Ada", "Bo", False),
+    ],
+)
+def test_normalised(one, other, same):
+    assert (inspection.normalise(one) == inspection.normalise(other)) is same
+
+
+def test_duplicates_and_overlap(tmp_path):
+    train = [("Who?", "Bo."), ("Who?", "Bo."), ("who", "bo"), ("Where?", "Oslo."), ("When?", "Now.")]
+    held_out = [("Who?", "Bo."), ("WHERE!", "oslo"), ("Why?", "So."), ("Who?", "Ada.")]
+    flags = ["--data", rows_file(tmp_path, "a.jsonl", train), "--eval_data", rows_file(tmp_path, "b.jsonl", held_out)]
+    settings, train_set, eval_set, tokenizer = loaded(*flags, "--model", TINY / "model")
+    facts, _ = inspection.inspect(settings, train_set, eval_set, tokenizer)
+    assert (facts["training"]["repeated_exact"], facts["training"]["repeated_normalised"]) == (1, 2)
+    assert (facts["evaluation"]["repeated_exact"], facts["evaluation"]["repeated_normalised"]) == (0, 0)
+    assert facts["overlap"] == {"exact": 1, "normalised": 2}
+    assert facts["fractions"]["max_duplicate_fraction"] == 2 / 5
+    assert facts["fractions"]["max_eval_overlap_fraction"] == 2 / 4
+    assert any("2 of 4 eval rows are also training rows" in w for w in facts["warnings"])
+
+
+def test_histogram_numbers():
+    assert inspection.histogram(np.array([3, 4, 4, 9]), 12) == [
+        (3, 3, 1), (4, 4, 2), (5, 5, 0), (6, 6, 0), (7, 7, 0), (8, 8, 0), (9, 9, 1),
+    ]  # fmt: skip
+    assert inspection.histogram(np.array([7, 7, 7])) == [(7, 7, 3)]
+    assert inspection.histogram(np.array([0, 99, 100]), 2) == [(0, 99, 2), (100, 199, 1)]
+    values = np.random.default_rng(0).integers(1, 30_000, 5000)
+    bars = inspection.histogram(values)
+    assert len(bars) <= 12 and sum(n for *_, n in bars) == 5000
+    for low, high, n in bars:
+        assert n == ((values >= low) & (values <= high)).sum()
+
+
+def test_bars():
+    assert inspection.bar(1, 4) == "████" and inspection.bar(0.5, 4) == "██" and inspection.bar(0, 4) == ""
+    assert inspection.bar(1e-9, 4) == "▏" and inspection.bar(5 / 32, 4) == "▋"
+
+
+def test_packing_and_padding_numbers():
+    settings = SimpleNamespace(max_length=16, seed=1, per_device_train_batch_size=2)
+    found = inspection.packing(np.array([16, 10, 6]), settings)
+    assert (found["packs"], found["efficiency"]) == (2, 1.0)
+    # 16 in any batch makes it 16 wide; the row that is alone is 16, or 10 -> 16, or 6 -> 8 wide (multiples of 8)
+    assert 1 - found["unpacked_padding_fraction"] in (32 / 48, 32 / 40)
+    assert inspection.packing(np.array([8] * 6), settings)["unpacked_padding_fraction"] == 0
+
+
+# --- the loss span ---
+
+
+def test_brackets_stand_exactly_around_the_answers(tokenizer):
+    turns = [
+        {"role": "user", "content": "One? é 🙂"},
+        {"role": "assistant", "content": "First:\nünï 🙂"},
+        {"role": "user", "content": "Two?"},
+        {"role": "assistant", "content": "Second."},
+    ]
+    ids, labels = chat.tokenize("here", turns, tokenizer)
+    shown = inspection.render(ids, labels, tokenizer, coloured=False)
+    assert shown.replace("«", "").replace("»", "") == tokenizer.decode(ids)
+    assert [part.split("»")[0] for part in shown.split("«")[1:]] == ["First:\nünï 🙂<|end|>", "Second.<|end|>"]
+    green = inspection.render(ids, labels, tokenizer, coloured=True)
+    assert "\033[32mFirst:\033[0m\n\033[32münï 🙂<|end|>\033[0m" in green and "«" not in green
+    assert green.replace("\033[32m", "").replace("\033[0m", "") == tokenizer.decode(ids)
+
+
+def test_long_and_hostile_text_is_tamed(tokenizer):
+    ids, labels = chat.tokenize(
+        "here",
+        [{"role": "user", "content": "x" * 5000 + "\033[2J"}, {"role": "assistant", "content": "Yes"}],
+        tokenizer,
+    )
+    shown = inspection.render(ids, labels, tokenizer, coloured=False)
+    assert len(shown) < 1000 and "\033" not in shown and "\\x1b[2J" in shown and "«Yes<|end|>»" in shown
+
+
+# --- the end token ---
+
+
+def test_rows_without_a_supervised_end_are_shouted_about(tmp_path, zerofit):
+    file = rows_file(tmp_path, "a.jsonl", [("Who?", "Bo."), ("Who?", "word " * 40), ("Where?", "Oslo.")])
+    settings, train_set, eval_set, tokenizer = loaded("--data", file, "--model", TINY / "model", "--max_length", 24)
+    facts, _ = inspection.inspect(settings, train_set, eval_set, tokenizer)
+    assert (facts["training"]["end_supervised"], facts["training"]["truncated"]) == (2, 1)
+    assert len(facts["warnings"]) == 1 and facts["warnings"][0].startswith("1 of 3 training rows do not end")
+    done = zerofit("data", "--data", file, "--model", TINY / "model", "--max_length", "24", "--out", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    assert "WARNING: 1 of 3 training rows do not end with a supervised end token '<|end|>'" in done.stdout
+
+
+# --- limits ---
+
+DUPLICATES = [("Who?", "Bo."), ("who", "bo"), ("Where?", "Oslo."), ("When?", "word " * 40)]
+
+
+@pytest.mark.parametrize(
+    ("flag", "good", "bad", "says"),
+    [
+        ("min_supervised_fraction", 0.1, 0.99, "of the training tokens are in the loss"),
+        ("max_truncated_fraction", 0.25, 0.24, "25% of the training rows are longer than --max_length"),
+        ("max_duplicate_fraction", 0.25, 0.2, "25% of the training rows repeat another"),
+        ("max_eval_overlap_fraction", 0.5, 0, "50% of the eval rows are also training rows"),
+    ],
+)
+def test_limits(tmp_path, flag, good, bad, says):
+    flags = ["--model", TINY / "model", "--max_length", 24, "--data", rows_file(tmp_path, "a.jsonl", DUPLICATES)]
+    flags += ["--eval_data", rows_file(tmp_path, "b.jsonl", [("WHO", "Bo"), ("Why?", "So.")])]
+    settings, *rest = loaded(*flags, f"--{flag}", good)
+    inspection.check(settings, *rest)
+    with pytest.raises(UserError, match=f"--{flag} {bad:g}: .*{says}") as caught:
+        inspection.check(settings_for(*flags, f"--{flag}", bad), *rest)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_costly_limits_are_off_by_default_and_the_idle_one_says_so(monkeypatch):
+    settings, train_set, _, tokenizer = loaded("--data", TINY / "train.jsonl", "--model", TINY / "model")
+    with monkeypatch.context() as patched:
+        patched.setattr(inspection, "scan", None)  # a call would fail
+        inspection.check(settings, train_set, None, tokenizer)
+    settings.values["max_eval_overlap_fraction"] = 0.0
+    inspection.check(settings, train_set, None, tokenizer)
+    assert settings.decisions[-1] == "max_eval_overlap_fraction is not checked: there are no eval rows"
+
+
+def test_a_limit_stops_recipe_and_launch_before_a_folder_is_made(tmp_path, zerofit):
+    flags = ["--data", str(TINY / "train.jsonl"), "--model", str(TINY / "model"), "--min_supervised_fraction", "0.5"]
+    out = tmp_path / "run"
+    direct = recipe_process("sft", *flags, "--output_dir", str(out))
+    launched = zerofit("launch", ROOT / "recipes" / "lora.py", *flags, "--output_dir", out)
+    for done in (direct, launched):
+        assert done.returncode == 2, done.stdout + done.stderr
+        assert "--min_supervised_fraction 0.5: 27.8% of the training tokens are in the loss" in done.stderr
+    assert not out.exists()
+
+
+# --- the verb ---
+
+
+def test_the_report_of_the_bundled_task(tmp_path, zerofit):
+    done = zerofit("data", "--out", tmp_path / "out", "--args", "--max_samples 100 --max_length 64")
+    assert done.returncode == 0, done.stderr
+    facts = json.loads((tmp_path / "out" / "data.json").read_text())
+    train, lengths = facts["training"], facts["training"]["length"]
+    assert (train["rows"], train["kept"], facts["evaluation"]["kept"], facts["max_length"]) == (100, 100, 200, 64)
+    assert train["format"] == "messages" and train["end_supervised"] == 100 and facts["warnings"] == []
+    assert lengths["min"] <= lengths["median"] <= lengths["p95"] <= lengths["max"] <= 64
+    assert sum(n for *_, n in train["histogram"]) == 100
+    assert facts["packing"]["efficiency"] == train["tokens"] / (facts["packing"]["packs"] * 64)
+    assert train["supervised_mean"] * 100 == pytest.approx(train["supervised_tokens"])
+    assert (tmp_path / "out" / "data.png").read_bytes().startswith(b"\x89PNG")
+    assert "«Hana has a parrot.<|end|>»" in done.stdout and "\033" not in done.stdout
+    assert "█" in done.stdout and "WARNING" not in done.stdout
+    assert not (tmp_path / "out" / "run.json").exists()
+
+
+def test_force_color_and_an_eval_fraction(tmp_path, zerofit, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    flags = ["--data", TINY / "train.jsonl", "--model", TINY / "model", "--eval_fraction", "0.1"]
+    done = zerofit("data", *flags, "--out", tmp_path / "out", "--recipe", "lora")
+    assert done.returncode == 0, done.stderr
+    assert "\033[32m" in done.stdout and "«" not in done.stdout
+    facts = json.loads((tmp_path / "out" / "data.json").read_text())
+    assert (facts["training"]["kept"], facts["evaluation"]["kept"], facts["recipe"]) == (810, 90, "lora")
+
+
+def test_a_limit_ends_the_verb_with_2_after_the_report(tmp_path, zerofit):
+    file = rows_file(tmp_path, "a.jsonl", DUPLICATES)
+    out = tmp_path / "out"
+    flags = ["--data", file, "--model", TINY / "model", "--max_duplicate_fraction", "0"]
+    done = zerofit("data", *flags, "--out", out)
+    assert done.returncode == 2
+    assert done.stderr.strip().splitlines()[-1].startswith("zerofit: error: --max_duplicate_fraction 0: 25% of the")
+    assert "repeated rows, normalised" in done.stdout and (out / "data.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--recipe", "dpo"], "--recipe dpo: must be one of sft, lora."),
+        (["--data", "nowhere.jsonl", "--model", str(TINY / "model")], "nowhere.jsonl"),
+        (["--max_lenght", "8"], "did you mean --max_length"),
+        (["--args", "'open"], "cannot be split into words"),
+        (["--out", __file__], "is a file; name a folder"),
+        (["--max_truncated_fraction", "2"], "it must be from 0 to 1"),
+    ],
+)
+def test_mistakes_are_one_sentence(words, says, zerofit):
+    done = zerofit("data", *words)
+    assert done.returncode == 2 and says in done.stderr
+    assert done.stderr.count("\n") == 1 and done.stderr.startswith("zerofit: error: ")
+
+
+def test_make_data(tmp_path):
+    file = rows_file(tmp_path, "two words.jsonl", DUPLICATES)
+    words = ["make", "-C", str(ROOT), "ENV=active", f"PYTHON={sys.executable}", "data", f"DATA={file}"]
+    words += [f"MODEL={TINY / 'model'}", f"OUT={tmp_path / 'out'}", "ARGS=--max_length 24 --max_truncated_fraction 0.2"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and "Error 2" in done.stderr  # make's own code, and the verb's
+    assert "zerofit: error: --max_truncated_fraction 0.2: 25% of the training rows are longer" in done.stderr
+    assert json.loads((tmp_path / "out" / "data.json").read_text())["max_length"] == 24
