@@ -140,6 +140,10 @@ def test_packing_and_padding_numbers():
 # --- the loss span ---
 
 
+def encode(tokenizer, turns):
+    return chat.Encoder(tokenizer).encode([("here", chat.parse("here", {"messages": turns}, "messages"))])[0]
+
+
 def test_brackets_stand_exactly_around_the_answers(tokenizer):
     turns = [
         {"role": "user", "content": "One? é 🙂"},
@@ -147,7 +151,7 @@ def test_brackets_stand_exactly_around_the_answers(tokenizer):
         {"role": "user", "content": "Two?"},
         {"role": "assistant", "content": "Second."},
     ]
-    ids, labels = chat.tokenize("here", turns, tokenizer)
+    ids, labels = encode(tokenizer, turns)
     shown = inspection.render(ids, labels, tokenizer, coloured=False)
     assert shown.replace("«", "").replace("»", "") == tokenizer.decode(ids)
     assert [part.split("»")[0] for part in shown.split("«")[1:]] == ["First:\nünï 🙂<|end|>", "Second.<|end|>"]
@@ -157,11 +161,8 @@ def test_brackets_stand_exactly_around_the_answers(tokenizer):
 
 
 def test_long_and_hostile_text_is_tamed(tokenizer):
-    ids, labels = chat.tokenize(
-        "here",
-        [{"role": "user", "content": "x" * 5000 + "\033[2J"}, {"role": "assistant", "content": "Yes"}],
-        tokenizer,
-    )
+    ask = {"role": "user", "content": "x" * 5000 + "\033[2J"}
+    ids, labels = encode(tokenizer, [ask, {"role": "assistant", "content": "Yes"}])
     shown = inspection.render(ids, labels, tokenizer, coloured=False)
     assert len(shown) < 1000 and "\033" not in shown and "\\x1b[2J" in shown and "«Yes<|end|>»" in shown
 
