@@ -209,6 +209,7 @@ def run(options) -> None:
                 record["sets"].append(
                     {"set": title, "tool": tool, "workers": workers, "rows": len(rows), "seconds": seconds}
                     | {"all_seconds": [r["seconds"] for r in results]}
+                    | {"cpu_seconds": statistics.median(r["cpu_seconds"] for r in results)}
                     | {"rows_per_second": len(rows) / seconds, "tokens_per_second": results[0]["tokens"] / seconds}
                     | {k: results[0][k] for k in ("documents", "tokens", "packs")}
                     | {"peak_bytes": max(r["peak_bytes"] for r in results)}
@@ -253,19 +254,19 @@ def markdown(record: dict) -> list[str]:
     lines[-1] += f"max_length {record['options']['max_length']}."
     lines += [
         "",
-        "| rows | tool | workers | seconds (each round) | rows/s | tokens/s | sequences | TRL's time / this |",
+        "| rows | tool | workers | seconds (each round) | rows/s | tokens/s | CPU s | sequences | TRL s / this | TRL CPU s / this |",
     ]
-    lines.append("|---|---|---:|---|---:|---:|---:|---:|")
+    lines.append("|---|---|---:|---|---:|---:|---:|---:|---:|---:|")
     for entry in record["sets"]:
         peer = [
             e for e in record["sets"] if (e["set"], e["workers"], e["tool"]) == (entry["set"], entry["workers"], "trl")
         ]
-        ratio = f"{peer[0]['seconds'] / entry['seconds']:.2f}x" if peer else ""
+        ratios = " | ".join(f"{peer[0][k] / entry[k]:.2f}x" if peer else "" for k in ("seconds", "cpu_seconds"))
         rounds = ", ".join(f"{s:.2f}" for s in entry["all_seconds"])
         lines.append(
             f"| {entry['set']} | {entry['tool']} | {entry['workers']} | {entry['seconds']:.2f} ({rounds}) | "
             f"{entry['rows_per_second']:,.0f} | {entry['tokens_per_second']:,.0f} | "
-            f"{entry['packs'] or entry['documents']:,} | {ratio} |"
+            f"{entry['cpu_seconds']:.2f} | {entry['packs'] or entry['documents']:,} | {ratios} |"
         )
     for title, by_mask in record["differences"].items():
         for mask, found in by_mask.items():

@@ -16,8 +16,27 @@ from pathlib import Path
 import machine
 
 
-def zerofit(job: dict, path: str) -> tuple[float, object, object]:
-    """(seconds, documents, packs or None)."""
+class Stopwatch:
+    """Wall time and processor time (of all threads and ended child processes) spent inside `with`, added up."""
+
+    def __init__(self):
+        self.seconds = self.cpu_seconds = 0.0
+
+    def __enter__(self):
+        self.started = time.perf_counter(), _cpu_seconds()
+
+    def __exit__(self, *_):
+        self.seconds += time.perf_counter() - self.started[0]
+        self.cpu_seconds += _cpu_seconds() - self.started[1]
+
+
+def _cpu_seconds() -> float:
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(u.ru_utime + u.ru_stime for u in usages)
+
+
+def zerofit(job: dict, path: str) -> tuple[Stopwatch, object, object]:
+    """(time, documents, packs or None)."""
     import datasets  # noqa: F401  zerofit imports it when it needs it; TRL's is not timed either
     import filelock  # noqa: F401
 
@@ -26,32 +45,30 @@ def zerofit(job: dict, path: str) -> tuple[float, object, object]:
     flags = ["--model", str(machine.TINY_MODEL), "--data", path, "--max_length", str(job["max_length"])]
     settings = args.parse("sft", [*flags, *(["--packing"] if job["packing"] else []), *job["flags"]], 1)
     tokenizer = model.load_tokenizer(settings)
-    started = time.perf_counter()
-    tokens, _ = data.load(settings, tokenizer)
-    packs = tokens.sequences(settings) if job["packing"] else None
-    return time.perf_counter() - started, tokens.dataset, packs
+    watch = Stopwatch()
+    with watch:
+        tokens, _ = data.load(settings, tokenizer)
+        packs = tokens.sequences(settings) if job["packing"] else None
+    return watch, tokens.dataset, packs
 
 
-def trl(job: dict, path: str) -> tuple[float, object, object]:
-    """(seconds, documents, packs or None); the documents are None when packed, TRL keeps only the packs."""
+def trl(job: dict, path: str) -> tuple[Stopwatch, object, object]:
+    """(time, documents, packs or None); the documents are None when packed, TRL keeps only the packs."""
     import datasets
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import SFTConfig, SFTTrainer
 
-    seconds = []
+    watch = Stopwatch()
 
     class Timed(SFTTrainer):
         def _prepare_dataset(self, *args, **kwargs):
-            started = time.perf_counter()
-            prepared = super()._prepare_dataset(*args, **kwargs)
-            seconds.append(time.perf_counter() - started)
-            return prepared
+            with watch:
+                return super()._prepare_dataset(*args, **kwargs)
 
     tokenizer = AutoTokenizer.from_pretrained(machine.TINY_MODEL)
     net = AutoModelForCausalLM.from_pretrained(machine.TINY_MODEL)
-    started = time.perf_counter()
-    rows = datasets.load_dataset("json", data_files=path, split="train")
-    seconds.append(time.perf_counter() - started)
+    with watch:
+        rows = datasets.load_dataset("json", data_files=path, split="train")
     with tempfile.TemporaryDirectory() as folder:
         config = SFTConfig(
             output_dir=folder,
@@ -64,7 +81,7 @@ def trl(job: dict, path: str) -> tuple[float, object, object]:
             report_to="none",
         )
         prepared = Timed(net, config, train_dataset=rows, processing_class=tokenizer).train_dataset
-    return sum(seconds), None if job["packing"] else prepared, prepared if job["packing"] else None
+    return watch, None if job["packing"] else prepared, prepared if job["packing"] else None
 
 
 def main() -> None:
@@ -75,8 +92,9 @@ def main() -> None:
     if job["one_by_one"]:  # edge cases: ids and labels of each file, or why it was refused
         result = [_edge(prepare, job, path) for path in job["paths"]]
     else:
-        seconds, documents, packs = prepare(job, job["paths"][0])
-        result = {"seconds": seconds, "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+        watch, documents, packs = prepare(job, job["paths"][0])
+        result = {"seconds": watch.seconds, "cpu_seconds": watch.cpu_seconds}
+        result |= {"peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
         if job["dump"]:
             columns = documents.select_columns(["input_ids", "labels"])
             columns.to_parquet(job["dump"])
