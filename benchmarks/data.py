@@ -251,7 +251,10 @@ def markdown(record: dict) -> list[str]:
         f"Median of {record['options']['rounds']} alternating rounds, a fresh process and an empty cache each, ",
     ]
     lines[-1] += "pinned to one core per worker (TRL: `dataset_num_proc`); imports and models are not timed; "
-    lines[-1] += f"max_length {record['options']['max_length']}."
+    lines[-1] += (
+        f"max_length {record['options']['max_length']}. CPU s: processor time of all threads and child processes, "
+    )
+    lines[-1] += "which other work on the machine changes least."
     lines += [
         "",
         "| rows | tool | workers | seconds (each round) | rows/s | tokens/s | CPU s | sequences | TRL s / this | TRL CPU s / this |",
