@@ -98,6 +98,7 @@ def measure(tool: str, python: str, paths: list[Path], options, workers=1, messa
         "assistant_only_loss": messages,
         "dump": dump and str(dump),
         "one_by_one": edges,
+        "count": True,
     }
     with tempfile.TemporaryDirectory() as cache:
         process = subprocess.run(
@@ -304,7 +305,12 @@ def big(options) -> None:
                 seed += 1
                 file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in chat_rows(1000, seed))
         job = {"paths": [str(path)], "max_length": options.max_length, "packing": options.packing, "dump": None}
-        job |= {"workers": options.workers[-1], "flags": shlex.split(options.flags), "one_by_one": False}
+        job |= {
+            "workers": options.workers[-1],
+            "flags": shlex.split(options.flags),
+            "one_by_one": False,
+            "count": False,
+        }
         process = psutil.Popen(
             [sys.executable, str(PREPARE), "zerofit", json.dumps(job)],
             env=machine.environment(name, ours=True),
@@ -331,10 +337,9 @@ def big(options) -> None:
     record |= {"peak_bytes": peak, "packing": options.packing}
     lines = ["# Memory while preparing a large file", "", *machine.describe(facts, record["versions"]), ""]
     lines.append(
-        f"{size / 1e9:g} GB of JSONL, {seed * 1000:,} rows, {result['tokens']:,} tokens"
+        f"{size / 1e9:g} GB of JSONL, {seed * 1000:,} rows"
         f"{', packed' if options.packing else ''}: {result['seconds']:.1f} s, "
-        f"peak resident memory of all its processes {peak / 1e9:.2f} GB ({peak / size:.2f} x the file; pages of the "
-        "mapped cache file included)."
+        f"peak resident memory of all its processes {peak / 1e9:.2f} GB ({peak / size:.2f} x the file)."
     )
     machine.save("data-big", lines, record)
 

@@ -98,8 +98,9 @@ def main() -> None:
         if job["dump"]:
             columns = documents.select_columns(["input_ids", "labels"])
             columns.to_parquet(job["dump"])
-        column = packs if documents is None else documents
-        result["tokens"] = sum(sum(map(len, part["input_ids"])) for part in column.iter(1000))
+        if job["count"]:  # not for --big: reading the mapped cache file would make its pages resident
+            column = packs if documents is None else documents
+            result["tokens"] = sum(sum(map(len, part["input_ids"])) for part in column.iter(1000))
         result["documents"] = sum(map(len, packs["seq_lengths"])) if documents is None else len(documents)
         result["packs"] = None if packs is None else len(packs)
         result["versions"] = machine.versions()
