@@ -33,6 +33,7 @@ PY := $(abspath $(ENV))/bin/python
 endif
 STAMP := $(PREFIX)/.zerofit-installed
 DEV_STAMP := $(PREFIX)/.zerofit-dev-installed
+PEERS_STAMP := .venv-peers/.installed
 export PATH := $(abspath $(PREFIX))/bin:$(PATH)
 
 # one variable -> one flag of the same name; OUT is transformers' output_dir
@@ -42,10 +43,10 @@ KNOBS = $(if $(ZERO),--zero="$$ZERO") $(if $(OFFLOAD),--offload="$$OFFLOAD") $(i
 SHOW = $(if $(filter show,$(MAKECMDGOALS)),--show)
 LAUNCH = PYTHON="$(PY)" launchers/local.sh --gpus="$$GPUS" --launcher="$$LAUNCHER" --port="$$PORT" --args="$$ARGS" $(SHOW)
 
-.PHONY: help sft lora show data install lint test test-all clean
+.PHONY: help sft lora show data install lint test test-all bench-peers clean
 help: ## this list
 	@echo 'zerofit: fine-tune language models with Accelerate and DeepSpeed ZeRO'
-	@echo; grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | awk -F'\t' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@echo; grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | awk -F'\t' '{printf "  make %-11s %s\n", $$1, $$2}'
 	@echo; echo '  GPUS=n  ZERO=0|1|2|3  OFFLOAD=none|optimizer|all  MODEL=folder-or-hub-id  DATA=file-folder-or-hub-id'
 	@echo '  CONFIG=file.yaml  OUT=run-folder  ARGS="--any_flag value"  PORT=n  LAUNCHER=torchrun|accelerate|deepspeed'
 	@echo; echo '  make sft GPUS=4 ZERO=3 MODEL=Qwen/Qwen3-8B DATA=data.jsonl'
@@ -77,8 +78,11 @@ test: $(DEV_STAMP) ## the tests (real DeepSpeed on two CPU processes; under 15 m
 test-all: $(DEV_STAMP) ## the long matrix too
 	@$(PY) -m pytest -m 'slow or not slow'
 
-clean: ## remove .venv and caches (runs/ stays)
-	rm -rf .venv .pytest_cache .ruff_cache src/*.egg-info
+bench-peers: $(STAMP) $(PEERS_STAMP) ## data preparation side by side with TRL, which goes into .venv-peers; ARGS="--data x.jsonl"
+	@set -f; $(PY) benchmarks/data.py --peers .venv-peers/bin/python $$ARGS
+
+clean: ## remove .venv, .venv-peers and caches (runs/ stays)
+	rm -rf .venv .venv-peers .pytest_cache .ruff_cache src/*.egg-info
 
 # --- installation: once, and again when the pins change ---
 PIP = $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
@@ -95,4 +99,11 @@ $(STAMP): pyproject.toml constraints.txt
 
 $(DEV_STAMP): $(STAMP)
 	@$(PIP) -e '.[dev]'
+	@touch "$@"
+
+# what zerofit is measured against: the same pins, and never in zerofit's own environment
+$(PEERS_STAMP): constraints.txt
+	@test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
+	@echo 'installing TRL into .venv-peers (a few minutes, once)'
+	@.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch 'trl==1.16.*' transformers
 	@touch "$@"

@@ -1,0 +1,365 @@
+"""How fast rows become tokens with labels, next to TRL's SFTTrainer, and whether the labels are the same.
+
+python benchmarks/data.py                                    # zerofit on a synthetic chat set
+python benchmarks/data.py --data gsm8k.jsonl --packing       # on a file too, with packing
+make bench-peers ARGS="--data gsm8k.jsonl"                   # side by side with TRL, in an environment of its own
+python benchmarks/data.py --big 2                            # peak memory while preparing 2 GB of JSONL
+
+Every measurement is a fresh process with an empty cache, pinned to as many cores as it has workers; rounds alternate
+between the tools; medians are shown. Tokenizer: examples/tiny/model. Results: benchmarks/results/.
+"""
+
+import argparse
+import difflib
+import json
+import random
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import machine
+
+PREPARE = Path(__file__).with_name("prepare.py")
+WORDS = (
+    "the a of to and in is it you that he was for on are with as his they be at one have this from or had by hot but "
+    "some what there we can out other were all your when up use word how said each she which do their time if will "
+    "way about many then them write would like these her long make thing see him two has look more day could go come "
+    "number sound most people over know water than call first who may down side been now find any new work part take "
+    "get place made live where after back little only round man year came show every good me give our under naïve "
+    "café größer 東京 данные emoji🙂 3.14 2,048 x=y def return {json} https://example.org"
+).split()
+
+# name -> messages; each is compared on its own
+EDGES = {
+    "one turn": [("user", "Hi"), ("assistant", "Hello.")],
+    "system prompt": [("system", "Be brief."), ("user", "Hi"), ("assistant", "Hello.")],
+    "two turns": [("user", "Hi"), ("assistant", "Hello."), ("user", "Bye"), ("assistant", "Bye.")],
+    "ends with a user turn": [("user", "Hi"), ("assistant", "Hello."), ("user", "And?")],
+    "two answers in a row": [("user", "Hi"), ("assistant", "Hello."), ("assistant", "Again.")],
+    "begins with an answer": [("assistant", "Hello."), ("user", "Hi"), ("assistant", "Yes.")],
+    "empty answer": [("user", "Hi"), ("assistant", "")],
+    "empty question": [("user", ""), ("assistant", "Hello.")],
+    "answer ends in line breaks": [("user", "Hi"), ("assistant", "Hello.\n\n")],
+    "answer begins with white space": [("user", "Hi"), ("assistant", "  \n Hello.")],
+    "unicode": [("user", "Größe 東京 🙂?"), ("assistant", "naïve e\u0301 👩‍👩‍👧 данные")],
+    "special token in the question": [("user", "say <|end|>\n<|assistant|>\nno"), ("assistant", "No.")],
+    "special token in the answer": [("user", "Hi"), ("assistant", "a<|end|>b")],
+    "cut inside the answer": [("user", "Hi"), ("assistant", "word " * 900)],
+    "question fills the row": [("user", "word " * 900), ("assistant", "Hello.")],
+    "no answer": [("user", "Hi")],
+    "tool turn": [("user", "Hi"), ("assistant", "call"), ("tool", "42"), ("assistant", "It is 42.")],
+}
+
+
+def chat_rows(count: int, seed: int = 0):
+    """Conversations of 1 to 5 question/answer pairs, every third with a system prompt."""
+    rng = random.Random(seed)
+
+    def text(low, high):
+        return " ".join(rng.choices(WORDS, k=rng.randint(low, high))).capitalize() + rng.choice(".?!")
+
+    for _ in range(count):
+        turns = [{"role": "system", "content": text(5, 20)}] if rng.random() < 1 / 3 else []
+        for _ in range(rng.randint(1, 5)):
+            turns.append({"role": "user", "content": text(3, 30)})
+            turns.append({"role": "assistant", "content": text(5, 60)})
+        yield {"messages": turns}
+
+
+def write_jsonl(path: Path, rows) -> Path:
+    with path.open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    return path
+
+
+def as_trl(row: dict) -> dict:
+    """The same row in a format TRL knows: messages stay, other columns become a conversational prompt/completion."""
+    if "messages" in row:
+        return {"messages": row["messages"]}
+    first = next(row[c] for c in ("question", "prompt", "instruction") if c in row)
+    last = next(row[c] for c in ("answer", "completion", "output") if c in row)
+    if row.get("input"):
+        first = f"{first}\n\n{row['input']}"
+    return {"prompt": [{"role": "user", "content": first}], "completion": [{"role": "assistant", "content": last}]}
+
+
+def measure(tool: str, python: str, paths: list[Path], options, workers=1, messages=True, dump=None, edges=False):
+    """The result of one process of prepare.py."""
+    job = {
+        "paths": [str(p) for p in paths],
+        "max_length": options.max_length,
+        "packing": options.packing and not dump and not edges,
+        "workers": workers,
+        "flags": shlex.split(options.flags),
+        "assistant_only_loss": messages,
+        "dump": dump and str(dump),
+        "one_by_one": edges,
+        "count": True,
+    }
+    with tempfile.TemporaryDirectory() as cache:
+        process = subprocess.run(
+            [python, str(PREPARE), tool, json.dumps(job)],
+            env=machine.environment(cache, ours=tool == "zerofit"),
+            capture_output=True,
+            text=True,
+        )
+    if process.returncode:
+        sys.exit(f"{tool} failed:\n{process.stdout[-2000:]}{process.stderr[-4000:]}")
+    return json.loads(process.stdout.strip().splitlines()[-1])
+
+
+def compare(ours: Path, theirs: Path, tokenizer) -> dict:
+    """Labels of two prepared sets, token for token, over rows aligned by their input_ids."""
+    import pyarrow.parquet as pq
+
+    sets = [pq.read_table(path).to_pydict() for path in (ours, theirs)]
+    keys = [[hash(tuple(ids)) for ids in s["input_ids"]] for s in sets]
+    found = {"rows_compared": 0, "rows_equal": 0, "tokens_compared": 0, "kinds": {}}
+
+    def note(kind, example):
+        entry = found["kinds"].setdefault(kind, {"count": 0, "example": example})
+        entry["count"] += 1
+
+    for tag, a, a_end, b, b_end in difflib.SequenceMatcher(None, *keys, autojunk=False).get_opcodes():
+        if tag != "equal":
+            if a_end > a:
+                note("row prepared by zerofit only, or with other input_ids", {"zerofit_row": a})
+            if b_end > b:
+                note("row prepared by TRL only, or with other input_ids", {"trl_row": b})
+            continue
+        for i, j in zip(range(a, a_end), range(b, b_end), strict=True):
+            ids, mine, its = sets[0]["input_ids"][i], sets[0]["labels"][i], sets[1]["labels"][j]
+            found["rows_compared"] += 1
+            found["rows_equal"] += mine == its
+            found["tokens_compared"] += len(ids)
+            for position, (x, y) in enumerate(zip(mine, its, strict=True)):
+                if x != y:
+                    note(*_difference(tokenizer, ids, i, position, x))
+    return found
+
+
+def _difference(tokenizer, ids: list[int], row: int, position: int, mine: int) -> tuple[str, dict]:
+    """(kind, example) of one token that only one of the two trains on."""
+    token = tokenizer.decode([ids[position]])
+    who = "TRL" if mine == -100 else "zerofit"
+    where = "the last token of the row" if position == len(ids) - 1 else "inside the row"
+    around = tokenizer.decode(ids[max(0, position - 6) : position + 3])
+    return f"{who} alone trains on {token!r}, {where}", {"row": row, "position": position, "around": around}
+
+
+def compare_edges(options, folder: Path, tokenizer) -> list[dict]:
+    """Each edge case on its own: the same ids and labels, or what is different."""
+    paths = []
+    for number, turns in enumerate(EDGES.values()):
+        rows = [{"messages": [{"role": role, "content": content} for role, content in turns]}]
+        paths.append(write_jsonl(folder / f"edge{number}.jsonl", rows))
+    ours = measure("zerofit", sys.executable, paths, options, edges=True)
+    theirs = measure("trl", options.peers, paths, options, edges=True)
+    found = []
+    for name, mine, its in zip(EDGES, ours, theirs, strict=True):
+        if mine == its or ("refused" in mine and "refused" in its):
+            words = "the same" if mine == its else "refused or dropped by both"
+        elif "refused" in mine or "refused" in its:
+            words = "only one prepares it"
+        elif mine["input_ids"] != its["input_ids"]:
+            words = f"other tokens: {len(mine['input_ids'])} in zerofit, {len(its['input_ids'])} in TRL"
+        else:
+            ids, labels = mine["input_ids"], zip(mine["labels"], its["labels"], strict=True)
+            kinds = [_difference(tokenizer, ids, 0, i, x)[0] for i, (x, y) in enumerate(labels) if x != y]
+            words = "; ".join(sorted(set(kinds)))
+        if "refused" in mine or "refused" in its:
+            words += f" (zerofit: {mine.get('refused', 'prepared')}; TRL: {its.get('refused', 'prepared')})"
+        found.append({"case": name, "result": words})
+    return found
+
+
+def run(options) -> None:
+    """Measure, compare, and write the results."""
+    facts = machine.facts()
+    tools = {"zerofit": sys.executable} | ({"trl": options.peers} if options.peers else {})
+    record = {
+        "machine": facts,
+        "options": {k: getattr(options, k) for k in ("rounds", "max_length", "packing", "flags")},
+    }
+    record |= {"sets": [], "versions": {}, "differences": {}}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        files = {f"synthetic chat, {options.rows:,} rows": write_jsonl(folder / "chat.jsonl", chat_rows(options.rows))}
+        files |= {f"{path.parent.name}/{path.name}": path for path in options.data}
+        for title, path in files.items():
+            with path.open(encoding="utf-8") as file:
+                rows = [json.loads(line) for line in file if line.strip()]
+            converted = write_jsonl(folder / "trl.jsonl", map(as_trl, rows))
+            inputs = {"zerofit": path, "trl": converted}
+            messages = "messages" in rows[0]
+            times = {(tool, workers): [] for workers in options.workers for tool in tools}
+            for number in range(options.rounds):
+                for (tool, workers), results in times.items():
+                    result = measure(tool, tools[tool], [inputs[tool]], options, workers, messages)
+                    record["versions"][tool] = result.pop("versions")
+                    results.append(result)
+                    print(
+                        f"{title}: round {number + 1}, {tool}, workers {workers}: {result['seconds']:.2f} s", flush=True
+                    )
+            for (tool, workers), results in times.items():
+                seconds = statistics.median(r["seconds"] for r in results)
+                record["sets"].append(
+                    {"set": title, "tool": tool, "workers": workers, "rows": len(rows), "seconds": seconds}
+                    | {"all_seconds": [r["seconds"] for r in results]}
+                    | {"cpu_seconds": statistics.median(r["cpu_seconds"] for r in results)}
+                    | {"rows_per_second": len(rows) / seconds, "tokens_per_second": results[0]["tokens"] / seconds}
+                    | {k: results[0][k] for k in ("documents", "tokens", "packs")}
+                    | {"peak_bytes": max(r["peak_bytes"] for r in results)}
+                )
+            if options.peers:
+                record["differences"][title] = differences(options, folder, inputs, messages)
+        if options.peers:
+            record["edges"] = compare_edges(options, folder, _tokenizer())
+    suffix = "-packing" if options.packing else ""
+    machine.save(f"data{suffix}", markdown(record), record)
+
+
+def _tokenizer():
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(machine.TINY_MODEL)
+
+
+def differences(options, folder: Path, inputs: dict[str, Path], messages: bool) -> dict[str, dict]:
+    """TRL's setting -> what is different with it. Rows that are no messages are compared with both of its masks."""
+    ours = folder / "zerofit.parquet"
+    measure("zerofit", sys.executable, [inputs["zerofit"]], options, dump=ours)
+    masks = {"assistant_only_loss": True} | ({} if messages else {"completion_only_loss (its default)": False})
+    found = {}
+    for name, assistant_only in masks.items():
+        theirs = folder / "trl.parquet"
+        measure("trl", options.peers, [inputs["trl"]], options, messages=assistant_only, dump=theirs)
+        found[name] = compare(ours, theirs, _tokenizer())
+    return found
+
+
+def markdown(record: dict) -> list[str]:
+    """The record as lines for people."""
+    what = "load + template + mask" + (" + pack" if record["options"]["packing"] else "")
+    lines = [f"# Data preparation: {what}", ""]
+    lines += machine.describe(record["machine"], record["versions"])
+    lines += [
+        "",
+        f"Median of {record['options']['rounds']} alternating rounds, a fresh process and an empty cache each, ",
+    ]
+    lines[-1] += "pinned to one core per worker (TRL: `dataset_num_proc`); imports and models are not timed; "
+    lines[-1] += (
+        f"max_length {record['options']['max_length']}. CPU s: processor time of all threads and child processes, "
+    )
+    lines[-1] += "which other work on the machine changes least."
+    lines += [
+        "",
+        "| rows | tool | workers | seconds (each round) | rows/s | tokens/s | CPU s | sequences | TRL s / this | TRL CPU s / this |",
+    ]
+    lines.append("|---|---|---:|---|---:|---:|---:|---:|---:|---:|")
+    for entry in record["sets"]:
+        peer = [
+            e for e in record["sets"] if (e["set"], e["workers"], e["tool"]) == (entry["set"], entry["workers"], "trl")
+        ]
+        ratios = " | ".join(f"{peer[0][k] / entry[k]:.2f}x" if peer else "" for k in ("seconds", "cpu_seconds"))
+        rounds = ", ".join(f"{s:.2f}" for s in entry["all_seconds"])
+        lines.append(
+            f"| {entry['set']} | {entry['tool']} | {entry['workers']} | {entry['seconds']:.2f} ({rounds}) | "
+            f"{entry['rows_per_second']:,.0f} | {entry['tokens_per_second']:,.0f} | "
+            f"{entry['cpu_seconds']:.2f} | {entry['packs'] or entry['documents']:,} | {ratios} |"
+        )
+    for title, by_mask in record["differences"].items():
+        for mask, found in by_mask.items():
+            lines += ["", f"**Labels, {title}, TRL with `{mask.split()[0]}`{mask[len(mask.split()[0]) :]}:** "]
+            lines[-1] += (
+                f"{found['rows_equal']:,} of {found['rows_compared']:,} aligned rows are equal token for token "
+            )
+            lines[-1] += f"({found['tokens_compared']:,} tokens)."
+            for kind, entry in found["kinds"].items():
+                lines.append(f"- {entry['count']:,} x {kind}; e.g. {json.dumps(entry['example'], ensure_ascii=False)}")
+    if "edges" in record:
+        lines += [
+            "",
+            "**Edge cases, one row each, TRL with `assistant_only_loss`:**",
+            "",
+            "| case | result |",
+            "|---|---|",
+        ]
+        lines += [f"| {e['case']} | {e['result'].replace('|', chr(92) + '|')} |" for e in record["edges"]]
+    return lines
+
+
+def big(options) -> None:
+    """Prepare a generated JSONL of that many gigabytes and say how much memory the processes held at most."""
+    import psutil
+
+    facts, size = machine.facts(), int(options.big * 1e9)
+    with tempfile.TemporaryDirectory() as name:
+        path, seed = Path(name) / "big.jsonl", 0
+        with path.open("w", encoding="utf-8") as file:
+            while file.tell() < size:
+                seed += 1
+                file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in chat_rows(1000, seed))
+        job = {"paths": [str(path)], "max_length": options.max_length, "packing": options.packing, "dump": None}
+        job |= {
+            "workers": options.workers[-1],
+            "flags": shlex.split(options.flags),
+            "one_by_one": False,
+            "count": False,
+        }
+        process = psutil.Popen(
+            [sys.executable, str(PREPARE), "zerofit", json.dumps(job)],
+            env=machine.environment(name, ours=True),
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        tree_peak = 0
+        while process.poll() is None:
+            resident = 0
+            for member in [process, *process.children(recursive=True)]:
+                try:
+                    resident += member.memory_info().rss
+                except psutil.NoSuchProcess:
+                    continue
+            tree_peak = max(tree_peak, resident)
+            time.sleep(0.1)
+        output = process.stdout.read()
+    if process.returncode:
+        sys.exit(f"zerofit failed:\n{output[-2000:]}")
+    result = json.loads(output.strip().splitlines()[-1])
+    found = result.pop("versions")
+    peak = max(tree_peak, result["peak_bytes"])
+    record = {"machine": facts, "versions": {"zerofit": found}, "bytes": size, "rows": seed * 1000, **result}
+    record |= {"peak_bytes": peak, "packing": options.packing}
+    lines = ["# Memory while preparing a large file", "", *machine.describe(facts, record["versions"]), ""]
+    lines.append(
+        f"{size / 1e9:g} GB of JSONL, {seed * 1000:,} rows"
+        f"{', packed' if options.packing else ''}: {result['seconds']:.1f} s, "
+        f"peak resident memory of all its processes {peak / 1e9:.2f} GB ({peak / size:.2f} x the file)."
+    )
+    machine.save("data-big", lines, record)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--data", type=Path, nargs="+", default=[], help="JSONL files to measure besides the synthetic set"
+    )
+    parser.add_argument("--rows", type=int, default=5000, help="rows of the synthetic chat set")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2], help="cores; for TRL dataset_num_proc too")
+    parser.add_argument("--max_length", type=int, default=1024)
+    parser.add_argument("--packing", action="store_true")
+    parser.add_argument("--flags", default="", help="more flags for zerofit, in one string")
+    parser.add_argument("--peers", help="python of an environment with TRL: measure it side by side and compare labels")
+    parser.add_argument("--big", type=float, metavar="GIGABYTES", help="only this: peak memory for a file of this size")
+    options = parser.parse_args()
+    big(options) if options.big else run(options)
+
+
+if __name__ == "__main__":
+    main()
