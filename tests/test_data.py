@@ -559,3 +559,106 @@ def test_collator_masks_padding_by_position_not_by_id():
     assert batch["input_ids"].shape == (2, 8)
     assert batch["labels"][0].tolist()[:3] == [-100, 1, -100]  # an end token that is also the pad token is trained
     assert batch["attention_mask"].sum(-1).tolist() == [2, 1]
+
+
+def test_text_and_chat_in_one_run_keep_their_control_tokens(tmp_path, tokenizer):
+    """Encoding plain text splits control words; the chat rows after it must not inherit that."""
+    write(tmp_path, "a.jsonl", [{"text": "plain <|end|> text"}])
+    write(tmp_path, "b.jsonl", [EQUAL_ROWS["messages"]] * 2)
+    train, _ = data.load(settings_for(tmp_path), tokenizer)
+    wanted = tokenizer.apply_chat_template(TURNS, return_dict=True)["input_ids"]
+    assert train.dataset[1]["input_ids"] == train.dataset[2]["input_ids"] == wanted
+
+
+def test_truncation_saved_in_the_tokenizer_does_not_cut_rows(tokenizer):
+    tokenizer.backend_tokenizer.enable_truncation(4)
+    tokenizer.backend_tokenizer.enable_padding(length=64)
+    ids, labels = encode(tokenizer, EQUAL_ROWS["messages"])
+    assert 4 < len(ids) < 64 and supervised_text(tokenizer, ids, labels) == "Hello.<|end|>"
+
+
+def test_eval_data_may_be_named_like_evaluation(tmp_path, tokenizer):
+    train_file = write(tmp_path, "train.jsonl", QA * 3)
+    write(tmp_path, "validation.jsonl", QA)
+    for value in (tmp_path / "validation.jsonl", tmp_path, tmp_path / "val*.jsonl"):
+        _, held_out = data.load(settings_for(train_file, "--eval_data", str(value)), tokenizer)
+        assert len(held_out) == 2, value
+
+
+def test_weights_never_leak_into_the_eval_rows(tmp_path, tokenizer):
+    file = write(tmp_path, "a.jsonl", [{"text": f"row {i}"} for i in range(20)])
+    train, held_out = data.load(settings_for(f"{file}:3", "--eval_fraction", "0.25"), tokenizer)
+    assert (len(train), len(held_out)) == (45, 5)
+    seen = {tuple(r["input_ids"]) for r in train.dataset}
+    assert len(seen) == 15 and not seen & {tuple(r["input_ids"]) for r in held_out.dataset}
+    assert train.statistics["rows_an_epoch"] == 45
+
+
+def test_mistakes_in_a_worker_end_the_run(tmp_path, tokenizer):
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if 'bad' in m['content'] %}{{ raise_exception('no') }}{% endif %}"
+        "{{ m['content'] }}<|end|>{% endfor %}"
+    )
+    rows_ = [{"question": "q", "answer": f"a{i}"} for i in range(9000)]
+    bad = write(tmp_path, "bad.jsonl", [*rows_[:4000], {"question": "bad", "answer": "x"}, *rows_])
+    with pytest.raises(UserError, match=r"bad.jsonl:4001: the chat template refuses"):
+        data.load(settings_for(bad, "--preprocessing_num_workers", "2"), tokenizer)
+    long = write(tmp_path, "long.jsonl", [*rows_, {"question": "q " * 99, "answer": "x"}, *rows_])
+    with pytest.raises(UserError, match="--truncation error"):
+        flags = ("--preprocessing_num_workers", "2", "--truncation", "error", "--max_length", "64")
+        data.load(settings_for(long, *flags), tokenizer)
+
+
+def test_a_killed_worker_ends_the_run(tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setattr(data, "_encode", _die)
+    file = write(tmp_path, "a.jsonl", QA * 2000)
+    with pytest.raises(UserError, match="a tokenising process was killed"):
+        data.load(settings_for(file, "--preprocessing_num_workers", "2"), tokenizer)
+
+
+def _die(chunk):
+    import os
+    import signal
+
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_an_end_token_that_swallows_white_space_is_trained(tokenizer):
+    """Phi-3's <|end|> is such a token: its span reaches over the line break behind it."""
+    from tokenizers import AddedToken
+
+    tokenizer.add_special_tokens({"additional_special_tokens": [AddedToken("<|stop|>", rstrip=True, special=True)]})
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['content'] }}<|stop|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+    )
+    ids, labels = encode(tokenizer, LONG)
+    stop = tokenizer.convert_tokens_to_ids("<|stop|>")
+    assert labels.count(stop) == 2 and ids.count(stop) == 5
+    assert supervised_text(tokenizer, ids, labels) == "First: ünï 🙂<|stop|>Second.<|stop|>"
+
+
+def test_a_template_that_drops_text_is_refused(tokenizer):
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "message['content'] + '<|end|>' }}{% endgen", "message['content'].split('</think>')[-1] + '<|end|>' }}{% endgen"
+    )
+    turns = [TURNS[0], {"role": "assistant", "content": "<think>because</think>yo"}]
+    with pytest.raises(UserError, match="turn 2: the chat template leaves out or changes the text of this assistant"):
+        encode(tokenizer, {"messages": turns})
+
+
+def test_tool_arguments_become_objects():
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    parsed = chat.parse("here", {"messages": turns}, "messages")
+    assert parsed.turns[1]["tool_calls"][0]["function"]["arguments"] == {"x": 1}
+    turns[1]["tool_calls"] = [{"function": {"arguments": "{x"}}]
+    with pytest.raises(UserError, match="here: turn 2: 'tool_calls' is not a list of calls"):
+        chat.parse("here", {"messages": turns}, "messages")
+
+
+def test_a_damaged_fact_file_is_rebuilt(tmp_path, tokenizer):
+    first, _ = data.load(settings_for(write(tmp_path, "a.jsonl", QA * 5)), tokenizer)
+    for damage in ("{", "{}", "null"):
+        (data.cache_folder() / f"{first.fingerprint}.json").write_text(damage)
+        assert len(data.load(settings_for(tmp_path / "a.jsonl"), tokenizer)[0]) == 10

@@ -160,6 +160,8 @@ def _tokens(place: str, row: dict) -> dict:
     for name, values in (("input_ids", ids), ("labels", labels)):
         if not isinstance(values, list) or not values or not all(type(v) is int for v in values):
             raise UserError(f"{place}: column {name!r} must be a list of whole numbers that is not empty.")
+    if any(label != IGNORE and label < 0 for label in labels):
+        raise UserError(f"{place}: labels must be token ids or {IGNORE}.")
     if len(ids) != len(labels):
         raise UserError(f"{place}: input_ids has {len(ids)} entries, labels {len(labels)}; they must be as many.")
     return {"input_ids": ids, "labels": labels}
@@ -202,11 +204,29 @@ def _turn(place: str, i: int, message: Any) -> tuple[dict, bool]:
     if content is None and calls:
         content = ""
     turn = {"role": ROLES[role], "content": _string(place, f"content of turn {i}", content)}
+    if calls:
+        message = message | {"tool_calls": _calls(place, i, calls)}
     turn |= {k: message[k] for k in ("tool_calls", "tool_call_id", "name") if message.get(k) is not None}
     train = message.get("train", message.get("weight", True))
     if train is not None and not isinstance(train, bool | int | float):
         raise UserError(f"{place}: turn {i}: 'train' must be true or false, found {train!r}.")
     return turn, turn["role"] == "assistant" and bool(train if train is not None else True)
+
+
+def _calls(place: str, i: int, calls: Any) -> list[dict]:
+    """Tool calls with their arguments as objects; OpenAI writes them as a JSON string, which templates encode again."""
+    try:
+        json.dumps(calls, ensure_ascii=False).encode()
+        out = []
+        for call in calls:
+            function = call.get("function", call)
+            arguments = function.get("arguments")
+            if isinstance(arguments, str):
+                function = function | {"arguments": json.loads(arguments)}
+            out.append(call | {"function": function} if "function" in call else function)
+        return out
+    except (AttributeError, TypeError, ValueError):
+        raise UserError(f"{place}: turn {i}: 'tool_calls' is not a list of calls with JSON arguments.") from None
 
 
 def _check_order(place: str, turns: list[dict]) -> None:
@@ -237,8 +257,16 @@ class Encoder:
         self.marked = re.search(r"\{%-?\s*generation\s*-?%\}", tokenizer.chat_template) is not None
         words = {t.content for t in tokenizer.added_tokens_decoder.values() if t.special}
         words |= {w for w in tokenizer.all_special_tokens if w}
+        self.special_ids = {i for i, t in tokenizer.added_tokens_decoder.items() if t.special} | set(
+            tokenizer.all_special_ids
+        )
         # longest first; the end token is always one of them (load_tokenizer insists on it)
         self.control = re.compile("|".join(map(re.escape, sorted(words, key=len, reverse=True))))
+
+        # An end of turn need not be marked special, as long as it is one token and the template writes it.
+        ends = {t.content for t in tokenizer.added_tokens_decoder.values() if t.content in tokenizer.chat_template}
+        ends = {w for w in words | ends if w.strip()}
+        self.ends = re.compile("|".join(map(re.escape, sorted(ends, key=len, reverse=True))))
 
     def encode(self, rows: list[tuple[str, Conversation | str | dict]]) -> list[tuple[list[int], list[int]]]:
         """[(place, parsed row)] -> [(input_ids, labels)], in order; labels are IGNORE where there is no loss."""
@@ -246,7 +274,7 @@ class Encoder:
         texts, spans, slots = [], [], []
         for i, (place, content) in enumerate(rows):
             if isinstance(content, dict):
-                self._check_ids(place, content["input_ids"])
+                self._check_ids(place, [*content["input_ids"], *(t for t in content["labels"] if t != IGNORE)])
                 out[i] = content["input_ids"], content["labels"]
             elif isinstance(content, str):
                 out[i] = self._plain(content)
@@ -258,9 +286,13 @@ class Encoder:
                 spans.append(found)
                 slots.append(i)
         if texts:
-            encodings = self.tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False)
+            backend = self.tokenizer.backend_tokenizer
+            backend.encode_special_tokens = False  # split_special_tokens calls elsewhere leave it on
+            backend.no_truncation()  # tokenizer.json may carry both
+            backend.no_padding()
+            encodings = backend.encode_batch(texts, add_special_tokens=False)
             for i, encoding, text, found in zip(slots, encodings, texts, spans, strict=True):
-                out[i] = _labelled(encoding, len(text), found)
+                out[i] = _labelled(encoding, len(text), found, self.special_ids)
         return out
 
     def _check_ids(self, place: str, ids: list[int]) -> None:
@@ -278,6 +310,11 @@ class Encoder:
     def _has_control_words(self, conversation: Conversation) -> bool:
         return any(self.control.search(t["content"]) for t in conversation.turns)
 
+    def _tokens(self, text: str) -> list[int]:
+        backend = self.tokenizer.backend_tokenizer
+        backend.encode_special_tokens = False
+        return backend.encode(text, add_special_tokens=False).ids
+
     def _text(self, place: str, conversation: Conversation, turns: int | None = None, prompt: bool = False) -> str:
         from jinja2 import TemplateError
 
@@ -285,7 +322,7 @@ class Encoder:
             return self.tokenizer.apply_chat_template(
                 conversation.turns[:turns], tools=conversation.tools, tokenize=False, add_generation_prompt=prompt
             )
-        except (TemplateError, TypeError) as error:
+        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             raise UserError(f"{place}: the chat template refuses this conversation: {error}.") from None
 
     def _render(self, place: str, conversation: Conversation) -> tuple[str, list[tuple[int, int]]]:
@@ -294,6 +331,7 @@ class Encoder:
         if self.train_on == "all":
             return whole, [(0, len(whole))]
         answers = self._marked_answers(whole, marks, conversation) or self._prefixes(place, whole, conversation)
+        self._check_nothing_lost(place, whole, conversation, answers)
         for i, _, end in answers:
             if not self._ends_with_control_word(whole[:end]):
                 raise UserError(
@@ -306,9 +344,19 @@ class Encoder:
         chosen = answers[-1:] if self.train_on == "last_turn" else [a for a in answers if conversation.trained[a[0]]]
         return whole, [(start, end) for _, start, end in chosen]
 
+    def _check_nothing_lost(self, place: str, whole: str, conversation: Conversation, answers: list) -> None:
+        """Raises: UserError naming the turn whose text the template leaves out or changes."""
+        spans = {i: whole[start:end] for i, start, end in answers}
+        for i, turn in enumerate(conversation.turns):
+            if turn["role"] != "tool" and turn["content"].strip() not in spans.get(i, whole):
+                raise UserError(
+                    f"{place}: turn {i + 1}: the chat template leaves out or changes the text of this {turn['role']} "
+                    "turn, so something else than the data would be trained; name another with --chat_template."
+                )
+
     def _ends_with_control_word(self, text: str) -> bool:
         tail = text[-64:]
-        return any(m.end() == len(tail) for m in self.control.finditer(tail))
+        return any(m.end() == len(tail) for m in self.ends.finditer(tail))
 
     def _whole(self, place: str, conversation: Conversation) -> tuple[str, list[tuple[int, int]]]:
         """The conversation as text and the spans inside the template's {% generation %} marks."""
@@ -322,7 +370,7 @@ class Encoder:
                 conversations=[conversation.turns], tools=conversation.tools, chat_template=self.tokenizer.chat_template,
                 return_assistant_tokens_mask=True, **self.tokenizer.special_tokens_map,
             )  # fmt: skip
-        except (TemplateError, TypeError) as error:
+        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             raise UserError(f"{place}: the chat template refuses this conversation: {error}.") from None
         return texts[0], marks[0]
 
@@ -333,7 +381,7 @@ class Encoder:
             return []
         answers = []
         for i, (start, end) in zip(turns, marks, strict=True):
-            if not self._ends_with_control_word(whole[:end]) and (match := self.control.match(whole, end)):
+            if not self._ends_with_control_word(whole[:end]) and (match := self.ends.match(whole, end)):
                 end = match.end()  # marks around the text alone: the end token belongs to the answer
             answers.append((i, start, end))
         return answers
@@ -365,7 +413,7 @@ class Encoder:
         found = whole.find(content.strip(), start)
         if found < 0 or not content.strip() or self.control.search(whole, start, found):
             return None
-        match = re.compile(rf"\s*(?:{self.control.pattern})").match(whole, found + len(content.strip()))
+        match = re.compile(rf"\s*(?:{self.ends.pattern})").match(whole, found + len(content.strip()))
         return match.end() if match else None
 
     def _pieces(self, place: str, conversation: Conversation) -> tuple[list[int], list[int]]:
@@ -386,15 +434,18 @@ class Encoder:
                 if not part:
                     continue
                 is_word = part.startswith("\ue000")
-                tokens = self.tokenizer(
-                    words[int(part[1:-1])] if is_word else part, add_special_tokens=False, split_special_tokens=is_word
-                )["input_ids"]
+                # A control word cut in two is encoded as the letters that it is made of.
+                word = words[int(part[1:-1])] if is_word else part
+                halves = (word[:1], word[1:]) if is_word else (word,)
+                tokens = [t for half in halves for t in self._tokens(half)]
                 ids += tokens
                 labels += tokens if inside else [IGNORE] * len(tokens)
         return ids, labels
 
 
-def _labelled(encoding, length: int, spans: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
+def _labelled(
+    encoding, length: int, spans: list[tuple[int, int]], special_ids: set[int]
+) -> tuple[list[int], list[int]]:
     """(ids, labels) of one encoded text; a token carries loss when it holds a character of a span."""
     ids = encoding.ids
     labels = [IGNORE] * len(ids)
@@ -402,8 +453,15 @@ def _labelled(encoding, length: int, spans: list[tuple[int, int]]) -> tuple[list
         first = _token_at(encoding, start, end, length)
         if first is None:
             continue
-        last = _token_at(encoding, end, length, length)
-        last = len(ids) if last is None else max(last, first + 1)
+        if ids[first] in special_ids and encoding.token_to_chars(first)[0] < start:
+            first += 1  # a control token that swallowed the white space behind it
+        last = first
+        for position in range(end - 1, start - 1, -1):
+            if (index := encoding.char_to_token(position)) is not None:
+                last = index + 1
+                break
+        while last < len(ids) and last and encoding.token_to_chars(last) == encoding.token_to_chars(last - 1):
+            last += 1  # one character in several tokens
         labels[first:last] = ids[first:last]
     return ids, labels
 

@@ -1,5 +1,6 @@
 """Training and evaluation sets: files -> tokens -> an Arrow file that every rank maps, in the same order everywhere."""
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -7,10 +8,11 @@ import math
 import multiprocessing
 import os
 import tempfile
-import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +21,7 @@ import torch
 from . import chat, rows
 from .errors import UserError
 
-CACHE_VERSION = 2  # raise it when the tokens of a row change
+CACHE_VERSION = 3  # raise it when the tokens of a row change
 CHUNK = 500  # rows encoded at once
 COUNTS = ("rows", "kept", "dropped_no_answer_left", "dropped_too_long", "truncated", "tokens", "supervised_tokens")
 
@@ -31,6 +33,7 @@ class Tokens:
     dataset: object
     statistics: dict
     fingerprint: str
+    weights: list[float] | None = None  # how often each row counts in an epoch; None: once
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -49,7 +52,8 @@ def load(settings, tokenizer) -> tuple[Tokens, Tokens | None]:
     if not train:
         raise UserError(f"--data {' '.join(settings.data)}: holds only evaluation files; training needs one more.")
     if settings.eval_data:
-        held_out = rows.find(settings.eval_data, settings.data_config, settings.data_split)[0]
+        named, marked = rows.find(settings.eval_data, settings.data_config, settings.data_split)
+        held_out = marked or named  # a folder's or hub set's own eval split, else all that is named
     if settings.eval_fraction and held_out:
         raise UserError("--eval_fraction: the data already has an eval split; use one of the two.")
     encoder = chat.Encoder(tokenizer, settings.train_on)
@@ -57,7 +61,7 @@ def load(settings, tokenizer) -> tuple[Tokens, Tokens | None]:
     eval_set = _prepare(held_out, settings, encoder, None) if held_out else None
     if settings.eval_fraction:
         train_set, eval_set = _split(train_set, settings)
-    return train_set, eval_set
+    return _repeated(train_set), eval_set
 
 
 def _fingerprint(sources: list[rows.Source], settings, tokenizer, limit: int | None) -> str:
@@ -77,6 +81,7 @@ def _fingerprint(sources: list[rows.Source], settings, tokenizer, limit: int | N
     options = [
         CACHE_VERSION, [s.weight for s in sources], settings.max_length, limit, settings.data_format, settings.columns,
         settings.train_on, settings.truncation, tokenizer.chat_template, tokenizer.eos_token_id,
+        tokenizer.special_tokens_map,
     ]  # fmt: skip
     digest.update(json.dumps(options).encode())
     digest.update(tokenizer.backend_tokenizer.to_str().encode())
@@ -121,32 +126,49 @@ def _prepare(sources: list[rows.Source], settings, encoder: chat.Encoder, limit:
     folder = cache_folder()
     table, facts = folder / f"{fingerprint}.arrow", folder / f"{fingerprint}.json"
     with FileLock(str(table) + ".lock"):  # the first process prepares, the others wait here, outside any collective
-        statistics = json.loads(facts.read_text()) if facts.exists() else None
-        if statistics is None or not table.exists() or _checksum(table) != statistics["checksum"]:
+        statistics = _read_facts(facts)
+        if not statistics or not table.exists() or _checksum(table) != statistics["checksum"]:
             statistics = _write(table, sources, settings, encoder, limit)
             statistics["checksum"] = _checksum(table)
             aside = facts.with_suffix(".tmp")
             aside.write_text(json.dumps(statistics))
             os.replace(aside, facts)  # last: a half-written table is never taken for a whole one
-    return Tokens(Dataset.from_file(str(table)), statistics, fingerprint)
+    weights = [weight for kept, weight in statistics["sources"] for _ in range(kept)]
+    return Tokens(Dataset.from_file(str(table)), statistics, fingerprint, weights if set(weights) != {1.0} else None)
 
 
-def _parsed(sources: list[rows.Source], settings, count: Counter) -> Iterator[tuple[str, object]]:
-    """(place, parsed row) of all sources, each repeated by its weight; counts and format into `count`."""
-    names = {value: key for key, value in (c.split("=", 1) for c in settings.columns or [])}
-    for source in sources:
-        kind = settings.data_format if settings.data_format != "auto" else None
-        for number, (place, row) in enumerate(rows.read(source)):
-            for old, new in names.items():
-                if old not in row:
-                    raise UserError(f"{place}: --columns names {old!r}, but the columns are {', '.join(row)}.")
-                row[new] = row.pop(old)
-            kind = kind or chat.detect(place, row)
-            parsed = chat.parse(place, row, kind)
-            count["rows"] += 1
-            count[f"format {kind}"] += 1
-            for _ in range(_repeats(source.weight, number)):
-                yield place, parsed
+def _read_facts(facts: Path) -> dict | None:
+    """What is known about a cached table; None when the file is missing or damaged."""
+    try:
+        statistics = json.loads(facts.read_text())
+        return statistics if "checksum" in statistics and "sources" in statistics else None
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _repeated(tokens: Tokens) -> Tokens:
+    """The set with each row as often as its source's weight says."""
+    if tokens.weights is None:
+        return tokens
+    chosen = [i for i, weight in enumerate(tokens.weights) for _ in range(_repeats(weight, i))]
+    statistics = tokens.statistics | {"rows_an_epoch": len(chosen)}
+    return Tokens(tokens.dataset.select(chosen), statistics, tokens.fingerprint)
+
+
+def _parsed(source: rows.Source, settings, count: Counter) -> Iterator[tuple[str, object]]:
+    """(place, parsed row) of one source; counts and format into `count`."""
+    names = {theirs: ours for ours, theirs in (c.split("=", 1) for c in settings.columns or [])}
+    kind = settings.data_format if settings.data_format != "auto" else None
+    for place, row in rows.read(source):
+        missing = next((old for old in names if old not in row), None)
+        if missing is not None:
+            raise UserError(f"{place}: --columns names {missing!r}, but the columns are {', '.join(row)}.")
+        row = {names.get(key, key): value for key, value in row.items() if key in names or key not in names.values()}
+        kind = kind or chat.detect(place, row)
+        parsed = chat.parse(place, row, kind)
+        count["rows"] += 1
+        count[f"format {kind}"] += 1
+        yield place, parsed
 
 
 def _repeats(weight: float, number: int) -> int:
@@ -160,22 +182,48 @@ def _chunks(parsed: Iterator, limit: int | None) -> Iterator[list]:
         yield chunk
 
 
-def _encoded(chunks: Iterator[list], encoder: chat.Encoder, workers: int) -> Iterator[list]:
-    """Each chunk encoded, in order; with several workers at most two chunks a worker are in memory."""
-    if workers <= 1:
-        yield from map(encoder.encode, chunks)
+_encoder: chat.Encoder | None = None  # what the forked workers inherit, so that no tokenizer is pickled per chunk
+
+
+def _encode(chunk: list) -> list:
+    return _encoder.encode(chunk)
+
+
+def _encoded(chunks: Iterator[list], pool, workers: int) -> Iterator[list]:
+    """Each chunk encoded, in order; with several workers at most two chunks a worker are in memory.
+
+    Raises: UserError from a row, or when a worker was killed (most likely for its memory).
+    """
+    if pool is None:
+        yield from map(_encode, chunks)
         return
-    places = threading.Semaphore(2 * workers)
-
-    def fed():
+    waiting: deque = deque()
+    try:
         for chunk in chunks:
-            places.acquire()
-            yield chunk
+            waiting.append(pool.submit(_encode, chunk))
+            if len(waiting) >= 2 * workers:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    except BrokenProcessPool:
+        raise UserError(
+            "a tokenising process was killed, most likely for its memory; use --preprocessing_num_workers 1."
+        ) from None
 
-    with multiprocessing.get_context("fork").Pool(workers) as pool:
-        for done in pool.imap(encoder.encode, fed()):
-            yield done
-            places.release()
+
+@contextlib.contextmanager
+def _pool(encoder: chat.Encoder, workers: int):
+    """A pool of forked processes that know the encoder, or None for one worker."""
+    global _encoder
+    _encoder = encoder
+    if workers <= 1:
+        yield None
+        return
+    pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork"))
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _workers(sources: list[rows.Source], settings) -> int:
@@ -193,16 +241,23 @@ def _write(table: Path, sources: list[rows.Source], settings, encoder: chat.Enco
     count: Counter = Counter()
     started = last_word = time.monotonic()
     aside = table.with_suffix(".tmp")
-    chunks = _chunks(_parsed(sources, settings, count), limit)
-    with pa.OSFile(str(aside), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
-        for encoded in _encoded(chunks, encoder, _workers(sources, settings)):
-            kept = [row for row in (_cut(*pair, settings, count) for pair in encoded) if row is not None]
-            if kept:
-                columns = [pa.array(column, pa.list_(pa.int32())) for column in zip(*kept, strict=True)]
-                writer.write_batch(pa.record_batch(columns, schema=schema))
-            if time.monotonic() - last_word > 5:
-                last_word = time.monotonic()
-                print(f"tokenising: {count['rows']:,} rows, {count['tokens']:,} tokens", flush=True)
+    workers, per_source = _workers(sources, settings), []
+    with (
+        pa.OSFile(str(aside), "wb") as file,
+        pa.ipc.new_stream(file, schema) as writer,
+        _pool(encoder, workers) as pool,
+    ):
+        for source in sources:
+            before, left = count["kept"], None if limit is None else limit - count["rows"]
+            for encoded in _encoded(_chunks(_parsed(source, settings, count), left), pool, workers):
+                kept = [row for row in (_cut(*pair, settings, count) for pair in encoded) if row is not None]
+                if kept:
+                    columns = [pa.array(column, pa.list_(pa.int32())) for column in zip(*kept, strict=True)]
+                    writer.write_batch(pa.record_batch(columns, schema=schema))
+                if time.monotonic() - last_word > 5:
+                    last_word = time.monotonic()
+                    print(f"tokenising: {count['rows']:,} rows, {count['tokens']:,} tokens", flush=True)
+            per_source.append((count["kept"] - before, source.weight))
     names = ", ".join(map(str, sources))
     if not count["rows"]:
         raise UserError(f"{names}: holds no rows.")
@@ -213,7 +268,13 @@ def _write(table: Path, sources: list[rows.Source], settings, encoder: chat.Enco
     os.replace(aside, table)
     formats = sorted(k.removeprefix("format ") for k in count if k.startswith("format "))
     numbers = {k: count[k] for k in COUNTS}
-    return {"source": names, "format": " + ".join(formats), **numbers, "seconds": round(time.monotonic() - started, 3)}
+    return {
+        "source": names,
+        "format": " + ".join(formats),
+        **numbers,
+        "sources": per_source,
+        "seconds": round(time.monotonic() - started, 3),
+    }
 
 
 def _cut(ids: list[int], labels: list[int], settings, count: Counter) -> tuple[list[int], list[int]] | None:
@@ -252,7 +313,8 @@ def _split(tokens: Tokens, settings) -> tuple[Tokens, Tokens]:
         part = tokens.dataset.select(chosen)
         count = {"kept": len(part), "tokens": sum(map(len, part["input_ids"]))}
         count["supervised_tokens"] = sum(t != chat.IGNORE for row in part["labels"] for t in row[1:])
-        parts.append(Tokens(part, tokens.statistics | count, tokens.fingerprint))
+        weights = tokens.weights and [tokens.weights[i] for i in chosen]
+        parts.append(Tokens(part, tokens.statistics | count, tokens.fingerprint, weights))
     return parts[0], parts[1]
 
 
@@ -352,19 +414,26 @@ class Packs(torch.utils.data.Dataset):
 
 
 def best_fit_decreasing(lengths: list[int], capacity: int) -> list[list[int]]:
-    """Indices grouped so that no group's lengths exceed `capacity`. O(n x capacity / 64) worst, near O(n) in practice."""
+    """Indices grouped so that no group's lengths exceed `capacity`; each goes into the fullest group that has room.
+
+    A bit mask of the room left finds that group in a few machine words, so 500,000 rows take seconds.
+    """
     open_packs: dict[int, list[list[int]]] = {}  # room left -> packs
-    packs = []
+    packs, mask = [], 0  # bit r of mask: some pack has room r
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         need = lengths[i]
-        room = next((r for r in range(need, capacity + 1) if open_packs.get(r)), None)
-        if room is None:
+        fitting = mask >> need
+        if fitting:
+            room = need + (fitting & -fitting).bit_length() - 1
+            pack = open_packs[room].pop()
+            if not open_packs[room]:
+                mask ^= 1 << room
+        else:
             pack, room = [], capacity
             packs.append(pack)
-        else:
-            pack = open_packs[room].pop()
         pack.append(i)
         open_packs.setdefault(room - need, []).append(pack)
+        mask |= 1 << (room - need)
     return packs
 
 

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 
 EXIT_CODES = {"user error": 2, "diverged": 4, "interrupted": 130}
 
@@ -21,7 +22,7 @@ class Diverged(UserError):
 def guard(main) -> None:
     """Run `main()` and turn a `UserError` into one sentence on stderr and its exit code.
 
-    Every rank of a job meets the same mistake, so only rank 0 speaks.
+    Every rank of a job meets the same mistake; rank 0 speaks and its end ends the others.
     """
     from . import world
 
@@ -30,8 +31,10 @@ def guard(main) -> None:
         world.stop()
     except UserError as error:
         sys.stdout.flush()
-        if os.environ.get("RANK", "0") == "0":
-            print(f"zerofit: error: {error}", file=sys.stderr, flush=True)
+        if os.environ.get("RANK", "0") != "0":
+            # Rank 0 meets the same mistake and says it; where it is still busy after a while, this rank does.
+            time.sleep(10)
+        print(f"zerofit: error: {error}", file=sys.stderr, flush=True)
         world.stop(wait=False)
         raise SystemExit(error.exit_code) from None
     except KeyboardInterrupt:

@@ -27,6 +27,8 @@ def load_tokenizer(settings):
         tokenizer.pad_token = tokenizer.eos_token
     if settings.chat_template:
         tokenizer.chat_template = chat.choose_template(settings.chat_template, tokenizer)
+    if isinstance(tokenizer.chat_template, dict):  # several named ones, e.g. default and tool_use
+        tokenizer.chat_template = tokenizer.get_chat_template()
     if not tokenizer.chat_template:
         tokenizer.chat_template = chat.PLAIN_TEMPLATE
         settings.decisions.append(

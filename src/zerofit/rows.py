@@ -16,6 +16,7 @@ SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 NOT_DATA = ("dataset_info.json", "dataset_dict.json", "state.json")  # beside the Arrow files of save_to_disk
 EVAL_NAMES = ("eval", "validation", "valid", "val", "dev", "test")
+csv.field_size_limit(64 << 20)
 LONGEST_LINE = 64 << 20  # characters; a longer line is a broken file, and parsing it would take gigabytes
 
 Row = tuple[str, dict]  # (place, columns)
@@ -79,7 +80,8 @@ def _local(name: str) -> tuple[list[Source], list[Source]] | None:
         return _split_by_name(name, sorted(files))
     if any(c in name for c in "*?["):
         files = map(Path, sorted(glob.glob(str(path), recursive=True)))  # noqa: PTH207 (the pattern may be absolute)
-        return _split_by_name(name, [f for f in files if f.is_file()])
+        files = (f for f in files if f.is_file() and suffix(f) in SUFFIXES and f.name not in NOT_DATA)
+        return _split_by_name(name, list(files))
     looks_local = path.is_absolute() or name.startswith((".", "~")) or suffix(path) in SUFFIXES
     if looks_local or name.count("/") > 1:
         raise UserError(f"--data {name}: no such file or folder.")
