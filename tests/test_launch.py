@@ -293,6 +293,22 @@ def test_resume_continues_where_the_run_stopped(tmp_path):
         assert done.returncode == 2 and says in done.stderr and not (tmp_path / "new").exists()
 
 
+def test_two_ranks_resume_the_newest_checkpoint_of_their_folder(tmp_path):
+    flags = [*SHORT, "--save_strategy", "steps", "--save_steps", "1", "--zero", "2"]
+    torchrun = [
+        BIN / "torchrun",
+        "--nproc_per_node",
+        "2",
+        ROOT / "recipes" / "lora.py",
+        "--output_dir",
+        tmp_path / "run",
+    ]
+    assert run([*torchrun, *flags, "--max_steps", "2"]).returncode == 0
+    done = run([*torchrun, *flags, "--resume_from_checkpoint", "true"])
+    assert done.returncode == 0, done.stderr
+    assert [m["step"] for m in Run(tmp_path / "run").metrics] == [1, 2, 3]
+
+
 def test_interrupt_leaves_no_process(tmp_path):
     out = tmp_path / "run"
     words = [

@@ -83,7 +83,7 @@ def _fingerprint(sources: list[rows.Source], settings, tokenizer, limit: int | N
         settings.train_on, settings.truncation, tokenizer.chat_template, tokenizer.eos_token_id,
         tokenizer.special_tokens_map,
     ]  # fmt: skip
-    digest.update(json.dumps(options).encode())
+    digest.update(json.dumps(options, default=str).encode())
     digest.update(tokenizer.backend_tokenizer.to_str().encode())
     return digest.hexdigest()[:24]
 

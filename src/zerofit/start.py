@@ -39,7 +39,9 @@ def processes(settings: args.Settings):
     from . import report, train
 
     world.start(settings)
-    settings.values["output_dir"] = world.broadcast(str(report.choose_folder(settings)) if world.rank() == 0 else None)
+    folder = str(report.choose_folder(settings)) if world.rank() == 0 else None  # it finds the checkpoint too
+    chosen = world.broadcast((folder, settings.resume_from_checkpoint))
+    settings.values["output_dir"], settings.values["resume_from_checkpoint"] = chosen
     return train.training_arguments(settings)
 
 
