@@ -79,12 +79,31 @@ def precision_of(name: str) -> str:
 ALL = [*cases_of_two_ranks(), *cases_of_one_rank()]
 
 
+def reference_of(name: str) -> str:
+    return f"{name.split('-')[0]}-{'one-0-micro8' if precision_of(name) == 'fp32' else '2-none-bf16'}"
+
+
+def largest_differences(runs) -> dict[str, tuple[float, str]]:
+    """precision -> (largest relative difference of a loss from its reference, the run that shows it)."""
+    found = {}
+    for name, run in runs.items():
+        pairs = zip(run.losses, runs[reference_of(name)].losses, strict=True)
+        apart = max(abs(a - b) / b for a, b in pairs)
+        found[precision_of(name)] = max(found.get(precision_of(name), (0.0, "")), (apart, name))
+    return found
+
+
+def test_largest_differences(runs):
+    """The figures in docs/equality.md: `python -m pytest tests/test_training.py -k largest -s`."""
+    found = largest_differences(runs)
+    print(f"\n{len(runs)} runs", *(f"{p}: {apart:.1e} ({name})" for p, (apart, name) in found.items()), sep="\n")
+    assert found["fp32"][0] < TOLERANCE["fp32"] and found["bf16"][0] < TOLERANCE["bf16"]
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_loss_curve_equals_the_reference(runs, name):
-    recipe = name.split("-")[0]
     precision = precision_of(name)
-    reference = runs[f"{recipe}-one-0-micro8" if precision == "fp32" else f"{recipe}-2-none-bf16"]
-    run = runs[name]
+    run, reference = runs[name], runs[reference_of(name)]
     assert len(run.losses) == STEPS
     torch.testing.assert_close(
         torch.tensor(run.losses), torch.tensor(reference.losses), rtol=TOLERANCE[precision], atol=0

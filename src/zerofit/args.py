@@ -406,11 +406,11 @@ def _fill_defaults(settings: Settings) -> None:
         settings.source["model"] = "bundled task"
     if settings.data is None and settings.source["model"] != "bundled task":
         raise UserError("--model is given but --data is not: name the rows to train on with --data.")
-    if settings.zero == "auto":
-        stage = "0" if settings.world_size == 1 else "2"
-        if not settings.values.get("deepspeed") and settings.offload == "none":
+    if settings.zero == "auto" and not settings.values.get("deepspeed"):  # else the file says the stage
+        if settings.offload == "none":
+            stage = "0" if settings.world_size == 1 else "2"
             decide(settings, "zero", stage, f"{settings.world_size} process{'es' * (settings.world_size > 1)}")
-        elif not settings.values.get("deepspeed"):
+        else:
             stage = "3" if settings.offload == "all" else "2"
             decide(settings, "zero", stage, f"the lowest stage that can offload {settings.offload}")
     if not torch.cuda.is_available() and not settings.use_cpu:

@@ -49,16 +49,17 @@ def main(argv: list[str]) -> None:
         args.build_parser(recipe.stem).print_help()
         return
     count, port = int(given.gpus), _port(given.port)
+    flags += ["--gpus", str(count)]
     _check_devices(count, use_cpu=any(f.startswith(("--use_cpu", "--use-cpu")) for f in flags))
-    settings = start.settings(recipe.stem, [*flags, "--gpus", str(count)], count)
+    settings = start.settings(recipe.stem, flags, count)
     env = environment(count)
     if given.show:
-        _show(settings, command(given.launcher, count, port, recipe, [*flags, "--gpus", str(count)]), env)
+        _show(settings, command(given.launcher, count, port, recipe, flags), env)
         return
     from . import report
 
     folder = _prepare(settings)
-    words = command(given.launcher, count, port, recipe, [*flags, "--gpus", str(count), "--output_dir", str(folder)])
+    words = command(given.launcher, count, port, recipe, [*flags, "--output_dir", str(folder)])
     raise SystemExit(_supervise(words, env | {"ZEROFIT_COMMAND": report.hide_secrets(words)}))
 
 

@@ -55,7 +55,8 @@ class KitTrainer(Trainer):
         )
         for callback in (PrinterCallback, ProgressCallback):
             self.remove_callback(callback)
-        self.add_callback(Reporter(self))
+        self.reporter = Reporter(self)
+        self.add_callback(self.reporter)
 
     def get_train_dataloader(self):
         """Training batches may go without padding; evaluation stays padded."""
@@ -289,7 +290,7 @@ def finish(trainer: KitTrainer, started: float) -> None:
     evaluations = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
     if trainer.eval_dataset is not None and (not evaluations or evaluations[-1]["step"] != trainer.state.global_step):
         evaluations.append(trainer.evaluate())
-    reporter = next(c for c in trainer.callback_handler.callbacks if isinstance(c, Reporter))
+    before = trainer.reporter.before
     after = generate.exact_match(trainer) if settings.bundled else None
     samples = generate.samples(trainer, settings.num_samples)
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
@@ -315,7 +316,7 @@ def finish(trainer: KitTrainer, started: float) -> None:
         "final": str(final),
     }
     if settings.bundled:
-        result |= {"exact_match_before": reporter.before, "exact_match_after": after}
+        result |= {"exact_match_before": before, "exact_match_after": after}
     if not first:
         return
     if (folder / "metrics.jsonl").exists():
@@ -327,7 +328,7 @@ def finish(trainer: KitTrainer, started: float) -> None:
     for prompt, answer, wanted in samples:
         print(f"\n  asked     {prompt}\n  answered  {answer}\n  wanted    {wanted}")
     if settings.bundled:
-        print(f"\nexact match on held-out rows: {reporter.before:.1%} before, {after:.1%} after")
+        print(f"\nexact match on held-out rows: {before:.1%} before, {after:.1%} after")
     print(f"{'adapter' if settings.recipe == 'lora' else 'model'}: {final}")
     report.write_json(folder / "result.json", result)
 

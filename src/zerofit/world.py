@@ -23,6 +23,14 @@ _ACCELERATE_NAMES = (
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
     "ACCELERATE_USE_CPU",
 )
+# Those of them that a user may have meant for this run.
+_WORTH_SAYING = (
+    "ACCELERATE_USE_CPU",
+    "ACCELERATE_DEEPSPEED_ZERO_STAGE",
+    "ACCELERATE_MIXED_PRECISION",
+    "ACCELERATE_USE_FSDP",
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+)
 _HARMLESS = {"no", "false", "1", "NO", ""}
 
 
@@ -41,13 +49,8 @@ def take_over_environment() -> list[str]:
     for name in list(os.environ):
         if name in _ACCELERATE_NAMES or name.startswith(_ACCELERATE_PREFIXES):
             value = os.environ.pop(name)
-            if name in (
-                "ACCELERATE_USE_CPU",
-                "ACCELERATE_DEEPSPEED_ZERO_STAGE",
-                "ACCELERATE_MIXED_PRECISION",
-                "ACCELERATE_USE_FSDP",
-            ) or (name == "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"):
-                taken += [f"{name}={value}"] if value not in _HARMLESS else []
+            if name in _WORTH_SAYING and value not in _HARMLESS:
+                taken.append(f"{name}={value}")
     return taken
 
 
@@ -133,8 +136,6 @@ def start(settings) -> None:
     backend = "gloo" if settings.use_cpu else "nccl"
     timeout = timedelta(seconds=settings.ddp_timeout)
     if settings.deepspeed is not None:
-        if settings.use_cpu:
-            os.environ["DS_ACCELERATOR"] = "cpu"
         import deepspeed
         import deepspeed.comm
 
