@@ -114,6 +114,13 @@ class DataArguments:
         metadata={"help": "What happens to longer rows. A row whose answer is cut away entirely is always dropped."},
     )
     max_samples: int | None = field(default=None, metadata={"help": "Use only the first N training rows."})
+    streaming: bool = field(
+        default=False,
+        metadata={"help": "Read and tokenise rows while training, for data larger than the disk; needs --max_steps."},
+    )
+    shuffle_buffer_size: int = field(
+        default=10_000, metadata={"help": "Rows that --streaming reads ahead and shuffles among themselves."}
+    )
     preprocessing_num_workers: int | None = field(
         default=None, metadata={"help": "Processes that tokenise. Default: one for each core, for files over 4 MB."}
     )
@@ -371,6 +378,7 @@ def _check_ranges(settings: Settings) -> None:
     at_least = {
         "max_length": 8,
         "max_samples": 1,
+        "shuffle_buffer_size": 1,
         "lora_r": 1,
         "gpus": 1,
         "preprocessing_num_workers": 1,

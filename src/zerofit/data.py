@@ -34,6 +34,7 @@ class Tokens:
     statistics: dict
     fingerprint: str
     weights: list[float] | None = None  # how often each row counts in an epoch; None: once
+    stream: torch.utils.data.IterableDataset | None = None  # with --streaming all rows; `dataset` holds the first
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -48,7 +49,7 @@ def load(settings, tokenizer) -> tuple[Tokens, Tokens | None]:
 
     Raises: UserError for data that cannot be read or holds nothing to learn.
     """
-    train, held_out = rows.find(settings.data, settings.data_config, settings.data_split)
+    train, held_out = rows.find(settings.data, settings.data_config, settings.data_split, settings.streaming)
     if not train:
         raise UserError(f"--data {' '.join(settings.data)}: holds only evaluation files; training needs one more.")
     if settings.eval_data:
@@ -57,7 +58,12 @@ def load(settings, tokenizer) -> tuple[Tokens, Tokens | None]:
     if settings.eval_fraction and held_out:
         raise UserError("--eval_fraction: the data already has an eval split; use one of the two.")
     encoder = chat.Encoder(tokenizer, settings.train_on)
-    train_set = _prepare(train, settings, encoder, settings.max_samples)
+    if settings.streaming:
+        from . import stream  # which builds on this module
+
+        train_set = stream.load(train, settings, encoder)
+    else:
+        train_set = _prepare(train, settings, encoder, settings.max_samples)
     eval_set = _prepare(held_out, settings, encoder, None) if held_out else None
     if settings.eval_fraction:
         train_set, eval_set = _split(train_set, settings)
@@ -150,12 +156,12 @@ def _repeated(tokens: Tokens) -> Tokens:
     """The set with each row as often as its source's weight says."""
     if tokens.weights is None:
         return tokens
-    chosen = [i for i, weight in enumerate(tokens.weights) for _ in range(_repeats(weight, i))]
+    chosen = [i for i, weight in enumerate(tokens.weights) for _ in range(repeats(weight, i))]
     statistics = tokens.statistics | {"rows_an_epoch": len(chosen)}
     return Tokens(tokens.dataset.select(chosen), statistics, tokens.fingerprint)
 
 
-def _parsed(source: rows.Source, settings, count: Counter) -> Iterator[tuple[str, object]]:
+def parsed(source: rows.Source, settings, count: Counter) -> Iterator[tuple[str, object]]:
     """(place, parsed row) of one source; counts and format into `count`."""
     names = {theirs: ours for ours, theirs in (c.split("=", 1) for c in settings.columns or [])}
     kind = settings.data_format if settings.data_format != "auto" else None
@@ -165,13 +171,13 @@ def _parsed(source: rows.Source, settings, count: Counter) -> Iterator[tuple[str
             raise UserError(f"{place}: --columns names {missing!r}, but the columns are {', '.join(row)}.")
         row = {names.get(key, key): value for key, value in row.items() if key in names or key not in names.values()}
         kind = kind or chat.detect(place, row)
-        parsed = chat.parse(place, row, kind)
+        content = chat.parse(place, row, kind)
         count["rows"] += 1
         count[f"format {kind}"] += 1
-        yield place, parsed
+        yield place, content
 
 
-def _repeats(weight: float, number: int) -> int:
+def repeats(weight: float, number: int) -> int:
     """How often row `number` (from 0) counts: over many rows `weight` times on average, evenly spread."""
     return math.floor((number + 1) * weight) - math.floor(number * weight)
 
@@ -249,8 +255,8 @@ def _write(table: Path, sources: list[rows.Source], settings, encoder: chat.Enco
     ):
         for source in sources:
             before, left = count["kept"], None if limit is None else limit - count["rows"]
-            for encoded in _encoded(_chunks(_parsed(source, settings, count), left), pool, workers):
-                kept = [row for row in (_cut(*pair, settings, count) for pair in encoded) if row is not None]
+            for encoded in _encoded(_chunks(parsed(source, settings, count), left), pool, workers):
+                kept = [row for row in (cut(*pair, settings, count) for pair in encoded) if row is not None]
                 if kept:
                     columns = [pa.array(column, pa.list_(pa.int32())) for column in zip(*kept, strict=True)]
                     writer.write_batch(pa.record_batch(columns, schema=schema))
@@ -277,7 +283,7 @@ def _write(table: Path, sources: list[rows.Source], settings, encoder: chat.Enco
     }
 
 
-def _cut(ids: list[int], labels: list[int], settings, count: Counter) -> tuple[list[int], list[int]] | None:
+def cut(ids: list[int], labels: list[int], settings, count: Counter) -> tuple[list[int], list[int]] | None:
     """The row cut by --truncation, or None when it is dropped; counted either way.
 
     Raises: UserError for a long row under --truncation error.
@@ -321,7 +327,8 @@ def _split(tokens: Tokens, settings) -> tuple[Tokens, Tokens]:
 def describe(name: str, tokens: Tokens) -> str:
     """One line about a set, with every loss of rows counted."""
     s = tokens.statistics
-    text = f"{name}: {len(tokens):,} rows ({s['format']}) from {s['source']}"
+    rows_of = f"a stream; of the first {s['rows']:,} rows" if tokens.stream is not None else f"{len(tokens):,} rows"
+    text = f"{name}: {rows_of} ({s['format']}) from {s['source']}"
     if s["truncated"]:
         text += f", {s['truncated']:,} cut at max_length"
     if s.get("dropped_too_long"):
@@ -331,12 +338,16 @@ def describe(name: str, tokens: Tokens) -> str:
     return text + f"; {s['supervised_tokens']:,} of {s['tokens']:,} tokens are trained on"
 
 
+def filler(pad_token_id: int) -> dict:
+    """A row that trains on nothing."""
+    return {"input_ids": [pad_token_id] * 2, "labels": [chat.IGNORE] * 2}
+
+
 class PaddedToMultiple(torch.utils.data.Dataset):
     """A set with one more row, at index len(tokens), that trains on nothing; samplers fill the last batch with it."""
 
     def __init__(self, sequences, pad_token_id: int):
-        self.sequences = sequences
-        self.filler = {"input_ids": [pad_token_id] * 2, "labels": [chat.IGNORE] * 2}
+        self.sequences, self.filler = sequences, filler(pad_token_id)
 
     def __len__(self) -> int:
         return len(self.sequences)

@@ -34,7 +34,8 @@ def guard(main) -> None:
         if os.environ.get("RANK", "0") != "0":
             # Rank 0 meets the same mistake and says it; where it is still busy after a while, this rank does.
             time.sleep(10)
-        print(f"zerofit: error: {error}", file=sys.stderr, flush=True)
+        # A mistake met in a data loading process arrives with its traceback in front.
+        print(f"zerofit: error: {str(error).rpartition('UserError: ')[2].strip()}", file=sys.stderr, flush=True)
         world.stop(wait=False)
         raise SystemExit(error.exit_code) from None
     except KeyboardInterrupt:

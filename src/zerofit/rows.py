@@ -6,7 +6,7 @@ import io
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from . import hub
@@ -29,12 +29,13 @@ class Source:
     path: Path | None
     hub: tuple[str, str | None, str] | None = None  # (id, configuration, split)
     weight: float = 1.0
+    streaming: bool = False  # a hub set: read over the network, not downloaded first
 
     def __str__(self) -> str:
         return str(self.path) if self.path else "/".join(filter(None, self.hub))
 
 
-def find(data: list[str], config: str | None, split: str) -> tuple[list[Source], list[Source]]:
+def find(data: list[str], config: str | None, split: str, streaming: bool = False) -> tuple[list[Source], list[Source]]:
     """(training sources, evaluation sources) of every entry of --data: file, folder, glob or hub id, `:weight` behind.
 
     In a folder, files whose name starts with eval, validation or test are the evaluation split.
@@ -45,9 +46,9 @@ def find(data: list[str], config: str | None, split: str) -> tuple[list[Source],
         name, weight = _weight(entry)
         found = _local(name)
         if found is None:
-            found = _hub_sources(name, config, split)
+            found = _hub_sources(name, config, split, streaming)
         for side, sources in zip((train, held_out), found, strict=True):
-            side += [Source(s.path, s.hub, weight) for s in sources]
+            side += [replace(s, weight=weight) for s in sources]
     return train, held_out
 
 
@@ -104,25 +105,34 @@ def _saved_folder(path: Path) -> tuple[list[Source], list[Source]]:
     return [Source(path / s) for s in splits if s == "train"], [Source(path / s) for s in held_out]
 
 
-def _hub_sources(name: str, config: str | None, split: str) -> tuple[list[Source], list[Source]]:
-    splits = list(_load_hub(name, config))
+def _hub_sources(name: str, config: str | None, split: str, streaming: bool) -> tuple[list[Source], list[Source]]:
+    splits = list(_load_hub(name, config, streaming))
     if split not in splits:
         raise UserError(f"--data {name}: has no split {split!r}, only {', '.join(splits)}; name one with --data_split.")
     held_out = [s for s in EVAL_NAMES if s in splits and s != split][:1]
-    return [Source(None, (name, config, split))], [Source(None, (name, config, s)) for s in held_out]
+    train = Source(None, (name, config, split), streaming=streaming)
+    return [train], [Source(None, (name, config, s)) for s in held_out]
 
 
-def _load_hub(name: str, config: str | None):
+def _load_hub(name: str, config: str | None, streaming: bool = False):
     import datasets
 
     hub.check(f"--data {name}")
     try:
-        return datasets.load_dataset(name, config) if config else datasets.load_dataset(name)
+        return datasets.load_dataset(name, config, streaming=streaming)
     except Exception as error:  # the hub client raises a dozen unrelated types, all of them about this name
         raise UserError(
             f"--data {name}: neither a file or folder here nor a hub data set that could be loaded: "
             f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
         ) from None
+
+
+def size(source: Source) -> int:
+    """Bytes on disk; 0 for a hub set."""
+    if source.path is None:
+        return 0
+    files = [source.path] if source.path.is_file() else source.path.iterdir()
+    return sum(file.stat().st_size for file in files)
 
 
 def read(source: Source) -> Iterator[Row]:
@@ -132,7 +142,7 @@ def read(source: Source) -> Iterator[Row]:
     """
     if source.hub:
         name, config, split = source.hub
-        for number, row in enumerate(_load_hub(name, config)[split], 1):
+        for number, row in enumerate(_load_hub(name, config, source.streaming)[split], 1):
             yield f"{name} ({split}): row {number}", row
         return
     path, kind = source.path, suffix(source.path)

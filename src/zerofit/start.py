@@ -13,6 +13,8 @@ def settings(recipe: str, argv: list[str] | None = None, world_size: int | None 
     Args: argv, world_size: for a job that is still to be started; default: this process's own.
     Raises: UserError for the user's mistakes, before a GPU or a process group is touched.
     """
+    from . import stream
+
     taken = world.take_over_environment()
     other_size = world.check_size() if argv is None else None
     found = args.parse(recipe, sys.argv[1:] if argv is None else argv, world_size or world.size())
@@ -23,6 +25,7 @@ def settings(recipe: str, argv: list[str] | None = None, world_size: int | None 
             f"accelerate's own settings are not used ({', '.join(taken)}): the recipe decides; see --zero, --bf16"
         )
     _choose_batches(found)
+    stream.choose(found)
     if found.show:
         from . import report
 

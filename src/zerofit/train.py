@@ -14,7 +14,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import EvalLoopOutput
 
-from . import attention, data, generate, hardware, model, report, world
+from . import attention, data, generate, hardware, model, report, stream, world
 from .errors import Diverged, UserError
 
 
@@ -48,7 +48,7 @@ class KitTrainer(Trainer):
         super().__init__(
             model=net,
             args=arguments,
-            train_dataset=data.PaddedToMultiple(train_set.sequences(settings), pad),
+            train_dataset=train_set.stream or data.PaddedToMultiple(train_set.sequences(settings), pad),
             eval_dataset=data.PaddedToMultiple(eval_set.dataset, pad) if eval_set else None,
             data_collator=data.Collator(pad),
             processing_class=tokenizer,
@@ -61,6 +61,8 @@ class KitTrainer(Trainer):
     def get_train_dataloader(self):
         """Training batches may go without padding; evaluation stays padded."""
         padded, self.data_collator = self.data_collator, self.train_collator
+        if self.tokens.stream is not None:
+            self.data_collator = stream.Tokenise(self.tokens.stream, self.train_collator)
         try:
             return super().get_train_dataloader()
         finally:
@@ -114,6 +116,8 @@ class KitTrainer(Trainer):
     def training_step(self, net, inputs, num_items_in_batch=None):
         mask = inputs.get("attention_mask")
         self.clock.tokens = self.clock.tokens + (mask.sum() if mask is not None else inputs["input_ids"].numel())
+        if self.tokens.stream is not None and num_items_in_batch is not None:
+            num_items_in_batch = num_items_in_batch.clamp(min=1)  # a step whose rows were all cut away: loss 0, not NaN
         return super().training_step(net, inputs, num_items_in_batch)
 
     def evaluation_loop(
@@ -205,6 +209,8 @@ class Reporter(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         trainer = self.trainer
+        if trainer.tokens.stream is not None:
+            trainer.tokens.stream.resume(state.global_step)
         if trainer.is_deepspeed_enabled and args.process_index == 0:
             report.write_json(Path(args.output_dir) / "deepspeed.json", trainer.model_wrapped.config)
         if trainer.train_collator.packed:
@@ -222,6 +228,9 @@ class Reporter(TrainerCallback):
             )
 
     def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == self.first_step and args.resume_from_checkpoint and args.ignore_data_skip:
+            # Opening the data loader draws from the generator that was just restored; dropout must not notice.
+            self.trainer._load_rng_state(args.resume_from_checkpoint)
         self.trainer.clock.start()
 
     def on_step_end(self, args, state, control, **kwargs):

@@ -1,0 +1,174 @@
+"""--streaming: the same samples in the same order for every rank count, micro batch and resume; nothing read twice."""
+
+import itertools
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import TINY, Run, recipe_process, run_world
+
+from zerofit import chat, errors, rows, stream
+
+FLAGS = [
+    "--data", str(TINY / "train.jsonl"), "--streaming", "--max_steps", "8", "--max_samples", "40",
+    "--effective_batch_size", "8", "--shuffle_buffer_size", "16", "--logging_steps", "1", "--learning_rate", "1e-4",
+    "--num_samples", "0", "--lr_scheduler_type", "constant", "--save_strategy", "no",
+]  # fmt: skip
+IN_ORDER = ["--train_sampling_strategy", "sequential"]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("stream")
+    micro = "--per_device_train_batch_size"
+    # eight steps of eight rows are more than the 40 rows of an epoch: the second epoch starts within a run
+    whole = ["--save_strategy", "steps", "--save_steps", "3", "--save_total_limit", "9"]
+    one = {
+        "one-8": ("sft", [*FLAGS, micro, "8"]),
+        "one-2": ("sft", [*FLAGS, micro, "2"]),
+        "one-worker": ("sft", [*FLAGS, micro, "8", "--dataloader_num_workers", "1"]),
+        "in-order": ("sft", [*FLAGS, *IN_ORDER]),
+        "from-file": ("sft", [*[f for f in FLAGS if f != "--streaming"], *IN_ORDER]),
+        "packed": ("sft", [*FLAGS, "--packing", "--max_length", "64", *whole]),
+        "whole": ("lora", [*FLAGS, "--lora_dropout", "0.1", *whole]),
+    }
+    first = run_world(1, one, folder)
+    again = {
+        "resumed": ("lora", [*one["whole"][1], "--resume_from_checkpoint", str(folder / "whole" / "checkpoint-3")]),
+        "packed-resumed": (
+            "sft", [*one["packed"][1], "--resume_from_checkpoint", str(folder / "packed" / "checkpoint-6")],
+        ),
+    }  # fmt: skip
+    two = {
+        "two-4": ("sft", [*FLAGS, micro, "4"]),
+        "two-1": ("sft", [*FLAGS, micro, "1", "--zero", "3"]),
+        "two-packed": ("sft", [*FLAGS, "--packing", "--max_length", "64", micro, "2"]),
+    }
+    (folder / "again").mkdir()
+    return first | run_world(1, again, folder / "again") | run_world(2, two, folder)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("one-8", "one-2"),
+        ("one-8", "one-worker"),
+        ("one-8", "two-4"),
+        ("one-8", "two-1"),
+        ("packed", "two-packed"),
+    ],
+)
+def test_the_samples_do_not_depend_on_ranks_micro_batch_or_workers(runs, one, other):
+    assert len(runs[one].losses) == 8
+    torch.testing.assert_close(torch.tensor(runs[other].losses), torch.tensor(runs[one].losses), rtol=1e-4, atol=0)
+
+
+def test_a_stream_in_order_equals_the_prepared_file(runs):
+    losses = runs["in-order"].losses
+    assert losses == runs["from-file"].losses
+    assert losses != runs["one-8"].losses
+
+
+@pytest.mark.parametrize(("whole", "rest", "step"), [("whole", "resumed", 3), ("packed", "packed-resumed", 6)])
+def test_resume_goes_on_at_the_next_sample(runs, whole, rest, step):
+    assert len(runs[rest].losses) == 8 - step
+    assert runs[rest].losses == runs[whole].losses[step:]
+
+
+def test_every_row_once_an_epoch(tokenizer):
+    settings = SimpleNamespace(
+        shuffle_buffer_size=100, packing=False, columns=None, data_format="auto", max_samples=None
+    )
+    source = rows.Source(TINY / "train.jsonl")
+    found = stream.Stream([source], settings, chat.Encoder(tokenizer), seed=3, effective=8)
+    places = [place for place, _ in itertools.islice(found, 1800)]
+    assert len(set(places[:900])) == len(set(places[900:])) == 900
+    assert places[:900] != places[900:]
+    assert sorted(places[:100]) == sorted(f"{TINY / 'train.jsonl'}:{n}" for n in range(1, 101))
+    found.resume(step=113)
+    assert [place for place, _ in itertools.islice(found, 100)] == places[904:1004]
+
+
+def test_sources_advance_side_by_side_and_weights_repeat_rows(tmp_path, tokenizer):
+    for name, count in (("long", 300), ("short", 30)):
+        lines = [json.dumps({"prompt": f"{i:03}", "completion": name}) for i in range(count)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    sources = [rows.Source(tmp_path / "long.jsonl"), rows.Source(tmp_path / "short.jsonl", weight=2)]
+    settings = SimpleNamespace(columns=None, data_format="auto", max_samples=None)
+    found = stream.Stream(sources, settings, chat.Encoder(tokenizer), None, 8)
+    places = [place for place, _ in found.rows()]
+    short = [i for i, place in enumerate(places) if "short" in place]
+    assert len(places) == 360 and len(short) == 60
+    assert all(places.count(places[i]) == 2 for i in short)
+    assert short[0] < 15 and abs(short[30] - 180) < 20 and short[-1] > 330  # spread over the epoch
+    settings.max_samples = 50
+    assert len(list(found.rows())) == 50
+
+
+def test_hub_sets_are_not_downloaded(monkeypatch, tokenizer):
+    import datasets
+
+    asked = []
+
+    def load_dataset(name, config, streaming):
+        asked.append(streaming)
+        made = datasets.Dataset.from_dict({"prompt": ["a", "b"], "completion": ["c", "d"]})
+        return datasets.IterableDatasetDict(train=made.to_iterable_dataset(), test=made.to_iterable_dataset())
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(rows.hub, "check", lambda name: None)
+    train, held_out = rows.find(["someone/something"], None, "train", streaming=True)
+    settings = SimpleNamespace(columns=None, data_format="auto", max_samples=None)
+    found = list(stream.Stream(train, settings, chat.Encoder(tokenizer), None, 8).rows())
+    assert len(found) == 2 and found[1][0] == "someone/something (train): row 2"
+    assert asked == [True, True] and held_out[0].hub[2] == "test" and not held_out[0].streaming
+
+
+def test_rows_without_an_answer_keep_their_place(tokenizer, capsys):
+    settings = SimpleNamespace(packing=False, max_length=16, truncation="truncate_right")
+    encoder = chat.Encoder(tokenizer)
+    batches = []
+    collate = stream.Tokenise(SimpleNamespace(settings=settings, encoder=encoder), batches.append)
+    parsed = [
+        (f"x.jsonl:{i + 1}", chat.parse("x", {"prompt": "word " * n, "completion": "yes"}, "prompt/completion"))
+        for i, n in enumerate((1, 90, 1))
+    ]
+    collate(parsed)
+    lengths = [sum(t != chat.IGNORE for t in row["labels"]) for row in batches[0]]
+    assert lengths[0] == lengths[2] > 0 == lengths[1]
+    assert "x.jsonl:2: no answer left" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--max_steps", "-1"], "--streaming needs --max_steps"),
+        (["--eval_fraction", "0.1"], "--streaming with --eval_fraction"),
+        (["--max_duplicate_fraction", "0.1"], "--streaming with --max_duplicate_fraction"),
+        (["--train_sampling_strategy", "group_by_length"], "the lengths are not known"),
+        (["--dataloader_num_workers", "2"], "1 at most"),
+    ],
+)
+def test_what_needs_all_rows_is_refused(flags, says):
+    from zerofit import start
+
+    with pytest.raises(errors.UserError, match=says):
+        start.settings("sft", [*FLAGS, *flags], 1)
+
+
+@pytest.mark.parametrize("workers", ["0", "1"])
+def test_a_broken_row_met_while_training_is_one_sentence(tmp_path, workers):
+    file = tmp_path / "rows.jsonl"
+    lines = (TINY / "train.jsonl").read_text().splitlines()[:600]
+    file.write_text("\n".join([*lines, "{broken"]))
+    flags = [*FLAGS, "--data", str(file), "--max_samples", "900", "--max_steps", "90", "--shuffle_buffer_size", "400",
+             "--dataloader_num_workers", workers, "--output_dir", str(tmp_path / "run")]  # fmt: skip
+    done = recipe_process("sft", *flags)
+    assert done.returncode == 2, done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("zerofit:")]
+    assert line.startswith(f"zerofit: error: {file}:601: not valid JSON")
+    assert "Traceback" not in done.stderr
+    assert Run(tmp_path / "run").json("result.json")["status"] == "failed"
+    facts = Run(tmp_path / "run").json("run.json")["data"]["training"]
+    assert facts["streaming"] and facts["rows"] == stream.PREVIEW
