@@ -1,6 +1,7 @@
 """Training and evaluation sets: files -> tokens -> an Arrow file that every rank maps, in the same order everywhere."""
 
 import contextlib
+import gc
 import hashlib
 import itertools
 import json
@@ -10,7 +11,7 @@ import os
 import tempfile
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -155,20 +156,38 @@ def _repeated(tokens: Tokens) -> Tokens:
     return Tokens(tokens.dataset.select(chosen), statistics, tokens.fingerprint)
 
 
-def _parsed(source: rows.Source, settings, count: Counter) -> Iterator[tuple[str, object]]:
-    """(place, parsed row) of one source; counts and format into `count`."""
-    names = {theirs: ours for ours, theirs in (c.split("=", 1) for c in settings.columns or [])}
-    kind = settings.data_format if settings.data_format != "auto" else None
-    for place, row in rows.read(source):
-        missing = next((old for old in names if old not in row), None)
-        if missing is not None:
-            raise UserError(f"{place}: --columns names {missing!r}, but the columns are {', '.join(row)}.")
-        row = {names.get(key, key): value for key, value in row.items() if key in names or key not in names.values()}
-        kind = kind or chat.detect(place, row)
-        parsed = chat.parse(place, row, kind)
+def _parsed(read: Iterable, settings, kind: str, count: Counter) -> Iterator[tuple[str, object]]:
+    """Rows as `rows.read` gives them -> (place, parsed row), counted."""
+    names = _names(settings)
+    for place, row in read:
+        parsed = chat.parse(place, _renamed(place, row, names), kind)
         count["rows"] += 1
         count[f"format {kind}"] += 1
         yield place, parsed
+
+
+def _kind(read: Iterator, settings) -> tuple[str, Iterator]:
+    """(--data_format or the format of the first row, all rows)."""
+    if settings.data_format != "auto":
+        return settings.data_format, read
+    first, kind = list(itertools.islice(read, 1)), ""
+    for place, row in first:
+        kind = chat.detect(place, _renamed(place, row, _names(settings)))
+    return kind, itertools.chain(first, read)
+
+
+def _names(settings) -> dict[str, str]:
+    """--columns: the data's name -> ours."""
+    return {theirs: ours for ours, theirs in (c.split("=", 1) for c in settings.columns or [])}
+
+
+def _renamed(place: str, row: dict | str, names: dict[str, str]) -> dict:
+    """The row with --columns applied; a JSON line is parsed first."""
+    row = rows.json_object(place, row) if isinstance(row, str) else row
+    missing = next((old for old in names if old not in row), None)
+    if missing is not None:
+        raise UserError(f"{place}: --columns names {missing!r}, but the columns are {', '.join(row)}.")
+    return {names.get(key, key): value for key, value in row.items() if key in names or key not in names.values()}
 
 
 def _repeats(weight: float, number: int) -> int:
@@ -176,31 +195,40 @@ def _repeats(weight: float, number: int) -> int:
     return math.floor((number + 1) * weight) - math.floor(number * weight)
 
 
-def _chunks(parsed: Iterator, limit: int | None) -> Iterator[list]:
-    parsed = itertools.islice(parsed, limit)
-    while chunk := list(itertools.islice(parsed, CHUNK)):
+def _chunks(read: Iterator, limit: int | None) -> Iterator[list]:
+    read = itertools.islice(read, limit)
+    while chunk := list(itertools.islice(read, CHUNK)):
         yield chunk
 
 
-_encoder: chat.Encoder | None = None  # what the forked workers inherit, so that no tokenizer is pickled per chunk
+_work: tuple = ()  # (encoder, settings): what the forked workers inherit, so that no tokenizer is pickled per chunk
 
 
-def _encode(chunk: list) -> list:
-    return _encoder.encode(chunk)
+def _encode(chunk: list, kind: str) -> tuple[Counter, object]:
+    """Rows as they were read -> (what was counted, the kept ones as an Arrow batch or None)."""
+    import pyarrow as pa
+
+    (encoder, settings), count = _work, Counter()
+    encoded = encoder.encode(list(_parsed(chunk, settings, kind, count)))
+    kept = [row for row in (_cut(*pair, settings, count) for pair in encoded) if row is not None]
+    if not kept:
+        return count, None
+    columns = [pa.array(column, pa.list_(pa.int32())) for column in zip(*kept, strict=True)]
+    return count, pa.record_batch(columns, names=["input_ids", "labels"])
 
 
-def _encoded(chunks: Iterator[list], pool, workers: int) -> Iterator[list]:
+def _encoded(chunks: Iterator[list], kind: str, pool, workers: int) -> Iterator[tuple[Counter, object]]:
     """Each chunk encoded, in order; with several workers at most two chunks a worker are in memory.
 
     Raises: UserError from a row, or when a worker was killed (most likely for its memory).
     """
     if pool is None:
-        yield from map(_encode, chunks)
+        yield from (_encode(chunk, kind) for chunk in chunks)
         return
     waiting: deque = deque()
     try:
         for chunk in chunks:
-            waiting.append(pool.submit(_encode, chunk))
+            waiting.append(pool.submit(_encode, chunk, kind))
             if len(waiting) >= 2 * workers:
                 yield waiting.popleft().result()
         while waiting:
@@ -212,18 +240,20 @@ def _encoded(chunks: Iterator[list], pool, workers: int) -> Iterator[list]:
 
 
 @contextlib.contextmanager
-def _pool(encoder: chat.Encoder, workers: int):
+def _pool(encoder: chat.Encoder, settings, workers: int):
     """A pool of forked processes that know the encoder, or None for one worker."""
-    global _encoder
-    _encoder = encoder
-    if workers <= 1:
-        yield None
-        return
-    pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork"))
+    global _work
+    _work = encoder, settings
+    gc.freeze()  # the collector need not visit, and in each worker thereby copy, all that the libraries hold
+    pool = None
+    if workers > 1:
+        pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork"))
     try:
         yield pool
     finally:
-        pool.shutdown(cancel_futures=True)
+        gc.unfreeze()
+        if pool:
+            pool.shutdown(cancel_futures=True)
 
 
 def _workers(sources: list[rows.Source], settings) -> int:
@@ -245,15 +275,16 @@ def _write(table: Path, sources: list[rows.Source], settings, encoder: chat.Enco
     with (
         pa.OSFile(str(aside), "wb") as file,
         pa.ipc.new_stream(file, schema) as writer,
-        _pool(encoder, workers) as pool,
+        _pool(encoder, settings, workers) as pool,
     ):
         for source in sources:
             before, left = count["kept"], None if limit is None else limit - count["rows"]
-            for encoded in _encoded(_chunks(_parsed(source, settings, count), left), pool, workers):
-                kept = [row for row in (_cut(*pair, settings, count) for pair in encoded) if row is not None]
-                if kept:
-                    columns = [pa.array(column, pa.list_(pa.int32())) for column in zip(*kept, strict=True)]
-                    writer.write_batch(pa.record_batch(columns, schema=schema))
+            read = rows.read(source, lines=True)
+            kind, read = _kind(read, settings)
+            for counted, batch in _encoded(_chunks(read, left), kind, pool, workers):
+                count.update(counted)
+                if batch is not None:
+                    writer.write_batch(batch)
                 if time.monotonic() - last_word > 5:
                     last_word = time.monotonic()
                     print(f"tokenising: {count['rows']:,} rows, {count['tokens']:,} tokens", flush=True)

@@ -125,9 +125,10 @@ def _load_hub(name: str, config: str | None):
         ) from None
 
 
-def read(source: Source) -> Iterator[Row]:
+def read(source: Source, lines: bool = False) -> Iterator[Row]:
     """The rows of one source.
 
+    Args: lines: JSON lines stay text, (place, line), for `json_object` to parse in another process.
     Raises: UserError with file:line for a row that cannot be read.
     """
     if source.hub:
@@ -143,7 +144,7 @@ def read(source: Source) -> Iterator[Row]:
             yield from _read_parquet(path)
         else:
             with _open(path) as file:
-                yield from (_read_csv(path, file, kind) if kind in (".csv", ".tsv") else _read_json(path, file))
+                yield from (_read_csv(path, file, kind) if kind in (".csv", ".tsv") else _read_json(path, file, lines))
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: is not UTF-8 text (byte {error.start} of a block); convert or remove it.") from None
     except (OSError, EOFError) as error:
@@ -164,7 +165,7 @@ def _no_constant(text: str):
     raise ValueError(f"{text} is no JSON value")
 
 
-def _read_json(path: Path, file) -> Iterator[Row]:
+def _read_json(path: Path, file, lines: bool) -> Iterator[Row]:
     """JSON lines, or one array of objects; told apart by the first character that is not white space."""
     number, line = 0, "\n"
     while line and not line.strip():
@@ -175,7 +176,8 @@ def _read_json(path: Path, file) -> Iterator[Row]:
     while line:
         text = line.strip()
         if text:
-            yield f"{path}:{number}", _object(path, number, text)
+            place = f"{path}:{number}"
+            yield place, text if lines else json_object(place, text)
         line, number = _line(path, file, number)
 
 
@@ -186,15 +188,19 @@ def _line(path: Path, file, number: int) -> tuple[str, int]:
     return line, number + 1
 
 
-def _object(path: Path, number: int, text: str) -> dict:
+def json_object(place: str, text: str) -> dict:
+    """The row that one JSON line holds.
+
+    Raises: UserError naming the place.
+    """
     try:
         row = json.loads(text, parse_constant=_no_constant)
     except json.JSONDecodeError as error:
-        raise UserError(f"{path}:{number}: not valid JSON at column {error.colno}: {error.msg}.") from None
+        raise UserError(f"{place}: not valid JSON at column {error.colno}: {error.msg}.") from None
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}:{number}: not valid JSON: {error}.") from None
+        raise UserError(f"{place}: not valid JSON: {error}.") from None
     if not isinstance(row, dict):
-        raise UserError(f"{path}:{number}: each line must be an object {{...}}, found {type(row).__name__}.")
+        raise UserError(f"{place}: each line must be an object {{...}}, found {type(row).__name__}.")
     return row
 
 
