@@ -22,7 +22,7 @@ import torch
 from . import chat, rows
 from .errors import UserError
 
-CACHE_VERSION = 3  # raise it when the tokens of a row change
+CACHE_VERSION = 4  # raise it when the tokens of a row change
 CHUNK = 500  # rows encoded at once
 COUNTS = ("rows", "kept", "dropped_no_answer_left", "dropped_too_long", "truncated", "tokens", "supervised_tokens")
 
@@ -74,11 +74,14 @@ def _fingerprint(sources: list[rows.Source], settings, tokenizer, limit: int | N
 
             digest.update(repr((source.hub, load_dataset_builder(*source.hub[:2]).hash)).encode())
             continue
-        files = [source.path] if source.path.is_file() else sorted(f for f in source.path.iterdir() if f.is_file())
-        for file in files:
-            with file.open("rb") as opened:
-                while block := opened.read(1 << 22):
-                    digest.update(block)
+        try:
+            files = [source.path] if source.path.is_file() else sorted(f for f in source.path.iterdir() if f.is_file())
+            for file in files:
+                with file.open("rb") as opened:
+                    while block := opened.read(1 << 22):
+                        digest.update(block)
+        except OSError as error:
+            raise UserError(f"{error.filename or source}: cannot be read: {error.strerror}.") from None
     options = [
         CACHE_VERSION, [s.weight for s in sources], settings.max_length, limit, settings.data_format, settings.columns,
         settings.train_on, settings.truncation, tokenizer.chat_template, tokenizer.eos_token_id,
@@ -126,16 +129,43 @@ def _prepare(sources: list[rows.Source], settings, encoder: chat.Encoder, limit:
     fingerprint = _fingerprint(sources, settings, encoder.tokenizer, limit)
     folder = cache_folder()
     table, facts = folder / f"{fingerprint}.arrow", folder / f"{fingerprint}.json"
-    with FileLock(str(table) + ".lock"):  # the first process prepares, the others wait here, outside any collective
-        statistics = _read_facts(facts)
-        if not statistics or not table.exists() or _checksum(table) != statistics["checksum"]:
-            statistics = _write(table, sources, settings, encoder, limit)
-            statistics["checksum"] = _checksum(table)
-            aside = facts.with_suffix(".tmp")
-            aside.write_text(json.dumps(statistics))
-            os.replace(aside, facts)  # last: a half-written table is never taken for a whole one
+    before, statistics = _stamp(facts), _verified(table, facts)  # without the lock: all ranks check at the same time
+    if statistics is None:
+        # The first process prepares, the others wait here, outside any collective.
+        with FileLock(str(table) + ".lock"):
+            if _stamp(facts) != before:  # another process has just prepared it, and checked what it wrote
+                statistics = _read_facts(facts)
+            statistics = statistics or _build(table, facts, sources, settings, encoder, limit)
     weights = [weight for kept, weight in statistics["sources"] for _ in range(kept)]
     return Tokens(Dataset.from_file(str(table)), statistics, fingerprint, weights if set(weights) != {1.0} else None)
+
+
+def _build(table: Path, facts: Path, sources: list[rows.Source], settings, encoder: chat.Encoder, limit) -> dict:
+    """Write the table and, last, what is known about it: a half-written table is never taken for a whole one."""
+    statistics = _write(table, sources, settings, encoder, limit)
+    statistics["checksum"] = _checksum(table)
+    aside = facts.with_suffix(".facts")
+    aside.write_text(json.dumps(statistics))
+    os.replace(aside, facts)
+    return statistics
+
+
+def _stamp(file: Path) -> tuple | None:
+    """What changes when the file is replaced."""
+    try:
+        found = file.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def _verified(table: Path, facts: Path) -> dict | None:
+    """What is known about a cached table that is whole; None when it is missing or damaged."""
+    statistics = _read_facts(facts)
+    try:
+        return statistics if statistics and _checksum(table) == statistics["checksum"] else None
+    except FileNotFoundError:
+        return None
 
 
 def _read_facts(facts: Path) -> dict | None:

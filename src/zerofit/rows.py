@@ -4,6 +4,7 @@ import csv
 import glob
 import io
 import json
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -42,8 +43,12 @@ def find(data: list[str], config: str | None, split: str) -> tuple[list[Source],
     """
     train, held_out = [], []
     for entry in data:
-        name, weight = _weight(entry)
-        found = _local(name)
+        try:
+            name, weight = _weight(entry)
+            found = _local(name, split)
+        except (OSError, RuntimeError, ValueError) as error:  # a name too long, ~nobody, no permission, a NUL byte
+            reason = getattr(error, "strerror", None) or str(error)
+            raise UserError(f"--data {entry!r}: cannot be looked up: {reason.rstrip('.')}.") from None
         if found is None:
             found = _hub_sources(name, config, split)
         for side, sources in zip((train, held_out), found, strict=True):
@@ -66,7 +71,9 @@ def suffix(path: Path) -> str:
     return ends[-2] if len(ends) > 1 and ends[-1] in COMPRESSED else (ends[-1] if ends else "")
 
 
-def _local(name: str) -> tuple[list[Source], list[Source]] | None:
+def _local(name: str, split: str) -> tuple[list[Source], list[Source]] | None:
+    if "\0" in name:
+        raise ValueError("a path cannot hold a NUL byte")
     path = Path(name).expanduser()
     if path.is_file():
         if suffix(path) not in SUFFIXES:
@@ -75,17 +82,39 @@ def _local(name: str) -> tuple[list[Source], list[Source]] | None:
         return [Source(path)], []
     if path.is_dir():
         if (path / "state.json").exists() or (path / "dataset_dict.json").exists():
-            return _saved_folder(path)
-        files = (f for f in path.rglob("*") if f.is_file() and suffix(f) in SUFFIXES and f.name not in NOT_DATA)
-        return _split_by_name(name, sorted(files))
+            return _saved_folder(path, split)
+        return _split_by_name(name, sorted(_files_below(path)))
     if any(c in name for c in "*?["):
-        files = map(Path, sorted(glob.glob(str(path), recursive=True)))  # noqa: PTH207 (the pattern may be absolute)
-        files = (f for f in files if f.is_file() and suffix(f) in SUFFIXES and f.name not in NOT_DATA)
-        return _split_by_name(name, list(files))
+        found = [Path(f) for f in sorted(glob.glob(str(path), recursive=True))]  # noqa: PTH207 (it may be absolute)
+        folder = next((f for f in found if f.is_dir()), None)
+        if folder and "**" not in name:
+            raise UserError(f"--data {name}: {folder} is a folder; name it by itself, or only files, e.g. *.jsonl.")
+        return _split_by_name(name, [f for f in found if _is_data(f)])
     looks_local = path.is_absolute() or name.startswith((".", "~")) or suffix(path) in SUFFIXES
     if looks_local or name.count("/") > 1:
         raise UserError(f"--data {name}: no such file or folder.")
     return None
+
+
+def _files_below(folder: Path) -> Iterator[Path]:
+    """Data files in a folder and those below it.
+
+    Raises: OSError for a folder that cannot be listed, which Path.rglob would pass over.
+    """
+
+    def stop(error: OSError):
+        raise error
+
+    for top, _, names in os.walk(folder, onerror=stop):
+        yield from (file for file in (Path(top, name) for name in names) if _is_data(file))
+
+
+def _is_data(file: Path) -> bool:
+    if suffix(file) not in SUFFIXES or file.name in NOT_DATA:
+        return False
+    if file.is_symlink() and not file.exists():
+        raise UserError(f"{file}: is a link to {file.readlink()}, which is not there; mend or remove it.")
+    return file.is_file()
 
 
 def _split_by_name(name: str, files: list[Path]) -> tuple[list[Source], list[Source]]:
@@ -95,13 +124,23 @@ def _split_by_name(name: str, files: list[Path]) -> tuple[list[Source], list[Sou
     return [Source(f) for f in files if f not in held_out], [Source(f) for f in held_out]
 
 
-def _saved_folder(path: Path) -> tuple[list[Source], list[Source]]:
+def _saved_folder(path: Path, split: str) -> tuple[list[Source], list[Source]]:
     """A folder written by datasets' save_to_disk: one set, or one per split."""
     if (path / "state.json").exists():
         return [Source(path)], []
-    splits = json.loads((path / "dataset_dict.json").read_text())["splits"]
-    held_out = [s for s in EVAL_NAMES if s in splits][:1]
-    return [Source(path / s) for s in splits if s == "train"], [Source(path / s) for s in held_out]
+    try:
+        splits = json.loads((path / "dataset_dict.json").read_text())["splits"]
+    except (ValueError, KeyError, TypeError):
+        raise UserError(
+            f"{path / 'dataset_dict.json'}: does not say which splits there are; save the set again."
+        ) from None
+    missing = next((s for s in splits if not (path / s).is_dir()), None)
+    if missing:
+        raise UserError(f"{path}: dataset_dict.json names the split {missing!r}, but there is no such folder in it.")
+    held_out = [s for s in EVAL_NAMES if s in splits and s != split][:1]
+    if split not in splits and (split != "train" or not held_out):  # one with eval splits only is good for --eval_data
+        raise UserError(f"--data {path}: has no split {split!r}, only {', '.join(splits)}; name one with --data_split.")
+    return [Source(path / s) for s in splits if s == split], [Source(path / s) for s in held_out]
 
 
 def _hub_sources(name: str, config: str | None, split: str) -> tuple[list[Source], list[Source]]:
