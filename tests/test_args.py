@@ -21,7 +21,7 @@ def test_the_kits_own_flags_are_frozen():
         "config", "zero", "offload", "effective_batch_size", "gpus", "show", "max_tokens_per_sample", "num_samples",
         "model", "model_revision", "dtype", "attn_implementation", "trust_remote_code", "random_init",
         "data", "eval_data", "eval_fraction", "data_format", "columns", "data_config", "data_split", "chat_template",
-        "train_on", "max_length", "truncation", "max_samples", "preprocessing_num_workers", "packing",
+        "train_on", "max_length", "truncation", "max_samples", "shuffle_seed", "preprocessing_num_workers", "packing",
         "padding_free",
         "min_supervised_fraction", "max_truncated_fraction", "max_duplicate_fraction", "max_eval_overlap_fraction",
     ]  # fmt: skip

@@ -616,7 +616,7 @@ def test_a_killed_worker_ends_the_run(tmp_path, tokenizer, monkeypatch):
         data.load(settings_for(file, "--preprocessing_num_workers", "2"), tokenizer)
 
 
-def _die(chunk):
+def _die(chunk, kind):
     import os
     import signal
 

@@ -82,12 +82,12 @@ def test_every_row_once_an_epoch(tokenizer):
     )
     source = rows.Source(TINY / "train.jsonl")
     found = stream.Stream([source], settings, chat.Encoder(tokenizer), seed=3, effective=8)
-    places = [place for place, _ in itertools.islice(found, 1800)]
+    places = [place for place, _, _ in itertools.islice(found, 1800)]
     assert len(set(places[:900])) == len(set(places[900:])) == 900
     assert places[:900] != places[900:]
     assert sorted(places[:100]) == sorted(f"{TINY / 'train.jsonl'}:{n}" for n in range(1, 101))
     found.resume(step=113)
-    assert [place for place, _ in itertools.islice(found, 100)] == places[904:1004]
+    assert [place for place, _, _ in itertools.islice(found, 100)] == places[904:1004]
 
 
 def test_sources_advance_side_by_side_and_weights_repeat_rows(tmp_path, tokenizer):
@@ -97,7 +97,7 @@ def test_sources_advance_side_by_side_and_weights_repeat_rows(tmp_path, tokenize
     sources = [rows.Source(tmp_path / "long.jsonl"), rows.Source(tmp_path / "short.jsonl", weight=2)]
     settings = SimpleNamespace(columns=None, data_format="auto", max_samples=None)
     found = stream.Stream(sources, settings, chat.Encoder(tokenizer), None, 8)
-    places = [place for place, _ in found.rows()]
+    places = [place for place, _, _ in found.rows()]
     short = [i for i, place in enumerate(places) if "short" in place]
     assert len(places) == 360 and len(short) == 60
     assert all(places.count(places[i]) == 2 for i in short)
@@ -126,15 +126,12 @@ def test_hub_sets_are_not_downloaded(monkeypatch, tokenizer):
 
 
 def test_rows_without_an_answer_keep_their_place(tokenizer, capsys):
-    settings = SimpleNamespace(packing=False, max_length=16, truncation="truncate_right")
-    encoder = chat.Encoder(tokenizer)
+    settings = SimpleNamespace(packing=False, max_length=16, truncation="truncate_right", columns=None)
     batches = []
-    collate = stream.Tokenise(SimpleNamespace(settings=settings, encoder=encoder), batches.append)
-    parsed = [
-        (f"x.jsonl:{i + 1}", chat.parse("x", {"prompt": "word " * n, "completion": "yes"}, "prompt/completion"))
-        for i, n in enumerate((1, 90, 1))
-    ]
-    collate(parsed)
+    found = stream.Stream([], settings, chat.Encoder(tokenizer), None, 8)
+    collate = stream.Tokenise(found, batches.append)
+    lines = [json.dumps({"prompt": "word " * n, "completion": "yes"}) for n in (1, 90, 1)]
+    collate([(f"x.jsonl:{i + 1}", line, "prompt/completion") for i, line in enumerate(lines)])
     lengths = [sum(t != chat.IGNORE for t in row["labels"]) for row in batches[0]]
     assert lengths[0] == lengths[2] > 0 == lengths[1]
     assert "x.jsonl:2: no answer left" in capsys.readouterr().out

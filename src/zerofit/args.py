@@ -121,6 +121,9 @@ class DataArguments:
     shuffle_buffer_size: int = field(
         default=10_000, metadata={"help": "Rows that --streaming reads ahead and shuffles among themselves."}
     )
+    shuffle_seed: int | None = field(
+        default=None, metadata={"help": "Seed of the row order (transformers' --data_seed). Default: --seed."}
+    )
     preprocessing_num_workers: int | None = field(
         default=None, metadata={"help": "Processes that tokenise. Default: one for each core, for files over 4 MB."}
     )
@@ -208,7 +211,6 @@ RENAMED = {
     "group_by_length": "--train_sampling_strategy",
     "zero_stage": "--zero",
     "lora_rank": "--lora_r",
-    "shuffle_seed": "--data_seed",
     "dataset_num_proc": "--preprocessing_num_workers",
     "use_peft": "recipes/lora.py",
 }
@@ -316,6 +318,8 @@ def read_yaml(path: str, recipe: str) -> dict[str, Any]:
         raise UserError(f"--config {path}: cannot be read: {error.strerror}.") from None
     except UnicodeDecodeError:
         raise UserError(f"--config {path}: is not a UTF-8 text file.") from None
+    except RuntimeError as error:  # ~nobody
+        raise UserError(f"--config {path}: cannot be looked up: {str(error).rstrip('.')}.") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else path
@@ -360,6 +364,7 @@ def parse(recipe: str, argv: list[str], world_size: int) -> Settings:
     source |= {name: "default" for name in kit if source[name] == "transformers default"}
     settings = Settings(recipe, values, source, [], None, world_size)
     _check_ranges(settings)
+    _one_shuffle_seed(settings)
     _fill_defaults(settings)
     settings.deepspeed = zero.choose(settings, given)
     _choose_precision(settings)
@@ -404,6 +409,18 @@ def _check_ranges(settings: Settings) -> None:
         )
     if settings.bf16 and settings.fp16:
         raise UserError("--bf16 and --fp16 are both on: choose one.")
+
+
+def _one_shuffle_seed(settings: Settings) -> None:
+    """--shuffle_seed and transformers' --data_seed are one argument with two names."""
+    ours, theirs = settings.shuffle_seed, settings.data_seed
+    if None not in (ours, theirs) and ours != theirs:
+        raise UserError(
+            f"--shuffle_seed {ours} ({settings.source['shuffle_seed']}) and --data_seed {theirs} "
+            f"({settings.source['data_seed']}) are two names of one argument; leave one of them out."
+        )
+    given, other = ("shuffle_seed", "data_seed") if theirs is None else ("data_seed", "shuffle_seed")
+    settings.values[other], settings.source[other] = settings.values[given], settings.source[given]
 
 
 def _fill_defaults(settings: Settings) -> None:

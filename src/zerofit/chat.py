@@ -21,6 +21,7 @@ FORMATS = {
     "alpaca": ("instruction", "output"),
     "text": ("text",),
 }
+MASKS = ("completion_mask", "assistant_masks")  # columns that TRL writes beside input_ids
 # Names of the speakers, as published data sets write them -> the field's standard role.
 ROLES = {
     "system": "system",
@@ -82,9 +83,12 @@ def choose_template(name: str, tokenizer) -> str:
 
     Raises: UserError for an unknown name, and for a built-in whose control words the tokenizer does not have.
     """
-    path = Path(name).expanduser()
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
+    try:
+        path = Path(name).expanduser()
+        if path.is_file():
+            return path.read_text(encoding="utf-8")
+    except (OSError, RuntimeError, ValueError) as error:  # unreadable, a name too long, ~nobody, not UTF-8
+        raise UserError(f"--chat_template {name[:200]}: cannot be read as a file: {error}.") from None
     if name not in TEMPLATES:
         raise UserError(f"--chat_template {name}: no such file, and not one of {', '.join(TEMPLATES)}.")
     words = set(re.findall(r"<\|\w+?\|>", TEMPLATES[name])) - tokenizer.get_vocab().keys()
@@ -155,15 +159,25 @@ def _history(place: str, history: Any) -> list[dict]:
 
 
 def _tokens(place: str, row: dict) -> dict:
+    """Token lists; without `labels` all tokens are trained. TRL's masks (1: trained) each take more tokens out."""
     ids, labels = row["input_ids"], row.get("labels")
     labels = ids if labels is None else labels
     for name, values in (("input_ids", ids), ("labels", labels)):
         if not isinstance(values, list) or not values or not all(type(v) is int for v in values):
             raise UserError(f"{place}: column {name!r} must be a list of whole numbers that is not empty.")
-    if any(label != IGNORE and label < 0 for label in labels):
+    if labels is not ids and any(label != IGNORE and label < 0 for label in labels):
         raise UserError(f"{place}: labels must be token ids or {IGNORE}.")
     if len(ids) != len(labels):
         raise UserError(f"{place}: input_ids has {len(ids)} entries, labels {len(labels)}; they must be as many.")
+    for name in MASKS:
+        mask = row.get(name)
+        if mask is None:
+            continue
+        if not isinstance(mask, list) or not all(type(v) in (int, bool) and v in (0, 1) for v in mask):
+            raise UserError(f"{place}: column {name!r} must be a list of 0 and 1.")
+        if len(ids) != len(mask):
+            raise UserError(f"{place}: input_ids has {len(ids)} entries, {name} {len(mask)}; they must be as many.")
+        labels = [label if on else IGNORE for label, on in zip(labels, mask, strict=True)]
     return {"input_ids": ids, "labels": labels}
 
 

@@ -1,6 +1,7 @@
 """Training and evaluation sets: files -> tokens -> an Arrow file that every rank maps, in the same order everywhere."""
 
 import contextlib
+import gc
 import hashlib
 import itertools
 import json
@@ -10,7 +11,7 @@ import os
 import tempfile
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ import torch
 from . import chat, rows
 from .errors import UserError
 
-CACHE_VERSION = 3  # raise it when the tokens of a row change
+CACHE_VERSION = 4  # raise it when the tokens of a row change
 CHUNK = 500  # rows encoded at once
 COUNTS = ("rows", "kept", "dropped_no_answer_left", "dropped_too_long", "truncated", "tokens", "supervised_tokens")
 
@@ -79,11 +80,14 @@ def _fingerprint(sources: list[rows.Source], settings, tokenizer, limit: int | N
 
             digest.update(repr((source.hub, load_dataset_builder(*source.hub[:2]).hash)).encode())
             continue
-        files = [source.path] if source.path.is_file() else sorted(f for f in source.path.iterdir() if f.is_file())
-        for file in files:
-            with file.open("rb") as opened:
-                while block := opened.read(1 << 22):
-                    digest.update(block)
+        try:
+            files = [source.path] if source.path.is_file() else sorted(f for f in source.path.iterdir() if f.is_file())
+            for file in files:
+                with file.open("rb") as opened:
+                    while block := opened.read(1 << 22):
+                        digest.update(block)
+        except OSError as error:
+            raise UserError(f"{error.filename or source}: cannot be read: {error.strerror}.") from None
     options = [
         CACHE_VERSION, [s.weight for s in sources], settings.max_length, limit, settings.data_format, settings.columns,
         settings.train_on, settings.truncation, tokenizer.chat_template, tokenizer.eos_token_id,
@@ -131,16 +135,43 @@ def _prepare(sources: list[rows.Source], settings, encoder: chat.Encoder, limit:
     fingerprint = _fingerprint(sources, settings, encoder.tokenizer, limit)
     folder = cache_folder()
     table, facts = folder / f"{fingerprint}.arrow", folder / f"{fingerprint}.json"
-    with FileLock(str(table) + ".lock"):  # the first process prepares, the others wait here, outside any collective
-        statistics = _read_facts(facts)
-        if not statistics or not table.exists() or _checksum(table) != statistics["checksum"]:
-            statistics = _write(table, sources, settings, encoder, limit)
-            statistics["checksum"] = _checksum(table)
-            aside = facts.with_suffix(".tmp")
-            aside.write_text(json.dumps(statistics))
-            os.replace(aside, facts)  # last: a half-written table is never taken for a whole one
+    before, statistics = _stamp(facts), _verified(table, facts)  # without the lock: all ranks check at the same time
+    if statistics is None:
+        # The first process prepares, the others wait here, outside any collective.
+        with FileLock(str(table) + ".lock"):
+            if _stamp(facts) != before:  # another process has just prepared it, and checked what it wrote
+                statistics = _read_facts(facts)
+            statistics = statistics or _build(table, facts, sources, settings, encoder, limit)
     weights = [weight for kept, weight in statistics["sources"] for _ in range(kept)]
     return Tokens(Dataset.from_file(str(table)), statistics, fingerprint, weights if set(weights) != {1.0} else None)
+
+
+def _build(table: Path, facts: Path, sources: list[rows.Source], settings, encoder: chat.Encoder, limit) -> dict:
+    """Write the table and, last, what is known about it: a half-written table is never taken for a whole one."""
+    statistics = _write(table, sources, settings, encoder, limit)
+    statistics["checksum"] = _checksum(table)
+    aside = facts.with_suffix(".facts")
+    aside.write_text(json.dumps(statistics))
+    os.replace(aside, facts)
+    return statistics
+
+
+def _stamp(file: Path) -> tuple | None:
+    """What changes when the file is replaced."""
+    try:
+        found = file.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def _verified(table: Path, facts: Path) -> dict | None:
+    """What is known about a cached table that is whole; None when it is missing or damaged."""
+    statistics = _read_facts(facts)
+    try:
+        return statistics if statistics and _checksum(table) == statistics["checksum"] else None
+    except FileNotFoundError:
+        return None
 
 
 def _read_facts(facts: Path) -> dict | None:
@@ -161,20 +192,38 @@ def _repeated(tokens: Tokens) -> Tokens:
     return Tokens(tokens.dataset.select(chosen), statistics, tokens.fingerprint)
 
 
-def parsed(source: rows.Source, settings, count: Counter) -> Iterator[tuple[str, object]]:
-    """(place, parsed row) of one source; counts and format into `count`."""
-    names = {theirs: ours for ours, theirs in (c.split("=", 1) for c in settings.columns or [])}
-    kind = settings.data_format if settings.data_format != "auto" else None
-    for place, row in rows.read(source):
-        missing = next((old for old in names if old not in row), None)
-        if missing is not None:
-            raise UserError(f"{place}: --columns names {missing!r}, but the columns are {', '.join(row)}.")
-        row = {names.get(key, key): value for key, value in row.items() if key in names or key not in names.values()}
-        kind = kind or chat.detect(place, row)
-        content = chat.parse(place, row, kind)
+def parsed(read: Iterable, settings, kind: str, count: Counter) -> Iterator[tuple[str, object]]:
+    """Rows as `rows.read` gives them -> (place, parsed row), counted."""
+    names = _names(settings)
+    for place, row in read:
+        parsed = chat.parse(place, _renamed(place, row, names), kind)
         count["rows"] += 1
         count[f"format {kind}"] += 1
         yield place, content
+
+
+def kind_of(read: Iterator, settings) -> tuple[str, Iterator]:
+    """(--data_format or the format of the first row, all rows)."""
+    if settings.data_format != "auto":
+        return settings.data_format, read
+    first, kind = list(itertools.islice(read, 1)), ""
+    for place, row in first:
+        kind = chat.detect(place, _renamed(place, row, _names(settings)))
+    return kind, itertools.chain(first, read)
+
+
+def _names(settings) -> dict[str, str]:
+    """--columns: the data's name -> ours."""
+    return {theirs: ours for ours, theirs in (c.split("=", 1) for c in settings.columns or [])}
+
+
+def _renamed(place: str, row: dict | str, names: dict[str, str]) -> dict:
+    """The row with --columns applied; a JSON line is parsed first."""
+    row = rows.json_object(place, row) if isinstance(row, str) else row
+    missing = next((old for old in names if old not in row), None)
+    if missing is not None:
+        raise UserError(f"{place}: --columns names {missing!r}, but the columns are {', '.join(row)}.")
+    return {names.get(key, key): value for key, value in row.items() if key in names or key not in names.values()}
 
 
 def repeats(weight: float, number: int) -> int:
@@ -182,31 +231,40 @@ def repeats(weight: float, number: int) -> int:
     return math.floor((number + 1) * weight) - math.floor(number * weight)
 
 
-def _chunks(parsed: Iterator, limit: int | None) -> Iterator[list]:
-    parsed = itertools.islice(parsed, limit)
-    while chunk := list(itertools.islice(parsed, CHUNK)):
+def _chunks(read: Iterator, limit: int | None) -> Iterator[list]:
+    read = itertools.islice(read, limit)
+    while chunk := list(itertools.islice(read, CHUNK)):
         yield chunk
 
 
-_encoder: chat.Encoder | None = None  # what the forked workers inherit, so that no tokenizer is pickled per chunk
+_work: tuple = ()  # (encoder, settings): what the forked workers inherit, so that no tokenizer is pickled per chunk
 
 
-def _encode(chunk: list) -> list:
-    return _encoder.encode(chunk)
+def _encode(chunk: list, kind: str) -> tuple[Counter, object]:
+    """Rows as they were read -> (what was counted, the kept ones as an Arrow batch or None)."""
+    import pyarrow as pa
+
+    (encoder, settings), count = _work, Counter()
+    encoded = encoder.encode(list(parsed(chunk, settings, kind, count)))
+    kept = [row for row in (cut(*pair, settings, count) for pair in encoded) if row is not None]
+    if not kept:
+        return count, None
+    columns = [pa.array(column, pa.list_(pa.int32())) for column in zip(*kept, strict=True)]
+    return count, pa.record_batch(columns, names=["input_ids", "labels"])
 
 
-def _encoded(chunks: Iterator[list], pool, workers: int) -> Iterator[list]:
+def _encoded(chunks: Iterator[list], kind: str, pool, workers: int) -> Iterator[tuple[Counter, object]]:
     """Each chunk encoded, in order; with several workers at most two chunks a worker are in memory.
 
     Raises: UserError from a row, or when a worker was killed (most likely for its memory).
     """
     if pool is None:
-        yield from map(_encode, chunks)
+        yield from (_encode(chunk, kind) for chunk in chunks)
         return
     waiting: deque = deque()
     try:
         for chunk in chunks:
-            waiting.append(pool.submit(_encode, chunk))
+            waiting.append(pool.submit(_encode, chunk, kind))
             if len(waiting) >= 2 * workers:
                 yield waiting.popleft().result()
         while waiting:
@@ -218,18 +276,20 @@ def _encoded(chunks: Iterator[list], pool, workers: int) -> Iterator[list]:
 
 
 @contextlib.contextmanager
-def _pool(encoder: chat.Encoder, workers: int):
+def _pool(encoder: chat.Encoder, settings, workers: int):
     """A pool of forked processes that know the encoder, or None for one worker."""
-    global _encoder
-    _encoder = encoder
-    if workers <= 1:
-        yield None
-        return
-    pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork"))
+    global _work
+    _work = encoder, settings
+    gc.freeze()  # the collector need not visit, and in each worker thereby copy, all that the libraries hold
+    pool = None
+    if workers > 1:
+        pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork"))
     try:
         yield pool
     finally:
-        pool.shutdown(cancel_futures=True)
+        gc.unfreeze()
+        if pool:
+            pool.shutdown(cancel_futures=True)
 
 
 def _workers(sources: list[rows.Source], settings) -> int:
@@ -251,15 +311,16 @@ def _write(table: Path, sources: list[rows.Source], settings, encoder: chat.Enco
     with (
         pa.OSFile(str(aside), "wb") as file,
         pa.ipc.new_stream(file, schema) as writer,
-        _pool(encoder, workers) as pool,
+        _pool(encoder, settings, workers) as pool,
     ):
         for source in sources:
             before, left = count["kept"], None if limit is None else limit - count["rows"]
-            for encoded in _encoded(_chunks(parsed(source, settings, count), left), pool, workers):
-                kept = [row for row in (cut(*pair, settings, count) for pair in encoded) if row is not None]
-                if kept:
-                    columns = [pa.array(column, pa.list_(pa.int32())) for column in zip(*kept, strict=True)]
-                    writer.write_batch(pa.record_batch(columns, schema=schema))
+            read = rows.read(source, lines=True)
+            kind, read = kind_of(read, settings)
+            for counted, batch in _encoded(_chunks(read, left), kind, pool, workers):
+                count.update(counted)
+                if batch is not None:
+                    writer.write_batch(batch)
                 if time.monotonic() - last_word > 5:
                     last_word = time.monotonic()
                     print(f"tokenising: {count['rows']:,} rows, {count['tokens']:,} tokens", flush=True)

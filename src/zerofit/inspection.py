@@ -220,7 +220,8 @@ def packing(lengths: np.ndarray, settings) -> dict:
     from .data import best_fit_decreasing
 
     packs, tokens = len(best_fit_decreasing(lengths.tolist(), settings.max_length)), int(lengths.sum())
-    order = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(settings.seed)).numpy()
+    seed = settings.seed if settings.shuffle_seed is None else settings.shuffle_seed
+    order = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(seed)).numpy()
     micro = settings.per_device_train_batch_size
     starts = np.arange(0, len(lengths), micro)
     widths = -(-np.maximum.reduceat(lengths[order], starts) // 8) * 8  # as the collator rounds

@@ -4,6 +4,7 @@ import csv
 import glob
 import io
 import json
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -43,8 +44,12 @@ def find(data: list[str], config: str | None, split: str, streaming: bool = Fals
     """
     train, held_out = [], []
     for entry in data:
-        name, weight = _weight(entry)
-        found = _local(name)
+        try:
+            name, weight = _weight(entry)
+            found = _local(name, split)
+        except (OSError, RuntimeError, ValueError) as error:  # a name too long, ~nobody, no permission, a NUL byte
+            reason = getattr(error, "strerror", None) or str(error)
+            raise UserError(f"--data {entry!r}: cannot be looked up: {reason.rstrip('.')}.") from None
         if found is None:
             found = _hub_sources(name, config, split, streaming)
         for side, sources in zip((train, held_out), found, strict=True):
@@ -67,7 +72,9 @@ def suffix(path: Path) -> str:
     return ends[-2] if len(ends) > 1 and ends[-1] in COMPRESSED else (ends[-1] if ends else "")
 
 
-def _local(name: str) -> tuple[list[Source], list[Source]] | None:
+def _local(name: str, split: str) -> tuple[list[Source], list[Source]] | None:
+    if "\0" in name:
+        raise ValueError("a path cannot hold a NUL byte")
     path = Path(name).expanduser()
     if path.is_file():
         if suffix(path) not in SUFFIXES:
@@ -76,17 +83,39 @@ def _local(name: str) -> tuple[list[Source], list[Source]] | None:
         return [Source(path)], []
     if path.is_dir():
         if (path / "state.json").exists() or (path / "dataset_dict.json").exists():
-            return _saved_folder(path)
-        files = (f for f in path.rglob("*") if f.is_file() and suffix(f) in SUFFIXES and f.name not in NOT_DATA)
-        return _split_by_name(name, sorted(files))
+            return _saved_folder(path, split)
+        return _split_by_name(name, sorted(_files_below(path)))
     if any(c in name for c in "*?["):
-        files = map(Path, sorted(glob.glob(str(path), recursive=True)))  # noqa: PTH207 (the pattern may be absolute)
-        files = (f for f in files if f.is_file() and suffix(f) in SUFFIXES and f.name not in NOT_DATA)
-        return _split_by_name(name, list(files))
+        found = [Path(f) for f in sorted(glob.glob(str(path), recursive=True))]  # noqa: PTH207 (it may be absolute)
+        folder = next((f for f in found if f.is_dir()), None)
+        if folder and "**" not in name:
+            raise UserError(f"--data {name}: {folder} is a folder; name it by itself, or only files, e.g. *.jsonl.")
+        return _split_by_name(name, [f for f in found if _is_data(f)])
     looks_local = path.is_absolute() or name.startswith((".", "~")) or suffix(path) in SUFFIXES
     if looks_local or name.count("/") > 1:
         raise UserError(f"--data {name}: no such file or folder.")
     return None
+
+
+def _files_below(folder: Path) -> Iterator[Path]:
+    """Data files in a folder and those below it.
+
+    Raises: OSError for a folder that cannot be listed, which Path.rglob would pass over.
+    """
+
+    def stop(error: OSError):
+        raise error
+
+    for top, _, names in os.walk(folder, onerror=stop):
+        yield from (file for file in (Path(top, name) for name in names) if _is_data(file))
+
+
+def _is_data(file: Path) -> bool:
+    if suffix(file) not in SUFFIXES or file.name in NOT_DATA:
+        return False
+    if file.is_symlink() and not file.exists():
+        raise UserError(f"{file}: is a link to {file.readlink()}, which is not there; mend or remove it.")
+    return file.is_file()
 
 
 def _split_by_name(name: str, files: list[Path]) -> tuple[list[Source], list[Source]]:
@@ -96,13 +125,23 @@ def _split_by_name(name: str, files: list[Path]) -> tuple[list[Source], list[Sou
     return [Source(f) for f in files if f not in held_out], [Source(f) for f in held_out]
 
 
-def _saved_folder(path: Path) -> tuple[list[Source], list[Source]]:
+def _saved_folder(path: Path, split: str) -> tuple[list[Source], list[Source]]:
     """A folder written by datasets' save_to_disk: one set, or one per split."""
     if (path / "state.json").exists():
         return [Source(path)], []
-    splits = json.loads((path / "dataset_dict.json").read_text())["splits"]
-    held_out = [s for s in EVAL_NAMES if s in splits][:1]
-    return [Source(path / s) for s in splits if s == "train"], [Source(path / s) for s in held_out]
+    try:
+        splits = json.loads((path / "dataset_dict.json").read_text())["splits"]
+    except (ValueError, KeyError, TypeError):
+        raise UserError(
+            f"{path / 'dataset_dict.json'}: does not say which splits there are; save the set again."
+        ) from None
+    missing = next((s for s in splits if not (path / s).is_dir()), None)
+    if missing:
+        raise UserError(f"{path}: dataset_dict.json names the split {missing!r}, but there is no such folder in it.")
+    held_out = [s for s in EVAL_NAMES if s in splits and s != split][:1]
+    if split not in splits and (split != "train" or not held_out):  # one with eval splits only is good for --eval_data
+        raise UserError(f"--data {path}: has no split {split!r}, only {', '.join(splits)}; name one with --data_split.")
+    return [Source(path / s) for s in splits if s == split], [Source(path / s) for s in held_out]
 
 
 def _hub_sources(name: str, config: str | None, split: str, streaming: bool) -> tuple[list[Source], list[Source]]:
@@ -135,9 +174,10 @@ def size(source: Source) -> int:
     return sum(file.stat().st_size for file in files)
 
 
-def read(source: Source) -> Iterator[Row]:
+def read(source: Source, lines: bool = False) -> Iterator[Row]:
     """The rows of one source.
 
+    Args: lines: JSON lines stay text, (place, line), for `json_object` to parse in another process.
     Raises: UserError with file:line for a row that cannot be read.
     """
     if source.hub:
@@ -153,7 +193,7 @@ def read(source: Source) -> Iterator[Row]:
             yield from _read_parquet(path)
         else:
             with _open(path) as file:
-                yield from (_read_csv(path, file, kind) if kind in (".csv", ".tsv") else _read_json(path, file))
+                yield from (_read_csv(path, file, kind) if kind in (".csv", ".tsv") else _read_json(path, file, lines))
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: is not UTF-8 text (byte {error.start} of a block); convert or remove it.") from None
     except (OSError, EOFError) as error:
@@ -174,7 +214,7 @@ def _no_constant(text: str):
     raise ValueError(f"{text} is no JSON value")
 
 
-def _read_json(path: Path, file) -> Iterator[Row]:
+def _read_json(path: Path, file, lines: bool) -> Iterator[Row]:
     """JSON lines, or one array of objects; told apart by the first character that is not white space."""
     number, line = 0, "\n"
     while line and not line.strip():
@@ -185,7 +225,8 @@ def _read_json(path: Path, file) -> Iterator[Row]:
     while line:
         text = line.strip()
         if text:
-            yield f"{path}:{number}", _object(path, number, text)
+            place = f"{path}:{number}"
+            yield place, text if lines else json_object(place, text)
         line, number = _line(path, file, number)
 
 
@@ -196,15 +237,19 @@ def _line(path: Path, file, number: int) -> tuple[str, int]:
     return line, number + 1
 
 
-def _object(path: Path, number: int, text: str) -> dict:
+def json_object(place: str, text: str) -> dict:
+    """The row that one JSON line holds.
+
+    Raises: UserError naming the place.
+    """
     try:
         row = json.loads(text, parse_constant=_no_constant)
     except json.JSONDecodeError as error:
-        raise UserError(f"{path}:{number}: not valid JSON at column {error.colno}: {error.msg}.") from None
+        raise UserError(f"{place}: not valid JSON at column {error.colno}: {error.msg}.") from None
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}:{number}: not valid JSON: {error}.") from None
+        raise UserError(f"{place}: not valid JSON: {error}.") from None
     if not isinstance(row, dict):
-        raise UserError(f"{path}:{number}: each line must be an object {{...}}, found {type(row).__name__}.")
+        raise UserError(f"{place}: each line must be an object {{...}}, found {type(row).__name__}.")
     return row
 
 

@@ -1,7 +1,7 @@
 """--streaming: rows are read, shuffled and tokenised while training runs, for data larger than the disk.
 
-Every rank reads the same rows in the same order and tokenises only its own, so the samples of an optimizer step do not
-depend on ranks or micro batch, and a resumed run goes on at the next sample.
+Every rank reads the same lines in the same order and parses and tokenises only its own (all of them with --packing), so
+the samples of an optimizer step do not depend on ranks or micro batch, and a resumed run goes on at the next sample.
 """
 
 import hashlib
@@ -63,24 +63,25 @@ def load(sources: list[rows.Source], settings, encoder: chat.Encoder) -> data.To
     seed = settings.data_seed if settings.data_seed is not None else settings.seed
     seed = None if settings.train_sampling_strategy == "sequential" else seed
     stream = Stream(sources, settings, encoder, seed, effective)
-    parsed = list(itertools.islice(stream.rows(), min(PREVIEW, settings.max_samples or PREVIEW)))
-    count: Counter = Counter(rows=len(parsed))
-    kept = [row for row in (data.cut(*pair, settings, count) for pair in encoder.encode(parsed)) if row is not None]
+    first = list(itertools.islice(stream.rows(), min(PREVIEW, settings.max_samples or PREVIEW)))
+    count: Counter = Counter()
+    kept = [row for row in stream.encoded(first, count) if row is not None]
     names = ", ".join(map(str, sources))
     if not kept:
         raise UserError(
-            f"{names}: in none of the first {len(parsed)} rows an answer fits into --max_length {settings.max_length}."
+            f"{names}: in none of the first {len(first)} rows an answer fits into --max_length {settings.max_length}."
         )
     table = Dataset.from_dict({"input_ids": [ids for ids, _ in kept], "labels": [labels for _, labels in kept]})
     numbers = {name: count[name] for name in data.COUNTS}
-    statistics = {"source": names, "format": "stream", **numbers, "streaming": True}
+    formats = sorted(name.removeprefix("format ") for name in count if name.startswith("format "))
+    statistics = {"source": names, "format": " + ".join(formats), **numbers, "streaming": True}
     return data.Tokens(table, statistics, _fingerprint(sources), stream=stream)
 
 
 class Stream(torch.utils.data.IterableDataset):
     """An endless run over all rows, epoch after epoch, the same on every rank.
 
-    Yields (place, parsed row), or packs {"input_ids", "labels", "lengths"} with --packing. `skip` samples are passed
+    Yields (place, row or line of JSON, format), or packs {"input_ids", "labels", "lengths"} with --packing. `skip` samples are passed
     over first (set before iterating).
     """
 
@@ -95,11 +96,11 @@ class Stream(torch.utils.data.IterableDataset):
     def __iter__(self) -> Iterator:
         return itertools.islice(self._samples(), self.skip, None)
 
-    def rows(self) -> Iterator[tuple[str, object]]:
+    def rows(self) -> Iterator[tuple[str, object, str]]:
         """One epoch in order: the sources side by side, in proportion to their size; rows as often as their weight."""
         return itertools.islice(self._merged(), self.settings.max_samples)
 
-    def _merged(self) -> Iterator[tuple[str, object]]:
+    def _merged(self) -> Iterator[tuple[str, object, str]]:
         iterators = [self._weighted(source) for source in self.sources]
         step = [1 / (size * s.weight) for size, s in zip(_sizes(self.sources), self.sources, strict=True)]
         queue = [(0.0, i) for i in range(len(iterators))]  # (how far the source is read, its number)
@@ -110,9 +111,15 @@ class Stream(torch.utils.data.IterableDataset):
                 yield row
                 heapq.heappush(queue, (progress + step[i], i))
 
-    def _weighted(self, source) -> Iterator[tuple[str, object]]:
-        for number, row in enumerate(data.parsed(source, self.settings, Counter())):
-            yield from itertools.repeat(row, data.repeats(source.weight, number))
+    def _weighted(self, source) -> Iterator[tuple[str, object, str]]:
+        kind, read = data.kind_of(rows.read(source, lines=True), self.settings)
+        for number, row in enumerate(read):
+            yield from itertools.repeat((*row, kind), data.repeats(source.weight, number))
+
+    def encoded(self, raw: list, count: Counter) -> Iterator[tuple[list[int], list[int]] | None]:
+        """(input_ids, labels) of each row, None where nothing is left to learn; counted."""
+        parsed = [pair for *row, kind in raw for pair in data.parsed([row], self.settings, kind, count)]
+        return (data.cut(*pair, self.settings, count) for pair in self.encoder.encode(parsed))
 
     def _samples(self) -> Iterator:
         for epoch in itertools.count():
@@ -127,11 +134,9 @@ class Stream(torch.utils.data.IterableDataset):
                 raise UserError(f"{', '.join(map(str, self.sources))}: holds no rows.")
 
     def _packs(self, window: list) -> list[dict]:
-        encoded = []
+        kept = []
         for at in range(0, len(window), data.CHUNK):
-            encoded += self.encoder.encode(window[at : at + data.CHUNK])
-        count: Counter = Counter()
-        kept = [row for row in (data.cut(*pair, self.settings, count) for pair in encoded) if row is not None]
+            kept += [row for row in self.encoded(window[at : at + data.CHUNK], Counter()) if row is not None]
         packs = data.best_fit_decreasing([len(ids) for ids, _ in kept], self.settings.max_length)
         return [
             {
@@ -151,16 +156,14 @@ class Tokenise:
     """
 
     def __init__(self, stream: Stream, collate):
-        self.settings, self.encoder, self.collate = stream.settings, stream.encoder, collate
+        self.stream, self.collate = stream, collate
         self.filler, self.dropped = data.filler(stream.encoder.tokenizer.pad_token_id), 0
 
     def __call__(self, batch: list) -> dict:
-        if self.settings.packing:
+        if self.stream.settings.packing:
             return self.collate(batch)
-        count: Counter = Counter()
         out = []
-        for (place, _), pair in zip(batch, self.encoder.encode(batch), strict=True):
-            row = data.cut(*pair, self.settings, count)
+        for (place, _, _), row in zip(batch, self.stream.encoded(batch, Counter()), strict=True):
             out.append(self.filler if row is None else {"input_ids": row[0], "labels": row[1]})
             if row is None:
                 self.dropped += 1

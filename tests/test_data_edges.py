@@ -1,0 +1,297 @@
+"""The data code at its edges: launches at once on one cache, odd paths, TRL's token rows, the same order elsewhere."""
+
+import hashlib
+import json
+import multiprocessing
+import os
+import signal
+import time
+
+import pytest
+import torch
+from accelerate.data_loader import prepare_data_loader, skip_first_batches
+
+from zerofit import args, chat, data, rows
+from zerofit.errors import UserError
+
+FORK = multiprocessing.get_context("fork")
+
+
+def settings_for(*flags):
+    return args.parse("sft", ["--data", *map(str, flags)], 1)
+
+
+def write(file, content):
+    file.write_text(content if isinstance(content, str) else "".join(json.dumps(r) + "\n" for r in content))
+    return file
+
+
+# --- launches at once ---
+
+
+def hash_of(tokens) -> str:
+    rows_ = [(row["input_ids"], row["labels"]) for row in tokens.dataset]
+    return hashlib.sha256(repr(rows_).encode()).hexdigest()
+
+
+def _launch(settings, tokenizer, barrier, answers):
+    built, write_table = [], data._write
+
+    def counted(*arguments):
+        built.append(1)
+        return write_table(*arguments)
+
+    data._write = counted
+    barrier.wait()
+    train, _ = data.load(settings, tokenizer)
+    answers.put((hash_of(train), len(built)))
+
+
+def launch(settings, tokenizer, count):
+    """`count` processes that load the same data at the same time, and the queue of their answers."""
+    barrier, answers = FORK.Barrier(count), FORK.Queue()
+    processes = [FORK.Process(target=_launch, args=(settings, tokenizer, barrier, answers)) for _ in range(count)]
+    for process in processes:
+        process.start()
+    return processes, answers
+
+
+@pytest.fixture
+def big_set(tmp_path, monkeypatch):
+    """Settings for 120 rows with a cache of their own, encoded slowly in chunks of ten."""
+    monkeypatch.setenv("ZEROFIT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(data, "CHUNK", 10)
+    encode = data._encode
+    monkeypatch.setattr(data, "_encode", lambda chunk, kind: (time.sleep(0.05), encode(chunk, kind))[1])
+    file = write(tmp_path / "a.jsonl", [{"question": f"q{i}", "answer": f"a{i}"} for i in range(120)])
+    return settings_for(file)
+
+
+def wanted(big_set, tokenizer) -> str:
+    encoder = chat.Encoder(tokenizer)
+    parsed = [(p, chat.parse(p, row, "question/answer")) for p, row in rows.read(rows.Source(_path(big_set)))]
+    return hashlib.sha256(repr(encoder.encode(parsed)).encode()).hexdigest()
+
+
+def _path(settings):
+    return rows.Path(settings.data[0])
+
+
+def test_launches_at_once_build_the_table_once(big_set, tokenizer):
+    _, answers = launch(big_set, tokenizer, 3)
+    found = [answers.get(timeout=60) for _ in range(3)]
+    assert {tokens for tokens, _ in found} == {wanted(big_set, tokenizer)}
+    assert sorted(built for _, built in found) == [0, 0, 1]
+
+
+def test_a_launch_killed_half_way_leaves_the_others_a_whole_table(big_set, tokenizer):
+    processes, answers = launch(big_set, tokenizer, 1)
+    deadline = time.time() + 30
+    while not any(f.stat().st_size for f in data.cache_folder().glob("*.tmp")):
+        assert time.time() < deadline and processes[0].is_alive()
+        time.sleep(0.01)
+    _, answers = launch(big_set, tokenizer, 2)  # they wait for the lock
+    time.sleep(0.1)
+    assert processes[0].is_alive()
+    os.kill(processes[0].pid, signal.SIGKILL)
+    processes[0].join()
+    found = [answers.get(timeout=60) for _ in range(2)]
+    assert {tokens for tokens, _ in found} == {wanted(big_set, tokenizer)}
+    assert sorted(built for _, built in found) == [0, 1]
+
+
+@pytest.mark.parametrize("damage", ["none", "truncated", "flipped", "removed", "no facts"])
+def test_a_damaged_table_is_built_again_by_one_launch(big_set, tokenizer, damage):
+    first, _ = data.load(big_set, tokenizer)
+    right = hash_of(first)
+    table = data.cache_folder() / f"{first.fingerprint}.arrow"
+    content, times = bytearray(table.read_bytes()), table.stat()
+    table.unlink()
+    if damage == "flipped":  # same size, same time: only the checksum can tell
+        content[len(content) // 2] ^= 1
+    if damage == "truncated":
+        content = content[: len(content) // 2]
+    if damage == "no facts":
+        table.with_suffix(".json").unlink()
+    if damage != "removed":
+        table.write_bytes(content)
+        os.utime(table, ns=(times.st_atime_ns, times.st_mtime_ns))
+    _, answers = launch(big_set, tokenizer, 3)
+    found = [answers.get(timeout=60) for _ in range(3)]
+    assert {tokens for tokens, _ in found} == {right}
+    assert sum(built for _, built in found) == (damage != "none")
+
+
+# --- paths ---
+
+
+def test_odd_paths_are_one_sentence(tmp_path, tokenizer):
+    (tmp_path / "sub").mkdir()
+    write(tmp_path / "a.jsonl", [{"text": "a"}])
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links" / "gone.jsonl").symlink_to(tmp_path / "nothing.jsonl")
+    (tmp_path / "broken").mkdir()
+    write(tmp_path / "broken" / "dataset_dict.json", "{")
+    (tmp_path / "half").mkdir()
+    write(tmp_path / "half" / "dataset_dict.json", '{"splits": ["train"]}')
+    for value, says in (
+        ("~nouser/x.jsonl", "home directory"),
+        ("x" * 300 + ".jsonl", "File name too long"),
+        (str(tmp_path / ("y" * 300)), "File name too long"),
+        (str(tmp_path / "a\0b.jsonl"), "NUL byte"),
+        (f"{tmp_path}/*", "is a folder"),
+        (f"{tmp_path}/links", "is a link to"),
+        (f"{tmp_path}/links/*.jsonl", "is a link to"),
+        (f"{tmp_path}/links/gone.jsonl", "no such file"),
+        (f"{tmp_path}/broken", "does not say which splits"),
+        (f"{tmp_path}/half", "no such folder in it"),
+    ):
+        for flags in (["--data", value], ["--data", str(tmp_path / "a.jsonl"), "--eval_data", value]):
+            with pytest.raises(UserError) as caught:
+                data.load(args.parse("sft", flags, 1), tokenizer)
+            assert says in str(caught.value) and "\n" not in str(caught.value), value
+    assert len(data.load(settings_for(f"{tmp_path}/**/a.jsonl"), tokenizer)[0]) == 1
+    with pytest.raises(UserError, match="--chat_template"):
+        chat.choose_template("{% for m in messages %}" * 50, tokenizer)
+    with pytest.raises(UserError, match="--config ~nouser"):
+        args.parse("sft", ["--config", "~nouser/a.yaml"], 1)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads files of every mode")
+def test_files_without_permission(tmp_path, tokenizer):
+    (tmp_path / "sub").mkdir()
+    file = write(tmp_path / "sub" / "a.jsonl", [{"text": "a"}])
+    for locked, named in ((file, file), (file, tmp_path), (tmp_path / "sub", tmp_path), (tmp_path / "sub", file)):
+        mode = locked.stat().st_mode
+        locked.chmod(0)
+        try:
+            with pytest.raises(UserError, match="Permission denied"):
+                data.load(settings_for(named), tokenizer)
+        finally:
+            locked.chmod(mode)
+
+
+def test_a_file_that_fails_while_it_is_read_for_the_fingerprint(tmp_path, tokenizer, monkeypatch):
+    file = write(tmp_path / "a.jsonl", [{"text": "a"}])
+    real = rows.Path.open
+
+    def refuse(path, *arguments, **named):
+        if path == file:
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path, *arguments, **named)
+
+    monkeypatch.setattr(rows.Path, "open", refuse)
+    with pytest.raises(UserError, match=r"a.jsonl: cannot be read: Permission denied\."):
+        data.load(settings_for(file), tokenizer)
+
+
+def test_a_saved_dataset_dict_brings_its_splits(tmp_path, tokenizer):
+    from datasets import Dataset, DatasetDict
+
+    parts = {"train": 5, "test": 2, "extra": 3}
+    made = {n: Dataset.from_list([{"text": f"{n} {i}"} for i in range(k)]) for n, k in parts.items()}
+    DatasetDict(made).save_to_disk(tmp_path / "saved")
+    train, held_out = data.load(settings_for(tmp_path / "saved"), tokenizer)
+    assert (len(train), len(held_out)) == (5, 2)
+    train, held_out = data.load(settings_for(tmp_path / "saved", "--data_split", "extra"), tokenizer)
+    assert (len(train), len(held_out)) == (3, 2)
+    with pytest.raises(UserError, match="has no split 'trian', only train, test, extra; name one with --data_split"):
+        data.load(settings_for(tmp_path / "saved", "--data_split", "trian"), tokenizer)
+    DatasetDict({"test": made["test"]}).save_to_disk(tmp_path / "only")
+    _, held_out = data.load(settings_for(tmp_path / "saved", "--eval_data", tmp_path / "only"), tokenizer)
+    assert len(held_out) == 2
+
+
+def test_a_real_line_of_100_megabytes(tmp_path, tokenizer):
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(b'{"text": "a"}\n{"text": "' + b"x" * 100_000_000 + b'"}\n')
+    with pytest.raises(UserError, match=r"a.jsonl:2: the line is longer than 64 M characters"):
+        data.load(settings_for(file), tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ('{"messages": null}', "column 'messages' is missing or null"),
+        ('{"messages": [{"role": null, "content": null}]}', "turn 1 has the role None"),
+        ('{"messages": [{"role": "user", "content": [null]}]}', "content other than text"),
+        ('{"messages": [{"role": "user", "content": [{"type": "text", "text": null}]}]}', "must be a string"),
+        ('{"instruction": "a", "output": "b", "history": [null]}', "must be a list of [instruction, response]"),
+        ('{"instruction": "a", "output": "b", "history": [["x", null]]}', "must be a string, found a NoneType"),
+        ('{"input_ids": [1, null]}', "must be a list of whole numbers"),
+        ('{"input_ids": [[1, 2]]}', "must be a list of whole numbers"),
+        ('{"input_ids": [1, -2]}', "outside 0 to"),
+        ('{"input_ids": [1, 2], "completion_mask": [1]}', "input_ids has 2 entries, completion_mask 1"),
+        ('{"input_ids": [1, 2], "assistant_masks": [0, 1, 1]}', "input_ids has 2 entries, assistant_masks 3"),
+        ('{"input_ids": [1, 2], "assistant_masks": [0, 2]}', "'assistant_masks' must be a list of 0 and 1"),
+        ('{"input_ids": [1, 2], "completion_mask": "01"}', "'completion_mask' must be a list of 0 and 1"),
+    ],
+)
+def test_nulls_and_masks_that_do_not_fit(tmp_path, tokenizer, line, says):
+    with pytest.raises(UserError) as caught:
+        data.load(settings_for(write(tmp_path / "a.jsonl", line + "\n")), tokenizer)
+    assert str(caught.value).startswith(f"{tmp_path}/a.jsonl:1: ") and says in str(caught.value)
+
+
+# --- TRL's token rows ---
+
+
+@pytest.mark.parametrize(
+    ("columns", "labels"),
+    [
+        ({"completion_mask": [0, 0, 1, 1]}, [-100, -100, 7, 1]),
+        ({"assistant_masks": [0, 1, 0, 1]}, [-100, 6, -100, 1]),
+        ({"completion_mask": [0, 0, 1, 1], "assistant_masks": [0, 1, 0, 1]}, [-100, -100, -100, 1]),
+        ({"labels": [5, -100, 7, 1], "completion_mask": [0, 1, 1, 1]}, [-100, -100, 7, 1]),
+        ({"completion_mask": None, "assistant_masks": None}, [5, 6, 7, 1]),
+        ({"completion_mask": [False, True, True, True]}, [-100, 6, 7, 1]),
+    ],
+)
+def test_trl_masks_become_labels(tmp_path, tokenizer, columns, labels):
+    """As TRL's collator does: labels (else the ids), without what either mask takes out."""
+    file = write(tmp_path / "a.jsonl", [{"input_ids": [5, 6, 7, 1], **columns}])
+    train, _ = data.load(settings_for(file), tokenizer)
+    assert train.statistics["format"] == "tokens" and train.dataset[0]["input_ids"] == [5, 6, 7, 1]
+    assert train.dataset[0]["labels"] == labels
+
+
+# --- order ---
+
+
+def test_shuffle_seed_and_data_seed_are_one():
+    for name in ("shuffle_seed", "data_seed"):
+        found = settings_for("a.jsonl", f"--{name}", "7")
+        assert (found.shuffle_seed, found.data_seed, found.training_values()["data_seed"]) == (7, 7, 7)
+        assert found.source["shuffle_seed"] == found.source["data_seed"] == "flag"
+    assert settings_for("a.jsonl").data_seed is None
+    assert settings_for("a.jsonl", "--shuffle_seed", "7", "--data_seed", "7").data_seed == 7
+    with pytest.raises(UserError, match=r"--shuffle_seed 7 \(flag\) and --data_seed 8 \(flag\) are two names"):
+        settings_for("a.jsonl", "--shuffle_seed", "7", "--data_seed", "8")
+
+
+def steps(ranks: int, micro: int, effective: int, epoch: int, skip: int = 0) -> list[list[int]]:
+    """The row numbers of each optimizer step, as accelerate hands them to the ranks; `skip` steps left out."""
+    accumulation, per_rank = effective // micro // ranks, []
+    for rank in range(ranks):
+        loader = torch.utils.data.DataLoader(
+            list(range(101)), batch_size=micro, sampler=data.EpochSampler(100, effective, seed=3), collate_fn=list
+        )
+        loader = prepare_data_loader(loader, num_processes=ranks, process_index=rank, dispatch_batches=False)
+        loader.set_epoch(epoch)
+        per_rank.append(list(skip_first_batches(loader, skip * accumulation) if skip else loader))
+    turns = [[row for batch in batches for row in batch] for batches in zip(*per_rank, strict=True)]
+    groups = [turns[i : i + accumulation] for i in range(0, len(turns), accumulation)]
+    return [[row for turn in group for row in turn] for group in groups]
+
+
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_the_order_and_where_it_resumes_ignore_ranks_and_micro_batch(epoch):
+    effective, sampler = 16, data.EpochSampler(100, 16, seed=3)
+    sampler.set_epoch(epoch)
+    order = list(sampler)
+    whole = [order[i : i + effective] for i in range(0, len(order), effective)]
+    assert len(whole) == 7 and sorted(order)[:100] == list(range(100))
+    for ranks, micro in ((1, 8), (2, 4), (2, 2), (4, 2)):
+        assert steps(ranks, micro, effective, epoch) == whole, (ranks, micro)
+        for step in (1, 3, 6):  # the next row is number step * effective
+            assert steps(ranks, micro, effective, epoch, step) == whole[step:], (ranks, micro, step)
