@@ -196,7 +196,7 @@ def parsed(read: Iterable, settings, kind: str, count: Counter) -> Iterator[tupl
     """Rows as `rows.read` gives them -> (place, parsed row), counted."""
     names = _names(settings)
     for place, row in read:
-        parsed = chat.parse(place, _renamed(place, row, names), kind)
+        content = chat.parse(place, _renamed(place, row, names), kind)
         count["rows"] += 1
         count[f"format {kind}"] += 1
         yield place, content
