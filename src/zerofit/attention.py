@@ -4,42 +4,131 @@ transformers' `sdpa` needs a dense S x S mask for that and, with a padding mask 
 then read each other without an error. Registered here under the name "zerofit_packed" are the varlen kernel of
 torch.nn.attention on CUDA and a loop over documents on the CPU. Without document boundaries (evaluation,
 generation) it is plain sdpa.
+
+transformers' own flash and flex implementations keep documents apart by cu_seq_lens and by position_ids. Whether a
+model really does is proven on it before the first step: `logits_apart` and `gradient_leak`.
 """
 
 import inspect
+import sys
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from .errors import UserError
+
 NAME = "zerofit_packed"
+DROPOUT_KEYS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")  # config.json's names for it
+KERNELS = "pip install 'transformers[kernels]'"  # transformers takes the kernel from the hub when it is there
+INSTALL = {  # flash attention: (transformers' check, how to get it)
+    "flash_attention_2": ("is_flash_attn_2_available", "pip install flash-attn --no-build-isolation"),
+    "flash_attention_3": ("is_flash_attn_3_available", KERNELS),
+    "flash_attention_4": ("is_flash_attn_4_available", KERNELS),
+}
+
+
+def is_flash(name: str) -> bool:
+    return name.startswith("flash_attention") or "flash-attn" in name  # the latter: kernels-community/flash-attn2
+
+
+def check_available(name: str, use_cpu: bool) -> None:
+    """Whether this machine can train with the attention implementation `name`.
+
+    Raises: UserError for flex and flash attention without a GPU, or flash attention without its package.
+    """
+    import transformers.utils as available
+
+    if use_cpu and name == "flex_attention":
+        raise UserError("--attn_implementation flex_attention: torch has no backward of it on a CPU; use sdpa.")
+    if use_cpu and is_flash(name):
+        raise UserError(f"--attn_implementation {name}: needs a GPU; use sdpa.")
+    check, install = INSTALL.get(name, (None, KERNELS))
+    if is_flash(name) and not (available.is_kernels_available() or (check and getattr(available, check)())):
+        raise UserError(f"--attn_implementation {name}: its package is not installed: {install}; or use sdpa.")
+
+
+def fit(settings, config) -> None:
+    """What the model's config.json and class say about its attention, before any weight is loaded.
+
+    Args: config: the model's; settings: packed batches that only saved padding are turned off in it.
+    Raises: UserError for packed batches that this architecture cannot keep apart, for dropout that would be left out.
+    """
+    from . import args
+
+    chosen = settings.attn_implementation
+    text = config.get_text_config()
+    key, dropout = next(((k, getattr(text, k)) for k in DROPOUT_KEYS if getattr(text, k, 0)), (None, 0))
+    # flash_attention_3 and 4 would train without it in silence, flex_attention fails in the first step.
+    if dropout and (chosen == "flex_attention" or (is_flash(chosen) and "2" not in chosen)):
+        raise UserError(
+            f"--attn_implementation {chosen}: has no dropout, and the model's config.json has {key} {dropout}; use "
+            f"sdpa, or set {key} to 0 there."
+        )
+    packed = settings.padding_free == "true"
+    why = _cannot_pack(config, chosen, settings.max_length) if packed else None
+    if why and settings.packing:
+        raise UserError(f"--packing: {why}; train without --packing.")
+    if why:
+        args.decide(settings, "padding_free", "false", why)
+        if chosen == NAME:
+            args.decide(settings, "attn_implementation", "sdpa", "batches are padded")
+    elif packed and dropout and chosen == NAME and not settings.use_cpu:
+        settings.decisions.append(
+            f"{key} {dropout}: the varlen kernel has no dropout; documents are attended to one by one, which is slower"
+        )
+
+
+def _cannot_pack(config, chosen: str, max_length: int) -> str | None:
+    """Why this architecture would mix documents, or see further in them than alone; None: nothing is known.
+
+    The proof on the loaded model cannot see a window that is longer than its short documents.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    text = config.get_text_config()
+    if getattr(text, "attention_chunk_size", None):  # Llama-4
+        return "the chunks of its attention are counted from the start of a row, not of a document"
+    found = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if chosen != NAME or found is None:  # a class outside transformers is left to the proof
+        return None
+    # Without sdpa: a soft cap or sinks (Gemma-2, gpt-oss); without the interface: Mamba, Falcon-H1, BLOOM, GPT-J ...
+    if not (found._supports_sdpa and found._supports_attention_backend):
+        flex = ", but with --attn_implementation flex_attention on a GPU" if found._supports_flex_attn else ""
+        return f"{found.__name__} cannot keep documents of one row apart with sdpa{flex}"
+    window = getattr(text, "sliding_window", None) or max_length
+    if window < max_length and "sliding_window=" not in inspect.getsource(sys.modules[found.__module__]):
+        return f"{found.__name__} tells only its mask about the window of {window} tokens (--max_length {max_length})"
+    return None
 
 
 def packed_attention(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **kwargs):
     """Causal attention within documents.
 
     Args:
-        query: (1, heads, tokens, head_dim); key, value: (1, kv_heads, tokens, head_dim).
+        query: (1, heads, tokens, head_dim); key, value: (1, kv_heads, tokens, head_dim); value's head_dim may be
+            smaller (multi-head latent attention).
         kwargs: cu_seq_lens_q, int32 (documents + 1), the documents' boundaries on the token axis, and max_length_q;
             without them the call goes to transformers' sdpa. sliding_window as the model sets it.
     Returns: (1, tokens, heads, head_dim) and None, as transformers' attention functions do.
     """
+    if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
+        raise ValueError("sdpa has no soft cap and no sinks; use --attn_implementation eager or flex_attention")
     bounds = kwargs.get("cu_seq_lens_q")
     window = kwargs.get("sliding_window") or 0
     if bounds is None:
         if attention_mask is None and query.shape[2] == key.shape[2] > window > 0:
             attention_mask = _window_mask(query.shape[2], window, query.device)
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-    if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
-        raise ValueError("packed attention has no soft cap and no sinks; use --attn_implementation flash_attention_2")
     autocast = torch.is_autocast_enabled(query.device.type)
     # Under autocast rotary embeddings leave q and k in fp32; plain sdpa casts them, the kernels here would not.
     dtype = torch.get_autocast_dtype(query.device.type) if autocast else value.dtype
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    if query.is_cuda and dtype in (torch.float16, torch.bfloat16):  # the varlen kernel knows no other type
-        return _varlen(query, key, value, bounds, int(kwargs["max_length_q"]), window, scaling, dropout), None
-    out = torch.empty_like(query)
+    # The varlen kernel knows no other type, and no dropout.
+    if query.is_cuda and dtype in (torch.float16, torch.bfloat16) and not dropout:
+        return _varlen(query, key, value, bounds, int(kwargs["max_length_q"]), window, scaling), None
+    out = query.new_empty(*query.shape[:-1], value.shape[-1])
     for start, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
         mask = None
         if window and end - start > window:
@@ -58,11 +147,11 @@ def _window_mask(tokens, window, device):
     return (distance >= 0) & (distance < window)
 
 
-def _varlen(query, key, value, bounds, longest, window, scaling, dropout):
+def _varlen(query, key, value, bounds, longest, window, scaling):
     from torch.nn.attention.varlen import varlen_attn
 
-    if dropout:
-        raise ValueError("packed attention has no dropout; set attention_dropout to 0 or turn --packing off")
+    size = value.shape[-1]
+    value = torch.nn.functional.pad(value, (0, query.shape[-1] - size))  # the kernel wants one head_dim for all
     groups = query.shape[1] // key.shape[1]
     if groups > 1 and "enable_gqa" not in inspect.signature(varlen_attn).parameters:  # torch before 2.12
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
@@ -73,7 +162,7 @@ def _varlen(query, key, value, bounds, longest, window, scaling, dropout):
         q, k, v, bounds, bounds, longest, longest, scale=scaling,
         window_size=(window - 1 if window else -1, 0), **extra,
     )  # fmt: skip
-    return out[None]
+    return out[None, ..., :size]
 
 
 def _mask(*args, attention_mask=None, **kwargs):
@@ -87,26 +176,70 @@ def register() -> str:
     return NAME
 
 
+def _few(documents, count, longest):
+    return [{"input_ids": documents[i]["input_ids"][:longest], "labels": documents[i]["labels"][:longest]}
+            for i in range(min(count, len(documents)))]  # fmt: skip
+
+
+def _on(args, batch):
+    return {k: v.to(args.device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+
+
 @torch.no_grad()
 def logits_apart(model, documents, pad_token_id: int, args, count: int = 3, longest: int = 128) -> float:
     """Largest |logit difference| between documents in one row and one by one, relative to the largest logit.
+
+    Finds wrong positions and windows as well as mixed documents, but only above the rounding of the precision.
 
     Args: documents: rows with input_ids and labels, the first `count` are taken, cut at `longest` tokens. Collective
         under ZeRO-3: every rank calls it with the same documents.
     """
     from . import data
 
-    rows = [{"input_ids": documents[i]["input_ids"][:longest], "labels": documents[i]["labels"][:longest]}
-            for i in range(min(count, len(documents)))]  # fmt: skip
-    training = model.training
+    rows, training = _few(documents, count, longest), model.training
     model.eval()
-
-    def logits(batch):
-        moved = {k: v.to(args.device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
-        return model(**moved, use_cache=False).logits
-
-    together = logits(data.PackedCollator()(rows))[0].float()
-    alone = [logits(data.Collator(pad_token_id)([row]))[0, : len(row["input_ids"])].float() for row in rows]
+    together = model(**_on(args, data.PackedCollator()(rows)), use_cache=False).logits[0].float()
+    alone = [
+        model(**_on(args, data.Collator(pad_token_id)([row])), use_cache=False).logits[0, : len(row["input_ids"])]
+        for row in rows
+    ]
     model.train(training)
-    alone = torch.cat(alone)
+    alone = torch.cat(alone).float()
     return ((together - alone).abs().max() / alone.abs().max()).item()
+
+
+def gradient_leak(model, documents, args, count: int = 3, longest: int = 128) -> float:
+    """Largest |gradient| of the middle document's loss by other documents' embeddings, relative to that by its own.
+
+    Exactly 0 in every precision when documents are apart: what no path joins has no gradient. The step is a training
+    step (dropout, gradient checkpointing), and leaves no gradient in a parameter.
+
+    Args: model: bare, neither DDP nor DeepSpeed's engine, whose own backward would begin; the rest: as above.
+    """
+    from . import data
+
+    rows, training, seen = _few(documents, count, longest), model.training, []
+    lengths = [len(row["input_ids"]) for row in rows]
+    start, end = sum(lengths[: len(rows) // 2]), sum(lengths[: len(rows) // 2 + 1])
+
+    def cut(module, inputs, output):
+        seen.append(output.detach().requires_grad_())
+        return seen[-1]
+
+    reentrant = (args.gradient_checkpointing_kwargs or {}).get("use_reentrant", False)  # it cannot do autograd.grad
+    model.train(not reentrant)
+    hook = model.get_input_embeddings().register_forward_hook(cut)
+    try:
+        with torch.random.fork_rng(enabled=True), torch.enable_grad():
+            batch = _on(args, data.PackedCollator()(rows))
+            logits = model(**batch, use_cache=False).logits[0, start:end].float()
+            loss = torch.nn.functional.cross_entropy(logits, batch["input_ids"][0, start:end], reduction="sum")
+            (gradient,) = torch.autograd.grad(loss, seen[0])
+    finally:
+        hook.remove()
+        model.train(training)
+    size = gradient[0].float().norm(dim=-1)
+    own = size[start:end].max().item()
+    size[start:end] = 0
+    leak = size.max().item()
+    return leak / own if own else leak

@@ -6,7 +6,7 @@ import math
 import struct
 from pathlib import Path
 
-from . import chat, hub
+from . import attention, chat, hub
 from .errors import UserError
 
 
@@ -99,6 +99,7 @@ def load_model(settings, tokenizer):
     if settings.deepspeed is None and dtype != torch.float32 and settings.recipe == "sft":
         print(f"note: --dtype {settings.dtype} with stage 0 trains without an fp32 master copy", flush=True)
     set_seed(settings.seed)
+    attention.fit(settings, load_config(settings))
     kwargs = {"attn_implementation": settings.attn_implementation, "dtype": dtype}
     sharded = settings.deepspeed is not None and settings.zero == "3"
     # Straight onto the GPU: N ranks that each hold the model in host memory first would need N times its size.
@@ -170,6 +171,7 @@ def check(settings) -> None:
     from transformers import AutoModelForCausalLM
 
     config = load_config(settings)
+    attention.fit(settings, config)
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(

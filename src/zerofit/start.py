@@ -75,14 +75,15 @@ def _choose_batches(settings: args.Settings) -> None:
     from .errors import UserError
 
     chosen, asked = settings.attn_implementation, settings.padding_free
-    keeps_apart = chosen == "sdpa" or chosen.startswith("flash_attention")
+    attention.check_available(chosen, settings.use_cpu)
+    keeps_apart = chosen in ("sdpa", "flex_attention") or attention.is_flash(chosen)
     if settings.packing and asked == "false":
         raise UserError("--packing --padding_free false: packed sequences are not padded; leave one of the two out.")
     if (settings.packing or asked == "true") and not keeps_apart:
         flag = "--packing" if settings.packing else "--padding_free true"
         raise UserError(
-            f"{flag} with --attn_implementation {chosen}: documents in one row would read each other; use sdpa or "
-            "flash_attention_2."
+            f"{flag} with --attn_implementation {chosen}: documents in one row would read each other; use sdpa, "
+            "flex_attention or flash_attention_2."
         )
     if asked == "auto":
         # A loop over documents (the CPU's way) costs more than the padding that it saves on short rows.

@@ -69,7 +69,8 @@ class KitTrainer(Trainer):
             self.data_collator = padded
 
     def prove_documents_apart(self) -> None:
-        """Compare the real model's logits on three documents in one row with the same documents one by one.
+        """Compare the real model's logits on three documents in one row with the same documents one by one, and
+        look for a gradient from one document to another, in a training step.
 
         Raises: UserError when they differ and --packing asked for such rows; a batch that would only have saved its
             padding falls back to padded ones, with a line that says so.
@@ -78,13 +79,18 @@ class KitTrainer(Trainer):
         try:
             pad = self.data_collator.pad_token_id
             apart = attention.logits_apart(self.model_wrapped, self.tokens.dataset, pad, self.args)
-            if apart <= bound:
+            leak = attention.gradient_leak(self.model, self.tokens.dataset, self.args)
+            if apart <= bound and leak < 1e-6:
                 return
             text = f"logits of documents in one row are {apart:.1%} off those of the same alone (bound {bound:.1%})"
-        except ValueError as error:  # the attention cannot do what this model needs, e.g. a soft cap
-            text = str(error)
+            if leak >= 1e-6:
+                text = f"documents in one row read each other (gradient of one by another: {leak:.1%} of its own)"
+        except torch.OutOfMemoryError:
+            raise
+        except (ValueError, RuntimeError) as error:  # the attention cannot do what this model needs, e.g. a soft cap
+            text = " ".join(str(error).split()).rstrip(".")
         if self.settings.packing:
-            raise UserError(f"--packing: {text}: this model mixes them; train without --packing.")
+            raise UserError(f"--packing: {text}; train without --packing.")
         self.train_collator.packed = False
         if self.args.process_index == 0:
             print(f"note: padding_free is off: {text}", flush=True)
