@@ -18,8 +18,10 @@ from .errors import UserError
 PROMPTS = ("prompt_tuning", "prefix_tuning")
 # Their target modules come from peft's table of architectures (or are no linear layers at all).
 OWN_TARGETS = ("ia3", "ln_tuning", "adaption_prompt", *PROMPTS)
-# Their forward computes with the base weight itself, which ZeRO-3 leaves empty outside the layer's own call.
-READS_BASE = ("boft", "hra", "oft")
+# Adapters that stage 3 breaks, and how.
+NO_ZERO3 = {
+    **dict.fromkeys(PROMPTS, "peft saves the prompt by running its encoder on one rank, which would wait forever"),
+}
 # init_lora_weights that subtract their start from the base weights: final/ is converted to a plain LoRA of twice the
 # rank, or it would be wrong on the original base.
 CHANGES_BASE = r"pissa(_niter_\d+)?|olora"
@@ -54,25 +56,23 @@ def resolve(settings) -> None:
     """
     if settings.recipe != "lora":
         return
-    kind = settings.adapter
-    _config(settings)  # unknown fields
-    if kind in PROMPTS:
-        _resolve_prompts(settings)
-    if kind in READS_BASE and settings.zero == "3":
-        raise UserError(
-            f"--adapter {kind} with stage 3: it computes with whole base weights, which stage 3 has split; use --zero "
-            "2, or --adapter lora."
-        )
-    init = settings.init_lora_weights
+    kind, init = settings.adapter, settings.init_lora_weights
     if init not in _KEEPS_BASE and not re.fullmatch(CHANGES_BASE, init):
         raise UserError(
             f"--init_lora_weights {init}: must be one of {', '.join(_KEEPS_BASE)}, pissa, pissa_niter_16 (any number), "
             "olora; peft's others (eva, corda, loftq, lora_ga, mica) need a pass over data or train less than A and B."
         )
+    _config(settings)  # unknown fields
+    if kind in PROMPTS:
+        _resolve_prompts(settings)
+    if kind in NO_ZERO3 and settings.zero == "3":
+        raise UserError(f"--adapter {kind} with stage 3: {NO_ZERO3[kind]}; use --zero 2, or --adapter lora.")
     if init == "orthogonal" and settings.lora_r % 2:
         raise UserError(f"--init_lora_weights orthogonal needs an even --lora_r, not {settings.lora_r}.")
     if settings.use_dora and init != "true":
-        raise UserError(f"--use_dora with --init_lora_weights {init}: DoRA's magnitudes are taken from the plain start.")
+        raise UserError(
+            f"--use_dora with --init_lora_weights {init}: DoRA's magnitudes are taken from the plain start."
+        )
     if settings.loraplus_lr_ratio is not None:
         _check_loraplus(settings)
     if settings.new_tokens:
@@ -121,8 +121,6 @@ def _check_new_tokens(settings) -> None:
             "--new_tokens with stage 3: peft would save the adapter without the new rows; use --zero 2, or "
             "recipes/sft.py, which trains and saves all rows."
         )
-    if settings.use_dora:
-        return
     named = {"embed_tokens", "lm_head", "wte"} & set(settings.modules_to_save or [])
     if named:
         raise UserError(
@@ -196,8 +194,14 @@ def add(model, settings, tokenizer=None):
     from peft import get_peft_model, get_peft_model_state_dict
     from transformers import set_seed
 
+    for name in settings.modules_to_save or []:
+        if not any(found.split(".")[-1] == name or found == name for found, _ in model.named_modules()):
+            raise UserError(f"--modules_to_save {name}: the model has no module of that name.")
     rows = _embedding_names(model, new_token_ids(tokenizer, settings)) if tokenizer and settings.new_tokens else None
     config = _config(settings, rows)
+    changes_base = re.fullmatch(CHANGES_BASE, settings.init_lora_weights) is not None
+    if changes_base and next(model.parameters()).is_meta:  # model.check: no numbers to decompose
+        config.init_lora_weights, changes_base = True, False
     set_seed(settings.seed)  # the same initial adapter whatever loading has drawn before (it differs under ZeRO-3)
     try:
         model = get_peft_model(
@@ -216,7 +220,7 @@ def add(model, settings, tokenizer=None):
     # peft would look at the base's vocabulary and then save whole embeddings, empty ones under ZeRO-3. What changes in
     # them is in the adapter already (new tokens, modules_to_save).
     model.save_pretrained = functools.partial(model.save_pretrained, save_embedding_layers=False)
-    if re.fullmatch(CHANGES_BASE, settings.init_lora_weights):
+    if changes_base:
         found = get_peft_model_state_dict(model, save_embedding_layers=False)
         model.initial_lora = {k: v.detach().cpu().clone() for k, v in found.items() if "lora_" in k}
     return model

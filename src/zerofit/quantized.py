@@ -47,8 +47,8 @@ def resolve(settings) -> None:
         )
     if width == 8 and settings.zero == "3":
         raise UserError(
-            "--load_in_8bit with stage 3: DeepSpeed shares out floating-point parameters only, so every rank would "
-            "hold the whole base; use --load_in_4bit, or --zero 2."
+            "--load_in_8bit with stage 3: its layers keep a whole copy beside what DeepSpeed shares out, so every rank "
+            "would hold the whole base; use --load_in_4bit, or --zero 2."
         )
     if settings.new_tokens:
         raise UserError(f"{flag} with --new_tokens: the base cannot grow while it is packed; leave one of the two out.")
@@ -92,9 +92,10 @@ def frozen_bytes(model) -> dict[str, int]:
             continue
         whole = (getattr(parameter, "ds_numel", None) or parameter.numel()) * parameter.element_size()
         share = getattr(parameter, "ds_tensor", None)
-        here = parameter.numel() * parameter.element_size()
-        if share is not None:  # between steps a parameter is empty but for those that persist
-            here = (whole if getattr(parameter, "ds_persist", False) else 0) + share.numel() * share.element_size()
+        here = parameter.numel() * parameter.element_size()  # under ZeRO-3 nothing, between the steps
+        if share is not None:
+            kept = whole if getattr(parameter, "ds_persist", False) else here
+            here = kept + share.numel() * share.element_size()
         found["whole"] += whole
         found["here"] += here
         if _is_packed(parameter):
@@ -106,6 +107,14 @@ def frozen_bytes(model) -> dict[str, int]:
 
 def _is_packed(parameter) -> bool:
     return getattr(parameter, "quant_state", None) is not None or getattr(parameter, "SCB", None) is not None
+
+
+def _shared_out(parameter, ranks: int) -> bool:
+    """Whether this rank holds 1/ranks of it (whole as well where DeepSpeed lets a small parameter persist)."""
+    share = getattr(parameter, "ds_tensor", None)
+    if share is None or share.numel() > -(-parameter.ds_numel // ranks):
+        return False
+    return parameter.ds_persist or parameter.numel() == 0
 
 
 def _constants(parameter) -> int:
@@ -128,11 +137,7 @@ def verify_shares(trainer) -> None:
         return
     found = frozen_bytes(trainer.model)
     if settings.zero == "3" and ranks > 1:
-        unshared = [
-            name
-            for name, p in trainer.model.named_parameters()
-            if _is_packed(p) and (not hasattr(p, "ds_tensor") or p.ds_tensor.numel() > -(-p.ds_numel // ranks))
-        ]
+        unshared = [n for n, p in trainer.model.named_parameters() if _is_packed(p) and not _shared_out(p, ranks)]
         if unshared:
             raise UserError(
                 f"--load_in_{bits(settings)}bit with stage 3: {len(unshared)} packed weights are whole on every rank "
