@@ -21,6 +21,8 @@ OWN_TARGETS = ("ia3", "ln_tuning", "adaption_prompt", *PROMPTS)
 # Adapters that stage 3 breaks, and how.
 NO_ZERO3 = {
     **dict.fromkeys(PROMPTS, "peft saves the prompt by running its encoder on one rank, which would wait forever"),
+    "ln_tuning": "peft copies norms that stage 3 has already shared out",
+    **dict.fromkeys(("loha", "delora"), "peft sizes it by weights that stage 3 has emptied"),
 }
 # init_lora_weights that subtract their start from the base weights: final/ is converted to a plain LoRA of twice the
 # rank, or it would be wrong on the original base.
