@@ -171,6 +171,7 @@ def test_a_4bit_base_holds_the_bytes_that_nf4_says(runs):
     found = settings_of("--load_in_4bit")
     tokenizer = model.load_tokenizer(found)
     net = model.load_model(found, tokenizer)
+    assert model.count_parameters(net)[1] == 853_120  # what the packed numbers stand for
     linear = 4 * (2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 384)  # q, o; k, v; gate, up, down
     layers, blocks = 4 * 7, linear // 64
     tables = 4 * (16 + 256 + 1)  # the NF4 values, those of the absmax and its mean, per layer
@@ -185,6 +186,7 @@ def test_a_4bit_base_holds_the_bytes_that_nf4_says(runs):
 
 
 REFUSED = [
+    (["--adapter", "adaption_prompt"], "needs its size"),
     (["--adapter", "ia3", "--lora_alpha", "8"], "--lora_alpha with --adapter ia3"),
     (["--adapter", "prompt_tuning", "--packing"], "--packing with --adapter prompt_tuning"),
     (["--adapter", "prefix_tuning", "--padding_free", "true"], "--padding_free true with --adapter prefix_tuning"),

@@ -64,7 +64,12 @@ def resolve(settings) -> None:
             f"--init_lora_weights {init}: must be one of {', '.join(_KEEPS_BASE)}, pissa, pissa_niter_16 (any number), "
             "olora; peft's others (eva, corda, loftq, lora_ga, mica) need a pass over data or train less than A and B."
         )
-    _config(settings)  # unknown fields
+    config = _config(settings)
+    if kind == "adaption_prompt" and not (config.adapter_len and config.adapter_layers):
+        raise UserError(
+            "--adapter adaption_prompt needs its size: --adapter_config adapter_len=10 adapter_layers=30 (the prompt's "
+            "length, and how many of the last layers get one)."
+        )
     if kind in PROMPTS:
         _resolve_prompts(settings)
     if kind in NO_ZERO3 and settings.zero == "3":
@@ -99,7 +104,8 @@ def _resolve_prompts(settings) -> None:
                     f"--{name} with --adapter prefix_tuning: recomputed layers get no cache, so the prefix, which is "
                     "one, would not be seen; leave one of the two out."
                 )
-        args.decide(settings, "gradient_checkpointing", False, "recomputed layers would not see the prefix")
+        if settings.gradient_checkpointing:
+            args.decide(settings, "gradient_checkpointing", False, "recomputed layers would not see the prefix")
 
 
 def _check_loraplus(settings) -> None:
@@ -209,7 +215,7 @@ def add(model, settings, tokenizer=None):
         model = get_peft_model(
             model, config, autocast_adapter_dtype=settings.deepspeed is None, revision=settings.model_revision
         )
-    except (ValueError, TypeError, RuntimeError, AttributeError) as error:
+    except (ValueError, TypeError) as error:
         flag = f"--adapter {settings.adapter}"
         if settings.adapter not in OWN_TARGETS:
             flag += f" --lora_target_modules {' '.join(settings.lora_target_modules)}"

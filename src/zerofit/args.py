@@ -160,7 +160,7 @@ class LoraArguments:
     _argument_group_name = "lora"
     adapter: Literal[
         "lora", "ia3", "prompt_tuning", "prefix_tuning", "adaption_prompt", "ln_tuning", "loha", "lokr", "oft", "hra",
-        "miss", "vera", "randlora", "fourierft", "delora", "road",
+        "miss", "vera", "randlora", "delora", "road",
     ] = field(default="lora", metadata={"help": "Which of peft's adapters (docs/memory.md)."})  # fmt: skip
     adapter_config: list[str] | None = field(
         default=None, metadata={"help": "More of the adapter's settings in peft: oft_block_size=16 coft=true."}

@@ -157,7 +157,7 @@ def check(settings) -> None:
 
 def count_parameters(model) -> tuple[int, int]:
     """(trainable, all) parameters; under ZeRO-3 the whole ones, not this rank's share."""
-    sizes = [(getattr(p, "ds_numel", None) or p.numel(), p.requires_grad) for p in model.parameters()]
+    sizes = [(quantized.numel(p), p.requires_grad) for p in model.parameters()]
     return sum(n for n, trainable in sizes if trainable), sum(n for n, _ in sizes)
 
 

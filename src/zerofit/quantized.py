@@ -105,6 +105,12 @@ def frozen_bytes(model) -> dict[str, int]:
     return found
 
 
+def numel(parameter) -> int:
+    """Numbers that a parameter stands for: unpacked, and under ZeRO-3 the whole of it."""
+    state = getattr(parameter, "quant_state", None)
+    return state.shape.numel() if state is not None else getattr(parameter, "ds_numel", None) or parameter.numel()
+
+
 def _is_packed(parameter) -> bool:
     return getattr(parameter, "quant_state", None) is not None or getattr(parameter, "SCB", None) is not None
 

@@ -19,6 +19,7 @@ def libraries() -> None:
         # DeepSpeed owns the accumulation; accelerate's own plugin is not used.
         lambda record: "radient accumulation steps mismatch" not in record.getMessage()
     )
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # a CPU kernel for inference that is not installed
     if not sys.stderr.isatty():  # progress bars fill a log file with one endless line
         import datasets
         from transformers.utils import logging as transformers_logging
