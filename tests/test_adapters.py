@@ -198,6 +198,7 @@ REFUSED = [
     (["--init_lora_weights", "eva"], "--init_lora_weights eva"),
     (["--init_lora_weights", "pissa", "--use_dora", "true"], "--use_dora with --init_lora_weights pissa"),
     (["--init_lora_weights", "orthogonal", "--lora_r", "3"], "even --lora_r"),
+    (["--init_lora_weights", "pissa", "--adapter_config", "alpha_pattern={q_proj: 8}"], "alpha_pattern"),
     (["--loraplus_lr_ratio", "0.5"], "must be 1 or more"),
     (["--adapter", "ia3", "--loraplus_lr_ratio", "4"], "only LoRA has the matrix B"),
     (["--adapter", "prompt_tuning", "--zero", "3"], "--adapter prompt_tuning with stage 3"),

@@ -76,6 +76,11 @@ def resolve(settings) -> None:
         raise UserError(f"--adapter {kind} with stage 3: {NO_ZERO3[kind]}; use --zero 2, or --adapter lora.")
     if init == "orthogonal" and settings.lora_r % 2:
         raise UserError(f"--init_lora_weights orthogonal needs an even --lora_r, not {settings.lora_r}.")
+    if re.fullmatch(CHANGES_BASE, init) and (config.rank_pattern or config.alpha_pattern):
+        raise UserError(
+            f"--init_lora_weights {init} with rank_pattern or alpha_pattern: it is saved as a plain LoRA of one rank; "
+            "leave one of the two out."
+        )
     if settings.use_dora and init != "true":
         raise UserError(
             f"--use_dora with --init_lora_weights {init}: DoRA's magnitudes are taken from the plain start."
