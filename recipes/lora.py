@@ -7,7 +7,7 @@ torchrun --nproc_per_node 4 recipes/lora.py --config my_run.yaml
 python recipes/lora.py --help
 """
 
-from zerofit import data, errors, inspection, model, start, train
+from zerofit import adapters, data, errors, inspection, model, start, train
 
 
 def main() -> None:
@@ -21,7 +21,7 @@ def main() -> None:
 
     # --- process group and transformers' arguments; under ZeRO-3 the base is sharded while it loads ---
     arguments = start.processes(settings)
-    net = model.add_adapter(model.load_model(settings, tokenizer), settings)
+    net = adapters.add(model.load_model(settings, tokenizer), settings, tokenizer)
 
     # --- run folder; train, save final/, evaluate, report ---
     start.open_run(settings, train_set, eval_set)

@@ -20,13 +20,16 @@ def test_the_kits_own_flags_are_frozen():
     assert names == [
         "config", "zero", "offload", "effective_batch_size", "gpus", "show", "max_tokens_per_sample", "num_samples",
         "model", "model_revision", "dtype", "attn_implementation", "trust_remote_code", "random_init",
+        "new_tokens",
         "data", "eval_data", "eval_fraction", "data_format", "columns", "data_config", "data_split", "chat_template",
         "train_on", "max_length", "truncation", "max_samples", "shuffle_seed", "preprocessing_num_workers", "packing",
         "padding_free",
         "min_supervised_fraction", "max_truncated_fraction", "max_duplicate_fraction", "max_eval_overlap_fraction",
     ]  # fmt: skip
     assert [f.name for f in fields(args.LoraArguments)] == [
-        "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "use_dora", "use_rslora", "modules_to_save",
+        "adapter", "adapter_config", "load_in_4bit", "load_in_8bit",
+        "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "use_dora", "use_rslora",
+        "init_lora_weights", "loraplus_lr_ratio", "num_virtual_tokens", "modules_to_save",
     ]  # fmt: skip
 
 

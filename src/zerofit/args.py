@@ -75,6 +75,9 @@ class ModelArguments:
     random_init: bool = field(
         default=False, metadata={"help": "Random weights from the model's config.json (benchmarks, pretraining)."}
     )
+    new_tokens: list[str] | None = field(
+        default=None, metadata={"help": "Words that become one token each, trained and saved with the rest."}
+    )
 
 
 @dataclass
@@ -162,9 +165,20 @@ class DataArguments:
 
 @dataclass
 class LoraArguments:
-    """The adapter; names and meaning as in peft.LoraConfig."""
+    """The adapter and the frozen base; names and meaning as in peft.LoraConfig."""
 
     _argument_group_name = "lora"
+    adapter: Literal[
+        "lora", "ia3", "prompt_tuning", "prefix_tuning", "adaption_prompt", "ln_tuning", "loha", "lokr", "oft", "hra",
+        "miss", "vera", "randlora", "delora", "road",
+    ] = field(default="lora", metadata={"help": "Which of peft's adapters (docs/memory.md)."})  # fmt: skip
+    adapter_config: list[str] | None = field(
+        default=None, metadata={"help": "More of the adapter's settings in peft: oft_block_size=16 coft=true."}
+    )
+    load_in_4bit: bool = field(
+        default=False, metadata={"help": "QLoRA: the frozen base in 4 bits (NF4, doubly quantised; bitsandbytes)."}
+    )
+    load_in_8bit: bool = field(default=False, metadata={"help": "The frozen base in 8 bits (LLM.int8; bitsandbytes)."})
     lora_r: int = field(default=16, metadata={"help": "Rank of the adapter matrices."})
     lora_alpha: int = field(default=32, metadata={"help": "Scale: the update is multiplied by alpha / r."})
     lora_dropout: float = field(default=0.0, metadata={"help": "Dropout on the adapter's input."})
@@ -174,6 +188,16 @@ class LoraArguments:
     )
     use_dora: bool = field(default=False, metadata={"help": "Weight-decomposed LoRA (arXiv 2402.09353)."})
     use_rslora: bool = field(default=False, metadata={"help": "Scale by alpha / sqrt(r) (arXiv 2312.03732)."})
+    init_lora_weights: str = field(
+        default="true",
+        metadata={"help": "How A and B start: true (B is 0), gaussian, orthogonal, pissa, pissa_niter_16, olora."},
+    )
+    loraplus_lr_ratio: float | None = field(
+        default=None, metadata={"help": "LoRA+: B learns this many times faster than A, e.g. 16 (arXiv 2402.12354)."}
+    )
+    num_virtual_tokens: int = field(
+        default=20, metadata={"help": "Length of the prompt of prompt_tuning and prefix_tuning."}
+    )
     modules_to_save: list[str] | None = field(
         default=None, metadata={"help": "Modules trained in full and saved with the adapter, e.g. lm_head."}
     )

@@ -1,4 +1,4 @@
-"""The tokenizer, the model in the type that the precision needs, and the adapter."""
+"""The tokenizer, and the model in the type that the precision needs."""
 
 import contextlib
 import json
@@ -6,7 +6,7 @@ import math
 import struct
 from pathlib import Path
 
-from . import attention, chat, hub
+from . import adapters, attention, chat, hub, quantized
 from .errors import UserError
 
 
@@ -25,6 +25,8 @@ def load_tokenizer(settings):
     if tokenizer.pad_token_id is None:
         # Padding is masked by position (attention mask and labels), never by id, so sharing the id is safe here.
         tokenizer.pad_token = tokenizer.eos_token
+    if settings.new_tokens:
+        adapters.add_tokens(tokenizer, settings)
     if settings.chat_template:
         tokenizer.chat_template = chat.choose_template(settings.chat_template, tokenizer)
     if isinstance(tokenizer.chat_template, dict):  # several named ones, e.g. default and tool_use
@@ -111,10 +113,16 @@ def load_model(settings, tokenizer):
     else:
         if device is not None:
             kwargs["device_map"] = {"": device}
+        if quantized.bits(settings):
+            kwargs["quantization_config"] = quantized.config(settings, dtype)
         try:
             model = _load(AutoModelForCausalLM.from_pretrained, settings, "weights", use_safetensors=True, **kwargs)
         except (ValueError, ImportError) as error:  # e.g. an attention implementation that is not installed
             raise UserError(f"--model {settings.model}: {str(error).strip().splitlines()[0]}") from None
+    if quantized.bits(settings):
+        quantized.keep_layout(model)
+    if settings.new_tokens:
+        adapters.make_room(model, tokenizer, settings)
     model.config.use_cache = False
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id
@@ -123,42 +131,6 @@ def load_model(settings, tokenizer):
             f"--model {settings.model}: the tokenizer has {len(tokenizer)} tokens, the model only "
             f"{model.config.get_text_config().vocab_size} embeddings: they do not belong together."
         )
-    return model
-
-
-def add_adapter(model, settings):
-    """Wrap the model so that only a LoRA adapter (and modules_to_save) trains.
-
-    With DeepSpeed in half precision the adapter keeps the base's type and DeepSpeed its fp32 master: mixed trainable
-    types fail under ZeRO-3 with a bare AssertionError.
-    Raises: UserError for target modules that the model does not have.
-    """
-    from peft import LoraConfig, TaskType, get_peft_model
-    from transformers import set_seed
-
-    targets = settings.lora_target_modules
-    config = LoraConfig(
-        task_type=TaskType.CAUSAL_LM,
-        r=settings.lora_r,
-        lora_alpha=settings.lora_alpha,
-        lora_dropout=settings.lora_dropout,
-        target_modules="all-linear" if targets == ["all-linear"] else targets,
-        use_dora=settings.use_dora,
-        use_rslora=settings.use_rslora,
-        modules_to_save=settings.modules_to_save,
-    )
-    set_seed(settings.seed)  # the same initial adapter whatever loading has drawn before (it differs under ZeRO-3)
-    try:
-        model = get_peft_model(
-            model, config, autocast_adapter_dtype=settings.deepspeed is None, revision=settings.model_revision
-        )
-    except ValueError as error:
-        raise UserError(f"--lora_target_modules {' '.join(targets)}: {str(error).splitlines()[0]}") from None
-    if settings.deepspeed is None:
-        # peft casts the adapter to fp32 but not modules_to_save, which would train without an fp32 master.
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.data = parameter.data.float()
     return model
 
 
@@ -180,14 +152,14 @@ def check(settings) -> None:
                 trust_remote_code=settings.trust_remote_code,
             )
             if settings.recipe == "lora":
-                add_adapter(model, settings)
+                adapters.add(model, settings)
     except (ValueError, ImportError) as error:
         raise UserError(f"--model {settings.model}: {str(error).strip().splitlines()[0]}") from None
 
 
 def count_parameters(model) -> tuple[int, int]:
     """(trainable, all) parameters; under ZeRO-3 the whole ones, not this rank's share."""
-    sizes = [(getattr(p, "ds_numel", None) or p.numel(), p.requires_grad) for p in model.parameters()]
+    sizes = [(quantized.numel(p), p.requires_grad) for p in model.parameters()]
     return sum(n for n, trainable in sizes if trainable), sum(n for n, _ in sizes)
 
 

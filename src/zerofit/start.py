@@ -2,7 +2,7 @@
 
 import sys
 
-from . import args, quiet, world
+from . import adapters, args, quantized, quiet, world
 
 quiet.libraries()
 
@@ -24,6 +24,8 @@ def settings(recipe: str, argv: list[str] | None = None, world_size: int | None 
         found.decisions.append(
             f"accelerate's own settings are not used ({', '.join(taken)}): the recipe decides; see --zero, --bf16"
         )
+    adapters.resolve(found)
+    quantized.resolve(found)
     _choose_batches(found)
     stream.choose(found)
     if found.show:

@@ -14,7 +14,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import EvalLoopOutput
 
-from . import attention, data, generate, hardware, model, report, stream, world
+from . import adapters, attention, data, generate, hardware, model, quantized, report, stream, world
 from .errors import Diverged, UserError
 
 
@@ -57,6 +57,11 @@ class KitTrainer(Trainer):
             self.remove_callback(callback)
         self.reporter = Reporter(self)
         self.add_callback(self.reporter)
+
+    def create_optimizer(self, model=None):
+        if self.optimizer is None and self.settings.values.get("loraplus_lr_ratio") is not None:
+            self.optimizer = adapters.loraplus_optimizer(self)
+        return super().create_optimizer(model)
 
     def get_train_dataloader(self):
         """Training batches may go without padding; evaluation stays padded."""
@@ -219,6 +224,7 @@ class Reporter(TrainerCallback):
             trainer.tokens.stream.resume(state.global_step)
         if trainer.is_deepspeed_enabled and args.process_index == 0:
             report.write_json(Path(args.output_dir) / "deepspeed.json", trainer.model_wrapped.config)
+        quantized.verify_shares(trainer)
         if trainer.train_collator.packed:
             trainer.prove_documents_apart()
         if trainer.settings.bundled:
@@ -300,6 +306,7 @@ def finish(trainer: KitTrainer, started: float) -> None:
     trainer.save_model(str(final))  # collective: under ZeRO-3 every rank gives its share
     trainable, every = model.count_parameters(trainer.model)
     if first:
+        adapters.saved_plain(trainer.model, final)
         (final / "training_args.bin").unlink(missing_ok=True)  # a pickle that no loader needs
         model.verify_saved(final, trainable if settings.recipe == "lora" else every)
     evaluations = [entry for entry in trainer.state.log_history if "eval_loss" in entry]

@@ -1,0 +1,295 @@
+"""Every adapter: what is trained, what is saved, at every stage; the 4-bit base byte for byte; what is refused.
+
+Real recipes on the bundled model, two CPU processes. `python -m pytest tests/test_adapters.py -m ''` adds the matrix of
+all adapters and stages, and QLoRA on the whole bundled task.
+"""
+
+import json
+import math
+
+import pytest
+import torch
+from conftest import TINY, run_world
+from safetensors.torch import load_file
+
+from zerofit import adapters, args, errors, model, quantized, start, zero
+
+LEARNING_RATE, RATIO = 5e-3, 8
+COMMON = [
+    "--data", str(TINY / "train.jsonl"), "--max_samples", "8", "--max_steps", "4",  # the same 8 rows every step: a falling loss is learning
+     "--effective_batch_size", "8",
+    "--per_device_train_batch_size", "4", "--logging_steps", "1", "--save_strategy", "no", "--num_samples", "0",
+    "--learning_rate", str(LEARNING_RATE), "--lr_scheduler_type", "constant", "--warmup_steps", "0",
+]  # fmt: skip
+NEW = ["--new_tokens", "pet", "colour"]  # words of the bundled questions, in several tokens before
+FASTER = ["--learning_rate", "0.05"]  # what has few numbers, or multiplies what is frozen, needs a larger rate
+MORE = {
+    "adaption_prompt": ["--adapter_config", "adapter_len=8", "adapter_layers=2", *FASTER],
+    **dict.fromkeys(("ia3", "prompt_tuning", "prefix_tuning", "vera", "ln_tuning"), FASTER),
+}
+ALL_ADAPTERS = [name for name in args.LoraArguments.__dataclass_fields__["adapter"].type.__args__ if name != "lora"]
+
+
+def lora(stage, *more):
+    return ("lora", [*COMMON, "--zero", stage, *more])
+
+
+def sft(stage, *more):
+    return ("sft", [*COMMON, "--zero", stage, "--learning_rate", "1e-4", *more])
+
+
+PISSA = ["--init_lora_weights", "pissa", "--use_rslora", "true"]
+PLUS = ["--loraplus_lr_ratio", str(RATIO)]
+FAST = {
+    "dora-3": lora("3", "--use_dora", "true"),
+    "pissa-0": lora("0", *PISSA),
+    "pissa-3": lora("3", *PISSA),
+    "4bit-3": lora("3", "--load_in_4bit", "--deepspeed", "{zero3_without_persistence}"),
+    "new-2": lora("2", *NEW),
+    "prompt-2": lora("2", "--adapter", "prompt_tuning", *FASTER),
+    "prefix-0": lora("0", "--adapter", "prefix_tuning", *FASTER, "--num_samples", "1"),
+    "sftnew-0": sft("0", *NEW),
+    "sftnew-3": sft("3", *NEW),
+}
+ONE_STEP = {f"one-{stage}": lora(stage, *PLUS, "--max_steps", "1") for stage in "03"}
+# name -> (recipe, flags, stages): the rest, for the slow matrix
+VARIANTS = {
+    "gaussian": (lora, ["--init_lora_weights", "gaussian"], "03"),
+    "orthogonal": (lora, ["--init_lora_weights", "orthogonal"], "03"),
+    "olora": (lora, ["--init_lora_weights", "olora"], "023"),
+    "niter": (lora, ["--init_lora_weights", "pissa_niter_4"], "023"),
+    "dora": (lora, ["--use_dora", "true"], "023"),
+    "plus": (lora, [*PLUS, "--learning_rate", "1e-3"], "0123"),
+    "save": (lora, ["--modules_to_save", "lm_head"], "03"),
+    "new": (lora, NEW, "02"),
+    "4bit": (lora, ["--load_in_4bit"], "0123"),
+    "4bitdora": (lora, ["--load_in_4bit", "--use_dora", "true"], "02"),
+    "4bitia3": (lora, ["--load_in_4bit", "--adapter", "ia3", *FASTER], "023"),
+    "4bitprompt": (lora, ["--load_in_4bit", "--adapter", "prompt_tuning", *FASTER], "02"),
+    "8bit": (lora, ["--load_in_8bit"], "02"),
+    "sftnew": (sft, NEW, "0123"),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("adapters")
+    config = json.loads((zero.CONFIGS / "zero3.json").read_text())
+    config["zero_optimization"]["stage3_param_persistence_threshold"] = 0  # the model is so small that it all persists
+    (folder / "zero3.json").write_text(json.dumps(config))
+    cases = {
+        name: (recipe, [f.replace("{zero3_without_persistence}", str(folder / "zero3.json")) for f in flags])
+        for name, (recipe, flags) in (FAST | ONE_STEP).items()
+    }
+    return run_world(2, cases, folder)
+
+
+def settings_of(*flags, recipe="lora", world_size=1):
+    return start.settings(recipe, [*COMMON, *flags], world_size)
+
+
+def reloaded(run, **kwargs):
+    """(model loaded by plain peft or transformers onto the original base, the trained model's witness)."""
+    from peft import AutoPeftModelForCausalLM
+    from transformers import AutoModelForCausalLM
+
+    final, saved = run.folder / "final", torch.load(run.folder / "logits.pt", weights_only=True)
+    loader = AutoPeftModelForCausalLM if (final / "adapter_config.json").exists() else AutoModelForCausalLM
+    return loader.from_pretrained(final, dtype=saved["logits"].dtype, **kwargs).eval(), saved
+
+
+def assert_reloads(name, run, relative=1e-5):
+    quantisation = {}
+    if "bit" in name:
+        dtype = torch.load(run.folder / "logits.pt", weights_only=True)["logits"].dtype
+        quantisation = {"quantization_config": quantized.config(settings_of(f"--load_in_{name[0]}bit"), dtype)}
+    net, saved = reloaded(run, **quantisation)
+    quantized.keep_layout(net)
+    with torch.no_grad():
+        logits = net(input_ids=saved["input_ids"]).logits
+    assert logits.shape == saved["logits"].shape
+    apart = (logits - saved["logits"]).abs().max() / saved["logits"].abs().max()
+    assert apart < relative, f"{name}: {apart:.1e}"
+
+
+def assert_trained(name, run):
+    witness = run.json("witness.json")
+    assert witness["frozen_before"] == witness["frozen_after"], name
+    assert all(math.isfinite(x) and x > 0 for x in run.grad_norms), name
+    assert run.losses[-1] < run.losses[0], f"{name}: {run.losses}"
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_trains_keeps_the_base_and_reloads_on_the_original_one(runs, name):
+    assert_trained(name, runs[name])
+    assert_reloads(name, runs[name])
+
+
+@pytest.mark.parametrize(("one", "other"), [("pissa-0", "pissa-3"), ("sftnew-0", "sftnew-3")])
+def test_stages_give_the_same_losses(runs, one, other):
+    torch.testing.assert_close(torch.tensor(runs[one].losses), torch.tensor(runs[other].losses), rtol=1e-4, atol=0)
+
+
+def test_pissa_is_saved_as_a_plain_lora_of_twice_the_rank(runs):
+    for name in ("pissa-0", "pissa-3"):
+        config = runs[name].json("final/adapter_config.json")
+        assert config["r"] == 32 and config["init_lora_weights"] is True
+        weights = load_file(runs[name].folder / "final" / "adapter_model.safetensors")
+        assert all(w.shape[0] == 32 for n, w in weights.items() if "lora_A" in n)
+
+
+@pytest.mark.parametrize("stage", "03")
+def test_loraplus_moves_b_by_ratio_times_the_learning_rate(runs, stage):
+    """Adam's first step moves each number by its learning rate; A, whose gradient is 0 while B is 0, stays."""
+    weights = load_file(runs[f"one-{stage}"].folder / "final" / "adapter_model.safetensors")
+    moved = max(w.abs().max().item() for n, w in weights.items() if "lora_B" in n)
+    assert moved == pytest.approx(RATIO * LEARNING_RATE, rel=1e-3)
+
+
+def test_new_tokens_are_in_the_adapter_and_nothing_else_of_the_embedding(runs):
+    weights = load_file(runs["new-2"].folder / "final" / "adapter_model.safetensors")
+    rows = {n: w for n, w in weights.items() if "embed" in n}
+    assert [tuple(w.shape) for w in rows.values()] == [(2, 128)]
+    net, _ = reloaded(runs["new-2"])
+    assert net.get_input_embeddings().weight.shape[0] == 514
+
+
+def test_new_tokens_start_as_the_mean():
+    found = settings_of(*NEW)
+    tokenizer = model.load_tokenizer(found)
+    assert tokenizer.encode("pet", add_special_tokens=False) == [512]
+    net = model.load_model(found, tokenizer)
+    table = net.get_input_embeddings().weight
+    torch.testing.assert_close(table[512], table[:512].mean(0))
+    assert net.get_output_embeddings().weight is table
+    wrapped = adapters.add(net, found, tokenizer)
+    trained = {n: tuple(p.shape) for n, p in wrapped.named_parameters() if p.requires_grad and "lora_" not in n}
+    assert list(trained.values()) == [(2, 128)]
+
+
+def test_a_4bit_base_holds_the_bytes_that_nf4_says(runs):
+    found = settings_of("--load_in_4bit")
+    tokenizer = model.load_tokenizer(found)
+    net = model.load_model(found, tokenizer)
+    assert model.count_parameters(net)[1] == 853_120  # what the packed numbers stand for
+    linear = 4 * (2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 384)  # q, o; k, v; gate, up, down
+    layers, blocks = 4 * 7, linear // 64
+    tables = 4 * (16 + 256 + 1)  # the NF4 values, those of the absmax and its mean, per layer
+    sums = quantized.frozen_bytes(adapters.add(net, found))
+    assert sums["packed"] == sums["packed_here"] == linear // 2
+    nested = sum(-(-p.numel() * 8 // 64 // 256) for p in net.parameters() if hasattr(p, "quant_state"))
+    assert sums["constants"] == blocks + 4 * nested + layers * tables
+    assert sums["whole"] == linear // 2 + 4 * (512 * 128 + 9 * 128)  # embedding and norms in fp32
+    line = next(x for x in (runs["4bit-3"].folder / "logs" / "rank0.log").read_text().splitlines() if "4-bit" in x)
+    here, packed = (int(x.replace(",", "")) for x in line.split("packed weights ")[1].split(";")[0].split(" of "))
+    assert (here, packed) == (linear // 4, linear // 2)  # two ranks: a half each
+
+
+REFUSED = [
+    (["--adapter", "adaption_prompt"], "needs its size"),
+    (["--adapter", "ia3", "--lora_alpha", "8"], "--lora_alpha with --adapter ia3"),
+    (["--adapter", "prompt_tuning", "--packing"], "--packing with --adapter prompt_tuning"),
+    (["--adapter", "prefix_tuning", "--padding_free", "true"], "--padding_free true with --adapter prefix_tuning"),
+    (["--adapter", "prefix_tuning", "--gradient_checkpointing", "true"], "recomputed layers get no cache"),
+    (["--adapter", "prompt_tuning", "--num_virtual_tokens", "0"], "--num_virtual_tokens is 0"),
+    (["--adapter", "oft", "--adapter_config", "block=1"], "OFTConfig takes"),
+    (["--adapter_config", "lora_alpha=1"], "use --lora_alpha"),
+    (["--adapter_config", "init_weights"], "must be key=value"),
+    (["--init_lora_weights", "eva"], "--init_lora_weights eva"),
+    (["--init_lora_weights", "pissa", "--use_dora", "true"], "--use_dora with --init_lora_weights pissa"),
+    (["--init_lora_weights", "orthogonal", "--lora_r", "3"], "even --lora_r"),
+    (["--init_lora_weights", "pissa", "--adapter_config", "alpha_pattern={q_proj: 8}"], "alpha_pattern"),
+    (["--loraplus_lr_ratio", "0.5"], "must be 1 or more"),
+    (["--adapter", "ia3", "--loraplus_lr_ratio", "4"], "only LoRA has the matrix B"),
+    (["--adapter", "prompt_tuning", "--zero", "3"], "--adapter prompt_tuning with stage 3"),
+    (["--new_tokens", "a b", "--zero", "3"], "--new_tokens with stage 3"),
+    (["--new_tokens", "a b", "--adapter", "ia3"], "--new_tokens with --adapter ia3"),
+    (["--new_tokens", "a b", "--modules_to_save", "lm_head"], "would train twice"),
+    (["--load_in_4bit", "--load_in_8bit"], "choose one"),
+    (["--load_in_4bit", "--random_init"], "--load_in_4bit with --random_init"),
+    (["--load_in_4bit", "--adapter", "oft"], "--load_in_4bit with --adapter oft"),
+    (["--load_in_4bit", "--init_lora_weights", "pissa"], "it changes the base weights"),
+    (["--load_in_4bit", "--zero", "3", "--offload", "all"], "--load_in_4bit with --offload all"),
+    (["--load_in_8bit", "--zero", "3"], "--load_in_8bit with stage 3"),
+    (["--load_in_4bit", "--new_tokens", "a b"], "--load_in_4bit with --new_tokens"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("flags", "words"), REFUSED)
+def test_refused_before_a_model_is_loaded(flags, words):
+    with pytest.raises(errors.UserError, match=None) as caught:
+        settings_of(*flags)
+    assert words in str(caught.value)
+
+
+def test_refused_elsewhere(monkeypatch):
+    with pytest.raises(errors.UserError, match=r"unknown flag --load_in_4bit; did you mean recipes/lora.py"):
+        settings_of("--load_in_4bit", recipe="sft")
+    with pytest.raises(errors.UserError, match="invalid choice"):
+        settings_of("--adapter", "bottleneck")
+    with pytest.raises(errors.UserError, match="the tokenizer has it already"):
+        model.load_tokenizer(settings_of("--new_tokens", "a"))
+    with pytest.raises(errors.UserError, match="--adapter loha --lora_target_modules nowhere"):
+        model.check(settings_of("--adapter", "loha", "--lora_target_modules", "nowhere"))
+    with pytest.raises(errors.UserError, match="--modules_to_save nowhere"):
+        model.check(settings_of("--modules_to_save", "nowhere"))
+    monkeypatch.setattr(quantized.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(errors.UserError, match=r"needs bitsandbytes: pip install -e '.\[quantization\]'"):
+        settings_of("--load_in_4bit")
+
+
+def test_an_own_optimizer_in_the_json_refuses_loraplus(tmp_path):
+    config = {"zero_optimization": {"stage": 2}, "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}
+    (tmp_path / "own.json").write_text(json.dumps(config))
+    with pytest.raises(errors.UserError, match="its own optimizer section"):
+        settings_of("--deepspeed", str(tmp_path / "own.json"), "--loraplus_lr_ratio", "4")
+
+
+@pytest.mark.parametrize("name", ALL_ADAPTERS)
+def test_every_adapter_is_built_without_memory(name):
+    model.check(settings_of("--adapter", name, *MORE.get(name, [])))
+
+
+@pytest.mark.parametrize("init", ["gaussian", "orthogonal", "pissa", "pissa_niter_4", "olora"])
+def test_every_start_is_built_without_memory(init):
+    model.check(settings_of("--init_lora_weights", init))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_every_adapter_and_variant_at_every_stage(tmp_path, precision):
+    """fp32: stages equal to 1e-4, final/ equal to 1e-5. bf16: it trains, and final/ is the trained model to 3 %."""
+    bf16 = ["--bf16", "true"] if precision == "bf16" else []
+    cases = {
+        f"{name}-{stage}": lora(stage, "--adapter", name, *MORE.get(name, []), *bf16)
+        for name in ALL_ADAPTERS
+        for stage in "023"
+        if stage != "3" or name not in adapters.NO_ZERO3
+    }
+    for name, (recipe, flags, stages) in VARIANTS.items():
+        cases |= {f"{name}-{stage}": recipe(stage, *flags, *bf16) for stage in stages}
+    found = run_world(2, cases, tmp_path)
+    for name, run in found.items():
+        assert_trained(name, run)
+        assert_reloads(name, run, 1e-5 if precision == "fp32" else 0.03)
+        if precision == "fp32":
+            plain = found[f"{name.split('-')[0]}-0"]
+            torch.testing.assert_close(torch.tensor(run.losses), torch.tensor(plain.losses), rtol=1e-4, atol=0)
+
+
+@pytest.mark.slow
+def test_qlora_learns_the_bundled_task(tmp_path):
+    """Over 90 % exact match; mean loss of the curve within 5 % of LoRA's on the unquantised base."""
+    common = ["--save_strategy", "no", "--eval_strategy", "no", "--logging_steps", "1"]
+    cases = {
+        "lora": ("lora", common),
+        "qlora": ("lora", [*common, "--load_in_4bit"]),
+        "8bit": ("lora", [*common, "--load_in_8bit"]),
+    }
+    found = run_world(1, cases, tmp_path)
+    means = {name: sum(run.losses) / len(run.losses) for name, run in found.items()}
+    print(means, {n: r.json("result.json")["exact_match_after"] for n, r in found.items()})
+    for name in ("qlora", "8bit"):
+        assert found[name].json("result.json")["exact_match_after"] > 0.9
+        assert abs(means[name] - means["lora"]) < 0.05 * means["lora"]
