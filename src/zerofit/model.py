@@ -169,7 +169,11 @@ def check(settings) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
+    from . import loss, mlp
+
     config = load_config(settings)
+    loss.choose(settings, config)
+    mlp.choose(settings, config)
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
@@ -179,6 +183,8 @@ def check(settings) -> None:
             )
             if settings.recipe == "lora":
                 add_adapter(model, settings)
+        loss.install(settings, model)
+        mlp.install(settings, model)
     except (ValueError, ImportError) as error:
         raise UserError(f"--model {settings.model}: {str(error).strip().splitlines()[0]}") from None
 

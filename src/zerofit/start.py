@@ -13,6 +13,8 @@ def settings(recipe: str, argv: list[str] | None = None, world_size: int | None 
     Args: argv, world_size: for a job that is still to be started; default: this process's own.
     Raises: UserError for the user's mistakes, before a GPU or a process group is touched.
     """
+    from . import loss, mlp
+
     taken = world.take_over_environment()
     other_size = world.check_size() if argv is None else None
     found = args.parse(recipe, sys.argv[1:] if argv is None else argv, world_size or world.size())
@@ -23,6 +25,8 @@ def settings(recipe: str, argv: list[str] | None = None, world_size: int | None 
             f"accelerate's own settings are not used ({', '.join(taken)}): the recipe decides; see --zero, --bf16"
         )
     _choose_batches(found)
+    loss.check_flags(found)
+    mlp.check_flags(found)
     if found.show:
         from . import report
 
@@ -36,8 +40,11 @@ def processes(settings: args.Settings):
 
     The folder is only made once the model is there (`open_run`), so that a mistake leaves nothing half-made.
     """
-    from . import report, train
+    from . import loss, mlp, model, report, train
 
+    config = model.load_config(settings)
+    loss.choose(settings, config)
+    mlp.choose(settings, config)
     world.start(settings)
     folder = str(report.choose_folder(settings)) if world.rank() == 0 else None  # it finds the checkpoint too
     chosen = world.broadcast((folder, settings.resume_from_checkpoint))
