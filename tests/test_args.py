@@ -25,13 +25,14 @@ def test_the_kits_own_flags_are_frozen():
         "padding_free",
         "min_supervised_fraction", "max_truncated_fraction", "max_duplicate_fraction", "max_eval_overlap_fraction",
     ]  # fmt: skip
+    assert [f.name for f in fields(args.MemoryArguments)] == ["fused_loss", "tiled_mlp"]
     assert [f.name for f in fields(args.LoraArguments)] == [
         "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "use_dora", "use_rslora", "modules_to_save",
     ]  # fmt: skip
 
 
 def test_every_flag_has_a_help_text():
-    for group in (args.RunArguments, args.ModelArguments, args.DataArguments, args.LoraArguments):
+    for group in (args.RunArguments, args.ModelArguments, args.DataArguments, args.MemoryArguments, args.LoraArguments):
         for field in fields(group):
             assert len(field.metadata.get("help", "")) > 10, field.name
 

@@ -178,13 +178,16 @@ def logit_form(base, head) -> tuple[float, float | None]:
 
     if getattr(dense_loss, "__name__", "") != "ForCausalLMLoss":
         raise NotFused("this model's loss is not transformers' ForCausalLMLoss")
+    given = {"input_ids": ids, "labels": ids, "use_cache": False}
+    if hasattr(base.config, "output_router_logits"):
+        given["output_router_logits"] = False  # there are none here; the model adds their loss after ours
     losses = []
     with _attribute(backbone, "forward", lambda *_, **__: _Outputs(last_hidden_state=hidden)):
         for logits in (grid, grid[..., :0]):
             with _attribute(head, "forward", lambda _, logits=logits: logits.clone()), _loss_function(base, note):
                 try:
                     with torch.no_grad():
-                        losses.append(float(base.forward(input_ids=ids, labels=ids, use_cache=False).loss))
+                        losses.append(float(base.forward(**given).loss))
                 except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
                     raise NotFused(f"this model's forward cannot do without its logits ({error})") from None
     if len(seen) != 2 or losses[0] != losses[1]:
@@ -285,22 +288,15 @@ def check_flags(settings) -> None:
         raise UserError("--use_liger_kernel: liger-kernel is not installed: pip install -e '.[liger]'.")
     if settings.use_cpu:
         raise UserError("--use_liger_kernel: its Triton kernels need a GPU; leave the flag out on a CPU.")
-    if settings.fused_loss == "true" and (settings.liger_kernel_config or {}).get("fused_linear_cross_entropy"):
-        raise UserError(
-            "--fused_loss true with fused_linear_cross_entropy in --liger_kernel_config: both replace the loss; choose "
-            "one."
-        )
 
 
 def choose(settings, config) -> None:
-    """Decide `--fused_loss auto` from the model's config.json, and make Liger and this loss exclude each other.
+    """Decide `--fused_loss auto` from the model's config.json; where it is on, Liger's own fused loss is turned off.
 
     Raises: UserError for `true` where it cannot work.
     """
     vocabulary = config.get_text_config().vocab_size
-    liger = settings.use_liger_kernel and (settings.liger_kernel_config or {}).get("fused_linear_cross_entropy")
     reasons = {
-        "liger_kernel_config asks for Liger's": liger,
         "--label_smoothing_factor needs the logits": settings.label_smoothing_factor,
         "--torch_compile traces the model's forward": settings.torch_compile,
         "--lora_target_modules adapts the head": "lm_head" in (settings.values.get("lora_target_modules") or ()),
@@ -313,8 +309,8 @@ def choose(settings, config) -> None:
         size = f"{vocabulary:,} words, {'from' if vocabulary >= LARGE_VOCABULARY else 'below'} {LARGE_VOCABULARY:,}"
         decide(settings, "fused_loss", str(on).lower(), against[0] if against else f"a vocabulary of {size}")
     if settings.fused_loss == "true" and settings.use_liger_kernel:
-        own = {**(settings.liger_kernel_config or {}), "fused_linear_cross_entropy": False}
-        decide(settings, "liger_kernel_config", own, "the loss is the kit's (--fused_loss)")
+        # Its chunks are far smaller. (The flag itself cannot be given: argparse reads no dict.)
+        decide(settings, "liger_kernel_config", {"fused_linear_cross_entropy": False}, "the loss is the kit's")
 
 
 def install(settings, model) -> FusedLoss | None:
