@@ -1,49 +1,16 @@
 """The loss without logits and the tiled MLP: numbers, bytes and refusals."""
 
-import weakref
-
 import pytest
 import torch
 from conftest import run_world
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_training import flags
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from zerofit import args, loss, mlp, start
+from zerofit.allocations import Allocations
 from zerofit.errors import UserError
-
-
-class Bytes(TorchDispatchMode):
-    """Bytes of the storages made inside: the largest one, and the most that lived at once."""
-
-    def __init__(self):
-        super().__init__()
-        self.largest = self.live = self.peak = 0
-        self.known = set()
-
-    def __torch_dispatch__(self, func, types, arguments=(), kwargs=None):
-        given = [t.untyped_storage()._cdata for t in tree_leaves((arguments, kwargs)) if isinstance(t, torch.Tensor)]
-        out = func(*arguments, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                if storage._cdata not in self.known and storage._cdata not in given:
-                    self.add(storage)
-        return out
-
-    def add(self, storage):
-        size, key = storage.nbytes(), storage._cdata
-        self.known.add(key)
-        self.live += size
-        self.largest, self.peak = max(self.largest, size), max(self.peak, self.live)
-        weakref.finalize(storage, self.drop, key, size)
-
-    def drop(self, key, size):
-        self.known.discard(key)
-        self.live -= size
 
 
 def apart(a, b) -> float:
@@ -149,13 +116,13 @@ def test_bytes():
     tokens, vocabulary, features, rows = 512, 8000, 16, 64
     hidden, weight, bias, labels = problem(tokens, vocabulary, features)
     chunk, head = 4 * rows * vocabulary, 4 * vocabulary * features
-    with Bytes() as wanted:
+    with Allocations() as wanted:
         dense(hidden, weight, bias, labels).backward()
-    with Bytes() as full:
+    with Allocations() as full:
         loss.linear_cross_entropy(hidden, weight, bias, labels, rows=rows).backward()
-    with Bytes() as frozen:
+    with Allocations() as frozen:
         loss.linear_cross_entropy(hidden, weight.detach(), bias.detach(), labels, rows=rows).backward()
-    with Bytes() as evaluated, torch.no_grad():
+    with Allocations() as evaluated, torch.no_grad():
         loss.linear_cross_entropy(hidden, weight, bias, labels, rows=rows)
     assert wanted.largest == 4 * tokens * vocabulary and wanted.peak > 3 * wanted.largest
     assert full.largest == chunk
@@ -236,12 +203,12 @@ def test_models_without_their_logits(name, items):
 def test_a_model_step_never_holds_the_logits():
     model = make("untied")
     fused = loss.FusedLoss(model, rows=4)
-    with Bytes() as dense_bytes:
+    with Allocations() as dense_bytes:
         step(model)
-    with fused.on(), Bytes() as bytes_held:
+    with fused.on(), Allocations() as bytes_held:
         step(model)
     assert dense_bytes.largest >= 4 * 48 * 320 > bytes_held.largest
-    with fused.on(), Bytes() as bytes_held, torch.inference_mode():
+    with fused.on(), Allocations() as bytes_held, torch.inference_mode():
         model.eval()(**batch(), use_cache=False)
     assert bytes_held.largest < 4 * 48 * 320 / 2
 
@@ -297,10 +264,10 @@ def test_a_tiled_mlp_holds_its_intermediate_for_one_tile_only():
 
     module, hidden = LlamaMLP(LlamaConfig(hidden_size=32, intermediate_size=512)), torch.randn(1, 800, 32)
     hidden.requires_grad_()
-    with Bytes() as whole:
+    with Allocations() as whole:
         module(hidden).sum().backward()
     mlp.tile(module, 8)
-    with Bytes() as tiled:
+    with Allocations() as tiled:
         module(hidden).sum().backward()
     assert whole.largest == 4 * 800 * 512 and tiled.largest == 4 * 100 * 512
     assert tiled.peak < 0.3 * whole.peak
@@ -369,8 +336,6 @@ def test_tile_flags():
 
 # --- recipes ---
 
-BOTH = ("--fused_loss", "true", "--tiled_mlp", "3")
-
 
 def cases(recipes, stages, variants, **more):
     return {
@@ -392,33 +357,36 @@ def check(runs, reference, tolerance):
         )
 
 
-DENSE = ("--fused_loss", "false")
+DENSE, FUSED, TILED = ("--fused_loss", "false"), ("--fused_loss", "true"), ("--tiled_mlp", "3")
 
 
 def test_recipes_give_the_dense_curve(tmp_path):
     """Two ranks, two accumulation steps, gradient checkpointing, evaluation: fused and tiled at once."""
     evaluated = ("--eval_fraction", "0.1")
-    listed = cases(("sft", "lora"), "03", {"dense": (*DENSE, *evaluated), "both": (*BOTH, *evaluated)})
-    check(run_world(2, listed, tmp_path), "dense", 1e-5)
+    variants = {"dense": (*DENSE, *evaluated), "both": (*FUSED, *TILED, *evaluated)}
+    runs = run_world(2, cases(("sft",), "03", variants) | cases(("lora",), "3", variants), tmp_path)
+    assert all(run.json("result.json")["eval_loss"] for run in runs.values())
+    check(runs, "dense", 1e-5)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bf16", [False, True])
-def test_every_stage(tmp_path, bf16):
-    variants = {"dense": DENSE, "fused": ("--fused_loss", "true"), "tiled": ("--tiled_mlp", "3")}
-    variants["packed"] = ("--fused_loss", "true", "--packing", "--max_length", "96")
-    variants["packed_dense"] = ("--fused_loss", "false", "--packing", "--max_length", "96")
-    runs = run_world(2, cases(("sft", "lora"), "0123", variants, bf16=bf16), tmp_path)
-    tolerance = 3e-3 if bf16 else 1e-5
-    packed = {name: run for name, run in runs.items() if "packed" in name}
-    check({name: run for name, run in runs.items() if name not in packed}, "dense", tolerance)
-    check(packed, "packed_dense", tolerance)
+@pytest.mark.parametrize(("bf16", "tolerance"), [(False, 1e-5), (True, 3e-3)])
+def test_every_stage(tmp_path, bf16, tolerance):
+    variants = {"dense": DENSE, "fused": FUSED, "tiled": TILED}
+    check(run_world(2, cases(("sft", "lora"), "023", variants, bf16=bf16), tmp_path), "dense", tolerance)
+
+
+@pytest.mark.slow
+def test_packed_rows(tmp_path):
+    packed = ("--packing", "--max_length", "96")
+    variants = {"dense": (*DENSE, *packed), "fused": (*FUSED, *packed), "tiled": (*TILED, *packed)}
+    check(run_world(2, cases(("sft",), "03", variants), tmp_path), "dense", 1e-5)
 
 
 @pytest.mark.slow
 def test_a_head_that_trains_beside_the_adapter(tmp_path):
     more = ("--modules_to_save", "lm_head")
-    variants = {"dense": (*DENSE, *more), "fused": ("--fused_loss", "true", *more)}
+    variants = {"dense": (*DENSE, *more), "fused": (*FUSED, *more)}
     check(run_world(2, cases(("lora",), "03", variants), tmp_path), "dense", 1e-5)
 
 
