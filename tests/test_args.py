@@ -26,6 +26,7 @@ def test_the_kits_own_flags_are_frozen():
         "padding_free",
         "min_supervised_fraction", "max_truncated_fraction", "max_duplicate_fraction", "max_eval_overlap_fraction",
     ]  # fmt: skip
+    assert [f.name for f in fields(args.MemoryArguments)] == ["fused_loss", "tiled_mlp"]
     assert [f.name for f in fields(args.LoraArguments)] == [
         "adapter", "adapter_config", "load_in_4bit", "load_in_8bit",
         "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "use_dora", "use_rslora",
@@ -34,7 +35,7 @@ def test_the_kits_own_flags_are_frozen():
 
 
 def test_every_flag_has_a_help_text():
-    for group in (args.RunArguments, args.ModelArguments, args.DataArguments, args.LoraArguments):
+    for group in (args.RunArguments, args.ModelArguments, args.DataArguments, args.MemoryArguments, args.LoraArguments):
         for field in fields(group):
             assert len(field.metadata.get("help", "")) > 10, field.name
 

@@ -52,7 +52,8 @@ def test_command(command, tmp_path):
 
 
 def test_every_flag_variable_module_and_link():
-    for group in (args.RunArguments, args.ModelArguments, args.DataArguments, args.LoraArguments):
+    groups = (args.RunArguments, args.ModelArguments, args.DataArguments, args.MemoryArguments, args.LoraArguments)
+    for group in groups:
         for field in fields(group):
             assert f"| `--{field.name}` |" in README, field.name
             assert field.metadata["help"].replace("|", "\\|") in README, field.name

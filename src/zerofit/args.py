@@ -203,6 +203,21 @@ class LoraArguments:
     )
 
 
+@dataclass
+class MemoryArguments:
+    """Techniques that trade time for memory, or nothing for memory."""
+
+    _argument_group_name = "memory"
+    fused_loss: Literal["auto", "true", "false"] = field(
+        default="auto",
+        metadata={"help": "Loss without the logits, in chunks of tokens. auto: for vocabularies from 32,000 words."},
+    )
+    tiled_mlp: str = field(
+        default="1",
+        metadata={"help": "Tiles of tokens that each MLP is computed in; 1: whole. auto: by length and width."},
+    )
+
+
 # What differs from transformers' own defaults, and why.
 SHARED_DEFAULTS = {
     "gradient_checkpointing": True,  # activations are what runs out first
@@ -300,7 +315,7 @@ class Settings:
 
 
 def _kit_groups(recipe: str) -> tuple:
-    return (RunArguments, ModelArguments, DataArguments, *RECIPES[recipe]["arguments"])
+    return (RunArguments, ModelArguments, DataArguments, MemoryArguments, *RECIPES[recipe]["arguments"])
 
 
 def build_parser(recipe: str) -> _Parser:

@@ -142,8 +142,12 @@ def check(settings) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
+    from . import loss, mlp
+
     config = load_config(settings)
     attention.fit(settings, config)
+    loss.choose(settings, config)
+    mlp.choose(settings, config)
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
@@ -153,6 +157,8 @@ def check(settings) -> None:
             )
             if settings.recipe == "lora":
                 adapters.add(model, settings)
+        loss.install(settings, model)
+        mlp.install(settings, model)
     except (ValueError, ImportError) as error:
         raise UserError(f"--model {settings.model}: {str(error).strip().splitlines()[0]}") from None
 

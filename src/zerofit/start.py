@@ -13,7 +13,7 @@ def settings(recipe: str, argv: list[str] | None = None, world_size: int | None 
     Args: argv, world_size: for a job that is still to be started; default: this process's own.
     Raises: UserError for the user's mistakes, before a GPU or a process group is touched.
     """
-    from . import stream
+    from . import loss, mlp, stream
 
     taken = world.take_over_environment()
     other_size = world.check_size() if argv is None else None
@@ -28,6 +28,8 @@ def settings(recipe: str, argv: list[str] | None = None, world_size: int | None 
     quantized.resolve(found)
     _choose_batches(found)
     stream.choose(found)
+    loss.check_flags(found)
+    mlp.check_flags(found)
     if found.show:
         from . import report
 
@@ -41,8 +43,11 @@ def processes(settings: args.Settings):
 
     The folder is only made once the model is there (`open_run`), so that a mistake leaves nothing half-made.
     """
-    from . import report, train
+    from . import loss, mlp, model, report, train
 
+    config = model.load_config(settings)
+    loss.choose(settings, config)
+    mlp.choose(settings, config)
     world.start(settings)
     folder = str(report.choose_folder(settings)) if world.rank() == 0 else None  # it finds the checkpoint too
     chosen = world.broadcast((folder, settings.resume_from_checkpoint))

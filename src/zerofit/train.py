@@ -1,5 +1,6 @@
 """transformers' Trainer with the kit's data order, evaluation, step lines, run folder and NaN guard."""
 
+import contextlib
 import json
 import math
 import resource
@@ -14,7 +15,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import EvalLoopOutput
 
-from . import adapters, attention, data, generate, hardware, model, quantized, report, stream, world
+from . import adapters, attention, data, generate, hardware, loss, mlp, model, quantized, report, stream, world
 from .errors import Diverged, UserError
 
 
@@ -43,6 +44,8 @@ class KitTrainer(Trainer):
     def __init__(self, settings, net, tokenizer, arguments, train_set, eval_set):
         self.settings, self.tokens, self.eval_tokens = settings, train_set, eval_set
         self.clock = Clock(settings, net)
+        mlp.install(settings, net)
+        self.fused_loss = loss.install(settings, net)
         pad = tokenizer.pad_token_id
         self.train_collator = data.TrainCollator(pad, settings.padding_free == "true")
         super().__init__(
@@ -131,6 +134,14 @@ class KitTrainer(Trainer):
             num_items_in_batch = num_items_in_batch.clamp(min=1)  # a step whose rows were all cut away: loss 0, not NaN
         return super().training_step(net, inputs, num_items_in_batch)
 
+    def without_logits(self):
+        """Context of every forward that only the loss is wanted of."""
+        return self.fused_loss.on() if self.fused_loss else contextlib.nullcontext()
+
+    def compute_loss(self, *args, **kwargs):
+        with self.without_logits():
+            return super().compute_loss(*args, **kwargs)
+
     def evaluation_loop(
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
     ):
@@ -148,9 +159,9 @@ class KitTrainer(Trainer):
             for inputs in dataloader:
                 inputs = self._prepare_inputs(inputs)
                 count = (inputs["labels"][:, 1:] != -100).sum()
-                with self.compute_loss_context_manager():
-                    loss = net(**inputs, num_items_in_batch=count.clamp(min=1)).loss
-                total += torch.stack([loss.double() * count, count.double()])
+                with self.compute_loss_context_manager(), self.without_logits():
+                    mean = net(**inputs, num_items_in_batch=count.clamp(min=1)).loss
+                total += torch.stack([mean.double() * count, count.double()])
         net.train(training)
         if self.args.world_size > 1:
             torch.distributed.all_reduce(total)
