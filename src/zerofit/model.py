@@ -84,7 +84,7 @@ def weight_dtype(settings) -> str:
         return settings.dtype
     half = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[settings.precision]
     frozen_base = settings.recipe == "lora"
-    return half if settings.deepspeed is not None or frozen_base else "float32"
+    return half if settings.deepspeed is not None or frozen_base or settings.pure_bf16 else "float32"
 
 
 def load_model(settings, tokenizer):
@@ -96,7 +96,7 @@ def load_model(settings, tokenizer):
     from transformers import AutoModelForCausalLM, set_seed
 
     dtype = getattr(torch, weight_dtype(settings))
-    if settings.deepspeed is None and dtype != torch.float32 and settings.recipe == "sft":
+    if settings.deepspeed is None and dtype != torch.float32 and settings.recipe == "sft" and not settings.pure_bf16:
         print(f"note: --dtype {settings.dtype} with stage 0 trains without an fp32 master copy", flush=True)
     set_seed(settings.seed)
     kwargs = {"attn_implementation": settings.attn_implementation, "dtype": dtype}
@@ -136,6 +136,7 @@ def add_adapter(model, settings):
     from transformers import set_seed
 
     targets = settings.lora_target_modules
+    fp32_adapter = settings.deepspeed is None and not settings.pure_bf16
     config = LoraConfig(
         task_type=TaskType.CAUSAL_LM,
         r=settings.lora_r,
@@ -148,12 +149,10 @@ def add_adapter(model, settings):
     )
     set_seed(settings.seed)  # the same initial adapter whatever loading has drawn before (it differs under ZeRO-3)
     try:
-        model = get_peft_model(
-            model, config, autocast_adapter_dtype=settings.deepspeed is None, revision=settings.model_revision
-        )
+        model = get_peft_model(model, config, autocast_adapter_dtype=fp32_adapter, revision=settings.model_revision)
     except ValueError as error:
         raise UserError(f"--lora_target_modules {' '.join(targets)}: {str(error).splitlines()[0]}") from None
-    if settings.deepspeed is None:
+    if fp32_adapter:
         # peft casts the adapter to fp32 but not modules_to_save, which would train without an fp32 master.
         for parameter in model.parameters():
             if parameter.requires_grad:

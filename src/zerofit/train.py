@@ -14,7 +14,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import EvalLoopOutput
 
-from . import attention, data, generate, hardware, model, report, world
+from . import attention, data, generate, hardware, model, optimizers, report, sophia, world
 from .errors import Diverged, UserError
 
 
@@ -65,6 +65,15 @@ class KitTrainer(Trainer):
             return super().get_train_dataloader()
         finally:
             self.data_collator = padded
+
+    def create_optimizer(self, model=None):
+        return optimizers.create(self, model)
+
+    def get_batch_samples(self, epoch_iterator, num_batches, device):
+        batches, count = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if self.settings.optim == "sophia" and batches:
+            sophia.estimate_if_due(self, batches)
+        return batches, count
 
     def prove_documents_apart(self) -> None:
         """Compare the real model's logits on three documents in one row with the same documents one by one.
