@@ -22,6 +22,7 @@ import torch.distributed as dist
 from zerofit import train, world
 
 ROOT = Path(__file__).resolve().parents[1]
+DDP_SETTINGS = ("find_unused_parameters", "gradient_as_bucket_view", "static_graph")
 
 
 def gathered(parameters):
@@ -104,6 +105,7 @@ def record(trainer: Witness) -> None:
             "shared_rows": len(set.intersection(*map(set, per_rank))) if len(per_rank) > 1 else 0,
             "frozen_before": trainer.frozen_before,
             "frozen_after": after,
+            "ddp": {k: getattr(trainer.model_wrapped, k, None) for k in DDP_SETTINGS},
             "bytes": bytes_by_part(trainer),
             "optimizer": type(innermost(trainer.optimizer)).__name__,
         }

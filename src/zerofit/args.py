@@ -296,7 +296,9 @@ def build_parser(recipe: str) -> _Parser:
     groups = (*_kit_groups(recipe), TrainingArguments)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        parser = _Parser(groups, prog=f"recipes/{recipe}.py", allow_abbrev=False, formatter_class=argparse.HelpFormatter)
+        parser = _Parser(
+            groups, prog=f"recipes/{recipe}.py", allow_abbrev=False, formatter_class=argparse.HelpFormatter
+        )
     optim = next(action for action in parser._actions if action.dest == "optim")
     optim.choices, optim.metavar = None, "OPTIM"  # optimizers.choose checks it: there are more than transformers knows
     return parser

@@ -6,7 +6,7 @@ import math
 import struct
 from pathlib import Path
 
-from . import chat, hub
+from . import chat, ddp, hub
 from .errors import UserError
 
 
@@ -115,6 +115,7 @@ def load_model(settings, tokenizer):
         except (ValueError, ImportError) as error:  # e.g. an attention implementation that is not installed
             raise UserError(f"--model {settings.model}: {str(error).strip().splitlines()[0]}") from None
     model.config.use_cache = False
+    ddp.choose(settings, model.config)
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id
     if len(tokenizer) > model.config.get_text_config().vocab_size:

@@ -164,7 +164,7 @@ def _choose_unlisted(settings, name: str) -> None:
     if name not in known:
         import difflib
 
-        close = difflib.get_close_matches(name, [*known, *OPTIMIZERS], 1, 0.6)
+        close = difflib.get_close_matches(name, [*OPTIMIZERS, *ALIASES, *known], 1, 0.6)
         raise UserError(
             f"--optim {name}: no such optimizer{f'; did you mean {close[0]}?' if close else ''} (docs/memory.md lists "
             "those that are tested here)."
@@ -356,3 +356,25 @@ def _same_noise_on_all_ranks(optimizer, seed: int) -> None:
             return plain_step(closure)
 
     optimizer.step = step
+
+
+def markdown() -> str:
+    """The table of docs/_optim.md."""
+    lines = [
+        "| `--optim` | bytes of state a parameter | ZeRO stages | `--offload` | `--pure_bf16` rounds | needs | bundled task's "
+        "rate | notes |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, e in OPTIMIZERS.items():
+        needs = [f"`.[{e.extra}]`"] * bool(e.extra) + ["CUDA"] * e.needs_cuda
+        cells = [
+            f"`{name}`", e.state_bytes, " ".join(e.stages), "yes" if e.offload else "no", e.rounding or "refused",
+            ", ".join(needs), f"{e.bundled_lr:g}", e.note,
+        ]  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    reasons = {e.why_not: [] for e in OPTIMIZERS.values() if e.why_not}
+    for name, e in OPTIMIZERS.items():
+        reasons.get(e.why_not, []).append(f"`{name}`")
+    lines += ["", "Refused, and why:", ""]
+    lines += [f"- {', '.join(names)}: {why}." for why, names in reasons.items()]
+    return "\n".join(lines)

@@ -14,7 +14,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import EvalLoopOutput
 
-from . import attention, data, generate, hardware, model, optimizers, report, sophia, world
+from . import attention, data, ddp, generate, hardware, model, optimizers, report, sophia, world
 from .errors import Diverged, UserError
 
 
@@ -53,6 +53,7 @@ class KitTrainer(Trainer):
             data_collator=data.Collator(pad),
             processing_class=tokenizer,
         )
+        ddp.apply(self)
         for callback in (PrinterCallback, ProgressCallback):
             self.remove_callback(callback)
         self.reporter = Reporter(self)
@@ -158,8 +159,9 @@ class KitTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
             logs.update(self.clock.measure(self.args))
-            if self.is_deepspeed_enabled and getattr(self.model_wrapped, "skipped_steps", 0):
-                logs["skipped_steps"] = self.model_wrapped.skipped_steps
+            skipped = self.model_wrapped.skipped_steps if self.is_deepspeed_enabled else self.reporter.skipped_steps
+            if skipped:
+                logs["skipped_steps"] = skipped
         super().log(logs, start_time)
 
 
@@ -210,6 +212,7 @@ class Reporter(TrainerCallback):
 
     def __init__(self, trainer: KitTrainer):
         self.trainer, self.began, self.first_step, self.bar = trainer, time.perf_counter(), 0, None
+        self.skipped_steps = 0  # by the loss scaler of stage 0; DeepSpeed's engine counts its own
         self.before = None  # exact match before training, on the bundled task
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -234,6 +237,7 @@ class Reporter(TrainerCallback):
         self.trainer.clock.start()
 
     def on_step_end(self, args, state, control, **kwargs):
+        self.skipped_steps += bool(self.trainer.accelerator.optimizer_step_was_skipped)
         if self.bar is not None:
             self.bar.update(state.global_step - self.bar.n)
         if state.global_step >= state.max_steps:
