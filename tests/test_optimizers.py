@@ -3,11 +3,14 @@
 import contextlib
 import json
 import math
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, TINY, run_world
+from conftest import ROOT, TINY, Run, run_world
+from deepspeed.accelerator import get_accelerator
 
 from zerofit import args, optimizers, sophia, stochastic, train
 from zerofit.errors import UserError
@@ -176,7 +179,7 @@ def parse(*flags, world=1):
         ("--optim sgd --optim_args momentum", "must be name=value"),
         ("--optim muon --max_grad_norm 1.0", "--max_grad_norm 0"),
         ("--optim muon --pure_bf16", "needs an fp32 master copy"),
-        ("--optim sophia --zero 2 --fp16 true", "--bf16 true"),
+        ("--optim sophia --zero 2 --fp16 true", "use --bf16 true"),
         ("--pure_bf16 --zero 2 --fp16 true", "bf16 throughout"),
         ("--pure_bf16 --bf16 false", "bf16 throughout"),
         ("--pure_bf16 --dtype float32", "leave --dtype out"),
@@ -185,9 +188,17 @@ def parse(*flags, world=1):
         ("--lr_scaling linear --lr_scaling_base_batch_size 0", "must be 1 or more"),
     ],
 )
-def test_refusals(flags, words):
+def test_refusals(flags, words, monkeypatch):
+    accelerator = type(get_accelerator())
+    monkeypatch.setattr(accelerator, "is_fp16_supported", lambda self: True)  # whatever this CPU can
     with pytest.raises(UserError, match=words):
         parse(*flags.split())
+
+
+def test_fp16_on_a_cpu_without_it(monkeypatch):
+    monkeypatch.setattr(type(get_accelerator()), "is_fp16_supported", lambda self: False)
+    with pytest.raises(UserError, match="no fp16 arithmetic"):
+        parse("--zero", "2", "--fp16", "true")
 
 
 @pytest.mark.parametrize("name", [n for n, e in optimizers.OPTIMIZERS.items() if e.module])
@@ -283,9 +294,6 @@ def run(name, zero, *more):
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two")
-    config = json.loads((ROOT / "deepspeed_configs" / "zero2.json").read_text())
-    config["fp16"]["initial_scale_power"] = 32  # the first steps must overflow
-    (folder / "fp16.json").write_text(json.dumps(config))
     short = ("--max_samples", "16")
     cases = {
         "sophia-0": run("sophia", "0", "--per_device_train_batch_size", "2"),
@@ -294,7 +302,6 @@ def two_ranks(tmp_path_factory):
         "pure-0": run("adamw_torch_fused", "0", "--pure_bf16"),
         "pure-2": run("adamw_torch_fused", "2", "--pure_bf16"),
         "static-0": run("adamw_torch_fused", "0"),
-        "fp16": ("sft", [*COMMON, "--deepspeed", str(folder / "fp16.json"), "--fp16", "true"]),
     }
     return run_world(2, cases, folder)
 
@@ -337,10 +344,33 @@ def test_ddp_settings_reach_the_module(two_ranks):
     assert two_ranks["sophia-0"].json("witness.json")["ddp"] == {**wanted, "static_graph": False}  # it accumulates
 
 
-def test_skipped_steps_are_logged_under_fp16(two_ranks):
-    logged = [m.get("skipped_steps", 0) for m in two_ranks["fp16"].metrics if "loss" in m]
+FP16_ON_ANY_CPU = """
+import runpy, sys
+from deepspeed.accelerator import cpu_accelerator
+cpu_accelerator.CPU_Accelerator.is_fp16_supported = lambda self: True  # slow without hardware for it, but right
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_skipped_steps_are_logged_under_fp16(tmp_path):
+    config = json.loads((ROOT / "deepspeed_configs" / "zero2.json").read_text())
+    config["fp16"] |= {"initial_scale_power": 32, "hysteresis": 1}  # the first steps must overflow
+    (tmp_path / "fp16.json").write_text(json.dumps(config))
+    flags = [
+        *COMMON,
+        "--fp16",
+        "true",
+        "--deepspeed",
+        str(tmp_path / "fp16.json"),
+        "--output_dir",
+        str(tmp_path / "out"),
+    ]
+    code = f"import sys; sys.argv = [{str(ROOT / 'recipes' / 'sft.py')!r}, *sys.argv[1:]]\n{FP16_ON_ANY_CPU}"
+    done = subprocess.run([sys.executable, "-c", code, *flags], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    logged = [m.get("skipped_steps", 0) for m in Run(tmp_path / "out").metrics if "loss" in m]
     assert logged[0] == 1 and logged == sorted(logged)
-    assert two_ranks["fp16"].json("result.json")["status"] == "finished"
+    assert "skipped steps 1" in done.stdout
 
 
 # --- slow: every supported pair, and the default task ---

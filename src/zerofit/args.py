@@ -463,6 +463,11 @@ def _choose_precision(settings: Settings) -> None:
         raise UserError("--bf16: this GPU has no bf16 arithmetic; use --fp16 true, or leave both out.")
     if settings.fp16 and settings.use_cpu and settings.deepspeed is None:
         raise UserError("--fp16 with stage 0 needs a GPU (its loss scaler does); use --bf16 true on the CPU.")
+    if settings.fp16 and settings.use_cpu:
+        from deepspeed.accelerator import get_accelerator
+
+        if not get_accelerator().is_fp16_supported():
+            raise UserError("--fp16 true: this CPU has no fp16 arithmetic; use --bf16 true, or leave both out.")
     if settings.deepspeed is None and settings.recipe == "sft" and settings.dtype == "float16" and settings.fp16:
         raise UserError(
             "--dtype float16 --fp16 true with stage 0: the loss scaler needs fp32 weights; use --dtype auto."
