@@ -22,6 +22,7 @@ import torch.distributed as dist
 from zerofit import train, world
 
 ROOT = Path(__file__).resolve().parents[1]
+DDP_SETTINGS = ("find_unused_parameters", "gradient_as_bucket_view", "static_graph")
 
 
 def gathered(parameters):
@@ -56,6 +57,35 @@ class Witness(train.KitTrainer):
         return super().training_step(net, inputs, num_items_in_batch)
 
 
+def storages(tensors) -> dict[int, int]:
+    """{address: bytes} of the tensors' memory; quantised states are several tensors in one."""
+    found = {}
+    for t in tensors:
+        if hasattr(t, "__tensor_flatten__"):
+            found |= storages(getattr(t, name) for name in t.__tensor_flatten__()[0])
+        elif isinstance(t, torch.Tensor) and t.numel():
+            found[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+    return found
+
+
+def bytes_by_part(trainer) -> dict[str, int]:
+    """Exact bytes of this rank's parameters, fp32 (or bf16) master copy and optimizer states."""
+    parameters = storages(getattr(p, "ds_tensor", p) for p in trainer.model.parameters())
+    optimizer, master = trainer.optimizer, {}
+    while hasattr(optimizer, "optimizer"):  # accelerate's wrapper, DeepSpeed's, then the optimizer itself
+        optimizer = optimizer.optimizer
+        for name in ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat"):
+            master |= storages(getattr(optimizer, name, []))
+    states = storages(t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor))
+    master = {k: n for k, n in master.items() if k not in parameters}
+    parts = {"parameters": parameters, "master": master, "states": states}
+    return {name: sum(sizes.values()) for name, sizes in parts.items()}
+
+
+def innermost(optimizer):
+    return innermost(optimizer.optimizer) if hasattr(optimizer, "optimizer") else optimizer
+
+
 def record(trainer: Witness) -> None:
     folder, model = Path(trainer.args.output_dir), trainer.model
     ids = torch.tensor([trainer.tokens.dataset[0]["input_ids"]])
@@ -75,6 +105,9 @@ def record(trainer: Witness) -> None:
             "shared_rows": len(set.intersection(*map(set, per_rank))) if len(per_rank) > 1 else 0,
             "frozen_before": trainer.frozen_before,
             "frozen_after": after,
+            "ddp": {k: getattr(trainer.model_wrapped, k, None) for k in DDP_SETTINGS},
+            "bytes": bytes_by_part(trainer),
+            "optimizer": type(innermost(trainer.optimizer)).__name__,
         }
         (folder / "witness.json").write_text(json.dumps(facts))
 

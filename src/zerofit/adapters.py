@@ -212,20 +212,19 @@ def add(model, settings, tokenizer=None):
             raise UserError(f"--modules_to_save {name}: the model has no module of that name.")
     rows = _embedding_names(model, new_token_ids(tokenizer, settings)) if tokenizer and settings.new_tokens else None
     config = _config(settings, rows)
+    fp32_adapter = settings.deepspeed is None and not settings.pure_bf16
     changes_base = re.fullmatch(CHANGES_BASE, settings.init_lora_weights) is not None
     if changes_base and next(model.parameters()).is_meta:  # model.check: no numbers to decompose
         config.init_lora_weights, changes_base = True, False
     set_seed(settings.seed)  # the same initial adapter whatever loading has drawn before (it differs under ZeRO-3)
     try:
-        model = get_peft_model(
-            model, config, autocast_adapter_dtype=settings.deepspeed is None, revision=settings.model_revision
-        )
+        model = get_peft_model(model, config, autocast_adapter_dtype=fp32_adapter, revision=settings.model_revision)
     except (ValueError, TypeError) as error:
         flag = f"--adapter {settings.adapter}"
         if settings.adapter not in OWN_TARGETS:
             flag += f" --lora_target_modules {' '.join(settings.lora_target_modules)}"
         raise UserError(f"{flag}: {str(error).splitlines()[0]}") from None
-    if settings.deepspeed is None:
+    if fp32_adapter:
         # peft casts the adapter to fp32 but not modules_to_save, which would train without an fp32 master.
         for parameter in model.parameters():
             if parameter.requires_grad:

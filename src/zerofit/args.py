@@ -16,7 +16,7 @@ from typing import Any, Literal
 import yaml
 from transformers import HfArgumentParser, TrainingArguments
 
-from . import batch, zero
+from . import batch, optimizers, zero
 from .errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -164,6 +164,25 @@ class DataArguments:
 
 
 @dataclass
+class OptimizerArguments:
+    """What the optimizer keeps, beside transformers' --optim, --optim_args and --learning_rate."""
+
+    _argument_group_name = "optimizer"
+    pure_bf16: bool = field(
+        default=False,
+        metadata={"help": "Weights, gradients and optimizer states in bf16, no fp32 master copy (docs/memory.md)."},
+    )
+    lr_scaling: Literal["none", "linear", "sqrt"] = field(
+        default="none",
+        metadata={"help": "Multiply the learning rate by effective batch / base batch, or by the root of it."},
+    )
+    lr_scaling_base_batch_size: int = field(
+        default=batch.DEFAULT_EFFECTIVE_BATCH_SIZE,
+        metadata={"help": "Effective batch that the learning rate was chosen for (with --lr_scaling)."},
+    )
+
+
+@dataclass
 class LoraArguments:
     """The adapter and the frozen base; names and meaning as in peft.LoraConfig."""
 
@@ -301,6 +320,9 @@ class Settings:
         names = {f.name for f in fields(TrainingArguments) if f.init}
         values = {k: v for k, v in self.values.items() if k in names}
         values["deepspeed"] = self.deepspeed
+        values["optim"] = optimizers.name_for_transformers(self)
+        if self.pure_bf16 and self.deepspeed is None:
+            values["bf16"] = False  # that flag means autocast over fp32 weights; these weights are bf16
         if "activation_checkpointing" in names:  # the name since transformers 5.20; the old one warns
             for old in ("gradient_checkpointing", "gradient_checkpointing_kwargs"):
                 new = old.replace("gradient", "activation")
@@ -315,14 +337,20 @@ class Settings:
 
 
 def _kit_groups(recipe: str) -> tuple:
-    return (RunArguments, ModelArguments, DataArguments, MemoryArguments, *RECIPES[recipe]["arguments"])
+    shared = (RunArguments, ModelArguments, DataArguments, MemoryArguments, OptimizerArguments)
+    return (*shared, *RECIPES[recipe]["arguments"])
 
 
 def build_parser(recipe: str) -> _Parser:
     groups = (*_kit_groups(recipe), TrainingArguments)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return _Parser(groups, prog=f"recipes/{recipe}.py", allow_abbrev=False, formatter_class=argparse.HelpFormatter)
+        parser = _Parser(
+            groups, prog=f"recipes/{recipe}.py", allow_abbrev=False, formatter_class=argparse.HelpFormatter
+        )
+    optim = next(action for action in parser._actions if action.dest == "optim")
+    optim.choices, optim.metavar = None, "OPTIM"  # optimizers.choose checks it: there are more than transformers knows
+    return parser
 
 
 def _explicit(recipe: str, argv: list[str], origin: str) -> dict[str, Any]:
@@ -408,6 +436,8 @@ def parse(recipe: str, argv: list[str], world_size: int) -> Settings:
     settings.deepspeed = zero.choose(settings, given)
     _choose_precision(settings)
     _solve_batch(settings)
+    optimizers.choose(settings, given)
+    _scale_learning_rate(settings)
     return settings
 
 
@@ -428,6 +458,7 @@ def _check_ranges(settings: Settings) -> None:
         "preprocessing_num_workers": 1,
         "num_samples": 0,
         "logging_steps": 0,
+        "lr_scaling_base_batch_size": 1,
     }
     for name, low in at_least.items():
         value = settings.values.get(name)
@@ -497,13 +528,20 @@ def _choose_precision(settings: Settings) -> None:
         raise UserError("--bf16: this GPU has no bf16 arithmetic; use --fp16 true, or leave both out.")
     if settings.fp16 and settings.use_cpu and settings.deepspeed is None:
         raise UserError("--fp16 with stage 0 needs a GPU (its loss scaler does); use --bf16 true on the CPU.")
+    if settings.fp16 and settings.use_cpu:
+        from deepspeed.accelerator import get_accelerator
+
+        if not get_accelerator().is_fp16_supported():
+            raise UserError("--fp16 true: this CPU has no fp16 arithmetic; use --bf16 true, or leave both out.")
     if settings.deepspeed is None and settings.recipe == "sft" and settings.dtype == "float16" and settings.fp16:
         raise UserError(
             "--dtype float16 --fp16 true with stage 0: the loss scaler needs fp32 weights; use --dtype auto."
         )
     if named:
         return
-    if settings.use_cpu:
+    if settings.pure_bf16:
+        decide(settings, "bf16", True, "--pure_bf16")
+    elif settings.use_cpu:
         settings.decisions.append("precision fp32: exact, and the fast one for small models on a CPU (--bf16 true)")
     elif torch.cuda.is_bf16_supported(including_emulation=False):
         decide(settings, "bf16", True, f"{torch.cuda.get_device_name()} has bf16 arithmetic")
@@ -529,3 +567,14 @@ def _solve_batch(settings: Settings) -> None:
         f"effective batch {effective} = per_device_train_batch_size {micro} x gradient_accumulation_steps "
         f"{accumulation} x {settings.world_size} rank{'s' * (settings.world_size > 1)}"
     )
+
+
+def _scale_learning_rate(settings: Settings) -> None:
+    factor = batch.learning_rate_factor(
+        settings.lr_scaling, settings.effective_batch_size, settings.lr_scaling_base_batch_size
+    )
+    if settings.lr_scaling != "none":
+        was = settings.learning_rate
+        why = f"{was:g} x {factor:.4g} (--lr_scaling {settings.lr_scaling}: effective batch "
+        why += f"{settings.effective_batch_size} against {settings.lr_scaling_base_batch_size})"
+        decide(settings, "learning_rate", was * factor, why)

@@ -52,3 +52,11 @@ def solve(
     per_rank = effective // ranks
     micro = micro or (per_rank // accumulation if accumulation else _largest_divisor(per_rank, max_micro))
     return effective, micro, per_rank // micro
+
+
+def learning_rate_factor(rule: str, effective: int, base: int) -> float:
+    """What the learning rate of a batch of `base` samples is multiplied by for a batch of `effective`.
+
+    rule: none: 1; linear: effective / base (arXiv 1706.02677); sqrt: its square root (arXiv 1404.5997).
+    """
+    return {"none": 1.0, "linear": effective / base, "sqrt": (effective / base) ** 0.5}[rule]

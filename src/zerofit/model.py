@@ -6,7 +6,7 @@ import math
 import struct
 from pathlib import Path
 
-from . import adapters, attention, chat, hub, quantized
+from . import adapters, attention, chat, ddp, hub, quantized
 from .errors import UserError
 
 
@@ -86,7 +86,7 @@ def weight_dtype(settings) -> str:
         return settings.dtype
     half = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[settings.precision]
     frozen_base = settings.recipe == "lora"
-    return half if settings.deepspeed is not None or frozen_base else "float32"
+    return half if settings.deepspeed is not None or frozen_base or settings.pure_bf16 else "float32"
 
 
 def load_model(settings, tokenizer):
@@ -98,7 +98,7 @@ def load_model(settings, tokenizer):
     from transformers import AutoModelForCausalLM, set_seed
 
     dtype = getattr(torch, weight_dtype(settings))
-    if settings.deepspeed is None and dtype != torch.float32 and settings.recipe == "sft":
+    if settings.deepspeed is None and dtype != torch.float32 and settings.recipe == "sft" and not settings.pure_bf16:
         print(f"note: --dtype {settings.dtype} with stage 0 trains without an fp32 master copy", flush=True)
     set_seed(settings.seed)
     attention.fit(settings, load_config(settings))
@@ -124,6 +124,7 @@ def load_model(settings, tokenizer):
     if settings.new_tokens:
         adapters.make_room(model, tokenizer, settings)
     model.config.use_cache = False
+    ddp.choose(settings, model.config)
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id
     if len(tokenizer) > model.config.get_text_config().vocab_size:

@@ -15,7 +15,23 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import EvalLoopOutput
 
-from . import adapters, attention, data, generate, hardware, loss, mlp, model, quantized, report, stream, world
+from . import (
+    adapters,
+    attention,
+    data,
+    ddp,
+    generate,
+    hardware,
+    loss,
+    mlp,
+    model,
+    optimizers,
+    quantized,
+    report,
+    sophia,
+    stream,
+    world,
+)
 from .errors import Diverged, UserError
 
 
@@ -56,6 +72,7 @@ class KitTrainer(Trainer):
             data_collator=data.Collator(pad),
             processing_class=tokenizer,
         )
+        ddp.apply(self)
         for callback in (PrinterCallback, ProgressCallback):
             self.remove_callback(callback)
         self.reporter = Reporter(self)
@@ -64,7 +81,7 @@ class KitTrainer(Trainer):
     def create_optimizer(self, model=None):
         if self.optimizer is None and self.settings.values.get("loraplus_lr_ratio") is not None:
             self.optimizer = adapters.loraplus_optimizer(self)
-        return super().create_optimizer(model)
+        return optimizers.create(self, model)
 
     def get_train_dataloader(self):
         """Training batches may go without padding; evaluation stays padded."""
@@ -75,6 +92,12 @@ class KitTrainer(Trainer):
             return super().get_train_dataloader()
         finally:
             self.data_collator = padded
+
+    def get_batch_samples(self, epoch_iterator, num_batches, device):
+        batches, count = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if self.settings.optim == "sophia" and batches:
+            sophia.estimate_if_due(self, batches)
+        return batches, count
 
     def prove_documents_apart(self) -> None:
         """Compare the real model's logits on three documents in one row with the same documents one by one, and
@@ -175,8 +198,9 @@ class KitTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
             logs.update(self.clock.measure(self.args))
-            if self.is_deepspeed_enabled and getattr(self.model_wrapped, "skipped_steps", 0):
-                logs["skipped_steps"] = self.model_wrapped.skipped_steps
+            skipped = self.model_wrapped.skipped_steps if self.is_deepspeed_enabled else self.reporter.skipped_steps
+            if skipped:
+                logs["skipped_steps"] = skipped
         super().log(logs, start_time)
 
 
@@ -227,6 +251,7 @@ class Reporter(TrainerCallback):
 
     def __init__(self, trainer: KitTrainer):
         self.trainer, self.began, self.first_step, self.bar = trainer, time.perf_counter(), 0, None
+        self.skipped_steps = 0  # by the loss scaler of stage 0; DeepSpeed's engine counts its own
         self.before = None  # exact match before training, on the bundled task
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -257,6 +282,7 @@ class Reporter(TrainerCallback):
         self.trainer.clock.start()
 
     def on_step_end(self, args, state, control, **kwargs):
+        self.skipped_steps += bool(self.trainer.accelerator.optimizer_step_was_skipped)
         if self.bar is not None:
             self.bar.update(state.global_step - self.bar.n)
         if state.global_step >= state.max_steps:

@@ -1,0 +1,380 @@
+"""The optimizers of --optim as data: what each costs, what it needs, where it works; checked before anything loads."""
+
+import importlib.util
+import math
+from dataclasses import dataclass
+
+from . import zero
+from .errors import UserError
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One optimizer.
+
+    state_bytes: optimizer state per trained parameter beside fp32 weights (r: rank, n: the longer side of a matrix);
+    stages: ZeRO stages that work;  offload: with --offload;  why_not: what stands against the rest;
+    module, extra: the package and the extra of pyproject.toml that brings it;  rounding: how bf16 weights without an
+    fp32 master are written (None: refused with --pure_bf16);  bundled_lr: a learning rate with which the bundled task
+    reaches more than 90 % exact match.
+    """
+
+    state_bytes: str
+    stages: str = "0123"
+    offload: bool = True
+    why_not: str = ""
+    module: str | None = None
+    extra: str | None = None
+    needs_cuda: bool = False
+    rounding: str | None = "nearest"
+    bundled_lr: float = 5e-4
+    note: str = ""
+
+
+_BNB = {"module": "bitsandbytes", "extra": "quantization"}
+_PAGED = {
+    **_BNB,
+    "needs_cuda": True,
+    "offload": False,
+    "why_not": "its paged states are CUDA memory already; --offload would make them plain host tensors",
+}
+_TORCHAO = {
+    "module": "torchao",
+    "extra": "quantization",
+    "stages": "0",
+    "offload": False,
+    "rounding": "stochastic",
+    "why_not": "it quantises only tensors whose size is a multiple of its block, which ZeRO's flat partitions rarely "
+    "are: the states would stay in fp32 without a word; use adamw_8bit",
+}
+_PROJECTED = {
+    "stages": "0",
+    "offload": False,
+    "rounding": None,
+    "why_not": "it projects whole gradient matrices, and ZeRO hands it flat slices",
+    "extra": "projected",
+}
+OPTIMIZERS: dict[str, Entry] = {
+    "adamw_torch_fused": Entry("8", rounding="stochastic", note="the default"),
+    "adamw_torch": Entry("8", rounding="stochastic"),
+    "adamw_8bit": Entry("2", **_BNB, note="embeddings and tensors below 4096 numbers keep 8 bytes at stage 0"),
+    "paged_adamw_32bit": Entry("8", **_PAGED, note="states move to host memory when the GPU is full"),
+    "paged_adamw_8bit": Entry("2", **_PAGED, note="states move to host memory when the GPU is full"),
+    "adamw_torch_8bit": Entry("2", **_TORCHAO, note="compiles at the first step; all linear layers and embeddings"),
+    "adamw_torch_4bit": Entry("1", **_TORCHAO, note="compiles at the first step"),
+    "adafactor": Entry(
+        "~0",
+        stages="0",
+        offload=False,
+        why_not="it keeps one number a row and a column of each matrix and clips by its root mean square; of ZeRO's flat "
+        "slices it would keep 4 bytes a parameter, and the result would depend on the number of ranks",
+        note="no momentum; the update of each matrix is clipped to root mean square 1",
+    ),
+    "lion_32bit": Entry("4", **_BNB, bundled_lr=1e-4, note="arXiv 2302.06675: a third to a tenth of AdamW's rate"),
+    "lion_8bit": Entry("1", **_BNB, bundled_lr=1e-4),
+    "sgd": Entry("4", bundled_lr=0.3, note="momentum 0.9 unless --optim_args says otherwise; 0 bytes without momentum"),
+    "muon": Entry(
+        "4 (matrices), 8 (rest)",
+        rounding=None,
+        note="DeepSpeed's; hidden matrices by Muon, embeddings, head and vectors by AdamW, one learning rate for both "
+        "(arXiv 2502.16982); no gradient clipping",
+    ),
+    "sophia": Entry(
+        "8",
+        rounding="stochastic",
+        bundled_lr=4e-4,
+        note="Sophia-G, arXiv 2305.14342; a second backward on sampled labels every k=10 steps",
+    ),
+    "galore_adamw": Entry("8 r/n", **_PROJECTED, module="galore_torch", note="arXiv 2403.03507; rank 128"),
+    "apollo_adamw": Entry("8 r/n", **_PROJECTED, module="apollo_torch", note="arXiv 2412.05270; rank 128"),
+}
+_NONE = Entry("?")
+ALIASES = {"lion": "lion_32bit", "adamw": "adamw_torch_fused", "adamw_bnb_8bit": "adamw_8bit"}
+OURS = ("muon", "sophia")  # names that transformers does not know
+
+
+def choose(settings, explicit: dict) -> None:
+    """Check --optim and --pure_bf16 against stage, offload, precision and packages, and fill what they leave open.
+
+    Args: explicit: the arguments that the user gave by flag or YAML.
+    Raises: UserError for a pair that cannot work or would lose its saving in silence.
+    """
+    name = str(getattr(settings.optim, "value", settings.optim))
+    settings.values["optim"] = name = ALIASES.get(name, name)
+    entry = OPTIMIZERS.get(name)
+    _match_json(settings, name, explicit)
+    if settings.tf32 and settings.use_cpu:
+        raise UserError("--tf32 true: TF32 is a mode of NVIDIA GPUs, and this run is on the CPU; leave it out.")
+    if entry is None:
+        _choose_unlisted(settings, name)
+    else:
+        _check(settings, name, entry)
+    _choose_arguments(settings, name, explicit)
+    if settings.pure_bf16:
+        _choose_pure_bf16(settings, name, entry, explicit)
+
+
+def _check(settings, name: str, entry: Entry) -> None:
+    if entry.module and importlib.util.find_spec(entry.module) is None:
+        raise UserError(f"--optim {name}: needs {entry.module}: pip install -e '.[{entry.extra}]'.")
+    if entry.needs_cuda and settings.use_cpu:
+        raise UserError(f"--optim {name}: needs a GPU; use {name.removeprefix('paged_')} or adamw_torch_fused here.")
+    if settings.zero not in entry.stages:
+        raise UserError(
+            f"--optim {name} with ZeRO stage {settings.zero}: {entry.why_not or 'does not work'} (works at stage "
+            f"{', '.join(entry.stages)})."
+        )
+    if settings.offload != "none" and not entry.offload:
+        raise UserError(f"--optim {name} with --offload {settings.offload}: {entry.why_not}; leave --offload out.")
+    if settings.offload != "none" and not name.startswith("adamw_torch") and _swaps_in_cpu_adam(settings):
+        raise UserError(
+            f'{settings.values.get("deepspeed")}: offloads the optimizer without "zero_force_ds_cpu_optimizer": '
+            f"false, which would train with DeepSpeed's CPU Adam in place of {name}; add that line."
+        )
+    if name == "sophia" and settings.fp16:
+        raise UserError(
+            "--optim sophia with --fp16 true: it squares gradients of sampled labels, which fp16 cannot hold; use "
+            "--bf16 true."
+        )
+
+
+def _swaps_in_cpu_adam(settings) -> bool:
+    """accelerate replaces any optimizer by DeepSpeedCPUAdam unless the JSON says not to."""
+    return zero.get(settings.deepspeed or {}, "zero_force_ds_cpu_optimizer", True)
+
+
+def _match_json(settings, name: str, explicit: dict) -> None:
+    """An "optimizer" section in the user's JSON replaces --optim altogether."""
+    section = zero.get(settings.deepspeed or {}, "optimizer.type")
+    if section is None:
+        return
+    for flag in ("optim", "optim_args", "pure_bf16", "lr_scaling"):
+        if explicit.get(flag) not in (None, False, "none"):
+            raise UserError(
+                f'{settings.values["deepspeed"]} has an "optimizer" section ({section}), but --{flag} is '
+                f"{explicit[flag]}: change one of them."
+            )
+    settings.decisions.append(f"optimizer {section}: the DeepSpeed JSON says so; --optim is not used")
+
+
+def _choose_unlisted(settings, name: str) -> None:
+    from transformers.training_args import OptimizerNames
+
+    known = {n.value for n in OptimizerNames}
+    if name not in known:
+        import difflib
+
+        close = difflib.get_close_matches(name, [*OPTIMIZERS, *ALIASES, *known], 1, 0.6)
+        raise UserError(
+            f"--optim {name}: no such optimizer{f'; did you mean {close[0]}?' if close else ''} (docs/memory.md lists "
+            "those that are tested here)."
+        )
+    if settings.zero != "0":
+        listed = ", ".join(n for n, e in OPTIMIZERS.items() if settings.zero in e.stages)
+        raise UserError(f"--optim {name}: is not tested with ZeRO stage {settings.zero}; tested are {listed}.")
+    settings.decisions.append(f"optim {name}: transformers knows it, but it is not tested here")
+
+
+def _choose_arguments(settings, name: str, explicit: dict) -> None:
+    from .args import decide
+
+    given = arguments(settings)
+    if name == "sgd" and "momentum" not in given:
+        momentum = ",".join([*([settings.optim_args] if settings.optim_args else []), "momentum=0.9"])
+        decide(settings, "optim_args", momentum, "SGD without momentum is rarely meant; momentum=0 for that")
+    if name == "muon" and "max_grad_norm" not in explicit and settings.source["max_grad_norm"] != "deepspeed JSON":
+        decide(settings, "max_grad_norm", 0.0, "Muon normalises its updates; DeepSpeed would clip the normalised ones")
+    elif name == "muon" and settings.max_grad_norm:
+        raise UserError(
+            f"--optim muon with --max_grad_norm {settings.max_grad_norm}: under ZeRO DeepSpeed would clip the normalised "
+            "updates; use --max_grad_norm 0."
+        )
+    if (
+        name == "muon"
+        and settings.zero == "3"
+        and zero.get(settings.deepspeed, "zero_optimization.reduce_scatter", True)
+    ):
+        settings.deepspeed = zero.merged(settings.deepspeed, {"zero_optimization": {"reduce_scatter": False}})
+        settings.decisions.append("zero_optimization.reduce_scatter false: Muon at stage 3 needs whole gradients")
+    if name.startswith(("galore", "apollo")) and settings.optim_target_modules is None:
+        decide(settings, "optim_target_modules", "all-linear", f"the matrices that {name} projects")
+
+
+def arguments(settings) -> dict[str, str]:
+    """--optim_args as a dictionary.
+
+    Raises: UserError when it is not name=value,name=value.
+    """
+    pairs = [pair for pair in (settings.optim_args or "").replace(" ", "").split(",") if pair]
+    if any(pair.count("=") != 1 for pair in pairs):
+        raise UserError(f"--optim_args {settings.optim_args}: must be name=value,name=value.")
+    return dict(pair.split("=") for pair in pairs)
+
+
+def _choose_pure_bf16(settings, name: str, entry: Entry | None, explicit: dict) -> None:
+    """bf16 weights, gradients and optimizer states, and no fp32 master copy anywhere."""
+    from .args import decide
+
+    if not settings.bf16:
+        said = "--fp16 true" if settings.fp16 else "--bf16 false"
+        raise UserError(f"--pure_bf16 with {said}: pure bf16 is bf16 throughout; leave one of the two out.")
+    if settings.dtype not in ("auto", "bfloat16"):
+        raise UserError(f"--pure_bf16 with --dtype {settings.dtype}: the weights are bf16; leave --dtype out.")
+    if settings.offload != "none":
+        raise UserError(
+            f"--pure_bf16 with --offload {settings.offload}: DeepSpeed allows only its own CPU Adam there, which rounds "
+            "to the nearest and loses small updates; use one of the two."
+        )
+    if entry is not None and entry.rounding is None:
+        raise UserError(f"--pure_bf16 with --optim {name}: it needs an fp32 master copy; use adamw_torch_fused.")
+    if zero.get(settings.deepspeed or {}, "data_types.grad_accum_dtype") not in (None, "bf16"):
+        raise UserError(
+            f"{settings.values.get('deepspeed')}: data_types.grad_accum_dtype makes DeepSpeed keep fp32 masters, but "
+            "--pure_bf16 is on: change one of them."
+        )
+    if settings.deepspeed is not None:
+        pure = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
+        settings.deepspeed = zero.merged(settings.deepspeed, pure)
+    if name in ("adamw_torch_8bit", "adamw_torch_4bit") and "bf16_stochastic_round" not in arguments(settings):
+        parts = [settings.optim_args] if settings.optim_args else []
+        decide(settings, "optim_args", ",".join([*parts, "bf16_stochastic_round=True"]), "--pure_bf16")
+    stochastic = entry is not None and entry.rounding == "stochastic"
+    how = (
+        "weights are rounded stochastically, so that small updates arrive on average"
+        if stochastic
+        else f"{name} rounds to the nearest: changes below 1/512 of a weight are lost (adamw_torch_fused rounds "
+        "stochastically)"
+    )
+    settings.decisions.append(f"pure_bf16: no fp32 master copy of the weights; {how}")
+
+
+def name_for_transformers(settings) -> str:
+    """What TrainingArguments is told: it refuses names that it does not know."""
+    return "adamw_torch" if settings.optim in OURS else settings.optim
+
+
+def create(trainer, model=None, groups: list[dict] | None = None):
+    """Build the optimizer of --optim into trainer.optimizer and return it.
+
+    Args: model: default the trainer's; groups: parameter groups with their own lr or weight_decay (default: weight
+        decay for all but biases and norms).
+    """
+    from transformers import Trainer
+
+    if trainer.optimizer is not None:
+        return trainer.optimizer
+    settings, args, model = trainer.settings, trainer.args, trainer.model if model is None else model
+    given = arguments(settings)
+    common = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+    groups_given, groups = groups, groups or parameter_groups(trainer, model)
+    if settings.optim == "sophia":
+        from .sophia import SophiaG
+
+        numbers = {k: float(v) for k, v in given.items() if k in ("gamma", "eps")}
+        betas = (float(given.get("beta1", 0.96)), float(given.get("beta2", 0.99)))
+        trainer.optimizer = SophiaG(
+            groups, args.learning_rate, betas, k=int(given.get("k", 10)), seed=args.seed, **numbers
+        )
+    elif settings.optim == "muon":
+        trainer.optimizer = _muon(model, groups, common, float(given.get("momentum", 0.95)))
+    elif settings.pure_bf16 and settings.optim in ("adamw_torch", "adamw_torch_fused"):
+        from .stochastic import AdamW
+
+        trainer.optimizer = AdamW(groups, **common, seed=args.seed)
+    elif groups_given is None:
+        if OPTIMIZERS.get(settings.optim, _NONE).module == "bitsandbytes":
+            import bitsandbytes
+
+            # Its table of 32-bit exceptions outlives a trainer and goes by position: under ZeRO, the next one's whole
+            # partition would fall under the last one's exception for the embeddings.
+            bitsandbytes.optim.GlobalOptimManager.get_instance().initialize()
+        Trainer.create_optimizer(trainer, model)
+    else:
+        kind, kwargs = trainer.get_optimizer_cls_and_kwargs(args, model)
+        kwargs.pop("params", None)
+        trainer.optimizer = kind(groups, **kwargs)
+    if settings.pure_bf16 and settings.optim.startswith("adamw_torch_") and settings.optim.endswith("bit"):
+        _same_noise_on_all_ranks(trainer.optimizer, args.seed)
+    return trainer.optimizer
+
+
+def parameter_groups(trainer, model) -> list[dict]:
+    """Trained parameters in two groups: with weight decay, and biases and norms without."""
+    decayed = set(trainer.get_decay_parameter_names(model))
+    trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for n, p in trained if n in decayed], "weight_decay": trainer.args.weight_decay},
+        {"params": [p for n, p in trained if n not in decayed], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def _muon(model, groups: list[dict], common: dict, momentum: float):
+    """DeepSpeed's Muon, which orthogonalises whole matrices at every stage; AdamW for the rest.
+
+    The rate of each shape is scaled so that an update has AdamW's usual root mean square of 0.2 (arXiv 2502.16982,
+    equation 4): one learning rate fits both halves.
+    """
+    import torch
+    from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
+
+    for name, p in model.named_parameters():
+        outer = any(word in name.lower() for word in ("embed", "lm_head"))
+        p.use_muon = len(getattr(p, "ds_shape", p.shape)) == 2 and not outer
+    rest, matrices = [], {}
+    for group in groups:
+        own = {**common, **{k: v for k, v in group.items() if k != "params"}}
+        others = [p for p in group["params"] if not p.use_muon]
+        if others:
+            rest.append({"params": others, "use_muon": False, "name": f"adam-{len(rest)}", **own})
+        for p in (p for p in group["params"] if p.use_muon):
+            shape = tuple(getattr(p, "ds_shape", p.shape))
+            matrices.setdefault((shape, own["lr"], own["weight_decay"]), []).append(p)
+    for (shape, lr, decay), params in matrices.items():
+        rows, columns = shape
+        # DeepSpeed multiplies by sqrt(max(1, rows / columns)) itself; the decay must not grow with the rate.
+        scale = 0.2 * math.sqrt(max(rows, columns)) / math.sqrt(max(1.0, rows / columns))
+        named = f"muon-{rows}x{columns}"
+        rest.append(
+            {"params": params, "use_muon": True, "name": named, "lr": lr * scale, "momentum": momentum,
+             "weight_decay": decay / scale}
+        )  # fmt: skip
+    return MuonWithAuxAdam(rest, adam_optimizer=torch.optim.AdamW, adam_optimizer_kwargs={"lr": common["lr"]})
+
+
+def _same_noise_on_all_ranks(optimizer, seed: int) -> None:
+    """torchao rounds with the global generator, whose state differs between ranks after dropout: replicas would drift."""
+    import torch
+
+    plain_step, steps = optimizer.step, 0
+
+    def step(closure=None):
+        nonlocal steps
+        steps += 1
+        with torch.random.fork_rng():
+            torch.manual_seed(seed * 1_000_003 + steps)
+            return plain_step(closure)
+
+    optimizer.step = step
+
+
+def markdown() -> str:
+    """The table of docs/_optim.md."""
+    lines = [
+        "| `--optim` | bytes of state a parameter | ZeRO stages | `--offload` | `--pure_bf16` rounds | needs | bundled task's "
+        "rate | notes |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, e in OPTIMIZERS.items():
+        needs = [f"`.[{e.extra}]`"] * bool(e.extra) + ["CUDA"] * e.needs_cuda
+        cells = [
+            f"`{name}`", e.state_bytes, " ".join(e.stages), "yes" if e.offload else "no", e.rounding or "refused",
+            ", ".join(needs), f"{e.bundled_lr:g}", e.note,
+        ]  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    reasons = {e.why_not: [] for e in OPTIMIZERS.values() if e.why_not}
+    for name, e in OPTIMIZERS.items():
+        reasons.get(e.why_not, []).append(f"`{name}`")
+    lines += ["", "Refused, and why:", ""]
+    lines += [f"- {', '.join(names)}: {why}." for why, names in reasons.items()]
+    return "\n".join(lines)
