@@ -14,7 +14,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import EvalLoopOutput
 
-from . import attention, data, generate, hardware, model, report, world
+from . import attention, data, generate, hardware, model, recompute, report, world
 from .errors import Diverged, UserError
 
 
@@ -43,6 +43,7 @@ class KitTrainer(Trainer):
     def __init__(self, settings, net, tokenizer, arguments, train_set, eval_set):
         self.settings, self.tokens, self.eval_tokens = settings, train_set, eval_set
         self.clock = Clock(settings, net)
+        recompute.enable(net, settings)
         pad = tokenizer.pad_token_id
         self.train_collator = data.TrainCollator(pad, settings.padding_free == "true")
         super().__init__(
