@@ -16,7 +16,7 @@ from typing import Any, Literal
 import yaml
 from transformers import HfArgumentParser, TrainingArguments
 
-from . import batch, optimizers, zero
+from . import batch, optimizers, recompute, zero
 from .errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,6 +49,23 @@ class RunArguments:
         metadata={"help": "Processes that this job must have; it refuses to start with another number."},
     )
     show: bool = field(default=False, metadata={"help": "Print every effective argument with its source and stop."})
+    gradient_checkpointing_every: int = field(
+        default=1, metadata={"help": "Checkpoint layers 0, N, 2N, ...; the others keep their activations."}
+    )
+    gradient_checkpointing_policy: Literal["full", "selective"] = field(
+        default="full",
+        metadata={"help": "What a checkpointed layer recomputes: all, or all but matrix products and attention."},
+    )
+    activation_offload: bool = field(
+        default=False, metadata={"help": "Keep the inputs of checkpointed layers in host memory until the backward."}
+    )
+    memory_report: bool = field(
+        default=False,
+        metadata={
+            "help": "Follow every tensor of the first 3 steps, the first save and the first evaluation: memory.json, "
+            "memory.png and a table of peak bytes by phase and part."
+        },
+    )
     max_tokens_per_sample: int = field(default=48, metadata={"help": "New tokens per sample generation."})
     num_samples: int = field(
         default=3, metadata={"help": "Generations from the eval (else training) rows, shown at the end."}
@@ -323,11 +340,9 @@ class Settings:
         values["optim"] = optimizers.name_for_transformers(self)
         if self.pure_bf16 and self.deepspeed is None:
             values["bf16"] = False  # that flag means autocast over fp32 weights; these weights are bf16
-        if "activation_checkpointing" in names:  # the name since transformers 5.20; the old one warns
-            for old in ("gradient_checkpointing", "gradient_checkpointing_kwargs"):
-                new = old.replace("gradient", "activation")
-                values[new] = values.pop(old) if values.get(new) is None else values[new]
-                values.pop(old, None)
+        for name in ("gradient_checkpointing", "activation_checkpointing"):  # recompute.enable does it
+            values.pop(name, None)
+            values.pop(f"{name}_kwargs", None)
         return values
 
     def rows(self) -> list[tuple[str, Any, str]]:
@@ -434,6 +449,7 @@ def parse(recipe: str, argv: list[str], world_size: int) -> Settings:
     _one_shuffle_seed(settings)
     _fill_defaults(settings)
     settings.deepspeed = zero.choose(settings, given)
+    recompute.choose(settings)
     _choose_precision(settings)
     _solve_batch(settings)
     optimizers.choose(settings, given)

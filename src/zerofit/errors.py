@@ -4,7 +4,7 @@ import os
 import sys
 import time
 
-EXIT_CODES = {"user error": 2, "diverged": 4, "interrupted": 130}
+EXIT_CODES = {"user error": 2, "out of memory": 3, "diverged": 4, "interrupted": 130}
 
 
 class UserError(Exception):
@@ -19,6 +19,12 @@ class Diverged(UserError):
     exit_code = EXIT_CODES["diverged"]
 
 
+class OutOfMemory(UserError):
+    """The GPU's memory did not suffice."""
+
+    exit_code = EXIT_CODES["out of memory"]
+
+
 def guard(main) -> None:
     """Run `main()` and turn a `UserError` into one sentence on stderr and its exit code.
 
@@ -27,7 +33,7 @@ def guard(main) -> None:
     from . import world
 
     try:
-        main()
+        _out_of_memory_in_words(main)
         world.stop()
     except UserError as error:
         sys.stdout.flush()
@@ -41,3 +47,17 @@ def guard(main) -> None:
     except KeyboardInterrupt:
         print("zerofit: interrupted", file=sys.stderr, flush=True)
         raise SystemExit(EXIT_CODES["interrupted"]) from None
+
+
+def _out_of_memory_in_words(main) -> None:
+    """Run `main()`; what it runs out of before training (train.run explains the rest) is the model being loaded."""
+    try:
+        main()
+    except RuntimeError as error:
+        if type(error).__name__ != "OutOfMemoryError":  # torch's, without importing torch here
+            raise
+        said = str(error).split(". ")[0]
+        raise OutOfMemory(
+            f"rank {os.environ.get('RANK', '0')} ran out of GPU memory in the load phase ({said}): the largest part are "
+            "the parameters; try --zero 3 on more GPUs, --zero 3 --offload all, or a smaller model."
+        ) from error

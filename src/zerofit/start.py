@@ -30,6 +30,7 @@ def settings(recipe: str, argv: list[str] | None = None, world_size: int | None 
     stream.choose(found)
     loss.check_flags(found)
     mlp.check_flags(found)
+    _check_memory_report(found)
     if found.show:
         from . import report
 
@@ -43,7 +44,7 @@ def processes(settings: args.Settings):
 
     The folder is only made once the model is there (`open_run`), so that a mistake leaves nothing half-made.
     """
-    from . import loss, mlp, model, report, train
+    from . import loss, memory_report, mlp, model, report, train
 
     config = model.load_config(settings)
     loss.choose(settings, config)
@@ -52,7 +53,10 @@ def processes(settings: args.Settings):
     folder = str(report.choose_folder(settings)) if world.rank() == 0 else None  # it finds the checkpoint too
     chosen = world.broadcast((folder, settings.resume_from_checkpoint))
     settings.values["output_dir"], settings.values["resume_from_checkpoint"] = chosen
-    return train.training_arguments(settings)
+    arguments = train.training_arguments(settings)
+    if settings.memory_report:
+        memory_report.start(settings)
+    return arguments
 
 
 def open_run(settings: args.Settings, train_set, eval_set) -> None:
@@ -101,3 +105,16 @@ def _choose_batches(settings: args.Settings) -> None:
         args.decide(
             settings, "attn_implementation", name, "plain sdpa would let the documents of a row read each other"
         )
+
+
+def _check_memory_report(settings: args.Settings) -> None:
+    """Following costs time, and compiled code cannot be followed.
+
+    Raises: UserError with torch_compile.
+    """
+    from .errors import UserError
+
+    if settings.memory_report:
+        if settings.torch_compile:
+            raise UserError("--memory_report with --torch_compile: compiled code cannot be followed; drop one of them.")
+        settings.decisions.append("memory_report: the first 3 steps, save and evaluation are slower, being followed")

@@ -23,10 +23,13 @@ from . import (
     generate,
     hardware,
     loss,
+    memory,
+    memory_report,
     mlp,
     model,
     optimizers,
     quantized,
+    recompute,
     report,
     sophia,
     stream,
@@ -62,6 +65,7 @@ class KitTrainer(Trainer):
         self.clock = Clock(settings, net)
         mlp.install(settings, net)
         self.fused_loss = loss.install(settings, net)
+        recompute.enable(net, settings)
         pad = tokenizer.pad_token_id
         self.train_collator = data.TrainCollator(pad, settings.padding_free == "true")
         super().__init__(
@@ -75,6 +79,8 @@ class KitTrainer(Trainer):
         ddp.apply(self)
         for callback in (PrinterCallback, ProgressCallback):
             self.remove_callback(callback)
+        self.ledger = memory.current()
+        self.ledger.attach(self)
         self.reporter = Reporter(self)
         self.add_callback(self.reporter)
 
@@ -237,7 +243,7 @@ class Clock:
 def peak_memory_bytes(args) -> int:
     """Highest of all ranks: torch.cuda.max_memory_allocated, on a CPU the process's peak resident memory."""
     if args.device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated()
+        peak = max(torch.cuda.max_memory_allocated(), memory.highest_before_resets())
     else:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     value = torch.tensor(peak, dtype=torch.long, device=args.device)
@@ -376,6 +382,8 @@ def finish(trainer: KitTrainer, started: float) -> None:
     }
     if settings.bundled:
         result |= {"exact_match_before": before, "exact_match_after": after}
+    if settings.memory_report:
+        memory_report.write(trainer)
     if not first:
         return
     if (folder / "metrics.jsonl").exists():
@@ -396,8 +404,9 @@ def run(trainer: KitTrainer) -> None:
     """Train, then finish; a failure is written to result.json before it goes on."""
     started = time.perf_counter()
     try:
-        trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
-        finish(trainer, started)
+        with memory_report.explained(trainer):
+            trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
+            finish(trainer, started)
     except BaseException as error:
         if trainer.args.process_index == 0 and not report.finished(trainer.args.output_dir):
             status = {

@@ -1,0 +1,472 @@
+"""Which bytes are alive on the device, by part and phase: every tensor followed from birth to death.
+
+Bytes are those of tensor storages, never the process's resident memory. On a CPU they are what a device without an
+allocator of its own would hold; on CUDA the totals are the allocator's and the parts come from the same following, with
+what the allocator holds beyond followed tensors (kernel workspaces) as `untracked`.
+
+    with memory.Ledger(model) as ledger:      # or a KitTrainer inside `with memory.Ledger() as ledger:`
+        ...
+    ledger.peak     # {"forward": {"parameters": bytes, ..., "logits": bytes}, ...}
+"""
+
+import functools
+import itertools
+import json
+import os
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from transformers import TrainerCallback
+
+PHASES = ("load", "forward", "backward", "step", "save", "eval")
+PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers")
+FOLLOWED_STEPS = 3  # the first has no optimizer state yet, the second no ZeRO-3 trace; each Python call an operation
+
+# How sure a label is: by the phase, by the shape or operation, by the object that owns the tensor.
+_GUESS, _SEEN, _OWNED = 0, 1, 2
+_NEW_IN = {"load": "buffers", "step": "buffers", "save": "buffers"}  # elsewhere: activations
+
+_open: "Ledger | None" = None
+
+
+class _Storage:
+    """One block of memory: bytes, the part it belongs to, and how sure that is. Kept in peaks after it has died."""
+
+    __slots__ = ("bytes", "part", "sure")
+
+    def __init__(self, size: int, part: str, sure: int):
+        self.bytes, self.part, self.sure = size, part, sure
+
+
+class _Watch(TorchDispatchMode):
+    """Shows the ledger every tensor that an operation returns."""
+
+    def __init__(self, ledger: "Ledger"):
+        super().__init__()
+        self.ledger = ledger
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        out = operation(*args, **(kwargs or {}))
+        if operation.namespace == "c10d":  # buckets and gathered shards: what a collective reads or writes
+            for value in tree_iter((args, kwargs, out)):
+                if isinstance(value, torch.Tensor):
+                    self.ledger.see(value, "buffers", _SEEN)
+        elif isinstance(out, torch.Tensor):
+            self.ledger.see(out)
+        elif isinstance(out, (tuple, list)):
+            for value in tree_iter(out):
+                if isinstance(value, torch.Tensor):
+                    self.ledger.see(value)
+        return out
+
+
+class Ledger:
+    """Peak bytes by phase and part. A context manager; what runs inside is followed.
+
+    Args:
+        model: its parameters are known from the start; a KitTrainer built inside brings its own.
+        optimizer: torch's, accelerate's or DeepSpeed's; a KitTrainer brings its own.
+        round_to: bytes that a block is rounded up to; 512 is what the CUDA allocator does.
+    Attributes: phase, the running one (a caller without KitTrainer sets it with `enter`); device, "cpu" or "cuda";
+        model_states, bytes of parameters, gradients and optimizer at two moments of the last followed step:
+        "last_gradient", when the backward has computed all of them, and "before_step", when they are reduced.
+    """
+
+    def __init__(self, model=None, optimizer=None, round_to: int = 1, device: str | None = None):
+        self.model, self.optimizer, self.round_to = None, optimizer, round_to
+        self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        self.phase, self.steps, self.following = "load", 0, False
+        self.model_states: dict[str, dict[str, int]] = {}
+        self.allocator_peak: dict[str, int] = {}
+        self._table: dict[int, _Storage] = {}
+        self._live, self._vocabulary, self._snapshot_due = 0, None, False
+        self._best: dict[tuple[str, int], tuple[int, list[_Storage]]] = {}  # (phase, step) -> bytes, what was alive
+        self._watch, self._hooks, self._gradient_hooks, self._once = None, [], [], set()
+        if model is not None:
+            self._adopt(model)
+
+    def __enter__(self) -> "Ledger":
+        global _open
+        _open = self
+        self._follow()
+        return self
+
+    def __exit__(self, *error) -> None:
+        global _open
+        self.pause()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        _open = None
+
+    # --- what is alive ---
+
+    def see(self, tensor: torch.Tensor, part: str | None = None, sure: int = _GUESS) -> None:
+        """Count the tensor's storage from now until it dies, or say better what it is."""
+        if tensor.device.type != self.device:
+            return
+        try:
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):  # sparse, functorch: no storage to follow
+            return
+        key, size = storage._cdata, storage.nbytes()
+        known = self._table.get(key)
+        if known is not None:
+            if part is not None and sure > known.sure:
+                known.part, known.sure = part, sure
+            return
+        if not size:
+            return
+        if part is None:
+            loading = self.model is None  # before there is a model, what appears are its weights
+            part = "parameters" if loading else _NEW_IN.get(self.phase, "activations")
+            if part == "activations" and tensor.ndim > 1 and tensor.shape[-1] == self._vocabulary:
+                part, sure = "logits", _SEEN  # also their fp32 copy, softmax and gradient
+        size = -(-size // self.round_to) * self.round_to
+        self._table[key] = _Storage(size, part, sure)
+        weakref.finalize(storage, self._died, key).atexit = False
+        self._live += size
+        best = self._best.get((self.phase, self.steps))
+        if best is None or self._live > best[0]:
+            self._best[self.phase, self.steps] = (self._live, best[1] if best else [])
+            self._snapshot_due = True
+
+    def _died(self, key: int) -> None:
+        self._keep_snapshot()
+        storage = self._table.pop(key, None)
+        if storage is not None:
+            self._live -= storage.bytes
+
+    def _keep_snapshot(self) -> None:
+        """The list of a peak is only made when the next block dies or the phase ends: a rising peak costs nothing."""
+        if self._snapshot_due:
+            size, _ = self._best[self.phase, self.steps]
+            self._best[self.phase, self.steps] = (size, list(self._table.values()))
+            self._snapshot_due = False
+
+    def label(self) -> None:
+        """Say of every known object's tensors what they are; peaks already seen learn it too."""
+        for part, tensors in owned(self.model, self.optimizer).items():
+            for tensor in tensors:
+                self.see(tensor, part, _OWNED)
+
+    def alive(self) -> dict[str, int]:
+        """Bytes that are alive now, by part."""
+        return _by_part(self._table.values())
+
+    @property
+    def peak(self) -> dict[str, dict[str, int]]:
+        """{phase: {part: bytes}} where the phase's total was highest; memory offloaded to the host is not in it."""
+        self._keep_snapshot()
+        found: dict[str, dict[str, int]] = {}
+        for (phase, _), (_, storages) in self._best.items():
+            parts = _by_part(storages)
+            if phase not in found or sum(parts.values()) > sum(found[phase].values()):
+                found[phase] = parts
+        if self.device == "cuda":
+            for phase, total in self.allocator_peak.items():
+                parts = found.setdefault(phase, dict.fromkeys(PARTS, 0))
+                parts["untracked"] = max(0, total - sum(parts.values()))
+        return {phase: found[phase] for phase in PHASES if phase in found}
+
+    @property
+    def host(self) -> int:
+        """Bytes of optimizer and parameters that are kept in host memory now (offload)."""
+        return sum(s.bytes for s in self._table.values() if s.part == "host")
+
+    # --- phases ---
+
+    def enter(self, phase: str) -> None:
+        """Begin a phase, one of PHASES."""
+        self._keep_snapshot()
+        if self.device == "cuda" and self.following:
+            self._read_allocator()
+        self.phase = phase
+        if self.following and self._live > self._best.get((phase, self.steps), (0, []))[0]:
+            self._best[phase, self.steps] = (self._live, list(self._table.values()))
+
+    def _read_allocator(self) -> None:
+        global _highest
+        peak = torch.cuda.max_memory_allocated()
+        self.allocator_peak[self.phase] = max(peak, self.allocator_peak.get(self.phase, 0))
+        _highest = max(_highest, peak)
+        torch.cuda.reset_peak_memory_stats()
+
+    def _follow(self) -> None:
+        if not self.following:
+            self.following, self._watch = True, _Watch(self)
+            if self.device == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            self._follow_model()
+            self._watch.__enter__()
+
+    def _follow_model(self) -> None:
+        if self.following and self.model is not None:
+            trained = [p for p in self.model.parameters() if p.requires_grad]
+            self._gradient_hooks = [p.register_hook(self._gradient) for p in trained]
+            self.label()
+
+    def pause(self) -> None:
+        """Stop following: operations run at full speed again. Deaths are still counted."""
+        if self.following:
+            self.enter(self.phase)
+            self._watch.__exit__(None, None, None)
+            self.following, self._watch = False, None
+            for hook in self._gradient_hooks:
+                hook.remove()
+
+    def _adopt(self, model) -> None:
+        """Phases from the model's own calls, gradients from its parameters."""
+        self.model = model
+        inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # generate() calls this one
+        self._vocabulary = getattr(getattr(inner, "config", None), "vocab_size", None)
+        self._hooks += [
+            inner.register_forward_pre_hook(self._before_forward),
+            inner.register_forward_hook(self._after_forward),
+        ]
+        self._follow_model()
+
+    def _before_forward(self, module, args) -> None:
+        self.enter("forward" if module.training and torch.is_grad_enabled() else "eval")
+
+    def _after_forward(self, module, args, output) -> None:
+        if self.phase == "forward":
+            self.enter("backward")
+
+    def _gradient(self, gradient: torch.Tensor) -> None:
+        self.see(gradient, "gradients", _OWNED)
+        self._note_model_states("last_gradient")  # each one overwrites the one before
+
+    def _note_model_states(self, moment: str) -> None:
+        alive = self.alive()
+        self.model_states[moment] = {part: alive[part] for part in ("parameters", "gradients", "optimizer")}
+
+    # --- transformers' Trainer ---
+
+    def attach(self, trainer) -> None:
+        """Follow a Trainer's phases: it becomes part of its callbacks, its saving and its evaluation."""
+        if self.model is None:
+            self._adopt(trainer.model)
+        self.enter("load")
+        trainer.add_callback(_Phases(self, trainer))
+        for name, phase in (("_save_checkpoint", "save"), ("save_model", "save"), ("evaluation_loop", "eval")):
+            setattr(trainer, name, self._during(phase, getattr(trainer, name)))
+
+    def _during(self, phase: str, call):
+        """`call`, followed the first time that it runs when this ledger is in use at all."""
+
+        @functools.wraps(call)
+        def run(*args, **kwargs):
+            before, paused = self.phase, not self.following
+            if paused and _open is self and phase not in self._once:
+                self._follow()
+            self._once.add(phase)
+            self.enter(phase)
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self.enter(before)
+                if paused:
+                    self.pause()
+
+        return run
+
+    def before_step(self) -> None:
+        """Between the last backward and the optimizer's step."""
+        if self.following:
+            self.label()
+            self._note_model_states("before_step")
+        self.enter("step")
+
+    def after_step(self) -> None:
+        if self.following:
+            self.label()
+            self._keep_snapshot()
+            for storage in list(self._table.values()):  # what outlives a step was no activation
+                if storage.part in ("activations", "logits"):
+                    storage.part, storage.sure = "buffers", _SEEN
+            self.steps += 1
+        self.enter("forward")
+        if self.steps >= FOLLOWED_STEPS:
+            self.pause()
+
+
+class _Phases(TrainerCallback):
+    """Where a Trainer's step begins and ends."""
+
+    def __init__(self, ledger: Ledger, trainer):
+        self.ledger, self.trainer = ledger, trainer
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        ledger, trainer = self.ledger, self.trainer
+        ledger.optimizer = trainer.optimizer
+        if ledger.following:
+            ledger.label()
+        engine = trainer.model_wrapped
+        if trainer.is_deepspeed_enabled:  # accelerate's backward() makes the step too
+            step = engine.step
+
+            def followed(*args, **kwargs):
+                if engine.is_gradient_accumulation_boundary():
+                    ledger.before_step()
+                return step(*args, **kwargs)
+
+            engine.step = followed
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        if not self.trainer.is_deepspeed_enabled:
+            self.ledger.before_step()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.ledger.after_step()
+
+
+def current() -> Ledger:
+    """The ledger whose `with` block runs, or one that only knows phases."""
+    return _open or Ledger()
+
+
+_highest = 0
+
+
+def highest_before_resets() -> int:
+    """torch.cuda.max_memory_allocated of the time before a ledger reset it, in bytes."""
+    return _highest
+
+
+def owned(model, optimizer) -> dict[str, list[torch.Tensor]]:
+    """The tensors of the known objects: {"parameters" | "gradients" | "optimizer" | "buffers" | "host": [tensor]}.
+
+    Sharded parameters (ZeRO-3) count by this rank's share; what is gathered is "buffers". "host" is what offload moved
+    out of the device.
+    Args: optimizer: torch's own, in whatever accelerate and DeepSpeed wrapped around it.
+    """
+    found = {part: [] for part in ("parameters", "gradients", "optimizer", "buffers", "host")}
+    if model is not None:
+        for parameter in model.parameters():
+            sharded = hasattr(parameter, "ds_tensor")
+            found["parameters"] += [parameter.ds_tensor] if sharded else _inner(parameter.data)
+            found["parameters"] += _quantisation(parameter)
+            found["gradients"] += _tensors([parameter.grad, getattr(parameter, "grad_accum", None)])
+            if sharded:
+                found["buffers"].append(parameter.data)
+        found["parameters"] += model.buffers()
+    own = {id(p) for p in model.parameters()} if model is not None else set()
+    wrappers = list(_unwrapped(optimizer))
+    for wrapper in wrappers:
+        attributes = vars(wrapper)
+        for part, names in _DEEPSPEED.items():
+            for name in names:
+                found[part] += _tensors(attributes.get(name))
+        for group in getattr(wrapper, "param_groups", ()):
+            masters = [p for p in group["params"] if isinstance(p, torch.Tensor) and id(p) not in own]
+            found["optimizer"] += masters
+            found["gradients"] += _tensors([p.grad for p in masters])
+        for bucket in (attributes.get("ipg_buckets") or {}).values():
+            found["buffers"] += _tensors(bucket.buffer)
+    if wrappers:
+        found["optimizer"] += _tensors(dict(wrappers[-1].state))
+    zero = next((w for w in wrappers if hasattr(w, "cpu_offload") or hasattr(w, "offload_optimizer")), None)
+    if zero is not None and (getattr(zero, "cpu_offload", False) or getattr(zero, "offload_optimizer", False)):
+        found["host"] += found.pop("optimizer")
+        found["optimizer"] = []
+    return found
+
+
+# Attributes of DeepSpeed 0.19's optimizers (runtime/zero/stage_1_and_2.py, stage3.py, fp16/, bf16_optimizer.py).
+_DEEPSPEED = {
+    "parameters": ("bit16_groups_flat",),
+    "optimizer": (
+        "single_partition_of_fp32_groups",
+        "fp32_partitioned_groups_flat",
+        "fp32_groups_flat",
+        "fp32_groups_flat_partition",
+        "fp32_groups",
+    ),
+    "gradients": (
+        "averaged_gradients",
+        "all_grad_tensors",
+        "grads_in_partition",
+        "grad_partitions_flat_buffer",
+        "fp32_groups_gradients_flat",
+    ),
+}
+
+
+def _quantisation(parameter) -> list[torch.Tensor]:
+    """The scales beside bitsandbytes' 4-bit weights, once or twice quantised."""
+    state = getattr(parameter, "quant_state", None)
+    states = [s for s in (state, getattr(state, "state2", None)) if s is not None]
+    return [t for s in states for t in _tensors(vars(s))]
+
+
+def _unwrapped(optimizer):
+    """The optimizer inside the optimizer inside ...: accelerate's, DeepSpeed's, torch's."""
+    seen = set()
+    while optimizer is not None and id(optimizer) not in seen:
+        seen.add(id(optimizer))
+        yield optimizer
+        optimizer = vars(optimizer).get("optimizer")
+
+
+def _tensors(value) -> list[torch.Tensor]:
+    """All tensors in nested lists and dicts."""
+    if isinstance(value, torch.Tensor):
+        return _inner(value)
+    if isinstance(value, dict):
+        return list(itertools.chain.from_iterable(_tensors(v) for v in value.values()))
+    if isinstance(value, (list, tuple)):
+        return list(itertools.chain.from_iterable(_tensors(v) for v in value))
+    return []
+
+
+def _inner(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The plain tensors inside a subclass (torchao's quantised optimizer states), else the tensor itself."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor]
+    return [t for name in tensor.__tensor_flatten__()[0] for t in _inner(getattr(tensor, name))]
+
+
+def _by_part(storages) -> dict[str, int]:
+    found = dict.fromkeys(PARTS, 0)
+    for storage in storages:
+        if storage.part != "host":
+            found[storage.part] += storage.bytes
+    return found
+
+
+def formula(zero: int, ranks: int) -> dict[str, float]:
+    """Bytes per trained parameter on one rank, bf16 with fp32 master and Adam (arXiv 1910.02054, section 5).
+
+    The sums are 16 (stage 0), 4 + 12/N, 2 + 14/N, 16/N. Stage 1 describes "last_gradient" of Ledger.model_states, the
+    others "before_step".
+    """
+    share = [1 / ranks if zero >= stage else 1 for stage in (3, 2, 1)]
+    return dict(zip(("parameters", "gradients", "optimizer"), (2 * share[0], 2 * share[1], 12 * share[2]), strict=True))
+
+
+def model_states(model_config: str | Path | dict, zero: int, ranks: int, rank: int = 0, **options) -> dict:
+    """Model states of rank `rank` of `ranks`, measured: the real DeepSpeed engine trains two steps in a process of its
+    own, in which torch's fake process group stands for the other ranks.
+
+    Args: model_config: a model's config.json (path, folder or content); its weights are random.
+        options: see states.measure (sequence, micro_batch, accumulation, offload).
+    Returns: {"numel", "model_states": {moment: {part: bytes}}, "peak": {phase: {part: bytes}}, "host"}.
+    Raises: RuntimeError with the end of its output when the process fails.
+    """
+    if not isinstance(model_config, dict):
+        path = Path(model_config)
+        model_config = json.loads((path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8"))
+    question = {"model_config": model_config, "zero": zero, "ranks": ranks, "rank": rank, **options}
+    done = subprocess.run(
+        [sys.executable, "-m", "zerofit.states"], input=json.dumps(question), capture_output=True, text=True,
+        env=os.environ | {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    if done.returncode:
+        raise RuntimeError(f"measuring rank {rank} of {ranks} failed: {(done.stdout + done.stderr)[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
