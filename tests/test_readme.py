@@ -52,7 +52,7 @@ def test_command(command, tmp_path):
 
 
 def test_every_flag_variable_module_and_link():
-    for group in (args.RunArguments, args.ModelArguments, args.DataArguments, args.LoraArguments):
+    for group in args._kit_groups("lora"):
         for field in fields(group):
             assert f"| `--{field.name}` |" in README, field.name
             assert field.metadata["help"].replace("|", "\\|") in README, field.name

@@ -161,15 +161,17 @@ def add_adapter(model, settings):
     return model
 
 
-def check(settings) -> None:
-    """Build the model and its adapter without memory, to meet wrong names before any process starts.
+def check(settings):
+    """Build the model and its adapter without memory, to meet wrong names before any process starts; return it.
 
     Raises: UserError for an attention implementation or target modules that do not exist.
     """
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
     config = load_config(settings)
+    unset_hf_deepspeed_config()  # of an earlier run in this process: it would shard the model
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
@@ -181,6 +183,7 @@ def check(settings) -> None:
                 add_adapter(model, settings)
     except (ValueError, ImportError) as error:
         raise UserError(f"--model {settings.model}: {str(error).strip().splitlines()[0]}") from None
+    return model
 
 
 def count_parameters(model) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import EvalLoopOutput
 
-from . import attention, data, generate, hardware, model, report, world
+from . import attention, data, generate, hardware, model, offload, report, world
 from .errors import Diverged, UserError
 
 
@@ -207,6 +207,8 @@ class Reporter(TrainerCallback):
         trainer = self.trainer
         if trainer.is_deepspeed_enabled and args.process_index == 0:
             report.write_json(Path(args.output_dir) / "deepspeed.json", trainer.model_wrapped.config)
+        if (sentence := offload.after_start(trainer)) and args.process_index == 0:
+            print(f"  - {sentence}", flush=True)
         if trainer.train_collator.packed:
             trainer.prove_documents_apart()
         if trainer.settings.bundled:
