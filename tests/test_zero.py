@@ -30,7 +30,7 @@ BASE = {"zero_optimization": {"stage": 2}}
 def test_bundled_files_pass_the_lint_and_deepspeed(stage):
     from deepspeed.runtime.config import DeepSpeedConfig
 
-    for overlay in (None, "optimizer", "all"):
+    for overlay in (None, "optimizer", "all", "optimizer_nvme", "all_nvme"):
         config = zero.read_json(zero.CONFIGS / f"zero{stage}.json")
         assert config["zero_optimization"]["stage"] == stage
         if overlay:

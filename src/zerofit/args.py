@@ -16,7 +16,7 @@ from typing import Any, Literal
 import yaml
 from transformers import HfArgumentParser, TrainingArguments
 
-from . import batch, optimizers, recompute, zero
+from . import batch, offload, optimizers, recompute, zero
 from .errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,6 +69,38 @@ class RunArguments:
     max_tokens_per_sample: int = field(default=48, metadata={"help": "New tokens per sample generation."})
     num_samples: int = field(
         default=3, metadata={"help": "Generations from the eval (else training) rows, shown at the end."}
+    )
+
+
+@dataclass
+class OffloadArguments:
+    """What leaves the GPU beyond host memory, and how stage 3 communicates; DeepSpeed's own words. See docs/memory.md."""
+
+    _argument_group_name = "offload"
+    offload_path: str | None = field(
+        default=None,
+        metadata={"help": "Folder on a fast local disk: what --offload names goes there (NVMe; stage 3)."},
+    )
+    offload_ratio: float | None = field(
+        default=None,
+        metadata={"help": "Share of the optimizer that --offload keeps on the CPU, the rest on the GPU (stage 3)."},
+    )
+    super_offload: bool = field(
+        default=False, metadata={"help": "CPU Adam in a process of its own, beside the GPU (stage 3; GH200, GB200)."}
+    )
+    zenflow: bool = field(
+        default=False, metadata={"help": "Refused with the reason: deepspeed 0.19's ZenFlow does not train right."}
+    )
+    zero_hpz_partition_size: int | None = field(
+        default=None,
+        metadata={"help": "ZeRO++ hpZ: ranks that share one more copy of the parameters, those of a node (stage 3)."},
+    )
+    zero_quantized_weights: bool = field(
+        default=False, metadata={"help": "ZeRO++ qwZ: gather parameters as int8 (stage 3, CUDA, nvcc; approximate)."}
+    )
+    zero_quantized_gradients: bool = field(
+        default=False,
+        metadata={"help": "ZeRO++ qgZ: reduce gradients as int4 between nodes (stage 3, CUDA, nvcc; approximate)."},
     )
 
 
@@ -352,7 +384,7 @@ class Settings:
 
 
 def _kit_groups(recipe: str) -> tuple:
-    shared = (RunArguments, ModelArguments, DataArguments, MemoryArguments, OptimizerArguments)
+    shared = (RunArguments, OffloadArguments, ModelArguments, DataArguments, MemoryArguments, OptimizerArguments)
     return (*shared, *RECIPES[recipe]["arguments"])
 
 
@@ -518,7 +550,9 @@ def _fill_defaults(settings: Settings) -> None:
     if settings.data is None and settings.source["model"] != "bundled task":
         raise UserError("--model is given but --data is not: name the rows to train on with --data.")
     if settings.zero == "auto" and not settings.values.get("deepspeed"):  # else the file says the stage
-        if settings.offload == "none":
+        if offload.asked(settings):
+            decide(settings, "zero", "3", f"--{offload.asked(settings)[0]} needs it")
+        elif settings.offload == "none":
             stage = "0" if settings.world_size == 1 else "2"
             decide(settings, "zero", stage, f"{settings.world_size} process{'es' * (settings.world_size > 1)}")
         else:

@@ -90,10 +90,10 @@ def _check_devices(count: int, use_cpu: bool) -> None:
 
 def _prepare(settings: args.Settings) -> Path:
     """Everything that can go wrong without a GPU, tried in this one process: folder, model config, tokenizer, data."""
-    from . import data, inspection, model, report
+    from . import data, inspection, model, offload, report
 
     folder = report.choose_folder(settings)
-    model.check(settings)
+    offload.check_sizes(settings, model.check(settings))
     tokenizer = model.load_tokenizer(settings)
     inspection.check(settings, *data.load(settings, tokenizer), tokenizer)
     return folder

@@ -135,13 +135,14 @@ def load_model(settings, tokenizer):
     return model
 
 
-def check(settings) -> None:
-    """Build the model and its adapter without memory, to meet wrong names before any process starts.
+def check(settings):
+    """Build the model and its adapter without memory, to meet wrong names before any process starts; return it.
 
     Raises: UserError for an attention implementation or target modules that do not exist.
     """
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
     from . import loss, mlp
 
@@ -149,6 +150,7 @@ def check(settings) -> None:
     attention.fit(settings, config)
     loss.choose(settings, config)
     mlp.choose(settings, config)
+    unset_hf_deepspeed_config()  # of an earlier run in this process: it would shard the model
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
@@ -162,6 +164,7 @@ def check(settings) -> None:
         mlp.install(settings, model)
     except (ValueError, ImportError) as error:
         raise UserError(f"--model {settings.model}: {str(error).strip().splitlines()[0]}") from None
+    return model
 
 
 def count_parameters(model) -> tuple[int, int]:

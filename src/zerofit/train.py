@@ -27,6 +27,7 @@ from . import (
     memory_report,
     mlp,
     model,
+    offload,
     optimizers,
     quantized,
     recompute,
@@ -267,6 +268,8 @@ class Reporter(TrainerCallback):
         if trainer.is_deepspeed_enabled and args.process_index == 0:
             report.write_json(Path(args.output_dir) / "deepspeed.json", trainer.model_wrapped.config)
         quantized.verify_shares(trainer)
+        if (sentence := offload.after_start(trainer)) and args.process_index == 0:
+            print(f"  - {sentence}", flush=True)
         if trainer.train_collator.packed:
             trainer.prove_documents_apart()
         if trainer.settings.bundled:

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from . import offload
 from .errors import UserError
 
 CONFIGS = Path(__file__).resolve().parents[2] / "deepspeed_configs"
@@ -132,6 +133,8 @@ def lint(config: dict, path: str | Path) -> None:
             key = ".".join([section, *(str(p) for p in first["loc"])])
             if first["type"] == "extra_forbidden":
                 raise UserError(f"{path}: unknown key {key!r}; DeepSpeed has no such setting.") from None
+            if not first["loc"]:  # several keys that do not go together; the input is the whole section
+                raise UserError(f"{path}: {section}: {first['msg'].rstrip('.')}.") from None
             raise UserError(f"{path}: {key} = {first['input']!r}: {first['msg'].lower()}.") from None
         except (AssertionError, DeepSpeedConfigError, ValueError) as error:
             raise UserError(f"{path}: {section}: {error}") from None
@@ -156,6 +159,7 @@ def choose(settings, explicit: dict[str, Any]) -> dict | None:
                     f"--offload {settings.offload} needs ZeRO: stage 0 is plain DDP; use --zero 2"
                     f"{' (3 for all)' if settings.offload == 'all' else ''} or --offload none."
                 )
+            offload.refuse_at_stage_0(settings)
             return None
         if settings.offload == "all" and settings.zero != "3":
             raise UserError(
@@ -168,7 +172,7 @@ def choose(settings, explicit: dict[str, Any]) -> dict | None:
     _match(config, path, settings, explicit)
     _match_offload(config, path, settings, explicit)
     if settings.offload != "none" and not _offload_of(config):
-        overlay = CONFIGS / f"offload_{settings.offload}.json"
+        overlay = CONFIGS / offload.overlay(settings)
         config = merged(config, read_json(overlay))
         lint(config, overlay)
     if get(config, "zero_optimization.offload_param.device", "none") != "none" and settings.zero != "3":
@@ -176,6 +180,8 @@ def choose(settings, explicit: dict[str, Any]) -> dict | None:
             f"{path}: zero_optimization.offload_param needs stage 3; DeepSpeed ignores it in silence at stage "
             f"{settings.zero}. Use stage 3 or delete the section."
         )
+    config = offload.with_flags(config, path, settings)
+    offload.check(config, path, settings)
     return _saving_whole_weights(config, path, settings)
 
 
@@ -195,7 +201,7 @@ def _saving_whole_weights(config: dict, path: Path, settings) -> dict:
 
 def _match(config: dict, path: Path, settings, explicit: dict[str, Any]) -> None:
     """Literals of the file against the arguments that say the same thing."""
-    for dotted, name in {"zero_optimization.stage": "zero", **SAME_AS_ARGUMENT}.items():
+    for dotted, name in {"zero_optimization.stage": "zero", **SAME_AS_ARGUMENT, **offload.SAME_AS_FLAG}.items():
         literal = get(config, dotted)
         if literal is None or literal == "auto":
             continue

@@ -1,0 +1,360 @@
+"""NVMe, the ratio, ZeRO++, ZenFlow and SuperOffload: what is refused and why, the JSON, and equal losses where it runs."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import namedtuple
+
+import pytest
+import torch
+from conftest import TINY, run_world
+
+from zerofit import args, offload, zero
+from zerofit.errors import UserError
+
+
+def parse(*flags, ranks=2):
+    return args.parse("sft", list(flags), ranks)
+
+
+@pytest.fixture
+def libaio(monkeypatch):
+    """As if libaio were installed."""
+    monkeypatch.setattr(offload, "_check_libaio", lambda: None)
+
+
+@pytest.fixture
+def disk(tmp_path_factory):
+    """A folder whose file system has direct I/O."""
+    folder = tmp_path_factory.mktemp("disk")
+    try:
+        offload._check_folder("test", folder)
+    except UserError:
+        pytest.skip(f"{folder} is on a file system without direct I/O")
+    return folder
+
+
+def written(tmp_path, section, **top):
+    file = tmp_path / "my.json"
+    file.write_text(json.dumps({"zero_optimization": section, **top}))
+    return str(file)
+
+
+# --- what is refused ---
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--offload_path", "/"], "--offload_path /: nothing is offloaded; add --offload optimizer"),
+        (["--offload", "optimizer", "--zero", "2", "--offload_path", "/"], "--offload_path / needs stage 3"),
+        (["--offload", "optimizer", "--offload_path", "/no/where"], "--offload_path /no/where: no such folder"),
+        (["--offload", "optimizer", "--offload_path", __file__], "is a file; name a folder"),
+        (["--offload", "optimizer", "--offload_path", "/proc"], "--offload_path /proc: cannot be written to"),
+        (["--offload_ratio", "0.5"], "--offload_ratio 0.5: nothing is offloaded"),
+        (["--offload", "optimizer", "--offload_ratio", "0"], "--offload_ratio 0.0: the share"),
+        (["--offload", "optimizer", "--offload_ratio", "1.5"], "--offload_ratio 1.5: the share"),
+        (["--offload", "optimizer", "--offload_ratio", "0.5", "--zero", "2"], "--offload_ratio 0.5 needs stage 3"),
+        (
+            ["--offload", "optimizer", "--offload_ratio", "0.5", "--optim", "adafactor"],
+            "--optim adafactor with ratio below 1: accelerate would replace it by DeepSpeed's CPU Adam",
+        ),
+        (
+            ["--offload", "optimizer", "--offload_ratio", "0.5", "--resume_from_checkpoint", "true"],
+            "--offload_ratio 0.5 with --resume_from_checkpoint",
+        ),
+        (["--zero", "0", "--zero_hpz_partition_size", "2"], "--zero_hpz_partition_size 2 needs ZeRO stage 3"),
+        (["--zero", "2", "--zero_hpz_partition_size", "2"], "--zero_hpz_partition_size 2 needs stage 3"),
+        (["--zero_hpz_partition_size", "3"], "--zero_hpz_partition_size 3: must divide the 2 ranks"),
+        (["--zero_hpz_partition_size", "0"], "--zero_hpz_partition_size 0: must divide"),
+        (["--zero_quantized_weights"], "--zero_quantized_weights True: DeepSpeed's quantizer is CUDA code"),
+        (["--zero_quantized_gradients"], "--zero_quantized_gradients True: DeepSpeed's quantizer is CUDA code"),
+        (["--offload", "optimizer", "--super_offload"], "--super_offload True needs an NVIDIA GPU"),
+        (["--zenflow"], "--zenflow: deepspeed 0.19 computes another function"),
+        (["--zero", "0", "--zenflow"], "--zenflow: deepspeed 0.19"),
+    ],
+)
+def test_flags_refused(flags, says):
+    with pytest.raises(UserError) as caught:
+        parse(*flags)
+    assert says in str(caught.value) and "\n" not in str(caught.value)
+
+
+CPU = {"device": "cpu", "pin_memory": False}
+
+
+@pytest.mark.parametrize(
+    ("section", "top", "flags", "says"),
+    [
+        ({"stage": 3, "offload_optimizer": {"device": "nvme"}}, {}, [], 'device is "nvme" but nvme_path is missing'),
+        (
+            {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/no/where"}},
+            {},
+            [],
+            "my.json: offload_optimizer.nvme_path = /no/where: no such folder",
+        ),
+        (
+            {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "/"}},
+            {},
+            [],
+            "zero_optimization.offload_optimizer.nvme_path = / needs stage 3",
+        ),
+        (
+            {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/a"}},
+            {},
+            ["--offload_path", "/b"],
+            'nvme_path = "/a", but --offload_path is /b',
+        ),
+        (
+            {"stage": 3, "offload_optimizer": CPU},
+            {"zero_force_ds_cpu_optimizer": False},
+            ["--offload_path", "/b"],
+            'offload_optimizer.device = "cpu", but --offload_path is /b',
+        ),
+        (
+            {"stage": 2, "offload_optimizer": {**CPU, "ratio": 0.3}},
+            {},
+            [],
+            "Partial offloading only supported for ZeRO",
+        ),
+        (
+            {"stage": 3, "offload_optimizer": {**CPU, "ratio": 0.3}},
+            {},
+            ["--offload_ratio", "0.5"],
+            "offload_optimizer.ratio = 0.3, but --offload_ratio is 0.5",
+        ),
+        (
+            {"stage": 3, "offload_optimizer": {**CPU, "ratio": 0.3}},
+            {"zero_force_ds_cpu_optimizer": False},
+            [],
+            "zero_force_ds_cpu_optimizer = false, but that mode steps only through DeepSpeed's CPU Adam",
+        ),
+        (
+            {"stage": 2, "offload_optimizer": CPU},
+            {},
+            ["--optim", "adafactor"],
+            "--optim adafactor with zero_force_ds_cpu_optimizer = true (DeepSpeed's default)",
+        ),
+        ({"stage": 3, "zero_hpz_partition_size": 3}, {}, [], "my.json: zero_optimization.zero_hpz_partition_size = 3"),
+        ({"stage": 3, "zero_quantized_weights": True}, {}, [], "my.json: zero_optimization.zero_quantized_weights"),
+        (
+            {"stage": 3, "zero_quantized_nontrainable_weights": True},
+            {},
+            [],
+            "my.json: zero_optimization.zero_quantized_nontrainable_weights = true: DeepSpeed's quantizer",
+        ),
+        ({"stage": 3, "offload_optimizer": {**CPU, "super_offload": True}}, {}, [], "needs an NVIDIA GPU"),
+        ({"stage": 2, "offload_optimizer": CPU, "zenflow": {}}, {}, [], "my.json: zero_optimization.zenflow"),
+    ],
+)
+def test_files_refused(tmp_path, section, top, flags, says):
+    with pytest.raises(UserError) as caught:
+        parse("--deepspeed", written(tmp_path, section, **top), *flags)
+    assert says in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_harmless_literals_need_no_stage_3(tmp_path):
+    """DeepSpeed's own defaults, written out: nothing of them is asked for."""
+    section = {
+        "stage": 2,
+        "offload_optimizer": {**CPU, "ratio": 1.0, "super_offload": False},
+        "zero_hpz_partition_size": 1,
+    }
+    found = parse("--deepspeed", written(tmp_path, section, zero_force_ds_cpu_optimizer=False))
+    assert offload.asked(found) == [] and found.zero == "2"
+
+
+def test_node_that_hpz_does_not_divide(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert (
+        parse("--zero_hpz_partition_size", "2", ranks=8).deepspeed["zero_optimization"]["zero_hpz_partition_size"] == 2
+    )
+    with pytest.raises(UserError, match="must divide the 2 ranks of this node"):
+        parse("--zero_hpz_partition_size", "4", ranks=8)
+
+
+def test_missing_libaio_is_one_sentence(monkeypatch, disk):
+    from deepspeed.ops import op_builder
+
+    monkeypatch.setattr(op_builder.AsyncIOBuilder, "is_compatible", lambda self, verbose=False: False)
+    with pytest.raises(UserError, match=r"libaio was not found.*apt install libaio-dev"):
+        parse("--offload", "all", "--offload_path", str(disk))
+
+
+def test_file_system_without_direct_io_is_refused(monkeypatch, tmp_path):
+    really_open = os.open
+
+    def refuse(path, flags, *more):
+        if flags & os.O_DIRECT:
+            raise OSError(22, "Invalid argument")
+        return really_open(path, flags, *more)
+
+    monkeypatch.setattr(offload.os, "open", refuse)
+    with pytest.raises(UserError, match="no direct I/O"):
+        offload._check_folder("--offload_path", tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+# --- the JSON ---
+
+
+@pytest.mark.parametrize("what", ["optimizer", "all"])
+def test_nvme_json(libaio, disk, what):
+    found = parse("--offload", what, "--offload_path", str(disk))
+    assert found.zero == "3" and found.source["zero"] == "decided"
+    overlay = zero.read_json(zero.CONFIGS / f"offload_{what}_nvme.json")
+    keys = [k for k in overlay["zero_optimization"] if k.startswith("offload_")]
+    assert keys == (["offload_optimizer"] if what == "optimizer" else ["offload_optimizer", "offload_param"])
+    for key in keys:
+        assert found.deepspeed["zero_optimization"][key] == overlay["zero_optimization"][key] | {"nvme_path": str(disk)}
+    assert found.deepspeed["aio"] == overlay["aio"]
+    assert offload.op_names(found.deepspeed) == ["PinMemoryBuilder", "AsyncIOBuilder"]  # torch's AdamW: no CPU Adam
+    zero.lint(found.deepspeed, "resolved")
+
+
+def test_nvme_from_the_file(libaio, disk, tmp_path):
+    section = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": str(disk)}}
+    found = parse("--deepspeed", written(tmp_path, section, zero_force_ds_cpu_optimizer=False))
+    assert (found.offload, found.offload_path, found.source["offload_path"]) == (
+        "optimizer",
+        str(disk),
+        "deepspeed JSON",
+    )
+    with pytest.raises(UserError, match=r"unknown key 'aio.blocksize'"):
+        parse("--deepspeed", written(tmp_path, section, zero_force_ds_cpu_optimizer=False, aio={"blocksize": 1}))
+    section["offload_optimizer"].pop("nvme_path")
+    found = parse(
+        "--deepspeed", written(tmp_path, section, zero_force_ds_cpu_optimizer=False), "--offload_path", str(disk)
+    )
+    assert found.deepspeed["zero_optimization"]["offload_optimizer"]["nvme_path"] == str(disk)
+
+
+def test_ratio_json():
+    found = parse("--offload", "optimizer", "--offload_ratio", "0.3")
+    assert found.zero == "3" and found.deepspeed["zero_optimization"]["offload_optimizer"]["ratio"] == 0.3
+    assert found.deepspeed["zero_force_ds_cpu_optimizer"] is True
+    assert any("checkpoints cannot be resumed" in d for d in found.decisions)
+    assert offload.op_names(found.deepspeed) == ["CPUAdamBuilder"]
+    assert offload.op_names(parse("--offload", "optimizer").deepspeed) == []
+
+
+def test_what_depends_on_the_size(libaio, disk, monkeypatch):
+    net = torch.nn.Sequential(torch.nn.Linear(100, 400, bias=False), torch.nn.Linear(400, 10, bias=False))
+    net[1].weight.requires_grad = False
+    found = parse("--offload", "all", "--offload_path", str(disk), "--bf16", "true")
+    wanted = 16 * 40000 + 2 * 44000  # both ranks are on this node
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(offload.shutil, "disk_usage", lambda _: usage(0, 0, wanted - 1))
+    with pytest.raises(UserError, match="GB are free, but"):
+        offload.check_sizes(found, net)
+    monkeypatch.setattr(offload.shutil, "disk_usage", lambda _: usage(0, 0, wanted))
+    offload.check_sizes(found, net)
+    assert found.deepspeed["zero_optimization"]["offload_param"]["buffer_size"] == 20000
+    found.deepspeed["zero_optimization"]["offload_param"]["buffer_size"] = 19999
+    with pytest.raises(UserError, match="buffer_size is 19999, but the shard"):
+        offload.check_sizes(found, net)
+    found = parse("--offload", "optimizer", "--offload_ratio", "0.3")
+    offload.check_sizes(found, net)
+    assert found.deepspeed["zero_optimization"]["sub_group_size"] == 1000
+
+
+# --- compiled ops ---
+
+
+def test_a_lock_left_by_a_killed_build(tmp_path, capsys):
+    lock = tmp_path / "lock"
+    lock.touch()
+    offload._clear_stale_lock(tmp_path, ours=True)
+    assert not lock.exists() and "a build that was killed left it" in capsys.readouterr().out
+
+    lock.touch()
+    with pytest.raises(UserError, match="another program may have just begun"):
+        offload._clear_stale_lock(tmp_path, ours=False)
+    os.utime(lock, (time.time() - 120,) * 2)
+    compiler = subprocess.Popen([sys.executable, "-c", "input()"], cwd=tmp_path, stdin=subprocess.PIPE)
+    try:
+        with pytest.raises(UserError, match=f"process {compiler.pid} is compiling there"):
+            offload._clear_stale_lock(tmp_path, ours=False)
+    finally:
+        compiler.communicate(b"\n")
+    offload._clear_stale_lock(tmp_path, ours=False)
+    assert not lock.exists()
+
+
+def test_folder_of_compiled_ops(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    assert offload.extensions_folder() == (tmp_path, False)
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
+    folder, ours = offload.extensions_folder()
+    assert ours and torch.__version__ in folder.name
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(folder))  # as the ranks see it, after one of them has set it
+    assert offload.extensions_folder() == (folder, True)
+
+
+# --- equal losses ---
+
+COMMON = [
+    "--data", str(TINY / "train.jsonl"), "--max_samples", "60", "--num_train_epochs", "1", "--effective_batch_size",
+    "8", "--per_device_train_batch_size", "2", "--logging_steps", "1", "--save_strategy", "no", "--num_samples", "0",
+    "--bf16", "false",
+]  # fmt: skip
+RATE = {"sft": "1e-4", "lora": "2e-3"}
+
+
+def losses(tmp_path, *techniques, more=()):
+    """{recipe: {technique: losses}}, two ranks, with the schedule's warm-up and decay; "" is plain stage 3."""
+    cases = {
+        f"{recipe}{i}": (recipe, [*COMMON, "--learning_rate", RATE[recipe], "--zero", "3", *flags, *more])
+        for recipe in RATE
+        for i, flags in enumerate([[], *techniques])
+    }
+    runs = run_world(2, cases, tmp_path)
+    return {r: [runs[f"{r}{i}"].losses for i in range(len(techniques) + 1)] for r in RATE}, runs
+
+
+def test_hpz_has_the_losses_of_stage_3(tmp_path):
+    found, runs = losses(tmp_path, ["--zero_hpz_partition_size", "2"])
+    for recipe, (plain, hpz) in found.items():
+        assert len(plain) == 8
+        torch.testing.assert_close(torch.tensor(hpz), torch.tensor(plain), rtol=1e-6, atol=0)
+        assert runs[f"{recipe}1"].json("deepspeed.json")["zero_optimization"]["zero_hpz_partition_size"] == 2
+
+
+@pytest.mark.slow  # compiles DeepSpeed's CPU Adam, minutes on a busy machine
+def test_ratio_follows_the_schedule_on_both_sides(tmp_path, monkeypatch):
+    """On a machine without a GPU its share is stepped on the host under another name; DeepSpeed's own AdamW for that
+    share keeps the learning rate of the first step unless `after_start` mends it (then the second loss is 7 % off)."""
+    monkeypatch.setenv("ZEROFIT_TEST_ACCELERATOR", "cpu:0")
+    found, runs = losses(tmp_path, ["--offload", "optimizer", "--offload_ratio", "0.3"])
+    for recipe, (plain, ratio) in found.items():
+        torch.testing.assert_close(torch.tensor(ratio), torch.tensor(plain), rtol=1e-5, atol=0)
+        log = (runs[f"{recipe}1"].folder / "logs" / "rank0.log").read_text()
+        assert "of rank 0's optimizer is stepped on the CPU" in log
+
+
+def has_libaio() -> bool:
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    return AsyncIOBuilder().is_compatible(verbose=False)
+
+
+@pytest.mark.slow  # compiles DeepSpeed's async_io
+@pytest.mark.parametrize("what", ["optimizer", "all"])
+def test_nvme_has_the_losses_of_stage_3(tmp_path, disk, what):
+    """On a model whose shards are over the 1 MB below which DeepSpeed keeps a tensor in memory."""
+    if not has_libaio():
+        pytest.skip("libaio is not installed")
+    config = json.loads((TINY / "model" / "config.json").read_text())
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_text((TINY / "model" / name).read_text())
+    wide = config | {"hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 2, "head_dim": 256}
+    (tmp_path / "config.json").write_text(json.dumps(wide))
+    big = ["--model", str(tmp_path), "--random_init"]
+    found, _ = losses(tmp_path, ["--offload", what, "--offload_path", str(disk)], more=big)
+    for plain, nvme in found.values():
+        torch.testing.assert_close(torch.tensor(nvme), torch.tensor(plain), rtol=1e-6, atol=0)
+    swapped = [file.parent.parent.name for file in disk.rglob("*.swp")]
+    assert "optimizer" in swapped
+    assert ("float32params" in swapped) == (what == "all")
