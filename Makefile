@@ -18,7 +18,8 @@ RECIPE ?= sft
 PYTHON ?= python3
 ENV ?= .venv
 EXTRAS ?=
-VARIABLES := GPUS ZERO OFFLOAD MODEL DATA CONFIG OUT ARGS PORT LAUNCHER EXTRAS
+SEQ ?=
+VARIABLES := GPUS ZERO OFFLOAD MODEL DATA CONFIG OUT ARGS PORT LAUNCHER EXTRAS SEQ
 # taken literally: a $ in a value stays a $
 $(foreach v,$(VARIABLES),$(eval override $(v) := $$(value $(v))))
 export $(VARIABLES)
@@ -43,7 +44,7 @@ KNOBS = $(if $(ZERO),--zero="$$ZERO") $(if $(OFFLOAD),--offload="$$OFFLOAD") $(i
 SHOW = $(if $(filter show,$(MAKECMDGOALS)),--show)
 LAUNCH = PYTHON="$(PY)" launchers/local.sh --gpus="$$GPUS" --launcher="$$LAUNCHER" --port="$$PORT" --args="$$ARGS" $(SHOW)
 
-.PHONY: help sft lora show data install lint test test-all bench-peers clean
+.PHONY: help sft lora show probe ledger data install lint test test-all bench-peers clean
 help: ## this list
 	@echo 'zerofit: fine-tune language models with Accelerate and DeepSpeed ZeRO'
 	@echo; grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | awk -F'\t' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -60,6 +61,14 @@ lora: $(STAMP) ## fine-tune a LoRA adapter
 
 show: $(STAMP) ## print the exact command, environment and arguments (make show lora GPUS=2 ...); start nothing
 	@$(if $(filter sft lora data,$(MAKECMDGOALS)),true,$(LAUNCH) recipes/$(RECIPE).py $(KNOBS))
+
+probe: $(STAMP) ## the largest micro batch that fits, by real steps on the longest rows (RECIPE= GPUS= MODEL= DATA= ARGS=)
+	@PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit probe --recipe=$(RECIPE) --gpus="$$GPUS" \
+		--args="$$ARGS" $(KNOBS)
+
+ledger: $(STAMP) ## each memory technique measured beside its claim (MODEL= GPUS= SEQ= ARGS="--rounds 5")
+	@set -f; $(PY) benchmarks/ledger.py $(if $(MODEL),--model="$$MODEL") $(if $(filter-out 1,$(GPUS)),--gpus="$$GPUS") \
+		$(if $(SEQ),--seq="$$SEQ") $$ARGS
 
 data: $(STAMP) ## what a run would train on (DATA= MODEL= ARGS=): lengths, loss spans, repeated rows; no model, no GPU
 	@PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit data --recipe=$(RECIPE) --args="$$ARGS" \

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import yaml
 from transformers import HfArgumentParser, TrainingArguments
 
-from . import batch, offload, optimizers, recompute, zero
+from . import batch, offload, optimizers, presets, recompute, zero
 from .errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,6 +43,22 @@ class RunArguments:
             "help": "Samples per optimizer step over all ranks (default 32); accumulation is derived: "
             "micro batch x accumulation x ranks."
         },
+    )
+    preset: str | None = field(
+        default=None,
+        metadata={
+            "help": "A tested combination of flags by the GPU's memory: gpu-12g, gpu-24g, gpu-40g, gpu-80g, gpu-141g."
+        },
+    )
+    probe: bool = field(
+        default=False,
+        metadata={
+            "help": "First search the largest micro batch that fits, by real steps on the longest rows (the same as "
+            "--per_device_train_batch_size auto)."
+        },
+    )
+    memory_limit: float | None = field(
+        default=None, metadata={"help": "GiB of device memory that a probe may use. Default: what the GPU has."}
     )
     gpus: int | None = field(
         default=None,
@@ -404,6 +420,7 @@ def _explicit(recipe: str, argv: list[str], origin: str) -> dict[str, Any]:
     """Only what `argv` says, with argparse's types and choices checked."""
     parser = build_parser(recipe)
     parser.origin = origin
+    argv = _auto_is_probe(argv)
     names = [f.name for group in parser.dataclass_types for f in fields(group) if f.init]
     found, unknown = parser.parse_known_args(argv, argparse.Namespace(**dict.fromkeys(names, _UNSET)))
     if unknown:
@@ -418,6 +435,20 @@ def _explicit(recipe: str, argv: list[str], origin: str) -> dict[str, Any]:
             what, hint = f"unknown key {name!r}", hint and hint.removeprefix("--")
         raise UserError(f"{origin}: {what}{f'; did you mean {hint}?' if hint else '; --help lists every flag.'}")
     return {k: v for k, v in vars(found).items() if v is not _UNSET}
+
+
+def _auto_is_probe(argv: list[str]) -> list[str]:
+    """`--per_device_train_batch_size auto` -> `--probe true`: transformers' flag itself takes numbers only."""
+    name, out = "--per_device_train_batch_size", []
+    for word in argv:
+        flag, _, value = word.partition("=")
+        if flag.replace("-", "_")[2:] == name[2:] and value == "auto":
+            out += ["--probe", "true"]
+        elif word == "auto" and out and out[-1].replace("-", "_")[2:] == name[2:]:
+            out[-1:] = ["--probe", "true"]
+        else:
+            out.append(word)
+    return out
 
 
 def read_yaml(path: str, recipe: str) -> dict[str, Any]:
@@ -463,12 +494,15 @@ def parse(recipe: str, argv: list[str], world_size: int) -> Settings:
         bundled = read_yaml(str(TINY / f"{recipe}.yaml"), recipe)
         bundled |= {"data": [str(TINY / "train.jsonl")], "eval_data": [str(TINY / "eval.jsonl")]}
 
+    preset = _explicit(recipe, presets.flags(given["preset"]), "preset") if given.get("preset") else {}
+
     values, source = {}, {}
     defaults = vars(build_parser(recipe).parse_args([]))
     for layer, origin in (
         (defaults, "transformers default"),
         ({**SHARED_DEFAULTS, **RECIPES[recipe]["defaults"]}, "default"),
         (bundled, "bundled task"),
+        (preset, f"preset {given.get('preset')}"),
         (from_yaml, str(from_flags.get("config"))),
         (from_flags, "flag"),
     ):
@@ -477,6 +511,8 @@ def parse(recipe: str, argv: list[str], world_size: int) -> Settings:
     kit = {f.name for group in _kit_groups(recipe) for f in fields(group)}
     source |= {name: "default" for name in kit if source[name] == "transformers default"}
     settings = Settings(recipe, values, source, [], None, world_size)
+    if preset:
+        settings.decisions.append(f"preset {given['preset']}: {' '.join(presets.flags(given['preset']))}")
     _check_ranges(settings)
     _one_shuffle_seed(settings)
     _fill_defaults(settings)

@@ -7,6 +7,7 @@ from . import __version__, errors
 USAGE = """usage: zerofit launch [--gpus N] [--show] recipes/sft.py [flags]     start a recipe on N processes
        zerofit launch recipes/sft.py --help                          every flag of a recipe
        zerofit data [--recipe sft] [--out FOLDER] [flags]            what it would train on; no model, no GPU
+       zerofit probe [--recipe sft] [--gpus N] [flags]               the largest micro batch that fits
        zerofit --version"""
 
 
@@ -32,6 +33,13 @@ def _main() -> None:
         from . import inspection
 
         inspection.main(words[1:])
+    elif words[:1] == ["probe"]:
+        from . import quiet
+
+        quiet.libraries()
+        from . import probe
+
+        probe.main(words[1:])
     elif not words or words[0] in ("-h", "--help"):
         print(USAGE)
     else:

@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from . import args, start, world
+from . import args, probe, start, world
 from .errors import EXIT_CODES, UserError
 
 LAUNCHERS = ("torchrun", "accelerate", "deepspeed")
@@ -58,7 +58,9 @@ def main(argv: list[str]) -> None:
         return
     from . import report
 
-    folder = _prepare(settings)
+    folder = prepare(settings)
+    if settings.probe:
+        flags = probe.with_size(settings, flags, probe.search(settings, flags).size)
     words = command(given.launcher, count, port, recipe, [*flags, "--output_dir", str(folder)])
     raise SystemExit(_supervise(words, env | {"ZEROFIT_COMMAND": report.hide_secrets(words)}))
 
@@ -88,7 +90,7 @@ def _check_devices(count: int, use_cpu: bool) -> None:
         )
 
 
-def _prepare(settings: args.Settings) -> Path:
+def prepare(settings: args.Settings) -> Path:
     """Everything that can go wrong without a GPU, tried in this one process: folder, model config, tokenizer, data."""
     from . import data, inspection, model, offload, report
 

@@ -71,19 +71,23 @@ class Ledger:
     Args:
         model: its parameters are known from the start; a KitTrainer built inside brings its own.
         optimizer: torch's, accelerate's or DeepSpeed's; a KitTrainer brings its own.
+        limit: bytes; more of them alive at once raise torch.OutOfMemoryError, as an allocator of that size would.
         round_to: bytes that a block is rounded up to; 512 is what the CUDA allocator does.
     Attributes: phase, the running one (a caller without KitTrainer sets it with `enter`); device, "cpu" or "cuda";
         model_states, bytes of parameters, gradients and optimizer at two moments of the last followed step:
         "last_gradient", when the backward has computed all of them, and "before_step", when they are reduced.
     """
 
-    def __init__(self, model=None, optimizer=None, round_to: int = 1, device: str | None = None):
+    def __init__(
+        self, model=None, optimizer=None, round_to: int = 1, device: str | None = None, limit: int | None = None
+    ):
         self.model, self.optimizer, self.round_to = None, optimizer, round_to
         self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         self.phase, self.steps, self.following = "load", 0, False
         self.model_states: dict[str, dict[str, int]] = {}
         self.allocator_peak: dict[str, int] = {}
         self._table: dict[int, _Storage] = {}
+        self.limit, self.highest, self.largest = limit, 0, 0  # bytes: alive at most, and of the largest block
         self._live, self._vocabulary, self._snapshot_due = 0, None, False
         self._best: dict[tuple[str, int], tuple[int, list[_Storage]]] = {}  # (phase, step) -> bytes, what was alive
         self._watch, self._hooks, self._gradient_hooks, self._once = None, [], [], set()
@@ -131,6 +135,9 @@ class Ledger:
         self._table[key] = _Storage(size, part, sure)
         weakref.finalize(storage, self._died, key).atexit = False
         self._live += size
+        self.highest, self.largest = max(self.highest, self._live), max(self.largest, size)
+        if self.limit is not None and self._live > self.limit:
+            raise torch.OutOfMemoryError(f"{self._live} bytes alive, the limit is {self.limit}")
         best = self._best.get((self.phase, self.steps))
         if best is None or self._live > best[0]:
             self._best[self.phase, self.steps] = (self._live, best[1] if best else [])

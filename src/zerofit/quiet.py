@@ -6,6 +6,14 @@ import sys
 import warnings
 
 
+def optional_packages() -> None:
+    """What torchao and bitsandbytes say about kernels for hardware that is not here; they speak when transformers is
+    imported, so this comes with the first import of zerofit."""
+    for name in ("torchao", "bitsandbytes", "bitsandbytes.backends.cpu.ops"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    logging.getLogger("torch.utils._pytree").addFilter(lambda record: "register_constant" not in record.getMessage())
+
+
 def libraries() -> None:
     import torch
 
@@ -19,10 +27,6 @@ def libraries() -> None:
         # DeepSpeed owns the accumulation; accelerate's own plugin is not used.
         lambda record: "radient accumulation steps mismatch" not in record.getMessage()
     )
-    # What optional packages say about kernels for hardware that is not here.
-    for name in ("torchao", "torchao.ops", "torchao.utils", "bitsandbytes", "bitsandbytes.backends.cpu.ops"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    logging.getLogger("torch.utils._pytree").addFilter(lambda record: "register_constant" not in record.getMessage())
     if not sys.stderr.isatty():  # progress bars fill a log file with one endless line
         import datasets
         from transformers.utils import logging as transformers_logging

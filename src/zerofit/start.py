@@ -13,7 +13,7 @@ def settings(recipe: str, argv: list[str] | None = None, world_size: int | None 
     Args: argv, world_size: for a job that is still to be started; default: this process's own.
     Raises: UserError for the user's mistakes, before a GPU or a process group is touched.
     """
-    from . import loss, mlp, stream
+    from . import probe
 
     taken = world.take_over_environment()
     other_size = world.check_size() if argv is None else None
@@ -24,6 +24,25 @@ def settings(recipe: str, argv: list[str] | None = None, world_size: int | None 
         found.decisions.append(
             f"accelerate's own settings are not used ({', '.join(taken)}): the recipe decides; see --zero, --bf16"
         )
+    _check(found)
+    if found.probe and argv is None and not found.show:
+        found = args.parse(recipe, probe.resolve(found, sys.argv[1:]), world.size())
+        _check(found)
+    if found.show:
+        from . import report
+
+        print(f"{recipe}, {found.world_size} process{'es' * (found.world_size > 1)}\n{report.summary(found)}")
+        raise SystemExit(0)
+    return found
+
+
+def _check(found: args.Settings) -> None:
+    """What belongs together, module by module.
+
+    Raises: UserError for what cannot work or would be silently wrong.
+    """
+    from . import loss, mlp, stream
+
     adapters.resolve(found)
     quantized.resolve(found)
     _choose_batches(found)
@@ -31,12 +50,6 @@ def settings(recipe: str, argv: list[str] | None = None, world_size: int | None 
     loss.check_flags(found)
     mlp.check_flags(found)
     _check_memory_report(found)
-    if found.show:
-        from . import report
-
-        print(f"{recipe}, {found.world_size} process{'es' * (found.world_size > 1)}\n{report.summary(found)}")
-        raise SystemExit(0)
-    return found
 
 
 def processes(settings: args.Settings):

@@ -29,6 +29,7 @@ from . import (
     model,
     offload,
     optimizers,
+    probe,
     quantized,
     recompute,
     report,
@@ -265,6 +266,8 @@ class Reporter(TrainerCallback):
         trainer = self.trainer
         if trainer.tokens.stream is not None:
             trainer.tokens.stream.resume(state.global_step)
+        if probe.asked():
+            probe.measure(trainer)
         if trainer.is_deepspeed_enabled and args.process_index == 0:
             report.write_json(Path(args.output_dir) / "deepspeed.json", trainer.model_wrapped.config)
         quantized.verify_shares(trainer)

@@ -1,0 +1,51 @@
+"""Many recipe command lines in one launched world, for the ledger: torchrun ... benchmarks/ledger_world.py cases.json
+
+cases.json: [{"name", "recipe", "flags"}]. A case that ends with an error leaves error.txt in its folder; with several
+ranks it ends the world, as the others would wait for it.
+"""
+
+import gc
+import json
+import runpy
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from zerofit import errors, world
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def main() -> None:
+    stop, world.stop = world.stop, lambda wait=True: None  # the world goes on after each case
+    guard, errors.guard = errors.guard, lambda recipe: recipe()  # errors come here, not to the process's end
+    for case in json.loads(Path(sys.argv[1]).read_text()):
+        words, streams, began = sys.argv, (sys.stdout, sys.stderr), time.time()
+        folder = Path(case["flags"][case["flags"].index("--output_dir") + 1])
+        sys.argv = [case["recipe"], *case["flags"]]
+        failure = None
+        try:
+            runpy.run_path(str(ROOT / "recipes" / f"{case['recipe']}.py"), run_name="__main__")
+        except Exception as error:
+            failure = f"{type(error).__name__}: {error}"
+        finally:
+            sys.argv, (sys.stdout, sys.stderr) = words, streams
+        if failure:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "error.txt").write_text(failure)
+            if world.size() > 1:
+                raise SystemExit(1)
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        if world.rank() == 0:
+            print(f"  {case['name']}: {time.time() - began:.0f} s{f'  ({failure})' if failure else ''}", flush=True)
+    errors.guard = guard
+    stop()
+
+
+if __name__ == "__main__":
+    main()
