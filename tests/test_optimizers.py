@@ -405,6 +405,31 @@ def test_every_supported_pair_trains_as_stage_0_does(every_pair, pair):
     assert states / PARAMETERS == pytest.approx(stated or float(entry), rel=0.35)  # embeddings: 32 bits at stage 0
 
 
+RESUMED = {
+    "sophia-0": ["--optim", "sophia", "--zero", "0"],
+    "sophia-2": ["--optim", "sophia", "--zero", "2"],
+    "pure-0": ["--pure_bf16", "--zero", "0"],
+    "pure-2": ["--pure_bf16", "--zero", "2"],
+    "8bit-2": ["--optim", "adamw_8bit", "--zero", "2"],
+    "muon-2": ["--optim", "muon", "--zero", "2"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_a_resumed_run_goes_on_as_the_uninterrupted_one(tmp_path):
+    """Rounding noise, curvature and quantised states included: the last two of four losses are bit-equal."""
+    saving = ["--save_strategy", "steps", "--save_steps", "2", "--save_total_limit", "5"]
+    cases = {}
+    for name, more in RESUMED.items():
+        cases[name] = ("sft", [*COMMON, *more, *saving])
+        checkpoint = str(tmp_path / name / "checkpoint-2")
+        cases[f"{name}-resumed"] = ("sft", [*COMMON, *more, *saving, "--resume_from_checkpoint", checkpoint])
+    runs = run_world(2, cases, tmp_path)
+    for name in RESUMED:
+        assert runs[f"{name}-resumed"].losses == runs[name].losses[2:], name
+
+
 QUALITY = {
     name: ["--optim", name, "--learning_rate", str(entry.bundled_lr)]
     for name, entry in optimizers.OPTIMIZERS.items()
