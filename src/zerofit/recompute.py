@@ -44,16 +44,22 @@ def choose(settings) -> None:
     }
     for name, asked in refined.items():
         if asked and not values["gradient_checkpointing"]:
-            raise UserError(f"--{name} refines gradient checkpointing, which is off: add --gradient_checkpointing true.")
+            raise UserError(
+                f"--{name} refines gradient checkpointing, which is off: add --gradient_checkpointing true."
+            )
     if values["gradient_checkpointing_every"] < 1:
-        raise UserError(f"--gradient_checkpointing_every is {values['gradient_checkpointing_every']}: it must be 1 or more.")
+        raise UserError(
+            f"--gradient_checkpointing_every is {values['gradient_checkpointing_every']}: it must be 1 or more."
+        )
     if selective and values["gradient_checkpointing_kwargs"]["use_reentrant"]:
         raise UserError(
             "--gradient_checkpointing_policy selective needs non-reentrant checkpointing: delete use_reentrant from "
             "--gradient_checkpointing_kwargs."
         )
     if values["activation_offload"] and settings.use_cpu:
-        settings.decisions.append("activation_offload: nothing to move, the activations of a CPU run are in host memory")
+        settings.decisions.append(
+            "activation_offload: nothing to move, the activations of a CPU run are in host memory"
+        )
     if settings.deepspeed and "activation_checkpointing" in settings.deepspeed:
         settings.decisions.append(
             "the DeepSpeed JSON's activation_checkpointing section has no effect: models of transformers never call "
@@ -68,7 +74,9 @@ def _one_name(settings, old: str, new: str) -> None:
         return
     said = settings.source[old] not in ("default", "bundled task", "transformers default")
     if said and settings.values[old] != given:
-        raise UserError(f"--{old} is {settings.values[old]}, but --{new} is {given}: give one of them, they are the same.")
+        raise UserError(
+            f"--{old} is {settings.values[old]}, but --{new} is {given}: give one of them, they are the same."
+        )
     settings.values[old], settings.source[old] = given, settings.source[new]
     settings.values[new] = None
 
