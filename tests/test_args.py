@@ -18,7 +18,9 @@ def test_the_kits_own_flags_are_frozen():
     """A flag that vanishes or is renamed breaks somebody's script: change this list on purpose only."""
     names = [f.name for g in (args.RunArguments, args.ModelArguments, args.DataArguments) for f in fields(g)]
     assert names == [
-        "config", "zero", "offload", "effective_batch_size", "gpus", "show", "max_tokens_per_sample", "num_samples",
+        "config", "zero", "offload", "effective_batch_size", "gpus", "show",
+        "gradient_checkpointing_every", "gradient_checkpointing_policy", "activation_offload", "memory_report",
+        "max_tokens_per_sample", "num_samples",
         "model", "model_revision", "dtype", "attn_implementation", "trust_remote_code", "random_init",
         "new_tokens",
         "data", "eval_data", "eval_fraction", "data_format", "columns", "data_config", "data_split", "chat_template",

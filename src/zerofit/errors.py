@@ -56,8 +56,9 @@ def _out_of_memory_in_words(main) -> None:
     except RuntimeError as error:
         if type(error).__name__ != "OutOfMemoryError":  # torch's, without importing torch here
             raise
-        said = str(error).split(". ")[0]
+        from .memory_report import asked
+
         raise OutOfMemory(
-            f"rank {os.environ.get('RANK', '0')} ran out of GPU memory in the load phase ({said}): the largest part are "
-            "the parameters; try --zero 3 on more GPUs, --zero 3 --offload all, or a smaller model."
+            f"rank {os.environ.get('RANK', '0')} ran out of GPU memory in the load phase{asked(error)}: the largest part "
+            "are the parameters; try --zero 3 on more GPUs, --zero 3 --offload all, or a smaller model."
         ) from error

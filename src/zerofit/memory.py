@@ -257,7 +257,7 @@ class Ledger:
 
     def attach(self, trainer) -> None:
         """Follow a Trainer's phases: it becomes part of its callbacks, its saving and its evaluation."""
-        if self.model is None:
+        if self.model is None and not trainer.args.torch_compile:  # hooks would be compiled too
             self._adopt(trainer.model)
         self.enter("load")
         trainer.add_callback(_Phases(self, trainer))
@@ -324,6 +324,12 @@ class _Phases(TrainerCallback):
                 return step(*args, **kwargs)
 
             engine.step = followed
+        ledger.pause()  # what generates before the first step is no part of the report
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if self.ledger is _open and self.ledger.steps < FOLLOWED_STEPS:
+            self.ledger._follow()
+        self.ledger.enter("forward")
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         if not self.trainer.is_deepspeed_enabled:

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 from pathlib import Path
 
 import torch
@@ -152,6 +153,7 @@ def explain(error, trainer) -> str:
         text.write_text(f"{error}\n\n{torch.cuda.memory_summary()}")
         torch.cuda.memory._dump_snapshot(str(snapshot))
         files = f" {text} and {snapshot} hold the allocator's state."
+    phase = ledger.phase if ledger.model is not None else "forward or backward"  # compiled: no hooks to tell
     largest = sorted((p for p in parts.items() if p[1]), key=lambda p: -p[1])[:3]
     half = {"half": settings.per_device_train_batch_size // 2}
     flags = []
@@ -159,12 +161,17 @@ def explain(error, trainer) -> str:
         choices = _ADVICE.get("activations" if part.startswith("activations") else part, ())
         fitting = [flag.format(**half) for applies, flag in choices if applies(settings)]
         flags += [f for f in fitting[:2] if f not in flags]
-    said = str(error).split(". ")[0].replace("CUDA out of memory", "").strip(". ")
     return (
-        f"rank {rank} ran out of GPU memory in the {ledger.phase} phase of step {trainer.state.global_step + 1}"
-        f"{f' ({said})' if said else ''}: {', '.join(f'{part} {size(count)}' for part, count in largest)}; "
+        f"rank {rank} ran out of GPU memory in the {phase} phase of step {trainer.state.global_step + 1}"
+        f"{asked(error)}: {', '.join(f'{part} {size(count)}' for part, count in largest)}; "
         f"try {', or '.join(flags[:3]) or 'a smaller model'}.{files}"
     )
+
+
+def asked(error) -> str:
+    """ " (2.00 GiB more were asked for)" from torch's message, or nothing."""
+    found = re.search(r"Tried to allocate ([\d.]+ \w+)", str(error))
+    return f" ({found[1]} more were asked for)" if found else ""
 
 
 def parts_now(trainer) -> dict[str, int]:
