@@ -2,16 +2,18 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
 from collections import namedtuple
+from pathlib import Path
 
 import pytest
 import torch
 from conftest import TINY, run_world
 
-from zerofit import args, offload, zero
+from zerofit import args, nvme, offload, ops, zero
 from zerofit.errors import UserError
 
 
@@ -22,7 +24,7 @@ def parse(*flags, ranks=2):
 @pytest.fixture
 def libaio(monkeypatch):
     """As if libaio were installed."""
-    monkeypatch.setattr(offload, "_check_libaio", lambda: None)
+    monkeypatch.setattr(nvme, "check_libaio", lambda: None)
 
 
 @pytest.fixture
@@ -30,7 +32,7 @@ def disk(tmp_path_factory):
     """A folder whose file system has direct I/O."""
     folder = tmp_path_factory.mktemp("disk")
     try:
-        offload._check_folder("test", folder)
+        nvme.check_folder("test", folder)
     except UserError:
         pytest.skip(f"{folder} is on a file system without direct I/O")
     return folder
@@ -191,9 +193,9 @@ def test_file_system_without_direct_io_is_refused(monkeypatch, tmp_path):
             raise OSError(22, "Invalid argument")
         return really_open(path, flags, *more)
 
-    monkeypatch.setattr(offload.os, "open", refuse)
+    monkeypatch.setattr(nvme.os, "open", refuse)
     with pytest.raises(UserError, match="no direct I/O"):
-        offload._check_folder("--offload_path", tmp_path)
+        nvme.check_folder("--offload_path", tmp_path)
     assert not list(tmp_path.iterdir())
 
 
@@ -210,7 +212,7 @@ def test_nvme_json(libaio, disk, what):
     for key in keys:
         assert found.deepspeed["zero_optimization"][key] == overlay["zero_optimization"][key] | {"nvme_path": str(disk)}
     assert found.deepspeed["aio"] == overlay["aio"]
-    assert offload.op_names(found.deepspeed) == ["PinMemoryBuilder", "AsyncIOBuilder"]  # torch's AdamW: no CPU Adam
+    assert ops.names_of(found.deepspeed) == ["PinMemoryBuilder", "AsyncIOBuilder"]  # torch's AdamW: no CPU Adam
     zero.lint(found.deepspeed, "resolved")
 
 
@@ -236,8 +238,8 @@ def test_ratio_json():
     assert found.zero == "3" and found.deepspeed["zero_optimization"]["offload_optimizer"]["ratio"] == 0.3
     assert found.deepspeed["zero_force_ds_cpu_optimizer"] is True
     assert any("checkpoints cannot be resumed" in d for d in found.decisions)
-    assert offload.op_names(found.deepspeed) == ["CPUAdamBuilder"]
-    assert offload.op_names(parse("--offload", "optimizer").deepspeed) == []
+    assert ops.names_of(found.deepspeed) == ["CPUAdamBuilder"]
+    assert ops.names_of(parse("--offload", "optimizer").deepspeed) == []
 
 
 def test_what_depends_on_the_size(libaio, disk, monkeypatch):
@@ -246,10 +248,10 @@ def test_what_depends_on_the_size(libaio, disk, monkeypatch):
     found = parse("--offload", "all", "--offload_path", str(disk), "--bf16", "true")
     wanted = 16 * 40000 + 2 * 44000  # both ranks are on this node
     usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(offload.shutil, "disk_usage", lambda _: usage(0, 0, wanted - 1))
+    monkeypatch.setattr(nvme.shutil, "disk_usage", lambda _: usage(0, 0, wanted - 1))
     with pytest.raises(UserError, match="GB are free, but"):
         offload.check_sizes(found, net)
-    monkeypatch.setattr(offload.shutil, "disk_usage", lambda _: usage(0, 0, wanted))
+    monkeypatch.setattr(nvme.shutil, "disk_usage", lambda _: usage(0, 0, wanted))
     offload.check_sizes(found, net)
     assert found.deepspeed["zero_optimization"]["offload_param"]["buffer_size"] == 20000
     found.deepspeed["zero_optimization"]["offload_param"]["buffer_size"] = 19999
@@ -266,31 +268,31 @@ def test_what_depends_on_the_size(libaio, disk, monkeypatch):
 def test_a_lock_left_by_a_killed_build(tmp_path, capsys):
     lock = tmp_path / "lock"
     lock.touch()
-    offload._clear_stale_lock(tmp_path, ours=True)
+    ops.clear_stale_lock(tmp_path, ours=True)
     assert not lock.exists() and "a build that was killed left it" in capsys.readouterr().out
 
     lock.touch()
     with pytest.raises(UserError, match="another program may have just begun"):
-        offload._clear_stale_lock(tmp_path, ours=False)
+        ops.clear_stale_lock(tmp_path, ours=False)
     os.utime(lock, (time.time() - 120,) * 2)
     compiler = subprocess.Popen([sys.executable, "-c", "input()"], cwd=tmp_path, stdin=subprocess.PIPE)
     try:
         with pytest.raises(UserError, match=f"process {compiler.pid} is compiling there"):
-            offload._clear_stale_lock(tmp_path, ours=False)
+            ops.clear_stale_lock(tmp_path, ours=False)
     finally:
         compiler.communicate(b"\n")
-    offload._clear_stale_lock(tmp_path, ours=False)
+    ops.clear_stale_lock(tmp_path, ours=False)
     assert not lock.exists()
 
 
 def test_folder_of_compiled_ops(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    assert offload.extensions_folder() == (tmp_path, False)
+    assert ops.folder_of_all() == (tmp_path, False)
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
-    folder, ours = offload.extensions_folder()
+    folder, ours = ops.folder_of_all()
     assert ours and torch.__version__ in folder.name
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(folder))  # as the ranks see it, after one of them has set it
-    assert offload.extensions_folder() == (folder, True)
+    assert ops.folder_of_all() == (folder, True)
 
 
 # --- equal losses ---
@@ -352,9 +354,35 @@ def test_nvme_has_the_losses_of_stage_3(tmp_path, disk, what):
     wide = config | {"hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 2, "head_dim": 256}
     (tmp_path / "config.json").write_text(json.dumps(wide))
     big = ["--model", str(tmp_path), "--random_init"]
-    found, _ = losses(tmp_path, ["--offload", what, "--offload_path", str(disk)], more=big)
-    for plain, nvme in found.values():
-        torch.testing.assert_close(torch.tensor(nvme), torch.tensor(plain), rtol=1e-6, atol=0)
-    swapped = [file.parent.parent.name for file in disk.rglob("*.swp")]
-    assert "optimizer" in swapped
-    assert ("float32params" in swapped) == (what == "all")
+    found, runs = losses(tmp_path, ["--offload", what, "--offload_path", str(disk)], more=big)
+    for recipe, (plain, swapped) in found.items():
+        torch.testing.assert_close(torch.tensor(swapped), torch.tensor(plain), rtol=1e-6, atol=0)
+        log = (runs[f"{recipe}1"].folder / "logs" / "rank0.log").read_text()
+        files = int(re.search(r"offload_path: [\d.,]+ MB in (\d+) files", log)[1])
+        assert files > 0 or (recipe, what) == ("lora", "optimizer")  # the adapter's states are below 1 MB
+    assert not list(disk.iterdir())  # taken away when the runs end
+
+
+def test_two_runs_never_share_a_folder(tmp_path, disk, libaio):
+    settings = parse("--offload", "optimizer", "--offload_path", str(disk))
+    code = (
+        "import sys; from pathlib import Path; from zerofit import nvme; nvme._hold(Path(sys.argv[1])); "
+        "print('held', flush=True); input()"
+    )
+    other = subprocess.Popen(
+        [sys.executable, "-c", code, str(disk / "zerofit-other")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert other.stdout.readline() == "held\n"
+        (disk / "zerofit-killed").mkdir()
+        (disk / "zerofit-killed" / "in_use.lock").touch()
+        (disk / "mine").mkdir()
+        nvme.claim(settings)
+        own = settings.deepspeed["zero_optimization"]["offload_optimizer"]["nvme_path"]
+        assert {f.name for f in disk.iterdir()} == {"mine", "zerofit-other", Path(own).name}
+    finally:
+        other.communicate("\n")
+    assert not (disk / "zerofit-other").exists()

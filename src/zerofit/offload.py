@@ -4,11 +4,9 @@ What is said about DeepSpeed here was read in deepspeed 0.19.8 and, where a CPU 
 """
 
 import os
-import shutil
-import tempfile
-import time
 from pathlib import Path
 
+from . import nvme
 from .errors import UserError
 
 # JSON key -> the flag that says the same.
@@ -29,7 +27,6 @@ ZENFLOW = (
 # The optimizers that accelerate turns into DeepSpeed's CPU Adam with the same update rule; any other one becomes Adam
 # as well, without a word.
 ADAMW = ("adamw_torch", "adamw_torch_fused")
-LIBAIO = "install libaio (apt install libaio-dev, or dnf install libaio-devel), or leave --offload_path out"
 SUPERCHIPS = ("GH200", "GB200", "GB300")
 
 
@@ -119,12 +116,6 @@ def needs_cpu_adam(config: dict | None) -> bool:
     return config.get("zero_force_ds_cpu_optimizer", True)
 
 
-def nvme_paths(config: dict | None) -> dict[str, str]:
-    """{"offload_optimizer": folder, "offload_param": folder} of what goes to disk."""
-    zero = config["zero_optimization"] if config is not None else {}
-    return {k: zero[k].get("nvme_path") for k in ("offload_optimizer", "offload_param") if _device(zero, k) == "nvme"}
-
-
 def _device(zero: dict, key: str) -> str:
     return (zero.get(key) or {}).get("device") or "none"
 
@@ -162,12 +153,16 @@ def check(config: dict, path: Path, settings) -> None:
     zero = config["zero_optimization"]
     optimizer = zero.get("offload_optimizer") or {}
     _check_stage(zero, path, settings)
-    _check_nvme(config, path, settings)
+    if nvme.paths_of(config):
+        _check_swapped(config, path, settings)
     if optimizer.get("ratio", 1.0) != 1.0:
         _check_ratio(optimizer, path, settings)
     if optimizer.get("super_offload"):
         _check_super_offload(optimizer, path, settings)
     if zero.get("zero_hpz_partition_size", 1) != 1:
+        if _device(zero, "offload_param") != "none":
+            where = _said(settings, path, "zero_hpz_partition_size")
+            raise UserError(f"{where}: its copy of the parameters would be offloaded too; use --offload optimizer.")
         _check_hpz(zero, path, settings)
     for name in ("zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights"):
         if zero.get(name):
@@ -193,87 +188,24 @@ def _check_stage(zero: dict, path: Path, settings) -> None:
         )
 
 
-# --- NVMe ---
-
-
-def _check_nvme(config: dict, path: Path, settings) -> None:
-    paths = nvme_paths(config)
-    for key, folder in paths.items():
-        if not folder:
-            raise UserError(
-                f'{path}: zero_optimization.{key}.device is "nvme" but nvme_path is missing; write a folder on a fast '
-                "local disk, or give --offload_path."
-            )
-        from_file = settings.source["offload_path"] == "deepspeed JSON"
-        where = f"{path}: {key}.nvme_path = {folder}" if from_file else f"--offload_path {folder}"
-        _check_folder(where, Path(folder).expanduser())
-    if paths:
-        if "offload_optimizer" in paths and settings.optim not in ADAMW:
-            raise UserError(
-                f"--optim {settings.optim}: DeepSpeed's swapping to NVMe is proven here for AdamW's states only; use "
-                f"--optim {ADAMW[1]}, or leave --offload_path out."
-            )
-        _refuse_resume("--offload_path", "all of the optimizer that is on NVMe", settings)
-        unknown = set(config.get("aio", {})) - set(_aio_keys())
-        if unknown:
-            raise UserError(f"{path}: unknown key 'aio.{min(unknown)}'; there are {', '.join(_aio_keys())}.")
-        _check_libaio()
-
-
-def _aio_keys() -> list[str]:
-    from deepspeed.runtime.swap_tensor.aio_config import AIO_DEFAULT_DICT
-
-    return sorted(AIO_DEFAULT_DICT)
-
-
-def _check_folder(where: str, folder: Path) -> None:
-    """Raises: UserError unless files can be made in the folder and read past the page cache, as libaio does."""
-    if not folder.exists():
-        raise UserError(f"{where}: no such folder; make it on a fast local disk (mkdir -p).")
-    if not folder.is_dir():
-        raise UserError(f"{where}: is a file; name a folder.")
-    try:
-        handle, name = tempfile.mkstemp(dir=folder)
-    except OSError as error:
-        raise UserError(f"{where}: cannot be written to: {error.strerror}; name a folder that can.") from None
-    os.close(handle)
-    try:
-        os.close(os.open(name, os.O_RDWR | os.O_DIRECT))
-    except OSError:
+def _check_swapped(config: dict, path: Path, settings) -> None:
+    nvme.check(config, path, settings)
+    if settings.optim not in ADAMW:
         raise UserError(
-            f"{where}: its file system has no direct I/O (tmpfs is one), which DeepSpeed's reads and writes need; name "
-            "a folder on a local disk."
-        ) from None
-    finally:
-        Path(name).unlink()
+            f"--optim {settings.optim}: DeepSpeed's swapping to NVMe is proven here for AdamW's states only; use "
+            f"--optim {ADAMW[1]}, or leave --offload_path out."
+        )
+    # Tried: the losses after a resume differ from those of the run that goes on.
+    _refuse_resume("--offload_path", "what it keeps beside the swapped tensors", settings)
 
 
-def _check_libaio() -> None:
-    from deepspeed.ops.op_builder import AsyncIOBuilder
-
-    try:
-        found = AsyncIOBuilder().is_compatible(verbose=False)
-    except Exception as error:  # e.g. a GPU machine without the CUDA toolkit, which this op is linked with there
-        raise UserError(f"--offload_path: DeepSpeed's async_io cannot be built here: {_first_line(error)}.") from None
-    if not found:
-        raise UserError(f"--offload_path: libaio was not found, without which nothing reaches the disk; {LIBAIO}.")
-
-
-def disk_bytes(config: dict, trainable: int, every: int, ranks: int, ranks_of_node: int) -> int:
-    """Bytes that the ranks of one node write: per rank (16 trainable + 2 or 4 every) / ranks.
-
-    16: fp32 master, two Adam moments and the gradient of each trained parameter.
-    """
-    half = any(config.get(kind, {}).get("enabled") for kind in ("bf16", "fp16"))
-    paths = nvme_paths(config)
-    of_rank = 16 * trainable * ("offload_optimizer" in paths) + (2 if half else 4) * every * ("offload_param" in paths)
-    return of_rank * ranks_of_node // ranks
+# --- what depends on the size of the model ---
 
 
 def depends_on_size(config: dict | None) -> bool:
     """Whether `check_sizes` has anything to look at."""
     section = (config["zero_optimization"].get("offload_optimizer") or {}) if config is not None else {}
-    return bool(nvme_paths(config)) or section.get("ratio", 1.0) < 1
+    return bool(nvme.paths_of(config)) or section.get("ratio", 1.0) < 1
 
 
 def check_sizes(settings, net) -> None:
@@ -289,32 +221,12 @@ def check_sizes(settings, net) -> None:
     sizes = [p.numel() for p in net.parameters()]
     trainable, every = sum(p.numel() for p in net.parameters() if p.requires_grad), sum(sizes)
     resolved = {**config, "bf16": {"enabled": settings.bf16}, "fp16": {"enabled": settings.fp16}}
-    needed = disk_bytes(resolved, trainable, every, ranks, ranks_of_node(settings))
-    for folder in set(nvme_paths(config).values()):
-        free = shutil.disk_usage(Path(folder).expanduser()).free
-        if free < needed:
-            raise UserError(
-                f"--offload_path {folder}: {free / 1e9:,.1f} GB are free, but {trainable / 1e9:.2f} B trained of "
-                f"{every / 1e9:.2f} B parameters need {needed / 1e9:,.1f} GB there; free some, or name a larger disk."
-            )
+    nvme.check_room(resolved, trainable, every, ranks, ranks_of_node(settings))
     zero = config["zero_optimization"]
-    if "offload_param" in nvme_paths(config):
-        _fit_buffers(zero["offload_param"], max(sizes), ranks, settings)
+    if "offload_param" in nvme.paths_of(config):
+        nvme.fit_buffers(zero["offload_param"], max(sizes), ranks, settings)
     if (zero.get("offload_optimizer") or {}).get("ratio", 1.0) < 1:
         _fit_grain(zero, trainable, ranks, settings)
-
-
-def _fit_buffers(section: dict, largest: int, ranks: int, settings) -> None:
-    """A buffer holds one parameter's shard; DeepSpeed's default of 1e8 elements is too small for a large embedding."""
-    needed = -(-largest // ranks)
-    if section.get("buffer_size", needed) < needed:
-        raise UserError(
-            f"zero_optimization.offload_param.buffer_size is {section['buffer_size']}, but the shard of the largest "
-            f"parameter has {needed} elements: write that at least, or delete the key."
-        )
-    if "buffer_size" not in section:
-        section["buffer_size"] = needed
-        settings.decisions.append(f"offload_param.buffer_size {needed:,}: the largest parameter's shard, in elements")
 
 
 SUB_GROUPS = 20  # the ratio is kept in steps of 1/20 of the optimizer
@@ -323,6 +235,8 @@ SUB_GROUPS = 20  # the ratio is kept in steps of 1/20 of the optimizer
 def _fit_grain(zero: dict, trainable: int, ranks: int, settings) -> None:
     """DeepSpeed splits whole sub-groups: with its default of 1e9 elements there may be one, all of it on one side."""
     size = max(1, -(-trainable // (ranks * SUB_GROUPS)))
+    if settings.values.get("deepspeed") and "sub_group_size" in zero:
+        return  # the user's own; `after_start` says what share it gives
     if zero.get("sub_group_size", 10**9) > size:
         zero["sub_group_size"] = size
         settings.decisions.append(
@@ -374,7 +288,7 @@ def _refuse_resume(where: str, what: str, settings) -> None:
 
 
 def after_start(trainer) -> str | None:
-    """Mend and measure the ratio, once the engine exists; the sentence to print, or None.
+    """Mend and measure the ratio, or measure what is on NVMe, once the engine exists; the sentence to print, or None.
 
     DeepSpeed steps the GPU's share through an AdamW of its own whose first parameter group keeps the learning rate
     that it was made with, deaf to the schedule. The group of the real optimizer takes its place.
@@ -382,7 +296,7 @@ def after_start(trainer) -> str | None:
     optimizer = getattr(trainer.model_wrapped, "optimizer", None)
     backup = getattr(optimizer, "backup_optimizer", None)
     if backup is None:
-        return None
+        return nvme.swapped(trainer.settings.deepspeed)
     own = optimizer.optimizer.param_groups[0]
     if backup.param_groups[0] is not own:
         for name, default in backup.defaults.items():
@@ -427,7 +341,7 @@ def _check_quantized(name: str, zero: dict, path: Path, settings) -> None:
         assert_no_cuda_mismatch("quantizer")
     except Exception as error:
         raise UserError(
-            f"{where}: the quantizer is compiled at start and cannot be: {_first_line(error)}; install the CUDA "
+            f"{where}: the quantizer is compiled at start and cannot be: {first_line(error)}; install the CUDA "
             "toolkit of PyTorch's version and set CUDA_HOME, or leave it out."
         ) from None
     if name == "zero_quantized_gradients":
@@ -437,103 +351,6 @@ def _check_quantized(name: str, zero: dict, path: Path, settings) -> None:
             raise UserError(f"{where}: needs zero_optimization.reduce_scatter = true in {path}.")
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """The first line of its text, without the full stop; its type where there is none."""
     return str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
-
-
-# --- compiled ops ---
-
-
-def prepare_ops(settings) -> None:
-    """Compile what the engine will load, once per machine and before the other ranks need it; all ranks call it.
-
-    Raises: UserError when the compiler is missing or fails.
-    """
-    from . import world
-
-    names = op_names(settings.deepspeed)
-    if not names:
-        return
-    extensions, ours = extensions_folder()
-    os.environ["TORCH_EXTENSIONS_DIR"] = str(extensions)
-    failed = None
-    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-        try:
-            for name in names:
-                _build(name, extensions, ours)
-        except UserError as error:
-            failed = error
-    world.broadcast(None)  # the others wait here
-    if failed:
-        raise failed
-
-
-def op_names(config: dict | None) -> list[str]:
-    """DeepSpeed's builders of the C++ ops that this configuration loads."""
-    found = ["CPUAdamBuilder"] if needs_cpu_adam(config) else []
-    return found + ["PinMemoryBuilder", "AsyncIOBuilder"] * bool(nvme_paths(config))
-
-
-def extensions_folder() -> tuple[Path, bool]:
-    """(folder of compiled ops, whether it is zerofit's own): $TORCH_EXTENSIONS_DIR, else one for this host and PyTorch.
-
-    The ops are compiled for this very CPU, so hosts that share a home folder must not share them.
-    """
-    import platform
-
-    import torch
-
-    if given := os.environ.get("TORCH_EXTENSIONS_DIR"):
-        return Path(given), Path(given).parent.name == "zerofit-ops"
-    base = Path(os.environ.get("ZEROFIT_CACHE", "~/.cache/zerofit")).expanduser()
-    return base / "zerofit-ops" / f"{platform.node()}-torch{torch.__version__}", True
-
-
-def _build(name: str, extensions: Path, ours: bool) -> None:
-    import filelock
-    from deepspeed.ops import op_builder
-
-    builder = getattr(op_builder, name)()
-    folder = extensions / builder.name
-    folder.mkdir(parents=True, exist_ok=True)
-    for tool, package in (("ninja", "pip install ninja"), ("g++", "apt install g++")):
-        if shutil.which(tool) is None:
-            raise UserError(f"{builder.name}: {tool} is not on PATH, and DeepSpeed compiles this op; {package}.")
-    with filelock.FileLock(folder / "zerofit.lock"):
-        _clear_stale_lock(folder, ours)
-        if not (folder / f"{builder.name}.so").exists():
-            print(f"compiling DeepSpeed's {builder.name} into {folder} (once; about a minute or two)", flush=True)
-        began = time.perf_counter()
-        try:
-            builder.load(verbose=False)
-        except Exception as error:
-            raise UserError(
-                f"{builder.name}: DeepSpeed could not compile it: {_first_line(error)}; see `ds_report`, or choose a "
-                "mode that needs no compiler (--offload without ratio and path)."
-            ) from None
-        if (seconds := time.perf_counter() - began) > 10:
-            print(f"{builder.name}: compiled in {seconds:.0f} s", flush=True)
-
-
-def _clear_stale_lock(folder: Path, ours: bool) -> None:
-    """PyTorch marks a build by a file `lock` and waits for its end for ever, also when that build was killed.
-
-    In zerofit's own folder every builder holds an operating-system lock first, so the file is stale. Elsewhere it is
-    when no process works in the folder.
-    Raises: UserError when another program may still be building there.
-    """
-    import psutil
-
-    lock = folder / "lock"
-    if not lock.exists():
-        return
-    building = []
-    for process in [] if ours else psutil.process_iter(["pid", "cwd"]):
-        if process.info["cwd"] == str(folder.resolve()):
-            building.append(process.info["pid"])
-    if building:
-        raise UserError(f"{lock}: process {building[0]} is compiling there; wait for it, or set TORCH_EXTENSIONS_DIR.")
-    if not ours and time.time() - lock.stat().st_mtime < 60:
-        raise UserError(f"{lock}: another program may have just begun to compile; try again in a minute.")
-    lock.unlink(missing_ok=True)
-    print(f"removed {lock}: a build that was killed left it, and every later start would wait for it", flush=True)

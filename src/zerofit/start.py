@@ -57,7 +57,7 @@ def processes(settings: args.Settings):
 
     The folder is only made once the model is there (`open_run`), so that a mistake leaves nothing half-made.
     """
-    from . import loss, memory_report, mlp, model, offload, report, train
+    from . import loss, memory_report, mlp, model, nvme, offload, ops, report, train
 
     config = model.load_config(settings)
     loss.choose(settings, config)
@@ -65,7 +65,8 @@ def processes(settings: args.Settings):
     if offload.depends_on_size(settings.deepspeed):
         offload.check_sizes(settings, model.check(settings))
     world.start(settings)
-    offload.prepare_ops(settings)
+    ops.prepare(settings)
+    nvme.claim(settings)
     folder = str(report.choose_folder(settings)) if world.rank() == 0 else None  # it finds the checkpoint too
     chosen = world.broadcast((folder, settings.resume_from_checkpoint))
     settings.values["output_dir"], settings.values["resume_from_checkpoint"] = chosen
