@@ -359,7 +359,7 @@ def _same_noise_on_all_ranks(optimizer, seed: int) -> None:
 
 
 def markdown() -> str:
-    """The table of docs/_optim.md."""
+    """The table of docs/memory.md."""
     lines = [
         "| `--optim` | bytes of state a parameter | ZeRO stages | `--offload` | `--pure_bf16` rounds | needs | bundled task's "
         "rate | notes |",

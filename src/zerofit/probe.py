@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from . import args, memory, world
+from . import args, memory, memory_report, world
 from .errors import UserError
 
 MARGIN = 0.08  # of the device's memory stays free: fragmentation, and rows that differ a little from rank to rank
@@ -75,7 +75,7 @@ def search(settings, flags: list[str]) -> Found:
     per_rank = settings.effective_batch_size // settings.world_size
     sizes = [n for n in range(1, per_rank + 1) if per_rank % n == 0]
     print(
-        f"probe: micro batches up to {per_rank} within {limit / 2**30:.2f} GiB a rank ({MARGIN:.0%} left free)",
+        f"probe: micro batches up to {per_rank} within {memory_report.size(limit)} a rank ({MARGIN:.0%} left free)",
         flush=True,
     )
     tried: dict[int, dict | None] = {}
@@ -88,13 +88,13 @@ def search(settings, flags: list[str]) -> Found:
                 print(f"  {size:>4}  does not fit", flush=True)
                 break
             print(
-                f"  {size:>4}  peak {record['peak_bytes'] / 2**30:.2f} GiB, {record['seconds']:.2f} s a step",
+                f"  {size:>4}  peak {memory_report.size(record['peak_bytes'])}, {record['seconds']:.2f} s a step",
                 flush=True,
             )
     fitting = [size for size, record in tried.items() if record is not None]
     if not fitting:
         raise UserError(
-            f"not even a micro batch of 1 fits into {limit / 2**30:.2f} GiB: use a smaller --max_length, "
+            f"not even a micro batch of 1 fits into {memory_report.size(limit)}: use a smaller --max_length, "
             "--gradient_checkpointing true, --zero 3, --offload optimizer, or recipes/lora.py."
         )
     return Found(max(fitting), limit, dict(sorted(tried.items())))

@@ -41,8 +41,9 @@ def _check(found: args.Settings) -> None:
 
     Raises: UserError for what cannot work or would be silently wrong.
     """
-    from . import loss, mlp, stream
+    from . import loss, mlp, stream, techniques
 
+    techniques.check(found)
     adapters.resolve(found)
     quantized.resolve(found)
     _choose_batches(found)
