@@ -346,10 +346,12 @@ def cases(recipes, stages, variants, **more):
     }
 
 
-def check(runs, reference, tolerance):
+def check(runs, reference, tolerance, steps=None):
+    """Losses of every step and gradient norms of the first `steps` (later, bf16 rounding has moved the weights)."""
     for name, run in runs.items():
         wanted = runs[f"{name.rsplit('-', 1)[0]}-{reference}"]
-        for found, other in ((run.losses, wanted.losses), (run.grad_norms, wanted.grad_norms)):
+        norms = run.grad_norms[:steps], wanted.grad_norms[:steps]
+        for found, other in ((run.losses, wanted.losses), norms):
             torch.testing.assert_close(torch.tensor(found), torch.tensor(other), rtol=tolerance, atol=0, msg=name)
         assert (
             run.json("result.json")["eval_loss"] is None
@@ -370,10 +372,11 @@ def test_recipes_give_the_dense_curve(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("bf16", "tolerance"), [(False, 1e-5), (True, 3e-3)])
-def test_every_stage(tmp_path, bf16, tolerance):
+@pytest.mark.timeout(3000)  # 18 runs
+@pytest.mark.parametrize(("bf16", "tolerance", "steps"), [(False, 1e-5, None), (True, 3e-3, 2)])
+def test_every_stage(tmp_path, bf16, tolerance, steps):
     variants = {"dense": DENSE, "fused": FUSED, "tiled": TILED}
-    check(run_world(2, cases(("sft", "lora"), "023", variants, bf16=bf16), tmp_path), "dense", tolerance)
+    check(run_world(2, cases(("sft", "lora"), "023", variants, bf16=bf16), tmp_path), "dense", tolerance, steps)
 
 
 @pytest.mark.slow
