@@ -39,8 +39,8 @@ def frozen_hash(model) -> str:
     """A hash over the bytes of all parameters that do not train."""
     frozen = [p for p in model.parameters() if not p.requires_grad]
     digest = hashlib.sha256()
-    with gathered(frozen):
-        for p in frozen:
+    for p in frozen:  # one by one: NVMe offload has buffers for a few only
+        with gathered([p]):
             digest.update(p.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes())
     return digest.hexdigest()
 

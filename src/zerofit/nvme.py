@@ -2,9 +2,11 @@
 
 import atexit
 import os
+import re
 import shutil
 import tempfile
 import uuid
+from collections import Counter
 from pathlib import Path
 
 from .errors import UserError
@@ -90,17 +92,27 @@ def disk_bytes(config: dict, trainable: int, every: int, ranks: int, ranks_of_no
     return of_rank * ranks_of_node // ranks
 
 
-def fit_buffers(section: dict, largest: int, ranks: int, settings) -> None:
-    """A buffer holds one parameter's shard; DeepSpeed's default of 1e8 elements is too small for a large embedding."""
-    needed = -(-largest // ranks)
+def fit_buffers(section: dict, net, ranks: int, settings) -> None:
+    """Host buffers for parameters that nobody set: as large as the largest shard, as many as are whole at a time.
+
+    DeepSpeed's defaults (5 of 1e8 elements) are too small for a large embedding, and too few when a checkpointed layer
+    is computed again: all its parameters are whole then. 4 more are for what is fetched ahead.
+    Raises: UserError when a buffer of the user's is too small.
+    """
+    needed = -(-max(p.numel() for p in net.parameters()) // ranks)
     if section.get("buffer_size", needed) < needed:
         raise UserError(
             f"zero_optimization.offload_param.buffer_size is {section['buffer_size']}, but the shard of the largest "
             f"parameter has {needed} elements: write that at least, or delete the key."
         )
-    if "buffer_size" not in section:
-        section["buffer_size"] = needed
-        settings.decisions.append(f"offload_param.buffer_size {needed:,}: the largest parameter's shard, in elements")
+    large = [name for name, p in net.named_parameters() if p.numel() >= ranks * 2**18]  # smaller ones need no buffer
+    layers = Counter(found[0] for name in large if (found := re.match(r".*?\.\d+\.", name)))
+    count = max(layers.values(), default=0) + 4
+    derived = {"buffer_size": needed, "buffer_count": count}
+    if new := {k: v for k, v in derived.items() if k not in section}:
+        section.update(new)
+        said = ", ".join(f"{k} {v:,}" for k, v in new.items())
+        settings.decisions.append(f"offload_param {said}: the largest shard, and the parameters of a layer + 4")
 
 
 def check_room(config: dict, trainable: int, every: int, ranks: int, ranks_of_node: int) -> None:

@@ -224,7 +224,7 @@ def check_sizes(settings, net) -> None:
     nvme.check_room(resolved, trainable, every, ranks, ranks_of_node(settings))
     zero = config["zero_optimization"]
     if "offload_param" in nvme.paths_of(config):
-        nvme.fit_buffers(zero["offload_param"], max(sizes), ranks, settings)
+        nvme.fit_buffers(zero["offload_param"], net, ranks, settings)
     if (zero.get("offload_optimizer") or {}).get("ratio", 1.0) < 1:
         _fit_grain(zero, trainable, ranks, settings)
 
