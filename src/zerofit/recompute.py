@@ -1,8 +1,8 @@
 """Gradient checkpointing: which layers keep no activations, what they keep after all, and where it lives."""
 
-import functools
 import json
 
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from .errors import UserError
@@ -106,7 +106,7 @@ def enable(model, settings) -> None:
         return
     every, kwargs = settings.gradient_checkpointing_every, dict(settings.gradient_checkpointing_kwargs)
     if settings.gradient_checkpointing_policy == "selective":
-        kwargs["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep_products)
+        kwargs["context_fn"] = _keeping_products
     layers = sum(isinstance(module, GradientCheckpointingLayer) for module in model.modules())
     if every > max(layers, 1):
         raise UserError(f"--gradient_checkpointing_every {every}: the model has {layers} layers; choose fewer.")
@@ -118,6 +118,25 @@ def enable(model, settings) -> None:
         raise UserError(f"--gradient_checkpointing: {error} Add --gradient_checkpointing false.") from None
 
 
-def _keep_products(context, operation, *args, **kwargs) -> CheckpointPolicy:
-    name = operation.name() if hasattr(operation, "name") else str(operation)
-    return CheckpointPolicy.MUST_SAVE if name in SAVED_OPERATIONS else CheckpointPolicy.PREFER_RECOMPUTE
+def _keeping_products() -> tuple["_Products", "_Products"]:
+    """What torch.utils.checkpoint enters for the forward and for the recomputation."""
+    contexts = create_selective_checkpoint_contexts(lambda *args, **kwargs: CheckpointPolicy.MUST_SAVE)
+    return tuple(_Products(context) for context in contexts)
+
+
+class _Products(TorchDispatchMode):
+    """Shows torch's selective checkpointing only the operations that are kept.
+
+    It insists that forward and recomputation call the same operations in the same order; ZeRO-3 gathers parameters in one
+    and finds them gathered in the other.
+    """
+
+    def __init__(self, context: TorchDispatchMode):
+        super().__init__()
+        self.context = context
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        name = operation.name() if hasattr(operation, "name") else str(operation)
+        if name in SAVED_OPERATIONS:
+            return self.context.__torch_dispatch__(operation, types, args, kwargs or {})
+        return operation(*args, **(kwargs or {}))
