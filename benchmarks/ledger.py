@@ -91,12 +91,14 @@ def flags_of(row: Row, table: dict[str, Row]) -> dict[str, str]:
 
 def write_model(folder: Path) -> None:
     """A Llama of 12 M parameters: small enough for two cores, wide enough that no part vanishes."""
-    from transformers import AutoTokenizer, LlamaConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, set_seed
 
-    LlamaConfig(
+    config = LlamaConfig(
         vocab_size=8192, hidden_size=256, intermediate_size=704, num_hidden_layers=8, num_attention_heads=8,
         num_key_value_heads=4, max_position_embeddings=8192, tie_word_embeddings=False,
-    ).save_pretrained(folder)  # fmt: skip
+    )  # fmt: skip
+    set_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)  # a saved one: 4 bits are made while loading
     AutoTokenizer.from_pretrained(machine.TINY_MODEL).save_pretrained(folder)
 
 
@@ -395,7 +397,10 @@ def finish(figure, axes, target: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="model folder or hub id, random weights; default: a Llama of 12 M parameters")
+    parser.add_argument(
+        "--model",
+        help="model folder or hub id (random weights where the folder has none); default: a Llama of 12 M parameters",
+    )
     parser.add_argument("--data", help="training rows; default: made here, lengths like gsm8k's")
     parser.add_argument("--gpus", type=int, default=2, help="ranks of the ZeRO rows (1: without them)")
     parser.add_argument("--seq", type=int, default=512, help="longest row and pack, tokens")
@@ -414,10 +419,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         work = options.work or Path(temporary)
         work.mkdir(parents=True, exist_ok=True)
-        options.random_init = True
         if options.model is None:
             options.model = str(work / "model")
             write_model(Path(options.model))
+        options.random_init = not list(Path(options.model).glob("*.safetensors"))
         if options.data is None:
             options.data = str(work / "rows.jsonl")
             write_data(Path(options.data), options.seq)

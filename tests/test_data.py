@@ -360,7 +360,7 @@ def test_hub_ids_load_through_datasets(monkeypatch, tmp_path, tokenizer):
     write(folder, "train.jsonl", QA * 4)
     write(folder, "test.jsonl", QA)
     real, builder = datasets.load_dataset, datasets.load_dataset_builder
-    monkeypatch.setattr(datasets, "load_dataset", lambda name, config=None: real(str(folder)))
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, config=None, streaming=False: real(str(folder)))
     monkeypatch.setattr(datasets, "load_dataset_builder", lambda name, config=None: builder(str(folder)))
     monkeypatch.setattr("zerofit.hub.check", lambda asker: None)
     train, held_out = data.load(settings_for("someone/set"), tokenizer)

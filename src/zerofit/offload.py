@@ -21,8 +21,8 @@ SAME_AS_FLAG = {
 }
 FLAGS = tuple(dict.fromkeys(SAME_AS_FLAG.values()))  # all of them need stage 3
 ZENFLOW = (
-    "deepspeed 0.19 computes another function with it (the loss before the first step is 7.19 instead of 9.48 on two "
-    "CPU ranks at stage 2), and accelerate overrides its choice of when to step; use --offload optimizer"
+    "deepspeed 0.19 computes another function with it (at stage 2 the loss before the first step is not the model's), and "
+    "accelerate overrides its choice of when to step; use --offload optimizer"
 )
 # The optimizers that accelerate turns into DeepSpeed's CPU Adam with the same update rule; any other one becomes Adam
 # as well, without a word.
