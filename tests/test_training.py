@@ -66,10 +66,26 @@ def cases_of_one_rank():
     return cases
 
 
+def is_long(name: str) -> bool:
+    """The cases that only `make test-all` runs: precisions, splits and offload multiplied out."""
+    if "-one-" in name:
+        return name.endswith(("micro1", "micro4", "one-1", "one-2", "one-2-bf16"))
+    _, zero, *rest = name.split("-")
+    bf16_long = "bf16" in rest and (zero == "1" or rest[0] in ("optimizer", "all"))
+    return bf16_long or (rest[-1].startswith("micro") and (zero == "2" or rest[0] == "bf16"))
+
+
+def marked(names, long=is_long):
+    return [pytest.param(*n, marks=pytest.mark.slow) if any(map(long, n)) else n for n in names]
+
+
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+def runs(tmp_path_factory, request):
     folder = tmp_path_factory.mktemp("runs")
-    return run_world(2, cases_of_two_ranks(), folder) | run_world(1, cases_of_one_rank(), folder)
+    everything = "not slow" not in request.config.getoption("markexpr").replace("slow or not slow", "")
+    worlds = {ranks: {n: case for n, case in cases.items() if everything or not is_long(n)}
+              for ranks, cases in ((2, cases_of_two_ranks()), (1, cases_of_one_rank()))}  # fmt: skip
+    return run_world(2, worlds[2], folder) | run_world(1, worlds[1], folder)
 
 
 def precision_of(name: str) -> str:
@@ -100,7 +116,7 @@ def test_largest_differences(runs):
     assert found["fp32"][0] < TOLERANCE["fp32"] and found["bf16"][0] < TOLERANCE["bf16"]
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(("name",), marked([(n,) for n in ALL]))
 def test_loss_curve_equals_the_reference(runs, name):
     precision = precision_of(name)
     run, reference = runs[name], runs[reference_of(name)]
@@ -116,19 +132,22 @@ def test_loss_curve_equals_the_reference(runs, name):
 @pytest.mark.parametrize("recipe", ["sft", "lora"])
 @pytest.mark.parametrize(
     ("one", "other"),
-    [
-        ("2-none-bf16", "2-optimizer-bf16"),
-        ("3-optimizer-fp32", "3-all-fp32"),
-        ("3-optimizer-bf16", "3-all-bf16"),
-        ("0-none-fp32", "0-no-checkpointing"),
-        ("3-none-fp32", "3-no-checkpointing"),
-    ],
+    marked(
+        [
+            ("2-none-bf16", "2-optimizer-bf16"),
+            ("3-optimizer-fp32", "3-all-fp32"),
+            ("3-optimizer-bf16", "3-all-bf16"),
+            ("0-none-fp32", "0-no-checkpointing"),
+            ("3-none-fp32", "3-no-checkpointing"),
+        ],
+        lambda name: is_long(f"sft-{name}"),
+    ),
 )
 def test_pairs_that_are_bit_equal(runs, recipe, one, other):
     assert runs[f"{recipe}-{one}"].losses == runs[f"{recipe}-{other}"].losses
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(("name",), marked([(n,) for n in ALL]))
 def test_world_size_engine_and_shares(runs, name):
     run, ranks = runs[name], 1 if "-one-" in name else 2
     witness, result = run.json("witness.json"), run.json("result.json")
@@ -146,13 +165,13 @@ def test_world_size_engine_and_shares(runs, name):
         assert config["train_batch_size"] == 8
 
 
-@pytest.mark.parametrize("name", [n for n in ALL if n.startswith("lora")])
+@pytest.mark.parametrize(("name",), marked([(n,) for n in ALL if n.startswith("lora")]))
 def test_lora_leaves_the_base_bit_identical(runs, name):
     witness = runs[name].json("witness.json")
     assert witness["frozen_before"] == witness["frozen_after"]
 
 
-@pytest.mark.parametrize("name", [n for n in cases_of_two_ranks() if "micro" not in n])
+@pytest.mark.parametrize(("name",), marked([(n,) for n in cases_of_two_ranks() if "micro" not in n]))
 def test_final_loads_in_plain_libraries_with_the_same_logits(runs, name):
     from peft import AutoPeftModelForCausalLM
     from transformers import AutoModelForCausalLM, AutoTokenizer

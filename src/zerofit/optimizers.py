@@ -126,21 +126,11 @@ def _check(settings, name: str, entry: Entry) -> None:
         )
     if settings.offload != "none" and not entry.offload:
         raise UserError(f"--optim {name} with --offload {settings.offload}: {entry.why_not}; leave --offload out.")
-    if settings.offload != "none" and not name.startswith("adamw_torch") and _swaps_in_cpu_adam(settings):
-        raise UserError(
-            f'{settings.values.get("deepspeed")}: offloads the optimizer without "zero_force_ds_cpu_optimizer": '
-            f"false, which would train with DeepSpeed's CPU Adam in place of {name}; add that line."
-        )
     if name == "sophia" and settings.fp16:
         raise UserError(
             "--optim sophia with --fp16 true: it squares gradients of sampled labels, which fp16 cannot hold; use "
             "--bf16 true."
         )
-
-
-def _swaps_in_cpu_adam(settings) -> bool:
-    """accelerate replaces any optimizer by DeepSpeedCPUAdam unless the JSON says not to."""
-    return zero.get(settings.deepspeed or {}, "zero_force_ds_cpu_optimizer", True)
 
 
 def _match_json(settings, name: str, explicit: dict) -> None:
