@@ -89,11 +89,11 @@ def innermost(optimizer):
 
 def record(trainer: Witness) -> None:
     folder, model = Path(trainer.args.output_dir), trainer.model
+    after = frozen_hash(model)  # first: a forward outside the engine may leave ZeRO-3's next parameter in flight
     ids = torch.tensor([trainer.tokens.dataset[0]["input_ids"]])
     model.eval()
     with torch.no_grad():
         logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
-    after = frozen_hash(model)
     per_rank = [None] * dist.get_world_size() if dist.is_initialized() else [trainer.rows_seen]
     if dist.is_initialized():
         dist.all_gather_object(per_rank, trainer.rows_seen)
