@@ -81,6 +81,7 @@ def test_a_preset_is_its_flags_and_flags_win(name):
     assert settings("--preset", name, "--per_device_train_batch_size", "2").per_device_train_batch_size == 2
 
 
+@pytest.mark.slow
 def test_presets_train(tmp_path):
     """Each runs as it is; on a CPU in the precision that a CPU has."""
     from conftest import run_world

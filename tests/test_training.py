@@ -71,6 +71,8 @@ def is_long(name: str) -> bool:
     if "-one-" in name:
         return name.endswith(("micro1", "micro4", "one-1", "one-2", "one-2-bf16"))
     _, zero, *rest = name.split("-")
+    if zero == "1" and rest[0] == "optimizer":
+        return True
     bf16_long = "bf16" in rest and (zero == "1" or rest[0] in ("optimizer", "all"))
     return bf16_long or (rest[-1].startswith("micro") and (zero == "2" or rest[0] == "bf16"))
 
