@@ -193,8 +193,9 @@ def collect(row: Row, runs: list[Path]) -> dict:
         "peak_bytes": sum(at_peak.values()),
         "parts_at_peak": at_peak,
         "activation_bytes": activations,
-        "model_states": memory["model_states"],
-        "state_bytes": sum(memory["model_states"].values()),
+        "model_states": memory["model_states"]["before_step"],
+        "state_bytes": sum(memory["model_states"]["before_step"].values()),
+        "state_bytes_at_last_gradient": sum(memory["model_states"]["last_gradient"].values()),
         "host_bytes": memory.get("host", 0),
         "bytes_are": memory["bytes_are"],
         "parameters": result["parameters"],
@@ -243,7 +244,8 @@ def claims(found: dict[str, dict], ranks: int) -> list[tuple[str, str, str, str]
     if have("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3"):
         measured = []
         for z, formula in (("1", 4 + 12 / ranks), ("2", 2 + 14 / ranks), ("3", 16 / ranks)):
-            per = found[f"ZeRO-{z}"]["state_bytes"] / found[f"ZeRO-{z}"]["parameters"]
+            moment = "state_bytes_at_last_gradient" if z == "1" else "state_bytes"  # stage 1 drops gradients early
+            per = found[f"ZeRO-{z}"][moment] / found[f"ZeRO-{z}"]["parameters"]
             measured.append(f"ZeRO-{z} {per:.2f} bytes a parameter (formula {formula:.2f})")
         out.append((
             "ZeRO-1 3-5x, ZeRO-2 8-10x, ZeRO-3 15x and more", "tutorials; arXiv 1910.02054",
