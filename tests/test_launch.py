@@ -178,14 +178,19 @@ def test_secrets_are_hidden():
     [
         (["GPUS=0"], "GPUS=0: must be a whole number"),
         (["GPUS=many"], "GPUS=many"),
-        (["GPUS=500"], "has no GPU and only"),
-        (["PORT=99999"], "PORT=99999: must be a number"),
-        (["LAUNCHER=mpi"], "LAUNCHER=mpi: must be one of"),
         (["ARGS=--zero '3"], "no closing quotation"),
-        (["ZERO=2", "OFFLOAD=all"], "--offload all needs stage 3"),
-        (["DATA=/no/such.jsonl"], "no such file or folder"),
         (["MODEL=/no/such", f"DATA={TINY / 'train.jsonl'}"], "no such model folder"),
-        (["ARGS=--attn_implementation nonsense"], "nonsense"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)  # six seconds each
+            for case in (
+                (["GPUS=500"], "has no GPU and only"),
+                (["PORT=99999"], "PORT=99999: must be a number"),
+                (["LAUNCHER=mpi"], "LAUNCHER=mpi: must be one of"),
+                (["ZERO=2", "OFFLOAD=all"], "--offload all needs stage 3"),
+                (["DATA=/no/such.jsonl"], "no such file or folder"),
+                (["ARGS=--attn_implementation nonsense"], "nonsense"),
+            )
+        ),
     ],
 )
 def test_make_refuses_with_one_sentence_and_no_folder(tmp_path, words, says):

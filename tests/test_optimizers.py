@@ -352,6 +352,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
+@pytest.mark.slow
 def test_skipped_steps_are_logged_under_fp16(tmp_path):
     config = json.loads((ROOT / "deepspeed_configs" / "zero2.json").read_text())
     config["fp16"] |= {"initial_scale_power": 32, "hysteresis": 1}  # the first steps must overflow
