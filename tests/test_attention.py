@@ -139,6 +139,7 @@ def test_padding_free_rows_train_like_padded_ones(tmp_path):
     torch.testing.assert_close(torch.tensor(runs["true"].losses), torch.tensor(runs["false"].losses), rtol=1e-4, atol=0)
 
 
+@pytest.mark.slow  # test_stream compares packed rows on one and two ranks too
 def test_packing_trains_the_same_on_one_and_two_ranks(tmp_path):
     flags = [
         "--data", str(TINY / "train.jsonl"), "--max_samples", "200", "--packing", "--max_length", "96",

@@ -317,6 +317,7 @@ def losses(tmp_path, *techniques, more=()):
     return {r: [runs[f"{r}{i}"].losses for i in range(len(techniques) + 1)] for r in RATE}, runs
 
 
+@pytest.mark.slow
 def test_hpz_has_the_losses_of_stage_3(tmp_path):
     found, runs = losses(tmp_path, ["--zero_hpz_partition_size", "2"])
     for recipe, (plain, hpz) in found.items():
