@@ -129,7 +129,9 @@ def test_bars():
 
 
 def test_packing_and_padding_numbers():
-    settings = SimpleNamespace(max_length=16, seed=1, shuffle_seed=None, per_device_train_batch_size=2)
+    settings = SimpleNamespace(
+        max_length=16, seed=1, data_seed=None, train_sampling_strategy="random", per_device_train_batch_size=2
+    )
     found = inspection.packing(np.array([16, 10, 6]), settings)
     assert (found["packs"], found["efficiency"]) == (2, 1.0)
     # 16 in any batch makes it 16 wide; the row that is alone is 16, or 10 -> 16, or 6 -> 8 wide (multiples of 8)

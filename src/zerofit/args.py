@@ -8,6 +8,7 @@ import argparse
 import difflib
 import json
 import os
+import shlex
 import warnings
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -480,6 +481,22 @@ def read_yaml(path: str, recipe: str) -> dict[str, Any]:
     return _explicit(recipe, argv, str(path))
 
 
+def command_line(recipe: str, flags: list[str], more: str = "", gpus: str = "1") -> tuple[list[str], int]:
+    """What the verbs of `zerofit` take in common: (the recipe's flags with those of ARGS behind them, processes).
+
+    Args: more: flags in one string, split like a shell would.
+    Raises: UserError for an unknown recipe, an unclosed quote or a count that is no number.
+    """
+    if recipe not in RECIPES:
+        raise UserError(f"--recipe {recipe}: must be one of {', '.join(RECIPES)}.")
+    if not gpus.isdigit() or int(gpus) < 1:
+        raise UserError(f"GPUS={gpus}: must be a whole number of 1 or more.")
+    try:
+        return [*flags, *shlex.split(more)], int(gpus)
+    except ValueError as error:
+        raise UserError(f"ARGS={more}: cannot be split into words: {str(error).lower()}.") from None
+
+
 def parse(recipe: str, argv: list[str], world_size: int) -> Settings:
     """Flags, YAML and DeepSpeed JSON made into `Settings`, before a GPU or a process group is touched.
 
@@ -523,6 +540,13 @@ def parse(recipe: str, argv: list[str], world_size: int) -> Settings:
     optimizers.choose(settings, given)
     _scale_learning_rate(settings)
     return settings
+
+
+def order_seed(settings) -> int | None:
+    """The seed of the row order, of Settings or of TrainingArguments; None keeps the rows as they come."""
+    if settings.train_sampling_strategy == "sequential":
+        return None
+    return settings.seed if settings.data_seed is None else settings.data_seed
 
 
 def decide(settings: Settings, name: str, value: Any, why: str) -> None:

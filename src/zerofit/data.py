@@ -325,6 +325,16 @@ def _write(table: Path, sources: list[rows.Source], settings, encoder: chat.Enco
                     last_word = time.monotonic()
                     print(f"tokenising: {count['rows']:,} rows, {count['tokens']:,} tokens", flush=True)
             per_source.append((count["kept"] - before, source.weight))
+    found = tally(sources, count, settings)
+    os.replace(aside, table)
+    return found | {"sources": per_source, "seconds": round(time.monotonic() - started, 3)}
+
+
+def tally(sources: list[rows.Source], count: Counter, settings) -> dict:
+    """What was read, for the report: names, formats and COUNTS.
+
+    Raises: UserError when no row is left to train on.
+    """
     names = ", ".join(map(str, sources))
     if not count["rows"]:
         raise UserError(f"{names}: holds no rows.")
@@ -332,16 +342,8 @@ def _write(table: Path, sources: list[rows.Source], settings, encoder: chat.Enco
         raise UserError(
             f"{names}: in none of the {count['rows']} rows an answer fits into --max_length {settings.max_length}."
         )
-    os.replace(aside, table)
-    formats = sorted(k.removeprefix("format ") for k in count if k.startswith("format "))
-    numbers = {k: count[k] for k in COUNTS}
-    return {
-        "source": names,
-        "format": " + ".join(formats),
-        **numbers,
-        "sources": per_source,
-        "seconds": round(time.monotonic() - started, 3),
-    }
+    formats = sorted(name.removeprefix("format ") for name in count if name.startswith("format "))
+    return {"source": names, "format": " + ".join(formats)} | {name: count[name] for name in COUNTS}
 
 
 def cut(ids: list[int], labels: list[int], settings, count: Counter) -> tuple[list[int], list[int]] | None:
@@ -477,12 +479,16 @@ class Packs(torch.utils.data.Dataset):
         return len(self.packs)
 
     def __getitem__(self, index: int) -> dict:
-        parts = [self.documents[i] for i in self.packs[index]]
-        return {
-            "input_ids": [t for part in parts for t in part["input_ids"]],
-            "labels": [t for part in parts for t in part["labels"]],
-            "lengths": [len(part["input_ids"]) for part in parts],
-        }
+        return join([self.documents[i] for i in self.packs[index]])
+
+
+def join(documents: list[dict]) -> dict:
+    """One pack: {"input_ids", "labels", "lengths" of the documents}."""
+    return {
+        "input_ids": [t for part in documents for t in part["input_ids"]],
+        "labels": [t for part in documents for t in part["labels"]],
+        "lengths": [len(part["input_ids"]) for part in documents],
+    }
 
 
 def best_fit_decreasing(lengths: list[int], capacity: int) -> list[list[int]]:

@@ -10,7 +10,6 @@ import hashlib
 import itertools
 import os
 import re
-import shlex
 import sys
 import time
 import unicodedata
@@ -50,18 +49,13 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--out", default="", help="folder for data.json and data.png (default runs/data-<time>)")
     parser.add_argument("--args", default="", help="more recipe flags in one string, split like a shell would")
     given, flags = parser.parse_known_args(argv)
-    if given.recipe not in args.RECIPES:
-        raise UserError(f"--recipe {given.recipe}: must be one of {', '.join(args.RECIPES)}.")
-    try:
-        more = shlex.split(given.args)
-    except ValueError as error:
-        raise UserError(f"ARGS={given.args}: cannot be split into words: {str(error).lower()}.") from None
-    if {"--help", "-h"} & set(more):
+    flags, _ = args.command_line(given.recipe, flags, given.args)
+    if {"--help", "-h"} & set(flags):
         parser.print_help()
         return
     named = ["--output_dir", given.out] if given.out else []
     # --gpus first: a process count in the YAML file is about the run, not about this look
-    settings = args.parse(given.recipe, ["--gpus", "1", *flags, *more, *named], 1)
+    settings = args.parse(given.recipe, ["--gpus", "1", *flags, *named], 1)
 
     from . import data, model, report
 
@@ -220,8 +214,9 @@ def packing(lengths: np.ndarray, settings) -> dict:
     from .data import best_fit_decreasing
 
     packs, tokens = len(best_fit_decreasing(lengths.tolist(), settings.max_length)), int(lengths.sum())
-    seed = settings.seed if settings.shuffle_seed is None else settings.shuffle_seed
-    order = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(seed)).numpy()
+    seed, order = args.order_seed(settings), np.arange(len(lengths))
+    if seed is not None:
+        order = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(seed)).numpy()
     micro = settings.per_device_train_batch_size
     starts = np.arange(0, len(lengths), micro)
     widths = -(-np.maximum.reduceat(lengths[order], starts) // 8) * 8  # as the collator rounds

@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -37,18 +36,13 @@ def main(argv: list[str]) -> None:
         raise UserError(
             f"{given.recipe}: no such recipe; there are {', '.join(f'recipes/{r}.py' for r in args.RECIPES)}."
         )
-    if not given.gpus.isdigit() or int(given.gpus) < 1:
-        raise UserError(f"GPUS={given.gpus}: must be a whole number of 1 or more.")
     if given.launcher not in LAUNCHERS:
         raise UserError(f"LAUNCHER={given.launcher}: must be one of {', '.join(LAUNCHERS)}.")
-    try:
-        flags = [*given.flags, *shlex.split(given.args)]
-    except ValueError as error:
-        raise UserError(f"ARGS={given.args}: cannot be split into words: {str(error).lower()}.") from None
+    flags, count = args.command_line(recipe.stem, given.flags, given.args, given.gpus)
     if "--help" in flags or "-h" in flags:
         args.build_parser(recipe.stem).print_help()
         return
-    count, port = int(given.gpus), _port(given.port)
+    port = _port(given.port)
     flags += ["--gpus", str(count)]
     _check_devices(count, use_cpu=any(f.startswith(("--use_cpu", "--use-cpu")) for f in flags))
     settings = start.settings(recipe.stem, flags, count)

@@ -8,7 +8,6 @@ transformers' auto_find_batch_size refuses that stage.
 import argparse
 import json
 import os
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -16,14 +15,14 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import torch
 
 from . import args, memory, memory_report, world
-from .errors import UserError
+from .errors import EXIT_CODES, UserError
 
 MARGIN = 0.08  # of the device's memory stays free: fragmentation, and rows that differ a little from rank to rank
 JOB = "ZEROFIT_PROBE"  # environment variable: the file that tells a recipe's ranks to measure instead of to train
-OUT_OF_MEMORY = 3  # exit code of a rank that met its limit
 
 
 @dataclass
@@ -48,14 +47,13 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--gpus", default="1", help="processes")
     parser.add_argument("--args", default="", help="more recipe flags in one string, split like a shell would")
     given, flags = parser.parse_known_args(argv)
-    if given.recipe not in args.RECIPES:
-        raise UserError(f"--recipe {given.recipe}: must be one of {', '.join(args.RECIPES)}.")
-    if not given.gpus.isdigit() or int(given.gpus) < 1:
-        raise UserError(f"GPUS={given.gpus}: must be a whole number of 1 or more.")
+    flags, ranks = args.command_line(given.recipe, flags, given.args, given.gpus)
+    if {"--help", "-h"} & set(flags):
+        parser.print_help()
+        return
     from . import launch, start
 
-    flags = [*flags, *shlex.split(given.args)]
-    settings = start.settings(given.recipe, flags, int(given.gpus))
+    settings = start.settings(given.recipe, flags, ranks)
     launch.prepare(settings)
     found = search(settings, flags)
     accumulation = settings.effective_batch_size // (found.size * settings.world_size)
@@ -195,23 +193,24 @@ def resolve(settings, flags: list[str]) -> list[str]:
         raise UserError(
             "--per_device_train_batch_size auto on several machines: search on one with `make probe`, then name the size."
         )
-    # The ranks of one launch share their parent process.
-    answer = (
-        Path(tempfile.gettempdir()) / f"zerofit-probe-{os.getuid()}-{os.getppid()}-{os.environ.get('MASTER_PORT', 0)}"
-    )
+    # The ranks of one launch share their parent process; each rank takes its own copy of the answer away.
+    parent = psutil.Process(os.getppid())
+    name = f"zerofit-probe-{os.getuid()}-{parent.pid}-{os.environ.get('MASTER_PORT', 0)}"
+    answers = [Path(tempfile.gettempdir()) / f"{name}-{rank}" for rank in range(settings.world_size)]
     if world.rank() == 0:
-        answer.unlink(missing_ok=True)
         try:
             found: int | str = search(settings, flags).size
         except UserError as error:
             found = str(error)
-        aside = answer.with_suffix(".tmp")
-        aside.write_text(json.dumps(found))
-        os.replace(aside, answer)
-    began = time.time()
-    while not answer.exists() or answer.stat().st_mtime < began - 3600:
+        for answer in answers:
+            aside = answer.with_suffix(".tmp")
+            aside.write_text(json.dumps(found))
+            os.replace(aside, answer)
+    answer = answers[world.rank()]
+    while not answer.exists() or answer.stat().st_mtime < parent.create_time():  # of a launch that was killed
         time.sleep(0.2)
     found = json.loads(answer.read_text())
+    answer.unlink()
     if isinstance(found, str):
         raise UserError(found)
     return with_size(settings, flags, found)
@@ -257,7 +256,7 @@ def measure(trainer) -> None:
                 file.write(json.dumps({"size": size, **record}) + "\n")
     except torch.OutOfMemoryError:
         (Path(job["folder"]) / "out-of-memory").touch()
-        code = OUT_OF_MEMORY
+        code = EXIT_CODES["out of memory"]
     sys.stdout.flush()
     if not code and torch.distributed.is_initialized():
         torch.distributed.barrier()
@@ -288,6 +287,7 @@ def _step(trainer, rows: list[dict], ledger) -> dict:
         torch.cuda.synchronize()
         peak = torch.cuda.max_memory_reserved()
     else:
+        ledger.highest = 0
         with ledger:
             _two_micro_batches(trainer, rows)
         peak = ledger.highest

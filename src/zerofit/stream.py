@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
-from . import chat, data, rows
+from . import args, chat, data, rows
 from .errors import UserError
 
 PREVIEW = 500  # rows tokenised before the start: statistics, limits, the proof on real documents, sample answers
@@ -60,29 +60,20 @@ def load(sources: list[rows.Source], settings, encoder: chat.Encoder) -> data.To
     from datasets import Dataset
 
     effective = settings.effective_batch_size
-    seed = settings.data_seed if settings.data_seed is not None else settings.seed
-    seed = None if settings.train_sampling_strategy == "sequential" else seed
-    stream = Stream(sources, settings, encoder, seed, effective)
+    stream = Stream(sources, settings, encoder, args.order_seed(settings), effective)
     first = list(itertools.islice(stream.rows(), min(PREVIEW, settings.max_samples or PREVIEW)))
     count: Counter = Counter()
     kept = [row for row in stream.encoded(first, count) if row is not None]
-    names = ", ".join(map(str, sources))
-    if not kept:
-        raise UserError(
-            f"{names}: in none of the first {len(first)} rows an answer fits into --max_length {settings.max_length}."
-        )
+    facts = data.tally(sources, count, settings) | {"streaming": True}
     table = Dataset.from_dict({"input_ids": [ids for ids, _ in kept], "labels": [labels for _, labels in kept]})
-    numbers = {name: count[name] for name in data.COUNTS}
-    formats = sorted(name.removeprefix("format ") for name in count if name.startswith("format "))
-    statistics = {"source": names, "format": " + ".join(formats), **numbers, "streaming": True}
-    return data.Tokens(table, statistics, _fingerprint(sources), stream=stream)
+    return data.Tokens(table, facts, _fingerprint(sources), stream=stream)
 
 
 class Stream(torch.utils.data.IterableDataset):
     """An endless run over all rows, epoch after epoch, the same on every rank.
 
-    Yields (place, row or line of JSON, format), or packs {"input_ids", "labels", "lengths"} with --packing. `skip` samples are passed
-    over first (set before iterating).
+    Yields (place, row or line of JSON, format), or packs {"input_ids", "labels", "lengths"} with --packing. `skip`
+    samples are passed over first (set before iterating).
     """
 
     def __init__(self, sources, settings, encoder, seed: int | None, effective: int):
@@ -136,16 +127,13 @@ class Stream(torch.utils.data.IterableDataset):
     def _packs(self, window: list) -> list[dict]:
         kept = []
         for at in range(0, len(window), data.CHUNK):
-            kept += [row for row in self.encoded(window[at : at + data.CHUNK], Counter()) if row is not None]
-        packs = data.best_fit_decreasing([len(ids) for ids, _ in kept], self.settings.max_length)
-        return [
-            {
-                "input_ids": [t for i in pack for t in kept[i][0]],
-                "labels": [t for i in pack for t in kept[i][1]],
-                "lengths": [len(kept[i][0]) for i in pack],
-            }
-            for pack in packs
-        ]
+            kept += [
+                {"input_ids": row[0], "labels": row[1]}
+                for row in self.encoded(window[at : at + data.CHUNK], Counter())
+                if row is not None
+            ]
+        packs = data.best_fit_decreasing([len(row["input_ids"]) for row in kept], self.settings.max_length)
+        return [data.join([kept[i] for i in pack]) for pack in packs]
 
 
 class Tokenise:

@@ -37,6 +37,7 @@ from . import (
     stream,
     world,
 )
+from .args import order_seed
 from .errors import Diverged, UserError
 
 
@@ -136,12 +137,10 @@ class KitTrainer(Trainer):
 
     def _get_train_sampler(self, train_dataset=None):
         dataset, args = train_dataset or self.train_dataset, self.args
-        seed, lengths = args.data_seed if args.data_seed is not None else args.seed, None
-        if args.train_sampling_strategy == "sequential":
-            seed = None
-        elif args.train_sampling_strategy == "group_by_length":
+        seed, lengths = order_seed(args), None
+        if args.train_sampling_strategy == "group_by_length":
             lengths = [len(row["input_ids"]) for row in dataset.sequences]
-        elif args.train_sampling_strategy != "random":
+        elif args.train_sampling_strategy not in ("random", "sequential"):
             raise UserError(
                 f"--train_sampling_strategy {args.train_sampling_strategy}: the row order would depend on the number "
                 "of ranks; use random, sequential or group_by_length."
