@@ -355,7 +355,8 @@ class Settings:
     """Everything a run needs to know, resolved: `settings.zero`, `settings.model`, `settings.learning_rate` ...
 
     values: argument -> value;  source: argument -> where it came from;  decisions: sentences to print once;
-    deepspeed: the DeepSpeed configuration ("auto" left for transformers), None for stage 0.
+    deepspeed: the DeepSpeed configuration ("auto" left for transformers), None for stage 0;
+    gpu: the GPU that is planned for (hardware.Gpu), None: what this machine has.
     """
 
     recipe: str
@@ -364,6 +365,7 @@ class Settings:
     decisions: list[str]
     deepspeed: dict | None
     world_size: int
+    gpu: Any = None
 
     def __getattr__(self, name: str):
         try:
@@ -497,10 +499,11 @@ def command_line(recipe: str, flags: list[str], more: str = "", gpus: str = "1")
         raise UserError(f"ARGS={more}: cannot be split into words: {str(error).lower()}.") from None
 
 
-def parse(recipe: str, argv: list[str], world_size: int) -> Settings:
+def parse(recipe: str, argv: list[str], world_size: int, gpu=None) -> Settings:
     """Flags, YAML and DeepSpeed JSON made into `Settings`, before a GPU or a process group is touched.
 
-    Args: recipe: "sft" or "lora"; argv: the flags; world_size: number of processes of this job.
+    Args: recipe: "sft" or "lora"; argv: the flags; world_size: number of processes of this job; gpu: hardware.Gpu of
+        a plan, which need not be in this machine.
     Raises: UserError for anything unknown, malformed or contradictory.
     """
     from_flags = _explicit(recipe, argv, "command line")
@@ -527,7 +530,7 @@ def parse(recipe: str, argv: list[str], world_size: int) -> Settings:
         source |= dict.fromkeys(layer, origin)
     kit = {f.name for group in _kit_groups(recipe) for f in fields(group)}
     source |= {name: "default" for name in kit if source[name] == "transformers default"}
-    settings = Settings(recipe, values, source, [], None, world_size)
+    settings = Settings(recipe, values, source, [], None, world_size, gpu)
     if preset:
         settings.decisions.append(f"preset {given['preset']}: {' '.join(presets.flags(given['preset']))}")
     _check_ranges(settings)
@@ -618,7 +621,7 @@ def _fill_defaults(settings: Settings) -> None:
         else:
             stage = "3" if settings.offload == "all" else "2"
             decide(settings, "zero", stage, f"the lowest stage that can offload {settings.offload}")
-    if not torch.cuda.is_available() and not settings.use_cpu:
+    if not torch.cuda.is_available() and not settings.use_cpu and settings.gpu is None:
         decide(settings, "use_cpu", True, "no GPU is visible to PyTorch")
     if settings.use_cpu:
         os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed fixes its device at import, which the lint of the JSON does
@@ -631,10 +634,9 @@ def _fill_defaults(settings: Settings) -> None:
 
 def _choose_precision(settings: Settings) -> None:
     """bf16 where the hardware has it, fp16 on GPUs that do not, fp32 on the CPU; a flag or the JSON decides first."""
-    import torch
-
     named = {"bf16", "fp16"} & {k for k, s in settings.source.items() if s != "transformers default"}
-    if settings.bf16 and not settings.use_cpu and not torch.cuda.is_bf16_supported(including_emulation=False):
+    gpu, has_bf16 = _gpu(settings)
+    if settings.bf16 and not settings.use_cpu and not has_bf16:
         raise UserError("--bf16: this GPU has no bf16 arithmetic; use --fp16 true, or leave both out.")
     if settings.fp16 and settings.use_cpu and settings.deepspeed is None:
         raise UserError("--fp16 with stage 0 needs a GPU (its loss scaler does); use --bf16 true on the CPU.")
@@ -653,10 +655,21 @@ def _choose_precision(settings: Settings) -> None:
         decide(settings, "bf16", True, "--pure_bf16")
     elif settings.use_cpu:
         settings.decisions.append("precision fp32: exact, and the fast one for small models on a CPU (--bf16 true)")
-    elif torch.cuda.is_bf16_supported(including_emulation=False):
-        decide(settings, "bf16", True, f"{torch.cuda.get_device_name()} has bf16 arithmetic")
+    elif has_bf16:
+        decide(settings, "bf16", True, f"{gpu} has bf16 arithmetic")
     else:
-        decide(settings, "fp16", True, f"{torch.cuda.get_device_name()} has no bf16 arithmetic; loss scaling is on")
+        decide(settings, "fp16", True, f"{gpu} has no bf16 arithmetic; loss scaling is on")
+
+
+def _gpu(settings: Settings) -> tuple[str, bool]:
+    """(name, whether it has bf16 arithmetic) of the GPU that the run is for."""
+    import torch
+
+    if settings.use_cpu:
+        return "CPU", True
+    if settings.gpu is not None:
+        return settings.gpu.device_name, settings.gpu.bf16
+    return torch.cuda.get_device_name(), torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def _solve_batch(settings: Settings) -> None:

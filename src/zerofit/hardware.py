@@ -1,30 +1,110 @@
-"""What is known about GPUs by name. Peaks are the vendors' dense figures (no sparsity)."""
+"""What is known about GPUs by name: memory, speeds and links. Figures are the vendors' (dense, no sparsity)."""
 
-# name fragment as in torch.cuda.get_device_name() -> TFLOP/s of 16-bit tensor-core products with fp32 accumulation.
-# More telling fragments first.
-PEAK_TFLOPS = {
-    "B200": 2250.0,
-    "H200": 989.0,
-    "H100 PCIe": 756.0,
-    "H100 NVL": 835.0,
-    "H100": 989.0,
-    "A100": 312.0,
-    "L40S": 362.0,
-    "L40": 181.0,
-    "L4": 121.0,
-    "A10G": 70.0,
-    "A10": 125.0,
-    "V100": 125.0,
-    "T4": 65.0,
-    "RTX 5090": 209.5,
-    "RTX 4090": 165.2,
-    "RTX 3090": 71.0,
+import difflib
+import json
+import os
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from .errors import UserError
+
+USER_TABLE = "ZEROFIT_GPUS"  # environment variable: a JSON file {"name": {"memory_gib": ..., ...}} with more GPUs
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """memory_gib: what the driver shows as total; tflops: 16-bit tensor-core products with fp32 accumulation;
+    memory_gbs: device memory, GB/s; link_gbs: to the other GPUs of the node, one direction, GB/s;
+    host_gbs: to host memory, one direction, GB/s; bf16: has bf16 arithmetic;
+    device_name: fragment of torch.cuda.get_device_name(), more telling fragments first in the table.
+    """
+
+    device_name: str
+    memory_gib: float
+    tflops: float
+    memory_gbs: float
+    link_gbs: float
+    host_gbs: float
+    bf16: bool = True
+
+
+# Data sheets of NVIDIA. memory_gib as nvidia-smi shows it; link_gbs: half of NVLink's two-way figure, or PCIe.
+GPUS = {
+    "b200-180g": Gpu("B200", 179.0, 2250.0, 8000, 900, 56),
+    "h200-141g": Gpu("H200", 139.8, 989.0, 4800, 450, 56),
+    "h100-80g-pcie": Gpu("H100 PCIe", 79.6, 756.0, 2000, 56, 56),
+    "h100-94g-nvl": Gpu("H100 NVL", 93.6, 835.0, 3900, 300, 56),
+    "h100-80g": Gpu("H100", 79.6, 989.0, 3350, 450, 56),
+    "a100-40g": Gpu("A100-SXM4-40GB", 39.4, 312.0, 1555, 300, 25),
+    "a100-40g-pcie": Gpu("A100-PCIE-40GB", 39.4, 312.0, 1555, 25, 25),
+    "a100-80g": Gpu("A100", 79.3, 312.0, 2039, 300, 25),
+    "l40s-48g": Gpu("L40S", 44.5, 362.0, 864, 25, 25),
+    "l40-48g": Gpu("L40", 44.5, 181.0, 864, 25, 25),
+    "l4-24g": Gpu("L4", 22.0, 121.0, 300, 25, 25),
+    "a10g-24g": Gpu("A10G", 22.0, 70.0, 600, 25, 25),
+    "a10-24g": Gpu("A10", 22.0, 125.0, 600, 25, 25),
+    "v100-32g": Gpu("V100-SXM2-32GB", 31.7, 125.0, 900, 150, 12, bf16=False),
+    "v100-16g": Gpu("V100", 15.8, 125.0, 900, 150, 12, bf16=False),
+    "t4-16g": Gpu("T4", 14.6, 65.0, 320, 12, 12, bf16=False),
+    "rtx5090-32g": Gpu("RTX 5090", 31.4, 209.5, 1792, 56, 56),
+    "rtx4090-24g": Gpu("RTX 4090", 23.5, 165.2, 1008, 25, 25),
+    "rtx3090-24g": Gpu("RTX 3090", 23.6, 71.0, 936, 25, 25),
 }
+
+
+def table() -> dict[str, Gpu]:
+    """The GPUs by name, the user's own (ZEROFIT_GPUS=file.json) first.
+
+    Raises: UserError for a file that cannot be read, naming it and the key.
+    """
+    file = os.environ.get(USER_TABLE)
+    if not file:
+        return GPUS
+    try:
+        entries = json.loads(Path(file).expanduser().read_text(encoding="utf-8"))
+        names = {f.name for f in fields(Gpu)}
+        own = {}
+        for name, entry in entries.items():
+            if unknown := set(entry) - names:
+                raise UserError(f"{USER_TABLE}={file}: {name}: unknown key {min(unknown)!r}; known: {', '.join(names)}.")
+            base = asdict(GPUS["a100-80g"]) | {"device_name": name}
+            own[name.lower()] = Gpu(**{**base, **entry})
+    except OSError as error:
+        raise UserError(f"{USER_TABLE}={file}: cannot be read: {error.strerror}.") from None
+    except (ValueError, TypeError, AttributeError) as error:
+        raise UserError(
+            f'{USER_TABLE}={file}: must be JSON like {{"my-gpu": {{"memory_gib": 96}}}}: {error}.'
+        ) from None
+    return own | GPUS
+
+
+def find(name: str) -> Gpu:
+    """The GPU of that name in the table; "detect" is the one of this machine.
+
+    Raises: UserError for a name that is not in the table, or when there is no GPU to detect.
+    """
+    known = table()
+    if name == "detect":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise UserError(f"--gpu detect: no GPU is visible to PyTorch; name one: {', '.join(known)}.")
+        found = by_device_name(torch.cuda.get_device_name())
+        total = torch.cuda.get_device_properties(0).total_memory / 2**30
+        base = asdict(found or GPUS["a100-80g"])
+        return Gpu(**{**base, "device_name": torch.cuda.get_device_name(), "memory_gib": round(total, 2)})
+    if name.lower() not in known:
+        close = difflib.get_close_matches(name.lower(), known, 1, 0.5)
+        hint = f"did you mean {close[0]}? " if close else ""
+        raise UserError(f"--gpu {name}: not in the table; {hint}Known: {', '.join(known)}; more with {USER_TABLE}=file.json.")
+    return known[name.lower()]
+
+
+def by_device_name(device_name: str) -> Gpu | None:
+    return next((gpu for gpu in table().values() if gpu.device_name in device_name), None)
 
 
 def peak_flops(device_name: str) -> float | None:
     """Peak FLOP/s of 16-bit products, or None for a device that is not in the table."""
-    for fragment, tflops in PEAK_TFLOPS.items():
-        if fragment in device_name:
-            return tflops * 1e12
-    return None
+    gpu = by_device_name(device_name)
+    return gpu.tflops * 1e12 if gpu else None

@@ -7,17 +7,19 @@ from . import adapters, args, quantized, quiet, world
 quiet.libraries()
 
 
-def settings(recipe: str, argv: list[str] | None = None, world_size: int | None = None) -> args.Settings:
+def settings(
+    recipe: str, argv: list[str] | None = None, world_size: int | None = None, gpu=None
+) -> args.Settings:
     """The arguments of this process's command line, resolved and checked; --show prints them and ends here.
 
-    Args: argv, world_size: for a job that is still to be started; default: this process's own.
+    Args: argv, world_size: for a job that is still to be started; default: this process's own. gpu: see args.parse.
     Raises: UserError for the user's mistakes, before a GPU or a process group is touched.
     """
     from . import probe
 
     taken = world.take_over_environment()
     other_size = world.check_size() if argv is None else None
-    found = args.parse(recipe, sys.argv[1:] if argv is None else argv, world_size or world.size())
+    found = args.parse(recipe, sys.argv[1:] if argv is None else argv, world_size or world.size(), gpu)
     if other_size:
         found.decisions.append(other_size)
     if taken:

@@ -1,0 +1,675 @@
+"""One rank of a run that is not there: the kit's own trainer and the real engine, on tensors without memory.
+
+The program behind the planner. It builds the very model, adapter, optimizer and DeepSpeed configuration of a recipe and
+lets KitTrainer train two steps, while torch's FakeTensorMode makes every tensor a shape without bytes and its fake
+process group stands for the other ranks. memory.Ledger follows what would have been alive.
+
+    run("sft", ["--model", "folder", "--zero", "3"], ranks=64, gpu="h100-80g")["total"]["backward"]   # bytes
+
+Runs in a process of its own: the patches below are for the whole process.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+STEPS = 2  # the optimizer's states appear in the first, ZeRO-3 prefetches from the second on
+
+
+class GhostFailed(Exception):
+    """The model, the flags or the library cannot be run without memory; its text says what was met."""
+
+
+# --- the question, asked from outside ---
+
+
+def question(
+    recipe: str, flags: list[str], ranks: int, rank: int = 0, gpu: str | None = None, device: str | None = None,
+    fake: bool = True, padded: bool = False, overrides: dict | None = None,
+) -> dict:  # fmt: skip
+    """What to ask for: the peak bytes of rank `rank` of `ranks`.
+
+    Args:
+        flags: the recipe's, with --model; the rows of --data are never opened.
+        gpu: of the table in hardware.py; None: as on this machine's CPU.
+        device: "gpu" (without memory, host tensors told apart), "cpu" (as a CPU run would), "cuda" (a real GPU, with
+            fake=False: what validation measures). Default: "gpu" with a `gpu`, else "cpu".
+        fake: False keeps real tensors; only the other ranks are missing then.
+        padded: rows differ in length, so that attention needs a mask.
+        overrides: values laid over the model's config.json (fewer layers).
+    """
+    return {
+        "recipe": recipe, "flags": flags, "ranks": ranks, "rank": rank, "gpu": gpu, "fake": fake, "padded": padded,
+        "device": device or ("gpu" if gpu else "cpu"), "overrides": overrides or {},
+    }  # fmt: skip
+
+
+def run(*args, **kwargs) -> dict:
+    """The answer to one `question(...)`.
+
+    Returns: {"peak": {phase: {part: bytes}}, "total": {phase: bytes}, "host": bytes, "model_states": see memory.Ledger,
+        "parameters", "trainable", "largest_block", "seconds"}.
+    Raises: UserError for the user's mistakes, GhostFailed when it cannot be run that way.
+    """
+    (answer,) = run_all([question(*args, **kwargs)])
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
+
+
+def run_all(questions: list[dict], cache: Path | None = None) -> list[dict | Exception]:
+    """The answers, in order; an exception that `run` would raise stands in its place.
+
+    Libraries are imported once and each question is answered in a fork, as many at once as there are cores.
+    Args: cache: folder of answers by question.
+    """
+    answers: list = [_kept(cache, q) for q in questions]
+    left = [i for i, answer in enumerate(answers) if answer is None]
+    if not left:
+        return answers
+    env = {k: v for k, v in os.environ.items() if k not in _OF_A_LAUNCHER and not k.startswith("TORCHELASTIC_")}
+    env |= {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "TOKENIZERS_PARALLELISM": "false"}
+    env |= {"OMP_NUM_THREADS": "1"} if all(questions[i]["fake"] for i in left) else {}
+    if all(questions[i]["device"] != "cuda" for i in left):
+        env |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, "-m", "zerofit.ghost"], input=json.dumps([questions[i] for i in left]),
+        capture_output=True, text=True, env=env,
+    )  # fmt: skip
+    found = {}
+    for line in done.stdout.splitlines():
+        if line.startswith(_MARK):
+            number, answer = json.loads(line.removeprefix(_MARK))
+            found[left[number]] = answer
+    for i in left:
+        answer = found.get(i, {"failed": (done.stderr.strip().splitlines() or ["no answer"])[-1]})
+        answers[i] = _as_exception(answer)
+        if cache and not isinstance(answers[i], Exception):
+            _keep(cache, questions[i], answer)
+    return answers
+
+
+_MARK = "ghost-answer: "
+
+
+def _as_exception(answer: dict) -> dict | Exception:
+    from .errors import UserError
+
+    if "mistake" in answer:
+        return UserError(answer["mistake"])
+    return GhostFailed(answer["failed"]) if "failed" in answer else answer
+
+
+def _kept(cache: Path | None, question: dict) -> dict | None:
+    file = cache / f"{_key(question)}.json" if cache else None
+    try:
+        return json.loads(file.read_text()) if file else None
+    except (OSError, ValueError):
+        return None
+
+
+def _keep(cache: Path, question: dict, answer: dict) -> None:
+    cache.mkdir(parents=True, exist_ok=True)
+    file = cache / f"{_key(question)}.json"
+    aside = file.with_suffix(f".{os.getpid()}")
+    aside.write_text(json.dumps(answer))
+    os.replace(aside, file)
+
+
+_OF_A_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR",
+                  "MASTER_PORT", "LOCAL_SIZE", "ZEROFIT_PROBE")  # fmt: skip
+
+
+def _key(question: dict) -> str:
+    """A hash of the question and of everything that could change its answer."""
+    import importlib.metadata
+
+    versions = [importlib.metadata.version(p) for p in ("torch", "transformers", "accelerate", "deepspeed", "peft")]
+    sources = [file.stat().st_mtime_ns for file in sorted(Path(__file__).parent.glob("*.py"))]
+    files = []
+    for word in question["flags"]:
+        path = Path(word).expanduser()
+        path = path / "config.json" if path.is_dir() else path
+        if path.is_file() and path.suffix in (".json", ".yaml", ".yml"):
+            files.append(path.read_text(errors="replace"))
+    return hashlib.sha256(repr([question, versions, sources, files]).encode()).hexdigest()[:24]
+
+
+# --- the answer, in a process of its own ---
+
+
+def main() -> None:
+    questions = json.load(sys.stdin)
+    import deepspeed  # noqa: F401  (what every fork would import)
+    import torch
+    import transformers  # noqa: F401
+
+    from . import model, train, world  # noqa: F401
+
+    # A process may use CUDA only when its parent has not; real tensors want all cores.
+    workers = world.cores() if all(q["fake"] for q in questions) else 1
+    waiting, running = list(enumerate(questions)), {}
+    while waiting or running:
+        while waiting and len(running) < workers:
+            number, question = waiting.pop(0)
+            torch.set_num_threads(1 if question["fake"] else world.cores())
+            pid = os.fork()
+            if not pid:
+                _answer_and_end(number, question)
+            running[pid] = number
+        pid, status = os.wait()
+        number = running.pop(pid)
+        if status:
+            _say([number, {"failed": f"the process ended with status {os.waitstatus_to_exitcode(status)}"}])
+
+
+def _say(answer: list) -> None:
+    os.write(1, f"\n{_MARK}{json.dumps(answer)}\n".encode())
+
+
+def _answer_and_end(number: int, question: dict) -> None:
+    """Answer in this fork, which ends without tidying up: fake process groups and engines have nothing to save."""
+    from .errors import UserError
+
+    try:
+        _say([number, _answer(**question)])
+    except UserError as error:
+        _say([number, {"mistake": str(error)}])
+    except BaseException as error:
+        text = (str(error).strip() or type(error).__name__).splitlines()[0]
+        _say([number, {"failed": f"{type(error).__name__}: {text}"[:500]}])
+        if os.environ.get("ZEROFIT_GHOST_TRACE"):
+            import traceback
+
+            traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(0)
+
+
+def _answer(recipe, flags, ranks, rank, gpu, device, fake, padded, overrides) -> dict:
+    import time
+
+    import torch
+
+    began = time.perf_counter()
+    os.environ |= {"LOCAL_WORLD_SIZE": str(ranks)}
+    from . import hardware, memory, start
+
+    settings = start.settings(recipe, flags, ranks, hardware.find(gpu) if gpu else None)
+    _launched(settings, rank)
+    if device == "gpu":
+        _register_gpu()
+    _one_rank_of(settings, rank)
+    arguments, tokenizer, tokens = _trainers_needs(settings, device)
+    with contextlib.ExitStack() as stack:
+        if fake:
+            _without_values(padded)
+            stack.enter_context(torch._subclasses.fake_tensor.FakeTensorMode(allow_non_fake_inputs=True))
+            stack.enter_context(_answers())
+        host = _host_ledger(stack) if device == "gpu" else None
+        ledger = stack.enter_context(memory.Ledger(device=device, round_to=1 if device == "cpu" else 512))
+        trainer = _trainer(settings, arguments, tokenizer, tokens, overrides, device, fake)
+        trainer.train()
+        ledger.pause()
+        sizes = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in trainer.model.parameters()]
+        return {
+            "peak": ledger.peak,
+            "total": {phase: sum(parts.values()) for phase, parts in ledger.peak.items()},
+            "host": host.highest if host else ledger.host,
+            "model_states": ledger.model_states,
+            "parameters": sum(n for n, _ in sizes),
+            "trainable": sum(n for n, trained in sizes if trained),
+            "largest_block": ledger.largest,
+            "seconds": round(time.perf_counter() - began, 2),
+        }
+
+
+def _launched(settings, rank: int) -> None:
+    """The variables that a launcher would have set; one process without DeepSpeed runs without any."""
+    if settings.deepspeed is not None or settings.world_size > 1:
+        os.environ |= {
+            "RANK": str(rank), "WORLD_SIZE": str(settings.world_size), "LOCAL_RANK": "0",
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500",
+        }  # fmt: skip
+
+
+def _one_rank_of(settings, rank: int) -> None:
+    """torch's fake process group: collectives move nothing and always succeed."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if settings.deepspeed is None and settings.world_size == 1:
+        return
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=settings.world_size)
+    if settings.deepspeed is None:
+        return
+    import deepspeed
+    import deepspeed.comm
+
+    _believe_in_other_ranks(deepspeed)
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+
+
+def _believe_in_other_ranks(deepspeed) -> None:
+    """Checks that compare ranks, or values, would end on what the fake group leaves in the buffers."""
+    from deepspeed.runtime.zero import partition_parameters, partitioned_param_coordinator, stage3, stage_1_and_2
+
+    for module in (partition_parameters, partitioned_param_coordinator, stage3):
+        module.assert_ints_same_as_other_ranks = lambda *args, **kwargs: None
+    for module in (stage3, stage_1_and_2):
+        module.is_invalid_grad_norm = lambda norm: False
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # an inference op, compiled for a minute
+
+
+def _register_gpu() -> None:
+    """A device "gpu" that no machine has: its tensors are the GPU's, those of "cpu" the host's."""
+    import torch
+    from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
+
+    class Backend(_DummyBackendModule):
+        def get_amp_supported_dtype(self):
+            return [torch.bfloat16, torch.float16, torch.float32]
+
+    _setup_privateuseone_for_python_backend("gpu", backend_module=Backend())
+    _register_autocast()
+    from deepspeed.accelerator import set_accelerator
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+    typed = {"ByteTensor": torch.uint8, "FloatTensor": torch.float32, "HalfTensor": torch.float16,
+             "BFloat16Tensor": torch.bfloat16, "IntTensor": torch.int32, "LongTensor": torch.int64,
+             "DoubleTensor": torch.float64}  # fmt: skip
+
+    class Accelerator(CPU_Accelerator):
+        def device_name(self, device_index=None):
+            return "gpu" if device_index is None else "gpu:0"
+
+        def current_device(self):
+            return 0
+
+        def current_device_name(self):
+            return "gpu:0"
+
+        def is_fp16_supported(self):
+            return True
+
+        def pin_memory(self, tensor, *args, **kwargs):
+            return torch.empty_like(tensor)  # torch pins by a copy; both live until the source dies
+
+        def on_accelerator(self, tensor):
+            return tensor.device.type == "gpu"
+
+        def __getattribute__(self, name):
+            if name in typed:
+                return lambda *size: _typed(torch, typed[name], *size)
+            return super().__getattribute__(name)
+
+    set_accelerator(Accelerator())
+    plain = torch.tensor
+
+    def tensor(data, *args, device=None, **kwargs):
+        """A constant on a device that has no kernels: its shape is what counts."""
+        if device is None or torch.device(device).type != "gpu":
+            return plain(data, *args, device=device, **kwargs)
+        shape = plain(data, *args, **kwargs)
+        return torch.empty(shape.shape, dtype=shape.dtype, device="gpu:0")
+
+    from deepspeed.runtime.zero import partition_parameters
+
+    torch.tensor = partition_parameters._orig_torch_tensor = tensor  # zero.Init puts its own aside and back
+
+
+_HALF = ("linear", "matmul", "mm", "addmm", "bmm", "baddbmm", "mv", "addmv")
+_SINGLE = ("layer_norm", "softmax.int", "log_softmax.int", "nll_loss", "nll_loss_nd", "cross_entropy_loss", "pow.Tensor_Scalar")
+_casts = []  # the autocast cache of device "gpu", and the registrations, which live as long as this process
+
+
+def _register_autocast() -> None:
+    """Autocast for device "gpu" as CUDA has it (aten/src/ATen/autocast_mode.h): what is cast, and what is kept.
+
+    Half-precision copies of the weights live until the outermost autocast region ends.
+    """
+    import torch
+
+    key = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
+    everything = torch.library.Library("_", "IMPL", "AutocastPrivateUse1")
+    everything.fallback(torch.library.fallthrough_kernel)
+    kept, library, clear = {}, torch.library.Library("aten", "IMPL", "AutocastPrivateUse1"), torch.clear_autocast_cache
+
+    def cast(value, dtype):
+        if not (isinstance(value, torch.Tensor) and value.is_floating_point()) or value.dtype in (dtype, torch.float64):
+            return value
+        if dtype == torch.float32 or not (value.requires_grad and value.is_leaf and value.dtype == torch.float32):
+            return value.to(dtype)
+        if id(value) not in kept:
+            kept[id(value)] = value.to(dtype)
+        return kept[id(value)]
+
+    def register(name, single):
+        packet = getattr(torch.ops.aten, name.split(".")[0])
+        operation = getattr(packet, name.partition(".")[2] or "default")
+
+        def with_casts(*args, **kwargs):
+            dtype = torch.float32 if single else torch.get_autocast_dtype("gpu")
+            with torch._C._ExcludeDispatchKeyGuard(key):
+                args = [cast(value, dtype) for value in args]
+                return operation(*args, **{name: cast(value, dtype) for name, value in kwargs.items()})
+
+        library.impl(name, with_casts)
+
+    for name in (*_HALF, *_SINGLE):
+        register(name, name in _SINGLE)
+
+    def forget():
+        kept.clear()
+        clear()
+
+    torch.clear_autocast_cache = forget
+    _casts.extend([everything, library])
+
+
+def _typed(torch, dtype, *size):
+    if size and isinstance(size[0], int):
+        return torch.empty(size, dtype=dtype, device="gpu:0")
+    return torch.tensor(size[0] if size else [], dtype=dtype, device="gpu:0")
+
+
+class _Tokenizer:
+    """What a trainer asks of one; a plan needs no tokenizer files."""
+
+    pad_token_id, padding_side = 0, "right"
+
+    def __len__(self) -> int:
+        return 0
+
+
+def _trainers_needs(settings, device: str):
+    """(TrainingArguments, tokenizer, rows) of a run of STEPS steps that saves and evaluates nothing."""
+    import torch
+    from accelerate.state import PartialState
+    from datasets import Dataset
+
+    from . import data, train
+
+    accumulation = min(settings.gradient_accumulation_steps, 2)  # the second micro batch is like all later ones
+    batch = settings.per_device_train_batch_size * accumulation * settings.world_size
+    settings.values |= {
+        "max_steps": STEPS, "save_strategy": "no", "eval_strategy": "no", "report_to": [], "logging_steps": 10**6,
+        "random_init": True,
+        "gradient_accumulation_steps": accumulation, "effective_batch_size": batch, "seed": 0,
+        "output_dir": str(Path(tempfile.gettempdir()) / "zerofit-ghost"), "dataloader_num_workers": 0, "resume_from_checkpoint": None, "load_best_model_at_end": False,
+    }  # fmt: skip
+    if settings.fp16 and settings.deepspeed is None:
+        settings.values |= {"fp16": False, "bf16": True}  # accelerate knows its devices by name; the bytes are the same
+    if settings.deepspeed is not None:
+        for key, value in (("gradient_accumulation_steps", accumulation), ("train_batch_size", batch)):
+            if settings.deepspeed.get(key) not in (None, "auto"):
+                settings.deepspeed[key] = value
+    if device != "cuda":
+        settings.values |= {"use_cpu": True, "dataloader_pin_memory": False, "ddp_backend": None}
+    arguments = train.training_arguments(settings)
+    if device != "cuda":
+        place = torch.device("gpu:0" if device == "gpu" else "cpu")
+        PartialState._shared_state["device"] = arguments.__dict__["_setup_devices"] = place
+    row = {"input_ids": [5] * settings.max_length, "labels": [5] * settings.max_length}
+    rows = Dataset.from_list([row]).select([0] * (STEPS * batch))
+    tokens = data.Tokens(rows, {}, "ghost")
+    return arguments, _Tokenizer(), tokens
+
+
+def _without_values(padded: bool) -> None:
+    """Decisions of the libraries that read numbers, taken as a real batch would have them taken."""
+    import torch
+    import transformers.masking_utils as masks
+
+    generator = torch.Generator
+    torch.Generator = lambda device=None: generator()  # there is none on a device without kernels
+    masks.find_packed_sequence_indices = lambda position_ids: None
+    masks.is_tracing = lambda *args, **kwargs: False
+    masks.fast_all = lambda mask: not padded
+    torch.nn.Module._apply = _apply
+    torch.nn.parallel.DistributedDataParallel = _distributed_data_parallel()
+
+
+def _apply(module, change, recurse=True):
+    """nn.Module._apply (to, bfloat16 ...) for parameters without memory, which torch would swap and cannot."""
+    for part in module.modules():
+        for parameter in part._parameters.values():
+            if parameter is not None:
+                new = change(parameter.data)
+                if (new.dtype, new.device) != (parameter.dtype, parameter.device):
+                    parameter.data = new
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                part._buffers[name] = change(buffer)
+    return module
+
+
+def _answers():
+    """What a number read from a tensor is: 1.0 (a loss, a norm), 0 (an overflow counter), False (an overflow)."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Answers(TorchDispatchMode):
+        def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+            if operation is torch.ops.aten._local_scalar_dense.default:
+                dtype = args[0].dtype
+                return False if dtype == torch.bool else 1.0 if dtype.is_floating_point else 0
+            if operation is torch.ops.aten.nonzero.default:  # which labels count: all of them
+                return args[0].new_empty((args[0].numel(), args[0].ndim), dtype=torch.long)
+            if operation is torch.ops.aten.index.Tensor and args[1][0].dtype == torch.bool and len(args[1]) == 1:
+                mask = args[1][0]
+                return args[0].new_empty(mask.numel(), *args[0].shape[mask.ndim :])
+            if operation is torch.ops.aten.allclose.default:
+                return True
+            return operation(*args, **(kwargs or {}))
+
+    return Answers()
+
+
+def _distributed_data_parallel():
+    """DistributedDataParallel reads its tensors in C++; this one holds the memory that it holds."""
+    import torch
+
+    class DistributedDataParallel(torch.nn.Module):
+        def __init__(self, module, *args, **kwargs):
+            super().__init__()
+            self.module = module
+            trained = [p for p in module.parameters() if p.requires_grad]
+            # One storage for each type stands for the buckets, of which the gradients are views (ddp.apply).
+            self.buckets, at = {}, {}
+            for p in trained:
+                at.setdefault(p.dtype, []).append(p)
+            for dtype, parameters in at.items():
+                self.buckets[dtype] = torch.zeros(
+                    sum(p.numel() for p in parameters), dtype=dtype, device=parameters[0].device
+                )
+                offset = 0
+                for p in parameters:
+                    self._hook(p, self.buckets[dtype][offset : offset + p.numel()].view(p.shape))
+                    offset += p.numel()
+
+        def _hook(self, parameter, view):
+            def into_bucket(p):
+                p.grad = view
+
+            parameter.register_post_accumulate_grad_hook(into_bucket)
+
+        def forward(self, *args, **kwargs):
+            return self.module(*args, **kwargs)
+
+        @contextlib.contextmanager
+        def no_sync(self):
+            yield
+
+    return DistributedDataParallel
+
+
+def _host_ledger(stack):
+    """A second ledger, of what stays in host memory."""
+    from . import memory
+
+    host = memory.Ledger(device="cpu")
+    host.phase = "step"
+    stack.enter_context(memory._Watch(host))
+    return host
+
+
+def _trainer(settings, arguments, tokenizer, tokens, overrides, device, fake):
+    """KitTrainer with the recipe's model, as the recipe builds it."""
+    import torch
+
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    from . import adapters, loss, mlp, model, offload, quantized, train
+
+    if overrides:
+        plain = model.load_config
+
+        def load_config(settings):
+            config = plain(settings)
+            for name, value in overrides.items():
+                setattr(config.get_text_config(), name, value)
+            return config
+
+        model.load_config = load_config
+    if device == "gpu":
+        _attention_stand_in(settings.attn_implementation)
+    place = torch.device("gpu:0") if device == "gpu" else contextlib.nullcontext()
+    config = model.load_config(settings)
+    loss.choose(settings, config)
+    mlp.choose(settings, config)
+    if offload.depends_on_size(settings.deepspeed):
+        offload.check_sizes(settings, model.check(settings))
+    width = quantized.bits(settings)
+    if width == 8 and fake:
+        raise GhostFailed("an 8-bit base cannot be run without memory")
+    if width:
+        settings.values["load_in_4bit"] = False  # loading would need the weights
+        unset_hf_deepspeed_config()  # packed weights are shared out by the engine, not while they are loaded
+        with torch.device("meta"):
+            net = model.load_model(settings, tokenizer)
+        settings.values["load_in_4bit"] = True
+        _quantise(net, "gpu:0" if device == "gpu" else "cpu")
+    with place:
+        if not width:
+            net = model.load_model(settings, tokenizer)
+        if settings.recipe == "lora":
+            net = adapters.add(net, settings)
+    on_gpu = device == "gpu"
+    torch.cuda.get_device_name = (lambda *_: "a ghost") if on_gpu else torch.cuda.get_device_name
+    settings.values["use_cpu"] = settings.use_cpu and not on_gpu  # offloaded activations go somewhere
+    trainer = train.KitTrainer(settings, net, tokenizer, arguments, tokens, None)
+    trainer.remove_callback(train.Reporter)
+    return trainer
+
+
+def _quantise(net, device: str) -> None:
+    """Linear layers with packed NF4 weights and doubly quantised constants, as bitsandbytes keeps them.
+
+    Forward: one kernel on the packed weights. Backward: one unpacked weight at a time (MatMul4Bit).
+    """
+    import bitsandbytes
+    import torch
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, packed, out_features):
+            ctx.shape = x.shape
+            ctx.save_for_backward(packed)
+            return x.new_empty(*x.shape[:-1], out_features)
+
+        @staticmethod
+        def backward(ctx, upstream):
+            (packed,) = ctx.saved_tensors
+            unpacked = upstream.new_empty(upstream.shape[-1], ctx.shape[-1])
+            return upstream @ unpacked, None, None
+
+    class Linear4bit(bitsandbytes.nn.Linear4bit):
+        def __init__(self, linear):
+            torch.nn.Module.__init__(self)
+            count, weight = linear.weight.numel(), linear.weight
+            self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
+            self.compute_dtype = weight.dtype
+            packed = weight.new_empty(-(-count // (2 * weight.element_size())), 1, device=device)
+            self.weight = torch.nn.Parameter(packed, requires_grad=False)
+            self.weight.compress_statistics, self.weight.quant_type = True, "nf4"
+            blocks = -(-count // 64)
+            self.constants = [weight.new_empty(blocks, dtype=torch.uint8, device=device),
+                              weight.new_empty(-(-blocks // 256), dtype=torch.float32, device=device)]  # fmt: skip
+
+        def forward(self, x):
+            out = Product.apply(x.to(self.compute_dtype), self.weight, self.out_features)
+            return (out if self.bias is None else out + self.bias).to(x.dtype)
+
+    head = net.get_output_embeddings()
+    for parent in list(net.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is torch.nn.Linear and child is not head:
+                setattr(parent, name, Linear4bit(child))
+    made = {}  # a tied head stays tied
+    for module in net.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                made[id(parameter)] = made[id(parameter)] if id(parameter) in made else torch.nn.Parameter(
+                    torch.empty_like(parameter, device=device), requires_grad=False
+                )
+                module._parameters[name] = made[id(parameter)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = torch.empty_like(buffer, device=device)
+    net.is_loaded_in_4bit = True
+
+
+def _attention_stand_in(name: str) -> None:
+    """Flash attention's saved tensors, output and workspaces, without its numbers (flash_api.cpp of FlashAttention 2).
+
+    It saves q, k, v, the output and one fp32 number a query; its backward accumulates dq in fp32.
+    """
+    import torch
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    if name == "eager":
+        return
+
+    class Flash(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, q, k, v):  # (rows, heads, tokens, head_dim) views of (rows, tokens, heads, head_dim)
+            rows, heads, tokens, size = q.shape
+            out = q.new_empty(rows, tokens, heads, v.shape[-1]).transpose(1, 2)
+            ctx.save_for_backward(q, k, v, out, q.new_empty(rows, heads, tokens, dtype=torch.float32))
+            return out
+
+        @staticmethod
+        def backward(ctx, upstream):
+            q, k, v, _, _ = ctx.saved_tensors
+            rows, heads, tokens, size = q.shape
+            tokens, size = -(-tokens // 128) * 128, -(-size // 32) * 32
+            dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+            work = [q.new_empty(rows, heads, tokens, dtype=torch.float32),
+                    q.new_empty(rows, tokens, heads, size, dtype=torch.float32)]  # fmt: skip
+            if k.shape[1] != heads:  # one gradient a query head, summed afterwards
+                work += [k.new_empty(rows, k.shape[2], heads, x.shape[-1]) for x in (k, v)]
+            del work
+            return dq, dk, dv
+
+    def attention(module, query, key, value, mask, *args, **kwargs):
+        kind = query.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else value.dtype
+        out = Flash.apply(query.to(dtype), key.to(dtype), value.to(dtype))
+        return out.transpose(1, 2).contiguous(), None
+
+    AttentionInterface.register(name, attention)
+    if name != "sdpa":
+        AttentionMaskInterface.register(name, lambda *args, **kwargs: None)
+
+
+if __name__ == "__main__":
+    from zerofit import errors
+
+    errors.guard(main)
