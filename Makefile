@@ -19,7 +19,9 @@ PYTHON ?= python3
 ENV ?= .venv
 EXTRAS ?=
 SEQ ?=
-VARIABLES := GPUS ZERO OFFLOAD MODEL DATA CONFIG OUT ARGS PORT LAUNCHER EXTRAS SEQ
+GPU ?=
+METHOD ?=
+VARIABLES := GPUS ZERO OFFLOAD MODEL DATA CONFIG OUT ARGS PORT LAUNCHER EXTRAS SEQ GPU METHOD
 # taken literally: a $ in a value stays a $
 $(foreach v,$(VARIABLES),$(eval override $(v) := $$(value $(v))))
 export $(VARIABLES)
@@ -44,7 +46,7 @@ KNOBS = $(if $(ZERO),--zero="$$ZERO") $(if $(OFFLOAD),--offload="$$OFFLOAD") $(i
 SHOW = $(if $(filter show,$(MAKECMDGOALS)),--show)
 LAUNCH = PYTHON="$(PY)" launchers/local.sh --gpus="$$GPUS" --launcher="$$LAUNCHER" --port="$$PORT" --args="$$ARGS" $(SHOW)
 
-.PHONY: help sft lora show probe ledger data install lint test test-all bench-peers clean
+.PHONY: help sft lora show plan plan-validate probe ledger data install lint test test-all bench-peers clean
 help: ## this list
 	@echo 'zerofit: fine-tune language models with Accelerate and DeepSpeed ZeRO'
 	@echo; grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | awk -F'\t' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -61,6 +63,13 @@ lora: $(STAMP) ## fine-tune a LoRA adapter
 
 show: $(STAMP) ## print the exact command, environment and arguments (make show lora GPUS=2 ...); start nothing
 	@$(if $(filter sft lora data,$(MAKECMDGOALS)),true,$(LAUNCH) recipes/$(RECIPE).py $(KNOBS))
+
+plan: $(STAMP) ## whether it fits and the fastest setting that does; no weights, no GPU (MODEL= GPUS= GPU=h100-80g METHOD=auto)
+	@PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit plan --recipe=$(RECIPE) --gpus="$$GPUS" \
+		--gpu="$$GPU" --method="$$METHOD" --args="$$ARGS" --out="$$OUT" $(filter-out --output_dir%,$(KNOBS))
+
+plan-validate: $(STAMP) ## plans against real runs: on a GPU its allocator, else the CPU's tensors byte for byte
+	@set -f; $(PY) benchmarks/plan.py $$ARGS
 
 probe: $(STAMP) ## the largest micro batch that fits, by real steps on the longest rows (RECIPE= GPUS= MODEL= DATA= ARGS=)
 	@PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit probe --recipe=$(RECIPE) --gpus="$$GPUS" \

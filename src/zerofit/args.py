@@ -32,7 +32,10 @@ class RunArguments:
     config: str | None = field(default=None, metadata={"help": "YAML file with any of these arguments."})
     zero: Literal["auto", "0", "1", "2", "3"] = field(
         default="auto",
-        metadata={"help": "ZeRO stage. 0: plain DDP or one process. auto: 0 for one process, 2 for more."},
+        metadata={
+            "help": "ZeRO stage. 0: plain DDP or one process. Default: 0 for one process, 2 for more. `auto` by name "
+            "plans first (make plan) and runs the fastest setting that fits the GPU."
+        },
     )
     offload: Literal["none", "optimizer", "all"] = field(
         default="none",
@@ -59,7 +62,16 @@ class RunArguments:
         },
     )
     memory_limit: float | None = field(
-        default=None, metadata={"help": "GiB of device memory that a probe may use. Default: what the GPU has."}
+        default=None,
+        metadata={"help": "GiB of device memory that a run is planned and probed for. Default: what the GPU has."},
+    )
+    dry_run: bool = field(
+        default=False, metadata={"help": "Say whether this very job would fit, by a run without memory, and stop."}
+    )
+    force: bool = field(default=False, metadata={"help": "Start although the plan says that it does not fit."})
+    gpu: str = field(
+        default="detect",
+        metadata={"help": "GPU that --dry_run plans for: a name of `zerofit plan`'s table, or this machine's."},
     )
     gpus: int | None = field(
         default=None,
@@ -356,7 +368,7 @@ class Settings:
 
     values: argument -> value;  source: argument -> where it came from;  decisions: sentences to print once;
     deepspeed: the DeepSpeed configuration ("auto" left for transformers), None for stage 0;
-    gpu: the GPU that is planned for (hardware.Gpu), None: what this machine has.
+    planned_gpu: the GPU that is planned for (hardware.Gpu), None: what this machine has;  flags: the command line.
     """
 
     recipe: str
@@ -365,7 +377,8 @@ class Settings:
     decisions: list[str]
     deepspeed: dict | None
     world_size: int
-    gpu: Any = None
+    planned_gpu: Any = None
+    flags: list[str] = field(default_factory=list)
 
     def __getattr__(self, name: str):
         try:
@@ -530,7 +543,7 @@ def parse(recipe: str, argv: list[str], world_size: int, gpu=None) -> Settings:
         source |= dict.fromkeys(layer, origin)
     kit = {f.name for group in _kit_groups(recipe) for f in fields(group)}
     source |= {name: "default" for name in kit if source[name] == "transformers default"}
-    settings = Settings(recipe, values, source, [], None, world_size, gpu)
+    settings = Settings(recipe, values, source, [], None, world_size, gpu, list(argv))
     if preset:
         settings.decisions.append(f"preset {given['preset']}: {' '.join(presets.flags(given['preset']))}")
     _check_ranges(settings)
@@ -621,7 +634,7 @@ def _fill_defaults(settings: Settings) -> None:
         else:
             stage = "3" if settings.offload == "all" else "2"
             decide(settings, "zero", stage, f"the lowest stage that can offload {settings.offload}")
-    if not torch.cuda.is_available() and not settings.use_cpu and settings.gpu is None:
+    if not torch.cuda.is_available() and not settings.use_cpu and settings.planned_gpu is None:
         decide(settings, "use_cpu", True, "no GPU is visible to PyTorch")
     if settings.use_cpu:
         os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed fixes its device at import, which the lint of the JSON does
@@ -667,8 +680,8 @@ def _gpu(settings: Settings) -> tuple[str, bool]:
 
     if settings.use_cpu:
         return "CPU", True
-    if settings.gpu is not None:
-        return settings.gpu.device_name, settings.gpu.bf16
+    if settings.planned_gpu is not None:
+        return settings.planned_gpu.device_name, settings.planned_gpu.bf16
     return torch.cuda.get_device_name(), torch.cuda.is_bf16_supported(including_emulation=False)
 
 

@@ -8,6 +8,7 @@ USAGE = """usage: zerofit launch [--gpus N] [--show] recipes/sft.py [flags]     
        zerofit launch recipes/sft.py --help                          every flag of a recipe
        zerofit data [--recipe sft] [--out FOLDER] [flags]            what it would train on; no model, no GPU
        zerofit probe [--recipe sft] [--gpus N] [flags]               the largest micro batch that fits
+       zerofit plan [--gpu h100-80g] [--gpus N] [flags]              whether it fits, and the fastest setting that does
        zerofit --version"""
 
 
@@ -40,6 +41,13 @@ def _main() -> None:
         from . import probe
 
         probe.main(words[1:])
+    elif words[:1] == ["plan"]:
+        from . import quiet
+
+        quiet.libraries()
+        from . import planner
+
+        planner.main(words[1:])
     elif not words or words[0] in ("-h", "--help"):
         print(USAGE)
     else:

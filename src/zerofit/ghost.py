@@ -4,7 +4,7 @@ The program behind the planner. It builds the very model, adapter, optimizer and
 lets KitTrainer train two steps, while torch's FakeTensorMode makes every tensor a shape without bytes and its fake
 process group stands for the other ranks. memory.Ledger follows what would have been alive.
 
-    run("sft", ["--model", "folder", "--zero", "3"], ranks=64, gpu="h100-80g")["total"]["backward"]   # bytes
+    run("sft", ["--model", "folder", "--zero", "3"], ranks=64, gpu=hardware.GPUS["h100-80g"])["total"]["backward"]   # bytes
 
 Runs in a process of its own: the patches below are for the whole process.
 """
@@ -16,6 +16,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 
 STEPS = 2  # the optimizer's states appear in the first, ZeRO-3 prefetches from the second on
@@ -29,14 +30,14 @@ class GhostFailed(Exception):
 
 
 def question(
-    recipe: str, flags: list[str], ranks: int, rank: int = 0, gpu: str | None = None, device: str | None = None,
+    recipe: str, flags: list[str], ranks: int, rank: int = 0, gpu=None, device: str | None = None,
     fake: bool = True, padded: bool = False, overrides: dict | None = None,
 ) -> dict:  # fmt: skip
     """What to ask for: the peak bytes of rank `rank` of `ranks`.
 
     Args:
         flags: the recipe's, with --model; the rows of --data are never opened.
-        gpu: of the table in hardware.py; None: as on this machine's CPU.
+        gpu: hardware.Gpu; None: as on this machine's CPU.
         device: "gpu" (without memory, host tensors told apart), "cpu" (as a CPU run would), "cuda" (a real GPU, with
             fake=False: what validation measures). Default: "gpu" with a `gpu`, else "cpu".
         fake: False keeps real tensors; only the other ranks are missing then.
@@ -44,8 +45,8 @@ def question(
         overrides: values laid over the model's config.json (fewer layers).
     """
     return {
-        "recipe": recipe, "flags": flags, "ranks": ranks, "rank": rank, "gpu": gpu, "fake": fake, "padded": padded,
-        "device": device or ("gpu" if gpu else "cpu"), "overrides": overrides or {},
+        "recipe": recipe, "flags": flags, "ranks": ranks, "rank": rank, "gpu": asdict(gpu) if gpu else None, "fake": fake,
+        "padded": padded, "device": device or ("gpu" if gpu else "cpu"), "overrides": overrides or {},
     }  # fmt: skip
 
 
@@ -73,7 +74,7 @@ def run_all(questions: list[dict], cache: Path | None = None) -> list[dict | Exc
     if not left:
         return answers
     env = {k: v for k, v in os.environ.items() if k not in _OF_A_LAUNCHER and not k.startswith("TORCHELASTIC_")}
-    env |= {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "TOKENIZERS_PARALLELISM": "false"}
+    env |= {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "TOKENIZERS_PARALLELISM": "false", INSIDE: "1"}
     env |= {"OMP_NUM_THREADS": "1"} if all(questions[i]["fake"] for i in left) else {}
     if all(questions[i]["device"] != "cuda" for i in left):
         env |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
@@ -94,6 +95,7 @@ def run_all(questions: list[dict], cache: Path | None = None) -> list[dict | Exc
     return answers
 
 
+INSIDE = "ZEROFIT_GHOST"  # environment variable: this process is a ghost; --show, --dry_run and --probe mean others
 _MARK = "ghost-answer: "
 
 
@@ -201,7 +203,7 @@ def _answer(recipe, flags, ranks, rank, gpu, device, fake, padded, overrides) ->
     os.environ |= {"LOCAL_WORLD_SIZE": str(ranks)}
     from . import hardware, memory, start
 
-    settings = start.settings(recipe, flags, ranks, hardware.find(gpu) if gpu else None)
+    settings = start.settings(recipe, flags, ranks, hardware.Gpu(**gpu) if gpu else None)
     _launched(settings, rank)
     if device == "gpu":
         _register_gpu()
@@ -325,7 +327,15 @@ def _register_gpu() -> None:
 
 
 _HALF = ("linear", "matmul", "mm", "addmm", "bmm", "baddbmm", "mv", "addmv")
-_SINGLE = ("layer_norm", "softmax.int", "log_softmax.int", "nll_loss", "nll_loss_nd", "cross_entropy_loss", "pow.Tensor_Scalar")
+_SINGLE = (
+    "layer_norm",
+    "softmax.int",
+    "log_softmax.int",
+    "nll_loss",
+    "nll_loss_nd",
+    "cross_entropy_loss",
+    "pow.Tensor_Scalar",
+)
 _casts = []  # the autocast cache of device "gpu", and the registrations, which live as long as this process
 
 
@@ -523,7 +533,6 @@ def _host_ledger(stack):
 def _trainer(settings, arguments, tokenizer, tokens, overrides, device, fake):
     """KitTrainer with the recipe's model, as the recipe builds it."""
     import torch
-
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
     from . import adapters, loss, mlp, model, offload, quantized, train
@@ -586,7 +595,7 @@ def _quantise(net, device: str) -> None:
 
         @staticmethod
         def backward(ctx, upstream):
-            (packed,) = ctx.saved_tensors
+            _ = ctx.saved_tensors
             unpacked = upstream.new_empty(upstream.shape[-1], ctx.shape[-1])
             return upstream @ unpacked, None, None
 
@@ -616,8 +625,10 @@ def _quantise(net, device: str) -> None:
     for module in net.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.is_meta:
-                made[id(parameter)] = made[id(parameter)] if id(parameter) in made else torch.nn.Parameter(
-                    torch.empty_like(parameter, device=device), requires_grad=False
+                made[id(parameter)] = (
+                    made[id(parameter)]
+                    if id(parameter) in made
+                    else torch.nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=False)
                 )
                 module._parameters[name] = made[id(parameter)]
         for name, buffer in module._buffers.items():
@@ -640,7 +651,7 @@ def _attention_stand_in(name: str) -> None:
     class Flash(torch.autograd.Function):
         @staticmethod
         def forward(ctx, q, k, v):  # (rows, heads, tokens, head_dim) views of (rows, tokens, heads, head_dim)
-            rows, heads, tokens, size = q.shape
+            rows, heads, tokens, _ = q.shape
             out = q.new_empty(rows, tokens, heads, v.shape[-1]).transpose(1, 2)
             ctx.save_for_backward(q, k, v, out, q.new_empty(rows, heads, tokens, dtype=torch.float32))
             return out

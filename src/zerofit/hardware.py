@@ -66,7 +66,9 @@ def table() -> dict[str, Gpu]:
         own = {}
         for name, entry in entries.items():
             if unknown := set(entry) - names:
-                raise UserError(f"{USER_TABLE}={file}: {name}: unknown key {min(unknown)!r}; known: {', '.join(names)}.")
+                raise UserError(
+                    f"{USER_TABLE}={file}: {name}: unknown key {min(unknown)!r}; known: {', '.join(names)}."
+                )
             base = asdict(GPUS["a100-80g"]) | {"device_name": name}
             own[name.lower()] = Gpu(**{**base, **entry})
     except OSError as error:
@@ -96,7 +98,9 @@ def find(name: str) -> Gpu:
     if name.lower() not in known:
         close = difflib.get_close_matches(name.lower(), known, 1, 0.5)
         hint = f"did you mean {close[0]}? " if close else ""
-        raise UserError(f"--gpu {name}: not in the table; {hint}Known: {', '.join(known)}; more with {USER_TABLE}=file.json.")
+        raise UserError(
+            f"--gpu {name}: not in the table; {hint}Known: {', '.join(known)}; more with {USER_TABLE}=file.json."
+        )
     return known[name.lower()]
 
 

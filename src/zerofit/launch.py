@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from . import args, probe, start, world
+from . import args, planner, probe, start, world
 from .errors import EXIT_CODES, UserError
 
 LAUNCHERS = ("torchrun", "accelerate", "deepspeed")
@@ -45,6 +45,8 @@ def main(argv: list[str]) -> None:
     port = _port(given.port)
     flags += ["--gpus", str(count)]
     _check_devices(count, use_cpu=any(f.startswith(("--use_cpu", "--use-cpu")) for f in flags))
+    if planner.asked(flags):
+        flags = planner.chosen_flags(recipe.stem, flags, count)
     settings = start.settings(recipe.stem, flags, count)
     env = environment(count)
     if given.show:
@@ -53,9 +55,11 @@ def main(argv: list[str]) -> None:
     from . import report
 
     folder = prepare(settings)
+    planned = None if settings.probe else planner.check(settings)
     if settings.probe:
         flags = probe.with_size(settings, flags, probe.search(settings, flags).size)
     words = command(given.launcher, count, port, recipe, [*flags, "--output_dir", str(folder)])
+    planner.announce(planned)
     raise SystemExit(_supervise(words, env | {"ZEROFIT_COMMAND": report.hide_secrets(words)}))
 
 

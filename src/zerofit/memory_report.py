@@ -99,14 +99,14 @@ def write(trainer) -> None:
     )
 
 
-def plot(peak: dict[str, dict[str, int]], target: Path, title: str) -> None:
-    """Stacked bars: a phase each, its parts in it, its total above."""
+def plot(peak: dict[str, dict[str, int]], target: Path, title: str, limit: tuple[int, str] | None = None) -> None:
+    """Stacked bars: a phase each, its parts in it, its total above. limit: (bytes, name) of a line across."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    largest = max(sum(row.values()) for row in peak.values())
+    largest = max([sum(row.values()) for row in peak.values()] + ([limit[0]] if limit else []))
     unit, scale = ("GiB", 2**30) if largest >= 2**30 else ("MiB", 2**20)
     figure, axes = plt.subplots(figsize=(8, 4.5), dpi=120)
     phases, bottom = list(peak), [0.0] * len(peak)
@@ -117,6 +117,8 @@ def plot(peak: dict[str, dict[str, int]], target: Path, title: str) -> None:
         bottom = [a + b for a, b in zip(bottom, heights, strict=True)]
     for x, total in enumerate(bottom):
         axes.text(x, total + 0.015 * largest / scale, f"{total:.2f}", ha="center", fontsize=9, color="#334155")
+    if limit:
+        axes.axhline(limit[0] / scale, color="#dc2626", linewidth=1.2, linestyle="--", label=limit[1])
     axes.set(ylabel=f"peak {unit}", title=title, ylim=(0, 1.12 * largest / scale))
     axes.grid(axis="y", alpha=0.2)
     axes.set_axisbelow(True)

@@ -70,12 +70,13 @@ OPTIMIZERS: dict[str, Entry] = {
         "slices it would keep 4 bytes a parameter, and the result would depend on the number of ranks",
         note="no momentum; the update of each matrix is clipped to root mean square 1",
     ),
-    "lion_32bit": Entry("4", **_BNB, bundled_lr=1e-4, note="arXiv 2302.06675: a third to a tenth of AdamW's rate"),
-    "lion_8bit": Entry("1", **_BNB, bundled_lr=1e-4),
+    "lion_32bit": Entry("4", **_BNB, bundled_lr=3e-4, note="arXiv 2302.06675: a third to a tenth of AdamW's rate"),
+    "lion_8bit": Entry("1", **_BNB, bundled_lr=3e-4),
     "sgd": Entry("4", bundled_lr=0.3, note="momentum 0.9 unless --optim_args says otherwise; 0 bytes without momentum"),
     "muon": Entry(
         "4 (matrices), 8 (rest)",
         rounding=None,
+        bundled_lr=1e-3,
         note="DeepSpeed's; hidden matrices by Muon, embeddings, head and vectors by AdamW, one learning rate for both "
         "(arXiv 2502.16982); no gradient clipping",
     ),

@@ -1,5 +1,6 @@
 """The first lines of every recipe: arguments in, processes and run folder up, everything decided said once."""
 
+import os
 import sys
 
 from . import adapters, args, quantized, quiet, world
@@ -7,9 +8,7 @@ from . import adapters, args, quantized, quiet, world
 quiet.libraries()
 
 
-def settings(
-    recipe: str, argv: list[str] | None = None, world_size: int | None = None, gpu=None
-) -> args.Settings:
+def settings(recipe: str, argv: list[str] | None = None, world_size: int | None = None, gpu=None) -> args.Settings:
     """The arguments of this process's command line, resolved and checked; --show prints them and ends here.
 
     Args: argv, world_size: for a job that is still to be started; default: this process's own. gpu: see args.parse.
@@ -27,9 +26,16 @@ def settings(
             f"accelerate's own settings are not used ({', '.join(taken)}): the recipe decides; see --zero, --bf16"
         )
     _check(found)
+    if "ZEROFIT_GHOST" in os.environ:  # ghost.INSIDE
+        return found
     if found.probe and argv is None and not found.show:
         found = args.parse(recipe, probe.resolve(found, sys.argv[1:]), world.size())
         _check(found)
+    if found.dry_run:
+        from . import planner
+
+        planner.dry_run(found)
+        raise SystemExit(0)
     if found.show:
         from . import report
 
@@ -60,13 +66,15 @@ def processes(settings: args.Settings):
 
     The folder is only made once the model is there (`open_run`), so that a mistake leaves nothing half-made.
     """
-    from . import loss, memory_report, mlp, model, nvme, offload, ops, report, train
+    from . import loss, memory_report, mlp, model, nvme, offload, ops, planner, probe, report, train
 
     config = model.load_config(settings)
     loss.choose(settings, config)
     mlp.choose(settings, config)
     if offload.depends_on_size(settings.deepspeed):
         offload.check_sizes(settings, model.check(settings))
+    if world.rank() == 0 and not probe.asked() and planner.PLANNED not in os.environ:
+        planner.announce(planner.check(settings))  # the launcher has not; the other ranks wait in the next line
     world.start(settings)
     ops.prepare(settings)
     nvme.claim(settings)

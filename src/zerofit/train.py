@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import os
 import resource
 import sys
 import time
@@ -29,6 +30,7 @@ from . import (
     model,
     offload,
     optimizers,
+    planner,
     probe,
     quantized,
     recompute,
@@ -385,6 +387,9 @@ def finish(trainer: KitTrainer, started: float) -> None:
         "peak_memory_of": "process (resident)" if settings.use_cpu else "GPU (allocated)",
         "final": str(final),
     }
+    predicted = json.loads(os.environ.get(planner.PLANNED, "{}"))
+    if first and predicted and not settings.use_cpu:
+        planner.remember(predicted, result["peak_memory_bytes"], folder)
     if settings.bundled:
         result |= {"exact_match_before": before, "exact_match_after": after}
     if settings.memory_report:

@@ -1,0 +1,189 @@
+"""Memory and time of a training step in closed form: what prunes the planner's search and explains its answer.
+
+Bytes follow transformers' eager models and DeepSpeed 0.19 (runtime/zero/stage_1_and_2.py, stage3.py); the ghost run
+decides. Times are estimates from data sheets and the efficiencies below.
+"""
+
+import math
+from dataclasses import dataclass
+
+from . import optimizers
+from .hardware import Gpu
+
+# What of a data sheet a training step gets. Rough on purpose: they order the candidates, nothing else.
+MATRIX_EFFICIENCY = 0.5
+LINK_EFFICIENCY = 0.7
+OVERLAPPED = 0.5  # of the communication that runs beside arithmetic
+GPUS_OF_A_NODE = 8
+NODE_LINK_GBS = 50.0  # a 400 Gbit/s adapter a GPU
+CPU_ADAM_GBS = 25.0  # host memory bandwidth that a rank's CPU Adam gets
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model by its numbers. trainable, frozen: parameters; frozen_bytes: of a frozen base as it is stored."""
+
+    trainable: int
+    frozen: int
+    largest: int
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocabulary: int
+    frozen_bytes: float = 2.0
+
+    @property
+    def parameters(self) -> int:
+        return self.trainable + self.frozen
+
+
+def shape(config, net, frozen_bytes: float = 2.0) -> Shape:
+    """Args: config: the model's config.json; net: the model with its adapter, on the meta device."""
+    text = config.get_text_config()
+
+    def first(*names, default):
+        return next((v for v in (getattr(text, n, None) for n in names) if isinstance(v, int) and v), default)
+
+    hidden = first("hidden_size", "n_embd", "d_model", default=1)
+    heads = first("num_attention_heads", "n_head", default=1)
+    sizes = [(p.numel(), p.requires_grad) for p in net.parameters()]
+    return Shape(
+        trainable=sum(n for n, trained in sizes if trained),
+        frozen=sum(n for n, trained in sizes if not trained),
+        largest=max(n for n, trained in sizes if trained),
+        hidden=hidden,
+        layers=first("num_hidden_layers", "n_layer", default=1),
+        heads=heads,
+        kv_heads=first("num_key_value_heads", default=heads),
+        head_dim=first("head_dim", default=hidden // heads),
+        intermediate=first("intermediate_size", "n_inner", "ffn_dim", default=4 * hidden),
+        vocabulary=text.vocab_size,
+        frozen_bytes=frozen_bytes,
+    )
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is searched. every: 0 keeps all activations, n recomputes every n-th layer; tokens: of a micro batch."""
+
+    zero: int
+    offload: str
+    every: int
+    micro: int
+    tokens: int
+    accumulation: int
+    ranks: int
+
+
+def activations(s: Shape, setting: Setting, fused: bool) -> dict[str, float]:
+    """{"activations", "logits"}: bytes at the loss, where they are highest (Llama-like layers, 16-bit, no dropout)."""
+    q, k = s.heads * s.head_dim, s.kv_heads * s.head_dim
+    layer = 16 * s.hidden + 4 * q + 4 * k + 4 * s.heads + 8 + 8 * s.intermediate
+    if s.frozen:  # a frozen product keeps no input; adapted ones keep theirs
+        layer -= 2 * s.hidden
+    recomputed = math.ceil(s.layers / setting.every) if setting.every else 0
+    kept = recomputed * 2 * s.hidden + (s.layers - recomputed) * layer
+    at_loss = setting.tokens * (kept + 8 * s.hidden + 4)
+    logits = setting.tokens * 12 * s.vocabulary
+    if fused:
+        rows = max(256, min(4096, 2**30 // (4 * s.vocabulary) // 64 * 64, setting.tokens))
+        logits = 8 * rows * s.vocabulary + 2 * setting.tokens * s.hidden
+        logits += 0 if s.frozen else 2 * s.vocabulary * s.hidden
+    again = setting.tokens * (layer + 4 * s.intermediate + 4 * s.hidden) if recomputed else 0
+    return {"activations": max(at_loss, setting.tokens * kept + again), "logits": logits}
+
+
+def memory(s: Shape, setting: Setting, settings, fused: bool) -> dict[str, float]:
+    """Bytes on one GPU by part, at the highest moment: {"parameters", "gradients", "optimizer", "activations",
+    "logits", "buffers"}."""
+    n, zero, trained = setting.ranks, setting.zero, s.trainable
+    width = optimizers.OPTIMIZERS.get(settings.optim)
+    width = float(width.state_bytes) if width and _is_number(width.state_bytes) else 8.0
+    half = settings.precision != "fp32"
+    frozen = s.frozen * s.frozen_bytes / (n if zero == 3 else 1)
+    share = [1 / n if zero >= stage else 1 for stage in (3, 2, 1)]
+    if settings.pure_bf16:
+        weight, gradient, optimizer = 2, 2, width / 2 if width == 8 else width
+    elif zero == 0:
+        weight, gradient, optimizer = 4, 4, width
+    else:
+        weight, gradient, optimizer = (2, 2, 4 + width) if half else (4, 4, 4 + width)
+    parts = activations(s, setting, fused)
+    parts["parameters"] = frozen + trained * weight * share[0]
+    parts["gradients"] = trained * gradient * (share[1] if zero >= 2 else 1)
+    parts["optimizer"] = trained * optimizer * share[2]
+    if zero == 0 and half and not settings.pure_bf16:
+        parts["buffers"] = 2 * trained  # autocast's 16-bit copies
+    elif zero == 3:
+        parts["buffers"] = min(s.parameters * 2.0, 2 * 1e9 + 4 * s.hidden * s.vocabulary)  # gathered, kept for reuse
+    else:
+        parts["buffers"] = 4.0 * s.hidden * s.hidden + 2 * s.largest
+    if setting.offload != "none":
+        parts["optimizer"] = 0
+        parts["gradients"] = min(parts["gradients"], 4 * s.largest) if zero >= 2 else parts["gradients"]
+    if setting.offload == "all":
+        parts["parameters"] = s.hidden * 4.0
+    # The step flattens gradients and copies them to fp32, when activations are gone (memory model, table of stages).
+    if zero in (1, 2) and setting.offload == "none":
+        step = 8 * trained / n + 2 * s.largest
+        over = max(0.0, step - parts["gradients"] - parts["activations"] - parts["logits"])
+        parts["buffers"] += over
+    # Loading: stages 1 and 2 hold the weights twice for a moment.
+    total = sum(parts.values())
+    if zero in (1, 2):
+        parts["buffers"] += max(0.0, 4.0 * trained + frozen - total)
+    return parts
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return float(text) >= 0
+    except ValueError:
+        return False
+
+
+def wire_bytes(s: Shape, setting: Setting) -> float:
+    """Bytes that one GPU sends in an optimizer step."""
+    n = setting.ranks
+    if n == 1:
+        return 0.0
+    ring, trained = (n - 1) / n, 2.0 * s.trainable
+    if setting.zero == 0:
+        return 2 * 2 * trained * ring  # fp32 gradients, all-reduced
+    if setting.zero in (1, 2):
+        reduced = trained * (setting.accumulation if setting.zero == 2 else 1)
+        return (reduced + trained) * ring
+    gathers = 3 if setting.every else 2
+    whole = s.trainable * 2.0 + s.frozen * s.frozen_bytes
+    return (gathers * whole + trained) * setting.accumulation * ring
+
+
+def step_seconds(s: Shape, setting: Setting, gpu: Gpu, sequence: int) -> float:
+    """Estimated time of an optimizer step: arithmetic, memory traffic, links, offload."""
+    tokens = setting.tokens * setting.accumulation
+    flops = (4 * s.parameters + 2 * s.trainable) * tokens
+    attention = 6 * s.layers * s.heads * s.head_dim * sequence * tokens  # causal: half of 12
+    forward = 2 * s.parameters * tokens + attention / 3
+    if setting.every:
+        flops += forward / setting.every
+    busy = setting.tokens / (setting.tokens + 512)  # small products leave the GPU idle
+    arithmetic = (flops + attention) / (gpu.tflops * 1e12 * MATRIX_EFFICIENCY * busy)
+    link = gpu.link_gbs if setting.ranks <= GPUS_OF_A_NODE else min(gpu.link_gbs, NODE_LINK_GBS)
+    wire = wire_bytes(s, setting) / (link * 1e9 * LINK_EFFICIENCY) * (1 - OVERLAPPED)
+    shard = s.trainable / (setting.ranks if setting.zero else 1)
+    if setting.offload == "none":
+        update = 30 * shard / (gpu.memory_gbs * 1e9)
+    else:
+        update = 4 * shard / (gpu.host_gbs * 1e9) + 28 * shard / (CPU_ADAM_GBS * 1e9)
+    if setting.offload == "all":
+        moved = 2 * (2.0 * s.trainable + s.frozen * s.frozen_bytes) / setting.ranks * setting.accumulation
+        update += moved / (gpu.host_gbs * 1e9)
+    return arithmetic + wire + update
+
+
+def checkpoint_bytes(s: Shape) -> float:
+    """Of one checkpoint folder of all ranks: 16-bit weights, fp32 master and Adam's two states of what trains."""
+    return (2.0 * s.parameters if not s.frozen else 2.0 * s.trainable) + 12.0 * s.trainable

@@ -1,0 +1,123 @@
+"""A plan for people: the terminal's text, plan.md, plan.json and plan.png."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+from . import closed_forms, memory_report, planner, report
+from .planner import GIB, Candidate, Plan
+
+SHOWN = 6  # rejected settings that are told
+
+
+def text(plan: Plan) -> str:
+    """What the terminal shows."""
+    lines = [
+        f"\n{plan.ranks} x {plan.gpu.device_name}: {plan.gpu.memory_gib:.1f} GiB each, {plan.limit / GIB:.1f} GiB for tensors"
+    ]
+    lines += [f"  kept free: {name} {size / GIB:.2f} GiB" for name, size in plan.allowance.items() if size]
+    for candidate, why in _told(plan):
+        lines.append(f"  rejected, though {candidate.tokens_per_second:,.0f} tok/s: {candidate.label}: {why}")
+    if len(plan.rejected) > SHOWN:
+        lines.append(f"  ... and {len(plan.rejected) - SHOWN} more settings that do not fit (plan.json)")
+    if plan.chosen is None:
+        return "\n".join([*lines, "", nothing_fits(plan)])
+    chosen = plan.chosen
+    lines += ["", f"chosen: {chosen.label}", f"  peak {chosen.peak / GIB:.1f} of {plan.limit / GIB:.1f} GiB a GPU"]
+    lines[-1] += f", {_source(chosen)}"
+    if chosen.answer:
+        lines += ["", memory_report.table(chosen.answer["peak"]), ""]
+    lines += [f"  {name}: {value}" for name, value in facts(chosen, plan).items()]
+    lines += ["", f"  {planner.command(chosen, plan.ranks)}", f"\nplanned in {plan.seconds:.0f} s"]
+    return "\n".join(lines)
+
+
+def _told(plan: Plan) -> list:
+    """The fastest rejected setting of each stage and offload first."""
+    kinds, first, rest = set(), [], []
+    for entry in plan.rejected:
+        kind = (entry[0].setting.zero, entry[0].setting.offload)
+        (rest if kind in kinds else first).append(entry)
+        kinds.add(kind)
+    return (first + rest)[:SHOWN]
+
+
+def _source(candidate: Candidate) -> str:
+    if candidate.answer is None:
+        return f"by closed forms with a margin of 10 % ({candidate.failed or 'the ghost was not asked'})"
+    layers = candidate.answer.get("extended_from_layers")
+    return "by a ghost run" + (f", extended from {layers[0]} and {layers[1]} layers" if layers else "")
+
+
+def facts(candidate: Candidate, plan: Plan) -> dict[str, str]:
+    """What else a job needs: host memory, disk, wire, time."""
+    setting, shape = candidate.setting, candidate.shape
+    node = min(plan.ranks, closed_forms.GPUS_OF_A_NODE)
+    found = {
+        "parameters": f"{shape.parameters / 1e9:.3g} billion, {shape.trainable / 1e9:.3g} of them train",
+        "batch": f"{setting.micro} rows x {setting.accumulation} steps x {plan.ranks} GPUs, {setting.tokens:,} tokens a micro batch",
+        "closed forms": f"{sum(candidate.formula.values()) / GIB:.1f} GiB: "
+        + ", ".join(
+            f"{part} {size / GIB:.1f}"
+            for part, size in sorted(candidate.formula.items(), key=lambda p: -p[1])
+            if size > 0.05 * GIB
+        ),
+    }
+    if candidate.answer and candidate.answer["host"] > 0.05 * GIB:
+        size = candidate.answer["host"] * node / GIB
+        found["host memory"] = f"{size:.0f} GiB a node of {node} GPUs (pinned blocks may take up to twice that)"
+    return found | {
+        "checkpoint": f"{closed_forms.checkpoint_bytes(shape) / GIB:.1f} GiB each on disk",
+        "sent by each GPU": f"{closed_forms.wire_bytes(shape, setting) / GIB:.1f} GiB a step",
+        "estimate": f"{candidate.seconds:.2f} s a step, {candidate.tokens_per_second:,.0f} tokens/s "
+        f"({candidate.tokens_per_second / plan.ranks:,.0f} a GPU), from data sheets at {closed_forms.MATRIX_EFFICIENCY:.0%} of peak",
+    }
+
+
+def nothing_fits(plan: Plan) -> str:
+    """The sentence: what is nearest, what is missing, how many GPUs would do."""
+    nearest = plan.nearest
+    if nearest is None:
+        return "nothing fits."
+    missing = (nearest.peak - plan.limit) / GIB
+    do = (
+        f"{plan.would_do} GPUs would do by the closed forms"
+        if plan.would_do
+        else "no number of these GPUs up to 4096 would do"
+    )
+    return (
+        f"nothing fits: the nearest is {nearest.label} with {nearest.peak / GIB:.1f} GiB, {missing:.1f} GiB too much for "
+        f"{plan.gpu.device_name}; {do}; --method auto also tries LoRA and QLoRA, a smaller --max_length needs less."
+    )
+
+
+def write(plan: Plan, folder: Path) -> None:
+    """plan.json, plan.md and plan.png."""
+    folder.mkdir(parents=True, exist_ok=True)
+    report.write_json(folder / "plan.json", as_json(plan))
+    best = plan.chosen or plan.nearest
+    body = "\n".join(line.rstrip() for line in text(plan).splitlines())
+    (folder / "plan.md").write_text(f"# Plan\n\n```\n{body.strip()}\n```\n\n![memory](plan.png)\n", encoding="utf-8")
+    if best is not None:
+        peak = best.answer["peak"] if best.answer else {"closed forms": {k: int(v) for k, v in best.formula.items()}}
+        title = f"{best.label}: predicted peak of a GPU, by phase and part"
+        memory_report.plot(peak, folder / "plan.png", title, (plan.limit, f"limit {plan.limit / GIB:.1f} GiB"))
+
+
+def as_json(plan: Plan) -> dict:
+    def entry(candidate: Candidate | None, why: str = "") -> dict | None:
+        if candidate is None:
+            return None
+        return {
+            "label": candidate.label, "method": candidate.method, **asdict(candidate.setting), "peak_bytes": candidate.peak,
+            "source": _source(candidate), "formula": {k: int(v) for k, v in candidate.formula.items()},
+            "ghost": candidate.answer, "seconds_per_step": round(candidate.seconds, 4),
+            "tokens_per_second": round(candidate.tokens_per_second), "why_not": why,
+            "command": planner.command(candidate, plan.ranks),
+        }  # fmt: skip
+
+    return {
+        "gpu": asdict(plan.gpu), "gpus": plan.ranks, "limit_bytes": plan.limit, "kept_free_bytes": plan.allowance,
+        "chosen": entry(plan.chosen), "facts": facts(plan.chosen, plan) if plan.chosen else None,
+        "nearest": entry(plan.nearest), "gpus_that_would_do": plan.would_do, "seconds": round(plan.seconds, 1),
+        "rejected": [entry(candidate, why) for candidate, why in plan.rejected],
+    }  # fmt: skip

@@ -1,0 +1,508 @@
+"""make plan, ZERO=auto, --dry_run and the check before a launch: does it fit, and what is the fastest that does?
+
+Closed forms order the candidates by predicted time and drop what cannot fit by far; the ghost run (ghost.py), which is
+the kit's own trainer and the real engine on tensors without memory, decides about the rest.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import platform
+import shlex
+import time
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+
+from . import args, closed_forms, ghost, hardware
+from .closed_forms import Setting, Shape
+from .errors import EXIT_CODES, UserError
+
+GIB = 2**30
+CONTEXT_BYTES = int(0.6 * GIB)  # CUDA context and kernels, outside the allocator (typical of CUDA 12/13)
+NCCL_BYTES = int(0.4 * GIB)  # NCCL's channels and buffers
+WORKSPACE_BYTES = 72 * 2**20  # cuBLAS: 32 MiB for each of two handles, and its lt workspace; counted by the allocator
+FRAGMENTATION = 0.03  # of the GPU: what the allocator cannot hand out
+CLEARLY_TOO_MUCH = 1.25  # closed forms above this share of the limit are believed without a ghost run
+GHOSTS = 8  # ghost runs at most in a search
+LAYERS_MEASURED = (16, 24)  # deeper models are extended linearly from these
+LAYERS_WHOLE = 40
+UNNAMED = "not-named-yet"  # stands for --data, which a plan does not need
+CACHE = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "zerofit"
+
+
+@dataclass
+class Candidate:
+    """One setting with what is known about it. formula: bytes by part; answer: the ghost's, None: not asked."""
+
+    flags: list[str]
+    method: str
+    setting: Setting
+    formula: dict[str, float]
+    seconds: float
+    shape: Shape
+    answer: dict | None = None
+    failed: str = ""  # why the ghost could not be asked
+
+    @property
+    def label(self) -> str:
+        s = self.setting
+        checkpointing = "" if not s.every else ", checkpointing" + (f" every {s.every}" if s.every > 1 else "")
+        offload = "" if s.offload == "none" else f", offload {s.offload}"
+        return f"{self.method} ZeRO-{s.zero}{offload}{checkpointing}, micro batch {s.micro}"
+
+    @property
+    def peak(self) -> int:
+        """Bytes: the allocator's peak, by the ghost or else by the closed forms with a margin of 10 %."""
+        if self.answer:
+            return max(self.answer["total"].values()) + WORKSPACE_BYTES
+        return int(sum(self.formula.values()) * 1.1) + WORKSPACE_BYTES
+
+    @property
+    def tokens_per_second(self) -> float:
+        s = self.setting
+        return s.tokens * s.accumulation * s.ranks / self.seconds
+
+
+@dataclass
+class Plan:
+    """gpu, limit: bytes that tensors may take; chosen: None when nothing fits; rejected: faster, and why not."""
+
+    gpu: hardware.Gpu
+    ranks: int
+    limit: int
+    allowance: dict[str, int]
+    chosen: Candidate | None
+    rejected: list[tuple[Candidate, str]]
+    nearest: Candidate | None = None
+    would_do: int | None = None
+    seconds: float = 0.0
+    notes: list[str] = field(default_factory=list)
+
+
+# --- the command ---
+
+
+def main(argv: list[str]) -> None:
+    """`zerofit plan`: see --help. Prints the plan and writes plan.json, plan.md and plan.png.
+
+    Raises: UserError for the user's mistakes; NothingFits (exit code 3) when no setting does.
+    """
+    parser = argparse.ArgumentParser(
+        prog="zerofit plan", allow_abbrev=False,
+        description="Whether a job fits and what is fastest, before anything is downloaded or allocated. Only the model's "
+        "config.json is needed. What you leave open is searched; every flag of the recipe works too.",
+    )  # fmt: skip
+    parser.add_argument("--recipe", default="sft", help="sft or lora (default sft)")
+    parser.add_argument("--method", default="", help="sft, lora, qlora or auto (the first of them that fits)")
+    parser.add_argument("--gpus", default="1", help="GPUs of all machines together")
+    parser.add_argument("--gpu", default="", help="a GPU of the table, or detect (default: this machine's)")
+    parser.add_argument("--out", default="", help="folder for plan.json, plan.md, plan.png (default runs/plan-<time>)")
+    parser.add_argument("--args", default="", help="more recipe flags in one string, split like a shell would")
+    given, flags = parser.parse_known_args(argv)
+    flags, ranks = args.command_line(given.recipe, flags, given.args, given.gpus)
+    if {"--help", "-h"} & set(flags):
+        parser.print_help()
+        return
+    methods = _methods(given.method, given.recipe, flags)
+    gpu = hardware.find(given.gpu or "detect")
+    from . import plan_report
+
+    folder = Path(given.out or Path("runs") / f"plan-{time.strftime('%Y%m%d-%H%M%S')}").expanduser()
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"--out {folder}: is a file; name a folder.")
+    plan = search(methods, flags, ranks, gpu, say=lambda text: print(text, flush=True))
+    print(plan_report.text(plan))
+    plan_report.write(plan, folder)
+    print(f"\n{folder}/plan.md, plan.json, plan.png")
+    if plan.chosen is None:
+        raise NothingFits(plan_report.nothing_fits(plan))
+
+
+class NothingFits(UserError):
+    """No setting fits into the GPU's memory."""
+
+    exit_code = EXIT_CODES["out of memory"]
+
+
+def _methods(method: str, recipe: str, flags: list[str]) -> list[str]:
+    quantised = any(f.startswith(("--load_in_4bit", "--load-in-4bit")) for f in flags)
+    if not method:
+        return ["qlora" if quantised else recipe]
+    if method not in ("sft", "lora", "qlora", "auto"):
+        raise UserError(f"--method {method}: must be one of sft, lora, qlora, auto.")
+    return ["sft", "lora", "qlora"] if method == "auto" else [method]
+
+
+# --- the search ---
+
+
+def search(methods: list[str], flags: list[str], ranks: int, gpu, say=lambda text: None) -> Plan:
+    """The fastest setting that fits, by the flags that the user left open.
+
+    Args: methods: in order of preference; the first with anything that fits is taken.
+    Raises: UserError for the user's mistakes.
+    """
+    began = time.perf_counter()
+    allowance = _allowance(gpu, ranks)
+    limit = int(gpu.memory_gib * GIB) - sum(allowance.values())
+    plan = Plan(gpu, ranks, limit, allowance, None, [])
+    for method in methods:
+        found = candidates(method, flags, ranks, gpu)
+        say(f"plan: {len(found)} settings of {method} on {ranks} x {gpu.device_name}; the fastest first")
+        _decide(plan, found, say)
+        if plan.chosen:
+            break
+    if plan.chosen is None and plan.nearest is not None:
+        plan.would_do = _gpus_that_would_do(methods[-1], flags, ranks, gpu)
+    plan.seconds = time.perf_counter() - began
+    return plan
+
+
+def _decide(plan: Plan, found: list[Candidate], say) -> None:
+    """Ask the ghost about the fastest candidates until one fits."""
+    asked = 0
+    for candidate in found:
+        by_formula = sum(candidate.formula.values()) + WORKSPACE_BYTES
+        if by_formula > CLEARLY_TOO_MUCH * plan.limit or asked >= GHOSTS:
+            candidate_fits = by_formula * 1.1 <= plan.limit
+        else:
+            asked += 1
+            ask(candidate, plan.ranks, plan.gpu)
+            candidate_fits = candidate.peak <= plan.limit
+            how = f"closed forms, +-10 %: {candidate.failed}" if candidate.failed else "ghost run"
+            say(f"  {candidate.label}: {candidate.peak / GIB:.1f} GiB ({how})")
+        if plan.nearest is None or candidate.peak < plan.nearest.peak:
+            plan.nearest = candidate
+        if candidate_fits:
+            plan.chosen = candidate
+            return
+        how = "" if candidate.answer else " (closed forms + 10 %)"
+        plan.rejected.append((candidate, f"{candidate.peak / GIB:.1f} GiB > {plan.limit / GIB:.1f}{how}"))
+
+
+def ask(candidate: Candidate, ranks: int, gpu) -> None:
+    """Put the ghost's answer, the highest of first and last rank, into the candidate."""
+    recipe = "sft" if candidate.method == "sft" else "lora"
+    layers = candidate.shape.layers
+    depths = LAYERS_MEASURED if layers > LAYERS_WHOLE else (None,)
+    questions = [
+        ghost.question(
+            recipe, candidate.flags, ranks, rank, gpu=gpu,
+            overrides={"num_hidden_layers": depth} if depth else None,
+        )
+        for rank in sorted({0, ranks - 1})
+        for depth in depths
+    ]  # fmt: skip
+    answers = ghost.run_all(questions, CACHE / "ghosts")
+    for answer in answers:
+        if isinstance(answer, UserError):
+            raise answer
+        if isinstance(answer, Exception):
+            candidate.failed = str(answer)
+            return
+    if layers > LAYERS_WHOLE:
+        pairs = zip(answers[::2], answers[1::2], strict=True)
+        answers = [_extended(low, high, layers) for low, high in pairs]
+    candidate.answer = max(answers, key=lambda answer: max(answer["total"].values()))
+
+
+def _extended(low: dict, high: dict, layers: int) -> dict:
+    """The answer for `layers`, from those for LAYERS_MEASURED: all that a layer adds, it adds once more."""
+    small, large = LAYERS_MEASURED
+
+    def line(a, b):
+        return int(b + (b - a) / (large - small) * (layers - large))
+
+    peak = {
+        phase: {part: max(0, line(low["peak"][phase][part], value)) for part, value in parts.items()}
+        for phase, parts in high["peak"].items()
+    }
+    total = {phase: line(low["total"][phase], value) for phase, value in high["total"].items()}
+    numbers = {name: line(low[name], high[name]) for name in ("host", "parameters", "trainable")}
+    return high | {"peak": peak, "total": total, "extended_from_layers": list(LAYERS_MEASURED)} | numbers
+
+
+def candidates(method: str, flags: list[str], ranks: int, gpu) -> list[Candidate]:
+    """All settings that the flags leave open, the fastest (by estimate) first.
+
+    Raises: UserError when the flags themselves are wrong.
+    """
+    recipe = "sft" if method == "sft" else "lora"
+    flags = list(flags)
+    if method == "qlora" and not any(f.startswith(("--load_in_4bit", "--load-in-4bit")) for f in flags):
+        flags += ["--load_in_4bit", "true"]
+    if _names(flags, "--model") and not _names(flags, "--data"):
+        flags += ["--data", UNNAMED]  # rows are never opened
+    base = args.parse(recipe, _without(flags, "--zero", "auto"), ranks, gpu)
+    shape = _shape(base, method)
+    fused = base.fused_loss != "false" and (base.fused_loss == "true" or shape.vocabulary >= 32_000)
+    found, error = [], None
+    for zero, offload, every, micro in itertools.product(*_open(base, ranks)):
+        if not _sensible(zero, offload, ranks, base):
+            continue
+        own = _flags(flags, base, zero, offload, every, micro)
+        try:
+            args.parse(recipe, own, ranks, gpu)
+        except UserError as refused:
+            error = error or refused
+            continue
+        setting = Setting(zero, offload, every, micro, micro * base.max_length,
+                          base.effective_batch_size // (micro * ranks), ranks)  # fmt: skip
+        parts = closed_forms.memory(shape, setting, base, fused)
+        seconds = closed_forms.step_seconds(shape, setting, gpu, base.max_length)
+        found.append(Candidate(own, method, setting, parts, seconds, shape))
+    if not found:
+        raise error or UserError("these flags leave no setting to plan.")
+    return sorted(found, key=lambda c: (round(c.seconds, 4), c.setting.zero))
+
+
+def _shape(settings, method: str) -> Shape:
+    from . import model
+
+    try:
+        net = model.check(settings)
+    except NotImplementedError as error:
+        raise UserError(f"--model {settings.model}: cannot be built without weights: {error}.") from None
+    config = model.load_config(settings)
+    return closed_forms.shape(config, net, 0.55 if method == "qlora" else 2.0)
+
+
+_FIXED = ("flag", "deepspeed JSON")
+
+
+def _open(base, ranks: int) -> tuple[list, list, list, list]:
+    """(stages, offloads, checkpointing, micro batches) to try; one each where the user has said it."""
+
+    def said(name: str) -> bool:
+        source = base.source[name]
+        return source in _FIXED or source.startswith("preset") or source == base.config
+
+    stages = [int(base.zero)] if said("zero") else [0, 1, 2, 3]
+    offloads = [base.offload] if said("offload") else ["none", "optimizer", "all"]
+    if said("gradient_checkpointing"):
+        every = [base.gradient_checkpointing_every if base.gradient_checkpointing else 0]
+    else:
+        every = [0, 2, 1]
+    per_rank = base.effective_batch_size // ranks
+    if said("per_device_train_batch_size"):
+        micros = [base.per_device_train_batch_size]
+    else:
+        micros = [n for n in range(1, min(per_rank, 64) + 1) if per_rank % n == 0]
+    return stages, offloads, every, micros
+
+
+def _sensible(zero: int, offload: str, ranks: int, base) -> bool:
+    if (offload == "all" and zero != 3) or (offload != "none" and zero == 0):
+        return False
+    if ranks == 1 and zero in (1, 2, 3) and offload == "none" and base.source["zero"] != "flag":
+        return base.precision != "fp32" and zero == 1  # 16-bit weights with a master; nothing else to shard
+    return True
+
+
+def _flags(flags: list[str], base, zero: int, offload: str, every: int, micro: int) -> list[str]:
+    """The recipe's command line of one candidate."""
+    from . import probe
+
+    own = probe.drop(flags, "--zero", "--offload", "--per_device_train_batch_size", "--gradient_accumulation_steps",
+                     "--effective_batch_size", "--probe")  # fmt: skip
+    own += ["--zero", str(zero), "--offload", offload, "--per_device_train_batch_size", str(micro),
+            "--effective_batch_size", str(base.effective_batch_size)]  # fmt: skip
+    if not any(f.replace("-", "_").startswith("__gradient_checkpointing") for f in own):
+        own += ["--gradient_checkpointing", str(bool(every)).lower()]
+        own += ["--gradient_checkpointing_every", str(every)] if every > 1 else []
+    return own
+
+
+def _names(flags: list[str], name: str) -> bool:
+    return any(f == name or f.startswith(f"{name}=") for f in flags)
+
+
+def _without(flags: list[str], name: str, value: str) -> list[str]:
+    """The flags without `name value`: --zero auto is what a plan decides."""
+    for i, word in enumerate(flags):
+        if word == name and flags[i + 1 : i + 2] == [value]:
+            return [*flags[:i], *flags[i + 2 :]]
+        if word == f"{name}={value}":
+            return [*flags[:i], *flags[i + 1 :]]
+    return flags
+
+
+def _allowance(gpu, ranks: int) -> dict[str, int]:
+    """What of the GPU is not for tensors, and why: {"reason": bytes}."""
+    found = {
+        "CUDA context": CONTEXT_BYTES,
+        "NCCL buffers": NCCL_BYTES if ranks > 1 else 0,
+        f"fragmentation, {FRAGMENTATION:.0%}": int(gpu.memory_gib * GIB * FRAGMENTATION),
+    }
+    learned = learned_allowance(gpu.device_name)
+    return found | ({"measured above plan on this GPU": learned} if learned else {})
+
+
+def _gpus_that_would_do(method: str, flags: list[str], ranks: int, gpu) -> int | None:
+    """The least doubling of the GPUs at which something fits by the closed forms; None up to 4096."""
+    more = ranks
+    while more < 4096:
+        more *= 2
+        limit = int(gpu.memory_gib * GIB) - sum(_allowance(gpu, more).values())
+        try:
+            found = candidates(method, flags, more, gpu)
+        except UserError:
+            continue
+        if any(candidate.peak <= limit for candidate in found):
+            return more
+    return None
+
+
+# --- the check before a launch ---
+
+
+PLANNED = "ZEROFIT_PLAN"  # environment variable: what the launcher's check found, or "{}"
+
+
+def announce(found: dict | None) -> None:
+    """Tell the run what was predicted, and that it need not ask again."""
+    os.environ[PLANNED] = json.dumps(found or {})
+
+
+def check(settings) -> dict | None:
+    """Whether the very job fits: {"peak_bytes", "limit_bytes", "peak", ...}, or None where there is no limit to meet.
+
+    On a CPU --memory_limit is the limit, and bytes are a CPU run's.
+    Raises: NothingFits when it does not and --force is not given; UserError for the user's mistakes.
+    """
+    cpu = settings.use_cpu
+    if cpu and not settings.memory_limit:
+        return None
+    gpu = None if cpu else settings.planned_gpu or hardware.find("detect")
+    allowance = {} if cpu else _allowance(gpu, settings.world_size)
+    whole = int(settings.memory_limit * GIB) if settings.memory_limit else int(gpu.memory_gib * GIB)
+    limit = whole - sum(allowance.values())
+    began = time.perf_counter()
+    question = ghost.question(settings.recipe, _for_a_ghost(settings.flags), settings.world_size, gpu=gpu)
+    (answer,) = ghost.run_all([question], CACHE / "ghosts")
+    if isinstance(answer, UserError):
+        raise answer
+    if isinstance(answer, Exception):
+        print(f"note: whether it fits is not known: {answer}", flush=True)
+        return None
+    peak = max(answer["total"].values()) + (0 if cpu else WORKSPACE_BYTES)
+    phase = max(answer["total"], key=answer["total"].get)
+    found = {"peak_bytes": peak, "limit_bytes": limit, "phase": phase, "peak": answer["peak"], "host": answer["host"],
+             "gpu": gpu.device_name if gpu else "cpu", "seconds": round(time.perf_counter() - began, 1)}  # fmt: skip
+    verdict = "fits" if peak <= limit else "does not fit"
+    size = f"{peak / GIB:.2f} of {limit / GIB:.2f} GiB a rank, highest in the {phase} phase"
+    if peak > limit and not settings.force:
+        raise NothingFits(
+            f"this job does not fit: {size}; `make plan` with the same arguments finds one that does, --force true "
+            "starts it anyway."
+        )
+    print(f"plan: {verdict}: {size}", flush=True)
+    return found
+
+
+def dry_run(settings) -> None:
+    """--dry_run: print what this very job would hold, on --gpu or this machine.
+
+    Raises: NothingFits when it does not fit; UserError without a GPU and without --gpu or --memory_limit.
+    """
+    from . import memory_report
+
+    if settings.gpu != "detect":
+        settings = args.parse(settings.recipe, settings.flags, settings.world_size, hardware.find(settings.gpu))
+    found = check(settings)
+    if found is None:
+        raise UserError(
+            "--dry_run: there is no GPU here; name one with --gpu h100-80g, or a limit with --memory_limit."
+        )
+    print(memory_report.table(found["peak"]))
+
+
+def asked(flags: list[str]) -> bool:
+    """Whether the command line says --zero auto by name."""
+    return _without(flags, "--zero", "auto") != flags
+
+
+def chosen_flags(recipe: str, flags: list[str], ranks: int) -> list[str]:
+    """--zero auto: the flags of the fastest setting that fits this machine's GPUs; on a CPU the flags as they are,
+    where the stage goes by the number of processes.
+
+    Raises: NothingFits.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        return flags
+    gpu = hardware.find("detect")
+    bare = _without(flags, "--zero", "auto")
+    plan = search(_methods("", recipe, bare), bare, ranks, gpu, say=lambda text: print(text, flush=True))
+    from . import plan_report
+
+    if plan.chosen is None:
+        raise NothingFits(plan_report.nothing_fits(plan))
+    print(f"chosen: {plan.chosen.label}, {plan.chosen.peak / GIB:.1f} of {plan.limit / GIB:.1f} GiB", flush=True)
+    return plan.chosen.flags
+
+
+def _for_a_ghost(flags: list[str]) -> list[str]:
+    """Without what does not change memory, so that the answer is found again."""
+    from . import probe
+
+    return probe.drop(flags, "--dry_run", "--show", "--gpu", "--gpus", "--force", "--output_dir", "--memory_limit",
+                      "--resume_from_checkpoint")  # fmt: skip
+
+
+# --- what was measured ---
+
+
+def remember(predicted: dict, measured_bytes: int, folder: Path) -> None:
+    """Append predicted against measured peak to the run folder's plan.json and to the local history."""
+    from . import report
+
+    entry = {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S"), "gpu": predicted["gpu"], "predicted_bytes": predicted["peak_bytes"],
+        "measured_bytes": measured_bytes, "ratio": round(measured_bytes / predicted["peak_bytes"], 4),
+        "versions": {p: metadata.version(p) for p in ("torch", "transformers", "deepspeed")},
+        "python": platform.python_version(),
+    }  # fmt: skip
+    report.write_json(folder / "plan.json", predicted | {"measured": entry})
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with (CACHE / "history.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(entry) + "\n")
+
+
+def learned_allowance(device_name: str) -> int:
+    """Bytes by which runs on this kind of GPU with this torch were above their plan, at most; 0 without a history."""
+    file = CACHE / "history.jsonl"
+    if not file.exists():
+        return 0
+    above = [0]
+    for line in file.read_text(encoding="utf-8").splitlines():
+        try:
+            entry = json.loads(line)
+            if entry["gpu"] == device_name and entry["versions"]["torch"] == metadata.version("torch"):
+                above.append(entry["measured_bytes"] - entry["predicted_bytes"])
+        except (ValueError, KeyError, TypeError):
+            continue
+    return max(above)
+
+
+def command(candidate: Candidate, ranks: int) -> str:
+    """The `make` line that runs it."""
+    words, rest = {"GPUS": str(ranks)}, []
+    flags = iter(candidate.flags)
+    for word in flags:
+        name, _, value = word.partition("=")
+        name = name.lstrip("-").replace("-", "_")
+        if name in ("zero", "offload", "model", "data", "config"):
+            words[name.upper()] = value or next(flags, "")
+        else:
+            rest.append(word)
+    if words.get("DATA") == UNNAMED:
+        words["DATA"] = "your.jsonl"
+    if words.get("OFFLOAD") == "none":
+        del words["OFFLOAD"]
+    recipe = "sft" if candidate.method == "sft" else "lora"
+    more = f" ARGS={shlex.quote(shlex.join(rest))}" if rest else ""
+    return f"make {recipe} " + " ".join(f"{k}={shlex.quote(v)}" for k, v in words.items()) + more
