@@ -15,6 +15,7 @@ MATRIX_EFFICIENCY = 0.5
 LINK_EFFICIENCY = 0.7
 OVERLAPPED = 0.5  # of the communication that runs beside arithmetic
 GPUS_OF_A_NODE = 8
+PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers")
 NODE_LINK_GBS = 50.0  # a 400 Gbit/s adapter a GPU
 CPU_ADAM_GBS = 25.0  # host memory bandwidth that a rank's CPU Adam gets
 
@@ -78,8 +79,11 @@ class Setting:
     ranks: int
 
 
-def activations(s: Shape, setting: Setting, fused: bool) -> dict[str, float]:
-    """{"activations", "logits"}: bytes at the loss, where they are highest (Llama-like layers, 16-bit, no dropout)."""
+def activations(s: Shape, setting: Setting, fused: bool) -> tuple[dict[str, float], dict[str, float]]:
+    """Bytes at the loss, and while the last checkpointed layer is computed again: {"activations", "logits"} each.
+
+    Of Llama-like layers in 16 bits, without dropout.
+    """
     q, k = s.heads * s.head_dim, s.kv_heads * s.head_dim
     layer = 16 * s.hidden + 4 * q + 4 * k + 4 * s.heads + 8 + 8 * s.intermediate
     if s.frozen:  # a frozen product keeps no input; adapted ones keep theirs
@@ -93,49 +97,68 @@ def activations(s: Shape, setting: Setting, fused: bool) -> dict[str, float]:
         logits = 8 * rows * s.vocabulary + 2 * setting.tokens * s.hidden
         logits += 0 if s.frozen else 2 * s.vocabulary * s.hidden
     again = setting.tokens * (layer + 4 * s.intermediate + 4 * s.hidden) if recomputed else 0
-    return {"activations": max(at_loss, setting.tokens * kept + again), "logits": logits}
+    return {"activations": at_loss, "logits": logits}, {"activations": setting.tokens * kept + again}
 
 
 def memory(s: Shape, setting: Setting, settings, fused: bool) -> dict[str, float]:
-    """Bytes on one GPU by part, at the highest moment: {"parameters", "gradients", "optimizer", "activations",
-    "logits", "buffers"}."""
+    """Bytes on one GPU by part, at the highest of four moments: loading, the loss, the end of the backward, the step.
+
+    Returns: {"parameters", "gradients", "optimizer", "activations", "logits", "buffers"}.
+    """
     n, zero, trained = setting.ranks, setting.zero, s.trainable
-    width = optimizers.OPTIMIZERS.get(settings.optim)
-    width = float(width.state_bytes) if width and _is_number(width.state_bytes) else 8.0
-    half = settings.precision != "fp32"
-    frozen = s.frozen * s.frozen_bytes / (n if zero == 3 else 1)
+    weight, gradient, optimizer = _widths(settings, zero)
     share = [1 / n if zero >= stage else 1 for stage in (3, 2, 1)]
-    if settings.pure_bf16:
-        weight, gradient, optimizer = 2, 2, width / 2 if width == 8 else width
-    elif zero == 0:
-        weight, gradient, optimizer = 4, 4, width
-    else:
-        weight, gradient, optimizer = (2, 2, 4 + width) if half else (4, 4, 4 + width)
-    parts = activations(s, setting, fused)
-    parts["parameters"] = frozen + trained * weight * share[0]
-    parts["gradients"] = trained * gradient * (share[1] if zero >= 2 else 1)
-    parts["optimizer"] = trained * optimizer * share[2]
-    if zero == 0 and half and not settings.pure_bf16:
-        parts["buffers"] = 2 * trained  # autocast's 16-bit copies
-    elif zero == 3:
-        parts["buffers"] = min(s.parameters * 2.0, 2 * 1e9 + 4 * s.hidden * s.vocabulary)  # gathered, kept for reuse
-    else:
-        parts["buffers"] = 4.0 * s.hidden * s.hidden + 2 * s.largest
+    states = {
+        "parameters": s.frozen * s.frozen_bytes * share[0] + trained * weight * share[0],
+        "optimizer": trained * optimizer * share[2],
+    }
     if setting.offload != "none":
-        parts["optimizer"] = 0
-        parts["gradients"] = min(parts["gradients"], 4 * s.largest) if zero >= 2 else parts["gradients"]
+        states["optimizer"] = 0.0
     if setting.offload == "all":
-        parts["parameters"] = s.hidden * 4.0
-    # The step flattens gradients and copies them to fp32, when activations are gone (memory model, table of stages).
-    if zero in (1, 2) and setting.offload == "none":
-        step = 8 * trained / n + 2 * s.largest
-        over = max(0.0, step - parts["gradients"] - parts["activations"] - parts["logits"])
-        parts["buffers"] += over
-    # Loading: stages 1 and 2 hold the weights twice for a moment.
-    total = sum(parts.values())
-    if zero in (1, 2):
-        parts["buffers"] += max(0.0, 4.0 * trained + frozen - total)
-    return parts
+        states["parameters"] = s.hidden * 4.0  # what is too small to be shared out
+    whole, own = gradient * trained, gradient * trained / n  # gradients of all, and of this rank's share
+    if setting.offload != "none" and zero >= 2:
+        own = 0.0
+    several = setting.accumulation > 1
+    before = {0: whole if several or n > 1 else 0, 1: whole if several else 0, 2: 2 * own * several, 3: own}[zero]
+    after = {0: whole, 1: whole + own, 2: own, 3: own}[zero]
+    work = _work(s, setting, weight)
+    at_loss, again = activations(s, setting, fused)
+    moments = [
+        states | {"gradients": before, "buffers": work} | at_loss,
+        states | {"gradients": before, "buffers": work} | again,
+        states | {"gradients": after, "buffers": work + 2 * s.largest},
+    ]
+    if setting.offload == "none" and zero:
+        # Gradients flattened and copied to fp32 in pieces of at most 1e9 numbers (stage 3), all at once (1 and 2).
+        piece = min(trained / n, 1e9) if zero == 3 else trained / n
+        moments.append(states | {"gradients": own, "buffers": (6 if weight == 2 else 4) * piece})
+    if zero in (1, 2):  # the weights twice: as loaded, and flat
+        moments.append({"parameters": 2 * weight * trained + s.frozen * s.frozen_bytes})
+    highest = max(moments, key=lambda parts: sum(parts.values()))
+    return {part: highest.get(part, 0.0) for part in PARTS}
+
+
+def _widths(settings, zero: int) -> tuple[float, float, float]:
+    """Bytes a trained parameter takes as weight, gradient and optimizer state with its master copy."""
+    entry = optimizers.OPTIMIZERS.get(settings.optim)
+    width = float(entry.state_bytes) if entry and _is_number(entry.state_bytes) else 8.0
+    if settings.pure_bf16:
+        return 2, 2, width / 2 if width == 8 else width
+    if zero == 0:
+        return 4, 4, width
+    return (2, 2, 4 + width) if settings.precision != "fp32" else (4, 4, 4 + width)
+
+
+def _work(s: Shape, setting: Setting, weight: float) -> float:
+    """Buckets and copies beside the model states, while a layer is computed."""
+    if setting.zero == 0:
+        return 2.0 * s.trainable if weight == 4 else 0.0  # autocast's 16-bit copies
+    bucket = 2.0 * s.hidden * s.hidden
+    if setting.zero < 3:
+        return bucket
+    # Gathered: what is used again within 1e9 numbers stays (stage3_max_reuse_distance).
+    return min(2.0 * s.parameters, 2.0 * s.vocabulary * s.hidden + 1e9) + bucket
 
 
 def _is_number(text: str) -> bool:

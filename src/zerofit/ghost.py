@@ -213,7 +213,8 @@ def _answer(recipe, flags, ranks, rank, gpu, device, fake, padded, overrides) ->
         if fake:
             _without_values(padded)
             stack.enter_context(torch._subclasses.fake_tensor.FakeTensorMode(allow_non_fake_inputs=True))
-            stack.enter_context(_answers())
+            micro = settings.per_device_train_batch_size
+            stack.enter_context(_answers(micro * settings.max_length, micro))
         host = _host_ledger(stack) if device == "gpu" else None
         ledger = stack.enter_context(memory.Ledger(device=device, round_to=1 if device == "cpu" else 512))
         trainer = _trainer(settings, arguments, tokenizer, tokens, overrides, device, fake)
@@ -460,8 +461,11 @@ def _apply(module, change, recurse=True):
     return module
 
 
-def _answers():
-    """What a number read from a tensor is: 1.0 (a loss, a norm), 0 (an overflow counter), False (an overflow)."""
+def _answers(tokens: int, rows: int):
+    """What a number read from a tensor is: 1.0 (a loss, a norm), 0 (an overflow counter), False (an overflow).
+
+    Args: tokens, rows: of a micro batch; all labels count but the first of each row, which nothing predicts.
+    """
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -471,7 +475,8 @@ def _answers():
                 dtype = args[0].dtype
                 return False if dtype == torch.bool else 1.0 if dtype.is_floating_point else 0
             if operation is torch.ops.aten.nonzero.default:  # which labels count: all of them
-                return args[0].new_empty((args[0].numel(), args[0].ndim), dtype=torch.long)
+                count = args[0].numel() - (rows if args[0].numel() == tokens else 0)
+                return args[0].new_empty((count, args[0].ndim), dtype=torch.long)
             if operation is torch.ops.aten.index.Tensor and args[1][0].dtype == torch.bool and len(args[1]) == 1:
                 mask = args[1][0]
                 return args[0].new_empty(mask.numel(), *args[0].shape[mask.ndim :])

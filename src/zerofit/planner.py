@@ -25,11 +25,11 @@ NCCL_BYTES = int(0.4 * GIB)  # NCCL's channels and buffers
 WORKSPACE_BYTES = 72 * 2**20  # cuBLAS: 32 MiB for each of two handles, and its lt workspace; counted by the allocator
 FRAGMENTATION = 0.03  # of the GPU: what the allocator cannot hand out
 CLEARLY_TOO_MUCH = 1.25  # closed forms above this share of the limit are believed without a ghost run
-GHOSTS = 8  # ghost runs at most in a search
+GHOSTS = 8  # after so many ghost runs only settings that fit clearly by the closed forms are looked at
 LAYERS_MEASURED = (16, 24)  # deeper models are extended linearly from these
 LAYERS_WHOLE = 40
 UNNAMED = "not-named-yet"  # stands for --data, which a plan does not need
-CACHE = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "zerofit"
+CACHE = Path(os.environ.get("ZEROFIT_CACHE", "~/.cache/zerofit")).expanduser()
 
 
 @dataclass
@@ -165,9 +165,9 @@ def _decide(plan: Plan, found: list[Candidate], say) -> None:
     asked = 0
     for candidate in found:
         by_formula = sum(candidate.formula.values()) + WORKSPACE_BYTES
-        if by_formula > CLEARLY_TOO_MUCH * plan.limit or asked >= GHOSTS:
-            candidate_fits = by_formula * 1.1 <= plan.limit
-        else:
+        believed = CLEARLY_TOO_MUCH if asked < GHOSTS else 0.9
+        candidate_fits = False
+        if by_formula <= believed * plan.limit:  # nothing is chosen that the ghost has not seen
             asked += 1
             ask(candidate, plan.ranks, plan.gpu)
             candidate_fits = candidate.peak <= plan.limit

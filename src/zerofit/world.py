@@ -123,7 +123,12 @@ def start(settings) -> None:
     import torch
     import torch.distributed as dist
 
-    single_process_defaults()
+    if settings.deepspeed is None and size() == 1:
+        # accelerate would wrap the model in DistributedDataParallel, whose buckets hold every gradient all the time
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            os.environ.pop(name, None)
+    else:
+        single_process_defaults()
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1")
     if not settings.use_cpu and local_size > torch.cuda.device_count():  # said by every rank, before any group exists
         raise UserError(f"{local_size} processes on this machine, but {torch.cuda.device_count()} GPUs; start fewer.")

@@ -1,0 +1,357 @@
+"""The ghost run equals the real run; the planner searches, refuses and says why; nothing of it needs a GPU."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, TINY, recipe_process, run_world
+
+from zerofit import args, closed_forms, ghost, hardware, plan_report, planner
+from zerofit.errors import UserError
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import plan as benchmark
+
+CONFIGS = ROOT / "tests" / "configs"
+GPU = hardware.GPUS["h100-80g"]
+
+
+# --- without memory = with memory ---
+
+FEW = [
+    ("sft", "--zero 0", 1),
+    ("sft", "--zero 1 --optim sgd", 2),
+    ("sft", "--zero 2 --gradient_checkpointing true", 8),
+    ("lora", "--zero 3", 2),
+    ("sft", "--zero 3 --offload all", 2),
+]
+
+
+def errors_above(rows, bound):
+    assert not [row for row in rows if "failed" in row]
+    return {row["case"]: row["error"] for row in rows if abs(row["error"]) > bound}
+
+
+def test_a_ghost_has_the_bytes_of_real_tensors():
+    """Every phase of five settings, through the kit's trainer and the real engine as one rank of N."""
+    rows = benchmark.compare(FEW)
+    assert errors_above(rows, 0.005) == {}
+    assert sum(row["error"] == 0 for row in rows) >= 4
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_ghost_has_the_bytes_of_real_tensors_everywhere():
+    """`make plan-validate` on the CPU: over 60 settings."""
+    rows = benchmark.compare(benchmark.cpu_cases())
+    # Below the peak: loading a sharded base under LoRA is 32 kB apart, and the fused loss shows temporaries of its
+    # logsumexp that torch's CPU kernel hides.
+    errors = errors_above(rows, 0.005)
+    assert all("fused_loss" in case or case == "lora --zero 3" for case in errors)
+    assert len(rows) >= 60
+    for row in rows:
+        assert max(row["predicted"].values()) == pytest.approx(max(row["measured"].values()), rel=0.005), row["case"]
+
+
+TWO_RANKS = {"sft-0": ("sft", "--zero 0"), "sft-2": ("sft", "--zero 2"), "lora-3": ("lora", "--zero 3")}
+
+
+@pytest.fixture(scope="module")
+def full_rows(tmp_path_factory):
+    """Rows of exactly 64 tokens, as a plan supposes them."""
+    file = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    row = {"input_ids": [5 + i % 50 for i in range(64)], "labels": [5 + i % 50 for i in range(64)]}
+    file.write_text((json.dumps(row) + "\n") * 16)
+    return file
+
+
+def test_a_ghost_equals_two_real_ranks(full_rows, tmp_path):
+    """Recipes on two gloo processes, followed by --memory_report, against ghosts of both ranks."""
+    common = ["--model", str(TINY / "model"), "--data", str(full_rows), "--max_length", "64",
+              "--per_device_train_batch_size", "1", "--effective_batch_size", "2"]  # fmt: skip
+    run_only = ["--max_steps", "3", "--save_strategy", "no", "--num_samples", "0", "--memory_report", "true"]
+    cases = {name: (recipe, [*common, *flags.split(), *run_only]) for name, (recipe, flags) in TWO_RANKS.items()}
+    runs = run_world(2, cases, tmp_path)
+    asked = [
+        ghost.question(recipe, [*common, *flags.split()], 2, rank)
+        for recipe, flags in TWO_RANKS.values()
+        for rank in (0, 1)
+    ]
+    answers = iter(ghost.run_all(asked))
+    for name, run in runs.items():
+        measured = {rank["rank"]: rank["peak"] for rank in run.json("memory.json")["ranks"]}
+        assert len(measured) == 2
+        for rank in (0, 1):
+            predicted = next(answers)
+            for phase in ("forward", "backward", "step"):
+                real = sum(measured[rank][phase].values())
+                assert predicted["total"][phase] == pytest.approx(real, rel=0.005), (name, rank, phase)
+
+
+def test_layers_are_extended_to_the_byte(tmp_path):
+    config = json.loads((TINY / "model" / "config.json").read_text()) | {"num_hidden_layers": 44}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    flags = ["--model", str(tmp_path), "--data", "none", "--zero", "2", "--max_length", "64",
+             "--gradient_checkpointing", "true"]  # fmt: skip
+    depths = [{"num_hidden_layers": n} for n in planner.LAYERS_MEASURED]
+    asked = [ghost.question("sft", flags, 8, gpu=GPU, overrides=o) for o in (*depths, None)]
+    low, high, whole = ghost.run_all(asked)
+    extended = planner._extended(low, high, 44)
+    assert extended["parameters"] == whole["parameters"]
+    for phase, size in whole["total"].items():
+        assert extended["total"][phase] == pytest.approx(size, rel=0.005), phase
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", sorted(f.name for f in CONFIGS.iterdir()))
+def test_every_architecture_has_a_plan(name):
+    """Two layers of each config.json: fake = real on the CPU."""
+    own = ["--attn_implementation", "eager"] if "gemma" in name else []
+    small = {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 256, "vocab_size": 512,
+             "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "num_experts": 4,
+             "moe_intermediate_size": 64, "num_experts_per_tok": 2, "n_layer": 2}  # fmt: skip
+    config = json.loads((CONFIGS / name / "config.json").read_text())
+    overrides = {k: v for k, v in small.items() if k in config}
+    flags = ["--model", str(CONFIGS / name), "--data", "none", "--zero", "2", "--max_length", "64",
+             "--per_device_train_batch_size", "1", "--effective_batch_size", "2", *own]  # fmt: skip
+    asked = [ghost.question("sft", flags, 2, fake=fake, overrides=overrides) for fake in (True, False)]
+    fake, real = ghost.run_all(asked[:1]) + ghost.run_all(asked[1:])
+    assert fake["parameters"] == real["parameters"]
+    bound = 0.25 if "moe" in name else 0.005  # which expert a token takes is not known without numbers
+    for phase, size in real["total"].items():
+        assert fake["total"][phase] == pytest.approx(size, rel=bound), phase
+
+
+# --- closed forms ---
+
+
+@pytest.mark.parametrize(("zero", "every"), [(2, 1), (3, 0)])
+def test_closed_forms_agree_with_the_ghost(zero, every):
+    flags = ["--model", str(CONFIGS / "llama3.1-8b"), "--max_length", "8192", "--gradient_checkpointing",
+             str(bool(every)).lower(), "--zero", str(zero), "--per_device_train_batch_size", "1",
+             "--effective_batch_size", "8", "--fused_loss", "false", "--offload", "none"]  # fmt: skip
+    (candidate,) = planner.candidates("sft", flags, 8, GPU)
+    planner.ask(candidate, 8, GPU)
+    assert candidate.failed == ""
+    assert sum(candidate.formula.values()) == pytest.approx(max(candidate.answer["total"].values()), rel=0.05)
+
+
+def test_formulas_of_sharding():
+    """16 bytes a parameter, shared out by stage (arXiv 1910.02054), where activations are nothing."""
+    shape = closed_forms.Shape(8_000_000_000, 0, 1, 4096, 32, 32, 8, 128, 14336, 128256)
+    settings = args.parse("sft", ["--bf16", "true", "--zero", "2"], 8, GPU)
+    psi, states = shape.trainable, {}
+    for zero in (0, 1, 2, 3):
+        setting = closed_forms.Setting(zero, "none", 1, 1, 1, 1, 8)
+        states[zero] = closed_forms.memory(shape, setting, settings, True)
+    assert states[0]["optimizer"] == 8 * psi and states[1]["optimizer"] == states[2]["optimizer"] == 12 * psi / 8
+    assert states[2]["parameters"] == 2 * psi and states[3]["parameters"] == 2 * psi / 8
+    assert states[3]["gradients"] == 2 * psi / 8
+
+
+def test_less_is_faster():
+    shape = closed_forms.Shape(8_000_000_000, 0, 525_336_576, 4096, 32, 32, 8, 128, 14336, 128256)
+
+    def seconds(zero=2, offload="none", every=0, micro=2):
+        setting = closed_forms.Setting(zero, offload, every, micro, 2048 * micro, 8 // micro, 8)
+        return closed_forms.step_seconds(shape, setting, GPU, 2048)
+
+    assert seconds() < seconds(zero=3) < seconds(zero=3, offload="optimizer") < seconds(zero=3, offload="all")
+    assert seconds() < seconds(every=2) < seconds(every=1)
+    assert seconds(micro=4) < seconds(micro=2) < seconds(micro=1)
+
+
+# --- the search ---
+
+
+def fake_ghost(size_of):
+    """run_all that answers with `size_of(flags)` GiB, or fails where that is None."""
+
+    def run_all(questions, cache=None):
+        answers = []
+        for question in questions:
+            size = size_of(question["flags"])
+            if size is None:
+                answers.append(ghost.GhostFailed("no such kernel"))
+                continue
+            parts = dict.fromkeys(("parameters", "gradients", "optimizer", "activations", "logits", "buffers"), 0)
+            total = {"load": 1, "forward": int(size * 2**30)}
+            answers.append({"peak": {p: parts | {"parameters": n} for p, n in total.items()}, "total": total,
+                            "host": 0, "model_states": {}, "parameters": 1, "trainable": 1})  # fmt: skip
+        return answers
+
+    return run_all
+
+
+FLAGS_1B = ["--model", str(CONFIGS / "llama3.2-1b"), "--max_length", "1024"]
+
+
+def test_the_fastest_that_fits_is_chosen(monkeypatch, tmp_path):
+    def size_of(flags):
+        words = dict(zip(flags[::2], flags[1::2], strict=False))
+        return 10 if words["--zero"] == "3" and words["--per_device_train_batch_size"] == "4" else 99
+
+    monkeypatch.setattr(ghost, "run_all", fake_ghost(size_of))
+    plan = planner.search(["sft"], FLAGS_1B, 4, GPU)
+    assert plan.chosen.setting.zero == 3 and plan.chosen.setting.micro == 4
+    assert all(c.seconds <= plan.chosen.seconds + 1e-3 for c, _ in plan.rejected)
+    assert "99.1 GiB > " in plan.rejected[0][1]
+    line = planner.command(plan.chosen, 4)
+    assert line.startswith("make sft GPUS=4 MODEL=") and "ZERO=3" in line and "DATA=your.jsonl" in line
+    plan_report.write(plan, tmp_path / "out")
+    written = json.loads((tmp_path / "out" / "plan.json").read_text())
+    assert written["chosen"]["command"] == line and written["limit_bytes"] == plan.limit
+    assert (tmp_path / "out" / "plan.png").stat().st_size > 5000
+    assert line in (tmp_path / "out" / "plan.md").read_text()
+
+
+def test_what_is_fixed_is_not_searched(monkeypatch):
+    monkeypatch.setattr(ghost, "run_all", fake_ghost(lambda flags: 1))
+    flags = [*FLAGS_1B, "--zero", "2", "--offload", "optimizer", "--gradient_checkpointing", "true",
+             "--per_device_train_batch_size", "2"]  # fmt: skip
+    (only,) = planner.candidates("sft", flags, 2, GPU)
+    assert (only.setting.zero, only.setting.offload, only.setting.every, only.setting.micro) == (2, "optimizer", 1, 2)
+
+
+def test_nothing_fits_says_what_is_missing_and_what_would_do(monkeypatch):
+    monkeypatch.setattr(ghost, "run_all", fake_ghost(lambda flags: 30))
+    plan = planner.search(
+        ["sft"], ["--model", str(CONFIGS / "llama3.1-8b"), "--offload", "none"], 1, hardware.GPUS["t4-16g"]
+    )
+    assert plan.chosen is None
+    sentence = plan_report.nothing_fits(plan)
+    assert sentence.startswith("nothing fits: the nearest is sft ZeRO-") and "GiB too much for T4" in sentence
+    assert plan.would_do and plan.would_do > 8 and f"{plan.would_do} GPUs would do" in sentence
+
+
+def test_auto_takes_the_first_method_that_fits(monkeypatch):
+    monkeypatch.setattr(ghost, "run_all", fake_ghost(lambda flags: 20 if "--load_in_4bit" in flags else 90))
+    flags = ["--model", str(CONFIGS / "qwen3-8b"), "--offload", "none"]
+    plan = planner.search(["sft", "lora", "qlora"], flags, 1, hardware.GPUS["rtx4090-24g"])
+    assert plan.chosen.method == "qlora" and "make lora" in planner.command(plan.chosen, 1)
+
+
+def test_a_ghost_that_fails_leaves_the_closed_forms_and_says_so(monkeypatch):
+    monkeypatch.setattr(ghost, "run_all", fake_ghost(lambda flags: None))
+    plan = planner.search(["sft"], FLAGS_1B, 2, GPU)
+    assert plan.chosen.answer is None
+    assert "closed forms with a margin of 10 % (no such kernel)" in plan_report.text(plan)
+
+
+def test_a_real_plan_from_the_command_line(tmp_path):
+    """make's own path: prints the choice, writes the files; the printed flags are taken by the recipe."""
+    done = subprocess.run(
+        [sys.executable, "-m", "zerofit", "plan", "--gpu", "t4-16g", "--gpus", "2", *FLAGS_1B, "--zero", "3",
+         "--offload", "optimizer", "--gradient_checkpointing", "true", "--out", str(tmp_path / "plan")],
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "chosen: sft ZeRO-3, offload optimizer, checkpointing" in done.stdout and "by a ghost run" in done.stdout
+    found = json.loads((tmp_path / "plan" / "plan.json").read_text())
+    assert found["chosen"]["ghost"]["parameters"] == 1_235_814_400
+    assert found["chosen"]["peak_bytes"] <= found["limit_bytes"]
+    assert "fp16" in found["facts"]["estimate"] or found["gpu"]["bf16"] is False
+
+
+# --- mistakes ---
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--gpu", "h100"], "--gpu h100: not in the table; did you mean h100-80g?"),
+        (["--gpu", "h100-80g", "--gpus", "many"], "GPUS=many: must be a whole number"),
+        (["--gpu", "h100-80g", "--method", "magic"], "--method magic: must be one of sft, lora, qlora, auto."),
+        (["--gpu", "h100-80g", "--zero", "0", "--offload", "optimizer"], "stage 0 is plain DDP"),
+        (["--gpu", "h100-80g", "--model", "/no/such/folder"], "no such model folder"),
+        (["--gpu", "h100-80g", "--zerro", "3"], "unknown flag --zerro"),
+        (["--gpu", "detect"], "no GPU is visible"),
+    ],
+)
+def test_mistakes(words, said, monkeypatch):
+    monkeypatch.setattr(ghost, "run_all", fake_ghost(lambda flags: 1))
+    words = words if "--model" in words else [*words, *FLAGS_1B]
+    with pytest.raises(UserError) as error:
+        planner.main(words)
+    assert said in str(error.value)
+
+
+def test_a_folder_without_config(tmp_path):
+    with pytest.raises(UserError, match=r"the folder has no config.json"):
+        planner.main(["--gpu", "h100-80g", "--model", str(tmp_path)])
+
+
+def test_gpus_of_the_users_own(tmp_path, monkeypatch):
+    file = tmp_path / "gpus.json"
+    monkeypatch.setenv(hardware.USER_TABLE, str(file))
+    file.write_text('{"mi300x": {"memory_gib": 191.5, "tflops": 1307}}')
+    assert hardware.find("MI300X").memory_gib == 191.5
+    file.write_text('{"mi300x": {"memory": 191.5}}')
+    with pytest.raises(UserError, match="unknown key 'memory'"):
+        hardware.find("mi300x")
+    file.write_text("[1")
+    with pytest.raises(UserError, match="must be JSON"):
+        hardware.find("mi300x")
+
+
+# --- the check before a launch ---
+
+
+def test_a_job_that_does_not_fit_is_refused_before_it_starts(tmp_path):
+    common = ["--output_dir", str(tmp_path / "run"), "--max_steps", "1", "--num_samples", "0", "--memory_limit"]
+    done = recipe_process("sft", *common, "0.01")
+    assert done.returncode == 3 and not (tmp_path / "run").exists()
+    assert "zerofit: error: this job does not fit: " in done.stderr and "--force true" in done.stderr
+    done = recipe_process("sft", *common, "0.01", "--dry_run", "true")
+    assert done.returncode == 3
+    done = recipe_process("sft", *common, "4", "--dry_run", "true")
+    assert done.returncode == 0, done.stderr
+    assert "plan: fits: " in done.stdout and "backward" in done.stdout and not (tmp_path / "run").exists()
+    done = recipe_process("sft", *common, "0.01", "--force", "true")
+    assert done.returncode == 0 and "plan: does not fit: " in done.stdout
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["status"] == "finished"
+
+
+def test_dry_run_for_a_gpu_that_is_not_here():
+    done = recipe_process("lora", "--dry_run", "true", "--gpu", "rtx4090-24g")
+    assert done.returncode == 0, done.stderr
+    assert "plan: fits: " in done.stdout and "of 22.20 GiB a rank" in done.stdout
+    done = recipe_process("sft", "--dry_run", "true")
+    assert done.returncode == 2 and "name one with --gpu h100-80g" in done.stderr
+
+
+def test_zero_auto_on_a_cpu_goes_by_the_processes():
+    assert planner.asked(["--zero", "auto"]) and planner.asked(["--zero=auto"]) and not planner.asked(["--zero", "2"])
+    assert planner.chosen_flags("sft", ["--zero", "auto"], 2) == ["--zero", "auto"]
+
+
+def test_measured_peaks_sharpen_the_allowance(monkeypatch, tmp_path):
+    monkeypatch.setattr(planner, "CACHE", tmp_path)
+    predicted = {"gpu": "H100", "peak_bytes": 10 * 2**30}
+    assert planner.learned_allowance("H100") == 0
+    planner.remember(predicted, 10 * 2**30 + 5, tmp_path)
+    planner.remember(predicted, 9 * 2**30, tmp_path)
+    assert planner.learned_allowance("H100") == 5 and planner.learned_allowance("A100") == 0
+    assert json.loads((tmp_path / "plan.json").read_text())["measured"]["ratio"] == 0.9
+    assert planner._allowance(hardware.GPUS["h100-80g"], 1)["measured above plan on this GPU"] == 5
+
+
+def test_answers_are_kept_by_question(tmp_path):
+    flags = ["--model", str(TINY / "model"), "--data", "none", "--max_length", "64"]
+    asked = [ghost.question("sft", flags, 2)]
+    (first,) = ghost.run_all(asked, tmp_path)
+    (again,) = ghost.run_all(asked, tmp_path)
+    assert first == again and len(list(tmp_path.iterdir())) == 1
+    assert ghost._key(asked[0]) != ghost._key(ghost.question("sft", [*flags, "--zero", "3"], 2))
+
+
+def test_an_unknown_model_fails_in_words(tmp_path):
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"model_type": "no-such-model"}))
+    with pytest.raises(UserError):
+        ghost.run("sft", ["--model", str(tmp_path), "--data", "none"], 2)
+    assert Path(config).exists() and "ZEROFIT_GHOST" not in os.environ
