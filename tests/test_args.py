@@ -18,7 +18,7 @@ def test_the_kits_own_flags_are_frozen():
     """A flag that vanishes or is renamed breaks somebody's script: change this list on purpose only."""
     frozen = {
         "RunArguments": """
-            config zero offload effective_batch_size preset probe memory_limit gpus show
+            config zero offload effective_batch_size preset probe memory_limit dry_run force gpu gpus show
             gradient_checkpointing_every gradient_checkpointing_policy activation_offload
             memory_report max_tokens_per_sample num_samples
         """,

@@ -127,6 +127,7 @@ def start(settings) -> None:
         # accelerate would wrap the model in DistributedDataParallel, whose buckets hold every gradient all the time
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             os.environ.pop(name, None)
+        settings.values["ddp_backend"] = None  # named, it would have accelerate open a group
     else:
         single_process_defaults()
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1")
