@@ -1,5 +1,6 @@
 """The README's commands run, its tables name every flag, variable and module, its links lead somewhere."""
 
+import json
 import os
 import re
 import shlex
@@ -40,6 +41,10 @@ def test_command(command, tmp_path):
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     if words[:2] == ["make", "probe"]:
         assert "largest micro batch that fits: " in done.stdout and not out.exists()
+        return
+    if words[:2] == ["make", "plan"]:
+        plan = json.loads((out / "plan.json").read_text())
+        assert plan["chosen"] and "\nrun it: make sft GPUS=2 " in done.stdout
         return
     if needs_hub:
         assert "--model" in done.stdout and not out.exists()

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from zerofit import train, world
 
 ROOT = Path(__file__).resolve().parents[1]
+LAUNCHER_SETS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 DDP_SETTINGS = ("find_unused_parameters", "gradient_as_bucket_view", "static_graph")
 
 
@@ -126,9 +127,11 @@ def main() -> None:
         record(trainer)
 
     train.KitTrainer, train.finish = Witness, finish_and_record
+    launched = {name: os.environ[name] for name in LAUNCHER_SETS if name in os.environ}
     stop, world.stop = world.stop, lambda wait=True: None  # the world goes on after each case
     for case in json.loads(Path(sys.argv[1]).read_text()):
         began, streams, words = time.time(), (sys.stdout, sys.stderr), sys.argv
+        os.environ.update(launched)  # one process at stage 0 does without
         sys.argv = [case["recipe"], *case["flags"]]
         try:
             runpy.run_path(str(ROOT / "recipes" / f"{case['recipe']}.py"), run_name="__main__")

@@ -68,7 +68,8 @@ def shape(config, net, frozen_bytes: float = 2.0) -> Shape:
 
 @dataclass(frozen=True)
 class Setting:
-    """What is searched. every: 0 keeps all activations, n recomputes every n-th layer; tokens: of a micro batch."""
+    """What is searched. every: 0 keeps all activations, n recomputes every n-th layer; tokens: of a micro batch;
+    activation_offload: what recomputed layers keep is in host memory."""
 
     zero: int
     offload: str
@@ -77,6 +78,7 @@ class Setting:
     tokens: int
     accumulation: int
     ranks: int
+    activation_offload: bool = False
 
 
 def activations(s: Shape, setting: Setting, fused: bool) -> tuple[dict[str, float], dict[str, float]]:
@@ -89,7 +91,8 @@ def activations(s: Shape, setting: Setting, fused: bool) -> tuple[dict[str, floa
     if s.frozen:  # a frozen product keeps no input; adapted ones keep theirs
         layer -= 2 * s.hidden
     recomputed = math.ceil(s.layers / setting.every) if setting.every else 0
-    kept = recomputed * 2 * s.hidden + (s.layers - recomputed) * layer
+    stored = 0 if setting.activation_offload else 2 * s.hidden
+    kept = recomputed * stored + (s.layers - recomputed) * layer
     at_loss = setting.tokens * (kept + 8 * s.hidden + 4)
     logits = setting.tokens * 12 * s.vocabulary
     if fused:
@@ -204,6 +207,8 @@ def step_seconds(s: Shape, setting: Setting, gpu: Gpu, sequence: int) -> float:
     if setting.offload == "all":
         moved = 2 * (2.0 * s.trainable + s.frozen * s.frozen_bytes) / setting.ranks * setting.accumulation
         update += moved / (gpu.host_gbs * 1e9)
+    if setting.activation_offload:
+        update += 2 * 2.0 * s.layers / setting.every * s.hidden * tokens / (gpu.host_gbs * 1e9) * (1 - OVERLAPPED)
     return arithmetic + wire + update
 
 

@@ -208,7 +208,7 @@ def _answer(recipe, flags, ranks, rank, gpu, device, fake, padded, overrides) ->
     if device == "gpu":
         _register_gpu()
     _one_rank_of(settings, rank)
-    arguments, tokenizer, tokens = _trainers_needs(settings, device)
+    arguments, *rows = _trainers_needs(settings, device)
     with contextlib.ExitStack() as stack:
         if fake:
             _without_values(padded)
@@ -217,8 +217,9 @@ def _answer(recipe, flags, ranks, rank, gpu, device, fake, padded, overrides) ->
             stack.enter_context(_answers(micro * settings.max_length, micro))
         host = _host_ledger(stack) if device == "gpu" else None
         ledger = stack.enter_context(memory.Ledger(device=device, round_to=1 if device == "cpu" else 512))
-        trainer = _trainer(settings, arguments, tokenizer, tokens, overrides, device, fake)
+        trainer = _trainer(settings, arguments, rows, overrides, device, fake)
         trainer.train()
+        _evaluate_and_save(trainer, ledger)
         ledger.pause()
         sizes = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in trainer.model.parameters()]
         return {
@@ -399,8 +400,16 @@ class _Tokenizer:
         return 0
 
 
+def _evaluate_and_save(trainer, ledger) -> None:
+    """One evaluation batch, where the run evaluates, and ZeRO-3's gathering of the weights for a save."""
+    if trainer.eval_dataset is not None:
+        trainer.evaluate()
+    if trainer.is_deepspeed_enabled and trainer.accelerator.deepspeed_config["zero_optimization"]["stage"] == 3:
+        ledger._during("save", trainer.accelerator.get_state_dict)(trainer.deepspeed)
+
+
 def _trainers_needs(settings, device: str):
-    """(TrainingArguments, tokenizer, rows) of a run of STEPS steps that saves and evaluates nothing."""
+    """(TrainingArguments, tokenizer, training rows, eval rows or None) of STEPS steps that write nothing."""
     import torch
     from accelerate.state import PartialState
     from datasets import Dataset
@@ -428,9 +437,13 @@ def _trainers_needs(settings, device: str):
         place = torch.device("gpu:0" if device == "gpu" else "cpu")
         PartialState._shared_state["device"] = arguments.__dict__["_setup_devices"] = place
     row = {"input_ids": [5] * settings.max_length, "labels": [5] * settings.max_length}
-    rows = Dataset.from_list([row]).select([0] * (STEPS * batch))
-    tokens = data.Tokens(rows, {}, "ghost")
-    return arguments, _Tokenizer(), tokens
+
+    def tokens(count):
+        return data.Tokens(Dataset.from_list([row]).select([0] * count), {}, "ghost")
+
+    evaluates = settings.eval_data or settings.eval_fraction
+    held_out = tokens(settings.per_device_eval_batch_size * settings.world_size) if evaluates else None
+    return arguments, _Tokenizer(), tokens(STEPS * batch), held_out
 
 
 def _without_values(padded: bool) -> None:
@@ -535,8 +548,8 @@ def _host_ledger(stack):
     return host
 
 
-def _trainer(settings, arguments, tokenizer, tokens, overrides, device, fake):
-    """KitTrainer with the recipe's model, as the recipe builds it."""
+def _trainer(settings, arguments, rows, overrides, device, fake):
+    """KitTrainer with the recipe's model, as the recipe builds it. rows: what _trainers_needs returns."""
     import torch
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
@@ -560,6 +573,7 @@ def _trainer(settings, arguments, tokenizer, tokens, overrides, device, fake):
     mlp.choose(settings, config)
     if offload.depends_on_size(settings.deepspeed):
         offload.check_sizes(settings, model.check(settings))
+    tokenizer, train_rows, eval_rows = rows
     width = quantized.bits(settings)
     if width == 8 and fake:
         raise GhostFailed("an 8-bit base cannot be run without memory")
@@ -578,7 +592,7 @@ def _trainer(settings, arguments, tokenizer, tokens, overrides, device, fake):
     on_gpu = device == "gpu"
     torch.cuda.get_device_name = (lambda *_: "a ghost") if on_gpu else torch.cuda.get_device_name
     settings.values["use_cpu"] = settings.use_cpu and not on_gpu  # offloaded activations go somewhere
-    trainer = train.KitTrainer(settings, net, tokenizer, arguments, tokens, None)
+    trainer = train.KitTrainer(settings, net, tokenizer, arguments, train_rows, eval_rows)
     trainer.remove_callback(train.Reporter)
     return trainer
 

@@ -27,7 +27,7 @@ def text(plan: Plan) -> str:
     if chosen.answer:
         lines += ["", memory_report.table(chosen.answer["peak"]), ""]
     lines += [f"  {name}: {value}" for name, value in facts(chosen, plan).items()]
-    lines += ["", f"  {planner.command(chosen, plan.ranks)}", f"\nplanned in {plan.seconds:.0f} s"]
+    lines += ["", f"run it: {planner.command(chosen, plan.ranks)}", f"\nplanned in {plan.seconds:.0f} s"]
     return "\n".join(lines)
 
 

@@ -44,13 +44,16 @@ class Candidate:
     shape: Shape
     answer: dict | None = None
     failed: str = ""  # why the ghost could not be asked
+    optim: str = ""  # another optimizer than the one that was asked for
 
     @property
     def label(self) -> str:
         s = self.setting
         checkpointing = "" if not s.every else ", checkpointing" + (f" every {s.every}" if s.every > 1 else "")
+        checkpointing += " offloaded" if s.activation_offload else ""
         offload = "" if s.offload == "none" else f", offload {s.offload}"
-        return f"{self.method} ZeRO-{s.zero}{offload}{checkpointing}, micro batch {s.micro}"
+        optim = f", {self.optim}" if self.optim else ""
+        return f"{self.method} ZeRO-{s.zero}{offload}{checkpointing}{optim}, micro batch {s.micro}"
 
     @property
     def peak(self) -> int:
