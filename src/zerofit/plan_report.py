@@ -84,9 +84,10 @@ def nothing_fits(plan: Plan) -> str:
         if plan.would_do
         else "no number of these GPUs up to 4096 would do"
     )
+    shorter = f", and so would --max_length {plan.longest} on these" if plan.longest else ""
     return (
         f"nothing fits: the nearest is {nearest.label} with {nearest.peak / GIB:.1f} GiB, {missing:.1f} GiB too much for "
-        f"{plan.gpu.device_name}; {do}; --method auto also tries LoRA and QLoRA, a smaller --max_length needs less."
+        f"{plan.gpu.device_name}; {do}{shorter}; --method auto also tries LoRA and QLoRA."
     )
 
 

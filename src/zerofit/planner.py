@@ -28,6 +28,7 @@ CLEARLY_TOO_MUCH = 1.25  # closed forms above this share of the limit are believ
 GHOSTS = 8  # after so many ghost runs only settings that fit clearly by the closed forms are looked at
 LAYERS_MEASURED = (16, 24)  # deeper models are extended linearly from these
 LAYERS_WHOLE = 40
+SMALLER_STATES = [("--optim", "adamw_bnb_8bit"), ("--pure_bf16", "true")]
 UNNAMED = "not-named-yet"  # stands for --data, which a plan does not need
 CACHE = Path(os.environ.get("ZEROFIT_CACHE", "~/.cache/zerofit")).expanduser()
 
@@ -44,7 +45,7 @@ class Candidate:
     shape: Shape
     answer: dict | None = None
     failed: str = ""  # why the ghost could not be asked
-    optim: str = ""  # another optimizer than the one that was asked for
+    change: tuple[str, ...] = ()  # of SMALLER_STATES
 
     @property
     def label(self) -> str:
@@ -52,8 +53,8 @@ class Candidate:
         checkpointing = "" if not s.every else ", checkpointing" + (f" every {s.every}" if s.every > 1 else "")
         checkpointing += " offloaded" if s.activation_offload else ""
         offload = "" if s.offload == "none" else f", offload {s.offload}"
-        optim = f", {self.optim}" if self.optim else ""
-        return f"{self.method} ZeRO-{s.zero}{offload}{checkpointing}{optim}, micro batch {s.micro}"
+        change = f", {' '.join(self.change)}" if self.change else ""
+        return f"{self.method} ZeRO-{s.zero}{offload}{checkpointing}{change}, micro batch {s.micro}"
 
     @property
     def peak(self) -> int:
@@ -80,6 +81,7 @@ class Plan:
     rejected: list[tuple[Candidate, str]]
     nearest: Candidate | None = None
     would_do: int | None = None
+    longest: int | None = None
     seconds: float = 0.0
     notes: list[str] = field(default_factory=list)
 
@@ -149,18 +151,34 @@ def search(methods: list[str], flags: list[str], ranks: int, gpu, say=lambda tex
     """
     began = time.perf_counter()
     allowance = _allowance(gpu, ranks)
-    limit = int(gpu.memory_gib * GIB) - sum(allowance.values())
+    wanted = args.parse("sft" if methods[0] == "sft" else "lora", _planned(flags, methods[0]), ranks, gpu).memory_limit
+    limit = int((wanted or gpu.memory_gib) * GIB) - sum(allowance.values())
     plan = Plan(gpu, ranks, limit, allowance, None, [])
-    for method in methods:
-        found = candidates(method, flags, ranks, gpu)
-        say(f"plan: {len(found)} settings of {method} on {ranks} x {gpu.device_name}; the fastest first")
+    for method, change in _rungs(methods, flags):
+        try:
+            found = candidates(method, flags, ranks, gpu, change)
+        except UserError:
+            if not change:
+                raise
+            continue  # the user's other flags do not go with it
+        what = " ".join([method, *change])
+        say(f"plan: {len(found)} settings of {what} on {ranks} x {gpu.device_name}; the fastest first")
         _decide(plan, found, say)
         if plan.chosen:
             break
     if plan.chosen is None and plan.nearest is not None:
         plan.would_do = _gpus_that_would_do(methods[-1], flags, ranks, gpu)
+        plan.longest = _longest_that_fits(methods[-1], flags, ranks, gpu, plan.limit)
     plan.seconds = time.perf_counter() - began
     return plan
+
+
+def _rungs(methods: list[str], flags: list[str]) -> list[tuple[str, tuple[str, ...]]]:
+    """(method, flags laid over the user's) in order of preference; what trains a little differently, with smaller
+    optimizer states, is looked at when nothing else fits."""
+    said = any(f.replace("-", "_").startswith(("__optim", "__pure_bf16", "__preset")) for f in flags)
+    smaller = [] if said else SMALLER_STATES
+    return [(method, change) for method in methods for change in [(), *(smaller if method == "sft" else [])]]
 
 
 def _decide(plan: Plan, found: list[Candidate], say) -> None:
@@ -227,38 +245,45 @@ def _extended(low: dict, high: dict, layers: int) -> dict:
     return high | {"peak": peak, "total": total, "extended_from_layers": list(LAYERS_MEASURED)} | numbers
 
 
-def candidates(method: str, flags: list[str], ranks: int, gpu) -> list[Candidate]:
+def candidates(method: str, flags: list[str], ranks: int, gpu, change: tuple[str, ...] = ()) -> list[Candidate]:
     """All settings that the flags leave open, the fastest (by estimate) first.
 
+    Args: change: flags that are laid over them, of SMALLER_STATES.
     Raises: UserError when the flags themselves are wrong.
     """
     recipe = "sft" if method == "sft" else "lora"
-    flags = list(flags)
-    if method == "qlora" and not any(f.startswith(("--load_in_4bit", "--load-in-4bit")) for f in flags):
-        flags += ["--load_in_4bit", "true"]
-    if _names(flags, "--model") and not _names(flags, "--data"):
-        flags += ["--data", UNNAMED]  # rows are never opened
-    base = args.parse(recipe, _without(flags, "--zero", "auto"), ranks, gpu)
+    flags = [*_planned(flags, method), *change]
+    base = args.parse(recipe, flags, ranks, gpu)
     shape = _shape(base, method)
     fused = base.fused_loss != "false" and (base.fused_loss == "true" or shape.vocabulary >= 32_000)
     found, error = [], None
-    for zero, offload, every, micro in itertools.product(*_open(base, ranks)):
+    for zero, offload, (every, away), micro in itertools.product(*_open(base, ranks)):
         if not _sensible(zero, offload, ranks, base):
             continue
-        own = _flags(flags, base, zero, offload, every, micro)
+        own = _flags(flags, base, zero, offload, every, away, micro)
         try:
             args.parse(recipe, own, ranks, gpu)
         except UserError as refused:
             error = error or refused
             continue
         setting = Setting(zero, offload, every, micro, micro * base.max_length,
-                          base.effective_batch_size // (micro * ranks), ranks)  # fmt: skip
+                          base.effective_batch_size // (micro * ranks), ranks, away)  # fmt: skip
         parts = closed_forms.memory(shape, setting, base, fused)
         seconds = closed_forms.step_seconds(shape, setting, gpu, base.max_length)
-        found.append(Candidate(own, method, setting, parts, seconds, shape))
+        found.append(Candidate(own, method, setting, parts, seconds, shape, change=change))
     if not found:
         raise error or UserError("these flags leave no setting to plan.")
     return sorted(found, key=lambda c: (round(c.seconds, 4), c.setting.zero))
+
+
+def _planned(flags: list[str], method: str) -> list[str]:
+    """The flags with what a plan of this method adds to them."""
+    flags = _without(flags, "--zero", "auto")
+    if method == "qlora" and not any(f.startswith(("--load_in_4bit", "--load-in-4bit")) for f in flags):
+        flags = [*flags, "--load_in_4bit", "true"]
+    if _names(flags, "--model") and not _names(flags, "--data"):
+        flags = [*flags, "--data", UNNAMED]  # rows are never opened
+    return flags
 
 
 def _shape(settings, method: str) -> Shape:
@@ -276,7 +301,10 @@ _FIXED = ("flag", "deepspeed JSON")
 
 
 def _open(base, ranks: int) -> tuple[list, list, list, list]:
-    """(stages, offloads, checkpointing, micro batches) to try; one each where the user has said it."""
+    """(stages, offloads, checkpointing, micro batches) to try; one each where the user has said it.
+
+    Checkpointing is (every n-th layer or 0, whether what it keeps goes to host memory).
+    """
 
     def said(name: str) -> bool:
         source = base.source[name]
@@ -284,16 +312,17 @@ def _open(base, ranks: int) -> tuple[list, list, list, list]:
 
     stages = [int(base.zero)] if said("zero") else [0, 1, 2, 3]
     offloads = [base.offload] if said("offload") else ["none", "optimizer", "all"]
-    if said("gradient_checkpointing"):
-        every = [base.gradient_checkpointing_every if base.gradient_checkpointing else 0]
+    if any(said(n) for n in ("gradient_checkpointing", "gradient_checkpointing_every", "activation_offload")):
+        every = base.gradient_checkpointing_every if base.gradient_checkpointing else 0
+        checkpointing = [(every, base.activation_offload)]
     else:
-        every = [0, 2, 1]
+        checkpointing = [(0, False), (2, False), (1, False), (1, True)]
     per_rank = base.effective_batch_size // ranks
     if said("per_device_train_batch_size"):
         micros = [base.per_device_train_batch_size]
     else:
         micros = [n for n in range(1, min(per_rank, 64) + 1) if per_rank % n == 0]
-    return stages, offloads, every, micros
+    return stages, offloads, checkpointing, micros
 
 
 def _sensible(zero: int, offload: str, ranks: int, base) -> bool:
@@ -304,7 +333,7 @@ def _sensible(zero: int, offload: str, ranks: int, base) -> bool:
     return True
 
 
-def _flags(flags: list[str], base, zero: int, offload: str, every: int, micro: int) -> list[str]:
+def _flags(flags: list[str], base, zero: int, offload: str, every: int, away: bool, micro: int) -> list[str]:
     """The recipe's command line of one candidate."""
     from . import probe
 
@@ -312,9 +341,10 @@ def _flags(flags: list[str], base, zero: int, offload: str, every: int, micro: i
                      "--effective_batch_size", "--probe")  # fmt: skip
     own += ["--zero", str(zero), "--offload", offload, "--per_device_train_batch_size", str(micro),
             "--effective_batch_size", str(base.effective_batch_size)]  # fmt: skip
-    if not any(f.replace("-", "_").startswith("__gradient_checkpointing") for f in own):
+    if not any(f.replace("-", "_").startswith(("__gradient_checkpointing", "__activation_offload")) for f in own):
         own += ["--gradient_checkpointing", str(bool(every)).lower()]
         own += ["--gradient_checkpointing_every", str(every)] if every > 1 else []
+        own += ["--activation_offload", "true"] if away else []
     return own
 
 
@@ -355,6 +385,17 @@ def _gpus_that_would_do(method: str, flags: list[str], ranks: int, gpu) -> int |
             continue
         if any(candidate.peak <= limit for candidate in found):
             return more
+    return None
+
+
+def _longest_that_fits(method: str, flags: list[str], ranks: int, gpu, limit: int) -> int | None:
+    """The longest halving of --max_length at which something fits by the closed forms; None below 128."""
+    length = args.parse("sft" if method == "sft" else "lora", _planned(flags, method), ranks, gpu).max_length // 2
+    while length >= 128:
+        found = candidates(method, [*flags, "--max_length", str(length)], ranks, gpu)
+        if any(candidate.peak <= limit for candidate in found):
+            return length
+        length //= 2
     return None
 
 
