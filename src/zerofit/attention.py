@@ -78,6 +78,24 @@ def fit(settings, config) -> None:
         settings.decisions.append(
             f"{key} {dropout}: the varlen kernel has no dropout; documents are attended to one by one, which is slower"
         )
+    _eager_where_sdpa_is_missing(settings, config)
+
+
+def _eager_where_sdpa_is_missing(settings, config) -> None:
+    """Gemma-2, gpt-oss and others with a soft cap or sinks have no sdpa in transformers.
+
+    Raises: UserError when --attn_implementation sdpa was asked for.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    from . import args
+
+    found = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if settings.attn_implementation != "sdpa" or found is None or found._supports_sdpa:
+        return
+    if settings.source["attn_implementation"] not in ("default", "decided"):
+        raise UserError(f"--attn_implementation sdpa: {found.__name__} has none; use eager.")
+    args.decide(settings, "attn_implementation", "eager", f"{found.__name__} has no sdpa")
 
 
 def _cannot_pack(config, chosen: str, max_length: int) -> str | None:

@@ -97,7 +97,7 @@ def activations(s: Shape, setting: Setting, fused: bool) -> tuple[dict[str, floa
     logits = setting.tokens * 12 * s.vocabulary
     if fused:
         rows = max(256, min(4096, 2**30 // (4 * s.vocabulary) // 64 * 64, setting.tokens))
-        logits = 8 * rows * s.vocabulary + 2 * setting.tokens * s.hidden
+        logits = 6 * rows * s.vocabulary + 2 * setting.tokens * s.hidden
         logits += 0 if s.frozen else 2 * s.vocabulary * s.hidden
     again = setting.tokens * (layer + 4 * s.intermediate + 4 * s.hidden) if recomputed else 0
     return {"activations": at_loss, "logits": logits}, {"activations": setting.tokens * kept + again}

@@ -53,7 +53,8 @@ def question(
 def run(*args, **kwargs) -> dict:
     """The answer to one `question(...)`.
 
-    Returns: {"peak": {phase: {part: bytes}}, "total": {phase: bytes}, "host": bytes, "model_states": see memory.Ledger,
+    Returns: {"peak": {phase: {part: bytes}}, "total": {phase: bytes}, "host": bytes of a rank's offload and loading,
+        "host_saving": bytes more on rank 0 while it saves, "model_states": see memory.Ledger,
         "parameters", "trainable", "largest_block", "seconds"}.
     Raises: UserError for the user's mistakes, GhostFailed when it cannot be run that way.
     """
@@ -219,13 +220,15 @@ def _answer(recipe, flags, ranks, rank, gpu, device, fake, padded, overrides) ->
         ledger = stack.enter_context(memory.Ledger(device=device, round_to=1 if device == "cpu" else 512))
         trainer = _trainer(settings, arguments, rows, overrides, device, fake)
         trainer.train()
+        in_host = host.highest if host else ledger.host
         _evaluate_and_save(trainer, ledger)
         ledger.pause()
         sizes = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in trainer.model.parameters()]
         return {
             "peak": ledger.peak,
             "total": {phase: sum(parts.values()) for phase, parts in ledger.peak.items()},
-            "host": host.highest if host else ledger.host,
+            "host": in_host,
+            "host_saving": max(0, host.highest - in_host) if host else 0,
             "model_states": ledger.model_states,
             "parameters": sum(n for n, _ in sizes),
             "trainable": sum(n for n, trained in sizes if trained),
@@ -447,17 +450,35 @@ def _trainers_needs(settings, device: str):
 
 
 def _without_values(padded: bool) -> None:
-    """Decisions of the libraries that read numbers, taken as a real batch would have them taken."""
+    """Decisions of the libraries that read numbers, taken as a real batch would have them taken.
+
+    inference_mode becomes no_grad: the same bytes, and its operations reach _answers in their plain form.
+    """
     import torch
     import transformers.masking_utils as masks
 
+    from . import loss
+
     generator = torch.Generator
     torch.Generator = lambda device=None: generator()  # there is none on a device without kernels
+    torch.inference_mode = lambda mode=True: torch.set_grad_enabled(not mode and torch.is_grad_enabled())
     masks.find_packed_sequence_indices = lambda position_ids: None
     masks.is_tracing = lambda *args, **kwargs: False
     masks.fast_all = lambda mask: not padded
+    loss.logit_form = _with_numbers(loss.logit_form)
     torch.nn.Module._apply = _apply
     torch.nn.parallel.DistributedDataParallel = _distributed_data_parallel()
+
+
+def _with_numbers(function):
+    """`function` on real tensors, which it makes itself, in the middle of a run without memory."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    def run(*args, **kwargs):
+        with _disable_current_modes():
+            return function(*args, **kwargs)
+
+    return run
 
 
 def _apply(module, change, recurse=True):
@@ -470,6 +491,7 @@ def _apply(module, change, recurse=True):
                     parameter.data = new
         for name, buffer in part._buffers.items():
             if buffer is not None:
+                buffer.constant = None  # a number that fake tensors remember, and would compute with
                 part._buffers[name] = change(buffer)
     return module
 

@@ -62,9 +62,12 @@ def facts(candidate: Candidate, plan: Plan) -> dict[str, str]:
             if size > 0.05 * GIB
         ),
     }
-    if candidate.answer and candidate.answer["host"] > 0.05 * GIB:
-        size = candidate.answer["host"] * node / GIB
-        found["host memory"] = f"{size:.0f} GiB a node of {node} GPUs (pinned blocks may take up to twice that)"
+    if candidate.answer:
+        training, saving = candidate.answer["host"] * node / GIB, candidate.answer["host_saving"] / GIB
+        found["host memory"] = (
+            f"{training:.1f} GiB of a node of {node} GPUs while training (pinned blocks may take up to twice that), "
+            f"{saving:.1f} more on the first node while saving"
+        )
     return found | {
         "checkpoint": f"{closed_forms.checkpoint_bytes(shape) / GIB:.1f} GiB each on disk",
         "sent by each GPU": f"{closed_forms.wire_bytes(shape, setting) / GIB:.1f} GiB a step",

@@ -26,8 +26,11 @@ WORKSPACE_BYTES = 72 * 2**20  # cuBLAS: 32 MiB for each of two handles, and its 
 FRAGMENTATION = 0.03  # of the GPU: what the allocator cannot hand out
 CLEARLY_TOO_MUCH = 1.25  # closed forms above this share of the limit are believed without a ghost run
 GHOSTS = 8  # after so many ghost runs only settings that fit clearly by the closed forms are looked at
-LAYERS_MEASURED = (16, 24)  # deeper models are extended linearly from these
-LAYERS_WHOLE = 40
+# Deeper models are measured with so many layers and extended linearly. Stages 1 and 2 reduce gradients in buckets of
+# 5e8 numbers over layers: how full the last one is goes up and down with the depth, by up to 3.5 % of the whole.
+LAYERS_MEASURED = {True: (16, 24), False: (6, 8)}  # with such buckets, without
+LAYERS_WHOLE = {True: 40, False: 12}
+KEPT_GATHERED = 1e9  # parameters that stage 3 keeps gathered (stage3_max_live_parameters): linear below and above
 SMALLER_STATES = [("--optim", "adamw_bnb_8bit"), ("--pure_bf16", "true")]
 UNNAMED = "not-named-yet"  # stands for --data, which a plan does not need
 CACHE = Path(os.environ.get("ZEROFIT_CACHE", "~/.cache/zerofit")).expanduser()
@@ -206,43 +209,62 @@ def _decide(plan: Plan, found: list[Candidate], say) -> None:
 def ask(candidate: Candidate, ranks: int, gpu) -> None:
     """Put the ghost's answer, the highest of first and last rank, into the candidate."""
     recipe = "sft" if candidate.method == "sft" else "lora"
-    layers = candidate.shape.layers
-    depths = LAYERS_MEASURED if layers > LAYERS_WHOLE else (None,)
+    asked = sorted({0, ranks - 1})
+    answer = answer_of(recipe, candidate.flags, ranks, asked, gpu, candidate.setting.zero, candidate.shape)
+    if isinstance(answer, Exception):
+        candidate.failed = str(answer)
+    else:
+        candidate.answer = answer
+
+
+def answer_of(recipe: str, flags: list[str], ranks: int, asked: list[int], gpu, zero: int, shape: Shape):
+    """The ghost's answer of the rank with the highest peak among `asked`, or the GhostFailed that stands in its place.
+
+    Raises: UserError for the user's mistakes.
+    """
+    depths = _depths(zero, shape) or (None,)
     questions = [
-        ghost.question(
-            recipe, candidate.flags, ranks, rank, gpu=gpu,
-            overrides={"num_hidden_layers": depth} if depth else None,
-        )
-        for rank in sorted({0, ranks - 1})
-        for depth in depths
-    ]  # fmt: skip
+        ghost.question(recipe, flags, ranks, rank, gpu=gpu, overrides={"num_hidden_layers": depth} if depth else None)
+        for rank in asked
+        for depth in reversed(depths)  # the longest first: they run side by side
+    ]
     answers = ghost.run_all(questions, CACHE / "ghosts")
     for answer in answers:
         if isinstance(answer, UserError):
             raise answer
         if isinstance(answer, Exception):
-            candidate.failed = str(answer)
-            return
-    if layers > LAYERS_WHOLE:
-        pairs = zip(answers[::2], answers[1::2], strict=True)
-        answers = [_extended(low, high, layers) for low, high in pairs]
-    candidate.answer = max(answers, key=lambda answer: max(answer["total"].values()))
+            return answer
+    if len(depths) > 1:
+        pairs = zip(answers[1::2], answers[::2], strict=True)
+        answers = [_extended(low, high, depths, shape.layers) for low, high in pairs]
+    return max(answers, key=lambda answer: max(answer["total"].values()))
 
 
-def _extended(low: dict, high: dict, layers: int) -> dict:
-    """The answer for `layers`, from those for LAYERS_MEASURED: all that a layer adds, it adds once more."""
-    small, large = LAYERS_MEASURED
+def _depths(zero: int, shape: Shape) -> tuple[int, int] | None:
+    """Two numbers of layers from which the whole follows; None: it is measured itself."""
+    buckets = zero in (1, 2)
+    depths = LAYERS_MEASURED[buckets]
+    layer = (shape.parameters - 2 * shape.vocabulary * shape.hidden) / shape.layers
+    linear = zero != 3 or layer * depths[0] >= KEPT_GATHERED or shape.parameters <= KEPT_GATHERED
+    return depths if shape.layers > LAYERS_WHOLE[buckets] and linear else None
+
+
+def _extended(low: dict, high: dict, depths: tuple[int, int], layers: int) -> dict:
+    """The answer for `layers`, from those for two depths: all that a layer adds, it adds once more."""
+    small, large = depths
 
     def line(a, b):
         return int(b + (b - a) / (large - small) * (layers - large))
 
-    peak = {
-        phase: {part: max(0, line(low["peak"][phase][part], value)) for part, value in parts.items()}
-        for phase, parts in high["peak"].items()
-    }
     total = {phase: line(low["total"][phase], value) for phase, value in high["total"].items()}
-    numbers = {name: line(low[name], high[name]) for name in ("host", "parameters", "trainable")}
-    return high | {"peak": peak, "total": total, "extended_from_layers": list(LAYERS_MEASURED)} | numbers
+    peak = {}
+    for phase, parts in high["peak"].items():
+        parts = {part: max(0, line(low["peak"][phase][part], value)) for part, value in parts.items()}
+        # Where two depths have their peak at different moments, the parts are no line; their sum is.
+        too_much = sum(parts.values()) / max(1, total[phase])
+        peak[phase] = {part: int(value / too_much) for part, value in parts.items()}
+    numbers = {name: line(low[name], high[name]) for name in ("host", "host_saving", "parameters", "trainable")}
+    return high | {"peak": peak, "total": total, "extended_from_layers": [small, large]} | numbers
 
 
 def candidates(method: str, flags: list[str], ranks: int, gpu, change: tuple[str, ...] = ()) -> list[Candidate]:
@@ -424,10 +446,8 @@ def check(settings) -> dict | None:
     whole = int(settings.memory_limit * GIB) if settings.memory_limit else int(gpu.memory_gib * GIB)
     limit = whole - sum(allowance.values())
     began = time.perf_counter()
-    question = ghost.question(settings.recipe, _for_a_ghost(settings.flags), settings.world_size, gpu=gpu)
-    (answer,) = ghost.run_all([question], CACHE / "ghosts")
-    if isinstance(answer, UserError):
-        raise answer
+    flags, shape = _for_a_ghost(settings.flags), _shape(settings, settings.recipe)
+    answer = answer_of(settings.recipe, flags, settings.world_size, [0], gpu, int(settings.zero), shape)
     if isinstance(answer, Exception):
         print(f"note: whether it fits is not known: {answer}", flush=True)
         return None
