@@ -4,10 +4,18 @@ import copy
 
 import pytest
 import torch
-from conftest import TINY, run_world
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen3Config, TrainingArguments
+from conftest import ROOT, TINY, run_world
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    Qwen3Config,
+    TrainingArguments,
+)
 
-from zerofit import attention, data, start
+from zerofit import args, attention, data, model, start
 from zerofit.errors import UserError
 
 SHAPE = {
@@ -237,7 +245,8 @@ def test_refused_or_padded_before_the_weights_are_loaded(kind):
         attention.fit(settings("--packing"), config)
     found = settings("--padding_free", "true")
     attention.fit(found, config)
-    assert (found.padding_free, found.attn_implementation) == ("false", "sdpa")
+    has_sdpa = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_sdpa
+    assert (found.padding_free, found.attn_implementation) == ("false", "sdpa" if has_sdpa else "eager")
 
 
 def test_a_window_that_only_the_mask_knows():
@@ -355,3 +364,14 @@ def test_the_proof_leaves_training_alone_in_every_stage(tmp_path):
         found = [torch.tensor(r.losses) for name, r in runs.items() if name.startswith(recipe)]
         for other in found[1:]:
             torch.testing.assert_close(other, found[0], rtol=1e-4, atol=0)
+
+
+def test_a_class_without_sdpa_gets_eager():
+    flags = ["--model", str(ROOT / "tests" / "configs" / "gemma2-2b"), "--data", "none"]
+    settings = args.parse("sft", flags, 1)
+    attention.fit(settings, model.load_config(settings))
+    assert settings.attn_implementation == "eager"
+    assert "attn_implementation eager: Gemma2ForCausalLM has no sdpa" in settings.decisions
+    settings = args.parse("sft", [*flags, "--attn_implementation", "sdpa"], 1)
+    with pytest.raises(UserError, match="--attn_implementation sdpa: Gemma2ForCausalLM has none; use eager"):
+        attention.fit(settings, model.load_config(settings))

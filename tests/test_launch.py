@@ -72,7 +72,8 @@ def found_size(name):
     return 2 if "2" in name or "-" in name else 1
 
 
-@pytest.mark.parametrize("kinds", [["DEEPSPEED"], pytest.param(["FSDP", "MULTI_GPU"], marks=pytest.mark.slow)])
+@pytest.mark.slow  # each launcher also runs, shorter, as a command of the README
+@pytest.mark.parametrize("kinds", [["DEEPSPEED"], ["FSDP", "MULTI_GPU"]])
 def test_every_launcher_trains_the_same(tmp_path, kinds):
     recipe = ROOT / "recipes" / "lora.py"
     commands = {

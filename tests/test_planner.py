@@ -91,7 +91,8 @@ def test_a_ghost_equals_two_real_ranks(full_rows, tmp_path):
                 assert predicted["total"][phase] == pytest.approx(real, rel=0.005), (name, rank, phase)
 
 
-@pytest.mark.parametrize(("zero", "layers"), [(3, 13), pytest.param(2, 44, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("zero", "layers"), [(3, 13), (2, 44)])
 def test_layers_are_extended(zero, layers, tmp_path, monkeypatch):
     monkeypatch.setattr(planner, "CACHE", tmp_path / "cache")
     config = json.loads((TINY / "model" / "config.json").read_text()) | {"num_hidden_layers": layers}
@@ -131,7 +132,8 @@ def test_every_architecture_has_a_plan(name):
 # --- closed forms ---
 
 
-@pytest.mark.parametrize(("zero", "every"), [pytest.param(2, 1, marks=pytest.mark.slow), (3, 0)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("zero", "every"), [(2, 1), (3, 0)])
 def test_closed_forms_agree_with_the_ghost(zero, every):
     flags = ["--model", str(CONFIGS / "llama3.1-8b"), "--max_length", "8192", "--gradient_checkpointing",
              str(bool(every)).lower(), "--zero", str(zero), "--per_device_train_batch_size", "1",
@@ -244,6 +246,7 @@ def test_a_ghost_that_fails_leaves_the_closed_forms_and_says_so(monkeypatch):
     assert "closed forms with a margin of 10 % (no such kernel)" in plan_report.text(plan)
 
 
+@pytest.mark.slow  # the README has one more, by make
 def test_a_real_plan_from_the_command_line(tmp_path):
     """make's own path: prints the choice, writes the files; the printed flags are taken by the recipe."""
     done = subprocess.run(

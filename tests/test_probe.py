@@ -51,6 +51,7 @@ def test_auto_is_a_word_for_the_probe():
                      "--effective_batch_size", "8", "--probe", "false"]  # fmt: skip
 
 
+@pytest.mark.slow  # the README has the same command
 def test_a_real_search_under_zero_3_with_two_ranks(tmp_path):
     """torchrun by hand: rank 0 searches for both; micro batch x accumulation x ranks stays the effective batch."""
     flags = [*DATA, "--zero", "3", "--per_device_train_batch_size", "auto", "--memory_limit", "0.0165",
