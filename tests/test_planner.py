@@ -38,8 +38,7 @@ def errors_above(rows, bound):
 def test_a_ghost_has_the_bytes_of_real_tensors():
     """Every phase of five settings, through the kit's trainer and the real engine as one rank of N."""
     rows = benchmark.compare(FEW)
-    assert errors_above(rows, 0.005) == {}
-    assert sum(row["error"] == 0 for row in rows) >= 4
+    assert errors_above(rows, 0) == {}
 
 
 @pytest.mark.slow
@@ -47,13 +46,8 @@ def test_a_ghost_has_the_bytes_of_real_tensors():
 def test_a_ghost_has_the_bytes_of_real_tensors_everywhere():
     """`make plan-validate` on the CPU: over 60 settings."""
     rows = benchmark.compare(benchmark.cpu_cases())
-    # Below the peak: loading a sharded base under LoRA is 32 kB apart, and the fused loss shows temporaries of its
-    # logsumexp that torch's CPU kernel hides.
-    errors = errors_above(rows, 0.005)
-    assert all("fused_loss" in case or case == "lora --zero 3" for case in errors)
+    assert errors_above(rows, 0) == {}
     assert len(rows) >= 60
-    for row in rows:
-        assert max(row["predicted"].values()) == pytest.approx(max(row["measured"].values()), rel=0.005), row["case"]
 
 
 TWO_RANKS = {"sft-0": ("sft", "--zero 0"), "sft-2": ("sft", "--zero 2"), "lora-3": ("lora", "--zero 3")}
@@ -141,7 +135,7 @@ def test_closed_forms_agree_with_the_ghost(zero, every):
     (candidate,) = planner.candidates("sft", flags, 8, GPU)
     planner.ask(candidate, 8, GPU)
     assert candidate.failed == ""
-    assert sum(candidate.formula.values()) == pytest.approx(max(candidate.answer["total"].values()), rel=0.05)
+    assert sum(candidate.formula.values()) == pytest.approx(max(candidate.answer["total"].values()), rel=0.03)
 
 
 def test_formulas_of_sharding():
