@@ -40,6 +40,16 @@ def resolve(settings) -> None:
             f"{flag} with --init_lora_weights {settings.init_lora_weights}: it changes the base weights, which are "
             "packed; leave one of the two out."
         )
+    if settings.adapter == "ia3" and settings.deepspeed is not None:
+        raise UserError(
+            f"{flag} with --adapter ia3 above stage 0: peft computes it in fp32 outside of autocast, which "
+            "only stage 0 has; use --zero 0, or --adapter lora."
+        )
+    if width == 8 and settings.values.get("use_dora"):
+        raise UserError(
+            "--load_in_8bit with --use_dora: DoRA unpacks the weights, and the first step loses the scales that this "
+            "takes; use --load_in_4bit, or leave --use_dora out."
+        )
     if settings.offload == "all":
         raise UserError(
             f"{flag} with --offload all: DeepSpeed moves parameters without the constants that unpack them; use "

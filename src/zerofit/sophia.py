@@ -109,7 +109,8 @@ def estimate(trainer, batches: list[dict]) -> None:
             supervised = batch["labels"][:, 1:] != -100
             inputs = {k: v for k, v in batch.items() if k != "labels"}
             with trainer.compute_loss_context_manager():
-                logits = net(**inputs).logits[:, :-1]
+                logits = net(**inputs).logits
+            logits = logits[:, -batch["labels"].shape[1] : -1]  # virtual tokens of an adapter come first
             labels = sampled_labels(logits.detach(), batch["labels"][:, 1:], trainer.args.seed + steps)
             losses = torch.nn.functional.cross_entropy(logits[supervised].float(), labels[supervised], reduction="sum")
             loss = losses * ranks / tokens  # the reduction divides by the ranks
