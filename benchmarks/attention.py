@@ -13,14 +13,12 @@ import argparse
 import contextlib
 import math
 import statistics
-import time
 
 import machine
 import torch
 import torch.nn.functional as F
+from measure import time_and_peak
 from torch.nn.attention import SDPBackend, sdpa_kernel
-
-from zerofit.allocations import Allocations
 
 
 def eager(q, k, v):
@@ -59,27 +57,17 @@ def once(function, qkv, device: str) -> tuple[float, int]:
         out = function(*qkv)
         torch.autograd.grad(out, qkv, torch.ones_like(out))
 
-    if device == "cpu":
-        with Allocations() as made:  # counting costs time, so the time is another run's
-            run()
-        started = time.perf_counter()
-        run()
-        return time.perf_counter() - started, made.peak
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before, started = torch.cuda.memory_allocated(), time.perf_counter()
-    run()
-    torch.cuda.synchronize()
-    return time.perf_counter() - started, torch.cuda.max_memory_allocated() - before
+    return time_and_peak(run, device)
 
 
 def measure(tokens: int, given, device: str) -> list[dict]:
     torch.manual_seed(0)
     shape = (1, given.heads, tokens, given.head_dim)
     qkv = [torch.randn(shape, device=device).to(getattr(torch, given.dtype)).requires_grad_() for _ in range(3)]
-    rounds, failed = {name: [] for name in implementations(device)}, {}
+    functions, failed = implementations(device), {}
+    rounds = {name: [] for name in functions}
     for round_ in range(given.rounds + 1):  # the first one warms up
-        for name, function in implementations(device).items():
+        for name, function in functions.items():
             if name in failed:
                 continue
             try:

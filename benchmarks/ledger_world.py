@@ -17,13 +17,12 @@ import torch
 from zerofit import errors, world
 
 ROOT = Path(__file__).resolve().parents[1]
-LAUNCHER_SETS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def main() -> None:
     stop, world.stop = world.stop, lambda wait=True: None  # the world goes on after each case
     guard, errors.guard = errors.guard, lambda recipe: recipe()  # errors come here, not to the process's end
-    launched = {name: os.environ[name] for name in LAUNCHER_SETS if name in os.environ}
+    launched = {name: os.environ[name] for name in world.LAUNCHER_SETS if name in os.environ}
     for case in json.loads(Path(sys.argv[1]).read_text()):
         words, streams, began = sys.argv, (sys.stdout, sys.stderr), time.time()
         folder = Path(case["flags"][case["flags"].index("--output_dir") + 1])

@@ -12,14 +12,13 @@ small and the times say little about one.
 import argparse
 import contextlib
 import statistics
-import time
 
 import machine
 import torch
 import torch.nn.functional as F
+from measure import time_and_peak
 
 from zerofit import loss
-from zerofit.allocations import Allocations
 
 TARGET = {"time": 1.15, "memory": 0.25}  # of the dense loss
 
@@ -58,18 +57,7 @@ def once(function, hidden, weight, labels, device) -> tuple[float, int]:
         (function(hidden, weight, labels) / len(labels)).backward()
 
     hidden.grad = weight.grad = None
-    if device == "cpu":
-        with Allocations() as made:  # counting costs time, so the time is another run's
-            run()
-        started = time.perf_counter()
-        run()
-        return time.perf_counter() - started, made.peak
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before, started = torch.cuda.memory_allocated(), time.perf_counter()
-    run()
-    torch.cuda.synchronize()
-    return time.perf_counter() - started, torch.cuda.max_memory_allocated() - before
+    return time_and_peak(run, device)
 
 
 def measure(tokens: int, given, device: str) -> list[dict]:

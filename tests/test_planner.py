@@ -305,6 +305,8 @@ def test_a_job_that_does_not_fit_is_refused_before_it_starts(tmp_path):
     done = recipe_process("sft", *common, "0.01")
     assert done.returncode == 3 and not (tmp_path / "run").exists()
     assert "zerofit: error: this job does not fit: " in done.stderr and "--force true" in done.stderr
+    done = recipe_process("sft", *common, "0.01", "--dry_run", "true")
+    assert done.returncode == 3
     done = recipe_process("sft", *common, "4", "--dry_run", "true")
     assert done.returncode == 0, done.stderr
     assert "plan: fits: " in done.stdout and "backward" in done.stdout and not (tmp_path / "run").exists()

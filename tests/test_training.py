@@ -197,7 +197,6 @@ def test_final_loads_in_plain_libraries_with_the_same_logits(runs, name):
         assert learned and all(p.abs().max() > 0 for p in learned)
 
 
-@pytest.mark.slow  # the README's `make sft` has to reach it too
 def test_learning_reaches_ninety_percent_in_one_process(tmp_path):
     """The embedded default task, whole: near 0 before, over 90 % after (SFT: test_readme runs `make sft`)."""
     cases = {"lora": ("lora", ["--save_strategy", "no", "--eval_strategy", "no"])}

@@ -23,7 +23,6 @@ import torch.distributed as dist
 from zerofit import train, world
 
 ROOT = Path(__file__).resolve().parents[1]
-LAUNCHER_SETS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 DDP_SETTINGS = ("find_unused_parameters", "gradient_as_bucket_view", "static_graph")
 
 
@@ -127,7 +126,7 @@ def main() -> None:
         record(trainer)
 
     train.KitTrainer, train.finish = Witness, finish_and_record
-    launched = {name: os.environ[name] for name in LAUNCHER_SETS if name in os.environ}
+    launched = {name: os.environ[name] for name in world.LAUNCHER_SETS if name in os.environ}
     stop, world.stop = world.stop, lambda wait=True: None  # the world goes on after each case
     for case in json.loads(Path(sys.argv[1]).read_text()):
         began, streams, words = time.time(), (sys.stdout, sys.stderr), sys.argv

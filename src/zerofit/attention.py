@@ -81,16 +81,21 @@ def fit(settings, config) -> None:
     _eager_where_sdpa_is_missing(settings, config)
 
 
+def _class_of(config):
+    """transformers' class for the config, None for one from outside of it."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    return MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+
+
 def _eager_where_sdpa_is_missing(settings, config) -> None:
     """Gemma-2, gpt-oss and others with a soft cap or sinks have no sdpa in transformers.
 
     Raises: UserError when --attn_implementation sdpa was asked for.
     """
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
     from . import args
 
-    found = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    found = _class_of(config)
     if settings.attn_implementation != "sdpa" or found is None or found._supports_sdpa:
         return
     if settings.source["attn_implementation"] not in ("default", "decided"):
@@ -103,12 +108,10 @@ def _cannot_pack(config, chosen: str, max_length: int) -> str | None:
 
     The proof on the loaded model cannot see a window that is longer than its short documents.
     """
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
     text = config.get_text_config()
     if getattr(text, "attention_chunk_size", None):  # Llama-4
         return "the chunks of its attention are counted from the start of a row, not of a document"
-    found = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    found = _class_of(config)
     if chosen != NAME or found is None:  # a class outside transformers is left to the proof
         return None
     # Without sdpa: a soft cap or sinks (Gemma-2, gpt-oss); without the interface: Mamba, Falcon-H1, BLOOM, GPT-J ...

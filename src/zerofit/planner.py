@@ -143,6 +143,10 @@ def _methods(method: str, recipe: str, flags: list[str]) -> list[str]:
     return ["sft", "lora", "qlora"] if method == "auto" else [method]
 
 
+def _recipe(method: str) -> str:
+    return "sft" if method == "sft" else "lora"
+
+
 # --- the search ---
 
 
@@ -154,7 +158,7 @@ def search(methods: list[str], flags: list[str], ranks: int, gpu, say=lambda tex
     """
     began = time.perf_counter()
     allowance = _allowance(gpu, ranks)
-    wanted = args.parse("sft" if methods[0] == "sft" else "lora", _planned(flags, methods[0]), ranks, gpu).memory_limit
+    wanted = args.parse(_recipe(methods[0]), _planned(flags, methods[0]), ranks, gpu).memory_limit
     limit = int((wanted or gpu.memory_gib) * GIB) - sum(allowance.values())
     plan = Plan(gpu, ranks, limit, allowance, None, [])
     for method, change in _rungs(methods, flags):
@@ -208,7 +212,7 @@ def _decide(plan: Plan, found: list[Candidate], say) -> None:
 
 def ask(candidate: Candidate, ranks: int, gpu) -> None:
     """Put the ghost's answer, the highest of first and last rank, into the candidate."""
-    recipe = "sft" if candidate.method == "sft" else "lora"
+    recipe = _recipe(candidate.method)
     asked = sorted({0, ranks - 1})
     answer = answer_of(recipe, candidate.flags, ranks, asked, gpu, candidate.setting.zero, candidate.shape)
     if isinstance(answer, Exception):
@@ -273,7 +277,7 @@ def candidates(method: str, flags: list[str], ranks: int, gpu, change: tuple[str
     Args: change: flags that are laid over them, of SMALLER_STATES.
     Raises: UserError when the flags themselves are wrong.
     """
-    recipe = "sft" if method == "sft" else "lora"
+    recipe = _recipe(method)
     flags = [*_planned(flags, method), *change]
     base = args.parse(recipe, flags, ranks, gpu)
     shape = _shape(base, method)
@@ -412,7 +416,7 @@ def _gpus_that_would_do(method: str, flags: list[str], ranks: int, gpu) -> int |
 
 def _longest_that_fits(method: str, flags: list[str], ranks: int, gpu, limit: int) -> int | None:
     """The longest halving of --max_length at which something fits by the closed forms; None below 128."""
-    length = args.parse("sft" if method == "sft" else "lora", _planned(flags, method), ranks, gpu).max_length // 2
+    length = args.parse(_recipe(method), _planned(flags, method), ranks, gpu).max_length // 2
     while length >= 128:
         found = candidates(method, [*flags, "--max_length", str(length)], ranks, gpu)
         if any(candidate.peak <= limit for candidate in found):
@@ -567,6 +571,6 @@ def command(candidate: Candidate, ranks: int) -> str:
         words["DATA"] = "your.jsonl"
     if words.get("OFFLOAD") == "none":
         del words["OFFLOAD"]
-    recipe = "sft" if candidate.method == "sft" else "lora"
+    recipe = _recipe(candidate.method)
     more = f" ARGS={shlex.quote(shlex.join(rest))}" if rest else ""
     return f"make {recipe} " + " ".join(f"{k}={shlex.quote(v)}" for k, v in words.items()) + more

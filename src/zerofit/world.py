@@ -31,6 +31,8 @@ _WORTH_SAYING = (
     "ACCELERATE_USE_FSDP",
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
 )
+# The variables of a process group.
+LAUNCHER_SETS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _HARMLESS = {"no", "false", "1", "NO", ""}
 
 
@@ -125,7 +127,7 @@ def start(settings) -> None:
 
     if settings.deepspeed is None and size() == 1:
         # accelerate would wrap the model in DistributedDataParallel, whose buckets hold every gradient all the time
-        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        for name in LAUNCHER_SETS:
             os.environ.pop(name, None)
         settings.values["ddp_backend"] = None  # named, it would have accelerate open a group
     else:
