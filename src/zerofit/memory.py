@@ -15,6 +15,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 import weakref
 from pathlib import Path
 
@@ -286,6 +287,8 @@ class Ledger:
     def before_step(self) -> None:
         """Between the last backward and the optimizer's step."""
         if self.following:
+            if self.device == "cpu" and torch.distributed.is_initialized():
+                time.sleep(0.1)  # gloo's thread holds the last reduced tensors for a moment after the wait for them
             self.label()
             self._note_model_states("before_step")
         self.enter("step")
