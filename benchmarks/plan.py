@@ -25,7 +25,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 def cpu_cases() -> list[tuple[str, str, int]]:
-    """(recipe, flags, ranks): {full, LoRA} x stage x checkpointing x length, and each other choice at its stages."""
+    """(recipe, flags, ranks): {full, LoRA} x stage x checkpointing x length, and each other choice at its stages, with
+    QLoRA (real packed weights of the bundled model) and packing."""
     found = []
     for recipe in ("sft", "lora"):
         for zero in range(4):
@@ -51,6 +52,14 @@ def cpu_cases() -> list[tuple[str, str, int]]:
         ]
     found += [("sft", f"--zero {zero} --pure_bf16 true", 2) for zero in (0, 2)]
     found += [("sft", "--zero 0 --optim adafactor", 2), ("sft", "--zero 2 --optim muon", 2)]
+    for zero in (0, 2, 3):
+        for more in ("", " --gradient_checkpointing true", " --max_length 128", " --packing true"):
+            found.append(("lora", f"--load_in_4bit true --zero {zero}{more}", 2))
+        for more in ("", " --gradient_checkpointing true", " --max_length 128", " --per_device_train_batch_size 2"):
+            found.append(("sft", f"--packing true --zero {zero}{more}", 2))
+    found += [("lora", f"--load_in_4bit true --zero {zero} --offload optimizer", 2) for zero in (2, 3)]
+    found += [("lora", f"--packing true --zero {zero}", 2) for zero in (0, 3)]
+    found.append(("lora", "--load_in_4bit true --zero 3", 8))
     return found
 
 

@@ -25,7 +25,7 @@ FEW = [
     ("sft", "--zero 0", 1),
     ("sft", "--zero 1 --optim sgd", 2),
     ("sft", "--zero 2 --gradient_checkpointing true", 8),
-    ("lora", "--zero 3", 2),
+    ("lora", "--zero 3 --load_in_4bit true", 2),
     ("sft", "--zero 3 --offload all", 2),
 ]
 
@@ -94,8 +94,8 @@ def test_layers_are_extended(zero, layers, tmp_path, monkeypatch):
     flags = ["--model", str(tmp_path), "--data", "none", "--zero", str(zero), "--max_length", "64",
              "--gradient_checkpointing", "true"]  # fmt: skip
     (whole,) = ghost.run_all([ghost.question("sft", flags, 8, gpu=GPU)])
-    shape = planner._shape(args.parse("sft", flags, 8, GPU), "sft")
-    extended = planner.answer_of("sft", flags, 8, [0], GPU, zero, shape)
+    shape = planner._shape(args.parse("sft", flags, 8, GPU))
+    extended = planner.answer_of("sft", flags, 8, [0], GPU, zero, shape, 1)
     assert extended["extended_from_layers"] == list(planner.LAYERS_MEASURED[zero == 2])
     assert extended["parameters"] == whole["parameters"]
     for phase, size in whole["total"].items():
@@ -166,8 +166,8 @@ def test_less_is_faster():
 # --- the search ---
 
 
-def fake_ghost(size_of):
-    """run_all that answers with `size_of(flags)` GiB, or fails where that is None."""
+def fake_ghost(size_of, host=0):
+    """run_all that answers with `size_of(flags)` GiB, or fails where that is None; host: bytes of a rank."""
 
     def run_all(questions, cache=None):
         answers = []
@@ -178,8 +178,9 @@ def fake_ghost(size_of):
                 continue
             parts = dict.fromkeys(("parameters", "gradients", "optimizer", "activations", "logits", "buffers"), 0)
             total = {"load": 1, "forward": int(size * 2**30)}
-            answers.append({"peak": {p: parts | {"parameters": n} for p, n in total.items()}, "total": total,
-                            "host": 0, "host_saving": 0, "model_states": {}, "parameters": 1, "trainable": 1})  # fmt: skip
+            peak = {p: parts | {"parameters": n} for p, n in total.items()}
+            answers.append({"peak": peak, "total": total, "host": host, "host_saving": 0, "model_states": {}, "parameters": 1,
+                            "trainable": 1})  # fmt: skip
         return answers
 
     return run_all
@@ -226,6 +227,26 @@ def test_nothing_fits_says_what_is_missing_and_what_would_do(monkeypatch):
     assert plan.would_do and plan.would_do > 8 and f"{plan.would_do} GPUs would do" in sentence
 
 
+def test_a_disk_is_used_when_host_memory_is_short(monkeypatch):
+    """12 GiB of states fit no GPU of 8; they fit a host of 64, and with 8 GiB of host memory only a disk."""
+    monkeypatch.setattr(ghost, "run_all", fake_ghost(lambda flags: 6 if "none" not in flags else 20, host=12 * 2**30))
+    fixed = [*FLAGS_1B, "--zero", "3", "--gradient_checkpointing", "true", "--per_device_train_batch_size", "1"]
+    flags = [*fixed, "--offload_path", "/fast/disk"]
+    small = hardware.Gpu("small", 8.0, 100.0, 900, 25, 25)
+    plan = planner.search(["sft"], flags, 1, small, host_limit=64 * 2**30)
+    assert plan.chosen.setting.offload == "optimizer" and not plan.chosen.setting.nvme
+    assert "--offload_path" not in plan.chosen.flags
+    plan = planner.search(["sft"], flags, 1, small, host_limit=8 * 2**30)
+    assert plan.chosen.setting.nvme and "offload optimizer to NVMe" in plan.chosen.label
+    assert "--offload_path /fast/disk" in planner.command(plan.chosen, 1)
+    assert any(
+        "host memory 14 GiB a node > 8" in why or "host memory 12 GiB a node > 8" in why for _, why in plan.rejected
+    )
+    assert "GiB of optimizer states and gradients in --offload_path" in plan_report.text(plan)
+    plan = planner.search(["sft"], fixed, 1, small, host_limit=8 * 2**30)
+    assert plan.chosen is None and "of a node's host memory, of 8; --offload_path" in plan_report.nothing_fits(plan)
+
+
 def test_auto_takes_the_first_method_that_fits(monkeypatch):
     monkeypatch.setattr(ghost, "run_all", fake_ghost(lambda flags: 20 if "--load_in_4bit" in flags else 90))
     flags = ["--model", str(CONFIGS / "qwen3-8b"), "--offload", "none"]
@@ -269,6 +290,7 @@ def test_a_real_plan_from_the_command_line(tmp_path):
         (["--gpu", "h100-80g", "--model", "/no/such/folder"], "no such model folder"),
         (["--gpu", "h100-80g", "--zerro", "3"], "unknown flag --zerro"),
         (["--gpu", "detect"], "no GPU is visible"),
+        (["--gpu", "h100-80g", "--host_memory", "much"], "--host_memory much: must be a number of GiB."),
     ],
 )
 def test_mistakes(words, said, monkeypatch):

@@ -150,7 +150,7 @@ def packed_attention(module, query, key, value, attention_mask, dropout=0.0, sca
     if query.is_cuda and dtype in (torch.float16, torch.bfloat16) and not dropout:
         return _varlen(query, key, value, bounds, int(kwargs["max_length_q"]), window, scaling), None
     out = query.new_empty(*query.shape[:-1], value.shape[-1])
-    for start, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+    for start, end in spans(bounds):
         mask = None
         if window and end - start > window:
             mask = _window_mask(end - start, window, query.device)
@@ -159,6 +159,11 @@ def packed_attention(module, query, key, value, attention_mask, dropout=0.0, sca
             dropout_p=dropout, is_causal=mask is None, scale=scaling, enable_gqa=True,
         )  # fmt: skip
     return out.transpose(1, 2).contiguous(), None
+
+
+def spans(bounds: torch.Tensor) -> list[tuple[int, int]]:
+    """(start, end) of each document on the token axis."""
+    return list(zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True))
 
 
 def _window_mask(tokens, window, device):

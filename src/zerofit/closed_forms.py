@@ -18,6 +18,7 @@ GPUS_OF_A_NODE = 8
 PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers")
 NODE_LINK_GBS = 50.0  # a 400 Gbit/s adapter a GPU
 CPU_ADAM_GBS = 25.0  # host memory bandwidth that a rank's CPU Adam gets
+NVME_GBS = 5.0  # of a node's disk, one way
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def shape(config, net, frozen_bytes: float = 2.0) -> Shape:
 @dataclass(frozen=True)
 class Setting:
     """What is searched. every: 0 keeps all activations, n recomputes every n-th layer; tokens: of a micro batch;
-    activation_offload: what recomputed layers keep is in host memory."""
+    activation_offload: what recomputed layers keep is in host memory; nvme: what is offloaded is on a disk."""
 
     zero: int
     offload: str
@@ -79,6 +80,7 @@ class Setting:
     accumulation: int
     ranks: int
     activation_offload: bool = False
+    nvme: bool = False
 
 
 def activations(s: Shape, setting: Setting, fused: bool) -> tuple[dict[str, float], dict[str, float]]:
@@ -204,9 +206,12 @@ def step_seconds(s: Shape, setting: Setting, gpu: Gpu, sequence: int) -> float:
         update = 30 * shard / (gpu.memory_gbs * 1e9)
     else:
         update = 4 * shard / (gpu.host_gbs * 1e9) + 28 * shard / (CPU_ADAM_GBS * 1e9)
+    disk = NVME_GBS / min(setting.ranks, GPUS_OF_A_NODE)  # a node's GPUs share it
+    if setting.nvme:
+        update += 2 * 12 * shard / (disk * 1e9)
     if setting.offload == "all":
         moved = 2 * (2.0 * s.trainable + s.frozen * s.frozen_bytes) / setting.ranks * setting.accumulation
-        update += moved / (gpu.host_gbs * 1e9)
+        update += moved / ((min(disk, gpu.host_gbs) if setting.nvme else gpu.host_gbs) * 1e9)
     if setting.activation_offload:
         update += 2 * 2.0 * s.layers / setting.every * s.hidden * tokens / (gpu.host_gbs * 1e9) * (1 - OVERLAPPED)
     return arithmetic + wire + update

@@ -212,7 +212,7 @@ def _answer(recipe, flags, ranks, rank, gpu, device, fake, padded, overrides) ->
     arguments, *rows = _trainers_needs(settings, device)
     with contextlib.ExitStack() as stack:
         if fake:
-            _without_values(padded)
+            _without_values(padded, settings.max_length)
             stack.enter_context(torch._subclasses.fake_tensor.FakeTensorMode(allow_non_fake_inputs=True))
             micro = settings.per_device_train_batch_size
             stack.enter_context(_answers(micro * settings.max_length, micro))
@@ -449,15 +449,15 @@ def _trainers_needs(settings, device: str):
     return arguments, _Tokenizer(), tokens(STEPS * batch), held_out
 
 
-def _without_values(padded: bool) -> None:
-    """Decisions of the libraries that read numbers, taken as a real batch would have them taken.
+def _without_values(padded: bool, row: int) -> None:
+    """Decisions of the libraries that read numbers, taken as a real batch of rows of `row` tokens would have them taken.
 
     inference_mode becomes no_grad: the same bytes, and its operations reach _answers in their plain form.
     """
     import torch
     import transformers.masking_utils as masks
 
-    from . import loss
+    from . import attention, loss
 
     generator = torch.Generator
     torch.Generator = lambda device=None: generator()  # there is none on a device without kernels
@@ -465,6 +465,7 @@ def _without_values(padded: bool) -> None:
     masks.find_packed_sequence_indices = lambda position_ids: None
     masks.is_tracing = lambda *args, **kwargs: False
     masks.fast_all = lambda mask: not padded
+    attention.spans = lambda bounds: [(i * row, (i + 1) * row) for i in range(bounds[1:].numel())]
     loss.logit_form = _with_numbers(loss.logit_form)
     torch.nn.Module._apply = _apply
     torch.nn.parallel.DistributedDataParallel = _distributed_data_parallel()
@@ -599,7 +600,8 @@ def _trainer(settings, arguments, rows, overrides, device, fake):
     width = quantized.bits(settings)
     if width == 8 and fake:
         raise GhostFailed("an 8-bit base cannot be run without memory")
-    if width:
+    settings.values["random_init"] = width is None or fake
+    if width and fake:
         settings.values["load_in_4bit"] = False  # loading would need the weights
         unset_hf_deepspeed_config()  # packed weights are shared out by the engine, not while they are loaded
         with torch.device("meta"):
@@ -607,7 +609,7 @@ def _trainer(settings, arguments, rows, overrides, device, fake):
         settings.values["load_in_4bit"] = True
         _quantise(net, "gpu:0" if device == "gpu" else "cpu")
     with place:
-        if not width:
+        if not (width and fake):
             net = model.load_model(settings, tokenizer)
         if settings.recipe == "lora":
             net = adapters.add(net, settings)
@@ -620,42 +622,28 @@ def _trainer(settings, arguments, rows, overrides, device, fake):
 
 
 def _quantise(net, device: str) -> None:
-    """Linear layers with packed NF4 weights and doubly quantised constants, as bitsandbytes keeps them.
-
-    Forward: one kernel on the packed weights. Backward: one unpacked weight at a time (MatMul4Bit).
-    """
+    """Linear layers with packed NF4 weights and doubly quantised constants: bitsandbytes' own code, on no memory."""
     import bitsandbytes
     import torch
 
-    class Product(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, packed, out_features):
-            ctx.shape = x.shape
-            ctx.save_for_backward(packed)
-            return x.new_empty(*x.shape[:-1], out_features)
-
-        @staticmethod
-        def backward(ctx, upstream):
-            _ = ctx.saved_tensors
-            unpacked = upstream.new_empty(upstream.shape[-1], ctx.shape[-1])
-            return upstream @ unpacked, None, None
-
     class Linear4bit(bitsandbytes.nn.Linear4bit):
+        """Its parameter is a plain one: bitsandbytes' own kind cannot wrap a tensor without memory."""
+
         def __init__(self, linear):
             torch.nn.Module.__init__(self)
-            count, weight = linear.weight.numel(), linear.weight
             self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
-            self.compute_dtype = weight.dtype
-            packed = weight.new_empty(-(-count // (2 * weight.element_size())), 1, device=device)
+            self.compute_dtype = linear.weight.dtype
+            packed, state = bitsandbytes.functional.quantize_4bit(
+                torch.empty_like(linear.weight, device=device), blocksize=64, compress_statistics=True,
+                quant_type="nf4", quant_storage=linear.weight.dtype,
+            )  # fmt: skip
             self.weight = torch.nn.Parameter(packed, requires_grad=False)
-            self.weight.compress_statistics, self.weight.quant_type = True, "nf4"
-            blocks = -(-count // 64)
-            self.constants = [weight.new_empty(blocks, dtype=torch.uint8, device=device),
-                              weight.new_empty(-(-blocks // 256), dtype=torch.float32, device=device)]  # fmt: skip
+            self.weight.compress_statistics, self.weight.quant_type, self.weight.quant_state = True, "nf4", state
 
         def forward(self, x):
-            out = Product.apply(x.to(self.compute_dtype), self.weight, self.out_features)
-            return (out if self.bias is None else out + self.bias).to(x.dtype)
+            state, bias = self.weight.quant_state, None if self.bias is None else self.bias.to(self.compute_dtype)
+            out = bitsandbytes.matmul_4bit(x.to(self.compute_dtype), self.weight, bias=bias, quant_state=state)
+            return out.to(x.dtype)
 
     head = net.get_output_embeddings()
     for parent in list(net.modules()):

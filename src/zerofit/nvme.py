@@ -32,12 +32,14 @@ def check(config: dict, path: Path, settings) -> None:
             )
         from_file = settings.source["offload_path"] == "deepspeed JSON"
         where = f"{path}: {key}.nvme_path = {folder}" if from_file else f"--offload_path {folder}"
-        check_folder(where, Path(folder))
+        if settings.planned_gpu is None:  # a plan may be for another machine
+            check_folder(where, Path(folder))
     if paths:
         unknown = set(config.get("aio", {})) - set(_aio_keys())
         if unknown:
             raise UserError(f"{path}: unknown key 'aio.{min(unknown)}'; there are {', '.join(_aio_keys())}.")
-        check_libaio()
+        if settings.planned_gpu is None:
+            check_libaio()
 
 
 def _aio_keys() -> list[str]:

@@ -62,7 +62,13 @@ def facts(candidate: Candidate, plan: Plan) -> dict[str, str]:
             if size > 0.05 * GIB
         ),
     }
-    if candidate.answer:
+    if setting.nvme:
+        found["disk of a node"] = (
+            f"{16 * shape.trainable / plan.ranks * node / GIB:.1f} GiB of optimizer states and gradients"
+            + f" and {2 * shape.parameters / plan.ranks * node / GIB:.1f} of weights" * (setting.offload == "all")
+            + " in --offload_path; host memory holds pinned blocks on their way"
+        )
+    elif candidate.answer:
         training, saving = candidate.answer["host"] * node / GIB, candidate.answer["host_saving"] / GIB
         found["host memory"] = (
             f"{training:.1f} GiB of a node of {node} GPUs while training (pinned blocks may take up to twice that), "
@@ -82,6 +88,12 @@ def nothing_fits(plan: Plan) -> str:
     if nearest is None:
         return "nothing fits."
     missing = (nearest.peak - plan.limit) / GIB
+    if nearest.peak <= plan.limit:
+        need = f"{nearest.host_of_a_node / GIB:.0f} GiB of a node's host memory, of {plan.host_limit / GIB:.0f}"
+        return (
+            f"nothing fits: {nearest.label} fits the GPU but needs {need}; --offload_path on a fast local disk takes it "
+            "from there, and so do more nodes."
+        )
     do = (
         f"{plan.would_do} GPUs would do by the closed forms"
         if plan.would_do

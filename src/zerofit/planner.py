@@ -7,6 +7,7 @@ the kit's own trainer and the real engine on tensors without memory, decides abo
 import argparse
 import itertools
 import json
+import math
 import os
 import platform
 import shlex
@@ -28,7 +29,7 @@ CLEARLY_TOO_MUCH = 1.25  # closed forms above this share of the limit are believ
 GHOSTS = 8  # after so many ghost runs only settings that fit clearly by the closed forms are looked at
 # Deeper models are measured with so many layers and extended linearly. Stages 1 and 2 reduce gradients in buckets of
 # 5e8 numbers over layers: how full the last one is goes up and down with the depth, by up to 3.5 % of the whole.
-LAYERS_MEASURED = {True: (16, 24), False: (6, 8)}  # with such buckets, without
+LAYERS_MEASURED = {True: (16, 24), False: (5, 6)}  # with such buckets, without
 LAYERS_WHOLE = {True: 40, False: 12}
 KEPT_GATHERED = 1e9  # parameters that stage 3 keeps gathered (stage3_max_live_parameters): linear below and above
 SMALLER_STATES = [("--optim", "adamw_bnb_8bit"), ("--pure_bf16", "true")]
@@ -55,7 +56,7 @@ class Candidate:
         s = self.setting
         checkpointing = "" if not s.every else ", checkpointing" + (f" every {s.every}" if s.every > 1 else "")
         checkpointing += " offloaded" if s.activation_offload else ""
-        offload = "" if s.offload == "none" else f", offload {s.offload}"
+        offload = "" if s.offload == "none" else f", offload {s.offload}{' to NVMe' * s.nvme}"
         change = f", {' '.join(self.change)}" if self.change else ""
         return f"{self.method} ZeRO-{s.zero}{offload}{checkpointing}{change}, micro batch {s.micro}"
 
@@ -67,6 +68,13 @@ class Candidate:
         return int(sum(self.formula.values()) * 1.1) + WORKSPACE_BYTES
 
     @property
+    def host_of_a_node(self) -> int:
+        """Bytes of host memory that a node's ranks need while they train."""
+        each = 12 * self.shape.trainable / self.setting.ranks if self.setting.offload != "none" else 0
+        each = self.answer["host"] if self.answer else each
+        return 0 if self.setting.nvme else int(each * min(self.setting.ranks, closed_forms.GPUS_OF_A_NODE))
+
+    @property
     def tokens_per_second(self) -> float:
         s = self.setting
         return s.tokens * s.accumulation * s.ranks / self.seconds
@@ -74,7 +82,8 @@ class Candidate:
 
 @dataclass
 class Plan:
-    """gpu, limit: bytes that tensors may take; chosen: None when nothing fits; rejected: faster, and why not."""
+    """gpu, limit: bytes that tensors may take; host_limit: bytes of a node's host memory, None: not known; chosen: None
+    when nothing fits; rejected: faster, and why not."""
 
     gpu: hardware.Gpu
     ranks: int
@@ -85,6 +94,7 @@ class Plan:
     nearest: Candidate | None = None
     would_do: int | None = None
     longest: int | None = None
+    host_limit: int | None = None
     seconds: float = 0.0
     notes: list[str] = field(default_factory=list)
 
@@ -106,6 +116,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--method", default="", help="sft, lora, qlora or auto (the first of them that fits)")
     parser.add_argument("--gpus", default="1", help="GPUs of all machines together")
     parser.add_argument("--gpu", default="", help="a GPU of the table, or detect (default: this machine's)")
+    parser.add_argument("--host_memory", default="", help="GiB of a node's host memory (default: this machine's with "
+                        "--gpu detect, else not looked at)")  # fmt: skip
     parser.add_argument("--out", default="", help="folder for plan.json, plan.md, plan.png (default runs/plan-<time>)")
     parser.add_argument("--args", default="", help="more recipe flags in one string, split like a shell would")
     given, flags = parser.parse_known_args(argv)
@@ -120,7 +132,8 @@ def main(argv: list[str]) -> None:
     folder = Path(given.out or Path("runs") / f"plan-{time.strftime('%Y%m%d-%H%M%S')}").expanduser()
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--out {folder}: is a file; name a folder.")
-    plan = search(methods, flags, ranks, gpu, say=lambda text: print(text, flush=True))
+    host_limit = _host_limit(given.host_memory, here=given.gpu in ("", "detect"))
+    plan = search(methods, flags, ranks, gpu, lambda text: print(text, flush=True), host_limit)
     print(plan_report.text(plan))
     plan_report.write(plan, folder)
     print(f"\n{folder}/plan.md, plan.json, plan.png")
@@ -132,6 +145,20 @@ class NothingFits(UserError):
     """No setting fits into the GPU's memory."""
 
     exit_code = EXIT_CODES["out of memory"]
+
+
+def _host_limit(text: str, here: bool) -> int | None:
+    """Bytes of a node's host memory."""
+    import psutil
+
+    if not text:
+        return psutil.virtual_memory().total if here else None
+    try:
+        if (size := float(text)) > 0:
+            return int(size * GIB)
+    except ValueError:
+        pass
+    raise UserError(f"--host_memory {text}: must be a number of GiB.")
 
 
 def _methods(method: str, recipe: str, flags: list[str]) -> list[str]:
@@ -150,17 +177,20 @@ def _recipe(method: str) -> str:
 # --- the search ---
 
 
-def search(methods: list[str], flags: list[str], ranks: int, gpu, say=lambda text: None) -> Plan:
+def search(
+    methods: list[str], flags: list[str], ranks: int, gpu, say=lambda text: None, host_limit: int | None = None
+) -> Plan:
     """The fastest setting that fits, by the flags that the user left open.
 
-    Args: methods: in order of preference; the first with anything that fits is taken.
+    Args: methods: in order of preference; the first with anything that fits is taken. host_limit: bytes of a node's
+        host memory; what does not fit there is left out, unless --offload_path takes it to a disk.
     Raises: UserError for the user's mistakes.
     """
     began = time.perf_counter()
     allowance = _allowance(gpu, ranks)
     wanted = args.parse(_recipe(methods[0]), _planned(flags, methods[0]), ranks, gpu).memory_limit
     limit = int((wanted or gpu.memory_gib) * GIB) - sum(allowance.values())
-    plan = Plan(gpu, ranks, limit, allowance, None, [])
+    plan = Plan(gpu, ranks, limit, allowance, None, [], host_limit=host_limit)
     for method, change in _rungs(methods, flags):
         try:
             found = candidates(method, flags, ranks, gpu, change)
@@ -194,63 +224,100 @@ def _decide(plan: Plan, found: list[Candidate], say) -> None:
     for candidate in found:
         by_formula = sum(candidate.formula.values()) + WORKSPACE_BYTES
         believed = CLEARLY_TOO_MUCH if asked < GHOSTS else 0.9
-        candidate_fits = False
-        if by_formula <= believed * plan.limit:  # nothing is chosen that the ghost has not seen
-            asked += 1
+        fits = False
+        if by_formula <= believed * plan.limit and not _host_is_short(candidate, plan):
+            asked += 1  # nothing is chosen that the ghost has not seen
             ask(candidate, plan.ranks, plan.gpu)
-            candidate_fits = candidate.peak <= plan.limit
+            fits = candidate.peak <= plan.limit and not _host_is_short(candidate, plan)
             how = f"closed forms, +-10 %: {candidate.failed}" if candidate.failed else "ghost run"
             say(f"  {candidate.label}: {candidate.peak / GIB:.1f} GiB ({how})")
         if plan.nearest is None or candidate.peak < plan.nearest.peak:
             plan.nearest = candidate
-        if candidate_fits:
+        if fits:
             plan.chosen = candidate
             return
-        how = "" if candidate.answer else " (closed forms + 10 %)"
-        plan.rejected.append((candidate, f"{candidate.peak / GIB:.1f} GiB > {plan.limit / GIB:.1f}{how}"))
+        plan.rejected.append((candidate, _why_not(candidate, plan)))
+
+
+def _host_is_short(candidate: Candidate, plan: Plan) -> bool:
+    return plan.host_limit is not None and candidate.host_of_a_node > plan.host_limit
+
+
+def _why_not(candidate: Candidate, plan: Plan) -> str:
+    if _host_is_short(candidate, plan):
+        return f"host memory {candidate.host_of_a_node / GIB:.0f} GiB a node > {plan.host_limit / GIB:.0f}"
+    how = "" if candidate.answer else " (closed forms + 10 %)"
+    return f"{candidate.peak / GIB:.1f} GiB > {plan.limit / GIB:.1f}{how}"
 
 
 def ask(candidate: Candidate, ranks: int, gpu) -> None:
     """Put the ghost's answer, the highest of first and last rank, into the candidate."""
+    from . import probe
+
     recipe = _recipe(candidate.method)
     asked = sorted({0, ranks - 1})
-    answer = answer_of(recipe, candidate.flags, ranks, asked, gpu, candidate.setting.zero, candidate.shape)
+    setting = candidate.setting
+    flags = probe.drop(candidate.flags, "--offload_path")  # on the GPU a disk is as host memory
+    answer = answer_of(recipe, flags, ranks, asked, gpu, setting.zero, candidate.shape, setting.every)
     if isinstance(answer, Exception):
         candidate.failed = str(answer)
     else:
         candidate.answer = answer
 
 
-def answer_of(recipe: str, flags: list[str], ranks: int, asked: list[int], gpu, zero: int, shape: Shape):
+def answer_of(
+    recipe: str, flags: list[str], ranks: int, asked: list[int], gpu, zero: int, shape: Shape, every: int
+):  # fmt: skip
     """The ghost's answer of the rank with the highest peak among `asked`, or the GhostFailed that stands in its place.
 
+    Args: every: n-th layer that is checkpointed; 0: none.
     Raises: UserError for the user's mistakes.
     """
-    depths = _depths(zero, shape) or (None,)
-    questions = [
-        ghost.question(recipe, flags, ranks, rank, gpu=gpu, overrides={"num_hidden_layers": depth} if depth else None)
-        for rank in asked
-        for depth in reversed(depths)  # the longest first: they run side by side
-    ]
-    answers = ghost.run_all(questions, CACHE / "ghosts")
-    for answer in answers:
-        if isinstance(answer, UserError):
-            raise answer
-        if isinstance(answer, Exception):
-            return answer
-    if len(depths) > 1:
-        pairs = zip(answers[1::2], answers[::2], strict=True)
-        answers = [_extended(low, high, depths, shape.layers) for low, high in pairs]
+    for depths in _depths(zero, shape, every):
+        questions = [
+            ghost.question(recipe, flags, ranks, rank, gpu=gpu, overrides={"num_hidden_layers": d} if d else None)
+            for rank in asked
+            for d in reversed(depths)  # the longest first: they run side by side
+        ]
+        answers = ghost.run_all(questions, CACHE / "ghosts")
+        for answer in answers:
+            if isinstance(answer, UserError):
+                raise answer
+            if isinstance(answer, Exception):
+                return answer
+        if len(depths) == 1:
+            break
+        pairs = list(zip(answers[1::2], answers[::2], strict=True))
+        if all(_same_moments(low, high) for low, high in pairs):
+            answers = [_extended(low, high, depths, shape.layers) for low, high in pairs]
+            break
     return max(answers, key=lambda answer: max(answer["total"].values()))
 
 
-def _depths(zero: int, shape: Shape) -> tuple[int, int] | None:
-    """Two numbers of layers from which the whole follows; None: it is measured itself."""
-    buckets = zero in (1, 2)
-    depths = LAYERS_MEASURED[buckets]
-    layer = (shape.parameters - 2 * shape.vocabulary * shape.hidden) / shape.layers
-    linear = zero != 3 or layer * depths[0] >= KEPT_GATHERED or shape.parameters <= KEPT_GATHERED
-    return depths if shape.layers > LAYERS_WHOLE[buckets] and linear else None
+def _depths(zero: int, shape: Shape, every: int) -> list[tuple]:
+    """Pairs of numbers of layers, multiples of `every`, from which the whole may follow; last (None,): all of them."""
+    buckets, pattern = zero in (1, 2), max(1, every)
+    first, second = LAYERS_MEASURED[buckets]
+    stored = 0.25 if shape.frozen_bytes < 1 else 1  # four packed weights are one number
+    if zero == 3 and shape.parameters * stored > KEPT_GATHERED:
+        layer = (shape.parameters - 2 * shape.vocabulary * shape.hidden) / shape.layers
+        first = max(first, math.ceil(KEPT_GATHERED / (layer * stored)))
+    small, apart = (-(-count // pattern) * pattern for count in (first, second - LAYERS_MEASURED[buckets][0]))
+    found = []
+    while len(found) < 3 and shape.layers > max(LAYERS_WHOLE[buckets], small + apart):
+        found.append((small, small + apart))
+        small += apart  # its answer is there already
+    return [*found, (None,)]
+
+
+def _same_moments(low: dict, high: dict) -> bool:
+    """Whether training's peaks of two depths are of the same moment: then no part shrinks where layers are added."""
+    return all(
+        size >= low["peak"][phase][part] - 0.001 * low["total"][phase]
+        for phase, parts in high["peak"].items()
+        if phase in ("forward", "backward", "step")
+        for part, size in parts.items()
+    )
 
 
 def _extended(low: dict, high: dict, depths: tuple[int, int], layers: int) -> dict:
@@ -277,23 +344,24 @@ def candidates(method: str, flags: list[str], ranks: int, gpu, change: tuple[str
     Args: change: flags that are laid over them, of SMALLER_STATES.
     Raises: UserError when the flags themselves are wrong.
     """
-    recipe = _recipe(method)
+    recipe, disk = _recipe(method), _value(flags, "--offload_path")
     flags = [*_planned(flags, method), *change]
     base = args.parse(recipe, flags, ranks, gpu)
-    shape = _shape(base, method)
+    shape = _shape(base)
     fused = base.fused_loss != "false" and (base.fused_loss == "true" or shape.vocabulary >= 32_000)
     found, error = [], None
-    for zero, offload, (every, away), micro in itertools.product(*_open(base, ranks)):
-        if not _sensible(zero, offload, ranks, base):
+    for zero, (offload, nvme), (every, away), micro in itertools.product(*_open(base, ranks, disk)):
+        if not _sensible(zero, offload, ranks, base) or (nvme and zero != 3):
             continue
         own = _flags(flags, base, zero, offload, every, away, micro)
+        own = [*own, "--offload_path", disk] if nvme else own
         try:
             args.parse(recipe, own, ranks, gpu)
         except UserError as refused:
             error = error or refused
             continue
         setting = Setting(zero, offload, every, micro, micro * base.max_length,
-                          base.effective_batch_size // (micro * ranks), ranks, away)  # fmt: skip
+                          base.effective_batch_size // (micro * ranks), ranks, away, nvme)  # fmt: skip
         parts = closed_forms.memory(shape, setting, base, fused)
         seconds = closed_forms.step_seconds(shape, setting, gpu, base.max_length)
         found.append(Candidate(own, method, setting, parts, seconds, shape, change=change))
@@ -304,7 +372,11 @@ def candidates(method: str, flags: list[str], ranks: int, gpu, change: tuple[str
 
 def _planned(flags: list[str], method: str) -> list[str]:
     """The flags with what a plan of this method adds to them."""
+    from . import probe
+
     flags = _without(flags, "--zero", "auto")
+    if not _names(flags, "--offload"):  # candidates() lays the disk over what offloads to it
+        flags = probe.drop(flags, "--offload_path")
     if method == "qlora" and not any(f.startswith(("--load_in_4bit", "--load-in-4bit")) for f in flags):
         flags = [*flags, "--load_in_4bit", "true"]
     if _names(flags, "--model") and not _names(flags, "--data"):
@@ -312,24 +384,25 @@ def _planned(flags: list[str], method: str) -> list[str]:
     return flags
 
 
-def _shape(settings, method: str) -> Shape:
-    from . import model
+def _shape(settings) -> Shape:
+    from . import model, quantized
 
     try:
         net = model.check(settings)
     except NotImplementedError as error:
         raise UserError(f"--model {settings.model}: cannot be built without weights: {error}.") from None
     config = model.load_config(settings)
-    return closed_forms.shape(config, net, 0.55 if method == "qlora" else 2.0)
+    return closed_forms.shape(config, net, {4: 0.55, 8: 1.0}.get(quantized.bits(settings), 2.0))
 
 
 _FIXED = ("flag", "deepspeed JSON")
 
 
-def _open(base, ranks: int) -> tuple[list, list, list, list]:
+def _open(base, ranks: int, disk: str | None) -> tuple[list, list, list, list]:
     """(stages, offloads, checkpointing, micro batches) to try; one each where the user has said it.
 
-    Checkpointing is (every n-th layer or 0, whether what it keeps goes to host memory).
+    Offload is (what, whether to a disk: where --offload_path names one); checkpointing is (every n-th layer or 0,
+    whether what it keeps goes to host memory).
     """
 
     def said(name: str) -> bool:
@@ -337,7 +410,11 @@ def _open(base, ranks: int) -> tuple[list, list, list, list]:
         return source in _FIXED or source.startswith("preset") or source == base.config
 
     stages = [int(base.zero)] if said("zero") else [0, 1, 2, 3]
-    offloads = [base.offload] if said("offload") else ["none", "optimizer", "all"]
+    if said("offload"):
+        offloads = [(base.offload, bool(disk))]
+    else:
+        offloads = [("none", False), ("optimizer", False), ("all", False)]
+        offloads += [("optimizer", True), ("all", True)] * bool(disk)
     if any(said(n) for n in ("gradient_checkpointing", "gradient_checkpointing_every", "activation_offload")):
         every = base.gradient_checkpointing_every if base.gradient_checkpointing else 0
         checkpointing = [(every, base.activation_offload)]
@@ -364,7 +441,7 @@ def _flags(flags: list[str], base, zero: int, offload: str, every: int, away: bo
     from . import probe
 
     own = probe.drop(flags, "--zero", "--offload", "--per_device_train_batch_size", "--gradient_accumulation_steps",
-                     "--effective_batch_size", "--probe")  # fmt: skip
+                     "--effective_batch_size", "--probe", "--offload_path")  # fmt: skip
     own += ["--zero", str(zero), "--offload", offload, "--per_device_train_batch_size", str(micro),
             "--effective_batch_size", str(base.effective_batch_size)]  # fmt: skip
     if not any(f.replace("-", "_").startswith(("__gradient_checkpointing", "__activation_offload")) for f in own):
@@ -376,6 +453,13 @@ def _flags(flags: list[str], base, zero: int, offload: str, every: int, away: bo
 
 def _names(flags: list[str], name: str) -> bool:
     return any(f == name or f.startswith(f"{name}=") for f in flags)
+
+
+def _value(flags: list[str], name: str) -> str | None:
+    for word, following in zip(flags, [*flags[1:], ""], strict=True):
+        if word == name or word.startswith(f"{name}="):
+            return word.partition("=")[2] or following
+    return None
 
 
 def _without(flags: list[str], name: str, value: str) -> list[str]:
@@ -450,8 +534,9 @@ def check(settings) -> dict | None:
     whole = int(settings.memory_limit * GIB) if settings.memory_limit else int(gpu.memory_gib * GIB)
     limit = whole - sum(allowance.values())
     began = time.perf_counter()
-    flags, shape = _for_a_ghost(settings.flags), _shape(settings, settings.recipe)
-    answer = answer_of(settings.recipe, flags, settings.world_size, [0], gpu, int(settings.zero), shape)
+    flags, shape = _for_a_ghost(settings.flags), _shape(settings)
+    every = settings.gradient_checkpointing_every if settings.gradient_checkpointing else 0
+    answer = answer_of(settings.recipe, flags, settings.world_size, [0], gpu, int(settings.zero), shape, every)
     if isinstance(answer, Exception):
         print(f"note: whether it fits is not known: {answer}", flush=True)
         return None

@@ -1,0 +1,132 @@
+"""What a plan costs, and what measuring few layers instead of all costs in truth.
+
+    python benchmarks/plan_cost.py            # about 10 minutes on 2 cores: every case also with all of its layers
+    python benchmarks/plan_cost.py --fast     # the seconds alone, about 4
+
+Each case in a fresh process without cached answers: seconds of the check before a launch (imports and all), the two
+depths it measured, and how far the extended peak is from that of the whole model. Then the search for a 70B model on 64
+GPUs: seconds and the largest process's memory. Writes benchmarks/results/plan-cost-<date>.{json,md}.
+"""
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from machine import ROOT, describe, facts, save, versions
+
+CONFIGS = ROOT / "tests" / "configs"
+ON, OFF = "--gradient_checkpointing true", "--gradient_checkpointing false"
+CASES = [  # (model, recipe, flags), 8 GPUs
+    ("llama3.1-8b", "sft", f"--zero 2 {ON}"),
+    ("llama3.1-8b", "sft", f"--zero 3 {ON}"),
+    ("llama3.1-8b", "sft", f"--zero 3 {ON} --gradient_checkpointing_every 2"),
+    ("llama3.1-8b", "lora", f"--zero 0 {ON}"),
+    ("llama3.1-8b", "lora", f"--zero 3 {ON}"),
+    ("qwen3-8b", "sft", f"--zero 3 {OFF}"),
+    ("qwen3-8b", "lora", f"--zero 3 {ON} --gradient_checkpointing_every 2"),
+    ("mistral-7b", "lora", f"--load_in_4bit true --zero 3 {ON}"),
+]
+CHECK = """
+import json, sys
+from zerofit import args, hardware, planner
+given = json.loads(sys.argv[1])
+if given["whole"]:
+    planner._depths = lambda *a: [(None,)]
+settings = args.parse(given["recipe"], given["flags"], 8, hardware.GPUS["h100-80g"])
+settings.values["force"] = True
+settings.values["use_cpu"] = False
+asked = planner.answer_of
+def answer_of(*a):
+    found = asked(*a)
+    print("answer " + json.dumps({"total": found["total"], "layers": found.get("extended_from_layers")}))
+    return found
+planner.answer_of = answer_of
+planner.check(settings)
+"""
+
+
+def check(model: str, recipe: str, flags: str, whole: bool) -> dict:
+    """{"seconds", "total", "layers"} of one check in a process of its own."""
+    words = ["--model", str(CONFIGS / model), "--data", "none", "--max_length", "4096", "--gpu", "h100-80g",
+             "--per_device_train_batch_size", "1", "--effective_batch_size", "8", *flags.split()]  # fmt: skip
+    given = json.dumps({"recipe": recipe, "flags": words, "whole": whole})
+    began = time.perf_counter()
+    done = _run([sys.executable, "-c", CHECK, given])
+    seconds = time.perf_counter() - began
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("answer ")]
+    return {"seconds": round(seconds, 1), **json.loads(line.removeprefix("answer "))}
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess:
+    with tempfile.TemporaryDirectory() as cache:
+        env = os.environ | {"ZEROFIT_CACHE": cache, "PYTHONPATH": str(ROOT / "src")}
+        done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=cache)
+    if done.returncode:
+        raise SystemExit(done.stderr[-3000:])
+    return done
+
+
+def measure(fast: bool) -> list[dict]:
+    rows = []
+    for model, recipe, flags in CASES:
+        found = check(model, recipe, flags, whole=False)
+        row = {"case": f"{model} {recipe} {flags}", "seconds": found["seconds"], "layers": found["layers"]}
+        if not fast and found["layers"]:
+            whole = check(model, recipe, flags, whole=True)
+            row["whole_seconds"] = whole["seconds"]
+            row["error_of_peak"] = max(found["total"].values()) / max(whole["total"].values()) - 1
+            row["error_by_phase"] = {p: found["total"][p] / size - 1 for p, size in whole["total"].items()}
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+    return rows
+
+
+def plan_70b() -> dict:
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as out:
+        _run([sys.executable, "-m", "zerofit", "plan", "--gpu", "h100-80g", "--gpus", "64", "--model",
+              str(CONFIGS / "llama3.1-70b"), "--out", str(Path(out) / "plan")])  # fmt: skip
+    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+    return {"seconds": round(time.perf_counter() - began, 1), "largest_process_bytes": peak}
+
+
+def markdown(rows: list[dict], large: dict, about: list[str]) -> list[str]:
+    lines = ["# What a plan costs", "", *about, "", "The check before a launch, 8 GPUs, rows of 4,096 tokens:", "",
+             "| case | seconds | layers measured | seconds with all layers | error of the peak | worst phase |",
+             "|---|---|---|---|---|---|"]  # fmt: skip
+    for row in rows:
+        layers = " and ".join(map(str, row["layers"])) if row["layers"] else "all"
+        if "error_of_peak" in row:
+            phase, worst = max(row["error_by_phase"].items(), key=lambda p: abs(p[1]))
+            rest = f"{row['whole_seconds']:.0f} | {row['error_of_peak']:+.2%} | {phase} {worst:+.2%}"
+        else:
+            rest = " | | "
+        lines.append(f"| {row['case']} | {row['seconds']:.0f} | {layers} | {rest} |")
+    lines.append(
+        f"\n`zerofit plan` for 70B on 64 x H100: {large['seconds']:.0f} s, largest process "
+        f"{large['largest_process_bytes'] / 1e9:.2f} GB."
+    )
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--fast", action="store_true", help="without the runs of all layers")
+    given = parser.parse_args()
+    machine = facts()
+    large, rows = plan_70b(), measure(given.fast)
+    lines = markdown(rows, large, describe(machine, {"zerofit": versions()}))
+    if given.fast:
+        print("\n".join(lines))
+    else:
+        save("plan-cost", lines, {"machine": machine, "cases": rows, "plan_70b": large})
+
+
+if __name__ == "__main__":
+    main()
