@@ -29,7 +29,7 @@ CLEARLY_TOO_MUCH = 1.25  # closed forms above this share of the limit are believ
 GHOSTS = 8  # after so many ghost runs only settings that fit clearly by the closed forms are looked at
 # Deeper models are measured with so many layers and extended linearly. Stages 1 and 2 reduce gradients in buckets of
 # 5e8 numbers over layers: how full the last one is goes up and down with the depth, by up to 3.5 % of the whole.
-LAYERS_MEASURED = {True: (16, 24), False: (5, 6)}  # with such buckets, without
+LAYERS_MEASURED = {True: (16, 24), False: (6, 7)}  # with such buckets, without
 LAYERS_WHOLE = {True: 40, False: 12}
 KEPT_GATHERED = 1e9  # parameters that stage 3 keeps gathered (stage3_max_live_parameters): linear below and above
 SMALLER_STATES = [("--optim", "adamw_bnb_8bit"), ("--pure_bf16", "true")]
