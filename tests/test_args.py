@@ -22,6 +22,9 @@ def test_the_kits_own_flags_are_frozen():
             gradient_checkpointing_every gradient_checkpointing_policy activation_offload
             memory_report max_tokens_per_sample num_samples
         """,
+        "SupervisionArguments": """
+            on_oom max_restarts hang_timeout
+        """,
         "OffloadArguments": """
             offload_path offload_ratio super_offload zenflow zero_hpz_partition_size
             zero_quantized_weights zero_quantized_gradients

@@ -102,6 +102,26 @@ class RunArguments:
 
 
 @dataclass
+class SupervisionArguments:
+    """What `make` and `zerofit launch` do when a job fails; without them these flags do nothing."""
+
+    _argument_group_name = "supervision"
+    on_oom: Literal["retry", "fail", "ask"] = field(
+        default="retry",
+        metadata={
+            "help": "Out of memory: start again from the newest checkpoint with a smaller micro batch and the same "
+            "effective batch, then gradient checkpointing, a higher stage, offload."
+        },
+    )
+    max_restarts: int = field(
+        default=3, metadata={"help": "Starts again from the newest checkpoint after a rank was lost or hung."}
+    )
+    hang_timeout: float = field(
+        default=1800.0, metadata={"help": "Seconds without a step after which a job has hung and is ended; 0: never."}
+    )
+
+
+@dataclass
 class OffloadArguments:
     """What leaves the GPU beyond host memory, and how stage 3 communicates; DeepSpeed's own words. See docs/memory.md."""
 
@@ -416,7 +436,8 @@ class Settings:
 
 
 def _kit_groups(recipe: str) -> tuple:
-    shared = (RunArguments, OffloadArguments, ModelArguments, DataArguments, MemoryArguments, OptimizerArguments)
+    shared = (RunArguments, SupervisionArguments, OffloadArguments, ModelArguments, DataArguments, MemoryArguments,
+              OptimizerArguments)  # fmt: skip
     return (*shared, *RECIPES[recipe]["arguments"])
 
 
@@ -583,6 +604,8 @@ def _check_ranges(settings: Settings) -> None:
         "num_samples": 0,
         "logging_steps": 0,
         "lr_scaling_base_batch_size": 1,
+        "max_restarts": 0,
+        "hang_timeout": 0,
     }
     for name, low in at_least.items():
         value = settings.values.get(name)

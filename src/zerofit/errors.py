@@ -4,7 +4,7 @@ import os
 import sys
 import time
 
-EXIT_CODES = {"user error": 2, "out of memory": 3, "diverged": 4, "interrupted": 130}
+EXIT_CODES = {"user error": 2, "out of memory": 3, "diverged": 4, "hang": 5, "interrupted": 130}
 
 
 class UserError(Exception):
@@ -30,30 +30,42 @@ def guard(main) -> None:
 
     Every rank of a job meets the same mistake; rank 0 speaks and its end ends the others.
     """
-    from . import world
+    from . import failure, world
 
     try:
         _out_of_memory_in_words(main)
         world.stop()
     except UserError as error:
+        failure.record(error)
         sys.stdout.flush()
-        if os.environ.get("RANK", "0") != "0":
+        if os.environ.get("RANK", "0") != "0" and not (failure.folder() and isinstance(error, OutOfMemory)):
             # Rank 0 meets the same mistake and says it; where it is still busy after a while, this rank does.
             time.sleep(10)
         # A mistake met in a data loading process arrives with its traceback in front.
         print(f"zerofit: error: {str(error).rpartition('UserError: ')[2].strip()}", file=sys.stderr, flush=True)
         world.stop(wait=False)
         raise SystemExit(error.exit_code) from None
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
+        failure.record(error)
         print("zerofit: interrupted", file=sys.stderr, flush=True)
         raise SystemExit(EXIT_CODES["interrupted"]) from None
+    except Exception as error:
+        failure.record(error)
+        raise
 
 
 def _out_of_memory_in_words(main) -> None:
     """Run `main()`; what it runs out of before training (train.run explains the rest) is the model being loaded."""
+    from . import failure
+
     try:
         main()
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError) as error:
+        if failure.host_is_full(error):
+            raise OutOfMemory(
+                f"rank {os.environ.get('RANK', '0')} could not get more host memory ({str(error).splitlines()[0] or 'MemoryError'}); "
+                "on a CPU try a smaller --per_device_train_batch_size, else --offload_path, or fewer data workers."
+            ) from error
         if type(error).__name__ != "OutOfMemoryError":  # torch's, without importing torch here
             raise
         from .memory_report import asked

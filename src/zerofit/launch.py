@@ -2,14 +2,11 @@
 
 import argparse
 import os
-import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
-from . import args, planner, probe, start, world
-from .errors import EXIT_CODES, UserError
+from . import args, planner, probe, start, supervise, world
+from .errors import UserError
 
 LAUNCHERS = ("torchrun", "accelerate", "deepspeed")
 
@@ -58,9 +55,16 @@ def main(argv: list[str]) -> None:
     planned = None if settings.probe else planner.check(settings)
     if settings.probe:
         flags = probe.with_size(settings, flags, probe.search(settings, flags).size)
-    words = command(given.launcher, count, port, recipe, [*flags, "--output_dir", str(folder)])
     planner.announce(planned)
-    raise SystemExit(_supervise(words, env | {"ZEROFIT_COMMAND": report.hide_secrets(words)}))
+    flags = [*flags, "--output_dir", str(folder)]
+
+    def words(flags):
+        return command(given.launcher, count, _port(given.port), recipe, flags)
+
+    env["ZEROFIT_COMMAND"] = report.hide_secrets(words(flags))
+    parsed = start.settings(recipe.stem, flags, count) if settings.probe else settings
+    job = supervise.Job(words, lambda f: start.settings(recipe.stem, f, count), parsed, flags, folder, env, count)
+    raise SystemExit(supervise.run(job))
 
 
 def _port(text: str) -> int:
@@ -140,34 +144,3 @@ def _show(settings: args.Settings, words: list[str], env: dict[str, str]) -> Non
     print("command\n  " + report.hide_secrets(words))
     print("environment\n" + "\n".join(f"  {name}={value}" for name, value in env.items()))
     print(report.summary(settings))
-
-
-def _supervise(words: list[str], env: dict[str, str]) -> int:
-    """Run the command in a process group of its own, pass signals on, leave no process behind; return its exit code."""
-    child = subprocess.Popen(words, env={**os.environ, **env}, start_new_session=True)
-    heard = []
-
-    def pass_on(number, _frame):
-        heard.append(number)
-        _signal_group(child.pid, signal.SIGKILL if len(heard) > 1 else number)
-
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, pass_on)
-    try:
-        code = child.wait()
-    finally:
-        _signal_group(child.pid, signal.SIGTERM)  # ranks that outlived their launcher
-        time.sleep(0.2) if _signal_group(child.pid, 0) else None
-        _signal_group(child.pid, signal.SIGKILL)
-    if heard:
-        print(f"zerofit: stopped by {signal.Signals(heard[0]).name}", file=sys.stderr)
-        return EXIT_CODES["interrupted"]
-    return code if code >= 0 else 128 - code
-
-
-def _signal_group(group: int, number: int) -> bool:
-    try:
-        os.killpg(group, number)
-    except ProcessLookupError:
-        return False
-    return True

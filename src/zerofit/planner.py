@@ -603,7 +603,7 @@ def _for_a_ghost(flags: list[str]) -> list[str]:
     from . import probe
 
     return probe.drop(flags, "--dry_run", "--show", "--gpu", "--gpus", "--force", "--output_dir", "--memory_limit",
-                      "--resume_from_checkpoint")  # fmt: skip
+                      "--resume_from_checkpoint", "--on_oom", "--max_restarts", "--hang_timeout")  # fmt: skip
 
 
 # --- what was measured ---

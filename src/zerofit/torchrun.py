@@ -3,11 +3,14 @@
 python -m zerofit.torchrun --nproc_per_node 4 recipes/sft.py ...      same options as torchrun
 """
 
+import json
 import logging
 import sys
 
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+from zerofit import failure, postmortem
 
 
 def main() -> None:
@@ -15,11 +18,12 @@ def main() -> None:
     try:
         run.main()
     except ChildFailedError as error:
-        _, first = error.get_first_failure()
-        if first.exitcode < 0:
-            print(
-                f"zerofit: rank {error.get_first_failure()[0]} was ended by signal {-first.exitcode}", file=sys.stderr
-            )
+        rank, first = error.get_first_failure()
+        if where := failure.folder():
+            codes = {r: failed.exitcode for r, failed in error.failures.items()}
+            (where / postmortem.EXITS).write_text(json.dumps({rank: first.exitcode} | codes))
+        elif first.exitcode < 0:
+            print(f"zerofit: rank {rank} was ended by signal {-first.exitcode}", file=sys.stderr)
         raise SystemExit(first.exitcode if first.exitcode > 0 else 128 - first.exitcode) from None
 
 

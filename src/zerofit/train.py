@@ -21,6 +21,7 @@ from . import (
     attention,
     data,
     ddp,
+    failure,
     generate,
     hardware,
     loss,
@@ -189,6 +190,7 @@ class KitTrainer(Trainer):
         zero3 = self.settings.deepspeed is not None and self.settings.zero == "3"
         with torch.no_grad() if zero3 else torch.inference_mode():
             for inputs in dataloader:
+                self.reporter.pulse.beat(self.state.global_step)
                 inputs = self._prepare_inputs(inputs)
                 count = (inputs["labels"][:, 1:] != -100).sum()
                 with self.compute_loss_context_manager(), self.without_logits():
@@ -261,6 +263,7 @@ class Reporter(TrainerCallback):
     def __init__(self, trainer: KitTrainer):
         self.trainer, self.began, self.first_step, self.bar = trainer, time.perf_counter(), 0, None
         self.skipped_steps = 0  # by the loss scaler of stage 0; DeepSpeed's engine counts its own
+        self.pulse = failure.Pulse()
         self.before = None  # exact match before training, on the bundled task
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -295,6 +298,7 @@ class Reporter(TrainerCallback):
         self.trainer.clock.start()
 
     def on_step_end(self, args, state, control, **kwargs):
+        self.pulse.beat(state.global_step)
         self.skipped_steps += bool(self.trainer.accelerator.optimizer_step_was_skipped)
         if self.bar is not None:
             self.bar.update(state.global_step - self.bar.n)

@@ -1,0 +1,99 @@
+"""What a rank leaves behind for its supervisor: a pulse while it runs, a record when it fails, its stack when asked."""
+
+import contextlib
+import faulthandler
+import json
+import mmap
+import os
+import signal
+import struct
+import time
+import traceback
+from pathlib import Path
+
+from .errors import EXIT_CODES, Diverged, OutOfMemory, UserError
+
+FOLDER = "ZEROFIT_ATTEMPT"  # environment variable: the folder; without it nobody watches and nothing is written
+_PULSE = struct.Struct("<qqd")  # process id, optimizer step, seconds since the epoch
+# How a rank fails when it is another that was lost: gloo's and NCCL's words.
+_OF_A_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "ncclRemoteError", "Connection refused",
+              "NCCL communicator was aborted", "Socket Timeout", "Timed out waiting")  # fmt: skip
+
+
+def folder() -> Path | None:
+    return Path(os.environ[FOLDER]) if os.environ.get(FOLDER) else None
+
+
+def record(error: BaseException) -> None:
+    """Write rank<r>.json: kind, error and traceback. The first error of a rank counts; a second is its echo."""
+    where = folder()
+    if where is None:
+        return
+    rank = int(os.environ.get("RANK", "0"))
+    entry = {
+        "rank": rank, "time": time.time(), "kind": kind(error), "error": f"{type(error).__name__}: {error}",
+        "traceback": "".join(traceback.format_exception(error)), "of_a_peer": _of_a_peer(error),
+    }  # fmt: skip
+    # The folder can be gone, the disk full: the error itself must come through.
+    with contextlib.suppress(OSError), (where / f"rank{rank}.json").open("x", encoding="utf-8") as file:
+        json.dump(entry, file)
+
+
+def kind(error: BaseException) -> str:
+    """A key of errors.EXIT_CODES, or "crash"."""
+    if isinstance(error, OutOfMemory) or type(error).__name__ == "OutOfMemoryError" or host_is_full(error):
+        return "out of memory"
+    if isinstance(error, Diverged):
+        return "diverged"
+    if isinstance(error, UserError):
+        return "user error"
+    return "interrupted" if isinstance(error, KeyboardInterrupt) else "crash"
+
+
+def host_is_full(error: BaseException) -> bool:
+    """Whether this is how Python or torch say that host memory could not be had."""
+    return isinstance(error, MemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error)
+
+
+def _of_a_peer(error: BaseException) -> bool:
+    return any(words in str(error) for words in _OF_A_PEER)
+
+
+def records(where: Path) -> list[dict]:
+    """What the ranks of an attempt have written, the first that failed first."""
+    found = [json.loads(file.read_text(encoding="utf-8")) for file in where.glob("rank*.json")]
+    return sorted(found, key=lambda entry: (entry["of_a_peer"], entry["time"]))
+
+
+class Pulse:
+    """Where a rank is: 24 bytes in shared memory, written at every optimizer step and evaluation batch (1 us)."""
+
+    def __init__(self):
+        self.map = None
+        where = folder()
+        if where is None:
+            return
+        rank = int(os.environ.get("RANK", "0"))
+        with (where / f"pulse{rank}").open("w+b") as file:
+            file.truncate(_PULSE.size)
+            self.map = mmap.mmap(file.fileno(), _PULSE.size)
+        self.stack = (where / f"stack{rank}.txt").open("w")
+        faulthandler.register(signal.SIGUSR1, file=self.stack, all_threads=True)
+
+    def beat(self, step: int) -> None:
+        if self.map is not None:
+            _PULSE.pack_into(self.map, 0, os.getpid(), step, time.time())
+
+
+def pulses(where: Path) -> dict[int, tuple[int, int, float]]:
+    """{rank: (process id, step, time)} of the ranks that have made a step."""
+    found = {}
+    for file in where.glob("pulse*"):
+        content = file.read_bytes()
+        if len(content) == _PULSE.size and any(content):
+            found[int(file.name.removeprefix("pulse"))] = _PULSE.unpack(content)
+    return found
+
+
+def exit_code(kind: str) -> int:
+    return EXIT_CODES.get(kind, 1)

@@ -1,0 +1,125 @@
+"""Why an attempt ended: from exit codes, the ranks' records and their pulses; report.json and report.md."""
+
+import json
+import signal
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from . import failure
+
+EXITS = "exits.json"  # {rank: exit code}, by zerofit.torchrun
+
+
+@dataclass
+class Ending:
+    """kind: "finished", a key of errors.EXIT_CODES or "crash"; code: the job's exit code; rank: that failed first;
+    error: its exception in one line; step: last optimizer step that a rank had finished; what_next: what was done."""
+
+    kind: str
+    code: int
+    rank: int | None = None
+    error: str = ""
+    signal: str = ""
+    step: int | None = None
+    traceback: str = ""
+    what_next: str = ""
+
+    @property
+    def sentence(self) -> str:
+        who = "the job" if self.rank is None else f"rank {self.rank}"
+        after = "" if self.step is None else f" after step {self.step}"
+        if self.signal:
+            return f"{who} was ended by {self.signal}{after}{f' ({self.error})' if self.error else ''}"
+        return f"{who} ended{after}: {self.error.partition(': ')[2] or self.error}"
+
+
+def ending(code: int, where: Path, heard: list[int], hung: int | None, limit: float, host_kills: int) -> Ending:
+    """Args: code: of the launcher; where: the attempt's folder; heard: signals that the supervisor was sent; hung: the
+    rank that made no step for `limit` seconds; host_kills: processes that the kernel ended for memory meanwhile."""
+    pulses = failure.pulses(where)
+    step = max((step for _, step, _ in pulses.values()), default=None)
+    if heard:
+        return Ending("interrupted", failure.exit_code("interrupted"), signal=signal.Signals(heard[0]).name, step=step)
+    if code == 0:
+        return Ending("finished", 0, step=step)
+    if hung is not None:
+        error = f"no step for {limit:.0f} s; the stacks of all ranks are in stack<rank>.txt"
+        return Ending("hang", failure.exit_code("hang"), hung, error, step=pulses[hung][1])
+    records = failure.records(where)
+    exits = {int(r): c for r, c in json.loads((where / EXITS).read_text()).items()} if (where / EXITS).exists() else {}
+    if not exits:  # another launcher than ours, or none: 128 + n is how a shell tells signal n
+        exits = {None: 128 - code if 128 < code < 160 else code}
+    own = [entry for entry in records if not entry["of_a_peer"]]
+    killed = [(r, -c) for r, c in exits.items() if c < 0 and -c != signal.SIGTERM]
+    if killed and not own:
+        rank, number = killed[0]
+        if host_kills and number == signal.SIGKILL:
+            kind, result, error = (
+                "out of memory",
+                failure.exit_code("out of memory"),
+                "the kernel: host memory was full",
+            )
+        else:
+            kind, result, error = "lost rank", 128 + number, ""
+        return Ending(kind, result, rank, error, signal.Signals(number).name, step)
+    if records and not own:  # all that is known are the others' broken connections
+        silent = sorted(set(pulses) - {entry["rank"] for entry in records})
+        return Ending("lost rank", 1, silent[0] if silent else None, f"lost: {records[0]['error']}", step=step)
+    if records:
+        first = (own or records)[0]
+        result = code if 0 < code < 128 else failure.exit_code(first["kind"])
+        return Ending(first["kind"], result, first["rank"], first["error"], "", step, first["traceback"])
+    return Ending("crash", code if code > 0 else 1, error=f"exit code {code}", step=step)
+
+
+def write(folder: Path, endings: list[Ending], advice: str) -> None:
+    """report.json and report.md in the run folder."""
+    from . import report
+
+    last = endings[-1]
+    content = {
+        "status": "finished" if last.kind == "finished" else "failed",
+        "exit_code": last.code,
+        "cause": "" if last.kind == "finished" else last.sentence,
+        "try": advice,
+        "attempts": [asdict(ending) for ending in endings],
+    }
+    report.write_json(folder / "report.json", content)
+    lines = ["# What happened", ""]
+    for number, one in enumerate(endings, 1):
+        said = "finished" if one.kind == "finished" else f"{one.kind}: {one.sentence}"
+        lines.append(f"{number}. {said}{f' -> {one.what_next}' if one.what_next else ''}")
+    if advice:
+        lines += ["", f"Try: {advice}"]
+    steps = _last_steps(folder)
+    if steps and last.kind != "finished":
+        lines += ["", "The last steps:", "", "| step | loss | gradient norm |", "|---|---|---|", *steps]
+    if last.traceback:
+        lines += ["", f"Where rank {last.rank} failed:", "", "```", last.traceback.strip(), "```"]
+    (folder / "report.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _last_steps(folder: Path, count: int = 5) -> list[str]:
+    metrics = folder / "metrics.jsonl"
+    if not metrics.exists():
+        return []
+    entries = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    entries = [entry for entry in entries if "loss" in entry][-count:]
+    return [
+        f"| {entry['step']} | {entry['loss']:.4f} | {entry.get('grad_norm', float('nan')):.3f} |" for entry in entries
+    ]
+
+
+def advice(last: Ending, settings) -> str:
+    """One thing to do next."""
+    if last.kind == "out of memory":
+        return "`make plan` with the same arguments: it finds the setting that fits, or says what is missing"
+    if last.kind == "hang":
+        return (
+            "look where the ranks stand in attempts/*/stack*.txt: the one in another place than the rest holds them up"
+        )
+    if last.kind == "lost rank":
+        return "look into the kernel's log of that machine (dmesg -T | tail): its memory, its GPU (Xid), or somebody's kill"
+    if last.kind == "crash":
+        return "read the traceback below; the same command with --resume_from_checkpoint true goes on from the last checkpoint"
+    return ""

@@ -1,0 +1,116 @@
+"""After a failed attempt: the newest checkpoint that is whole, and the setting that needs less memory."""
+
+import json
+import shutil
+import struct
+import zipfile
+from pathlib import Path
+
+from .errors import UserError
+
+
+def newest_good(folder: Path, ranks: int) -> Path | None:
+    """The newest checkpoint-<step> of a run folder that can be resumed; None: there is none."""
+    found = [f for f in folder.glob("checkpoint-*") if f.name.split("-")[1].isdigit()]
+    for checkpoint in sorted(found, key=lambda f: int(f.name.split("-")[1]), reverse=True):
+        if is_good(checkpoint, ranks):
+            return checkpoint
+    return None
+
+
+def is_good(checkpoint: Path, ranks: int) -> bool:
+    """Whether every file that a resume needs is there and whole (a killed rank leaves some, or halves)."""
+    try:
+        json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    random = ["rng_state.pth"] if ranks == 1 else [f"rng_state_{rank}.pth" for rank in range(ranks)]
+    if not all((checkpoint / name).exists() for name in random):
+        return False
+    latest = checkpoint / "latest"
+    if latest.exists():  # DeepSpeed's engine
+        states = list((checkpoint / latest.read_text().strip()).glob("*optim_states.pt"))
+        if len(states) < ranks:
+            return False
+    elif not (checkpoint / "optimizer.pt").exists():
+        return False
+    pickles = [*checkpoint.rglob("*.pt"), *checkpoint.rglob("*.pth")]
+    return all(map(zipfile.is_zipfile, pickles)) and all(map(_is_whole, checkpoint.glob("*.safetensors")))
+
+
+def _is_whole(file: Path) -> bool:
+    """Whether a safetensors file is as long as its header says."""
+    with file.open("rb") as f:
+        head = f.read(8)
+        if len(head) < 8:
+            return False
+        (length,) = struct.unpack("<Q", head)
+        try:
+            header = json.loads(f.read(length))
+        except ValueError:
+            return False
+    ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+    return file.stat().st_size == 8 + length + max(ends, default=0)
+
+
+def put_aside(folder: Path, number: int, records: Path, ranks: int) -> Path | None:
+    """Move what attempt `number` left in the run folder to attempts/<number>, and return the checkpoint to go on from.
+
+    With a checkpoint, metrics.jsonl keeps the lines up to its step; what is not whole goes aside too.
+    """
+    checkpoint, aside = newest_good(folder, ranks), folder / "attempts" / str(number)
+    aside.mkdir(parents=True, exist_ok=True)
+    for file in records.iterdir():
+        shutil.move(file, aside / file.name)
+    for file in folder.glob("checkpoint-*"):
+        if checkpoint is None or file.name != checkpoint.name:
+            shutil.move(file, aside / file.name)
+    kept = () if checkpoint is None else ("run.json", "metrics.jsonl", "deepspeed.json")
+    for name in ("run.json", "metrics.jsonl", "deepspeed.json", "result.json", "error.txt", "logs", "plan.json"):
+        if (folder / name).exists():
+            (shutil.copy if name in kept else shutil.move)(folder / name, aside / name)
+    metrics = folder / "metrics.jsonl"
+    if checkpoint is not None and metrics.exists():
+        step = int(checkpoint.name.split("-")[1])
+        lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
+        aside_now = metrics.with_suffix(".tmp")
+        aside_now.write_text("".join(line for line in lines if json.loads(line)["step"] <= step), encoding="utf-8")
+        aside_now.replace(metrics)
+    return checkpoint
+
+
+def smaller(settings, flags: list[str], parse, has_checkpoint: bool) -> tuple[str, list[str]] | None:
+    """(what changes, the command line) of the next setting with the same effective batch that needs less GPU memory.
+
+    The micro batch is halved first, then layers are checkpointed, then the stage goes up (not where there is a
+    checkpoint, which is of its stage), then the optimizer, then everything goes to host memory.
+    Args: parse: flags -> Settings, which refuses what does not go together.
+    """
+    from . import probe
+
+    own = probe.drop(flags, "--per_device_train_batch_size", "--gradient_accumulation_steps", "--effective_batch_size",
+                     "--probe")  # fmt: skip
+    micro, whole = settings.per_device_train_batch_size, settings.effective_batch_size
+    kept = [*own, "--effective_batch_size", str(whole), "--per_device_train_batch_size"]
+    tries = []
+    per_rank = whole // settings.world_size
+    half = max((n for n in range(1, micro // 2 + 1) if per_rank % n == 0), default=None)
+    if half:
+        tries.append((f"micro batch {half} instead of {micro}", [*kept, str(half)]))
+    kept = [*kept, str(micro)]
+    if not settings.gradient_checkpointing or settings.gradient_checkpointing_every > 1:
+        bare = probe.drop(kept, "--gradient_checkpointing", "--gradient_checkpointing_every")
+        tries.append(("gradient checkpointing of every layer", [*bare, "--gradient_checkpointing", "true"]))
+    bare = probe.drop(kept, "--zero", "--offload")
+    stages = [] if has_checkpoint or settings.world_size == 1 else [z for z in (2, 3) if z > int(settings.zero)]
+    tries += [(f"ZeRO-{z}", [*bare, "--zero", str(z), "--offload", settings.offload]) for z in stages]
+    for offload in {"none": ["optimizer", "all"], "optimizer": ["all"]}.get(settings.offload, []):
+        zero = settings.zero if has_checkpoint else {"optimizer": max("2", settings.zero), "all": "3"}[offload]
+        tries.append((f"offload {offload}", [*bare, "--zero", zero, "--offload", offload]))
+    for what, words in tries:
+        try:
+            parse(words)
+        except UserError:
+            continue
+        return what, words
+    return None

@@ -1,0 +1,182 @@
+"""The processes of one job, watched: signals passed on, hangs ended, out-of-memory and lost ranks started again."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import failure, postmortem, recovery
+
+POLL_SECONDS = 0.5
+STACK_SECONDS = 2.0  # that ranks get to write where they stand
+
+
+@dataclass
+class Job:
+    """command: flags -> the words to run; parse: flags -> Settings; flags: with --output_dir."""
+
+    command: object
+    parse: object
+    settings: object
+    flags: list[str]
+    folder: Path
+    env: dict[str, str]
+    count: int
+
+
+def run(job: Job) -> int:
+    """Run the job to its end, with new attempts where --on_oom and --max_restarts allow; return the exit code."""
+    endings, restarts, flags, settings = [], 0, job.flags, job.settings
+    while True:
+        records = Path(tempfile.mkdtemp(prefix="zerofit-attempt-"))
+        try:
+            last = _attempt(job, flags, settings, records)
+            endings.append(last)
+            following = _following(job, last, flags, settings, restarts)
+            opened = (job.folder / "run.json").exists()
+            if following is None:
+                _end(job, endings, records, opened)
+                return last.code
+            last.what_next, flags, settings, counts = following
+            restarts += counts
+            checkpoint = recovery.put_aside(job.folder, len(endings), records, job.count) if opened else None
+        finally:
+            shutil.rmtree(records, ignore_errors=True)
+        flags = _resumed(flags, checkpoint, job)
+        where = f"from {checkpoint.name}" if checkpoint else "from the start"
+        print(
+            f"zerofit: {last.sentence}\nzerofit: attempt {len(endings) + 1}, {where}: {last.what_next}", file=sys.stderr
+        )
+
+
+def _resumed(flags: list[str], checkpoint: Path | None, job: Job) -> list[str]:
+    from . import probe
+
+    if checkpoint is not None:
+        return [*probe.drop(flags, "--resume_from_checkpoint"), "--resume_from_checkpoint", str(checkpoint)]
+    asked = job.settings.resume_from_checkpoint  # of the user's own; put aside, where it was in the run folder
+    if asked and not Path(asked).exists():
+        return probe.drop(flags, "--resume_from_checkpoint")
+    return flags
+
+
+def _attempt(job: Job, flags: list[str], settings, records: Path) -> postmortem.Ending:
+    kills = _host_kills()
+    env = {**os.environ, **job.env, failure.FOLDER: str(records)}
+    code, heard, hung = watch(job.command(flags), env, records, settings.hang_timeout, job.count)
+    kills = _host_kills() - kills
+    return postmortem.ending(code, records, heard, hung, settings.hang_timeout, kills)
+
+
+def _following(job: Job, last, flags, settings, restarts: int):
+    """(what changes, flags, settings, 1 where it counts as a restart) of the next attempt, None: there is none."""
+    if last.kind == "out of memory" and settings.on_oom != "fail":
+        has_checkpoint = recovery.newest_good(job.folder, job.count) is not None
+        found = recovery.smaller(settings, flags, job.parse, has_checkpoint)
+        if found and (settings.on_oom == "retry" or _agreed(last, found[0])):
+            return (*found, job.parse(found[1]), 0)
+    if last.kind in ("lost rank", "hang") and restarts < settings.max_restarts:
+        return f"the same again ({restarts + 1} of {settings.max_restarts} restarts)", flags, settings, 1
+    return None
+
+
+def _agreed(last, what: str) -> bool:
+    if not sys.stdin.isatty():
+        print("zerofit: --on_oom ask: there is no terminal to ask at", file=sys.stderr)
+        return False
+    return input(f"{last.sentence}\nstart again with {what}? [y/N] ").strip().lower() in ("y", "yes")
+
+
+def _end(job: Job, endings: list, records: Path, opened: bool) -> None:
+    """Write the report where there is something to tell; a mistake met before the run folder leaves nothing."""
+    last = endings[-1]
+    if last.kind == "interrupted":
+        print(f"zerofit: stopped by {last.signal}", file=sys.stderr)
+    if not opened or (last.kind in ("finished", "interrupted", "user error") and len(endings) == 1):
+        return
+    advice = postmortem.advice(last, job.settings)
+    postmortem.write(job.folder, endings, advice)
+    if last.kind == "finished":
+        return
+    aside = job.folder / "attempts" / str(len(endings))
+    aside.mkdir(parents=True, exist_ok=True)
+    for file in records.iterdir():
+        shutil.move(file, aside / file.name)
+    if last.kind != "user error":
+        print(f"zerofit: {last.sentence}; {job.folder}/report.md", file=sys.stderr)
+    if advice:
+        print(f"zerofit: try: {advice}", file=sys.stderr)
+
+
+# --- one attempt's processes ---
+
+
+def watch(words: list[str], env: dict, records: Path, limit: float, count: int) -> tuple[int, list[int], int | None]:
+    """Run the command in a process group of its own, pass signals on, leave no process behind.
+
+    Args: limit: seconds without a step of any rank after which the job is ended; 0: none.
+    Returns: exit code, the signals that were passed on, the rank that held up a job that hung.
+    """
+    child = subprocess.Popen(words, env=env, start_new_session=True)
+    heard: list[int] = []
+    hung = None
+
+    def pass_on(number, _frame):
+        heard.append(number)
+        signal_group(child.pid, signal.SIGKILL if len(heard) > 1 else number)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, pass_on)
+    try:
+        while True:
+            try:
+                code = child.wait(POLL_SECONDS)
+                break
+            except subprocess.TimeoutExpired:
+                if not heard and hung is None and (hung := _hung(records, limit, count)) is not None:
+                    _write_stacks(records)
+                    signal_group(child.pid, signal.SIGKILL)
+    finally:
+        signal_group(child.pid, signal.SIGTERM)  # ranks that outlived their launcher
+        time.sleep(0.2) if signal_group(child.pid, 0) else None
+        signal_group(child.pid, signal.SIGKILL)
+    return (code if code >= 0 else 128 - code), heard, hung
+
+
+def _hung(records: Path, limit: float, count: int) -> int | None:
+    """The rank that is furthest behind when none has made a step for `limit` seconds."""
+    pulses = failure.pulses(records) if limit else {}
+    if len(pulses) < count or time.time() - max(when for _, _, when in pulses.values()) < limit:
+        return None
+    return min(pulses, key=lambda rank: pulses[rank][1:])
+
+
+def _write_stacks(records: Path) -> None:
+    for pid, _, _ in failure.pulses(records).values():
+        try:
+            os.kill(pid, signal.SIGUSR1)
+        except ProcessLookupError:
+            continue
+    time.sleep(STACK_SECONDS)
+
+
+def signal_group(group: int, number: int) -> bool:
+    try:
+        os.killpg(group, number)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _host_kills() -> int:
+    """Processes of this control group that the kernel has ended because memory was full."""
+    try:
+        lines = Path("/sys/fs/cgroup/memory.events").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))

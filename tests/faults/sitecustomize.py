@@ -1,0 +1,100 @@
+"""Faults for tests/test_recovery.py: Python imports this file at its start where this folder is on PYTHONPATH.
+
+ZEROFIT_TEST_FAULT: {"what": "oom" | "kill" | "hang" | "crash" | "disk full" | "limit", "where": a moment below,
+"rank": n, "step": optimizer steps done by then, "marker": file made when it strikes, after which it does not again}
+"""
+
+import importlib.util
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+FAULT = json.loads(os.environ.get("ZEROFIT_TEST_FAULT", "null"))
+
+
+def strike(trainer) -> None:
+    import torch
+
+    marker = Path(FAULT["marker"])
+    if trainer.state.global_step != FAULT["step"] or marker.exists():
+        return
+    marker.touch()
+    if FAULT["what"] == "oom":
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0")
+    if FAULT["what"] == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if FAULT["what"] == "hang":
+        time.sleep(10_000)
+    if FAULT["what"] == "disk full":
+        raise OSError(28, "No space left on device")
+    raise RuntimeError("injected")
+
+
+def limit_memory(trainer) -> None:
+    """From here on this process gets FAULT["bytes"] more address space, and no more."""
+    import resource
+
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    resource.setrlimit(resource.RLIMIT_AS, (used + FAULT["bytes"], resource.RLIM_INFINITY))
+
+
+def before(owner, name: str, trainer_of, act=strike) -> None:
+    plain = getattr(owner, name)
+
+    def wrapped(self, *args, **kwargs):
+        act(trainer_of(self))
+        return plain(self, *args, **kwargs)
+
+    setattr(owner, name, wrapped)
+
+
+def after(owner, name: str) -> None:
+    plain = getattr(owner, name)
+
+    def wrapped(self, *args, **kwargs):
+        result = plain(self, *args, **kwargs)
+        strike(self)
+        return result
+
+    setattr(owner, name, wrapped)
+
+
+def inject(train) -> None:
+    kit, where = train.KitTrainer, FAULT["where"]
+    if where == "forward":
+        before(kit, "compute_loss", lambda self: self)
+    elif where == "backward":
+        after(kit, "training_step")
+    elif where == "step":
+        before(train.Reporter, "on_step_end", lambda self: self.trainer)
+    elif where == "eval":
+        before(kit, "evaluation_loop", lambda self: self)
+    elif where == "save":  # the model is written, the rest is not
+        before(kit, "_save_rng_state", lambda self: self)
+    elif where == "data":
+        before(kit, "get_batch_samples", lambda self: self)
+    elif where == "start":
+        before(train.Reporter, "on_train_begin", lambda self: self.trainer, limit_memory)
+
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name != "zerofit.train":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        load = spec.loader.exec_module
+
+        def exec_module(module):
+            load(module)
+            inject(module)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+if FAULT and os.environ.get("RANK", "0") == str(FAULT["rank"]):
+    sys.meta_path.insert(0, Finder())

@@ -1,0 +1,248 @@
+"""Jobs that fail: each fault, injected into one of two real ranks, ends in recovery with the losses of an undisturbed
+run, or in the right exit code and sentence; no process and no half-written checkpoint stays behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+from conftest import ROOT, TINY, Run
+
+from zerofit import args, failure, postmortem, recovery
+
+COMMON = [
+    "--data", str(TINY / "train.jsonl"), "--max_samples", "64", "--max_length", "64", "--effective_batch_size", "8",
+    "--per_device_train_batch_size", "4", "--learning_rate", "1e-3", "--max_steps", "6", "--logging_steps", "1",
+    "--save_strategy", "steps", "--save_steps", "2", "--num_samples", "0",
+]  # fmt: skip
+
+
+def launch(folder, *flags, fault=None, gpus="2", zero="2", timeout=400):
+    """The finished `zerofit launch` of two ranks; every process that it had started is gone."""
+    env = {**os.environ}
+    if fault:
+        marker = folder.with_suffix(".struck")
+        env["ZEROFIT_TEST_FAULT"] = json.dumps({"marker": str(marker), "rank": 1, "step": 3} | fault)
+        env["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests" / "faults"), env["PYTHONPATH"]])
+    words = ["-m", "zerofit", "launch", "--gpus", gpus, "recipes/sft.py", *COMMON, "--zero", zero, *flags]
+    done = subprocess.run(
+        [sys.executable, *words, "--output_dir", str(folder)],
+        capture_output=True, text=True, timeout=timeout, cwd=ROOT, env=env,
+    )  # fmt: skip
+    assert not fault or fault["what"] == "limit" or marker.exists(), done.stderr
+    time.sleep(0.2)
+    assert not [p for p in psutil.process_iter(["cmdline"]) if str(folder) in (p.info["cmdline"] or [])]
+    return done
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("undisturbed") / "run"
+    done = launch(folder)
+    assert done.returncode == 0, done.stderr
+    assert not (folder / "report.json").exists() and not (folder / "attempts").exists()
+    return Run(folder)
+
+
+def assert_recovered(done, folder, undisturbed, attempts=2):
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    run = Run(folder)
+    assert [m["step"] for m in run.metrics if "loss" in m] == [1, 2, 3, 4, 5, 6]
+    assert run.losses == pytest.approx(undisturbed.losses, rel=1e-3)  # as between accumulation splits
+    found = run.json("report.json")
+    assert found["status"] == "finished" and len(found["attempts"]) == attempts
+    assert all(recovery.is_good(f, 2) for f in folder.glob("checkpoint-*"))
+    assert run.json("result.json")["status"] == "finished"
+    return found["attempts"][0]
+
+
+def test_out_of_memory_goes_on_with_half_the_micro_batch(undisturbed, tmp_path):
+    folder = tmp_path / "run"
+    done = launch(folder, fault={"what": "oom", "where": "backward"})
+    first = assert_recovered(done, folder, undisturbed)
+    assert (first["kind"], first["rank"], first["step"]) == ("out of memory", 1, 3)
+    assert "attempt 2, from checkpoint-2: micro batch 2 instead of 4" in done.stderr
+    arguments = Run(folder).json("run.json")["arguments"]
+    assert arguments["per_device_train_batch_size"]["value"] == 2
+    assert arguments["effective_batch_size"]["value"] == 8
+    assert "ran out of GPU memory" in (folder / "report.md").read_text()
+    assert "Traceback" not in done.stderr
+
+
+def test_a_killed_rank_is_started_again(undisturbed, tmp_path):
+    folder = tmp_path / "run"
+    done = launch(folder, fault={"what": "kill", "where": "step"})
+    first = assert_recovered(done, folder, undisturbed)
+    assert (first["kind"], first["rank"], first["signal"]) == ("lost rank", 1, "SIGKILL")
+    assert "the same again (1 of 3 restarts)" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", ["0", "3"])
+@pytest.mark.parametrize("where", ["forward", "step", "eval", "save"])
+def test_out_of_memory_anywhere(where, zero, tmp_path):
+    more = ["--eval_data", str(TINY / "eval.jsonl"), "--eval_strategy", "steps", "--eval_steps", "3"]
+    whole, folder = tmp_path / "whole", tmp_path / "run"
+    assert launch(whole, *more, zero=zero).returncode == 0
+    step = {"eval": 3, "save": 4}.get(where, 3)
+    done = launch(folder, *more, fault={"what": "oom", "where": where, "step": step}, zero=zero)
+    assert assert_recovered(done, folder, Run(whole))["kind"] == "out of memory"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["data", "forward", "backward", "step", "save"])
+@pytest.mark.parametrize("step", [0, 1, 2, 4])
+def test_a_rank_is_killed_at_any_moment(undisturbed, tmp_path, where, step):
+    if where == "save" and step in (0, 1):
+        step += 5 if step else 2  # saves come after steps 2, 4 and 6
+    folder = tmp_path / "run"
+    done = launch(folder, fault={"what": "kill", "where": where, "step": step})
+    assert assert_recovered(done, folder, undisturbed)["kind"] == "lost rank"
+
+
+@pytest.mark.slow
+def test_a_hang_is_ended_and_named(undisturbed, tmp_path):
+    folder = tmp_path / "run"
+    done = launch(folder, "--hang_timeout", "8", fault={"what": "hang", "where": "forward"})
+    first = assert_recovered(done, folder, undisturbed)
+    assert (first["kind"], first["rank"]) == ("hang", 1)
+    stacks = [(folder / "attempts" / "1" / f"stack{rank}.txt").read_text() for rank in (0, 1)]
+    assert "sitecustomize.py" in stacks[1] and "sitecustomize.py" not in stacks[0] and "File" in stacks[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "code", "says"),
+    [
+        ({"what": "crash", "where": "forward"}, 1, "rank 1 ended after step 3: injected"),
+        ({"what": "disk full", "where": "save", "step": 4}, 1, "No space left on device"),
+        ({"what": "oom", "where": "forward"}, 3, "ran out of GPU memory in the"),
+    ],
+)
+def test_what_cannot_be_survived_is_explained(tmp_path, fault, code, says):
+    folder = tmp_path / "run"
+    done = launch(folder, "--on_oom", "fail", fault=fault)
+    assert done.returncode == code and says in done.stderr, done.stderr
+    found = Run(folder).json("report.json")
+    assert found["status"] == "failed" and says in found["cause"] and found["attempts"][0]["rank"] == 1
+    assert "| 3 | " in (folder / "report.md").read_text()
+    assert recovery.newest_good(folder, 2).name == "checkpoint-2"
+
+
+@pytest.mark.slow
+def test_memory_that_truly_runs_out(tmp_path):
+    """Address space for a small micro batch only: the CPU's allocator fails, the next attempt fits."""
+    flags = ["--per_device_train_batch_size", "64", "--effective_batch_size", "64", "--max_steps", "2", "--max_length",
+             "512", "--gradient_checkpointing", "false", "--packing", "true"]  # fmt: skip
+    fault = {"what": "limit", "where": "start", "rank": 0, "bytes": 600 * 2**20}
+    done = launch(tmp_path / "run", *flags, fault=fault, gpus="1", zero="0")
+    assert done.returncode == 0, done.stderr
+    found = Run(tmp_path / "run").json("report.json")
+    assert found["attempts"][0]["kind"] == "out of memory" and "micro batch 32 instead of 64" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_ends_at_once(tmp_path, number):
+    words = ["-m", "zerofit", "launch", "--gpus", "2", "recipes/sft.py", *COMMON, "--max_steps", "5000"]
+    job = subprocess.Popen([sys.executable, *words, "--output_dir", str(tmp_path / "run")], cwd=ROOT,
+                           stderr=subprocess.PIPE, text=True)  # fmt: skip
+    deadline = time.time() + 120
+    while not (tmp_path / "run" / "metrics.jsonl").exists():
+        assert time.time() < deadline and job.poll() is None
+        time.sleep(0.2)
+    ranks = psutil.Process(job.pid).children(recursive=True)
+    job.send_signal(number)
+    time.sleep(0.3)
+    job.send_signal(number)
+    _, said = job.communicate(timeout=30)
+    assert job.returncode == 130 and f"stopped by {number.name}" in said
+    assert not psutil.wait_procs(ranks, timeout=10)[1]
+
+
+# --- the parts ---
+
+
+def parse(flags):
+    return args.parse("sft", flags, 2)
+
+
+def test_rungs_down_to_the_last():
+    flags = ["--per_device_train_batch_size", "4", "--effective_batch_size", "8", "--zero", "2",
+             "--gradient_checkpointing", "false"]  # fmt: skip
+    said = []
+    while following := recovery.smaller(parse(flags), flags, parse, has_checkpoint=False):
+        said.append(following[0])
+        flags = following[1]
+        assert parse(flags).effective_batch_size == 8
+    assert said == ["micro batch 2 instead of 4", "micro batch 1 instead of 2", "gradient checkpointing of every layer",
+                    "ZeRO-3", "offload optimizer", "offload all"]  # fmt: skip
+    settings = parse(["--zero", "2", "--per_device_train_batch_size", "1"])
+    assert recovery.smaller(settings, settings.flags, parse, has_checkpoint=True)[0] == "offload optimizer"
+
+
+def test_the_newest_whole_checkpoint(tmp_path):
+    import torch
+    from safetensors.torch import save_file
+
+    for step in (2, 4, 6, 10):
+        folder = tmp_path / f"checkpoint-{step}"
+        folder.mkdir()
+        (folder / "trainer_state.json").write_text("{}")
+        save_file({"a": torch.ones(3)}, folder / "model.safetensors")
+        for name in ("optimizer.pt", "rng_state_0.pth", "rng_state_1.pth"):
+            torch.save({"a": torch.ones(3)}, folder / name)
+    assert recovery.newest_good(tmp_path, 2).name == "checkpoint-10"
+    content = (tmp_path / "checkpoint-10" / "optimizer.pt").read_bytes()
+    (tmp_path / "checkpoint-10" / "optimizer.pt").write_bytes(content[:-30])
+    assert recovery.newest_good(tmp_path, 2).name == "checkpoint-6"
+    (tmp_path / "checkpoint-6" / "rng_state_1.pth").unlink()
+    assert recovery.newest_good(tmp_path, 2).name == "checkpoint-4"
+    (tmp_path / "checkpoint-4" / "trainer_state.json").write_text('{"global')
+    content = (tmp_path / "checkpoint-2" / "model.safetensors").read_bytes()
+    (tmp_path / "checkpoint-2" / "model.safetensors").write_bytes(content[:-1])
+    assert recovery.newest_good(tmp_path, 2) is None
+
+
+def entry(rank, when, kind="crash", error="RuntimeError: boom", peer=False):
+    return {"rank": rank, "time": when, "kind": kind, "error": error, "traceback": "", "of_a_peer": peer}
+
+
+@pytest.mark.parametrize(
+    ("records", "exits", "code", "expected"),
+    [
+        ([entry(0, 1, peer=True)], {"0": 1, "1": -9}, 1, ("lost rank", 137, 1)),
+        ([entry(0, 1, peer=True), entry(1, 2)], {"0": 1, "1": 1}, 1, ("crash", 1, 1)),  # the peer noticed first
+        ([entry(1, 2, "out of memory")], {"0": -15, "1": 3}, 3, ("out of memory", 3, 1)),
+        ([], {}, 137, ("lost rank", 137, None)),
+        ([], {}, 1, ("crash", 1, None)),
+        ([entry(0, 1, peer=True)], {}, 1, ("lost rank", 1, None)),
+    ],
+)
+def test_who_failed_first(records, exits, code, expected, tmp_path):
+    for found in records:
+        (tmp_path / f"rank{found['rank']}.json").write_text(json.dumps(found))
+    if exits:
+        (tmp_path / postmortem.EXITS).write_text(json.dumps(exits))
+    last = postmortem.ending(code, tmp_path, [], None, 0, host_kills=0)
+    assert (last.kind, last.code, last.rank) == expected
+
+
+def test_the_kernels_kill_for_memory_is_out_of_memory(tmp_path):
+    (tmp_path / postmortem.EXITS).write_text('{"1": -9}')
+    last = postmortem.ending(1, tmp_path, [], None, 0, host_kills=1)
+    assert (last.kind, last.code) == ("out of memory", 3) and "host memory was full" in last.sentence
+
+
+def test_nothing_is_written_where_nobody_watches(monkeypatch, tmp_path):
+    monkeypatch.delenv(failure.FOLDER, raising=False)
+    failure.record(RuntimeError("x"))
+    failure.Pulse().beat(1)
+    monkeypatch.setenv(failure.FOLDER, str(tmp_path))
+    failure.record(RuntimeError("first"))
+    failure.record(RuntimeError("its echo"))
+    assert [e["error"] for e in failure.records(tmp_path)] == ["RuntimeError: first"]
