@@ -46,7 +46,7 @@ KNOBS = $(if $(ZERO),--zero="$$ZERO") $(if $(OFFLOAD),--offload="$$OFFLOAD") $(i
 SHOW = $(if $(filter show,$(MAKECMDGOALS)),--show)
 LAUNCH = PYTHON="$(PY)" launchers/local.sh --gpus="$$GPUS" --launcher="$$LAUNCHER" --port="$$PORT" --args="$$ARGS" $(SHOW)
 
-.PHONY: help sft lora show plan plan-validate probe ledger data install lint test test-all bench-peers clean
+.PHONY: help sft lora show doctor plan plan-validate probe ledger data install lint test test-all bench-peers clean
 help: ## this list
 	@echo 'zerofit: fine-tune language models with Accelerate and DeepSpeed ZeRO'
 	@echo; grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | awk -F'\t' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -63,6 +63,10 @@ lora: $(STAMP) ## fine-tune a LoRA adapter
 
 show: $(STAMP) ## print the exact command, environment and arguments (make show lora GPUS=2 ...); start nothing
 	@$(if $(filter sft lora data,$(MAKECMDGOALS)),true,$(LAUNCH) recipes/$(RECIPE).py $(KNOBS))
+
+doctor: $(STAMP) ## what of this machine would stop a job, slow it down or spoil it, with the mending (ARGS=--json)
+	@set -f; PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit doctor \
+		$(if $(filter-out 1,$(GPUS)),--gpus="$$GPUS") $(if $(PORT),--port="$$PORT") $(if $(OUT),--out="$$OUT") $$ARGS
 
 plan: $(STAMP) ## whether it fits and the fastest setting that does; no weights, no GPU (MODEL= GPUS= GPU=h100-80g METHOD=auto)
 	@PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit plan --recipe=$(RECIPE) --gpus="$$GPUS" \

@@ -9,6 +9,7 @@ USAGE = """usage: zerofit launch [--gpus N] [--show] recipes/sft.py [flags]     
        zerofit data [--recipe sft] [--out FOLDER] [flags]            what it would train on; no model, no GPU
        zerofit probe [--recipe sft] [--gpus N] [flags]               the largest micro batch that fits
        zerofit plan [--gpu h100-80g] [--gpus N] [flags]              whether it fits, and the fastest setting that does
+       zerofit doctor [--json]                                       what of this machine would stop or spoil a job
        zerofit --version"""
 
 
@@ -48,6 +49,13 @@ def _main() -> None:
         from . import planner
 
         planner.main(words[1:])
+    elif words[:1] == ["doctor"]:
+        from . import quiet
+
+        quiet.libraries()
+        from . import doctor
+
+        doctor.main(words[1:])
     elif not words or words[0] in ("-h", "--help"):
         print(USAGE)
     else:

@@ -94,8 +94,10 @@ def _check_devices(count: int, use_cpu: bool) -> None:
 
 def prepare(settings: args.Settings) -> Path:
     """Everything that can go wrong without a GPU, tried in this one process: folder, model config, tokenizer, data."""
-    from . import data, inspection, model, offload, report
+    from . import data, doctor, inspection, model, offload, report
 
+    for sentence in doctor.before_launch():
+        print(f"note: {sentence}", flush=True)
     folder = report.choose_folder(settings)
     offload.check_sizes(settings, model.check(settings))
     tokenizer = model.load_tokenizer(settings)

@@ -1,0 +1,361 @@
+"""make doctor: what of this machine would stop a job, slow it down, or spoil it in silence; each with its mending.
+
+Every check returns findings; none starts a job, and together they take less than 15 s. `before_launch` runs those that
+cost nothing before each job.
+"""
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+
+from .errors import UserError
+
+GIB = 2**30
+RULES = Path(__file__).parent / "known_problems.json"
+# Variables that change what runs, and what to know of them.
+CHANGES_BEHAVIOUR = {
+    "CUDA_LAUNCH_BLOCKING": "every kernel is waited for: training is several times slower",
+    "NCCL_P2P_DISABLE": "GPUs of a machine talk through host memory: slower collectives",
+    "NCCL_IB_DISABLE": "machines talk over TCP: slower collectives",
+    "DS_ACCELERATOR": "DeepSpeed uses this accelerator whatever the machine has",
+    "DS_SKIP_CUDA_CHECK": "ops are compiled though nvcc and torch are of different CUDA versions",
+    "TORCH_EXTENSIONS_DIR": "compiled ops are taken from here, also when another machine made them",
+    "DEEPSPEED_TIMEOUT": "minutes after which DeepSpeed's collectives give up",
+    "HF_HUB_OFFLINE": "nothing is downloaded",
+    "TRANSFORMERS_OFFLINE": "nothing is downloaded",
+    "PYTORCH_CUDA_ALLOC_CONF": "the allocator works differently from the plan's assumption",
+    "PYTORCH_ALLOC_CONF": "the allocator works differently from the plan's assumption",
+}
+
+
+@dataclass
+class Finding:
+    """level: "ok", "warn" or "fail"; fix: the command or setting that mends it."""
+
+    name: str
+    level: str
+    text: str
+    fix: str = ""
+
+
+def main(argv: list[str]) -> None:
+    """`zerofit doctor`: see --help. Exit code 0, or 1 where a check fails."""
+    parser = argparse.ArgumentParser(prog="zerofit doctor", allow_abbrev=False, description=__doc__)
+    parser.add_argument("--json", action="store_true", help="findings as JSON on standard output, nothing else")
+    parser.add_argument("--gpus", default="", help="processes that shall exchange a tensor (default: GPUs, else 2)")
+    parser.add_argument("--out", default="runs", help="folder that runs will be written to")
+    parser.add_argument("--port", default="", help="port of the rendezvous to look at")
+    given = parser.parse_args(argv)
+    if given.gpus and (not given.gpus.isdigit() or not int(given.gpus)):
+        raise UserError(f"--gpus {given.gpus}: must be a whole number from 1.")
+    began, found = time.perf_counter(), []
+    for check in (python_and_packages, known_problems, compilers, compiled_ops, variables, launcher_files, gpus,
+                  host_memory, lambda: disk(Path(given.out)), lambda: port(given.port), json_files,
+                  lambda: exchange(int(given.gpus or 0))):  # fmt: skip
+        found += (new := check())
+        if not given.json:
+            _print(new)
+    counts = {level: sum(f.level == level for f in found) for level in ("ok", "warn", "fail")}
+    if given.json:
+        print(json.dumps({"findings": [asdict(f) for f in found], "ok": not counts["fail"]}, indent=1))
+    else:
+        said = ", ".join(f"{n} {level}" for level, n in counts.items())
+        print(f"\n{said}, {time.perf_counter() - began:.1f} s")
+    raise SystemExit(1 if counts["fail"] else 0)
+
+
+def _print(found: list[Finding]) -> None:
+    for finding in found:
+        print(f"{finding.level:<5} {finding.name}: {finding.text}", flush=True)
+        if finding.fix and finding.level != "ok":
+            print(f"      -> {finding.fix}", flush=True)
+
+
+# --- packages ---
+
+
+def python_and_packages() -> list[Finding]:
+    """Installed versions against the ranges that zerofit was tested with."""
+    from packaging.requirements import Requirement
+
+    found, bad = [], []
+    try:
+        requires = [Requirement(text) for text in metadata.requires("zerofit") or []]
+    except metadata.PackageNotFoundError:
+        return [Finding("packages", "warn", "zerofit is not installed, it runs from its folder", "make install")]
+    for requirement in requires:
+        if requirement.marker is not None:  # an extra's
+            continue
+        try:
+            version = metadata.version(requirement.name)
+        except metadata.PackageNotFoundError:
+            bad.append(f"{requirement.name} is missing")
+            continue
+        if not requirement.specifier.contains(version, prereleases=True):
+            bad.append(f"{requirement.name} {version} is not {requirement.specifier}")
+    if bad:
+        found.append(Finding("packages", "fail", "; ".join(bad), "make install"))
+    else:
+        names = ("torch", "transformers", "accelerate", "deepspeed", "peft", "datasets")
+        text = ", ".join(f"{name} {metadata.version(name)}" for name in names)
+        found.append(Finding("packages", "ok", f"python {sys.version.split()[0]}, {text}"))
+    return found
+
+
+def known_problems() -> list[Finding]:
+    """The rules of known_problems.json: version ranges in which something is known to go wrong."""
+    from packaging.specifiers import SpecifierSet
+
+    found = []
+    rules = json.loads(RULES.read_text(encoding="utf-8"))
+    for rule in rules:
+        try:
+            versions = {name: metadata.version(name) for name in rule["when"]}
+        except metadata.PackageNotFoundError:
+            continue
+        if all(SpecifierSet(rule["when"][name]).contains(v, prereleases=True) for name, v in versions.items()):
+            what = ", ".join(f"{name} {version}" for name, version in versions.items())
+            found.append(
+                Finding("known problem", rule["level"], f"{what}: {rule['symptom']} ({rule['link']})", rule["fix"])
+            )
+    return found or [Finding("known problems", "ok", f"none of {len(rules)} applies")]
+
+
+# --- what DeepSpeed compiles ---
+
+
+def compilers() -> list[Finding]:
+    """ninja and g++ for the ops of offload; nvcc of torch's CUDA version for those of ZeRO++."""
+    import torch
+
+    missing = [tool for tool in ("ninja", "g++") if shutil.which(tool) is None]
+    found = [
+        Finding("compiler", "warn", f"{' and '.join(missing)} not on PATH: --offload_ratio and --offload_path cannot be used",
+                "apt install g++; ninja comes with `make install`")
+        if missing else Finding("compiler", "ok", "ninja and g++ are on PATH")
+    ]  # fmt: skip
+    nvcc, cuda = shutil.which("nvcc"), torch.version.cuda
+    if cuda and nvcc:
+        said = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
+        version = said.partition("release ")[2].partition(",")[0]
+        if version.split(".")[0] != cuda.split(".")[0]:
+            found.append(Finding("nvcc", "warn", f"nvcc {version}, torch for CUDA {cuda}: DeepSpeed compiles no CUDA op",
+                                 f"install the CUDA {cuda} toolkit; needed by --zero_quantized_weights only"))  # fmt: skip
+    return found
+
+
+def compiled_ops() -> list[Finding]:
+    """A `lock` that a killed build left lets every later start wait for ever (pytorch issue 189245)."""
+    from . import ops
+
+    folder, ours = ops.folder_of_all()
+    locks = list(folder.glob("*/lock"))
+    if locks and not ours:
+        return [Finding("compiled ops", "warn", f"{locks[0]}: a build runs, or a killed one left it", f"rm {locks[0]}")]
+    made = [f.stem for f in folder.glob("*/*.so")]
+    text = f"{', '.join(made)} in {folder}" if made else "none yet; a job that needs one compiles it first (a minute)"
+    return [Finding("compiled ops", "ok", text)]
+
+
+# --- environment ---
+
+
+def variables() -> list[Finding]:
+    """Environment variables that change what runs."""
+    from . import world
+
+    found = []
+    cores, threads = world.cores(), os.environ.get("OMP_NUM_THREADS")
+    if threads == "1" and cores > 2:
+        found.append(Finding("OMP_NUM_THREADS", "warn", f"1 of {cores} cores: the offloaded optimizer crawls",
+                             "unset OMP_NUM_THREADS (make sets cores / processes)"))  # fmt: skip
+    for name, effect in CHANGES_BEHAVIOUR.items():
+        if os.environ.get(name, "0") not in ("0", ""):
+            found.append(Finding(name, "warn", f"is {os.environ[name]}: {effect}", f"unset {name}"))
+    return found or [Finding("environment", "ok", "no variable changes what runs")]
+
+
+def launcher_files() -> list[Finding]:
+    """Files in which launchers keep settings: accelerate's cached configuration, DeepSpeed's environment and hosts."""
+    found = []
+    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+    cached = home / "accelerate" / "default_config.yaml"
+    if cached.exists():
+        found.append(Finding("accelerate", "warn", f"{cached} sets the number of processes of a bare `accelerate launch`; "
+                             "its stage and precision are not used", f"rm {cached}, or name --num_processes"))  # fmt: skip
+    for folder in {Path.cwd(), Path.home()}:
+        if (folder / ".deepspeed_env").exists():
+            found.append(Finding("deepspeed", "warn", f"{folder / '.deepspeed_env'} holds an environment, often with tokens, "
+                                 "that DeepSpeed's launcher sends to every machine", f"rm {folder / '.deepspeed_env'}"))  # fmt: skip
+    return found or [Finding("launchers", "ok", "no cached configuration")]
+
+
+# --- the machine ---
+
+
+def gpus() -> list[Finding]:
+    """GPUs with their memory, who else uses them, and whether they have bf16."""
+    import torch
+
+    if not torch.cuda.is_available():
+        level = "warn" if shutil.which("nvidia-smi") else "ok"
+        text = "torch sees none" if level == "warn" else "none: jobs run on the CPU"
+        built = torch.version.cuda or "no CUDA"
+        return [Finding("GPUs", level, f"{text} (torch {torch.__version__}, built for {built})",
+                        "python -c 'import torch; torch.cuda.init()' says why")]  # fmt: skip
+    found = []
+    for index in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(index)
+        text = f"{torch.cuda.get_device_name(index)}, {free / GIB:.1f} of {total / GIB:.1f} GiB free"
+        bf16 = torch.cuda.get_device_capability(index)[0] >= 8
+        text += "" if bf16 else "; no bf16, fp16 is used"
+        busy = free < 0.95 * total
+        found.append(
+            Finding(f"GPU {index}", "warn" if busy else "ok", text, "nvidia-smi shows who holds it" if busy else "")
+        )
+    return found
+
+
+def host_memory() -> list[Finding]:
+    """Memory for offload, shared memory for data workers, and how much may be pinned."""
+    import psutil
+
+    memory = psutil.virtual_memory()
+    found = [Finding("host memory", "ok", f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB available")]
+    shm = Path("/dev/shm")
+    if shm.exists() and (size := shutil.disk_usage(shm).total) < GIB:
+        found.append(Finding("/dev/shm", "warn", f"{size / 2**20:.0f} MiB: NCCL and data workers need more",
+                             "docker run --shm-size 16g, or --ipc host"))  # fmt: skip
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft != resource.RLIM_INFINITY and soft < 16 * GIB:
+        found.append(Finding("memlock", "warn", f"{soft / 2**20:.0f} MiB may be pinned: --offload pins its blocks",
+                             "ulimit -l unlimited (docker: --ulimit memlock=-1)"))  # fmt: skip
+    return found
+
+
+def disk(folder: Path) -> list[Finding]:
+    """Whether run folders can be written there, files be renamed whole, and how much room there is."""
+    near = folder.expanduser().absolute()
+    while not near.exists():
+        near = near.parent
+    aside, target = near / f".zerofit-{os.getpid()}.tmp", near / f".zerofit-{os.getpid()}"
+    try:
+        aside.write_text("x")
+        os.replace(aside, target)
+        target.unlink()
+    except OSError as error:
+        return [
+            Finding("disk", "fail", f"{near}: {error.strerror}: runs cannot be written", "another folder with OUT=")
+        ]
+    free = shutil.disk_usage(near).free
+    level = "warn" if free < 10 * GIB else "ok"
+    return [Finding("disk", level, f"{near}: {free / GIB:.1f} GiB free (a checkpoint takes 14 bytes a trained parameter)",
+                    "--save_total_limit 1, or another folder with OUT=")]  # fmt: skip
+
+
+def port(text: str) -> list[Finding]:
+    """Whether the rendezvous port is free and this machine's name leads to itself."""
+    from . import world
+
+    found = []
+    if text and (not text.isdigit() or not world.port_is_free(int(text))):
+        found.append(Finding("port", "fail", f"{text} is in use", "another one, or none for a free one"))
+    try:
+        socket.getaddrinfo(socket.gethostname(), None)
+    except OSError:
+        found.append(Finding("host name", "warn", f"{socket.gethostname()} has no address: gloo and NCCL may not find it",
+                             f"echo 127.0.0.1 {socket.gethostname()} >> /etc/hosts"))  # fmt: skip
+    return found or [Finding("network", "ok", "a port is free, the host's name has an address")]
+
+
+def json_files() -> list[Finding]:
+    """Every DeepSpeed JSON of deepspeed_configs/: keys that DeepSpeed removed or would ignore."""
+    from . import zero
+    from .args import ROOT
+
+    found, files = [], sorted((ROOT / "deepspeed_configs").glob("*.json"))
+    for file in files:
+        try:
+            config = zero.read_json(file)
+            if "stage" in config.get("zero_optimization", {}):  # an overlay has none
+                zero.lint(config, file)
+        except UserError as error:
+            found.append(Finding("JSON", "fail", str(error), f"git diff {file}"))
+    return found or [Finding("JSON", "ok", f"{len(files)} files in deepspeed_configs are well")]
+
+
+# --- processes ---
+
+_EXCHANGE = """
+import os, sys, time, datetime
+import torch, torch.distributed as dist
+cuda = torch.cuda.is_available()
+if cuda:
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+dist.init_process_group("nccl" if cuda else "gloo", timeout=datetime.timedelta(seconds=20))
+x = torch.ones(16 * 2**20, device="cuda" if cuda else "cpu")
+dist.all_reduce(x)
+began = time.perf_counter()
+dist.all_reduce(x)
+x[0].item()
+seconds = time.perf_counter() - began
+if dist.get_rank() == 0:
+    print("exchanged", dist.get_world_size(), x.numel() * 4 / seconds / 1e9, float(x[0]) == dist.get_world_size() ** 2)
+dist.destroy_process_group()
+"""
+
+
+def exchange(count: int, seconds: float = 30.0) -> list[Finding]:
+    """Whether processes can really exchange a tensor (64 MB, all-reduced), and how fast."""
+    import torch
+
+    from . import world
+
+    count = count or (torch.cuda.device_count() if torch.cuda.is_available() else 2)
+    if count == 1:
+        return []
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(world.free_port()), "WORLD_SIZE": str(count)}
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", _EXCHANGE], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                         env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(count)
+    ]  # fmt: skip
+    backend = "NCCL" if torch.cuda.is_available() else "gloo"
+    try:
+        out, err = ranks[0].communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return [Finding("exchange", "fail", f"{count} processes did not exchange a tensor over {backend} in {seconds:.0f} s",
+                        "NCCL_DEBUG=INFO make doctor; set NCCL_SOCKET_IFNAME to the right network")]  # fmt: skip
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    words = out.split()
+    if words[:1] != ["exchanged"] or words[3] != "True":
+        last = (err.strip().splitlines() or ["no answer"])[-1]
+        return [Finding("exchange", "fail", f"{count} processes over {backend}: {last}", "NCCL_DEBUG=INFO make doctor")]
+    return [Finding("exchange", "ok", f"{words[1]} processes over {backend}, {float(words[2]):.2f} GB/s")]
+
+
+# --- before each launch ---
+
+
+def before_launch() -> list[str]:
+    """The checks that cost nothing, before a job starts: the sentences of those that warn.
+
+    Raises: UserError for one that fails.
+    """
+    found = [*python_and_packages(), *known_problems()]
+    for finding in found:
+        if finding.level == "fail":
+            raise UserError(f"{finding.name}: {finding.text}; {finding.fix}.")
+    return [f"{finding.name}: {finding.text}; {finding.fix}" for finding in found if finding.level == "warn"]

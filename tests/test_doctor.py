@@ -1,0 +1,139 @@
+"""Every check of `zerofit doctor` finds what it is for, names the mending, and is silent on a healthy machine."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.specifiers import SpecifierSet
+
+from zerofit import doctor
+from zerofit.errors import UserError
+
+
+def only(found):
+    (finding,) = found
+    return finding.level, finding.text + " -> " + finding.fix
+
+
+def test_this_machine(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "zerofit", "doctor", "--json", "--gpus", "2", "--out", str(tmp_path / "new")],
+        capture_output=True, text=True, timeout=120, env=os.environ | {"HOME": str(tmp_path)}, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = {f["name"]: f for f in json.loads(done.stdout)["findings"]}
+    assert found["packages"]["level"] == found["JSON"]["level"] == found["exchange"]["level"] == "ok"
+    assert found["exchange"]["text"].startswith("2 processes over gloo, ")
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_version_outside_of_the_tested_set(monkeypatch):
+    plain = metadata.version
+    monkeypatch.setattr(metadata, "version", lambda name: "0.18.5" if name == "deepspeed" else plain(name))
+    level, text = only(doctor.python_and_packages())
+    assert level == "fail" and "deepspeed 0.18.5 is not " in text and "make install" in text
+    found = doctor.known_problems()
+    assert "fail" in {f.level for f in found} and any("issues/8224" in f.text for f in found)
+    with pytest.raises(UserError, match=r"deepspeed 0\.18\.5"):
+        doctor.before_launch()
+
+
+def test_a_package_that_is_missing(monkeypatch):
+    def version(name, plain=metadata.version):
+        if name == "peft":
+            raise metadata.PackageNotFoundError(name)
+        return plain(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+    assert only(doctor.python_and_packages())[1].startswith("peft is missing")
+
+
+def test_rules_are_complete():
+    rules = json.loads(doctor.RULES.read_text())
+    for rule in rules:
+        assert set(rule) == {"when", "level", "symptom", "link", "fix"} and rule["level"] in ("warn", "fail")
+        assert rule["link"].startswith("https://github.com/") and rule["when"]
+        assert all(SpecifierSet(versions) for versions in rule["when"].values())
+    assert doctor.known_problems()[0].level == "ok"  # the tested set has none
+
+
+def test_compilers_that_are_missing(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    level, text = only(doctor.compilers())
+    assert level == "warn" and "ninja and g++ not on PATH" in text
+
+
+def test_a_stale_lock(monkeypatch, tmp_path):
+    (tmp_path / "cpu_adam").mkdir()
+    (tmp_path / "cpu_adam" / "lock").touch()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    level, text = only(doctor.compiled_ops())
+    assert level == "warn" and f"rm {tmp_path}/cpu_adam/lock" in text
+
+
+def test_variables(monkeypatch):
+    from zerofit import world
+
+    for name in (*doctor.CHANGES_BEHAVIOUR, "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    assert only(doctor.variables())[0] == "ok"
+    monkeypatch.setattr(world, "cores", lambda: 16)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    assert [f.name for f in doctor.variables()] == ["OMP_NUM_THREADS", "CUDA_LAUNCH_BLOCKING"]
+
+
+def test_files_of_launchers(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    assert only(doctor.launcher_files())[0] == "ok"
+    (tmp_path / ".deepspeed_env").write_text("TOKEN=x")
+    (tmp_path / "accelerate").mkdir()
+    (tmp_path / "accelerate" / "default_config.yaml").touch()
+    assert [f.name for f in doctor.launcher_files()] == ["accelerate", "deepspeed"]
+
+
+def test_a_folder_that_cannot_be_written(tmp_path):
+    assert only(doctor.disk(tmp_path / "runs"))[0] in ("ok", "warn")
+    assert not list(tmp_path.iterdir())
+    assert only(doctor.disk(Path("/proc/runs")))[0] == "fail"
+
+
+def test_a_port_in_use():
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        assert doctor.port(str(taken.getsockname()[1]))[0].level == "fail"
+
+
+def test_a_key_that_deepspeed_ignores(monkeypatch, tmp_path):
+    from zerofit import args
+
+    (tmp_path / "deepspeed_configs").mkdir()
+    (tmp_path / "deepspeed_configs" / "mine.json").write_text(
+        '{"zero_optimization": {"stage": 2}, "gradient_cliping": 1}'
+    )
+    monkeypatch.setattr(args, "ROOT", tmp_path)
+    level, text = only(doctor.json_files())
+    assert level == "fail" and "gradient_cliping" in text
+
+
+def test_processes_that_cannot_talk(monkeypatch):
+    monkeypatch.setattr(doctor, "_EXCHANGE", "raise SystemExit('no route to host')")
+    level, text = only(doctor.exchange(2))
+    assert level == "fail" and "no route to host" in text
+    monkeypatch.setattr(doctor, "_EXCHANGE", "import time; time.sleep(60)")
+    assert "did not exchange a tensor" in only(doctor.exchange(2, seconds=1.0))[1]
+
+
+@pytest.mark.parametrize("words", [["--gpus", "none"], ["--gpus", "0"]])
+def test_mistakes(words):
+    with pytest.raises(UserError, match="must be a whole number"):
+        doctor.main(words)
