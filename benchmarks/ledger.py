@@ -146,6 +146,7 @@ def measure(chosen: list[Row], table: dict[str, Row], options, folder: Path) -> 
     }  # fmt: skip
     if options.random_init:
         common["--random_init"] = "true"
+    assert len({slug(row.name) for row in chosen}) == len(chosen)  # a shared folder would give one row another's result
     passes = ["memory", *(f"round{i + 1}" for i in range(options.rounds))]
     for name in passes:
         for ranks in sorted({row.ranks for row in chosen}):
@@ -165,7 +166,8 @@ def measure(chosen: list[Row], table: dict[str, Row], options, folder: Path) -> 
 
 
 def slug(name: str) -> str:
-    return "".join(c if c.isalnum() else "-" for c in name).strip("-")
+    """A folder's name; "+ bf16" and "bf16" are two."""
+    return "".join(c if c.isalnum() else "-" for c in name.replace("+", "and"))
 
 
 def collect(row: Row, runs: list[Path]) -> dict:

@@ -13,7 +13,8 @@ import psutil
 import pytest
 from conftest import ROOT, TINY, Run, recipe_process
 
-from zerofit import launch, report, world
+from zerofit import args, launch, report, world
+from zerofit.errors import UserError
 
 BIN = Path(sys.executable).parent
 SHORT = [
@@ -216,18 +217,25 @@ def test_taken_port_is_named(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_recipe_refuses_without_traceback_and_folder(tmp_path):
-    bad = tmp_path / "bad.jsonl"
-    bad.write_text('{"question": "a", "answer": "b"}\n{"question": "a"}\n')
-    for recipe, flags, says in (
-        ("sft", ["--data", str(bad)], "bad.jsonl:2: column 'answer'"),
-        ("lora", ["--lora_target_modules", "nonsense"], "nonsense"),
+@pytest.mark.parametrize(
+    ("recipe", "flags", "says"),
+    [
+        ("sft", ["--data", "bad.jsonl"], "bad.jsonl:2: column 'answer'"),
         ("sft", ["--load_best_model_at_end", "--save_strategy", "steps"], "transformers refuses"),
-        ("sft", ["--gpus", "2"], "this job has 1"),
-    ):
-        done = recipe_process(recipe, *flags, "--output_dir", str(tmp_path / "run"), cwd=tmp_path)
-        assert done.returncode == 2 and says in done.stderr, done.stderr
-        assert done.stderr.count("\n") == 1 and not (tmp_path / "run").exists()
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)  # seven seconds each
+            for case in (
+                ("lora", ["--lora_target_modules", "nonsense"], "nonsense"),
+                ("sft", ["--gpus", "2"], "this job has 1"),
+            )
+        ),
+    ],
+)
+def test_recipe_refuses_without_traceback_and_folder(tmp_path, recipe, flags, says):
+    (tmp_path / "bad.jsonl").write_text('{"question": "a", "answer": "b"}\n{"question": "a"}\n')
+    done = recipe_process(recipe, *flags, "--output_dir", str(tmp_path / "run"), cwd=tmp_path)
+    assert done.returncode == 2 and says in done.stderr, done.stderr
+    assert done.stderr.count("\n") == 1 and not (tmp_path / "run").exists()
 
 
 def test_accelerate_starting_fewer_processes_than_asked_is_refused(tmp_path):
@@ -246,15 +254,18 @@ def test_a_finished_run_is_not_overwritten(tmp_path):
     assert (tmp_path / "run" / "result.json").read_bytes() == before
 
 
-def test_two_ranks_keep_the_exit_code_and_show_no_traceback(tmp_path):
-    for flags, code, says in (
+@pytest.mark.parametrize(
+    ("flags", "code", "says"),
+    [
         (["--learning_rate", "1e30", "--max_grad_norm", "0"], 4, "no longer usable"),
-        (["--load_best_model_at_end", "--save_strategy", "steps"], 2, "transformers refuses"),
-    ):
-        out = tmp_path / str(code)
-        done = make("sft", "GPUS=2", f"OUT={out}", f"ARGS={shlex.join([*SHORT, *flags])}")
-        assert says in done.stderr and "Traceback" not in done.stderr, done.stderr
-        assert f"Error {code}" in done.stderr  # make's own word for the exit code
+        pytest.param(["--load_best_model_at_end", "--save_strategy", "steps"], 2, "transformers refuses",
+                     marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_two_ranks_keep_the_exit_code_and_show_no_traceback(tmp_path, flags, code, says):
+    done = make("sft", "GPUS=2", f"OUT={tmp_path / 'run'}", f"ARGS={shlex.join([*SHORT, *flags])}")
+    assert says in done.stderr and "Traceback" not in done.stderr, done.stderr
+    assert f"Error {code}" in done.stderr  # make's own word for the exit code
 
 
 def test_a_machine_without_git_trains(tmp_path):
@@ -274,13 +285,13 @@ def test_modules_to_save_train_in_fp32_at_stage_0(tmp_path):
     assert any("lm_head" in name for name in saved) and any("magnitude" in name for name in saved)
 
 
-def test_divergence_stops_with_its_own_code(tmp_path):
+@pytest.mark.parametrize("zero", ["0", pytest.param("2", marks=pytest.mark.slow)])
+def test_divergence_stops_with_its_own_code(tmp_path, zero):
     flags = [*SHORT, "--learning_rate", "1e30", "--max_grad_norm", "0", "--output_dir", str(tmp_path / "run")]
-    for zero in ("0", "2"):
-        done = recipe_process("sft", *flags, "--zero", zero, "--output_dir", str(tmp_path / f"run{zero}"))
-        assert done.returncode == 4, done.stdout + done.stderr
-        assert "no longer usable" in done.stderr and "Traceback" not in done.stderr
-        assert Run(tmp_path / f"run{zero}").json("result.json")["status"] == "failed"
+    done = recipe_process("sft", *flags, "--zero", zero)
+    assert done.returncode == 4, done.stdout + done.stderr
+    assert "no longer usable" in done.stderr and "Traceback" not in done.stderr
+    assert Run(tmp_path / "run").json("result.json")["status"] == "failed"
 
 
 def test_resume_continues_where_the_run_stopped(tmp_path):
@@ -294,9 +305,14 @@ def test_resume_continues_where_the_run_stopped(tmp_path):
     assert Run(tmp_path / "rest").losses == Run(tmp_path / "whole").losses[2:]
     result = Run(tmp_path / "whole").json("result.json")
     assert result["train_loss"] == pytest.approx(sum(Run(tmp_path / "whole").losses) / 3)
-    for value, says in (("true", "holds no checkpoint"), (str(tmp_path), "is no checkpoint folder")):
-        done = recipe_process("sft", *flags, "--output_dir", str(tmp_path / "new"), "--resume_from_checkpoint", value)
-        assert done.returncode == 2 and says in done.stderr and not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(("value", "says"), [("true", "holds no checkpoint"), ("..", "is no checkpoint folder")])
+def test_there_is_nothing_to_resume(tmp_path, value, says):
+    flags = [*SHORT, "--output_dir", str(tmp_path / "new"), "--resume_from_checkpoint", value]
+    with pytest.raises(UserError, match=says):
+        report.choose_folder(args.parse("sft", flags, 1))
+    assert not (tmp_path / "new").exists()
 
 
 def test_two_ranks_resume_the_newest_checkpoint_of_their_folder(tmp_path):

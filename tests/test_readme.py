@@ -10,7 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, Run
+from conftest import ROOT, TINY, Run
 
 from zerofit import args
 

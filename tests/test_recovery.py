@@ -130,12 +130,14 @@ def test_a_hang_is_ended_and_named(undisturbed, tmp_path):
 )
 def test_what_cannot_be_survived_is_explained(tmp_path, fault, code, says):
     folder = tmp_path / "run"
-    done = launch(folder, "--on_oom", "fail", fault=fault)
+    done = launch(folder, "--on_oom", "fail", "--memory_limit", "1", fault=fault)
     assert done.returncode == code and says in done.stderr, done.stderr
     found = Run(folder).json("report.json")
     assert found["status"] == "failed" and says in found["cause"] and found["attempts"][0]["rank"] == 1
     assert "| 3 | " in (folder / "report.md").read_text()
     assert recovery.newest_good(folder, 2).name == "checkpoint-2"
+    if code == 3:  # one thing to try, with what it saves by the plan
+        assert "zerofit: try: micro batch 2 instead of 4 (saves 0.0" in done.stderr and ": fits)" in done.stderr
 
 
 @pytest.mark.slow

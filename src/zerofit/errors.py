@@ -51,6 +51,8 @@ def guard(main) -> None:
         raise SystemExit(EXIT_CODES["interrupted"]) from None
     except Exception as error:
         failure.record(error)
+        if failure.folder() and failure.of_a_peer(error):  # the supervisor tells of the rank that was lost
+            raise SystemExit(1) from None
         raise
 
 

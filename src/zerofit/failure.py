@@ -32,7 +32,7 @@ def record(error: BaseException) -> None:
     rank = int(os.environ.get("RANK", "0"))
     entry = {
         "rank": rank, "time": time.time(), "kind": kind(error), "error": f"{type(error).__name__}: {error}",
-        "traceback": "".join(traceback.format_exception(error)), "of_a_peer": _of_a_peer(error),
+        "traceback": "".join(traceback.format_exception(error)), "of_a_peer": of_a_peer(error),
     }  # fmt: skip
     # The folder can be gone, the disk full: the error itself must come through.
     with contextlib.suppress(OSError), (where / f"rank{rank}.json").open("x", encoding="utf-8") as file:
@@ -55,7 +55,8 @@ def host_is_full(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error)
 
 
-def _of_a_peer(error: BaseException) -> bool:
+def of_a_peer(error: BaseException) -> bool:
+    """Whether the error only says that another rank is gone."""
     return any(words in str(error) for words in _OF_A_PEER)
 
 

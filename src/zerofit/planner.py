@@ -520,11 +520,11 @@ def announce(found: dict | None) -> None:
     os.environ[PLANNED] = json.dumps(found or {})
 
 
-def check(settings) -> dict | None:
-    """Whether the very job fits: {"peak_bytes", "limit_bytes", "peak", ...}, or None where there is no limit to meet.
+def predict(settings) -> dict | None:
+    """What the very job takes: {"peak_bytes", "limit_bytes", "phase", "peak", ...}, or None where there is no limit.
 
     On a CPU --memory_limit is the limit, and bytes are a CPU run's.
-    Raises: NothingFits when it does not and --force is not given; UserError for the user's mistakes.
+    Raises: GhostFailed when it cannot be run without memory; UserError for the user's mistakes.
     """
     cpu = settings.use_cpu
     if cpu and not settings.memory_limit:
@@ -532,26 +532,40 @@ def check(settings) -> dict | None:
     gpu = None if cpu else settings.planned_gpu or hardware.find("detect")
     allowance = {} if cpu else _allowance(gpu, settings.world_size)
     whole = int(settings.memory_limit * GIB) if settings.memory_limit else int(gpu.memory_gib * GIB)
-    limit = whole - sum(allowance.values())
     began = time.perf_counter()
     flags, shape = _for_a_ghost(settings.flags), _shape(settings)
     every = settings.gradient_checkpointing_every if settings.gradient_checkpointing else 0
     answer = answer_of(settings.recipe, flags, settings.world_size, [0], gpu, int(settings.zero), shape, every)
     if isinstance(answer, Exception):
-        print(f"note: whether it fits is not known: {answer}", flush=True)
+        raise answer
+    return {
+        "peak_bytes": max(answer["total"].values()) + (0 if cpu else WORKSPACE_BYTES),
+        "limit_bytes": whole - sum(allowance.values()), "phase": max(answer["total"], key=answer["total"].get),
+        "peak": answer["peak"], "host": answer["host"], "gpu": gpu.device_name if gpu else "cpu",
+        "seconds": round(time.perf_counter() - began, 1),
+    }  # fmt: skip
+
+
+def check(settings) -> dict | None:
+    """`predict`, said in a line; None also where it is not known.
+
+    Raises: NothingFits when it does not fit and --force is not given; UserError for the user's mistakes.
+    """
+    try:
+        found = predict(settings)
+    except ghost.GhostFailed as error:
+        print(f"note: whether it fits is not known: {error}", flush=True)
         return None
-    peak = max(answer["total"].values()) + (0 if cpu else WORKSPACE_BYTES)
-    phase = max(answer["total"], key=answer["total"].get)
-    found = {"peak_bytes": peak, "limit_bytes": limit, "phase": phase, "peak": answer["peak"], "host": answer["host"],
-             "gpu": gpu.device_name if gpu else "cpu", "seconds": round(time.perf_counter() - began, 1)}  # fmt: skip
-    verdict = "fits" if peak <= limit else "does not fit"
-    size = f"{peak / GIB:.2f} of {limit / GIB:.2f} GiB a rank, highest in the {phase} phase"
+    if found is None:
+        return None
+    peak, limit = found["peak_bytes"], found["limit_bytes"]
+    size = f"{peak / GIB:.2f} of {limit / GIB:.2f} GiB a rank, highest in the {found['phase']} phase"
     if peak > limit and not settings.force:
         raise NothingFits(
             f"this job does not fit: {size}; `make plan` with the same arguments finds one that does, --force true "
             "starts it anyway."
         )
-    print(f"plan: {verdict}: {size}", flush=True)
+    print(f"plan: {'fits' if peak <= limit else 'does not fit'}: {size}", flush=True)
     return found
 
 

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from . import failure
+from .errors import UserError
 
 EXITS = "exits.json"  # {rank: exit code}, by zerofit.torchrun
 
@@ -13,7 +14,7 @@ EXITS = "exits.json"  # {rank: exit code}, by zerofit.torchrun
 @dataclass
 class Ending:
     """kind: "finished", a key of errors.EXIT_CODES or "crash"; code: the job's exit code; rank: that failed first;
-    error: its exception in one line; step: last optimizer step that a rank had finished; what_next: what was done."""
+    error: its exception in one line; step: last optimizer step that it, or else any rank, had finished; what_next: what was done."""
 
     kind: str
     code: int
@@ -30,7 +31,9 @@ class Ending:
         after = "" if self.step is None else f" after step {self.step}"
         if self.signal:
             return f"{who} was ended by {self.signal}{after}{f' ({self.error})' if self.error else ''}"
-        return f"{who} ended{after}: {self.error.partition(': ')[2] or self.error}"
+        return (
+            f"{who} {'hung' if self.kind == 'hang' else 'ended'}{after}: {self.error.partition(': ')[2] or self.error}"
+        )
 
 
 def ending(code: int, where: Path, heard: list[int], hung: int | None, limit: float, host_kills: int) -> Ending:
@@ -68,6 +71,7 @@ def ending(code: int, where: Path, heard: list[int], hung: int | None, limit: fl
     if records:
         first = (own or records)[0]
         result = code if 0 < code < 128 else failure.exit_code(first["kind"])
+        step = pulses[first["rank"]][1] if first["rank"] in pulses else step
         return Ending(first["kind"], result, first["rank"], first["error"], "", step, first["traceback"])
     return Ending("crash", code if code > 0 else 1, error=f"exit code {code}", step=step)
 
@@ -99,6 +103,21 @@ def write(folder: Path, endings: list[Ending], advice: str) -> None:
     (folder / "report.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
+def _effect(before, after) -> str:
+    """What the planner says that the change saves, where there is a limit to plan for."""
+    from . import ghost, planner
+
+    try:
+        was, becomes = planner.predict(before), planner.predict(after)
+    except (UserError, ghost.GhostFailed):
+        return ""
+    if was is None or becomes is None:
+        return ""
+    saved = (was["peak_bytes"] - becomes["peak_bytes"]) / planner.GIB
+    fits = "fits" if becomes["peak_bytes"] <= becomes["limit_bytes"] else "does not fit yet"
+    return f" (saves {saved:.2f} GiB by the plan: {fits})"
+
+
 def _last_steps(folder: Path, count: int = 5) -> list[str]:
     metrics = folder / "metrics.jsonl"
     if not metrics.exists():
@@ -110,10 +129,11 @@ def _last_steps(folder: Path, count: int = 5) -> list[str]:
     ]
 
 
-def advice(last: Ending, settings) -> str:
-    """One thing to do next."""
+def advice(last: Ending, settings, smaller: tuple[str, list[str]] | None, parse) -> str:
+    """One thing to do next. smaller, parse: see recovery.smaller, whose next setting is named with its effect."""
     if last.kind == "out of memory":
-        return "`make plan` with the same arguments: it finds the setting that fits, or says what is missing"
+        plan = "`make plan` with the same arguments: it finds the setting that fits, or says what is missing"
+        return plan if smaller is None else f"{smaller[0]}{_effect(settings, parse(smaller[1]))}; or {plan}"
     if last.kind == "hang":
         return (
             "look where the ranks stand in attempts/*/stack*.txt: the one in another place than the rest holds them up"

@@ -40,7 +40,7 @@ def run(job: Job) -> int:
             following = _following(job, last, flags, settings, restarts)
             opened = (job.folder / "run.json").exists()
             if following is None:
-                _end(job, endings, records, opened)
+                _end(job, endings, records, opened, settings, flags)
                 return last.code
             last.what_next, flags, settings, counts = following
             restarts += counts
@@ -92,14 +92,16 @@ def _agreed(last, what: str) -> bool:
     return input(f"{last.sentence}\nstart again with {what}? [y/N] ").strip().lower() in ("y", "yes")
 
 
-def _end(job: Job, endings: list, records: Path, opened: bool) -> None:
+def _end(job: Job, endings: list, records: Path, opened: bool, settings, flags: list[str]) -> None:
     """Write the report where there is something to tell; a mistake met before the run folder leaves nothing."""
     last = endings[-1]
     if last.kind == "interrupted":
         print(f"zerofit: stopped by {last.signal}", file=sys.stderr)
     if not opened or (last.kind in ("finished", "interrupted", "user error") and len(endings) == 1):
         return
-    advice = postmortem.advice(last, job.settings)
+    has_checkpoint = recovery.newest_good(job.folder, job.count) is not None
+    smaller = recovery.smaller(settings, flags, job.parse, has_checkpoint) if last.kind == "out of memory" else None
+    advice = postmortem.advice(last, settings, smaller, job.parse)
     postmortem.write(job.folder, endings, advice)
     if last.kind == "finished":
         return
@@ -117,7 +119,7 @@ def _end(job: Job, endings: list, records: Path, opened: bool) -> None:
 
 
 def watch(words: list[str], env: dict, records: Path, limit: float, count: int) -> tuple[int, list[int], int | None]:
-    """Run the command in a process group of its own, pass signals on, leave no process behind.
+    """Run the command in a session of its own, pass signals on, leave no process behind.
 
     Args: limit: seconds without a step of any rank after which the job is ended; 0: none.
     Returns: exit code, the signals that were passed on, the rank that held up a job that hung.
@@ -130,8 +132,7 @@ def watch(words: list[str], env: dict, records: Path, limit: float, count: int) 
         heard.append(number)
         signal_group(child.pid, signal.SIGKILL if len(heard) > 1 else number)
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, pass_on)
+    before = {n: signal.signal(n, pass_on) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         while True:
             try:
@@ -142,10 +143,27 @@ def watch(words: list[str], env: dict, records: Path, limit: float, count: int) 
                     _write_stacks(records)
                     signal_group(child.pid, signal.SIGKILL)
     finally:
-        signal_group(child.pid, signal.SIGTERM)  # ranks that outlived their launcher
-        time.sleep(0.2) if signal_group(child.pid, 0) else None
-        signal_group(child.pid, signal.SIGKILL)
+        _end_ranks(records)
+        for number, handler in before.items():
+            signal.signal(number, handler)
     return (code if code >= 0 else 128 - code), heard, hung
+
+
+def _end_ranks(records: Path) -> None:
+    """End what outlived the launcher. torchrun starts ranks in sessions of their own: their environment tells them."""
+    import psutil
+
+    left = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(failure.FOLDER) == str(records):
+                left.append(process)
+                process.terminate()
+        except psutil.Error:
+            continue
+    for process in psutil.wait_procs(left, timeout=0.5)[1]:
+        process.kill()
+    psutil.wait_procs(left, timeout=5)
 
 
 def _hung(records: Path, limit: float, count: int) -> int | None:
