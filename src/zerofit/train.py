@@ -90,6 +90,12 @@ class KitTrainer(Trainer):
         self.reporter = Reporter(self)
         self.add_callback(self.reporter)
 
+    def _save_rng_state(self, output_dir: str) -> None:
+        """All ranks have written their files before rank 0 removes the checkpoint before this one."""
+        super()._save_rng_state(output_dir)
+        if self.args.world_size > 1:
+            torch.distributed.barrier()
+
     def create_optimizer(self, model=None):
         if self.optimizer is None and self.settings.values.get("loraplus_lr_ratio") is not None:
             self.optimizer = adapters.loraplus_optimizer(self)
