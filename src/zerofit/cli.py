@@ -1,5 +1,6 @@
 """`zerofit VERB ...` and `python -m zerofit VERB ...`."""
 
+import importlib
 import sys
 
 from . import __version__, errors
@@ -11,6 +12,8 @@ USAGE = """usage: zerofit launch [--gpus N] [--show] recipes/sft.py [flags]     
        zerofit plan [--gpu h100-80g] [--gpus N] [flags]              whether it fits, and the fastest setting that does
        zerofit doctor [--json]                                       what of this machine would stop or spoil a job
        zerofit --version"""
+# verb: the module whose main() it is; imported when it is asked for, as each brings its libraries
+VERBS = {"launch": "launch", "data": "inspection", "probe": "probe", "plan": "planner", "doctor": "doctor"}
 
 
 def main() -> None:
@@ -21,41 +24,11 @@ def _main() -> None:
     words = sys.argv[1:]
     if words in (["--version"], ["-V"]):
         print(f"zerofit {__version__}")
-    elif words[:1] == ["launch"]:
+    elif words and words[0] in VERBS:
         from . import quiet
 
         quiet.libraries()
-        from . import launch
-
-        launch.main(words[1:])
-    elif words[:1] == ["data"]:
-        from . import quiet
-
-        quiet.libraries()
-        from . import inspection
-
-        inspection.main(words[1:])
-    elif words[:1] == ["probe"]:
-        from . import quiet
-
-        quiet.libraries()
-        from . import probe
-
-        probe.main(words[1:])
-    elif words[:1] == ["plan"]:
-        from . import quiet
-
-        quiet.libraries()
-        from . import planner
-
-        planner.main(words[1:])
-    elif words[:1] == ["doctor"]:
-        from . import quiet
-
-        quiet.libraries()
-        from . import doctor
-
-        doctor.main(words[1:])
+        importlib.import_module(f".{VERBS[words[0]]}", __package__).main(words[1:])
     elif not words or words[0] in ("-h", "--help"):
         print(USAGE)
     else:

@@ -87,7 +87,9 @@ def python_and_packages() -> list[Finding]:
     """Installed versions against the ranges that zerofit was tested with."""
     from packaging.requirements import Requirement
 
-    found, bad = [], []
+    from .report import PACKAGES
+
+    bad = []
     try:
         requires = [Requirement(text) for text in metadata.requires("zerofit") or []]
     except metadata.PackageNotFoundError:
@@ -103,12 +105,9 @@ def python_and_packages() -> list[Finding]:
         if not requirement.specifier.contains(version, prereleases=True):
             bad.append(f"{requirement.name} {version} is not {requirement.specifier}")
     if bad:
-        found.append(Finding("packages", "fail", "; ".join(bad), "make install"))
-    else:
-        names = ("torch", "transformers", "accelerate", "deepspeed", "peft", "datasets")
-        text = ", ".join(f"{name} {metadata.version(name)}" for name in names)
-        found.append(Finding("packages", "ok", f"python {sys.version.split()[0]}, {text}"))
-    return found
+        return [Finding("packages", "fail", "; ".join(bad), "make install")]
+    text = ", ".join(f"{name} {metadata.version(name)}" for name in PACKAGES)
+    return [Finding("packages", "ok", f"python {sys.version.split()[0]}, {text}")]
 
 
 def known_problems() -> list[Finding]:
@@ -137,7 +136,9 @@ def compilers() -> list[Finding]:
     """ninja and g++ for the ops of offload; nvcc of torch's CUDA version for those of ZeRO++."""
     import torch
 
-    missing = [tool for tool in ("ninja", "g++") if shutil.which(tool) is None]
+    from . import ops
+
+    missing = ops.missing_tools()
     found = [
         Finding("compiler", "warn", f"{' and '.join(missing)} not on PATH: --offload_ratio and --offload_path cannot be used",
                 "apt install g++; ninja comes with `make install`")
@@ -186,9 +187,9 @@ def variables() -> list[Finding]:
 
 def launcher_files() -> list[Finding]:
     """Files in which launchers keep settings: accelerate's cached configuration, DeepSpeed's environment and hosts."""
-    found = []
-    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
-    cached = home / "accelerate" / "default_config.yaml"
+    from . import world
+
+    found, cached = [], world.cached_accelerate_config()
     if cached.exists():
         found.append(Finding("accelerate", "warn", f"{cached} sets the number of processes of a bare `accelerate launch`; "
                              "its stage and precision are not used", f"rm {cached}, or name --num_processes"))  # fmt: skip
@@ -244,9 +245,9 @@ def host_memory() -> list[Finding]:
 
 def disk(folder: Path) -> list[Finding]:
     """Whether run folders can be written there, files be renamed whole, and how much room there is."""
-    near = folder.expanduser().absolute()
-    while not near.exists():
-        near = near.parent
+    from .report import nearest_existing
+
+    near = nearest_existing(folder.expanduser().absolute())
     aside, target = near / f".zerofit-{os.getpid()}.tmp", near / f".zerofit-{os.getpid()}"
     try:
         aside.write_text("x")
@@ -264,11 +265,13 @@ def disk(folder: Path) -> list[Finding]:
 
 def port(text: str) -> list[Finding]:
     """Whether the rendezvous port is free and this machine's name leads to itself."""
-    from . import world
+    from . import launch
 
     found = []
-    if text and (not text.isdigit() or not world.port_is_free(int(text))):
-        found.append(Finding("port", "fail", f"{text} is in use", "another one, or none for a free one"))
+    try:
+        launch.port_of(text)
+    except UserError as error:
+        found.append(Finding("port", "fail", str(error), "another one, or none for a free one"))
     try:
         socket.getaddrinfo(socket.gethostname(), None)
     except OSError:

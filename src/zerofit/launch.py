@@ -39,7 +39,7 @@ def main(argv: list[str]) -> None:
     if "--help" in flags or "-h" in flags:
         args.build_parser(recipe.stem).print_help()
         return
-    port = _port(given.port)
+    port = port_of(given.port)
     flags += ["--gpus", str(count)]
     _check_devices(count, use_cpu=any(f.startswith(("--use_cpu", "--use-cpu")) for f in flags))
     if planner.asked(flags):
@@ -49,8 +49,6 @@ def main(argv: list[str]) -> None:
     if given.show:
         _show(settings, command(given.launcher, count, port, recipe, flags), env)
         return
-    from . import report
-
     folder = prepare(settings)
     planned = None if settings.probe else planner.check(settings)
     if settings.probe:
@@ -59,15 +57,15 @@ def main(argv: list[str]) -> None:
     flags = [*flags, "--output_dir", str(folder)]
 
     def words(flags):
-        return command(given.launcher, count, _port(given.port), recipe, flags)
+        return command(given.launcher, count, port_of(given.port), recipe, flags)
 
-    env["ZEROFIT_COMMAND"] = report.hide_secrets(words(flags))
     parsed = start.settings(recipe.stem, flags, count) if settings.probe else settings
     job = supervise.Job(words, lambda f: start.settings(recipe.stem, f, count), parsed, flags, folder, env, count)
     raise SystemExit(supervise.run(job))
 
 
-def _port(text: str) -> int:
+def port_of(text: str) -> int:
+    """The port that was named, or a free one. Raises: UserError for one that is none or in use."""
     if not text:
         return world.free_port()
     if not text.isdigit() or not 1 <= int(text) <= 65535:

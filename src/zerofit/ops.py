@@ -11,6 +11,13 @@ import torch
 from . import nvme, offload, world
 from .errors import UserError
 
+TOOLS = {"ninja": "pip install ninja", "g++": "apt install g++"}  # what compiles them, and how to get it
+
+
+def missing_tools() -> list[str]:
+    """Those of TOOLS that are not on PATH."""
+    return [tool for tool in TOOLS if shutil.which(tool) is None]
+
 
 def prepare(settings) -> None:
     """Compile what the engine will load, once per machine and before the other ranks need it; all ranks call it.
@@ -58,9 +65,9 @@ def _build(name: str, extensions: Path, ours: bool) -> None:
     builder = getattr(op_builder, name)()
     folder = extensions / builder.name
     folder.mkdir(parents=True, exist_ok=True)
-    for tool, package in (("ninja", "pip install ninja"), ("g++", "apt install g++")):
-        if shutil.which(tool) is None:
-            raise UserError(f"{builder.name}: {tool} is not on PATH, and DeepSpeed compiles this op; {package}.")
+    if missing := missing_tools():
+        tool = missing[0]
+        raise UserError(f"{builder.name}: {tool} is not on PATH, and DeepSpeed compiles this op; {TOOLS[tool]}.")
     with filelock.FileLock(folder / "zerofit.lock"):
         clear_stale_lock(folder, ours)
         if not (folder / f"{builder.name}.so").exists():

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
-from . import args, closed_forms, ghost, hardware
+from . import args, closed_forms, ghost, hardware, world
 from .closed_forms import Setting, Shape
 from .errors import EXIT_CODES, UserError
 
@@ -298,11 +298,12 @@ def _depths(zero: int, shape: Shape, every: int) -> list[tuple]:
     """Pairs of numbers of layers, multiples of `every`, from which the whole may follow; last (None,): all of them."""
     buckets, pattern = zero in (1, 2), max(1, every)
     first, second = LAYERS_MEASURED[buckets]
+    apart = second - first
     stored = 0.25 if shape.frozen_bytes < 1 else 1  # four packed weights are one number
     if zero == 3 and shape.parameters * stored > KEPT_GATHERED:
         layer = (shape.parameters - 2 * shape.vocabulary * shape.hidden) / shape.layers
         first = max(first, math.ceil(KEPT_GATHERED / (layer * stored)))
-    small, apart = (-(-count // pattern) * pattern for count in (first, second - LAYERS_MEASURED[buckets][0]))
+    small, apart = (-(-count // pattern) * pattern for count in (first, apart))
     found = []
     while len(found) < 3 and shape.layers > max(LAYERS_WHOLE[buckets], small + apart):
         found.append((small, small + apart))
@@ -344,7 +345,7 @@ def candidates(method: str, flags: list[str], ranks: int, gpu, change: tuple[str
     Args: change: flags that are laid over them, of SMALLER_STATES.
     Raises: UserError when the flags themselves are wrong.
     """
-    recipe, disk = _recipe(method), _value(flags, "--offload_path")
+    recipe, disk = _recipe(method), world.value_of(flags, ("--offload_path",))
     flags = [*_planned(flags, method), *change]
     base = args.parse(recipe, flags, ranks, gpu)
     shape = _shape(base)
@@ -453,13 +454,6 @@ def _flags(flags: list[str], base, zero: int, offload: str, every: int, away: bo
 
 def _names(flags: list[str], name: str) -> bool:
     return any(f == name or f.startswith(f"{name}=") for f in flags)
-
-
-def _value(flags: list[str], name: str) -> str | None:
-    for word, following in zip(flags, [*flags[1:], ""], strict=True):
-        if word == name or word.startswith(f"{name}="):
-            return word.partition("=")[2] or following
-    return None
 
 
 def _without(flags: list[str], name: str, value: str) -> list[str]:

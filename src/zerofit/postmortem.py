@@ -129,11 +129,11 @@ def _last_steps(folder: Path, count: int = 5) -> list[str]:
     ]
 
 
-def advice(last: Ending, settings, smaller: tuple[str, list[str]] | None, parse) -> str:
-    """One thing to do next. smaller, parse: see recovery.smaller, whose next setting is named with its effect."""
+def advice(last: Ending, settings, smaller: tuple | None) -> str:
+    """One thing to do next. smaller: what recovery.smaller found, which is named with its effect."""
     if last.kind == "out of memory":
         plan = "`make plan` with the same arguments: it finds the setting that fits, or says what is missing"
-        return plan if smaller is None else f"{smaller[0]}{_effect(settings, parse(smaller[1]))}; or {plan}"
+        return plan if smaller is None else f"{smaller[0]}{_effect(settings, smaller[2])}; or {plan}"
     if last.kind == "hang":
         return (
             "look where the ranks stand in attempts/*/stack*.txt: the one in another place than the rest holds them up"

@@ -2,20 +2,18 @@
 
 import json
 import shutil
-import struct
 import zipfile
 from pathlib import Path
 
+from safetensors import SafetensorError, safe_open
+
 from .errors import UserError
+from .report import checkpoints
 
 
 def newest_good(folder: Path, ranks: int) -> Path | None:
     """The newest checkpoint-<step> of a run folder that can be resumed; None: there is none."""
-    found = [f for f in folder.glob("checkpoint-*") if f.name.split("-")[1].isdigit()]
-    for checkpoint in sorted(found, key=lambda f: int(f.name.split("-")[1]), reverse=True):
-        if is_good(checkpoint, ranks):
-            return checkpoint
-    return None
+    return next((f for f in reversed(checkpoints(folder).values()) if is_good(f, ranks)), None)
 
 
 def is_good(checkpoint: Path, ranks: int) -> bool:
@@ -39,18 +37,12 @@ def is_good(checkpoint: Path, ranks: int) -> bool:
 
 
 def _is_whole(file: Path) -> bool:
-    """Whether a safetensors file is as long as its header says."""
-    with file.open("rb") as f:
-        head = f.read(8)
-        if len(head) < 8:
-            return False
-        (length,) = struct.unpack("<Q", head)
-        try:
-            header = json.loads(f.read(length))
-        except ValueError:
-            return False
-    ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-    return file.stat().st_size == 8 + length + max(ends, default=0)
+    """Whether safetensors can open the file, which it can when the file is as long as its header says."""
+    try:
+        with safe_open(file, "pt"):
+            return True
+    except SafetensorError:
+        return False
 
 
 def put_aside(folder: Path, number: int, records: Path, ranks: int) -> Path | None:
@@ -62,8 +54,9 @@ def put_aside(folder: Path, number: int, records: Path, ranks: int) -> Path | No
     aside.mkdir(parents=True, exist_ok=True)
     for file in records.iterdir():
         shutil.move(file, aside / file.name)
-    for file in folder.glob("checkpoint-*"):
-        if checkpoint is None or file.name != checkpoint.name:
+    step = int(checkpoint.name.split("-")[1]) if checkpoint else -1
+    for later, file in checkpoints(folder).items():
+        if later > step:
             shutil.move(file, aside / file.name)
     kept = () if checkpoint is None else ("run.json", "metrics.jsonl", "deepspeed.json")
     for name in ("run.json", "metrics.jsonl", "deepspeed.json", "result.json", "error.txt", "logs", "plan.json"):
@@ -71,7 +64,6 @@ def put_aside(folder: Path, number: int, records: Path, ranks: int) -> Path | No
             (shutil.copy if name in kept else shutil.move)(folder / name, aside / name)
     metrics = folder / "metrics.jsonl"
     if checkpoint is not None and metrics.exists():
-        step = int(checkpoint.name.split("-")[1])
         lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
         aside_now = metrics.with_suffix(".tmp")
         aside_now.write_text("".join(line for line in lines if json.loads(line)["step"] <= step), encoding="utf-8")
@@ -79,8 +71,9 @@ def put_aside(folder: Path, number: int, records: Path, ranks: int) -> Path | No
     return checkpoint
 
 
-def smaller(settings, flags: list[str], parse, has_checkpoint: bool) -> tuple[str, list[str]] | None:
-    """(what changes, the command line) of the next setting with the same effective batch that needs less GPU memory.
+def smaller(settings, flags: list[str], parse, has_checkpoint: bool):
+    """(what changes, the command line, its Settings) of the next setting with the same effective batch that needs less GPU memory;
+    None: there is none.
 
     The micro batch is halved first, then layers are checkpointed, then the stage goes up (not where there is a
     checkpoint, which is of its stage), then the optimizer, then everything goes to host memory.
@@ -109,8 +102,7 @@ def smaller(settings, flags: list[str], parse, has_checkpoint: bool) -> tuple[st
         tries.append((f"offload {offload}", [*bare, "--zero", zero, "--offload", offload]))
     for what, words in tries:
         try:
-            parse(words)
+            return what, words, parse(words)
         except UserError:
             continue
-        return what, words
     return None

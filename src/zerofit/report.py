@@ -32,12 +32,23 @@ def choose_folder(settings: Settings) -> Path:
             "--resume_from_checkpoint."
         )
     find_checkpoint(settings, folder)
-    near = folder
-    while not near.exists():
-        near = near.parent
+    near = nearest_existing(folder)
     if not os.access(near, os.W_OK):
         raise UserError(f"--output_dir {folder}: {near} cannot be written to.")
     return folder
+
+
+def nearest_existing(folder: Path) -> Path:
+    """The folder, or the first above it that is there."""
+    while not folder.exists():
+        folder = folder.parent
+    return folder
+
+
+def checkpoints(folder: Path) -> dict[int, Path]:
+    """{step: checkpoint-<step>} of a run folder, whole or not, by step."""
+    steps = {f.name.split("-")[1]: f for f in folder.glob("checkpoint-*")}
+    return {int(step): steps[step] for step in sorted(filter(str.isdigit, steps), key=int)}
 
 
 def open_folder(settings: Settings) -> Path:
@@ -93,7 +104,7 @@ def find_checkpoint(settings: Settings, folder: Path) -> None:
         settings.values["resume_from_checkpoint"] = None
         return
     if asked.lower() in ("true", "last", "auto"):
-        steps = {int(f.name.split("-")[1]): f for f in folder.glob("checkpoint-*") if f.name.split("-")[1].isdigit()}
+        steps = checkpoints(folder)
         if not steps:
             raise UserError(
                 f"--resume_from_checkpoint {asked}: {folder} holds no checkpoint-<step> folder; name a path."

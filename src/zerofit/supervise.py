@@ -1,5 +1,6 @@
 """The processes of one job, watched: signals passed on, hangs ended, out-of-memory and lost ranks started again."""
 
+import contextlib
 import os
 import shutil
 import signal
@@ -7,10 +8,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import failure, postmortem, recovery
+from . import failure, postmortem, recovery, report
+from .args import Settings
 
 POLL_SECONDS = 0.5
 STACK_SECONDS = 2.0  # that ranks get to write where they stand
@@ -20,9 +23,9 @@ STACK_SECONDS = 2.0  # that ranks get to write where they stand
 class Job:
     """command: flags -> the words to run; parse: flags -> Settings; flags: with --output_dir."""
 
-    command: object
-    parse: object
-    settings: object
+    command: Callable[[list[str]], list[str]]
+    parse: Callable[[list[str]], Settings]
+    settings: Settings
     flags: list[str]
     folder: Path
     env: dict[str, str]
@@ -66,9 +69,9 @@ def _resumed(flags: list[str], checkpoint: Path | None, job: Job) -> list[str]:
 
 
 def _attempt(job: Job, flags: list[str], settings, records: Path) -> postmortem.Ending:
-    kills = _host_kills()
-    env = {**os.environ, **job.env, failure.FOLDER: str(records)}
-    code, heard, hung = watch(job.command(flags), env, records, settings.hang_timeout, job.count)
+    kills, words = _host_kills(), job.command(flags)
+    told = {failure.FOLDER: str(records), "ZEROFIT_COMMAND": report.hide_secrets(words)}
+    code, heard, hung = watch(words, os.environ | job.env | told, records, settings.hang_timeout, job.count)
     kills = _host_kills() - kills
     return postmortem.ending(code, records, heard, hung, settings.hang_timeout, kills)
 
@@ -76,13 +79,17 @@ def _attempt(job: Job, flags: list[str], settings, records: Path) -> postmortem.
 def _following(job: Job, last, flags, settings, restarts: int):
     """(what changes, flags, settings, 1 where it counts as a restart) of the next attempt, None: there is none."""
     if last.kind == "out of memory" and settings.on_oom != "fail":
-        has_checkpoint = recovery.newest_good(job.folder, job.count) is not None
-        found = recovery.smaller(settings, flags, job.parse, has_checkpoint)
+        found = _smaller(job, flags, settings)
         if found and (settings.on_oom == "retry" or _agreed(last, found[0])):
-            return (*found, job.parse(found[1]), 0)
+            return (*found, 0)
     if last.kind in ("lost rank", "hang") and restarts < settings.max_restarts:
         return f"the same again ({restarts + 1} of {settings.max_restarts} restarts)", flags, settings, 1
     return None
+
+
+def _smaller(job: Job, flags: list[str], settings):
+    has_checkpoint = recovery.newest_good(job.folder, job.count) is not None
+    return recovery.smaller(settings, flags, job.parse, has_checkpoint)
 
 
 def _agreed(last, what: str) -> bool:
@@ -99,9 +106,8 @@ def _end(job: Job, endings: list, records: Path, opened: bool, settings, flags: 
         print(f"zerofit: stopped by {last.signal}", file=sys.stderr)
     if not opened or (last.kind in ("finished", "interrupted", "user error") and len(endings) == 1):
         return
-    has_checkpoint = recovery.newest_good(job.folder, job.count) is not None
-    smaller = recovery.smaller(settings, flags, job.parse, has_checkpoint) if last.kind == "out of memory" else None
-    advice = postmortem.advice(last, settings, smaller, job.parse)
+    smaller = _smaller(job, flags, settings) if last.kind == "out of memory" else None
+    advice = postmortem.advice(last, settings, smaller)
     postmortem.write(job.folder, endings, advice)
     if last.kind == "finished":
         return
@@ -176,19 +182,14 @@ def _hung(records: Path, limit: float, count: int) -> int | None:
 
 def _write_stacks(records: Path) -> None:
     for pid, _, _ in failure.pulses(records).values():
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGUSR1)
-        except ProcessLookupError:
-            continue
     time.sleep(STACK_SECONDS)
 
 
-def signal_group(group: int, number: int) -> bool:
-    try:
+def signal_group(group: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(group, number)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def _host_kills() -> int:

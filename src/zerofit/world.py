@@ -67,12 +67,19 @@ def _accelerate_command() -> list[str] | None:
     return words if any("accelerate" in w for w in words[:4]) else None
 
 
-def _value_of(words: list[str], names: tuple[str, ...]) -> str | None:
+def value_of(words: list[str], names: tuple[str, ...]) -> str | None:
+    """The value of the first of these flags on a command line, `--flag value` or `--flag=value`; None without any."""
     for i, word in enumerate(words):
         name, _, value = word.partition("=")
         if name in names:
             return value or (words[i + 1] if i + 1 < len(words) else None)
     return None
+
+
+def cached_accelerate_config() -> Path:
+    """Where `accelerate config` keeps the settings of every bare `accelerate launch`."""
+    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+    return home / "accelerate" / "default_config.yaml"
 
 
 def check_size() -> str | None:
@@ -84,15 +91,14 @@ def check_size() -> str | None:
     words = _accelerate_command()
     if words is None:
         return None
-    asked = _value_of(words, ("--num_processes", "--num-processes"))
+    asked = value_of(words, ("--num_processes", "--num-processes"))
     if asked and asked.isdigit() and int(asked) != size():
         raise UserError(
             f"accelerate launch was asked for {asked} processes but started {size()} (on a CPU it needs "
             f"--use_deepspeed for more than one): use `torchrun --nproc_per_node {asked}` or `make GPUS={asked}`."
         )
-    file = _value_of(words, ("--config_file", "--config-file"))
-    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
-    file = Path(file) if file else home / "accelerate" / "default_config.yaml"
+    file = value_of(words, ("--config_file", "--config-file"))
+    file = Path(file) if file else cached_accelerate_config()
     if not asked and file.is_file():
         try:
             wanted = (yaml.safe_load(file.read_text()) or {}).get("num_processes")
