@@ -3,8 +3,8 @@
     python benchmarks/plan_cost.py            # about 10 minutes on 2 cores: every case also with all of its layers
     python benchmarks/plan_cost.py --fast     # the seconds alone, about 4
 
-Each case in a fresh process without cached answers: seconds of the check before a launch (imports and all), the two
-depths it measured, and how far the extended peak is from that of the whole model. Then the search for a 70B model on 64
+Each case in a fresh process without cached answers: what the check adds to a launch (its process imports while the
+launcher reads model and tokenizer code), the seconds of the whole process, the two depths it measured, and how far the extended peak is from that of the whole model. Then the search for a 70B model on 64
 GPUs: seconds and the largest process's memory. Writes benchmarks/results/plan-cost-<date>.{json,md}.
 """
 
@@ -33,7 +33,7 @@ CASES = [  # (model, recipe, flags), 8 GPUs
     ("mistral-7b", "lora", f"--load_in_4bit true --zero 3 {ON}"),
 ]
 CHECK = """
-import json, sys
+import json, sys, time
 from zerofit import args, hardware, planner
 given = json.loads(sys.argv[1])
 if given["whole"]:
@@ -41,13 +41,19 @@ if given["whole"]:
 settings = args.parse(given["recipe"], given["flags"], 8, hardware.GPUS["h100-80g"])
 settings.values["force"] = True
 settings.values["use_cpu"] = False
+planner.get_ready(settings)
+from zerofit import data, doctor, inspection, model, offload, report  # what the launcher does meanwhile
+doctor.before_launch()
+model.check(settings)
 asked = planner.answer_of
 def answer_of(*a):
     found = asked(*a)
     print("answer " + json.dumps({"total": found["total"], "layers": found.get("extended_from_layers")}))
     return found
 planner.answer_of = answer_of
+began = time.perf_counter()
 planner.check(settings)
+print(f"added {time.perf_counter() - began:.1f}")
 """
 
 
@@ -59,8 +65,8 @@ def check(model: str, recipe: str, flags: str, whole: bool) -> dict:
     began = time.perf_counter()
     done = _run([sys.executable, "-c", CHECK, given])
     seconds = time.perf_counter() - began
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("answer ")]
-    return {"seconds": round(seconds, 1), **json.loads(line.removeprefix("answer "))}
+    said = dict(line.split(" ", 1) for line in done.stdout.splitlines() if line.startswith(("answer ", "added ")))
+    return {"seconds": round(seconds, 1), "added": float(said["added"]), **json.loads(said["answer"])}
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess:
@@ -76,7 +82,8 @@ def measure(fast: bool) -> list[dict]:
     rows = []
     for model, recipe, flags in CASES:
         found = check(model, recipe, flags, whole=False)
-        row = {"case": f"{model} {recipe} {flags}", "seconds": found["seconds"], "layers": found["layers"]}
+        row = {"case": f"{model} {recipe} {flags}", "added": found["added"], "seconds": found["seconds"],
+               "layers": found["layers"]}  # fmt: skip
         if not fast and found["layers"]:
             whole = check(model, recipe, flags, whole=True)
             row["whole_seconds"] = whole["seconds"]
@@ -98,8 +105,8 @@ def plan_70b() -> dict:
 
 def markdown(rows: list[dict], large: dict, about: list[str]) -> list[str]:
     lines = ["# What a plan costs", "", *about, "", "The check before a launch, 8 GPUs, rows of 4,096 tokens:", "",
-             "| case | seconds | layers measured | seconds with all layers | error of the peak | worst phase |",
-             "|---|---|---|---|---|---|"]  # fmt: skip
+             "| case | adds, s | whole process, s | layers measured | with all layers, s | error of the peak | worst phase |",
+             "|---|---|---|---|---|---|---|"]  # fmt: skip
     for row in rows:
         layers = " and ".join(map(str, row["layers"])) if row["layers"] else "all"
         if "error_of_peak" in row:
@@ -107,7 +114,7 @@ def markdown(rows: list[dict], large: dict, about: list[str]) -> list[str]:
             rest = f"{row['whole_seconds']:.0f} | {row['error_of_peak']:+.2%} | {phase} {worst:+.2%}"
         else:
             rest = " | | "
-        lines.append(f"| {row['case']} | {row['seconds']:.0f} | {layers} | {rest} |")
+        lines.append(f"| {row['case']} | {row['added']:.0f} | {row['seconds']:.0f} | {layers} | {rest} |")
     lines.append(
         f"\n`zerofit plan` for 70B on 64 x H100: {large['seconds']:.0f} s, largest process "
         f"{large['largest_process_bytes'] / 1e9:.2f} GB."

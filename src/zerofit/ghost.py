@@ -74,22 +74,17 @@ def run_all(questions: list[dict], cache: Path | None = None) -> list[dict | Exc
     left = [i for i, answer in enumerate(answers) if answer is None]
     if not left:
         return answers
-    env = {k: v for k, v in os.environ.items() if k not in _OF_A_LAUNCHER and not k.startswith("TORCHELASTIC_")}
-    env |= {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "TOKENIZERS_PARALLELISM": "false", INSIDE: "1"}
-    env |= {"OMP_NUM_THREADS": "1"} if all(questions[i]["fake"] for i in left) else {}
-    if all(questions[i]["device"] != "cuda" for i in left):
-        env |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, "-m", "zerofit.ghost"], input=json.dumps([questions[i] for i in left]),
-        capture_output=True, text=True, env=env,
-    )  # fmt: skip
+    asked = [questions[i] for i in left]
+    process = _taken() if all(map(_needs_no_device, asked)) else None
+    process = process or _started(all(q["fake"] for q in asked), any(q["device"] == "cuda" for q in asked))
+    output, errors = process.communicate(json.dumps(asked))
     found = {}
-    for line in done.stdout.splitlines():
+    for line in output.splitlines():
         if line.startswith(_MARK):
             number, answer = json.loads(line.removeprefix(_MARK))
             found[left[number]] = answer
     for i in left:
-        answer = found.get(i, {"failed": (done.stderr.strip().splitlines() or ["no answer"])[-1]})
+        answer = found.get(i, {"failed": (errors.strip().splitlines() or ["no answer"])[-1]})
         answers[i] = _as_exception(answer)
         if cache and not isinstance(answers[i], Exception):
             _keep(cache, questions[i], answer)
@@ -98,6 +93,38 @@ def run_all(questions: list[dict], cache: Path | None = None) -> list[dict | Exc
 
 INSIDE = "ZEROFIT_GHOST"  # environment variable: this process is a ghost; --show, --dry_run and --probe mean others
 _MARK = "ghost-answer: "
+_ready: list[subprocess.Popen] = []  # started ahead of its questions
+
+
+def get_ready() -> None:
+    """Start the process that the next questions go to: it imports for seconds while the caller does other things."""
+    if not _ready:
+        _ready.append(_started(fake=True, cuda=False))
+
+
+def dismiss() -> None:
+    """End what `get_ready` started when it was not asked anything."""
+    if process := _taken():
+        process.kill()
+        process.communicate()
+
+
+def _taken() -> subprocess.Popen | None:
+    return _ready.pop() if _ready else None
+
+
+def _needs_no_device(question: dict) -> bool:
+    return question["fake"] and question["device"] != "cuda"
+
+
+def _started(fake: bool, cuda: bool) -> subprocess.Popen:
+    env = {k: v for k, v in os.environ.items() if k not in _OF_A_LAUNCHER and not k.startswith("TORCHELASTIC_")}
+    env |= {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "TOKENIZERS_PARALLELISM": "false", INSIDE: "1"}
+    env |= {"OMP_NUM_THREADS": "1"} if fake else {}
+    env |= {} if cuda else {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    pipe = subprocess.PIPE
+    words = [sys.executable, "-m", "zerofit.ghost"]
+    return subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=env)
 
 
 def _as_exception(answer: dict) -> dict | Exception:
@@ -147,13 +174,16 @@ def _key(question: dict) -> str:
 
 
 def main() -> None:
-    questions = json.load(sys.stdin)
     import deepspeed  # noqa: F401  (what every fork would import)
     import torch
     import transformers  # noqa: F401
 
     from . import model, train, world  # noqa: F401
 
+    text = sys.stdin.read()
+    if not text:  # who started it had nothing to ask
+        return
+    questions = json.loads(text)
     # A process may use CUDA only when its parent has not; real tensors want all cores.
     workers = world.cores() if all(q["fake"] for q in questions) else 1
     waiting, running = list(enumerate(questions)), {}

@@ -49,6 +49,8 @@ def main(argv: list[str]) -> None:
     if given.show:
         _show(settings, command(given.launcher, count, port, recipe, flags), env)
         return
+    if not settings.probe:
+        planner.get_ready(settings)
     folder = prepare(settings)
     planned = None if settings.probe else planner.check(settings)
     if settings.probe:

@@ -514,6 +514,12 @@ def announce(found: dict | None) -> None:
     os.environ[PLANNED] = json.dumps(found or {})
 
 
+def get_ready(settings) -> None:
+    """Begin what `check` will wait for; it imports while the data are read."""
+    if settings.memory_limit or not settings.use_cpu:
+        ghost.get_ready()
+
+
 def predict(settings) -> dict | None:
     """What the very job takes: {"peak_bytes", "limit_bytes", "phase", "peak", ...}, or None where there is no limit.
 
@@ -550,6 +556,8 @@ def check(settings) -> dict | None:
     except ghost.GhostFailed as error:
         print(f"note: whether it fits is not known: {error}", flush=True)
         return None
+    finally:
+        ghost.dismiss()
     if found is None:
         return None
     peak, limit = found["peak_bytes"], found["limit_bytes"]

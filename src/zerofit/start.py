@@ -14,7 +14,7 @@ def settings(recipe: str, argv: list[str] | None = None, world_size: int | None 
     Args: argv, world_size: for a job that is still to be started; default: this process's own. gpu: see args.parse.
     Raises: UserError for the user's mistakes, before a GPU or a process group is touched.
     """
-    from . import probe
+    from . import planner, probe
 
     taken = world.take_over_environment()
     other_size = world.check_size() if argv is None else None
@@ -32,8 +32,6 @@ def settings(recipe: str, argv: list[str] | None = None, world_size: int | None 
         found = args.parse(recipe, probe.resolve(found, sys.argv[1:]), world.size())
         _check(found)
     if found.dry_run:
-        from . import planner
-
         planner.dry_run(found)
         raise SystemExit(0)
     if found.show:
@@ -41,7 +39,16 @@ def settings(recipe: str, argv: list[str] | None = None, world_size: int | None 
 
         print(f"{recipe}, {found.world_size} process{'es' * (found.world_size > 1)}\n{report.summary(found)}")
         raise SystemExit(0)
+    if argv is None and _is_to_check(found):
+        planner.get_ready(found)
     return found
+
+
+def _is_to_check(settings: args.Settings) -> bool:
+    """Whether this process says if the job fits: rank 0, where the launcher has not."""
+    from . import planner, probe
+
+    return world.rank() == 0 and not probe.asked() and planner.PLANNED not in os.environ
 
 
 def _check(found: args.Settings) -> None:
@@ -66,15 +73,15 @@ def processes(settings: args.Settings):
 
     The folder is only made once the model is there (`open_run`), so that a mistake leaves nothing half-made.
     """
-    from . import loss, memory_report, mlp, model, nvme, offload, ops, planner, probe, report, train
+    from . import loss, memory_report, mlp, model, nvme, offload, ops, planner, report, train
 
     config = model.load_config(settings)
     loss.choose(settings, config)
     mlp.choose(settings, config)
     if offload.depends_on_size(settings.deepspeed):
         offload.check_sizes(settings, model.check(settings))
-    if world.rank() == 0 and not probe.asked() and planner.PLANNED not in os.environ:
-        planner.announce(planner.check(settings))  # the launcher has not; the other ranks wait in the next line
+    if _is_to_check(settings):
+        planner.announce(planner.check(settings))  # the other ranks wait in the next line
     world.start(settings)
     ops.prepare(settings)
     nvme.claim(settings)
