@@ -95,6 +95,16 @@ class RunArguments:
             "memory.png and a table of peak bytes by phase and part."
         },
     )
+    on_nan: Literal["stop", "skip"] = field(
+        default="stop",
+        metadata={
+            "help": "A step whose loss or gradient is not finite is never applied, but said, and kept for `zerofit replay`; "
+            "stop: the run ends after --max_nan_steps such in a row; skip: never."
+        },
+    )
+    max_nan_steps: int = field(
+        default=3, metadata={"help": "Steps in a row without a finite gradient that end the run."}
+    )
     max_tokens_per_sample: int = field(default=48, metadata={"help": "New tokens per sample generation."})
     num_samples: int = field(
         default=3, metadata={"help": "Generations from the eval (else training) rows, shown at the end."}
@@ -605,6 +615,7 @@ def _check_ranges(settings: Settings) -> None:
         "logging_steps": 0,
         "lr_scaling_base_batch_size": 1,
         "max_restarts": 0,
+        "max_nan_steps": 1,
         "hang_timeout": 0,
     }
     for name, low in at_least.items():

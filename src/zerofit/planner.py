@@ -619,7 +619,8 @@ def _for_a_ghost(flags: list[str]) -> list[str]:
     from . import probe
 
     return probe.drop(flags, "--dry_run", "--show", "--gpu", "--gpus", "--force", "--output_dir", "--memory_limit",
-                      "--resume_from_checkpoint", "--on_oom", "--max_restarts", "--hang_timeout")  # fmt: skip
+                      "--resume_from_checkpoint", "--on_oom", "--max_restarts", "--hang_timeout", "--on_nan",
+                      "--max_nan_steps")  # fmt: skip
 
 
 # --- what was measured ---

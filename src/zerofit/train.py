@@ -21,6 +21,7 @@ from . import (
     attention,
     data,
     ddp,
+    divergence,
     failure,
     generate,
     hardware,
@@ -41,7 +42,7 @@ from . import (
     world,
 )
 from .args import order_seed
-from .errors import Diverged, UserError
+from .errors import UserError
 
 
 def training_arguments(settings) -> TrainingArguments:
@@ -85,6 +86,7 @@ class KitTrainer(Trainer):
         ddp.apply(self)
         for callback in (PrinterCallback, ProgressCallback):
             self.remove_callback(callback)
+        self.guard = divergence.Guard(self)
         self.ledger = memory.current()
         self.ledger.attach(self)
         self.reporter = Reporter(self)
@@ -115,7 +117,12 @@ class KitTrainer(Trainer):
         batches, count = super().get_batch_samples(epoch_iterator, num_batches, device)
         if self.settings.optim == "sophia" and batches:
             sophia.estimate_if_due(self, batches)
+        self.guard.begin(batches)
         return batches, count
+
+    def _get_grad_norm(self, model, grad_norm=None):
+        self.guard.grad_norm = super()._get_grad_norm(model, grad_norm)
+        return self.guard.grad_norm
 
     def prove_documents_apart(self) -> None:
         """Compare the real model's logits on three documents in one row with the same documents one by one, and
@@ -171,7 +178,9 @@ class KitTrainer(Trainer):
         self.clock.tokens = self.clock.tokens + (mask.sum() if mask is not None else inputs["input_ids"].numel())
         if self.tokens.stream is not None and num_items_in_batch is not None:
             num_items_in_batch = num_items_in_batch.clamp(min=1)  # a step whose rows were all cut away: loss 0, not NaN
-        return super().training_step(net, inputs, num_items_in_batch)
+        loss = super().training_step(net, inputs, num_items_in_batch)
+        self.guard.losses.append(loss)
+        return loss
 
     def without_logits(self):
         """Context of every forward that only the loss is wanted of."""
@@ -214,6 +223,7 @@ class KitTrainer(Trainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
+            logs["loss"] = self.guard.mean(logs["loss"])
             logs.update(self.clock.measure(self.args))
             skipped = self.model_wrapped.skipped_steps if self.is_deepspeed_enabled else self.reporter.skipped_steps
             if skipped:
@@ -264,7 +274,7 @@ def peak_memory_bytes(args) -> int:
 
 
 class Reporter(TrainerCallback):
-    """Step lines on the terminal, metrics.jsonl, the resolved deepspeed.json, and the stop on NaN."""
+    """Step lines on the terminal, metrics.jsonl and the resolved deepspeed.json."""
 
     def __init__(self, trainer: KitTrainer):
         self.trainer, self.began, self.first_step, self.bar = trainer, time.perf_counter(), 0, None
@@ -303,6 +313,9 @@ class Reporter(TrainerCallback):
             self.trainer._load_rng_state(args.resume_from_checkpoint)
         self.trainer.clock.start()
 
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        self.trainer.guard.hold_back()
+
     def on_step_end(self, args, state, control, **kwargs):
         self.pulse.beat(state.global_step)
         self.skipped_steps += bool(self.trainer.accelerator.optimizer_step_was_skipped)
@@ -310,6 +323,7 @@ class Reporter(TrainerCallback):
             self.bar.update(state.global_step - self.bar.n)
         if state.global_step >= state.max_steps:
             control.should_log = True  # the last steps too, when logging_steps does not divide
+        self.trainer.guard.after_step()
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if "train_runtime" in logs:  # transformers' summary of the whole run; ours is result.json
@@ -319,7 +333,8 @@ class Reporter(TrainerCallback):
                 file.write(json.dumps({"step": state.global_step, **logs}) + "\n")
             line = self._line(state, logs)
             self.bar.write(line) if self.bar is not None else print(line, flush=True)
-        self._stop_if_diverged(args, state, logs)
+            if not math.isfinite(logs.get("eval_loss", 0.0)):
+                print(f"note: step {state.global_step}: the evaluation loss is {logs['eval_loss']}", flush=True)
 
     def on_train_end(self, args, state, control, **kwargs):
         if self.bar is not None:
@@ -341,16 +356,6 @@ class Reporter(TrainerCallback):
         done = state.global_step - self.first_step
         left = (time.perf_counter() - self.began) / max(1, done) * (state.max_steps - state.global_step)
         return "  ".join([*words, f"ETA {int(left) // 3600}:{int(left) // 60 % 60:02}:{int(left) % 60:02}"])
-
-    def _stop_if_diverged(self, args, state, logs) -> None:
-        for name in ("loss", "grad_norm"):
-            value = logs.get(name)
-            overflow_is_normal = name == "grad_norm" and args.fp16  # the loss scaler finds its level that way
-            if value is not None and not math.isfinite(value) and not overflow_is_normal:
-                raise Diverged(
-                    f"step {state.global_step}: the {name.replace('_', ' ')} is {value}; the weights are no longer "
-                    "usable. Lower --learning_rate, look at the rows of this step, or use --bf16 instead of --fp16."
-                )
 
 
 def finish(trainer: KitTrainer, started: float) -> None:
@@ -381,6 +386,7 @@ def finish(trainer: KitTrainer, started: float) -> None:
         "status": "finished",
         "recipe": settings.recipe,
         "steps": trainer.state.global_step,
+        "steps_not_applied": trainer.guard.found,
         "train_loss": next((e["train_loss"] for e in reversed(trainer.state.log_history) if "train_loss" in e), None),
         "last_loss": losses[-1] if losses else None,
         "eval_loss": evaluations[-1]["eval_loss"] if evaluations else None,
