@@ -23,7 +23,7 @@ def test_the_kits_own_flags_are_frozen():
             memory_report on_nan max_nan_steps max_tokens_per_sample num_samples
         """,
         "SupervisionArguments": """
-            on_oom max_restarts hang_timeout
+            on_oom canary max_restarts hang_timeout
         """,
         "OffloadArguments": """
             offload_path offload_ratio super_offload zenflow zero_hpz_partition_size

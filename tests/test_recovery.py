@@ -21,14 +21,14 @@ COMMON = [
 ]  # fmt: skip
 
 
-def launch(folder, *flags, fault=None, gpus="2", zero="2", timeout=400):
+def launch(folder, *flags, fault=None, gpus="2", zero="2", timeout=400, recipe="sft"):
     """The finished `zerofit launch` of two ranks; every process that it had started is gone."""
     env = {**os.environ}
     if fault:
         marker = folder.with_suffix(".struck")
         env["ZEROFIT_TEST_FAULT"] = json.dumps({"marker": str(marker), "rank": 1, "step": 3} | fault)
         env["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests" / "faults"), env["PYTHONPATH"]])
-    words = ["-m", "zerofit", "launch", "--gpus", gpus, "recipes/sft.py", *COMMON, "--zero", zero, *flags]
+    words = ["-m", "zerofit", "launch", "--gpus", gpus, f"recipes/{recipe}.py", *COMMON, "--zero", zero, *flags]
     done = subprocess.run(
         [sys.executable, *words, "--output_dir", str(folder)],
         capture_output=True, text=True, timeout=timeout, cwd=ROOT, env=env,

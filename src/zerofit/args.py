@@ -123,6 +123,13 @@ class SupervisionArguments:
             "effective batch, then gradient checkpointing, a higher stage, offload."
         },
     )
+    canary: Literal["auto", "true", "false"] = field(
+        default="auto",
+        metadata={
+            "help": "Before the run, in processes of their own: two steps on the longest rows, an evaluation batch, save and "
+            "reload; auto: when the run is predicted to take over 10 minutes."
+        },
+    )
     max_restarts: int = field(
         default=3, metadata={"help": "Starts again from the newest checkpoint after a rank was lost or hung."}
     )

@@ -1,11 +1,12 @@
 """Start a recipe on N processes of this machine: check first, then hand over to a standard launcher."""
 
 import argparse
+import math
 import os
 import sys
 from pathlib import Path
 
-from . import args, planner, probe, start, supervise, world
+from . import args, canary, planner, probe, start, supervise, world
 from .errors import UserError
 
 LAUNCHERS = ("torchrun", "accelerate", "deepspeed")
@@ -51,7 +52,7 @@ def main(argv: list[str]) -> None:
         return
     if not settings.probe:
         planner.get_ready(settings)
-    folder = prepare(settings)
+    folder, train_set = prepare(settings)
     planned = None if settings.probe else planner.check(settings)
     if settings.probe:
         flags = probe.with_size(settings, flags, probe.search(settings, flags).size)
@@ -63,6 +64,8 @@ def main(argv: list[str]) -> None:
 
     parsed = start.settings(recipe.stem, flags, count) if settings.probe else settings
     job = supervise.Job(words, lambda f: start.settings(recipe.stem, f, count), parsed, flags, folder, env, count)
+    if canary.wanted(parsed, planned, _steps(parsed, train_set)):
+        job.flags, job.settings = canary.rehearse(job, planned)
     raise SystemExit(supervise.run(job))
 
 
@@ -92,8 +95,11 @@ def _check_devices(count: int, use_cpu: bool) -> None:
         )
 
 
-def prepare(settings: args.Settings) -> Path:
-    """Everything that can go wrong without a GPU, tried in this one process: folder, model config, tokenizer, data."""
+def prepare(settings: args.Settings) -> tuple[Path, object]:
+    """Everything that can go wrong without a GPU, tried in this one process: folder, model config, tokenizer, data.
+
+    Returns: the run folder to be made, the training set (data.Tokens).
+    """
     from . import data, doctor, inspection, model, offload, report
 
     for sentence in doctor.before_launch():
@@ -101,8 +107,19 @@ def prepare(settings: args.Settings) -> Path:
     folder = report.choose_folder(settings)
     offload.check_sizes(settings, model.check(settings))
     tokenizer = model.load_tokenizer(settings)
-    inspection.check(settings, *data.load(settings, tokenizer), tokenizer)
-    return folder
+    sets = data.load(settings, tokenizer)
+    inspection.check(settings, *sets, tokenizer)
+    return folder, sets[0]
+
+
+def _steps(settings: args.Settings, train_set) -> int | None:
+    """Optimizer steps of the run; None for a stream without --max_steps. Packed rows are taken as full ones."""
+    if settings.max_steps > 0:
+        return settings.max_steps
+    if train_set.stream is not None:
+        return None
+    rows = train_set.statistics["tokens"] / settings.max_length if settings.packing else len(train_set)
+    return math.ceil(settings.num_train_epochs * rows / settings.effective_batch_size)
 
 
 def environment(count: int) -> dict[str, str]:

@@ -521,7 +521,8 @@ def get_ready(settings) -> None:
 
 
 def predict(settings) -> dict | None:
-    """What the very job takes: {"peak_bytes", "limit_bytes", "phase", "peak", ...}, or None where there is no limit.
+    """What the very job takes: {"peak_bytes", "limit_bytes", "phase", "peak", "step_seconds" (an estimate; None on a
+    CPU), ...}, or None where there is no limit.
 
     On a CPU --memory_limit is the limit, and bytes are a CPU run's.
     Raises: GhostFailed when it cannot be run without memory; UserError for the user's mistakes.
@@ -534,16 +535,25 @@ def predict(settings) -> dict | None:
     whole = int(settings.memory_limit * GIB) if settings.memory_limit else int(gpu.memory_gib * GIB)
     began = time.perf_counter()
     flags, shape = _for_a_ghost(settings.flags), _shape(settings)
-    every = settings.gradient_checkpointing_every if settings.gradient_checkpointing else 0
-    answer = answer_of(settings.recipe, flags, settings.world_size, [0], gpu, int(settings.zero), shape, every)
+    setting = _setting(settings)
+    answer = answer_of(settings.recipe, flags, settings.world_size, [0], gpu, setting.zero, shape, setting.every)
     if isinstance(answer, Exception):
         raise answer
     return {
         "peak_bytes": max(answer["total"].values()) + (0 if cpu else WORKSPACE_BYTES),
         "limit_bytes": whole - sum(allowance.values()), "phase": max(answer["total"], key=answer["total"].get),
         "peak": answer["peak"], "host": answer["host"], "gpu": gpu.device_name if gpu else "cpu",
+        "step_seconds": gpu and closed_forms.step_seconds(shape, setting, gpu, settings.max_length),
         "seconds": round(time.perf_counter() - began, 1),
     }  # fmt: skip
+
+
+def _setting(settings) -> Setting:
+    every = settings.gradient_checkpointing_every if settings.gradient_checkpointing else 0
+    micro = settings.per_device_train_batch_size
+    return Setting(int(settings.zero), settings.offload, every, micro, micro * settings.max_length,
+                   settings.gradient_accumulation_steps, settings.world_size, settings.activation_offload,
+                   bool(settings.offload_path))  # fmt: skip
 
 
 def check(settings) -> dict | None:
@@ -620,7 +630,7 @@ def _for_a_ghost(flags: list[str]) -> list[str]:
 
     return probe.drop(flags, "--dry_run", "--show", "--gpu", "--gpus", "--force", "--output_dir", "--memory_limit",
                       "--resume_from_checkpoint", "--on_oom", "--max_restarts", "--hang_timeout", "--on_nan",
-                      "--max_nan_steps")  # fmt: skip
+                      "--max_nan_steps", "--canary")  # fmt: skip
 
 
 # --- what was measured ---

@@ -283,27 +283,30 @@ def _step(trainer, rows: list[dict], ledger) -> dict:
         torch.cuda.reset_peak_memory_stats()
     started = time.perf_counter()
     if ledger is None:
-        _two_micro_batches(trainer, rows)
+        micro_batches(trainer, rows, 2)
         torch.cuda.synchronize()
         peak = torch.cuda.max_memory_reserved()
     else:
         ledger.highest = 0
         with ledger:
-            _two_micro_batches(trainer, rows)
+            micro_batches(trainer, rows, 2)
         peak = ledger.highest
     return {"peak_bytes": peak, "seconds": time.perf_counter() - started}
 
 
-def _two_micro_batches(trainer, rows: list[dict]) -> None:
+def micro_batches(trainer, rows: list[dict], number: int) -> float:
+    """One optimizer step of `number` micro batches, each of these rows: its loss."""
     accelerator, net = trainer.accelerator, trainer.model_wrapped
-    count = 2 * sum(label != -100 for row in rows for label in row["labels"])
+    count = number * sum(label != -100 for row in rows for label in row["labels"])
     count = torch.tensor(max(1, count), device=trainer.args.device)
     net.train()
-    for last in (False, True):
-        accelerator.gradient_state._set_sync_gradients(last)
-        trainer.training_step(net, trainer.train_collator(rows), count)
+    loss = torch.zeros((), device=trainer.args.device)
+    for i in range(number):
+        accelerator.gradient_state._set_sync_gradients(i == number - 1)
+        loss += trainer.training_step(net, trainer.train_collator(rows), count)
     if not trainer.is_deepspeed_enabled:  # DeepSpeed's backward makes the step too
         if trainer.args.max_grad_norm:
             accelerator.clip_grad_norm_(net.parameters(), trainer.args.max_grad_norm)
         trainer.optimizer.step()
         net.zero_grad()
+    return loss.item()

@@ -1,5 +1,6 @@
 """The first lines of every recipe: arguments in, processes and run folder up, everything decided said once."""
 
+import json
 import os
 import sys
 
@@ -96,7 +97,7 @@ def processes(settings: args.Settings):
 
 def open_run(settings: args.Settings, train_set, eval_set) -> None:
     """Make the run folder, say once what was decided, and write run.json."""
-    from . import data, report
+    from . import canary, data, report
 
     report.open_folder(settings)
     sets = {"training": train_set, "evaluation": eval_set}
@@ -109,7 +110,8 @@ def open_run(settings: args.Settings, train_set, eval_set) -> None:
         for sentence in [*settings.decisions, *(data.describe(name, found) for name, found in sets.items())]:
             print(f"  - {sentence}", flush=True)
         facts = {name: {"fingerprint": found.fingerprint, **found.statistics} for name, found in sets.items()}
-        report.write_run(settings, {"data": facts})
+        rehearsed = os.environ.get(canary.FOUND)
+        report.write_run(settings, {"data": facts} | ({"canary": json.loads(rehearsed)} if rehearsed else {}))
 
 
 def _choose_batches(settings: args.Settings) -> None:

@@ -124,13 +124,16 @@ def _end(job: Job, endings: list, records: Path, opened: bool, settings, flags: 
 # --- one attempt's processes ---
 
 
-def watch(words: list[str], env: dict, records: Path, limit: float, count: int) -> tuple[int, list[int], int | None]:
+def watch(
+    words: list[str], env: dict, records: Path, limit: float, count: int, stdout=None
+) -> tuple[int, list[int], int | None]:
     """Run the command in a session of its own, pass signals on, leave no process behind.
 
-    Args: limit: seconds without a step of any rank after which the job is ended; 0: none.
+    Args: limit: seconds without a step of any rank after which the job is ended; 0: none. stdout: a file instead of
+        this process's.
     Returns: exit code, the signals that were passed on, the rank that held up a job that hung.
     """
-    child = subprocess.Popen(words, env=env, start_new_session=True)
+    child = subprocess.Popen(words, env=env, start_new_session=True, stdout=stdout)
     heard: list[int] = []
     hung = None
 

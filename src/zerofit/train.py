@@ -19,6 +19,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from . import (
     adapters,
     attention,
+    canary,
     data,
     ddp,
     divergence,
@@ -219,7 +220,9 @@ class KitTrainer(Trainer):
             f"{metric_key_prefix}_loss": mean,
             f"{metric_key_prefix}_perplexity": math.exp(min(mean, 700.0)),
         }
-        return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=len(self.eval_tokens))
+        return EvalLoopOutput(
+            predictions=None, label_ids=None, metrics=metrics, num_samples=len(self.eval_tokens or ())
+        )
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
@@ -295,6 +298,8 @@ class Reporter(TrainerCallback):
             print(f"  - {sentence}", flush=True)
         if trainer.train_collator.packed:
             trainer.prove_documents_apart()
+        if canary.asked():
+            canary.measure(trainer)
         if trainer.settings.bundled:
             self.before = generate.exact_match(trainer)
             if args.process_index == 0:

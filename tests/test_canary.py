@@ -1,0 +1,94 @@
+"""The canary: what it meets, that a run after it is the run without it, and what it does about what it meets."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from conftest import TINY, Run
+from test_recovery import launch
+
+from zerofit import canary
+from zerofit.errors import UserError
+
+EVAL = ["--eval_data", str(TINY / "eval.jsonl"), "--lora_dropout", "0.1"]
+CASES = [("0", "sft"), ("1", "sft"), ("2", "sft"), ("3", "sft"), ("0", "lora"), ("2", "lora"), ("3", "lora")]
+
+
+def check_same_as_without(tmp_path, zero, recipe, more=()):
+    more = [*more, *(EVAL if recipe == "lora" else EVAL[:2])]
+    plain = launch(tmp_path / "plain", *more, zero=zero, recipe=recipe)
+    done = launch(tmp_path / "run", *more, "--canary", "true", zero=zero, recipe=recipe)
+    assert plain.returncode == done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    assert "canary: all well" in done.stdout and "to the same loss" in done.stdout
+    assert Run(tmp_path / "run").losses == Run(tmp_path / "plain").losses  # bit for bit
+    found = Run(tmp_path / "run").json("run.json")["canary"]
+    saved = tmp_path / "run" / "checkpoint-6"
+    assert found["checkpoint_bytes"] == pytest.approx(
+        sum(f.stat().st_size for f in saved.rglob("*") if f.is_file()), rel=0.02
+    )
+    assert (found["steps"], found["reloaded"]) == (6, True)
+    assert found["checkpoints"] == 2  # one is kept (save_total_limit 1) while the next is written
+    assert "canary" not in Run(tmp_path / "plain").json("run.json")
+    assert not list(tmp_path.glob(".*.canary"))
+
+
+def test_the_run_after_it_is_the_run_without_it(tmp_path):
+    check_same_as_without(tmp_path, "2", "lora")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("zero", "recipe"), CASES)
+def test_every_stage(tmp_path, zero, recipe):
+    check_same_as_without(tmp_path, zero, recipe)
+
+
+@pytest.mark.slow
+def test_packed_and_streamed(tmp_path):
+    check_same_as_without(tmp_path / "packed", "0", "sft", ["--packing", "true"])
+    check_same_as_without(tmp_path / "streamed", "0", "sft", ["--streaming", "true"])
+
+
+@pytest.mark.slow
+def test_out_of_memory_is_met_before_the_run(tmp_path):
+    fault = {"what": "oom", "where": "backward", "step": 0}
+    done = launch(tmp_path / "run", "--canary", "true", fault=fault)
+    assert done.returncode == 0, done.stderr
+    assert "once more with micro batch 2 instead of 4" in done.stdout and "canary: all well" in done.stdout
+    assert Run(tmp_path / "run").json("run.json")["arguments"]["per_device_train_batch_size"]["value"] == 2
+    assert not (tmp_path / "run" / "attempts").exists()  # nothing was lost
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fault", "code", "says"), [
+    ({"what": "disk full", "where": "save", "step": 0}, 1, "No space left on device"),
+    ({"what": "kill", "where": "eval", "step": 0}, 137, "rank 1 was ended by SIGKILL"),
+])  # fmt: skip
+def test_a_run_is_not_started_over_it(tmp_path, fault, code, says):
+    done = launch(tmp_path / "run", *EVAL[:2], "--canary", "true", fault=fault)
+    assert done.returncode == code and says in done.stderr and "the canary failed" in done.stderr
+    assert not (tmp_path / "run").exists() and not list(tmp_path.glob(".*.canary"))
+
+
+@pytest.mark.parametrize(("flag", "planned", "steps", "expected"), [
+    ("auto", None, 10**6, False), ("true", None, None, True), ("false", {"step_seconds": 9.0}, 10**6, False),
+    ("auto", {"step_seconds": 2.0}, 299, False), ("auto", {"step_seconds": 2.0}, 301, True),
+    ("auto", {"step_seconds": 2.0}, None, True), ("auto", {"step_seconds": None}, 10**6, False),
+])  # fmt: skip
+def test_when_it_is_on(flag, planned, steps, expected):
+    assert canary.wanted(SimpleNamespace(canary=flag), planned, steps) is expected
+
+
+def test_a_disk_that_is_too_small(tmp_path):
+    found = {"checkpoint_bytes": 2**60, "checkpoints": 3, "final_bytes": 2**40}
+    with pytest.raises(UserError, match=r"3 checkpoints and final/ will take .* GB, the disk has .*--save_total_limit"):
+        canary._check_disk(found, SimpleNamespace(force=False), tmp_path / "run")
+    canary._check_disk(found, SimpleNamespace(force=True), tmp_path / "run")
+
+
+def test_what_it_says():
+    found = {"device": "cuda", "peak_bytes": 60 * 2**30, "step_seconds": 4.0, "steps": 2000, "tokens_per_second": 12345.6,
+             "checkpoint_bytes": 112e9, "save_seconds": 31.0, "load_seconds": 40.0, "reloaded": True}  # fmt: skip
+    text = "\n".join(canary.sentences(found, {"peak_bytes": 59 * 2**30, "limit_bytes": 76 * 2**30}, 95.0))
+    assert "peak 60.00 GiB a rank; the plan said 59.00; 16.00 GiB are left" in text
+    assert "12,346 tokens/s" in text and "2,000 steps take at most 2:13:20" in text and "112 GB in 31.0 s" in text
+    assert json.dumps(found)
