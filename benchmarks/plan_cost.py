@@ -43,8 +43,8 @@ settings.values["force"] = True
 settings.values["use_cpu"] = False
 planner.get_ready(settings)
 from zerofit import data, doctor, inspection, model, offload, report  # what the launcher does meanwhile
-doctor.before_launch()
-model.check(settings)
+doctor.heed(doctor.installation())
+doctor.heed(doctor.of_job(settings, model.check(settings)))
 asked = planner.answer_of
 def answer_of(*a):
     found = asked(*a)

@@ -2,15 +2,18 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from packaging.specifiers import SpecifierSet
 
-from zerofit import doctor
+from zerofit import args, doctor
 from zerofit.errors import UserError
 
 
@@ -39,7 +42,7 @@ def test_a_version_outside_of_the_tested_set(monkeypatch):
     found = doctor.known_problems()
     assert "fail" in {f.level for f in found} and any("issues/8224" in f.text for f in found)
     with pytest.raises(UserError, match=r"deepspeed 0\.18\.5"):
-        doctor.before_launch()
+        doctor.heed(doctor.installation())
 
 
 def test_a_package_that_is_missing(monkeypatch):
@@ -137,3 +140,34 @@ def test_processes_that_cannot_talk(monkeypatch):
 def test_mistakes(words):
     with pytest.raises(UserError, match="must be a whole number"):
         doctor.main(words)
+
+
+def test_room_for_checkpoints(monkeypatch, tmp_path):
+    settings = args.parse("sft", ["--save_total_limit", "2", "--output_dir", str(tmp_path / "new")], 1)
+    net = torch.nn.Linear(10**5, 10**5, bias=False, device="meta")
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(total=0, free=100 * 10**9))
+    level, text = only(doctor.room(settings, net))  # 3 x 14 bytes x 1e10 and 2 bytes x 1e10
+    assert level == "warn" and "3 checkpoints and final/ take about 440 GB" in text and "has 100 free" in text
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(total=0, free=10**12))
+    assert doctor.room(settings, net) == []
+
+
+def test_the_hub(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert only(doctor.hub_access())[1].startswith("offline mode")
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    level, text = only(doctor.hub_access())
+    assert level == "warn" and "cannot be reached, without a token" in text
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    assert "with a token" in only(doctor.hub_access())[1] and "hf_secret" not in only(doctor.hub_access())[1]
+
+
+def test_a_job_is_told_what_concerns_it(monkeypatch):
+    net = torch.nn.Linear(2, 2, device="meta")
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    monkeypatch.setenv("DS_SKIP_CUDA_CHECK", "1")
+    found = doctor.of_job(args.parse("sft", ["--zero", "2", "--offload", "optimizer"], 1), net)
+    assert "NCCL_P2P_DISABLE" not in {f.name for f in found}  # on a CPU
+    assert {"DS_SKIP_CUDA_CHECK", "host memory"} <= {f.name for f in found}
+    assert any("DS_SKIP_CUDA_CHECK is" in s or s.startswith("DS_SKIP_CUDA_CHECK") for s in doctor.heed(found))

@@ -217,6 +217,7 @@ def step_seconds(s: Shape, setting: Setting, gpu: Gpu, sequence: int) -> float:
     return arithmetic + wire + update
 
 
-def checkpoint_bytes(s: Shape) -> float:
-    """Of one checkpoint folder of all ranks: 16-bit weights, fp32 master and Adam's two states of what trains."""
-    return (2.0 * s.parameters if not s.frozen else 2.0 * s.trainable) + 12.0 * s.trainable
+def checkpoint_bytes(trainable: int, parameters: int) -> float:
+    """Of one checkpoint folder of all ranks: 16-bit weights (an adapter's without its base), fp32 master and Adam's two
+    states of what trains."""
+    return 2.0 * (parameters if trainable == parameters else trainable) + 12.0 * trainable

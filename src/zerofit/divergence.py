@@ -24,6 +24,7 @@ class Guard:
     def __init__(self, trainer):
         self.trainer, self.settings = trainer, trainer.settings
         self.found = self.in_a_row = self.overflows = 0  # steps
+        self.by_rows = False  # whether the last bad step had micro batches without a finite loss
         self.steps_logged = self.found_logged = 0  # since the last log line
         self.batches, self.losses, self.grad_norm = [], [], 0.0
 
@@ -61,9 +62,34 @@ class Guard:
         self.found += 1
         self.found_logged += 1
         self.in_a_row += 1
+        self.by_rows = any(not math.isfinite(loss) for rank in losses for loss in rank)
         self.trainer._tr_loss.copy_(self.loss_before)  # the mean of the other steps stays a number
         stop = self.settings.on_nan == "stop" and self.in_a_row >= self.settings.max_nan_steps
         self._tell(losses, stop)
+
+    def at_end(self) -> None:
+        """The last steps may have been bad, and too few in a row to stop: are it the rows, or the weights?
+
+        Raises: Diverged when the weights give no finite loss on any of four rows, or when it was the gradient alone.
+        """
+        if not self.in_a_row or (self.by_rows and self._some_row_is_finite()):
+            return
+        what = (
+            "the weights give no finite loss on any row"
+            if self.by_rows
+            else "all of its losses were finite, no row stands out"
+        )
+        raise Diverged(
+            f"step {self.trainer.state.global_step}: the run ends on a step without a finite gradient, and {what}: the weights "
+            "are no longer usable. Lower --learning_rate, or start from an earlier checkpoint."
+        )
+
+    def _some_row_is_finite(self) -> bool:
+        trainer = self.trainer
+        losses = (
+            trainer.evaluation_loop([trainer.data_collator([row])], "usable") for row in probe.longest_rows(trainer, 4)
+        )
+        return any(math.isfinite(loop.metrics["eval_loss"]) for loop in losses)
 
     def mean(self, logged: float) -> float:
         """transformers divides the summed loss by all steps since the last line; those left out do not count."""

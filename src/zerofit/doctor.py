@@ -1,7 +1,7 @@
 """make doctor: what of this machine would stop a job, slow it down, or spoil it in silence; each with its mending.
 
-Every check returns findings; none starts a job, and together they take less than 15 s. `before_launch` runs those that
-cost nothing before each job.
+Every check returns findings; none starts a job, and together they take less than 15 s. The launcher heeds `installation`
+and `of_job` before each job.
 """
 
 import argparse
@@ -59,7 +59,7 @@ def main(argv: list[str]) -> None:
         raise UserError(f"--gpus {given.gpus}: must be a whole number from 1.")
     began, found = time.perf_counter(), []
     for check in (python_and_packages, known_problems, compilers, compiled_ops, variables, launcher_files, gpus,
-                  host_memory, lambda: disk(Path(given.out)), lambda: port(given.port), json_files,
+                  host_memory, lambda: disk(Path(given.out)), lambda: port(given.port), hub_access, json_files,
                   lambda: exchange(int(given.gpus or 0))):  # fmt: skip
         found += (new := check())
         if not given.json:
@@ -352,12 +352,60 @@ def exchange(count: int, seconds: float = 30.0) -> list[Finding]:
 # --- before each launch ---
 
 
-def before_launch() -> list[str]:
-    """The checks that cost nothing, before a job starts: the sentences of those that warn.
+def hub_access() -> list[Finding]:
+    """Whether models and data of the Hugging Face hub can be had: offline mode, the token, the address."""
+    from huggingface_hub import get_token
 
-    Raises: UserError for one that fails.
+    from . import hub
+
+    if os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE"):
+        return [Finding("hub", "ok", "offline mode: what was downloaded before is used")]
+    token = "with a token" if get_token() else "without a token (gated models need one: hf auth login)"
+    try:
+        hub.check("hub")
+    except UserError:
+        return [Finding("hub", "warn", f"cannot be reached, {token}: local folders and files only",
+                        "HTTPS_PROXY, HF_ENDPOINT, or HF_HUB_OFFLINE=1 for what is here already")]  # fmt: skip
+    return [Finding("hub", "ok", f"can be reached, {token}")]
+
+
+def room(settings, net) -> list[Finding]:
+    """Whether the disk holds what this run will keep, by the closed form (with AdamW's two states).
+
+    Args: net: the model on the meta device.
     """
-    found = [*python_and_packages(), *known_problems()]
+    from . import closed_forms, model, report
+
+    trained, every = model.count_parameters(net)
+    each = closed_forms.checkpoint_bytes(trained, every)
+    kept = 0 if settings.save_strategy == "no" else (settings.save_total_limit or 1) + 1  # one is being written
+    needed = kept * each + 2 * (trained if settings.recipe == "lora" else every)
+    folder = report.nearest_existing(Path(settings.output_dir or "runs").expanduser().absolute())
+    free = shutil.disk_usage(folder).free
+    if needed <= free:
+        return []
+    return [Finding("disk", "warn", f"{kept} checkpoints and final/ take about {needed / 1e9:.3g} GB, {folder} has "
+                    f"{free / 1e9:.3g} free", "--save_total_limit 1, --save_strategy no, or another folder with OUT=")]  # fmt: skip
+
+
+def installation() -> list[Finding]:
+    """What can be known before a model is looked at."""
+    return [*python_and_packages(), *known_problems()]
+
+
+def of_job(settings, net) -> list[Finding]:
+    """What concerns this job and costs nothing. net: the model on the meta device."""
+    found = room(settings, net)
+    found += [f for f in variables() if not settings.use_cpu or not f.name.startswith(("CUDA", "NCCL", "PYTORCH"))]
+    if not settings.use_cpu:
+        found += gpus()
+    if settings.offload != "none" or settings.activation_offload:
+        found += host_memory()
+    return found
+
+
+def heed(found: list[Finding]) -> list[str]:
+    """The sentences of those that warn. Raises: UserError for one that fails."""
     for finding in found:
         if finding.level == "fail":
             raise UserError(f"{finding.name}: {finding.text}; {finding.fix}.")

@@ -100,12 +100,15 @@ def prepare(settings: args.Settings) -> tuple[Path, object]:
 
     Returns: the run folder to be made, the training set (data.Tokens).
     """
-    from . import data, doctor, inspection, model, offload, report
+    from . import data, doctor, inspection, model, offload, ops, report
 
-    for sentence in doctor.before_launch():
+    notes = doctor.heed(doctor.installation())
+    net = model.check(settings)
+    for sentence in [*notes, *doctor.heed(doctor.of_job(settings, net))]:
         print(f"note: {sentence}", flush=True)
     folder = report.choose_folder(settings)
-    offload.check_sizes(settings, model.check(settings))
+    offload.check_sizes(settings, net)
+    ops.prepare(settings)  # a compiler that fails does so here, before any rank waits
     tokenizer = model.load_tokenizer(settings)
     sets = data.load(settings, tokenizer)
     inspection.check(settings, *sets, tokenizer)

@@ -75,7 +75,7 @@ def facts(candidate: Candidate, plan: Plan) -> dict[str, str]:
             f"{saving:.1f} more on the first node while saving"
         )
     return found | {
-        "checkpoint": f"{closed_forms.checkpoint_bytes(shape) / GIB:.1f} GiB each on disk",
+        "checkpoint": f"{closed_forms.checkpoint_bytes(shape.trainable, shape.parameters) / GIB:.1f} GiB each on disk",
         "sent by each GPU": f"{closed_forms.wire_bytes(shape, setting) / GIB:.1f} GiB a step",
         "estimate": f"{candidate.seconds:.2f} s a step, {candidate.tokens_per_second:,.0f} tokens/s "
         f"({candidate.tokens_per_second / plan.ranks:,.0f} a GPU), from data sheets at {closed_forms.MATRIX_EFFICIENCY:.0%} of peak",

@@ -344,6 +344,7 @@ class Reporter(TrainerCallback):
     def on_train_end(self, args, state, control, **kwargs):
         if self.bar is not None:
             self.bar.close()
+        self.trainer.guard.at_end()
 
     def _line(self, state, logs) -> str:
         where = f"step {state.global_step}/{state.max_steps}"
