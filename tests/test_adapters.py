@@ -64,7 +64,7 @@ VARIANTS = {
     "new": (lora, NEW, "02"),
     "4bit": (lora, ["--load_in_4bit"], "0123"),
     "4bitdora": (lora, ["--load_in_4bit", "--use_dora", "true"], "02"),
-    "4bitia3": (lora, ["--load_in_4bit", "--adapter", "ia3", *FASTER], "023"),
+    "4bitia3": (lora, ["--load_in_4bit", "--adapter", "ia3", *FASTER], "0"),  # refused above
     "4bitprompt": (lora, ["--load_in_4bit", "--adapter", "prompt_tuning", *FASTER], "02"),
     "8bit": (lora, ["--load_in_8bit"], "02"),
     "sftnew": (sft, NEW, "0123"),

@@ -270,7 +270,8 @@ def llama(hidden: int, layers: int) -> dict:
        for z in (1, 2, 3) for n in (8, 64, 512) for r in (0, n // 2, n - 1) if (z, n, r) != (2, 8, 0)],
 )  # fmt: skip
 def test_model_states_of_many_ranks(zero, ranks, rank):
-    config = llama(256, 24) if ranks > 8 else json.loads((TINY / "model" / "config.json").read_text())
+    small = (ranks, rank) == (8, 0)  # in the middle of it a tensor is 2.6 % of all
+    config = json.loads((TINY / "model" / "config.json").read_text()) if small else llama(256, 24)
     found = memory.model_states(config, zero, ranks, rank)
     moment = "last_gradient" if zero == 1 else "before_step"
     expected = found["numel"] * sum(memory.formula(zero, ranks).values())
