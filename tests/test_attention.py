@@ -375,3 +375,16 @@ def test_a_class_without_sdpa_gets_eager():
     settings = args.parse("sft", [*flags, "--attn_implementation", "sdpa"], 1)
     with pytest.raises(UserError, match="--attn_implementation sdpa: Gemma2ForCausalLM has none; use eager"):
         attention.fit(settings, model.load_config(settings))
+
+
+def test_cudnn_is_left_out_where_it_is_wrong(monkeypatch):
+    from types import SimpleNamespace
+
+    for version, left_out in (("2.10.1", False), ("2.11.0", True), ("2.13.0+cu130", True), ("2.14.0", False)):
+        monkeypatch.setattr(torch, "__version__", version)
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        settings = SimpleNamespace(use_cpu=False, decisions=[])
+        attention.avoid_wrong_kernels(settings)
+        assert torch.backends.cuda.cudnn_sdp_enabled() is not left_out
+        assert len(settings.decisions) == left_out
+    torch.backends.cuda.enable_cudnn_sdp(True)

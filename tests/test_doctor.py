@@ -57,6 +57,7 @@ def test_a_package_that_is_missing(monkeypatch):
 
 def test_rules_are_complete():
     rules = json.loads(doctor.RULES.read_text())
+    assert len(rules) >= 40 and len({(str(r["when"]), r["symptom"]) for r in rules}) == len(rules)
     for rule in rules:
         assert set(rule) == {"when", "level", "symptom", "link", "fix"} and rule["level"] in ("warn", "fail")
         assert rule["link"].startswith("https://github.com/") and rule["when"]
@@ -171,3 +172,12 @@ def test_a_job_is_told_what_concerns_it(monkeypatch):
     assert "NCCL_P2P_DISABLE" not in {f.name for f in found}  # on a CPU
     assert {"DS_SKIP_CUDA_CHECK", "host memory"} <= {f.name for f in found}
     assert any("DS_SKIP_CUDA_CHECK is" in s or s.startswith("DS_SKIP_CUDA_CHECK") for s in doctor.heed(found))
+
+
+def test_rules_of_python_and_cuda(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    plain = metadata.version
+    monkeypatch.setattr(metadata, "version", lambda name: "0.47.0" if name == "bitsandbytes" else plain(name))
+    assert any("no library for CUDA 13" in f.text for f in doctor.known_problems())
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert not any("CUDA 13" in f.text for f in doctor.known_problems())

@@ -307,7 +307,9 @@ def test_resume_continues_where_the_run_stopped(tmp_path):
     assert result["train_loss"] == pytest.approx(sum(Run(tmp_path / "whole").losses) / 3)
 
 
-@pytest.mark.parametrize(("value", "says"), [("true", "holds no checkpoint"), ("..", "is no checkpoint folder")])
+@pytest.mark.parametrize(
+    ("value", "says"), [("true", "holds no checkpoint"), ("..", "is no whole checkpoint: it has no trainer_state.json")]
+)
 def test_there_is_nothing_to_resume(tmp_path, value, says):
     flags = [*SHORT, "--output_dir", str(tmp_path / "new"), "--resume_from_checkpoint", value]
     with pytest.raises(UserError, match=says):

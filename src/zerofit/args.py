@@ -95,6 +95,10 @@ class RunArguments:
             "memory.png and a table of peak bytes by phase and part."
         },
     )
+    resume_anyway: bool = field(
+        default=False,
+        metadata={"help": "Resume although model, data or effective batch are others than the checkpoint's."},
+    )
     on_nan: Literal["stop", "skip"] = field(
         default="stop",
         metadata={

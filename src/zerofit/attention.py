@@ -33,6 +33,21 @@ def is_flash(name: str) -> bool:
     return name.startswith("flash_attention") or "flash-attn" in name  # the latter: kernels-community/flash-attn2
 
 
+def avoid_wrong_kernels(settings) -> None:
+    """Leave cuDNN's kernels out of sdpa, which prefers them on H100, H200 and B200, where torch 2.11 to 2.13 gets NaN or
+    wrong numbers from them: in the backward with a mask and a length of 64 more than a multiple of 128
+    (pytorch issue 196678), in the forward with fewer than 8 key heads on B200 (issue 193893)."""
+    import torch
+
+    version = tuple(map(int, torch.__version__.split("+")[0].split(".")[:2]))
+    if (2, 11) <= version <= (2, 13):
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        if not settings.use_cpu:
+            settings.decisions.append(
+                "sdpa without cuDNN's kernels: wrong in torch 2.11 to 2.13 (pytorch issue 196678)"
+            )
+
+
 def check_available(name: str, use_cpu: bool) -> None:
     """Whether this machine can train with the attention implementation `name`.
 

@@ -7,6 +7,7 @@ and `of_job` before each job.
 import argparse
 import json
 import os
+import platform
 import resource
 import shutil
 import socket
@@ -110,6 +111,19 @@ def python_and_packages() -> list[Finding]:
     return [Finding("packages", "ok", f"python {sys.version.split()[0]}, {text}")]
 
 
+def _version(name: str) -> str:
+    """Of a package, of "python", or of the "cuda" that torch was built for. Raises: PackageNotFoundError."""
+    import torch
+
+    if name == "python":
+        return platform.python_version()
+    if name == "cuda":
+        if torch.version.cuda is None:
+            raise metadata.PackageNotFoundError(name)
+        return torch.version.cuda
+    return metadata.version(name)
+
+
 def known_problems() -> list[Finding]:
     """The rules of known_problems.json: version ranges in which something is known to go wrong."""
     from packaging.specifiers import SpecifierSet
@@ -118,7 +132,7 @@ def known_problems() -> list[Finding]:
     rules = json.loads(RULES.read_text(encoding="utf-8"))
     for rule in rules:
         try:
-            versions = {name: metadata.version(name) for name in rule["when"]}
+            versions = {name: _version(name) for name in rule["when"]}
         except metadata.PackageNotFoundError:
             continue
         if all(SpecifierSet(rule["when"][name]).contains(v, prereleases=True) for name, v in versions.items()):

@@ -100,7 +100,7 @@ def prepare(settings: args.Settings) -> tuple[Path, object]:
 
     Returns: the run folder to be made, the training set (data.Tokens).
     """
-    from . import data, doctor, inspection, model, offload, ops, report
+    from . import checkpoint, data, doctor, inspection, model, offload, ops, report
 
     notes = doctor.heed(doctor.installation())
     net = model.check(settings)
@@ -112,6 +112,7 @@ def prepare(settings: args.Settings) -> tuple[Path, object]:
     tokenizer = model.load_tokenizer(settings)
     sets = data.load(settings, tokenizer)
     inspection.check(settings, *sets, tokenizer)
+    checkpoint.check_same(settings, sets[0])
     return folder, sets[0]
 
 

@@ -630,7 +630,7 @@ def _for_a_ghost(flags: list[str]) -> list[str]:
 
     return probe.drop(flags, "--dry_run", "--show", "--gpu", "--gpus", "--force", "--output_dir", "--memory_limit",
                       "--resume_from_checkpoint", "--on_oom", "--max_restarts", "--hang_timeout", "--on_nan",
-                      "--max_nan_steps", "--canary")  # fmt: skip
+                      "--max_nan_steps", "--canary", "--resume_anyway")  # fmt: skip
 
 
 # --- what was measured ---

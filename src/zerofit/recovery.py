@@ -1,48 +1,12 @@
-"""After a failed attempt: the newest checkpoint that is whole, and the setting that needs less memory."""
+"""After a failed attempt: what of the run folder goes on, and the setting that needs less memory."""
 
 import json
 import shutil
-import zipfile
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
-
+from .checkpoint import ASIDE, newest_good
 from .errors import UserError
 from .report import checkpoints
-
-
-def newest_good(folder: Path, ranks: int) -> Path | None:
-    """The newest checkpoint-<step> of a run folder that can be resumed; None: there is none."""
-    return next((f for f in reversed(checkpoints(folder).values()) if is_good(f, ranks)), None)
-
-
-def is_good(checkpoint: Path, ranks: int) -> bool:
-    """Whether every file that a resume needs is there and whole (a killed rank leaves some, or halves)."""
-    try:
-        json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    random = ["rng_state.pth"] if ranks == 1 else [f"rng_state_{rank}.pth" for rank in range(ranks)]
-    if not all((checkpoint / name).exists() for name in random):
-        return False
-    latest = checkpoint / "latest"
-    if latest.exists():  # DeepSpeed's engine
-        states = list((checkpoint / latest.read_text().strip()).glob("*optim_states.pt"))
-        if len(states) < ranks:
-            return False
-    elif not (checkpoint / "optimizer.pt").exists():
-        return False
-    pickles = [*checkpoint.rglob("*.pt"), *checkpoint.rglob("*.pth")]
-    return all(map(zipfile.is_zipfile, pickles)) and all(map(_is_whole, checkpoint.glob("*.safetensors")))
-
-
-def _is_whole(file: Path) -> bool:
-    """Whether safetensors can open the file, which it can when the file is as long as its header says."""
-    try:
-        with safe_open(file, "pt"):
-            return True
-    except SafetensorError:
-        return False
 
 
 def put_aside(folder: Path, number: int, records: Path, ranks: int) -> Path | None:
@@ -52,6 +16,7 @@ def put_aside(folder: Path, number: int, records: Path, ranks: int) -> Path | No
     """
     checkpoint, aside = newest_good(folder, ranks), folder / "attempts" / str(number)
     aside.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(folder / ASIDE, ignore_errors=True)
     for file in records.iterdir():
         shutil.move(file, aside / file.name)
     step = int(checkpoint.name.split("-")[1]) if checkpoint else -1

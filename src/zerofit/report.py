@@ -95,23 +95,25 @@ def finished(folder: str | Path) -> bool:
 
 
 def find_checkpoint(settings: Settings, folder: Path) -> None:
-    """Turn --resume_from_checkpoint (a path, or true for the newest in the run folder) into a path that holds one.
+    """Turn --resume_from_checkpoint (a path, or auto for the newest good one in the run folder) into a path that holds one.
 
-    Raises: UserError when there is none.
+    Raises: UserError when there is none, or when the one that is named is damaged.
     """
+    from . import checkpoint
+
     asked = settings.resume_from_checkpoint
     if asked is None or asked.lower() == "false":
         settings.values["resume_from_checkpoint"] = None
         return
     if asked.lower() in ("true", "last", "auto"):
-        steps = checkpoints(folder)
-        if not steps:
+        found = checkpoint.newest_good(folder, settings.world_size, say=lambda text: print(f"note: {text}", flush=True))
+        if found is None:
             raise UserError(
-                f"--resume_from_checkpoint {asked}: {folder} holds no checkpoint-<step> folder; name a path."
+                f"--resume_from_checkpoint {asked}: {folder} holds no checkpoint-<step> folder that is whole; name a path."
             )
-        asked = str(steps[max(steps)])
-    if not (Path(asked) / "trainer_state.json").exists():
-        raise UserError(f"--resume_from_checkpoint {asked}: is no checkpoint folder (it has no trainer_state.json).")
+        asked = str(found)
+    elif reason := checkpoint.fault(Path(asked), settings.world_size):
+        raise UserError(f"--resume_from_checkpoint {asked}: is no whole checkpoint: {reason}; name another one.")
     settings.values["resume_from_checkpoint"] = asked
 
 

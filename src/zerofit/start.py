@@ -74,7 +74,7 @@ def processes(settings: args.Settings):
 
     The folder is only made once the model is there (`open_run`), so that a mistake leaves nothing half-made.
     """
-    from . import loss, memory_report, mlp, model, nvme, offload, ops, planner, report, train
+    from . import attention, loss, memory_report, mlp, model, nvme, offload, ops, planner, report, train
 
     config = model.load_config(settings)
     loss.choose(settings, config)
@@ -83,6 +83,7 @@ def processes(settings: args.Settings):
         offload.check_sizes(settings, model.check(settings))
     if _is_to_check(settings):
         planner.announce(planner.check(settings))  # the other ranks wait in the next line
+    attention.avoid_wrong_kernels(settings)
     world.start(settings)
     ops.prepare(settings)
     nvme.claim(settings)
@@ -97,8 +98,9 @@ def processes(settings: args.Settings):
 
 def open_run(settings: args.Settings, train_set, eval_set) -> None:
     """Make the run folder, say once what was decided, and write run.json."""
-    from . import canary, data, report
+    from . import canary, checkpoint, data, report
 
+    checkpoint.check_same(settings, train_set)
     report.open_folder(settings)
     sets = {"training": train_set, "evaluation": eval_set}
     sets = {name: found for name, found in sets.items() if found is not None}

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import failure, postmortem, recovery, report
+from . import checkpoint, failure, postmortem, recovery, report
 from .args import Settings
 
 POLL_SECONDS = 0.5
@@ -88,7 +88,7 @@ def _following(job: Job, last, flags, settings, restarts: int):
 
 
 def _smaller(job: Job, flags: list[str], settings):
-    has_checkpoint = recovery.newest_good(job.folder, job.count) is not None
+    has_checkpoint = checkpoint.newest_good(job.folder, job.count) is not None
     return recovery.smaller(settings, flags, job.parse, has_checkpoint)
 
 

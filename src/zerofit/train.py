@@ -20,6 +20,7 @@ from . import (
     adapters,
     attention,
     canary,
+    checkpoint,
     data,
     ddp,
     divergence,
@@ -71,6 +72,7 @@ class KitTrainer(Trainer):
     def __init__(self, settings, net, tokenizer, arguments, train_set, eval_set):
         self.settings, self.tokens, self.eval_tokens = settings, train_set, eval_set
         self.clock = Clock(settings, net)
+        self.saving_to = None  # folder that a checkpoint is written to before it has its name
         mlp.install(settings, net)
         self.fused_loss = loss.install(settings, net)
         recompute.enable(net, settings)
@@ -93,11 +95,12 @@ class KitTrainer(Trainer):
         self.reporter = Reporter(self)
         self.add_callback(self.reporter)
 
-    def _save_rng_state(self, output_dir: str) -> None:
-        """All ranks have written their files before rank 0 removes the checkpoint before this one."""
-        super()._save_rng_state(output_dir)
-        if self.args.world_size > 1:
-            torch.distributed.barrier()
+    def _get_output_dir(self, trial) -> str:
+        return str(self.saving_to or super()._get_output_dir(trial))
+
+    def _save_checkpoint(self, model, trial=None) -> None:
+        write = super()._save_checkpoint
+        checkpoint.save(self, lambda: write(model, trial))
 
     def create_optimizer(self, model=None):
         if self.optimizer is None and self.settings.values.get("loraplus_lr_ratio") is not None:

@@ -1,0 +1,310 @@
+"""Checkpoints: written aside, verified, synced and renamed; what is wrong with one before it is loaded.
+
+Each holds zerofit.json, written last: what it was saved from, and size and hash of every file.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import zipfile
+from pathlib import Path
+
+from . import __version__, report, world
+from .errors import UserError
+
+FACTS = "zerofit.json"
+ASIDE = ".saving"  # folder in the run folder that a checkpoint is written to
+# What the pickles of transformers' and DeepSpeed's checkpoints name beside tensors. Loading runs what a pickle names.
+KNOWN = {
+    "deepspeed.utils.tensor_fragment.fragment_address", "deepspeed.runtime.zero.config.ZeroStageEnum",
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler", "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "numpy.ndarray", "numpy.dtype", "numpy._core.multiarray._reconstruct", "numpy.core.multiarray._reconstruct",
+}  # fmt: skip
+
+
+# --- saving ---
+
+
+def save(trainer, write) -> None:
+    """Save one checkpoint. All ranks call it; `write` is transformers' own saving, into trainer.saving_to.
+
+    Older checkpoints go (save_total_limit) when this one is verified and has its name. Without room for it nothing is
+    written, which is said, and training goes on.
+    Raises: RuntimeError when what was written is not what was trained.
+    """
+    args, state = trainer.args, trainer.state
+    run, name = Path(args.output_dir), f"checkpoint-{state.global_step}"
+    if not world.broadcast(_has_room(run) if args.process_index == 0 else None):
+        return
+    if state.best_global_step:
+        state.best_model_checkpoint = str(run / f"checkpoint-{state.best_global_step}")
+    trainer.saving_to = run / ASIDE
+    try:
+        write()
+    finally:
+        trainer.saving_to = None
+    _barrier(args)  # every rank has written its files
+    hashes = _hashes(run / ASIDE / name, args)
+    if args.process_index == 0:
+        verify(run / ASIDE / name, trainer)
+        report.write_json(run / ASIDE / name / FACTS, _facts(trainer, hashes))
+        _publish(run, name)
+        from transformers.trainer_utils import rotate_checkpoints
+
+        rotate_checkpoints(str(run), args.save_total_limit, state.best_model_checkpoint)
+    _barrier(args)
+
+
+def _has_room(run: Path) -> bool:
+    """Whether the disk can hold one more of what the last one took; clears what a killed save left."""
+    shutil.rmtree(run / ASIDE, ignore_errors=True)
+    before = list(report.checkpoints(run).values())
+    needed = sum(f.stat().st_size for f in before[-1].rglob("*") if f.is_file()) if before else 0
+    free = shutil.disk_usage(run).free
+    if needed <= free:
+        return True
+    print(f"WARNING: no checkpoint is saved: the last one took {needed / 1e9:.3g} GB and the disk has {free / 1e9:.3g} left; "
+          f"{before[-1].name} stays the newest", flush=True)  # fmt: skip
+    return False
+
+
+def _barrier(args) -> None:
+    if args.world_size > 1:
+        import torch
+
+        torch.distributed.barrier()
+
+
+def _hashes(folder: Path, args) -> dict[str, list]:
+    """{file: [bytes, hash]}, synced to the disk; each rank does its share of the files. Collective."""
+    files = sorted(f for f in folder.rglob("*") if f.is_file())
+    mine = {
+        str(f.relative_to(folder)): [f.stat().st_size, _hash(f, sync=True)]
+        for f in files[args.process_index :: args.world_size]
+    }
+    if args.world_size == 1:
+        return mine
+    import torch
+
+    found = [None] * args.world_size
+    torch.distributed.all_gather_object(found, mine)
+    return {name: entry for part in found for name, entry in part.items()}
+
+
+def _hash(file: Path, sync: bool = False) -> str:
+    import xxhash
+
+    digest = xxhash.xxh3_64()
+    with file.open("rb") as opened:
+        if sync:
+            os.fsync(opened.fileno())
+        while block := opened.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _publish(run: Path, name: str) -> None:
+    """Rename the folder to its name, which it gets only now; a checkpoint of the same step goes first."""
+    if (run / name).exists():
+        (run / name).rename(run / ASIDE / f"{name}.before")
+    (run / ASIDE / name).rename(run / name)
+    shutil.rmtree(run / ASIDE)
+    folder = os.open(run, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def verify(folder: Path, trainer) -> None:
+    """Compare what was saved with what is trained: no empty tensor, none missing, every one in its whole shape.
+
+    Raises: RuntimeError.
+    """
+    from safetensors import safe_open
+
+    from . import model
+
+    lora = trainer.settings.recipe == "lora"
+    trainable, every = model.count_parameters(trainer.model)
+    model.verify_saved(folder, trainable if lora else every)
+    shapes = {} if lora else {n: tuple(getattr(p, "ds_shape", p.shape)) for n, p in trainer.model.named_parameters()}
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118  (no dict)
+                found = tuple(opened.get_slice(name).get_shape())
+                if found != shapes.get(name, found):
+                    raise RuntimeError(f"{file}: {name} was saved with shape {found} instead of {shapes[name]}.")
+    for file in [*folder.rglob("*.pt"), *folder.rglob("*.pth")]:
+        if not zipfile.is_zipfile(file):
+            raise RuntimeError(f"{file}: was not written whole.")
+
+
+def _facts(trainer, hashes: dict[str, list]) -> dict:
+    settings = trainer.settings
+    names = ("recipe", "zero", "offload", "world_size", "effective_batch_size", "optim", "model")
+    return {
+        "zerofit": __version__, "step": trainer.state.global_step,
+        **{name: getattr(settings, name) for name in names}, "precision": settings.precision,
+        "fingerprints": fingerprints(settings, trainer.tokens), "files": hashes,
+    }  # fmt: skip
+
+
+def fingerprints(settings, train_set) -> dict[str, str]:
+    """What a run must have in common with the checkpoint that it goes on from."""
+    return {"data": train_set.fingerprint, "model": _of_model(settings)}
+
+
+def _of_model(settings) -> str:
+    """A hash of the model's configuration and of the ends of its weight files (a hub model: of its commit)."""
+    from . import model
+
+    config = model.load_config(settings)
+    digest = hashlib.sha256(json.dumps(config.to_diff_dict(), sort_keys=True, default=str).encode())
+    folder = Path(settings.model).expanduser()
+    if settings.random_init:
+        digest.update(b"random")
+    elif folder.is_dir():
+        for file in sorted(folder.glob("*.safetensors")):
+            with file.open("rb") as opened:
+                opened.seek(-min(1 << 16, file.stat().st_size), os.SEEK_END)
+                digest.update(f"{file.name} {file.stat().st_size}".encode() + opened.read())
+    else:
+        digest.update(str(getattr(config, "_commit_hash", "")).encode())
+    return digest.hexdigest()[:24]
+
+
+# --- resuming ---
+
+
+def facts(checkpoint: Path) -> dict | None:
+    """The checkpoint's zerofit.json; None: it has none (saved by another program)."""
+    try:
+        return json.loads((checkpoint / FACTS).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError):
+        return {}
+
+
+def newest_good(folder: Path, ranks: int, say=lambda text: None) -> Path | None:
+    """The newest checkpoint-<step> of a run folder that can be resumed; None: there is none.
+
+    Args: say: is told of each that is passed over, and why.
+    """
+    for checkpoint in reversed(report.checkpoints(folder).values()):
+        if not (reason := fault(checkpoint, ranks)):
+            return checkpoint
+        say(f"{checkpoint.name} is passed over: {reason}")
+    return None
+
+
+def is_good(checkpoint: Path, ranks: int) -> bool:
+    return not fault(checkpoint, ranks)
+
+
+def fault(checkpoint: Path, ranks: int) -> str:
+    """What is wrong with the files of a checkpoint that `ranks` processes shall resume; "": nothing."""
+    try:
+        json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+    except OSError:
+        return "it has no trainer_state.json"
+    except ValueError:
+        return "its trainer_state.json is damaged"
+    known = facts(checkpoint)
+    if known == {}:
+        return f"its {FACTS} is damaged"
+    return (_changed(checkpoint, known["files"]) if known else _incomplete(checkpoint, ranks)) or _foreign_code(
+        checkpoint
+    )
+
+
+def _changed(checkpoint: Path, files: dict[str, list]) -> str:
+    """The first file that is not as it was written."""
+    for name, (size, digest) in files.items():
+        file = checkpoint / name
+        if not file.exists():
+            return f"{name} is missing"
+        if (found := file.stat().st_size) != size:
+            return f"{name} has {found:,} bytes instead of {size:,}"
+        if _hash(file) != digest:
+            return f"{name} was changed or damaged (its hash is another)"
+    return ""
+
+
+def _incomplete(checkpoint: Path, ranks: int) -> str:
+    """Of a checkpoint without zerofit.json: the first file that a resume needs and does not find whole."""
+    from safetensors import SafetensorError, safe_open
+
+    random = ["rng_state.pth"] if ranks == 1 else [f"rng_state_{rank}.pth" for rank in range(ranks)]
+    for name in random:
+        if not (checkpoint / name).exists():
+            return f"{name} is missing"
+    latest = checkpoint / "latest"
+    if latest.exists():  # DeepSpeed's engine
+        states = list((checkpoint / latest.read_text().strip()).glob("*optim_states.pt"))
+        if len(states) < ranks:
+            return f"it holds the optimizer states of {len(states)} ranks, there are {ranks}"
+    elif not (checkpoint / "optimizer.pt").exists():
+        return "optimizer.pt is missing"
+    for file in [*checkpoint.rglob("*.pt"), *checkpoint.rglob("*.pth")]:
+        if not zipfile.is_zipfile(file):
+            return f"{file.relative_to(checkpoint)} is not whole"
+    for file in checkpoint.glob("*.safetensors"):
+        try:
+            with safe_open(file, "pt"):
+                pass
+        except SafetensorError:
+            return f"{file.name} is not whole"
+    return ""
+
+
+def _foreign_code(checkpoint: Path) -> str:
+    """A pickle that names anything which no such checkpoint has: DeepSpeed would run it while loading."""
+    import torch
+
+    for file in [*checkpoint.rglob("*.pt"), *checkpoint.rglob("*.pth")]:
+        with contextlib.suppress(RuntimeError):  # a file that is no archive of torch.save is not loaded by torch.load
+            if strange := sorted(set(torch.serialization.get_unsafe_globals_in_checkpoint(file)) - KNOWN):
+                return f"{file.relative_to(checkpoint)} would run {strange[0]} when it is loaded"
+    return ""
+
+
+def check_same(settings, train_set) -> None:
+    """Compare the checkpoint to resume with this run: model, data, stage, ranks, effective batch.
+
+    Raises: UserError for what differs and would make another run of it (--resume_anyway: for stage and ranks only).
+    """
+    asked = settings.resume_from_checkpoint
+    known = facts(Path(asked)) if asked else None
+    if not known:
+        return
+    where = f"--resume_from_checkpoint {asked}"
+    if known["recipe"] != settings.recipe:
+        raise UserError(f"{where}: was saved by recipes/{known['recipe']}.py; resume it with that recipe.")
+    for name in ("zero", "world_size"):
+        was, now = known[name], getattr(settings, name)
+        if was != now and not (name == "world_size" and settings.zero == "0"):
+            raise UserError(
+                f"{where}: was saved with {name} {was}, this run has {now}; its optimizer states are split for that: use "
+                f"{'--zero' if name == 'zero' else 'GPUS='}{' ' * (name == 'zero')}{was}, or start anew from its weights with "
+                f"--model {asked}."
+            )
+    if settings.resume_anyway:
+        return
+    if known["effective_batch_size"] != settings.effective_batch_size:
+        raise UserError(
+            f"{where}: was saved with an effective batch of {known['effective_batch_size']}, this run has "
+            f"{settings.effective_batch_size}: it would go on at another place of the data; use --effective_batch_size "
+            f"{known['effective_batch_size']} (--resume_anyway true goes on nevertheless)."
+        )
+    now = fingerprints(settings, train_set)
+    meaning = {"data": "data, tokenizer, template or --max_length", "model": "model"}
+    for name, was in known["fingerprints"].items():
+        if was != now[name]:
+            raise UserError(
+                f"{where}: was saved with another {meaning[name]} than this run has; give it the same, or go on nevertheless "
+                "with --resume_anyway true."
+            )

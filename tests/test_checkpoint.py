@@ -1,0 +1,185 @@
+"""Checkpoints: whole or not there; a damaged one is named, with what is wrong; one of another run is refused."""
+
+import json
+import os
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import TINY, Run, recipe_process, run_world
+
+from zerofit import args, checkpoint, report
+from zerofit.errors import UserError
+
+FLAGS = [
+    "--data", str(TINY / "train.jsonl"), "--max_samples", "48", "--effective_batch_size", "8", "--num_samples", "0",
+    "--per_device_train_batch_size", "4", "--learning_rate", "1e-3", "--max_steps", "4", "--logging_steps", "1",
+    "--save_strategy", "steps", "--save_steps", "2", "--save_total_limit", "2",
+]  # fmt: skip
+STAGES = {"0": ("sft", []), "2": ("sft", ["--bf16", "true"]), "3": ("lora", [])}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Two ranks; and each run resumed from its middle."""
+    folder = tmp_path_factory.mktemp("saved")
+    cases = {}
+    for zero, (recipe, more) in STAGES.items():
+        flags = [*FLAGS, "--zero", zero, *more]
+        cases[zero] = (recipe, flags)
+        cases[f"{zero}-resumed"] = (recipe, [*flags, "--resume_from_checkpoint", str(folder / zero / "checkpoint-2")])
+    return run_world(2, cases, folder)
+
+
+@pytest.mark.parametrize("zero", STAGES)
+def test_what_is_saved_goes_on(runs, zero):
+    run = runs[zero]
+    assert sorted(f.name for f in run.folder.glob("*checkpoint*")) == ["checkpoint-2", "checkpoint-4"]
+    assert not (run.folder / checkpoint.ASIDE).exists()
+    for saved in run.folder.glob("checkpoint-*"):
+        known = checkpoint.facts(saved)
+        files = {str(f.relative_to(saved)) for f in saved.rglob("*") if f.is_file()}
+        assert set(known["files"]) | {checkpoint.FACTS} == files
+        assert (known["zero"], known["world_size"], known["effective_batch_size"]) == (zero, 2, 8)
+        assert checkpoint.fault(saved, 2) == ""
+    assert runs[f"{zero}-resumed"].losses == run.losses[2:]  # bit for bit
+
+
+@pytest.fixture
+def copied(runs, tmp_path):
+    """Two checkpoints of ZeRO-2 to spoil."""
+    for name in ("checkpoint-2", "checkpoint-4"):
+        shutil.copytree(runs["2"].folder / name, tmp_path / name)
+    return tmp_path
+
+
+def truncate(file):
+    os.truncate(file, file.stat().st_size - 1)
+
+
+def flip(file):
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+STATES = "global_step4/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+
+
+@pytest.mark.parametrize(("harm", "name", "says"), [
+    (truncate, "model.safetensors", "model.safetensors has .* bytes instead of"),
+    (flip, "model.safetensors", "was changed or damaged"),
+    (flip, STATES, "rank_1.*was changed or damaged"),
+    (lambda file: file.unlink(), STATES, "is missing"),
+    (truncate, "trainer_state.json", "trainer_state.json has .* bytes instead of"),
+    (truncate, checkpoint.FACTS, "zerofit.json is damaged"),
+    (lambda file: file.unlink(), "trainer_state.json", "has no trainer_state.json"),
+])  # fmt: skip
+def test_damage_is_named_and_passed_over(copied, capsys, harm, name, says):
+    harm(copied / "checkpoint-4" / name)
+    if name == checkpoint.FACTS:
+        truncate(copied / "checkpoint-4" / name)  # the first byte was its line's end
+    flags = [*FLAGS, "--zero", "2", "--output_dir", str(copied), "--resume_from_checkpoint"]
+    with pytest.raises(UserError, match=rf"checkpoint-4: is no whole checkpoint: .*{says}"):
+        report.choose_folder(args.parse("sft", [*flags, str(copied / "checkpoint-4")], 2))
+    settings = args.parse("sft", [*flags, "auto"], 2)
+    report.choose_folder(settings)
+    assert settings.resume_from_checkpoint == str(copied / "checkpoint-2")
+    assert "note: checkpoint-4 is passed over: " in capsys.readouterr().out
+
+
+class Touch:
+    """A pickle that runs a command when it is loaded."""
+
+    def __init__(self, file):
+        self.file = file
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.file}",)
+
+
+def test_a_pickle_that_would_run_something_is_not_loaded(copied, tmp_path):
+    (copied / "checkpoint-4" / checkpoint.FACTS).unlink()  # as if another program had saved it
+    assert checkpoint.fault(copied / "checkpoint-4", 2) == ""
+    torch.save({"optimizer_state_dict": Touch(tmp_path / "pwned")}, copied / "checkpoint-4" / STATES)
+    assert "would run posix.system when it is loaded" in checkpoint.fault(copied / "checkpoint-4", 2)
+    assert not (tmp_path / "pwned").exists()
+
+
+def test_another_programs_checkpoint(copied):
+    saved = copied / "checkpoint-4"
+    (saved / checkpoint.FACTS).unlink()
+    assert checkpoint.fault(saved, 2) == "" and "of 2 ranks, there are 3" not in checkpoint.fault(saved, 2)
+    assert checkpoint.fault(saved, 3) == "rng_state_2.pth is missing"
+    truncate(saved / STATES)
+    assert "is not whole" in checkpoint.fault(saved, 2)
+
+
+@pytest.mark.parametrize(("more", "says"), [
+    (["--zero", "3"], "was saved with zero 2, this run has 3.*use --zero 2, or start anew from its weights with --model"),
+    (["--max_length", "64"], "another data, tokenizer, template or --max_length.*--resume_anyway"),
+    (["--random_init", "true"], "another model than"),
+    (["--effective_batch_size", "16"], "effective batch of 8, this run has 16"),
+])  # fmt: skip
+def test_another_run_is_refused(runs, tmp_path, more, says):
+    saved = str(runs["2"].folder / "checkpoint-2")
+    flags = [*FLAGS, "--zero", "2", "--resume_from_checkpoint", saved, *more]
+    with pytest.raises(UserError, match=says):
+        check_same(flags)
+    if "--zero" not in more:
+        check_same([*flags, "--resume_anyway", "true"])
+
+
+def check_same(flags, ranks=2):
+    from zerofit import data, model
+
+    settings = args.parse("sft", flags, ranks)
+    train_set, _ = data.load(settings, model.load_tokenizer(settings))
+    checkpoint.check_same(settings, train_set)
+
+
+def test_other_ranks_and_recipe_are_refused(runs):
+    flags = [*FLAGS, "--zero", "2", "--resume_from_checkpoint", str(runs["2"].folder / "checkpoint-2")]
+    with pytest.raises(UserError, match=r"was saved with world_size 2, this run has 1.*use GPUS=2"):
+        check_same(flags, ranks=1)
+    lora = [*flags[:-1], str(runs["3"].folder / "checkpoint-2")]
+    with pytest.raises(UserError, match=r"was saved by recipes/lora\.py"):
+        check_same(lora)
+    check_same([*FLAGS, "--zero", "0", "--resume_from_checkpoint", str(runs["0"].folder / "checkpoint-2")], ranks=1)
+
+
+def test_a_refusal_is_one_sentence(runs, tmp_path):
+    saved = runs["0"].folder / "checkpoint-2"
+    done = recipe_process("sft", *FLAGS, "--zero", "0", "--max_length", "64", "--output_dir", str(tmp_path / "new"),
+                          "--resume_from_checkpoint", str(saved))  # fmt: skip
+    assert done.returncode == 2 and "another data" in done.stderr and "Traceback" not in done.stderr
+    assert not (tmp_path / "new").exists()
+
+
+def test_without_room_training_goes_on(tmp_path, monkeypatch, capsys):
+    (tmp_path / "checkpoint-2").mkdir()
+    (tmp_path / "checkpoint-2" / "model.safetensors").write_bytes(b"x" * 1000)
+    (tmp_path / checkpoint.ASIDE).mkdir()
+    assert checkpoint._has_room(tmp_path) and not (tmp_path / checkpoint.ASIDE).exists()
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=999))
+    assert not checkpoint._has_room(tmp_path)
+    assert "WARNING: no checkpoint is saved" in capsys.readouterr().out
+
+
+def test_a_shape_that_is_not_the_models_is_found(runs, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    saved = tmp_path / "model.safetensors"
+    tensors = load_file(runs["0"].folder / "checkpoint-2" / "model.safetensors")
+    net = torch.nn.Module()
+    net.register_parameter("model.norm.weight".replace(".", "_"), torch.nn.Parameter(torch.ones(3)))
+    save_file({"model_norm_weight": torch.ones(4)}, saved)
+    trainer = SimpleNamespace(model=net, settings=SimpleNamespace(recipe="sft"))
+    with pytest.raises(RuntimeError, match=r"with shape \(4,\) instead of \(3,\)"):
+        checkpoint.verify(tmp_path, trainer)
+    save_file({"model_norm_weight": torch.ones(2)}, saved)
+    with pytest.raises(RuntimeError, match="holds 2 of the 3"):
+        checkpoint.verify(tmp_path, trainer)
+    assert tensors and json.dumps(list(tensors))
+    assert Run(runs["0"].folder).losses
