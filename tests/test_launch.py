@@ -294,6 +294,7 @@ def test_divergence_stops_with_its_own_code(tmp_path, zero):
     assert Run(tmp_path / "run").json("result.json")["status"] == "failed"
 
 
+@pytest.mark.slow
 def test_resume_continues_where_the_run_stopped(tmp_path):
     flags = [*SHORT, "--save_strategy", "steps", "--save_steps", "2", "--save_total_limit", "9", "--zero", "2"]
     assert recipe_process("sft", *flags, "--output_dir", str(tmp_path / "whole")).returncode == 0
@@ -317,6 +318,7 @@ def test_there_is_nothing_to_resume(tmp_path, value, says):
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.slow
 def test_two_ranks_resume_the_newest_checkpoint_of_their_folder(tmp_path):
     flags = [*SHORT, "--save_strategy", "steps", "--save_steps", "1", "--zero", "2"]
     torchrun = [

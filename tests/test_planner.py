@@ -327,14 +327,18 @@ def test_a_job_that_does_not_fit_is_refused_before_it_starts(tmp_path):
     done = recipe_process("sft", *common, "0.01")
     assert done.returncode == 3 and not (tmp_path / "run").exists()
     assert "zerofit: error: this job does not fit: " in done.stderr and "--force true" in done.stderr
-    done = recipe_process("sft", *common, "0.01", "--dry_run", "true")
-    assert done.returncode == 3
-    done = recipe_process("sft", *common, "4", "--dry_run", "true")
-    assert done.returncode == 0, done.stderr
-    assert "plan: fits: " in done.stdout and "backward" in done.stdout and not (tmp_path / "run").exists()
     done = recipe_process("sft", *common, "0.01", "--force", "true")
     assert done.returncode == 0 and "plan: does not fit: " in done.stdout
     assert json.loads((tmp_path / "run" / "result.json").read_text())["status"] == "finished"
+
+
+@pytest.mark.slow
+def test_dry_run_within_a_limit(tmp_path):
+    common = ["--output_dir", str(tmp_path / "run"), "--dry_run", "true", "--memory_limit"]
+    assert recipe_process("sft", *common, "0.01").returncode == 3
+    done = recipe_process("sft", *common, "4")
+    assert done.returncode == 0, done.stderr
+    assert "plan: fits: " in done.stdout and "backward" in done.stdout and not (tmp_path / "run").exists()
 
 
 def test_dry_run_for_a_gpu_that_is_not_here():

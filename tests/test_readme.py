@@ -20,10 +20,18 @@ COMMANDS = [line.strip() for block in BLOCKS for line in block.splitlines() if l
 
 
 def test_commands_were_found():
-    assert "make sft" in COMMANDS and len(COMMANDS) >= 10
+    assert "make sft" in COMMANDS and len(COMMANDS) >= 10 and set(LONG) < set(COMMANDS)
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS if c != "make test"])  # this is `make test`
+# Of two that differ in a flag, `make test` runs one.
+LONG = ["deepspeed --num_gpus 2 recipes/lora.py --zero 3", "make lora GPUS=2 ZERO=2 OFFLOAD=optimizer",
+        'make lora ARGS="--preset gpu-24g"']  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "command",
+    [pytest.param(c, marks=pytest.mark.slow) if c in LONG else c for c in COMMANDS if c != "make test"],  # this is it
+)
 def test_command(command, tmp_path):
     """As printed, but for a run folder of our own and, after the first, 4 steps; hub models are shown, not fetched."""
     words, out = shlex.split(command), tmp_path / "run"

@@ -102,6 +102,7 @@ def test_out_of_memory_anywhere(where, zero, tmp_path):
 @pytest.mark.parametrize("where", ["data", "forward", "backward", "step", "save"])
 @pytest.mark.parametrize("step", [0, 1, 2, 4])
 def test_a_rank_is_killed_at_any_moment(undisturbed, tmp_path, where, step):
+    step += 3 * (where == "step" and step == 0)  # no step has ended before the first
     if where == "save" and step in (0, 1):
         step += 5 if step else 2  # saves come after steps 2, 4 and 6
     folder = tmp_path / "run"
@@ -141,15 +142,23 @@ def test_what_cannot_be_survived_is_explained(tmp_path, fault, code, says):
 
 
 @pytest.mark.slow
+def test_an_exception_in_a_data_worker(tmp_path):
+    folder = tmp_path / "run"
+    done = launch(folder, "--dataloader_num_workers", "1", fault={"what": "crash", "where": "worker"})
+    assert done.returncode == 1 and "rank 1 ended: injected (in a data worker)" in done.stderr, done.stderr
+    assert Run(folder).json("report.json")["attempts"][0]["kind"] == "crash"
+
+
+@pytest.mark.slow
 def test_memory_that_truly_runs_out(tmp_path):
     """Address space for a small micro batch only: the CPU's allocator fails, the next attempt fits."""
-    flags = ["--per_device_train_batch_size", "64", "--effective_batch_size", "64", "--max_steps", "2", "--max_length",
-             "512", "--gradient_checkpointing", "false", "--packing", "true"]  # fmt: skip
+    flags = ["--per_device_train_batch_size", "512", "--effective_batch_size", "512", "--max_steps", "2", "--max_samples",
+             "512", "--gradient_checkpointing", "false"]  # fmt: skip
     fault = {"what": "limit", "where": "start", "rank": 0, "bytes": 600 * 2**20}
     done = launch(tmp_path / "run", *flags, fault=fault, gpus="1", zero="0")
     assert done.returncode == 0, done.stderr
     found = Run(tmp_path / "run").json("report.json")
-    assert found["attempts"][0]["kind"] == "out of memory" and "micro batch 32 instead of 64" in done.stderr
+    assert found["attempts"][0]["kind"] == "out of memory" and "micro batch 256 instead of 512" in done.stderr
 
 
 @pytest.mark.slow

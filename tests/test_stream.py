@@ -33,8 +33,7 @@ def runs(tmp_path_factory):
         "packed": ("sft", [*FLAGS, "--packing", "--max_length", "64", *whole]),
         "whole": ("lora", [*FLAGS, "--lora_dropout", "0.1", *whole]),
     }
-    first = run_world(1, one, folder)
-    again = {
+    one |= {
         "resumed": ("lora", [*one["whole"][1], "--resume_from_checkpoint", str(folder / "whole" / "checkpoint-3")]),
         "packed-resumed": (
             "sft", [*one["packed"][1], "--resume_from_checkpoint", str(folder / "packed" / "checkpoint-6")],
@@ -45,8 +44,7 @@ def runs(tmp_path_factory):
         "two-1": ("sft", [*FLAGS, micro, "1", "--zero", "3"]),
         "two-packed": ("sft", [*FLAGS, "--packing", "--max_length", "64", micro, "2"]),
     }
-    (folder / "again").mkdir()
-    return first | run_world(1, again, folder / "again") | run_world(2, two, folder)
+    return run_world(1, one, folder) | run_world(2, two, folder)
 
 
 @pytest.mark.parametrize(

@@ -66,21 +66,21 @@ def cases_of_one_rank():
     return cases
 
 
+# What `make test` runs: each stage, each offload, bf16, splits and checkpointing once; `make test-all`: all multiplied out.
+SHORT = """
+    sft-0-none-fp32 sft-1-none-fp32 sft-2-none-fp32 sft-3-none-fp32 sft-2-optimizer-fp32 sft-3-all-fp32
+    sft-0-none-bf16 sft-2-none-bf16 sft-3-none-bf16 sft-0-micro1 sft-3-micro1 sft-0-no-checkpointing sft-3-no-checkpointing
+    lora-0-none-fp32 lora-2-none-fp32 lora-3-none-fp32 lora-3-all-fp32 lora-2-none-bf16 lora-3-none-bf16
+    sft-one-0-micro8 sft-one-0-micro2 sft-one-3 sft-one-0-bf16 lora-one-0-micro8 lora-one-3
+""".split()
+
+
 def is_long(name: str) -> bool:
-    """The cases that only `make test-all` runs: precisions, splits and offload multiplied out."""
-    if name.startswith("lora") and "micro" in name and not name.endswith("one-0-micro8"):
-        return True
-    if "-one-" in name:
-        return name.endswith(("micro1", "micro4", "one-1", "one-2", "one-2-bf16"))
-    _, zero, *rest = name.split("-")
-    if zero == "1" and rest[0] == "optimizer":
-        return True
-    bf16_long = "bf16" in rest and (zero == "1" or rest[0] in ("optimizer", "all"))
-    return bf16_long or (rest[-1].startswith("micro") and (zero == "2" or rest[0] == "bf16"))
+    return name not in SHORT
 
 
-def marked(names, long=is_long):
-    return [pytest.param(*n, marks=pytest.mark.slow) if any(map(long, n)) else n for n in names]
+def marked(names):
+    return [pytest.param(*n, marks=pytest.mark.slow) if any(map(is_long, n)) else n for n in names]
 
 
 @pytest.fixture(scope="module")
@@ -133,22 +133,17 @@ def test_loss_curve_equals_the_reference(runs, name):
     assert sum(run.losses[-2:]) < 0.85 * sum(run.losses[:2])  # it trains at all
 
 
-@pytest.mark.parametrize("recipe", ["sft", "lora"])
+PAIRS = [
+    ("2-none-bf16", "2-optimizer-bf16"), ("3-optimizer-fp32", "3-all-fp32"), ("3-optimizer-bf16", "3-all-bf16"),
+    ("0-none-fp32", "0-no-checkpointing"), ("3-none-fp32", "3-no-checkpointing"),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("one", "other"),
-    marked(
-        [
-            ("2-none-bf16", "2-optimizer-bf16"),
-            ("3-optimizer-fp32", "3-all-fp32"),
-            ("3-optimizer-bf16", "3-all-bf16"),
-            ("0-none-fp32", "0-no-checkpointing"),
-            ("3-none-fp32", "3-no-checkpointing"),
-        ],
-        lambda name: is_long(f"sft-{name}"),
-    ),
+    ("one", "other"), marked([(f"{recipe}-{a}", f"{recipe}-{b}") for recipe in ("sft", "lora") for a, b in PAIRS])
 )
-def test_pairs_that_are_bit_equal(runs, recipe, one, other):
-    assert runs[f"{recipe}-{one}"].losses == runs[f"{recipe}-{other}"].losses
+def test_pairs_that_are_bit_equal(runs, one, other):
+    assert runs[one].losses == runs[other].losses
 
 
 @pytest.mark.parametrize(("name",), marked([(n,) for n in ALL]))
@@ -197,6 +192,7 @@ def test_final_loads_in_plain_libraries_with_the_same_logits(runs, name):
         assert learned and all(p.abs().max() > 0 for p in learned)
 
 
+@pytest.mark.slow
 def test_learning_reaches_ninety_percent_in_one_process(tmp_path):
     """The embedded default task, whole: near 0 before, over 90 % after (SFT: test_readme runs `make sft`)."""
     cases = {"lora": ("lora", ["--save_strategy", "no", "--eval_strategy", "no"])}

@@ -31,12 +31,20 @@ def record(error: BaseException) -> None:
         return
     rank = int(os.environ.get("RANK", "0"))
     entry = {
-        "rank": rank, "time": time.time(), "kind": kind(error), "error": f"{type(error).__name__}: {error}",
+        "rank": rank, "time": time.time(), "kind": kind(error), "error": in_a_line(error),
         "traceback": "".join(traceback.format_exception(error)), "of_a_peer": of_a_peer(error),
     }  # fmt: skip
     # The folder can be gone, the disk full: the error itself must come through.
     with contextlib.suppress(OSError), (where / f"rank{rank}.json").open("x", encoding="utf-8") as file:
         json.dump(entry, file)
+
+
+def in_a_line(error: BaseException) -> str:
+    """Type and message. An error of a data worker arrives as text with its traceback in front; its last line counts."""
+    text = str(error)
+    if text.startswith("Caught ") and "Original Traceback" in text:
+        return f"{text.strip().splitlines()[-1]} (in a data worker)"
+    return f"{type(error).__name__}: {text}"
 
 
 def kind(error: BaseException) -> str:

@@ -76,6 +76,18 @@ def inject(train) -> None:
         before(kit, "_save_rng_state", lambda self: self)
     elif where == "data":
         before(kit, "get_batch_samples", lambda self: self)
+    elif where == "worker":
+        plain = train.data.TrainCollator.__call__
+
+        def collate(self, batch):
+            import torch
+
+            if torch.utils.data.get_worker_info() and not Path(FAULT["marker"]).exists():
+                Path(FAULT["marker"]).touch()
+                raise RuntimeError("injected")
+            return plain(self, batch)
+
+        train.data.TrainCollator.__call__ = collate
     elif where == "start":
         before(train.Reporter, "on_train_begin", lambda self: self.trainer, limit_memory)
 
