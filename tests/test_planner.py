@@ -365,6 +365,18 @@ def test_measured_peaks_sharpen_the_allowance(monkeypatch, tmp_path):
     assert planner._allowance(hardware.GPUS["h100-80g"], 1)["measured above plan on this GPU"] == 5
 
 
+def test_a_job_that_ran_out_of_memory_is_learnt_from(monkeypatch, tmp_path):
+    monkeypatch.setattr(planner, "CACHE", tmp_path)
+    monkeypatch.setenv(
+        planner.PLANNED, json.dumps({"gpu": "H100", "peak_bytes": 60 * 2**30, "limit_bytes": 76 * 2**30})
+    )
+    planner.outgrown()
+    assert os.environ[planner.PLANNED] == "{}"  # the next attempt has other settings
+    assert planner.learned_allowance("H100") == 16 * 2**30
+    planner.outgrown()
+    assert len((tmp_path / "history.jsonl").read_text().splitlines()) == 1
+
+
 def test_answers_are_kept_by_question(tmp_path):
     flags = ["--model", str(TINY / "model"), "--data", "none", "--max_length", "64"]
     asked = [ghost.question("sft", flags, 2)]

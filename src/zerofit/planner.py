@@ -640,16 +640,29 @@ def remember(predicted: dict, measured_bytes: int, folder: Path) -> None:
     """Append predicted against measured peak to the run folder's plan.json and to the local history."""
     from . import report
 
+    report.write_json(folder / "plan.json", predicted | {"measured": _learn(predicted, measured_bytes)})
+
+
+def outgrown() -> None:
+    """A job ran out of memory: the history learns that it needed more than there was, and what was announced is taken back,
+    since the next attempt has other settings."""
+    predicted = json.loads(os.environ.get(PLANNED, "{}"))
+    announce(None)
+    if predicted and predicted["gpu"] != "cpu" and predicted["peak_bytes"] < predicted["limit_bytes"]:
+        _learn(predicted, predicted["limit_bytes"])
+
+
+def _learn(predicted: dict, measured_bytes: int) -> dict:
     entry = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S"), "gpu": predicted["gpu"], "predicted_bytes": predicted["peak_bytes"],
         "measured_bytes": measured_bytes, "ratio": round(measured_bytes / predicted["peak_bytes"], 4),
         "versions": {p: metadata.version(p) for p in ("torch", "transformers", "deepspeed")},
         "python": platform.python_version(),
     }  # fmt: skip
-    report.write_json(folder / "plan.json", predicted | {"measured": entry})
     CACHE.mkdir(parents=True, exist_ok=True)
     with (CACHE / "history.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps(entry) + "\n")
+    return entry
 
 
 def learned_allowance(device_name: str) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import checkpoint, failure, postmortem, recovery, report
+from . import checkpoint, failure, planner, postmortem, recovery, report
 from .args import Settings
 
 POLL_SECONDS = 0.5
@@ -40,6 +40,8 @@ def run(job: Job) -> int:
         try:
             last = _attempt(job, flags, settings, records)
             endings.append(last)
+            if last.kind == "out of memory":
+                planner.outgrown()
             following = _following(job, last, flags, settings, restarts)
             opened = (job.folder / "run.json").exists()
             if following is None:
