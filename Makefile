@@ -21,7 +21,8 @@ EXTRAS ?=
 SEQ ?=
 GPU ?=
 METHOD ?=
-VARIABLES := GPUS ZERO OFFLOAD MODEL DATA CONFIG OUT ARGS PORT LAUNCHER EXTRAS SEQ GPU METHOD
+RUN ?=
+VARIABLES := RUN GPUS ZERO OFFLOAD MODEL DATA CONFIG OUT ARGS PORT LAUNCHER EXTRAS SEQ GPU METHOD
 # taken literally: a $ in a value stays a $
 $(foreach v,$(VARIABLES),$(eval override $(v) := $$(value $(v))))
 export $(VARIABLES)
@@ -46,7 +47,7 @@ KNOBS = $(if $(ZERO),--zero="$$ZERO") $(if $(OFFLOAD),--offload="$$OFFLOAD") $(i
 SHOW = $(if $(filter show,$(MAKECMDGOALS)),--show)
 LAUNCH = PYTHON="$(PY)" launchers/local.sh --gpus="$$GPUS" --launcher="$$LAUNCHER" --port="$$PORT" --args="$$ARGS" $(SHOW)
 
-.PHONY: help sft lora show doctor plan plan-validate probe ledger data install lint test test-all bench-peers clean
+.PHONY: help sft lora resume show doctor plan plan-validate probe ledger data install lint test test-all bench-peers clean
 help: ## this list
 	@echo 'zerofit: fine-tune language models with Accelerate and DeepSpeed ZeRO'
 	@echo; grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | awk -F'\t' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -60,6 +61,11 @@ sft: $(STAMP) ## fine-tune all weights (alone: the bundled task, before and afte
 
 lora: $(STAMP) ## fine-tune a LoRA adapter
 	@$(LAUNCH) recipes/lora.py $(KNOBS)
+
+resume: $(STAMP) ## go on with RUN=runs/x from its newest good checkpoint (ARGS="--more flags")
+	@test -n "$$RUN" || { echo 'zerofit: error: make resume: name the run folder with RUN=runs/...' >&2; exit 2; }
+	@PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit resume --launcher="$$LAUNCHER" \
+		--port="$$PORT" $(if $(filter-out 1,$(GPUS)),--gpus="$$GPUS") --args="$$ARGS" "$$RUN"
 
 show: $(STAMP) ## print the exact command, environment and arguments (make show lora GPUS=2 ...); start nothing
 	@$(if $(filter sft lora data,$(MAKECMDGOALS)),true,$(LAUNCH) recipes/$(RECIPE).py $(KNOBS))

@@ -180,7 +180,48 @@ def test_a_second_signal_ends_at_once(tmp_path, number):
     assert not psutil.wait_procs(ranks, timeout=10)[1]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "zero"), [(signal.SIGTERM, "2"), (signal.SIGUSR1, "3")])
+def test_a_stopped_run_goes_on_as_if_it_had_not_been(tmp_path, number, zero):
+    """It saves, ends with 75, and `make resume` makes the rest of it the same, bit for bit."""
+    long = ["--max_steps", "150", "--zero", zero, "--save_steps", "1000"]
+    assert launch(tmp_path / "whole", *long, zero=zero).returncode == 0
+    folder = tmp_path / "run"
+    words = ["-m", "zerofit", "launch", "--gpus", "2", "recipes/sft.py", *COMMON, *long, "--output_dir", str(folder)]
+    job = subprocess.Popen([sys.executable, *words], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    deadline = time.time() + 120
+    while not (folder / "metrics.jsonl").exists() or len((folder / "metrics.jsonl").read_text().splitlines()) < 3:
+        assert time.time() < deadline and job.poll() is None
+        time.sleep(0.1)
+    job.send_signal(number)
+    _, said = job.communicate(timeout=60)
+    assert job.returncode == 75, said
+    (saved,) = folder.glob("checkpoint-*")
+    assert f"stopped after step {saved.name[11:]}, {saved.name} is saved; `make resume RUN={folder}` goes on" in said
+    assert Run(folder).json("result.json")["status"] == "stopped" and not (folder / "report.json").exists()
+    done = subprocess.run(["make", "-C", str(ROOT), "ENV=active", f"PYTHON={sys.executable}", "resume", f"RUN={folder}"],
+                          capture_output=True, text=True, timeout=300)  # fmt: skip
+    assert done.returncode == 0, done.stdout[-1500:] + done.stderr[-1500:]
+    assert Run(folder).losses == Run(tmp_path / "whole").losses
+    done = subprocess.run([sys.executable, "-m", "zerofit", "resume", str(folder)], capture_output=True, text=True)
+    assert done.returncode == 2 and "this run has finished" in done.stderr
+
+
 # --- the parts ---
+
+
+def test_ranks_are_told_where_to_stop(monkeypatch, tmp_path):
+    failure.write_stop(tmp_path, 0)
+    monkeypatch.setenv(failure.FOLDER, str(tmp_path))
+    pulse = failure.Pulse()
+    assert not pulse.is_last(10**6)
+    failure.write_stop(tmp_path, 9)
+    assert not pulse.is_last(8) and pulse.is_last(9) and pulse.is_last(10)
+
+
+def test_what_cannot_be_resumed(tmp_path):
+    done = subprocess.run([sys.executable, "-m", "zerofit", "resume", str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 2 and "is no run folder" in done.stderr and "Traceback" not in done.stderr
 
 
 def parse(flags):

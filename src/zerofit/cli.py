@@ -11,11 +11,12 @@ USAGE = """usage: zerofit launch [--gpus N] [--show] recipes/sft.py [flags]     
        zerofit probe [--recipe sft] [--gpus N] [flags]               the largest micro batch that fits
        zerofit plan [--gpu h100-80g] [--gpus N] [flags]              whether it fits, and the fastest setting that does
        zerofit doctor [--json]                                       what of this machine would stop or spoil a job
+       zerofit resume runs/<run> [--gpus N] [flags]                  the same job again, from its newest good checkpoint
        zerofit replay runs/<run>                                     a step whose loss was not a number, once more
        zerofit --version"""
 # verb: the module whose main() it is; imported when it is asked for, as each brings its libraries
 VERBS = {"launch": "launch", "data": "inspection", "probe": "probe", "plan": "planner", "doctor": "doctor",
-         "replay": "replay"}  # fmt: skip
+         "replay": "replay", "resume": "resume"}  # fmt: skip
 
 
 def main() -> None:

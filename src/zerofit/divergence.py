@@ -156,10 +156,9 @@ class Guard:
         save_file(tensors, folder / f"rank{rank}.safetensors")
         if rank:
             return
-        secrets = [f"--{name}" for name in settings.values if name.endswith("_token")]
         facts = {
             "step": trainer.state.global_step, "recipe": settings.recipe, "world_size": trainer.args.world_size,
-            "flags": probe.drop(settings.flags, "--output_dir", "--resume_from_checkpoint", *secrets),
+            "flags": probe.drop(report.without_secrets(settings.flags), "--output_dir", "--resume_from_checkpoint"),
             "losses": losses, "grad_norm": float(self.grad_norm), "rows": rows,
             "texts": _texts(trainer, sorted({i for r, m in bad for i in rows[r][m]})) if rows else {},
         }  # fmt: skip

@@ -4,7 +4,7 @@ import os
 import sys
 import time
 
-EXIT_CODES = {"user error": 2, "out of memory": 3, "diverged": 4, "hang": 5, "interrupted": 130}
+EXIT_CODES = {"user error": 2, "out of memory": 3, "diverged": 4, "hang": 5, "stopped": 75, "interrupted": 130}
 
 
 class UserError(Exception):
@@ -17,6 +17,12 @@ class Diverged(UserError):
     """Training stopped because the loss or the gradient is no longer a finite number."""
 
     exit_code = EXIT_CODES["diverged"]
+
+
+class Stopped(UserError):
+    """Asked by SIGTERM or SIGUSR1, the run has saved a checkpoint and ended (75: EX_TEMPFAIL, try again)."""
+
+    exit_code = EXIT_CODES["stopped"]
 
 
 class OutOfMemory(UserError):
@@ -38,11 +44,15 @@ def guard(main) -> None:
     except UserError as error:
         failure.record(error)
         sys.stdout.flush()
+        if isinstance(error, Stopped) and os.environ.get("RANK", "0") != "0":
+            world.stop(wait=False)
+            raise SystemExit(error.exit_code) from None
         if os.environ.get("RANK", "0") != "0" and not (failure.folder() and isinstance(error, OutOfMemory)):
             # Rank 0 meets the same mistake and says it; where it is still busy after a while, this rank does.
             time.sleep(10)
         # A mistake met in a data loading process arrives with its traceback in front.
-        print(f"zerofit: error: {str(error).rpartition('UserError: ')[2].strip()}", file=sys.stderr, flush=True)
+        start = "zerofit" if isinstance(error, Stopped) else "zerofit: error"
+        print(f"{start}: {str(error).rpartition('UserError: ')[2].strip()}", file=sys.stderr, flush=True)
         world.stop(wait=False)
         raise SystemExit(error.exit_code) from None
     except KeyboardInterrupt as error:

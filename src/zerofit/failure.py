@@ -11,9 +11,11 @@ import time
 import traceback
 from pathlib import Path
 
-from .errors import EXIT_CODES, Diverged, OutOfMemory, UserError
+from .errors import EXIT_CODES, Diverged, OutOfMemory, Stopped, UserError
 
 FOLDER = "ZEROFIT_ATTEMPT"  # environment variable: the folder; without it nobody watches and nothing is written
+STOP = "stop"  # file of the step after which every rank shall save and end; 0: go on
+_STEP = struct.Struct("<q")
 _PULSE = struct.Struct("<qqd")  # process id, optimizer step, seconds since the epoch
 # How a rank fails when it is another that was lost: gloo's and NCCL's words.
 _OF_A_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "ncclRemoteError", "Connection refused",
@@ -53,6 +55,8 @@ def kind(error: BaseException) -> str:
         return "out of memory"
     if isinstance(error, Diverged):
         return "diverged"
+    if isinstance(error, Stopped):
+        return "stopped"
     if isinstance(error, UserError):
         return "user error"
     return "interrupted" if isinstance(error, KeyboardInterrupt) else "crash"
@@ -78,7 +82,7 @@ class Pulse:
     """Where a rank is: 24 bytes in shared memory, written at every optimizer step and evaluation batch (1 us)."""
 
     def __init__(self):
-        self.map = None
+        self.map = self.stop = None
         where = folder()
         if where is None:
             return
@@ -86,12 +90,30 @@ class Pulse:
         with (where / f"pulse{rank}").open("w+b") as file:
             file.truncate(_PULSE.size)
             self.map = mmap.mmap(file.fileno(), _PULSE.size)
+        if (where / STOP).exists():
+            with (where / STOP).open("r+b") as file:
+                self.stop = mmap.mmap(file.fileno(), _STEP.size)
         self.stack = (where / f"stack{rank}.txt").open("w")
         faulthandler.register(signal.SIGUSR1, file=self.stack, all_threads=True)
 
     def beat(self, step: int) -> None:
         if self.map is not None:
             _PULSE.pack_into(self.map, 0, os.getpid(), step, time.time())
+
+    def is_last(self, step: int) -> bool:
+        """Whether all ranks shall save after this step and end; the same answer on each of them."""
+        return self.stop is not None and 0 < _STEP.unpack_from(self.stop)[0] <= step
+
+
+def write_stop(where: Path, step: int) -> None:
+    """After which step every rank shall save and end; 0: none (how the file begins)."""
+    (where / STOP).write_bytes(_STEP.pack(step)) if not step else _overwrite(where / STOP, _STEP.pack(step))
+
+
+def _overwrite(file: Path, content: bytes) -> None:
+    """In place: the ranks have it in their memory."""
+    with file.open("r+b") as opened:
+        opened.write(content)
 
 
 def pulses(where: Path) -> dict[int, tuple[int, int, float]]:

@@ -41,14 +41,16 @@ def ending(code: int, where: Path, heard: list[int], hung: int | None, limit: fl
     rank that made no step for `limit` seconds; host_kills: processes that the kernel ended for memory meanwhile."""
     pulses = failure.pulses(where)
     step = max((step for _, step, _ in pulses.values()), default=None)
-    if heard:
+    records = failure.records(where)
+    if heard and records and records[0]["kind"] == "stopped":
+        return Ending("stopped", failure.exit_code("stopped"), error=records[0]["error"], step=step)
+    if heard and code:
         return Ending("interrupted", failure.exit_code("interrupted"), signal=signal.Signals(heard[0]).name, step=step)
     if code == 0:
         return Ending("finished", 0, step=step)
     if hung is not None:
         error = f"no step for {limit:.0f} s; the stacks of all ranks are in stack<rank>.txt"
         return Ending("hang", failure.exit_code("hang"), hung, error, step=pulses[hung][1])
-    records = failure.records(where)
     exits = {int(r): c for r, c in json.loads((where / EXITS).read_text()).items()} if (where / EXITS).exists() else {}
     if not exits:  # another launcher than ours, or none: 128 + n is how a shell tells signal n
         exits = {None: 128 - code if 128 < code < 160 else code}

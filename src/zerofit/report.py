@@ -161,6 +161,7 @@ def write_run(settings: Settings, facts: dict) -> None:
             "recipe": settings.recipe,
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "command": os.environ.get("ZEROFIT_COMMAND") or hide_secrets([sys.executable, *sys.argv]),
+            "flags": without_secrets(settings.flags),
             "world_size": settings.world_size,
             "device": "cpu" if settings.use_cpu else torch.cuda.get_device_name(),
             "machine": platform.platform(),
@@ -178,6 +179,17 @@ def write_run(settings: Settings, facts: dict) -> None:
             **facts,
         },
     )
+
+
+def without_secrets(flags: list[str]) -> list[str]:
+    """The flags without --hub_token and its like, and their values."""
+    kept, skipping = [], False
+    for word in flags:
+        if word.startswith("--"):
+            skipping = word.partition("=")[0].replace("-", "_").endswith("_token")
+        if not skipping:
+            kept.append(word)
+    return kept
 
 
 def hide_secrets(words: list[str]) -> str:

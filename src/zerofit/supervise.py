@@ -106,7 +106,7 @@ def _end(job: Job, endings: list, records: Path, opened: bool, settings, flags: 
     last = endings[-1]
     if last.kind == "interrupted":
         print(f"zerofit: stopped by {last.signal}", file=sys.stderr)
-    if not opened or (last.kind in ("finished", "interrupted", "user error") and len(endings) == 1):
+    if not opened or (last.kind in ("finished", "stopped", "interrupted", "user error") and len(endings) == 1):
         return
     smaller = _smaller(job, flags, settings) if last.kind == "out of memory" else None
     advice = postmortem.advice(last, settings, smaller)
@@ -117,7 +117,7 @@ def _end(job: Job, endings: list, records: Path, opened: bool, settings, flags: 
     aside.mkdir(parents=True, exist_ok=True)
     for file in records.iterdir():
         shutil.move(file, aside / file.name)
-    if last.kind != "user error":
+    if last.kind not in ("user error", "stopped"):
         print(f"zerofit: {last.sentence}; {job.folder}/report.md", file=sys.stderr)
     if advice:
         print(f"zerofit: try: {advice}", file=sys.stderr)
@@ -131,19 +131,24 @@ def watch(
 ) -> tuple[int, list[int], int | None]:
     """Run the command in a session of its own, pass signals on, leave no process behind.
 
+    The first SIGTERM or SIGUSR1 (how SLURM announces the end) has the ranks save and end, once they train.
+
     Args: limit: seconds without a step of any rank after which the job is ended; 0: none. stdout: a file instead of
         this process's.
     Returns: exit code, the signals that were passed on, the rank that held up a job that hung.
     """
+    failure.write_stop(records, 0)
     child = subprocess.Popen(words, env=env, start_new_session=True, stdout=stdout)
     heard: list[int] = []
     hung = None
 
     def pass_on(number, _frame):
         heard.append(number)
+        if len(heard) == 1 and number in (signal.SIGTERM, signal.SIGUSR1) and _asked_to_save(records, count):
+            return
         signal_group(child.pid, signal.SIGKILL if len(heard) > 1 else number)
 
-    before = {n: signal.signal(n, pass_on) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    before = {n: signal.signal(n, pass_on) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)}
     try:
         while True:
             try:
@@ -158,6 +163,18 @@ def watch(
         for number, handler in before.items():
             signal.signal(number, handler)
     return (code if code >= 0 else 128 - code), heard, hung
+
+
+def _asked_to_save(records: Path, count: int) -> bool:
+    """Name the step after which all ranks save and end; False while some have not made one yet.
+
+    Ranks are less than two steps apart, since each step waits for the others.
+    """
+    pulses = failure.pulses(records)
+    if len(pulses) < count:
+        return False
+    failure.write_stop(records, max(step for _, step, _ in pulses.values()) + 2)
+    return True
 
 
 def _end_ranks(records: Path) -> None:

@@ -44,7 +44,7 @@ from . import (
     world,
 )
 from .args import order_seed
-from .errors import UserError
+from .errors import Stopped, UserError
 
 
 def training_arguments(settings) -> TrainingArguments:
@@ -286,6 +286,7 @@ class Reporter(TrainerCallback):
         self.trainer, self.began, self.first_step, self.bar = trainer, time.perf_counter(), 0, None
         self.skipped_steps = 0  # by the loss scaler of stage 0; DeepSpeed's engine counts its own
         self.pulse = failure.Pulse()
+        self.stopping = False  # the supervisor was asked to end; this step is saved and is the last
         self.before = None  # exact match before training, on the bundled task
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -332,6 +333,8 @@ class Reporter(TrainerCallback):
         if state.global_step >= state.max_steps:
             control.should_log = True  # the last steps too, when logging_steps does not divide
         self.trainer.guard.after_step()
+        if args.save_strategy != "no" and self.pulse.is_last(state.global_step):
+            control.should_save = control.should_training_stop = self.stopping = True
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if "train_runtime" in logs:  # transformers' summary of the whole run; ours is result.json
@@ -441,11 +444,16 @@ def run(trainer: KitTrainer) -> None:
     try:
         with memory_report.explained(trainer):
             trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
+            if trainer.reporter.stopping:
+                step, folder = trainer.state.global_step, trainer.args.output_dir
+                raise Stopped(
+                    f"stopped after step {step}, checkpoint-{step} is saved; `make resume RUN={folder}` goes on"
+                )
             finish(trainer, started)
     except BaseException as error:
         if trainer.args.process_index == 0 and not report.finished(trainer.args.output_dir):
             status = {
-                "status": "failed",
+                "status": "stopped" if isinstance(error, Stopped) else "failed",
                 "error": f"{type(error).__name__}: {error}",
                 "steps": trainer.state.global_step,
             }
