@@ -29,7 +29,17 @@ def runs(tmp_path_factory):
         flags = [*FLAGS, "--zero", zero, *more]
         cases[zero] = (recipe, flags)
         cases[f"{zero}-resumed"] = (recipe, [*flags, "--resume_from_checkpoint", str(folder / zero / "checkpoint-2")])
+    best = ["--eval_data", str(TINY / "eval.jsonl"), "--eval_strategy", "steps", "--eval_steps", "2", "--zero", "2",
+            "--load_best_model_at_end", "true", "--save_total_limit", "1"]  # fmt: skip
+    cases["best"] = ("sft", [*FLAGS, *best])
     return run_world(2, cases, folder)
+
+
+def test_the_best_one_is_known_by_its_name(runs):
+    (saved,) = runs["best"].folder.glob("checkpoint-*")
+    state = json.loads((saved / "trainer_state.json").read_text())
+    assert state["best_model_checkpoint"] == str(saved) and checkpoint.fault(saved, 2) == ""
+    assert runs["best"].json("result.json")["status"] == "finished"
 
 
 @pytest.mark.parametrize("zero", STAGES)

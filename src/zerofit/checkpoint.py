@@ -38,13 +38,15 @@ def save(trainer, write) -> None:
     run, name = Path(args.output_dir), f"checkpoint-{state.global_step}"
     if not world.broadcast(_has_room(run) if args.process_index == 0 else None):
         return
-    if state.best_global_step:
-        state.best_model_checkpoint = str(run / f"checkpoint-{state.best_global_step}")
     trainer.saving_to = run / ASIDE
     try:
         write()
     finally:
         trainer.saving_to = None
+    if state.best_global_step:  # transformers has taken the folder aside for its place
+        state.best_model_checkpoint = str(run / f"checkpoint-{state.best_global_step}")
+        if args.process_index == 0:
+            state.save_to_json(str(run / ASIDE / name / "trainer_state.json"))
     _barrier(args)  # every rank has written its files
     hashes = _hashes(run / ASIDE / name, args)
     if args.process_index == 0:
