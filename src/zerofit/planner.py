@@ -303,6 +303,8 @@ def _depths(zero: int, shape: Shape, every: int) -> list[tuple]:
     if zero == 3 and shape.parameters * stored > KEPT_GATHERED:
         layer = (shape.parameters - 2 * shape.vocabulary * shape.hidden) / shape.layers
         first = max(first, math.ceil(KEPT_GATHERED / (layer * stored)))
+    if pattern > 1 and zero == 3:
+        first += 4  # what is prefetched where no layer is recomputed settles later
     small, apart = (-(-count // pattern) * pattern for count in (first, apart))
     found = []
     while len(found) < 3 and shape.layers > max(LAYERS_WHOLE[buckets], small + apart):
