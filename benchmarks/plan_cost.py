@@ -1,11 +1,13 @@
 """What a plan costs, and what measuring few layers instead of all costs in truth.
 
-    python benchmarks/plan_cost.py            # about 10 minutes on 2 cores: every case also with all of its layers
+    python benchmarks/plan_cost.py            # about 12 minutes on 2 cores: every case also with all of its layers
     python benchmarks/plan_cost.py --fast     # the seconds alone, about 4
 
-Each case in a fresh process without cached answers: what the check adds to a launch (its process imports while the
-launcher reads model and tokenizer code), the seconds of the whole process, the two depths it measured, and how far the extended peak is from that of the whole model. Then the search for a 70B model on 64
-GPUs: seconds and the largest process's memory. Writes benchmarks/results/plan-cost-<date>.{json,md}.
+Each case in a fresh process without cached answers: what the check adds to a launch when it is waited for to its end (its
+process imports while the launcher reads model and tokenizer code; a launch waits for 18 s and goes by the closed forms
+then), the seconds of the whole process, the two depths it measured, and how far the extended peak is from that of the
+whole model. Then the search for a 70B model on 64 GPUs: seconds and the largest process's memory. Writes
+benchmarks/results/plan-cost-<date>.{json,md}.
 """
 
 import argparse
@@ -52,7 +54,7 @@ def answer_of(*a):
     return found
 planner.answer_of = answer_of
 began = time.perf_counter()
-planner.check(settings)
+planner.check(settings, seconds=None)
 print(f"added {time.perf_counter() - began:.1f}")
 """
 

@@ -169,7 +169,7 @@ def test_less_is_faster():
 def fake_ghost(size_of, host=0):
     """run_all that answers with `size_of(flags)` GiB, or fails where that is None; host: bytes of a rank."""
 
-    def run_all(questions, cache=None):
+    def run_all(questions, cache=None, seconds=None):
         answers = []
         for question in questions:
             size = size_of(question["flags"])
@@ -375,6 +375,28 @@ def test_a_job_that_ran_out_of_memory_is_learnt_from(monkeypatch, tmp_path):
     assert planner.learned_allowance("H100") == 16 * 2**30
     planner.outgrown()
     assert len((tmp_path / "history.jsonl").read_text().splitlines()) == 1
+
+
+def on_a_gpu(*flags):
+    settings = args.parse("sft", ["--model", str(CONFIGS / "llama3.1-8b"), "--data", "none", "--zero", "3", *flags], 8,
+                          hardware.GPUS["h100-80g"])  # fmt: skip
+    settings.values["use_cpu"] = False
+    return settings
+
+
+def test_a_launch_does_not_wait_longer_for_a_ghost(monkeypatch, tmp_path, capsys):
+    """The closed forms decide then, and say so; no process stays behind."""
+    monkeypatch.setattr(planner, "CACHE", tmp_path)
+    planner.get_ready(on_a_gpu())
+    (process,) = ghost._ready
+    found = planner.check(on_a_gpu("--per_device_train_batch_size", "1", "--max_length", "2048"), seconds=1.0)
+    said = "(closed forms, +-10 %: the ghost run takes longer than a launch waits for it)"
+    assert said in capsys.readouterr().out and found["by"] in said
+    assert process.poll() is not None and not ghost._ready
+    assert set(found["peak"]["backward"]) == set(closed_forms.PARTS)
+    with pytest.raises(planner.NothingFits, match="closed forms"):
+        planner.check(on_a_gpu("--per_device_train_batch_size", "8", "--max_length", "131072", "--gradient_checkpointing",
+                               "false"), seconds=1.0)  # fmt: skip
 
 
 def test_answers_are_kept_by_question(tmp_path):

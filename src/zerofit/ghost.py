@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -64,11 +65,11 @@ def run(*args, **kwargs) -> dict:
     return answer
 
 
-def run_all(questions: list[dict], cache: Path | None = None) -> list[dict | Exception]:
+def run_all(questions: list[dict], cache: Path | None = None, seconds: float | None = None) -> list[dict | Exception]:
     """The answers, in order; an exception that `run` would raise stands in its place.
 
     Libraries are imported once and each question is answered in a fork, as many at once as there are cores.
-    Args: cache: folder of answers by question.
+    Args: cache: folder of answers by question. seconds: after which all that is left has failed; None: never.
     """
     answers: list = [_kept(cache, q) for q in questions]
     left = [i for i, answer in enumerate(answers) if answer is None]
@@ -77,7 +78,7 @@ def run_all(questions: list[dict], cache: Path | None = None) -> list[dict | Exc
     asked = [questions[i] for i in left]
     process = _taken() if all(map(_needs_no_device, asked)) else None
     process = process or _started(all(q["fake"] for q in asked), any(q["device"] == "cuda" for q in asked))
-    output, errors = process.communicate(json.dumps(asked))
+    output, errors = _ask(process, json.dumps(asked), seconds)
     found = {}
     for line in output.splitlines():
         if line.startswith(_MARK):
@@ -105,8 +106,20 @@ def get_ready() -> None:
 def dismiss() -> None:
     """End what `get_ready` started when it was not asked anything."""
     if process := _taken():
-        process.kill()
+        os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
+
+
+def _ask(process: subprocess.Popen, text: str, seconds: float | None) -> tuple[str, str]:
+    """What the process says to `text`, on stdout and stderr; it and its forks are gone when it takes too long."""
+    try:
+        return process.communicate(text, timeout=None if seconds is None else max(0.0, seconds))
+    except subprocess.TimeoutExpired:
+        return "", "the ghost run takes longer than a launch waits for it"
+    finally:
+        if process.returncode is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
 
 
 def _taken() -> subprocess.Popen | None:
@@ -124,7 +137,7 @@ def _started(fake: bool, cuda: bool) -> subprocess.Popen:
     env |= {} if cuda else {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     pipe = subprocess.PIPE
     words = [sys.executable, "-m", "zerofit.ghost"]
-    return subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=env)
+    return subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=env, start_new_session=True)
 
 
 def _as_exception(answer: dict) -> dict | Exception:

@@ -26,6 +26,7 @@ NCCL_BYTES = int(0.4 * GIB)  # NCCL's channels and buffers
 WORKSPACE_BYTES = 72 * 2**20  # cuBLAS: 32 MiB for each of two handles, and its lt workspace; counted by the allocator
 FRAGMENTATION = 0.03  # of the GPU: what the allocator cannot hand out
 CLEARLY_TOO_MUCH = 1.25  # closed forms above this share of the limit are believed without a ghost run
+CHECK_SECONDS = 18  # that a launch waits for a ghost; the whole check then takes less than 20
 GHOSTS = 8  # after so many ghost runs only settings that fit clearly by the closed forms are looked at
 # Deeper models are measured with so many layers and extended linearly. Stages 1 and 2 reduce gradients in buckets of
 # 5e8 numbers over layers: how full the last one is goes up and down with the depth, by up to 3.5 % of the whole.
@@ -266,20 +267,23 @@ def ask(candidate: Candidate, ranks: int, gpu) -> None:
 
 
 def answer_of(
-    recipe: str, flags: list[str], ranks: int, asked: list[int], gpu, zero: int, shape: Shape, every: int
+    recipe: str, flags: list[str], ranks: int, asked: list[int], gpu, zero: int, shape: Shape, every: int,
+    seconds: float | None = None,
 ):  # fmt: skip
     """The ghost's answer of the rank with the highest peak among `asked`, or the GhostFailed that stands in its place.
 
-    Args: every: n-th layer that is checkpointed; 0: none.
+    Args: every: n-th layer that is checkpointed; 0: none. seconds: after which it has failed; None: never.
     Raises: UserError for the user's mistakes.
     """
+    began = time.perf_counter()
     for depths in _depths(zero, shape, every):
         questions = [
             ghost.question(recipe, flags, ranks, rank, gpu=gpu, overrides={"num_hidden_layers": d} if d else None)
             for rank in asked
             for d in reversed(depths)  # the longest first: they run side by side
         ]
-        answers = ghost.run_all(questions, CACHE / "ghosts")
+        left = None if seconds is None else seconds - (time.perf_counter() - began)
+        answers = ghost.run_all(questions, CACHE / "ghosts", left)
         for answer in answers:
             if isinstance(answer, UserError):
                 raise answer
@@ -351,8 +355,7 @@ def candidates(method: str, flags: list[str], ranks: int, gpu, change: tuple[str
     flags = [*_planned(flags, method), *change]
     base = args.parse(recipe, flags, ranks, gpu)
     shape = _shape(base)
-    fused = base.fused_loss != "false" and (base.fused_loss == "true" or shape.vocabulary >= 32_000)
-    found, error = [], None
+    fused, found, error = _fused(base, shape), [], None
     for zero, (offload, nvme), (every, away), micro in itertools.product(*_open(base, ranks, disk)):
         if not _sensible(zero, offload, ranks, base) or (nvme and zero != 3):
             continue
@@ -522,12 +525,13 @@ def get_ready(settings) -> None:
         ghost.get_ready()
 
 
-def predict(settings) -> dict | None:
+def predict(settings, seconds: float | None = None) -> dict | None:
     """What the very job takes: {"peak_bytes", "limit_bytes", "phase", "peak", "step_seconds" (an estimate; None on a
     CPU), ...}, or None where there is no limit.
 
-    On a CPU --memory_limit is the limit, and bytes are a CPU run's.
-    Raises: GhostFailed when it cannot be run without memory; UserError for the user's mistakes.
+    On a CPU --memory_limit is the limit, and bytes are a CPU run's. Where the ghost cannot be asked, or takes more than
+    `seconds`, the closed forms answer for a GPU, and "by" says why.
+    Raises: GhostFailed on a CPU, of which they know nothing; UserError for the user's mistakes.
     """
     cpu = settings.use_cpu
     if cpu and not settings.memory_limit:
@@ -538,16 +542,29 @@ def predict(settings) -> dict | None:
     began = time.perf_counter()
     flags, shape = _for_a_ghost(settings.flags), _shape(settings)
     setting = _setting(settings)
-    answer = answer_of(settings.recipe, flags, settings.world_size, [0], gpu, setting.zero, shape, setting.every)
+    answer = answer_of(
+        settings.recipe, flags, settings.world_size, [0], gpu, setting.zero, shape, setting.every, seconds
+    )
+    by = {}  # without any: the ghost
     if isinstance(answer, Exception):
-        raise answer
+        if cpu:
+            raise answer
+        failed, parts = answer, closed_forms.memory(shape, setting, settings, _fused(settings, shape))
+        parts = {part: int(size) for part, size in parts.items()}
+        answer = {"total": {"backward": sum(parts.values())}, "peak": {"backward": parts}, "host": 0}
+        by = {"by": f"closed forms, +-10 %: {failed}"}
     return {
         "peak_bytes": max(answer["total"].values()) + (0 if cpu else WORKSPACE_BYTES),
         "limit_bytes": whole - sum(allowance.values()), "phase": max(answer["total"], key=answer["total"].get),
         "peak": answer["peak"], "host": answer["host"], "gpu": gpu.device_name if gpu else "cpu",
         "step_seconds": gpu and closed_forms.step_seconds(shape, setting, gpu, settings.max_length),
-        "seconds": round(time.perf_counter() - began, 1),
+        "seconds": round(time.perf_counter() - began, 1), **by,
     }  # fmt: skip
+
+
+def _fused(settings, shape: Shape) -> bool:
+    """Whether the loss is made without the logits."""
+    return settings.fused_loss != "false" and (settings.fused_loss == "true" or shape.vocabulary >= 32_000)
 
 
 def _setting(settings) -> Setting:
@@ -558,13 +575,15 @@ def _setting(settings) -> Setting:
                    bool(settings.offload_path))  # fmt: skip
 
 
-def check(settings) -> dict | None:
+def check(settings, seconds: float | None = CHECK_SECONDS) -> dict | None:
     """`predict`, said in a line; None also where it is not known.
+
+    Args: seconds: that the ghost is waited for; None: to its end.
 
     Raises: NothingFits when it does not fit and --force is not given; UserError for the user's mistakes.
     """
     try:
-        found = predict(settings)
+        found = predict(settings, seconds)
     except ghost.GhostFailed as error:
         print(f"note: whether it fits is not known: {error}", flush=True)
         return None
@@ -574,6 +593,7 @@ def check(settings) -> dict | None:
         return None
     peak, limit = found["peak_bytes"], found["limit_bytes"]
     size = f"{peak / GIB:.2f} of {limit / GIB:.2f} GiB a rank, highest in the {found['phase']} phase"
+    size += f" ({found['by']})" if "by" in found else ""
     if peak > limit and not settings.force:
         raise NothingFits(
             f"this job does not fit: {size}; `make plan` with the same arguments finds one that does, --force true "
@@ -592,7 +612,7 @@ def dry_run(settings) -> None:
 
     if settings.gpu != "detect":
         settings = args.parse(settings.recipe, settings.flags, settings.world_size, hardware.find(settings.gpu))
-    found = check(settings)
+    found = check(settings, seconds=None)
     if found is None:
         raise UserError(
             "--dry_run: there is no GPU here; name one with --gpu h100-80g, or a limit with --memory_limit."
@@ -650,7 +670,12 @@ def outgrown() -> None:
     since the next attempt has other settings."""
     predicted = json.loads(os.environ.get(PLANNED, "{}"))
     announce(None)
-    if predicted and predicted["gpu"] != "cpu" and predicted["peak_bytes"] < predicted["limit_bytes"]:
+    if (
+        predicted
+        and "by" not in predicted
+        and predicted["gpu"] != "cpu"
+        and predicted["peak_bytes"] < predicted["limit_bytes"]
+    ):
         _learn(predicted, predicted["limit_bytes"])
 
 

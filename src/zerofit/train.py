@@ -416,7 +416,7 @@ def finish(trainer: KitTrainer, started: float) -> None:
         "final": str(final),
     }
     predicted = json.loads(os.environ.get(planner.PLANNED, "{}"))
-    if first and predicted and not settings.use_cpu:
+    if first and predicted and "by" not in predicted and not settings.use_cpu:
         planner.remember(predicted, result["peak_memory_bytes"], folder)
     if settings.bundled:
         result |= {"exact_match_before": before, "exact_match_after": after}
