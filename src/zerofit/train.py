@@ -333,7 +333,7 @@ class Reporter(TrainerCallback):
         if state.global_step >= state.max_steps:
             control.should_log = True  # the last steps too, when logging_steps does not divide
         self.trainer.guard.after_step()
-        if args.save_strategy != "no" and self.pulse.is_last(state.global_step):
+        if self.pulse.is_last(state.global_step) and args.save_strategy != "no":
             control.should_save = control.should_training_stop = self.stopping = True
 
     def on_log(self, args, state, control, logs=None, **kwargs):
