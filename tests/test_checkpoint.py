@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import TINY, Run, recipe_process, run_world
+from conftest import TINY, recipe_process, run_world
 
 from zerofit import args, checkpoint, report
 from zerofit.errors import UserError
@@ -177,13 +177,12 @@ def test_without_room_training_goes_on(tmp_path, monkeypatch, capsys):
     assert "WARNING: no checkpoint is saved" in capsys.readouterr().out
 
 
-def test_a_shape_that_is_not_the_models_is_found(runs, tmp_path):
-    from safetensors.torch import load_file, save_file
+def test_a_shape_that_is_not_the_models_is_found(tmp_path):
+    from safetensors.torch import save_file
 
     saved = tmp_path / "model.safetensors"
-    tensors = load_file(runs["0"].folder / "checkpoint-2" / "model.safetensors")
     net = torch.nn.Module()
-    net.register_parameter("model.norm.weight".replace(".", "_"), torch.nn.Parameter(torch.ones(3)))
+    net.register_parameter("model_norm_weight", torch.nn.Parameter(torch.ones(3)))
     save_file({"model_norm_weight": torch.ones(4)}, saved)
     trainer = SimpleNamespace(model=net, settings=SimpleNamespace(recipe="sft"))
     with pytest.raises(RuntimeError, match=r"with shape \(4,\) instead of \(3,\)"):
@@ -191,5 +190,3 @@ def test_a_shape_that_is_not_the_models_is_found(runs, tmp_path):
     save_file({"model_norm_weight": torch.ones(2)}, saved)
     with pytest.raises(RuntimeError, match="holds 2 of the 3"):
         checkpoint.verify(tmp_path, trainer)
-    assert tensors and json.dumps(list(tensors))
-    assert Run(runs["0"].folder).losses

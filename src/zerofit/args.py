@@ -409,7 +409,8 @@ class Settings:
 
     values: argument -> value;  source: argument -> where it came from;  decisions: sentences to print once;
     deepspeed: the DeepSpeed configuration ("auto" left for transformers), None for stage 0;
-    planned_gpu: the GPU that is planned for (hardware.Gpu), None: what this machine has;  flags: the command line.
+    planned_gpu: the GPU that is planned for (hardware.Gpu), None: what this machine has;  flags: the command line;
+    fingerprints: of model and data, for checkpoints (checkpoint.check_same).
     """
 
     recipe: str
@@ -420,6 +421,7 @@ class Settings:
     world_size: int
     planned_gpu: Any = None
     flags: list[str] = field(default_factory=list)
+    fingerprints: dict[str, str] = field(default_factory=dict)
 
     def __getattr__(self, name: str):
         try:

@@ -13,7 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from . import failure, postmortem, recovery, report, supervise
+from . import failure, postmortem, recovery, report, supervise, world
 from .errors import UserError
 
 JOB = "ZEROFIT_CANARY"  # environment variable: the file that a canary's rank 0 writes its findings to
@@ -121,18 +121,17 @@ def asked() -> bool:
 
 def measure(trainer) -> None:
     """Instead of training; ends the process. All ranks call it, when model, optimizer and engine stand."""
-    import torch
-
-    from . import train
+    from . import probe, train
 
     args, folder = trainer.args, Path(trainer.args.output_dir)
-    seconds, tokens = _steps(trainer)
+    rows = probe.longest_rows(trainer, args.per_device_train_batch_size)
+    seconds, tokens = _steps(trainer, rows)
     if trainer.eval_dataset is not None:
         _evaluate(trainer)
     began = time.perf_counter()
     trainer.save_model(str(folder / "final"))
-    found = {"final_bytes": _size(folder / "final"), "reloaded": args.save_strategy != "no"}
-    found |= _save_and_reload(trainer, folder) if found["reloaded"] else {
+    found = {"final_bytes": report.size_of(folder / "final"), "reloaded": args.save_strategy != "no"}
+    found |= _save_and_reload(trainer, rows, folder) if found["reloaded"] else {
         "checkpoint_bytes": found["final_bytes"], "save_seconds": time.perf_counter() - began,
     }  # fmt: skip
     found |= {
@@ -143,17 +142,15 @@ def measure(trainer) -> None:
     if args.process_index == 0:
         report.write_json(Path(os.environ[JOB]), found)
     sys.stdout.flush()
-    if torch.distributed.is_initialized():
-        torch.distributed.barrier()
+    world.barrier()
     os._exit(0)
 
 
-def _steps(trainer) -> tuple[float, int]:
+def _steps(trainer, rows: list[dict]) -> tuple[float, int]:
     """Two optimizer steps: (seconds that a whole one takes, tokens of a micro batch)."""
     from . import probe
 
     args = trainer.args
-    rows = probe.longest_rows(trainer, args.per_device_train_batch_size)
     some = min(2, args.gradient_accumulation_steps)  # gradients that wait for a second micro batch are part of the peak
     for _ in range(2):
         began = time.perf_counter()
@@ -165,19 +162,20 @@ def _steps(trainer) -> tuple[float, int]:
 
 
 def _evaluate(trainer) -> None:
-    rows = sorted(trainer.eval_tokens.dataset, key=lambda row: -len(row["input_ids"]))
-    batch = trainer.data_collator(rows[: trainer.args.per_device_eval_batch_size])
+    from . import probe
+
+    count = trainer.args.per_device_eval_batch_size
+    batch = trainer.data_collator(probe.longest(trainer.eval_tokens.dataset, count))
     loss = trainer.evaluation_loop([batch], "canary").metrics["eval_loss"]
     if not math.isfinite(loss):
         raise UserError(f"the canary's loss on the longest evaluation rows is {loss}: look at --eval_data.")
 
 
-def _save_and_reload(trainer, folder: Path) -> dict:
+def _save_and_reload(trainer, rows: list[dict], folder: Path) -> dict:
     """Save a checkpoint, take a step, read it back: the loss must be the one at the save."""
     from . import probe
 
     args = trainer.args
-    rows = probe.longest_rows(trainer, args.per_device_train_batch_size)
     began = time.perf_counter()
     trainer._save_checkpoint(trainer.model, trial=None)
     saved, checkpoint = time.perf_counter(), folder / f"checkpoint-{trainer.state.global_step}"
@@ -188,7 +186,11 @@ def _save_and_reload(trainer, folder: Path) -> dict:
     loaded, after = time.perf_counter(), _loss(trainer, rows)
     if not math.isclose(before, after, rel_tol=1e-6):
         raise UserError(f"a checkpoint that was read back gives the loss {after:.6f} instead of {before:.6f}.")
-    return {"checkpoint_bytes": _size(checkpoint), "save_seconds": saved - began, "load_seconds": loaded - reloading}
+    return {
+        "checkpoint_bytes": report.size_of(checkpoint),
+        "save_seconds": saved - began,
+        "load_seconds": loaded - reloading,
+    }
 
 
 def _loss(trainer, rows: list[dict]) -> float:
@@ -213,7 +215,3 @@ def _checkpoints(trainer) -> int:
         return 0
     made = state.max_steps // max(1, state.save_steps or 1) if args.save_strategy == "steps" else state.num_train_epochs
     return min(made, args.save_total_limit + 1) if args.save_total_limit else made
-
-
-def _size(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())

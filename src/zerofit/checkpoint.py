@@ -47,7 +47,7 @@ def save(trainer, write) -> None:
         state.best_model_checkpoint = str(run / f"checkpoint-{state.best_global_step}")
         if args.process_index == 0:
             state.save_to_json(str(run / ASIDE / name / "trainer_state.json"))
-    _barrier(args)  # every rank has written its files
+    world.barrier()  # every rank has written its files
     hashes = _hashes(run / ASIDE / name, args)
     if args.process_index == 0:
         verify(run / ASIDE / name, trainer)
@@ -56,27 +56,20 @@ def save(trainer, write) -> None:
         from transformers.trainer_utils import rotate_checkpoints
 
         rotate_checkpoints(str(run), args.save_total_limit, state.best_model_checkpoint)
-    _barrier(args)
+    world.barrier()
 
 
 def _has_room(run: Path) -> bool:
     """Whether the disk can hold one more of what the last one took; clears what a killed save left."""
     shutil.rmtree(run / ASIDE, ignore_errors=True)
     before = list(report.checkpoints(run).values())
-    needed = sum(f.stat().st_size for f in before[-1].rglob("*") if f.is_file()) if before else 0
+    needed = report.size_of(before[-1]) if before else 0
     free = shutil.disk_usage(run).free
     if needed <= free:
         return True
     print(f"WARNING: no checkpoint is saved: the last one took {needed / 1e9:.3g} GB and the disk has {free / 1e9:.3g} left; "
           f"{before[-1].name} stays the newest", flush=True)  # fmt: skip
     return False
-
-
-def _barrier(args) -> None:
-    if args.world_size > 1:
-        import torch
-
-        torch.distributed.barrier()
 
 
 def _hashes(folder: Path, args) -> dict[str, list]:
@@ -86,13 +79,7 @@ def _hashes(folder: Path, args) -> dict[str, list]:
         str(f.relative_to(folder)): [f.stat().st_size, _hash(f, sync=True)]
         for f in files[args.process_index :: args.world_size]
     }
-    if args.world_size == 1:
-        return mine
-    import torch
-
-    found = [None] * args.world_size
-    torch.distributed.all_gather_object(found, mine)
-    return {name: entry for part in found for name, entry in part.items()}
+    return {name: entry for part in world.gathered(mine) for name, entry in part.items()}
 
 
 def _hash(file: Path, sync: bool = False) -> str:
@@ -150,7 +137,7 @@ def _facts(trainer, hashes: dict[str, list]) -> dict:
     return {
         "zerofit": __version__, "step": trainer.state.global_step,
         **{name: getattr(settings, name) for name in names}, "precision": settings.precision,
-        "fingerprints": fingerprints(settings, trainer.tokens), "files": hashes,
+        "fingerprints": settings.fingerprints, "files": hashes,
     }  # fmt: skip
 
 
@@ -275,10 +262,11 @@ def _foreign_code(checkpoint: Path) -> str:
 
 
 def check_same(settings, train_set) -> None:
-    """Compare the checkpoint to resume with this run: model, data, stage, ranks, effective batch.
+    """Take this run's fingerprints, and compare the checkpoint to resume with it: model, data, stage, ranks, effective batch.
 
     Raises: UserError for what differs and would make another run of it (--resume_anyway: for stage and ranks only).
     """
+    settings.fingerprints = fingerprints(settings, train_set)  # once: a hub model's configuration is asked for
     asked = settings.resume_from_checkpoint
     known = facts(Path(asked)) if asked else None
     if not known:
@@ -302,10 +290,9 @@ def check_same(settings, train_set) -> None:
             f"{settings.effective_batch_size}: it would go on at another place of the data; use --effective_batch_size "
             f"{known['effective_batch_size']} (--resume_anyway true goes on nevertheless)."
         )
-    now = fingerprints(settings, train_set)
     meaning = {"data": "data, tokenizer, template or --max_length", "model": "model"}
     for name, was in known["fingerprints"].items():
-        if was != now[name]:
+        if was != settings.fingerprints[name]:
             raise UserError(
                 f"{where}: was saved with another {meaning[name]} than this run has; give it the same, or go on nevertheless "
                 "with --resume_anyway true."

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from . import probe, report
+from . import probe, report, world
 from .errors import Diverged
 
 KEPT = 10  # batches of bad steps that a run folder gets at most
@@ -101,12 +101,7 @@ class Guard:
 
     def _of_all_ranks(self) -> list[list[float]]:
         """[rank][micro batch]: the losses of this step, before their weights; collective."""
-        mine = [loss.item() for loss in self.losses]
-        if self.trainer.args.world_size == 1:
-            return [mine]
-        found = [None] * self.trainer.args.world_size
-        torch.distributed.all_gather_object(found, mine)
-        return found
+        return world.gathered([loss.item() for loss in self.losses])
 
     def _tell(self, losses: list[list[float]], stop: bool) -> None:
         trainer, settings = self.trainer, self.settings

@@ -107,13 +107,9 @@ class Pulse:
 
 def write_stop(where: Path, step: int) -> None:
     """After which step every rank shall save and end; 0: none (how the file begins)."""
-    (where / STOP).write_bytes(_STEP.pack(step)) if not step else _overwrite(where / STOP, _STEP.pack(step))
-
-
-def _overwrite(file: Path, content: bytes) -> None:
-    """In place: the ranks have it in their memory."""
-    with file.open("r+b") as opened:
-        opened.write(content)
+    file = where / STOP
+    with file.open("r+b" if file.exists() else "wb") as opened:  # in place: the ranks have it in their memory
+        opened.write(_STEP.pack(step))
 
 
 def pulses(where: Path) -> dict[int, tuple[int, int, float]]:

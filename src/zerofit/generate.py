@@ -3,9 +3,8 @@
 import math
 
 import torch
-import torch.distributed as dist
 
-from . import chat
+from . import chat, world
 
 
 def prompt_and_answer(row: dict) -> tuple[list[int], list[int]]:
@@ -42,10 +41,7 @@ def answers(trainer, rows: list[dict], max_new_tokens: int, batch: int = 64) -> 
         for j, tokens in zip(chosen, out[:, width:].tolist(), strict=True):
             found[j] = tokenizer.decode(tokens, skip_special_tokens=True).strip()
     net.train(training)
-    if ranks > 1:
-        parts = [None] * ranks
-        dist.all_gather_object(parts, found)
-        found = {j: text for part in parts for j, text in part.items()}
+    found = {j: text for part in world.gathered(found) for j, text in part.items()}
     return [found[j] for j in range(len(rows))]
 
 

@@ -18,10 +18,7 @@ def main(argv: list[str]) -> None:
     Raises: UserError for the user's mistakes, before any process is started and before a run folder is made.
     """
     parser = argparse.ArgumentParser(prog="zerofit launch", allow_abbrev=False, description=__doc__)
-    parser.add_argument("--gpus", default="1", help="processes; without a GPU they run on the CPU (gloo)")
-    parser.add_argument("--launcher", default="torchrun", help=f"{', '.join(LAUNCHERS)} (one process needs none)")
-    parser.add_argument("--port", default="", help="port of the rendezvous (default: a free one)")
-    parser.add_argument("--args", default="", help="more recipe flags in one string, split like a shell would")
+    add_placement(parser, gpus="1")
     parser.add_argument("--show", action="store_true", help="print command, environment and arguments; start nothing")
     parser.add_argument("recipe", help="recipes/sft.py or recipes/lora.py")
     parser.add_argument("flags", nargs=argparse.REMAINDER, help="the recipe's flags")
@@ -67,6 +64,14 @@ def main(argv: list[str]) -> None:
     if canary.wanted(parsed, planned, _steps(parsed, train_set)):
         job.flags, job.settings = canary.rehearse(job, planned)
     raise SystemExit(supervise.run(job))
+
+
+def add_placement(parser: argparse.ArgumentParser, gpus: str) -> None:
+    """The options that place processes. gpus: the default of --gpus."""
+    parser.add_argument("--gpus", default=gpus, help="processes; without a GPU they run on the CPU (gloo)")
+    parser.add_argument("--launcher", default="torchrun", help=f"{', '.join(LAUNCHERS)} (one process needs none)")
+    parser.add_argument("--port", default="", help="port of the rendezvous (default: a free one)")
+    parser.add_argument("--args", default="", help="more recipe flags in one string, split like a shell would")
 
 
 def port_of(text: str) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from . import memory, report
+from . import memory, report, world
 from .errors import OutOfMemory
 
 # Part -> what would make it smaller, best first: (whether it applies, flag).
@@ -73,10 +73,7 @@ def write(trainer) -> None:
     ledger, args = trainer.ledger, trainer.args
     ledger.pause()
     mine = {"rank": args.process_index, "peak": ledger.peak, "model_states": ledger.model_states, "host": ledger.host}
-    ranks = [mine]
-    if args.world_size > 1:
-        ranks = [None] * args.world_size
-        torch.distributed.all_gather_object(ranks, mine)
+    ranks = world.gathered(mine)
     if args.process_index:
         return
     fullest = max(ranks, key=lambda rank: max(sum(parts.values()) for parts in rank["peak"].values()))

@@ -258,8 +258,8 @@ def measure(trainer) -> None:
         (Path(job["folder"]) / "out-of-memory").touch()
         code = EXIT_CODES["out of memory"]
     sys.stdout.flush()
-    if not code and torch.distributed.is_initialized():
-        torch.distributed.barrier()
+    if not code:
+        world.barrier()
     os._exit(code)  # the other ranks may wait in a collective for ever; the launcher ends them
 
 
@@ -271,9 +271,14 @@ def longest_rows(trainer, count: int) -> list[dict]:
     else:
         sequences = tokens.sequences(settings)
         rows = sequences if not settings.packing else [sequences[i] for i in range(min(len(sequences), 4 * count))]
+    found = longest(rows, count)
+    return [found[i % len(found)] for i in range(count)]
+
+
+def longest(rows, count: int) -> list[dict]:
+    """At most `count` of the rows, the longest first."""
     lengths = [len(row["input_ids"]) for row in rows]
-    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])[:count]
-    return [rows[order[i % len(order)]] for i in range(count)]
+    return [rows[i] for i in sorted(range(len(lengths)), key=lambda i: -lengths[i])[:count]]
 
 
 def _step(trainer, rows: list[dict], ledger) -> dict:

@@ -8,7 +8,7 @@ import contextlib
 import math
 from pathlib import Path
 
-from . import divergence
+from . import divergence, report
 from .errors import EXIT_CODES, UserError
 
 
@@ -40,7 +40,7 @@ def main(argv: list[str]) -> None:
 def _folder(given: Path) -> Path:
     if (given / "step.json").exists():
         return given
-    steps = {int(f.name.split("-")[1]): f for f in (given / "nan").glob("step-*") if f.name.split("-")[1].isdigit()}
+    steps = report.by_step(given / "nan", "step")
     if not steps:
         raise UserError(f"{given}: holds no nan/step-<n>; that run has met no step without a finite gradient.")
     return steps[max(steps)]

@@ -47,8 +47,18 @@ def nearest_existing(folder: Path) -> Path:
 
 def checkpoints(folder: Path) -> dict[int, Path]:
     """{step: checkpoint-<step>} of a run folder, whole or not, by step."""
-    steps = {f.name.split("-")[1]: f for f in folder.glob("checkpoint-*")}
+    return by_step(folder, "checkpoint")
+
+
+def by_step(folder: Path, name: str) -> dict[int, Path]:
+    """{step: <name>-<step>} of what is in a folder, by step."""
+    steps = {f.name.removeprefix(f"{name}-"): f for f in folder.glob(f"{name}-*")}
     return {int(step): steps[step] for step in sorted(filter(str.isdigit, steps), key=int)}
+
+
+def size_of(folder: Path) -> int:
+    """Bytes of all its files."""
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
 def open_folder(settings: Settings) -> Path:
@@ -183,13 +193,10 @@ def write_run(settings: Settings, facts: dict) -> None:
 
 def without_secrets(flags: list[str]) -> list[str]:
     """The flags without --hub_token and its like, and their values."""
-    kept, skipping = [], False
-    for word in flags:
-        if word.startswith("--"):
-            skipping = word.partition("=")[0].replace("-", "_").endswith("_token")
-        if not skipping:
-            kept.append(word)
-    return kept
+    from . import probe
+
+    names = (word.partition("=")[0] for word in flags if word.startswith("--"))
+    return probe.drop(flags, *(name for name in names if name.replace("-", "_").endswith("_token")))
 
 
 def hide_secrets(words: list[str]) -> str:

@@ -14,10 +14,7 @@ def main(argv: list[str]) -> None:
     Raises: UserError for a folder that holds no run, or one that has finished; otherwise as `zerofit launch`.
     """
     parser = argparse.ArgumentParser(prog="zerofit resume", allow_abbrev=False, description=__doc__)
-    parser.add_argument("--gpus", default="", help="processes (default: as many as before)")
-    parser.add_argument("--launcher", default="torchrun", help="as for zerofit launch")
-    parser.add_argument("--port", default="", help="as for zerofit launch")
-    parser.add_argument("--args", default="", help="more recipe flags in one string, split like a shell would")
+    launch.add_placement(parser, gpus="")  # as many as before
     parser.add_argument("run", help="the run folder")
     parser.add_argument("flags", nargs=argparse.REMAINDER, help="more of the recipe's flags")
     given = parser.parse_args(argv)

@@ -187,6 +187,25 @@ def broadcast(value):
     return box[0]
 
 
+def gathered(value) -> list:
+    """Every rank's value, in the order of the ranks (small picklable objects); collective."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def barrier() -> None:
+    """Wait for all ranks."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.barrier()
+
+
 def cores() -> int:
     """CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
