@@ -410,7 +410,8 @@ class Settings:
     values: argument -> value;  source: argument -> where it came from;  decisions: sentences to print once;
     deepspeed: the DeepSpeed configuration ("auto" left for transformers), None for stage 0;
     planned_gpu: the GPU that is planned for (hardware.Gpu), None: what this machine has;  flags: the command line;
-    fingerprints: of model and data, for checkpoints (checkpoint.check_same).
+    fingerprints: of model and data, for checkpoints;  resharded: the checkpoint to resume was saved at another stage,
+    rank count or offload (both: checkpoint.check_same).
     """
 
     recipe: str
@@ -422,6 +423,7 @@ class Settings:
     planned_gpu: Any = None
     flags: list[str] = field(default_factory=list)
     fingerprints: dict[str, str] = field(default_factory=dict)
+    resharded: bool = False
 
     def __getattr__(self, name: str):
         try:

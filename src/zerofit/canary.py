@@ -51,7 +51,7 @@ def rehearse(job: supervise.Job, planned: dict | None) -> tuple[list[str], objec
             break
         smaller = None
         if last.kind == "out of memory" and settings.on_oom != "fail":
-            smaller = recovery.smaller(settings, flags, job.parse, has_checkpoint=bool(settings.resume_from_checkpoint))
+            smaller = recovery.smaller(settings, flags, job.parse)
         if smaller is None:
             print(f"zerofit: the canary failed: {last.sentence}", file=sys.stderr)
             raise SystemExit(last.code or 1)

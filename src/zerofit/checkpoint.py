@@ -132,12 +132,15 @@ def verify(folder: Path, trainer) -> None:
 
 
 def _facts(trainer, hashes: dict[str, list]) -> dict:
+    from . import resharding
+
     settings = trainer.settings
     names = ("recipe", "zero", "offload", "world_size", "effective_batch_size", "optim", "model")
     return {
         "zerofit": __version__, "step": trainer.state.global_step,
         **{name: getattr(settings, name) for name in names}, "precision": settings.precision,
         "fingerprints": settings.fingerprints, "files": hashes,
+        **({} if trainer.is_deepspeed_enabled else {"groups": resharding.group_names(trainer)}),
     }  # fmt: skip
 
 
@@ -178,24 +181,20 @@ def facts(checkpoint: Path) -> dict | None:
         return {}
 
 
-def newest_good(folder: Path, ranks: int, say=lambda text: None) -> Path | None:
+def newest_good(folder: Path, say=lambda text: None) -> Path | None:
     """The newest checkpoint-<step> of a run folder that can be resumed; None: there is none.
 
     Args: say: is told of each that is passed over, and why.
     """
     for checkpoint in reversed(report.checkpoints(folder).values()):
-        if not (reason := fault(checkpoint, ranks)):
+        if not (reason := fault(checkpoint)):
             return checkpoint
         say(f"{checkpoint.name} is passed over: {reason}")
     return None
 
 
-def is_good(checkpoint: Path, ranks: int) -> bool:
-    return not fault(checkpoint, ranks)
-
-
-def fault(checkpoint: Path, ranks: int) -> str:
-    """What is wrong with the files of a checkpoint that `ranks` processes shall resume; "": nothing."""
+def fault(checkpoint: Path) -> str:
+    """What is wrong with the files of a checkpoint; "": nothing."""
     try:
         json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
     except OSError:
@@ -205,9 +204,7 @@ def fault(checkpoint: Path, ranks: int) -> str:
     known = facts(checkpoint)
     if known == {}:
         return f"its {FACTS} is damaged"
-    return (_changed(checkpoint, known["files"]) if known else _incomplete(checkpoint, ranks)) or _foreign_code(
-        checkpoint
-    )
+    return (_changed(checkpoint, known["files"]) if known else _incomplete(checkpoint)) or _foreign_code(checkpoint)
 
 
 def _changed(checkpoint: Path, files: dict[str, list]) -> str:
@@ -223,24 +220,29 @@ def _changed(checkpoint: Path, files: dict[str, list]) -> str:
     return ""
 
 
-def _incomplete(checkpoint: Path, ranks: int) -> str:
+def _incomplete(checkpoint: Path) -> str:
     """Of a checkpoint without zerofit.json: the first file that a resume needs and does not find whole."""
     from safetensors import SafetensorError, safe_open
 
-    random = ["rng_state.pth"] if ranks == 1 else [f"rng_state_{rank}.pth" for rank in range(ranks)]
-    for name in random:
-        if not (checkpoint / name).exists():
-            return f"{name} is missing"
-    latest = checkpoint / "latest"
-    if latest.exists():  # DeepSpeed's engine
-        states = list((checkpoint / latest.read_text().strip()).glob("*optim_states.pt"))
-        if len(states) < ranks:
-            return f"it holds the optimizer states of {len(states)} ranks, there are {ranks}"
-    elif not (checkpoint / "optimizer.pt").exists():
-        return "optimizer.pt is missing"
+    from . import shards
+
     for file in [*checkpoint.rglob("*.pt"), *checkpoint.rglob("*.pth")]:
         if not zipfile.is_zipfile(file):
             return f"{file.relative_to(checkpoint)} is not whole"
+    ranks = max(2, len(list(checkpoint.glob("rng_state_*.pth"))))  # one rank's file has no number
+    for name in [] if (checkpoint / "rng_state.pth").exists() else [f"rng_state_{rank}.pth" for rank in range(ranks)]:
+        if not (checkpoint / name).exists():
+            return f"{name} is missing"
+    if (checkpoint / "latest").exists():  # DeepSpeed's engine
+        folder = checkpoint / (checkpoint / "latest").read_text().strip()
+        for pattern in ("*optim_states.pt", "*model_states.pt"):
+            if not list(folder.glob(pattern)):
+                return f"{folder.name}/{pattern} is missing"
+        ranks, held = shards.saved_by(checkpoint)[1], len(list(folder.glob("*optim_states.pt")))
+        if held != ranks:
+            return f"it holds the optimizer states of {held} ranks, it was saved by {ranks}"
+    elif not (checkpoint / "optimizer.pt").exists():
+        return "optimizer.pt is missing"
     for file in checkpoint.glob("*.safetensors"):
         try:
             with safe_open(file, "pt"):
@@ -264,36 +266,65 @@ def _foreign_code(checkpoint: Path) -> str:
 def check_same(settings, train_set) -> None:
     """Take this run's fingerprints, and compare the checkpoint to resume with it: model, data, stage, ranks, effective batch.
 
-    Raises: UserError for what differs and would make another run of it (--resume_anyway: for stage and ranks only).
+    Another stage, rank count or offload: its states are split anew (resharding.py), which is decided here.
+    Raises: UserError for what differs and would make another run of it (--resume_anyway: for another recipe only).
     """
     settings.fingerprints = fingerprints(settings, train_set)  # once: a hub model's configuration is asked for
     asked = settings.resume_from_checkpoint
-    known = facts(Path(asked)) if asked else None
-    if not known:
+    if not asked:
         return
+    known = facts(Path(asked)) or _facts_of_files(Path(asked), settings)
     where = f"--resume_from_checkpoint {asked}"
     if known["recipe"] != settings.recipe:
         raise UserError(f"{where}: was saved by recipes/{known['recipe']}.py; resume it with that recipe.")
-    for name in ("zero", "world_size"):
-        was, now = known[name], getattr(settings, name)
-        if was != now and not (name == "world_size" and settings.zero == "0"):
-            raise UserError(
-                f"{where}: was saved with {name} {was}, this run has {now}; its optimizer states are split for that: use "
-                f"{'--zero' if name == 'zero' else 'GPUS='}{' ' * (name == 'zero')}{was}, or start anew from its weights with "
-                f"--model {asked}."
-            )
+    _choose_way(settings, known, Path(asked).name)
     if settings.resume_anyway:
         return
-    if known["effective_batch_size"] != settings.effective_batch_size:
-        raise UserError(
-            f"{where}: was saved with an effective batch of {known['effective_batch_size']}, this run has "
-            f"{settings.effective_batch_size}: it would go on at another place of the data; use --effective_batch_size "
-            f"{known['effective_batch_size']} (--resume_anyway true goes on nevertheless)."
-        )
+    flags = {"effective_batch_size": ": it would go on at another place of the data", "optim": "", "precision": ""}
+    for name, because in flags.items():
+        was, now = known.get(name, getattr(settings, name)), getattr(settings, name)
+        if was != now:
+            flag = f"--{was} true" if name == "precision" and was != "fp32" else f"--{name} {was}"
+            raise UserError(
+                f"{where}: was saved with {name} {was}, this run has {now}{because}; use {flag} (--resume_anyway true goes "
+                "on nevertheless)."
+            )
     meaning = {"data": "data, tokenizer, template or --max_length", "model": "model"}
-    for name, was in known["fingerprints"].items():
+    for name, was in known.get("fingerprints", {}).items():
         if was != settings.fingerprints[name]:
             raise UserError(
                 f"{where}: was saved with another {meaning[name]} than this run has; give it the same, or go on nevertheless "
                 "with --resume_anyway true."
             )
+
+
+def _facts_of_files(checkpoint: Path, settings) -> dict:
+    """What the files of another program's checkpoint say of how it was saved."""
+    from . import shards
+
+    found = {"recipe": "lora" if (checkpoint / "adapter_config.json").exists() else "sft"}
+    if not shards.is_deepspeed(checkpoint):
+        random = len(list(checkpoint.glob("rng_state_*.pth")))
+        return found | {"zero": "0", "world_size": random or 1, "offload": "none"}
+    zero, ranks = shards.saved_by(checkpoint)
+    return found | {"zero": zero, "world_size": ranks, "offload": settings.offload}
+
+
+def _choose_way(settings, known: dict, name: str) -> None:
+    """Whether DeepSpeed can load the checkpoint as it is, or its states must be split anew."""
+    was, now = ({n: get(n) for n in ("zero", "world_size", "offload")} for get in (known.get, settings.values.get))
+    now["world_size"] = settings.world_size
+    if was["zero"] == now["zero"] == "0":
+        settings.resharded = known.get("optim", settings.optim) != settings.optim
+    else:
+        others = ("optim", "precision")
+        settings.resharded = was != now or any(
+            known.get(n, getattr(settings, n)) != getattr(settings, n) for n in others
+        )
+    if was != now:
+        then = f"ZeRO {was['zero']}, {was['world_size']} rank{'s' * (was['world_size'] > 1)}, offload {was['offload']}"
+        settings.decisions.append(
+            f"{name} was saved with {then}: weights, optimizer states, learning rate and place in the data go on"
+            + (", split anew" if settings.resharded else "")
+            + ("; dropout draws other numbers" if was["world_size"] != now["world_size"] else "")
+        )

@@ -9,12 +9,12 @@ from .errors import UserError
 from .report import checkpoints
 
 
-def put_aside(folder: Path, number: int, records: Path, ranks: int) -> Path | None:
+def put_aside(folder: Path, number: int, records: Path) -> Path | None:
     """Move what attempt `number` left in the run folder to attempts/<number>, and return the checkpoint to go on from.
 
     With a checkpoint, metrics.jsonl keeps the lines up to its step; what is not whole goes aside too.
     """
-    checkpoint, aside = newest_good(folder, ranks), folder / "attempts" / str(number)
+    checkpoint, aside = newest_good(folder), folder / "attempts" / str(number)
     aside.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(folder / ASIDE, ignore_errors=True)
     for file in records.iterdir():
@@ -36,12 +36,12 @@ def put_aside(folder: Path, number: int, records: Path, ranks: int) -> Path | No
     return checkpoint
 
 
-def smaller(settings, flags: list[str], parse, has_checkpoint: bool):
+def smaller(settings, flags: list[str], parse):
     """(what changes, the command line, its Settings) of the next setting with the same effective batch that needs less GPU memory;
     None: there is none.
 
-    The micro batch is halved first, then layers are checkpointed, then the stage goes up (not where there is a
-    checkpoint, which is of its stage), then the optimizer, then everything goes to host memory.
+    The micro batch is halved first, then layers are checkpointed, then the stage goes up, then the optimizer, then
+    everything goes to host memory; a checkpoint goes on at all of them.
     Args: parse: flags -> Settings, which refuses what does not go together.
     """
     from . import probe
@@ -60,10 +60,10 @@ def smaller(settings, flags: list[str], parse, has_checkpoint: bool):
         bare = probe.drop(kept, "--gradient_checkpointing", "--gradient_checkpointing_every")
         tries.append(("gradient checkpointing of every layer", [*bare, "--gradient_checkpointing", "true"]))
     bare = probe.drop(kept, "--zero", "--offload")
-    stages = [] if has_checkpoint or settings.world_size == 1 else [z for z in (2, 3) if z > int(settings.zero)]
+    stages = [] if settings.world_size == 1 else [z for z in (2, 3) if z > int(settings.zero)]
     tries += [(f"ZeRO-{z}", [*bare, "--zero", str(z), "--offload", settings.offload]) for z in stages]
     for offload in {"none": ["optimizer", "all"], "optimizer": ["all"]}.get(settings.offload, []):
-        zero = settings.zero if has_checkpoint else {"optimizer": max("2", settings.zero), "all": "3"}[offload]
+        zero = {"optimizer": max("2", settings.zero), "all": "3"}[offload]
         tries.append((f"offload {offload}", [*bare, "--zero", zero, "--offload", offload]))
     for what, words in tries:
         try:

@@ -116,13 +116,13 @@ def find_checkpoint(settings: Settings, folder: Path) -> None:
         settings.values["resume_from_checkpoint"] = None
         return
     if asked.lower() in ("true", "last", "auto"):
-        found = checkpoint.newest_good(folder, settings.world_size, say=lambda text: print(f"note: {text}", flush=True))
+        found = checkpoint.newest_good(folder, say=lambda text: print(f"note: {text}", flush=True))
         if found is None:
             raise UserError(
                 f"--resume_from_checkpoint {asked}: {folder} holds no checkpoint-<step> folder that is whole; name a path."
             )
         asked = str(found)
-    elif reason := checkpoint.fault(Path(asked), settings.world_size):
+    elif reason := checkpoint.fault(Path(asked)):
         raise UserError(f"--resume_from_checkpoint {asked}: is no whole checkpoint: {reason}; name another one.")
     settings.values["resume_from_checkpoint"] = asked
 

@@ -1,15 +1,19 @@
-"""make resume RUN=runs/x: the same job again, from its newest good checkpoint."""
+"""make resume RUN=runs/x [GPUS=n ZERO=z OFFLOAD=o]: the same job again, from its newest good checkpoint."""
 
 import argparse
 import json
+import shlex
 from pathlib import Path
 
 from . import args, launch, probe, report
 from .errors import UserError
 
+BATCH = ("--effective_batch_size", "--per_device_train_batch_size", "--gradient_accumulation_steps")
+
 
 def main(argv: list[str]) -> None:
-    """`zerofit resume`: see --help. Flags after the folder are added to the run's own and win over them.
+    """`zerofit resume`: see --help. Flags after the folder are added to the run's own and win over them; on another
+    number of processes the effective batch stays.
 
     Raises: UserError for a folder that holds no run, or one that has finished; otherwise as `zerofit launch`.
     """
@@ -28,10 +32,29 @@ def main(argv: list[str]) -> None:
         ) from None
     if report.finished(folder):
         raise UserError(f"{folder}: this run has finished; its model is in {folder / 'final'}.")
-    again = [word.partition("=")[0] for word in given.flags if word.startswith("--")]
+    new = [*given.flags, *shlex.split(given.args)]
+    again = [word.partition("=")[0].replace("-", "_").replace("__", "--", 1) for word in new if word.startswith("--")]
+    if given.gpus.isdigit() and int(given.gpus) not in (0, ranks) and not set(BATCH) & set(again):
+        flags = [*probe.drop(flags, *BATCH), *_same_batch(facts["arguments"], int(given.gpus))]
     words = probe.drop(flags, "--resume_from_checkpoint", "--output_dir", "--gpus", *again)
     launch.main([
         "--gpus", given.gpus or str(ranks), "--launcher", given.launcher, "--port", given.port, "--args", given.args,
         str(args.ROOT / "recipes" / f"{recipe}.py"), *words, *given.flags, "--output_dir", str(folder),
         "--resume_from_checkpoint", "auto",
     ])  # fmt: skip
+
+
+def _same_batch(arguments: dict, ranks: int) -> list[str]:
+    """Flags for the run's effective batch on another number of ranks; the micro batch stays or becomes smaller.
+
+    Raises: UserError where the batch cannot be dealt out evenly.
+    """
+    whole, micro = (arguments[name[2:]]["value"] for name in BATCH[:2])
+    if whole % ranks:
+        raise UserError(
+            f"--gpus {ranks}: the run's effective batch of {whole} is no multiple of it, and its steps must stay the same; "
+            f"use {', '.join(str(n) for n in range(1, whole + 1) if whole % n == 0 and n <= 64)} processes."
+        )
+    share = whole // ranks
+    micro = max(n for n in range(1, min(micro, share) + 1) if share % n == 0)
+    return ["--effective_batch_size", str(whole), "--per_device_train_batch_size", str(micro)]

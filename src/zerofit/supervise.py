@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import checkpoint, failure, planner, postmortem, recovery, report
+from . import failure, planner, postmortem, recovery, report
 from .args import Settings
 
 POLL_SECONDS = 0.5
@@ -49,7 +49,7 @@ def run(job: Job) -> int:
                 return last.code
             last.what_next, flags, settings, counts = following
             restarts += counts
-            checkpoint = recovery.put_aside(job.folder, len(endings), records, job.count) if opened else None
+            checkpoint = recovery.put_aside(job.folder, len(endings), records) if opened else None
         finally:
             shutil.rmtree(records, ignore_errors=True)
         flags = _resumed(flags, checkpoint, job)
@@ -81,17 +81,12 @@ def _attempt(job: Job, flags: list[str], settings, records: Path) -> postmortem.
 def _following(job: Job, last, flags, settings, restarts: int):
     """(what changes, flags, settings, 1 where it counts as a restart) of the next attempt, None: there is none."""
     if last.kind == "out of memory" and settings.on_oom != "fail":
-        found = _smaller(job, flags, settings)
+        found = recovery.smaller(settings, flags, job.parse)
         if found and (settings.on_oom == "retry" or _agreed(last, found[0])):
             return (*found, 0)
     if last.kind in ("lost rank", "hang") and restarts < settings.max_restarts:
         return f"the same again ({restarts + 1} of {settings.max_restarts} restarts)", flags, settings, 1
     return None
-
-
-def _smaller(job: Job, flags: list[str], settings):
-    has_checkpoint = checkpoint.newest_good(job.folder, job.count) is not None
-    return recovery.smaller(settings, flags, job.parse, has_checkpoint)
 
 
 def _agreed(last, what: str) -> bool:
@@ -108,7 +103,7 @@ def _end(job: Job, endings: list, records: Path, opened: bool, settings, flags: 
         print(f"zerofit: stopped by {last.signal}", file=sys.stderr)
     if not opened or (last.kind in ("finished", "stopped", "interrupted", "user error") and len(endings) == 1):
         return
-    smaller = _smaller(job, flags, settings) if last.kind == "out of memory" else None
+    smaller = recovery.smaller(settings, flags, job.parse) if last.kind == "out of memory" else None
     advice = postmortem.advice(last, settings, smaller)
     postmortem.write(job.folder, endings, advice)
     if last.kind == "finished":

@@ -11,7 +11,7 @@ import warnings
 from pathlib import Path
 
 import torch
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import EvalLoopOutput
@@ -39,6 +39,7 @@ from . import (
     quantized,
     recompute,
     report,
+    resharding,
     sophia,
     stream,
     world,
@@ -101,6 +102,27 @@ class KitTrainer(Trainer):
     def _save_checkpoint(self, model, trial=None) -> None:
         write = super()._save_checkpoint
         checkpoint.save(self, lambda: write(model, trial))
+
+    def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
+        if not self.settings.resharded:
+            return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        found = super()._prepare_for_training(max_steps, train_dataloader, None)
+        resharding.load(self, Path(resume_from_checkpoint))
+        return found
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        if not self.settings.resharded:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_rng_state(self, checkpoint) -> None:
+        """This rank's generators; a rank that the saved run did not have seeds its own, the same in each resume."""
+        args = self.args
+        saved = f"rng_state_{args.process_index}.pth" if args.world_size > 1 else "rng_state.pth"
+        if checkpoint is None or (Path(checkpoint) / saved).exists():
+            super()._load_rng_state(checkpoint)
+        else:
+            place = self.state.global_step * args.world_size + args.process_index + 1
+            set_seed((args.seed + 1_000_003 * place) % 2**32)
 
     def create_optimizer(self, model=None):
         if self.optimizer is None and self.settings.values.get("loraplus_lr_ratio") is not None:

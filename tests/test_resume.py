@@ -1,0 +1,121 @@
+"""A run goes on at another ZeRO stage, rank count or offload as if nothing had been changed."""
+
+import itertools
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import TINY, run_world
+
+FLAGS = [
+    "--data", str(TINY / "train.jsonl"), "--max_samples", "48", "--effective_batch_size", "8", "--num_samples", "0",
+    "--per_device_train_batch_size", "2", "--learning_rate", "1e-3", "--max_steps", "4", "--logging_steps", "1",
+    "--save_strategy", "steps", "--save_steps", "2", "--save_total_limit", "2", "--weight_decay", "0.1",
+]  # fmt: skip
+TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}  # as docs/equality.md between stages and ranks
+
+
+def saving(recipe: str, zero: str, *more: str):
+    return recipe, [*FLAGS, "--zero", zero, *more]
+
+
+def resuming(source: Path, recipe: str, zero: str, *more: str):
+    return recipe, [*FLAGS, "--zero", zero, "--resume_from_checkpoint", str(source / "checkpoint-2"), *more]
+
+
+def check(before, after, tolerance=TOLERANCE["fp32"]):
+    """The second half of the undisturbed run, at the same learning rates, and the same model in the end."""
+    wanted, found = before.metrics[2:], after.metrics
+    assert [line["step"] for line in found] == [3, 4]
+    assert [line["learning_rate"] for line in found] == [line["learning_rate"] for line in wanted]
+    assert after.losses == pytest.approx(before.losses[2:], rel=tolerance)
+    norms = [[line["grad_norm"] for line in lines] for lines in (found, wanted)]
+    assert norms[0] == pytest.approx(norms[1], rel=tolerance * 20)
+    logits = [torch.load(run.folder / "logits.pt")["logits"] for run in (before, after)]
+    assert torch.allclose(*logits, atol=tolerance * 10 * logits[0].abs().max().item())
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Saved on one rank and on two; each gone on with on two ranks and on one."""
+    folder = tmp_path_factory.mktemp("resumed")
+    one = run_world(1, {"1-2": saving("sft", "2"), "1-lora-0": saving("lora", "0")}, folder)
+    bf16 = ["--bf16", "true"]
+    cases = {
+        "0": saving("sft", "0"), "2": saving("sft", "2", *bf16), "3": saving("sft", "3"), "lora-3": saving("lora", "3"),
+        "0>3": resuming(folder / "0", "sft", "3"), "2>1": resuming(folder / "2", "sft", "1", *bf16),
+        "3>0": resuming(folder / "3", "sft", "0"), "1-2>3": resuming(folder / "1-2", "sft", "3"),
+        "1-lora-0>2": resuming(folder / "1-lora-0", "lora", "2"),
+        "2>2-offload": resuming(folder / "2", "sft", "2", *bf16, "--offload", "optimizer"),
+    }  # fmt: skip
+    two = run_world(2, cases, folder)
+    cases = {
+        "2>1-3": resuming(folder / "2", "sft", "3", *bf16), "3>1-2": resuming(folder / "3", "sft", "2"),
+        "lora-3>1-0": resuming(folder / "lora-3", "lora", "0"), "0>1-0": resuming(folder / "0", "sft", "0"),
+    }  # fmt: skip
+    return one | two | run_world(1, cases, folder)
+
+
+@pytest.mark.parametrize("name", [
+    "0>3", "2>1", "3>0", "1-2>3", "1-lora-0>2", "2>2-offload", "2>1-3", "3>1-2", "lora-3>1-0", "0>1-0",
+])  # fmt: skip
+def test_it_goes_on(runs, name):
+    before = runs[name.split(">")[0]]
+    check(before, runs[name], TOLERANCE["bf16" if name.startswith("2>") else "fp32"])
+    said = runs[name].json("run.json")["decisions"]
+    assert any("checkpoint-2 was saved with ZeRO" in line for line in said)
+
+
+RANKS = {"1": 1, "2": 2, "3": 3, "4": 4}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["sft", "lora"])
+@pytest.mark.parametrize("counts", [(1, 2), (2, 3), (4, 2), (1, 4)])
+def test_every_stage_and_rank_count_to_every_other(tmp_path, recipe, counts):
+    """Effective batch 24: a multiple of every rank count."""
+    more = ["--effective_batch_size", "24", "--per_device_train_batch_size", "1"]
+    saved, resumed = {}, {}
+    for n in counts:
+        saved |= run_world(n, {f"{n}-{z}": saving(recipe, z, *more) for z in "0123"}, tmp_path)
+    for n in counts:
+        cases = {f"{s}>{n}-{z}": resuming(tmp_path / s, recipe, z, *more) for s, z in itertools.product(saved, "0123")}
+        resumed |= run_world(n, cases, tmp_path)
+    for name, run in resumed.items():
+        check(saved[name.split(">")[0]], run)
+
+
+OPTIMIZERS = {"sgd": "0.1", "sophia": "4e-4", "lion_32bit": "3e-4", "adamw_8bit": "5e-4"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optim", OPTIMIZERS)
+def test_states_of_other_optimizers(tmp_path, optim):
+    more = ["--optim", optim, "--learning_rate", OPTIMIZERS[optim]]
+    before = run_world(2, {"2": saving("sft", "2", *more)}, tmp_path)["2"]
+    cases = {z: resuming(tmp_path / "2", "sft", z, *more) for z in "023"}
+    for run in run_world(1, cases, tmp_path).values():
+        if optim == "adamw_8bit":  # its blocks are cut differently: states begin anew, which is said
+            assert "begin anew: state1 of adamw_8bit is not one number a weight" in run.log
+        else:
+            check(before, run)
+
+
+@pytest.mark.slow
+def test_fp16_keeps_its_loss_scale(tmp_path):
+    before = run_world(2, {"2": saving("sft", "2", "--fp16", "true")}, tmp_path)["2"]
+    cases = {z: resuming(tmp_path / "2", "sft", z, "--fp16", "true") for z in "13"}
+    for run in run_world(1, cases, tmp_path).values():
+        check(before, run, TOLERANCE["bf16"])
+
+
+def test_another_programs_checkpoint_goes_on_too(runs, tmp_path):
+    """Without zerofit.json: the files themselves tell stage and ranks."""
+    for name, zero in (("3", "2"), ("0", "3")):
+        shutil.copytree(runs[name].folder / "checkpoint-2", tmp_path / name / "checkpoint-2")
+        (tmp_path / name / "checkpoint-2" / "zerofit.json").unlink()
+        cases = {f"{name}>{zero}": resuming(tmp_path / name, "sft", zero)}
+        check(runs[name], run_world(1, cases, tmp_path)[f"{name}>{zero}"])
+        assert json.loads((tmp_path / f"{name}>{zero}" / "run.json").read_text())["world_size"] == 1
