@@ -4,6 +4,7 @@ SHELL := bash
 .DEFAULT_GOAL := help
 
 # --- what you can set (make sft GPUS=4 ZERO=3 ...) ---
+GIVEN_GPUS := $(filter-out undefined,$(origin GPUS))
 GPUS ?= 1
 ZERO ?=
 OFFLOAD ?=
@@ -22,7 +23,10 @@ SEQ ?=
 GPU ?=
 METHOD ?=
 RUN ?=
-VARIABLES := RUN GPUS ZERO OFFLOAD MODEL DATA CONFIG OUT ARGS PORT LAUNCHER EXTRAS SEQ GPU METHOD
+MERGE ?=
+DTYPE ?=
+PUSH ?=
+VARIABLES := RUN MERGE DTYPE PUSH GPUS ZERO OFFLOAD MODEL DATA CONFIG OUT ARGS PORT LAUNCHER EXTRAS SEQ GPU METHOD
 # taken literally: a $ in a value stays a $
 $(foreach v,$(VARIABLES),$(eval override $(v) := $$(value $(v))))
 export $(VARIABLES)
@@ -47,7 +51,7 @@ KNOBS = $(if $(ZERO),--zero="$$ZERO") $(if $(OFFLOAD),--offload="$$OFFLOAD") $(i
 SHOW = $(if $(filter show,$(MAKECMDGOALS)),--show)
 LAUNCH = PYTHON="$(PY)" launchers/local.sh --gpus="$$GPUS" --launcher="$$LAUNCHER" --port="$$PORT" --args="$$ARGS" $(SHOW)
 
-.PHONY: help sft lora resume show doctor plan plan-validate probe ledger data install lint test test-all bench-peers clean
+.PHONY: help sft lora resume export chat show doctor plan plan-validate probe ledger data install lint test test-all bench-peers clean
 help: ## this list
 	@echo 'zerofit: fine-tune language models with Accelerate and DeepSpeed ZeRO'
 	@echo; grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | awk -F'\t' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -62,10 +66,20 @@ sft: $(STAMP) ## fine-tune all weights (alone: the bundled task, before and afte
 lora: $(STAMP) ## fine-tune a LoRA adapter
 	@$(LAUNCH) recipes/lora.py $(KNOBS)
 
-resume: $(STAMP) ## go on with RUN=runs/x from its newest good checkpoint (ARGS="--more flags")
+resume: $(STAMP) ## go on with RUN=runs/x from its newest good checkpoint (on other GPUS= ZERO= OFFLOAD=, ARGS="--more flags")
 	@test -n "$$RUN" || { echo 'zerofit: error: make resume: name the run folder with RUN=runs/...' >&2; exit 2; }
 	@PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit resume --launcher="$$LAUNCHER" \
-		--port="$$PORT" $(if $(filter-out 1,$(GPUS)),--gpus="$$GPUS") --args="$$ARGS" "$$RUN"
+		--port="$$PORT" $(if $(GIVEN_GPUS),--gpus="$$GPUS") --args="$$ARGS" "$$RUN" \
+		$(if $(ZERO),--zero="$$ZERO") $(if $(OFFLOAD),--offload="$$OFFLOAD")
+
+export: $(STAMP) ## a plain Hugging Face folder of RUN=runs/x, compared with what was trained (MERGE=1 DTYPE=bf16 OUT= PUSH=user/name)
+	@test -n "$$RUN" || { echo 'zerofit: error: make export: name what to export with RUN=runs/...' >&2; exit 2; }
+	@set -f; PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit export $(if $(filter-out 0,$(MERGE)),--merge) \
+		$(if $(DTYPE),--dtype="$$DTYPE") $(if $(OUT),--out="$$OUT") $(if $(PUSH),--push="$$PUSH") $$ARGS "$$RUN"
+
+chat: $(STAMP) ## talk to RUN=runs/x in the terminal (ARGS="--temperature 0.7")
+	@test -n "$$RUN" || { echo 'zerofit: error: make chat: name what to talk to with RUN=runs/...' >&2; exit 2; }
+	@set -f; PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit chat $$ARGS "$$RUN"
 
 show: $(STAMP) ## print the exact command, environment and arguments (make show lora GPUS=2 ...); start nothing
 	@$(if $(filter sft lora data,$(MAKECMDGOALS)),true,$(LAUNCH) recipes/$(RECIPE).py $(KNOBS))

@@ -99,6 +99,44 @@ def test_damage_is_named_and_passed_over(copied, capsys, harm, name, says):
     assert "note: checkpoint-4 is passed over: " in capsys.readouterr().out
 
 
+def test_a_checkpoint_of_a_newer_version_is_passed_over(copied):
+    file = copied / "checkpoint-4" / checkpoint.FACTS
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"format": 99, "zerofit": "9.9"}))
+    assert "zerofit 9.9 saved it, in a form that" in checkpoint.fault(copied / "checkpoint-4")
+    assert checkpoint.newest_good(copied).name == "checkpoint-2"
+
+
+def test_minutes_between_checkpoints(monkeypatch):
+    """Steps of 10 s and a checkpoint every minute: due after 60 s, and looked at four times on the way."""
+    now, looks = [0.0], []
+    monkeypatch.setattr(checkpoint.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(checkpoint.world, "broadcast", lambda value: looks.append(value) or value)
+    clock, saved = checkpoint.Clock(1.0), []
+    for step in range(1, 25):
+        now[0] += 10.0
+        if clock.is_due(step):
+            saved.append(step)
+            clock.saved()
+    assert saved == [6, 12, 18, 24] and len(looks) < 24
+    assert not any(checkpoint.Clock(0.0).is_due(step) for step in range(1, 100))
+
+
+def test_what_is_pushed_has_its_name(tmp_path, monkeypatch):
+    """transformers reads the folder when it pushes: not before it is verified and renamed."""
+    from transformers import Trainer
+
+    from zerofit import train
+
+    pushed = []
+    monkeypatch.setattr(Trainer, "_push_from_checkpoint", lambda self, folder: pushed.append(folder))
+    trainer = object.__new__(train.KitTrainer)
+    trainer.args, trainer.saving_to = SimpleNamespace(push_to_hub=True), tmp_path / checkpoint.ASIDE
+    trainer._push_from_checkpoint("aside")
+    trainer.saving_to = None
+    trainer._push_from_checkpoint("checkpoint-2")
+    assert pushed == ["checkpoint-2"]
+
+
 class Touch:
     """A pickle that runs a command when it is loaded."""
 

@@ -3,11 +3,13 @@
 import itertools
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY, run_world
+from conftest import ROOT, TINY, Run, run_world
 
 FLAGS = [
     "--data", str(TINY / "train.jsonl"), "--max_samples", "48", "--effective_batch_size", "8", "--num_samples", "0",
@@ -68,9 +70,6 @@ def test_it_goes_on(runs, name):
     assert any("checkpoint-2 was saved with ZeRO" in line for line in said)
 
 
-RANKS = {"1": 1, "2": 2, "3": 3, "4": 4}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["sft", "lora"])
 @pytest.mark.parametrize("counts", [(1, 2), (2, 3), (4, 2), (1, 4)])
@@ -119,3 +118,40 @@ def test_another_programs_checkpoint_goes_on_too(runs, tmp_path):
         cases = {f"{name}>{zero}": resuming(tmp_path / name, "sft", zero)}
         check(runs[name], run_world(1, cases, tmp_path)[f"{name}>{zero}"])
         assert json.loads((tmp_path / f"{name}>{zero}" / "run.json").read_text())["world_size"] == 1
+
+
+def test_make_resume_on_another_number_of_processes(runs, tmp_path):
+    """make resume GPUS=1 ZERO=3 of a run on two ranks at stage 2; lines after the checkpoint are made again."""
+    folder = tmp_path / "run"
+    shutil.copytree(runs["3"].folder, folder)
+    for name in ("checkpoint-4", "final"):
+        shutil.rmtree(folder / name)
+    (folder / "result.json").unlink()
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "lo')  # what a kill leaves
+    words = [
+        "make",
+        "-C",
+        str(ROOT),
+        "ENV=active",
+        f"PYTHON={sys.executable}",
+        "resume",
+        f"RUN={folder}",
+        "GPUS=1",
+        "ZERO=0",
+    ]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    assert "zerofit sft: 1 process, ZeRO 0" in done.stdout
+    assert "checkpoint-2 was saved with ZeRO 3, 2 ranks, offload none" in done.stdout
+    assert "effective batch 8 = per_device_train_batch_size 2 x gradient_accumulation_steps 4 x 1 rank" in done.stdout
+    assert [line["step"] for line in Run(folder).metrics] == [1, 2, 3, 4]
+    assert Run(folder).losses == pytest.approx(runs["3"].losses, rel=TOLERANCE["fp32"])
+
+
+def test_an_effective_batch_that_cannot_be_dealt_out(runs):
+    words = [sys.executable, "-m", "zerofit", "resume", "--gpus", "3", str(runs["0"].folder)]
+    (runs["0"].folder / "result.json").unlink()
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 2 and "effective batch of 8 is no multiple of it" in done.stderr
+    assert "use 1, 2, 4, 8 processes" in done.stderr and "Traceback" not in done.stderr

@@ -95,6 +95,9 @@ class RunArguments:
             "memory.png and a table of peak bytes by phase and part."
         },
     )
+    save_every_minutes: float = field(
+        default=0.0, metadata={"help": "Save a checkpoint this long after the last one, beside --save_steps; 0: never."}
+    )
     resume_anyway: bool = field(
         default=False,
         metadata={"help": "Resume although model, data or effective batch are others than the checkpoint's."},
@@ -631,6 +634,7 @@ def _check_ranges(settings: Settings) -> None:
         "lr_scaling_base_batch_size": 1,
         "max_restarts": 0,
         "max_nan_steps": 1,
+        "save_every_minutes": 0,
         "hang_timeout": 0,
     }
     for name, low in at_least.items():

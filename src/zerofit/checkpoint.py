@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import shutil
+import time
 import zipfile
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from . import __version__, report, world
 from .errors import UserError
 
 FACTS = "zerofit.json"
+FORMAT = 1  # of that file; raised when an older version could not resume what it says
 ASIDE = ".saving"  # folder in the run folder that a checkpoint is written to
 # What the pickles of transformers' and DeepSpeed's checkpoints name beside tensors. Loading runs what a pickle names.
 KNOWN = {
@@ -57,6 +59,8 @@ def save(trainer, write) -> None:
 
         rotate_checkpoints(str(run), args.save_total_limit, state.best_model_checkpoint)
     world.barrier()
+    trainer.reporter.save_clock.saved()
+    trainer._push_from_checkpoint(str(run / name))  # transformers would have pushed the folder aside
 
 
 def _has_room(run: Path) -> bool:
@@ -137,7 +141,7 @@ def _facts(trainer, hashes: dict[str, list]) -> dict:
     settings = trainer.settings
     names = ("recipe", "zero", "offload", "world_size", "effective_batch_size", "optim", "model")
     return {
-        "zerofit": __version__, "step": trainer.state.global_step,
+        "zerofit": __version__, "format": FORMAT, "step": trainer.state.global_step,
         **{name: getattr(settings, name) for name in names}, "precision": settings.precision,
         "fingerprints": settings.fingerprints, "files": hashes,
         **({} if trainer.is_deepspeed_enabled else {"groups": resharding.group_names(trainer)}),
@@ -166,6 +170,31 @@ def _of_model(settings) -> str:
     else:
         digest.update(str(getattr(config, "_commit_hash", "")).encode())
     return digest.hexdigest()[:24]
+
+
+class Clock:
+    """--save_every_minutes: when the next checkpoint is due. The ranks agree on it at few of the steps only."""
+
+    def __init__(self, minutes: float):
+        self.seconds, self.last, self.look_at, self.seen = minutes * 60, time.perf_counter(), 1, None
+
+    def saved(self) -> None:
+        self.last = time.perf_counter()
+
+    def is_due(self, step: int) -> bool:
+        """After a step; all ranks call it and get rank 0's answer. It looks again when half of what is left is over."""
+        if not self.seconds or step < self.look_at:
+            return False
+        now, steps = time.perf_counter(), 1
+        left = self.seconds - (now - self.last)
+        due = left <= 0
+        if self.seen:
+            pace = (now - self.seen[1]) / (step - self.seen[0])
+            steps = max(1, int((self.seconds if due else left) / 2 / pace))
+        self.seen = step, now
+        due, steps = world.broadcast((due, steps))
+        self.look_at = step + steps
+        return due
 
 
 # --- resuming ---
@@ -202,8 +231,10 @@ def fault(checkpoint: Path) -> str:
     except ValueError:
         return "its trainer_state.json is damaged"
     known = facts(checkpoint)
-    if known == {}:
+    if known is not None and "files" not in known:
         return f"its {FACTS} is damaged"
+    if known and known.get("format", 1) > FORMAT:
+        return f"zerofit {known['zerofit']} saved it, in a form that {__version__} does not know; update zerofit"
     return (_changed(checkpoint, known["files"]) if known else _incomplete(checkpoint)) or _foreign_code(checkpoint)
 
 

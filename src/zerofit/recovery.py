@@ -1,12 +1,11 @@
 """After a failed attempt: what of the run folder goes on, and the setting that needs less memory."""
 
-import json
 import shutil
 from pathlib import Path
 
 from .checkpoint import ASIDE, newest_good
 from .errors import UserError
-from .report import checkpoints
+from .report import checkpoints, keep_metrics
 
 
 def put_aside(folder: Path, number: int, records: Path) -> Path | None:
@@ -27,12 +26,8 @@ def put_aside(folder: Path, number: int, records: Path) -> Path | None:
     for name in ("run.json", "metrics.jsonl", "deepspeed.json", "result.json", "error.txt", "logs", "plan.json"):
         if (folder / name).exists():
             (shutil.copy if name in kept else shutil.move)(folder / name, aside / name)
-    metrics = folder / "metrics.jsonl"
-    if checkpoint is not None and metrics.exists():
-        lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
-        aside_now = metrics.with_suffix(".tmp")
-        aside_now.write_text("".join(line for line in lines if json.loads(line)["step"] <= step), encoding="utf-8")
-        aside_now.replace(metrics)
+    if checkpoint is not None:
+        keep_metrics(folder, step)
     return checkpoint
 
 

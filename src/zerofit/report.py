@@ -75,6 +75,21 @@ def open_folder(settings: Settings) -> Path:
     return folder
 
 
+def keep_metrics(folder: Path, step: int) -> None:
+    """Of metrics.jsonl, the lines up to this step: those after it are made again."""
+    metrics = folder / "metrics.jsonl"
+    if not metrics.exists():
+        return
+    kept = []
+    for line in metrics.read_text(encoding="utf-8").splitlines(keepends=True):
+        if not line.endswith("\n") or json.loads(line)["step"] > step:  # a killed run may have left half a line
+            break
+        kept.append(line)
+    aside = metrics.with_suffix(".tmp")
+    aside.write_text("".join(kept), encoding="utf-8")
+    aside.replace(metrics)
+
+
 class _Tee:
     """A stream that writes to the terminal and to the log."""
 

@@ -124,6 +124,10 @@ class KitTrainer(Trainer):
             place = self.state.global_step * args.world_size + args.process_index + 1
             set_seed((args.seed + 1_000_003 * place) % 2**32)
 
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if self.args.push_to_hub and self.saving_to is None:
+            super()._push_from_checkpoint(checkpoint_folder)
+
     def create_optimizer(self, model=None):
         if self.optimizer is None and self.settings.values.get("loraplus_lr_ratio") is not None:
             self.optimizer = adapters.loraplus_optimizer(self)
@@ -308,6 +312,7 @@ class Reporter(TrainerCallback):
         self.trainer, self.began, self.first_step, self.bar = trainer, time.perf_counter(), 0, None
         self.skipped_steps = 0  # by the loss scaler of stage 0; DeepSpeed's engine counts its own
         self.pulse = failure.Pulse()
+        self.save_clock = checkpoint.Clock(trainer.settings.save_every_minutes)
         self.stopping = False  # the supervisor was asked to end; this step is saved and is the last
         self.before = None  # exact match before training, on the bundled task
 
@@ -355,6 +360,8 @@ class Reporter(TrainerCallback):
         if state.global_step >= state.max_steps:
             control.should_log = True  # the last steps too, when logging_steps does not divide
         self.trainer.guard.after_step()
+        if self.save_clock.is_due(state.global_step):
+            control.should_save = True
         if self.pulse.is_last(state.global_step) and args.save_strategy != "no":
             control.should_save = control.should_training_stop = self.stopping = True
 
