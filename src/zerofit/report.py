@@ -122,7 +122,8 @@ def finished(folder: str | Path) -> bool:
 def find_checkpoint(settings: Settings, folder: Path) -> None:
     """Turn --resume_from_checkpoint (a path, or auto for the newest good one in the run folder) into a path that holds one.
 
-    Raises: UserError when there is none, or when the one that is named is damaged.
+    auto without any starts from the beginning: the same command line serves each attempt of a job that may be killed.
+    Raises: UserError when the one that is named is damaged, or `true` finds none.
     """
     from . import checkpoint
 
@@ -132,6 +133,10 @@ def find_checkpoint(settings: Settings, folder: Path) -> None:
         return
     if asked.lower() in ("true", "last", "auto"):
         found = checkpoint.newest_good(folder, say=lambda text: print(f"note: {text}", flush=True))
+        if found is None and asked.lower() == "auto":
+            print(f"note: {folder} holds no whole checkpoint: the run begins at the start", flush=True)
+            settings.values["resume_from_checkpoint"] = None
+            return
         if found is None:
             raise UserError(
                 f"--resume_from_checkpoint {asked}: {folder} holds no checkpoint-<step> folder that is whole; name a path."

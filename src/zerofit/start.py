@@ -102,9 +102,10 @@ def open_run(settings: args.Settings, train_set, eval_set) -> None:
     from . import canary, checkpoint, data, report
 
     checkpoint.check_same(settings, train_set)
-    folder, resumed = Path(settings.output_dir), Path(settings.resume_from_checkpoint or "")
-    if world.rank() == 0 and resumed.parent.resolve() == folder.resolve():
-        report.keep_metrics(folder, int(resumed.name.rpartition("-")[2]))
+    if world.rank() == 0:
+        folder, resumed = Path(settings.output_dir), settings.resume_from_checkpoint
+        if resumed is None or Path(resumed).parent.resolve() == folder.resolve():
+            report.keep_metrics(folder, int(resumed.rpartition("-")[2]) if resumed else 0)
     report.open_folder(settings)
     sets = {"training": train_set, "evaluation": eval_set}
     sets = {name: found for name, found in sets.items() if found is not None}
