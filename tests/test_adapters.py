@@ -212,6 +212,7 @@ REFUSED = [
     (["--load_in_4bit", "--zero", "3", "--offload", "all"], "--load_in_4bit with --offload all"),
     (["--load_in_8bit", "--zero", "3"], "--load_in_8bit with stage 3"),
     (["--load_in_8bit", "--use_dora", "true"], "--load_in_8bit with --use_dora: "),
+    (["--load_in_4bit", "--use_dora", "true", "--zero", "3"], "--load_in_4bit with --use_dora at stage 3: "),
     (["--load_in_4bit", "--adapter", "ia3", "--zero", "2"], "--load_in_4bit with --adapter ia3 above stage 0"),
     (["--load_in_4bit", "--new_tokens", "a b"], "--load_in_4bit with --new_tokens"),
 ]  # fmt: skip

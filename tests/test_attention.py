@@ -137,6 +137,7 @@ def test_the_start_up_proof_finds_contamination(tokenizer):
         assert (found > 0.05) == mixes and (found < 1e-5) == (not mixes)
 
 
+@pytest.mark.slow
 def test_padding_free_rows_train_like_padded_ones(tmp_path):
     flags = [
         "--data", str(TINY / "train.jsonl"), "--max_samples", "60", "--effective_batch_size", "8", "--zero", "2",

@@ -32,6 +32,7 @@ def check_same_as_without(tmp_path, zero, recipe, more=()):
     assert not list(tmp_path.glob(".*.canary"))
 
 
+@pytest.mark.slow
 def test_the_run_after_it_is_the_run_without_it(tmp_path):
     check_same_as_without(tmp_path, "2", "lora")
 

@@ -86,7 +86,7 @@ def test_the_mean_of_several_steps_leaves_it_out(poisoned, runs, tmp_path):
     assert f"row {ROW}" in done.stdout or f" {ROW}" in done.stdout.split("the loss is not finite on")[1].split(")")[0]
 
 
-@pytest.mark.parametrize("recipe", ["sft", "lora"])
+@pytest.mark.parametrize("recipe", ["sft", pytest.param("lora", marks=pytest.mark.slow)])
 def test_stop_and_replay(poisoned, tmp_path, recipe):
     folder = tmp_path / "run"
     stopping = flags(poisoned, "--zero", "0", "--bf16", "false", "--max_nan_steps", "1", "--output_dir", str(folder))

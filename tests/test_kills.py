@@ -39,6 +39,7 @@ def kill(process: subprocess.Popen) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(7200)
 def test_killed_at_random_moments(tmp_path):
     whole, killed, moments = tmp_path / "whole", tmp_path / "killed", random.Random(7)
     process = started(whole)

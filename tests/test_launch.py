@@ -212,9 +212,19 @@ def test_taken_port_is_named(tmp_path):
         assert not world.port_is_free(port)
         done = make("sft", f"PORT={port}", f"OUT={tmp_path / 'run'}")
         assert f"PORT={port} is in use" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_taken_port_of_a_launcher_is_named(tmp_path):
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
         done = recipe_process("sft", "--zero", "1", "--output_dir", str(tmp_path / "run"), MASTER_PORT=str(port))
         assert done.returncode == 2 and f"MASTER_PORT={port} is in use" in done.stderr
-    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
@@ -245,6 +255,7 @@ def test_accelerate_starting_fewer_processes_than_asked_is_refused(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_not_overwritten(tmp_path):
     flags = [*SHORT, "--max_steps", "1", "--output_dir", str(tmp_path / "run")]
     assert recipe_process("sft", *flags).returncode == 0

@@ -62,6 +62,7 @@ def full_rows(tmp_path_factory):
     return file
 
 
+@pytest.mark.slow
 def test_a_ghost_equals_two_real_ranks(full_rows, tmp_path):
     """Recipes on two gloo processes, followed by --memory_report, against ghosts of both ranks."""
     common = ["--model", str(TINY / "model"), "--data", str(full_rows), "--max_length", "64",
@@ -341,6 +342,7 @@ def test_dry_run_within_a_limit(tmp_path):
     assert "plan: fits: " in done.stdout and "backward" in done.stdout and not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_dry_run_for_a_gpu_that_is_not_here():
     done = recipe_process("lora", "--dry_run", "true", "--gpu", "rtx4090-24g")
     assert done.returncode == 0, done.stderr

@@ -4,13 +4,14 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, TINY, Run
+from conftest import ROOT, TINY, Run, run_world
 
 from zerofit import args
 
@@ -25,12 +26,18 @@ def test_commands_were_found():
 
 # Of two that differ in a flag, `make test` runs one.
 LONG = ["deepspeed --num_gpus 2 recipes/lora.py --zero 3", "make lora GPUS=2 ZERO=2 OFFLOAD=optimizer",
-        'make lora ARGS="--preset gpu-24g"']  # fmt: skip
+        'make lora ARGS="--preset gpu-24g"',
+        'make probe GPUS=2 ZERO=3 ARGS="--memory_limit 0.02 --max_samples 40"',
+        'make sft GPUS=1 ARGS="--memory_report true --gradient_checkpointing_policy selective"']  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "command",
-    [pytest.param(c, marks=pytest.mark.slow) if c in LONG else c for c in COMMANDS if c != "make test"],  # this is it
+    [
+        pytest.param(c, marks=pytest.mark.slow) if c in LONG else c
+        for c in COMMANDS
+        if c != "make test" and "RUN=" not in c
+    ],
 )
 def test_command(command, tmp_path):
     """As printed, but for a run folder of our own and, after the first, 4 steps; hub models are shown, not fetched."""
@@ -67,6 +74,32 @@ def test_command(command, tmp_path):
     assert result["zero"] == (stage[1] if stage else "0")
     if command == "make sft":
         assert result["exact_match_before"] < 0.05 and result["exact_match_after"] > 0.9
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """Runs of two ranks for the commands that need one."""
+    flags = ["--max_steps", "2", "--eval_strategy", "no", "--data", str(TINY / "train.jsonl"), "--save_steps", "1",
+             "--save_strategy", "steps", "--num_samples", "0", "--zero", "2"]  # fmt: skip
+    return run_world(2, {"sft": ("sft", flags), "lora": ("lora", flags)}, tmp_path_factory.mktemp("finished"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [c for c in COMMANDS if "RUN=" in c])
+def test_command_on_a_run(command, finished, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(finished["lora" if "MERGE" in command else "sft"].folder, run)
+    if "resume" in command:
+        (run / "result.json").unlink()
+    words = shlex.split(command.replace("runs/x", str(run)))
+    done = subprocess.run([*words, "ENV=active", f"PYTHON={sys.executable}"], cwd=ROOT, capture_output=True, text=True,
+                          timeout=300, input="What is 2 + 2?\n")  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    if "export" in command:
+        (out,) = run.glob("export*")
+        assert (out / "model.safetensors").exists() and (out / "README.md").exists() and "compared" in done.stdout
+    if "resume" in command:
+        assert Run(run).json("result.json")["world_size"] == 1
 
 
 def test_every_flag_variable_module_and_link():

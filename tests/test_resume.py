@@ -1,7 +1,6 @@
 """A run goes on at another ZeRO stage, rank count or offload as if nothing had been changed."""
 
 import itertools
-import json
 import shutil
 import subprocess
 import sys
@@ -43,34 +42,35 @@ def check(before, after, tolerance=TOLERANCE["fp32"]):
 def runs(tmp_path_factory):
     """Saved on one rank and on two; each gone on with on two ranks and on one."""
     folder = tmp_path_factory.mktemp("resumed")
-    one = run_world(1, {"1-2": saving("sft", "2"), "1-lora-0": saving("lora", "0")}, folder)
     bf16 = ["--bf16", "true"]
+    one = run_world(1, {"1-2": saving("sft", "2", *bf16)}, folder)
+    shutil.copytree(folder / "1-2" / "checkpoint-2", folder / "foreign" / "checkpoint-2")
+    (folder / "foreign" / "checkpoint-2" / "zerofit.json").unlink()
     cases = {
-        "0": saving("sft", "0"), "2": saving("sft", "2", *bf16), "3": saving("sft", "3"), "lora-3": saving("lora", "3"),
-        "0>3": resuming(folder / "0", "sft", "3"), "2>1": resuming(folder / "2", "sft", "1", *bf16),
-        "3>0": resuming(folder / "3", "sft", "0"), "1-2>3": resuming(folder / "1-2", "sft", "3"),
-        "1-lora-0>2": resuming(folder / "1-lora-0", "lora", "2"),
-        "2>2-offload": resuming(folder / "2", "sft", "2", *bf16, "--offload", "optimizer"),
+        "0": saving("sft", "0"), "3": saving("sft", "3"), "lora-3": saving("lora", "3"),
+        "0>3": resuming(folder / "0", "sft", "3"), "3>0": resuming(folder / "3", "sft", "0"),
+        "1-2>2": resuming(folder / "1-2", "sft", "2", *bf16),
+        "1-2>foreign>3": resuming(folder / "foreign", "sft", "3", *bf16),
+        "1-2>1-offload": resuming(folder / "1-2", "sft", "1", *bf16, "--offload", "optimizer"),
     }  # fmt: skip
     two = run_world(2, cases, folder)
-    cases = {
-        "2>1-3": resuming(folder / "2", "sft", "3", *bf16), "3>1-2": resuming(folder / "3", "sft", "2"),
-        "lora-3>1-0": resuming(folder / "lora-3", "lora", "0"), "0>1-0": resuming(folder / "0", "sft", "0"),
-    }  # fmt: skip
+    cases = {"3>1-2": resuming(folder / "3", "sft", "2"), "lora-3>1-0": resuming(folder / "lora-3", "lora", "0")}
     return one | two | run_world(1, cases, folder)
 
 
 @pytest.mark.parametrize("name", [
-    "0>3", "2>1", "3>0", "1-2>3", "1-lora-0>2", "2>2-offload", "2>1-3", "3>1-2", "lora-3>1-0", "0>1-0",
+    "0>3", "3>0", "1-2>2", "1-2>foreign>3", "1-2>1-offload", "3>1-2", "lora-3>1-0",
 ])  # fmt: skip
 def test_it_goes_on(runs, name):
+    """Also from a checkpoint that another program might have saved, whose files alone tell stage and ranks."""
     before = runs[name.split(">")[0]]
-    check(before, runs[name], TOLERANCE["bf16" if name.startswith("2>") else "fp32"])
+    check(before, runs[name], TOLERANCE["bf16" if name.startswith("1-2>") else "fp32"])
     said = runs[name].json("run.json")["decisions"]
     assert any("checkpoint-2 was saved with ZeRO" in line for line in said)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("recipe", ["sft", "lora"])
 @pytest.mark.parametrize("counts", [(1, 2), (2, 3), (4, 2), (1, 4)])
 def test_every_stage_and_rank_count_to_every_other(tmp_path, recipe, counts):
@@ -108,16 +108,6 @@ def test_fp16_keeps_its_loss_scale(tmp_path):
     cases = {z: resuming(tmp_path / "2", "sft", z, "--fp16", "true") for z in "13"}
     for run in run_world(1, cases, tmp_path).values():
         check(before, run, TOLERANCE["bf16"])
-
-
-def test_another_programs_checkpoint_goes_on_too(runs, tmp_path):
-    """Without zerofit.json: the files themselves tell stage and ranks."""
-    for name, zero in (("3", "2"), ("0", "3")):
-        shutil.copytree(runs[name].folder / "checkpoint-2", tmp_path / name / "checkpoint-2")
-        (tmp_path / name / "checkpoint-2" / "zerofit.json").unlink()
-        cases = {f"{name}>{zero}": resuming(tmp_path / name, "sft", zero)}
-        check(runs[name], run_world(1, cases, tmp_path)[f"{name}>{zero}"])
-        assert json.loads((tmp_path / f"{name}>{zero}" / "run.json").read_text())["world_size"] == 1
 
 
 def test_make_resume_on_another_number_of_processes(runs, tmp_path):

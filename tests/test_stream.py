@@ -152,7 +152,7 @@ def test_what_needs_all_rows_is_refused(flags, says):
         start.settings("sft", [*FLAGS, *flags], 1)
 
 
-@pytest.mark.parametrize("workers", ["0", "1"])
+@pytest.mark.parametrize("workers", [pytest.param("0", marks=pytest.mark.slow), "1"])
 def test_a_broken_row_met_while_training_is_one_sentence(tmp_path, workers):
     file = tmp_path / "rows.jsonl"
     lines = (TINY / "train.jsonl").read_text().splitlines()[:600]

@@ -150,10 +150,10 @@ def _facts(trainer, hashes: dict[str, list]) -> dict:
 
 def fingerprints(settings, train_set) -> dict[str, str]:
     """What a run must have in common with the checkpoint that it goes on from."""
-    return {"data": train_set.fingerprint, "model": _of_model(settings)}
+    return {"data": train_set.fingerprint, "model": model_fingerprint(settings)}
 
 
-def _of_model(settings) -> str:
+def model_fingerprint(settings) -> str:
     """A hash of the model's configuration and of the ends of its weight files (a hub model: of its commit)."""
     from . import model
 
@@ -235,7 +235,7 @@ def fault(checkpoint: Path) -> str:
         return f"its {FACTS} is damaged"
     if known and known.get("format", 1) > FORMAT:
         return f"zerofit {known['zerofit']} saved it, in a form that {__version__} does not know; update zerofit"
-    return (_changed(checkpoint, known["files"]) if known else _incomplete(checkpoint)) or _foreign_code(checkpoint)
+    return (_changed(checkpoint, known["files"]) if known else _incomplete(checkpoint)) or foreign_code(checkpoint)
 
 
 def _changed(checkpoint: Path, files: dict[str, list]) -> str:
@@ -283,7 +283,7 @@ def _incomplete(checkpoint: Path) -> str:
     return ""
 
 
-def _foreign_code(checkpoint: Path) -> str:
+def foreign_code(checkpoint: Path) -> str:
     """A pickle that names anything which no such checkpoint has: DeepSpeed would run it while loading."""
     import torch
 

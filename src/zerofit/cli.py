@@ -12,11 +12,13 @@ USAGE = """usage: zerofit launch [--gpus N] [--show] recipes/sft.py [flags]     
        zerofit plan [--gpu h100-80g] [--gpus N] [flags]              whether it fits, and the fastest setting that does
        zerofit doctor [--json]                                       what of this machine would stop or spoil a job
        zerofit resume runs/<run> [--gpus N] [flags]                  the same job again, from its newest good checkpoint
+       zerofit export runs/<run> [--merge] [--dtype bf16]            a plain Hugging Face folder of what was trained
+       zerofit chat runs/<run>                                       talk to it in the terminal
        zerofit replay runs/<run>                                     a step whose loss was not a number, once more
        zerofit --version"""
 # verb: the module whose main() it is; imported when it is asked for, as each brings its libraries
 VERBS = {"launch": "launch", "data": "inspection", "probe": "probe", "plan": "planner", "doctor": "doctor",
-         "replay": "replay", "resume": "resume"}  # fmt: skip
+         "replay": "replay", "resume": "resume", "export": "export", "chat": "talk"}  # fmt: skip
 
 
 def main() -> None:

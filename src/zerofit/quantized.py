@@ -50,6 +50,11 @@ def resolve(settings) -> None:
             "--load_in_8bit with --use_dora: DoRA unpacks the weights, and the first step loses the scales that this "
             "takes; use --load_in_4bit, or leave --use_dora out."
         )
+    if settings.values.get("use_dora") and settings.zero == "3":
+        raise UserError(
+            f"{flag} with --use_dora at stage 3: DoRA measures whole base weights, and peft gathers packed ones in a way that "
+            "DeepSpeed does not offer; use --zero 2, or leave --use_dora out."
+        )
     if settings.offload == "all":
         raise UserError(
             f"{flag} with --offload all: DeepSpeed moves parameters without the constants that unpack them; use "

@@ -1,0 +1,495 @@
+"""Exports compute what was trained, from every stage; a spoilt one is refused; nothing is left of what fails.
+
+One world of two ranks trains the sources. `python -m pytest tests/test_export.py -m ''` adds every adapter and stage.
+"""
+
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from conftest import ROOT, TINY, run_world
+from safetensors.torch import load_file, save_file
+
+from zerofit import agreement, export, merge, report, saved, shards, talk
+from zerofit.errors import UserError
+
+FLAGS = [
+    "--data", str(TINY / "train.jsonl"), "--max_samples", "32", "--effective_batch_size", "8", "--num_samples", "0",
+    "--per_device_train_batch_size", "4", "--max_steps", "4", "--logging_steps", "1", "--warmup_steps", "0",
+    "--lr_scheduler_type", "constant", "--save_strategy", "steps", "--save_steps", "2", "--save_total_limit", "2",
+]  # fmt: skip
+BF16 = ["--bf16", "true"]
+
+
+def sft(stage, *more):
+    return ("sft", [*FLAGS, "--zero", stage, "--learning_rate", "1e-3", *more])
+
+
+def lora(stage, *more):
+    return ("lora", [*FLAGS, "--zero", stage, "--learning_rate", "1e-2", *more])
+
+
+FAST = {"sft0": sft("0"), "sft3": sft("3", *BF16), "lora2": lora("2", *BF16)}
+NEW = ["--new_tokens", "pet", "colour"]
+SLOW = {
+    "sft1": sft("1"), "sft2": sft("2", *BF16), "sft3fp32": sft("3"), "sftnew2": sft("2", *NEW),
+    "lora0": lora("0"), "lora0bf16": lora("0", *BF16), "lora1": lora("1"), "lora3": lora("3", *BF16),
+    "rslora": lora("0", "--use_rslora", "true"), "pissa": lora("2", "--init_lora_weights", "pissa"),
+    "dora3": lora("3", "--use_dora", "true"), "ia3": lora("0", "--adapter", "ia3"),
+    "loha": lora("2", "--adapter", "loha"), "new2": lora("2", *NEW), "new2bf16": lora("2", *NEW, *BF16),
+    "head": lora("2", "--modules_to_save", "lm_head"),
+    "headlora": lora("0", "--lora_target_modules", "q_proj", "lm_head"),
+    "4bit0": lora("0", "--load_in_4bit"), "4bit2": lora("2", "--load_in_4bit", *BF16),
+    "4bit3": lora("3", "--load_in_4bit", *BF16), "4bitdora": lora("0", "--load_in_4bit", "--use_dora", "true"),
+    "8bit2": lora("2", "--load_in_8bit", *BF16),
+    "prompt": lora("2", "--adapter", "prompt_tuning"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    return run_world(2, FAST, tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(scope="module")
+def more_runs(tmp_path_factory):
+    return run_world(2, SLOW, tmp_path_factory.mktemp("more"))
+
+
+def exported(run, out, *flags) -> str:
+    """Export; what the comparison said."""
+    export.main([str(run), "--out", str(out), *flags])
+    assert not list(out.parent.glob("*.saving"))
+    return (out / "README.md").read_text()
+
+
+def logits(folder, ids, as_trained=False, **kwargs):
+    """By plain peft or transformers; as_trained: DeepSpeed trains an adapter in bf16, peft would compute it in fp32."""
+    from peft import AutoPeftModelForCausalLM
+    from transformers import AutoModelForCausalLM
+
+    loader = AutoPeftModelForCausalLM if (folder / "adapter_config.json").exists() else AutoModelForCausalLM
+    with torch.no_grad():
+        if as_trained:
+            return saved.load(saved.find(str(folder)))(input_ids=ids).logits.float()
+        return loader.from_pretrained(folder, **kwargs).eval()(input_ids=ids).logits.float()
+
+
+def assert_near_training(run, out, relative, **kwargs):
+    """The logits that the trained model had in the training process (tests/world.py)."""
+    kept = torch.load(run.folder / "logits.pt", weights_only=True)
+    apart = (logits(out, kept["input_ids"], **kwargs) - kept["logits"].float()).abs().max()
+    assert apart < relative * kept["logits"].float().abs().max(), f"{apart:.2e}"
+
+
+@pytest.mark.parametrize(("name", "relative"), [("sft0", 1e-5), ("sft3", 1e-5), ("lora2", 1e-5)])
+def test_the_same_bits_come_back(runs, tmp_path, name, relative):
+    text = exported(runs[name].folder, tmp_path / "out")
+    assert "every logit is bit for bit the same" in text and str(ROOT) not in text and str(tmp_path) not in text
+    dtype = torch.float32 if name == "sft0" else torch.bfloat16
+    assert_near_training(runs[name], tmp_path / "out", relative, as_trained=name == "lora2", dtype=dtype)
+    if name != "lora2":
+        config = json.loads((tmp_path / "out" / "config.json").read_text())
+        assert config["use_cache"] is True and config["architectures"] == ["LlamaForCausalLM"]
+        assert (
+            config["dtype"] == str(dtype).removeprefix("torch.")
+            and (tmp_path / "out" / "generation_config.json").exists()
+        )
+        assert "lm_head.weight" not in shards.Weights(tmp_path / "out").where  # tied; ZeRO had saved it twice
+    assert "{% for" in (tmp_path / "out" / "chat_template.jinja").read_text().replace("{%-", "{%")
+
+
+def test_a_merge_in_both_precisions(runs, tmp_path, capsys):
+    text = exported(runs["lora2"].folder, tmp_path / "half", "--merge")
+    assert "bit for bit" not in text and "lora of model" in text and "merged" in text
+    assert_near_training(runs["lora2"], tmp_path / "half", 0.02)
+    exported(runs["lora2"].folder, tmp_path / "full", "--merge", "--dtype", "float32")
+    assert "the fp32 master copies of checkpoint-4 are taken" in capsys.readouterr().out
+    assert next(iter(load_file(tmp_path / "full" / "model.safetensors").values())).dtype == torch.float32
+
+
+def test_float32_takes_the_masters(runs, tmp_path, capsys):
+    checkpoint = runs["sft3"].folder / "checkpoint-2"
+    exported(checkpoint, tmp_path / "out", "--dtype", "float32")
+    assert "the fp32 master copies of checkpoint-2 are taken" in capsys.readouterr().out
+    masters, kept = load_file(tmp_path / "out" / "model.safetensors"), load_file(checkpoint / "model.safetensors")
+    assert all(torch.equal(tensor.bfloat16(), kept[name]) for name, tensor in masters.items())
+    assert sum((tensor != kept[name].float()).sum().item() for name, tensor in masters.items()) > 100_000
+    states = shards.read(checkpoint)
+    assert all(torch.equal(tensor, states.whole(name)) for name, tensor in masters.items())
+
+
+def test_many_files_and_their_index(runs, tmp_path, capsys):
+    out = tmp_path / "out"
+    exported(runs["sft0"].folder, out, "--max_shard_size", "600KB", "--dtype", "bf16", "--check", "false")
+    files, index = sorted(out.glob("*.safetensors")), json.loads((out / "model.safetensors.index.json").read_text())
+    assert len(files) > 2 and {f.name for f in files} == set(index["weight_map"].values())
+    whole, source = {}, load_file(runs["sft0"].folder / "final" / "model.safetensors")
+    for file in files:
+        part = load_file(file)
+        assert {index["weight_map"][name] for name in part} == {file.name} and file.stat().st_size < 620_000
+        whole |= part
+    assert set(whole) == set(index["weight_map"]) == set(source) - {"lm_head.weight"}
+    assert all(torch.equal(tensor, source[name].bfloat16()) for name, tensor in whole.items())
+    ids = torch.arange(20)[None]
+    assert torch.equal(logits(out, ids), logits(runs["sft0"].folder / "final", ids, dtype=torch.bfloat16))
+    said = capsys.readouterr().out
+    assert f"model-00001-of-{len(files):05d}.safetensors" in said and "--check false" in said
+
+
+def spoil_a_row(tensors):
+    """Of the embedding, for a token that no prompt has: no logit of the rows that are compared need see it."""
+    tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors["model.embed_tokens.weight"][511, 0] += 0.5
+
+
+def spoil_a_layer(tensors):
+    tensors["model.layers.2.mlp.down_proj.weight"] = torch.zeros_like(tensors["model.layers.2.mlp.down_proj.weight"])
+
+
+def leave_one_out(tensors):
+    del tensors["model.layers.1.self_attn.q_proj.weight"]
+
+
+@pytest.mark.parametrize(("name", "flags", "spoil"), [
+    ("sft0", [], spoil_a_row), ("lora2", ["--merge"], spoil_a_layer),
+    pytest.param("sft3", [], leave_one_out, marks=pytest.mark.slow),
+    pytest.param("sft0", ["--dtype", "bf16"], spoil_a_layer, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_a_spoilt_export_is_refused(runs, tmp_path, monkeypatch, name, flags, spoil):
+    def spoilt(tensors, file, metadata):
+        spoil(tensors)
+        save_file(tensors, file, metadata)
+
+    monkeypatch.setattr(export, "save_file", spoilt)
+    with pytest.raises(UserError, match=r"the export does not compute what .*final computes: .*; nothing is kept"):
+        exported(runs[name].folder, tmp_path / "out", *flags)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_wrong_scale_is_refused(runs, tmp_path, monkeypatch):
+    one = merge.one
+    monkeypatch.setattr(
+        merge, "one", lambda found, *rest: one(saved.Saved(found.folder, found.run, found.facts, found.adapter | {"lora_alpha": 31}), *rest)
+    )  # fmt: skip
+    with pytest.raises(UserError, match="the export does not compute"):
+        exported(runs["lora2"].folder, tmp_path / "out", "--merge", "--dtype", "float32")
+
+
+def test_a_master_of_another_model_is_not_taken(runs, tmp_path, monkeypatch):
+    whole = shards.States.whole
+    monkeypatch.setattr(
+        shards.States,
+        "whole",
+        lambda self, name, key="fp32": whole(self, name, key) * (1.5 if "layers.3" in name else 1),
+    )
+    with pytest.raises(UserError, match=r"layers\.3.*its fp32 master copy does not round to the saved weight"):
+        exported(runs["sft3"].folder / "checkpoint-4", tmp_path / "out", "--dtype", "float32")
+    assert not list(tmp_path.iterdir())
+
+
+# --- refusals ---
+
+
+@pytest.fixture
+def copied(runs, tmp_path):
+    def copy(name):
+        """A run that has not finished, to spoil."""
+        shutil.copytree(runs[name].folder, tmp_path / "run", ignore=shutil.ignore_patterns("final", "result.json"))
+        return tmp_path / "run"
+
+    return copy
+
+
+def truncated(file):
+    os.truncate(file, file.stat().st_size - 1)
+
+
+def test_what_cannot_be_exported_is_one_sentence(runs, tmp_path, copied, monkeypatch):
+    def refused(path, match, *flags):
+        before = sorted(tmp_path.rglob("*"))
+        with pytest.raises(UserError, match=match) as error:
+            export.main([str(path), *flags])
+        assert sorted(tmp_path.rglob("*")) == before and "\n" not in str(error.value)
+
+    final, out = runs["lora2"].folder / "final", ["--out", str(tmp_path / "out")]
+    refused(tmp_path / "no-run", "no such folder", *out)
+    refused(runs["sft0"].folder, "holds a whole model, there is nothing to merge", "--merge", *out)
+    refused(final, "is there already and not empty", "--out", str(final))
+    (tmp_path / "empty").mkdir()
+    refused(tmp_path / "empty", "holds neither a model .* nor an adapter", *out)
+    (tmp_path / "empty" / "pytorch_model.bin").write_bytes(b"x")
+    refused(tmp_path / "empty", "its weights are pickles", *out)
+    refused(runs["sft0"].folder, "--max_shard_size 5 apples", "--max_shard_size", "5 apples", *out)
+    refused(final, "--base .*gone: no such folder", "--base", str(tmp_path / "gone"), *out)
+    wrong = tmp_path / "wrong"
+    shutil.copytree(TINY / "model", wrong)
+    weights = load_file(wrong / "model.safetensors")
+    save_file(weights | {"model.norm.weight": weights["model.norm.weight"] * 2}, wrong / "model.safetensors")
+    refused(final, "is not the model that this adapter was trained on .its hash is another", "--base", str(wrong), *out)
+    foreign = tmp_path / "foreign"
+    shutil.copytree(final, foreign)
+    config = json.loads((foreign / "adapter_config.json").read_text())
+    (foreign / "adapter_config.json").write_text(
+        json.dumps(config | {"base_model_name_or_path": str(tmp_path / "gone")})
+    )
+    refused(foreign, "its base .*gone: no such folder; say where the base of this LORA adapter is with --base", *out)
+    names = [f"model.layers.{i}.self_attn.q_proj.weight" for i in range(4)]
+    save_file(weights | {name: weights[name][:, :64].contiguous() for name in names}, wrong / "model.safetensors")
+    refused(foreign, "takes 64 numbers, the adapter 128", "--base", str(wrong), "--merge", *out)
+    run = copied("lora2")
+    truncated(run / "checkpoint-4" / "adapter_model.safetensors")
+    refused(run / "checkpoint-4", "is no whole checkpoint: adapter_model.safetensors has .* bytes instead of", *out)
+    truncated(run / "checkpoint-2" / "adapter_model.safetensors")
+    refused(run, "none of its checkpoints is whole", *out)
+    (foreign / "adapter_model.safetensors").write_bytes(
+        (run / "checkpoint-2" / "adapter_model.safetensors").read_bytes()
+    )
+    refused(foreign, "adapter_model.safetensors: is not whole", "--base", str(TINY / "model"), *out)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(10, 10, 1000))
+    refused(runs["sft0"].folder, r"0\.00171 GB are to be written and 1e-06 are free", "--dtype", "bf16", *out)
+
+
+def test_the_newest_good_checkpoint_of_an_unfinished_run(copied, tmp_path, capsys):
+    run = copied("sft0")
+    truncated(run / "checkpoint-4" / "model.safetensors")
+    export.main([str(run), "--check", "false"])
+    said = capsys.readouterr().out
+    assert "passed over: checkpoint-4: is no whole checkpoint: model.safetensors has" in said
+    assert "| steps | 2 |" in (run / "export" / "README.md").read_text()
+    found, source = (
+        load_file(run / "export" / "model.safetensors"),
+        load_file(run / "checkpoint-2" / "model.safetensors"),
+    )
+    assert all(torch.equal(tensor, source[name]) for name, tensor in found.items())
+
+
+def test_the_command_ends_with_2_and_one_line(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "zerofit", "export", str(tmp_path / "none")], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and done.stderr.startswith("zerofit: error: ")
+
+
+# --- other programs' folders ---
+
+
+def test_shards_without_a_model_file(runs, tmp_path):
+    foreign = tmp_path / "foreign"
+    shutil.copytree(
+        runs["sft3"].folder / "checkpoint-4",
+        foreign,
+        ignore=shutil.ignore_patterns("model.safetensors", "zerofit.json"),
+    )
+    exported(foreign, tmp_path / "out", "--dtype", "float32")
+    states, found = shards.read(foreign), load_file(tmp_path / "out" / "model.safetensors")
+    assert set(found) == set(states.shapes) and all(torch.equal(t, states.whole(n)) for n, t in found.items())
+    (foreign / "config.json").unlink()
+    with pytest.raises(UserError, match=r"holds DeepSpeed's shards and no config\.json"):
+        saved.find(str(foreign))
+
+
+def test_a_model_of_another_program(runs, tmp_path):
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    for name in ("config.json", "model.safetensors"):  # no tokenizer, no generation settings
+        shutil.copy(runs["sft3"].folder / "final" / name, foreign)
+    text = exported(foreign, tmp_path / "out", "--dtype", "fp16")
+    assert "there is no tokenizer in the folder" in text and (tmp_path / "out" / "generation_config.json").exists()
+
+
+# --- memory ---
+
+
+MEASURE = """
+import sys, threading, time
+from zerofit import export
+def anonymous():
+    return next(int(line.split()[1]) / 1e3 for line in open("/proc/self/status") if line.startswith("RssAnon"))
+peak, done = [0], threading.Event()
+def watch():
+    while not done.wait(0.002):
+        peak[0] = max(peak[0], anonymous())
+write, start = export._write_tensors, []
+def measured(*args):
+    start.append(anonymous()); peak[0] = 0
+    thread = threading.Thread(target=watch); thread.start()
+    try:
+        return write(*args)
+    finally:
+        done.set(); thread.join()
+export._write_tensors = measured
+export.main(sys.argv[1:])
+print("grown", peak[0] - start[0])
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.parametrize("merged", [False, True])
+def test_writing_holds_one_file_not_the_model(tmp_path, merged):
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=512, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=8, vocab_size=1000
+    )
+    net = LlamaForCausalLM(config)  # 205 MB in fp32
+    net.save_pretrained(tmp_path / "model")
+    source, flags = tmp_path / "model", []
+    if merged:
+        net = get_peft_model(net, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+        net.peft_config["default"].base_model_name_or_path = str(source)
+        net.save_pretrained(tmp_path / "adapter")
+        source, flags = tmp_path / "adapter", ["--merge"]
+    assert report.size_of(tmp_path / "model") > 200e6
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(source), "--out", str(tmp_path / "out"), "--max_shard_size", "20MB", "--check", "false", *flags],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert float(done.stdout.split()[-1]) < 50, done.stdout
+
+
+# --- the hub ---
+
+
+class Api:
+    calls = []
+
+    def create_repo(self, repo, **kwargs):
+        self.calls.append((repo, kwargs))
+
+    def upload_folder(self, **kwargs):
+        self.calls.append(sorted(f.name for f in kwargs["folder_path"].iterdir()))
+        if kwargs["repo_id"] == "me/broken":
+            raise OSError("401 for hf_secret")
+
+
+def test_push(runs, tmp_path, monkeypatch, capsys):
+    import huggingface_hub
+
+    from zerofit import hub
+
+    final, token = str(runs["sft0"].folder), {"value": "hf_secret"}
+    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: token["value"])
+    monkeypatch.setattr(hub, "check", lambda asker: None)
+
+    def push(repo, *flags, run=final):
+        export.main([run, "--out", str(tmp_path / repo.replace("/", "-")), "--push", repo, "--check", "false", *flags])
+
+    push("me/model")
+    assert Api.calls[0] == ("me/model", {"private": True, "exist_ok": True}) and "model.safetensors" in Api.calls[1]
+    with pytest.raises(UserError, match=r"401 for <hidden> .*is whole, the upload can be tried again"):
+        push("me/broken")
+    with pytest.raises(UserError, match=r"base is a folder of this machine.*--merge"):
+        push("me/adapter", run=str(runs["lora2"].folder))
+    with pytest.raises(UserError, match="--push not a name: "):
+        push("not a name")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(UserError, match="HF_HUB_OFFLINE is set"):
+        push("me/other")
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    token["value"] = None
+    with pytest.raises(UserError, match="there is no token of the hub"):
+        push("me/other")
+    assert "hf_secret" not in capsys.readouterr().out and not (tmp_path / "me-other").exists()
+
+
+# --- chat ---
+
+
+@pytest.mark.parametrize("name", ["sft0", "lora2"])
+def test_chat_from_a_pipe(runs, monkeypatch, capsys, name):
+    asked = []
+    answer = talk._answer
+    monkeypatch.setattr(
+        talk, "_answer", lambda net, words, turns, *rest: asked.append(len(turns)) or answer(net, words, turns, *rest)
+    )
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n\nAnd then?\n/new\nHello\n/quit\nnever\n"))
+    talk.main([str(runs[name].folder), "--max_new_tokens", "8"])
+    assert asked == [1, 3, 1]
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == 3 and said[0] == said[2]  # greedy, and nothing of the first talk in the second
+
+
+def test_chat_ends_without_a_traceback_on_ctrl_c(runs):
+    import signal
+
+    process = subprocess.Popen([sys.executable, "-m", "zerofit", "chat", str(runs["sft0"].folder), "--max_new_tokens", "4"],
+                               stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)  # fmt: skip
+    process.stdin.write("Hello\n")
+    process.stdin.flush()
+    threading.Timer(120, process.kill).start()
+    assert process.stdout.readline()
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130 and errors.strip().endswith("zerofit: interrupted") and "Traceback" not in errors
+
+
+# --- every adapter, every stage ---
+
+
+UNMERGEABLE = ("prompt",)
+ADAPTERS = [name for name in SLOW if not name.startswith("sft")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(SLOW))
+def test_the_long_matrix_as_it_is(more_runs, tmp_path, name):
+    assert "every logit is bit for bit the same" in exported(more_runs[name].folder, tmp_path / "out")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [None, "float32"])
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_the_long_matrix_merged(more_runs, tmp_path, name, dtype, capsys):
+    flags = ["--merge", *(["--dtype", dtype] if dtype else [])]
+    if name in UNMERGEABLE:
+        with pytest.raises(UserError, match="lengthens the input instead of changing weights"):
+            exported(more_runs[name].folder, tmp_path / "out", *flags)
+        return
+    text = exported(more_runs[name].folder, tmp_path / "out", *flags)
+    assert ("unpacked again" in text) == ("bit" in name)
+    with capsys.disabled():
+        print(f"\n{name} {dtype or 'as trained'}: {text.partition('what was trained: ')[2].partition(chr(10))[0]}")
+
+
+@pytest.mark.slow
+def test_a_4bit_adapter_in_the_original_weights_is_refused(more_runs, tmp_path, monkeypatch):
+    def original(found, device):
+        net = saved.load_base(saved.Saved(found.folder, adapter=found.adapter, base=found.base), device)
+        net.dequantize = lambda dtype: net
+        return net
+
+    monkeypatch.setattr(merge, "load_base", original)
+    with pytest.raises(UserError, match="the export does not compute"):
+        exported(more_runs["4bit2"].folder, tmp_path / "out", "--merge")
+
+
+@pytest.mark.slow
+def test_a_pissa_checkpoint_does_not_fit_its_base(more_runs, tmp_path):
+    with pytest.raises(UserError, match=r"pissa has changed the base .* only final/ is converted"):
+        exported(more_runs["pissa"].folder / "checkpoint-4", tmp_path / "out")
+
+
+def test_bounds_grow_with_rounding_only():
+    assert set(agreement._bounds(0.0, 4, 1.0, 10.0, False).values()) == {0}
+    assert agreement._bounds(2**-24, 4, 1.0, 10.0, True)["bound_max"] == pytest.approx(1e-3)
+    assert agreement._bounds(2**-8, 8, 1.0, 10.0, True)["bound_mean"] == pytest.approx(4 / 256)
+    assert agreement._bounds(2**-8, 8, 1.0, 10.0, False)["bound_mean"] == pytest.approx(16 / 256)
+
+
+def test_updates_that_rounding_takes_back_are_told():
+    result = {"merged": True, "mean": 0.02, "effect": 0.03, "independent": 1.0}
+    assert "--dtype float32 keeps it" in agreement._much_rounding(result)
+    assert agreement._much_rounding(result | {"effect": 0.3}) == ""
+    assert "are rounded away" in agreement._much_rounding(result | {"merged": False, "independent": 0.01})
