@@ -32,6 +32,7 @@ def runs(tmp_path_factory):
     best = ["--eval_data", str(TINY / "eval.jsonl"), "--eval_strategy", "steps", "--eval_steps", "2", "--zero", "2",
             "--load_best_model_at_end", "true", "--save_total_limit", "1"]  # fmt: skip
     cases["best"] = ("sft", [*FLAGS, *best])
+    cases["minutes"] = ("sft", [*FLAGS, "--zero", "1", "--save_strategy", "no", "--save_every_minutes", "1e-6"])
     return run_world(2, cases, folder)
 
 
@@ -54,6 +55,21 @@ def test_what_is_saved_goes_on(runs, zero):
         assert (known["zero"], known["world_size"], known["effective_batch_size"]) == (zero, 2, 8)
         assert checkpoint.fault(saved) == ""
     assert runs[f"{zero}-resumed"].losses == run.losses[2:]  # bit for bit
+
+
+def test_minutes_save_where_steps_do_not(runs):
+    """Every step is longer than that; two are kept."""
+    found = sorted(f.name for f in runs["minutes"].folder.glob("checkpoint-*"))
+    assert found == ["checkpoint-3", "checkpoint-4"] and checkpoint.fault(runs["minutes"].folder / found[0]) == ""
+
+
+def test_adapters_hold_no_frozen_base(runs):
+    from zerofit import shards
+
+    saved = runs["3"].folder / "checkpoint-4"
+    trained = sum(shards.Weights(saved).get(name).numel() for name in shards.Weights(saved).where)
+    states = sum(f.stat().st_size for f in saved.rglob("*.pt"))
+    assert states < 1.5 * 12 * trained  # fp32 weights and two moments; the base alone has 3.4 MB
 
 
 @pytest.fixture
@@ -211,16 +227,39 @@ def test_without_room_training_goes_on(tmp_path, monkeypatch, capsys):
     assert "WARNING: no checkpoint is saved" in capsys.readouterr().out
 
 
-def test_a_shape_that_is_not_the_models_is_found(tmp_path):
+def saved_as(tmp_path, tensors, net, recipe="sft"):
     from safetensors.torch import save_file
 
-    saved = tmp_path / "model.safetensors"
+    save_file(tensors, tmp_path / "model.safetensors")
+    checkpoint.verify(tmp_path, SimpleNamespace(model=net, settings=SimpleNamespace(recipe=recipe)))
+
+
+def test_what_was_not_saved_whole_is_found(tmp_path):
     net = torch.nn.Module()
-    net.register_parameter("model_norm_weight", torch.nn.Parameter(torch.ones(3)))
-    save_file({"model_norm_weight": torch.ones(4)}, saved)
-    trainer = SimpleNamespace(model=net, settings=SimpleNamespace(recipe="sft"))
-    with pytest.raises(RuntimeError, match=r"with shape \(4,\) instead of \(3,\)"):
-        checkpoint.verify(tmp_path, trainer)
-    save_file({"model_norm_weight": torch.ones(2)}, saved)
-    with pytest.raises(RuntimeError, match="holds 2 of the 3"):
-        checkpoint.verify(tmp_path, trainer)
+    net.norm, net.head = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(2))
+    saved_as(tmp_path, {"norm": torch.ones(3), "head": torch.ones(2)}, net)
+    with pytest.raises(RuntimeError, match=r"norm was saved with shape \(4,\) instead of \(3,\)"):
+        saved_as(tmp_path, {"norm": torch.ones(4), "head": torch.ones(2)}, net)
+    with pytest.raises(RuntimeError, match="holds 3 of the 5"):
+        saved_as(tmp_path, {"norm": torch.ones(3)}, net)
+    with pytest.raises(RuntimeError, match="head was saved empty"):
+        saved_as(tmp_path, {"norm": torch.ones(3), "head": torch.ones(0)}, net)
+    net.all_tied_weights_keys = {"head": "norm"}
+    net.head = torch.nn.Parameter(torch.ones(3))
+    with pytest.raises(RuntimeError, match="head and norm are one tensor"):
+        saved_as(tmp_path, {"norm": torch.ones(3), "head": torch.zeros(3)}, net)
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"norm": "a", "gone": "b"}}')
+    with pytest.raises(RuntimeError, match="does not fit the files beside it"):
+        saved_as(tmp_path, {"norm": torch.ones(3), "head": torch.ones(3)}, net)
+
+
+def test_an_adapter_is_saved_by_its_names(tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    inner = torch.nn.Sequential(torch.nn.Linear(3, 3))
+    net = get_peft_model(inner, LoraConfig(r=2, target_modules=["0"]))
+    names = {"base_model.model.0.lora_A.weight": torch.ones(2, 3), "base_model.model.0.lora_B.weight": torch.ones(3, 2)}
+    saved_as(tmp_path, names, net, "lora")
+    wrong = {name.replace("lora_B", "lora_C"): tensor for name, tensor in names.items()}
+    with pytest.raises(RuntimeError, match=r"lora_B\.weight was not saved"):
+        saved_as(tmp_path, wrong, net, "lora")

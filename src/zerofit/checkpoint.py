@@ -112,24 +112,31 @@ def _publish(run: Path, name: str) -> None:
 
 
 def verify(folder: Path, trainer) -> None:
-    """Compare what was saved with what is trained: no empty tensor, none missing, every one in its whole shape.
+    """Compare what was saved with what is trained: none missing or empty, every one in its whole shape, twins equal.
 
     Raises: RuntimeError.
     """
-    from safetensors import safe_open
+    from . import model, resharding, shards
 
-    from . import model
-
-    lora = trainer.settings.recipe == "lora"
+    lora, held = trainer.settings.recipe == "lora", shards.Weights(folder)
     trainable, every = model.count_parameters(trainer.model)
     model.verify_saved(folder, trainable if lora else every)
-    shapes = {} if lora else {n: tuple(getattr(p, "ds_shape", p.shape)) for n, p in trainer.model.named_parameters()}
-    for file in folder.glob("*.safetensors"):
-        with safe_open(file, "pt") as opened:
-            for name in opened.keys():  # noqa: SIM118  (no dict)
-                found = tuple(opened.get_slice(name).get_shape())
-                if found != shapes.get(name, found):
-                    raise RuntimeError(f"{file}: {name} was saved with shape {found} instead of {shapes[name]}.")
+    parameters, names = dict(trainer.model.named_parameters()), resharding.file_names(trainer.model)
+    renamed = not lora and set(held.where) - set(trainer.model.state_dict())  # e.g. experts, which transformers splits
+    for name, saved in names.items() if lora else zip(parameters, parameters, strict=True):
+        wanted = tuple(getattr(parameters[name], "ds_shape", parameters[name].shape))
+        if saved not in held.where and renamed:
+            continue
+        if saved not in held.where:
+            raise RuntimeError(f"{folder}: {saved} was not saved.")
+        if (found := tuple(held.shape(saved))) != wanted:
+            raise RuntimeError(f"{folder}: {saved} was saved with shape {found} instead of {wanted}.")
+    for twin, first in ({} if lora else getattr(trainer.model, "all_tied_weights_keys", None) or {}).items():
+        if twin in held.where and first in held.where and not held.get(twin).equal(held.get(first)):
+            raise RuntimeError(f"{folder}: {twin} and {first} are one tensor in the model and were saved as two.")
+    for index in folder.glob("*.safetensors.index.json"):
+        if missing := set(json.loads(index.read_text(encoding="utf-8"))["weight_map"]) ^ set(held.where):
+            raise RuntimeError(f"{index}: does not fit the files beside it, e.g. {sorted(missing)[0]}.")
     for file in [*folder.rglob("*.pt"), *folder.rglob("*.pth")]:
         if not zipfile.is_zipfile(file):
             raise RuntimeError(f"{file}: was not written whole.")

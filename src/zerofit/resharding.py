@@ -63,14 +63,18 @@ def _groups_of_transformers(trainer) -> list[list[str]]:
 
 
 def file_names(model) -> dict[str, str]:
-    """Trained parameter -> its name in the checkpoint's safetensors (peft leaves the adapter's name out)."""
-    if not hasattr(model, "peft_config"):
+    """Trained parameter -> its name in the checkpoint's safetensors, where it is another (peft leaves the adapter's out).
+
+    What peft computes when it saves, such as virtual tokens, has no name there. No rank waits for another one.
+    """
+    if not hasattr(model, "peft_config") or model.active_peft_config.is_prompt_learning:
         return {}
     from peft import get_peft_model_state_dict
 
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    found = {id(tensor): key for key, tensor in get_peft_model_state_dict(model, state_dict=dict(trained)).items()}
-    return {name: found.get(id(p), name) for name, p in trained.items()}
+    saved = get_peft_model_state_dict(model, state_dict=dict(trained), save_embedding_layers=False)
+    found = {id(tensor): key for key, tensor in saved.items()}
+    return {name: found[id(p)] for name, p in trained.items() if id(p) in found}
 
 
 def _kept(trainer, states: shards.States) -> list[str]:

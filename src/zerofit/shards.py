@@ -171,6 +171,9 @@ class Weights:
         self.files = [safe_open(file, "pt") for file in sorted(folder.glob("*.safetensors"))]
         self.where = {name: file for file in self.files for name in file.keys()}  # noqa: SIM118  (no dict)
 
+    def shape(self, name: str) -> list[int]:
+        return self.where[name].get_slice(name).get_shape()
+
     def get(self, name: str) -> torch.Tensor | None:
         return self.where[name].get_tensor(name) if name in self.where else None
 
