@@ -46,8 +46,6 @@ FAST = {
     "pissa-3": lora("3", *PISSA),
     "4bit-3": lora("3", "--load_in_4bit", "--deepspeed", "{zero3_without_persistence}"),
     "new-2": lora("2", *NEW),
-    "prompt-2": lora("2", "--adapter", "prompt_tuning", *FASTER),
-    "prefix-0": lora("0", "--adapter", "prefix_tuning", *FASTER, "--num_samples", "1"),
     "sftnew-0": sft("0", *NEW),
     "sftnew-3": sft("3", *NEW),
 }

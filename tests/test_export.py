@@ -174,6 +174,7 @@ def test_a_spoilt_export_is_refused(runs, tmp_path, monkeypatch, name, flags, sp
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_wrong_scale_is_refused(runs, tmp_path, monkeypatch):
     one = merge.one
     monkeypatch.setattr(
@@ -281,6 +282,7 @@ def test_the_command_ends_with_2_and_one_line(tmp_path):
 # --- other programs' folders ---
 
 
+@pytest.mark.slow
 def test_shards_without_a_model_file(runs, tmp_path):
     foreign = tmp_path / "foreign"
     shutil.copytree(
@@ -296,6 +298,7 @@ def test_shards_without_a_model_file(runs, tmp_path):
         saved.find(str(foreign))
 
 
+@pytest.mark.slow
 def test_a_model_of_another_program(runs, tmp_path):
     foreign = tmp_path / "foreign"
     foreign.mkdir()
@@ -406,7 +409,7 @@ def test_push(runs, tmp_path, monkeypatch, capsys):
 # --- chat ---
 
 
-@pytest.mark.parametrize("name", ["sft0", "lora2"])
+@pytest.mark.parametrize("name", ["sft0", pytest.param("lora2", marks=pytest.mark.slow)])
 def test_chat_from_a_pipe(runs, monkeypatch, capsys, name):
     asked = []
     answer = talk._answer
@@ -420,6 +423,7 @@ def test_chat_from_a_pipe(runs, monkeypatch, capsys, name):
     assert len(said) == 3 and said[0] == said[2]  # greedy, and nothing of the first talk in the second
 
 
+@pytest.mark.slow
 def test_chat_ends_without_a_traceback_on_ctrl_c(runs):
     import signal
 

@@ -285,6 +285,7 @@ def test_a_machine_without_git_trains(tmp_path):
     assert Run(tmp_path / "run").json("run.json")["git_commit"] is None
 
 
+@pytest.mark.slow
 def test_modules_to_save_train_in_fp32_at_stage_0(tmp_path):
     from safetensors.torch import load_file
 

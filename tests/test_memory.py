@@ -134,9 +134,6 @@ def cases_of_one_rank():
     cases |= {f"states-{z}": ("sft", flags(z, True, more=["--memory_report"])) for z in "13"}
     for name, more in VARIANTS.items():
         cases[f"sft-{name}"] = ("sft", flags(more=[*more, "--memory_report"]))
-    for name in ("none", "selective"):
-        cases[f"lora-{name}"] = ("lora", flags(more=VARIANTS[name]))
-        cases[f"packing-{name}"] = ("sft", flags(micro=1, more=[*VARIANTS[name], "--packing"]))
     cases["phases"] = (
         "lora",
         flags("2", True, 4, more=["--memory_report", "--save_strategy", "steps", "--save_steps", "4", "--offload",
@@ -147,7 +144,7 @@ def cases_of_one_rank():
 
 def cases_of_two_ranks():
     cases = {f"two-states-{z}": ("sft", flags(z, True, ranks=2, more=["--memory_report"])) for z in "123"}
-    for name in ("none", "selective", "every2"):
+    for name in ("none", "selective"):
         cases[f"two-3-{name}"] = ("sft", flags("3", ranks=2, more=VARIANTS[name]))
     return cases
 
@@ -168,14 +165,8 @@ def test_checkpointing_changes_no_number(runs, name):
     assert runs[f"sft-{name}"].grad_norms == runs["sft-none"].grad_norms
 
 
-@pytest.mark.parametrize("group", ["lora", "packing"])
-def test_selective_checkpointing_changes_no_number(runs, group):
-    assert runs[f"{group}-selective"].losses == runs[f"{group}-none"].losses
-
-
-@pytest.mark.parametrize("name", ["selective", "every2"])
-def test_checkpointing_changes_no_number_under_zero3(runs, name):
-    assert runs[f"two-3-{name}"].losses == runs["two-3-none"].losses
+def test_checkpointing_changes_no_number_under_zero3(runs):
+    assert runs["two-3-selective"].losses == runs["two-3-none"].losses
 
 
 @pytest.mark.slow

@@ -401,6 +401,7 @@ def test_a_launch_does_not_wait_longer_for_a_ghost(monkeypatch, tmp_path, capsys
                                "false"), seconds=1.0)  # fmt: skip
 
 
+@pytest.mark.slow
 def test_answers_are_kept_by_question(tmp_path):
     flags = ["--model", str(TINY / "model"), "--data", "none", "--max_length", "64"]
     asked = [ghost.question("sft", flags, 2)]

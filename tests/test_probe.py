@@ -100,6 +100,7 @@ def test_unknown_preset():
         args.parse("sft", ["--preset", "gpu-7g"], 1)
 
 
+@pytest.mark.slow
 def test_a_failing_step_is_no_out_of_memory(tmp_path):
     done = recipe_process(
         "sft", *DATA, "--per_device_train_batch_size", "auto", "--memory_limit", "1", "--chat_template",

@@ -26,7 +26,6 @@ def runs(tmp_path_factory):
     whole = ["--save_strategy", "steps", "--save_steps", "3", "--save_total_limit", "9"]
     one = {
         "one-8": ("sft", [*FLAGS, micro, "8"]),
-        "one-2": ("sft", [*FLAGS, micro, "2"]),
         "one-worker": ("sft", [*FLAGS, micro, "8", "--dataloader_num_workers", "1"]),
         "in-order": ("sft", [*FLAGS, *IN_ORDER]),
         "from-file": ("sft", [*[f for f in FLAGS if f != "--streaming"], *IN_ORDER]),
@@ -50,7 +49,6 @@ def runs(tmp_path_factory):
 @pytest.mark.parametrize(
     ("one", "other"),
     [
-        ("one-8", "one-2"),
         ("one-8", "one-worker"),
         ("one-8", "two-4"),
         ("one-8", "two-1"),
