@@ -204,6 +204,13 @@ def check_same(flags, ranks=2):
     checkpoint.check_same(settings, train_set)
 
 
+def test_states_that_were_not_saved_are_not_made_up(copied):
+    file = copied / "checkpoint-4" / checkpoint.FACTS
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"unsaved": "--offload_path"}))
+    with pytest.raises(UserError, match="was saved with --offload_path, whose optimizer states DeepSpeed leaves out"):
+        check_same([*FLAGS, "--zero", "2", "--bf16", "true", "--resume_from_checkpoint", str(copied / "checkpoint-4")])
+
+
 def test_another_recipe_is_refused(runs):
     with pytest.raises(UserError, match=r"was saved by recipes/lora\.py"):
         check_same([*FLAGS, "--zero", "2", "--resume_from_checkpoint", str(runs["3"].folder / "checkpoint-2")])

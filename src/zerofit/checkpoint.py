@@ -143,14 +143,14 @@ def verify(folder: Path, trainer) -> None:
 
 
 def _facts(trainer, hashes: dict[str, list]) -> dict:
-    from . import resharding
+    from . import offload, resharding
 
     settings = trainer.settings
     names = ("recipe", "zero", "offload", "world_size", "effective_batch_size", "optim", "model")
     return {
         "zerofit": __version__, "format": FORMAT, "step": trainer.state.global_step,
         **{name: getattr(settings, name) for name in names}, "precision": settings.precision,
-        "fingerprints": settings.fingerprints, "files": hashes,
+        "unsaved": offload.unsaved(settings), "fingerprints": settings.fingerprints, "files": hashes,
         **({} if trainer.is_deepspeed_enabled else {"groups": resharding.group_names(trainer)}),
     }  # fmt: skip
 
@@ -315,6 +315,11 @@ def check_same(settings, train_set) -> None:
     where = f"--resume_from_checkpoint {asked}"
     if known["recipe"] != settings.recipe:
         raise UserError(f"{where}: was saved by recipes/{known['recipe']}.py; resume it with that recipe.")
+    if known.get("unsaved"):
+        raise UserError(
+            f"{where}: was saved with {known['unsaved']}, whose optimizer states DeepSpeed leaves out; begin anew from its weights "
+            f"with --model (recipes/lora.py: `zerofit export {asked} --merge` first)."
+        )
     _choose_way(settings, known, Path(asked).name)
     if settings.resume_anyway:
         return

@@ -278,6 +278,13 @@ def _check_super_offload(section: dict, path: Path, settings) -> None:
         )
 
 
+def unsaved(settings) -> str:
+    """The flag under which DeepSpeed leaves optimizer states out of its checkpoints; "": none is on."""
+    return next(
+        (f"--{name}" for name in ("offload_path", "offload_ratio", "super_offload") if name in asked(settings)), ""
+    )
+
+
 def _refuse_resume(where: str, what: str, settings) -> None:
     if (settings.resume_from_checkpoint or "false").lower() != "false":
         raise UserError(

@@ -33,7 +33,7 @@ def main(argv: list[str]) -> None:
     if report.finished(folder):
         raise UserError(f"{folder}: this run has finished; its model is in {folder / 'final'}.")
     new = [*given.flags, *shlex.split(given.args)]
-    again = [word.partition("=")[0].replace("-", "_").replace("__", "--", 1) for word in new if word.startswith("--")]
+    again = ["--" + word[2:].partition("=")[0].replace("-", "_") for word in new if word.startswith("--")]
     if given.gpus.isdigit() and int(given.gpus) not in (0, ranks) and not set(BATCH) & set(again):
         flags = [*probe.drop(flags, *BATCH), *_same_batch(facts["arguments"], int(given.gpus))]
     words = probe.drop(flags, "--resume_from_checkpoint", "--output_dir", "--gpus", *again)
