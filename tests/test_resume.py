@@ -11,9 +11,9 @@ import torch
 from conftest import ROOT, TINY, Run, run_world
 
 FLAGS = [
-    "--data", str(TINY / "train.jsonl"), "--max_samples", "48", "--effective_batch_size", "8", "--num_samples", "0",
-    "--per_device_train_batch_size", "2", "--learning_rate", "1e-3", "--max_steps", "4", "--logging_steps", "1",
-    "--save_strategy", "steps", "--save_steps", "2", "--save_total_limit", "2", "--weight_decay", "0.1",
+    "--data", str(TINY / "train.jsonl"), "--max_samples", "24", "--effective_batch_size", "8", "--num_samples", "0",
+    "--per_device_train_batch_size", "2", "--learning_rate", "1e-3", "--max_steps", "6", "--logging_steps", "1",
+    "--save_strategy", "steps", "--save_steps", "4", "--save_total_limit", "2", "--weight_decay", "0.1",
 ]  # fmt: skip
 TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}  # as docs/equality.md between stages and ranks
 
@@ -23,15 +23,15 @@ def saving(recipe: str, zero: str, *more: str):
 
 
 def resuming(source: Path, recipe: str, zero: str, *more: str):
-    return recipe, [*FLAGS, "--zero", zero, "--resume_from_checkpoint", str(source / "checkpoint-2"), *more]
+    return recipe, [*FLAGS, "--zero", zero, "--resume_from_checkpoint", str(source / "checkpoint-4"), *more]
 
 
 def check(before, after, tolerance=TOLERANCE["fp32"]):
-    """The second half of the undisturbed run, at the same learning rates, and the same model in the end."""
-    wanted, found = before.metrics[2:], after.metrics
-    assert [line["step"] for line in found] == [3, 4]
+    """The rest of the undisturbed run (from within its second epoch), the same learning rates, and the same model."""
+    wanted, found = before.metrics[4:], after.metrics
+    assert [line["step"] for line in found] == [5, 6]
     assert [line["learning_rate"] for line in found] == [line["learning_rate"] for line in wanted]
-    assert after.losses == pytest.approx(before.losses[2:], rel=tolerance)
+    assert after.losses == pytest.approx(before.losses[4:], rel=tolerance)
     norms = [[line["grad_norm"] for line in lines] for lines in (found, wanted)]
     assert norms[0] == pytest.approx(norms[1], rel=tolerance * 20)
     logits = [torch.load(run.folder / "logits.pt")["logits"] for run in (before, after)]
@@ -44,8 +44,8 @@ def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("resumed")
     bf16 = ["--bf16", "true"]
     one = run_world(1, {"1-2": saving("sft", "2", *bf16)}, folder)
-    shutil.copytree(folder / "1-2" / "checkpoint-2", folder / "foreign" / "checkpoint-2")
-    (folder / "foreign" / "checkpoint-2" / "zerofit.json").unlink()
+    shutil.copytree(folder / "1-2" / "checkpoint-4", folder / "foreign" / "checkpoint-4")
+    (folder / "foreign" / "checkpoint-4" / "zerofit.json").unlink()
     cases = {
         "0": saving("sft", "0"), "3": saving("sft", "3"), "lora-3": saving("lora", "3"),
         "lora-3>0": resuming(folder / "lora-3", "lora", "0"),
@@ -65,7 +65,7 @@ def test_it_goes_on(runs, name):
     before = runs[name.split(">")[0]]
     check(before, runs[name], TOLERANCE["bf16" if name.startswith("1-2>") else "fp32"])
     said = runs[name].json("run.json")["decisions"]
-    assert any("checkpoint-2 was saved with ZeRO" in line for line in said)
+    assert any("checkpoint-4 was saved with ZeRO" in line for line in said)
 
 
 @pytest.mark.slow
@@ -99,13 +99,13 @@ def test_the_same_world_goes_on_bit_for_bit(tmp_path):
         ways[f"packing-{z}"] = saving("sft", z, "--packing", "--max_length", "64")
         ways[f"streaming-{z}"] = saving("sft", z, "--streaming")
     again = {
-        f"{name}>": (recipe, [*flags, "--resume_from_checkpoint", str(tmp_path / name / "checkpoint-2")])
+        f"{name}>": (recipe, [*flags, "--resume_from_checkpoint", str(tmp_path / name / "checkpoint-4")])
         for name, (recipe, flags) in ways.items()
     }
     runs = run_world(2, ways | again, tmp_path)
     for name in ways:
-        assert runs[f"{name}>"].losses == runs[name].losses[2:], name
-        assert runs[f"{name}>"].grad_norms == runs[name].grad_norms[2:], name
+        assert runs[f"{name}>"].losses == runs[name].losses[4:], name
+        assert runs[f"{name}>"].grad_norms == runs[name].grad_norms[4:], name
 
 
 @pytest.mark.slow
@@ -117,17 +117,17 @@ def test_a_checkpoint_of_plain_transformers(tmp_path, zero):
 
     rows = [{"input_ids": torch.arange(5, 25) + i, "labels": torch.arange(5, 25) + i} for i in range(48)]
     arguments = TrainingArguments(
-        str(tmp_path / "plain"), max_steps=2, save_steps=2, use_cpu=True, report_to="none", learning_rate=1e-3,
+        str(tmp_path / "plain"), max_steps=4, save_steps=4, use_cpu=True, report_to="none", learning_rate=1e-3,
         per_device_train_batch_size=8, weight_decay=0.1,
     )  # fmt: skip
     net = AutoModelForCausalLM.from_pretrained(TINY / "model", dtype=torch.float32)
     Trainer(net, arguments, train_dataset=rows).train()
-    scheduler = torch.load(tmp_path / "plain" / "checkpoint-2" / "scheduler.pt")
+    scheduler = torch.load(tmp_path / "plain" / "checkpoint-4" / "scheduler.pt")
     scheduler["base_lrs"] = scheduler["_last_lr"] = [0.0] * len(scheduler["base_lrs"])
-    torch.save(scheduler, tmp_path / "plain" / "checkpoint-2" / "scheduler.pt")
+    torch.save(scheduler, tmp_path / "plain" / "checkpoint-4" / "scheduler.pt")
     run = run_world(1, {"on": resuming(tmp_path / "plain", "sft", zero)}, tmp_path)["on"]
-    assert [line["step"] for line in run.metrics] == [3, 4] and run.metrics[0]["learning_rate"] == 0
-    was, now = (load_file(f / "model.safetensors") for f in (tmp_path / "plain" / "checkpoint-2", run.folder / "final"))
+    assert [line["step"] for line in run.metrics] == [5, 6] and run.metrics[0]["learning_rate"] == 0
+    was, now = (load_file(f / "model.safetensors") for f in (tmp_path / "plain" / "checkpoint-4", run.folder / "final"))
     assert all(torch.equal(was[name], now[name]) for name in was)
 
 
@@ -139,18 +139,22 @@ OPTIMIZERS = {"sgd": "0.1", "sophia": "4e-4", "lion_32bit": "3e-4", "adamw_8bit"
 def test_states_of_other_optimizers(tmp_path, optim):
     more = ["--optim", optim, "--learning_rate", OPTIMIZERS[optim]]
     before = run_world(2, {"2": saving("sft", "2", *more)}, tmp_path)["2"]
-    cases = {z: resuming(tmp_path / "2", "sft", z, *more) for z in "023"}
+    cases = {f"on-{z}": resuming(tmp_path / "2", "sft", z, *more) for z in "023"}
     for run in run_world(1, cases, tmp_path).values():
         if optim == "adamw_8bit":  # its blocks are cut differently: states begin anew, which is said
-            assert "begin anew: state1 of adamw_8bit is not one number a weight" in run.log
+            assert (
+                "begin anew: state1 of adamw_8bit is not one number a weight"
+                in (run.folder / "logs" / "rank0.log").read_text()
+            )
         else:
             check(before, run)
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CPUs have no fp16 arithmetic")
 def test_fp16_keeps_its_loss_scale(tmp_path):
     before = run_world(2, {"2": saving("sft", "2", "--fp16", "true")}, tmp_path)["2"]
-    cases = {z: resuming(tmp_path / "2", "sft", z, "--fp16", "true") for z in "13"}
+    cases = {f"on-{z}": resuming(tmp_path / "2", "sft", z, "--fp16", "true") for z in "13"}
     for run in run_world(1, cases, tmp_path).values():
         check(before, run, TOLERANCE["bf16"])
 
@@ -159,11 +163,11 @@ def test_make_resume_on_another_number_of_processes(runs, tmp_path):
     """make resume GPUS=1 ZERO=3 of a run on two ranks at stage 2; lines after the checkpoint are made again."""
     folder = tmp_path / "run"
     shutil.copytree(runs["3"].folder, folder)
-    for name in ("checkpoint-4", "final"):
+    for name in ("checkpoint-6", "final"):
         shutil.rmtree(folder / name)
     (folder / "result.json").unlink()
     with (folder / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 5, "lo')  # what a kill leaves
+        file.write('{"step": 7, "lo')  # what a kill leaves
     words = [
         "make",
         "-C",
@@ -178,9 +182,9 @@ def test_make_resume_on_another_number_of_processes(runs, tmp_path):
     done = subprocess.run(words, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     assert "zerofit sft: 1 process, ZeRO 0" in done.stdout
-    assert "checkpoint-2 was saved with ZeRO 3, 2 ranks, offload none" in done.stdout
+    assert "checkpoint-4 was saved with ZeRO 3, 2 ranks, offload none" in done.stdout
     assert "effective batch 8 = per_device_train_batch_size 2 x gradient_accumulation_steps 4 x 1 rank" in done.stdout
-    assert [line["step"] for line in Run(folder).metrics] == [1, 2, 3, 4]
+    assert [line["step"] for line in Run(folder).metrics] == [1, 2, 3, 4, 5, 6]
     assert Run(folder).losses == pytest.approx(runs["3"].losses, rel=TOLERANCE["fp32"])
 
 

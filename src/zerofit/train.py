@@ -198,7 +198,8 @@ class KitTrainer(Trainer):
             def order(generator):
                 return list(LengthGroupedSampler(effective, lengths=lengths, generator=generator))
 
-        return data.EpochSampler(len(dataset), effective, seed, order)
+        self.train_sampler = data.EpochSampler(len(dataset), effective, seed, order)
+        return self.train_sampler
 
     def _get_eval_sampler(self, eval_dataset):
         return data.EpochSampler(len(eval_dataset), self.args.per_device_eval_batch_size * self.args.world_size, None)
@@ -342,6 +343,14 @@ class Reporter(TrainerCallback):
             self.bar = tqdm(
                 total=state.max_steps, initial=state.global_step, unit="step", leave=False, file=report.terminal()
             )
+
+    def on_epoch_begin(self, args, state, control, **kwargs):
+        # A run that is resumed within an epoch passes over its first batches through a wrapper of accelerate's, which does
+        # not tell the sampler the epoch: it would go on in the order of the first one.
+        trainer = self.trainer
+        if trainer.tokens.stream is None:
+            steps = len(trainer.train_sampler) // trainer.train_sampler.multiple
+            trainer.train_sampler.set_epoch(state.global_step // steps)
 
     def on_step_begin(self, args, state, control, **kwargs):
         if state.global_step == self.first_step and args.resume_from_checkpoint and args.ignore_data_skip:
