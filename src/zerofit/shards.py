@@ -124,11 +124,17 @@ def _split(states: States, state: dict, numel: int) -> dict[str, torch.Tensor]:
     """The states with one number a weight; notes the step and the first that is something else."""
     found = {}
     for key, value in state.items():
-        if key == "step":
+        if isinstance(value, dict):  # bitsandbytes puts its own one level down
+            found |= _split(states, value, numel)
+        elif key == "step":
             states.step = float(value)
         elif torch.is_tensor(value) and value.is_floating_point() and value.numel() == numel:
             found[key] = value.reshape(-1)
-        elif torch.is_tensor(value) and value.numel() > 1:
+        elif (
+            value is not None
+            and not isinstance(value, int | float)
+            and (not torch.is_tensor(value) or value.numel() > 1)
+        ):
             states.unsplit = states.unsplit or key
     return found
 
