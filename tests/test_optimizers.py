@@ -276,8 +276,9 @@ def test_the_docs_table_is_the_data():
 
 def test_skipped_steps_of_stage_0_reach_the_log():
     trainer = SimpleNamespace(
-        accelerator=SimpleNamespace(optimizer_step_was_skipped=True), guard=SimpleNamespace(after_step=lambda: None)
-    )
+        accelerator=SimpleNamespace(optimizer_step_was_skipped=True), guard=SimpleNamespace(after_step=lambda: None),
+        settings=SimpleNamespace(save_every_minutes=0.0),
+    )  # fmt: skip
     reporter = train.Reporter(trainer)
     state = SimpleNamespace(global_step=1, max_steps=9)
     reporter.on_step_end(None, state, SimpleNamespace())

@@ -69,8 +69,8 @@ def cases_of_one_rank():
 # What `make test` runs: each stage, each offload, bf16, splits and checkpointing once; `make test-all`: all multiplied out.
 SHORT = """
     sft-0-none-fp32 sft-1-none-fp32 sft-2-none-fp32 sft-3-none-fp32 sft-2-optimizer-fp32 sft-3-all-fp32
-    sft-0-none-bf16 sft-3-none-bf16 sft-3-micro1 sft-3-no-checkpointing
-    lora-0-none-fp32 lora-2-none-fp32 lora-3-none-fp32 lora-3-none-bf16
+    sft-0-none-bf16 sft-2-none-bf16 sft-3-none-bf16 sft-3-micro1 sft-3-no-checkpointing
+    lora-0-none-fp32 lora-2-none-fp32 lora-3-none-fp32 lora-2-none-bf16 lora-3-none-bf16
     sft-one-0-micro8 sft-one-3 sft-one-0-bf16 lora-one-0-micro8
 """.split()
 
