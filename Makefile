@@ -114,7 +114,7 @@ install: ## install into .venv (PYTHON=python3.12) or the active environment (EN
 lint: $(DEV_STAMP) ## ruff
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check .
 
-test: $(DEV_STAMP) ## the tests (real DeepSpeed on two CPU processes; under 15 minutes on 2 cores)
+test: $(DEV_STAMP) ## the tests (real DeepSpeed on two CPU processes; 19 minutes on two threads of one core)
 	@$(PY) -m pytest
 
 test-all: $(DEV_STAMP) ## the long matrix too
