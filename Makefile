@@ -22,11 +22,18 @@ EXTRAS ?=
 SEQ ?=
 GPU ?=
 METHOD ?=
+NNODES ?=
+NODE_RANK ?=
+MASTER_ADDR ?=
+HOSTS ?=
+INCLUDE ?=
+EXCLUDE ?=
+NODES ?=
 RUN ?=
 MERGE ?=
 DTYPE ?=
 PUSH ?=
-VARIABLES := RUN MERGE DTYPE PUSH GPUS ZERO OFFLOAD MODEL DATA CONFIG OUT ARGS PORT LAUNCHER EXTRAS SEQ GPU METHOD
+VARIABLES := NNODES NODE_RANK MASTER_ADDR HOSTS INCLUDE EXCLUDE NODES RUN MERGE DTYPE PUSH GPUS ZERO OFFLOAD MODEL DATA CONFIG OUT ARGS PORT LAUNCHER EXTRAS SEQ GPU METHOD
 # taken literally: a $ in a value stays a $
 $(foreach v,$(VARIABLES),$(eval override $(v) := $$(value $(v))))
 export $(VARIABLES)
@@ -49,14 +56,20 @@ KNOBS = $(if $(ZERO),--zero="$$ZERO") $(if $(OFFLOAD),--offload="$$OFFLOAD") $(i
 	$(if $(DATA),--data="$$DATA") $(if $(CONFIG),--config="$$CONFIG") $(if $(OUT),--output_dir="$$OUT")
 # `make show sft ...` shows what `make sft ...` would run
 SHOW = $(if $(filter show,$(MAKECMDGOALS)),--show)
-LAUNCH = PYTHON="$(PY)" launchers/local.sh --gpus="$$GPUS" --launcher="$$LAUNCHER" --port="$$PORT" --args="$$ARGS" $(SHOW)
+# where it runs: on the hosts of HOSTS=, as one machine of NNODES=, or here
+PLACE = $(if $(HOSTS),launchers/hostfile.sh --hosts="$$HOSTS" $(if $(INCLUDE),--include="$$INCLUDE") \
+	$(if $(EXCLUDE),--exclude="$$EXCLUDE") $(if $(GIVEN_GPUS),--gpus="$$GPUS") $(if $(MASTER_ADDR),--master_addr="$$MASTER_ADDR"),\
+	$(if $(NNODES),launchers/multinode.sh --nnodes="$$NNODES" --node_rank="$$NODE_RANK" --master_addr="$$MASTER_ADDR",\
+	launchers/local.sh) --gpus="$$GPUS" --launcher="$$LAUNCHER")
+LAUNCH = PYTHON="$(PY)" $(PLACE) --port="$$PORT" --args="$$ARGS" $(SHOW)
 
-.PHONY: help sft lora resume export chat show doctor plan plan-validate probe ledger data install lint test test-all bench-peers clean
+.PHONY: help sft lora resume export chat show doctor plan plan-validate probe ledger data install lint test test-cluster test-all bench-peers clean
 help: ## this list
 	@echo 'zerofit: fine-tune language models with Accelerate and DeepSpeed ZeRO'
 	@echo; grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | awk -F'\t' '{printf "  make %-11s %s\n", $$1, $$2}'
 	@echo; echo '  GPUS=n  ZERO=0|1|2|3  OFFLOAD=none|optimizer|all  MODEL=folder-or-hub-id  DATA=file-folder-or-hub-id'
 	@echo '  CONFIG=file.yaml  OUT=run-folder  ARGS="--any_flag value"  PORT=n  LAUNCHER=torchrun|accelerate|deepspeed'
+	@echo '  several machines: NNODES=2 NODE_RANK=0 MASTER_ADDR=host0 on each, or HOSTS=hostfile on one (docs/multinode.md)'
 	@echo; echo '  make sft GPUS=4 ZERO=3 MODEL=Qwen/Qwen3-8B DATA=data.jsonl'
 	@echo '  every flag: make sft ARGS=--help'
 
@@ -117,8 +130,11 @@ lint: $(DEV_STAMP) ## ruff
 test: $(DEV_STAMP) ## the tests (real DeepSpeed on two CPU processes; 19 minutes on two threads of one core)
 	@$(PY) -m pytest
 
+test-cluster: $(DEV_STAMP) ## several machines as network namespaces, a real SLURM; installs what they need (root, Debian)
+	@tests/cluster/install.sh && $(PY) -m pytest -m cluster tests/cluster
+
 test-all: $(DEV_STAMP) ## the long matrix too
-	@$(PY) -m pytest -m 'slow or not slow'
+	@$(PY) -m pytest -m 'not cluster'
 
 bench-peers: $(STAMP) $(PEERS_STAMP) ## data preparation side by side with TRL, which goes into .venv-peers; ARGS="--data x.jsonl"
 	@set -f; $(PY) benchmarks/data.py --peers .venv-peers/bin/python $$ARGS

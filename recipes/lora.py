@@ -20,7 +20,7 @@ def main() -> None:
     inspection.check(settings, train_set, eval_set, tokenizer)
 
     # --- process group and transformers' arguments; under ZeRO-3 the base is sharded while it loads ---
-    arguments = start.processes(settings)
+    arguments = start.processes(settings, train_set, eval_set)
     net = adapters.add(model.load_model(settings, tokenizer), settings, tokenizer)
 
     # --- run folder; train, save final/, evaluate, report ---

@@ -396,4 +396,4 @@ def test_a_head_that_trains_beside_the_adapter(tmp_path):
 def test_a_mistake_is_met_before_the_model():
     found = start.settings("lora", ["--fused_loss", "true", "--lora_target_modules", "lm_head"], 1)
     with pytest.raises(UserError, match="adapts the head"):
-        start.processes(found)
+        start.processes(found, None, None)

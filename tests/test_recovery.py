@@ -224,8 +224,8 @@ def test_what_cannot_be_resumed(tmp_path):
     assert done.returncode == 2 and "is no run folder" in done.stderr and "Traceback" not in done.stderr
 
 
-def parse(flags):
-    return args.parse("sft", flags, 2)
+def parse(flags, ranks=2):
+    return args.parse("sft", flags, ranks)
 
 
 def test_rungs_down_to_the_last():

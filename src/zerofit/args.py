@@ -485,7 +485,7 @@ def _explicit(recipe: str, argv: list[str], origin: str) -> dict[str, Any]:
     """Only what `argv` says, with argparse's types and choices checked."""
     parser = build_parser(recipe)
     parser.origin = origin
-    argv = _auto_is_probe(argv)
+    argv = with_auto_as_probe(argv)
     names = [f.name for group in parser.dataclass_types for f in fields(group) if f.init]
     found, unknown = parser.parse_known_args(argv, argparse.Namespace(**dict.fromkeys(names, _UNSET)))
     if unknown:
@@ -502,7 +502,7 @@ def _explicit(recipe: str, argv: list[str], origin: str) -> dict[str, Any]:
     return {k: v for k, v in vars(found).items() if v is not _UNSET}
 
 
-def _auto_is_probe(argv: list[str]) -> list[str]:
+def with_auto_as_probe(argv: list[str]) -> list[str]:
     """`--per_device_train_batch_size auto` -> `--probe true`: transformers' flag itself takes numbers only."""
     name, out = "--per_device_train_batch_size", []
     for word in argv:

@@ -15,6 +15,7 @@ from .errors import EXIT_CODES, Diverged, OutOfMemory, Stopped, UserError
 
 FOLDER = "ZEROFIT_ATTEMPT"  # environment variable: the folder; without it nobody watches and nothing is written
 STOP = "stop"  # file of the step after which every rank shall save and end; 0: go on
+STACK_SECONDS = 2.0  # that ranks get to write where they stand
 _STEP = struct.Struct("<q")
 _PULSE = struct.Struct("<qqd")  # process id, optimizer step, seconds since the epoch
 # How a rank fails when it is another that was lost: gloo's and NCCL's words.
@@ -120,6 +121,14 @@ def pulses(where: Path) -> dict[int, tuple[int, int, float]]:
         if len(content) == _PULSE.size and any(content):
             found[int(file.name.removeprefix("pulse"))] = _PULSE.unpack(content)
     return found
+
+
+def write_stacks(where: Path) -> None:
+    """Have every rank of this machine write where it stands."""
+    for pid, _, _ in pulses(where).values():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGUSR1)
+    time.sleep(STACK_SECONDS)
 
 
 def exit_code(kind: str) -> int:

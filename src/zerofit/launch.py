@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from . import args, canary, planner, probe, start, supervise, world
+from . import args, canary, nodes, peers, place, planner, probe, start, supervise, world
 from .errors import UserError
 
 LAUNCHERS = ("torchrun", "accelerate", "deepspeed")
@@ -19,6 +19,7 @@ def main(argv: list[str]) -> None:
     """
     parser = argparse.ArgumentParser(prog="zerofit launch", allow_abbrev=False, description=__doc__)
     add_placement(parser, gpus="1")
+    place.add_options(parser)
     parser.add_argument("--show", action="store_true", help="print command, environment and arguments; start nothing")
     parser.add_argument("recipe", help="recipes/sft.py or recipes/lora.py")
     parser.add_argument("flags", nargs=argparse.REMAINDER, help="the recipe's flags")
@@ -37,40 +38,100 @@ def main(argv: list[str]) -> None:
     if "--help" in flags or "-h" in flags:
         args.build_parser(recipe.stem).print_help()
         return
-    port = port_of(given.port)
-    flags += ["--gpus", str(count)]
+    here = place.of(given)
+    flags = _token_into_environment(flags)
     _check_devices(count, use_cpu=any(f.startswith(("--use_cpu", "--use-cpu")) for f in flags))
-    if planner.asked(flags):
-        flags = planner.chosen_flags(recipe.stem, flags, count)
-    settings = start.settings(recipe.stem, flags, count)
+    if here is None:
+        _launch(given, recipe, flags, count)
+    elif given.show:
+        _show_nodes(here, recipe, flags, count)
+    else:
+        _check_for_nodes(given, flags)
+        crew = nodes.Nodes(here, count, peers.software(recipe.stem))
+        with crew.telling():
+            _launch(given, recipe, flags, count, crew)
+
+
+def _launch(given, recipe: Path, flags: list[str], count: int, crew: nodes.Nodes | None = None) -> None:
+    """Check everything, then run the job. count: processes of this machine; crew: its machines, where it has several."""
+    ranks = count
+    if crew:
+        crew.gather()
+        ranks = crew.processes
+    if crew is None or crew.leads:
+        flags = planner.chosen_flags(recipe.stem, flags, ranks) if planner.asked(flags) else flags
+        if crew:
+            crew.begin_with(flags)
+    elif planner.asked(flags):
+        flags = crew.board["flags"]
+    flags += ["--gpus", str(ranks)]
+    settings = start.settings(recipe.stem, flags, ranks)
     env = environment(count)
     if given.show:
-        _show(settings, command(given.launcher, count, port, recipe, flags), env)
+        _show(settings, command(given.launcher, count, port_of(given.port), recipe, flags), env)
         return
-    if not settings.probe:
+    decides = crew is None or crew.leads
+    if not settings.probe and decides:
         planner.get_ready(settings)
-    folder, train_set = prepare(settings)
-    planned = None if settings.probe else planner.check(settings)
+    folder, train_set, eval_set = prepare(settings, decides)
+    planned = planner.check(settings) if decides and not settings.probe else None
     if settings.probe:
         flags = probe.with_size(settings, flags, probe.search(settings, flags).size)
     planner.announce(planned)
+    if crew:
+        folder = crew.agree(peers.of_job(settings, train_set, eval_set), folder)
+        crew.batch = settings.effective_batch_size
+        print(f"{crew.name}: {ranks} processes on {len(crew.board['members'])} nodes, all with the same software, data and "
+              f"arguments; run folder {folder}", flush=True)  # fmt: skip
     flags = [*flags, "--output_dir", str(folder)]
 
     def words(flags):
-        return command(given.launcher, count, port_of(given.port), recipe, flags)
+        if crew and sum(crew.board["order"]["members"].values()) > 1:
+            return crew.torchrun([str(recipe), *flags])
+        return command(given.launcher, count, port_of("" if crew else given.port), recipe, flags)
 
-    parsed = start.settings(recipe.stem, flags, count) if settings.probe else settings
-    job = supervise.Job(words, lambda f: start.settings(recipe.stem, f, count), parsed, flags, folder, env, count)
-    if canary.wanted(parsed, planned, _steps(parsed, train_set)):
-        job.flags, job.settings = canary.rehearse(job, planned)
-    raise SystemExit(supervise.run(job))
+    parsed = start.settings(recipe.stem, flags, ranks) if settings.probe else settings
+    job = supervise.Job(words, lambda f, n: start.settings(recipe.stem, f, n), parsed, flags, folder, env, count,
+                        crew)  # fmt: skip
+    if decides and canary.wanted(parsed, planned, _steps(parsed, train_set)):
+        if crew:
+            print("note: no rehearsal (--canary) is made on several machines", flush=True)
+        else:
+            job.flags, job.settings = canary.rehearse(job, planned)
+    raise SystemExit(supervise.run(job) if decides else supervise.follow(job))
+
+
+def _token_into_environment(flags: list[str]) -> list[str]:
+    """--hub_token goes to the ranks as HF_TOKEN: a command line can be read by everybody on the machine."""
+    token = world.value_of(flags, ("--hub_token", "--hub-token"))
+    if token:
+        os.environ["HF_TOKEN"] = token
+    return probe.drop(flags, "--hub_token")
+
+
+def _check_for_nodes(given, flags: list[str]) -> None:
+    """Raises: UserError for what works on one machine only."""
+    if given.launcher != "torchrun":
+        raise UserError(f"LAUNCHER={given.launcher}: several machines are started by torchrun; leave LAUNCHER out.")
+    found = args.with_auto_as_probe(flags)
+    if world.value_of(found, ("--probe",)) not in (None, "false"):
+        raise UserError(
+            "--per_device_train_batch_size auto searches on one machine: run `make probe` there with its GPUS, and name the "
+            "size that it finds."
+        )
+    if world.value_of(found, ("--on_oom",)) == "ask":
+        raise UserError("--on_oom ask: there is no one terminal on several machines; use retry or fail.")
+    if world.value_of(found, ("--canary",)) == "true":
+        raise UserError("--canary true rehearses on one machine; leave it out, or try with --max_steps 3 first.")
 
 
 def add_placement(parser: argparse.ArgumentParser, gpus: str) -> None:
     """The options that place processes. gpus: the default of --gpus."""
     parser.add_argument("--gpus", default=gpus, help="processes; without a GPU they run on the CPU (gloo)")
     parser.add_argument("--launcher", default="torchrun", help=f"{', '.join(LAUNCHERS)} (one process needs none)")
-    parser.add_argument("--port", default="", help="port of the rendezvous (default: a free one)")
+    parser.add_argument(
+        "--port", default="", help="port of the rendezvous (default: a free one; on several machines 29500)"
+    )
     parser.add_argument("--args", default="", help="more recipe flags in one string, split like a shell would")
 
 
@@ -100,10 +161,11 @@ def _check_devices(count: int, use_cpu: bool) -> None:
         )
 
 
-def prepare(settings: args.Settings) -> tuple[Path, object]:
+def prepare(settings: args.Settings, decides: bool = True) -> tuple[Path | None, object, object]:
     """Everything that can go wrong without a GPU, tried in this one process: folder, model config, tokenizer, data.
 
-    Returns: the run folder to be made, the training set (data.Tokens).
+    Args: decides: whether this machine chooses the run folder and the checkpoint to go on from (node 0 does).
+    Returns: the run folder to be made, the training set and the evaluation set (data.Tokens, or None).
     """
     from . import checkpoint, data, doctor, inspection, model, offload, ops, report
 
@@ -111,14 +173,15 @@ def prepare(settings: args.Settings) -> tuple[Path, object]:
     net = model.check(settings)
     for sentence in [*notes, *doctor.heed(doctor.of_job(settings, net))]:
         print(f"note: {sentence}", flush=True)
-    folder = report.choose_folder(settings)
+    folder = report.choose_folder(settings) if decides else None
     offload.check_sizes(settings, net)
     ops.prepare(settings)  # a compiler that fails does so here, before any rank waits
     tokenizer = model.load_tokenizer(settings)
     sets = data.load(settings, tokenizer)
     inspection.check(settings, *sets, tokenizer)
-    checkpoint.check_same(settings, sets[0])
-    return folder, sets[0]
+    if decides:
+        checkpoint.check_same(settings, sets[0])
+    return folder, *sets
 
 
 def _steps(settings: args.Settings, train_set) -> int | None:
@@ -164,6 +227,14 @@ def command(launcher: str, count: int, port: int, recipe: Path, flags: list[str]
         ],
     }  # fmt: skip
     return [python, *start[launcher], str(recipe), *flags]
+
+
+def _show_nodes(here: place.Place, recipe: Path, flags: list[str], count: int) -> None:
+    """What `--show` prints on a machine of several; the other machines are not asked for."""
+    ranks = count * here.most
+    settings = start.settings(recipe.stem, [*flags, "--gpus", str(ranks)], ranks)
+    _show(settings, nodes.torchrun(here, dict.fromkeys(range(here.most), count), [str(recipe), *flags, "--gpus", str(ranks)]),
+          environment(count))  # fmt: skip
 
 
 def _show(settings: args.Settings, words: list[str], env: dict[str, str]) -> None:

@@ -78,6 +78,14 @@ def ending(code: int, where: Path, heard: list[int], hung: int | None, limit: fl
     return Ending("crash", code if code > 0 else 1, error=f"exit code {code}", step=step)
 
 
+def lost_node(who: str, where: Path) -> Ending:
+    """Of a job whose other nodes have lost sight of one. where: the attempt's folder."""
+    step = max((step for _, step, _ in failure.pulses(where).values()), default=None)
+    return Ending(
+        "lost rank", 1, None, f"lost: {who} is gone: it was not heard of any more, or started anew", step=step
+    )
+
+
 def write(folder: Path, endings: list[Ending], advice: str) -> None:
     """report.json and report.md in the run folder."""
     from . import report

@@ -37,7 +37,7 @@ def smaller(settings, flags: list[str], parse):
 
     The micro batch is halved first, then layers are checkpointed, then the stage goes up, then the optimizer, then
     everything goes to host memory; a checkpoint goes on at all of them.
-    Args: parse: flags -> Settings, which refuses what does not go together.
+    Args: parse: flags, ranks -> Settings, which refuses what does not go together.
     """
     from . import probe
 
@@ -62,7 +62,7 @@ def smaller(settings, flags: list[str], parse):
         tries.append((f"offload {offload}", [*bare, "--zero", zero, "--offload", offload]))
     for what, words in tries:
         try:
-            return what, words, parse(words)
+            return what, words, parse(words, settings.world_size)
         except UserError:
             continue
     return None

@@ -35,7 +35,8 @@ def main(argv: list[str]) -> None:
     new = [*given.flags, *shlex.split(given.args)]
     again = ["--" + word[2:].partition("=")[0].replace("-", "_") for word in new if word.startswith("--")]
     if given.gpus.isdigit() and int(given.gpus) not in (0, ranks) and not set(BATCH) & set(again):
-        flags = [*probe.drop(flags, *BATCH), *_same_batch(facts["arguments"], int(given.gpus))]
+        whole, micro = (facts["arguments"][name[2:]]["value"] for name in BATCH[:2])
+        flags = [*probe.drop(flags, *BATCH), *same_batch(whole, micro, int(given.gpus))]
     words = probe.drop(flags, "--resume_from_checkpoint", "--output_dir", "--gpus", *again)
     launch.main([
         "--gpus", given.gpus or str(ranks), "--launcher", given.launcher, "--port", given.port, "--args", given.args,
@@ -44,12 +45,13 @@ def main(argv: list[str]) -> None:
     ])  # fmt: skip
 
 
-def _same_batch(arguments: dict, ranks: int) -> list[str]:
-    """Flags for the run's effective batch on another number of ranks; the micro batch stays or becomes smaller.
+def same_batch(whole: int, micro: int, ranks: int) -> list[str]:
+    """Flags for a run's effective batch on another number of ranks; the micro batch stays or becomes smaller.
+
+    Args: whole: the effective batch; micro: per_device_train_batch_size that it had.
 
     Raises: UserError where the batch cannot be dealt out evenly.
     """
-    whole, micro = (arguments[name[2:]]["value"] for name in BATCH[:2])
     if whole % ranks:
         raise UserError(
             f"--gpus {ranks}: the run's effective batch of {whole} is no multiple of it, and its steps must stay the same; "

@@ -70,12 +70,12 @@ def _check(found: args.Settings) -> None:
     _check_memory_report(found)
 
 
-def processes(settings: args.Settings):
-    """Open the process group and choose the run folder; return transformers' TrainingArguments.
+def processes(settings: args.Settings, train_set, eval_set):
+    """Open the process group, see that all ranks have this job, choose the run folder; return transformers' TrainingArguments.
 
     The folder is only made once the model is there (`open_run`), so that a mistake leaves nothing half-made.
     """
-    from . import attention, loss, memory_report, mlp, model, nvme, offload, ops, planner, report, train
+    from . import attention, links, loss, memory_report, mlp, model, nvme, offload, ops, planner, report, train
 
     config = model.load_config(settings)
     loss.choose(settings, config)
@@ -86,11 +86,13 @@ def processes(settings: args.Settings):
         planner.announce(planner.check(settings))  # the other ranks wait in the next line
     attention.avoid_wrong_kernels(settings)
     world.start(settings)
+    links.check(settings, train_set, eval_set)
     ops.prepare(settings)
     nvme.claim(settings)
     folder = str(report.choose_folder(settings)) if world.rank() == 0 else None  # it finds the checkpoint too
     chosen = world.broadcast((folder, settings.resume_from_checkpoint))
     settings.values["output_dir"], settings.values["resume_from_checkpoint"] = chosen
+    links.check_disk(settings, Path(chosen[0]))
     arguments = train.training_arguments(settings)
     if settings.memory_report:
         memory_report.start(settings)

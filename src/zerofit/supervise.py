@@ -12,30 +12,35 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import failure, planner, postmortem, recovery, report
+from . import failure, planner, postmortem, probe, recovery, report
 from .args import Settings
+from .nodes import Nodes
 
 POLL_SECONDS = 0.5
-STACK_SECONDS = 2.0  # that ranks get to write where they stand
 
 
 @dataclass
 class Job:
-    """command: flags -> the words to run; parse: flags -> Settings; flags: with --output_dir."""
+    """command: flags -> the words to run; parse: flags, ranks -> Settings; flags: with --output_dir; count: this machine's
+    processes; crew: the machines of the job, where it has several."""
 
     command: Callable[[list[str]], list[str]]
-    parse: Callable[[list[str]], Settings]
+    parse: Callable[[list[str], int], Settings]
     settings: Settings
     flags: list[str]
     folder: Path
     env: dict[str, str]
     count: int
+    crew: Nodes | None = None
 
 
 def run(job: Job) -> int:
     """Run the job to its end, with new attempts where --on_oom and --max_restarts allow; return the exit code."""
     endings, restarts, flags, settings = [], 0, job.flags, job.settings
+    members = {int(r): gpus for r, gpus in job.crew.board["members"].items()} if job.crew else None
     while True:
+        if job.crew:
+            job.crew.order(len(endings) + 1, members, flags)
         records = Path(tempfile.mkdtemp(prefix="zerofit-attempt-"))
         try:
             last = _attempt(job, flags, settings, records)
@@ -43,9 +48,15 @@ def run(job: Job) -> int:
             if last.kind == "out of memory":
                 planner.outgrown()
             following = _following(job, last, flags, settings, restarts)
+            if following and job.crew:
+                following, members = _with_the_nodes_there_are(job, last, following)
             opened = (job.folder / "run.json").exists()
             if following is None:
                 _end(job, endings, records, opened, settings, flags)
+                if job.crew:
+                    job.crew.announce(
+                        end={"code": last.code, "sentence": "" if last.kind == "finished" else last.sentence}
+                    )
                 return last.code
             last.what_next, flags, settings, counts = following
             restarts += counts
@@ -60,8 +71,6 @@ def run(job: Job) -> int:
 
 
 def _resumed(flags: list[str], checkpoint: Path | None, job: Job) -> list[str]:
-    from . import probe
-
     if checkpoint is not None:
         return [*probe.drop(flags, "--resume_from_checkpoint"), "--resume_from_checkpoint", str(checkpoint)]
     asked = job.settings.resume_from_checkpoint  # of the user's own; put aside, where it was in the run folder
@@ -70,12 +79,63 @@ def _resumed(flags: list[str], checkpoint: Path | None, job: Job) -> list[str]:
     return flags
 
 
+def follow(job: Job) -> int:
+    """What a node that does not lead does: run its part of each attempt that node 0 orders; return the job's exit code."""
+    crew = job.crew
+    while True:
+        following = crew.next_order()
+        if end := following.get("end"):
+            if end["sentence"] and end["code"]:
+                print(f"{crew.name}: zerofit: {end['sentence']}", file=sys.stderr)
+            return end["code"]
+        crew.begin()
+        flags = following["order"]["flags"]
+        with tempfile.TemporaryDirectory(prefix="zerofit-attempt-") as folder:
+            crew.report(*_watch(job, flags, job.parse(flags, crew.processes), Path(folder)), Path(folder))
+
+
+def _with_the_nodes_there_are(job: Job, last, following: tuple):
+    """(following, members) for the nodes that are here now, the effective batch kept; following None: they are too few."""
+    from . import resume
+
+    members = job.crew.muster()
+    if members is None:
+        last.what_next = ""
+        return None, None
+    what, flags, settings, counts = following
+    ranks = sum(members.values())
+    if ranks != settings.world_size:
+        batch = resume.same_batch(settings.effective_batch_size, settings.per_device_train_batch_size, ranks)
+        flags = [
+            *probe.drop(flags, "--gpus", "--zero", *resume.BATCH),
+            *batch,
+            "--zero",
+            settings.zero,
+            "--gpus",
+            str(ranks),
+        ]
+        settings = job.parse(flags, ranks)
+    nodes = f"{len(members)} node{'s' * (len(members) > 1)} with {ranks} processes"
+    return (f"{what}, on {nodes}" if what else nodes, flags, settings, counts), members
+
+
 def _attempt(job: Job, flags: list[str], settings, records: Path) -> postmortem.Ending:
-    kills, words = _host_kills(), job.command(flags)
-    told = {failure.FOLDER: str(records), "ZEROFIT_COMMAND": report.hide_secrets(words)}
-    code, heard, hung = watch(words, os.environ | job.env | told, records, settings.hang_timeout, job.count)
+    kills = _host_kills()
+    code, heard, hung = _watch(job, flags, settings, records)
     kills = _host_kills() - kills
+    if job.crew:
+        job.crew.report(code, heard, hung, records)
+        code, heard, hung = job.crew.collect(records)
+        if job.crew.lost:
+            return postmortem.lost_node(", ".join(job.crew.host(r) for r in job.crew.lost), records)
     return postmortem.ending(code, records, heard, hung, settings.hang_timeout, kills)
+
+
+def _watch(job: Job, flags: list[str], settings, records: Path) -> tuple[int, list[int], int | None]:
+    words = job.command(flags)
+    told = {failure.FOLDER: str(records), "ZEROFIT_COMMAND": report.hide_secrets(words)}
+    told |= job.crew.environment() if job.crew else {}
+    return watch(words, os.environ | job.env | told, records, settings.hang_timeout, job.count, crew=job.crew)
 
 
 def _following(job: Job, last, flags, settings, restarts: int):
@@ -84,6 +144,8 @@ def _following(job: Job, last, flags, settings, restarts: int):
         found = recovery.smaller(settings, flags, job.parse)
         if found and (settings.on_oom == "retry" or _agreed(last, found[0])):
             return (*found, 0)
+    if last.kind == "stopped" and job.crew and job.crew.change:
+        return job.crew.change, flags, settings, 0
     if last.kind in ("lost rank", "hang") and restarts < settings.max_restarts:
         return f"the same again ({restarts + 1} of {settings.max_restarts} restarts)", flags, settings, 1
     return None
@@ -122,7 +184,7 @@ def _end(job: Job, endings: list, records: Path, opened: bool, settings, flags: 
 
 
 def watch(
-    words: list[str], env: dict, records: Path, limit: float, count: int, stdout=None
+    words: list[str], env: dict, records: Path, limit: float, count: int, stdout=None, crew: Nodes | None = None
 ) -> tuple[int, list[int], int | None]:
     """Run the command in a session of its own, pass signals on, leave no process behind.
 
@@ -139,6 +201,8 @@ def watch(
 
     def pass_on(number, _frame):
         heard.append(number)
+        if len(heard) == 1 and crew:
+            return  # node 0 hears of it and decides for all
         if len(heard) == 1 and number in (signal.SIGTERM, signal.SIGUSR1) and _asked_to_save(records, count):
             return
         signal_group(child.pid, signal.SIGKILL if len(heard) > 1 else number)
@@ -150,8 +214,10 @@ def watch(
                 code = child.wait(POLL_SECONDS)
                 break
             except subprocess.TimeoutExpired:
+                if crew:
+                    crew.look(records, heard, lambda number: signal_group(child.pid, number))
                 if not heard and hung is None and (hung := _hung(records, limit, count)) is not None:
-                    _write_stacks(records)
+                    failure.write_stacks(records)
                     signal_group(child.pid, signal.SIGKILL)
     finally:
         _end_ranks(records)
@@ -195,13 +261,6 @@ def _hung(records: Path, limit: float, count: int) -> int | None:
     if len(pulses) < count or time.time() - max(when for _, _, when in pulses.values()) < limit:
         return None
     return min(pulses, key=lambda rank: pulses[rank][1:])
-
-
-def _write_stacks(records: Path) -> None:
-    for pid, _, _ in failure.pulses(records).values():
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGUSR1)
-    time.sleep(STACK_SECONDS)
 
 
 def signal_group(group: int, number: int) -> None:

@@ -211,11 +211,12 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def port_is_free(port: int) -> bool:
+def port_is_free(port: int, address: str = "127.0.0.1") -> bool:
+    """Whether this machine can listen there; address "": on all its addresses."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("127.0.0.1", port))
+            probe.bind((address, port))
         except OSError:
             return False
     return True

@@ -1,0 +1,112 @@
+"""Where this machine stands among those of a job: options, network interface, the way to node 0."""
+
+import argparse
+import socket
+import time
+from dataclasses import dataclass
+
+from .errors import UserError
+
+PORT = 29500  # of the supervisors' store; the next one is the ranks' own
+
+
+@dataclass
+class Place:
+    """least, most: nodes of the job (the same where it is not elastic); rank: of this node; address, port: of node 0's
+    store; timeout: seconds that nodes wait for each other at the start; interface: "": the one towards the others."""
+
+    least: int
+    most: int
+    rank: int
+    address: str
+    port: int
+    timeout: float
+    interface: str = ""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options that place this machine among the nodes of a job."""
+    parser.add_argument("--nnodes", default="1", help="machines of the job, or MIN:MAX of an elastic one")
+    parser.add_argument(
+        "--node_rank", default="", help="which of them this one is: 0 is the one named by --master_addr"
+    )
+    parser.add_argument("--master_addr", default="", help="name or address of node 0, as the others reach it")
+    parser.add_argument("--join_timeout", default="60", help="seconds that the nodes wait for each other at the start")
+    parser.add_argument("--interface", default="", help="network interface between the nodes (default: the one that leads there)")  # fmt: skip
+
+
+def of(given) -> Place | None:
+    """Where this machine stands; None: the job has one machine.
+
+    Raises: UserError for values that are none or do not go together.
+    """
+    least, _, most = given.nnodes.partition(":")
+    most = most or least
+    if not (least.isdigit() and most.isdigit() and 1 <= int(least) <= int(most)):
+        raise UserError(f"NNODES={given.nnodes}: must be a number of machines, or MIN:MAX for an elastic job.")
+    if most == "1":
+        return None
+    if not given.node_rank.isdigit() or int(given.node_rank) >= int(most):
+        raise UserError(
+            f"NODE_RANK={given.node_rank or '(not given)'}: with NNODES={given.nnodes} each machine needs its own, from 0 to "
+            f"{int(most) - 1}; 0 is the machine that MASTER_ADDR names."
+        )
+    if not given.master_addr:
+        raise UserError(f"MASTER_ADDR is not given: with NNODES={given.nnodes} name the machine with NODE_RANK=0 to all of them.")  # fmt: skip
+    port = given.port or str(PORT)
+    if not port.isdigit() or not 1 <= int(port) < 65535:
+        raise UserError(f"PORT={port}: must be a number from 1 to 65534 (the next port is used too), the same on all nodes.")  # fmt: skip
+    try:
+        timeout = float(given.join_timeout)
+    except ValueError:
+        timeout = 0.0
+    if not timeout > 0:
+        raise UserError(f"--join_timeout {given.join_timeout}: must be a number of seconds above 0.")
+    if given.interface and given.interface not in interfaces():
+        raise UserError(f"--interface {given.interface}: this machine has {', '.join(interfaces())}.")
+    return Place(int(least), int(most), int(given.node_rank), given.master_addr, int(port), timeout, given.interface)
+
+
+def interfaces() -> dict[str, list[str]]:
+    """{network interface: its addresses}."""
+    import psutil
+
+    return {name: [a.address.partition("%")[0] for a in found] for name, found in psutil.net_if_addrs().items()}
+
+
+def interface_towards(address: str, port: int) -> str:
+    """The network interface on the way to an address; "": there is none."""
+    try:
+        family = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0][0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, port))  # UDP: nothing is sent
+            own = probe.getsockname()[0]
+    except OSError:
+        return ""
+    return next((name for name, addresses in interfaces().items() if own in addresses), "")
+
+
+def reach(place: Place) -> str:
+    """Wait for node 0's port; this node's own address on the way there.
+
+    Raises: UserError after --join_timeout, with what the network said.
+    """
+    try:
+        socket.getaddrinfo(place.address, place.port)
+    except socket.gaierror as error:
+        raise UserError(f"MASTER_ADDR={place.address}: this machine does not know that name ({error.strerror}); use the address.") from None  # fmt: skip
+    deadline, said, reason = time.monotonic() + place.timeout, time.monotonic(), "no answer"
+    while (left := deadline - time.monotonic()) > 0:
+        try:
+            with socket.create_connection((place.address, place.port), timeout=min(5.0, left)) as probe:
+                return probe.getsockname()[0]
+        except OSError as error:
+            reason = (error.strerror or str(error) or "no answer").lower()
+        if time.monotonic() - said > 10:
+            said = time.monotonic()
+            print(f"waiting for node 0 at {place.address}:{place.port} ({reason})", flush=True)
+        time.sleep(0.5)
+    raise UserError(
+        f"MASTER_ADDR={place.address} PORT={place.port}: cannot be reached from {socket.gethostname()} within "
+        f"{place.timeout:.0f} s ({reason}); start the same command there with NODE_RANK=0, and see that no firewall is between."
+    )

@@ -1,0 +1,235 @@
+"""Several machines, started by hand: the same training as on one, and no hang, orphan or half a job when something breaks."""
+
+import re
+import signal
+import sys
+import time
+
+import pytest
+from conftest import ROOT, TINY, Run, run_world
+
+from zerofit import nodes, report
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+DATA = ["--data", str(TINY / "train.jsonl"), "--learning_rate", "1e-3", "--num_samples", "0", "--logging_steps", "1"]
+SHORT = [*DATA, "--max_samples", "24", "--effective_batch_size", "8", "--num_train_epochs", "1", "--save_strategy", "no"]
+# long enough to be broken in the middle, with dropout-free sums that another number of ranks leaves as they are
+LONG = [*DATA, "--max_samples", "64", "--effective_batch_size", "12", "--max_steps", "60", "--save_steps", "5",
+        "--save_strategy", "steps", "--save_total_limit", "3", "--zero", "2"]  # fmt: skip
+JOBS = [(recipe, zero) for recipe in ("sft", "lora") for zero in "123"]
+
+
+def launch(host, rank, recipe, flags, nnodes="2", gpus="1", address="host0", more=(), log="log.txt"):
+    """The supervisor of one node."""
+    words = [sys.executable, "-m", "zerofit", "launch", "--gpus", gpus, "--nnodes", nnodes, "--node_rank", str(rank),
+             "--master_addr", address, *more, ROOT / "recipes" / f"{recipe}.py", *flags]  # fmt: skip
+    return host.popen(words, cwd=ROOT, log=log)
+
+
+def ends(*processes, seconds=300):
+    deadline = time.monotonic() + seconds
+    return [process.wait(max(1, deadline - time.monotonic())) for process in processes]
+
+
+def wait_for(said, seconds=180):
+    deadline = time.monotonic() + seconds
+    while not said():
+        assert time.monotonic() < deadline, "it did not come"
+        time.sleep(0.2)
+
+
+def is_at(folder, step):
+    file = folder / "metrics.jsonl"
+    return lambda: file.exists() and len(file.read_text().splitlines()) >= step
+
+
+def nothing_is_left(bed):
+    for host in bed:
+        wait_for(lambda host=host: not host.processes(), 20)
+
+
+def curve(folder):
+    """{step: loss}; of a step that was made twice, the last."""
+    return {entry["step"]: entry["loss"] for entry in Run(folder).metrics if "loss" in entry}
+
+
+@pytest.fixture(scope="module")
+def on_one_machine(tmp_path_factory):
+    cases = {f"{recipe}{zero}": (recipe, [*SHORT, "--zero", zero]) for recipe, zero in JOBS}
+    return run_world(2, cases, tmp_path_factory.mktemp("one"))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    return run_world(1, {"long": ("sft", [f for f in LONG if f != "--zero"])}, tmp_path_factory.mktemp("whole"))["long"]
+
+
+@pytest.mark.parametrize(("recipe", "zero"), JOBS)
+def test_two_machines_train_as_one_does(hosts, tmp_path, on_one_machine, recipe, zero):
+    bed, out = hosts(2), tmp_path / "run"
+    flags = [*SHORT, "--zero", zero, "--output_dir", str(out)]
+    assert ends(*(launch(host, rank, recipe, flags) for rank, host in enumerate(bed))) == [0, 0], bed[0].text()
+    assert Run(out).losses == on_one_machine[f"{recipe}{zero}"].losses
+    assert Run(out).json("result.json")["world_size"] == 2
+    decided = " ".join(Run(out).json("run.json")["decisions"])
+    assert re.search(r"links between nodes: [\d.]+ GB/s a rank \(2 ranks, gloo", decided)
+    assert f"GLOO_SOCKET_IFNAME={bed[0].interface}" in decided
+    nothing_is_left(bed)
+
+
+def test_four_machines_with_delay_and_loss(hosts, tmp_path):
+    bed, out = hosts(4), tmp_path / "run"
+    for host in (bed[1], bed[2], bed[3]):
+        host.slow(delay_ms=10, loss_percent=1)
+    flags = [*SHORT, "--zero", "3", "--output_dir", str(out)]
+    more = ["--join_timeout", "180"]
+    assert ends(*(launch(h, r, "sft", flags, "4", more=more) for r, h in enumerate(bed)), seconds=600) == [0] * 4
+    assert Run(out).json("result.json")["world_size"] == 4 and len(Run(out).losses) == 3
+    nothing_is_left(bed)
+
+
+def test_a_machine_that_is_missing(hosts, tmp_path):
+    bed = hosts(3)
+    flags = [*SHORT, "--output_dir", str(tmp_path / "run")]
+    began = time.monotonic()
+    found = ends(*(launch(bed[r], r, "sft", flags, "3", more=["--join_timeout", "15"]) for r in (0, 1)), seconds=60)
+    assert found == [2, 2] and time.monotonic() - began < 60
+    for host in (bed[0], bed[1]):
+        assert "node 2 of 3 did not come within 15 s (here: node 0 (host0), node 1 (host1))" in host.text()
+    assert not (tmp_path / "run").exists()
+    nothing_is_left(bed)
+
+
+def test_node_0_that_is_missing_and_a_name_that_nobody_knows(hosts, tmp_path):
+    first, second = bed = hosts(2)
+    flags = [*SHORT, "--output_dir", str(tmp_path / "run")]
+    first.cut()
+    processes = [launch(second, 1, "sft", flags, more=["--join_timeout", "8"]),
+                 launch(second, 1, "sft", flags, address="nohost", log="name.txt")]  # fmt: skip
+    assert ends(*processes, seconds=60) == [2, 2]
+    assert "MASTER_ADDR=host0 PORT=29500: cannot be reached from host1 within 8 s" in second.text()
+    assert "does not know that name" in second.text("name.txt")
+    nothing_is_left(bed)
+
+
+def test_other_arguments_data_and_recipe_files(hosts, tmp_path):
+    first, second = bed = hosts(2)
+    out = ["--output_dir", str(tmp_path / "run")]
+    ends_as = {}
+    other = tmp_path / "other.jsonl"
+    other.write_text((TINY / "train.jsonl").read_text().replace("Kai", "Kim"))
+    differing = {
+        "argument": [*SHORT, "--weight_decay", "0.1"],
+        "data": [other if word == str(TINY / "train.jsonl") else word for word in SHORT],
+    }
+    for name, flags in differing.items():
+        port = ["--port", str(29600 + len(ends_as) * 2)]
+        ends_as[name] = (launch(first, 0, "sft", [*SHORT, *out], more=port, log=f"{name}.txt"),
+                         launch(second, 1, "sft", [*flags, *out], more=port, log=f"{name}.txt"))  # fmt: skip
+        assert ends(*ends_as[name], seconds=120) == [2, 2]
+    for host in bed:
+        said = host.text("argument.txt")
+        assert "argument --weight_decay is not the same on all nodes: node 0 (host0) has 0.0, node 1 (host1) has 0.1" in said
+        assert "data is not the same on all nodes: node 0 (host0)" in host.text("data.txt")
+        assert "Traceback" not in said
+    assert not (tmp_path / "run").exists()
+    nothing_is_left(bed)
+
+
+def test_torchrun_by_hand_finds_other_data_too(hosts, tmp_path):
+    bed = hosts(2)
+    other = tmp_path / "other.jsonl"
+    other.write_text((TINY / "train.jsonl").read_text().replace("Kai", "Kim"))
+    started = []
+    for rank, host in enumerate(bed):
+        flags = [str(other) if rank and word == str(TINY / "train.jsonl") else word for word in SHORT]
+        words = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node_rank", rank, "--nproc_per_node", "1",
+                 "--master_addr", "host0", "--master_port", "29500", ROOT / "recipes" / "sft.py", *flags, "--zero", "2",
+                 "--output_dir", tmp_path / "run"]  # fmt: skip
+        started.append(host.popen(words, cwd=ROOT, env={"GLOO_SOCKET_IFNAME": host.interface}))
+    assert 0 not in ends(*started, seconds=120)
+    assert "data is not the same on all nodes: node 0 (host0) has" in bed[0].text() + bed[1].text()
+    nothing_is_left(bed)
+
+
+def test_sigterm_to_one_saves_on_all_and_resumes(hosts, tmp_path, undisturbed):
+    first, second = bed = hosts(2)
+    out = tmp_path / "run"
+    flags = [*LONG, "--output_dir", str(out), "--resume_from_checkpoint", "auto"]
+    flags[flags.index("--save_steps") + 1] = "1000"
+    started = [launch(host, rank, "sft", flags) for rank, host in enumerate(bed)]
+    wait_for(is_at(out, 6))
+    started[1].send_signal(signal.SIGTERM)
+    assert ends(*started, seconds=120) == [75, 75], first.text() + second.text()
+    saved = list(report.checkpoints(out))
+    assert len(saved) == 1 and 6 < saved[0] < 60
+    nothing_is_left(bed)
+    assert ends(*(launch(host, rank, "sft", flags) for rank, host in enumerate(bed))) == [0, 0]
+    assert curve(out) == pytest.approx(curve(undisturbed.folder), rel=1e-4) and len(curve(out)) == 60
+    nothing_is_left(bed)
+
+
+def test_ctrl_c_ends_all(hosts, tmp_path):
+    bed = hosts(2)
+    started = [launch(host, r, "sft", [*LONG, "--output_dir", str(tmp_path / "run")]) for r, host in enumerate(bed)]
+    wait_for(is_at(tmp_path / "run", 3))
+    started[0].send_signal(signal.SIGINT)
+    assert ends(*started, seconds=60) == [130, 130]
+    nothing_is_left(bed)
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_a_machine_that_dies_comes_back(hosts, tmp_path, undisturbed, cut):
+    first, second = bed = hosts(2)
+    out = tmp_path / "run"
+    flags = [*LONG, "--output_dir", str(out), "--resume_from_checkpoint", "auto"]
+    leader = launch(first, 0, "sft", flags)
+    launch(second, 1, "sft", flags)
+    wait_for(is_at(out, 12))
+    if cut:
+        second.cut()
+    second.kill()
+    wait_for(lambda: (out / "attempts" / "1").exists() or "lost" in first.text(), 90)
+    if cut:
+        second.mend()
+    again = launch(second, 1, "sft", flags, log="again.txt")
+    assert ends(leader, again) == [0, 0], first.text() + second.text("again.txt")
+    assert "node 1 (host1) is gone" in Run(out).json("report.json")["attempts"][0]["error"]
+    assert curve(out) == pytest.approx(curve(undisturbed.folder), rel=1e-4) and len(curve(out)) == 60
+    nothing_is_left(bed)
+
+
+def test_a_link_that_is_cut_for_good(hosts, tmp_path):
+    first, second = bed = hosts(2)
+    flags = [*LONG, "--max_restarts", "0", "--output_dir", str(tmp_path / "run")]
+    started = [launch(host, rank, "sft", flags) for rank, host in enumerate(bed)]
+    wait_for(is_at(tmp_path / "run", 3))
+    began = time.monotonic()
+    second.cut()
+    found = ends(*started, seconds=90)
+    assert 0 not in found and time.monotonic() - began < 60
+    assert "node 1 (host1) is gone" in first.text()
+    assert f"node 0 (host0) is not heard of for {nodes.LOST_SECONDS:.0f} s" in second.text()
+    nothing_is_left(bed)
+
+
+def test_elastic_one_leaves_and_one_joins(hosts, tmp_path, undisturbed):
+    first, second, third = bed = hosts(3)
+    out = tmp_path / "run"
+    flags = [*LONG, "--max_steps", "120", "--output_dir", str(out), "--resume_from_checkpoint", "auto"]
+    started = [launch(host, rank, "sft", flags, "1:3") for rank, host in enumerate([first, second])]
+    wait_for(is_at(out, 8))
+    started.append(launch(third, 2, "sft", flags, "1:3"))
+    wait_for(lambda: "on 3 nodes" in first.text(), 240)
+    wait_for(lambda: "world_size" in (out / "run.json").read_text() and Run(out).json("run.json")["world_size"] == 3)
+    seen = len(Run(out).metrics)
+    wait_for(is_at(out, seen + 3))
+    started[1].send_signal(signal.SIGTERM)
+    found = ends(*started, seconds=400)
+    assert found[0] == found[2] == 0 and found[1] == 75, first.text() + second.text() + third.text()
+    attempts = Run(out).json("report.json")["attempts"]
+    assert [a["kind"] for a in attempts] == ["stopped", "stopped", "finished"]
+    assert "node 2 (host2) joined" in attempts[0]["what_next"] and "asked to leave" in attempts[1]["what_next"]
+    assert sorted(curve(out)) == list(range(1, 121))
+    assert Run(out).json("result.json")["world_size"] == 2
+    nothing_is_left(bed)
