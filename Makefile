@@ -82,7 +82,8 @@ lora: $(STAMP) ## fine-tune a LoRA adapter
 resume: $(STAMP) ## go on with RUN=runs/x from its newest good checkpoint (on other GPUS= ZERO= OFFLOAD=, ARGS="--more flags")
 	@test -n "$$RUN" || { echo 'zerofit: error: make resume: name the run folder with RUN=runs/...' >&2; exit 2; }
 	@PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit resume --launcher="$$LAUNCHER" \
-		--port="$$PORT" $(if $(GIVEN_GPUS),--gpus="$$GPUS") --args="$$ARGS" "$$RUN" \
+		--port="$$PORT" $(if $(GIVEN_GPUS),--gpus="$$GPUS") --args="$$ARGS" $(if $(NNODES),--nnodes="$$NNODES" \
+		--node_rank="$$NODE_RANK" --master_addr="$$MASTER_ADDR") "$$RUN" \
 		$(if $(ZERO),--zero="$$ZERO") $(if $(OFFLOAD),--offload="$$OFFLOAD")
 
 export: $(STAMP) ## a plain Hugging Face folder of RUN=runs/x, compared with what was trained (MERGE=1 DTYPE=bf16 OUT= PUSH=user/name)
@@ -99,7 +100,7 @@ show: $(STAMP) ## print the exact command, environment and arguments (make show 
 
 doctor: $(STAMP) ## what of this machine would stop a job, slow it down or spoil it, with the mending (ARGS=--json)
 	@set -f; PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit doctor \
-		$(if $(filter-out 1,$(GPUS)),--gpus="$$GPUS") $(if $(PORT),--port="$$PORT") $(if $(OUT),--out="$$OUT") $$ARGS
+		$(if $(filter-out 1,$(GPUS)),--gpus="$$GPUS") $(if $(PORT),--port="$$PORT") $(if $(OUT),--out="$$OUT") $(if $(NODES),--nodes="$$NODES") $$ARGS
 
 plan: $(STAMP) ## whether it fits and the fastest setting that does; no weights, no GPU (MODEL= GPUS= GPU=h100-80g METHOD=auto)
 	@PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit plan --recipe=$(RECIPE) --gpus="$$GPUS" \

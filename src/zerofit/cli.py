@@ -7,6 +7,8 @@ from . import __version__, errors
 
 USAGE = """usage: zerofit launch [--gpus N] [--show] recipes/sft.py [flags]     start a recipe on N processes
        zerofit launch recipes/sft.py --help                          every flag of a recipe
+       zerofit launch --nnodes 2 --node_rank 0 --master_addr HOST    this machine's part of a job on several
+       zerofit hosts --hosts FILE recipes/sft.py [flags]             a job on the hosts of a DeepSpeed hostfile, over ssh
        zerofit data [--recipe sft] [--out FOLDER] [flags]            what it would train on; no model, no GPU
        zerofit probe [--recipe sft] [--gpus N] [flags]               the largest micro batch that fits
        zerofit plan [--gpu h100-80g] [--gpus N] [flags]              whether it fits, and the fastest setting that does
@@ -16,9 +18,10 @@ USAGE = """usage: zerofit launch [--gpus N] [--show] recipes/sft.py [flags]     
        zerofit chat runs/<run>                                       talk to it in the terminal
        zerofit replay runs/<run>                                     a step whose loss was not a number, once more
        zerofit --version"""
-# verb: the module whose main() it is; imported when it is asked for, as each brings its libraries
+# verb: the module whose main() (or the function after the dot) it is; imported when it is asked for, as each brings its libraries
 VERBS = {"launch": "launch", "data": "inspection", "probe": "probe", "plan": "planner", "doctor": "doctor",
-         "replay": "replay", "resume": "resume", "export": "export", "chat": "talk"}  # fmt: skip
+         "replay": "replay", "resume": "resume", "export": "export", "chat": "talk",
+         "hosts": "hostfile", "join": "hostfile.join"}  # fmt: skip
 
 
 def main() -> None:
@@ -33,7 +36,8 @@ def _main() -> None:
         from . import quiet
 
         quiet.libraries()
-        importlib.import_module(f".{VERBS[words[0]]}", __package__).main(words[1:])
+        module, _, function = VERBS[words[0]].partition(".")
+        getattr(importlib.import_module(f".{module}", __package__), function or "main")(words[1:])
     elif not words or words[0] in ("-h", "--help"):
         print(USAGE)
     else:

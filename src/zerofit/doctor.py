@@ -55,13 +55,16 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--gpus", default="", help="processes that shall exchange a tensor (default: GPUs, else 2)")
     parser.add_argument("--out", default="runs", help="folder that runs will be written to")
     parser.add_argument("--port", default="", help="port of the rendezvous to look at")
+    parser.add_argument("--nodes", default="1", help="machines of the job: looks at what several need")
     given = parser.parse_args(argv)
     if given.gpus and (not given.gpus.isdigit() or not int(given.gpus)):
         raise UserError(f"--gpus {given.gpus}: must be a whole number from 1.")
+    if not given.nodes.isdigit() or not int(given.nodes):
+        raise UserError(f"NODES={given.nodes}: must be a whole number from 1.")
     began, found = time.perf_counter(), []
     for check in (python_and_packages, known_problems, compilers, compiled_ops, variables, launcher_files, gpus,
                   host_memory, lambda: disk(Path(given.out)), lambda: port(given.port), hub_access, json_files,
-                  lambda: exchange(int(given.gpus or 0))):  # fmt: skip
+                  lambda: exchange(int(given.gpus or 0)), lambda: _of_nodes(given)):  # fmt: skip
         found += (new := check())
         if not given.json:
             _print(new)
@@ -72,6 +75,13 @@ def main(argv: list[str]) -> None:
         said = ", ".join(f"{n} {level}" for level, n in counts.items())
         print(f"\n{said}, {time.perf_counter() - began:.1f} s")
     raise SystemExit(1 if counts["fail"] else 0)
+
+
+def _of_nodes(given) -> list[Finding]:
+    from . import doctor_nodes
+
+    several = int(given.nodes) > 1
+    return doctor_nodes.check(int(given.nodes), Path(given.out), given.port) if several else []
 
 
 def _print(found: list[Finding]) -> None:

@@ -71,7 +71,11 @@ def interfaces() -> dict[str, list[str]]:
     """{network interface: its addresses}."""
     import psutil
 
-    return {name: [a.address.partition("%")[0] for a in found] for name, found in psutil.net_if_addrs().items()}
+    internet = (socket.AF_INET, socket.AF_INET6)
+    return {
+        name: [a.address.partition("%")[0] for a in found if a.family in internet]
+        for name, found in psutil.net_if_addrs().items()
+    }
 
 
 def interface_towards(address: str, port: int) -> str:

@@ -5,7 +5,7 @@ import json
 import shlex
 from pathlib import Path
 
-from . import args, launch, probe, report
+from . import args, launch, place, probe, report
 from .errors import UserError
 
 BATCH = ("--effective_batch_size", "--per_device_train_batch_size", "--gradient_accumulation_steps")
@@ -19,6 +19,7 @@ def main(argv: list[str]) -> None:
     """
     parser = argparse.ArgumentParser(prog="zerofit resume", allow_abbrev=False, description=__doc__)
     launch.add_placement(parser, gpus="")  # as many as before
+    place.add_options(parser)
     parser.add_argument("run", help="the run folder")
     parser.add_argument("flags", nargs=argparse.REMAINDER, help="more of the recipe's flags")
     given = parser.parse_args(argv)
@@ -34,12 +35,17 @@ def main(argv: list[str]) -> None:
         raise UserError(f"{folder}: this run has finished; its model is in {folder / 'final'}.")
     new = [*given.flags, *shlex.split(given.args)]
     again = ["--" + word[2:].partition("=")[0].replace("-", "_") for word in new if word.startswith("--")]
-    if given.gpus.isdigit() and int(given.gpus) not in (0, ranks) and not set(BATCH) & set(again):
+    here = place.of(given)
+    machines = here.most if here else 1
+    new_ranks = int(given.gpus) * machines if given.gpus.isdigit() else ranks
+    if new_ranks not in (0, ranks) and not set(BATCH) & set(again):
         whole, micro = (facts["arguments"][name[2:]]["value"] for name in BATCH[:2])
-        flags = [*probe.drop(flags, *BATCH), *same_batch(whole, micro, int(given.gpus))]
+        flags = [*probe.drop(flags, *BATCH), *same_batch(whole, micro, new_ranks)]
     words = probe.drop(flags, "--resume_from_checkpoint", "--output_dir", "--gpus", *again)
     launch.main([
-        "--gpus", given.gpus or str(ranks), "--launcher", given.launcher, "--port", given.port, "--args", given.args,
+        "--gpus", given.gpus or str(ranks // machines), "--launcher", given.launcher, "--port", given.port, "--args", given.args,
+        "--nnodes", given.nnodes, "--node_rank", given.node_rank, "--master_addr", given.master_addr,
+        "--join_timeout", given.join_timeout, "--interface", given.interface,
         str(args.ROOT / "recipes" / f"{recipe}.py"), *words, *given.flags, "--output_dir", str(folder),
         "--resume_from_checkpoint", "auto",
     ])  # fmt: skip
