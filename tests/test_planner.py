@@ -1,5 +1,6 @@
 """The ghost run equals the real run; the planner searches, refuses and says why; nothing of it needs a GPU."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -14,6 +15,7 @@ from zerofit.errors import UserError
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import plan as benchmark
+import scaling
 
 CONFIGS = ROOT / "tests" / "configs"
 GPU = hardware.GPUS["h100-80g"]
@@ -164,6 +166,74 @@ def test_less_is_faster():
     assert seconds(micro=4) < seconds(micro=2) < seconds(micro=1)
 
 
+SHAPE_8B = closed_forms.Shape(8_000_000_000, 0, 525_336_576, 4096, 32, 32, 8, 128, 14336, 128256)
+
+
+def of_nodes(zero, ranks, node=8, accumulation=1, hpz=1):
+    return closed_forms.Setting(zero, "none", 1, 2, 8192, accumulation, ranks, node=node, hpz=hpz)
+
+
+@pytest.mark.parametrize(("zero", "gathers_and_reduces"), [(0, 4), (1, 3), (2, 3), (3, 3)])
+def test_bytes_within_and_between_nodes(zero, gathers_and_reduces):
+    """In a ring through nodes of 8 every eighth link leaves its node; the sum is what one ring of all GPUs sends."""
+    weights = 2 * SHAPE_8B.trainable
+    within, across = closed_forms.wire_bytes(SHAPE_8B, of_nodes(zero, 8))
+    assert across == 0 and within == pytest.approx(gathers_and_reduces * weights * 7 / 8)
+    within, across = closed_forms.wire_bytes(SHAPE_8B, of_nodes(zero, 64))
+    assert within + across == pytest.approx(gathers_and_reduces * weights * 63 / 64)
+    assert within == pytest.approx(7 * across)
+    assert closed_forms.wire_bytes(SHAPE_8B, of_nodes(zero, 1)) == (0, 0)
+    assert closed_forms.wire_bytes(SHAPE_8B, of_nodes(zero, 4, node=1))[0] == 0
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_hpz_gathers_once_between_nodes(accumulation):
+    """arXiv 2306.10209: 2 M between nodes instead of 3 M; with accumulation one gather in all, and a reduction each time."""
+    _, plain = closed_forms.wire_bytes(SHAPE_8B, of_nodes(3, 64, accumulation=accumulation))
+    _, hpz = closed_forms.wire_bytes(SHAPE_8B, of_nodes(3, 64, accumulation=accumulation, hpz=8))
+    assert hpz / plain == pytest.approx((1 + accumulation) / (3 * accumulation))
+    settings = args.parse("sft", ["--bf16", "true", "--zero", "3"], 64, GPU)
+    memory = [closed_forms.memory(SHAPE_8B, of_nodes(3, 64, hpz=n), settings, True)["parameters"] for n in (1, 8)]
+    assert memory[1] - memory[0] == 2 * SHAPE_8B.parameters / 8
+
+
+def test_the_network_between_nodes_counts_where_there_are_several():
+    def seconds(ranks, gbs, hpz=1, zero=3):
+        gpu = dataclasses.replace(GPU, node_gbs=gbs)
+        return closed_forms.step_seconds(SHAPE_8B, of_nodes(zero, ranks, hpz=hpz), gpu, 4096)
+
+    assert seconds(8, 50) == seconds(8, 1)
+    assert seconds(16, 50) < seconds(16, 5) < seconds(16, 1)
+    assert seconds(64, 5, hpz=8) < seconds(64, 5)  # a slow network is what hpZ is for
+    assert seconds(16, 50) < seconds(1024, 50)  # a ring of more GPUs takes longer, though it sends the same
+    assert seconds(16, 400) == pytest.approx(seconds(16, 4000))  # the links within the node are the slower ones then
+
+
+@pytest.mark.slow
+def test_what_an_engine_calls_is_what_the_formula_says_it_sends():
+    """The counting that scaling.py writes down, at stage 2 with accumulation: two all-reduces, one gather."""
+    found = scaling.count("8B", "ZeRO-2", 2, ranks=16, layers=1)
+    shape = dataclasses.replace(SHAPE_8B, trainable=found["parameters"], layers=1)
+    assert found["sent"] == pytest.approx(
+        sum(closed_forms.wire_bytes(shape, of_nodes(2, 16, accumulation=2))), rel=1e-4
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("way", "accumulation"), [("ZeRO-3", 1), ("ZeRO-3 + hpZ", 2)])
+def test_what_stage_3_calls_is_what_the_formula_says_it_sends(way, accumulation):
+    """But for the 1e9 parameters that it keeps from the forward to the backward."""
+    found = scaling.count("8B", way, accumulation, ranks=16, layers=6)
+    shape = dataclasses.replace(SHAPE_8B, trainable=found["parameters"], layers=6)
+    setting = scaling._setting(*scaling.WAYS[way], 16, accumulation, 1)
+    formula = sum(closed_forms.wire_bytes(shape, setting))
+    assert formula - 2e9 * accumulation < found["sent"] <= formula * 1.0001
+    if setting.hpz > 1:
+        gathered = {kind: size for kind, (_, size) in found["calls"].items() if "gather" in kind}
+        assert gathered["all_gather_into_tensor of 16"] == pytest.approx(2 * found["parameters"], rel=1e-3)
+        assert gathered["all_gather_into_tensor of 8"] > gathered["all_gather_into_tensor of 16"]
+
+
 # --- the search ---
 
 
@@ -207,6 +277,43 @@ def test_the_fastest_that_fits_is_chosen(monkeypatch, tmp_path):
     assert written["chosen"]["command"] == line and written["limit_bytes"] == plan.limit
     assert (tmp_path / "out" / "plan.png").stat().st_size > 5000
     assert line in (tmp_path / "out" / "plan.md").read_text()
+
+
+def test_a_plan_for_several_nodes(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(ghost, "run_all", fake_ghost(lambda flags: 10))
+    out = tmp_path / "plan"
+    flags = [*FLAGS_1B, "--zero", "3", "--offload", "none", "--per_device_train_batch_size", "2", "--out", str(out)]
+
+    def plan(*words):
+        planner.main(["--gpu", "h100-80g", *flags, *words])
+        return capsys.readouterr().out, json.loads((out / "plan.json").read_text())
+
+    said, found = plan("--nodes", "2", "--gpus", "4")
+    assert "2 nodes x 4 x H100: " in said and found["gpus"] == 8 and found["gpus_of_a_node"] == 4
+    assert found["chosen"]["command"].startswith(
+        "make sft GPUS=4 NNODES=2 NODE_RANK=0 MASTER_ADDR=name-of-node-0 MODEL="
+    )
+    assert "(and NODE_RANK=1, 2, ... on the other nodes)" in said
+    assert "to other nodes at 50 GB/s" in found["facts"]["sent by each GPU"]
+    assert "would take about 0.6 GiB more of each GPU" in found["facts"]["--zero_hpz_partition_size 4"]
+    _, slow = plan("--nodes", "2", "--gpus", "4", "--node_link_gbs", "0.5")
+    assert slow["chosen"]["seconds_per_step"] > found["chosen"]["seconds_per_step"]
+    _, hpz = plan("--nodes", "2", "--gpus", "4", "--node_link_gbs", "0.5", "--zero_hpz_partition_size", "4")
+    assert hpz["chosen"]["seconds_per_step"] < slow["chosen"]["seconds_per_step"] and "hpZ 4" in hpz["chosen"]["label"]
+    _, one = plan("--nodes", "1", "--gpus", "16")
+    assert "nodes" not in one["facts"]["sent by each GPU"]
+    said, many = plan("--gpus", "16")  # without --nodes: all GPUs, eight a node
+    assert "2 nodes x 8 x H100: " in said and many["chosen"]["command"].startswith("make sft GPUS=8 NNODES=2 ")
+
+
+def test_the_network_is_no_question_to_a_ghost(monkeypatch):
+    """Memory does not depend on it, and an answer that is kept is found again."""
+    asked = []
+    monkeypatch.setattr(ghost, "run_all", lambda questions, *a: asked.append(questions) or [ghost.GhostFailed("no")])
+    for gbs in (50.0, 1.0):
+        gpu = dataclasses.replace(GPU, node_gbs=gbs)
+        planner.answer_of("sft", [], 8, [0], gpu, 0, SHAPE_8B, 0)
+    assert asked[0] == asked[1]
 
 
 def test_what_is_fixed_is_not_searched(monkeypatch):
@@ -286,6 +393,16 @@ def test_a_real_plan_from_the_command_line(tmp_path):
     [
         (["--gpu", "h100"], "--gpu h100: not in the table; did you mean h100-80g?"),
         (["--gpu", "h100-80g", "--gpus", "many"], "GPUS=many: must be a whole number"),
+        (["--gpu", "h100-80g", "--nodes", "two"], "NODES=two: must be a whole number of 1 or more machines"),
+        (["--gpu", "h100-80g", "--nodes", "0", "--gpus", "4"], "NODES=0: must be a whole number"),
+        (
+            ["--gpu", "h100-80g", "--nodes", "2", "--node_link_gbs", "-1"],
+            "--node_link_gbs -1: must be a number of GB/s",
+        ),
+        (
+            ["--gpu", "h100-80g", "--nodes", "4", "--gpus", "2", "--zero", "3", "--zero_hpz_partition_size", "8"],
+            "it must divide the 2 GPUs of a node of this plan",
+        ),
         (["--gpu", "h100-80g", "--method", "magic"], "--method magic: must be one of sft, lora, qlora, auto."),
         (["--gpu", "h100-80g", "--zero", "0", "--offload", "optimizer"], "stage 0 is plain DDP"),
         (["--gpu", "h100-80g", "--model", "/no/such/folder"], "no such model folder"),

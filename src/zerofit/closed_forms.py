@@ -15,8 +15,14 @@ MATRIX_EFFICIENCY = 0.5
 LINK_EFFICIENCY = 0.7
 OVERLAPPED = 0.5  # of the communication that runs beside arithmetic
 GPUS_OF_A_NODE = 8
+# Microseconds that a call of NCCL takes before and beside its bytes: hwLat and baseLat (LL128) of NCCL's own cost model,
+# github.com/NVIDIA/nccl src/graph/tuning.cc.
+RING_HOP = {"within": 1.9, "across": 4.0}
+TREE_HOP = {"within": 1.25, "across": 8.5}
+CALL = 14.0
+MATRICES_OF_A_LAYER = 7  # of Llama; buckets hold hidden_size squared numbers, so nearly each is gathered by itself
+DDP_BUCKET = 25 * 2**20  # bytes; torch's DistributedDataParallel
 PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers")
-NODE_LINK_GBS = 50.0  # a 400 Gbit/s adapter a GPU
 CPU_ADAM_GBS = 25.0  # host memory bandwidth that a rank's CPU Adam gets
 NVME_GBS = 5.0  # of a node's disk, one way
 
@@ -70,7 +76,8 @@ def shape(config, net, frozen_bytes: float = 2.0) -> Shape:
 @dataclass(frozen=True)
 class Setting:
     """What is searched. every: 0 keeps all activations, n recomputes every n-th layer; tokens: of a micro batch;
-    activation_offload: what recomputed layers keep is in host memory; nvme: what is offloaded is on a disk."""
+    activation_offload: what recomputed layers keep is in host memory; nvme: what is offloaded is on a disk; node: GPUs of
+    one machine; hpz: ranks that share ZeRO++'s second copy of the parameters, 1: there is none."""
 
     zero: int
     offload: str
@@ -81,6 +88,17 @@ class Setting:
     ranks: int
     activation_offload: bool = False
     nvme: bool = False
+    node: int = GPUS_OF_A_NODE
+    hpz: int = 1
+
+    @property
+    def nodes(self) -> int:
+        return math.ceil(self.ranks / self.node)
+
+    @property
+    def of_a_node(self) -> int:
+        """GPUs of one machine that take part."""
+        return min(self.ranks, self.node)
 
 
 def activations(s: Shape, setting: Setting, fused: bool) -> tuple[dict[str, float], dict[str, float]]:
@@ -121,6 +139,8 @@ def memory(s: Shape, setting: Setting, settings, fused: bool) -> dict[str, float
         states["optimizer"] = 0.0
     if setting.offload == "all":
         states["parameters"] = s.hidden * 4.0  # what is too small to be shared out
+    if setting.hpz > 1:  # the second copy, made by the first forward and dropped after the step
+        states["parameters"] += 2.0 * s.parameters / setting.hpz
     whole, own = gradient * trained, gradient * trained / n  # gradients of all, and of this rank's share
     if setting.offload != "none" and zero >= 2:
         own = 0.0
@@ -173,24 +193,96 @@ def _is_number(text: str) -> bool:
         return False
 
 
-def wire_bytes(s: Shape, setting: Setting) -> float:
-    """Bytes that one GPU sends in an optimizer step."""
-    n = setting.ranks
+@dataclass(frozen=True)
+class Collective:
+    """The calls of one kind in an optimizer step. sent: bytes that one GPU sends in all of them; ranks: GPUs that take
+    part in each; reduces: all-reduce, which goes round the ring twice."""
+
+    calls: float
+    sent: float
+    ranks: int
+    reduces: bool = False
+
+
+def collectives(s: Shape, setting: Setting) -> list[Collective]:
+    """What DeepSpeed 0.19.8 and DistributedDataParallel send in an optimizer step.
+
+    A GPU sends M (n-1)/n bytes to gather or to reduce-scatter M bytes over n GPUs, and twice that to all-reduce them
+    (arXiv 1910.02054, section 7). Which calls there are was counted in ghost runs (benchmarks/scaling.py --count): stages 1
+    and 2 all-reduce the gradients (use_multi_rank_bucket_allreduce; the paper would reduce-scatter them), and stage 3
+    gathers twice, whether layers are recomputed or not. The 1e9 numbers that it keeps gathered are not taken off.
+    With hpZ (arXiv 2306.10209) the first forward makes a copy within the node, from which every later gather is fed.
+    """
+    n, again = setting.ranks, setting.accumulation
     if n == 1:
-        return 0.0
-    ring, trained = (n - 1) / n, 2.0 * s.trainable
+        return []
+    trained = 2.0 * s.trainable
     if setting.zero == 0:
-        return 2 * 2 * trained * ring  # fp32 gradients, all-reduced
+        return [_all_reduced(2 * trained, n, 2 * trained / DDP_BUCKET)]
     if setting.zero in (1, 2):
-        reduced = trained * (setting.accumulation if setting.zero == 2 else 1)
-        return (reduced + trained) * ring
-    gathers = 3 if setting.every else 2
-    whole = s.trainable * 2.0 + s.frozen * s.frozen_bytes
-    return (gathers * whole + trained) * setting.accumulation * ring
+        times = again if setting.zero == 2 else 1
+        buckets = s.trainable / s.hidden**2
+        return [_all_reduced(trained * times, n, buckets * times), _sharded(trained, n, 1)]
+    whole, calls = trained + s.frozen * s.frozen_bytes, s.layers * MATRICES_OF_A_LAYER
+    reduced = _sharded(trained * again, n, calls * again)
+    if setting.hpz == 1:
+        return [_sharded(whole * 2 * again, n, calls * 2 * again), reduced]
+    near = 2 * again - 1
+    return [_sharded(whole, n, calls), _sharded(whole * near, setting.hpz, calls * near), reduced]
+
+
+def _sharded(size: float, n: int, calls: float) -> Collective:
+    """Gathered or reduce-scattered: `size` bytes in all calls."""
+    return Collective(calls, size * (n - 1) / n, n)
+
+
+def _all_reduced(size: float, n: int, calls: float) -> Collective:
+    return Collective(calls, 2 * size * (n - 1) / n, n, reduces=True)
+
+
+def _split(c: Collective, setting: Setting) -> tuple[float, float]:
+    """Bytes that one GPU sends within its node and across, on average.
+
+    NCCL's ring runs through all GPUs of a node before it leaves for the next one, so that of n links one a node crosses.
+    """
+    nodes = math.ceil(c.ranks / setting.node)
+    share = nodes / c.ranks if nodes > 1 else 0.0
+    return c.sent * (1 - share), c.sent * share
+
+
+def wire_bytes(s: Shape, setting: Setting) -> tuple[float, float]:
+    """Bytes that one GPU sends in an optimizer step: (within its node, to other nodes)."""
+    parts = [_split(c, setting) for c in collectives(s, setting)]
+    return sum(within for within, _ in parts), sum(across for _, across in parts)
+
+
+def wire_seconds(s: Shape, setting: Setting, gpu: Gpu) -> float:
+    """Time of all collectives, one after the other as NCCL runs those of a communicator.
+
+    Within a call the slower kind of link counts alone: the ring is a pipeline, and NCCL lays as many rings as it needs to
+    use every adapter of a node (nccl-tests, doc/PERFORMANCE.md: bus bandwidth).
+    """
+    seconds = 0.0
+    for c in collectives(s, setting):
+        within, across = _split(c, setting)
+        moved = max(within / gpu.link_gbs, across / gpu.node_gbs) / (1e9 * LINK_EFFICIENCY)
+        seconds += moved + c.calls * _call_seconds(c, setting)
+    return seconds
+
+
+def _call_seconds(c: Collective, setting: Setting) -> float:
+    """What a call takes beside its bytes, by NCCL's cost model: a ring's steps wait for each other; an all-reduce may take
+    a tree over the nodes instead."""
+    nodes = math.ceil(c.ranks / setting.node)
+    ring = (c.ranks - nodes) * RING_HOP["within"] + (nodes - 1) * RING_HOP["across"]
+    if c.reduces:
+        tree = (c.ranks / nodes - 1) * TREE_HOP["within"] + math.log2(nodes) * TREE_HOP["across"]
+        ring = 2 * min(ring, tree)
+    return (CALL + ring) * 1e-6
 
 
 def step_seconds(s: Shape, setting: Setting, gpu: Gpu, sequence: int) -> float:
-    """Estimated time of an optimizer step: arithmetic, memory traffic, links, offload."""
+    """Estimated time of an optimizer step: arithmetic, memory traffic, links within and between nodes, offload."""
     tokens = setting.tokens * setting.accumulation
     flops = (4 * s.parameters + 2 * s.trainable) * tokens
     attention = 6 * s.layers * s.heads * s.head_dim * sequence * tokens  # causal: half of 12
@@ -199,14 +291,14 @@ def step_seconds(s: Shape, setting: Setting, gpu: Gpu, sequence: int) -> float:
         flops += forward / setting.every
     busy = setting.tokens / (setting.tokens + 512)  # small products leave the GPU idle
     arithmetic = (flops + attention) / (gpu.tflops * 1e12 * MATRIX_EFFICIENCY * busy)
-    link = gpu.link_gbs if setting.ranks <= GPUS_OF_A_NODE else min(gpu.link_gbs, NODE_LINK_GBS)
-    wire = wire_bytes(s, setting) / (link * 1e9 * LINK_EFFICIENCY) * (1 - OVERLAPPED)
+    wire = wire_seconds(s, setting, gpu)
+    wire -= OVERLAPPED * min(wire, arithmetic)  # no more is hidden than there is to hide it behind
     shard = s.trainable / (setting.ranks if setting.zero else 1)
     if setting.offload == "none":
         update = 30 * shard / (gpu.memory_gbs * 1e9)
     else:
         update = 4 * shard / (gpu.host_gbs * 1e9) + 28 * shard / (CPU_ADAM_GBS * 1e9)
-    disk = NVME_GBS / min(setting.ranks, GPUS_OF_A_NODE)  # a node's GPUs share it
+    disk = NVME_GBS / setting.of_a_node  # a node's GPUs share it
     if setting.nvme:
         update += 2 * 12 * shard / (disk * 1e9)
     if setting.offload == "all":

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from .errors import UserError
 
+NODE_LINK_GBS = 50.0  # a 400 Gbit/s adapter for each GPU, as in NVIDIA's DGX H100 and B200; clouds often have much less
 USER_TABLE = "ZEROFIT_GPUS"  # environment variable: a JSON file {"name": {"memory_gib": ..., ...}} with more GPUs
 
 
@@ -15,7 +16,8 @@ USER_TABLE = "ZEROFIT_GPUS"  # environment variable: a JSON file {"name": {"memo
 class Gpu:
     """memory_gib: what the driver shows as total; tflops: 16-bit tensor-core products with fp32 accumulation;
     memory_gbs: device memory, GB/s; link_gbs: to the other GPUs of the node, one direction, GB/s;
-    host_gbs: to host memory, one direction, GB/s; bf16: has bf16 arithmetic;
+    host_gbs: to host memory, one direction, GB/s; bf16: has bf16 arithmetic; node_gbs: this GPU's share of the network to
+    other nodes, one direction, GB/s;
     device_name: fragment of torch.cuda.get_device_name(), more telling fragments first in the table.
     """
 
@@ -26,6 +28,7 @@ class Gpu:
     link_gbs: float
     host_gbs: float
     bf16: bool = True
+    node_gbs: float = NODE_LINK_GBS
 
 
 # Data sheets of NVIDIA. memory_gib as nvidia-smi shows it; link_gbs: half of NVLink's two-way figure, or PCIe.

@@ -1,6 +1,6 @@
 """A plan for people: the terminal's text, plan.md, plan.json and plan.png."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from . import closed_forms, memory_report, planner, report
@@ -12,7 +12,7 @@ SHOWN = 6  # rejected settings that are told
 def text(plan: Plan) -> str:
     """What the terminal shows."""
     lines = [
-        f"\n{plan.ranks} x {plan.gpu.device_name}: {plan.gpu.memory_gib:.1f} GiB each, {plan.limit / GIB:.1f} GiB for tensors"
+        f"\n{planner.machines(plan.ranks, plan.node)} x {plan.gpu.device_name}: {plan.gpu.memory_gib:.1f} GiB each, {plan.limit / GIB:.1f} GiB for tensors"
     ]
     lines += [f"  kept free: {name} {size / GIB:.2f} GiB" for name, size in plan.allowance.items() if size]
     for candidate, why in _told(plan):
@@ -27,7 +27,8 @@ def text(plan: Plan) -> str:
     if chosen.answer:
         lines += ["", memory_report.table(chosen.answer["peak"]), ""]
     lines += [f"  {name}: {value}" for name, value in facts(chosen, plan).items()]
-    lines += ["", f"run it: {planner.command(chosen, plan.ranks)}", f"\nplanned in {plan.seconds:.0f} s"]
+    others = " (and NODE_RANK=1, 2, ... on the other nodes)" if plan.nodes > 1 else ""
+    lines += ["", f"run it: {planner.command(chosen, plan.ranks)}{others}", f"\nplanned in {plan.seconds:.0f} s"]
     return "\n".join(lines)
 
 
@@ -51,7 +52,7 @@ def _source(candidate: Candidate) -> str:
 def facts(candidate: Candidate, plan: Plan) -> dict[str, str]:
     """What else a job needs: host memory, disk, wire, time."""
     setting, shape = candidate.setting, candidate.shape
-    node = min(plan.ranks, closed_forms.GPUS_OF_A_NODE)
+    node = setting.of_a_node
     found = {
         "parameters": f"{shape.parameters / 1e9:.3g} billion, {shape.trainable / 1e9:.3g} of them train",
         "batch": f"{setting.micro} rows x {setting.accumulation} steps x {plan.ranks} GPUs, {setting.tokens:,} tokens a micro batch",
@@ -74,11 +75,40 @@ def facts(candidate: Candidate, plan: Plan) -> dict[str, str]:
             f"{training:.1f} GiB of a node of {node} GPUs while training (pinned blocks may take up to twice that), "
             f"{saving:.1f} more on the first node while saving"
         )
-    return found | {
-        "checkpoint": f"{closed_forms.checkpoint_bytes(shape.trainable, shape.parameters) / GIB:.1f} GiB each on disk",
-        "sent by each GPU": f"{closed_forms.wire_bytes(shape, setting) / GIB:.1f} GiB a step",
-        "estimate": f"{candidate.seconds:.2f} s a step, {candidate.tokens_per_second:,.0f} tokens/s "
-        f"({candidate.tokens_per_second / plan.ranks:,.0f} a GPU), from data sheets at {closed_forms.MATRIX_EFFICIENCY:.0%} of peak",
+    return (
+        found
+        | {
+            "checkpoint": f"{closed_forms.checkpoint_bytes(shape.trainable, shape.parameters) / GIB:.1f} GiB each on disk",
+            "sent by each GPU": _sent(candidate, plan),
+            "estimate": f"{candidate.seconds:.2f} s a step, {candidate.tokens_per_second:,.0f} tokens/s "
+            f"({candidate.tokens_per_second / plan.ranks:,.0f} a GPU), from data sheets at {closed_forms.MATRIX_EFFICIENCY:.0%} of peak",
+        }
+        | _hpz(candidate, plan)
+    )
+
+
+def _sent(candidate: Candidate, plan: Plan) -> str:
+    within, across = closed_forms.wire_bytes(candidate.shape, candidate.setting)
+    if plan.nodes == 1:
+        return f"{within / GIB:.1f} GiB a step"
+    return (
+        f"{within / GIB:.1f} GiB a step within its node at {plan.gpu.link_gbs:g} GB/s and {across / GIB:.1f} GiB to other "
+        f"nodes at {plan.gpu.node_gbs:g} GB/s (--node_link_gbs)"
+    )
+
+
+def _hpz(candidate: Candidate, plan: Plan) -> dict[str, str]:
+    """What ZeRO++ hpZ would change, where it could."""
+    setting, shape = candidate.setting, candidate.shape
+    if setting.zero != 3 or setting.hpz > 1 or plan.nodes == 1 or setting.offload == "all" or plan.ranks % plan.node:
+        return {}
+    seconds = closed_forms.step_seconds(
+        shape, replace(setting, hpz=plan.node), plan.gpu, setting.tokens // setting.micro
+    )
+    more = 2 * shape.parameters / plan.node / GIB
+    return {
+        f"--zero_hpz_partition_size {plan.node}": f"would take about {more:.1f} GiB more of each GPU; estimate {seconds:.2f} s "
+        f"a step instead of {candidate.seconds:.2f} (ZeRO++ hpZ, docs/scaling.md)"
     }
 
 
@@ -132,7 +162,7 @@ def as_json(plan: Plan) -> dict:
         }  # fmt: skip
 
     return {
-        "gpu": asdict(plan.gpu), "gpus": plan.ranks, "limit_bytes": plan.limit, "kept_free_bytes": plan.allowance,
+        "gpu": asdict(plan.gpu), "gpus": plan.ranks, "gpus_of_a_node": plan.node, "limit_bytes": plan.limit, "kept_free_bytes": plan.allowance,
         "chosen": entry(plan.chosen), "facts": facts(plan.chosen, plan) if plan.chosen else None,
         "nearest": entry(plan.nearest), "gpus_that_would_do": plan.would_do, "seconds": round(plan.seconds, 1),
         "rejected": [entry(candidate, why) for candidate, why in plan.rejected],

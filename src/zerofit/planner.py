@@ -12,7 +12,7 @@ import os
 import platform
 import shlex
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 
@@ -32,6 +32,7 @@ GHOSTS = 8  # after so many ghost runs only settings that fit clearly by the clo
 # 5e8 numbers over layers: how full the last one is goes up and down with the depth, by up to 3.5 % of the whole.
 LAYERS_MEASURED = {True: (16, 24), False: (6, 7)}  # with such buckets, without
 LAYERS_WHOLE = {True: 40, False: 12}
+STEPPED_AT_ONCE = 1e9  # of a rank's share, at stage 3 (sub_group_size): its fp32 copy grows with the share only below
 KEPT_GATHERED = 1e9  # parameters that stage 3 keeps gathered (stage3_max_live_parameters): linear below and above
 SMALLER_STATES = [("--optim", "adamw_bnb_8bit"), ("--pure_bf16", "true")]
 UNNAMED = "not-named-yet"  # stands for --data, which a plan does not need
@@ -57,9 +58,10 @@ class Candidate:
         s = self.setting
         checkpointing = "" if not s.every else ", checkpointing" + (f" every {s.every}" if s.every > 1 else "")
         checkpointing += " offloaded" if s.activation_offload else ""
+        hpz = f" with hpZ {s.hpz}" if s.hpz > 1 else ""
         offload = "" if s.offload == "none" else f", offload {s.offload}{' to NVMe' * s.nvme}"
         change = f", {' '.join(self.change)}" if self.change else ""
-        return f"{self.method} ZeRO-{s.zero}{offload}{checkpointing}{change}, micro batch {s.micro}"
+        return f"{self.method} ZeRO-{s.zero}{hpz}{offload}{checkpointing}{change}, micro batch {s.micro}"
 
     @property
     def peak(self) -> int:
@@ -73,7 +75,7 @@ class Candidate:
         """Bytes of host memory that a node's ranks need while they train."""
         each = 12 * self.shape.trainable / self.setting.ranks if self.setting.offload != "none" else 0
         each = self.answer["host"] if self.answer else each
-        return 0 if self.setting.nvme else int(each * min(self.setting.ranks, closed_forms.GPUS_OF_A_NODE))
+        return 0 if self.setting.nvme else int(each * self.setting.of_a_node)
 
     @property
     def tokens_per_second(self) -> float:
@@ -84,7 +86,7 @@ class Candidate:
 @dataclass
 class Plan:
     """gpu, limit: bytes that tensors may take; host_limit: bytes of a node's host memory, None: not known; chosen: None
-    when nothing fits; rejected: faster, and why not."""
+    when nothing fits; rejected: faster, and why not; node: GPUs of a machine."""
 
     gpu: hardware.Gpu
     ranks: int
@@ -98,6 +100,11 @@ class Plan:
     host_limit: int | None = None
     seconds: float = 0.0
     notes: list[str] = field(default_factory=list)
+    node: int = closed_forms.GPUS_OF_A_NODE
+
+    @property
+    def nodes(self) -> int:
+        return math.ceil(self.ranks / self.node)
 
 
 # --- the command ---
@@ -115,7 +122,11 @@ def main(argv: list[str]) -> None:
     )  # fmt: skip
     parser.add_argument("--recipe", default="sft", help="sft or lora (default sft)")
     parser.add_argument("--method", default="", help="sft, lora, qlora or auto (the first of them that fits)")
-    parser.add_argument("--gpus", default="1", help="GPUs of all machines together")
+    parser.add_argument("--gpus", default="1", help="GPUs of all machines together; with --nodes those of each")
+    parser.add_argument("--nodes", default="", help="machines with --gpus GPUs each (default: as many as --gpus needs at "
+                        f"{closed_forms.GPUS_OF_A_NODE} each)")  # fmt: skip
+    parser.add_argument("--node_link_gbs", default="", help="GB/s one way that each GPU has to other nodes, all adapters of a "
+                        f"node over its GPUs (default {hardware.NODE_LINK_GBS:g}: 400 Gbit/s a GPU)")  # fmt: skip
     parser.add_argument("--gpu", default="", help="a GPU of the table, or detect (default: this machine's)")
     parser.add_argument("--host_memory", default="", help="GiB of a node's host memory (default: this machine's with "
                         "--gpu detect, else not looked at)")  # fmt: skip
@@ -123,18 +134,19 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--args", default="", help="more recipe flags in one string, split like a shell would")
     given, flags = parser.parse_known_args(argv)
     flags, ranks = args.command_line(given.recipe, flags, given.args, given.gpus)
+    ranks, node = _machines(given.nodes, ranks)
     if {"--help", "-h"} & set(flags):
         parser.print_help()
         return
     methods = _methods(given.method, given.recipe, flags)
-    gpu = hardware.find(given.gpu or "detect")
+    gpu = _with_node_link(hardware.find(given.gpu or "detect"), given.node_link_gbs)
     from . import plan_report
 
     folder = Path(given.out or Path("runs") / f"plan-{time.strftime('%Y%m%d-%H%M%S')}").expanduser()
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--out {folder}: is a file; name a folder.")
     host_limit = _host_limit(given.host_memory, here=given.gpu in ("", "detect"))
-    plan = search(methods, flags, ranks, gpu, lambda text: print(text, flush=True), host_limit)
+    plan = search(methods, flags, ranks, gpu, lambda text: print(text, flush=True), host_limit, node)
     print(plan_report.text(plan))
     plan_report.write(plan, folder)
     print(f"\n{folder}/plan.md, plan.json, plan.png")
@@ -146,6 +158,29 @@ class NothingFits(UserError):
     """No setting fits into the GPU's memory."""
 
     exit_code = EXIT_CODES["out of memory"]
+
+
+def _machines(nodes: str, gpus: int) -> tuple[int, int]:
+    """(GPUs of all machines, GPUs of one)."""
+    if not nodes:
+        return gpus, closed_forms.GPUS_OF_A_NODE
+    if not nodes.isdigit() or int(nodes) < 1:
+        raise UserError(f"NODES={nodes}: must be a whole number of 1 or more machines, each with GPUS={gpus} GPUs.")
+    return int(nodes) * gpus, gpus
+
+
+def _with_node_link(gpu: hardware.Gpu, text: str) -> hardware.Gpu:
+    if not text:
+        return gpu
+    try:
+        if 0 < (speed := float(text)) < math.inf:
+            return replace(gpu, node_gbs=speed)
+    except ValueError:
+        pass
+    raise UserError(
+        f"--node_link_gbs {text}: must be a number of GB/s above 0: what the network between the machines of NODES= gives "
+        "each GPU, one way."
+    )
 
 
 def _host_limit(text: str, here: bool) -> int | None:
@@ -179,36 +214,45 @@ def _recipe(method: str) -> str:
 
 
 def search(
-    methods: list[str], flags: list[str], ranks: int, gpu, say=lambda text: None, host_limit: int | None = None
-) -> Plan:
+    methods: list[str], flags: list[str], ranks: int, gpu, say=lambda text: None, host_limit: int | None = None,
+    node: int = closed_forms.GPUS_OF_A_NODE,
+) -> Plan:  # fmt: skip
     """The fastest setting that fits, by the flags that the user left open.
 
     Args: methods: in order of preference; the first with anything that fits is taken. host_limit: bytes of a node's
-        host memory; what does not fit there is left out, unless --offload_path takes it to a disk.
+        host memory; what does not fit there is left out, unless --offload_path takes it to a disk. node: GPUs of a machine.
     Raises: UserError for the user's mistakes.
     """
     began = time.perf_counter()
     allowance = _allowance(gpu, ranks)
     wanted = args.parse(_recipe(methods[0]), _planned(flags, methods[0]), ranks, gpu).memory_limit
     limit = int((wanted or gpu.memory_gib) * GIB) - sum(allowance.values())
-    plan = Plan(gpu, ranks, limit, allowance, None, [], host_limit=host_limit)
+    plan = Plan(gpu, ranks, limit, allowance, None, [], host_limit=host_limit, node=node)
     for method, change in _rungs(methods, flags):
         try:
-            found = candidates(method, flags, ranks, gpu, change)
+            found = candidates(method, flags, ranks, gpu, change, node)
         except UserError:
             if not change:
                 raise
             continue  # the user's other flags do not go with it
         what = " ".join([method, *change])
-        say(f"plan: {len(found)} settings of {what} on {ranks} x {gpu.device_name}; the fastest first")
+        say(f"plan: {len(found)} settings of {what} on {machines(ranks, node)} x {gpu.device_name}; the fastest first")
         _decide(plan, found, say)
         if plan.chosen:
             break
     if plan.chosen is None and plan.nearest is not None:
-        plan.would_do = _gpus_that_would_do(methods[-1], flags, ranks, gpu)
-        plan.longest = _longest_that_fits(methods[-1], flags, ranks, gpu, plan.limit)
+        plan.would_do = _gpus_that_would_do(methods[-1], flags, ranks, gpu, node)
+        plan.longest = _longest_that_fits(methods[-1], flags, ranks, gpu, plan.limit, node)
     plan.seconds = time.perf_counter() - began
     return plan
+
+
+def machines(ranks: int, node: int) -> str:
+    """The GPUs in words: "4", "2 nodes x 8"; "12 (2 nodes)" where they are not alike."""
+    nodes = math.ceil(ranks / node)
+    if nodes == 1:
+        return str(ranks)
+    return f"{ranks} ({nodes} nodes)" if ranks % nodes else f"{nodes} nodes x {ranks // nodes}"
 
 
 def _rungs(methods: list[str], flags: list[str]) -> list[tuple[str, tuple[str, ...]]]:
@@ -276,7 +320,9 @@ def answer_of(
     Raises: UserError for the user's mistakes.
     """
     began = time.perf_counter()
-    for depths in _depths(zero, shape, every):
+    if gpu is not None:
+        gpu = replace(gpu, node_gbs=hardware.NODE_LINK_GBS)  # no matter of memory: answers are kept by question
+    for depths in _depths(zero, shape, every, ranks):
         questions = [
             ghost.question(recipe, flags, ranks, rank, gpu=gpu, overrides={"num_hidden_layers": d} if d else None)
             for rank in asked
@@ -298,7 +344,7 @@ def answer_of(
     return max(answers, key=lambda answer: max(answer["total"].values()))
 
 
-def _depths(zero: int, shape: Shape, every: int) -> list[tuple]:
+def _depths(zero: int, shape: Shape, every: int, ranks: int) -> list[tuple]:
     """Pairs of numbers of layers, multiples of `every`, from which the whole may follow; last (None,): all of them."""
     buckets, pattern = zero in (1, 2), max(1, every)
     first, second = LAYERS_MEASURED[buckets]
@@ -307,6 +353,9 @@ def _depths(zero: int, shape: Shape, every: int) -> list[tuple]:
     if zero == 3 and shape.parameters * stored > KEPT_GATHERED:
         layer = (shape.parameters - 2 * shape.vocabulary * shape.hidden) / shape.layers
         first = max(first, math.ceil(KEPT_GATHERED / (layer * stored)))
+        if shape.trainable / ranks > 1.25 * STEPPED_AT_ONCE:  # else the line is at most 1.4 GiB too high, in one phase
+            small = STEPPED_AT_ONCE * ranks + shape.largest - 2 * shape.vocabulary * shape.hidden
+            first = max(first, math.ceil(small / layer) + 1)  # whole tensors are taken until there are enough
     if pattern > 1 and zero == 3:
         first += 4  # what is prefetched where no layer is recomputed settles later
     small, apart = (-(-count // pattern) * pattern for count in (first, apart))
@@ -345,15 +394,19 @@ def _extended(low: dict, high: dict, depths: tuple[int, int], layers: int) -> di
     return high | {"peak": peak, "total": total, "extended_from_layers": [small, large]} | numbers
 
 
-def candidates(method: str, flags: list[str], ranks: int, gpu, change: tuple[str, ...] = ()) -> list[Candidate]:
+def candidates(
+    method: str, flags: list[str], ranks: int, gpu, change: tuple[str, ...] = (),
+    node: int = closed_forms.GPUS_OF_A_NODE,
+) -> list[Candidate]:  # fmt: skip
     """All settings that the flags leave open, the fastest (by estimate) first.
 
-    Args: change: flags that are laid over them, of SMALLER_STATES.
+    Args: change: flags that are laid over them, of SMALLER_STATES; node: GPUs of a machine.
     Raises: UserError when the flags themselves are wrong.
     """
     recipe, disk = _recipe(method), world.value_of(flags, ("--offload_path",))
     flags = [*_planned(flags, method), *change]
     base = args.parse(recipe, flags, ranks, gpu)
+    hpz = _hpz(base, ranks, node)
     shape = _shape(base)
     fused, found, error = _fused(base, shape), [], None
     for zero, (offload, nvme), (every, away), micro in itertools.product(*_open(base, ranks, disk)):
@@ -367,13 +420,27 @@ def candidates(method: str, flags: list[str], ranks: int, gpu, change: tuple[str
             error = error or refused
             continue
         setting = Setting(zero, offload, every, micro, micro * base.max_length,
-                          base.effective_batch_size // (micro * ranks), ranks, away, nvme)  # fmt: skip
+                          base.effective_batch_size // (micro * ranks), ranks, away, nvme, node, hpz)  # fmt: skip
         parts = closed_forms.memory(shape, setting, base, fused)
         seconds = closed_forms.step_seconds(shape, setting, gpu, base.max_length)
         found.append(Candidate(own, method, setting, parts, seconds, shape, change=change))
     if not found:
         raise error or UserError("these flags leave no setting to plan.")
     return sorted(found, key=lambda c: (round(c.seconds, 4), c.setting.zero))
+
+
+def _hpz(settings, ranks: int, node: int) -> int:
+    """Ranks that share ZeRO++'s second copy; 1: there is none.
+
+    Raises: UserError for a copy that would lie on several nodes.
+    """
+    size = settings.zero_hpz_partition_size or 1
+    if ranks > node and node % size:
+        raise UserError(
+            f"--zero_hpz_partition_size {size}: its copies are gathered inside a node, so it must divide the {node} GPUs of "
+            f"a node of this plan (best: {node}); NODES= and GPUS= say which these are."
+        )
+    return size
 
 
 def _planned(flags: list[str], method: str) -> list[str]:
@@ -482,14 +549,14 @@ def _allowance(gpu, ranks: int) -> dict[str, int]:
     return found | ({"measured above plan on this GPU": learned} if learned else {})
 
 
-def _gpus_that_would_do(method: str, flags: list[str], ranks: int, gpu) -> int | None:
+def _gpus_that_would_do(method: str, flags: list[str], ranks: int, gpu, node: int) -> int | None:
     """The least doubling of the GPUs at which something fits by the closed forms; None up to 4096."""
     more = ranks
     while more < 4096:
         more *= 2
         limit = int(gpu.memory_gib * GIB) - sum(_allowance(gpu, more).values())
         try:
-            found = candidates(method, flags, more, gpu)
+            found = candidates(method, flags, more, gpu, node=node)
         except UserError:
             continue
         if any(candidate.peak <= limit for candidate in found):
@@ -497,11 +564,11 @@ def _gpus_that_would_do(method: str, flags: list[str], ranks: int, gpu) -> int |
     return None
 
 
-def _longest_that_fits(method: str, flags: list[str], ranks: int, gpu, limit: int) -> int | None:
+def _longest_that_fits(method: str, flags: list[str], ranks: int, gpu, limit: int, node: int) -> int | None:
     """The longest halving of --max_length at which something fits by the closed forms; None below 128."""
     length = args.parse(_recipe(method), _planned(flags, method), ranks, gpu).max_length // 2
     while length >= 128:
-        found = candidates(method, [*flags, "--max_length", str(length)], ranks, gpu)
+        found = candidates(method, [*flags, "--max_length", str(length)], ranks, gpu, node=node)
         if any(candidate.peak <= limit for candidate in found):
             return length
         length //= 2
@@ -570,9 +637,10 @@ def _fused(settings, shape: Shape) -> bool:
 def _setting(settings) -> Setting:
     every = settings.gradient_checkpointing_every if settings.gradient_checkpointing else 0
     micro = settings.per_device_train_batch_size
+    node = int(os.environ.get("LOCAL_WORLD_SIZE") or closed_forms.GPUS_OF_A_NODE)
     return Setting(int(settings.zero), settings.offload, every, micro, micro * settings.max_length,
                    settings.gradient_accumulation_steps, settings.world_size, settings.activation_offload,
-                   bool(settings.offload_path))  # fmt: skip
+                   bool(settings.offload_path), node, settings.zero_hpz_partition_size or 1)  # fmt: skip
 
 
 def check(settings, seconds: float | None = CHECK_SECONDS) -> dict | None:
@@ -625,9 +693,9 @@ def asked(flags: list[str]) -> bool:
     return _without(flags, "--zero", "auto") != flags
 
 
-def chosen_flags(recipe: str, flags: list[str], ranks: int) -> list[str]:
+def chosen_flags(recipe: str, flags: list[str], ranks: int, node: int = closed_forms.GPUS_OF_A_NODE) -> list[str]:
     """--zero auto: the flags of the fastest setting that fits this machine's GPUs; on a CPU the flags as they are,
-    where the stage goes by the number of processes.
+    where the stage goes by the number of processes. node: GPUs of a machine.
 
     Raises: NothingFits.
     """
@@ -637,7 +705,7 @@ def chosen_flags(recipe: str, flags: list[str], ranks: int) -> list[str]:
         return flags
     gpu = hardware.find("detect")
     bare = _without(flags, "--zero", "auto")
-    plan = search(_methods("", recipe, bare), bare, ranks, gpu, say=lambda text: print(text, flush=True))
+    plan = search(_methods("", recipe, bare), bare, ranks, gpu, say=lambda text: print(text, flush=True), node=node)
     from . import plan_report
 
     if plan.chosen is None:
@@ -709,8 +777,11 @@ def learned_allowance(device_name: str) -> int:
 
 
 def command(candidate: Candidate, ranks: int) -> str:
-    """The `make` line that runs it."""
-    words, rest = {"GPUS": str(ranks)}, []
+    """The `make` line that runs it; on several nodes that of the first one."""
+    nodes, rest = candidate.setting.nodes, []
+    words = {"GPUS": str(ranks)}
+    if nodes > 1 and ranks % nodes == 0:
+        words = {"GPUS": str(ranks // nodes), "NNODES": str(nodes), "NODE_RANK": "0", "MASTER_ADDR": "name-of-node-0"}
     flags = iter(candidate.flags)
     for word in flags:
         name, _, value = word.partition("=")
