@@ -23,17 +23,23 @@ SEQ ?=
 GPU ?=
 METHOD ?=
 NNODES ?=
+SBATCH ?=
+SWEEP ?=
 NODE_RANK ?=
 MASTER_ADDR ?=
+JOIN_TIMEOUT ?=
+INTERFACE ?=
 HOSTS ?=
 INCLUDE ?=
 EXCLUDE ?=
 NODES ?=
+SBATCH ?=
+SWEEP ?=
 RUN ?=
 MERGE ?=
 DTYPE ?=
 PUSH ?=
-VARIABLES := NNODES NODE_RANK MASTER_ADDR HOSTS INCLUDE EXCLUDE NODES RUN MERGE DTYPE PUSH GPUS ZERO OFFLOAD MODEL DATA CONFIG OUT ARGS PORT LAUNCHER EXTRAS SEQ GPU METHOD
+VARIABLES := NNODES NODE_RANK MASTER_ADDR JOIN_TIMEOUT INTERFACE HOSTS INCLUDE EXCLUDE NODES SBATCH SWEEP RUN MERGE DTYPE PUSH GPUS ZERO OFFLOAD MODEL DATA CONFIG OUT ARGS PORT LAUNCHER EXTRAS SEQ GPU METHOD
 # taken literally: a $ in a value stays a $
 $(foreach v,$(VARIABLES),$(eval override $(v) := $$(value $(v))))
 export $(VARIABLES)
@@ -56,17 +62,18 @@ KNOBS = $(if $(ZERO),--zero="$$ZERO") $(if $(OFFLOAD),--offload="$$OFFLOAD") $(i
 	$(if $(DATA),--data="$$DATA") $(if $(CONFIG),--config="$$CONFIG") $(if $(OUT),--output_dir="$$OUT")
 # `make show sft ...` shows what `make sft ...` would run
 SHOW = $(if $(filter show,$(MAKECMDGOALS)),--show)
+BETWEEN = $(if $(JOIN_TIMEOUT),--join_timeout="$$JOIN_TIMEOUT") $(if $(INTERFACE),--interface="$$INTERFACE")
 # where it runs: on the hosts of HOSTS=, as one machine of NNODES=, or here
 PLACE = $(if $(HOSTS),launchers/hostfile.sh --hosts="$$HOSTS" $(if $(INCLUDE),--include="$$INCLUDE") \
 	$(if $(EXCLUDE),--exclude="$$EXCLUDE") $(if $(GIVEN_GPUS),--gpus="$$GPUS") $(if $(MASTER_ADDR),--master_addr="$$MASTER_ADDR"),\
 	$(if $(NNODES),launchers/multinode.sh --nnodes="$$NNODES" --node_rank="$$NODE_RANK" --master_addr="$$MASTER_ADDR",\
 	launchers/local.sh) --gpus="$$GPUS" --launcher="$$LAUNCHER")
-LAUNCH = PYTHON="$(PY)" $(PLACE) --port="$$PORT" --args="$$ARGS" $(SHOW)
+LAUNCH = PYTHON="$(PY)" $(PLACE) $(BETWEEN) --port="$$PORT" --args="$$ARGS" $(SHOW)
 
-.PHONY: help sft lora resume export chat show doctor plan plan-validate probe ledger data install lint test test-cluster test-all bench-peers clean
+.PHONY: help sft lora resume export chat slurm status cancel show doctor plan plan-validate probe ledger data install lint test test-cluster test-all bench-peers clean
 help: ## this list
 	@echo 'zerofit: fine-tune language models with Accelerate and DeepSpeed ZeRO'
-	@echo; grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | awk -F'\t' '{printf "  make %-11s %s\n", $$1, $$2}'
+	@echo; grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | awk -F'\t' '{printf "  make %-13s %s\n", $$1, $$2}'
 	@echo; echo '  GPUS=n  ZERO=0|1|2|3  OFFLOAD=none|optimizer|all  MODEL=folder-or-hub-id  DATA=file-folder-or-hub-id'
 	@echo '  CONFIG=file.yaml  OUT=run-folder  ARGS="--any_flag value"  PORT=n  LAUNCHER=torchrun|accelerate|deepspeed'
 	@echo '  several machines: NNODES=2 NODE_RANK=0 MASTER_ADDR=host0 on each, or HOSTS=hostfile on one (docs/multinode.md)'
@@ -83,7 +90,7 @@ resume: $(STAMP) ## go on with RUN=runs/x from its newest good checkpoint (on ot
 	@test -n "$$RUN" || { echo 'zerofit: error: make resume: name the run folder with RUN=runs/...' >&2; exit 2; }
 	@PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit resume --launcher="$$LAUNCHER" \
 		--port="$$PORT" $(if $(GIVEN_GPUS),--gpus="$$GPUS") --args="$$ARGS" $(if $(NNODES),--nnodes="$$NNODES" \
-		--node_rank="$$NODE_RANK" --master_addr="$$MASTER_ADDR") "$$RUN" \
+		--node_rank="$$NODE_RANK" --master_addr="$$MASTER_ADDR" $(BETWEEN)) "$$RUN" \
 		$(if $(ZERO),--zero="$$ZERO") $(if $(OFFLOAD),--offload="$$OFFLOAD")
 
 export: $(STAMP) ## a plain Hugging Face folder of RUN=runs/x, compared with what was trained (MERGE=1 DTYPE=bf16 OUT= PUSH=user/name)
@@ -95,16 +102,28 @@ chat: $(STAMP) ## talk to RUN=runs/x in the terminal (ARGS="--temperature 0.7")
 	@test -n "$$RUN" || { echo 'zerofit: error: make chat: name what to talk to with RUN=runs/...' >&2; exit 2; }
 	@set -f; PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit chat $$ARGS "$$RUN"
 
+slurm: $(STAMP) ## the same as a SLURM job that saves, is requeued and goes on (NODES=4 GPUS=8 RECIPE= SBATCH="--partition=x" SWEEP=file)
+	@PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit slurm --nodes="$${NODES:-1}" --gpus="$$GPUS" \
+		--sbatch="$$SBATCH" --sweep="$$SWEEP" --args="$$ARGS" $(if $(SHOW),--print) recipes/$(RECIPE).py $(KNOBS)
+
+status: $(STAMP) ## how the job of RUN=runs/x stands
+	@test -n "$$RUN" || { echo 'zerofit: error: make status: name the run folder with RUN=runs/...' >&2; exit 2; }
+	@PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit status "$$RUN"
+
+cancel: $(STAMP) ## end the job of RUN=runs/x after a save
+	@test -n "$$RUN" || { echo 'zerofit: error: make cancel: name the run folder with RUN=runs/...' >&2; exit 2; }
+	@PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit cancel "$$RUN"
+
 show: $(STAMP) ## print the exact command, environment and arguments (make show lora GPUS=2 ...); start nothing
-	@$(if $(filter sft lora data,$(MAKECMDGOALS)),true,$(LAUNCH) recipes/$(RECIPE).py $(KNOBS))
+	@$(if $(filter sft lora data slurm,$(MAKECMDGOALS)),true,$(LAUNCH) recipes/$(RECIPE).py $(KNOBS))
 
 doctor: $(STAMP) ## what of this machine would stop a job, slow it down or spoil it, with the mending (ARGS=--json)
 	@set -f; PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit doctor \
 		$(if $(filter-out 1,$(GPUS)),--gpus="$$GPUS") $(if $(PORT),--port="$$PORT") $(if $(OUT),--out="$$OUT") $(if $(NODES),--nodes="$$NODES") $$ARGS
 
-plan: $(STAMP) ## whether it fits and the fastest setting that does; no weights, no GPU (MODEL= GPUS= GPU=h100-80g METHOD=auto)
+plan: $(STAMP) ## whether it fits and the fastest setting that does; no weights, no GPU (MODEL= GPUS= NODES= GPU=h100-80g METHOD=auto)
 	@PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit plan --recipe=$(RECIPE) --gpus="$$GPUS" \
-		--gpu="$$GPU" --method="$$METHOD" --args="$$ARGS" --out="$$OUT" $(filter-out --output_dir%,$(KNOBS))
+		--nodes="$$NODES" --gpu="$$GPU" --method="$$METHOD" --args="$$ARGS" --out="$$OUT" $(filter-out --output_dir%,$(KNOBS))
 
 plan-validate: $(STAMP) ## plans against real runs: on a GPU its allocator, else the CPU's tensors byte for byte
 	@set -f; $(PY) benchmarks/plan.py $$ARGS

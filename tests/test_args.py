@@ -20,7 +20,7 @@ def test_the_kits_own_flags_are_frozen():
         "RunArguments": """
             config zero offload effective_batch_size preset probe memory_limit dry_run force gpu gpus show
             gradient_checkpointing_every gradient_checkpointing_policy activation_offload
-            memory_report save_every_minutes resume_anyway on_nan max_nan_steps max_tokens_per_sample num_samples
+            memory_report save_every_minutes node_local_storage resume_anyway on_nan max_nan_steps max_tokens_per_sample num_samples
         """,
         "SupervisionArguments": """
             on_oom canary max_restarts hang_timeout

@@ -98,6 +98,12 @@ class RunArguments:
     save_every_minutes: float = field(
         default=0.0, metadata={"help": "Save a checkpoint this long after the last one, beside --save_steps; 0: never."}
     )
+    node_local_storage: bool = field(
+        default=False,
+        metadata={
+            "help": "Several machines without a shared disk: each keeps its ranks' part of a checkpoint on its own (ZeRO 1 to 3)."
+        },
+    )
     resume_anyway: bool = field(
         default=False,
         metadata={"help": "Resume although model, data or effective batch are others than the checkpoint's."},

@@ -12,7 +12,7 @@ import time
 import zipfile
 from pathlib import Path
 
-from . import __version__, report, world
+from . import __version__, links, node_disks, report, world
 from .errors import UserError
 
 FACTS = "zerofit.json"
@@ -36,9 +36,10 @@ def save(trainer, write) -> None:
     written, which is said, and training goes on.
     Raises: RuntimeError when what was written is not what was trained.
     """
-    args, state = trainer.args, trainer.state
+    args, state, local = trainer.args, trainer.state, trainer.settings.node_local_storage
     run, name = Path(args.output_dir), f"checkpoint-{state.global_step}"
-    if not world.broadcast(_has_room(run) if args.process_index == 0 else None):
+    writes = args.process_index == 0 or (local and links.first_of_node())  # of each disk, one rank
+    if not all(world.gathered(_has_room(run) if writes else True)):
         return
     trainer.saving_to = run / ASIDE
     try:
@@ -50,11 +51,17 @@ def save(trainer, write) -> None:
         if args.process_index == 0:
             state.save_to_json(str(run / ASIDE / name / "trainer_state.json"))
     world.barrier()  # every rank has written its files
-    hashes = _hashes(run / ASIDE / name, args)
+    if local:
+        node_disks.spread(run / ASIDE / name)
+    here, elsewhere = _hashes(run / ASIDE / name, local)
     if args.process_index == 0:
         verify(run / ASIDE / name, trainer)
-        report.write_json(run / ASIDE / name / FACTS, _facts(trainer, hashes))
+    if writes:
+        facts = _facts(trainer, here) | ({"elsewhere": elsewhere} if elsewhere else {})
+        report.write_json(run / ASIDE / name / FACTS, facts)
         _publish(run, name)
+    world.barrier()  # it is on every disk before the older ones go
+    if writes:
         from transformers.trainer_utils import rotate_checkpoints
 
         rotate_checkpoints(str(run), args.save_total_limit, state.best_model_checkpoint)
@@ -76,14 +83,22 @@ def _has_room(run: Path) -> bool:
     return False
 
 
-def _hashes(folder: Path, args) -> dict[str, list]:
-    """{file: [bytes, hash]}, synced to the disk; each rank does its share of the files. Collective."""
+def _hashes(folder: Path, local: bool) -> tuple[dict[str, list], dict[str, list]]:
+    """{file: [bytes, hash]} of this disk's files and of those that only other machines have, synced to the disk. Collective.
+
+    The ranks that share a disk (all; local: those of a machine) share the work.
+    """
+    of_disk = links.node() if local else ""
+    ranks = [r for r, place in enumerate(world.gathered(of_disk)) if place == of_disk]
     files = sorted(f for f in folder.rglob("*") if f.is_file())
     mine = {
         str(f.relative_to(folder)): [f.stat().st_size, _hash(f, sync=True)]
-        for f in files[args.process_index :: args.world_size]
+        for f in files[ranks.index(world.rank()) :: len(ranks)]
     }
-    return {name: entry for part in world.gathered(mine) for name, entry in part.items()}
+    here, elsewhere = {}, {}
+    for rank, part in enumerate(world.gathered(mine)):
+        (here if rank in ranks else elsewhere).update(part)
+    return here, {name: entry for name, entry in elsewhere.items() if name not in here}
 
 
 def _hash(file: Path, sync: bool = False) -> str:
@@ -307,6 +322,8 @@ def check_same(settings, train_set) -> None:
     Another stage, rank count or offload: its states are split anew (resharding.py), which is decided here.
     Raises: UserError for what differs and would make another run of it (--resume_anyway: for another recipe only).
     """
+    from . import shards
+
     settings.fingerprints = fingerprints(settings, train_set)  # once: a hub model's configuration is asked for
     asked = settings.resume_from_checkpoint
     if not asked:
@@ -321,6 +338,8 @@ def check_same(settings, train_set) -> None:
             f"with --model (recipes/lora.py: `zerofit export {asked} --merge` first)."
         )
     _choose_way(settings, known, Path(asked).name)
+    if settings.resharded:
+        shards.check_whole(Path(asked))
     if settings.resume_anyway:
         return
     flags = {"effective_batch_size": ": it would go on at another place of the data", "optim": "", "precision": ""}

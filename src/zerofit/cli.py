@@ -9,6 +9,9 @@ USAGE = """usage: zerofit launch [--gpus N] [--show] recipes/sft.py [flags]     
        zerofit launch recipes/sft.py --help                          every flag of a recipe
        zerofit launch --nnodes 2 --node_rank 0 --master_addr HOST    this machine's part of a job on several
        zerofit hosts --hosts FILE recipes/sft.py [flags]             a job on the hosts of a DeepSpeed hostfile, over ssh
+       zerofit slurm --nodes N --gpus G recipes/sft.py [flags]       the same as a SLURM job (--print: only show the file)
+       zerofit kubernetes --nodes N --image I ... recipes/sft.py     the same as a manifest for Kubeflow
+       zerofit status|cancel runs/<run>                              how a job stands; end it
        zerofit data [--recipe sft] [--out FOLDER] [flags]            what it would train on; no model, no GPU
        zerofit probe [--recipe sft] [--gpus N] [flags]               the largest micro batch that fits
        zerofit plan [--gpu h100-80g] [--gpus N] [flags]              whether it fits, and the fastest setting that does
@@ -21,7 +24,8 @@ USAGE = """usage: zerofit launch [--gpus N] [--show] recipes/sft.py [flags]     
 # verb: the module whose main() (or the function after the dot) it is; imported when it is asked for, as each brings its libraries
 VERBS = {"launch": "launch", "data": "inspection", "probe": "probe", "plan": "planner", "doctor": "doctor",
          "replay": "replay", "resume": "resume", "export": "export", "chat": "talk",
-         "hosts": "hostfile", "join": "hostfile.join"}  # fmt: skip
+         "hosts": "hostfile", "join": "hostfile.join", "kubernetes": "kubernetes", "slurm": "slurm", "status": "status",
+         "cancel": "cancel"}  # fmt: skip
 
 
 def main() -> None:

@@ -420,7 +420,8 @@ def installation() -> list[Finding]:
 def of_job(settings, net) -> list[Finding]:
     """What concerns this job and costs nothing. net: the model on the meta device."""
     found = room(settings, net)
-    found += [f for f in variables() if not settings.use_cpu or not f.name.startswith(("CUDA", "NCCL", "PYTORCH"))]
+    of_gpus = ("CUDA", "NCCL", "PYTORCH", "DS_ACCELERATOR")  # on a CPU the last is our own
+    found += [f for f in variables() if not settings.use_cpu or not f.name.startswith(of_gpus)]
     if not settings.use_cpu:
         found += gpus()
     if settings.offload != "none" or settings.activation_offload:

@@ -17,7 +17,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import args, place, report, world
+from . import args, launch, place, report, world
 from .errors import UserError
 
 # What the hosts get of this machine's environment.
@@ -33,7 +33,7 @@ PASSED_ON = (
     "TORCH_",
     "ZEROFIT_",
 )
-PASSED_BY_NAME = ("OMP_NUM_THREADS", "HTTPS_PROXY", "HTTP_PROXY", "NO_PROXY", "DS_ACCELERATOR", "CUDA_HOME")
+PASSED_BY_NAME = ("OMP_NUM_THREADS", "HTTPS_PROXY", "HTTP_PROXY", "NO_PROXY", "CUDA_HOME")
 SSH_SECONDS = 10  # in which a host must answer
 END_SECONDS = 30.0  # that the others get to end when node 0 has
 
@@ -71,6 +71,8 @@ def main(argv: list[str]) -> None:
     given = parser.parse_args(argv)
     hosts = read(Path(given.hosts), given.include, given.exclude, given.gpus)
     flags, _ = args.command_line(Path(given.recipe).stem, given.flags, given.args)
+    if len(hosts) > 1:
+        launch.check_for_nodes(flags)
     env = {k: v for k, v in os.environ.items() if k.startswith(PASSED_ON) or k in PASSED_BY_NAME}
     if token := world.value_of(flags, ("--hub_token", "--hub-token")):
         from . import probe
@@ -245,8 +247,6 @@ def join(argv: list[str]) -> None:
         raise UserError("zerofit join: the connection ended before the job came.")
     os.environ.update(job["env"])
     threading.Thread(target=_listen, args=(source,), daemon=True).start()
-    from . import launch
-
     launch.main(job["argv"][1:])
 
 

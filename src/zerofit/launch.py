@@ -39,6 +39,7 @@ def main(argv: list[str]) -> None:
         args.build_parser(recipe.stem).print_help()
         return
     here = place.of(given)
+    _without_a_launchers_variables()
     flags = _token_into_environment(flags)
     _check_devices(count, use_cpu=any(f.startswith(("--use_cpu", "--use-cpu")) for f in flags))
     if here is None:
@@ -46,7 +47,10 @@ def main(argv: list[str]) -> None:
     elif given.show:
         _show_nodes(here, recipe, flags, count)
     else:
-        _check_for_nodes(given, flags)
+        check_for_nodes(flags, given.launcher)
+        if here.least == here.most:  # a mistake in the flags is said before anybody waits
+            ranks = count * here.most
+            start.settings(recipe.stem, [*flags, "--gpus", str(ranks)], ranks)
         crew = nodes.Nodes(here, count, peers.software(recipe.stem))
         with crew.telling():
             _launch(given, recipe, flags, count, crew)
@@ -57,13 +61,9 @@ def _launch(given, recipe: Path, flags: list[str], count: int, crew: nodes.Nodes
     ranks = count
     if crew:
         crew.gather()
-        ranks = crew.processes
-    if crew is None or crew.leads:
-        flags = planner.chosen_flags(recipe.stem, flags, ranks) if planner.asked(flags) else flags
-        if crew:
-            crew.begin_with(flags)
+        flags, ranks = _members(crew, recipe.stem, flags)
     elif planner.asked(flags):
-        flags = crew.board["flags"]
+        flags = planner.chosen_flags(recipe.stem, flags, ranks)
     flags += ["--gpus", str(ranks)]
     settings = start.settings(recipe.stem, flags, ranks)
     env = environment(count)
@@ -101,6 +101,35 @@ def _launch(given, recipe: Path, flags: list[str], count: int, crew: nodes.Nodes
     raise SystemExit(supervise.run(job) if decides else supervise.follow(job))
 
 
+def _members(crew: nodes.Nodes, recipe: str, flags: list[str]) -> tuple[list[str], int]:
+    """Node 0 says which of the nodes that are here the job begins with: as many as the batch can be dealt out to.
+
+    Returns: the recipe's flags (--zero auto: with the choice in its place), the processes of the job.
+    """
+    if not crew.leads:
+        return crew.board["flags"] if planner.asked(flags) else flags, crew.processes
+    here = crew.here()
+    while True:
+        ranks = sum(gpus for _, gpus in here)
+        try:
+            chosen = planner.chosen_flags(recipe, flags, ranks, node=here[0][1]) if planner.asked(flags) else flags
+            start.settings(recipe, [*chosen, "--gpus", str(ranks)], ranks)
+            break
+        except UserError:
+            if len(here) == crew.place.least:
+                raise
+            here = here[:-1]
+    crew.begin_with(here, chosen)
+    return chosen, ranks
+
+
+def _without_a_launchers_variables() -> None:
+    """What Kubernetes' operators or another launcher have set is not for the ranks, which get their own."""
+    for name in list(os.environ):
+        if name in world.LAUNCHER_SETS or name.startswith("PET_"):
+            del os.environ[name]
+
+
 def _token_into_environment(flags: list[str]) -> list[str]:
     """--hub_token goes to the ranks as HF_TOKEN: a command line can be read by everybody on the machine."""
     token = world.value_of(flags, ("--hub_token", "--hub-token"))
@@ -109,10 +138,10 @@ def _token_into_environment(flags: list[str]) -> list[str]:
     return probe.drop(flags, "--hub_token")
 
 
-def _check_for_nodes(given, flags: list[str]) -> None:
+def check_for_nodes(flags: list[str], launcher: str = "torchrun") -> None:
     """Raises: UserError for what works on one machine only."""
-    if given.launcher != "torchrun":
-        raise UserError(f"LAUNCHER={given.launcher}: several machines are started by torchrun; leave LAUNCHER out.")
+    if launcher != "torchrun":
+        raise UserError(f"LAUNCHER={launcher}: several machines are started by torchrun; leave LAUNCHER out.")
     found = args.with_auto_as_probe(flags)
     if world.value_of(found, ("--probe",)) not in (None, "false"):
         raise UserError(

@@ -20,6 +20,16 @@ def node() -> str:
     return os.environ.get("GROUP_RANK") or socket.gethostname()
 
 
+def first_of_node() -> bool:
+    """Whether this is the rank that does what is done once on each machine."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def of_nodes(value) -> list:
+    """The value of each machine's first rank; collective."""
+    return [found for first, found in world.gathered((first_of_node(), value)) if first]
+
+
 def several_nodes() -> bool:
     return world.size() > int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or world.size())
 
@@ -35,7 +45,9 @@ def check(settings, train_set, eval_set) -> None:
         return
     with _bounded():
         facts = peers.software(settings.recipe) | peers.of_job(settings, train_set, eval_set)
-        found = dict(reversed(world.gathered((f"node {node()} ({socket.gethostname()})", facts))))  # of each node's first rank
+        found = dict(
+            reversed(world.gathered((f"node {node()} ({socket.gethostname()})", facts)))
+        )  # of each node's first rank
         if sentence := peers.difference([*reversed(found.items())]):
             raise UserError(sentence)
         _exchange(settings.use_cpu)
@@ -143,10 +155,12 @@ def check_disk(settings, folder: Path) -> None:
     ]
     if world.rank() == 0:
         mark.unlink()
-    if blind and settings.save_strategy != "no":
+    if settings.node_local_storage and not blind:
+        raise UserError(f"--node_local_storage: all nodes see the same disk at {folder}; leave it out.")
+    if blind and settings.save_strategy != "no" and not settings.node_local_storage:
         raise UserError(
             f"--output_dir {folder}: {blind[0]} does not see the disk that node 0 has there, and its part of each checkpoint "
-            "would be missing; name a folder that all nodes share, or --save_strategy no."
+            "would be missing; name a folder that all nodes share, or --node_local_storage true, or --save_strategy no."
         )
 
 

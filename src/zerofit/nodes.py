@@ -20,7 +20,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from . import failure, peers, place, world
-from .errors import UserError
+from .errors import EXIT_CODES, UserError
 
 BEAT_SECONDS = 0.5
 LOST_SECONDS = 15.0
@@ -46,7 +46,7 @@ class Nodes:
         self.news: dict[int, float] = {}  # when a node's document last changed, seconds of time.monotonic()
         self.board_news = time.monotonic()
         self.number, self.members, self.lost = 0, [], []
-        self.stop_written = self.killed = False
+        self.stop_written = self.killed = self.asked_to_end = False
         self.failing_since: float | None = None
         self.change = ""  # why an elastic job goes on with other nodes
         self.seen: deque = deque(maxlen=20)  # (time, step) of the polls
@@ -207,18 +207,22 @@ class Nodes:
         if self.leads:
             self._compare("facts")
 
-    def begin_with(self, flags: list[str]) -> None:
+    def here(self) -> list[tuple[int, int]]:
+        """(node, its processes) of those that are here, node 0 first. Node 0 only."""
+        return [(r, self.documents[r]["gpus"]) for r in self.present()]
+
+    def begin_with(self, members: list[tuple[int, int]], flags: list[str]) -> None:
         """Say who the job's nodes are, and the recipe's flags. Node 0 only."""
-        self.announce(members={str(r): self.documents[r]["gpus"] for r in self.present()}, flags=flags)
+        self.announce(members={str(r): gpus for r, gpus in members}, flags=flags)
 
     @property
     def processes(self) -> int:
-        """Of all nodes that are here (node 0, before the job begins), or of the job as it is."""
-        if "order" in self.board:
+        """Of the attempt; before it, of the nodes that the job began with. A node that comes later prepares as those did."""
+        if self.number:
             return sum(self.board["order"]["members"].values())
         if "members" in self.board:
             return sum(self.board["members"].values())
-        return sum(self.documents[r]["gpus"] for r in self.present())
+        return sum(gpus for _, gpus in self.here())
 
     def _is_gathered(self) -> bool:
         here = self.present()
@@ -312,6 +316,8 @@ class Nodes:
                 if str(self.place.rank) in order["members"]:
                     return {"order": order}
                 self.number = order["number"]
+                if self.asked_to_end:
+                    return {"end": {"code": EXIT_CODES["stopped"], "sentence": ""}}
                 print(f"{self.name}: not needed for attempt {self.number}; waiting", flush=True)
             if time.monotonic() - self.board_news > LOST_SECONDS:
                 sentence = f"node 0 ({self.place.address}) is not heard of for {LOST_SECONDS:.0f} s"
@@ -343,6 +349,7 @@ class Nodes:
         pulses = failure.pulses(records)
         steps = [step for _, step, _ in pulses.values()]
         self.say(pulse={"ranks": len(steps), "step": max(steps, default=0)}, heard=heard[0] if heard else None)
+        self.asked_to_end = bool(heard)
         if self.leads:
             self.decide()
         stop, kill = self.board.get("stop") or {}, self.board.get("kill") or {}
@@ -481,14 +488,21 @@ class Nodes:
         """The nodes of the next attempt, {node: processes}; waits for lost ones to come back where they are too few. None:
         they did not come. Node 0 only."""
         leaving = {r for r, d in self.documents.items() if d.get("heard") and r}
-        deadline = time.monotonic() + self.place.timeout
+        deadline, said = time.monotonic() + self.place.timeout, False
         while True:
             here = [r for r in self.present() if r not in leaving and (r == 0 or self._fits_in(r))]
             if len(here) >= self.place.least:
                 return {r: self.documents[r]["gpus"] for r in self.usable(here)}
             if time.monotonic() > deadline:
                 return None
+            if not said:
+                said = True
+                print(f"zerofit: {len(here)} of {self.place.least} nodes are here; waiting {self.place.timeout:.0f} s for "
+                      f"{self._gone(here)} to be started again, by the same command", file=sys.stderr, flush=True)  # fmt: skip
             time.sleep(BEAT_SECONDS / 2)
+
+    def _gone(self, here: list[int]) -> str:
+        return ", ".join(self.host(r) for r in map(int, self.board["members"]) if r not in here)
 
 
 def torchrun(here: place.Place, members: dict[int, int], script: list[str]) -> list[str]:

@@ -95,15 +95,13 @@ def reach(place: Place) -> str:
 
     Raises: UserError after --join_timeout, with what the network said.
     """
-    try:
-        socket.getaddrinfo(place.address, place.port)
-    except socket.gaierror as error:
-        raise UserError(f"MASTER_ADDR={place.address}: this machine does not know that name ({error.strerror}); use the address.") from None  # fmt: skip
     deadline, said, reason = time.monotonic() + place.timeout, time.monotonic(), "no answer"
     while (left := deadline - time.monotonic()) > 0:
         try:
             with socket.create_connection((place.address, place.port), timeout=min(5.0, left)) as probe:
                 return probe.getsockname()[0]
+        except socket.gaierror as error:  # a pod's name comes late
+            reason = f"this machine does not know that name: {error.strerror}"
         except OSError as error:
             reason = (error.strerror or str(error) or "no answer").lower()
         if time.monotonic() - said > 10:

@@ -3,6 +3,7 @@
 Files are memory-mapped: what is not asked for is not read.
 """
 
+import json
 import math
 import re
 from dataclasses import dataclass, field
@@ -52,6 +53,7 @@ def read(checkpoint: Path) -> States:
 
     Raises: UserError for a folder whose optimizer states are not in its files, or split by more than ZeRO.
     """
+    check_whole(checkpoint)
     folder = checkpoint / (checkpoint / "latest").read_text().strip()
     files = sorted(folder.glob("*optim_states.pt"), key=_rank)
     saved = [_load(file)["optimizer_state_dict"] for file in files]
@@ -78,6 +80,17 @@ def read(checkpoint: Path) -> States:
         name: module[name] for name in ("global_steps", "global_samples", "skipped_steps") if name in module
     }
     return states
+
+
+def check_whole(checkpoint: Path) -> None:
+    """Raises: UserError for the part of one machine (--node_local_storage) without the others'."""
+    facts = checkpoint / "zerofit.json"
+    elsewhere = json.loads(facts.read_text(encoding="utf-8")).get("elsewhere", {}) if facts.exists() else {}
+    if missing := [name for name in elsewhere if not (checkpoint / name).exists()]:
+        raise UserError(
+            f"{checkpoint}: holds one machine's part (--node_local_storage), and {len(missing)} files of the others are missing, "
+            f"e.g. {missing[0]}; copy them in, on each of the others: rsync -a --ignore-existing {checkpoint}/ HOST:{checkpoint}/."
+        )
 
 
 def saved_by(checkpoint: Path) -> tuple[str, int]:

@@ -5,7 +5,7 @@ import os
 import sys
 from pathlib import Path
 
-from . import adapters, args, quantized, quiet, world
+from . import adapters, args, node_disks, quantized, quiet, world
 
 quiet.libraries()
 
@@ -62,6 +62,7 @@ def _check(found: args.Settings) -> None:
 
     techniques.check(found)
     adapters.resolve(found)
+    node_disks.resolve(found)
     quantized.resolve(found)
     _choose_batches(found)
     stream.choose(found)
@@ -93,6 +94,8 @@ def processes(settings: args.Settings, train_set, eval_set):
     chosen = world.broadcast((folder, settings.resume_from_checkpoint))
     settings.values["output_dir"], settings.values["resume_from_checkpoint"] = chosen
     links.check_disk(settings, Path(chosen[0]))
+    if settings.node_local_storage and links.several_nodes():
+        node_disks.agree(settings, Path(chosen[0]))
     arguments = train.training_arguments(settings)
     if settings.memory_report:
         memory_report.start(settings)

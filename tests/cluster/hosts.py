@@ -175,12 +175,20 @@ class Host:
         """From here on this host has its own empty folder at `path`; where it lies, seen from outside."""
         path = Path(path)
         own = self.folder / "private" / str(path.absolute()).strip("/").replace("/", "_")
+        self.own[path.absolute()] = own
         own.mkdir(parents=True)
         if not path.exists():
             path.mkdir(parents=True)
             self.bed.made.append(path)
         self.check(["mount", "--bind", str(own), str(path)])
         return own
+
+    def seen(self, path: Path) -> Path:
+        """Where a file of this host's lies, seen from outside."""
+        for shown, own in self.own.items():
+            if path.is_relative_to(shown):
+                return own / path.relative_to(shown)
+        return path
 
     # --- processes ---
     def words(self, words: list, cwd=None) -> list[str]:

@@ -1,14 +1,17 @@
 """Several machines, started by hand: the same training as on one, and no hang, orphan or half a job when something breaks."""
 
 import re
+import shutil
 import signal
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from conftest import ROOT, TINY, Run, run_world
 
-from zerofit import nodes, report
+from zerofit import nodes, report, shards
+from zerofit.errors import UserError
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 DATA = ["--data", str(TINY / "train.jsonl"), "--learning_rate", "1e-3", "--num_samples", "0", "--logging_steps", "1"]
@@ -202,7 +205,7 @@ def test_a_machine_that_dies_comes_back(hosts, tmp_path, undisturbed, cut):
     if cut:
         second.cut()
     second.kill()
-    wait_for(lambda: (out / "attempts" / "1").exists() or "lost" in first.text(), 90)
+    wait_for(lambda: "1 of 2 nodes are here; waiting 60 s for node 1 (host1)" in first.text(), 90)
     if cut:
         second.mend()
     again = launch(second, 1, "sft", flags, log="again.txt")
@@ -226,23 +229,73 @@ def test_a_link_that_is_cut_for_good(hosts, tmp_path):
     nothing_is_left(bed)
 
 
-def test_elastic_one_leaves_and_one_joins(hosts, tmp_path, undisturbed):
+def test_a_run_folder_that_is_not_shared(hosts, tmp_path):
+    """Refused; with --node_local_storage each machine keeps its part, goes on from it, and the parts make a whole."""
+    disk = tmp_path / "disk"
+    first, second = bed = hosts(2, private=[disk])
+    flags = [*LONG, "--max_steps", "12", "--output_dir", str(disk / "run")]
+    refused = [launch(host, rank, "sft", flags, log="refused.txt") for rank, host in enumerate(bed)]
+    assert 0 not in ends(*refused, seconds=120)
+    assert "node 1 (host1) does not see the disk that node 0 has there" in first.text("refused.txt")
+    flags += ["--node_local_storage", "true", "--resume_from_checkpoint", "auto"]
+    assert ends(*(launch(host, rank, "sft", flags) for rank, host in enumerate(bed))) == [0, 0], first.text()
+    whole = curve(first.seen(disk / "run"))
+    assert len(whole) == 12
+    for host, shard in ((first, "pp_rank_0"), (second, "pp_rank_1")):
+        held = [f.name for f in (host.seen(disk / "run") / "checkpoint-10").rglob("*optim_states.pt")]
+        assert len(held) == 1 and shard in held[0]
+    # on from step 10, which each has its part of
+    for name in ("result.json", "report.json"):
+        (first.seen(disk / "run") / name).unlink(missing_ok=True)
+    for host in bed:
+        shutil.rmtree(host.seen(disk / "run") / "checkpoint-12", ignore_errors=True)
+    again = [launch(host, rank, "sft", flags, log="again.txt") for rank, host in enumerate(bed)]
+    assert ends(*again) == [0, 0], first.text("again.txt")
+    assert "step 11/12" in first.text("again.txt") and "step 10/12" not in first.text("again.txt")
+    assert curve(first.seen(disk / "run")) == pytest.approx(whole, rel=1e-6)
+    nothing_is_left(bed)
+    # consolidated: one part says what is missing, all parts in one folder can be read at any rank count
+    part, other = (host.seen(disk / "run") / "checkpoint-10" for host in bed)
+    with pytest.raises(UserError, match="holds one machine's part"):
+        shards.read(part)
+    shutil.copytree(
+        other,
+        part,
+        dirs_exist_ok=True,
+        ignore=lambda folder, names: [n for n in names if (part / Path(folder).relative_to(other) / n).is_file()],
+    )
+    states = shards.read(part)
+    assert states.step == 10 and all(states.whole(name).isfinite().all() for name in states.shapes)
+
+
+def test_elastic_one_joins_one_leaves_and_comes_again(hosts, tmp_path):
     first, second, third = bed = hosts(3)
     out = tmp_path / "run"
-    flags = [*LONG, "--max_steps", "120", "--output_dir", str(out), "--resume_from_checkpoint", "auto"]
-    started = [launch(host, rank, "sft", flags, "1:3") for rank, host in enumerate([first, second])]
-    wait_for(is_at(out, 8))
-    started.append(launch(third, 2, "sft", flags, "1:3"))
-    wait_for(lambda: "on 3 nodes" in first.text(), 240)
-    wait_for(lambda: "world_size" in (out / "run.json").read_text() and Run(out).json("run.json")["world_size"] == 3)
-    seen = len(Run(out).metrics)
-    wait_for(is_at(out, seen + 3))
-    started[1].send_signal(signal.SIGTERM)
-    found = ends(*started, seconds=400)
-    assert found[0] == found[2] == 0 and found[1] == 75, first.text() + second.text() + third.text()
+    flags = [*LONG[:-2], "--max_steps", "300", "--output_dir", str(out), "--resume_from_checkpoint", "auto"]
+    leader, leaving = (launch(host, rank, "sft", flags, "1:3") for rank, host in enumerate([first, second]))
+
+    def goes_on(attempt):
+        """Until some steps of this attempt are made."""
+        wait_for(lambda: f"attempt {attempt}, from checkpoint-" in first.text(), 240)
+        seen = len(Run(out).metrics)
+        wait_for(is_at(out, seen + 3))
+
+    wait_for(is_at(out, 4))
+    joined = launch(third, 2, "sft", flags, "1:3")
+    goes_on(2)
+    leaving.send_signal(signal.SIGTERM)
+    assert ends(leaving, seconds=60) == [75], second.text()
+    goes_on(3)
+    again = launch(second, 1, "sft", flags, "1:3", log="again.txt")
+    goes_on(4)
+    assert ends(leader, joined, again, seconds=400) == [0, 0, 0], first.text()
     attempts = Run(out).json("report.json")["attempts"]
-    assert [a["kind"] for a in attempts] == ["stopped", "stopped", "finished"]
-    assert "node 2 (host2) joined" in attempts[0]["what_next"] and "asked to leave" in attempts[1]["what_next"]
-    assert sorted(curve(out)) == list(range(1, 121))
-    assert Run(out).json("result.json")["world_size"] == 2
+    assert [a["kind"] for a in attempts] == ["stopped", "stopped", "stopped", "finished"]
+    assert [a["what_next"] for a in attempts] == [
+        "node 2 (host2) joined, on 3 nodes with 3 processes", "node 1 (host1) was asked to leave, on 2 nodes with 2 processes",
+        "node 1 (host1) joined, on 3 nodes with 3 processes", "",
+    ]  # fmt: skip
+    assert sorted(curve(out)) == list(range(1, 301)) and Run(out).json("result.json")["world_size"] == 3
+    facts = Run(out).json("run.json")["arguments"]
+    assert facts["effective_batch_size"]["value"] == 12 and facts["zero"]["value"] == "2"
     nothing_is_left(bed)
