@@ -1,6 +1,8 @@
 """Supervisors of several machines on one: who is missing, who differs, who is lost; and a job on two of them."""
 
 import argparse
+import re
+import shlex
 import subprocess
 import sys
 import threading
@@ -236,31 +238,21 @@ def test_a_disk_that_is_not_shared_is_seen(tmp_path):
 
 
 def test_two_machines_train_as_one_does(tmp_path):
-    """Two supervisors at one address: the whole way, but for a network between them."""
-    first = str(world.free_port() // 2 * 2)
-    words = [
-        sys.executable,
-        "-m",
-        "zerofit",
-        "launch",
-        "--gpus",
-        "1",
-        "--nnodes",
-        "2",
-        "--master_addr",
-        "127.0.0.1",
-        "--port",
-        first,
-    ]
-    started = [
-        subprocess.Popen([*words, "--node_rank", str(rank), ROOT / "recipes" / "sft.py", *SHORT, "--zero", "3",
-                          "--output_dir", tmp_path / "two"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for rank in range(2)
-    ]  # fmt: skip
-    said = [process.communicate(timeout=300)[0] for process in started]
-    assert [process.returncode for process in started] == [0, 0], said
-    assert "2 processes on 2 nodes, all with the same software, data and arguments" in said[1]
+    """The line of docs/multinode.md: two supervisors at one address, the whole way but for a network between them."""
+    page, out = (ROOT / "docs" / "multinode.md").read_text(), tmp_path / "two"
+    line = re.search(r"```bash\n(make sft NNODES=2 NODE_RANK=1 .* & make sft NNODES=2 .*)\n```", page)[1]
+    more = f"make sft ENV=active PYTHON={sys.executable} ZERO=3 PORT={world.free_port() // 2 * 2} ARGS={shlex.quote(shlex.join(SHORT))}"
+    line = line.replace("make sft", more).replace("runs/two", str(out)).replace(" & ", " & first=$!; ")
+    done = subprocess.run(
+        ["bash", "-c", f"{line}; code=$?; wait $first && exit $code"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("2 processes on 2 nodes, all with the same software, data and arguments") == 2
     whole = run_world(2, {"one": ("sft", [*SHORT, "--zero", "3"])}, tmp_path)["one"]
-    found = Run(tmp_path / "two")
+    found = Run(out)
     assert found.losses == whole.losses and found.json("result.json")["world_size"] == 2
     assert any(sentence.startswith("links between nodes") for sentence in found.json("run.json")["decisions"])

@@ -27,7 +27,7 @@ LOST_SECONDS = 15.0
 LAST_CALL_SECONDS = 10.0  # an elastic job that has enough nodes waits so long for one more
 GRACE_SECONDS = 5.0  # that ranks get to end by themselves when those of another node have failed
 STOP_SECONDS = 3.0  # in which every node has certainly heard of the step after which all save and end
-KEPT_BYTES = 100_000  # of each file that a failed attempt's ranks left on another node
+KEPT_BYTES = 100_000  # of each stack that a hanging attempt's ranks wrote on another node
 
 
 class Nodes:
@@ -69,8 +69,10 @@ class Nodes:
         from torch.distributed import TCPStore
 
         address, port = self.place.address, self.place.port
-        if self.leads and not world.port_is_free(port, ""):
-            raise UserError(f"PORT={port} is in use on this machine; name another one on all nodes.")
+        for needed in (port, port + 1) if self.leads else ():
+            if not world.port_is_free(needed, ""):
+                after = "" if needed == port else f" (PORT={port} and the next one are needed)"
+                raise UserError(f"PORT={needed} is in use on this machine{after}; name another one on all nodes.")
         try:
             here = "127.0.0.1" if self.leads else address
             store = TCPStore(here, port, None, self.leads, timedelta(seconds=10), wait_for_workers=False)
@@ -375,8 +377,8 @@ class Nodes:
         if lost := [r for r in self.members if r and r not in ended and self._is_lost(r)]:
             self.lost = lost
             return self._kill(signal.SIGKILL)
-        failed = [e for e in ended.values() if e["code"]]
-        if failed and len(ended) < len(self.members) and (self.board.get("stop") or {}).get("number") != self.number:
+        failed = [e for e in ended.values() if e["code"] not in (0, EXIT_CODES["stopped"])]
+        if failed and len(ended) < len(self.members):
             self.failing_since = self.failing_since or now
             if now - self.failing_since > GRACE_SECONDS or failed[0]["hung"] is not None:
                 return self._kill(signal.SIGKILL, stacks=failed[0]["hung"] is not None)
@@ -447,7 +449,8 @@ class Nodes:
         """Tell node 0 how this node's ranks have ended, with what they left."""
         files = {}
         for file in records.iterdir():
-            if file.name != failure.STOP and (content := file.read_bytes()[:KEPT_BYTES]):
+            kept = KEPT_BYTES if file.suffix == ".txt" else None
+            if file.name != failure.STOP and (content := file.read_bytes()[:kept]):
                 files[file.name] = content.decode("latin-1")
         self.say(heard=heard[0] if heard else None, ended={
             "number": self.number, "code": code, "hung": hung, "files": files, "killed": self.killed})  # fmt: skip

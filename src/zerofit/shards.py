@@ -89,7 +89,7 @@ def check_whole(checkpoint: Path) -> None:
     if missing := [name for name in elsewhere if not (checkpoint / name).exists()]:
         raise UserError(
             f"{checkpoint}: holds one machine's part (--node_local_storage), and {len(missing)} files of the others are missing, "
-            f"e.g. {missing[0]}; copy them in, on each of the others: rsync -a --ignore-existing {checkpoint}/ HOST:{checkpoint}/."
+            f"e.g. {missing[0]}; copy them in from each of them: rsync -a --ignore-existing HOST:{checkpoint.absolute()}/ {checkpoint}/."
         )
 
 

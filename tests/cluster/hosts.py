@@ -138,6 +138,7 @@ class Host:
         self.port = self.cable = f"p{rank}"  # the switch's interface for it; another one behind a wire
         self.started: list[subprocess.Popen] = []
         self.severed, self.keeper, self.wire, self.server = False, None, None, None
+        self.own: dict[Path, Path] = {}  # private path -> where it lies
 
     def build(self) -> None:
         self.folder.mkdir()
