@@ -110,9 +110,9 @@ status: $(STAMP) ## how the job of RUN=runs/x stands
 	@test -n "$$RUN" || { echo 'zerofit: error: make status: name the run folder with RUN=runs/...' >&2; exit 2; }
 	@PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit status "$$RUN"
 
-cancel: $(STAMP) ## end the job of RUN=runs/x after a save
+cancel: $(STAMP) ## end the job of RUN=runs/x after a save (ARGS=--now: without)
 	@test -n "$$RUN" || { echo 'zerofit: error: make cancel: name the run folder with RUN=runs/...' >&2; exit 2; }
-	@PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit cancel "$$RUN"
+	@set -f; PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit cancel $$ARGS "$$RUN"
 
 show: $(STAMP) ## print the exact command, environment and arguments (make show lora GPUS=2 ...); start nothing
 	@$(if $(filter sft lora data slurm,$(MAKECMDGOALS)),true,$(LAUNCH) recipes/$(RECIPE).py $(KNOBS))
@@ -151,7 +151,7 @@ test: $(DEV_STAMP) ## the tests (real DeepSpeed on two CPU processes; 19 minutes
 	@$(PY) -m pytest
 
 test-cluster: $(DEV_STAMP) ## several machines as network namespaces, a real SLURM; installs what they need (root, Debian)
-	@tests/cluster/install.sh && $(PY) -m pytest -m cluster tests/cluster
+	@tests/cluster/install.sh && tests/cluster/install_slurm.sh && $(PY) -m pytest -m cluster tests/cluster
 
 test-all: $(DEV_STAMP) ## the long matrix too
 	@$(PY) -m pytest -m 'not cluster'

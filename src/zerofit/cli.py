@@ -27,6 +27,8 @@ VERBS = {"launch": "launch", "data": "inspection", "probe": "probe", "plan": "pl
          "hosts": "hostfile", "join": "hostfile.join", "kubernetes": "kubernetes", "slurm": "slurm", "status": "status",
          "cancel": "cancel"}  # fmt: skip
 
+LIGHT = ("status", "cancel")  # they need no torch
+
 
 def main() -> None:
     errors.guard(_main)
@@ -37,9 +39,10 @@ def _main() -> None:
     if words in (["--version"], ["-V"]):
         print(f"zerofit {__version__}")
     elif words and words[0] in VERBS:
-        from . import quiet
+        if words[0] not in LIGHT:
+            from . import quiet
 
-        quiet.libraries()
+            quiet.libraries()
         module, _, function = VERBS[words[0]].partition(".")
         getattr(importlib.import_module(f".{module}", __package__), function or "main")(words[1:])
     elif not words or words[0] in ("-h", "--help"):

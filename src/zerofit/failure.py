@@ -15,6 +15,8 @@ from .errors import EXIT_CODES, Diverged, OutOfMemory, Stopped, UserError
 
 FOLDER = "ZEROFIT_ATTEMPT"  # environment variable: the folder; without it nobody watches and nothing is written
 STOP = "stop"  # file of the step after which every rank shall save and end; 0: go on
+ASKS_TO_SAVE = (signal.SIGTERM, signal.SIGUSR1)  # from SLURM and from people; the supervisor heeds them
+ENDS_RANKS = signal.SIGUSR2  # from torchrun to the ranks that are left when one has failed
 STACK_SECONDS = 2.0  # that ranks get to write where they stand
 _STEP = struct.Struct("<q")
 _PULSE = struct.Struct("<qqd")  # process id, optimizer step, seconds since the epoch
@@ -96,6 +98,7 @@ class Pulse:
                 self.stop = mmap.mmap(file.fileno(), _STEP.size)
         self.stack = (where / f"stack{rank}.txt").open("w")
         faulthandler.register(signal.SIGUSR1, file=self.stack, all_threads=True)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # SLURM sends it to every process; the supervisor heeds it
 
     def beat(self, step: int) -> None:
         if self.map is not None:

@@ -12,7 +12,7 @@ from . import errors, failure, peers, world
 from .errors import UserError
 
 PAYLOAD_BYTES = {"cuda": 256 * 2**20, "cpu": 16 * 2**20}
-SECONDS = 60.0  # in which all ranks must have answered each other
+SECONDS = 60.0  # in which all ranks must have answered each other; a quarter of a second more for each rank above 256
 
 
 def node() -> str:
@@ -57,11 +57,13 @@ def check(settings, train_set, eval_set) -> None:
 
 @contextlib.contextmanager
 def _bounded():
-    """End this process with a sentence when what is inside takes more than SECONDS: a collective cannot be left."""
+    """End this process with a sentence when what is inside takes too long: a collective cannot be left."""
+
+    seconds = SECONDS + max(0, world.size() - 256) / 4
 
     def give_up():
         error = TimeoutError(
-            f"rank {world.rank()} (node {node()}, {socket.gethostname()}) had no answer from all ranks in {SECONDS:.0f} s before "
+            f"rank {world.rank()} (node {node()}, {socket.gethostname()}) had no answer from all ranks in {seconds:.0f} s before "
             "the first step: see that the nodes reach each other on all ports, and name the interface between them with "
             "--interface, GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME"
         )
@@ -69,7 +71,7 @@ def _bounded():
         print(f"zerofit: error: {error}.", flush=True)
         os._exit(errors.EXIT_CODES["hang"])
 
-    timer = threading.Timer(SECONDS, give_up)
+    timer = threading.Timer(seconds, give_up)
     timer.daemon = True
     timer.start()
     try:

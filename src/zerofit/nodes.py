@@ -384,8 +384,14 @@ class Nodes:
                 return self._kill(signal.SIGKILL, stacks=failed[0]["hung"] is not None)
         if any(d.get("missed") for d in documents.values()):
             return self._kill(signal.SIGTERM)  # the step was over before a node heard of it
+        self.seen.append((now, max(pulse["step"] for pulse in self._pulses(documents))))
         self._heed_signals(documents, ended)
         return None
+
+    @staticmethod
+    def _pulses(documents: dict[int, dict]) -> list[dict]:
+        """How the ranks of each node are: {"ranks": that have made a step, "step": the furthest}."""
+        return [d.get("pulse") or {"ranks": 0, "step": 0} for d in documents.values()]
 
     def _is_lost(self, rank: int) -> bool:
         document = self.documents.get(rank)
@@ -402,15 +408,13 @@ class Nodes:
         if (not heard and not newcomers) or self._is_stopping():
             return
         first = next(iter(heard.values()), signal.SIGTERM)
-        pulses = [d.get("pulse") or {"ranks": 0, "step": 0} for d in documents.values()]
-        step = max(p["step"] for p in pulses)
-        self.seen.append((time.monotonic(), step))
+        pulses, step = self._pulses(documents), self.seen[-1][1]
         running = sum(p["ranks"] for p in pulses) >= sum(self.board["order"]["members"].values())
         if first not in (signal.SIGTERM, signal.SIGUSR1) or (not running and heard):
             self._kill(first)
         elif running and not ended and len(self.seen) > 1:
-            began, before = self.seen[0]
-            pace = (step - before) / max(1e-3, self.seen[-1][0] - began)
+            (began, before), (now, _) = self.seen[0], self.seen[-1]
+            pace = (step - before) / max(1e-3, now - began)
             margin = 2 + math.ceil(pace * STOP_SECONDS)
             self.announce(stop={"number": self.number, "step": step + margin})
             self._remember_change(heard, newcomers)

@@ -55,7 +55,7 @@ def ending(code: int, where: Path, heard: list[int], hung: int | None, limit: fl
     if not exits:  # another launcher than ours, or none: 128 + n is how a shell tells signal n
         exits = {None: 128 - code if 128 < code < 160 else code}
     own = [entry for entry in records if not entry["of_a_peer"]]
-    killed = [(r, -c) for r, c in exits.items() if c < 0 and -c != signal.SIGTERM]
+    killed = [(r, -c) for r, c in exits.items() if c < 0 and -c not in (signal.SIGTERM, failure.ENDS_RANKS)]
     if killed and not own:
         rank, number = killed[0]
         if host_kills and number == signal.SIGKILL:

@@ -247,7 +247,7 @@ def _end_ranks(records: Path) -> None:
         try:
             if process.environ().get(failure.FOLDER) == str(records):
                 left.append(process)
-                process.terminate()
+                process.send_signal(failure.ENDS_RANKS)
         except psutil.Error:
             continue
     for process in psutil.wait_procs(left, timeout=0.5)[1]:
@@ -264,6 +264,8 @@ def _hung(records: Path, limit: float, count: int) -> int | None:
 
 
 def signal_group(group: int, number: int) -> None:
+    if number in failure.ASKS_TO_SAVE:  # which ranks and torchrun leave to the supervisor
+        number = signal.SIGHUP
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, number)
 

@@ -5,9 +5,11 @@ python -m zerofit.torchrun --nproc_per_node 4 recipes/sft.py ...      same optio
 
 import json
 import logging
+import signal
 import sys
 
 from torch.distributed import run
+from torch.distributed.elastic.multiprocessing import api
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from zerofit import failure, postmortem
@@ -15,8 +17,11 @@ from zerofit import failure, postmortem
 
 def main() -> None:
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
+    words = sys.argv[1:]
+    if failure.folder():
+        words = [*_for_a_supervisor(), *words]
     try:
-        run.main()
+        run.main(words)
     except ChildFailedError as error:
         rank, first = error.get_first_failure()
         if where := failure.folder():
@@ -25,6 +30,17 @@ def main() -> None:
         elif first.exitcode < 0:
             print(f"zerofit: rank {rank} was ended by signal {-first.exitcode}", file=sys.stderr)
         raise SystemExit(first.exitcode if first.exitcode > 0 else 128 - first.exitcode) from None
+
+
+def _for_a_supervisor() -> list[str]:
+    """Leave the signals that ask for a save to the supervisor: SLURM sends them to every process of a job.
+
+    Ranks that train ignore SIGTERM then (failure.Pulse), so torchrun ends them by a signal that nobody else sends.
+    """
+    for number in failure.ASKS_TO_SAVE:
+        signal.signal(number, signal.SIG_IGN)
+    api._get_default_signal = lambda: failure.ENDS_RANKS
+    return ["--signals-to-handle", "SIGINT,SIGHUP,SIGQUIT"]
 
 
 if __name__ == "__main__":

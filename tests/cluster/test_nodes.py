@@ -103,7 +103,7 @@ def test_four_machines_with_delay_and_loss(hosts, tmp_path):
 
 def test_a_machine_that_is_missing(hosts, tmp_path):
     bed = hosts(3)
-    flags = [*SHORT, "--output_dir", str(tmp_path / "run")]
+    flags = [*SHORT, "--effective_batch_size", "12", "--output_dir", str(tmp_path / "run")]
     began = time.monotonic()
     found = ends(*(launch(bed[r], r, "sft", flags, "3", more=["--join_timeout", "15"]) for r in (0, 1)), seconds=60)
     assert found == [2, 2] and time.monotonic() - began < 60
@@ -118,7 +118,7 @@ def test_node_0_that_is_missing_and_a_name_that_nobody_knows(hosts, tmp_path):
     flags = [*SHORT, "--output_dir", str(tmp_path / "run")]
     first.cut()
     processes = [launch(second, 1, "sft", flags, more=["--join_timeout", "8"]),
-                 launch(second, 1, "sft", flags, address="nohost", log="name.txt")]  # fmt: skip
+                 launch(second, 1, "sft", flags, address="nohost", more=["--join_timeout", "8"], log="name.txt")]  # fmt: skip
     assert ends(*processes, seconds=60) == [2, 2]
     assert "MASTER_ADDR=host0 PORT=29500: cannot be reached from host1 within 8 s" in second.text()
     assert "does not know that name" in second.text("name.txt")
@@ -165,6 +165,25 @@ def test_torchrun_by_hand_finds_other_data_too(hosts, tmp_path):
         started.append(host.popen(words, cwd=ROOT, env={"GLOO_SOCKET_IFNAME": host.interface}))
     assert 0 not in ends(*started, seconds=120)
     assert "data is not the same on all nodes: node 0 (host0) has" in bed[0].text() + bed[1].text()
+    nothing_is_left(bed)
+
+
+def test_elastic_torchrun_by_hand_goes_on_with_the_machine_that_is_left(hosts, tmp_path, undisturbed):
+    first, second = bed = hosts(2)
+    out = tmp_path / "run"
+    flags = [*LONG[:-2], "--output_dir", str(out), "--resume_from_checkpoint", "auto"]
+    words = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc_per_node", "1", "--max_restarts", "3",
+             "--rdzv_backend", "c10d", "--rdzv_endpoint", "host0:29500", "--rdzv_conf", "last_call_timeout=20"]  # fmt: skip
+    started = [
+        host.popen([*words, "--local_addr", host.address, ROOT / "recipes" / "sft.py", *flags], cwd=ROOT,
+                   env={"GLOO_SOCKET_IFNAME": host.interface}) for host in bed
+    ]  # fmt: skip
+    wait_for(is_at(out, 8))
+    assert Run(out).json("run.json")["world_size"] == 2
+    second.kill()
+    assert ends(started[0]) == [0], first.text()
+    assert Run(out).json("result.json")["world_size"] == 1
+    assert curve(out) == pytest.approx(curve(undisturbed.folder), rel=1e-4) and len(curve(out)) == 60
     nothing_is_left(bed)
 
 

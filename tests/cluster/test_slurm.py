@@ -1,0 +1,198 @@
+"""On a real SLURM: submitted, warned of its limit, preempted, queued again, resumed, cancelled, as an array."""
+
+import json
+import os
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import TINY, Run
+
+from zerofit import cancel, slurm, status
+from zerofit.errors import UserError
+
+from .slurm_cluster import Cluster, why_not
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
+SECRET = "hf_0123456789abcdef"
+RANK_S = 240  # in which ranks come up and make their steps on a busy machine
+STEPS = 120
+FLAGS = [
+    "--data", str(TINY / "train.jsonl"), "--max_samples", "64", "--effective_batch_size", "8", "--learning_rate", "1e-4",
+    "--logging_steps", "1", "--num_samples", "0", "--eval_strategy", "no", "--use_cpu", "true", "--save_strategy", "steps",
+    "--save_steps", "100000",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    if reason := why_not():
+        pytest.skip(reason)
+    with tempfile.TemporaryDirectory(prefix="zs-", dir="/tmp") as folder, Cluster(Path(folder) / "c") as up:
+        os.environ["HF_TOKEN"] = SECRET
+        yield up
+
+
+@pytest.fixture(autouse=True)
+def no_job_is_left(cluster):
+    yield
+    subprocess.run(["scancel", "--user=root"], check=False)
+    cluster.until(lambda: not cluster.ask("squeue", "-h"), "no job is left", 120)
+
+
+def submitted(folder: Path, *words: str, nodes: int = 2) -> str:
+    """The number of a job on `nodes` machines with one rank each."""
+    slurm.main(["--nodes", str(nodes), "--time", "30", "--out", str(folder), *words])
+    return json.loads((folder / status.JOB).read_text())["job_id"]
+
+
+def said(folder: Path) -> str:
+    log = folder / status.LOG
+    return log.read_text(errors="replace") if log.exists() else ""
+
+
+def at_step(cluster: Cluster, folder: Path, step: int) -> None:
+    metrics = folder / "metrics.jsonl"
+    cluster.until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= step, f"step {step}: {said(folder)}", RANK_S)  # fmt: skip
+
+
+def ended(cluster: Cluster, number: str, folder: Path) -> str:
+    """The state in which a job ends."""
+    cluster.until(lambda: cluster.job(number)["JobState"] in status.ENDED, f"the job's end: {said(folder)}", RANK_S)
+    return cluster.job(number)["JobState"]
+
+
+def orphans(folder: Path) -> list[str]:
+    """Command lines of this machine that name the run folder."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        words = process.info["cmdline"] or []
+        if str(folder) in words:
+            found.append(" ".join(words))
+    return found
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster, tmp_path_factory):
+    """The losses of a run on two nodes, in a folder whose name is a nuisance."""
+    folder = tmp_path_factory.mktemp("whole") / 'it\'s a "run" 100% $HOME'
+    number = submitted(
+        folder, "recipes/sft.py", *FLAGS, "--max_steps", str(STEPS), "--run_name", "a 'name' with \"quotes\" \\ $PATH"
+    )
+    assert ended(cluster, number, folder) == "COMPLETED", said(folder)
+    return Run(folder)
+
+
+def test_two_nodes(cluster, undisturbed, capsys):
+    result, facts = undisturbed.json("result.json"), undisturbed.json("run.json")
+    assert result["status"] == "finished" and result["world_size"] == 2 and result["steps"] == STEPS
+    assert facts["arguments"]["run_name"]["value"] == "a 'name' with \"quotes\" \\ $PATH"
+    assert {file.name for file in (undisturbed.folder / "logs").iterdir()} >= {"rank0.log", "rank1.log"}
+    assert f"step {STEPS}/{STEPS}" in said(undisturbed.folder)
+    status.main([str(undisturbed.folder)])
+    assert f"finished after {STEPS} steps" in (told := capsys.readouterr().out) and "COMPLETED" in told
+    cluster.ask("sbatch", "--test-only", str(undisturbed.folder / slurm.SCRIPT))
+    for file in undisturbed.folder.rglob("*"):
+        assert file.is_dir() or SECRET.encode() not in file.read_bytes(), file
+    assert orphans(undisturbed.folder) == []
+
+
+def test_the_limit_is_near(cluster, tmp_path):
+    """SLURM's own warning, a minute before the limit of two (its clock is coarse: up to a minute earlier)."""
+    run = tmp_path / "run"
+    number = submitted(run, "--sbatch", "--time=2 --signal=USR1@60", "recipes/sft.py", *FLAGS, "--max_steps", "4000")
+    cluster.until(lambda: "is queued again" in said(run), f"the warning: {said(run)}", RANK_S)
+    assert "is saved" in said(run) and cluster.job(number)["Restarts"] == "1"
+    saved = Run(run).metrics[-1]["step"]
+    assert (run / f"checkpoint-{saved}").is_dir()
+    cluster.ask(
+        "scontrol", "update", f"JobId={number}", "TimeLimit=30"
+    )  # a busy machine needs a minute to come up again
+    cluster.start_now(number)
+    at_step(cluster, run, saved + 1)  # it went on
+    assert [m["step"] for m in Run(run).metrics] == list(range(1, len(Run(run).metrics) + 1))
+
+
+def test_preempted_and_resumed(cluster, undisturbed, tmp_path):
+    run = tmp_path / "run"
+    number = submitted(run, "recipes/sft.py", *FLAGS, "--max_steps", str(STEPS))
+    at_step(cluster, run, 5)
+    words = ("--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap", "sleep 1")
+    higher = cluster.ask("sbatch", "--parsable", *words).strip()
+    cluster.until(lambda: cluster.job(higher)["JobState"] == "COMPLETED", f"the higher job's end: {said(run)}", RANK_S)
+    cluster.start_now(number)
+    assert ended(cluster, number, run) == "COMPLETED", said(run)
+    assert cluster.job(number)["Restarts"] == "1" and said(run).count("is queued again") == 1
+    stopped = int(re.search(r"stopped after step (\d+), checkpoint-\1 is saved", said(run))[1])
+    assert 5 <= stopped < STEPS  # it was really in the middle
+    assert Run(run).json("result.json")["world_size"] == 2
+    assert [m["step"] for m in Run(run).metrics if "loss" in m] == list(range(1, STEPS + 1))
+    assert Run(run).losses == undisturbed.losses  # bit for bit
+    assert orphans(run) == []
+
+
+def test_preempted_before_the_first_step(cluster, tmp_path):
+    run = tmp_path / "run"
+    number = submitted(run, "recipes/sft.py", *FLAGS, "--max_steps", "3")
+    cluster.until(lambda: (run / status.LOG).exists(), "the job's start")
+    cluster.ask("scancel", "--signal=TERM", number)  # as SLURM does at the beginning of the time of grace
+    cluster.until(lambda: "is queued again" in said(run), f"queued again: {said(run)}", RANK_S)
+    cluster.start_now(number)
+    assert ended(cluster, number, run) == "COMPLETED", said(run)
+    assert Run(run).json("result.json")["status"] == "finished"
+
+
+@pytest.mark.parametrize(("gpus", "number"), [("1", "USR1"), ("2", "USR1"), ("1", "TERM"), ("2", "TERM")])
+def test_the_signal_on_one_machine(cluster, tmp_path, gpus, number):
+    """With torchrun and without: SLURM signals every process of the job, and still all is saved."""
+    run = tmp_path / "run"
+    job = submitted(run, "--gpus", gpus, "recipes/sft.py", *FLAGS, "--max_steps", "4000", nodes=1)
+    at_step(cluster, run, 3)
+    cluster.ask("scancel", f"--signal={number}", job)
+    cluster.until(lambda: "is queued again" in said(run), f"queued again: {said(run)}", RANK_S)
+    assert "is saved" in said(run) and list(run.glob("checkpoint-*"))
+
+
+def test_cancelled(cluster, tmp_path, capsys):
+    run = tmp_path / "my run"
+    number = submitted(run, "recipes/sft.py", *FLAGS, "--max_steps", "4000")
+    at_step(cluster, run, 3)
+    with pytest.raises(UserError, match=r"its job .* is running"):
+        submitted(run, "recipes/sft.py", *FLAGS, "--max_steps", "4000", "--resume_from_checkpoint", "auto")
+    cancel.main([str(run)])
+    assert "cancelled; step" in capsys.readouterr().out and list(run.glob("checkpoint-*"))
+    assert cluster.job(number)["JobState"] == "CANCELLED" and cluster.job(number)["Restarts"] == "0"
+    with pytest.raises(UserError, match="its job has ended"):
+        cancel.main([str(run)])
+    assert orphans(run) == []
+    # submitted again it goes on; cancelled at once it ends within SLURM's KillWait
+    more = submitted(run, "recipes/sft.py", *FLAGS, "--max_steps", "4000", "--resume_from_checkpoint", "auto")
+    assert not (run / status.CANCELLED).exists()
+    cancel.main(["--now", str(run)])
+    cluster.until(lambda: cluster.job(more)["JobState"] == "CANCELLED", "the second end", RANK_S)
+    assert orphans(run) == []
+
+
+def test_a_sweep(cluster, tmp_path, capsys):
+    (tmp_path / "sweep.txt").write_text("--learning_rate 1e-4\n--learning_rate 0.001 --run_name 'the second'\n")
+    run = tmp_path / "run"
+    number = submitted(
+        run, "--sweep", str(tmp_path / "sweep.txt"), "recipes/sft.py", *FLAGS, "--max_steps", "3", nodes=1
+    )
+    for index in range(2):
+        assert ended(cluster, f"{number}_{index}", run / str(index)) == "COMPLETED", said(run / str(index))
+    status.main([str(run)])
+    told = capsys.readouterr().out
+    assert f"job {number}_0: COMPLETED" in told and "  1: finished after 3 steps" in told
+    rates = [Run(run / str(index)).json("run.json")["arguments"]["learning_rate"]["value"] for index in range(2)]
+    assert rates == [1e-4, 1e-3]
+
+
+def test_a_job_that_fails_keeps_its_exit_code(cluster, tmp_path):
+    run = tmp_path / "run"
+    number = submitted(run, "recipes/sft.py", *FLAGS, "--model", str(tmp_path / "none"))
+    assert ended(cluster, number, run) == "FAILED"
+    assert cluster.job(number)["ExitCode"] == "2:0" and "is queued again" not in said(run)
