@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -25,6 +26,14 @@ def clean_environment(tmp_path_factory):
     os.environ["ZEROFIT_CACHE"] = str(tmp_path_factory.mktemp("cache"))
     os.environ["HF_HOME"] = str(tmp_path_factory.mktemp("hf_home"))  # no cached accelerate config of the machine's
     os.environ["PYTHONPATH"] = str(ROOT / "src")
+
+
+@pytest.fixture(autouse=True)
+def signals_as_before():
+    """A rank leaves SIGTERM to its supervisor (failure.Pulse); what a later test starts must not inherit that."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
 
 
 @dataclass
