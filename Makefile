@@ -147,7 +147,7 @@ install: ## install into .venv (PYTHON=python3.12) or the active environment (EN
 lint: $(DEV_STAMP) ## ruff
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check .
 
-test: $(DEV_STAMP) ## the tests (real DeepSpeed on two CPU processes; 19 minutes on two threads of one core)
+test: $(DEV_STAMP) ## the tests (real DeepSpeed on two CPU processes; 20 minutes on two threads of one core)
 	@$(PY) -m pytest
 
 test-cluster: $(DEV_STAMP) ## several machines as network namespaces, a real SLURM; installs what they need (root, Debian)

@@ -10,7 +10,7 @@
 # --gpus         processes on this machine
 # --port         two ports on machine 0 that the others reach: this one and the next (default 29500)
 # --interface    network between the machines (default: the one that leads to machine 0)
-# --join_timeout seconds that they wait for each other (default 60)
+# --join_timeout seconds that they wait for each other (default 45)
 #
 # Places processes and nothing else: stage, precision and batch belong to the recipe.
 # PYTHON: the interpreter of the environment that zerofit is installed in.

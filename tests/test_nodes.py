@@ -1,6 +1,7 @@
 """Supervisors of several machines on one: who is missing, who differs, who is lost; and a job on two of them."""
 
 import argparse
+import os
 import re
 import shlex
 import subprocess
@@ -11,7 +12,7 @@ import time
 import pytest
 from conftest import ROOT, TINY, Run, run_world
 
-from zerofit import doctor_nodes, failure, hostfile, links, nodes, peers, place, world
+from zerofit import doctor_nodes, failure, hostfile, launch, links, nodes, peers, place, world
 from zerofit.errors import UserError
 
 FACTS = {"torch": "2", "recipe files": "abc"}
@@ -216,11 +217,24 @@ def test_what_each_host_would_run(tmp_path, capsys, monkeypatch):
                    "--hub_token", "hf_other_secret"])  # fmt: skip
     said = capsys.readouterr().out
     assert said.splitlines()[1] == (
-        "  zerofit launch --gpus 4 --nnodes 2 --node_rank 0 --master_addr one --join_timeout 60 recipes/sft.py --run_name "
+        "  zerofit launch --gpus 4 --nnodes 2 --node_rank 0 --master_addr one --join_timeout 45 recipes/sft.py --run_name "
         "'it'\"'\"'s a \"run\"'"
     )
     assert "--gpus 3 --nnodes 2 --node_rank 1" in said and "CUDA_VISIBLE_DEVICES" in said.splitlines()[5]
     assert "secret" not in said and "HF_TOKEN" in said
+
+
+def test_what_one_machine_of_two_would_run(capsys, monkeypatch):
+    monkeypatch.setenv("PET_NODE_RANK", "7")  # an operator's, which is not for the ranks
+    launch.main(["--gpus", "2", "--nnodes", "2", "--node_rank", "1", "--master_addr", "10.0.0.1", "--port", "4000", "--show",
+                 "--args", "--run_name 'it is a \"run\"'", str(ROOT / "recipes" / "lora.py"), "--zero", "2"])  # fmt: skip
+    said = capsys.readouterr().out.splitlines()
+    assert shlex.split(said[1])[1:] == [
+        "-m", "zerofit.torchrun", "--nnodes", "2", "--node_rank", "1", "--nproc_per_node", "2", "--master_addr", "10.0.0.1",
+        "--master_port", "4001", "--rdzv_conf", "timeout=45", str(ROOT / "recipes" / "lora.py"), "--zero", "2", "--run_name",
+        'it is a "run"', "--gpus", "4",
+    ]  # fmt: skip
+    assert "PET_NODE_RANK" not in os.environ
 
 
 def test_doctor_looks_at_what_several_need(tmp_path, monkeypatch):

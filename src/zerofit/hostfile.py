@@ -61,7 +61,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument(
         "--port", default="", help=f"port on the first host; the next is used too (default {place.PORT})"
     )
-    parser.add_argument("--join_timeout", default="60", help="seconds that the hosts wait for each other")
+    parser.add_argument("--join_timeout", default="45", help="seconds that the hosts wait for each other")
     parser.add_argument("--interface", default="", help="network interface between the hosts")
     parser.add_argument("--ssh", default="ssh", help='how to reach a host, e.g. "ssh -p 2222 -i key"')
     parser.add_argument("--args", default="", help="more recipe flags in one string, split like a shell would")

@@ -31,7 +31,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--node_rank", default="", help="which of them this one is: 0 is the one named by --master_addr"
     )
     parser.add_argument("--master_addr", default="", help="name or address of node 0, as the others reach it")
-    parser.add_argument("--join_timeout", default="60", help="seconds that the nodes wait for each other at the start")
+    parser.add_argument("--join_timeout", default="45", help="seconds that the nodes wait for each other at the start")
     parser.add_argument("--interface", default="", help="network interface between the nodes (default: the one that leads there)")  # fmt: skip
 
 
