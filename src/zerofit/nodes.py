@@ -48,6 +48,7 @@ class Nodes:
         self.number, self.members, self.lost = 0, [], []
         self.stop_written = self.killed = self.asked_to_end = False
         self.failing_since: float | None = None
+        self.heard_since: float | None = None  # that a signal waits for ranks that have not made a step
         self.change = ""  # why an elastic job goes on with other nodes
         self.seen: deque = deque(maxlen=20)  # (time, step) of the polls
         self.batch: int | None = None  # the job's effective batch, once it is known
@@ -293,7 +294,7 @@ class Nodes:
     def order(self, number: int, members: dict[int, int], flags: list[str]) -> None:
         """Begin an attempt on these nodes. Node 0 only."""
         addresses = {str(r): self.documents[r]["address"] for r in members}
-        self.lost, self.change, self.failing_since = [], "", None
+        self.lost, self.change, self.failing_since, self.heard_since = [], "", None, None
         self.ids = {r: self.documents[r]["id"] for r in members}
         self.announce(order={"number": number, "members": {str(r): g for r, g in members.items()}, "flags": flags,
                              "addresses": addresses})  # fmt: skip
@@ -410,8 +411,12 @@ class Nodes:
         first = next(iter(heard.values()), signal.SIGTERM)
         pulses, step = self._pulses(documents), self.seen[-1][1]
         running = sum(p["ranks"] for p in pulses) >= sum(self.board["order"]["members"].values())
-        if first not in (signal.SIGTERM, signal.SIGUSR1) or (not running and heard):
+        if first not in failure.ASKS_TO_SAVE:
             self._kill(first)
+        elif heard and not running:
+            self.heard_since = self.heard_since or self.seen[-1][0]
+            if self.seen[-1][0] - self.heard_since > GRACE_SECONDS:  # what other nodes tell is a second old
+                self._kill(first)
         elif running and not ended and len(self.seen) > 1:
             (began, before), (now, _) = self.seen[0], self.seen[-1]
             pace = (step - before) / max(1e-3, now - began)

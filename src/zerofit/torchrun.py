@@ -22,6 +22,8 @@ def main() -> None:
         words = [*_for_a_supervisor(), *words]
     try:
         run.main(words)
+    except api.SignalException as error:
+        raise SystemExit(128 + error.sigval) from None
     except ChildFailedError as error:
         rank, first = error.get_first_failure()
         if where := failure.folder():
