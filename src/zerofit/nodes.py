@@ -17,6 +17,7 @@ import time
 import uuid
 from collections import deque
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 
 from . import failure, peers, place, world
@@ -418,8 +419,8 @@ class Nodes:
             if self.seen[-1][0] - self.heard_since > GRACE_SECONDS:  # what other nodes tell is a second old
                 self._kill(first)
         elif running and not ended and len(self.seen) > 1:
-            (began, before), (now, _) = self.seen[0], self.seen[-1]
-            pace = (step - before) / max(1e-3, now - began)
+            polls = [(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(self.seen)]
+            pace = max((steps / seconds for seconds, steps in polls if seconds > 0.1), default=0.0)  # at its fastest
             margin = 2 + math.ceil(pace * STOP_SECONDS)
             self.announce(stop={"number": self.number, "step": step + margin})
             self._remember_change(heard, newcomers)
