@@ -88,8 +88,9 @@ def _hashes(folder: Path, local: bool) -> tuple[dict[str, list], dict[str, list]
 
     The ranks that share a disk (all; local: those of a machine) share the work.
     """
-    of_disk = links.node() if local else ""
-    ranks = [r for r, place in enumerate(world.gathered(of_disk)) if place == of_disk]
+    ranks = range(world.size())
+    if local:
+        ranks = [rank for rank, node in enumerate(world.gathered(links.node())) if node == links.node()]
     files = sorted(f for f in folder.rglob("*") if f.is_file())
     mine = {
         str(f.relative_to(folder)): [f.stat().st_size, _hash(f, sync=True)]

@@ -17,7 +17,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import args, launch, place, report, world
+from . import args, launch, place, report
 from .errors import UserError
 
 # What the hosts get of this machine's environment.
@@ -61,8 +61,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument(
         "--port", default="", help=f"port on the first host; the next is used too (default {place.PORT})"
     )
-    parser.add_argument("--join_timeout", default="45", help="seconds that the hosts wait for each other")
-    parser.add_argument("--interface", default="", help="network interface between the hosts")
+    place.add_meeting(parser)
     parser.add_argument("--ssh", default="ssh", help='how to reach a host, e.g. "ssh -p 2222 -i key"')
     parser.add_argument("--args", default="", help="more recipe flags in one string, split like a shell would")
     parser.add_argument("--show", action="store_true", help="print what each host would run; start nothing")
@@ -74,10 +73,8 @@ def main(argv: list[str]) -> None:
     if len(hosts) > 1:
         launch.check_for_nodes(flags)
     env = {k: v for k, v in os.environ.items() if k.startswith(PASSED_ON) or k in PASSED_BY_NAME}
-    if token := world.value_of(flags, ("--hub_token", "--hub-token")):
-        from . import probe
-
-        flags, env["HF_TOKEN"] = probe.drop(flags, "--hub_token"), token
+    flags, token = launch.without_token(flags)
+    env |= token
     jobs = [_job(given, hosts, rank, flags, env) for rank in range(len(hosts))]
     if given.show:
         for host, job in zip(hosts, jobs, strict=True):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from . import args, hardware, launch, report, start
+from . import args, hardware, launch, place, report, start
 from .errors import UserError
 
 TEMPLATES = {"pytorchjob": "launchers/pytorchjob.yaml", "trainjob": "launchers/trainjob.yaml"}
@@ -104,16 +104,15 @@ def _job(given) -> Job:
 
 
 def _nodes(text: str, kind: str) -> tuple[int, int]:
-    least, _, most = text.partition(":")
-    most = most or least
-    if not (least.isdigit() and most.isdigit() and 1 <= int(least) <= int(most)):
+    if (found := place.count(text)) is None:
         raise UserError(f"--nodes {text}: must be a number of pods, or MIN:MAX for an elastic pytorchjob.")
+    least, most = found
     if least != most and kind == "trainjob":
         raise UserError(
             f"--nodes {text} --kind trainjob: a TrainJob is complete only when all its pods have ended well, so it cannot "
             f"train with fewer; use --kind pytorchjob, or --nodes {most}."
         )
-    return int(least), int(most)
+    return found
 
 
 def _check_names(given, nodes: int) -> None:
@@ -221,8 +220,8 @@ def _template(kind: str) -> list[dict]:
         raise UserError(f"{file}: cannot be read: {error.strerror}.") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        place = f"{file}:{mark.line + 1}" if mark else file
-        raise UserError(f"{place}: not valid YAML: {getattr(error, 'problem', error)}.") from None
+        where = f"{file}:{mark.line + 1}" if mark else file
+        raise UserError(f"{where}: not valid YAML: {getattr(error, 'problem', error)}.") from None
 
 
 def _pod(kind: str, documents: list[dict]) -> dict:

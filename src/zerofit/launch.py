@@ -40,7 +40,8 @@ def main(argv: list[str]) -> None:
         return
     here = place.of(given)
     _without_a_launchers_variables()
-    flags = _token_into_environment(flags)
+    flags, token = without_token(flags)
+    os.environ |= token
     _check_devices(count, use_cpu=any(f.startswith(("--use_cpu", "--use-cpu")) for f in flags))
     if here is None:
         _launch(given, recipe, flags, count)
@@ -130,12 +131,10 @@ def _without_a_launchers_variables() -> None:
             del os.environ[name]
 
 
-def _token_into_environment(flags: list[str]) -> list[str]:
-    """--hub_token goes to the ranks as HF_TOKEN: a command line can be read by everybody on the machine."""
+def without_token(flags: list[str]) -> tuple[list[str], dict[str, str]]:
+    """(the flags without --hub_token, the environment that hands it on): a command line can be read by everybody."""
     token = world.value_of(flags, ("--hub_token", "--hub-token"))
-    if token:
-        os.environ["HF_TOKEN"] = token
-    return probe.drop(flags, "--hub_token")
+    return probe.drop(flags, "--hub_token"), {"HF_TOKEN": token} if token else {}
 
 
 def check_for_nodes(flags: list[str], launcher: str = "torchrun") -> None:

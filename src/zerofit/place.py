@@ -31,8 +31,22 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--node_rank", default="", help="which of them this one is: 0 is the one named by --master_addr"
     )
     parser.add_argument("--master_addr", default="", help="name or address of node 0, as the others reach it")
+    add_meeting(parser)
+
+
+def add_meeting(parser: argparse.ArgumentParser) -> None:
+    """The options of how machines meet, the same on all of them."""
     parser.add_argument("--join_timeout", default="45", help="seconds that the nodes wait for each other at the start")
     parser.add_argument("--interface", default="", help="network interface between the nodes (default: the one that leads there)")  # fmt: skip
+
+
+def count(text: str) -> tuple[int, int] | None:
+    """(least, most) machines of "4" or "1:4"; None for a text that is neither."""
+    least, _, most = text.partition(":")
+    most = most or least
+    if not (least.isdigit() and most.isdigit() and 1 <= int(least) <= int(most)):
+        return None
+    return int(least), int(most)
 
 
 def of(given) -> Place | None:
@@ -40,16 +54,15 @@ def of(given) -> Place | None:
 
     Raises: UserError for values that are none or do not go together.
     """
-    least, _, most = given.nnodes.partition(":")
-    most = most or least
-    if not (least.isdigit() and most.isdigit() and 1 <= int(least) <= int(most)):
+    if (found := count(given.nnodes)) is None:
         raise UserError(f"NNODES={given.nnodes}: must be a number of machines, or MIN:MAX for an elastic job.")
-    if most == "1":
+    least, most = found
+    if most == 1:
         return None
-    if not given.node_rank.isdigit() or int(given.node_rank) >= int(most):
+    if not given.node_rank.isdigit() or int(given.node_rank) >= most:
         raise UserError(
             f"NODE_RANK={given.node_rank or '(not given)'}: with NNODES={given.nnodes} each machine needs its own, from 0 to "
-            f"{int(most) - 1}; 0 is the machine that MASTER_ADDR names."
+            f"{most - 1}; 0 is the machine that MASTER_ADDR names."
         )
     if not given.master_addr:
         raise UserError(f"MASTER_ADDR is not given: with NNODES={given.nnodes} name the machine with NODE_RANK=0 to all of them.")  # fmt: skip
@@ -64,7 +77,7 @@ def of(given) -> Place | None:
         raise UserError(f"--join_timeout {given.join_timeout}: must be a number of seconds above 0.")
     if given.interface and given.interface not in interfaces():
         raise UserError(f"--interface {given.interface}: this machine has {', '.join(interfaces())}.")
-    return Place(int(least), int(most), int(given.node_rank), given.master_addr, int(port), timeout, given.interface)
+    return Place(least, most, int(given.node_rank), given.master_addr, int(port), timeout, given.interface)
 
 
 def interfaces() -> dict[str, list[str]]:

@@ -203,7 +203,7 @@ def watch(
         heard.append(number)
         if len(heard) == 1 and crew:
             return  # node 0 hears of it and decides for all
-        if len(heard) == 1 and number in (signal.SIGTERM, signal.SIGUSR1) and _asked_to_save(records, count):
+        if len(heard) == 1 and number in failure.ASKS_TO_SAVE and _asked_to_save(records, count):
             return
         signal_group(child.pid, signal.SIGKILL if len(heard) > 1 else number)
 
