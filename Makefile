@@ -163,7 +163,9 @@ clean: ## remove .venv, .venv-peers and caches (runs/ stays)
 	rm -rf .venv .venv-peers .pytest_cache .ruff_cache src/*.egg-info
 
 # --- installation: once, and again when the pins change ---
-PIP = $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# DeepSpeed's sdist is pure Python here, but its setup.py would look for the CUDA toolkit wherever a GPU is visible and end
+# in MissingCUDAException on a machine that has a driver only.
+PIP = DS_IGNORE_CUDA_DETECTION=1 $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \

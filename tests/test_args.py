@@ -206,3 +206,13 @@ def test_every_illegal_pair_is_refused_and_every_legal_one_passes():
                 else:
                     with pytest.raises(UserError, match="use --zero"):
                         parse("--zero", zero, "--offload", offload, recipe=recipe)
+
+
+def test_a_hang_is_found_before_collectives_give_up():
+    assert parse().hang_timeout == parse().ddp_timeout - 60
+    for limit, expected in (("7200", 7140), ("600", 540), ("60", 30)):
+        found = parse("--ddp_timeout", limit)
+        assert found.hang_timeout == expected
+        assert any(d.startswith(f"hang_timeout {expected}") and f"--ddp_timeout {limit}" in d for d in found.decisions)
+    assert parse("--ddp_timeout", "600", "--hang_timeout", "900").hang_timeout == 900
+    assert parse("--ddp_timeout", "600", "--hang_timeout", "0").hang_timeout == 0

@@ -331,25 +331,6 @@ def test_flex_attention_keeps_documents_apart():
         attention.gradient_leak(flex, documents(), TrainingArguments(use_cpu=True))
 
 
-@pytest.mark.parametrize("name", ["flash_attention_2", "flash_attention_3", "flex_attention", attention.NAME])
-def test_gpu_implementations_keep_documents_apart(name):
-    if not torch.cuda.is_available():
-        pytest.skip(
-            "needs a GPU (the tests hide it: run this one with CUDA_VISIBLE_DEVICES in tests/conftest.py unset)"
-        )
-    try:
-        attention.check_available(name, use_cpu=False)
-    except UserError as error:
-        pytest.skip(str(error))
-    attention.register()
-    config = LlamaConfig(**SHAPE | {"hidden_size": 128, "head_dim": 32})
-    arguments = TrainingArguments()
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=name, dtype=torch.bfloat16)
-    model.to(arguments.device)
-    assert attention.logits_apart(model, documents(), 0, arguments) < 0.02
-    assert attention.gradient_leak(model, documents(), arguments) == 0
-
-
 @pytest.mark.slow
 def test_the_proof_leaves_training_alone_in_every_stage(tmp_path):
     """Packed runs pass the proof under DDP and ZeRO 2 and 3 and give the same losses."""
@@ -388,4 +369,45 @@ def test_cudnn_is_left_out_where_it_is_wrong(monkeypatch):
         attention.avoid_wrong_kernels(settings)
         assert torch.backends.cuda.cudnn_sdp_enabled() is not left_out
         assert len(settings.decisions) == left_out
+    torch.backends.cuda.enable_cudnn_sdp(True)
+
+
+def test_the_proof_forks_no_other_ranks_generator(monkeypatch):
+    """fork_rng without `devices` would take the state of every GPU of the machine, and warn."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    net = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS["llama"]), attn_implementation=attention.register())
+    assert attention.gradient_leak(net, documents(), TrainingArguments(use_cpu=True)) == 0
+
+
+def test_varlen_attention_copies_no_value_that_fits(monkeypatch):
+    from torch.nn.attention import varlen
+
+    seen = {}
+
+    def kernel(q, k, v, *bounds, enable_gqa=False, **rest):
+        seen["value"] = v
+        return q
+
+    monkeypatch.setattr(varlen, "varlen_attn", kernel)
+    query, bounds = torch.zeros(1, 2, 5, 8), torch.tensor([0, 5])
+    for size in (8, 4):
+        value = torch.ones(1, 2, 5, size)
+        out = attention._varlen(query, query, value, bounds, 5, 0, None)
+        assert (seen["value"].data_ptr() == value.data_ptr()) is (size == 8)
+        assert seen["value"].shape == (5, 2, 8) and out.shape == (1, 5, 2, size)
+
+
+def test_whatever_loads_a_model_leaves_cudnn_out(monkeypatch):
+    """Training, probe and replay load by model.load_model; chat and the comparison of an export by saved.load."""
+    from zerofit import saved
+
+    monkeypatch.setattr(torch, "__version__", "2.13.0+cu130")
+    settings = args.parse("sft", [], 1)
+    for load in (
+        lambda: model.load_model(settings, model.load_tokenizer(settings)),
+        lambda: saved.load(saved.Saved(TINY / "model")),
+    ):
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        load()
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(True)

@@ -93,3 +93,13 @@ def test_what_it_says():
     assert "peak 60.00 GiB a rank; the plan said 59.00; 16.00 GiB are left" in text
     assert "12,346 tokens/s" in text and "2,000 steps take at most 2:13:20" in text and "112 GB in 31.0 s" in text
     assert json.dumps(found)
+
+
+def test_a_loss_that_changed_by_saving():
+    canary._check_same_loss(2.0, 2.000001, "bf16", "cuda")
+    with pytest.raises(UserError, match=r"gives the loss 2\.00001234 instead of 2\.$"):
+        canary._check_same_loss(2.0, 2.00001234, "bf16", "cpu")
+    with pytest.raises(UserError, match=r"gives the loss 2\.00001234 instead of 2; .*split-K.* bf16 .*--canary false"):
+        canary._check_same_loss(2.0, 2.00001234, "bf16", "cuda")
+    with pytest.raises(UserError, match=r"gives the loss nan instead of 2\.$"):
+        canary._check_same_loss(2.0, float("nan"), "fp32", "cuda")

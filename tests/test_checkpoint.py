@@ -1,5 +1,6 @@
 """Checkpoints: whole or not there; a damaged one is named, with what is wrong; one of another run is refused."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -270,3 +271,29 @@ def test_an_adapter_is_saved_by_its_names(tmp_path):
     wrong = {name.replace("lora_B", "lora_C"): tensor for name, tensor in names.items()}
     with pytest.raises(RuntimeError, match=r"lora_B\.weight was not saved"):
         saved_as(tmp_path, wrong, net, "lora")
+
+
+@pytest.mark.parametrize("name", ["_save_checkpoint", "save_model"])
+def test_a_rank_beats_while_it_saves(monkeypatch, name):
+    """From the start of a save to its end, hashing included; and the step lines' clock stands still in a checkpoint."""
+    from transformers import Trainer
+
+    from zerofit import train
+
+    said = []
+
+    @contextlib.contextmanager
+    def noted(what, *step):
+        said.append((what, *step))
+        yield
+        said.append(("end", what))
+
+    monkeypatch.setattr(checkpoint, "save", lambda trainer, write: said.append("written and hashed"))
+    monkeypatch.setattr(Trainer, "save_model", lambda self, *words: said.append("written"))
+    trainer = object.__new__(train.KitTrainer)
+    trainer.state = SimpleNamespace(global_step=4)
+    trainer.clock = SimpleNamespace(paused=lambda: noted("pause"))
+    trainer.reporter = SimpleNamespace(pulse=SimpleNamespace(beating=lambda step: noted("beat", step)))
+    getattr(trainer, name)("folder")
+    beating = [("beat", 4), "written and hashed" if name == "_save_checkpoint" else "written", ("end", "beat")]
+    assert said == ([("pause",), *beating, ("end", "pause")] if name == "_save_checkpoint" else beating)

@@ -1,10 +1,14 @@
 """Every check of `zerofit doctor` finds what it is for, names the mending, and is silent on a healthy machine."""
 
+import contextlib
+import inspect
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
+import sysconfig
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -181,3 +185,90 @@ def test_rules_of_python_and_cuda(monkeypatch):
     assert any("no library for CUDA 13" in f.text for f in doctor.known_problems())
     monkeypatch.setattr(torch.version, "cuda", None)
     assert not any("CUDA 13" in f.text for f in doctor.known_problems())
+
+
+def test_the_fix_of_an_exchange_is_of_its_backend(monkeypatch):
+    assert inspect.signature(doctor.exchange).parameters["seconds"].default == 90.0
+    monkeypatch.setattr(doctor, "_EXCHANGE", "import time; time.sleep(60)")
+    text = only(doctor.exchange(2, seconds=0.1))[1]
+    assert "over gloo in" in text and "the machine is busy" in text and "NCCL" not in text
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    text = only(doctor.exchange(2, seconds=0.1))[1]
+    assert "over NCCL in" in text and "NCCL_SOCKET_IFNAME" in text
+    monkeypatch.setattr(doctor, "_EXCHANGE", "raise SystemExit('no route to host')")
+    assert "NCCL_DEBUG" in only(doctor.exchange(2))[1]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    text = only(doctor.exchange(2))[1]
+    assert "no route to host" in text and "NCCL" not in text
+
+
+def test_triton_needs_a_c_compiler_on_a_gpu(monkeypatch):
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(shutil, "which", lambda tool: None if tool in ("gcc", "clang", "nvcc") else f"/usr/bin/{tool}")
+    assert [f.name for f in doctor.compilers()] == ["compiler"]  # on a CPU nothing needs it
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    found = next(f for f in doctor.compilers() if f.name == "C compiler")
+    assert found.level == "warn" and "gcc" in found.text and "Triton" in found.text
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": "/nowhere"})
+    monkeypatch.setenv("CC", "/opt/cc")
+    text = next(f.text for f in doctor.compilers() if f.name == "C compiler")
+    assert "no /nowhere/Python.h" in text and "gcc" not in text
+
+
+@pytest.mark.parametrize(("nvcc", "torchs", "warns"), [
+    ("13.0", "13.0", False), ("13.1", "13.0", True), ("12.6", "12.8", False), ("12.4", "13.0", True), ("13.0", "12.9", True),
+])  # fmt: skip
+def test_nvcc_is_compared_as_deepspeed_does(monkeypatch, tmp_path, nvcc, torchs, warns):
+    from deepspeed.ops.op_builder import builder
+
+    tool = tmp_path / "nvcc"
+    tool.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {nvcc}, V{nvcc}.48'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(torch.version, "cuda", torchs)
+    found = [f for f in doctor.compilers() if f.name == "nvcc"]
+    assert len(found) == warns
+    assert not warns or f"nvcc {nvcc}, torch for CUDA {torchs}" in found[0].text
+    monkeypatch.setattr(builder, "installed_cuda_version", lambda name="": tuple(map(int, nvcc.split("."))))
+    with pytest.raises(builder.CUDAMismatchException) if warns else contextlib.nullcontext():
+        builder.assert_no_cuda_mismatch()
+
+
+def test_locked_memory_where_something_locks_it(monkeypatch):
+    from zerofit import doctor_nodes
+
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (8 * 2**20, 8 * 2**20))
+    monkeypatch.setattr(doctor_nodes, "infiniband", lambda: ["mlx5_0"])
+
+    def warned(**more):
+        return [f.text for f in doctor.host_memory(**more) if f.name == "memlock"]
+
+    assert warned() == []  # the driver pins CUDA's memory itself
+    assert warned(nvme=True) == ["8 MiB may be locked, too little for the buffers of --offload_path"]
+    assert warned(nodes=2) == ["8 MiB may be locked, too little for what InfiniBand registers"]
+    monkeypatch.setattr(doctor_nodes, "infiniband", list)
+    assert warned(nodes=2) == []
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (resource.RLIM_INFINITY,) * 2)
+    assert warned(nvme=True) == []
+
+
+def test_wsl_pins_little_memory(monkeypatch):
+    monkeypatch.setattr(doctor, "_kernel", lambda: "Linux version 5.15.167.4-microsoft-standard-WSL2")
+    assert "pinned memory" not in {f.name for f in doctor.host_memory()}  # nothing is pinned without a GPU
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert next(f for f in doctor.host_memory() if f.name == "pinned memory").level == "warn"
+    monkeypatch.setattr(doctor, "_kernel", lambda: "Linux version 6.1.0")
+    assert "pinned memory" not in {f.name for f in doctor.host_memory()}
+
+
+@pytest.mark.parametrize("given", [None, "cpu"])
+def test_an_accelerator_is_named_where_the_user_chose_it(tmp_path, given):
+    """Nothing that the doctor itself imports may look like the user's own setting."""
+    environment = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}
+    environment |= {"DS_ACCELERATOR": given} if given else {}
+    done = subprocess.run(
+        [sys.executable, "-m", "zerofit", "doctor", "--json", "--gpus", "1", "--out", str(tmp_path / "new")],
+        capture_output=True, text=True, timeout=120, env=environment | {"HOME": str(tmp_path)}, cwd=tmp_path,
+    )  # fmt: skip
+    levels = [f["level"] for f in json.loads(done.stdout)["findings"] if f["name"] == "DS_ACCELERATOR"]
+    assert levels == (["warn"] if given else []), done.stderr

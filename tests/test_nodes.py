@@ -270,3 +270,19 @@ def test_two_machines_train_as_one_does(tmp_path):
     found = Run(out)
     assert found.losses == whole.losses and found.json("result.json")["world_size"] == 2
     assert any(sentence.startswith("links between nodes") for sentence in found.json("run.json")["decisions"])
+
+
+def test_which_variables_travel_to_the_hosts(tmp_path, capsys, monkeypatch):
+    file = tmp_path / "hosts"
+    file.write_text("one slots=1\ntwo slots=1\n")
+    travel = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "TORCH_NCCL_DUMP_ON_TIMEOUT", "CUDA_LAUNCH_BLOCKING",
+              "CUDA_MODULE_LOADING", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_DEVICE_ORDER", "CUDA_HOME")  # fmt: skip
+    stay = ("CUDA_VISIBLE_DEVICES", "CUDA_MPS_PIPE_DIRECTORY", "CUDA_CACHE_PATH", "RANK")
+    for name in (*travel, *stay):
+        monkeypatch.setenv(name, "1")
+    hostfile.main(["--hosts", str(file), "--show", "recipes/sft.py"])
+    lines = [line for line in capsys.readouterr().out.splitlines() if "environment: " in line]
+    assert len(lines) == 2
+    for line in lines:
+        told = set(line.partition("environment: ")[2].split(", "))
+        assert told >= set(travel) and not told & set(stay)

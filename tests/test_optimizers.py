@@ -453,3 +453,15 @@ def default_task(tmp_path_factory):
 @pytest.mark.parametrize("name", QUALITY)
 def test_the_default_task_is_learnt(default_task, name):
     assert default_task[name].json("result.json")["exact_match_after"] > 0.9
+
+
+def test_noise_forks_no_other_ranks_generator(monkeypatch):
+    """fork_rng without `devices` would take the state of every GPU of the machine, and warn."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    weight = torch.nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    optimizers._same_noise_on_all_ranks(optimizer, 0)
+    before = torch.get_rng_state()
+    optimizer.step()
+    assert weight.tolist() == [0.5, 0.5] and torch.equal(torch.get_rng_state(), before)

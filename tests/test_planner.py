@@ -534,3 +534,41 @@ def test_an_unknown_model_fails_in_words(tmp_path):
     with pytest.raises(UserError):
         ghost.run("sft", ["--model", str(tmp_path), "--data", "none"], 2)
     assert Path(config).exists() and "ZEROFIT_GHOST" not in os.environ
+
+
+DEVICE_NAMES = {
+    "NVIDIA H100 PCIe": "h100-80g-pcie", "NVIDIA H100 NVL": "h100-94g-nvl", "NVIDIA H100 80GB HBM3": "h100-80g",
+    "NVIDIA H200": "h200-141g", "NVIDIA GH200 480GB": "h200-141g", "NVIDIA B200": "b200-180g", "NVIDIA GB200": "b200-180g",
+    "NVIDIA A100-SXM4-40GB": "a100-40g", "NVIDIA A100-PCIE-40GB": "a100-40g-pcie", "NVIDIA A100-SXM4-80GB": "a100-80g",
+    "NVIDIA A100 80GB PCIe": "a100-80g", "NVIDIA L40S": "l40s-48g", "NVIDIA L40": "l40-48g", "NVIDIA L4": "l4-24g",
+    "NVIDIA A10G": "a10g-24g", "NVIDIA A10": "a10-24g", "Tesla V100-SXM2-32GB": "v100-32g",
+    "Tesla V100-SXM2-16GB": "v100-16g", "Tesla T4": "t4-16g", "NVIDIA GeForce RTX 5090": "rtx5090-32g",
+    "NVIDIA GeForce RTX 4090": "rtx4090-24g", "NVIDIA GeForce RTX 3090": "rtx3090-24g",
+    # Others, and parts of these: no peak is known.
+    "NVIDIA RTX A1000": None, "NVIDIA RTX A1000 Laptop GPU": None, "NVIDIA H20": None, "NVIDIA T400 4GB": None,
+    "NVIDIA T1000 8GB": None, "NVIDIA A100-SXM4-40GB MIG 3g.20gb": None, "NVIDIA H100 80GB HBM3 MIG 1g.10gb": None,
+    "NVIDIA GeForce RTX 4090 Laptop GPU": None, "NVIDIA GeForce RTX 4080": None, "NVIDIA RTX A5000": None, "Quadro M4000": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("device", "name"), DEVICE_NAMES.items())
+def test_gpus_by_the_drivers_name(device, name):
+    assert hardware.by_device_name(device) == (hardware.GPUS[name] if name else None)
+    assert (hardware.peak_flops(device) is None) is (name is None)
+
+
+def test_a_slice_can_be_described_by_the_user(tmp_path, monkeypatch):
+    file = tmp_path / "gpus.json"
+    monkeypatch.setenv(hardware.USER_TABLE, str(file))
+    file.write_text('{"slice": {"device_name": "A100-SXM4-40GB MIG 3g.20gb", "memory_gib": 19.6, "tflops": 134}}')
+    assert hardware.peak_flops("NVIDIA A100-SXM4-40GB MIG 3g.20gb") == 134e12
+    assert hardware.by_device_name("NVIDIA A100-SXM4-40GB") == hardware.GPUS["a100-40g"]
+
+
+def test_a_gpu_without_kernels_in_the_pinned_torch():
+    for name, gpu in hardware.GPUS.items():
+        said = hardware.note(gpu)
+        assert (said is not None) is name.startswith("v100-")
+        assert said is None or (gpu.device_name in said and "built for CUDA 13" in said)
+    detected = dataclasses.replace(hardware.GPUS["v100-16g"], device_name="Tesla V100-SXM2-16GB", node_gbs=1.0)
+    assert "CUDA 13" in hardware.note(detected)

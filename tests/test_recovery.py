@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import psutil
@@ -301,3 +302,23 @@ def test_nothing_is_written_where_nobody_watches(monkeypatch, tmp_path):
     failure.record(RuntimeError("first"))
     failure.record(RuntimeError("its echo"))
     assert [e["error"] for e in failure.records(tmp_path)] == ["RuntimeError: first"]
+
+
+def test_a_rank_beats_while_it_writes(monkeypatch, tmp_path):
+    """A save that takes longer than --hang_timeout is no hang; its thread ends with it."""
+    monkeypatch.setenv(failure.FOLDER, str(tmp_path))
+    monkeypatch.setattr(failure, "BEAT_SECONDS", 0.01)
+    pulse, beats = failure.Pulse(), set()
+    threads = threading.active_count()
+    with pulse.beating(7):
+        deadline = time.monotonic() + 60
+        while len(beats) < 5 and time.monotonic() < deadline:
+            beats |= {when for _, _, when in failure.pulses(tmp_path).values()}
+    assert len(beats) >= 5 and threading.active_count() == threads
+    assert failure.pulses(tmp_path)[0][1] == 7
+    with pytest.raises(OSError, match="full"), pulse.beating(8):
+        raise OSError("full")
+    assert threading.active_count() == threads
+    monkeypatch.delenv(failure.FOLDER)
+    with failure.Pulse().beating(1):  # nobody watches
+        assert threading.active_count() == threads

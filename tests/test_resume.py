@@ -150,15 +150,6 @@ def test_states_of_other_optimizers(tmp_path, optim):
             check(before, run)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="CPUs have no fp16 arithmetic")
-def test_fp16_keeps_its_loss_scale(tmp_path):
-    before = run_world(2, {"2": saving("sft", "2", "--fp16", "true")}, tmp_path)["2"]
-    cases = {f"on-{z}": resuming(tmp_path / "2", "sft", z, "--fp16", "true") for z in "13"}
-    for run in run_world(1, cases, tmp_path).values():
-        check(before, run, TOLERANCE["bf16"])
-
-
 def test_make_resume_on_another_number_of_processes(runs, tmp_path):
     """make resume GPUS=1 ZERO=3 of a run on two ranks at stage 2; lines after the checkpoint are made again."""
     folder = tmp_path / "run"

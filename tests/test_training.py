@@ -3,9 +3,12 @@
 Real recipes, real DeepSpeed, two CPU processes over gloo (one process where the test says so).
 """
 
+import subprocess
+import sys
+
 import pytest
 import torch
-from conftest import TINY, run_world
+from conftest import ROOT, TINY, Run, run_world
 
 STEPS, ROWS = 8, 60  # 60 rows in batches of 8: the last step of the epoch is half filler
 COMMON = [
@@ -202,3 +205,41 @@ def test_learning_reaches_ninety_percent_in_one_process(tmp_path):
         assert result["exact_match_after"] > 0.9, recipe
         assert (run.folder / "loss.png").stat().st_size > 5000
         assert result["eval_loss"] < 0.5
+
+
+SLOW_LOADER = """
+import runpy, sys, types
+from zerofit import checkpoint, data, train
+now = [0.0]
+train.time = types.SimpleNamespace(perf_counter=lambda: now[0])
+
+def sleeps(owner, name, seconds):
+    plain = getattr(owner, name)
+    def slow(*args, **kwargs):
+        now[0] += seconds
+        return plain(*args, **kwargs)
+    setattr(owner, name, slow)
+
+sleeps(data.TrainCollator, "__call__", 2.0)
+sleeps(train.KitTrainer, "evaluation_loop", 1000.0)
+sleeps(checkpoint, "save", 1000.0)
+runpy.run_path(sys.argv.pop(1), run_name="__main__")
+"""
+
+
+def test_a_slow_loader_shows_in_the_speed(tmp_path):
+    """On a clock that only the loader (2 s a micro batch), evaluation and saving move: the loader's seconds alone count."""
+    script, out = tmp_path / "slow.py", tmp_path / "run"
+    script.write_text(SLOW_LOADER)
+    words = [*COMMON, "--zero", "0", "--per_device_train_batch_size", "4", "--max_steps", "4", "--eval_data",
+             str(TINY / "eval.jsonl"), "--eval_strategy", "steps", "--eval_steps", "1", "--save_strategy", "steps",
+             "--save_steps", "1", "--dataloader_num_workers", "0", "--output_dir", str(out)]  # fmt: skip
+    done = subprocess.run([sys.executable, str(script), str(ROOT / "recipes" / "sft.py"), *words],
+                          capture_output=True, text=True, timeout=300)  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    result = Run(out).json("result.json")
+    assert result["steps"] == 4 and result["world_size"] == 1
+    # Two micro batches a step; those of the first step are made before the clock starts.
+    assert result["tokens"] / result["tokens_per_second"] == pytest.approx(3 * 2 * 2.0, rel=1e-3)
+    speeds = [m["tokens_per_second"] for m in Run(out).metrics if "loss" in m]
+    assert speeds[0] == 0 and all(0 < speed < result["tokens"] / 4.0 for speed in speeds[1:])

@@ -2,6 +2,7 @@
 
 __version__ = "0.1.0"
 
-from . import quiet
+from . import allocator, quiet
 
+allocator.configure()  # before anything imports torch, whichever way a process was started
 quiet.optional_packages()

@@ -7,7 +7,6 @@ A literal in the DeepSpeed JSON that contradicts a flag stops the run; against a
 import argparse
 import difflib
 import json
-import os
 import shlex
 import warnings
 from dataclasses import dataclass, field, fields
@@ -17,7 +16,7 @@ from typing import Any, Literal
 import yaml
 from transformers import HfArgumentParser, TrainingArguments
 
-from . import batch, offload, optimizers, presets, recompute, zero
+from . import batch, devices, offload, optimizers, presets, recompute, zero
 from .errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -147,7 +146,11 @@ class SupervisionArguments:
         default=3, metadata={"help": "Starts again from the newest checkpoint after a rank was lost or hung."}
     )
     hang_timeout: float = field(
-        default=1800.0, metadata={"help": "Seconds without a step after which a job has hung and is ended; 0: never."}
+        default=1740.0,
+        metadata={
+            "help": "Seconds without a step after which a job has hung and is ended; 0: never. A minute less than "
+            "--ddp_timeout, so that the rank at fault is named before the collectives of the others give up."
+        },
     )
 
 
@@ -603,6 +606,7 @@ def parse(recipe: str, argv: list[str], world_size: int, gpu=None) -> Settings:
         settings.decisions.append(f"preset {given['preset']}: {' '.join(presets.flags(given['preset']))}")
     _check_ranges(settings)
     _one_shuffle_seed(settings)
+    _hang_before_collectives(settings)
     _fill_defaults(settings)
     settings.deepspeed = zero.choose(settings, given)
     recompute.choose(settings)
@@ -676,6 +680,14 @@ def _one_shuffle_seed(settings: Settings) -> None:
     settings.values[other], settings.source[other] = settings.values[given], settings.source[given]
 
 
+def _hang_before_collectives(settings: Settings) -> None:
+    """Let --hang_timeout follow a --ddp_timeout that the user has set: the supervisor can name the rank at fault."""
+    limit = settings.ddp_timeout
+    if settings.source["ddp_timeout"] != "transformers default" and settings.source["hang_timeout"] == "default":
+        why = f"before collectives give up (--ddp_timeout {limit})"
+        decide(settings, "hang_timeout", max(limit - 60.0, limit / 2), why)
+
+
 def _fill_defaults(settings: Settings) -> None:
     import torch
 
@@ -694,9 +706,10 @@ def _fill_defaults(settings: Settings) -> None:
             stage = "3" if settings.offload == "all" else "2"
             decide(settings, "zero", stage, f"the lowest stage that can offload {settings.offload}")
     if not torch.cuda.is_available() and not settings.use_cpu and settings.planned_gpu is None:
+        if why := devices.why_torch_sees_none():
+            raise UserError(f"{why}; or train on the CPU with --use_cpu true.")
         decide(settings, "use_cpu", True, "no GPU is visible to PyTorch")
     if settings.use_cpu:
-        os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed fixes its device at import, which the lint of the JSON does
         settings.values |= {"dataloader_pin_memory": False, "ddp_backend": "gloo"}
         settings.source |= {"dataloader_pin_memory": "decided", "ddp_backend": "decided"}
     has_eval = bool(settings.eval_data or settings.eval_fraction)

@@ -33,16 +33,19 @@ def is_flash(name: str) -> bool:
     return name.startswith("flash_attention") or "flash-attn" in name  # the latter: kernels-community/flash-attn2
 
 
-def avoid_wrong_kernels(settings) -> None:
+def avoid_wrong_kernels(settings=None) -> None:
     """Leave cuDNN's kernels out of sdpa, which prefers them on H100, H200 and B200, where torch 2.11 to 2.13 gets NaN or
     wrong numbers from them: in the backward with a mask and a length of 64 more than a multiple of 128
-    (pytorch issue 196678), in the forward with fewer than 8 key heads on B200 (issue 193893)."""
-    import torch
+    (pytorch issue 196678), in the forward with fewer than 8 key heads on B200 (issue 193893).
 
+    Called by whatever loads a model: model.load_model (training, probe, replay) and saved.load (chat, export).
+
+    Args: settings: of a recipe, which says so in its decisions; None: nothing is said.
+    """
     version = tuple(map(int, torch.__version__.split("+")[0].split(".")[:2]))
     if (2, 11) <= version <= (2, 13):
         torch.backends.cuda.enable_cudnn_sdp(False)
-        if not settings.use_cpu:
+        if settings is not None and not settings.use_cpu:
             settings.decisions.append(
                 "sdpa without cuDNN's kernels: wrong in torch 2.11 to 2.13 (pytorch issue 196678)"
             )
@@ -192,7 +195,8 @@ def _varlen(query, key, value, bounds, longest, window, scaling):
     from torch.nn.attention.varlen import varlen_attn
 
     size = value.shape[-1]
-    value = torch.nn.functional.pad(value, (0, query.shape[-1] - size))  # the kernel wants one head_dim for all
+    if missing := query.shape[-1] - size:  # the kernel wants one head_dim for all; padding by 0 would still copy
+        value = torch.nn.functional.pad(value, (0, missing))
     groups = query.shape[1] // key.shape[1]
     if groups > 1 and "enable_gqa" not in inspect.signature(varlen_attn).parameters:  # torch before 2.12
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
@@ -271,7 +275,9 @@ def gradient_leak(model, documents, args, count: int = 3, longest: int = 128) ->
     model.train(not reentrant)
     hook = model.get_input_embeddings().register_forward_hook(cut)
     try:
-        with torch.random.fork_rng(enabled=True), torch.enable_grad():
+        # Without `devices` fork_rng initializes every GPU of the machine and warns.
+        devices = [torch.cuda.current_device()] if args.device.type == "cuda" else []
+        with torch.random.fork_rng(devices), torch.enable_grad():
             batch = _on(args, data.PackedCollator()(rows))
             logits = model(**batch, use_cache=False).logits[0, start:end].float()
             loss = torch.nn.functional.cross_entropy(logits, batch["input_ids"][0, start:end], reduction="sum")

@@ -152,7 +152,7 @@ def memory(s: Shape, setting: Setting, settings, fused: bool) -> dict[str, float
     moments = [
         states | {"gradients": before, "buffers": work} | at_loss,
         states | {"gradients": before, "buffers": work} | again,
-        states | {"gradients": after, "buffers": work + 2 * s.largest},
+        states | {"gradients": after, "buffers": work + 2 * s.largest + _foreach_copies(s, settings, zero, weight)},
     ]
     if setting.offload == "none" and zero:
         # Gradients flattened and copied to fp32 in pieces of at most 1e9 numbers (stage 3), all at once (1 and 2).
@@ -170,9 +170,16 @@ def _widths(settings, zero: int) -> tuple[float, float, float]:
     width = float(entry.state_bytes) if entry and _is_number(entry.state_bytes) else 8.0
     if settings.pure_bf16:
         return 2, 2, width / 2 if width == 8 else width
+    if zero == 0 and settings.dtype in ("bfloat16", "float16"):  # no fp32 master: states in the weights' type too
+        return 2, 2, width / 2 if width == 8 else width
     if zero == 0:
         return 4, 4, width
     return (2, 2, 4 + width) if settings.precision != "fp32" else (4, 4, 4 + width)
+
+
+def _foreach_copies(s: Shape, settings, zero: int, weight: float) -> float:
+    """Bytes of the temporaries that torch's optimizers make of all parameters at once, where they are not fused."""
+    return weight * s.trainable if zero == 0 and settings.optim == "adamw_torch" else 0.0
 
 
 def _work(s: Shape, setting: Setting, weight: float) -> float:

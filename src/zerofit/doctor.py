@@ -13,11 +13,13 @@ import shutil
 import socket
 import subprocess
 import sys
+import sysconfig
 import time
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 
+from . import devices
 from .errors import UserError
 
 GIB = 2**30
@@ -63,8 +65,8 @@ def main(argv: list[str]) -> None:
         raise UserError(f"NODES={given.nodes}: must be a whole number from 1.")
     began, found = time.perf_counter(), []
     for check in (python_and_packages, known_problems, compilers, compiled_ops, variables, launcher_files, gpus,
-                  host_memory, lambda: disk(Path(given.out)), lambda: port(given.port), hub_access, json_files,
-                  lambda: exchange(int(given.gpus or 0)), lambda: _of_nodes(given)):  # fmt: skip
+                  lambda: host_memory(nodes=int(given.nodes)), lambda: disk(Path(given.out)), lambda: port(given.port),
+                  hub_access, json_files, lambda: exchange(int(given.gpus or 0)), lambda: _of_nodes(given)):  # fmt: skip
         found += (new := check())
         if not given.json:
             _print(new)
@@ -106,7 +108,7 @@ def python_and_packages() -> list[Finding]:
     except metadata.PackageNotFoundError:
         return [Finding("packages", "warn", "zerofit is not installed, it runs from its folder", "make install")]
     for requirement in requires:
-        if requirement.marker is not None:  # an extra's
+        if requirement.marker and not requirement.marker.evaluate({"extra": ""}):  # an extra's, or another platform's
             continue
         try:
             version = metadata.version(requirement.name)
@@ -157,9 +159,7 @@ def known_problems() -> list[Finding]:
 
 
 def compilers() -> list[Finding]:
-    """ninja and g++ for the ops of offload; nvcc of torch's CUDA version for those of ZeRO++."""
-    import torch
-
+    """Look for ninja and g++ (ops of offload), a C compiler (Triton, on a GPU) and the nvcc that ZeRO++'s ops need."""
     from . import ops
 
     missing = ops.missing_tools()
@@ -168,14 +168,42 @@ def compilers() -> list[Finding]:
                 "apt install g++; ninja comes with `make install`")
         if missing else Finding("compiler", "ok", "ninja and g++ are on PATH")
     ]  # fmt: skip
+    return [*found, *_c_compiler(), *_nvcc()]
+
+
+def _c_compiler() -> list[Finding]:
+    """Look for what Triton compiles its launchers with, at run time on a GPU: $CC, gcc or clang, and Python's headers."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return []
+    missing = []
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        missing.append("no C compiler (gcc, clang, CC=)")
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    if not header.exists():
+        missing.append(f"no {header}")
+    if not missing:
+        return []
+    return [Finding("C compiler", "warn", f"{' and '.join(missing)}: Triton cannot start a kernel (Liger, flex_attention, "
+                    "torch.compile and with it --optim muon, torchao)", "apt install gcc python3-dev")]  # fmt: skip
+
+
+def _nvcc() -> list[Finding]:
+    """Compare nvcc with torch's CUDA version by DeepSpeed's own rule: the same, or both in its list of compatible ones."""
+    import torch
+
     nvcc, cuda = shutil.which("nvcc"), torch.version.cuda
-    if cuda and nvcc:
-        said = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
-        version = said.partition("release ")[2].partition(",")[0]
-        if version.split(".")[0] != cuda.split(".")[0]:
-            found.append(Finding("nvcc", "warn", f"nvcc {version}, torch for CUDA {cuda}: DeepSpeed compiles no CUDA op",
-                                 f"install the CUDA {cuda} toolkit; needed by --zero_quantized_weights only"))  # fmt: skip
-    return found
+    if not (cuda and nvcc):
+        return []
+    from deepspeed.ops.op_builder.builder import cuda_minor_mismatch_ok
+
+    said = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
+    version, cuda = said.partition("release ")[2].partition(",")[0], ".".join(cuda.split(".")[:2])
+    if version == cuda or any({version, cuda} <= set(group) for group in cuda_minor_mismatch_ok.values()):
+        return []
+    return [Finding("nvcc", "warn", f"nvcc {version or '(unknown)'}, torch for CUDA {cuda}: DeepSpeed compiles no CUDA op",
+                    f"install the CUDA {cuda} toolkit; needed by --zero_quantized_weights and --zero_quantized_gradients only")]  # fmt: skip
 
 
 def compiled_ops() -> list[Finding]:
@@ -232,26 +260,36 @@ def gpus() -> list[Finding]:
     import torch
 
     if not torch.cuda.is_available():
-        level = "warn" if shutil.which("nvidia-smi") else "ok"
-        text = "torch sees none" if level == "warn" else "none: jobs run on the CPU"
-        built = torch.version.cuda or "no CUDA"
-        return [Finding("GPUs", level, f"{text} (torch {torch.__version__}, built for {built})",
-                        "python -c 'import torch; torch.cuda.init()' says why")]  # fmt: skip
-    found = []
-    for index in range(torch.cuda.device_count()):
-        free, total = torch.cuda.mem_get_info(index)
-        text = f"{torch.cuda.get_device_name(index)}, {free / GIB:.1f} of {total / GIB:.1f} GiB free"
-        bf16 = torch.cuda.get_device_capability(index)[0] >= 8
-        text += "" if bf16 else "; no bf16, fp16 is used"
-        busy = free < 0.95 * total
-        found.append(
-            Finding(f"GPU {index}", "warn" if busy else "ok", text, "nvidia-smi shows who holds it" if busy else "")
-        )
-    return found
+        if why := devices.why_torch_sees_none():
+            return [Finding("GPUs", "fail", why, "nvidia-smi shows the driver's version; --use_cpu true trains on the CPU")]
+        built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
+        return [Finding("GPUs", "ok", f"none: jobs run on the CPU (torch {torch.__version__}, {built})")]
+    built_for = min((int(arch[3:]) for arch in torch.cuda.get_arch_list() if arch[3:].isdigit()), default=0)
+    return [_of_gpu(device, built_for) for device in devices.visible()]
 
 
-def host_memory() -> list[Finding]:
-    """Memory for offload, shared memory for data workers, and how much may be pinned."""
+def _of_gpu(device, built_for: int) -> Finding:
+    """Args: built_for: the lowest compute capability that torch has kernels for, 75 for 7.5."""
+    name, (major, minor) = f"GPU {device.index}", device.capability
+    if major * 10 + minor < built_for:
+        return Finding(
+            name, "fail", f"{device.name} has compute capability {major}.{minor}, this torch has kernels from "
+            f"{built_for // 10}.{built_for % 10} on", "another GPU, or a torch build for CUDA 12 (pytorch.org/get-started)",
+        )  # fmt: skip
+    free = "what is free is not known (no nvidia-smi, or a slice)"
+    if device.free_bytes is not None:
+        free = f"{device.free_bytes / GIB:.1f} of {device.total_bytes / GIB:.1f} GiB free"
+    text = f"{device.name}, {free}" + ("" if major >= 8 else "; no bf16, fp16 is used")
+    text += "; only one process may use it (EXCLUSIVE_PROCESS)" * device.exclusive
+    busy = device.usable_bytes < device.total_bytes
+    return Finding(name, "warn" if busy else "ok", text, "nvidia-smi shows who holds it" if busy else "")
+
+
+def host_memory(nvme: bool = False, nodes: int = 1) -> list[Finding]:
+    """Memory for offload, shared memory for data workers, and how much may be locked or pinned.
+
+    Args: nvme: whether --offload_path is used; nodes: machines of the job.
+    """
     import psutil
 
     memory = psutil.virtual_memory()
@@ -260,11 +298,40 @@ def host_memory() -> list[Finding]:
     if shm.exists() and (size := shutil.disk_usage(shm).total) < GIB:
         found.append(Finding("/dev/shm", "warn", f"{size / 2**20:.0f} MiB: NCCL and data workers need more",
                              "docker run --shm-size 16g, or --ipc host"))  # fmt: skip
+    return [*found, *_locked_memory(nvme, nodes), *_pinned_memory()]
+
+
+def _locked_memory(nvme: bool, nodes: int) -> list[Finding]:
+    """Compare RLIMIT_MEMLOCK with what it bounds: DeepSpeed's NVMe buffers (mlock) and what InfiniBand registers.
+
+    The driver pins CUDA's memory itself; the limit does not hold for it.
+    """
+    from . import doctor_nodes
+
+    users = ["the buffers of --offload_path"] * nvme
+    users += ["what InfiniBand registers"] * (nodes > 1 and bool(doctor_nodes.infiniband()))
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if soft != resource.RLIM_INFINITY and soft < 16 * GIB:
-        found.append(Finding("memlock", "warn", f"{soft / 2**20:.0f} MiB may be pinned: --offload pins its blocks",
-                             "ulimit -l unlimited (docker: --ulimit memlock=-1)"))  # fmt: skip
-    return found
+    if not users or soft == resource.RLIM_INFINITY or soft >= 16 * GIB:
+        return []
+    return [Finding("memlock", "warn", f"{soft / 2**20:.0f} MiB may be locked, too little for {' and '.join(users)}",
+                    "ulimit -l unlimited (docker: --ulimit memlock=-1)")]  # fmt: skip
+
+
+def _pinned_memory() -> list[Finding]:
+    """Warn of WSL2, whose driver limits pinned memory (to 0.5 GiB in microsoft/WSL issue 14078); no ulimit shows it."""
+    import torch
+
+    if "microsoft" not in _kernel().lower() or not torch.cuda.is_available():
+        return []
+    return [Finding("pinned memory", "warn", "WSL2 pins little memory, sometimes 0.5 GiB: --offload and --activation_offload "
+                    'can end in "CUDA error: out of memory" while the GPU is empty',
+                    "train without them, or on Linux itself; --dataloader_pin_memory false where loading fails")]  # fmt: skip
+
+
+def _kernel() -> str:
+    """Return the kernel's name and version; "" where there is no /proc."""
+    file = Path("/proc/version")
+    return file.read_text() if file.exists() else ""
 
 
 def disk(folder: Path) -> list[Finding]:
@@ -328,7 +395,7 @@ import torch, torch.distributed as dist
 cuda = torch.cuda.is_available()
 if cuda:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-dist.init_process_group("nccl" if cuda else "gloo", timeout=datetime.timedelta(seconds=20))
+dist.init_process_group("nccl" if cuda else "gloo", timeout=datetime.timedelta(seconds=80))  # before exchange() gives up
 x = torch.ones(16 * 2**20, device="cuda" if cuda else "cpu")
 dist.all_reduce(x)
 began = time.perf_counter()
@@ -339,10 +406,17 @@ if dist.get_rank() == 0:
     print("exchanged", dist.get_world_size(), x.numel() * 4 / seconds / 1e9, float(x[0]) == dist.get_world_size() ** 2)
 dist.destroy_process_group()
 """
+_EXCHANGE_FIXES = {  # where it takes too long, where it fails
+    "NCCL": ("NCCL_DEBUG=INFO make doctor; set NCCL_SOCKET_IFNAME to the right network", "NCCL_DEBUG=INFO make doctor"),
+    "gloo": ("the machine is busy or its disk slow: again when it is idle", "GLOO_SOCKET_IFNAME=lo make doctor"),
+}
 
 
-def exchange(count: int, seconds: float = 30.0) -> list[Finding]:
-    """Whether processes can really exchange a tensor (64 MB, all-reduced), and how fast."""
+def exchange(count: int, seconds: float = 90.0) -> list[Finding]:
+    """Whether processes can really exchange a tensor (64 MB, all-reduced), and how fast.
+
+    Args: seconds: for all of it; importing torch in every process takes most, a minute from a cold network disk.
+    """
     import torch
 
     from . import world
@@ -357,11 +431,12 @@ def exchange(count: int, seconds: float = 30.0) -> list[Finding]:
         for rank in range(count)
     ]  # fmt: skip
     backend = "NCCL" if torch.cuda.is_available() else "gloo"
+    slow, wrong = _EXCHANGE_FIXES[backend]
     try:
         out, err = ranks[0].communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
-        return [Finding("exchange", "fail", f"{count} processes did not exchange a tensor over {backend} in {seconds:.0f} s",
-                        "NCCL_DEBUG=INFO make doctor; set NCCL_SOCKET_IFNAME to the right network")]  # fmt: skip
+        return [Finding("exchange", "fail",
+                        f"{count} processes did not exchange a tensor over {backend} in {seconds:.0f} s", slow)]  # fmt: skip
     finally:
         for rank in ranks:
             rank.kill()
@@ -369,7 +444,7 @@ def exchange(count: int, seconds: float = 30.0) -> list[Finding]:
     words = out.split()
     if words[:1] != ["exchanged"] or words[3] != "True":
         last = (err.strip().splitlines() or ["no answer"])[-1]
-        return [Finding("exchange", "fail", f"{count} processes over {backend}: {last}", "NCCL_DEBUG=INFO make doctor")]
+        return [Finding("exchange", "fail", f"{count} processes over {backend}: {last}", wrong)]
     return [Finding("exchange", "ok", f"{words[1]} processes over {backend}, {float(words[2]):.2f} GB/s")]
 
 

@@ -53,13 +53,18 @@ def interfaces() -> list[Finding]:
             *found,
             Finding("interface", "fail", "this machine has no network but itself", "bring an interface up (ip link)"),
         ]
-    devices = Path("/sys/class/infiniband")
-    fast = sorted(d.name for d in devices.iterdir()) if devices.is_dir() else []
+    fast = infiniband()
     text = ", ".join(f"{name} {address}" for name, address in outward.items())
     return [
         *found,
         Finding("interface", "ok", f"{text}; {'InfiniBand or RoCE ' + ', '.join(fast) if fast else 'no InfiniBand'}"),
     ]
+
+
+def infiniband() -> list[str]:
+    """The names of this machine's InfiniBand and RoCE devices."""
+    devices = Path("/sys/class/infiniband")
+    return sorted(device.name for device in devices.iterdir()) if devices.is_dir() else []
 
 
 def names() -> list[Finding]:

@@ -78,7 +78,7 @@ def _out_of_memory_in_words(main) -> None:
                 f"rank {os.environ.get('RANK', '0')} could not get more host memory ({str(error).splitlines()[0] or 'MemoryError'}); "
                 "on a CPU try a smaller --per_device_train_batch_size, else --offload_path, or fewer data workers."
             ) from error
-        if type(error).__name__ != "OutOfMemoryError":  # torch's, without importing torch here
+        if not failure.gpu_is_full(error):
             raise
         from .memory_report import asked
 

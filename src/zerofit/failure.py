@@ -7,6 +7,7 @@ import mmap
 import os
 import signal
 import struct
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -18,11 +19,21 @@ STOP = "stop"  # file of the step after which every rank shall save and end; 0: 
 ASKS_TO_SAVE = (signal.SIGTERM, signal.SIGUSR1)  # from SLURM and from people; the supervisor heeds them
 ENDS_RANKS = signal.SIGUSR2  # from torchrun to the ranks that are left when one has failed
 STACK_SECONDS = 2.0  # that ranks get to write where they stand
+BEAT_SECONDS = 5.0  # between two beats while a checkpoint is written
 _STEP = struct.Struct("<q")
 _PULSE = struct.Struct("<qqd")  # process id, optimizer step, seconds since the epoch
 # How a rank fails when it is another that was lost: gloo's and NCCL's words.
 _OF_A_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "ncclRemoteError", "Connection refused",
               "NCCL communicator was aborted", "Socket Timeout", "Timed out waiting")  # fmt: skip
+
+# How CUDA and its libraries say that GPU memory could not be had, beside torch.OutOfMemoryError: near the edge it is a
+# library's workspace, a kernel's local memory, a context or NCCL's buffers that finds none.
+_GPU_IS_FULL = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUSOLVER_STATUS_ALLOC_FAILED",
+                "CUSPARSE_STATUS_INSUFFICIENT_RESOURCES", "CUDNN_STATUS_ALLOC_FAILED", "Cuda failure 2 'out of memory'",
+                "Triton Error [CUDA]: out of memory")  # fmt: skip
+_MAY_BE_FULL = ("CUBLAS_STATUS_NOT_INITIALIZED", "CUDNN_STATUS_INTERNAL_ERROR", "CUDNN_STATUS_NOT_INITIALIZED")
+# Functions that pin host memory: DeepSpeed's accelerator and torch's data loader; autograd's save_on_cpu.
+_PINS = ("pin_memory", "pack_to_cpu")
 
 
 def folder() -> Path | None:
@@ -54,7 +65,7 @@ def in_a_line(error: BaseException) -> str:
 
 def kind(error: BaseException) -> str:
     """A key of errors.EXIT_CODES, or "crash"."""
-    if isinstance(error, OutOfMemory) or type(error).__name__ == "OutOfMemoryError" or host_is_full(error):
+    if isinstance(error, OutOfMemory) or gpu_is_full(error) or host_is_full(error):
         return "out of memory"
     if isinstance(error, Diverged):
         return "diverged"
@@ -65,9 +76,39 @@ def kind(error: BaseException) -> str:
     return "interrupted" if isinstance(error, KeyboardInterrupt) else "crash"
 
 
+def gpu_is_full(error: BaseException) -> bool:
+    """Return whether this is how torch, CUDA or its libraries say that GPU memory could not be had."""
+    if type(error).__name__ == "OutOfMemoryError":  # torch's, without importing torch here
+        return True
+    if not isinstance(error, RuntimeError) or _while_pinning(error):
+        return False
+    text = str(error)
+    return any(words in text for words in _GPU_IS_FULL) or (
+        any(words in text for words in _MAY_BE_FULL) and _little_is_free()
+    )
+
+
 def host_is_full(error: BaseException) -> bool:
-    """Whether this is how Python or torch say that host memory could not be had."""
-    return isinstance(error, MemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error)
+    """Return whether this is how Python or torch say that host memory could not be had; pinned memory is host memory."""
+    if isinstance(error, MemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error):
+        return True
+    return "CUDA error: out of memory" in str(error) and _while_pinning(error)
+
+
+def _while_pinning(error: BaseException) -> bool:
+    """Whether the error comes from a call that pins host memory; CUDA has the same words for both memories."""
+    return any(frame.name in _PINS for frame in traceback.extract_tb(error.__traceback__))
+
+
+def _little_is_free() -> bool:
+    """Whether less than 5 % of this process's GPU is free."""
+    import torch
+
+    try:
+        free, total = torch.cuda.mem_get_info()
+    except (RuntimeError, AssertionError):  # the error has broken the context
+        return False
+    return free < 0.05 * total
 
 
 def of_a_peer(error: BaseException) -> bool:
@@ -82,7 +123,8 @@ def records(where: Path) -> list[dict]:
 
 
 class Pulse:
-    """Where a rank is: 24 bytes in shared memory, written at every optimizer step and evaluation batch (1 us)."""
+    """Where a rank is: 24 bytes in shared memory, written at every optimizer step and evaluation batch (1 us), and every
+    few seconds while a checkpoint is written."""
 
     def __init__(self):
         self.map = self.stop = None
@@ -103,6 +145,30 @@ class Pulse:
     def beat(self, step: int) -> None:
         if self.map is not None:
             _PULSE.pack_into(self.map, 0, os.getpid(), step, time.time())
+
+    @contextlib.contextmanager
+    def beating(self, step: int):
+        """Beat while the body runs, from a thread: a long save is no hang.
+
+        A rank that is missing in one of its collectives still ends the job, by --ddp_timeout.
+        """
+        if self.map is None:
+            yield
+            return
+        done = threading.Event()
+
+        def repeat():
+            self.beat(step)
+            while not done.wait(BEAT_SECONDS):
+                self.beat(step)
+
+        thread = threading.Thread(target=repeat, name="zerofit-pulse", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
 
     def is_last(self, step: int) -> bool:
         """Whether all ranks shall save after this step and end; the same answer on each of them."""

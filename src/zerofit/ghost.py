@@ -11,6 +11,7 @@ Runs in a process of its own: the patches below are for the whole process.
 
 import contextlib
 import hashlib
+import importlib
 import json
 import os
 import signal
@@ -24,7 +25,11 @@ STEPS = 2  # the optimizer's states appear in the first, ZeRO-3 prefetches from 
 
 
 class GhostFailed(Exception):
-    """The model, the flags or the library cannot be run without memory; its text says what was met."""
+    """The job cannot be simulated; the text is the reason in plain words. too_slow: only because nobody waited for it."""
+
+    def __init__(self, reason: str, too_slow: bool = False):
+        super().__init__(reason)
+        self.too_slow = too_slow
 
 
 # --- the question, asked from outside ---
@@ -68,26 +73,32 @@ def run(*args, **kwargs) -> dict:
 def run_all(questions: list[dict], cache: Path | None = None, seconds: float | None = None) -> list[dict | Exception]:
     """The answers, in order; an exception that `run` would raise stands in its place.
 
-    Libraries are imported once and each question is answered in a fork, as many at once as there are cores.
+    Libraries are imported once and each question is answered in a fork, as many at once as there are cores. A question for
+    a real GPU has a process to itself: CUDA cannot be used in a fork of a process that has looked for it.
     Args: cache: folder of answers by question. seconds: after which all that is left has failed; None: never.
     """
     answers: list = [_kept(cache, q) for q in questions]
     left = [i for i, answer in enumerate(answers) if answer is None]
     if not left:
         return answers
+    if len(left) > 1 and any(questions[i]["device"] == "cuda" for i in left):
+        for i in left:
+            (answers[i],) = run_all([questions[i]], cache, seconds)
+        return answers
     asked = [questions[i] for i in left]
     process = _taken() if all(map(_needs_no_device, asked)) else None
     process = process or _started(all(q["fake"] for q in asked), any(q["device"] == "cuda" for q in asked))
     output, errors = _ask(process, json.dumps(asked), seconds)
+    unanswered = {"too slow": True} if output is None else {"trace": errors or "the simulation's process printed nothing"}
     found = {}
-    for line in output.splitlines():
+    for line in (output or "").splitlines():
         if line.startswith(_MARK):
             number, answer = json.loads(line.removeprefix(_MARK))
             found[left[number]] = answer
     for i in left:
-        answer = found.get(i, {"failed": (errors.strip().splitlines() or ["no answer"])[-1]})
-        answers[i] = _as_exception(answer)
-        if cache and not isinstance(answers[i], Exception):
+        answers[i] = _as_exception(found.get(i, unanswered), cache)
+        answer = found.get(i)
+        if cache and not isinstance(answers[i], Exception):  # failures may be of the moment
             _keep(cache, questions[i], answer)
     return answers
 
@@ -110,12 +121,13 @@ def dismiss() -> None:
         process.communicate()
 
 
-def _ask(process: subprocess.Popen, text: str, seconds: float | None) -> tuple[str, str]:
-    """What the process says to `text`, on stdout and stderr; it and its forks are gone when it takes too long."""
+def _ask(process: subprocess.Popen, text: str, seconds: float | None) -> tuple[str | None, str]:
+    """What the process says to `text`, on stdout (None: nothing within `seconds`) and stderr; it and its forks are gone
+    when it takes too long."""
     try:
         return process.communicate(text, timeout=None if seconds is None else max(0.0, seconds))
     except subprocess.TimeoutExpired:
-        return "", "the ghost run takes longer than a launch waits for it"
+        return None, ""
     finally:
         if process.returncode is None:
             os.killpg(process.pid, signal.SIGKILL)
@@ -140,11 +152,21 @@ def _started(fake: bool, cuda: bool) -> subprocess.Popen:
     return subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=env, start_new_session=True)
 
 
-def _as_exception(answer: dict) -> dict | Exception:
+def _as_exception(answer: dict, cache: Path | None) -> dict | Exception:
+    """The answer, or what stands in its place; the traceback of an unforeseen error goes to a file that is named."""
     from .errors import UserError
 
     if "mistake" in answer:
         return UserError(answer["mistake"])
+    if "too slow" in answer:
+        return GhostFailed("the simulation takes longer than a launch waits for it", too_slow=True)
+    if "trace" in answer:
+        if cache is None:
+            return GhostFailed(f"the simulation met an error of its own:\n{answer['trace']}")
+        cache.mkdir(parents=True, exist_ok=True)
+        file = cache / "error.txt"
+        file.write_text(answer["trace"], encoding="utf-8")
+        return GhostFailed(f"the simulation met an error of its own, which {file} holds; please report it")
     return GhostFailed(answer["failed"]) if "failed" in answer else answer
 
 
@@ -197,7 +219,9 @@ def main() -> None:
     if not text:  # who started it had nothing to ask
         return
     questions = json.loads(text)
-    # A process may use CUDA only when its parent has not; real tensors want all cores.
+    if questions[0]["device"] == "cuda":  # run_all asks for one alone
+        _answer_and_end(0, questions[0])
+    # Real tensors want all cores.
     workers = world.cores() if all(q["fake"] for q in questions) else 1
     waiting, running = list(enumerate(questions)), {}
     while waiting or running:
@@ -211,7 +235,13 @@ def main() -> None:
         pid, status = os.wait()
         number = running.pop(pid)
         if status:
-            _say([number, {"failed": f"the process ended with status {os.waitstatus_to_exitcode(status)}"}])
+            _say([number, {"failed": _in_words(os.waitstatus_to_exitcode(status))}])
+
+
+def _in_words(exit_code: int) -> str:
+    if exit_code == -signal.SIGKILL:
+        return "the simulation's process was killed, most likely because this machine's memory was full"
+    return f"the simulation's process ended with exit code {exit_code}"
 
 
 def _say(answer: list) -> None:
@@ -226,13 +256,12 @@ def _answer_and_end(number: int, question: dict) -> None:
         _say([number, _answer(**question)])
     except UserError as error:
         _say([number, {"mistake": str(error)}])
-    except BaseException as error:
-        text = (str(error).strip() or type(error).__name__).splitlines()[0]
-        _say([number, {"failed": f"{type(error).__name__}: {text}"[:500]}])
-        if os.environ.get("ZEROFIT_GHOST_TRACE"):
-            import traceback
+    except GhostFailed as error:
+        _say([number, {"failed": str(error)}])
+    except BaseException:
+        import traceback
 
-            traceback.print_exc()
+        _say([number, {"trace": traceback.format_exc()}])
     finally:
         sys.stdout.flush()
         os._exit(0)
@@ -249,8 +278,9 @@ def _answer(recipe, flags, ranks, rank, gpu, device, fake, padded, overrides) ->
 
     settings = start.settings(recipe, flags, ranks, hardware.Gpu(**gpu) if gpu else None)
     _launched(settings, rank)
+    ledger = memory.Ledger(device=device, round_to=1 if device == "cpu" else 512)
     if device == "gpu":
-        _register_gpu()
+        _register_gpu(lambda: int(gpu["memory_gib"] * 2**30) - ledger.live_bytes)
     _one_rank_of(settings, rank)
     arguments, *rows = _trainers_needs(settings, device)
     with contextlib.ExitStack() as stack:
@@ -260,7 +290,7 @@ def _answer(recipe, flags, ranks, rank, gpu, device, fake, padded, overrides) ->
             micro = settings.per_device_train_batch_size
             stack.enter_context(_answers(micro * settings.max_length, micro))
         host = _host_ledger(stack) if device == "gpu" else None
-        ledger = stack.enter_context(memory.Ledger(device=device, round_to=1 if device == "cpu" else 512))
+        stack.enter_context(ledger)
         trainer = _trainer(settings, arguments, rows, overrides, device, fake)
         trainer.train()
         in_host = host.highest if host else ledger.host
@@ -317,8 +347,13 @@ def _believe_in_other_ranks(deepspeed) -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # an inference op, compiled for a minute
 
 
-def _register_gpu() -> None:
-    """A device "gpu" that no machine has: its tensors are the GPU's, those of "cpu" the host's."""
+def _register_gpu(free_bytes) -> None:
+    """A device "gpu" that no machine has: its tensors are the GPU's, those of "cpu" the host's.
+
+    Args: free_bytes: a function of no arguments, what is left of the planned GPU. DeepSpeed flattens the weights of stages 1
+        and 2 there when they fit twice, else in host memory (runtime/zero/stage_1_and_2.py); without this it would ask how
+        much memory the planning machine has.
+    """
     import torch
     from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
@@ -330,6 +365,8 @@ def _register_gpu() -> None:
     _register_autocast()
     from deepspeed.accelerator import set_accelerator
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+    from . import allocator
 
     typed = {"ByteTensor": torch.uint8, "FloatTensor": torch.float32, "HalfTensor": torch.float16,
              "BFloat16Tensor": torch.bfloat16, "IntTensor": torch.int32, "LongTensor": torch.int64,
@@ -349,7 +386,13 @@ def _register_gpu() -> None:
             return True
 
         def pin_memory(self, tensor, *args, **kwargs):
-            return torch.empty_like(tensor)  # torch pins by a copy; both live until the source dies
+            # torch pins by a copy; both live until the source dies
+            size = tensor.numel() * tensor.element_size()
+            block = torch.empty(allocator.pinned_bytes(size), dtype=torch.uint8, device="cpu")
+            return block[:size].view(tensor.dtype).view(tensor.shape)
+
+        def available_memory(self, device_index=None):
+            return free_bytes()
 
         def on_accelerator(self, tensor):
             return tensor.device.type == "gpu"
@@ -502,8 +545,9 @@ def _without_values(padded: bool, row: int) -> None:
 
     from . import attention, loss
 
-    generator = torch.Generator
-    torch.Generator = lambda device=None: generator()  # there is none on a device without kernels
+    torch.Generator = _generator_class(torch.Generator)
+    # torch's optimizers choose their foreach form by the parameters' exact type.
+    importlib.import_module("torch.optim.optimizer")._foreach_supported_types.append(torch._subclasses.fake_tensor.FakeTensor)
     torch.inference_mode = lambda mode=True: torch.set_grad_enabled(not mode and torch.is_grad_enabled())
     masks.find_packed_sequence_indices = lambda position_ids: None
     masks.is_tracing = lambda *args, **kwargs: False
@@ -512,6 +556,16 @@ def _without_values(padded: bool, row: int) -> None:
     loss.logit_form = _with_numbers(loss.logit_form)
     torch.nn.Module._apply = _apply
     torch.nn.parallel.DistributedDataParallel = _distributed_data_parallel()
+
+
+def _generator_class(plain):
+    """torch.Generator for a device without kernels. A class, since modules that are imported later annotate with it."""
+
+    class Generator(plain):
+        def __new__(cls, device=None):
+            return super().__new__(cls)
+
+    return Generator
 
 
 def _with_numbers(function):
@@ -642,7 +696,7 @@ def _trainer(settings, arguments, rows, overrides, device, fake):
     tokenizer, train_rows, eval_rows = rows
     width = quantized.bits(settings)
     if width == 8 and fake:
-        raise GhostFailed("an 8-bit base cannot be run without memory")
+        raise GhostFailed("a base in 8 bits cannot be simulated")
     settings.values["random_init"] = width is None or fake
     if width and fake:
         settings.values["load_in_4bit"] = False  # loading would need the weights

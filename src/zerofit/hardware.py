@@ -3,6 +3,7 @@
 import difflib
 import json
 import os
+import re
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -18,7 +19,7 @@ class Gpu:
     memory_gbs: device memory, GB/s; link_gbs: to the other GPUs of the node, one direction, GB/s;
     host_gbs: to host memory, one direction, GB/s; bf16: has bf16 arithmetic; node_gbs: this GPU's share of the network to
     other nodes, one direction, GB/s;
-    device_name: fragment of torch.cuda.get_device_name(), more telling fragments first in the table.
+    device_name: whole words of torch.cuda.get_device_name(), more telling ones first in the table.
     """
 
     device_name: str
@@ -55,6 +56,10 @@ GPUS = {
 }
 
 
+OTHER_CHIPS = {"MIG", "Laptop"}  # words of a device name: a slice of the GPU, a smaller chip of the same name
+BEFORE_SM_75 = ("V100", "P100", "P40")  # in device names: GPUs for which CUDA 13 has no kernels
+
+
 def table() -> dict[str, Gpu]:
     """The GPUs by name, the user's own (ZEROFIT_GPUS=file.json) first.
 
@@ -83,21 +88,25 @@ def table() -> dict[str, Gpu]:
     return own | GPUS
 
 
-def find(name: str) -> Gpu:
-    """The GPU of that name in the table; "detect" is the one of this machine.
+def find(name: str, count: int | None = None) -> Gpu:
+    """Return the GPU of that name in the table; "detect": this machine's, with the memory that can be used now.
 
+    Args: count: GPUs of this machine that the job uses (default: all); the one with the least memory counts.
     Raises: UserError for a name that is not in the table, or when there is no GPU to detect.
     """
     known = table()
     if name == "detect":
-        import torch
+        from . import devices
 
-        if not torch.cuda.is_available():
-            raise UserError(f"--gpu detect: no GPU is visible to PyTorch; name one: {', '.join(known)}.")
-        found = by_device_name(torch.cuda.get_device_name())
-        total = torch.cuda.get_device_properties(0).total_memory / 2**30
-        base = asdict(found or GPUS["a100-80g"])
-        return Gpu(**{**base, "device_name": torch.cuda.get_device_name(), "memory_gib": round(total, 2)})
+        if not devices.visible():
+            why = devices.why_torch_sees_none() or "no GPU is visible to PyTorch"
+            raise UserError(f"--gpu detect: {why}; or name one: {', '.join(known)}.")
+        device, note = devices.tightest(count)
+        if note:
+            print(f"note: {note}", flush=True)
+        base = asdict(by_device_name(device.name) or GPUS["a100-80g"])
+        return Gpu(**{**base, "device_name": device.name, "bf16": device.capability >= (8, 0),
+                      "memory_gib": round(device.usable_bytes / 2**30, 2)})  # fmt: skip
     if name.lower() not in known:
         close = difflib.get_close_matches(name.lower(), known, 1, 0.5)
         hint = f"did you mean {close[0]}? " if close else ""
@@ -108,7 +117,24 @@ def find(name: str) -> Gpu:
 
 
 def by_device_name(device_name: str) -> Gpu | None:
-    return next((gpu for gpu in table().values() if gpu.device_name in device_name), None)
+    """Return the GPU of the table that this is; None: none, or another chip or a part of one under its name."""
+    words = set(device_name.split())
+    for gpu in table().values():
+        # GH200 and GB200, with a CPU in the package, have the GPUs H200 and B200.
+        named = re.search(rf"(?<!\w)G?{re.escape(gpu.device_name)}(?!\w)", device_name)
+        if named and not (OTHER_CHIPS & words) - set(gpu.device_name.split()):
+            return gpu
+    return None
+
+
+def note(gpu: Gpu) -> str | None:
+    """Return what a plan for this GPU should say about the pinned torch build; None: nothing."""
+    if not any(name in gpu.device_name for name in BEFORE_SM_75):
+        return None
+    return (
+        f"note: {gpu.device_name}: the pinned torch is built for CUDA 13, which has no kernels for GPUs before compute capability "
+        "7.5; the plan holds for a torch build for CUDA 12 that still has them"
+    )
 
 
 def peak_flops(device_name: str) -> float | None:

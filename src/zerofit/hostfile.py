@@ -31,9 +31,21 @@ PASSED_ON = (
     "NCCL_",
     "GLOO_",
     "TORCH_",
+    "PYTORCH_",
     "ZEROFIT_",
 )
-PASSED_BY_NAME = ("OMP_NUM_THREADS", "HTTPS_PROXY", "HTTP_PROXY", "NO_PROXY", "CUDA_HOME")
+# CUDA's by name: CUDA_VISIBLE_DEVICES, CUDA_MPS_PIPE_DIRECTORY and others are of one machine.
+PASSED_BY_NAME = (
+    "OMP_NUM_THREADS",
+    "HTTPS_PROXY",
+    "HTTP_PROXY",
+    "NO_PROXY",
+    "CUDA_HOME",
+    "CUDA_LAUNCH_BLOCKING",
+    "CUDA_MODULE_LOADING",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "CUDA_DEVICE_ORDER",
+)
 SSH_SECONDS = 10  # in which a host must answer
 END_SECONDS = 30.0  # that the others get to end when node 0 has
 

@@ -250,11 +250,29 @@ def command(launcher: str, count: int, port: int, recipe: Path, flags: list[str]
             "--mixed_precision", "no", "--dynamo_backend", "no",
         ],
         "deepspeed": [
-            "-m", "deepspeed.launcher.runner", "--num_gpus", str(count),
+            "-m", "deepspeed.launcher.runner", *_deepspeed_places(count),
             "--master_addr", "127.0.0.1", "--master_port", str(port),
         ],
     }  # fmt: skip
     return [python, *start[launcher], str(recipe), *flags]
+
+
+def _deepspeed_places(count: int) -> list[str]:
+    """The option that tells DeepSpeed's launcher which GPUs to use.
+
+    With --num_gpus it ignores CUDA_VISIBLE_DEVICES and takes the first ones (deepspeed/launcher/runner.py).
+    Raises: UserError for names that it cannot read.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    if not visible:
+        return ["--num_gpus", str(count)]
+    names = [name.strip() for name in visible.split(",")]
+    if not all(name.isdigit() for name in names):
+        raise UserError(
+            f"LAUNCHER=deepspeed: it reads numbers only, CUDA_VISIBLE_DEVICES is {visible}; use LAUNCHER=torchrun, or number "
+            "the GPUs."
+        )
+    return ["--include", f"localhost:{','.join(names[:count])}"]
 
 
 def _show_nodes(here: place.Place, recipe: Path, flags: list[str], count: int) -> None:

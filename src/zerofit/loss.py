@@ -285,7 +285,7 @@ def check_flags(settings) -> None:
     if not settings.use_liger_kernel:
         return
     if importlib.util.find_spec("liger_kernel") is None:
-        raise UserError("--use_liger_kernel: liger-kernel is not installed: pip install -e '.[liger]'.")
+        raise UserError("--use_liger_kernel: liger-kernel is not installed (its wheels are for Linux): make install.")
     if settings.use_cpu:
         raise UserError("--use_liger_kernel: its Triton kernels need a GPU; leave the flag out on a CPU.")
 

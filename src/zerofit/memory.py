@@ -183,6 +183,11 @@ class Ledger:
         return {phase: found[phase] for phase in PHASES if phase in found}
 
     @property
+    def live_bytes(self) -> int:
+        """Bytes that are alive now, of all parts."""
+        return self._live
+
+    @property
     def host(self) -> int:
         """Bytes of optimizer and parameters that are kept in host memory now (offload)."""
         return sum(s.bytes for s in self._table.values() if s.part == "host")

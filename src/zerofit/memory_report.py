@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from . import memory, report, world
+from . import failure, memory, report, world
 from .errors import OutOfMemory
 
 # Part -> what would make it smaller, best first: (whether it applies, flag).
@@ -131,11 +131,13 @@ def plot(peak: dict[str, dict[str, int]], target: Path, title: str, limit: tuple
 def explained(trainer):
     """Close the ledger at the end; turn a GPU's out-of-memory into one sentence and two files.
 
-    Raises: OutOfMemory naming phase, largest parts and flags, for a torch.OutOfMemoryError inside.
+    Raises: OutOfMemory naming phase, largest parts and flags, for an error inside that says so in torch's or CUDA's words.
     """
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:  # torch.OutOfMemoryError is one
+        if not failure.gpu_is_full(error):
+            raise
         raise OutOfMemory(explain(error, trainer)) from error
     finally:
         trainer.ledger.__exit__(None, None, None)

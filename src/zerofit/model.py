@@ -101,6 +101,7 @@ def load_model(settings, tokenizer):
     if settings.deepspeed is None and dtype != torch.float32 and settings.recipe == "sft" and not settings.pure_bf16:
         print(f"note: --dtype {settings.dtype} with stage 0 trains without an fp32 master copy", flush=True)
     set_seed(settings.seed)
+    attention.avoid_wrong_kernels()
     attention.fit(settings, load_config(settings))
     kwargs = {"attn_implementation": settings.attn_implementation, "dtype": dtype}
     sharded = settings.deepspeed is not None and settings.zero == "3"

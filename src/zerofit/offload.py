@@ -271,9 +271,10 @@ def _check_super_offload(section: dict, path: Path, settings) -> None:
     if settings.fp16:
         raise UserError(f"{where}: steps before fp16's loss scale is taken out of the gradients; use --bf16 true.")
     _refuse_resume(where, "the Adam moments, which live in a process of their own,", settings)
-    if not any(chip in torch.cuda.get_device_name() for chip in SUPERCHIPS):
+    gpu = settings.planned_gpu.device_name if settings.planned_gpu else torch.cuda.get_device_name()
+    if not any(chip in gpu for chip in SUPERCHIPS):
         settings.decisions.append(
-            f"super_offload on {torch.cuda.get_device_name()}: it pays where CPU and GPU share one fast link "
+            f"super_offload on {gpu}: it pays where CPU and GPU share one fast link "
             f"({', '.join(SUPERCHIPS)}); measure it against --offload optimizer"
         )
 

@@ -14,7 +14,7 @@ class Entry:
 
     state_bytes: optimizer state per trained parameter beside fp32 weights (r: rank, n: the longer side of a matrix);
     stages: ZeRO stages that work;  offload: with --offload;  why_not: what stands against the rest;
-    module, extra: the package and the extra of pyproject.toml that brings it;  rounding: how bf16 weights without an
+    module, extra: the package and the extra of pyproject.toml that brings it, None: the base install;  rounding: how bf16 weights without an
     fp32 master are written (None: refused with --pure_bf16);  bundled_lr: a learning rate with which the bundled task
     reaches more than 90 % exact match.
     """
@@ -31,7 +31,7 @@ class Entry:
     note: str = ""
 
 
-_BNB = {"module": "bitsandbytes", "extra": "quantization"}
+_BNB = {"module": "bitsandbytes"}
 _PAGED = {
     **_BNB,
     "needs_cuda": True,
@@ -40,7 +40,6 @@ _PAGED = {
 }
 _TORCHAO = {
     "module": "torchao",
-    "extra": "quantization",
     "stages": "0",
     "offload": False,
     "rounding": "stochastic",
@@ -117,7 +116,8 @@ def choose(settings, explicit: dict) -> None:
 
 def _check(settings, name: str, entry: Entry) -> None:
     if entry.module and importlib.util.find_spec(entry.module) is None:
-        raise UserError(f"--optim {name}: needs {entry.module}: pip install -e '.[{entry.extra}]'.")
+        install = f"make install EXTRAS={entry.extra}" if entry.extra else "make install"
+        raise UserError(f"--optim {name}: {entry.module} is not installed: {install}.")
     if entry.needs_cuda and settings.use_cpu:
         raise UserError(f"--optim {name}: needs a GPU; use {name.removeprefix('paged_')} or adamw_torch_fused here.")
     if settings.zero not in entry.stages:
@@ -342,7 +342,9 @@ def _same_noise_on_all_ranks(optimizer, seed: int) -> None:
     def step(closure=None):
         nonlocal steps
         steps += 1
-        with torch.random.fork_rng():
+        device = optimizer.param_groups[0]["params"][0].device
+        # Without `devices` fork_rng initializes every GPU of the machine and warns.
+        with torch.random.fork_rng([torch.cuda.current_device()] if device.type == "cuda" else []):
             torch.manual_seed(seed * 1_000_003 + steps)
             return plain_step(closure)
 
@@ -357,7 +359,7 @@ def markdown() -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for name, e in OPTIMIZERS.items():
-        needs = [f"`.[{e.extra}]`"] * bool(e.extra) + ["CUDA"] * e.needs_cuda
+        needs = [f"`EXTRAS={e.extra}`"] * bool(e.extra) + ["CUDA"] * e.needs_cuda
         cells = [
             f"`{name}`", e.state_bytes, " ".join(e.stages), "yes" if e.offload else "no", e.rounding or "refused",
             ", ".join(needs), f"{e.bundled_lr:g}", e.note,

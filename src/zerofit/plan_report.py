@@ -11,8 +11,10 @@ SHOWN = 6  # rejected settings that are told
 
 def text(plan: Plan) -> str:
     """What the terminal shows."""
-    lines = [
-        f"\n{planner.machines(plan.ranks, plan.node)} x {plan.gpu.device_name}: {plan.gpu.memory_gib:.1f} GiB each, {plan.limit / GIB:.1f} GiB for tensors"
+    best = plan.chosen or plan.nearest
+    lines = ["", planner.ESTIMATE.format(best.failed)] if best and best.failed else [""]
+    lines += [
+        f"{planner.machines(plan.ranks, plan.node)} x {plan.gpu.device_name}: {plan.gpu.memory_gib:.1f} GiB each, {plan.limit / GIB:.1f} GiB for tensors"
     ]
     lines += [f"  kept free: {name} {size / GIB:.2f} GiB" for name, size in plan.allowance.items() if size]
     for candidate, why in _told(plan):
@@ -44,9 +46,9 @@ def _told(plan: Plan) -> list:
 
 def _source(candidate: Candidate) -> str:
     if candidate.answer is None:
-        return f"by closed forms with a margin of 10 % ({candidate.failed or 'the ghost was not asked'})"
+        return "by formula with a margin of 10 %" + ("" if candidate.failed else ", not simulated")
     layers = candidate.answer.get("extended_from_layers")
-    return "by a ghost run" + (f", extended from {layers[0]} and {layers[1]} layers" if layers else "")
+    return "by simulation" + (f", extended from {layers[0]} and {layers[1]} layers" if layers else "")
 
 
 def facts(candidate: Candidate, plan: Plan) -> dict[str, str]:
@@ -125,7 +127,7 @@ def nothing_fits(plan: Plan) -> str:
             "from there, and so do more nodes."
         )
     do = (
-        f"{plan.would_do} GPUs would do by the closed forms"
+        f"{plan.would_do} GPUs would do by formula"
         if plan.would_do
         else "no number of these GPUs up to 4096 would do"
     )
@@ -156,7 +158,7 @@ def as_json(plan: Plan) -> dict:
         return {
             "label": candidate.label, "method": candidate.method, **asdict(candidate.setting), "peak_bytes": candidate.peak,
             "source": _source(candidate), "formula": {k: int(v) for k, v in candidate.formula.items()},
-            "ghost": candidate.answer, "seconds_per_step": round(candidate.seconds, 4),
+            "simulation": candidate.answer, "seconds_per_step": round(candidate.seconds, 4),
             "tokens_per_second": round(candidate.tokens_per_second), "why_not": why,
             "command": planner.command(candidate, plan.ranks),
         }  # fmt: skip

@@ -10,13 +10,14 @@ import json
 import math
 import os
 import platform
+import re
 import shlex
 import time
 from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 
-from . import args, closed_forms, ghost, hardware, world
+from . import args, closed_forms, devices, ghost, hardware, world
 from .closed_forms import Setting, Shape
 from .errors import EXIT_CODES, UserError
 
@@ -25,18 +26,24 @@ CONTEXT_BYTES = int(0.6 * GIB)  # CUDA context and kernels, outside the allocato
 NCCL_BYTES = int(0.4 * GIB)  # NCCL's channels and buffers
 WORKSPACE_BYTES = 72 * 2**20  # cuBLAS: 32 MiB for each of two handles, and its lt workspace; counted by the allocator
 FRAGMENTATION = 0.03  # of the GPU: what the allocator cannot hand out
-CLEARLY_TOO_MUCH = 1.25  # closed forms above this share of the limit are believed without a ghost run
+CLEARLY_TOO_MUCH = 1.25  # what is above this share of the limit by formula is simulated only when nothing else fits
 CHECK_SECONDS = 18  # that a launch waits for a ghost; the whole check then takes less than 20
-GHOSTS = 8  # after so many ghost runs only settings that fit clearly by the closed forms are looked at
+GHOSTS = 8  # after so many simulations only settings that fit clearly by the closed forms are looked at
+LAST_TRIES = 4  # simulations before "nothing fits" is said: the smallest setting by formula of so many stages and offloads,
+HOPELESS = 2.0  # where it is below this share of the limit
 # Deeper models are measured with so many layers and extended linearly. Stages 1 and 2 reduce gradients in buckets of
 # 5e8 numbers over layers: how full the last one is goes up and down with the depth, by up to 3.5 % of the whole.
 LAYERS_MEASURED = {True: (16, 24), False: (6, 7)}  # with such buckets, without
 LAYERS_WHOLE = {True: 40, False: 12}
 STEPPED_AT_ONCE = 1e9  # of a rank's share, at stage 3 (sub_group_size): its fp32 copy grows with the share only below
 KEPT_GATHERED = 1e9  # parameters that stage 3 keeps gathered (stage3_max_live_parameters): linear below and above
+ESTIMATE = "the exact check failed: {}; this is an estimate by formula, +-10 %"
 SMALLER_STATES = [("--optim", "adamw_bnb_8bit"), ("--pure_bf16", "true")]
 UNNAMED = "not-named-yet"  # stands for --data, which a plan does not need
 CACHE = Path(os.environ.get("ZEROFIT_CACHE", "~/.cache/zerofit")).expanduser()
+HISTORY = CACHE / "history.jsonl"  # predicted and measured peaks of finished runs on this machine
+LEARNED_RUNS = 50  # of them, the latest, that a plan learns from
+LEARNED_AT_MOST = 0.1  # of the GPU
 
 
 @dataclass
@@ -50,7 +57,7 @@ class Candidate:
     seconds: float
     shape: Shape
     answer: dict | None = None
-    failed: str = ""  # why the ghost could not be asked
+    failed: str = ""  # why the simulation could not be asked
     change: tuple[str, ...] = ()  # of SMALLER_STATES
 
     @property
@@ -73,7 +80,8 @@ class Candidate:
     @property
     def host_of_a_node(self) -> int:
         """Bytes of host memory that a node's ranks need while they train."""
-        each = 12 * self.shape.trainable / self.setting.ranks if self.setting.offload != "none" else 0
+        # fp32 weights, gradients and Adam's states, and a 16-bit buffer (stage_1_and_2.py, stage3.py); 16-bit weights
+        each = {"none": 0, "optimizer": 18, "all": 20}[self.setting.offload] * self.shape.trainable / self.setting.ranks
         each = self.answer["host"] if self.answer else each
         return 0 if self.setting.nvme else int(each * self.setting.of_a_node)
 
@@ -139,7 +147,9 @@ def main(argv: list[str]) -> None:
         parser.print_help()
         return
     methods = _methods(given.method, given.recipe, flags)
-    gpu = _with_node_link(hardware.find(given.gpu or "detect"), given.node_link_gbs)
+    gpu = _with_node_link(hardware.find(given.gpu or "detect", min(ranks, node)), given.node_link_gbs)
+    if sentence := hardware.note(gpu):
+        print(sentence, flush=True)
     from . import plan_report
 
     folder = Path(given.out or Path("runs") / f"plan-{time.strftime('%Y%m%d-%H%M%S')}").expanduser()
@@ -240,6 +250,8 @@ def search(
         _decide(plan, found, say)
         if plan.chosen:
             break
+    if plan.chosen is None and plan.nearest.answer is None and not _host_is_short(plan.nearest, plan):
+        _fits(plan.nearest, plan, say)  # a figure by formula does not say that nothing fits
     if plan.chosen is None and plan.nearest is not None:
         plan.would_do = _gpus_that_would_do(methods[-1], flags, ranks, gpu, node)
         plan.longest = _longest_that_fits(methods[-1], flags, ranks, gpu, plan.limit, node)
@@ -264,24 +276,60 @@ def _rungs(methods: list[str], flags: list[str]) -> list[tuple[str, tuple[str, .
 
 
 def _decide(plan: Plan, found: list[Candidate], say) -> None:
-    """Ask the ghost about the fastest candidates until one fits."""
-    asked = 0
+    """Simulate the fastest candidates until one fits; what is far too large by formula only when nothing else does."""
+    asked, large = 0, []
     for candidate in found:
-        by_formula = sum(candidate.formula.values()) + WORKSPACE_BYTES
         believed = CLEARLY_TOO_MUCH if asked < GHOSTS else 0.9
-        fits = False
-        if by_formula <= believed * plan.limit and not _host_is_short(candidate, plan):
-            asked += 1  # nothing is chosen that the ghost has not seen
-            ask(candidate, plan.ranks, plan.gpu)
-            fits = candidate.peak <= plan.limit and not _host_is_short(candidate, plan)
-            how = f"closed forms, +-10 %: {candidate.failed}" if candidate.failed else "ghost run"
-            say(f"  {candidate.label}: {candidate.peak / GIB:.1f} GiB ({how})")
-        if plan.nearest is None or candidate.peak < plan.nearest.peak:
-            plan.nearest = candidate
-        if fits:
-            plan.chosen = candidate
-            return
+        if _by_formula(candidate) > believed * plan.limit:
+            large.append(candidate)
+        elif not _host_is_short(candidate, plan):
+            asked += 1  # nothing is chosen that was not simulated
+            if _fits(candidate, plan, say):
+                break
+    else:
+        _last_tries(plan, large, say)
+    for candidate in found:
+        if candidate is plan.chosen:
+            break
         plan.rejected.append((candidate, _why_not(candidate, plan)))
+    if plan.chosen is None:
+        plan.nearest = min([*found, *([plan.nearest] if plan.nearest else [])], key=lambda candidate: candidate.peak)
+
+
+def _last_tries(plan: Plan, large: list[Candidate], say) -> None:
+    """Simulate the smallest by formula of each stage and offload; where one fits, the faster ones like it are asked too.
+
+    The closed forms can be far too high for a job that they do not know well; a refusal is not theirs to make.
+    """
+    smallest: dict[tuple, Candidate] = {}
+    for candidate in sorted(large, key=_by_formula):
+        if not _host_is_short(candidate, plan) and _by_formula(candidate) <= HOPELESS * plan.limit:
+            smallest.setdefault((candidate.setting.zero, candidate.setting.offload), candidate)
+    for last in list(smallest.values())[:LAST_TRIES]:
+        if not _fits(last, plan, say):
+            continue
+        too_high = _by_formula(last) / last.peak
+        for candidate in large:  # the fastest first
+            if candidate is last:
+                return
+            near = (candidate.setting.zero, candidate.setting.offload) == (last.setting.zero, last.setting.offload)
+            if near and _by_formula(candidate) <= too_high * plan.limit and _fits(candidate, plan, say):
+                return
+
+
+def _by_formula(candidate: Candidate) -> float:
+    return sum(candidate.formula.values()) + WORKSPACE_BYTES
+
+
+def _fits(candidate: Candidate, plan: Plan, say) -> bool:
+    """Simulate the candidate, say its peak, and choose it when it fits."""
+    ask(candidate, plan.ranks, plan.gpu)
+    how = "by formula, +-10 %: the exact check failed" if candidate.failed else "by simulation"
+    say(f"  {candidate.label}: {candidate.peak / GIB:.1f} GiB ({how})")
+    if candidate.peak > plan.limit or _host_is_short(candidate, plan):
+        return False
+    plan.chosen = candidate
+    return True
 
 
 def _host_is_short(candidate: Candidate, plan: Plan) -> bool:
@@ -291,12 +339,12 @@ def _host_is_short(candidate: Candidate, plan: Plan) -> bool:
 def _why_not(candidate: Candidate, plan: Plan) -> str:
     if _host_is_short(candidate, plan):
         return f"host memory {candidate.host_of_a_node / GIB:.0f} GiB a node > {plan.host_limit / GIB:.0f}"
-    how = "" if candidate.answer else " (closed forms + 10 %)"
+    how = "" if candidate.answer else " (by formula, + 10 %)"
     return f"{candidate.peak / GIB:.1f} GiB > {plan.limit / GIB:.1f}{how}"
 
 
 def ask(candidate: Candidate, ranks: int, gpu) -> None:
-    """Put the ghost's answer, the highest of first and last rank, into the candidate."""
+    """Put the simulation's answer, the highest of first and last rank, into the candidate."""
     from . import probe
 
     recipe = _recipe(candidate.method)
@@ -465,7 +513,8 @@ def _shape(settings) -> Shape:
     except NotImplementedError as error:
         raise UserError(f"--model {settings.model}: cannot be built without weights: {error}.") from None
     config = model.load_config(settings)
-    return closed_forms.shape(config, net, {4: 0.55, 8: 1.0}.get(quantized.bits(settings), 2.0))
+    fp32 = settings.precision == "fp32" or (settings.deepspeed is None and model.weight_dtype(settings) == "float32")
+    return closed_forms.shape(config, net, {4: 0.55, 8: 1.0}.get(quantized.bits(settings), 4.0 if fp32 else 2.0))
 
 
 _FIXED = ("flag", "deepspeed JSON")
@@ -545,8 +594,8 @@ def _allowance(gpu, ranks: int) -> dict[str, int]:
         "NCCL buffers": NCCL_BYTES if ranks > 1 else 0,
         f"fragmentation, {FRAGMENTATION:.0%}": int(gpu.memory_gib * GIB * FRAGMENTATION),
     }
-    learned = learned_allowance(gpu.device_name)
-    return found | ({"measured above plan on this GPU": learned} if learned else {})
+    learned = learned_allowance(gpu)
+    return found | ({f"earlier runs on this GPU were above their plan ({HISTORY})": learned} if learned else {})
 
 
 def _gpus_that_would_do(method: str, flags: list[str], ranks: int, gpu, node: int) -> int | None:
@@ -596,33 +645,36 @@ def predict(settings, seconds: float | None = None) -> dict | None:
     """What the very job takes: {"peak_bytes", "limit_bytes", "phase", "peak", "step_seconds" (an estimate; None on a
     CPU), ...}, or None where there is no limit.
 
-    On a CPU --memory_limit is the limit, and bytes are a CPU run's. Where the ghost cannot be asked, or takes more than
-    `seconds`, the closed forms answer for a GPU, and "by" says why.
+    On a CPU --memory_limit is the limit, and bytes are a CPU run's. Where the simulation fails, the closed forms answer for a
+    GPU, and "by" says why; also where it takes more than `seconds`, but only when by them the job fits.
     Raises: GhostFailed on a CPU, of which they know nothing; UserError for the user's mistakes.
     """
     cpu = settings.use_cpu
     if cpu and not settings.memory_limit:
         return None
-    gpu = None if cpu else settings.planned_gpu or hardware.find("detect")
-    allowance = {} if cpu else _allowance(gpu, settings.world_size)
+    ranks = settings.world_size
+    here = min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE") or ranks))
+    gpu = None if cpu else settings.planned_gpu or hardware.find("detect", here)
+    allowance = {} if cpu else _allowance(gpu, ranks)
     whole = int(settings.memory_limit * GIB) if settings.memory_limit else int(gpu.memory_gib * GIB)
+    limit = whole - sum(allowance.values())
     began = time.perf_counter()
     flags, shape = _for_a_ghost(settings.flags), _shape(settings)
     setting = _setting(settings)
-    answer = answer_of(
-        settings.recipe, flags, settings.world_size, [0], gpu, setting.zero, shape, setting.every, seconds
-    )
-    by = {}  # without any: the ghost
+    parts = closed_forms.memory(shape, setting, settings, _fused(settings, shape))
+    if not cpu and 1.1 * sum(parts.values()) + WORKSPACE_BYTES > limit:
+        seconds = None  # a launch is refused by a simulation only
+    answer = answer_of(settings.recipe, flags, ranks, [0], gpu, setting.zero, shape, setting.every, seconds)
+    by = {}  # without any: the simulation
     if isinstance(answer, Exception):
         if cpu:
             raise answer
-        failed, parts = answer, closed_forms.memory(shape, setting, settings, _fused(settings, shape))
+        by = {"by": str(answer)}
         parts = {part: int(size) for part, size in parts.items()}
         answer = {"total": {"backward": sum(parts.values())}, "peak": {"backward": parts}, "host": 0}
-        by = {"by": f"closed forms, +-10 %: {failed}"}
     return {
         "peak_bytes": max(answer["total"].values()) + (0 if cpu else WORKSPACE_BYTES),
-        "limit_bytes": whole - sum(allowance.values()), "phase": max(answer["total"], key=answer["total"].get),
+        "limit_bytes": limit, "learned_bytes": 0 if cpu else learned_allowance(gpu), "phase": max(answer["total"], key=answer["total"].get),
         "peak": answer["peak"], "host": answer["host"], "gpu": gpu.device_name if gpu else "cpu",
         "step_seconds": gpu and closed_forms.step_seconds(shape, setting, gpu, settings.max_length),
         "seconds": round(time.perf_counter() - began, 1), **by,
@@ -646,14 +698,14 @@ def _setting(settings) -> Setting:
 def check(settings, seconds: float | None = CHECK_SECONDS) -> dict | None:
     """`predict`, said in a line; None also where it is not known.
 
-    Args: seconds: that the ghost is waited for; None: to its end.
+    Args: seconds: that the simulation is waited for when the job fits by formula; None: to its end.
 
-    Raises: NothingFits when it does not fit and --force is not given; UserError for the user's mistakes.
+    Raises: NothingFits when it does not fit by simulation and --force is not given; UserError for the user's mistakes.
     """
     try:
         found = predict(settings, seconds)
     except ghost.GhostFailed as error:
-        print(f"note: whether it fits is not known: {error}", flush=True)
+        print(f"plan: the exact check failed: {error}; whether the job fits is not known", flush=True)
         return None
     finally:
         ghost.dismiss()
@@ -661,13 +713,17 @@ def check(settings, seconds: float | None = CHECK_SECONDS) -> dict | None:
         return None
     peak, limit = found["peak_bytes"], found["limit_bytes"]
     size = f"{peak / GIB:.2f} of {limit / GIB:.2f} GiB a rank, highest in the {found['phase']} phase"
-    size += f" ({found['by']})" if "by" in found else ""
+    fits = "fits" if peak <= limit else "does not fit"
+    if "by" in found:
+        print(f"plan: {ESTIMATE.format(found['by'])}\nplan: {fits} by formula: {size}", flush=True)
+        return found
     if peak > limit and not settings.force:
+        learned = f", {found['learned_bytes'] / GIB:.2f} GiB more kept free since {HISTORY} has runs above their plan"
         raise NothingFits(
-            f"this job does not fit: {size}; `make plan` with the same arguments finds one that does, --force true "
-            "starts it anyway."
+            f"this job does not fit: {size}{learned if found['learned_bytes'] else ''}; `make plan` with the same arguments "
+            "finds one that does, --force true starts it anyway."
         )
-    print(f"plan: {'fits' if peak <= limit else 'does not fit'}: {size}", flush=True)
+    print(f"plan: {fits}: {size}", flush=True)
     return found
 
 
@@ -680,12 +736,12 @@ def dry_run(settings) -> None:
 
     if settings.gpu != "detect":
         settings = args.parse(settings.recipe, settings.flags, settings.world_size, hardware.find(settings.gpu))
-    found = check(settings, seconds=None)
-    if found is None:
+    if settings.use_cpu and not settings.memory_limit:
         raise UserError(
             "--dry_run: there is no GPU here; name one with --gpu h100-80g, or a limit with --memory_limit."
         )
-    print(memory_report.table(found["peak"]))
+    if found := check(settings, seconds=None):
+        print(memory_report.table(found["peak"]))
 
 
 def asked(flags: list[str]) -> bool:
@@ -703,7 +759,7 @@ def chosen_flags(recipe: str, flags: list[str], ranks: int, node: int = closed_f
 
     if not torch.cuda.is_available():
         return flags
-    gpu = hardware.find("detect")
+    gpu = hardware.find("detect", min(ranks, node))
     bare = _without(flags, "--zero", "auto")
     plan = search(_methods("", recipe, bare), bare, ranks, gpu, say=lambda text: print(text, flush=True), node=node)
     from . import plan_report
@@ -733,9 +789,12 @@ def remember(predicted: dict, measured_bytes: int, folder: Path) -> None:
     report.write_json(folder / "plan.json", predicted | {"measured": _learn(predicted, measured_bytes)})
 
 
-def outgrown() -> None:
-    """A job ran out of memory: the history learns that it needed more than there was, and what was announced is taken back,
-    since the next attempt has other settings."""
+def outgrown(errors: list[str]) -> None:
+    """A job ran out of memory: the history learns that it needed more than there was, unless somebody else used the GPU;
+    and what was announced is taken back, since the next attempt has other settings.
+
+    Args: errors: the ranks' tracebacks, with torch's words on who holds how much.
+    """
     predicted = json.loads(os.environ.get(PLANNED, "{}"))
     announce(None)
     if (
@@ -743,8 +802,26 @@ def outgrown() -> None:
         and "by" not in predicted
         and predicted["gpu"] != "cpu"
         and predicted["peak_bytes"] < predicted["limit_bytes"]
+        and any(_alone_on_the_gpu(text) for text in errors)
     ):
         _learn(predicted, predicted["limit_bytes"])
+
+
+def _alone_on_the_gpu(text: str) -> bool:
+    """Whether torch's message on an out-of-memory accounts for the whole GPU with this process and what is free.
+
+    It reads: "GPU 0 has a total capacity of 79.11 GiB of which 1.20 GiB is free. [Process 7 has 4.00 GiB memory in use.]
+    Including non-PyTorch memory, this process has 73.80 GiB memory in use." (c10/cuda/CUDACachingAllocator.cpp)
+    """
+    units = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+    sizes = []
+    for before in ("total capacity of", "of which", "this process has"):
+        size = re.search(rf"{before} ([\d.]+) (bytes|KiB|MiB|GiB)", text)
+        if size is None:
+            return False
+        sizes.append(float(size[1]) * units[size[2]])
+    whole, free, own = sizes
+    return whole - free - own < devices.NOBODY_ELSE_BYTES
 
 
 def _learn(predicted: dict, measured_bytes: int) -> dict:
@@ -754,26 +831,28 @@ def _learn(predicted: dict, measured_bytes: int) -> dict:
         "versions": {p: metadata.version(p) for p in ("torch", "transformers", "deepspeed")},
         "python": platform.python_version(),
     }  # fmt: skip
-    CACHE.mkdir(parents=True, exist_ok=True)
-    with (CACHE / "history.jsonl").open("a", encoding="utf-8") as file:
+    HISTORY.parent.mkdir(parents=True, exist_ok=True)
+    with HISTORY.open("a", encoding="utf-8") as file:
         file.write(json.dumps(entry) + "\n")
     return entry
 
 
-def learned_allowance(device_name: str) -> int:
-    """Bytes by which runs on this kind of GPU with this torch were above their plan, at most; 0 without a history."""
-    file = CACHE / "history.jsonl"
-    if not file.exists():
+def learned_allowance(gpu: hardware.Gpu) -> int:
+    """Return the bytes by which runs on this kind of GPU with this torch were above their plan: the 90th percentile of the
+    last 50, at most a tenth of the GPU; 0 without a history."""
+    if not HISTORY.exists():
         return 0
-    above = [0]
-    for line in file.read_text(encoding="utf-8").splitlines():
+    above = []
+    for line in HISTORY.read_text(encoding="utf-8").splitlines():
         try:
             entry = json.loads(line)
-            if entry["gpu"] == device_name and entry["versions"]["torch"] == metadata.version("torch"):
+            if entry["gpu"] == gpu.device_name and entry["versions"]["torch"] == metadata.version("torch"):
                 above.append(entry["measured_bytes"] - entry["predicted_bytes"])
         except (ValueError, KeyError, TypeError):
             continue
-    return max(above)
+    above = sorted(above[-LEARNED_RUNS:])
+    high = above[math.ceil(0.9 * len(above)) - 1] if above else 0
+    return max(0, min(high, int(LEARNED_AT_MOST * gpu.memory_gib * GIB)))
 
 
 def command(candidate: Candidate, ranks: int) -> str:

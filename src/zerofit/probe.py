@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from . import args, memory, memory_report, world
+from . import args, devices, failure, memory, memory_report, world
 from .errors import EXIT_CODES, UserError
 
 MARGIN = 0.08  # of the device's memory stays free: fragmentation, and rows that differ a little from rank to rank
@@ -124,7 +124,7 @@ def limit_bytes(settings) -> int:
     elif settings.use_cpu:
         raise UserError("a probe needs a GPU, or --memory_limit GiB to search within.")
     else:
-        whole = torch.cuda.get_device_properties(0).total_memory
+        whole = devices.tightest(min(settings.world_size, torch.cuda.device_count()))[0].usable_bytes
     return int(whole * (1 - MARGIN))
 
 
@@ -254,7 +254,9 @@ def measure(trainer) -> None:
             record = _step(trainer, rows[:size], ledger)
             with (Path(job["folder"]) / f"rank{rank}.jsonl").open("a") as file:
                 file.write(json.dumps({"size": size, **record}) + "\n")
-    except torch.OutOfMemoryError:
+    except RuntimeError as error:
+        if not failure.gpu_is_full(error):
+            raise
         (Path(job["folder"]) / "out-of-memory").touch()
         code = EXIT_CODES["out of memory"]
     sys.stdout.flush()

@@ -4,7 +4,6 @@ import importlib.util
 
 from .errors import UserError
 
-INSTALL = "pip install -e '.[quantization]'"
 # Adapters whose layers know bitsandbytes' linear layers; the others would compute with packed bytes.
 ADAPTERS = ("lora", "ia3", "prompt_tuning", "prefix_tuning")
 
@@ -27,7 +26,7 @@ def resolve(settings) -> None:
     if settings.load_in_4bit and settings.load_in_8bit:
         raise UserError("--load_in_4bit and --load_in_8bit are both on: choose one.")
     if importlib.util.find_spec("bitsandbytes") is None:
-        raise UserError(f"{flag} needs bitsandbytes: {INSTALL}.")
+        raise UserError(f"{flag}: bitsandbytes is not installed (it has no wheel for Intel Macs): make install.")
     if settings.random_init:
         raise UserError(f"{flag} with --random_init: weights are quantised while they load; save the model first.")
     if settings.adapter not in ADAPTERS:

@@ -19,8 +19,8 @@ def libraries() -> None:
 
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else every process warns that it found nothing better
+    if not torch.cuda.is_available():  # DeepSpeed says at its import that it found nothing better than a CPU
+        logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\..*")
     warnings.filterwarnings("ignore", message=r"OMP_NUM_THREADS/MKL_NUM_THREADS unset")
     logging.getLogger("accelerate.accelerator").addFilter(

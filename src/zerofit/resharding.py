@@ -103,19 +103,21 @@ def _step(optimizer, step: float):
 def _into_parameters(optimizer, states, names, keys, step) -> None:
     """Stage 0: every rank holds all."""
     for group in optimizer.param_groups:
-        on_device = group.get("fused") or group.get("capturable")
         for p in group["params"]:
             name = names[id(p)]
             p.data.copy_(states.whole(name))
             if keys:
-                count = (
-                    {"step": step["step"].to(p.device if on_device else "cpu", copy=True)} if _is_tensor(step) else step
-                )
+                count = _placed(step, group, p.device)
                 optimizer.state[p] = {key: torch.empty_like(p).copy_(states.whole(name, key)) for key in keys} | count
 
 
-def _is_tensor(step: dict) -> bool:
-    return torch.is_tensor(step.get("step"))
+def _placed(step: dict, group: dict, device) -> dict:
+    """A copy of the step count where torch's optimizer wants it: beside the weights for its fused and capturable forms,
+    else on the CPU."""
+    if not torch.is_tensor(step.get("step")):
+        return step
+    on_device = group.get("fused") or group.get("capturable")
+    return {"step": step["step"].to(device if on_device else "cpu", copy=True)}
 
 
 def _into_slices(zero, optimizer, states, names, keys, step) -> None:
@@ -155,8 +157,8 @@ def _into_partitions(zero, optimizer, states, names, keys, step) -> None:
 
 def _give(optimizer, flat, own, step) -> None:
     if own:
-        count = {"step": step["step"].clone()} if _is_tensor(step) else step
-        optimizer.state[flat] = own | count
+        group = next(g for g in optimizer.param_groups if any(p is flat for p in g["params"]))
+        optimizer.state[flat] = own | _placed(step, group, flat.device)
 
 
 def _schedule(trainer, checkpoint: Path) -> None:

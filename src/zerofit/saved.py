@@ -255,6 +255,9 @@ def load(found: Saved, device: str = "cpu"):
     """The model as it was trained: an adapter unmerged, on its base in the base's type, packed where it was packed."""
     from peft import PeftModel
 
+    from . import attention
+
+    attention.avoid_wrong_kernels()
     if not found.adapter:
         return (_model(found.folder, found, "auto", device) if found.weights else _of_shards(found, device)).eval()
     net = load_base(found, device)

@@ -46,7 +46,7 @@ def run(job: Job) -> int:
             last = _attempt(job, flags, settings, records)
             endings.append(last)
             if last.kind == "out of memory":
-                planner.outgrown()
+                planner.outgrown([record["traceback"] for record in failure.records(records)])
             following = _following(job, last, flags, settings, restarts)
             if following and job.crew:
                 following, members = _with_the_nodes_there_are(job, last, following)

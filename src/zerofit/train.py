@@ -34,6 +34,7 @@ from . import (
     model,
     offload,
     optimizers,
+    patches,
     planner,
     probe,
     quantized,
@@ -63,6 +64,8 @@ def training_arguments(settings) -> TrainingArguments:
     except (ValueError, ImportError) as error:
         raise UserError(f"transformers refuses these arguments: {' '.join(str(error).split())}") from None
     arguments.disable_tqdm = True  # our own step lines
+    # One process that sees several GPUs would become nn.DataParallel, with that many times the micro batch.
+    arguments._n_gpu = min(1, arguments.n_gpu)
     world.verify(arguments)
     return arguments
 
@@ -74,6 +77,8 @@ class KitTrainer(Trainer):
         self.settings, self.tokens, self.eval_tokens = settings, train_set, eval_set
         self.clock = Clock(settings, net)
         self.saving_to = None  # folder that a checkpoint is written to before it has its name
+        if quantized.bits(settings) == 4 and settings.zero == "3":
+            patches.release_gathered_4bit_weights()
         mlp.install(settings, net)
         self.fused_loss = loss.install(settings, net)
         recompute.enable(net, settings)
@@ -101,7 +106,16 @@ class KitTrainer(Trainer):
 
     def _save_checkpoint(self, model, trial=None) -> None:
         write = super()._save_checkpoint
-        checkpoint.save(self, lambda: write(model, trial))
+        with self.clock.paused(), self.reporter.pulse.beating(self.state.global_step):
+            checkpoint.save(self, lambda: write(model, trial))
+
+    def save_model(self, output_dir=None, _internal_call=False) -> None:
+        with self.reporter.pulse.beating(self.state.global_step):
+            super().save_model(output_dir, _internal_call)
+
+    def evaluate(self, *args, **kwargs) -> dict[str, float]:
+        with self.clock.paused():
+            return super().evaluate(*args, **kwargs)
 
     def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
         if not self.settings.resharded:
@@ -171,9 +185,9 @@ class KitTrainer(Trainer):
             text = f"logits of documents in one row are {apart:.1%} off those of the same alone (bound {bound:.1%})"
             if leak >= 1e-6:
                 text = f"documents in one row read each other (gradient of one by another: {leak:.1%} of its own)"
-        except torch.OutOfMemoryError:
-            raise
         except (ValueError, RuntimeError) as error:  # the attention cannot do what this model needs, e.g. a soft cap
+            if failure.gpu_is_full(error):
+                raise
             text = " ".join(str(error).split()).rstrip(".")
         if self.settings.packing:
             raise UserError(f"--packing: {text}; train without --packing.")
@@ -265,7 +279,11 @@ class KitTrainer(Trainer):
 
 
 class Clock:
-    """Tokens, seconds and memory between two log lines; evaluation and saving are not in the seconds."""
+    """Measure tokens, seconds and memory between two log lines.
+
+    The seconds run from one measurement to the next, the making of batches included; evaluation and saving are left out.
+    So is what precedes the first step: data workers start there, and a resumed run passes over the batches it has had.
+    """
 
     def __init__(self, settings, net):
         self.tokens, self.started = 0, None  # tokens: a tensor on the device once there is one; no sync per step
@@ -277,14 +295,29 @@ class Clock:
         self.peak_flops = None if settings.use_cpu else hardware.peak_flops(torch.cuda.get_device_name())
 
     def start(self) -> None:
-        self.started = self.started or time.perf_counter()
+        """Begin the first interval; later ones begin where the last has ended."""
+        if self.started is None:
+            self.started = time.perf_counter()
+
+    @contextlib.contextmanager
+    def paused(self):
+        """Leave the time of the body out."""
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # kernels that are still queued belong to the steps before
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            if self.started is not None:
+                self.started += time.perf_counter() - began
 
     def measure(self, args) -> dict[str, float]:
-        seconds = time.perf_counter() - (self.started or time.perf_counter())
+        now = time.perf_counter()
+        seconds = 0.0 if self.started is None else now - self.started
         count = torch.as_tensor(self.tokens, dtype=torch.long, device=args.device).clone()
         if args.world_size > 1:
             torch.distributed.all_reduce(count)
-        self.tokens, self.started = 0, None
+        self.tokens, self.started = 0, now
         self.total_tokens += int(count)
         self.total_seconds += seconds
         speed = int(count) / seconds if seconds else 0.0
@@ -321,8 +354,6 @@ class Reporter(TrainerCallback):
         trainer = self.trainer
         if trainer.tokens.stream is not None:
             trainer.tokens.stream.resume(state.global_step)
-        if probe.asked():
-            probe.measure(trainer)
         if trainer.is_deepspeed_enabled and args.process_index == 0:
             report.write_json(Path(args.output_dir) / "deepspeed.json", trainer.model_wrapped.config)
         quantized.verify_shares(trainer)
@@ -330,6 +361,8 @@ class Reporter(TrainerCallback):
             print(f"  - {sentence}", flush=True)
         if trainer.train_collator.packed:
             trainer.prove_documents_apart()
+        if probe.asked():  # after the proof, which may turn padding_free off
+            probe.measure(trainer)
         if canary.asked():
             canary.measure(trainer)
         if trainer.settings.bundled:

@@ -147,10 +147,12 @@ def start(settings) -> None:
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if not settings.use_cpu:
         torch.cuda.set_device(local_rank)
+    if settings.use_cpu:
+        os.environ["DS_ACCELERATOR"] = "cpu"  # this rank's, also where a library imports DeepSpeed later
     backend = "gloo" if settings.use_cpu else "nccl"
     timeout = timedelta(seconds=settings.ddp_timeout)
     if settings.deepspeed is not None:
-        import deepspeed
+        deepspeed = import_deepspeed(settings.use_cpu)
         import deepspeed.comm
 
         if settings.use_cpu:
@@ -158,11 +160,33 @@ def start(settings) -> None:
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False, timeout=timeout)
     elif settings.world_size > 1 and not dist.is_initialized():
-        dist.init_process_group(backend, timeout=timeout)
+        device = None if settings.use_cpu else torch.device("cuda", local_rank)  # else each barrier warns that it guesses
+        dist.init_process_group(backend, timeout=timeout, device_id=device)
+
+
+def import_deepspeed(use_cpu: bool):
+    """Import DeepSpeed for the device of this job and return it; DeepSpeed chooses its accelerator once, at its import.
+
+    The choice goes by DS_ACCELERATOR, which is put back afterwards: what this process starts may run on another machine, as a
+    batch job that is submitted from a login node does.
+    """
+    before = os.environ.get("DS_ACCELERATOR")
+    if use_cpu:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    elif before == "cpu":
+        del os.environ["DS_ACCELERATOR"]
+    try:
+        import deepspeed
+    finally:
+        if before is None:
+            os.environ.pop("DS_ACCELERATOR", None)
+        else:
+            os.environ["DS_ACCELERATOR"] = before
+    return deepspeed
 
 
 def verify(training_arguments) -> None:
-    """Assert that accelerate, torch and the launcher agree on the number of processes.
+    """Assert that accelerate, torch and the launcher agree on the number of processes, each with one GPU at most.
 
     Raises: RuntimeError (a bug or a broken environment, not the user's mistake).
     """
@@ -173,6 +197,12 @@ def verify(training_arguments) -> None:
         raise RuntimeError(
             f"the launcher started {size()} processes, torch.distributed has {counted}, accelerate "
             f"{training_arguments.world_size}: every rank would train on the same rows."
+        )
+    micro = training_arguments.per_device_train_batch_size
+    if training_arguments.n_gpu > 1 or training_arguments.train_batch_size != micro:
+        raise RuntimeError(
+            f"transformers would spread a process over {training_arguments.n_gpu} GPUs (nn.DataParallel) with a micro batch of "
+            f"{training_arguments.train_batch_size} instead of {micro}."
         )
 
 

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from . import offload
+from . import offload, world
 from .errors import UserError
 
 CONFIGS = Path(__file__).resolve().parents[2] / "deepspeed_configs"
@@ -168,6 +168,7 @@ def choose(settings, explicit: dict[str, Any]) -> dict | None:
             )
         path = CONFIGS / f"zero{settings.zero}.json"
         config = read_json(path)
+    world.import_deepspeed(settings.use_cpu)  # the lint asks it
     lint(config, path)
     _match(config, path, settings, explicit)
     _match_offload(config, path, settings, explicit)

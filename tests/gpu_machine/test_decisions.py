@@ -1,0 +1,389 @@
+"""What the kit decides on GPU machines of many kinds, with the stand-in: devices, precision, processes, memory, failures."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import ROOT
+from gpu_machine import Card, contexts, in_process, machine, submitted
+
+from zerofit import allocator, devices, doctor, failure, ghost, hardware, launch, planner, probe, resharding, train
+from zerofit.errors import UserError
+
+H100 = Card()
+RTX4090 = Card("NVIDIA GeForce RTX 4090", 24564, capability=(8, 9))
+T4 = Card("Tesla T4", 15360, capability=(7, 5))
+V100 = Card("Tesla V100-SXM2-32GB", 32768, capability=(7, 0))
+GIB = 2**30
+
+
+def python(env: dict, code: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=240, cwd=ROOT)
+
+
+def zerofit(env: dict, *words: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "zerofit", *words]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, cwd=ROOT)
+
+
+# --- processes and devices ---
+
+
+def test_one_process_uses_one_of_several_gpus(tmp_path):
+    """transformers would make it nn.DataParallel, with four times the micro batch."""
+    code = """
+from zerofit import start, train, world
+settings = start.settings("sft", ["--per_device_train_batch_size", "8"])
+settings.values["output_dir"] = "unused"
+world.start(settings)
+arguments = train.training_arguments(settings)
+print("decided", arguments.n_gpu, arguments.train_batch_size, settings.precision, arguments.device)
+"""
+    done = python(machine(tmp_path, [H100] * 4), code)
+    assert "decided 1 8 bf16 cuda:0" in done.stdout, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize(("cards", "precision"), [([T4], "fp16"), ([RTX4090], "bf16"), ([], "fp32")])
+def test_precision_is_what_the_gpu_has(cards, precision, tmp_path):
+    done = python(machine(tmp_path, cards), 'from zerofit import start; print("it is", start.settings("sft").precision)')
+    assert f"it is {precision}" in done.stdout, done.stderr[-2000:]
+
+
+def test_more_processes_than_gpus_are_refused(tmp_path):
+    done = zerofit(machine(tmp_path, [H100] * 2), "launch", "--gpus", "4", "recipes/sft.py")
+    assert done.returncode == 2 and "GPUS=4: this machine has 2; use GPUS=2." in done.stderr
+
+
+def test_deepspeeds_launcher_gets_the_gpus_that_are_visible(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    words = launch.command("deepspeed", 2, 29500, Path("recipes/sft.py"), [])
+    assert words[words.index("--include") + 1] == "localhost:2,3" and "--num_gpus" not in words
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-8a56a4bc,GPU-1c2d")
+    with pytest.raises(UserError, match="LAUNCHER=deepspeed: it reads numbers only"):
+        launch.command("deepspeed", 2, 29500, Path("recipes/sft.py"), [])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert "--num_gpus" in launch.command("deepspeed", 2, 29500, Path("recipes/sft.py"), [])
+
+
+# --- a GPU that torch cannot use ---
+
+
+UNUSABLE = {
+    "driver": ({"driver": "550.54.14"}, "cannot use it with driver 550.54.14: CUDA 13 needs driver 580 or newer"),
+    "CPU build": ({"cuda": None}, "is a build without CUDA: run `make clean install`"),
+    "driver that fails": ({"torch_usable": False}, "cannot use it with driver"),
+}
+
+
+@pytest.mark.parametrize("name", UNUSABLE)
+def test_a_gpu_that_torch_cannot_use_is_no_reason_to_train_on_the_cpu(name, tmp_path):
+    options, said = UNUSABLE[name]
+    env = machine(tmp_path, [H100] * 2, **options)
+    done = zerofit(env, "launch", "--gpus", "2", "--show", "recipes/sft.py", "--zero", "2")
+    assert done.returncode == 2 and "this machine has a GPU (2 x NVIDIA H100 80GB HBM3" in done.stderr and said in done.stderr
+    assert "--use_cpu true" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_the_cpu_is_used_where_it_was_asked_for(tmp_path):
+    old = machine(tmp_path, [H100], driver="550.54.14")
+    assert python(old, 'from zerofit import start; start.settings("sft", ["--use_cpu", "true"])').returncode == 0
+    hidden = machine(tmp_path, [H100], driver="550.54.14", visible="")
+    done = python(hidden, 'from zerofit import start; print(start.settings("sft").use_cpu)')
+    assert done.stdout.strip().endswith("True"), done.stderr[-2000:]
+
+
+def test_doctor_says_why_torch_sees_no_gpu(tmp_path, monkeypatch):
+    in_process(monkeypatch, tmp_path, [H100], driver="550.54.14")
+    (finding,) = doctor.gpus()
+    assert finding.level == "fail" and "driver 580 or newer" in finding.text
+
+
+def test_doctor_names_a_gpu_without_kernels(tmp_path, monkeypatch):
+    in_process(monkeypatch, tmp_path, [V100])
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_80", "sm_90", "compute_120"])
+    (finding,) = doctor.gpus()
+    assert finding.level == "fail" and "compute capability 7.0, this torch has kernels from 7.5 on" in finding.text
+
+
+# --- contexts ---
+
+
+def test_asking_about_gpus_opens_no_context(tmp_path):
+    """Each would take 0.5 GiB of every GPU for the whole job, and EXCLUSIVE_PROCESS would let no rank in."""
+    code = """
+from types import SimpleNamespace
+from zerofit import devices, doctor, hardware, launch, probe
+print([f.text for f in doctor.gpus()], hardware.find("detect", 2).memory_gib)
+print(probe.limit_bytes(SimpleNamespace(memory_limit=None, use_cpu=False, world_size=2)))
+launch._check_devices(2, use_cpu=False)
+"""
+    env = machine(tmp_path, [H100] * 2, compute_mode="Exclusive_Process")
+    done = python(env, code)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "only one process may use it (EXCLUSIVE_PROCESS)" in done.stdout
+    assert contexts(env) == []
+
+
+def test_the_launcher_opens_no_context(tmp_path):
+    """A whole launch; its ranks open theirs and end where the stand-in would have to compute."""
+    env = machine(tmp_path, [H100] * 2, ZEROFIT_CACHE=str(tmp_path / "cache"))
+    done = zerofit(env, "launch", "--gpus", "2", "recipes/sft.py", "--zero", "0", "--max_restarts", "0",
+                   "--output_dir", str(tmp_path / "run"))  # fmt: skip
+    assert done.returncode != 0 and "plan: fits" in done.stdout, done.stdout[-2000:] + done.stderr[-2000:]
+    opened = contexts(env)
+    assert opened and not [context for context in opened if "launch" in " ".join(context.argv)], opened
+
+
+# --- memory ---
+
+
+def test_a_plan_is_for_the_gpu_with_the_least_free_memory(tmp_path, monkeypatch, capsys):
+    small = Card("NVIDIA GeForce RTX 4080", 16376, capability=(8, 9))
+    in_process(monkeypatch, tmp_path, [RTX4090, small])
+    assert hardware.find("detect", 2).memory_gib < 16 and hardware.find("detect", 2).device_name == small.name
+    assert "GPU 1 (NVIDIA GeForce RTX 4080) has the least memory of the job's 2" in capsys.readouterr().out
+    assert 23 < hardware.find("detect", 1).memory_gib < 24
+    assert probe.limit_bytes(SimpleNamespace(memory_limit=None, use_cpu=False, world_size=2)) < 0.93 * 16 * GIB
+
+
+def test_memory_that_somebody_else_uses_is_not_planned_for(tmp_path, monkeypatch, capsys):
+    in_process(monkeypatch, tmp_path, [RTX4090, Card(RTX4090.name, 24564, free_mib=20000, capability=(8, 9))])
+    assert hardware.find("detect").memory_gib == pytest.approx(20000 / 1024, abs=0.01)
+    assert "19.5 of 23.8 GiB free (nvidia-smi shows who uses it)" in capsys.readouterr().out
+    levels = [finding.level for finding in doctor.gpus()]
+    assert levels == ["ok", "warn"]
+    assert hardware.find("rtx4090-24g").memory_gib == 23.5  # a GPU that is named is planned whole
+
+
+def test_without_nvidia_smi_the_whole_gpu_is_planned_for(tmp_path, monkeypatch):
+    in_process(monkeypatch, tmp_path, [RTX4090])
+    monkeypatch.setenv("PATH", "/nowhere")
+    (device,) = devices.visible()
+    assert device.free_bytes is None and device.usable_bytes == device.total_bytes
+    assert "what is free is not known" in doctor.gpus()[0].text
+
+
+def test_a_mig_slice_has_its_own_memory_and_no_known_peak(tmp_path, monkeypatch):
+    card = Card(slices=(("3g.40gb", 40448),))
+    in_process(monkeypatch, tmp_path, [card], visible=None)
+    (device,) = devices.visible()
+    assert "MIG 3g.40gb" in device.name and device.usable_bytes == device.total_bytes < 41 * GIB
+    assert hardware.peak_flops(device.name) is None
+
+
+@pytest.mark.parametrize(
+    ("size", "taken"), [(0, 0), (3, 4), (2**20, 2**20), (100 * 2**20, 128 * 2**20), (257 * 2**20, 257 * 2**20)]
+)
+def test_pinned_blocks_as_torch_rounds_them(size, taken, monkeypatch):
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", allocator.default())
+    assert allocator.pinned_bytes(size) == taken
+
+
+def test_pinned_blocks_of_a_torch_without_the_threshold(monkeypatch):
+    for name in allocator.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(allocator.metadata, "version", lambda name: "2.11.0+cu130")
+    allocator.configure()
+    assert not any(name in os.environ for name in allocator.VARIABLES)
+    assert allocator.pinned_bytes(30 * GIB) == 32 * GIB
+
+
+def test_the_users_allocator_settings_stay(monkeypatch):
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    allocator.configure()
+    assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == f"expandable_segments:True,{allocator.default()}"
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", f"{allocator.PINNED_ROUND_KEY}:8")
+    allocator.configure()
+    assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == f"{allocator.PINNED_ROUND_KEY}:8"
+    assert allocator.pinned_bytes(9 * 2**20) == 9 * 2**20
+
+
+def test_torch_knows_the_allocator_setting():
+    """torch reads it from the variable that the package sets before torch is imported."""
+    env = {name: value for name, value in os.environ.items() if name not in allocator.VARIABLES}
+    done = python(env, "import zerofit, torch; print(torch._C._accelerator_getAllocatorSettings())")
+    assert done.stdout.strip() == allocator.default(), done.stderr
+
+
+# --- a batch job from a login node ---
+
+
+def test_a_login_node_does_not_choose_the_accelerator_of_the_gpu_nodes(tmp_path):
+    env = machine(tmp_path, sbatch=True)
+    done = zerofit(env, "slurm", "--nodes", "2", "--gpus", "8", "--out", str(tmp_path / "run"), "recipes/sft.py", "--zero", "3")
+    assert done.returncode == 0, done.stderr
+    (job,) = submitted(env)
+    assert "DS_ACCELERATOR" not in job["environment"] and "CUDA_VISIBLE_DEVICES" not in job["environment"]
+    assert "\nunset DS_ACCELERATOR" in job["script"]
+
+
+@pytest.mark.parametrize(("cards", "use_cpu", "name"), [([H100], False, "cuda"), ([H100], True, "cpu"), ([], True, "cpu")])
+def test_deepspeed_takes_the_jobs_device(cards, use_cpu, name, tmp_path):
+    """Also where DS_ACCELERATOR=cpu came along from another machine; and it is not left behind for child processes."""
+    code = f"""
+import os
+from zerofit import world
+deepspeed = world.import_deepspeed({use_cpu})
+print("chosen", deepspeed.accelerator.get_accelerator()._name, os.environ.get("DS_ACCELERATOR"))
+"""
+    done = python(machine(tmp_path, cards), code)
+    assert f"chosen {name} None" in done.stdout, done.stderr[-2000:]
+    done = python(machine(tmp_path, cards, DS_ACCELERATOR="cpu"), code)
+    assert f"chosen {name} cpu" in done.stdout, done.stderr[-2000:]
+
+
+# --- out of memory, in every wording ---
+
+
+def raised(error):
+    try:
+        raise error
+    except BaseException as caught:
+        return caught
+
+
+def pin_memory(error):
+    raise error
+
+
+GPU_IS_FULL = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+    torch.distributed.DistBackendError("NCCL error ... ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\n"
+                                       "Cuda failure 2 'out of memory'"),
+    RuntimeError("Triton Error [CUDA]: out of memory"),
+]  # fmt: skip
+CRASHES = [
+    RuntimeError("CUDA error: an illegal memory access was encountered"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR"),  # with memory left
+    RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
+    ValueError("CUDA error: out of memory"),
+]
+
+
+@pytest.mark.parametrize("error", GPU_IS_FULL, ids=lambda e: str(e)[:40])
+def test_gpu_memory_that_is_full_in_every_wording(error):
+    assert failure.gpu_is_full(raised(error)) and failure.kind(error) == "out of memory"
+    assert not failure.host_is_full(raised(error))
+
+
+@pytest.mark.parametrize("error", CRASHES, ids=lambda e: str(e)[:40])
+def test_other_failures_are_no_out_of_memory(error, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (40 * GIB, 80 * GIB))
+    assert not failure.gpu_is_full(raised(error)) and failure.kind(error) == "crash"
+
+
+def test_an_internal_error_with_no_memory_left_is_an_out_of_memory(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (GIB // 2, 80 * GIB))
+    assert failure.kind(raised(RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR"))) == "out of memory"
+
+
+def test_pinned_memory_is_host_memory():
+    with pytest.raises(torch.AcceleratorError) as caught:
+        pin_memory(torch.AcceleratorError("CUDA error: out of memory"))
+    assert failure.host_is_full(caught.value) and not failure.gpu_is_full(caught.value)
+
+
+def test_a_full_gpu_ends_the_proof_of_packing_as_such(monkeypatch):
+    """It is no reason to turn padding_free off."""
+
+    def full(*args):
+        raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+
+    monkeypatch.setattr(train.attention, "logits_apart", full)
+    trainer = SimpleNamespace(settings=SimpleNamespace(precision="bf16"), data_collator=SimpleNamespace(pad_token_id=0),
+                              model_wrapped=None, tokens=SimpleNamespace(dataset=None), args=None)  # fmt: skip
+    with pytest.raises(RuntimeError, match="ALLOC_FAILED"):
+        train.KitTrainer.prove_documents_apart(trainer)
+
+
+# --- what the history learns ---
+
+OOM = ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which "
+       "1.20 GiB is free. {other}Including non-PyTorch memory, this process has {own} GiB memory in use. Of the allocated")  # fmt: skip
+ALONE = OOM.format(other="", own="77.60")
+CROWDED = OOM.format(other="Process 7 has 14.00 GiB memory in use. ", own="63.60")
+
+
+def ran_out(monkeypatch, tmp_path, text):
+    monkeypatch.setattr(planner, "HISTORY", tmp_path / "history.jsonl")
+    predicted = {"gpu": "H100", "peak_bytes": 60 * GIB, "limit_bytes": 76 * GIB}
+    monkeypatch.setenv(planner.PLANNED, json.dumps(predicted))
+    planner.outgrown([text])
+    assert os.environ[planner.PLANNED] == "{}"
+    return planner.learned_allowance(hardware.GPUS["h100-80g"])
+
+
+def test_an_out_of_memory_beside_somebody_else_teaches_nothing(monkeypatch, tmp_path):
+    assert ran_out(monkeypatch, tmp_path, CROWDED) == 0
+    assert ran_out(monkeypatch, tmp_path, "RuntimeError: CUDA error: out of memory") == 0
+    assert not (tmp_path / "history.jsonl").exists()
+
+
+def test_what_is_learned_is_a_tenth_of_the_gpu_at_most(monkeypatch, tmp_path):
+    assert ran_out(monkeypatch, tmp_path, ALONE) == int(7.96 * GIB)
+
+
+def test_one_run_of_many_does_not_decide(monkeypatch, tmp_path):
+    monkeypatch.setattr(planner, "HISTORY", tmp_path / "history.jsonl")
+    predicted = {"gpu": "H100", "peak_bytes": 10 * GIB}
+    for above in [*range(20), 5 * GIB]:
+        planner._learn(predicted, 10 * GIB + above)
+    assert planner.learned_allowance(hardware.GPUS["h100-80g"]) == 18
+    assert planner.learned_allowance(hardware.GPUS["a100-80g"]) == 0
+
+
+# --- states that are put into another engine, the order of a start, the simulation on a GPU ---
+
+
+@pytest.mark.parametrize(("fused", "device"), [(True, "meta"), (False, "cpu")])
+def test_step_counts_lie_where_the_optimizer_wants_them(fused, device):
+    flat = torch.zeros(4, device="meta")
+    group = {"params": [flat], "fused": fused}
+    optimizer = SimpleNamespace(param_groups=[{"params": [], "fused": not fused}, group], state={})
+    resharding._give(optimizer, flat, {"exp_avg": torch.zeros(4)}, {"step": torch.tensor(7.0)})
+    assert optimizer.state[flat]["step"].device.type == device
+
+
+def test_a_batch_size_is_searched_after_the_proof_of_packing(monkeypatch):
+    """Where packed attention cannot run, training falls back to padding, and so does the search."""
+    order = []
+    trainer = SimpleNamespace(
+        tokens=SimpleNamespace(stream=None), is_deepspeed_enabled=False, train_collator=SimpleNamespace(packed=True),
+        prove_documents_apart=lambda: order.append("proof"), settings=SimpleNamespace(bundled=False),
+    )  # fmt: skip
+    monkeypatch.setattr(train.probe, "asked", lambda: True)
+    monkeypatch.setattr(train.probe, "measure", lambda trainer: order.append("search"))
+    monkeypatch.setattr(train.quantized, "verify_shares", lambda trainer: None)
+    monkeypatch.setattr(train.offload, "after_start", lambda trainer: "")
+    monkeypatch.setattr(train.sys.stderr, "isatty", lambda: False, raising=False)
+    reporter = SimpleNamespace(trainer=trainer, pulse=None)
+    train.Reporter.on_train_begin(reporter, SimpleNamespace(process_index=0), SimpleNamespace(global_step=0), None)
+    assert order == ["proof", "search"]
+
+
+def test_questions_for_a_real_gpu_are_not_answered_in_forks(monkeypatch):
+    """CUDA cannot be used in a fork of a process that has looked for it, as DeepSpeed's import does."""
+    asked = []
+    monkeypatch.setattr(ghost, "_started", lambda fake, cuda: cuda)
+    monkeypatch.setattr(ghost, "_ask", lambda process, text, seconds: (asked.append((process, len(json.loads(text)))), ("", ""))[1])
+    questions = [ghost.question("sft", [], 2, rank, device="cuda", fake=False) for rank in (0, 1)]
+    ghost.run_all(questions)
+    assert asked == [(True, 1), (True, 1)]
+
+    def answer(number, question):
+        raise SystemExit(question["device"])
+
+    monkeypatch.setattr(ghost, "_answer_and_end", answer)
+    monkeypatch.setattr(ghost.os, "fork", lambda: pytest.fail("a fork"))
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(read=lambda: json.dumps(questions[:1])))
+    with pytest.raises(SystemExit, match="cuda"):
+        ghost.main()
