@@ -70,7 +70,7 @@ PLACE = $(if $(HOSTS),launchers/hostfile.sh --hosts="$$HOSTS" $(if $(INCLUDE),--
 	launchers/local.sh) --gpus="$$GPUS" --launcher="$$LAUNCHER")
 LAUNCH = PYTHON="$(PY)" $(PLACE) $(BETWEEN) --port="$$PORT" --args="$$ARGS" $(SHOW)
 
-.PHONY: help sft lora resume export chat slurm status cancel show doctor plan plan-validate probe ledger data install lint test test-cluster test-all bench-peers clean
+.PHONY: help sft lora resume export chat slurm status cancel show doctor plan plan-validate probe ledger data install lint test test-gpu test-cluster test-all bench-peers clean
 help: ## this list
 	@echo 'zerofit: fine-tune language models with Accelerate and DeepSpeed ZeRO'
 	@echo; grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | awk -F'\t' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -150,11 +150,14 @@ lint: $(DEV_STAMP) ## ruff
 test: $(DEV_STAMP) ## the tests (real DeepSpeed on two CPU processes; 20 minutes on two threads of one core)
 	@$(PY) -m pytest
 
+test-gpu: $(DEV_STAMP) ## the tests that need a GPU (one is enough; 10 minutes)
+	@ZEROFIT_TEST_GPU=1 $(PY) -m pytest
+
 test-cluster: $(DEV_STAMP) ## several machines as network namespaces, a real SLURM; installs what they need (root, Debian)
 	@tests/cluster/install.sh && tests/cluster/install_slurm.sh && $(PY) -m pytest -m cluster tests/cluster
 
 test-all: $(DEV_STAMP) ## the long matrix too
-	@$(PY) -m pytest -m 'not cluster'
+	@$(PY) -m pytest -m 'not cluster and not gpu'
 
 bench-peers: $(STAMP) $(PEERS_STAMP) ## data preparation side by side with TRL, which goes into .venv-peers; ARGS="--data x.jsonl"
 	@set -f; $(PY) benchmarks/data.py --peers .venv-peers/bin/python $$ARGS

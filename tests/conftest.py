@@ -10,11 +10,32 @@ from pathlib import Path
 
 import pytest
 
-# The tests' numbers are the CPU's; a GPU in the machine must not change what they run.
-os.environ |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+# `make test-gpu` runs the tests marked `gpu` and no others. The others' numbers are the CPU's: a GPU in the machine must not
+# change what they run.
+GPU_TESTS = os.environ.get("ZEROFIT_TEST_GPU", "0") not in ("", "0")
+if not GPU_TESTS:
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ROOT / "examples" / "tiny"
+
+
+def pytest_configure(config):
+    if not GPU_TESTS:
+        return
+    import torch
+
+    from zerofit import devices
+
+    if not torch.cuda.is_available():
+        pytest.exit(f"ZEROFIT_TEST_GPU: {devices.why_torch_sees_none() or 'torch sees no GPU here'}", 2)
+    config.option.markexpr = "gpu"
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if not GPU_TESTS and item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a GPU: make test-gpu"))
 
 
 @pytest.fixture(scope="session", autouse=True)

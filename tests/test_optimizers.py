@@ -206,7 +206,9 @@ def test_a_missing_package_names_its_install_line(name, monkeypatch):
     find = optimizers.importlib.util.find_spec
     gone = optimizers.OPTIMIZERS[name].module
     monkeypatch.setattr(optimizers.importlib.util, "find_spec", lambda n: None if n == gone else find(n))
-    with pytest.raises(UserError, match=rf"needs {gone}: pip install -e '\.\[\w+\]'"):
+    with pytest.raises(
+        UserError, match=rf"--optim {name}: {gone} is not installed: make install( EXTRAS=projected)?\."
+    ):
         parse("--optim", name)
 
 

@@ -35,7 +35,11 @@ def patched(monkeypatch):
 
 def packed_weight(rows: int, columns: int, **attributes):
     weight, state = bitsandbytes.functional.quantize_4bit(
-        torch.randn(rows, columns), blocksize=64, compress_statistics=True, quant_type="nf4", quant_storage=torch.float32
+        torch.randn(rows, columns),
+        blocksize=64,
+        compress_statistics=True,
+        quant_type="nf4",
+        quant_storage=torch.float32,
     )
     parameter = torch.nn.Parameter(weight, requires_grad=False)
     for name, value in attributes.items():

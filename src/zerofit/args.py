@@ -149,7 +149,7 @@ class SupervisionArguments:
         default=1740.0,
         metadata={
             "help": "Seconds without a step after which a job has hung and is ended; 0: never. A minute less than "
-            "--ddp_timeout, so that the rank at fault is named before the collectives of the others give up."
+            "--ddp_timeout, so that every rank's stack is kept before the collectives give up."
         },
     )
 
@@ -681,7 +681,7 @@ def _one_shuffle_seed(settings: Settings) -> None:
 
 
 def _hang_before_collectives(settings: Settings) -> None:
-    """Let --hang_timeout follow a --ddp_timeout that the user has set: the supervisor can name the rank at fault."""
+    """Let --hang_timeout follow a --ddp_timeout that the user has set: the supervisor keeps every rank's stack."""
     limit = settings.ddp_timeout
     if settings.source["ddp_timeout"] != "transformers default" and settings.source["hang_timeout"] == "default":
         why = f"before collectives give up (--ddp_timeout {limit})"
@@ -689,7 +689,6 @@ def _hang_before_collectives(settings: Settings) -> None:
 
 
 def _fill_defaults(settings: Settings) -> None:
-    import torch
 
     if settings.model is None:
         settings.values["model"] = str(TINY / "model")
@@ -705,7 +704,7 @@ def _fill_defaults(settings: Settings) -> None:
         else:
             stage = "3" if settings.offload == "all" else "2"
             decide(settings, "zero", stage, f"the lowest stage that can offload {settings.offload}")
-    if not torch.cuda.is_available() and not settings.use_cpu and settings.planned_gpu is None:
+    if not settings.use_cpu and settings.planned_gpu is None and not devices.torch_sees_some():
         if why := devices.why_torch_sees_none():
             raise UserError(f"{why}; or train on the CPU with --use_cpu true.")
         decide(settings, "use_cpu", True, "no GPU is visible to PyTorch")

@@ -158,8 +158,11 @@ def memory(s: Shape, setting: Setting, settings, fused: bool) -> dict[str, float
         # Gradients flattened and copied to fp32 in pieces of at most 1e9 numbers (stage 3), all at once (1 and 2).
         piece = min(trained / n, 1e9) if zero == 3 else trained / n
         moments.append(states | {"gradients": own, "buffers": (6 if weight == 2 else 4) * piece})
-    if zero in (1, 2):  # the weights twice: as loaded, and flat
-        moments.append({"parameters": 2 * weight * trained + s.frozen * s.frozen_bytes})
+    if zero in (1, 2):  # the weights twice: as loaded, and flat, which is made in host memory where the GPU has no room
+        flat = 2 * weight * trained + s.frozen * s.frozen_bytes
+        gpu = settings.planned_gpu
+        if gpu is None or flat <= gpu.memory_gib * 2**30:
+            moments.append({"parameters": flat})
     highest = max(moments, key=lambda parts: sum(parts.values()))
     return {part: highest.get(part, 0.0) for part in PARTS}
 

@@ -15,6 +15,7 @@ GIB = 2**30
 NOBODY_ELSE_BYTES = GIB
 FIELDS = ("uuid", "name", "memory.total", "memory.free", "driver_version", "compute_mode")
 SMI_SECONDS = 30
+NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 MINIMUM_DRIVER = "580"  # of CUDA 13.0, which the pinned torch is built for
 
 
@@ -44,7 +45,7 @@ def visible() -> list[Device]:
 
     rows = {row["uuid"]: row for row in nvidia_smi()}
     devices = []
-    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+    for index in range(torch.cuda.device_count() if torch_sees_some() else 0):
         properties = torch.cuda.get_device_properties(index)
         row = rows.get(f"GPU-{properties.uuid}", {})
         free = row.get("memory.free", "")
@@ -53,6 +54,22 @@ def visible() -> list[Device]:
             (properties.major, properties.minor), row.get("compute_mode") == "Exclusive_Process",
         ))  # fmt: skip
     return devices
+
+
+def torch_sees_some() -> bool:
+    """Return whether torch can use a GPU here.
+
+    `import deepspeed` sets PYTORCH_NVML_BASED_CUDA_CHECK=1, with which torch.cuda.is_available() counts GPUs whose driver is
+    too old for it.
+    """
+    import torch
+
+    before = os.environ.pop(NVML_CHECK, None)
+    try:
+        return torch.cuda.is_available()
+    finally:
+        if before is not None:
+            os.environ[NVML_CHECK] = before
 
 
 def tightest(count: int | None = None) -> tuple[Device, str | None]:
@@ -91,7 +108,7 @@ def why_torch_sees_none() -> str | None:
     CUDA_VISIBLE_DEVICES hides them."""
     import torch
 
-    if torch.cuda.is_available() or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+    if torch_sees_some() or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return None
     rows = nvidia_smi()
     if not rows and not Path("/dev/nvidia0").exists():

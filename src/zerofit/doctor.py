@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 
-from . import devices
+from . import allocator, devices
 from .errors import UserError
 
 GIB = 2**30
@@ -232,7 +232,7 @@ def variables() -> list[Finding]:
         found.append(Finding("OMP_NUM_THREADS", "warn", f"1 of {cores} cores: the offloaded optimizer crawls",
                              "unset OMP_NUM_THREADS (make sets cores / processes)"))  # fmt: skip
     for name, effect in CHANGES_BEHAVIOUR.items():
-        if os.environ.get(name, "0") not in ("0", ""):
+        if os.environ.get(name, "0") not in ("0", "", allocator.default()):
             found.append(Finding(name, "warn", f"is {os.environ[name]}: {effect}", f"unset {name}"))
     return found or [Finding("environment", "ok", "no variable changes what runs")]
 
@@ -259,9 +259,11 @@ def gpus() -> list[Finding]:
     """GPUs with their memory, who else uses them, and whether they have bf16."""
     import torch
 
-    if not torch.cuda.is_available():
+    if not devices.torch_sees_some():
         if why := devices.why_torch_sees_none():
-            return [Finding("GPUs", "fail", why, "nvidia-smi shows the driver's version; --use_cpu true trains on the CPU")]
+            return [
+                Finding("GPUs", "fail", why, "nvidia-smi shows the driver's version; --use_cpu true trains on the CPU")
+            ]
         built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
         return [Finding("GPUs", "ok", f"none: jobs run on the CPU (torch {torch.__version__}, {built})")]
     built_for = min((int(arch[3:]) for arch in torch.cuda.get_arch_list() if arch[3:].isdigit()), default=0)
@@ -421,16 +423,18 @@ def exchange(count: int, seconds: float = 90.0) -> list[Finding]:
 
     from . import world
 
-    count = count or (torch.cuda.device_count() if torch.cuda.is_available() else 2)
+    cuda = devices.torch_sees_some()
+    count = count or (torch.cuda.device_count() if cuda else 2)
     if count == 1:
         return []
+    env = {name: value for name, value in os.environ.items() if name != devices.NVML_CHECK}
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(world.free_port()), "WORLD_SIZE": str(count)}
     ranks = [
         subprocess.Popen([sys.executable, "-c", _EXCHANGE], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                         env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+                         env=env | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
         for rank in range(count)
     ]  # fmt: skip
-    backend = "NCCL" if torch.cuda.is_available() else "gloo"
+    backend = "NCCL" if cuda else "gloo"
     slow, wrong = _EXCHANGE_FIXES[backend]
     try:
         out, err = ranks[0].communicate(timeout=seconds)
@@ -495,12 +499,13 @@ def installation() -> list[Finding]:
 def of_job(settings, net) -> list[Finding]:
     """What concerns this job and costs nothing. net: the model on the meta device."""
     found = room(settings, net)
-    of_gpus = ("CUDA", "NCCL", "PYTORCH", "DS_ACCELERATOR")  # on a CPU the last is our own
+    of_gpus = ("CUDA", "NCCL", "PYTORCH", "DS_ACCELERATOR")
     found += [f for f in variables() if not settings.use_cpu or not f.name.startswith(of_gpus)]
     if not settings.use_cpu:
         found += gpus()
     if settings.offload != "none" or settings.activation_offload:
-        found += host_memory()
+        nodes = -(-settings.world_size // int(os.environ.get("LOCAL_WORLD_SIZE") or settings.world_size))
+        found += host_memory(nvme=bool(settings.offload_path), nodes=nodes)
     return found
 
 

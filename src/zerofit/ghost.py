@@ -89,7 +89,9 @@ def run_all(questions: list[dict], cache: Path | None = None, seconds: float | N
     process = _taken() if all(map(_needs_no_device, asked)) else None
     process = process or _started(all(q["fake"] for q in asked), any(q["device"] == "cuda" for q in asked))
     output, errors = _ask(process, json.dumps(asked), seconds)
-    unanswered = {"too slow": True} if output is None else {"trace": errors or "the simulation's process printed nothing"}
+    unanswered = (
+        {"too slow": True} if output is None else {"trace": errors or "the simulation's process printed nothing"}
+    )
     found = {}
     for line in (output or "").splitlines():
         if line.startswith(_MARK):
@@ -547,7 +549,9 @@ def _without_values(padded: bool, row: int) -> None:
 
     torch.Generator = _generator_class(torch.Generator)
     # torch's optimizers choose their foreach form by the parameters' exact type.
-    importlib.import_module("torch.optim.optimizer")._foreach_supported_types.append(torch._subclasses.fake_tensor.FakeTensor)
+    importlib.import_module("torch.optim.optimizer")._foreach_supported_types.append(
+        torch._subclasses.fake_tensor.FakeTensor
+    )
     torch.inference_mode = lambda mode=True: torch.set_grad_enabled(not mode and torch.is_grad_enabled())
     masks.find_packed_sequence_indices = lambda position_ids: None
     masks.is_tracing = lambda *args, **kwargs: False

@@ -4,7 +4,7 @@ import difflib
 import json
 import os
 import re
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from .errors import UserError
@@ -104,7 +104,11 @@ def find(name: str, count: int | None = None) -> Gpu:
         device, note = devices.tightest(count)
         if note:
             print(f"note: {note}", flush=True)
-        base = asdict(by_device_name(device.name) or GPUS["a100-80g"])
+        known_gpu = by_device_name(device.name) or _slice(device.name)
+        if known_gpu is None:
+            print(f"note: the speeds of {device.name} are not known ({USER_TABLE}=file.json tells them): times are estimated "
+                  "with an A100's", flush=True)  # fmt: skip
+        base = asdict(known_gpu or GPUS["a100-80g"])
         return Gpu(**{**base, "device_name": device.name, "bf16": device.capability >= (8, 0),
                       "memory_gib": round(device.usable_bytes / 2**30, 2)})  # fmt: skip
     if name.lower() not in known:
@@ -125,6 +129,16 @@ def by_device_name(device_name: str) -> Gpu | None:
         if named and not (OTHER_CHIPS & words) - set(gpu.device_name.split()):
             return gpu
     return None
+
+
+def _slice(device_name: str) -> Gpu | None:
+    """Return a MIG slice's part of its card's speeds: "... MIG 3g.40gb" has 3 of 7 compute slices; None: no slice."""
+    card, is_slice, profile = device_name.partition(" MIG ")
+    whole = by_device_name(card)
+    if not is_slice or whole is None or not profile[:1].isdigit():
+        return None
+    share = int(profile[0]) / 7
+    return replace(whole, tflops=whole.tflops * share, memory_gbs=whole.memory_gbs * share)
 
 
 def note(gpu: Gpu) -> str | None:

@@ -67,7 +67,7 @@ def _launch(given, recipe: Path, flags: list[str], count: int, crew: nodes.Nodes
         flags = planner.chosen_flags(recipe.stem, flags, ranks)
     flags += ["--gpus", str(ranks)]
     settings = start.settings(recipe.stem, flags, ranks)
-    env = environment(count)
+    env = environment(count, hide_gpus=settings.use_cpu and settings.source["use_cpu"] != "decided")
     if given.show:
         _show(settings, command(given.launcher, count, port_of(given.port), recipe, flags), env)
         return
@@ -222,14 +222,17 @@ def _steps(settings: args.Settings, train_set) -> int | None:
     return math.ceil(settings.num_train_epochs * rows / settings.effective_batch_size)
 
 
-def environment(count: int) -> dict[str, str]:
-    """What the launcher adds to the environment: the package's path and the CPU threads of each process."""
+def environment(count: int, hide_gpus: bool = False) -> dict[str, str]:
+    """What the launcher adds to the environment: the package's path and the CPU threads of each process.
+
+    Args: hide_gpus: for a job that --use_cpu keeps on the CPU; libraries that look for GPUs find none then.
+    """
     paths = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and p != str(args.ROOT / "src")]
     added = {"PYTHONPATH": os.pathsep.join([str(args.ROOT / "src"), *paths]), "PYTHONUNBUFFERED": "1"}
     if "OMP_NUM_THREADS" not in os.environ:
         # Launchers set 1, on which CPU training and the offloaded optimizer crawl.
         added["OMP_NUM_THREADS"] = str(max(1, world.cores() // count))
-    return added
+    return added | ({"CUDA_VISIBLE_DEVICES": ""} if hide_gpus else {})
 
 
 def command(launcher: str, count: int, port: int, recipe: Path, flags: list[str]) -> list[str]:

@@ -126,11 +126,7 @@ def nothing_fits(plan: Plan) -> str:
             f"nothing fits: {nearest.label} fits the GPU but needs {need}; --offload_path on a fast local disk takes it "
             "from there, and so do more nodes."
         )
-    do = (
-        f"{plan.would_do} GPUs would do by formula"
-        if plan.would_do
-        else "no number of these GPUs up to 4096 would do"
-    )
+    do = f"{plan.would_do} GPUs would do by formula" if plan.would_do else "no number of these GPUs up to 4096 would do"
     shorter = f", and so would --max_length {plan.longest} on these" if plan.longest else ""
     return (
         f"nothing fits: the nearest is {nearest.label} with {nearest.peak / GIB:.1f} GiB, {missing:.1f} GiB too much for "

@@ -15,12 +15,10 @@ def optional_packages() -> None:
 
 
 def libraries() -> None:
-    import torch
-
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    if not torch.cuda.is_available():  # DeepSpeed says at its import that it found nothing better than a CPU
-        logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
+    # DeepSpeed says at its import that it found nothing better than a CPU.
+    logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\..*")
     warnings.filterwarnings("ignore", message=r"OMP_NUM_THREADS/MKL_NUM_THREADS unset")
     logging.getLogger("accelerate.accelerator").addFilter(

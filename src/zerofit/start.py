@@ -28,6 +28,8 @@ def settings(recipe: str, argv: list[str] | None = None, world_size: int | None 
             f"accelerate's own settings are not used ({', '.join(taken)}): the recipe decides; see --zero, --bf16"
         )
     _check(found)
+    if argv is None and found.use_cpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # also for libraries that look for GPUs later
     if "ZEROFIT_GHOST" in os.environ:  # ghost.INSIDE
         return found
     if found.probe and argv is None and not found.show:

@@ -7,6 +7,7 @@ import os
 import resource
 import sys
 import time
+import traceback
 import warnings
 from pathlib import Path
 
@@ -47,6 +48,7 @@ from . import (
 )
 from .args import order_seed
 from .errors import Stopped, UserError
+from .offload import first_line
 
 
 def training_arguments(settings) -> TrainingArguments:
@@ -185,10 +187,15 @@ class KitTrainer(Trainer):
             text = f"logits of documents in one row are {apart:.1%} off those of the same alone (bound {bound:.1%})"
             if leak >= 1e-6:
                 text = f"documents in one row read each other (gradient of one by another: {leak:.1%} of its own)"
-        except (ValueError, RuntimeError) as error:  # the attention cannot do what this model needs, e.g. a soft cap
+        except ValueError as error:  # the attention cannot do what this model needs, e.g. a soft cap
+            text = " ".join(str(error).split()).rstrip(".")
+        except RuntimeError as error:  # a kernel refuses the GPU or the shapes; or a fault, so all of it is kept
             if failure.gpu_is_full(error):
                 raise
-            text = " ".join(str(error).split()).rstrip(".")
+            file = Path(self.args.output_dir) / "padding_free.txt"
+            text = f"packed attention failed ({first_line(error)}; {file} holds the whole error)"
+            if self.args.process_index == 0:
+                file.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
         if self.settings.packing:
             raise UserError(f"--packing: {text}; train without --packing.")
         self.train_collator.packed = False

@@ -148,11 +148,11 @@ def start(settings) -> None:
     if not settings.use_cpu:
         torch.cuda.set_device(local_rank)
     if settings.use_cpu:
-        os.environ["DS_ACCELERATOR"] = "cpu"  # this rank's, also where a library imports DeepSpeed later
+        os.environ["DS_ACCELERATOR"] = "cpu"  # of this rank alone, also where a library imports DeepSpeed later
     backend = "gloo" if settings.use_cpu else "nccl"
     timeout = timedelta(seconds=settings.ddp_timeout)
     if settings.deepspeed is not None:
-        deepspeed = import_deepspeed(settings.use_cpu)
+        import_deepspeed(settings.use_cpu)
         import deepspeed.comm
 
         if settings.use_cpu:
@@ -160,7 +160,9 @@ def start(settings) -> None:
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False, timeout=timeout)
     elif settings.world_size > 1 and not dist.is_initialized():
-        device = None if settings.use_cpu else torch.device("cuda", local_rank)  # else each barrier warns that it guesses
+        device = (
+            None if settings.use_cpu else torch.device("cuda", local_rank)
+        )  # else each barrier warns that it guesses
         dist.init_process_group(backend, timeout=timeout, device_id=device)
 
 

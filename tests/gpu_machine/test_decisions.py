@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,9 +11,22 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import ROOT
-from gpu_machine import Card, contexts, in_process, machine, submitted
 
-from zerofit import allocator, devices, doctor, failure, ghost, hardware, launch, planner, probe, resharding, train
+from gpu_machine import Card, contexts, in_process, machine, submitted
+from zerofit import (
+    allocator,
+    args,
+    devices,
+    doctor,
+    failure,
+    ghost,
+    hardware,
+    launch,
+    planner,
+    probe,
+    resharding,
+    train,
+)
 from zerofit.errors import UserError
 
 H100 = Card()
@@ -49,9 +63,9 @@ print("decided", arguments.n_gpu, arguments.train_batch_size, settings.precision
 
 
 @pytest.mark.parametrize(("cards", "precision"), [([T4], "fp16"), ([RTX4090], "bf16"), ([], "fp32")])
-def test_precision_is_what_the_gpu_has(cards, precision, tmp_path):
-    done = python(machine(tmp_path, cards), 'from zerofit import start; print("it is", start.settings("sft").precision)')
-    assert f"it is {precision}" in done.stdout, done.stderr[-2000:]
+def test_precision_is_what_the_gpu_has(cards, precision, tmp_path, monkeypatch):
+    in_process(monkeypatch, tmp_path, cards)
+    assert args.parse("sft", [], 1).precision == precision
 
 
 def test_more_processes_than_gpus_are_refused(tmp_path):
@@ -70,6 +84,38 @@ def test_deepspeeds_launcher_gets_the_gpus_that_are_visible(monkeypatch):
     assert "--num_gpus" in launch.command("deepspeed", 2, 29500, Path("recipes/sft.py"), [])
 
 
+# --- installing ---
+
+
+@pytest.fixture(scope="module")
+def deepspeed_source(tmp_path_factory):
+    """DeepSpeed's source distribution, which pip builds on the user's machine."""
+    folder = tmp_path_factory.mktemp("deepspeed")
+    pin = next(line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("deepspeed=="))
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-build-isolation", "--no-binary", ":all:",
+         "-d", str(folder), pin], capture_output=True, text=True, env=os.environ | {"DS_IGNORE_CUDA_DETECTION": "1"},
+    )  # fmt: skip
+    files = list(folder.glob("*.tar.gz"))
+    if not files:
+        pytest.skip(f"DeepSpeed's source cannot be downloaded: {done.stderr.strip().splitlines()[-1:]}")
+    shutil.unpack_archive(files[0], folder)
+    return next(path for path in folder.iterdir() if path.is_dir())
+
+
+def test_deepspeed_installs_with_a_gpu_and_without_the_cuda_toolkit(deepspeed_source, tmp_path):
+    """By what the Makefile sets; without it DeepSpeed's setup.py ends (when that no longer happens, the Makefile's
+    DS_IGNORE_CUDA_DETECTION can go)."""
+    env = machine(tmp_path, [H100] * 8)
+    (line,) = [line for line in (ROOT / "Makefile").read_text().splitlines() if line.startswith("PIP = ")]
+    name, value = line.removeprefix("PIP = ").split()[0].split("=")
+    command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(tmp_path)]
+    plain = subprocess.run(command, cwd=deepspeed_source, env=env, capture_output=True, text=True)
+    assert plain.returncode and "MissingCUDAException" in plain.stderr
+    ours = subprocess.run(command, cwd=deepspeed_source, env=env | {name: value}, capture_output=True, text=True)
+    assert ours.returncode == 0, ours.stderr[-2000:]
+
+
 # --- a GPU that torch cannot use ---
 
 
@@ -81,20 +127,52 @@ UNUSABLE = {
 
 
 @pytest.mark.parametrize("name", UNUSABLE)
-def test_a_gpu_that_torch_cannot_use_is_no_reason_to_train_on_the_cpu(name, tmp_path):
+def test_a_gpu_that_torch_cannot_use_is_named(name, tmp_path, monkeypatch):
     options, said = UNUSABLE[name]
+    in_process(monkeypatch, tmp_path, [H100] * 2, **options)
+    with pytest.raises(UserError) as error:
+        args.parse("sft", ["--zero", "2"], 2)
+    assert "this machine has a GPU (2 x NVIDIA H100 80GB HBM3" in str(error.value) and said in str(error.value)
+
+
+def test_a_gpu_that_torch_cannot_use_is_no_reason_to_train_on_the_cpu(tmp_path):
+    options, said = UNUSABLE["driver"]
     env = machine(tmp_path, [H100] * 2, **options)
     done = zerofit(env, "launch", "--gpus", "2", "--show", "recipes/sft.py", "--zero", "2")
-    assert done.returncode == 2 and "this machine has a GPU (2 x NVIDIA H100 80GB HBM3" in done.stderr and said in done.stderr
+    assert (
+        done.returncode == 2
+        and "this machine has a GPU (2 x NVIDIA H100 80GB HBM3" in done.stderr
+        and said in done.stderr
+    )
     assert "--use_cpu true" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_the_cpu_is_used_where_it_was_asked_for(tmp_path):
     old = machine(tmp_path, [H100], driver="550.54.14")
     assert python(old, 'from zerofit import start; start.settings("sft", ["--use_cpu", "true"])').returncode == 0
+    done = zerofit(old, "launch", "--gpus", "2", "recipes/sft.py", "--use_cpu", "true", "--zero", "2", "--max_steps", "2",
+                   "--num_samples", "0", "--save_strategy", "no", "--output_dir", str(tmp_path / "run"))  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["world_size"] == 2
+    assert contexts(old) == []
     hidden = machine(tmp_path, [H100], driver="550.54.14", visible="")
     done = python(hidden, 'from zerofit import start; print(start.settings("sft").use_cpu)')
     assert done.stdout.strip().endswith("True"), done.stderr[-2000:]
+
+
+def test_an_import_of_deepspeed_makes_no_gpu_usable(tmp_path, monkeypatch):
+    """It sets a variable with which torch.cuda.is_available() counts GPUs that torch cannot use."""
+    in_process(monkeypatch, tmp_path, [H100], driver="550.54.14")
+    monkeypatch.setenv(devices.NVML_CHECK, "1")
+    assert torch.cuda.is_available() and not devices.torch_sees_some()
+    assert devices.visible() == [] and "CUDA 13 needs driver 580" in devices.why_torch_sees_none()
+    assert os.environ[devices.NVML_CHECK] == "1"
+
+
+def test_the_time_of_an_unknown_gpu_is_said_to_be_a_guess(tmp_path, monkeypatch, capsys):
+    in_process(monkeypatch, tmp_path, [Card("NVIDIA RTX 9999", 24564)])
+    assert hardware.find("detect").tflops == hardware.GPUS["a100-80g"].tflops
+    assert "note: the speeds of NVIDIA RTX 9999 are not known" in capsys.readouterr().out
 
 
 def test_doctor_says_why_torch_sees_no_gpu(tmp_path, monkeypatch):
@@ -174,6 +252,7 @@ def test_a_mig_slice_has_its_own_memory_and_no_known_peak(tmp_path, monkeypatch)
     (device,) = devices.visible()
     assert "MIG 3g.40gb" in device.name and device.usable_bytes == device.total_bytes < 41 * GIB
     assert hardware.peak_flops(device.name) is None
+    assert hardware.find("detect").tflops == pytest.approx(989 * 3 / 7)
 
 
 @pytest.mark.parametrize(
@@ -216,14 +295,18 @@ def test_torch_knows_the_allocator_setting():
 
 def test_a_login_node_does_not_choose_the_accelerator_of_the_gpu_nodes(tmp_path):
     env = machine(tmp_path, sbatch=True)
-    done = zerofit(env, "slurm", "--nodes", "2", "--gpus", "8", "--out", str(tmp_path / "run"), "recipes/sft.py", "--zero", "3")
+    done = zerofit(
+        env, "slurm", "--nodes", "2", "--gpus", "8", "--out", str(tmp_path / "run"), "recipes/sft.py", "--zero", "3"
+    )
     assert done.returncode == 0, done.stderr
     (job,) = submitted(env)
     assert "DS_ACCELERATOR" not in job["environment"] and "CUDA_VISIBLE_DEVICES" not in job["environment"]
     assert "\nunset DS_ACCELERATOR" in job["script"]
 
 
-@pytest.mark.parametrize(("cards", "use_cpu", "name"), [([H100], False, "cuda"), ([H100], True, "cpu"), ([], True, "cpu")])
+@pytest.mark.parametrize(
+    ("cards", "use_cpu", "name"), [([H100], False, "cuda"), ([H100], True, "cpu"), ([], True, "cpu")]
+)
 def test_deepspeed_takes_the_jobs_device(cards, use_cpu, name, tmp_path):
     """Also where DS_ACCELERATOR=cpu came along from another machine; and it is not left behind for child processes."""
     code = f"""
@@ -374,7 +457,9 @@ def test_questions_for_a_real_gpu_are_not_answered_in_forks(monkeypatch):
     """CUDA cannot be used in a fork of a process that has looked for it, as DeepSpeed's import does."""
     asked = []
     monkeypatch.setattr(ghost, "_started", lambda fake, cuda: cuda)
-    monkeypatch.setattr(ghost, "_ask", lambda process, text, seconds: (asked.append((process, len(json.loads(text)))), ("", ""))[1])
+    monkeypatch.setattr(
+        ghost, "_ask", lambda process, text, seconds: (asked.append((process, len(json.loads(text)))), ("", ""))[1]
+    )
     questions = [ghost.question("sft", [], 2, rank, device="cuda", fake=False) for rank in (0, 1)]
     ghost.run_all(questions)
     assert asked == [(True, 1), (True, 1)]

@@ -1,0 +1,137 @@
+"""Time on a GPU what the recipes are made of: packed attention, an adapted linear layer, optimizers, copies.
+
+python benchmarks/gpu_attention.py                       # a few minutes; 20 GB of GPU memory
+python benchmarks/gpu_attention.py --only 'packed|copies' --out runs/my-report
+
+Forward and backward where there is one. benchmarks/attention.py compares torch's back ends on one document, and
+benchmarks/loss.py the losses; tests/gpu tests the results. Memory is the allocator's peak above what was there before.
+"""
+
+import re
+import statistics
+import time
+from types import SimpleNamespace
+
+import gpu_job
+import torch
+import torch.nn.functional as F
+from gpu_job import GIB
+from measure import time_and_peak
+
+from zerofit import attention, stochastic
+
+ROUNDS = 7
+UNITS = {"TFLOP/s": 1e12, "GB/s": 1e9}
+TOKENS, HEADS, KEY_HEADS, WIDTH = 16384, 32, 8, 128
+IN, OUT = 4096, 14336  # of the linear layer
+
+
+def row(name: str, run, amount: float, unit: str) -> list:
+    """Time `run` and format its line of the table; amount: of FLOPs or bytes in a run."""
+    try:
+        run()  # compiles and allocates
+        taken = [time_and_peak(run, "cuda") for _ in range(ROUNDS)]
+    except RuntimeError as error:  # out of memory is one too
+        return [name, None, f"{error}".splitlines()[0][:160], None]
+    seconds, peak_bytes = statistics.median(s for s, _ in taken), max(p for _, p in taken)
+    return [name, f"{seconds * 1e3:.2f}", f"{amount / seconds / UNITS[unit]:,.1f} {unit}", f"{peak_bytes / GIB:.2f}"]
+
+
+def numbers(*shape: int, dtype=torch.bfloat16) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda", dtype=dtype, requires_grad=True)
+
+
+def packed(documents: int) -> list[list]:
+    """Time attention on 16k tokens: zerofit's varlen kernel on packed documents, and sdpa on as many rows."""
+    length = TOKENS // documents
+    leaves = [numbers(1, heads, TOKENS, WIDTH) for heads in (HEADS, KEY_HEADS, KEY_HEADS)]
+    rows = [numbers(documents, heads, length, WIDTH) for heads in (HEADS, KEY_HEADS, KEY_HEADS)]
+    repeated = [numbers(documents, HEADS, length, WIDTH) for _ in range(3)]
+    bounds = torch.arange(0, TOKENS + 1, length, device="cuda", dtype=torch.int32)
+    mask = torch.ones(length, length, device="cuda", dtype=torch.bool).tril().expand(documents, 1, length, length)
+
+    def backward(out, inputs):
+        torch.autograd.grad(out, inputs, torch.ones_like(out))
+
+    def varlen():
+        more = {"cu_seq_lens_q": bounds, "max_length_q": length}
+        backward(attention.packed_attention(None, *leaves, None, scaling=WIDTH**-0.5, **more)[0], leaves)
+
+    ways = {
+        "varlen (zerofit)": varlen,
+        "sdpa, causal": lambda: backward(F.scaled_dot_product_attention(*rows, is_causal=True, enable_gqa=True), rows),
+        "sdpa, mask": lambda: backward(F.scaled_dot_product_attention(*repeated, attn_mask=mask), repeated),
+    }
+    # Causal: half of both products; forward once, backward 2.5 times.
+    flops = 3.5 * 2 * length * length * WIDTH * HEADS * documents
+    prefix = f"attention, {documents} x {length} tokens"
+    return [row(f"{prefix}, {name}", way, flops, "TFLOP/s") for name, way in ways.items()]
+
+
+def adapted(dtype: torch.dtype | None, autocast: bool = False, cast: bool = True) -> list[list]:
+    """Time a linear layer on 16k tokens, bare or with adapters of a type; cast: PEFT casts the input to that type."""
+    from peft import LoraConfig, get_peft_model
+    from peft.helpers import disable_input_dtype_casting
+
+    net, name = torch.nn.Sequential(torch.nn.Linear(IN, OUT, bias=False)).to("cuda", torch.bfloat16), "linear layer"
+    net.requires_grad_(False)
+    if dtype:
+        net = get_peft_model(net, LoraConfig(r=16, target_modules=["0"]), autocast_adapter_dtype=False)
+        for p in net.parameters():
+            p.data = p.data.to("cuda", dtype) if p.requires_grad else p.data
+        name += f", {dtype} adapter".replace("torch.", "") + ", autocast" * autocast + ", input not cast" * (not cast)
+    x, upstream = numbers(1, TOKENS, IN), numbers(1, TOKENS, OUT)
+    leaves = [x, *(p for p in net.parameters() if p.requires_grad)]
+
+    def run():
+        with torch.autocast("cuda", enabled=autocast), disable_input_dtype_casting(net, active=not cast):
+            out = net(x)
+        torch.autograd.grad(out, leaves, upstream.to(out.dtype))
+
+    return [row(name, run, 2 * 2 * TOKENS * IN * OUT, "TFLOP/s")]
+
+
+def adamw(kind: str, dtype: torch.dtype, count: int = 10**9, device: str = "cuda") -> list[list]:
+    """Time a step over `count` numbers; on the CPU it is what --offload optimizer does."""
+    p = torch.nn.Parameter(torch.randn(count, device=device, dtype=dtype))
+    p.grad = torch.randn(count, device=device, dtype=dtype)
+    optimizer = stochastic.AdamW([p], lr=1e-5) if kind == "zerofit" else torch.optim.AdamW([p], lr=1e-5, fused=True)
+    name = f"AdamW of {kind}, {count:.0e} numbers, {dtype}, {device}".replace("torch.", "")
+    return [row(name, optimizer.step, 7 * count * p.element_size(), "GB/s")]
+
+
+def copies() -> list[list]:
+    """Time copies of 1.1 GiB from and to pinned memory, and from pageable memory."""
+    size = int(1.1 * GIB)
+    pinned, pageable = (torch.empty(size, dtype=torch.uint8, pin_memory=pin).fill_(1) for pin in (True, False))
+    on_gpu = torch.empty(size, dtype=torch.uint8, device="cuda")
+    return [
+        row("copy, pinned to GPU", lambda: on_gpu.copy_(pinned, non_blocking=True), size, "GB/s"),
+        row("copy, GPU to pinned", lambda: pinned.copy_(on_gpu, non_blocking=True), size, "GB/s"),
+        row("copy, pageable to GPU", lambda: on_gpu.copy_(pageable), size, "GB/s"),
+    ]
+
+
+SECTIONS = [
+    *((packed, (count,)) for count in (1, 8, 128)),
+    *((adapted, way) for way in [(None,), (torch.bfloat16,), (torch.float32, True), (torch.float32, True, False)]),
+    (adamw, ("zerofit", torch.bfloat16)), (adamw, ("torch", torch.bfloat16)), (adamw, ("torch", torch.float32)),
+    (adamw, ("torch", torch.float32, 2 * 10**8, "cpu")), (copies, ()),
+]  # fmt: skip
+
+
+def main() -> None:
+    given = gpu_job.parser(__doc__, "gpu-attention", budget_seconds=480).parse_args()
+    attention.avoid_wrong_kernels(SimpleNamespace(use_cpu=False, decisions=[]))
+    facts, began, rows = gpu_job.facts(), time.monotonic(), []
+    for section, arguments in SECTIONS:
+        if re.search(given.only, section.__name__) and time.monotonic() - began < given.budget:
+            rows += section(*arguments)
+            torch.cuda.empty_cache()
+    lines = [f"Medians of {ROUNDS} rounds.", "", *gpu_job.table(["what", "ms", "speed", "peak GiB"], rows)]
+    title = "Attention, adapters, optimizers and copies on one GPU"
+    gpu_job.save(given.out, "gpu-attention", title, lines, {"machine": facts, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()

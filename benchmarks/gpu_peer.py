@@ -1,0 +1,173 @@
+"""Measure a bare torch loop and TRL's SFTTrainer with the shape and rows of gpu_8b.py on the same GPU.
+
+python benchmarks/gpu_peer.py                                   # TRL is left out where it is not installed
+python benchmarks/gpu_peer.py --peers .venv-peers/bin/python    # made by `make bench-peers`; LoRA needs peft there
+
+The loop has no trainer, no logging and no data set: fixed rows without a mask, bf16 throughout, fused AdamW. It
+shows what the kit itself costs. Each variant runs in a process of its own.
+"""
+
+import contextlib
+import itertools
+import json
+import re
+import statistics
+import subprocess
+import sys
+import time
+
+import gpu_8b
+import gpu_job
+from gpu_8b import LENGTH, ROWS, SECONDS, STEPS, WARM_UP
+
+VARIANTS = [  # (tool, LoRA, gradient checkpointing, Liger, micro batch)
+    ("loop", True, False, False, 8), ("loop", True, False, True, 8), ("loop", True, True, False, 8),
+    ("trl", True, True, False, 8), ("trl", True, False, True, 8),
+    ("loop", False, True, True, 8), ("loop", False, False, True, 4),
+]  # fmt: skip
+
+
+def name_of(variant) -> str:
+    tool, lora, checkpointing, liger, micro = variant
+    words = [f"{tool} {'LoRA' if lora else 'full bf16'}", "checkpointing" * checkpointing, "Liger" * liger]
+    return ", ".join([*filter(None, words), f"micro batch {micro}"])
+
+
+def build(liger: bool):
+    """Make the model in bf16 with random weights, on the GPU."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if liger:
+        from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+        apply_liger_kernel_to_llama()
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        config = AutoConfig.from_pretrained(gpu_8b.FILES / "random")
+        net = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+    net.config.use_cache = False
+    return net
+
+
+def adapter():
+    from peft import LoraConfig
+
+    return LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+def loop(lora: bool, checkpointing: bool, liger: bool, micro: int) -> tuple[list[float], list[float]]:
+    """Train with plain torch; return losses and seconds of each step."""
+    import torch
+
+    from zerofit import loss
+
+    net = build(liger)
+    if lora:
+        from peft import get_peft_model
+
+        net = get_peft_model(net, adapter(), autocast_adapter_dtype=False)
+        for p in net.parameters():  # adapters in bf16; buffers keep their type
+            p.data = p.data.to(torch.bfloat16)
+    if checkpointing:
+        net.gradient_checkpointing_enable({"use_reentrant": False})
+    fused = None if liger else loss.FusedLoss(net)
+    net.train()
+    optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-5, fused=True)
+    losses, seconds = [], []
+    for _ in range(STEPS):
+        began, total = time.perf_counter(), 0.0
+        for _ in range(ROWS // micro):
+            ids = torch.randint(3, 500, (micro, LENGTH), device="cuda")
+            with fused.on() if fused else contextlib.nullcontext():
+                value = net(input_ids=ids, labels=ids).loss * micro / ROWS
+            value.backward()
+            total += value.detach()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(total))  # waits for the GPU
+        seconds.append(time.perf_counter() - began)
+    return losses, seconds
+
+
+def trl(lora: bool, checkpointing: bool, liger: bool, micro: int) -> tuple[list[float], list[float]]:
+    """Train with TRL's SFTTrainer; return losses and seconds of each step."""
+    import datasets
+    import torch
+    from transformers import AutoTokenizer, TrainerCallback
+    from trl import SFTConfig, SFTTrainer
+
+    times = []
+
+    class Times(TrainerCallback):
+        def on_step_end(self, *args, **kwargs):
+            torch.cuda.synchronize()
+            times.append(time.perf_counter())
+
+    arguments = SFTConfig(
+        output_dir=str(gpu_8b.FILES / "trl"), max_steps=STEPS, per_device_train_batch_size=micro,
+        gradient_accumulation_steps=ROWS // micro, max_length=LENGTH, bf16=True, gradient_checkpointing=checkpointing,
+        use_liger_kernel=liger, logging_steps=1, save_strategy="no", report_to="none", learning_rate=1e-5,
+    )  # fmt: skip
+    with (gpu_8b.FILES / "fixed.jsonl").open() as file:
+        ids = [json.loads(line)["input_ids"] for line in file]
+    trainer = SFTTrainer(
+        build(False), arguments, train_dataset=datasets.Dataset.from_dict({"input_ids": ids}), callbacks=[Times()],
+        processing_class=AutoTokenizer.from_pretrained(gpu_8b.FILES / "random"), peft_config=adapter() if lora else None,
+    )  # fmt: skip
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return losses, [b - a for a, b in itertools.pairwise(times)]
+
+
+def run_one(tool: str, *variant) -> None:
+    """Print the result of one variant as JSON, in its own process."""
+    import torch
+
+    losses, seconds = {"loop": loop, "trl": trl}[tool](*variant)
+    speed, peak_bytes = ROWS * LENGTH / statistics.median(seconds[WARM_UP:]), torch.cuda.max_memory_allocated()
+    print("\n" + json.dumps({"tokens_per_second": speed, "losses": losses, "peak_bytes": peak_bytes}))
+
+
+def measure(variant, peers: str, seconds: float) -> dict:
+    """Run one variant in a process and return its result, or why there is none."""
+    if seconds <= 0:
+        return {"failed": "not run: the budget was spent"}
+    words = [peers if variant[0] == "trl" else sys.executable, __file__, "--one", json.dumps(variant)]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return {"failed": f"took more than {seconds:.0f} s"}
+    if done.returncode:
+        return {"failed": (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1][:200]}
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def row(name: str, result: dict) -> list:
+    if "failed" in result:
+        return [name, result["failed"], None, None]
+    losses, gib = result["losses"], result["peak_bytes"] / gpu_job.GIB
+    return [name, f"{result['tokens_per_second']:,.0f}", f"{gib:.2f}", f"{losses[0]:.3f} -> {losses[-1]:.3f}"]
+
+
+def main() -> None:
+    parser = gpu_job.parser(__doc__, "gpu-peer", budget_seconds=480)
+    parser.add_argument("--peers", default=sys.executable, help="Python of the environment that TRL is in")
+    parser.add_argument("--one", help="the one variant that this process runs, as JSON")
+    given = parser.parse_args()
+    if given.one:
+        run_one(*json.loads(given.one))
+        return
+    gpu_8b.write_files()
+    facts, end, results = gpu_job.facts(), time.monotonic() + given.budget, {}
+    for name, variant in ((name_of(variant), variant) for variant in VARIANTS):
+        if re.search(given.only, name):
+            results[name] = measure(variant, given.peers, min(SECONDS, end - time.monotonic()))
+            print(name, results[name], flush=True)
+    lines = gpu_job.table(["what", "tok/s", "peak GiB", "loss"], [row(*pair) for pair in results.items()])
+    gpu_job.save(given.out, "gpu-peer", "A bare loop and TRL on one GPU", lines, {"machine": facts, "rows": results})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""Test on a CPU that the flags of the GPU tests and benchmarks are accepted, and how outcomes are judged."""
+
+import importlib.util
+import shlex
+import sys
+
+import pytest
+from conftest import ROOT
+from gpu import cases
+
+from zerofit import hardware, start
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import gpu_8b
+
+GPU = hardware.GPUS["h200-141g"]
+PARSED = [case for case in cases.ALL.values() if case.by != "make"]
+
+
+@pytest.mark.parametrize("case", PARSED, ids=lambda case: case.name)
+def test_every_flag_is_accepted(case, monkeypatch):
+    if case.package and not importlib.util.find_spec(case.package):
+        pytest.skip(f"{case.package} is not installed")
+    monkeypatch.chdir(ROOT)
+    flags = shlex.split(case.flags)
+    settings = start.settings(case.recipe, [*flags, "--output_dir", "unused"], 1, GPU)
+    assert not settings.use_cpu and settings.effective_batch_size == 32
+    if "--zero" in flags:
+        assert settings.zero == flags[flags.index("--zero") + 1]
+
+
+@pytest.mark.parametrize("kind", gpu_8b.KINDS)
+def test_every_flag_of_the_benchmark_is_accepted(kind, tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_8b, "FILES", tmp_path)
+    gpu_8b.write_files()
+    for setting in gpu_8b.KINDS[kind]:
+        if not setting.package or importlib.util.find_spec(setting.package):
+            settings = start.settings(setting.recipe, [*setting.flags(), "--output_dir", "unused"], 1, GPU)
+            assert settings.effective_batch_size == gpu_8b.ROWS, setting.name
+
+
+def test_cases_name_each_other_rightly():
+    listed = [
+        *cases.USER_COMMANDS,
+        cases.KILLED,
+        cases.STOPPED,
+        cases.CANARY,
+        *cases.SAVED,
+        *cases.RESUMED,
+        *cases.SETTINGS,
+    ]
+    assert len(cases.ALL) == len(listed) > 110
+    assert {case.after for case in cases.RESUMED} == {case.name for case in cases.SAVED}
+    needed = cases.with_what_they_need({"qlora-z3", "resume-sft-z3-to-z0"})
+    assert [case.name for case in needed] == ["from-sft-z3", "resume-sft-z3-to-z0", "qlora-z0", "qlora-z3"]
+
+
+def test_what_the_budget_does_not_reach_is_skipped(tmp_path):
+    case = cases.ALL["sft-z0"]
+    outcomes = cases.run_all([case], tmp_path, parallel=1, budget_seconds=0)
+    with pytest.raises(pytest.skip.Exception, match=r"the budget of .* was spent"):
+        cases.check(case, outcomes["sft-z0"])
+
+
+@pytest.mark.parametrize(("exit_code", "output"), [(1, ""), (None, ""), (0, "note: padding_free is off: it mixes")])
+def test_a_case_that_went_wrong_fails(exit_code, output):
+    with pytest.raises(AssertionError):
+        cases.check(cases.ALL["sft-z0"], cases.Outcome(True, exit_code, [], output))
+
+
+def test_a_case_without_the_output_that_it_must_have_fails():
+    case = cases.ALL["memory-report-z0"]
+    cases.check(case, cases.Outcome(True, 0, [], "peak memory of rank 0"))
+    with pytest.raises(AssertionError, match="not in the output"):
+        cases.check(case, cases.Outcome(True, 0, [], ""))
