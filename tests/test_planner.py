@@ -571,14 +571,13 @@ def test_zero_auto_on_a_cpu_goes_by_the_processes():
 def test_measured_peaks_sharpen_the_allowance(monkeypatch, tmp_path):
     monkeypatch.setattr(planner, "HISTORY", tmp_path / "history.jsonl")
     predicted = {"gpu": "H100", "peak_bytes": 10 * 2**30}
-    h100, a100 = hardware.GPUS["h100-80g"], hardware.GPUS["a100-80g"]
-    assert planner.learned_allowance(h100) == 0
+    assert planner.learned_allowance("H100") == 0
     planner.remember(predicted, 10 * 2**30 + 5, tmp_path)
     planner.remember(predicted, 9 * 2**30, tmp_path)
-    assert planner.learned_allowance(h100) == 5 and planner.learned_allowance(a100) == 0
+    assert planner.learned_allowance("H100") == 5 and planner.learned_allowance("A100") == 0
     assert json.loads((tmp_path / "plan.json").read_text())["measured"]["ratio"] == 0.9
     reason = f"earlier runs on this GPU were above their plan ({tmp_path}/history.jsonl)"
-    assert planner._allowance(h100, 1)[reason] == 5
+    assert planner._allowance(GPU, 1)[reason] == 5
 
 
 def on_a_gpu(*flags):

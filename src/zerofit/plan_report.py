@@ -74,7 +74,7 @@ def facts(candidate: Candidate, plan: Plan) -> dict[str, str]:
     elif candidate.answer:
         training, saving = candidate.answer["host"] * node / GIB, candidate.answer["host_saving"] / GIB
         found["host memory"] = (
-            f"{training:.1f} GiB of a node of {node} GPUs while training (pinned blocks may take up to twice that), "
+            f"{training:.1f} GiB of a node of {node} GPUs while training, "
             f"{saving:.1f} more on the first node while saving"
         )
     return (

@@ -596,7 +596,7 @@ def _allowance(gpu, ranks: int) -> dict[str, int]:
         "NCCL buffers": NCCL_BYTES if ranks > 1 else 0,
         f"fragmentation, {FRAGMENTATION:.0%}": int(gpu.memory_gib * GIB * FRAGMENTATION),
     }
-    learned = learned_allowance(gpu)
+    learned = learned_allowance(gpu.device_name, gpu.memory_gib)
     return found | ({f"earlier runs on this GPU were above their plan ({HISTORY})": learned} if learned else {})
 
 
@@ -676,7 +676,7 @@ def predict(settings, seconds: float | None = None) -> dict | None:
         answer = {"total": {"backward": sum(parts.values())}, "peak": {"backward": parts}, "host": 0}
     return {
         "peak_bytes": max(answer["total"].values()) + (0 if cpu else WORKSPACE_BYTES),
-        "limit_bytes": limit, "learned_bytes": 0 if cpu else learned_allowance(gpu), "phase": max(answer["total"], key=answer["total"].get),
+        "limit_bytes": limit, "learned_bytes": 0 if cpu else learned_allowance(gpu.device_name, gpu.memory_gib), "phase": max(answer["total"], key=answer["total"].get),
         "peak": answer["peak"], "host": answer["host"], "gpu": gpu.device_name if gpu else "cpu",
         "step_seconds": gpu and closed_forms.step_seconds(shape, setting, gpu, settings.max_length),
         "seconds": round(time.perf_counter() - began, 1), **by,
@@ -839,7 +839,7 @@ def _learn(predicted: dict, measured_bytes: int) -> dict:
     return entry
 
 
-def learned_allowance(gpu: hardware.Gpu) -> int:
+def learned_allowance(device_name: str, memory_gib: float = math.inf) -> int:
     """Return the bytes by which runs on this kind of GPU with this torch were above their plan: the 90th percentile of the
     last 50, at most a tenth of the GPU; 0 without a history."""
     if not HISTORY.exists():
@@ -848,13 +848,13 @@ def learned_allowance(gpu: hardware.Gpu) -> int:
     for line in HISTORY.read_text(encoding="utf-8").splitlines():
         try:
             entry = json.loads(line)
-            if entry["gpu"] == gpu.device_name and entry["versions"]["torch"] == metadata.version("torch"):
+            if entry["gpu"] == device_name and entry["versions"]["torch"] == metadata.version("torch"):
                 above.append(entry["measured_bytes"] - entry["predicted_bytes"])
         except (ValueError, KeyError, TypeError):
             continue
     above = sorted(above[-LEARNED_RUNS:])
     high = above[math.ceil(0.9 * len(above)) - 1] if above else 0
-    return max(0, min(high, int(LEARNED_AT_MOST * gpu.memory_gib * GIB)))
+    return int(max(0, min(high, LEARNED_AT_MOST * memory_gib * GIB)))
 
 
 def command(candidate: Candidate, ranks: int) -> str:

@@ -123,7 +123,7 @@ def test_plans_do_not_learn_from_memory_that_another_process_held(tmp_path, star
     fill(4 * 1024)
     assert job.finish(240) == 3, job.output[-4000:]
     monkeypatch.setattr(planner, "HISTORY", tmp_path / "cache" / planner.HISTORY.name)
-    assert planner.learned_allowance(hardware.find("detect")) < 2**30
+    assert planner.learned_allowance(hardware.find("detect").device_name) < 2**30
 
 
 def test_probe_finds_the_largest_batch_that_fits(tmp_path, start):

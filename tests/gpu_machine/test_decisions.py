@@ -402,7 +402,7 @@ def ran_out(monkeypatch, tmp_path, text):
     monkeypatch.setenv(planner.PLANNED, json.dumps(predicted))
     planner.outgrown([text])
     assert os.environ[planner.PLANNED] == "{}"
-    return planner.learned_allowance(hardware.GPUS["h100-80g"])
+    return planner.learned_allowance("H100", 79.6)
 
 
 def test_an_out_of_memory_beside_somebody_else_teaches_nothing(monkeypatch, tmp_path):
@@ -412,7 +412,7 @@ def test_an_out_of_memory_beside_somebody_else_teaches_nothing(monkeypatch, tmp_
 
 
 def test_what_is_learned_is_a_tenth_of_the_gpu_at_most(monkeypatch, tmp_path):
-    assert ran_out(monkeypatch, tmp_path, ALONE) == int(7.96 * GIB)
+    assert ran_out(monkeypatch, tmp_path, ALONE) == pytest.approx(7.96 * GIB)
 
 
 def test_one_run_of_many_does_not_decide(monkeypatch, tmp_path):
@@ -420,8 +420,8 @@ def test_one_run_of_many_does_not_decide(monkeypatch, tmp_path):
     predicted = {"gpu": "H100", "peak_bytes": 10 * GIB}
     for above in [*range(20), 5 * GIB]:
         planner._learn(predicted, 10 * GIB + above)
-    assert planner.learned_allowance(hardware.GPUS["h100-80g"]) == 18
-    assert planner.learned_allowance(hardware.GPUS["a100-80g"]) == 0
+    assert planner.learned_allowance("H100", 79.6) == 18
+    assert planner.learned_allowance("A100") == 0
 
 
 # --- states that are put into another engine, the order of a start, the simulation on a GPU ---
