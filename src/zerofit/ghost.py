@@ -25,11 +25,7 @@ STEPS = 2  # the optimizer's states appear in the first, ZeRO-3 prefetches from 
 
 
 class GhostFailed(Exception):
-    """The job cannot be simulated; the text is the reason in plain words. too_slow: only because nobody waited for it."""
-
-    def __init__(self, reason: str, too_slow: bool = False):
-        super().__init__(reason)
-        self.too_slow = too_slow
+    """The job cannot be simulated, or nobody waits for it; the text is the reason in plain words."""
 
 
 # --- the question, asked from outside ---
@@ -161,7 +157,7 @@ def _as_exception(answer: dict, cache: Path | None) -> dict | Exception:
     if "mistake" in answer:
         return UserError(answer["mistake"])
     if "too slow" in answer:
-        return GhostFailed("the simulation takes longer than a launch waits for it", too_slow=True)
+        return GhostFailed("the simulation takes longer than a launch waits for it")
     if "trace" in answer:
         if cache is None:
             return GhostFailed(f"the simulation met an error of its own:\n{answer['trace']}")

@@ -29,10 +29,9 @@ FRAGMENTATION = 0.03  # of the GPU: what the allocator cannot hand out
 CLEARLY_TOO_MUCH = 1.25  # what is above this share of the limit by formula is simulated only when nothing else fits
 CHECK_SECONDS = 18  # that a launch waits for a ghost; the whole check then takes less than 20
 GHOSTS = 8  # after so many simulations only settings that fit clearly by the closed forms are looked at
-LAST_TRIES = (
-    4  # simulations before "nothing fits" is said: the smallest setting by formula of so many stages and offloads,
-)
-HOPELESS = 2.0  # where it is below this share of the limit
+# Before "nothing fits" is said, the smallest settings by formula of so many stages and offloads are simulated, where they
+# are below this share of the limit.
+LAST_TRIES, HOPELESS = 4, 2.0
 # Deeper models are measured with so many layers and extended linearly. Stages 1 and 2 reduce gradients in buckets of
 # 5e8 numbers over layers: how full the last one is goes up and down with the depth, by up to 3.5 % of the whole.
 LAYERS_MEASURED = {True: (16, 24), False: (6, 7)}  # with such buckets, without

@@ -160,9 +160,8 @@ def start(settings) -> None:
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False, timeout=timeout)
     elif settings.world_size > 1 and not dist.is_initialized():
-        device = (
-            None if settings.use_cpu else torch.device("cuda", local_rank)
-        )  # else each barrier warns that it guesses
+        # Without a device each barrier would warn that it guesses one.
+        device = None if settings.use_cpu else torch.device("cuda", local_rank)
         dist.init_process_group(backend, timeout=timeout, device_id=device)
 
 
