@@ -235,7 +235,7 @@ def test_refused_elsewhere(monkeypatch):
     with pytest.raises(errors.UserError, match="--modules_to_save nowhere"):
         model.check(settings_of("--modules_to_save", "nowhere"))
     monkeypatch.setattr(quantized.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(errors.UserError, match=r"needs bitsandbytes: pip install -e '.\[quantization\]'"):
+    with pytest.raises(errors.UserError, match=r"--load_in_4bit: bitsandbytes is not installed .*: make install"):
         settings_of("--load_in_4bit")
 
 

@@ -1,4 +1,4 @@
-"""The ghost run equals the real run; the planner searches, refuses and says why; nothing of it needs a GPU."""
+"""A simulated run equals the real one; the planner searches, refuses and says why; nothing of it needs a GPU."""
 
 import dataclasses
 import json
