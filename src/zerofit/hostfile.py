@@ -1,13 +1,14 @@
 """make sft HOSTS=hostfile: one line here starts the job on every host of a DeepSpeed hostfile, over ssh.
 
 What runs there is `zerofit launch` for one machine of several. Its arguments and the environment that it needs (HF_TOKEN among
-it) go through the connection's standard input: nothing of them is in a file or in a command line, and when the
-connection ends, so does what runs there.
+it, and the job's secret, made here) go through the connection's standard input: nothing of them is in a file or in a
+command line, and when the connection ends, so does what runs there.
 """
 
 import argparse
 import json
 import os
+import secrets
 import shlex
 import signal
 import subprocess
@@ -17,7 +18,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import args, launch, place, report
+from . import args, job_secret, launch, place, report
 from .errors import UserError
 
 # What the hosts get of this machine's environment.
@@ -87,6 +88,8 @@ def main(argv: list[str]) -> None:
     env = {k: v for k, v in os.environ.items() if k.startswith(PASSED_ON) or k in PASSED_BY_NAME}
     flags, token = launch.without_token(flags)
     env |= token
+    if len(hosts) > 1 and not env.get(job_secret.VARIABLE):
+        env[job_secret.VARIABLE] = secrets.token_hex(16)
     jobs = [_job(given, hosts, rank, flags, env) for rank in range(len(hosts))]
     if given.show:
         for host, job in zip(hosts, jobs, strict=True):
