@@ -382,6 +382,7 @@ def test_hostfiles(tmp_path):
     for text, more, sentence in (
         ("one\n", {}, "bad entry: one"), ("", {}, "empty"), ("one slots=1\none slots=1\n", {}, "multiple entries for one"),
         ("one slots=1\n", {"gpus": "2"}, "has 1 slots"), ("one slots=1\n", {"gpus": "x"}, "GPUS=x"),
+        ("-oProxyCommand=x slots=1\n", {}, "-oProxyCommand=x: is no name of a host"),
         ("one slots=1\n", {"include": "two"}, "'two' not found"), ("one slots=1\n", {"exclude": "one"}, "no host"),
     ):  # fmt: skip
         file.write_text(text)
@@ -452,6 +453,17 @@ def test_two_machines_train_as_one_does(tmp_path):
     found = Run(out)
     assert found.losses == whole.losses and found.json("result.json")["world_size"] == 2
     assert any(sentence.startswith("links between nodes") for sentence in found.json("run.json")["decisions"])
+
+
+def test_a_host_is_no_option_of_ssh(tmp_path):
+    client, said = tmp_path / "ssh", tmp_path / "said"
+    client.write_text(f'#!/bin/sh\necho "$@" >> {shlex.quote(str(said))}\n')
+    client.chmod(0o755)
+    hosts = [hostfile.Host("one", [0], True)]
+    hostfile.check([str(client)], hosts, "hosts")
+    assert hostfile.run([str(client)], hosts, [{"argv": [], "env": {}}]) == 0
+    lines = said.read_text().splitlines()
+    assert len(lines) == 2 and all(" -- one " in line for line in lines)
 
 
 def test_the_hosts_of_a_job_get_one_secret_through_the_connection(tmp_path, monkeypatch):

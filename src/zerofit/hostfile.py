@@ -125,6 +125,8 @@ def read(file: Path, include: str = "", exclude: str = "", gpus: str = "") -> li
     for name, slots in active.items():
         if gpus and int(gpus) > len(slots):
             raise UserError(f"GPUS={gpus}: {name} has {len(slots)} slots in {file}.")
+        if name.startswith("-"):
+            raise UserError(f"HOSTS={file}: {name}: is no name of a host, since ssh would take it for an option.")
         kept = slots[: int(gpus)] if gpus else slots
         found.append(Host(name, kept, kept == list(range(len(kept)))))
     if not found:
@@ -155,7 +157,7 @@ def check(ssh: list[str], hosts: list[Host], file: str) -> None:
     options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={SSH_SECONDS}"]
     try:
         tried = [
-            subprocess.Popen([*ssh, *options, host.name, test], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+            subprocess.Popen([*ssh, *options, "--", host.name, test], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
                              stderr=subprocess.PIPE, text=True) for host in hosts
         ]  # fmt: skip
     except OSError as error:
@@ -194,7 +196,7 @@ def run(ssh: list[str], hosts: list[Host], jobs: list[dict]) -> int:
     options = ["-o", "BatchMode=yes", "-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4"]
     processes = []
     for host, job in zip(hosts, jobs, strict=True):
-        process = subprocess.Popen([*ssh, *options, host.name, there], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        process = subprocess.Popen([*ssh, *options, "--", host.name, there], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                    stderr=subprocess.STDOUT, text=True, start_new_session=True)  # fmt: skip
         processes.append(process)
         _tell(process, json.dumps(job))
