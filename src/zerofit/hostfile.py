@@ -6,6 +6,7 @@ command line, and when the connection ends, so does what runs there.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import secrets
@@ -224,7 +225,8 @@ def run(ssh: list[str], hosts: list[Host], jobs: list[dict]) -> int:
                 process.kill()  # its end of the connection closes, and what runs there ends
     finally:
         for process in processes:
-            process.stdin.close()
+            with contextlib.suppress(BrokenPipeError):  # it ended before it had read its job
+                process.stdin.close()
         for number, handler in before.items():
             signal.signal(number, handler)
     for thread in shown:
