@@ -39,7 +39,7 @@ RUN ?=
 MERGE ?=
 DTYPE ?=
 PUSH ?=
-VARIABLES := NNODES NODE_RANK MASTER_ADDR JOIN_TIMEOUT INTERFACE HOSTS INCLUDE EXCLUDE NODES SBATCH SWEEP RUN MERGE DTYPE PUSH GPUS ZERO OFFLOAD MODEL DATA CONFIG OUT ARGS PORT LAUNCHER EXTRAS SEQ GPU METHOD
+VARIABLES := NNODES NODE_RANK MASTER_ADDR JOIN_TIMEOUT INTERFACE HOSTS INCLUDE EXCLUDE NODES SBATCH SWEEP RUN MERGE DTYPE PUSH GPUS ZERO OFFLOAD MODEL DATA CONFIG OUT ARGS PORT LAUNCHER EXTRAS SEQ GPU METHOD RECIPE
 # taken literally: a $ in a value stays a $
 $(foreach v,$(VARIABLES),$(eval override $(v) := $$(value $(v))))
 export $(VARIABLES)
@@ -104,7 +104,7 @@ chat: $(STAMP) ## talk to RUN=runs/x in the terminal (ARGS="--temperature 0.7")
 
 slurm: $(STAMP) ## the same as a SLURM job that saves, is requeued and goes on (NODES=4 GPUS=8 RECIPE= SBATCH="--partition=x" SWEEP=file)
 	@PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit slurm --nodes="$${NODES:-1}" --gpus="$$GPUS" \
-		--sbatch="$$SBATCH" --sweep="$$SWEEP" --args="$$ARGS" $(if $(SHOW),--print) recipes/$(RECIPE).py $(KNOBS)
+		--sbatch="$$SBATCH" --sweep="$$SWEEP" --args="$$ARGS" $(if $(SHOW),--print) "recipes/$$RECIPE.py" $(KNOBS)
 
 status: $(STAMP) ## how the job of RUN=runs/x stands
 	@test -n "$$RUN" || { echo 'zerofit: error: make status: name the run folder with RUN=runs/...' >&2; exit 2; }
@@ -115,21 +115,21 @@ cancel: $(STAMP) ## end the job of RUN=runs/x after a save (ARGS=--now: without)
 	@set -f; PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit cancel $$ARGS "$$RUN"
 
 show: $(STAMP) ## print the exact command, environment and arguments (make show lora GPUS=2 ...); start nothing
-	@$(if $(filter sft lora data slurm,$(MAKECMDGOALS)),true,$(LAUNCH) recipes/$(RECIPE).py $(KNOBS))
+	@$(if $(filter sft lora data slurm,$(MAKECMDGOALS)),true,$(LAUNCH) "recipes/$$RECIPE.py" $(KNOBS))
 
 doctor: $(STAMP) ## what of this machine would stop a job, slow it down or spoil it, with the mending (ARGS=--json)
 	@set -f; PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit doctor \
 		$(if $(filter-out 1,$(GPUS)),--gpus="$$GPUS") $(if $(PORT),--port="$$PORT") $(if $(OUT),--out="$$OUT") $(if $(NODES),--nodes="$$NODES") $$ARGS
 
 plan: $(STAMP) ## whether it fits and the fastest setting that does; no weights, no GPU (MODEL= GPUS= NODES= GPU=h100-80g METHOD=auto)
-	@PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit plan --recipe=$(RECIPE) --gpus="$$GPUS" \
+	@PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit plan --recipe="$$RECIPE" --gpus="$$GPUS" \
 		--nodes="$$NODES" --gpu="$$GPU" --method="$$METHOD" --args="$$ARGS" --out="$$OUT" $(filter-out --output_dir%,$(KNOBS))
 
 plan-validate: $(STAMP) ## plans against real runs: on a GPU its allocator, else the CPU's tensors byte for byte
 	@set -f; $(PY) benchmarks/plan.py $$ARGS
 
 probe: $(STAMP) ## the largest micro batch that fits, by real steps on the longest rows (RECIPE= GPUS= MODEL= DATA= ARGS=)
-	@PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit probe --recipe=$(RECIPE) --gpus="$$GPUS" \
+	@PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit probe --recipe="$$RECIPE" --gpus="$$GPUS" \
 		--args="$$ARGS" $(KNOBS)
 
 ledger: $(STAMP) ## each memory technique measured beside its claim (MODEL= GPUS= SEQ= ARGS="--rounds 5")
@@ -137,7 +137,7 @@ ledger: $(STAMP) ## each memory technique measured beside its claim (MODEL= GPUS
 		$(if $(SEQ),--seq="$$SEQ") $$ARGS
 
 data: $(STAMP) ## what a run would train on (DATA= MODEL= ARGS=): lengths, loss spans, repeated rows; no model, no GPU
-	@PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit data --recipe=$(RECIPE) --args="$$ARGS" \
+	@PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit data --recipe="$$RECIPE" --args="$$ARGS" \
 		$(if $(MODEL),--model="$$MODEL") $(if $(DATA),--data="$$DATA") $(if $(CONFIG),--config="$$CONFIG") \
 		$(if $(OUT),--out="$$OUT") $(SHOW)
 

@@ -8,7 +8,8 @@
 # --master_addr       the first host's name or address, where the others reach it by another one than the hostfile's
 # --ssh               how to reach a host: "ssh -p 2222" (ssh without a password is checked first)
 #
-# Every host needs this folder and this environment at the same place. Tokens go through the connection, not into files.
+# Every host needs this folder and this environment at the same place. Tokens and the job's
+# secret go through the connection, not into files.
 # Places processes and nothing else: stage, precision and batch belong to the recipe.
 # PYTHON: the interpreter of the environment that zerofit is installed in.
 set -euo pipefail

@@ -12,6 +12,8 @@
 # --interface    network between the machines (default: the one that leads to machine 0)
 # --join_timeout seconds that they wait for each other (default 45)
 #
+# ZEROFIT_JOB_SECRET: the same random text on all machines (openssl rand -hex 16); needed only where --output_dir is not given
+# or not on a disk that all of them share.
 # Places processes and nothing else: stage, precision and batch belong to the recipe.
 # PYTHON: the interpreter of the environment that zerofit is installed in.
 exec "$(dirname "${BASH_SOURCE[0]}")/local.sh" "$@"

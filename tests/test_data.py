@@ -3,6 +3,7 @@
 import functools
 import gzip
 import json
+import os
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from conftest import TINY
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zerofit import args, chat, data, rows
+from zerofit import args, chat, data, ops, rows
 from zerofit.errors import UserError
 
 
@@ -303,6 +304,36 @@ def test_a_cache_that_cannot_be_written(tmp_path, tokenizer, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "taken"))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert len(data.load(settings_for(file), tokenizer)[0]) == 2
+    assert (tmp_path / f"zerofit-{os.getuid()}").stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("how", ["link", "owner", "mode"])
+def test_a_temporary_cache_of_somebody_else_is_not_used(tmp_path, monkeypatch, capsys, how):
+    folder, real = tmp_path / f"zerofit-{os.getuid()}", os.getuid()
+    (tmp_path / "theirs" / "data").mkdir(parents=True, mode=0o700)
+    if how == "link":
+        folder.symlink_to(tmp_path / "theirs")
+    else:
+        folder.mkdir()
+        folder.chmod(0o777 if how == "mode" else 0o755)
+    if how == "owner":
+        monkeypatch.setattr("os.geteuid", lambda: real + 1)
+    monkeypatch.setenv("ZEROFIT_CACHE", "")  # unset, and put back after the test
+    monkeypatch.setenv("HOME", "/dev/null")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    found = data.cache_folder()
+    assert found.parent.parent == tmp_path and found.parent.stat().st_mode & 0o777 == 0o700
+    assert found.parent != folder and not list((tmp_path / "theirs" / "data").iterdir())
+    assert data.cache_folder() == found and "is not this user's alone" in capsys.readouterr().out
+
+
+def test_an_empty_variable_is_no_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("ZEROFIT_CACHE", "")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    assert data.cache_folder() == tmp_path / "home" / ".cache" / "zerofit" / "data"
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    assert ops.folder_of_all()[0].is_relative_to(tmp_path / "home")
 
 
 def test_columns_can_be_mapped(tmp_path, tokenizer):

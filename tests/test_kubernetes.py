@@ -236,6 +236,7 @@ def test_volume_secret_and_namespace_are_put_in_everywhere(kind, capsys):
     assert text.count('"mountPath": "/ckpt"') == (2 if kind == "pytorchjob" else 1)
     assert '"value": "/ckpt/huggingface"' in text and '"--output_dir", "/ckpt/demo"' in text
     assert "zerofit-runs" not in text and "my-run" not in text and '"name": "zerofit"' not in text
+    assert '"name": "keys", "key": "ZEROFIT_JOB_SECRET"' in text
     assert '"claimName": "claim"' in text and '"name": "keys", "key": "WANDB_API_KEY"' in text
     assert text.count('"namespace": "team"') == (1 if kind == "pytorchjob" else 2)
 

@@ -68,6 +68,22 @@ def make(*words, **env):
     return run(["make", "-C", ROOT, "ENV=active", f"PYTHON={sys.executable}", *words], **env)
 
 
+@pytest.mark.parametrize("verb", ["show", "slurm", "plan", "probe", "data"])
+@pytest.mark.parametrize("code", ["$(shell touch MARK)", "`touch MARK`", "sft;touch MARK;", "$$(touch MARK)"])
+def test_a_recipe_name_is_no_code(tmp_path, verb, code):
+    """It reaches the interpreter, a stub here, in one word."""
+    python, mark = tmp_path / "bin" / "python", tmp_path / "ran"
+    python.parent.mkdir()
+    python.write_text('#!/bin/sh\nprintf "<%s>" "$@"\n')
+    python.chmod(0o755)
+    (tmp_path / ".zerofit-installed").touch()
+    code = code.replace("MARK", str(mark))
+    words = ["make", "-C", ROOT, f"ENV={tmp_path}", verb, f"RECIPE={code}"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert not mark.exists() and done.returncode == 0, done.stdout + done.stderr
+    assert f"<recipes/{code}.py>" in done.stdout or f"<--recipe={code}>" in done.stdout
+
+
 def found_size(name):
     """Two where two were asked for, by flag or by the cached configuration."""
     return 2 if "2" in name or "-" in name else 1

@@ -1,21 +1,26 @@
 """Supervisors of several machines on one: who is missing, who differs, who is lost; and a job on two of them."""
 
 import argparse
+import json
 import os
 import re
 import shlex
+import socket
 import subprocess
 import sys
 import threading
 import time
+from datetime import timedelta
 
 import pytest
 from conftest import ROOT, TINY, Run, run_world
+from torch.distributed import TCPStore
 
-from zerofit import doctor_nodes, failure, hostfile, launch, links, nodes, peers, place, world
+from zerofit import doctor_nodes, documents, failure, hostfile, job_secret, launch, links, nodes, peers, place, world
 from zerofit.errors import UserError
 
 FACTS = {"torch": "2", "recipe files": "abc"}
+SECRET = b"0123456789abcdef"
 SHORT = [
     "--data", str(TINY / "train.jsonl"), "--max_samples", "24", "--effective_batch_size", "8", "--learning_rate", "1e-3",
     "--num_train_epochs", "1", "--logging_steps", "1", "--save_strategy", "no", "--num_samples", "0",
@@ -56,7 +61,7 @@ def together(*functions):
 
 def come(port, rank, facts=FACTS, ready=None, **more):
     """One node's way to an agreed job; its view of it."""
-    crew = nodes.Nodes(at(port, rank, **more), 1, facts)
+    crew = nodes.Nodes(at(port, rank, **more), 1, facts, SECRET)
     try:
         crew.gather()
         if crew.leads:
@@ -94,7 +99,8 @@ def test_agreed_and_lost(port, tmp_path):
     (first, folder), (second, theirs) = together(lambda: come(port, 0), lambda: come(port, 1))
     assert folder == theirs == ROOT / "runs" / "a" and first.processes == second.processes == 2
     first.order(1, {0: 1, 1: 1}, ["--zero", "2"])
-    assert second.next_order()["order"]["flags"] == ["--zero", "2"]
+    decided = second.next_order()["order"]["flags"]
+    assert decided["--zero"] == ["2"] and "--model" not in decided
     second.begin()
     words = second.torchrun(["recipe.py"])
     assert words[words.index("--node_rank") + 1] == "1" and words[words.index("--master_port") + 1] == str(port + 1)
@@ -163,12 +169,13 @@ def test_who_differs_is_named(port, key):
 
 def test_a_number_that_is_taken_and_a_port_in_use(port):
     first, second = together(
-        lambda: nodes.Nodes(at(port, 0, most=3), 1, FACTS), lambda: nodes.Nodes(at(port, 1, most=3), 1, FACTS)
+        lambda: nodes.Nodes(at(port, 0, most=3), 1, FACTS, SECRET),
+        lambda: nodes.Nodes(at(port, 1, most=3), 1, FACTS, SECRET),
     )
     with pytest.raises(UserError, match="NODE_RANK=1 is taken by"):
-        nodes.Nodes(at(port, 1, most=3), 1, FACTS)
+        nodes.Nodes(at(port, 1, most=3), 1, FACTS, SECRET)
     with pytest.raises(UserError, match=f"PORT={port} is in use"):
-        nodes.Nodes(at(port, 0, most=3), 1, FACTS)
+        nodes.Nodes(at(port, 0, most=3), 1, FACTS, SECRET)
     second.close()
     first.close()
 
@@ -176,10 +183,185 @@ def test_a_number_that_is_taken_and_a_port_in_use(port):
 def test_node_0_that_is_not_there(port):
     began = time.monotonic()
     with pytest.raises(UserError, match=f"PORT={port}: cannot be reached from .* within 1 s"):
-        nodes.Nodes(at(port, 1, timeout=1.0), 1, FACTS)
+        nodes.Nodes(at(port, 1, timeout=1.0), 1, FACTS, SECRET)
     assert time.monotonic() - began < 20
     with pytest.raises(UserError, match=r"within 1 s .*does not know that name"):
-        nodes.Nodes(place.Place(2, 2, 1, "no-such-host.invalid", port, 1.0), 1, FACTS)
+        nodes.Nodes(place.Place(2, 2, 1, "no-such-host.invalid", port, 1.0), 1, FACTS, SECRET)
+
+
+# --- strangers on the port ---
+
+
+def stranger(port):
+    """A client of the store without the job's secret."""
+    return TCPStore("127.0.0.1", port, None, False, timedelta(seconds=5), wait_for_workers=False)
+
+
+def ended_with(files):
+    return {"number": 1, "code": 1, "hung": None, "killed": False, "files": files}
+
+
+@pytest.mark.parametrize("content", ["{x", "[]", "null", "[" * 100_000, '{"id": "x", "beat": 1}', "\udcff"])
+def test_what_is_not_signed_is_ignored_and_said_once(port, capfd, content):
+    (first, _), (second, _) = together(lambda: come(port, 0), lambda: come(port, 1))
+    first.order(1, {0: 1, 1: 1}, ["--zero", "2"])
+    store = stranger(port)
+    deadline = time.monotonic() + 10
+    while not ("node/1" in first.said_of and "board" in second.said_of) and time.monotonic() < deadline:
+        for key in ("node/1", "board"):
+            store.set(key, content.encode(errors="surrogateescape"))
+        time.sleep(0.01)
+    for key in ("node/1", "board"):
+        store.set(key, content.encode(errors="surrogateescape"))
+    time.sleep(0.3)
+    assert first.thread.is_alive() and second.thread.is_alive()
+    assert first.present() == [0, 1] and second.next_order()["order"]["number"] == 1
+    told = capfd.readouterr().err
+    for key in ("node/1", "board"):
+        assert told.count(f"'{key}' is ignored: it is not signed with this job's secret") == 1
+    for crew in (second, first):
+        crew.close()
+
+
+def test_an_order_and_files_of_a_stranger_have_no_effect(port, tmp_path):
+    (first, _), (second, _) = together(lambda: come(port, 0), lambda: come(port, 1))
+    first.order(1, {0: 1, 1: 1}, ["--zero", "2"])
+    second.next_order()
+    second.begin()
+    second.closing.set()  # so that nothing is written over what the stranger puts there
+    second.thread.join()
+    store, records = stranger(port), tmp_path / "records"
+    records.mkdir()
+    forged = second.mine | {"beat": 10**6, "ended": ended_with({"../outside": "x", str(tmp_path / "absolute"): "x"})}
+    store.set("node/1", documents.signed(b"another secret of a stranger", "node/1", forged))
+    store.set("board", documents.signed(b"another secret of a stranger", "board", first.board | {"beat": 10**6, "nodes": {
+        "1": second.mine["id"]}, "order": first.board["order"] | {"number": 2}}))  # fmt: skip
+    second._read_board()
+    assert second.board.get("order", {"number": 1})["number"] == 1
+    first.report(0, [], None, records)
+    first.collect(records)
+    assert first.lost == [1] and [file.name for file in tmp_path.rglob("*")] == ["records"]
+    first.close()
+
+
+def test_files_of_a_node_have_names_of_a_list(tmp_path):
+    records = tmp_path / "records"
+    records.mkdir()
+    good = {"rank3.json": "{}", "stack3.txt": "a", "pulse3": "b", "exits.json": "{}"}
+    bad = [
+        "../out",
+        "/tmp/../out",
+        "stop",
+        "rank3.json/../../out",
+        "rank.json",
+        "rank3.json\n",
+        "sub/rank3.json",
+        "..",
+        "",
+    ]
+    nodes._put(good | dict.fromkeys(bad, "x"), records)
+    assert sorted(file.name for file in tmp_path.rglob("*")) == sorted([*good, "records"])
+
+
+def test_a_signature_holds_for_one_key_and_documents_have_a_shape():
+    board = {"beat": 1, "nodes": {}}
+    text = documents.signed(SECRET, "board", board).encode()
+    assert documents.read(SECRET, "board", text) == board
+    with pytest.raises(ValueError, match="not signed"):
+        documents.read(SECRET, "node/1", text)
+    for wrong in ([], {"beat": 1}, board | {"beat": "1"}, board | {"order": {"number": 1}}, board | {"end": []},
+                  board | {"members": {"x": 1}}):  # fmt: skip
+        with pytest.raises(ValueError, match=r"no right|no object"):
+            documents.read(SECRET, "board", documents.signed(SECRET, "board", wrong).encode())
+
+
+def test_a_document_of_earlier_is_no_news(port):
+    first, second = together(
+        lambda: nodes.Nodes(at(port, 0), 1, FACTS, SECRET), lambda: nodes.Nodes(at(port, 1), 1, FACTS, SECRET)
+    )
+    deadline = time.monotonic() + 5
+    while 1 not in first.present() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    before = stranger(port).get("node/1").decode()[documents.DIGITS :]
+    second.closing.set()
+    second.thread.join()
+    again = nodes.Nodes(at(port, 1), 1, FACTS, SECRET)
+    while first.documents[1]["id"] != again.mine["id"] and time.monotonic() < deadline + 5:
+        time.sleep(0.05)
+    old = json.loads(before)
+    assert first._is_old(old, first.documents[1]) and not first._is_old(first.documents[1], first.documents[1])
+    assert first._is_old(first.documents[1] | {"leader": "another job's"}, first.documents[1])
+    again.close()
+    first.close()
+
+
+def test_flags_come_from_each_nodes_own_command_line(tmp_path):
+    own = [
+        "--model",
+        "mine",
+        "--zero",
+        "auto",
+        "--resume_from_checkpoint",
+        "auto",
+        "--offload_path",
+        "/disk1",
+        "--gpus",
+        "2",
+    ]
+    leading = ["--model", "evil", "--trust_remote_code", "true", "--zero=3", "--offload_path", "/disk0", "--gpus", "4",
+               "--resume_from_checkpoint", str(tmp_path / "checkpoint-5"), "--gradient_checkpointing"]  # fmt: skip
+    found = documents.with_decisions(own, documents.decisions(leading), tmp_path)
+    assert found == ["--model", "mine", "--zero", "3", "--gradient_checkpointing", "--gpus", "4", "--offload_path", "/disk1",
+                     "--resume_from_checkpoint", str(tmp_path / "checkpoint-5")]  # fmt: skip
+    assert documents.with_decisions(own, documents.decisions(own), tmp_path)[2:4] == ["--zero", "auto"]
+    elsewhere = {"--resume_from_checkpoint": ["/elsewhere/checkpoint-5"]}
+    assert documents.with_decisions(own, elsewhere, tmp_path)[-2:] == ["--resume_from_checkpoint", "auto"]
+    for wrong in ({"--model": ["evil"]}, {"--zero": ["3", "--model"]}, {"--zero": "3"}, {"--zero": [3]}):
+        with pytest.raises(UserError, match="cannot decide"):
+            documents.with_decisions(own, wrong, tmp_path)
+
+
+# --- the secret ---
+
+
+def test_the_secret_is_in_the_environment_or_beside_the_run_folder(port, tmp_path, monkeypatch):
+    out = ["--output_dir", str(tmp_path / "runs" / "a")]
+    monkeypatch.setenv(job_secret.VARIABLE, "sixteen letters.")
+    with job_secret.of_job(at(port, 1), []) as secret:
+        assert secret == b"sixteen letters." and job_secret.VARIABLE not in os.environ
+    monkeypatch.setenv(job_secret.VARIABLE, "short")
+    with pytest.raises(UserError, match="5 characters, 16 or more"), job_secret.of_job(at(port, 0), out):
+        pass
+    with (
+        pytest.raises(UserError, match="ZEROFIT_JOB_SECRET to the same random text"),
+        job_secret.of_job(at(port, 0), []),
+    ):
+        pass
+    file = tmp_path / "runs" / ".a.job-secret"
+    with job_secret.of_job(at(port, 0), out) as secret, socket.create_server(("127.0.0.1", port)):
+        assert file.stat().st_mode & 0o777 == 0o600 and len(secret) == 32 and not (tmp_path / "runs" / "a").exists()
+        with job_secret.of_job(at(port, 1), out) as theirs:
+            assert theirs == secret
+        file.chmod(0o644)
+        with pytest.raises(UserError, match="is not a file that this user alone"), job_secret.of_job(at(port, 1), out):
+            pass
+    assert not file.exists()
+    monkeypatch.setattr(job_secret, "READ_SECONDS", 0.1)
+    server, missing = socket.create_server(("127.0.0.1", port)), pytest.raises(UserError, match="No such file")
+    with server, missing, job_secret.of_job(at(port, 1), out):
+        pass
+
+
+def test_the_store_listens_on_the_address_of_node_0_only(port):
+    crew = nodes.Nodes(at(port, 0), 1, FACTS, SECRET)
+    others = [a for found in place.interfaces().values() for a in found if "." in a and not a.startswith("127.")]
+    for address in ["127.0.0.2", *others]:
+        with pytest.raises(OSError, match="refused"):
+            socket.create_connection((address, port), timeout=2)
+    crew.close()
+    theirs = {"127.0.0.1": "127.0.0.1", "localhost": "", "no-such-host.invalid": "", "192.0.2.1": ""}
+    for address, own in (theirs | {address: address for address in others}).items():
+        assert place.own_address(place.Place(2, 2, 0, address, port, 1.0)) == own
 
 
 def test_difference_counts_the_others():
@@ -200,6 +382,7 @@ def test_hostfiles(tmp_path):
     for text, more, sentence in (
         ("one\n", {}, "bad entry: one"), ("", {}, "empty"), ("one slots=1\none slots=1\n", {}, "multiple entries for one"),
         ("one slots=1\n", {"gpus": "2"}, "has 1 slots"), ("one slots=1\n", {"gpus": "x"}, "GPUS=x"),
+        ("-oProxyCommand=x slots=1\n", {}, "-oProxyCommand=x: is no name of a host"),
         ("one slots=1\n", {"include": "two"}, "'two' not found"), ("one slots=1\n", {"exclude": "one"}, "no host"),
     ):  # fmt: skip
         file.write_text(text)
@@ -270,6 +453,34 @@ def test_two_machines_train_as_one_does(tmp_path):
     found = Run(out)
     assert found.losses == whole.losses and found.json("result.json")["world_size"] == 2
     assert any(sentence.startswith("links between nodes") for sentence in found.json("run.json")["decisions"])
+
+
+def test_a_host_is_no_option_of_ssh(tmp_path):
+    client, said = tmp_path / "ssh", tmp_path / "said"
+    client.write_text(f'#!/bin/sh\necho "$@" >> {shlex.quote(str(said))}\n')
+    client.chmod(0o755)
+    hosts = [hostfile.Host("one", [0], True)]
+    hostfile.check([str(client)], hosts, "hosts")
+    for argv in ([], ["x" * 200_000]):  # more than a pipe holds: the client ends without having read it
+        assert hostfile.run([str(client)], hosts, [{"argv": argv, "env": {}}]) == 0
+    lines = said.read_text().splitlines()
+    assert len(lines) == 3 and all(" -- one " in line for line in lines)
+
+
+def test_the_hosts_of_a_job_get_one_secret_through_the_connection(tmp_path, monkeypatch):
+    file, told = tmp_path / "hosts", []
+    monkeypatch.setattr(hostfile, "check", lambda *_: None)
+    monkeypatch.setattr(hostfile, "run", lambda ssh, hosts, jobs: told.append(jobs) or 0)
+    monkeypatch.delenv(job_secret.VARIABLE, raising=False)
+    for text in ("one slots=1\ntwo slots=1\n", "one slots=1\ntwo slots=1\n", "one slots=1\n"):
+        file.write_text(text)
+        with pytest.raises(SystemExit):
+            hostfile.main(["--hosts", str(file), "recipes/sft.py"])
+    secrets = [{job["env"].get(job_secret.VARIABLE) for job in jobs} for jobs in told]
+    assert [len(found) for found in secrets] == [1, 1, 1] and secrets[0] != secrets[1] and secrets[2] == {None}
+    assert all(len(secret) == 32 for found in secrets[:2] for secret in found)
+    assert not any(secret in word for jobs, found in zip(told, secrets[:2], strict=False) for secret in found
+                   for job in jobs for word in job["argv"])  # fmt: skip
 
 
 def test_which_variables_travel_to_the_hosts(tmp_path, capsys, monkeypatch):

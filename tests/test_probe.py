@@ -1,5 +1,6 @@
 """The batch-size search: real steps within a limit, the same answer on every rank; and the presets."""
 
+import argparse
 import os
 import subprocess
 import sys
@@ -49,6 +50,19 @@ def test_auto_is_a_word_for_the_probe():
     found = probe.with_size(settings("--effective_batch_size", "8"), flags, 4)
     assert found == ["--zero", "3", "--max_steps=2", "--per_device_train_batch_size", "4",
                      "--effective_batch_size", "8", "--probe", "false"]  # fmt: skip
+
+
+def test_the_answer_lies_in_a_folder_of_this_user(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(probe, "search", lambda *_: argparse.Namespace(size=4))
+    found = settings("--per_device_train_batch_size", "auto")
+    private = tmp_path / f"zerofit-{os.getuid()}"
+    assert "4" in probe.resolve(found, ["--per_device_train_batch_size", "auto"])
+    assert private.stat().st_mode & 0o777 == 0o700 and list(tmp_path.iterdir()) == [private]
+    private.rmdir()
+    private.symlink_to(tmp_path)
+    with pytest.raises(UserError, match="TMPDIR"):
+        probe.resolve(found, ["--per_device_train_batch_size", "auto"])
 
 
 @pytest.mark.slow  # the README has the same command

@@ -5,6 +5,7 @@ The real SLURM is in tests/cluster/test_slurm.py.
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -143,6 +144,17 @@ def test_the_words_reach_every_machine_as_they_were(printed, bash, tmp_path):
     assert not any(words[1] == "requeue" or words[0] == "scancel" for words in said)
 
 
+def test_each_start_has_a_secret_of_its_own(printed, bash, tmp_path):
+    text = printed("--nodes", 2, "--out", tmp_path / "run", RECIPE)
+    text = text.replace(
+        "srun --kill", 'echo "secret:$ZEROFIT_JOB_SECRET"; bash -c \'echo "secret:$ZEROFIT_JOB_SECRET"\'; srun --kill'
+    )
+    outputs = [bash(text, ZEROFIT_JOB_SECRET=given)[1] for given in ("", "", "mine_of_16_letters")]
+    found = [re.findall(r"^secret:(.*)$", output, re.M) for output in outputs]
+    assert all(one[0] == one[1] for one in found) and found[2][0] == "mine_of_16_letters"
+    assert found[0] != found[1] and all(re.fullmatch("[0-9a-f]{32}", one[0]) for one in found[:2])
+
+
 def test_the_template_itself_is_a_batch_script(bash, tmp_path):
     text = slurm.TEMPLATE.read_text().replace("python=$root/.venv/bin/python", f"python={sys.executable}")
     code, output, _ = bash(text, SLURM_SUBMIT_DIR=str(tmp_path), SLURM_ARRAY_TASK_ID="1")
@@ -203,6 +215,11 @@ def test_a_sweep(printed, bash, tmp_path):
         (["--gpus", "0", RECIPE], "GPUS=0"),
         (["--sbatch", "exclusive", RECIPE], "'exclusive' is no option of sbatch"),
         (["--sbatch", "--mail 'x", RECIPE], "cannot be split"),
+        (["--sbatch", "'--comment x\ntouch /tmp/y\n'", RECIPE], "is no option of sbatch"),
+        (["--sbatch", "'--comment\ntouch=1'", RECIPE], "is no option of sbatch"),
+        (["--sbatch", "'-\n'", RECIPE], "is no option of sbatch"),
+        (["--sbatch", "--mem=0 'a\nb'", RECIPE], "is no option of sbatch"),
+        (["--sbatch", "--comment 'a\nb'", RECIPE], "line break"),
         (["--nodes", "3", RECIPE, "--effective_batch_size", "8"], "8"),
         ([RECIPE, "--resume_from_checkpoint", "runs/x/checkpoint-5"], "name that folder with OUT=... and use auto"),
         (["--out", "a\nb", RECIPE], "line break"),
@@ -264,6 +281,16 @@ def test_how_a_run_stands(tmp_path, capsys):
     (run / "result.json").write_text(json.dumps({"status": "finished", "steps": 1200, "train_loss": 0.25}))
     status.main([str(run)])
     assert capsys.readouterr().out == f"{run}: finished after 1,200 steps, train loss 0.2500\n"
+
+
+@pytest.mark.parametrize("facts", [{"job_id": "--me"}, {"job_id": "12 --me"}, {"job_id": "7", "cluster": "a,all b"},
+                                   {"job_id": "12\n"}, {"job_id": ["7"]}])  # fmt: skip
+def test_a_job_number_that_is_none_reaches_no_command(tmp_path, monkeypatch, facts):
+    (tmp_path / status.JOB).write_text(json.dumps(facts))
+    monkeypatch.setattr(status, "ask", lambda *words: pytest.fail(f"{words} was called"))
+    for main in (cancel.main, status.main):
+        with pytest.raises(UserError, match=r"slurm.json: (job_id .* is no number of a job|cluster .* is no name)"):
+            main([str(tmp_path)])
 
 
 def test_a_run_on_this_machine_is_cancelled(tmp_path, capsys):

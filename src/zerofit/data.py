@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from . import chat, rows
+from . import chat, rows, world
 from .errors import UserError
 
 CACHE_VERSION = 4  # raise it when the tokens of a row change
@@ -103,7 +103,7 @@ def cache_folder() -> Path:
 
     Raises: UserError when $ZEROFIT_CACHE cannot be written to.
     """
-    folder = Path(os.environ.get("ZEROFIT_CACHE", "~/.cache/zerofit")).expanduser() / "data"
+    folder = world.cache_root() / "data"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if os.access(folder, os.W_OK):
@@ -111,11 +111,18 @@ def cache_folder() -> Path:
         reason = "no permission to write"
     except OSError as error:
         reason = error.strerror
-    if "ZEROFIT_CACHE" in os.environ:
+    if os.environ.get("ZEROFIT_CACHE"):
         raise UserError(f"ZEROFIT_CACHE={os.environ['ZEROFIT_CACHE']}: {reason}; name a folder that can be written.")
-    aside = Path(tempfile.gettempdir()) / f"zerofit-{os.getuid()}" / "data"
-    aside.mkdir(parents=True, exist_ok=True)
-    return aside
+    aside = world.private_folder()
+    if aside is None:
+        aside = Path(tempfile.mkdtemp(prefix="zerofit-"))
+        os.environ["ZEROFIT_CACHE"] = str(aside)  # for the ranks, which this process starts
+        print(
+            f"note: {tempfile.gettempdir()}/zerofit-{os.getuid()} is not this user's alone; tokenised rows are in {aside}",
+            flush=True,
+        )
+    (aside / "data").mkdir(exist_ok=True)
+    return aside / "data"
 
 
 def _checksum(file: Path) -> str:

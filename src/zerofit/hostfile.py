@@ -1,13 +1,15 @@
 """make sft HOSTS=hostfile: one line here starts the job on every host of a DeepSpeed hostfile, over ssh.
 
 What runs there is `zerofit launch` for one machine of several. Its arguments and the environment that it needs (HF_TOKEN among
-it) go through the connection's standard input: nothing of them is in a file or in a command line, and when the
-connection ends, so does what runs there.
+it, and the job's secret, made here) go through the connection's standard input: nothing of them is in a file or in a
+command line, and when the connection ends, so does what runs there.
 """
 
 import argparse
+import contextlib
 import json
 import os
+import secrets
 import shlex
 import signal
 import subprocess
@@ -17,7 +19,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import args, launch, place, report
+from . import args, job_secret, launch, place, report
 from .errors import UserError
 
 # What the hosts get of this machine's environment.
@@ -87,6 +89,8 @@ def main(argv: list[str]) -> None:
     env = {k: v for k, v in os.environ.items() if k.startswith(PASSED_ON) or k in PASSED_BY_NAME}
     flags, token = launch.without_token(flags)
     env |= token
+    if len(hosts) > 1 and not env.get(job_secret.VARIABLE):
+        env[job_secret.VARIABLE] = secrets.token_hex(16)
     jobs = [_job(given, hosts, rank, flags, env) for rank in range(len(hosts))]
     if given.show:
         for host, job in zip(hosts, jobs, strict=True):
@@ -122,6 +126,8 @@ def read(file: Path, include: str = "", exclude: str = "", gpus: str = "") -> li
     for name, slots in active.items():
         if gpus and int(gpus) > len(slots):
             raise UserError(f"GPUS={gpus}: {name} has {len(slots)} slots in {file}.")
+        if name.startswith("-"):
+            raise UserError(f"HOSTS={file}: {name}: is no name of a host, since ssh would take it for an option.")
         kept = slots[: int(gpus)] if gpus else slots
         found.append(Host(name, kept, kept == list(range(len(kept)))))
     if not found:
@@ -152,7 +158,7 @@ def check(ssh: list[str], hosts: list[Host], file: str) -> None:
     options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={SSH_SECONDS}"]
     try:
         tried = [
-            subprocess.Popen([*ssh, *options, host.name, test], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+            subprocess.Popen([*ssh, *options, "--", host.name, test], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
                              stderr=subprocess.PIPE, text=True) for host in hosts
         ]  # fmt: skip
     except OSError as error:
@@ -191,7 +197,7 @@ def run(ssh: list[str], hosts: list[Host], jobs: list[dict]) -> int:
     options = ["-o", "BatchMode=yes", "-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4"]
     processes = []
     for host, job in zip(hosts, jobs, strict=True):
-        process = subprocess.Popen([*ssh, *options, host.name, there], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        process = subprocess.Popen([*ssh, *options, "--", host.name, there], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                    stderr=subprocess.STDOUT, text=True, start_new_session=True)  # fmt: skip
         processes.append(process)
         _tell(process, json.dumps(job))
@@ -219,7 +225,8 @@ def run(ssh: list[str], hosts: list[Host], jobs: list[dict]) -> int:
                 process.kill()  # its end of the connection closes, and what runs there ends
     finally:
         for process in processes:
-            process.stdin.close()
+            with contextlib.suppress(BrokenPipeError):  # it ended before it had read its job
+                process.stdin.close()
         for number, handler in before.items():
             signal.signal(number, handler)
     for thread in shown:

@@ -68,7 +68,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--image", required=True, help="container image with this repository, installed")
     parser.add_argument("--namespace", default="", help="default: the one that kubectl is set to")
     parser.add_argument("--volume", default="", help="CLAIM:/mount of the checkpoints (default: the template's)")
-    parser.add_argument("--secret", default="", help="secret with HF_TOKEN and WANDB_API_KEY (default: the template's)")
+    parser.add_argument(
+        "--secret",
+        default="",
+        help="secret with HF_TOKEN, WANDB_API_KEY and ZEROFIT_JOB_SECRET (default: the template's)",
+    )
     parser.add_argument("--gpu", default="h100-80g", help="the cluster's GPU, for the check of the flags")
     parser.add_argument("--out", default="", help="file to write (default: standard output)")
     parser.add_argument("--args", default="", help="more recipe flags in one string, split like a shell would")

@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from . import args, canary, nodes, peers, place, planner, probe, start, supervise, world
+from . import args, canary, documents, job_secret, nodes, peers, place, planner, probe, start, supervise, world
 from .errors import UserError
 
 LAUNCHERS = ("torchrun", "accelerate", "deepspeed")
@@ -52,9 +52,10 @@ def main(argv: list[str]) -> None:
         if here.least == here.most:  # a mistake in the flags is said before anybody waits
             ranks = count * here.most
             start.settings(recipe.stem, [*flags, "--gpus", str(ranks)], ranks)
-        crew = nodes.Nodes(here, count, peers.software(recipe.stem))
-        with crew.telling():
-            _launch(given, recipe, flags, count, crew)
+        with job_secret.of_job(here, flags) as secret:
+            crew = nodes.Nodes(here, count, peers.software(recipe.stem), secret)
+            with crew.telling():
+                _launch(given, recipe, flags, count, crew)
 
 
 def _launch(given, recipe: Path, flags: list[str], count: int, crew: nodes.Nodes | None = None) -> None:
@@ -108,7 +109,8 @@ def _members(crew: nodes.Nodes, recipe: str, flags: list[str]) -> tuple[list[str
     Returns: the recipe's flags (--zero auto: with the choice in its place), the processes of the job.
     """
     if not crew.leads:
-        return crew.board["flags"] if planner.asked(flags) else flags, crew.processes
+        chosen = documents.with_decisions(flags, crew.board["flags"]) if planner.asked(flags) else flags
+        return chosen, crew.processes
     here = crew.here()
     while True:
         ranks = sum(gpus for _, gpus in here)

@@ -1,8 +1,8 @@
-"""The nodes of one job: a supervisor on each. Node 0 decides, the others do what its board says; nobody waits in silence.
+"""The nodes of one job: a supervisor on each. Node 0 decides, the others do what its board says.
 
-Every supervisor keeps a small document, and node 0 a board, in a store of torch's on node 0 (TCPStore); a thread of each
-exchanges them twice a second, so that the supervisor itself never hangs on the network. Who is not heard of for
-LOST_SECONDS is lost.
+Every supervisor keeps a small document, and node 0 a board, in a store of torch's on node 0 (TCPStore); a thread of
+each exchanges them twice a second, so that the supervisor itself never hangs on the network. A node that is not heard
+of for LOST_SECONDS is lost. Whoever reaches the store can write to it, so every document is signed (documents.py).
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
 
-from . import failure, peers, place, world
+from . import documents, failure, peers, place
 from .errors import EXIT_CODES, UserError
 
 BEAT_SECONDS = 0.5
@@ -34,16 +34,19 @@ KEPT_BYTES = 100_000  # of each stack that a hanging attempt's ranks wrote on an
 class Nodes:
     """This supervisor's view of the job. `board` and `documents` are replaced whole by the thread, never changed."""
 
-    def __init__(self, mine: place.Place, gpus: int, facts: dict):
+    def __init__(self, mine: place.Place, gpus: int, facts: dict, secret: bytes):
         """Come to the store of node 0 (on node 0: open it) and begin to exchange.
 
-        Args: gpus: processes on this node; facts: what must be the same on all nodes (peers.software).
+        Args: gpus: processes on this node; facts: what must be the same on all nodes (peers.software); secret: the job's
+            (job_secret.of_job), which signs the documents.
         Raises: UserError when node 0 is not there in time, or has this node already.
         """
         self.place, self.name = mine, f"node {mine.rank} ({socket.gethostname()})"
         self.mine = {"id": uuid.uuid4().hex, "host": socket.gethostname(), "gpus": gpus, "facts": facts, "beat": 0}
+        self.secret, self.said_of = secret, set()  # keys of the store whose content was said to be ignored
         self.board: dict = {}
         self.documents: dict[int, dict] = {}  # of all nodes, by rank; on node 0 only
+        self.earlier: set[str] = set()  # ids of supervisors whose node was started anew
         self.news: dict[int, float] = {}  # when a node's document last changed, seconds of time.monotonic()
         self.board_news = time.monotonic()
         self.number, self.members, self.lost = 0, [], []
@@ -71,17 +74,15 @@ class Nodes:
         from torch.distributed import TCPStore
 
         address, port = self.place.address, self.place.port
-        for needed in (port, port + 1) if self.leads else ():
-            if not world.port_is_free(needed, ""):
-                after = "" if needed == port else f" (PORT={port} and the next one are needed)"
-                raise UserError(f"PORT={needed} is in use on this machine{after}; name another one on all nodes.")
         try:
-            here = "127.0.0.1" if self.leads else address
-            store = TCPStore(here, port, None, self.leads, timedelta(seconds=10), wait_for_workers=False)
             if self.leads:
+                self.mine["leader"] = self.mine["id"]
+                store = self._serve()
                 store.set("zerofit", self.mine["id"])
             else:
+                store = TCPStore(address, port, None, False, timedelta(seconds=10), wait_for_workers=False)
                 store.wait(["zerofit"], timedelta(seconds=5))
+                self.mine["leader"] = store.get("zerofit").decode(errors="replace")
         except RuntimeError as error:
             raise UserError(
                 f"MASTER_ADDR={address} PORT={port}: no zerofit launch answers there "
@@ -91,17 +92,41 @@ class Nodes:
             self._check_not_taken(store)
         return store
 
+    def _serve(self):
+        """Return the store, opened on MASTER_ADDR's interface where that is this machine's, else on all."""
+        from torch.distributed import TCPStore
+
+        place.check_ports(self.place)
+        address = place.own_address(self.place)
+        descriptor = place.listen(address, self.place.port).detach() if address else None
+        return TCPStore(address or "127.0.0.1", self.place.port, None, True, timedelta(seconds=10), wait_for_workers=False,
+                        master_listen_fd=descriptor)  # fmt: skip
+
     def _check_not_taken(self, store) -> None:
         key = f"node/{self.place.rank}"
-        if not store.check([key]):
+        before = self._read(store, key)
+        if before is None:
             return
-        before = store.get(key)
         time.sleep(4 * BEAT_SECONDS)
-        if store.get(key) != before:
-            host = json.loads(before)["host"]
+        now = self._read(store, key)
+        if now and (now["id"], now["beat"]) != (before["id"], before["beat"]):
             raise UserError(
-                f"NODE_RANK={self.place.rank} is taken by {host}, which is running; give each machine its own number."
+                f"NODE_RANK={self.place.rank} is taken by {before['host']}, which is running; give each machine its own "
+                "number."
             )
+
+    def _read(self, store, key: str) -> dict | None:
+        """Return the document under a key; None where there is none, or one that is to be ignored, which is said once."""
+        if not store.check([key]):
+            return None
+        try:
+            return documents.read(self.secret, key, store.get(key))
+        except ValueError as error:
+            if key not in self.said_of:
+                self.said_of.add(key)
+                print(f"{self.name}: what port {self.place.port} holds as {key!r} is ignored: {error}", file=sys.stderr,
+                      flush=True)  # fmt: skip
+            return None
 
     def _exchange(self) -> None:
         """The thread: this node's document out, the board (on node 0: the other documents) in."""
@@ -109,32 +134,56 @@ class Nodes:
             last = self.closing.is_set()
             self.mine["beat"] += 1
             try:
-                own = json.dumps(self.mine)
                 if self.leads:
-                    self._read_documents(own)
-                    self.store.set("board", json.dumps(self.board | {"beat": self.mine["beat"]}))
+                    self._read_documents()
+                    self._write("board", self.board | {"beat": self.mine["beat"], "nodes": {
+                        str(rank): document["id"] for rank, document in self.documents.items()}})  # fmt: skip
                 else:
-                    self.store.set(f"node/{self.place.rank}", own)
-                    if self.store.check(["board"]):
-                        board = json.loads(self.store.get("board"))
-                        if board["beat"] != self.board.get("beat"):
-                            self.board, self.board_news = board, time.monotonic()
+                    self._write(f"node/{self.place.rank}", self.mine)
+                    self._read_board()
             except RuntimeError:
                 pass  # node 0 is gone or cannot be reached: board_news tells
             if last:
                 return
             self.closing.wait(BEAT_SECONDS)
 
-    def _read_documents(self, own: str) -> None:
-        found = {0: json.loads(own)}
+    def _write(self, key: str, document: dict) -> None:
+        self.store.set(key, documents.signed(self.secret, key, document))
+
+    def _read_board(self) -> None:
+        """Take node 0's board, unless it is of before this node came: an old one may have been put back."""
+        board = self._read(self.store, "board")
+        if (
+            board
+            and board["nodes"].get(str(self.place.rank)) == self.mine["id"]
+            and board["beat"] > self.board.get("beat", 0)
+        ):
+            self.board, self.board_news = board, time.monotonic()
+
+    def _read_documents(self) -> None:
+        found = {0: json.loads(json.dumps(self.mine))}
         for rank in range(1, self.place.most):
-            if self.store.check([f"node/{rank}"]):
-                found[rank] = json.loads(self.store.get(f"node/{rank}"))
+            document, before = self._read(self.store, f"node/{rank}"), self.documents.get(rank)
+            if document and self._is_old(document, before):
+                document = None
+            if document or before:
+                found[rank] = document or before
+            if document and before and document["id"] != before.get("id"):
+                self.earlier.add(before.get("id"))
         for rank, document in found.items():
             before = self.documents.get(rank, {})
             if (document["id"], document["beat"]) != (before.get("id"), before.get("beat")):
                 self.news[rank] = time.monotonic()
         self.documents = found
+
+    def _is_old(self, document: dict, before: dict | None) -> bool:
+        """Return whether this is a document of another job, or of an earlier time: somebody may have put it back."""
+        same = before is not None and document["id"] == before.get("id")
+        return (
+            document["leader"] != self.mine["id"]
+            or document["id"] in self.earlier
+            or (same and document["beat"] < before["beat"])
+        )
 
     def say(self, **facts) -> None:
         """Put facts into this node's document."""
@@ -216,8 +265,8 @@ class Nodes:
         return [(r, self.documents[r]["gpus"]) for r in self.present()]
 
     def begin_with(self, members: list[tuple[int, int]], flags: list[str]) -> None:
-        """Say who the job's nodes are, and the recipe's flags. Node 0 only."""
-        self.announce(members={str(r): gpus for r, gpus in members}, flags=flags)
+        """Say who the job's nodes are, and what of the recipe's flags was decided. Node 0 only."""
+        self.announce(members={str(r): gpus for r, gpus in members}, flags=documents.decisions(flags))
 
     @property
     def processes(self) -> int:
@@ -297,8 +346,8 @@ class Nodes:
         addresses = {str(r): self.documents[r]["address"] for r in members}
         self.lost, self.change, self.failing_since, self.heard_since = [], "", None, None
         self.ids = {r: self.documents[r]["id"] for r in members}
-        self.announce(order={"number": number, "members": {str(r): g for r, g in members.items()}, "flags": flags,
-                             "addresses": addresses})  # fmt: skip
+        self.announce(order={"number": number, "members": {str(r): g for r, g in members.items()},
+                             "flags": documents.decisions(flags), "addresses": addresses})  # fmt: skip
         self.begin()
 
     def begin(self) -> None:
@@ -460,7 +509,7 @@ class Nodes:
         files = {}
         for file in records.iterdir():
             kept = KEPT_BYTES if file.suffix == ".txt" else None
-            if file.name != failure.STOP and (content := file.read_bytes()[:kept]):
+            if documents.FILES.fullmatch(file.name) and (content := file.read_bytes()[:kept]):
                 files[file.name] = content.decode("latin-1")
         self.say(heard=heard[0] if heard else None, ended={
             "number": self.number, "code": code, "hung": hung, "files": files, "killed": self.killed})  # fmt: skip
@@ -529,10 +578,13 @@ def torchrun(here: place.Place, members: dict[int, int], script: list[str]) -> l
 
 
 def _put(files: dict[str, str], records: Path) -> None:
+    """Write what another node's ranks left; a name that is not one of theirs is passed over."""
     for name, content in files.items():
+        if not documents.FILES.fullmatch(name):
+            continue
         target = records / name
         if name == "exits.json" and target.exists():
             merged = json.loads(target.read_text()) | json.loads(content)
             target.write_text(json.dumps(merged))
         else:
-            target.write_bytes(content.encode("latin-1"))
+            target.write_bytes(content.encode("latin-1", errors="replace"))

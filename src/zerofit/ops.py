@@ -54,8 +54,7 @@ def folder_of_all() -> tuple[Path, bool]:
     """
     if given := os.environ.get("TORCH_EXTENSIONS_DIR"):
         return Path(given), Path(given).parent.name == "zerofit-ops"
-    base = Path(os.environ.get("ZEROFIT_CACHE", "~/.cache/zerofit")).expanduser()
-    return base / "zerofit-ops" / f"{platform.node()}-torch{torch.__version__}", True
+    return world.cache_root() / "zerofit-ops" / f"{platform.node()}-torch{torch.__version__}", True
 
 
 def _build(name: str, extensions: Path, ours: bool) -> None:

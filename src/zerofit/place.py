@@ -5,6 +5,7 @@ import socket
 import time
 from dataclasses import dataclass
 
+from . import world
 from .errors import UserError
 
 PORT = 29500  # of the supervisors' store; the next one is the ranks' own
@@ -78,6 +79,45 @@ def of(given) -> Place | None:
     if given.interface and given.interface not in interfaces():
         raise UserError(f"--interface {given.interface}: this machine has {', '.join(interfaces())}.")
     return Place(least, most, int(given.node_rank), given.master_addr, int(port), timeout, given.interface)
+
+
+def check_ports(place: Place) -> None:
+    """Raises: UserError when one of node 0's two ports is in use on this machine."""
+    for needed in (place.port, place.port + 1):
+        if not world.port_is_free(needed, ""):
+            after = "" if needed == place.port else f" (PORT={place.port} and the next one are needed)"
+            raise UserError(f"PORT={needed} is in use on this machine{after}; name another one on all nodes.")
+
+
+def own_address(place: Place) -> str:
+    """Return the one address behind MASTER_ADDR, of an interface of this machine; "" where node 0 must listen on all.
+
+    A name can have several addresses, or be another one here than elsewhere: localhost or 127.0.1.1 by this machine's
+    /etc/hosts, a service of Kubernetes.
+    """
+    try:
+        found = {entry[4][0] for entry in socket.getaddrinfo(place.address, place.port, type=socket.SOCK_STREAM)}
+    except OSError:
+        return ""
+    address = found.pop()
+    if found or (place.address != address and (address.startswith("127.") or address == "::1")):
+        return ""
+    return address if address.startswith("127.") or any(address in own for own in interfaces().values()) else ""
+
+
+def listen(address: str, port: int) -> socket.socket:
+    """Return a socket that listens on this one address. Raises: UserError when the port is in use there."""
+    listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, port))
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        raise UserError(
+            f"PORT={port}: cannot be opened on {address}: {error.strerror}; name another one on all nodes."
+        ) from None
+    return listener
 
 
 def interfaces() -> dict[str, list[str]]:

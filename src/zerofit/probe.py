@@ -193,10 +193,16 @@ def resolve(settings, flags: list[str]) -> list[str]:
         raise UserError(
             "--per_device_train_batch_size auto on several machines: search on one with `make probe`, then name the size."
         )
+    folder = world.private_folder()
+    if folder is None:
+        raise UserError(
+            f"{tempfile.gettempdir()}/zerofit-{os.getuid()}: is not a folder of this user alone, so the ranks cannot exchange "
+            "the size in it; set TMPDIR to a folder of your own."
+        )
     # The ranks of one launch share their parent process; each rank takes its own copy of the answer away.
     parent = psutil.Process(os.getppid())
-    name = f"zerofit-probe-{os.getuid()}-{parent.pid}-{os.environ.get('MASTER_PORT', 0)}"
-    answers = [Path(tempfile.gettempdir()) / f"{name}-{rank}" for rank in range(settings.world_size)]
+    name = f"probe-{parent.pid}-{os.environ.get('MASTER_PORT', 0)}"
+    answers = [folder / f"{name}-{rank}" for rank in range(settings.world_size)]
     if world.rank() == 0:
         try:
             found: int | str = search(settings, flags).size

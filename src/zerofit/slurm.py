@@ -157,12 +157,12 @@ def _options(text: str) -> list[tuple[str, str]]:
         raise UserError(f"--sbatch {text}: cannot be split into words: {str(error).lower()}.") from None
     options: list[tuple[str, str]] = []
     for word in words:
-        if word.startswith("--"):
-            name, _, value = word.partition("=")
+        name, _, value = word.partition("=")
+        if re.fullmatch(r"--[A-Za-z][\w-]*", name):
             options.append((name, value))
-        elif word.startswith("-"):
+        elif re.fullmatch(r"-[A-Za-z]", word[:2]):
             options.append((word[:2], word[2:]))
-        elif options and not options[-1][1]:
+        elif options and not options[-1][1] and not word.startswith("-"):
             options[-1] = (options[-1][0], word)
         else:
             raise UserError(f"--sbatch {text}: {word!r} is no option of sbatch; they begin with - or --.")

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import subprocess
 import time
 from dataclasses import dataclass
@@ -137,9 +138,21 @@ def ask(*words: str) -> str:
 
 
 def address(folder: Path) -> tuple[str, list[str]]:
-    """(number of the run's job, options that say on which cluster it is); ("", []) for a run without one."""
+    """(number of the run's job, options that say on which cluster it is); ("", []) for a run without one.
+
+    Raises: UserError for a number or a cluster's name that SLURM's commands could take for something else.
+    """
     facts = read(folder / JOB)
-    return facts.get("job_id", ""), [f"--clusters={facts['cluster']}"] if facts.get("cluster") else []
+    number, cluster = facts.get("job_id", ""), facts.get("cluster", "")
+    if number and not re.fullmatch(r"[0-9]+(_[0-9]+)?", str(number)):
+        raise UserError(
+            f"{folder / JOB}: job_id {number!r} is no number of a job; `squeue --me` shows those that you have."
+        )
+    if cluster and not re.fullmatch(r"\w[\w.-]*", str(cluster)):
+        raise UserError(
+            f"{folder / JOB}: cluster {cluster!r} is no name of a cluster; `sacctmgr show cluster` lists them."
+        )
+    return str(number), [f"--clusters={cluster}"] if cluster else []
 
 
 def jobs(folder: Path) -> list[SlurmJob]:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import failure, planner, postmortem, probe, recovery, report
+from . import documents, failure, planner, postmortem, probe, recovery, report
 from .args import Settings
 from .nodes import Nodes
 
@@ -89,7 +89,7 @@ def follow(job: Job) -> int:
                 print(f"{crew.name}: zerofit: {end['sentence']}", file=sys.stderr)
             return end["code"]
         crew.begin()
-        flags = following["order"]["flags"]
+        flags = documents.with_decisions(job.flags, following["order"]["flags"], job.folder)
         with tempfile.TemporaryDirectory(prefix="zerofit-attempt-") as folder:
             crew.report(*_watch(job, flags, job.parse(flags, crew.processes), Path(folder)), Path(folder))
 

@@ -1,8 +1,11 @@
 """The processes of one job: environment, process group, device; and proof that they are as many as asked."""
 
+import contextlib
 import os
 import socket
+import stat
 import sys
+import tempfile
 from datetime import timedelta
 from pathlib import Path
 
@@ -240,6 +243,26 @@ def barrier() -> None:
 def cores() -> int:
     """CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def cache_root() -> Path:
+    """Return the folder of everything that is kept between runs: $ZEROFIT_CACHE or ~/.cache/zerofit; not made yet."""
+    return Path(os.environ.get("ZEROFIT_CACHE") or "~/.cache/zerofit").expanduser()
+
+
+def private_folder() -> Path | None:
+    """Return this user's folder among the temporary files, made if need be, which nobody else can write to or read.
+
+    None where that name is taken: a folder of another user, or open to others; a link.
+    """
+    folder = Path(tempfile.gettempdir()) / f"zerofit-{os.getuid()}"
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    about = folder.lstat()
+    if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid() or about.st_mode & 0o022:
+        return None
+    folder.chmod(0o700)
+    return folder
 
 
 def port_is_free(port: int, address: str = "127.0.0.1") -> bool:

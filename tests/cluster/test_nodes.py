@@ -32,11 +32,11 @@ LONG = [*DATA, "--max_samples", "64", "--effective_batch_size", "12", "--max_ste
 JOBS = [(recipe, zero) for recipe in ("sft", "lora") for zero in "123"]
 
 
-def launch(host, rank, recipe, flags, nnodes="2", gpus="1", address="host0", more=(), log="log.txt"):
+def launch(host, rank, recipe, flags, nnodes="2", gpus="1", address="host0", more=(), log="log.txt", env=None):
     """The supervisor of one node."""
     words = [sys.executable, "-m", "zerofit", "launch", "--gpus", gpus, "--nnodes", nnodes, "--node_rank", str(rank),
              "--master_addr", address, *more, ROOT / "recipes" / f"{recipe}.py", *flags]  # fmt: skip
-    return host.popen(words, cwd=ROOT, log=log)
+    return host.popen(words, cwd=ROOT, log=log, env=env)
 
 
 def ends(*processes, seconds=300):
@@ -253,11 +253,20 @@ def test_a_run_folder_that_is_not_shared(hosts, tmp_path):
     disk = tmp_path / "disk"
     first, second = bed = hosts(2, private=[disk])
     flags = [*LONG, "--max_steps", "12", "--output_dir", str(disk / "run")]
-    refused = [launch(host, rank, "sft", flags, log="refused.txt") for rank, host in enumerate(bed)]
+    unset = [
+        launch(host, rank, "sft", flags, more=["--join_timeout", "30"], log="unset.txt")
+        for rank, host in enumerate(bed)
+    ]
+    assert ends(*unset, seconds=120) == [2, 2]
+    assert "the secret that node 0 leaves there cannot be read" in second.text("unset.txt")
+    assert "set ZEROFIT_JOB_SECRET to the same random text on all nodes" in second.text("unset.txt")
+    env = {"ZEROFIT_JOB_SECRET": "secret_of_the_test_on_both"}
+    refused = [launch(host, rank, "sft", flags, log="refused.txt", env=env) for rank, host in enumerate(bed)]
     assert 0 not in ends(*refused, seconds=120)
     assert "node 1 (host1) does not see the disk that node 0 has there" in first.text("refused.txt")
     flags += ["--node_local_storage", "true", "--resume_from_checkpoint", "auto"]
-    assert ends(*(launch(host, rank, "sft", flags) for rank, host in enumerate(bed))) == [0, 0], first.text()
+    started = [launch(host, rank, "sft", flags, env=env) for rank, host in enumerate(bed)]
+    assert ends(*started) == [0, 0], first.text()
     whole = curve(first.seen(disk / "run"))
     assert len(whole) == 12
     for host, shard in ((first, "pp_rank_0"), (second, "pp_rank_1")):
@@ -268,7 +277,7 @@ def test_a_run_folder_that_is_not_shared(hosts, tmp_path):
         (first.seen(disk / "run") / name).unlink(missing_ok=True)
     for host in bed:
         shutil.rmtree(host.seen(disk / "run") / "checkpoint-12", ignore_errors=True)
-    again = [launch(host, rank, "sft", flags, log="again.txt") for rank, host in enumerate(bed)]
+    again = [launch(host, rank, "sft", flags, log="again.txt", env=env) for rank, host in enumerate(bed)]
     assert ends(*again) == [0, 0], first.text("again.txt")
     assert "step 11/12" in first.text("again.txt") and "step 10/12" not in first.text("again.txt")
     assert curve(first.seen(disk / "run")) == pytest.approx(whole, rel=1e-6)
