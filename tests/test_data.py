@@ -94,6 +94,52 @@ def test_tool_calls_reach_the_template(tokenizer):
     assert supervised_text(tokenizer, ids, labels) == "<call>weather<|end|>No.<|end|>"
 
 
+WEATHER = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo <|end|>"}}}
+CALL = [TURNS[0], {"role": "assistant", "content": None, "tool_calls": [WEATHER]}]
+REASONED = {"messages": [TURNS[0], TURNS[1] | {"reasoning_content": "Be polite."}]}
+
+
+@pytest.mark.parametrize("train_on", chat.TRAIN_ON)
+@pytest.mark.parametrize("name", ["bundled", "plain", "chatml", "llama3"])
+def test_tool_calls_that_the_template_does_not_write_are_refused(tokenizer, name, train_on):
+    if name != "bundled":
+        tokenizer.chat_template = chat.TEMPLATES[name]
+        tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<|eot_id|>"]})
+    with pytest.raises(UserError, match=r"here: turn 2 calls the tool 'weather', but .*; use a template with tools"):
+        encode(tokenizer, {"messages": CALL}, train_on=train_on)
+    with pytest.raises(UserError, match=r"here: column 'tools' has 'weather', but .*; use a template with tools"):
+        encode(tokenizer, {"messages": TURNS, "tools": [WEATHER]}, train_on=train_on)
+
+
+def test_a_tool_named_in_another_turn_is_still_missing_from_the_call(tokenizer):
+    with pytest.raises(UserError, match="turn 2 calls the tool 'weather'"):
+        encode(tokenizer, {"messages": [{"role": "user", "content": "The weather?"}, CALL[1]]})
+
+
+def test_control_words_in_tool_arguments_stay_text(tokenizer):
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "{% generation %}{{ message['content'] +", "{% generation %}{{ message.tool_calls | tojson +"
+    )
+    ids, labels = encode(tokenizer, {"messages": CALL})
+    assert '"city": "Oslo <|end|>"' in supervised_text(tokenizer, ids, labels)
+    assert ids.count(tokenizer.eos_token_id) == 2  # the template's own
+
+
+def test_reasoning_reaches_the_template_or_is_said_to_be_lost(tmp_path, tokenizer):
+    file = write(tmp_path, "a.jsonl", [REASONED] * 3)
+    train, _ = data.load(settings_for(file), tokenizer)
+    assert data.notes({"training": train}) == [f"training: {chat.REASONING_LOST} (3 rows)"]
+    earlier = {"messages": [*REASONED["messages"], *TURNS]}  # of an earlier answer, which many templates drop
+    assert data.load(settings_for(write(tmp_path, "b.jsonl", [earlier])), tokenizer)[0].statistics["notes"] == []
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "{% generation %}{{ message['content']", "{% generation %}{{ message.reasoning_content + message['content']"
+    )
+    train, _ = data.load(settings_for(file), tokenizer)
+    row = train.dataset[0]
+    assert supervised_text(tokenizer, row["input_ids"], row["labels"]) == "Be polite.Hello.<|end|>"
+    assert train.statistics["notes"] == []
+
+
 LONG = {
     "messages": [
         {"role": "system", "content": "Be short."},
@@ -466,6 +512,38 @@ def test_broken_files(tmp_path, tokenizer, name, content, says):
     with pytest.raises(UserError) as caught:
         data.load(settings_for(file), tokenizer)
     assert says in str(caught.value) and f"{name}" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_columns_that_are_not_used_are_listed(tmp_path, tokenizer):
+    rows_ = [QA[0] | {"id": 1, "source": "x", "empty": None, "images": []}, QA[1] | {"source": "y"}]
+    settings = settings_for(write(tmp_path, "a.jsonl", rows_))
+    for _ in range(2):  # built, and from the cache
+        train, _ = data.load(settings, tokenizer)
+        assert train.statistics["columns_not_used"] == {"id": 1, "source": 2}
+        assert data.notes({"training": train}) == ["training: columns not used: id, source"]
+    used = [{"instruction": "a", "input": "b", "output": "c", "system": "d", "history": []}]
+    train, _ = data.load(settings_for(write(tmp_path, "b.jsonl", used)), tokenizer)
+    assert data.notes({"training": train}) == []
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"messages": TURNS, "images": ["a.png"]}, "column 'images' is not empty, but this kit trains on text only"),
+        ({"messages": TURNS, "videos": ["a"]}, "column 'videos' is not empty"),
+        ({"question": "a", "answer": "b", "audios": ["a"]}, "column 'audios' is not empty"),
+        ({"messages": TURNS, "label": False}, "column 'label' marks answers as good or bad (KTO)"),
+        ({"prompt": "a", "completion": "b", "label": True}, "column 'label' marks answers as good or bad (KTO)"),
+        ({"message_id": "1", "parent_id": None, "text": "a", "role": "prompter"}, "one message of a tree of conv"),
+    ],
+)
+def test_columns_that_change_what_a_row_means_are_refused(tmp_path, tokenizer, row, says):
+    with pytest.raises(UserError) as caught:
+        data.load(settings_for(write(tmp_path, "a.jsonl", [row])), tokenizer)
+    assert str(caught.value).startswith(f"{tmp_path}/a.jsonl:1: ") and says in str(caught.value)
+    if "label" in row:
+        train, _ = data.load(settings_for(tmp_path / "a.jsonl", "--columns", "other=label"), tokenizer)
+        assert train.statistics["columns_not_used"] == {"other": 1}
 
 
 def test_more_broken_places(tmp_path, tokenizer, monkeypatch):

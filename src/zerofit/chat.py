@@ -3,6 +3,8 @@
 import itertools
 import json
 import re
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,18 @@ FORMATS = {
     "text": ("text",),
 }
 MASKS = ("completion_mask", "assistant_masks")  # columns that TRL writes beside input_ids
+# Columns that are used beside those of FORMATS; any other is listed as not used.
+BESIDE = {
+    "tokens": ("labels", *MASKS),
+    "messages": ("system", "tools"),
+    "sharegpt": ("system", "tools"),
+    "prompt/completion": ("system", "tools", "history"),
+    "question/answer": ("system", "tools", "history"),
+    "alpaca": ("input", "system", "tools", "history"),
+    "text": (),
+}
+VERDICTS = ("true", "false", "0", "1")  # what KTO's `label` holds, in any spelling
+MEDIA = ("images", "videos", "audios", "image", "video", "audio")
 # Names of the speakers, as published data sets write them -> the field's standard role.
 ROLES = {
     "system": "system",
@@ -42,6 +56,7 @@ ROLES = {
     "ipython": "tool",
 }
 TRAIN_ON = ("assistant", "last_turn", "all", "prompt")
+REASONING_LOST = "reasoning_content of the last answer is not trained on: the chat template does not write it"
 
 # For a tokenizer without a chat template; saved with the trained model, so that inference uses the same one.
 PLAIN_TEMPLATE = (
@@ -111,6 +126,35 @@ def detect(place: str, row: dict[str, Any]) -> str:
     )
 
 
+def not_used(row: dict[str, Any], kind: str) -> list[str]:
+    """Return the columns of a row that hold something and that nothing is made of."""
+    used = {*FORMATS[kind], *BESIDE[kind]}
+    return [str(name) for name, value in row.items() if name not in used and value not in (None, "", [])]
+
+
+def _check_meaning(place: str, row: dict[str, Any], kind: str) -> None:
+    """Refuse a row whose other columns say that it is no text that a model should learn to write.
+
+    Raises: UserError naming the column.
+    """
+    rename = "if it means something else, rename it (--columns other={0})"
+    media = next((name for name in MEDIA if row.get(name)), None)
+    if media:
+        raise UserError(
+            f"{place}: column {media!r} is not empty, but this kit trains on text only; " + rename.format(media) + "."
+        )
+    if kind in ("messages", "sharegpt", "prompt/completion") and str(row.get("label")).lower() in VERDICTS:
+        raise UserError(
+            f"{place}: column 'label' marks answers as good or bad (KTO), but this kit would train on all of them alike; "
+            "keep the good ones and remove the column, or " + rename.format("label") + "."
+        )
+    if kind == "text" and "role" in row and "parent_id" in row:
+        raise UserError(
+            f"{place}: columns 'role' and 'parent_id' make this one message of a tree of conversations, which would be "
+            "trained on alone; join the messages of a conversation into a `messages` column first."
+        )
+
+
 def parse(place: str, row: dict[str, Any], kind: str) -> Conversation | str | dict:
     """A row as a conversation, as plain text, or as token lists ({"input_ids", "labels"}).
 
@@ -120,6 +164,7 @@ def parse(place: str, row: dict[str, Any], kind: str) -> Conversation | str | di
         if row.get(column) is None:
             have = ", ".join(k for k, v in row.items() if v is not None) or "none"
             raise UserError(f"{place}: column {column!r} is missing or null (format {kind}; columns here: {have}).")
+    _check_meaning(place, row, kind)
     if kind == "tokens":
         return _tokens(place, row)
     if kind == "text":
@@ -221,6 +266,8 @@ def _turn(place: str, i: int, message: Any) -> tuple[dict, bool]:
     if calls:
         message = message | {"tool_calls": _calls(place, i, calls)}
     turn |= {k: message[k] for k in ("tool_calls", "tool_call_id", "name") if message.get(k) is not None}
+    if message.get("reasoning_content"):
+        turn["reasoning_content"] = _string(place, f"reasoning_content of turn {i}", message["reasoning_content"])
     train = message.get("train", message.get("weight", True))
     if train is not None and not isinstance(train, bool | int | float):
         raise UserError(f"{place}: turn {i}: 'train' must be true or false, found {train!r}.")
@@ -241,6 +288,34 @@ def _calls(place: str, i: int, calls: Any) -> list[dict]:
         return out
     except (AttributeError, TypeError, ValueError):
         raise UserError(f"{place}: turn {i}: 'tool_calls' is not a list of calls with JSON arguments.") from None
+
+
+def _tool_names(calls_or_tools: Any) -> list[str]:
+    """The functions' names in a list of tool calls or of tools."""
+    listed = [entry for entry in calls_or_tools or [] if isinstance(entry, dict)]
+    functions = [entry.get("function", entry) for entry in listed]
+    return [f["name"] for f in functions if isinstance(f, dict) and isinstance(f.get("name"), str)]
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Every string in nested lists and dictionaries, keys included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for pair in value.items():
+            yield from _strings(pair)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _strings(part)
+
+
+def _map_strings(change, value: Any) -> Any:
+    """The same nested lists and dictionaries with `change` applied to every string in them."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {_map_strings(change, k): _map_strings(change, v) for k, v in value.items()}
+    return [_map_strings(change, part) for part in value] if isinstance(value, list) else value
 
 
 def _check_order(place: str, turns: list[dict]) -> None:
@@ -268,6 +343,7 @@ class Encoder:
 
     def __init__(self, tokenizer, train_on: str = "assistant"):
         self.tokenizer, self.train_on = tokenizer, train_on
+        self.notes: Counter = Counter()  # sentence about a row that is trained on all the same -> rows
         self.marked = re.search(r"\{%-?\s*generation\s*-?%\}", tokenizer.chat_template) is not None
         words = {t.content for t in tokenizer.added_tokens_decoder.values() if t.special}
         words |= {w for w in tokenizer.all_special_tokens if w}
@@ -322,7 +398,7 @@ class Encoder:
         return ids, list(ids)
 
     def _has_control_words(self, conversation: Conversation) -> bool:
-        return any(self.control.search(t["content"]) for t in conversation.turns)
+        return any(map(self.control.search, _strings([conversation.turns, conversation.tools])))
 
     def _tokens(self, text: str) -> list[int]:
         backend = self.tokenizer.backend_tokenizer
@@ -343,6 +419,7 @@ class Encoder:
         """The conversation as text, and the character spans that carry loss."""
         whole, marks = self._whole(place, conversation)
         if self.train_on == "all":
+            self._check_tools(place, whole, conversation, {})
             return whole, [(0, len(whole))]
         answers = self._marked_answers(whole, marks, conversation) or self._prefixes(place, whole, conversation)
         self._check_nothing_lost(place, whole, conversation, answers)
@@ -367,6 +444,31 @@ class Encoder:
                     f"{place}: turn {i + 1}: the chat template leaves out or changes the text of this {turn['role']} "
                     "turn, so something else than the data would be trained; name another with --chat_template."
                 )
+        self._check_tools(place, whole, conversation, spans)
+        asked = max((i for i, turn in enumerate(conversation.turns) if turn["role"] == "user"), default=-1)
+        # Templates such as Qwen3's drop the reasoning of earlier answers on purpose.
+        latest = [(i, turn.get("reasoning_content", "")) for i, turn in enumerate(conversation.turns) if i > asked]
+        self.notes[REASONING_LOST] += any(text.strip() not in spans.get(i, whole) for i, text in latest)
+
+    def _check_tools(self, place: str, whole: str, conversation: Conversation, spans: dict[int, str]) -> None:
+        """Raises: UserError naming the tool call or the tools of which the template writes nothing.
+
+        Args: spans: turn -> its supervised text; a turn that is not in it is looked for in all of the text.
+        """
+        mend = "use a template with tools, such as that of a model made for tool calls (--chat_template FILE)."
+        for i, turn in enumerate(conversation.turns):
+            lost = [name for name in _tool_names(turn.get("tool_calls")) if name not in spans.get(i, whole)]
+            if lost:
+                raise UserError(
+                    f"{place}: turn {i + 1} calls the tool {lost[0]!r}, but the chat template writes nothing of the "
+                    f"call, so the model would not learn it; {mend}"
+                )
+        lost = [name for name in _tool_names(conversation.tools) if name not in whole]
+        if lost:
+            raise UserError(
+                f"{place}: column 'tools' has {lost[0]!r}, but the chat template writes nothing of it, so the model "
+                f"would learn without its tools; {mend}"
+            )
 
     def _ends_with_control_word(self, text: str) -> bool:
         tail = text[-64:]
@@ -438,8 +540,12 @@ class Encoder:
             words.append(match[0])
             return f"\ue000{len(words) - 1}\ue001"
 
-        turns = [t | {"content": self.control.sub(stand_in, t["content"])} for t in conversation.turns]
-        text, spans = self._render(place, Conversation(turns, conversation.trained, conversation.tools))
+        def replaced(value):
+            return _map_strings(lambda text: self.control.sub(stand_in, text), value)
+
+        text, spans = self._render(
+            place, Conversation(replaced(conversation.turns), conversation.trained, replaced(conversation.tools))
+        )
         ids, labels = [], []
         cuts = sorted({0, len(text), *(b for span in spans for b in span)})
         for start, end in itertools.pairwise(cuts):

@@ -22,8 +22,9 @@ import torch
 from . import chat, rows
 from .errors import UserError
 
-CACHE_VERSION = 4  # raise it when the tokens of a row change
+CACHE_VERSION = 5  # raise it when the tokens of a row change
 CHUNK = 500  # rows encoded at once
+MOST_COLUMNS = 20  # that are not used, in one line
 COUNTS = ("rows", "kept", "dropped_no_answer_left", "dropped_too_long", "truncated", "tokens", "supervised_tokens")
 
 
@@ -196,8 +197,10 @@ def parsed(read: Iterable, settings, kind: str, count: Counter) -> Iterator[tupl
     """Rows as `rows.read` gives them -> (place, parsed row), counted."""
     names = _names(settings)
     for place, row in read:
-        content = chat.parse(place, _renamed(place, row, names), kind)
+        columns = _renamed(place, row, names)
+        content = chat.parse(place, columns, kind)
         count["rows"] += 1
+        count.update(f"not used {name}" for name in chat.not_used(columns, kind))
         count[f"format {kind}"] += 1
         yield place, content
 
@@ -231,6 +234,14 @@ def repeats(weight: float, number: int) -> int:
     return math.floor((number + 1) * weight) - math.floor(number * weight)
 
 
+def encode(content: list[tuple[str, object]], encoder: chat.Encoder, count: Counter) -> list:
+    """(input_ids, labels) of each parsed row; what the encoder notes about them is counted."""
+    encoded = encoder.encode(content)
+    count.update({f"note {sentence}": rows_of for sentence, rows_of in encoder.notes.items() if rows_of})
+    encoder.notes.clear()
+    return encoded
+
+
 def _chunks(read: Iterator, limit: int | None) -> Iterator[list]:
     read = itertools.islice(read, limit)
     while chunk := list(itertools.islice(read, CHUNK)):
@@ -245,7 +256,7 @@ def _encode(chunk: list, kind: str) -> tuple[Counter, object]:
     import pyarrow as pa
 
     (encoder, settings), count = _work, Counter()
-    encoded = encoder.encode(list(parsed(chunk, settings, kind, count)))
+    encoded = encode(list(parsed(chunk, settings, kind, count)), encoder, count)
     kept = [row for row in (cut(*pair, settings, count) for pair in encoded) if row is not None]
     if not kept:
         return count, None
@@ -342,8 +353,18 @@ def tally(sources: list[rows.Source], count: Counter, settings) -> dict:
         raise UserError(
             f"{names}: in none of the {count['rows']} rows an answer fits into --max_length {settings.max_length}."
         )
-    formats = sorted(name.removeprefix("format ") for name in count if name.startswith("format "))
-    return {"source": names, "format": " + ".join(formats)} | {name: count[name] for name in COUNTS}
+    formats, notes = sorted(_counted(count, "format ")), _counted(count, "note ")
+    return (
+        {"source": names, "format": " + ".join(formats)}
+        | {name: count[name] for name in COUNTS}
+        | {"columns_not_used": _counted(count, "not used ")}
+        | {"notes": [f"{sentence} ({rows_of:,} rows)" for sentence, rows_of in notes.items()]}
+    )
+
+
+def _counted(count: Counter, start: str) -> dict[str, int]:
+    """The entries of `count` whose names start so, without the start."""
+    return {name.removeprefix(start): n for name, n in count.items() if name.startswith(start)}
 
 
 def cut(ids: list[int], labels: list[int], settings, count: Counter) -> tuple[list[int], list[int]] | None:
@@ -399,6 +420,18 @@ def describe(name: str, tokens: Tokens) -> str:
     if s["dropped_no_answer_left"]:
         text += f", {s['dropped_no_answer_left']:,} dropped (no answer left after the cut)"
     return text + f"; {s['supervised_tokens']:,} of {s['tokens']:,} tokens are trained on"
+
+
+def notes(sets: dict[str, Tokens]) -> list[str]:
+    """Return a line for each thing about the rows of {"training": ..., "evaluation": ...} that the user should know."""
+    lines = []
+    for name, tokens in sets.items():
+        columns = list(tokens.statistics["columns_not_used"])
+        if columns:
+            more = f" and {len(columns) - MOST_COLUMNS} more" if len(columns) > MOST_COLUMNS else ""
+            lines.append(f"{name}: columns not used: {', '.join(columns[:MOST_COLUMNS])}{more}")
+        lines += [f"{name}: {note}" for note in tokens.statistics["notes"]]
+    return lines
 
 
 def filler(pad_token_id: int) -> dict:

@@ -231,6 +231,8 @@ def packing(lengths: np.ndarray, settings) -> dict:
 
 def inspect(settings, train_set, eval_set, tokenizer) -> tuple[dict, dict[str, Scan]]:
     """(everything that the report says, the scan of each set)."""
+    from . import data
+
     sets = {"training": train_set} | ({"evaluation": eval_set} if eval_set is not None else {})
     scans = {name: scan(found.dataset, tokenizer) for name, found in sets.items()}
     train, held_out = scans["training"], scans.get("evaluation")
@@ -243,7 +245,9 @@ def inspect(settings, train_set, eval_set, tokenizer) -> tuple[dict, dict[str, S
         "packing": packing(train.lengths, settings),
         "fractions": _fractions(train_set, train, held_out),
         "limits": {flag: getattr(settings, flag) for flag in LIMITS},
-        "decisions": [d for d in settings.decisions if d.startswith("chat template")] + _skipped(settings, eval_set),
+        "decisions": [d for d in settings.decisions if d.startswith("chat template")]
+        + _skipped(settings, eval_set)
+        + data.notes(sets),
     }
     if held_out is not None:
         facts["overlap"] = {k: overlap(getattr(held_out, k), getattr(train, k)) for k in ("exact", "normalised")}

@@ -121,7 +121,8 @@ def open_run(settings: args.Settings, train_set, eval_set) -> None:
             f"zerofit {settings.recipe}: {settings.world_size} process{'es' * (settings.world_size > 1)}, ZeRO "
             f"{settings.zero}, offload {settings.offload}, {settings.precision}; run folder {settings.output_dir}"
         )
-        for sentence in [*settings.decisions, *(data.describe(name, found) for name, found in sets.items())]:
+        described = [data.describe(name, found) for name, found in sets.items()]
+        for sentence in [*settings.decisions, *described, *data.notes(sets)]:
             print(f"  - {sentence}", flush=True)
         facts = {name: {"fingerprint": found.fingerprint, **found.statistics} for name, found in sets.items()}
         rehearsed = os.environ.get(canary.FOUND)

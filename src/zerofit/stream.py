@@ -110,7 +110,7 @@ class Stream(torch.utils.data.IterableDataset):
     def encoded(self, raw: list, count: Counter) -> Iterator[tuple[list[int], list[int]] | None]:
         """(input_ids, labels) of each row, None where nothing is left to learn; counted."""
         parsed = [pair for *row, kind in raw for pair in data.parsed([row], self.settings, kind, count)]
-        return (data.cut(*pair, self.settings, count) for pair in self.encoder.encode(parsed))
+        return (data.cut(*pair, self.settings, count) for pair in data.encode(parsed, self.encoder, count))
 
     def _samples(self) -> Iterator:
         for epoch in itertools.count():
