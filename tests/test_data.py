@@ -200,6 +200,13 @@ def test_control_words_in_texts_stay_text(tokenizer):
     assert [i for i in ids if i in tokenizer.all_special_ids] == [tokenizer.eos_token_id]
 
 
+@pytest.mark.parametrize("private", ["\ue0000\ue001", "\ue0007\ue001", "\ue0000\ue000", "\ue000\ue001\uf8ff"])
+def test_private_use_characters_beside_control_words_stay_as_they_are(tokenizer, private):
+    evil = f"x <|assistant|> {private} y"
+    ids, labels = encode(tokenizer, {"messages": [TURNS[0], {"role": "assistant", "content": evil}]})
+    assert supervised_text(tokenizer, ids, labels) == evil + "<|end|>"
+
+
 def test_plain_text_trains_everything_and_the_end(tokenizer):
     ids, labels = encode(tokenizer, {"text": "Ada lives in Oslo."})
     assert ids == labels and ids[-1] == tokenizer.eos_token_id
@@ -599,6 +606,21 @@ def test_cache_is_reused_and_a_half_written_one_rebuilt(tmp_path, tokenizer, mon
     assert rebuilt.dataset[1] == row
     write(tmp_path, "a.jsonl", QA[:1])
     assert len(data.load(settings_for(file), tokenizer)[0]) == 1
+
+
+def test_the_cache_keeps_files_and_formats_apart(tmp_path, tokenizer):
+    lines = [json.dumps({"text": f"row {i}"}) + "\n" for i in range(6)]
+    a, b = write(tmp_path, "a.jsonl", "".join(lines[:3])), write(tmp_path, "b.jsonl", "".join(lines[3:]))
+    found = args.parse("sft", ["--data", f"{a}:5", str(b)], 1)
+    assert len(data.load(found, tokenizer)[0]) == 18
+    write(tmp_path, "a.jsonl", lines[0])
+    write(tmp_path, "b.jsonl", "".join(lines[1:]))  # the same bytes, the bound between the files elsewhere
+    assert len(data.load(found, tokenizer)[0]) == 10
+    write(tmp_path, "x.tsv", "text\na,b\n")
+    write(tmp_path, "x.csv", "text\na,b\n")
+    assert len(data.load(settings_for(tmp_path / "x.tsv"), tokenizer)[0]) == 1
+    with pytest.raises(UserError, match=r"x.csv:2: has another number of fields"):
+        data.load(settings_for(tmp_path / "x.csv"), tokenizer)
 
 
 def test_eval_fraction_is_disjoint_and_repeatable(tokenizer):

@@ -56,6 +56,7 @@ ROLES = {
     "ipython": "tool",
 }
 TRAIN_ON = ("assistant", "last_turn", "all", "prompt")
+PRIVATE_USE = (*range(0xE000, 0xF900), *range(0xF0000, 0xFFFFE))  # code points that no character has
 REASONING_LOST = "reasoning_content of the last answer is not trained on: the chat template does not write it"
 
 # For a tokenizer without a chat template; saved with the trained model, so that inference uses the same one.
@@ -535,10 +536,13 @@ class Encoder:
     def _pieces(self, place: str, conversation: Conversation) -> tuple[list[int], list[int]]:
         """A conversation whose own text holds control words: they are swapped for stand-ins while the template runs."""
         words: list[str] = []
+        taken = {c for text in _strings([conversation.turns, conversation.tools]) for c in text}
+        taken |= set(self.tokenizer.chat_template)
+        mark = next(chr(c) for c in PRIVATE_USE if chr(c) not in taken)
 
         def stand_in(match) -> str:
             words.append(match[0])
-            return f"\ue000{len(words) - 1}\ue001"
+            return f"{mark}{len(words) - 1}{mark}"
 
         def replaced(value):
             return _map_strings(lambda text: self.control.sub(stand_in, text), value)
@@ -550,10 +554,10 @@ class Encoder:
         cuts = sorted({0, len(text), *(b for span in spans for b in span)})
         for start, end in itertools.pairwise(cuts):
             inside = any(a <= start and end <= b for a, b in spans)
-            for part in re.split("(\ue000\\d+\ue001)", text[start:end]):
+            for part in re.split(f"({mark}\\d+{mark})", text[start:end]):
                 if not part:
                     continue
-                is_word = part.startswith("\ue000")
+                is_word = part.startswith(mark)
                 # A control word cut in two is encoded as the letters that it is made of.
                 word = words[int(part[1:-1])] if is_word else part
                 halves = (word[:1], word[1:]) if is_word else (word,)
