@@ -140,6 +140,55 @@ def test_reasoning_reaches_the_template_or_is_said_to_be_lost(tmp_path, tokenize
     assert train.statistics["notes"] == []
 
 
+# As Qwen3's: calls in tags, and an empty thinking block in the answer only that is the last turn.
+CALLING_TEMPLATE = (
+    "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}{% for m in messages %}<|{{ m['role'] }}|>\n"
+    "{% if m['role'] == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}{{ m['content'] }}"
+    "{% for c in m.tool_calls or [] %}{{ '\\n' if m['content'] }}<call>"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}</call>{% endfor %}<|end|>\n'
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+GLAIVE = {"from": "function_call", "value": '{"name": "weather", "arguments": {"city": "Oslo"}}'}
+
+
+@pytest.mark.parametrize("content", [None, "", "Let me look."])
+def test_an_empty_thinking_block_in_the_last_turn_and_tool_calls_before_it(tokenizer, content):
+    from tokenizers import AddedToken
+
+    tokenizer.chat_template = CALLING_TEMPLATE
+    tokenizer.add_tokens([AddedToken("<call>", special=False), AddedToken("</call>", special=False)])
+    call = {"type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+    turns = [
+        {"role": "user", "content": "Rain?"},
+        {"role": "assistant", "content": content, "tool_calls": [call]},
+        {"role": "tool", "content": "no"},
+        {"role": "assistant", "content": "No."},
+    ]
+    ids, labels = encode(tokenizer, {"messages": turns, "tools": [call]})
+    written = (content + "\n" if content else "") + '<call>{"name": "weather", "arguments": {"city": "Oslo"}}</call>'
+    wanted = f"{written}<|end|><think>\n\n</think>\n\nNo.<|end|>"
+    assert supervised_text(tokenizer, ids, labels) == wanted
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_a_function_call_turn_becomes_a_tool_call(tokenizer, many):
+    tokenizer.chat_template = CALLING_TEMPLATE
+    call = GLAIVE | {"value": f"[{GLAIVE['value']}, {GLAIVE['value']}]"} if many else GLAIVE
+    turns = [{"from": "human", "value": "Rain?"}, call, {"from": "observation", "value": "no"}]
+    ids, labels = encode(tokenizer, {"conversations": [*turns, {"from": "gpt", "value": "No."}]})
+    written = '<call>{"name": "weather", "arguments": {"city": "Oslo"}}</call>' * (1 + many)
+    assert supervised_text(tokenizer, ids, labels).startswith(f"{written}<|end|>")
+
+
+@pytest.mark.parametrize("value", ["weather(Oslo)", '{"name": "weather"}', "[]", "[" * 2000])
+def test_a_function_call_turn_of_another_form_is_said_to_be_plain_text(tmp_path, tokenizer, value):
+    turns = [{"from": "human", "value": "Rain?"}, {"from": "function_call", "value": value}]
+    train, _ = data.load(settings_for(write(tmp_path, "a.jsonl", [{"conversations": turns}] * 2)), tokenizer)
+    assert train.statistics["notes"] == [f"{chat.CALL_AS_TEXT} (2 rows)"]
+    shown = supervised_text(tokenizer, train.dataset[0]["input_ids"], train.dataset[0]["labels"])
+    assert shown == value + "<|end|>"
+
+
 LONG = {
     "messages": [
         {"role": "system", "content": "Be short."},

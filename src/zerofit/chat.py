@@ -57,6 +57,7 @@ ROLES = {
 }
 TRAIN_ON = ("assistant", "last_turn", "all", "prompt")
 PRIVATE_USE = (*range(0xE000, 0xF900), *range(0xF0000, 0xFFFFE))  # code points that no character has
+CALL_AS_TEXT = "a function_call turn that is not JSON with a name and arguments is taken as plain text"
 REASONING_LOST = "reasoning_content of the last answer is not trained on: the chat template does not write it"
 
 # For a tokenizer without a chat template; saved with the trained model, so that inference uses the same one.
@@ -92,6 +93,7 @@ class Conversation:
     turns: list[dict]
     trained: list[bool]
     tools: list | None = None
+    notes: tuple[str, ...] = ()  # what the user should know although the row is trained on
 
 
 def choose_template(name: str, tokenizer) -> str:
@@ -245,7 +247,23 @@ def _turns(place: str, messages: Any, row: dict) -> Conversation:
             tools = json.loads(tools) if tools.strip() else None
         except json.JSONDecodeError as error:
             raise UserError(f"{place}: column 'tools' is not valid JSON: {error.msg}.") from None
-    return Conversation(turns, trained, tools or None)
+    as_text = any(
+        isinstance(m, dict) and m.get("role", m.get("from")) == "function_call" and "tool_calls" not in turn
+        for m, turn in zip(messages, turns[-len(messages) :], strict=True)
+    )
+    return Conversation(turns, trained, tools or None, (CALL_AS_TEXT,) if as_text else ())
+
+
+def _function_calls(text: Any) -> list[dict] | None:
+    """Return the text of a ShareGPT `function_call` turn as tool calls; None where it is not such."""
+    try:
+        found = json.loads(text)
+    except (TypeError, ValueError, RecursionError):
+        return None
+    calls = found if isinstance(found, list) else [found]
+    if not calls or not all(isinstance(c, dict) and {"name", "arguments"} <= c.keys() for c in calls):
+        return None
+    return [{"type": "function", "function": {k: c[k] for k in ("name", "arguments")}} for c in calls]
 
 
 def _turn(place: str, i: int, message: Any) -> tuple[dict, bool]:
@@ -257,6 +275,8 @@ def _turn(place: str, i: int, message: Any) -> tuple[dict, bool]:
         known = ", ".join(sorted(set(ROLES.values())))
         raise UserError(f"{place}: turn {i} has the role {role!r}; known: {known} (and {', '.join(ROLES)}).")
     calls = message.get("tool_calls")
+    if role == "function_call" and not calls and (calls := _function_calls(content)):
+        message, content = message | {"tool_calls": calls}, None
     if isinstance(content, list):  # OpenAI's list of parts
         if not all(isinstance(p, dict) and p.get("type") == "text" for p in content):
             raise UserError(f"{place}: turn {i} has content other than text; this recipe trains on text only.")
@@ -371,7 +391,9 @@ class Encoder:
                 out[i] = self._plain(content)
             elif self._has_control_words(content):
                 out[i] = self._pieces(place, content)
+                self.notes.update(content.notes)
             else:
+                self.notes.update(content.notes)
                 text, found = self._render(place, content)
                 texts.append(text)
                 spans.append(found)
@@ -516,7 +538,8 @@ class Encoder:
             after = whole if i == len(turns) - 1 else self._text(place, conversation, i + 1)
             end = max(len(after.rstrip()), len(before)) if whole.startswith(after) else None
             if end is None:  # e.g. Qwen3 writes an empty thinking block into the last answer only
-                end = self._end_by_content(whole, len(before), turn["content"])
+                end = self._end_by_tail(whole, len(before), after.rstrip())
+                end = end or self._end_by_content(whole, len(before), turn["content"])
             if end is None or not whole.startswith(before):
                 raise UserError(
                     f"{place}: turn {i + 1}: the chat template rewrites earlier text when turns are added, so the "
@@ -524,6 +547,15 @@ class Encoder:
                 )
             answers.append((i, len(before), end))
         return answers
+
+    def _end_by_tail(self, whole: str, start: int, after: str) -> int | None:
+        """Where the answer that begins at `start` ends: behind the end token of `after`, the text up to its turn.
+
+        All of the answer must also be the end of `after`: only what the template writes before it may be another.
+        """
+        word = next((m[0] for m in self.ends.finditer(after) if m.end() == len(after)), None)
+        found = whole.find(word, start) if word else -1
+        return found + len(word) if found >= 0 and after.endswith(whole[start : found + len(word)]) else None
 
     def _end_by_content(self, whole: str, start: int, content: str) -> int | None:
         """Where the answer that begins at `start` ends: its own text, found once more, and the end token behind it."""
