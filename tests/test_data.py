@@ -547,7 +547,7 @@ BROKEN = [
     ("a.jsonl", '{"text": 5}\n', "column 'text' must be a string"),
     ("a.json", '[{"text": "a"},\n {"text" }]', "a.json:2:"),
     ("a.json", '[{"text": "a"}', "a.json:1:15: not valid JSON"),
-    ("a.json", '[{"text": "a"}, 4]', "element 2 must be an object"),
+    ("a.json", '[{"text": "a"}, 4]', "element 2: must be an object"),
     ("a.json", '[{"text": NaN}]', "NaN is no JSON value"),
     ("a.csv", "question,answer\na\n", "a.csv:2: has another number of fields"),
     ("a.csv", "question,answer\na,b,c\n", "a.csv:2: has another number of fields"),
@@ -600,6 +600,42 @@ def test_columns_that_change_what_a_row_means_are_refused(tmp_path, tokenizer, r
     if "label" in row:
         train, _ = data.load(settings_for(tmp_path / "a.jsonl", "--columns", "other=label"), tokenizer)
         assert train.statistics["columns_not_used"] == {"other": 1}
+
+
+ASKED_TWICE = {"messages": [TURNS[0], *TURNS]}
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_bad_rows_are_left_out_and_counted_by_reason(tmp_path, tokenizer, workers):
+    good = {"messages": [{"role": "user", "content": workers}, TURNS[1]]}  # not the other case's table
+    file = write(tmp_path, "a.jsonl", [{"foo": 1}, good, ASKED_TWICE, {"messages": CALL}, good, ASKED_TWICE] * 200)
+    with pytest.raises(UserError, match=r"a.jsonl:1: no known format"):
+        data.load(settings_for(file), tokenizer)
+    flags = ("--bad_rows", "drop", "--preprocessing_num_workers", workers)
+    train, _ = data.load(settings_for(file, *flags), tokenizer)
+    assert len(train) == 400 and (train.statistics["rows"], train.statistics["dropped_bad"]) == (1200, 800)
+    found = train.statistics["bad_rows"]
+    assert [f["rows"] for f in found.values()] == [400, 200, 200]
+    reason, twice = next(iter(found.items()))
+    assert reason == "turns N and N are both the user's; join them or insert the answer."
+    assert twice["first"] == [f"{file}:3", f"{file}:6", f"{file}:9"]
+    assert f"(first: {file}:3, {file}:6, {file}:9)" in "".join(data.notes({"training": train}))
+    assert "800 dropped (cannot be used)" in data.describe("training", train)
+    with pytest.raises(UserError, match=r"a.jsonl:1: no known format"):  # the table is there, the flag is not
+        data.load(settings_for(file), tokenizer)
+
+
+def test_bad_rows_of_other_files(tmp_path, tokenizer):
+    write(tmp_path, "a.csv", "question,answer\na,b\nc\nd,e\n")
+    write(tmp_path, "b.json", json.dumps([3, QA[0]]))
+    train, _ = data.load(settings_for(tmp_path, "--bad_rows", "drop"), tokenizer)
+    assert len(train) == 3
+    assert [f["first"] for f in train.statistics["bad_rows"].values()] == [
+        [f"{tmp_path}/a.csv:3"], [f"{tmp_path}/b.json: element 1"],
+    ]  # fmt: skip
+    bad = write(tmp_path, "bad.jsonl", [ASKED_TWICE] * 3)
+    with pytest.raises(UserError, match=r"bad.jsonl:1: turns N and N .* none of the 3 rows can be used"):
+        data.load(settings_for(bad, "--bad_rows", "drop"), tokenizer)
 
 
 def test_more_broken_places(tmp_path, tokenizer, monkeypatch):

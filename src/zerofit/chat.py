@@ -4,7 +4,7 @@ import itertools
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -379,25 +379,32 @@ class Encoder:
         ends = {w for w in words | ends if w.strip()}
         self.ends = re.compile("|".join(map(re.escape, sorted(ends, key=len, reverse=True))))
 
-    def encode(self, rows: list[tuple[str, Conversation | str | dict]]) -> list[tuple[list[int], list[int]]]:
-        """[(place, parsed row)] -> [(input_ids, labels)], in order; labels are IGNORE where there is no loss."""
+    def encode(
+        self,
+        rows: list[tuple[str, Conversation | str | dict]],
+        refuse: Callable[[str, UserError], None] | None = None,
+    ) -> list[tuple[list[int], list[int]] | None]:
+        """[(place, parsed row)] -> [(input_ids, labels)], in order; labels are IGNORE where there is no loss.
+
+        Args: refuse: called with the place and the error of a row that cannot be used, in whose place None is returned.
+        Raises: UserError for such a row, without `refuse`.
+        """
         out: list[Any] = [None] * len(rows)
         texts, spans, slots = [], [], []
         for i, (place, content) in enumerate(rows):
-            if isinstance(content, dict):
-                self._check_ids(place, [*content["input_ids"], *(t for t in content["labels"] if t != IGNORE)])
-                out[i] = content["input_ids"], content["labels"]
-            elif isinstance(content, str):
-                out[i] = self._plain(content)
-            elif self._has_control_words(content):
-                out[i] = self._pieces(place, content)
-                self.notes.update(content.notes)
-            else:
-                self.notes.update(content.notes)
-                text, found = self._render(place, content)
-                texts.append(text)
-                spans.append(found)
-                slots.append(i)
+            try:
+                if isinstance(content, Conversation) and not self._has_control_words(content):
+                    text, found = self._render(place, content)
+                    texts.append(text)
+                    spans.append(found)
+                    slots.append(i)
+                else:
+                    out[i] = self._ids(place, content)
+                self.notes.update(getattr(content, "notes", ()))
+            except UserError as error:
+                if refuse is None:
+                    raise
+                refuse(place, error)
         if texts:
             backend = self.tokenizer.backend_tokenizer
             backend.encode_special_tokens = False  # split_special_tokens calls elsewhere leave it on
@@ -407,6 +414,13 @@ class Encoder:
             for i, encoding, text, found in zip(slots, encodings, texts, spans, strict=True):
                 out[i] = _labelled(encoding, len(text), found, self.special_ids)
         return out
+
+    def _ids(self, place: str, content: Conversation | str | dict) -> tuple[list[int], list[int]]:
+        """Return (input_ids, labels) of token lists, of plain text, or of a conversation that holds control words."""
+        if isinstance(content, dict):
+            self._check_ids(place, [*content["input_ids"], *(t for t in content["labels"] if t != IGNORE)])
+            return content["input_ids"], content["labels"]
+        return self._plain(content) if isinstance(content, str) else self._pieces(place, content)
 
     def _check_ids(self, place: str, ids: list[int]) -> None:
         if min(ids) < 0 or max(ids) >= len(self.tokenizer):

@@ -8,6 +8,7 @@ import json
 import math
 import multiprocessing
 import os
+import re
 import tempfile
 import time
 from collections import Counter, deque
@@ -24,8 +25,20 @@ from .errors import UserError
 
 CACHE_VERSION = 5  # raise it when the tokens of a row change
 CHUNK = 500  # rows encoded at once
+MOST_REASONS = 10  # why rows cannot be used, a line each
 MOST_COLUMNS = 20  # that are not used, in one line
-COUNTS = ("rows", "kept", "dropped_no_answer_left", "dropped_too_long", "truncated", "tokens", "supervised_tokens")
+LOOKED_AT = 100  # rows in which --bad_rows drop looks for the format
+FIRST_PLACES = 3  # of the rows that cannot be used for one reason
+COUNTS = (
+    "rows",
+    "kept",
+    "dropped_bad",
+    "dropped_no_answer_left",
+    "dropped_too_long",
+    "truncated",
+    "tokens",
+    "supervised_tokens",
+)
 
 
 @dataclass
@@ -140,12 +153,15 @@ def _prepare(sources: list[rows.Source], settings, encoder: chat.Encoder, limit:
     fingerprint = _fingerprint(sources, settings, encoder.tokenizer, limit)
     folder = cache_folder()
     table, facts = folder / f"{fingerprint}.arrow", folder / f"{fingerprint}.json"
-    before, statistics = _stamp(facts), _verified(table, facts)  # without the lock: all ranks check at the same time
+    before, statistics = (
+        _stamp(facts),
+        _verified(table, facts, settings),
+    )  # without the lock: all ranks check at the same time
     if statistics is None:
         # The first process prepares, the others wait here, outside any collective.
         with FileLock(str(table) + ".lock"):
             if _stamp(facts) != before:  # another process has just prepared it, and checked what it wrote
-                statistics = _read_facts(facts)
+                statistics = _read_facts(facts, settings)
             statistics = statistics or _build(table, facts, sources, settings, encoder, limit)
     weights = [weight for kept, weight in statistics["sources"] for _ in range(kept)]
     return Tokens(Dataset.from_file(str(table)), statistics, fingerprint, weights if set(weights) != {1.0} else None)
@@ -170,22 +186,27 @@ def _stamp(file: Path) -> tuple | None:
     return found.st_ino, found.st_mtime_ns, found.st_size
 
 
-def _verified(table: Path, facts: Path) -> dict | None:
+def _verified(table: Path, facts: Path, settings) -> dict | None:
     """What is known about a cached table that is whole; None when it is missing or damaged."""
-    statistics = _read_facts(facts)
+    statistics = _read_facts(facts, settings)
     try:
         return statistics if statistics and _checksum(table) == statistics["checksum"] else None
     except FileNotFoundError:
         return None
 
 
-def _read_facts(facts: Path) -> dict | None:
-    """What is known about a cached table; None when the file is missing or damaged."""
+def _read_facts(facts: Path, settings) -> dict | None:
+    """What is known about a cached table; None when the file is missing or damaged.
+
+    Also None for one with rows left out, unless --bad_rows drop: reading the data again tells the first of them.
+    """
     try:
         statistics = json.loads(facts.read_text())
-        return statistics if "checksum" in statistics and "sources" in statistics else None
-    except (OSError, ValueError, TypeError):
+        if not {"checksum", "sources", "bad_rows"} <= statistics.keys():
+            return None
+    except (OSError, ValueError, TypeError, AttributeError):
         return None
+    return None if statistics["bad_rows"] and settings.bad_rows == "error" else statistics
 
 
 def _repeated(tokens: Tokens) -> Tokens:
@@ -197,26 +218,65 @@ def _repeated(tokens: Tokens) -> Tokens:
     return Tokens(tokens.dataset.select(chosen), statistics, tokens.fingerprint)
 
 
-def parsed(read: Iterable, settings, kind: str, count: Counter) -> Iterator[tuple[str, object]]:
-    """Rows as `rows.read` gives them -> (place, parsed row), counted."""
-    names = _names(settings)
-    for place, row in read:
-        columns = _renamed(place, row, names)
-        content = chat.parse(place, columns, kind)
+def tokenised(raw: Iterable[tuple], settings, encoder: chat.Encoder, count: Counter) -> list[tuple | None]:
+    """Return (input_ids, labels) of each (place, row as `rows.read` gives it, format), None for one that is dropped.
+
+    Raises: UserError for a row that cannot be used, unless --bad_rows drop.
+    """
+    names, out, content, slots = _names(settings), [], [], []
+    for place, row, kind in raw:
+        out.append(None)
         count["rows"] += 1
-        count.update(f"not used {name}" for name in chat.not_used(columns, kind))
-        count[f"format {kind}"] += 1
-        yield place, content
+        try:
+            columns = _renamed(place, row, names)
+            content.append((place, chat.parse(place, columns, kind)))
+        except UserError as error:
+            _refuse(place, error, settings, count)
+        else:
+            slots.append(len(out) - 1)
+            count[f"format {kind}"] += 1
+            count.update(f"not used {name}" for name in chat.not_used(columns, kind))
+    encoded = encoder.encode(content, lambda place, error: _refuse(place, error, settings, count))
+    for i, pair in zip(slots, encoded, strict=True):
+        out[i] = None if pair is None else cut(*pair, settings, count)
+    count.update({f"note {sentence}": rows_of for sentence, rows_of in encoder.notes.items() if rows_of})
+    encoder.notes.clear()
+    return out
+
+
+def _refuse(place: str, error: UserError, settings, count: Counter) -> None:
+    """Count a row that cannot be used, by its reason without numbers.
+
+    Raises: the error itself under --bad_rows error.
+    """
+    if settings.bad_rows == "error":
+        raise error
+    reason = re.sub(r"\d+", "N", str(error).removeprefix(f"{place}: "))
+    count["dropped_bad"] += 1
+    count[f"bad row {reason}"] += 1
+    if count[f"bad row {reason}"] <= FIRST_PLACES:
+        count[f"bad place {reason}\t{place}"] += 1
 
 
 def kind_of(read: Iterator, settings) -> tuple[str, Iterator]:
-    """(--data_format or the format of the first row, all rows)."""
+    """(--data_format or the format of the first row, all rows); with --bad_rows drop of the first that has one.
+
+    Raises: UserError when there is no known format.
+    """
     if settings.data_format != "auto":
         return settings.data_format, read
-    first, kind = list(itertools.islice(read, 1)), ""
-    for place, row in first:
-        kind = chat.detect(place, _renamed(place, row, _names(settings)))
-    return kind, itertools.chain(first, read)
+    looked_at, first = [], None
+    for place, row in read:
+        looked_at.append((place, row))
+        try:
+            return chat.detect(place, _renamed(place, row, _names(settings))), itertools.chain(looked_at, read)
+        except UserError as error:
+            first = first or error
+            if settings.bad_rows == "error" or len(looked_at) == LOOKED_AT:
+                break
+    if first:
+        raise first
+    return "", read
 
 
 def _names(settings) -> dict[str, str]:
@@ -224,8 +284,13 @@ def _names(settings) -> dict[str, str]:
     return {theirs: ours for ours, theirs in (c.split("=", 1) for c in settings.columns or [])}
 
 
-def _renamed(place: str, row: dict | str, names: dict[str, str]) -> dict:
-    """The row with --columns applied; a JSON line is parsed first."""
+def _renamed(place: str, row: dict | str | UserError, names: dict[str, str]) -> dict:
+    """The row with --columns applied; a JSON line is parsed first.
+
+    Raises: UserError for a row that cannot be read.
+    """
+    if isinstance(row, UserError):
+        raise row
     row = rows.json_object(place, row) if isinstance(row, str) else row
     missing = next((old for old in names if old not in row), None)
     if missing is not None:
@@ -236,14 +301,6 @@ def _renamed(place: str, row: dict | str, names: dict[str, str]) -> dict:
 def repeats(weight: float, number: int) -> int:
     """How often row `number` (from 0) counts: over many rows `weight` times on average, evenly spread."""
     return math.floor((number + 1) * weight) - math.floor(number * weight)
-
-
-def encode(content: list[tuple[str, object]], encoder: chat.Encoder, count: Counter) -> list:
-    """(input_ids, labels) of each parsed row; what the encoder notes about them is counted."""
-    encoded = encoder.encode(content)
-    count.update({f"note {sentence}": rows_of for sentence, rows_of in encoder.notes.items() if rows_of})
-    encoder.notes.clear()
-    return encoded
 
 
 def _chunks(read: Iterator, limit: int | None) -> Iterator[list]:
@@ -260,8 +317,8 @@ def _encode(chunk: list, kind: str) -> tuple[Counter, object]:
     import pyarrow as pa
 
     (encoder, settings), count = _work, Counter()
-    encoded = encode(list(parsed(chunk, settings, kind, count)), encoder, count)
-    kept = [row for row in (cut(*pair, settings, count) for pair in encoded) if row is not None]
+    encoded = tokenised([(*row, kind) for row in chunk], settings, encoder, count)
+    kept = [row for row in encoded if row is not None]
     if not kept:
         return count, None
     columns = [pa.array(column, pa.list_(pa.int32())) for column in zip(*kept, strict=True)]
@@ -353,6 +410,12 @@ def tally(sources: list[rows.Source], count: Counter, settings) -> dict:
     names = ", ".join(map(str, sources))
     if not count["rows"]:
         raise UserError(f"{names}: holds no rows.")
+    bad = _bad_rows(count)
+    if count["dropped_bad"] == count["rows"]:
+        reason, found = next(iter(bad.items()))
+        raise UserError(
+            f"{found['first'][0]}: {reason.rstrip('.')}; like it, none of the {count['rows']} rows can be used."
+        )
     if not count["kept"]:
         raise UserError(
             f"{names}: in none of the {count['rows']} rows an answer fits into --max_length {settings.max_length}."
@@ -361,9 +424,19 @@ def tally(sources: list[rows.Source], count: Counter, settings) -> dict:
     return (
         {"source": names, "format": " + ".join(formats)}
         | {name: count[name] for name in COUNTS}
-        | {"columns_not_used": _counted(count, "not used ")}
+        | {"bad_rows": bad, "columns_not_used": _counted(count, "not used ")}
         | {"notes": [f"{sentence} ({rows_of:,} rows)" for sentence, rows_of in notes.items()]}
     )
+
+
+def _bad_rows(count: Counter) -> dict[str, dict]:
+    """{reason: {"rows": how many, "first": their first places}}, the most frequent first."""
+    reasons = sorted(_counted(count, "bad row ").items(), key=lambda pair: -pair[1])
+    bad = {reason: {"rows": n, "first": []} for reason, n in reasons}
+    for entry in _counted(count, "bad place "):
+        reason, place = entry.split("\t")
+        bad[reason]["first"] = [*bad[reason]["first"], place][:FIRST_PLACES]
+    return bad
 
 
 def _counted(count: Counter, start: str) -> dict[str, int]:
@@ -421,6 +494,8 @@ def describe(name: str, tokens: Tokens) -> str:
         text += f", {s['truncated']:,} cut at max_length"
     if s.get("dropped_too_long"):
         text += f", {s['dropped_too_long']:,} dropped (longer than max_length)"
+    if s["dropped_bad"]:
+        text += f", {s['dropped_bad']:,} dropped (cannot be used)"
     if s["dropped_no_answer_left"]:
         text += f", {s['dropped_no_answer_left']:,} dropped (no answer left after the cut)"
     return text + f"; {s['supervised_tokens']:,} of {s['tokens']:,} tokens are trained on"
@@ -435,6 +510,13 @@ def notes(sets: dict[str, Tokens]) -> list[str]:
             more = f" and {len(columns) - MOST_COLUMNS} more" if len(columns) > MOST_COLUMNS else ""
             lines.append(f"{name}: columns not used: {', '.join(columns[:MOST_COLUMNS])}{more}")
         lines += [f"{name}: {note}" for note in tokens.statistics["notes"]]
+        bad = list(tokens.statistics["bad_rows"].items())
+        for reason, found in bad[:MOST_REASONS]:
+            places = ", ".join(found["first"])
+            lines.append(f"{name}: {found['rows']:,} rows cannot be used: {reason.rstrip('.')} (first: {places})")
+        if len(bad) > MOST_REASONS:
+            rest = sum(found["rows"] for _, found in bad[MOST_REASONS:])
+            lines.append(f"{name}: {rest:,} rows cannot be used for {len(bad) - MOST_REASONS} more reasons")
     return lines
 
 

@@ -66,6 +66,7 @@ def main(argv: list[str]) -> None:
         settings.values["output_dir"] = str(Path("runs") / f"data-{time.strftime('%Y%m%d-%H%M%S')}")
     folder = report.choose_folder(settings)
     tokenizer = model.load_tokenizer(settings)
+    bad_rows, settings.values["bad_rows"] = settings.bad_rows, "drop"  # all of them are counted, then judged
     train_set, eval_set = data.load(settings, tokenizer)
     facts, scans = inspect(settings, train_set, eval_set, tokenizer)
     coloured = bool(sys.stdout.isatty() or os.environ.get("FORCE_COLOR"))
@@ -78,6 +79,13 @@ def main(argv: list[str]) -> None:
     report.write_json(folder / "data.json", facts)
     plot(scans, settings.max_length, folder / "data.png")
     print(f"\nwritten: {folder / 'data.json'}, {folder / 'data.png'}", flush=True)
+    for name in ("training", "evaluation"):
+        bad = facts.get(name, {}).get("dropped_bad")
+        if bad and bad_rows == "error":
+            raise UserError(
+                f"{bad:,} of {facts[name]['rows']:,} {name} rows cannot be used (see above); mend or remove them, or leave "
+                "them out with --bad_rows drop."
+            )
     enforce(settings, facts["fractions"])
 
 

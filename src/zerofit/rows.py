@@ -20,7 +20,7 @@ EVAL_NAMES = ("eval", "validation", "valid", "val", "dev", "test")
 csv.field_size_limit(64 << 20)
 LONGEST_LINE = 64 << 20  # characters; a longer line is a broken file, and parsing it would take gigabytes
 
-Row = tuple[str, dict]  # (place, columns)
+Row = tuple[str, dict | UserError]  # (place, columns, or why they cannot be read though the rows behind them can)
 
 
 @dataclass(frozen=True)
@@ -261,9 +261,10 @@ def _read_array(path: Path, text: str) -> Iterator[Row]:
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not valid JSON: {error}.") from None
     for number, row in enumerate(rows, 1):
+        place = f"{path}: element {number}"
         if not isinstance(row, dict):
-            raise UserError(f"{path}: element {number} must be an object {{...}}, found {type(row).__name__}.")
-        yield f"{path}: element {number}", row
+            row = UserError(f"{place}: must be an object {{...}}, found {type(row).__name__}.")
+        yield place, row
 
 
 def _read_csv(path: Path, file, kind: str) -> Iterator[Row]:
@@ -271,7 +272,7 @@ def _read_csv(path: Path, file, kind: str) -> Iterator[Row]:
     try:
         for row in reader:
             if None in row or None in row.values():
-                raise UserError(
+                row = UserError(
                     f"{path}:{reader.line_num}: has another number of fields than the {len(reader.fieldnames)} columns "
                     "in the first line."
                 )
