@@ -110,6 +110,40 @@ def test_duplicates_and_overlap(tmp_path):
     assert any("2 of 4 eval rows are also training rows" in w for w in facts["warnings"])
 
 
+def test_rows_repeated_by_weight_are_named_and_are_no_duplicates(tmp_path, zerofit):
+    one = rows_file(tmp_path, "one.jsonl", [("Who?", "Bo."), ("who", "bo"), ("Where?", "Oslo."), ("When?", "Now.")])
+    half = rows_file(tmp_path, "half.jsonl", [(f"What {i}?", "x") for i in range(4)])
+    flags = ["--data", f"{one}:3", f"{half}:0.5", "--model", TINY / "model", "--max_duplicate_fraction"]
+    done = zerofit("data", *flags, "0.2", "--out", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    facts = json.loads((tmp_path / "out" / "data.json").read_text())
+    train = facts["training"]
+    assert (train["rows"], train["kept"]) == (8, 14)
+    assert (train["repeated_by_weight"], train["left_out_by_weight"]) == (8, 2)
+    assert (train["repeated_exact"], train["repeated_normalised"]) == (0, 1)
+    assert facts["fractions"]["max_duplicate_fraction"] == 1 / 6
+    assert (
+        "repeated by weight" in done.stdout and "in the other set" not in done.stdout and "-" + "8" not in done.stdout
+    )
+    settings, train_set, eval_set, tokenizer = loaded(*flags, "0.1")
+    with pytest.raises(UserError, match=r"16.7% of the training rows repeat another"):
+        inspection.check(settings, train_set, eval_set, tokenizer)
+
+
+@pytest.mark.parametrize("more", [[], ["--streaming", "--max_steps", 2]])
+def test_rows_longer_than_the_model_was_made_for_are_said(tmp_path, more, capfd):
+    file = tmp_path / "a.jsonl"
+    file.write_text(json.dumps({"text": "many words " * 500}) + "\n")
+    flags = ["--data", file, "--model", TINY / "model", *more]
+    settings, train_set, _, _ = loaded(*flags)
+    longest = len(train_set.dataset[0]["input_ids"])
+    wanted = f"rows have up to {longest:,} tokens, but the model was made for 1,024 (max_position_embeddings): use --max_length 1024"
+    assert longest > 1024 and settings.decisions[-1] == wanted
+    assert "indexing errors" not in "".join(capfd.readouterr())
+    settings, *_ = loaded(*flags, "--max_length", 1024)
+    assert "made for" not in "".join(settings.decisions)
+
+
 def test_histogram_numbers():
     assert inspection.histogram(np.array([3, 4, 4, 9]), 12) == [
         (3, 3, 1), (4, 4, 2), (5, 5, 0), (6, 6, 0), (7, 7, 0), (8, 8, 0), (9, 9, 1),

@@ -429,7 +429,7 @@ class Encoder:
             )
 
     def _plain(self, text: str) -> tuple[list[int], list[int]]:
-        ids = self.tokenizer(text, split_special_tokens=True)["input_ids"]
+        ids = self.tokenizer(text, split_special_tokens=True, verbose=False)["input_ids"]  # longer ones are cut later
         if not ids or ids[-1] != self.tokenizer.eos_token_id:
             ids = [*ids, self.tokenizer.eos_token_id]
         return ids, list(ids)

@@ -27,6 +27,7 @@ CACHE_VERSION = 5  # raise it when the tokens of a row change
 CHUNK = 500  # rows encoded at once
 MOST_REASONS = 10  # why rows cannot be used, a line each
 MOST_COLUMNS = 20  # that are not used, in one line
+LONG_ROWS = "rows have up to"  # how the decision about too long rows begins
 LOOKED_AT = 100  # rows in which --bad_rows drop looks for the format
 FIRST_PLACES = 3  # of the rows that cannot be used for one reason
 COUNTS = (
@@ -82,7 +83,21 @@ def load(settings, tokenizer) -> tuple[Tokens, Tokens | None]:
     eval_set = _prepare(held_out, settings, encoder, None) if held_out else None
     if settings.eval_fraction:
         train_set, eval_set = _split(train_set, settings)
+    _note_positions(train_set, eval_set, settings)
     return _repeated(train_set), eval_set
+
+
+def _note_positions(train_set: Tokens, eval_set: Tokens | None, settings) -> None:
+    """Note among the decisions when rows are longer than the model was made for."""
+    from . import model
+
+    most = getattr(model.load_config(settings).get_text_config(), "max_position_embeddings", None)
+    longest = max(found.statistics["longest"] for found in (train_set, eval_set) if found is not None)
+    if most and longest > most:
+        settings.decisions.append(
+            f"{LONG_ROWS} {longest:,} tokens, but the model was made for {most:,} (max_position_embeddings): use "
+            f"--max_length {most}"
+        )
 
 
 def _fingerprint(sources: list[rows.Source], settings, tokenizer, limit: int | None) -> str:
@@ -202,7 +217,7 @@ def _read_facts(facts: Path, settings) -> dict | None:
     """
     try:
         statistics = json.loads(facts.read_text())
-        if not {"checksum", "sources", "bad_rows"} <= statistics.keys():
+        if not {"checksum", "sources", "bad_rows", "longest"} <= statistics.keys():
             return None
     except (OSError, ValueError, TypeError, AttributeError):
         return None
@@ -213,8 +228,13 @@ def _repeated(tokens: Tokens) -> Tokens:
     """The set with each row as often as its source's weight says."""
     if tokens.weights is None:
         return tokens
-    chosen = [i for i, weight in enumerate(tokens.weights) for _ in range(repeats(weight, i))]
-    statistics = tokens.statistics | {"rows_an_epoch": len(chosen)}
+    times = [repeats(weight, i) for i, weight in enumerate(tokens.weights)]
+    chosen = [i for i, n in enumerate(times) for _ in range(n)]
+    statistics = tokens.statistics | {
+        "rows_an_epoch": len(chosen),
+        "repeated_by_weight": sum(n - 1 for n in times if n > 1),
+        "left_out_by_weight": times.count(0),
+    }
     return Tokens(tokens.dataset.select(chosen), statistics, tokens.fingerprint)
 
 
@@ -374,12 +394,13 @@ def _workers(sources: list[rows.Source], settings) -> int:
 def _write(table: Path, sources: list[rows.Source], settings, encoder: chat.Encoder, limit: int | None) -> dict:
     """Tokenise all rows into an Arrow stream file, a thousand at a time, and count."""
     import pyarrow as pa
+    import pyarrow.compute as pc
 
     schema = pa.schema({"input_ids": pa.list_(pa.int32()), "labels": pa.list_(pa.int32())})
     count: Counter = Counter()
     started = last_word = time.monotonic()
     aside = table.with_suffix(".tmp")
-    workers, per_source = _workers(sources, settings), []
+    workers, per_source, longest = _workers(sources, settings), [], 0
     with (
         pa.OSFile(str(aside), "wb") as file,
         pa.ipc.new_stream(file, schema) as writer,
@@ -393,13 +414,14 @@ def _write(table: Path, sources: list[rows.Source], settings, encoder: chat.Enco
                 count.update(counted)
                 if batch is not None:
                     writer.write_batch(batch)
+                    longest = max(longest, pc.max(pc.list_value_length(batch["input_ids"])).as_py())
                 if time.monotonic() - last_word > 5:
                     last_word = time.monotonic()
                     print(f"tokenising: {count['rows']:,} rows, {count['tokens']:,} tokens", flush=True)
             per_source.append((count["kept"] - before, source.weight))
     found = tally(sources, count, settings)
     os.replace(aside, table)
-    return found | {"sources": per_source, "seconds": round(time.monotonic() - started, 3)}
+    return found | {"longest": longest, "sources": per_source, "seconds": round(time.monotonic() - started, 3)}
 
 
 def tally(sources: list[rows.Source], count: Counter, settings) -> dict:

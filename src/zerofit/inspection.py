@@ -122,7 +122,9 @@ def _fractions(train_set, train=None, held_out=None) -> dict[str, float]:
         "max_truncated_fraction": s["truncated"] / s["rows"],
     }
     if train is not None:
-        found["max_duplicate_fraction"] = repeats(train.normalised) / len(train.normalised)
+        by_weight = s.get("repeated_by_weight", 0)
+        rows_of = len(train.normalised) - by_weight
+        found["max_duplicate_fraction"] = (repeats(train.normalised) - by_weight) / rows_of
     if held_out is not None:
         found["max_eval_overlap_fraction"] = overlap(held_out.normalised, train.normalised) / len(held_out.normalised)
     return found
@@ -253,7 +255,7 @@ def inspect(settings, train_set, eval_set, tokenizer) -> tuple[dict, dict[str, S
         "packing": packing(train.lengths, settings),
         "fractions": _fractions(train_set, train, held_out),
         "limits": {flag: getattr(settings, flag) for flag in LIMITS},
-        "decisions": [d for d in settings.decisions if d.startswith("chat template")]
+        "decisions": [d for d in settings.decisions if d.startswith(("chat template", data.LONG_ROWS))]
         + _skipped(settings, eval_set)
         + data.notes(sets),
     }
@@ -282,8 +284,9 @@ def _count(statistics: dict, found: Scan, tokenizer) -> dict:
         "supervised_none": int((found.supervised == 0).sum()),
         "end_supervised": int(ended.sum()),
         "other_last_tokens": {tokenizer.decode([i]) if i >= 0 else "nothing": n for i, n in others},
-        "repeated_exact": repeats(found.exact),
-        "repeated_normalised": repeats(found.normalised),
+        # Every copy that a weight asks for is one more repeated row, whatever else repeats it.
+        "repeated_exact": repeats(found.exact) - statistics.get("repeated_by_weight", 0),
+        "repeated_normalised": repeats(found.normalised) - statistics.get("repeated_by_weight", 0),
     }
 
 
@@ -341,7 +344,10 @@ def _table(facts: dict) -> list:
     reasons = dict.fromkeys(k for s in ("training", "evaluation") for k in facts.get(s, {}) if k.startswith("dropped_"))
 
     def elsewhere(s):
-        return s["rows"] - s["kept"] - sum(s.get(r, 0) for r in reasons)
+        distinct = s["kept"] - s.get("repeated_by_weight", 0) + s.get("left_out_by_weight", 0)
+        return s["rows"] - distinct - sum(s.get(r, 0) for r in reasons)
+
+    weights = [k for k in ("left_out_by_weight", "repeated_by_weight") if facts["training"].get(k)]
 
     split = any(elsewhere(facts[s]) for s in ("training", "evaluation") if s in facts)
     length = [(f"tokens a row, {k}", lambda s, k=k: f"{s['length'][k]:,}") for k in ("min", "median", "p95", "max")]
@@ -352,6 +358,7 @@ def _table(facts: dict) -> list:
             for r in reasons
         ),
         *([("in the other set", lambda s: f"{elsewhere(s):,}")] if split else []),
+        *((k.replace("_", " "), lambda s, k=k: f"{s.get(k, 0):,}") for k in weights),
         ("rows kept", lambda s: f"{s['kept']:,}"),
         ("cut at max_length", lambda s: _share(s["truncated"], s["rows"])),
         ("tokens", lambda s: f"{s['tokens']:,}"),

@@ -64,7 +64,7 @@ def load(sources: list[rows.Source], settings, encoder: chat.Encoder) -> data.To
     first = list(itertools.islice(stream.rows(), min(PREVIEW, settings.max_samples or PREVIEW)))
     count: Counter = Counter()
     kept = [row for row in stream.encoded(first, count) if row is not None]
-    facts = data.tally(sources, count, settings) | {"streaming": True}
+    facts = data.tally(sources, count, settings) | {"streaming": True, "longest": max(len(ids) for ids, _ in kept)}
     table = Dataset.from_dict({"input_ids": [ids for ids, _ in kept], "labels": [labels for _, labels in kept]})
     return data.Tokens(table, facts, _fingerprint(sources), stream=stream)
 
