@@ -499,7 +499,8 @@ BROKEN = [
     ("a.jsonl", '{"text": "\\ud800"}\n', "half a unicode character"),
     ("a.jsonl", '{"text": "a"} {"text": "b"}\n', "a.jsonl:1: not valid JSON at column 15: Extra data"),
     ("a.jsonl", '{"text": "a"}{\n', "Extra data"),
-    ("a.jsonl", '{\n"text": "a"\n}\n', "a.jsonl:1: not valid JSON"),
+    ("a.jsonl", '{\n"text": "a"\n}\n', "a.jsonl: is one JSON object over several lines"),
+    ("a.jsonl", '{\n"text": "a"\n}\n{\n"text": "a"\n}\n', "a.jsonl:1: not valid JSON"),
     ("a.jsonl", "3\n", "a.jsonl:1: each line must be an object {...}, found int"),
     ("a.jsonl", '"text"\n', "found str"),
     ("a.jsonl", "null\n", "found NoneType"),
@@ -557,7 +558,21 @@ BROKEN = [
     ("a.arrow", "no arrow", "not a readable Arrow set"),
     ("a.jsonl.gz", "no gzip", "cannot be read"),
     ("a.jsonl.zst", "no zstd", "cannot be read"),
-    ("a.txt", "x", ".txt ending"),
+    ("a.doc", "x", ".doc ending"),
+    ("a.csv", "text,text\na,b\n", "a.csv:1: has several columns named 'text'; rename all but one"),
+    ("a.jsonl", '{"instruction": "a", "output": "b", "history": 5}\n', "must be a list of [instruction, response] pairs"),
+    ("a.json", '{\n "text": "a"\n}\n', "a.json: is one JSON object over several lines; a list of rows, or an object"),
+    ("a.jsonl", '{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": null, '
+     '"function_call": {"name": "f", "arguments": "{}"}}]}\n', "a.jsonl:1: turn 2 has OpenAI's old `function_call`; write"),
+    ("a.jsonl", turns(("user", [{"type": "reasoning", "value": "x"}]), ("assistant", "y")), "than text ('reasoning')"),
+    ("a.jsonl", '{"prompt": "a", "chosen": "b", "rejected": "c"}\n', "preference data (DPO), but this kit does supervised "
+     "fine-tuning; --columns completion=chosen would"),
+    ("a.jsonl", '{"chosen": "b", "rejected": "c"}\n', "--columns text=chosen would train on the chosen answers"),
+    ("a.jsonl", '{"conversations": [{"from": "human", "value": "x"}], "chosen": {"from": "gpt", "value": "y"}, '
+     '"rejected": {"from": "gpt", "value": "z"}}\n', "are preference data (DPO)"),
+    ("a.jsonl", '{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": '
+     '[{"function": {"name": "f", "arguments": "' + "[" * 100000 + '"}}]}]}\n', "'tool_calls' is not a list of calls"),
+    ("a.jsonl", '{"tools": "' + "[" * 100000 + '", ' + turns(("user", "x"), ("assistant", "y"))[1:], "'tools' is not valid"),
     ("a", "x", "no ending"),
 ]  # fmt: skip
 
@@ -636,6 +651,57 @@ def test_bad_rows_of_other_files(tmp_path, tokenizer):
     bad = write(tmp_path, "bad.jsonl", [ASKED_TWICE] * 3)
     with pytest.raises(UserError, match=r"bad.jsonl:1: turns N and N .* none of the 3 rows can be used"):
         data.load(settings_for(bad, "--bad_rows", "drop"), tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("row", "guess"),
+    [
+        ({"instruction": "a", "context": "b", "response": "c", "category": "d"}, ["output=response", "input=context"]),
+        ({"system_prompt": "a", "question": "b", "response": "c"}, ["answer=response", "system=system_prompt"]),
+        ({"query": "a", "response": "b"}, ["prompt=query", "completion=response"]),
+        ({"dialog": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}, ["messages=dialog"]),
+        ({"title": "a", "content": "b"}, ["text=content"]),
+        ({"foo": 1}, []),
+    ],
+)
+def test_columns_are_guessed_where_the_format_is_unknown(tmp_path, tokenizer, row, guess):
+    file = write(tmp_path, "a.jsonl", [row])
+    with pytest.raises(UserError, match="no known format") as caught:
+        data.load(settings_for(file), tokenizer)
+    assert (f"map them: --columns {' '.join(guess)}." if guess else "--columns prompt=...") in str(caught.value)
+    if guess:
+        assert len(data.load(settings_for(file, "--columns", *guess), tokenizer)[0]) == 1
+
+
+def test_text_files_are_a_row_a_line_where_they_are_named(tmp_path, tokenizer):
+    file = write(tmp_path, "a.txt", "one\r\n\n[two\n")
+    for named in (file, tmp_path / "*.txt"):
+        train, _ = data.load(settings_for(named), tokenizer)
+        shown = [tokenizer.decode(row["input_ids"], skip_special_tokens=True) for row in train.dataset]
+        assert shown == ["one", "[two"] and train.statistics["format"] == "text"
+    write(tmp_path, "b.jsonl", QA)
+    assert [s.path.name for s in rows.find([str(tmp_path)], None, "train")[0]] == ["b.jsonl"]
+
+
+def test_text_parts_may_be_called_value(tokenizer):
+    parts = [{"role": "user", "content": [{"type": "text", "value": "Hi"}]}, TURNS[1]]
+    assert encode(tokenizer, {"messages": parts}) == encode(tokenizer, {"messages": TURNS})
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "not done after 1 seconds"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "ends in a RecursionError"),
+        ("{{ messages[0]['content'] * 10 ** 15 }}", "ends in a MemoryError"),
+    ],
+)
+@pytest.mark.parametrize("marks", ["", "{% generation %}{% endgeneration %}"])
+def test_templates_that_do_not_end_are_refused(tokenizer, monkeypatch, template, says, marks):
+    monkeypatch.setattr(chat, "TEMPLATE_SECONDS", 1)
+    tokenizer.chat_template = template + marks
+    with pytest.raises(UserError, match=f"here: the chat template .*{says}"):
+        encode(tokenizer, EQUAL_ROWS["messages"])
 
 
 def test_more_broken_places(tmp_path, tokenizer, monkeypatch):

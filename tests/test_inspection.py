@@ -122,9 +122,7 @@ def test_rows_repeated_by_weight_are_named_and_are_no_duplicates(tmp_path, zerof
     assert (train["repeated_by_weight"], train["left_out_by_weight"]) == (8, 2)
     assert (train["repeated_exact"], train["repeated_normalised"]) == (0, 1)
     assert facts["fractions"]["max_duplicate_fraction"] == 1 / 6
-    assert (
-        "repeated by weight" in done.stdout and "in the other set" not in done.stdout and "-" + "8" not in done.stdout
-    )
+    assert "repeated by weight" in done.stdout and "in the other set" not in done.stdout and " -8" not in done.stdout
     settings, train_set, eval_set, tokenizer = loaded(*flags, "0.1")
     with pytest.raises(UserError, match=r"16.7% of the training rows repeat another"):
         inspection.check(settings, train_set, eval_set, tokenizer)
@@ -201,6 +199,25 @@ def test_long_and_hostile_text_is_tamed(tokenizer):
     ids, labels = encode(tokenizer, [ask, {"role": "assistant", "content": "Yes"}])
     shown = inspection.render(ids, labels, tokenizer, coloured=False)
     assert len(shown) < 1000 and "\033" not in shown and "\\x1b[2J" in shown and "«Yes<|end|>»" in shown
+
+
+def test_plain_text_shows_why_its_first_token_stands_outside(tokenizer):
+    rows = hand_made([([5, 6, 7], [5, 6, 7])] * 3)
+    assert (
+        sum("first token of a row is never trained on" in t for t in inspection.render_rows(rows, tokenizer, False))
+        == 1
+    )
+    answers = hand_made([([5, 6, 7], [IGNORE, 6, 7])] * 3)
+    assert not any("first token" in text for text in inspection.render_rows(answers, tokenizer, False))
+
+
+def test_what_comes_from_the_data_cannot_steer_the_terminal(tmp_path, zerofit):
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": "aa", "\\u001b[2J": 1}\n{"text": "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"}\n')
+    done = zerofit("data", "--data", file, "--model", TINY / "model", "--out", tmp_path / "out")
+    assert done.returncode == 0 and "columns not used: \\x1b[2J" in done.stdout and "\033" not in done.stdout
+    bars = done.stdout.split("tokens a row, training")[1].split("packed")[0]
+    assert "  0\n" not in bars  # empty bins are left out
 
 
 # --- the end token ---

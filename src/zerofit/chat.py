@@ -1,8 +1,11 @@
 """A row's columns -> token ids and labels: the format, the chat template, and the loss only where it belongs."""
 
+import contextlib
 import itertools
 import json
 import re
+import signal
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -34,6 +37,10 @@ BESIDE = {
     "alpaca": ("input", "system", "tools", "history"),
     "text": (),
 }
+# Names that published data sets give to a question, an answer and a whole text, most telling first.
+ASKED = ("instruction", "question", "prompt", "query", "problem", "input")
+ANSWERED = ("completion", "answer", "output", "response", "solution", "target")
+WHOLE_TEXT = ("content", "document", "body", "article")
 VERDICTS = ("true", "false", "0", "1")  # what KTO's `label` holds, in any spelling
 MEDIA = ("images", "videos", "audios", "image", "video", "audio")
 # Names of the speakers, as published data sets write them -> the field's standard role.
@@ -56,6 +63,7 @@ ROLES = {
     "ipython": "tool",
 }
 TRAIN_ON = ("assistant", "last_turn", "all", "prompt")
+TEMPLATE_SECONDS = 20  # for one conversation; one that takes longer does not end
 PRIVATE_USE = (*range(0xE000, 0xF900), *range(0xF0000, 0xFFFFE))  # code points that no character has
 CALL_AS_TEXT = "a function_call turn that is not JSON with a name and arguments is taken as plain text"
 REASONING_LOST = "reasoning_content of the last answer is not trained on: the chat template does not write it"
@@ -123,9 +131,46 @@ def detect(place: str, row: dict[str, Any]) -> str:
     for name, columns in FORMATS.items():
         if all(c in row for c in columns):
             return name
+    _check_preference(place, row)
     known = "; ".join("+".join(c) for c in FORMATS.values())
+    guess = guess_columns(row)
+    mend = (
+        f"map them: --columns {' '.join(guess)}" if guess else "name columns with --columns prompt=... completion=..."
+    )
     raise UserError(
-        f"{place}: no known format in the columns {', '.join(map(str, row))}; one of these is needed: {known}."
+        f"{place}: no known format in the columns {', '.join(map(str, row))}; one of these is needed: {known}; {mend}."
+    )
+
+
+def guess_columns(row: dict[str, Any]) -> list[str]:
+    """Return what --columns could be for a row of no known format, as far as its names tell; [] when they do not."""
+    strings = {name for name, value in row.items() if isinstance(value, str)}
+    chat_column = next((n for n, v in row.items() if isinstance(v, list) and v and isinstance(v[0], dict)), None)
+    if chat_column and {"role", "from"} & row[chat_column][0].keys():
+        return [f"messages={chat_column}"]
+    ask = next((name for name in ASKED if name in strings), None)
+    say = next((name for name in ANSWERED if name in strings and name != ask), None)
+    if not (ask and say):
+        text = next((name for name in WHOLE_TEXT if name in strings), None)
+        return [f"text={text}"] if text and not ask else []
+    first, last = next(
+        (FORMATS[kind] for kind in ("question/answer", "alpaca") if ask == FORMATS[kind][0]), ("prompt", "completion")
+    )
+    guess = [f"{ours}={theirs}" for ours, theirs in ((first, ask), (last, say)) if ours != theirs]
+    if first == "instruction" and "input" not in row and "context" in strings:
+        guess.append("input=context")
+    return guess + (["system=system_prompt"] if "system" not in row and "system_prompt" in strings else [])
+
+
+def _check_preference(place: str, row: dict[str, Any]) -> None:
+    """Raises: UserError for DPO's rows of a better and a worse answer."""
+    if row.get("chosen") is None or row.get("rejected") is None:
+        return
+    column = {str: "text", list: "messages"}.get(type(row["chosen"])) if "prompt" not in row else "completion"
+    mend = f"--columns {column}=chosen would train on the chosen answers" if column else "keep the chosen answers only"
+    raise UserError(
+        f"{place}: columns 'chosen' and 'rejected' are preference data (DPO), but this kit does supervised fine-tuning; "
+        f"{mend}."
     )
 
 
@@ -140,6 +185,7 @@ def _check_meaning(place: str, row: dict[str, Any], kind: str) -> None:
 
     Raises: UserError naming the column.
     """
+    _check_preference(place, row)
     rename = "if it means something else, rename it (--columns other={0})"
     media = next((name for name in MEDIA if row.get(name)), None)
     if media:
@@ -199,7 +245,7 @@ def _string(place: str, column: str, value: Any) -> str:
 def _history(place: str, history: Any) -> list[dict]:
     """LLaMA-Factory's `history`: a list of (instruction, response) pairs."""
     turns = []
-    for pair in history or []:
+    for pair in history if isinstance(history, list) else [history] if history else []:
         if not isinstance(pair, list) or len(pair) != 2:
             raise UserError(f"{place}: 'history' must be a list of [instruction, response] pairs.")
         turns += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
@@ -245,13 +291,17 @@ def _turns(place: str, messages: Any, row: dict) -> Conversation:
     if isinstance(tools, str):
         try:
             tools = json.loads(tools) if tools.strip() else None
-        except json.JSONDecodeError as error:
-            raise UserError(f"{place}: column 'tools' is not valid JSON: {error.msg}.") from None
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{place}: column 'tools' is not valid JSON: {error}.") from None
     as_text = any(
         isinstance(m, dict) and m.get("role", m.get("from")) == "function_call" and "tool_calls" not in turn
         for m, turn in zip(messages, turns[-len(messages) :], strict=True)
     )
     return Conversation(turns, trained, tools or None, (CALL_AS_TEXT,) if as_text else ())
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text"
 
 
 def _function_calls(text: Any) -> list[dict] | None:
@@ -278,11 +328,21 @@ def _turn(place: str, i: int, message: Any) -> tuple[dict, bool]:
     if role == "function_call" and not calls and (calls := _function_calls(content)):
         message, content = message | {"tool_calls": calls}, None
     if isinstance(content, list):  # OpenAI's list of parts
-        if not all(isinstance(p, dict) and p.get("type") == "text" for p in content):
-            raise UserError(f"{place}: turn {i} has content other than text; this recipe trains on text only.")
-        content = "".join(_string(place, f"content of turn {i}", p.get("text")) for p in content)
+        other = [p.get("type") if isinstance(p, dict) else p for p in content if not _is_text(p)]
+        if other:
+            raise UserError(
+                f"{place}: turn {i} has content other than text ({', '.join(map(repr, other[:3]))}); this recipe trains on "
+                "text only."
+            )
+        # `value` is LLaMA-Factory's word for it
+        content = "".join(_string(place, f"content of turn {i}", p.get("text", p.get("value"))) for p in content)
     if content is None and calls:
         content = ""
+    if content is None and message.get("function_call"):
+        raise UserError(
+            f"{place}: turn {i} has OpenAI's old `function_call`; write it as `tool_calls`, and the column `functions` as "
+            "`tools`."
+        )
     turn = {"role": ROLES[role], "content": _string(place, f"content of turn {i}", content)}
     if calls:
         message = message | {"tool_calls": _calls(place, i, calls)}
@@ -307,7 +367,7 @@ def _calls(place: str, i: int, calls: Any) -> list[dict]:
                 function = function | {"arguments": json.loads(arguments)}
             out.append(call | {"function": function} if "function" in call else function)
         return out
-    except (AttributeError, TypeError, ValueError):
+    except (AttributeError, TypeError, ValueError, RecursionError):
         raise UserError(f"{place}: turn {i}: 'tool_calls' is not a list of calls with JSON arguments.") from None
 
 
@@ -443,14 +503,10 @@ class Encoder:
         return backend.encode(text, add_special_tokens=False).ids
 
     def _text(self, place: str, conversation: Conversation, turns: int | None = None, prompt: bool = False) -> str:
-        from jinja2 import TemplateError
-
-        try:
+        with _template_errors(place):
             return self.tokenizer.apply_chat_template(
                 conversation.turns[:turns], tools=conversation.tools, tokenize=False, add_generation_prompt=prompt
             )
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
-            raise UserError(f"{place}: the chat template refuses this conversation: {error}.") from None
 
     def _render(self, place: str, conversation: Conversation) -> tuple[str, list[tuple[int, int]]]:
         """The conversation as text, and the character spans that carry loss."""
@@ -515,16 +571,13 @@ class Encoder:
         """The conversation as text and the spans inside the template's {% generation %} marks."""
         if not self.marked:
             return self._text(place, conversation), []
-        from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        try:
+        with _template_errors(place):
             texts, marks = render_jinja_template(
                 conversations=[conversation.turns], tools=conversation.tools, chat_template=self.tokenizer.chat_template,
                 return_assistant_tokens_mask=True, **self.tokenizer.special_tokens_map,
             )  # fmt: skip
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
-            raise UserError(f"{place}: the chat template refuses this conversation: {error}.") from None
         return texts[0], marks[0]
 
     def _marked_answers(self, whole: str, marks: list, conversation: Conversation) -> list[tuple[int, int, int]]:
@@ -611,6 +664,33 @@ class Encoder:
                 ids += tokens
                 labels += tokens if inside else [IGNORE] * len(tokens)
         return ids, labels
+
+
+@contextlib.contextmanager
+def _template_errors(place: str) -> Iterator[None]:
+    """Run a chat template, for TEMPLATE_SECONDS at most.
+
+    Raises: UserError naming the place for what goes wrong in it.
+    """
+    from jinja2 import TemplateError
+
+    def stop(*_):
+        raise TimeoutError(f"it was not done after {TEMPLATE_SECONDS} seconds")
+
+    timed = threading.current_thread() is threading.main_thread()  # signals reach no other thread
+    before = signal.signal(signal.SIGALRM, stop) if timed else None
+    try:
+        if timed:
+            signal.setitimer(signal.ITIMER_REAL, TEMPLATE_SECONDS)
+        yield
+    except (RecursionError, MemoryError) as error:
+        raise UserError(f"{place}: the chat template ends in a {type(error).__name__}; mend it.") from None
+    except (TemplateError, TypeError, ValueError, KeyError, AttributeError, OverflowError, TimeoutError) as error:
+        raise UserError(f"{place}: the chat template refuses this conversation: {error}.") from None
+    finally:
+        if timed:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
 
 
 def _labelled(

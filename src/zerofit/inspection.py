@@ -21,7 +21,7 @@ import numpy as np
 
 from . import args
 from .chat import IGNORE
-from .errors import UserError
+from .errors import UserError, printable
 
 FEW = 2  # supervised tokens: an answer of one token and its end
 BARS = " ▏▎▍▌▋▊▉█"
@@ -317,7 +317,7 @@ def describe(settings, facts: dict) -> str:
     sets = [name for name in ("training", "evaluation") if name in facts]
     lines = [f"zerofit data: {settings.recipe}, tokenizer of {settings.model}, max_length {settings.max_length:,}"]
     lines += [f"  {name:<10}  {_shorten(facts[name]['source'])} ({facts[name]['format']})" for name in sets]
-    lines += [f"  - {sentence}" for sentence in facts["decisions"]]
+    lines += [f"  - {printable(sentence)}" for sentence in facts["decisions"]]
     lines += ["", " " * 32 + "".join(f"{name:>18}" for name in sets)]
     for title, value in _table(facts):
         lines.append(f"  {title:<30}" + "".join(f"{value(facts[name]):>18}" for name in sets))
@@ -328,7 +328,7 @@ def describe(settings, facts: dict) -> str:
     bars = facts["training"]["histogram"]
     most, wide = max(n for *_, n in bars), len(f"{bars[-1][1]:,}")
     lines += ["", "tokens a row, training"]
-    lines += [f"  {low:>{wide},} - {high:>{wide},}  {bar(n / most):<40}  {n:,}" for low, high, n in bars]
+    lines += [f"  {low:>{wide},} - {high:>{wide},}  {bar(n / most):<40}  {n:,}" for low, high, n in bars if n]
     p = facts["packing"]
     lines += [
         "",
@@ -389,11 +389,13 @@ def bar(share: float, width: int = 40) -> str:
 
 def render_rows(dataset, tokenizer, coloured: bool) -> list[str]:
     """The first, the middle and the last row, with the loss span green, or in «» without colour."""
-    texts = []
-    for i in sorted({0, len(dataset) // 2, len(dataset) - 1}):
+    texts, shown = [], sorted({0, len(dataset) // 2, len(dataset) - 1})
+    for i in shown:
         row = dataset[i]
         body = render(row["input_ids"], row["labels"], tokenizer, coloured).replace("\n", "\n  | ")
         texts.append(f"\nrow {i + 1:,}, trained on {'the green part' if coloured else 'what stands in «»'}\n  | {body}")
+    if any(row["labels"][0] != IGNORE for row in (dataset[i] for i in shown)):
+        texts.append("\nThe first token of a row is never trained on: nothing comes before it that could predict it.")
     return texts
 
 
@@ -407,16 +409,11 @@ def render(ids: list[int], labels: list[int], tokenizer, coloured: bool) -> str:
         whole = tokenizer.decode(ids[:end])
         piece = whole[len(seen) :] if whole.startswith(seen) else tokenizer.decode(ids[start:end])
         seen = whole
-        piece = _printable(piece if len(piece) <= 700 else f"{piece[:450]} ... {len(piece) - 650:,} ... {piece[-200:]}")
+        piece = printable(piece if len(piece) <= 700 else f"{piece[:450]} ... {len(piece) - 650:,} ... {piece[-200:]}")
         if inside[start] and coloured:
             piece = "\n".join(f"\033[32m{line}\033[0m" for line in piece.split("\n"))
         text += f"«{piece}»" if inside[start] and not coloured else piece
     return text
-
-
-def _printable(text: str) -> str:
-    """Control characters in the data spelled out: they would steer the terminal."""
-    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda m: f"\\x{ord(m[0]):02x}", text)
 
 
 def plot(scans: dict[str, Scan], max_length: int, target: Path) -> None:

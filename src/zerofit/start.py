@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from . import adapters, args, node_disks, quantized, quiet, world
+from .errors import printable
 
 quiet.libraries()
 
@@ -123,7 +124,7 @@ def open_run(settings: args.Settings, train_set, eval_set) -> None:
         )
         described = [data.describe(name, found) for name, found in sets.items()]
         for sentence in [*settings.decisions, *described, *data.notes(sets)]:
-            print(f"  - {sentence}", flush=True)
+            print(f"  - {printable(sentence)}", flush=True)
         facts = {name: {"fingerprint": found.fingerprint, **found.statistics} for name, found in sets.items()}
         rehearsed = os.environ.get(canary.FOUND)
         report.write_run(settings, {"data": facts} | ({"canary": json.loads(rehearsed)} if rehearsed else {}))
