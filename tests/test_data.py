@@ -116,6 +116,13 @@ def test_a_tool_named_in_another_turn_is_still_missing_from_the_call(tokenizer):
         encode(tokenizer, {"messages": [{"role": "user", "content": "The weather?"}, CALL[1]]})
 
 
+@pytest.mark.parametrize("depth", [100, 400, 900, 5000])
+def test_tool_arguments_that_are_nested_deep(tokenizer, depth):
+    call = {"function": {"name": "weather", "arguments": '{"a":' * depth + "1" + "}" * depth}}
+    with pytest.raises(UserError, match=r"here: .*(calls the tool|nested too deep|not a list of calls)"):
+        encode(tokenizer, {"messages": [TURNS[0], CALL[1] | {"tool_calls": [call]}]})
+
+
 def test_control_words_in_tool_arguments_stay_text(tokenizer):
     tokenizer.chat_template = tokenizer.chat_template.replace(
         "{% generation %}{{ message['content'] +", "{% generation %}{{ message.tool_calls | tojson +"

@@ -461,9 +461,11 @@ class Encoder:
                 else:
                     out[i] = self._ids(place, content)
                 self.notes.update(getattr(content, "notes", ()))
-            except UserError as error:
+            except (UserError, RecursionError) as error:
+                if isinstance(error, RecursionError):
+                    error = UserError(f"{place}: its tool calls or tools are nested too deep; make them flatter.")
                 if refuse is None:
-                    raise
+                    raise error from None
                 refuse(place, error)
         if texts:
             backend = self.tokenizer.backend_tokenizer

@@ -447,7 +447,7 @@ def tally(sources: list[rows.Source], count: Counter, settings) -> dict:
         {"source": names, "format": " + ".join(formats)}
         | {name: count[name] for name in COUNTS}
         | {"bad_rows": bad, "columns_not_used": _counted(count, "not used ")}
-        | {"notes": [f"{sentence} ({rows_of:,} rows)" for sentence, rows_of in notes.items()]}
+        | {"notes": [f"{sentence} ({rows_of:,} row{'s' * (rows_of > 1)})" for sentence, rows_of in notes.items()]}
     )
 
 
@@ -535,7 +535,8 @@ def notes(sets: dict[str, Tokens]) -> list[str]:
         bad = list(tokens.statistics["bad_rows"].items())
         for reason, found in bad[:MOST_REASONS]:
             places = ", ".join(found["first"])
-            lines.append(f"{name}: {found['rows']:,} rows cannot be used: {reason.rstrip('.')} (first: {places})")
+            rows_of = f"{found['rows']:,} row{'s' * (found['rows'] > 1)}"
+            lines.append(f"{name}: {rows_of} cannot be used: {reason.rstrip('.')} (first: {places})")
         if len(bad) > MOST_REASONS:
             rest = sum(found["rows"] for _, found in bad[MOST_REASONS:])
             lines.append(f"{name}: {rest:,} rows cannot be used for {len(bad) - MOST_REASONS} more reasons")
