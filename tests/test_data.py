@@ -655,8 +655,13 @@ def test_bad_rows_of_other_files(tmp_path, tokenizer):
     assert [f["first"] for f in train.statistics["bad_rows"].values()] == [
         [f"{tmp_path}/a.csv:3"], [f"{tmp_path}/b.json: element 1"],
     ]  # fmt: skip
+    odd = write(tmp_path, "odd.jsonl", [QA[0], {"a\tb": 1}])
+    train, _ = data.load(settings_for(odd, "--bad_rows", "drop"), tokenizer)
+    assert [f["exact"] for f in train.statistics["bad_rows"].values()] == [
+        "column 'question' is missing or null (format question/answer; columns here: a\tb)."
+    ]
     bad = write(tmp_path, "bad.jsonl", [ASKED_TWICE] * 3)
-    with pytest.raises(UserError, match=r"bad.jsonl:1: turns N and N .* none of the 3 rows can be used"):
+    with pytest.raises(UserError, match=r"bad.jsonl:1: turns 1 and 2 .* none of the 3 rows can be used"):
         data.load(settings_for(bad, "--bad_rows", "drop"), tokenizer)
 
 

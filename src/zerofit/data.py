@@ -25,6 +25,7 @@ from .errors import UserError
 
 CACHE_VERSION = 5  # raise it when the tokens of a row change
 CHUNK = 500  # rows encoded at once
+KEPT_REASONS = 100  # in run.json and data.json
 MOST_REASONS = 10  # why rows cannot be used, a line each
 MOST_COLUMNS = 20  # that are not used, in one line
 LONG_ROWS = "rows have up to"  # how the decision about too long rows begins
@@ -271,11 +272,12 @@ def _refuse(place: str, error: UserError, settings, count: Counter) -> None:
     """
     if settings.bad_rows == "error":
         raise error
-    reason = re.sub(r"\d+", "N", str(error).removeprefix(f"{place}: "))
+    exact = str(error).removeprefix(f"{place}: ")
+    reason = re.sub(r"\d+", "N", exact)
     count["dropped_bad"] += 1
     count[f"bad row {reason}"] += 1
     if count[f"bad row {reason}"] <= FIRST_PLACES:
-        count[f"bad place {reason}\t{place}"] += 1
+        count["bad place " + json.dumps([reason, place, exact])] += 1
 
 
 def kind_of(read: Iterator, settings) -> tuple[str, Iterator]:
@@ -434,9 +436,9 @@ def tally(sources: list[rows.Source], count: Counter, settings) -> dict:
         raise UserError(f"{names}: holds no rows.")
     bad = _bad_rows(count)
     if count["dropped_bad"] == count["rows"]:
-        reason, found = next(iter(bad.items()))
+        found = next(iter(bad.values()))
         raise UserError(
-            f"{found['first'][0]}: {reason.rstrip('.')}; like it, none of the {count['rows']} rows can be used."
+            f"{found['first'][0]}: {found['exact'].rstrip('.')}; like it, none of the {count['rows']} rows can be used."
         )
     if not count["kept"]:
         raise UserError(
@@ -452,12 +454,14 @@ def tally(sources: list[rows.Source], count: Counter, settings) -> dict:
 
 
 def _bad_rows(count: Counter) -> dict[str, dict]:
-    """{reason: {"rows": how many, "first": their first places}}, the most frequent first."""
-    reasons = sorted(_counted(count, "bad row ").items(), key=lambda pair: -pair[1])
-    bad = {reason: {"rows": n, "first": []} for reason, n in reasons}
+    """{reason: {"rows": how many, "first": their first places, "exact": the first one's words}}, the frequent first."""
+    reasons = sorted(_counted(count, "bad row ").items(), key=lambda pair: -pair[1])[:KEPT_REASONS]
+    bad = {reason: {"rows": n, "first": [], "exact": ""} for reason, n in reasons}
     for entry in _counted(count, "bad place "):
-        reason, place = entry.split("\t")
-        bad[reason]["first"] = [*bad[reason]["first"], place][:FIRST_PLACES]
+        reason, place, exact = json.loads(entry)
+        if reason in bad:
+            bad[reason]["exact"] = bad[reason]["exact"] or exact
+            bad[reason]["first"] = [*bad[reason]["first"], place][:FIRST_PLACES]
     return bad
 
 
