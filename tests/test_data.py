@@ -95,6 +95,108 @@ def test_tool_calls_reach_the_template(tokenizer):
     assert supervised_text(tokenizer, ids, labels) == "<call>weather<|end|>No.<|end|>"
 
 
+WEATHER = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo <|end|>"}}}
+CALL = [TURNS[0], {"role": "assistant", "content": None, "tool_calls": [WEATHER]}]
+REASONED = {"messages": [TURNS[0], TURNS[1] | {"reasoning_content": "Be polite."}]}
+
+
+@pytest.mark.parametrize("train_on", chat.TRAIN_ON)
+@pytest.mark.parametrize("name", ["bundled", "plain", "chatml", "llama3"])
+def test_tool_calls_that_the_template_does_not_write_are_refused(tokenizer, name, train_on):
+    if name != "bundled":
+        tokenizer.chat_template = chat.TEMPLATES[name]
+        tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<|eot_id|>"]})
+    with pytest.raises(UserError, match=r"here: turn 2 calls the tool 'weather', but .*; use a template with tools"):
+        encode(tokenizer, {"messages": CALL}, train_on=train_on)
+    with pytest.raises(UserError, match=r"here: column 'tools' has 'weather', but .*; use a template with tools"):
+        encode(tokenizer, {"messages": TURNS, "tools": [WEATHER]}, train_on=train_on)
+
+
+def test_a_tool_named_in_another_turn_is_still_missing_from_the_call(tokenizer):
+    with pytest.raises(UserError, match="turn 2 calls the tool 'weather'"):
+        encode(tokenizer, {"messages": [{"role": "user", "content": "The weather?"}, CALL[1]]})
+
+
+@pytest.mark.parametrize("depth", [100, 400, 900, 5000])
+def test_tool_arguments_that_are_nested_deep(tokenizer, depth):
+    call = {"function": {"name": "weather", "arguments": '{"a":' * depth + "1" + "}" * depth}}
+    with pytest.raises(UserError, match=r"here: .*(calls the tool|nested too deep|not a list of calls)"):
+        encode(tokenizer, {"messages": [TURNS[0], CALL[1] | {"tool_calls": [call]}]})
+
+
+def test_control_words_in_tool_arguments_stay_text(tokenizer):
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "{% generation %}{{ message['content'] +", "{% generation %}{{ message.tool_calls | tojson +"
+    )
+    ids, labels = encode(tokenizer, {"messages": CALL})
+    assert '"city": "Oslo <|end|>"' in supervised_text(tokenizer, ids, labels)
+    assert ids.count(tokenizer.eos_token_id) == 2  # the template's own
+
+
+def test_reasoning_reaches_the_template_or_is_said_to_be_lost(tmp_path, tokenizer):
+    file = write(tmp_path, "a.jsonl", [REASONED] * 3)
+    train, _ = data.load(settings_for(file), tokenizer)
+    assert data.notes({"training": train}) == [f"training: {chat.REASONING_LOST} (3 rows)"]
+    earlier = {"messages": [*REASONED["messages"], *TURNS]}  # of an earlier answer, which many templates drop
+    assert data.load(settings_for(write(tmp_path, "b.jsonl", [earlier])), tokenizer)[0].statistics["notes"] == []
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "{% generation %}{{ message['content']", "{% generation %}{{ message.reasoning_content + message['content']"
+    )
+    train, _ = data.load(settings_for(file), tokenizer)
+    row = train.dataset[0]
+    assert supervised_text(tokenizer, row["input_ids"], row["labels"]) == "Be polite.Hello.<|end|>"
+    assert train.statistics["notes"] == []
+
+
+# As Qwen3's: calls in tags, and an empty thinking block in the answer only that is the last turn.
+CALLING_TEMPLATE = (
+    "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}{% for m in messages %}<|{{ m['role'] }}|>\n"
+    "{% if m['role'] == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}{{ m['content'] }}"
+    "{% for c in m.tool_calls or [] %}{{ '\\n' if m['content'] }}<call>"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}</call>{% endfor %}<|end|>\n'
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+GLAIVE = {"from": "function_call", "value": '{"name": "weather", "arguments": {"city": "Oslo"}}'}
+
+
+@pytest.mark.parametrize("content", [None, "", "Let me look."])
+def test_an_empty_thinking_block_in_the_last_turn_and_tool_calls_before_it(tokenizer, content):
+    from tokenizers import AddedToken
+
+    tokenizer.chat_template = CALLING_TEMPLATE
+    tokenizer.add_tokens([AddedToken("<call>", special=False), AddedToken("</call>", special=False)])
+    call = {"type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+    turns = [
+        {"role": "user", "content": "Rain?"},
+        {"role": "assistant", "content": content, "tool_calls": [call]},
+        {"role": "tool", "content": "no"},
+        {"role": "assistant", "content": "No."},
+    ]
+    ids, labels = encode(tokenizer, {"messages": turns, "tools": [call]})
+    written = (content + "\n" if content else "") + '<call>{"name": "weather", "arguments": {"city": "Oslo"}}</call>'
+    wanted = f"{written}<|end|><think>\n\n</think>\n\nNo.<|end|>"
+    assert supervised_text(tokenizer, ids, labels) == wanted
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_a_function_call_turn_becomes_a_tool_call(tokenizer, many):
+    tokenizer.chat_template = CALLING_TEMPLATE
+    call = GLAIVE | {"value": f"[{GLAIVE['value']}, {GLAIVE['value']}]"} if many else GLAIVE
+    turns = [{"from": "human", "value": "Rain?"}, call, {"from": "observation", "value": "no"}]
+    ids, labels = encode(tokenizer, {"conversations": [*turns, {"from": "gpt", "value": "No."}]})
+    written = '<call>{"name": "weather", "arguments": {"city": "Oslo"}}</call>' * (1 + many)
+    assert supervised_text(tokenizer, ids, labels).startswith(f"{written}<|end|>")
+
+
+@pytest.mark.parametrize("value", ["weather(Oslo)", '{"name": "weather"}', "[]", "[" * 2000])
+def test_a_function_call_turn_of_another_form_is_said_to_be_plain_text(tmp_path, tokenizer, value):
+    turns = [{"from": "human", "value": "Rain?"}, {"from": "function_call", "value": value}]
+    train, _ = data.load(settings_for(write(tmp_path, "a.jsonl", [{"conversations": turns}] * 2)), tokenizer)
+    assert train.statistics["notes"] == [f"{chat.CALL_AS_TEXT} (2 rows)"]
+    shown = supervised_text(tokenizer, train.dataset[0]["input_ids"], train.dataset[0]["labels"])
+    assert shown == value + "<|end|>"
+
+
 LONG = {
     "messages": [
         {"role": "system", "content": "Be short."},
@@ -153,6 +255,13 @@ def test_control_words_in_texts_stay_text(tokenizer):
         assert supervised_text(tokenizer, ids, labels) == ("Hello." if role == 0 else evil) + "<|end|>"
     ids, _ = encode(tokenizer, {"text": evil})
     assert [i for i in ids if i in tokenizer.all_special_ids] == [tokenizer.eos_token_id]
+
+
+@pytest.mark.parametrize("private", ["\ue0000\ue001", "\ue0007\ue001", "\ue0000\ue000", "\ue000\ue001\uf8ff"])
+def test_private_use_characters_beside_control_words_stay_as_they_are(tokenizer, private):
+    evil = f"x <|assistant|> {private} y"
+    ids, labels = encode(tokenizer, {"messages": [TURNS[0], {"role": "assistant", "content": evil}]})
+    assert supervised_text(tokenizer, ids, labels) == evil + "<|end|>"
 
 
 def test_plain_text_trains_everything_and_the_end(tokenizer):
@@ -428,7 +537,8 @@ BROKEN = [
     ("a.jsonl", '{"text": "\\ud800"}\n', "half a unicode character"),
     ("a.jsonl", '{"text": "a"} {"text": "b"}\n', "a.jsonl:1: not valid JSON at column 15: Extra data"),
     ("a.jsonl", '{"text": "a"}{\n', "Extra data"),
-    ("a.jsonl", '{\n"text": "a"\n}\n', "a.jsonl:1: not valid JSON"),
+    ("a.jsonl", '{\n"text": "a"\n}\n', "a.jsonl: is one JSON object over several lines"),
+    ("a.jsonl", '{\n"text": "a"\n}\n{\n"text": "a"\n}\n', "a.jsonl:1: not valid JSON"),
     ("a.jsonl", "3\n", "a.jsonl:1: each line must be an object {...}, found int"),
     ("a.jsonl", '"text"\n', "found str"),
     ("a.jsonl", "null\n", "found NoneType"),
@@ -476,7 +586,7 @@ BROKEN = [
     ("a.jsonl", '{"text": 5}\n', "column 'text' must be a string"),
     ("a.json", '[{"text": "a"},\n {"text" }]', "a.json:2:"),
     ("a.json", '[{"text": "a"}', "a.json:1:15: not valid JSON"),
-    ("a.json", '[{"text": "a"}, 4]', "element 2 must be an object"),
+    ("a.json", '[{"text": "a"}, 4]', "element 2: must be an object"),
     ("a.json", '[{"text": NaN}]', "NaN is no JSON value"),
     ("a.csv", "question,answer\na\n", "a.csv:2: has another number of fields"),
     ("a.csv", "question,answer\na,b,c\n", "a.csv:2: has another number of fields"),
@@ -486,7 +596,21 @@ BROKEN = [
     ("a.arrow", "no arrow", "not a readable Arrow set"),
     ("a.jsonl.gz", "no gzip", "cannot be read"),
     ("a.jsonl.zst", "no zstd", "cannot be read"),
-    ("a.txt", "x", ".txt ending"),
+    ("a.doc", "x", ".doc ending"),
+    ("a.csv", "text,text\na,b\n", "a.csv:1: has several columns named 'text'; rename all but one"),
+    ("a.jsonl", '{"instruction": "a", "output": "b", "history": 5}\n', "must be a list of [instruction, response] pairs"),
+    ("a.json", '{\n "text": "a"\n}\n', "a.json: is one JSON object over several lines; a list of rows, or an object"),
+    ("a.jsonl", '{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": null, '
+     '"function_call": {"name": "f", "arguments": "{}"}}]}\n', "a.jsonl:1: turn 2 has OpenAI's old `function_call`; write"),
+    ("a.jsonl", turns(("user", [{"type": "reasoning", "value": "x"}]), ("assistant", "y")), "than text ('reasoning')"),
+    ("a.jsonl", '{"prompt": "a", "chosen": "b", "rejected": "c"}\n', "preference data (DPO), but this kit does supervised "
+     "fine-tuning; --columns completion=chosen would"),
+    ("a.jsonl", '{"chosen": "b", "rejected": "c"}\n', "--columns text=chosen would train on the chosen answers"),
+    ("a.jsonl", '{"conversations": [{"from": "human", "value": "x"}], "chosen": {"from": "gpt", "value": "y"}, '
+     '"rejected": {"from": "gpt", "value": "z"}}\n', "are preference data (DPO)"),
+    ("a.jsonl", '{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": '
+     '[{"function": {"name": "f", "arguments": "' + "[" * 100000 + '"}}]}]}\n', "'tool_calls' is not a list of calls"),
+    ("a.jsonl", '{"tools": "' + "[" * 100000 + '", ' + turns(("user", "x"), ("assistant", "y"))[1:], "'tools' is not valid"),
     ("a", "x", "no ending"),
 ]  # fmt: skip
 
@@ -497,6 +621,130 @@ def test_broken_files(tmp_path, tokenizer, name, content, says):
     with pytest.raises(UserError) as caught:
         data.load(settings_for(file), tokenizer)
     assert says in str(caught.value) and f"{name}" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_columns_that_are_not_used_are_listed(tmp_path, tokenizer):
+    rows_ = [QA[0] | {"id": 1, "source": "x", "empty": None, "images": []}, QA[1] | {"source": "y"}]
+    settings = settings_for(write(tmp_path, "a.jsonl", rows_))
+    for _ in range(2):  # built, and from the cache
+        train, _ = data.load(settings, tokenizer)
+        assert train.statistics["columns_not_used"] == {"id": 1, "source": 2}
+        assert data.notes({"training": train}) == ["training: columns not used: id, source"]
+    used = [{"instruction": "a", "input": "b", "output": "c", "system": "d", "history": []}]
+    train, _ = data.load(settings_for(write(tmp_path, "b.jsonl", used)), tokenizer)
+    assert data.notes({"training": train}) == []
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"messages": TURNS, "images": ["a.png"]}, "column 'images' is not empty, but this kit trains on text only"),
+        ({"messages": TURNS, "videos": ["a"]}, "column 'videos' is not empty"),
+        ({"question": "a", "answer": "b", "audios": ["a"]}, "column 'audios' is not empty"),
+        ({"messages": TURNS, "label": False}, "column 'label' marks answers as good or bad (KTO)"),
+        ({"prompt": "a", "completion": "b", "label": True}, "column 'label' marks answers as good or bad (KTO)"),
+        ({"message_id": "1", "parent_id": None, "text": "a", "role": "prompter"}, "one message of a tree of conv"),
+    ],
+)
+def test_columns_that_change_what_a_row_means_are_refused(tmp_path, tokenizer, row, says):
+    with pytest.raises(UserError) as caught:
+        data.load(settings_for(write(tmp_path, "a.jsonl", [row])), tokenizer)
+    assert str(caught.value).startswith(f"{tmp_path}/a.jsonl:1: ") and says in str(caught.value)
+    if "label" in row:
+        train, _ = data.load(settings_for(tmp_path / "a.jsonl", "--columns", "other=label"), tokenizer)
+        assert train.statistics["columns_not_used"] == {"other": 1}
+
+
+ASKED_TWICE = {"messages": [TURNS[0], *TURNS]}
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_bad_rows_are_left_out_and_counted_by_reason(tmp_path, tokenizer, workers):
+    good = {"messages": [{"role": "user", "content": workers}, TURNS[1]]}  # not the other case's table
+    file = write(tmp_path, "a.jsonl", [{"foo": 1}, good, ASKED_TWICE, {"messages": CALL}, good, ASKED_TWICE] * 200)
+    with pytest.raises(UserError, match=r"a.jsonl:1: no known format"):
+        data.load(settings_for(file), tokenizer)
+    flags = ("--bad_rows", "drop", "--preprocessing_num_workers", workers)
+    train, _ = data.load(settings_for(file, *flags), tokenizer)
+    assert len(train) == 400 and (train.statistics["rows"], train.statistics["dropped_bad"]) == (1200, 800)
+    found = train.statistics["bad_rows"]
+    assert [f["rows"] for f in found.values()] == [400, 200, 200]
+    reason, twice = next(iter(found.items()))
+    assert reason == "turns N and N are both the user's; join them or insert the answer."
+    assert twice["first"] == [f"{file}:3", f"{file}:6", f"{file}:9"]
+    assert f"(first: {file}:3, {file}:6, {file}:9)" in "".join(data.notes({"training": train}))
+    assert "800 dropped (cannot be used)" in data.describe("training", train)
+    with pytest.raises(UserError, match=r"a.jsonl:1: no known format"):  # the table is there, the flag is not
+        data.load(settings_for(file), tokenizer)
+
+
+def test_bad_rows_of_other_files(tmp_path, tokenizer):
+    write(tmp_path, "a.csv", "question,answer\na,b\nc\nd,e\n")
+    write(tmp_path, "b.json", json.dumps([3, QA[0]]))
+    train, _ = data.load(settings_for(tmp_path, "--bad_rows", "drop"), tokenizer)
+    assert len(train) == 3
+    assert [f["first"] for f in train.statistics["bad_rows"].values()] == [
+        [f"{tmp_path}/a.csv:3"], [f"{tmp_path}/b.json: element 1"],
+    ]  # fmt: skip
+    odd = write(tmp_path, "odd.jsonl", [QA[0], {"a\tb": 1}])
+    train, _ = data.load(settings_for(odd, "--bad_rows", "drop"), tokenizer)
+    assert [f["exact"] for f in train.statistics["bad_rows"].values()] == [
+        "column 'question' is missing or null (format question/answer; columns here: a\tb)."
+    ]
+    bad = write(tmp_path, "bad.jsonl", [ASKED_TWICE] * 3)
+    with pytest.raises(UserError, match=r"bad.jsonl:1: turns 1 and 2 .* none of the 3 rows can be used"):
+        data.load(settings_for(bad, "--bad_rows", "drop"), tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("row", "guess"),
+    [
+        ({"instruction": "a", "context": "b", "response": "c", "category": "d"}, ["output=response", "input=context"]),
+        ({"system_prompt": "a", "question": "b", "response": "c"}, ["answer=response", "system=system_prompt"]),
+        ({"query": "a", "response": "b"}, ["prompt=query", "completion=response"]),
+        ({"dialog": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}, ["messages=dialog"]),
+        ({"title": "a", "content": "b"}, ["text=content"]),
+        ({"foo": 1}, []),
+    ],
+)
+def test_columns_are_guessed_where_the_format_is_unknown(tmp_path, tokenizer, row, guess):
+    file = write(tmp_path, "a.jsonl", [row])
+    with pytest.raises(UserError, match="no known format") as caught:
+        data.load(settings_for(file), tokenizer)
+    assert (f"map them: --columns {' '.join(guess)}." if guess else "--columns prompt=...") in str(caught.value)
+    if guess:
+        assert len(data.load(settings_for(file, "--columns", *guess), tokenizer)[0]) == 1
+
+
+def test_text_files_are_a_row_a_line_where_they_are_named(tmp_path, tokenizer):
+    file = write(tmp_path, "a.txt", "one\r\n\n[two\n")
+    for named in (file, tmp_path / "*.txt"):
+        train, _ = data.load(settings_for(named), tokenizer)
+        shown = [tokenizer.decode(row["input_ids"], skip_special_tokens=True) for row in train.dataset]
+        assert shown == ["one", "[two"] and train.statistics["format"] == "text"
+    write(tmp_path, "b.jsonl", QA)
+    assert [s.path.name for s in rows.find([str(tmp_path)], None, "train")[0]] == ["b.jsonl"]
+
+
+def test_text_parts_may_be_called_value(tokenizer):
+    parts = [{"role": "user", "content": [{"type": "text", "value": "Hi"}]}, TURNS[1]]
+    assert encode(tokenizer, {"messages": parts}) == encode(tokenizer, {"messages": TURNS})
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "not done after 1 seconds"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "ends in a RecursionError"),
+        ("{{ messages[0]['content'] * 10 ** 15 }}", "ends in a MemoryError"),
+    ],
+)
+@pytest.mark.parametrize("marks", ["", "{% generation %}{% endgeneration %}"])
+def test_templates_that_do_not_end_are_refused(tokenizer, monkeypatch, template, says, marks):
+    monkeypatch.setattr(chat, "TEMPLATE_SECONDS", 1)
+    tokenizer.chat_template = template + marks
+    with pytest.raises(UserError, match=f"here: the chat template .*{says}"):
+        encode(tokenizer, EQUAL_ROWS["messages"])
 
 
 def test_more_broken_places(tmp_path, tokenizer, monkeypatch):
@@ -552,6 +800,21 @@ def test_cache_is_reused_and_a_half_written_one_rebuilt(tmp_path, tokenizer, mon
     assert rebuilt.dataset[1] == row
     write(tmp_path, "a.jsonl", QA[:1])
     assert len(data.load(settings_for(file), tokenizer)[0]) == 1
+
+
+def test_the_cache_keeps_files_and_formats_apart(tmp_path, tokenizer):
+    lines = [json.dumps({"text": f"row {i}"}) + "\n" for i in range(6)]
+    a, b = write(tmp_path, "a.jsonl", "".join(lines[:3])), write(tmp_path, "b.jsonl", "".join(lines[3:]))
+    found = args.parse("sft", ["--data", f"{a}:5", str(b)], 1)
+    assert len(data.load(found, tokenizer)[0]) == 18
+    write(tmp_path, "a.jsonl", lines[0])
+    write(tmp_path, "b.jsonl", "".join(lines[1:]))  # the same bytes, the bound between the files elsewhere
+    assert len(data.load(found, tokenizer)[0]) == 10
+    write(tmp_path, "x.tsv", "text\na,b\n")
+    write(tmp_path, "x.csv", "text\na,b\n")
+    assert len(data.load(settings_for(tmp_path / "x.tsv"), tokenizer)[0]) == 1
+    with pytest.raises(UserError, match=r"x.csv:2: has another number of fields"):
+        data.load(settings_for(tmp_path / "x.csv"), tokenizer)
 
 
 def test_eval_fraction_is_disjoint_and_repeatable(tokenizer):

@@ -110,6 +110,38 @@ def test_duplicates_and_overlap(tmp_path):
     assert any("2 of 4 eval rows are also training rows" in w for w in facts["warnings"])
 
 
+def test_rows_repeated_by_weight_are_named_and_are_no_duplicates(tmp_path, zerofit):
+    one = rows_file(tmp_path, "one.jsonl", [("Who?", "Bo."), ("who", "bo"), ("Where?", "Oslo."), ("When?", "Now.")])
+    half = rows_file(tmp_path, "half.jsonl", [(f"What {i}?", "x") for i in range(4)])
+    flags = ["--data", f"{one}:3", f"{half}:0.5", "--model", TINY / "model", "--max_duplicate_fraction"]
+    done = zerofit("data", *flags, "0.2", "--out", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    facts = json.loads((tmp_path / "out" / "data.json").read_text())
+    train = facts["training"]
+    assert (train["rows"], train["kept"]) == (8, 14)
+    assert (train["repeated_by_weight"], train["left_out_by_weight"]) == (8, 2)
+    assert (train["repeated_exact"], train["repeated_normalised"]) == (0, 1)
+    assert facts["fractions"]["max_duplicate_fraction"] == 1 / 6
+    assert "repeated by weight" in done.stdout and "in the other set" not in done.stdout and " -8" not in done.stdout
+    settings, train_set, eval_set, tokenizer = loaded(*flags, "0.1")
+    with pytest.raises(UserError, match=r"16.7% of the training rows repeat another"):
+        inspection.check(settings, train_set, eval_set, tokenizer)
+
+
+@pytest.mark.parametrize("more", [[], ["--streaming", "--max_steps", 2]])
+def test_rows_longer_than_the_model_was_made_for_are_said(tmp_path, more, capfd):
+    file = tmp_path / "a.jsonl"
+    file.write_text(json.dumps({"text": "many words " * 500}) + "\n")
+    flags = ["--data", file, "--model", TINY / "model", *more]
+    settings, train_set, _, _ = loaded(*flags)
+    longest = len(train_set.dataset[0]["input_ids"])
+    wanted = f"rows have up to {longest:,} tokens, but the model was made for 1,024 (max_position_embeddings): use --max_length 1024"
+    assert longest > 1024 and settings.decisions[-1] == wanted
+    assert "indexing errors" not in "".join(capfd.readouterr())
+    settings, *_ = loaded(*flags, "--max_length", 1024)
+    assert "made for" not in "".join(settings.decisions)
+
+
 def test_histogram_numbers():
     assert inspection.histogram(np.array([3, 4, 4, 9]), 12) == [
         (3, 3, 1), (4, 4, 2), (5, 5, 0), (6, 6, 0), (7, 7, 0), (8, 8, 0), (9, 9, 1),
@@ -167,6 +199,25 @@ def test_long_and_hostile_text_is_tamed(tokenizer):
     ids, labels = encode(tokenizer, [ask, {"role": "assistant", "content": "Yes"}])
     shown = inspection.render(ids, labels, tokenizer, coloured=False)
     assert len(shown) < 1000 and "\033" not in shown and "\\x1b[2J" in shown and "«Yes<|end|>»" in shown
+
+
+def test_plain_text_shows_why_its_first_token_stands_outside(tokenizer):
+    rows = hand_made([([5, 6, 7], [5, 6, 7])] * 3)
+    assert (
+        sum("first token of a row is never trained on" in t for t in inspection.render_rows(rows, tokenizer, False))
+        == 1
+    )
+    answers = hand_made([([5, 6, 7], [IGNORE, 6, 7])] * 3)
+    assert not any("first token" in text for text in inspection.render_rows(answers, tokenizer, False))
+
+
+def test_what_comes_from_the_data_cannot_steer_the_terminal(tmp_path, zerofit):
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": "aa", "\\u001b[2J": 1}\n{"text": "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"}\n')
+    done = zerofit("data", "--data", file, "--model", TINY / "model", "--out", tmp_path / "out")
+    assert done.returncode == 0 and "columns not used: \\x1b[2J" in done.stdout and "\033" not in done.stdout
+    bars = done.stdout.split("tokens a row, training")[1].split("packed")[0]
+    assert "  0\n" not in bars  # empty bins are left out
 
 
 # --- the end token ---
@@ -283,6 +334,17 @@ def test_mistakes_are_one_sentence(words, says, zerofit):
     done = zerofit("data", *words)
     assert done.returncode == 2 and says in done.stderr
     assert done.stderr.count("\n") == 1 and done.stderr.startswith("zerofit: error: ")
+
+
+def test_bad_rows_are_all_counted_before_the_end(tmp_path, zerofit):
+    file = rows_file(tmp_path, "a.jsonl", [("Who?", "Bo."), ("Who?", 3), ("Who?", "Ann."), ("Who?", None)])
+    flags = ["data", "--data", file, "--model", TINY / "model", "--out"]
+    done = zerofit(*flags, tmp_path / "out")
+    assert done.returncode == 2 and "2 of 4 training rows cannot be used (see above)" in done.stderr
+    assert f"1 row cannot be used: column 'answer' must be a string, found a int (first: {file}:2)" in done.stdout
+    assert f"(first: {file}:4)" in done.stdout and "dropped, bad" in done.stdout
+    assert json.loads((tmp_path / "out" / "data.json").read_text())["training"]["dropped_bad"] == 2
+    assert zerofit(*flags, tmp_path / "other", "--bad_rows", "drop").returncode == 0
 
 
 def test_make_data(tmp_path):

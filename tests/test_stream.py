@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -165,3 +166,15 @@ def test_a_broken_row_met_while_training_is_one_sentence(tmp_path, workers):
     assert Run(tmp_path / "run").json("result.json")["status"] == "failed"
     facts = Run(tmp_path / "run").json("run.json")["data"]["training"]
     assert facts["streaming"] and facts["rows"] == stream.PREVIEW
+
+
+def test_bad_rows_of_a_stream_keep_their_place_and_train_on_nothing(tmp_path, tokenizer):
+    settings = SimpleNamespace(
+        packing=False, max_length=64, truncation="truncate_right", columns=None, data_format="auto", bad_rows="drop"
+    )
+    found = stream.Stream([], settings, chat.Encoder(tokenizer), None, 8)
+    raw = [("a:1", '{"text": "a"}', "text"), ("a:2", '{"text": 3}', "text"), ("a:3", '{"text": "b"}', "text")]
+    assert [row is None for row in found.encoded(raw, Counter())] == [False, True, False]
+    settings.bad_rows = "error"
+    with pytest.raises(errors.UserError, match="a:2: column 'text' must be a string"):
+        found.encoded(raw, Counter())

@@ -247,6 +247,10 @@ class DataArguments:
         default="truncate_right",
         metadata={"help": "What happens to longer rows. A row whose answer is cut away entirely is always dropped."},
     )
+    bad_rows: Literal["error", "drop"] = field(
+        default="error",
+        metadata={"help": "A row that cannot be used ends the run, or is left out and counted by reason."},
+    )
     max_samples: int | None = field(default=None, metadata={"help": "Use only the first N training rows."})
     streaming: bool = field(
         default=False,

@@ -1,8 +1,13 @@
 """A row's columns -> token ids and labels: the format, the chat template, and the loss only where it belongs."""
 
+import contextlib
 import itertools
 import json
 import re
+import signal
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +27,22 @@ FORMATS = {
     "text": ("text",),
 }
 MASKS = ("completion_mask", "assistant_masks")  # columns that TRL writes beside input_ids
+# Columns that are used beside those of FORMATS; any other is listed as not used.
+BESIDE = {
+    "tokens": ("labels", *MASKS),
+    "messages": ("system", "tools"),
+    "sharegpt": ("system", "tools"),
+    "prompt/completion": ("system", "tools", "history"),
+    "question/answer": ("system", "tools", "history"),
+    "alpaca": ("input", "system", "tools", "history"),
+    "text": (),
+}
+# Names that published data sets give to a question, an answer and a whole text, most telling first.
+ASKED = ("instruction", "question", "prompt", "query", "problem", "input")
+ANSWERED = ("completion", "answer", "output", "response", "solution", "target")
+WHOLE_TEXT = ("content", "document", "body", "article")
+VERDICTS = ("true", "false", "0", "1")  # what KTO's `label` holds, in any spelling
+MEDIA = ("images", "videos", "audios", "image", "video", "audio")
 # Names of the speakers, as published data sets write them -> the field's standard role.
 ROLES = {
     "system": "system",
@@ -42,6 +63,10 @@ ROLES = {
     "ipython": "tool",
 }
 TRAIN_ON = ("assistant", "last_turn", "all", "prompt")
+TEMPLATE_SECONDS = 20  # for one conversation; one that takes longer does not end
+PRIVATE_USE = (*range(0xE000, 0xF900), *range(0xF0000, 0xFFFFE))  # code points that no character has
+CALL_AS_TEXT = "a function_call turn that is not JSON with a name and arguments is taken as plain text"
+REASONING_LOST = "reasoning_content of the last answer is not trained on: the chat template does not write it"
 
 # For a tokenizer without a chat template; saved with the trained model, so that inference uses the same one.
 PLAIN_TEMPLATE = (
@@ -76,6 +101,7 @@ class Conversation:
     turns: list[dict]
     trained: list[bool]
     tools: list | None = None
+    notes: tuple[str, ...] = ()  # what the user should know although the row is trained on
 
 
 def choose_template(name: str, tokenizer) -> str:
@@ -105,10 +131,77 @@ def detect(place: str, row: dict[str, Any]) -> str:
     for name, columns in FORMATS.items():
         if all(c in row for c in columns):
             return name
+    _check_preference(place, row)
     known = "; ".join("+".join(c) for c in FORMATS.values())
-    raise UserError(
-        f"{place}: no known format in the columns {', '.join(map(str, row))}; one of these is needed: {known}."
+    guess = guess_columns(row)
+    mend = (
+        f"map them: --columns {' '.join(guess)}" if guess else "name columns with --columns prompt=... completion=..."
     )
+    raise UserError(
+        f"{place}: no known format in the columns {', '.join(map(str, row))}; one of these is needed: {known}; {mend}."
+    )
+
+
+def guess_columns(row: dict[str, Any]) -> list[str]:
+    """Return what --columns could be for a row of no known format, as far as its names tell; [] when they do not."""
+    strings = {name for name, value in row.items() if isinstance(value, str)}
+    chat_column = next((n for n, v in row.items() if isinstance(v, list) and v and isinstance(v[0], dict)), None)
+    if chat_column and {"role", "from"} & row[chat_column][0].keys():
+        return [f"messages={chat_column}"]
+    ask = next((name for name in ASKED if name in strings), None)
+    say = next((name for name in ANSWERED if name in strings and name != ask), None)
+    if not (ask and say):
+        text = next((name for name in WHOLE_TEXT if name in strings), None)
+        return [f"text={text}"] if text and not ask else []
+    first, last = next(
+        (FORMATS[kind] for kind in ("question/answer", "alpaca") if ask == FORMATS[kind][0]), ("prompt", "completion")
+    )
+    guess = [f"{ours}={theirs}" for ours, theirs in ((first, ask), (last, say)) if ours != theirs]
+    if first == "instruction" and "input" not in row and "context" in strings:
+        guess.append("input=context")
+    return guess + (["system=system_prompt"] if "system" not in row and "system_prompt" in strings else [])
+
+
+def _check_preference(place: str, row: dict[str, Any]) -> None:
+    """Raises: UserError for DPO's rows of a better and a worse answer."""
+    if row.get("chosen") is None or row.get("rejected") is None:
+        return
+    column = {str: "text", list: "messages"}.get(type(row["chosen"])) if "prompt" not in row else "completion"
+    mend = f"--columns {column}=chosen would train on the chosen answers" if column else "keep the chosen answers only"
+    raise UserError(
+        f"{place}: columns 'chosen' and 'rejected' are preference data (DPO), but this kit does supervised fine-tuning; "
+        f"{mend}."
+    )
+
+
+def not_used(row: dict[str, Any], kind: str) -> list[str]:
+    """Return the columns of a row that hold something and that nothing is made of."""
+    used = {*FORMATS[kind], *BESIDE[kind]}
+    return [str(name) for name, value in row.items() if name not in used and value not in (None, "", [])]
+
+
+def _check_meaning(place: str, row: dict[str, Any], kind: str) -> None:
+    """Refuse a row whose other columns say that it is no text that a model should learn to write.
+
+    Raises: UserError naming the column.
+    """
+    _check_preference(place, row)
+    rename = "if it means something else, rename it (--columns other={0})"
+    media = next((name for name in MEDIA if row.get(name)), None)
+    if media:
+        raise UserError(
+            f"{place}: column {media!r} is not empty, but this kit trains on text only; " + rename.format(media) + "."
+        )
+    if kind in ("messages", "sharegpt", "prompt/completion") and str(row.get("label")).lower() in VERDICTS:
+        raise UserError(
+            f"{place}: column 'label' marks answers as good or bad (KTO), but this kit would train on all of them alike; "
+            "keep the good ones and remove the column, or " + rename.format("label") + "."
+        )
+    if kind == "text" and "role" in row and "parent_id" in row:
+        raise UserError(
+            f"{place}: columns 'role' and 'parent_id' make this one message of a tree of conversations, which would be "
+            "trained on alone; join the messages of a conversation into a `messages` column first."
+        )
 
 
 def parse(place: str, row: dict[str, Any], kind: str) -> Conversation | str | dict:
@@ -120,6 +213,7 @@ def parse(place: str, row: dict[str, Any], kind: str) -> Conversation | str | di
         if row.get(column) is None:
             have = ", ".join(k for k, v in row.items() if v is not None) or "none"
             raise UserError(f"{place}: column {column!r} is missing or null (format {kind}; columns here: {have}).")
+    _check_meaning(place, row, kind)
     if kind == "tokens":
         return _tokens(place, row)
     if kind == "text":
@@ -151,7 +245,7 @@ def _string(place: str, column: str, value: Any) -> str:
 def _history(place: str, history: Any) -> list[dict]:
     """LLaMA-Factory's `history`: a list of (instruction, response) pairs."""
     turns = []
-    for pair in history or []:
+    for pair in history if isinstance(history, list) else [history] if history else []:
         if not isinstance(pair, list) or len(pair) != 2:
             raise UserError(f"{place}: 'history' must be a list of [instruction, response] pairs.")
         turns += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
@@ -197,9 +291,29 @@ def _turns(place: str, messages: Any, row: dict) -> Conversation:
     if isinstance(tools, str):
         try:
             tools = json.loads(tools) if tools.strip() else None
-        except json.JSONDecodeError as error:
-            raise UserError(f"{place}: column 'tools' is not valid JSON: {error.msg}.") from None
-    return Conversation(turns, trained, tools or None)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{place}: column 'tools' is not valid JSON: {error}.") from None
+    as_text = any(
+        isinstance(m, dict) and m.get("role", m.get("from")) == "function_call" and "tool_calls" not in turn
+        for m, turn in zip(messages, turns[-len(messages) :], strict=True)
+    )
+    return Conversation(turns, trained, tools or None, (CALL_AS_TEXT,) if as_text else ())
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text"
+
+
+def _function_calls(text: Any) -> list[dict] | None:
+    """Return the text of a ShareGPT `function_call` turn as tool calls; None where it is not such."""
+    try:
+        found = json.loads(text)
+    except (TypeError, ValueError, RecursionError):
+        return None
+    calls = found if isinstance(found, list) else [found]
+    if not calls or not all(isinstance(c, dict) and {"name", "arguments"} <= c.keys() for c in calls):
+        return None
+    return [{"type": "function", "function": {k: c[k] for k in ("name", "arguments")}} for c in calls]
 
 
 def _turn(place: str, i: int, message: Any) -> tuple[dict, bool]:
@@ -211,16 +325,30 @@ def _turn(place: str, i: int, message: Any) -> tuple[dict, bool]:
         known = ", ".join(sorted(set(ROLES.values())))
         raise UserError(f"{place}: turn {i} has the role {role!r}; known: {known} (and {', '.join(ROLES)}).")
     calls = message.get("tool_calls")
+    if role == "function_call" and not calls and (calls := _function_calls(content)):
+        message, content = message | {"tool_calls": calls}, None
     if isinstance(content, list):  # OpenAI's list of parts
-        if not all(isinstance(p, dict) and p.get("type") == "text" for p in content):
-            raise UserError(f"{place}: turn {i} has content other than text; this recipe trains on text only.")
-        content = "".join(_string(place, f"content of turn {i}", p.get("text")) for p in content)
+        other = [p.get("type") if isinstance(p, dict) else p for p in content if not _is_text(p)]
+        if other:
+            raise UserError(
+                f"{place}: turn {i} has content other than text ({', '.join(map(repr, other[:3]))}); this recipe trains on "
+                "text only."
+            )
+        # `value` is LLaMA-Factory's word for it
+        content = "".join(_string(place, f"content of turn {i}", p.get("text", p.get("value"))) for p in content)
     if content is None and calls:
         content = ""
+    if content is None and message.get("function_call"):
+        raise UserError(
+            f"{place}: turn {i} has OpenAI's old `function_call`; write it as `tool_calls`, and the column `functions` as "
+            "`tools`."
+        )
     turn = {"role": ROLES[role], "content": _string(place, f"content of turn {i}", content)}
     if calls:
         message = message | {"tool_calls": _calls(place, i, calls)}
     turn |= {k: message[k] for k in ("tool_calls", "tool_call_id", "name") if message.get(k) is not None}
+    if message.get("reasoning_content"):
+        turn["reasoning_content"] = _string(place, f"reasoning_content of turn {i}", message["reasoning_content"])
     train = message.get("train", message.get("weight", True))
     if train is not None and not isinstance(train, bool | int | float):
         raise UserError(f"{place}: turn {i}: 'train' must be true or false, found {train!r}.")
@@ -239,8 +367,36 @@ def _calls(place: str, i: int, calls: Any) -> list[dict]:
                 function = function | {"arguments": json.loads(arguments)}
             out.append(call | {"function": function} if "function" in call else function)
         return out
-    except (AttributeError, TypeError, ValueError):
+    except (AttributeError, TypeError, ValueError, RecursionError):
         raise UserError(f"{place}: turn {i}: 'tool_calls' is not a list of calls with JSON arguments.") from None
+
+
+def _tool_names(calls_or_tools: Any) -> list[str]:
+    """The functions' names in a list of tool calls or of tools."""
+    listed = [entry for entry in calls_or_tools or [] if isinstance(entry, dict)]
+    functions = [entry.get("function", entry) for entry in listed]
+    return [f["name"] for f in functions if isinstance(f, dict) and isinstance(f.get("name"), str)]
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Every string in nested lists and dictionaries, keys included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for pair in value.items():
+            yield from _strings(pair)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _strings(part)
+
+
+def _map_strings(change, value: Any) -> Any:
+    """The same nested lists and dictionaries with `change` applied to every string in them."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {_map_strings(change, k): _map_strings(change, v) for k, v in value.items()}
+    return [_map_strings(change, part) for part in value] if isinstance(value, list) else value
 
 
 def _check_order(place: str, turns: list[dict]) -> None:
@@ -268,6 +424,7 @@ class Encoder:
 
     def __init__(self, tokenizer, train_on: str = "assistant"):
         self.tokenizer, self.train_on = tokenizer, train_on
+        self.notes: Counter = Counter()  # sentence about a row that is trained on all the same -> rows
         self.marked = re.search(r"\{%-?\s*generation\s*-?%\}", tokenizer.chat_template) is not None
         words = {t.content for t in tokenizer.added_tokens_decoder.values() if t.special}
         words |= {w for w in tokenizer.all_special_tokens if w}
@@ -282,23 +439,34 @@ class Encoder:
         ends = {w for w in words | ends if w.strip()}
         self.ends = re.compile("|".join(map(re.escape, sorted(ends, key=len, reverse=True))))
 
-    def encode(self, rows: list[tuple[str, Conversation | str | dict]]) -> list[tuple[list[int], list[int]]]:
-        """[(place, parsed row)] -> [(input_ids, labels)], in order; labels are IGNORE where there is no loss."""
+    def encode(
+        self,
+        rows: list[tuple[str, Conversation | str | dict]],
+        refuse: Callable[[str, UserError], None] | None = None,
+    ) -> list[tuple[list[int], list[int]] | None]:
+        """[(place, parsed row)] -> [(input_ids, labels)], in order; labels are IGNORE where there is no loss.
+
+        Args: refuse: called with the place and the error of a row that cannot be used, in whose place None is returned.
+        Raises: UserError for such a row, without `refuse`.
+        """
         out: list[Any] = [None] * len(rows)
         texts, spans, slots = [], [], []
         for i, (place, content) in enumerate(rows):
-            if isinstance(content, dict):
-                self._check_ids(place, [*content["input_ids"], *(t for t in content["labels"] if t != IGNORE)])
-                out[i] = content["input_ids"], content["labels"]
-            elif isinstance(content, str):
-                out[i] = self._plain(content)
-            elif self._has_control_words(content):
-                out[i] = self._pieces(place, content)
-            else:
-                text, found = self._render(place, content)
-                texts.append(text)
-                spans.append(found)
-                slots.append(i)
+            try:
+                if isinstance(content, Conversation) and not self._has_control_words(content):
+                    text, found = self._render(place, content)
+                    texts.append(text)
+                    spans.append(found)
+                    slots.append(i)
+                else:
+                    out[i] = self._ids(place, content)
+                self.notes.update(getattr(content, "notes", ()))
+            except (UserError, RecursionError) as error:
+                if isinstance(error, RecursionError):
+                    error = UserError(f"{place}: its tool calls or tools are nested too deep; make them flatter.")
+                if refuse is None:
+                    raise error from None
+                refuse(place, error)
         if texts:
             backend = self.tokenizer.backend_tokenizer
             backend.encode_special_tokens = False  # split_special_tokens calls elsewhere leave it on
@@ -309,6 +477,13 @@ class Encoder:
                 out[i] = _labelled(encoding, len(text), found, self.special_ids)
         return out
 
+    def _ids(self, place: str, content: Conversation | str | dict) -> tuple[list[int], list[int]]:
+        """Return (input_ids, labels) of token lists, of plain text, or of a conversation that holds control words."""
+        if isinstance(content, dict):
+            self._check_ids(place, [*content["input_ids"], *(t for t in content["labels"] if t != IGNORE)])
+            return content["input_ids"], content["labels"]
+        return self._plain(content) if isinstance(content, str) else self._pieces(place, content)
+
     def _check_ids(self, place: str, ids: list[int]) -> None:
         if min(ids) < 0 or max(ids) >= len(self.tokenizer):
             raise UserError(
@@ -316,13 +491,13 @@ class Encoder:
             )
 
     def _plain(self, text: str) -> tuple[list[int], list[int]]:
-        ids = self.tokenizer(text, split_special_tokens=True)["input_ids"]
+        ids = self.tokenizer(text, split_special_tokens=True, verbose=False)["input_ids"]  # longer ones are cut later
         if not ids or ids[-1] != self.tokenizer.eos_token_id:
             ids = [*ids, self.tokenizer.eos_token_id]
         return ids, list(ids)
 
     def _has_control_words(self, conversation: Conversation) -> bool:
-        return any(self.control.search(t["content"]) for t in conversation.turns)
+        return any(map(self.control.search, _strings([conversation.turns, conversation.tools])))
 
     def _tokens(self, text: str) -> list[int]:
         backend = self.tokenizer.backend_tokenizer
@@ -330,19 +505,16 @@ class Encoder:
         return backend.encode(text, add_special_tokens=False).ids
 
     def _text(self, place: str, conversation: Conversation, turns: int | None = None, prompt: bool = False) -> str:
-        from jinja2 import TemplateError
-
-        try:
+        with _template_errors(place):
             return self.tokenizer.apply_chat_template(
                 conversation.turns[:turns], tools=conversation.tools, tokenize=False, add_generation_prompt=prompt
             )
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
-            raise UserError(f"{place}: the chat template refuses this conversation: {error}.") from None
 
     def _render(self, place: str, conversation: Conversation) -> tuple[str, list[tuple[int, int]]]:
         """The conversation as text, and the character spans that carry loss."""
         whole, marks = self._whole(place, conversation)
         if self.train_on == "all":
+            self._check_tools(place, whole, conversation, {})
             return whole, [(0, len(whole))]
         answers = self._marked_answers(whole, marks, conversation) or self._prefixes(place, whole, conversation)
         self._check_nothing_lost(place, whole, conversation, answers)
@@ -367,6 +539,31 @@ class Encoder:
                     f"{place}: turn {i + 1}: the chat template leaves out or changes the text of this {turn['role']} "
                     "turn, so something else than the data would be trained; name another with --chat_template."
                 )
+        self._check_tools(place, whole, conversation, spans)
+        asked = max((i for i, turn in enumerate(conversation.turns) if turn["role"] == "user"), default=-1)
+        # Templates such as Qwen3's drop the reasoning of earlier answers on purpose.
+        latest = [(i, turn.get("reasoning_content", "")) for i, turn in enumerate(conversation.turns) if i > asked]
+        self.notes[REASONING_LOST] += any(text.strip() not in spans.get(i, whole) for i, text in latest)
+
+    def _check_tools(self, place: str, whole: str, conversation: Conversation, spans: dict[int, str]) -> None:
+        """Raises: UserError naming the tool call or the tools of which the template writes nothing.
+
+        Args: spans: turn -> its supervised text; a turn that is not in it is looked for in all of the text.
+        """
+        mend = "use a template with tools, such as that of a model made for tool calls (--chat_template FILE)."
+        for i, turn in enumerate(conversation.turns):
+            lost = [name for name in _tool_names(turn.get("tool_calls")) if name not in spans.get(i, whole)]
+            if lost:
+                raise UserError(
+                    f"{place}: turn {i + 1} calls the tool {lost[0]!r}, but the chat template writes nothing of the "
+                    f"call, so the model would not learn it; {mend}"
+                )
+        lost = [name for name in _tool_names(conversation.tools) if name not in whole]
+        if lost:
+            raise UserError(
+                f"{place}: column 'tools' has {lost[0]!r}, but the chat template writes nothing of it, so the model "
+                f"would learn without its tools; {mend}"
+            )
 
     def _ends_with_control_word(self, text: str) -> bool:
         tail = text[-64:]
@@ -376,16 +573,13 @@ class Encoder:
         """The conversation as text and the spans inside the template's {% generation %} marks."""
         if not self.marked:
             return self._text(place, conversation), []
-        from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        try:
+        with _template_errors(place):
             texts, marks = render_jinja_template(
                 conversations=[conversation.turns], tools=conversation.tools, chat_template=self.tokenizer.chat_template,
                 return_assistant_tokens_mask=True, **self.tokenizer.special_tokens_map,
             )  # fmt: skip
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
-            raise UserError(f"{place}: the chat template refuses this conversation: {error}.") from None
         return texts[0], marks[0]
 
     def _marked_answers(self, whole: str, marks: list, conversation: Conversation) -> list[tuple[int, int, int]]:
@@ -413,7 +607,8 @@ class Encoder:
             after = whole if i == len(turns) - 1 else self._text(place, conversation, i + 1)
             end = max(len(after.rstrip()), len(before)) if whole.startswith(after) else None
             if end is None:  # e.g. Qwen3 writes an empty thinking block into the last answer only
-                end = self._end_by_content(whole, len(before), turn["content"])
+                end = self._end_by_tail(whole, len(before), after.rstrip())
+                end = end or self._end_by_content(whole, len(before), turn["content"])
             if end is None or not whole.startswith(before):
                 raise UserError(
                     f"{place}: turn {i + 1}: the chat template rewrites earlier text when turns are added, so the "
@@ -421,6 +616,15 @@ class Encoder:
                 )
             answers.append((i, len(before), end))
         return answers
+
+    def _end_by_tail(self, whole: str, start: int, after: str) -> int | None:
+        """Where the answer that begins at `start` ends: behind the end token of `after`, the text up to its turn.
+
+        All of the answer must also be the end of `after`: only what the template writes before it may be another.
+        """
+        word = next((m[0] for m in self.ends.finditer(after) if m.end() == len(after)), None)
+        found = whole.find(word, start) if word else -1
+        return found + len(word) if found >= 0 and after.endswith(whole[start : found + len(word)]) else None
 
     def _end_by_content(self, whole: str, start: int, content: str) -> int | None:
         """Where the answer that begins at `start` ends: its own text, found once more, and the end token behind it."""
@@ -433,21 +637,28 @@ class Encoder:
     def _pieces(self, place: str, conversation: Conversation) -> tuple[list[int], list[int]]:
         """A conversation whose own text holds control words: they are swapped for stand-ins while the template runs."""
         words: list[str] = []
+        taken = {c for text in _strings([conversation.turns, conversation.tools]) for c in text}
+        taken |= set(self.tokenizer.chat_template)
+        mark = next(chr(c) for c in PRIVATE_USE if chr(c) not in taken)
 
         def stand_in(match) -> str:
             words.append(match[0])
-            return f"\ue000{len(words) - 1}\ue001"
+            return f"{mark}{len(words) - 1}{mark}"
 
-        turns = [t | {"content": self.control.sub(stand_in, t["content"])} for t in conversation.turns]
-        text, spans = self._render(place, Conversation(turns, conversation.trained, conversation.tools))
+        def replaced(value):
+            return _map_strings(lambda text: self.control.sub(stand_in, text), value)
+
+        text, spans = self._render(
+            place, Conversation(replaced(conversation.turns), conversation.trained, replaced(conversation.tools))
+        )
         ids, labels = [], []
         cuts = sorted({0, len(text), *(b for span in spans for b in span)})
         for start, end in itertools.pairwise(cuts):
             inside = any(a <= start and end <= b for a, b in spans)
-            for part in re.split("(\ue000\\d+\ue001)", text[start:end]):
+            for part in re.split(f"({mark}\\d+{mark})", text[start:end]):
                 if not part:
                     continue
-                is_word = part.startswith("\ue000")
+                is_word = part.startswith(mark)
                 # A control word cut in two is encoded as the letters that it is made of.
                 word = words[int(part[1:-1])] if is_word else part
                 halves = (word[:1], word[1:]) if is_word else (word,)
@@ -455,6 +666,33 @@ class Encoder:
                 ids += tokens
                 labels += tokens if inside else [IGNORE] * len(tokens)
         return ids, labels
+
+
+@contextlib.contextmanager
+def _template_errors(place: str) -> Iterator[None]:
+    """Run a chat template, for TEMPLATE_SECONDS at most.
+
+    Raises: UserError naming the place for what goes wrong in it.
+    """
+    from jinja2 import TemplateError
+
+    def stop(*_):
+        raise TimeoutError(f"it was not done after {TEMPLATE_SECONDS} seconds")
+
+    timed = threading.current_thread() is threading.main_thread()  # signals reach no other thread
+    before = signal.signal(signal.SIGALRM, stop) if timed else None
+    try:
+        if timed:
+            signal.setitimer(signal.ITIMER_REAL, TEMPLATE_SECONDS)
+        yield
+    except (RecursionError, MemoryError) as error:
+        raise UserError(f"{place}: the chat template ends in a {type(error).__name__}; mend it.") from None
+    except (TemplateError, TypeError, ValueError, KeyError, AttributeError, OverflowError, TimeoutError) as error:
+        raise UserError(f"{place}: the chat template refuses this conversation: {error}.") from None
+    finally:
+        if timed:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
 
 
 def _labelled(

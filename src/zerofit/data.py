@@ -8,6 +8,7 @@ import json
 import math
 import multiprocessing
 import os
+import re
 import tempfile
 import time
 from collections import Counter, deque
@@ -22,9 +23,24 @@ import torch
 from . import chat, rows, world
 from .errors import UserError
 
-CACHE_VERSION = 4  # raise it when the tokens of a row change
+CACHE_VERSION = 5  # raise it when the tokens of a row change
 CHUNK = 500  # rows encoded at once
-COUNTS = ("rows", "kept", "dropped_no_answer_left", "dropped_too_long", "truncated", "tokens", "supervised_tokens")
+KEPT_REASONS = 100  # in run.json and data.json
+MOST_REASONS = 10  # why rows cannot be used, a line each
+MOST_COLUMNS = 20  # that are not used, in one line
+LONG_ROWS = "rows have up to"  # how the decision about too long rows begins
+LOOKED_AT = 100  # rows in which --bad_rows drop looks for the format
+FIRST_PLACES = 3  # of the rows that cannot be used for one reason
+COUNTS = (
+    "rows",
+    "kept",
+    "dropped_bad",
+    "dropped_no_answer_left",
+    "dropped_too_long",
+    "truncated",
+    "tokens",
+    "supervised_tokens",
+)
 
 
 @dataclass
@@ -68,7 +84,21 @@ def load(settings, tokenizer) -> tuple[Tokens, Tokens | None]:
     eval_set = _prepare(held_out, settings, encoder, None) if held_out else None
     if settings.eval_fraction:
         train_set, eval_set = _split(train_set, settings)
+    _note_positions(train_set, eval_set, settings)
     return _repeated(train_set), eval_set
+
+
+def _note_positions(train_set: Tokens, eval_set: Tokens | None, settings) -> None:
+    """Note among the decisions when rows are longer than the model was made for."""
+    from . import model
+
+    most = getattr(model.load_config(settings).get_text_config(), "max_position_embeddings", None)
+    longest = max(found.statistics["longest"] for found in (train_set, eval_set) if found is not None)
+    if most and longest > most:
+        settings.decisions.append(
+            f"{LONG_ROWS} {longest:,} tokens, but the model was made for {most:,} (max_position_embeddings): use "
+            f"--max_length {most}"
+        )
 
 
 def _fingerprint(sources: list[rows.Source], settings, tokenizer, limit: int | None) -> str:
@@ -83,6 +113,10 @@ def _fingerprint(sources: list[rows.Source], settings, tokenizer, limit: int | N
         try:
             files = [source.path] if source.path.is_file() else sorted(f for f in source.path.iterdir() if f.is_file())
             for file in files:
+                # Size and format first: rows that move from one file to the next, and the same bytes read as another
+                # format, give other tokens.
+                form = [rows.suffix(file), file.suffix.lower(), file.stat().st_size]
+                digest.update((json.dumps(form) + "\n").encode())
                 with file.open("rb") as opened:
                     while block := opened.read(1 << 22):
                         digest.update(block)
@@ -142,12 +176,15 @@ def _prepare(sources: list[rows.Source], settings, encoder: chat.Encoder, limit:
     fingerprint = _fingerprint(sources, settings, encoder.tokenizer, limit)
     folder = cache_folder()
     table, facts = folder / f"{fingerprint}.arrow", folder / f"{fingerprint}.json"
-    before, statistics = _stamp(facts), _verified(table, facts)  # without the lock: all ranks check at the same time
+    before, statistics = (
+        _stamp(facts),
+        _verified(table, facts, settings),
+    )  # without the lock: all ranks check at the same time
     if statistics is None:
         # The first process prepares, the others wait here, outside any collective.
         with FileLock(str(table) + ".lock"):
             if _stamp(facts) != before:  # another process has just prepared it, and checked what it wrote
-                statistics = _read_facts(facts)
+                statistics = _read_facts(facts, settings)
             statistics = statistics or _build(table, facts, sources, settings, encoder, limit)
     weights = [weight for kept, weight in statistics["sources"] for _ in range(kept)]
     return Tokens(Dataset.from_file(str(table)), statistics, fingerprint, weights if set(weights) != {1.0} else None)
@@ -172,51 +209,103 @@ def _stamp(file: Path) -> tuple | None:
     return found.st_ino, found.st_mtime_ns, found.st_size
 
 
-def _verified(table: Path, facts: Path) -> dict | None:
+def _verified(table: Path, facts: Path, settings) -> dict | None:
     """What is known about a cached table that is whole; None when it is missing or damaged."""
-    statistics = _read_facts(facts)
+    statistics = _read_facts(facts, settings)
     try:
         return statistics if statistics and _checksum(table) == statistics["checksum"] else None
     except FileNotFoundError:
         return None
 
 
-def _read_facts(facts: Path) -> dict | None:
-    """What is known about a cached table; None when the file is missing or damaged."""
+def _read_facts(facts: Path, settings) -> dict | None:
+    """What is known about a cached table; None when the file is missing or damaged.
+
+    Also None for one with rows left out, unless --bad_rows drop: reading the data again tells the first of them.
+    """
     try:
         statistics = json.loads(facts.read_text())
-        return statistics if "checksum" in statistics and "sources" in statistics else None
-    except (OSError, ValueError, TypeError):
+        if not {"checksum", "sources", "bad_rows", "longest"} <= statistics.keys():
+            return None
+    except (OSError, ValueError, TypeError, AttributeError):
         return None
+    return None if statistics["bad_rows"] and settings.bad_rows == "error" else statistics
 
 
 def _repeated(tokens: Tokens) -> Tokens:
     """The set with each row as often as its source's weight says."""
     if tokens.weights is None:
         return tokens
-    chosen = [i for i, weight in enumerate(tokens.weights) for _ in range(repeats(weight, i))]
-    statistics = tokens.statistics | {"rows_an_epoch": len(chosen)}
+    times = [repeats(weight, i) for i, weight in enumerate(tokens.weights)]
+    chosen = [i for i, n in enumerate(times) for _ in range(n)]
+    statistics = tokens.statistics | {
+        "rows_an_epoch": len(chosen),
+        "repeated_by_weight": sum(n - 1 for n in times if n > 1),
+        "left_out_by_weight": times.count(0),
+    }
     return Tokens(tokens.dataset.select(chosen), statistics, tokens.fingerprint)
 
 
-def parsed(read: Iterable, settings, kind: str, count: Counter) -> Iterator[tuple[str, object]]:
-    """Rows as `rows.read` gives them -> (place, parsed row), counted."""
-    names = _names(settings)
-    for place, row in read:
-        content = chat.parse(place, _renamed(place, row, names), kind)
+def tokenised(raw: Iterable[tuple], settings, encoder: chat.Encoder, count: Counter) -> list[tuple | None]:
+    """Return (input_ids, labels) of each (place, row as `rows.read` gives it, format), None for one that is dropped.
+
+    Raises: UserError for a row that cannot be used, unless --bad_rows drop.
+    """
+    names, out, content, slots = _names(settings), [], [], []
+    for place, row, kind in raw:
+        out.append(None)
         count["rows"] += 1
-        count[f"format {kind}"] += 1
-        yield place, content
+        try:
+            columns = _renamed(place, row, names)
+            content.append((place, chat.parse(place, columns, kind)))
+        except UserError as error:
+            _refuse(place, error, settings, count)
+        else:
+            slots.append(len(out) - 1)
+            count[f"format {kind}"] += 1
+            count.update(f"not used {name}" for name in chat.not_used(columns, kind))
+    encoded = encoder.encode(content, lambda place, error: _refuse(place, error, settings, count))
+    for i, pair in zip(slots, encoded, strict=True):
+        out[i] = None if pair is None else cut(*pair, settings, count)
+    count.update({f"note {sentence}": rows_of for sentence, rows_of in encoder.notes.items() if rows_of})
+    encoder.notes.clear()
+    return out
+
+
+def _refuse(place: str, error: UserError, settings, count: Counter) -> None:
+    """Count a row that cannot be used, by its reason without numbers.
+
+    Raises: the error itself under --bad_rows error.
+    """
+    if settings.bad_rows == "error":
+        raise error
+    exact = str(error).removeprefix(f"{place}: ")
+    reason = re.sub(r"\d+", "N", exact)
+    count["dropped_bad"] += 1
+    count[f"bad row {reason}"] += 1
+    if count[f"bad row {reason}"] <= FIRST_PLACES:
+        count["bad place " + json.dumps([reason, place, exact])] += 1
 
 
 def kind_of(read: Iterator, settings) -> tuple[str, Iterator]:
-    """(--data_format or the format of the first row, all rows)."""
+    """(--data_format or the format of the first row, all rows); with --bad_rows drop of the first that has one.
+
+    Raises: UserError when there is no known format.
+    """
     if settings.data_format != "auto":
         return settings.data_format, read
-    first, kind = list(itertools.islice(read, 1)), ""
-    for place, row in first:
-        kind = chat.detect(place, _renamed(place, row, _names(settings)))
-    return kind, itertools.chain(first, read)
+    looked_at, first = [], None
+    for place, row in read:
+        looked_at.append((place, row))
+        try:
+            return chat.detect(place, _renamed(place, row, _names(settings))), itertools.chain(looked_at, read)
+        except UserError as error:
+            first = first or error
+            if settings.bad_rows == "error" or len(looked_at) == LOOKED_AT:
+                break
+    if first:
+        raise first
+    return "", read
 
 
 def _names(settings) -> dict[str, str]:
@@ -224,8 +313,13 @@ def _names(settings) -> dict[str, str]:
     return {theirs: ours for ours, theirs in (c.split("=", 1) for c in settings.columns or [])}
 
 
-def _renamed(place: str, row: dict | str, names: dict[str, str]) -> dict:
-    """The row with --columns applied; a JSON line is parsed first."""
+def _renamed(place: str, row: dict | str | UserError, names: dict[str, str]) -> dict:
+    """The row with --columns applied; a JSON line is parsed first.
+
+    Raises: UserError for a row that cannot be read.
+    """
+    if isinstance(row, UserError):
+        raise row
     row = rows.json_object(place, row) if isinstance(row, str) else row
     missing = next((old for old in names if old not in row), None)
     if missing is not None:
@@ -252,8 +346,8 @@ def _encode(chunk: list, kind: str) -> tuple[Counter, object]:
     import pyarrow as pa
 
     (encoder, settings), count = _work, Counter()
-    encoded = encoder.encode(list(parsed(chunk, settings, kind, count)))
-    kept = [row for row in (cut(*pair, settings, count) for pair in encoded) if row is not None]
+    encoded = tokenised([(*row, kind) for row in chunk], settings, encoder, count)
+    kept = [row for row in encoded if row is not None]
     if not kept:
         return count, None
     columns = [pa.array(column, pa.list_(pa.int32())) for column in zip(*kept, strict=True)]
@@ -309,12 +403,13 @@ def _workers(sources: list[rows.Source], settings) -> int:
 def _write(table: Path, sources: list[rows.Source], settings, encoder: chat.Encoder, limit: int | None) -> dict:
     """Tokenise all rows into an Arrow stream file, a thousand at a time, and count."""
     import pyarrow as pa
+    import pyarrow.compute as pc
 
     schema = pa.schema({"input_ids": pa.list_(pa.int32()), "labels": pa.list_(pa.int32())})
     count: Counter = Counter()
     started = last_word = time.monotonic()
     aside = table.with_suffix(".tmp")
-    workers, per_source = _workers(sources, settings), []
+    workers, per_source, longest = _workers(sources, settings), [], 0
     with (
         pa.OSFile(str(aside), "wb") as file,
         pa.ipc.new_stream(file, schema) as writer,
@@ -328,13 +423,14 @@ def _write(table: Path, sources: list[rows.Source], settings, encoder: chat.Enco
                 count.update(counted)
                 if batch is not None:
                     writer.write_batch(batch)
+                    longest = max(longest, pc.max(pc.list_value_length(batch["input_ids"])).as_py())
                 if time.monotonic() - last_word > 5:
                     last_word = time.monotonic()
                     print(f"tokenising: {count['rows']:,} rows, {count['tokens']:,} tokens", flush=True)
             per_source.append((count["kept"] - before, source.weight))
     found = tally(sources, count, settings)
     os.replace(aside, table)
-    return found | {"sources": per_source, "seconds": round(time.monotonic() - started, 3)}
+    return found | {"longest": longest, "sources": per_source, "seconds": round(time.monotonic() - started, 3)}
 
 
 def tally(sources: list[rows.Source], count: Counter, settings) -> dict:
@@ -345,12 +441,40 @@ def tally(sources: list[rows.Source], count: Counter, settings) -> dict:
     names = ", ".join(map(str, sources))
     if not count["rows"]:
         raise UserError(f"{names}: holds no rows.")
+    bad = _bad_rows(count)
+    if count["dropped_bad"] == count["rows"]:
+        found = next(iter(bad.values()))
+        raise UserError(
+            f"{found['first'][0]}: {found['exact'].rstrip('.')}; like it, none of the {count['rows']} rows can be used."
+        )
     if not count["kept"]:
         raise UserError(
             f"{names}: in none of the {count['rows']} rows an answer fits into --max_length {settings.max_length}."
         )
-    formats = sorted(name.removeprefix("format ") for name in count if name.startswith("format "))
-    return {"source": names, "format": " + ".join(formats)} | {name: count[name] for name in COUNTS}
+    formats, notes = sorted(_counted(count, "format ")), _counted(count, "note ")
+    return (
+        {"source": names, "format": " + ".join(formats)}
+        | {name: count[name] for name in COUNTS}
+        | {"bad_rows": bad, "columns_not_used": _counted(count, "not used ")}
+        | {"notes": [f"{sentence} ({rows_of:,} row{'s' * (rows_of > 1)})" for sentence, rows_of in notes.items()]}
+    )
+
+
+def _bad_rows(count: Counter) -> dict[str, dict]:
+    """{reason: {"rows": how many, "first": their first places, "exact": the first one's words}}, the frequent first."""
+    reasons = sorted(_counted(count, "bad row ").items(), key=lambda pair: -pair[1])[:KEPT_REASONS]
+    bad = {reason: {"rows": n, "first": [], "exact": ""} for reason, n in reasons}
+    for entry in _counted(count, "bad place "):
+        reason, place, exact = json.loads(entry)
+        if reason in bad:
+            bad[reason]["exact"] = bad[reason]["exact"] or exact
+            bad[reason]["first"] = [*bad[reason]["first"], place][:FIRST_PLACES]
+    return bad
+
+
+def _counted(count: Counter, start: str) -> dict[str, int]:
+    """The entries of `count` whose names start so, without the start."""
+    return {name.removeprefix(start): n for name, n in count.items() if name.startswith(start)}
 
 
 def cut(ids: list[int], labels: list[int], settings, count: Counter) -> tuple[list[int], list[int]] | None:
@@ -403,9 +527,31 @@ def describe(name: str, tokens: Tokens) -> str:
         text += f", {s['truncated']:,} cut at max_length"
     if s.get("dropped_too_long"):
         text += f", {s['dropped_too_long']:,} dropped (longer than max_length)"
+    if s["dropped_bad"]:
+        text += f", {s['dropped_bad']:,} dropped (cannot be used)"
     if s["dropped_no_answer_left"]:
         text += f", {s['dropped_no_answer_left']:,} dropped (no answer left after the cut)"
     return text + f"; {s['supervised_tokens']:,} of {s['tokens']:,} tokens are trained on"
+
+
+def notes(sets: dict[str, Tokens]) -> list[str]:
+    """Return a line for each thing about the rows of {"training": ..., "evaluation": ...} that the user should know."""
+    lines = []
+    for name, tokens in sets.items():
+        columns = list(tokens.statistics["columns_not_used"])
+        if columns:
+            more = f" and {len(columns) - MOST_COLUMNS} more" if len(columns) > MOST_COLUMNS else ""
+            lines.append(f"{name}: columns not used: {', '.join(columns[:MOST_COLUMNS])}{more}")
+        lines += [f"{name}: {note}" for note in tokens.statistics["notes"]]
+        bad = list(tokens.statistics["bad_rows"].items())
+        for reason, found in bad[:MOST_REASONS]:
+            places = ", ".join(found["first"])
+            rows_of = f"{found['rows']:,} row{'s' * (found['rows'] > 1)}"
+            lines.append(f"{name}: {rows_of} cannot be used: {reason.rstrip('.')} (first: {places})")
+        if len(bad) > MOST_REASONS:
+            rest = sum(found["rows"] for _, found in bad[MOST_REASONS:])
+            lines.append(f"{name}: {rest:,} rows cannot be used for {len(bad) - MOST_REASONS} more reasons")
+    return lines
 
 
 def filler(pad_token_id: int) -> dict:

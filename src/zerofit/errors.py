@@ -1,6 +1,7 @@
 """The user's mistakes: one sentence that names the place, the cause and the fix."""
 
 import os
+import re
 import sys
 import time
 
@@ -31,6 +32,11 @@ class OutOfMemory(UserError):
     exit_code = EXIT_CODES["out of memory"]
 
 
+def printable(text: str) -> str:
+    """Return the text with control characters spelled out: those of the data would steer the terminal."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda m: f"\\x{ord(m[0]):02x}", text)
+
+
 def guard(main) -> None:
     """Run `main()` and turn a `UserError` into one sentence on stderr and its exit code.
 
@@ -52,7 +58,7 @@ def guard(main) -> None:
             time.sleep(10)
         # A mistake met in a data loading process arrives with its traceback in front.
         start = "zerofit" if isinstance(error, Stopped) else "zerofit: error"
-        print(f"{start}: {str(error).rpartition('UserError: ')[2].strip()}", file=sys.stderr, flush=True)
+        print(f"{start}: {printable(str(error).rpartition('UserError: ')[2].strip())}", file=sys.stderr, flush=True)
         world.stop(wait=False)
         raise SystemExit(error.exit_code) from None
     except KeyboardInterrupt as error:

@@ -21,7 +21,7 @@ import numpy as np
 
 from . import args
 from .chat import IGNORE
-from .errors import UserError
+from .errors import UserError, printable
 
 FEW = 2  # supervised tokens: an answer of one token and its end
 BARS = " ▏▎▍▌▋▊▉█"
@@ -66,6 +66,7 @@ def main(argv: list[str]) -> None:
         settings.values["output_dir"] = str(Path("runs") / f"data-{time.strftime('%Y%m%d-%H%M%S')}")
     folder = report.choose_folder(settings)
     tokenizer = model.load_tokenizer(settings)
+    bad_rows, settings.values["bad_rows"] = settings.bad_rows, "drop"  # all of them are counted, then judged
     train_set, eval_set = data.load(settings, tokenizer)
     facts, scans = inspect(settings, train_set, eval_set, tokenizer)
     coloured = bool(sys.stdout.isatty() or os.environ.get("FORCE_COLOR"))
@@ -78,6 +79,13 @@ def main(argv: list[str]) -> None:
     report.write_json(folder / "data.json", facts)
     plot(scans, settings.max_length, folder / "data.png")
     print(f"\nwritten: {folder / 'data.json'}, {folder / 'data.png'}", flush=True)
+    for name in ("training", "evaluation"):
+        bad = facts.get(name, {}).get("dropped_bad")
+        if bad and bad_rows == "error":
+            raise UserError(
+                f"{bad:,} of {facts[name]['rows']:,} {name} rows cannot be used (see above); mend or remove them, or leave "
+                "them out with --bad_rows drop."
+            )
     enforce(settings, facts["fractions"])
 
 
@@ -114,7 +122,9 @@ def _fractions(train_set, train=None, held_out=None) -> dict[str, float]:
         "max_truncated_fraction": s["truncated"] / s["rows"],
     }
     if train is not None:
-        found["max_duplicate_fraction"] = repeats(train.normalised) / len(train.normalised)
+        by_weight = s.get("repeated_by_weight", 0)
+        rows_of = len(train.normalised) - by_weight
+        found["max_duplicate_fraction"] = (repeats(train.normalised) - by_weight) / rows_of
     if held_out is not None:
         found["max_eval_overlap_fraction"] = overlap(held_out.normalised, train.normalised) / len(held_out.normalised)
     return found
@@ -231,6 +241,8 @@ def packing(lengths: np.ndarray, settings) -> dict:
 
 def inspect(settings, train_set, eval_set, tokenizer) -> tuple[dict, dict[str, Scan]]:
     """(everything that the report says, the scan of each set)."""
+    from . import data
+
     sets = {"training": train_set} | ({"evaluation": eval_set} if eval_set is not None else {})
     scans = {name: scan(found.dataset, tokenizer) for name, found in sets.items()}
     train, held_out = scans["training"], scans.get("evaluation")
@@ -243,7 +255,9 @@ def inspect(settings, train_set, eval_set, tokenizer) -> tuple[dict, dict[str, S
         "packing": packing(train.lengths, settings),
         "fractions": _fractions(train_set, train, held_out),
         "limits": {flag: getattr(settings, flag) for flag in LIMITS},
-        "decisions": [d for d in settings.decisions if d.startswith("chat template")] + _skipped(settings, eval_set),
+        "decisions": [d for d in settings.decisions if d.startswith(("chat template", data.LONG_ROWS))]
+        + _skipped(settings, eval_set)
+        + data.notes(sets),
     }
     if held_out is not None:
         facts["overlap"] = {k: overlap(getattr(held_out, k), getattr(train, k)) for k in ("exact", "normalised")}
@@ -270,8 +284,9 @@ def _count(statistics: dict, found: Scan, tokenizer) -> dict:
         "supervised_none": int((found.supervised == 0).sum()),
         "end_supervised": int(ended.sum()),
         "other_last_tokens": {tokenizer.decode([i]) if i >= 0 else "nothing": n for i, n in others},
-        "repeated_exact": repeats(found.exact),
-        "repeated_normalised": repeats(found.normalised),
+        # Every copy that a weight asks for is one more repeated row, whatever else repeats it.
+        "repeated_exact": repeats(found.exact) - statistics.get("repeated_by_weight", 0),
+        "repeated_normalised": repeats(found.normalised) - statistics.get("repeated_by_weight", 0),
     }
 
 
@@ -302,7 +317,7 @@ def describe(settings, facts: dict) -> str:
     sets = [name for name in ("training", "evaluation") if name in facts]
     lines = [f"zerofit data: {settings.recipe}, tokenizer of {settings.model}, max_length {settings.max_length:,}"]
     lines += [f"  {name:<10}  {_shorten(facts[name]['source'])} ({facts[name]['format']})" for name in sets]
-    lines += [f"  - {sentence}" for sentence in facts["decisions"]]
+    lines += [f"  - {printable(sentence)}" for sentence in facts["decisions"]]
     lines += ["", " " * 32 + "".join(f"{name:>18}" for name in sets)]
     for title, value in _table(facts):
         lines.append(f"  {title:<30}" + "".join(f"{value(facts[name]):>18}" for name in sets))
@@ -313,7 +328,7 @@ def describe(settings, facts: dict) -> str:
     bars = facts["training"]["histogram"]
     most, wide = max(n for *_, n in bars), len(f"{bars[-1][1]:,}")
     lines += ["", "tokens a row, training"]
-    lines += [f"  {low:>{wide},} - {high:>{wide},}  {bar(n / most):<40}  {n:,}" for low, high, n in bars]
+    lines += [f"  {low:>{wide},} - {high:>{wide},}  {bar(n / most):<40}  {n:,}" for low, high, n in bars if n]
     p = facts["packing"]
     lines += [
         "",
@@ -329,7 +344,10 @@ def _table(facts: dict) -> list:
     reasons = dict.fromkeys(k for s in ("training", "evaluation") for k in facts.get(s, {}) if k.startswith("dropped_"))
 
     def elsewhere(s):
-        return s["rows"] - s["kept"] - sum(s.get(r, 0) for r in reasons)
+        distinct = s["kept"] - s.get("repeated_by_weight", 0) + s.get("left_out_by_weight", 0)
+        return s["rows"] - distinct - sum(s.get(r, 0) for r in reasons)
+
+    weights = [k for k in ("left_out_by_weight", "repeated_by_weight") if facts["training"].get(k)]
 
     split = any(elsewhere(facts[s]) for s in ("training", "evaluation") if s in facts)
     length = [(f"tokens a row, {k}", lambda s, k=k: f"{s['length'][k]:,}") for k in ("min", "median", "p95", "max")]
@@ -340,6 +358,7 @@ def _table(facts: dict) -> list:
             for r in reasons
         ),
         *([("in the other set", lambda s: f"{elsewhere(s):,}")] if split else []),
+        *((k.replace("_", " "), lambda s, k=k: f"{s.get(k, 0):,}") for k in weights),
         ("rows kept", lambda s: f"{s['kept']:,}"),
         ("cut at max_length", lambda s: _share(s["truncated"], s["rows"])),
         ("tokens", lambda s: f"{s['tokens']:,}"),
@@ -370,11 +389,13 @@ def bar(share: float, width: int = 40) -> str:
 
 def render_rows(dataset, tokenizer, coloured: bool) -> list[str]:
     """The first, the middle and the last row, with the loss span green, or in «» without colour."""
-    texts = []
-    for i in sorted({0, len(dataset) // 2, len(dataset) - 1}):
+    texts, shown = [], sorted({0, len(dataset) // 2, len(dataset) - 1})
+    for i in shown:
         row = dataset[i]
         body = render(row["input_ids"], row["labels"], tokenizer, coloured).replace("\n", "\n  | ")
         texts.append(f"\nrow {i + 1:,}, trained on {'the green part' if coloured else 'what stands in «»'}\n  | {body}")
+    if any(row["labels"][0] != IGNORE for row in (dataset[i] for i in shown)):
+        texts.append("\nThe first token of a row is never trained on: nothing comes before it that could predict it.")
     return texts
 
 
@@ -388,16 +409,11 @@ def render(ids: list[int], labels: list[int], tokenizer, coloured: bool) -> str:
         whole = tokenizer.decode(ids[:end])
         piece = whole[len(seen) :] if whole.startswith(seen) else tokenizer.decode(ids[start:end])
         seen = whole
-        piece = _printable(piece if len(piece) <= 700 else f"{piece[:450]} ... {len(piece) - 650:,} ... {piece[-200:]}")
+        piece = printable(piece if len(piece) <= 700 else f"{piece[:450]} ... {len(piece) - 650:,} ... {piece[-200:]}")
         if inside[start] and coloured:
             piece = "\n".join(f"\033[32m{line}\033[0m" for line in piece.split("\n"))
         text += f"«{piece}»" if inside[start] and not coloured else piece
     return text
-
-
-def _printable(text: str) -> str:
-    """Control characters in the data spelled out: they would steer the terminal."""
-    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda m: f"\\x{ord(m[0]):02x}", text)
 
 
 def plot(scans: dict[str, Scan], max_length: int, target: Path) -> None:

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,13 +15,14 @@ from . import hub
 from .errors import UserError
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")
+TEXT = ".txt"  # a row a line; only where it is named, as folders hold licenses and notes too
 COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 NOT_DATA = ("dataset_info.json", "dataset_dict.json", "state.json")  # beside the Arrow files of save_to_disk
 EVAL_NAMES = ("eval", "validation", "valid", "val", "dev", "test")
 csv.field_size_limit(64 << 20)
 LONGEST_LINE = 64 << 20  # characters; a longer line is a broken file, and parsing it would take gigabytes
 
-Row = tuple[str, dict]  # (place, columns)
+Row = tuple[str, dict | UserError]  # (place, columns, or why they cannot be read though the rows behind them can)
 
 
 @dataclass(frozen=True)
@@ -77,8 +79,8 @@ def _local(name: str, split: str) -> tuple[list[Source], list[Source]] | None:
         raise ValueError("a path cannot hold a NUL byte")
     path = Path(name).expanduser()
     if path.is_file():
-        if suffix(path) not in SUFFIXES:
-            known = ", ".join((*SUFFIXES, *COMPRESSED))
+        if suffix(path) not in (*SUFFIXES, TEXT):
+            known = ", ".join((*SUFFIXES, TEXT, *COMPRESSED))
             raise UserError(f"--data {name}: {path.suffix or 'no'} ending; it must be one of {known}.")
         return [Source(path)], []
     if path.is_dir():
@@ -90,8 +92,9 @@ def _local(name: str, split: str) -> tuple[list[Source], list[Source]] | None:
         folder = next((f for f in found if f.is_dir()), None)
         if folder and "**" not in name:
             raise UserError(f"--data {name}: {folder} is a folder; name it by itself, or only files, e.g. *.jsonl.")
-        return _split_by_name(name, [f for f in found if _is_data(f)])
-    looks_local = path.is_absolute() or name.startswith((".", "~")) or suffix(path) in SUFFIXES
+        wanted = (*SUFFIXES, TEXT) if suffix(path) == TEXT else SUFFIXES
+        return _split_by_name(name, [f for f in found if _is_data(f, wanted)])
+    looks_local = path.is_absolute() or name.startswith((".", "~")) or suffix(path) in (*SUFFIXES, TEXT)
     if looks_local or name.count("/") > 1:
         raise UserError(f"--data {name}: no such file or folder.")
     return None
@@ -110,8 +113,8 @@ def _files_below(folder: Path) -> Iterator[Path]:
         yield from (file for file in (Path(top, name) for name in names) if _is_data(file))
 
 
-def _is_data(file: Path) -> bool:
-    if suffix(file) not in SUFFIXES or file.name in NOT_DATA:
+def _is_data(file: Path, endings: tuple[str, ...] = SUFFIXES) -> bool:
+    if suffix(file) not in endings or file.name in NOT_DATA:
         return False
     if file.is_symlink() and not file.exists():
         raise UserError(f"{file}: is a link to {file.readlink()}, which is not there; mend or remove it.")
@@ -193,7 +196,12 @@ def read(source: Source, lines: bool = False) -> Iterator[Row]:
             yield from _read_parquet(path)
         else:
             with _open(path) as file:
-                yield from (_read_csv(path, file, kind) if kind in (".csv", ".tsv") else _read_json(path, file, lines))
+                if kind == TEXT:
+                    yield from _read_text(path, file)
+                else:
+                    yield from (
+                        _read_csv(path, file, kind) if kind in (".csv", ".tsv") else _read_json(path, file, lines)
+                    )
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: is not UTF-8 text (byte {error.start} of a block); convert or remove it.") from None
     except (OSError, EOFError) as error:
@@ -222,12 +230,30 @@ def _read_json(path: Path, file, lines: bool) -> Iterator[Row]:
     if line.lstrip().startswith("["):
         yield from _read_array(path, line + file.read())
         return
+    if line.strip() and _is_one_object(path, line):
+        raise UserError(
+            f"{path}: is one JSON object over several lines; a list of rows, or an object a line, is needed."
+        )
     while line:
         text = line.strip()
         if text:
             place = f"{path}:{number}"
             yield place, text if lines else json_object(place, text)
         line, number = _line(path, file, number)
+
+
+def _is_one_object(path: Path, first: str) -> bool:
+    """Whether a file whose first line is no JSON holds one object."""
+    try:
+        json.loads(first)
+        return False
+    except (ValueError, RecursionError):
+        pass
+    try:
+        with _open(path) as file:
+            return isinstance(json.loads(file.read(LONGEST_LINE)), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _line(path: Path, file, number: int) -> tuple[str, int]:
@@ -253,6 +279,15 @@ def json_object(place: str, text: str) -> dict:
     return row
 
 
+def _read_text(path: Path, file) -> Iterator[Row]:
+    """A row for each line that is not empty."""
+    line, number = _line(path, file, 0)
+    while line:
+        if line.strip():
+            yield f"{path}:{number}", {"text": line.rstrip("\r\n")}
+        line, number = _line(path, file, number)
+
+
 def _read_array(path: Path, text: str) -> Iterator[Row]:
     try:
         rows = json.loads(text, parse_constant=_no_constant)
@@ -261,17 +296,21 @@ def _read_array(path: Path, text: str) -> Iterator[Row]:
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not valid JSON: {error}.") from None
     for number, row in enumerate(rows, 1):
+        place = f"{path}: element {number}"
         if not isinstance(row, dict):
-            raise UserError(f"{path}: element {number} must be an object {{...}}, found {type(row).__name__}.")
-        yield f"{path}: element {number}", row
+            row = UserError(f"{place}: must be an object {{...}}, found {type(row).__name__}.")
+        yield place, row
 
 
 def _read_csv(path: Path, file, kind: str) -> Iterator[Row]:
     reader = csv.DictReader(file, delimiter="\t" if kind == ".tsv" else ",", strict=True)
     try:
+        twice = [name for name, n in Counter(reader.fieldnames or []).items() if n > 1]
+        if twice:
+            raise UserError(f"{path}:{reader.line_num}: has several columns named {twice[0]!r}; rename all but one.")
         for row in reader:
             if None in row or None in row.values():
-                raise UserError(
+                row = UserError(
                     f"{path}:{reader.line_num}: has another number of fields than the {len(reader.fieldnames)} columns "
                     "in the first line."
                 )

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from . import adapters, args, node_disks, quantized, quiet, world
+from .errors import printable
 
 quiet.libraries()
 
@@ -121,8 +122,9 @@ def open_run(settings: args.Settings, train_set, eval_set) -> None:
             f"zerofit {settings.recipe}: {settings.world_size} process{'es' * (settings.world_size > 1)}, ZeRO "
             f"{settings.zero}, offload {settings.offload}, {settings.precision}; run folder {settings.output_dir}"
         )
-        for sentence in [*settings.decisions, *(data.describe(name, found) for name, found in sets.items())]:
-            print(f"  - {sentence}", flush=True)
+        described = [data.describe(name, found) for name, found in sets.items()]
+        for sentence in [*settings.decisions, *described, *data.notes(sets)]:
+            print(f"  - {printable(sentence)}", flush=True)
         facts = {name: {"fingerprint": found.fingerprint, **found.statistics} for name, found in sets.items()}
         rehearsed = os.environ.get(canary.FOUND)
         report.write_run(settings, {"data": facts} | ({"canary": json.loads(rehearsed)} if rehearsed else {}))

@@ -64,7 +64,7 @@ def load(sources: list[rows.Source], settings, encoder: chat.Encoder) -> data.To
     first = list(itertools.islice(stream.rows(), min(PREVIEW, settings.max_samples or PREVIEW)))
     count: Counter = Counter()
     kept = [row for row in stream.encoded(first, count) if row is not None]
-    facts = data.tally(sources, count, settings) | {"streaming": True}
+    facts = data.tally(sources, count, settings) | {"streaming": True, "longest": max(len(ids) for ids, _ in kept)}
     table = Dataset.from_dict({"input_ids": [ids for ids, _ in kept], "labels": [labels for _, labels in kept]})
     return data.Tokens(table, facts, _fingerprint(sources), stream=stream)
 
@@ -107,10 +107,9 @@ class Stream(torch.utils.data.IterableDataset):
         for number, row in enumerate(read):
             yield from itertools.repeat((*row, kind), data.repeats(source.weight, number))
 
-    def encoded(self, raw: list, count: Counter) -> Iterator[tuple[list[int], list[int]] | None]:
+    def encoded(self, raw: list, count: Counter) -> list[tuple[list[int], list[int]] | None]:
         """(input_ids, labels) of each row, None where nothing is left to learn; counted."""
-        parsed = [pair for *row, kind in raw for pair in data.parsed([row], self.settings, kind, count)]
-        return (data.cut(*pair, self.settings, count) for pair in self.encoder.encode(parsed))
+        return data.tokenised(raw, self.settings, self.encoder, count)
 
     def _samples(self) -> Iterator:
         for epoch in itertools.count():
@@ -157,7 +156,8 @@ class Tokenise:
                 self.dropped += 1
                 if str(self.dropped).strip("0") == "1":
                     print(
-                        f"note: {place}: no answer left in --max_length; rows without one: {self.dropped}", flush=True
+                        f"note: {place}: no answer left in --max_length, or cannot be used; such rows: {self.dropped}",
+                        flush=True,
                     )
         return self.collate(out)
 

@@ -47,7 +47,7 @@ from . import (
     world,
 )
 from .args import order_seed
-from .errors import Stopped, UserError
+from .errors import Stopped, UserError, printable
 from .offload import first_line
 
 
@@ -509,7 +509,7 @@ def finish(trainer: KitTrainer, started: float) -> None:
             f"{settings.recipe} on {', '.join(Path(d).name for d in settings.data)}",
         )
     for prompt, answer, wanted in samples:
-        print(f"\n  asked     {prompt}\n  answered  {answer}\n  wanted    {wanted}")
+        print(printable(f"\n  asked     {prompt}\n  answered  {answer}\n  wanted    {wanted}"))
     if settings.bundled:
         print(f"\nexact match on held-out rows: {before:.1%} before, {after:.1%} after")
     print(f"{'adapter' if settings.recipe == 'lora' else 'model'}: {final}")
