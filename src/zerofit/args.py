@@ -16,7 +16,7 @@ from typing import Any, Literal
 import yaml
 from transformers import HfArgumentParser, TrainingArguments
 
-from . import batch, devices, offload, optimizers, presets, recompute, zero
+from . import batch, devices, flags, offload, optimizers, presets, recompute, zero
 from .errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -485,6 +485,8 @@ def build_parser(recipe: str) -> _Parser:
         parser = _Parser(
             groups, prog=f"recipes/{recipe}.py", allow_abbrev=False, formatter_class=argparse.HelpFormatter
         )
+    parallelism = next(action for action in parser._actions if action.dest == "parallelism_config")
+    parallelism.type = str  # an object of accelerate's, which no text becomes: flags.check refuses it with the reason
     optim = next(action for action in parser._actions if action.dest == "optim")
     optim.choices, optim.metavar = None, "OPTIM"  # optimizers.choose checks it: there are more than transformers knows
     return parser
@@ -608,6 +610,7 @@ def parse(recipe: str, argv: list[str], world_size: int, gpu=None) -> Settings:
     _one_shuffle_seed(settings)
     _hang_before_collectives(settings)
     _fill_defaults(settings)
+    flags.check(settings, given, defaults)
     settings.deepspeed = zero.choose(settings, given)
     recompute.choose(settings)
     _choose_precision(settings)
