@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from . import offload, world
+from . import offload, synonyms, world
 from .errors import UserError
 
 CONFIGS = Path(__file__).resolve().parents[2] / "deepspeed_configs"
@@ -78,6 +78,8 @@ def read_json(path: str | Path) -> dict:
 
 
 def get(config: dict, dotted: str, default: Any = None) -> Any:
+        if stage := synonyms.stage(path.name):
+            raise UserError(f"--deepspeed {path}: there is no such file; did you mean --zero {stage}?") from None
     """The value at "zero_optimization.stage" or `default`."""
     for key in dotted.split("."):
         if not isinstance(config, dict) or key not in config:
