@@ -78,7 +78,8 @@ def check(settings, given: dict[str, Any], defaults: dict[str, Any]) -> None:
             "--do_train false: a recipe trains; leave it out, or use --dry_run true to see whether it fits."
         )
     _check_do_eval(settings, given)
-    _check_accelerator_config(given.get("accelerator_config"))
+    if given.get("accelerator_config"):
+        settings.values["accelerator_config"] = _checked_accelerator_config(given["accelerator_config"])
     check_trackers(settings.report_to)
 
 
@@ -93,15 +94,10 @@ def _check_do_eval(settings, given: dict[str, Any]) -> None:
         raise UserError("--do_eval false: there are rows to evaluate on; leave out --eval_data and --eval_fraction.")
 
 
-def _check_accelerator_config(said: str | dict | None) -> None:
-    """Refuse the keys of --accelerator_config (JSON text or a file) that would change what a step trains on."""
-    if not said:
-        return
+def _checked_accelerator_config(said: str) -> dict:
+    """Return --accelerator_config (JSON text or a file), without a key that would change what a step trains on."""
     try:
-        text = (
-            said if isinstance(said, dict) or said.lstrip().startswith("{") else Path(said).read_text(encoding="utf-8")
-        )
-        config = text if isinstance(text, dict) else json.loads(text)
+        config = json.loads(said if said.lstrip().startswith(("{", "[")) else Path(said).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"--accelerator_config {said}: cannot be read as JSON: {error}.") from None
     if not isinstance(config, dict):
@@ -114,6 +110,7 @@ def _check_accelerator_config(said: str | dict | None) -> None:
             close = difflib.get_close_matches(key, [*ACCELERATOR_CONFIG, *PASSING_KEYS], 1)
             hint = f"did you mean {close[0]}?" if close else f"it takes {', '.join(PASSING_KEYS)}."
             raise UserError(f"--accelerator_config: unknown key {key!r}; {hint}")
+    return config
 
 
 def check_trackers(names: str | list[str] | None) -> None:
