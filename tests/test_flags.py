@@ -4,14 +4,15 @@ import importlib.util
 from dataclasses import fields
 
 import pytest
+from conftest import TINY, Run, recipe_process
 from transformers import TrainingArguments
 
-from zerofit import args, flags
+from zerofit import args, flags, hub
 from zerofit.errors import UserError
 
 _READ = "works: transformers' Trainer reads it in code that KitTrainer leaves as it is (read, not run)"
 _LOGS = "works: transformers' logging levels (read, not run)"
-_HUB = "works: transformers' push to the hub, which test_flags.py only refuses early (read, not run)"
+_HUB = "works: transformers' push to the hub, (read, not run)"
 _TRACKERS = "works: transformers' callback of the tracker takes it (read, not run)"
 _WORKERS = "works: goes to torch's DataLoader (read, not run)"
 _DDP = "works: stage 0 hands it to DistributedDataParallel; the other stages have no such wrapper (read, not run)"
@@ -61,8 +62,8 @@ FIELDS = {
     "log_level": _LOGS,
     "log_level_replica": _LOGS,
     "logging_nan_inf_filter": _READ,
-    "include_num_input_tokens_seen": _READ,
-    "disable_tqdm": _READ,
+    "include_num_input_tokens_seen": "works: test_flags.py::test_step_lines_with_the_tokens_seen",
+    "disable_tqdm": "works: test_launch.py::test_a_bar_never_shares_a_terminal_with_the_step_lines",
     "report_to": "works: test_flags.py::test_a_tracker_that_is_missing_is_named",
     "run_name": _TRACKERS,
     "project": _TRACKERS,
@@ -80,14 +81,14 @@ FIELDS = {
     "save_steps": "works: test_checkpoint.py",
     "save_total_limit": "works: test_checkpoint.py",
     "save_on_each_node": _READ,
-    "push_to_hub": _HUB,
+    "push_to_hub": "works: transformers pushes; test_flags.py::test_a_push_that_cannot_work_is_refused",
     "hub_token": _HUB,
     "hub_private_repo": _HUB,
     "hub_model_id": _HUB,
     "hub_strategy": _HUB,
     "hub_always_push": _HUB,
     "hub_revision": _HUB,
-    "load_best_model_at_end": _READ,
+    "load_best_model_at_end": "works: test_flags.py::test_the_best_model_and_its_loss",
     "metric_for_best_model": _READ,
     "greater_is_better": _READ,
     "ignore_data_skip": _READ,
@@ -173,7 +174,8 @@ def test_do_train_and_do_eval(words, says):
         ('{"gradient_accumulation_kwargs": {"num_steps": 2}}', "use --gradient_accumulation_steps"),
         ('{"even_batches": false}', "even_batches false"),
         ('{"split_batch": true}', "unknown key 'split_batch'; did you mean split_batches"),
-        ("[1]", "cannot be read as JSON"),
+        ("[1]", "must hold a JSON object"),
+        ("{1", "cannot be read as JSON"),
         ("/no/such.json", "cannot be read as JSON"),
     ],
 )
@@ -206,3 +208,57 @@ def test_trackers_are_those_of_transformers():
 
     assert set(flags.TRACKERS) == set(INTEGRATION_TO_CALLBACK)
     parse("--report_to", "none")
+
+
+def test_a_push_that_cannot_work_is_refused(monkeypatch):
+    for name in (
+        "HF_HUB_OFFLINE",
+        "TRANSFORMERS_OFFLINE",
+        "HF_TOKEN",
+        "HTTPS_PROXY",
+        "https_proxy",
+        "ALL_PROXY",
+        "all_proxy",
+    ):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
+    hub.check_push(parse())
+    with pytest.raises(UserError, match="--push_to_hub: there is no token"):
+        hub.check_push(parse("--push_to_hub", "true"))
+    with pytest.raises(UserError, match=r"--push_to_hub: 127.0.0.1 cannot be reached .*make export"):
+        hub.check_push(parse("--push_to_hub", "true", "--hub_token", "x"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(UserError, match="HF_HUB_OFFLINE"):
+        hub.check_push(parse("--push_to_hub", "true"))
+
+
+SHORT = [
+    "--data", str(TINY / "train.jsonl"), "--max_samples", "16", "--effective_batch_size", "8", "--logging_steps", "1",
+    "--num_samples", "0", "--max_steps", "3",
+]  # fmt: skip
+
+
+def test_step_lines_with_the_tokens_seen(tmp_path):
+    words = ["--include_num_input_tokens_seen", "true", "--save_strategy", "no", "--output_dir", str(tmp_path / "run")]
+    done = recipe_process("sft", *SHORT, *words)
+    assert done.returncode == 0, done.stderr
+    found = Run(tmp_path / "run")
+    assert len(found.losses) == 3 and done.stdout.count("tok/s") == 3
+    assert found.metrics[-1]["num_input_tokens_seen"] > found.metrics[0]["num_input_tokens_seen"] > 0
+    assert (tmp_path / "run" / "loss.png").exists()
+
+
+def test_the_best_model_and_its_loss(tmp_path):
+    """The first evaluation is the best, since a larger loss is said to be better here."""
+    words = [
+        "--load_best_model_at_end", "true", "--eval_data", str(TINY / "eval.jsonl"), "--eval_strategy", "steps", "--eval_steps",
+        "1", "--save_strategy", "steps", "--save_steps", "1", "--learning_rate", "1e-3", "--warmup_steps", "0",
+        "--greater_is_better", "true", "--output_dir", str(tmp_path / "run"),
+    ]  # fmt: skip
+    done = recipe_process("sft", *SHORT, *words)
+    assert done.returncode == 0, done.stderr
+    found = Run(tmp_path / "run")
+    evaluations = [entry["eval_loss"] for entry in found.metrics if "eval_loss" in entry][:3]
+    assert len(evaluations) == 3 and evaluations[0] == max(evaluations) > evaluations[-1]
+    assert found.json("result.json")["eval_loss"] == pytest.approx(evaluations[0], rel=1e-5)
