@@ -553,11 +553,15 @@ def run(trainer: KitTrainer) -> None:
                 )
             finish(trainer, started)
     except BaseException as error:
-        if trainer.args.process_index == 0 and not report.finished(trainer.args.output_dir):
+        folder = Path(trainer.args.output_dir)
+        if isinstance(error, KeyboardInterrupt) and not failure.folder():  # else the supervisor says it
+            error = KeyboardInterrupt(report.how_to_go_on("interrupted", folder, trainer.state.global_step))
+        if trainer.args.process_index == 0 and not report.finished(folder):
+            kinds = {Stopped: "stopped", KeyboardInterrupt: "interrupted"}
             status = {
-                "status": "stopped" if isinstance(error, Stopped) else "failed",
+                "status": kinds.get(type(error), "failed"),
                 "error": f"{type(error).__name__}: {error}",
                 "steps": trainer.state.global_step,
             }
-            report.write_json(Path(trainer.args.output_dir) / "result.json", status)
-        raise
+            report.write_json(folder / "result.json", status)
+        raise error
