@@ -150,6 +150,7 @@ def test_refused(name):
 
 def test_the_default_of_a_refused_argument_passes():
     parse("--dataloader_drop_last", "false", "--bf16_full_eval", "false", "--fsdp", "", "--skip_memory_metrics", "true")
+    parse("--fsdp", "False", "--fsdp_config", "{}", "--parallelism_config", "none")
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ REFUSED = {
     "skip_memory_metrics": "its numbers would be shown nowhere; use --memory_report true",
     "restore_callback_states_from_checkpoint": "no callback of this trainer has a state to restore; leave it out",
 }
+OFF = ("", "none", "false", "[]", "{}")  # what leaves an argument off that is off by default
 # Key of --accelerator_config -> why it is refused.
 ACCELERATOR_CONFIG = {
     "split_batches": "each rank would train on a part of its micro batch only; change --per_device_train_batch_size",
@@ -71,7 +72,8 @@ def check(settings, given: dict[str, Any], defaults: dict[str, Any]) -> None:
     Raises: UserError that names the argument, the reason and what to use instead.
     """
     for name, why in REFUSED.items():
-        if name in given and given[name] not in (defaults[name], None, "", "none", [], "{}"):
+        off = given.get(name) == defaults[name] or (not defaults[name] and str(given.get(name)).lower() in OFF)
+        if name in given and not off:
             raise UserError(f"--{name} {given[name]}: {why}.")
     if given.get("do_train") is False:
         raise UserError(
