@@ -44,6 +44,19 @@ VARIABLES := NNODES NODE_RANK MASTER_ADDR JOIN_TIMEOUT INTERFACE HOSTS INCLUDE E
 $(foreach v,$(VARIABLES),$(eval override $(v) := $$(value $(v))))
 export $(VARIABLES)
 
+# A name on the command line that nothing reads would leave its setting at the default: every verb is refused.
+INTERNAL := RECIPE PYTHON ENV PY PIP PREFIX STAMP DEV_STAMP PEERS_STAMP
+OF_MAKE := SHELL .SHELLFLAGS MAKE MAKEFLAGS MFLAGS MAKEFILES MAKESHELL VPATH CURDIR PATH
+ON_COMMAND_LINE := $(foreach v,$(.VARIABLES),$(if $(filter command%,$(origin $v)),$v))
+UNKNOWN_VARIABLES := $(filter-out $(VARIABLES) $(INTERNAL) $(OF_MAKE),$(ON_COMMAND_LINE))
+ifneq ($(UNKNOWN_VARIABLES),)
+$(foreach v,$(UNKNOWN_VARIABLES),$(eval override $(v) := $$(value $(v))))
+export VARIABLES UNKNOWN_VARIABLES $(UNKNOWN_VARIABLES)
+.PHONY: $(or $(MAKECMDGOALS),help)
+$(or $(MAKECMDGOALS),help):
+	@"$(PYTHON)" src/zerofit/make_variables.py
+else
+
 # --- the environment: .venv, or the active one with ENV=active ---
 ifeq ($(ENV),active)
 PREFIX := $(shell $(PYTHON) -c 'import sys; print(sys.prefix)')
@@ -190,3 +203,4 @@ $(PEERS_STAMP): constraints.txt
 	@echo 'installing TRL into .venv-peers (a few minutes, once)'
 	@.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch 'trl==1.16.*' transformers
 	@touch "$@"
+endif

@@ -4,7 +4,7 @@ from dataclasses import fields
 
 import pytest
 
-from zerofit import args, batch
+from zerofit import args, batch, synonyms
 from zerofit.errors import UserError
 
 DATA = str(args.TINY / "train.jsonl")
@@ -158,6 +158,21 @@ def test_changing_gpus_keeps_the_effective_batch():
         (["stray"], "unexpected word 'stray'"),
         (["--zero", "4"], "invalid choice: '4'"),
         (["--offload", "nvme"], "invalid choice"),
+        (["--zero", "zero3"], r"invalid choice: 'zero3' .*; did you mean --zero 3\?"),
+        (["--zero", "stage-2"], r"did you mean --zero 2\?"),
+        (["--offload", "cpu"], r"did you mean --offload optimizer\?"),
+        (["--deepspeed", "zero3"], r"--deepspeed zero3: there is no such file; did you mean --zero 3\?"),
+        (["--deepspeed", "/no/ds_z2_config.json"], r"did you mean --zero 2\?"),
+        (["--deepspeed", "my.json"], "--deepspeed my.json: cannot be read"),
+        (["--batch_size", "4"], "did you mean --per_device_train_batch_size"),
+        (["--micro_batch_size", "4"], "did you mean --per_device_train_batch_size"),
+        (["--num_epochs", "4"], "did you mean --num_train_epochs"),
+        (["--stage", "sft"], "did you mean --zero"),
+        (["--finetuning_type", "lora"], "did you mean recipes/lora.py"),
+        (["--lora_target", "all"], r"did you mean recipes/lora.py \(make lora\) with --lora_target_modules\?"),
+        (["--base_model", "x"], "did you mean --model"),
+        (["--sequence_len", "8"], "did you mean --max_length"),
+        (["--sample_packing", "true"], "did you mean --packing"),
         (["--learning_rate", "fast"], "invalid float value: 'fast'"),
         (["--bf16", "maybe"], "Truthy value expected"),
         (["--zero", "2", "--offload", "all"], "--offload all needs stage 3"),
@@ -179,9 +194,31 @@ def test_refusals(flags, says):
     assert "\n" not in str(caught.value)
 
 
+def test_all_unknown_flags_are_told_at_once():
+    with pytest.raises(UserError) as caught:
+        parse("--lr", "-1", "--epochs=3", "--zero", "2", "--qwerty", "--lr", "2")
+    assert str(caught.value) == (
+        "command line: unknown flag --lr; did you mean --learning_rate? unknown flag --epochs; did you mean "
+        "--num_train_epochs? unknown flag --qwerty; --help lists every flag."
+    )
+
+
+def test_every_synonym_names_an_argument_that_exists():
+    names = {f.name for f in fields(args.TrainingArguments)} | {
+        f.name for group in args._kit_groups("lora") for f in fields(group)
+    }
+    for word, meant in synonyms.RENAMED.items():
+        assert word not in names, word
+        assert meant.startswith("recipes/") or meant.split()[0].strip("-,") in names, meant
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
+        (
+            "zero: 2\nbase_model: x\nlr: 1\n",
+            r"unknown key 'base_model'; did you mean model\? unknown key 'lr'; did you mean l",
+        ),
         ("zero: 2\nfoo: 3\n", "unknown key 'foo'"),
         ("zero: [2\n", r"run.yaml:2:1: not valid YAML"),
         ("- a\n- b\n", "must hold `argument: value`"),

@@ -2,18 +2,20 @@
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 from conftest import ROOT, TINY, Run, recipe_process
 
-from zerofit import args, launch, report, world
+from zerofit import args, launch, quiet, report, train, world
 from zerofit.errors import UserError
 
 BIN = Path(sys.executable).parent
@@ -363,8 +365,8 @@ def test_two_ranks_resume_the_newest_checkpoint_of_their_folder(tmp_path):
     assert [m["step"] for m in Run(tmp_path / "run").metrics] == [1, 2, 3]
 
 
-def test_interrupt_leaves_no_process(tmp_path):
-    out = tmp_path / "run"
+def test_interrupt_leaves_no_process_and_says_how_to_go_on(tmp_path):
+    out = tmp_path / "my run"
     words = [
         "-m",
         "zerofit",
@@ -374,6 +376,12 @@ def test_interrupt_leaves_no_process(tmp_path):
         "recipes/sft.py",
         "--num_train_epochs",
         "500",
+        "--save_strategy",
+        "steps",
+        "--save_steps",
+        "1",
+        "--logging_steps",
+        "1",
         "--output_dir",
         str(out),
     ]
@@ -381,13 +389,44 @@ def test_interrupt_leaves_no_process(tmp_path):
         [sys.executable, *words], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     deadline = time.time() + 120
-    while not (out / "metrics.jsonl").exists():
+    while not (out / "checkpoint-2").exists() and not (out / "checkpoint-3").exists():
         assert time.time() < deadline and job.poll() is None
         time.sleep(0.2)
     ranks = psutil.Process(job.pid).children(recursive=True)
     assert len(ranks) >= 3
     job.send_signal(signal.SIGINT)
     _, err = job.communicate(timeout=60)
-    assert job.returncode == 130 and "stopped by SIGINT" in err
+    assert job.returncode == 130
+    lines = [line for line in err.splitlines() if "it/s" not in line and line.strip()]
+    assert re.fullmatch(
+        r"zerofit: interrupted at step \d+; saved up to step \d+\. Go on: make resume RUN='.*/my run'", lines[-1]
+    )
+    assert "death signal" not in err and "Traceback" not in err and err.count("interrupted") == 1, err
+    assert Run(out).json("result.json")["status"] == "interrupted"
     _, alive = psutil.wait_procs(ranks, timeout=10)
     assert not alive
+
+
+@pytest.mark.parametrize(
+    ("out", "err", "flags", "wanted"),
+    [
+        (True, True, (), False),
+        (False, True, (), True),
+        (False, True, ("--disable_tqdm", "true"), False),
+        (True, False, (), False),
+    ],
+)
+def test_a_bar_never_shares_a_terminal_with_the_step_lines(monkeypatch, out, err, flags, wanted):
+    settings = args.parse("sft", list(flags), 1)
+    monkeypatch.setattr(train.sys, "stdout", SimpleNamespace(isatty=lambda: out, write=len, flush=lambda: None))
+    monkeypatch.setattr(train.sys, "stderr", SimpleNamespace(isatty=lambda: err, write=len, flush=lambda: None))
+    assert train.wants_bar(settings) is wanted
+
+
+def test_bars_of_transformers_are_off_on_a_terminal_too(monkeypatch):
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.enable_progress_bar()
+    monkeypatch.setattr(quiet.sys, "stderr", SimpleNamespace(isatty=lambda: True, write=len, flush=lambda: None))
+    quiet.libraries()
+    assert not transformers_logging.is_progress_bar_enabled()

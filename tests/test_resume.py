@@ -10,6 +10,8 @@ import pytest
 import torch
 from conftest import ROOT, TINY, Run, run_world
 
+from zerofit import resume
+
 FLAGS = [
     "--data", str(TINY / "train.jsonl"), "--max_samples", "24", "--effective_batch_size", "8", "--num_samples", "0",
     "--per_device_train_batch_size", "2", "--learning_rate", "1e-3", "--max_steps", "6", "--logging_steps", "1",
@@ -185,3 +187,21 @@ def test_an_effective_batch_that_cannot_be_dealt_out(runs):
     done = subprocess.run(words, capture_output=True, text=True)
     assert done.returncode == 2 and "effective batch of 8 is no multiple of it" in done.stderr
     assert "use 1, 2, 4, 8 processes" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "new", "offload", "wanted"),
+    [
+        (["--offload=all", "--lr", "1"], ["--zero=0"], "all", ["--lr", "1", "--offload", "none"]),
+        (["--offload", "all", "--offload_path", "/x"], ["--zero", "0"], "all", ["--offload", "none"]),
+        (["--config", "x.yaml"], ["--zero", "2"], "all", ["--config", "x.yaml", "--offload", "optimizer"]),
+        (["--offload", "optimizer"], ["--zero", "2"], "optimizer", ["--offload", "optimizer"]),
+        (["--offload", "all"], ["--zero", "0", "--offload", "all"], "all", ["--offload", "all"]),
+        (["--offload", "all"], ["--zero", "3"], "all", ["--offload", "all"]),
+        (["--offload", "all"], [], "all", ["--offload", "all"]),
+    ],
+)
+def test_an_offload_that_the_new_stage_does_not_have_is_dropped(capsys, flags, new, offload, wanted):
+    assert resume.flags_without_offload(flags, new, offload) == wanted
+    said = capsys.readouterr().out
+    assert ("cannot offload all: the run goes on with --offload" in said) == (wanted != flags)

@@ -88,6 +88,12 @@ def test_a_literal_that_equals_the_default_still_binds(write):
     assert found.source["bf16"] == "deepspeed JSON" and found.precision == "fp32"
 
 
+def test_timers_and_parallelism_that_is_off_pass(write):
+    off = {"tensor_parallel": {"autotp_size": 1}, "expert_parallel": {"enabled": False}, "pipeline": {"stages": 1}}
+    path = write(BASE | off | {"timers": {"throughput": {"enabled": False}}, "sequence_parallel_size": 1})
+    assert parse("--deepspeed", path).deepspeed["timers"] == {"throughput": {"enabled": False}}
+
+
 def test_same_value_in_both_places_is_no_contradiction(write):
     path = write(BASE | {"gradient_clipping": 1.0, "gradient_accumulation_steps": 2})
     found = parse("--deepspeed", path, "--max_grad_norm", "1.0", "--gradient_accumulation_steps", "2", "--zero", "2")
@@ -98,6 +104,11 @@ def test_same_value_in_both_places_is_no_contradiction(write):
     ("config", "flags", "says"),
     [
         (BASE | {"gradient_cliping": 1}, [], "unknown key 'gradient_cliping'; did you mean 'gradient_clipping'"),
+        (BASE | {"tensor_parallel": {"autotp_size": 2}}, [], "tensor_parallel.autotp_size = 2: the recipes split"),
+        (BASE | {"tensor_parallel": {"tp": {"tp_size": 4}}}, [], "tensor_parallel.tp.tp_size = 4"),
+        (BASE | {"expert_parallel": {"enabled": True}}, [], "expert_parallel.enabled = true"),
+        (BASE | {"pipeline": {"stages": 2}}, [], "pipeline.stages = 2"),
+        (BASE | {"sequence_parallel_size": 2}, [], "sequence_parallel_size = 2"),
         (BASE | {"amp": {"enabled": True}}, [], "amp: NVIDIA Apex"),
         (BASE | {"elasticity": {}}, [], "elasticity"),
         (BASE | {"bf16": {"loss_scale": 0}}, [], "unknown key 'bf16.loss_scale'"),

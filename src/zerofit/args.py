@@ -5,7 +5,6 @@ A literal in the DeepSpeed JSON that contradicts a flag stops the run; against a
 """
 
 import argparse
-import difflib
 import json
 import shlex
 import warnings
@@ -16,7 +15,7 @@ from typing import Any, Literal
 import yaml
 from transformers import HfArgumentParser, TrainingArguments
 
-from . import batch, devices, offload, optimizers, presets, recompute, zero
+from . import batch, devices, flags, offload, optimizers, presets, recompute, synonyms, zero
 from .errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -390,23 +389,6 @@ RECIPES = {
     "sft": {"arguments": (), "defaults": {"learning_rate": 2e-5}},
     "lora": {"arguments": (LoraArguments,), "defaults": {"learning_rate": 2e-4}},
 }
-# Flags that people bring from elsewhere: the name here.
-RENAMED = {
-    "warmup_ratio": "--warmup_steps (a value below 1 is a ratio)",
-    "torch_dtype": "--dtype",
-    "model_name_or_path": "--model",
-    "dataset_name": "--data",
-    "dataset": "--data",
-    "max_seq_length": "--max_length",
-    "cutoff_len": "--max_length",
-    "no_cuda": "--use_cpu",
-    "evaluation_strategy": "--eval_strategy",
-    "group_by_length": "--train_sampling_strategy",
-    "zero_stage": "--zero",
-    "lora_rank": "--lora_r",
-    "dataset_num_proc": "--preprocessing_num_workers",
-    "use_peft": "recipes/lora.py",
-}
 _UNSET = object()
 
 
@@ -416,7 +398,7 @@ class _Parser(HfArgumentParser):
     origin = "command line"
 
     def error(self, message: str):
-        raise UserError(f"{self.origin}: {message}. Every flag: --help.")
+        raise UserError(f"{self.origin}: {message}{synonyms.of_value(message)} Every flag: --help.")
 
 
 @dataclass
@@ -489,6 +471,8 @@ def build_parser(recipe: str) -> _Parser:
         parser = _Parser(
             groups, prog=f"recipes/{recipe}.py", allow_abbrev=False, formatter_class=argparse.HelpFormatter
         )
+    parallelism = next(action for action in parser._actions if action.dest == "parallelism_config")
+    parallelism.type = str  # an object of accelerate's, which no text becomes: flags.check refuses it with the reason
     optim = next(action for action in parser._actions if action.dest == "optim")
     optim.choices, optim.metavar = None, "OPTIM"  # optimizers.choose checks it: there are more than transformers knows
     return parser
@@ -502,16 +486,7 @@ def _explicit(recipe: str, argv: list[str], origin: str) -> dict[str, Any]:
     names = [f.name for group in parser.dataclass_types for f in fields(group) if f.init]
     found, unknown = parser.parse_known_args(argv, argparse.Namespace(**dict.fromkeys(names, _UNSET)))
     if unknown:
-        word = unknown[0]
-        name = word.lstrip("-").split("=")[0].replace("-", "_")
-        close = difflib.get_close_matches(name, names, 1, 0.75)
-        hint = RENAMED.get(name) or (f"--{close[0]}" if close else None)
-        if name in {f.name for f in fields(LoraArguments)}:
-            hint = "recipes/lora.py (make lora)"
-        what = f"unknown flag --{name}" if word.startswith("-") else f"unexpected word {word!r}"
-        if origin != "command line":
-            what, hint = f"unknown key {name!r}", hint and hint.removeprefix("--")
-        raise UserError(f"{origin}: {what}{f'; did you mean {hint}?' if hint else '; --help lists every flag.'}")
+        raise UserError(f"{origin}: {synonyms.of_unknown(unknown, recipe, names, origin)}")
     return {k: v for k, v in vars(found).items() if v is not _UNSET}
 
 
@@ -612,6 +587,7 @@ def parse(recipe: str, argv: list[str], world_size: int, gpu=None) -> Settings:
     _one_shuffle_seed(settings)
     _hang_before_collectives(settings)
     _fill_defaults(settings)
+    flags.check(settings, given, defaults)
     settings.deepspeed = zero.choose(settings, given)
     recompute.choose(settings)
     _choose_precision(settings)

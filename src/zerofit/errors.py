@@ -63,7 +63,8 @@ def guard(main) -> None:
         raise SystemExit(error.exit_code) from None
     except KeyboardInterrupt as error:
         failure.record(error)
-        print("zerofit: interrupted", file=sys.stderr, flush=True)
+        if not failure.folder():  # the supervisor says it, once for all ranks
+            print(f"zerofit: {str(error) or 'interrupted'}", file=sys.stderr, flush=True)
         raise SystemExit(EXIT_CODES["interrupted"]) from None
     except Exception as error:
         failure.record(error)

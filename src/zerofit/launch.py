@@ -197,8 +197,9 @@ def prepare(settings: args.Settings, decides: bool = True) -> tuple[Path | None,
     Args: decides: whether this machine chooses the run folder and the checkpoint to go on from (node 0 does).
     Returns: the run folder to be made, the training set and the evaluation set (data.Tokens, or None).
     """
-    from . import checkpoint, data, doctor, inspection, model, offload, ops, report
+    from . import checkpoint, data, doctor, hub, inspection, model, offload, ops, report
 
+    hub.check_push(settings)
     notes = doctor.heed(doctor.installation())
     net = model.check(settings)
     for sentence in [*notes, *doctor.heed(doctor.of_job(settings, net))]:

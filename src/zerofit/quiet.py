@@ -25,9 +25,9 @@ def libraries() -> None:
         # DeepSpeed owns the accumulation; accelerate's own plugin is not used.
         lambda record: "radient accumulation steps mismatch" not in record.getMessage()
     )
-    if not sys.stderr.isatty():  # progress bars fill a log file with one endless line
-        import datasets
-        from transformers.utils import logging as transformers_logging
+    import datasets
+    from transformers.utils import logging as transformers_logging
 
-        transformers_logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()  # one for each model load and checkpoint, between the step lines
+    if not sys.stderr.isatty():  # progress bars fill a log file with one endless line
         datasets.disable_progress_bars()

@@ -119,6 +119,21 @@ def finished(folder: str | Path) -> bool:
     return file.exists() and json.loads(file.read_text(encoding="utf-8")).get("status") == "finished"
 
 
+def how_to_go_on(ended: str, folder: Path, step: int | None) -> str:
+    """Return a sentence for a run that was ended: where it stood, what is saved and the command that goes on.
+
+    Args: ended: "interrupted" or "stopped by SIGTERM"; step: the last one that was made, None: there was none.
+    """
+    from . import checkpoint
+
+    where = f"{ended} at step {step}" if step is not None else ended
+    if not (folder / "run.json").exists():
+        return where
+    saved = checkpoint.newest_good(folder, say=lambda text: None)
+    state = f"saved up to step {saved.name.rpartition('-')[2]}" if saved else "nothing is saved yet"
+    return f"{where}; {state}. Go on: make resume RUN={shlex.quote(str(folder))}"
+
+
 def find_checkpoint(settings: Settings, folder: Path) -> None:
     """Turn --resume_from_checkpoint (a path, or auto for the newest good one in the run folder) into a path that holds one.
 

@@ -5,7 +5,7 @@ import json
 import shlex
 from pathlib import Path
 
-from . import args, launch, place, probe, report
+from . import args, launch, place, probe, report, world
 from .errors import UserError
 
 BATCH = ("--effective_batch_size", "--per_device_train_batch_size", "--gradient_accumulation_steps")
@@ -41,6 +41,7 @@ def main(argv: list[str]) -> None:
     if new_ranks not in (0, ranks) and not set(BATCH) & set(again):
         whole, micro = (facts["arguments"][name[2:]]["value"] for name in BATCH[:2])
         flags = [*probe.drop(flags, *BATCH), *same_batch(whole, micro, new_ranks)]
+    flags = flags_without_offload(flags, new, facts["arguments"]["offload"]["value"])
     words = probe.drop(flags, "--resume_from_checkpoint", "--output_dir", "--gpus", *again)
     launch.main([
         "--gpus", given.gpus or str(ranks // machines), "--launcher", given.launcher, "--port", given.port, "--args", given.args,
@@ -49,6 +50,22 @@ def main(argv: list[str]) -> None:
         str(args.ROOT / "recipes" / f"{recipe}.py"), *words, *given.flags, "--output_dir", str(folder),
         "--resume_from_checkpoint", "auto",
     ])  # fmt: skip
+
+
+def flags_without_offload(flags: list[str], new: list[str], offload: str) -> list[str]:
+    """Return the run's flags, without an offload that the new stage does not have; a line says so.
+
+    Args: flags: the run's; new: those of this command; offload: what the run has kept in host memory.
+    """
+    stage = world.value_of(new, ("--zero",))
+    if world.value_of(new, ("--offload",)) is not None or offload == "none" or stage not in ("0", "1", "2"):
+        return flags
+    instead = "none" if stage == "0" else "optimizer"
+    if instead == offload:
+        return flags
+    print(f"note: ZeRO stage {stage} cannot offload {offload}: the run goes on with --offload {instead}", flush=True)
+    gone = ("--offload_path", "--offload_ratio", "--super_offload") if instead == "none" else ()
+    return [*probe.drop(flags, "--offload", *gone), "--offload", instead]
 
 
 def same_batch(whole: int, micro: int, ranks: int) -> list[str]:

@@ -5,7 +5,7 @@ import os
 import sys
 from pathlib import Path
 
-from . import adapters, args, node_disks, quantized, quiet, world
+from . import adapters, args, hub, node_disks, quantized, quiet, world
 from .errors import printable
 
 quiet.libraries()
@@ -44,6 +44,8 @@ def settings(recipe: str, argv: list[str] | None = None, world_size: int | None 
 
         print(f"{recipe}, {found.world_size} process{'es' * (found.world_size > 1)}\n{report.summary(found)}")
         raise SystemExit(0)
+    if argv is None and world.rank() == 0:
+        hub.check_push(found)
     if argv is None and _is_to_check(found):
         planner.get_ready(found)
     return found

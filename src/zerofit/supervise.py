@@ -162,7 +162,7 @@ def _end(job: Job, endings: list, records: Path, opened: bool, settings, flags: 
     """Write the report where there is something to tell; a mistake met before the run folder leaves nothing."""
     last = endings[-1]
     if last.kind == "interrupted":
-        print(f"zerofit: stopped by {last.signal}", file=sys.stderr)
+        _tell_interrupted(job.folder, last, opened)
     if not opened or (last.kind in ("finished", "stopped", "interrupted", "user error") and len(endings) == 1):
         return
     smaller = recovery.smaller(settings, flags, job.parse) if last.kind == "out of memory" else None
@@ -178,6 +178,16 @@ def _end(job: Job, endings: list, records: Path, opened: bool, settings, flags: 
         print(f"zerofit: {last.sentence}; {job.folder}/report.md", file=sys.stderr)
     if advice:
         print(f"zerofit: try: {advice}", file=sys.stderr)
+
+
+def _tell_interrupted(folder: Path, last: postmortem.Ending, opened: bool) -> None:
+    """Say where the job was ended and how to go on, and write so into result.json: a rank that was waiting for another
+    has met a broken connection instead of the signal, or was killed."""
+    ended = "interrupted" if last.signal == "SIGINT" else f"stopped by {last.signal}"
+    print(f"zerofit: {report.how_to_go_on(ended, folder, last.step)}", file=sys.stderr)
+    if opened and not report.finished(folder):
+        status = {"status": "interrupted", "error": f"{ended} (by a signal to the job)", "steps": last.step or 0}
+        report.write_json(folder / "result.json", status)
 
 
 # --- one attempt's processes ---

@@ -16,7 +16,7 @@ from zerofit import failure, postmortem
 
 
 def main() -> None:
-    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
+    logging.disable(logging.ERROR)  # of this process; torch's loggers of signals have levels of their own
     words = sys.argv[1:]
     if failure.folder():
         words = [*_for_a_supervisor(), *words]

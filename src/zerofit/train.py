@@ -377,7 +377,7 @@ class Reporter(TrainerCallback):
             if args.process_index == 0:
                 print(f"exact match before training: {self.before:.1%} of {len(trainer.eval_tokens)} held-out rows")
         self.began, self.first_step = time.perf_counter(), state.global_step
-        if args.process_index == 0 and sys.stderr.isatty():
+        if args.process_index == 0 and wants_bar(trainer.settings):
             from tqdm import tqdm
 
             self.bar = tqdm(
@@ -415,7 +415,7 @@ class Reporter(TrainerCallback):
             control.should_save = control.should_training_stop = self.stopping = True
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        if "train_runtime" in logs:  # transformers' summary of the whole run; ours is result.json
+        if is_summary(logs):
             return
         if args.process_index == 0:
             with (Path(args.output_dir) / "metrics.jsonl").open("a", encoding="utf-8") as file:
@@ -448,6 +448,32 @@ class Reporter(TrainerCallback):
         return "  ".join([*words, f"ETA {int(left) // 3600}:{int(left) // 60 % 60:02}:{int(left) % 60:02}"])
 
 
+def wants_bar(settings) -> bool:
+    """Return whether to draw a progress bar: only where it does not share a terminal with the step lines."""
+    return sys.stderr.isatty() and not sys.stdout.isatty() and not settings.disable_tqdm
+
+
+def is_summary(logs: dict) -> bool:
+    """Return whether these are transformers' numbers of the whole run; with --include_num_input_tokens_seen a step's log
+    has train_runtime too."""
+    return "train_runtime" in logs and not {"loss", "eval_loss"} & set(logs)
+
+
+def evaluation_of_saved(trainer: KitTrainer) -> dict | None:
+    """Return the metrics of the model that final/ holds: the last evaluation's, or those of a new one. All ranks call it.
+
+    With --load_best_model_at_end the weights are an earlier step's, which the last evaluation has not seen.
+    """
+    state = trainer.state
+    evaluations = [entry for entry in state.log_history if "eval_loss" in entry]
+    if trainer.eval_dataset is None:
+        return evaluations[-1] if evaluations else None
+    best = trainer.args.load_best_model_at_end and state.best_model_checkpoint is not None
+    if evaluations and not best and evaluations[-1]["step"] == state.global_step:
+        return evaluations[-1]
+    return trainer.evaluate()
+
+
 def finish(trainer: KitTrainer, started: float) -> None:
     """Save final/, evaluate, show sample generations, draw the curve and write result.json last. All ranks call it.
 
@@ -464,9 +490,7 @@ def finish(trainer: KitTrainer, started: float) -> None:
         adapters.saved_plain(trainer.model, final)
         (final / "training_args.bin").unlink(missing_ok=True)  # a pickle that no loader needs
         model.verify_saved(final, trainable if settings.recipe == "lora" else every)
-    evaluations = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
-    if trainer.eval_dataset is not None and (not evaluations or evaluations[-1]["step"] != trainer.state.global_step):
-        evaluations.append(trainer.evaluate())
+    evaluation = evaluation_of_saved(trainer)
     before = trainer.reporter.before
     after = generate.exact_match(trainer) if settings.bundled else None
     samples = generate.samples(trainer, settings.num_samples)
@@ -479,7 +503,7 @@ def finish(trainer: KitTrainer, started: float) -> None:
         "steps_not_applied": trainer.guard.found,
         "train_loss": next((e["train_loss"] for e in reversed(trainer.state.log_history) if "train_loss" in e), None),
         "last_loss": losses[-1] if losses else None,
-        "eval_loss": evaluations[-1]["eval_loss"] if evaluations else None,
+        "eval_loss": evaluation["eval_loss"] if evaluation else None,
         "world_size": args.world_size,
         "zero": settings.zero,
         "offload": settings.offload,
@@ -529,11 +553,15 @@ def run(trainer: KitTrainer) -> None:
                 )
             finish(trainer, started)
     except BaseException as error:
-        if trainer.args.process_index == 0 and not report.finished(trainer.args.output_dir):
+        folder = Path(trainer.args.output_dir)
+        if isinstance(error, KeyboardInterrupt) and not failure.folder():  # else the supervisor says it
+            error = KeyboardInterrupt(report.how_to_go_on("interrupted", folder, trainer.state.global_step))
+        if trainer.args.process_index == 0 and not report.finished(folder):
+            kinds = {Stopped: "stopped", KeyboardInterrupt: "interrupted"}
             status = {
-                "status": "stopped" if isinstance(error, Stopped) else "failed",
+                "status": kinds.get(type(error), "failed"),
                 "error": f"{type(error).__name__}: {error}",
                 "steps": trainer.state.global_step,
             }
-            report.write_json(Path(trainer.args.output_dir) / "result.json", status)
-        raise
+            report.write_json(folder / "result.json", status)
+        raise error

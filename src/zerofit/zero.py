@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from . import offload, world
+from . import offload, synonyms, world
 from .errors import UserError
 
 CONFIGS = Path(__file__).resolve().parents[2] / "deepspeed_configs"
@@ -18,12 +18,23 @@ TOP_LEVEL_KEYS = frozenset(
     comet data_efficiency data_types dataloader_drop_last disable_allgather disable_python_gc dump_state
     expert_parallel flops_profiler fp16 gradient_accumulation_steps gradient_allreduce_op gradient_clipping
     gradient_predivide_factor hybrid_engine log_level managed_gradient_accumulation memory_breakdown optimizer
-    pipeline prescale_gradients scheduler seq_parallel_communication_data_type steps_per_print
-    tensor_parallel tensorboard torch_autocast train_batch_size train_micro_batch_size_per_gpu
+    pipeline prescale_gradients scheduler seq_parallel_communication_data_type sequence_parallel_size steps_per_print
+    tensor_parallel tensorboard timers torch_autocast train_batch_size train_micro_batch_size_per_gpu
     use_data_before_expert_parallelism vocabulary_size wall_clock_breakdown wandb weight_quantization
     zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization
     """.split()
 )
+# Keys that split the model or the rows among ranks in another way than ZeRO, with the values that turn them off. DeepSpeed
+# would take them, and the ranks would train on other rows than the batch arithmetic says.
+OTHER_PARALLELISM = {
+    "tensor_parallel.autotp_size": (0, 1),
+    "tensor_parallel.tp_size": (0, 1),
+    "tensor_parallel.tensor_parallel.tp_size": (0, 1),
+    "tensor_parallel.tp.tp_size": (0, 1),
+    "expert_parallel.enabled": (False,),
+    "pipeline.stages": (0, 1),
+    "sequence_parallel_size": (0, 1),
+}
 # JSON key -> the argument that says the same thing. "auto" there takes the argument's value.
 SAME_AS_ARGUMENT = {
     "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
@@ -67,6 +78,8 @@ def read_json(path: str | Path) -> dict:
     try:
         config = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique)
     except OSError as error:
+        if stage := synonyms.stage(path.name):
+            raise UserError(f"--deepspeed {path}: there is no such file; did you mean --zero {stage}?") from None
         raise UserError(f"--deepspeed {path}: cannot be read: {error.strerror}.") from None
     except UnicodeDecodeError:
         raise UserError(f"--deepspeed {path}: is not a UTF-8 text file.") from None
@@ -106,6 +119,7 @@ def lint(config: dict, path: str | Path) -> None:
     from pydantic import ValidationError
 
     removed = _removed_keys()
+    _refuse_other_parallelism(config, path)
     for key in config:
         if key in removed:
             raise UserError(f"{path}: {key}: {removed[key]} Delete the key.")
@@ -138,6 +152,18 @@ def lint(config: dict, path: str | Path) -> None:
             raise UserError(f"{path}: {key} = {first['input']!r}: {first['msg'].lower()}.") from None
         except (AssertionError, DeepSpeedConfigError, ValueError) as error:
             raise UserError(f"{path}: {section}: {error}") from None
+
+
+def _refuse_other_parallelism(config: dict, path: str | Path) -> None:
+    """Refuse tensor, expert, pipeline and sequence parallelism."""
+    for dotted, off in OTHER_PARALLELISM.items():
+        value = get(config, dotted)
+        if value is not None and value not in off:
+            section, said = dotted.partition(".")[0], json.dumps(value)
+            raise UserError(
+                f"{path}: {dotted} = {said}: the recipes split a model by ZeRO only, and the batch would be counted wrongly; "
+                f"delete {section}, and use stage 3 for a model that is larger than a GPU."
+            )
 
 
 def choose(settings, explicit: dict[str, Any]) -> dict | None:

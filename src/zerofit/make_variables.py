@@ -1,0 +1,49 @@
+"""The refusal of make variables that the Makefile does not know. It runs before anything is installed: standard library only."""
+
+import difflib
+import os
+import sys
+
+# Names that people bring from other tools: the variable here.
+SYNONYMS = {
+    "ZERO": "STAGE ZERO_STAGE DEEPSPEED_STAGE DEEPSPEED ZERO_LEVEL",
+    "GPUS": "GPU_COUNT NUM_GPU NUM_GPUS N_GPU N_GPUS NGPU NGPUS NUM_PROCESSES NPROC NPROC_PER_NODE WORLD_SIZE DEVICES",
+    "NNODES": "NUM_NODES N_NODES NUM_MACHINES MACHINES",
+    "NODE_RANK": "MACHINE_RANK RANK",
+    "MASTER_ADDR": "MASTER MASTER_ADDRESS MAIN_PROCESS_IP",
+    "PORT": "MASTER_PORT MAIN_PROCESS_PORT",
+    "MODEL": "BASE_MODEL MODEL_NAME MODEL_PATH MODEL_NAME_OR_PATH",
+    "DATA": "DATASET DATASETS DATASET_NAME DATA_PATH TRAIN_FILE TRAIN_DATA",
+    "OUT": "OUTPUT OUTPUT_DIR OUT_DIR",
+    "HOSTS": "HOSTFILE HOST_FILE",
+    "CONFIG": "CONFIG_FILE YAML",
+    "SEQ": "SEQ_LEN SEQ_LENGTH",
+    "ARGS": "FLAGS ARG EXTRA_ARGS OPTIONS OPTS",
+    "RUN": "RUN_DIR CHECKPOINT RESUME RESUME_FROM_CHECKPOINT",
+    "LAUNCHER": "LAUNCH",
+    "OFFLOAD": "CPU_OFFLOAD",
+}
+
+
+def suggestion(name: str, known: list[str]) -> str:
+    """Return what to write instead of an unknown variable."""
+    wanted = name.upper().replace("-", "_")
+    same = next((variable for variable, others in SYNONYMS.items() if wanted in others.split()), None)
+    close = [same] if same else difflib.get_close_matches(wanted, known, 1, 0.75)
+    if close:
+        return f"did you mean {close[0]}?"
+    return 'a flag of the recipes goes into ARGS="--flag value"; `make help` lists the variables.'
+
+
+def main() -> None:
+    """Print one line for each unknown variable and exit with 2. The Makefile hands the names over in the environment."""
+    known = [*os.environ["VARIABLES"].split(), "RECIPE", "PYTHON", "ENV"]
+    for name in sorted(os.environ["UNKNOWN_VARIABLES"].split()):
+        value = os.environ.get(name)  # make exports names of letters, digits and underscores only
+        given = name if value is None else f"{name}={value}"
+        print(f"zerofit: error: {given}: no such variable; {suggestion(name, known)}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+if __name__ == "__main__":
+    main()
