@@ -3,7 +3,6 @@
 Each holds zerofit.json, written last: what it was saved from, and size and hash of every file.
 """
 
-import contextlib
 import hashlib
 import json
 import os
@@ -12,18 +11,12 @@ import time
 import zipfile
 from pathlib import Path
 
-from . import __version__, links, node_disks, report, world
+from . import __version__, links, node_disks, pickles, report, world
 from .errors import UserError
 
 FACTS = "zerofit.json"
 FORMAT = 1  # of that file; raised when an older version could not resume what it says
 ASIDE = ".saving"  # folder in the run folder that a checkpoint is written to
-# What the pickles of transformers' and DeepSpeed's checkpoints name beside tensors. Loading runs what a pickle names.
-KNOWN = {
-    "deepspeed.utils.tensor_fragment.fragment_address", "deepspeed.runtime.zero.config.ZeroStageEnum",
-    "deepspeed.runtime.fp16.loss_scaler.LossScaler", "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
-    "numpy.ndarray", "numpy.dtype", "numpy._core.multiarray._reconstruct", "numpy.core.multiarray._reconstruct",
-}  # fmt: skip
 
 
 # --- saving ---
@@ -258,7 +251,9 @@ def fault(checkpoint: Path) -> str:
         return f"its {FACTS} is damaged"
     if known and known.get("format", 1) > FORMAT:
         return f"zerofit {known['zerofit']} saved it, in a form that {__version__} does not know; update zerofit"
-    return (_changed(checkpoint, known["files"]) if known else _incomplete(checkpoint)) or foreign_code(checkpoint)
+    if known:
+        return _changed(checkpoint, known["files"]) or pickles.fault(checkpoint)
+    return pickles.fault(checkpoint) or _incomplete(checkpoint)
 
 
 def _changed(checkpoint: Path, files: dict[str, list]) -> str:
@@ -280,19 +275,19 @@ def _incomplete(checkpoint: Path) -> str:
 
     from . import shards
 
-    for file in [*checkpoint.rglob("*.pt"), *checkpoint.rglob("*.pth")]:
-        if not zipfile.is_zipfile(file):
-            return f"{file.relative_to(checkpoint)} is not whole"
     ranks = max(2, len(list(checkpoint.glob("rng_state_*.pth"))))  # one rank's file has no number
     for name in [] if (checkpoint / "rng_state.pth").exists() else [f"rng_state_{rank}.pth" for rank in range(ranks)]:
         if not (checkpoint / name).exists():
             return f"{name} is missing"
     if (checkpoint / "latest").exists():  # DeepSpeed's engine
-        folder = checkpoint / (checkpoint / "latest").read_text().strip()
+        folder = pickles.shards_folder(checkpoint)
         for pattern in ("*optim_states.pt", "*model_states.pt"):
             if not list(folder.glob(pattern)):
                 return f"{folder.name}/{pattern} is missing"
-        ranks, held = shards.saved_by(checkpoint)[1], len(list(folder.glob("*optim_states.pt")))
+        try:
+            ranks, held = shards.saved_by(checkpoint)[1], len(list(folder.glob("*optim_states.pt")))
+        except (UserError, KeyError, TypeError, ValueError):
+            return f"{folder.name} does not say how many ranks saved it"
         if held != ranks:
             return f"it holds the optimizer states of {held} ranks, it was saved by {ranks}"
     elif not (checkpoint / "optimizer.pt").exists():
@@ -303,17 +298,6 @@ def _incomplete(checkpoint: Path) -> str:
                 pass
         except SafetensorError:
             return f"{file.name} is not whole"
-    return ""
-
-
-def foreign_code(checkpoint: Path) -> str:
-    """A pickle that names anything which no such checkpoint has: DeepSpeed would run it while loading."""
-    import torch
-
-    for file in [*checkpoint.rglob("*.pt"), *checkpoint.rglob("*.pth")]:
-        with contextlib.suppress(RuntimeError):  # a file that is no archive of torch.save is not loaded by torch.load
-            if strange := sorted(set(torch.serialization.get_unsafe_globals_in_checkpoint(file)) - KNOWN):
-                return f"{file.relative_to(checkpoint)} would run {strange[0]} when it is loaded"
     return ""
 
 

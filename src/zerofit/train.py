@@ -36,6 +36,7 @@ from . import (
     offload,
     optimizers,
     patches,
+    pickles,
     planner,
     probe,
     quantized,
@@ -121,7 +122,8 @@ class KitTrainer(Trainer):
 
     def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
         if not self.settings.resharded:
-            return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+            with pickles.only_known():  # DeepSpeed loads its shards here
+                return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         found = super()._prepare_for_training(max_steps, train_dataloader, None)
         resharding.load(self, Path(resume_from_checkpoint))
         return found
@@ -129,6 +131,10 @@ class KitTrainer(Trainer):
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
         if not self.settings.resharded:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        with pickles.only_known():
+            super()._load_best_model()
 
     def _load_rng_state(self, checkpoint) -> None:
         """This rank's generators; a rank that the saved run did not have seeds its own, the same in each resume."""
