@@ -1,6 +1,7 @@
 """Checkpoints: whole or not there; a damaged one is named, with what is wrong; one of another run is refused."""
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -10,7 +11,7 @@ import pytest
 import torch
 from conftest import TINY, recipe_process, run_world
 
-from zerofit import args, checkpoint, report
+from zerofit import args, checkpoint, report, saved
 from zerofit.errors import UserError
 
 FLAGS = [
@@ -33,6 +34,7 @@ def runs(tmp_path_factory):
     best = ["--eval_data", str(TINY / "eval.jsonl"), "--eval_strategy", "steps", "--eval_steps", "2", "--zero", "2",
             "--load_best_model_at_end", "true", "--save_total_limit", "1"]  # fmt: skip
     cases["best"] = ("sft", [*FLAGS, *best])
+    cases["model"] = ("sft", [*FLAGS, "--zero", "0", "--save_only_model", "true"])
     cases["minutes"] = ("sft", [*FLAGS, "--zero", "1", "--save_strategy", "no", "--save_every_minutes", "1e-6"])
     return run_world(2, cases, folder)
 
@@ -56,6 +58,17 @@ def test_what_is_saved_goes_on(runs, zero):
         assert (known["zero"], known["world_size"], known["effective_batch_size"]) == (zero, 2, 8)
         assert checkpoint.fault(saved) == ""
     assert runs[f"{zero}-resumed"].losses == run.losses[2:]  # bit for bit
+
+
+def test_a_model_alone_is_no_checkpoint_to_resume(runs, capsys):
+    """It can be exported, and nothing goes on from it."""
+    folder = runs["model"].folder
+    for name, zero in itertools.product((folder / "checkpoint-4", folder / "checkpoint-2"), "02"):
+        settings = args.parse("sft", [*FLAGS, "--zero", zero, "--resume_from_checkpoint", str(name)], 2)
+        with pytest.raises(UserError, match="holds a model without optimizer states .--save_only_model"):
+            report.find_checkpoint(settings, folder)
+    assert checkpoint.newest_good(folder) is None
+    assert saved.find(str(folder / "checkpoint-4")).weights
 
 
 def test_minutes_save_where_steps_do_not(runs):

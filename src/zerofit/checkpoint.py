@@ -239,7 +239,13 @@ def newest_good(folder: Path, say=lambda text: None) -> Path | None:
 
 
 def fault(checkpoint: Path) -> str:
-    """What is wrong with the files of a checkpoint; "": nothing."""
+    """Return why no run can go on from this checkpoint; "": one can."""
+    reason = damage(checkpoint) or _without_states(checkpoint)
+    return reason or ("" if facts(checkpoint) else _incomplete(checkpoint))
+
+
+def damage(checkpoint: Path) -> str:
+    """Return what is wrong with the files of a checkpoint; "": nothing. It may still hold a model only."""
     try:
         json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
     except OSError:
@@ -251,9 +257,14 @@ def fault(checkpoint: Path) -> str:
         return f"its {FACTS} is damaged"
     if known and known.get("format", 1) > FORMAT:
         return f"zerofit {known['zerofit']} saved it, in a form that {__version__} does not know; update zerofit"
-    if known:
-        return _changed(checkpoint, known["files"]) or pickles.fault(checkpoint)
-    return pickles.fault(checkpoint) or _incomplete(checkpoint)
+    return (_changed(checkpoint, known["files"]) if known else "") or pickles.fault(checkpoint)
+
+
+def _without_states(checkpoint: Path) -> str:
+    """Return a sentence for a checkpoint of --save_only_model: transformers would begin with an empty optimizer, unsaid."""
+    if (checkpoint / "latest").exists() or (checkpoint / "optimizer.pt").exists():
+        return ""
+    return "it holds a model without optimizer states (--save_only_model), which can only be started from with --model"
 
 
 def _changed(checkpoint: Path, files: dict[str, list]) -> str:
@@ -290,8 +301,6 @@ def _incomplete(checkpoint: Path) -> str:
             return f"{folder.name} does not say how many ranks saved it"
         if held != ranks:
             return f"it holds the optimizer states of {held} ranks, it was saved by {ranks}"
-    elif not (checkpoint / "optimizer.pt").exists():
-        return "optimizer.pt is missing"
     for file in checkpoint.glob("*.safetensors"):
         try:
             with safe_open(file, "pt"):
