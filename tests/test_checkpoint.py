@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import TINY, recipe_process, run_world
 
-from zerofit import args, checkpoint, report, saved
+from zerofit import args, checkpoint, report
 from zerofit.errors import UserError
 
 FLAGS = [
@@ -60,15 +60,42 @@ def test_what_is_saved_goes_on(runs, zero):
     assert runs[f"{zero}-resumed"].losses == run.losses[2:]  # bit for bit
 
 
-def test_a_model_alone_is_no_checkpoint_to_resume(runs, capsys):
+def test_a_model_alone_is_no_checkpoint_to_resume(runs):
     """It can be exported, and nothing goes on from it."""
+    from zerofit import saved
+
     folder = runs["model"].folder
     for name, zero in itertools.product((folder / "checkpoint-4", folder / "checkpoint-2"), "02"):
         settings = args.parse("sft", [*FLAGS, "--zero", zero, "--resume_from_checkpoint", str(name)], 2)
-        with pytest.raises(UserError, match="holds a model without optimizer states .--save_only_model"):
+        with pytest.raises(UserError, match="holds a model without optimizer states"):
             report.find_checkpoint(settings, folder)
     assert checkpoint.newest_good(folder) is None
     assert saved.find(str(folder / "checkpoint-4")).weights
+
+
+def test_an_older_one_goes_on_in_its_own_folder(runs, tmp_path):
+    """The newer ones of the run that is left are put aside, and do not outlive what is saved now."""
+    folder = tmp_path / "run"
+    shutil.copytree(runs["0"].folder, folder)
+    shutil.copytree(folder / "checkpoint-4", folder / "checkpoint-6")
+    flags = ["--zero", "0", "--max_steps", "3", "--save_steps", "1", "--save_total_limit", "1"]
+    again = [*FLAGS, *flags, "--resume_from_checkpoint", str(folder / "checkpoint-2")]
+    run = run_world(1, {"run": ("sft", again)}, tmp_path)["run"]
+    assert [f.name for f in folder.glob("checkpoint-*")] == ["checkpoint-3"]
+    assert {f.name for f in folder.glob("attempts/*/*")} == {"checkpoint-4", "checkpoint-6"}
+    assert "checkpoints after step 2, where this run goes on, were moved to" in run.json("run.json")["decisions"][-1]
+    assert [line["step"] for line in run.metrics] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(("limit", "best", "left"), [
+    (1, None, [3]), (2, None, [3, 6]), (1, 4, [3, 4]), (2, 3, [3, 6]), (3, 4, [3, 4, 6]), (None, None, [2, 3, 4, 6]),
+    (9, None, [2, 3, 4, 6]),
+])  # fmt: skip
+def test_what_was_just_saved_is_kept(tmp_path, limit, best, left):
+    for step in (2, 3, 4, 6):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    checkpoint._rotate(tmp_path, "checkpoint-3", limit, best and str(tmp_path / f"checkpoint-{best}"))
+    assert list(report.checkpoints(tmp_path)) == left
 
 
 def test_minutes_save_where_steps_do_not(runs):

@@ -55,9 +55,7 @@ def save(trainer, write) -> None:
         _publish(run, name)
     world.barrier()  # it is on every disk before the older ones go
     if writes:
-        from transformers.trainer_utils import rotate_checkpoints
-
-        rotate_checkpoints(str(run), args.save_total_limit, state.best_model_checkpoint)
+        _rotate(run, name, args.save_total_limit, state.best_model_checkpoint)
     world.barrier()
     trainer.reporter.save_clock.saved()
     trainer._push_from_checkpoint(str(run / name))  # transformers would have pushed the folder aside
@@ -118,6 +116,15 @@ def _publish(run: Path, name: str) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def _rotate(run: Path, name: str, limit: int | None, best: str | None) -> None:
+    """Delete the oldest checkpoints over the limit; never the one that was just saved (transformers: the highest step)."""
+    kept = {name, Path(best).name if best else name}
+    others = [checkpoint for checkpoint in report.checkpoints(run).values() if checkpoint.name not in kept]
+    if limit and limit > 0:
+        for checkpoint in others[: max(0, len(others) + len(kept) - max(limit, len(kept)))]:
+            shutil.rmtree(checkpoint, ignore_errors=True)
 
 
 def verify(folder: Path, trainer) -> None:
@@ -224,6 +231,11 @@ def facts(checkpoint: Path) -> dict | None:
         return None
     except (OSError, ValueError):
         return {}
+
+
+def step_of(checkpoint: Path) -> int:
+    """Return the optimizer step that the checkpoint was saved after."""
+    return json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))["global_step"]
 
 
 def newest_good(folder: Path, say=lambda text: None) -> Path | None:
