@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -154,6 +155,54 @@ def test_damage_is_named_and_passed_over(copied, capsys, harm, name, says):
     report.choose_folder(settings)
     assert settings.resume_from_checkpoint == str(copied / "checkpoint-2")
     assert "note: checkpoint-4 is passed over: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("content", ["null", "{}", "[]", "3", "", '{"files": null}', '{"files": {}}', '{"files": {"a": 1}}',
+                                     '{"files": {"a": [1, "b"]}}', '{"files": {"a": [1, "b"]}, "elsewhere": 3}',
+                                     '{"format": "x"}'])  # fmt: skip
+def test_other_content_of_the_facts_is_damage(copied, content):
+    (copied / "checkpoint-4" / checkpoint.FACTS).write_text(content)
+    assert checkpoint.fault(copied / "checkpoint-4") == "its zerofit.json is damaged"
+
+
+def test_facts_that_are_gone(copied):
+    """In a run folder of this kit every checkpoint has them; elsewhere it is another program's."""
+    (copied / "checkpoint-4" / checkpoint.FACTS).unlink()
+    assert checkpoint.fault(copied / "checkpoint-4") == ""
+    (copied / "run.json").write_text('{"versions": {"zerofit": "0.1"}}')
+    assert checkpoint.fault(copied / "checkpoint-4") == "its zerofit.json is missing"
+    assert checkpoint.newest_good(copied).name == "checkpoint-2"
+    (copied / "checkpoint-2" / checkpoint.FACTS).symlink_to("nowhere")
+    (copied / "checkpoint-2" / checkpoint.FACTS).unlink()
+    assert checkpoint.newest_good(copied) is None
+
+
+def test_all_is_on_the_disk_before_the_name(tmp_path, monkeypatch):
+    """File, its folders, rename, the run folder; what it replaces is deleted last."""
+    new, old = tmp_path / checkpoint.ASIDE / "checkpoint-2", tmp_path / "checkpoint-2"
+    (new / "global_step2").mkdir(parents=True)
+    old.mkdir()
+    done = []
+
+    def noted(module, name, what):
+        before = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args, **kw: (done.append(what(*args)), before(*args, **kw))[1])
+
+    def relative(path):
+        return str(path).replace(str(tmp_path), "").lstrip("/")
+
+    noted(os, "fsync", lambda number: ("sync", relative(Path(f"/proc/self/fd/{number}").readlink())))
+    noted(os, "replace", lambda source, target: ("rename", relative(target)))
+    noted(type(tmp_path), "rename", lambda source, target: ("rename", relative(target)))
+    noted(shutil, "rmtree", lambda folder: ("delete", relative(folder)))
+    report.write_json(new / checkpoint.FACTS, {})
+    checkpoint._publish(tmp_path, "checkpoint-2")
+    assert done == [
+        ("sync", ".saving/checkpoint-2/zerofit.tmp"), ("rename", ".saving/checkpoint-2/zerofit.json"),
+        ("sync", ".saving/checkpoint-2/global_step2"), ("sync", ".saving/checkpoint-2"),
+        ("rename", ".saving/checkpoint-2.before"), ("rename", "checkpoint-2"), ("sync", ""), ("delete", ".saving"),
+    ]  # fmt: skip
+    assert list(tmp_path.iterdir()) == [old] and (old / checkpoint.FACTS).exists()
 
 
 def test_a_checkpoint_of_a_newer_version_is_passed_over(copied):

@@ -106,16 +106,24 @@ def _hash(file: Path, sync: bool = False) -> str:
 
 
 def _publish(run: Path, name: str) -> None:
-    """Rename the folder to its name, which it gets only now; a checkpoint of the same step goes first."""
+    """Rename the folder to its name, which it gets only when all of it is on the disk; one of the same step goes last."""
+    new = run / ASIDE / name
+    for folder in [*(f for f in new.rglob("*") if f.is_dir()), new]:
+        _sync(folder)
     if (run / name).exists():
         (run / name).rename(run / ASIDE / f"{name}.before")
-    (run / ASIDE / name).rename(run / name)
+    new.rename(run / name)
+    _sync(run)
     shutil.rmtree(run / ASIDE)
-    folder = os.open(run, os.O_RDONLY)
+
+
+def _sync(folder: Path) -> None:
+    """Write to the disk which files the folder holds."""
+    opened = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(folder)
+        os.fsync(opened)
     finally:
-        os.close(folder)
+        os.close(opened)
 
 
 def _rotate(run: Path, name: str, limit: int | None, best: str | None) -> None:
@@ -224,13 +232,27 @@ class Clock:
 
 
 def facts(checkpoint: Path) -> dict | None:
-    """The checkpoint's zerofit.json; None: it has none (saved by another program)."""
+    """Return the checkpoint's zerofit.json; {}: it is damaged; None: it has none (saved by another program)."""
     try:
-        return json.loads((checkpoint / FACTS).read_text(encoding="utf-8"))
+        found = json.loads((checkpoint / FACTS).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     except (OSError, ValueError):
         return {}
+    return found if _are_facts(found) else {}
+
+
+def _are_facts(found) -> bool:
+    """Whether this is what `save` writes, as far as a resume reads it. Of a newer form, only the number is known."""
+    if not isinstance(found, dict) or not isinstance(found.get("format", 1), int):
+        return False
+    if found.get("format", 1) > FORMAT:
+        return True
+    files, others = found.get("files"), found.get("elsewhere", {})
+    if not files or not all(isinstance(entries, dict) for entries in (files, others)):
+        return False
+    pairs = all(isinstance(e, list) and [type(n) for n in e] == [int, str] for e in (*files.values(), *others.values()))
+    return pairs and all(name in found for name in ("recipe", "zero", "world_size", "offload", "fingerprints"))
 
 
 def step_of(checkpoint: Path) -> int:
@@ -265,11 +287,21 @@ def damage(checkpoint: Path) -> str:
     except ValueError:
         return "its trainer_state.json is damaged"
     known = facts(checkpoint)
-    if known is not None and "files" not in known:
+    if known == {}:
         return f"its {FACTS} is damaged"
+    if known is None and is_of_this_kit(checkpoint.parent):
+        return f"its {FACTS} is missing"
     if known and known.get("format", 1) > FORMAT:
-        return f"zerofit {known['zerofit']} saved it, in a form that {__version__} does not know; update zerofit"
+        return f"zerofit {known.get('zerofit')} saved it, in a form that {__version__} does not know; update zerofit"
     return (_changed(checkpoint, known["files"]) if known else "") or pickles.fault(checkpoint)
+
+
+def is_of_this_kit(run: Path) -> bool:
+    """Whether a folder is a run folder of this kit, whose checkpoints all have a zerofit.json."""
+    try:
+        return "zerofit" in json.loads((run / "run.json").read_text(encoding="utf-8"))["versions"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def _without_states(checkpoint: Path) -> str:

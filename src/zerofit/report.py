@@ -160,10 +160,17 @@ def _speak_up_on_crash(log: str) -> None:
 
 
 def write_json(path: Path, value: dict) -> None:
-    """Whole or not at all: written beside and renamed."""
+    """Write the file whole or not at all: beside its place, synced to the disk, and renamed."""
     aside = path.with_suffix(".tmp")
-    aside.write_text(json.dumps(value, indent=2, default=str) + "\n", encoding="utf-8")
-    os.replace(aside, path)
+    try:
+        with aside.open("w", encoding="utf-8") as file:
+            file.write(json.dumps(value, indent=2, default=str) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise
 
 
 def git_commit() -> str | None:

@@ -145,7 +145,8 @@ def _check_whole(found: Saved) -> None:
     from safetensors import SafetensorError, safe_open
 
     folder = found.folder
-    if checkpoint.facts(folder) is not None and (reason := checkpoint.damage(folder)):
+    ours = folder.name.startswith("checkpoint-") and checkpoint.is_of_this_kit(folder.parent)
+    if (ours or checkpoint.facts(folder) is not None) and (reason := checkpoint.damage(folder)):
         raise UserError(f"{folder}: is no whole checkpoint: {reason}; name another one.")
     for file in folder.glob("*.safetensors"):
         try:

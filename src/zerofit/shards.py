@@ -3,7 +3,6 @@
 Files are memory-mapped: what is not asked for is not read.
 """
 
-import json
 import math
 import re
 from dataclasses import dataclass, field
@@ -85,8 +84,9 @@ def read(checkpoint: Path) -> States:
 
 def check_whole(checkpoint: Path) -> None:
     """Raises: UserError for the part of one machine (--node_local_storage) without the others'."""
-    facts = checkpoint / "zerofit.json"
-    elsewhere = json.loads(facts.read_text(encoding="utf-8")).get("elsewhere", {}) if facts.exists() else {}
+    from . import checkpoint as checkpoints
+
+    elsewhere = (checkpoints.facts(checkpoint) or {}).get("elsewhere", {})
     if missing := [name for name in elsewhere if not (checkpoint / name).exists()]:
         raise UserError(
             f"{checkpoint}: holds one machine's part (--node_local_storage), and {len(missing)} files of the others are missing, "
