@@ -274,7 +274,14 @@ def test_another_programs_checkpoint(copied):
 @pytest.mark.parametrize(("more", "says"), [
     (["--optim", "sgd"], "was saved with optim adamw_torch_fused, this run has sgd; use --optim adamw_torch_fused"),
     (["--bf16", "false"], "was saved with precision bf16, this run has fp32; use --bf16 true"),
-    (["--max_length", "64"], "another data, tokenizer, template or --max_length.*--resume_anyway"),
+    (["--train_on", "all"], "another data, tokenizer, template or --max_length.*--resume_anyway"),
+    (["--seed", "7"], "was saved with seed 42, this run has 7; use --seed 42 .--resume_anyway true goes on"),
+    (["--data_seed", "99"], "was saved with data_seed 42, this run has 99; use --data_seed 42"),
+    (["--packing", "true"], "was saved with packing false, this run has true; use --packing false"),
+    (["--eval_fraction", "0.25"], "was saved with eval_fraction 0.0, this run has 0.25; use --eval_fraction 0.0"),
+    (["--train_sampling_strategy", "sequential"], "this run has sequential; use --train_sampling_strategy random"),
+    (["--max_samples", "40"], "was saved with max_samples 48, this run has 40; use --max_samples 48"),
+    (["--max_length", "64"], "was saved with max_length 2048, this run has 64; use --max_length 2048"),
     (["--random_init", "true"], "another model than"),
     (["--effective_batch_size", "16"], "was saved with effective_batch_size 8, this run has 16: it would go on at another place"),
 ])  # fmt: skip
@@ -283,15 +290,54 @@ def test_another_run_is_refused(runs, tmp_path, more, says):
     flags = [*FLAGS, "--zero", "2", "--bf16", "true", "--resume_from_checkpoint", saved, *more]
     with pytest.raises(UserError, match=says):
         check_same(flags)
-    check_same([*flags, "--resume_anyway", "true"])
+    said = check_same([*flags, "--resume_anyway", "true"])
+    assert any(sentence.startswith("resume_anyway: the checkpoint was saved with") for sentence in said)
 
 
-def check_same(flags, ranks=2):
+def test_what_may_change_is_said(runs):
+    """Which of the two values is taken was measured: the rate is in the schedule's state, the decay in the optimizer's."""
+    flags = [*FLAGS, "--bf16", "true", "--resume_from_checkpoint", str(runs["2"].folder / "checkpoint-2")]
+    more = ["--learning_rate", "1e-4", "--weight_decay", "0.5", "--max_steps", "6", "--lr_scheduler_type", "linear"]
+    for zero, taken in (("2", "the checkpoint's goes on"), ("3", "this run's is taken")):
+        said = check_same([*flags, *more, "--zero", zero])
+        for start in (
+            "learning_rate 0.001 of the checkpoint is 0.0001 here: the checkpoint's goes on",
+            "max_steps 4 of the checkpoint is 6 here: this run's is taken",
+            "lr_scheduler_type cosine of the checkpoint is linear here: this run's is taken",
+            f"weight_decay 0.0 of the checkpoint is 0.5 here: {taken}",
+        ):
+            assert any(sentence.startswith(start) for sentence in said), said
+    assert not [sentence for sentence in check_same([*flags, "--zero", "2"]) if " of the checkpoint is " in sentence]
+
+
+@pytest.mark.parametrize(("more", "says"), [
+    (["--lora_r", "8"], "was saved with lora_r 16, this run has 8; use --lora_r 16; its weights fit no other adapter"),
+    (["--lora_target_modules", "q_proj", "v_proj"], "lora_target_modules all-linear, this run has q_proj v_proj"),
+])  # fmt: skip
+def test_another_adapter_is_refused(runs, more, says):
+    flags = [*FLAGS, "--zero", "3", "--resume_from_checkpoint", str(runs["3"].folder / "checkpoint-2"), *more]
+    for anyway in ([], ["--resume_anyway", "true"]):
+        with pytest.raises(UserError, match=says):
+            check_same([*flags, *anyway], recipe="lora")
+
+
+def test_an_older_record_says_nothing(copied):
+    file = copied / "checkpoint-4" / checkpoint.FACTS
+    known = json.loads(file.read_text())
+    del known["settings"]
+    file.write_text(json.dumps(known))
+    flags = [*FLAGS, "--zero", "2", "--bf16", "true", "--data_seed", "9", "--learning_rate", "1e-4"]
+    said = check_same([*flags, "--resume_from_checkpoint", str(copied / "checkpoint-4")])
+    assert not [sentence for sentence in said if "checkpoint" in sentence]
+
+
+def check_same(flags, ranks=2, recipe="sft"):
     from zerofit import data, model
 
-    settings = args.parse("sft", flags, ranks)
+    settings = args.parse(recipe, flags, ranks)
     train_set, _ = data.load(settings, model.load_tokenizer(settings))
     checkpoint.check_same(settings, train_set)
+    return settings.decisions
 
 
 def test_states_that_were_not_saved_are_not_made_up(copied):
@@ -310,7 +356,7 @@ def test_a_refusal_is_one_sentence(runs, tmp_path):
     saved = runs["0"].folder / "checkpoint-2"
     done = recipe_process("sft", *FLAGS, "--zero", "0", "--max_length", "64", "--output_dir", str(tmp_path / "new"),
                           "--resume_from_checkpoint", str(saved))  # fmt: skip
-    assert done.returncode == 2 and "another data" in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 2 and "with max_length 2048" in done.stderr and "Traceback" not in done.stderr
     assert not (tmp_path / "new").exists()
 
 

@@ -11,7 +11,7 @@ import time
 import zipfile
 from pathlib import Path
 
-from . import __version__, links, node_disks, pickles, report, world
+from . import __version__, differences, links, node_disks, pickles, report, world
 from .errors import UserError
 
 FACTS = "zerofit.json"
@@ -175,6 +175,7 @@ def _facts(trainer, hashes: dict[str, list]) -> dict:
         "zerofit": __version__, "format": FORMAT, "step": trainer.state.global_step,
         **{name: getattr(settings, name) for name in names}, "precision": settings.precision,
         "unsaved": offload.unsaved(settings), "fingerprints": settings.fingerprints, "files": hashes,
+        "settings": differences.record(settings),
         **({} if trainer.is_deepspeed_enabled else {"groups": resharding.group_names(trainer)}),
     }  # fmt: skip
 
@@ -355,10 +356,10 @@ def _incomplete(checkpoint: Path) -> str:
 
 
 def check_same(settings, train_set) -> None:
-    """Take this run's fingerprints, and compare the checkpoint to resume with it: model, data, stage, ranks, effective batch.
+    """Take this run's fingerprints, and compare the checkpoint to resume with it: model, data, stage, ranks, arguments.
 
     Another stage, rank count or offload: its states are split anew (resharding.py), which is decided here.
-    Raises: UserError for what differs and would make another run of it (--resume_anyway: for another recipe only).
+    Raises: UserError for what differs and would make another run of it (--resume_anyway: where it cannot go on only).
     """
     from . import shards
 
@@ -378,24 +379,7 @@ def check_same(settings, train_set) -> None:
     _choose_way(settings, known, Path(asked).name)
     if settings.resharded:
         shards.check_whole(Path(asked))
-    if settings.resume_anyway:
-        return
-    flags = {"effective_batch_size": ": it would go on at another place of the data", "optim": "", "precision": ""}
-    for name, because in flags.items():
-        was, now = known.get(name, getattr(settings, name)), getattr(settings, name)
-        if was != now:
-            flag = f"--{was} true" if name == "precision" and was != "fp32" else f"--{name} {was}"
-            raise UserError(
-                f"{where}: was saved with {name} {was}, this run has {now}{because}; use {flag} (--resume_anyway true goes "
-                "on nevertheless)."
-            )
-    meaning = {"data": "data, tokenizer, template or --max_length", "model": "model"}
-    for name, was in known.get("fingerprints", {}).items():
-        if was != settings.fingerprints[name]:
-            raise UserError(
-                f"{where}: was saved with another {meaning[name]} than this run has; give it the same, or go on nevertheless "
-                "with --resume_anyway true."
-            )
+    differences.check(settings, known, where)
 
 
 def _facts_of_files(checkpoint: Path, settings) -> dict:
