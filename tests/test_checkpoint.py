@@ -20,6 +20,7 @@ FLAGS = [
     "--per_device_train_batch_size", "4", "--learning_rate", "1e-3", "--max_steps", "4", "--logging_steps", "1",
     "--save_strategy", "steps", "--save_steps", "2", "--save_total_limit", "2",
 ]  # fmt: skip
+TOKEN = "hf_notARealToken"
 STAGES = {"0": ("sft", []), "2": ("sft", ["--bf16", "true"]), "3": ("lora", [])}
 
 
@@ -35,7 +36,7 @@ def runs(tmp_path_factory):
     best = ["--eval_data", str(TINY / "eval.jsonl"), "--eval_strategy", "steps", "--eval_steps", "2", "--zero", "2",
             "--load_best_model_at_end", "true", "--save_total_limit", "1"]  # fmt: skip
     cases["best"] = ("sft", [*FLAGS, *best])
-    cases["model"] = ("sft", [*FLAGS, "--zero", "0", "--save_only_model", "true"])
+    cases["model"] = ("sft", [*FLAGS, "--zero", "0", "--save_only_model", "true", "--hub_token", TOKEN])
     cases["minutes"] = ("sft", [*FLAGS, "--zero", "1", "--save_strategy", "no", "--save_every_minutes", "1e-6"])
     return run_world(2, cases, folder)
 
@@ -59,6 +60,22 @@ def test_what_is_saved_goes_on(runs, zero):
         assert (known["zero"], known["world_size"], known["effective_batch_size"]) == (zero, 2, 8)
         assert checkpoint.fault(saved) == ""
     assert runs[f"{zero}-resumed"].losses == run.losses[2:]  # bit for bit
+
+
+def test_a_token_is_in_no_file(runs):
+    folder = runs["model"].folder
+    files = [file for file in folder.rglob("*") if file.is_file()]
+    assert len(files) > 10 and not [file for file in files if TOKEN.encode() in file.read_bytes()]
+    assert not [file for run in runs.values() for file in run.folder.rglob("training_args.bin")]
+
+
+def test_arguments_are_written_without_tokens(tmp_path):
+    """As transformers writes them beside what it pushes."""
+    from zerofit import train
+
+    arguments = train.training_arguments(args.parse("sft", ["--use_cpu", "true", "--hub_token", TOKEN], 1))
+    torch.save(arguments, tmp_path / "training_args.bin")
+    assert arguments.hub_token == TOKEN and TOKEN.encode() not in (tmp_path / "training_args.bin").read_bytes()
 
 
 def test_a_model_alone_is_no_checkpoint_to_resume(runs):
@@ -172,8 +189,8 @@ def test_facts_that_are_gone(copied):
     (copied / "run.json").write_text('{"versions": {"zerofit": "0.1"}}')
     assert checkpoint.fault(copied / "checkpoint-4") == "its zerofit.json is missing"
     assert checkpoint.newest_good(copied).name == "checkpoint-2"
-    (copied / "checkpoint-2" / checkpoint.FACTS).symlink_to("nowhere")
     (copied / "checkpoint-2" / checkpoint.FACTS).unlink()
+    (copied / "checkpoint-2" / checkpoint.FACTS).symlink_to("nowhere")
     assert checkpoint.newest_good(copied) is None
 
 

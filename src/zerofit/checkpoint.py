@@ -39,6 +39,8 @@ def save(trainer, write) -> None:
         write()
     finally:
         trainer.saving_to = None
+    if writes:
+        (run / ASIDE / name / "training_args.bin").unlink(missing_ok=True)  # a pickle that nothing reads
     if state.best_global_step:  # transformers has taken the folder aside for its place
         state.best_model_checkpoint = str(run / f"checkpoint-{state.best_global_step}")
         if args.process_index == 0:

@@ -52,6 +52,13 @@ from .errors import Stopped, UserError
 from .offload import first_line
 
 
+class Arguments(TrainingArguments):
+    """transformers' own, without its tokens in the file that they are pickled to (training_args.bin, which a push uploads)."""
+
+    def __getstate__(self) -> dict:
+        return {name: None if name.endswith("_token") else value for name, value in vars(self).items()}
+
+
 def training_arguments(settings) -> TrainingArguments:
     """transformers' own arguments; building them registers the ZeRO-3 configuration, so this precedes the model.
 
@@ -63,7 +70,7 @@ def training_arguments(settings) -> TrainingArguments:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
-            arguments = TrainingArguments(**settings.training_values())
+            arguments = Arguments(**settings.training_values())
     except (ValueError, ImportError) as error:
         raise UserError(f"transformers refuses these arguments: {' '.join(str(error).split())}") from None
     arguments.disable_tqdm = True  # our own step lines
