@@ -13,7 +13,7 @@ import psutil
 import pytest
 from conftest import ROOT, TINY, Run
 
-from zerofit import args, checkpoint, failure, postmortem, recovery
+from zerofit import args, checkpoint, errors, failure, postmortem, recovery, supervise
 
 COMMON = [
     "--data", str(TINY / "train.jsonl"), "--max_samples", "64", "--max_length", "64", "--effective_batch_size", "8",
@@ -302,6 +302,29 @@ def test_nothing_is_written_where_nobody_watches(monkeypatch, tmp_path):
     failure.record(RuntimeError("first"))
     failure.record(RuntimeError("its echo"))
     assert [e["error"] for e in failure.records(tmp_path)] == ["RuntimeError: first"]
+
+
+def test_pythons_memory_error_is_out_of_memory(monkeypatch, tmp_path, capsys):
+    """It has no text. The supervisor finds a record that it starts again for."""
+    monkeypatch.setenv(failure.FOLDER, str(tmp_path))
+
+    def load():
+        raise MemoryError
+
+    with pytest.raises(SystemExit) as ended:
+        errors.guard(load)
+    assert ended.value.code == 3 and failure.records(tmp_path)[0]["kind"] == "out of memory"
+    assert "could not get more host memory (MemoryError); " in capsys.readouterr().err
+
+
+def test_a_clock_that_is_set_forward_is_no_hang(monkeypatch, tmp_path):
+    monkeypatch.setenv(failure.FOLDER, str(tmp_path))
+    failure.Pulse().beat(3)
+    wall, clock = time.time, time.monotonic
+    monkeypatch.setattr(time, "time", lambda: wall() + 1900)
+    assert supervise._hung(tmp_path, 1740, 1) is None
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + 1900)
+    assert supervise._hung(tmp_path, 1740, 1) == 0
 
 
 def test_a_rank_beats_while_it_writes(monkeypatch, tmp_path):

@@ -74,8 +74,9 @@ def _out_of_memory_in_words(main) -> None:
         main()
     except (RuntimeError, MemoryError) as error:
         if failure.host_is_full(error):
+            said = (str(error).splitlines() or ["MemoryError"])[0]  # Python's own has no text
             raise OutOfMemory(
-                f"rank {os.environ.get('RANK', '0')} could not get more host memory ({str(error).splitlines()[0] or 'MemoryError'}); "
+                f"rank {os.environ.get('RANK', '0')} could not get more host memory ({said}); "
                 "on a CPU try a smaller --per_device_train_batch_size, else --offload_path, or fewer data workers."
             ) from error
         if not failure.gpu_is_full(error):

@@ -21,7 +21,9 @@ ENDS_RANKS = signal.SIGUSR2  # from torchrun to the ranks that are left when one
 STACK_SECONDS = 2.0  # that ranks get to write where they stand
 BEAT_SECONDS = 5.0  # between two beats while a checkpoint is written
 _STEP = struct.Struct("<q")
-_PULSE = struct.Struct("<qqd")  # process id, optimizer step, seconds since the epoch
+# Process id, optimizer step, seconds of time.monotonic(): a clock that is set or was suspended is no hang. On Linux it is
+# one clock for all processes of a machine, so the supervisor can compare; a pulse is read on its own machine only.
+_PULSE = struct.Struct("<qqd")
 # How a rank fails when it is another that was lost: gloo's and NCCL's words.
 _OF_A_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "ncclRemoteError", "Connection refused",
               "NCCL communicator was aborted", "Socket Timeout", "Timed out waiting")  # fmt: skip
@@ -144,7 +146,7 @@ class Pulse:
 
     def beat(self, step: int) -> None:
         if self.map is not None:
-            _PULSE.pack_into(self.map, 0, os.getpid(), step, time.time())
+            _PULSE.pack_into(self.map, 0, os.getpid(), step, time.monotonic())
 
     @contextlib.contextmanager
     def beating(self, step: int):
@@ -183,7 +185,7 @@ def write_stop(where: Path, step: int) -> None:
 
 
 def pulses(where: Path) -> dict[int, tuple[int, int, float]]:
-    """{rank: (process id, step, time)} of the ranks that have made a step."""
+    """{rank: (process id, step, seconds of time.monotonic())} of the ranks that have made a step."""
     found = {}
     for file in where.glob("pulse*"):
         content = file.read_bytes()

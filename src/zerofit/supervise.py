@@ -258,7 +258,7 @@ def _end_ranks(records: Path) -> None:
 def _hung(records: Path, limit: float, count: int) -> int | None:
     """The rank that is furthest behind when none has made a step for `limit` seconds."""
     pulses = failure.pulses(records) if limit else {}
-    if len(pulses) < count or time.time() - max(when for _, _, when in pulses.values()) < limit:
+    if len(pulses) < count or time.monotonic() - max(when for _, _, when in pulses.values()) < limit:
         return None
     return min(pulses, key=lambda rank: pulses[rank][1:])
 
