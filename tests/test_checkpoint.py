@@ -73,9 +73,11 @@ def test_arguments_are_written_without_tokens(tmp_path):
     """As transformers writes them beside what it pushes."""
     from zerofit import train
 
-    arguments = train.training_arguments(args.parse("sft", ["--use_cpu", "true", "--hub_token", TOKEN], 1))
+    arguments = object.__new__(train.Arguments)
+    vars(arguments).update(hub_token=TOKEN, seed=7)
     torch.save(arguments, tmp_path / "training_args.bin")
     assert arguments.hub_token == TOKEN and TOKEN.encode() not in (tmp_path / "training_args.bin").read_bytes()
+    assert torch.load(tmp_path / "training_args.bin", weights_only=False).seed == 7
 
 
 def test_a_model_alone_is_no_checkpoint_to_resume(runs):
