@@ -1,6 +1,7 @@
 """What a rank leaves behind for its supervisor: a pulse while it runs, a record when it fails, its stack when asked."""
 
 import contextlib
+import errno
 import faulthandler
 import json
 import mmap
@@ -12,7 +13,7 @@ import time
 import traceback
 from pathlib import Path
 
-from .errors import EXIT_CODES, Diverged, OutOfMemory, Stopped, UserError
+from .errors import EXIT_CODES, DiskFull, Diverged, OutOfMemory, Stopped, UserError
 
 FOLDER = "ZEROFIT_ATTEMPT"  # environment variable: the folder; without it nobody watches and nothing is written
 STOP = "stop"  # file of the step after which every rank shall save and end; 0: go on
@@ -69,6 +70,8 @@ def kind(error: BaseException) -> str:
     """A key of errors.EXIT_CODES, or "crash"."""
     if isinstance(error, OutOfMemory) or gpu_is_full(error) or host_is_full(error):
         return "out of memory"
+    if isinstance(error, DiskFull):
+        return "disk full"
     if isinstance(error, Diverged):
         return "diverged"
     if isinstance(error, Stopped):
@@ -95,6 +98,16 @@ def host_is_full(error: BaseException) -> bool:
     if isinstance(error, MemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error):
         return True
     return "CUDA error: out of memory" in str(error) and _while_pinning(error)
+
+
+def disk_is_full(error: BaseException) -> bool:
+    """Return whether this is how Python, safetensors (Rust) or torch's archives say that a disk is full."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return True
+    text = str(error)
+    return any(
+        words in text for words in ("os error 28", "No space left on device", "PytorchStreamWriter failed writing")
+    )
 
 
 def _while_pinning(error: BaseException) -> bool:

@@ -1,5 +1,6 @@
 """The run folder: run.json, deepspeed.json, logs, metrics.jsonl, loss.png, result.json (written last)."""
 
+import contextlib
 import json
 import os
 import platform
@@ -97,11 +98,13 @@ class _Tee:
         self.terminal, self.log = terminal, log
 
     def write(self, text: str) -> int:
-        self.log.write(text)
+        with contextlib.suppress(OSError):  # where the disk is full, the terminal still gets the line
+            self.log.write(text)
         return self.terminal.write(text)
 
     def flush(self) -> None:
-        self.log.flush()
+        with contextlib.suppress(OSError):
+            self.log.flush()
         self.terminal.flush()
 
     def __getattr__(self, name):

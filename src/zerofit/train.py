@@ -48,7 +48,7 @@ from . import (
     world,
 )
 from .args import order_seed
-from .errors import Stopped, UserError
+from .errors import DiskFull, Stopped, UserError, full_disk
 from .offload import first_line
 
 
@@ -548,5 +548,8 @@ def run(trainer: KitTrainer) -> None:
                 "error": f"{type(error).__name__}: {error}",
                 "steps": trainer.state.global_step,
             }
-            report.write_json(Path(trainer.args.output_dir) / "result.json", status)
+            with contextlib.suppress(OSError):  # the disk may be full; the error itself must come through
+                report.write_json(Path(trainer.args.output_dir) / "result.json", status)
+        if not isinstance(error, UserError) and failure.disk_is_full(error):
+            raise DiskFull(full_disk(trainer.args.output_dir)) from error
         raise
