@@ -366,6 +366,19 @@ def test_states_that_were_not_saved_are_not_made_up(copied):
         check_same([*FLAGS, "--zero", "2", "--bf16", "true", "--resume_from_checkpoint", str(copied / "checkpoint-4")])
 
 
+def test_a_schedule_that_follows_the_loss_stays_at_its_stage(copied):
+    """Its state has no base_lrs, whichever schedule this run has."""
+    torch.save({"best": 1.0, "_last_lr": [1e-3]}, copied / "checkpoint-4" / "scheduler.pt")
+    flags = [*FLAGS, "--bf16", "true", "--resume_from_checkpoint", str(copied / "checkpoint-4")]
+    for schedule in ("reduce_lr_on_plateau", "cosine"):
+        more = ["--lr_scheduler_type", schedule, "--eval_fraction", "0.25", "--resume_anyway", "true"]
+        with pytest.raises(
+            UserError, match="goes on only as it was saved, without a change"
+        ):
+            check_same([*flags, *more, "--zero", "3"])
+        check_same([*flags, *more, "--zero", "2"])
+
+
 def test_another_recipe_is_refused(runs):
     with pytest.raises(UserError, match=r"was saved by recipes/lora\.py"):
         check_same([*FLAGS, "--zero", "2", "--resume_from_checkpoint", str(runs["3"].folder / "checkpoint-2")])

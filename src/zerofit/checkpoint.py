@@ -381,7 +381,22 @@ def check_same(settings, train_set) -> None:
     _choose_way(settings, known, Path(asked).name)
     if settings.resharded:
         shards.check_whole(Path(asked))
+        _check_schedule(settings, Path(asked), known, where)
     differences.check(settings, known, where)
+
+
+def _check_schedule(settings, checkpoint: Path, known: dict, where: str) -> None:
+    """Refuse a schedule that follows the loss: its state holds no rates that resharding could put into other groups.
+
+    Raises: UserError.
+    """
+    file = checkpoint / "scheduler.pt"
+    saved = pickles.load(file) if file.exists() else {"base_lrs": []}
+    if settings.lr_scheduler_type == "reduce_lr_on_plateau" or "base_lrs" not in saved:
+        raise UserError(
+            f"{where}: --lr_scheduler_type reduce_lr_on_plateau goes on only as it was saved, without a change of stage, ranks, "
+            f"offload, optimizer or precision; use --zero {known['zero']} --gpus {known['world_size']} --offload {known['offload']}."
+        )
 
 
 def _facts_of_files(checkpoint: Path, settings) -> dict:
