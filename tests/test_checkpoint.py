@@ -372,9 +372,7 @@ def test_a_schedule_that_follows_the_loss_stays_at_its_stage(copied):
     flags = [*FLAGS, "--bf16", "true", "--resume_from_checkpoint", str(copied / "checkpoint-4")]
     for schedule in ("reduce_lr_on_plateau", "cosine"):
         more = ["--lr_scheduler_type", schedule, "--eval_fraction", "0.25", "--resume_anyway", "true"]
-        with pytest.raises(
-            UserError, match="goes on only as it was saved, without a change"
-        ):
+        with pytest.raises(UserError, match="goes on only as it was saved, without a change"):
             check_same([*flags, *more, "--zero", "3"])
         check_same([*flags, *more, "--zero", "2"])
 

@@ -94,7 +94,7 @@ def _full_disk_in_words(main) -> None:
 
 def full_disk(place) -> str:
     """Return the sentence for a file or folder whose disk is full."""
-    return f"the disk of {place} is full (No space left on device); make room, or name a folder on another disk with --output_dir."
+    return f"the disk of {place} is full (No space left on device); make room, or name a folder on another disk with --output_dir"
 
 
 def _out_of_memory_in_words(main) -> None:

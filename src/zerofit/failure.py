@@ -104,10 +104,9 @@ def disk_is_full(error: BaseException) -> bool:
     """Return whether this is how Python, safetensors (Rust) or torch's archives say that a disk is full."""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return True
-    text = str(error)
-    return any(
-        words in text for words in ("os error 28", "No space left on device", "PytorchStreamWriter failed writing")
-    )
+    if isinstance(error, RuntimeError) and "inline_container.cc" in str(error):  # torch's writer of archives
+        return any(words in str(error) for words in ("unexpected pos", "failed writing", "file write failed"))
+    return any(words in str(error) for words in ("os error 28", "No space left on device"))
 
 
 def _while_pinning(error: BaseException) -> bool:
