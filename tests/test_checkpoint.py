@@ -1,9 +1,11 @@
 """Checkpoints: whole or not there; a damaged one is named, with what is wrong; one of another run is refused."""
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +20,7 @@ FLAGS = [
     "--per_device_train_batch_size", "4", "--learning_rate", "1e-3", "--max_steps", "4", "--logging_steps", "1",
     "--save_strategy", "steps", "--save_steps", "2", "--save_total_limit", "2",
 ]  # fmt: skip
+TOKEN = "hf_notARealToken"
 STAGES = {"0": ("sft", []), "2": ("sft", ["--bf16", "true"]), "3": ("lora", [])}
 
 
@@ -33,6 +36,7 @@ def runs(tmp_path_factory):
     best = ["--eval_data", str(TINY / "eval.jsonl"), "--eval_strategy", "steps", "--eval_steps", "2", "--zero", "2",
             "--load_best_model_at_end", "true", "--save_total_limit", "1"]  # fmt: skip
     cases["best"] = ("sft", [*FLAGS, *best])
+    cases["model"] = ("sft", [*FLAGS, "--zero", "0", "--save_only_model", "true", "--hub_token", TOKEN])
     cases["minutes"] = ("sft", [*FLAGS, "--zero", "1", "--save_strategy", "no", "--save_every_minutes", "1e-6"])
     return run_world(2, cases, folder)
 
@@ -56,6 +60,62 @@ def test_what_is_saved_goes_on(runs, zero):
         assert (known["zero"], known["world_size"], known["effective_batch_size"]) == (zero, 2, 8)
         assert checkpoint.fault(saved) == ""
     assert runs[f"{zero}-resumed"].losses == run.losses[2:]  # bit for bit
+
+
+def test_a_token_is_in_no_file(runs):
+    folder = runs["model"].folder
+    files = [file for file in folder.rglob("*") if file.is_file()]
+    assert len(files) > 10 and not [file for file in files if TOKEN.encode() in file.read_bytes()]
+    assert not [file for run in runs.values() for file in run.folder.rglob("training_args.bin")]
+
+
+def test_arguments_are_written_without_tokens(tmp_path):
+    """As transformers writes them beside what it pushes."""
+    from zerofit import train
+
+    arguments = object.__new__(train.Arguments)
+    vars(arguments).update(hub_token=TOKEN, seed=7)
+    torch.save(arguments, tmp_path / "training_args.bin")
+    assert arguments.hub_token == TOKEN and TOKEN.encode() not in (tmp_path / "training_args.bin").read_bytes()
+    assert torch.load(tmp_path / "training_args.bin", weights_only=False).seed == 7
+
+
+def test_a_model_alone_is_no_checkpoint_to_resume(runs):
+    """It can be exported, and nothing goes on from it."""
+    from zerofit import saved
+
+    folder = runs["model"].folder
+    for name, zero in itertools.product((folder / "checkpoint-4", folder / "checkpoint-2"), "02"):
+        settings = args.parse("sft", [*FLAGS, "--zero", zero, "--resume_from_checkpoint", str(name)], 2)
+        with pytest.raises(UserError, match="holds a model without optimizer states"):
+            report.find_checkpoint(settings, folder)
+    assert checkpoint.newest_good(folder) is None
+    assert saved.find(str(folder / "checkpoint-4")).weights
+
+
+def test_an_older_one_goes_on_in_its_own_folder(runs, tmp_path):
+    """The newer ones of the run that is left are put aside, and do not outlive what is saved now."""
+    folder = tmp_path / "run"
+    shutil.copytree(runs["0"].folder, folder)
+    shutil.copytree(folder / "checkpoint-4", folder / "checkpoint-6")
+    flags = ["--zero", "0", "--max_steps", "3", "--save_steps", "1", "--save_total_limit", "1"]
+    again = [*FLAGS, *flags, "--resume_from_checkpoint", str(folder / "checkpoint-2")]
+    run = run_world(1, {"run": ("sft", again)}, tmp_path)["run"]
+    assert [f.name for f in folder.glob("checkpoint-*")] == ["checkpoint-3"]
+    assert {f.name for f in folder.glob("attempts/*/*")} == {"checkpoint-4", "checkpoint-6"}
+    assert "checkpoints after step 2, where this run goes on, were moved to" in run.json("run.json")["decisions"][-1]
+    assert [line["step"] for line in run.metrics] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(("limit", "best", "left"), [
+    (1, None, [3]), (2, None, [3, 6]), (1, 4, [3, 4]), (2, 3, [3, 6]), (3, 4, [3, 4, 6]), (None, None, [2, 3, 4, 6]),
+    (9, None, [2, 3, 4, 6]),
+])  # fmt: skip
+def test_what_was_just_saved_is_kept(tmp_path, limit, best, left):
+    for step in (2, 3, 4, 6):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    checkpoint._rotate(tmp_path, "checkpoint-3", limit, best and str(tmp_path / f"checkpoint-{best}"))
+    assert list(report.checkpoints(tmp_path)) == left
 
 
 def test_minutes_save_where_steps_do_not(runs):
@@ -114,6 +174,54 @@ def test_damage_is_named_and_passed_over(copied, capsys, harm, name, says):
     report.choose_folder(settings)
     assert settings.resume_from_checkpoint == str(copied / "checkpoint-2")
     assert "note: checkpoint-4 is passed over: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("content", ["null", "{}", "[]", "3", "", '{"files": null}', '{"files": {}}', '{"files": {"a": 1}}',
+                                     '{"files": {"a": [1, "b"]}}', '{"files": {"a": [1, "b"]}, "elsewhere": 3}',
+                                     '{"format": "x"}'])  # fmt: skip
+def test_other_content_of_the_facts_is_damage(copied, content):
+    (copied / "checkpoint-4" / checkpoint.FACTS).write_text(content)
+    assert checkpoint.fault(copied / "checkpoint-4") == "its zerofit.json is damaged"
+
+
+def test_facts_that_are_gone(copied):
+    """In a run folder of this kit every checkpoint has them; elsewhere it is another program's."""
+    (copied / "checkpoint-4" / checkpoint.FACTS).unlink()
+    assert checkpoint.fault(copied / "checkpoint-4") == ""
+    (copied / "run.json").write_text('{"versions": {"zerofit": "0.1"}}')
+    assert checkpoint.fault(copied / "checkpoint-4") == "its zerofit.json is missing"
+    assert checkpoint.newest_good(copied).name == "checkpoint-2"
+    (copied / "checkpoint-2" / checkpoint.FACTS).unlink()
+    (copied / "checkpoint-2" / checkpoint.FACTS).symlink_to("nowhere")
+    assert checkpoint.newest_good(copied) is None
+
+
+def test_all_is_on_the_disk_before_the_name(tmp_path, monkeypatch):
+    """File, its folders, rename, the run folder; what it replaces is deleted last."""
+    new, old = tmp_path / checkpoint.ASIDE / "checkpoint-2", tmp_path / "checkpoint-2"
+    (new / "global_step2").mkdir(parents=True)
+    old.mkdir()
+    done = []
+
+    def noted(module, name, what):
+        before = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args, **kw: (done.append(what(*args)), before(*args, **kw))[1])
+
+    def relative(path):
+        return str(path).replace(str(tmp_path), "").lstrip("/")
+
+    noted(os, "fsync", lambda number: ("sync", relative(Path(f"/proc/self/fd/{number}").readlink())))
+    noted(os, "replace", lambda source, target: ("rename", relative(target)))
+    noted(type(tmp_path), "rename", lambda source, target: ("rename", relative(target)))
+    noted(shutil, "rmtree", lambda folder: ("delete", relative(folder)))
+    report.write_json(new / checkpoint.FACTS, {})
+    checkpoint._publish(tmp_path, "checkpoint-2")
+    assert done == [
+        ("sync", ".saving/checkpoint-2/zerofit.tmp"), ("rename", ".saving/checkpoint-2/zerofit.json"),
+        ("sync", ".saving/checkpoint-2/global_step2"), ("sync", ".saving/checkpoint-2"),
+        ("rename", ".saving/checkpoint-2.before"), ("rename", "checkpoint-2"), ("sync", ""), ("delete", ".saving"),
+    ]  # fmt: skip
+    assert list(tmp_path.iterdir()) == [old] and (old / checkpoint.FACTS).exists()
 
 
 def test_a_checkpoint_of_a_newer_version_is_passed_over(copied):
@@ -185,7 +293,14 @@ def test_another_programs_checkpoint(copied):
 @pytest.mark.parametrize(("more", "says"), [
     (["--optim", "sgd"], "was saved with optim adamw_torch_fused, this run has sgd; use --optim adamw_torch_fused"),
     (["--bf16", "false"], "was saved with precision bf16, this run has fp32; use --bf16 true"),
-    (["--max_length", "64"], "another data, tokenizer, template or --max_length.*--resume_anyway"),
+    (["--train_on", "all"], "another data, tokenizer, template or --max_length.*--resume_anyway"),
+    (["--seed", "7"], "was saved with seed 42, this run has 7; use --seed 42 .--resume_anyway true goes on"),
+    (["--data_seed", "99"], "was saved with data_seed 42, this run has 99; use --data_seed 42"),
+    (["--packing", "true"], "was saved with packing false, this run has true; use --packing false"),
+    (["--eval_fraction", "0.25"], "was saved with eval_fraction 0.0, this run has 0.25; use --eval_fraction 0.0"),
+    (["--train_sampling_strategy", "sequential"], "this run has sequential; use --train_sampling_strategy random"),
+    (["--max_samples", "40"], "was saved with max_samples 48, this run has 40; use --max_samples 48"),
+    (["--max_length", "64"], "was saved with max_length 2048, this run has 64; use --max_length 2048"),
     (["--random_init", "true"], "another model than"),
     (["--effective_batch_size", "16"], "was saved with effective_batch_size 8, this run has 16: it would go on at another place"),
 ])  # fmt: skip
@@ -194,15 +309,54 @@ def test_another_run_is_refused(runs, tmp_path, more, says):
     flags = [*FLAGS, "--zero", "2", "--bf16", "true", "--resume_from_checkpoint", saved, *more]
     with pytest.raises(UserError, match=says):
         check_same(flags)
-    check_same([*flags, "--resume_anyway", "true"])
+    said = check_same([*flags, "--resume_anyway", "true"])
+    assert any(sentence.startswith("resume_anyway: the checkpoint was saved with") for sentence in said)
 
 
-def check_same(flags, ranks=2):
+def test_what_may_change_is_said(runs):
+    """Which of the two values is taken was measured: the rate is in the schedule's state, the decay in the optimizer's."""
+    flags = [*FLAGS, "--bf16", "true", "--resume_from_checkpoint", str(runs["2"].folder / "checkpoint-2")]
+    more = ["--learning_rate", "1e-4", "--weight_decay", "0.5", "--max_steps", "6", "--lr_scheduler_type", "linear"]
+    for zero, taken in (("2", "the checkpoint's goes on"), ("3", "this run's is taken")):
+        said = check_same([*flags, *more, "--zero", zero])
+        for start in (
+            "learning_rate 0.001 of the checkpoint is 0.0001 here: the checkpoint's goes on",
+            "max_steps 4 of the checkpoint is 6 here: this run's is taken",
+            "lr_scheduler_type cosine of the checkpoint is linear here: this run's is taken",
+            f"weight_decay 0.0 of the checkpoint is 0.5 here: {taken}",
+        ):
+            assert any(sentence.startswith(start) for sentence in said), said
+    assert not [sentence for sentence in check_same([*flags, "--zero", "2"]) if " of the checkpoint is " in sentence]
+
+
+@pytest.mark.parametrize(("more", "says"), [
+    (["--lora_r", "8"], "was saved with lora_r 16, this run has 8; use --lora_r 16; its weights fit no other adapter"),
+    (["--lora_target_modules", "q_proj", "v_proj"], "lora_target_modules all-linear, this run has q_proj v_proj"),
+])  # fmt: skip
+def test_another_adapter_is_refused(runs, more, says):
+    flags = [*FLAGS, "--zero", "3", "--resume_from_checkpoint", str(runs["3"].folder / "checkpoint-2"), *more]
+    for anyway in ([], ["--resume_anyway", "true"]):
+        with pytest.raises(UserError, match=says):
+            check_same([*flags, *anyway], recipe="lora")
+
+
+def test_an_older_record_says_nothing(copied):
+    file = copied / "checkpoint-4" / checkpoint.FACTS
+    known = json.loads(file.read_text())
+    del known["settings"]
+    file.write_text(json.dumps(known))
+    flags = [*FLAGS, "--zero", "2", "--bf16", "true", "--data_seed", "9", "--learning_rate", "1e-4"]
+    said = check_same([*flags, "--resume_from_checkpoint", str(copied / "checkpoint-4")])
+    assert not [sentence for sentence in said if "checkpoint" in sentence]
+
+
+def check_same(flags, ranks=2, recipe="sft"):
     from zerofit import data, model
 
-    settings = args.parse("sft", flags, ranks)
+    settings = args.parse(recipe, flags, ranks)
     train_set, _ = data.load(settings, model.load_tokenizer(settings))
     checkpoint.check_same(settings, train_set)
+    return settings.decisions
 
 
 def test_states_that_were_not_saved_are_not_made_up(copied):
@@ -210,6 +364,17 @@ def test_states_that_were_not_saved_are_not_made_up(copied):
     file.write_text(json.dumps(json.loads(file.read_text()) | {"unsaved": "--offload_path"}))
     with pytest.raises(UserError, match="was saved with --offload_path, whose optimizer states DeepSpeed leaves out"):
         check_same([*FLAGS, "--zero", "2", "--bf16", "true", "--resume_from_checkpoint", str(copied / "checkpoint-4")])
+
+
+def test_a_schedule_that_follows_the_loss_stays_at_its_stage(copied):
+    """Its state has no base_lrs, whichever schedule this run has."""
+    torch.save({"best": 1.0, "_last_lr": [1e-3]}, copied / "checkpoint-4" / "scheduler.pt")
+    flags = [*FLAGS, "--bf16", "true", "--resume_from_checkpoint", str(copied / "checkpoint-4")]
+    for schedule in ("reduce_lr_on_plateau", "cosine"):
+        more = ["--lr_scheduler_type", schedule, "--eval_fraction", "0.25", "--resume_anyway", "true"]
+        with pytest.raises(UserError, match="goes on only as it was saved, without a change"):
+            check_same([*flags, *more, "--zero", "3"])
+        check_same([*flags, *more, "--zero", "2"])
 
 
 def test_another_recipe_is_refused(runs):
@@ -221,7 +386,7 @@ def test_a_refusal_is_one_sentence(runs, tmp_path):
     saved = runs["0"].folder / "checkpoint-2"
     done = recipe_process("sft", *FLAGS, "--zero", "0", "--max_length", "64", "--output_dir", str(tmp_path / "new"),
                           "--resume_from_checkpoint", str(saved))  # fmt: skip
-    assert done.returncode == 2 and "another data" in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 2 and "with max_length 2048" in done.stderr and "Traceback" not in done.stderr
     assert not (tmp_path / "new").exists()
 
 

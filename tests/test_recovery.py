@@ -8,12 +8,13 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
 from conftest import ROOT, TINY, Run
 
-from zerofit import args, checkpoint, failure, postmortem, recovery
+from zerofit import args, checkpoint, errors, failure, postmortem, recovery, supervise
 
 COMMON = [
     "--data", str(TINY / "train.jsonl"), "--max_samples", "64", "--max_length", "64", "--effective_batch_size", "8",
@@ -126,7 +127,7 @@ def test_a_hang_is_ended_and_named(undisturbed, tmp_path):
     ("fault", "code", "says"),
     [
         ({"what": "crash", "where": "forward"}, 1, "rank 1 ended after step 3: injected"),
-        ({"what": "disk full", "where": "save", "step": 4}, 1, "No space left on device"),
+        ({"what": "disk full", "where": "save", "step": 4}, 1, "is full (No space left on device)"),
         ({"what": "oom", "where": "forward"}, 3, "ran out of GPU memory in the"),
     ],
 )
@@ -140,6 +141,37 @@ def test_what_cannot_be_survived_is_explained(tmp_path, fault, code, says):
     assert checkpoint.newest_good(folder).name == "checkpoint-2"
     if code == 3:  # one thing to try, with what it saves by the plan
         assert "zerofit: try: micro batch 2 instead of 4 (saves 0.0" in done.stderr and ": fits)" in done.stderr
+
+
+def test_a_full_disk_at_the_first_save_is_one_sentence(tmp_path):
+    folder = tmp_path / "run"
+    done = launch(folder, fault={"what": "disk full", "where": "save", "step": 2})
+    assert done.returncode == 1 and f"the disk of {folder} is full (No space left on device); make room" in done.stderr
+    assert "Traceback" not in done.stderr and Run(folder).json("report.json")["attempts"][0]["kind"] == "disk full"
+    assert not [*folder.rglob("*.tmp"), *folder.glob(".saving"), *folder.glob("checkpoint-*")]
+
+
+def test_the_report_may_find_no_room(monkeypatch, tmp_path, capsys):
+    """The supervisor says why the job ended nevertheless, and leaves nothing half-written."""
+
+    def full(self, *_args, **_kw):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    last = postmortem.Ending("disk full", 1, 0, "DiskFull: the disk of x is full", step=2)
+    supervise._end(SimpleNamespace(folder=tmp_path), [last], tmp_path / "records", True, None, [])
+    said = capsys.readouterr().err
+    assert "rank 0 ended after step 2: the disk of x is full (report.md could not be written: No space left" in said
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("error", [
+    OSError(28, "No space left on device"), RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 3816448 vs 3816340"),
+    RuntimeError("[enforce fail at inline_container.cc:858] . PytorchStreamWriter failed writing file data/1"),
+    Exception("I/O error: No space left on device (os error 28)"),
+])  # fmt: skip
+def test_how_a_full_disk_is_known(error):
+    assert failure.disk_is_full(error) and not failure.disk_is_full(RuntimeError("CUDA error: out of memory"))
 
 
 @pytest.mark.slow
@@ -303,6 +335,29 @@ def test_nothing_is_written_where_nobody_watches(monkeypatch, tmp_path):
     failure.record(RuntimeError("first"))
     failure.record(RuntimeError("its echo"))
     assert [e["error"] for e in failure.records(tmp_path)] == ["RuntimeError: first"]
+
+
+def test_pythons_memory_error_is_out_of_memory(monkeypatch, tmp_path, capsys):
+    """It has no text. The supervisor finds a record that it starts again for."""
+    monkeypatch.setenv(failure.FOLDER, str(tmp_path))
+
+    def load():
+        raise MemoryError
+
+    with pytest.raises(SystemExit) as ended:
+        errors.guard(load)
+    assert ended.value.code == 3 and failure.records(tmp_path)[0]["kind"] == "out of memory"
+    assert "could not get more host memory (MemoryError); " in capsys.readouterr().err
+
+
+def test_a_clock_that_is_set_forward_is_no_hang(monkeypatch, tmp_path):
+    monkeypatch.setenv(failure.FOLDER, str(tmp_path))
+    failure.Pulse().beat(3)
+    wall, clock = time.time, time.monotonic
+    monkeypatch.setattr(time, "time", lambda: wall() + 1900)
+    assert supervise._hung(tmp_path, 1740, 1) is None
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + 1900)
+    assert supervise._hung(tmp_path, 1740, 1) == 0
 
 
 def test_a_rank_beats_while_it_writes(monkeypatch, tmp_path):

@@ -104,7 +104,9 @@ class RunArguments:
     )
     resume_anyway: bool = field(
         default=False,
-        metadata={"help": "Resume although model, data or effective batch are others than the checkpoint's."},
+        metadata={
+            "help": "Resume although model, data, seed or effective batch are others than the checkpoint's; it is said."
+        },
     )
     on_nan: Literal["stop", "skip"] = field(
         default="stop",

@@ -3,7 +3,6 @@
 Each holds zerofit.json, written last: what it was saved from, and size and hash of every file.
 """
 
-import contextlib
 import hashlib
 import json
 import os
@@ -12,18 +11,12 @@ import time
 import zipfile
 from pathlib import Path
 
-from . import __version__, links, node_disks, report, world
+from . import __version__, differences, links, node_disks, pickles, report, world
 from .errors import UserError
 
 FACTS = "zerofit.json"
 FORMAT = 1  # of that file; raised when an older version could not resume what it says
 ASIDE = ".saving"  # folder in the run folder that a checkpoint is written to
-# What the pickles of transformers' and DeepSpeed's checkpoints name beside tensors. Loading runs what a pickle names.
-KNOWN = {
-    "deepspeed.utils.tensor_fragment.fragment_address", "deepspeed.runtime.zero.config.ZeroStageEnum",
-    "deepspeed.runtime.fp16.loss_scaler.LossScaler", "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
-    "numpy.ndarray", "numpy.dtype", "numpy._core.multiarray._reconstruct", "numpy.core.multiarray._reconstruct",
-}  # fmt: skip
 
 
 # --- saving ---
@@ -46,6 +39,8 @@ def save(trainer, write) -> None:
         write()
     finally:
         trainer.saving_to = None
+    if writes:
+        (run / ASIDE / name / "training_args.bin").unlink(missing_ok=True)  # a pickle that nothing reads
     if state.best_global_step:  # transformers has taken the folder aside for its place
         state.best_model_checkpoint = str(run / f"checkpoint-{state.best_global_step}")
         if args.process_index == 0:
@@ -62,9 +57,7 @@ def save(trainer, write) -> None:
         _publish(run, name)
     world.barrier()  # it is on every disk before the older ones go
     if writes:
-        from transformers.trainer_utils import rotate_checkpoints
-
-        rotate_checkpoints(str(run), args.save_total_limit, state.best_model_checkpoint)
+        _rotate(run, name, args.save_total_limit, state.best_model_checkpoint)
     world.barrier()
     trainer.reporter.save_clock.saved()
     trainer._push_from_checkpoint(str(run / name))  # transformers would have pushed the folder aside
@@ -115,16 +108,33 @@ def _hash(file: Path, sync: bool = False) -> str:
 
 
 def _publish(run: Path, name: str) -> None:
-    """Rename the folder to its name, which it gets only now; a checkpoint of the same step goes first."""
+    """Rename the folder to its name, which it gets only when all of it is on the disk; one of the same step goes last."""
+    new = run / ASIDE / name
+    for folder in [*(f for f in new.rglob("*") if f.is_dir()), new]:
+        _sync(folder)
     if (run / name).exists():
         (run / name).rename(run / ASIDE / f"{name}.before")
-    (run / ASIDE / name).rename(run / name)
+    new.rename(run / name)
+    _sync(run)
     shutil.rmtree(run / ASIDE)
-    folder = os.open(run, os.O_RDONLY)
+
+
+def _sync(folder: Path) -> None:
+    """Write to the disk which files the folder holds."""
+    opened = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(folder)
+        os.fsync(opened)
     finally:
-        os.close(folder)
+        os.close(opened)
+
+
+def _rotate(run: Path, name: str, limit: int | None, best: str | None) -> None:
+    """Delete the oldest checkpoints over the limit; never the one that was just saved (transformers: the highest step)."""
+    kept = {name, Path(best).name if best else name}
+    others = [checkpoint for checkpoint in report.checkpoints(run).values() if checkpoint.name not in kept]
+    if limit and limit > 0:
+        for checkpoint in others[: max(0, len(others) + len(kept) - max(limit, len(kept)))]:
+            shutil.rmtree(checkpoint, ignore_errors=True)
 
 
 def verify(folder: Path, trainer) -> None:
@@ -167,6 +177,7 @@ def _facts(trainer, hashes: dict[str, list]) -> dict:
         "zerofit": __version__, "format": FORMAT, "step": trainer.state.global_step,
         **{name: getattr(settings, name) for name in names}, "precision": settings.precision,
         "unsaved": offload.unsaved(settings), "fingerprints": settings.fingerprints, "files": hashes,
+        "settings": differences.record(settings),
         **({} if trainer.is_deepspeed_enabled else {"groups": resharding.group_names(trainer)}),
     }  # fmt: skip
 
@@ -224,13 +235,32 @@ class Clock:
 
 
 def facts(checkpoint: Path) -> dict | None:
-    """The checkpoint's zerofit.json; None: it has none (saved by another program)."""
+    """Return the checkpoint's zerofit.json; {}: it is damaged; None: it has none (saved by another program)."""
     try:
-        return json.loads((checkpoint / FACTS).read_text(encoding="utf-8"))
+        found = json.loads((checkpoint / FACTS).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     except (OSError, ValueError):
         return {}
+    return found if _are_facts(found) else {}
+
+
+def _are_facts(found) -> bool:
+    """Whether this is what `save` writes, as far as a resume reads it. Of a newer form, only the number is known."""
+    if not isinstance(found, dict) or not isinstance(found.get("format", 1), int):
+        return False
+    if found.get("format", 1) > FORMAT:
+        return True
+    files, others = found.get("files"), found.get("elsewhere", {})
+    if not files or not all(isinstance(entries, dict) for entries in (files, others)):
+        return False
+    pairs = all(isinstance(e, list) and [type(n) for n in e] == [int, str] for e in (*files.values(), *others.values()))
+    return pairs and all(name in found for name in ("recipe", "zero", "world_size", "offload", "fingerprints"))
+
+
+def step_of(checkpoint: Path) -> int:
+    """Return the optimizer step that the checkpoint was saved after."""
+    return json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))["global_step"]
 
 
 def newest_good(folder: Path, say=lambda text: None) -> Path | None:
@@ -246,7 +276,13 @@ def newest_good(folder: Path, say=lambda text: None) -> Path | None:
 
 
 def fault(checkpoint: Path) -> str:
-    """What is wrong with the files of a checkpoint; "": nothing."""
+    """Return why no run can go on from this checkpoint; "": one can."""
+    reason = damage(checkpoint) or _without_states(checkpoint)
+    return reason or ("" if facts(checkpoint) else _incomplete(checkpoint))
+
+
+def damage(checkpoint: Path) -> str:
+    """Return what is wrong with the files of a checkpoint; "": nothing. It may still hold a model only."""
     try:
         json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
     except OSError:
@@ -254,11 +290,28 @@ def fault(checkpoint: Path) -> str:
     except ValueError:
         return "its trainer_state.json is damaged"
     known = facts(checkpoint)
-    if known is not None and "files" not in known:
+    if known == {}:
         return f"its {FACTS} is damaged"
+    if known is None and is_of_this_kit(checkpoint.parent):
+        return f"its {FACTS} is missing"
     if known and known.get("format", 1) > FORMAT:
-        return f"zerofit {known['zerofit']} saved it, in a form that {__version__} does not know; update zerofit"
-    return (_changed(checkpoint, known["files"]) if known else _incomplete(checkpoint)) or foreign_code(checkpoint)
+        return f"zerofit {known.get('zerofit')} saved it, in a form that {__version__} does not know; update zerofit"
+    return (_changed(checkpoint, known["files"]) if known else "") or pickles.fault(checkpoint)
+
+
+def is_of_this_kit(run: Path) -> bool:
+    """Whether a folder is a run folder of this kit, whose checkpoints all have a zerofit.json."""
+    try:
+        return "zerofit" in json.loads((run / "run.json").read_text(encoding="utf-8"))["versions"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _without_states(checkpoint: Path) -> str:
+    """Return a sentence for a checkpoint of --save_only_model: transformers would begin with an empty optimizer, unsaid."""
+    if (checkpoint / "latest").exists() or (checkpoint / "optimizer.pt").exists():
+        return ""
+    return "it holds a model without optimizer states (--save_only_model), which can only be started from with --model"
 
 
 def _changed(checkpoint: Path, files: dict[str, list]) -> str:
@@ -280,23 +333,21 @@ def _incomplete(checkpoint: Path) -> str:
 
     from . import shards
 
-    for file in [*checkpoint.rglob("*.pt"), *checkpoint.rglob("*.pth")]:
-        if not zipfile.is_zipfile(file):
-            return f"{file.relative_to(checkpoint)} is not whole"
     ranks = max(2, len(list(checkpoint.glob("rng_state_*.pth"))))  # one rank's file has no number
     for name in [] if (checkpoint / "rng_state.pth").exists() else [f"rng_state_{rank}.pth" for rank in range(ranks)]:
         if not (checkpoint / name).exists():
             return f"{name} is missing"
     if (checkpoint / "latest").exists():  # DeepSpeed's engine
-        folder = checkpoint / (checkpoint / "latest").read_text().strip()
+        folder = pickles.shards_folder(checkpoint)
         for pattern in ("*optim_states.pt", "*model_states.pt"):
             if not list(folder.glob(pattern)):
                 return f"{folder.name}/{pattern} is missing"
-        ranks, held = shards.saved_by(checkpoint)[1], len(list(folder.glob("*optim_states.pt")))
+        try:
+            ranks, held = shards.saved_by(checkpoint)[1], len(list(folder.glob("*optim_states.pt")))
+        except (UserError, KeyError, TypeError, ValueError):
+            return f"{folder.name} does not say how many ranks saved it"
         if held != ranks:
             return f"it holds the optimizer states of {held} ranks, it was saved by {ranks}"
-    elif not (checkpoint / "optimizer.pt").exists():
-        return "optimizer.pt is missing"
     for file in checkpoint.glob("*.safetensors"):
         try:
             with safe_open(file, "pt"):
@@ -306,22 +357,11 @@ def _incomplete(checkpoint: Path) -> str:
     return ""
 
 
-def foreign_code(checkpoint: Path) -> str:
-    """A pickle that names anything which no such checkpoint has: DeepSpeed would run it while loading."""
-    import torch
-
-    for file in [*checkpoint.rglob("*.pt"), *checkpoint.rglob("*.pth")]:
-        with contextlib.suppress(RuntimeError):  # a file that is no archive of torch.save is not loaded by torch.load
-            if strange := sorted(set(torch.serialization.get_unsafe_globals_in_checkpoint(file)) - KNOWN):
-                return f"{file.relative_to(checkpoint)} would run {strange[0]} when it is loaded"
-    return ""
-
-
 def check_same(settings, train_set) -> None:
-    """Take this run's fingerprints, and compare the checkpoint to resume with it: model, data, stage, ranks, effective batch.
+    """Take this run's fingerprints, and compare the checkpoint to resume with it: model, data, stage, ranks, arguments.
 
     Another stage, rank count or offload: its states are split anew (resharding.py), which is decided here.
-    Raises: UserError for what differs and would make another run of it (--resume_anyway: for another recipe only).
+    Raises: UserError for what differs and would make another run of it (--resume_anyway: where it cannot go on only).
     """
     from . import shards
 
@@ -341,24 +381,22 @@ def check_same(settings, train_set) -> None:
     _choose_way(settings, known, Path(asked).name)
     if settings.resharded:
         shards.check_whole(Path(asked))
-    if settings.resume_anyway:
-        return
-    flags = {"effective_batch_size": ": it would go on at another place of the data", "optim": "", "precision": ""}
-    for name, because in flags.items():
-        was, now = known.get(name, getattr(settings, name)), getattr(settings, name)
-        if was != now:
-            flag = f"--{was} true" if name == "precision" and was != "fp32" else f"--{name} {was}"
-            raise UserError(
-                f"{where}: was saved with {name} {was}, this run has {now}{because}; use {flag} (--resume_anyway true goes "
-                "on nevertheless)."
-            )
-    meaning = {"data": "data, tokenizer, template or --max_length", "model": "model"}
-    for name, was in known.get("fingerprints", {}).items():
-        if was != settings.fingerprints[name]:
-            raise UserError(
-                f"{where}: was saved with another {meaning[name]} than this run has; give it the same, or go on nevertheless "
-                "with --resume_anyway true."
-            )
+        _check_schedule(settings, Path(asked), known, where)
+    differences.check(settings, known, where)
+
+
+def _check_schedule(settings, checkpoint: Path, known: dict, where: str) -> None:
+    """Refuse a schedule that follows the loss: its state holds no rates that resharding could put into other groups.
+
+    Raises: UserError.
+    """
+    file = checkpoint / "scheduler.pt"
+    saved = pickles.load(file) if file.exists() else {"base_lrs": []}
+    if settings.lr_scheduler_type == "reduce_lr_on_plateau" or "base_lrs" not in saved:
+        raise UserError(
+            f"{where}: --lr_scheduler_type reduce_lr_on_plateau goes on only as it was saved, without a change of stage, ranks, "
+            f"offload, optimizer or precision; use --zero {known['zero']} --gpus {known['world_size']} --offload {known['offload']}."
+        )
 
 
 def _facts_of_files(checkpoint: Path, settings) -> dict:

@@ -173,7 +173,9 @@ def _widths(settings, zero: int) -> tuple[float, float, float]:
     width = float(entry.state_bytes) if entry and _is_number(entry.state_bytes) else 8.0
     if settings.pure_bf16:
         return 2, 2, width / 2 if width == 8 else width
-    if zero == 0 and settings.recipe == "sft" and settings.dtype in ("bfloat16", "float16"):  # no fp32 master: states in the weights' type too
+    if (
+        zero == 0 and settings.recipe == "sft" and settings.dtype in ("bfloat16", "float16")
+    ):  # no fp32 master: states in the weights' type too
         return 2, 2, width / 2 if width == 8 else width
     if zero == 0:
         return 4, 4, width

@@ -5,7 +5,15 @@ import re
 import sys
 import time
 
-EXIT_CODES = {"user error": 2, "out of memory": 3, "diverged": 4, "hang": 5, "stopped": 75, "interrupted": 130}
+EXIT_CODES = {
+    "disk full": 1,
+    "user error": 2,
+    "out of memory": 3,
+    "diverged": 4,
+    "hang": 5,
+    "stopped": 75,
+    "interrupted": 130,
+}
 
 
 class UserError(Exception):
@@ -37,6 +45,12 @@ def printable(text: str) -> str:
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda m: f"\\x{ord(m[0]):02x}", text)
 
 
+class DiskFull(UserError):
+    """A disk did not take what was written."""
+
+    exit_code = EXIT_CODES["disk full"]
+
+
 def guard(main) -> None:
     """Run `main()` and turn a `UserError` into one sentence on stderr and its exit code.
 
@@ -45,7 +59,7 @@ def guard(main) -> None:
     from . import failure, world
 
     try:
-        _out_of_memory_in_words(main)
+        _full_disk_in_words(lambda: _out_of_memory_in_words(main))
         world.stop()
     except UserError as error:
         failure.record(error)
@@ -53,7 +67,7 @@ def guard(main) -> None:
         if isinstance(error, Stopped) and os.environ.get("RANK", "0") != "0":
             world.stop(wait=False)
             raise SystemExit(error.exit_code) from None
-        if os.environ.get("RANK", "0") != "0" and not (failure.folder() and isinstance(error, OutOfMemory)):
+        if os.environ.get("RANK", "0") != "0" and not (failure.folder() and isinstance(error, OutOfMemory | DiskFull)):
             # Rank 0 meets the same mistake and says it; where it is still busy after a while, this rank does.
             time.sleep(10)
         # A mistake met in a data loading process arrives with its traceback in front.
@@ -73,6 +87,23 @@ def guard(main) -> None:
         raise
 
 
+def _full_disk_in_words(main) -> None:
+    """Run `main()`; a disk that is full is no fault of the program. What is written to a checkpoint train.run explains."""
+    from . import failure
+
+    try:
+        main()
+    except OSError as error:
+        if not failure.disk_is_full(error):
+            raise
+        raise DiskFull(full_disk(error.filename or "a file of this run")) from error
+
+
+def full_disk(place) -> str:
+    """Return the sentence for a file or folder whose disk is full."""
+    return f"the disk of {place} is full (No space left on device); make room, or name a folder on another disk with --output_dir"
+
+
 def _out_of_memory_in_words(main) -> None:
     """Run `main()`; what it runs out of before training (train.run explains the rest) is the model being loaded."""
     from . import failure
@@ -81,8 +112,9 @@ def _out_of_memory_in_words(main) -> None:
         main()
     except (RuntimeError, MemoryError) as error:
         if failure.host_is_full(error):
+            said = (str(error).splitlines() or ["MemoryError"])[0]  # Python's own has no text
             raise OutOfMemory(
-                f"rank {os.environ.get('RANK', '0')} could not get more host memory ({str(error).splitlines()[0] or 'MemoryError'}); "
+                f"rank {os.environ.get('RANK', '0')} could not get more host memory ({said}); "
                 "on a CPU try a smaller --per_device_train_batch_size, else --offload_path, or fewer data workers."
             ) from error
         if not failure.gpu_is_full(error):

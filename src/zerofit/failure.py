@@ -1,6 +1,7 @@
 """What a rank leaves behind for its supervisor: a pulse while it runs, a record when it fails, its stack when asked."""
 
 import contextlib
+import errno
 import faulthandler
 import json
 import mmap
@@ -12,7 +13,7 @@ import time
 import traceback
 from pathlib import Path
 
-from .errors import EXIT_CODES, Diverged, OutOfMemory, Stopped, UserError
+from .errors import EXIT_CODES, DiskFull, Diverged, OutOfMemory, Stopped, UserError
 
 FOLDER = "ZEROFIT_ATTEMPT"  # environment variable: the folder; without it nobody watches and nothing is written
 STOP = "stop"  # file of the step after which every rank shall save and end; 0: go on
@@ -21,7 +22,9 @@ ENDS_RANKS = signal.SIGUSR2  # from torchrun to the ranks that are left when one
 STACK_SECONDS = 2.0  # that ranks get to write where they stand
 BEAT_SECONDS = 5.0  # between two beats while a checkpoint is written
 _STEP = struct.Struct("<q")
-_PULSE = struct.Struct("<qqd")  # process id, optimizer step, seconds since the epoch
+# Process id, optimizer step, seconds of time.monotonic(): a clock that is set or was suspended is no hang. On Linux it is
+# one clock for all processes of a machine, so the supervisor can compare; a pulse is read on its own machine only.
+_PULSE = struct.Struct("<qqd")
 # How a rank fails when it is another that was lost: gloo's and NCCL's words.
 _OF_A_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "ncclRemoteError", "Connection refused",
               "NCCL communicator was aborted", "Socket Timeout", "Timed out waiting")  # fmt: skip
@@ -67,6 +70,8 @@ def kind(error: BaseException) -> str:
     """A key of errors.EXIT_CODES, or "crash"."""
     if isinstance(error, OutOfMemory) or gpu_is_full(error) or host_is_full(error):
         return "out of memory"
+    if isinstance(error, DiskFull):
+        return "disk full"
     if isinstance(error, Diverged):
         return "diverged"
     if isinstance(error, Stopped):
@@ -93,6 +98,15 @@ def host_is_full(error: BaseException) -> bool:
     if isinstance(error, MemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error):
         return True
     return "CUDA error: out of memory" in str(error) and _while_pinning(error)
+
+
+def disk_is_full(error: BaseException) -> bool:
+    """Return whether this is how Python, safetensors (Rust) or torch's archives say that a disk is full."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return True
+    if isinstance(error, RuntimeError) and "inline_container.cc" in str(error):  # torch's writer of archives
+        return any(words in str(error) for words in ("unexpected pos", "failed writing", "file write failed"))
+    return any(words in str(error) for words in ("os error 28", "No space left on device"))
 
 
 def _while_pinning(error: BaseException) -> bool:
@@ -144,7 +158,7 @@ class Pulse:
 
     def beat(self, step: int) -> None:
         if self.map is not None:
-            _PULSE.pack_into(self.map, 0, os.getpid(), step, time.time())
+            _PULSE.pack_into(self.map, 0, os.getpid(), step, time.monotonic())
 
     @contextlib.contextmanager
     def beating(self, step: int):
@@ -183,7 +197,7 @@ def write_stop(where: Path, step: int) -> None:
 
 
 def pulses(where: Path) -> dict[int, tuple[int, int, float]]:
-    """{rank: (process id, step, time)} of the ranks that have made a step."""
+    """{rank: (process id, step, seconds of time.monotonic())} of the ranks that have made a step."""
     found = {}
     for file in where.glob("pulse*"):
         content = file.read_bytes()

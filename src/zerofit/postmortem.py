@@ -150,6 +150,8 @@ def advice(last: Ending, settings, smaller: tuple | None) -> str:
         )
     if last.kind == "lost rank":
         return "look into the kernel's log of that machine (dmesg -T | tail): its memory, its GPU (Xid), or somebody's kill"
+    if last.kind == "disk full":
+        return "make room, then the same command with --resume_from_checkpoint auto"
     if last.kind == "crash":
         return "read the traceback below; the same command with --resume_from_checkpoint true goes on from the last checkpoint"
     return ""

@@ -1,5 +1,6 @@
 """After a failed attempt: what of the run folder goes on, and the setting that needs less memory."""
 
+import itertools
 import shutil
 from pathlib import Path
 
@@ -29,6 +30,22 @@ def put_aside(folder: Path, number: int, records: Path) -> Path | None:
     if checkpoint is not None:
         keep_metrics(folder, step)
     return checkpoint
+
+
+def move_newer(folder: Path, step: int) -> Path | None:
+    """Move the run folder's checkpoints after `step` to attempts/, and return where; None: there are none.
+
+    The run that goes on from `step` saves those steps anew, and rotation would delete its checkpoints before theirs.
+    """
+    newer = [checkpoint for later, checkpoint in checkpoints(folder).items() if later > step]
+    if not newer:
+        return None
+    names = (f"before-resume-at-{step}{f'-{i}' if i else ''}" for i in itertools.count())
+    aside = next(folder / "attempts" / name for name in names if not (folder / "attempts" / name).exists())
+    aside.mkdir(parents=True)
+    for checkpoint in newer:
+        shutil.move(checkpoint, aside / checkpoint.name)
+    return aside
 
 
 def smaller(settings, flags: list[str], parse):

@@ -1,5 +1,6 @@
 """The run folder: run.json, deepspeed.json, logs, metrics.jsonl, loss.png, result.json (written last)."""
 
+import contextlib
 import json
 import os
 import platform
@@ -97,11 +98,13 @@ class _Tee:
         self.terminal, self.log = terminal, log
 
     def write(self, text: str) -> int:
-        self.log.write(text)
+        with contextlib.suppress(OSError):  # where the disk is full, the terminal still gets the line
+            self.log.write(text)
         return self.terminal.write(text)
 
     def flush(self) -> None:
-        self.log.flush()
+        with contextlib.suppress(OSError):
+            self.log.flush()
         self.terminal.flush()
 
     def __getattr__(self, name):
@@ -175,10 +178,17 @@ def _speak_up_on_crash(log: str) -> None:
 
 
 def write_json(path: Path, value: dict) -> None:
-    """Whole or not at all: written beside and renamed."""
+    """Write the file whole or not at all: beside its place, synced to the disk, and renamed."""
     aside = path.with_suffix(".tmp")
-    aside.write_text(json.dumps(value, indent=2, default=str) + "\n", encoding="utf-8")
-    os.replace(aside, path)
+    try:
+        with aside.open("w", encoding="utf-8") as file:
+            file.write(json.dumps(value, indent=2, default=str) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise
 
 
 def git_commit() -> str | None:

@@ -134,7 +134,7 @@ def _into_slices(zero, optimizer, states, names, keys, step) -> None:
                 target[to.start : to.start + to.numel].copy_(
                     states.whole(name, key).view(-1)[of.start : of.start + of.numel]
                 )
-        _give(optimizer, flat, own, step)
+        _give(optimizer, optimizer.param_groups[i], flat, own, step)
 
 
 def _into_partitions(zero, optimizer, states, names, keys, step) -> None:
@@ -151,13 +151,14 @@ def _into_partitions(zero, optimizer, states, names, keys, step) -> None:
                 if key == "fp32":
                     p.ds_tensor.data[: len(piece)].copy_(piece)
             at += share
-        _give(optimizer, flat, own, step)
+        # Outside of its step, stage 3 keeps the parameters of the optimizer's groups out of them.
+        group = optimizer.param_groups[zero.sub_group_to_group_id[i]]
+        _give(optimizer, group, flat, own, step)
     zero.checkpoint_event_epilogue()  # small ones are whole on every rank again
 
 
-def _give(optimizer, flat, own, step) -> None:
+def _give(optimizer, group, flat, own, step) -> None:
     if own:
-        group = next(g for g in optimizer.param_groups if any(p is flat for p in g["params"]))
         optimizer.state[flat] = own | _placed(step, group, flat.device)
 
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import torch
 
-from . import adapters, checkpoint, hub, quantized, report, shards
+from . import adapters, checkpoint, hub, pickles, quantized, report, shards
 from .errors import UserError
 
 MODEL, ADAPTER = "model*.safetensors", "adapter_model.safetensors"
@@ -145,7 +145,8 @@ def _check_whole(found: Saved) -> None:
     from safetensors import SafetensorError, safe_open
 
     folder = found.folder
-    if checkpoint.facts(folder) is not None and (reason := checkpoint.fault(folder)):
+    ours = folder.name.startswith("checkpoint-") and checkpoint.is_of_this_kit(folder.parent)
+    if (ours or checkpoint.facts(folder) is not None) and (reason := checkpoint.damage(folder)):
         raise UserError(f"{folder}: is no whole checkpoint: {reason}; name another one.")
     for file in folder.glob("*.safetensors"):
         try:
@@ -157,7 +158,7 @@ def _check_whole(found: Saved) -> None:
         named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         if missing := sorted(name for name in named if not (folder / name).exists()):
             raise UserError(f"{folder}: {missing[0]} is missing, which {index.name} names; name another checkpoint.")
-    if shards.is_deepspeed(folder) and (reason := checkpoint.foreign_code(folder)):
+    if shards.is_deepspeed(folder) and (reason := pickles.fault(folder)):
         raise UserError(f"{folder}: {reason}.")
 
 
@@ -307,5 +308,6 @@ def _of_shards(found: Saved, device: str):
 
     config = AutoConfig.from_pretrained(found.folder, trust_remote_code=found.remote)
     net = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=found.remote)
-    net.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(str(found.folder)), strict=False)
+    with pickles.only_known():
+        net.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(str(found.folder)), strict=False)
     return net.to(device)

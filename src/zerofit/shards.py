@@ -3,7 +3,6 @@
 Files are memory-mapped: what is not asked for is not read.
 """
 
-import json
 import math
 import re
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from . import pickles
 from .errors import UserError
 
 
@@ -54,9 +54,9 @@ def read(checkpoint: Path) -> States:
     Raises: UserError for a folder whose optimizer states are not in its files, or split by more than ZeRO.
     """
     check_whole(checkpoint)
-    folder = checkpoint / (checkpoint / "latest").read_text().strip()
+    folder = pickles.shards_folder(checkpoint)
     files = sorted(folder.glob("*optim_states.pt"), key=_rank)
-    saved = [_load(file)["optimizer_state_dict"] for file in files]
+    saved = [pickles.load(file)["optimizer_state_dict"] for file in files]
     if (
         not saved
         or len({_rank(file) for file in files}) != len(files)
@@ -65,7 +65,7 @@ def read(checkpoint: Path) -> States:
         raise UserError(
             f"{folder}: holds no optimizer states of one process group (tensor parallel shards are not read)."
         )
-    module = _load(sorted(folder.glob("*model_states.pt"), key=_rank)[0])
+    module = pickles.load(sorted(folder.glob("*model_states.pt"), key=_rank)[0])
     shapes = {name: tuple(shape) for group in module["param_shapes"] for name, shape in group.items()}
     if _number(saved[0]["partition_count"]) != len(files):
         raise UserError(
@@ -84,8 +84,9 @@ def read(checkpoint: Path) -> States:
 
 def check_whole(checkpoint: Path) -> None:
     """Raises: UserError for the part of one machine (--node_local_storage) without the others'."""
-    facts = checkpoint / "zerofit.json"
-    elsewhere = json.loads(facts.read_text(encoding="utf-8")).get("elsewhere", {}) if facts.exists() else {}
+    from . import checkpoint as checkpoints
+
+    elsewhere = (checkpoints.facts(checkpoint) or {}).get("elsewhere", {})
     if missing := [name for name in elsewhere if not (checkpoint / name).exists()]:
         raise UserError(
             f"{checkpoint}: holds one machine's part (--node_local_storage), and {len(missing)} files of the others are missing, "
@@ -95,8 +96,8 @@ def check_whole(checkpoint: Path) -> None:
 
 def saved_by(checkpoint: Path) -> tuple[str, int]:
     """(ZeRO stage, ranks) that a checkpoint was saved with."""
-    folder = checkpoint / (checkpoint / "latest").read_text().strip()
-    saved = _load(min(folder.glob("*optim_states.pt"), key=_rank))["optimizer_state_dict"]
+    folder = pickles.shards_folder(checkpoint)
+    saved = pickles.load(min(folder.glob("*optim_states.pt"), key=_rank))["optimizer_state_dict"]
     return str(int(saved["zero_stage"])), _number(saved["partition_count"])
 
 
@@ -159,7 +160,7 @@ def read_plain(checkpoint: Path, groups: list[list[str]], weights: dict[str, str
         checkpoint's safetensors.
     Raises: UserError where they do not fit together.
     """
-    saved = _load(checkpoint / "optimizer.pt")
+    saved = pickles.load(checkpoint / "optimizer.pt")
     if [len(group["params"]) for group in saved["param_groups"]] != [len(group) for group in groups]:
         raise UserError(
             f"{checkpoint}: its optimizer has groups of {', '.join(str(len(g['params'])) for g in saved['param_groups'])} "
@@ -177,7 +178,7 @@ def read_plain(checkpoint: Path, groups: list[list[str]], weights: dict[str, str
             states.pieces[name] = {key: [value.reshape(-1)] for key, value in {"fp32": tensor, **own}.items()}
     scaler = checkpoint / "scaler.pt"
     if scaler.exists():
-        states.loss_scale = float(_load(scaler).get("scale", 0.0)) or None
+        states.loss_scale = float(pickles.load(scaler).get("scale", 0.0)) or None
     return states
 
 
@@ -195,10 +196,6 @@ class Weights:
 
     def get(self, name: str) -> torch.Tensor | None:
         return self.where[name].get_tensor(name) if name in self.where else None
-
-
-def _load(file: Path):
-    return torch.load(file, map_location="cpu", mmap=True, weights_only=False)  # checkpoint.fault knows its pickle
 
 
 def _rank(file: Path) -> int:

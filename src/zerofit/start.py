@@ -116,6 +116,7 @@ def open_run(settings: args.Settings, train_set, eval_set) -> None:
         folder, resumed = Path(settings.output_dir), settings.resume_from_checkpoint
         if resumed is None or Path(resumed).parent.resolve() == folder.resolve():
             report.keep_metrics(folder, int(resumed.rpartition("-")[2]) if resumed else 0)
+    _leave_newer_checkpoints(settings)
     report.open_folder(settings)
     sets = {"training": train_set, "evaluation": eval_set}
     sets = {name: found for name, found in sets.items() if found is not None}
@@ -130,6 +131,18 @@ def open_run(settings: args.Settings, train_set, eval_set) -> None:
         facts = {name: {"fingerprint": found.fingerprint, **found.statistics} for name, found in sets.items()}
         rehearsed = os.environ.get(canary.FOUND)
         report.write_run(settings, {"data": facts} | ({"canary": json.loads(rehearsed)} if rehearsed else {}))
+
+
+def _leave_newer_checkpoints(settings: args.Settings) -> None:
+    """Move the checkpoints after the one that is resumed out of the way of those that this run will save."""
+    from . import checkpoint, links, recovery
+
+    if world.rank() != 0 and not (settings.node_local_storage and links.first_of_node()):  # of each disk, one rank
+        return
+    folder, resumed = Path(settings.output_dir), settings.resume_from_checkpoint
+    step = checkpoint.step_of(Path(resumed)) if resumed else 0
+    if aside := recovery.move_newer(folder, step):
+        settings.decisions.append(f"checkpoints after step {step}, where this run goes on, were moved to {aside}")
 
 
 def _choose_batches(settings: args.Settings) -> None:

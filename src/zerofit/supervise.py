@@ -14,6 +14,7 @@ from pathlib import Path
 
 from . import documents, failure, planner, postmortem, probe, recovery, report
 from .args import Settings
+from .checkpoint import ASIDE
 from .nodes import Nodes
 
 POLL_SECONDS = 0.5
@@ -167,15 +168,23 @@ def _end(job: Job, endings: list, records: Path, opened: bool, settings, flags: 
         return
     smaller = recovery.smaller(settings, flags, job.parse) if last.kind == "out of memory" else None
     advice = postmortem.advice(last, settings, smaller)
-    postmortem.write(job.folder, endings, advice)
+    told = f"; {job.folder}/report.md"
+    shutil.rmtree(
+        job.folder / ASIDE, ignore_errors=True
+    )  # half a checkpoint; where the disk is full, the report needs its room
+    try:
+        postmortem.write(job.folder, endings, advice)
+        if last.kind != "finished":
+            aside = job.folder / "attempts" / str(len(endings))
+            aside.mkdir(parents=True, exist_ok=True)
+            for file in records.iterdir():
+                shutil.move(file, aside / file.name)
+    except OSError as error:  # such as the full disk that ended the job
+        told = f" (report.md could not be written: {error.strerror})"
     if last.kind == "finished":
         return
-    aside = job.folder / "attempts" / str(len(endings))
-    aside.mkdir(parents=True, exist_ok=True)
-    for file in records.iterdir():
-        shutil.move(file, aside / file.name)
     if last.kind not in ("user error", "stopped"):
-        print(f"zerofit: {last.sentence}; {job.folder}/report.md", file=sys.stderr)
+        print(f"zerofit: {last.sentence}{told}", file=sys.stderr)
     if advice:
         print(f"zerofit: try: {advice}", file=sys.stderr)
 
@@ -268,7 +277,7 @@ def _end_ranks(records: Path) -> None:
 def _hung(records: Path, limit: float, count: int) -> int | None:
     """The rank that is furthest behind when none has made a step for `limit` seconds."""
     pulses = failure.pulses(records) if limit else {}
-    if len(pulses) < count or time.time() - max(when for _, _, when in pulses.values()) < limit:
+    if len(pulses) < count or time.monotonic() - max(when for _, _, when in pulses.values()) < limit:
         return None
     return min(pulses, key=lambda rank: pulses[rank][1:])
 

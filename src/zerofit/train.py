@@ -36,6 +36,7 @@ from . import (
     offload,
     optimizers,
     patches,
+    pickles,
     planner,
     probe,
     quantized,
@@ -47,8 +48,15 @@ from . import (
     world,
 )
 from .args import order_seed
-from .errors import Stopped, UserError, printable
+from .errors import DiskFull, Stopped, UserError, full_disk, printable
 from .offload import first_line
+
+
+class Arguments(TrainingArguments):
+    """transformers' own, without its tokens in the file that they are pickled to (training_args.bin, which a push uploads)."""
+
+    def __getstate__(self) -> dict:
+        return {name: None if name.endswith("_token") else value for name, value in vars(self).items()}
 
 
 def training_arguments(settings) -> TrainingArguments:
@@ -62,7 +70,7 @@ def training_arguments(settings) -> TrainingArguments:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
-            arguments = TrainingArguments(**settings.training_values())
+            arguments = Arguments(**settings.training_values())
     except (ValueError, ImportError) as error:
         raise UserError(f"transformers refuses these arguments: {' '.join(str(error).split())}") from None
     arguments.disable_tqdm = True  # our own step lines
@@ -121,7 +129,8 @@ class KitTrainer(Trainer):
 
     def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
         if not self.settings.resharded:
-            return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+            with pickles.only_known():  # DeepSpeed loads its shards here
+                return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         found = super()._prepare_for_training(max_steps, train_dataloader, None)
         resharding.load(self, Path(resume_from_checkpoint))
         return found
@@ -129,6 +138,10 @@ class KitTrainer(Trainer):
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
         if not self.settings.resharded:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        with pickles.only_known():
+            super()._load_best_model()
 
     def _load_rng_state(self, checkpoint) -> None:
         """This rank's generators; a rank that the saved run did not have seeds its own, the same in each resume."""
@@ -563,5 +576,8 @@ def run(trainer: KitTrainer) -> None:
                 "error": f"{type(error).__name__}: {error}",
                 "steps": trainer.state.global_step,
             }
-            report.write_json(folder / "result.json", status)
+            with contextlib.suppress(OSError):  # the disk may be full; the error itself must come through
+                report.write_json(folder / "result.json", status)
+        if not isinstance(error, UserError) and failure.disk_is_full(error):
+            raise DiskFull(full_disk(folder)) from error
         raise error
