@@ -76,7 +76,7 @@ FIELDS = {
     "eval_on_start": _READ,
     "do_train": "refused: false; test_flags.py::test_do_train_and_do_eval",
     "do_eval": "refused: where it differs from the rows; test_flags.py::test_do_train_and_do_eval",
-    "save_only_model": "works: checkpoint.py says what such a checkpoint can do",
+    "save_only_model": "works: saves no optimizer; a resume from such a checkpoint is refused (test_checkpoint.py)",
     "save_strategy": "works: test_checkpoint.py",
     "save_steps": "works: test_checkpoint.py",
     "save_total_limit": "works: test_checkpoint.py",
