@@ -405,16 +405,13 @@ def answers_for(questions):
     return answers
 
 
-def test_a_plan_does_not_depend_on_the_planning_machines_memory(monkeypatch):
+def test_a_plan_does_not_depend_on_the_planning_machines_memory():
     """DeepSpeed flattens weights on the GPU where they fit twice: the planned GPU, not the host that plans."""
-    import psutil
-
     flags = [*FLAGS_1B, "--data", "none", "--zero", "2", "--offload", "optimizer", "--per_device_train_batch_size", "1",
              "--max_length", "64", "--effective_batch_size", "2"]  # fmt: skip
     small = dataclasses.replace(GPU, memory_gib=4.0)  # 2.3 GiB of weights: once
     large, little = answers_for([ghost.question("sft", flags, 2, gpu=gpu) for gpu in (GPU, small)])
     assert little["total"]["load"] < 4 * 2**30 < large["total"]["load"]
-    assert psutil.virtual_memory().available > 5 * 2**30  # the machine itself would have had room for both
 
 
 def test_a_foreach_optimizer_holds_one_more_copy(tmp_path):

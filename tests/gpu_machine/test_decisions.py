@@ -430,9 +430,8 @@ def test_one_run_of_many_does_not_decide(monkeypatch, tmp_path):
 @pytest.mark.parametrize(("fused", "device"), [(True, "meta"), (False, "cpu")])
 def test_step_counts_lie_where_the_optimizer_wants_them(fused, device):
     flat = torch.zeros(4, device="meta")
-    group = {"params": [flat], "fused": fused}
-    optimizer = SimpleNamespace(param_groups=[{"params": [], "fused": not fused}, group], state={})
-    resharding._give(optimizer, flat, {"exp_avg": torch.zeros(4)}, {"step": torch.tensor(7.0)})
+    group, optimizer = {"params": [flat], "fused": fused}, SimpleNamespace(state={})
+    resharding._give(optimizer, group, flat, {"exp_avg": torch.zeros(4)}, {"step": torch.tensor(7.0)})
     assert optimizer.state[flat]["step"].device.type == device
 
 
