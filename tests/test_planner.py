@@ -455,7 +455,7 @@ def test_an_error_of_the_simulation_is_kept_in_a_file(monkeypatch, tmp_path):
     """What the user reads is a sentence; the traceback is in the file that it names."""
     monkeypatch.setattr(ghost, "_started", lambda *of: None)
     said = '\nghost-answer: [0, {"trace": "Traceback ...\\nTypeError: unsupported"}]\n'
-    monkeypatch.setattr(ghost, "_ask", lambda *of: (said, ""))
+    monkeypatch.setattr(ghost, "_ask", lambda *of, keep: (said, ""))
     (failed,) = ghost.run_all([ghost.question("sft", [], 2)], tmp_path)
     assert str(failed) == f"the simulation met an error of its own, which {tmp_path}/error.txt holds; please report it"
     assert (tmp_path / "error.txt").read_text().endswith("TypeError: unsupported")

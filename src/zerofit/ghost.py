@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from dataclasses import asdict
 from pathlib import Path
 
@@ -84,7 +85,7 @@ def run_all(questions: list[dict], cache: Path | None = None, seconds: float | N
     asked = [questions[i] for i in left]
     process = _taken() if all(map(_needs_no_device, asked)) else None
     process = process or _started(all(q["fake"] for q in asked), any(q["device"] == "cuda" for q in asked))
-    output, errors = _ask(process, json.dumps(asked), seconds)
+    output, errors = _ask(process, json.dumps(asked), seconds, keep=_reused and all(q["fake"] for q in asked))
     unanswered = (
         {"too slow": True} if output is None else {"trace": errors or "the simulation's process printed nothing"}
     )
@@ -103,7 +104,9 @@ def run_all(questions: list[dict], cache: Path | None = None, seconds: float | N
 
 INSIDE = "ZEROFIT_GHOST"  # environment variable: this process is a ghost; --show, --dry_run and --probe mean others
 _MARK = "ghost-answer: "
-_ready: list[subprocess.Popen] = []  # started ahead of its questions
+_DONE = "ghost-done"  # a line after the answers to one list of questions
+_ready: list[subprocess.Popen] = []  # has imported the libraries, or does, and waits for questions
+_reused = False  # whether a process is kept for the next questions
 
 
 def get_ready() -> None:
@@ -112,24 +115,71 @@ def get_ready() -> None:
         _ready.append(_started(fake=True, cuda=False))
 
 
+@contextlib.contextmanager
+def reused():
+    """Answer all questions of the body in one process, which imports the libraries once."""
+    global _reused
+    _reused = True
+    try:
+        yield
+    finally:
+        _reused = False
+        dismiss()
+
+
 def dismiss() -> None:
     """End what `get_ready` started when it was not asked anything."""
     if process := _taken():
+        _kill(process)
+        _close(process)
+
+
+def _kill(process: subprocess.Popen) -> None:
+    """End the process and its forks."""
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+    process.wait()
 
 
-def _ask(process: subprocess.Popen, text: str, seconds: float | None) -> tuple[str | None, str]:
-    """What the process says to `text`, on stdout (None: nothing within `seconds`) and stderr; it and its forks are gone
-    when it takes too long."""
+def _close(process: subprocess.Popen) -> None:
+    for stream in (process.stdin, process.stdout, process.stderr):
+        with contextlib.suppress(OSError):  # what was not yet written has nobody to read it
+            stream.close()
+
+
+def _ask(process: subprocess.Popen, text: str, seconds: float | None, keep: bool = False) -> tuple[str | None, str]:
+    """Return the process's answers to `text` (None: not within `seconds`), and what it has printed on stderr.
+
+    Args: keep: let the process wait for the next questions; else it and its forks are gone afterwards.
+    """
+    answers, whole = [], False
+
+    def read():
+        nonlocal whole
+        for line in process.stdout:
+            if line.strip() == _DONE:
+                whole = True
+                return
+            answers.append(line)
+
+    reader = threading.Thread(target=read, daemon=True)
     try:
-        return process.communicate(text, timeout=None if seconds is None else max(0.0, seconds))
-    except subprocess.TimeoutExpired:
-        return None, ""
+        with contextlib.suppress(BrokenPipeError):  # it has ended; what it printed says why
+            process.stdin.write(text + "\n")
+            process.stdin.flush()
+        reader.start()
+        reader.join(None if seconds is None else max(0.0, seconds))
+        if reader.is_alive():
+            return None, ""
+        if whole and keep:
+            _ready.append(process)
+        process.stderr.seek(0)
+        return "".join(answers), process.stderr.read()
     finally:
-        if process.returncode is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
+        if process not in _ready:
+            _kill(process)
+            reader.join()
+            _close(process)
 
 
 def _taken() -> subprocess.Popen | None:
@@ -147,7 +197,12 @@ def _started(fake: bool, cuda: bool) -> subprocess.Popen:
     env |= {} if cuda else {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     pipe = subprocess.PIPE
     words = [sys.executable, "-m", "zerofit.ghost"]
-    return subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=env, start_new_session=True)
+    errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  (a pipe that nobody reads would fill up)
+    process = subprocess.Popen(
+        words, stdin=pipe, stdout=pipe, stderr=errors, text=True, env=env, start_new_session=True
+    )
+    process.stderr = errors
+    return process
 
 
 def _as_exception(answer: dict, cache: Path | None) -> dict | Exception:
@@ -208,17 +263,24 @@ def _key(question: dict) -> str:
 
 def main() -> None:
     import deepspeed  # noqa: F401  (what every fork would import)
-    import torch
     import transformers  # noqa: F401
 
-    from . import model, train, world  # noqa: F401
+    from . import model, train  # noqa: F401
 
-    text = sys.stdin.read()
-    if not text:  # who started it had nothing to ask
-        return
-    questions = json.loads(text)
-    if questions[0]["device"] == "cuda":  # run_all asks for one alone
-        _answer_and_end(0, questions[0])
+    for line in sys.stdin:
+        questions = json.loads(line)
+        if questions[0]["device"] == "cuda":  # run_all asks for one alone
+            _answer_and_end(0, questions[0])
+        _answer_in_forks(questions)
+        os.write(1, f"\n{_DONE}\n".encode())
+
+
+def _answer_in_forks(questions: list[dict]) -> None:
+    """Answer each question in a fork of this process, as many at once as there are cores."""
+    import torch
+
+    from . import world
+
     # Real tensors want all cores.
     workers = world.cores() if all(q["fake"] for q in questions) else 1
     waiting, running = list(enumerate(questions)), {}

@@ -239,6 +239,18 @@ def search(
     wanted = args.parse(_recipe(methods[0]), _planned(flags, methods[0]), ranks, gpu).memory_limit
     limit = int((wanted or gpu.memory_gib) * GIB) - sum(allowance.values())
     plan = Plan(gpu, ranks, limit, allowance, None, [], host_limit=host_limit, node=node)
+    with ghost.reused():
+        _search(plan, methods, flags, say)
+    if plan.chosen is None and plan.nearest is not None:
+        plan.would_do = _gpus_that_would_do(methods[-1], flags, ranks, gpu, node)
+        plan.longest = _longest_that_fits(methods[-1], flags, ranks, gpu, plan.limit, node)
+    plan.seconds = time.perf_counter() - began
+    return plan
+
+
+def _search(plan: Plan, methods: list[str], flags: list[str], say) -> None:
+    """Look for a setting that fits, rung by rung."""
+    ranks, gpu, node = plan.ranks, plan.gpu, plan.node
     for method, change in _rungs(methods, flags):
         try:
             found = candidates(method, flags, ranks, gpu, change, node)
@@ -250,14 +262,9 @@ def search(
         say(f"plan: {len(found)} settings of {what} on {machines(ranks, node)} x {gpu.device_name}; the fastest first")
         _decide(plan, found, say)
         if plan.chosen:
-            break
-    if plan.chosen is None and plan.nearest.answer is None and not _host_is_short(plan.nearest, plan):
+            return
+    if plan.nearest.answer is None and not _host_is_short(plan.nearest, plan):
         _fits(plan.nearest, plan, say)  # a figure by formula does not say that nothing fits
-    if plan.chosen is None and plan.nearest is not None:
-        plan.would_do = _gpus_that_would_do(methods[-1], flags, ranks, gpu, node)
-        plan.longest = _longest_that_fits(methods[-1], flags, ranks, gpu, plan.limit, node)
-    plan.seconds = time.perf_counter() - began
-    return plan
 
 
 def machines(ranks: int, node: int) -> str:

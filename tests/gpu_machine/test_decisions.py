@@ -457,7 +457,9 @@ def test_questions_for_a_real_gpu_are_not_answered_in_forks(monkeypatch):
     asked = []
     monkeypatch.setattr(ghost, "_started", lambda fake, cuda: cuda)
     monkeypatch.setattr(
-        ghost, "_ask", lambda process, text, seconds: (asked.append((process, len(json.loads(text)))), ("", ""))[1]
+        ghost,
+        "_ask",
+        lambda process, text, seconds, keep: (asked.append((process, len(json.loads(text)))), ("", ""))[1],
     )
     questions = [ghost.question("sft", [], 2, rank, device="cuda", fake=False) for rank in (0, 1)]
     ghost.run_all(questions)
@@ -468,6 +470,6 @@ def test_questions_for_a_real_gpu_are_not_answered_in_forks(monkeypatch):
 
     monkeypatch.setattr(ghost, "_answer_and_end", answer)
     monkeypatch.setattr(ghost.os, "fork", lambda: pytest.fail("a fork"))
-    monkeypatch.setattr(sys, "stdin", SimpleNamespace(read=lambda: json.dumps(questions[:1])))
+    monkeypatch.setattr(sys, "stdin", [json.dumps(questions[:1])])
     with pytest.raises(SystemExit, match="cuda"):
         ghost.main()
