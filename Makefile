@@ -160,7 +160,7 @@ install: ## install into .venv (PYTHON=python3.12) or the active environment (EN
 lint: $(DEV_STAMP) ## ruff
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check .
 
-test: $(DEV_STAMP) ## the tests (real DeepSpeed on two CPU processes; 20 minutes on two threads of one core)
+test: $(DEV_STAMP) ## the tests (real DeepSpeed on two CPU processes; 30 minutes on two threads of one core)
 	@$(PY) -m pytest
 
 test-gpu: $(DEV_STAMP) ## the tests that need a GPU (one is enough; 10 minutes)
