@@ -176,10 +176,8 @@ def _prepare(sources: list[rows.Source], settings, encoder: chat.Encoder, limit:
     fingerprint = _fingerprint(sources, settings, encoder.tokenizer, limit)
     folder = cache_folder()
     table, facts = folder / f"{fingerprint}.arrow", folder / f"{fingerprint}.json"
-    before, statistics = (
-        _stamp(facts),
-        _verified(table, facts, settings),
-    )  # without the lock: all ranks check at the same time
+    # Without the lock: all ranks check at the same time.
+    before, statistics = _stamp(facts), _verified(table, facts, settings)
     if statistics is None:
         # The first process prepares, the others wait here, outside any collective.
         with FileLock(str(table) + ".lock"):

@@ -173,9 +173,7 @@ def compilers() -> list[Finding]:
 
 def _c_compiler() -> list[Finding]:
     """Look for what Triton compiles its launchers with, at run time on a GPU: $CC, gcc or clang, and Python's headers."""
-    import torch
-
-    if not torch.cuda.is_available():
+    if not devices.torch_sees_some():
         return []
     missing = []
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
@@ -321,9 +319,7 @@ def _locked_memory(nvme: bool, nodes: int) -> list[Finding]:
 
 def _pinned_memory() -> list[Finding]:
     """Warn of WSL2, whose driver limits pinned memory (to 0.5 GiB in microsoft/WSL issue 14078); no ulimit shows it."""
-    import torch
-
-    if "microsoft" not in _kernel().lower() or not torch.cuda.is_available():
+    if "microsoft" not in _kernel().lower() or not devices.torch_sees_some():
         return []
     return [Finding("pinned memory", "warn", "WSL2 pins little memory, sometimes 0.5 GiB: --offload and --activation_offload "
                     'can end in "CUDA error: out of memory" while the GPU is empty',

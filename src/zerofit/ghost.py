@@ -163,11 +163,11 @@ def _ask(process: subprocess.Popen, text: str, seconds: float | None, keep: bool
             answers.append(line)
 
     reader = threading.Thread(target=read, daemon=True)
+    reader.start()
     try:
         with contextlib.suppress(BrokenPipeError):  # it has ended; what it printed says why
             process.stdin.write(text + "\n")
             process.stdin.flush()
-        reader.start()
         reader.join(None if seconds is None else max(0.0, seconds))
         if reader.is_alive():
             return None, ""

@@ -763,9 +763,7 @@ def chosen_flags(recipe: str, flags: list[str], ranks: int, node: int = closed_f
 
     Raises: NothingFits.
     """
-    import torch
-
-    if not torch.cuda.is_available():
+    if not devices.torch_sees_some():
         return flags
     gpu = hardware.find("detect", min(ranks, node))
     bare = _without(flags, "--zero", "auto")
