@@ -12,7 +12,7 @@ import torch
 from conftest import TINY, run_world
 from safetensors.torch import load_file
 
-from zerofit import adapters, args, errors, model, quantized, start, zero
+from zerofit import adapters, args, errors, model, quantized, resolve, zero
 
 LEARNING_RATE, RATIO = 5e-3, 8
 COMMON = [
@@ -83,7 +83,7 @@ def runs(tmp_path_factory):
 
 
 def settings_of(*flags, recipe="lora", world_size=1):
-    return start.settings(recipe, [*COMMON, *flags], world_size)
+    return resolve.settings(recipe, [*COMMON, *flags], world_size)
 
 
 def reloaded(run, **kwargs):

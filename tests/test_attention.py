@@ -15,7 +15,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from zerofit import args, attention, data, model, start
+from zerofit import args, attention, data, model, resolve
 from zerofit.errors import UserError
 
 SHAPE = {
@@ -236,7 +236,7 @@ def test_architectures_that_the_attention_cannot_serve_raise(kind):
 
 
 def settings(*flags):
-    return start.settings("sft", ["--data", str(TINY / "train.jsonl"), "--model", "m", *flags], 1)
+    return resolve.settings("sft", ["--data", str(TINY / "train.jsonl"), "--model", "m", *flags], 1)
 
 
 @pytest.mark.parametrize("kind", EARLY)

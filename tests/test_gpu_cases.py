@@ -8,7 +8,7 @@ import pytest
 from conftest import ROOT
 from gpu import cases
 
-from zerofit import hardware, start
+from zerofit import hardware, resolve
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import gpu_8b
@@ -23,7 +23,7 @@ def test_every_flag_is_accepted(case, monkeypatch):
         pytest.skip(f"{case.package} is not installed")
     monkeypatch.chdir(ROOT)
     flags = shlex.split(case.flags)
-    settings = start.settings(case.recipe, [*flags, "--output_dir", "unused"], 1, GPU)
+    settings = resolve.settings(case.recipe, [*flags, "--output_dir", "unused"], 1, GPU)
     assert not settings.use_cpu and settings.effective_batch_size == 32
     if "--zero" in flags:
         assert settings.zero == flags[flags.index("--zero") + 1]
@@ -35,7 +35,7 @@ def test_every_flag_of_the_benchmark_is_accepted(kind, tmp_path, monkeypatch):
     gpu_8b.write_files()
     for setting in gpu_8b.KINDS[kind]:
         if not setting.package or importlib.util.find_spec(setting.package):
-            settings = start.settings(setting.recipe, [*setting.flags(), "--output_dir", "unused"], 1, GPU)
+            settings = resolve.settings(setting.recipe, [*setting.flags(), "--output_dir", "unused"], 1, GPU)
             assert settings.effective_batch_size == gpu_8b.ROWS, setting.name
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from test_training import flags
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from zerofit import args, loss, mlp, start
+from zerofit import args, loss, mlp, resolve, start
 from zerofit.allocations import Allocations
 from zerofit.errors import UserError
 
@@ -394,6 +394,6 @@ def test_a_head_that_trains_beside_the_adapter(tmp_path):
 
 
 def test_a_mistake_is_met_before_the_model():
-    found = start.settings("lora", ["--fused_loss", "true", "--lora_target_modules", "lm_head"], 1)
+    found = resolve.settings("lora", ["--fused_loss", "true", "--lora_target_modules", "lm_head"], 1)
     with pytest.raises(UserError, match="adapts the head"):
         start.processes(found, None, None)

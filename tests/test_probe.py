@@ -8,14 +8,14 @@ import sys
 import pytest
 from conftest import ROOT, TINY, Run, recipe_process
 
-from zerofit import args, presets, probe, start
+from zerofit import args, presets, probe, resolve
 from zerofit.errors import UserError
 
 DATA = ["--data", str(TINY / "train.jsonl"), "--max_samples", "40"]
 
 
 def settings(*flags, ranks=1):
-    return start.settings("sft", [*DATA, *flags], ranks)
+    return resolve.settings("sft", [*DATA, *flags], ranks)
 
 
 @pytest.mark.parametrize(("fits", "answer", "tries"), [(1, 1, 2), (6, 6, 6), (23, 16, 6), (48, 48, 6)])

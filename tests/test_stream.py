@@ -145,10 +145,10 @@ def test_rows_without_an_answer_keep_their_place(tokenizer, capsys):
     ],
 )
 def test_what_needs_all_rows_is_refused(flags, says):
-    from zerofit import start
+    from zerofit import resolve
 
     with pytest.raises(errors.UserError, match=says):
-        start.settings("sft", [*FLAGS, *flags], 1)
+        resolve.settings("sft", [*FLAGS, *flags], 1)
 
 
 @pytest.mark.parametrize("workers", [pytest.param("0", marks=pytest.mark.slow), "1"])

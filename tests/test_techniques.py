@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from compatibility import flags, table, verdict
 from conftest import ROOT, TINY
 
 from zerofit import techniques
@@ -17,19 +18,19 @@ NAMES = [n for n, t in techniques.TECHNIQUES.items() if not t.cuda]
 
 
 def test_rules_refuse_by_name():
-    both = techniques.verdict(("LoRA+", "Sophia"), "0", BASE)
+    both = verdict(("LoRA+", "Sophia"), "0", BASE)
     assert both.startswith("--loraplus_lr_ratio 4.0 with --optim sophia: ")
-    assert techniques.verdict(("LoRA+",), "0", BASE) == techniques.verdict(("Sophia",), "0", BASE) == ""
-    assert techniques.verdict(("bf16", "pure bf16"), "0", BASE) == ""
-    assert techniques.verdict(("SGD", "Lion"), "0", BASE) == "-"
+    assert verdict(("LoRA+",), "0", BASE) == verdict(("Sophia",), "0", BASE) == ""
+    assert verdict(("bf16", "pure bf16"), "0", BASE) == ""
+    assert verdict(("SGD", "Lion"), "0", BASE) == "-"
 
 
 @pytest.mark.slow
 def test_the_table_in_the_docs():
     """`python -m pytest tests/test_techniques.py -m slow -k table` prints it where it differs."""
-    table = techniques.table(BASE)
-    print(table)
-    assert table in (ROOT / "docs" / "memory.md").read_text()
+    text = table(BASE)
+    print(text)
+    assert text in (ROOT / "docs" / "memory.md").read_text()
 
 
 def pairs(zero):
@@ -45,11 +46,11 @@ def pairs(zero):
 def test_every_pair_that_is_accepted_trains(zero, tmp_path):
     cases = []
     for names in pairs(zero):
-        if techniques.verdict(names, zero, BASE) == "":
-            recipe, flags = techniques.flags(names, zero)
+        if verdict(names, zero, BASE) == "":
+            recipe, words = flags(names, zero)
             folder = tmp_path / "-".join(names).replace(" ", "_")
             cases.append({"name": " + ".join(names), "recipe": recipe,
-                          "flags": [*BASE, *flags, "--output_dir", str(folder)]})  # fmt: skip
+                          "flags": [*BASE, *words, "--output_dir", str(folder)]})  # fmt: skip
     file = tmp_path / "cases.json"
     file.write_text(json.dumps(cases))
     subprocess.run(

@@ -8,6 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from .args import PACKAGE
 from .errors import UserError
 
 PROMPTS = ("What is the capital of France?", "Write three words about the sea, then count from 1 to 20.",
@@ -37,7 +38,7 @@ def check(given, found, out: Path, told: dict) -> dict | None:
         file = Path(folder) / "asked.json"
         file.write_text(json.dumps(asked), encoding="utf-8")
         environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(PACKAGE.parent), os.environ.get("PYTHONPATH")]))
         }
         done = subprocess.run(
             [sys.executable, "-m", "zerofit.agreement", str(file)],

@@ -18,7 +18,8 @@ from transformers import HfArgumentParser, TrainingArguments
 from . import batch, devices, flags, offload, optimizers, presets, recompute, synonyms, zero
 from .errors import UserError
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[2]  # of the repository
+PACKAGE = Path(__file__).resolve().parent
 TINY = ROOT / "examples" / "tiny"
 
 
@@ -446,7 +447,6 @@ class Settings:
         names = {f.name for f in fields(TrainingArguments) if f.init}
         values = {k: v for k, v in self.values.items() if k in names}
         values["deepspeed"] = self.deepspeed
-        values["optim"] = optimizers.name_for_transformers(self)
         if self.pure_bf16 and self.deepspeed is None:
             values["bf16"] = False  # that flag means autocast over fp32 weights; these weights are bf16
         for name in ("gradient_checkpointing", "activation_checkpointing"):  # recompute.enable does it

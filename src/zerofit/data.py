@@ -28,7 +28,6 @@ CHUNK = 500  # rows encoded at once
 KEPT_REASONS = 100  # in run.json and data.json
 MOST_REASONS = 10  # why rows cannot be used, a line each
 MOST_COLUMNS = 20  # that are not used, in one line
-LONG_ROWS = "rows have up to"  # how the decision about too long rows begins
 LOOKED_AT = 100  # rows in which --bad_rows drop looks for the format
 FIRST_PLACES = 3  # of the rows that cannot be used for one reason
 COUNTS = (
@@ -84,21 +83,7 @@ def load(settings, tokenizer) -> tuple[Tokens, Tokens | None]:
     eval_set = _prepare(held_out, settings, encoder, None) if held_out else None
     if settings.eval_fraction:
         train_set, eval_set = _split(train_set, settings)
-    _note_positions(train_set, eval_set, settings)
     return _repeated(train_set), eval_set
-
-
-def _note_positions(train_set: Tokens, eval_set: Tokens | None, settings) -> None:
-    """Note among the decisions when rows are longer than the model was made for."""
-    from . import model
-
-    most = getattr(model.load_config(settings).get_text_config(), "max_position_embeddings", None)
-    longest = max(found.statistics["longest"] for found in (train_set, eval_set) if found is not None)
-    if most and longest > most:
-        settings.decisions.append(
-            f"{LONG_ROWS} {longest:,} tokens, but the model was made for {most:,} (max_position_embeddings): use "
-            f"--max_length {most}"
-        )
 
 
 def _fingerprint(sources: list[rows.Source], settings, tokenizer, limit: int | None) -> str:

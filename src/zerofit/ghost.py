@@ -22,6 +22,8 @@ import threading
 from dataclasses import asdict
 from pathlib import Path
 
+from .args import PACKAGE
+
 STEPS = 2  # the optimizer's states appear in the first, ZeRO-3 prefetches from the second on
 
 
@@ -248,7 +250,7 @@ def _key(question: dict) -> str:
     import importlib.metadata
 
     versions = [importlib.metadata.version(p) for p in ("torch", "transformers", "accelerate", "deepspeed", "peft")]
-    sources = [file.stat().st_mtime_ns for file in sorted(Path(__file__).parent.glob("*.py"))]
+    sources = [file.stat().st_mtime_ns for file in sorted(PACKAGE.rglob("*.py"))]
     files = []
     for word in question["flags"]:
         path = Path(word).expanduser()
@@ -334,9 +336,9 @@ def _answer(recipe, flags, ranks, rank, gpu, device, fake, padded, overrides) ->
 
     began = time.perf_counter()
     os.environ |= {"LOCAL_WORLD_SIZE": str(ranks)}
-    from . import hardware, memory, start
+    from . import hardware, memory, resolve
 
-    settings = start.settings(recipe, flags, ranks, hardware.Gpu(**gpu) if gpu else None)
+    settings = resolve.settings(recipe, flags, ranks, hardware.Gpu(**gpu) if gpu else None)
     _launched(settings, rank)
     ledger = memory.Ledger(device=device, round_to=1 if device == "cpu" else 512)
     if device == "gpu":

@@ -23,6 +23,7 @@ from . import args
 from .chat import IGNORE
 from .errors import UserError, printable
 
+LONG_ROWS = "rows have up to"  # how the decision about too long rows begins
 FEW = 2  # supervised tokens: an answer of one token and its end
 BARS = " ▏▎▍▌▋▊▉█"
 # flag -> what was measured, what to do about it
@@ -68,6 +69,7 @@ def main(argv: list[str]) -> None:
     tokenizer = model.load_tokenizer(settings)
     bad_rows, settings.values["bad_rows"] = settings.bad_rows, "drop"  # all of them are counted, then judged
     train_set, eval_set = data.load(settings, tokenizer)
+    _note_positions(train_set, eval_set, settings)
     facts, scans = inspect(settings, train_set, eval_set, tokenizer)
     coloured = bool(sys.stdout.isatty() or os.environ.get("FORCE_COLOR"))
     print(describe(settings, facts))
@@ -95,6 +97,7 @@ def check(settings, train_set, eval_set, tokenizer) -> None:
     Two limits are read from the statistics; repeated rows and overlap read every row, so only when they are asked for.
     Raises: UserError naming the flag.
     """
+    _note_positions(train_set, eval_set, settings)
     enforce(settings, _fractions(train_set))
     if settings.max_duplicate_fraction == settings.max_eval_overlap_fraction == 1:
         return
@@ -103,6 +106,19 @@ def check(settings, train_set, eval_set, tokenizer) -> None:
     wanted = settings.max_eval_overlap_fraction < 1 and eval_set is not None
     held_out = scan(eval_set.dataset, tokenizer) if wanted else None
     enforce(settings, _fractions(train_set, train, held_out))
+
+
+def _note_positions(train_set, eval_set, settings) -> None:
+    """Note among the decisions when rows are longer than the model was made for."""
+    from . import model
+
+    most = getattr(model.load_config(settings).get_text_config(), "max_position_embeddings", None)
+    longest = max(found.statistics["longest"] for found in (train_set, eval_set) if found is not None)
+    if most and longest > most:
+        settings.decisions.append(
+            f"{LONG_ROWS} {longest:,} tokens, but the model was made for {most:,} (max_position_embeddings): use "
+            f"--max_length {most}"
+        )
 
 
 def enforce(settings, fractions: dict[str, float]) -> None:
@@ -255,7 +271,7 @@ def inspect(settings, train_set, eval_set, tokenizer) -> tuple[dict, dict[str, S
         "packing": packing(train.lengths, settings),
         "fractions": _fractions(train_set, train, held_out),
         "limits": {flag: getattr(settings, flag) for flag in LIMITS},
-        "decisions": [d for d in settings.decisions if d.startswith(("chat template", data.LONG_ROWS))]
+        "decisions": [d for d in settings.decisions if d.startswith(("chat template", LONG_ROWS))]
         + _skipped(settings, eval_set)
         + data.notes(sets),
     }

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from . import args, hardware, launch, place, report, start
+from . import args, hardware, launch, place, report, resolve
 from .errors import UserError
 
 TEMPLATES = {"pytorchjob": "launchers/pytorchjob.yaml", "trainjob": "launchers/trainjob.yaml"}
@@ -156,14 +156,14 @@ def _check_secrets(flags: list[str]) -> None:
 def _check_flags(recipe: str, flags: list[str], sizes: set[int], gpu: hardware.Gpu) -> args.Settings:
     """What the launch in the pods would find wrong with the flags, on this many ranks; the settings on the most.
 
-    Raises: UserError as start.settings does.
+    Raises: UserError as resolve.settings does.
     """
     for name in ("--help", "-h", "--show", "--dry_run", "--dry-run"):
         if any(flag.partition("=")[0] == name for flag in flags):
             raise UserError(
                 f"{name}: prints and trains nothing; a job needs no pods for it (zerofit launch {name} does it here)."
             )
-    all_found = [start.settings(recipe, [*flags, "--gpus", str(ranks)], ranks, gpu) for ranks in sorted(sizes)]
+    all_found = [resolve.settings(recipe, [*flags, "--gpus", str(ranks)], ranks, gpu) for ranks in sorted(sizes)]
     smallest, found = all_found[0], all_found[-1]
     if smallest.effective_batch_size != found.effective_batch_size:
         raise UserError(

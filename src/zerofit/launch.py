@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from . import args, canary, documents, job_secret, nodes, peers, place, planner, probe, start, supervise, world
+from . import args, canary, documents, job_secret, nodes, peers, place, planner, probe, resolve, supervise, world
 from .errors import UserError
 
 LAUNCHERS = ("torchrun", "accelerate", "deepspeed")
@@ -51,7 +51,7 @@ def main(argv: list[str]) -> None:
         check_for_nodes(flags, given.launcher)
         if here.least == here.most:  # a mistake in the flags is said before anybody waits
             ranks = count * here.most
-            start.settings(recipe.stem, [*flags, "--gpus", str(ranks)], ranks)
+            _settings(recipe.stem, [*flags, "--gpus", str(ranks)], ranks)
         with job_secret.of_job(here, flags) as secret:
             crew = nodes.Nodes(here, count, peers.software(recipe.stem), secret)
             with crew.telling():
@@ -67,7 +67,7 @@ def _launch(given, recipe: Path, flags: list[str], count: int, crew: nodes.Nodes
     elif planner.asked(flags):
         flags = planner.chosen_flags(recipe.stem, flags, ranks)
     flags += ["--gpus", str(ranks)]
-    settings = start.settings(recipe.stem, flags, ranks)
+    settings = _settings(recipe.stem, flags, ranks)
     env = environment(count, hide_gpus=settings.use_cpu and settings.source["use_cpu"] != "decided")
     if given.show:
         _show(settings, command(given.launcher, count, port_of(given.port), recipe, flags), env)
@@ -92,8 +92,8 @@ def _launch(given, recipe: Path, flags: list[str], count: int, crew: nodes.Nodes
             return crew.torchrun([str(recipe), *flags])
         return command(given.launcher, count, port_of("" if crew else given.port), recipe, flags)
 
-    parsed = start.settings(recipe.stem, flags, ranks) if settings.probe else settings
-    job = supervise.Job(words, lambda f, n: start.settings(recipe.stem, f, n), parsed, flags, folder, env, count,
+    parsed = _settings(recipe.stem, flags, ranks) if settings.probe else settings
+    job = supervise.Job(words, lambda f, n: _settings(recipe.stem, f, n), parsed, flags, folder, env, count,
                         crew)  # fmt: skip
     if decides and canary.wanted(parsed, planned, _steps(parsed, train_set)):
         if crew:
@@ -101,6 +101,13 @@ def _launch(given, recipe: Path, flags: list[str], count: int, crew: nodes.Nodes
         else:
             job.flags, job.settings = canary.rehearse(job, planned)
     raise SystemExit(supervise.run(job) if decides else supervise.follow(job))
+
+
+def _settings(recipe: str, flags: list[str], ranks: int) -> args.Settings:
+    """Resolve the command line of the ranks to be started; --show and --dry_run print and end the process."""
+    settings = resolve.settings(recipe, flags, ranks)
+    planner.only_print(settings)
+    return settings
 
 
 def _members(crew: nodes.Nodes, recipe: str, flags: list[str]) -> tuple[list[str], int]:
@@ -116,7 +123,7 @@ def _members(crew: nodes.Nodes, recipe: str, flags: list[str]) -> tuple[list[str
         ranks = sum(gpus for _, gpus in here)
         try:
             chosen = planner.chosen_flags(recipe, flags, ranks, node=here[0][1]) if planner.asked(flags) else flags
-            start.settings(recipe, [*chosen, "--gpus", str(ranks)], ranks)
+            _settings(recipe, [*chosen, "--gpus", str(ranks)], ranks)
             break
         except UserError:
             if len(here) == crew.place.least:
@@ -284,7 +291,7 @@ def _deepspeed_places(count: int) -> list[str]:
 def _show_nodes(here: place.Place, recipe: Path, flags: list[str], count: int) -> None:
     """What `--show` prints on a machine of several; the other machines are not asked for."""
     ranks = count * here.most
-    settings = start.settings(recipe.stem, [*flags, "--gpus", str(ranks)], ranks)
+    settings = _settings(recipe.stem, [*flags, "--gpus", str(ranks)], ranks)
     _show(settings, nodes.torchrun(here, dict.fromkeys(range(here.most), count), [str(recipe), *flags, "--gpus", str(ranks)]),
           environment(count))  # fmt: skip
 

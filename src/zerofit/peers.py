@@ -4,9 +4,8 @@ import hashlib
 import json
 import platform
 from importlib import metadata
-from pathlib import Path
 
-from .args import ROOT
+from .args import PACKAGE, ROOT
 
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "peft")
 # Arguments that may differ from machine to machine without training another model.
@@ -18,7 +17,7 @@ def software(recipe: str) -> dict[str, str]:
     """Versions, and a hash of the recipe and of this package."""
     found = {"python": platform.python_version()[:4]} | {name: metadata.version(name) for name in PACKAGES}
     digest = hashlib.sha256()
-    for file in [ROOT / "recipes" / f"{recipe}.py", *sorted(Path(__file__).parent.glob("*.py"))]:
+    for file in [ROOT / "recipes" / f"{recipe}.py", *sorted(PACKAGE.rglob("*.py"))]:
         digest.update(file.name.encode() + file.read_bytes())
     return found | {"recipe files": digest.hexdigest()[:12]}
 

@@ -4,7 +4,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from . import closed_forms, memory_report, planner, report
-from .planner import GIB, Candidate, Plan
+from .devices import GIB
+from .planner import Candidate, Plan
 
 SHOWN = 6  # rejected settings that are told
 

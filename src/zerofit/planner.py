@@ -19,9 +19,9 @@ from pathlib import Path
 
 from . import args, closed_forms, devices, ghost, hardware, world
 from .closed_forms import Setting, Shape
+from .devices import GIB
 from .errors import EXIT_CODES, UserError
 
-GIB = 2**30
 CONTEXT_BYTES = int(0.6 * GIB)  # CUDA context and kernels, outside the allocator (typical of CUDA 12/13)
 NCCL_BYTES = int(0.4 * GIB)  # NCCL's channels and buffers
 WORKSPACE_BYTES = 72 * 2**20  # cuBLAS: 32 MiB for each of two handles, and its lt workspace; counted by the allocator
@@ -733,6 +733,19 @@ def check(settings, seconds: float | None = CHECK_SECONDS) -> dict | None:
         )
     print(f"plan: {fits}: {size}", flush=True)
     return found
+
+
+def only_print(settings: args.Settings) -> None:
+    """Print what --dry_run or --show asks for and end the process; without either, do nothing."""
+    if settings.dry_run:
+        dry_run(settings)
+        raise SystemExit(0)
+    if settings.show:
+        from . import report
+
+        count = settings.world_size
+        print(f"{settings.recipe}, {count} process{'es' * (count > 1)}\n{report.summary(settings)}")
+        raise SystemExit(0)
 
 
 def dry_run(settings) -> None:

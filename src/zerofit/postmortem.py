@@ -115,7 +115,7 @@ def write(folder: Path, endings: list[Ending], advice: str) -> None:
 
 def _effect(before, after) -> str:
     """What the planner says that the change saves, where there is a limit to plan for."""
-    from . import ghost, planner
+    from . import devices, ghost, planner
 
     try:
         was, becomes = planner.predict(before), planner.predict(after)
@@ -123,7 +123,7 @@ def _effect(before, after) -> str:
         return ""
     if was is None or becomes is None:
         return ""
-    saved = (was["peak_bytes"] - becomes["peak_bytes"]) / planner.GIB
+    saved = (was["peak_bytes"] - becomes["peak_bytes"]) / devices.GIB
     fits = "fits" if becomes["peak_bytes"] <= becomes["limit_bytes"] else "does not fit yet"
     return f" (saves {saved:.2f} GiB by the plan: {fits})"
 

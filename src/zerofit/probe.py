@@ -51,9 +51,11 @@ def main(argv: list[str]) -> None:
     if {"--help", "-h"} & set(flags):
         parser.print_help()
         return
-    from . import launch, start
+    from . import launch, planner
+    from . import resolve as resolver
 
-    settings = start.settings(given.recipe, flags, ranks)
+    settings = resolver.settings(given.recipe, flags, ranks)
+    planner.only_print(settings)
     launch.prepare(settings)
     found = search(settings, flags)
     accumulation = settings.effective_batch_size // (found.size * settings.world_size)

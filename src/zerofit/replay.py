@@ -51,9 +51,9 @@ def _settings(facts: dict, folder: Path, model: str):
     import torch
 
     from . import model as models
-    from . import start
+    from . import resolve
 
-    settings = start.settings(facts["recipe"], facts["flags"], facts["world_size"])
+    settings = resolve.settings(facts["recipe"], facts["flags"], facts["world_size"])
     dtype = models.weight_dtype(settings)
     autocast = settings.deepspeed is None and not settings.pure_bf16  # DeepSpeed computes in the weights' type
     settings.deepspeed = None

@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from . import args, hardware, launch, probe, report, start, status, world
+from . import args, hardware, launch, planner, probe, report, resolve, status, world
 from .errors import UserError
 from .status import CANCELLED, JOB, LOG
 
@@ -123,7 +123,9 @@ def check(recipe: str, flags: list[str], ranks: int, on_cpu: bool) -> args.Setti
             "folder; name that folder with OUT=... and use auto."
         )
     gpu = None if on_cpu else hardware.GPUS["a100-80g"]
-    return start.settings(recipe, [*flags, "--gpus", str(ranks)], ranks, gpu)
+    settings = resolve.settings(recipe, [*flags, "--gpus", str(ranks)], ranks, gpu)
+    planner.only_print(settings)
+    return settings
 
 
 def read_sweep(file: Path) -> list[list[str]]:

@@ -5,75 +5,31 @@ import os
 import sys
 from pathlib import Path
 
-from . import adapters, args, hub, node_disks, quantized, quiet, world
+from . import args, hub, planner, probe, quiet, resolve, world
 from .errors import printable
 
 quiet.libraries()
 
 
-def settings(recipe: str, argv: list[str] | None = None, world_size: int | None = None, gpu=None) -> args.Settings:
-    """The arguments of this process's command line, resolved and checked; --show prints them and ends here.
+def settings(recipe: str) -> args.Settings:
+    """Resolve and check this process's own command line; --show and --dry_run print and end the process.
 
-    Args: argv, world_size: for a job that is still to be started; default: this process's own. gpu: see args.parse.
     Raises: UserError for the user's mistakes, before a GPU or a process group is touched.
     """
-    from . import planner, probe
-
-    taken = world.take_over_environment()
-    other_size = world.check_size() if argv is None else None
-    found = args.parse(recipe, sys.argv[1:] if argv is None else argv, world_size or world.size(), gpu)
-    if other_size:
-        found.decisions.append(other_size)
-    if taken:
-        found.decisions.append(
-            f"accelerate's own settings are not used ({', '.join(taken)}): the recipe decides; see --zero, --bf16"
-        )
-    _check(found)
-    if argv is None and found.use_cpu:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # also for libraries that look for GPUs later
-    if "ZEROFIT_GHOST" in os.environ:  # ghost.INSIDE
-        return found
-    if found.probe and argv is None and not found.show:
-        found = args.parse(recipe, probe.resolve(found, sys.argv[1:]), world.size())
-        _check(found)
-    if found.dry_run:
-        planner.dry_run(found)
-        raise SystemExit(0)
-    if found.show:
-        from . import report
-
-        print(f"{recipe}, {found.world_size} process{'es' * (found.world_size > 1)}\n{report.summary(found)}")
-        raise SystemExit(0)
-    if argv is None and world.rank() == 0:
+    found = resolve.settings(recipe)
+    if found.probe and not found.show:
+        found = resolve.settings(recipe, probe.resolve(found, sys.argv[1:]), world.size())
+    planner.only_print(found)
+    if world.rank() == 0:
         hub.check_push(found)
-    if argv is None and _is_to_check(found):
+    if _is_to_check(found):
         planner.get_ready(found)
     return found
 
 
 def _is_to_check(settings: args.Settings) -> bool:
     """Whether this process says if the job fits: rank 0, where the launcher has not."""
-    from . import planner, probe
-
     return world.rank() == 0 and not probe.asked() and planner.PLANNED not in os.environ
-
-
-def _check(found: args.Settings) -> None:
-    """What belongs together, module by module.
-
-    Raises: UserError for what cannot work or would be silently wrong.
-    """
-    from . import loss, mlp, stream, techniques
-
-    techniques.check(found)
-    adapters.resolve(found)
-    node_disks.resolve(found)
-    quantized.resolve(found)
-    _choose_batches(found)
-    stream.choose(found)
-    loss.check_flags(found)
-    mlp.check_flags(found)
-    _check_memory_report(found)
 
 
 def processes(settings: args.Settings, train_set, eval_set):
@@ -81,7 +37,7 @@ def processes(settings: args.Settings, train_set, eval_set):
 
     The folder is only made once the model is there (`open_run`), so that a mistake leaves nothing half-made.
     """
-    from . import attention, links, loss, memory_report, mlp, model, nvme, offload, ops, planner, report, train
+    from . import attention, links, loss, memory_report, mlp, model, node_disks, nvme, offload, ops, report, train
 
     config = model.load_config(settings)
     loss.choose(settings, config)
@@ -143,46 +99,3 @@ def _leave_newer_checkpoints(settings: args.Settings) -> None:
     step = checkpoint.step_of(Path(resumed)) if resumed else 0
     if aside := recovery.move_newer(folder, step):
         settings.decisions.append(f"checkpoints after step {step}, where this run goes on, were moved to {aside}")
-
-
-def _choose_batches(settings: args.Settings) -> None:
-    """Packed and padding-free batches need attention that keeps documents apart.
-
-    Raises: UserError for an implementation that would mix them.
-    """
-    from . import attention
-    from .errors import UserError
-
-    chosen, asked = settings.attn_implementation, settings.padding_free
-    attention.check_available(chosen, settings.use_cpu)
-    keeps_apart = chosen in ("sdpa", "flex_attention") or attention.is_flash(chosen)
-    if settings.packing and asked == "false":
-        raise UserError("--packing --padding_free false: packed sequences are not padded; leave one of the two out.")
-    if (settings.packing or asked == "true") and not keeps_apart:
-        flag = "--packing" if settings.packing else "--padding_free true"
-        raise UserError(
-            f"{flag} with --attn_implementation {chosen}: documents in one row would read each other; use sdpa, "
-            "flex_attention or flash_attention_2."
-        )
-    if asked == "auto":
-        # A loop over documents (the CPU's way) costs more than the padding that it saves on short rows.
-        on = settings.packing or (keeps_apart and not settings.use_cpu)
-        args.decide(settings, "padding_free", str(on).lower(), "with --packing, or on a GPU") if on else None
-    if settings.padding_free == "true" and chosen == "sdpa":
-        name = attention.register()
-        args.decide(
-            settings, "attn_implementation", name, "plain sdpa would let the documents of a row read each other"
-        )
-
-
-def _check_memory_report(settings: args.Settings) -> None:
-    """Following costs time, and compiled code cannot be followed.
-
-    Raises: UserError with torch_compile.
-    """
-    from .errors import UserError
-
-    if settings.memory_report:
-        if settings.torch_compile:
-            raise UserError("--memory_report with --torch_compile: compiled code cannot be followed; drop one of them.")
-        settings.decisions.append("memory_report: the first 3 steps, save and evaluation are slower, being followed")

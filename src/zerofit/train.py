@@ -70,7 +70,7 @@ def training_arguments(settings) -> TrainingArguments:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
-            arguments = Arguments(**settings.training_values())
+            arguments = Arguments(**settings.training_values() | {"optim": optimizers.name_for_transformers(settings)})
     except (ValueError, ImportError) as error:
         raise UserError(f"transformers refuses these arguments: {' '.join(str(error).split())}") from None
     arguments.disable_tqdm = True  # our own step lines
@@ -362,7 +362,7 @@ def peak_memory_bytes(args) -> int:
 class Reporter(TrainerCallback):
     """Step lines on the terminal, metrics.jsonl and the resolved deepspeed.json."""
 
-    def __init__(self, trainer: KitTrainer):
+    def __init__(self, trainer: Trainer):
         self.trainer, self.began, self.first_step, self.bar = trainer, time.perf_counter(), 0, None
         self.skipped_steps = 0  # by the loss scaler of stage 0; DeepSpeed's engine counts its own
         self.pulse = failure.Pulse()

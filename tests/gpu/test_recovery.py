@@ -137,9 +137,9 @@ def test_launcher_leaves_no_context_on_the_gpu(tmp_path):
     """Let the launcher check a job, and compare the GPU's used memory before and after."""
     code = (
         "import sys; sys.path.insert(0, 'benchmarks'); from gpu_job import used_bytes\n"
-        "from zerofit import launch, planner, start\n"
+        "from zerofit import launch, planner, resolve\n"
         "before = used_bytes()\n"
-        "settings = start.settings('sft', sys.argv[1:], 1); launch.prepare(settings); planner.check(settings)\n"
+        "settings = resolve.settings('sft', sys.argv[1:], 1); launch.prepare(settings); planner.check(settings)\n"
         "print('grown by', used_bytes() - before, 'of', before)"
     )
     job = Job(

@@ -51,8 +51,8 @@ def zerofit(env: dict, *words: str) -> subprocess.CompletedProcess:
 def test_one_process_uses_one_of_several_gpus(tmp_path):
     """transformers would make it nn.DataParallel, with four times the micro batch."""
     code = """
-from zerofit import start, train, world
-settings = start.settings("sft", ["--per_device_train_batch_size", "8"])
+from zerofit import resolve, train, world
+settings = resolve.settings("sft", ["--per_device_train_batch_size", "8"])
 settings.values["output_dir"] = "unused"
 world.start(settings)
 arguments = train.training_arguments(settings)
@@ -149,7 +149,7 @@ def test_a_gpu_that_torch_cannot_use_is_no_reason_to_train_on_the_cpu(tmp_path):
 
 def test_the_cpu_is_used_where_it_was_asked_for(tmp_path):
     old = machine(tmp_path, [H100], driver="550.54.14")
-    assert python(old, 'from zerofit import start; start.settings("sft", ["--use_cpu", "true"])').returncode == 0
+    assert python(old, 'from zerofit import resolve; resolve.settings("sft", ["--use_cpu", "true"])').returncode == 0
     done = zerofit(old, "launch", "--gpus", "2", "recipes/sft.py", "--use_cpu", "true", "--zero", "2", "--max_steps", "2",
                    "--num_samples", "0", "--save_strategy", "no", "--output_dir", str(tmp_path / "run"))  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
