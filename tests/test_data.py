@@ -758,13 +758,14 @@ def test_templates_that_do_not_end_are_refused(tokenizer, monkeypatch, template,
 
 
 @pytest.mark.bad_input
-def test_more_broken_places(tmp_path, tokenizer, monkeypatch):
+def test_more_broken_places(tmp_path, tokenizer, monkeypatch, record_property):
     """Bytes, huge lines, folders: what a table of strings cannot hold."""
     (tmp_path / "nul.jsonl").write_bytes(b"\x00\x01\x02\x03" * 99)
     (tmp_path / "utf16.jsonl").write_bytes(GOOD.encode("utf-16"))
     (tmp_path / "half.jsonl.gz").write_bytes(gzip.compress(GOOD.encode() * 999)[:-30])
     monkeypatch.setattr(rows, "LONGEST_LINE", 1000)
     (tmp_path / "line.jsonl").write_text(GOOD + '{"text": "' + "x" * 5000 + '"}\n')
+    record_property("cases", 5)
     for name, says in (
         ("nul.jsonl", "nul.jsonl:1: not valid JSON"),
         ("utf16.jsonl", "not UTF-8"),

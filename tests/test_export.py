@@ -218,12 +218,15 @@ def truncated(file):
 
 
 @pytest.mark.bad_input
-def test_what_cannot_be_exported_is_one_sentence(runs, tmp_path, copied, monkeypatch):
+def test_what_cannot_be_exported_is_one_sentence(runs, tmp_path, copied, monkeypatch, record_property):
+    mistakes = []
+
     def refused(path, match, *flags):
         before = sorted(tmp_path.rglob("*"))
         with pytest.raises(UserError, match=match) as error:
             export.main([str(path), *flags])
         assert sorted(tmp_path.rglob("*")) == before and "\n" not in str(error.value)
+        mistakes.append(match)
 
     final, out = runs["lora2"].folder / "final", ["--out", str(tmp_path / "out")]
     refused(tmp_path / "no-run", "no such folder", *out)
@@ -261,6 +264,7 @@ def test_what_cannot_be_exported_is_one_sentence(runs, tmp_path, copied, monkeyp
     refused(foreign, "adapter_model.safetensors: is not whole", "--base", str(TINY / "model"), *out)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(10, 10, 1000))
     refused(runs["sft0"].folder, r"0\.00171 GB are to be written and 1e-06 are free", "--dtype", "bf16", *out)
+    record_property("cases", len(mistakes))
 
 
 def test_the_newest_good_checkpoint_of_an_unfinished_run(copied, tmp_path, capsys):

@@ -386,7 +386,7 @@ def test_difference_counts_the_others():
 
 
 @pytest.mark.bad_input
-def test_hostfiles(tmp_path):
+def test_hostfiles(tmp_path, record_property):
     file = tmp_path / "hosts"
     file.write_text("# ours\none slots=4\ntwo slots=2\n")
     assert [(h.name, h.slots, h.whole) for h in hostfile.read(file)] == [
@@ -396,12 +396,14 @@ def test_hostfiles(tmp_path):
     assert [(h.name, h.slots, h.whole) for h in hostfile.read(file, include="one:1,3")] == [("one", [1, 3], False)]
     assert [h.name for h in hostfile.read(file, exclude="one")] == ["two"]
     assert [len(h.slots) for h in hostfile.read(file, gpus="2")] == [2, 2]
-    for text, more, sentence in (
+    wrong = (
         ("one\n", {}, "bad entry: one"), ("", {}, "empty"), ("one slots=1\none slots=1\n", {}, "multiple entries for one"),
         ("one slots=1\n", {"gpus": "2"}, "has 1 slots"), ("one slots=1\n", {"gpus": "x"}, "GPUS=x"),
         ("-oProxyCommand=x slots=1\n", {}, "-oProxyCommand=x: is no name of a host"),
         ("one slots=1\n", {"include": "two"}, "'two' not found"), ("one slots=1\n", {"exclude": "one"}, "no host"),
-    ):  # fmt: skip
+    )  # fmt: skip
+    record_property("cases", len(wrong) + 1)
+    for text, more, sentence in wrong:
         file.write_text(text)
         with pytest.raises(UserError, match=sentence):
             hostfile.read(file, **more)
