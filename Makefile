@@ -83,7 +83,7 @@ PLACE = $(if $(HOSTS),launchers/hostfile.sh --hosts="$$HOSTS" $(if $(INCLUDE),--
 	launchers/local.sh) --gpus="$$GPUS" --launcher="$$LAUNCHER")
 LAUNCH = PYTHON="$(PY)" $(PLACE) $(BETWEEN) --port="$$PORT" --args="$$ARGS" $(SHOW)
 
-.PHONY: help sft lora resume export chat slurm status cancel show doctor plan plan-validate probe ledger data install lint test test-gpu test-cluster test-all bench-peers clean
+.PHONY: help sft lora resume export chat slurm status cancel show doctor plan plan-validate probe ledger data install lint test test-gpu test-cluster test-all reliability bench-peers clean
 help: ## this list
 	@echo 'zerofit: fine-tune language models with Accelerate and DeepSpeed ZeRO'
 	@echo; grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | awk -F'\t' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -171,6 +171,9 @@ test-cluster: $(DEV_STAMP) ## several machines as network namespaces, a real SLU
 
 test-all: $(DEV_STAMP) ## the long matrix too
 	@$(PY) -m pytest -m 'not cluster and not gpu'
+
+reliability: $(DEV_STAMP) ## what was tried to break it, counted from the marked tests (ARGS="--slow --write": into docs/reliability.md)
+	@set -f; $(PY) benchmarks/reliability.py $$ARGS
 
 bench-peers: $(STAMP) $(PEERS_STAMP) ## data preparation side by side with TRL, which goes into .venv-peers; ARGS="--data x.jsonl"
 	@set -f; $(PY) benchmarks/data.py --peers .venv-peers/bin/python $$ARGS

@@ -15,7 +15,7 @@ TINY_MODEL = ROOT / "examples" / "tiny" / "model"
 def versions() -> dict[str, str]:
     """Of the packages that matter here, in the environment that calls."""
     found = {"python": platform.python_version()}
-    for name in ("trl", "torch", "transformers", "tokenizers", "datasets", "accelerate", "pyarrow"):
+    for name in ("trl", "torch", "transformers", "tokenizers", "datasets", "accelerate", "deepspeed", "pyarrow"):
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

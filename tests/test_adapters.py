@@ -216,6 +216,7 @@ REFUSED = [
 ]  # fmt: skip
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize(("flags", "words"), REFUSED)
 def test_refused_before_a_model_is_loaded(flags, words):
     with pytest.raises(errors.UserError, match=None) as caught:
@@ -223,6 +224,7 @@ def test_refused_before_a_model_is_loaded(flags, words):
     assert words in str(caught.value)
 
 
+@pytest.mark.bad_input
 def test_refused_elsewhere(monkeypatch):
     with pytest.raises(errors.UserError, match=r"unknown flag --load_in_4bit; did you mean recipes/lora.py"):
         settings_of("--load_in_4bit", recipe="sft")
@@ -239,6 +241,7 @@ def test_refused_elsewhere(monkeypatch):
         settings_of("--load_in_4bit")
 
 
+@pytest.mark.bad_input
 def test_an_own_optimizer_in_the_json_refuses_loraplus(tmp_path):
     config = {"zero_optimization": {"stage": 2}, "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}
     (tmp_path / "own.json").write_text(json.dumps(config))

@@ -125,6 +125,7 @@ def test_batch(effective, micro, accumulation, ranks, solved):
     assert solved[0] == solved[1] * solved[2] * ranks
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("numbers", "says"),
     [
@@ -148,6 +149,7 @@ def test_changing_gpus_keeps_the_effective_batch():
     assert {parse(ranks=n).effective_batch_size for n in (1, 2, 4, 8)} == {32}
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
@@ -194,6 +196,7 @@ def test_refusals(flags, says):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.bad_input
 def test_all_unknown_flags_are_told_at_once():
     with pytest.raises(UserError) as caught:
         parse("--lr", "-1", "--epochs=3", "--zero", "2", "--qwerty", "--lr", "2")
@@ -212,6 +215,7 @@ def test_every_synonym_names_an_argument_that_exists():
         assert meant.startswith("recipes/") or meant.split()[0].strip("-,") in names, meant
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -232,6 +236,7 @@ def test_yaml_refusals(tmp_path, text, says):
         parse("--config", str(file))
 
 
+@pytest.mark.bad_input
 def test_every_illegal_pair_is_refused_and_every_legal_one_passes():
     for recipe in args.RECIPES:
         for zero in "0123":

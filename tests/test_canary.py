@@ -49,6 +49,7 @@ def test_packed_and_streamed(tmp_path):
     check_same_as_without(tmp_path / "streamed", "0", "sft", ["--streaming", "true"])
 
 
+@pytest.mark.fault
 @pytest.mark.slow
 def test_out_of_memory_is_met_before_the_run(tmp_path):
     fault = {"what": "oom", "where": "backward", "step": 0}
@@ -59,6 +60,7 @@ def test_out_of_memory_is_met_before_the_run(tmp_path):
     assert not (tmp_path / "run" / "attempts").exists()  # nothing was lost
 
 
+@pytest.mark.fault
 @pytest.mark.slow
 @pytest.mark.parametrize(("fault", "code", "says"), [
     ({"what": "disk full", "where": "save", "step": 0}, 1, "No space left on device"),
@@ -79,6 +81,7 @@ def test_when_it_is_on(flag, planned, steps, expected):
     assert canary.wanted(SimpleNamespace(canary=flag), planned, steps) is expected
 
 
+@pytest.mark.fault
 def test_a_disk_that_is_too_small(tmp_path):
     found = {"checkpoint_bytes": 2**60, "checkpoints": 3, "final_bytes": 2**40}
     with pytest.raises(UserError, match=r"3 checkpoints and final/ will take .* GB, the disk has .*--save_total_limit"):

@@ -80,6 +80,7 @@ def test_arguments_are_written_without_tokens(tmp_path):
     assert torch.load(tmp_path / "training_args.bin", weights_only=False).seed == 7
 
 
+@pytest.mark.bad_input
 def test_a_model_alone_is_no_checkpoint_to_resume(runs):
     """It can be exported, and nothing goes on from it."""
     from zerofit import saved
@@ -154,6 +155,7 @@ def flip(file):
 STATES = "global_step4/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize(("harm", "name", "says"), [
     (truncate, "model.safetensors", "model.safetensors has .* bytes instead of"),
     (flip, "model.safetensors", "was changed or damaged"),
@@ -176,6 +178,39 @@ def test_damage_is_named_and_passed_over(copied, capsys, harm, name, says):
     assert "note: checkpoint-4 is passed over: " in capsys.readouterr().out
 
 
+def overwrite_with_zeros(file):
+    file.write_bytes(bytes(file.stat().st_size))
+
+
+def link_to_nothing(file):
+    file.unlink()
+    file.symlink_to("nowhere")
+
+
+HARMS = [Path.unlink, lambda file: file.write_bytes(b""), truncate, flip, overwrite_with_zeros, link_to_nothing]
+
+
+@pytest.mark.fault
+def test_damage_to_any_file_is_found(copied, record_property):
+    """Each file deleted, emptied, cut by a byte, with a flipped bit, zeroed, and a link to nothing. zerofit.json holds the
+    checksums and has none: its own damage is above and below."""
+    saved = copied / "checkpoint-4"
+    files = [file for file in saved.rglob("*") if file.is_file() and file.name != checkpoint.FACTS]
+    record_property("cases", len(files) * len(HARMS))
+    unnoticed = []
+    for file in files:
+        content = file.read_bytes()
+        for number, harm in enumerate(HARMS):
+            harm(file)
+            if not checkpoint.fault(saved):
+                unnoticed.append((file.name, number))
+            file.unlink(missing_ok=True)
+            file.write_bytes(content)
+    assert len(files) > 10 and not unnoticed
+    assert checkpoint.fault(saved) == ""
+
+
+@pytest.mark.fault
 @pytest.mark.parametrize("content", ["null", "{}", "[]", "3", "", '{"files": null}', '{"files": {}}', '{"files": {"a": 1}}',
                                      '{"files": {"a": [1, "b"]}}', '{"files": {"a": [1, "b"]}, "elsewhere": 3}',
                                      '{"format": "x"}'])  # fmt: skip
@@ -184,6 +219,7 @@ def test_other_content_of_the_facts_is_damage(copied, content):
     assert checkpoint.fault(copied / "checkpoint-4") == "its zerofit.json is damaged"
 
 
+@pytest.mark.fault
 def test_facts_that_are_gone(copied):
     """In a run folder of this kit every checkpoint has them; elsewhere it is another program's."""
     (copied / "checkpoint-4" / checkpoint.FACTS).unlink()
@@ -196,6 +232,7 @@ def test_facts_that_are_gone(copied):
     assert checkpoint.newest_good(copied) is None
 
 
+@pytest.mark.fault
 def test_all_is_on_the_disk_before_the_name(tmp_path, monkeypatch):
     """File, its folders, rename, the run folder; what it replaces is deleted last."""
     new, old = tmp_path / checkpoint.ASIDE / "checkpoint-2", tmp_path / "checkpoint-2"
@@ -272,6 +309,7 @@ class Touch:
         return os.system, (f"touch {self.file}",)
 
 
+@pytest.mark.injection
 def test_a_pickle_that_would_run_something_is_not_loaded(copied, tmp_path):
     (copied / "checkpoint-4" / checkpoint.FACTS).unlink()  # as if another program had saved it
     assert checkpoint.fault(copied / "checkpoint-4") == ""
@@ -280,6 +318,7 @@ def test_a_pickle_that_would_run_something_is_not_loaded(copied, tmp_path):
     assert not (tmp_path / "pwned").exists()
 
 
+@pytest.mark.fault
 def test_another_programs_checkpoint(copied):
     saved = copied / "checkpoint-4"
     (saved / checkpoint.FACTS).unlink()
@@ -290,6 +329,7 @@ def test_another_programs_checkpoint(copied):
     assert checkpoint.fault(saved) == "it holds the optimizer states of 1 ranks, it was saved by 2"
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize(("more", "says"), [
     (["--optim", "sgd"], "was saved with optim adamw_torch_fused, this run has sgd; use --optim adamw_torch_fused"),
     (["--bf16", "false"], "was saved with precision bf16, this run has fp32; use --bf16 true"),
@@ -329,6 +369,7 @@ def test_what_may_change_is_said(runs):
     assert not [sentence for sentence in check_same([*flags, "--zero", "2"]) if " of the checkpoint is " in sentence]
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize(("more", "says"), [
     (["--lora_r", "8"], "was saved with lora_r 16, this run has 8; use --lora_r 16; its weights fit no other adapter"),
     (["--lora_target_modules", "q_proj", "v_proj"], "lora_target_modules all-linear, this run has q_proj v_proj"),
@@ -359,6 +400,7 @@ def check_same(flags, ranks=2, recipe="sft"):
     return settings.decisions
 
 
+@pytest.mark.bad_input
 def test_states_that_were_not_saved_are_not_made_up(copied):
     file = copied / "checkpoint-4" / checkpoint.FACTS
     file.write_text(json.dumps(json.loads(file.read_text()) | {"unsaved": "--offload_path"}))
@@ -366,6 +408,7 @@ def test_states_that_were_not_saved_are_not_made_up(copied):
         check_same([*FLAGS, "--zero", "2", "--bf16", "true", "--resume_from_checkpoint", str(copied / "checkpoint-4")])
 
 
+@pytest.mark.bad_input
 def test_a_schedule_that_follows_the_loss_stays_at_its_stage(copied):
     """Its state has no base_lrs, whichever schedule this run has."""
     torch.save({"best": 1.0, "_last_lr": [1e-3]}, copied / "checkpoint-4" / "scheduler.pt")
@@ -377,11 +420,13 @@ def test_a_schedule_that_follows_the_loss_stays_at_its_stage(copied):
         check_same([*flags, *more, "--zero", "2"])
 
 
+@pytest.mark.bad_input
 def test_another_recipe_is_refused(runs):
     with pytest.raises(UserError, match=r"was saved by recipes/lora\.py"):
         check_same([*FLAGS, "--zero", "2", "--resume_from_checkpoint", str(runs["3"].folder / "checkpoint-2")])
 
 
+@pytest.mark.bad_input
 def test_a_refusal_is_one_sentence(runs, tmp_path):
     saved = runs["0"].folder / "checkpoint-2"
     done = recipe_process("sft", *FLAGS, "--zero", "0", "--max_length", "64", "--output_dir", str(tmp_path / "new"),
@@ -390,6 +435,7 @@ def test_a_refusal_is_one_sentence(runs, tmp_path):
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.fault
 def test_without_room_training_goes_on(tmp_path, monkeypatch, capsys):
     (tmp_path / "checkpoint-2").mkdir()
     (tmp_path / "checkpoint-2" / "model.safetensors").write_bytes(b"x" * 1000)
@@ -407,6 +453,7 @@ def saved_as(tmp_path, tensors, net, recipe="sft"):
     checkpoint.verify(tmp_path, SimpleNamespace(model=net, settings=SimpleNamespace(recipe=recipe)))
 
 
+@pytest.mark.fault
 def test_what_was_not_saved_whole_is_found(tmp_path):
     net = torch.nn.Module()
     net.norm, net.head = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(2))

@@ -100,6 +100,7 @@ CALL = [TURNS[0], {"role": "assistant", "content": None, "tool_calls": [WEATHER]
 REASONED = {"messages": [TURNS[0], TURNS[1] | {"reasoning_content": "Be polite."}]}
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize("train_on", chat.TRAIN_ON)
 @pytest.mark.parametrize("name", ["bundled", "plain", "chatml", "llama3"])
 def test_tool_calls_that_the_template_does_not_write_are_refused(tokenizer, name, train_on):
@@ -281,6 +282,7 @@ def test_a_tokenizer_without_template_gets_the_plain_one(tokenizer):
     assert supervised_text(tokenizer, ids, labels) == "Hello.<|end|>"
 
 
+@pytest.mark.bad_input
 def test_templates_that_cannot_be_trusted_are_refused(tokenizer):
     tokenizer.chat_template = "{{ messages | length }}{% for m in messages %}{{ m['content'] }}<|end|>{% endfor %}"
     with pytest.raises(UserError, match="rewrites earlier text"):
@@ -403,6 +405,7 @@ def test_max_samples_counts_over_all_files(tmp_path, tokenizer):
         assert len(data.load(settings_for(tmp_path, "--max_samples", str(limit)), tokenizer)[0]) == limit
 
 
+@pytest.mark.bad_input
 def test_a_cache_that_cannot_be_written(tmp_path, tokenizer, monkeypatch):
     file = write(tmp_path, "a.jsonl", QA)
     (tmp_path / "taken").write_text("")
@@ -416,6 +419,7 @@ def test_a_cache_that_cannot_be_written(tmp_path, tokenizer, monkeypatch):
     assert (tmp_path / f"zerofit-{os.getuid()}").stat().st_mode & 0o777 == 0o700
 
 
+@pytest.mark.injection
 @pytest.mark.parametrize("how", ["link", "owner", "mode"])
 def test_a_temporary_cache_of_somebody_else_is_not_used(tmp_path, monkeypatch, capsys, how):
     folder, real = tmp_path / f"zerofit-{os.getuid()}", os.getuid()
@@ -479,6 +483,7 @@ def test_workers_give_the_same_rows_in_the_same_order(tmp_path, tokenizer):
         data.load(settings_for(bad, "--preprocessing_num_workers", "2"), tokenizer)
 
 
+@pytest.mark.fault
 def test_a_corrupted_cache_is_rebuilt(tmp_path, tokenizer):
     first, _ = data.load(settings_for(write(tmp_path, "a.jsonl", QA * 9)), tokenizer)
     wanted = [dict(r) for r in first.dataset]
@@ -615,6 +620,7 @@ BROKEN = [
 ]  # fmt: skip
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize(("name", "content", "says"), BROKEN, ids=range(len(BROKEN)))
 def test_broken_files(tmp_path, tokenizer, name, content, says):
     file = write(tmp_path, name, content)
@@ -635,6 +641,7 @@ def test_columns_that_are_not_used_are_listed(tmp_path, tokenizer):
     assert data.notes({"training": train}) == []
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("row", "says"),
     [
@@ -658,6 +665,7 @@ def test_columns_that_change_what_a_row_means_are_refused(tmp_path, tokenizer, r
 ASKED_TWICE = {"messages": [TURNS[0], *TURNS]}
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_bad_rows_are_left_out_and_counted_by_reason(tmp_path, tokenizer, workers):
     good = {"messages": [{"role": "user", "content": workers}, TURNS[1]]}  # not the other case's table
@@ -678,6 +686,7 @@ def test_bad_rows_are_left_out_and_counted_by_reason(tmp_path, tokenizer, worker
         data.load(settings_for(file), tokenizer)
 
 
+@pytest.mark.bad_input
 def test_bad_rows_of_other_files(tmp_path, tokenizer):
     write(tmp_path, "a.csv", "question,answer\na,b\nc\nd,e\n")
     write(tmp_path, "b.json", json.dumps([3, QA[0]]))
@@ -731,6 +740,7 @@ def test_text_parts_may_be_called_value(tokenizer):
     assert encode(tokenizer, {"messages": parts}) == encode(tokenizer, {"messages": TURNS})
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("template", "says"),
     [
@@ -747,13 +757,15 @@ def test_templates_that_do_not_end_are_refused(tokenizer, monkeypatch, template,
         encode(tokenizer, EQUAL_ROWS["messages"])
 
 
-def test_more_broken_places(tmp_path, tokenizer, monkeypatch):
+@pytest.mark.bad_input
+def test_more_broken_places(tmp_path, tokenizer, monkeypatch, record_property):
     """Bytes, huge lines, folders: what a table of strings cannot hold."""
     (tmp_path / "nul.jsonl").write_bytes(b"\x00\x01\x02\x03" * 99)
     (tmp_path / "utf16.jsonl").write_bytes(GOOD.encode("utf-16"))
     (tmp_path / "half.jsonl.gz").write_bytes(gzip.compress(GOOD.encode() * 999)[:-30])
     monkeypatch.setattr(rows, "LONGEST_LINE", 1000)
     (tmp_path / "line.jsonl").write_text(GOOD + '{"text": "' + "x" * 5000 + '"}\n')
+    record_property("cases", 5)
     for name, says in (
         ("nul.jsonl", "nul.jsonl:1: not valid JSON"),
         ("utf16.jsonl", "not UTF-8"),
@@ -765,6 +777,7 @@ def test_more_broken_places(tmp_path, tokenizer, monkeypatch):
             data.load(settings_for(tmp_path / name), tokenizer)
 
 
+@pytest.mark.bad_input
 def test_missing_binary_and_empty_places(tmp_path, tokenizer):
     for path, says in (("none.jsonl", "no such file"), ("./none", "no such file"), (tmp_path, "holds no .jsonl")):
         with pytest.raises(UserError, match=says):
@@ -785,6 +798,7 @@ def test_long_rows_are_cut_and_rows_without_answer_are_counted(tmp_path, tokeniz
         data.load(settings_for(write(tmp_path, "b.jsonl", [long_question]), "--max_length", "32"), tokenizer)
 
 
+@pytest.mark.fault
 def test_cache_is_reused_and_a_half_written_one_rebuilt(tmp_path, tokenizer, monkeypatch):
     file = write(tmp_path, "a.jsonl", QA)
     first, _ = data.load(settings_for(file), tokenizer)
@@ -888,6 +902,7 @@ def test_weights_never_leak_into_the_eval_rows(tmp_path, tokenizer):
     assert train.statistics["rows_an_epoch"] == 45
 
 
+@pytest.mark.bad_input
 def test_mistakes_in_a_worker_end_the_run(tmp_path, tokenizer):
     tokenizer.chat_template = (
         "{% for m in messages %}{% if 'bad' in m['content'] %}{{ raise_exception('no') }}{% endif %}"
@@ -903,6 +918,7 @@ def test_mistakes_in_a_worker_end_the_run(tmp_path, tokenizer):
         data.load(settings_for(long, *flags), tokenizer)
 
 
+@pytest.mark.fault
 def test_a_killed_worker_ends_the_run(tmp_path, tokenizer, monkeypatch):
     monkeypatch.setattr(data, "_encode", _die)
     file = write(tmp_path, "a.jsonl", QA * 2000)
@@ -932,6 +948,7 @@ def test_an_end_token_that_swallows_white_space_is_trained(tokenizer):
     assert supervised_text(tokenizer, ids, labels) == "First: ünï 🙂<|stop|>Second.<|stop|>"
 
 
+@pytest.mark.bad_input
 def test_a_template_that_drops_text_is_refused(tokenizer):
     tokenizer.chat_template = tokenizer.chat_template.replace(
         "message['content'] + '<|end|>' }}{% endgen", "message['content'].split('</think>')[-1] + '<|end|>' }}{% endgen"
@@ -951,6 +968,7 @@ def test_tool_arguments_become_objects():
         chat.parse("here", {"messages": turns}, "messages")
 
 
+@pytest.mark.fault
 def test_a_damaged_fact_file_is_rebuilt(tmp_path, tokenizer):
     first, _ = data.load(settings_for(write(tmp_path, "a.jsonl", QA * 5)), tokenizer)
     for damage in ("{", "{}", "null"):

@@ -84,6 +84,7 @@ def test_launches_at_once_build_the_table_once(big_set, tokenizer):
     assert sorted(built for _, built in found) == [0, 0, 1]
 
 
+@pytest.mark.fault
 def test_a_launch_killed_half_way_leaves_the_others_a_whole_table(big_set, tokenizer):
     processes, answers = launch(big_set, tokenizer, 1)
     deadline = time.time() + 30
@@ -100,6 +101,7 @@ def test_a_launch_killed_half_way_leaves_the_others_a_whole_table(big_set, token
     assert sorted(built for _, built in found) == [0, 1]
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize("damage", ["none", "truncated", "flipped", "removed", "no facts"])
 def test_a_damaged_table_is_built_again_by_one_launch(big_set, tokenizer, damage):
     first, _ = data.load(big_set, tokenizer)
@@ -125,7 +127,8 @@ def test_a_damaged_table_is_built_again_by_one_launch(big_set, tokenizer, damage
 # --- paths ---
 
 
-def test_odd_paths_are_one_sentence(tmp_path, tokenizer):
+@pytest.mark.bad_input
+def test_odd_paths_are_one_sentence(tmp_path, tokenizer, record_property):
     (tmp_path / "sub").mkdir()
     write(tmp_path / "a.jsonl", [{"text": "a"}])
     (tmp_path / "links").mkdir()
@@ -134,7 +137,7 @@ def test_odd_paths_are_one_sentence(tmp_path, tokenizer):
     write(tmp_path / "broken" / "dataset_dict.json", "{")
     (tmp_path / "half").mkdir()
     write(tmp_path / "half" / "dataset_dict.json", '{"splits": ["train"]}')
-    for value, says in (
+    wrong = (
         ("~nouser/x.jsonl", "home directory"),
         ("x" * 300 + ".jsonl", "File name too long"),
         (str(tmp_path / ("y" * 300)), "File name too long"),
@@ -145,7 +148,9 @@ def test_odd_paths_are_one_sentence(tmp_path, tokenizer):
         (f"{tmp_path}/links/gone.jsonl", "no such file"),
         (f"{tmp_path}/broken", "does not say which splits"),
         (f"{tmp_path}/half", "no such folder in it"),
-    ):
+    )
+    record_property("cases", 2 * len(wrong) + 2)
+    for value, says in wrong:
         for flags in (["--data", value], ["--data", str(tmp_path / "a.jsonl"), "--eval_data", value]):
             with pytest.raises(UserError) as caught:
                 data.load(args.parse("sft", flags, 1), tokenizer)
@@ -157,6 +162,7 @@ def test_odd_paths_are_one_sentence(tmp_path, tokenizer):
         args.parse("sft", ["--config", "~nouser/a.yaml"], 1)
 
 
+@pytest.mark.bad_input
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads files of every mode")
 def test_files_without_permission(tmp_path, tokenizer):
     (tmp_path / "sub").mkdir()
@@ -171,6 +177,7 @@ def test_files_without_permission(tmp_path, tokenizer):
             locked.chmod(mode)
 
 
+@pytest.mark.bad_input
 def test_a_file_that_fails_while_it_is_read_for_the_fingerprint(tmp_path, tokenizer, monkeypatch):
     file = write(tmp_path / "a.jsonl", [{"text": "a"}])
     real = rows.Path.open
@@ -202,6 +209,7 @@ def test_a_saved_dataset_dict_brings_its_splits(tmp_path, tokenizer):
     assert len(held_out) == 2
 
 
+@pytest.mark.bad_input
 def test_a_real_line_of_100_megabytes(tmp_path, tokenizer):
     file = tmp_path / "a.jsonl"
     file.write_bytes(b'{"text": "a"}\n{"text": "' + b"x" * 100_000_000 + b'"}\n')
@@ -209,6 +217,7 @@ def test_a_real_line_of_100_megabytes(tmp_path, tokenizer):
         data.load(settings_for(file), tokenizer)
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("line", "says"),
     [

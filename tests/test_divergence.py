@@ -57,6 +57,7 @@ def bad_steps(run: Run) -> list[int]:
     return sorted(int(f.name.split("-")[1]) for f in (run.folder / "nan").glob("step-*"))
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize("name", [n if n in SHORT else pytest.param(n, marks=pytest.mark.slow) for n in STAGES])
 def test_the_step_is_not_applied_and_the_row_is_named(runs, name):
     run, plain = runs[name], runs[f"{name[: name.index('-')]}-0-{name[-4:]}"]
@@ -86,6 +87,7 @@ def test_the_mean_of_several_steps_leaves_it_out(poisoned, runs, tmp_path):
     assert f"row {ROW}" in done.stdout or f" {ROW}" in done.stdout.split("the loss is not finite on")[1].split(")")[0]
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize("recipe", ["sft", pytest.param("lora", marks=pytest.mark.slow)])
 def test_stop_and_replay(poisoned, tmp_path, recipe):
     folder = tmp_path / "run"
@@ -103,6 +105,7 @@ def test_stop_and_replay(poisoned, tmp_path, recipe):
     assert any(f"row {ROW}: " in line and RARE in line for line in said)
 
 
+@pytest.mark.bad_input
 def test_a_replay_of_nothing_is_one_sentence(tmp_path):
     shutil.copy(TINY / "train.jsonl", tmp_path)
     done = subprocess.run([sys.executable, "-m", "zerofit", "replay", str(tmp_path)], capture_output=True, text=True)

@@ -141,6 +141,7 @@ def test_processes_that_cannot_talk(monkeypatch):
     assert "did not exchange a tensor" in only(doctor.exchange(2, seconds=1.0))[1]
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize("words", [["--gpus", "none"], ["--gpus", "0"]])
 def test_mistakes(words):
     with pytest.raises(UserError, match="must be a whole number"):

@@ -89,6 +89,7 @@ def assert_near_training(run, out, relative, **kwargs):
     assert apart < relative * kept["logits"].float().abs().max(), f"{apart:.2e}"
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize(("name", "relative"), [("sft0", 1e-5), ("sft3", 1e-5), ("lora2", 1e-5)])
 def test_the_same_bits_come_back(runs, tmp_path, name, relative):
     text = exported(runs[name].folder, tmp_path / "out")
@@ -158,6 +159,7 @@ def leave_one_out(tensors):
     del tensors["model.layers.1.self_attn.q_proj.weight"]
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize(("name", "flags", "spoil"), [
     ("sft0", [], spoil_a_row), ("lora2", ["--merge"], spoil_a_layer),
     pytest.param("sft3", [], leave_one_out, marks=pytest.mark.slow),
@@ -174,6 +176,7 @@ def test_a_spoilt_export_is_refused(runs, tmp_path, monkeypatch, name, flags, sp
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.fault
 @pytest.mark.slow
 def test_a_wrong_scale_is_refused(runs, tmp_path, monkeypatch):
     one = merge.one
@@ -184,6 +187,7 @@ def test_a_wrong_scale_is_refused(runs, tmp_path, monkeypatch):
         exported(runs["lora2"].folder, tmp_path / "out", "--merge", "--dtype", "float32")
 
 
+@pytest.mark.bad_input
 def test_a_master_of_another_model_is_not_taken(runs, tmp_path, monkeypatch):
     whole = shards.States.whole
     monkeypatch.setattr(
@@ -213,12 +217,16 @@ def truncated(file):
     os.truncate(file, file.stat().st_size - 1)
 
 
-def test_what_cannot_be_exported_is_one_sentence(runs, tmp_path, copied, monkeypatch):
+@pytest.mark.bad_input
+def test_what_cannot_be_exported_is_one_sentence(runs, tmp_path, copied, monkeypatch, record_property):
+    mistakes = []
+
     def refused(path, match, *flags):
         before = sorted(tmp_path.rglob("*"))
         with pytest.raises(UserError, match=match) as error:
             export.main([str(path), *flags])
         assert sorted(tmp_path.rglob("*")) == before and "\n" not in str(error.value)
+        mistakes.append(match)
 
     final, out = runs["lora2"].folder / "final", ["--out", str(tmp_path / "out")]
     refused(tmp_path / "no-run", "no such folder", *out)
@@ -256,6 +264,7 @@ def test_what_cannot_be_exported_is_one_sentence(runs, tmp_path, copied, monkeyp
     refused(foreign, "adapter_model.safetensors: is not whole", "--base", str(TINY / "model"), *out)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(10, 10, 1000))
     refused(runs["sft0"].folder, r"0\.00171 GB are to be written and 1e-06 are free", "--dtype", "bf16", *out)
+    record_property("cases", len(mistakes))
 
 
 def test_the_newest_good_checkpoint_of_an_unfinished_run(copied, tmp_path, capsys):
@@ -272,6 +281,7 @@ def test_the_newest_good_checkpoint_of_an_unfinished_run(copied, tmp_path, capsy
     assert all(torch.equal(tensor, source[name]) for name, tensor in found.items())
 
 
+@pytest.mark.bad_input
 def test_the_command_ends_with_2_and_one_line(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "zerofit", "export", str(tmp_path / "none")], capture_output=True, text=True, check=False
@@ -423,6 +433,7 @@ def test_chat_from_a_pipe(runs, monkeypatch, capsys, name):
     assert len(said) == 3 and said[0] == said[2]  # greedy, and nothing of the first talk in the second
 
 
+@pytest.mark.fault
 @pytest.mark.slow
 def test_chat_ends_without_a_traceback_on_ctrl_c(runs):
     import signal
@@ -467,6 +478,7 @@ def test_the_long_matrix_merged(more_runs, tmp_path, name, dtype, capsys):
         print(f"\n{name} {dtype or 'as trained'}: {text.partition('what was trained: ')[2].partition(chr(10))[0]}")
 
 
+@pytest.mark.bad_input
 @pytest.mark.slow
 def test_a_4bit_adapter_in_the_original_weights_is_refused(more_runs, tmp_path, monkeypatch):
     def original(found, device):

@@ -141,6 +141,7 @@ def test_the_table_has_every_field():
     assert all(said.startswith(("works: ", "refused: ")) for said in FIELDS.values())
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize("name", flags.REFUSED)
 def test_refused(name):
     with pytest.raises(UserError, match=f"--{name} .*: .{{20}}") as caught:
@@ -153,6 +154,7 @@ def test_the_default_of_a_refused_argument_passes():
     parse("--fsdp", "False", "--fsdp_config", "{}", "--parallelism_config", "none")
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -167,6 +169,7 @@ def test_do_train_and_do_eval(words, says):
     parse("--do_train", "true", "--do_eval", "true")
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("config", "says"),
     [
@@ -186,6 +189,7 @@ def test_accelerator_config(config, says):
     parse("--accelerator_config", '{"split_batches": false, "non_blocking": true, "even_batches": true}')
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("name", "says"),
     [
@@ -211,6 +215,7 @@ def test_trackers_are_those_of_transformers():
     parse("--report_to", "none")
 
 
+@pytest.mark.bad_input
 def test_a_push_that_cannot_work_is_refused(monkeypatch):
     for name in (
         "HF_HUB_OFFLINE",

@@ -211,6 +211,7 @@ def test_plain_text_shows_why_its_first_token_stands_outside(tokenizer):
     assert not any("first token" in text for text in inspection.render_rows(answers, tokenizer, False))
 
 
+@pytest.mark.injection
 def test_what_comes_from_the_data_cannot_steer_the_terminal(tmp_path, zerofit):
     file = tmp_path / "a.jsonl"
     file.write_text('{"text": "aa", "\\u001b[2J": 1}\n{"text": "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"}\n')
@@ -239,6 +240,7 @@ def test_rows_without_a_supervised_end_are_shouted_about(tmp_path, zerofit):
 DUPLICATES = [("Who?", "Bo."), ("who", "bo"), ("Where?", "Oslo."), ("When?", "word " * 40)]
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("flag", "good", "bad", "says"),
     [
@@ -268,6 +270,7 @@ def test_the_costly_limits_are_off_by_default_and_the_idle_one_says_so(monkeypat
     assert settings.decisions[-1] == "max_eval_overlap_fraction is not checked: there are no eval rows"
 
 
+@pytest.mark.bad_input
 def test_a_limit_stops_recipe_and_launch_before_a_folder_is_made(tmp_path, zerofit):
     flags = ["--data", str(TINY / "train.jsonl"), "--model", str(TINY / "model"), "--min_supervised_fraction", "0.5"]
     out = tmp_path / "run"
@@ -309,6 +312,7 @@ def test_force_color_and_an_eval_fraction(tmp_path, zerofit, monkeypatch):
     assert (facts["training"]["kept"], facts["evaluation"]["kept"], facts["recipe"]) == (810, 90, "lora")
 
 
+@pytest.mark.bad_input
 def test_a_limit_ends_the_verb_with_2_after_the_report(tmp_path, zerofit):
     file = rows_file(tmp_path, "a.jsonl", DUPLICATES)
     out = tmp_path / "out"
@@ -319,6 +323,7 @@ def test_a_limit_ends_the_verb_with_2_after_the_report(tmp_path, zerofit):
     assert "repeated rows, normalised" in done.stdout and (out / "data.json").exists()
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -336,6 +341,7 @@ def test_mistakes_are_one_sentence(words, says, zerofit):
     assert done.stderr.count("\n") == 1 and done.stderr.startswith("zerofit: error: ")
 
 
+@pytest.mark.bad_input
 def test_bad_rows_are_all_counted_before_the_end(tmp_path, zerofit):
     file = rows_file(tmp_path, "a.jsonl", [("Who?", "Bo."), ("Who?", 3), ("Who?", "Ann."), ("Who?", None)])
     flags = ["data", "--data", file, "--model", TINY / "model", "--out"]

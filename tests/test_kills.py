@@ -38,9 +38,11 @@ def kill(process: subprocess.Popen) -> None:
     process.wait()
 
 
+@pytest.mark.fault
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
-def test_killed_at_random_moments(tmp_path):
+def test_killed_at_random_moments(tmp_path, record_property):
+    record_property("cases", KILLS)
     whole, killed, moments = tmp_path / "whole", tmp_path / "killed", random.Random(7)
     process = started(whole)
     assert process.wait(timeout=3600) == 0, (tmp_path / "whole.err").read_text()[-3000:]

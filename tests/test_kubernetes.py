@@ -82,6 +82,7 @@ def job(kind: str, flags: list[str], **changed) -> kubernetes.Job:
     return kubernetes.Job(kind=kind, words=["recipes/sft.py", *flags], **(facts | changed))
 
 
+@pytest.mark.injection
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_word_reaches_the_recipe_as_it_was_written(kind):
     found = documents(kubernetes.render(job(kind, HOSTILE)))
@@ -291,6 +292,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_mistake_is_refused_before_anything_is_printed(case, capsys):
     options, flags, sentence = REFUSED[case]
@@ -300,12 +302,14 @@ def test_a_mistake_is_refused_before_anything_is_printed(case, capsys):
     assert "hf_x" not in str(caught.value) and capsys.readouterr().out == ""
 
 
+@pytest.mark.bad_input
 def test_a_token_in_the_config_file_is_refused(tmp_path):
     (tmp_path / "run.yaml").write_text("hub_token: hf_x\n")
     with pytest.raises(UserError, match="hub_token: the pods get HF_TOKEN from a secret"):
         kubernetes.main(["--name", "demo", "--image", "i", "recipes/sft.py", "--config", str(tmp_path / "run.yaml")])
 
 
+@pytest.mark.bad_input
 def test_a_template_edited_beyond_use_is_named(monkeypatch, tmp_path):
     (tmp_path / "launchers").mkdir()
     text = (ROOT / "launchers/pytorchjob.yaml").read_text()

@@ -70,6 +70,7 @@ def make(*words, **env):
     return run(["make", "-C", ROOT, "ENV=active", f"PYTHON={sys.executable}", *words], **env)
 
 
+@pytest.mark.injection
 @pytest.mark.parametrize("verb", ["show", "slurm", "plan", "probe", "data"])
 @pytest.mark.parametrize("code", ["$(shell touch MARK)", "`touch MARK`", "sft;touch MARK;", "$$(touch MARK)"])
 def test_a_recipe_name_is_no_code(tmp_path, verb, code):
@@ -193,6 +194,7 @@ def test_secrets_are_hidden():
     )
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -220,6 +222,7 @@ def test_make_refuses_with_one_sentence_and_no_folder(tmp_path, words, says):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.bad_input
 def test_taken_port_is_named(tmp_path):
     import socket
 
@@ -233,6 +236,7 @@ def test_taken_port_is_named(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.bad_input
 @pytest.mark.slow
 def test_taken_port_of_a_launcher_is_named(tmp_path):
     import socket
@@ -245,6 +249,7 @@ def test_taken_port_of_a_launcher_is_named(tmp_path):
         assert done.returncode == 2 and f"MASTER_PORT={port} is in use" in done.stderr
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("recipe", "flags", "says"),
     [
@@ -266,6 +271,7 @@ def test_recipe_refuses_without_traceback_and_folder(tmp_path, recipe, flags, sa
     assert done.stderr.count("\n") == 1 and not (tmp_path / "run").exists()
 
 
+@pytest.mark.bad_input
 def test_accelerate_starting_fewer_processes_than_asked_is_refused(tmp_path):
     command = [BIN / "accelerate", "launch", "--cpu", "--num_processes", "2", ROOT / "recipes" / "sft.py"]
     done = run([*command, "--output_dir", tmp_path / "run"])
@@ -273,6 +279,7 @@ def test_accelerate_starting_fewer_processes_than_asked_is_refused(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.bad_input
 @pytest.mark.slow
 def test_a_finished_run_is_not_overwritten(tmp_path):
     flags = [*SHORT, "--max_steps", "1", "--output_dir", str(tmp_path / "run")]
@@ -283,6 +290,7 @@ def test_a_finished_run_is_not_overwritten(tmp_path):
     assert (tmp_path / "run" / "result.json").read_bytes() == before
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize(
     ("flags", "code", "says"),
     [
@@ -315,6 +323,7 @@ def test_modules_to_save_train_in_fp32_at_stage_0(tmp_path):
     assert any("lm_head" in name for name in saved) and any("magnitude" in name for name in saved)
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize("zero", ["0", pytest.param("2", marks=pytest.mark.slow)])
 def test_divergence_stops_with_its_own_code(tmp_path, zero):
     flags = [*SHORT, "--learning_rate", "1e30", "--max_grad_norm", "0", "--output_dir", str(tmp_path / "run")]
@@ -338,6 +347,7 @@ def test_resume_continues_where_the_run_stopped(tmp_path):
     assert result["train_loss"] == pytest.approx(sum(Run(tmp_path / "whole").losses) / 3)
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("value", "says"), [("true", "holds no checkpoint"), ("..", "is no whole checkpoint: it has no trainer_state.json")]
 )
@@ -365,6 +375,7 @@ def test_two_ranks_resume_the_newest_checkpoint_of_their_folder(tmp_path):
     assert [m["step"] for m in Run(tmp_path / "run").metrics] == [1, 2, 3]
 
 
+@pytest.mark.fault
 def test_interrupt_leaves_no_process_and_says_how_to_go_on(tmp_path):
     out = tmp_path / "my run"
     words = [

@@ -66,7 +66,8 @@ def test_ledger_rounds_as_the_allocator_does():
     del kept
 
 
-def test_ledger_agrees_with_the_allocator_of_the_cpu():
+@pytest.mark.oracle
+def test_ledger_agrees_with_the_allocator_of_the_cpu(record_property):
     """Live bytes of every moment, from the profiler's own record of the CPU allocator, have the same peak."""
     from transformers import AutoModelForCausalLM
 
@@ -88,6 +89,7 @@ def test_ledger_agrees_with_the_allocator_of_the_cpu():
     for event in sorted(_memory_events(profile), key=lambda e: e[0]):
         live += event[1]
         peak = max(peak, live)
+    record_property("relative_difference", abs(followed / peak - 1))
     assert followed == pytest.approx(peak, rel=0.005)
 
 
@@ -226,17 +228,20 @@ def deviations(run, zero: int, ranks: int) -> list[float]:
     return [sum(rank["model_states"][moment].values()) / expected - 1 for rank in run.json("memory.json")["ranks"]]
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize(
     ("name", "zero", "ranks"),
     [("states-1", 1, 1), ("2-1", 2, 1), ("states-3", 3, 1)] + [(f"two-states-{z}", z, 2) for z in (1, 2, 3)],
 )
-def test_model_states_agree_with_the_formula(runs, name, zero, ranks):
+def test_model_states_agree_with_the_formula(runs, name, zero, ranks, record_property):
     found = deviations(runs[name], zero, ranks)
     print(f"\nstage {zero}, {ranks} ranks: {' '.join(f'{d:+.2%}' for d in found)}")
+    record_property("relative_difference", max(map(abs, found)))
     assert len(found) == ranks
     assert max(map(abs, found)) < 0.02
 
 
+@pytest.mark.oracle
 @pytest.mark.slow
 def test_model_states_of_four_ranks(tmp_path):
     cases = {str(z): ("sft", flags(str(z), True, micro=2, ranks=4, more=["--memory_report"])) for z in (1, 2, 3)}
@@ -254,6 +259,7 @@ def llama(hidden: int, layers: int) -> dict:
     }  # fmt: skip
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize(
     ("zero", "ranks", "rank"),
     [(2, 8, 0)]
@@ -294,6 +300,7 @@ def test_report_of_a_run_with_offload_save_and_evaluation(runs):
 # --- refusals and diagnosis ---
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -334,11 +341,13 @@ def test_transformers_names_mean_the_same():
             args.parse("sft", ["--activation_checkpointing", "false", "--gradient_checkpointing", "true"], 1)
 
 
+@pytest.mark.bad_input
 def test_more_than_the_models_layers_is_refused():
     done = recipe_process("sft", *COMMON, "--gradient_checkpointing_every", "5")
     assert done.returncode == 2 and "the model has 4 layers" in done.stderr
 
 
+@pytest.mark.fault
 def test_out_of_memory_is_one_sentence(tmp_path):
     """A step that raises torch.OutOfMemoryError, as a GPU's allocator would."""
     script = tmp_path / "oom.py"

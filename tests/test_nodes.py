@@ -72,6 +72,7 @@ def come(port, rank, facts=FACTS, ready=None, **more):
         raise
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize("words", [
     ["--nnodes", "two"], ["--nnodes", "3:2", "--node_rank", "0"], ["--nnodes", "2"], ["--nnodes", "2", "--node_rank", "2"],
     ["--nnodes", "2", "--node_rank", "0"], ["--nnodes", "2", "--node_rank", "0", "--master_addr", "a", "--port", "65535"],
@@ -95,6 +96,7 @@ def test_one_machine_needs_no_place_and_two_are_placed():
     assert (found.least, found.most, found.rank, found.port) == (1, 4, 3, place.PORT)
 
 
+@pytest.mark.fault
 def test_agreed_and_lost(port, tmp_path):
     (first, folder), (second, theirs) = together(lambda: come(port, 0), lambda: come(port, 1))
     assert folder == theirs == ROOT / "runs" / "a" and first.processes == second.processes == 2
@@ -116,6 +118,7 @@ def test_agreed_and_lost(port, tmp_path):
     first.close()
 
 
+@pytest.mark.fault
 def test_a_signal_to_one_names_one_step_for_all(port, tmp_path):
     (first, _), (second, _) = together(lambda: come(port, 0), lambda: come(port, 1))
     first.order(1, {0: 1, 1: 1}, [])
@@ -137,6 +140,7 @@ def test_a_signal_to_one_names_one_step_for_all(port, tmp_path):
         crew.close()
 
 
+@pytest.mark.fault
 def test_the_nodes_that_do_not_come_are_named(port):
     def only_first():
         return come(port, 0, most=3, timeout=1.5)
@@ -159,6 +163,7 @@ def test_elastic_begins_with_those_that_are_there(port):
     first.close()
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize("key", ["software", "job"])
 def test_who_differs_is_named(port, key):
     other = {"facts": FACTS | {"torch": "3"}} if key == "software" else {"ready": {"data": "y"}}
@@ -167,6 +172,7 @@ def test_who_differs_is_named(port, key):
         assert f"{what} is not the same on all nodes: node 0 (" in str(error) and "node 1 (" in str(error)
 
 
+@pytest.mark.bad_input
 def test_a_number_that_is_taken_and_a_port_in_use(port):
     first, second = together(
         lambda: nodes.Nodes(at(port, 0, most=3), 1, FACTS, SECRET),
@@ -180,6 +186,7 @@ def test_a_number_that_is_taken_and_a_port_in_use(port):
     first.close()
 
 
+@pytest.mark.fault
 def test_node_0_that_is_not_there(port):
     began = time.monotonic()
     with pytest.raises(UserError, match=f"PORT={port}: cannot be reached from .* within 1 s"):
@@ -201,6 +208,7 @@ def ended_with(files):
     return {"number": 1, "code": 1, "hung": None, "killed": False, "files": files}
 
 
+@pytest.mark.injection
 @pytest.mark.parametrize("content", ["{x", "[]", "null", "[" * 100_000, '{"id": "x", "beat": 1}', "\udcff"])
 def test_what_is_not_signed_is_ignored_and_said_once(port, capfd, content):
     (first, _), (second, _) = together(lambda: come(port, 0), lambda: come(port, 1))
@@ -223,6 +231,7 @@ def test_what_is_not_signed_is_ignored_and_said_once(port, capfd, content):
         crew.close()
 
 
+@pytest.mark.injection
 def test_an_order_and_files_of_a_stranger_have_no_effect(port, tmp_path):
     (first, _), (second, _) = together(lambda: come(port, 0), lambda: come(port, 1))
     first.order(1, {0: 1, 1: 1}, ["--zero", "2"])
@@ -244,7 +253,8 @@ def test_an_order_and_files_of_a_stranger_have_no_effect(port, tmp_path):
     first.close()
 
 
-def test_files_of_a_node_have_names_of_a_list(tmp_path):
+@pytest.mark.injection
+def test_files_of_a_node_have_names_of_a_list(tmp_path, record_property):
     records = tmp_path / "records"
     records.mkdir()
     good = {"rank3.json": "{}", "stack3.txt": "a", "pulse3": "b", "exits.json": "{}"}
@@ -259,10 +269,12 @@ def test_files_of_a_node_have_names_of_a_list(tmp_path):
         "..",
         "",
     ]
+    record_property("cases", len(bad))
     nodes._put(good | dict.fromkeys(bad, "x"), records)
     assert sorted(file.name for file in tmp_path.rglob("*")) == sorted([*good, "records"])
 
 
+@pytest.mark.injection
 def test_a_signature_holds_for_one_key_and_documents_have_a_shape():
     board = {"beat": 1, "nodes": {}}
     text = documents.signed(SECRET, "board", board).encode()
@@ -275,6 +287,7 @@ def test_a_signature_holds_for_one_key_and_documents_have_a_shape():
             documents.read(SECRET, "board", documents.signed(SECRET, "board", wrong).encode())
 
 
+@pytest.mark.injection
 def test_a_document_of_earlier_is_no_news(port):
     first, second = together(
         lambda: nodes.Nodes(at(port, 0), 1, FACTS, SECRET), lambda: nodes.Nodes(at(port, 1), 1, FACTS, SECRET)
@@ -295,6 +308,7 @@ def test_a_document_of_earlier_is_no_news(port):
     first.close()
 
 
+@pytest.mark.injection
 def test_flags_come_from_each_nodes_own_command_line(tmp_path):
     own = [
         "--model",
@@ -324,6 +338,7 @@ def test_flags_come_from_each_nodes_own_command_line(tmp_path):
 # --- the secret ---
 
 
+@pytest.mark.injection
 def test_the_secret_is_in_the_environment_or_beside_the_run_folder(port, tmp_path, monkeypatch):
     out = ["--output_dir", str(tmp_path / "runs" / "a")]
     monkeypatch.setenv(job_secret.VARIABLE, "sixteen letters.")
@@ -352,6 +367,7 @@ def test_the_secret_is_in_the_environment_or_beside_the_run_folder(port, tmp_pat
         pass
 
 
+@pytest.mark.injection
 def test_the_store_listens_on_the_address_of_node_0_only(port):
     crew = nodes.Nodes(at(port, 0), 1, FACTS, SECRET)
     others = [a for found in place.interfaces().values() for a in found if "." in a and not a.startswith("127.")]
@@ -369,7 +385,8 @@ def test_difference_counts_the_others():
     assert "a has 1, b (and 1 more) has 2" in peers.difference([("a", {"x": 1}), ("b", {"x": 2}), ("c", {"x": 2})])
 
 
-def test_hostfiles(tmp_path):
+@pytest.mark.bad_input
+def test_hostfiles(tmp_path, record_property):
     file = tmp_path / "hosts"
     file.write_text("# ours\none slots=4\ntwo slots=2\n")
     assert [(h.name, h.slots, h.whole) for h in hostfile.read(file)] == [
@@ -379,12 +396,14 @@ def test_hostfiles(tmp_path):
     assert [(h.name, h.slots, h.whole) for h in hostfile.read(file, include="one:1,3")] == [("one", [1, 3], False)]
     assert [h.name for h in hostfile.read(file, exclude="one")] == ["two"]
     assert [len(h.slots) for h in hostfile.read(file, gpus="2")] == [2, 2]
-    for text, more, sentence in (
+    wrong = (
         ("one\n", {}, "bad entry: one"), ("", {}, "empty"), ("one slots=1\none slots=1\n", {}, "multiple entries for one"),
         ("one slots=1\n", {"gpus": "2"}, "has 1 slots"), ("one slots=1\n", {"gpus": "x"}, "GPUS=x"),
         ("-oProxyCommand=x slots=1\n", {}, "-oProxyCommand=x: is no name of a host"),
         ("one slots=1\n", {"include": "two"}, "'two' not found"), ("one slots=1\n", {"exclude": "one"}, "no host"),
-    ):  # fmt: skip
+    )  # fmt: skip
+    record_property("cases", len(wrong) + 1)
+    for text, more, sentence in wrong:
         file.write_text(text)
         with pytest.raises(UserError, match=sentence):
             hostfile.read(file, **more)
@@ -428,6 +447,7 @@ def test_doctor_looks_at_what_several_need(tmp_path, monkeypatch):
     assert any(name == "ports" for name, _ in found) and ("starting", "ok") in found
 
 
+@pytest.mark.fault
 def test_a_disk_that_is_not_shared_is_seen(tmp_path):
     assert not links._seen(tmp_path / "mark", seconds=0.1)
     (tmp_path / "mark").touch()
@@ -455,6 +475,7 @@ def test_two_machines_train_as_one_does(tmp_path):
     assert any(sentence.startswith("links between nodes") for sentence in found.json("run.json")["decisions"])
 
 
+@pytest.mark.injection
 def test_a_host_is_no_option_of_ssh(tmp_path):
     client, said = tmp_path / "ssh", tmp_path / "said"
     client.write_text(f'#!/bin/sh\necho "$@" >> {shlex.quote(str(said))}\n')

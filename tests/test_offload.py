@@ -47,6 +47,7 @@ def written(tmp_path, section, **top):
 # --- what is refused ---
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
@@ -87,6 +88,7 @@ def test_flags_refused(flags, says):
 CPU = {"device": "cpu", "pin_memory": False}
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("section", "top", "flags", "says"),
     [
@@ -168,6 +170,7 @@ def test_harmless_literals_need_no_stage_3(tmp_path):
     assert offload.asked(found) == [] and found.zero == "2"
 
 
+@pytest.mark.bad_input
 def test_node_that_hpz_does_not_divide(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert (
@@ -177,6 +180,7 @@ def test_node_that_hpz_does_not_divide(monkeypatch):
         parse("--zero_hpz_partition_size", "4", ranks=8)
 
 
+@pytest.mark.bad_input
 def test_missing_libaio_is_one_sentence(monkeypatch, disk):
     from deepspeed.ops import op_builder
 
@@ -185,6 +189,7 @@ def test_missing_libaio_is_one_sentence(monkeypatch, disk):
         parse("--offload", "all", "--offload_path", str(disk))
 
 
+@pytest.mark.bad_input
 def test_file_system_without_direct_io_is_refused(monkeypatch, tmp_path):
     really_open = os.open
 
@@ -266,6 +271,7 @@ def test_what_depends_on_the_size(libaio, disk, monkeypatch):
 # --- compiled ops ---
 
 
+@pytest.mark.fault
 def test_a_lock_left_by_a_killed_build(tmp_path, capsys):
     lock = tmp_path / "lock"
     lock.touch()

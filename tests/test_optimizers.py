@@ -62,10 +62,13 @@ def _train(kind, dtype, steps, lr=1e-2, **kwargs):
     return weights.detach().float()
 
 
-def test_adamw_in_fp32_is_torchs_also_over_many_chunks(monkeypatch):
+@pytest.mark.oracle
+def test_adamw_in_fp32_is_torchs_also_over_many_chunks(monkeypatch, record_property):
     wanted = _train(torch.optim.AdamW, torch.float32, 20, weight_decay=0.1)
     monkeypatch.setattr(stochastic, "CHUNK", 77)
-    torch.testing.assert_close(_train(stochastic.AdamW, torch.float32, 20, weight_decay=0.1), wanted)
+    found = _train(stochastic.AdamW, torch.float32, 20, weight_decay=0.1)
+    record_property("relative_difference", ((found - wanted).norm() / wanted.norm()).item())
+    torch.testing.assert_close(found, wanted)
 
 
 def test_small_updates_arrive_in_bf16_only_with_stochastic_rounding():
@@ -80,6 +83,7 @@ def test_small_updates_arrive_in_bf16_only_with_stochastic_rounding():
     assert moved[stochastic.AdamW][large].abs().max() > 0 and abs(sums[0] - sums[1]) < spread
 
 
+@pytest.mark.oracle
 def test_sophia_follows_algorithm_3():
     """arXiv 2305.14342, by hand in plain floats: an estimate before steps 1 and 3 (k = 2), clipping and weight decay."""
     lr, b1, b2, gamma, eps, decay, tokens = 0.1, 0.96, 0.99, 0.05, 1e-12, 0.2, 50
@@ -109,6 +113,7 @@ def test_sophia_follows_algorithm_3():
     assert True in clipped and False in clipped
 
 
+@pytest.mark.oracle
 def test_sampled_labels_follow_the_softmax_and_do_not_depend_on_the_split():
     logits = torch.tensor([2.0, 0.0, 1.0, -3.0]).expand(6, 4000, 4)
     labels = torch.randint(0, 4, (6, 4000), generator=torch.Generator().manual_seed(0))
@@ -132,6 +137,7 @@ class Linear(torch.nn.Module):
         return SimpleNamespace(logits=inputs @ self.weight.T)
 
 
+@pytest.mark.oracle
 def test_the_estimator_is_the_gauss_newton_diagonal_on_average():
     torch.manual_seed(0)
     net, x = Linear(5, 3), torch.randn(4, 9, 3)  # the last position predicts nothing
@@ -166,6 +172,7 @@ def parse(*flags, world=1):
     return args.parse("sft", [*COMMON, *CPU, *flags], world)
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -195,12 +202,14 @@ def test_refusals(flags, words, monkeypatch):
         parse(*flags.split())
 
 
+@pytest.mark.bad_input
 def test_fp16_on_a_cpu_without_it(monkeypatch):
     monkeypatch.setattr(type(get_accelerator()), "is_fp16_supported", lambda self: False)
     with pytest.raises(UserError, match="no fp16 arithmetic"):
         parse("--zero", "2", "--fp16", "true")
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize("name", [n for n, e in optimizers.OPTIMIZERS.items() if e.module])
 def test_a_missing_package_names_its_install_line(name, monkeypatch):
     find = optimizers.importlib.util.find_spec
@@ -212,6 +221,7 @@ def test_a_missing_package_names_its_install_line(name, monkeypatch):
         parse("--optim", name)
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize("name", ["galore_adamw", "apollo_adamw"])
 def test_projected_optimizers_are_for_stage_0(name, monkeypatch):
     monkeypatch.setattr(optimizers.importlib.util, "find_spec", lambda n: True)
@@ -229,6 +239,7 @@ def _json(tmp_path, **more):
     return str(file)
 
 
+@pytest.mark.bad_input
 def test_the_users_json_is_matched(tmp_path):
     section = {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}
     with pytest.raises(UserError, match='has an "optimizer" section'):

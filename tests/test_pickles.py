@@ -105,6 +105,7 @@ def test_an_honest_one_is_taken(saved):
     assert checkpoint.fault(saved) == "" and shards.saved_by(saved) == ("2", 1)
 
 
+@pytest.mark.injection
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_nothing_runs(saved, attack):
     attack(saved)
@@ -116,6 +117,7 @@ def test_nothing_runs(saved, attack):
     assert not (saved.parent / "struck").exists()
 
 
+@pytest.mark.injection
 @pytest.mark.parametrize("attack", [no_archive, plain_pickle, foreign_name])
 def test_nothing_runs_where_it_was_not_looked_at_before(saved, attack):
     """The readers refuse for themselves what changed after the look: this kit's and DeepSpeed's."""
@@ -129,6 +131,7 @@ def test_nothing_runs_where_it_was_not_looked_at_before(saved, attack):
     assert not (saved.parent / "struck").exists() and pickles.FORCE not in os.environ
 
 
+@pytest.mark.injection
 def test_a_link_within_the_checkpoint_is_no_fault(saved):
     (saved / "global_step2").rename(saved / "shards")
     (saved / "global_step2").symlink_to("shards", target_is_directory=True)

@@ -37,12 +37,15 @@ def errors_above(rows, bound):
     return {row["case"]: row["error"] for row in rows if abs(row["error"]) > bound}
 
 
-def test_a_ghost_has_the_bytes_of_real_tensors():
+@pytest.mark.oracle
+def test_a_ghost_has_the_bytes_of_real_tensors(record_property):
     """Every phase of five settings, through the kit's trainer and the real engine as one rank of N."""
     rows = benchmark.compare(FEW)
+    record_property("relative_difference", max(abs(row["error"]) for row in rows))
     assert errors_above(rows, 0) == {}
 
 
+@pytest.mark.oracle
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_ghost_has_the_bytes_of_real_tensors_everywhere():
@@ -64,6 +67,7 @@ def full_rows(tmp_path_factory):
     return file
 
 
+@pytest.mark.oracle
 @pytest.mark.slow
 def test_a_ghost_equals_two_real_ranks(full_rows, tmp_path):
     """Recipes on two gloo processes, followed by --memory_report, against ghosts of both ranks."""
@@ -480,6 +484,7 @@ def test_a_real_plan_from_the_command_line(tmp_path):
 # --- mistakes ---
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -511,6 +516,7 @@ def test_mistakes(words, said, monkeypatch):
     assert said in str(error.value)
 
 
+@pytest.mark.bad_input
 def test_a_folder_without_config(tmp_path):
     with pytest.raises(UserError, match=r"the folder has no config.json"):
         planner.main(["--gpu", "h100-80g", "--model", str(tmp_path)])
@@ -532,6 +538,7 @@ def test_gpus_of_the_users_own(tmp_path, monkeypatch):
 # --- the check before a launch ---
 
 
+@pytest.mark.bad_input
 def test_a_job_that_does_not_fit_is_refused_before_it_starts(tmp_path):
     common = ["--output_dir", str(tmp_path / "run"), "--max_steps", "1", "--num_samples", "0", "--memory_limit"]
     done = recipe_process("sft", *common, "0.01")
@@ -629,6 +636,7 @@ def test_answers_are_kept_by_question(tmp_path):
     assert ghost._key(asked[0]) != ghost._key(ghost.question("sft", [*flags, "--zero", "3"], 2))
 
 
+@pytest.mark.bad_input
 def test_an_unknown_model_fails_in_words(tmp_path):
     config = tmp_path / "config.json"
     config.write_text(json.dumps({"model_type": "no-such-model"}))

@@ -52,6 +52,7 @@ def test_auto_is_a_word_for_the_probe():
                      "--effective_batch_size", "8", "--probe", "false"]  # fmt: skip
 
 
+@pytest.mark.injection
 def test_the_answer_lies_in_a_folder_of_this_user(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr(probe, "search", lambda *_: argparse.Namespace(size=4))
@@ -109,6 +110,7 @@ def test_presets_train(tmp_path):
     assert len({round(run.losses[0], 4) for name, run in runs.items()}) == 1  # the first loss knows no optimizer
 
 
+@pytest.mark.bad_input
 def test_unknown_preset():
     with pytest.raises(UserError, match="--preset gpu-7g: there are gpu-12g"):
         args.parse("sft", ["--preset", "gpu-7g"], 1)

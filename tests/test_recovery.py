@@ -16,6 +16,8 @@ from conftest import ROOT, TINY, Run
 
 from zerofit import args, checkpoint, errors, failure, postmortem, recovery, supervise
 
+pytestmark = pytest.mark.fault
+
 COMMON = [
     "--data", str(TINY / "train.jsonl"), "--max_samples", "64", "--max_length", "64", "--effective_batch_size", "8",
     "--per_device_train_batch_size", "4", "--learning_rate", "1e-3", "--max_steps", "6", "--logging_steps", "1",

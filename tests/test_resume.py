@@ -110,6 +110,7 @@ def test_the_same_world_goes_on_bit_for_bit(tmp_path):
         assert runs[f"{name}>"].grad_norms == runs[name].grad_norms[4:], name
 
 
+@pytest.mark.oracle
 @pytest.mark.slow
 @pytest.mark.parametrize("zero", ["0", "2", "3"])
 def test_a_checkpoint_of_plain_transformers(tmp_path, zero):
@@ -181,6 +182,7 @@ def test_make_resume_on_another_number_of_processes(runs, tmp_path):
     assert Run(folder).losses == pytest.approx(runs["3"].losses, rel=TOLERANCE["fp32"])
 
 
+@pytest.mark.bad_input
 def test_an_effective_batch_that_cannot_be_dealt_out(runs):
     words = [sys.executable, "-m", "zerofit", "resume", "--gpus", "3", str(runs["0"].folder)]
     (runs["0"].folder / "result.json").unlink()

@@ -129,6 +129,7 @@ def test_cpu_ranks_ask_for_no_gpu(printed):
     assert "gpus-per-node" not in text and "#SBATCH --cpus-per-task=2\n" in text
 
 
+@pytest.mark.injection
 def test_the_words_reach_every_machine_as_they_were(printed, bash, tmp_path):
     odd = 'it\'s "odd" $HOME `id` \\ % *'
     text = printed("--nodes", 2, "--gpus", 4, "--out", tmp_path / odd, RECIPE, "--zero", "3", "--run_name", odd)
@@ -144,6 +145,7 @@ def test_the_words_reach_every_machine_as_they_were(printed, bash, tmp_path):
     assert not any(words[1] == "requeue" or words[0] == "scancel" for words in said)
 
 
+@pytest.mark.injection
 def test_each_start_has_a_secret_of_its_own(printed, bash, tmp_path):
     text = printed("--nodes", 2, "--out", tmp_path / "run", RECIPE)
     text = text.replace(
@@ -164,6 +166,7 @@ def test_the_template_itself_is_a_batch_script(bash, tmp_path):
     ]  # fmt: skip
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize(
     ("code", "restarts", "again"),
     [(0, 0, False), (1, 0, False), (2, 0, False), (3, 0, False), (75, 99, True), (143, 0, True), (138, 9, True), (143, 10, False)],
@@ -184,6 +187,7 @@ def test_a_cancelled_run_is_not_queued_again(printed, bash, tmp_path):
     assert ["scancel", "12007"] not in bash(text, CODE="0")[2]  # it had finished
 
 
+@pytest.mark.fault
 def test_a_job_that_slurm_ends_waits_for_its_ranks_and_leaves_the_queue_to_slurm(printed, bash, tmp_path):
     text = printed("--out", tmp_path / "run", RECIPE)
     code, _, said = bash(text, term_after=0.1, CODE="75", LASTS="6")
@@ -205,6 +209,7 @@ def test_a_sweep(printed, bash, tmp_path):
     ]  # fmt: skip
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
@@ -215,11 +220,15 @@ def test_a_sweep(printed, bash, tmp_path):
         (["--gpus", "0", RECIPE], "GPUS=0"),
         (["--sbatch", "exclusive", RECIPE], "'exclusive' is no option of sbatch"),
         (["--sbatch", "--mail 'x", RECIPE], "cannot be split"),
-        (["--sbatch", "'--comment x\ntouch /tmp/y\n'", RECIPE], "is no option of sbatch"),
-        (["--sbatch", "'--comment\ntouch=1'", RECIPE], "is no option of sbatch"),
-        (["--sbatch", "'-\n'", RECIPE], "is no option of sbatch"),
-        (["--sbatch", "--mem=0 'a\nb'", RECIPE], "is no option of sbatch"),
-        (["--sbatch", "--comment 'a\nb'", RECIPE], "line break"),
+        pytest.param(
+            ["--sbatch", "'--comment x\ntouch /tmp/y\n'", RECIPE], "is no option of sbatch", marks=pytest.mark.injection
+        ),
+        pytest.param(
+            ["--sbatch", "'--comment\ntouch=1'", RECIPE], "is no option of sbatch", marks=pytest.mark.injection
+        ),
+        pytest.param(["--sbatch", "'-\n'", RECIPE], "is no option of sbatch", marks=pytest.mark.injection),
+        pytest.param(["--sbatch", "--mem=0 'a\nb'", RECIPE], "is no option of sbatch", marks=pytest.mark.injection),
+        pytest.param(["--sbatch", "--comment 'a\nb'", RECIPE], "line break", marks=pytest.mark.injection),
         (["--nodes", "3", RECIPE, "--effective_batch_size", "8"], "8"),
         ([RECIPE, "--resume_from_checkpoint", "runs/x/checkpoint-5"], "name that folder with OUT=... and use auto"),
         (["--out", "a\nb", RECIPE], "line break"),
@@ -234,6 +243,7 @@ def test_what_is_refused(printed, monkeypatch, words, sentence):
     assert sentence in str(refused.value) and "hf_secret_value" not in str(refused.value)
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
@@ -249,6 +259,7 @@ def test_what_is_refused_in_a_sweep(printed, tmp_path, line, sentence):
         printed("--sweep", tmp_path / "sweep.txt", RECIPE)
 
 
+@pytest.mark.bad_input
 def test_no_slurm_here(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match=r"sbatch is not installed here.*login node.*--print"):
@@ -283,6 +294,7 @@ def test_how_a_run_stands(tmp_path, capsys):
     assert capsys.readouterr().out == f"{run}: finished after 1,200 steps, train loss 0.2500\n"
 
 
+@pytest.mark.injection
 @pytest.mark.parametrize("facts", [{"job_id": "--me"}, {"job_id": "12 --me"}, {"job_id": "7", "cluster": "a,all b"},
                                    {"job_id": "12\n"}, {"job_id": ["7"]}])  # fmt: skip
 def test_a_job_number_that_is_none_reaches_no_command(tmp_path, monkeypatch, facts):

@@ -134,6 +134,7 @@ def test_rows_without_an_answer_keep_their_place(tokenizer, capsys):
     assert "x.jsonl:2: no answer left" in capsys.readouterr().out
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
@@ -151,6 +152,7 @@ def test_what_needs_all_rows_is_refused(flags, says):
         resolve.settings("sft", [*FLAGS, *flags], 1)
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize("workers", [pytest.param("0", marks=pytest.mark.slow), "1"])
 def test_a_broken_row_met_while_training_is_one_sentence(tmp_path, workers):
     file = tmp_path / "rows.jsonl"
@@ -168,6 +170,7 @@ def test_a_broken_row_met_while_training_is_one_sentence(tmp_path, workers):
     assert facts["streaming"] and facts["rows"] == stream.PREVIEW
 
 
+@pytest.mark.bad_input
 def test_bad_rows_of_a_stream_keep_their_place_and_train_on_nothing(tmp_path, tokenizer):
     settings = SimpleNamespace(
         packing=False, max_length=64, truncation="truncate_right", columns=None, data_format="auto", bad_rows="drop"

@@ -173,8 +173,9 @@ def test_lora_leaves_the_base_bit_identical(runs, name):
     assert witness["frozen_before"] == witness["frozen_after"]
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize(("name",), marked([(n,) for n in cases_of_two_ranks() if "micro" not in n]))
-def test_final_loads_in_plain_libraries_with_the_same_logits(runs, name):
+def test_final_loads_in_plain_libraries_with_the_same_logits(runs, name, record_property):
     from peft import AutoPeftModelForCausalLM
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -185,6 +186,8 @@ def test_final_loads_in_plain_libraries_with_the_same_logits(runs, name):
     assert AutoTokenizer.from_pretrained(final).chat_template
     with torch.no_grad():
         logits = model(input_ids=saved["input_ids"]).logits
+    difference = (logits.float() - saved["logits"].float()).norm() / saved["logits"].float().norm()
+    record_property("relative_difference", difference.item())
     if precision_of(name) == "fp32":
         torch.testing.assert_close(logits, saved["logits"], rtol=1e-5, atol=1e-5)
     else:

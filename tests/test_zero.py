@@ -100,6 +100,7 @@ def test_same_value_in_both_places_is_no_contradiction(write):
     assert found.gradient_accumulation_steps == 2
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("config", "flags", "says"),
     [
@@ -151,6 +152,7 @@ def test_stage_3_always_saves_whole_weights(write):
         parse("--deepspeed", write({"zero_optimization": {"stage": 3, key: False}}))
 
 
+@pytest.mark.bad_input
 def test_missing_and_binary_files(tmp_path):
     with pytest.raises(UserError, match="cannot be read"):
         parse("--deepspeed", str(tmp_path / "none.json"))

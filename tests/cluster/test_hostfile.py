@@ -54,6 +54,7 @@ def test_one_line_starts_both(beside, tmp_path):
     nothing_is_left(bed)
 
 
+@pytest.mark.fault
 def test_ctrl_c_and_a_starter_that_is_killed(beside, tmp_path):
     bed, file = beside
     for how, code in ((signal.SIGINT, 130), (signal.SIGKILL, -9)):
@@ -65,6 +66,7 @@ def test_ctrl_c_and_a_starter_that_is_killed(beside, tmp_path):
         nothing_is_left(bed)
 
 
+@pytest.mark.fault
 def test_sigterm_saves(beside, tmp_path):
     bed, file = beside
     out = tmp_path / "run"
@@ -76,6 +78,7 @@ def test_sigterm_saves(beside, tmp_path):
     nothing_is_left(bed)
 
 
+@pytest.mark.bad_input
 def test_what_is_refused_before_anything_starts(beside, tmp_path):
     bed, file = beside
     bad = tmp_path / "bad"

@@ -90,6 +90,7 @@ def test_two_machines_train_as_one_does(hosts, tmp_path, on_one_machine, recipe,
     nothing_is_left(bed)
 
 
+@pytest.mark.fault
 def test_four_machines_with_delay_and_loss(hosts, tmp_path):
     bed, out = hosts(4), tmp_path / "run"
     for host in (bed[1], bed[2], bed[3]):
@@ -101,6 +102,7 @@ def test_four_machines_with_delay_and_loss(hosts, tmp_path):
     nothing_is_left(bed)
 
 
+@pytest.mark.fault
 def test_a_machine_that_is_missing(hosts, tmp_path):
     bed = hosts(3)
     flags = [*SHORT, "--effective_batch_size", "12", "--output_dir", str(tmp_path / "run")]
@@ -113,6 +115,7 @@ def test_a_machine_that_is_missing(hosts, tmp_path):
     nothing_is_left(bed)
 
 
+@pytest.mark.fault
 def test_node_0_that_is_missing_and_a_name_that_nobody_knows(hosts, tmp_path):
     first, second = bed = hosts(2)
     flags = [*SHORT, "--output_dir", str(tmp_path / "run")]
@@ -125,6 +128,7 @@ def test_node_0_that_is_missing_and_a_name_that_nobody_knows(hosts, tmp_path):
     nothing_is_left(bed)
 
 
+@pytest.mark.bad_input
 def test_other_arguments_data_and_recipe_files(hosts, tmp_path):
     first, second = bed = hosts(2)
     out = ["--output_dir", str(tmp_path / "run")]
@@ -152,6 +156,7 @@ def test_other_arguments_data_and_recipe_files(hosts, tmp_path):
     nothing_is_left(bed)
 
 
+@pytest.mark.bad_input
 def test_torchrun_by_hand_finds_other_data_too(hosts, tmp_path):
     bed = hosts(2)
     other = tmp_path / "other.jsonl"
@@ -168,6 +173,7 @@ def test_torchrun_by_hand_finds_other_data_too(hosts, tmp_path):
     nothing_is_left(bed)
 
 
+@pytest.mark.fault
 def test_elastic_torchrun_by_hand_goes_on_with_the_machine_that_is_left(hosts, tmp_path, undisturbed):
     first, second = bed = hosts(2)
     out = tmp_path / "run"
@@ -187,6 +193,7 @@ def test_elastic_torchrun_by_hand_goes_on_with_the_machine_that_is_left(hosts, t
     nothing_is_left(bed)
 
 
+@pytest.mark.fault
 def test_sigterm_to_one_saves_on_all_and_resumes(hosts, tmp_path, undisturbed):
     first, second = bed = hosts(2)
     out = tmp_path / "run"
@@ -204,6 +211,7 @@ def test_sigterm_to_one_saves_on_all_and_resumes(hosts, tmp_path, undisturbed):
     nothing_is_left(bed)
 
 
+@pytest.mark.fault
 def test_ctrl_c_ends_all(hosts, tmp_path):
     bed = hosts(2)
     started = [launch(host, r, "sft", [*LONG, "--output_dir", str(tmp_path / "run")]) for r, host in enumerate(bed)]
@@ -213,6 +221,7 @@ def test_ctrl_c_ends_all(hosts, tmp_path):
     nothing_is_left(bed)
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize("cut", [False, True])
 def test_a_machine_that_dies_comes_back(hosts, tmp_path, undisturbed, cut):
     first, second = bed = hosts(2)
@@ -234,6 +243,7 @@ def test_a_machine_that_dies_comes_back(hosts, tmp_path, undisturbed, cut):
     nothing_is_left(bed)
 
 
+@pytest.mark.fault
 def test_a_link_that_is_cut_for_good(hosts, tmp_path):
     first, second = bed = hosts(2)
     flags = [*LONG, "--max_restarts", "0", "--output_dir", str(tmp_path / "run")]
@@ -248,6 +258,7 @@ def test_a_link_that_is_cut_for_good(hosts, tmp_path):
     nothing_is_left(bed)
 
 
+@pytest.mark.fault
 def test_a_run_folder_that_is_not_shared(hosts, tmp_path):
     """Refused; with --node_local_storage each machine keeps its part, goes on from it, and the parts make a whole."""
     disk = tmp_path / "disk"
@@ -296,6 +307,7 @@ def test_a_run_folder_that_is_not_shared(hosts, tmp_path):
     assert states.step == 10 and all(states.whole(name).isfinite().all() for name in states.shapes)
 
 
+@pytest.mark.fault
 def test_elastic_one_joins_one_leaves_and_comes_again(hosts, tmp_path):
     first, second, third = bed = hosts(3)
     out = tmp_path / "run"

@@ -100,6 +100,7 @@ def test_two_nodes(cluster, undisturbed, capsys):
     assert orphans(undisturbed.folder) == []
 
 
+@pytest.mark.fault
 def test_the_limit_is_near(cluster, tmp_path):
     """SLURM's own warning, a minute before the limit of two (its clock is coarse: up to a minute earlier)."""
     run = tmp_path / "run"
@@ -116,6 +117,7 @@ def test_the_limit_is_near(cluster, tmp_path):
     assert [m["step"] for m in Run(run).metrics] == list(range(1, len(Run(run).metrics) + 1))
 
 
+@pytest.mark.fault
 def test_preempted_and_resumed(cluster, undisturbed, tmp_path):
     run = tmp_path / "run"
     number = submitted(run, "recipes/sft.py", *FLAGS, "--max_steps", str(STEPS))
@@ -134,6 +136,7 @@ def test_preempted_and_resumed(cluster, undisturbed, tmp_path):
     assert orphans(run) == []
 
 
+@pytest.mark.fault
 def test_preempted_before_the_first_step(cluster, tmp_path):
     run = tmp_path / "run"
     number = submitted(run, "recipes/sft.py", *FLAGS, "--max_steps", "3")
@@ -145,6 +148,7 @@ def test_preempted_before_the_first_step(cluster, tmp_path):
     assert Run(run).json("result.json")["status"] == "finished"
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize(("gpus", "number"), [("1", "USR1"), ("2", "USR1"), ("1", "TERM"), ("2", "TERM")])
 def test_the_signal_on_one_machine(cluster, tmp_path, gpus, number):
     """With torchrun and without: SLURM signals every process of the job, and still all is saved."""
@@ -191,6 +195,7 @@ def test_a_sweep(cluster, tmp_path, capsys):
     assert rates == [1e-4, 1e-3]
 
 
+@pytest.mark.fault
 def test_a_job_that_fails_keeps_its_exit_code(cluster, tmp_path):
     run = tmp_path / "run"
     number = submitted(run, "recipes/sft.py", *FLAGS, "--model", str(tmp_path / "none"))

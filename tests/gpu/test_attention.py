@@ -54,6 +54,7 @@ def document_by_document(q, k, v, lengths, window):
     return torch.cat(out, 2).transpose(1, 2)
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("dtype", BOUND, ids=str)
 @pytest.mark.parametrize("heads", [(8, 8), (8, 2), (8, 1)], ids=str)
 @pytest.mark.parametrize("width", WIDTHS, ids=str)
@@ -154,6 +155,7 @@ def test_cudnn_is_left_out_where_it_is_wrong():
 # --- the loss without the logits ---
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize(("hidden_type", "weight_type", "autocast", "bound"), [
     ("float32", "float32", None, 1e-5), ("bfloat16", "bfloat16", None, 2e-2), ("float16", "float16", None, 5e-3),
     ("bfloat16", "float32", "bfloat16", 2e-2), ("float32", "float32", "bfloat16", 2e-2),

@@ -81,6 +81,7 @@ def launch_words(folder, flags: str) -> list[str]:
 # --- a full GPU ---
 
 
+@pytest.mark.fault
 def test_out_of_memory_goes_on_with_half_the_batch(tmp_path, start, fill):
     flags = model_and_rows(tmp_path, [1024] * 60) + "--per_device_train_batch_size 16 --effective_batch_size 16 "
     fill(FREE_MIB)
@@ -95,6 +96,7 @@ def test_out_of_memory_goes_on_with_half_the_batch(tmp_path, start, fill):
     assert {file.name for file in job.folder.rglob("oom-rank0.*")} >= {"oom-rank0.txt", "oom-rank0.pickle"}
 
 
+@pytest.mark.fault
 def test_out_of_memory_goes_on_from_the_checkpoint(tmp_path, start, fill):
     """Take eight steps of short rows and three of rows that do not fit."""
     flags = model_and_rows(tmp_path, [128] * 64 + [2048] * 24) + "--train_sampling_strategy sequential --force true "
@@ -107,6 +109,7 @@ def test_out_of_memory_goes_on_from_the_checkpoint(tmp_path, start, fill):
     assert [step["step"] for step in job.steps()] == list(range(1, 12))
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize(("free_mib", "zero"), [(300, "0"), (600, "0"), (900, "2")])
 def test_memory_that_another_process_holds_is_out_of_memory(free_mib, zero, tmp_path, start, fill):
     """Expect exit code 3 whichever library runs out first (CUDA, cuBLAS, cuDNN), or 0 where the rest is enough."""
@@ -158,6 +161,7 @@ def kinds_of(outcome) -> list[str]:
     return [attempt["kind"] for attempt in Run(outcome.folder).json("report.json")["attempts"]]
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize("case", [cases.KILLED], ids=lambda case: case.name)
 def test_a_killed_rank_is_started_again(case, outcomes):
     outcome = outcomes[case.name]
@@ -166,6 +170,7 @@ def test_a_killed_rank_is_started_again(case, outcomes):
     assert [step["step"] for step in outcome.steps] == list(range(1, 61))
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize("case", [cases.STOPPED], ids=lambda case: case.name)
 def test_sigterm_saves_and_ends(case, outcomes):
     outcome = outcomes[case.name]

@@ -68,6 +68,7 @@ def test_precision_is_what_the_gpu_has(cards, precision, tmp_path, monkeypatch):
     assert args.parse("sft", [], 1).precision == precision
 
 
+@pytest.mark.bad_input
 def test_more_processes_than_gpus_are_refused(tmp_path):
     done = zerofit(machine(tmp_path, [H100] * 2), "launch", "--gpus", "4", "recipes/sft.py")
     assert done.returncode == 2 and "GPUS=4: this machine has 2; use GPUS=2." in done.stderr
@@ -126,6 +127,7 @@ UNUSABLE = {
 }
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize("name", UNUSABLE)
 def test_a_gpu_that_torch_cannot_use_is_named(name, tmp_path, monkeypatch):
     options, said = UNUSABLE[name]
@@ -135,6 +137,7 @@ def test_a_gpu_that_torch_cannot_use_is_named(name, tmp_path, monkeypatch):
     assert "this machine has a GPU (2 x NVIDIA H100 80GB HBM3" in str(error.value) and said in str(error.value)
 
 
+@pytest.mark.bad_input
 def test_a_gpu_that_torch_cannot_use_is_no_reason_to_train_on_the_cpu(tmp_path):
     options, said = UNUSABLE["driver"]
     env = machine(tmp_path, [H100] * 2, **options)
@@ -352,6 +355,7 @@ CRASHES = [
 ]
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize("error", GPU_IS_FULL, ids=lambda e: str(e)[:40])
 def test_gpu_memory_that_is_full_in_every_wording(error):
     assert failure.gpu_is_full(raised(error)) and failure.kind(error) == "out of memory"
@@ -364,17 +368,20 @@ def test_other_failures_are_no_out_of_memory(error, monkeypatch):
     assert not failure.gpu_is_full(raised(error)) and failure.kind(error) == "crash"
 
 
+@pytest.mark.fault
 def test_an_internal_error_with_no_memory_left_is_an_out_of_memory(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (GIB // 2, 80 * GIB))
     assert failure.kind(raised(RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR"))) == "out of memory"
 
 
+@pytest.mark.fault
 def test_pinned_memory_is_host_memory():
     with pytest.raises(torch.AcceleratorError) as caught:
         pin_memory(torch.AcceleratorError("CUDA error: out of memory"))
     assert failure.host_is_full(caught.value) and not failure.gpu_is_full(caught.value)
 
 
+@pytest.mark.fault
 def test_a_full_gpu_ends_the_proof_of_packing_as_such(monkeypatch):
     """It is no reason to turn padding_free off."""
 

@@ -1,0 +1,100 @@
+"""docs/reliability.md: how results are counted, and that the page and the marks are there to be counted."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import reliability
+
+TESTS = """
+import pytest
+
+@pytest.mark.fault
+def test_holds(record_property):
+    record_property("cases", 5)
+
+@pytest.mark.fault
+@pytest.mark.parametrize("held", [True, False])
+def test_fails_once(held):
+    assert held
+
+@pytest.mark.fault
+@pytest.mark.skip(reason="no disk")
+def test_skipped():
+    pass
+
+@pytest.mark.fault
+@pytest.mark.slow
+def test_long():
+    pass
+
+@pytest.fixture
+def broken():
+    yield
+    raise OSError
+
+@pytest.mark.injection
+def test_whose_end_fails(broken):
+    pass
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("difference", [1e-7, 3e-6])
+def test_difference(difference, record_property):
+    record_property("relative_difference", difference)
+
+def test_of_no_kind():
+    assert False
+"""
+COUNT = """
+import sys
+sys.path.insert(0, {benchmarks!r})
+import pytest, reliability
+kinds = list(reliability.KINDS)
+recorder = reliability.Recorder(kinds)
+marks = "(" + " or ".join(kinds) + ") and not slow"
+pytest.main(["-q", "-m", marks, "-p", "no:cacheprovider", "-c", "/dev/null", "--rootdir", ".", "."], [recorder])
+print("\\n".join(["", *reliability.tables(recorder.rows, kinds)]))
+"""
+
+
+def test_results_are_counted(tmp_path):
+    (tmp_path / "test_some.py").write_text(TESTS)
+    code = COUNT.format(benchmarks=str(ROOT / "benchmarks"))
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    lines = done.stdout.splitlines()
+    fault = "| 7 | 6 | `test_fails_once[False]` | 1 (marked slow), 1 (no disk) |"
+    assert f"| faults {fault} - |" in lines and f"| `test_some.py` {fault}" in lines, done.stdout + done.stderr
+    assert "| injections | 1 | 0 | `test_whose_end_fails` |  | - |" in lines
+    assert "| `test_some.py` | 2 | 2 |  |  | 3.0e-06 |" in lines
+    assert "| bad inputs | 0 | 0 |  |  | - |" in lines
+
+
+def test_the_generated_part_of_the_page_parses():
+    page = reliability.PAGE.read_text()
+    assert page.count(reliability.BEGIN) == page.count(reliability.END) == 1
+    generated = page.partition(reliability.BEGIN)[2].partition(reliability.END)[0]
+    assert re.search(r"^`python benchmarks/reliability\.py.*`$", generated, re.M)
+    assert re.search(r"^\d{4}-\d\d-\d\d, commit \w+", generated, re.M) and "pytest" not in generated
+    tables = re.findall(r"(?:^\|.*\|\n)+", generated, re.M)
+    assert len(tables) >= 2
+    for rows in tables:
+        head, _, *body = [re.split(r" \| ", row.strip("| \n")) for row in rows.splitlines()]
+        assert head[0] == "tried" and body
+    counts = [
+        [int(n.replace(",", "")) for n in found]
+        for found in re.findall(r"^\| [^|]+ \| ([\d,]+) \| ([\d,]+) \|", generated, re.M)
+    ]
+    assert counts and all(held <= tried for tried, held in counts)
+    assert reliability.written(page, ["x"]).count("\n### ") == 0
+    assert reliability.written(page, generated.strip("\n").splitlines()) == page
+
+
+@pytest.mark.parametrize("kind", reliability.KINDS)
+def test_tests_of_every_kind_are_marked(kind):
+    marked = [line for file in (ROOT / "tests").rglob("test_*.py") if file.name != "test_reliability.py"
+              for line in file.read_text().splitlines() if f"pytest.mark.{kind}" in line]  # fmt: skip
+    assert len(marked) >= 15
