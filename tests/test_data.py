@@ -275,7 +275,7 @@ def test_tokenised_rows_pass_as_they_are(tokenizer):
 
 
 def test_a_tokenizer_without_template_gets_the_plain_one(tokenizer):
-    tokenizer.chat_template = chat.PLAIN_TEMPLATE
+    tokenizer.chat_template = chat.TEMPLATES["plain"]
     ids, labels = encode(tokenizer, EQUAL_ROWS["messages"])
     assert tokenizer.decode(ids).startswith("### User:\nHi")
     assert supervised_text(tokenizer, ids, labels) == "Hello.<|end|>"
@@ -305,10 +305,10 @@ def test_a_template_that_treats_the_last_answer_specially(tokenizer):
 
 
 def test_named_templates(tokenizer, tmp_path):
-    assert chat.choose_template("plain", tokenizer) == chat.PLAIN_TEMPLATE
+    assert chat.choose_template("plain", tokenizer) == chat.TEMPLATES["plain"]
     with pytest.raises(UserError, match="no tokens of this tokenizer"):
         chat.choose_template("chatml", tokenizer)
-    with pytest.raises(UserError, match="no such file, and not one of plain, chatml, llama3"):
+    with pytest.raises(UserError, match="no such file, and not one of plain, chatml, qwen3"):
         chat.choose_template("nonsense", tokenizer)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     tokenizer.chat_template = chat.choose_template("chatml", tokenizer)

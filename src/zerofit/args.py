@@ -237,7 +237,11 @@ class DataArguments:
     data_config: str | None = field(default=None, metadata={"help": "Configuration of a hub data set."})
     data_split: str = field(default="train", metadata={"help": "Split of a hub data set to train on."})
     chat_template: str | None = field(
-        default=None, metadata={"help": "Template file or built-in (plain, chatml, llama3). Default: the tokenizer's."}
+        default=None,
+        metadata={
+            "help": "Template file or built-in (plain, chatml, qwen3, qwen2.5, llama3, llama3.1, gemma, mistral, phi4). "
+            "Default: the tokenizer's."
+        },
     )
     train_on: Literal["assistant", "last_turn", "all", "prompt"] = field(
         default="assistant",
