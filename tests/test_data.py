@@ -696,6 +696,48 @@ def test_bad_rows_of_other_files(tmp_path, tokenizer):
         data.load(settings_for(bad, "--bad_rows", "drop"), tokenizer)
 
 
+def odd_files(folder):
+    """A folder of three good rows, and of files that no row can be made of or that cannot be read to their end."""
+    write(folder, "a.jsonl", QA)
+    write(folder, "columns.jsonl", [{"foo": 1}] * 150)  # more than are looked at for the format
+    write(folder, "config.json", json.dumps({"lr": 1}, indent=1))
+    write(folder, "list.json", "[1, 2")
+    write(folder, "twice.csv", "question,question\na,b\n")
+    write(folder, "quote.csv", 'question,answer\na,b\n"c,d\n')
+    write(folder, "table.parquet", "no table")
+    (folder / "latin.jsonl").write_bytes('{"question": "é", "answer": "b"}\n'.encode("latin-1"))
+    cut = gzip.compress(b"question,answer\n" + b"a,b\n" * 5)
+    (folder / "zip.csv.gz").write_bytes(cut[:-9])
+    return folder
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("streaming", [False, True])
+def test_odd_files_in_a_folder_are_counted_by_reason(tmp_path, tokenizer, streaming):
+    folder = odd_files(tmp_path)
+    flags = ("--streaming", "true", "--max_steps", "1") if streaming else ()
+    train, _ = data.load(settings_for(folder, "--bad_rows", "drop", *flags), tokenizer)
+    assert train.statistics["format"] == "question/answer"
+    assert train.statistics["kept"] == 3
+    found = {place: entry for entry in train.statistics["bad_rows"].values() for place in entry["first"][:1]}
+    reasons = {place.removeprefix(f"{folder}/"): (entry["rows"], entry["exact"]) for place, entry in found.items()}
+    said = {
+        "columns.jsonl:1": (150, "no known format in the columns foo"),
+        "config.json": (1, "is one JSON object over several lines"),
+        "list.json:1:6": (1, "not valid JSON"),
+        "twice.csv:1": (1, "has several columns named 'question'"),
+        "quote.csv:3": (1, "not valid CSV"),
+        "table.parquet": (1, "not a readable Parquet file"),
+        "latin.jsonl": (1, "is not UTF-8 text"),
+        "zip.csv.gz": (1, "cannot be read"),
+    }
+    assert reasons.keys() == said.keys()
+    for place, (rows_of, words) in said.items():
+        assert reasons[place][0] == rows_of and reasons[place][1].startswith(words), place
+    with pytest.raises(UserError, match=r"columns.jsonl:1: no known format"):
+        data.load(settings_for(folder, *flags), tokenizer)
+
+
 @pytest.mark.parametrize(
     ("row", "guess"),
     [

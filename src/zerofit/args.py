@@ -254,7 +254,7 @@ class DataArguments:
     )
     bad_rows: Literal["error", "drop"] = field(
         default="error",
-        metadata={"help": "A row that cannot be used ends the run, or is left out and counted by reason."},
+        metadata={"help": "A row or file that cannot be used ends the run, or is left out and counted by reason."},
     )
     max_samples: int | None = field(default=None, metadata={"help": "Use only the first N training rows."})
     streaming: bool = field(
