@@ -262,13 +262,17 @@ REASONED_CALLS = [
 ]
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused_with_the_built_in_that_does_not():
+def test_a_template_that_rewrites_earlier_turns_is_refused_or_said_with_the_built_in_that_does_not():
     tokenizer = tokenizer_of("qwen3")
     row = {"messages": REASONED_CALLS}
+    dropped = {"messages": [user("Hi"), says("Hello.", reasoning_content="Be kind."), user("Bye"), says("Bye.")]}
     try:
         tokenizer.chat_template = REWRITING
         with pytest.raises(UserError, match=r"^here: turn 4: .* only appends, such as --chat_template qwen3\.$"):
             chat.Encoder(tokenizer).encode([("here", chat.parse("here", row, "messages"))])
+        encoder = chat.Encoder(tokenizer)
+        encoder.encode([("here", chat.parse("here", dropped, "messages"))])
+        assert +encoder.notes == {chat.EARLIER_REASONING_LOST: 1}
     finally:
         tokenizer.chat_template = chat.TEMPLATES["qwen3"]
     ids, labels = chat.Encoder(tokenizer).encode([("here", chat.parse("here", row, "messages"))])[0]

@@ -67,6 +67,9 @@ TEMPLATE_SECONDS = 20  # for one conversation; one that takes longer does not en
 PRIVATE_USE = (*range(0xE000, 0xF900), *range(0xF0000, 0xFFFFE))  # code points that no character has
 CALL_AS_TEXT = "a function_call turn that is not JSON with a name and arguments is taken as plain text"
 REASONING_LOST = "reasoning_content of the last answer is not trained on: the chat template does not write it"
+EARLIER_REASONING_LOST = (
+    "reasoning_content of earlier answers is not trained on: the chat template drops it, --chat_template qwen3 keeps it"
+)
 
 # Built-ins for --chat_template, in chat_templates/. Each only appends as turns are added, and marks the answers.
 NAMES = ("plain", "chatml", "qwen3", "qwen2.5", "llama3", "llama3.1", "gemma", "mistral", "phi4")
@@ -543,9 +546,14 @@ class Encoder:
                 )
         self._check_tools(place, whole, conversation, spans)
         asked = max((i for i, turn in enumerate(conversation.turns) if turn["role"] == "user"), default=-1)
+        lost = [
+            i for i, turn in enumerate(conversation.turns)
+            if turn.get("reasoning_content", "").strip() not in spans.get(i, whole)
+        ]  # fmt: skip
         # Templates such as Qwen3's drop the reasoning of earlier answers on purpose.
-        latest = [(i, turn.get("reasoning_content", "")) for i, turn in enumerate(conversation.turns) if i > asked]
-        self.notes[REASONING_LOST] += any(text.strip() not in spans.get(i, whole) for i, text in latest)
+        self.notes[REASONING_LOST] += any(i > asked for i in lost)
+        kept = _built_in_like(self.tokenizer.chat_template).endswith(" qwen3")
+        self.notes[EARLIER_REASONING_LOST] += kept and any(i < asked for i in lost)
 
     def _check_tools(self, place: str, whole: str, conversation: Conversation, spans: dict[int, str]) -> None:
         """Raises: UserError naming the tool call or the tools of which the template writes nothing.

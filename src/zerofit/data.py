@@ -23,7 +23,7 @@ import torch
 from . import chat, rows, world
 from .errors import UserError
 
-CACHE_VERSION = 5  # raise it when the tokens of a row change
+CACHE_VERSION = 6  # raise it when the tokens of a row change
 CHUNK = 500  # rows encoded at once
 KEPT_REASONS = 100  # in run.json and data.json
 MOST_REASONS = 10  # why rows cannot be used, a line each
