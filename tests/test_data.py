@@ -276,7 +276,7 @@ def test_tokenised_rows_pass_as_they_are(tokenizer):
 
 
 def test_a_tokenizer_without_template_gets_the_plain_one(tokenizer):
-    tokenizer.chat_template = chat.PLAIN_TEMPLATE
+    tokenizer.chat_template = chat.TEMPLATES["plain"]
     ids, labels = encode(tokenizer, EQUAL_ROWS["messages"])
     assert tokenizer.decode(ids).startswith("### User:\nHi")
     assert supervised_text(tokenizer, ids, labels) == "Hello.<|end|>"
@@ -307,10 +307,10 @@ def test_a_template_that_treats_the_last_answer_specially(tokenizer):
 
 
 def test_named_templates(tokenizer, tmp_path):
-    assert chat.choose_template("plain", tokenizer) == chat.PLAIN_TEMPLATE
+    assert chat.choose_template("plain", tokenizer) == chat.TEMPLATES["plain"]
     with pytest.raises(UserError, match="no tokens of this tokenizer"):
         chat.choose_template("chatml", tokenizer)
-    with pytest.raises(UserError, match="no such file, and not one of plain, chatml, llama3"):
+    with pytest.raises(UserError, match="no such file, and not one of plain, chatml, qwen3"):
         chat.choose_template("nonsense", tokenizer)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     tokenizer.chat_template = chat.choose_template("chatml", tokenizer)
@@ -703,6 +703,48 @@ def test_bad_rows_of_other_files(tmp_path, tokenizer):
     bad = write(tmp_path, "bad.jsonl", [ASKED_TWICE] * 3)
     with pytest.raises(UserError, match=r"bad.jsonl:1: turns 1 and 2 .* none of the 3 rows can be used"):
         data.load(settings_for(bad, "--bad_rows", "drop"), tokenizer)
+
+
+def odd_files(folder):
+    """A folder of three good rows, and of files that no row can be made of or that cannot be read to their end."""
+    write(folder, "a.jsonl", QA)
+    write(folder, "columns.jsonl", [{"foo": 1}] * 150)  # more than are looked at for the format
+    write(folder, "config.json", json.dumps({"lr": 1}, indent=1))
+    write(folder, "list.json", "[1, 2")
+    write(folder, "twice.csv", "question,question\na,b\n")
+    write(folder, "quote.csv", 'question,answer\na,b\n"c,d\n')
+    write(folder, "table.parquet", "no table")
+    (folder / "latin.jsonl").write_bytes('{"question": "é", "answer": "b"}\n'.encode("latin-1"))
+    cut = gzip.compress(b"question,answer\n" + b"a,b\n" * 5)
+    (folder / "zip.csv.gz").write_bytes(cut[:-9])
+    return folder
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("streaming", [False, True])
+def test_odd_files_in_a_folder_are_counted_by_reason(tmp_path, tokenizer, streaming):
+    folder = odd_files(tmp_path)
+    flags = ("--streaming", "true", "--max_steps", "1") if streaming else ()
+    train, _ = data.load(settings_for(folder, "--bad_rows", "drop", *flags), tokenizer)
+    assert train.statistics["format"] == "question/answer"
+    assert train.statistics["kept"] == 3
+    found = {place: entry for entry in train.statistics["bad_rows"].values() for place in entry["first"][:1]}
+    reasons = {place.removeprefix(f"{folder}/"): (entry["rows"], entry["exact"]) for place, entry in found.items()}
+    said = {
+        "columns.jsonl:1": (150, "no known format in the columns foo"),
+        "config.json": (1, "is one JSON object over several lines"),
+        "list.json:1:6": (1, "not valid JSON"),
+        "twice.csv:1": (1, "has several columns named 'question'"),
+        "quote.csv:3": (1, "not valid CSV"),
+        "table.parquet": (1, "not a readable Parquet file"),
+        "latin.jsonl": (1, "is not UTF-8 text"),
+        "zip.csv.gz": (1, "cannot be read"),
+    }
+    assert reasons.keys() == said.keys()
+    for place, (rows_of, words) in said.items():
+        assert reasons[place][0] == rows_of and reasons[place][1].startswith(words), place
+    with pytest.raises(UserError, match=r"columns.jsonl:1: no known format"):
+        data.load(settings_for(folder, *flags), tokenizer)
 
 
 @pytest.mark.parametrize(

@@ -353,6 +353,19 @@ def test_bad_rows_are_all_counted_before_the_end(tmp_path, zerofit):
     assert zerofit(*flags, tmp_path / "other", "--bad_rows", "drop").returncode == 0
 
 
+@pytest.mark.bad_input
+def test_an_odd_file_in_a_folder_is_named_and_the_others_are_counted(tmp_path, zerofit):
+    rows_file(tmp_path, "b.jsonl", [("Who?", "Bo."), ("Who?", "Ann.")])
+    odd = tmp_path / "a.json"
+    odd.write_text('{\n "lr": 1\n}')
+    done = zerofit("data", "--data", tmp_path, "--model", TINY / "model", "--out", tmp_path / "out")
+    assert done.returncode == 2 and "1 of 3 training rows cannot be used (see above)" in done.stderr
+    assert (
+        f"1 row cannot be used: is one JSON object over several lines; a list of rows, or an object a line, is needed (first: {odd})"
+        in done.stdout
+    )
+
+
 def test_make_data(tmp_path):
     file = rows_file(tmp_path, "two words.jsonl", DUPLICATES)
     words = ["make", "-C", str(ROOT), "ENV=active", f"PYTHON={sys.executable}", "data", f"DATA={file}"]

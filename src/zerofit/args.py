@@ -238,7 +238,11 @@ class DataArguments:
     data_config: str | None = field(default=None, metadata={"help": "Configuration of a hub data set."})
     data_split: str = field(default="train", metadata={"help": "Split of a hub data set to train on."})
     chat_template: str | None = field(
-        default=None, metadata={"help": "Template file or built-in (plain, chatml, llama3). Default: the tokenizer's."}
+        default=None,
+        metadata={
+            "help": "Template file or built-in (plain, chatml, qwen3, qwen2.5, llama3, llama3.1, gemma, mistral, phi4). "
+            "Default: the tokenizer's."
+        },
     )
     train_on: Literal["assistant", "last_turn", "all", "prompt"] = field(
         default="assistant",
@@ -251,7 +255,7 @@ class DataArguments:
     )
     bad_rows: Literal["error", "drop"] = field(
         default="error",
-        metadata={"help": "A row that cannot be used ends the run, or is left out and counted by reason."},
+        metadata={"help": "A row or file that cannot be used ends the run, or is left out and counted by reason."},
     )
     max_samples: int | None = field(default=None, metadata={"help": "Use only the first N training rows."})
     streaming: bool = field(

@@ -67,30 +67,27 @@ TEMPLATE_SECONDS = 20  # for one conversation; one that takes longer does not en
 PRIVATE_USE = (*range(0xE000, 0xF900), *range(0xF0000, 0xFFFFE))  # code points that no character has
 CALL_AS_TEXT = "a function_call turn that is not JSON with a name and arguments is taken as plain text"
 REASONING_LOST = "reasoning_content of the last answer is not trained on: the chat template does not write it"
-
-# For a tokenizer without a chat template; saved with the trained model, so that inference uses the same one.
-PLAIN_TEMPLATE = (
-    "{%- for message in messages %}"
-    "{{- '### ' + message['role'] | capitalize + ':\\n' + message['content'] }}"
-    "{%- if message['role'] == 'assistant' %}{{- eos_token }}{% endif %}{{- '\\n\\n' }}{%- endfor %}"
-    "{%- if add_generation_prompt %}{{- '### Assistant:\\n' }}{% endif %}"
+EARLIER_REASONING_LOST = (
+    "reasoning_content of earlier answers is not trained on: the chat template drops it, --chat_template qwen3 keeps it"
 )
-# Named built-ins for --chat_template. Their control words must be tokens of the tokenizer.
+
+# Built-ins for --chat_template, in chat_templates/. Each only appends as turns are added, and marks the answers.
+NAMES = ("plain", "chatml", "qwen3", "qwen2.5", "llama3", "llama3.1", "gemma", "mistral", "phi4")
 TEMPLATES = {
-    "plain": PLAIN_TEMPLATE,
-    "chatml": (
-        "{%- for message in messages %}{{- '<|im_start|>' + message['role'] + '\\n' }}"
-        "{%- if message['role'] == 'assistant' %}{% generation %}{{- message['content'] + '<|im_end|>' }}"
-        "{% endgeneration %}{%- else %}{{- message['content'] + '<|im_end|>' }}{% endif %}{{- '\\n' }}{%- endfor %}"
-        "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}"
-    ),
-    "llama3": (
-        "{{- bos_token }}{%- for message in messages %}"
-        "{{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}"
-        "{%- if message['role'] == 'assistant' %}{% generation %}{{- message['content'] | trim + '<|eot_id|>' }}"
-        "{% endgeneration %}{%- else %}{{- message['content'] | trim + '<|eot_id|>' }}{% endif %}{%- endfor %}"
-        "{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"
-    ),
+    name: (Path(__file__).parent / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8") for name in NAMES
+}
+WITH_TOOLS = ("qwen3", "qwen2.5", "llama3.1", "mistral")
+CONTROL_WORD = re.compile(r"<\|\w+\|>|<\w+_of_turn>|\[/?[A-Z_]+\]")  # as templates write them
+# Built-in -> the words by which a model's own template is known to write the same; the first that fits.
+KNOWN_BY = {
+    "qwen3": ("<|im_start|>", "<think>", "<function-name>"),
+    "qwen2.5": ("<|im_start|>", "<function-name>"),
+    "phi4": ("<|im_start|>", "<|im_sep|>"),
+    "llama3.1": ("<|start_header_id|>", "ipython"),
+    "llama3": ("<|start_header_id|>",),
+    "gemma": ("<start_of_turn>",),
+    "mistral": ("[SYSTEM_PROMPT]",),
+    "chatml": ("<|im_start|>",),
 }
 
 
@@ -117,10 +114,16 @@ def choose_template(name: str, tokenizer) -> str:
         raise UserError(f"--chat_template {name[:200]}: cannot be read as a file: {error}.") from None
     if name not in TEMPLATES:
         raise UserError(f"--chat_template {name}: no such file, and not one of {', '.join(TEMPLATES)}.")
-    words = set(re.findall(r"<\|\w+?\|>", TEMPLATES[name])) - tokenizer.get_vocab().keys()
+    words = set(CONTROL_WORD.findall(TEMPLATES[name])) - tokenizer.get_vocab().keys()
     if words:
         raise UserError(f"--chat_template {name}: {', '.join(sorted(words))} are no tokens of this tokenizer.")
     return TEMPLATES[name]
+
+
+def _built_in_like(template: str) -> str:
+    """Return ", such as --chat_template NAME" for the built-in that writes as `template` does; "" where there is none."""
+    name = next((n for n, words in KNOWN_BY.items() if all(word in template for word in words)), None)
+    return f", such as --chat_template {name}" if name and template != TEMPLATES[name] else ""
 
 
 def detect(place: str, row: dict[str, Any]) -> str:
@@ -428,6 +431,8 @@ class Encoder:
         self.marked = re.search(r"\{%-?\s*generation\s*-?%\}", tokenizer.chat_template) is not None
         words = {t.content for t in tokenizer.added_tokens_decoder.values() if t.special}
         words |= {w for w in tokenizer.all_special_tokens if w}
+        # Added without the mark, e.g. by --new_tokens: still no text may open or end a turn.
+        words |= set(CONTROL_WORD.findall(tokenizer.chat_template)) & tokenizer.get_added_vocab().keys()
         self.special_ids = {i for i, t in tokenizer.added_tokens_decoder.items() if t.special} | set(
             tokenizer.all_special_ids
         )
@@ -541,16 +546,24 @@ class Encoder:
                 )
         self._check_tools(place, whole, conversation, spans)
         asked = max((i for i, turn in enumerate(conversation.turns) if turn["role"] == "user"), default=-1)
+        lost = [
+            i for i, turn in enumerate(conversation.turns)
+            if turn.get("reasoning_content", "").strip() not in spans.get(i, whole)
+        ]  # fmt: skip
         # Templates such as Qwen3's drop the reasoning of earlier answers on purpose.
-        latest = [(i, turn.get("reasoning_content", "")) for i, turn in enumerate(conversation.turns) if i > asked]
-        self.notes[REASONING_LOST] += any(text.strip() not in spans.get(i, whole) for i, text in latest)
+        self.notes[REASONING_LOST] += any(i > asked for i in lost)
+        kept = _built_in_like(self.tokenizer.chat_template).endswith(" qwen3")
+        self.notes[EARLIER_REASONING_LOST] += kept and any(i < asked for i in lost)
 
     def _check_tools(self, place: str, whole: str, conversation: Conversation, spans: dict[int, str]) -> None:
         """Raises: UserError naming the tool call or the tools of which the template writes nothing.
 
         Args: spans: turn -> its supervised text; a turn that is not in it is looked for in all of the text.
         """
-        mend = "use a template with tools, such as that of a model made for tool calls (--chat_template FILE)."
+        mend = (
+            "use a template with tools, such as that of a model made for tool calls "
+            f"(--chat_template {', '.join(WITH_TOOLS)} or a file)."
+        )
         for i, turn in enumerate(conversation.turns):
             lost = [name for name in _tool_names(turn.get("tool_calls")) if name not in spans.get(i, whole)]
             if lost:
@@ -612,7 +625,8 @@ class Encoder:
             if end is None or not whole.startswith(before):
                 raise UserError(
                     f"{place}: turn {i + 1}: the chat template rewrites earlier text when turns are added, so the "
-                    "place of the answer is not certain; use a template that only appends."
+                    "place of the answer is not certain; use a template that only appends"
+                    f"{_built_in_like(self.tokenizer.chat_template)}."
                 )
             answers.append((i, len(before), end))
         return answers

@@ -23,7 +23,7 @@ import torch
 from . import chat, rows, world
 from .errors import UserError
 
-CACHE_VERSION = 5  # raise it when the tokens of a row change
+CACHE_VERSION = 6  # raise it when the tokens of a row change
 CHUNK = 500  # rows encoded at once
 KEPT_REASONS = 100  # in run.json and data.json
 MOST_REASONS = 10  # why rows cannot be used, a line each
@@ -232,6 +232,7 @@ def _repeated(tokens: Tokens) -> Tokens:
 def tokenised(raw: Iterable[tuple], settings, encoder: chat.Encoder, count: Counter) -> list[tuple | None]:
     """Return (input_ids, labels) of each (place, row as `rows.read` gives it, format), None for one that is dropped.
 
+    Without a format ("") it is found row by row.
     Raises: UserError for a row that cannot be used, unless --bad_rows drop.
     """
     names, out, content, slots = _names(settings), [], [], []
@@ -240,6 +241,7 @@ def tokenised(raw: Iterable[tuple], settings, encoder: chat.Encoder, count: Coun
         count["rows"] += 1
         try:
             columns = _renamed(place, row, names)
+            kind = kind or chat.detect(place, columns)
             content.append((place, chat.parse(place, columns, kind)))
         except UserError as error:
             _refuse(place, error, settings, count)
@@ -270,25 +272,39 @@ def _refuse(place: str, error: UserError, settings, count: Counter) -> None:
         count["bad place " + json.dumps([reason, place, exact])] += 1
 
 
-def kind_of(read: Iterator, settings) -> tuple[str, Iterator]:
-    """(--data_format or the format of the first row, all rows); with --bad_rows drop of the first that has one.
+def read(source: rows.Source, settings) -> Iterator[tuple]:
+    """Yield the rows of one source as `rows.read` gives them; with --bad_rows drop a file that cannot be read on is a bad row.
 
-    Raises: UserError when there is no known format.
+    Raises: UserError for such a file under --bad_rows error, and for a hub set.
+    """
+    try:
+        yield from rows.read(source, lines=True)
+    except UserError as error:
+        if settings.bad_rows == "error" or source.hub:
+            raise
+        place = f"{source}{str(error).removeprefix(str(source)).partition(': ')[0]}"  # with the line, where it is named
+        yield place, error
+
+
+def kind_of(found: Iterator, settings) -> tuple[str, Iterator]:
+    """(--data_format or the format of the first row, all rows); with --bad_rows drop of the first row that has one.
+
+    It is "" when none of the rows looked at has one.
+    Raises: UserError when the first row has no known format, under --bad_rows error.
     """
     if settings.data_format != "auto":
-        return settings.data_format, read
-    looked_at, first = [], None
-    for place, row in read:
+        return settings.data_format, found
+    looked_at: list = []
+    for place, row in itertools.islice(found, LOOKED_AT):
         looked_at.append((place, row))
         try:
-            return chat.detect(place, _renamed(place, row, _names(settings))), itertools.chain(looked_at, read)
-        except UserError as error:
-            first = first or error
-            if settings.bad_rows == "error" or len(looked_at) == LOOKED_AT:
-                break
-    if first:
-        raise first
-    return "", read
+            kind = chat.detect(place, _renamed(place, row, _names(settings)))
+        except UserError:
+            if settings.bad_rows == "error":
+                raise
+        else:
+            return kind, itertools.chain(looked_at, found)
+    return "", itertools.chain(looked_at, found)
 
 
 def _names(settings) -> dict[str, str]:
@@ -400,9 +416,8 @@ def _write(table: Path, sources: list[rows.Source], settings, encoder: chat.Enco
     ):
         for source in sources:
             before, left = count["kept"], None if limit is None else limit - count["rows"]
-            read = rows.read(source, lines=True)
-            kind, read = kind_of(read, settings)
-            for counted, batch in _encoded(_chunks(read, left), kind, pool, workers):
+            kind, found = kind_of(read(source, settings), settings)
+            for counted, batch in _encoded(_chunks(found, left), kind, pool, workers):
                 count.update(counted)
                 if batch is not None:
                     writer.write_batch(batch)

@@ -32,7 +32,7 @@ def load_tokenizer(settings):
     if isinstance(tokenizer.chat_template, dict):  # several named ones, e.g. default and tool_use
         tokenizer.chat_template = tokenizer.get_chat_template()
     if not tokenizer.chat_template:
-        tokenizer.chat_template = chat.PLAIN_TEMPLATE
+        tokenizer.chat_template = chat.TEMPLATES["plain"]
         settings.decisions.append(
             "chat template: the tokenizer has none; a plain '### User / ### Assistant' one is used"
         )

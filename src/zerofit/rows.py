@@ -316,7 +316,7 @@ def _read_csv(path: Path, file, kind: str) -> Iterator[Row]:
                 )
             yield f"{path}:{reader.line_num}", row
     except csv.Error as error:
-        raise UserError(f"{path}:{reader.line_num}: not valid {kind[1:].upper()}: {error}.") from None
+        raise UserError(f"{path}:{reader.reader.line_num}: not valid {kind[1:].upper()}: {error}.") from None
 
 
 def _read_parquet(path: Path) -> Iterator[Row]:

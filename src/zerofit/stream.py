@@ -103,8 +103,8 @@ class Stream(torch.utils.data.IterableDataset):
                 heapq.heappush(queue, (progress + step[i], i))
 
     def _weighted(self, source) -> Iterator[tuple[str, object, str]]:
-        kind, read = data.kind_of(rows.read(source, lines=True), self.settings)
-        for number, row in enumerate(read):
+        kind, found = data.kind_of(data.read(source, self.settings), self.settings)
+        for number, row in enumerate(found):
             yield from itertools.repeat((*row, kind), data.repeats(source.weight, number))
 
     def encoded(self, raw: list, count: Counter) -> list[tuple[list[int], list[int]] | None]:
