@@ -150,8 +150,15 @@ class KitTrainer(Trainer):
         if checkpoint is None or (Path(checkpoint) / saved).exists():
             super()._load_rng_state(checkpoint)
         else:
-            place = self.state.global_step * args.world_size + args.process_index + 1
-            set_seed((args.seed + 1_000_003 * place) % 2**32)
+            self.seed_this_rank()
+
+    def seed_this_rank(self) -> None:
+        """Seed torch's, numpy's and Python's generators by --seed, step and rank: dropout masks differ between ranks.
+
+        What all ranks must draw alike (initial weights, the order of the rows) is drawn before or has its own generator.
+        """
+        place = self.state.global_step * self.args.world_size + self.args.process_index
+        set_seed((self.args.seed + 1_000_003 * place) % 2**32)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         if self.args.push_to_hub and self.saving_to is None:
@@ -389,6 +396,7 @@ class Reporter(TrainerCallback):
             self.before = generate.exact_match(trainer)
             if args.process_index == 0:
                 print(f"exact match before training: {self.before:.1%} of {len(trainer.eval_tokens)} held-out rows")
+        trainer.seed_this_rank()  # a resumed run loads the saved states after this
         self.began, self.first_step = time.perf_counter(), state.global_step
         if args.process_index == 0 and wants_bar(trainer.settings):
             from tqdm import tqdm
