@@ -236,10 +236,12 @@ class KitTrainer(Trainer):
         order = None
         if lengths:
 
-            def order(generator):
-                return list(LengthGroupedSampler(effective, lengths=lengths, generator=generator))
+            def order(rows, generator):
+                chosen = [lengths[i] for i in rows]
+                return [rows[i] for i in LengthGroupedSampler(effective, lengths=chosen, generator=generator)]
 
-        self.train_sampler = data.EpochSampler(len(dataset), effective, seed, order)
+        weights = getattr(dataset.sequences, "weights", self.tokens.weights)  # of packs, else of rows
+        self.train_sampler = data.EpochSampler(len(dataset), effective, seed, order, weights)
         return self.train_sampler
 
     def _get_eval_sampler(self, eval_dataset):
