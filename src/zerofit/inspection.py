@@ -132,7 +132,9 @@ def _fractions(train_set, train=None, held_out=None, everything=None) -> dict[st
         rows_of = len(train.normalised) - by_weight
         found["max_duplicate_fraction"] = (repeats(train.normalised) - by_weight) / rows_of
     if held_out is not None:
-        found["max_eval_overlap_fraction"] = overlap(held_out.normalised, everything.normalised) / len(held_out.normalised)
+        found["max_eval_overlap_fraction"] = overlap(held_out.normalised, everything.normalised) / len(
+            held_out.normalised
+        )
     return found
 
 

@@ -264,9 +264,7 @@ def create(trainer, model=None, groups: list[dict] | None = None):
 
         numbers = {k: float(v) for k, v in given.items() if k in ("gamma", "eps")}
         betas = (float(given.get("beta1", 0.96)), float(given.get("beta2", 0.99)))
-        trainer.optimizer = SophiaG(
-            groups, args.learning_rate, betas, k=int(given.get("k", 10)), **noise, **numbers
-        )
+        trainer.optimizer = SophiaG(groups, args.learning_rate, betas, k=int(given.get("k", 10)), **noise, **numbers)
     elif settings.optim == "muon":
         trainer.optimizer = _muon(model, groups, common, float(given.get("momentum", 0.95)))
     elif settings.pure_bf16 and settings.optim in ("adamw_torch", "adamw_torch_fused"):

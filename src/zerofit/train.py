@@ -91,6 +91,7 @@ class KitTrainer(Trainer):
             patches.release_gathered_4bit_weights()
         mlp.install(settings, net)
         self.fused_loss = loss.install(settings, net)
+        self.router_loss = loss.router_loss(net)
         recompute.enable(net, settings)
         pad = tokenizer.pad_token_id
         self.train_collator = data.TrainCollator(pad, settings.padding_free == "true")
@@ -260,9 +261,15 @@ class KitTrainer(Trainer):
         """Context of every forward that only the loss is wanted of."""
         return self.fused_loss.on() if self.fused_loss else contextlib.nullcontext()
 
-    def compute_loss(self, *args, **kwargs):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        labels = inputs["labels"]  # label smoothing takes them out
         with self.without_logits():
-            return super().compute_loss(*args, **kwargs)
+            loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        if self.router_loss:
+            # As the loss: gradients are averaged over the ranks, and the tokens counted are those of all of them.
+            ranks = self.args.world_size if self.args.average_tokens_across_devices else 1
+            loss = loss + ranks * self.router_loss.share(outputs, labels, num_items_in_batch)
+        return (loss, outputs) if return_outputs else loss
 
     def evaluation_loop(
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
