@@ -5,6 +5,7 @@ import gzip
 import json
 import os
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -889,16 +890,23 @@ def test_weights_never_leak_into_the_eval_rows(tmp_path, tokenizer):
     assert train.statistics["rows_an_epoch"] == 45
 
 
+@pytest.mark.parametrize("strategy", ["random", "sequential", "group_by_length"])
 @pytest.mark.parametrize("packing", [(), ("--packing", "--max_length", "64")])
-def test_a_weight_below_one_takes_other_rows_in_each_epoch(tmp_path, tokenizer, packing):
+def test_a_weight_below_one_takes_other_rows_in_each_epoch(tmp_path, tokenizer, packing, strategy):
+    from zerofit import train as trains
+
     whole = write(tmp_path, "whole.jsonl", [{"text": f"row {i}"} for i in range(7)])
     half = write(tmp_path, "half.jsonl", [{"text": f"{i} halves of some more words"} for i in range(40)])
     settings = settings_for(str(whole), f"{half}:0.5", *packing)
     train, _ = data.load(settings, tokenizer)
     assert train.statistics["left_out_by_weight"] == 20 and (packing or len(train) == 27)
     sequences = train.sequences(settings)
-    weights = getattr(sequences, "weights", train.weights)
-    sampler = data.EpochSampler(len(sequences), 4, 1, weights=weights)
+    arguments = SimpleNamespace(
+        train_sampling_strategy=strategy, per_device_train_batch_size=2, gradient_accumulation_steps=2, world_size=1, seed=1,
+        data_seed=None,
+    )  # fmt: skip
+    trainer = SimpleNamespace(train_dataset=data.PaddedToMultiple(sequences, 0), args=arguments, tokens=train)
+    sampler = trains.KitTrainer._get_train_sampler(trainer)
     packs = sequences.packs if packing else [[i] for i in range(len(sequences))]
 
     def rows_of(epoch):

@@ -296,6 +296,7 @@ def test_the_router_loss_counts_once_a_step_and_is_not_in_the_models_own_loss():
     assert loss.router_loss(make("tied")) is None
 
 
+@pytest.mark.bad_input
 def test_a_router_loss_whose_coefficient_is_not_known_is_refused():
     model = make("tied")
     model.config.output_router_logits = True
