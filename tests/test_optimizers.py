@@ -80,6 +80,19 @@ def test_each_parameter_and_each_slice_of_zero_is_rounded_by_its_own_noise(kind)
     assert (together - torch.eye(6)).abs().max() < 5 / 50_000**0.5
 
 
+@pytest.mark.parametrize("name", ["adamw_torch_fused", "sophia"])
+@pytest.mark.parametrize(("zero", "part"), [("0", 0), ("2", 3), ("3", 3)])
+def test_replicas_round_alike_and_slices_each_in_their_own_way(name, zero, part):
+    settings = SimpleNamespace(optim=name, pure_bf16=True, zero=zero, optim_args=None)
+    numbers = {"learning_rate": 1e-3, "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8, "weight_decay": 0.0}
+    trainer = SimpleNamespace(
+        optimizer=None, settings=settings, model=torch.nn.Linear(2, 2), args=SimpleNamespace(process_index=3, seed=7, **numbers),
+        get_decay_parameter_names=lambda model: ["weight"],
+    )  # fmt: skip
+    noise = optimizers.create(trainer).noise
+    assert (noise.seed, noise.part) == (7, part)
+
+
 def _train(kind, dtype, steps, lr=1e-2, **kwargs):
     torch.manual_seed(0)
     weights = torch.nn.Parameter(torch.randn(40, 30).to(dtype))
