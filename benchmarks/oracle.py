@@ -1,6 +1,6 @@
 """Compare runs of the recipes, number by number, with a training loop in plain PyTorch that shares no code with them.
 
-python benchmarks/oracle.py                      # all cases: about 3 minutes on 2 cores
+python benchmarks/oracle.py                      # all 44 cases
 python benchmarks/oracle.py --only lora experts  # those whose names hold one of the words
 
 The loop takes one row after another, without padding, in the order that docs/equality.md gives; cross entropy, router loss,
@@ -349,7 +349,7 @@ def largest_differences(cases: list[Case], folder: Path) -> dict[str, dict[str, 
 def beyond(cases: list[Case], found: dict[str, dict[str, float]]) -> list[str]:
     """Sentences about what is beyond its bound; NaN is."""
     return [
-        f"{case.name}: {name} is off by {found[case.name][name]:.1e}, the bound is {bound:.0e}"
+        f"{case.name}: {name} is off by {found[case.name][name]:.1e}, the bound is {bound:.2g}"
         for case in cases
         for name, bound in BOUNDS[case.precision].items()
         if not found[case.name][name] <= bound
@@ -370,7 +370,7 @@ def main() -> int:
     for case in cases:
         print(f"| {' | '.join([case.name, *(f'{found[case.name][name]:.1e}' for name in names)])} |")
     for precision, bounds in BOUNDS.items():
-        print(f"| {' | '.join([f'bound, {precision}', *(f'{bounds[name]:.0e}' for name in names)])} |")
+        print(f"| {' | '.join([f'bound, {precision}', *(f'{bounds[name]:.2g}' for name in names)])} |")
     for sentence in (wrong := beyond(cases, found)):
         print(f"oracle: {sentence}", file=sys.stderr)
     return bool(wrong)
