@@ -4,6 +4,8 @@ import functools
 import gzip
 import json
 import os
+from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -942,6 +944,54 @@ def test_weights_never_leak_into_the_eval_rows(tmp_path, tokenizer):
     seen = {tuple(r["input_ids"]) for r in train.dataset}
     assert len(seen) == 15 and not seen & {tuple(r["input_ids"]) for r in held_out.dataset}
     assert train.statistics["rows_an_epoch"] == 45
+
+
+@pytest.mark.parametrize("strategy", ["random", "sequential", "group_by_length"])
+@pytest.mark.parametrize("packing", [(), ("--packing", "--max_length", "64")])
+def test_a_weight_below_one_takes_other_rows_in_each_epoch(tmp_path, tokenizer, packing, strategy):
+    from zerofit import train as trains
+
+    whole = write(tmp_path, "whole.jsonl", [{"text": f"row {i}"} for i in range(7)])
+    half = write(tmp_path, "half.jsonl", [{"text": f"{i} halves of some more words"} for i in range(40)])
+    settings = settings_for(str(whole), f"{half}:0.5", *packing)
+    train, _ = data.load(settings, tokenizer)
+    assert train.statistics["left_out_by_weight"] == 20 and (packing or len(train) == 27)
+    sequences = train.sequences(settings)
+    arguments = SimpleNamespace(
+        train_sampling_strategy=strategy, per_device_train_batch_size=2, gradient_accumulation_steps=2, world_size=1, seed=1,
+        data_seed=None,
+    )  # fmt: skip
+    trainer = SimpleNamespace(train_dataset=data.PaddedToMultiple(sequences, 0), args=arguments, tokens=train)
+    sampler = trains.KitTrainer._get_train_sampler(trainer)
+    packs = sequences.packs if packing else [[i] for i in range(len(sequences))]
+
+    def rows_of(epoch):
+        sampler.set_epoch(epoch)
+        order = list(sampler)
+        assert len(order) == len(sampler)
+        return [row for i in order if i < len(sequences) for row in packs[i]]
+
+    epochs = [rows_of(epoch) for epoch in range(4)]
+    counts = Counter(row for epoch in epochs for row in epoch)
+    assert all(counts[row] == 4 for row in range(7))
+    if packing:  # an odd number of packs has no half
+        assert {counts[row] for row in range(7, 47)} <= {1, 2, 3} and len(epochs[0]) < 35
+    else:
+        first, second = (Counter(epochs[i] + epochs[i + 1]) for i in (0, 2))
+        assert first == second == Counter({row: 2 if row < 7 else 1 for row in range(47)})
+    assert rows_of(0) == epochs[0]  # a resumed run starts within any epoch
+    if not packing:
+        assert sorted(train.dataset["input_ids"]) == sorted(sequences[i]["input_ids"] for i in epochs[0])
+
+
+def test_rows_of_an_epoch_of_any_weight():
+    for weight in (0.1, 0.3, 1 / 3, 0.5, 1.25, 2.5):
+        counts = Counter()
+        for epoch in range(20):
+            rows_ = data.rows_of_epoch([weight] * 60, epoch)
+            assert len(rows_) == 60 * weight and rows_ == sorted(rows_)
+            counts.update(rows_)
+        assert max(counts.values()) - min(counts[i] for i in range(60)) <= 1
 
 
 @pytest.mark.bad_input

@@ -294,6 +294,31 @@ def test_mlps_that_cannot_be_cut():
             mlp.find(make(name))
 
 
+# --- mixtures of experts ---
+
+
+def test_the_router_loss_counts_once_a_step_and_is_not_in_the_models_own_loss():
+    model = make("router loss").requires_grad_(False)
+    with_it, without = (model(**batch(), output_router_logits=on).loss for on in (True, False))
+    router, given = loss.router_loss(model), batch()
+    outputs = model(**given)
+    assert torch.equal(outputs.loss, without) and not torch.equal(with_it, without)
+    assert model.config.router_aux_loss_coef == router.coefficient > 0  # what is saved with the model
+    tokens = (given["labels"][:, 1:] != -100).sum()
+    parts = [router.share(outputs, row, tokens) for row in given["labels"]]  # two micro batches, the second is longer
+    assert parts[0] < parts[1] and float(sum(parts)) == pytest.approx(router.coefficient * float(outputs.aux_loss))
+    assert float(without + sum(parts)) == pytest.approx(float(with_it))
+    assert loss.router_loss(make("tied")) is None
+
+
+@pytest.mark.bad_input
+def test_a_router_loss_whose_coefficient_is_not_known_is_refused():
+    model = make("tied")
+    model.config.output_router_logits = True
+    with pytest.raises(UserError, match="where LlamaForCausalLM keeps the router loss's coefficient is not known"):
+        loss.router_loss(model)
+
+
 # --- flags ---
 
 

@@ -27,8 +27,8 @@ PARAMETERS = 853_120  # of the bundled model
 
 def test_stochastic_rounding_keeps_the_mean_and_what_bf16_can_hold():
     noise = stochastic.Noise(0)
-    noise.start(1)
     value = torch.full((200_000,), 1 + 0.3 / 128)  # 30 % of the way between two neighbours in bf16
+    noise.start(1, value)
     target = torch.empty_like(value, dtype=torch.bfloat16)
     stochastic.round_(target, value, noise.draw(value) & 0xFFFF)
     assert set(target.float().tolist()) == {1.0, 1 + 1 / 128}
@@ -39,17 +39,58 @@ def test_stochastic_rounding_keeps_the_mean_and_what_bf16_can_hold():
     torch.testing.assert_close(out.float(), kept, rtol=0, atol=0, equal_nan=True)
 
 
-def test_noise_is_the_same_on_every_replica_and_differs_by_step():
-    draws = []
-    for warm_up in (0, 3):  # a resumed process has drawn less before
-        noise = stochastic.Noise(7)
-        for step in range(5 - warm_up, 7):
-            noise.start(step)
-            draw = noise.draw(torch.empty(50))
-        draws.append(draw)
-    assert torch.equal(*draws)
-    noise.start(8)
-    assert not torch.equal(noise.draw(torch.empty(50)), draws[0])
+def test_noise_depends_on_seed_step_tensor_and_part_alone():
+    tensors = [torch.empty(200_000) for _ in range(2)]
+
+    def draws(first_step, seed=7, part=0):
+        noise, found = stochastic.Noise(seed, part), {}
+        for step in range(first_step, 6):
+            for number, tensor in enumerate(tensors):
+                noise.start(step, tensor)
+                found[step, number] = noise.draw(tensor)
+        return found
+
+    whole, resumed = draws(1), draws(4)  # a resumed process has drawn less before
+    assert all(torch.equal(resumed[key], whole[key]) for key in resumed)
+    others = [draws(5, seed=8)[5, 0], draws(5, part=1)[5, 0], whole[4, 0], whole[5, 1]]
+    for other in others:
+        together = torch.corrcoef(torch.stack([whole[5, 0], other]).double())[0, 1]
+        assert abs(together) < 5 / 200_000**0.5  # five standard errors
+
+
+@pytest.mark.parametrize("kind", [stochastic.AdamW, sophia.SophiaG])
+def test_each_parameter_and_each_slice_of_zero_is_rounded_by_its_own_noise(kind):
+    def error(part, resumed_at=None):
+        weights = [torch.nn.Parameter(torch.ones(50_000, dtype=torch.bfloat16)) for _ in range(4)]
+        optimizer = kind([{"params": weights[:3]}, {"params": weights[3:]}], lr=1e-3, seed=3, part=part)
+        for step in range(3):
+            if step == resumed_at:
+                state = optimizer.state_dict()
+                optimizer = kind([{"params": weights[:3]}, {"params": weights[3:]}], lr=1e-3, seed=3, part=part)
+                optimizer.load_state_dict(state)
+            for p in weights:
+                p.grad = torch.ones_like(p)
+            weights[0].grad = torch.ones_like(p) if step else None  # an expert that no token has reached
+            optimizer.step()
+        return torch.stack([p.detach().double() for p in weights])
+
+    first = error(part=0)
+    assert torch.equal(first, error(part=0)) and torch.equal(first, error(part=0, resumed_at=2))
+    together = torch.corrcoef(torch.cat([first[1:], error(part=1)[1:]]))
+    assert (together - torch.eye(6)).abs().max() < 5 / 50_000**0.5
+
+
+@pytest.mark.parametrize("name", ["adamw_torch_fused", "sophia"])
+@pytest.mark.parametrize(("zero", "part"), [("0", 0), ("2", 3), ("3", 3)])
+def test_replicas_round_alike_and_slices_each_in_their_own_way(name, zero, part):
+    settings = SimpleNamespace(optim=name, pure_bf16=True, zero=zero, optim_args=None)
+    numbers = {"learning_rate": 1e-3, "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8, "weight_decay": 0.0}
+    trainer = SimpleNamespace(
+        optimizer=None, settings=settings, model=torch.nn.Linear(2, 2), args=SimpleNamespace(process_index=3, seed=7, **numbers),
+        get_decay_parameter_names=lambda model: ["weight"],
+    )  # fmt: skip
+    noise = optimizers.create(trainer).noise
+    assert (noise.seed, noise.part) == (7, part)
 
 
 def _train(kind, dtype, steps, lr=1e-2, **kwargs):

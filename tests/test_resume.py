@@ -44,7 +44,7 @@ def check(before, after, tolerance=TOLERANCE["fp32"]):
 def runs(tmp_path_factory):
     """Saved on one rank and on two; each gone on with on two ranks and on one."""
     folder = tmp_path_factory.mktemp("resumed")
-    bf16 = ["--bf16", "true"]
+    bf16, dropout = ["--bf16", "true"], ["--lora_dropout", "0.1"]
     one = run_world(1, {"1-2": saving("sft", "2", *bf16)}, folder)
     shutil.copytree(folder / "1-2" / "checkpoint-4", folder / "foreign" / "checkpoint-4")
     (folder / "foreign" / "checkpoint-4" / "zerofit.json").unlink()
@@ -55,6 +55,7 @@ def runs(tmp_path_factory):
         "1-2>2": resuming(folder / "1-2", "sft", "2", *bf16),
         "1-2>foreign>3": resuming(folder / "foreign", "sft", "3", *bf16),
         "1-2>1-offload": resuming(folder / "1-2", "sft", "1", *bf16, "--offload", "optimizer"),
+        "dropout": saving("lora", "2", *dropout), "dropout>": resuming(folder / "dropout", "lora", "2", *dropout),
     }  # fmt: skip
     return one | run_world(2, cases, folder)
 
@@ -68,6 +69,18 @@ def test_it_goes_on(runs, name):
     check(before, runs[name], TOLERANCE["bf16" if name.startswith("1-2>") else "fp32"])
     said = runs[name].json("run.json")["decisions"]
     assert any("checkpoint-4 was saved with ZeRO" in line for line in said)
+
+
+def test_each_rank_draws_its_own_dropout_and_goes_on_with_it(runs):
+    def states(name, step):
+        files = [runs[name].folder / f"checkpoint-{step}" / f"rng_state_{rank}.pth" for rank in (0, 1)]
+        return [torch.load(file, weights_only=False) for file in files]
+
+    first, second = states("dropout", 4)
+    assert not torch.equal(first["cpu"], second["cpu"]) and first["python"] != second["python"]
+    assert runs["dropout>"].losses == runs["dropout"].losses[4:]
+    for before, after in zip(states("dropout", 6), states("dropout>", 6), strict=True):
+        assert torch.equal(before["cpu"], after["cpu"])
 
 
 @pytest.mark.slow

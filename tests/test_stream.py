@@ -103,6 +103,20 @@ def test_sources_advance_side_by_side_and_weights_repeat_rows(tmp_path, tokenize
     assert len(list(found.rows())) == 50
 
 
+def test_a_weight_below_one_takes_other_rows_in_each_epoch_also_after_a_resume(tmp_path, tokenizer):
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(json.dumps({"text": f"row {i}"}) for i in range(41)))
+    settings = SimpleNamespace(
+        columns=None, data_format="auto", max_samples=None, shuffle_buffer_size=16, packing=False, bad_rows="error"
+    )
+    found = stream.Stream([rows.Source(file, weight=0.5)], settings, chat.Encoder(tokenizer), 3, 4)
+    places = [place for place, _, _ in itertools.islice(found, 82)]
+    assert len(set(places[:41])) == 41 and len(set(places[41:])) == 41
+    assert not set(places[:20]) & set(places[20:41])
+    found.resume(step=7)
+    assert [place for place, _, _ in itertools.islice(found, 54)] == places[28:]
+
+
 def test_hub_sets_are_not_downloaded(monkeypatch, tokenizer):
     import datasets
 

@@ -222,7 +222,8 @@ class DataArguments:
         default=None,
         metadata={
             "help": "JSON, JSONL, CSV, TSV, Parquet or Arrow files (.gz, .zst too), folders, globs or hub ids; several "
-            "may be given, `a.jsonl:2` counts each of its rows twice an epoch. Default: bundled task."
+            "may be given, `a.jsonl:2` counts each of its rows twice an epoch, `:0.5` in every other one. Default: bundled "
+            "task."
         },
     )
     eval_data: list[str] | None = field(default=None, metadata={"help": "Like --data, for evaluation."})

@@ -50,14 +50,20 @@ class Tokens:
     statistics: dict
     fingerprint: str
     weights: list[float] | None = None  # how often each row counts in an epoch; None: once
+    whole: object = None  # with weights like 0.5 all rows; `dataset` holds those of the first epoch
     stream: torch.utils.data.IterableDataset | None = None  # with --streaming all rows; `dataset` holds the first
 
     def __len__(self) -> int:
         return len(self.dataset)
 
+    @property
+    def all_rows(self):
+        """The rows of all epochs, which the indices of `sequences` count."""
+        return self.dataset if self.whole is None else self.whole
+
     def sequences(self, settings):
         """What one training row is: a document, or with packing several of them."""
-        return Packs(self.dataset, settings.max_length) if settings.packing else self.dataset
+        return Packs(self.all_rows, settings.max_length, self.weights) if settings.packing else self.all_rows
 
 
 def load(settings, tokenizer) -> tuple[Tokens, Tokens | None]:
@@ -216,17 +222,37 @@ def _read_facts(facts: Path, settings) -> dict | None:
 
 
 def _repeated(tokens: Tokens) -> Tokens:
-    """The set with each row as often as its source's weight says."""
+    """The set with each row as often as its source's weight says; with weights like 0.5 each epoch has other rows."""
     if tokens.weights is None:
         return tokens
-    times = [repeats(weight, i) for i, weight in enumerate(tokens.weights)]
-    chosen = [i for i, n in enumerate(times) for _ in range(n)]
+    chosen = rows_of_epoch(tokens.weights, 0)
+    times = Counter(chosen)
     statistics = tokens.statistics | {
         "rows_an_epoch": len(chosen),
-        "repeated_by_weight": sum(n - 1 for n in times if n > 1),
-        "left_out_by_weight": times.count(0),
+        "repeated_by_weight": len(chosen) - len(times),
+        "left_out_by_weight": len(tokens) - len(times),
     }
-    return Tokens(tokens.dataset.select(chosen), statistics, tokens.fingerprint)
+    found = Tokens(tokens.dataset.select(chosen), statistics, tokens.fingerprint)
+    if any(weight % 1 for weight in tokens.weights):
+        found.weights, found.whole = tokens.weights, tokens.dataset
+    return found
+
+
+def rows_of_epoch(weights: list[float], epoch: int) -> list[int]:
+    """Return the numbers of the rows that an epoch trains on, in order, each as often as it counts.
+
+    Rows of one weight wait in a shuffled order, and each epoch takes the next rows x weight of them, round and round: at
+    0.5 the second epoch takes the half that the first has left out. Every epoch has equally many rows.
+    """
+    groups: dict[float, list[int]] = {}
+    for row, weight in enumerate(weights):
+        groups.setdefault(weight, []).append(row)
+    chosen = []
+    for weight, group in groups.items():
+        count = max(1, round(len(group) * weight))
+        order = torch.randperm(len(group), generator=torch.Generator().manual_seed(0)).tolist()
+        chosen += [group[order[turn % len(group)]] for turn in range(epoch * count, (epoch + 1) * count)]
+    return sorted(chosen)
 
 
 def tokenised(raw: Iterable[tuple], settings, encoder: chat.Encoder, count: Counter) -> list[tuple | None]:
@@ -326,9 +352,10 @@ def _renamed(place: str, row: dict | str | UserError, names: dict[str, str]) -> 
     return {names.get(key, key): value for key, value in row.items() if key in names or key not in names.values()}
 
 
-def repeats(weight: float, number: int) -> int:
-    """How often row `number` (from 0) counts: over many rows `weight` times on average, evenly spread."""
-    return math.floor((number + 1) * weight) - math.floor(number * weight)
+def repeats(weight: float, number: int, epoch: int) -> int:
+    """Return how often row `number` of a stream (from 0) counts in an epoch: `weight` times on average, over the rows of an
+    epoch and over the epochs of a row."""
+    return math.floor((number + epoch + 1) * weight) - math.floor((number + epoch) * weight)
 
 
 def _chunks(read: Iterator, limit: int | None) -> Iterator[list]:
@@ -577,23 +604,27 @@ class EpochSampler(torch.utils.data.Sampler):
     is a multiple of `multiple`, so that no row is dropped and none is trained on twice.
     """
 
-    def __init__(self, length: int, multiple: int, seed: int | None, order=None):
-        """order: torch.Generator -> list of indices, for another shuffle than a uniform one."""
+    def __init__(self, length: int, multiple: int, seed: int | None, order=None, weights: list[float] | None = None):
+        """Args: order: (the epoch's indices, torch.Generator) -> the indices shuffled in another way than uniformly;
+        weights: how often each index counts in an epoch (default: once), see rows_of_epoch.
+        """
         self.length, self.multiple, self.seed, self.order, self.epoch = length, multiple, seed, order, 0
+        self.weights, self.rows = weights, length if weights is None else len(rows_of_epoch(weights, 0))
 
     def __len__(self) -> int:
-        return -(-self.length // self.multiple) * self.multiple
+        return -(-self.rows // self.multiple) * self.multiple
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
-        order = range(self.length)
+        rows = range(self.length) if self.weights is None else rows_of_epoch(self.weights, self.epoch)
         if self.seed is not None:
             generator = torch.Generator().manual_seed(self.seed + self.epoch)
-            order = self.order(generator) if self.order else torch.randperm(self.length, generator=generator).tolist()
-        yield from order
-        yield from [self.length] * (len(self) - self.length)
+            shuffled = torch.randperm(self.rows, generator=generator).tolist()
+            rows = self.order(rows, generator) if self.order else [rows[i] for i in shuffled]
+        yield from rows
+        yield from [self.length] * (len(self) - self.rows)
 
 
 class Collator:
@@ -619,12 +650,22 @@ class Collator:
 class Packs(torch.utils.data.Dataset):
     """Documents packed into sequences of at most max_length tokens: longest first, each into the fullest pack it fits.
 
-    An item is {"input_ids", "labels", "lengths"}; PackedCollator keeps the documents apart.
+    An item is {"input_ids", "labels", "lengths"}; PackedCollator keeps the documents apart. With weights the documents of
+    a pack have the same one, which is the pack's in `weights`.
     """
 
-    def __init__(self, documents, max_length: int):
-        self.documents = documents
-        self.packs = best_fit_decreasing([len(ids) for ids in documents["input_ids"]], max_length)
+    def __init__(self, documents, max_length: int, weights: list[float] | None = None):
+        self.documents, self.packs, self.weights = documents, [], None if weights is None else []
+        lengths = [len(ids) for ids in documents["input_ids"]]
+        for weight in [None] if weights is None else sorted(set(weights)):
+            alike = [i for i in range(len(lengths)) if weights is None or weights[i] == weight]
+            found = best_fit_decreasing([lengths[i] for i in alike], max_length)
+            self.packs += [[alike[i] for i in pack] for pack in found]
+            if weights is not None:
+                self.weights += [weight] * len(found)
+        if weights is not None:  # the fullest first, as without weights: a probe looks at the first ones
+            order = sorted(range(len(self.packs)), key=lambda i: -sum(lengths[j] for j in self.packs[i]))
+            self.packs, self.weights = [self.packs[i] for i in order], [self.weights[i] for i in order]
 
     def __len__(self) -> int:
         return len(self.packs)

@@ -185,7 +185,7 @@ def _documents(sequences, index: int) -> list[int]:
 
 
 def _texts(trainer, rows: list[int], longest: int = 200) -> dict[int, str]:
-    dataset, decode = trainer.tokens.dataset, trainer.processing_class.decode
+    dataset, decode = trainer.tokens.all_rows, trainer.processing_class.decode
     return {i: decode(dataset[i]["input_ids"])[:longest] for i in rows[:20]}
 
 

@@ -105,7 +105,8 @@ def check(settings, train_set, eval_set, tokenizer) -> None:
     settings.decisions += _skipped(settings, eval_set)
     wanted = settings.max_eval_overlap_fraction < 1 and eval_set is not None
     held_out = scan(eval_set.dataset, tokenizer) if wanted else None
-    enforce(settings, _fractions(train_set, train, held_out))
+    everything = _of_all_epochs(train_set, train, tokenizer) if wanted else train
+    enforce(settings, _fractions(train_set, train, held_out, everything))
 
 
 def _note_positions(train_set, eval_set, settings) -> None:
@@ -131,7 +132,12 @@ def enforce(settings, fractions: dict[str, float]) -> None:
             raise UserError(f"--{flag} {limit:g}: {100 * found:.3g}% {what}; {mend}, or {word} the limit.")
 
 
-def _fractions(train_set, train=None, held_out=None) -> dict[str, float]:
+def _of_all_epochs(train_set, first_epoch, tokenizer) -> "Scan":
+    """Return the scan of all training rows: with weights like 0.5 the first epoch does not have all of them."""
+    return first_epoch if train_set.whole is None else scan(train_set.whole, tokenizer)
+
+
+def _fractions(train_set, train=None, held_out=None, everything=None) -> dict[str, float]:
     s = train_set.statistics
     found = {
         "min_supervised_fraction": s["supervised_tokens"] / s["tokens"],
@@ -142,7 +148,9 @@ def _fractions(train_set, train=None, held_out=None) -> dict[str, float]:
         rows_of = len(train.normalised) - by_weight
         found["max_duplicate_fraction"] = (repeats(train.normalised) - by_weight) / rows_of
     if held_out is not None:
-        found["max_eval_overlap_fraction"] = overlap(held_out.normalised, train.normalised) / len(held_out.normalised)
+        found["max_eval_overlap_fraction"] = overlap(held_out.normalised, everything.normalised) / len(
+            held_out.normalised
+        )
     return found
 
 
@@ -262,6 +270,7 @@ def inspect(settings, train_set, eval_set, tokenizer) -> tuple[dict, dict[str, S
     sets = {"training": train_set} | ({"evaluation": eval_set} if eval_set is not None else {})
     scans = {name: scan(found.dataset, tokenizer) for name, found in sets.items()}
     train, held_out = scans["training"], scans.get("evaluation")
+    everything = train if held_out is None else _of_all_epochs(train_set, train, tokenizer)
     facts = {
         "recipe": settings.recipe,
         "model": settings.model,
@@ -269,14 +278,14 @@ def inspect(settings, train_set, eval_set, tokenizer) -> tuple[dict, dict[str, S
         "end_token": tokenizer.eos_token,
         **{name: _count(found.statistics, scans[name], tokenizer) for name, found in sets.items()},
         "packing": packing(train.lengths, settings),
-        "fractions": _fractions(train_set, train, held_out),
+        "fractions": _fractions(train_set, train, held_out, everything),
         "limits": {flag: getattr(settings, flag) for flag in LIMITS},
         "decisions": [d for d in settings.decisions if d.startswith(("chat template", LONG_ROWS))]
         + _skipped(settings, eval_set)
         + data.notes(sets),
     }
     if held_out is not None:
-        facts["overlap"] = {k: overlap(getattr(held_out, k), getattr(train, k)) for k in ("exact", "normalised")}
+        facts["overlap"] = {k: overlap(getattr(held_out, k), getattr(everything, k)) for k in ("exact", "normalised")}
     facts["warnings"] = _warnings(facts)
     return facts, scans
 

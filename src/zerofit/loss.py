@@ -277,6 +277,38 @@ class FusedLoss:
         return total / torch.as_tensor(num_items_in_batch, device=total.device)
 
 
+class RouterLoss:
+    """The load-balancing loss of a mixture of experts, added to the training loss outside of the model.
+
+    transformers' models add coefficient x loss to every micro batch, so that it counts accumulation x ranks times, in
+    evaluation too. Here the model's own coefficient is set to 0 (config.json keeps it), and each micro batch's term is
+    weighted like its cross entropy, by the supervised tokens.
+    """
+
+    def __init__(self, model):
+        """Raises: UserError when the model has no coefficient that is known here."""
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT
+        name = next((n for n in ("router_aux_loss_coef", "aux_loss_coef") if hasattr(base, n)), None)
+        if name is None:
+            raise UserError(
+                f"config.json: output_router_logits is true, but where {type(base).__name__} keeps the router loss's "
+                "coefficient is not known here; set output_router_logits to false."
+            )
+        self.coefficient = getattr(base, name)
+        setattr(base, name, 0.0)
+
+    def share(self, outputs, labels, num_items_in_batch) -> torch.Tensor:
+        """Return this micro batch's part of the step's router loss. Args: num_items_in_batch: supervised tokens of the step."""
+        supervised = (labels[..., 1:] != IGNORED).sum()
+        return self.coefficient * outputs.aux_loss * (supervised / num_items_in_batch)
+
+
+def router_loss(model) -> RouterLoss | None:
+    """Return the router loss of a model whose config.json asks for it (output_router_logits), else None."""
+    config = model.config.get_text_config()
+    return RouterLoss(model) if getattr(config, "output_router_logits", False) else None
+
+
 def check_flags(settings) -> None:
     """Refuse, by the flags alone, what cannot work together.
 

@@ -162,6 +162,7 @@ def check(settings):
             if settings.recipe == "lora":
                 adapters.add(model, settings)
         loss.install(settings, model)
+        loss.router_loss(model)
         mlp.install(settings, model)
     except (ValueError, ImportError) as error:
         raise UserError(f"--model {settings.model}: {str(error).strip().splitlines()[0]}") from None

@@ -258,20 +258,19 @@ def create(trainer, model=None, groups: list[dict] | None = None):
     given = arguments(settings)
     common = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
     groups_given, groups = groups, groups or parameter_groups(trainer, model)
+    noise = {"seed": args.seed, "part": 0 if settings.zero == "0" else args.process_index}  # ZeRO: each rank its slice
     if settings.optim == "sophia":
         from .sophia import SophiaG
 
         numbers = {k: float(v) for k, v in given.items() if k in ("gamma", "eps")}
         betas = (float(given.get("beta1", 0.96)), float(given.get("beta2", 0.99)))
-        trainer.optimizer = SophiaG(
-            groups, args.learning_rate, betas, k=int(given.get("k", 10)), seed=args.seed, **numbers
-        )
+        trainer.optimizer = SophiaG(groups, args.learning_rate, betas, k=int(given.get("k", 10)), **noise, **numbers)
     elif settings.optim == "muon":
         trainer.optimizer = _muon(model, groups, common, float(given.get("momentum", 0.95)))
     elif settings.pure_bf16 and settings.optim in ("adamw_torch", "adamw_torch_fused"):
         from .stochastic import AdamW
 
-        trainer.optimizer = AdamW(groups, **common, seed=args.seed)
+        trainer.optimizer = AdamW(groups, **common, **noise)
     elif groups_given is None:
         if OPTIMIZERS.get(settings.optim, _NONE).module == "bitsandbytes":
             import bitsandbytes

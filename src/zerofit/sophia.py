@@ -19,9 +19,11 @@ class SophiaG(torch.optim.Optimizer):
     type; bf16 ones (no fp32 master) are rounded stochastically.
     """
 
-    def __init__(self, params, lr=1e-4, betas=(0.96, 0.99), gamma=0.05, eps=1e-12, weight_decay=0.0, k=10, seed=0):
+    def __init__(
+        self, params, lr=1e-4, betas=(0.96, 0.99), gamma=0.05, eps=1e-12, weight_decay=0.0, k=10, seed=0, part=0
+    ):
         super().__init__(params, {"lr": lr, "betas": betas, "gamma": gamma, "eps": eps, "weight_decay": weight_decay})
-        self.k, self.noise = k, stochastic.Noise(seed)
+        self.k, self.noise = k, stochastic.Noise(seed, part)
         self.sampled_tokens = None  # set: the gradients are those of sampled labels, and step() only updates h
 
     def _state(self, p) -> dict:
@@ -36,12 +38,13 @@ class SophiaG(torch.optim.Optimizer):
         update = self._update_weights if self.sampled_tokens is None else self._update_hessian
         for group in self.param_groups:
             for p in group["params"]:
+                self.noise.number(p)  # also without a gradient: a resumed run must count alike
                 if p.grad is not None:
                     update(group, p, self._state(p))
         return loss
 
     def _update_hessian(self, group, p, state) -> None:
-        self.noise.start(-1 - state["step"])
+        self.noise.start(-1 - state["step"], p)
         beta = group["betas"][1]
         for g, h in stochastic.chunks(p.grad, state["hessian"]):
             g = g.float()
@@ -50,7 +53,7 @@ class SophiaG(torch.optim.Optimizer):
 
     def _update_weights(self, group, p, state) -> None:
         state["step"] += 1
-        self.noise.start(state["step"])
+        self.noise.start(state["step"], p)
         lr, beta = float(group["lr"]), group["betas"][0]
         for w, g, m, h in stochastic.chunks(p, p.grad, state["exp_avg"], state["hessian"]):
             m_new = m.float().lerp_(g.float(), 1 - beta)

@@ -25,22 +25,29 @@ def round_(target: torch.Tensor, value: torch.Tensor, noise: torch.Tensor | None
 
 
 class Noise:
-    """Random bits that depend on seed and step alone: replicas on all ranks round alike, and a resumed run goes on as
-    the uninterrupted one."""
+    """Random bits that depend on seed, step, tensor and part alone: a resumed run goes on as the uninterrupted one.
 
-    def __init__(self, seed: int):
-        self.seed, self.generators = seed, {}
+    Args: part: which part of the tensors this process updates: a rank's number where ZeRO slices them, 0 for replicas,
+        which have to round alike.
+    """
 
-    def start(self, step: int) -> None:
-        for generator in self.generators.values():
-            generator.manual_seed(self.seed * 1_000_003 + step)
-        self.step = step
+    def __init__(self, seed: int, part: int = 0):
+        self.seed, self.part, self.numbers, self.generators = seed, part, {}, {}
+
+    def number(self, tensor: torch.Tensor) -> int:
+        """Return the tensor's number: tensors are counted in the order in which they are first asked for."""
+        return self.numbers.setdefault(tensor, len(self.numbers))
+
+    def start(self, step: int, tensor: torch.Tensor) -> None:
+        """Begin the draws for one tensor in one step."""
+        # torch seeds a CPU's generator with the lower 32 bits: within a step these differ for 65,537 parts a tensor.
+        place = (self.seed * 1_000_003 + step) * 1_000_003 + self.number(tensor) * 65_537 + self.part
+        if tensor.device not in self.generators:
+            self.generators[tensor.device] = torch.Generator(tensor.device)
+        self.generators[tensor.device].manual_seed(place % 2**63)
 
     def draw(self, like: torch.Tensor) -> torch.Tensor:
         """int32 of like's shape, all 32 bits random."""
-        if like.device not in self.generators:
-            generator = torch.Generator(like.device)
-            self.generators[like.device] = generator.manual_seed(self.seed * 1_000_003 + self.step)
         generator = self.generators[like.device]
         return torch.randint(-(2**31), 2**31, like.shape, dtype=torch.int32, device=like.device, generator=generator)
 
@@ -59,9 +66,9 @@ class AdamW(torch.optim.Optimizer):
     is torch.optim.AdamW.
     """
 
-    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, seed=0):
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, seed=0, part=0):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        self.noise = Noise(seed)
+        self.noise = Noise(seed, part)
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -69,13 +76,14 @@ class AdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             (beta1, beta2), lr = group["betas"], float(group["lr"])
             for p in group["params"]:
+                self.noise.number(p)  # also without a gradient: a resumed run must count alike
                 if p.grad is None:
                     continue
                 state = self.state[p]
                 if not state:
                     state |= {"step": 0, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
                 state["step"] += 1
-                self.noise.start(state["step"])
+                self.noise.start(state["step"], p)
                 correction1, correction2 = 1 - beta1 ** state["step"], 1 - beta2 ** state["step"]
                 for w, g, m, v in chunks(p, p.grad, state["exp_avg"], state["exp_avg_sq"]):
                     g = g.float()

@@ -87,12 +87,12 @@ class Stream(torch.utils.data.IterableDataset):
     def __iter__(self) -> Iterator:
         return itertools.islice(self._samples(), self.skip, None)
 
-    def rows(self) -> Iterator[tuple[str, object, str]]:
+    def rows(self, epoch: int = 0) -> Iterator[tuple[str, object, str]]:
         """One epoch in order: the sources side by side, in proportion to their size; rows as often as their weight."""
-        return itertools.islice(self._merged(), self.settings.max_samples)
+        return itertools.islice(self._merged(epoch), self.settings.max_samples)
 
-    def _merged(self) -> Iterator[tuple[str, object, str]]:
-        iterators = [self._weighted(source) for source in self.sources]
+    def _merged(self, epoch: int) -> Iterator[tuple[str, object, str]]:
+        iterators = [self._weighted(source, epoch) for source in self.sources]
         step = [1 / (size * s.weight) for size, s in zip(_sizes(self.sources), self.sources, strict=True)]
         queue = [(0.0, i) for i in range(len(iterators))]  # (how far the source is read, its number)
         while queue:
@@ -102,10 +102,10 @@ class Stream(torch.utils.data.IterableDataset):
                 yield row
                 heapq.heappush(queue, (progress + step[i], i))
 
-    def _weighted(self, source) -> Iterator[tuple[str, object, str]]:
-        kind, found = data.kind_of(data.read(source, self.settings), self.settings)
-        for number, row in enumerate(found):
-            yield from itertools.repeat((*row, kind), data.repeats(source.weight, number))
+    def _weighted(self, source, epoch: int) -> Iterator[tuple[str, object, str]]:
+        kind, read = data.kind_of(data.read(source, self.settings), self.settings)
+        for number, row in enumerate(read):
+            yield from itertools.repeat((*row, kind), data.repeats(source.weight, number, epoch))
 
     def encoded(self, raw: list, count: Counter) -> list[tuple[list[int], list[int]] | None]:
         """(input_ids, labels) of each row, None where nothing is left to learn; counted."""
@@ -114,7 +114,7 @@ class Stream(torch.utils.data.IterableDataset):
     def _samples(self) -> Iterator:
         for epoch in itertools.count():
             generator = None if self.seed is None else torch.Generator().manual_seed(self.seed + epoch)
-            left, empty = self.rows(), True
+            left, empty = self.rows(epoch), True
             while window := list(itertools.islice(left, self.settings.shuffle_buffer_size)):
                 empty = False
                 samples = self._packs(window) if self.settings.packing else window

@@ -91,6 +91,7 @@ class KitTrainer(Trainer):
             patches.release_gathered_4bit_weights()
         mlp.install(settings, net)
         self.fused_loss = loss.install(settings, net)
+        self.router_loss = loss.router_loss(net)
         recompute.enable(net, settings)
         pad = tokenizer.pad_token_id
         self.train_collator = data.TrainCollator(pad, settings.padding_free == "true")
@@ -150,8 +151,15 @@ class KitTrainer(Trainer):
         if checkpoint is None or (Path(checkpoint) / saved).exists():
             super()._load_rng_state(checkpoint)
         else:
-            place = self.state.global_step * args.world_size + args.process_index + 1
-            set_seed((args.seed + 1_000_003 * place) % 2**32)
+            self.seed_this_rank()
+
+    def seed_this_rank(self) -> None:
+        """Seed torch's, numpy's and Python's generators by --seed, step and rank: dropout masks differ between ranks.
+
+        What all ranks must draw alike (initial weights, the order of the rows) is drawn before or has its own generator.
+        """
+        place = self.state.global_step * self.args.world_size + self.args.process_index
+        set_seed((self.args.seed + 1_000_003 * place) % 2**32)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         if self.args.push_to_hub and self.saving_to is None:
@@ -229,10 +237,12 @@ class KitTrainer(Trainer):
         order = None
         if lengths:
 
-            def order(generator):
-                return list(LengthGroupedSampler(effective, lengths=lengths, generator=generator))
+            def order(rows, generator):
+                chosen = [lengths[i] for i in rows]
+                return [rows[i] for i in LengthGroupedSampler(effective, lengths=chosen, generator=generator)]
 
-        self.train_sampler = data.EpochSampler(len(dataset), effective, seed, order)
+        weights = getattr(dataset.sequences, "weights", self.tokens.weights)  # of packs, else of rows
+        self.train_sampler = data.EpochSampler(len(dataset), effective, seed, order, weights)
         return self.train_sampler
 
     def _get_eval_sampler(self, eval_dataset):
@@ -251,9 +261,15 @@ class KitTrainer(Trainer):
         """Context of every forward that only the loss is wanted of."""
         return self.fused_loss.on() if self.fused_loss else contextlib.nullcontext()
 
-    def compute_loss(self, *args, **kwargs):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        labels = inputs["labels"]  # label smoothing takes them out
         with self.without_logits():
-            return super().compute_loss(*args, **kwargs)
+            loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        if self.router_loss:
+            # As the loss: gradients are averaged over the ranks, and the tokens counted are those of all of them.
+            ranks = self.args.world_size if self.args.average_tokens_across_devices else 1
+            loss = loss + ranks * self.router_loss.share(outputs, labels, num_items_in_batch)
+        return (loss, outputs) if return_outputs else loss
 
     def evaluation_loop(
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
@@ -389,6 +405,7 @@ class Reporter(TrainerCallback):
             self.before = generate.exact_match(trainer)
             if args.process_index == 0:
                 print(f"exact match before training: {self.before:.1%} of {len(trainer.eval_tokens)} held-out rows")
+        trainer.seed_this_rank()  # a resumed run loads the saved states after this
         self.began, self.first_step = time.perf_counter(), state.global_step
         if args.process_index == 0 and wants_bar(trainer.settings):
             from tqdm import tqdm
