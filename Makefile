@@ -91,7 +91,7 @@ help: ## this list
 	@echo '  CONFIG=file.yaml  OUT=run-folder  ARGS="--any_flag value"  PORT=n  LAUNCHER=torchrun|accelerate|deepspeed'
 	@echo '  several machines: NNODES=2 NODE_RANK=0 MASTER_ADDR=host0 on each, or HOSTS=hostfile on one (docs/multinode.md)'
 	@echo; echo '  make sft GPUS=4 ZERO=3 MODEL=Qwen/Qwen3-8B DATA=data.jsonl'
-	@echo '  every flag: make sft ARGS=--help'
+	@echo '  flags: make sft ARGS=--help     every flag: make sft ARGS="--help all"'
 
 sft: $(STAMP) ## fine-tune all weights (alone: the bundled task, before and after)
 	@$(LAUNCH) recipes/sft.py $(KNOBS)

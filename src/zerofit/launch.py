@@ -35,9 +35,6 @@ def main(argv: list[str]) -> None:
     if given.launcher not in LAUNCHERS:
         raise UserError(f"LAUNCHER={given.launcher}: must be one of {', '.join(LAUNCHERS)}.")
     flags, count = args.command_line(recipe.stem, given.flags, given.args, given.gpus)
-    if "--help" in flags or "-h" in flags:
-        args.build_parser(recipe.stem).print_help()
-        return
     here = place.of(given)
     _without_a_launchers_variables()
     flags, token = without_token(flags)

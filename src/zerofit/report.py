@@ -7,6 +7,7 @@ import platform
 import shlex
 import subprocess
 import sys
+import tempfile
 import time
 from importlib import metadata
 from pathlib import Path
@@ -25,18 +26,25 @@ def choose_folder(settings: Settings) -> Path:
     """
     folder = Path(settings.output_dir or Path("runs") / f"{settings.recipe}-{time.strftime('%Y%m%d-%H%M%S')}")
     folder = folder.expanduser()
+    check_folder(folder, bool(settings.resume_from_checkpoint))
+    find_checkpoint(settings, folder)
+    return folder
+
+
+def check_folder(folder: Path, resumes: bool) -> None:
+    """Refuse a run folder that is a file, that holds a run already, or that cannot be made or written to."""
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--output_dir {folder}: is a file; name a folder.")
-    if (folder / "run.json").exists() and not settings.resume_from_checkpoint:
+    if (folder / "run.json").exists() and not resumes:
         raise UserError(
             f"--output_dir {folder}: already holds a run; name another folder (OUT=...), or continue it with "
             "--resume_from_checkpoint."
         )
-    find_checkpoint(settings, folder)
     near = nearest_existing(folder)
-    if not os.access(near, os.W_OK):
-        raise UserError(f"--output_dir {folder}: {near} cannot be written to.")
-    return folder
+    try:
+        tempfile.TemporaryFile(dir=near).close()  # permissions alone do not tell: /proc takes no file
+    except OSError as error:
+        raise UserError(f"--output_dir {folder}: {near} cannot be written to: {error.strerror}.") from None
 
 
 def nearest_existing(folder: Path) -> Path:

@@ -73,9 +73,9 @@ def _accelerate_command() -> list[str] | None:
 def value_of(words: list[str], names: tuple[str, ...]) -> str | None:
     """The value of the first of these flags on a command line, `--flag value` or `--flag=value`; None without any."""
     for i, word in enumerate(words):
-        name, _, value = word.partition("=")
+        name, sign, value = word.partition("=")
         if name in names:
-            return value or (words[i + 1] if i + 1 < len(words) else None)
+            return value if sign else next(iter(words[i + 1 :]), None)
     return None
 
 
