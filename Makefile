@@ -22,6 +22,7 @@ EXTRAS ?=
 SEQ ?=
 GPU ?=
 METHOD ?=
+HOST_MEMORY ?=
 NNODES ?=
 SBATCH ?=
 SWEEP ?=
@@ -39,7 +40,7 @@ RUN ?=
 MERGE ?=
 DTYPE ?=
 PUSH ?=
-VARIABLES := NNODES NODE_RANK MASTER_ADDR JOIN_TIMEOUT INTERFACE HOSTS INCLUDE EXCLUDE NODES SBATCH SWEEP RUN MERGE DTYPE PUSH GPUS ZERO OFFLOAD MODEL DATA CONFIG OUT ARGS PORT LAUNCHER EXTRAS SEQ GPU METHOD RECIPE
+VARIABLES := NNODES NODE_RANK MASTER_ADDR JOIN_TIMEOUT INTERFACE HOSTS INCLUDE EXCLUDE NODES SBATCH SWEEP RUN MERGE DTYPE PUSH GPUS ZERO OFFLOAD MODEL DATA CONFIG OUT ARGS PORT LAUNCHER EXTRAS SEQ GPU METHOD HOST_MEMORY RECIPE
 # taken literally: a $ in a value stays a $
 $(foreach v,$(VARIABLES),$(eval override $(v) := $$(value $(v))))
 export $(VARIABLES)
@@ -136,7 +137,7 @@ doctor: $(STAMP) ## what of this machine would stop a job, slow it down or spoil
 
 plan: $(STAMP) ## whether it fits and the fastest setting that does; no weights, no GPU (MODEL= GPUS= NODES= GPU=h100-80g METHOD=auto)
 	@PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit plan --recipe="$$RECIPE" --gpus="$$GPUS" \
-		--nodes="$$NODES" --gpu="$$GPU" --method="$$METHOD" --args="$$ARGS" --out="$$OUT" $(filter-out --output_dir%,$(KNOBS))
+		--nodes="$$NODES" --gpu="$$GPU" --method="$$METHOD" --host_memory="$$HOST_MEMORY" --args="$$ARGS" --out="$$OUT" $(filter-out --output_dir%,$(KNOBS))
 
 plan-validate: $(STAMP) ## plans against real runs: on a GPU its allocator, else the CPU's tensors byte for byte
 	@set -f; $(PY) benchmarks/plan.py $$ARGS
