@@ -56,12 +56,12 @@ def test_the_kits_own_flags_are_frozen():
             num_virtual_tokens modules_to_save
         """,
     }
-    found = {group.__name__: [f.name for f in fields(group)] for group in args._kit_groups("lora")}
+    found = {group.__name__: [f.name for f in fields(group)] for group in args.kit_groups("lora")}
     assert found == {name: words.split() for name, words in frozen.items()}
 
 
 def test_every_flag_has_a_help_text():
-    for group in args._kit_groups("lora"):
+    for group in args.kit_groups("lora"):
         for field in fields(group):
             assert len(field.metadata.get("help", "")) > 10, field.name
 
@@ -211,7 +211,7 @@ def test_all_unknown_flags_are_told_at_once():
 
 def test_every_synonym_names_an_argument_that_exists():
     names = {f.name for f in fields(TrainingArguments)} | {
-        f.name for group in args._kit_groups("lora") for f in fields(group)
+        f.name for group in args.kit_groups("lora") for f in fields(group)
     }
     for word, meant in synonyms.RENAMED.items():
         assert word not in names, word
@@ -337,6 +337,6 @@ def test_the_short_help_has_what_most_runs_need():
 @pytest.mark.parametrize("recipe", args.RECIPES)
 def test_the_whole_help_has_each_flag_once_and_the_kits_first(recipe):
     found = re.findall(r"^  --([\w-]+)", flag_help.text(recipe, whole=True), re.M)
-    kit = [f.name for group in args._kit_groups(recipe) for f in fields(group)]
+    kit = [f.name for group in args.kit_groups(recipe) for f in fields(group)]
     theirs = {f.name for f in fields(TrainingArguments) if f.init} - set(flags.REFUSED)
     assert found[: len(kit)] == kit and set(found) == {*kit, *theirs} and len(found) == len(set(found))

@@ -469,7 +469,7 @@ class Settings:
         return [(k, self.values[k], self.source[k]) for k in shown if k not in ("show", "config")]
 
 
-def _kit_groups(recipe: str) -> tuple:
+def kit_groups(recipe: str) -> tuple:
     shared = (RunArguments, SupervisionArguments, OffloadArguments, ModelArguments, DataArguments, MemoryArguments,
               OptimizerArguments)  # fmt: skip
     return (*shared, *RECIPES[recipe]["arguments"])
@@ -478,7 +478,7 @@ def _kit_groups(recipe: str) -> tuple:
 def build_parser(recipe: str) -> _Parser:
     from transformers import TrainingArguments
 
-    groups = (*_kit_groups(recipe), TrainingArguments)
+    groups = (*kit_groups(recipe), TrainingArguments)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         parser = _Parser(groups, prog=recipe, allow_abbrev=False, formatter_class=argparse.HelpFormatter)
@@ -491,7 +491,7 @@ def build_parser(recipe: str) -> _Parser:
 
 def _early_parser(recipe: str) -> _Parser:
     """A parser that checks the kit's own arguments and knows transformers' by name, without the import of torch."""
-    parser = _Parser(_kit_groups(recipe), prog=recipe, allow_abbrev=False)
+    parser = _Parser(kit_groups(recipe), prog=recipe, allow_abbrev=False)
     for name in training_argument_names():
         words = [f"--{name}", f"--no_{name}"]
         parser.add_argument(*dict.fromkeys([*words, *(word.replace("_", "-") for word in words)]), dest=name, nargs="*")
@@ -611,7 +611,7 @@ def parse(recipe: str, argv: list[str], world_size: int, gpu=None) -> Settings:
     ):
         values |= layer
         source |= dict.fromkeys(layer, origin)
-    kit = {f.name for group in _kit_groups(recipe) for f in fields(group)}
+    kit = {f.name for group in kit_groups(recipe) for f in fields(group)}
     source |= {name: "default" for name in kit if source[name] == "transformers default"}
     settings = Settings(recipe, values, source, [], None, world_size, gpu, list(argv))
     if preset:
@@ -783,6 +783,8 @@ def _solve_batch(settings: Settings) -> None:
         settings.values[name] = value
         settings.source[name] = settings.source[name] if was is not None else "decided"
     effective, micro, accumulation = solved
+    if fixed[0] is None and effective == batch.DEFAULT_EFFECTIVE_BATCH_SIZE:
+        settings.source[names[0]] = "default"
     settings.decisions.append(
         f"effective batch {effective} = per_device_train_batch_size {micro} x gradient_accumulation_steps "
         f"{accumulation} x {settings.world_size} rank{'s' * (settings.world_size > 1)}"

@@ -30,7 +30,8 @@ def command(verb: str, words: list[str]) -> None:
     file = next((i for i, word in enumerate(words) if Path(word).stem in args.RECIPES and word.endswith(".py")), None)
     if verb in OF_A_FILE and file is not None:
         alone = verb == "launch" and world.value_of(words[:file], ("--nnodes",)) in (None, "", "1")
-        _check(Path(words[file]).stem, [*words[file + 1 :], *more], here=verb == "launch", own_folder=alone)
+        here = verb == "launch" and "--show" not in words[:file]
+        _check(Path(words[file]).stem, [*words[file + 1 :], *more], here=here, own_folder=alone)
 
 
 def _check(recipe: str, argv: list[str], here: bool, own_folder: bool, strict: bool = True) -> None:
@@ -44,7 +45,7 @@ def _check(recipe: str, argv: list[str], here: bool, own_folder: bool, strict: b
         given = args.read_yaml(given["config"], recipe, early=True) | given
     if given.get("preset"):
         presets.flags(given["preset"])
-    if here:
+    if here and not given.get("show"):  # report.summary notes what is missing
         for entry in [*(given.get("data") or []), *(given.get("eval_data") or [])]:
             rows.find_local(entry, given.get("data_split") or "train")
         if given.get("model"):

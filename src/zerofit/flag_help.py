@@ -32,7 +32,7 @@ INDENT, WIDTH = 34, 120
 
 def text(recipe: str, whole: bool = False) -> str:
     """Return the help of a recipe."""
-    groups = {group._argument_group_name: fields(group) for group in args._kit_groups(recipe)}
+    groups = {group._argument_group_name: fields(group) for group in args.kit_groups(recipe)}
     if whole:
         from transformers import TrainingArguments
 

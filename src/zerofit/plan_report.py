@@ -191,7 +191,11 @@ def write(plan: Plan, folder: Path) -> None:
     body = "\n".join(line.rstrip() for line in text(plan).splitlines())
     (folder / "plan.md").write_text(f"# Plan\n\n```\n{body.strip()}\n```\n\n![memory](plan.png)\n", encoding="utf-8")
     if best is not None:
-        peak = best.answer["peak"] if best.answer else {"closed forms": {k: int(v) for k, v in best.formula.items()}}
+        peak = (
+            best.answer["peak"]
+            if best.answer
+            else {"highest moment, by formula": {k: int(v) for k, v in best.formula.items()}}
+        )
         title = f"{best.label}\npredicted peak of a GPU, by phase and part"
         memory_report.plot(peak, folder / "plan.png", title, (plan.limit, f"limit {plan.limit / GIB:.1f} GiB"))
 
