@@ -300,7 +300,9 @@ def test_two_ranks_keep_the_exit_code_and_show_no_traceback(tmp_path, flags, cod
 def test_a_machine_without_git_trains(tmp_path):
     flags = [*SHORT, "--max_steps", "1", "--output_dir", str(tmp_path / "run")]
     assert recipe_process("sft", *flags, PATH=str(BIN)).returncode == 0
-    assert Run(tmp_path / "run").json("run.json")["git_commit"] is None
+    facts = Run(tmp_path / "run").json("run.json")
+    assert facts["git_commit"] is None
+    assert sum("OMP_WAIT_POLICY passive: " in sentence for sentence in facts["decisions"]) == 1
 
 
 @pytest.mark.slow
@@ -430,6 +432,17 @@ def test_bars_of_transformers_are_off_on_a_terminal_too(monkeypatch):
     monkeypatch.setattr(quiet.sys, "stderr", SimpleNamespace(isatty=lambda: True, write=len, flush=lambda: None))
     quiet.libraries()
     assert not transformers_logging.is_progress_bar_enabled()
+
+
+def test_how_threads_wait_is_the_users_to_say(monkeypatch):
+    names = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    assert launch.environment(1)["OMP_WAIT_POLICY"] == "passive"
+    for name in names:
+        with monkeypatch.context() as context:
+            context.setenv(name, "active")
+            assert "OMP_WAIT_POLICY" not in launch.environment(1)
 
 
 def test_files_are_readable_by_whom_the_umask_says(tmp_path):

@@ -1,5 +1,6 @@
 """Refuse a command line for what can be seen before torch and transformers' Trainer are imported, which takes seconds."""
 
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -10,7 +11,11 @@ OF_A_FILE = ("launch", "slurm", "hosts", "kubernetes")  # verbs that name a reci
 
 
 def recipe(name: str) -> None:
-    """Check the command line of this process, which runs a recipe; `--help` prints its flags and ends the process."""
+    """Check the command line of this process, which runs a recipe, and set what torch reads at its import.
+
+    `--help` prints the flags and ends the process.
+    """
+    os.environ.update(world.thread_waiting())
     errors.guard(lambda: _check(name, sys.argv[1:], here=True, own_folder=world.rank() == 0))
 
 

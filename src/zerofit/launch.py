@@ -229,6 +229,7 @@ def environment(count: int, hide_gpus: bool = False) -> dict[str, str]:
     """
     paths = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and p != str(args.ROOT / "src")]
     added = {"PYTHONPATH": os.pathsep.join([str(args.ROOT / "src"), *paths]), "PYTHONUNBUFFERED": "1"}
+    added |= world.thread_waiting()
     if "OMP_NUM_THREADS" not in os.environ:
         # Launchers set 1, on which CPU training and the offloaded optimizer crawl.
         added["OMP_NUM_THREADS"] = str(max(1, world.cores() // count))

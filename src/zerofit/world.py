@@ -240,6 +240,16 @@ def barrier() -> None:
         dist.barrier()
 
 
+def thread_waiting() -> dict[str, str]:
+    """Return the variable that has OpenMP's threads sleep between two parallel regions; {} where the user has chosen.
+
+    torch's libgomp spins by default, for 300,000 turns; beside other work a thread spins where the one that it waits for needs
+    the core, and small CPU steps take many times as long (benchmarks/busy_cpu.py). It is read when torch is imported.
+    """
+    chosen = any(os.environ.get(name) for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"))
+    return {} if chosen else {"OMP_WAIT_POLICY": "passive"}
+
+
 def cores() -> int:
     """CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
