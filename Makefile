@@ -22,6 +22,7 @@ EXTRAS ?=
 SEQ ?=
 GPU ?=
 METHOD ?=
+HOST_MEMORY ?=
 NNODES ?=
 SBATCH ?=
 SWEEP ?=
@@ -39,7 +40,7 @@ RUN ?=
 MERGE ?=
 DTYPE ?=
 PUSH ?=
-VARIABLES := NNODES NODE_RANK MASTER_ADDR JOIN_TIMEOUT INTERFACE HOSTS INCLUDE EXCLUDE NODES SBATCH SWEEP RUN MERGE DTYPE PUSH GPUS ZERO OFFLOAD MODEL DATA CONFIG OUT ARGS PORT LAUNCHER EXTRAS SEQ GPU METHOD RECIPE
+VARIABLES := NNODES NODE_RANK MASTER_ADDR JOIN_TIMEOUT INTERFACE HOSTS INCLUDE EXCLUDE NODES SBATCH SWEEP RUN MERGE DTYPE PUSH GPUS ZERO OFFLOAD MODEL DATA CONFIG OUT ARGS PORT LAUNCHER EXTRAS SEQ GPU METHOD HOST_MEMORY RECIPE
 # taken literally: a $ in a value stays a $
 $(foreach v,$(VARIABLES),$(eval override $(v) := $$(value $(v))))
 export $(VARIABLES)
@@ -91,7 +92,7 @@ help: ## this list
 	@echo '  CONFIG=file.yaml  OUT=run-folder  ARGS="--any_flag value"  PORT=n  LAUNCHER=torchrun|accelerate|deepspeed'
 	@echo '  several machines: NNODES=2 NODE_RANK=0 MASTER_ADDR=host0 on each, or HOSTS=hostfile on one (docs/multinode.md)'
 	@echo; echo '  make sft GPUS=4 ZERO=3 MODEL=Qwen/Qwen3-8B DATA=data.jsonl'
-	@echo '  every flag: make sft ARGS=--help'
+	@echo '  flags: make sft ARGS=--help     every flag: make sft ARGS="--help all"'
 
 sft: $(STAMP) ## fine-tune all weights (alone: the bundled task, before and after)
 	@$(LAUNCH) recipes/sft.py $(KNOBS)
@@ -136,7 +137,7 @@ doctor: $(STAMP) ## what of this machine would stop a job, slow it down or spoil
 
 plan: $(STAMP) ## whether it fits and the fastest setting that does; no weights, no GPU (MODEL= GPUS= NODES= GPU=h100-80g METHOD=auto)
 	@PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit plan --recipe="$$RECIPE" --gpus="$$GPUS" \
-		--nodes="$$NODES" --gpu="$$GPU" --method="$$METHOD" --args="$$ARGS" --out="$$OUT" $(filter-out --output_dir%,$(KNOBS))
+		--nodes="$$NODES" --gpu="$$GPU" --method="$$METHOD" --host_memory="$$HOST_MEMORY" --args="$$ARGS" --out="$$OUT" $(filter-out --output_dir%,$(KNOBS))
 
 plan-validate: $(STAMP) ## plans against real runs: on a GPU its allocator, else the CPU's tensors byte for byte
 	@set -f; $(PY) benchmarks/plan.py $$ARGS

@@ -7,6 +7,11 @@ torchrun --nproc_per_node 4 recipes/lora.py --config my_run.yaml
 python recipes/lora.py --help
 """
 
+from zerofit import early
+
+if __name__ == "__main__":
+    early.recipe("lora")  # mistakes in the flags, told before the next line imports torch for seconds
+
 from zerofit import adapters, data, errors, inspection, model, start, train
 
 

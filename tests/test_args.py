@@ -1,10 +1,16 @@
 """Arguments: precedence, batch arithmetic, and one sentence for every mistake."""
 
+import json
+import re
+import subprocess
+import sys
 from dataclasses import fields
 
 import pytest
+from conftest import ROOT
+from transformers import TrainingArguments
 
-from zerofit import args, batch, synonyms
+from zerofit import args, batch, early, flag_help, flags, synonyms
 from zerofit.errors import UserError
 
 DATA = str(args.TINY / "train.jsonl")
@@ -50,12 +56,12 @@ def test_the_kits_own_flags_are_frozen():
             num_virtual_tokens modules_to_save
         """,
     }
-    found = {group.__name__: [f.name for f in fields(group)] for group in args._kit_groups("lora")}
+    found = {group.__name__: [f.name for f in fields(group)] for group in args.kit_groups("lora")}
     assert found == {name: words.split() for name, words in frozen.items()}
 
 
 def test_every_flag_has_a_help_text():
-    for group in args._kit_groups("lora"):
+    for group in args.kit_groups("lora"):
         for field in fields(group):
             assert len(field.metadata.get("help", "")) > 10, field.name
 
@@ -202,13 +208,13 @@ def test_all_unknown_flags_are_told_at_once():
         parse("--lr", "-1", "--epochs=3", "--zero", "2", "--qwerty", "--lr", "2")
     assert str(caught.value) == (
         "command line: unknown flag --lr; did you mean --learning_rate? unknown flag --epochs; did you mean "
-        "--num_train_epochs? unknown flag --qwerty; --help lists every flag."
+        "--num_train_epochs? unknown flag --qwerty; --help all lists every flag."
     )
 
 
 def test_every_synonym_names_an_argument_that_exists():
-    names = {f.name for f in fields(args.TrainingArguments)} | {
-        f.name for group in args._kit_groups("lora") for f in fields(group)
+    names = {f.name for f in fields(TrainingArguments)} | {
+        f.name for group in args.kit_groups("lora") for f in fields(group)
     }
     for word, meant in synonyms.RENAMED.items():
         assert word not in names, word
@@ -258,3 +264,84 @@ def test_a_hang_is_found_before_collectives_give_up():
         assert any(d.startswith(f"hang_timeout {expected}") and f"--ddp_timeout {limit}" in d for d in found.decisions)
     assert parse("--ddp_timeout", "600", "--hang_timeout", "900").hang_timeout == 900
     assert parse("--ddp_timeout", "600", "--hang_timeout", "0").hang_timeout == 0
+
+
+# Words behind `zerofit` -> what is said; a folder of the test's own stands for {tmp}.
+EARLY = {
+    "launch recipes/sft.py --zero 4": "argument --zero: invalid choice: '4'",
+    "launch --args='--zero=zero3' recipes/lora.py": "did you mean --zero 3?",
+    "launch recipes/sft.py --lerning_rate 1 --epochs 2": "did you mean --learning_rate? unknown flag --epochs; did you mean",
+    "launch recipes/sft.py --lora_r 4": "recipes/lora.py (make lora)",
+    "launch recipes/sft.py --data nope.jsonl": "--data nope.jsonl: no such file or folder.",
+    "launch recipes/sft.py --model {tmp}/nope --data org/set": "nope: no such model folder.",
+    "launch recipes/sft.py --model {tmp}": "the folder has no config.json.",
+    "launch recipes/sft.py --output_dir {tmp}": "already holds a run",
+    "launch recipes/sft.py --output_dir=/proc/x": "--output_dir /proc/x: /proc cannot be written to",
+    "launch recipes/sft.py --config {tmp}/bad.yaml": "bad.yaml: argument --offload: invalid choice: 'disk'",
+    "launch recipes/sft.py --preset gpu-1g": "--preset gpu-1g: there are gpu-12g",
+    "slurm recipes/sft.py --max_length long": "argument --max_length/--max-length: invalid int value: 'long'",
+    "data --data nope.jsonl --out x": "--data nope.jsonl: no such file or folder.",
+    # and nothing to say here
+    "launch recipes/sft.py --output_dir {tmp} --resume-from-checkpoint auto --no_bf16 --weight_decay -1 --optim x": "",
+    "launch --nnodes 2 recipes/sft.py --output_dir {tmp}": "",
+    "launch --nnodes= --args= recipes/sft.py --zero 2": "",
+    "slurm recipes/sft.py --model /elsewhere/model --data /elsewhere/rows.jsonl": "",
+    "data --recipe lora --lora_r 4 --columns a=b --per_device_train_batch_size auto --out x": "",
+    "plan --gpus 4 --zero 4": "",
+}
+
+
+@pytest.mark.bad_input
+def test_what_is_told_before_torch_is_imported(tmp_path):
+    (tmp_path / "run.json").touch()
+    (tmp_path / "bad.yaml").write_text("learning_rate: 1\noffload: disk\n")
+    code = """
+import json, shlex, sys
+from zerofit import early, errors
+said = []
+for words in json.loads(sys.argv[1]):
+    verb, *words = shlex.split(words)
+    try:
+        said.append(early.command(verb, words) or "")
+    except errors.UserError as error:
+        said.append(str(error))
+print(json.dumps([said, "torch" in sys.modules]))
+"""
+    commands = [words.format(tmp=tmp_path) for words in EARLY]
+    done = subprocess.run([sys.executable, "-c", code, json.dumps(commands)], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    said, has_torch = json.loads(done.stdout)
+    for words, wanted, found in zip(EARLY, EARLY.values(), said, strict=True):
+        assert (wanted in found) if wanted else not found, (words, found)
+    assert not has_torch
+
+
+@pytest.mark.bad_input
+def test_a_recipe_of_any_launcher_looks_early(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["sft.py", "--zero", "4"])
+    with pytest.raises(SystemExit, match="2"):
+        early.recipe("sft")
+    assert capsys.readouterr().err.count("invalid choice: '4'") == 1
+    for recipe in args.RECIPES:
+        assert f'early.recipe("{recipe}")' in (ROOT / "recipes" / f"{recipe}.py").read_text()
+
+
+def test_the_names_that_are_read_from_transformers_source():
+    names = {f.name for f in fields(TrainingArguments) if f.init}
+    assert names <= set(args.training_argument_names())
+
+
+def test_the_short_help_has_what_most_runs_need():
+    help_of = {recipe: re.findall(r"^  --(\w+)", flag_help.text(recipe), re.M) for recipe in args.RECIPES}
+    assert 20 <= len(help_of["sft"]) <= 30 and set(help_of["sft"]) < set(help_of["lora"])
+    assert flag_help.text("sft").count("\n") < 60 and "--help all" in flag_help.text("sft")
+    for title, names in flag_help.COMMON.items():
+        assert set(names.split()) <= set(help_of["lora"]), title
+
+
+@pytest.mark.parametrize("recipe", args.RECIPES)
+def test_the_whole_help_has_each_flag_once_and_the_kits_first(recipe):
+    found = re.findall(r"^  --([\w-]+)", flag_help.text(recipe, whole=True), re.M)
+    kit = [f.name for group in args.kit_groups(recipe) for f in fields(group)]
+    theirs = {f.name for f in fields(TrainingArguments) if f.init} - set(flags.REFUSED)
+    assert found[: len(kit)] == kit and set(found) == {*kit, *theirs} and len(found) == len(set(found))

@@ -11,13 +11,15 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import ROOT, TINY, run_world
 from safetensors.torch import load_file, save_file
 
-from zerofit import agreement, export, merge, report, saved, shards, talk
+from zerofit import agreement, card, export, merge, report, saved, shards, talk
 from zerofit.errors import UserError
 
 FLAGS = [
@@ -426,11 +428,24 @@ def test_chat_from_a_pipe(runs, monkeypatch, capsys, name):
     monkeypatch.setattr(
         talk, "_answer", lambda net, words, turns, *rest: asked.append(len(turns)) or answer(net, words, turns, *rest)
     )
-    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n\nAnd then?\n/new\nHello\n/quit\nnever\n"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n\nAnd then?\n/help\n/n\n/new\nHello\n/quit\nnever\n"))
     talk.main([str(runs[name].folder), "--max_new_tokens", "8"])
     assert asked == [1, 3, 1]
-    said = capsys.readouterr().out.splitlines()
-    assert len(said) == 3 and said[0] == said[2]  # greedy, and nothing of the first talk in the second
+    out, err = capsys.readouterr()
+    said = out.splitlines()
+    assert [line for line in said if line.startswith("> ")] == [
+        "> Hello",
+        "> And then?",
+        "> /help",
+        "> /n",
+        "> /new",
+        "> Hello",
+    ]
+    assert said[said.index("> /help") + 1] == talk.HELP and said[said.index("> /n") + 1].startswith(
+        "/n is no command; "
+    )
+    assert said[1] == said[-1]  # greedy, and nothing of the first talk in the second
+    assert "FutureWarning" not in err
 
 
 @pytest.mark.fault
@@ -509,3 +524,13 @@ def test_updates_that_rounding_takes_back_are_told():
     assert "--dtype float32 keeps it" in agreement._much_rounding(result)
     assert agreement._much_rounding(result | {"effect": 0.3}) == ""
     assert "are rounded away" in agreement._much_rounding(result | {"merged": False, "independent": 0.01})
+
+
+@pytest.mark.parametrize(("ranks", "said"), [(1, "1 rank,"), (2, "2 ranks,")])
+def test_a_card_of_the_bundled_task(ranks, said):
+    arguments = {"model": str(TINY / "model"), "zero": "0"}
+    found = SimpleNamespace(facts={"recipe": "sft", "world_size": ranks}, argument=arguments.get, adapter=None, bits=None,
+                            run=None, folder=Path("final"))  # fmt: skip
+    told = {"adapter": False, "merged": False, "dtype": "float32", "masters": False, "agreement": None, "notes": []}
+    text = card.text(found, told)
+    assert "# sft of zerofit's bundled tiny Llama" in text and f"ZeRO stage 0, {said}" in text

@@ -374,3 +374,18 @@ def test_make_data(tmp_path):
     assert done.returncode == 2 and "Error 2" in done.stderr  # make's own code, and the verb's
     assert "zerofit: error: --max_truncated_fraction 0.2: 25% of the training rows are longer" in done.stderr
     assert json.loads((tmp_path / "out" / "data.json").read_text())["max_length"] == 24
+
+
+def test_no_line_runs_through_a_legend(tmp_path, monkeypatch):
+    from matplotlib import pyplot as plt
+
+    monkeypatch.setattr(plt, "close", lambda figure: None)
+    values = np.arange(10, 60)
+    scan = SimpleNamespace(lengths=values, supervised=values // 2)
+    inspection.plot({"training": scan}, 64, tmp_path / "data.png")
+    figure = plt.gcf()
+    monkeypatch.undo()
+    figure.canvas.draw()
+    for axes in figure.axes:
+        assert axes.get_legend().get_window_extent().y1 < axes.get_window_extent().y0
+    plt.close(figure)

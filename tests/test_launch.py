@@ -308,7 +308,9 @@ def test_two_ranks_keep_the_exit_code_and_show_no_traceback(tmp_path, flags, cod
 def test_a_machine_without_git_trains(tmp_path):
     flags = [*SHORT, "--max_steps", "1", "--output_dir", str(tmp_path / "run")]
     assert recipe_process("sft", *flags, PATH=str(BIN)).returncode == 0
-    assert Run(tmp_path / "run").json("run.json")["git_commit"] is None
+    facts = Run(tmp_path / "run").json("run.json")
+    assert facts["git_commit"] is None
+    assert sum("OMP_WAIT_POLICY passive: " in sentence for sentence in facts["decisions"]) == 1
 
 
 @pytest.mark.slow
@@ -441,3 +443,48 @@ def test_bars_of_transformers_are_off_on_a_terminal_too(monkeypatch):
     monkeypatch.setattr(quiet.sys, "stderr", SimpleNamespace(isatty=lambda: True, write=len, flush=lambda: None))
     quiet.libraries()
     assert not transformers_logging.is_progress_bar_enabled()
+
+
+def test_how_threads_wait_is_the_users_to_say(monkeypatch):
+    names = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    assert launch.environment(1)["OMP_WAIT_POLICY"] == "passive"
+    for name in names:
+        with monkeypatch.context() as context:
+            context.setenv(name, "active")
+            assert "OMP_WAIT_POLICY" not in launch.environment(1)
+
+
+def test_files_are_readable_by_whom_the_umask_says(tmp_path):
+    """safetensors makes its files for their owner alone."""
+    import torch
+    from safetensors.torch import save_file
+
+    (tmp_path / "final").mkdir()
+    before = os.umask(0o027)
+    try:
+        save_file({"x": torch.zeros(1)}, tmp_path / "final" / "model.safetensors")
+        (tmp_path / "final" / "config.json").touch()
+        report.readable(tmp_path / "final")
+    finally:
+        os.umask(before)
+    assert {oct(file.stat().st_mode & 0o777) for file in (tmp_path / "final").iterdir()} == {"0o640"}
+
+
+def test_the_arguments_are_shown_by_group(tmp_path):
+    missing = tmp_path / "none.jsonl"
+    text = report.summary(args.parse("lora", ["--model", "org/model", "--data", str(missing), "--lora_r", "4"], 1))
+    lines = text.splitlines()
+    headings = [line.strip() for line in lines if line.startswith(" ") and not line.startswith("  ")]
+    assert headings == ["run", "supervision", "offload", "model", "data", "memory", "optimizer", "lora", "transformers"]
+    assert re.search(r"^  warmup_steps +0\.03 of all steps +default$", text, re.M)
+    assert re.search(r"^  effective_batch_size +32 +default$", text, re.M)
+    assert f"  note: --data {missing}: no such file or folder." in lines
+    assert not any("note: " in line for line in report.summary(args.parse("sft", [], 1)).splitlines())
+
+
+@pytest.mark.bad_input
+def test_a_folder_that_takes_no_file_is_refused():
+    with pytest.raises(UserError, match=r"--output_dir /proc/x: /proc cannot be written to: "):
+        report.choose_folder(args.parse("sft", ["--output_dir", "/proc/x"], 1))

@@ -366,6 +366,35 @@ def test_auto_takes_the_first_method_that_fits(monkeypatch):
     assert plan.chosen.method == "qlora" and "make lora" in planner.command(plan.chosen, 1)
 
 
+def test_what_a_plan_at_the_edge_says(monkeypatch):
+    """4 x RTX 4090 and 8 billion parameters: the host's memory, the checkpoints' disk, and LoRA beside full tuning."""
+    monkeypatch.setattr(ghost, "run_all", fake_ghost(lambda flags: None))
+    gpu, flags = hardware.GPUS["rtx4090-24g"], ["--model", str(CONFIGS / "qwen3-8b")]
+    plan = planner.search(["sft"], flags, 4, gpu)
+    said = plan_report.text(plan)
+    assert "offload optimizer" in plan.chosen.label
+    assert "host memory needed: 137 GiB a node while training (not checked; HOST_MEMORY=GiB checks it)" in said
+    assert "warning: checkpoints take 214 GiB (--save_total_limit 1; " in said and "see that the disk" in said
+    assert f"only {200} GiB are free" in plan_report.text(dataclasses.replace(plan, disk_free=200 * 2**30))
+    rejected = [line for line in said.splitlines() if line.startswith("  rejected: ")]
+    kinds = {(c.setting.offload, c.setting.every > 0) for c, _ in plan.rejected}
+    assert len(rejected) == len(kinds) < 7 < len(plan.rejected)
+    smallest = min(
+        (c for c, _ in plan.rejected if c.setting.offload == "none" and not c.setting.every), key=lambda c: c.peak
+    )
+    assert rejected[0].startswith(f"  rejected: {smallest.label}, ") and "larger ones, up to 5,678 tok/s" in rejected[0]
+    plan.adapter = planner._adapter_instead(plan, ["sft"], flags)
+    found = plan.adapter
+    assert found.method == "lora" and found.peak <= plan.limit and found.setting.offload == "none"
+    assert f"LoRA would fit in {found.peak / 2**30:.1f} GiB a GPU at " in plan_report.text(plan)
+    assert planner._adapter_instead(plan, ["sft", "lora"], flags) is None  # METHOD=auto looks itself
+    roomy = dataclasses.replace(
+        plan, chosen=dataclasses.replace(plan.chosen, setting=found.setting), host_limit=200 * 2**30
+    )
+    assert planner._adapter_instead(roomy, ["sft"], flags) is None
+    assert "(of 200 GiB)" in plan_report.text(roomy)
+
+
 def test_a_simulation_that_fails_leaves_an_estimate_and_says_so_first(monkeypatch):
     monkeypatch.setattr(ghost, "run_all", fake_ghost(lambda flags: None))
     plan = planner.search(["sft"], FLAGS_1B, 2, GPU)

@@ -104,7 +104,7 @@ def test_command_on_a_run(command, finished, tmp_path):
 
 
 def test_every_flag_variable_module_and_link():
-    for group in args._kit_groups("lora"):
+    for group in args.kit_groups("lora"):
         for field in fields(group):
             assert f"| `--{field.name}` |" in README, field.name
             assert field.metadata["help"].replace("|", "\\|") in README, field.name

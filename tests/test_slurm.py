@@ -115,7 +115,7 @@ def test_the_rendered_script(printed, tmp_path, monkeypatch):
         f"python={shlex.quote(sys.executable)}",
         f"out='{tmp_path}/my runs/50% \"x\"'",
         "gpus=8",
-        f"recipe=({ROOT}/recipes/sft.py --zero 3 --learning_rate 1e-5 --run_name 'a; b')",
+        f"recipe=({ROOT}/recipes/sft.py --zero 3 --learning_rate 1e-5 --run_name 'a; b')  # relative paths begin at --chdir",
         "case ${SLURM_ARRAY_TASK_ID:-} in    # a sweep's further flags; its runs are in $out/0, $out/1 ...",
         "esac",
     ]
@@ -264,7 +264,9 @@ def test_no_slurm_here(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match=r"sbatch is not installed here.*login node.*--print"):
         slurm.main(["--out", str(tmp_path / "run"), str(ROOT / RECIPE)])
+    assert not (tmp_path / "run").exists()
     with pytest.raises(UserError, match="already holds"):
+        (tmp_path / "run").mkdir()
         (tmp_path / "run" / "run.json").write_text("{}")
         slurm.main(["--out", str(tmp_path / "run"), str(ROOT / RECIPE)])
 

@@ -5,6 +5,8 @@ A literal in the DeepSpeed JSON that contradicts a flag stops the run; against a
 """
 
 import argparse
+import ast
+import importlib.util
 import json
 import shlex
 import warnings
@@ -13,9 +15,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from transformers import HfArgumentParser, TrainingArguments
+from transformers import HfArgumentParser  # without torch; TrainingArguments brings it and takes seconds
 
-from . import batch, devices, flags, offload, optimizers, presets, recompute, synonyms, zero
+from . import batch, devices, flags, offload, optimizers, presets, synonyms, zero
 from .errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]  # of the repository
@@ -405,8 +407,13 @@ class _Parser(HfArgumentParser):
 
     origin = "command line"
 
+    def print_help(self, file=None):
+        from . import flag_help
+
+        print(flag_help.text(self.prog), file=file)
+
     def error(self, message: str):
-        raise UserError(f"{self.origin}: {message}{synonyms.of_value(message)} Every flag: --help.")
+        raise UserError(f"{self.origin}: {message}{synonyms.of_value(message)} Every flag: --help all.")
 
 
 @dataclass
@@ -449,6 +456,8 @@ class Settings:
 
     def training_values(self) -> dict[str, Any]:
         """The keyword arguments of transformers.TrainingArguments."""
+        from transformers import TrainingArguments
+
         names = {f.name for f in fields(TrainingArguments) if f.init}
         values = {k: v for k, v in self.values.items() if k in names}
         values["deepspeed"] = self.deepspeed
@@ -465,19 +474,19 @@ class Settings:
         return [(k, self.values[k], self.source[k]) for k in shown if k not in ("show", "config")]
 
 
-def _kit_groups(recipe: str) -> tuple:
+def kit_groups(recipe: str) -> tuple:
     shared = (RunArguments, SupervisionArguments, OffloadArguments, ModelArguments, DataArguments, MemoryArguments,
               OptimizerArguments)  # fmt: skip
     return (*shared, *RECIPES[recipe]["arguments"])
 
 
 def build_parser(recipe: str) -> _Parser:
-    groups = (*_kit_groups(recipe), TrainingArguments)
+    from transformers import TrainingArguments
+
+    groups = (*kit_groups(recipe), TrainingArguments)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        parser = _Parser(
-            groups, prog=f"recipes/{recipe}.py", allow_abbrev=False, formatter_class=argparse.HelpFormatter
-        )
+        parser = _Parser(groups, prog=recipe, allow_abbrev=False, formatter_class=argparse.HelpFormatter)
     parallelism = next(action for action in parser._actions if action.dest == "parallelism_config")
     parallelism.type = str  # an object of accelerate's, which no text becomes: flags.check refuses it with the reason
     optim = next(action for action in parser._actions if action.dest == "optim")
@@ -485,14 +494,34 @@ def build_parser(recipe: str) -> _Parser:
     return parser
 
 
-def _explicit(recipe: str, argv: list[str], origin: str) -> dict[str, Any]:
-    """Only what `argv` says, with argparse's types and choices checked."""
-    parser = build_parser(recipe)
+def _early_parser(recipe: str) -> _Parser:
+    """A parser that checks the kit's own arguments and knows transformers' by name, without the import of torch."""
+    parser = _Parser(kit_groups(recipe), prog=recipe, allow_abbrev=False)
+    for name in training_argument_names():
+        words = [f"--{name}", f"--no_{name}"]
+        parser.add_argument(*dict.fromkeys([*words, *(word.replace("_", "-") for word in words)]), dest=name, nargs="*")
+    return parser
+
+
+def training_argument_names() -> list[str]:
+    """Return the names of transformers' TrainingArguments, read from its source."""
+    file = Path(importlib.util.find_spec("transformers").origin).with_name("training_args.py")
+    classes = [node for node in ast.parse(file.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef)]
+    body = next(node.body for node in classes if node.name == "TrainingArguments")
+    return [line.target.id for line in body if isinstance(line, ast.AnnAssign)]
+
+
+def explicit(recipe: str, argv: list[str], origin: str, early: bool = False, strict: bool = True) -> dict[str, Any]:
+    """Only what `argv` says, with argparse's types and choices checked.
+
+    Args: early: check the kit's own arguments only; those of transformers are lists of words then. strict: refuse others.
+    """
+    parser = _early_parser(recipe) if early else build_parser(recipe)
     parser.origin = origin
     argv = with_auto_as_probe(argv)
-    names = [f.name for group in parser.dataclass_types for f in fields(group) if f.init]
+    names = [action.dest for action in parser._actions if action.dest != "help"]
     found, unknown = parser.parse_known_args(argv, argparse.Namespace(**dict.fromkeys(names, _UNSET)))
-    if unknown:
+    if unknown and strict:
         raise UserError(f"{origin}: {synonyms.of_unknown(unknown, recipe, names, origin)}")
     return {k: v for k, v in vars(found).items() if v is not _UNSET}
 
@@ -511,8 +540,8 @@ def with_auto_as_probe(argv: list[str]) -> list[str]:
     return out
 
 
-def read_yaml(path: str, recipe: str) -> dict[str, Any]:
-    """The arguments in a YAML file, checked like flags.
+def read_yaml(path: str, recipe: str, early: bool = False) -> dict[str, Any]:
+    """The arguments in a YAML file, checked like flags; early: as in `explicit`.
 
     Raises: UserError with file, line and column for broken YAML, with file and key for an unknown key.
     """
@@ -537,7 +566,7 @@ def read_yaml(path: str, recipe: str) -> dict[str, Any]:
             continue
         words = value if isinstance(value, list) else [json.dumps(value) if isinstance(value, dict) else value]
         argv += [f"--{key}", *(str(w) for w in words)] if isinstance(value, list) else [f"--{key}={words[0]}"]
-    return _explicit(recipe, argv, str(path))
+    return explicit(recipe, argv, str(path), early)
 
 
 def command_line(recipe: str, flags: list[str], more: str = "", gpus: str = "1") -> tuple[list[str], int]:
@@ -563,7 +592,9 @@ def parse(recipe: str, argv: list[str], world_size: int, gpu=None) -> Settings:
         a plan, which need not be in this machine.
     Raises: UserError for anything unknown, malformed or contradictory.
     """
-    from_flags = _explicit(recipe, argv, "command line")
+    from . import recompute  # it imports torch
+
+    from_flags = explicit(recipe, argv, "command line")
     from_yaml = read_yaml(from_flags["config"], recipe) if from_flags.get("config") else {}
     given = {**from_yaml, **from_flags}
     bundled = {}
@@ -571,7 +602,7 @@ def parse(recipe: str, argv: list[str], world_size: int, gpu=None) -> Settings:
         bundled = read_yaml(str(TINY / f"{recipe}.yaml"), recipe)
         bundled |= {"data": [str(TINY / "train.jsonl")], "eval_data": [str(TINY / "eval.jsonl")]}
 
-    preset = _explicit(recipe, presets.flags(given["preset"]), "preset") if given.get("preset") else {}
+    preset = explicit(recipe, presets.flags(given["preset"]), "preset") if given.get("preset") else {}
 
     values, source = {}, {}
     defaults = vars(build_parser(recipe).parse_args([]))
@@ -585,7 +616,7 @@ def parse(recipe: str, argv: list[str], world_size: int, gpu=None) -> Settings:
     ):
         values |= layer
         source |= dict.fromkeys(layer, origin)
-    kit = {f.name for group in _kit_groups(recipe) for f in fields(group)}
+    kit = {f.name for group in kit_groups(recipe) for f in fields(group)}
     source |= {name: "default" for name in kit if source[name] == "transformers default"}
     settings = Settings(recipe, values, source, [], None, world_size, gpu, list(argv))
     if preset:
@@ -757,6 +788,8 @@ def _solve_batch(settings: Settings) -> None:
         settings.values[name] = value
         settings.source[name] = settings.source[name] if was is not None else "decided"
     effective, micro, accumulation = solved
+    if fixed[0] is None and effective == batch.DEFAULT_EFFECTIVE_BATCH_SIZE:
+        settings.source[names[0]] = "default"
     settings.decisions.append(
         f"effective batch {effective} = per_device_train_batch_size {micro} x gradient_accumulation_steps "
         f"{accumulation} x {settings.world_size} rank{'s' * (settings.world_size > 1)}"

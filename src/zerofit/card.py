@@ -6,6 +6,7 @@ from pathlib import Path
 import yaml
 
 from . import __version__, agreement
+from .args import TINY
 
 
 def text(found, told: dict) -> str:
@@ -18,7 +19,7 @@ def text(found, told: dict) -> str:
     }
     if base and "/" in base:  # a hub id; the hub refuses a card whose base is none
         head["base_model"] = base
-    title = f"{found.facts.get('recipe', 'model')} of {Path(base).name}" if base else found.folder.name
+    title = f"{found.facts.get('recipe', 'model')} of {base.rpartition('/')[2]}" if base else found.folder.name
     rows = "\n".join(f"| {name} | {value} |" for name, value in _rows(found, told, base) if value not in (None, ""))
     return (
         f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n\n# {title}\n\n"
@@ -28,6 +29,8 @@ def text(found, told: dict) -> str:
 
 
 def _base(found) -> str:
+    if found.argument("model") == str(TINY / "model"):
+        return "zerofit's bundled tiny Llama"
     name = str(found.argument("model") or (found.adapter or {}).get("base_model_name_or_path") or "")
     return _public(name)
 
@@ -52,7 +55,8 @@ def _rows(found, told: dict, base: str):
         merged = ", merged" if told["merged"] else ""
         yield "adapter", f"{'DoRA' if config.get('use_dora') else config.get('peft_type')}{size}{packed}{merged}"
     if facts:
-        yield "trained with", f"ZeRO stage {argument('zero')}, {facts.get('world_size')} ranks, {_precision(found)}"
+        ranks = facts.get("world_size")
+        yield "trained with", f"ZeRO stage {argument('zero')}, {ranks} rank{'s' * (ranks != 1)}, {_precision(found)}"
         yield "effective batch, learning rate", f"{argument('effective_batch_size')}, {argument('learning_rate')}"
     for split, data in facts.get("data", {}).items():
         names = ", ".join(_public(name) for name in str(data.get("source", "")).split(", "))

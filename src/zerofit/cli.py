@@ -6,7 +6,7 @@ import sys
 from . import __version__, errors
 
 USAGE = """usage: zerofit launch [--gpus N] [--show] recipes/sft.py [flags]     start a recipe on N processes
-       zerofit launch recipes/sft.py --help                          every flag of a recipe
+       zerofit launch recipes/sft.py --help                          a recipe's flags; --help all: every one
        zerofit launch --nnodes 2 --node_rank 0 --master_addr HOST    this machine's part of a job on several
        zerofit hosts --hosts FILE recipes/sft.py [flags]             a job on the hosts of a DeepSpeed hostfile, over ssh
        zerofit slurm --nodes N --gpus G recipes/sft.py [flags]       the same as a SLURM job (--print: only show the file)
@@ -40,8 +40,9 @@ def _main() -> None:
         print(f"zerofit {__version__}")
     elif words and words[0] in VERBS:
         if words[0] not in LIGHT:
-            from . import quiet
+            from . import early, quiet
 
+            early.command(words[0], words[1:])
             quiet.libraries()
         module, _, function = VERBS[words[0]].partition(".")
         getattr(importlib.import_module(f".{module}", __package__), function or "main")(words[1:])

@@ -114,6 +114,7 @@ def _write(given, found, out: Path) -> dict:
         names, get = _tensors(given, found, masters)
         told["dtype"] = _write_tensors(names, get, given, out, "adapter_model" if told["adapter"] else "model")
     _write_small(found, out, told)
+    report.readable(out)
     return told
 
 

@@ -2,9 +2,28 @@
 
 import os
 import socket
+from pathlib import Path
 from urllib.parse import urlparse
 
 from .errors import UserError
+
+
+def model_folder(name: str) -> Path | None:
+    """Return the folder that --model names; None: it is a hub id.
+
+    Raises: UserError for a path that is no model folder.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").exists():
+            adapter = (
+                " (it is an adapter folder: name its base model)" if (path / "adapter_config.json").exists() else ""
+            )
+            raise UserError(f"--model {name}: the folder has no config.json{adapter}.")
+        return path.resolve()
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or path.exists():
+        raise UserError(f"--model {name}: no such model folder.")
+    return None
 
 
 def check(asker: str, seconds: float = 3.0) -> None:

@@ -470,7 +470,9 @@ def plot(scans: dict[str, Scan], max_length: int, target: Path) -> None:
     if train.lengths.max() > 0.7 * max_length:
         panels[0].axvline(max_length, color="#ea580c", linewidth=1.2, label=f"max_length {max_length:,}")
     for axes in panels:
-        axes.legend(frameon=False)
+        axes.legend(
+            frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=3
+        )  # below, where no line runs
     figure.tight_layout()
     figure.savefig(target)
     plt.close(figure)

@@ -35,9 +35,6 @@ def main(argv: list[str]) -> None:
     if given.launcher not in LAUNCHERS:
         raise UserError(f"LAUNCHER={given.launcher}: must be one of {', '.join(LAUNCHERS)}.")
     flags, count = args.command_line(recipe.stem, given.flags, given.args, given.gpus)
-    if "--help" in flags or "-h" in flags:
-        args.build_parser(recipe.stem).print_help()
-        return
     here = place.of(given)
     _without_a_launchers_variables()
     flags, token = without_token(flags)
@@ -239,6 +236,7 @@ def environment(count: int, hide_gpus: bool = False) -> dict[str, str]:
     """
     paths = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and p != str(args.ROOT / "src")]
     added = {"PYTHONPATH": os.pathsep.join([str(args.ROOT / "src"), *paths]), "PYTHONUNBUFFERED": "1"}
+    added |= world.thread_waiting()
     if "OMP_NUM_THREADS" not in os.environ:
         # Launchers set 1, on which CPU training and the offloaded optimizer crawl.
         added["OMP_NUM_THREADS"] = str(max(1, world.cores() // count))

@@ -51,20 +51,12 @@ def load_config(settings):
 
 def _load(load, settings, what: str, **kwargs):
     name = settings.model
-    path = Path(name).expanduser()
-    if path.is_dir():
-        if not (path / "config.json").exists():
-            adapter = (
-                " (it is an adapter folder: name its base model)" if (path / "adapter_config.json").exists() else ""
-            )
-            raise UserError(f"--model {name}: the folder has no config.json{adapter}.")
-    elif path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or path.exists():
-        raise UserError(f"--model {name}: no such model folder.")
-    else:
+    folder = hub.model_folder(name)
+    if folder is None:
         hub.check(f"--model {name}")
     try:
         return load(
-            str(path.resolve()) if path.is_dir() else name,
+            str(folder or name),
             revision=settings.model_revision,
             trust_remote_code=settings.trust_remote_code,
             **kwargs,

@@ -7,7 +7,7 @@ from . import closed_forms, memory_report, planner, report
 from .devices import GIB
 from .planner import Candidate, Plan
 
-SHOWN = 6  # rejected settings that are told
+LARGE_CHECKPOINT = 100 * GIB  # above it a plan says what saving takes
 
 
 def text(plan: Plan) -> str:
@@ -18,12 +18,10 @@ def text(plan: Plan) -> str:
         f"{planner.machines(plan.ranks, plan.node)} x {plan.gpu.device_name}: {plan.gpu.memory_gib:.1f} GiB each, {plan.limit / GIB:.1f} GiB for tensors"
     ]
     lines += [f"  kept free: {name} {size / GIB:.2f} GiB" for name, size in plan.allowance.items() if size]
-    for candidate, why in _told(plan):
-        lines.append(f"  rejected, though {candidate.tokens_per_second:,.0f} tok/s: {candidate.label}: {why}")
-    if len(plan.rejected) > SHOWN:
-        lines.append(f"  ... and {len(plan.rejected) - SHOWN} more settings that do not fit (plan.json)")
+    lines += _rejected(plan)
+    instead = [_adapter(plan)] if plan.adapter else []
     if plan.chosen is None:
-        return "\n".join([*lines, "", nothing_fits(plan)])
+        return "\n".join([*lines, "", nothing_fits(plan), *instead])
     chosen = plan.chosen
     lines += ["", f"chosen: {chosen.label}", f"  peak {chosen.peak / GIB:.1f} of {plan.limit / GIB:.1f} GiB a GPU"]
     lines[-1] += f", {_source(chosen)}"
@@ -31,18 +29,64 @@ def text(plan: Plan) -> str:
         lines += ["", memory_report.table(chosen.answer["peak"]), ""]
     lines += [f"  {name}: {value}" for name, value in facts(chosen, plan).items()]
     others = " (and NODE_RANK=1, 2, ... on the other nodes)" if plan.nodes > 1 else ""
-    lines += ["", f"run it: {planner.command(chosen, plan.ranks)}{others}", f"\nplanned in {plan.seconds:.0f} s"]
+    lines += [
+        "",
+        *_warnings(chosen, plan),
+        f"run it: {planner.command(chosen, plan.ranks)}{others}",
+        *instead,
+        f"\nplanned in {plan.seconds:.0f} s",
+    ]
     return "\n".join(lines)
 
 
-def _told(plan: Plan) -> list:
-    """The fastest rejected setting of each stage and offload first."""
-    kinds, first, rest = set(), [], []
-    for entry in plan.rejected:
-        kind = (entry[0].setting.zero, entry[0].setting.offload)
-        (rest if kind in kinds else first).append(entry)
-        kinds.add(kind)
-    return (first + rest)[:SHOWN]
+def _rejected(plan: Plan) -> list[str]:
+    """A line for all faster settings that keep the same things on the GPU: the smallest of them, which does not fit either."""
+    groups: dict[tuple, list] = {}
+    for candidate, why in plan.rejected:
+        setting = candidate.setting
+        key = (candidate.method, candidate.change, setting.offload, setting.nvme, setting.every > 0)
+        groups.setdefault(key, []).append((candidate, why))
+    lines = []
+    for entries in groups.values():
+        smallest, why = min(entries, key=lambda entry: entry[0].peak)
+        fastest = max(candidate.tokens_per_second for candidate, _ in entries)
+        alike = f" and {len(entries) - 1} more, larger ones, up to {fastest:,.0f} tok/s" if len(entries) > 1 else ""
+        lines.append(f"  rejected: {smallest.label}, {smallest.tokens_per_second:,.0f} tok/s: {why}{alike}")
+    return lines
+
+
+def _adapter(plan: Plan) -> str:
+    """LoRA or QLoRA in one line."""
+    found = plan.adapter
+    name = {"lora": "LoRA", "qlora": "QLoRA"}[found.method]
+    return (
+        f"{name} would fit in {found.peak / GIB:.1f} GiB a GPU at {found.tokens_per_second:,.0f} tok/s (by formula, + 10 %; "
+        f"METHOD={found.method} simulates it): {planner.command(found, plan.ranks)}"
+    )
+
+
+def _warnings(candidate: Candidate, plan: Plan) -> list[str]:
+    """What is large beside the checkpoints' disk."""
+    each = closed_forms.checkpoint_bytes(candidate.shape.trainable, candidate.shape.parameters)
+    if plan.disk_free is not None and _on_disk(each, plan) > plan.disk_free:
+        short = f"only {plan.disk_free / GIB:.0f} GiB are free there"
+    elif each > LARGE_CHECKPOINT:
+        short = "see that the disk of the run folder has that"
+    else:
+        return []
+    kept = (
+        f"--save_total_limit {plan.kept}" if plan.kept else "without --save_total_limit, for two of those that are kept"
+    )
+    return [
+        f"warning: checkpoints take {_on_disk(each, plan) / GIB:.0f} GiB ({kept}; the new one is written before the oldest goes): "
+        f"{short}; --save_only_model true saves {2 * candidate.shape.parameters / GIB:.0f} GiB that cannot be resumed",
+        "",
+    ]
+
+
+def _on_disk(each: float, plan: Plan) -> float:
+    """Bytes of the checkpoints that are there at once; of two, where all are kept."""
+    return each * ((plan.kept or 1) + 1)
 
 
 def _source(candidate: Candidate) -> str:
@@ -72,12 +116,8 @@ def facts(candidate: Candidate, plan: Plan) -> dict[str, str]:
             + f" and {2 * shape.parameters / plan.ranks * node / GIB:.1f} of weights" * (setting.offload == "all")
             + " in --offload_path; host memory holds pinned blocks on their way"
         )
-    elif candidate.answer:
-        training, saving = candidate.answer["host"] * node / GIB, candidate.answer["host_saving"] / GIB
-        found["host memory"] = (
-            f"{training:.1f} GiB of a node of {node} GPUs while training, "
-            f"{saving:.1f} more on the first node while saving"
-        )
+    else:
+        found["host memory needed"] = _host(candidate, plan)
     return (
         found
         | {
@@ -88,6 +128,15 @@ def facts(candidate: Candidate, plan: Plan) -> dict[str, str]:
         }
         | _hpz(candidate, plan)
     )
+
+
+def _host(candidate: Candidate, plan: Plan) -> str:
+    """The host memory of a node, and what it has."""
+    saving = (
+        f", {candidate.answer['host_saving'] / GIB:.1f} more on the first node while saving" if candidate.answer else ""
+    )
+    checked = f"of {plan.host_limit / GIB:.0f} GiB" if plan.host_limit else "not checked; HOST_MEMORY=GiB checks it"
+    return f"{candidate.host_of_a_node / GIB:.0f} GiB a node while training{saving} ({checked})"
 
 
 def _sent(candidate: Candidate, plan: Plan) -> str:
@@ -143,7 +192,11 @@ def write(plan: Plan, folder: Path) -> None:
     body = "\n".join(line.rstrip() for line in text(plan).splitlines())
     (folder / "plan.md").write_text(f"# Plan\n\n```\n{body.strip()}\n```\n\n![memory](plan.png)\n", encoding="utf-8")
     if best is not None:
-        peak = best.answer["peak"] if best.answer else {"closed forms": {k: int(v) for k, v in best.formula.items()}}
+        peak = (
+            best.answer["peak"]
+            if best.answer
+            else {"highest moment, by formula": {k: int(v) for k, v in best.formula.items()}}
+        )
         title = f"{best.label}\npredicted peak of a GPU, by phase and part"
         memory_report.plot(peak, folder / "plan.png", title, (plan.limit, f"limit {plan.limit / GIB:.1f} GiB"))
 
@@ -163,6 +216,6 @@ def as_json(plan: Plan) -> dict:
     return {
         "gpu": asdict(plan.gpu), "gpus": plan.ranks, "gpus_of_a_node": plan.node, "limit_bytes": plan.limit, "kept_free_bytes": plan.allowance,
         "chosen": entry(plan.chosen), "facts": facts(plan.chosen, plan) if plan.chosen else None,
-        "nearest": entry(plan.nearest), "gpus_that_would_do": plan.would_do, "seconds": round(plan.seconds, 1),
+        "nearest": entry(plan.nearest), "adapter_instead": entry(plan.adapter), "host_limit_bytes": plan.host_limit, "gpus_that_would_do": plan.would_do, "seconds": round(plan.seconds, 1),
         "rejected": [entry(candidate, why) for candidate, why in plan.rejected],
     }  # fmt: skip

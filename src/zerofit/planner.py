@@ -12,6 +12,7 @@ import os
 import platform
 import re
 import shlex
+import shutil
 import time
 from dataclasses import dataclass, field, replace
 from importlib import metadata
@@ -43,6 +44,7 @@ SMALLER_STATES = [("--optim", "adamw_bnb_8bit"), ("--pure_bf16", "true")]
 UNNAMED = "not-named-yet"  # stands for --data, which a plan does not need
 CACHE = world.cache_root()
 HISTORY = CACHE / "history.jsonl"  # predicted and measured peaks of finished runs on this machine
+EDGE = 0.9  # of the limit; a plan above it names LoRA too
 LEARNED_RUNS = 50  # of them, the latest, that a plan learns from
 LEARNED_AT_MOST = 0.1  # of the GPU
 
@@ -80,7 +82,7 @@ class Candidate:
 
     @property
     def host_of_a_node(self) -> int:
-        """Bytes of host memory that a node's ranks need while they train."""
+        """Bytes of host memory that a node's ranks need while they train, for what is offloaded."""
         # fp32 weights, gradients and Adam's states, and a 16-bit buffer (stage_1_and_2.py, stage3.py); 16-bit weights
         each = {"none": 0, "optimizer": 18, "all": 20}[self.setting.offload] * self.shape.trainable / self.setting.ranks
         each = self.answer["host"] if self.answer else each
@@ -95,7 +97,8 @@ class Candidate:
 @dataclass
 class Plan:
     """gpu, limit: bytes that tensors may take; host_limit: bytes of a node's host memory, None: not known; chosen: None
-    when nothing fits; rejected: faster, and why not; node: GPUs of a machine."""
+    when nothing fits; rejected: faster, and why not; node: GPUs of a machine; adapter: LoRA or QLoRA by formula, where full
+    fine-tuning is at the edge; disk_free: bytes for checkpoints, None: not known; kept: checkpoints, None: all."""
 
     gpu: hardware.Gpu
     ranks: int
@@ -110,6 +113,9 @@ class Plan:
     seconds: float = 0.0
     notes: list[str] = field(default_factory=list)
     node: int = closed_forms.GPUS_OF_A_NODE
+    adapter: Candidate | None = None
+    disk_free: int | None = None
+    kept: int | None = None
 
     @property
     def nodes(self) -> int:
@@ -151,13 +157,17 @@ def main(argv: list[str]) -> None:
     gpu = _with_node_link(hardware.find(given.gpu or "detect", min(ranks, node)), given.node_link_gbs)
     if sentence := hardware.note(gpu):
         print(sentence, flush=True)
-    from . import plan_report
+    from . import plan_report, report
 
     folder = Path(given.out or Path("runs") / f"plan-{time.strftime('%Y%m%d-%H%M%S')}").expanduser()
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--out {folder}: is a file; name a folder.")
-    host_limit = _host_limit(given.host_memory, here=given.gpu in ("", "detect"))
+    here = given.gpu in ("", "detect")
+    host_limit = _host_limit(given.host_memory, here)
     plan = search(methods, flags, ranks, gpu, lambda text: print(text, flush=True), host_limit, node)
+    plan.adapter = _adapter_instead(plan, methods, flags)
+    if here:
+        plan.disk_free = shutil.disk_usage(report.nearest_existing(folder)).free
     print(plan_report.text(plan))
     plan_report.write(plan, folder)
     print(f"\n{folder}/plan.md, plan.json, plan.png")
@@ -236,9 +246,10 @@ def search(
     """
     began = time.perf_counter()
     allowance = _allowance(gpu, ranks)
-    wanted = args.parse(_recipe(methods[0]), _planned(flags, methods[0]), ranks, gpu).memory_limit
-    limit = int((wanted or gpu.memory_gib) * GIB) - sum(allowance.values())
-    plan = Plan(gpu, ranks, limit, allowance, None, [], host_limit=host_limit, node=node)
+    settings = args.parse(_recipe(methods[0]), _planned(flags, methods[0]), ranks, gpu)
+    limit = int((settings.memory_limit or gpu.memory_gib) * GIB) - sum(allowance.values())
+    kept = settings.save_total_limit
+    plan = Plan(gpu, ranks, limit, allowance, None, [], host_limit=host_limit, node=node, kept=kept)
     with ghost.reused():
         _search(plan, methods, flags, say)
     if plan.chosen is None and plan.nearest is not None:
@@ -265,6 +276,22 @@ def _search(plan: Plan, methods: list[str], flags: list[str], say) -> None:
             return
     if plan.nearest.answer is None and not _host_is_short(plan.nearest, plan):
         _fits(plan.nearest, plan, say)  # a figure by formula does not say that nothing fits
+
+
+def _adapter_instead(plan: Plan, methods: list[str], flags: list[str]) -> Candidate | None:
+    """The fastest LoRA, else QLoRA, that fits by formula, where full fine-tuning does not fit, offloads or is nearly too large."""
+    chosen = plan.chosen
+    if methods != ["sft"] or (chosen and chosen.setting.offload == "none" and chosen.peak <= EDGE * plan.limit):
+        return None
+    for method in ("lora", "qlora"):
+        try:
+            found = candidates(method, flags, plan.ranks, plan.gpu, node=plan.node)
+        except UserError:
+            continue  # the user's other flags do not go with it
+        for candidate in found:
+            if candidate.setting.offload == "none" and candidate.peak <= plan.limit:
+                return candidate
+    return None
 
 
 def machines(ranks: int, node: int) -> str:

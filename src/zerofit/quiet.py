@@ -20,6 +20,8 @@ def libraries() -> None:
     # DeepSpeed says at its import that it found nothing better than a CPU.
     logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\..*")
+    # peft asks a model for it by the older of two names, once for each adapter that it loads
+    warnings.filterwarnings("ignore", message=r"`is_gradient_checkpointing` is deprecated", category=FutureWarning)
     warnings.filterwarnings("ignore", message=r"OMP_NUM_THREADS/MKL_NUM_THREADS unset")
     logging.getLogger("accelerate.accelerator").addFilter(
         # DeepSpeed owns the accumulation; accelerate's own plugin is not used.

@@ -5,14 +5,17 @@ import json
 import os
 import platform
 import shlex
+import stat
 import subprocess
 import sys
+import tempfile
 import time
+from dataclasses import fields
 from importlib import metadata
 from pathlib import Path
 
 from . import __version__, world
-from .args import ROOT, Settings
+from .args import ROOT, Settings, kit_groups
 from .errors import UserError
 
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "peft", "datasets")
@@ -25,18 +28,25 @@ def choose_folder(settings: Settings) -> Path:
     """
     folder = Path(settings.output_dir or Path("runs") / f"{settings.recipe}-{time.strftime('%Y%m%d-%H%M%S')}")
     folder = folder.expanduser()
+    check_folder(folder, bool(settings.resume_from_checkpoint))
+    find_checkpoint(settings, folder)
+    return folder
+
+
+def check_folder(folder: Path, resumes: bool) -> None:
+    """Refuse a run folder that is a file, that holds a run already, or that cannot be made or written to."""
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--output_dir {folder}: is a file; name a folder.")
-    if (folder / "run.json").exists() and not settings.resume_from_checkpoint:
+    if (folder / "run.json").exists() and not resumes:
         raise UserError(
             f"--output_dir {folder}: already holds a run; name another folder (OUT=...), or continue it with "
             "--resume_from_checkpoint."
         )
-    find_checkpoint(settings, folder)
     near = nearest_existing(folder)
-    if not os.access(near, os.W_OK):
-        raise UserError(f"--output_dir {folder}: {near} cannot be written to.")
-    return folder
+    try:
+        tempfile.TemporaryFile(dir=near).close()  # permissions alone do not tell: /proc takes no file
+    except OSError as error:
+        raise UserError(f"--output_dir {folder}: {near} cannot be written to: {error.strerror}.") from None
 
 
 def nearest_existing(folder: Path) -> Path:
@@ -44,6 +54,15 @@ def nearest_existing(folder: Path) -> Path:
     while not folder.exists():
         folder = folder.parent
     return folder
+
+
+def readable(folder: Path) -> None:
+    """Give the files of a folder the mode of any new file: safetensors makes its own for their owner alone."""
+    mask = os.umask(0)
+    os.umask(mask)
+    for file in folder.rglob("*"):
+        if file.is_file() and stat.S_IMODE(file.stat().st_mode) == 0o600:
+            file.chmod(0o666 & ~mask)
 
 
 def checkpoints(folder: Path) -> dict[int, Path]:
@@ -203,6 +222,8 @@ def git_commit() -> str | None:
 
 def shown(name: str, value) -> str:
     """An argument's value for people; secrets stay hidden."""
+    if name == "warmup_steps" and 0 < float(value or 0) < 1:
+        return f"{value} of all steps"
     return "<hidden>" if name.endswith("_token") and value else str(value)
 
 
@@ -261,8 +282,28 @@ def summary(settings: Settings) -> str:
     """The effective arguments with their sources, and what was decided, as text."""
     rows = [(name, shown(name, value), source) for name, value, source in settings.rows()]
     wide = [min(60, max(len(row[i]) for row in rows)) for i in (0, 1)]
-    lines = [f"  {name:<{wide[0]}}  {value:<{wide[1]}}  {source}" for name, value, source in rows]
+    group_of = {f.name: group._argument_group_name for group in kit_groups(settings.recipe) for f in fields(group)}
+    lines, last = [], None
+    for name, value, source in sorted(rows, key=lambda row: row[0] not in group_of):  # transformers' own behind
+        if (group := group_of.get(name, "transformers")) != last:
+            lines.append(f" {group}")
+            last = group
+        lines.append(f"  {name:<{wide[0]}}  {value:<{wide[1]}}  {source}")
+    lines += [f"  note: {sentence}" for sentence in _missing(settings)]
     return "\n".join(["arguments", *lines, "decisions", *(f"  - {sentence}" for sentence in settings.decisions)])
+
+
+def _missing(settings: Settings) -> list[str]:
+    """Sentences about rows that are named and not here; a run would be refused."""
+    from . import rows
+
+    sentences = []
+    for entry in [*(settings.data or []), *(settings.eval_data or [])]:
+        try:
+            rows.find_local(entry, settings.data_split)
+        except UserError as error:
+            sentences.append(str(error))
+    return sentences
 
 
 def plot_loss(metrics: Path, target: Path, title: str) -> None:

@@ -21,6 +21,10 @@ def settings(recipe: str, argv: list[str] | None = None, world_size: int | None 
         found.decisions.append(
             f"accelerate's own settings are not used ({', '.join(taken)}): the recipe decides; see --zero, --bf16"
         )
+    if argv is None and found.use_cpu and os.environ.get("OMP_WAIT_POLICY") == "passive":
+        found.decisions.append(
+            "OMP_WAIT_POLICY passive: idle threads sleep, so that other work slows the run down less"
+        )
     _check(found)
     if argv is None and found.use_cpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # also for libraries that look for GPUs later

@@ -46,17 +46,25 @@ def find(data: list[str], config: str | None, split: str, streaming: bool = Fals
     """
     train, held_out = [], []
     for entry in data:
-        try:
-            name, weight = _weight(entry)
-            found = _local(name, split)
-        except (OSError, RuntimeError, ValueError) as error:  # a name too long, ~nobody, no permission, a NUL byte
-            reason = getattr(error, "strerror", None) or str(error)
-            raise UserError(f"--data {entry!r}: cannot be looked up: {reason.rstrip('.')}.") from None
+        name, weight, found = find_local(entry, split)
         if found is None:
             found = _hub_sources(name, config, split, streaming)
         for side, sources in zip((train, held_out), found, strict=True):
             side += [replace(s, weight=weight) for s in sources]
     return train, held_out
+
+
+def find_local(entry: str, split: str) -> tuple[str, float, tuple[list[Source], list[Source]] | None]:
+    """Return name, weight and sources (training, evaluation) of an entry of --data; no sources: it is a hub id.
+
+    Raises: UserError for a path that looks local and does not exist, or holds no data file.
+    """
+    try:
+        name, weight = _weight(entry)
+        return name, weight, _local(name, split)
+    except (OSError, RuntimeError, ValueError) as error:  # a name too long, ~nobody, no permission, a NUL byte
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UserError(f"--data {entry!r}: cannot be looked up: {reason.rstrip('.')}.") from None
 
 
 def _weight(entry: str) -> tuple[str, float]:

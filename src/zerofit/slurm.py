@@ -4,6 +4,7 @@ import argparse
 import os
 import re
 import shlex
+import shutil
 import sys
 import time
 from dataclasses import dataclass, field
@@ -201,7 +202,7 @@ def render(request: Request) -> str:
         "python": shlex.quote(sys.executable),
         "out": shlex.quote(str(request.folder)),
         "gpus": str(request.gpus),
-        "recipe": f"({shlex.join([str(request.recipe), *request.flags])})",
+        "recipe": f"({shlex.join([str(request.recipe), *request.flags])})  # relative paths begin at --chdir",
     }.items():
         script = _fill(script, f"{name}=.*# EDIT", f"{name}={value}")
     jobs = "\n".join(f"    {number}) recipe+=({shlex.join(words)}) ;;" for number, words in enumerate(request.sweep))
@@ -250,6 +251,8 @@ def submit(request: Request, script: str) -> None:
     folder = request.folder
     if alive := [job for job in status.jobs(folder) if job.is_alive]:
         raise UserError(f"{folder}: its job {alive[0].id} is {alive[0].state.lower()}; `zerofit cancel {shlex.quote(str(folder))}` ends it.")  # fmt: skip
+    if shutil.which("sbatch") is None:
+        status.ask("sbatch")  # says so, before a folder is made
     folders = [folder / str(number) for number in range(len(request.sweep))] or [folder]
     for one in folders:  # SLURM makes no folder for its log, and a job without one fails without a word
         one.mkdir(parents=True, exist_ok=True)

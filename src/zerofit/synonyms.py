@@ -123,7 +123,7 @@ def of_unknown(unknown: list[str], recipe: str, names: list[str], origin: str) -
         what = f"unknown flag --{name}" if is_flag else f"unexpected word {word!r}"
         if origin != "command line":
             what, hint = f"unknown key {name!r}", hint and hint.removeprefix("--")
-        sentence = f"{what}; did you mean {hint}?" if hint else f"{what}; --help lists every flag."
+        sentence = f"{what}; did you mean {hint}?" if hint else f"{what}; --help all lists every flag."
         if sentence not in sentences:
             sentences.append(sentence)
     return " ".join(sentences)

@@ -6,7 +6,7 @@ import sys
 from . import saved
 from .errors import UserError
 
-HELP = "/new starts over, /quit or ctrl-d ends"
+HELP = "/new starts over, /help shows this, /quit or ctrl-d ends"
 
 
 def main(argv: list[str]) -> None:
@@ -44,8 +44,14 @@ def talk(given, found) -> None:
     for line in _lines("> " if terminal else ""):
         if line == "/quit":
             return
+        if not terminal:
+            print(f"> {line}", flush=True)  # a pipe shows no question of its own
         if line == "/new":
             turns = list(start)
+            continue
+        if line.startswith("/"):
+            known = "" if line == "/help" else f"{line.split()[0]} is no command; "
+            print(f"{known}{HELP}", flush=True)
             continue
         turns.append({"role": "user", "content": line})
         try:

@@ -520,6 +520,7 @@ def finish(trainer: KitTrainer, started: float) -> None:
         adapters.saved_plain(trainer.model, final)
         (final / "training_args.bin").unlink(missing_ok=True)  # a pickle that no loader needs
         model.verify_saved(final, trainable if settings.recipe == "lora" else every)
+        report.readable(final)
     evaluation = evaluation_of_saved(trainer)
     before = trainer.reporter.before
     after = generate.exact_match(trainer) if settings.bundled else None

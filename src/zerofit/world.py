@@ -73,9 +73,9 @@ def _accelerate_command() -> list[str] | None:
 def value_of(words: list[str], names: tuple[str, ...]) -> str | None:
     """The value of the first of these flags on a command line, `--flag value` or `--flag=value`; None without any."""
     for i, word in enumerate(words):
-        name, _, value = word.partition("=")
+        name, sign, value = word.partition("=")
         if name in names:
-            return value or (words[i + 1] if i + 1 < len(words) else None)
+            return value if sign else next(iter(words[i + 1 :]), None)
     return None
 
 
@@ -238,6 +238,16 @@ def barrier() -> None:
 
     if dist.is_initialized():
         dist.barrier()
+
+
+def thread_waiting() -> dict[str, str]:
+    """Return the variable that has OpenMP's threads sleep between two parallel regions; {} where the user has chosen.
+
+    torch's libgomp spins by default, for 300,000 turns; beside other work a thread spins where the one that it waits for needs
+    the core, and small CPU steps take many times as long (benchmarks/busy_cpu.py). It is read when torch is imported.
+    """
+    chosen = any(os.environ.get(name) for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"))
+    return {} if chosen else {"OMP_WAIT_POLICY": "passive"}
 
 
 def cores() -> int:
