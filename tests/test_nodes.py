@@ -17,7 +17,20 @@ import pytest
 from conftest import ROOT, TINY, Run, run_world
 from torch.distributed import TCPStore
 
-from zerofit import doctor_nodes, documents, failure, hostfile, job_secret, launch, links, nodes, peers, place, world
+from zerofit import (
+    doctor_nodes,
+    documents,
+    failure,
+    hostfile,
+    job_secret,
+    launch,
+    links,
+    nodes,
+    peers,
+    place,
+    run_lock,
+    world,
+)
 from zerofit.errors import UserError
 
 FACTS = {"torch": "2", "recipe files": "abc"}
@@ -340,13 +353,15 @@ def test_the_secret_is_in_the_environment_or_beside_the_run_folder(port, tmp_pat
         pass
     file = tmp_path / "runs" / ".a.job-secret"
     with job_secret.of_job(at(port, 0), out) as secret, socket.create_server(("127.0.0.1", port)):
-        assert file.stat().st_mode & 0o777 == 0o600 and len(secret) == 32 and not (tmp_path / "runs" / "a").exists()
+        assert file.stat().st_mode & 0o777 == 0o600 and len(secret) == 32
+        assert run_lock.held() == [tmp_path / "runs" / "a"]  # nobody else's job is there whose file this would replace
         with job_secret.of_job(at(port, 1), out) as theirs:
             assert theirs == secret
         file.chmod(0o644)
         with pytest.raises(UserError, match="is not a file that this user alone"), job_secret.of_job(at(port, 1), out):
             pass
-    assert not file.exists()
+    run_lock.release()
+    assert not file.parent.exists()
     monkeypatch.setattr(job_secret, "READ_SECONDS", 0.1)
     server, missing = socket.create_server(("127.0.0.1", port)), pytest.raises(UserError, match="No such file")
     with server, missing, job_secret.of_job(at(port, 1), out):
