@@ -10,13 +10,27 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
 from conftest import ROOT, TINY, Run, run_world
 from torch.distributed import TCPStore
 
-from zerofit import doctor_nodes, documents, failure, hostfile, job_secret, launch, links, nodes, peers, place, world
+from zerofit import (
+    doctor_nodes,
+    documents,
+    failure,
+    hostfile,
+    job_secret,
+    launch,
+    links,
+    nodes,
+    peers,
+    place,
+    run_lock,
+    world,
+)
 from zerofit.errors import UserError
 
 FACTS = {"torch": "2", "recipe files": "abc"}
@@ -354,13 +368,15 @@ def test_the_secret_is_in_the_environment_or_beside_the_run_folder(port, tmp_pat
         pass
     file = tmp_path / "runs" / ".a.job-secret"
     with job_secret.of_job(at(port, 0), out) as secret, socket.create_server(("127.0.0.1", port)):
-        assert file.stat().st_mode & 0o777 == 0o600 and len(secret) == 32 and not (tmp_path / "runs" / "a").exists()
+        assert file.stat().st_mode & 0o777 == 0o600 and len(secret) == 32
+        assert run_lock.held() == [tmp_path / "runs" / "a"]  # nobody else's job is there whose file this would replace
         with job_secret.of_job(at(port, 1), out) as theirs:
             assert theirs == secret
         file.chmod(0o644)
         with pytest.raises(UserError, match="is not a file that this user alone"), job_secret.of_job(at(port, 1), out):
             pass
-    assert not file.exists()
+    run_lock.release()
+    assert not file.parent.exists()
     monkeypatch.setattr(job_secret, "READ_SECONDS", 0.1)
     server, missing = socket.create_server(("127.0.0.1", port)), pytest.raises(UserError, match="No such file")
     with server, missing, job_secret.of_job(at(port, 1), out):
@@ -454,21 +470,68 @@ def test_a_disk_that_is_not_shared_is_seen(tmp_path):
     assert links._seen(tmp_path / "mark", seconds=0.1)
 
 
+def disturb(port, folder, done) -> int:
+    """What a stranger sends to the supervisors' port while a job runs, each of it once a second; how often it was sent."""
+    outside = dict.fromkeys(("../../outside", str(folder / "outside"), "rank0.json"), "x")
+    node = {
+        "id": "stranger",
+        "host": "h",
+        "gpus": 1,
+        "facts": {},
+        "beat": 10**6,
+        "address": "",
+        "leader": "x",
+        "ended": ended_with(outside),
+    }
+    flags = {
+        "--model": [str(folder / "evil")],
+        "--trust_remote_code": ["true"],
+        "--output_dir": [str(folder / "outside")],
+    }
+    order = {"number": 9, "members": {"0": 1, "1": 1}, "flags": flags, "addresses": {}}
+    board = {"beat": 10**6, "nodes": {"1": "stranger"}, "order": order, "stop": {"number": 1, "step": 1},
+             "kill": {"number": 1, "signal": 9, "stacks": False}, "end": {"code": 0, "sentence": "ended"}}  # fmt: skip
+    sent = 0
+    while not done.wait(1.0):
+        try:
+            with socket.create_connection(("127.0.0.1", port), timeout=1) as raw:
+                raw.sendall(os.urandom(300))
+            store = stranger(port)
+            for key, document in (("node/1", node), ("board", board)):
+                for text in (
+                    os.urandom(3),
+                    json.dumps(document),
+                    documents.signed(b"of a stranger, 16 bytes", key, document),
+                ):
+                    store.set(key, text)
+            sent += 1
+        except (OSError, RuntimeError):  # the port is not open yet, or not any more
+            continue
+    return sent
+
+
+@pytest.mark.injection
 def test_two_machines_train_as_one_does(tmp_path):
-    """The line of docs/multinode.md: two supervisors at one address, the whole way but for a network between them."""
+    """The line of docs/multinode.md: two supervisors at one address, the whole way but for a network between them, while a
+    stranger writes to their port."""
     page, out = (ROOT / "docs" / "multinode.md").read_text(), tmp_path / "two"
     line = re.search(r"```bash\n(make sft NNODES=2 NODE_RANK=1 .* & make sft NNODES=2 .*)\n```", page)[1]
-    more = f"make sft ENV=active PYTHON={sys.executable} ZERO=3 PORT={world.free_port() // 2 * 2} ARGS={shlex.quote(shlex.join(SHORT))}"
+    port, done = world.free_port() // 2 * 2, threading.Event()
+    more = f"make sft ENV=active PYTHON={sys.executable} ZERO=3 PORT={port} ARGS={shlex.quote(shlex.join(SHORT))}"
     line = line.replace("make sft", more).replace("runs/two", str(out)).replace(" & ", " & first=$!; ")
-    done = subprocess.run(
-        ["bash", "-c", f"{line}; code=$?; wait $first && exit $code"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("2 processes on 2 nodes, all with the same software, data and arguments") == 2
+    with ThreadPoolExecutor(1) as pool:
+        sent = pool.submit(disturb, port, tmp_path, done)
+        try:
+            made = subprocess.run(
+                ["bash", "-c", f"{line}; code=$?; wait $first && exit $code"],
+                cwd=ROOT, capture_output=True, text=True, timeout=400,
+            )  # fmt: skip
+        finally:
+            done.set()
+    assert made.returncode == 0, made.stdout + made.stderr
+    assert sent.result() >= 3 and "not signed with this job's secret" in made.stderr
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["two"] and not (out / "attempts").exists()
+    assert made.stdout.count("2 processes on 2 nodes, all with the same software, data and arguments") == 2
     whole = run_world(2, {"one": ("sft", [*SHORT, "--zero", "3"])}, tmp_path)["one"]
     found = Run(out)
     assert found.losses == whole.losses and found.json("result.json")["world_size"] == 2

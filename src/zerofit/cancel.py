@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from . import status
+from . import failure, status
 from .errors import UserError
 
 POLL_SECONDS = 1.0
@@ -64,20 +64,11 @@ def _end_process(folder: Path, wait: float) -> None:
     process.send_signal(signal.SIGTERM)
     if wait:
         print(f"process {process.pid} was asked to save a checkpoint and end; waiting up to {wait:.0f} s", flush=True)
-    if _ended(lambda: not _is_there(process), wait):
+    if _ended(lambda: not failure.is_there(process), wait):
         return
     process.send_signal(signal.SIGTERM)  # the second ends everything at once
-    if not _ended(lambda: not _is_there(process), status.ANSWER_SECONDS):
+    if not _ended(lambda: not failure.is_there(process), status.ANSWER_SECONDS):
         print(f"process {process.pid} was told to end and has not yet")
-
-
-def _is_there(process) -> bool:
-    import psutil
-
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False
 
 
 def _ended(done: Callable[[], bool], seconds: float) -> bool:

@@ -56,7 +56,7 @@ def guard(main) -> None:
 
     Every rank of a job meets the same mistake; rank 0 speaks and its end ends the others.
     """
-    from . import failure, world
+    from . import failure, run_lock, world
 
     try:
         _full_disk_in_words(lambda: _out_of_memory_in_words(main))
@@ -78,13 +78,26 @@ def guard(main) -> None:
     except KeyboardInterrupt as error:
         failure.record(error)
         if not failure.folder():  # the supervisor says it, once for all ranks
-            print(f"zerofit: {str(error) or 'interrupted'}", file=sys.stderr, flush=True)
+            print(f"zerofit: {str(error) or _interrupted()}", file=sys.stderr, flush=True)
         raise SystemExit(EXIT_CODES["interrupted"]) from None
     except Exception as error:
         failure.record(error)
         if failure.folder() and failure.of_a_peer(error):  # the supervisor tells of the rank that was lost
             raise SystemExit(1) from None
         raise
+    finally:
+        run_lock.release()
+
+
+def _interrupted() -> str:
+    """Return the sentence for a Ctrl-C while no steps are made."""
+    from . import run_lock
+
+    if not (folders := run_lock.held()):
+        return "interrupted"
+    from . import report
+
+    return report.how_to_go_on("interrupted", folders[0], None)
 
 
 def _full_disk_in_words(main) -> None:

@@ -1,6 +1,7 @@
 """What a rank leaves behind for its supervisor: a pulse while it runs, a record when it fails, its stack when asked."""
 
 import contextlib
+import ctypes
 import errno
 import faulthandler
 import json
@@ -16,11 +17,14 @@ from pathlib import Path
 from .errors import EXIT_CODES, DiskFull, Diverged, OutOfMemory, Stopped, UserError
 
 FOLDER = "ZEROFIT_ATTEMPT"  # environment variable: the folder; without it nobody watches and nothing is written
+SUPERVISOR = "ZEROFIT_SUPERVISOR"  # environment variable: its process id
 STOP = "stop"  # file of the step after which every rank shall save and end; 0: go on
 ASKS_TO_SAVE = (signal.SIGTERM, signal.SIGUSR1)  # from SLURM and from people; the supervisor heeds them
 ENDS_RANKS = signal.SIGUSR2  # from torchrun to the ranks that are left when one has failed
 STACK_SECONDS = 2.0  # that ranks get to write where they stand
 BEAT_SECONDS = 5.0  # between two beats while a checkpoint is written
+LOOK_SECONDS = 1.0  # between two looks whether the supervisor is there
+_PR_SET_PDEATHSIG = 1  # of prctl(2)
 _STEP = struct.Struct("<q")
 # Process id, optimizer step, seconds of time.monotonic(): a clock that is set or was suspended is no hang. On Linux it is
 # one clock for all processes of a machine, so the supervisor can compare; a pulse is read on its own machine only.
@@ -41,6 +45,39 @@ _PINS = ("pin_memory", "pack_to_cpu")
 
 def folder() -> Path | None:
     return Path(os.environ[FOLDER]) if os.environ.get(FOLDER) else None
+
+
+def end_with_supervisor() -> None:
+    """Have this process, torchrun or a rank, end with its supervisor, however that ends: an orphan would train on.
+
+    The kernel ends it with its parent, which also reaches a rank that hangs. A thread looks as well, since DeepSpeed's
+    launcher has a process more in between, and a parent may have ended before.
+    """
+    if not os.environ.get(SUPERVISOR):
+        return
+    with contextlib.suppress(AttributeError):  # Linux only
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    threading.Thread(target=_end_after, args=(int(os.environ[SUPERVISOR]),), name="zerofit-end", daemon=True).start()
+
+
+def _end_after(supervisor: int) -> None:
+    import psutil
+
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(supervisor)
+        while is_there(process):
+            time.sleep(LOOK_SECONDS)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def is_there(process) -> bool:
+    """Return whether a process (psutil's) still runs; one that only waits to be reaped does not."""
+    import psutil
+
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
 
 
 def record(error: BaseException) -> None:

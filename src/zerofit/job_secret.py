@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from . import place
+from . import place, run_lock
 from .errors import UserError
 
 VARIABLE = "ZEROFIT_JOB_SECRET"
@@ -41,6 +41,7 @@ def of_job(here: place.Place, flags: list[str]) -> Iterator[bytes]:
         yield _read(file)
         return
     place.check_ports(here)  # before an earlier job's file is replaced
+    run_lock.take(folder_of(flags))  # or that of a job which runs
     try:
         yield _write(file)
     finally:
@@ -49,15 +50,18 @@ def of_job(here: place.Place, flags: list[str]) -> Iterator[bytes]:
 
 def file_beside(flags: list[str]) -> Path | None:
     """Return where node 0 leaves the secret for the others: beside --output_dir; None where that is not among the flags."""
+    folder = folder_of(flags)
+    return folder.with_name(f".{folder.name}.job-secret") if folder else None
+
+
+def folder_of(flags: list[str]) -> Path | None:
+    """Return the run folder that the flags name."""
     folder = None
     for i, word in enumerate(flags):
         name, equals, value = word.partition("=")
         if name in ("--output_dir", "--output-dir"):
             folder = value if equals else "".join(flags[i + 1 : i + 2])
-    if not folder:
-        return None
-    folder = Path(folder).expanduser().absolute()
-    return folder.with_name(f".{folder.name}.job-secret")
+    return Path(folder).expanduser().absolute() if folder else None
 
 
 def _write(file: Path) -> bytes:

@@ -6,7 +6,21 @@ import os
 import sys
 from pathlib import Path
 
-from . import args, canary, documents, job_secret, nodes, peers, place, planner, probe, resolve, supervise, world
+from . import (
+    args,
+    canary,
+    documents,
+    job_secret,
+    nodes,
+    peers,
+    place,
+    planner,
+    probe,
+    report,
+    resolve,
+    supervise,
+    world,
+)
 from .errors import UserError
 
 LAUNCHERS = ("torchrun", "accelerate", "deepspeed")
@@ -70,6 +84,8 @@ def _launch(given, recipe: Path, flags: list[str], count: int, crew: nodes.Nodes
         _show(settings, command(given.launcher, count, port_of(given.port), recipe, flags), env)
         return
     decides = crew is None or crew.leads
+    if decides:
+        report.claim_folder(settings)
     if not settings.probe and decides:
         planner.get_ready(settings)
     folder, train_set, eval_set = prepare(settings, decides)
@@ -201,7 +217,7 @@ def prepare(settings: args.Settings, decides: bool = True) -> tuple[Path | None,
     Args: decides: whether this machine chooses the run folder and the checkpoint to go on from (node 0 does).
     Returns: the run folder to be made, the training set and the evaluation set (data.Tokens, or None).
     """
-    from . import checkpoint, data, doctor, hub, inspection, model, offload, ops, report
+    from . import checkpoint, data, doctor, hub, inspection, model, offload, ops
 
     hub.check_push(settings)
     notes = doctor.heed(doctor.installation())
@@ -295,8 +311,6 @@ def _show_nodes(here: place.Place, recipe: Path, flags: list[str], count: int) -
 
 
 def _show(settings: args.Settings, words: list[str], env: dict[str, str]) -> None:
-    from . import report
-
     print("command\n  " + report.hide_secrets(words))
     print("environment\n" + "\n".join(f"  {name}={value}" for name, value in env.items()))
     print(report.summary(settings))

@@ -139,19 +139,20 @@ def _last_steps(folder: Path, count: int = 5) -> list[str]:
     ]
 
 
-def advice(last: Ending, settings, smaller: tuple | None) -> str:
-    """One thing to do next. smaller: what recovery.smaller found, which is named with its effect."""
+def advice(last: Ending, folder: Path, settings, smaller: tuple | None) -> str:
+    """Return what to do next, with the command.
+
+    Args: folder: the run folder; smaller: what recovery.smaller found, which is named with its effect.
+    """
+    from . import report
+
     if last.kind == "out of memory":
         plan = "`make plan` with the same arguments: it finds the setting that fits, or says what is missing"
         return plan if smaller is None else f"{smaller[0]}{_effect(settings, smaller[2])}; or {plan}"
-    if last.kind == "hang":
-        return (
-            "look where the ranks stand in attempts/*/stack*.txt: the one in another place than the rest holds them up"
-        )
-    if last.kind == "lost rank":
-        return "look into the kernel's log of that machine (dmesg -T | tail): its memory, its GPU (Xid), or somebody's kill"
-    if last.kind == "disk full":
-        return "make room, then the same command with --resume_from_checkpoint auto"
-    if last.kind == "crash":
-        return "read the traceback below; the same command with --resume_from_checkpoint true goes on from the last checkpoint"
-    return ""
+    first = {
+        "hang": "look where the ranks stand in attempts/*/stack*.txt: the one in another place than the rest holds them up",
+        "lost rank": "look into the kernel's log of that machine (dmesg -T | tail): its memory, its GPU (Xid), or somebody's kill",
+        "disk full": "make room",
+        "crash": "read the traceback in report.md",
+    }.get(last.kind)
+    return f"{first}; {report.next_command(folder)}" if first else ""

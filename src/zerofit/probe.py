@@ -146,7 +146,7 @@ def _run(settings, flags: list[str], ladder: list[int], limit: int) -> dict[int,
         recipe = args.ROOT / "recipes" / f"{settings.recipe}.py"
         command = launch.command("torchrun", ranks, world.free_port(), recipe, words)
         env = {k: v for k, v in os.environ.items() if k not in _RANK_VARIABLES and not k.startswith("TORCHELASTIC_")}
-        env |= launch.environment(ranks) | {JOB: str(job)}
+        env |= launch.environment(ranks) | {JOB: str(job), failure.SUPERVISOR: str(os.getpid())}
         done = subprocess.run(command, env=env, capture_output=True, text=True)
         records = [_records(folder / f"rank{rank}.jsonl") for rank in range(ranks)]
         sizes = set.intersection(*(set(r) for r in records))

@@ -14,20 +14,28 @@ from dataclasses import fields
 from importlib import metadata
 from pathlib import Path
 
-from . import __version__, world
+from . import __version__, run_lock, world
 from .args import ROOT, Settings, kit_groups
 from .errors import UserError
 
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "peft", "datasets")
 
 
+def claim_folder(settings: Settings) -> None:
+    """Name the run folder and lock it for this process, before anybody looks whether it holds a run.
+
+    Raises: UserError when another process trains into it.
+    """
+    settings.values["output_dir"] = str(_name_folder(settings))
+    run_lock.take(Path(settings.output_dir))
+
+
 def choose_folder(settings: Settings) -> Path:
-    """The run folder's path (not made yet): --output_dir, or runs/<recipe>-<time>.
+    """The run folder's path (not made here): --output_dir, or runs/<recipe>-<time>.
 
     Raises: UserError when it already holds a run and this one does not resume it.
     """
-    folder = Path(settings.output_dir or Path("runs") / f"{settings.recipe}-{time.strftime('%Y%m%d-%H%M%S')}")
-    folder = folder.expanduser()
+    folder = _name_folder(settings)
     check_folder(folder, bool(settings.resume_from_checkpoint))
     find_checkpoint(settings, folder)
     return folder
@@ -35,13 +43,24 @@ def choose_folder(settings: Settings) -> Path:
 
 def check_folder(folder: Path, resumes: bool) -> None:
     """Refuse a run folder that is a file, that holds a run already, or that cannot be made or written to."""
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"--output_dir {folder}: is a file; name a folder.")
+    _check_writable(folder)
     if (folder / "run.json").exists() and not resumes:
         raise UserError(
             f"--output_dir {folder}: already holds a run; name another folder (OUT=...), or continue it with "
             "--resume_from_checkpoint."
         )
+
+
+def _name_folder(settings: Settings) -> Path:
+    folder = Path(settings.output_dir or Path("runs") / f"{settings.recipe}-{time.strftime('%Y%m%d-%H%M%S')}")
+    folder = folder.expanduser()
+    _check_writable(folder)
+    return folder
+
+
+def _check_writable(folder: Path) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"--output_dir {folder}: is a file; name a folder.")
     near = nearest_existing(folder)
     try:
         tempfile.TemporaryFile(dir=near).close()  # permissions alone do not tell: /proc takes no file
@@ -142,18 +161,30 @@ def finished(folder: str | Path) -> bool:
 
 
 def how_to_go_on(ended: str, folder: Path, step: int | None) -> str:
-    """Return a sentence for a run that was ended: where it stood, what is saved and the command that goes on.
+    """Return a sentence for a run that was ended: where it stood, what is saved and the command to give next.
 
     Args: ended: "interrupted" or "stopped by SIGTERM"; step: the last one that was made, None: there was none.
     """
+    where = f"{ended} at step {step}" if step is not None else ended
+    return f"{where}; {next_command(folder)}"
+
+
+def next_command(folder: Path) -> str:
+    """Return what of a run that has ended is saved, and the command to give next."""
     from . import checkpoint
 
-    where = f"{ended} at step {step}" if step is not None else ended
     if not (folder / "run.json").exists():
-        return where
-    saved = checkpoint.newest_good(folder, say=lambda text: None)
-    state = f"saved up to step {saved.name.rpartition('-')[2]}" if saved else "nothing is saved yet"
-    return f"{where}; {state}. Go on: make resume RUN={shlex.quote(str(folder))}"
+        return "no run was begun. Give the same command again"
+    resume = f"make resume RUN={shlex.quote(str(folder))}"
+    if saved := checkpoint.newest_good(folder):
+        return f"saved up to step {saved.name.rpartition('-')[2]}. Go on: {resume}"
+    models = [f for f in checkpoints(folder).values() if not checkpoint.damage(f)]
+    if models:
+        return (
+            f"{models[-1].name} holds the model without optimizer states (--save_only_model), so no run goes on from it. Keep it: "
+            f"make export RUN={shlex.quote(str(models[-1]))}; or begin again: {resume}"
+        )
+    return f"nothing is saved yet. Begin again: {resume}"
 
 
 def find_checkpoint(settings: Settings, folder: Path) -> None:

@@ -37,7 +37,21 @@ def processes(settings: args.Settings, train_set, eval_set):
 
     The folder is only made once the model is there (`open_run`), so that a mistake leaves nothing half-made.
     """
-    from . import attention, links, loss, memory_report, mlp, model, node_disks, nvme, offload, ops, report, train
+    from . import (
+        attention,
+        failure,
+        links,
+        loss,
+        memory_report,
+        mlp,
+        model,
+        node_disks,
+        nvme,
+        offload,
+        ops,
+        report,
+        train,
+    )
 
     config = model.load_config(settings)
     loss.choose(settings, config)
@@ -51,6 +65,8 @@ def processes(settings: args.Settings, train_set, eval_set):
     links.check(settings, train_set, eval_set)
     ops.prepare(settings)
     nvme.claim(settings)
+    if world.rank() == 0 and not failure.folder():  # else the supervisor has it
+        report.claim_folder(settings)
     folder = str(report.choose_folder(settings)) if world.rank() == 0 else None  # it finds the checkpoint too
     chosen = world.broadcast((folder, settings.resume_from_checkpoint))
     settings.values["output_dir"], settings.values["resume_from_checkpoint"] = chosen

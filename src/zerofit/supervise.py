@@ -15,6 +15,7 @@ from pathlib import Path
 from . import documents, failure, planner, postmortem, probe, recovery, report
 from .args import Settings
 from .checkpoint import ASIDE
+from .errors import EXIT_CODES
 from .nodes import Nodes
 
 POLL_SECONDS = 0.5
@@ -53,6 +54,8 @@ def run(job: Job) -> int:
                 following, members = _with_the_nodes_there_are(job, last, following)
             opened = (job.folder / "run.json").exists()
             if following is None:
+                if last.kind == "stopped" and settings.save_only_model:
+                    last.code = EXIT_CODES["interrupted"]  # 75 would have SLURM begin it anew time and again
                 _end(job, endings, records, opened, settings, flags)
                 if job.crew:
                     job.crew.announce(
@@ -167,7 +170,7 @@ def _end(job: Job, endings: list, records: Path, opened: bool, settings, flags: 
     if not opened or (last.kind in ("finished", "stopped", "interrupted", "user error") and len(endings) == 1):
         return
     smaller = recovery.smaller(settings, flags, job.parse) if last.kind == "out of memory" else None
-    advice = postmortem.advice(last, settings, smaller)
+    advice = postmortem.advice(last, job.folder, settings, smaller)
     told = f"; {job.folder}/report.md"
     shutil.rmtree(
         job.folder / ASIDE, ignore_errors=True
@@ -214,6 +217,7 @@ def watch(
     Returns: exit code, the signals that were passed on, the rank that held up a job that hung.
     """
     failure.write_stop(records, 0)
+    env = env | {failure.SUPERVISOR: str(os.getpid())}
     child = subprocess.Popen(words, env=env, start_new_session=True, stdout=stdout)
     heard: list[int] = []
     hung = None

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import resource
+import shlex
 import sys
 import time
 import traceback
@@ -571,6 +572,17 @@ def finish(trainer: KitTrainer, started: float) -> None:
     report.write_json(folder / "result.json", result)
 
 
+def _how_it_stopped(args, step: int) -> str:
+    """Return the sentence for a run that was asked to save and end."""
+    folder = shlex.quote(str(args.output_dir))
+    if args.save_only_model:
+        return (
+            f"stopped after step {step}; checkpoint-{step} holds the model without optimizer states (--save_only_model), so no run "
+            f"goes on from it; `make export RUN={folder}/checkpoint-{step}` keeps it"
+        )
+    return f"stopped after step {step}, checkpoint-{step} is saved; `make resume RUN={folder}` goes on"
+
+
 def run(trainer: KitTrainer) -> None:
     """Train, then finish; a failure is written to result.json before it goes on."""
     started = time.perf_counter()
@@ -578,10 +590,7 @@ def run(trainer: KitTrainer) -> None:
         with memory_report.explained(trainer):
             trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
             if trainer.reporter.stopping:
-                step, folder = trainer.state.global_step, trainer.args.output_dir
-                raise Stopped(
-                    f"stopped after step {step}, checkpoint-{step} is saved; `make resume RUN={folder}` goes on"
-                )
+                raise Stopped(_how_it_stopped(trainer.args, trainer.state.global_step))
             finish(trainer, started)
     except BaseException as error:
         folder = Path(trainer.args.output_dir)

@@ -1,0 +1,121 @@
+"""One writer for each run folder: a lock on its run.lock, held by the process that owns the run until that ends."""
+
+import contextlib
+import fcntl
+import json
+import os
+import socket
+import time
+from pathlib import Path
+
+from .errors import UserError
+
+FILE = "run.lock"
+LEASE_SECONDS = 100.0  # after which a file server has dropped the locks of a machine that died (NFS: 90 s)
+
+_held: dict[Path, tuple[int, list[Path]]] = {}  # {run folder: (descriptor, folders that were made for it)}
+
+
+def take(folder: Path) -> None:
+    """Lock a run folder, making it if need be, until `release` or the end of this process, however it ends.
+
+    A file system without locks is said in a line.
+    Raises: UserError where another process has the folder, or it cannot be made.
+    """
+    folder = folder.resolve()
+    if folder in _held:
+        return
+    made = [f for f in (folder, *folder.parents) if not f.exists()]
+    deadline = None
+    while True:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(folder / FILE, os.O_RDWR | os.O_CREAT, 0o666)
+        except FileNotFoundError:  # its last owner is removing it
+            continue
+        except OSError as error:
+            raise UserError(f"--output_dir {folder}: cannot be written to: {error.strerror}.") from None
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            deadline = deadline or _patience(folder)
+            if time.monotonic() > deadline:
+                raise UserError(_refusal(folder)) from None
+            time.sleep(0.5)
+            continue
+        except OSError as error:
+            print(f"note: {folder}: its file system has no locks ({error.strerror}): see that no other run writes there",
+                  flush=True)  # fmt: skip
+            break
+        if _is_on_disk(descriptor, folder):
+            break
+        os.close(descriptor)  # removed by its last owner between open and flock
+    _held[folder] = descriptor, made
+    facts = {"process": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S %z")}
+    with contextlib.suppress(OSError):  # a full disk: the lock holds without its owner's name
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, json.dumps(facts).encode())
+
+
+def held() -> list[Path]:
+    """Return the run folders that this process has locked."""
+    return list(_held)
+
+
+def release() -> None:
+    """Give up the locks of this process, and remove the folders that were made for them and hold nothing."""
+    for folder, (descriptor, made) in _held.items():
+        if _is_on_disk(descriptor, folder):
+            with contextlib.suppress(OSError):
+                (folder / FILE).unlink()
+        os.close(descriptor)
+        with contextlib.suppress(OSError):
+            for empty in made:
+                empty.rmdir()
+    _held.clear()
+
+
+def _patience(folder: Path) -> float:
+    """Return until when to try: at once on this machine, whose locks end with their process; else a lease's time."""
+    host = _owner(folder).get("host", socket.gethostname())
+    if host == socket.gethostname():
+        return 0.0
+    print(
+        f"note: {folder} is locked by {host}; waiting {LEASE_SECONDS:.0f} s in case that machine has died", flush=True
+    )
+    return time.monotonic() + LEASE_SECONDS
+
+
+def _refusal(folder: Path) -> str:
+    owner = _owner(folder)
+    who = "process {process} on {host} since {since}".format(**owner) if owner else "another process"
+    return (
+        f"{folder} is being trained by {who}: wait for its end (`zerofit status {folder}`), or end it there with "
+        f"`zerofit cancel {folder}`; for another run name another folder with --output_dir (OUT=...)."
+    )
+
+
+def _owner(folder: Path) -> dict:
+    """Return what the lock's owner has written; {}: it has not yet."""
+    for _ in range(10):
+        with contextlib.suppress(OSError, ValueError):
+            return json.loads((folder / FILE).read_text(encoding="utf-8"))
+        time.sleep(0.05)
+    return {}
+
+
+def _is_on_disk(descriptor: int, folder: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), (folder / FILE).stat())
+    except OSError:
+        return False
+
+
+def _forget() -> None:
+    for descriptor, _ in _held.values():
+        os.close(descriptor)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_forget)  # data workers would hold the lock after their rank

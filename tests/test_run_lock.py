@@ -1,0 +1,320 @@
+"""One writer for each run folder, no orphans: real processes that start at once, are resumed while they run, and are killed."""
+
+import errno
+import fcntl
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import ROOT, TINY, Run
+
+from zerofit import checkpoint, failure, launch, planner, report, resume, run_lock
+from zerofit.errors import UserError
+
+FLAGS = [
+    "--data", str(TINY / "train.jsonl"), "--max_samples", "64", "--max_length", "64", "--effective_batch_size", "8",
+    "--per_device_train_batch_size", "4", "--max_steps", "100000", "--logging_steps", "1", "--num_samples", "0", "--save_steps", "5",
+    "--save_strategy", "steps", "--zero", "2",
+]  # fmt: skip
+HOLDS = "import sys, time; from pathlib import Path; from zerofit import run_lock; run_lock.take(Path(sys.argv[1])); print(1, flush=True); time.sleep(600)"
+
+
+@pytest.fixture
+def owner(tmp_path):
+    """(run folder, process that has locked it)."""
+    folder = tmp_path / "runs" / "x"
+    process = subprocess.Popen([sys.executable, "-c", HOLDS, str(folder)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "1\n"
+    yield folder, process
+    process.kill()
+    process.wait()
+    run_lock.release()
+
+
+def started(
+    folder, *flags, words=("-m", "zerofit", "launch", "--gpus", "2", "recipes/sft.py", *FLAGS)
+) -> subprocess.Popen:
+    return subprocess.Popen([sys.executable, *words, *flags, "--output_dir", str(folder)], cwd=ROOT, text=True,
+                            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)  # fmt: skip
+
+
+def again(folder, *flags) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-m", "zerofit", "resume", str(folder), *flags], cwd=ROOT, text=True,
+                          capture_output=True, timeout=300)  # fmt: skip
+
+
+def processes_of(folder) -> list[psutil.Process]:
+    """Those with the folder on their command line: supervisor, launcher, ranks, and the data workers that they forked."""
+    return [p for p in psutil.process_iter(["cmdline"]) if str(folder) in (p.info["cmdline"] or [])]
+
+
+def wait_for(true, what: str, seconds=240) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.1)
+
+
+def assert_goes_on(folder) -> None:
+    """What was saved is whole, and a resume makes each step once."""
+    saved = checkpoint.newest_good(folder)
+    assert saved is not None
+    steps = checkpoint.step_of(saved) + 3
+    done = again(folder, "--max_steps", str(steps))
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    assert [line["step"] for line in Run(folder).metrics] == list(range(1, steps + 1))
+    assert Run(folder).json("result.json")["status"] == "finished"
+    assert not (folder / run_lock.FILE).exists()
+
+
+@pytest.mark.fault
+@pytest.mark.bad_input
+def test_of_two_launches_one_trains_and_a_resume_of_it_is_refused(tmp_path):
+    """And when its supervisor is killed nothing of it is left, and it goes on."""
+    folder = tmp_path / "run"
+    both = [started(folder, "--dataloader_num_workers", "1"), started(folder, "--learning_rate", "1e-3")]
+    try:
+        wait_for(lambda: any(p.poll() is not None for p in both), "none of two was refused")
+        (refused,) = [p for p in both if p.poll() is not None]
+        (live,) = [p for p in both if p is not refused]
+        since = f"{folder} is being trained by process {live.pid} on {socket.gethostname()} since 20"
+        said = refused.communicate()[1]
+        assert refused.returncode == 2 and since in said and "Traceback" not in said
+
+        wait_for(lambda: checkpoint.newest_good(folder), "no checkpoint")
+        kept = {name: (folder / name).read_bytes() for name in ("run.json", "deepspeed.json")}
+        before = (folder / "metrics.jsonl").read_text()
+        with pytest.raises(UserError, match=re.escape(since)):
+            resume.main([str(folder)])
+        assert live.poll() is None and {name: (folder / name).read_bytes() for name in kept} == kept
+        assert (folder / "metrics.jsonl").read_text().startswith(before)
+        assert not [
+            name for name in ("result.json", "report.json", "report.md", "attempts") if (folder / name).exists()
+        ]
+
+        live.kill()
+        wait_for(lambda: not processes_of(folder), "processes outlive their supervisor", seconds=10)
+    finally:
+        for process in both:
+            process.kill()
+            process.wait()
+    steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+             if line.endswith("\n")]  # fmt: skip
+    assert steps == list(range(1, len(steps) + 1))
+    assert_goes_on(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.fault
+@pytest.mark.parametrize(("who", "launcher"), [("torchrun", "torchrun"), ("rank 1", "torchrun"), ("supervisor", "deepspeed"),
+                                               ("supervisor", "accelerate")])  # fmt: skip
+def test_whichever_process_is_killed_nothing_is_left(tmp_path, who, launcher):
+    folder = tmp_path / "run"
+    words = ("-m", "zerofit", "launch", "--gpus", "2", "--launcher", launcher, "recipes/sft.py", *FLAGS)
+    job = started(folder, "--max_restarts", "0", "--dataloader_num_workers", "1", words=words)
+    wait_for(lambda: report.checkpoints(folder) or job.poll() is not None, "no checkpoint")
+    assert job.poll() is None, job.communicate()[1]
+    victims = {"supervisor": psutil.Process(job.pid), "torchrun": psutil.Process(job.pid).children()[0]}
+    if who == "rank 1":
+        (victims[who],) = [p for p in victims["torchrun"].children() if p.environ().get("RANK") == "1"]
+    victims[who].kill()
+    wait_for(lambda: not [p for p in processes_of(folder) if p.pid != job.pid], "processes are left", seconds=10)
+    said = job.communicate(timeout=60)[1]
+    if who == "supervisor":
+        assert job.returncode == -signal.SIGKILL
+    else:
+        assert job.returncode == 137 and f"Go on: make resume RUN={folder}" in said, said
+    assert_goes_on(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.fault
+def test_a_recipe_without_a_supervisor_has_the_folder_too(tmp_path):
+    folder = tmp_path / "run"
+    words = ("recipes/sft.py", *FLAGS[:-1], "0", "--effective_batch_size", "4")
+    live = started(folder, words=words)
+    wait_for(lambda: report.checkpoints(folder) or live.poll() is not None, "no checkpoint")
+    second = started(folder, "--resume_from_checkpoint", "auto", words=words)
+    said = second.communicate(timeout=200)[1]
+    assert second.returncode == 2 and f"{folder} is being trained by process {live.pid} on" in said
+    assert f"process {live.pid} on" in again(folder).stderr
+    live.send_signal(signal.SIGINT)
+    said = live.communicate(timeout=60)[1]
+    assert live.returncode == 130 and f"Go on: make resume RUN={folder}" in said
+    assert not (folder / run_lock.FILE).exists()
+
+
+@pytest.mark.slow
+@pytest.mark.fault
+def test_a_stop_that_saves_a_model_only_promises_no_resume(tmp_path):
+    folder = tmp_path / "run"
+    job = started(folder, "--save_only_model", "true", "--save_steps", "100000")
+    wait_for(lambda: (folder / "metrics.jsonl").exists() or job.poll() is not None, "no step")
+    job.send_signal(signal.SIGTERM)
+    said = job.communicate(timeout=120)[1]
+    (saved,) = folder.glob("checkpoint-*")
+    assert job.returncode == 130 and "resume" not in said and "goes on" not in said.replace("no run goes on", "")
+    assert (
+        f"{saved.name} holds the model without optimizer states (--save_only_model), so no run goes on from it" in said
+    )
+    assert f"`make export RUN={saved}` keeps it" in said
+    assert Run(folder).json("result.json")["status"] == "stopped"
+
+
+# --- the parts ---
+
+
+@pytest.mark.fault
+def test_a_lock_ends_with_its_process(owner):
+    folder, process = owner
+    with pytest.raises(
+        UserError, match=f"is being trained by process {process.pid} on {socket.gethostname()} since 20"
+    ):
+        run_lock.take(folder)
+    process.kill()
+    process.wait()
+    run_lock.take(folder)
+    assert json.loads((folder / run_lock.FILE).read_text())["process"] == os.getpid()
+    run_lock.take(folder.parent / "x")  # again, by the same process
+    run_lock.release()
+    assert folder.exists() and not list(folder.iterdir())  # made by the other
+
+
+def test_a_data_worker_does_not_keep_its_ranks_lock(tmp_path):
+    run_lock.take(tmp_path / "x")
+    held = [d for d, _ in run_lock._held.values()]
+    worker = os.fork()
+    if not worker:
+        code = 0
+        for descriptor in held:  # closed in the child
+            try:
+                os.fstat(descriptor)
+                code = 1
+            except OSError:
+                pass
+        run_lock.release()  # removes nothing of its parent's
+        os._exit(code)
+    assert os.waitpid(worker, 0)[1] == 0 and (tmp_path / "x" / run_lock.FILE).exists()
+    run_lock.release()
+    assert not (tmp_path / "x").exists()
+
+
+def test_what_was_made_for_a_lock_goes_and_a_run_stays(tmp_path):
+    run_lock.take(tmp_path / "a" / "b" / "empty")
+    run_lock.take(tmp_path / "a" / "run")
+    (tmp_path / "a" / "run" / "run.json").touch()
+    run_lock.release()
+    assert sorted(str(f.relative_to(tmp_path)) for f in tmp_path.rglob("*")) == ["a", "a/run", "a/run/run.json"]
+
+
+def test_a_folder_that_was_removed_and_made_again_is_anothers(tmp_path):
+    folder = tmp_path / "x"
+    run_lock.take(folder)
+    shutil.rmtree(folder)
+    folder.mkdir()
+    (folder / run_lock.FILE).write_text("{}")
+    run_lock.release()
+    assert (folder / run_lock.FILE).exists()
+
+
+@pytest.mark.fault
+def test_a_file_system_without_locks_is_said_once(tmp_path, monkeypatch, capsys):
+    def no_locks(*_):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    for _ in range(2):
+        run_lock.take(tmp_path / "x")
+    assert capsys.readouterr().out.count("its file system has no locks (Function not implemented)") == 1
+    run_lock.release()
+
+
+def test_the_lock_of_another_machine_is_waited_for(owner, monkeypatch, capsys):
+    """As long as a file server keeps the locks of a machine that died."""
+    folder, _ = owner
+    monkeypatch.setattr(run_lock, "LEASE_SECONDS", 0.6)
+    monkeypatch.setattr(socket, "gethostname", lambda: "another")
+    began = time.monotonic()
+    with pytest.raises(UserError, match="is being trained by process"):
+        run_lock.take(folder)
+    assert time.monotonic() - began > 0.6 and "in case that machine has died" in capsys.readouterr().out
+
+
+@pytest.mark.bad_input
+def test_a_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="file/x: cannot be written to: Not a directory"):
+        run_lock.take(tmp_path / "file" / "x")
+
+
+def test_what_only_looks_takes_no_lock(owner, monkeypatch):
+    folder, _ = owner
+    monkeypatch.setattr(planner, "dry_run", lambda settings: None)  # the simulation, a minute
+    words = ["--gpus", "1", str(ROOT / "recipes" / "sft.py"), "--output_dir", str(folder)]
+    launch.main(["--show", *words])
+    for look in ("--show", "--dry_run"):
+        with pytest.raises(SystemExit) as ended:
+            launch.main([*words, look])
+        assert ended.value.code == 0 and not run_lock.held()
+    with pytest.raises(UserError, match="is being trained by process"):
+        launch.main(words)
+    assert sorted(f.name for f in folder.iterdir()) == [run_lock.FILE]
+
+
+@pytest.mark.fault
+def test_a_process_ends_with_its_supervisor(tmp_path):
+    """Also where a process is in between that outlives it; and nobody reaps the supervisor yet."""
+    rank = f"import time; from pathlib import Path; import zerofit; Path({str(tmp_path / 'up')!r}).touch(); time.sleep(600)"
+    between = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {rank!r}])"
+    above = (
+        "import os, subprocess, sys; from zerofit import failure; os.environ[failure.SUPERVISOR] = str(os.getpid()); "
+        f"subprocess.run([sys.executable, '-c', {between!r}], start_new_session=True)"
+    )
+    supervisor = subprocess.Popen([sys.executable, "-c", above])
+    family = []
+    try:
+        wait_for((tmp_path / "up").exists, "no rank")
+        family = psutil.Process(supervisor.pid).children(recursive=True)
+        assert len(family) == 2 and not psutil.wait_procs(family, timeout=1.5 * failure.LOOK_SECONDS)[0]
+        supervisor.kill()
+        assert not psutil.wait_procs(family, timeout=10)[1]
+    finally:
+        supervisor.kill()
+        supervisor.wait()
+        for process in family:
+            if process.is_running():
+                process.kill()
+
+
+@pytest.mark.fault
+def test_the_next_command_is_true(tmp_path):
+    """What the end of a run tells, by what its folder holds."""
+    import torch
+    from safetensors.torch import save_file
+
+    folder = tmp_path / "it's a run"
+    folder.mkdir()
+    assert (
+        report.how_to_go_on("interrupted", folder, None) == "interrupted; no run was begun. Give the same command again"
+    )
+    (folder / "run.json").write_text("{}")
+    quoted = f"'{tmp_path}/it'\"'\"'s a run'"
+    assert report.next_command(folder) == f"nothing is saved yet. Begin again: make resume RUN={quoted}"
+    saved = Path(folder / "checkpoint-4")
+    saved.mkdir()
+    (saved / "trainer_state.json").write_text('{"global_step": 4}')
+    save_file({"a": torch.ones(3)}, saved / "model.safetensors")
+    said = report.next_command(folder)
+    assert "checkpoint-4 holds the model without optimizer states" in said and "make export RUN=" in said
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
+        torch.save({"a": torch.ones(3)}, saved / name)
+    assert report.next_command(folder) == f"saved up to step 4. Go on: make resume RUN={quoted}"
