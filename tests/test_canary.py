@@ -1,13 +1,14 @@
 """The canary: what it meets, that a run after it is the run without it, and what it does about what it meets."""
 
 import json
+import sys
 from types import SimpleNamespace
 
 import pytest
 from conftest import TINY, Run
 from test_recovery import launch
 
-from zerofit import canary
+from zerofit import args, canary
 from zerofit.errors import UserError
 
 EVAL = ["--eval_data", str(TINY / "eval.jsonl"), "--lora_dropout", "0.1"]
@@ -87,6 +88,29 @@ def test_a_disk_that_is_too_small(tmp_path):
     with pytest.raises(UserError, match=r"3 checkpoints and final/ will take .* GB, the disk has .*--save_total_limit"):
         canary._check_disk(found, SimpleNamespace(force=False), tmp_path / "run")
     canary._check_disk(found, SimpleNamespace(force=True), tmp_path / "run")
+
+
+@pytest.mark.parametrize(("words", "epochs", "expected"), [
+    ({"save_strategy": "steps", "save_steps": 4, "save_total_limit": None}, 1, 3),  # after 4, 8 and the last
+    ({"save_strategy": "steps", "save_steps": 500, "save_total_limit": 1}, 1, 1),  # the last
+    ({"save_strategy": "epoch", "save_total_limit": None}, sys.maxsize, 10),  # a stream
+    ({"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}, 1, 2),
+    ({"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1, "load_best_model_at_end": True}, 1, 3),
+    ({"save_strategy": "no", "save_total_limit": 1}, 1, 0),
+])  # fmt: skip
+def test_how_many_checkpoints_a_disk_must_hold(words, epochs, expected):
+    args = SimpleNamespace(**{"load_best_model_at_end": False} | words)
+    state = SimpleNamespace(max_steps=10, save_steps=words.get("save_steps"), num_train_epochs=epochs)
+    assert canary._checkpoints(SimpleNamespace(args=args, state=state)) == expected
+
+
+def test_nothing_of_a_rehearsal_leaves_the_machine(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("push_to_hub: true\nresume_from_checkpoint: auto\nreport_to: tensorboard\n")
+    given = ["--config", str(file), "--output_dir", "run", "--resume_from_checkpoint", "auto"]
+    settings = args.parse("sft", canary._flags(given, tmp_path), 1)
+    assert (settings.push_to_hub, settings.report_to, settings.output_dir) == (False, "none", str(tmp_path))
+    assert settings.resume_from_checkpoint == "false"
 
 
 def test_what_it_says():

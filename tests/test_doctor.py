@@ -141,11 +141,44 @@ def test_processes_that_cannot_talk(monkeypatch):
     assert "did not exchange a tensor" in only(doctor.exchange(2, seconds=1.0))[1]
 
 
+@pytest.mark.fault
+def test_the_rank_that_failed_is_heard(monkeypatch):
+    """Not rank 0, which waits for it; and at once."""
+    failing = "import os, time; time.sleep(60) if os.environ['RANK'] == '0' else exit('no device 1')"
+    monkeypatch.setattr(doctor, "_EXCHANGE", failing)
+    assert "no device 1" in only(doctor.exchange(2, seconds=50.0))[1]
+
+
+def test_what_libraries_print_is_no_failure(monkeypatch):
+    """NCCL_DEBUG=INFO, which the failure's fix proposes, has every rank print more than a pipe holds."""
+    chatty = "print('NCCL INFO ' * 30000)\nprint('exchanged', 2, 1.5, True)"
+    monkeypatch.setattr(doctor, "_EXCHANGE", chatty)
+    assert only(doctor.exchange(2, seconds=50.0)) == ("ok", "2 processes over gloo, 1.50 GB/s -> ")
+
+
+@pytest.mark.injection
+def test_no_file_is_written_through_a_link(tmp_path):
+    """In a folder that others can write to, they know this process's number."""
+    precious = tmp_path / "precious.txt"
+    precious.write_text("precious")
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    (folder / f".zerofit-{os.getpid()}.tmp").symlink_to(precious)
+    assert only(doctor.disk(folder))[0] in ("ok", "warn")
+    assert precious.read_text() == "precious"
+
+
 @pytest.mark.bad_input
-@pytest.mark.parametrize("words", [["--gpus", "none"], ["--gpus", "0"]])
+@pytest.mark.parametrize("words", [["--gpus", "none"], ["--gpus", "0"], ["--gpus", "\u00b2"], ["--nodes", "\u00b2"]])
 def test_mistakes(words):
     with pytest.raises(UserError, match="must be a whole number"):
         doctor.main(words)
+
+
+@pytest.mark.bad_input
+def test_no_more_processes_than_the_machine_bears():
+    with pytest.raises(UserError, match="GPUS=100000: this machine has no GPU and only"):
+        doctor.main(["--gpus", "100000"])
 
 
 def test_room_for_checkpoints(monkeypatch, tmp_path):

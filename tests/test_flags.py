@@ -1,21 +1,27 @@
 """Every argument of transformers' TrainingArguments: it acts under this trainer, or it is refused with a sentence."""
 
 import importlib.util
+import os
+import sys
 from dataclasses import fields
+from types import SimpleNamespace
 
 import pytest
+import torch
+import transformers
 from conftest import TINY, Run, recipe_process
-from transformers import TrainingArguments
+from transformers import TrainerCallback, TrainingArguments
 
-from zerofit import args, flags, hub
+from zerofit import args, data, flags, hub, model, start, train
 from zerofit.errors import UserError
 
 _READ = "works: transformers' Trainer reads it in code that KitTrainer leaves as it is (read, not run)"
-_LOGS = "works: transformers' logging levels (read, not run)"
-_HUB = "works: transformers' push to the hub, (read, not run)"
-_TRACKERS = "works: transformers' callback of the tracker takes it (read, not run)"
-_WORKERS = "works: goes to torch's DataLoader (read, not run)"
-_DDP = "works: stage 0 hands it to DistributedDataParallel; the other stages have no such wrapper (read, not run)"
+_LOGS = "works: test_flags.py::test_log_levels"
+_HUB = "works: test_flags.py::test_what_a_hub_is_sent"
+_TRACKERS = "works: test_flags.py::test_what_a_tracker_is_told"
+_MANY = "works: test_flags.py::test_a_run_with_many_flags"
+_WORKERS = "works: test_flags.py::test_settings_of_the_data_loader"
+_DDP = "works: test_flags.py::test_settings_of_ddp; stages 1 to 3 have no such wrapper"
 _SCHEDULE = "works: the learning rate of each step line follows it"
 _BATCH = "works: test_args.py::test_batch"
 _RECOMPUTE = "works: recompute.choose folds both names into one; test_attention.py, test_memory.py"
@@ -42,26 +48,26 @@ FIELDS = {
     "label_smoothing_factor": "works: test_loss.py",
     "bf16": "works: test_args.py::test_cpu_trains_in_fp32_unless_told",
     "fp16": "works: test_args.py::test_gpu_precision_follows_the_hardware_and_says_so",
-    "tf32": _READ,
+    "tf32": "refused: on a CPU; test_flags.py::test_what_the_trainer_decides; on a GPU transformers sets it (read, not run)",
     "activation_checkpointing": _RECOMPUTE,
     "activation_checkpointing_kwargs": _RECOMPUTE,
     "gradient_checkpointing": _RECOMPUTE,
     "gradient_checkpointing_kwargs": _RECOMPUTE,
-    "torch_compile": _READ,
-    "torch_compile_backend": _READ,
-    "torch_compile_mode": _READ,
+    "torch_compile": "works: test_flags.py::test_a_compiled_model",
+    "torch_compile_backend": "works: test_flags.py::test_a_compiled_model",
+    "torch_compile_mode": "works: test_flags.py::test_a_compiled_model",
     "use_liger_kernel": "works: loss.py checks it; test_loss.py",
     "liger_kernel_config": "works: loss.py; test_loss.py",
-    "use_cache": _READ,
-    "neftune_noise_alpha": _READ,
-    "torch_empty_cache_steps": _READ,
-    "logging_strategy": _READ,
+    "use_cache": _MANY,
+    "neftune_noise_alpha": _MANY,
+    "torch_empty_cache_steps": _MANY,
+    "logging_strategy": "works: test_flags.py::test_a_run_that_goes_on",
     "logging_steps": "works: test_launch.py::test_make_and_the_run_folder",
-    "logging_first_step": _READ,
+    "logging_first_step": _MANY,
     "log_on_each_node": _LOGS,
     "log_level": _LOGS,
     "log_level_replica": _LOGS,
-    "logging_nan_inf_filter": _READ,
+    "logging_nan_inf_filter": "refused: true; test_flags.py::test_what_the_trainer_decides",
     "include_num_input_tokens_seen": "works: test_flags.py::test_step_lines_with_the_tokens_seen",
     "disable_tqdm": "works: test_launch.py::test_a_bar_never_shares_a_terminal_with_the_step_lines",
     "report_to": "works: test_flags.py::test_a_tracker_that_is_missing_is_named",
@@ -69,18 +75,17 @@ FIELDS = {
     "project": _TRACKERS,
     "trackio_space_id": _TRACKERS,
     "trackio_bucket_id": _TRACKERS,
-    "trackio_static_space_id": _TRACKERS,
+    "trackio_static_space_id": "works: transformers' callback of trackio names the space in the card (read, not run)",
     "eval_strategy": "works: test_launch.py",
-    "eval_steps": _READ,
-    "eval_delay": _READ,
-    "eval_on_start": _READ,
+    "eval_steps": _MANY,
+    "eval_delay": _MANY,
+    "eval_on_start": _MANY,
     "do_train": "refused: false; test_flags.py::test_do_train_and_do_eval",
     "do_eval": "refused: where it differs from the rows; test_flags.py::test_do_train_and_do_eval",
     "save_only_model": "works: saves no optimizer; a resume from such a checkpoint is refused (test_checkpoint.py)",
     "save_strategy": "works: test_checkpoint.py",
     "save_steps": "works: test_checkpoint.py",
     "save_total_limit": "works: test_checkpoint.py",
-    "save_on_each_node": _READ,
     "push_to_hub": "works: transformers pushes; test_flags.py::test_a_push_that_cannot_work_is_refused",
     "hub_token": _HUB,
     "hub_private_repo": _HUB,
@@ -89,10 +94,10 @@ FIELDS = {
     "hub_always_push": _HUB,
     "hub_revision": _HUB,
     "load_best_model_at_end": "works: test_flags.py::test_the_best_model_and_its_loss",
-    "metric_for_best_model": _READ,
-    "greater_is_better": _READ,
-    "ignore_data_skip": _READ,
-    "full_determinism": _READ,
+    "metric_for_best_model": _MANY,
+    "greater_is_better": "works: test_flags.py::test_the_best_model_and_its_loss",
+    "ignore_data_skip": "works: test_flags.py::test_a_run_that_goes_on",
+    "full_determinism": "works: test_flags.py::test_full_determinism",
     "seed": "works: test_args.py::test_transformers_flags_work_unchanged",
     "data_seed": "works: test_data.py",
     "use_cpu": "works: every test",
@@ -108,11 +113,11 @@ FIELDS = {
     "ddp_find_unused_parameters": "works: test_training.py",
     "ddp_bucket_cap_mb": _DDP,
     "ddp_broadcast_buffers": _DDP,
-    "ddp_static_graph": _DDP,
-    "ddp_backend": _READ,
+    "ddp_static_graph": "works: test_optimizers.py::test_ddp_settings_reach_the_module",
+    "ddp_backend": "refused: another than the device's; test_flags.py::test_what_the_trainer_decides",
     "ddp_timeout": "works: test_args.py::test_a_hang_is_found_before_collectives_give_up",
     "deepspeed": "works: test_zero.py",
-    "debug": _READ,
+    "debug": _MANY,
     "resume_from_checkpoint": "works: test_resume.py",
     "local_rank": "works: LOCAL_RANK of the launcher decides; transformers keeps the field for old launchers",
 }
@@ -268,3 +273,239 @@ def test_the_best_model_and_its_loss(tmp_path):
     evaluations = [entry["eval_loss"] for entry in found.metrics if "eval_loss" in entry][:3]
     assert len(evaluations) == 3 and evaluations[0] == max(evaluations) > evaluations[-1]
     assert found.json("result.json")["eval_loss"] == pytest.approx(evaluations[0], rel=1e-5)
+
+
+# --- what the others do, in this process ---
+
+
+@pytest.fixture(autouse=True)
+def environment_as_before():
+    """A trainer's arguments set variables, for accelerate and for the job's processes."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def trainer_of(folder, *words, ranks=1) -> train.KitTrainer:
+    """The trainer of a recipe's command line, before its first step."""
+    settings = start.settings(
+        "sft", [*SHORT, "--zero", "0", "--save_strategy", "no", "--output_dir", str(folder), *words], 1
+    )
+    tokenizer = model.load_tokenizer(settings)
+    sets = data.load(settings, tokenizer)
+    arguments = start.processes(settings, *sets)
+    folder.mkdir(exist_ok=True)
+    return train.KitTrainer(settings, model.load_model(settings, tokenizer), tokenizer, arguments, *sets)
+
+
+class Watch(TrainerCallback):
+    """What is on while a step is made."""
+
+    def __init__(self, trainer):
+        self.model, self.during = trainer.model, []
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        hooks = sum(len(module._forward_hooks) for module in self.model.modules())
+        self.during.append((hooks, self.model.config.use_cache))
+
+
+MANY = """--max_steps 6 --logging_steps 2 --logging_first_step true --eval_strategy steps --eval_steps 2 --eval_delay 3
+--eval_on_start true --save_strategy steps --save_steps 2 --save_total_limit 3 --neftune_noise_alpha 5 --use_cache true
+--torch_empty_cache_steps 3 --debug underflow_overflow --load_best_model_at_end true --metric_for_best_model eval_perplexity
+--learning_rate 1e-3 --warmup_steps 2 --lr_scheduler_type linear --gradient_checkpointing false --adam_beta1 0.8
+--weight_decay 0.1"""
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory):
+    """(trainer after a run with many flags at once, what was on in its steps, the cache's clearings, its folder)."""
+    folder, cleared = tmp_path_factory.mktemp("many"), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("transformers.trainer.clear_device_cache", lambda *a, **kw: cleared.append(1))
+        rows = (TINY / "eval.jsonl").read_text().splitlines(keepends=True)
+        (folder / "eval.jsonl").write_text("".join(rows[:8]))
+        trainer = trainer_of(folder, *MANY.split(), "--eval_data", str(folder / "eval.jsonl"))
+        watch = Watch(trainer)
+        trainer.add_callback(watch)
+        trainer.train()
+    return trainer, watch.during, cleared, folder
+
+
+def test_a_run_with_many_flags(many):
+    trainer, during, cleared, folder = many
+    entries = Run(folder).metrics
+    steps = [entry["step"] for entry in entries if "loss" in entry]
+    assert steps == [1, 2, 4, 6]  # the first beside every second
+    evaluations = {entry["step"]: entry["eval_perplexity"] for entry in entries if "eval_loss" in entry}
+    assert list(evaluations) == [0, 4, 6]  # on start; not before step 3
+    assert trainer.state.best_metric == pytest.approx(min(evaluations[4], evaluations[6]))  # eval_perplexity, the lower
+    assert sorted(f.name for f in folder.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+    hooks, use_cache = zip(*during, strict=True)
+    assert all(use_cache)
+    assert min(hooks) > len(list(trainer.model.modules()))  # debug's hook on each module, and NEFTune's
+    assert not any("neftune" in str(hook) for hook in trainer.model.get_input_embeddings()._forward_hooks.values())
+    assert len(cleared) == 2 * trainer.args.gradient_accumulation_steps  # before the steps after 0 and 3
+    groups = {group["weight_decay"]: group["betas"] for group in trainer.optimizer.param_groups}
+    assert groups == {0.1: (0.8, 0.999), 0.0: (0.8, 0.999)}
+    rates = {entry["step"]: entry["learning_rate"] for entry in entries if "loss" in entry}
+    assert rates == pytest.approx({1: 0, 2: 0.5e-3, 4: 0.75e-3, 6: 0.25e-3})
+
+
+def test_a_run_that_goes_on(many, tmp_path):
+    """With --ignore_data_skip from the first rows of its epoch, else from where the checkpoint stood in it."""
+    *_, folder = many
+    rows = {}
+    for skip in ("true", "false"):
+        run = tmp_path / skip
+        words = ["--max_steps", "7", "--max_samples", "32", "--logging_strategy", "epoch", "--ignore_data_skip", skip]
+        trainer = trainer_of(run, *words, "--resume_from_checkpoint", str(folder / "checkpoint-6"))
+        step, seen = trainer.training_step, []
+
+        def note(net, inputs, *more, step=step, seen=seen):
+            seen.append(inputs["input_ids"].sum().item())
+            return step(net, inputs, *more)
+
+        trainer.training_step = note
+        trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
+        assert trainer.state.global_step == 7
+        assert [entry["step"] for entry in Run(run).metrics] == [7]  # the epoch's end
+        rows[skip] = seen
+    assert rows["true"] != rows["false"] and len(rows["true"]) == len(rows["false"])
+
+
+def test_no_step_is_left(many, tmp_path):
+    """A run that was killed between its last checkpoint and final/ makes no further step."""
+    *_, folder = many
+    words = ["--max_steps", "5", "--max_samples", "32", "--resume_from_checkpoint", str(folder / "checkpoint-6")]
+    again = trainer_of(tmp_path / "run", *words)
+    again.train(resume_from_checkpoint=again.args.resume_from_checkpoint)
+    assert again.state.global_step == 6
+
+
+def test_settings_of_the_data_loader(tmp_path):
+    words = """--max_steps 1 --dataloader_num_workers 2 --dataloader_prefetch_factor 3 --dataloader_persistent_workers true
+    --dataloader_multiprocessing_context fork --dataloader_in_order false""".split()
+    loader = trainer_of(tmp_path / "run", *words).get_train_dataloader()
+    assert (loader.num_workers, loader.prefetch_factor, loader.persistent_workers) == (2, 3, True)
+    assert loader.multiprocessing_context.get_start_method() == "fork" and loader.in_order is False
+    assert loader.pin_memory is False  # of a CPU's run
+    gpu = args.parse("sft", ["--dataloader_pin_memory", "false"], 1, args_gpu())
+    assert gpu.training_values()["dataloader_pin_memory"] is False
+
+
+def args_gpu():
+    from zerofit import hardware
+
+    return hardware.GPUS["h100-80g"]
+
+
+def test_log_levels(tmp_path, monkeypatch):
+    before = transformers.logging.get_verbosity()
+    words = "--max_steps 1 --log_level error --log_level_replica critical --log_on_each_node false".split()
+    try:
+        arguments = trainer_of(tmp_path / "run", *words).args
+        assert transformers.logging.get_verbosity() == transformers.logging.ERROR
+    finally:
+        transformers.logging.set_verbosity(before)
+    for name, rank in (("process_index", 1), ("local_process_index", 0)):
+        monkeypatch.setattr(type(arguments), name, property(lambda self, rank=rank: rank))
+    assert arguments.get_process_log_level() == transformers.logging.CRITICAL  # of another node's first process
+    arguments.log_on_each_node = True
+    assert arguments.get_process_log_level() == transformers.logging.ERROR
+
+
+def test_full_determinism(tmp_path):
+    try:
+        trainer_of(tmp_path / "run", "--max_steps", "1", "--full_determinism", "true")
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_a_compiled_model(tmp_path):
+    words = "--max_steps 1 --torch_compile true --torch_compile_backend eager --torch_compile_mode reduce-overhead"
+    trainer = trainer_of(tmp_path / "run", *words.split())
+    plugin = trainer.accelerator.state.dynamo_plugin
+    assert (plugin.backend.value.lower(), plugin.mode) == ("eager", "reduce-overhead")
+    assert isinstance(trainer.accelerator.prepare_model(trainer.model), torch._dynamo.eval_frame.OptimizedModule)
+
+
+def test_settings_of_ddp(tmp_path, monkeypatch):
+    """What transformers hands to accelerate for torch's wrapper."""
+    words = "--max_steps 1 --ddp_bucket_cap_mb 7 --ddp_broadcast_buffers true"
+    trainer = trainer_of(tmp_path / "run", *words.split())
+    monkeypatch.setattr(type(trainer.args), "parallel_mode", transformers.training_args.ParallelMode.DISTRIBUTED)
+    trainer._wrap_model(trainer.model)
+    assert (trainer.accelerator.ddp_handler.bucket_cap_mb, trainer.accelerator.ddp_handler.broadcast_buffers) == (
+        7,
+        True,
+    )
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--ddp_backend", "mpi"], "--ddp_backend mpi: the processes of this run talk over gloo; leave it out."),
+        (["--tf32", "true"], "--tf32 true: TF32 is a mode of NVIDIA GPUs"),
+        (
+            ["--metric_for_best_model", "accuracy"],
+            "--metric_for_best_model accuracy: an evaluation computes eval_loss and",
+        ),
+        (["--logging_nan_inf_filter", "true"], "--logging_nan_inf_filter true: a step without a finite loss"),
+    ],
+)
+def test_what_the_trainer_decides(words, says):
+    with pytest.raises(UserError, match=says):
+        parse(*words)
+    parse("--ddp_backend", "gloo", "--logging_nan_inf_filter", "false")
+
+
+def test_what_a_hub_is_sent(tmp_path, monkeypatch):
+    """A stand-in for the hub's client notes what transformers asks it for."""
+    asked = []
+
+    class Hub:
+        def __getattr__(self, name):
+            def call(*positional, **named):
+                asked.append((name, positional, named))
+                return SimpleNamespace(repo_id="me/tiny", done=lambda: True)
+
+            return call
+
+    monkeypatch.setattr("transformers.trainer.hf_api", Hub)
+    words = """--push_to_hub true --hub_model_id me/tiny --hub_token hf_x --hub_private_repo true --hub_revision next
+    --hub_strategy checkpoint --hub_always_push true --save_strategy steps --save_steps 1 --max_steps 2""".split()
+    trainer = trainer_of(tmp_path / "run", *words)
+    name, (repo,), named = asked[0]
+    assert (name, repo, named["token"], named["private"]) == ("create_repo", "me/tiny", "hf_x", True)
+    trainer.train()
+    sent = [named for name, _, named in asked if name == "upload_folder"]
+    assert {one["revision"] for one in sent} == {"next"} and {one["repo_id"] for one in sent} == {"me/tiny"}
+    assert {one.get("path_in_repo") for one in sent} == {None, "last-checkpoint"}  # --hub_strategy checkpoint
+    assert len(sent) == 4  # of both steps
+    trainer.args.hub_strategy = transformers.trainer_utils.HubStrategy.END
+    asked.clear()
+    trainer._push_from_checkpoint(str(tmp_path / "run" / "checkpoint-2"))
+    assert not asked
+
+
+def test_what_a_tracker_is_told(tmp_path, monkeypatch):
+    """A stand-in for trackio notes how it is started."""
+    started = {}
+    context = SimpleNamespace(current_space_id=SimpleNamespace(get=lambda: started["space_id"]))
+    stub = SimpleNamespace(
+        init=lambda **named: started.update(named),
+        config={},
+        context_vars=context,
+        __spec__=importlib.util.spec_from_loader("trackio", None),
+    )
+    monkeypatch.setitem(sys.modules, "trackio", stub)
+    monkeypatch.setattr("transformers.integrations.integration_utils.is_trackio_available", lambda: True)
+    words = """--max_steps 1 --run_name mine --project kit --trackio_space_id me/space --trackio_bucket_id me/bucket""".split()
+    trainer = trainer_of(tmp_path / "run", *words)
+    callback = transformers.integrations.TrackioCallback()
+    callback.setup(trainer.args, trainer.state, trainer.model)
+    assert (started["name"], started["project"], started["space_id"]) == ("mine", "kit", "me/space")
+    assert "me/bucket" in started.values()

@@ -159,6 +159,41 @@ def test_files_refused(tmp_path, section, top, flags, says):
     assert says in str(caught.value) and "\n" not in str(caught.value)
 
 
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("section", "top", "says"),
+    [
+        ({"stage": "3"}, {}, 'my.json: zero_optimization.stage = "3": write a number, without quotes.'),
+        ({"stage": True}, {}, "zero_optimization.stage = true: write a number"),
+        (
+            {"stage": 3, "offload_optimizer": {**CPU, "ratio": "0.5"}},
+            {},
+            'offload_optimizer.ratio = "0.5": write a number',
+        ),
+        ({"stage": 3, "zero_hpz_partition_size": "2"}, {}, 'zero_hpz_partition_size = "2": write a number'),
+        ({"stage": 3, "stage3_prefetch_bucket_size": "9"}, {}, 'stage3_prefetch_bucket_size = "9": write a number'),
+        ({"stage": 2}, {"bf16": {"enabled": "false"}}, 'bf16.enabled = "false": write true or false, without quotes.'),
+    ],
+)
+def test_values_in_quotes_are_refused(tmp_path, section, top, says):
+    """DeepSpeed would convert them; here "false" was true, and "0.5" a traceback."""
+    with pytest.raises(UserError) as caught:
+        parse("--deepspeed", written(tmp_path, section, **top))
+    assert says in str(caught.value)
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(("aio", "says"), [(None, None), ([1], "my.json: aio must be an object")])
+def test_an_aio_section_that_is_none(tmp_path, libaio, disk, aio, says):
+    section = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": str(disk)}}
+    file = written(tmp_path, section, aio=aio)
+    if says is None:
+        assert parse("--deepspeed", file).zero == "3"
+        return
+    with pytest.raises(UserError, match=says):
+        parse("--deepspeed", file)
+
+
 def test_harmless_literals_need_no_stage_3(tmp_path):
     """DeepSpeed's own defaults, written out: nothing of them is asked for."""
     section = {
@@ -369,6 +404,36 @@ def test_nvme_has_the_losses_of_stage_3(tmp_path, disk, what):
         files = int(re.search(r"offload_path: [\d.,]+ MB in (\d+) files", log)[1])
         assert files > 0 or (recipe, what) == ("lora", "optimizer")  # the adapter's states are below 1 MB
     assert not list(disk.iterdir())  # taken away when the runs end
+
+
+@pytest.mark.injection
+def test_what_others_left_is_left_alone(tmp_path):
+    """A folder that every user writes to: another user's folder, and links where a lock or a folder would be."""
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "in_use.lock").write_text("precious")
+    disk = tmp_path / "disk"
+    (disk / "zerofit-link").mkdir(parents=True)
+    (disk / "zerofit-link" / "in_use.lock").symlink_to(precious / "in_use.lock")
+    (disk / "zerofit-folder").symlink_to(precious)
+    (disk / "zerofit-other").mkdir()
+    (disk / "zerofit-other" / "in_use.lock").touch()
+    if os.geteuid() == 0:
+        os.chown(disk / "zerofit-other", 54321, 54321)
+    (disk / "zerofit-own").mkdir()
+    (disk / "zerofit-own" / "in_use.lock").touch()
+    nvme._clear_left(disk)
+    left = {"zerofit-link", "zerofit-folder"} | ({"zerofit-other"} if os.geteuid() == 0 else set())
+    assert {f.name for f in disk.iterdir()} == left
+    assert (precious / "in_use.lock").read_text() == "precious"
+
+
+@pytest.mark.bad_input
+def test_compiled_ops_where_nothing_can_be_written(monkeypatch):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", "/proc/ops")
+    settings = parse("--offload", "optimizer", "--offload_ratio", "0.5", "--zero", "3")
+    with pytest.raises(UserError, match=r"/proc/ops/\w+: No such file .*set TORCH_EXTENSIONS_DIR to another folder"):
+        ops.prepare(settings)
 
 
 def test_two_runs_never_share_a_folder(tmp_path, disk, libaio):

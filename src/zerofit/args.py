@@ -8,6 +8,7 @@ import argparse
 import ast
 import importlib.util
 import json
+import math
 import shlex
 import warnings
 from dataclasses import dataclass, field, fields
@@ -669,6 +670,8 @@ def _check_ranges(settings: Settings) -> None:
         value = settings.values.get(name)
         if value is not None and value < low:
             raise UserError(f"--{name} is {value}: it must be {low} or more.")
+    if (limit := settings.memory_limit) is not None and not 0 < limit < math.inf:
+        raise UserError(f"--memory_limit is {limit}: it must be a number of GiB above 0.")
     if not 0 <= settings.eval_fraction < 1:
         raise UserError(f"--eval_fraction is {settings.eval_fraction}: it must be at least 0 and below 1.")
     for pair in settings.columns or []:

@@ -65,18 +65,22 @@ def rehearse(job: supervise.Job, planned: dict | None) -> tuple[list[str], objec
 
 
 def _attempt(job: supervise.Job, flags: list[str], settings, folder: Path) -> tuple[postmortem.Ending, dict | None]:
-    from . import probe
-
     with tempfile.TemporaryDirectory(prefix="zerofit-canary-") as temporary:
         records, answer = Path(temporary), Path(temporary) / "canary.json"
-        words = job.command(
-            [*probe.drop(flags, "--output_dir", "--resume_from_checkpoint"), "--output_dir", str(folder)]
-        )
+        words = job.command(_flags(flags, folder))
         env = os.environ | job.env | {failure.FOLDER: str(records), JOB: str(answer)}
         with (records / "canary.log").open("w") as log:
             code, heard, hung = supervise.watch(words, env, records, settings.hang_timeout, job.count, stdout=log)
         last = postmortem.ending(code, records, heard, hung, settings.hang_timeout, 0)
         return last, json.loads(answer.read_text()) if answer.exists() else None
+
+
+def _flags(flags: list[str], folder: Path) -> list[str]:
+    """The run's flags for a rehearsal in a folder of its own, of which a hub and a tracker see nothing."""
+    from . import probe
+
+    kept = probe.drop(flags, "--output_dir", "--resume_from_checkpoint")
+    return [*kept, *probe.NOTHING_OUTSIDE, "--resume_from_checkpoint", "false", "--output_dir", str(folder)]
 
 
 def sentences(found: dict, planned: dict | None, seconds: float) -> list[str]:
@@ -180,6 +184,8 @@ def _save_and_reload(trainer, rows: list[dict], folder: Path) -> dict:
     trainer._save_checkpoint(trainer.model, trial=None)
     saved, checkpoint = time.perf_counter(), folder / f"checkpoint-{trainer.state.global_step}"
     before = _loss(trainer, rows)
+    for group in trainer.optimizer.param_groups:
+        group["lr"] = 0.01  # a warm-up begins with 0, with which there would be nothing to bring back
     probe.micro_batches(trainer, rows, min(2, args.gradient_accumulation_steps))
     reloading = time.perf_counter()
     _load(trainer, str(checkpoint))
@@ -228,5 +234,9 @@ def _checkpoints(trainer) -> int:
     args, state = trainer.args, trainer.state
     if args.save_strategy == "no":
         return 0
-    made = state.max_steps // max(1, state.save_steps or 1) if args.save_strategy == "steps" else state.num_train_epochs
-    return min(made, args.save_total_limit + 1) if args.save_total_limit else made
+    made = state.num_train_epochs
+    if args.save_strategy == "steps":  # the last step is saved too
+        made = math.ceil(state.max_steps / max(1, state.save_steps or 1))
+    made = min(made, state.max_steps)  # a stream has epochs without end
+    kept = args.save_total_limit + 1 + args.load_best_model_at_end if args.save_total_limit else made
+    return min(made, kept)

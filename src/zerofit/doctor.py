@@ -5,6 +5,7 @@ and `of_job` before each job.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -14,6 +15,7 @@ import socket
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
 from dataclasses import asdict, dataclass
 from importlib import metadata
@@ -52,6 +54,8 @@ class Finding:
 
 def main(argv: list[str]) -> None:
     """`zerofit doctor`: see --help. Exit code 0, or 1 where a check fails."""
+    from . import launch
+
     parser = argparse.ArgumentParser(prog="zerofit doctor", allow_abbrev=False, description=__doc__)
     parser.add_argument("--json", action="store_true", help="findings as JSON on standard output, nothing else")
     parser.add_argument("--gpus", default="", help="processes that shall exchange a tensor (default: GPUs, else 2)")
@@ -59,10 +63,12 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--port", default="", help="port of the rendezvous to look at")
     parser.add_argument("--nodes", default="1", help="machines of the job: looks at what several need")
     given = parser.parse_args(argv)
-    if given.gpus and (not given.gpus.isdigit() or not int(given.gpus)):
+    if given.gpus and (not given.gpus.isdecimal() or not int(given.gpus)):
         raise UserError(f"--gpus {given.gpus}: must be a whole number from 1.")
-    if not given.nodes.isdigit() or not int(given.nodes):
+    if not given.nodes.isdecimal() or not int(given.nodes):
         raise UserError(f"NODES={given.nodes}: must be a whole number from 1.")
+    if given.gpus:
+        launch.check_devices(int(given.gpus), use_cpu=False)
     began, found = time.perf_counter(), []
     for check in (python_and_packages, known_problems, compilers, compiled_ops, variables, launcher_files, gpus,
                   lambda: host_memory(nodes=int(given.nodes)), lambda: disk(Path(given.out)), lambda: port(given.port),
@@ -243,7 +249,7 @@ def launcher_files() -> list[Finding]:
     if cached.exists():
         found.append(Finding("accelerate", "warn", f"{cached} sets the number of processes of a bare `accelerate launch`; "
                              "its stage and precision are not used", f"rm {cached}, or name --num_processes"))  # fmt: skip
-    for folder in {Path.cwd(), Path.home()}:
+    for folder in {Path.cwd(), world.home()}:
         if (folder / ".deepspeed_env").exists():
             found.append(Finding("deepspeed", "warn", f"{folder / '.deepspeed_env'} holds an environment, often with tokens, "
                                  "that DeepSpeed's launcher sends to every machine", f"rm {folder / '.deepspeed_env'}"))  # fmt: skip
@@ -337,11 +343,11 @@ def disk(folder: Path) -> list[Finding]:
     from .report import nearest_existing
 
     near = nearest_existing(folder.expanduser().absolute())
-    aside, target = near / f".zerofit-{os.getpid()}.tmp", near / f".zerofit-{os.getpid()}"
     try:
-        aside.write_text("x")
-        os.replace(aside, target)
-        target.unlink()
+        with tempfile.TemporaryDirectory(prefix=".zerofit-", dir=near) as own:  # nobody else can take its name before
+            aside, target = Path(own) / "file.tmp", Path(own) / "file"
+            aside.write_text("x")
+            os.replace(aside, target)
     except OSError as error:
         return [
             Finding("disk", "fail", f"{near}: {error.strerror}: runs cannot be written", "another folder with OUT=")
@@ -425,27 +431,45 @@ def exchange(count: int, seconds: float = 90.0) -> list[Finding]:
         return []
     env = {name: value for name, value in os.environ.items() if name != devices.NVML_CHECK}
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(world.free_port()), "WORLD_SIZE": str(count)}
-    ranks = [
-        subprocess.Popen([sys.executable, "-c", _EXCHANGE], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                         env=env | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
-        for rank in range(count)
-    ]  # fmt: skip
     backend = "NCCL" if cuda else "gloo"
     slow, wrong = _EXCHANGE_FIXES[backend]
-    try:
-        out, err = ranks[0].communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
+    failed, said = _ranks(count, env | shared, seconds)
+    if failed is None:
         return [Finding("exchange", "fail",
                         f"{count} processes did not exchange a tensor over {backend} in {seconds:.0f} s", slow)]  # fmt: skip
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    words = out.split()
-    if words[:1] != ["exchanged"] or words[3] != "True":
-        last = (err.strip().splitlines() or ["no answer"])[-1]
+    # NCCL_DEBUG has NCCL write lines of its own.
+    words = next((line.split() for line in said.splitlines() if line.startswith("exchanged ")), [])
+    if failed or len(words) != 4 or words[3] != "True":
+        last = (said.strip().splitlines() or ["no answer"])[-1]
         return [Finding("exchange", "fail", f"{count} processes over {backend}: {last}", wrong)]
     return [Finding("exchange", "ok", f"{words[1]} processes over {backend}, {float(words[2]):.2f} GB/s")]
+
+
+def _ranks(count: int, env: dict[str, str], seconds: float) -> tuple[bool | None, str]:
+    """Run _EXCHANGE in `count` processes: (whether one failed, its output; else rank 0's). None: not done in time."""
+    with tempfile.TemporaryDirectory(prefix="zerofit-doctor-") as temporary, contextlib.ExitStack() as stack:
+        # Files: nobody reads pipes of all ranks at once, and NCCL_DEBUG fills them.
+        files = [stack.enter_context((Path(temporary) / str(rank)).open("w+")) for rank in range(count)]
+        ranks = [
+            subprocess.Popen([sys.executable, "-c", _EXCHANGE], stdout=file, stderr=file,
+                             env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+            for rank, file in enumerate(files)
+        ]  # fmt: skip
+        deadline, speaker = time.monotonic() + seconds, None
+        try:
+            while time.monotonic() < deadline and speaker is None:
+                codes = [rank.poll() for rank in ranks]
+                speaker = next((rank for rank, code in enumerate(codes) if code), None)
+                if speaker is None and None not in codes:
+                    speaker = 0
+                time.sleep(0.05)
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+        if speaker is None:
+            return None, ""
+        return bool(codes[speaker]), (Path(temporary) / str(speaker)).read_text(errors="replace")
 
 
 # --- before each launch ---

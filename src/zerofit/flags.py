@@ -31,6 +31,7 @@ REFUSED = {
     "label_names": "the labels come from --train_on; leave it out",
     "length_column_name": "lengths are counted from the tokens themselves; leave it out",
     "auto_find_batch_size": "the steps would see other rows; use --per_device_train_batch_size auto, or --on_oom retry",
+    "save_on_each_node": "checkpoints are written once; on machines without a shared disk use --node_local_storage true",
     "enable_jit_checkpoint": "SIGTERM and SIGUSR1 save a checkpoint without it; leave it out",
     "skip_memory_metrics": "its numbers would be shown nowhere; use --memory_report true",
     "restore_callback_states_from_checkpoint": "no callback of this trainer has a state to restore; leave it out",
@@ -79,10 +80,31 @@ def check(settings, given: dict[str, Any], defaults: dict[str, Any]) -> None:
         raise UserError(
             "--do_train false: a recipe trains; leave it out, or use --dry_run true to see whether it fits."
         )
+    if given.get("logging_nan_inf_filter"):
+        raise UserError(
+            "--logging_nan_inf_filter true: a step without a finite loss is left out of the mean already, and said (--on_nan)."
+        )
+    backend = "gloo" if settings.use_cpu else "nccl"
+    if given.get("ddp_backend") not in (None, backend):
+        raise UserError(
+            f"--ddp_backend {given['ddp_backend']}: the processes of this run talk over {backend}; leave it out."
+        )
+    _check_best_metric(settings, given)
     _check_do_eval(settings, given)
     if given.get("accelerator_config"):
         settings.values["accelerator_config"] = _checked_accelerator_config(given["accelerator_config"])
     check_trackers(settings.report_to)
+
+
+def _check_best_metric(settings, given: dict[str, Any]) -> None:
+    """Refuse a metric that no evaluation computes; the lower one is the better of those that it does."""
+    name = given.get("metric_for_best_model")
+    if name is None:
+        return
+    if name.removeprefix("eval_") not in ("loss", "perplexity"):
+        raise UserError(f"--metric_for_best_model {name}: an evaluation computes eval_loss and eval_perplexity.")
+    if given.get("greater_is_better") is None:  # transformers' default is true for what does not end in "loss"
+        settings.values["greater_is_better"] = False
 
 
 def _check_do_eval(settings, given: dict[str, Any]) -> None:

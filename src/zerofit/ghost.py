@@ -22,6 +22,8 @@ import threading
 from dataclasses import asdict
 from pathlib import Path
 
+import yaml
+
 from .args import PACKAGE
 
 STEPS = 2  # the optimizer's states appear in the first, ZeRO-3 prefetches from the second on
@@ -218,9 +220,12 @@ def _as_exception(answer: dict, cache: Path | None) -> dict | Exception:
     if "trace" in answer:
         if cache is None:
             return GhostFailed(f"the simulation met an error of its own:\n{answer['trace']}")
-        cache.mkdir(parents=True, exist_ok=True)
         file = cache / "error.txt"
-        file.write_text(answer["trace"], encoding="utf-8")
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+            file.write_text(answer["trace"], encoding="utf-8")
+        except OSError:
+            return _as_exception(answer, None)
         return GhostFailed(f"the simulation met an error of its own, which {file} holds; please report it")
     return GhostFailed(answer["failed"]) if "failed" in answer else answer
 
@@ -234,11 +239,12 @@ def _kept(cache: Path | None, question: dict) -> dict | None:
 
 
 def _keep(cache: Path, question: dict, answer: dict) -> None:
-    cache.mkdir(parents=True, exist_ok=True)
     file = cache / f"{_key(question)}.json"
     aside = file.with_suffix(f".{os.getpid()}")
-    aside.write_text(json.dumps(answer))
-    os.replace(aside, file)
+    with contextlib.suppress(OSError):  # the next plan asks again
+        cache.mkdir(parents=True, exist_ok=True)
+        aside.write_text(json.dumps(answer))
+        os.replace(aside, file)
 
 
 _OF_A_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR",
@@ -249,15 +255,38 @@ def _key(question: dict) -> str:
     """A hash of the question and of everything that could change its answer."""
     import importlib.metadata
 
+    from . import zero
+
     versions = [importlib.metadata.version(p) for p in ("torch", "transformers", "accelerate", "deepspeed", "peft")]
     sources = [file.stat().st_mtime_ns for file in sorted(PACKAGE.rglob("*.py"))]
-    files = []
-    for word in question["flags"]:
-        path = Path(word).expanduser()
-        path = path / "config.json" if path.is_dir() else path
-        if path.is_file() and path.suffix in (".json", ".yaml", ".yml"):
-            files.append(path.read_text(errors="replace"))
+    files = [file.read_text(errors="replace") for file in sorted(zero.CONFIGS.glob("*.json"))]
+    files += _named_files(question["flags"])
     return hashlib.sha256(repr([question, versions, sources, files]).encode()).hexdigest()[:24]
+
+
+def _named_files(words: list[str]) -> list[str]:
+    """Return the content of every configuration file that these words name, or that such a YAML file names."""
+    found = []
+    for word in words:
+        path = Path(word.partition("=")[2] if word.startswith("--") else word)
+        with contextlib.suppress(OSError, RuntimeError):  # a word that is no path: too long, ~nobody
+            path = path.expanduser()
+            path = path / "config.json" if path.is_dir() else path
+            if path.is_file() and path.suffix in (".json", ".yaml", ".yml"):
+                found.append(path.read_text(errors="replace"))
+                if path.suffix != ".json":
+                    found += _named_files(_strings(found[-1]))
+    return found
+
+
+def _strings(text: str) -> list[str]:
+    """Return the values of a YAML file's lines that are text, but those that name YAML files."""
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError:  # args.read_yaml says it
+        return []
+    values = values.values() if isinstance(values, dict) else []
+    return [value for value in values if isinstance(value, str) and not value.endswith((".yaml", ".yml"))]
 
 
 # --- the answer, in a process of its own ---
@@ -394,11 +423,11 @@ def _one_rank_of(settings, rank: int) -> None:
     import deepspeed
     import deepspeed.comm
 
-    _believe_in_other_ranks(deepspeed)
+    believe_in_other_ranks(deepspeed)
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
 
 
-def _believe_in_other_ranks(deepspeed) -> None:
+def believe_in_other_ranks(deepspeed) -> None:
     """Checks that compare ranks, or values, would end on what the fake group leaves in the buffers."""
     from deepspeed.runtime.zero import partition_parameters, partitioned_param_coordinator, stage3, stage_1_and_2
 
@@ -570,7 +599,7 @@ def _trainers_needs(settings, device: str):
     accumulation = min(settings.gradient_accumulation_steps, 2)  # the second micro batch is like all later ones
     batch = settings.per_device_train_batch_size * accumulation * settings.world_size
     settings.values |= {
-        "max_steps": STEPS, "save_strategy": "no", "eval_strategy": "no", "report_to": [], "logging_steps": 10**6,
+        "max_steps": STEPS, "save_strategy": "no", "eval_strategy": "no", "report_to": [], "push_to_hub": False, "logging_steps": 10**6,
         "random_init": True,
         "gradient_accumulation_steps": accumulation, "effective_batch_size": batch, "seed": 0,
         "output_dir": str(Path(tempfile.gettempdir()) / "zerofit-ghost"), "dataloader_num_workers": 0, "resume_from_checkpoint": None, "load_best_model_at_end": False,

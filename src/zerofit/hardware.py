@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import math
 import os
 import re
 from dataclasses import asdict, dataclass, fields, replace
@@ -77,15 +78,28 @@ def table() -> dict[str, Gpu]:
                 raise UserError(
                     f"{USER_TABLE}={file}: {name}: unknown key {min(unknown)!r}; known: {', '.join(names)}."
                 )
-            base = asdict(GPUS["a100-80g"]) | {"device_name": name}
+            if wrong := [key for key, value in entry.items() if not _fits(key, value)]:
+                raise UserError(f"{USER_TABLE}={file}: {name}: {wrong[0]} cannot be {json.dumps(entry[wrong[0]])}.")
+            base = asdict(GPUS.get(name.lower(), replace(GPUS["a100-80g"], device_name=name)))
             own[name.lower()] = Gpu(**{**base, **entry})
     except OSError as error:
         raise UserError(f"{USER_TABLE}={file}: cannot be read: {error.strerror}.") from None
+    except RuntimeError as error:  # ~nobody
+        raise UserError(f"{USER_TABLE}={file}: cannot be looked up: {error}.") from None
     except (ValueError, TypeError, AttributeError) as error:
         raise UserError(
             f'{USER_TABLE}={file}: must be JSON like {{"my-gpu": {{"memory_gib": 96}}}}: {error}.'
         ) from None
-    return own | GPUS
+    return own | {name: gpu for name, gpu in GPUS.items() if name not in own}
+
+
+def _fits(key: str, value) -> bool:
+    """Return whether the value is of the kind that this field of Gpu has: a name, true or false, a number above 0."""
+    if key == "device_name":
+        return isinstance(value, str) and bool(value.strip())
+    if key == "bf16":
+        return isinstance(value, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def find(name: str, count: int | None = None) -> Gpu:

@@ -53,7 +53,7 @@ def main(argv: list[str]) -> None:
     _without_a_launchers_variables()
     flags, token = without_token(flags)
     os.environ |= token
-    _check_devices(count, use_cpu=any(f.startswith(("--use_cpu", "--use-cpu")) for f in flags))
+    check_devices(count, use_cpu=any(f.startswith(("--use_cpu", "--use-cpu")) for f in flags))
     if here is None:
         _launch(given, recipe, flags, count)
     elif given.show:
@@ -196,7 +196,8 @@ def port_of(text: str) -> int:
     return int(text)
 
 
-def _check_devices(count: int, use_cpu: bool) -> None:
+def check_devices(count: int, use_cpu: bool) -> None:
+    """Raises: UserError for more processes than this machine has GPUs, or far more than it has cores."""
     import torch
 
     if use_cpu or not torch.cuda.is_available():

@@ -120,7 +120,7 @@ def _product(a, b, dtype):
     """a b in `dtype`; half-precision factors give it without rounding or overflow in between."""
     if a.dtype == dtype:
         return a @ b
-    if a.is_cuda:
+    if a.device.type != "cpu":  # a simulated GPU, too
         return torch.mm(a, b, out_dtype=dtype)
     return a.to(dtype) @ b.to(dtype)
 
@@ -129,7 +129,7 @@ def _add_product(total, a, b) -> None:
     """total += a b, in the type of `total`."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
-    elif a.is_cuda:
+    elif a.device.type != "cpu":
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
         total.addmm_(a.to(total.dtype), b.to(total.dtype))

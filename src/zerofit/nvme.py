@@ -4,6 +4,7 @@ import atexit
 import os
 import re
 import shutil
+import stat
 import tempfile
 import uuid
 from collections import Counter
@@ -35,7 +36,10 @@ def check(config: dict, path: Path, settings) -> None:
         if settings.planned_gpu is None:  # a plan may be for another machine
             check_folder(where, Path(folder))
     if paths:
-        unknown = set(config.get("aio", {})) - set(_aio_keys())
+        aio = config.get("aio") or {}
+        if not isinstance(aio, dict):
+            raise UserError(f"{path}: aio must be an object {{...}}.")
+        unknown = set(aio) - set(_aio_keys())
         if unknown:
             raise UserError(f"{path}: unknown key 'aio.{min(unknown)}'; there are {', '.join(_aio_keys())}.")
         if settings.planned_gpu is None:
@@ -152,7 +156,7 @@ def claim(settings) -> None:
 def _hold(own: Path) -> None:
     import filelock
 
-    own.mkdir()
+    own.mkdir(mode=0o700)
     lock = filelock.FileLock(own / "in_use.lock")
     lock.acquire()
 
@@ -164,14 +168,16 @@ def _hold(own: Path) -> None:
 
 
 def _clear_left(folder: Path) -> None:
-    """Remove what killed runs have left: their folders are held by no process."""
+    """Remove what killed runs of this user have left: their folders are held by no process."""
     import filelock
 
     for left in folder.glob("zerofit-*"):
-        if not (left / "in_use.lock").exists():
-            continue
+        about = left.lstat()
+        lock = left / "in_use.lock"
+        if about.st_uid != os.geteuid() or not stat.S_ISDIR(about.st_mode) or lock.is_symlink() or not lock.exists():
+            continue  # another user's, or none of a run's
         try:
-            with filelock.FileLock(left / "in_use.lock", timeout=0):
+            with filelock.FileLock(lock, timeout=0):
                 shutil.rmtree(left, ignore_errors=True)
             print(f"removed {left}: a run that was killed left it", flush=True)
         except filelock.Timeout:

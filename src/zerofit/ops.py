@@ -63,7 +63,7 @@ def _build(name: str, extensions: Path, ours: bool) -> None:
 
     builder = getattr(op_builder, name)()
     folder = extensions / builder.name
-    folder.mkdir(parents=True, exist_ok=True)
+    _make(folder)
     if missing := missing_tools():
         tool = missing[0]
         raise UserError(f"{builder.name}: {tool} is not on PATH, and DeepSpeed compiles this op; {TOOLS[tool]}.")
@@ -81,6 +81,19 @@ def _build(name: str, extensions: Path, ours: bool) -> None:
             ) from None
         if (seconds := time.perf_counter() - began) > 10:
             print(f"{builder.name}: compiled in {seconds:.0f} s", flush=True)
+
+
+def _make(folder: Path) -> None:
+    """Make the folder of a compiled op. Raises: UserError where it cannot be made or written to."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        problem = "" if os.access(folder, os.W_OK) else "no permission to write"
+    except OSError as error:
+        problem = error.strerror
+    if problem:
+        raise UserError(
+            f"{folder}: {problem}, and DeepSpeed compiles its ops there; set TORCH_EXTENSIONS_DIR to another folder."
+        )
 
 
 def clear_stale_lock(folder: Path, ours: bool) -> None:

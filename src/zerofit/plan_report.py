@@ -91,7 +91,9 @@ def _on_disk(each: float, plan: Plan) -> float:
 
 def _source(candidate: Candidate) -> str:
     if candidate.answer is None:
-        return "by formula with a margin of 10 %" + ("" if candidate.failed else ", not simulated")
+        return f"by formula with a margin of {planner.FORMULA_MARGIN:.0%}" + (
+            "" if candidate.failed else ", not simulated"
+        )
     layers = candidate.answer.get("extended_from_layers")
     return "by simulation" + (f", extended from {layers[0]} and {layers[1]} layers" if layers else "")
 

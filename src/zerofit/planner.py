@@ -39,11 +39,10 @@ LAYERS_MEASURED = {True: (16, 24), False: (6, 7)}  # with such buckets, without
 LAYERS_WHOLE = {True: 40, False: 12}
 STEPPED_AT_ONCE = 1e9  # of a rank's share, at stage 3 (sub_group_size): its fp32 copy grows with the share only below
 KEPT_GATHERED = 1e9  # parameters that stage 3 keeps gathered (stage3_max_live_parameters): linear below and above
-ESTIMATE = "the exact check failed: {}; this is an estimate by formula, +-10 %"
+FORMULA_MARGIN = 0.1  # added to what the closed forms say
+ESTIMATE = f"the exact check failed: {{}}; this is an estimate by formula, with a margin of {FORMULA_MARGIN:.0%}"
 SMALLER_STATES = [("--optim", "adamw_bnb_8bit"), ("--pure_bf16", "true")]
 UNNAMED = "not-named-yet"  # stands for --data, which a plan does not need
-CACHE = world.cache_root()
-HISTORY = CACHE / "history.jsonl"  # predicted and measured peaks of finished runs on this machine
 EDGE = 0.9  # of the limit; a plan above it names LoRA too
 LEARNED_RUNS = 50  # of them, the latest, that a plan learns from
 LEARNED_AT_MOST = 0.1  # of the GPU
@@ -75,10 +74,10 @@ class Candidate:
 
     @property
     def peak(self) -> int:
-        """Bytes: the allocator's peak, by the ghost or else by the closed forms with a margin of 10 %."""
+        """Bytes: the allocator's peak, by the ghost or else by the closed forms with a margin."""
         if self.answer:
             return max(self.answer["total"].values()) + WORKSPACE_BYTES
-        return int(sum(self.formula.values()) * 1.1) + WORKSPACE_BYTES
+        return peak_by_formula(self.formula)
 
     @property
     def host_of_a_node(self) -> int:
@@ -92,6 +91,11 @@ class Candidate:
     def tokens_per_second(self) -> float:
         s = self.setting
         return s.tokens * s.accumulation * s.ranks / self.seconds
+
+
+def peak_by_formula(parts: dict[str, float]) -> int:
+    """Return the allocator's peak by the closed forms, with their margin."""
+    return int(sum(parts.values()) * (1 + FORMULA_MARGIN)) + WORKSPACE_BYTES
 
 
 @dataclass
@@ -169,7 +173,12 @@ def main(argv: list[str]) -> None:
     if here:
         plan.disk_free = shutil.disk_usage(report.nearest_existing(folder)).free
     print(plan_report.text(plan))
-    plan_report.write(plan, folder)
+    try:
+        plan_report.write(plan, folder)
+    except OSError as error:
+        raise UserError(
+            f"--out {folder}: the plan cannot be written there: {error.strerror}; name another folder."
+        ) from None
     print(f"\n{folder}/plan.md, plan.json, plan.png")
     if plan.chosen is None:
         raise NothingFits(plan_report.nothing_fits(plan))
@@ -211,7 +220,7 @@ def _host_limit(text: str, here: bool) -> int | None:
     if not text:
         return psutil.virtual_memory().total if here else None
     try:
-        if (size := float(text)) > 0:
+        if 0 < (size := float(text)) < math.inf:
             return int(size * GIB)
     except ValueError:
         pass
@@ -359,7 +368,7 @@ def _by_formula(candidate: Candidate) -> float:
 def _fits(candidate: Candidate, plan: Plan, say) -> bool:
     """Simulate the candidate, say its peak, and choose it when it fits."""
     ask(candidate, plan.ranks, plan.gpu)
-    how = "by formula, +-10 %: the exact check failed" if candidate.failed else "by simulation"
+    how = f"by formula, + {FORMULA_MARGIN:.0%}: the exact check failed" if candidate.failed else "by simulation"
     say(f"  {candidate.label}: {candidate.peak / GIB:.1f} GiB ({how})")
     if candidate.peak > plan.limit or _host_is_short(candidate, plan):
         return False
@@ -374,7 +383,7 @@ def _host_is_short(candidate: Candidate, plan: Plan) -> bool:
 def _why_not(candidate: Candidate, plan: Plan) -> str:
     if _host_is_short(candidate, plan):
         return f"host memory {candidate.host_of_a_node / GIB:.0f} GiB a node > {plan.host_limit / GIB:.0f}"
-    how = "" if candidate.answer else " (by formula, + 10 %)"
+    how = "" if candidate.answer else f" (by formula, + {FORMULA_MARGIN:.0%})"
     return f"{candidate.peak / GIB:.1f} GiB > {plan.limit / GIB:.1f}{how}"
 
 
@@ -412,7 +421,7 @@ def answer_of(
             for d in reversed(depths)  # the longest first: they run side by side
         ]
         left = None if seconds is None else seconds - (time.perf_counter() - began)
-        answers = ghost.run_all(questions, CACHE / "ghosts", left)
+        answers = ghost.run_all(questions, world.cache_root() / "ghosts", left)
         for answer in answers:
             if isinstance(answer, UserError):
                 raise answer
@@ -630,7 +639,16 @@ def _allowance(gpu, ranks: int) -> dict[str, int]:
         f"fragmentation, {FRAGMENTATION:.0%}": int(gpu.memory_gib * GIB * FRAGMENTATION),
     }
     learned = learned_allowance(gpu.device_name, gpu.memory_gib)
-    return found | ({f"earlier runs on this GPU were above their plan ({HISTORY})": learned} if learned else {})
+    return found | ({_learned_from(): learned} if learned else {})
+
+
+def history() -> Path:
+    """Return the file of predicted and measured peaks of finished runs on this machine."""
+    return world.cache_root() / "history.jsonl"
+
+
+def _learned_from() -> str:
+    return f"earlier runs on this GPU were above their plan ({history()})"
 
 
 def _gpus_that_would_do(method: str, flags: list[str], ranks: int, gpu, node: int) -> int | None:
@@ -697,7 +715,7 @@ def predict(settings, seconds: float | None = None) -> dict | None:
     flags, shape = _for_a_ghost(settings.flags), _shape(settings)
     setting = _setting(settings)
     parts = closed_forms.memory(shape, setting, settings, _fused(settings, shape))
-    if not cpu and 1.1 * sum(parts.values()) + WORKSPACE_BYTES > limit:
+    if not cpu and peak_by_formula(parts) > limit:
         seconds = None  # a launch is refused by a simulation only
     answer = answer_of(settings.recipe, flags, ranks, [0], gpu, setting.zero, shape, setting.every, seconds)
     by = {}  # without any: the simulation
@@ -707,9 +725,10 @@ def predict(settings, seconds: float | None = None) -> dict | None:
         by = {"by": str(answer)}
         parts = {part: int(size) for part, size in parts.items()}
         answer = {"total": {"backward": sum(parts.values())}, "peak": {"backward": parts}, "host": 0}
+    simulated = max(answer["total"].values()) + (0 if cpu else WORKSPACE_BYTES)
     return {
-        "peak_bytes": max(answer["total"].values()) + (0 if cpu else WORKSPACE_BYTES),
-        "limit_bytes": limit, "learned_bytes": 0 if cpu else learned_allowance(gpu.device_name, gpu.memory_gib), "phase": max(answer["total"], key=answer["total"].get),
+        "peak_bytes": peak_by_formula(parts) if by else simulated,
+        "limit_bytes": limit, "learned_bytes": allowance.get(_learned_from(), 0), "phase": max(answer["total"], key=answer["total"].get),
         "peak": answer["peak"], "host": answer["host"], "gpu": gpu.device_name if gpu else "cpu",
         "step_seconds": gpu and closed_forms.step_seconds(shape, setting, gpu, settings.max_length),
         "seconds": round(time.perf_counter() - began, 1), **by,
@@ -753,7 +772,7 @@ def check(settings, seconds: float | None = CHECK_SECONDS) -> dict | None:
         print(f"plan: {ESTIMATE.format(found['by'])}\nplan: {fits} by formula: {size}", flush=True)
         return found
     if peak > limit and not settings.force:
-        learned = f", {found['learned_bytes'] / GIB:.2f} GiB more kept free since {HISTORY} has runs above their plan"
+        learned = f", {found['learned_bytes'] / GIB:.2f} GiB more kept free since {history()} has runs above their plan"
         raise NothingFits(
             f"this job does not fit: {size}{learned if found['learned_bytes'] else ''}; `make plan` with the same arguments "
             "finds one that does, --force true starts it anyway."
@@ -877,19 +896,24 @@ def _learn(predicted: dict, measured_bytes: int) -> dict:
         "versions": {p: metadata.version(p) for p in ("torch", "transformers", "deepspeed")},
         "python": platform.python_version(),
     }  # fmt: skip
-    HISTORY.parent.mkdir(parents=True, exist_ok=True)
-    with HISTORY.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(entry) + "\n")
+    try:
+        history().parent.mkdir(parents=True, exist_ok=True)
+        with history().open("a", encoding="utf-8") as file:
+            file.write(json.dumps(entry) + "\n")
+    except OSError as error:  # the run itself has finished
+        print(f"note: {history()}: the measured peak is not kept: {error.strerror}", flush=True)
     return entry
 
 
 def learned_allowance(device_name: str, memory_gib: float = math.inf) -> int:
     """Return the bytes by which runs on this kind of GPU with this torch were above their plan: the 90th percentile of the
     last 50, at most a tenth of the GPU; 0 without a history."""
-    if not HISTORY.exists():
+    try:
+        lines = history().read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
         return 0
     above = []
-    for line in HISTORY.read_text(encoding="utf-8").splitlines():
+    for line in lines:
         try:
             entry = json.loads(line)
             if entry["gpu"] == device_name and entry["versions"]["torch"] == metadata.version("torch"):
@@ -901,20 +925,29 @@ def learned_allowance(device_name: str, memory_gib: float = math.inf) -> int:
     return int(max(0, min(high, LEARNED_AT_MOST * memory_gib * GIB)))
 
 
+def _with_values(flags: list[str]) -> list[list[str]]:
+    """Return each flag of the command line with its values."""
+    found: list[list[str]] = []
+    for word in flags:
+        if word.startswith("--") or not found:
+            found.append([])
+        found[-1].append(word)
+    return found
+
+
 def command(candidate: Candidate, ranks: int) -> str:
     """The `make` line that runs it; on several nodes that of the first one."""
     nodes, rest = candidate.setting.nodes, []
     words = {"GPUS": str(ranks)}
     if nodes > 1 and ranks % nodes == 0:
         words = {"GPUS": str(ranks // nodes), "NNODES": str(nodes), "NODE_RANK": "0", "MASTER_ADDR": "name-of-node-0"}
-    flags = iter(candidate.flags)
-    for word in flags:
-        name, _, value = word.partition("=")
-        name = name.lstrip("-").replace("-", "_")
-        if name in ("zero", "offload", "model", "data", "config"):
-            words[name.upper()] = value or next(flags, "")
-        else:
-            rest.append(word)
+    for flag in _with_values(candidate.flags):
+        name, _, value = flag[0].partition("=")
+        name, values = name.lstrip("-").replace("-", "_"), [*([value] if value else []), *flag[1:]]
+        if name in ("zero", "offload", "model", "data", "config") and len(values) == 1:
+            words[name.upper()] = values[0]
+        else:  # --data with several files, too: a make variable holds one
+            rest += flag
     if words.get("DATA") == UNNAMED:
         words["DATA"] = "your.jsonl"
     if words.get("OFFLOAD") == "none":

@@ -22,6 +22,7 @@ from . import args, devices, failure, memory, memory_report, world
 from .errors import EXIT_CODES, UserError
 
 MARGIN = 0.08  # of the device's memory stays free: fragmentation, and rows that differ a little from rank to rank
+NOTHING_OUTSIDE = ("--push_to_hub", "false", "--report_to", "none")  # of a rehearsal reaches a hub or a tracker
 JOB = "ZEROFIT_PROBE"  # environment variable: the file that tells a recipe's ranks to measure instead of to train
 
 
@@ -141,6 +142,7 @@ def _run(settings, flags: list[str], ladder: list[int], limit: int) -> dict[int,
         job.write_text(json.dumps({"sizes": ladder, "limit_bytes": limit, "folder": str(folder)}))
         # Two micro batches a step: gradients that wait for the second one are part of the peak.
         words = [*drop(flags, *_OWN), "--gpus", str(ranks), "--output_dir", str(folder / "run"), "--probe", "false",
+                 *NOTHING_OUTSIDE,
                  "--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "2",
                  "--effective_batch_size", str(2 * ranks), "--max_steps", "2"]  # fmt: skip
         recipe = args.ROOT / "recipes" / f"{settings.recipe}.py"

@@ -137,6 +137,11 @@ class KitTrainer(Trainer):
         resharding.load(self, Path(resume_from_checkpoint))
         return found
 
+    def _init_training_state(self, max_steps, num_update_steps_per_epoch, num_train_epochs, *args, **kwargs):
+        trained = super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, *args, **kwargs)
+        # With no step left transformers would begin the last epoch again and make one.
+        return (num_train_epochs, 0) if self.state.global_step >= max_steps else trained
+
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
         if not self.settings.resharded:
             super()._load_from_checkpoint(resume_from_checkpoint, model)

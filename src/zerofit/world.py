@@ -81,8 +81,9 @@ def value_of(words: list[str], names: tuple[str, ...]) -> str | None:
 
 def cached_accelerate_config() -> Path:
     """Where `accelerate config` keeps the settings of every bare `accelerate launch`."""
-    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
-    return home / "accelerate" / "default_config.yaml"
+    named = os.environ.get("HF_HOME")
+    folder = Path(named).expanduser() if named else home() / ".cache" / "huggingface"
+    return folder / "accelerate" / "default_config.yaml"
 
 
 def check_size() -> str | None:
@@ -255,9 +256,29 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def home() -> Path:
+    """Return the user's home folder; / for a user who has none, as in a container with a user number of its own."""
+    try:
+        return Path.home()
+    except RuntimeError:
+        return Path("/")
+
+
 def cache_root() -> Path:
-    """Return the folder of everything that is kept between runs: $ZEROFIT_CACHE or ~/.cache/zerofit; not made yet."""
-    return Path(os.environ.get("ZEROFIT_CACHE") or "~/.cache/zerofit").expanduser()
+    """Return the folder of everything that is kept between runs: $ZEROFIT_CACHE or ~/.cache/zerofit; not made yet.
+
+    For a user without a home folder it is one among the temporary files.
+    """
+    named = os.environ.get("ZEROFIT_CACHE")
+    try:
+        return Path(named or "~/.cache/zerofit").expanduser()
+    except RuntimeError as error:
+        if named:
+            raise UserError(f"ZEROFIT_CACHE={named}: cannot be looked up: {str(error).rstrip('.')}.") from None
+    if (folder := private_folder()) is None:
+        folder = Path(tempfile.mkdtemp(prefix="zerofit-"))
+        os.environ["ZEROFIT_CACHE"] = str(folder)  # for the ranks, which this process starts
+    return folder
 
 
 def private_folder() -> Path | None:

@@ -141,7 +141,7 @@ def lint(config: dict, path: str | Path) -> None:
         if not isinstance(body, dict):
             raise UserError(f"{path}: {section} must be an object {{...}}.")
         try:
-            load({section: {k: v for k, v in body.items() if v != "auto"}})
+            loaded = load({section: {k: v for k, v in body.items() if v != "auto"}})
         except ValidationError as error:
             first = error.errors()[0]
             key = ".".join([section, *(str(p) for p in first["loc"])])
@@ -152,6 +152,23 @@ def lint(config: dict, path: str | Path) -> None:
             raise UserError(f"{path}: {key} = {first['input']!r}: {first['msg'].lower()}.") from None
         except (AssertionError, DeepSpeedConfigError, ValueError) as error:
             raise UserError(f"{path}: {section}: {error}") from None
+        _refuse_other_types(body, loaded, f"{path}: {section}")
+
+
+def _refuse_other_types(body: dict, loaded, where: str) -> None:
+    """Refuse "false" and "0.5" in quotes, and true for a number: DeepSpeed converts them, the recipes read them as they are.
+
+    Args: loaded: DeepSpeed's own object of this section.
+    """
+    aliases = {found.alias: name for name, found in type(loaded).model_fields.items() if found.alias}
+    for key, value in body.items():
+        meant = getattr(loaded, aliases.get(key, key), None)
+        if isinstance(value, dict) and hasattr(type(meant), "model_fields"):
+            _refuse_other_types(value, meant, f"{where}.{key}")
+        wrong = isinstance(value, str) or (isinstance(value, bool) and not isinstance(meant, bool))
+        if wrong and value != "auto" and isinstance(meant, int | float):
+            kind = "true or false" if isinstance(meant, bool) else "a number"
+            raise UserError(f"{where}.{key} = {json.dumps(value)}: write {kind}, without quotes.")
 
 
 def _refuse_other_parallelism(config: dict, path: str | Path) -> None:

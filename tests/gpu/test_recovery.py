@@ -125,7 +125,7 @@ def test_plans_do_not_learn_from_memory_that_another_process_held(tmp_path, star
     assert job.prints("plan: fits", 120), job.output
     fill(4 * 1024)
     assert job.finish(240) == 3, job.output[-4000:]
-    monkeypatch.setattr(planner, "HISTORY", tmp_path / "cache" / planner.HISTORY.name)
+    monkeypatch.setenv("ZEROFIT_CACHE", str(tmp_path / "cache"))
     assert planner.learned_allowance(hardware.find("detect").device_name) < 2**30
 
 

@@ -201,7 +201,7 @@ from types import SimpleNamespace
 from zerofit import devices, doctor, hardware, launch, probe
 print([f.text for f in doctor.gpus()], hardware.find("detect", 2).memory_gib)
 print(probe.limit_bytes(SimpleNamespace(memory_limit=None, use_cpu=False, world_size=2)))
-launch._check_devices(2, use_cpu=False)
+launch.check_devices(2, use_cpu=False)
 """
     env = machine(tmp_path, [H100] * 2, compute_mode="Exclusive_Process")
     done = python(env, code)
@@ -404,7 +404,7 @@ CROWDED = OOM.format(other="Process 7 has 14.00 GiB memory in use. ", own="63.60
 
 
 def ran_out(monkeypatch, tmp_path, text):
-    monkeypatch.setattr(planner, "HISTORY", tmp_path / "history.jsonl")
+    monkeypatch.setenv("ZEROFIT_CACHE", str(tmp_path))
     predicted = {"gpu": "H100", "peak_bytes": 60 * GIB, "limit_bytes": 76 * GIB}
     monkeypatch.setenv(planner.PLANNED, json.dumps(predicted))
     planner.outgrown([text])
@@ -423,7 +423,7 @@ def test_what_is_learned_is_a_tenth_of_the_gpu_at_most(monkeypatch, tmp_path):
 
 
 def test_one_run_of_many_does_not_decide(monkeypatch, tmp_path):
-    monkeypatch.setattr(planner, "HISTORY", tmp_path / "history.jsonl")
+    monkeypatch.setenv("ZEROFIT_CACHE", str(tmp_path))
     predicted = {"gpu": "H100", "peak_bytes": 10 * GIB}
     for above in [*range(20), 5 * GIB]:
         planner._learn(predicted, 10 * GIB + above)
