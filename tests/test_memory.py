@@ -9,6 +9,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import model_states
 import pytest
 import torch
 from conftest import ROOT, TINY, recipe_process, run_world
@@ -224,7 +225,7 @@ def deviations(run, zero: int, ranks: int) -> list[float]:
     """Measured model states of each rank over the formula, minus 1."""
     numel = run.json("result.json")["parameters"]
     moment = "last_gradient" if zero == 1 else "before_step"
-    expected = numel * sum(memory.formula(zero, ranks).values())
+    expected = numel * sum(model_states.formula(zero, ranks).values())
     return [sum(rank["model_states"][moment].values()) / expected - 1 for rank in run.json("memory.json")["ranks"]]
 
 
@@ -269,9 +270,9 @@ def llama(hidden: int, layers: int) -> dict:
 def test_model_states_of_many_ranks(zero, ranks, rank):
     small = (ranks, rank) == (8, 0)  # in the middle of it a tensor is 2.6 % of all
     config = json.loads((TINY / "model" / "config.json").read_text()) if small else llama(256, 24)
-    found = memory.model_states(config, zero, ranks, rank)
+    found = model_states.model_states(config, zero, ranks, rank)
     moment = "last_gradient" if zero == 1 else "before_step"
-    expected = found["numel"] * sum(memory.formula(zero, ranks).values())
+    expected = found["numel"] * sum(model_states.formula(zero, ranks).values())
     measured = sum(found["model_states"][moment].values())
     print(f"\nstage {zero}, rank {rank} of {ranks}: {measured / expected - 1:+.2%}")
     assert measured == pytest.approx(expected, rel=0.02)
@@ -279,7 +280,7 @@ def test_model_states_of_many_ranks(zero, ranks, rank):
 
 def test_formula_has_the_papers_sums():
     for ranks in (1, 8, 64):
-        sums = [sum(memory.formula(zero, ranks).values()) for zero in range(4)]
+        sums = [sum(model_states.formula(zero, ranks).values()) for zero in range(4)]
         assert sums == pytest.approx([16, 4 + 12 / ranks, 2 + 14 / ranks, 16 / ranks])
 
 

@@ -41,7 +41,7 @@ def check(given, found, out: Path, told: dict) -> dict | None:
             "PYTHONPATH": os.pathsep.join(filter(None, [str(PACKAGE.parent), os.environ.get("PYTHONPATH")]))
         }
         done = subprocess.run(
-            [sys.executable, "-m", "zerofit.agreement", str(file)],
+            [sys.executable, "-m", "zerofit", "compare", str(file)],
             capture_output=True, text=True, check=False, env=environment,
         )  # fmt: skip
         if done.returncode:
@@ -113,12 +113,13 @@ def in_words(result: dict) -> str:
 # --- the clean process ---
 
 
-def main(file: str) -> None:
+def main(argv: list[str]) -> None:
     import torch
 
     from . import quiet, saved
 
     quiet.libraries()
+    (file,) = argv
     asked = json.loads(Path(file).read_text(encoding="utf-8"))
     found = saved.find(asked["path"], asked["base"], asked["remote"])
     exact = asked["unit"] == 0
@@ -241,9 +242,3 @@ def _differing(found, exported, dtype) -> str:
         if pair[0].dtype != pair[1].dtype or not torch.equal(*pair):
             return name
     return ""
-
-
-if __name__ == "__main__":
-    from .errors import guard
-
-    guard(lambda: main(sys.argv[1]))

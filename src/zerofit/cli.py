@@ -25,7 +25,8 @@ USAGE = """usage: zerofit launch [--gpus N] [--show] recipes/sft.py [flags]     
 VERBS = {"launch": "launch", "data": "inspection", "probe": "probe", "plan": "planner", "doctor": "doctor",
          "replay": "replay", "resume": "resume", "export": "export", "chat": "talk",
          "hosts": "hostfile", "join": "hostfile.join", "kubernetes": "kubernetes", "slurm": "slurm", "status": "status",
-         "cancel": "cancel"}  # fmt: skip
+         "cancel": "cancel",
+         "simulated-rank": "ghost", "compare": "agreement"}  # fmt: skip
 
 LIGHT = ("status", "cancel")  # they need no torch
 

@@ -200,7 +200,7 @@ def _started(fake: bool, cuda: bool) -> subprocess.Popen:
     env |= {"OMP_NUM_THREADS": "1"} if fake else {}
     env |= {} if cuda else {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     pipe = subprocess.PIPE
-    words = [sys.executable, "-m", "zerofit.ghost"]
+    words = [sys.executable, "-m", "zerofit", "simulated-rank"]
     errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  (a pipe that nobody reads would fill up)
     process = subprocess.Popen(
         words, stdin=pipe, stdout=pipe, stderr=errors, text=True, env=env, start_new_session=True
@@ -292,7 +292,7 @@ def _strings(text: str) -> list[str]:
 # --- the answer, in a process of its own ---
 
 
-def main() -> None:
+def main(_: list[str]) -> None:
     import deepspeed  # noqa: F401  (what every fork would import)
     import transformers  # noqa: F401
 
@@ -897,9 +897,3 @@ def _attention_stand_in(name: str) -> None:
     AttentionInterface.register(name, attention)
     if name != "sdpa":
         AttentionMaskInterface.register(name, lambda *args, **kwargs: None)
-
-
-if __name__ == "__main__":
-    from zerofit import errors
-
-    errors.guard(main)

@@ -11,13 +11,8 @@ what the allocator holds beyond followed tensors (kernel workspaces) as `untrack
 
 import functools
 import itertools
-import json
-import os
-import subprocess
-import sys
 import time
 import weakref
-from pathlib import Path
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -459,35 +454,3 @@ def _by_part(storages) -> dict[str, int]:
         if storage.part != "host":
             found[storage.part] += storage.bytes
     return found
-
-
-def formula(zero: int, ranks: int) -> dict[str, float]:
-    """Bytes per trained parameter on one rank, bf16 with fp32 master and Adam (arXiv 1910.02054, section 5).
-
-    The sums are 16 (stage 0), 4 + 12/N, 2 + 14/N, 16/N. Stage 1 describes "last_gradient" of Ledger.model_states, the
-    others "before_step".
-    """
-    share = [1 / ranks if zero >= stage else 1 for stage in (3, 2, 1)]
-    return dict(zip(("parameters", "gradients", "optimizer"), (2 * share[0], 2 * share[1], 12 * share[2]), strict=True))
-
-
-def model_states(model_config: str | Path | dict, zero: int, ranks: int, rank: int = 0, **options) -> dict:
-    """Model states of rank `rank` of `ranks`, measured: the real DeepSpeed engine trains two steps in a process of its
-    own, in which torch's fake process group stands for the other ranks.
-
-    Args: model_config: a model's config.json (path, folder or content); its weights are random.
-        options: see states.measure (sequence, micro_batch, accumulation, offload).
-    Returns: {"numel", "model_states": {moment: {part: bytes}}, "peak": {phase: {part: bytes}}, "host"}.
-    Raises: RuntimeError with the end of its output when the process fails.
-    """
-    if not isinstance(model_config, dict):
-        path = Path(model_config)
-        model_config = json.loads((path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8"))
-    question = {"model_config": model_config, "zero": zero, "ranks": ranks, "rank": rank, **options}
-    done = subprocess.run(
-        [sys.executable, "-m", "zerofit.states"], input=json.dumps(question), capture_output=True, text=True,
-        env=os.environ | {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(sys.path)},
-    )  # fmt: skip
-    if done.returncode:
-        raise RuntimeError(f"measuring rank {rank} of {ranks} failed: {(done.stdout + done.stderr)[-2000:]}")
-    return json.loads(done.stdout.splitlines()[-1])

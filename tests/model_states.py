@@ -1,4 +1,4 @@
-"""The program behind memory.model_states: one rank of a large world, alone in its process, on the CPU.
+"""Bytes of parameters, gradients and optimizer states on one rank of a large world, measured and by formula.
 
 The DeepSpeed engine, its tensors and their sizes are real; only the collectives move nothing (torch's fake process
 group), so the numbers that it trains on are meaningless and nothing but bytes is reported.
@@ -6,9 +6,43 @@ group), so the numbers that it trains on are meaningless and nothing but bytes i
 
 import json
 import os
+import subprocess
 import sys
+from pathlib import Path
 
-from . import ghost, memory, zero
+from zerofit import ghost, memory, zero
+
+
+def formula(zero: int, ranks: int) -> dict[str, float]:
+    """Bytes per trained parameter on one rank, bf16 with fp32 master and Adam (arXiv 1910.02054, section 5).
+
+    The sums are 16 (stage 0), 4 + 12/N, 2 + 14/N, 16/N. Stage 1 describes "last_gradient" of Ledger.model_states, the
+    others "before_step".
+    """
+    share = [1 / ranks if zero >= stage else 1 for stage in (3, 2, 1)]
+    return dict(zip(("parameters", "gradients", "optimizer"), (2 * share[0], 2 * share[1], 12 * share[2]), strict=True))
+
+
+def model_states(model_config: str | Path | dict, zero: int, ranks: int, rank: int = 0, **options) -> dict:
+    """Model states of rank `rank` of `ranks`, measured: the real DeepSpeed engine trains two steps in a process of its
+    own, in which torch's fake process group stands for the other ranks.
+
+    Args: model_config: a model's config.json (path, folder or content); its weights are random.
+        options: see measure (sequence, micro_batch, accumulation, offload).
+    Returns: {"numel", "model_states": {moment: {part: bytes}}, "peak": {phase: {part: bytes}}, "host"}.
+    Raises: RuntimeError with the end of its output when the process fails.
+    """
+    if not isinstance(model_config, dict):
+        path = Path(model_config)
+        model_config = json.loads((path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8"))
+    question = {"model_config": model_config, "zero": zero, "ranks": ranks, "rank": rank, **options}
+    done = subprocess.run(
+        [sys.executable, __file__], input=json.dumps(question), capture_output=True, text=True,
+        env=os.environ | {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    if done.returncode:
+        raise RuntimeError(f"measuring rank {rank} of {ranks} failed: {(done.stdout + done.stderr)[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def measure(
@@ -18,7 +52,7 @@ def measure(
     """Two optimizer steps as rank `rank` of `ranks`, bf16 with fp32 master weights and the kit's own JSON.
 
     Args: sequence: tokens per row; micro_batch: rows; accumulation: micro batches per step.
-    Returns: as memory.model_states.
+    Returns: as model_states.
     """
     import torch
     import torch.distributed as dist
