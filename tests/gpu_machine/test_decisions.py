@@ -479,4 +479,4 @@ def test_questions_for_a_real_gpu_are_not_answered_in_forks(monkeypatch):
     monkeypatch.setattr(ghost.os, "fork", lambda: pytest.fail("a fork"))
     monkeypatch.setattr(sys, "stdin", [json.dumps(questions[:1])])
     with pytest.raises(SystemExit, match="cuda"):
-        ghost.main()
+        ghost.main([])
