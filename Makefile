@@ -55,7 +55,7 @@ $(foreach v,$(UNKNOWN_VARIABLES),$(eval override $(v) := $$(value $(v))))
 export VARIABLES UNKNOWN_VARIABLES $(UNKNOWN_VARIABLES)
 .PHONY: $(or $(MAKECMDGOALS),help)
 $(or $(MAKECMDGOALS),help):
-	@"$(PYTHON)" src/zerofit/make_variables.py
+	@"$(PYTHON)" src/zerofit/launch/make_variables.py
 else
 
 # --- the environment: .venv, or the active one with ENV=active ---

@@ -73,7 +73,8 @@ def inside() -> None:
     """One rank: a recipe whose loading is timed, and which saves both ways when it has trained."""
     from transformers import trainer as transformers_trainer
 
-    from zerofit import resharding, train
+    from zerofit.train import run as train_run
+    from zerofit.train.checkpoint import reshard
 
     found = {"loads": {}}
 
@@ -88,7 +89,7 @@ def inside() -> None:
         setattr(module, name, measured)
 
     timed(transformers_trainer, "deepspeed_load_checkpoint", "DeepSpeed")
-    timed(resharding, "load", "zerofit")
+    timed(reshard, "load", "zerofit")
 
     def run(trainer):
         trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
@@ -97,7 +98,7 @@ def inside() -> None:
         if trainer.args.process_index == 0:
             Path(os.environ[TO]).write_text(json.dumps(found))
 
-    train.run = run
+    train_run.run = run
     runpy.run_path(str(ROOT / "recipes" / "sft.py"), run_name="__main__")
 
 
@@ -105,40 +106,42 @@ def saves(trainer) -> dict:
     """Seconds of transformers' save (synced, which it leaves to the system) and of the kit's; bytes."""
     from transformers import Trainer
 
-    from zerofit import report, world
+    from zerofit import distributed, run_folder
+    from zerofit.paths import size_of
 
     run, rounds = Path(trainer.args.output_dir), {"plain": [], "kit": []}
     for _ in range(ROUNDS):
         for kind, write in (("plain", lambda: Trainer._save_checkpoint(trainer, trainer.model, None)),
                             ("kit", lambda: trainer._save_checkpoint(trainer.model, None))):  # fmt: skip
             trainer.saving_to = run / "plain" if kind == "plain" else None
-            world.barrier()
+            distributed.barrier()
             if trainer.args.process_index == 0:
                 shutil.rmtree(run / "plain", ignore_errors=True)
-                for folder in report.checkpoints(run).values():
+                for folder in run_folder.checkpoints(run).values():
                     shutil.rmtree(folder)
                 os.sync()
-            world.barrier()
+            distributed.barrier()
             began = time.perf_counter()
             write()
-            world.barrier()
+            distributed.barrier()
             if trainer.args.process_index == 0 and kind == "plain":
                 os.sync()
             rounds[kind].append(time.perf_counter() - began)
-    (newest,) = report.checkpoints(run).values()
-    return {"saves": rounds, "bytes": report.size_of(newest)}
+    (newest,) = run_folder.checkpoints(run).values()
+    return {"saves": rounds, "bytes": size_of(newest)}
 
 
 def verified(checkpoint: Path) -> float:
-    from zerofit import checkpoint as checkpoints
+    from zerofit.train.checkpoint import integrity
 
     began = time.perf_counter()
-    assert checkpoints.fault(checkpoint) == ""
+    assert integrity.find_corruption(checkpoint) == ""
     return time.perf_counter() - began
 
 
 def measure(folder: Path, shape: dict) -> dict:
-    from zerofit import report
+    from zerofit import run_folder
+    from zerofit.paths import size_of
 
     model = model_folder(folder / "model", shape)
     flags = ["--model", str(model), "--data", str(ROOT / "examples" / "tiny" / "train.jsonl"), "--max_samples", "64",
@@ -147,7 +150,7 @@ def measure(folder: Path, shape: dict) -> dict:
     found = world(
         RANKS, [*flags, "--max_steps", "1", "--zero", "3", "--output_dir", str(folder / "run")], folder / "save.json"
     )
-    (saved,) = report.checkpoints(folder / "run").values()
+    (saved,) = run_folder.checkpoints(folder / "run").values()
     found["verify_seconds"] = verified(saved)
     again = [*flags, "--max_steps", "2", "--resume_from_checkpoint", str(saved), "--save_strategy", "no"]
     loads = {
@@ -164,7 +167,7 @@ def measure(folder: Path, shape: dict) -> dict:
     step = next(saved.glob("global_step*"))
     found["universal"] = launched([sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--input_folder", str(step),
                                    "--output_folder", str(folder / "universal")])  # fmt: skip
-    found["universal"]["bytes"] = report.size_of(folder / "universal")
+    found["universal"]["bytes"] = size_of(folder / "universal")
     shutil.rmtree(folder / "universal")
     found["zero_to_fp32"] = launched([sys.executable, "-m", "deepspeed.utils.zero_to_fp32", str(saved), str(folder / "fp32"),
                                       "--safe_serialization"])  # fmt: skip

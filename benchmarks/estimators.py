@@ -13,7 +13,8 @@ from pathlib import Path
 
 from machine import describe, facts, versions
 
-from zerofit import hardware, planner
+from zerofit import hardware
+from zerofit.plan import candidates, predict
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = ROOT / "tests" / "configs"
@@ -57,16 +58,16 @@ def others(candidate, settings, tokens: int, checkpointing: bool) -> dict[str, f
 
 
 def main() -> None:
-    from zerofit import args
+    from zerofit.config import parse
 
     gpu, rows = hardware.GPUS["h100-80g"], []
     for model, method, zero, offload, checkpointing, tokens, ranks in JOBS:
         flags = ["--model", str(CONFIGS / model), "--max_length", str(tokens), "--gradient_checkpointing", checkpointing,
                  "--zero", str(zero), "--offload", offload, "--per_device_train_batch_size", "1",
                  "--effective_batch_size", str(ranks)]  # fmt: skip
-        (candidate,) = planner.candidates(method, flags, ranks, gpu)
-        planner.ask(candidate, ranks, gpu)
-        settings = args.parse("sft" if method == "sft" else "lora", candidate.flags, ranks, gpu)
+        (candidate,) = candidates.candidates(method, flags, ranks, gpu)
+        predict.ask(candidate, ranks, gpu)
+        settings = parse.parse("sft" if method == "sft" else "lora", candidate.flags, ranks, gpu)
         ghost = max(candidate.answer["total"].values())
         said = {"closed forms": sum(candidate.formula.values())} | others(
             candidate, settings, tokens, checkpointing == "true"

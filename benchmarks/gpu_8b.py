@@ -124,11 +124,13 @@ def save_base() -> None:
 
 def predicted_peak(setting: Setting, gpu) -> int | str:
     """Ask the planner for the peak in bytes, or return why it has none."""
-    from zerofit import planner, probe, resolve
+    from zerofit import command_line
+    from zerofit.config import resolve
+    from zerofit.plan import predict
 
     try:
-        flags = probe.drop(setting.flags(), "--random_init")  # a plan needs the config.json only
-        return planner.predict(resolve.settings(setting.recipe, flags, 1, gpu))["peak_bytes"]
+        flags = command_line.drop(setting.flags(), "--random_init")  # a plan needs the config.json only
+        return predict.predict(resolve.resolve_settings(setting.recipe, flags, 1, gpu))["peak_bytes"]
     except Exception as error:  # a plan that fails is a result too
         return f"no plan: {type(error).__name__}: {error}"[:200]
 

@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from gpu_job import GIB
 from measure import time_and_peak
 
-from zerofit import attention, stochastic
+from zerofit.model import attention
+from zerofit.optim import bf16_adamw
 
 ROUNDS = 7
 UNITS = {"TFLOP/s": 1e12, "GB/s": 1e9}
@@ -95,7 +96,7 @@ def adamw(kind: str, dtype: torch.dtype, count: int = 10**9, device: str = "cuda
     """Time a step over `count` numbers; on the CPU it is what --offload optimizer does."""
     p = torch.nn.Parameter(torch.randn(count, device=device, dtype=dtype))
     p.grad = torch.randn(count, device=device, dtype=dtype)
-    optimizer = stochastic.AdamW([p], lr=1e-5) if kind == "zerofit" else torch.optim.AdamW([p], lr=1e-5, fused=True)
+    optimizer = bf16_adamw.AdamW([p], lr=1e-5) if kind == "zerofit" else torch.optim.AdamW([p], lr=1e-5, fused=True)
     name = f"AdamW of {kind}, {count:.0e} numbers, {dtype}, {device}".replace("torch.", "")
     return [row(name, optimizer.step, 7 * count * p.element_size(), "GB/s")]
 

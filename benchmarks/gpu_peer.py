@@ -60,7 +60,7 @@ def loop(lora: bool, checkpointing: bool, liger: bool, micro: int) -> tuple[list
     """Train with plain torch; return losses and seconds of each step."""
     import torch
 
-    from zerofit import loss
+    from zerofit.model import fused_loss
 
     net = build(liger)
     if lora:
@@ -71,7 +71,7 @@ def loop(lora: bool, checkpointing: bool, liger: bool, micro: int) -> tuple[list
             p.data = p.data.to(torch.bfloat16)
     if checkpointing:
         net.gradient_checkpointing_enable({"use_reentrant": False})
-    fused = None if liger else loss.FusedLoss(net)
+    fused = None if liger else fused_loss.FusedLoss(net)
     net.train()
     optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-5, fused=True)
     losses, seconds = [], []

@@ -14,15 +14,15 @@ from pathlib import Path
 
 import torch
 
-from zerofit import errors, world
+from zerofit import distributed, entrypoint
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def main() -> None:
-    stop, world.stop = world.stop, lambda wait=True: None  # the world goes on after each case
-    guard, errors.guard = errors.guard, lambda recipe: recipe()  # errors come here, not to the process's end
-    launched = {name: os.environ[name] for name in world.LAUNCHER_SETS if name in os.environ}
+    stop, distributed.stop = distributed.stop, lambda wait=True: None  # the world goes on after each case
+    guard, entrypoint.guard = entrypoint.guard, lambda recipe: recipe()  # errors come here, not to the process's end
+    launched = {name: os.environ[name] for name in distributed.LAUNCHER_SETS if name in os.environ}
     for case in json.loads(Path(sys.argv[1]).read_text()):
         words, streams, began = sys.argv, (sys.stdout, sys.stderr), time.time()
         folder = Path(case["flags"][case["flags"].index("--output_dir") + 1])
@@ -38,15 +38,15 @@ def main() -> None:
         if failure:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "error.txt").write_text(failure)
-            if world.size() > 1:
+            if distributed.size() > 1:
                 raise SystemExit(1)
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-        if world.rank() == 0:
+        if distributed.rank() == 0:
             print(f"  {case['name']}: {time.time() - began:.0f} s{f'  ({failure})' if failure else ''}", flush=True)
-    errors.guard = guard
+    entrypoint.guard = guard
     stop()
 
 

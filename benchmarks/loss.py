@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from measure import time_and_peak
 
-from zerofit import loss
+from zerofit.model import fused_loss
 
 TARGET = {"time": 1.15, "memory": 0.25}  # of the dense loss
 
@@ -29,11 +29,11 @@ def dense(hidden, weight, labels):
 
 
 def fused(hidden, weight, labels):
-    return loss.linear_cross_entropy(hidden, weight, None, labels)
+    return fused_loss.linear_cross_entropy(hidden, weight, None, labels)
 
 
 def torch_fused(hidden, weight, labels):
-    options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=loss.rows_per_chunk(weight.shape[0]))
+    options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=fused_loss.rows_per_chunk(weight.shape[0]))
     return F.linear_cross_entropy(hidden, weight, labels, reduction="sum", options=options)
 
 
@@ -112,7 +112,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--chunk_bytes", type=int, help="of fp32 logits; default: the kit's")
     given = parser.parse_args()
-    loss.CHUNK_BYTES = given.chunk_bytes or (loss.CHUNK_BYTES if large else 2**24)
+    fused_loss.CHUNK_BYTES = given.chunk_bytes or (fused_loss.CHUNK_BYTES if large else 2**24)
 
     facts = machine.facts()
     found = [entry for tokens in given.tokens for entry in measure(tokens, given, device)]
@@ -127,7 +127,7 @@ def main() -> None:
         *machine.describe(facts, {"zerofit": machine.versions()}),
         "",
         f"{where}; V = {given.vocabulary:,}, h = {given.features:,}, {given.dtype}, {given.supervised:.0%} of the tokens "
-        f"labelled; chunks of {loss.rows_per_chunk(given.vocabulary):,} rows; medians of {given.rounds} interleaved "
+        f"labelled; chunks of {fused_loss.rows_per_chunk(given.vocabulary):,} rows; medians of {given.rounds} interleaved "
         "rounds, forward and backward.",
         "",
         *lines,

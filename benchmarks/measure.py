@@ -4,7 +4,7 @@ import time
 
 import torch
 
-from zerofit.allocations import Allocations
+from zerofit.train.tensor_owners import Allocations
 
 
 def time_and_peak(run, device: str) -> tuple[float, int]:

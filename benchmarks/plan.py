@@ -16,7 +16,8 @@ from pathlib import Path
 
 from machine import describe, facts, versions
 
-from zerofit import ghost, hardware
+from zerofit import hardware
+from zerofit.plan import simulate
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ROOT / "examples" / "tiny" / "model"
@@ -109,16 +110,16 @@ def questions(cases, gpu) -> list[dict]:
                 1  # DistributedDataParallel cannot take the fake group; tests/test_planner.py has it on two real ranks
             )
         words += ["--effective_batch_size", str(micro * accumulation * ranks)]
-        found.append(ghost.question(recipe, words, ranks, gpu=gpu, device="gpu" if gpu else "cpu"))
-        found.append(ghost.question(recipe, words, ranks, gpu=gpu, device="cuda" if gpu else "cpu", fake=False))
+        found.append(simulate.question(recipe, words, ranks, gpu=gpu, device="gpu" if gpu else "cpu"))
+        found.append(simulate.question(recipe, words, ranks, gpu=gpu, device="cuda" if gpu else "cpu", fake=False))
     return found
 
 
 def compare(cases, gpu=None) -> list[dict]:
     """{"case", "predicted", "measured", "error": largest relative difference of a phase that matters} of each case."""
     asked, rows = questions(cases, gpu), []
-    fake = ghost.run_all(asked[::2])
-    real = ghost.run_all(asked[1::2])
+    fake = simulate.run_all(asked[::2])
+    real = simulate.run_all(asked[1::2])
     for (recipe, flags, ranks), predicted, measured in zip(cases, fake, real, strict=True):
         row = {"case": f"{recipe} {flags}", "ranks": ranks}
         if isinstance(predicted, Exception) or isinstance(measured, Exception):

@@ -36,25 +36,30 @@ CASES = [  # (model, recipe, flags), 8 GPUs
 ]
 CHECK = """
 import json, sys, time
-from zerofit import args, hardware, planner
+from zerofit import hardware
+from zerofit.config import parse
+from zerofit.launch import doctor
+from zerofit.model.load import check
+from zerofit.plan import predict
+from zerofit.plan import preflight
 given = json.loads(sys.argv[1])
 if given["whole"]:
-    planner._depths = lambda *a: [(None,)]
-settings = args.parse(given["recipe"], given["flags"], 8, hardware.GPUS["h100-80g"])
+    predict._depths = lambda *a: [(None,)]
+settings = parse.parse(given["recipe"], given["flags"], 8, hardware.GPUS["h100-80g"])
 settings.values["force"] = True
 settings.values["use_cpu"] = False
-planner.get_ready(settings)
-from zerofit import data, doctor, inspection, model, offload, report  # what the launcher does meanwhile
-doctor.heed(doctor.installation())
-doctor.heed(doctor.of_job(settings, model.check(settings)))
-asked = planner.answer_of
+preflight.prestart(settings)
+  # what the launcher does meanwhile
+doctor.raise_or_warn(doctor.installation())
+doctor.raise_or_warn(doctor.of_job(settings, check(settings)))
+asked = predict.answer_of
 def answer_of(*a):
     found = asked(*a)
     print("answer " + json.dumps({"total": found["total"], "layers": found.get("extended_from_layers")}))
     return found
-planner.answer_of = answer_of
+predict.answer_of = answer_of
 began = time.perf_counter()
-planner.check(settings, seconds=None)
+preflight.check(settings, seconds=None)
 print(f"added {time.perf_counter() - began:.1f}")
 """
 

@@ -40,15 +40,17 @@ def zerofit(job: dict, path: str) -> tuple[Stopwatch, object, object]:
     import datasets  # noqa: F401  zerofit imports it when it needs it; TRL's is not timed either
     import filelock  # noqa: F401
 
-    from zerofit import args, data, model
+    from zerofit.config import parse
+    from zerofit.data.load import load_datasets
+    from zerofit.model.load import load_tokenizer
 
     flags = ["--model", str(machine.TINY_MODEL), "--data", path, "--max_length", str(job["max_length"])]
     flags += ["--preprocessing_num_workers", str(job["workers"])]
-    settings = args.parse("sft", [*flags, *(["--packing"] if job["packing"] else []), *job["flags"]], 1)
-    tokenizer = model.load_tokenizer(settings)
+    settings = parse.parse("sft", [*flags, *(["--packing"] if job["packing"] else []), *job["flags"]], 1)
+    tokenizer = load_tokenizer(settings)
     watch = Stopwatch()
     with watch:
-        tokens, _ = data.load(settings, tokenizer)
+        tokens, _ = load_datasets(settings, tokenizer)
         packs = tokens.sequences(settings) if job["packing"] else None
     return watch, tokens.dataset, packs
 

@@ -5,8 +5,8 @@
     python benchmarks/scaling.py --gpu a100-80g --node_link_gbs 3.125    # other GPUs, another network between the nodes
     python benchmarks/scaling.py --count                  # only what a few layers send, call by call, in ghost runs
 
-No GPU takes part: memory is the planner's ghost run (src/zerofit/ghost.py) or, marked ~, its closed forms; bytes and time
-are closed forms (src/zerofit/closed_forms.py), whose bytes are compared with every collective that a ghost's engine calls.
+No GPU takes part: memory is the planner's simulation (src/zerofit/plan/simulate.py) or, marked ~, its closed forms; bytes and time
+are closed forms (src/zerofit/plan/formulas.py), whose bytes are compared with every collective that a simulated engine calls.
 Ghosts' answers are kept in runs/scaling-ghosts-<gpu>.json, so that a run that was stopped goes on; delete it when memory
 may have changed. Writes benchmarks/results/scaling-<date>.{json,md}.
 """
@@ -20,7 +20,9 @@ from dataclasses import replace
 
 from machine import ROOT, describe, facts, save, versions
 
-from zerofit import args, closed_forms, hardware, planner
+from zerofit import hardware
+from zerofit.config import parse
+from zerofit.plan import candidates, command, formulas, predict
 
 GIB = 2**30
 NODE = 8
@@ -61,8 +63,8 @@ def ghosts(gpu, name: str) -> dict[str, dict]:
             if key in kept:
                 continue
             flags = flags_of(model, way, ranks)
-            shape = planner._shape(args.parse("sft", flags, ranks, gpu))
-            answer = planner.answer_of("sft", flags, ranks, [0], gpu, WAYS[way][0], shape, 1)
+            shape = candidates.shape_of(parse.parse("sft", flags, ranks, gpu))
+            answer = predict.answer_of("sft", flags, ranks, [0], gpu, WAYS[way][0], shape, 1)
             if isinstance(answer, Exception):
                 raise SystemExit(f"{key}: {answer}")
             kept[key] = {"total": answer["total"], "layers": answer.get("extended_from_layers"),
@@ -85,34 +87,34 @@ def measure(gpu, answers: dict) -> list[dict]:
             for way, (zero, hpz) in WAYS.items():
                 if hpz > 1 and ranks <= NODE:
                     continue  # one node: nothing to win
-                settings = args.parse("sft", flags_of(model, way, ranks), ranks, gpu)
-                shape = shape or planner._shape(settings)
+                settings = parse.parse("sft", flags_of(model, way, ranks), ranks, gpu)
+                shape = shape or candidates.shape_of(settings)
                 setting = _setting(zero, hpz, ranks)
-                bare = closed_forms.memory(shape, setting, settings, planner._fused(settings, shape))
+                bare = formulas.memory(shape, setting, settings, candidates.fused_losses(settings, shape))
                 answer = answers.get(f"{model} {way} {ranks}")
                 peak = max(answer["total"].values()) if answer else sum(bare.values())
-                peak += planner.WORKSPACE_BYTES
-                within, across = closed_forms.wire_bytes(shape, setting)
-                seconds = closed_forms.step_seconds(shape, setting, gpu, LENGTH)
+                peak += candidates.WORKSPACE_BYTES
+                within, across = formulas.wire_bytes(shape, setting)
+                seconds = formulas.step_seconds(shape, setting, gpu, LENGTH)
                 rows.append({
                     "model": model, "way": way, "gpus": ranks, "peak_bytes": int(peak), "by": "ghost" if answer else "formula",
-                    "formula_bytes": int(sum(bare.values())) + planner.WORKSPACE_BYTES,
+                    "formula_bytes": int(sum(bare.values())) + candidates.WORKSPACE_BYTES,
                     "fits": peak <= limit(gpu, ranks), "within_bytes": int(within), "across_bytes": int(across),
-                    "wire_seconds": round(closed_forms.wire_seconds(shape, setting, gpu), 3), "seconds": round(seconds, 3),
+                    "wire_seconds": round(formulas.wire_seconds(shape, setting, gpu), 3), "seconds": round(seconds, 3),
                     "tokens_per_second_a_gpu": round(setting.tokens / seconds),
                 })  # fmt: skip
         _efficiency([row for row in rows if row["model"] == model])
     return rows
 
 
-def _setting(zero: int, hpz: int, ranks: int, accumulation: int = 1, micro: int = MICRO) -> closed_forms.Setting:
-    return closed_forms.Setting(zero, "none", 1, micro, micro * LENGTH, accumulation, ranks, node=NODE, hpz=hpz)
+def _setting(zero: int, hpz: int, ranks: int, accumulation: int = 1, micro: int = MICRO) -> formulas.Setting:
+    return formulas.Setting(zero, "none", 1, micro, micro * LENGTH, accumulation, ranks, node=NODE, hpz=hpz)
 
 
 def limit(gpu, ranks: int) -> int:
     """Bytes that tensors may take, as a plan has it on a machine without a history."""
-    free = planner.CONTEXT_BYTES + (planner.NCCL_BYTES if ranks > 1 else 0)
-    return int(gpu.memory_gib * GIB * (1 - planner.FRAGMENTATION)) - free
+    free = candidates.CONTEXT_BYTES + (candidates.NCCL_BYTES if ranks > 1 else 0)
+    return int(gpu.memory_gib * GIB * (1 - candidates.FRAGMENTATION)) - free
 
 
 def _efficiency(rows: list[dict]) -> None:
@@ -127,13 +129,13 @@ def networks(gpu) -> list[dict]:
     """How much faster a step is with hpZ than at stage 3 without, by network."""
     rows = []
     for model in MODELS:
-        shape = planner._shape(args.parse("sft", flags_of(model, "ZeRO-3", 16), 16, gpu))
+        shape = candidates.shape_of(parse.parse("sft", flags_of(model, "ZeRO-3", 16), 16, gpu))
         for gbs in LINKS:
             other, row = replace(gpu, node_gbs=gbs), {"model": model, "node_gbs": gbs}
             for ranks in NETWORK_N:
                 for accumulation in (1, 4):
                     plain, hpz = (
-                        closed_forms.step_seconds(shape, _setting(3, size, ranks, accumulation), other, LENGTH)
+                        formulas.step_seconds(shape, _setting(3, size, ranks, accumulation), other, LENGTH)
                         for size in (1, NODE)
                     )
                     row[f"{ranks}x{accumulation}"] = round(plain / hpz - 1, 3)
@@ -145,11 +147,11 @@ def across_nodes(gpu) -> list[dict]:
     """GiB that one GPU of 64 sends to other nodes in a step, beside hybrid sharding, which DeepSpeed 0.19.8 has not."""
     rows = []
     for model in MODELS:
-        shape = planner._shape(args.parse("sft", flags_of(model, "ZeRO-3", 64), 64, gpu))
+        shape = candidates.shape_of(parse.parse("sft", flags_of(model, "ZeRO-3", 64), 64, gpu))
         for accumulation in (1, 4):
             row = {"model": model, "accumulation": accumulation}
             for way, (zero, hpz) in WAYS.items():
-                row[way] = closed_forms.wire_bytes(shape, _setting(zero, hpz, 64, accumulation))[1] / GIB
+                row[way] = formulas.wire_bytes(shape, _setting(zero, hpz, 64, accumulation))[1] / GIB
             nodes = 64 // NODE  # gradients' shares are all-reduced between nodes once a step
             row["hybrid"] = 2 * 2 * shape.trainable / NODE * (nodes - 1) / nodes / GIB
             row["hybrid_states"] = 16 * shape.trainable / NODE / GIB
@@ -159,11 +161,11 @@ def across_nodes(gpu) -> list[dict]:
 
 def strong(gpu) -> list[dict]:
     """BATCH rows a step whatever the number of GPUs, stage 3, 8B."""
-    rows, shape = [], planner._shape(args.parse("sft", flags_of("8B", "ZeRO-3", 16), 16, gpu))
+    rows, shape = [], candidates.shape_of(parse.parse("sft", flags_of("8B", "ZeRO-3", 16), 16, gpu))
     for ranks in (8, 64, 256, 512):
         micro = min(MICRO, BATCH // ranks)
         setting = _setting(3, 1, ranks, BATCH // ranks // micro, micro)
-        seconds = closed_forms.step_seconds(shape, setting, gpu, LENGTH)
+        seconds = formulas.step_seconds(shape, setting, gpu, LENGTH)
         rows.append({"gpus": ranks, "micro": micro, "accumulation": setting.accumulation, "seconds": round(seconds, 3),
                      "tokens_per_second_a_gpu": round(BATCH * LENGTH / ranks / seconds)})  # fmt: skip
     return rows
@@ -196,10 +198,12 @@ def ended(self, *a, **k):
     ends.append(len(calls))
     return found
 DeepSpeedEngine.step = ended
-from zerofit import ghost, hardware
-question = ghost.question("sft", given["flags"], given["ranks"], gpu=hardware.GPUS["h100-80g"],
+from zerofit import hardware
+from zerofit.plan import simulate
+from zerofit.plan import simulated_rank
+question = simulate.question("sft", given["flags"], given["ranks"], gpu=hardware.GPUS["h100-80g"],
                           overrides={"num_hidden_layers": given["layers"]})
-answer = ghost._answer(**question)
+answer = simulated_rank._answer(**question)
 found = {}
 for name, size, ranks in calls[ends[-2]:ends[-1]]:  # the second step: in the first, DeepSpeed learns the order of layers
     entry = found.setdefault(f"{name} of {ranks}", [0, 0])
@@ -230,9 +234,9 @@ def counts(gpu) -> list[dict]:
     rows = []
     for model, way, accumulation in COUNTED:
         found = count(model, way, accumulation)
-        settings = args.parse("sft", flags_of(model, way, COUNT_N, accumulation, 1), COUNT_N, gpu)
-        shape = replace(planner._shape(settings), trainable=found["parameters"], layers=COUNT_LAYERS)
-        formula = sum(closed_forms.wire_bytes(shape, _setting(*WAYS[way], COUNT_N, accumulation, 1)))
+        settings = parse.parse("sft", flags_of(model, way, COUNT_N, accumulation, 1), COUNT_N, gpu)
+        shape = replace(candidates.shape_of(settings), trainable=found["parameters"], layers=COUNT_LAYERS)
+        formula = sum(formulas.wire_bytes(shape, _setting(*WAYS[way], COUNT_N, accumulation, 1)))
         rows.append({"model": model, "way": way, "accumulation": accumulation, **found, "formula": formula})
         print(f"{model} {way} x {accumulation}: {found['sent'] / GIB:.2f} GiB, formula {formula / GIB:.2f}", flush=True)
     return rows
@@ -330,7 +334,7 @@ def main() -> None:
     parser.add_argument("--no_ghosts", action="store_true", help="closed forms alone")
     parser.add_argument("--count", action="store_true", help="only count what an engine sends")
     given = parser.parse_args()
-    gpu = planner._with_node_link(hardware.find(given.gpu), given.node_link_gbs)
+    gpu = command._with_node_link(hardware.find(given.gpu), given.node_link_gbs)
     if given.count:
         counts(gpu)
         return

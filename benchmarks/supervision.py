@@ -35,12 +35,12 @@ def seconds(action) -> float:
 
 def watching() -> float:
     """Median seconds that supervise.watch takes beyond subprocess.run for the same process."""
-    from zerofit import supervise
+    from zerofit.launch import supervisor
 
     words, extra = [sys.executable, "-c", "pass"], []
     for _ in range(ROUNDS):
         with tempfile.TemporaryDirectory() as records:
-            watched = seconds(lambda: supervise.watch(words, dict(os.environ), Path(records), 0, 1))
+            watched = seconds(lambda: supervisor.watch(words, dict(os.environ), Path(records), 0, 1))
         extra.append(watched - seconds(lambda: subprocess.run(words)))
     return statistics.median(extra)
 
@@ -67,18 +67,19 @@ def at_a_step() -> dict[str, float]:
     """Microseconds of a rank's pulse, and of the guard around a step of two micro batches that is applied."""
     import torch
 
-    from zerofit import divergence, failure
+    from zerofit import rank_status
+    from zerofit.train import nan_guard
 
     with tempfile.TemporaryDirectory() as records:
-        os.environ[failure.FOLDER] = records
-        pulse = failure.Pulse()
-        del os.environ[failure.FOLDER]
+        os.environ[rank_status.FOLDER] = records
+        pulse = rank_status.Heartbeat()
+        del os.environ[rank_status.FOLDER]
         beat = min(timeit.repeat(lambda: pulse.beat(7), number=10_000, repeat=ROUNDS)) / 10_000
     trainer = SimpleNamespace(
         settings=None, _tr_loss=torch.zeros(()), is_deepspeed_enabled=False,
         accelerator=SimpleNamespace(scaler=None, optimizer_step_was_skipped=False), optimizer=SimpleNamespace(),
     )  # fmt: skip
-    guard, loss = divergence.Guard(trainer), torch.zeros(())
+    guard, loss = nan_guard.NanGuard(trainer), torch.zeros(())
     guard.grad_norm = 1.0
 
     def step():

@@ -7,31 +7,37 @@ torchrun --nproc_per_node 4 recipes/lora.py --config my_run.yaml
 python recipes/lora.py --help
 """
 
-from zerofit import early
+from zerofit import entrypoint
 
 if __name__ == "__main__":
-    early.recipe("lora")  # mistakes in the flags, told before the next line imports torch for seconds
+    entrypoint.check_early("lora")  # mistakes in the flags, told before the next lines import torch for seconds
 
-from zerofit import adapters, data, errors, inspection, model, start, train
+from zerofit import recipe
+from zerofit.data.load import load_datasets
+from zerofit.model.adapters import add_adapter
+from zerofit.model.load import load_model, load_tokenizer
+from zerofit.plan.inspect_data import check_data
+from zerofit.train.run import run
+from zerofit.train.trainer import ZerofitTrainer
 
 
 def main() -> None:
     # --- arguments: flags, YAML and DeepSpeed JSON, checked before anything is loaded ---
-    settings = start.settings("lora")
+    settings = recipe.parse("lora")
 
-    # --- tokenizer and data: tokenised once, every rank maps the same file ---
-    tokenizer = model.load_tokenizer(settings)
-    train_set, eval_set = data.load(settings, tokenizer)
-    inspection.check(settings, train_set, eval_set, tokenizer)
+    # --- tokenizer and data: tokenized once, every rank maps the same file ---
+    tokenizer = load_tokenizer(settings)
+    train_set, eval_set = load_datasets(settings, tokenizer)
+    check_data(settings, train_set, eval_set, tokenizer)
 
     # --- process group and transformers' arguments; under ZeRO-3 the base is sharded while it loads ---
-    arguments = start.processes(settings, train_set, eval_set)
-    net = adapters.add(model.load_model(settings, tokenizer), settings, tokenizer)
+    training_args = recipe.start_processes(settings, train_set, eval_set)
+    model = add_adapter(load_model(settings, tokenizer), settings, tokenizer)
 
     # --- run folder; train, save final/, evaluate, report ---
-    start.open_run(settings, train_set, eval_set)
-    train.run(train.KitTrainer(settings, net, tokenizer, arguments, train_set, eval_set))
+    recipe.open_run_folder(settings, train_set, eval_set)
+    run(ZerofitTrainer(settings, model, tokenizer, training_args, train_set, eval_set))
 
 
 if __name__ == "__main__":
-    errors.guard(main)
+    entrypoint.guard(main)

@@ -7,31 +7,36 @@ torchrun --nproc_per_node 4 recipes/sft.py --config my_run.yaml
 python recipes/sft.py --help
 """
 
-from zerofit import early
+from zerofit import entrypoint
 
 if __name__ == "__main__":
-    early.recipe("sft")  # mistakes in the flags, told before the next line imports torch for seconds
+    entrypoint.check_early("sft")  # mistakes in the flags, told before the next lines import torch for seconds
 
-from zerofit import data, errors, inspection, model, start, train
+from zerofit import recipe
+from zerofit.data.load import load_datasets
+from zerofit.model.load import load_model, load_tokenizer
+from zerofit.plan.inspect_data import check_data
+from zerofit.train.run import run
+from zerofit.train.trainer import ZerofitTrainer
 
 
 def main() -> None:
     # --- arguments: flags, YAML and DeepSpeed JSON, checked before anything is loaded ---
-    settings = start.settings("sft")
+    settings = recipe.parse("sft")
 
-    # --- tokenizer and data: tokenised once, every rank maps the same file ---
-    tokenizer = model.load_tokenizer(settings)
-    train_set, eval_set = data.load(settings, tokenizer)
-    inspection.check(settings, train_set, eval_set, tokenizer)
+    # --- tokenizer and data: tokenized once, every rank maps the same file ---
+    tokenizer = load_tokenizer(settings)
+    train_set, eval_set = load_datasets(settings, tokenizer)
+    check_data(settings, train_set, eval_set, tokenizer)
 
-    # --- process group and transformers' arguments; under ZeRO-3 it is sharded while it loads ---
-    arguments = start.processes(settings, train_set, eval_set)
-    net = model.load_model(settings, tokenizer)
+    # --- process group and transformers' arguments; under ZeRO-3 the model is sharded while it loads ---
+    training_args = recipe.start_processes(settings, train_set, eval_set)
+    model = load_model(settings, tokenizer)
 
     # --- run folder; train, save final/, evaluate, report ---
-    start.open_run(settings, train_set, eval_set)
-    train.run(train.KitTrainer(settings, net, tokenizer, arguments, train_set, eval_set))
+    recipe.open_run_folder(settings, train_set, eval_set)
+    run(ZerofitTrainer(settings, model, tokenizer, training_args, train_set, eval_set))
 
 
 if __name__ == "__main__":
-    errors.guard(main)
+    entrypoint.guard(main)

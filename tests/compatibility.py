@@ -1,8 +1,8 @@
 """Which memory techniques go together at which ZeRO stage: the table of docs/memory.md, made from the checks."""
 
-from zerofit import resolve
+from zerofit.config import resolve
+from zerofit.config.resolve import STAGES, TECHNIQUES
 from zerofit.errors import UserError
-from zerofit.techniques import STAGES, TECHNIQUES
 
 
 def flags(names: tuple[str, ...], zero: str) -> tuple[str, list[str]] | None:
@@ -27,7 +27,7 @@ def verdict(names: tuple[str, ...], zero: str, base: list[str], ranks: int = 1) 
         return "-"
     recipe, words = found
     try:
-        resolve.settings(recipe, [*base, *words], ranks)
+        resolve.resolve_settings(recipe, [*base, *words], ranks)
     except UserError as error:
         return str(error)
     return ""

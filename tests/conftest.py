@@ -25,10 +25,10 @@ def pytest_configure(config):
         return
     import torch
 
-    from zerofit import devices
+    from zerofit import hardware
 
     if not torch.cuda.is_available():
-        pytest.exit(f"ZEROFIT_TEST_GPU: {devices.why_torch_sees_none() or 'torch sees no GPU here'}", 2)
+        pytest.exit(f"ZEROFIT_TEST_GPU: {hardware.why_torch_sees_none() or 'torch sees no GPU here'}", 2)
     config.option.markexpr = "gpu"
 
 

@@ -10,7 +10,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from zerofit import ghost, memory, zero
+from zerofit.config import deepspeed_json
+from zerofit.plan import fake_device
+from zerofit.settings import merge_json
+from zerofit.train import memory_tracker
 
 
 def formula(zero: int, ranks: int) -> dict[str, float]:
@@ -63,14 +66,14 @@ def measure(
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     import deepspeed
 
-    ghost.believe_in_other_ranks(deepspeed)
+    fake_device.fake_other_ranks(deepspeed)
     kind = model_config["model_type"]
     config = AutoConfig.for_model(kind, **{k: v for k, v in model_config.items() if k != "model_type"})
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
     model.config.use_cache = False
     numel = sum(p.numel() for p in model.parameters())
-    with memory.Ledger(model, device="cpu") as ledger:
+    with memory_tracker.MemoryTracker(model, device="cpu") as ledger:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
         settings = _deepspeed_config(zero_stage, offload, config.hidden_size, micro_batch, accumulation)
         engine, ledger.optimizer, *_ = deepspeed.initialize(
@@ -92,9 +95,9 @@ def measure(
 
 def _deepspeed_config(stage: int, offload: str, hidden: int, micro_batch: int, accumulation: int) -> dict:
     """The kit's JSON with "auto" filled as transformers fills it."""
-    config = zero.read_json(zero.CONFIGS / f"zero{stage}.json")
+    config = deepspeed_json.read_json(deepspeed_json.CONFIGS / f"zero{stage}.json")
     if offload != "none":
-        config = zero.merged(config, zero.read_json(zero.CONFIGS / f"offload_{offload}.json"))
+        config = merge_json(config, deepspeed_json.read_json(deepspeed_json.CONFIGS / f"offload_{offload}.json"))
     section = config["zero_optimization"]
     for key, value in (
         ("reduce_bucket_size", hidden * hidden),

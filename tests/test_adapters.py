@@ -12,7 +12,10 @@ import torch
 from conftest import TINY, run_world
 from safetensors.torch import load_file
 
-from zerofit import adapters, args, errors, model, quantized, resolve, zero
+from zerofit.config import arguments, deepspeed_json, resolve
+from zerofit.errors import UserError
+from zerofit.model import adapters, quantization
+from zerofit.model.load import check, count_parameters, load_model, load_tokenizer
 
 LEARNING_RATE, RATIO = 5e-3, 8
 COMMON = [
@@ -27,7 +30,9 @@ MORE = {
     "adaption_prompt": ["--adapter_config", "adapter_len=8", "adapter_layers=2", *FASTER],
     **dict.fromkeys(("ia3", "prompt_tuning", "prefix_tuning", "vera", "ln_tuning"), FASTER),
 }
-ALL_ADAPTERS = [name for name in args.LoraArguments.__dataclass_fields__["adapter"].type.__args__ if name != "lora"]
+ALL_ADAPTERS = [
+    name for name in arguments.LoraArguments.__dataclass_fields__["adapter"].type.__args__ if name != "lora"
+]
 
 
 def lora(stage, *more):
@@ -72,7 +77,7 @@ VARIANTS = {
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("adapters")
-    config = json.loads((zero.CONFIGS / "zero3.json").read_text())
+    config = json.loads((deepspeed_json.CONFIGS / "zero3.json").read_text())
     config["zero_optimization"]["stage3_param_persistence_threshold"] = 0  # the model is so small that it all persists
     (folder / "zero3.json").write_text(json.dumps(config))
     cases = {
@@ -83,7 +88,7 @@ def runs(tmp_path_factory):
 
 
 def settings_of(*flags, recipe="lora", world_size=1):
-    return resolve.settings(recipe, [*COMMON, *flags], world_size)
+    return resolve.resolve_settings(recipe, [*COMMON, *flags], world_size)
 
 
 def reloaded(run, **kwargs):
@@ -100,9 +105,9 @@ def assert_reloads(name, run, relative=1e-5):
     quantisation = {}
     if "bit" in name:
         dtype = torch.load(run.folder / "logits.pt", weights_only=True)["logits"].dtype
-        quantisation = {"quantization_config": quantized.config(settings_of(f"--load_in_{name[0]}bit"), dtype)}
+        quantisation = {"quantization_config": quantization.config(settings_of(f"--load_in_{name[0]}bit"), dtype)}
     net, saved = reloaded(run, **quantisation)
-    quantized.keep_layout(net)
+    quantization.keep_layout(net)
     with torch.no_grad():
         logits = net(input_ids=saved["input_ids"]).logits
     assert logits.shape == saved["logits"].shape
@@ -154,26 +159,26 @@ def test_new_tokens_are_in_the_adapter_and_nothing_else_of_the_embedding(runs):
 
 def test_new_tokens_start_as_the_mean():
     found = settings_of(*NEW)
-    tokenizer = model.load_tokenizer(found)
+    tokenizer = load_tokenizer(found)
     assert tokenizer.encode("pet", add_special_tokens=False) == [512]
-    net = model.load_model(found, tokenizer)
+    net = load_model(found, tokenizer)
     table = net.get_input_embeddings().weight
     torch.testing.assert_close(table[512], table[:512].mean(0))
     assert net.get_output_embeddings().weight is table
-    wrapped = adapters.add(net, found, tokenizer)
+    wrapped = adapters.add_adapter(net, found, tokenizer)
     trained = {n: tuple(p.shape) for n, p in wrapped.named_parameters() if p.requires_grad and "lora_" not in n}
     assert list(trained.values()) == [(2, 128)]
 
 
 def test_a_4bit_base_holds_the_bytes_that_nf4_says(runs):
     found = settings_of("--load_in_4bit")
-    tokenizer = model.load_tokenizer(found)
-    net = model.load_model(found, tokenizer)
-    assert model.count_parameters(net)[1] == 853_120  # what the packed numbers stand for
+    tokenizer = load_tokenizer(found)
+    net = load_model(found, tokenizer)
+    assert count_parameters(net)[1] == 853_120  # what the packed numbers stand for
     linear = 4 * (2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 384)  # q, o; k, v; gate, up, down
     layers, blocks = 4 * 7, linear // 64
     tables = 4 * (16 + 256 + 1)  # the NF4 values, those of the absmax and its mean, per layer
-    sums = quantized.frozen_bytes(adapters.add(net, found))
+    sums = quantization.frozen_bytes(adapters.add_adapter(net, found))
     assert sums["packed"] == sums["packed_here"] == linear // 2
     nested = sum(-(-p.numel() * 8 // 64 // 256) for p in net.parameters() if hasattr(p, "quant_state"))
     assert sums["constants"] == blocks + 4 * nested + layers * tables
@@ -219,25 +224,25 @@ REFUSED = [
 @pytest.mark.bad_input
 @pytest.mark.parametrize(("flags", "words"), REFUSED)
 def test_refused_before_a_model_is_loaded(flags, words):
-    with pytest.raises(errors.UserError, match=None) as caught:
+    with pytest.raises(UserError, match=None) as caught:
         settings_of(*flags)
     assert words in str(caught.value)
 
 
 @pytest.mark.bad_input
 def test_refused_elsewhere(monkeypatch):
-    with pytest.raises(errors.UserError, match=r"unknown flag --load_in_4bit; did you mean recipes/lora.py"):
+    with pytest.raises(UserError, match=r"unknown flag --load_in_4bit; did you mean recipes/lora.py"):
         settings_of("--load_in_4bit", recipe="sft")
-    with pytest.raises(errors.UserError, match="invalid choice"):
+    with pytest.raises(UserError, match="invalid choice"):
         settings_of("--adapter", "bottleneck")
-    with pytest.raises(errors.UserError, match="the tokenizer has it already"):
-        model.load_tokenizer(settings_of("--new_tokens", "a"))
-    with pytest.raises(errors.UserError, match="--adapter loha --lora_target_modules nowhere"):
-        model.check(settings_of("--adapter", "loha", "--lora_target_modules", "nowhere"))
-    with pytest.raises(errors.UserError, match="--modules_to_save nowhere"):
-        model.check(settings_of("--modules_to_save", "nowhere"))
-    monkeypatch.setattr(quantized.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(errors.UserError, match=r"--load_in_4bit: bitsandbytes is not installed .*: make install"):
+    with pytest.raises(UserError, match="the tokenizer has it already"):
+        load_tokenizer(settings_of("--new_tokens", "a"))
+    with pytest.raises(UserError, match="--adapter loha --lora_target_modules nowhere"):
+        check(settings_of("--adapter", "loha", "--lora_target_modules", "nowhere"))
+    with pytest.raises(UserError, match="--modules_to_save nowhere"):
+        check(settings_of("--modules_to_save", "nowhere"))
+    monkeypatch.setattr(quantization.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"--load_in_4bit: bitsandbytes is not installed .*: make install"):
         settings_of("--load_in_4bit")
 
 
@@ -245,18 +250,18 @@ def test_refused_elsewhere(monkeypatch):
 def test_an_own_optimizer_in_the_json_refuses_loraplus(tmp_path):
     config = {"zero_optimization": {"stage": 2}, "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}
     (tmp_path / "own.json").write_text(json.dumps(config))
-    with pytest.raises(errors.UserError, match="its own optimizer section"):
+    with pytest.raises(UserError, match="its own optimizer section"):
         settings_of("--deepspeed", str(tmp_path / "own.json"), "--loraplus_lr_ratio", "4")
 
 
 @pytest.mark.parametrize("name", ALL_ADAPTERS)
 def test_every_adapter_is_built_without_memory(name):
-    model.check(settings_of("--adapter", name, *MORE.get(name, [])))
+    check(settings_of("--adapter", name, *MORE.get(name, [])))
 
 
 @pytest.mark.parametrize("init", ["gaussian", "orthogonal", "pissa", "pissa_niter_4", "olora"])
 def test_every_start_is_built_without_memory(init):
-    model.check(settings_of("--init_lora_weights", init))
+    check(settings_of("--init_lora_weights", init))
 
 
 @pytest.mark.slow

@@ -10,14 +10,16 @@ import pytest
 from conftest import ROOT
 from transformers import TrainingArguments
 
-from zerofit import args, batch, early, flag_help, flags, synonyms
+from zerofit.config import arguments, batch_size, help, synonyms, transformers_flags
+from zerofit.config import parse as config_parse
+from zerofit.entrypoint import check_early
 from zerofit.errors import UserError
 
-DATA = str(args.TINY / "train.jsonl")
+DATA = str(arguments.TINY / "train.jsonl")
 
 
 def parse(*flags, recipe="sft", ranks=1):
-    return args.parse(recipe, list(flags), ranks)
+    return config_parse.parse(recipe, list(flags), ranks)
 
 
 def test_the_kits_own_flags_are_frozen():
@@ -56,12 +58,12 @@ def test_the_kits_own_flags_are_frozen():
             num_virtual_tokens modules_to_save
         """,
     }
-    found = {group.__name__: [f.name for f in fields(group)] for group in args.kit_groups("lora")}
+    found = {group.__name__: [f.name for f in fields(group)] for group in arguments.kit_groups("lora")}
     assert found == {name: words.split() for name, words in frozen.items()}
 
 
 def test_every_flag_has_a_help_text():
-    for group in args.kit_groups("lora"):
+    for group in arguments.kit_groups("lora"):
         for field in fields(group):
             assert len(field.metadata.get("help", "")) > 10, field.name
 
@@ -127,7 +129,7 @@ def test_gpu_precision_follows_the_hardware_and_says_so(monkeypatch, has_bf16, e
     ],
 )
 def test_batch(effective, micro, accumulation, ranks, solved):
-    assert batch.solve(effective, micro, accumulation, ranks) == solved
+    assert batch_size.solve(effective, micro, accumulation, ranks) == solved
     assert solved[0] == solved[1] * solved[2] * ranks
 
 
@@ -143,7 +145,7 @@ def test_batch(effective, micro, accumulation, ranks, solved):
 )
 def test_batch_refusals(numbers, says):
     with pytest.raises(UserError, match=says):
-        batch.solve(*numbers)
+        batch_size.solve(*numbers)
 
 
 def test_the_bundled_task_runs_on_any_number_of_processes():
@@ -214,7 +216,7 @@ def test_all_unknown_flags_are_told_at_once():
 
 def test_every_synonym_names_an_argument_that_exists():
     names = {f.name for f in fields(TrainingArguments)} | {
-        f.name for group in args.kit_groups("lora") for f in fields(group)
+        f.name for group in arguments.kit_groups("lora") for f in fields(group)
     }
     for word, meant in synonyms.RENAMED.items():
         assert word not in names, word
@@ -244,7 +246,7 @@ def test_yaml_refusals(tmp_path, text, says):
 
 @pytest.mark.bad_input
 def test_every_illegal_pair_is_refused_and_every_legal_one_passes():
-    for recipe in args.RECIPES:
+    for recipe in arguments.RECIPES:
         for zero in "0123":
             for offload in ("none", "optimizer", "all"):
                 legal = offload == "none" or (offload == "optimizer" and zero != "0") or zero == "3"
@@ -297,13 +299,14 @@ def test_what_is_told_before_torch_is_imported(tmp_path):
     (tmp_path / "bad.yaml").write_text("learning_rate: 1\noffload: disk\n")
     code = """
 import json, shlex, sys
-from zerofit import early, errors
+from zerofit.config import early_check
+from zerofit.errors import UserError
 said = []
 for words in json.loads(sys.argv[1]):
     verb, *words = shlex.split(words)
     try:
-        said.append(early.command(verb, words) or "")
-    except errors.UserError as error:
+        said.append(early_check.command(verb, words) or "")
+    except UserError as error:
         said.append(str(error))
 print(json.dumps([said, "torch" in sys.modules]))
 """
@@ -320,28 +323,28 @@ print(json.dumps([said, "torch" in sys.modules]))
 def test_a_recipe_of_any_launcher_looks_early(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["sft.py", "--zero", "4"])
     with pytest.raises(SystemExit, match="2"):
-        early.recipe("sft")
+        check_early("sft")
     assert capsys.readouterr().err.count("invalid choice: '4'") == 1
-    for recipe in args.RECIPES:
+    for recipe in arguments.RECIPES:
         assert f'early.recipe("{recipe}")' in (ROOT / "recipes" / f"{recipe}.py").read_text()
 
 
 def test_the_names_that_are_read_from_transformers_source():
     names = {f.name for f in fields(TrainingArguments) if f.init}
-    assert names <= set(args.training_argument_names())
+    assert names <= set(config_parse.training_argument_names())
 
 
 def test_the_short_help_has_what_most_runs_need():
-    help_of = {recipe: re.findall(r"^  --(\w+)", flag_help.text(recipe), re.M) for recipe in args.RECIPES}
+    help_of = {recipe: re.findall(r"^  --(\w+)", help.text(recipe), re.M) for recipe in arguments.RECIPES}
     assert 20 <= len(help_of["sft"]) <= 30 and set(help_of["sft"]) < set(help_of["lora"])
-    assert flag_help.text("sft").count("\n") < 60 and "--help all" in flag_help.text("sft")
-    for title, names in flag_help.COMMON.items():
+    assert help.text("sft").count("\n") < 60 and "--help all" in help.text("sft")
+    for title, names in help.COMMON.items():
         assert set(names.split()) <= set(help_of["lora"]), title
 
 
-@pytest.mark.parametrize("recipe", args.RECIPES)
+@pytest.mark.parametrize("recipe", arguments.RECIPES)
 def test_the_whole_help_has_each_flag_once_and_the_kits_first(recipe):
-    found = re.findall(r"^  --([\w-]+)", flag_help.text(recipe, whole=True), re.M)
-    kit = [f.name for group in args.kit_groups(recipe) for f in fields(group)]
-    theirs = {f.name for f in fields(TrainingArguments) if f.init} - set(flags.REFUSED)
+    found = re.findall(r"^  --([\w-]+)", help.text(recipe, whole=True), re.M)
+    kit = [f.name for group in arguments.kit_groups(recipe) for f in fields(group)]
+    theirs = {f.name for f in fields(TrainingArguments) if f.init} - set(transformers_flags.REFUSED)
     assert found[: len(kit)] == kit and set(found) == {*kit, *theirs} and len(found) == len(set(found))

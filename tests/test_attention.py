@@ -15,8 +15,12 @@ from transformers import (
     TrainingArguments,
 )
 
-from zerofit import args, attention, data, model, resolve
+from zerofit.config import parse, resolve
+from zerofit.data.batches import Collator, PackedCollator
+from zerofit.data.tokens import PackedDataset
 from zerofit.errors import UserError
+from zerofit.model import attention
+from zerofit.model.load import load_config, load_model, load_tokenizer
 
 SHAPE = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -55,10 +59,10 @@ def test_packed_equals_one_by_one(name, checkpointing, record_property):
         out = plain(input_ids=ids, labels=ids, num_items_in_batch=count)
         out.loss.backward() if ids.shape[1] > 1 else None
         single.append(out.logits[0])
-    packs = data.Packs(type("Rows", (list,), {"__getitem__": _get})(rows), 32)
+    packs = PackedDataset(type("Rows", (list,), {"__getitem__": _get})(rows), 32)
     assert len(packs) == 1
     order = packs.packs[0]
-    out = packed(**data.PackedCollator()([packs[0]]), num_items_in_batch=count)
+    out = packed(**PackedCollator()([packs[0]]), num_items_in_batch=count)
     out.loss.backward()
     wanted = torch.cat([single[i] for i in order])
     record_property("relative_difference", ((out.logits[0] - wanted).norm() / wanted.norm()).item())
@@ -78,7 +82,7 @@ def test_changing_one_document_leaves_the_others_untouched():
         copy.deepcopy(CONFIGS["llama"]), attn_implementation=attention.register()
     ).eval()
     rows = documents()
-    collate = data.PackedCollator()
+    collate = PackedCollator()
     pack = {k: [t for r in rows for t in r[k]] for k in ("input_ids", "labels")}
     pack["lengths"] = [len(r["input_ids"]) for r in rows]
     before = model(**collate([pack]), use_cache=False).logits
@@ -108,7 +112,7 @@ def test_padded_batches_fall_back_to_sdpa():
         copy.deepcopy(CONFIGS["llama"]), attn_implementation=attention.register()
     ).eval()
     rows = documents()
-    batch = data.Collator(0)(rows)
+    batch = Collator(0)(rows)
     logits = model(**batch).logits
     for i, row in enumerate(rows):
         alone = model(input_ids=torch.tensor([row["input_ids"]])).logits[0]
@@ -136,7 +140,7 @@ def test_the_start_up_proof_finds_contamination(tokenizer):
             model.forward = lambda input_ids, attention_mask=None, use_cache=None, forward=forward, **kw: forward(
                 input_ids=input_ids, attention_mask=torch.ones_like(input_ids), use_cache=False
             )
-        found = attention.logits_apart(model, documents(), 0, arguments)
+        found = attention.packed_logit_error(model, documents(), 0, arguments)
         assert (found > 0.05) == mixes and (found < 1e-5) == (not mixes)
 
 
@@ -211,7 +215,7 @@ def small(kind, dtype=torch.float32):
 
 def proof(model):
     arguments = TrainingArguments(use_cpu=True)
-    return attention.logits_apart(model, documents(), 0, arguments), attention.gradient_leak(
+    return attention.packed_logit_error(model, documents(), 0, arguments), attention.cross_document_gradient(
         model, documents(), arguments
     )
 
@@ -239,7 +243,7 @@ def test_architectures_that_the_attention_cannot_serve_raise(kind):
 
 
 def settings(*flags):
-    return resolve.settings("sft", ["--data", str(TINY / "train.jsonl"), "--model", "m", *flags], 1)
+    return resolve.resolve_settings("sft", ["--data", str(TINY / "train.jsonl"), "--model", "m", *flags], 1)
 
 
 @pytest.mark.bad_input
@@ -301,7 +305,7 @@ def test_dropout_keeps_documents_apart_in_the_loop():
     before = torch.get_rng_state()
     apart, leak = proof(model)
     assert apart < 1e-5 and leak == 0 and torch.equal(before, torch.get_rng_state())
-    batch = data.PackedCollator()(documents())
+    batch = PackedCollator()(documents())
     model.train()
     assert not torch.equal(*(model(**batch, use_cache=False).logits for _ in range(2)))
 
@@ -309,7 +313,7 @@ def test_dropout_keeps_documents_apart_in_the_loop():
 def test_one_document_neither_moves_anothers_logits_nor_its_gradient():
     """Weight gradients of document B's loss are bitwise the same whatever stands in document A."""
     model = small("qwen3")
-    batch = data.PackedCollator()(documents())
+    batch = PackedCollator()(documents())
     start_b, end_b = batch["cu_seq_lens_q"][2:4].tolist()
     changed = dict(batch, input_ids=batch["input_ids"].clone())
     changed["input_ids"][0, :start_b] = (batch["input_ids"][0, :start_b] + 1) % 64
@@ -332,11 +336,11 @@ def test_flex_attention_keeps_documents_apart():
         flex = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="flex_attention").eval()
         flex.load_state_dict(plain.state_dict())
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            together = flex(**data.PackedCollator()(documents()), use_cache=False).logits[0]
+            together = flex(**PackedCollator()(documents()), use_cache=False).logits[0]
             alone = [plain(input_ids=torch.tensor([row["input_ids"]])).logits[0] for row in documents()]
             torch.testing.assert_close(together, torch.cat(alone), rtol=1e-5, atol=1e-6)
     with pytest.raises(NotImplementedError, match="backward on CPU"), torch.compiler.set_stance("force_eager"):
-        attention.gradient_leak(flex, documents(), TrainingArguments(use_cpu=True))
+        attention.cross_document_gradient(flex, documents(), TrainingArguments(use_cpu=True))
 
 
 @pytest.mark.slow
@@ -358,13 +362,13 @@ def test_the_proof_leaves_training_alone_in_every_stage(tmp_path):
 
 def test_a_class_without_sdpa_gets_eager():
     flags = ["--model", str(ROOT / "tests" / "configs" / "gemma2-2b"), "--data", "none"]
-    settings = args.parse("sft", flags, 1)
-    attention.fit(settings, model.load_config(settings))
+    settings = parse.parse("sft", flags, 1)
+    attention.fit(settings, load_config(settings))
     assert settings.attn_implementation == "eager"
     assert "attn_implementation eager: Gemma2ForCausalLM has no sdpa" in settings.decisions
-    settings = args.parse("sft", [*flags, "--attn_implementation", "sdpa"], 1)
+    settings = parse.parse("sft", [*flags, "--attn_implementation", "sdpa"], 1)
     with pytest.raises(UserError, match="--attn_implementation sdpa: Gemma2ForCausalLM has none; use eager"):
-        attention.fit(settings, model.load_config(settings))
+        attention.fit(settings, load_config(settings))
 
 
 def test_cudnn_is_left_out_where_it_is_wrong(monkeypatch):
@@ -384,7 +388,7 @@ def test_the_proof_forks_no_other_ranks_generator(monkeypatch):
     """fork_rng without `devices` would take the state of every GPU of the machine, and warn."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     net = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS["llama"]), attn_implementation=attention.register())
-    assert attention.gradient_leak(net, documents(), TrainingArguments(use_cpu=True)) == 0
+    assert attention.cross_document_gradient(net, documents(), TrainingArguments(use_cpu=True)) == 0
 
 
 def test_varlen_attention_copies_no_value_that_fits(monkeypatch):
@@ -407,13 +411,13 @@ def test_varlen_attention_copies_no_value_that_fits(monkeypatch):
 
 def test_whatever_loads_a_model_leaves_cudnn_out(monkeypatch):
     """Training, probe and replay load by model.load_model; chat and the comparison of an export by saved.load."""
-    from zerofit import saved
+    from zerofit.export import source
 
     monkeypatch.setattr(torch, "__version__", "2.13.0+cu130")
-    settings = args.parse("sft", [], 1)
+    settings = parse.parse("sft", [], 1)
     for load in (
-        lambda: model.load_model(settings, model.load_tokenizer(settings)),
-        lambda: saved.load(saved.Saved(TINY / "model")),
+        lambda: load_model(settings, load_tokenizer(settings)),
+        lambda: source.load(source.Saved(TINY / "model")),
     ):
         torch.backends.cuda.enable_cudnn_sdp(True)
         load()

@@ -8,8 +8,10 @@ import pytest
 from conftest import TINY, Run
 from test_recovery import launch
 
-from zerofit import args, canary
+from zerofit.config import parse
 from zerofit.errors import UserError
+from zerofit.launch import canary
+from zerofit.train import trial
 
 EVAL = ["--eval_data", str(TINY / "eval.jsonl"), "--lora_dropout", "0.1"]
 CASES = [("0", "sft"), ("1", "sft"), ("2", "sft"), ("3", "sft"), ("0", "lora"), ("2", "lora"), ("3", "lora")]
@@ -101,14 +103,14 @@ def test_a_disk_that_is_too_small(tmp_path):
 def test_how_many_checkpoints_a_disk_must_hold(words, epochs, expected):
     args = SimpleNamespace(**{"load_best_model_at_end": False} | words)
     state = SimpleNamespace(max_steps=10, save_steps=words.get("save_steps"), num_train_epochs=epochs)
-    assert canary._checkpoints(SimpleNamespace(args=args, state=state)) == expected
+    assert trial._checkpoints(SimpleNamespace(args=args, state=state)) == expected
 
 
 def test_nothing_of_a_rehearsal_leaves_the_machine(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("push_to_hub: true\nresume_from_checkpoint: auto\nreport_to: tensorboard\n")
     given = ["--config", str(file), "--output_dir", "run", "--resume_from_checkpoint", "auto"]
-    settings = args.parse("sft", canary._flags(given, tmp_path), 1)
+    settings = parse.parse("sft", canary._flags(given, tmp_path), 1)
     assert (settings.push_to_hub, settings.report_to, settings.output_dir) == (False, "none", str(tmp_path))
     assert settings.resume_from_checkpoint == "false"
 
@@ -123,10 +125,10 @@ def test_what_it_says():
 
 
 def test_a_loss_that_changed_by_saving():
-    canary._check_same_loss(2.0, 2.000001, "bf16", "cuda")
+    trial._check_same_loss(2.0, 2.000001, "bf16", "cuda")
     with pytest.raises(UserError, match=r"gives the loss 2\.00001234 instead of 2\.$"):
-        canary._check_same_loss(2.0, 2.00001234, "bf16", "cpu")
+        trial._check_same_loss(2.0, 2.00001234, "bf16", "cpu")
     with pytest.raises(UserError, match=r"gives the loss 2\.00001234 instead of 2; .*split-K.* bf16 .*--canary false"):
-        canary._check_same_loss(2.0, 2.00001234, "bf16", "cuda")
+        trial._check_same_loss(2.0, 2.00001234, "bf16", "cuda")
     with pytest.raises(UserError, match=r"gives the loss nan instead of 2\.$"):
-        canary._check_same_loss(2.0, float("nan"), "fp32", "cuda")
+        trial._check_same_loss(2.0, float("nan"), "fp32", "cuda")

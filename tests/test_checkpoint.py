@@ -12,8 +12,11 @@ import pytest
 import torch
 from conftest import TINY, recipe_process, run_world
 
-from zerofit import args, checkpoint, report
+from zerofit import run_folder
+from zerofit.config import parse
 from zerofit.errors import UserError
+from zerofit.train.checkpoint import integrity, resume, save
+from zerofit.train.checkpoint.facts import ASIDE, FACTS, read_facts
 
 FLAGS = [
     "--data", str(TINY / "train.jsonl"), "--max_samples", "48", "--effective_batch_size", "8", "--num_samples", "0",
@@ -44,7 +47,7 @@ def runs(tmp_path_factory):
 def test_the_best_one_is_known_by_its_name(runs):
     (saved,) = runs["best"].folder.glob("checkpoint-*")
     state = json.loads((saved / "trainer_state.json").read_text())
-    assert state["best_model_checkpoint"] == str(saved) and checkpoint.fault(saved) == ""
+    assert state["best_model_checkpoint"] == str(saved) and integrity.find_corruption(saved) == ""
     assert runs["best"].json("result.json")["status"] == "finished"
 
 
@@ -52,13 +55,13 @@ def test_the_best_one_is_known_by_its_name(runs):
 def test_what_is_saved_goes_on(runs, zero):
     run = runs[zero]
     assert sorted(f.name for f in run.folder.glob("*checkpoint*")) == ["checkpoint-2", "checkpoint-4"]
-    assert not (run.folder / checkpoint.ASIDE).exists()
+    assert not (run.folder / ASIDE).exists()
     for saved in run.folder.glob("checkpoint-*"):
-        known = checkpoint.facts(saved)
+        known = read_facts(saved)
         files = {str(f.relative_to(saved)) for f in saved.rglob("*") if f.is_file()}
-        assert set(known["files"]) | {checkpoint.FACTS} == files
+        assert set(known["files"]) | {FACTS} == files
         assert (known["zero"], known["world_size"], known["effective_batch_size"]) == (zero, 2, 8)
-        assert checkpoint.fault(saved) == ""
+        assert integrity.find_corruption(saved) == ""
     assert runs[f"{zero}-resumed"].losses == run.losses[2:]  # bit for bit
 
 
@@ -71,9 +74,9 @@ def test_a_token_is_in_no_file(runs):
 
 def test_arguments_are_written_without_tokens(tmp_path):
     """As transformers writes them beside what it pushes."""
-    from zerofit import train
+    from zerofit.train.trainer import Arguments
 
-    arguments = object.__new__(train.Arguments)
+    arguments = object.__new__(Arguments)
     vars(arguments).update(hub_token=TOKEN, seed=7)
     torch.save(arguments, tmp_path / "training_args.bin")
     assert arguments.hub_token == TOKEN and TOKEN.encode() not in (tmp_path / "training_args.bin").read_bytes()
@@ -83,15 +86,15 @@ def test_arguments_are_written_without_tokens(tmp_path):
 @pytest.mark.bad_input
 def test_a_model_alone_is_no_checkpoint_to_resume(runs):
     """It can be exported, and nothing goes on from it."""
-    from zerofit import saved
+    from zerofit.export import source as export_source
 
     folder = runs["model"].folder
     for name, zero in itertools.product((folder / "checkpoint-4", folder / "checkpoint-2"), "02"):
-        settings = args.parse("sft", [*FLAGS, "--zero", zero, "--resume_from_checkpoint", str(name)], 2)
+        settings = parse.parse("sft", [*FLAGS, "--zero", zero, "--resume_from_checkpoint", str(name)], 2)
         with pytest.raises(UserError, match="holds a model without optimizer states"):
-            report.find_checkpoint(settings, folder)
-    assert checkpoint.newest_good(folder) is None
-    assert saved.find(str(folder / "checkpoint-4")).weights
+            resume.find_checkpoint(settings, folder)
+    assert integrity.latest_valid_checkpoint(folder) is None
+    assert export_source.find(str(folder / "checkpoint-4")).weights
 
 
 def test_an_older_one_goes_on_in_its_own_folder(runs, tmp_path):
@@ -115,21 +118,23 @@ def test_an_older_one_goes_on_in_its_own_folder(runs, tmp_path):
 def test_what_was_just_saved_is_kept(tmp_path, limit, best, left):
     for step in (2, 3, 4, 6):
         (tmp_path / f"checkpoint-{step}").mkdir()
-    checkpoint._rotate(tmp_path, "checkpoint-3", limit, best and str(tmp_path / f"checkpoint-{best}"))
-    assert list(report.checkpoints(tmp_path)) == left
+    save._rotate(tmp_path, "checkpoint-3", limit, best and str(tmp_path / f"checkpoint-{best}"))
+    assert list(run_folder.checkpoints(tmp_path)) == left
 
 
 def test_minutes_save_where_steps_do_not(runs):
     """Every step is longer than that; two are kept."""
     found = sorted(f.name for f in runs["minutes"].folder.glob("checkpoint-*"))
-    assert found == ["checkpoint-3", "checkpoint-4"] and checkpoint.fault(runs["minutes"].folder / found[0]) == ""
+    assert (
+        found == ["checkpoint-3", "checkpoint-4"] and integrity.find_corruption(runs["minutes"].folder / found[0]) == ""
+    )
 
 
 def test_adapters_hold_no_frozen_base(runs):
-    from zerofit import shards
+    from zerofit.train.checkpoint import zero_shards
 
     saved = runs["3"].folder / "checkpoint-4"
-    trained = sum(shards.Weights(saved).get(name).numel() for name in shards.Weights(saved).where)
+    trained = sum(zero_shards.Weights(saved).get(name).numel() for name in zero_shards.Weights(saved).where)
     states = sum(f.stat().st_size for f in saved.rglob("*.pt"))
     assert states < 1.5 * 12 * trained  # fp32 weights and two moments; the base alone has 3.4 MB
 
@@ -162,18 +167,18 @@ STATES = "global_step4/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
     (flip, STATES, "rank_1.*was changed or damaged"),
     (lambda file: file.unlink(), STATES, "is missing"),
     (truncate, "trainer_state.json", "trainer_state.json has .* bytes instead of"),
-    (truncate, checkpoint.FACTS, "zerofit.json is damaged"),
+    (truncate, FACTS, "zerofit.json is damaged"),
     (lambda file: file.unlink(), "trainer_state.json", "has no trainer_state.json"),
 ])  # fmt: skip
 def test_damage_is_named_and_passed_over(copied, capsys, harm, name, says):
     harm(copied / "checkpoint-4" / name)
-    if name == checkpoint.FACTS:
+    if name == FACTS:
         truncate(copied / "checkpoint-4" / name)  # the first byte was its line's end
     flags = [*FLAGS, "--zero", "2", "--output_dir", str(copied), "--resume_from_checkpoint"]
     with pytest.raises(UserError, match=rf"checkpoint-4: is no whole checkpoint: .*{says}"):
-        report.choose_folder(args.parse("sft", [*flags, str(copied / "checkpoint-4")], 2))
-    settings = args.parse("sft", [*flags, "auto"], 2)
-    report.choose_folder(settings)
+        resume.choose_folder(parse.parse("sft", [*flags, str(copied / "checkpoint-4")], 2))
+    settings = parse.parse("sft", [*flags, "auto"], 2)
+    resume.choose_folder(settings)
     assert settings.resume_from_checkpoint == str(copied / "checkpoint-2")
     assert "note: checkpoint-4 is passed over: " in capsys.readouterr().out
 
@@ -195,19 +200,19 @@ def test_damage_to_any_file_is_found(copied, record_property):
     """Each file deleted, emptied, cut by a byte, with a flipped bit, zeroed, and a link to nothing. zerofit.json holds the
     checksums and has none: its own damage is above and below."""
     saved = copied / "checkpoint-4"
-    files = [file for file in saved.rglob("*") if file.is_file() and file.name != checkpoint.FACTS]
+    files = [file for file in saved.rglob("*") if file.is_file() and file.name != FACTS]
     record_property("cases", len(files) * len(HARMS))
     unnoticed = []
     for file in files:
         content = file.read_bytes()
         for number, harm in enumerate(HARMS):
             harm(file)
-            if not checkpoint.fault(saved):
+            if not integrity.find_corruption(saved):
                 unnoticed.append((file.name, number))
             file.unlink(missing_ok=True)
             file.write_bytes(content)
     assert len(files) > 10 and not unnoticed
-    assert checkpoint.fault(saved) == ""
+    assert integrity.find_corruption(saved) == ""
 
 
 @pytest.mark.fault
@@ -215,27 +220,27 @@ def test_damage_to_any_file_is_found(copied, record_property):
                                      '{"files": {"a": [1, "b"]}}', '{"files": {"a": [1, "b"]}, "elsewhere": 3}',
                                      '{"format": "x"}'])  # fmt: skip
 def test_other_content_of_the_facts_is_damage(copied, content):
-    (copied / "checkpoint-4" / checkpoint.FACTS).write_text(content)
-    assert checkpoint.fault(copied / "checkpoint-4") == "its zerofit.json is damaged"
+    (copied / "checkpoint-4" / FACTS).write_text(content)
+    assert integrity.find_corruption(copied / "checkpoint-4") == "its zerofit.json is damaged"
 
 
 @pytest.mark.fault
 def test_facts_that_are_gone(copied):
     """In a run folder of this kit every checkpoint has them; elsewhere it is another program's."""
-    (copied / "checkpoint-4" / checkpoint.FACTS).unlink()
-    assert checkpoint.fault(copied / "checkpoint-4") == ""
+    (copied / "checkpoint-4" / FACTS).unlink()
+    assert integrity.find_corruption(copied / "checkpoint-4") == ""
     (copied / "run.json").write_text('{"versions": {"zerofit": "0.1"}}')
-    assert checkpoint.fault(copied / "checkpoint-4") == "its zerofit.json is missing"
-    assert checkpoint.newest_good(copied).name == "checkpoint-2"
-    (copied / "checkpoint-2" / checkpoint.FACTS).unlink()
-    (copied / "checkpoint-2" / checkpoint.FACTS).symlink_to("nowhere")
-    assert checkpoint.newest_good(copied) is None
+    assert integrity.find_corruption(copied / "checkpoint-4") == "its zerofit.json is missing"
+    assert integrity.latest_valid_checkpoint(copied).name == "checkpoint-2"
+    (copied / "checkpoint-2" / FACTS).unlink()
+    (copied / "checkpoint-2" / FACTS).symlink_to("nowhere")
+    assert integrity.latest_valid_checkpoint(copied) is None
 
 
 @pytest.mark.fault
 def test_all_is_on_the_disk_before_the_name(tmp_path, monkeypatch):
     """File, its folders, rename, the run folder; what it replaces is deleted last."""
-    new, old = tmp_path / checkpoint.ASIDE / "checkpoint-2", tmp_path / "checkpoint-2"
+    new, old = tmp_path / ASIDE / "checkpoint-2", tmp_path / "checkpoint-2"
     (new / "global_step2").mkdir(parents=True)
     old.mkdir()
     done = []
@@ -251,48 +256,48 @@ def test_all_is_on_the_disk_before_the_name(tmp_path, monkeypatch):
     noted(os, "replace", lambda source, target: ("rename", relative(target)))
     noted(type(tmp_path), "rename", lambda source, target: ("rename", relative(target)))
     noted(shutil, "rmtree", lambda folder: ("delete", relative(folder)))
-    report.write_json(new / checkpoint.FACTS, {})
-    checkpoint._publish(tmp_path, "checkpoint-2")
+    run_folder.write_json(new / FACTS, {})
+    save._publish(tmp_path, "checkpoint-2")
     assert done == [
         ("sync", ".saving/checkpoint-2/zerofit.tmp"), ("rename", ".saving/checkpoint-2/zerofit.json"),
         ("sync", ".saving/checkpoint-2/global_step2"), ("sync", ".saving/checkpoint-2"),
         ("rename", ".saving/checkpoint-2.before"), ("rename", "checkpoint-2"), ("sync", ""), ("delete", ".saving"),
     ]  # fmt: skip
-    assert list(tmp_path.iterdir()) == [old] and (old / checkpoint.FACTS).exists()
+    assert list(tmp_path.iterdir()) == [old] and (old / FACTS).exists()
 
 
 def test_a_checkpoint_of_a_newer_version_is_passed_over(copied):
-    file = copied / "checkpoint-4" / checkpoint.FACTS
+    file = copied / "checkpoint-4" / FACTS
     file.write_text(json.dumps(json.loads(file.read_text()) | {"format": 99, "zerofit": "9.9"}))
-    assert "zerofit 9.9 saved it, in a form that" in checkpoint.fault(copied / "checkpoint-4")
-    assert checkpoint.newest_good(copied).name == "checkpoint-2"
+    assert "zerofit 9.9 saved it, in a form that" in integrity.find_corruption(copied / "checkpoint-4")
+    assert integrity.latest_valid_checkpoint(copied).name == "checkpoint-2"
 
 
 def test_minutes_between_checkpoints(monkeypatch):
     """Steps of 10 s and a checkpoint every minute: due after 60 s, and looked at four times on the way."""
     now, looks = [0.0], []
-    monkeypatch.setattr(checkpoint.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(checkpoint.world, "broadcast", lambda value: looks.append(value) or value)
-    clock, saved = checkpoint.Clock(1.0), []
+    monkeypatch.setattr(save.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(save.world, "broadcast", lambda value: looks.append(value) or value)
+    clock, saved = save.SaveTimer(1.0), []
     for step in range(1, 25):
         now[0] += 10.0
         if clock.is_due(step):
             saved.append(step)
             clock.saved()
     assert saved == [6, 12, 18, 24] and len(looks) < 24
-    assert not any(checkpoint.Clock(0.0).is_due(step) for step in range(1, 100))
+    assert not any(save.SaveTimer(0.0).is_due(step) for step in range(1, 100))
 
 
 def test_what_is_pushed_has_its_name(tmp_path, monkeypatch):
     """transformers reads the folder when it pushes: not before it is verified and renamed."""
     from transformers import Trainer
 
-    from zerofit import train
+    from zerofit.train.trainer import ZerofitTrainer
 
     pushed = []
     monkeypatch.setattr(Trainer, "_push_from_checkpoint", lambda self, folder: pushed.append(folder))
-    trainer = object.__new__(train.KitTrainer)
-    trainer.args, trainer.saving_to = SimpleNamespace(push_to_hub=True), tmp_path / checkpoint.ASIDE
+    trainer = object.__new__(ZerofitTrainer)
+    trainer.args, trainer.saving_to = SimpleNamespace(push_to_hub=True), tmp_path / ASIDE
     trainer._push_from_checkpoint("aside")
     trainer.saving_to = None
     trainer._push_from_checkpoint("checkpoint-2")
@@ -311,22 +316,22 @@ class Touch:
 
 @pytest.mark.injection
 def test_a_pickle_that_would_run_something_is_not_loaded(copied, tmp_path):
-    (copied / "checkpoint-4" / checkpoint.FACTS).unlink()  # as if another program had saved it
-    assert checkpoint.fault(copied / "checkpoint-4") == ""
+    (copied / "checkpoint-4" / FACTS).unlink()  # as if another program had saved it
+    assert integrity.find_corruption(copied / "checkpoint-4") == ""
     torch.save({"optimizer_state_dict": Touch(tmp_path / "pwned")}, copied / "checkpoint-4" / STATES)
-    assert "would run posix.system when it is loaded" in checkpoint.fault(copied / "checkpoint-4")
+    assert "would run posix.system when it is loaded" in integrity.find_corruption(copied / "checkpoint-4")
     assert not (tmp_path / "pwned").exists()
 
 
 @pytest.mark.fault
 def test_another_programs_checkpoint(copied):
     saved = copied / "checkpoint-4"
-    (saved / checkpoint.FACTS).unlink()
-    assert checkpoint.fault(saved) == ""
+    (saved / FACTS).unlink()
+    assert integrity.find_corruption(saved) == ""
     truncate(saved / STATES)
-    assert "is not whole" in checkpoint.fault(saved)
+    assert "is not whole" in integrity.find_corruption(saved)
     (saved / STATES).unlink()
-    assert checkpoint.fault(saved) == "it holds the optimizer states of 1 ranks, it was saved by 2"
+    assert integrity.find_corruption(saved) == "it holds the optimizer states of 1 ranks, it was saved by 2"
 
 
 @pytest.mark.bad_input
@@ -382,7 +387,7 @@ def test_another_adapter_is_refused(runs, more, says):
 
 
 def test_an_older_record_says_nothing(copied):
-    file = copied / "checkpoint-4" / checkpoint.FACTS
+    file = copied / "checkpoint-4" / FACTS
     known = json.loads(file.read_text())
     del known["settings"]
     file.write_text(json.dumps(known))
@@ -392,17 +397,18 @@ def test_an_older_record_says_nothing(copied):
 
 
 def check_same(flags, ranks=2, recipe="sft"):
-    from zerofit import data, model
+    from zerofit.data.load import load_datasets
+    from zerofit.model.load import load_tokenizer
 
-    settings = args.parse(recipe, flags, ranks)
-    train_set, _ = data.load(settings, model.load_tokenizer(settings))
-    checkpoint.check_same(settings, train_set)
+    settings = parse.parse(recipe, flags, ranks)
+    train_set, _ = load_datasets(settings, load_tokenizer(settings))
+    resume.check_resumable(settings, train_set)
     return settings.decisions
 
 
 @pytest.mark.bad_input
 def test_states_that_were_not_saved_are_not_made_up(copied):
-    file = copied / "checkpoint-4" / checkpoint.FACTS
+    file = copied / "checkpoint-4" / FACTS
     file.write_text(json.dumps(json.loads(file.read_text()) | {"unsaved": "--offload_path"}))
     with pytest.raises(UserError, match="was saved with --offload_path, whose optimizer states DeepSpeed leaves out"):
         check_same([*FLAGS, "--zero", "2", "--bf16", "true", "--resume_from_checkpoint", str(copied / "checkpoint-4")])
@@ -439,10 +445,10 @@ def test_a_refusal_is_one_sentence(runs, tmp_path):
 def test_without_room_training_goes_on(tmp_path, monkeypatch, capsys):
     (tmp_path / "checkpoint-2").mkdir()
     (tmp_path / "checkpoint-2" / "model.safetensors").write_bytes(b"x" * 1000)
-    (tmp_path / checkpoint.ASIDE).mkdir()
-    assert checkpoint._has_room(tmp_path) and not (tmp_path / checkpoint.ASIDE).exists()
+    (tmp_path / ASIDE).mkdir()
+    assert save._has_room(tmp_path) and not (tmp_path / ASIDE).exists()
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=999))
-    assert not checkpoint._has_room(tmp_path)
+    assert not save._has_room(tmp_path)
     assert "WARNING: no checkpoint is saved" in capsys.readouterr().out
 
 
@@ -450,7 +456,7 @@ def saved_as(tmp_path, tensors, net, recipe="sft"):
     from safetensors.torch import save_file
 
     save_file(tensors, tmp_path / "model.safetensors")
-    checkpoint.verify(tmp_path, SimpleNamespace(model=net, settings=SimpleNamespace(recipe=recipe)))
+    save.verify(tmp_path, SimpleNamespace(model=net, settings=SimpleNamespace(recipe=recipe)))
 
 
 @pytest.mark.fault
@@ -490,7 +496,7 @@ def test_a_rank_beats_while_it_saves(monkeypatch, name):
     """From the start of a save to its end, hashing included; and the step lines' clock stands still in a checkpoint."""
     from transformers import Trainer
 
-    from zerofit import train
+    from zerofit.train.trainer import ZerofitTrainer
 
     said = []
 
@@ -500,9 +506,9 @@ def test_a_rank_beats_while_it_saves(monkeypatch, name):
         yield
         said.append(("end", what))
 
-    monkeypatch.setattr(checkpoint, "save", lambda trainer, write: said.append("written and hashed"))
+    monkeypatch.setattr(save, "save", lambda trainer, write: said.append("written and hashed"))
     monkeypatch.setattr(Trainer, "save_model", lambda self, *words: said.append("written"))
-    trainer = object.__new__(train.KitTrainer)
+    trainer = object.__new__(ZerofitTrainer)
     trainer.state = SimpleNamespace(global_step=4)
     trainer.clock = SimpleNamespace(paused=lambda: noted("pause"))
     trainer.reporter = SimpleNamespace(pulse=SimpleNamespace(beating=lambda step: noted("beat", step)))

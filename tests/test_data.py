@@ -13,21 +13,25 @@ from conftest import TINY
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zerofit import args, chat, data, ops, rows
+from zerofit.config import parse
+from zerofit.data import conversations, dataset, encoding, sources
+from zerofit.data.batches import Collator, DatasetWithFiller, EpochSampler, best_fit_decreasing, rows_of_epoch
+from zerofit.data.load import load_datasets
 from zerofit.errors import UserError
+from zerofit.train import deepspeed_ops
 
 
 def settings_for(path, *flags, recipe="sft"):
-    return args.parse(recipe, ["--data", str(path), *flags], 1)
+    return parse.parse(recipe, ["--data", str(path), *flags], 1)
 
 
 def supervised_text(tokenizer, ids, labels):
-    return tokenizer.decode([i for i, label in zip(ids, labels, strict=True) if label != chat.IGNORE])
+    return tokenizer.decode([i for i, label in zip(ids, labels, strict=True) if label != conversations.IGNORE])
 
 
 def encode(tokenizer, row, kind=None, train_on="assistant"):
-    parsed = chat.parse("here", row, kind or chat.detect("here", row))
-    return chat.Encoder(tokenizer, train_on).encode([("here", parsed)])[0]
+    parsed = conversations.parse("here", row, kind or conversations.detect("here", row))
+    return encoding.Encoder(tokenizer, train_on).encode([("here", parsed)])[0]
 
 
 QA = [{"question": "Where does Ada live?", "answer": "In Oslo."}, {"question": "Who?", "answer": "Bo"}]
@@ -44,7 +48,7 @@ EQUAL_ROWS = {
 @pytest.mark.parametrize("kind", EQUAL_ROWS)
 def test_formats_are_detected_and_give_the_same_tokens(tokenizer, kind):
     row = EQUAL_ROWS[kind]
-    assert chat.detect("here", row) == kind
+    assert conversations.detect("here", row) == kind
     ids, labels = encode(tokenizer, row)
     assert ids == tokenizer.apply_chat_template(TURNS, return_dict=True)["input_ids"]
     assert supervised_text(tokenizer, ids, labels) == "Hello.<|end|>"
@@ -73,7 +77,7 @@ def test_formats_are_detected_and_give_the_same_tokens(tokenizer, kind):
     ],
 )  # fmt: skip
 def test_published_spellings(row, wanted):
-    assert chat.parse("here", row, chat.detect("here", row)).turns == wanted
+    assert conversations.parse("here", row, conversations.detect("here", row)).turns == wanted
 
 
 def test_tool_calls_reach_the_template(tokenizer):
@@ -103,11 +107,11 @@ REASONED = {"messages": [TURNS[0], TURNS[1] | {"reasoning_content": "Be polite."
 
 
 @pytest.mark.bad_input
-@pytest.mark.parametrize("train_on", chat.TRAIN_ON)
+@pytest.mark.parametrize("train_on", conversations.TRAIN_ON)
 @pytest.mark.parametrize("name", ["bundled", "plain", "chatml", "llama3"])
 def test_tool_calls_that_the_template_does_not_write_are_refused(tokenizer, name, train_on):
     if name != "bundled":
-        tokenizer.chat_template = chat.TEMPLATES[name]
+        tokenizer.chat_template = conversations.TEMPLATES[name]
         tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<|eot_id|>"]})
     with pytest.raises(UserError, match=r"here: turn 2 calls the tool 'weather', but .*; use a template with tools"):
         encode(tokenizer, {"messages": CALL}, train_on=train_on)
@@ -138,14 +142,14 @@ def test_control_words_in_tool_arguments_stay_text(tokenizer):
 
 def test_reasoning_reaches_the_template_or_is_said_to_be_lost(tmp_path, tokenizer):
     file = write(tmp_path, "a.jsonl", [REASONED] * 3)
-    train, _ = data.load(settings_for(file), tokenizer)
-    assert data.notes({"training": train}) == [f"training: {chat.REASONING_LOST} (3 rows)"]
+    train, _ = load_datasets(settings_for(file), tokenizer)
+    assert dataset.notes({"training": train}) == [f"training: {conversations.REASONING_LOST} (3 rows)"]
     earlier = {"messages": [*REASONED["messages"], *TURNS]}  # of an earlier answer, which many templates drop
-    assert data.load(settings_for(write(tmp_path, "b.jsonl", [earlier])), tokenizer)[0].statistics["notes"] == []
+    assert load_datasets(settings_for(write(tmp_path, "b.jsonl", [earlier])), tokenizer)[0].statistics["notes"] == []
     tokenizer.chat_template = tokenizer.chat_template.replace(
         "{% generation %}{{ message['content']", "{% generation %}{{ message.reasoning_content + message['content']"
     )
-    train, _ = data.load(settings_for(file), tokenizer)
+    train, _ = load_datasets(settings_for(file), tokenizer)
     row = train.dataset[0]
     assert supervised_text(tokenizer, row["input_ids"], row["labels"]) == "Be polite.Hello.<|end|>"
     assert train.statistics["notes"] == []
@@ -194,8 +198,8 @@ def test_a_function_call_turn_becomes_a_tool_call(tokenizer, many):
 @pytest.mark.parametrize("value", ["weather(Oslo)", '{"name": "weather"}', "[]", "[" * 2000])
 def test_a_function_call_turn_of_another_form_is_said_to_be_plain_text(tmp_path, tokenizer, value):
     turns = [{"from": "human", "value": "Rain?"}, {"from": "function_call", "value": value}]
-    train, _ = data.load(settings_for(write(tmp_path, "a.jsonl", [{"conversations": turns}] * 2)), tokenizer)
-    assert train.statistics["notes"] == [f"{chat.CALL_AS_TEXT} (2 rows)"]
+    train, _ = load_datasets(settings_for(write(tmp_path, "a.jsonl", [{"conversations": turns}] * 2)), tokenizer)
+    assert train.statistics["notes"] == [f"{conversations.CALL_AS_TEXT} (2 rows)"]
     shown = supervised_text(tokenizer, train.dataset[0]["input_ids"], train.dataset[0]["labels"])
     assert shown == value + "<|end|>"
 
@@ -278,7 +282,7 @@ def test_tokenised_rows_pass_as_they_are(tokenizer):
 
 
 def test_a_tokenizer_without_template_gets_the_plain_one(tokenizer):
-    tokenizer.chat_template = chat.TEMPLATES["plain"]
+    tokenizer.chat_template = conversations.TEMPLATES["plain"]
     ids, labels = encode(tokenizer, EQUAL_ROWS["messages"])
     assert tokenizer.decode(ids).startswith("### User:\nHi")
     assert supervised_text(tokenizer, ids, labels) == "Hello.<|end|>"
@@ -309,17 +313,17 @@ def test_a_template_that_treats_the_last_answer_specially(tokenizer):
 
 
 def test_named_templates(tokenizer, tmp_path):
-    assert chat.choose_template("plain", tokenizer) == chat.TEMPLATES["plain"]
+    assert conversations.choose_template("plain", tokenizer) == conversations.TEMPLATES["plain"]
     with pytest.raises(UserError, match="no tokens of this tokenizer"):
-        chat.choose_template("chatml", tokenizer)
+        conversations.choose_template("chatml", tokenizer)
     with pytest.raises(UserError, match="no such file, and not one of plain, chatml, qwen3"):
-        chat.choose_template("nonsense", tokenizer)
+        conversations.choose_template("nonsense", tokenizer)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
-    tokenizer.chat_template = chat.choose_template("chatml", tokenizer)
+    tokenizer.chat_template = conversations.choose_template("chatml", tokenizer)
     ids, labels = encode(tokenizer, LONG)
     assert supervised_text(tokenizer, ids, labels) == "First: ünï 🙂<|im_end|>Second.<|im_end|>"
     (tmp_path / "t.jinja").write_text("mine")
-    assert chat.choose_template(str(tmp_path / "t.jinja"), tokenizer) == "mine"
+    assert conversations.choose_template(str(tmp_path / "t.jinja"), tokenizer) == "mine"
 
 
 words = st.text(st.characters(exclude_categories=("Cs",)), max_size=40) | st.sampled_from(
@@ -373,17 +377,17 @@ def test_all_file_kinds_give_the_same_rows(tmp_path):
     with pa.output_stream(tmp_path / "h.csv.zst", compression="zstd") as file:
         file.write((tmp_path / "c.csv").read_bytes())
     Dataset.from_list(QA).save_to_disk(tmp_path / "saved")
-    found = [*rows.find([str(tmp_path)], None, "train")[0]]
+    found = [*sources.find_files([str(tmp_path)], None, "train")[0]]
     assert len(found) == 9  # the folder's eight files, and the Arrow file inside saved/
-    for source in [*found, rows.Source(tmp_path / "saved")]:
-        assert [row for _, row in rows.read(source)] == QA, source
+    for source in [*found, sources.Source(tmp_path / "saved")]:
+        assert [row for _, row in sources.read_rows(source)] == QA, source
 
 
 def test_a_folder_is_split_by_file_name(tmp_path):
     for name in ("train-00.jsonl", "train-01.jsonl", "validation.jsonl"):
         write(tmp_path, name, QA)
     for data_flag in (str(tmp_path), str(tmp_path / "*.jsonl")):
-        train, held_out = rows.find([data_flag], None, "train")
+        train, held_out = sources.find_files([data_flag], None, "train")
         assert [s.path.name for s in train] == ["train-00.jsonl", "train-01.jsonl"]
         assert [s.path.name for s in held_out] == ["validation.jsonl"]
 
@@ -391,20 +395,20 @@ def test_a_folder_is_split_by_file_name(tmp_path):
 def test_several_sources_with_weights(tmp_path, tokenizer):
     a = write(tmp_path, "a.jsonl", [{"text": f"a{i}"} for i in range(10)])
     b = write(tmp_path, "b.jsonl", [{"question": f"b{i}", "answer": "x"} for i in range(4)])
-    found = args.parse("sft", ["--data", f"{a}:0.5", f"{b}:2"], 1)
-    train, _ = data.load(found, tokenizer)
+    found = parse.parse("sft", ["--data", f"{a}:0.5", f"{b}:2"], 1)
+    train, _ = load_datasets(found, tokenizer)
     texts = [tokenizer.decode(row["input_ids"]) for row in train.dataset]
     assert sum("b1" in t for t in texts) == 2 and len(texts) == 5 + 8
     assert train.statistics["format"] == "question/answer + text"
     with pytest.raises(UserError, match="the weight must be above 0"):
-        rows.find([f"{a}:0"], None, "train")
+        sources.find_files([f"{a}:0"], None, "train")
 
 
 def test_max_samples_counts_over_all_files(tmp_path, tokenizer):
     for name in "ab":
         write(tmp_path, f"{name}.jsonl", [{"text": f"{name}{i}"} for i in range(8)])
     for limit in (4, 10):
-        assert len(data.load(settings_for(tmp_path, "--max_samples", str(limit)), tokenizer)[0]) == limit
+        assert len(load_datasets(settings_for(tmp_path, "--max_samples", str(limit)), tokenizer)[0]) == limit
 
 
 @pytest.mark.bad_input
@@ -413,11 +417,11 @@ def test_a_cache_that_cannot_be_written(tmp_path, tokenizer, monkeypatch):
     (tmp_path / "taken").write_text("")
     monkeypatch.setenv("ZEROFIT_CACHE", str(tmp_path / "taken"))
     with pytest.raises(UserError, match=r"ZEROFIT_CACHE=.*taken"):
-        data.load(settings_for(file), tokenizer)
+        load_datasets(settings_for(file), tokenizer)
     monkeypatch.delenv("ZEROFIT_CACHE")
     monkeypatch.setenv("HOME", str(tmp_path / "taken"))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert len(data.load(settings_for(file), tokenizer)[0]) == 2
+    assert len(load_datasets(settings_for(file), tokenizer)[0]) == 2
     assert (tmp_path / f"zerofit-{os.getuid()}").stat().st_mode & 0o777 == 0o700
 
 
@@ -436,65 +440,65 @@ def test_a_temporary_cache_of_somebody_else_is_not_used(tmp_path, monkeypatch, c
     monkeypatch.setenv("ZEROFIT_CACHE", "")  # unset, and put back after the test
     monkeypatch.setenv("HOME", "/dev/null")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    found = data.cache_folder()
+    found = dataset.cache_folder()
     assert found.parent.parent == tmp_path and found.parent.stat().st_mode & 0o777 == 0o700
     assert found.parent != folder and not list((tmp_path / "theirs" / "data").iterdir())
-    assert data.cache_folder() == found and "is not this user's alone" in capsys.readouterr().out
+    assert dataset.cache_folder() == found and "is not this user's alone" in capsys.readouterr().out
 
 
 def test_an_empty_variable_is_no_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("ZEROFIT_CACHE", "")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
-    assert data.cache_folder() == tmp_path / "home" / ".cache" / "zerofit" / "data"
+    assert dataset.cache_folder() == tmp_path / "home" / ".cache" / "zerofit" / "data"
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
-    assert ops.folder_of_all()[0].is_relative_to(tmp_path / "home")
+    assert deepspeed_ops.folder_of_all()[0].is_relative_to(tmp_path / "home")
 
 
 def test_columns_can_be_mapped(tmp_path, tokenizer):
     file = write(tmp_path, "a.jsonl", [{"q": "Hi", "a": "Hello."}])
-    train, _ = data.load(settings_for(file, "--columns", "prompt=q", "completion=a"), tokenizer)
+    train, _ = load_datasets(settings_for(file, "--columns", "prompt=q", "completion=a"), tokenizer)
     assert supervised_text(
         tokenizer, **{k: train.dataset[0][k] for k in ("labels",)}, ids=train.dataset[0]["input_ids"]
     ) == ("Hello.<|end|>")
     with pytest.raises(UserError, match="--columns names 'z', but the columns are q, a"):
-        data.load(settings_for(file, "--columns", "prompt=z"), tokenizer)
+        load_datasets(settings_for(file, "--columns", "prompt=z"), tokenizer)
 
 
 def test_truncation_policies(tmp_path, tokenizer):
     file = write(tmp_path, "a.jsonl", [*QA, {"question": "why " * 200, "answer": "x"}])
     sizes = {}
     for policy in ("truncate_right", "truncate_left", "drop"):
-        train, _ = data.load(settings_for(file, "--max_length", "32", "--truncation", policy), tokenizer)
+        train, _ = load_datasets(settings_for(file, "--max_length", "32", "--truncation", policy), tokenizer)
         sizes[policy] = len(train)
         assert all(len(row["input_ids"]) <= 32 for row in train.dataset)
     assert sizes == {"truncate_right": 2, "truncate_left": 3, "drop": 2}
     with pytest.raises(UserError, match=r"a row has .* more than --max_length 32"):
-        data.load(settings_for(file, "--max_length", "32", "--truncation", "error"), tokenizer)
+        load_datasets(settings_for(file, "--max_length", "32", "--truncation", "error"), tokenizer)
 
 
 def test_workers_give_the_same_rows_in_the_same_order(tmp_path, tokenizer):
     file = write(tmp_path, "a.jsonl", [{"question": f"q{i}", "answer": "x" * (i % 7)} for i in range(2300)])
-    one, _ = data.load(settings_for(file, "--preprocessing_num_workers", "1"), tokenizer)
-    for cached in data.cache_folder().glob(f"{one.fingerprint}*"):
+    one, _ = load_datasets(settings_for(file, "--preprocessing_num_workers", "1"), tokenizer)
+    for cached in dataset.cache_folder().glob(f"{one.fingerprint}*"):
         cached.rename(cached.with_name("aside-" + cached.name))
-    two, _ = data.load(settings_for(file, "--preprocessing_num_workers", "3"), tokenizer)
+    two, _ = load_datasets(settings_for(file, "--preprocessing_num_workers", "3"), tokenizer)
     assert [r["input_ids"] for r in one.dataset] == [r["input_ids"] for r in two.dataset]
     with pytest.raises(UserError, match=r"b.jsonl:1501: column 'answer'"):
         bad = write(tmp_path, "b.jsonl", [{"question": "q", "answer": "x"}] * 1500 + [{"question": "q"}])
-        data.load(settings_for(bad, "--preprocessing_num_workers", "2"), tokenizer)
+        load_datasets(settings_for(bad, "--preprocessing_num_workers", "2"), tokenizer)
 
 
 @pytest.mark.fault
 def test_a_corrupted_cache_is_rebuilt(tmp_path, tokenizer):
-    first, _ = data.load(settings_for(write(tmp_path, "a.jsonl", QA * 9)), tokenizer)
+    first, _ = load_datasets(settings_for(write(tmp_path, "a.jsonl", QA * 9)), tokenizer)
     wanted = [dict(r) for r in first.dataset]
-    table = data.cache_folder() / f"{first.fingerprint}.arrow"
+    table = dataset.cache_folder() / f"{first.fingerprint}.arrow"
     content = bytearray(table.read_bytes())
     content[len(content) // 2] ^= 1
     table.unlink()
     table.write_bytes(content)
-    again, _ = data.load(settings_for(tmp_path / "a.jsonl"), tokenizer)
+    again, _ = load_datasets(settings_for(tmp_path / "a.jsonl"), tokenizer)
     assert [dict(r) for r in again.dataset] == wanted
 
 
@@ -509,11 +513,11 @@ def test_hub_ids_load_through_datasets(monkeypatch, tmp_path, tokenizer):
     real, builder = datasets.load_dataset, datasets.load_dataset_builder
     monkeypatch.setattr(datasets, "load_dataset", lambda name, config=None, streaming=False: real(str(folder)))
     monkeypatch.setattr(datasets, "load_dataset_builder", lambda name, config=None: builder(str(folder)))
-    monkeypatch.setattr("zerofit.hub.check", lambda asker: None)
-    train, held_out = data.load(settings_for("someone/set"), tokenizer)
+    monkeypatch.setattr("zerofit.data.hub.check", lambda asker: None)
+    train, held_out = load_datasets(settings_for("someone/set"), tokenizer)
     assert (len(train), len(held_out)) == (8, 2)
     with pytest.raises(UserError, match="has no split 'trian', only"):
-        data.load(settings_for("someone/set", "--data_split", "trian"), tokenizer)
+        load_datasets(settings_for("someone/set", "--data_split", "trian"), tokenizer)
 
 
 def turns(*pairs, key="messages"):
@@ -627,7 +631,7 @@ BROKEN = [
 def test_broken_files(tmp_path, tokenizer, name, content, says):
     file = write(tmp_path, name, content)
     with pytest.raises(UserError) as caught:
-        data.load(settings_for(file), tokenizer)
+        load_datasets(settings_for(file), tokenizer)
     assert says in str(caught.value) and f"{name}" in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -635,12 +639,12 @@ def test_columns_that_are_not_used_are_listed(tmp_path, tokenizer):
     rows_ = [QA[0] | {"id": 1, "source": "x", "empty": None, "images": []}, QA[1] | {"source": "y"}]
     settings = settings_for(write(tmp_path, "a.jsonl", rows_))
     for _ in range(2):  # built, and from the cache
-        train, _ = data.load(settings, tokenizer)
+        train, _ = load_datasets(settings, tokenizer)
         assert train.statistics["columns_not_used"] == {"id": 1, "source": 2}
-        assert data.notes({"training": train}) == ["training: columns not used: id, source"]
+        assert dataset.notes({"training": train}) == ["training: columns not used: id, source"]
     used = [{"instruction": "a", "input": "b", "output": "c", "system": "d", "history": []}]
-    train, _ = data.load(settings_for(write(tmp_path, "b.jsonl", used)), tokenizer)
-    assert data.notes({"training": train}) == []
+    train, _ = load_datasets(settings_for(write(tmp_path, "b.jsonl", used)), tokenizer)
+    assert dataset.notes({"training": train}) == []
 
 
 @pytest.mark.bad_input
@@ -657,10 +661,10 @@ def test_columns_that_are_not_used_are_listed(tmp_path, tokenizer):
 )
 def test_columns_that_change_what_a_row_means_are_refused(tmp_path, tokenizer, row, says):
     with pytest.raises(UserError) as caught:
-        data.load(settings_for(write(tmp_path, "a.jsonl", [row])), tokenizer)
+        load_datasets(settings_for(write(tmp_path, "a.jsonl", [row])), tokenizer)
     assert str(caught.value).startswith(f"{tmp_path}/a.jsonl:1: ") and says in str(caught.value)
     if "label" in row:
-        train, _ = data.load(settings_for(tmp_path / "a.jsonl", "--columns", "other=label"), tokenizer)
+        train, _ = load_datasets(settings_for(tmp_path / "a.jsonl", "--columns", "other=label"), tokenizer)
         assert train.statistics["columns_not_used"] == {"other": 1}
 
 
@@ -673,38 +677,38 @@ def test_bad_rows_are_left_out_and_counted_by_reason(tmp_path, tokenizer, worker
     good = {"messages": [{"role": "user", "content": workers}, TURNS[1]]}  # not the other case's table
     file = write(tmp_path, "a.jsonl", [{"foo": 1}, good, ASKED_TWICE, {"messages": CALL}, good, ASKED_TWICE] * 200)
     with pytest.raises(UserError, match=r"a.jsonl:1: no known format"):
-        data.load(settings_for(file), tokenizer)
+        load_datasets(settings_for(file), tokenizer)
     flags = ("--bad_rows", "drop", "--preprocessing_num_workers", workers)
-    train, _ = data.load(settings_for(file, *flags), tokenizer)
+    train, _ = load_datasets(settings_for(file, *flags), tokenizer)
     assert len(train) == 400 and (train.statistics["rows"], train.statistics["dropped_bad"]) == (1200, 800)
     found = train.statistics["bad_rows"]
     assert [f["rows"] for f in found.values()] == [400, 200, 200]
     reason, twice = next(iter(found.items()))
     assert reason == "turns N and N are both the user's; join them or insert the answer."
     assert twice["first"] == [f"{file}:3", f"{file}:6", f"{file}:9"]
-    assert f"(first: {file}:3, {file}:6, {file}:9)" in "".join(data.notes({"training": train}))
-    assert "800 dropped (cannot be used)" in data.describe("training", train)
+    assert f"(first: {file}:3, {file}:6, {file}:9)" in "".join(dataset.notes({"training": train}))
+    assert "800 dropped (cannot be used)" in dataset.describe("training", train)
     with pytest.raises(UserError, match=r"a.jsonl:1: no known format"):  # the table is there, the flag is not
-        data.load(settings_for(file), tokenizer)
+        load_datasets(settings_for(file), tokenizer)
 
 
 @pytest.mark.bad_input
 def test_bad_rows_of_other_files(tmp_path, tokenizer):
     write(tmp_path, "a.csv", "question,answer\na,b\nc\nd,e\n")
     write(tmp_path, "b.json", json.dumps([3, QA[0]]))
-    train, _ = data.load(settings_for(tmp_path, "--bad_rows", "drop"), tokenizer)
+    train, _ = load_datasets(settings_for(tmp_path, "--bad_rows", "drop"), tokenizer)
     assert len(train) == 3
     assert [f["first"] for f in train.statistics["bad_rows"].values()] == [
         [f"{tmp_path}/a.csv:3"], [f"{tmp_path}/b.json: element 1"],
     ]  # fmt: skip
     odd = write(tmp_path, "odd.jsonl", [QA[0], {"a\tb": 1}])
-    train, _ = data.load(settings_for(odd, "--bad_rows", "drop"), tokenizer)
+    train, _ = load_datasets(settings_for(odd, "--bad_rows", "drop"), tokenizer)
     assert [f["exact"] for f in train.statistics["bad_rows"].values()] == [
         "column 'question' is missing or null (format question/answer; columns here: a\tb)."
     ]
     bad = write(tmp_path, "bad.jsonl", [ASKED_TWICE] * 3)
     with pytest.raises(UserError, match=r"bad.jsonl:1: turns 1 and 2 .* none of the 3 rows can be used"):
-        data.load(settings_for(bad, "--bad_rows", "drop"), tokenizer)
+        load_datasets(settings_for(bad, "--bad_rows", "drop"), tokenizer)
 
 
 def odd_files(folder):
@@ -727,7 +731,7 @@ def odd_files(folder):
 def test_odd_files_in_a_folder_are_counted_by_reason(tmp_path, tokenizer, streaming):
     folder = odd_files(tmp_path)
     flags = ("--streaming", "true", "--max_steps", "1") if streaming else ()
-    train, _ = data.load(settings_for(folder, "--bad_rows", "drop", *flags), tokenizer)
+    train, _ = load_datasets(settings_for(folder, "--bad_rows", "drop", *flags), tokenizer)
     assert train.statistics["format"] == "question/answer"
     assert train.statistics["kept"] == 3
     found = {place: entry for entry in train.statistics["bad_rows"].values() for place in entry["first"][:1]}
@@ -746,7 +750,7 @@ def test_odd_files_in_a_folder_are_counted_by_reason(tmp_path, tokenizer, stream
     for place, (rows_of, words) in said.items():
         assert reasons[place][0] == rows_of and reasons[place][1].startswith(words), place
     with pytest.raises(UserError, match=r"columns.jsonl:1: no known format"):
-        data.load(settings_for(folder, *flags), tokenizer)
+        load_datasets(settings_for(folder, *flags), tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -763,20 +767,20 @@ def test_odd_files_in_a_folder_are_counted_by_reason(tmp_path, tokenizer, stream
 def test_columns_are_guessed_where_the_format_is_unknown(tmp_path, tokenizer, row, guess):
     file = write(tmp_path, "a.jsonl", [row])
     with pytest.raises(UserError, match="no known format") as caught:
-        data.load(settings_for(file), tokenizer)
+        load_datasets(settings_for(file), tokenizer)
     assert (f"map them: --columns {' '.join(guess)}." if guess else "--columns prompt=...") in str(caught.value)
     if guess:
-        assert len(data.load(settings_for(file, "--columns", *guess), tokenizer)[0]) == 1
+        assert len(load_datasets(settings_for(file, "--columns", *guess), tokenizer)[0]) == 1
 
 
 def test_text_files_are_a_row_a_line_where_they_are_named(tmp_path, tokenizer):
     file = write(tmp_path, "a.txt", "one\r\n\n[two\n")
     for named in (file, tmp_path / "*.txt"):
-        train, _ = data.load(settings_for(named), tokenizer)
+        train, _ = load_datasets(settings_for(named), tokenizer)
         shown = [tokenizer.decode(row["input_ids"], skip_special_tokens=True) for row in train.dataset]
         assert shown == ["one", "[two"] and train.statistics["format"] == "text"
     write(tmp_path, "b.jsonl", QA)
-    assert [s.path.name for s in rows.find([str(tmp_path)], None, "train")[0]] == ["b.jsonl"]
+    assert [s.path.name for s in sources.find_files([str(tmp_path)], None, "train")[0]] == ["b.jsonl"]
 
 
 def test_text_parts_may_be_called_value(tokenizer):
@@ -795,7 +799,7 @@ def test_text_parts_may_be_called_value(tokenizer):
 )
 @pytest.mark.parametrize("marks", ["", "{% generation %}{% endgeneration %}"])
 def test_templates_that_do_not_end_are_refused(tokenizer, monkeypatch, template, says, marks):
-    monkeypatch.setattr(chat, "TEMPLATE_SECONDS", 1)
+    monkeypatch.setattr(conversations, "TEMPLATE_SECONDS", 1)
     tokenizer.chat_template = template + marks
     with pytest.raises(UserError, match=f"here: the chat template .*{says}"):
         encode(tokenizer, EQUAL_ROWS["messages"])
@@ -807,7 +811,7 @@ def test_more_broken_places(tmp_path, tokenizer, monkeypatch, record_property):
     (tmp_path / "nul.jsonl").write_bytes(b"\x00\x01\x02\x03" * 99)
     (tmp_path / "utf16.jsonl").write_bytes(GOOD.encode("utf-16"))
     (tmp_path / "half.jsonl.gz").write_bytes(gzip.compress(GOOD.encode() * 999)[:-30])
-    monkeypatch.setattr(rows, "LONGEST_LINE", 1000)
+    monkeypatch.setattr(sources, "LONGEST_LINE", 1000)
     (tmp_path / "line.jsonl").write_text(GOOD + '{"text": "' + "x" * 5000 + '"}\n')
     record_property("cases", 5)
     for name, says in (
@@ -818,68 +822,68 @@ def test_more_broken_places(tmp_path, tokenizer, monkeypatch, record_property):
         ("*.nothing", "holds no"),
     ):
         with pytest.raises(UserError, match=says.replace("*", ".")):
-            data.load(settings_for(tmp_path / name), tokenizer)
+            load_datasets(settings_for(tmp_path / name), tokenizer)
 
 
 @pytest.mark.bad_input
 def test_missing_binary_and_empty_places(tmp_path, tokenizer):
     for path, says in (("none.jsonl", "no such file"), ("./none", "no such file"), (tmp_path, "holds no .jsonl")):
         with pytest.raises(UserError, match=says):
-            data.load(settings_for(path), tokenizer)
+            load_datasets(settings_for(path), tokenizer)
     (tmp_path / "b.jsonl").write_bytes(b'{"text": "\xff\xfe"}\n')
     with pytest.raises(UserError, match="not UTF-8"):
-        data.load(settings_for(tmp_path / "b.jsonl"), tokenizer)
+        load_datasets(settings_for(tmp_path / "b.jsonl"), tokenizer)
 
 
 def test_long_rows_are_cut_and_rows_without_answer_are_counted(tmp_path, tokenizer):
     long_question = {"question": "why " * 200, "answer": "x"}
     file = write(tmp_path, "a.jsonl", [*QA, long_question])
-    train, _ = data.load(settings_for(file, "--max_length", "32"), tokenizer)
+    train, _ = load_datasets(settings_for(file, "--max_length", "32"), tokenizer)
     assert len(train) == 2
     assert train.statistics["dropped_no_answer_left"] == 1 and train.statistics["truncated"] == 1
-    assert "1 dropped" in data.describe("training", train)
+    assert "1 dropped" in dataset.describe("training", train)
     with pytest.raises(UserError, match="in none of the 1 rows"):
-        data.load(settings_for(write(tmp_path, "b.jsonl", [long_question]), "--max_length", "32"), tokenizer)
+        load_datasets(settings_for(write(tmp_path, "b.jsonl", [long_question]), "--max_length", "32"), tokenizer)
 
 
 @pytest.mark.fault
 def test_cache_is_reused_and_a_half_written_one_rebuilt(tmp_path, tokenizer, monkeypatch):
     file = write(tmp_path, "a.jsonl", QA)
-    first, _ = data.load(settings_for(file), tokenizer)
-    monkeypatch.setattr(data, "_write", lambda *a: pytest.fail("tokenised twice"))
+    first, _ = load_datasets(settings_for(file), tokenizer)
+    monkeypatch.setattr(dataset, "_write", lambda *a: pytest.fail("tokenised twice"))
     row = dict(first.dataset[1])
-    again, _ = data.load(settings_for(file), tokenizer)
+    again, _ = load_datasets(settings_for(file), tokenizer)
     assert again.fingerprint == first.fingerprint
     monkeypatch.undo()
-    (data.cache_folder() / f"{first.fingerprint}.json").unlink()  # as after a kill before the last rename
-    (data.cache_folder() / f"{first.fingerprint}.arrow").unlink()
-    (data.cache_folder() / f"{first.fingerprint}.arrow").write_bytes(b"half")
-    rebuilt, _ = data.load(settings_for(file), tokenizer)
+    (dataset.cache_folder() / f"{first.fingerprint}.json").unlink()  # as after a kill before the last rename
+    (dataset.cache_folder() / f"{first.fingerprint}.arrow").unlink()
+    (dataset.cache_folder() / f"{first.fingerprint}.arrow").write_bytes(b"half")
+    rebuilt, _ = load_datasets(settings_for(file), tokenizer)
     assert rebuilt.dataset[1] == row
     write(tmp_path, "a.jsonl", QA[:1])
-    assert len(data.load(settings_for(file), tokenizer)[0]) == 1
+    assert len(load_datasets(settings_for(file), tokenizer)[0]) == 1
 
 
 def test_the_cache_keeps_files_and_formats_apart(tmp_path, tokenizer):
     lines = [json.dumps({"text": f"row {i}"}) + "\n" for i in range(6)]
     a, b = write(tmp_path, "a.jsonl", "".join(lines[:3])), write(tmp_path, "b.jsonl", "".join(lines[3:]))
-    found = args.parse("sft", ["--data", f"{a}:5", str(b)], 1)
-    assert len(data.load(found, tokenizer)[0]) == 18
+    found = parse.parse("sft", ["--data", f"{a}:5", str(b)], 1)
+    assert len(load_datasets(found, tokenizer)[0]) == 18
     write(tmp_path, "a.jsonl", lines[0])
     write(tmp_path, "b.jsonl", "".join(lines[1:]))  # the same bytes, the bound between the files elsewhere
-    assert len(data.load(found, tokenizer)[0]) == 10
+    assert len(load_datasets(found, tokenizer)[0]) == 10
     write(tmp_path, "x.tsv", "text\na,b\n")
     write(tmp_path, "x.csv", "text\na,b\n")
-    assert len(data.load(settings_for(tmp_path / "x.tsv"), tokenizer)[0]) == 1
+    assert len(load_datasets(settings_for(tmp_path / "x.tsv"), tokenizer)[0]) == 1
     with pytest.raises(UserError, match=r"x.csv:2: has another number of fields"):
-        data.load(settings_for(tmp_path / "x.csv"), tokenizer)
+        load_datasets(settings_for(tmp_path / "x.csv"), tokenizer)
 
 
 def test_eval_fraction_is_disjoint_and_repeatable(tokenizer):
     flags = ("--eval_fraction", "0.1", "--seed", "3")
-    train, held_out = data.load(settings_for(TINY / "train.jsonl", *flags), tokenizer)
+    train, held_out = load_datasets(settings_for(TINY / "train.jsonl", *flags), tokenizer)
     assert (len(train), len(held_out)) == (810, 90)
-    again = data.load(settings_for(TINY / "train.jsonl", *flags), tokenizer)[1]
+    again = load_datasets(settings_for(TINY / "train.jsonl", *flags), tokenizer)[1]
     assert [r["input_ids"] for r in again.dataset] == [r["input_ids"] for r in held_out.dataset]
     questions = {tuple(r["input_ids"]) for r in held_out.dataset}
     assert not questions & {tuple(r["input_ids"]) for r in train.dataset}
@@ -887,27 +891,25 @@ def test_eval_fraction_is_disjoint_and_repeatable(tokenizer):
 
 
 def test_sampler_order_ignores_ranks_and_splits():
-    sampler = data.EpochSampler(10, 4, seed=1)
+    sampler = EpochSampler(10, 4, seed=1)
     first = list(sampler)
     assert len(sampler) == 12 and sorted(first[:10]) == list(range(10)) and first[10:] == [10, 10]
-    assert list(data.EpochSampler(10, 4, seed=1)) == first
+    assert list(EpochSampler(10, 4, seed=1)) == first
     sampler.set_epoch(1)
     assert list(sampler) != first
-    assert list(data.EpochSampler(3, 2, seed=None)) == [0, 1, 2, 3]
+    assert list(EpochSampler(3, 2, seed=None)) == [0, 1, 2, 3]
 
 
 def test_best_fit_decreasing_loses_nothing_and_overfills_nothing():
     lengths = torch.randint(1, 65, (500,), generator=torch.Generator().manual_seed(0)).tolist()
-    packs = data.best_fit_decreasing(lengths, 64)
+    packs = best_fit_decreasing(lengths, 64)
     assert sorted(i for pack in packs for i in pack) == list(range(500))
     assert all(sum(lengths[i] for i in pack) <= 64 for pack in packs)
     assert len(packs) <= 1.05 * sum(lengths) / 64 + 1
 
 
 def test_collator_masks_padding_by_position_not_by_id():
-    batch = data.Collator(pad_token_id=1)(
-        [{"input_ids": [5, 1], "labels": [-100, 1]}, {"input_ids": [7], "labels": [7]}]
-    )
+    batch = Collator(pad_token_id=1)([{"input_ids": [5, 1], "labels": [-100, 1]}, {"input_ids": [7], "labels": [7]}])
     assert batch["input_ids"].shape == (2, 8)
     assert batch["labels"][0].tolist()[:3] == [-100, 1, -100]  # an end token that is also the pad token is trained
     assert batch["attention_mask"].sum(-1).tolist() == [2, 1]
@@ -917,7 +919,7 @@ def test_text_and_chat_in_one_run_keep_their_control_tokens(tmp_path, tokenizer)
     """Encoding plain text splits control words; the chat rows after it must not inherit that."""
     write(tmp_path, "a.jsonl", [{"text": "plain <|end|> text"}])
     write(tmp_path, "b.jsonl", [EQUAL_ROWS["messages"]] * 2)
-    train, _ = data.load(settings_for(tmp_path), tokenizer)
+    train, _ = load_datasets(settings_for(tmp_path), tokenizer)
     wanted = tokenizer.apply_chat_template(TURNS, return_dict=True)["input_ids"]
     assert train.dataset[1]["input_ids"] == train.dataset[2]["input_ids"] == wanted
 
@@ -933,13 +935,13 @@ def test_eval_data_may_be_named_like_evaluation(tmp_path, tokenizer):
     train_file = write(tmp_path, "train.jsonl", QA * 3)
     write(tmp_path, "validation.jsonl", QA)
     for value in (tmp_path / "validation.jsonl", tmp_path, tmp_path / "val*.jsonl"):
-        _, held_out = data.load(settings_for(train_file, "--eval_data", str(value)), tokenizer)
+        _, held_out = load_datasets(settings_for(train_file, "--eval_data", str(value)), tokenizer)
         assert len(held_out) == 2, value
 
 
 def test_weights_never_leak_into_the_eval_rows(tmp_path, tokenizer):
     file = write(tmp_path, "a.jsonl", [{"text": f"row {i}"} for i in range(20)])
-    train, held_out = data.load(settings_for(f"{file}:3", "--eval_fraction", "0.25"), tokenizer)
+    train, held_out = load_datasets(settings_for(f"{file}:3", "--eval_fraction", "0.25"), tokenizer)
     assert (len(train), len(held_out)) == (45, 5)
     seen = {tuple(r["input_ids"]) for r in train.dataset}
     assert len(seen) == 15 and not seen & {tuple(r["input_ids"]) for r in held_out.dataset}
@@ -949,20 +951,20 @@ def test_weights_never_leak_into_the_eval_rows(tmp_path, tokenizer):
 @pytest.mark.parametrize("strategy", ["random", "sequential", "group_by_length"])
 @pytest.mark.parametrize("packing", [(), ("--packing", "--max_length", "64")])
 def test_a_weight_below_one_takes_other_rows_in_each_epoch(tmp_path, tokenizer, packing, strategy):
-    from zerofit import train as trains
+    from zerofit.train.trainer import ZerofitTrainer
 
     whole = write(tmp_path, "whole.jsonl", [{"text": f"row {i}"} for i in range(7)])
     half = write(tmp_path, "half.jsonl", [{"text": f"{i} halves of some more words"} for i in range(40)])
     settings = settings_for(str(whole), f"{half}:0.5", *packing)
-    train, _ = data.load(settings, tokenizer)
+    train, _ = load_datasets(settings, tokenizer)
     assert train.statistics["left_out_by_weight"] == 20 and (packing or len(train) == 27)
     sequences = train.sequences(settings)
     arguments = SimpleNamespace(
         train_sampling_strategy=strategy, per_device_train_batch_size=2, gradient_accumulation_steps=2, world_size=1, seed=1,
         data_seed=None,
     )  # fmt: skip
-    trainer = SimpleNamespace(train_dataset=data.PaddedToMultiple(sequences, 0), args=arguments, tokens=train)
-    sampler = trains.KitTrainer._get_train_sampler(trainer)
+    trainer = SimpleNamespace(train_dataset=DatasetWithFiller(sequences, 0), args=arguments, tokens=train)
+    sampler = ZerofitTrainer._get_train_sampler(trainer)
     packs = sequences.packs if packing else [[i] for i in range(len(sequences))]
 
     def rows_of(epoch):
@@ -988,7 +990,7 @@ def test_rows_of_an_epoch_of_any_weight():
     for weight in (0.1, 0.3, 1 / 3, 0.5, 1.25, 2.5):
         counts = Counter()
         for epoch in range(20):
-            rows_ = data.rows_of_epoch([weight] * 60, epoch)
+            rows_ = rows_of_epoch([weight] * 60, epoch)
             assert len(rows_) == 60 * weight and rows_ == sorted(rows_)
             counts.update(rows_)
         assert max(counts.values()) - min(counts[i] for i in range(60)) <= 1
@@ -1003,19 +1005,19 @@ def test_mistakes_in_a_worker_end_the_run(tmp_path, tokenizer):
     rows_ = [{"question": "q", "answer": f"a{i}"} for i in range(9000)]
     bad = write(tmp_path, "bad.jsonl", [*rows_[:4000], {"question": "bad", "answer": "x"}, *rows_])
     with pytest.raises(UserError, match=r"bad.jsonl:4001: the chat template refuses"):
-        data.load(settings_for(bad, "--preprocessing_num_workers", "2"), tokenizer)
+        load_datasets(settings_for(bad, "--preprocessing_num_workers", "2"), tokenizer)
     long = write(tmp_path, "long.jsonl", [*rows_, {"question": "q " * 99, "answer": "x"}, *rows_])
     with pytest.raises(UserError, match="--truncation error"):
         flags = ("--preprocessing_num_workers", "2", "--truncation", "error", "--max_length", "64")
-        data.load(settings_for(long, *flags), tokenizer)
+        load_datasets(settings_for(long, *flags), tokenizer)
 
 
 @pytest.mark.fault
 def test_a_killed_worker_ends_the_run(tmp_path, tokenizer, monkeypatch):
-    monkeypatch.setattr(data, "_encode", _die)
+    monkeypatch.setattr(dataset, "_encode", _die)
     file = write(tmp_path, "a.jsonl", QA * 2000)
     with pytest.raises(UserError, match="a tokenising process was killed"):
-        data.load(settings_for(file, "--preprocessing_num_workers", "2"), tokenizer)
+        load_datasets(settings_for(file, "--preprocessing_num_workers", "2"), tokenizer)
 
 
 def _die(chunk, kind):
@@ -1053,16 +1055,16 @@ def test_a_template_that_drops_text_is_refused(tokenizer):
 def test_tool_arguments_become_objects():
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
-    parsed = chat.parse("here", {"messages": turns}, "messages")
+    parsed = conversations.parse("here", {"messages": turns}, "messages")
     assert parsed.turns[1]["tool_calls"][0]["function"]["arguments"] == {"x": 1}
     turns[1]["tool_calls"] = [{"function": {"arguments": "{x"}}]
     with pytest.raises(UserError, match="here: turn 2: 'tool_calls' is not a list of calls"):
-        chat.parse("here", {"messages": turns}, "messages")
+        conversations.parse("here", {"messages": turns}, "messages")
 
 
 @pytest.mark.fault
 def test_a_damaged_fact_file_is_rebuilt(tmp_path, tokenizer):
-    first, _ = data.load(settings_for(write(tmp_path, "a.jsonl", QA * 5)), tokenizer)
+    first, _ = load_datasets(settings_for(write(tmp_path, "a.jsonl", QA * 5)), tokenizer)
     for damage in ("{", "{}", "null"):
-        (data.cache_folder() / f"{first.fingerprint}.json").write_text(damage)
-        assert len(data.load(settings_for(tmp_path / "a.jsonl"), tokenizer)[0]) == 10
+        (dataset.cache_folder() / f"{first.fingerprint}.json").write_text(damage)
+        assert len(load_datasets(settings_for(tmp_path / "a.jsonl"), tokenizer)[0]) == 10

@@ -11,14 +11,18 @@ import pytest
 import torch
 from accelerate.data_loader import prepare_data_loader, skip_first_batches
 
-from zerofit import args, chat, data, rows
+from zerofit.config import parse
+from zerofit.data import conversations, dataset, encoding, sources
+from zerofit.data import tokens as data_tokens
+from zerofit.data.batches import EpochSampler
+from zerofit.data.load import load_datasets
 from zerofit.errors import UserError
 
 FORK = multiprocessing.get_context("fork")
 
 
 def settings_for(*flags):
-    return args.parse("sft", ["--data", *map(str, flags)], 1)
+    return parse.parse("sft", ["--data", *map(str, flags)], 1)
 
 
 def write(file, content):
@@ -35,15 +39,15 @@ def hash_of(tokens) -> str:
 
 
 def _launch(settings, tokenizer, barrier, answers):
-    built, write_table = [], data._write
+    built, write_table = [], dataset._write
 
     def counted(*arguments):
         built.append(1)
         return write_table(*arguments)
 
-    data._write = counted
+    dataset._write = counted
     barrier.wait()
-    train, _ = data.load(settings, tokenizer)
+    train, _ = load_datasets(settings, tokenizer)
     answers.put((hash_of(train), len(built)))
 
 
@@ -60,21 +64,24 @@ def launch(settings, tokenizer, count):
 def big_set(tmp_path, monkeypatch):
     """Settings for 120 rows with a cache of their own, encoded slowly in chunks of ten."""
     monkeypatch.setenv("ZEROFIT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(data, "CHUNK", 10)
-    encode = data._encode
-    monkeypatch.setattr(data, "_encode", lambda chunk, kind: (time.sleep(0.05), encode(chunk, kind))[1])
+    monkeypatch.setattr(data_tokens, "CHUNK", 10)
+    encode = dataset._encode
+    monkeypatch.setattr(dataset, "_encode", lambda chunk, kind: (time.sleep(0.05), encode(chunk, kind))[1])
     file = write(tmp_path / "a.jsonl", [{"question": f"q{i}", "answer": f"a{i}"} for i in range(120)])
     return settings_for(file)
 
 
 def wanted(big_set, tokenizer) -> str:
-    encoder = chat.Encoder(tokenizer)
-    parsed = [(p, chat.parse(p, row, "question/answer")) for p, row in rows.read(rows.Source(_path(big_set)))]
+    encoder = encoding.Encoder(tokenizer)
+    parsed = [
+        (p, conversations.parse(p, row, "question/answer"))
+        for p, row in sources.read_rows(sources.Source(_path(big_set)))
+    ]
     return hashlib.sha256(repr(encoder.encode(parsed)).encode()).hexdigest()
 
 
 def _path(settings):
-    return rows.Path(settings.data[0])
+    return sources.Path(settings.data[0])
 
 
 def test_launches_at_once_build_the_table_once(big_set, tokenizer):
@@ -88,7 +95,7 @@ def test_launches_at_once_build_the_table_once(big_set, tokenizer):
 def test_a_launch_killed_half_way_leaves_the_others_a_whole_table(big_set, tokenizer):
     processes, answers = launch(big_set, tokenizer, 1)
     deadline = time.time() + 30
-    while not any(f.stat().st_size for f in data.cache_folder().glob("*.tmp")):
+    while not any(f.stat().st_size for f in dataset.cache_folder().glob("*.tmp")):
         assert time.time() < deadline and processes[0].is_alive()
         time.sleep(0.01)
     _, answers = launch(big_set, tokenizer, 2)  # they wait for the lock
@@ -104,9 +111,9 @@ def test_a_launch_killed_half_way_leaves_the_others_a_whole_table(big_set, token
 @pytest.mark.fault
 @pytest.mark.parametrize("damage", ["none", "truncated", "flipped", "removed", "no facts"])
 def test_a_damaged_table_is_built_again_by_one_launch(big_set, tokenizer, damage):
-    first, _ = data.load(big_set, tokenizer)
+    first, _ = load_datasets(big_set, tokenizer)
     right = hash_of(first)
-    table = data.cache_folder() / f"{first.fingerprint}.arrow"
+    table = dataset.cache_folder() / f"{first.fingerprint}.arrow"
     content, times = bytearray(table.read_bytes()), table.stat()
     table.unlink()
     if damage == "flipped":  # same size, same time: only the checksum can tell
@@ -153,13 +160,13 @@ def test_odd_paths_are_one_sentence(tmp_path, tokenizer, record_property):
     for value, says in wrong:
         for flags in (["--data", value], ["--data", str(tmp_path / "a.jsonl"), "--eval_data", value]):
             with pytest.raises(UserError) as caught:
-                data.load(args.parse("sft", flags, 1), tokenizer)
+                load_datasets(parse.parse("sft", flags, 1), tokenizer)
             assert says in str(caught.value) and "\n" not in str(caught.value), value
-    assert len(data.load(settings_for(f"{tmp_path}/**/a.jsonl"), tokenizer)[0]) == 1
+    assert len(load_datasets(settings_for(f"{tmp_path}/**/a.jsonl"), tokenizer)[0]) == 1
     with pytest.raises(UserError, match="--chat_template"):
-        chat.choose_template("{% for m in messages %}" * 50, tokenizer)
+        conversations.choose_template("{% for m in messages %}" * 50, tokenizer)
     with pytest.raises(UserError, match="--config ~nouser"):
-        args.parse("sft", ["--config", "~nouser/a.yaml"], 1)
+        parse.parse("sft", ["--config", "~nouser/a.yaml"], 1)
 
 
 @pytest.mark.bad_input
@@ -172,7 +179,7 @@ def test_files_without_permission(tmp_path, tokenizer):
         locked.chmod(0)
         try:
             with pytest.raises(UserError, match="Permission denied"):
-                data.load(settings_for(named), tokenizer)
+                load_datasets(settings_for(named), tokenizer)
         finally:
             locked.chmod(mode)
 
@@ -180,16 +187,16 @@ def test_files_without_permission(tmp_path, tokenizer):
 @pytest.mark.bad_input
 def test_a_file_that_fails_while_it_is_read_for_the_fingerprint(tmp_path, tokenizer, monkeypatch):
     file = write(tmp_path / "a.jsonl", [{"text": "a"}])
-    real = rows.Path.open
+    real = sources.Path.open
 
     def refuse(path, *arguments, **named):
         if path == file:
             raise PermissionError(13, "Permission denied", str(path))
         return real(path, *arguments, **named)
 
-    monkeypatch.setattr(rows.Path, "open", refuse)
+    monkeypatch.setattr(sources.Path, "open", refuse)
     with pytest.raises(UserError, match=r"a.jsonl: cannot be read: Permission denied\."):
-        data.load(settings_for(file), tokenizer)
+        load_datasets(settings_for(file), tokenizer)
 
 
 def test_a_saved_dataset_dict_brings_its_splits(tmp_path, tokenizer):
@@ -198,14 +205,14 @@ def test_a_saved_dataset_dict_brings_its_splits(tmp_path, tokenizer):
     parts = {"train": 5, "test": 2, "extra": 3}
     made = {n: Dataset.from_list([{"text": f"{n} {i}"} for i in range(k)]) for n, k in parts.items()}
     DatasetDict(made).save_to_disk(tmp_path / "saved")
-    train, held_out = data.load(settings_for(tmp_path / "saved"), tokenizer)
+    train, held_out = load_datasets(settings_for(tmp_path / "saved"), tokenizer)
     assert (len(train), len(held_out)) == (5, 2)
-    train, held_out = data.load(settings_for(tmp_path / "saved", "--data_split", "extra"), tokenizer)
+    train, held_out = load_datasets(settings_for(tmp_path / "saved", "--data_split", "extra"), tokenizer)
     assert (len(train), len(held_out)) == (3, 2)
     with pytest.raises(UserError, match="has no split 'trian', only train, test, extra; name one with --data_split"):
-        data.load(settings_for(tmp_path / "saved", "--data_split", "trian"), tokenizer)
+        load_datasets(settings_for(tmp_path / "saved", "--data_split", "trian"), tokenizer)
     DatasetDict({"test": made["test"]}).save_to_disk(tmp_path / "only")
-    _, held_out = data.load(settings_for(tmp_path / "saved", "--eval_data", tmp_path / "only"), tokenizer)
+    _, held_out = load_datasets(settings_for(tmp_path / "saved", "--eval_data", tmp_path / "only"), tokenizer)
     assert len(held_out) == 2
 
 
@@ -214,7 +221,7 @@ def test_a_real_line_of_100_megabytes(tmp_path, tokenizer):
     file = tmp_path / "a.jsonl"
     file.write_bytes(b'{"text": "a"}\n{"text": "' + b"x" * 100_000_000 + b'"}\n')
     with pytest.raises(UserError, match=r"a.jsonl:2: the line is longer than 64 M characters"):
-        data.load(settings_for(file), tokenizer)
+        load_datasets(settings_for(file), tokenizer)
 
 
 @pytest.mark.bad_input
@@ -238,7 +245,7 @@ def test_a_real_line_of_100_megabytes(tmp_path, tokenizer):
 )
 def test_nulls_and_masks_that_do_not_fit(tmp_path, tokenizer, line, says):
     with pytest.raises(UserError) as caught:
-        data.load(settings_for(write(tmp_path / "a.jsonl", line + "\n")), tokenizer)
+        load_datasets(settings_for(write(tmp_path / "a.jsonl", line + "\n")), tokenizer)
     assert str(caught.value).startswith(f"{tmp_path}/a.jsonl:1: ") and says in str(caught.value)
 
 
@@ -259,7 +266,7 @@ def test_nulls_and_masks_that_do_not_fit(tmp_path, tokenizer, line, says):
 def test_trl_masks_become_labels(tmp_path, tokenizer, columns, labels):
     """As TRL's collator does: labels (else the ids), without what either mask takes out."""
     file = write(tmp_path / "a.jsonl", [{"input_ids": [5, 6, 7, 1], **columns}])
-    train, _ = data.load(settings_for(file), tokenizer)
+    train, _ = load_datasets(settings_for(file), tokenizer)
     assert train.statistics["format"] == "tokens" and train.dataset[0]["input_ids"] == [5, 6, 7, 1]
     assert train.dataset[0]["labels"] == labels
 
@@ -283,7 +290,7 @@ def steps(ranks: int, micro: int, effective: int, epoch: int, skip: int = 0) -> 
     accumulation, per_rank = effective // micro // ranks, []
     for rank in range(ranks):
         loader = torch.utils.data.DataLoader(
-            list(range(101)), batch_size=micro, sampler=data.EpochSampler(100, effective, seed=3), collate_fn=list
+            list(range(101)), batch_size=micro, sampler=EpochSampler(100, effective, seed=3), collate_fn=list
         )
         loader = prepare_data_loader(loader, num_processes=ranks, process_index=rank, dispatch_batches=False)
         loader.set_epoch(epoch)
@@ -295,7 +302,7 @@ def steps(ranks: int, micro: int, effective: int, epoch: int, skip: int = 0) -> 
 
 @pytest.mark.parametrize("epoch", [0, 1])
 def test_the_order_and_where_it_resumes_ignore_ranks_and_micro_batch(epoch):
-    effective, sampler = 16, data.EpochSampler(100, 16, seed=3)
+    effective, sampler = 16, EpochSampler(100, 16, seed=3)
     sampler.set_epoch(epoch)
     order = list(sampler)
     whole = [order[i : i + effective] for i in range(0, len(order), effective)]

@@ -17,8 +17,9 @@ import pytest
 import torch
 from packaging.specifiers import SpecifierSet
 
-from zerofit import args, doctor
+from zerofit.config import parse
 from zerofit.errors import UserError
+from zerofit.launch import doctor
 
 
 def only(found):
@@ -46,7 +47,7 @@ def test_a_version_outside_of_the_tested_set(monkeypatch):
     found = doctor.known_problems()
     assert "fail" in {f.level for f in found} and any("issues/8224" in f.text for f in found)
     with pytest.raises(UserError, match=r"deepspeed 0\.18\.5"):
-        doctor.heed(doctor.installation())
+        doctor.raise_or_warn(doctor.installation())
 
 
 def test_a_package_that_is_missing(monkeypatch):
@@ -84,12 +85,12 @@ def test_a_stale_lock(monkeypatch, tmp_path):
 
 
 def test_variables(monkeypatch):
-    from zerofit import world
+    from zerofit import distributed
 
     for name in (*doctor.CHANGES_BEHAVIOUR, "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
     assert only(doctor.variables())[0] == "ok"
-    monkeypatch.setattr(world, "cores", lambda: 16)
+    monkeypatch.setattr(distributed, "cores", lambda: 16)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
     assert [f.name for f in doctor.variables()] == ["OMP_NUM_THREADS", "CUDA_LAUNCH_BLOCKING"]
@@ -122,13 +123,13 @@ def test_a_port_in_use():
 
 
 def test_a_key_that_deepspeed_ignores(monkeypatch, tmp_path):
-    from zerofit import args
+    from zerofit import paths
 
     (tmp_path / "deepspeed_configs").mkdir()
     (tmp_path / "deepspeed_configs" / "mine.json").write_text(
         '{"zero_optimization": {"stage": 2}, "gradient_cliping": 1}'
     )
-    monkeypatch.setattr(args, "ROOT", tmp_path)
+    monkeypatch.setattr(paths, "ROOT", tmp_path)
     level, text = only(doctor.json_files())
     assert level == "fail" and "gradient_cliping" in text
 
@@ -182,7 +183,7 @@ def test_no_more_processes_than_the_machine_bears():
 
 
 def test_room_for_checkpoints(monkeypatch, tmp_path):
-    settings = args.parse("sft", ["--save_total_limit", "2", "--output_dir", str(tmp_path / "new")], 1)
+    settings = parse.parse("sft", ["--save_total_limit", "2", "--output_dir", str(tmp_path / "new")], 1)
     net = torch.nn.Linear(10**5, 10**5, bias=False, device="meta")
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(total=0, free=100 * 10**9))
     level, text = only(doctor.room(settings, net))  # 3 x 14 bytes x 1e10 and 2 bytes x 1e10
@@ -206,10 +207,10 @@ def test_a_job_is_told_what_concerns_it(monkeypatch):
     net = torch.nn.Linear(2, 2, device="meta")
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
     monkeypatch.setenv("DS_SKIP_CUDA_CHECK", "1")
-    found = doctor.of_job(args.parse("sft", ["--zero", "2", "--offload", "optimizer"], 1), net)
+    found = doctor.of_job(parse.parse("sft", ["--zero", "2", "--offload", "optimizer"], 1), net)
     assert "NCCL_P2P_DISABLE" not in {f.name for f in found}  # on a CPU
     assert {"DS_SKIP_CUDA_CHECK", "host memory"} <= {f.name for f in found}
-    assert any("DS_SKIP_CUDA_CHECK is" in s or s.startswith("DS_SKIP_CUDA_CHECK") for s in doctor.heed(found))
+    assert any("DS_SKIP_CUDA_CHECK is" in s or s.startswith("DS_SKIP_CUDA_CHECK") for s in doctor.raise_or_warn(found))
 
 
 def test_rules_of_python_and_cuda(monkeypatch):
@@ -269,7 +270,7 @@ def test_nvcc_is_compared_as_deepspeed_does(monkeypatch, tmp_path, nvcc, torchs,
 
 
 def test_locked_memory_where_something_locks_it(monkeypatch):
-    from zerofit import doctor_nodes
+    from zerofit.launch import doctor_nodes
 
     monkeypatch.setattr(resource, "getrlimit", lambda what: (8 * 2**20, 8 * 2**20))
     monkeypatch.setattr(doctor_nodes, "infiniband", lambda: ["mlx5_0"])

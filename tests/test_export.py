@@ -19,8 +19,11 @@ import torch
 from conftest import ROOT, TINY, run_world
 from safetensors.torch import load_file, save_file
 
-from zerofit import agreement, card, export, merge, report, saved, shards, talk
 from zerofit.errors import UserError
+from zerofit.export import chat, compare, export, merge, model_card
+from zerofit.export import source as export_source
+from zerofit.paths import size_of
+from zerofit.train.checkpoint import zero_shards
 
 FLAGS = [
     "--data", str(TINY / "train.jsonl"), "--max_samples", "32", "--effective_batch_size", "8", "--num_samples", "0",
@@ -80,7 +83,7 @@ def logits(folder, ids, as_trained=False, **kwargs):
     loader = AutoPeftModelForCausalLM if (folder / "adapter_config.json").exists() else AutoModelForCausalLM
     with torch.no_grad():
         if as_trained:
-            return saved.load(saved.find(str(folder)))(input_ids=ids).logits.float()
+            return export_source.load(export_source.find(str(folder)))(input_ids=ids).logits.float()
         return loader.from_pretrained(folder, **kwargs).eval()(input_ids=ids).logits.float()
 
 
@@ -105,7 +108,7 @@ def test_the_same_bits_come_back(runs, tmp_path, name, relative):
             config["dtype"] == str(dtype).removeprefix("torch.")
             and (tmp_path / "out" / "generation_config.json").exists()
         )
-        assert "lm_head.weight" not in shards.Weights(tmp_path / "out").where  # tied; ZeRO had saved it twice
+        assert "lm_head.weight" not in zero_shards.Weights(tmp_path / "out").where  # tied; ZeRO had saved it twice
     assert "{% for" in (tmp_path / "out" / "chat_template.jinja").read_text().replace("{%-", "{%")
 
 
@@ -125,7 +128,7 @@ def test_float32_takes_the_masters(runs, tmp_path, capsys):
     masters, kept = load_file(tmp_path / "out" / "model.safetensors"), load_file(checkpoint / "model.safetensors")
     assert all(torch.equal(tensor.bfloat16(), kept[name]) for name, tensor in masters.items())
     assert sum((tensor != kept[name].float()).sum().item() for name, tensor in masters.items()) > 100_000
-    states = shards.read(checkpoint)
+    states = zero_shards.read(checkpoint)
     assert all(torch.equal(tensor, states.whole(name)) for name, tensor in masters.items())
 
 
@@ -181,9 +184,9 @@ def test_a_spoilt_export_is_refused(runs, tmp_path, monkeypatch, name, flags, sp
 @pytest.mark.fault
 @pytest.mark.slow
 def test_a_wrong_scale_is_refused(runs, tmp_path, monkeypatch):
-    one = merge.one
+    one = merge.merge_tensor
     monkeypatch.setattr(
-        merge, "one", lambda found, *rest: one(saved.Saved(found.folder, found.run, found.facts, found.adapter | {"lora_alpha": 31}), *rest)
+        merge, "merge_tensor", lambda found, *rest: one(export_source.Saved(found.folder, found.run, found.facts, found.adapter | {"lora_alpha": 31}), *rest)
     )  # fmt: skip
     with pytest.raises(UserError, match="the export does not compute"):
         exported(runs["lora2"].folder, tmp_path / "out", "--merge", "--dtype", "float32")
@@ -191,9 +194,9 @@ def test_a_wrong_scale_is_refused(runs, tmp_path, monkeypatch):
 
 @pytest.mark.bad_input
 def test_a_master_of_another_model_is_not_taken(runs, tmp_path, monkeypatch):
-    whole = shards.States.whole
+    whole = zero_shards.OptimizerStates.whole
     monkeypatch.setattr(
-        shards.States,
+        zero_shards.OptimizerStates,
         "whole",
         lambda self, name, key="fp32": whole(self, name, key) * (1.5 if "layers.3" in name else 1),
     )
@@ -303,11 +306,11 @@ def test_shards_without_a_model_file(runs, tmp_path):
         ignore=shutil.ignore_patterns("model.safetensors", "zerofit.json"),
     )
     exported(foreign, tmp_path / "out", "--dtype", "float32")
-    states, found = shards.read(foreign), load_file(tmp_path / "out" / "model.safetensors")
+    states, found = zero_shards.read(foreign), load_file(tmp_path / "out" / "model.safetensors")
     assert set(found) == set(states.shapes) and all(torch.equal(t, states.whole(n)) for n, t in found.items())
     (foreign / "config.json").unlink()
     with pytest.raises(UserError, match=r"holds DeepSpeed's shards and no config\.json"):
-        saved.find(str(foreign))
+        export_source.find(str(foreign))
 
 
 @pytest.mark.slow
@@ -325,7 +328,7 @@ def test_a_model_of_another_program(runs, tmp_path):
 
 MEASURE = """
 import sys, threading, time
-from zerofit import export
+from zerofit.export import export
 def anonymous():
     return next(int(line.split()[1]) / 1e3 for line in open("/proc/self/status") if line.startswith("RssAnon"))
 peak, done = [0], threading.Event()
@@ -363,7 +366,7 @@ def test_writing_holds_one_file_not_the_model(tmp_path, merged):
         net.peft_config["default"].base_model_name_or_path = str(source)
         net.save_pretrained(tmp_path / "adapter")
         source, flags = tmp_path / "adapter", ["--merge"]
-    assert report.size_of(tmp_path / "model") > 200e6
+    assert size_of(tmp_path / "model") > 200e6
     done = subprocess.run(
         [sys.executable, "-c", MEASURE, str(source), "--out", str(tmp_path / "out"), "--max_shard_size", "20MB", "--check", "false", *flags],
         capture_output=True, text=True, check=False,
@@ -390,7 +393,7 @@ class Api:
 def test_push(runs, tmp_path, monkeypatch, capsys):
     import huggingface_hub
 
-    from zerofit import hub
+    from zerofit.data import hub
 
     final, token = str(runs["sft0"].folder), {"value": "hf_secret"}
     monkeypatch.setattr(huggingface_hub, "HfApi", Api)
@@ -424,12 +427,12 @@ def test_push(runs, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("name", ["sft0", pytest.param("lora2", marks=pytest.mark.slow)])
 def test_chat_from_a_pipe(runs, monkeypatch, capsys, name):
     asked = []
-    answer = talk._answer
+    answer = chat._answer
     monkeypatch.setattr(
-        talk, "_answer", lambda net, words, turns, *rest: asked.append(len(turns)) or answer(net, words, turns, *rest)
+        chat, "_answer", lambda net, words, turns, *rest: asked.append(len(turns)) or answer(net, words, turns, *rest)
     )
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n\nAnd then?\n/help\n/n\n/new\nHello\n/quit\nnever\n"))
-    talk.main([str(runs[name].folder), "--max_new_tokens", "8"])
+    chat.main([str(runs[name].folder), "--max_new_tokens", "8"])
     assert asked == [1, 3, 1]
     out, err = capsys.readouterr()
     said = out.splitlines()
@@ -441,7 +444,7 @@ def test_chat_from_a_pipe(runs, monkeypatch, capsys, name):
         "> /new",
         "> Hello",
     ]
-    assert said[said.index("> /help") + 1] == talk.HELP and said[said.index("> /n") + 1].startswith(
+    assert said[said.index("> /help") + 1] == chat.HELP and said[said.index("> /n") + 1].startswith(
         "/n is no command; "
     )
     assert said[1] == said[-1]  # greedy, and nothing of the first talk in the second
@@ -497,7 +500,7 @@ def test_the_long_matrix_merged(more_runs, tmp_path, name, dtype, capsys):
 @pytest.mark.slow
 def test_a_4bit_adapter_in_the_original_weights_is_refused(more_runs, tmp_path, monkeypatch):
     def original(found, device):
-        net = saved.load_base(saved.Saved(found.folder, adapter=found.adapter, base=found.base), device)
+        net = export_source.load_base(export_source.Saved(found.folder, adapter=found.adapter, base=found.base), device)
         net.dequantize = lambda dtype: net
         return net
 
@@ -513,17 +516,17 @@ def test_a_pissa_checkpoint_does_not_fit_its_base(more_runs, tmp_path):
 
 
 def test_bounds_grow_with_rounding_only():
-    assert set(agreement._bounds(0.0, 4, 1.0, 10.0, False).values()) == {0}
-    assert agreement._bounds(2**-24, 4, 1.0, 10.0, True)["bound_max"] == pytest.approx(1e-3)
-    assert agreement._bounds(2**-8, 8, 1.0, 10.0, True)["bound_mean"] == pytest.approx(4 / 256)
-    assert agreement._bounds(2**-8, 8, 1.0, 10.0, False)["bound_mean"] == pytest.approx(16 / 256)
+    assert set(compare._bounds(0.0, 4, 1.0, 10.0, False).values()) == {0}
+    assert compare._bounds(2**-24, 4, 1.0, 10.0, True)["bound_max"] == pytest.approx(1e-3)
+    assert compare._bounds(2**-8, 8, 1.0, 10.0, True)["bound_mean"] == pytest.approx(4 / 256)
+    assert compare._bounds(2**-8, 8, 1.0, 10.0, False)["bound_mean"] == pytest.approx(16 / 256)
 
 
 def test_updates_that_rounding_takes_back_are_told():
     result = {"merged": True, "mean": 0.02, "effect": 0.03, "independent": 1.0}
-    assert "--dtype float32 keeps it" in agreement._much_rounding(result)
-    assert agreement._much_rounding(result | {"effect": 0.3}) == ""
-    assert "are rounded away" in agreement._much_rounding(result | {"merged": False, "independent": 0.01})
+    assert "--dtype float32 keeps it" in compare._much_rounding(result)
+    assert compare._much_rounding(result | {"effect": 0.3}) == ""
+    assert "are rounded away" in compare._much_rounding(result | {"merged": False, "independent": 0.01})
 
 
 @pytest.mark.parametrize(("ranks", "said"), [(1, "1 rank,"), (2, "2 ranks,")])
@@ -532,5 +535,5 @@ def test_a_card_of_the_bundled_task(ranks, said):
     found = SimpleNamespace(facts={"recipe": "sft", "world_size": ranks}, argument=arguments.get, adapter=None, bits=None,
                             run=None, folder=Path("final"))  # fmt: skip
     told = {"adapter": False, "merged": False, "dtype": "float32", "masters": False, "agreement": None, "notes": []}
-    text = card.text(found, told)
+    text = model_card.text(found, told)
     assert "# sft of zerofit's bundled tiny Llama" in text and f"ZeRO stage 0, {said}" in text

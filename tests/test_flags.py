@@ -12,8 +12,14 @@ import transformers
 from conftest import TINY, Run, recipe_process
 from transformers import TrainerCallback, TrainingArguments
 
-from zerofit import args, data, flags, hub, model, start, train
+from zerofit import recipe
+from zerofit.config import parse as config_parse
+from zerofit.config import transformers_flags
+from zerofit.data import hub
+from zerofit.data.load import load_datasets
 from zerofit.errors import UserError
+from zerofit.model.load import load_model, load_tokenizer
+from zerofit.train.trainer import ZerofitTrainer
 
 _READ = "works: transformers' Trainer reads it in code that KitTrainer leaves as it is (read, not run)"
 _LOGS = "works: test_flags.py::test_log_levels"
@@ -121,7 +127,7 @@ FIELDS = {
     "resume_from_checkpoint": "works: test_resume.py",
     "local_rank": "works: LOCAL_RANK of the launcher decides; transformers keeps the field for old launchers",
 }
-FIELDS |= dict.fromkeys(flags.REFUSED, "refused: test_flags.py::test_refused")
+FIELDS |= dict.fromkeys(transformers_flags.REFUSED, "refused: test_flags.py::test_refused")
 # A value of each refused argument that differs from its default.
 VALUES = {
     "fsdp": "full_shard",
@@ -137,7 +143,7 @@ VALUES = {
 
 
 def parse(*words):
-    return args.parse("sft", list(words), 1)
+    return config_parse.parse("sft", list(words), 1)
 
 
 def test_the_table_has_every_field():
@@ -147,7 +153,7 @@ def test_the_table_has_every_field():
 
 
 @pytest.mark.bad_input
-@pytest.mark.parametrize("name", flags.REFUSED)
+@pytest.mark.parametrize("name", transformers_flags.REFUSED)
 def test_refused(name):
     with pytest.raises(UserError, match=f"--{name} .*: .{{20}}") as caught:
         parse(f"--{name}", VALUES.get(name, "true"))
@@ -209,14 +215,14 @@ def test_accelerator_config(config, says):
 def test_a_tracker_that_is_missing_is_named(monkeypatch, name, says):
     monkeypatch.setattr(importlib.util, "find_spec", lambda *a: None)
     with pytest.raises(UserError) as caught:
-        flags.check_trackers([name])
+        transformers_flags.check_trackers([name])
     assert says in str(caught.value)
 
 
 def test_trackers_are_those_of_transformers():
     from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
-    assert set(flags.TRACKERS) == set(INTEGRATION_TO_CALLBACK)
+    assert set(transformers_flags.TRACKERS) == set(INTEGRATION_TO_CALLBACK)
     parse("--report_to", "none")
 
 
@@ -287,16 +293,16 @@ def environment_as_before():
     os.environ.update(before)
 
 
-def trainer_of(folder, *words, ranks=1) -> train.KitTrainer:
+def trainer_of(folder, *words, ranks=1) -> ZerofitTrainer:
     """The trainer of a recipe's command line, before its first step."""
-    settings = start.settings(
+    settings = recipe.parse(
         "sft", [*SHORT, "--zero", "0", "--save_strategy", "no", "--output_dir", str(folder), *words], 1
     )
-    tokenizer = model.load_tokenizer(settings)
-    sets = data.load(settings, tokenizer)
-    arguments = start.processes(settings, *sets)
+    tokenizer = load_tokenizer(settings)
+    sets = load_datasets(settings, tokenizer)
+    arguments = recipe.start_processes(settings, *sets)
     folder.mkdir(exist_ok=True)
-    return train.KitTrainer(settings, model.load_model(settings, tokenizer), tokenizer, arguments, *sets)
+    return ZerofitTrainer(settings, load_model(settings, tokenizer), tokenizer, arguments, *sets)
 
 
 class Watch(TrainerCallback):
@@ -390,7 +396,7 @@ def test_settings_of_the_data_loader(tmp_path):
     assert (loader.num_workers, loader.prefetch_factor, loader.persistent_workers) == (2, 3, True)
     assert loader.multiprocessing_context.get_start_method() == "fork" and loader.in_order is False
     assert loader.pin_memory is False  # of a CPU's run
-    gpu = args.parse("sft", ["--dataloader_pin_memory", "false"], 1, args_gpu())
+    gpu = config_parse.parse("sft", ["--dataloader_pin_memory", "false"], 1, args_gpu())
     assert gpu.training_values()["dataloader_pin_memory"] is False
 
 

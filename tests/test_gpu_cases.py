@@ -8,7 +8,8 @@ import pytest
 from conftest import ROOT
 from gpu import cases
 
-from zerofit import hardware, resolve
+from zerofit import hardware
+from zerofit.config import resolve
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import gpu_8b
@@ -23,7 +24,7 @@ def test_every_flag_is_accepted(case, monkeypatch):
         pytest.skip(f"{case.package} is not installed")
     monkeypatch.chdir(ROOT)
     flags = shlex.split(case.flags)
-    settings = resolve.settings(case.recipe, [*flags, "--output_dir", "unused"], 1, GPU)
+    settings = resolve.resolve_settings(case.recipe, [*flags, "--output_dir", "unused"], 1, GPU)
     assert not settings.use_cpu and settings.effective_batch_size == 32
     if "--zero" in flags:
         assert settings.zero == flags[flags.index("--zero") + 1]
@@ -35,7 +36,7 @@ def test_every_flag_of_the_benchmark_is_accepted(kind, tmp_path, monkeypatch):
     gpu_8b.write_files()
     for setting in gpu_8b.KINDS[kind]:
         if not setting.package or importlib.util.find_spec(setting.package):
-            settings = resolve.settings(setting.recipe, [*setting.flags(), "--output_dir", "unused"], 1, GPU)
+            settings = resolve.resolve_settings(setting.recipe, [*setting.flags(), "--output_dir", "unused"], 1, GPU)
             assert settings.effective_batch_size == gpu_8b.ROWS, setting.name
 
 

@@ -10,10 +10,15 @@ import pytest
 from conftest import ROOT, TINY, recipe_process
 from datasets import Dataset
 
-from zerofit import args, chat, cli, data, inspection, model
+from zerofit import cli
+from zerofit.config import parse
+from zerofit.data import conversations, encoding
+from zerofit.data.load import load_datasets
 from zerofit.errors import UserError
+from zerofit.model.load import load_tokenizer
+from zerofit.plan import inspect_data
 
-IGNORE = chat.IGNORE
+IGNORE = conversations.IGNORE
 
 
 def rows_file(folder, name, pairs):
@@ -23,13 +28,13 @@ def rows_file(folder, name, pairs):
 
 
 def settings_for(*flags):
-    return args.parse("sft", [str(f) for f in flags], 1)
+    return parse.parse("sft", [str(f) for f in flags], 1)
 
 
 def loaded(*flags):
     settings = settings_for(*flags)
-    tokenizer = model.load_tokenizer(settings)
-    return settings, *data.load(settings, tokenizer), tokenizer
+    tokenizer = load_tokenizer(settings)
+    return settings, *load_datasets(settings, tokenizer), tokenizer
 
 
 def hand_made(rows):
@@ -65,17 +70,17 @@ def test_scan_counts_lengths_loss_and_last_token(tokenizer):
         ([5, 6], [5, IGNORE]),
         ([5, 6, 7, end], [IGNORE, IGNORE, 7, end]),
     ]
-    found = inspection.scan(hand_made(rows), tokenizer)
+    found = inspect_data.scan(hand_made(rows), tokenizer)
     assert found.lengths.tolist() == [4, 5, 3, 2, 4]
     assert found.supervised.tolist() == [2, 2, 2, 0, 2]
     assert found.last.tolist() == [end, 7, end, -1, end]
-    assert inspection.repeats(found.exact) == 1
+    assert inspect_data.repeats(found.exact) == 1
 
 
 def test_scan_of_many_batches_and_of_a_selection(tokenizer):
     rows = [([1 + i % 50] * (2 + i % 7), [IGNORE] + [1 + i % 50] * (1 + i % 7)) for i in range(2500)]
     order = list(range(2499, -1, -2))
-    found = inspection.scan(hand_made(rows).select(order), tokenizer)
+    found = inspect_data.scan(hand_made(rows).select(order), tokenizer)
     assert found.lengths.tolist() == [len(rows[i][0]) for i in order]
     assert (found.supervised == found.lengths - 1).all()
     assert found.last.tolist() == [rows[i][1][-1] for i in order]
@@ -93,7 +98,7 @@ def test_scan_of_many_batches_and_of_a_selection(tokenizer):
     ],
 )
 def test_normalised(one, other, same):
-    assert (inspection.normalise(one) == inspection.normalise(other)) is same
+    assert (inspect_data.normalise(one) == inspect_data.normalise(other)) is same
 
 
 def test_duplicates_and_overlap(tmp_path):
@@ -101,7 +106,7 @@ def test_duplicates_and_overlap(tmp_path):
     held_out = [("Who?", "Bo."), ("WHERE!", "oslo"), ("Why?", "So."), ("Who?", "Ada.")]
     flags = ["--data", rows_file(tmp_path, "a.jsonl", train), "--eval_data", rows_file(tmp_path, "b.jsonl", held_out)]
     settings, train_set, eval_set, tokenizer = loaded(*flags, "--model", TINY / "model")
-    facts, _ = inspection.inspect(settings, train_set, eval_set, tokenizer)
+    facts, _ = inspect_data.inspect(settings, train_set, eval_set, tokenizer)
     assert (facts["training"]["repeated_exact"], facts["training"]["repeated_normalised"]) == (1, 2)
     assert (facts["evaluation"]["repeated_exact"], facts["evaluation"]["repeated_normalised"]) == (0, 0)
     assert facts["overlap"] == {"exact": 1, "normalised": 2}
@@ -125,7 +130,7 @@ def test_rows_repeated_by_weight_are_named_and_are_no_duplicates(tmp_path, zerof
     assert "repeated by weight" in done.stdout and "in the other set" not in done.stdout and " -8" not in done.stdout
     settings, train_set, eval_set, tokenizer = loaded(*flags, "0.1")
     with pytest.raises(UserError, match=r"16.7% of the training rows repeat another"):
-        inspection.check(settings, train_set, eval_set, tokenizer)
+        inspect_data.check_data(settings, train_set, eval_set, tokenizer)
 
 
 @pytest.mark.parametrize("more", [[], ["--streaming", "--max_steps", 2]])
@@ -143,39 +148,41 @@ def test_rows_longer_than_the_model_was_made_for_are_said(tmp_path, more, capfd)
 
 
 def test_histogram_numbers():
-    assert inspection.histogram(np.array([3, 4, 4, 9]), 12) == [
+    assert inspect_data.histogram(np.array([3, 4, 4, 9]), 12) == [
         (3, 3, 1), (4, 4, 2), (5, 5, 0), (6, 6, 0), (7, 7, 0), (8, 8, 0), (9, 9, 1),
     ]  # fmt: skip
-    assert inspection.histogram(np.array([7, 7, 7])) == [(7, 7, 3)]
-    assert inspection.histogram(np.array([0, 99, 100]), 2) == [(0, 99, 2), (100, 199, 1)]
+    assert inspect_data.histogram(np.array([7, 7, 7])) == [(7, 7, 3)]
+    assert inspect_data.histogram(np.array([0, 99, 100]), 2) == [(0, 99, 2), (100, 199, 1)]
     values = np.random.default_rng(0).integers(1, 30_000, 5000)
-    bars = inspection.histogram(values)
+    bars = inspect_data.histogram(values)
     assert len(bars) <= 12 and sum(n for *_, n in bars) == 5000
     for low, high, n in bars:
         assert n == ((values >= low) & (values <= high)).sum()
 
 
 def test_bars():
-    assert inspection.bar(1, 4) == "████" and inspection.bar(0.5, 4) == "██" and inspection.bar(0, 4) == ""
-    assert inspection.bar(1e-9, 4) == "▏" and inspection.bar(5 / 32, 4) == "▋"
+    assert inspect_data.bar(1, 4) == "████" and inspect_data.bar(0.5, 4) == "██" and inspect_data.bar(0, 4) == ""
+    assert inspect_data.bar(1e-9, 4) == "▏" and inspect_data.bar(5 / 32, 4) == "▋"
 
 
 def test_packing_and_padding_numbers():
     settings = SimpleNamespace(
         max_length=16, seed=1, data_seed=None, train_sampling_strategy="random", per_device_train_batch_size=2
     )
-    found = inspection.packing(np.array([16, 10, 6]), settings)
+    found = inspect_data.packing(np.array([16, 10, 6]), settings)
     assert (found["packs"], found["efficiency"]) == (2, 1.0)
     # 16 in any batch makes it 16 wide; the row that is alone is 16, or 10 -> 16, or 6 -> 8 wide (multiples of 8)
     assert 1 - found["unpacked_padding_fraction"] in (32 / 48, 32 / 40)
-    assert inspection.packing(np.array([8] * 6), settings)["unpacked_padding_fraction"] == 0
+    assert inspect_data.packing(np.array([8] * 6), settings)["unpacked_padding_fraction"] == 0
 
 
 # --- the loss span ---
 
 
 def encode(tokenizer, turns):
-    return chat.Encoder(tokenizer).encode([("here", chat.parse("here", {"messages": turns}, "messages"))])[0]
+    return encoding.Encoder(tokenizer).encode([("here", conversations.parse("here", {"messages": turns}, "messages"))])[
+        0
+    ]
 
 
 def test_brackets_stand_exactly_around_the_answers(tokenizer):
@@ -186,10 +193,10 @@ def test_brackets_stand_exactly_around_the_answers(tokenizer):
         {"role": "assistant", "content": "Second."},
     ]
     ids, labels = encode(tokenizer, turns)
-    shown = inspection.render(ids, labels, tokenizer, coloured=False)
+    shown = inspect_data.render(ids, labels, tokenizer, coloured=False)
     assert shown.replace("«", "").replace("»", "") == tokenizer.decode(ids)
     assert [part.split("»")[0] for part in shown.split("«")[1:]] == ["First:\nünï 🙂<|end|>", "Second.<|end|>"]
-    green = inspection.render(ids, labels, tokenizer, coloured=True)
+    green = inspect_data.render(ids, labels, tokenizer, coloured=True)
     assert "\033[32mFirst:\033[0m\n\033[32münï 🙂<|end|>\033[0m" in green and "«" not in green
     assert green.replace("\033[32m", "").replace("\033[0m", "") == tokenizer.decode(ids)
 
@@ -197,18 +204,18 @@ def test_brackets_stand_exactly_around_the_answers(tokenizer):
 def test_long_and_hostile_text_is_tamed(tokenizer):
     ask = {"role": "user", "content": "x" * 5000 + "\033[2J"}
     ids, labels = encode(tokenizer, [ask, {"role": "assistant", "content": "Yes"}])
-    shown = inspection.render(ids, labels, tokenizer, coloured=False)
+    shown = inspect_data.render(ids, labels, tokenizer, coloured=False)
     assert len(shown) < 1000 and "\033" not in shown and "\\x1b[2J" in shown and "«Yes<|end|>»" in shown
 
 
 def test_plain_text_shows_why_its_first_token_stands_outside(tokenizer):
     rows = hand_made([([5, 6, 7], [5, 6, 7])] * 3)
     assert (
-        sum("first token of a row is never trained on" in t for t in inspection.render_rows(rows, tokenizer, False))
+        sum("first token of a row is never trained on" in t for t in inspect_data.render_rows(rows, tokenizer, False))
         == 1
     )
     answers = hand_made([([5, 6, 7], [IGNORE, 6, 7])] * 3)
-    assert not any("first token" in text for text in inspection.render_rows(answers, tokenizer, False))
+    assert not any("first token" in text for text in inspect_data.render_rows(answers, tokenizer, False))
 
 
 @pytest.mark.injection
@@ -227,7 +234,7 @@ def test_what_comes_from_the_data_cannot_steer_the_terminal(tmp_path, zerofit):
 def test_rows_without_a_supervised_end_are_shouted_about(tmp_path, zerofit):
     file = rows_file(tmp_path, "a.jsonl", [("Who?", "Bo."), ("Who?", "word " * 40), ("Where?", "Oslo.")])
     settings, train_set, eval_set, tokenizer = loaded("--data", file, "--model", TINY / "model", "--max_length", 24)
-    facts, _ = inspection.inspect(settings, train_set, eval_set, tokenizer)
+    facts, _ = inspect_data.inspect(settings, train_set, eval_set, tokenizer)
     assert (facts["training"]["end_supervised"], facts["training"]["truncated"]) == (2, 1)
     assert len(facts["warnings"]) == 1 and facts["warnings"][0].startswith("1 of 3 training rows do not end")
     done = zerofit("data", "--data", file, "--model", TINY / "model", "--max_length", "24", "--out", tmp_path / "out")
@@ -254,19 +261,19 @@ def test_limits(tmp_path, flag, good, bad, says):
     flags = ["--model", TINY / "model", "--max_length", 24, "--data", rows_file(tmp_path, "a.jsonl", DUPLICATES)]
     flags += ["--eval_data", rows_file(tmp_path, "b.jsonl", [("WHO", "Bo"), ("Why?", "So.")])]
     settings, *rest = loaded(*flags, f"--{flag}", good)
-    inspection.check(settings, *rest)
+    inspect_data.check_data(settings, *rest)
     with pytest.raises(UserError, match=f"--{flag} {bad:g}: .*{says}") as caught:
-        inspection.check(settings_for(*flags, f"--{flag}", bad), *rest)
+        inspect_data.check_data(settings_for(*flags, f"--{flag}", bad), *rest)
     assert "\n" not in str(caught.value)
 
 
 def test_the_costly_limits_are_off_by_default_and_the_idle_one_says_so(monkeypatch):
     settings, train_set, _, tokenizer = loaded("--data", TINY / "train.jsonl", "--model", TINY / "model")
     with monkeypatch.context() as patched:
-        patched.setattr(inspection, "scan", None)  # a call would fail
-        inspection.check(settings, train_set, None, tokenizer)
+        patched.setattr(inspect_data, "scan", None)  # a call would fail
+        inspect_data.check_data(settings, train_set, None, tokenizer)
     settings.values["max_eval_overlap_fraction"] = 0.0
-    inspection.check(settings, train_set, None, tokenizer)
+    inspect_data.check_data(settings, train_set, None, tokenizer)
     assert settings.decisions[-1] == "max_eval_overlap_fraction is not checked: there are no eval rows"
 
 
@@ -382,7 +389,7 @@ def test_no_line_runs_through_a_legend(tmp_path, monkeypatch):
     monkeypatch.setattr(plt, "close", lambda figure: None)
     values = np.arange(10, 60)
     scan = SimpleNamespace(lengths=values, supervised=values // 2)
-    inspection.plot({"training": scan}, 64, tmp_path / "data.png")
+    inspect_data.plot({"training": scan}, 64, tmp_path / "data.png")
     figure = plt.gcf()
     monkeypatch.undo()
     figure.canvas.draw()

@@ -12,7 +12,9 @@ import psutil
 import pytest
 from conftest import ROOT, TINY, Run
 
-from zerofit import checkpoint, report
+from zerofit import run_folder
+from zerofit.train.checkpoint import integrity
+from zerofit.train.checkpoint.facts import ASIDE
 
 KILLS = int(os.environ.get("ZEROFIT_KILLS", 100))
 FLAGS = [
@@ -48,25 +50,25 @@ def test_killed_at_random_moments(tmp_path, record_property):
     assert process.wait(timeout=3600) == 0, (tmp_path / "whole.err").read_text()[-3000:]
     kills, made = [], 0
     while len(kills) < KILLS:
-        before = max(report.checkpoints(killed), default=0)
+        before = max(run_folder.checkpoints(killed), default=0)
         process = started(killed)
         # From the first imports on; most while it trains and saves.
         deadline = time.monotonic() + 240
         if moments.random() < 0.2:
             deadline = time.monotonic() + moments.uniform(0.1, 8.0)
         while time.monotonic() < deadline and process.poll() is None:
-            if max(report.checkpoints(killed), default=0) > before:
+            if max(run_folder.checkpoints(killed), default=0) > before:
                 deadline = min(deadline, time.monotonic() + moments.uniform(0.0, 1.5))
             time.sleep(0.01)
         assert process.poll() is None, (tmp_path / "killed.err").read_text()[-3000:]
-        aside = (killed / checkpoint.ASIDE).exists()
+        aside = (killed / ASIDE).exists()
         kill(process)
-        newest = max(report.checkpoints(killed), default=0)
+        newest = max(run_folder.checkpoints(killed), default=0)
         done = [json.loads(line)["step"] for line in _lines(killed)]
         kills.append({"at": done[-1] if done else 0, "checkpoint": newest, "while_saving": aside})
         made += max(0, (done[-1] if done else 0) - newest)
         if newest:  # whatever the moment was: the newest folder that has its name is good
-            assert checkpoint.fault(report.checkpoints(killed)[newest]) == ""
+            assert integrity.find_corruption(run_folder.checkpoints(killed)[newest]) == ""
         assert newest >= before
     process = started(killed)
     assert process.wait(timeout=3600) == 0, (tmp_path / "killed.err").read_text()[-3000:]

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from zerofit import kubernetes, launch, world
+from zerofit import distributed
 from zerofit.errors import UserError
+from zerofit.launch import launch
+from zerofit.launch.cluster import kubernetes
 
 ROOT = Path(__file__).resolve().parents[1]
 KINDS = list(kubernetes.TEMPLATES)
@@ -332,7 +334,7 @@ def test_the_launch_takes_a_pods_command_line(capsys):
     found = rendered(
         capsys, "--gpus", "2", "recipes/sft.py", "--use_cpu", "true", "--run_name", "two $words 'and' \"quotes\""
     )
-    env = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "demo-master-0", "MASTER_PORT": str(world.free_port()), "PET_NNODES": "1",
+    env = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "demo-master-0", "MASTER_PORT": str(distributed.free_port()), "PET_NNODES": "1",
            "PET_NODE_RANK": "0", "PET_NPROC_PER_NODE": "2"}  # fmt: skip
     one = container(found)
     words = expanded(one["command"] + one["args"], env)

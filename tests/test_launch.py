@@ -15,8 +15,12 @@ import psutil
 import pytest
 from conftest import ROOT, TINY, Run, recipe_process
 
-from zerofit import args, launch, quiet, report, train, world
+from zerofit import command_line, distributed, log_filters, run_folder
+from zerofit.config import parse, show
 from zerofit.errors import UserError
+from zerofit.launch import prepare
+from zerofit.train import progress, trainer
+from zerofit.train.checkpoint import resume
 
 BIN = Path(sys.executable).parent
 SHORT = [
@@ -134,7 +138,7 @@ def test_make_and_the_run_folder(tmp_path):
     assert facts["arguments"]["zero"] == {"value": "3", "source": "flag"}
     assert facts["arguments"]["gradient_accumulation_steps"]["source"] == "decided"
     assert set(facts["versions"]) >= {"torch", "transformers", "accelerate", "deepspeed", "peft", "datasets", "python"}
-    assert "zerofit.torchrun" in facts["command"] and facts["world_size"] == 2
+    assert "zerofit.launch.torchrun" in facts["command"] and facts["world_size"] == 2
     assert facts["data"]["training"]["fingerprint"] and facts["decisions"]
     resolved = found.json("deepspeed.json")
     assert "auto" not in json.dumps(resolved)
@@ -179,17 +183,17 @@ def test_help_lists_every_verb_and_flag():
 
 
 def test_commands_place_processes_and_nothing_else():
-    for launcher in launch.LAUNCHERS:
-        words = launch.command(launcher, 4, 1234, Path("recipes/sft.py"), ["--model", "a 'b' ; c"])
+    for launcher in prepare.LAUNCHERS:
+        words = prepare.command(launcher, 4, 1234, Path("recipes/sft.py"), ["--model", "a 'b' ; c"])
         assert words[-3:] == ["recipes/sft.py", "--model", "a 'b' ; c"] and "4" in words and "1234" in words
         placement = " ".join(words[: words.index("recipes/sft.py")])
         assert "zero_stage" not in placement and "json" not in placement and "bf16" not in placement
-    assert launch.command("torchrun", 1, 1, Path("r.py"), [])[1:] == ["r.py"]
+    assert prepare.command("torchrun", 1, 1, Path("r.py"), [])[1:] == ["r.py"]
 
 
 def test_secrets_are_hidden():
     assert (
-        report.hide_secrets(["a", "--hub_token", "x", "--hub-token=y"])
+        command_line.hide_secrets(["a", "--hub_token", "x", "--hub-token=y"])
         == "a --hub_token '<hidden>' '--hub-token=<hidden>'"
     )
 
@@ -230,7 +234,7 @@ def test_taken_port_is_named(tmp_path):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        assert not world.port_is_free(port)
+        assert not distributed.port_is_free(port)
         done = make("sft", f"PORT={port}", f"OUT={tmp_path / 'run'}")
         assert f"PORT={port} is in use" in done.stderr
     assert not (tmp_path / "run").exists()
@@ -356,7 +360,7 @@ def test_resume_continues_where_the_run_stopped(tmp_path):
 def test_there_is_nothing_to_resume(tmp_path, value, says):
     flags = [*SHORT, "--output_dir", str(tmp_path / "new"), "--resume_from_checkpoint", value]
     with pytest.raises(UserError, match=says):
-        report.choose_folder(args.parse("sft", flags, 1))
+        resume.choose_folder(parse.parse("sft", flags, 1))
     assert not (tmp_path / "new").exists()
 
 
@@ -430,18 +434,18 @@ def test_interrupt_leaves_no_process_and_says_how_to_go_on(tmp_path):
     ],
 )
 def test_a_bar_never_shares_a_terminal_with_the_step_lines(monkeypatch, out, err, flags, wanted):
-    settings = args.parse("sft", list(flags), 1)
-    monkeypatch.setattr(train.sys, "stdout", SimpleNamespace(isatty=lambda: out, write=len, flush=lambda: None))
-    monkeypatch.setattr(train.sys, "stderr", SimpleNamespace(isatty=lambda: err, write=len, flush=lambda: None))
-    assert train.wants_bar(settings) is wanted
+    settings = parse.parse("sft", list(flags), 1)
+    monkeypatch.setattr(trainer.sys, "stdout", SimpleNamespace(isatty=lambda: out, write=len, flush=lambda: None))
+    monkeypatch.setattr(trainer.sys, "stderr", SimpleNamespace(isatty=lambda: err, write=len, flush=lambda: None))
+    assert progress.wants_bar(settings) is wanted
 
 
 def test_bars_of_transformers_are_off_on_a_terminal_too(monkeypatch):
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.enable_progress_bar()
-    monkeypatch.setattr(quiet.sys, "stderr", SimpleNamespace(isatty=lambda: True, write=len, flush=lambda: None))
-    quiet.libraries()
+    monkeypatch.setattr(log_filters.sys, "stderr", SimpleNamespace(isatty=lambda: True, write=len, flush=lambda: None))
+    log_filters.libraries()
     assert not transformers_logging.is_progress_bar_enabled()
 
 
@@ -449,11 +453,11 @@ def test_how_threads_wait_is_the_users_to_say(monkeypatch):
     names = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
     for name in names:
         monkeypatch.delenv(name, raising=False)
-    assert launch.environment(1)["OMP_WAIT_POLICY"] == "passive"
+    assert prepare.environment(1)["OMP_WAIT_POLICY"] == "passive"
     for name in names:
         with monkeypatch.context() as context:
             context.setenv(name, "active")
-            assert "OMP_WAIT_POLICY" not in launch.environment(1)
+            assert "OMP_WAIT_POLICY" not in prepare.environment(1)
 
 
 def test_files_are_readable_by_whom_the_umask_says(tmp_path):
@@ -466,7 +470,7 @@ def test_files_are_readable_by_whom_the_umask_says(tmp_path):
     try:
         save_file({"x": torch.zeros(1)}, tmp_path / "final" / "model.safetensors")
         (tmp_path / "final" / "config.json").touch()
-        report.readable(tmp_path / "final")
+        run_folder.readable(tmp_path / "final")
     finally:
         os.umask(before)
     assert {oct(file.stat().st_mode & 0o777) for file in (tmp_path / "final").iterdir()} == {"0o640"}
@@ -474,17 +478,17 @@ def test_files_are_readable_by_whom_the_umask_says(tmp_path):
 
 def test_the_arguments_are_shown_by_group(tmp_path):
     missing = tmp_path / "none.jsonl"
-    text = report.summary(args.parse("lora", ["--model", "org/model", "--data", str(missing), "--lora_r", "4"], 1))
+    text = show.summary(parse.parse("lora", ["--model", "org/model", "--data", str(missing), "--lora_r", "4"], 1))
     lines = text.splitlines()
     headings = [line.strip() for line in lines if line.startswith(" ") and not line.startswith("  ")]
     assert headings == ["run", "supervision", "offload", "model", "data", "memory", "optimizer", "lora", "transformers"]
     assert re.search(r"^  warmup_steps +0\.03 of all steps +default$", text, re.M)
     assert re.search(r"^  effective_batch_size +32 +default$", text, re.M)
     assert f"  note: --data {missing}: no such file or folder." in lines
-    assert not any("note: " in line for line in report.summary(args.parse("sft", [], 1)).splitlines())
+    assert not any("note: " in line for line in show.summary(parse.parse("sft", [], 1)).splitlines())
 
 
 @pytest.mark.bad_input
 def test_a_folder_that_takes_no_file_is_refused():
     with pytest.raises(UserError, match=r"--output_dir /proc/x: /proc cannot be written to: "):
-        report.choose_folder(args.parse("sft", ["--output_dir", "/proc/x"], 1))
+        resume.choose_folder(parse.parse("sft", ["--output_dir", "/proc/x"], 1))

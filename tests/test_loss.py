@@ -8,9 +8,11 @@ from hypothesis import strategies as st
 from test_training import flags
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from zerofit import args, loss, mlp, resolve, start
-from zerofit.allocations import Allocations
+from zerofit import recipe as zerofit_recipe
+from zerofit.config import parse, resolve
 from zerofit.errors import UserError
+from zerofit.model import fused_loss, tiled_mlp
+from zerofit.train.tensor_owners import Allocations
 
 
 def apart(a, b) -> float:
@@ -50,7 +52,7 @@ def value_and_gradients(function, inputs, divisor=100.0, **more):
 def test_fp32_equals_the_dense_loss(rows, scale, softcap, bias, record_property):
     inputs = problem(bias=bias)
     wanted = value_and_gradients(dense, inputs, scale=scale, softcap=softcap)
-    found = value_and_gradients(loss.linear_cross_entropy, inputs, scale=scale, softcap=softcap, rows=rows)
+    found = value_and_gradients(fused_loss.linear_cross_entropy, inputs, scale=scale, softcap=softcap, rows=rows)
     largest = max(apart(a, b) for a, b in zip(found, wanted, strict=True))
     record_property("relative_difference", largest)
     assert largest < 1e-6
@@ -62,7 +64,7 @@ def test_fp32_equals_the_dense_loss(rows, scale, softcap, bias, record_property)
 def test_every_chunk_size_gives_the_same(tokens, vocabulary, rows, bias, seed):
     inputs = problem(tokens, vocabulary, 8, torch.float64, bias, seed)
     wanted = value_and_gradients(dense, inputs)
-    found = value_and_gradients(loss.linear_cross_entropy, inputs, rows=rows)
+    found = value_and_gradients(fused_loss.linear_cross_entropy, inputs, rows=rows)
     for a, b in zip(found, wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-13)
 
@@ -74,7 +76,7 @@ def test_half_precision_is_as_close_to_fp64_as_the_dense_loss(dtype, digits):
     inputs = problem(tokens=512, vocabulary=1000, features=64, dtype=dtype)
     exact = value_and_gradients(dense, [t if t.dtype == torch.long else t.double() for t in detached(inputs)])
     rounded = value_and_gradients(dense, inputs)
-    found = value_and_gradients(loss.linear_cross_entropy, inputs, rows=48)
+    found = value_and_gradients(fused_loss.linear_cross_entropy, inputs, rows=48)
     assert found[0].dtype == torch.float32 and apart(found[0], exact[0]) < 1e-4
     for a, b, c in zip(found[1:], rounded[1:], exact[1:], strict=True):
         assert a.dtype == dtype and apart(a, c) < 1.5 * max(apart(b, c), digits / 2)
@@ -91,7 +93,7 @@ def test_fp16_gradients_do_not_vanish_before_the_loss_scale():
     exact = value_and_gradients(
         dense, [t if t.dtype == torch.long else t.double() for t in detached(inputs)], 1e6 / 65536
     )
-    found = value_and_gradients(loss.linear_cross_entropy, inputs, 1e6 / 65536)
+    found = value_and_gradients(fused_loss.linear_cross_entropy, inputs, 1e6 / 65536)
     assert all(apart(a, b) < 2e-3 for a, b in zip(found[1:], exact[1:], strict=True))
 
 
@@ -100,19 +102,19 @@ def test_autocast_with_fp32_weights():
     inputs = problem()
     with torch.autocast("cpu", torch.bfloat16):
         wanted = value_and_gradients(dense, inputs)
-        found = value_and_gradients(loss.linear_cross_entropy, inputs, rows=50)
+        found = value_and_gradients(fused_loss.linear_cross_entropy, inputs, rows=50)
     assert apart(found[0], wanted[0]) < 1e-6
     assert all(a.dtype == torch.float32 and apart(a, b) < 8e-3 for a, b in zip(found[1:], wanted[1:], strict=True))
 
 
 def test_no_label_at_all():
     hidden, weight, bias, labels = problem()
-    found = value_and_gradients(loss.linear_cross_entropy, (hidden, weight, bias, torch.full_like(labels, -100)))
+    found = value_and_gradients(fused_loss.linear_cross_entropy, (hidden, weight, bias, torch.full_like(labels, -100)))
     assert all((t == 0).all() for t in found)
 
 
 def test_a_second_backward_is_refused():
-    value = loss.linear_cross_entropy(*problem())
+    value = fused_loss.linear_cross_entropy(*problem())
     value.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="already run"):
         value.backward()
@@ -126,11 +128,11 @@ def test_bytes():
     with Allocations() as wanted:
         dense(hidden, weight, bias, labels).backward()
     with Allocations() as full:
-        loss.linear_cross_entropy(hidden, weight, bias, labels, rows=rows).backward()
+        fused_loss.linear_cross_entropy(hidden, weight, bias, labels, rows=rows).backward()
     with Allocations() as frozen:
-        loss.linear_cross_entropy(hidden, weight.detach(), bias.detach(), labels, rows=rows).backward()
+        fused_loss.linear_cross_entropy(hidden, weight.detach(), bias.detach(), labels, rows=rows).backward()
     with Allocations() as evaluated, torch.no_grad():
-        loss.linear_cross_entropy(hidden, weight, bias, labels, rows=rows)
+        fused_loss.linear_cross_entropy(hidden, weight, bias, labels, rows=rows)
     assert wanted.largest == 4 * tokens * vocabulary and wanted.peak > 3 * wanted.largest
     assert full.largest == chunk
     small = 4 * hidden.nbytes  # of the size of the hidden states: their gradient, labels, indices
@@ -141,7 +143,7 @@ def test_bytes():
 
 @pytest.mark.parametrize(("vocabulary", "rows"), [(512, 4096), (32_000, 4096), (128_256, 2048), (262_144, 1024)])
 def test_rows_per_chunk(vocabulary, rows):
-    assert loss.rows_per_chunk(vocabulary) == rows
+    assert fused_loss.rows_per_chunk(vocabulary) == rows
 
 
 # --- whole models ---
@@ -194,7 +196,7 @@ def test_models_without_their_logits(name, items, record_property):
     model = make(name)
     keys = list(model.state_dict())
     wanted, gradients, logits = step(model, num_items_in_batch=items)
-    fused = loss.FusedLoss(model, rows=16)
+    fused = fused_loss.FusedLoss(model, rows=16)
     with fused.on():
         found, fused_gradients, none = step(model, num_items_in_batch=items)
     assert none.shape[-1] == 0 and apart(found, wanted) < 1e-6
@@ -212,7 +214,7 @@ def test_models_without_their_logits(name, items, record_property):
 
 def test_a_model_step_never_holds_the_logits():
     model = make("untied")
-    fused = loss.FusedLoss(model, rows=4)
+    fused = fused_loss.FusedLoss(model, rows=4)
     with Allocations() as dense_bytes:
         step(model)
     with fused.on(), Allocations() as bytes_held:
@@ -237,20 +239,20 @@ def test_models_that_it_cannot_take(kind, more, text):
         config = AutoConfig.for_model(kind, **more)
         config.num_hidden_layers = 2
         model = AutoModelForCausalLM.from_config(config)
-    with pytest.raises(loss.NotFused, match=text):
-        loss.FusedLoss(model)
+    with pytest.raises(fused_loss.NotFused, match=text):
+        fused_loss.FusedLoss(model)
 
 
 def test_adapters_on_the_head():
     from peft import LoraConfig, get_peft_model
 
     adapted = get_peft_model(make("untied"), LoraConfig(target_modules=["q_proj", "lm_head"], task_type="CAUSAL_LM"))
-    with pytest.raises(loss.NotFused, match="not a plain linear layer"):
-        loss.FusedLoss(adapted)
+    with pytest.raises(fused_loss.NotFused, match="not a plain linear layer"):
+        fused_loss.FusedLoss(adapted)
     config = LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
     saved = get_peft_model(make("untied"), config)
     wanted, gradients, _ = step(saved)
-    with loss.FusedLoss(saved, rows=16).on():
+    with fused_loss.FusedLoss(saved, rows=16).on():
         found, fused_gradients, _ = step(saved)
     assert apart(found, wanted) < 1e-6 and any("lm_head" in n for n in gradients)
     assert max(apart(fused_gradients[n], g) for n, g in gradients.items() if g.norm() > 0) < 2e-5
@@ -264,8 +266,8 @@ def test_adapters_on_the_head():
 def test_tiled_models_are_the_same(tiles, record_property):
     model = make("tied")
     wanted, gradients, _ = step(model)
-    for module in mlp.find(model):
-        mlp.tile(module, tiles)
+    for module in tiled_mlp.find(model):
+        tiled_mlp.tile(module, tiles)
     found, tiled, _ = step(model)
     assert apart(found, wanted) < 1e-6
     largest = max(apart(tiled[n], g) for n, g in gradients.items())
@@ -280,7 +282,7 @@ def test_a_tiled_mlp_holds_its_intermediate_for_one_tile_only():
     hidden.requires_grad_()
     with Allocations() as whole:
         module(hidden).sum().backward()
-    mlp.tile(module, 8)
+    tiled_mlp.tile(module, 8)
     with Allocations() as tiled:
         module(hidden).sum().backward()
     assert whole.largest == 4 * 800 * 512 and tiled.largest == 4 * 100 * 512
@@ -291,7 +293,7 @@ def test_a_tiled_mlp_holds_its_intermediate_for_one_tile_only():
 def test_mlps_that_cannot_be_cut():
     for name in ("router loss",):
         with pytest.raises(UserError, match="mixture of experts"):
-            mlp.find(make(name))
+            tiled_mlp.find(make(name))
 
 
 # --- mixtures of experts ---
@@ -300,7 +302,7 @@ def test_mlps_that_cannot_be_cut():
 def test_the_router_loss_counts_once_a_step_and_is_not_in_the_models_own_loss():
     model = make("router loss").requires_grad_(False)
     with_it, without = (model(**batch(), output_router_logits=on).loss for on in (True, False))
-    router, given = loss.router_loss(model), batch()
+    router, given = fused_loss.router_loss(model), batch()
     outputs = model(**given)
     assert torch.equal(outputs.loss, without) and not torch.equal(with_it, without)
     assert model.config.router_aux_loss_coef == router.coefficient > 0  # what is saved with the model
@@ -308,7 +310,7 @@ def test_the_router_loss_counts_once_a_step_and_is_not_in_the_models_own_loss():
     parts = [router.share(outputs, row, tokens) for row in given["labels"]]  # two micro batches, the second is longer
     assert parts[0] < parts[1] and float(sum(parts)) == pytest.approx(router.coefficient * float(outputs.aux_loss))
     assert float(without + sum(parts)) == pytest.approx(float(with_it))
-    assert loss.router_loss(make("tied")) is None
+    assert fused_loss.router_loss(make("tied")) is None
 
 
 @pytest.mark.bad_input
@@ -316,14 +318,14 @@ def test_a_router_loss_whose_coefficient_is_not_known_is_refused():
     model = make("tied")
     model.config.output_router_logits = True
     with pytest.raises(UserError, match="where LlamaForCausalLM keeps the router loss's coefficient is not known"):
-        loss.router_loss(model)
+        fused_loss.router_loss(model)
 
 
 # --- flags ---
 
 
 def parsed(*flags, recipe="sft"):
-    return args.parse(recipe, list(flags), 1)
+    return parse.parse(recipe, list(flags), 1)
 
 
 def test_auto_follows_the_vocabulary_and_what_speaks_against_it():
@@ -336,41 +338,41 @@ def test_auto_follows_the_vocabulary_and_what_speaks_against_it():
         (("--torch_compile", "true"), large, "false"),
     ]:
         found = parsed(*more)
-        loss.choose(found, config)
+        fused_loss.choose(found, config)
         assert found.fused_loss == wanted
         assert any(text.startswith(f"fused_loss {wanted}: ") for text in found.decisions) == (
             "--fused_loss" not in more
         )
     for more in (("--label_smoothing_factor", "0.1"), ("--torch_compile", "true")):
         with pytest.raises(UserError, match=f"--fused_loss true: {more[0]}"):
-            loss.choose(parsed("--fused_loss", "true", *more), large)
+            fused_loss.choose(parsed("--fused_loss", "true", *more), large)
     with pytest.raises(UserError, match="adapts the head"):
-        loss.choose(parsed("--fused_loss", "true", "--lora_target_modules", "lm_head", recipe="lora"), large)
+        fused_loss.choose(parsed("--fused_loss", "true", "--lora_target_modules", "lm_head", recipe="lora"), large)
 
 
 def test_liger(monkeypatch):
-    monkeypatch.setattr(loss.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(fused_loss.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"liger-kernel is not installed .*: make install"):
-        loss.check_flags(parsed("--use_liger_kernel", "true"))
-    monkeypatch.setattr(loss.importlib.util, "find_spec", lambda name: object())
+        fused_loss.check_flags(parsed("--use_liger_kernel", "true"))
+    monkeypatch.setattr(fused_loss.importlib.util, "find_spec", lambda name: object())
     with pytest.raises(UserError, match="need a GPU"):
-        loss.check_flags(parsed("--use_liger_kernel", "true"))
+        fused_loss.check_flags(parsed("--use_liger_kernel", "true"))
     ours = parsed("--use_liger_kernel", "true")
-    loss.choose(ours, AutoConfig.for_model("llama", vocab_size=128_256))
+    fused_loss.choose(ours, AutoConfig.for_model("llama", vocab_size=128_256))
     assert ours.fused_loss == "true" and ours.liger_kernel_config == {"fused_linear_cross_entropy": False}
     theirs = parsed("--use_liger_kernel", "true", "--fused_loss", "false")
-    loss.choose(theirs, AutoConfig.for_model("llama", vocab_size=128_256))
+    fused_loss.choose(theirs, AutoConfig.for_model("llama", vocab_size=128_256))
     assert theirs.liger_kernel_config is None
 
 
 def test_tile_flags():
     for wrong in ("0", "x", "-1"):
         with pytest.raises(UserError, match="number of tiles"):
-            mlp.check_flags(parsed("--tiled_mlp", wrong))
+            tiled_mlp.check_flags(parsed("--tiled_mlp", wrong))
     with pytest.raises(UserError, match="Liger replaces the MLP"):
-        mlp.check_flags(parsed("--tiled_mlp", "4", "--use_liger_kernel", "true"))
+        tiled_mlp.check_flags(parsed("--tiled_mlp", "4", "--use_liger_kernel", "true"))
     found = parsed("--tiled_mlp", "auto", "--max_length", "8192", "--per_device_train_batch_size", "2")
-    mlp.choose(found, AutoConfig.for_model("llama", hidden_size=4096))
+    tiled_mlp.choose(found, AutoConfig.for_model("llama", hidden_size=4096))
     assert found.tiled_mlp == "4"
 
 
@@ -435,6 +437,6 @@ def test_a_head_that_trains_beside_the_adapter(tmp_path):
 
 @pytest.mark.bad_input
 def test_a_mistake_is_met_before_the_model():
-    found = resolve.settings("lora", ["--fused_loss", "true", "--lora_target_modules", "lm_head"], 1)
+    found = resolve.resolve_settings("lora", ["--fused_loss", "true", "--lora_target_modules", "lm_head"], 1)
     with pytest.raises(UserError, match="adapts the head"):
-        start.processes(found, None, None)
+        zerofit_recipe.start_processes(found, None, None)

@@ -14,7 +14,8 @@ import pytest
 import torch
 from conftest import ROOT, TINY, recipe_process, run_world
 
-from zerofit import args, memory, memory_report
+from zerofit.config import parse
+from zerofit.train import memory_report, memory_tracker, tensor_owners
 
 COMMON = [
     "--data", str(TINY / "train.jsonl"), "--max_samples", "64", "--max_length", "64", "--logging_steps", "1",
@@ -43,7 +44,7 @@ def flags(zero="0", bf16=False, steps=2, micro=4, accumulation=1, ranks=1, more=
 
 
 def test_ledger_counts_storages_until_they_die():
-    with memory.Ledger() as ledger:
+    with memory_tracker.MemoryTracker() as ledger:
         ledger.model = SimpleNamespace(parameters=list, buffers=list)
         ledger.enter("forward")
         a = torch.empty(1000, dtype=torch.float32)
@@ -61,7 +62,7 @@ def test_ledger_counts_storages_until_they_die():
 
 
 def test_ledger_rounds_as_the_allocator_does():
-    with memory.Ledger(round_to=512) as ledger:
+    with memory_tracker.MemoryTracker(round_to=512) as ledger:
         kept = torch.ones(1), torch.ones(129)
         assert sum(ledger.alive().values()) == 512 + 1024
     del kept
@@ -80,7 +81,7 @@ def test_ledger_agrees_with_the_allocator_of_the_cpu(record_property):
         model.zero_grad(set_to_none=True)
 
     step()  # rotary tables and the like exist from here on
-    with memory.Ledger(model) as ledger:
+    with memory_tracker.MemoryTracker(model) as ledger:
         known = sum(ledger.alive().values())
         step()
     followed = max(sum(row.values()) for row in ledger.peak.values()) - known
@@ -110,7 +111,7 @@ def test_ledger_splits_a_plain_training_loop():
     numel = sum(p.numel() for p in model.parameters())
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     ids = torch.randint(2, 500, (4, 48))
-    with memory.Ledger(model) as ledger:
+    with memory_tracker.MemoryTracker(model) as ledger:
         ledger.optimizer = optimizer
         for _ in range(2):
             model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
@@ -287,8 +288,8 @@ def test_formula_has_the_papers_sums():
 def test_report_of_a_run_with_offload_save_and_evaluation(runs):
     run = runs["phases"]
     found = run.json("memory.json")
-    assert set(found["peak"]) == set(memory.PHASES)
-    assert found["followed_optimizer_steps"] == memory.FOLLOWED_STEPS < run.json("result.json")["steps"]
+    assert set(found["peak"]) == set(memory_tracker.PHASES)
+    assert found["followed_optimizer_steps"] == memory_tracker.FOLLOWED_STEPS < run.json("result.json")["steps"]
     assert found["total"] == {phase: sum(parts.values()) for phase, parts in found["peak"].items()}
     trainable = run.json("result.json")["trainable_parameters"]
     assert found["host"] == pytest.approx(12 * trainable, rel=0.15)  # master and Adam; padding, staging
@@ -328,18 +329,18 @@ def test_report_of_a_run_with_offload_save_and_evaluation(runs):
     ],
 )
 def test_refused(given, said):
-    with pytest.raises(args.UserError, match=said):
-        args.parse("sft", given, 1)
+    with pytest.raises(parse.UserError, match=said):
+        parse.parse("sft", given, 1)
 
 
 def test_transformers_names_mean_the_same():
-    settings = args.parse("sft", ["--gradient_checkpointing_kwargs", '{"every_n_layers": 2, "offload": true}'], 1)
+    settings = parse.parse("sft", ["--gradient_checkpointing_kwargs", '{"every_n_layers": 2, "offload": true}'], 1)
     assert settings.gradient_checkpointing_every == 2 and settings.activation_offload
     assert settings.gradient_checkpointing_kwargs == {"use_reentrant": False}
     if "activation_checkpointing" in settings.values:  # transformers 5.20 and later
-        assert not args.parse("sft", ["--activation_checkpointing", "false"], 1).gradient_checkpointing
-        with pytest.raises(args.UserError, match="the same"):
-            args.parse("sft", ["--activation_checkpointing", "false", "--gradient_checkpointing", "true"], 1)
+        assert not parse.parse("sft", ["--activation_checkpointing", "false"], 1).gradient_checkpointing
+        with pytest.raises(parse.UserError, match="the same"):
+            parse.parse("sft", ["--activation_checkpointing", "false", "--gradient_checkpointing", "true"], 1)
 
 
 @pytest.mark.bad_input
@@ -353,9 +354,9 @@ def test_out_of_memory_is_one_sentence(tmp_path):
     """A step that raises torch.OutOfMemoryError, as a GPU's allocator would."""
     script = tmp_path / "oom.py"
     script.write_text(
-        "import runpy, sys, torch\nfrom zerofit import train\n"
+        "import runpy, sys, torch\nfrom zerofit.train.trainer import ZerofitTrainer\n"
         "def fail(self, *a, **k): raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0')\n"
-        "train.KitTrainer.compute_loss = fail\n"
+        "ZerofitTrainer.compute_loss = fail\n"
         "runpy.run_path(sys.argv.pop(1), run_name='__main__')\n"
     )
     done = subprocess.run(
@@ -371,7 +372,7 @@ def test_out_of_memory_is_one_sentence(tmp_path):
 
 
 def test_table_names_every_phase():
-    peak = {"load": dict.fromkeys(memory.PARTS, 2**20), "step": dict.fromkeys(memory.PARTS, 2**30)}
+    peak = {"load": dict.fromkeys(tensor_owners.PARTS, 2**20), "step": dict.fromkeys(tensor_owners.PARTS, 2**30)}
     lines = memory_report.table(peak).splitlines()
-    assert lines[0].split() == ["phase", *memory.PARTS, "total"]
+    assert lines[0].split() == ["phase", *tensor_owners.PARTS, "total"]
     assert lines[1].split()[-2:] == ["6.00", "MiB"] and lines[2].split()[-2:] == ["6.00", "GiB"]

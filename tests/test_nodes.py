@@ -17,21 +17,11 @@ import pytest
 from conftest import ROOT, TINY, Run, run_world
 from torch.distributed import TCPStore
 
-from zerofit import (
-    doctor_nodes,
-    documents,
-    failure,
-    hostfile,
-    job_secret,
-    launch,
-    links,
-    nodes,
-    peers,
-    place,
-    run_lock,
-    world,
-)
+from zerofit import distributed, rank_status, run_lock
 from zerofit.errors import UserError
+from zerofit.launch import doctor_nodes, launch
+from zerofit.launch.cluster import coordinator, documents, hostfile, job_secret, node_options
+from zerofit.train import consistency, network_check
 
 FACTS = {"torch": "2", "recipe files": "abc"}
 SECRET = b"0123456789abcdef"
@@ -43,15 +33,15 @@ SHORT = [
 
 @pytest.fixture
 def port(monkeypatch):
-    monkeypatch.setattr(nodes, "BEAT_SECONDS", 0.05)
-    monkeypatch.setattr(nodes, "LOST_SECONDS", 1.0)
-    monkeypatch.setattr(nodes, "LAST_CALL_SECONDS", 0.3)
-    monkeypatch.setattr(nodes, "GRACE_SECONDS", 0.3)
-    return world.free_port()
+    monkeypatch.setattr(coordinator, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(coordinator, "LOST_SECONDS", 1.0)
+    monkeypatch.setattr(coordinator, "LAST_CALL_SECONDS", 0.3)
+    monkeypatch.setattr(coordinator, "GRACE_SECONDS", 0.3)
+    return distributed.free_port()
 
 
 def at(port, rank, most=2, least=None, timeout=5.0):
-    return place.Place(least or most, most, rank, "127.0.0.1", port, timeout)
+    return node_options.Place(least or most, most, rank, "127.0.0.1", port, timeout)
 
 
 def together(*functions):
@@ -75,7 +65,7 @@ def together(*functions):
 
 def come(port, rank, facts=FACTS, ready=None, **more):
     """One node's way to an agreed job; its view of it."""
-    crew = nodes.Nodes(at(port, rank, **more), 1, facts, SECRET)
+    crew = coordinator.Coordinator(at(port, rank, **more), 1, facts, SECRET)
     try:
         crew.gather()
         if crew.leads:
@@ -95,19 +85,19 @@ def come(port, rank, facts=FACTS, ready=None, **more):
 ])  # fmt: skip
 def test_places_that_are_none(words):
     parser = argparse.ArgumentParser()
-    place.add_options(parser)
+    node_options.add_options(parser)
     parser.add_argument("--port", default="")
     with pytest.raises(UserError, match=r"NNODES|NODE_RANK|MASTER_ADDR|PORT|--join_timeout|--interface"):
-        place.of(parser.parse_args(words))
+        node_options.of(parser.parse_args(words))
 
 
 def test_one_machine_needs_no_place_and_two_are_placed():
     parser = argparse.ArgumentParser()
-    place.add_options(parser)
+    node_options.add_options(parser)
     parser.add_argument("--port", default="")
-    assert place.of(parser.parse_args([])) is None
-    found = place.of(parser.parse_args(["--nnodes", "1:4", "--node_rank", "3", "--master_addr", "a"]))
-    assert (found.least, found.most, found.rank, found.port) == (1, 4, 3, place.PORT)
+    assert node_options.of(parser.parse_args([])) is None
+    found = node_options.of(parser.parse_args(["--nnodes", "1:4", "--node_rank", "3", "--master_addr", "a"]))
+    assert (found.least, found.most, found.rank, found.port) == (1, 4, 3, node_options.PORT)
 
 
 @pytest.mark.fault
@@ -141,13 +131,13 @@ def test_a_signal_to_one_names_one_step_for_all(port, tmp_path):
     folders = [tmp_path / "a", tmp_path / "b"]
     for rank, folder in enumerate(folders):
         folder.mkdir()
-        failure.write_stop(folder, 0)
-        (folder / f"pulse{rank}").write_bytes(failure._PULSE.pack(1, 7 + rank, time.time()))
+        rank_status.write_stop(folder, 0)
+        (folder / f"pulse{rank}").write_bytes(rank_status._PULSE.pack(1, 7 + rank, time.time()))
     deadline, steps = time.monotonic() + 10, [0, 0]
     while 0 in steps and time.monotonic() < deadline:
         first.look(folders[0], [], pytest.fail)
         second.look(folders[1], [15], pytest.fail)
-        steps = [failure._STEP.unpack((folder / failure.STOP).read_bytes())[0] for folder in folders]
+        steps = [rank_status._STEP.unpack((folder / rank_status.STOP).read_bytes())[0] for folder in folders]
         time.sleep(0.05)
     assert steps[0] == steps[1] > 8
     for crew in (second, first):
@@ -189,13 +179,13 @@ def test_who_differs_is_named(port, key):
 @pytest.mark.bad_input
 def test_a_number_that_is_taken_and_a_port_in_use(port):
     first, second = together(
-        lambda: nodes.Nodes(at(port, 0, most=3), 1, FACTS, SECRET),
-        lambda: nodes.Nodes(at(port, 1, most=3), 1, FACTS, SECRET),
+        lambda: coordinator.Coordinator(at(port, 0, most=3), 1, FACTS, SECRET),
+        lambda: coordinator.Coordinator(at(port, 1, most=3), 1, FACTS, SECRET),
     )
     with pytest.raises(UserError, match="NODE_RANK=1 is taken by"):
-        nodes.Nodes(at(port, 1, most=3), 1, FACTS, SECRET)
+        coordinator.Coordinator(at(port, 1, most=3), 1, FACTS, SECRET)
     with pytest.raises(UserError, match=f"PORT={port} is in use"):
-        nodes.Nodes(at(port, 0, most=3), 1, FACTS, SECRET)
+        coordinator.Coordinator(at(port, 0, most=3), 1, FACTS, SECRET)
     second.close()
     first.close()
 
@@ -204,10 +194,10 @@ def test_a_number_that_is_taken_and_a_port_in_use(port):
 def test_node_0_that_is_not_there(port):
     began = time.monotonic()
     with pytest.raises(UserError, match=f"PORT={port}: cannot be reached from .* within 1 s"):
-        nodes.Nodes(at(port, 1, timeout=1.0), 1, FACTS, SECRET)
+        coordinator.Coordinator(at(port, 1, timeout=1.0), 1, FACTS, SECRET)
     assert time.monotonic() - began < 20
     with pytest.raises(UserError, match=r"within 1 s .*does not know that name"):
-        nodes.Nodes(place.Place(2, 2, 1, "no-such-host.invalid", port, 1.0), 1, FACTS, SECRET)
+        coordinator.Coordinator(node_options.Place(2, 2, 1, "no-such-host.invalid", port, 1.0), 1, FACTS, SECRET)
 
 
 # --- strangers on the port ---
@@ -284,7 +274,7 @@ def test_files_of_a_node_have_names_of_a_list(tmp_path, record_property):
         "",
     ]
     record_property("cases", len(bad))
-    nodes._put(good | dict.fromkeys(bad, "x"), records)
+    coordinator._put(good | dict.fromkeys(bad, "x"), records)
     assert sorted(file.name for file in tmp_path.rglob("*")) == sorted([*good, "records"])
 
 
@@ -304,7 +294,8 @@ def test_a_signature_holds_for_one_key_and_documents_have_a_shape():
 @pytest.mark.injection
 def test_a_document_of_earlier_is_no_news(port):
     first, second = together(
-        lambda: nodes.Nodes(at(port, 0), 1, FACTS, SECRET), lambda: nodes.Nodes(at(port, 1), 1, FACTS, SECRET)
+        lambda: coordinator.Coordinator(at(port, 0), 1, FACTS, SECRET),
+        lambda: coordinator.Coordinator(at(port, 1), 1, FACTS, SECRET),
     )
     deadline = time.monotonic() + 5
     while 1 not in first.present() and time.monotonic() < deadline:
@@ -312,7 +303,7 @@ def test_a_document_of_earlier_is_no_news(port):
     before = stranger(port).get("node/1").decode()[documents.DIGITS :]
     second.closing.set()
     second.thread.join()
-    again = nodes.Nodes(at(port, 1), 1, FACTS, SECRET)
+    again = coordinator.Coordinator(at(port, 1), 1, FACTS, SECRET)
     while first.documents[1]["id"] != again.mine["id"] and time.monotonic() < deadline + 5:
         time.sleep(0.05)
     old = json.loads(before)
@@ -385,20 +376,22 @@ def test_the_secret_is_in_the_environment_or_beside_the_run_folder(port, tmp_pat
 
 @pytest.mark.injection
 def test_the_store_listens_on_the_address_of_node_0_only(port):
-    crew = nodes.Nodes(at(port, 0), 1, FACTS, SECRET)
-    others = [a for found in place.interfaces().values() for a in found if "." in a and not a.startswith("127.")]
+    crew = coordinator.Coordinator(at(port, 0), 1, FACTS, SECRET)
+    others = [a for found in node_options.interfaces().values() for a in found if "." in a and not a.startswith("127.")]
     for address in ["127.0.0.2", *others]:
         with pytest.raises(OSError, match="refused"):
             socket.create_connection((address, port), timeout=2)
     crew.close()
     theirs = {"127.0.0.1": "127.0.0.1", "localhost": "", "no-such-host.invalid": "", "192.0.2.1": ""}
     for address, own in (theirs | {address: address for address in others}).items():
-        assert place.own_address(place.Place(2, 2, 0, address, port, 1.0)) == own
+        assert node_options.own_address(node_options.Place(2, 2, 0, address, port, 1.0)) == own
 
 
 def test_difference_counts_the_others():
-    assert peers.difference([("a", {"x": 1}), ("b", {"x": 1})]) == ""
-    assert "a has 1, b (and 1 more) has 2" in peers.difference([("a", {"x": 1}), ("b", {"x": 2}), ("c", {"x": 2})])
+    assert consistency.difference([("a", {"x": 1}), ("b", {"x": 1})]) == ""
+    assert "a has 1, b (and 1 more) has 2" in consistency.difference(
+        [("a", {"x": 1}), ("b", {"x": 2}), ("c", {"x": 2})]
+    )
 
 
 @pytest.mark.bad_input
@@ -448,7 +441,7 @@ def test_what_one_machine_of_two_would_run(capsys, monkeypatch):
                  "--args", "--run_name 'it is a \"run\"'", str(ROOT / "recipes" / "lora.py"), "--zero", "2"])  # fmt: skip
     said = capsys.readouterr().out.splitlines()
     assert shlex.split(said[1])[1:] == [
-        "-m", "zerofit.torchrun", "--nnodes", "2", "--node_rank", "1", "--nproc_per_node", "2", "--master_addr", "10.0.0.1",
+        "-m", "zerofit.launch.torchrun", "--nnodes", "2", "--node_rank", "1", "--nproc_per_node", "2", "--master_addr", "10.0.0.1",
         "--master_port", "4001", "--rdzv_conf", "timeout=45", str(ROOT / "recipes" / "lora.py"), "--zero", "2", "--run_name",
         'it is a "run"', "--gpus", "4",
     ]  # fmt: skip
@@ -465,9 +458,9 @@ def test_doctor_looks_at_what_several_need(tmp_path, monkeypatch):
 
 @pytest.mark.fault
 def test_a_disk_that_is_not_shared_is_seen(tmp_path):
-    assert not links._seen(tmp_path / "mark", seconds=0.1)
+    assert not network_check._seen(tmp_path / "mark", seconds=0.1)
     (tmp_path / "mark").touch()
-    assert links._seen(tmp_path / "mark", seconds=0.1)
+    assert network_check._seen(tmp_path / "mark", seconds=0.1)
 
 
 def disturb(port, folder, done) -> int:
@@ -516,7 +509,7 @@ def test_two_machines_train_as_one_does(tmp_path):
     stranger writes to their port."""
     page, out = (ROOT / "docs" / "multinode.md").read_text(), tmp_path / "two"
     line = re.search(r"```bash\n(make sft NNODES=2 NODE_RANK=1 .* & make sft NNODES=2 .*)\n```", page)[1]
-    port, done = world.free_port() // 2 * 2, threading.Event()
+    port, done = distributed.free_port() // 2 * 2, threading.Event()
     more = f"make sft ENV=active PYTHON={sys.executable} ZERO=3 PORT={port} ARGS={shlex.quote(shlex.join(SHORT))}"
     line = line.replace("make sft", more).replace("runs/two", str(out)).replace(" & ", " & first=$!; ")
     with ThreadPoolExecutor(1) as pool:

@@ -13,12 +13,14 @@ import pytest
 import torch
 from conftest import TINY, run_world
 
-from zerofit import args, nvme, offload, ops, zero
+from zerofit.config import deepspeed_json, nvme, offload
+from zerofit.config import parse as config_parse
 from zerofit.errors import UserError
+from zerofit.train import deepspeed_ops
 
 
 def parse(*flags, ranks=2):
-    return args.parse("sft", list(flags), ranks)
+    return config_parse.parse("sft", list(flags), ranks)
 
 
 @pytest.fixture
@@ -246,14 +248,17 @@ def test_file_system_without_direct_io_is_refused(monkeypatch, tmp_path):
 def test_nvme_json(libaio, disk, what):
     found = parse("--offload", what, "--offload_path", str(disk))
     assert found.zero == "3" and found.source["zero"] == "decided"
-    overlay = zero.read_json(zero.CONFIGS / f"offload_{what}_nvme.json")
+    overlay = deepspeed_json.read_json(deepspeed_json.CONFIGS / f"offload_{what}_nvme.json")
     keys = [k for k in overlay["zero_optimization"] if k.startswith("offload_")]
     assert keys == (["offload_optimizer"] if what == "optimizer" else ["offload_optimizer", "offload_param"])
     for key in keys:
         assert found.deepspeed["zero_optimization"][key] == overlay["zero_optimization"][key] | {"nvme_path": str(disk)}
     assert found.deepspeed["aio"] == overlay["aio"]
-    assert ops.names_of(found.deepspeed) == ["PinMemoryBuilder", "AsyncIOBuilder"]  # torch's AdamW: no CPU Adam
-    zero.lint(found.deepspeed, "resolved")
+    assert deepspeed_ops.names_of(found.deepspeed) == [
+        "PinMemoryBuilder",
+        "AsyncIOBuilder",
+    ]  # torch's AdamW: no CPU Adam
+    deepspeed_json.lint(found.deepspeed, "resolved")
 
 
 def test_nvme_from_the_file(libaio, disk, tmp_path):
@@ -278,8 +283,8 @@ def test_ratio_json():
     assert found.zero == "3" and found.deepspeed["zero_optimization"]["offload_optimizer"]["ratio"] == 0.3
     assert found.deepspeed["zero_force_ds_cpu_optimizer"] is True
     assert any("checkpoints cannot be resumed" in d for d in found.decisions)
-    assert ops.names_of(found.deepspeed) == ["CPUAdamBuilder"]
-    assert ops.names_of(parse("--offload", "optimizer").deepspeed) == []
+    assert deepspeed_ops.names_of(found.deepspeed) == ["CPUAdamBuilder"]
+    assert deepspeed_ops.names_of(parse("--offload", "optimizer").deepspeed) == []
 
 
 def test_what_depends_on_the_size(libaio, disk, monkeypatch):
@@ -310,31 +315,31 @@ def test_what_depends_on_the_size(libaio, disk, monkeypatch):
 def test_a_lock_left_by_a_killed_build(tmp_path, capsys):
     lock = tmp_path / "lock"
     lock.touch()
-    ops.clear_stale_lock(tmp_path, ours=True)
+    deepspeed_ops.clear_stale_lock(tmp_path, ours=True)
     assert not lock.exists() and "a build that was killed left it" in capsys.readouterr().out
 
     lock.touch()
     with pytest.raises(UserError, match="another program may have just begun"):
-        ops.clear_stale_lock(tmp_path, ours=False)
+        deepspeed_ops.clear_stale_lock(tmp_path, ours=False)
     os.utime(lock, (time.time() - 120,) * 2)
     compiler = subprocess.Popen([sys.executable, "-c", "input()"], cwd=tmp_path, stdin=subprocess.PIPE)
     try:
         with pytest.raises(UserError, match=f"process {compiler.pid} is compiling there"):
-            ops.clear_stale_lock(tmp_path, ours=False)
+            deepspeed_ops.clear_stale_lock(tmp_path, ours=False)
     finally:
         compiler.communicate(b"\n")
-    ops.clear_stale_lock(tmp_path, ours=False)
+    deepspeed_ops.clear_stale_lock(tmp_path, ours=False)
     assert not lock.exists()
 
 
 def test_folder_of_compiled_ops(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    assert ops.folder_of_all() == (tmp_path, False)
+    assert deepspeed_ops.folder_of_all() == (tmp_path, False)
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
-    folder, ours = ops.folder_of_all()
+    folder, ours = deepspeed_ops.folder_of_all()
     assert ours and torch.__version__ in folder.name
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(folder))  # as the ranks see it, after one of them has set it
-    assert ops.folder_of_all() == (folder, True)
+    assert deepspeed_ops.folder_of_all() == (folder, True)
 
 
 # --- equal losses ---
@@ -433,13 +438,13 @@ def test_compiled_ops_where_nothing_can_be_written(monkeypatch):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", "/proc/ops")
     settings = parse("--offload", "optimizer", "--offload_ratio", "0.5", "--zero", "3")
     with pytest.raises(UserError, match=r"/proc/ops/\w+: No such file .*set TORCH_EXTENSIONS_DIR to another folder"):
-        ops.prepare(settings)
+        deepspeed_ops.prepare(settings)
 
 
 def test_two_runs_never_share_a_folder(tmp_path, disk, libaio):
     settings = parse("--offload", "optimizer", "--offload_path", str(disk))
     code = (
-        "import sys; from pathlib import Path; from zerofit import nvme; nvme._hold(Path(sys.argv[1])); "
+        "import sys; from pathlib import Path; from zerofit.config import nvme; nvme._hold(Path(sys.argv[1])); "
         "print('held', flush=True); input()"
     )
     other = subprocess.Popen(
@@ -453,7 +458,7 @@ def test_two_runs_never_share_a_folder(tmp_path, disk, libaio):
         (disk / "zerofit-killed").mkdir()
         (disk / "zerofit-killed" / "in_use.lock").touch()
         (disk / "mine").mkdir()
-        nvme.claim(settings)
+        nvme.reserve_folder(settings)
         own = settings.deepspeed["zero_optimization"]["offload_optimizer"]["nvme_path"]
         assert {f.name for f in disk.iterdir()} == {"mine", "zerofit-other", Path(own).name}
     finally:

@@ -12,8 +12,10 @@ import torch
 from conftest import ROOT, TINY, Run, run_world
 from deepspeed.accelerator import get_accelerator
 
-from zerofit import args, optimizers, sophia, stochastic, train
+from zerofit.config import parse as config_parse
 from zerofit.errors import UserError
+from zerofit.optim import bf16_adamw, build, registry, sophia
+from zerofit.train import progress
 
 COMMON = [
     "--data", str(TINY / "train.jsonl"), "--max_samples", "32", "--num_train_epochs", "1", "--effective_batch_size",
@@ -26,16 +28,16 @@ PARAMETERS = 853_120  # of the bundled model
 
 
 def test_stochastic_rounding_keeps_the_mean_and_what_bf16_can_hold():
-    noise = stochastic.Noise(0)
+    noise = bf16_adamw.Noise(0)
     value = torch.full((200_000,), 1 + 0.3 / 128)  # 30 % of the way between two neighbours in bf16
     noise.start(1, value)
     target = torch.empty_like(value, dtype=torch.bfloat16)
-    stochastic.round_(target, value, noise.draw(value) & 0xFFFF)
+    bf16_adamw.round_(target, value, noise.draw(value) & 0xFFFF)
     assert set(target.float().tolist()) == {1.0, 1 + 1 / 128}
     assert target.float().sub(1).mean().item() == pytest.approx(0.3 / 128, rel=0.02)
     kept = torch.tensor([0.0, -0.0, 1.5, -3.0, math.inf, -math.inf, math.nan])
     out = torch.empty_like(kept, dtype=torch.bfloat16)
-    stochastic.round_(out, kept, torch.full_like(kept, 0xFFFF, dtype=torch.int32))
+    bf16_adamw.round_(out, kept, torch.full_like(kept, 0xFFFF, dtype=torch.int32))
     torch.testing.assert_close(out.float(), kept, rtol=0, atol=0, equal_nan=True)
 
 
@@ -43,7 +45,7 @@ def test_noise_depends_on_seed_step_tensor_and_part_alone():
     tensors = [torch.empty(200_000) for _ in range(2)]
 
     def draws(first_step, seed=7, part=0):
-        noise, found = stochastic.Noise(seed, part), {}
+        noise, found = bf16_adamw.Noise(seed, part), {}
         for step in range(first_step, 6):
             for number, tensor in enumerate(tensors):
                 noise.start(step, tensor)
@@ -58,7 +60,7 @@ def test_noise_depends_on_seed_step_tensor_and_part_alone():
         assert abs(together) < 5 / 200_000**0.5  # five standard errors
 
 
-@pytest.mark.parametrize("kind", [stochastic.AdamW, sophia.SophiaG])
+@pytest.mark.parametrize("kind", [bf16_adamw.AdamW, sophia.SophiaG])
 def test_each_parameter_and_each_slice_of_zero_is_rounded_by_its_own_noise(kind):
     def error(part, resumed_at=None):
         weights = [torch.nn.Parameter(torch.ones(50_000, dtype=torch.bfloat16)) for _ in range(4)]
@@ -89,7 +91,7 @@ def test_replicas_round_alike_and_slices_each_in_their_own_way(name, zero, part)
         optimizer=None, settings=settings, model=torch.nn.Linear(2, 2), args=SimpleNamespace(process_index=3, seed=7, **numbers),
         get_decay_parameter_names=lambda model: ["weight"],
     )  # fmt: skip
-    noise = optimizers.create(trainer).noise
+    noise = build.create(trainer).noise
     assert (noise.seed, noise.part) == (7, part)
 
 
@@ -106,8 +108,8 @@ def _train(kind, dtype, steps, lr=1e-2, **kwargs):
 @pytest.mark.oracle
 def test_adamw_in_fp32_is_torchs_also_over_many_chunks(monkeypatch, record_property):
     wanted = _train(torch.optim.AdamW, torch.float32, 20, weight_decay=0.1)
-    monkeypatch.setattr(stochastic, "CHUNK", 77)
-    found = _train(stochastic.AdamW, torch.float32, 20, weight_decay=0.1)
+    monkeypatch.setattr(bf16_adamw, "CHUNK", 77)
+    found = _train(bf16_adamw.AdamW, torch.float32, 20, weight_decay=0.1)
     record_property("relative_difference", ((found - wanted).norm() / wanted.norm()).item())
     torch.testing.assert_close(found, wanted)
 
@@ -115,13 +117,13 @@ def test_adamw_in_fp32_is_torchs_also_over_many_chunks(monkeypatch, record_prope
 def test_small_updates_arrive_in_bf16_only_with_stochastic_rounding():
     start = _train(torch.optim.AdamW, torch.bfloat16, 0)
     exact = _train(torch.optim.AdamW, torch.float32, 200, lr=1e-5)
-    moved = {k: (_train(k, torch.bfloat16, 200, lr=1e-5) - start) for k in (torch.optim.AdamW, stochastic.AdamW)}
+    moved = {k: (_train(k, torch.bfloat16, 200, lr=1e-5) - start) for k in (torch.optim.AdamW, bf16_adamw.AdamW)}
     wanted = exact - _train(torch.optim.AdamW, torch.float32, 0)
     large = start.abs() > 0.1  # far above 512 x the update
     assert moved[torch.optim.AdamW][large].abs().max() == 0
-    sums = moved[stochastic.AdamW][large].sum(), wanted[large].sum()
+    sums = moved[bf16_adamw.AdamW][large].sum(), wanted[large].sum()
     spread = (start[large].abs() / 128 * 1e-3).sqrt().sum()  # of the rounding noise, roughly
-    assert moved[stochastic.AdamW][large].abs().max() > 0 and abs(sums[0] - sums[1]) < spread
+    assert moved[bf16_adamw.AdamW][large].abs().max() > 0 and abs(sums[0] - sums[1]) < spread
 
 
 @pytest.mark.oracle
@@ -210,7 +212,7 @@ CPU = ["--use_cpu", "true"]
 
 
 def parse(*flags, world=1):
-    return args.parse("sft", [*COMMON, *CPU, *flags], world)
+    return config_parse.parse("sft", [*COMMON, *CPU, *flags], world)
 
 
 @pytest.mark.bad_input
@@ -251,11 +253,11 @@ def test_fp16_on_a_cpu_without_it(monkeypatch):
 
 
 @pytest.mark.bad_input
-@pytest.mark.parametrize("name", [n for n, e in optimizers.OPTIMIZERS.items() if e.module])
+@pytest.mark.parametrize("name", [n for n, e in registry.OPTIMIZERS.items() if e.module])
 def test_a_missing_package_names_its_install_line(name, monkeypatch):
-    find = optimizers.importlib.util.find_spec
-    gone = optimizers.OPTIMIZERS[name].module
-    monkeypatch.setattr(optimizers.importlib.util, "find_spec", lambda n: None if n == gone else find(n))
+    find = registry.importlib.util.find_spec
+    gone = registry.OPTIMIZERS[name].module
+    monkeypatch.setattr(registry.importlib.util, "find_spec", lambda n: None if n == gone else find(n))
     with pytest.raises(
         UserError, match=rf"--optim {name}: {gone} is not installed: make install( EXTRAS=projected)?\."
     ):
@@ -265,7 +267,7 @@ def test_a_missing_package_names_its_install_line(name, monkeypatch):
 @pytest.mark.bad_input
 @pytest.mark.parametrize("name", ["galore_adamw", "apollo_adamw"])
 def test_projected_optimizers_are_for_stage_0(name, monkeypatch):
-    monkeypatch.setattr(optimizers.importlib.util, "find_spec", lambda n: True)
+    monkeypatch.setattr(registry.importlib.util, "find_spec", lambda n: True)
     assert parse("--optim", name).optim_target_modules == "all-linear"
     with pytest.raises(UserError, match="flat slices"):
         parse("--optim", name, "--zero", "1")
@@ -315,17 +317,19 @@ def test_what_is_decided_is_said():
 
 @pytest.mark.parametrize(("flags", "wanted"), [("none", 1e-3), ("linear", 4e-3), ("sqrt", 2e-3)])
 def test_learning_rate_scaling(flags, wanted):
-    found = args.parse("sft", [*COMMON, *CPU, "--effective_batch_size", "128", "--lr_scaling", flags], 1)
+    found = config_parse.parse("sft", [*COMMON, *CPU, "--effective_batch_size", "128", "--lr_scaling", flags], 1)
     assert found.learning_rate == pytest.approx(wanted)
     assert any("effective batch 128 against 32" in s for s in found.decisions) == (flags != "none")
-    halved = args.parse("sft", [*COMMON, *CPU, "--lr_scaling", "linear", "--lr_scaling_base_batch_size", "16"], 1)
+    halved = config_parse.parse(
+        "sft", [*COMMON, *CPU, "--lr_scaling", "linear", "--lr_scaling_base_batch_size", "16"], 1
+    )
     assert halved.learning_rate == pytest.approx(0.5e-3)
 
 
 def test_the_docs_table_is_the_data():
     text = "".join(file.read_text() for file in (ROOT / "docs").glob("*.md"))
-    assert optimizers.markdown() in text
-    assert {"sophia", "muon", "adafactor", "lion_32bit"} <= set(optimizers.OPTIMIZERS)
+    assert registry.markdown() in text
+    assert {"sophia", "muon", "adafactor", "lion_32bit"} <= set(registry.OPTIMIZERS)
 
 
 def test_skipped_steps_of_stage_0_reach_the_log():
@@ -333,7 +337,7 @@ def test_skipped_steps_of_stage_0_reach_the_log():
         accelerator=SimpleNamespace(optimizer_step_was_skipped=True), guard=SimpleNamespace(after_step=lambda: None),
         settings=SimpleNamespace(save_every_minutes=0.0),
     )  # fmt: skip
-    reporter = train.Reporter(trainer)
+    reporter = progress.Reporter(trainer)
     state = SimpleNamespace(global_step=1, max_steps=9)
     reporter.on_step_end(None, state, SimpleNamespace())
     trainer.accelerator.optimizer_step_was_skipped = False
@@ -433,13 +437,13 @@ def test_skipped_steps_are_logged_under_fp16(tmp_path):
 
 # --- slow: every supported pair, and the default task ---
 
-LISTED = [n for n, e in optimizers.OPTIMIZERS.items() if not e.needs_cuda and n not in ("galore_adamw", "apollo_adamw")]
+LISTED = [n for n, e in registry.OPTIMIZERS.items() if not e.needs_cuda and n not in ("galore_adamw", "apollo_adamw")]
 PAIRS = [
     (name, zero, offload)
     for name in LISTED
-    for zero in optimizers.OPTIMIZERS[name].stages
+    for zero in registry.OPTIMIZERS[name].stages
     for offload in ("none", "optimizer")
-    if offload == "none" or (zero != "0" and optimizers.OPTIMIZERS[name].offload)
+    if offload == "none" or (zero != "0" and registry.OPTIMIZERS[name].offload)
 ]
 LOOSE = {"adamw_8bit": 2e-2, "lion_8bit": 2e-2, "muon": 2e-3}  # where the blocks of 256 fall; half precision products
 
@@ -459,7 +463,7 @@ def test_every_supported_pair_trains_as_stage_0_does(every_pair, pair):
         torch.tensor(found.losses), torch.tensor(reference.losses), rtol=LOOSE.get(pair[0], 1e-3), atol=0
     )
     states = found.json("witness.json")["bytes"]["states"] * (2 if pair[1] != "0" else 1)
-    stated = {"~0": 0.075, "4 (matrices), 8 (rest)": 4.5}.get(entry := optimizers.OPTIMIZERS[pair[0]].state_bytes)
+    stated = {"~0": 0.075, "4 (matrices), 8 (rest)": 4.5}.get(entry := registry.OPTIMIZERS[pair[0]].state_bytes)
     assert states / PARAMETERS == pytest.approx(stated or float(entry), rel=0.35)  # embeddings: 32 bits at stage 0
 
 
@@ -490,7 +494,7 @@ def test_a_resumed_run_goes_on_as_the_uninterrupted_one(tmp_path):
 
 QUALITY = {
     name: ["--optim", name, "--learning_rate", str(entry.bundled_lr)]
-    for name, entry in optimizers.OPTIMIZERS.items()
+    for name, entry in registry.OPTIMIZERS.items()
     if name in LISTED
 } | {f"pure_bf16-{zero}": ["--pure_bf16", "--zero", zero] for zero in "02"}
 
@@ -515,7 +519,7 @@ def test_noise_forks_no_other_ranks_generator(monkeypatch):
     weight = torch.nn.Parameter(torch.ones(2))
     weight.grad = torch.ones(2)
     optimizer = torch.optim.SGD([weight], lr=0.5)
-    optimizers._same_noise_on_all_ranks(optimizer, 0)
+    build._same_noise_on_all_ranks(optimizer, 0)
     before = torch.get_rng_state()
     optimizer.step()
     assert weight.tolist() == [0.5, 0.5] and torch.equal(torch.get_rng_state(), before)

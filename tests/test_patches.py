@@ -8,7 +8,8 @@ import torch
 from conftest import TINY
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from zerofit import ghost, patches
+from zerofit.model import patches
+from zerofit.plan import simulate
 
 PLAIN = bitsandbytes.matmul_4bit
 LAYERS = (4, 8)
@@ -100,8 +101,8 @@ def test_a_qlora_step_at_stage_3_holds_no_gathered_layer(checkpointing, tmp_path
         flags = ["--model", model, "--data", "none", "--zero", "3", "--load_in_4bit", "true", "--bf16", "true",
                  "--deepspeed", str(tmp_path / "live.json"), "--max_length", "64", "--per_device_train_batch_size", "1",
                  "--effective_batch_size", "2", "--lora_r", "1", "--gradient_checkpointing", checkpointing]  # fmt: skip
-        questions.append(ghost.question("lora", flags, 2, device="cpu", fake=False))
-    answers = ghost.run_all(questions)
+        questions.append(simulate.question("lora", flags, 2, device="cpu", fake=False))
+    answers = simulate.run_all(questions)
     assert not [answer for answer in answers if isinstance(answer, Exception)], answers
     for phase in ("backward", "step"):
         few, many = (answer["peak"][phase]["buffers"] for answer in answers)

@@ -8,8 +8,10 @@ import pytest
 import torch
 from conftest import TINY
 
-from zerofit import args, checkpoint, export, pickles, report, shards
+from zerofit.config import parse
 from zerofit.errors import UserError
+from zerofit.export import export
+from zerofit.train.checkpoint import integrity, pickles, resume, zero_shards
 
 SHARD = "mp_rank_00_model_states.pt"
 STATES = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
@@ -102,16 +104,16 @@ ATTACKS = {
 
 
 def test_an_honest_one_is_taken(saved):
-    assert checkpoint.fault(saved) == "" and shards.saved_by(saved) == ("2", 1)
+    assert integrity.find_corruption(saved) == "" and zero_shards.saved_by(saved) == ("2", 1)
 
 
 @pytest.mark.injection
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_nothing_runs(saved, attack):
     attack(saved)
-    settings = args.parse("sft", ["--resume_from_checkpoint", str(saved)], 1)
+    settings = parse.parse("sft", ["--resume_from_checkpoint", str(saved)], 1)
     with pytest.raises(UserError, match=ATTACKS[attack]):  # at every stage
-        report.find_checkpoint(settings, saved.parent)
+        resume.find_checkpoint(settings, saved.parent)
     with pytest.raises(UserError, match=ATTACKS[attack]):
         export.main([str(saved), "--check", "false", "--out", str(saved.parent / "exported")])
     assert not (saved.parent / "struck").exists()
@@ -125,7 +127,7 @@ def test_nothing_runs_where_it_was_not_looked_at_before(saved, attack):
 
     attack(saved)
     with pytest.raises(UserError, match="name another checkpoint"):
-        shards.read(saved)
+        zero_shards.read(saved)
     with pytest.raises(pickle.UnpicklingError), pickles.only_known():
         TorchCheckpointEngine(None).load(str(saved / "global_step2" / STATES))
     assert not (saved.parent / "struck").exists() and pickles.FORCE not in os.environ
@@ -135,6 +137,6 @@ def test_nothing_runs_where_it_was_not_looked_at_before(saved, attack):
 def test_a_link_within_the_checkpoint_is_no_fault(saved):
     (saved / "global_step2").rename(saved / "shards")
     (saved / "global_step2").symlink_to("shards", target_is_directory=True)
-    assert checkpoint.fault(saved) == ""
+    assert integrity.find_corruption(saved) == ""
     foreign_name(saved)
-    assert "would run posix.system" in checkpoint.fault(saved)
+    assert "would run posix.system" in integrity.find_corruption(saved)

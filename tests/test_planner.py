@@ -13,8 +13,12 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, TINY, recipe_process, run_world
 
-from zerofit import args, closed_forms, ghost, hardware, plan_report, planner, world
+from zerofit import hardware
+from zerofit.config import accelerate_env, parse
 from zerofit.errors import UserError
+from zerofit.paths import cache_root, private_folder
+from zerofit.plan import candidates, command, formulas, predict, preflight, report, search, simulate
+from zerofit.train import memory_history
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import plan as benchmark
@@ -80,11 +84,11 @@ def test_a_ghost_equals_two_real_ranks(full_rows, tmp_path):
     cases = {name: (recipe, [*common, *flags.split(), *run_only]) for name, (recipe, flags) in TWO_RANKS.items()}
     runs = run_world(2, cases, tmp_path)
     asked = [
-        ghost.question(recipe, [*common, *flags.split()], 2, rank)
+        simulate.question(recipe, [*common, *flags.split()], 2, rank)
         for recipe, flags in TWO_RANKS.values()
         for rank in (0, 1)
     ]
-    answers = iter(ghost.run_all(asked))
+    answers = iter(simulate.run_all(asked))
     for name, run in runs.items():
         measured = {rank["rank"]: rank["peak"] for rank in run.json("memory.json")["ranks"]}
         assert len(measured) == 2
@@ -103,10 +107,10 @@ def test_layers_are_extended(zero, layers, tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps(config))
     flags = ["--model", str(tmp_path), "--data", "none", "--zero", str(zero), "--max_length", "64",
              "--gradient_checkpointing", "true"]  # fmt: skip
-    (whole,) = ghost.run_all([ghost.question("sft", flags, 8, gpu=GPU)])
-    shape = planner._shape(args.parse("sft", flags, 8, GPU))
-    extended = planner.answer_of("sft", flags, 8, [0], GPU, zero, shape, 1)
-    assert extended["extended_from_layers"] == list(planner.LAYERS_MEASURED[zero == 2])
+    (whole,) = simulate.run_all([simulate.question("sft", flags, 8, gpu=GPU)])
+    shape = candidates.shape_of(parse.parse("sft", flags, 8, GPU))
+    extended = predict.answer_of("sft", flags, 8, [0], GPU, zero, shape, 1)
+    assert extended["extended_from_layers"] == list(predict.LAYERS_MEASURED[zero == 2])
     assert extended["parameters"] == whole["parameters"]
     for phase, size in whole["total"].items():
         assert extended["total"][phase] == pytest.approx(size, rel=0.005), phase
@@ -125,8 +129,8 @@ def test_every_architecture_has_a_plan(name):
     overrides = {k: v for k, v in small.items() if k in config}
     flags = ["--model", str(CONFIGS / name), "--data", "none", "--zero", "2", "--max_length", "64",
              "--per_device_train_batch_size", "1", "--effective_batch_size", "2", *own]  # fmt: skip
-    asked = [ghost.question("sft", flags, 2, fake=fake, overrides=overrides) for fake in (True, False)]
-    fake, real = ghost.run_all(asked[:1]) + ghost.run_all(asked[1:])
+    asked = [simulate.question("sft", flags, 2, fake=fake, overrides=overrides) for fake in (True, False)]
+    fake, real = simulate.run_all(asked[:1]) + simulate.run_all(asked[1:])
     assert fake["parameters"] == real["parameters"]
     bound = 0.25 if "moe" in name else 0.005  # which expert a token takes is not known without numbers
     for phase, size in real["total"].items():
@@ -142,8 +146,8 @@ def test_closed_forms_agree_with_the_ghost(zero, every):
     flags = ["--model", str(CONFIGS / "llama3.1-8b"), "--max_length", "8192", "--gradient_checkpointing",
              str(bool(every)).lower(), "--zero", str(zero), "--per_device_train_batch_size", "1",
              "--effective_batch_size", "8", "--fused_loss", "false", "--offload", "none"]  # fmt: skip
-    (candidate,) = planner.candidates("sft", flags, 8, GPU)
-    planner.ask(candidate, 8, GPU)
+    (candidate,) = candidates.candidates("sft", flags, 8, GPU)
+    predict.ask(candidate, 8, GPU)
     assert candidate.failed == ""
     assert sum(candidate.formula.values()) == pytest.approx(max(candidate.answer["total"].values()), rel=0.03)
 
@@ -157,8 +161,8 @@ def test_closed_forms_agree_with_the_ghost_in_fp32(tmp_path, record_property):
     (tmp_path / "config.json").write_text(json.dumps(config))
     flags = ["--model", str(tmp_path), "--zero", "0", "--offload", "none", "--per_device_train_batch_size", "4",
              "--max_length", "1024", "--gradient_checkpointing", "true", "--fused_loss", "true"]  # fmt: skip
-    (candidate,) = planner.candidates("sft", flags, 1, GPU)
-    planner.ask(candidate, 1, GPU)
+    (candidate,) = candidates.candidates("sft", flags, 1, GPU)
+    predict.ask(candidate, 1, GPU)
     assert candidate.failed == ""
     formula, simulated = sum(candidate.formula.values()), max(candidate.answer["total"].values())
     record_property("relative_difference", abs(formula / simulated - 1))
@@ -167,64 +171,64 @@ def test_closed_forms_agree_with_the_ghost_in_fp32(tmp_path, record_property):
 
 def test_formulas_of_sharding():
     """16 bytes a parameter, shared out by stage (arXiv 1910.02054), where activations are nothing."""
-    shape = closed_forms.Shape(8_000_000_000, 0, 1, 4096, 32, 32, 8, 128, 14336, 128256)
-    settings = args.parse("sft", ["--bf16", "true", "--zero", "2"], 8, GPU)
+    shape = formulas.Shape(8_000_000_000, 0, 1, 4096, 32, 32, 8, 128, 14336, 128256)
+    settings = parse.parse("sft", ["--bf16", "true", "--zero", "2"], 8, GPU)
     psi, states = shape.trainable, {}
     for zero in (0, 1, 2, 3):
-        setting = closed_forms.Setting(zero, "none", 1, 1, 1, 1, 8)
-        states[zero] = closed_forms.memory(shape, setting, settings, True)
+        setting = formulas.Setting(zero, "none", 1, 1, 1, 1, 8)
+        states[zero] = formulas.memory(shape, setting, settings, True)
     assert states[0]["optimizer"] == 8 * psi and states[1]["optimizer"] == states[2]["optimizer"] == 12 * psi / 8
     assert states[2]["parameters"] == 2 * psi and states[3]["parameters"] == 2 * psi / 8
     assert states[3]["gradients"] == 2 * psi / 8
 
 
 def test_less_is_faster():
-    shape = closed_forms.Shape(8_000_000_000, 0, 525_336_576, 4096, 32, 32, 8, 128, 14336, 128256)
+    shape = formulas.Shape(8_000_000_000, 0, 525_336_576, 4096, 32, 32, 8, 128, 14336, 128256)
 
     def seconds(zero=2, offload="none", every=0, micro=2):
-        setting = closed_forms.Setting(zero, offload, every, micro, 2048 * micro, 8 // micro, 8)
-        return closed_forms.step_seconds(shape, setting, GPU, 2048)
+        setting = formulas.Setting(zero, offload, every, micro, 2048 * micro, 8 // micro, 8)
+        return formulas.step_seconds(shape, setting, GPU, 2048)
 
     assert seconds() < seconds(zero=3) < seconds(zero=3, offload="optimizer") < seconds(zero=3, offload="all")
     assert seconds() < seconds(every=2) < seconds(every=1)
     assert seconds(micro=4) < seconds(micro=2) < seconds(micro=1)
 
 
-SHAPE_8B = closed_forms.Shape(8_000_000_000, 0, 525_336_576, 4096, 32, 32, 8, 128, 14336, 128256)
+SHAPE_8B = formulas.Shape(8_000_000_000, 0, 525_336_576, 4096, 32, 32, 8, 128, 14336, 128256)
 
 
 def of_nodes(zero, ranks, node=8, accumulation=1, hpz=1):
-    return closed_forms.Setting(zero, "none", 1, 2, 8192, accumulation, ranks, node=node, hpz=hpz)
+    return formulas.Setting(zero, "none", 1, 2, 8192, accumulation, ranks, node=node, hpz=hpz)
 
 
 @pytest.mark.parametrize(("zero", "gathers_and_reduces"), [(0, 4), (1, 3), (2, 3), (3, 3)])
 def test_bytes_within_and_between_nodes(zero, gathers_and_reduces):
     """In a ring through nodes of 8 every eighth link leaves its node; the sum is what one ring of all GPUs sends."""
     weights = 2 * SHAPE_8B.trainable
-    within, across = closed_forms.wire_bytes(SHAPE_8B, of_nodes(zero, 8))
+    within, across = formulas.wire_bytes(SHAPE_8B, of_nodes(zero, 8))
     assert across == 0 and within == pytest.approx(gathers_and_reduces * weights * 7 / 8)
-    within, across = closed_forms.wire_bytes(SHAPE_8B, of_nodes(zero, 64))
+    within, across = formulas.wire_bytes(SHAPE_8B, of_nodes(zero, 64))
     assert within + across == pytest.approx(gathers_and_reduces * weights * 63 / 64)
     assert within == pytest.approx(7 * across)
-    assert closed_forms.wire_bytes(SHAPE_8B, of_nodes(zero, 1)) == (0, 0)
-    assert closed_forms.wire_bytes(SHAPE_8B, of_nodes(zero, 4, node=1))[0] == 0
+    assert formulas.wire_bytes(SHAPE_8B, of_nodes(zero, 1)) == (0, 0)
+    assert formulas.wire_bytes(SHAPE_8B, of_nodes(zero, 4, node=1))[0] == 0
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])
 def test_hpz_gathers_once_between_nodes(accumulation):
     """arXiv 2306.10209: 2 M between nodes instead of 3 M; with accumulation one gather in all, and a reduction each time."""
-    _, plain = closed_forms.wire_bytes(SHAPE_8B, of_nodes(3, 64, accumulation=accumulation))
-    _, hpz = closed_forms.wire_bytes(SHAPE_8B, of_nodes(3, 64, accumulation=accumulation, hpz=8))
+    _, plain = formulas.wire_bytes(SHAPE_8B, of_nodes(3, 64, accumulation=accumulation))
+    _, hpz = formulas.wire_bytes(SHAPE_8B, of_nodes(3, 64, accumulation=accumulation, hpz=8))
     assert hpz / plain == pytest.approx((1 + accumulation) / (3 * accumulation))
-    settings = args.parse("sft", ["--bf16", "true", "--zero", "3"], 64, GPU)
-    memory = [closed_forms.memory(SHAPE_8B, of_nodes(3, 64, hpz=n), settings, True)["parameters"] for n in (1, 8)]
+    settings = parse.parse("sft", ["--bf16", "true", "--zero", "3"], 64, GPU)
+    memory = [formulas.memory(SHAPE_8B, of_nodes(3, 64, hpz=n), settings, True)["parameters"] for n in (1, 8)]
     assert memory[1] - memory[0] == 2 * SHAPE_8B.parameters / 8
 
 
 def test_the_network_between_nodes_counts_where_there_are_several():
     def seconds(ranks, gbs, hpz=1, zero=3):
         gpu = dataclasses.replace(GPU, node_gbs=gbs)
-        return closed_forms.step_seconds(SHAPE_8B, of_nodes(zero, ranks, hpz=hpz), gpu, 4096)
+        return formulas.step_seconds(SHAPE_8B, of_nodes(zero, ranks, hpz=hpz), gpu, 4096)
 
     assert seconds(8, 50) == seconds(8, 1)
     assert seconds(16, 50) < seconds(16, 5) < seconds(16, 1)
@@ -238,9 +242,7 @@ def test_what_an_engine_calls_is_what_the_formula_says_it_sends():
     """The counting that scaling.py writes down, at stage 2 with accumulation: two all-reduces, one gather."""
     found = scaling.count("8B", "ZeRO-2", 2, ranks=16, layers=1)
     shape = dataclasses.replace(SHAPE_8B, trainable=found["parameters"], layers=1)
-    assert found["sent"] == pytest.approx(
-        sum(closed_forms.wire_bytes(shape, of_nodes(2, 16, accumulation=2))), rel=1e-4
-    )
+    assert found["sent"] == pytest.approx(sum(formulas.wire_bytes(shape, of_nodes(2, 16, accumulation=2))), rel=1e-4)
 
 
 @pytest.mark.slow
@@ -250,7 +252,7 @@ def test_what_stage_3_calls_is_what_the_formula_says_it_sends(way, accumulation)
     found = scaling.count("8B", way, accumulation, ranks=16, layers=6)
     shape = dataclasses.replace(SHAPE_8B, trainable=found["parameters"], layers=6)
     setting = scaling._setting(*scaling.WAYS[way], 16, accumulation, 1)
-    formula = sum(closed_forms.wire_bytes(shape, setting))
+    formula = sum(formulas.wire_bytes(shape, setting))
     assert formula - 2e9 * accumulation < found["sent"] <= formula * 1.0001
     if setting.hpz > 1:
         gathered = {kind: size for kind, (_, size) in found["calls"].items() if "gather" in kind}
@@ -269,7 +271,7 @@ def fake_ghost(size_of, host=0):
         for question in questions:
             size = size_of(question["flags"])
             if size is None:
-                answers.append(ghost.GhostFailed("no such kernel"))
+                answers.append(simulate.SimulationFailed("no such kernel"))
                 continue
             parts = dict.fromkeys(("parameters", "gradients", "optimizer", "activations", "logits", "buffers"), 0)
             total = {"load": 1, "forward": int(size * 2**30)}
@@ -289,14 +291,14 @@ def test_the_fastest_that_fits_is_chosen(monkeypatch, tmp_path):
         words = dict(zip(flags[::2], flags[1::2], strict=False))
         return 10 if words["--zero"] == "3" and words["--per_device_train_batch_size"] == "4" else 99
 
-    monkeypatch.setattr(ghost, "run_all", fake_ghost(size_of))
-    plan = planner.search(["sft"], FLAGS_1B, 4, GPU)
+    monkeypatch.setattr(simulate, "run_all", fake_ghost(size_of))
+    plan = search.search(["sft"], FLAGS_1B, 4, GPU)
     assert plan.chosen.setting.zero == 3 and plan.chosen.setting.micro == 4
     assert all(c.seconds <= plan.chosen.seconds + 1e-3 for c, _ in plan.rejected)
     assert "99.1 GiB > " in plan.rejected[0][1]
-    line = planner.command(plan.chosen, 4)
+    line = candidates.command(plan.chosen, 4)
     assert line.startswith("make sft GPUS=4 MODEL=") and "ZERO=3" in line and "DATA=your.jsonl" in line
-    plan_report.write(plan, tmp_path / "out")
+    report.write(plan, tmp_path / "out")
     written = json.loads((tmp_path / "out" / "plan.json").read_text())
     assert written["chosen"]["command"] == line and written["limit_bytes"] == plan.limit
     assert (tmp_path / "out" / "plan.png").stat().st_size > 5000
@@ -304,12 +306,12 @@ def test_the_fastest_that_fits_is_chosen(monkeypatch, tmp_path):
 
 
 def test_a_plan_for_several_nodes(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(ghost, "run_all", fake_ghost(lambda flags: 10))
+    monkeypatch.setattr(simulate, "run_all", fake_ghost(lambda flags: 10))
     out = tmp_path / "plan"
     flags = [*FLAGS_1B, "--zero", "3", "--offload", "none", "--per_device_train_batch_size", "2", "--out", str(out)]
 
     def plan(*words):
-        planner.main(["--gpu", "h100-80g", *flags, *words])
+        command.main(["--gpu", "h100-80g", *flags, *words])
         return capsys.readouterr().out, json.loads((out / "plan.json").read_text())
 
     said, found = plan("--nodes", "2", "--gpus", "4")
@@ -333,69 +335,73 @@ def test_a_plan_for_several_nodes(monkeypatch, tmp_path, capsys):
 def test_the_network_is_no_question_to_a_ghost(monkeypatch):
     """Memory does not depend on it, and an answer that is kept is found again."""
     asked = []
-    monkeypatch.setattr(ghost, "run_all", lambda questions, *a: asked.append(questions) or [ghost.GhostFailed("no")])
+    monkeypatch.setattr(
+        simulate, "run_all", lambda questions, *a: asked.append(questions) or [simulate.SimulationFailed("no")]
+    )
     for gbs in (50.0, 1.0):
         gpu = dataclasses.replace(GPU, node_gbs=gbs)
-        planner.answer_of("sft", [], 8, [0], gpu, 0, SHAPE_8B, 0)
+        predict.answer_of("sft", [], 8, [0], gpu, 0, SHAPE_8B, 0)
     assert asked[0] == asked[1]
 
 
 def test_what_is_fixed_is_not_searched(monkeypatch):
-    monkeypatch.setattr(ghost, "run_all", fake_ghost(lambda flags: 1))
+    monkeypatch.setattr(simulate, "run_all", fake_ghost(lambda flags: 1))
     flags = [*FLAGS_1B, "--zero", "2", "--offload", "optimizer", "--gradient_checkpointing", "true",
              "--per_device_train_batch_size", "2"]  # fmt: skip
-    (only,) = planner.candidates("sft", flags, 2, GPU)
+    (only,) = candidates.candidates("sft", flags, 2, GPU)
     assert (only.setting.zero, only.setting.offload, only.setting.every, only.setting.micro) == (2, "optimizer", 1, 2)
 
 
 def test_nothing_fits_says_what_is_missing_and_what_would_do(monkeypatch):
-    monkeypatch.setattr(ghost, "run_all", fake_ghost(lambda flags: 30))
-    plan = planner.search(
+    monkeypatch.setattr(simulate, "run_all", fake_ghost(lambda flags: 30))
+    plan = search.search(
         ["sft"], ["--model", str(CONFIGS / "llama3.1-8b"), "--offload", "none"], 1, hardware.GPUS["t4-16g"]
     )
     assert plan.chosen is None
-    sentence = plan_report.nothing_fits(plan)
+    sentence = report.nothing_fits(plan)
     assert sentence.startswith("nothing fits: the nearest is sft ZeRO-") and "GiB too much for T4" in sentence
     assert plan.would_do and plan.would_do > 8 and f"{plan.would_do} GPUs would do" in sentence
 
 
 def test_a_disk_is_used_when_host_memory_is_short(monkeypatch):
     """12 GiB of states fit no GPU of 8; they fit a host of 64, and with 8 GiB of host memory only a disk."""
-    monkeypatch.setattr(ghost, "run_all", fake_ghost(lambda flags: 6 if "none" not in flags else 20, host=12 * 2**30))
+    monkeypatch.setattr(
+        simulate, "run_all", fake_ghost(lambda flags: 6 if "none" not in flags else 20, host=12 * 2**30)
+    )
     fixed = [*FLAGS_1B, "--zero", "3", "--gradient_checkpointing", "true", "--per_device_train_batch_size", "1"]
     flags = [*fixed, "--offload_path", "/fast/disk"]
     small = hardware.Gpu("small", 8.0, 100.0, 900, 25, 25)
-    plan = planner.search(["sft"], flags, 1, small, host_limit=64 * 2**30)
+    plan = search.search(["sft"], flags, 1, small, host_limit=64 * 2**30)
     assert plan.chosen.setting.offload == "optimizer" and not plan.chosen.setting.nvme
     assert "--offload_path" not in plan.chosen.flags
-    plan = planner.search(["sft"], flags, 1, small, host_limit=8 * 2**30)
+    plan = search.search(["sft"], flags, 1, small, host_limit=8 * 2**30)
     assert plan.chosen.setting.nvme and "offload optimizer to NVMe" in plan.chosen.label
-    assert "--offload_path /fast/disk" in planner.command(plan.chosen, 1)
+    assert "--offload_path /fast/disk" in candidates.command(plan.chosen, 1)
     assert any(
         "host memory 21 GiB a node > 8" in why or "host memory 12 GiB a node > 8" in why for _, why in plan.rejected
     )
-    assert "GiB of optimizer states and gradients in --offload_path" in plan_report.text(plan)
-    plan = planner.search(["sft"], fixed, 1, small, host_limit=8 * 2**30)
-    assert plan.chosen is None and "of a node's host memory, of 8; --offload_path" in plan_report.nothing_fits(plan)
+    assert "GiB of optimizer states and gradients in --offload_path" in report.text(plan)
+    plan = search.search(["sft"], fixed, 1, small, host_limit=8 * 2**30)
+    assert plan.chosen is None and "of a node's host memory, of 8; --offload_path" in report.nothing_fits(plan)
 
 
 def test_auto_takes_the_first_method_that_fits(monkeypatch):
-    monkeypatch.setattr(ghost, "run_all", fake_ghost(lambda flags: 20 if "--load_in_4bit" in flags else 90))
+    monkeypatch.setattr(simulate, "run_all", fake_ghost(lambda flags: 20 if "--load_in_4bit" in flags else 90))
     flags = ["--model", str(CONFIGS / "qwen3-8b"), "--offload", "none"]
-    plan = planner.search(["sft", "lora", "qlora"], flags, 1, hardware.GPUS["rtx4090-24g"])
-    assert plan.chosen.method == "qlora" and "make lora" in planner.command(plan.chosen, 1)
+    plan = search.search(["sft", "lora", "qlora"], flags, 1, hardware.GPUS["rtx4090-24g"])
+    assert plan.chosen.method == "qlora" and "make lora" in candidates.command(plan.chosen, 1)
 
 
 def test_what_a_plan_at_the_edge_says(monkeypatch):
     """4 x RTX 4090 and 8 billion parameters: the host's memory, the checkpoints' disk, and LoRA beside full tuning."""
-    monkeypatch.setattr(ghost, "run_all", fake_ghost(lambda flags: None))
+    monkeypatch.setattr(simulate, "run_all", fake_ghost(lambda flags: None))
     gpu, flags = hardware.GPUS["rtx4090-24g"], ["--model", str(CONFIGS / "qwen3-8b")]
-    plan = planner.search(["sft"], flags, 4, gpu)
-    said = plan_report.text(plan)
+    plan = search.search(["sft"], flags, 4, gpu)
+    said = report.text(plan)
     assert "offload optimizer" in plan.chosen.label
     assert "host memory needed: 137 GiB a node while training (not checked; HOST_MEMORY=GiB checks it)" in said
     assert "warning: checkpoints take 214 GiB (--save_total_limit 1; " in said and "see that the disk" in said
-    assert f"only {200} GiB are free" in plan_report.text(dataclasses.replace(plan, disk_free=200 * 2**30))
+    assert f"only {200} GiB are free" in report.text(dataclasses.replace(plan, disk_free=200 * 2**30))
     rejected = [line for line in said.splitlines() if line.startswith("  rejected: ")]
     kinds = {(c.setting.offload, c.setting.every > 0) for c, _ in plan.rejected}
     assert len(rejected) == len(kinds) < 7 < len(plan.rejected)
@@ -403,23 +409,23 @@ def test_what_a_plan_at_the_edge_says(monkeypatch):
         (c for c, _ in plan.rejected if c.setting.offload == "none" and not c.setting.every), key=lambda c: c.peak
     )
     assert rejected[0].startswith(f"  rejected: {smallest.label}, ") and "larger ones, up to 5,678 tok/s" in rejected[0]
-    plan.adapter = planner._adapter_instead(plan, ["sft"], flags)
+    plan.adapter = search.adapter_instead(plan, ["sft"], flags)
     found = plan.adapter
     assert found.method == "lora" and found.peak <= plan.limit and found.setting.offload == "none"
-    assert f"LoRA would fit in {found.peak / 2**30:.1f} GiB a GPU at " in plan_report.text(plan)
-    assert planner._adapter_instead(plan, ["sft", "lora"], flags) is None  # METHOD=auto looks itself
+    assert f"LoRA would fit in {found.peak / 2**30:.1f} GiB a GPU at " in report.text(plan)
+    assert search.adapter_instead(plan, ["sft", "lora"], flags) is None  # METHOD=auto looks itself
     roomy = dataclasses.replace(
         plan, chosen=dataclasses.replace(plan.chosen, setting=found.setting), host_limit=200 * 2**30
     )
-    assert planner._adapter_instead(roomy, ["sft"], flags) is None
-    assert "(of 200 GiB)" in plan_report.text(roomy)
+    assert search.adapter_instead(roomy, ["sft"], flags) is None
+    assert "(of 200 GiB)" in report.text(roomy)
 
 
 def test_a_simulation_that_fails_leaves_an_estimate_and_says_so_first(monkeypatch):
-    monkeypatch.setattr(ghost, "run_all", fake_ghost(lambda flags: None))
-    plan = planner.search(["sft"], FLAGS_1B, 2, GPU)
+    monkeypatch.setattr(simulate, "run_all", fake_ghost(lambda flags: None))
+    plan = search.search(["sft"], FLAGS_1B, 2, GPU)
     assert plan.chosen.answer is None
-    first, *_, text = plan_report.text(plan).strip().partition("\n")
+    first, *_, text = report.text(plan).strip().partition("\n")
     assert first == "the exact check failed: no such kernel; this is an estimate by formula, with a margin of 10%"
     assert "by formula with a margin of 10%" in text and "no such kernel" not in text
 
@@ -433,27 +439,27 @@ def test_nothing_fits_is_said_by_a_simulation_only(monkeypatch):
         asked.append((words["--zero"], words["--per_device_train_batch_size"]))
         return 9.0
 
-    monkeypatch.setattr(ghost, "run_all", fake_ghost(size_of))
+    monkeypatch.setattr(simulate, "run_all", fake_ghost(size_of))
     small = dataclasses.replace(GPU, memory_gib=11.0)
     flags = [*FLAGS_1B, "--offload", "none", "--gradient_checkpointing", "true", "--zero", "0"]
-    found = planner.candidates("sft", flags, 1, small)
-    assert min(map(planner._by_formula, found)) > planner.CLEARLY_TOO_MUCH * 10 * 2**30
-    plan = planner.search(["sft"], flags, 1, small)
+    found = candidates.candidates("sft", flags, 1, small)
+    assert min(map(search._by_formula, found)) > candidates.CLEARLY_TOO_MUCH * 10 * 2**30
+    plan = search.search(["sft"], flags, 1, small)
     assert plan.chosen is not None and plan.chosen.answer and asked
-    monkeypatch.setattr(ghost, "run_all", fake_ghost(lambda flags: 30))
-    plan = planner.search(["sft"], flags, 1, small)
-    assert plan.chosen is None and plan.nearest.answer and "with 30.1 GiB" in plan_report.nothing_fits(plan)
+    monkeypatch.setattr(simulate, "run_all", fake_ghost(lambda flags: 30))
+    plan = search.search(["sft"], flags, 1, small)
+    assert plan.chosen is None and plan.nearest.answer and "with 30.1 GiB" in report.nothing_fits(plan)
 
 
 @pytest.mark.parametrize(("dtype", "bytes_each"), [("bfloat16", 8), ("float32", 16)])
 def test_weights_without_a_master_are_smaller_by_formula(dtype, bytes_each):
     """2 + 2 + 4 bytes a parameter in bf16, 4 + 4 + 8 in fp32, at stage 0."""
-    settings = args.parse("sft", ["--zero", "0", "--dtype", dtype], 1, GPU)
-    assert sum(closed_forms._widths(settings, 0)) == bytes_each
+    settings = parse.parse("sft", ["--zero", "0", "--dtype", dtype], 1, GPU)
+    assert sum(formulas._widths(settings, 0)) == bytes_each
 
 
 def answers_for(questions):
-    answers = ghost.run_all(questions)
+    answers = simulate.run_all(questions)
     assert not [answer for answer in answers if isinstance(answer, Exception)], answers
     return answers
 
@@ -463,7 +469,7 @@ def test_a_plan_does_not_depend_on_the_planning_machines_memory():
     flags = [*FLAGS_1B, "--data", "none", "--zero", "2", "--offload", "optimizer", "--per_device_train_batch_size", "1",
              "--max_length", "64", "--effective_batch_size", "2"]  # fmt: skip
     small = dataclasses.replace(GPU, memory_gib=4.0)  # 2.3 GiB of weights: once
-    large, little = answers_for([ghost.question("sft", flags, 2, gpu=gpu) for gpu in (GPU, small)])
+    large, little = answers_for([simulate.question("sft", flags, 2, gpu=gpu) for gpu in (GPU, small)])
     assert little["total"]["load"] < 4 * 2**30 < large["total"]["load"]
 
 
@@ -471,7 +477,7 @@ def test_a_foreach_optimizer_holds_one_more_copy(tmp_path):
     """torch's default AdamW makes temporaries of all weights at once: 10 bytes a parameter in bf16, not 8."""
     flags = [*FLAGS_1B, "--data", "none", "--zero", "0", "--dtype", "bfloat16", "--max_length", "64",
              "--per_device_train_batch_size", "1", "--effective_batch_size", "1", "--optim"]  # fmt: skip
-    fused, foreach = answers_for([ghost.question("sft", [*flags, optim], 1, gpu=GPU)
+    fused, foreach = answers_for([simulate.question("sft", [*flags, optim], 1, gpu=GPU)
                                   for optim in ("adamw_torch_fused", "adamw_torch")])  # fmt: skip
     each = [answer["total"]["step"] / answer["parameters"] for answer in (fused, foreach)]
     assert each == pytest.approx([8.0, 10.0], rel=0.02)
@@ -484,7 +490,7 @@ def test_pinned_blocks_are_rounded_in_a_plan(monkeypatch):
     host = []
     for settings in ("pinned_max_round_threshold_mb:256", "pinned_max_round_threshold_mb:1000000"):
         monkeypatch.setenv("PYTORCH_ALLOC_CONF", settings)
-        host.append(answers_for([ghost.question("sft", flags, 2, gpu=GPU)])[0]["host"])
+        host.append(answers_for([simulate.question("sft", flags, 2, gpu=GPU)])[0]["host"])
     assert host[0] == pytest.approx(18 * 1_235_814_400 / 2, rel=0.02)
     assert 1.1 * host[0] < host[1] < 2 * host[0]
 
@@ -495,8 +501,8 @@ def test_the_simulation_leaves_torch_usable_for_what_is_imported_later():
 import sys
 import torch
 assert "torch._inductor.decomposition" not in sys.modules
-from zerofit import ghost
-torch.Generator = ghost._generator_class(torch.Generator)
+from zerofit.plan import fake_device
+torch.Generator = fake_device._generator_class(torch.Generator)
 assert isinstance(torch.Generator("gpu:0"), torch.Generator) and torch.Generator | None
 import torch._inductor.decomposition
 """
@@ -506,10 +512,10 @@ import torch._inductor.decomposition
 
 def test_an_error_of_the_simulation_is_kept_in_a_file(monkeypatch, tmp_path):
     """What the user reads is a sentence; the traceback is in the file that it names."""
-    monkeypatch.setattr(ghost, "_started", lambda *of: None)
+    monkeypatch.setattr(simulate, "_started", lambda *of: None)
     said = '\nghost-answer: [0, {"trace": "Traceback ...\\nTypeError: unsupported"}]\n'
-    monkeypatch.setattr(ghost, "_ask", lambda *of, keep: (said, ""))
-    (failed,) = ghost.run_all([ghost.question("sft", [], 2)], tmp_path)
+    monkeypatch.setattr(simulate, "_ask", lambda *of, keep: (said, ""))
+    (failed,) = simulate.run_all([simulate.question("sft", [], 2)], tmp_path)
     assert str(failed) == f"the simulation met an error of its own, which {tmp_path}/error.txt holds; please report it"
     assert (tmp_path / "error.txt").read_text().endswith("TypeError: unsupported")
 
@@ -560,17 +566,17 @@ def test_a_real_plan_from_the_command_line(tmp_path):
     ],
 )
 def test_mistakes(words, said, monkeypatch):
-    monkeypatch.setattr(ghost, "run_all", fake_ghost(lambda flags: 1))
+    monkeypatch.setattr(simulate, "run_all", fake_ghost(lambda flags: 1))
     words = words if "--model" in words else [*words, *FLAGS_1B]
     with pytest.raises(UserError) as error:
-        planner.main(words)
+        command.main(words)
     assert said in str(error.value)
 
 
 @pytest.mark.bad_input
 def test_a_folder_without_config(tmp_path):
     with pytest.raises(UserError, match=r"the folder has no config.json"):
-        planner.main(["--gpu", "h100-80g", "--model", str(tmp_path)])
+        command.main(["--gpu", "h100-80g", "--model", str(tmp_path)])
 
 
 def test_gpus_of_the_users_own(tmp_path, monkeypatch):
@@ -617,7 +623,7 @@ def test_a_gpu_of_the_users_own_goes_before_the_tables(tmp_path, monkeypatch):
 @pytest.mark.parametrize("size", ["0", "-5", "nan", "inf"])
 def test_a_memory_limit_that_is_none(size):
     with pytest.raises(UserError, match=f"--memory_limit is {float(size)}: it must be a number of GiB above 0"):
-        args.parse("sft", ["--memory_limit", size], 1)
+        parse.parse("sft", ["--memory_limit", size], 1)
 
 
 # --- the check before a launch ---
@@ -649,48 +655,52 @@ def test_dry_run_for_a_gpu_that_is_not_here():
     assert done.returncode == 0, done.stderr
     assert "plan: fits: " in done.stdout and "of 22.20 GiB a rank" in done.stdout
     with pytest.raises(UserError, match="name one with --gpu h100-80g"):
-        planner.dry_run(args.parse("sft", ["--dry_run", "true"], 1))
+        preflight.dry_run(parse.parse("sft", ["--dry_run", "true"], 1))
 
 
 def test_zero_auto_on_a_cpu_goes_by_the_processes():
-    assert planner.asked(["--zero", "auto"]) and planner.asked(["--zero=auto"]) and not planner.asked(["--zero", "2"])
-    assert planner.chosen_flags("sft", ["--zero", "auto"], 2) == ["--zero", "auto"]
+    assert (
+        preflight.is_auto(["--zero", "auto"])
+        and preflight.is_auto(["--zero=auto"])
+        and not preflight.is_auto(["--zero", "2"])
+    )
+    assert preflight.chosen_flags("sft", ["--zero", "auto"], 2) == ["--zero", "auto"]
 
 
 def test_measured_peaks_sharpen_the_allowance(monkeypatch, tmp_path):
     monkeypatch.setenv("ZEROFIT_CACHE", str(tmp_path))
     predicted = {"gpu": "H100", "peak_bytes": 10 * 2**30}
-    assert planner.learned_allowance("H100") == 0
-    planner.remember(predicted, 10 * 2**30 + 5, tmp_path)
-    planner.remember(predicted, 9 * 2**30, tmp_path)
-    assert planner.learned_allowance("H100") == 5 and planner.learned_allowance("A100") == 0
+    assert memory_history.learned_allowance("H100") == 0
+    memory_history.remember(predicted, 10 * 2**30 + 5, tmp_path)
+    memory_history.remember(predicted, 9 * 2**30, tmp_path)
+    assert memory_history.learned_allowance("H100") == 5 and memory_history.learned_allowance("A100") == 0
     assert json.loads((tmp_path / "plan.json").read_text())["measured"]["ratio"] == 0.9
     reason = f"earlier runs on this GPU were above their plan ({tmp_path}/history.jsonl)"
-    assert planner._allowance(GPU, 1)[reason] == 5
+    assert predict.allowance_of(GPU, 1)[reason] == 5
 
 
 @pytest.mark.fault
 def test_a_cache_that_cannot_be_written_costs_no_run(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("ZEROFIT_CACHE", "/proc/cache")
-    planner.remember({"gpu": "H100", "peak_bytes": 10}, 11, tmp_path)
+    memory_history.remember({"gpu": "H100", "peak_bytes": 10}, 11, tmp_path)
     assert "note: /proc/cache/history.jsonl: the measured peak is not kept: No such file" in capsys.readouterr().out
     assert json.loads((tmp_path / "plan.json").read_text())["measured"]["measured_bytes"] == 11
-    ghost._keep(Path("/proc/cache/ghosts"), ghost.question("sft", [], 1), {"peak": {}})
-    assert "no such kernel" in str(ghost._as_exception({"trace": "no such kernel"}, Path("/proc/cache/ghosts")))
+    simulate._keep(Path("/proc/cache/ghosts"), simulate.question("sft", [], 1), {"peak": {}})
+    assert "no such kernel" in str(simulate._as_exception({"trace": "no such kernel"}, Path("/proc/cache/ghosts")))
 
 
 @pytest.mark.fault
 def test_a_damaged_history_is_read_around(monkeypatch, tmp_path):
     monkeypatch.setenv("ZEROFIT_CACHE", str(tmp_path))
-    planner._learn({"gpu": "H100", "peak_bytes": 10}, 15)
-    with planner.history().open("ab") as file:
+    memory_history.learn({"gpu": "H100", "peak_bytes": 10}, 15)
+    with memory_history.history().open("ab") as file:
         file.write(b"\xff\xfe\x00\n5\n")
-    assert planner.learned_allowance("H100") == 5
+    assert memory_history.learned_allowance("H100") == 5
 
 
 def test_the_cache_is_looked_up_when_it_is_used(monkeypatch, tmp_path):
     monkeypatch.setenv("ZEROFIT_CACHE", str(tmp_path))
-    assert planner.history() == tmp_path / "history.jsonl"
+    assert memory_history.history() == tmp_path / "history.jsonl"
 
 
 @pytest.mark.fault
@@ -705,11 +715,11 @@ def test_a_user_without_a_home_folder(monkeypatch, tmp_path):
         raise KeyError(number)
 
     monkeypatch.setattr(pwd, "getpwuid", unknown)
-    assert world.cache_root() == world.private_folder() == tmp_path / f"zerofit-{os.getuid()}"
-    assert world.cached_accelerate_config() == Path("/.cache/huggingface/accelerate/default_config.yaml")
+    assert cache_root() == private_folder() == tmp_path / f"zerofit-{os.getuid()}"
+    assert accelerate_env.cached_accelerate_config() == Path("/.cache/huggingface/accelerate/default_config.yaml")
     monkeypatch.setenv("ZEROFIT_CACHE", "~nobody-here/x")
     with pytest.raises(UserError, match=r"ZEROFIT_CACHE=~nobody-here/x: cannot be looked up"):
-        world.cache_root()
+        cache_root()
 
 
 def test_a_changed_file_is_another_question(tmp_path, monkeypatch):
@@ -719,7 +729,7 @@ def test_a_changed_file_is_another_question(tmp_path, monkeypatch):
     ways = [f"--config={yaml_file}"], ["--config", str(yaml_file)], [f"--deepspeed={json_file}"]
 
     def keys():
-        return [ghost._key(ghost.question("sft", flags, 2)) for flags in ways]
+        return [simulate._key(simulate.question("sft", flags, 2)) for flags in ways]
 
     seen = []
     for stage in (2, 3):
@@ -731,20 +741,20 @@ def test_a_changed_file_is_another_question(tmp_path, monkeypatch):
     assert [a != b for a, b in zip(seen[1], seen[2], strict=True)] == [True, True, False]
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "zero2.json").write_text("{}")
-    monkeypatch.setattr("zerofit.zero.CONFIGS", tmp_path / "configs")
+    monkeypatch.setattr("zerofit.config.deepspeed_json.CONFIGS", tmp_path / "configs")
     assert keys()[2] != seen[2][2]
-    assert ghost._key(ghost.question("sft", ["--new_tokens", "x" * 5000, "--data", "~nobody-here/x"], 2))
+    assert simulate._key(simulate.question("sft", ["--new_tokens", "x" * 5000, "--data", "~nobody-here/x"], 2))
 
 
 def test_the_make_line_of_several_files():
     flags = ["--data", "a.jsonl", "b.jsonl", "--model=m", "--zero", "0", "--config", "x.yaml"]
-    setting = closed_forms.Setting(0, "none", 1, 1, 10, 1, 1)
-    line = planner.command(planner.Candidate(flags, "sft", setting, {}, 1.0, None), 1)
+    setting = formulas.Setting(0, "none", 1, 1, 10, 1, 1)
+    line = candidates.command(candidates.Candidate(flags, "sft", setting, {}, 1.0, None), 1)
     assert line == "make sft GPUS=1 MODEL=m ZERO=0 CONFIG=x.yaml ARGS='--data a.jsonl b.jsonl'"
 
 
 def on_a_gpu(*flags):
-    settings = args.parse("sft", ["--model", str(CONFIGS / "llama3.1-8b"), "--data", "none", "--zero", "3", *flags], 8,
+    settings = parse.parse("sft", ["--model", str(CONFIGS / "llama3.1-8b"), "--data", "none", "--zero", "3", *flags], 8,
                           hardware.GPUS["h100-80g"])  # fmt: skip
     settings.values["use_cpu"] = False
     return settings
@@ -753,14 +763,14 @@ def on_a_gpu(*flags):
 def test_a_launch_does_not_wait_longer_for_a_simulation(monkeypatch, tmp_path, capsys):
     """A job that fits by formula starts then, and a line says so; no process stays behind."""
     monkeypatch.setenv("ZEROFIT_CACHE", str(tmp_path))
-    planner.get_ready(on_a_gpu())
-    (process,) = ghost._ready
-    found = planner.check(on_a_gpu("--per_device_train_batch_size", "1", "--max_length", "2048"), seconds=1.0)
+    preflight.prestart(on_a_gpu())
+    (process,) = simulate._ready
+    found = preflight.check(on_a_gpu("--per_device_train_batch_size", "1", "--max_length", "2048"), seconds=1.0)
     said = capsys.readouterr().out
     assert f"plan: the exact check failed: {found['by']}; this is an estimate by formula, with a margin of 10%" in said
     assert found["by"] == "the simulation takes longer than a launch waits for it" and "plan: fits by formula" in said
-    assert process.poll() is not None and not ghost._ready
-    assert set(found["peak"]["backward"]) == set(closed_forms.PARTS)
+    assert process.poll() is not None and not simulate._ready
+    assert set(found["peak"]["backward"]) == set(formulas.PARTS)
 
 
 TOO_LARGE = ("--per_device_train_batch_size", "8", "--max_length", "131072", "--gradient_checkpointing", "false")
@@ -774,12 +784,12 @@ def test_a_launch_is_refused_by_a_simulation_only(monkeypatch, capsys):
         waited.append(seconds)
         return fake_ghost(lambda flags: 500)(questions)
 
-    monkeypatch.setattr(ghost, "run_all", run_all)
-    with pytest.raises(planner.NothingFits, match="this job does not fit: 500"):
-        planner.check(on_a_gpu(*TOO_LARGE), seconds=1.0)
+    monkeypatch.setattr(simulate, "run_all", run_all)
+    with pytest.raises(candidates.NothingFits, match="this job does not fit: 500"):
+        preflight.check(on_a_gpu(*TOO_LARGE), seconds=1.0)
     assert set(waited) == {None}
-    monkeypatch.setattr(ghost, "run_all", fake_ghost(lambda flags: None))
-    found = planner.check(on_a_gpu(*TOO_LARGE), seconds=1.0)  # nobody knows: it starts, and this is said
+    monkeypatch.setattr(simulate, "run_all", fake_ghost(lambda flags: None))
+    found = preflight.check(on_a_gpu(*TOO_LARGE), seconds=1.0)  # nobody knows: it starts, and this is said
     assert found["peak_bytes"] > found["limit_bytes"]
     said = capsys.readouterr().out
     assert "the exact check failed: no such kernel; this is an estimate" in said and "does not fit by formula" in said
@@ -788,11 +798,11 @@ def test_a_launch_is_refused_by_a_simulation_only(monkeypatch, capsys):
 @pytest.mark.slow
 def test_answers_are_kept_by_question(tmp_path):
     flags = ["--model", str(TINY / "model"), "--data", "none", "--max_length", "64"]
-    asked = [ghost.question("sft", flags, 2)]
-    (first,) = ghost.run_all(asked, tmp_path)
-    (again,) = ghost.run_all(asked, tmp_path)
+    asked = [simulate.question("sft", flags, 2)]
+    (first,) = simulate.run_all(asked, tmp_path)
+    (again,) = simulate.run_all(asked, tmp_path)
     assert first == again and len(list(tmp_path.iterdir())) == 1
-    assert ghost._key(asked[0]) != ghost._key(ghost.question("sft", [*flags, "--zero", "3"], 2))
+    assert simulate._key(asked[0]) != simulate._key(simulate.question("sft", [*flags, "--zero", "3"], 2))
 
 
 @pytest.mark.bad_input
@@ -800,7 +810,7 @@ def test_an_unknown_model_fails_in_words(tmp_path):
     config = tmp_path / "config.json"
     config.write_text(json.dumps({"model_type": "no-such-model"}))
     with pytest.raises(UserError):
-        ghost.run("sft", ["--model", str(tmp_path), "--data", "none"], 2)
+        simulate.run("sft", ["--model", str(tmp_path), "--data", "none"], 2)
     assert Path(config).exists() and "ZEROFIT_GHOST" not in os.environ
 
 

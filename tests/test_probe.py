@@ -8,14 +8,15 @@ import sys
 import pytest
 from conftest import ROOT, TINY, Run, recipe_process
 
-from zerofit import args, presets, probe, resolve
+from zerofit.config import parse, presets, resolve
 from zerofit.errors import UserError
+from zerofit.launch import batch_search
 
 DATA = ["--data", str(TINY / "train.jsonl"), "--max_samples", "40"]
 
 
 def settings(*flags, ranks=1):
-    return resolve.settings("sft", [*DATA, *flags], ranks)
+    return resolve.resolve_settings("sft", [*DATA, *flags], ranks)
 
 
 @pytest.mark.parametrize(("fits", "answer", "tries"), [(1, 1, 2), (6, 6, 6), (23, 16, 6), (48, 48, 6)])
@@ -27,19 +28,19 @@ def test_the_search_finds_the_largest_divisor_that_fits(monkeypatch, fits, answe
         tried.extend(ladder[: len(good) + 1])
         return {size: {"peak_bytes": size, "seconds": 1.0} for size in good}
 
-    monkeypatch.setattr(probe, "_run", run)
-    found = probe.search(settings("--effective_batch_size", "48", "--memory_limit", "1"), [])
+    monkeypatch.setattr(batch_search, "_run", run)
+    found = batch_search.search(settings("--effective_batch_size", "48", "--memory_limit", "1"), [])
     assert found.size == answer
     assert len(tried) == len(set(tried)) <= tries + 1  # no size twice
     assert found.tried.get(answer) and all(found.tried[s] is None for s in found.tried if s > answer)
 
 
 def test_nothing_fits_and_no_limit(monkeypatch):
-    monkeypatch.setattr(probe, "_run", lambda *_: {})
+    monkeypatch.setattr(batch_search, "_run", lambda *_: {})
     with pytest.raises(UserError, match="not even a micro batch of 1 fits"):
-        probe.search(settings("--memory_limit", "1"), [])
+        batch_search.search(settings("--memory_limit", "1"), [])
     with pytest.raises(UserError, match="--memory_limit"):
-        probe.search(settings(), [])
+        batch_search.search(settings(), [])
 
 
 def test_auto_is_a_word_for_the_probe():
@@ -47,7 +48,7 @@ def test_auto_is_a_word_for_the_probe():
         assert settings(*words).probe is True
     assert settings("--per_device_train_batch_size", "4").probe is False
     flags = ["--per_device_train_batch_size", "auto", "--zero", "3", "--max_steps=2"]
-    found = probe.with_size(settings("--effective_batch_size", "8"), flags, 4)
+    found = batch_search.with_size(settings("--effective_batch_size", "8"), flags, 4)
     assert found == ["--zero", "3", "--max_steps=2", "--per_device_train_batch_size", "4",
                      "--effective_batch_size", "8", "--probe", "false"]  # fmt: skip
 
@@ -55,15 +56,15 @@ def test_auto_is_a_word_for_the_probe():
 @pytest.mark.injection
 def test_the_answer_lies_in_a_folder_of_this_user(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr(probe, "search", lambda *_: argparse.Namespace(size=4))
+    monkeypatch.setattr(batch_search, "search", lambda *_: argparse.Namespace(size=4))
     found = settings("--per_device_train_batch_size", "auto")
     private = tmp_path / f"zerofit-{os.getuid()}"
-    assert "4" in probe.resolve(found, ["--per_device_train_batch_size", "auto"])
+    assert "4" in batch_search.resolve(found, ["--per_device_train_batch_size", "auto"])
     assert private.stat().st_mode & 0o777 == 0o700 and list(tmp_path.iterdir()) == [private]
     private.rmdir()
     private.symlink_to(tmp_path)
     with pytest.raises(UserError, match="TMPDIR"):
-        probe.resolve(found, ["--per_device_train_batch_size", "auto"])
+        batch_search.resolve(found, ["--per_device_train_batch_size", "auto"])
 
 
 @pytest.mark.slow  # the README has the same command
@@ -113,7 +114,7 @@ def test_presets_train(tmp_path):
 @pytest.mark.bad_input
 def test_unknown_preset():
     with pytest.raises(UserError, match="--preset gpu-7g: there are gpu-12g"):
-        args.parse("sft", ["--preset", "gpu-7g"], 1)
+        parse.parse("sft", ["--preset", "gpu-7g"], 1)
 
 
 @pytest.mark.slow

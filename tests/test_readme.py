@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, TINY, Run, run_world
 
-from zerofit import args
+from zerofit.config import arguments
 
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```bash\n(.*?)```", README, re.S)
@@ -104,7 +104,7 @@ def test_command_on_a_run(command, finished, tmp_path):
 
 
 def test_every_flag_variable_module_and_link():
-    for group in args.kit_groups("lora"):
+    for group in arguments.kit_groups("lora"):
         for field in fields(group):
             assert f"| `--{field.name}` |" in README, field.name
             assert field.metadata["help"].replace("|", "\\|") in README, field.name

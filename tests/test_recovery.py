@@ -14,7 +14,11 @@ import psutil
 import pytest
 from conftest import ROOT, TINY, Run
 
-from zerofit import args, checkpoint, errors, failure, postmortem, recovery, supervise
+from zerofit import rank_status
+from zerofit.config import parse as config_parse
+from zerofit.entrypoint import guard
+from zerofit.launch import postmortem, retry, supervisor
+from zerofit.train.checkpoint import integrity
 
 pytestmark = pytest.mark.fault
 
@@ -59,7 +63,7 @@ def assert_recovered(done, folder, undisturbed, attempts=2):
     assert run.losses == pytest.approx(undisturbed.losses, rel=1e-3)  # as between accumulation splits
     found = run.json("report.json")
     assert found["status"] == "finished" and len(found["attempts"]) == attempts
-    assert all(not checkpoint.fault(f) for f in folder.glob("checkpoint-*"))
+    assert all(not integrity.find_corruption(f) for f in folder.glob("checkpoint-*"))
     assert run.json("result.json")["status"] == "finished"
     return found["attempts"][0]
 
@@ -140,7 +144,7 @@ def test_what_cannot_be_survived_is_explained(tmp_path, fault, code, says):
     found = Run(folder).json("report.json")
     assert found["status"] == "failed" and says in found["cause"] and found["attempts"][0]["rank"] == 1
     assert "| 3 | " in (folder / "report.md").read_text()
-    assert checkpoint.newest_good(folder).name == "checkpoint-2"
+    assert integrity.latest_valid_checkpoint(folder).name == "checkpoint-2"
     if code == 3:  # one thing to try, with what it saves by the plan
         assert "zerofit: try: micro batch 2 instead of 4 (saves 0.0" in done.stderr and ": fits)" in done.stderr
 
@@ -160,8 +164,8 @@ def test_the_report_may_find_no_room(monkeypatch, tmp_path, capsys):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    last = postmortem.Ending("disk full", 1, 0, "DiskFull: the disk of x is full", step=2)
-    supervise._end(SimpleNamespace(folder=tmp_path), [last], tmp_path / "records", True, None, [])
+    last = postmortem.Outcome("disk full", 1, 0, "DiskFull: the disk of x is full", step=2)
+    supervisor._end(SimpleNamespace(folder=tmp_path), [last], tmp_path / "records", True, None, [])
     said = capsys.readouterr().err
     assert "rank 0 ended after step 2: the disk of x is full (report.md could not be written: No space left" in said
     assert not list(tmp_path.iterdir())
@@ -173,7 +177,7 @@ def test_the_report_may_find_no_room(monkeypatch, tmp_path, capsys):
     Exception("I/O error: No space left on device (os error 28)"),
 ])  # fmt: skip
 def test_how_a_full_disk_is_known(error):
-    assert failure.disk_is_full(error) and not failure.disk_is_full(RuntimeError("CUDA error: out of memory"))
+    assert rank_status.disk_is_full(error) and not rank_status.disk_is_full(RuntimeError("CUDA error: out of memory"))
 
 
 @pytest.mark.slow
@@ -247,11 +251,11 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(tmp_path, number, zero):
 
 
 def test_ranks_are_told_where_to_stop(monkeypatch, tmp_path):
-    failure.write_stop(tmp_path, 0)
-    monkeypatch.setenv(failure.FOLDER, str(tmp_path))
-    pulse = failure.Pulse()
+    rank_status.write_stop(tmp_path, 0)
+    monkeypatch.setenv(rank_status.FOLDER, str(tmp_path))
+    pulse = rank_status.Heartbeat()
     assert not pulse.is_last(10**6)
-    failure.write_stop(tmp_path, 9)
+    rank_status.write_stop(tmp_path, 9)
     assert not pulse.is_last(8) and pulse.is_last(9) and pulse.is_last(10)
 
 
@@ -261,14 +265,14 @@ def test_what_cannot_be_resumed(tmp_path):
 
 
 def parse(flags, ranks=2):
-    return args.parse("sft", flags, ranks)
+    return config_parse.parse("sft", flags, ranks)
 
 
 def test_rungs_down_to_the_last():
     flags = ["--per_device_train_batch_size", "4", "--effective_batch_size", "8", "--zero", "2",
              "--gradient_checkpointing", "false"]  # fmt: skip
     said = []
-    while following := recovery.smaller(parse(flags), flags, parse):
+    while following := retry.next_smaller_setting(parse(flags), flags, parse):
         said.append(following[0])
         flags = following[1]
         assert parse(flags).effective_batch_size == 8
@@ -287,16 +291,16 @@ def test_the_newest_whole_checkpoint(tmp_path):
         save_file({"a": torch.ones(3)}, folder / "model.safetensors")
         for name in ("optimizer.pt", "rng_state_0.pth", "rng_state_1.pth"):
             torch.save({"a": torch.ones(3)}, folder / name)
-    assert checkpoint.newest_good(tmp_path).name == "checkpoint-10"
+    assert integrity.latest_valid_checkpoint(tmp_path).name == "checkpoint-10"
     content = (tmp_path / "checkpoint-10" / "optimizer.pt").read_bytes()
     (tmp_path / "checkpoint-10" / "optimizer.pt").write_bytes(content[:-30])
-    assert checkpoint.newest_good(tmp_path).name == "checkpoint-6"
+    assert integrity.latest_valid_checkpoint(tmp_path).name == "checkpoint-6"
     (tmp_path / "checkpoint-6" / "rng_state_1.pth").unlink()
-    assert checkpoint.newest_good(tmp_path).name == "checkpoint-4"
+    assert integrity.latest_valid_checkpoint(tmp_path).name == "checkpoint-4"
     (tmp_path / "checkpoint-4" / "trainer_state.json").write_text('{"global')
     content = (tmp_path / "checkpoint-2" / "model.safetensors").read_bytes()
     (tmp_path / "checkpoint-2" / "model.safetensors").write_bytes(content[:-1])
-    assert checkpoint.newest_good(tmp_path) is None
+    assert integrity.latest_valid_checkpoint(tmp_path) is None
 
 
 def entry(rank, when, kind="crash", error="RuntimeError: boom", peer=False):
@@ -330,53 +334,53 @@ def test_the_kernels_kill_for_memory_is_out_of_memory(tmp_path):
 
 
 def test_nothing_is_written_where_nobody_watches(monkeypatch, tmp_path):
-    monkeypatch.delenv(failure.FOLDER, raising=False)
-    failure.record(RuntimeError("x"))
-    failure.Pulse().beat(1)
-    monkeypatch.setenv(failure.FOLDER, str(tmp_path))
-    failure.record(RuntimeError("first"))
-    failure.record(RuntimeError("its echo"))
-    assert [e["error"] for e in failure.records(tmp_path)] == ["RuntimeError: first"]
+    monkeypatch.delenv(rank_status.FOLDER, raising=False)
+    rank_status.record(RuntimeError("x"))
+    rank_status.Heartbeat().beat(1)
+    monkeypatch.setenv(rank_status.FOLDER, str(tmp_path))
+    rank_status.record(RuntimeError("first"))
+    rank_status.record(RuntimeError("its echo"))
+    assert [e["error"] for e in rank_status.records(tmp_path)] == ["RuntimeError: first"]
 
 
 def test_pythons_memory_error_is_out_of_memory(monkeypatch, tmp_path, capsys):
     """It has no text. The supervisor finds a record that it starts again for."""
-    monkeypatch.setenv(failure.FOLDER, str(tmp_path))
+    monkeypatch.setenv(rank_status.FOLDER, str(tmp_path))
 
     def load():
         raise MemoryError
 
     with pytest.raises(SystemExit) as ended:
-        errors.guard(load)
-    assert ended.value.code == 3 and failure.records(tmp_path)[0]["kind"] == "out of memory"
+        guard(load)
+    assert ended.value.code == 3 and rank_status.records(tmp_path)[0]["kind"] == "out of memory"
     assert "could not get more host memory (MemoryError); " in capsys.readouterr().err
 
 
 def test_a_clock_that_is_set_forward_is_no_hang(monkeypatch, tmp_path):
-    monkeypatch.setenv(failure.FOLDER, str(tmp_path))
-    failure.Pulse().beat(3)
+    monkeypatch.setenv(rank_status.FOLDER, str(tmp_path))
+    rank_status.Heartbeat().beat(3)
     wall, clock = time.time, time.monotonic
     monkeypatch.setattr(time, "time", lambda: wall() + 1900)
-    assert supervise._hung(tmp_path, 1740, 1) is None
+    assert supervisor._hung(tmp_path, 1740, 1) is None
     monkeypatch.setattr(time, "monotonic", lambda: clock() + 1900)
-    assert supervise._hung(tmp_path, 1740, 1) == 0
+    assert supervisor._hung(tmp_path, 1740, 1) == 0
 
 
 def test_a_rank_beats_while_it_writes(monkeypatch, tmp_path):
     """A save that takes longer than --hang_timeout is no hang; its thread ends with it."""
-    monkeypatch.setenv(failure.FOLDER, str(tmp_path))
-    monkeypatch.setattr(failure, "BEAT_SECONDS", 0.01)
-    pulse, beats = failure.Pulse(), set()
+    monkeypatch.setenv(rank_status.FOLDER, str(tmp_path))
+    monkeypatch.setattr(rank_status, "BEAT_SECONDS", 0.01)
+    pulse, beats = rank_status.Heartbeat(), set()
     threads = threading.active_count()
     with pulse.beating(7):
         deadline = time.monotonic() + 60
         while len(beats) < 5 and time.monotonic() < deadline:
-            beats |= {when for _, _, when in failure.pulses(tmp_path).values()}
+            beats |= {when for _, _, when in rank_status.pulses(tmp_path).values()}
     assert len(beats) >= 5 and threading.active_count() == threads
-    assert failure.pulses(tmp_path)[0][1] == 7
+    assert rank_status.pulses(tmp_path)[0][1] == 7
     with pytest.raises(OSError, match="full"), pulse.beating(8):
         raise OSError("full")
     assert threading.active_count() == threads
-    monkeypatch.delenv(failure.FOLDER)
-    with failure.Pulse().beating(1):  # nobody watches
+    monkeypatch.delenv(rank_status.FOLDER)
+    with rank_status.Heartbeat().beating(1):  # nobody watches
         assert threading.active_count() == threads

@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import ROOT, TINY, Run, run_world
 
-from zerofit import resume
+from zerofit.launch import resume
 
 FLAGS = [
     "--data", str(TINY / "train.jsonl"), "--max_samples", "24", "--effective_batch_size", "8", "--num_samples", "0",

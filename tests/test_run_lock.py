@@ -17,8 +17,14 @@ import psutil
 import pytest
 from conftest import ROOT, TINY, Run
 
-from zerofit import checkpoint, failure, launch, planner, report, resume, run_lock
+from zerofit import rank_status, run_folder, run_lock
 from zerofit.errors import UserError
+from zerofit.launch import launch
+from zerofit.launch import resume as resume_command
+from zerofit.plan import preflight
+from zerofit.train.checkpoint import integrity
+from zerofit.train.checkpoint import resume as checkpoint_resume
+from zerofit.train.checkpoint.facts import step_of
 
 FLAGS = [
     "--data", str(TINY / "train.jsonl"), "--max_samples", "64", "--max_length", "64", "--effective_batch_size", "8",
@@ -66,9 +72,9 @@ def wait_for(true, what: str, seconds=240) -> None:
 
 def assert_goes_on(folder) -> None:
     """What was saved is whole, and a resume makes each step once."""
-    saved = checkpoint.newest_good(folder)
+    saved = integrity.latest_valid_checkpoint(folder)
     assert saved is not None
-    steps = checkpoint.step_of(saved) + 3
+    steps = step_of(saved) + 3
     done = again(folder, "--max_steps", str(steps))
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     assert [line["step"] for line in Run(folder).metrics] == list(range(1, steps + 1))
@@ -90,11 +96,11 @@ def test_of_two_launches_one_trains_and_a_resume_of_it_is_refused(tmp_path):
         said = refused.communicate()[1]
         assert refused.returncode == 2 and since in said and "Traceback" not in said
 
-        wait_for(lambda: checkpoint.newest_good(folder), "no checkpoint")
+        wait_for(lambda: integrity.latest_valid_checkpoint(folder), "no checkpoint")
         kept = {name: (folder / name).read_bytes() for name in ("run.json", "deepspeed.json")}
         before = (folder / "metrics.jsonl").read_text()
         with pytest.raises(UserError, match=re.escape(since)):
-            resume.main([str(folder)])
+            resume_command.main([str(folder)])
         assert live.poll() is None and {name: (folder / name).read_bytes() for name in kept} == kept
         assert (folder / "metrics.jsonl").read_text().startswith(before)
         assert not [
@@ -121,7 +127,7 @@ def test_whichever_process_is_killed_nothing_is_left(tmp_path, who, launcher):
     folder = tmp_path / "run"
     words = ("-m", "zerofit", "launch", "--gpus", "2", "--launcher", launcher, "recipes/sft.py", *FLAGS)
     job = started(folder, "--max_restarts", "0", "--dataloader_num_workers", "1", words=words)
-    wait_for(lambda: report.checkpoints(folder) or job.poll() is not None, "no checkpoint")
+    wait_for(lambda: run_folder.checkpoints(folder) or job.poll() is not None, "no checkpoint")
     assert job.poll() is None, job.communicate()[1]
     victims = {"supervisor": psutil.Process(job.pid), "torchrun": psutil.Process(job.pid).children()[0]}
     if who == "rank 1":
@@ -142,7 +148,7 @@ def test_a_recipe_without_a_supervisor_has_the_folder_too(tmp_path):
     folder = tmp_path / "run"
     words = ("recipes/sft.py", *FLAGS[:-1], "0", "--effective_batch_size", "4")
     live = started(folder, words=words)
-    wait_for(lambda: report.checkpoints(folder) or live.poll() is not None, "no checkpoint")
+    wait_for(lambda: run_folder.checkpoints(folder) or live.poll() is not None, "no checkpoint")
     second = started(folder, "--resume_from_checkpoint", "auto", words=words)
     said = second.communicate(timeout=200)[1]
     assert second.returncode == 2 and f"{folder} is being trained by process {live.pid} on" in said
@@ -258,7 +264,7 @@ def test_a_folder_that_cannot_be_made(tmp_path):
 
 def test_what_only_looks_takes_no_lock(owner, monkeypatch):
     folder, _ = owner
-    monkeypatch.setattr(planner, "dry_run", lambda settings: None)  # the simulation, a minute
+    monkeypatch.setattr(preflight, "dry_run", lambda settings: None)  # the simulation, a minute
     words = ["--gpus", "1", str(ROOT / "recipes" / "sft.py"), "--output_dir", str(folder)]
     launch.main(["--show", *words])
     for look in ("--show", "--dry_run"):
@@ -276,7 +282,7 @@ def test_a_process_ends_with_its_supervisor(tmp_path):
     rank = f"import time; from pathlib import Path; import zerofit; Path({str(tmp_path / 'up')!r}).touch(); time.sleep(600)"
     between = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {rank!r}])"
     above = (
-        "import os, subprocess, sys; from zerofit import failure; os.environ[failure.SUPERVISOR] = str(os.getpid()); "
+        "import os, subprocess, sys; from zerofit import rank_status; os.environ[rank_status.SUPERVISOR] = str(os.getpid()); "
         f"subprocess.run([sys.executable, '-c', {between!r}], start_new_session=True)"
     )
     supervisor = subprocess.Popen([sys.executable, "-c", above])
@@ -284,7 +290,7 @@ def test_a_process_ends_with_its_supervisor(tmp_path):
     try:
         wait_for((tmp_path / "up").exists, "no rank")
         family = psutil.Process(supervisor.pid).children(recursive=True)
-        assert len(family) == 2 and not psutil.wait_procs(family, timeout=1.5 * failure.LOOK_SECONDS)[0]
+        assert len(family) == 2 and not psutil.wait_procs(family, timeout=1.5 * rank_status.LOOK_SECONDS)[0]
         supervisor.kill()
         assert not psutil.wait_procs(family, timeout=10)[1]
     finally:
@@ -304,17 +310,18 @@ def test_the_next_command_is_true(tmp_path):
     folder = tmp_path / "it's a run"
     folder.mkdir()
     assert (
-        report.how_to_go_on("interrupted", folder, None) == "interrupted; no run was begun. Give the same command again"
+        checkpoint_resume.how_to_go_on("interrupted", folder, None)
+        == "interrupted; no run was begun. Give the same command again"
     )
     (folder / "run.json").write_text("{}")
     quoted = f"'{tmp_path}/it'\"'\"'s a run'"
-    assert report.next_command(folder) == f"nothing is saved yet. Begin again: make resume RUN={quoted}"
+    assert checkpoint_resume.next_command(folder) == f"nothing is saved yet. Begin again: make resume RUN={quoted}"
     saved = Path(folder / "checkpoint-4")
     saved.mkdir()
     (saved / "trainer_state.json").write_text('{"global_step": 4}')
     save_file({"a": torch.ones(3)}, saved / "model.safetensors")
-    said = report.next_command(folder)
+    said = checkpoint_resume.next_command(folder)
     assert "checkpoint-4 holds the model without optimizer states" in said and "make export RUN=" in said
     for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
         torch.save({"a": torch.ones(3)}, saved / name)
-    assert report.next_command(folder) == f"saved up to step 4. Go on: make resume RUN={quoted}"
+    assert checkpoint_resume.next_command(folder) == f"saved up to step 4. Go on: make resume RUN={quoted}"

@@ -9,7 +9,10 @@ import pytest
 import torch
 from conftest import TINY, Run, recipe_process, run_world
 
-from zerofit import chat, errors, rows, stream
+from zerofit.data import conversations, encoding
+from zerofit.data import sources as data_sources
+from zerofit.data import streaming as data_streaming
+from zerofit.errors import UserError
 
 FLAGS = [
     "--data", str(TINY / "train.jsonl"), "--streaming", "--max_steps", "8", "--max_samples", "40",
@@ -77,8 +80,8 @@ def test_every_row_once_an_epoch(tokenizer):
     settings = SimpleNamespace(
         shuffle_buffer_size=100, packing=False, columns=None, data_format="auto", max_samples=None
     )
-    source = rows.Source(TINY / "train.jsonl")
-    found = stream.Stream([source], settings, chat.Encoder(tokenizer), seed=3, effective=8)
+    source = data_sources.Source(TINY / "train.jsonl")
+    found = data_streaming.Stream([source], settings, encoding.Encoder(tokenizer), seed=3, effective=8)
     places = [place for place, _, _ in itertools.islice(found, 1800)]
     assert len(set(places[:900])) == len(set(places[900:])) == 900
     assert places[:900] != places[900:]
@@ -91,9 +94,9 @@ def test_sources_advance_side_by_side_and_weights_repeat_rows(tmp_path, tokenize
     for name, count in (("long", 300), ("short", 30)):
         lines = [json.dumps({"prompt": f"{i:03}", "completion": name}) for i in range(count)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
-    sources = [rows.Source(tmp_path / "long.jsonl"), rows.Source(tmp_path / "short.jsonl", weight=2)]
+    sources = [data_sources.Source(tmp_path / "long.jsonl"), data_sources.Source(tmp_path / "short.jsonl", weight=2)]
     settings = SimpleNamespace(columns=None, data_format="auto", max_samples=None)
-    found = stream.Stream(sources, settings, chat.Encoder(tokenizer), None, 8)
+    found = data_streaming.Stream(sources, settings, encoding.Encoder(tokenizer), None, 8)
     places = [place for place, _, _ in found.rows()]
     short = [i for i, place in enumerate(places) if "short" in place]
     assert len(places) == 360 and len(short) == 60
@@ -109,7 +112,7 @@ def test_a_weight_below_one_takes_other_rows_in_each_epoch_also_after_a_resume(t
     settings = SimpleNamespace(
         columns=None, data_format="auto", max_samples=None, shuffle_buffer_size=16, packing=False, bad_rows="error"
     )
-    found = stream.Stream([rows.Source(file, weight=0.5)], settings, chat.Encoder(tokenizer), 3, 4)
+    found = data_streaming.Stream([data_sources.Source(file, weight=0.5)], settings, encoding.Encoder(tokenizer), 3, 4)
     places = [place for place, _, _ in itertools.islice(found, 82)]
     assert len(set(places[:41])) == 41 and len(set(places[41:])) == 41
     assert not set(places[:20]) & set(places[20:41])
@@ -128,10 +131,10 @@ def test_hub_sets_are_not_downloaded(monkeypatch, tokenizer):
         return datasets.IterableDatasetDict(train=made.to_iterable_dataset(), test=made.to_iterable_dataset())
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    monkeypatch.setattr(rows.hub, "check", lambda name: None)
-    train, held_out = rows.find(["someone/something"], None, "train", streaming=True)
+    monkeypatch.setattr(data_sources.hub, "check", lambda name: None)
+    train, held_out = data_sources.find_files(["someone/something"], None, "train", streaming=True)
     settings = SimpleNamespace(columns=None, data_format="auto", max_samples=None)
-    found = list(stream.Stream(train, settings, chat.Encoder(tokenizer), None, 8).rows())
+    found = list(data_streaming.Stream(train, settings, encoding.Encoder(tokenizer), None, 8).rows())
     assert len(found) == 2 and found[1][0] == "someone/something (train): row 2"
     assert asked == [True, True] and held_out[0].hub[2] == "test" and not held_out[0].streaming
 
@@ -139,11 +142,11 @@ def test_hub_sets_are_not_downloaded(monkeypatch, tokenizer):
 def test_rows_without_an_answer_keep_their_place(tokenizer, capsys):
     settings = SimpleNamespace(packing=False, max_length=16, truncation="truncate_right", columns=None)
     batches = []
-    found = stream.Stream([], settings, chat.Encoder(tokenizer), None, 8)
-    collate = stream.Tokenise(found, batches.append)
+    found = data_streaming.Stream([], settings, encoding.Encoder(tokenizer), None, 8)
+    collate = data_streaming.TokenizingCollator(found, batches.append)
     lines = [json.dumps({"prompt": "word " * n, "completion": "yes"}) for n in (1, 90, 1)]
     collate([(f"x.jsonl:{i + 1}", line, "prompt/completion") for i, line in enumerate(lines)])
-    lengths = [sum(t != chat.IGNORE for t in row["labels"]) for row in batches[0]]
+    lengths = [sum(t != conversations.IGNORE for t in row["labels"]) for row in batches[0]]
     assert lengths[0] == lengths[2] > 0 == lengths[1]
     assert "x.jsonl:2: no answer left" in capsys.readouterr().out
 
@@ -160,10 +163,10 @@ def test_rows_without_an_answer_keep_their_place(tokenizer, capsys):
     ],
 )
 def test_what_needs_all_rows_is_refused(flags, says):
-    from zerofit import resolve
+    from zerofit.config import resolve
 
-    with pytest.raises(errors.UserError, match=says):
-        resolve.settings("sft", [*FLAGS, *flags], 1)
+    with pytest.raises(UserError, match=says):
+        resolve.resolve_settings("sft", [*FLAGS, *flags], 1)
 
 
 @pytest.mark.bad_input
@@ -181,7 +184,7 @@ def test_a_broken_row_met_while_training_is_one_sentence(tmp_path, workers):
     assert "Traceback" not in done.stderr
     assert Run(tmp_path / "run").json("result.json")["status"] == "failed"
     facts = Run(tmp_path / "run").json("run.json")["data"]["training"]
-    assert facts["streaming"] and facts["rows"] == stream.PREVIEW
+    assert facts["streaming"] and facts["rows"] == data_streaming.PREVIEW
 
 
 @pytest.mark.bad_input
@@ -189,9 +192,9 @@ def test_bad_rows_of_a_stream_keep_their_place_and_train_on_nothing(tmp_path, to
     settings = SimpleNamespace(
         packing=False, max_length=64, truncation="truncate_right", columns=None, data_format="auto", bad_rows="drop"
     )
-    found = stream.Stream([], settings, chat.Encoder(tokenizer), None, 8)
+    found = data_streaming.Stream([], settings, encoding.Encoder(tokenizer), None, 8)
     raw = [("a:1", '{"text": "a"}', "text"), ("a:2", '{"text": 3}', "text"), ("a:3", '{"text": "b"}', "text")]
     assert [row is None for row in found.encoded(raw, Counter())] == [False, True, False]
     settings.bad_rows = "error"
-    with pytest.raises(errors.UserError, match="a:2: column 'text' must be a string"):
+    with pytest.raises(UserError, match="a:2: column 'text' must be a string"):
         found.encoded(raw, Counter())

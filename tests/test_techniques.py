@@ -9,12 +9,12 @@ import pytest
 from compatibility import flags, table, verdict
 from conftest import ROOT, TINY
 
-from zerofit import techniques
+from zerofit.config import resolve
 
 BASE = ["--data", str(TINY / "train.jsonl"), "--max_samples", "16", "--max_steps", "2", "--max_length", "128",
         "--per_device_train_batch_size", "4", "--logging_steps", "1", "--save_strategy", "no", "--num_samples", "0",
         "--shuffle_buffer_size", "8"]  # fmt: skip
-NAMES = [n for n, t in techniques.TECHNIQUES.items() if not t.cuda]
+NAMES = [n for n, t in resolve.TECHNIQUES.items() if not t.cuda]
 
 
 def test_rules_refuse_by_name():
@@ -41,7 +41,7 @@ def pairs(zero):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("zero", techniques.STAGES)
+@pytest.mark.parametrize("zero", resolve.STAGES)
 @pytest.mark.timeout(7200)
 def test_every_pair_that_is_accepted_trains(zero, tmp_path):
     cases = []

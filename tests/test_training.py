@@ -212,9 +212,11 @@ def test_learning_reaches_ninety_percent_in_one_process(tmp_path):
 
 SLOW_LOADER = """
 import runpy, sys, types
-from zerofit import checkpoint, data, train
+from zerofit.data.batches import TrainCollator
+from zerofit.train import trainer
+from zerofit.train.checkpoint import save
 now = [0.0]
-train.time = types.SimpleNamespace(perf_counter=lambda: now[0])
+trainer.time = types.SimpleNamespace(perf_counter=lambda: now[0])
 
 def sleeps(owner, name, seconds):
     plain = getattr(owner, name)
@@ -223,9 +225,9 @@ def sleeps(owner, name, seconds):
         return plain(*args, **kwargs)
     setattr(owner, name, slow)
 
-sleeps(data.TrainCollator, "__call__", 2.0)
-sleeps(train.KitTrainer, "evaluation_loop", 1000.0)
-sleeps(checkpoint, "save", 1000.0)
+sleeps(TrainCollator, "__call__", 2.0)
+sleeps(trainer.ZerofitTrainer, "evaluation_loop", 1000.0)
+sleeps(save, "save", 1000.0)
 runpy.run_path(sys.argv.pop(1), run_name="__main__")
 """
 

@@ -5,8 +5,10 @@ import re
 
 import pytest
 
-from zerofit import args, zero
+from zerofit.config import deepspeed_json
+from zerofit.config import parse as config_parse
 from zerofit.errors import UserError
+from zerofit.settings import merge_json
 
 
 @pytest.fixture
@@ -20,7 +22,7 @@ def write(tmp_path):
 
 
 def parse(*flags, ranks=1):
-    return args.parse("sft", list(flags), ranks)
+    return config_parse.parse("sft", list(flags), ranks)
 
 
 BASE = {"zero_optimization": {"stage": 2}}
@@ -31,17 +33,17 @@ def test_bundled_files_pass_the_lint_and_deepspeed(stage):
     from deepspeed.runtime.config import DeepSpeedConfig
 
     for overlay in (None, "optimizer", "all", "optimizer_nvme", "all_nvme"):
-        config = zero.read_json(zero.CONFIGS / f"zero{stage}.json")
+        config = deepspeed_json.read_json(deepspeed_json.CONFIGS / f"zero{stage}.json")
         assert config["zero_optimization"]["stage"] == stage
         if overlay:
-            config = zero.merged(config, zero.read_json(zero.CONFIGS / f"offload_{overlay}.json"))
-        zero.lint(config, "file")
+            config = merge_json(config, deepspeed_json.read_json(deepspeed_json.CONFIGS / f"offload_{overlay}.json"))
+        deepspeed_json.lint(config, "file")
         config = json.loads(re.sub(r'"\w+": "auto",?', "", json.dumps(config)).replace(", }", "}").replace(",}", "}"))
         DeepSpeedConfig({**config, "train_micro_batch_size_per_gpu": 1})
 
 
 def test_readme_explains_every_key_of_every_file():
-    text = (zero.CONFIGS / "README.md").read_text()
+    text = (deepspeed_json.CONFIGS / "README.md").read_text()
 
     def keys(config):
         for key, value in config.items():
@@ -49,8 +51,8 @@ def test_readme_explains_every_key_of_every_file():
             if isinstance(value, dict):
                 yield from keys(value)
 
-    for file in zero.CONFIGS.glob("*.json"):
-        for key in keys(zero.read_json(file)):
+    for file in deepspeed_json.CONFIGS.glob("*.json"):
+        for key in keys(deepspeed_json.read_json(file)):
             assert f"`{key}`" in text, f"{file.name}: {key}"
 
 
@@ -73,10 +75,10 @@ def test_offload_in_the_file_is_what_runs(write):
 
 
 def test_an_edited_bundled_file_is_what_runs(monkeypatch, tmp_path):
-    config = zero.read_json(zero.CONFIGS / "zero2.json")
+    config = deepspeed_json.read_json(deepspeed_json.CONFIGS / "zero2.json")
     config["zero_optimization"]["reduce_bucket_size"] = 12345
     (tmp_path / "zero2.json").write_text(json.dumps(config))
-    monkeypatch.setattr(zero, "CONFIGS", tmp_path)
+    monkeypatch.setattr(deepspeed_json, "CONFIGS", tmp_path)
     assert parse("--zero", "2").deepspeed["zero_optimization"]["reduce_bucket_size"] == 12345
 
 

@@ -20,7 +20,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from zerofit import train, world
+from zerofit import distributed
+from zerofit.train import run
+from zerofit.train import trainer as train_trainer
 
 ROOT = Path(__file__).resolve().parents[1]
 DDP_SETTINGS = ("find_unused_parameters", "gradient_as_bucket_view", "static_graph")
@@ -45,7 +47,7 @@ def frozen_hash(model) -> str:
     return digest.hexdigest()
 
 
-class Witness(train.KitTrainer):
+class Witness(train_trainer.ZerofitTrainer):
     """KitTrainer that also records what the tests ask about."""
 
     def __init__(self, *args):
@@ -114,7 +116,7 @@ def record(trainer: Witness) -> None:
 
 
 def main() -> None:
-    finish = train.finish
+    finish = run.finish
     if name := os.environ.get("ZEROFIT_TEST_ACCELERATOR"):
         # "cpu:0" is the host by another name: DeepSpeed takes it for a GPU beside the CPU (test_offload.py)
         from deepspeed.accelerator import get_accelerator
@@ -125,9 +127,9 @@ def main() -> None:
         finish(trainer, started)
         record(trainer)
 
-    train.KitTrainer, train.finish = Witness, finish_and_record
-    launched = {name: os.environ[name] for name in world.LAUNCHER_SETS if name in os.environ}
-    stop, world.stop = world.stop, lambda wait=True: None  # the world goes on after each case
+    train_trainer.ZerofitTrainer, run.finish = Witness, finish_and_record
+    launched = {name: os.environ[name] for name in distributed.LAUNCHER_SETS if name in os.environ}
+    stop, distributed.stop = distributed.stop, lambda wait=True: None  # the world goes on after each case
     for case in json.loads(Path(sys.argv[1]).read_text()):
         began, streams, words = time.time(), (sys.stdout, sys.stderr), sys.argv
         os.environ.update(launched)  # one process at stage 0 does without

@@ -2,8 +2,8 @@
 
 __version__ = "0.1.0"
 
-from . import allocator, failure, quiet
+from zerofit import allocator, log_filters, rank_status
 
-failure.end_with_supervisor()  # first of all: the imports take longer than a supervisor needs to die
+rank_status.end_with_supervisor()  # first of all: the imports take longer than a supervisor needs to die
 allocator.configure()  # before anything imports torch, whichever way a process was started
-quiet.optional_packages()
+log_filters.optional_packages()

@@ -1,3 +1,3 @@
-from .cli import main
+from zerofit.cli import main
 
 main()

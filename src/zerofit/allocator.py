@@ -4,7 +4,9 @@ import os
 from importlib import metadata
 
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is torch's older name, still read
+
 PINNED_ROUND_KEY = "pinned_max_round_threshold_mb"  # torch 2.13 and newer
+
 PINNED_ROUND_MIB = 256
 
 

@@ -3,7 +3,9 @@
 import importlib
 import sys
 
-from . import __version__, errors
+from zerofit import __version__
+from zerofit.entrypoint import guard
+from zerofit.errors import UserError
 
 USAGE = """usage: zerofit launch [--gpus N] [--show] recipes/sft.py [flags]     start a recipe on N processes
        zerofit launch recipes/sft.py --help                          a recipe's flags; --help all: every one
@@ -21,18 +23,20 @@ USAGE = """usage: zerofit launch [--gpus N] [--show] recipes/sft.py [flags]     
        zerofit chat runs/<run>                                       talk to it in the terminal
        zerofit replay runs/<run>                                     a step whose loss was not a number, once more
        zerofit --version"""
-# verb: the module whose main() (or the function after the dot) it is; imported when it is asked for, as each brings its libraries
-VERBS = {"launch": "launch", "data": "inspection", "probe": "probe", "plan": "planner", "doctor": "doctor",
-         "replay": "replay", "resume": "resume", "export": "export", "chat": "talk",
-         "hosts": "hostfile", "join": "hostfile.join", "kubernetes": "kubernetes", "slurm": "slurm", "status": "status",
-         "cancel": "cancel",
-         "simulated-rank": "ghost", "compare": "agreement"}  # fmt: skip
+
+# verb: the module whose main() (or the function after the colon) it is; imported when it is asked for, as each brings its libraries
+VERBS = {"launch": "launch.launch", "data": "plan.inspect_data", "probe": "launch.batch_search", "plan": "plan.command",
+         "doctor": "launch.doctor", "replay": "train.replay", "resume": "launch.resume", "export": "export.export",
+         "chat": "export.chat", "hosts": "launch.cluster.hostfile", "join": "launch.cluster.hostfile:join",
+         "kubernetes": "launch.cluster.kubernetes", "slurm": "launch.cluster.slurm", "status": "launch.cluster.status",
+         "cancel": "launch.cluster.cancel", "simulated-rank": "plan.simulated_rank", "compare": "export.compare"}  # fmt: skip
+
 
 LIGHT = ("status", "cancel")  # they need no torch
 
 
 def main() -> None:
-    errors.guard(_main)
+    guard(_main)
 
 
 def _main() -> None:
@@ -41,13 +45,14 @@ def _main() -> None:
         print(f"zerofit {__version__}")
     elif words and words[0] in VERBS:
         if words[0] not in LIGHT:
-            from . import early, quiet
+            from zerofit import log_filters
+            from zerofit.config import early_check
 
-            early.command(words[0], words[1:])
-            quiet.libraries()
-        module, _, function = VERBS[words[0]].partition(".")
+            early_check.command(words[0], words[1:])
+            log_filters.libraries()
+        module, _, function = VERBS[words[0]].partition(":")
         getattr(importlib.import_module(f".{module}", __package__), function or "main")(words[1:])
     elif not words or words[0] in ("-h", "--help"):
         print(USAGE)
     else:
-        raise errors.UserError(f"unknown verb {words[0]!r}; `zerofit --help` lists them.")
+        raise UserError(f"unknown verb {words[0]!r}; `zerofit --help` lists them.")

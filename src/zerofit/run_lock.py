@@ -8,10 +8,12 @@ import socket
 import time
 from pathlib import Path
 
-from .errors import UserError
+from zerofit.errors import UserError
 
 FILE = "run.lock"
+
 LEASE_SECONDS = 100.0  # after which a file server has dropped the locks of a machine that died (NFS: 90 s)
+
 
 _held: dict[Path, tuple[int, list[Path]]] = {}  # {run folder: (descriptor, folders that were made for it)}
 

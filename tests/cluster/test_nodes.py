@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, TINY, Run, run_world
 
-from zerofit import nodes, report, shards
+from zerofit import run_folder
 from zerofit.errors import UserError
+from zerofit.launch.cluster import coordinator
+from zerofit.train.checkpoint import zero_shards
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 DATA = ["--data", str(TINY / "train.jsonl"), "--learning_rate", "1e-3", "--num_samples", "0", "--logging_steps", "1"]
@@ -203,7 +205,7 @@ def test_sigterm_to_one_saves_on_all_and_resumes(hosts, tmp_path, undisturbed):
     wait_for(is_at(out, 6))
     started[1].send_signal(signal.SIGTERM)
     assert ends(*started, seconds=120) == [75, 75], first.text() + second.text()
-    saved = list(report.checkpoints(out))
+    saved = list(run_folder.checkpoints(out))
     assert len(saved) == 1 and 6 < saved[0] < 60
     nothing_is_left(bed)
     assert ends(*(launch(host, rank, "sft", flags) for rank, host in enumerate(bed))) == [0, 0]
@@ -254,7 +256,7 @@ def test_a_link_that_is_cut_for_good(hosts, tmp_path):
     found = ends(*started, seconds=90)
     assert 0 not in found and time.monotonic() - began < 60
     assert "node 1 (host1) is gone" in first.text()
-    assert f"node 0 (host0) is not heard of for {nodes.LOST_SECONDS:.0f} s" in second.text()
+    assert f"node 0 (host0) is not heard of for {coordinator.LOST_SECONDS:.0f} s" in second.text()
     nothing_is_left(bed)
 
 
@@ -296,14 +298,14 @@ def test_a_run_folder_that_is_not_shared(hosts, tmp_path):
     # consolidated: one part says what is missing, all parts in one folder can be read at any rank count
     part, other = (host.seen(disk / "run") / "checkpoint-10" for host in bed)
     with pytest.raises(UserError, match="holds one machine's part"):
-        shards.read(part)
+        zero_shards.read(part)
     shutil.copytree(
         other,
         part,
         dirs_exist_ok=True,
         ignore=lambda folder, names: [n for n in names if (part / Path(folder).relative_to(other) / n).is_file()],
     )
-    states = shards.read(part)
+    states = zero_shards.read(part)
     assert states.step == 10 and all(states.whole(name).isfinite().all() for name in states.shapes)
 
 

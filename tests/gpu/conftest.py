@@ -2,7 +2,7 @@
 
 import pytest
 
-from zerofit import world
+from zerofit import distributed
 
 from . import cases
 
@@ -17,6 +17,6 @@ def outcomes(request, tmp_path_factory) -> dict[str, cases.Outcome]:
     parameters = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
     names = {each["case"].name for each in parameters if isinstance(each.get("case"), cases.Case)}
     free_bytes, _ = torch.cuda.mem_get_info()
-    parallel = max(1, min(world.cores() * 3 // 4, int(free_bytes / PROCESS_BYTES), 16))
+    parallel = max(1, min(distributed.cores() * 3 // 4, int(free_bytes / PROCESS_BYTES), 16))
     folder = tmp_path_factory.mktemp("gpu_runs")
     return cases.run_all(cases.with_what_they_need(names), folder, parallel, cases.BUDGET_SECONDS)

@@ -13,8 +13,8 @@ from test_attention import SHAPE, documents
 from test_loss import apart
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, TrainingArguments
 
-from zerofit import attention, loss
 from zerofit.errors import UserError
+from zerofit.model import attention, fused_loss
 
 pytestmark = pytest.mark.gpu
 BOUND = {torch.bfloat16: 1e-2, torch.float16: 2e-3}  # relative difference in norm
@@ -105,8 +105,8 @@ def test_architecture_keeps_documents_apart(name, implementation):
     rows = [torch.randint(3, 500, (n,)).tolist() for n in (97, 64, 128)]
     rows = [{"input_ids": row, "labels": row} for row in rows]
     arguments = SimpleNamespace(device=torch.device("cuda"), gradient_checkpointing_kwargs=None)
-    assert attention.logits_apart(net, rows, 0, arguments) < 0.05
-    assert attention.gradient_leak(net, rows, arguments) == 0
+    assert attention.packed_logit_error(net, rows, 0, arguments) < 0.05
+    assert attention.cross_document_gradient(net, rows, arguments) == 0
 
 
 @pytest.mark.parametrize("name", ["flash_attention_2", "flash_attention_3", "flex_attention", attention.NAME])
@@ -119,8 +119,8 @@ def test_implementation_keeps_documents_apart(name):
     arguments = TrainingArguments()
     model = AutoModelForCausalLM.from_config(config, attn_implementation=name, dtype=torch.bfloat16)
     model.to(arguments.device)
-    assert attention.logits_apart(model, documents(), 0, arguments) < 0.02
-    assert attention.gradient_leak(model, documents(), arguments) == 0
+    assert attention.packed_logit_error(model, documents(), 0, arguments) < 0.02
+    assert attention.cross_document_gradient(model, documents(), arguments) == 0
 
 
 # --- sdpa with a padding mask ---
@@ -167,7 +167,7 @@ def test_fused_loss_equals_fp64(hidden_type, weight_type, autocast, bound):
     labels[::7] = -100
     leaves = [x.to(getattr(torch, t)).requires_grad_() for x, t in ((hidden, hidden_type), (weight, weight_type))]
     with torch.autocast("cuda", dtype=getattr(torch, autocast)) if autocast else contextlib.nullcontext():
-        total = loss.linear_cross_entropy(*leaves, None, labels, rows=512)
+        total = fused_loss.linear_cross_entropy(*leaves, None, labels, rows=512)
     gradients = torch.autograd.grad(total / 100, leaves)
     exact_leaves = [x.double().requires_grad_() for x in (hidden, weight)]
     exact = F.cross_entropy(exact_leaves[0] @ exact_leaves[1].t(), labels, reduction="sum")

@@ -11,7 +11,8 @@ import torch
 from conftest import Run
 from gpu_job import Job, launch_command, recipe_command, write_model, write_rows
 
-from zerofit import hardware, planner
+from zerofit import hardware
+from zerofit.train import memory_history
 
 from . import cases
 
@@ -126,7 +127,7 @@ def test_plans_do_not_learn_from_memory_that_another_process_held(tmp_path, star
     fill(4 * 1024)
     assert job.finish(240) == 3, job.output[-4000:]
     monkeypatch.setenv("ZEROFIT_CACHE", str(tmp_path / "cache"))
-    assert planner.learned_allowance(hardware.find("detect").device_name) < 2**30
+    assert memory_history.learned_allowance(hardware.find("detect").device_name) < 2**30
 
 
 def test_probe_finds_the_largest_batch_that_fits(tmp_path, start):
@@ -140,9 +141,9 @@ def test_launcher_leaves_no_context_on_the_gpu(tmp_path):
     """Let the launcher check a job, and compare the GPU's used memory before and after."""
     code = (
         "import sys; sys.path.insert(0, 'benchmarks'); from gpu_job import used_bytes\n"
-        "from zerofit import launch, planner, resolve\n"
+        "from zerofit.config import resolve\nfrom zerofit.launch import prepare\nfrom zerofit.plan import preflight\n"
         "before = used_bytes()\n"
-        "settings = resolve.settings('sft', sys.argv[1:], 1); launch.prepare(settings); planner.check(settings)\n"
+        "settings = resolve.resolve_settings('sft', sys.argv[1:], 1); prepare.prepare(settings); preflight.check(settings)\n"
         "print('grown by', used_bytes() - before, 'of', before)"
     )
     job = Job(

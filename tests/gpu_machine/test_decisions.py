@@ -13,21 +13,14 @@ import torch
 from conftest import ROOT
 
 from gpu_machine import Card, contexts, in_process, machine, submitted
-from zerofit import (
-    allocator,
-    args,
-    devices,
-    doctor,
-    failure,
-    ghost,
-    hardware,
-    launch,
-    planner,
-    probe,
-    resharding,
-    train,
-)
+from zerofit import allocator, hardware, rank_status
+from zerofit.config import parse
 from zerofit.errors import UserError
+from zerofit.launch import batch_search, doctor, prepare
+from zerofit.plan import preflight, simulate, simulated_rank
+from zerofit.train import memory_history, progress
+from zerofit.train import trainer as train_trainer
+from zerofit.train.checkpoint import reshard
 
 H100 = Card()
 RTX4090 = Card("NVIDIA GeForce RTX 4090", 24564, capability=(8, 9))
@@ -51,11 +44,13 @@ def zerofit(env: dict, *words: str) -> subprocess.CompletedProcess:
 def test_one_process_uses_one_of_several_gpus(tmp_path):
     """transformers would make it nn.DataParallel, with four times the micro batch."""
     code = """
-from zerofit import resolve, train, world
-settings = resolve.settings("sft", ["--per_device_train_batch_size", "8"])
+from zerofit import distributed
+from zerofit.config import resolve
+from zerofit.train.trainer import training_arguments
+settings = resolve.resolve_settings("sft", ["--per_device_train_batch_size", "8"])
 settings.values["output_dir"] = "unused"
-world.start(settings)
-arguments = train.training_arguments(settings)
+distributed.start(settings)
+arguments = training_arguments(settings)
 print("decided", arguments.n_gpu, arguments.train_batch_size, settings.precision, arguments.device)
 """
     done = python(machine(tmp_path, [H100] * 4), code)
@@ -65,7 +60,7 @@ print("decided", arguments.n_gpu, arguments.train_batch_size, settings.precision
 @pytest.mark.parametrize(("cards", "precision"), [([T4], "fp16"), ([RTX4090], "bf16"), ([], "fp32")])
 def test_precision_is_what_the_gpu_has(cards, precision, tmp_path, monkeypatch):
     in_process(monkeypatch, tmp_path, cards)
-    assert args.parse("sft", [], 1).precision == precision
+    assert parse.parse("sft", [], 1).precision == precision
 
 
 @pytest.mark.bad_input
@@ -76,13 +71,13 @@ def test_more_processes_than_gpus_are_refused(tmp_path):
 
 def test_deepspeeds_launcher_gets_the_gpus_that_are_visible(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
-    words = launch.command("deepspeed", 2, 29500, Path("recipes/sft.py"), [])
+    words = prepare.command("deepspeed", 2, 29500, Path("recipes/sft.py"), [])
     assert words[words.index("--include") + 1] == "localhost:2,3" and "--num_gpus" not in words
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-8a56a4bc,GPU-1c2d")
     with pytest.raises(UserError, match="LAUNCHER=deepspeed: it reads numbers only"):
-        launch.command("deepspeed", 2, 29500, Path("recipes/sft.py"), [])
+        prepare.command("deepspeed", 2, 29500, Path("recipes/sft.py"), [])
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert "--num_gpus" in launch.command("deepspeed", 2, 29500, Path("recipes/sft.py"), [])
+    assert "--num_gpus" in prepare.command("deepspeed", 2, 29500, Path("recipes/sft.py"), [])
 
 
 # --- installing ---
@@ -133,7 +128,7 @@ def test_a_gpu_that_torch_cannot_use_is_named(name, tmp_path, monkeypatch):
     options, said = UNUSABLE[name]
     in_process(monkeypatch, tmp_path, [H100] * 2, **options)
     with pytest.raises(UserError) as error:
-        args.parse("sft", ["--zero", "2"], 2)
+        parse.parse("sft", ["--zero", "2"], 2)
     assert "this machine has a GPU (2 x NVIDIA H100 80GB HBM3" in str(error.value) and said in str(error.value)
 
 
@@ -152,24 +147,29 @@ def test_a_gpu_that_torch_cannot_use_is_no_reason_to_train_on_the_cpu(tmp_path):
 
 def test_the_cpu_is_used_where_it_was_asked_for(tmp_path):
     old = machine(tmp_path, [H100], driver="550.54.14")
-    assert python(old, 'from zerofit import resolve; resolve.settings("sft", ["--use_cpu", "true"])').returncode == 0
+    assert (
+        python(
+            old, 'from zerofit.config import resolve; resolve.resolve_settings("sft", ["--use_cpu", "true"])'
+        ).returncode
+        == 0
+    )
     done = zerofit(old, "launch", "--gpus", "2", "recipes/sft.py", "--use_cpu", "true", "--zero", "2", "--max_steps", "2",
                    "--num_samples", "0", "--save_strategy", "no", "--output_dir", str(tmp_path / "run"))  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     assert json.loads((tmp_path / "run" / "result.json").read_text())["world_size"] == 2
     assert contexts(old) == []
     hidden = machine(tmp_path, [H100], driver="550.54.14", visible="")
-    done = python(hidden, 'from zerofit import start; print(start.settings("sft").use_cpu)')
+    done = python(hidden, 'from zerofit import recipe; print(recipe.parse("sft").use_cpu)')
     assert done.stdout.strip().endswith("True"), done.stderr[-2000:]
 
 
 def test_an_import_of_deepspeed_makes_no_gpu_usable(tmp_path, monkeypatch):
     """It sets a variable with which torch.cuda.is_available() counts GPUs that torch cannot use."""
     in_process(monkeypatch, tmp_path, [H100], driver="550.54.14")
-    monkeypatch.setenv(devices.NVML_CHECK, "1")
-    assert torch.cuda.is_available() and not devices.torch_sees_some()
-    assert devices.visible() == [] and "CUDA 13 needs driver 580" in devices.why_torch_sees_none()
-    assert os.environ[devices.NVML_CHECK] == "1"
+    monkeypatch.setenv(hardware.NVML_CHECK, "1")
+    assert torch.cuda.is_available() and not hardware.torch_sees_some()
+    assert hardware.visible() == [] and "CUDA 13 needs driver 580" in hardware.why_torch_sees_none()
+    assert os.environ[hardware.NVML_CHECK] == "1"
 
 
 def test_the_time_of_an_unknown_gpu_is_said_to_be_a_guess(tmp_path, monkeypatch, capsys):
@@ -198,10 +198,12 @@ def test_asking_about_gpus_opens_no_context(tmp_path):
     """Each would take 0.5 GiB of every GPU for the whole job, and EXCLUSIVE_PROCESS would let no rank in."""
     code = """
 from types import SimpleNamespace
-from zerofit import devices, doctor, hardware, launch, probe
+from zerofit import hardware
+from zerofit.launch import batch_search
+from zerofit.launch import doctor
 print([f.text for f in doctor.gpus()], hardware.find("detect", 2).memory_gib)
-print(probe.limit_bytes(SimpleNamespace(memory_limit=None, use_cpu=False, world_size=2)))
-launch.check_devices(2, use_cpu=False)
+print(batch_search.limit_bytes(SimpleNamespace(memory_limit=None, use_cpu=False, world_size=2)))
+hardware.check_devices(2, use_cpu=False)
 """
     env = machine(tmp_path, [H100] * 2, compute_mode="Exclusive_Process")
     done = python(env, code)
@@ -229,7 +231,7 @@ def test_a_plan_is_for_the_gpu_with_the_least_free_memory(tmp_path, monkeypatch,
     assert hardware.find("detect", 2).memory_gib < 16 and hardware.find("detect", 2).device_name == small.name
     assert "GPU 1 (NVIDIA GeForce RTX 4080) has the least memory of the job's 2" in capsys.readouterr().out
     assert 23 < hardware.find("detect", 1).memory_gib < 24
-    assert probe.limit_bytes(SimpleNamespace(memory_limit=None, use_cpu=False, world_size=2)) < 0.93 * 16 * GIB
+    assert batch_search.limit_bytes(SimpleNamespace(memory_limit=None, use_cpu=False, world_size=2)) < 0.93 * 16 * GIB
 
 
 def test_memory_that_somebody_else_uses_is_not_planned_for(tmp_path, monkeypatch, capsys):
@@ -244,7 +246,7 @@ def test_memory_that_somebody_else_uses_is_not_planned_for(tmp_path, monkeypatch
 def test_without_nvidia_smi_the_whole_gpu_is_planned_for(tmp_path, monkeypatch):
     in_process(monkeypatch, tmp_path, [RTX4090])
     monkeypatch.setenv("PATH", "/nowhere")
-    (device,) = devices.visible()
+    (device,) = hardware.visible()
     assert device.free_bytes is None and device.usable_bytes == device.total_bytes
     assert "what is free is not known" in doctor.gpus()[0].text
 
@@ -252,7 +254,7 @@ def test_without_nvidia_smi_the_whole_gpu_is_planned_for(tmp_path, monkeypatch):
 def test_a_mig_slice_has_its_own_memory_and_no_known_peak(tmp_path, monkeypatch):
     card = Card(slices=(("3g.40gb", 40448),))
     in_process(monkeypatch, tmp_path, [card], visible=None)
-    (device,) = devices.visible()
+    (device,) = hardware.visible()
     assert "MIG 3g.40gb" in device.name and device.usable_bytes == device.total_bytes < 41 * GIB
     assert hardware.peak_flops(device.name) is None
     assert hardware.find("detect").tflops == pytest.approx(989 * 3 / 7)
@@ -314,8 +316,8 @@ def test_deepspeed_takes_the_jobs_device(cards, use_cpu, name, tmp_path):
     """Also where DS_ACCELERATOR=cpu came along from another machine; and it is not left behind for child processes."""
     code = f"""
 import os
-from zerofit import world
-deepspeed = world.import_deepspeed({use_cpu})
+from zerofit import distributed
+deepspeed = distributed.import_deepspeed({use_cpu})
 print("chosen", deepspeed.accelerator.get_accelerator()._name, os.environ.get("DS_ACCELERATOR"))
 """
     done = python(machine(tmp_path, cards), code)
@@ -358,27 +360,27 @@ CRASHES = [
 @pytest.mark.fault
 @pytest.mark.parametrize("error", GPU_IS_FULL, ids=lambda e: str(e)[:40])
 def test_gpu_memory_that_is_full_in_every_wording(error):
-    assert failure.gpu_is_full(raised(error)) and failure.kind(error) == "out of memory"
-    assert not failure.host_is_full(raised(error))
+    assert rank_status.gpu_is_full(raised(error)) and rank_status.kind(error) == "out of memory"
+    assert not rank_status.host_is_full(raised(error))
 
 
 @pytest.mark.parametrize("error", CRASHES, ids=lambda e: str(e)[:40])
 def test_other_failures_are_no_out_of_memory(error, monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (40 * GIB, 80 * GIB))
-    assert not failure.gpu_is_full(raised(error)) and failure.kind(error) == "crash"
+    assert not rank_status.gpu_is_full(raised(error)) and rank_status.kind(error) == "crash"
 
 
 @pytest.mark.fault
 def test_an_internal_error_with_no_memory_left_is_an_out_of_memory(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (GIB // 2, 80 * GIB))
-    assert failure.kind(raised(RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR"))) == "out of memory"
+    assert rank_status.kind(raised(RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR"))) == "out of memory"
 
 
 @pytest.mark.fault
 def test_pinned_memory_is_host_memory():
     with pytest.raises(torch.AcceleratorError) as caught:
         pin_memory(torch.AcceleratorError("CUDA error: out of memory"))
-    assert failure.host_is_full(caught.value) and not failure.gpu_is_full(caught.value)
+    assert rank_status.host_is_full(caught.value) and not rank_status.gpu_is_full(caught.value)
 
 
 @pytest.mark.fault
@@ -388,11 +390,11 @@ def test_a_full_gpu_ends_the_proof_of_packing_as_such(monkeypatch):
     def full(*args):
         raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
 
-    monkeypatch.setattr(train.attention, "logits_apart", full)
+    monkeypatch.setattr(train_trainer.attention, "logits_apart", full)
     trainer = SimpleNamespace(settings=SimpleNamespace(precision="bf16"), data_collator=SimpleNamespace(pad_token_id=0),
                               model_wrapped=None, tokens=SimpleNamespace(dataset=None), args=None)  # fmt: skip
     with pytest.raises(RuntimeError, match="ALLOC_FAILED"):
-        train.KitTrainer.prove_documents_apart(trainer)
+        train_trainer.ZerofitTrainer.prove_documents_apart(trainer)
 
 
 # --- what the history learns ---
@@ -406,10 +408,10 @@ CROWDED = OOM.format(other="Process 7 has 14.00 GiB memory in use. ", own="63.60
 def ran_out(monkeypatch, tmp_path, text):
     monkeypatch.setenv("ZEROFIT_CACHE", str(tmp_path))
     predicted = {"gpu": "H100", "peak_bytes": 60 * GIB, "limit_bytes": 76 * GIB}
-    monkeypatch.setenv(planner.PLANNED, json.dumps(predicted))
-    planner.outgrown([text])
-    assert os.environ[planner.PLANNED] == "{}"
-    return planner.learned_allowance("H100", 79.6)
+    monkeypatch.setenv(memory_history.PLANNED, json.dumps(predicted))
+    preflight.record_oom([text])
+    assert os.environ[memory_history.PLANNED] == "{}"
+    return memory_history.learned_allowance("H100", 79.6)
 
 
 def test_an_out_of_memory_beside_somebody_else_teaches_nothing(monkeypatch, tmp_path):
@@ -426,9 +428,9 @@ def test_one_run_of_many_does_not_decide(monkeypatch, tmp_path):
     monkeypatch.setenv("ZEROFIT_CACHE", str(tmp_path))
     predicted = {"gpu": "H100", "peak_bytes": 10 * GIB}
     for above in [*range(20), 5 * GIB]:
-        planner._learn(predicted, 10 * GIB + above)
-    assert planner.learned_allowance("H100", 79.6) == 18
-    assert planner.learned_allowance("A100") == 0
+        memory_history.learn(predicted, 10 * GIB + above)
+    assert memory_history.learned_allowance("H100", 79.6) == 18
+    assert memory_history.learned_allowance("A100") == 0
 
 
 # --- states that are put into another engine, the order of a start, the simulation on a GPU ---
@@ -438,7 +440,7 @@ def test_one_run_of_many_does_not_decide(monkeypatch, tmp_path):
 def test_step_counts_lie_where_the_optimizer_wants_them(fused, device):
     flat = torch.zeros(4, device="meta")
     group, optimizer = {"params": [flat], "fused": fused}, SimpleNamespace(state={})
-    resharding._give(optimizer, group, flat, {"exp_avg": torch.zeros(4)}, {"step": torch.tensor(7.0)})
+    reshard._give(optimizer, group, flat, {"exp_avg": torch.zeros(4)}, {"step": torch.tensor(7.0)})
     assert optimizer.state[flat]["step"].device.type == device
 
 
@@ -449,34 +451,34 @@ def test_a_batch_size_is_searched_after_the_proof_of_packing(monkeypatch):
         tokens=SimpleNamespace(stream=None), is_deepspeed_enabled=False, train_collator=SimpleNamespace(packed=True),
         prove_documents_apart=lambda: order.append("proof"), settings=SimpleNamespace(bundled=False),
     )  # fmt: skip
-    monkeypatch.setattr(train.probe, "asked", lambda: True)
-    monkeypatch.setattr(train.probe, "measure", lambda trainer: order.append("search"))
-    monkeypatch.setattr(train.quantized, "verify_shares", lambda trainer: None)
-    monkeypatch.setattr(train.offload, "after_start", lambda trainer: "")
-    monkeypatch.setattr(train.sys.stderr, "isatty", lambda: False, raising=False)
+    monkeypatch.setattr(train_trainer.probe, "asked", lambda: True)
+    monkeypatch.setattr(train_trainer.probe, "measure", lambda trainer: order.append("search"))
+    monkeypatch.setattr(train_trainer.quantized, "verify_shares", lambda trainer: None)
+    monkeypatch.setattr(train_trainer.offload, "after_start", lambda trainer: "")
+    monkeypatch.setattr(train_trainer.sys.stderr, "isatty", lambda: False, raising=False)
     reporter = SimpleNamespace(trainer=trainer, pulse=None)
-    train.Reporter.on_train_begin(reporter, SimpleNamespace(process_index=0), SimpleNamespace(global_step=0), None)
+    progress.Reporter.on_train_begin(reporter, SimpleNamespace(process_index=0), SimpleNamespace(global_step=0), None)
     assert order == ["proof", "search"]
 
 
 def test_questions_for_a_real_gpu_are_not_answered_in_forks(monkeypatch):
     """CUDA cannot be used in a fork of a process that has looked for it, as DeepSpeed's import does."""
     asked = []
-    monkeypatch.setattr(ghost, "_started", lambda fake, cuda: cuda)
+    monkeypatch.setattr(simulate, "_started", lambda fake, cuda: cuda)
     monkeypatch.setattr(
-        ghost,
+        simulate,
         "_ask",
         lambda process, text, seconds, keep: (asked.append((process, len(json.loads(text)))), ("", ""))[1],
     )
-    questions = [ghost.question("sft", [], 2, rank, device="cuda", fake=False) for rank in (0, 1)]
-    ghost.run_all(questions)
+    questions = [simulate.question("sft", [], 2, rank, device="cuda", fake=False) for rank in (0, 1)]
+    simulate.run_all(questions)
     assert asked == [(True, 1), (True, 1)]
 
     def answer(number, question):
         raise SystemExit(question["device"])
 
-    monkeypatch.setattr(ghost, "_answer_and_end", answer)
-    monkeypatch.setattr(ghost.os, "fork", lambda: pytest.fail("a fork"))
+    monkeypatch.setattr(simulated_rank, "_answer_and_end", answer)
+    monkeypatch.setattr(simulate.os, "fork", lambda: pytest.fail("a fork"))
     monkeypatch.setattr(sys, "stdin", [json.dumps(questions[:1])])
     with pytest.raises(SystemExit, match="cuda"):
-        ghost.main([])
+        simulated_rank.main([])

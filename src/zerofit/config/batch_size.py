@@ -1,0 +1,63 @@
+"""effective batch = micro batch x accumulation x ranks, solved for whatever the user left open."""
+
+from zerofit.errors import UserError
+
+DEFAULT_EFFECTIVE_BATCH_SIZE = 32
+
+DEFAULT_MAX_MICRO_BATCH = 8
+
+
+def _largest_divisor(number: int, at_most: int) -> int:
+    return next(d for d in range(min(number, at_most), 0, -1) if number % d == 0)
+
+
+def solve(
+    effective: int | None,
+    micro: int | None,
+    accumulation: int | None,
+    ranks: int,
+    max_micro: int = DEFAULT_MAX_MICRO_BATCH,
+) -> tuple[int, int, int]:
+    """Return (effective, micro, accumulation) with effective = micro x accumulation x ranks.
+
+    Args: the numbers that the user fixed (None: open), the number of data-parallel ranks, and the largest micro
+        batch to choose when it is open. With nothing fixed the effective batch is about 32 samples.
+    Raises: UserError for a number below 1 or for numbers that do not multiply up.
+    """
+    for name, value in (
+        ("effective_batch_size", effective),
+        ("per_device_train_batch_size", micro),
+        ("gradient_accumulation_steps", accumulation),
+    ):
+        if value is not None and value < 1:
+            raise UserError(f"--{name} is {value}: it must be 1 or more.")
+
+    if effective is None:
+        if micro and accumulation:
+            return micro * accumulation * ranks, micro, accumulation
+        # Keep the effective batch near its default; the caller prints what came out.
+        unit = (micro or accumulation or 1) * ranks
+        effective = unit * max(1, round(DEFAULT_EFFECTIVE_BATCH_SIZE / unit))
+
+    unit = (micro or 1) * (accumulation or 1) * ranks
+    if effective % unit or (micro and accumulation and effective != unit):
+        parts = [f"{ranks} rank{'s' if ranks > 1 else ''}"]
+        parts += [f"per_device_train_batch_size {micro}"] if micro else []
+        parts += [f"gradient_accumulation_steps {accumulation}"] if accumulation else []
+        if micro and accumulation:
+            fix = f"use --effective_batch_size {unit}, or leave one of the three out"
+        else:
+            below, above = effective // unit * unit, (effective // unit + 1) * unit
+            fix = f"the nearest that fit are {below} and {above}" if below else f"the nearest that fits is {above}"
+        raise UserError(f"--effective_batch_size {effective} is not a multiple of {' x '.join(parts)} = {unit}: {fix}.")
+    per_rank = effective // ranks
+    micro = micro or (per_rank // accumulation if accumulation else _largest_divisor(per_rank, max_micro))
+    return effective, micro, per_rank // micro
+
+
+def learning_rate_factor(rule: str, effective: int, base: int) -> float:
+    """What the learning rate of a batch of `base` samples is multiplied by for a batch of `effective`.
+
+    rule: none: 1; linear: effective / base (arXiv 1706.02677); sqrt: its square root (arXiv 1404.5997).
+    """
+    return {"none": 1.0, "linear": effective / base, "sqrt": (effective / base) ** 0.5}[rule]

@@ -1,0 +1,291 @@
+"""The DeepSpeed JSON: chosen by --zero and --offload or named by --deepspeed, linted, and checked against the flags."""
+
+import difflib
+import json
+from pathlib import Path
+from typing import Any
+
+from zerofit import distributed
+from zerofit.config import offload, synonyms
+from zerofit.errors import UserError
+from zerofit.paths import ROOT
+from zerofit.settings import json_value, merge_json
+
+CONFIGS = ROOT / "deepspeed_configs"
+
+
+# Every top-level key that deepspeed 0.19 reads (runtime/config.py and the modules that it calls). DeepSpeed ignores
+# any other key without a word, so a typo would train with the default.
+TOP_LEVEL_KEYS = frozenset(
+    """
+    activation_checkpointing aio bf16 bfloat16 checkpoint comms_logger communication_data_type compile csv_monitor
+    comet data_efficiency data_types dataloader_drop_last disable_allgather disable_python_gc dump_state
+    expert_parallel flops_profiler fp16 gradient_accumulation_steps gradient_allreduce_op gradient_clipping
+    gradient_predivide_factor hybrid_engine log_level managed_gradient_accumulation memory_breakdown optimizer
+    pipeline prescale_gradients scheduler seq_parallel_communication_data_type sequence_parallel_size steps_per_print
+    tensor_parallel tensorboard timers torch_autocast train_batch_size train_micro_batch_size_per_gpu
+    use_data_before_expert_parallelism vocabulary_size wall_clock_breakdown wandb weight_quantization
+    zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization
+    """.split()
+)
+
+# Keys that split the model or the rows among ranks in another way than ZeRO, with the values that turn them off. DeepSpeed
+# would take them, and the ranks would train on other rows than the batch arithmetic says.
+OTHER_PARALLELISM = {
+    "tensor_parallel.autotp_size": (0, 1),
+    "tensor_parallel.tp_size": (0, 1),
+    "tensor_parallel.tensor_parallel.tp_size": (0, 1),
+    "tensor_parallel.tp.tp_size": (0, 1),
+    "expert_parallel.enabled": (False,),
+    "pipeline.stages": (0, 1),
+    "sequence_parallel_size": (0, 1),
+}
+
+# JSON key -> the argument that says the same thing. "auto" there takes the argument's value.
+SAME_AS_ARGUMENT = {
+    "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "train_batch_size": "effective_batch_size",
+    "gradient_clipping": "max_grad_norm",
+    "bf16.enabled": "bf16",
+    "fp16.enabled": "fp16",
+    "optimizer.params.lr": "learning_rate",
+    "optimizer.params.eps": "adam_epsilon",
+    "optimizer.params.weight_decay": "weight_decay",
+    "scheduler.params.warmup_max_lr": "learning_rate",
+}
+
+# Keys that transformers fills when they are "auto"; "auto" anywhere else fails or is silently read as false.
+AUTO_KEYS = frozenset(SAME_AS_ARGUMENT) | {
+    "optimizer.params.betas",
+    "scheduler.params.warmup_min_lr",
+    "scheduler.params.warmup_num_steps",
+    "scheduler.params.total_num_steps",
+    "zero_optimization.reduce_bucket_size",
+    "zero_optimization.stage3_prefetch_bucket_size",
+    "zero_optimization.stage3_param_persistence_threshold",
+}
+
+
+def read_json(path: str | Path) -> dict:
+    """Parse one DeepSpeed JSON file.
+
+    Raises: UserError with file, line and column for malformed JSON, and for a key written twice (JSON parsers keep
+        the last one without a word).
+    """
+    path = Path(path).expanduser()
+
+    def unique(pairs):
+        keys = [k for k, _ in pairs]
+        twice = next((k for k in keys if keys.count(k) > 1), None)
+        if twice is not None:
+            raise UserError(f"{path}: the key {twice!r} stands twice in one object; keep one of them.")
+        return dict(pairs)
+
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique)
+    except OSError as error:
+        if stage := synonyms.stage(path.name):
+            raise UserError(f"--deepspeed {path}: there is no such file; did you mean --zero {stage}?") from None
+        raise UserError(f"--deepspeed {path}: cannot be read: {error.strerror}.") from None
+    except UnicodeDecodeError:
+        raise UserError(f"--deepspeed {path}: is not a UTF-8 text file.") from None
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path}:{error.lineno}:{error.colno}: not valid JSON: {error.msg}.") from None
+    if not isinstance(config, dict):
+        raise UserError(f"{path}: must hold a JSON object {{...}}, found a {type(config).__name__}.")
+    return config
+
+
+def lint(config: dict, path: str | Path) -> None:
+    """Refuse what DeepSpeed would reject later or ignore in silence.
+
+    Raises: UserError naming file and key: unknown or removed keys at the top level or in a section, wrong types,
+        "auto" where nobody fills it, no zero_optimization section.
+    """
+    from deepspeed.runtime.config import DeepSpeedConfigError
+    from deepspeed.runtime.precision_config import get_bfloat16_config, get_float16_config
+    from deepspeed.runtime.zero.config import get_zero_config
+    from pydantic import ValidationError
+
+    removed = _removed_keys()
+    _refuse_other_parallelism(config, path)
+    for key in config:
+        if key in removed:
+            raise UserError(f"{path}: {key}: {removed[key]} Delete the key.")
+        if key not in TOP_LEVEL_KEYS:
+            close = difflib.get_close_matches(key, TOP_LEVEL_KEYS, 1)
+            hint = f"did you mean {close[0]!r}?" if close else "delete it (DeepSpeed would ignore it in silence)."
+            raise UserError(f"{path}: unknown key {key!r}; {hint}")
+    if not isinstance(config.get("zero_optimization"), dict):
+        raise UserError(f'{path}: has no "zero_optimization" section; write {{"stage": 0}} in it if you want none.')
+    for dotted in _autos(config):
+        if dotted not in AUTO_KEYS:
+            raise UserError(f'{path}: {dotted} is "auto", but nothing fills that key; write a value.')
+    for section, load in (
+        ("zero_optimization", get_zero_config),
+        ("bf16", get_bfloat16_config),
+        ("fp16", get_float16_config),
+    ):
+        body = config.get(section, {})
+        if not isinstance(body, dict):
+            raise UserError(f"{path}: {section} must be an object {{...}}.")
+        try:
+            loaded = load({section: {k: v for k, v in body.items() if v != "auto"}})
+        except ValidationError as error:
+            first = error.errors()[0]
+            key = ".".join([section, *(str(p) for p in first["loc"])])
+            if first["type"] == "extra_forbidden":
+                raise UserError(f"{path}: unknown key {key!r}; DeepSpeed has no such setting.") from None
+            if not first["loc"]:  # several keys that do not go together; the input is the whole section
+                raise UserError(f"{path}: {section}: {first['msg'].rstrip('.')}.") from None
+            raise UserError(f"{path}: {key} = {first['input']!r}: {first['msg'].lower()}.") from None
+        except (AssertionError, DeepSpeedConfigError, ValueError) as error:
+            raise UserError(f"{path}: {section}: {error}") from None
+        _refuse_other_types(body, loaded, f"{path}: {section}")
+
+
+def _refuse_other_types(body: dict, loaded, where: str) -> None:
+    """Refuse "false" and "0.5" in quotes, and true for a number: DeepSpeed converts them, the recipes read them as they are.
+
+    Args: loaded: DeepSpeed's own object of this section.
+    """
+    aliases = {found.alias: name for name, found in type(loaded).model_fields.items() if found.alias}
+    for key, value in body.items():
+        meant = getattr(loaded, aliases.get(key, key), None)
+        if isinstance(value, dict) and hasattr(type(meant), "model_fields"):
+            _refuse_other_types(value, meant, f"{where}.{key}")
+        wrong = isinstance(value, str) or (isinstance(value, bool) and not isinstance(meant, bool))
+        if wrong and value != "auto" and isinstance(meant, int | float):
+            kind = "true or false" if isinstance(meant, bool) else "a number"
+            raise UserError(f"{where}.{key} = {json.dumps(value)}: write {kind}, without quotes.")
+
+
+def _refuse_other_parallelism(config: dict, path: str | Path) -> None:
+    """Refuse tensor, expert, pipeline and sequence parallelism."""
+    for dotted, off in OTHER_PARALLELISM.items():
+        value = json_value(config, dotted)
+        if value is not None and value not in off:
+            section, said = dotted.partition(".")[0], json.dumps(value)
+            raise UserError(
+                f"{path}: {dotted} = {said}: the recipes split a model by ZeRO only, and the batch would be counted wrongly; "
+                f"delete {section}, and use stage 3 for a model that is larger than a GPU."
+            )
+
+
+def choose(settings, explicit: dict[str, Any]) -> dict | None:
+    """The DeepSpeed configuration of this run, or None for stage 0 (plain DDP).
+
+    Literals of the JSON are copied into `settings` (source "deepspeed JSON") unless the user set the same
+    argument to something else.
+
+    Args: settings: `args.Settings`; explicit: the arguments that the user gave by flag or YAML.
+    Raises: UserError for an illegal stage/offload pair or a contradiction, naming both places.
+    """
+    if settings.values.get("deepspeed"):
+        path = Path(settings.values["deepspeed"])
+        config = read_json(path)
+    else:
+        if settings.zero == "0":
+            if settings.offload != "none":
+                raise UserError(
+                    f"--offload {settings.offload} needs ZeRO: stage 0 is plain DDP; use --zero 2"
+                    f"{' (3 for all)' if settings.offload == 'all' else ''} or --offload none."
+                )
+            offload.refuse_at_stage_0(settings)
+            return None
+        if settings.offload == "all" and settings.zero != "3":
+            raise UserError(
+                f"--offload all needs stage 3: stage {settings.zero} keeps whole parameters on each GPU and "
+                "DeepSpeed would ignore it in silence; use --zero 3, or --offload optimizer."
+            )
+        path = CONFIGS / f"zero{settings.zero}.json"
+        config = read_json(path)
+    distributed.import_deepspeed(settings.use_cpu)  # the lint asks it
+    lint(config, path)
+    _match(config, path, settings, explicit)
+    _match_offload(config, path, settings, explicit)
+    if settings.offload != "none" and not _offload_of(config):
+        overlay = CONFIGS / offload.overlay(settings)
+        config = merge_json(config, read_json(overlay))
+        lint(config, overlay)
+    if json_value(config, "zero_optimization.offload_param.device", "none") != "none" and settings.zero != "3":
+        raise UserError(
+            f"{path}: zero_optimization.offload_param needs stage 3; DeepSpeed ignores it in silence at stage "
+            f"{settings.zero}. Use stage 3 or delete the section."
+        )
+    config = offload.with_flags(config, path, settings)
+    offload.check(config, path, settings)
+    return _saving_whole_weights(config, path, settings)
+
+
+def _saving_whole_weights(config: dict, path: Path, settings) -> dict:
+    """Stage 3 saves a plain model only when it gathers the weights; DeepSpeed's default is not to.
+
+    Raises: UserError when the file says false: the trained model would not be saved.
+    """
+    dotted = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+    if settings.zero != "3" or json_value(config, dotted):
+        return config
+    if json_value(config, dotted) is False:
+        raise UserError(f"{path}: {dotted} is false, so final/ would hold no weights; write true, or delete the line.")
+    settings.decisions.append(f"{dotted} true: {path} does not say, and without it no weights are saved")
+    return merge_json(config, {"zero_optimization": {"stage3_gather_16bit_weights_on_model_save": True}})
+
+
+def _match(config: dict, path: Path, settings, explicit: dict[str, Any]) -> None:
+    """Literals of the file against the arguments that say the same thing."""
+    for dotted, name in {"zero_optimization.stage": "zero", **SAME_AS_ARGUMENT, **offload.SAME_AS_FLAG}.items():
+        literal = json_value(config, dotted)
+        if literal is None or literal == "auto":
+            continue
+        if isinstance(literal, int) and not isinstance(literal, bool) and name == "zero":
+            literal = str(literal)
+        if name in explicit and explicit[name] not in (literal, "auto"):
+            fix = 'change one of them, or write "auto" in the file.' if dotted in AUTO_KEYS else "change one of them."
+            said = json.dumps(json_value(config, dotted))
+            raise UserError(f"{path} says {dotted} = {said}, but --{name} is {explicit[name]}: {fix}")
+        if explicit.get(name) == literal:
+            continue
+        if name == "zero" and literal == settings.zero and not settings.values.get("deepspeed"):
+            continue  # zero2.json says stage 2: nothing to tell
+        settings.values[name] = literal
+        settings.source[name] = "deepspeed JSON"
+        settings.decisions.append(f"{name} {literal}: {path} says so ({dotted})")
+
+
+def _offload_of(config: dict) -> dict[str, str]:
+    """{"optimizer": device, "param": device} of the sections that offload."""
+    found = {k: json_value(config, f"zero_optimization.offload_{k}.device", "none") for k in ("optimizer", "param")}
+    return {k: v for k, v in found.items() if v not in (None, "none")}
+
+
+def _match_offload(config: dict, path: Path, settings, explicit: dict[str, Any]) -> None:
+    """The file's own offload sections against --offload."""
+    found = _offload_of(config)
+    if not found:
+        return
+    word = "all" if "param" in found else "optimizer"
+    if "offload" in explicit and explicit["offload"] != word:
+        where = " and ".join(f"zero_optimization.offload_{k} (device {v})" for k, v in found.items())
+        raise UserError(f"{path} has {where}, but --offload is {explicit['offload']}: change one of them.")
+    if "offload" not in explicit:
+        settings.values["offload"], settings.source["offload"] = word, "deepspeed JSON"
+        settings.decisions.append(f"offload {word}: {path} says so")
+
+
+def _autos(config: dict, prefix: str = "") -> list[str]:
+    found = []
+    for key, value in config.items():
+        if isinstance(value, dict):
+            found += _autos(value, f"{prefix}{key}.")
+        elif value == "auto":
+            found.append(prefix + key)
+    return found
+
+
+def _removed_keys() -> dict[str, str]:
+    """Keys that this DeepSpeed has removed, with its own explanation."""
+    from deepspeed.runtime import config
+
+    return getattr(config, "_REMOVED_TOP_LEVEL_CONFIG_KEYS", {})

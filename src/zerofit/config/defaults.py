@@ -1,0 +1,168 @@
+"""Fill in arguments that were not given, and check their ranges."""
+
+import math
+
+from zerofit import hardware
+from zerofit.config import arguments, batch_size, offload
+from zerofit.errors import UserError
+from zerofit.settings import Settings, decide
+
+
+def check_ranges(settings: Settings) -> None:
+    at_least = {
+        "max_length": 8,
+        "max_samples": 1,
+        "shuffle_buffer_size": 1,
+        "lora_r": 1,
+        "gpus": 1,
+        "preprocessing_num_workers": 1,
+        "num_samples": 0,
+        "logging_steps": 0,
+        "lr_scaling_base_batch_size": 1,
+        "max_restarts": 0,
+        "max_nan_steps": 1,
+        "save_every_minutes": 0,
+        "hang_timeout": 0,
+    }
+    for name, low in at_least.items():
+        value = settings.values.get(name)
+        if value is not None and value < low:
+            raise UserError(f"--{name} is {value}: it must be {low} or more.")
+    if (limit := settings.memory_limit) is not None and not 0 < limit < math.inf:
+        raise UserError(f"--memory_limit is {limit}: it must be a number of GiB above 0.")
+    if not 0 <= settings.eval_fraction < 1:
+        raise UserError(f"--eval_fraction is {settings.eval_fraction}: it must be at least 0 and below 1.")
+    for pair in settings.columns or []:
+        if pair.count("=") != 1 or not all(pair.split("=")):
+            raise UserError(f"--columns {pair}: must be ours=theirs, e.g. prompt=question.")
+    for name in [n for n in settings.values if n.endswith("_fraction") and n != "eval_fraction"]:
+        if not 0 <= settings.values[name] <= 1:
+            raise UserError(f"--{name} is {settings.values[name]}: it must be from 0 to 1.")
+    if settings.gpus and settings.gpus != settings.world_size:
+        raise UserError(
+            f"--gpus asks for {settings.gpus} processes, but this job has {settings.world_size}: start it with "
+            f"`make {settings.recipe} GPUS={settings.gpus}` or `torchrun --nproc_per_node {settings.gpus}`."
+        )
+    if settings.bf16 and settings.fp16:
+        raise UserError("--bf16 and --fp16 are both on: choose one.")
+
+
+def one_shuffle_seed(settings: Settings) -> None:
+    """--shuffle_seed and transformers' --data_seed are one argument with two names."""
+    ours, theirs = settings.shuffle_seed, settings.data_seed
+    if None not in (ours, theirs) and ours != theirs:
+        raise UserError(
+            f"--shuffle_seed {ours} ({settings.source['shuffle_seed']}) and --data_seed {theirs} "
+            f"({settings.source['data_seed']}) are two names of one argument; leave one of them out."
+        )
+    given, other = ("shuffle_seed", "data_seed") if theirs is None else ("data_seed", "shuffle_seed")
+    settings.values[other], settings.source[other] = settings.values[given], settings.source[given]
+
+
+def hang_before_collectives(settings: Settings) -> None:
+    """Let --hang_timeout follow a --ddp_timeout that the user has set: the supervisor keeps every rank's stack."""
+    limit = settings.ddp_timeout
+    if settings.source["ddp_timeout"] != "transformers default" and settings.source["hang_timeout"] == "default":
+        why = f"before collectives give up (--ddp_timeout {limit})"
+        decide(settings, "hang_timeout", max(limit - 60.0, limit / 2), why)
+
+
+def fill_defaults(settings: Settings) -> None:
+
+    if settings.model is None:
+        settings.values["model"] = str(arguments.TINY / "model")
+        settings.source["model"] = "bundled task"
+    if settings.data is None and settings.source["model"] != "bundled task":
+        raise UserError("--model is given but --data is not: name the rows to train on with --data.")
+    if settings.zero == "auto" and not settings.values.get("deepspeed"):  # else the file says the stage
+        if offload.asked(settings):
+            decide(settings, "zero", "3", f"--{offload.asked(settings)[0]} needs it")
+        elif settings.offload == "none":
+            stage = "0" if settings.world_size == 1 else "2"
+            decide(settings, "zero", stage, f"{settings.world_size} process{'es' * (settings.world_size > 1)}")
+        else:
+            stage = "3" if settings.offload == "all" else "2"
+            decide(settings, "zero", stage, f"the lowest stage that can offload {settings.offload}")
+    if not settings.use_cpu and settings.planned_gpu is None and not hardware.torch_sees_some():
+        if why := hardware.why_torch_sees_none():
+            raise UserError(f"{why}; or train on the CPU with --use_cpu true.")
+        decide(settings, "use_cpu", True, "no GPU is visible to PyTorch")
+    if settings.use_cpu:
+        settings.values |= {"dataloader_pin_memory": False, "ddp_backend": "gloo"}
+        settings.source |= {"dataloader_pin_memory": "decided", "ddp_backend": "decided"}
+    has_eval = bool(settings.eval_data or settings.eval_fraction)
+    if has_eval and settings.source["eval_strategy"] == "transformers default":
+        decide(settings, "eval_strategy", "epoch", "there are eval rows")
+
+
+def choose_precision(settings: Settings) -> None:
+    """bf16 where the hardware has it, fp16 on GPUs that do not, fp32 on the CPU; a flag or the JSON decides first."""
+    named = {"bf16", "fp16"} & {k for k, s in settings.source.items() if s != "transformers default"}
+    gpu, has_bf16 = _gpu(settings)
+    if settings.bf16 and not settings.use_cpu and not has_bf16:
+        raise UserError("--bf16: this GPU has no bf16 arithmetic; use --fp16 true, or leave both out.")
+    if settings.fp16 and settings.use_cpu and settings.deepspeed is None:
+        raise UserError("--fp16 with stage 0 needs a GPU (its loss scaler does); use --bf16 true on the CPU.")
+    if settings.fp16 and settings.use_cpu:
+        from deepspeed.accelerator import get_accelerator
+
+        if not get_accelerator().is_fp16_supported():
+            raise UserError("--fp16 true: this CPU has no fp16 arithmetic; use --bf16 true, or leave both out.")
+    if settings.deepspeed is None and settings.recipe == "sft" and settings.dtype == "float16" and settings.fp16:
+        raise UserError(
+            "--dtype float16 --fp16 true with stage 0: the loss scaler needs fp32 weights; use --dtype auto."
+        )
+    if named:
+        return
+    if settings.pure_bf16:
+        decide(settings, "bf16", True, "--pure_bf16")
+    elif settings.use_cpu:
+        settings.decisions.append("precision fp32: exact, and the fast one for small models on a CPU (--bf16 true)")
+    elif has_bf16:
+        decide(settings, "bf16", True, f"{gpu} has bf16 arithmetic")
+    else:
+        decide(settings, "fp16", True, f"{gpu} has no bf16 arithmetic; loss scaling is on")
+
+
+def _gpu(settings: Settings) -> tuple[str, bool]:
+    """(name, whether it has bf16 arithmetic) of the GPU that the run is for."""
+    import torch
+
+    if settings.use_cpu:
+        return "CPU", True
+    if settings.planned_gpu is not None:
+        return settings.planned_gpu.device_name, settings.planned_gpu.bf16
+    return torch.cuda.get_device_name(), torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def solve_batch(settings: Settings) -> None:
+    names = ("effective_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps")
+    open_sources = {"transformers default", "default", "bundled task"}
+    fixed = [None if settings.source[n] in open_sources else settings.values[n] for n in names]
+    max_micro = batch_size.DEFAULT_MAX_MICRO_BATCH
+    if settings.source[names[0]] == "bundled task" and fixed[1:] == [None, None]:
+        ranks = settings.world_size
+        fixed[0] = max(1, round(settings.effective_batch_size / ranks)) * ranks  # nobody asked for 32 exactly
+        max_micro = settings.per_device_train_batch_size
+    solved = batch_size.solve(*fixed, settings.world_size, max_micro)
+    for name, was, value in zip(names, fixed, solved, strict=True):
+        settings.values[name] = value
+        settings.source[name] = settings.source[name] if was is not None else "decided"
+    effective, micro, accumulation = solved
+    if fixed[0] is None and effective == batch_size.DEFAULT_EFFECTIVE_BATCH_SIZE:
+        settings.source[names[0]] = "default"
+    settings.decisions.append(
+        f"effective batch {effective} = per_device_train_batch_size {micro} x gradient_accumulation_steps "
+        f"{accumulation} x {settings.world_size} rank{'s' * (settings.world_size > 1)}"
+    )
+
+
+def scale_learning_rate(settings: Settings) -> None:
+    factor = batch_size.learning_rate_factor(
+        settings.lr_scaling, settings.effective_batch_size, settings.lr_scaling_base_batch_size
+    )
+    if settings.lr_scaling != "none":
+        was = settings.learning_rate
+        why = f"{was:g} x {factor:.4g} (--lr_scaling {settings.lr_scaling}: effective batch "
+        why += f"{settings.effective_batch_size} against {settings.lr_scaling_base_batch_size})"
+        decide(settings, "learning_rate", was * factor, why)

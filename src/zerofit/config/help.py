@@ -1,0 +1,83 @@
+"""`--help`: the flags that most runs need; `--help all`: every flag, the kit's own first."""
+
+import textwrap
+from dataclasses import MISSING, Field, fields
+from typing import Literal, get_args, get_origin
+
+from zerofit.config import arguments, transformers_flags
+
+# Heading -> flags of the short help.
+COMMON = {
+    "model and data": "model data eval_data eval_fraction columns chat_template train_on max_length packing",
+    "training": "num_train_epochs max_steps learning_rate effective_batch_size per_device_train_batch_size seed",
+    "memory": "zero offload gradient_checkpointing preset dry_run",
+    "run": "config output_dir resume_from_checkpoint save_steps report_to show",
+    "lora": "lora_r lora_alpha lora_target_modules load_in_4bit",
+}
+
+# Those of transformers, with the defaults of this kit.
+OF_TRANSFORMERS = {
+    "num_train_epochs": "Passes over the training rows (default 3).",
+    "max_steps": "Optimizer steps, instead of epochs.",
+    "learning_rate": "The highest of the schedule (default 2e-5, LoRA 2e-4; cosine with 3 % warm-up).",
+    "per_device_train_batch_size": "Samples of a rank at once (micro batch); auto: the most that fit.",
+    "seed": "Of the row order and of new weights (default 42).",
+    "gradient_checkpointing": "Recompute activations in the backward: less memory, about a third more time (default true).",
+    "output_dir": "The run folder (default runs/<recipe>-<time>).",
+    "resume_from_checkpoint": "A checkpoint folder, or auto: the newest good one of --output_dir.",
+    "save_steps": "Steps between checkpoints, with --save_strategy steps (default: each epoch).",
+    "report_to": "wandb, tensorboard, trackio, mlflow ... (default none).",
+}
+
+INDENT, WIDTH = 34, 120
+
+
+def text(recipe: str, whole: bool = False) -> str:
+    """Return the help of a recipe."""
+    groups = {group._argument_group_name: fields(group) for group in arguments.kit_groups(recipe)}
+    if whole:
+        from transformers import TrainingArguments
+
+        groups["transformers' TrainingArguments"] = [
+            f for f in fields(TrainingArguments) if f.init and f.name not in transformers_flags.REFUSED
+        ]
+        end = "The command line wins over --config, that over the defaults."
+    else:
+        kit = {field.name: field for group in groups.values() for field in group}
+        named = {title: names.split() for title, names in COMMON.items() if title != "lora" or recipe == "lora"}
+        groups = {title: [kit.get(name, name) for name in names] for title, names in named.items()}
+        end = f"All flags, transformers' TrainingArguments among them: python recipes/{recipe}.py --help all"
+    lines = [f'usage: recipes/{recipe}.py [--flag value ...]      (make {recipe} ARGS="--flag value ...")']
+    for title, members in groups.items():
+        lines += ["", f"{title}:", *(_entry(member, recipe) for member in members)]
+    return "\n".join([*lines, "", end])
+
+
+def _entry(field: Field | str, recipe: str) -> str:
+    """Return the lines of one flag; a text is one of OF_TRANSFORMERS."""
+    if isinstance(field, str):
+        start, said = f"  --{field}", OF_TRANSFORMERS[field]
+    else:
+        start = f"  --{field.name}{_values(field)}"
+        said = " ".join(str(field.metadata.get("help", "")).split()) + _default(field, recipe)
+    body = textwrap.wrap(said, WIDTH - INDENT, break_on_hyphens=False)
+    if len(start) > INDENT - 2:
+        body.insert(0, "")
+    return "\n".join(
+        [f"{start:<{INDENT}}{body[0] if body else ''}".rstrip(), *(" " * INDENT + line for line in body[1:])]
+    )
+
+
+def _values(field: Field) -> str:
+    """Return the choices of an argument that has some."""
+    return f" {'|'.join(get_args(field.type))}" if get_origin(field.type) is Literal else ""
+
+
+def _default(field: Field, recipe: str) -> str:
+    """Return the default in words; "" for none, or where the help says it."""
+    default = field.default_factory() if field.default_factory is not MISSING else field.default
+    default = {**arguments.SHARED_DEFAULTS, **arguments.RECIPES[recipe]["defaults"]}.get(field.name, default)
+    if default in (None, "", MISSING) or "efault" in field.metadata.get("help", ""):
+        return ""
+    default = " ".join(map(str, default)) if isinstance(default, list) else getattr(default, "value", default)
+    return f" (default {str(default).lower() if isinstance(default, bool) else default})"

@@ -1,0 +1,195 @@
+"""NVMe: is the folder fit for it, does the model fit on it, and a part of it that no other run writes to."""
+
+import atexit
+import os
+import re
+import shutil
+import stat
+import tempfile
+import uuid
+from collections import Counter
+from pathlib import Path
+
+from zerofit.errors import UserError
+
+LIBAIO = "install libaio (apt install libaio-dev, or dnf install libaio-devel), or leave --offload_path out"
+
+
+def paths_of(config: dict | None) -> dict[str, str]:
+    """{"offload_optimizer": folder, "offload_param": folder} of what goes to disk."""
+    zero = config["zero_optimization"] if config is not None else {}
+    sections = {k: zero.get(k) or {} for k in ("offload_optimizer", "offload_param")}
+    return {k: section.get("nvme_path") for k, section in sections.items() if section.get("device") == "nvme"}
+
+
+def check(config: dict, path: Path, settings) -> None:
+    """Raises: UserError for a folder, a key or a machine with which nothing would reach the disk."""
+    paths = paths_of(config)
+    for key, folder in paths.items():
+        if not folder:
+            raise UserError(
+                f'{path}: zero_optimization.{key}.device is "nvme" but nvme_path is missing; write a folder on a fast '
+                "local disk, or give --offload_path."
+            )
+        from_file = settings.source["offload_path"] == "deepspeed JSON"
+        where = f"{path}: {key}.nvme_path = {folder}" if from_file else f"--offload_path {folder}"
+        if settings.planned_gpu is None:  # a plan may be for another machine
+            check_folder(where, Path(folder))
+    if paths:
+        aio = config.get("aio") or {}
+        if not isinstance(aio, dict):
+            raise UserError(f"{path}: aio must be an object {{...}}.")
+        unknown = set(aio) - set(_aio_keys())
+        if unknown:
+            raise UserError(f"{path}: unknown key 'aio.{min(unknown)}'; there are {', '.join(_aio_keys())}.")
+        if settings.planned_gpu is None:
+            check_libaio()
+
+
+def _aio_keys() -> list[str]:
+    from deepspeed.runtime.swap_tensor.aio_config import AIO_DEFAULT_DICT
+
+    return sorted(AIO_DEFAULT_DICT)
+
+
+def check_folder(where: str, folder: Path) -> None:
+    """Raises: UserError unless files can be made in the folder and read past the page cache, as libaio does."""
+    if not folder.exists():
+        raise UserError(f"{where}: no such folder; make it on a fast local disk (mkdir -p).")
+    if not folder.is_dir():
+        raise UserError(f"{where}: is a file; name a folder.")
+    try:
+        handle, name = tempfile.mkstemp(dir=folder)
+    except OSError as error:
+        raise UserError(f"{where}: cannot be written to: {error.strerror}; name a folder that can.") from None
+    os.close(handle)
+    try:
+        os.close(os.open(name, os.O_RDWR | os.O_DIRECT))
+    except OSError:
+        raise UserError(
+            f"{where}: its file system has no direct I/O (tmpfs is one), which DeepSpeed's reads and writes need; name "
+            "a folder on a local disk."
+        ) from None
+    finally:
+        Path(name).unlink()
+
+
+def check_libaio() -> None:
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    try:
+        found = AsyncIOBuilder().is_compatible(verbose=False)
+    except Exception as error:  # e.g. a GPU machine without the CUDA toolkit, which this op is linked with there
+        raise UserError(
+            f"--offload_path: DeepSpeed's async_io cannot be built here: {' '.join(str(error).split())}."
+        ) from None
+    if not found:
+        raise UserError(f"--offload_path: libaio was not found, without which nothing reaches the disk; {LIBAIO}.")
+
+
+def disk_bytes(config: dict, trainable: int, every: int, ranks: int, ranks_of_node: int) -> int:
+    """Bytes that the ranks of one node write: per rank (16 trainable + 2 or 4 every) / ranks.
+
+    16: fp32 master, two Adam moments and the gradient of each trained parameter.
+    """
+    half = any(config.get(kind, {}).get("enabled") for kind in ("bf16", "fp16"))
+    paths = paths_of(config)
+    of_rank = 16 * trainable * ("offload_optimizer" in paths) + (2 if half else 4) * every * ("offload_param" in paths)
+    return of_rank * ranks_of_node // ranks
+
+
+def fit_buffers(section: dict, net, ranks: int, settings) -> None:
+    """Host buffers for parameters that nobody set: as large as the largest shard, as many as are whole at a time.
+
+    DeepSpeed's defaults (5 of 1e8 elements) are too small for a large embedding, and too few when a checkpointed layer
+    is computed again: all its parameters are whole then. 4 more are for what is fetched ahead.
+    Raises: UserError when a buffer of the user's is too small.
+    """
+    needed = -(-max(p.numel() for p in net.parameters()) // ranks)
+    if section.get("buffer_size", needed) < needed:
+        raise UserError(
+            f"zero_optimization.offload_param.buffer_size is {section['buffer_size']}, but the shard of the largest "
+            f"parameter has {needed} elements: write that at least, or delete the key."
+        )
+    large = [name for name, p in net.named_parameters() if p.numel() >= ranks * 2**18]  # smaller ones need no buffer
+    layers = Counter(found[0] for name in large if (found := re.match(r".*?\.\d+\.", name)))
+    count = max(layers.values(), default=0) + 4
+    derived = {"buffer_size": needed, "buffer_count": count}
+    if new := {k: v for k, v in derived.items() if k not in section}:
+        section.update(new)
+        said = ", ".join(f"{k} {v:,}" for k, v in new.items())
+        settings.decisions.append(f"offload_param {said}: the largest shard, and the parameters of a layer + 4")
+
+
+def check_room(config: dict, trainable: int, every: int, ranks: int, ranks_of_node: int) -> None:
+    """Raises: UserError when a disk is too small for what this node's ranks will write."""
+    needed = disk_bytes(config, trainable, every, ranks, ranks_of_node)
+    for folder in set(paths_of(config).values()):
+        free = shutil.disk_usage(folder).free
+        if free < needed:
+            raise UserError(
+                f"--offload_path {folder}: {free / 1e9:,.1f} GB are free, but {trainable / 1e9:.2f} B trained of "
+                f"{every / 1e9:.2f} B parameters need {needed / 1e9:,.1f} GB there; free some, or name a larger disk."
+            )
+
+
+def reserve_folder(settings) -> None:
+    """Give this run a folder of its own in each nvme_path, and take it away when the run ends; all ranks call it.
+
+    DeepSpeed names its files by rank alone, so that two runs would write into each other, and leaves them behind.
+    """
+    from zerofit import distributed
+
+    paths = paths_of(settings.deepspeed)
+    if not paths:
+        return
+    name = distributed.broadcast(f"zerofit-{uuid.uuid4().hex[:8]}")
+    for key, folder in paths.items():
+        settings.deepspeed["zero_optimization"][key]["nvme_path"] = str(Path(folder) / name)
+    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+        for folder in {Path(f) for f in paths.values()}:
+            _clear_left(folder)
+            _hold(folder / name)
+    distributed.broadcast(None)  # no rank writes before the folders are there
+
+
+def _hold(own: Path) -> None:
+    import filelock
+
+    own.mkdir(mode=0o700)
+    lock = filelock.FileLock(own / "in_use.lock")
+    lock.acquire()
+
+    def give_back():
+        lock.release()
+        shutil.rmtree(own, ignore_errors=True)
+
+    atexit.register(give_back)
+
+
+def _clear_left(folder: Path) -> None:
+    """Remove what killed runs of this user have left: their folders are held by no process."""
+    import filelock
+
+    for left in folder.glob("zerofit-*"):
+        about = left.lstat()
+        lock = left / "in_use.lock"
+        if about.st_uid != os.geteuid() or not stat.S_ISDIR(about.st_mode) or lock.is_symlink() or not lock.exists():
+            continue  # another user's, or none of a run's
+        try:
+            with filelock.FileLock(lock, timeout=0):
+                shutil.rmtree(left, ignore_errors=True)
+            print(f"removed {left}: a run that was killed left it", flush=True)
+        except filelock.Timeout:
+            continue  # another run's
+
+
+def swapped(config: dict | None) -> str | None:
+    """What this run's ranks have written so far on this node, in a sentence; None without NVMe."""
+    folders = {Path(f) for f in paths_of(config).values()}
+    if not folders:
+        return None
+    files = [f for folder in folders for f in folder.rglob("*.swp")]
+    size = sum(f.stat().st_size for f in files)
+    small = "" if files else ": DeepSpeed keeps shards below 1 MB in host memory, and this model has no larger one"
+    return f"offload_path: {size / 1e6:,.1f} MB in {len(files)} files{small}"

@@ -1,0 +1,368 @@
+"""Offload beyond host memory: NVMe, the CPU/GPU ratio, ZeRO++, ZenFlow, SuperOffload; refused where they cannot work.
+
+What is said about DeepSpeed here was read in deepspeed 0.19.8 and, where a CPU can run it, tried.
+"""
+
+import os
+from pathlib import Path
+
+from zerofit.config import nvme
+from zerofit.errors import UserError
+
+# JSON key -> the flag that says the same.
+SAME_AS_FLAG = {
+    "zero_optimization.offload_optimizer.nvme_path": "offload_path",
+    "zero_optimization.offload_param.nvme_path": "offload_path",
+    "zero_optimization.offload_optimizer.ratio": "offload_ratio",
+    "zero_optimization.offload_optimizer.super_offload": "super_offload",
+    "zero_optimization.zero_hpz_partition_size": "zero_hpz_partition_size",
+    "zero_optimization.zero_quantized_weights": "zero_quantized_weights",
+    "zero_optimization.zero_quantized_gradients": "zero_quantized_gradients",
+}
+
+FLAGS = tuple(dict.fromkeys(SAME_AS_FLAG.values()))  # all of them need stage 3
+
+ZENFLOW = (
+    "deepspeed 0.19 computes another function with it (at stage 2 the loss before the first step is not the model's), and "
+    "accelerate overrides its choice of when to step; use --offload optimizer"
+)
+
+# The optimizers that accelerate turns into DeepSpeed's CPU Adam with the same update rule; any other one becomes Adam
+# as well, without a word.
+ADAMW = ("adamw_torch", "adamw_torch_fused")
+
+SUPERCHIPS = ("GH200", "GB200", "GB300")
+
+
+def asked(settings) -> list[str]:
+    """The flags of this module that are on."""
+    return [name for name in FLAGS if _on(settings.values.get(name))]
+
+
+def _on(value) -> bool:
+    """False for what DeepSpeed does anyway: nothing said, false, a ratio or a partition of 1."""
+    return bool(value) if value is None or isinstance(value, bool) else value != 1
+
+
+def overlay(settings) -> str:
+    """The overlay in deepspeed_configs/ for --offload and --offload_path."""
+    return f"offload_{settings.offload}{'_nvme' if settings.offload_path else ''}.json"
+
+
+def with_flags(config: dict, path: Path, settings) -> dict:
+    """`config` with what the flags of this module say written into it; `config` itself is not changed.
+
+    Raises: UserError where the file and a flag contradict each other, naming both places.
+    """
+    zero = {**config["zero_optimization"]}
+    sections = {k: {**zero[k]} for k in ("offload_optimizer", "offload_param") if _device(zero, k) != "none"}
+    for name in ("offload_path", "offload_ratio", "super_offload"):
+        if _on(settings.values[name]) and not (sections if name == "offload_path" else "offload_optimizer" in sections):
+            raise UserError(
+                f"{_said(settings, path, name)}: nothing is offloaded; add --offload optimizer (or all), or leave it out."
+            )
+    for key, section in sections.items():
+        if settings.offload_path and settings.source["offload_path"] != "deepspeed JSON":
+            if section["device"] != "nvme":
+                raise UserError(
+                    f'{path} says zero_optimization.{key}.device = "{section["device"]}", but --offload_path is '
+                    f'{settings.offload_path}: write "nvme" in the file, or leave the flag out.'
+                )
+            section.setdefault("nvme_path", str(Path(settings.offload_path).expanduser().resolve()))
+    if "offload_optimizer" in sections:
+        for name, key in (("offload_ratio", "ratio"), ("super_offload", "super_offload")):
+            if _on(settings.values[name]):
+                sections["offload_optimizer"][key] = settings.values[name]
+    for name in ("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients"):
+        if _on(settings.values[name]):
+            zero[name] = settings.values[name]
+    return _with_cpu_adam({**config, "zero_optimization": zero | sections}, path, settings)
+
+
+def _with_cpu_adam(config: dict, path: Path, settings) -> dict:
+    """Ratio and SuperOffload step through DeepSpeed's own CPU Adam.
+
+    Raises: UserError when the user's file says otherwise, and for an optimizer that would silently become Adam.
+    """
+    section = config["zero_optimization"].get("offload_optimizer") or {}
+    if section.get("device", "none") == "none" or "optimizer" in config:
+        return config
+    needs = next((why for why, on in _cpu_adam_modes(section).items() if on), None)
+    forced = config.get("zero_force_ds_cpu_optimizer", True)
+    if needs and not forced:
+        if settings.values.get("deepspeed"):
+            raise UserError(
+                f"{path} says zero_optimization.offload_optimizer.{needs} and zero_force_ds_cpu_optimizer = false, but "
+                "that mode steps only through DeepSpeed's CPU Adam: write true."
+            )
+        config, forced = {**config, "zero_force_ds_cpu_optimizer": True}, True
+        settings.decisions.append(f"zero_force_ds_cpu_optimizer true: {needs} steps through DeepSpeed's CPU Adam")
+    if forced and settings.optim not in ADAMW:
+        why = needs or "zero_force_ds_cpu_optimizer = true (DeepSpeed's default)"
+        raise UserError(
+            f"--optim {settings.optim} with {why}: accelerate would replace it by DeepSpeed's CPU Adam in silence; use "
+            f"--optim {ADAMW[1]}{'' if needs else f', or write zero_force_ds_cpu_optimizer = false in {path}'}."
+        )
+    return config
+
+
+def _cpu_adam_modes(section: dict) -> dict[str, bool]:
+    return {
+        "ratio below 1": section.get("ratio", 1.0) < 1,
+        "super_offload = true": section.get("super_offload", False),
+    }
+
+
+def needs_cpu_adam(config: dict | None) -> bool:
+    """Whether the engine will build DeepSpeed's CPU Adam when it starts."""
+    if config is None or _device(config["zero_optimization"], "offload_optimizer") == "none":
+        return False
+    return config.get("zero_force_ds_cpu_optimizer", True)
+
+
+def _device(zero: dict, key: str) -> str:
+    return (zero.get(key) or {}).get("device") or "none"
+
+
+def _said(settings, path: Path, name: str) -> str:
+    """Where the user said it, with the value: the flag, or file and key."""
+    value = settings.values[name]
+    if settings.source[name] == "deepspeed JSON":
+        key = next(k for k, n in SAME_AS_FLAG.items() if n == name)
+        return f"{path}: {key} = {value}"
+    return f"--{name} {value}"
+
+
+def refuse_at_stage_0(settings) -> None:
+    """Raises: UserError for a flag of this module without ZeRO."""
+    refuse_zenflow(settings)
+    for name in asked(settings):
+        raise UserError(
+            f"--{name} {settings.values[name]} needs ZeRO stage 3: stage 0 is plain DDP; use --zero 3 or leave it out."
+        )
+
+
+def refuse_zenflow(settings) -> None:
+    """Raises: UserError: no supported DeepSpeed trains right with it."""
+    if settings.zenflow:
+        raise UserError(f"--zenflow: {ZENFLOW}.")
+
+
+def check(config: dict, path: Path, settings) -> None:
+    """Refuse what cannot work, whether a flag or the file says it; needs no model and no process group.
+
+    Raises: UserError naming flag or file and key, the cause and the fix.
+    """
+    refuse_zenflow(settings)
+    zero = config["zero_optimization"]
+    optimizer = zero.get("offload_optimizer") or {}
+    _check_stage(zero, path, settings)
+    if nvme.paths_of(config):
+        _check_swapped(config, path, settings)
+    if optimizer.get("ratio", 1.0) != 1.0:
+        _check_ratio(optimizer, path, settings)
+    if optimizer.get("super_offload"):
+        _check_super_offload(optimizer, path, settings)
+    if zero.get("zero_hpz_partition_size", 1) != 1:
+        if _device(zero, "offload_param") != "none":
+            where = _said(settings, path, "zero_hpz_partition_size")
+            raise UserError(f"{where}: its copy of the parameters would be offloaded too; use --offload optimizer.")
+        _check_hpz(zero, path, settings)
+    for name in ("zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights"):
+        if zero.get(name):
+            _check_quantized(name, zero, path, settings)
+    if zero.get("zenflow") is not None:
+        raise UserError(f"{path}: zero_optimization.zenflow: {ZENFLOW}, and delete the section.")
+
+
+def _check_stage(zero: dict, path: Path, settings) -> None:
+    if settings.zero == "3":
+        return
+    for key in ("offload_optimizer", "offload_param"):
+        if _device(zero, key) == "nvme":
+            where = _said(settings, path, "offload_path") if settings.offload_path else f'{path}: {key}.device = "nvme"'
+            raise UserError(
+                f"{where} needs stage 3: at stage {settings.zero} DeepSpeed stays in host memory in silence; use "
+                "--zero 3, or leave it out."
+            )
+    for name in asked(settings):
+        raise UserError(
+            f"{_said(settings, path, name)} needs stage 3: DeepSpeed splits parameters, and only then these, at no "
+            f"other; this run is stage {settings.zero}. Use --zero 3, or leave it out."
+        )
+
+
+def _check_swapped(config: dict, path: Path, settings) -> None:
+    nvme.check(config, path, settings)
+    if settings.optim not in ADAMW:
+        raise UserError(
+            f"--optim {settings.optim}: DeepSpeed's swapping to NVMe is proven here for AdamW's states only; use "
+            f"--optim {ADAMW[1]}, or leave --offload_path out."
+        )
+    # Tried: the losses after a resume differ from those of the run that goes on.
+    _refuse_resume("--offload_path", "what it keeps beside the swapped tensors", settings)
+
+
+# --- what depends on the size of the model ---
+
+
+def depends_on_size(config: dict | None) -> bool:
+    """Whether `check_sizes` has anything to look at."""
+    section = (config["zero_optimization"].get("offload_optimizer") or {}) if config is not None else {}
+    return bool(nvme.paths_of(config)) or section.get("ratio", 1.0) < 1
+
+
+def check_sizes(settings, net) -> None:
+    """What depends on the model's size: room on the disk, buffers, and the grain of the ratio.
+
+    Args: net: the model, on the meta device. Writes sub_group_size / buffer_size that nobody set into
+    settings.deepspeed and says so.
+    Raises: UserError when the disk is too small.
+    """
+    config, ranks = settings.deepspeed, settings.world_size
+    if not depends_on_size(config):
+        return
+    sizes = [p.numel() for p in net.parameters()]
+    trainable, every = sum(p.numel() for p in net.parameters() if p.requires_grad), sum(sizes)
+    resolved = {**config, "bf16": {"enabled": settings.bf16}, "fp16": {"enabled": settings.fp16}}
+    nvme.check_room(resolved, trainable, every, ranks, ranks_of_node(settings))
+    zero = config["zero_optimization"]
+    if "offload_param" in nvme.paths_of(config):
+        nvme.fit_buffers(zero["offload_param"], net, ranks, settings)
+    if (zero.get("offload_optimizer") or {}).get("ratio", 1.0) < 1:
+        _fit_grain(zero, trainable, ranks, settings)
+
+
+SUB_GROUPS = 20  # the ratio is kept in steps of 1/20 of the optimizer
+
+
+def _fit_grain(zero: dict, trainable: int, ranks: int, settings) -> None:
+    """DeepSpeed splits whole sub-groups: with its default of 1e9 elements there may be one, all of it on one side."""
+    size = max(1, -(-trainable // (ranks * SUB_GROUPS)))
+    if settings.values.get("deepspeed") and "sub_group_size" in zero:
+        return  # the user's own; `after_start` says what share it gives
+    if zero.get("sub_group_size", 10**9) > size:
+        zero["sub_group_size"] = size
+        settings.decisions.append(
+            f"sub_group_size {size:,}: 1/{SUB_GROUPS} of each rank's share, so that {zero['offload_optimizer']['ratio']} "
+            "of the optimizer can be split off"
+        )
+
+
+# --- the ratio, SuperOffload ---
+
+
+def _check_ratio(section: dict, path: Path, settings) -> None:
+    where = _said(settings, path, "offload_ratio")
+    if not 0 < section["ratio"] < 1:
+        raise UserError(f"{where}: the share of the optimizer that stays on the CPU must be above 0 and at most 1.")
+    if section["device"] != "cpu":
+        raise UserError(f"{where}: the other share would go to the GPU; with NVMe leave the ratio out.")
+    _refuse_resume(where, "the Adam moments of the GPU's share", settings)
+
+
+def _check_super_offload(section: dict, path: Path, settings) -> None:
+    import torch
+
+    where = _said(settings, path, "super_offload")
+    if settings.use_cpu:
+        raise UserError(
+            f"{where} needs an NVIDIA GPU (it is made for {SUPERCHIPS[0]} and {SUPERCHIPS[1]}); there is none, so use "
+            "--offload optimizer alone."
+        )
+    if section["device"] != "cpu":
+        raise UserError(f"{where}: steps in host memory; leave --offload_path (NVMe) out.")
+    if settings.fp16:
+        raise UserError(f"{where}: steps before fp16's loss scale is taken out of the gradients; use --bf16 true.")
+    _refuse_resume(where, "the Adam moments, which live in a process of their own,", settings)
+    gpu = settings.planned_gpu.device_name if settings.planned_gpu else torch.cuda.get_device_name()
+    if not any(chip in gpu for chip in SUPERCHIPS):
+        settings.decisions.append(
+            f"super_offload on {gpu}: it pays where CPU and GPU share one fast link "
+            f"({', '.join(SUPERCHIPS)}); measure it against --offload optimizer"
+        )
+
+
+def unsaved(settings) -> str:
+    """The flag under which DeepSpeed leaves optimizer states out of its checkpoints; "": none is on."""
+    return next(
+        (f"--{name}" for name in ("offload_path", "offload_ratio", "super_offload") if name in asked(settings)), ""
+    )
+
+
+def _refuse_resume(where: str, what: str, settings) -> None:
+    if (settings.resume_from_checkpoint or "false").lower() != "false":
+        raise UserError(
+            f"{where} with --resume_from_checkpoint: DeepSpeed does not save {what} and would go on from zeros in "
+            "silence; leave one of the two out."
+        )
+    settings.decisions.append(f"{where}: checkpoints cannot be resumed (DeepSpeed does not save {what.rstrip(',')})")
+
+
+def after_start(trainer) -> str | None:
+    """Mend and measure the ratio, or measure what is on NVMe, once the engine exists; the sentence to print, or None.
+
+    DeepSpeed steps the GPU's share through an AdamW of its own whose first parameter group keeps the learning rate
+    that it was made with, deaf to the schedule. The group of the real optimizer takes its place.
+    """
+    optimizer = getattr(trainer.model_wrapped, "optimizer", None)
+    backup = getattr(optimizer, "backup_optimizer", None)
+    if backup is None:
+        return nvme.swapped(trainer.settings.deepspeed)
+    own = optimizer.optimizer.param_groups[0]
+    if backup.param_groups[0] is not own:
+        for name, default in backup.defaults.items():
+            own.setdefault(name, default)
+        backup.param_groups[0] = own
+    sizes = list(zip(optimizer.fp16_partitioned_groups_flat_numel, optimizer.subgroup_to_device.values(), strict=True))
+    share = sum(n for n, device in sizes if device == "cpu") / sum(n for n, _ in sizes)
+    return f"offload_ratio: {share:.0%} of rank 0's optimizer is stepped on the CPU, in {len(sizes)} sub-groups"
+
+
+# --- ZeRO++ ---
+
+
+def ranks_of_node(settings) -> int:
+    """Processes on this machine; before they are started, all of them."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or settings.world_size)
+
+
+def _check_hpz(zero: dict, path: Path, settings) -> None:
+    size, ranks, local = zero["zero_hpz_partition_size"], settings.world_size, ranks_of_node(settings)
+    where = _said(settings, path, "zero_hpz_partition_size")
+    if size < 1 or ranks % size:
+        raise UserError(f"{where}: must divide the {ranks} rank{'s' * (ranks > 1)} of this job.")
+    if local % size:
+        raise UserError(
+            f"{where}: its copies are gathered inside a node, so it must divide the {local} ranks of this node (best: "
+            f"{local})."
+        )
+    if size == ranks:
+        settings.decisions.append(
+            f"{where}: all ranks are on one node, where hpZ costs memory and saves no communication"
+        )
+
+
+def _check_quantized(name: str, zero: dict, path: Path, settings) -> None:
+    where = _said(settings, path, name) if name in FLAGS else f"{path}: zero_optimization.{name} = true"
+    if settings.use_cpu:
+        raise UserError(f"{where}: DeepSpeed's quantizer is CUDA code and there is no GPU; leave it out.")
+    from deepspeed.ops.op_builder.builder import assert_no_cuda_mismatch
+
+    try:
+        assert_no_cuda_mismatch("quantizer")
+    except Exception as error:
+        raise UserError(
+            f"{where}: the quantizer is compiled at start and cannot be: {first_line(error)}; install the CUDA "
+            "toolkit of PyTorch's version and set CUDA_HOME, or leave it out."
+        ) from None
+    if name == "zero_quantized_gradients":
+        if settings.world_size == ranks_of_node(settings):
+            raise UserError(f"{where}: DeepSpeed quantizes between nodes only and ignores it in silence on one.")
+        if zero.get("reduce_scatter") is False:
+            raise UserError(f"{where}: needs zero_optimization.reduce_scatter = true in {path}.")
+
+
+def first_line(error: Exception) -> str:
+    """The first line of its text, without the full stop; its type where there is none."""
+    return str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__

@@ -1,0 +1,186 @@
+"""Read the arguments of a recipe: defaults, YAML file and command line, the later over the earlier."""
+
+import argparse
+import ast
+import importlib.util
+import json
+import shlex
+import warnings
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+from transformers import HfArgumentParser  # without torch; TrainingArguments brings it and takes seconds
+
+from zerofit.command_line import with_auto_as_probe
+from zerofit.config import arguments, deepspeed_json, presets, synonyms, transformers_flags
+from zerofit.config.defaults import (
+    check_ranges,
+    choose_precision,
+    fill_defaults,
+    hang_before_collectives,
+    one_shuffle_seed,
+    scale_learning_rate,
+    solve_batch,
+)
+from zerofit.errors import UserError
+from zerofit.optim import registry
+from zerofit.settings import Settings
+
+_UNSET = object()
+
+
+class _Parser(HfArgumentParser):
+    """HfArgumentParser whose errors are one sentence instead of 300 lines of usage."""
+
+    origin = "command line"
+
+    def print_help(self, file=None):
+        from zerofit.config import help
+
+        print(help.text(self.prog), file=file)
+
+    def error(self, message: str):
+        raise UserError(f"{self.origin}: {message}{synonyms.of_value(message)} Every flag: --help all.")
+
+
+def build_parser(recipe: str) -> _Parser:
+    from transformers import TrainingArguments
+
+    groups = (*arguments.kit_groups(recipe), TrainingArguments)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        parser = _Parser(groups, prog=recipe, allow_abbrev=False, formatter_class=argparse.HelpFormatter)
+    parallelism = next(action for action in parser._actions if action.dest == "parallelism_config")
+    parallelism.type = str  # an object of accelerate's, which no text becomes: flags.check refuses it with the reason
+    optim = next(action for action in parser._actions if action.dest == "optim")
+    optim.choices, optim.metavar = None, "OPTIM"  # optimizers.choose checks it: there are more than transformers knows
+    return parser
+
+
+def _early_parser(recipe: str) -> _Parser:
+    """A parser that checks the kit's own arguments and knows transformers' by name, without the import of torch."""
+    parser = _Parser(arguments.kit_groups(recipe), prog=recipe, allow_abbrev=False)
+    for name in training_argument_names():
+        words = [f"--{name}", f"--no_{name}"]
+        parser.add_argument(*dict.fromkeys([*words, *(word.replace("_", "-") for word in words)]), dest=name, nargs="*")
+    return parser
+
+
+def training_argument_names() -> list[str]:
+    """Return the names of transformers' TrainingArguments, read from its source."""
+    file = Path(importlib.util.find_spec("transformers").origin).with_name("training_args.py")
+    classes = [node for node in ast.parse(file.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef)]
+    body = next(node.body for node in classes if node.name == "TrainingArguments")
+    return [line.target.id for line in body if isinstance(line, ast.AnnAssign)]
+
+
+def explicit(recipe: str, argv: list[str], origin: str, early: bool = False, strict: bool = True) -> dict[str, Any]:
+    """Only what `argv` says, with argparse's types and choices checked.
+
+    Args: early: check the kit's own arguments only; those of transformers are lists of words then. strict: refuse others.
+    """
+    parser = _early_parser(recipe) if early else build_parser(recipe)
+    parser.origin = origin
+    argv = with_auto_as_probe(argv)
+    names = [action.dest for action in parser._actions if action.dest != "help"]
+    found, unknown = parser.parse_known_args(argv, argparse.Namespace(**dict.fromkeys(names, _UNSET)))
+    if unknown and strict:
+        raise UserError(f"{origin}: {synonyms.of_unknown(unknown, recipe, names, origin)}")
+    return {k: v for k, v in vars(found).items() if v is not _UNSET}
+
+
+def read_yaml(path: str, recipe: str, early: bool = False) -> dict[str, Any]:
+    """The arguments in a YAML file, checked like flags; early: as in `explicit`.
+
+    Raises: UserError with file, line and column for broken YAML, with file and key for an unknown key.
+    """
+    try:
+        text = Path(path).expanduser().read_text(encoding="utf-8")
+        values = yaml.safe_load(text) or {}
+    except OSError as error:
+        raise UserError(f"--config {path}: cannot be read: {error.strerror}.") from None
+    except UnicodeDecodeError:
+        raise UserError(f"--config {path}: is not a UTF-8 text file.") from None
+    except RuntimeError as error:  # ~nobody
+        raise UserError(f"--config {path}: cannot be looked up: {str(error).rstrip('.')}.") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else path
+        raise UserError(f"{place}: not valid YAML: {getattr(error, 'problem', error)}.") from None
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: must hold `argument: value` lines, found a {type(values).__name__}.")
+    argv = []
+    for key, value in values.items():
+        if value is None:
+            continue
+        words = value if isinstance(value, list) else [json.dumps(value) if isinstance(value, dict) else value]
+        argv += [f"--{key}", *(str(w) for w in words)] if isinstance(value, list) else [f"--{key}={words[0]}"]
+    return explicit(recipe, argv, str(path), early)
+
+
+def command_line(recipe: str, flags: list[str], more: str = "", gpus: str = "1") -> tuple[list[str], int]:
+    """What the verbs of `zerofit` take in common: (the recipe's flags with those of ARGS behind them, processes).
+
+    Args: more: flags in one string, split like a shell would.
+    Raises: UserError for an unknown recipe, an unclosed quote or a count that is no number.
+    """
+    if recipe not in arguments.RECIPES:
+        raise UserError(f"--recipe {recipe}: must be one of {', '.join(arguments.RECIPES)}.")
+    if not gpus.isdigit() or int(gpus) < 1:
+        raise UserError(f"GPUS={gpus}: must be a whole number of 1 or more.")
+    try:
+        return [*flags, *shlex.split(more)], int(gpus)
+    except ValueError as error:
+        raise UserError(f"ARGS={more}: cannot be split into words: {str(error).lower()}.") from None
+
+
+def parse(recipe: str, argv: list[str], world_size: int, gpu=None) -> Settings:
+    """Flags, YAML and DeepSpeed JSON made into `Settings`, before a GPU or a process group is touched.
+
+    Args: recipe: "sft" or "lora"; argv: the flags; world_size: number of processes of this job; gpu: hardware.Gpu of
+        a plan, which need not be in this machine.
+    Raises: UserError for anything unknown, malformed or contradictory.
+    """
+    from zerofit.model import gradient_checkpointing  # it imports torch
+
+    from_flags = explicit(recipe, argv, "command line")
+    from_yaml = read_yaml(from_flags["config"], recipe) if from_flags.get("config") else {}
+    given = {**from_yaml, **from_flags}
+    bundled = {}
+    if not given.get("model") and not given.get("data"):
+        bundled = read_yaml(str(arguments.TINY / f"{recipe}.yaml"), recipe)
+        bundled |= {"data": [str(arguments.TINY / "train.jsonl")], "eval_data": [str(arguments.TINY / "eval.jsonl")]}
+
+    preset = explicit(recipe, presets.flags(given["preset"]), "preset") if given.get("preset") else {}
+
+    values, source = {}, {}
+    defaults = vars(build_parser(recipe).parse_args([]))
+    for layer, origin in (
+        (defaults, "transformers default"),
+        ({**arguments.SHARED_DEFAULTS, **arguments.RECIPES[recipe]["defaults"]}, "default"),
+        (bundled, "bundled task"),
+        (preset, f"preset {given.get('preset')}"),
+        (from_yaml, str(from_flags.get("config"))),
+        (from_flags, "flag"),
+    ):
+        values |= layer
+        source |= dict.fromkeys(layer, origin)
+    kit = {f.name for group in arguments.kit_groups(recipe) for f in fields(group)}
+    source |= {name: "default" for name in kit if source[name] == "transformers default"}
+    settings = Settings(recipe, values, source, [], None, world_size, gpu, list(argv))
+    if preset:
+        settings.decisions.append(f"preset {given['preset']}: {' '.join(presets.flags(given['preset']))}")
+    check_ranges(settings)
+    one_shuffle_seed(settings)
+    hang_before_collectives(settings)
+    fill_defaults(settings)
+    transformers_flags.check(settings, given, defaults)
+    settings.deepspeed = deepspeed_json.choose(settings, given)
+    gradient_checkpointing.choose(settings)
+    choose_precision(settings)
+    solve_batch(settings)
+    registry.choose(settings, given)
+    scale_learning_rate(settings)
+    return settings

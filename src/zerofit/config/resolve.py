@@ -1,0 +1,190 @@
+"""Settle the arguments of a job: read them, fill in what was not given, and refuse what does not go together."""
+
+import os
+import sys
+from dataclasses import dataclass
+
+from zerofit import distributed
+from zerofit.config import accelerate_env, parse
+from zerofit.errors import UserError
+from zerofit.model import adapters, quantization
+from zerofit.settings import Settings, decide
+
+
+def _resolve_node_local(settings) -> None:
+    """Raises: UserError at stage 0, whose one optimizer file every rank reads."""
+    if not settings.node_local_storage:
+        return
+    if settings.deepspeed is None:
+        raise UserError("--node_local_storage: at ZeRO stage 0 every rank reads the same files; use --zero 1, 2 or 3.")
+    settings.deepspeed.setdefault("checkpoint", {})["use_node_local_storage"] = True
+
+
+def resolve_settings(recipe: str, argv: list[str] | None = None, world_size: int | None = None, gpu=None) -> Settings:
+    """Return the settings of a command line, resolved and checked.
+
+    Args: argv, world_size: of a job that is still to be started; default: this process's own. gpu: see args.parse.
+    Raises: UserError for the user's mistakes, before a GPU or a process group is touched.
+    """
+    taken = accelerate_env.drop_accelerate_env()
+    other_size = accelerate_env.check_size() if argv is None else None
+    found = parse.parse(recipe, sys.argv[1:] if argv is None else argv, world_size or distributed.size(), gpu)
+    if other_size:
+        found.decisions.append(other_size)
+    if taken:
+        found.decisions.append(
+            f"accelerate's own settings are not used ({', '.join(taken)}): the recipe decides; see --zero, --bf16"
+        )
+    if argv is None and found.use_cpu and os.environ.get("OMP_WAIT_POLICY") == "passive":
+        found.decisions.append(
+            "OMP_WAIT_POLICY passive: idle threads sleep, so that other work slows the run down less"
+        )
+    _check(found)
+    if argv is None and found.use_cpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # also for libraries that look for GPUs later
+    return found
+
+
+def _check(found: Settings) -> None:
+    """What belongs together, module by module.
+
+    Raises: UserError for what cannot work or would be silently wrong.
+    """
+    from zerofit.data import streaming
+    from zerofit.model import fused_loss, tiled_mlp
+
+    check_exclusions(found)
+    adapters.resolve(found)
+    _resolve_node_local(found)
+    quantization.resolve(found)
+    _choose_batches(found)
+    streaming.choose(found)
+    fused_loss.check_flags(found)
+    tiled_mlp.check_flags(found)
+    _check_memory_report(found)
+
+
+def _choose_batches(settings: Settings) -> None:
+    """Packed and padding-free batches need attention that keeps documents apart.
+
+    Raises: UserError for an implementation that would mix them.
+    """
+    from zerofit.errors import UserError
+    from zerofit.model import attention
+
+    chosen, asked = settings.attn_implementation, settings.padding_free
+    attention.check_available(chosen, settings.use_cpu)
+    keeps_apart = chosen in ("sdpa", "flex_attention") or attention.is_flash(chosen)
+    if settings.packing and asked == "false":
+        raise UserError("--packing --padding_free false: packed sequences are not padded; leave one of the two out.")
+    if (settings.packing or asked == "true") and not keeps_apart:
+        flag = "--packing" if settings.packing else "--padding_free true"
+        raise UserError(
+            f"{flag} with --attn_implementation {chosen}: documents in one row would read each other; use sdpa, "
+            "flex_attention or flash_attention_2."
+        )
+    if asked == "auto":
+        # A loop over documents (the CPU's way) costs more than the padding that it saves on short rows.
+        on = settings.packing or (keeps_apart and not settings.use_cpu)
+        decide(settings, "padding_free", str(on).lower(), "with --packing, or on a GPU") if on else None
+    if settings.padding_free == "true" and chosen == "sdpa":
+        name = attention.register()
+        decide(settings, "attn_implementation", name, "plain sdpa would let the documents of a row read each other")
+
+
+def _check_memory_report(settings: Settings) -> None:
+    """Following costs time, and compiled code cannot be followed.
+
+    Raises: UserError with torch_compile.
+    """
+    from zerofit.errors import UserError
+
+    if settings.memory_report:
+        if settings.torch_compile:
+            raise UserError("--memory_report with --torch_compile: compiled code cannot be followed; drop one of them.")
+        settings.decisions.append("memory_report: the first 3 steps, save and evaluation are slower, being followed")
+
+
+STAGES = ("0", "2", "3")  # 1 goes with what 2 goes with, but for the stage's own memory
+
+
+@dataclass(frozen=True)
+class Technique:
+    """`flags` turn it on; `recipe`: the one that it belongs to (None: both); `cuda`: needs a GPU."""
+
+    flags: str
+    recipe: str | None = None
+    cuda: bool = False
+
+
+TECHNIQUES: dict[str, Technique] = {
+    "accumulation": Technique("--gradient_accumulation_steps 2"),
+    "no checkpointing": Technique("--gradient_checkpointing false"),
+    "every 2nd layer": Technique("--gradient_checkpointing_every 2"),
+    "selective": Technique("--gradient_checkpointing_policy selective"),
+    "activation offload": Technique("--activation_offload true"),
+    "bf16": Technique("--bf16 true"),
+    "fp16": Technique("--fp16 true"),
+    "pure bf16": Technique("--pure_bf16 true"),
+    "packing": Technique("--packing true"),
+    "padding-free": Technique("--padding_free true"),
+    "streaming": Technique("--streaming true"),
+    "fused loss": Technique("--fused_loss true"),
+    "tiled MLP": Technique("--tiled_mlp 2"),
+    "8-bit Adam": Technique("--optim adamw_8bit"),
+    "paged 8-bit Adam": Technique("--optim paged_adamw_8bit", cuda=True),
+    "Adafactor": Technique("--optim adafactor"),
+    "Lion": Technique("--optim lion_32bit"),
+    "SGD": Technique("--optim sgd"),
+    "Muon": Technique("--optim muon"),
+    "Sophia": Technique("--optim sophia"),
+    "offload optimizer": Technique("--offload optimizer"),
+    "offload all": Technique("--offload all"),
+    "LoRA": Technique("", "lora"),
+    "DoRA": Technique("--use_dora true", "lora"),
+    "LoRA+": Technique("--loraplus_lr_ratio 4", "lora"),
+    "PiSSA": Technique("--init_lora_weights pissa", "lora"),
+    "IA3": Technique("--adapter ia3", "lora"),
+    "prompt tuning": Technique("--adapter prompt_tuning", "lora"),
+    "QLoRA": Technique("--load_in_4bit true --bf16 true", "lora"),
+    "8-bit base": Technique("--load_in_8bit true --bf16 true", "lora"),
+}
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A pair that is refused where both are on. one, other: (argument, values that count as on)."""
+
+    one: tuple[str, tuple]
+    other: tuple[str, tuple]
+    why: str
+    fix: str
+
+
+RULES = (
+    Rule(
+        ("loraplus_lr_ratio", ("*",)),
+        ("optim", ("sophia", "muon")),
+        "LoRA+ gives A and B rates of their own, and this optimizer makes its own groups",
+        "use an AdamW or leave --loraplus_lr_ratio out",
+    ),
+    Rule(
+        ("loraplus_lr_ratio", ("*",)),
+        ("pure_bf16", (True,)),
+        "the optimizer that rounds stochastically is not built with LoRA+'s groups",
+        "leave one of the two out",
+    ),
+)
+
+
+def check_exclusions(settings) -> None:
+    """Raises: UserError for a pair of RULES."""
+    for rule in RULES:
+        if all(_on(settings, *part) for part in (rule.one, rule.other)):
+            one, other = (f"--{name} {settings.values[name]}" for name, _ in (rule.one, rule.other))
+            raise UserError(f"{one} with {other}: {rule.why}; {rule.fix}.")
+
+
+def _on(settings, name: str, values: tuple) -> bool:
+    value = settings.values.get(name)
+    return value in values or (values == ("*",) and value is not None)

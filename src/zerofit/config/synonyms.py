@@ -1,0 +1,143 @@
+"""The words that people bring from TRL, axolotl, LLaMA-Factory and older transformers, and what they are called here."""
+
+import difflib
+import re
+from dataclasses import fields
+
+# Argument elsewhere -> the one here, with a remark in parentheses where they differ.
+RENAMED = {
+    "warmup_ratio": "--warmup_steps (a value below 1 is a ratio)",
+    "torch_dtype": "--dtype",
+    "no_cuda": "--use_cpu",
+    "evaluation_strategy": "--eval_strategy",
+    "group_by_length": "--train_sampling_strategy group_by_length",
+    "per_gpu_train_batch_size": "--per_device_train_batch_size",
+    "overwrite_output_dir": "--output_dir (name a new folder)",
+    "zero_stage": "--zero",
+    "stage": "--zero (the ZeRO stage; what is trained follows from the recipe)",
+    # models
+    "model_name_or_path": "--model",
+    "model_name": "--model",
+    "base_model": "--model",
+    "base_model_config": "--model",
+    "flash_attn": "--attn_implementation",
+    "flash_attention": "--attn_implementation",
+    "use_flash_attention_2": "--attn_implementation flash_attention_2",
+    # rows
+    "dataset": "--data",
+    "datasets": "--data",
+    "dataset_name": "--data",
+    "dataset_dir": "--data",
+    "dataset_path": "--data",
+    "train_file": "--data",
+    "dataset_config": "--data_config",
+    "dataset_train_split": "--data_split",
+    "dataset_text_field": "--columns text=...",
+    "dataset_num_proc": "--preprocessing_num_workers",
+    "eval_dataset": "--eval_data",
+    "val_size": "--eval_fraction",
+    "val_set_size": "--eval_fraction",
+    "template": "--chat_template",
+    "chat_template_path": "--chat_template",
+    "max_seq_length": "--max_length",
+    "max_seq_len": "--max_length",
+    "cutoff_len": "--max_length",
+    "sequence_len": "--max_length",
+    "seq_length": "--max_length",
+    "sample_packing": "--packing",
+    "neat_packing": "--packing",
+    "train_on_prompt": "--train_on all",
+    "train_on_inputs": "--train_on all",
+    "assistant_only_loss": "--train_on assistant",
+    "completion_only_loss": "--train_on assistant",
+    # steps
+    "batch_size": "--per_device_train_batch_size (--effective_batch_size counts all ranks)",
+    "train_batch_size": "--effective_batch_size",
+    "global_batch_size": "--effective_batch_size",
+    "micro_batch_size": "--per_device_train_batch_size",
+    "eval_batch_size": "--per_device_eval_batch_size",
+    "gradient_accumulation": "--gradient_accumulation_steps",
+    "epochs": "--num_train_epochs",
+    "num_epochs": "--num_train_epochs",
+    "lr": "--learning_rate",
+    "optimizer": "--optim",
+    "lr_scheduler": "--lr_scheduler_type",
+    "scheduler": "--lr_scheduler_type",
+    "grad_clip": "--max_grad_norm",
+    "gradient_clipping": "--max_grad_norm",
+    "wandb_project": "--report_to wandb (WANDB_PROJECT names the project)",
+    "output": "--output_dir",
+    "resume": "--resume_from_checkpoint",
+    # adapters
+    "use_peft": "recipes/lora.py",
+    "finetuning_type": "recipes/lora.py, or recipes/sft.py for all weights",
+    "lora_rank": "--lora_r",
+    "lora_target": "--lora_target_modules",
+    "lora_target_linear": "--lora_target_modules all-linear",
+    "target_modules": "--lora_target_modules",
+    "lora_modules_to_save": "--modules_to_save",
+    "additional_target": "--modules_to_save",
+    "quantization_bit": "--load_in_4bit, or --load_in_8bit",
+    "loraplus_lr_multiplier": "--loraplus_lr_ratio",
+}
+
+# Argument -> value elsewhere -> what to write here.
+VALUES = {
+    "offload": {
+        "cpu": "--offload optimizer", "optim": "--offload optimizer", "nvme": "--offload optimizer with --offload_path",
+        "param": "--offload all", "params": "--offload all", "parameters": "--offload all", "full": "--offload all",
+        "true": "--offload optimizer", "false": "--offload none", "no": "--offload none",
+    },
+}  # fmt: skip
+
+_STAGE = re.compile(
+    r"(?:ds|deepspeed)?[-_]?(?:zero|z|stage)?[-_]?(?:stage)?[-_]?([0-3])(?:[-_]config)?(?:\.json)?", re.IGNORECASE
+)
+
+
+def stage(word: str) -> str | None:
+    """Return the ZeRO stage that a word like zero3, stage-2 or ds_z3_config.json means."""
+    found = _STAGE.fullmatch(word)
+    return found and found[1]
+
+
+def of_value(message: str) -> str:
+    """Return the end of argparse's sentence about a choice: with what was meant, where it is known."""
+    found = re.match(r"argument --(\w+): invalid choice: '(.*?)'", message)
+    name, value = found.groups() if found else ("", "")
+    meant = f"--zero {stage(value)}" if name == "zero" and stage(value) else VALUES.get(name, {}).get(value.lower())
+    return f"; did you mean {meant}?" if meant else "."
+
+
+def of_unknown(unknown: list[str], recipe: str, names: list[str], origin: str) -> str:
+    """Return a sentence for each flag that the parser does not know; the words behind a flag are its values.
+
+    Args: unknown: what argparse has left over; names: of all arguments of this recipe; origin: "command line" or the file.
+    """
+    sentences, inside = [], False
+    for word in unknown:
+        is_flag = bool(re.match(r"--?[A-Za-z]", word))
+        if not is_flag and inside:
+            continue
+        inside = is_flag
+        name = word.lstrip("-").split("=")[0].replace("-", "_")
+        hint = _hint(name, recipe, names)
+        what = f"unknown flag --{name}" if is_flag else f"unexpected word {word!r}"
+        if origin != "command line":
+            what, hint = f"unknown key {name!r}", hint and hint.removeprefix("--")
+        sentence = f"{what}; did you mean {hint}?" if hint else f"{what}; --help all lists every flag."
+        if sentence not in sentences:
+            sentences.append(sentence)
+    return " ".join(sentences)
+
+
+def _hint(name: str, recipe: str, names: list[str]) -> str | None:
+    """Return what to use instead of an unknown argument."""
+    from zerofit.config.arguments import LoraArguments
+
+    close = difflib.get_close_matches(name, names, 1, 0.75)
+    hint = f"--{name}" if name in names else RENAMED.get(name) or (f"--{close[0]}" if close else None)
+    of_lora = {field.name for field in fields(LoraArguments)}
+    if recipe != "lora" and (name in of_lora or (hint or "").split()[:1] in [[f"--{n}"] for n in of_lora]):
+        return f"recipes/lora.py (make lora){f' with {hint}' if hint and name not in of_lora else ''}"
+    return hint

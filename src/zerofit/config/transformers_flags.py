@@ -1,0 +1,158 @@
+"""The arguments of transformers that this trainer refuses, with the reason; tests/test_flags.py lists all the others."""
+
+import difflib
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+from zerofit.errors import UserError
+
+_LOSS_ONLY = "evaluation computes the loss and its perplexity and keeps no predictions; leave it out"
+
+_PRECISION = "evaluation runs in the precision of the training; use --bf16 or --fp16, or leave it out"
+
+_SHARDING = "the model would stay whole on each GPU, ZeRO shards it here; use --zero 3"
+
+
+# Argument -> why it has no effect, or a wrong one, under this trainer, and what to do instead. The value that transformers
+# has by default passes.
+REFUSED = {
+    "fsdp": _SHARDING,
+    "fsdp_config": _SHARDING,
+    "parallelism_config": "tensor, context and sequence parallelism are not part of this trainer; leave it out",
+    "do_predict": "there is no test set to predict; give it as --eval_data",
+    "dataloader_drop_last": "an epoch's last step is filled up with rows without loss, so that each row counts once; leave it out",
+    "bf16_full_eval": _PRECISION,
+    "fp16_full_eval": _PRECISION,
+    "prediction_loss_only": _LOSS_ONLY,
+    "eval_accumulation_steps": _LOSS_ONLY,
+    "eval_do_concat_batches": _LOSS_ONLY,
+    "eval_use_gather_object": _LOSS_ONLY,
+    "include_for_metrics": _LOSS_ONLY,
+    "batch_eval_metrics": _LOSS_ONLY,
+    "label_names": "the labels come from --train_on; leave it out",
+    "length_column_name": "lengths are counted from the tokens themselves; leave it out",
+    "auto_find_batch_size": "the steps would see other rows; use --per_device_train_batch_size auto, or --on_oom retry",
+    "save_on_each_node": "checkpoints are written once; on machines without a shared disk use --node_local_storage true",
+    "enable_jit_checkpoint": "SIGTERM and SIGUSR1 save a checkpoint without it; leave it out",
+    "skip_memory_metrics": "its numbers would be shown nowhere; use --memory_report true",
+    "restore_callback_states_from_checkpoint": "no callback of this trainer has a state to restore; leave it out",
+}
+
+OFF = ("", "none", "false", "[]", "{}")  # what leaves an argument off that is off by default
+
+# Key of --accelerator_config -> why it is refused.
+ACCELERATOR_CONFIG = {
+    "split_batches": "each rank would train on a part of its micro batch only; change --per_device_train_batch_size",
+    "dispatch_batches": "each rank reads its own rows; delete the key",
+    "gradient_accumulation_kwargs": "use --gradient_accumulation_steps",
+    "even_batches": "every rank has as many rows as the others already; delete the key",
+    "use_seedable_sampler": "the row order follows --data_seed; delete the key",
+    "use_configured_state": "the recipe sets up the processes; delete the key",
+}
+
+PASSING_KEYS = ("non_blocking",)
+
+# Value of --report_to -> (modules of which one is needed, what to install).
+TRACKERS = {
+    "azure_ml": (("azureml",), "azureml-core azureml-mlflow"),
+    "clearml": (("clearml",), "clearml"),
+    "codecarbon": (("codecarbon",), "codecarbon"),
+    "comet_ml": (("comet_ml",), "comet-ml"),
+    "dagshub": (("dagshub",), "dagshub mlflow"),
+    "dvclive": (("dvclive",), "dvclive"),
+    "flyte": (("flytekit",), "flytekit flytekitplugins-deck-standard"),
+    "kubeflow": ((), ""),
+    "mlflow": (("mlflow",), "mlflow"),
+    "neptune": (("neptune",), "neptune"),
+    "swanlab": (("swanlab",), "swanlab"),
+    "tensorboard": (("tensorboard", "tensorboardX"), "tensorboard"),
+    "trackio": (("trackio",), "trackio"),
+    "wandb": (("wandb",), "wandb"),
+}
+
+
+def check(settings, given: dict[str, Any], defaults: dict[str, Any]) -> None:
+    """Refuse the arguments that have no effect, or a wrong one, under this trainer.
+
+    Args: settings: `args.Settings`; given: what the user gave by flag or YAML; defaults: of every argument.
+    Raises: UserError that names the argument, the reason and what to use instead.
+    """
+    for name, why in REFUSED.items():
+        off = given.get(name) == defaults[name] or (not defaults[name] and str(given.get(name)).lower() in OFF)
+        if name in given and not off:
+            raise UserError(f"--{name} {given[name]}: {why}.")
+    if given.get("do_train") is False:
+        raise UserError(
+            "--do_train false: a recipe trains; leave it out, or use --dry_run true to see whether it fits."
+        )
+    if given.get("logging_nan_inf_filter"):
+        raise UserError(
+            "--logging_nan_inf_filter true: a step without a finite loss is left out of the mean already, and said (--on_nan)."
+        )
+    backend = "gloo" if settings.use_cpu else "nccl"
+    if given.get("ddp_backend") not in (None, backend):
+        raise UserError(
+            f"--ddp_backend {given['ddp_backend']}: the processes of this run talk over {backend}; leave it out."
+        )
+    _check_best_metric(settings, given)
+    _check_do_eval(settings, given)
+    if given.get("accelerator_config"):
+        settings.values["accelerator_config"] = _checked_accelerator_config(given["accelerator_config"])
+    check_trackers(settings.report_to)
+
+
+def _check_best_metric(settings, given: dict[str, Any]) -> None:
+    """Refuse a metric that no evaluation computes; the lower one is the better of those that it does."""
+    name = given.get("metric_for_best_model")
+    if name is None:
+        return
+    if name.removeprefix("eval_") not in ("loss", "perplexity"):
+        raise UserError(f"--metric_for_best_model {name}: an evaluation computes eval_loss and eval_perplexity.")
+    if given.get("greater_is_better") is None:  # transformers' default is true for what does not end in "loss"
+        settings.values["greater_is_better"] = False
+
+
+def _check_do_eval(settings, given: dict[str, Any]) -> None:
+    """Compare --do_eval, which decides nothing here, with the rows that are named."""
+    has_rows = bool(settings.eval_data or settings.eval_fraction)
+    if given.get("do_eval") is True and not has_rows:
+        raise UserError(
+            "--do_eval true: there are no rows to evaluate on; name them with --eval_data or --eval_fraction."
+        )
+    if given.get("do_eval") is False and has_rows:
+        raise UserError("--do_eval false: there are rows to evaluate on; leave out --eval_data and --eval_fraction.")
+
+
+def _checked_accelerator_config(said: str) -> dict:
+    """Return --accelerator_config (JSON text or a file), without a key that would change what a step trains on."""
+    try:
+        config = json.loads(said if said.lstrip().startswith(("{", "[")) else Path(said).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"--accelerator_config {said}: cannot be read as JSON: {error}.") from None
+    if not isinstance(config, dict):
+        raise UserError(f"--accelerator_config {said}: must hold a JSON object {{...}}.")
+    defaults = {"even_batches": True, "use_seedable_sampler": True}
+    for key, value in config.items():
+        if key in ACCELERATOR_CONFIG and value not in (defaults.get(key, False), None):
+            raise UserError(f"--accelerator_config {key} {json.dumps(value)}: {ACCELERATOR_CONFIG[key]}.")
+        if key not in ACCELERATOR_CONFIG and key not in PASSING_KEYS:
+            close = difflib.get_close_matches(key, [*ACCELERATOR_CONFIG, *PASSING_KEYS], 1)
+            hint = f"did you mean {close[0]}?" if close else f"it takes {', '.join(PASSING_KEYS)}."
+            raise UserError(f"--accelerator_config: unknown key {key!r}; {hint}")
+    return config
+
+
+def check_trackers(names: str | list[str] | None) -> None:
+    """Refuse a tracker of --report_to that is unknown or not installed, before anything is loaded."""
+    for name in [names] if isinstance(names, str) else names or []:
+        if name in ("none", "all"):
+            continue
+        if name not in TRACKERS:
+            close = difflib.get_close_matches(name, TRACKERS, 1)
+            hint = f"did you mean {close[0]}?" if close else f"there are none, all, {', '.join(TRACKERS)}."
+            raise UserError(f"--report_to {name}: no such tracker; {hint}")
+        modules, packages = TRACKERS[name]
+        if modules and not any(importlib.util.find_spec(module) for module in modules):
+            raise UserError(f"--report_to {name}: is not installed: pip install {packages}.")

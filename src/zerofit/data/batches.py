@@ -1,0 +1,159 @@
+"""Order, packing and padding of rows into batches."""
+
+from collections.abc import Iterator
+
+import torch
+
+from zerofit.data import conversations
+
+
+def rows_of_epoch(weights: list[float], epoch: int) -> list[int]:
+    """Return the numbers of the rows that an epoch trains on, in order, each as often as it counts.
+
+    Rows of one weight wait in a shuffled order, and each epoch takes the next rows x weight of them, round and round: at
+    0.5 the second epoch takes the half that the first has left out. Every epoch has equally many rows.
+    """
+    groups: dict[float, list[int]] = {}
+    for row, weight in enumerate(weights):
+        groups.setdefault(weight, []).append(row)
+    chosen = []
+    for weight, group in groups.items():
+        count = max(1, round(len(group) * weight))
+        order = torch.randperm(len(group), generator=torch.Generator().manual_seed(0)).tolist()
+        chosen += [group[order[turn % len(group)]] for turn in range(epoch * count, (epoch + 1) * count)]
+    return sorted(chosen)
+
+
+def filler(pad_token_id: int) -> dict:
+    """A row that trains on nothing."""
+    return {"input_ids": [pad_token_id] * 2, "labels": [conversations.IGNORE] * 2}
+
+
+class DatasetWithFiller(torch.utils.data.Dataset):
+    """A set with one more row, at index len(tokens), that trains on nothing; samplers fill the last batch with it."""
+
+    def __init__(self, sequences, pad_token_id: int):
+        self.sequences, self.filler = sequences, filler(pad_token_id)
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def __getitem__(self, index: int) -> dict:
+        return self.filler if index == len(self.sequences) else self.sequences[index]
+
+
+class EpochSampler(torch.utils.data.Sampler):
+    """The order of one epoch, the same for every rank count, micro batch and accumulation.
+
+    Yields each index once (shuffled by seed + epoch, or in order), then the filler index `length` until the count
+    is a multiple of `multiple`, so that no row is dropped and none is trained on twice.
+    """
+
+    def __init__(self, length: int, multiple: int, seed: int | None, order=None, weights: list[float] | None = None):
+        """Args: order: (the epoch's indices, torch.Generator) -> the indices shuffled in another way than uniformly;
+        weights: how often each index counts in an epoch (default: once), see rows_of_epoch.
+        """
+        self.length, self.multiple, self.seed, self.order, self.epoch = length, multiple, seed, order, 0
+        self.weights, self.rows = weights, length if weights is None else len(rows_of_epoch(weights, 0))
+
+    def __len__(self) -> int:
+        return -(-self.rows // self.multiple) * self.multiple
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        rows = range(self.length) if self.weights is None else rows_of_epoch(self.weights, self.epoch)
+        if self.seed is not None:
+            generator = torch.Generator().manual_seed(self.seed + self.epoch)
+            shuffled = torch.randperm(self.rows, generator=generator).tolist()
+            rows = self.order(rows, generator) if self.order else [rows[i] for i in shuffled]
+        yield from rows
+        yield from [self.length] * (len(self) - self.rows)
+
+
+class Collator:
+    """Rows -> right-padded tensors of shape (rows, longest); attention_mask 0 and label IGNORE on the padding."""
+
+    def __init__(self, pad_token_id: int, multiple_of: int = 8):
+        self.pad_token_id, self.multiple_of = pad_token_id, multiple_of
+
+    def __call__(self, batch: list[dict]) -> dict[str, torch.Tensor]:
+        longest = max(len(row["input_ids"]) for row in batch)
+        width = -(-longest // self.multiple_of) * self.multiple_of  # tensor cores want multiples of 8
+        ids = torch.full((len(batch), width), self.pad_token_id)
+        labels = torch.full((len(batch), width), conversations.IGNORE)
+        mask = torch.zeros((len(batch), width), dtype=torch.long)
+        for i, row in enumerate(batch):
+            n = len(row["input_ids"])
+            ids[i, :n] = torch.tensor(row["input_ids"])
+            labels[i, :n] = torch.tensor(row["labels"])
+            mask[i, :n] = 1
+        return {"input_ids": ids, "labels": labels, "attention_mask": mask}
+
+
+def join(documents: list[dict]) -> dict:
+    """One pack: {"input_ids", "labels", "lengths" of the documents}."""
+    return {
+        "input_ids": [t for part in documents for t in part["input_ids"]],
+        "labels": [t for part in documents for t in part["labels"]],
+        "lengths": [len(part["input_ids"]) for part in documents],
+    }
+
+
+def best_fit_decreasing(lengths: list[int], capacity: int) -> list[list[int]]:
+    """Indices grouped so that no group's lengths exceed `capacity`; each goes into the fullest group that has room.
+
+    A bit mask of the room left finds that group in a few machine words, so 500,000 rows take seconds.
+    """
+    open_packs: dict[int, list[list[int]]] = {}  # room left -> packs
+    packs, mask = [], 0  # bit r of mask: some pack has room r
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        need = lengths[i]
+        fitting = mask >> need
+        if fitting:
+            room = need + (fitting & -fitting).bit_length() - 1
+            pack = open_packs[room].pop()
+            if not open_packs[room]:
+                mask ^= 1 << room
+        else:
+            pack, room = [], capacity
+            packs.append(pack)
+        pack.append(i)
+        open_packs.setdefault(room - need, []).append(pack)
+        mask |= 1 << (room - need)
+    return packs
+
+
+class PackedCollator:
+    """Packs or rows -> one row of all their tokens with document boundaries, no padding.
+
+    input_ids, labels, position_ids: (1, tokens); cu_seq_lens_q/k: int32 (documents + 1); max_length_q/k: the longest.
+    """
+
+    def __call__(self, batch: list[dict]) -> dict:
+        lengths = [n for row in batch for n in row.get("lengths", [len(row["input_ids"])])]
+        bounds = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+        labels = torch.tensor([[t for row in batch for t in row["labels"]]])
+        labels[0, bounds[:-1].long()] = (
+            conversations.IGNORE
+        )  # else the last token of the document before would predict it
+        return {
+            "input_ids": torch.tensor([[t for row in batch for t in row["input_ids"]]]),
+            "labels": labels,
+            "position_ids": torch.cat([torch.arange(n) for n in lengths])[None],
+            "cu_seq_lens_q": bounds,
+            "cu_seq_lens_k": bounds,
+            "max_length_q": max(lengths),
+            "max_length_k": max(lengths),
+        }
+
+
+class TrainCollator:
+    """The training batches: without padding while `packed` holds, else padded."""
+
+    def __init__(self, pad_token_id: int, packed: bool):
+        self.packed, self.pad, self.pack = packed, Collator(pad_token_id), PackedCollator()
+
+    def __call__(self, batch: list[dict]) -> dict:
+        return (self.pack if self.packed else self.pad)(batch)

@@ -1,0 +1,432 @@
+"""A row's columns -> token ids and labels: the format, the chat template, and the loss only where it belongs."""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zerofit.errors import UserError
+
+IGNORE = -100  # the label that transformers' loss skips
+
+
+# format -> the columns that show it, most telling first
+FORMATS = {
+    "tokens": ("input_ids",),
+    "messages": ("messages",),
+    "sharegpt": ("conversations",),
+    "prompt/completion": ("prompt", "completion"),
+    "question/answer": ("question", "answer"),
+    "alpaca": ("instruction", "output"),
+    "text": ("text",),
+}
+
+MASKS = ("completion_mask", "assistant_masks")  # columns that TRL writes beside input_ids
+
+# Columns that are used beside those of FORMATS; any other is listed as not used.
+BESIDE = {
+    "tokens": ("labels", *MASKS),
+    "messages": ("system", "tools"),
+    "sharegpt": ("system", "tools"),
+    "prompt/completion": ("system", "tools", "history"),
+    "question/answer": ("system", "tools", "history"),
+    "alpaca": ("input", "system", "tools", "history"),
+    "text": (),
+}
+
+# Names that published data sets give to a question, an answer and a whole text, most telling first.
+ASKED = ("instruction", "question", "prompt", "query", "problem", "input")
+
+ANSWERED = ("completion", "answer", "output", "response", "solution", "target")
+
+WHOLE_TEXT = ("content", "document", "body", "article")
+
+VERDICTS = ("true", "false", "0", "1")  # what KTO's `label` holds, in any spelling
+
+MEDIA = ("images", "videos", "audios", "image", "video", "audio")
+
+# Names of the speakers, as published data sets write them -> the field's standard role.
+ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "human": "user",
+    "prompter": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "model": "assistant",
+    "function_call": "assistant",
+    "tool": "tool",
+    "observation": "tool",
+    "function": "tool",
+    "ipython": "tool",
+}
+
+TRAIN_ON = ("assistant", "last_turn", "all", "prompt")
+
+TEMPLATE_SECONDS = 20  # for one conversation; one that takes longer does not end
+
+PRIVATE_USE = (*range(0xE000, 0xF900), *range(0xF0000, 0xFFFFE))  # code points that no character has
+
+CALL_AS_TEXT = "a function_call turn that is not JSON with a name and arguments is taken as plain text"
+
+REASONING_LOST = "reasoning_content of the last answer is not trained on: the chat template does not write it"
+
+EARLIER_REASONING_LOST = (
+    "reasoning_content of earlier answers is not trained on: the chat template drops it, --chat_template qwen3 keeps it"
+)
+
+
+# Built-ins for --chat_template, in chat_templates/. Each only appends as turns are added, and marks the answers.
+NAMES = ("plain", "chatml", "qwen3", "qwen2.5", "llama3", "llama3.1", "gemma", "mistral", "phi4")
+
+TEMPLATES = {
+    name: (Path(__file__).parent / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8") for name in NAMES
+}
+
+WITH_TOOLS = ("qwen3", "qwen2.5", "llama3.1", "mistral")
+
+CONTROL_WORD = re.compile(r"<\|\w+\|>|<\w+_of_turn>|\[/?[A-Z_]+\]")  # as templates write them
+
+# Built-in -> the words by which a model's own template is known to write the same; the first that fits.
+KNOWN_BY = {
+    "qwen3": ("<|im_start|>", "<think>", "<function-name>"),
+    "qwen2.5": ("<|im_start|>", "<function-name>"),
+    "phi4": ("<|im_start|>", "<|im_sep|>"),
+    "llama3.1": ("<|start_header_id|>", "ipython"),
+    "llama3": ("<|start_header_id|>",),
+    "gemma": ("<start_of_turn>",),
+    "mistral": ("[SYSTEM_PROMPT]",),
+    "chatml": ("<|im_start|>",),
+}
+
+
+@dataclass
+class Conversation:
+    """Chat turns as the template gets them. trained[i]: whether turn i may carry loss (`train` of the data)."""
+
+    turns: list[dict]
+    trained: list[bool]
+    tools: list | None = None
+    notes: tuple[str, ...] = ()  # what the user should know although the row is trained on
+
+
+def choose_template(name: str, tokenizer) -> str:
+    """The template of --chat_template: a built-in name or a file.
+
+    Raises: UserError for an unknown name, and for a built-in whose control words the tokenizer does not have.
+    """
+    try:
+        path = Path(name).expanduser()
+        if path.is_file():
+            return path.read_text(encoding="utf-8")
+    except (OSError, RuntimeError, ValueError) as error:  # unreadable, a name too long, ~nobody, not UTF-8
+        raise UserError(f"--chat_template {name[:200]}: cannot be read as a file: {error}.") from None
+    if name not in TEMPLATES:
+        raise UserError(f"--chat_template {name}: no such file, and not one of {', '.join(TEMPLATES)}.")
+    words = set(CONTROL_WORD.findall(TEMPLATES[name])) - tokenizer.get_vocab().keys()
+    if words:
+        raise UserError(f"--chat_template {name}: {', '.join(sorted(words))} are no tokens of this tokenizer.")
+    return TEMPLATES[name]
+
+
+def built_in_like(template: str) -> str:
+    """Return ", such as --chat_template NAME" for the built-in that writes as `template` does; "" where there is none."""
+    name = next((n for n, words in KNOWN_BY.items() if all(word in template for word in words)), None)
+    return f", such as --chat_template {name}" if name and template != TEMPLATES[name] else ""
+
+
+def detect(place: str, row: dict[str, Any]) -> str:
+    """The format of a row, by its columns.
+
+    Raises: UserError naming the place and the columns found.
+    """
+    for name, columns in FORMATS.items():
+        if all(c in row for c in columns):
+            return name
+    _check_preference(place, row)
+    known = "; ".join("+".join(c) for c in FORMATS.values())
+    guess = guess_columns(row)
+    mend = (
+        f"map them: --columns {' '.join(guess)}" if guess else "name columns with --columns prompt=... completion=..."
+    )
+    raise UserError(
+        f"{place}: no known format in the columns {', '.join(map(str, row))}; one of these is needed: {known}; {mend}."
+    )
+
+
+def guess_columns(row: dict[str, Any]) -> list[str]:
+    """Return what --columns could be for a row of no known format, as far as its names tell; [] when they do not."""
+    strings = {name for name, value in row.items() if isinstance(value, str)}
+    chat_column = next((n for n, v in row.items() if isinstance(v, list) and v and isinstance(v[0], dict)), None)
+    if chat_column and {"role", "from"} & row[chat_column][0].keys():
+        return [f"messages={chat_column}"]
+    ask = next((name for name in ASKED if name in strings), None)
+    say = next((name for name in ANSWERED if name in strings and name != ask), None)
+    if not (ask and say):
+        text = next((name for name in WHOLE_TEXT if name in strings), None)
+        return [f"text={text}"] if text and not ask else []
+    first, last = next(
+        (FORMATS[kind] for kind in ("question/answer", "alpaca") if ask == FORMATS[kind][0]), ("prompt", "completion")
+    )
+    guess = [f"{ours}={theirs}" for ours, theirs in ((first, ask), (last, say)) if ours != theirs]
+    if first == "instruction" and "input" not in row and "context" in strings:
+        guess.append("input=context")
+    return guess + (["system=system_prompt"] if "system" not in row and "system_prompt" in strings else [])
+
+
+def _check_preference(place: str, row: dict[str, Any]) -> None:
+    """Raises: UserError for DPO's rows of a better and a worse answer."""
+    if row.get("chosen") is None or row.get("rejected") is None:
+        return
+    column = {str: "text", list: "messages"}.get(type(row["chosen"])) if "prompt" not in row else "completion"
+    mend = f"--columns {column}=chosen would train on the chosen answers" if column else "keep the chosen answers only"
+    raise UserError(
+        f"{place}: columns 'chosen' and 'rejected' are preference data (DPO), but this kit does supervised fine-tuning; "
+        f"{mend}."
+    )
+
+
+def not_used(row: dict[str, Any], kind: str) -> list[str]:
+    """Return the columns of a row that hold something and that nothing is made of."""
+    used = {*FORMATS[kind], *BESIDE[kind]}
+    return [str(name) for name, value in row.items() if name not in used and value not in (None, "", [])]
+
+
+def _check_meaning(place: str, row: dict[str, Any], kind: str) -> None:
+    """Refuse a row whose other columns say that it is no text that a model should learn to write.
+
+    Raises: UserError naming the column.
+    """
+    _check_preference(place, row)
+    rename = "if it means something else, rename it (--columns other={0})"
+    media = next((name for name in MEDIA if row.get(name)), None)
+    if media:
+        raise UserError(
+            f"{place}: column {media!r} is not empty, but this kit trains on text only; " + rename.format(media) + "."
+        )
+    if kind in ("messages", "sharegpt", "prompt/completion") and str(row.get("label")).lower() in VERDICTS:
+        raise UserError(
+            f"{place}: column 'label' marks answers as good or bad (KTO), but this kit would train on all of them alike; "
+            "keep the good ones and remove the column, or " + rename.format("label") + "."
+        )
+    if kind == "text" and "role" in row and "parent_id" in row:
+        raise UserError(
+            f"{place}: columns 'role' and 'parent_id' make this one message of a tree of conversations, which would be "
+            "trained on alone; join the messages of a conversation into a `messages` column first."
+        )
+
+
+def parse(place: str, row: dict[str, Any], kind: str) -> Conversation | str | dict:
+    """A row as a conversation, as plain text, or as token lists ({"input_ids", "labels"}).
+
+    Raises: UserError naming the place for a missing column, a wrong type, a wrong role or a wrong order of roles.
+    """
+    for column in FORMATS[kind]:
+        if row.get(column) is None:
+            have = ", ".join(k for k, v in row.items() if v is not None) or "none"
+            raise UserError(f"{place}: column {column!r} is missing or null (format {kind}; columns here: {have}).")
+    _check_meaning(place, row, kind)
+    if kind == "tokens":
+        return _tokens(place, row)
+    if kind == "text":
+        return _string(place, "text", row["text"])
+    if kind in ("messages", "sharegpt"):
+        return _turns(place, row[FORMATS[kind][0]], row)
+    first, last = FORMATS[kind]
+    if isinstance(row[first], list) or isinstance(row[last], list):
+        if not (isinstance(row[first], list) and isinstance(row[last], list)):
+            raise UserError(f"{place}: columns {first!r} and {last!r} must both be strings or both message lists.")
+        return _turns(place, [*row[first], *row[last]], row)
+    ask, answer = _string(place, first, row[first]), _string(place, last, row[last])
+    if kind == "alpaca" and row.get("input"):
+        ask = f"{ask}\n\n{_string(place, 'input', row['input'])}"
+    turns = [{"role": "user", "content": ask}, {"role": "assistant", "content": answer}]
+    return _turns(place, [*_history(place, row.get("history")), *turns], row)
+
+
+def _string(place: str, column: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise UserError(f"{place}: column {column!r} must be a string, found a {type(value).__name__}.")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{place}: column {column!r} has half a unicode character (a lone surrogate).") from None
+    return value
+
+
+def _history(place: str, history: Any) -> list[dict]:
+    """LLaMA-Factory's `history`: a list of (instruction, response) pairs."""
+    turns = []
+    for pair in history if isinstance(history, list) else [history] if history else []:
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise UserError(f"{place}: 'history' must be a list of [instruction, response] pairs.")
+        turns += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
+    return turns
+
+
+def _tokens(place: str, row: dict) -> dict:
+    """Token lists; without `labels` all tokens are trained. TRL's masks (1: trained) each take more tokens out."""
+    ids, labels = row["input_ids"], row.get("labels")
+    labels = ids if labels is None else labels
+    for name, values in (("input_ids", ids), ("labels", labels)):
+        if not isinstance(values, list) or not values or not all(type(v) is int for v in values):
+            raise UserError(f"{place}: column {name!r} must be a list of whole numbers that is not empty.")
+    if labels is not ids and any(label != IGNORE and label < 0 for label in labels):
+        raise UserError(f"{place}: labels must be token ids or {IGNORE}.")
+    if len(ids) != len(labels):
+        raise UserError(f"{place}: input_ids has {len(ids)} entries, labels {len(labels)}; they must be as many.")
+    for name in MASKS:
+        mask = row.get(name)
+        if mask is None:
+            continue
+        if not isinstance(mask, list) or not all(type(v) in (int, bool) and v in (0, 1) for v in mask):
+            raise UserError(f"{place}: column {name!r} must be a list of 0 and 1.")
+        if len(ids) != len(mask):
+            raise UserError(f"{place}: input_ids has {len(ids)} entries, {name} {len(mask)}; they must be as many.")
+        labels = [label if on else IGNORE for label, on in zip(labels, mask, strict=True)]
+    return {"input_ids": ids, "labels": labels}
+
+
+def _turns(place: str, messages: Any, row: dict) -> Conversation:
+    """Turns of any spelling (role/content, from/value) in the field's standard one, their order checked."""
+    if not isinstance(messages, list) or not messages:
+        raise UserError(f"{place}: the conversation must be a list of turns that is not empty.")
+    system = row.get("system")
+    turns = [{"role": "system", "content": _string(place, "system", system)}] if system else []
+    trained = [False] * len(turns)
+    for i, message in enumerate(messages, 1):
+        turn, train = _turn(place, i, message)
+        turns.append(turn)
+        trained.append(train)
+    _check_order(place, turns)
+    tools = row.get("tools")
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools) if tools.strip() else None
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{place}: column 'tools' is not valid JSON: {error}.") from None
+    as_text = any(
+        isinstance(m, dict) and m.get("role", m.get("from")) == "function_call" and "tool_calls" not in turn
+        for m, turn in zip(messages, turns[-len(messages) :], strict=True)
+    )
+    return Conversation(turns, trained, tools or None, (CALL_AS_TEXT,) if as_text else ())
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text"
+
+
+def _function_calls(text: Any) -> list[dict] | None:
+    """Return the text of a ShareGPT `function_call` turn as tool calls; None where it is not such."""
+    try:
+        found = json.loads(text)
+    except (TypeError, ValueError, RecursionError):
+        return None
+    calls = found if isinstance(found, list) else [found]
+    if not calls or not all(isinstance(c, dict) and {"name", "arguments"} <= c.keys() for c in calls):
+        return None
+    return [{"type": "function", "function": {k: c[k] for k in ("name", "arguments")}} for c in calls]
+
+
+def _turn(place: str, i: int, message: Any) -> tuple[dict, bool]:
+    if not isinstance(message, dict):
+        raise UserError(f"{place}: turn {i} must be an object with a role and a content.")
+    role = message.get("role", message.get("from"))
+    content = message.get("content", message.get("value"))
+    if not isinstance(role, str) or role not in ROLES:
+        known = ", ".join(sorted(set(ROLES.values())))
+        raise UserError(f"{place}: turn {i} has the role {role!r}; known: {known} (and {', '.join(ROLES)}).")
+    calls = message.get("tool_calls")
+    if role == "function_call" and not calls and (calls := _function_calls(content)):
+        message, content = message | {"tool_calls": calls}, None
+    if isinstance(content, list):  # OpenAI's list of parts
+        other = [p.get("type") if isinstance(p, dict) else p for p in content if not _is_text(p)]
+        if other:
+            raise UserError(
+                f"{place}: turn {i} has content other than text ({', '.join(map(repr, other[:3]))}); this recipe trains on "
+                "text only."
+            )
+        # `value` is LLaMA-Factory's word for it
+        content = "".join(_string(place, f"content of turn {i}", p.get("text", p.get("value"))) for p in content)
+    if content is None and calls:
+        content = ""
+    if content is None and message.get("function_call"):
+        raise UserError(
+            f"{place}: turn {i} has OpenAI's old `function_call`; write it as `tool_calls`, and the column `functions` as "
+            "`tools`."
+        )
+    turn = {"role": ROLES[role], "content": _string(place, f"content of turn {i}", content)}
+    if calls:
+        message = message | {"tool_calls": _calls(place, i, calls)}
+    turn |= {k: message[k] for k in ("tool_calls", "tool_call_id", "name") if message.get(k) is not None}
+    if message.get("reasoning_content"):
+        turn["reasoning_content"] = _string(place, f"reasoning_content of turn {i}", message["reasoning_content"])
+    train = message.get("train", message.get("weight", True))
+    if train is not None and not isinstance(train, bool | int | float):
+        raise UserError(f"{place}: turn {i}: 'train' must be true or false, found {train!r}.")
+    return turn, turn["role"] == "assistant" and bool(train if train is not None else True)
+
+
+def _calls(place: str, i: int, calls: Any) -> list[dict]:
+    """Tool calls with their arguments as objects; OpenAI writes them as a JSON string, which templates encode again."""
+    try:
+        json.dumps(calls, ensure_ascii=False).encode()
+        out = []
+        for call in calls:
+            function = call.get("function", call)
+            arguments = function.get("arguments")
+            if isinstance(arguments, str):
+                function = function | {"arguments": json.loads(arguments)}
+            out.append(call | {"function": function} if "function" in call else function)
+        return out
+    except (AttributeError, TypeError, ValueError, RecursionError):
+        raise UserError(f"{place}: turn {i}: 'tool_calls' is not a list of calls with JSON arguments.") from None
+
+
+def tool_names(calls_or_tools: Any) -> list[str]:
+    """The functions' names in a list of tool calls or of tools."""
+    listed = [entry for entry in calls_or_tools or [] if isinstance(entry, dict)]
+    functions = [entry.get("function", entry) for entry in listed]
+    return [f["name"] for f in functions if isinstance(f, dict) and isinstance(f.get("name"), str)]
+
+
+def strings(value: Any) -> Iterator[str]:
+    """Every string in nested lists and dictionaries, keys included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for pair in value.items():
+            yield from strings(pair)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from strings(part)
+
+
+def map_strings(change, value: Any) -> Any:
+    """The same nested lists and dictionaries with `change` applied to every string in them."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {map_strings(change, k): map_strings(change, v) for k, v in value.items()}
+    return [map_strings(change, part) for part in value] if isinstance(value, list) else value
+
+
+def _check_order(place: str, turns: list[dict]) -> None:
+    for i, (before, turn) in enumerate(zip([None, *turns], turns, strict=False), 1):
+        role, last = turn["role"], before["role"] if before else None
+        if role == "system" and last not in (None, "system"):
+            raise UserError(f"{place}: turn {i} is a system turn behind others; it must come first.")
+        if role == "assistant" and last in (None, "system"):
+            raise UserError(f"{place}: turn {i} is an answer that nothing was asked for; a user turn must precede it.")
+        if role == "user" and last == "user":
+            raise UserError(f"{place}: turns {i - 1} and {i} are both the user's; join them or insert the answer.")
+        if role == "tool" and last not in ("assistant", "tool"):
+            raise UserError(f"{place}: turn {i} is a tool's result, but no assistant turn precedes it.")
+    if turns[-1]["role"] not in ("assistant", "tool") or not any(t["role"] == "assistant" for t in turns):
+        raise UserError(f"{place}: the conversation does not end in an assistant turn, so there is nothing to learn.")

@@ -1,0 +1,327 @@
+"""Training and evaluation sets: files -> tokens -> an Arrow file that every rank maps, in the same order everywhere."""
+
+import contextlib
+import gc
+import hashlib
+import itertools
+import json
+import multiprocessing
+import os
+import tempfile
+import time
+from collections import Counter, deque
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+
+import torch
+
+from zerofit.data import conversations, encoding, reading
+from zerofit.data.batches import rows_of_epoch
+from zerofit.data.sources import Source, suffix
+from zerofit.data.tokens import CHUNK, TokenizedDataset
+from zerofit.errors import UserError
+from zerofit.paths import cache_root, private_folder
+
+CACHE_VERSION = 6  # raise it when the tokens of a row change
+
+
+def _fingerprint(sources: list[Source], settings, tokenizer, limit: int | None) -> str:
+    """A hash of everything that decides the tokens: data bytes, tokenizer, template, options, this code's version."""
+    digest = hashlib.sha256()
+    for source in sources:
+        if source.hub:
+            from datasets import load_dataset_builder
+
+            digest.update(repr((source.hub, load_dataset_builder(*source.hub[:2]).hash)).encode())
+            continue
+        try:
+            files = [source.path] if source.path.is_file() else sorted(f for f in source.path.iterdir() if f.is_file())
+            for file in files:
+                # Size and format first: rows that move from one file to the next, and the same bytes read as another
+                # format, give other tokens.
+                form = [suffix(file), file.suffix.lower(), file.stat().st_size]
+                digest.update((json.dumps(form) + "\n").encode())
+                with file.open("rb") as opened:
+                    while block := opened.read(1 << 22):
+                        digest.update(block)
+        except OSError as error:
+            raise UserError(f"{error.filename or source}: cannot be read: {error.strerror}.") from None
+    options = [
+        CACHE_VERSION, [s.weight for s in sources], settings.max_length, limit, settings.data_format, settings.columns,
+        settings.train_on, settings.truncation, tokenizer.chat_template, tokenizer.eos_token_id,
+        tokenizer.special_tokens_map,
+    ]  # fmt: skip
+    digest.update(json.dumps(options, default=str).encode())
+    digest.update(tokenizer.backend_tokenizer.to_str().encode())
+    return digest.hexdigest()[:24]
+
+
+def cache_folder() -> Path:
+    """The folder of tokenised sets, made if need be: $ZEROFIT_CACHE or ~/.cache/zerofit, else a temporary one.
+
+    Raises: UserError when $ZEROFIT_CACHE cannot be written to.
+    """
+    folder = cache_root() / "data"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            return folder
+        reason = "no permission to write"
+    except OSError as error:
+        reason = error.strerror
+    if os.environ.get("ZEROFIT_CACHE"):
+        raise UserError(f"ZEROFIT_CACHE={os.environ['ZEROFIT_CACHE']}: {reason}; name a folder that can be written.")
+    aside = private_folder()
+    if aside is None:
+        aside = Path(tempfile.mkdtemp(prefix="zerofit-"))
+        os.environ["ZEROFIT_CACHE"] = str(aside)  # for the ranks, which this process starts
+        print(
+            f"note: {tempfile.gettempdir()}/zerofit-{os.getuid()} is not this user's alone; tokenised rows are in {aside}",
+            flush=True,
+        )
+    (aside / "data").mkdir(exist_ok=True)
+    return aside / "data"
+
+
+def _checksum(file: Path) -> str:
+    import xxhash
+
+    digest = xxhash.xxh3_64()
+    with file.open("rb") as opened:
+        while block := opened.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def prepare(sources: list[Source], settings, encoder: encoding.Encoder, limit: int | None) -> TokenizedDataset:
+    from datasets import Dataset
+    from filelock import FileLock
+
+    fingerprint = _fingerprint(sources, settings, encoder.tokenizer, limit)
+    folder = cache_folder()
+    table, facts = folder / f"{fingerprint}.arrow", folder / f"{fingerprint}.json"
+    # Without the lock: all ranks check at the same time.
+    before, statistics = _stamp(facts), _verified(table, facts, settings)
+    if statistics is None:
+        # The first process prepares, the others wait here, outside any collective.
+        with FileLock(str(table) + ".lock"):
+            if _stamp(facts) != before:  # another process has just prepared it, and checked what it wrote
+                statistics = _read_facts(facts, settings)
+            statistics = statistics or _build(table, facts, sources, settings, encoder, limit)
+    weights = [weight for kept, weight in statistics["sources"] for _ in range(kept)]
+    return TokenizedDataset(
+        Dataset.from_file(str(table)), statistics, fingerprint, weights if set(weights) != {1.0} else None
+    )
+
+
+def _build(table: Path, facts: Path, sources: list[Source], settings, encoder: encoding.Encoder, limit) -> dict:
+    """Write the table and, last, what is known about it: a half-written table is never taken for a whole one."""
+    statistics = _write(table, sources, settings, encoder, limit)
+    statistics["checksum"] = _checksum(table)
+    aside = facts.with_suffix(".facts")
+    aside.write_text(json.dumps(statistics))
+    os.replace(aside, facts)
+    return statistics
+
+
+def _stamp(file: Path) -> tuple | None:
+    """What changes when the file is replaced."""
+    try:
+        found = file.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def _verified(table: Path, facts: Path, settings) -> dict | None:
+    """What is known about a cached table that is whole; None when it is missing or damaged."""
+    statistics = _read_facts(facts, settings)
+    try:
+        return statistics if statistics and _checksum(table) == statistics["checksum"] else None
+    except FileNotFoundError:
+        return None
+
+
+def _read_facts(facts: Path, settings) -> dict | None:
+    """What is known about a cached table; None when the file is missing or damaged.
+
+    Also None for one with rows left out, unless --bad_rows drop: reading the data again tells the first of them.
+    """
+    try:
+        statistics = json.loads(facts.read_text())
+        if not {"checksum", "sources", "bad_rows", "longest"} <= statistics.keys():
+            return None
+    except (OSError, ValueError, TypeError, AttributeError):
+        return None
+    return None if statistics["bad_rows"] and settings.bad_rows == "error" else statistics
+
+
+def repeated(tokens: TokenizedDataset) -> TokenizedDataset:
+    """The set with each row as often as its source's weight says; with weights like 0.5 each epoch has other rows."""
+    if tokens.weights is None:
+        return tokens
+    chosen = rows_of_epoch(tokens.weights, 0)
+    times = Counter(chosen)
+    statistics = tokens.statistics | {
+        "rows_an_epoch": len(chosen),
+        "repeated_by_weight": len(chosen) - len(times),
+        "left_out_by_weight": len(tokens) - len(times),
+    }
+    found = TokenizedDataset(tokens.dataset.select(chosen), statistics, tokens.fingerprint)
+    if any(weight % 1 for weight in tokens.weights):
+        found.weights, found.whole = tokens.weights, tokens.dataset
+    return found
+
+
+def _chunks(read: Iterator, limit: int | None) -> Iterator[list]:
+    read = itertools.islice(read, limit)
+    while chunk := list(itertools.islice(read, CHUNK)):
+        yield chunk
+
+
+_work: tuple = ()  # (encoder, settings): what the forked workers inherit, so that no tokenizer is pickled per chunk
+
+
+def _encode(chunk: list, kind: str) -> tuple[Counter, object]:
+    """Rows as they were read -> (what was counted, the kept ones as an Arrow batch or None)."""
+    import pyarrow as pa
+
+    (encoder, settings), count = _work, Counter()
+    encoded = reading.tokenised([(*row, kind) for row in chunk], settings, encoder, count)
+    kept = [row for row in encoded if row is not None]
+    if not kept:
+        return count, None
+    columns = [pa.array(column, pa.list_(pa.int32())) for column in zip(*kept, strict=True)]
+    return count, pa.record_batch(columns, names=["input_ids", "labels"])
+
+
+def _encoded(chunks: Iterator[list], kind: str, pool, workers: int) -> Iterator[tuple[Counter, object]]:
+    """Each chunk encoded, in order; with several workers at most two chunks a worker are in memory.
+
+    Raises: UserError from a row, or when a worker was killed (most likely for its memory).
+    """
+    if pool is None:
+        yield from (_encode(chunk, kind) for chunk in chunks)
+        return
+    waiting: deque = deque()
+    try:
+        for chunk in chunks:
+            waiting.append(pool.submit(_encode, chunk, kind))
+            if len(waiting) >= 2 * workers:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    except BrokenProcessPool:
+        raise UserError(
+            "a tokenising process was killed, most likely for its memory; use --preprocessing_num_workers 1."
+        ) from None
+
+
+@contextlib.contextmanager
+def _pool(encoder: encoding.Encoder, settings, workers: int):
+    """A pool of forked processes that know the encoder, or None for one worker."""
+    global _work
+    _work = encoder, settings
+    gc.freeze()  # the collector need not visit, and in each worker thereby copy, all that the libraries hold
+    pool = None
+    if workers > 1:
+        pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork"))
+    try:
+        yield pool
+    finally:
+        gc.unfreeze()
+        if pool:
+            pool.shutdown(cancel_futures=True)
+
+
+def _workers(sources: list[Source], settings) -> int:
+    if settings.preprocessing_num_workers is not None:
+        return settings.preprocessing_num_workers
+    size = sum(s.path.stat().st_size for s in sources if s.path and s.path.is_file())
+    return min(8, os.cpu_count() or 1) if size > 4 << 20 else 1
+
+
+def _write(table: Path, sources: list[Source], settings, encoder: encoding.Encoder, limit: int | None) -> dict:
+    """Tokenise all rows into an Arrow stream file, a thousand at a time, and count."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    schema = pa.schema({"input_ids": pa.list_(pa.int32()), "labels": pa.list_(pa.int32())})
+    count: Counter = Counter()
+    started = last_word = time.monotonic()
+    aside = table.with_suffix(".tmp")
+    workers, per_source, longest = _workers(sources, settings), [], 0
+    with (
+        pa.OSFile(str(aside), "wb") as file,
+        pa.ipc.new_stream(file, schema) as writer,
+        _pool(encoder, settings, workers) as pool,
+    ):
+        for source in sources:
+            before, left = count["kept"], None if limit is None else limit - count["rows"]
+            kind, found = reading.kind_of(reading.read(source, settings), settings)
+            for counted, batch in _encoded(_chunks(found, left), kind, pool, workers):
+                count.update(counted)
+                if batch is not None:
+                    writer.write_batch(batch)
+                    longest = max(longest, pc.max(pc.list_value_length(batch["input_ids"])).as_py())
+                if time.monotonic() - last_word > 5:
+                    last_word = time.monotonic()
+                    print(f"tokenising: {count['rows']:,} rows, {count['tokens']:,} tokens", flush=True)
+            per_source.append((count["kept"] - before, source.weight))
+    found = reading.summarize_counts(sources, count, settings)
+    os.replace(aside, table)
+    return found | {"longest": longest, "sources": per_source, "seconds": round(time.monotonic() - started, 3)}
+
+
+def split(tokens: TokenizedDataset, settings) -> tuple[TokenizedDataset, TokenizedDataset]:
+    """Hold out a share of the rows, the same ones for the same seed."""
+    held = round(len(tokens) * settings.eval_fraction)
+    if held < 1 or held == len(tokens):
+        raise UserError(f"--eval_fraction {settings.eval_fraction} of {len(tokens)} rows leaves one side empty.")
+    order = torch.randperm(len(tokens), generator=torch.Generator().manual_seed(settings.seed)).tolist()
+    parts = []
+    for chosen in (sorted(order[held:]), sorted(order[:held])):
+        part = tokens.dataset.select(chosen)
+        count = {"kept": len(part), "tokens": sum(map(len, part["input_ids"]))}
+        count["supervised_tokens"] = sum(t != conversations.IGNORE for row in part["labels"] for t in row[1:])
+        weights = tokens.weights and [tokens.weights[i] for i in chosen]
+        parts.append(TokenizedDataset(part, tokens.statistics | count, tokens.fingerprint, weights))
+    return parts[0], parts[1]
+
+
+def describe(name: str, tokens: TokenizedDataset) -> str:
+    """One line about a set, with every loss of rows counted."""
+    s = tokens.statistics
+    rows_of = f"a stream; of the first {s['rows']:,} rows" if tokens.stream is not None else f"{len(tokens):,} rows"
+    text = f"{name}: {rows_of} ({s['format']}) from {s['source']}"
+    if s["truncated"]:
+        text += f", {s['truncated']:,} cut at max_length"
+    if s.get("dropped_too_long"):
+        text += f", {s['dropped_too_long']:,} dropped (longer than max_length)"
+    if s["dropped_bad"]:
+        text += f", {s['dropped_bad']:,} dropped (cannot be used)"
+    if s["dropped_no_answer_left"]:
+        text += f", {s['dropped_no_answer_left']:,} dropped (no answer left after the cut)"
+    return text + f"; {s['supervised_tokens']:,} of {s['tokens']:,} tokens are trained on"
+
+
+def notes(sets: dict[str, TokenizedDataset]) -> list[str]:
+    """Return a line for each thing about the rows of {"training": ..., "evaluation": ...} that the user should know."""
+    lines = []
+    for name, tokens in sets.items():
+        columns = list(tokens.statistics["columns_not_used"])
+        if columns:
+            more = f" and {len(columns) - reading.MOST_COLUMNS} more" if len(columns) > reading.MOST_COLUMNS else ""
+            lines.append(f"{name}: columns not used: {', '.join(columns[: reading.MOST_COLUMNS])}{more}")
+        lines += [f"{name}: {note}" for note in tokens.statistics["notes"]]
+        bad = list(tokens.statistics["bad_rows"].items())
+        for reason, found in bad[: reading.MOST_REASONS]:
+            places = ", ".join(found["first"])
+            rows_of = f"{found['rows']:,} row{'s' * (found['rows'] > 1)}"
+            lines.append(f"{name}: {rows_of} cannot be used: {reason.rstrip('.')} (first: {places})")
+        if len(bad) > reading.MOST_REASONS:
+            rest = sum(found["rows"] for _, found in bad[reading.MOST_REASONS :])
+            lines.append(f"{name}: {rest:,} rows cannot be used for {len(bad) - reading.MOST_REASONS} more reasons")
+    return lines

@@ -1,0 +1,353 @@
+"""Encode a conversation as token ids, with labels on the parts that are trained."""
+
+import contextlib
+import itertools
+import re
+import signal
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from zerofit.data import conversations
+from zerofit.errors import UserError
+
+
+class Encoder:
+    """Rows of one tokenizer and template -> (input_ids, labels), in batches.
+
+    Where the answers are comes from the template's {% generation %} marks if it has them, else from prefixes: an answer
+    starts where the prompt for it ends and ends where the text up to and including its turn ends. Control words inside
+    a turn's own text stay text: they are encoded letter by letter, never as the token that they name.
+    """
+
+    def __init__(self, tokenizer, train_on: str = "assistant"):
+        self.tokenizer, self.train_on = tokenizer, train_on
+        self.notes: Counter = Counter()  # sentence about a row that is trained on all the same -> rows
+        self.marked = re.search(r"\{%-?\s*generation\s*-?%\}", tokenizer.chat_template) is not None
+        words = {t.content for t in tokenizer.added_tokens_decoder.values() if t.special}
+        words |= {w for w in tokenizer.all_special_tokens if w}
+        # Added without the mark, e.g. by --new_tokens: still no text may open or end a turn.
+        words |= set(conversations.CONTROL_WORD.findall(tokenizer.chat_template)) & tokenizer.get_added_vocab().keys()
+        self.special_ids = {i for i, t in tokenizer.added_tokens_decoder.items() if t.special} | set(
+            tokenizer.all_special_ids
+        )
+        # longest first; the end token is always one of them (load_tokenizer insists on it)
+        self.control = re.compile("|".join(map(re.escape, sorted(words, key=len, reverse=True))))
+
+        # An end of turn need not be marked special, as long as it is one token and the template writes it.
+        ends = {t.content for t in tokenizer.added_tokens_decoder.values() if t.content in tokenizer.chat_template}
+        ends = {w for w in words | ends if w.strip()}
+        self.ends = re.compile("|".join(map(re.escape, sorted(ends, key=len, reverse=True))))
+
+    def encode(
+        self,
+        rows: list[tuple[str, conversations.Conversation | str | dict]],
+        refuse: Callable[[str, UserError], None] | None = None,
+    ) -> list[tuple[list[int], list[int]] | None]:
+        """[(place, parsed row)] -> [(input_ids, labels)], in order; labels are IGNORE where there is no loss.
+
+        Args: refuse: called with the place and the error of a row that cannot be used, in whose place None is returned.
+        Raises: UserError for such a row, without `refuse`.
+        """
+        out: list[Any] = [None] * len(rows)
+        texts, spans, slots = [], [], []
+        for i, (place, content) in enumerate(rows):
+            try:
+                if isinstance(content, conversations.Conversation) and not self._has_control_words(content):
+                    text, found = self._render(place, content)
+                    texts.append(text)
+                    spans.append(found)
+                    slots.append(i)
+                else:
+                    out[i] = self._ids(place, content)
+                self.notes.update(getattr(content, "notes", ()))
+            except (UserError, RecursionError) as error:
+                if isinstance(error, RecursionError):
+                    error = UserError(f"{place}: its tool calls or tools are nested too deep; make them flatter.")
+                if refuse is None:
+                    raise error from None
+                refuse(place, error)
+        if texts:
+            backend = self.tokenizer.backend_tokenizer
+            backend.encode_special_tokens = False  # split_special_tokens calls elsewhere leave it on
+            backend.no_truncation()  # tokenizer.json may carry both
+            backend.no_padding()
+            encodings = backend.encode_batch(texts, add_special_tokens=False)
+            for i, encoding, text, found in zip(slots, encodings, texts, spans, strict=True):
+                out[i] = _labelled(encoding, len(text), found, self.special_ids)
+        return out
+
+    def _ids(self, place: str, content: conversations.Conversation | str | dict) -> tuple[list[int], list[int]]:
+        """Return (input_ids, labels) of token lists, of plain text, or of a conversation that holds control words."""
+        if isinstance(content, dict):
+            self._check_ids(
+                place, [*content["input_ids"], *(t for t in content["labels"] if t != conversations.IGNORE)]
+            )
+            return content["input_ids"], content["labels"]
+        return self._plain(content) if isinstance(content, str) else self._pieces(place, content)
+
+    def _check_ids(self, place: str, ids: list[int]) -> None:
+        if min(ids) < 0 or max(ids) >= len(self.tokenizer):
+            raise UserError(
+                f"{place}: input_ids has a number outside 0 to {len(self.tokenizer) - 1}, the tokenizer's range."
+            )
+
+    def _plain(self, text: str) -> tuple[list[int], list[int]]:
+        ids = self.tokenizer(text, split_special_tokens=True, verbose=False)["input_ids"]  # longer ones are cut later
+        if not ids or ids[-1] != self.tokenizer.eos_token_id:
+            ids = [*ids, self.tokenizer.eos_token_id]
+        return ids, list(ids)
+
+    def _has_control_words(self, conversation: conversations.Conversation) -> bool:
+        return any(map(self.control.search, conversations.strings([conversation.turns, conversation.tools])))
+
+    def _tokens(self, text: str) -> list[int]:
+        backend = self.tokenizer.backend_tokenizer
+        backend.encode_special_tokens = False
+        return backend.encode(text, add_special_tokens=False).ids
+
+    def _text(
+        self, place: str, conversation: conversations.Conversation, turns: int | None = None, prompt: bool = False
+    ) -> str:
+        with _template_errors(place):
+            return self.tokenizer.apply_chat_template(
+                conversation.turns[:turns], tools=conversation.tools, tokenize=False, add_generation_prompt=prompt
+            )
+
+    def _render(self, place: str, conversation: conversations.Conversation) -> tuple[str, list[tuple[int, int]]]:
+        """The conversation as text, and the character spans that carry loss."""
+        whole, marks = self._whole(place, conversation)
+        if self.train_on == "all":
+            self._check_tools(place, whole, conversation, {})
+            return whole, [(0, len(whole))]
+        answers = self._marked_answers(whole, marks, conversation) or self._prefixes(place, whole, conversation)
+        self._check_nothing_lost(place, whole, conversation, answers)
+        for i, _, end in answers:
+            if not self._ends_with_control_word(whole[:end]):
+                raise UserError(
+                    f"{place}: turn {i + 1}: the chat template puts no end token behind the answer, so the model would "
+                    "never learn to stop; name another with --chat_template."
+                )
+        if self.train_on == "prompt":
+            bounds = [0, *(b for _, start, end in answers for b in (start, end)), len(whole)]
+            return whole, [(a, b) for a, b in zip(bounds[::2], bounds[1::2], strict=True) if a < b]
+        chosen = answers[-1:] if self.train_on == "last_turn" else [a for a in answers if conversation.trained[a[0]]]
+        return whole, [(start, end) for _, start, end in chosen]
+
+    def _check_nothing_lost(
+        self, place: str, whole: str, conversation: conversations.Conversation, answers: list
+    ) -> None:
+        """Raises: UserError naming the turn whose text the template leaves out or changes."""
+        spans = {i: whole[start:end] for i, start, end in answers}
+        for i, turn in enumerate(conversation.turns):
+            if turn["role"] != "tool" and turn["content"].strip() not in spans.get(i, whole):
+                raise UserError(
+                    f"{place}: turn {i + 1}: the chat template leaves out or changes the text of this {turn['role']} "
+                    "turn, so something else than the data would be trained; name another with --chat_template."
+                )
+        self._check_tools(place, whole, conversation, spans)
+        asked = max((i for i, turn in enumerate(conversation.turns) if turn["role"] == "user"), default=-1)
+        lost = [
+            i for i, turn in enumerate(conversation.turns)
+            if turn.get("reasoning_content", "").strip() not in spans.get(i, whole)
+        ]  # fmt: skip
+        # Templates such as Qwen3's drop the reasoning of earlier answers on purpose.
+        self.notes[conversations.REASONING_LOST] += any(i > asked for i in lost)
+        kept = conversations.built_in_like(self.tokenizer.chat_template).endswith(" qwen3")
+        self.notes[conversations.EARLIER_REASONING_LOST] += kept and any(i < asked for i in lost)
+
+    def _check_tools(
+        self, place: str, whole: str, conversation: conversations.Conversation, spans: dict[int, str]
+    ) -> None:
+        """Raises: UserError naming the tool call or the tools of which the template writes nothing.
+
+        Args: spans: turn -> its supervised text; a turn that is not in it is looked for in all of the text.
+        """
+        mend = (
+            "use a template with tools, such as that of a model made for tool calls "
+            f"(--chat_template {', '.join(conversations.WITH_TOOLS)} or a file)."
+        )
+        for i, turn in enumerate(conversation.turns):
+            lost = [
+                name for name in conversations.tool_names(turn.get("tool_calls")) if name not in spans.get(i, whole)
+            ]
+            if lost:
+                raise UserError(
+                    f"{place}: turn {i + 1} calls the tool {lost[0]!r}, but the chat template writes nothing of the "
+                    f"call, so the model would not learn it; {mend}"
+                )
+        lost = [name for name in conversations.tool_names(conversation.tools) if name not in whole]
+        if lost:
+            raise UserError(
+                f"{place}: column 'tools' has {lost[0]!r}, but the chat template writes nothing of it, so the model "
+                f"would learn without its tools; {mend}"
+            )
+
+    def _ends_with_control_word(self, text: str) -> bool:
+        tail = text[-64:]
+        return any(m.end() == len(tail) for m in self.ends.finditer(tail))
+
+    def _whole(self, place: str, conversation: conversations.Conversation) -> tuple[str, list[tuple[int, int]]]:
+        """The conversation as text and the spans inside the template's {% generation %} marks."""
+        if not self.marked:
+            return self._text(place, conversation), []
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        with _template_errors(place):
+            texts, marks = render_jinja_template(
+                conversations=[conversation.turns], tools=conversation.tools, chat_template=self.tokenizer.chat_template,
+                return_assistant_tokens_mask=True, **self.tokenizer.special_tokens_map,
+            )  # fmt: skip
+        return texts[0], marks[0]
+
+    def _marked_answers(
+        self, whole: str, marks: list, conversation: conversations.Conversation
+    ) -> list[tuple[int, int, int]]:
+        """[(turn, start, end)] from the marks; empty where they do not fit the assistant turns one to one."""
+        turns = [i for i, t in enumerate(conversation.turns) if t["role"] == "assistant"]
+        if len(marks) != len(turns):
+            return []
+        answers = []
+        for i, (start, end) in zip(turns, marks, strict=True):
+            if not self._ends_with_control_word(whole[:end]) and (match := self.ends.match(whole, end)):
+                end = match.end()  # marks around the text alone: the end token belongs to the answer
+            answers.append((i, start, end))
+        return answers
+
+    def _prefixes(self, place: str, whole: str, conversation: conversations.Conversation) -> list[tuple[int, int, int]]:
+        """[(turn, start, end)] of the answers, from what the template writes before and after each.
+
+        Raises: UserError naming the turn when the template changes earlier text as turns are added.
+        """
+        answers, turns = [], conversation.turns
+        for i, turn in enumerate(turns):
+            if turn["role"] != "assistant":
+                continue
+            before = self._text(place, conversation, i, prompt=True)
+            after = whole if i == len(turns) - 1 else self._text(place, conversation, i + 1)
+            end = max(len(after.rstrip()), len(before)) if whole.startswith(after) else None
+            if end is None:  # e.g. Qwen3 writes an empty thinking block into the last answer only
+                end = self._end_by_tail(whole, len(before), after.rstrip())
+                end = end or self._end_by_content(whole, len(before), turn["content"])
+            if end is None or not whole.startswith(before):
+                raise UserError(
+                    f"{place}: turn {i + 1}: the chat template rewrites earlier text when turns are added, so the "
+                    "place of the answer is not certain; use a template that only appends"
+                    f"{conversations.built_in_like(self.tokenizer.chat_template)}."
+                )
+            answers.append((i, len(before), end))
+        return answers
+
+    def _end_by_tail(self, whole: str, start: int, after: str) -> int | None:
+        """Where the answer that begins at `start` ends: behind the end token of `after`, the text up to its turn.
+
+        All of the answer must also be the end of `after`: only what the template writes before it may be another.
+        """
+        word = next((m[0] for m in self.ends.finditer(after) if m.end() == len(after)), None)
+        found = whole.find(word, start) if word else -1
+        return found + len(word) if found >= 0 and after.endswith(whole[start : found + len(word)]) else None
+
+    def _end_by_content(self, whole: str, start: int, content: str) -> int | None:
+        """Where the answer that begins at `start` ends: its own text, found once more, and the end token behind it."""
+        found = whole.find(content.strip(), start)
+        if found < 0 or not content.strip() or self.control.search(whole, start, found):
+            return None
+        match = re.compile(rf"\s*(?:{self.ends.pattern})").match(whole, found + len(content.strip()))
+        return match.end() if match else None
+
+    def _pieces(self, place: str, conversation: conversations.Conversation) -> tuple[list[int], list[int]]:
+        """A conversation whose own text holds control words: they are swapped for stand-ins while the template runs."""
+        words: list[str] = []
+        taken = {c for text in conversations.strings([conversation.turns, conversation.tools]) for c in text}
+        taken |= set(self.tokenizer.chat_template)
+        mark = next(chr(c) for c in conversations.PRIVATE_USE if chr(c) not in taken)
+
+        def stand_in(match) -> str:
+            words.append(match[0])
+            return f"{mark}{len(words) - 1}{mark}"
+
+        def replaced(value):
+            return conversations.map_strings(lambda text: self.control.sub(stand_in, text), value)
+
+        text, spans = self._render(
+            place,
+            conversations.Conversation(
+                replaced(conversation.turns), conversation.trained, replaced(conversation.tools)
+            ),
+        )
+        ids, labels = [], []
+        cuts = sorted({0, len(text), *(b for span in spans for b in span)})
+        for start, end in itertools.pairwise(cuts):
+            inside = any(a <= start and end <= b for a, b in spans)
+            for part in re.split(f"({mark}\\d+{mark})", text[start:end]):
+                if not part:
+                    continue
+                is_word = part.startswith(mark)
+                # A control word cut in two is encoded as the letters that it is made of.
+                word = words[int(part[1:-1])] if is_word else part
+                halves = (word[:1], word[1:]) if is_word else (word,)
+                tokens = [t for half in halves for t in self._tokens(half)]
+                ids += tokens
+                labels += tokens if inside else [conversations.IGNORE] * len(tokens)
+        return ids, labels
+
+
+@contextlib.contextmanager
+def _template_errors(place: str) -> Iterator[None]:
+    """Run a chat template, for TEMPLATE_SECONDS at most.
+
+    Raises: UserError naming the place for what goes wrong in it.
+    """
+    from jinja2 import TemplateError
+
+    def stop(*_):
+        raise TimeoutError(f"it was not done after {conversations.TEMPLATE_SECONDS} seconds")
+
+    timed = threading.current_thread() is threading.main_thread()  # signals reach no other thread
+    before = signal.signal(signal.SIGALRM, stop) if timed else None
+    try:
+        if timed:
+            signal.setitimer(signal.ITIMER_REAL, conversations.TEMPLATE_SECONDS)
+        yield
+    except (RecursionError, MemoryError) as error:
+        raise UserError(f"{place}: the chat template ends in a {type(error).__name__}; mend it.") from None
+    except (TemplateError, TypeError, ValueError, KeyError, AttributeError, OverflowError, TimeoutError) as error:
+        raise UserError(f"{place}: the chat template refuses this conversation: {error}.") from None
+    finally:
+        if timed:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+
+
+def _labelled(
+    encoding, length: int, spans: list[tuple[int, int]], special_ids: set[int]
+) -> tuple[list[int], list[int]]:
+    """(ids, labels) of one encoded text; a token carries loss when it holds a character of a span."""
+    ids = encoding.ids
+    labels = [conversations.IGNORE] * len(ids)
+    for start, end in spans:
+        first = _token_at(encoding, start, end, length)
+        if first is None:
+            continue
+        if ids[first] in special_ids and encoding.token_to_chars(first)[0] < start:
+            first += 1  # a control token that swallowed the white space behind it
+        last = first
+        for position in range(end - 1, start - 1, -1):
+            if (index := encoding.char_to_token(position)) is not None:
+                last = index + 1
+                break
+        while last < len(ids) and last and encoding.token_to_chars(last) == encoding.token_to_chars(last - 1):
+            last += 1  # one character in several tokens
+        labels[first:last] = ids[first:last]
+    return ids, labels
+
+
+def _token_at(encoding, position: int, stop: int, length: int) -> int | None:
+    """Index of the token that holds the character at `position`, or the next one before `stop` that is in a token."""
+    while position < min(stop, length):
+        index = encoding.char_to_token(position)
+        if index is not None:
+            return index
+        position += 1
+    return None

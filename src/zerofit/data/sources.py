@@ -1,0 +1,363 @@
+"""Rows out of files and hub data sets, each with the place (file:line) that an error can name."""
+
+import csv
+import glob
+import io
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from zerofit.data.hub import check
+from zerofit.errors import UserError
+
+SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")
+
+TEXT = ".txt"  # a row a line; only where it is named, as folders hold licenses and notes too
+
+COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
+
+NOT_DATA = ("dataset_info.json", "dataset_dict.json", "state.json")  # beside the Arrow files of save_to_disk
+
+EVAL_NAMES = ("eval", "validation", "valid", "val", "dev", "test")
+
+csv.field_size_limit(64 << 20)
+
+LONGEST_LINE = 64 << 20  # characters; a longer line is a broken file, and parsing it would take gigabytes
+
+
+Row = tuple[str, dict | UserError]  # (place, columns, or why they cannot be read though the rows behind them can)
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file, saved Arrow folder or hub split, and how often each of its rows counts in an epoch."""
+
+    path: Path | None
+    hub: tuple[str, str | None, str] | None = None  # (id, configuration, split)
+    weight: float = 1.0
+    streaming: bool = False  # a hub set: read over the network, not downloaded first
+
+    def __str__(self) -> str:
+        return str(self.path) if self.path else "/".join(filter(None, self.hub))
+
+
+def find_files(
+    data: list[str], config: str | None, split: str, streaming: bool = False
+) -> tuple[list[Source], list[Source]]:
+    """(training sources, evaluation sources) of every entry of --data: file, folder, glob or hub id, `:weight` behind.
+
+    In a folder, files whose name starts with eval, validation or test are the evaluation split.
+    Raises: UserError for a path that looks local and does not exist, or holds no data file.
+    """
+    train, held_out = [], []
+    for entry in data:
+        name, weight, found = find_local(entry, split)
+        if found is None:
+            found = _hub_sources(name, config, split, streaming)
+        for side, sources in zip((train, held_out), found, strict=True):
+            side += [replace(s, weight=weight) for s in sources]
+    return train, held_out
+
+
+def find_local(entry: str, split: str) -> tuple[str, float, tuple[list[Source], list[Source]] | None]:
+    """Return name, weight and sources (training, evaluation) of an entry of --data; no sources: it is a hub id.
+
+    Raises: UserError for a path that looks local and does not exist, or holds no data file.
+    """
+    try:
+        name, weight = _weight(entry)
+        return name, weight, _local(name, split)
+    except (OSError, RuntimeError, ValueError) as error:  # a name too long, ~nobody, no permission, a NUL byte
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UserError(f"--data {entry!r}: cannot be looked up: {reason.rstrip('.')}.") from None
+
+
+def _weight(entry: str) -> tuple[str, float]:
+    match = re.fullmatch(r"(.+):(\d+(?:\.\d+)?)", entry)
+    if not match or Path(entry).expanduser().exists():
+        return entry, 1.0
+    if float(match[2]) <= 0:
+        raise UserError(f"--data {entry}: the weight must be above 0.")
+    return match[1], float(match[2])
+
+
+def suffix(path: Path) -> str:
+    """The ending that tells the format, without .gz or .zst."""
+    ends = [s.lower() for s in path.suffixes]
+    return ends[-2] if len(ends) > 1 and ends[-1] in COMPRESSED else (ends[-1] if ends else "")
+
+
+def _local(name: str, split: str) -> tuple[list[Source], list[Source]] | None:
+    if "\0" in name:
+        raise ValueError("a path cannot hold a NUL byte")
+    path = Path(name).expanduser()
+    if path.is_file():
+        if suffix(path) not in (*SUFFIXES, TEXT):
+            known = ", ".join((*SUFFIXES, TEXT, *COMPRESSED))
+            raise UserError(f"--data {name}: {path.suffix or 'no'} ending; it must be one of {known}.")
+        return [Source(path)], []
+    if path.is_dir():
+        if (path / "state.json").exists() or (path / "dataset_dict.json").exists():
+            return _saved_folder(path, split)
+        return _split_by_name(name, sorted(_files_below(path)))
+    if any(c in name for c in "*?["):
+        found = [Path(f) for f in sorted(glob.glob(str(path), recursive=True))]  # noqa: PTH207 (it may be absolute)
+        folder = next((f for f in found if f.is_dir()), None)
+        if folder and "**" not in name:
+            raise UserError(f"--data {name}: {folder} is a folder; name it by itself, or only files, e.g. *.jsonl.")
+        wanted = (*SUFFIXES, TEXT) if suffix(path) == TEXT else SUFFIXES
+        return _split_by_name(name, [f for f in found if _is_data(f, wanted)])
+    looks_local = path.is_absolute() or name.startswith((".", "~")) or suffix(path) in (*SUFFIXES, TEXT)
+    if looks_local or name.count("/") > 1:
+        raise UserError(f"--data {name}: no such file or folder.")
+    return None
+
+
+def _files_below(folder: Path) -> Iterator[Path]:
+    """Data files in a folder and those below it.
+
+    Raises: OSError for a folder that cannot be listed, which Path.rglob would pass over.
+    """
+
+    def stop(error: OSError):
+        raise error
+
+    for top, _, names in os.walk(folder, onerror=stop):
+        yield from (file for file in (Path(top, name) for name in names) if _is_data(file))
+
+
+def _is_data(file: Path, endings: tuple[str, ...] = SUFFIXES) -> bool:
+    if suffix(file) not in endings or file.name in NOT_DATA:
+        return False
+    if file.is_symlink() and not file.exists():
+        raise UserError(f"{file}: is a link to {file.readlink()}, which is not there; mend or remove it.")
+    return file.is_file()
+
+
+def _split_by_name(name: str, files: list[Path]) -> tuple[list[Source], list[Source]]:
+    if not files:
+        raise UserError(f"--data {name}: holds no {', '.join(SUFFIXES)} file.")
+    held_out = [f for f in files if re.split(r"[-_.]", f.name.lower())[0] in EVAL_NAMES]
+    return [Source(f) for f in files if f not in held_out], [Source(f) for f in held_out]
+
+
+def _saved_folder(path: Path, split: str) -> tuple[list[Source], list[Source]]:
+    """A folder written by datasets' save_to_disk: one set, or one per split."""
+    if (path / "state.json").exists():
+        return [Source(path)], []
+    try:
+        splits = json.loads((path / "dataset_dict.json").read_text())["splits"]
+    except (ValueError, KeyError, TypeError):
+        raise UserError(
+            f"{path / 'dataset_dict.json'}: does not say which splits there are; save the set again."
+        ) from None
+    missing = next((s for s in splits if not (path / s).is_dir()), None)
+    if missing:
+        raise UserError(f"{path}: dataset_dict.json names the split {missing!r}, but there is no such folder in it.")
+    held_out = [s for s in EVAL_NAMES if s in splits and s != split][:1]
+    if split not in splits and (split != "train" or not held_out):  # one with eval splits only is good for --eval_data
+        raise UserError(f"--data {path}: has no split {split!r}, only {', '.join(splits)}; name one with --data_split.")
+    return [Source(path / s) for s in splits if s == split], [Source(path / s) for s in held_out]
+
+
+def _hub_sources(name: str, config: str | None, split: str, streaming: bool) -> tuple[list[Source], list[Source]]:
+    splits = list(_load_hub(name, config, streaming))
+    if split not in splits:
+        raise UserError(f"--data {name}: has no split {split!r}, only {', '.join(splits)}; name one with --data_split.")
+    held_out = [s for s in EVAL_NAMES if s in splits and s != split][:1]
+    train = Source(None, (name, config, split), streaming=streaming)
+    return [train], [Source(None, (name, config, s)) for s in held_out]
+
+
+def _load_hub(name: str, config: str | None, streaming: bool = False):
+    import datasets
+
+    check(f"--data {name}")
+    try:
+        return datasets.load_dataset(name, config, streaming=streaming)
+    except Exception as error:  # the hub client raises a dozen unrelated types, all of them about this name
+        raise UserError(
+            f"--data {name}: neither a file or folder here nor a hub data set that could be loaded: "
+            f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        ) from None
+
+
+def size(source: Source) -> int:
+    """Bytes on disk; 0 for a hub set."""
+    if source.path is None:
+        return 0
+    files = [source.path] if source.path.is_file() else source.path.iterdir()
+    return sum(file.stat().st_size for file in files)
+
+
+def read_rows(source: Source, lines: bool = False) -> Iterator[Row]:
+    """The rows of one source.
+
+    Args: lines: JSON lines stay text, (place, line), for `json_object` to parse in another process.
+    Raises: UserError with file:line for a row that cannot be read.
+    """
+    if source.hub:
+        name, config, split = source.hub
+        for number, row in enumerate(_load_hub(name, config, source.streaming)[split], 1):
+            yield f"{name} ({split}): row {number}", row
+        return
+    path, kind = source.path, suffix(source.path)
+    try:
+        if path.is_dir() or kind == ".arrow":
+            yield from _read_arrow(path)
+        elif kind == ".parquet":
+            yield from _read_parquet(path)
+        else:
+            with _open(path) as file:
+                if kind == TEXT:
+                    yield from _read_text(path, file)
+                else:
+                    yield from (
+                        _read_csv(path, file, kind) if kind in (".csv", ".tsv") else _read_json(path, file, lines)
+                    )
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: is not UTF-8 text (byte {error.start} of a block); convert or remove it.") from None
+    except (OSError, EOFError) as error:
+        raise UserError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}.") from None
+
+
+def _open(path: Path) -> io.TextIOWrapper:
+    """The file as text without a byte order mark, decompressed where its ending says so."""
+    compression = COMPRESSED.get(path.suffix.lower())
+    if compression:
+        import pyarrow as pa
+
+        return io.TextIOWrapper(pa.input_stream(str(path), compression=compression), encoding="utf-8-sig", newline="")
+    return path.open(encoding="utf-8-sig", newline="")
+
+
+def _no_constant(text: str):
+    raise ValueError(f"{text} is no JSON value")
+
+
+def _read_json(path: Path, file, lines: bool) -> Iterator[Row]:
+    """JSON lines, or one array of objects; told apart by the first character that is not white space."""
+    number, line = 0, "\n"
+    while line and not line.strip():
+        line, number = _line(path, file, number)
+    if line.lstrip().startswith("["):
+        yield from _read_array(path, line + file.read())
+        return
+    if line.strip() and _is_one_object(path, line):
+        raise UserError(
+            f"{path}: is one JSON object over several lines; a list of rows, or an object a line, is needed."
+        )
+    while line:
+        text = line.strip()
+        if text:
+            place = f"{path}:{number}"
+            yield place, text if lines else json_object(place, text)
+        line, number = _line(path, file, number)
+
+
+def _is_one_object(path: Path, first: str) -> bool:
+    """Whether a file whose first line is no JSON holds one object."""
+    try:
+        json.loads(first)
+        return False
+    except (ValueError, RecursionError):
+        pass
+    try:
+        with _open(path) as file:
+            return isinstance(json.loads(file.read(LONGEST_LINE)), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _line(path: Path, file, number: int) -> tuple[str, int]:
+    line = file.readline(LONGEST_LINE)
+    if len(line) == LONGEST_LINE and not line.startswith("["):
+        raise UserError(f"{path}:{number + 1}: the line is longer than {LONGEST_LINE >> 20} M characters; split it.")
+    return line, number + 1
+
+
+def json_object(place: str, text: str) -> dict:
+    """The row that one JSON line holds.
+
+    Raises: UserError naming the place.
+    """
+    try:
+        row = json.loads(text, parse_constant=_no_constant)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{place}: not valid JSON at column {error.colno}: {error.msg}.") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{place}: not valid JSON: {error}.") from None
+    if not isinstance(row, dict):
+        raise UserError(f"{place}: each line must be an object {{...}}, found {type(row).__name__}.")
+    return row
+
+
+def _read_text(path: Path, file) -> Iterator[Row]:
+    """A row for each line that is not empty."""
+    line, number = _line(path, file, 0)
+    while line:
+        if line.strip():
+            yield f"{path}:{number}", {"text": line.rstrip("\r\n")}
+        line, number = _line(path, file, number)
+
+
+def _read_array(path: Path, text: str) -> Iterator[Row]:
+    try:
+        rows = json.loads(text, parse_constant=_no_constant)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path}:{error.lineno}:{error.colno}: not valid JSON: {error.msg}.") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: not valid JSON: {error}.") from None
+    for number, row in enumerate(rows, 1):
+        place = f"{path}: element {number}"
+        if not isinstance(row, dict):
+            row = UserError(f"{place}: must be an object {{...}}, found {type(row).__name__}.")
+        yield place, row
+
+
+def _read_csv(path: Path, file, kind: str) -> Iterator[Row]:
+    reader = csv.DictReader(file, delimiter="\t" if kind == ".tsv" else ",", strict=True)
+    try:
+        twice = [name for name, n in Counter(reader.fieldnames or []).items() if n > 1]
+        if twice:
+            raise UserError(f"{path}:{reader.line_num}: has several columns named {twice[0]!r}; rename all but one.")
+        for row in reader:
+            if None in row or None in row.values():
+                row = UserError(
+                    f"{path}:{reader.line_num}: has another number of fields than the {len(reader.fieldnames)} columns "
+                    "in the first line."
+                )
+            yield f"{path}:{reader.line_num}", row
+    except csv.Error as error:
+        raise UserError(f"{path}:{reader.reader.line_num}: not valid {kind[1:].upper()}: {error}.") from None
+
+
+def _read_parquet(path: Path) -> Iterator[Row]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        file = pq.ParquetFile(path)
+        number = 0
+        for part in file.iter_batches(batch_size=1024):
+            for row in part.to_pylist():
+                number += 1
+                yield f"{path}: row {number}", row
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(f"{path}: not a readable Parquet file: {str(error).splitlines()[0]}") from None
+
+
+def _read_arrow(path: Path) -> Iterator[Row]:
+    import datasets
+    import pyarrow as pa
+
+    try:
+        found = datasets.load_from_disk(str(path)) if path.is_dir() else datasets.Dataset.from_file(str(path))
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise UserError(f"{path}: not a readable Arrow set: {str(error).splitlines()[0]}") from None
+    for number, row in enumerate(found, 1):
+        yield f"{path}: row {number}", row

@@ -1,0 +1,218 @@
+"""The processes of one job: environment, process group, device; and proof that they are as many as asked."""
+
+import os
+import socket
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+from zerofit.errors import UserError
+
+
+def node() -> str:
+    """Which machine of the job this is: torchrun's number, else the host's name."""
+    return os.environ.get("GROUP_RANK") or socket.gethostname()
+
+
+def first_of_node() -> bool:
+    """Whether this is the rank that does what is done once on each machine."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def of_nodes(value) -> list:
+    """The value of each machine's first rank; collective."""
+    return [found for first, found in all_gather((first_of_node(), value)) if first]
+
+
+def several_nodes() -> bool:
+    return size() > int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or size())
+
+
+# The variables of a process group.
+LAUNCHER_SETS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def size() -> int:
+    """The number of processes that the launcher started (1 without one)."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def single_process_defaults() -> None:
+    """A process without a launcher gets the variables that a launcher would set, with a port that is free."""
+    if "WORLD_SIZE" in os.environ:
+        return
+    port = os.environ.get("MASTER_PORT")
+    if port and not port_is_free(int(port)):
+        raise UserError(f"MASTER_PORT={port} is in use on this machine: unset it or name a free port.")
+    os.environ.update(
+        RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1",
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=port or str(free_port()),
+    )  # fmt: skip
+
+
+def start(settings) -> None:
+    """Open the process group that this run needs, before TrainingArguments and the model exist.
+
+    Under ZeRO-3 the model is sharded while it loads, so DeepSpeed's communication has to exist by then; and with
+    gloo, accelerate would otherwise count one process and feed every rank the same rows.
+    """
+    import torch
+    import torch.distributed as dist
+
+    if settings.deepspeed is None and size() == 1:
+        # accelerate would wrap the model in DistributedDataParallel, whose buckets hold every gradient all the time
+        for name in LAUNCHER_SETS:
+            os.environ.pop(name, None)
+        settings.values["ddp_backend"] = None  # named, it would have accelerate open a group
+    else:
+        single_process_defaults()
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1")
+    if not settings.use_cpu and local_size > torch.cuda.device_count():  # said by every rank, before any group exists
+        raise UserError(f"{local_size} processes on this machine, but {torch.cuda.device_count()} GPUs; start fewer.")
+    if os.environ.get("OMP_NUM_THREADS", "1") == "1":
+        # Launchers set 1, which makes CPU training and the offloaded optimizer crawl.
+        torch.set_num_threads(max(1, cores() // local_size))
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if not settings.use_cpu:
+        torch.cuda.set_device(local_rank)
+    if settings.use_cpu:
+        os.environ["DS_ACCELERATOR"] = "cpu"  # of this rank alone, also where a library imports DeepSpeed later
+    backend = "gloo" if settings.use_cpu else "nccl"
+    timeout = timedelta(seconds=settings.ddp_timeout)
+    if settings.deepspeed is not None:
+        import_deepspeed(settings.use_cpu)
+        import deepspeed.comm
+
+        if settings.use_cpu:
+            # An op that only DeepSpeed's inference uses, compiled for a minute at the first start.
+            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False, timeout=timeout)
+    elif settings.world_size > 1 and not dist.is_initialized():
+        # Without a device each barrier would warn that it guesses one.
+        device = None if settings.use_cpu else torch.device("cuda", local_rank)
+        dist.init_process_group(backend, timeout=timeout, device_id=device)
+
+
+def import_deepspeed(use_cpu: bool):
+    """Import DeepSpeed for the device of this job and return it; DeepSpeed chooses its accelerator once, at its import.
+
+    The choice goes by DS_ACCELERATOR, which is put back afterwards: what this process starts may run on another machine, as a
+    batch job that is submitted from a login node does.
+    """
+    before = os.environ.get("DS_ACCELERATOR")
+    if use_cpu:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    elif before == "cpu":
+        del os.environ["DS_ACCELERATOR"]
+    try:
+        import deepspeed
+    finally:
+        if before is None:
+            os.environ.pop("DS_ACCELERATOR", None)
+        else:
+            os.environ["DS_ACCELERATOR"] = before
+    return deepspeed
+
+
+def verify(training_arguments) -> None:
+    """Assert that accelerate, torch and the launcher agree on the number of processes, each with one GPU at most.
+
+    Raises: RuntimeError (a bug or a broken environment, not the user's mistake).
+    """
+    import torch.distributed as dist
+
+    counted = dist.get_world_size() if dist.is_initialized() else 1
+    if not counted == size() == training_arguments.world_size:
+        raise RuntimeError(
+            f"the launcher started {size()} processes, torch.distributed has {counted}, accelerate "
+            f"{training_arguments.world_size}: every rank would train on the same rows."
+        )
+    micro = training_arguments.per_device_train_batch_size
+    if training_arguments.n_gpu > 1 or training_arguments.train_batch_size != micro:
+        raise RuntimeError(
+            f"transformers would spread a process over {training_arguments.n_gpu} GPUs (nn.DataParallel) with a micro batch of "
+            f"{training_arguments.train_batch_size} instead of {micro}."
+        )
+
+
+def broadcast(value):
+    """Rank 0's value on every rank (any small picklable object)."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def all_gather(value) -> list:
+    """Every rank's value, in the order of the ranks (small picklable objects); collective."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def barrier() -> None:
+    """Wait for all ranks."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def thread_waiting() -> dict[str, str]:
+    """Return the variable that has OpenMP's threads sleep between two parallel regions; {} where the user has chosen.
+
+    torch's libgomp spins by default, for 300,000 turns; beside other work a thread spins where the one that it waits for needs
+    the core, and small CPU steps take many times as long (benchmarks/busy_cpu.py). It is read when torch is imported.
+    """
+    chosen = any(os.environ.get(name) for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"))
+    return {} if chosen else {"OMP_WAIT_POLICY": "passive"}
+
+
+def cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def home() -> Path:
+    """Return the user's home folder; / for a user who has none, as in a container with a user number of its own."""
+    try:
+        return Path.home()
+    except RuntimeError:
+        return Path("/")
+
+
+def port_is_free(port: int, address: str = "127.0.0.1") -> bool:
+    """Whether this machine can listen there; address "": on all its addresses."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((address, port))
+        except OSError:
+            return False
+    return True
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def stop(wait: bool = True) -> None:
+    """Wait for the slowest rank and close the process group; a rank that just ends can abort the others."""
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_initialized():
+        if wait:
+            dist.barrier()
+        dist.destroy_process_group()

@@ -1,0 +1,104 @@
+"""Run a program so that a mistake ends in one sentence and an exit code."""
+
+import os
+import sys
+import time
+
+from zerofit import distributed
+from zerofit.config import early_check
+from zerofit.errors import EXIT_CODES, DiskFull, OutOfMemory, Stopped, UserError, full_disk, printable
+
+
+def check_early(name: str) -> None:
+    """Check the command line of this process, which runs a recipe, and set what torch reads at its import.
+
+    `--help` prints the flags and ends the process.
+    """
+    os.environ.update(distributed.thread_waiting())
+    guard(lambda: early_check.check(name, sys.argv[1:], here=True, own_folder=distributed.rank() == 0))
+
+
+def guard(main) -> None:
+    """Run `main()` and turn a `UserError` into one sentence on stderr and its exit code.
+
+    Every rank of a job meets the same mistake; rank 0 speaks and its end ends the others.
+    """
+    from zerofit import distributed, rank_status, run_lock
+
+    try:
+        _full_disk_in_words(lambda: _out_of_memory_in_words(main))
+        distributed.stop()
+    except UserError as error:
+        rank_status.record(error)
+        sys.stdout.flush()
+        if isinstance(error, Stopped) and os.environ.get("RANK", "0") != "0":
+            distributed.stop(wait=False)
+            raise SystemExit(error.exit_code) from None
+        if os.environ.get("RANK", "0") != "0" and not (
+            rank_status.folder() and isinstance(error, OutOfMemory | DiskFull)
+        ):
+            # Rank 0 meets the same mistake and says it; where it is still busy after a while, this rank does.
+            time.sleep(10)
+        # A mistake met in a data loading process arrives with its traceback in front.
+        start = "zerofit" if isinstance(error, Stopped) else "zerofit: error"
+        print(f"{start}: {printable(str(error).rpartition('UserError: ')[2].strip())}", file=sys.stderr, flush=True)
+        distributed.stop(wait=False)
+        raise SystemExit(error.exit_code) from None
+    except KeyboardInterrupt as error:
+        rank_status.record(error)
+        if not rank_status.folder():  # the supervisor says it, once for all ranks
+            print(f"zerofit: {str(error) or _interrupted()}", file=sys.stderr, flush=True)
+        raise SystemExit(EXIT_CODES["interrupted"]) from None
+    except Exception as error:
+        rank_status.record(error)
+        if rank_status.folder() and rank_status.of_a_peer(error):  # the supervisor tells of the rank that was lost
+            raise SystemExit(1) from None
+        raise
+    finally:
+        run_lock.release()
+
+
+def _interrupted() -> str:
+    """Return the sentence for a Ctrl-C while no steps are made."""
+    from zerofit import run_lock
+
+    if not (folders := run_lock.held()):
+        return "interrupted"
+    from zerofit.train.checkpoint import resume
+
+    return resume.how_to_go_on("interrupted", folders[0], None)
+
+
+def _full_disk_in_words(main) -> None:
+    """Run `main()`; a disk that is full is no fault of the program. What is written to a checkpoint train.run explains."""
+    from zerofit import rank_status
+
+    try:
+        main()
+    except OSError as error:
+        if not rank_status.disk_is_full(error):
+            raise
+        raise DiskFull(full_disk(error.filename or "a file of this run")) from error
+
+
+def _out_of_memory_in_words(main) -> None:
+    """Run `main()`; what it runs out of before training (train.run explains the rest) is the model being loaded."""
+    from zerofit import rank_status
+
+    try:
+        main()
+    except (RuntimeError, MemoryError) as error:
+        if rank_status.host_is_full(error):
+            said = (str(error).splitlines() or ["MemoryError"])[0]  # Python's own has no text
+            raise OutOfMemory(
+                f"rank {os.environ.get('RANK', '0')} could not get more host memory ({said}); "
+                "on a CPU try a smaller --per_device_train_batch_size, else --offload_path, or fewer data workers."
+            ) from error
+        if not rank_status.gpu_is_full(error):
+            raise
+        from zerofit.errors import bytes_asked_for
+
+        raise OutOfMemory(
+            f"rank {os.environ.get('RANK', '0')} ran out of GPU memory in the load phase{bytes_asked_for(error)}: the largest part "
+            "are the parameters; try --zero 3 on more GPUs, --zero 3 --offload all, or a smaller model."
+        ) from error

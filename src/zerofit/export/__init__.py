@@ -1,0 +1,1 @@
+"""Leave with a Hugging Face folder."""

@@ -1,0 +1,362 @@
+"""make export RUN=runs/x: a plain Hugging Face folder of what was trained, written aside, compared and then renamed."""
+
+import argparse
+import contextlib
+import functools
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from zerofit import run_folder
+from zerofit.errors import UserError
+from zerofit.export import compare, merge, model_card, source
+from zerofit.paths import nearest_existing
+from zerofit.train.checkpoint import zero_shards
+
+DTYPES = {"float32": torch.float32, "fp32": torch.float32, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16,
+          "fp16": torch.float16, "float16": torch.float16}  # fmt: skip
+
+ASIDE = ".saving"  # behind the folder's name until it is whole and compared
+
+SMALL = ("*.jinja", "*.py", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
+         "generation_config.json", "additional_chat_templates")  # fmt: skip
+
+
+def main(argv: list[str]) -> None:
+    """`zerofit export`: see --help.
+
+    Raises: UserError for what cannot be exported, and for an export that does not compute what was trained.
+    """
+    parser = argparse.ArgumentParser(prog="zerofit export", allow_abbrev=False, description=__doc__)
+    parser.add_argument(
+        "run", help="a run folder, one of its checkpoints, its final/, or another program's model folder"
+    )
+    parser.add_argument("--merge", action="store_true", help="add an adapter into its base")
+    parser.add_argument("--dtype", choices=DTYPES, default=None, metavar="float32|bf16|fp16", help="default: as saved")
+    parser.add_argument("--out", default="", help="default: RUN/export, or RUN/export-merged")
+    parser.add_argument("--push", default="", metavar="USER/NAME", help="upload it to the hub, private")
+    parser.add_argument("--base", default="", help="the adapter's base, where it has moved")
+    parser.add_argument("--max_shard_size", default="5GB")
+    parser.add_argument("--check", choices=("true", "false"), default="true", help="compare with what was trained")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="to load and compare on")
+    parser.add_argument("--trust_remote_code", action="store_true")
+    given = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what is written aside goes then too
+    found = source.find(given.run, given.base, given.trust_remote_code)
+    _check_asked(given, found)
+    out = _choose_out(given, found)
+    if given.push:
+        _check_push(given.push, found, given.merge)
+    aside = out.with_name(out.name + ASIDE)
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        aside.mkdir(parents=True)
+        told = _write(given, found, aside)
+        told["agreement"] = compare.check(given, found, aside, told)
+        (aside / "README.md").write_text(model_card.text(found, told), encoding="utf-8")
+        aside.replace(out)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    print(f"{'adapter' if told['adapter'] else 'model'}: {out}", flush=True)
+    if given.push:
+        _push(out, given.push)
+
+
+def _check_asked(given, found) -> None:
+    if given.merge and not found.adapter:
+        raise UserError(f"--merge: {found.folder} holds a whole model, there is nothing to merge; leave --merge out.")
+    if given.device == "auto":
+        given.device = "cuda" if torch.cuda.is_available() else "cpu"
+    given.dtype = DTYPES.get(given.dtype)
+    what = "adapter" if found.adapter else "model"
+    on = f" on {_shown_base(found)}" if found.adapter else ""
+    print(f"export of {found.folder}: {what}{on}{', merged' if given.merge else ''}", flush=True)
+
+
+def _shown_base(found) -> str:
+    return found.adapter.get("base_model_name_or_path") or found.base
+
+
+def _choose_out(given, found) -> Path:
+    name = "export-merged" if given.merge else "export"
+    beside = found.run / name if found.run else found.folder.with_name(f"{found.folder.name}-{name}")
+    out = Path(given.out).expanduser() if given.out else beside
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"--out {out}: is there already and not empty; name another folder (OUT=...), or remove it.")
+    near = nearest_existing(out.absolute().parent)
+    if not os.access(near, os.W_OK):
+        raise UserError(f"--out {out}: {near} cannot be written to.")
+    return out
+
+
+# --- writing ---
+
+
+def _write(given, found, out: Path) -> dict:
+    """Everything but the card; what was done, for the comparison and the card."""
+    masters = _masters(given, found)
+    told = {
+        "adapter": bool(found.adapter) and not given.merge, "merged": given.merge, "masters": bool(masters),
+        "asked": given.dtype, "notes": [],
+    }  # fmt: skip
+    if given.dtype == torch.float32 and not masters and found.dtype != torch.float32:
+        told["notes"].append(
+            "no fp32 master copy is beside these weights: the saved ones are widened, no digit is gained"
+        )
+    reason = merge.reason_for_full_merge(found) if given.merge else ""
+    if reason:
+        told["notes"].append(f"merged by peft on the whole model in memory, in fp32 ({reason})")
+    for note in told["notes"]:
+        print(f"  note: {note}", flush=True)
+    if reason:
+        _write_whole(given, found, masters, out, told)
+    else:
+        names, get = _tensors(given, found, masters)
+        told["dtype"] = _write_tensors(names, get, given, out, "adapter_model" if told["adapter"] else "model")
+    _write_small(found, out, told)
+    run_folder.readable(out)
+    return told
+
+
+def _tensors(given, found, masters: dict):
+    """({name: (numbers, bytes a number)}, name -> tensor), read one at a time."""
+    held = zero_shards.Weights(found.folder)
+    if given.merge:
+        held = zero_shards.Weights(Path(found.base))
+
+        def adapter(name):
+            return masters[name]() if name in masters else own.get(name)
+
+        own, to = zero_shards.Weights(found.folder), given.dtype or found.base_dtype
+        names = {name: _size(held, name, to) for name in held.where}
+        return names, lambda name: _cast(merge.merge_tensor(found, adapter, held, name), to or held.get(name).dtype)
+    if not found.weights:  # DeepSpeed's shards only
+        to = given.dtype or _dtype_of_config(found.folder)
+        states = zero_shards.read(found.folder)
+        names = {name: states.whole(name).numel() * to.itemsize for name in states.shapes}
+        _check_complete(found, set(names))
+        return names, lambda name: _cast(states.whole(name), to)
+    twins = {} if found.adapter else _tied_twins(found, held)
+    names = {name: _size(held, name, given.dtype) for name in held.where if name not in twins}
+
+    def get(name):
+        weight = held.get(name)
+        return _cast(_master(masters[name](), weight, name) if name in masters else weight, given.dtype)
+
+    return names, get
+
+
+def _size(held: zero_shards.Weights, name: str, dtype) -> int:
+    """Bytes of a tensor, cast."""
+    tensor = held.get(name)  # mapped, not read
+    return tensor.numel() * (dtype.itemsize if dtype and tensor.is_floating_point() else tensor.itemsize)
+
+
+def _cast(tensor: torch.Tensor, dtype) -> torch.Tensor:
+    return tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor
+
+
+def _write_tensors(names: dict[str, int], get, given, out: Path, stem: str) -> str:
+    """Files of at most --max_shard_size with their index, one in memory at a time; the type of most numbers.
+
+    Args: names: tensor -> bytes.
+    """
+    from huggingface_hub import split_state_dict_into_shards_factory as split_by
+
+    _check_room(sum(names.values()), out)
+    size = "1000TB" if stem == "adapter_model" else given.max_shard_size  # peft reads one file
+    try:
+        split = split_by(
+            names, get_storage_size=int, filename_pattern=f"{stem}{{suffix}}.safetensors", max_shard_size=size
+        )
+    except ValueError as error:
+        raise UserError(f"--max_shard_size {given.max_shard_size}: {error}") from None
+    dtypes, numbers = {}, 0
+    for file, keys in split.filename_to_tensors.items():
+        part = {}
+        for name in keys:
+            tensor = get(name)
+            numbers += tensor.numel()
+            dtypes[tensor.dtype] = dtypes.get(tensor.dtype, 0) + tensor.numel()
+            part[name] = tensor.contiguous()
+        save_file(part, out / file, metadata={"format": "pt"})
+        print(f"  {file}  {(out / file).stat().st_size / 1e9:.3g} GB", flush=True)
+    if len(split.filename_to_tensors) > 1:
+        index = {"metadata": split.metadata | {"total_parameters": numbers}, "weight_map": split.tensor_to_filename}
+        run_folder.write_json(out / f"{stem}.safetensors.index.json", index)
+    return str(max(dtypes, key=dtypes.get)).removeprefix("torch.")
+
+
+def _check_room(needed: int, out: Path) -> None:
+    free = shutil.disk_usage(out).free
+    if needed * 1.01 > free:
+        raise UserError(
+            f"--out {out.parent}: {needed / 1e9:.3g} GB are to be written and {free / 1e9:.3g} are free; name another disk with OUT=."
+        )
+
+
+def _write_whole(given, found, masters: dict, out: Path, told: dict) -> None:
+    """A merge by peft; transformers writes."""
+    adapter = (lambda name: masters[name]() if name in masters else None) if masters else None
+    net = merge.merge_model(found, adapter, given.device)
+    to = given.dtype or found.base_dtype or source.dtype_of(sorted(Path(found.base).glob("*.safetensors")))
+    net = net.to(to)
+    _check_room(sum(p.numel() * p.element_size() for p in net.parameters()), out)
+    net.config.use_cache = True
+    net.save_pretrained(out, max_shard_size=given.max_shard_size)
+    for file in sorted(out.glob("*.safetensors")):
+        print(f"  {file.name}  {file.stat().st_size / 1e9:.3g} GB", flush=True)
+    told["dtype"] = str(to).removeprefix("torch.")
+
+
+def _write_small(found, out: Path, told: dict) -> None:
+    """Configuration, tokenizer, chat template, generation settings."""
+    for folder in filter(None, (found.base if told["merged"] else "", found.folder)):  # the later ones win
+        for file in {file for pattern in SMALL for file in Path(folder).glob(pattern)}:
+            if file.is_dir():
+                shutil.copytree(file, out / file.name, dirs_exist_ok=True)
+            else:
+                shutil.copyfile(file, out / file.name)
+    words = source.tokenizer(found)
+    if words is None:
+        told["notes"].append("there is no tokenizer in the folder, so none is written")
+        print(f"  note: {told['notes'][-1]}", flush=True)
+    elif not any(out.glob("tokenizer*")):
+        words.save_pretrained(out)
+    if told["adapter"]:
+        config = found.adapter | {"inference_mode": True}
+        run_folder.write_json(out / "adapter_config.json", config)
+        (out / "generation_config.json").unlink(missing_ok=True)
+        return
+    held = out if (out / "config.json").exists() else Path(found.base) if told["merged"] else found.folder
+    config = json.loads((held / "config.json").read_text(encoding="utf-8"))
+    config = {k: v for k, v in config.items() if k not in ("torch_dtype", "_name_or_path", "quantization_config")}
+    config |= {"dtype": told["dtype"], "use_cache": True}
+    config["architectures"] = config.get("architectures") or [type(_skeleton(held, found.remote)).__name__]
+    run_folder.write_json(out / "config.json", config)
+    if not (out / "generation_config.json").exists():
+        from transformers import AutoConfig, GenerationConfig
+
+        with contextlib.suppress(ValueError):  # a configuration with settings that contradict each other
+            GenerationConfig.from_model_config(
+                AutoConfig.from_pretrained(out, trust_remote_code=found.remote)
+            ).save_pretrained(out)
+
+
+# --- what the weights are ---
+
+
+def _masters(given, found) -> dict:
+    """{name in the files: function that gives its fp32 master} of the checkpoint, or of the one at final/'s step."""
+    if given.dtype != torch.float32 or not found.weights or found.dtype == torch.float32:
+        return {}
+    near = [found.folder, *reversed(run_folder.checkpoints(found.run).values())] if found.run else [found.folder]
+    held = zero_shards.Weights(found.folder)
+    for folder in filter(zero_shards.is_deepspeed, near):
+        if found.run and folder != found.folder and source.checkpoint.fault(folder):
+            continue
+        states = zero_shards.read(folder)
+        names = {merge.plain_name(name): name for name in states.shapes}
+        first = next((name for name in names if name in held.where), None)
+        if first and _rounds(states.whole(names[first]), held.get(first)):
+            print(f"  the fp32 master copies of {folder.name} are taken", flush=True)
+            held_too = {plain: name for plain, name in names.items() if plain in held.where}
+            return {plain: functools.partial(states.whole, name) for plain, name in held_too.items()}
+    return {}
+
+
+def _rounds(master: torch.Tensor, weight: torch.Tensor) -> bool:
+    return master.shape == weight.shape and torch.equal(master.to(weight.dtype), weight)
+
+
+def _master(master: torch.Tensor, weight: torch.Tensor, name: str) -> torch.Tensor:
+    """Raises: UserError where the master is not what the saved weight was rounded from."""
+    if not _rounds(master, weight):
+        raise UserError(
+            f"{name}: its fp32 master copy does not round to the saved weight; export without --dtype float32."
+        )
+    return master
+
+
+def _dtype_of_config(folder: Path) -> torch.dtype:
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return DTYPES.get(config.get("dtype") or config.get("torch_dtype"), torch.float32)
+
+
+def _skeleton(folder: Path, remote: bool):
+    """The model without memory."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=remote)
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=remote)
+
+
+def _tied_twins(found, held: zero_shards.Weights) -> dict[str, str]:
+    """{a tied weight that was saved a second time (ZeRO does): its first}; only bit-equal ones."""
+    tied = getattr(_skeleton(found.folder, found.remote), "all_tied_weights_keys", {})
+    return {
+        name: first
+        for name, first in tied.items()
+        if name in held.where and first in held.where and torch.equal(held.get(name), held.get(first))
+    }
+
+
+def _check_complete(found, names: set[str]) -> None:
+    """Raises: UserError for weights that the shards do not hold (frozen ones)."""
+    net = _skeleton(found.folder, found.remote)
+    wanted = set(net.state_dict()) - set(getattr(net, "all_tied_weights_keys", {}))
+    if missing := sorted(wanted - names):
+        raise UserError(
+            f"{found.folder}: has no model.safetensors, and its shards lack {missing[0]} and {len(missing) - 1} more "
+            "(DeepSpeed's shards hold what is trained); save the whole model with trainer.save_model()."
+        )
+
+
+# --- the hub ---
+
+
+def _check_push(repo: str, found, merged: bool) -> None:
+    """What would fail after an hour of work. Raises: UserError."""
+    from huggingface_hub import get_token
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    from zerofit.data import hub
+
+    try:
+        validate_repo_id(repo)
+    except HFValidationError as error:
+        raise UserError(f"--push {repo}: {str(error).splitlines()[0]}") from None
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
+        raise UserError(f"--push {repo}: HF_HUB_OFFLINE is set, so nothing can be uploaded; unset it.")
+    if not get_token():
+        raise UserError(f"--push {repo}: there is no token of the hub; run `hf auth login`, or set HF_TOKEN.")
+    if found.adapter and not merged and Path(_shown_base(found)).is_absolute():
+        raise UserError(
+            f"--push {repo}: the adapter's base is a folder of this machine, where nobody else finds it; push it with --merge."
+        )
+    try:
+        hub.check(f"--push {repo}")
+    except UserError:
+        raise UserError(
+            f"--push {repo}: the hub cannot be reached from here; leave --push out and upload the folder later."
+        ) from None
+
+
+def _push(out: Path, repo: str) -> None:
+    """Raises: UserError; the token is in no message."""
+    from huggingface_hub import HfApi, get_token
+
+    try:
+        api = HfApi()
+        api.create_repo(repo, private=True, exist_ok=True)
+        api.upload_folder(repo_id=repo, folder_path=out, commit_message="zerofit export")
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = " ".join(str(error).split()).replace(get_token() or "\0", "<hidden>")
+        raise UserError(f"--push {repo}: {reason[:300]} ({out} is whole, the upload can be tried again).") from None
+    print(f"uploaded to {repo}", flush=True)

@@ -1,0 +1,119 @@
+"""--canary: before the real run, the same job in its real world size takes two steps on the longest rows, one evaluation
+batch, a save and a reload. What would end it in three hours ends it now.
+
+It runs in processes of its own, so that the run itself starts from an untouched state.
+"""
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from zerofit import rank_status
+from zerofit.errors import UserError
+from zerofit.launch import postmortem, retry, supervisor
+from zerofit.paths import nearest_existing
+from zerofit.train import trial
+
+GIB = 2**30
+
+
+def wanted(settings, planned: dict | None, steps: int | None) -> bool:
+    """Whether to rehearse. planned: planner.check's answer; steps: of the whole run, None: not known."""
+    if settings.canary != "auto":
+        return settings.canary == "true"
+    return bool(
+        planned
+        and planned["step_seconds"]
+        and (steps is None or steps * planned["step_seconds"] > trial.LONG_RUN_SECONDS)
+    )
+
+
+# --- in the process that starts ranks ---
+
+
+def rehearse(job: supervisor.Job, planned: dict | None) -> tuple[list[str], object]:
+    """Run the canary, with smaller settings where it runs out of memory and --on_oom allows.
+
+    Returns: (flags, Settings) that it went well with.
+    Raises: SystemExit with the exit code of what went wrong, which has been said; UserError for a disk that is too small.
+    """
+    flags, settings = job.flags, job.settings
+    folder = job.folder.parent / f".{job.folder.name}.canary"  # on the disk that the checkpoints will be on
+    print("canary: two steps on the longest rows, an evaluation batch, save and reload", flush=True)
+    while True:
+        began = time.perf_counter()
+        try:
+            last, found = _attempt(job, flags, settings, folder)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        if last.kind == "finished" and found:
+            break
+        smaller = None
+        if last.kind == "out of memory" and settings.on_oom != "fail":
+            smaller = retry.next_smaller_setting(settings, flags, job.parse)
+        if smaller is None:
+            print(f"zerofit: the canary failed: {last.sentence}", file=sys.stderr)
+            raise SystemExit(last.code or 1)
+        print(f"canary: {last.sentence}; once more with {smaller[0]}", flush=True)
+        _, flags, settings = smaller
+    for line in sentences(found, planned, time.perf_counter() - began):
+        print(line, flush=True)
+    _check_disk(found, settings, job.folder)
+    os.environ[trial.CANARY_RESULT] = json.dumps(found)
+    return flags, settings
+
+
+def _attempt(job: supervisor.Job, flags: list[str], settings, folder: Path) -> tuple[postmortem.Outcome, dict | None]:
+    with tempfile.TemporaryDirectory(prefix="zerofit-canary-") as temporary:
+        records, answer = Path(temporary), Path(temporary) / "canary.json"
+        words = job.command(_flags(flags, folder))
+        env = os.environ | job.env | {rank_status.FOLDER: str(records), trial.CANARY_JOB: str(answer)}
+        with (records / "canary.log").open("w") as log:
+            code, heard, hung = supervisor.watch(words, env, records, settings.hang_timeout, job.count, stdout=log)
+        last = postmortem.ending(code, records, heard, hung, settings.hang_timeout, 0)
+        return last, json.loads(answer.read_text()) if answer.exists() else None
+
+
+def _flags(flags: list[str], folder: Path) -> list[str]:
+    """The run's flags for a rehearsal in a folder of its own, of which a hub and a tracker see nothing."""
+    from zerofit import command_line
+    from zerofit.train import trial
+
+    kept = command_line.drop(flags, "--output_dir", "--resume_from_checkpoint")
+    return [*kept, *trial.NOTHING_OUTSIDE, "--resume_from_checkpoint", "false", "--output_dir", str(folder)]
+
+
+def sentences(found: dict, planned: dict | None, seconds: float) -> list[str]:
+    """The findings for people."""
+    lines = [f"canary: all well, {seconds:.0f} s"]
+    peak = f"  peak {found['peak_bytes'] / GIB:.2f} GiB a rank"
+    if found["device"] == "cpu":
+        peak += " (resident)"
+    elif planned:
+        room = planned["limit_bytes"] - found["peak_bytes"]
+        peak += f"; the plan said {planned['peak_bytes'] / GIB:.2f}; {room / GIB:.2f} GiB are left"
+    lines.append(peak)
+    hours, rest = divmod(int(found["step_seconds"] * found["steps"]), 3600)
+    lines.append(
+        f"  {found['tokens_per_second']:,.0f} tokens/s on the longest rows; {found['steps']:,} steps take at most "
+        f"{hours}:{rest // 60:02}:{rest % 60:02}, evaluation and saving apart"
+    )
+    lines.append(
+        f"  a save is {found['checkpoint_bytes'] / 1e9:.3g} GB in {found['save_seconds']:.1f} s"
+        + (f", read back in {found['load_seconds']:.1f} s to the same loss" if found["reloaded"] else "")
+    )
+    return lines
+
+
+def _check_disk(found: dict, settings, folder: Path) -> None:
+    free = shutil.disk_usage(nearest_existing(folder)).free
+    needed = found["checkpoint_bytes"] * found["checkpoints"] + found["final_bytes"]
+    if needed > free and not settings.force:
+        raise UserError(
+            f"--output_dir {folder}: {found['checkpoints']} checkpoints and final/ will take {needed / 1e9:.3g} GB, the disk "
+            f"has {free / 1e9:.3g}; set --save_total_limit, or name a folder on another disk (--force true starts anyway)."
+        )

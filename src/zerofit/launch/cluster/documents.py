@@ -1,0 +1,136 @@
+"""The documents that the supervisors of a job exchange: signed, checked in shape, and the decisions that they carry."""
+
+import hashlib
+import hmac
+import json
+import re
+from pathlib import Path
+
+from zerofit.command_line import drop
+from zerofit.errors import UserError
+
+DIGITS = hashlib.sha256().digest_size * 2  # of a signature, which stands before the JSON
+
+# What the ranks of an attempt leave for the supervisor of node 0.
+FILES = re.compile(r"rank[0-9]+\.json|stack[0-9]+\.txt|pulse[0-9]+|exits\.json")
+
+
+# {key: type}; a key with a ? may be left out.
+_SHAPES = {
+    "node": {"id": str, "host": str, "gpus": int, "facts": dict, "beat": int, "address": str, "leader": str,
+             "ready?": dict, "refused?": str, "left?": bool, "missed?": bool, "heard?": int | None, "pulse?": dict | None,
+             "ended?": dict | None},
+    "pulse": {"ranks": int, "step": int},
+    "ended": {"number": int, "code": int, "hung": int | None, "killed": bool, "files": dict},
+    "board": {"beat": int, "nodes": dict, "members?": dict, "flags?": dict, "folder?": str, "order?": dict,
+              "stop?": dict, "kill?": dict, "end?": dict},
+    "order": {"number": int, "members": dict, "flags": dict, "addresses": dict},
+    "stop": {"number": int, "step": int},
+    "kill": {"number": int, "signal": int, "stacks": bool},
+    "end": {"code": int, "sentence": str},
+}  # fmt: skip
+
+
+# Flags that node 0 changes at the start or between attempts. All others come from each node's own command line.
+DECIDED = ("--zero", "--offload", "--per_device_train_batch_size", "--gradient_accumulation_steps",
+           "--effective_batch_size", "--gradient_checkpointing", "--gradient_checkpointing_every", "--activation_offload",
+           "--optim", "--pure_bf16", "--load_in_4bit", "--probe", "--gpus")  # fmt: skip
+
+# Flags with a path: node 0 decides whether they stand, each node's command line what they name.
+PATHS = ("--offload_path", "--resume_from_checkpoint")
+
+CHECKPOINT = re.compile(r"checkpoint-[0-9]+")
+
+NEWEST = ("auto", "true", "last")  # words of --resume_from_checkpoint that are no path
+
+
+def signed(secret: bytes, key: str, document: dict) -> str:
+    """Return what is stored under a key: signature and JSON. The signature holds for this key only."""
+    text = json.dumps(document)
+    return _signature(secret, key, text.encode()) + text
+
+
+def read(secret: bytes, key: str, content: bytes) -> dict:
+    """Return the document that was stored under a key. Raises: ValueError, saying why it is to be ignored."""
+    signature, text = content[:DIGITS], content[DIGITS:]
+    if not hmac.compare_digest(signature, _signature(secret, key, text).encode()):
+        raise ValueError("it is not signed with this job's secret, which must be the same on all nodes")
+    try:
+        document = json.loads(text)
+    except RecursionError:
+        raise ValueError("its JSON is nested too deep") from None
+    _check_shape(document, "board" if key == "board" else "node")
+    return document
+
+
+def _signature(secret: bytes, key: str, text: bytes) -> str:
+    return hmac.new(secret, key.encode() + b"\n" + text, hashlib.sha256).hexdigest()
+
+
+def _check_shape(document, name: str) -> None:
+    """Raises: ValueError for a document whose keys or types are not those of the supervisors."""
+    if not isinstance(document, dict):
+        raise ValueError(f"{name} is no object")
+    for key, kind in _SHAPES[name].items():
+        bare = key.rstrip("?")
+        if not isinstance(document[bare], kind) if bare in document else bare == key:
+            raise ValueError(f"{name} has no right {bare}")
+        if bare in _SHAPES and document.get(bare) is not None:
+            _check_shape(document[bare], bare)
+    if name in ("board", "order"):
+        members = document.get("members", {})
+        if not all(rank.isdigit() and isinstance(gpus, int) for rank, gpus in members.items()):
+            raise ValueError(f"{name} has no right members")
+    if name == "ended" and not all(isinstance(content, str) for content in document["files"].values()):
+        raise ValueError("ended has no right files")
+
+
+# --- flags ---
+
+
+def decisions(flags: list[str]) -> dict[str, list[str] | None]:
+    """Return what node 0's command line says about the flags that it decides: {flag: its words, or None without it}."""
+    found: dict[str, list[str] | None] = dict.fromkeys((*DECIDED, *PATHS))
+    name = ""
+    for word in flags:
+        if word.startswith("--"):
+            first, equals, value = word.partition("=")
+            name = first.replace("-", "_").replace("__", "--", 1)
+            if name in found:
+                found[name] = [value] if equals else []
+        elif found.get(name) is not None:
+            found[name] = [*found[name], word]
+    return found
+
+
+def with_decisions(own: list[str], decided: dict, folder: Path | None = None) -> list[str]:
+    """Return this node's command line with what node 0 has decided.
+
+    Args: folder: the run folder; a checkpoint in it is the one path that node 0 may name.
+    Raises: UserError for a flag that node 0 does not decide, or a value that is none.
+    """
+    mine, flags = decisions(own), drop(own, *DECIDED, *PATHS)
+    for name, words in decided.items():
+        if name not in (*DECIDED, *PATHS) or not _are_words(words):
+            raise UserError(f"node 0 orders {name} {words}, which it cannot decide; use the same zerofit on all nodes.")
+        if name in PATHS and words and not _is_checkpoint(words, folder):
+            if mine[name] is None:
+                raise UserError(f"{name}: node 0 has it and this node has not; give all nodes the same flags.")
+            words = mine[name]
+        flags += [] if words is None else [name, *words]
+    return flags
+
+
+def _are_words(words) -> bool:
+    return words is None or (isinstance(words, list) and all(isinstance(w, str) and w[:1] != "-" for w in words))
+
+
+def _is_checkpoint(words: list[str], folder: Path | None) -> bool:
+    if len(words) == 1 and words[0].lower() in NEWEST:
+        return True
+    return (
+        folder is not None
+        and len(words) == 1
+        and Path(words[0]).parent.absolute() == folder.absolute()
+        and CHECKPOINT.fullmatch(Path(words[0]).name) is not None
+    )

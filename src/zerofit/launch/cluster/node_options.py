@@ -1,0 +1,179 @@
+"""Where this machine stands among those of a job: options, network interface, the way to node 0."""
+
+import argparse
+import socket
+import time
+from dataclasses import dataclass
+
+from zerofit import distributed
+from zerofit.errors import UserError
+
+
+def port_of(text: str) -> int:
+    """The port that was named, or a free one. Raises: UserError for one that is none or in use."""
+    if not text:
+        return distributed.free_port()
+    if not text.isdigit() or not 1 <= int(text) <= 65535:
+        raise UserError(f"PORT={text}: must be a number from 1 to 65535.")
+    if not distributed.port_is_free(int(text)):
+        raise UserError(f"PORT={text} is in use on this machine; name another, or none for a free one.")
+    return int(text)
+
+
+PORT = 29500  # of the supervisors' store; the next one is the ranks' own
+
+
+@dataclass
+class Place:
+    """least, most: nodes of the job (the same where it is not elastic); rank: of this node; address, port: of node 0's
+    store; timeout: seconds that nodes wait for each other at the start; interface: "": the one towards the others."""
+
+    least: int
+    most: int
+    rank: int
+    address: str
+    port: int
+    timeout: float
+    interface: str = ""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options that place this machine among the nodes of a job."""
+    parser.add_argument("--nnodes", default="1", help="machines of the job, or MIN:MAX of an elastic one")
+    parser.add_argument(
+        "--node_rank", default="", help="which of them this one is: 0 is the one named by --master_addr"
+    )
+    parser.add_argument("--master_addr", default="", help="name or address of node 0, as the others reach it")
+    add_meeting(parser)
+
+
+def add_meeting(parser: argparse.ArgumentParser) -> None:
+    """The options of how machines meet, the same on all of them."""
+    parser.add_argument("--join_timeout", default="45", help="seconds that the nodes wait for each other at the start")
+    parser.add_argument("--interface", default="", help="network interface between the nodes (default: the one that leads there)")  # fmt: skip
+
+
+def count(text: str) -> tuple[int, int] | None:
+    """(least, most) machines of "4" or "1:4"; None for a text that is neither."""
+    least, _, most = text.partition(":")
+    most = most or least
+    if not (least.isdigit() and most.isdigit() and 1 <= int(least) <= int(most)):
+        return None
+    return int(least), int(most)
+
+
+def of(given) -> Place | None:
+    """Where this machine stands; None: the job has one machine.
+
+    Raises: UserError for values that are none or do not go together.
+    """
+    if (found := count(given.nnodes)) is None:
+        raise UserError(f"NNODES={given.nnodes}: must be a number of machines, or MIN:MAX for an elastic job.")
+    least, most = found
+    if most == 1:
+        return None
+    if not given.node_rank.isdigit() or int(given.node_rank) >= most:
+        raise UserError(
+            f"NODE_RANK={given.node_rank or '(not given)'}: with NNODES={given.nnodes} each machine needs its own, from 0 to "
+            f"{most - 1}; 0 is the machine that MASTER_ADDR names."
+        )
+    if not given.master_addr:
+        raise UserError(f"MASTER_ADDR is not given: with NNODES={given.nnodes} name the machine with NODE_RANK=0 to all of them.")  # fmt: skip
+    port = given.port or str(PORT)
+    if not port.isdigit() or not 1 <= int(port) < 65535:
+        raise UserError(f"PORT={port}: must be a number from 1 to 65534 (the next port is used too), the same on all nodes.")  # fmt: skip
+    try:
+        timeout = float(given.join_timeout)
+    except ValueError:
+        timeout = 0.0
+    if not timeout > 0:
+        raise UserError(f"--join_timeout {given.join_timeout}: must be a number of seconds above 0.")
+    if given.interface and given.interface not in interfaces():
+        raise UserError(f"--interface {given.interface}: this machine has {', '.join(interfaces())}.")
+    return Place(least, most, int(given.node_rank), given.master_addr, int(port), timeout, given.interface)
+
+
+def check_ports(place: Place) -> None:
+    """Raises: UserError when one of node 0's two ports is in use on this machine."""
+    for needed in (place.port, place.port + 1):
+        if not distributed.port_is_free(needed, ""):
+            after = "" if needed == place.port else f" (PORT={place.port} and the next one are needed)"
+            raise UserError(f"PORT={needed} is in use on this machine{after}; name another one on all nodes.")
+
+
+def own_address(place: Place) -> str:
+    """Return the one address behind MASTER_ADDR, of an interface of this machine; "" where node 0 must listen on all.
+
+    A name can have several addresses, or be another one here than elsewhere: localhost or 127.0.1.1 by this machine's
+    /etc/hosts, a service of Kubernetes.
+    """
+    try:
+        found = {entry[4][0] for entry in socket.getaddrinfo(place.address, place.port, type=socket.SOCK_STREAM)}
+    except OSError:
+        return ""
+    address = found.pop()
+    if found or (place.address != address and (address.startswith("127.") or address == "::1")):
+        return ""
+    return address if address.startswith("127.") or any(address in own for own in interfaces().values()) else ""
+
+
+def listen(address: str, port: int) -> socket.socket:
+    """Return a socket that listens on this one address. Raises: UserError when the port is in use there."""
+    listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, port))
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        raise UserError(
+            f"PORT={port}: cannot be opened on {address}: {error.strerror}; name another one on all nodes."
+        ) from None
+    return listener
+
+
+def interfaces() -> dict[str, list[str]]:
+    """{network interface: its addresses}."""
+    import psutil
+
+    internet = (socket.AF_INET, socket.AF_INET6)
+    return {
+        name: [a.address.partition("%")[0] for a in found if a.family in internet]
+        for name, found in psutil.net_if_addrs().items()
+    }
+
+
+def interface_towards(address: str, port: int) -> str:
+    """The network interface on the way to an address; "": there is none."""
+    try:
+        family = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0][0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, port))  # UDP: nothing is sent
+            own = probe.getsockname()[0]
+    except OSError:
+        return ""
+    return next((name for name, addresses in interfaces().items() if own in addresses), "")
+
+
+def reach(place: Place) -> str:
+    """Wait for node 0's port; this node's own address on the way there.
+
+    Raises: UserError after --join_timeout, with what the network said.
+    """
+    deadline, said, reason = time.monotonic() + place.timeout, time.monotonic(), "no answer"
+    while (left := deadline - time.monotonic()) > 0:
+        try:
+            with socket.create_connection((place.address, place.port), timeout=min(5.0, left)) as probe:
+                return probe.getsockname()[0]
+        except socket.gaierror as error:  # a pod's name comes late
+            reason = f"this machine does not know that name: {error.strerror}"
+        except OSError as error:
+            reason = (error.strerror or str(error) or "no answer").lower()
+        if time.monotonic() - said > 10:
+            said = time.monotonic()
+            print(f"waiting for node 0 at {place.address}:{place.port} ({reason})", flush=True)
+        time.sleep(0.5)
+    raise UserError(
+        f"MASTER_ADDR={place.address} PORT={place.port}: cannot be reached from {socket.gethostname()} within "
+        f"{place.timeout:.0f} s ({reason}); start the same command there with NODE_RANK=0, and see that no firewall is between."
+    )

@@ -1,0 +1,286 @@
+"""`zerofit slurm`: launchers/slurm.sbatch filled in from the same flags, checked and submitted."""
+
+import argparse
+import os
+import re
+import shlex
+import shutil
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from zerofit import command_line, hardware, run_folder
+from zerofit.config import arguments, parse, resolve
+from zerofit.errors import UserError
+from zerofit.launch import prepare
+from zerofit.launch.cluster import status
+from zerofit.launch.cluster.status import CANCELLED, JOB, LOG
+from zerofit.paths import ROOT
+from zerofit.plan import preflight
+from zerofit.settings import Settings
+from zerofit.train.checkpoint.resume import choose_folder
+
+TEMPLATE = ROOT / "launchers" / "slurm.sbatch"
+
+RESUME = ("--resume_from_checkpoint", "--resume-from-checkpoint")
+
+SCRIPT = "slurm.sbatch"  # in the run folder
+
+CORES_PER_GPU = 4  # asked for without --cpus
+
+
+@dataclass
+class Request:
+    """What the template is filled in with. flags: the recipe's, without --output_dir; sweep: further flags of each job of
+    an array; more: sbatch's options as they are; cpus: cores per machine; on_cpu: no GPU is asked for."""
+
+    recipe: Path
+    flags: list[str]
+    folder: Path
+    nodes: int
+    gpus: int
+    cpus: int
+    on_cpu: bool = False
+    time: str = "24:00:00"
+    partition: str = ""
+    account: str = ""
+    qos: str = ""
+    sweep: list[list[str]] = field(default_factory=list)
+    more: list[tuple[str, str]] = field(default_factory=list)
+
+
+def main(argv: list[str]) -> None:
+    """`zerofit slurm`: see --help.
+
+    Raises: UserError for the user's mistakes, those in the recipe's flags too, before anything is written or submitted.
+    """
+    parser = argparse.ArgumentParser(prog="zerofit slurm", allow_abbrev=False, description=__doc__)
+    parser.add_argument("--nodes", default="1", help="machines")
+    parser.add_argument("--gpus", default="1", help="GPUs, and so processes, on each (with --use_cpu true: processes)")
+    parser.add_argument("--cpus", default="", help=f"cores of each machine (default: {CORES_PER_GPU} per GPU)")
+    parser.add_argument("--time", default="24:00:00", help="limit of one start; the job goes on after it by itself")
+    for name in ("partition", "account", "qos"):
+        parser.add_argument(f"--{name}", default="", help="as sbatch's")
+    parser.add_argument("--sbatch", default="", help="more of sbatch's options in one string; they win over the others")
+    parser.add_argument("--out", default="", help="the run folder (default: runs/<recipe>-<time>)")
+    parser.add_argument("--sweep", default="", help="a file with a line of further flags for each job of an array")
+    parser.add_argument("--args", default="", help="more recipe flags in one string, split like a shell would")
+    parser.add_argument("--print", action="store_true", help="print the batch script; write and submit nothing")
+    parser.add_argument("recipe", help="recipes/sft.py or recipes/lora.py")
+    parser.add_argument("flags", nargs=argparse.REMAINDER, help="the recipe's flags")
+    if "--sbatch" in argv[:-1]:  # argparse takes a value that looks like an option after = only
+        at = argv.index("--sbatch")
+        argv = [*argv[:at], f"--sbatch={argv[at + 1]}", *argv[at + 2 :]]
+    given = parser.parse_args(argv)
+    request = request_of(given)
+    script = render(request)
+    if given.print:
+        print(script, end="")
+        return
+    submit(request, script)
+
+
+def request_of(given) -> Request:
+    """The options, checked as far as this machine can. Raises: UserError."""
+    recipe = Path(given.recipe)
+    if not recipe.is_file():
+        recipe = ROOT / recipe
+    flags, gpus = parse.command_line(recipe.stem, given.flags, given.args, given.gpus)
+    if not recipe.is_file():
+        raise UserError(f"{given.recipe}: no such recipe; there are recipes/{', recipes/'.join(arguments.RECIPES)}.")
+    if not given.nodes.isdigit() or int(given.nodes) < 1:
+        raise UserError(f"NODES={given.nodes}: must be a whole number of 1 or more.")
+    on_cpu = (command_line.value_of(flags, ("--use_cpu", "--use-cpu")) or "false").lower() in ("true", "1", "yes")
+    cpus = given.cpus or str(gpus * (1 if on_cpu else CORES_PER_GPU))
+    if not cpus.isdigit() or int(cpus) < 1:
+        raise UserError(f"--cpus {cpus}: must be a whole number of 1 or more.")
+    sweep = read_sweep(Path(given.sweep).expanduser()) if given.sweep else []
+    if int(given.nodes) > 1:
+        prepare.check_for_nodes(flags)
+    ranks = int(given.nodes) * gpus
+    out = given.out or command_line.value_of(flags, ("--output_dir", "--output-dir"))
+    settings = check(recipe.stem, [*flags, *(["--output_dir", out] if out else [])], ranks, on_cpu)
+    for number, words in enumerate(sweep):
+        try:
+            check(recipe.stem, [*flags, *words], ranks, on_cpu)
+        except UserError as error:
+            raise UserError(f"{given.sweep}: job {number} ({shlex.join(words)}): {error}") from None
+    folder = choose_folder(settings)
+    taken = [folder / str(number) for number in range(len(sweep)) if (folder / str(number) / "run.json").exists()]
+    if run_folder.finished(folder) or (taken and command_line.value_of(flags, RESUME) is None):
+        what = "runs" if taken else "a run that has finished"
+        raise UserError(f"--output_dir {folder}: already holds {what}; name another folder (OUT=...).")
+    return Request(
+        recipe.absolute(), command_line.drop(flags, "--output_dir", "--resume_from_checkpoint"), folder.absolute(), int(given.nodes),
+        gpus, int(cpus), on_cpu, given.time, given.partition, given.account, given.qos, sweep, _options(given.sbatch),
+    )  # fmt: skip
+
+
+def check(recipe: str, flags: list[str], ranks: int, on_cpu: bool) -> Settings:
+    """The recipe's flags, resolved as for the job's ranks. A login node has no GPU: the job's is taken to have bf16.
+
+    Raises: UserError for what the recipe would refuse, and for a secret in the flags.
+    """
+    if command_line.value_of(flags, ("--hub_token", "--hub-token")) is not None:
+        raise UserError(
+            "--hub_token: the batch script would hold it for everybody to read; leave it out and set HF_TOKEN in the "
+            "environment, which sbatch passes on."
+        )
+    resume = command_line.value_of(flags, RESUME)
+    if resume and resume.lower() not in ("auto", "true", "last"):
+        raise UserError(
+            f"--resume_from_checkpoint {resume}: each start of the job goes on from the newest checkpoint of its own run "
+            "folder; name that folder with OUT=... and use auto."
+        )
+    gpu = None if on_cpu else hardware.GPUS["a100-80g"]
+    settings = resolve.resolve_settings(recipe, [*flags, "--gpus", str(ranks)], ranks, gpu)
+    preflight.only_print(settings)
+    return settings
+
+
+def read_sweep(file: Path) -> list[list[str]]:
+    """The flags on each line of a file; empty lines and comments are passed over. Raises: UserError with file:line."""
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise UserError(f"--sweep {file}: cannot be read: {error.strerror}.") from None
+    found = []
+    for number, line in enumerate(lines, 1):
+        try:
+            words = shlex.split(line, comments=True)
+        except ValueError as error:
+            raise UserError(f"{file}:{number}: cannot be split into words: {str(error).lower()}.") from None
+        if command_line.value_of(words, ("--output_dir", "--output-dir")):
+            raise UserError(
+                f"{file}:{number}: --output_dir: the jobs of a sweep are in OUT/0, OUT/1 ...; leave it out."
+            )
+        if words:
+            found.append(words)
+    if not found:
+        raise UserError(f"--sweep {file}: holds no line of flags.")
+    return found
+
+
+def _options(text: str) -> list[tuple[str, str]]:
+    """Options of sbatch with their values: "--mem=0 -C 'a b'" -> [("--mem", "0"), ("-C", "a b")]. Raises: UserError."""
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise UserError(f"--sbatch {text}: cannot be split into words: {str(error).lower()}.") from None
+    options: list[tuple[str, str]] = []
+    for word in words:
+        name, _, value = word.partition("=")
+        if re.fullmatch(r"--[A-Za-z][\w-]*", name):
+            options.append((name, value))
+        elif re.fullmatch(r"-[A-Za-z]", word[:2]):
+            options.append((word[:2], word[2:]))
+        elif options and not options[-1][1] and not word.startswith("-"):
+            options[-1] = (options[-1][0], word)
+        else:
+            raise UserError(f"--sbatch {text}: {word!r} is no option of sbatch; they begin with - or --.")
+    return options
+
+
+# --- the batch script ---
+
+
+def render(request: Request) -> str:
+    """The template with the lines marked EDIT filled in.
+
+    Raises: UserError for a value that a batch script cannot hold: a line break, or a secret of the environment.
+    """
+    folder = str(request.folder).replace("\\", "\\\\").replace("%", "%%")  # sbatch puts job numbers in the place of %x
+    script = TEMPLATE.read_text(encoding="utf-8")
+    for name, value in {
+        "job-name": request.folder.name,
+        "nodes": str(request.nodes),
+        "gpus-per-node": "" if request.on_cpu else str(request.gpus),
+        "cpus-per-task": str(request.cpus),
+        "time": request.time,
+        "output": f"{folder}{'/%a' * bool(request.sweep)}/{LOG}",
+        "array": f"0-{len(request.sweep) - 1}" if request.sweep else "",
+        "chdir": str(Path.cwd()),
+        "partition": request.partition,
+        "account": request.account,
+        "qos": request.qos,
+    }.items():
+        script = _fill(script, rf"##?SBATCH --{name}=", _option(f"--{name}", value) if value else "")
+    script = _fill(script, r"set -u$", "".join(_option(*option) + "\n" for option in request.more) + "set -u")
+    for name, value in {
+        "root": shlex.quote(str(ROOT)),
+        "python": shlex.quote(sys.executable),
+        "out": shlex.quote(str(request.folder)),
+        "gpus": str(request.gpus),
+        "recipe": f"({shlex.join([str(request.recipe), *request.flags])})  # relative paths begin at --chdir",
+    }.items():
+        script = _fill(script, f"{name}=.*# EDIT", f"{name}={value}")
+    jobs = "\n".join(f"    {number}) recipe+=({shlex.join(words)}) ;;" for number, words in enumerate(request.sweep))
+    script = _fill(script, r"    1\) ", "")
+    script = _fill(script, r"    0\) ", jobs)
+    _check_secrets(script)
+    return script
+
+
+def _fill(script: str, beginning: str, line: str) -> str:
+    """Put `line` in the place of the one line that begins so; "": without it. A line's comment goes with it."""
+    pattern = re.compile(rf"^{beginning}.*\n", re.MULTILINE)
+    found = pattern.findall(script)
+    assert len(found) == 1, (beginning, found)
+    return pattern.sub(lambda _: line + "\n" * bool(line), script)
+
+
+def _option(name: str, value: str) -> str:
+    """A line of sbatch options. sbatch takes what is in double quotes as it is, but for backslash and quote."""
+    if "\n" in value or "\r" in value:
+        raise UserError(f"{name} {value!r}: sbatch cannot read a value with a line break.")
+    if not re.fullmatch(r"[\w./:,@%+=\-\[\]]*", value):
+        value = '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    if not name.startswith("--"):
+        return f"#SBATCH {name} {value}".rstrip()
+    return f"#SBATCH {name}={value}" if value else f"#SBATCH {name}"
+
+
+def _check_secrets(script: str) -> None:
+    for name, value in os.environ.items():
+        if name.endswith(("_TOKEN", "_API_KEY", "_SECRET", "_PASSWORD")) and len(value) > 7 and value in script:
+            raise UserError(
+                f"the batch script would hold the value of {name} for everybody to read; leave it out of the flags: sbatch "
+                "passes the environment on."
+            )
+
+
+# --- submission ---
+
+
+def submit(request: Request, script: str) -> None:
+    """Write the batch script and the job's number into the run folder and say how to go on.
+
+    Raises: UserError when sbatch refuses it, or an earlier job of the folder has not ended.
+    """
+    folder = request.folder
+    if alive := [job for job in status.jobs(folder) if job.is_alive]:
+        raise UserError(f"{folder}: its job {alive[0].id} is {alive[0].state.lower()}; `zerofit cancel {shlex.quote(str(folder))}` ends it.")  # fmt: skip
+    if shutil.which("sbatch") is None:
+        status.ask("sbatch")  # says so, before a folder is made
+    folders = [folder / str(number) for number in range(len(request.sweep))] or [folder]
+    for one in folders:  # SLURM makes no folder for its log, and a job without one fails without a word
+        one.mkdir(parents=True, exist_ok=True)
+        (one / CANCELLED).unlink(missing_ok=True)
+    (folder / CANCELLED).unlink(missing_ok=True)
+    (folder / SCRIPT).write_text(script, encoding="utf-8")
+    number, _, cluster = (
+        status.ask("sbatch", "--parsable", str(folder / SCRIPT)).strip().splitlines()[-1].partition(";")
+    )
+    facts = {"job_id": number, "cluster": cluster, "submitted": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+    run_folder.write_json(folder / JOB, facts | {"jobs": len(request.sweep)})
+    for index, one in enumerate(folders if request.sweep else []):
+        run_folder.write_json(one / JOB, facts | {"job_id": f"{number}_{index}", "jobs": 0})
+    name = shlex.quote(os.path.relpath(folder))
+    processes = f"{request.nodes} machine{'s' * (request.nodes > 1)} with {request.gpus} process{'es' * (request.gpus > 1)} each"
+    print(
+        f"job {number}{f': {len(folders)} runs' * bool(request.sweep)}: {processes}; run folder {os.path.relpath(folder)}"
+    )
+    print(
+        f"  zerofit status {name}\n  zerofit cancel {name}\n  tail -F {shlex.quote(os.path.relpath(folders[0] / LOG))}"
+    )

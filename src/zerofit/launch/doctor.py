@@ -1,0 +1,552 @@
+"""make doctor: what of this machine would stop a job, slow it down, or spoil it in silence; each with its mending.
+
+Every check returns findings; none starts a job, and together they take less than 15 s. The launcher heeds `installation`
+and `of_job` before each job.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+
+from zerofit import allocator, hardware
+from zerofit.errors import UserError
+from zerofit.launch import doctor_nodes
+
+GIB = 2**30
+
+RULES = Path(__file__).parent / "known_problems.json"
+
+# Variables that change what runs, and what to know of them.
+CHANGES_BEHAVIOUR = {
+    "CUDA_LAUNCH_BLOCKING": "every kernel is waited for: training is several times slower",
+    "NCCL_P2P_DISABLE": "GPUs of a machine talk through host memory: slower collectives",
+    "NCCL_IB_DISABLE": "machines talk over TCP: slower collectives",
+    "DS_ACCELERATOR": "DeepSpeed uses this accelerator whatever the machine has",
+    "DS_SKIP_CUDA_CHECK": "ops are compiled though nvcc and torch are of different CUDA versions",
+    "TORCH_EXTENSIONS_DIR": "compiled ops are taken from here, also when another machine made them",
+    "DEEPSPEED_TIMEOUT": "minutes after which DeepSpeed's collectives give up",
+    "HF_HUB_OFFLINE": "nothing is downloaded",
+    "TRANSFORMERS_OFFLINE": "nothing is downloaded",
+    "PYTORCH_CUDA_ALLOC_CONF": "the allocator works differently from the plan's assumption",
+    "PYTORCH_ALLOC_CONF": "the allocator works differently from the plan's assumption",
+}
+
+
+def main(argv: list[str]) -> None:
+    """`zerofit doctor`: see --help. Exit code 0, or 1 where a check fails."""
+    from zerofit import hardware
+
+    parser = argparse.ArgumentParser(prog="zerofit doctor", allow_abbrev=False, description=__doc__)
+    parser.add_argument("--json", action="store_true", help="findings as JSON on standard output, nothing else")
+    parser.add_argument("--gpus", default="", help="processes that shall exchange a tensor (default: GPUs, else 2)")
+    parser.add_argument("--out", default="runs", help="folder that runs will be written to")
+    parser.add_argument("--port", default="", help="port of the rendezvous to look at")
+    parser.add_argument("--nodes", default="1", help="machines of the job: looks at what several need")
+    given = parser.parse_args(argv)
+    if given.gpus and (not given.gpus.isdecimal() or not int(given.gpus)):
+        raise UserError(f"--gpus {given.gpus}: must be a whole number from 1.")
+    if not given.nodes.isdecimal() or not int(given.nodes):
+        raise UserError(f"NODES={given.nodes}: must be a whole number from 1.")
+    if given.gpus:
+        hardware.check_devices(int(given.gpus), use_cpu=False)
+    began, found = time.perf_counter(), []
+    for check in (python_and_packages, known_problems, compilers, compiled_ops, variables, launcher_files, gpus,
+                  lambda: host_memory(nodes=int(given.nodes)), lambda: disk(Path(given.out)), lambda: port(given.port),
+                  hub_access, json_files, lambda: exchange(int(given.gpus or 0)), lambda: _of_nodes(given)):  # fmt: skip
+        found += (new := check())
+        if not given.json:
+            _print(new)
+    counts = {level: sum(f.level == level for f in found) for level in ("ok", "warn", "fail")}
+    if given.json:
+        print(json.dumps({"findings": [asdict(f) for f in found], "ok": not counts["fail"]}, indent=1))
+    else:
+        said = ", ".join(f"{n} {level}" for level, n in counts.items())
+        print(f"\n{said}, {time.perf_counter() - began:.1f} s")
+    raise SystemExit(1 if counts["fail"] else 0)
+
+
+def _of_nodes(given) -> list[doctor_nodes.Finding]:
+    from zerofit.launch import doctor_nodes
+
+    several = int(given.nodes) > 1
+    return doctor_nodes.check(int(given.nodes), Path(given.out), given.port) if several else []
+
+
+def _print(found: list[doctor_nodes.Finding]) -> None:
+    for finding in found:
+        print(f"{finding.level:<5} {finding.name}: {finding.text}", flush=True)
+        if finding.fix and finding.level != "ok":
+            print(f"      -> {finding.fix}", flush=True)
+
+
+# --- packages ---
+
+
+def python_and_packages() -> list[doctor_nodes.Finding]:
+    """Installed versions against the ranges that zerofit was tested with."""
+    from packaging.requirements import Requirement
+
+    from zerofit.run_folder import PACKAGES
+
+    bad = []
+    try:
+        requires = [Requirement(text) for text in metadata.requires("zerofit") or []]
+    except metadata.PackageNotFoundError:
+        return [
+            doctor_nodes.Finding(
+                "packages", "warn", "zerofit is not installed, it runs from its folder", "make install"
+            )
+        ]
+    for requirement in requires:
+        if requirement.marker and not requirement.marker.evaluate({"extra": ""}):  # an extra's, or another platform's
+            continue
+        try:
+            version = metadata.version(requirement.name)
+        except metadata.PackageNotFoundError:
+            bad.append(f"{requirement.name} is missing")
+            continue
+        if not requirement.specifier.contains(version, prereleases=True):
+            bad.append(f"{requirement.name} {version} is not {requirement.specifier}")
+    if bad:
+        return [doctor_nodes.Finding("packages", "fail", "; ".join(bad), "make install")]
+    text = ", ".join(f"{name} {metadata.version(name)}" for name in PACKAGES)
+    return [doctor_nodes.Finding("packages", "ok", f"python {sys.version.split()[0]}, {text}")]
+
+
+def _version(name: str) -> str:
+    """Of a package, of "python", or of the "cuda" that torch was built for. Raises: PackageNotFoundError."""
+    import torch
+
+    if name == "python":
+        return platform.python_version()
+    if name == "cuda":
+        if torch.version.cuda is None:
+            raise metadata.PackageNotFoundError(name)
+        return torch.version.cuda
+    return metadata.version(name)
+
+
+def known_problems() -> list[doctor_nodes.Finding]:
+    """The rules of known_problems.json: version ranges in which something is known to go wrong."""
+    from packaging.specifiers import SpecifierSet
+
+    found = []
+    rules = json.loads(RULES.read_text(encoding="utf-8"))
+    for rule in rules:
+        try:
+            versions = {name: _version(name) for name in rule["when"]}
+        except metadata.PackageNotFoundError:
+            continue
+        if all(SpecifierSet(rule["when"][name]).contains(v, prereleases=True) for name, v in versions.items()):
+            what = ", ".join(f"{name} {version}" for name, version in versions.items())
+            found.append(
+                doctor_nodes.Finding(
+                    "known problem", rule["level"], f"{what}: {rule['symptom']} ({rule['link']})", rule["fix"]
+                )
+            )
+    return found or [doctor_nodes.Finding("known problems", "ok", f"none of {len(rules)} applies")]
+
+
+# --- what DeepSpeed compiles ---
+
+
+def compilers() -> list[doctor_nodes.Finding]:
+    """Look for ninja and g++ (ops of offload), a C compiler (Triton, on a GPU) and the nvcc that ZeRO++'s ops need."""
+    from zerofit.train import deepspeed_ops
+
+    missing = deepspeed_ops.missing_tools()
+    found = [
+        doctor_nodes.Finding("compiler", "warn", f"{' and '.join(missing)} not on PATH: --offload_ratio and --offload_path cannot be used",
+                "apt install g++; ninja comes with `make install`")
+        if missing else doctor_nodes.Finding("compiler", "ok", "ninja and g++ are on PATH")
+    ]  # fmt: skip
+    return [*found, *_c_compiler(), *_nvcc()]
+
+
+def _c_compiler() -> list[doctor_nodes.Finding]:
+    """Look for what Triton compiles its launchers with, at run time on a GPU: $CC, gcc or clang, and Python's headers."""
+    if not hardware.torch_sees_some():
+        return []
+    missing = []
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        missing.append("no C compiler (gcc, clang, CC=)")
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    if not header.exists():
+        missing.append(f"no {header}")
+    if not missing:
+        return []
+    return [doctor_nodes.Finding("C compiler", "warn", f"{' and '.join(missing)}: Triton cannot start a kernel (Liger, flex_attention, "
+                    "torch.compile and with it --optim muon, torchao)", "apt install gcc python3-dev")]  # fmt: skip
+
+
+def _nvcc() -> list[doctor_nodes.Finding]:
+    """Compare nvcc with torch's CUDA version by DeepSpeed's own rule: the same, or both in its list of compatible ones."""
+    import torch
+
+    nvcc, cuda = shutil.which("nvcc"), torch.version.cuda
+    if not (cuda and nvcc):
+        return []
+    from deepspeed.ops.op_builder.builder import cuda_minor_mismatch_ok
+
+    said = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
+    version, cuda = said.partition("release ")[2].partition(",")[0], ".".join(cuda.split(".")[:2])
+    if version == cuda or any({version, cuda} <= set(group) for group in cuda_minor_mismatch_ok.values()):
+        return []
+    return [doctor_nodes.Finding("nvcc", "warn", f"nvcc {version or '(unknown)'}, torch for CUDA {cuda}: DeepSpeed compiles no CUDA op",
+                    f"install the CUDA {cuda} toolkit; needed by --zero_quantized_weights and --zero_quantized_gradients only")]  # fmt: skip
+
+
+def compiled_ops() -> list[doctor_nodes.Finding]:
+    """A `lock` that a killed build left lets every later start wait for ever (pytorch issue 189245)."""
+    from zerofit.train import deepspeed_ops
+
+    folder, ours = deepspeed_ops.folder_of_all()
+    locks = list(folder.glob("*/lock"))
+    if locks and not ours:
+        return [
+            doctor_nodes.Finding(
+                "compiled ops", "warn", f"{locks[0]}: a build runs, or a killed one left it", f"rm {locks[0]}"
+            )
+        ]
+    made = [f.stem for f in folder.glob("*/*.so")]
+    text = f"{', '.join(made)} in {folder}" if made else "none yet; a job that needs one compiles it first (a minute)"
+    return [doctor_nodes.Finding("compiled ops", "ok", text)]
+
+
+# --- environment ---
+
+
+def variables() -> list[doctor_nodes.Finding]:
+    """Environment variables that change what runs."""
+    from zerofit import distributed
+
+    found = []
+    cores, threads = distributed.cores(), os.environ.get("OMP_NUM_THREADS")
+    if threads == "1" and cores > 2:
+        found.append(doctor_nodes.Finding("OMP_NUM_THREADS", "warn", f"1 of {cores} cores: the offloaded optimizer crawls",
+                             "unset OMP_NUM_THREADS (make sets cores / processes)"))  # fmt: skip
+    for name, effect in CHANGES_BEHAVIOUR.items():
+        if os.environ.get(name, "0") not in ("0", "", allocator.default()):
+            found.append(doctor_nodes.Finding(name, "warn", f"is {os.environ[name]}: {effect}", f"unset {name}"))
+    return found or [doctor_nodes.Finding("environment", "ok", "no variable changes what runs")]
+
+
+def launcher_files() -> list[doctor_nodes.Finding]:
+    """Files in which launchers keep settings: accelerate's cached configuration, DeepSpeed's environment and hosts."""
+    from zerofit import distributed
+    from zerofit.config import accelerate_env
+
+    found, cached = [], accelerate_env.cached_accelerate_config()
+    if cached.exists():
+        found.append(doctor_nodes.Finding("accelerate", "warn", f"{cached} sets the number of processes of a bare `accelerate launch`; "
+                             "its stage and precision are not used", f"rm {cached}, or name --num_processes"))  # fmt: skip
+    for folder in {Path.cwd(), distributed.home()}:
+        if (folder / ".deepspeed_env").exists():
+            found.append(doctor_nodes.Finding("deepspeed", "warn", f"{folder / '.deepspeed_env'} holds an environment, often with tokens, "
+                                 "that DeepSpeed's launcher sends to every machine", f"rm {folder / '.deepspeed_env'}"))  # fmt: skip
+    return found or [doctor_nodes.Finding("launchers", "ok", "no cached configuration")]
+
+
+# --- the machine ---
+
+
+def gpus() -> list[doctor_nodes.Finding]:
+    """GPUs with their memory, who else uses them, and whether they have bf16."""
+    import torch
+
+    if not hardware.torch_sees_some():
+        if why := hardware.why_torch_sees_none():
+            return [
+                doctor_nodes.Finding(
+                    "GPUs", "fail", why, "nvidia-smi shows the driver's version; --use_cpu true trains on the CPU"
+                )
+            ]
+        built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
+        return [doctor_nodes.Finding("GPUs", "ok", f"none: jobs run on the CPU (torch {torch.__version__}, {built})")]
+    built_for = min((int(arch[3:]) for arch in torch.cuda.get_arch_list() if arch[3:].isdigit()), default=0)
+    return [_of_gpu(device, built_for) for device in hardware.visible()]
+
+
+def _of_gpu(device, built_for: int) -> doctor_nodes.Finding:
+    """Args: built_for: the lowest compute capability that torch has kernels for, 75 for 7.5."""
+    name, (major, minor) = f"GPU {device.index}", device.capability
+    if major * 10 + minor < built_for:
+        return doctor_nodes.Finding(
+            name, "fail", f"{device.name} has compute capability {major}.{minor}, this torch has kernels from "
+            f"{built_for // 10}.{built_for % 10} on", "another GPU, or a torch build for CUDA 12 (pytorch.org/get-started)",
+        )  # fmt: skip
+    free = "what is free is not known (no nvidia-smi, or a slice)"
+    if device.free_bytes is not None:
+        free = f"{device.free_bytes / GIB:.1f} of {device.total_bytes / GIB:.1f} GiB free"
+    text = f"{device.name}, {free}" + ("" if major >= 8 else "; no bf16, fp16 is used")
+    text += "; only one process may use it (EXCLUSIVE_PROCESS)" * device.exclusive
+    busy = device.usable_bytes < device.total_bytes
+    return doctor_nodes.Finding(name, "warn" if busy else "ok", text, "nvidia-smi shows who holds it" if busy else "")
+
+
+def host_memory(nvme: bool = False, nodes: int = 1) -> list[doctor_nodes.Finding]:
+    """Memory for offload, shared memory for data workers, and how much may be locked or pinned.
+
+    Args: nvme: whether --offload_path is used; nodes: machines of the job.
+    """
+    import psutil
+
+    memory = psutil.virtual_memory()
+    found = [
+        doctor_nodes.Finding(
+            "host memory", "ok", f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB available"
+        )
+    ]
+    shm = Path("/dev/shm")
+    if shm.exists() and (size := shutil.disk_usage(shm).total) < GIB:
+        found.append(doctor_nodes.Finding("/dev/shm", "warn", f"{size / 2**20:.0f} MiB: NCCL and data workers need more",
+                             "docker run --shm-size 16g, or --ipc host"))  # fmt: skip
+    return [*found, *_locked_memory(nvme, nodes), *_pinned_memory()]
+
+
+def _locked_memory(nvme: bool, nodes: int) -> list[doctor_nodes.Finding]:
+    """Compare RLIMIT_MEMLOCK with what it bounds: DeepSpeed's NVMe buffers (mlock) and what InfiniBand registers.
+
+    The driver pins CUDA's memory itself; the limit does not hold for it.
+    """
+    from zerofit.launch import doctor_nodes
+
+    users = ["the buffers of --offload_path"] * nvme
+    users += ["what InfiniBand registers"] * (nodes > 1 and bool(doctor_nodes.infiniband()))
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if not users or soft == resource.RLIM_INFINITY or soft >= 16 * GIB:
+        return []
+    return [doctor_nodes.Finding("memlock", "warn", f"{soft / 2**20:.0f} MiB may be locked, too little for {' and '.join(users)}",
+                    "ulimit -l unlimited (docker: --ulimit memlock=-1)")]  # fmt: skip
+
+
+def _pinned_memory() -> list[doctor_nodes.Finding]:
+    """Warn of WSL2, whose driver limits pinned memory (to 0.5 GiB in microsoft/WSL issue 14078); no ulimit shows it."""
+    if "microsoft" not in _kernel().lower() or not hardware.torch_sees_some():
+        return []
+    return [doctor_nodes.Finding("pinned memory", "warn", "WSL2 pins little memory, sometimes 0.5 GiB: --offload and --activation_offload "
+                    'can end in "CUDA error: out of memory" while the GPU is empty',
+                    "train without them, or on Linux itself; --dataloader_pin_memory false where loading fails")]  # fmt: skip
+
+
+def _kernel() -> str:
+    """Return the kernel's name and version; "" where there is no /proc."""
+    file = Path("/proc/version")
+    return file.read_text() if file.exists() else ""
+
+
+def disk(folder: Path) -> list[doctor_nodes.Finding]:
+    """Whether run folders can be written there, files be renamed whole, and how much room there is."""
+    from zerofit.paths import nearest_existing
+
+    near = nearest_existing(folder.expanduser().absolute())
+    try:
+        with tempfile.TemporaryDirectory(prefix=".zerofit-", dir=near) as own:  # nobody else can take its name before
+            aside, target = Path(own) / "file.tmp", Path(own) / "file"
+            aside.write_text("x")
+            os.replace(aside, target)
+    except OSError as error:
+        return [
+            doctor_nodes.Finding(
+                "disk", "fail", f"{near}: {error.strerror}: runs cannot be written", "another folder with OUT="
+            )
+        ]
+    free = shutil.disk_usage(near).free
+    level = "warn" if free < 10 * GIB else "ok"
+    return [doctor_nodes.Finding("disk", level, f"{near}: {free / GIB:.1f} GiB free (a checkpoint takes 14 bytes a trained parameter)",
+                    "--save_total_limit 1, or another folder with OUT=")]  # fmt: skip
+
+
+def port(text: str) -> list[doctor_nodes.Finding]:
+    """Whether the rendezvous port is free and this machine's name leads to itself."""
+    from zerofit.launch.cluster import node_options
+
+    found = []
+    try:
+        node_options.port_of(text)
+    except UserError as error:
+        found.append(doctor_nodes.Finding("port", "fail", str(error), "another one, or none for a free one"))
+    try:
+        socket.getaddrinfo(socket.gethostname(), None)
+    except OSError:
+        found.append(doctor_nodes.Finding("host name", "warn", f"{socket.gethostname()} has no address: gloo and NCCL may not find it",
+                             f"echo 127.0.0.1 {socket.gethostname()} >> /etc/hosts"))  # fmt: skip
+    return found or [doctor_nodes.Finding("network", "ok", "a port is free, the host's name has an address")]
+
+
+def json_files() -> list[doctor_nodes.Finding]:
+    """Every DeepSpeed JSON of deepspeed_configs/: keys that DeepSpeed removed or would ignore."""
+    from zerofit.config import deepspeed_json
+    from zerofit.paths import ROOT
+
+    found, files = [], sorted((ROOT / "deepspeed_configs").glob("*.json"))
+    for file in files:
+        try:
+            config = deepspeed_json.read_json(file)
+            if "stage" in config.get("zero_optimization", {}):  # an overlay has none
+                deepspeed_json.lint(config, file)
+        except UserError as error:
+            found.append(doctor_nodes.Finding("JSON", "fail", str(error), f"git diff {file}"))
+    return found or [doctor_nodes.Finding("JSON", "ok", f"{len(files)} files in deepspeed_configs are well")]
+
+
+# --- processes ---
+
+_EXCHANGE = """
+import os, sys, time, datetime
+import torch, torch.distributed as dist
+cuda = torch.cuda.is_available()
+if cuda:
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+dist.init_process_group("nccl" if cuda else "gloo", timeout=datetime.timedelta(seconds=80))  # before exchange() gives up
+x = torch.ones(16 * 2**20, device="cuda" if cuda else "cpu")
+dist.all_reduce(x)
+began = time.perf_counter()
+dist.all_reduce(x)
+x[0].item()
+seconds = time.perf_counter() - began
+if dist.get_rank() == 0:
+    print("exchanged", dist.get_world_size(), x.numel() * 4 / seconds / 1e9, float(x[0]) == dist.get_world_size() ** 2)
+dist.destroy_process_group()
+"""
+
+_EXCHANGE_FIXES = {  # where it takes too long, where it fails
+    "NCCL": ("NCCL_DEBUG=INFO make doctor; set NCCL_SOCKET_IFNAME to the right network", "NCCL_DEBUG=INFO make doctor"),
+    "gloo": ("the machine is busy or its disk slow: again when it is idle", "GLOO_SOCKET_IFNAME=lo make doctor"),
+}
+
+
+def exchange(count: int, seconds: float = 90.0) -> list[doctor_nodes.Finding]:
+    """Whether processes can really exchange a tensor (64 MB, all-reduced), and how fast.
+
+    Args: seconds: for all of it; importing torch in every process takes most, a minute from a cold network disk.
+    """
+    import torch
+
+    from zerofit import distributed
+
+    cuda = hardware.torch_sees_some()
+    count = count or (torch.cuda.device_count() if cuda else 2)
+    if count == 1:
+        return []
+    env = {name: value for name, value in os.environ.items() if name != hardware.NVML_CHECK}
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(distributed.free_port()), "WORLD_SIZE": str(count)}
+    backend = "NCCL" if cuda else "gloo"
+    slow, wrong = _EXCHANGE_FIXES[backend]
+    failed, said = _ranks(count, env | shared, seconds)
+    if failed is None:
+        return [doctor_nodes.Finding("exchange", "fail",
+                        f"{count} processes did not exchange a tensor over {backend} in {seconds:.0f} s", slow)]  # fmt: skip
+    # NCCL_DEBUG has NCCL write lines of its own.
+    words = next((line.split() for line in said.splitlines() if line.startswith("exchanged ")), [])
+    if failed or len(words) != 4 or words[3] != "True":
+        last = (said.strip().splitlines() or ["no answer"])[-1]
+        return [doctor_nodes.Finding("exchange", "fail", f"{count} processes over {backend}: {last}", wrong)]
+    return [doctor_nodes.Finding("exchange", "ok", f"{words[1]} processes over {backend}, {float(words[2]):.2f} GB/s")]
+
+
+def _ranks(count: int, env: dict[str, str], seconds: float) -> tuple[bool | None, str]:
+    """Run _EXCHANGE in `count` processes: (whether one failed, its output; else rank 0's). None: not done in time."""
+    with tempfile.TemporaryDirectory(prefix="zerofit-doctor-") as temporary, contextlib.ExitStack() as stack:
+        # Files: nobody reads pipes of all ranks at once, and NCCL_DEBUG fills them.
+        files = [stack.enter_context((Path(temporary) / str(rank)).open("w+")) for rank in range(count)]
+        ranks = [
+            subprocess.Popen([sys.executable, "-c", _EXCHANGE], stdout=file, stderr=file,
+                             env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+            for rank, file in enumerate(files)
+        ]  # fmt: skip
+        deadline, speaker = time.monotonic() + seconds, None
+        try:
+            while time.monotonic() < deadline and speaker is None:
+                codes = [rank.poll() for rank in ranks]
+                speaker = next((rank for rank, code in enumerate(codes) if code), None)
+                if speaker is None and None not in codes:
+                    speaker = 0
+                time.sleep(0.05)
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+        if speaker is None:
+            return None, ""
+        return bool(codes[speaker]), (Path(temporary) / str(speaker)).read_text(errors="replace")
+
+
+# --- before each launch ---
+
+
+def hub_access() -> list[doctor_nodes.Finding]:
+    """Whether models and data of the Hugging Face hub can be had: offline mode, the token, the address."""
+    from huggingface_hub import get_token
+
+    from zerofit.data import hub
+
+    if os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE"):
+        return [doctor_nodes.Finding("hub", "ok", "offline mode: what was downloaded before is used")]
+    token = "with a token" if get_token() else "without a token (gated models need one: hf auth login)"
+    try:
+        hub.check("hub")
+    except UserError:
+        return [doctor_nodes.Finding("hub", "warn", f"cannot be reached, {token}: local folders and files only",
+                        "HTTPS_PROXY, HF_ENDPOINT, or HF_HUB_OFFLINE=1 for what is here already")]  # fmt: skip
+    return [doctor_nodes.Finding("hub", "ok", f"can be reached, {token}")]
+
+
+def room(settings, net) -> list[doctor_nodes.Finding]:
+    """Whether the disk holds what this run will keep, by the closed form (with AdamW's two states).
+
+    Args: net: the model on the meta device.
+    """
+    from zerofit.model.load import count_parameters
+    from zerofit.paths import nearest_existing
+    from zerofit.plan import formulas
+
+    trained, every = count_parameters(net)
+    each = formulas.checkpoint_bytes(trained, every)
+    kept = 0 if settings.save_strategy == "no" else (settings.save_total_limit or 1) + 1  # one is being written
+    needed = kept * each + 2 * (trained if settings.recipe == "lora" else every)
+    folder = nearest_existing(Path(settings.output_dir or "runs").expanduser().absolute())
+    free = shutil.disk_usage(folder).free
+    if needed <= free:
+        return []
+    return [doctor_nodes.Finding("disk", "warn", f"{kept} checkpoints and final/ take about {needed / 1e9:.3g} GB, {folder} has "
+                    f"{free / 1e9:.3g} free", "--save_total_limit 1, --save_strategy no, or another folder with OUT=")]  # fmt: skip
+
+
+def installation() -> list[doctor_nodes.Finding]:
+    """What can be known before a model is looked at."""
+    return [*python_and_packages(), *known_problems()]
+
+
+def of_job(settings, net) -> list[doctor_nodes.Finding]:
+    """What concerns this job and costs nothing. net: the model on the meta device."""
+    found = room(settings, net)
+    of_gpus = ("CUDA", "NCCL", "PYTORCH", "DS_ACCELERATOR")
+    found += [f for f in variables() if not settings.use_cpu or not f.name.startswith(of_gpus)]
+    if not settings.use_cpu:
+        found += gpus()
+    if settings.offload != "none" or settings.activation_offload:
+        nodes = -(-settings.world_size // int(os.environ.get("LOCAL_WORLD_SIZE") or settings.world_size))
+        found += host_memory(nvme=bool(settings.offload_path), nodes=nodes)
+    return found
+
+
+def raise_or_warn(found: list[doctor_nodes.Finding]) -> list[str]:
+    """The sentences of those that warn. Raises: UserError for one that fails."""
+    for finding in found:
+        if finding.level == "fail":
+            raise UserError(f"{finding.name}: {finding.text}; {finding.fix}.")
+    return [f"{finding.name}: {finding.text}; {finding.fix}" for finding in found if finding.level == "warn"]

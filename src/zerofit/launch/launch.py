@@ -1,0 +1,151 @@
+"""Start a recipe on N processes of this machine: check first, then hand over to a standard launcher."""
+
+import argparse
+import os
+from pathlib import Path
+
+from zerofit import command_line, hardware, run_folder
+from zerofit.config import arguments, parse, resolve, show
+from zerofit.errors import UserError
+from zerofit.launch import batch_search, canary, prepare, supervisor
+from zerofit.launch.cluster import coordinator, documents, job_secret, node_options
+from zerofit.paths import ROOT
+from zerofit.plan import preflight
+from zerofit.settings import Settings
+from zerofit.train import consistency
+
+
+def main(argv: list[str]) -> None:
+    """`zerofit launch`: see --help. Ends the process with the job's exit code.
+
+    Raises: UserError for the user's mistakes, before any process is started and before a run folder is made.
+    """
+    parser = argparse.ArgumentParser(prog="zerofit launch", allow_abbrev=False, description=__doc__)
+    prepare.add_placement(parser, gpus="1")
+    node_options.add_options(parser)
+    parser.add_argument("--show", action="store_true", help="print command, environment and arguments; start nothing")
+    parser.add_argument("recipe", help="recipes/sft.py or recipes/lora.py")
+    parser.add_argument("flags", nargs=argparse.REMAINDER, help="the recipe's flags")
+    given = parser.parse_args(argv)
+
+    recipe = Path(given.recipe)
+    if not recipe.is_file() and (ROOT / recipe).is_file():
+        recipe = ROOT / recipe  # started from another folder
+    if recipe.stem not in arguments.RECIPES or not recipe.is_file():
+        raise UserError(
+            f"{given.recipe}: no such recipe; there are {', '.join(f'recipes/{r}.py' for r in arguments.RECIPES)}."
+        )
+    if given.launcher not in prepare.LAUNCHERS:
+        raise UserError(f"LAUNCHER={given.launcher}: must be one of {', '.join(prepare.LAUNCHERS)}.")
+    flags, count = parse.command_line(recipe.stem, given.flags, given.args, given.gpus)
+    here = node_options.of(given)
+    prepare.without_a_launchers_variables()
+    flags, token = prepare.without_token(flags)
+    os.environ |= token
+    hardware.check_devices(count, use_cpu=any(f.startswith(("--use_cpu", "--use-cpu")) for f in flags))
+    if here is None:
+        _launch(given, recipe, flags, count)
+    elif given.show:
+        _show_nodes(here, recipe, flags, count)
+    else:
+        prepare.check_for_nodes(flags, given.launcher)
+        if here.least == here.most:  # a mistake in the flags is said before anybody waits
+            ranks = count * here.most
+            _settings(recipe.stem, [*flags, "--gpus", str(ranks)], ranks)
+        with job_secret.of_job(here, flags) as secret:
+            crew = coordinator.Coordinator(here, count, consistency.software(recipe.stem), secret)
+            with crew.telling():
+                _launch(given, recipe, flags, count, crew)
+
+
+def _launch(given, recipe: Path, flags: list[str], count: int, crew: coordinator.Coordinator | None = None) -> None:
+    """Check everything, then run the job. count: processes of this machine; crew: its machines, where it has several."""
+    ranks = count
+    if crew:
+        crew.gather()
+        flags, ranks = _members(crew, recipe.stem, flags)
+    elif preflight.is_auto(flags):
+        flags = preflight.chosen_flags(recipe.stem, flags, ranks)
+    flags += ["--gpus", str(ranks)]
+    settings = _settings(recipe.stem, flags, ranks)
+    env = prepare.environment(count, hide_gpus=settings.use_cpu and settings.source["use_cpu"] != "decided")
+    if given.show:
+        _show(settings, prepare.command(given.launcher, count, node_options.port_of(given.port), recipe, flags), env)
+        return
+    decides = crew is None or crew.leads
+    if decides:
+        run_folder.claim_folder(settings)
+    if not settings.probe and decides:
+        preflight.prestart(settings)
+    folder, train_set, eval_set = prepare.prepare(settings, decides)
+    planned = preflight.check(settings) if decides and not settings.probe else None
+    if settings.probe:
+        flags = batch_search.with_size(settings, flags, batch_search.search(settings, flags).size)
+    preflight.publish(planned)
+    if crew:
+        folder = crew.agree(consistency.of_job(settings, train_set, eval_set), folder)
+        crew.batch = settings.effective_batch_size
+        print(f"{crew.name}: {ranks} processes on {len(crew.board['members'])} nodes, all with the same software, data and "
+              f"arguments; run folder {folder}", flush=True)  # fmt: skip
+    flags = [*flags, "--output_dir", str(folder)]
+
+    def words(flags):
+        if crew and sum(crew.board["order"]["members"].values()) > 1:
+            return crew.torchrun([str(recipe), *flags])
+        return prepare.command(given.launcher, count, node_options.port_of("" if crew else given.port), recipe, flags)
+
+    parsed = _settings(recipe.stem, flags, ranks) if settings.probe else settings
+    job = supervisor.Job(words, lambda f, n: _settings(recipe.stem, f, n), parsed, flags, folder, env, count,
+                        crew)  # fmt: skip
+    if decides and canary.wanted(parsed, planned, prepare.number_of_steps(parsed, train_set)):
+        if crew:
+            print("note: no rehearsal (--canary) is made on several machines", flush=True)
+        else:
+            job.flags, job.settings = canary.rehearse(job, planned)
+    raise SystemExit(supervisor.run(job) if decides else supervisor.follow(job))
+
+
+def _settings(recipe: str, flags: list[str], ranks: int) -> Settings:
+    """Resolve the command line of the ranks to be started; --show and --dry_run print and end the process."""
+    settings = resolve.resolve_settings(recipe, flags, ranks)
+    preflight.only_print(settings)
+    return settings
+
+
+def _members(crew: coordinator.Coordinator, recipe: str, flags: list[str]) -> tuple[list[str], int]:
+    """Node 0 says which of the nodes that are here the job begins with: as many as the batch can be dealt out to.
+
+    Returns: the recipe's flags (--zero auto: with the choice in its place), the processes of the job.
+    """
+    if not crew.leads:
+        chosen = documents.with_decisions(flags, crew.board["flags"]) if preflight.is_auto(flags) else flags
+        return chosen, crew.processes
+    here = crew.here()
+    while True:
+        ranks = sum(gpus for _, gpus in here)
+        try:
+            chosen = (
+                preflight.chosen_flags(recipe, flags, ranks, node=here[0][1]) if preflight.is_auto(flags) else flags
+            )
+            _settings(recipe, [*chosen, "--gpus", str(ranks)], ranks)
+            break
+        except UserError:
+            if len(here) == crew.place.least:
+                raise
+            here = here[:-1]
+    crew.begin_with(here, chosen)
+    return chosen, ranks
+
+
+def _show_nodes(here: node_options.Place, recipe: Path, flags: list[str], count: int) -> None:
+    """What `--show` prints on a machine of several; the other machines are not asked for."""
+    ranks = count * here.most
+    settings = _settings(recipe.stem, [*flags, "--gpus", str(ranks)], ranks)
+    _show(settings, coordinator.torchrun(here, dict.fromkeys(range(here.most), count), [str(recipe), *flags, "--gpus", str(ranks)]),
+          prepare.environment(count))  # fmt: skip
+
+
+def _show(settings: Settings, words: list[str], env: dict[str, str]) -> None:
+    print("command\n  " + command_line.hide_secrets(words))
+    print("environment\n" + "\n".join(f"  {name}={value}" for name, value in env.items()))
+    print(show.summary(settings))

@@ -1,0 +1,1 @@
+"""Weights, and what is attached to them: adapters, attention kernels, losses."""

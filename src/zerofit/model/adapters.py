@@ -1,0 +1,356 @@
+"""The adapter that recipes/lora.py trains: peft's tuners by name, LoRA's variants and initialisations, new tokens."""
+
+import contextlib
+import functools
+import json
+import math
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import yaml
+
+from zerofit.errors import UserError
+from zerofit.settings import decide
+
+# peft's tuners that were trained, saved and loaded again at every stage named in tests/test_adapters.py; the names
+# are its PeftType in lower case. prompt_tuning and prefix_tuning lengthen the input, the others change modules.
+PROMPTS = ("prompt_tuning", "prefix_tuning")
+
+# Their target modules come from peft's table of architectures (or are no linear layers at all).
+OWN_TARGETS = ("ia3", "ln_tuning", "adaption_prompt", *PROMPTS)
+
+# Adapters that stage 3 breaks, and how.
+NO_ZERO3 = {
+    **dict.fromkeys(PROMPTS, "peft saves the prompt by running its encoder on one rank, which would wait forever"),
+    "ln_tuning": "peft copies norms that stage 3 has already shared out",
+    **dict.fromkeys(("loha", "delora"), "peft sizes it by weights that stage 3 has emptied"),
+}
+
+# init_lora_weights that subtract their start from the base weights: final/ is converted to a plain LoRA of twice the
+# rank, or it would be wrong on the original base.
+CHANGES_BASE = r"pissa(_niter_\d+)?|olora"
+
+_KEEPS_BASE = ("true", "gaussian", "orthogonal")
+
+# Flag -> the field of peft's configuration class that takes it, whichever of them the class has.
+_FIELDS = {
+    "lora_r": ("r",),
+    "lora_alpha": ("lora_alpha", "alpha"),
+    "lora_dropout": ("lora_dropout",),
+    "lora_target_modules": ("target_modules",),
+    "use_dora": ("use_dora",),
+    "use_rslora": ("use_rslora",),
+    "init_lora_weights": ("init_lora_weights",),
+    "modules_to_save": ("modules_to_save",),
+    "num_virtual_tokens": ("num_virtual_tokens",),
+}
+
+# Fields of peft's classes that would break what is proven here: who trains, what is saved, what the base holds.
+_NOT_BY_HAND = re.compile(
+    "peft_type|task_type|auto_mapping|base_model_name_or_path|revision|inference_mode|peft_version|init_.*|.*_config|"
+    "trainable_token_indices|layer_replication|megatron_core|prefix_projection|save_projection|use_qalora|arrow.*"
+)
+
+
+def _asked(settings, name: str) -> bool:
+    return settings.source[name] not in ("default", "bundled task")
+
+
+def resolve(settings) -> None:
+    """Refuse adapters that cannot work with the other arguments, and decide what follows from the choice.
+
+    Raises: UserError naming flag, cause and fix, before a model is loaded.
+    """
+    if settings.recipe != "lora":
+        return
+    kind, init = settings.adapter, settings.init_lora_weights
+    if init not in _KEEPS_BASE and not re.fullmatch(CHANGES_BASE, init):
+        raise UserError(
+            f"--init_lora_weights {init}: must be one of {', '.join(_KEEPS_BASE)}, pissa, pissa_niter_16 (any number), "
+            "olora; peft's others (eva, corda, loftq, lora_ga, mica) need a pass over data or train less than A and B."
+        )
+    config = _config(settings)
+    if kind == "adaption_prompt" and not (config.adapter_len and config.adapter_layers):
+        raise UserError(
+            "--adapter adaption_prompt needs its size: --adapter_config adapter_len=10 adapter_layers=30 (the prompt's "
+            "length, and how many of the last layers get one)."
+        )
+    if kind in PROMPTS:
+        _resolve_prompts(settings)
+    if kind in NO_ZERO3 and settings.zero == "3":
+        raise UserError(f"--adapter {kind} with stage 3: {NO_ZERO3[kind]}; use --zero 2, or --adapter lora.")
+    if init == "orthogonal" and settings.lora_r % 2:
+        raise UserError(f"--init_lora_weights orthogonal needs an even --lora_r, not {settings.lora_r}.")
+    if re.fullmatch(CHANGES_BASE, init) and (config.rank_pattern or config.alpha_pattern):
+        raise UserError(
+            f"--init_lora_weights {init} with rank_pattern or alpha_pattern: it is saved as a plain LoRA of one rank; "
+            "leave one of the two out."
+        )
+    if settings.use_dora and init != "true":
+        raise UserError(
+            f"--use_dora with --init_lora_weights {init}: DoRA's magnitudes are taken from the plain start."
+        )
+    if settings.loraplus_lr_ratio is not None:
+        _check_loraplus(settings)
+    if settings.new_tokens:
+        _check_new_tokens(settings)
+
+
+def _resolve_prompts(settings) -> None:
+    kind = settings.adapter
+    for flag, on in (("--packing", settings.packing), ("--padding_free true", settings.padding_free == "true")):
+        if on:
+            raise UserError(
+                f"{flag} with --adapter {kind}: a row has one prompt, so only the first of its documents would see it; "
+                f"leave {flag} out, or use --adapter lora."
+            )
+    settings.values["padding_free"] = "false"
+    if settings.num_virtual_tokens < 1:
+        raise UserError(f"--num_virtual_tokens is {settings.num_virtual_tokens}: it must be 1 or more.")
+    if kind == "prefix_tuning":
+        for name in ("activation_checkpointing", "gradient_checkpointing"):
+            if settings.values.get(name) and settings.source[name] not in ("default", "transformers default"):
+                raise UserError(
+                    f"--{name} with --adapter prefix_tuning: recomputed layers get no cache, so the prefix, which is "
+                    "one, would not be seen; leave one of the two out."
+                )
+        if settings.gradient_checkpointing:
+            decide(settings, "gradient_checkpointing", False, "recomputed layers would not see the prefix")
+
+
+def _check_loraplus(settings) -> None:
+    flag = f"--loraplus_lr_ratio {settings.loraplus_lr_ratio:g}"
+    if settings.adapter != "lora":
+        raise UserError(f"{flag} with --adapter {settings.adapter}: only LoRA has the matrix B that it is for.")
+    if settings.loraplus_lr_ratio < 1:
+        raise UserError(f"{flag}: must be 1 or more, the learning rate of B over that of A.")
+    if settings.deepspeed is not None and settings.deepspeed.get("optimizer"):
+        raise UserError(
+            f"{flag}: the DeepSpeed JSON has its own optimizer section, which knows one learning rate; delete the "
+            "section, or leave the flag out."
+        )
+
+
+def _check_new_tokens(settings) -> None:
+    if settings.adapter != "lora":
+        raise UserError(f"--new_tokens with --adapter {settings.adapter}: only --adapter lora saves them; use it.")
+    if settings.zero == "3":
+        raise UserError(
+            "--new_tokens with stage 3: peft would save the adapter without the new rows; use --zero 2, or "
+            "recipes/sft.py, which trains and saves all rows."
+        )
+    named = {"embed_tokens", "lm_head", "wte"} & set(settings.modules_to_save or [])
+    if named:
+        raise UserError(
+            f"--new_tokens with --modules_to_save {' '.join(sorted(named))}: the rows of the new tokens would train "
+            "twice; leave one of the two out."
+        )
+
+
+def _config(settings, new_token_ids: dict[str, list[int]] | None = None):
+    """peft's configuration object; for LoRA every lora_* flag, for the others peft's defaults but for what was asked.
+
+    Raises: UserError for a flag or a key of --adapter_config that the adapter does not have.
+    """
+    from peft import PeftType, TaskType
+    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+
+    kind = settings.adapter
+    config_class = PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(kind.upper())]
+    names = {f.name for f in fields(config_class)}
+    if kind in PROMPTS:
+        names -= {"modules_to_save"}  # peft declares it there, and neither trains nor saves them
+    values = {}
+    for flag, candidates in _FIELDS.items():
+        name = next((c for c in candidates if c in names), None)
+        if name is None and _asked(settings, flag):
+            raise UserError(
+                f"--{flag} with --adapter {kind}: peft's {config_class.__name__} has no such setting; leave the flag out."
+            )
+        if name and (kind == "lora" or _asked(settings, flag) or flag == "num_virtual_tokens"):
+            values[name] = settings.values[flag]
+    if "target_modules" in names and kind not in OWN_TARGETS:
+        values["target_modules"] = settings.lora_target_modules
+    if values.get("target_modules") == ["all-linear"]:
+        values["target_modules"] = "all-linear"
+    if values.get("init_lora_weights") == "true":
+        values["init_lora_weights"] = True
+    if new_token_ids:
+        values["trainable_token_indices"] = new_token_ids
+    values |= _pairs(settings.adapter_config or [], config_class, names)
+    try:
+        return config_class(task_type=TaskType.CAUSAL_LM, **values)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"--adapter {kind}: {str(error).strip().splitlines()[0]}") from None
+
+
+def _pairs(pairs: list[str], config_class, names: set[str]) -> dict:
+    """--adapter_config's key=value words, the values read as YAML."""
+    own = {name: flag for flag, found in _FIELDS.items() for name in found}
+    values = {}
+    for pair in pairs:
+        key, sign, value = pair.partition("=")
+        if not sign or not value:
+            raise UserError(f"--adapter_config {pair}: must be key=value, e.g. oft_block_size=16.")
+        if key in own:
+            raise UserError(f"--adapter_config {pair}: has a flag of its own; use --{own[key]}.")
+        if key not in names or _NOT_BY_HAND.fullmatch(key):
+            known = sorted(n for n in names - set(own) if not _NOT_BY_HAND.fullmatch(n))
+            raise UserError(f"--adapter_config {pair}: {config_class.__name__} takes {', '.join(known) or 'nothing'}.")
+        values[key] = yaml.safe_load(value)
+    return values
+
+
+def add_adapter(model, settings, tokenizer=None):
+    """Wrap the model so that only the adapter (with modules_to_save and the rows of new tokens) trains.
+
+    With DeepSpeed in half precision the adapter keeps the base's type and DeepSpeed its fp32 master: mixed trainable
+    types fail under ZeRO-3 with a bare AssertionError.
+    Args: tokenizer: needed for new tokens only.
+    Raises: UserError for target modules that the model does not have.
+    """
+    from peft import get_peft_model, get_peft_model_state_dict
+    from transformers import set_seed
+
+    for name in settings.modules_to_save or []:
+        if not any(found.split(".")[-1] == name or found == name for found, _ in model.named_modules()):
+            raise UserError(f"--modules_to_save {name}: the model has no module of that name.")
+    rows = _embedding_names(model, new_token_ids(tokenizer, settings)) if tokenizer and settings.new_tokens else None
+    config = _config(settings, rows)
+    fp32_adapter = settings.deepspeed is None and not settings.pure_bf16
+    changes_base = re.fullmatch(CHANGES_BASE, settings.init_lora_weights) is not None
+    if changes_base and next(model.parameters()).is_meta:  # model.check: no numbers to decompose
+        config.init_lora_weights, changes_base = True, False
+    set_seed(settings.seed)  # the same initial adapter whatever loading has drawn before (it differs under ZeRO-3)
+    try:
+        model = get_peft_model(model, config, autocast_adapter_dtype=fp32_adapter, revision=settings.model_revision)
+    except (ValueError, TypeError) as error:
+        flag = f"--adapter {settings.adapter}"
+        if settings.adapter not in OWN_TARGETS:
+            flag += f" --lora_target_modules {' '.join(settings.lora_target_modules)}"
+        raise UserError(f"{flag}: {str(error).splitlines()[0]}") from None
+    if fp32_adapter:
+        # peft casts the adapter to fp32 but not modules_to_save, which would train without an fp32 master.
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.float()
+    # peft would look at the base's vocabulary and then save whole embeddings, empty ones under ZeRO-3. What changes in
+    # them is in the adapter already (new tokens, modules_to_save).
+    model.save_pretrained = functools.partial(model.save_pretrained, save_embedding_layers=False)
+    if changes_base:
+        found = get_peft_model_state_dict(model, save_embedding_layers=False)
+        model.initial_lora = {k: v.detach().cpu().clone() for k, v in found.items() if "lora_" in k}
+    return model
+
+
+def convert_to_plain_lora(model, folder: Path) -> None:
+    """Rewrite a saved PiSSA or OLoRA adapter as a plain LoRA of twice the rank that fits the original base.
+
+    The base was W - s B0 A0 while B and A trained, so what was learned is s (B A - B0 A0) = s [B, -B0] [A; A0]
+    (Meng et al. 2024, arXiv 2404.02948, appendix on conversion). Nothing happens for other adapters.
+    """
+    initial = getattr(model, "initial_lora", None)
+    if initial is None:
+        return
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(folder / "adapter_model.safetensors")
+    for name, start in initial.items():
+        side, axis = (start, 0) if "lora_A" in name else (-start, 1)
+        weights[name] = torch.cat([weights[name], side.to(weights[name].dtype)], axis).contiguous()
+    save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    file = folder / "adapter_config.json"
+    config = json.loads(file.read_text())
+    scale = config["lora_alpha"] / (math.sqrt(config["r"]) if config["use_rslora"] else config["r"])
+    config |= {"r": 2 * config["r"], "lora_alpha": 2 * config["r"] * scale}
+    config |= {"use_rslora": False, "init_lora_weights": True}
+    file.write_text(json.dumps(config, indent=2))
+
+
+def loraplus_optimizer(trainer):
+    """LoRA+ (Hayou et al. 2024, arXiv 2402.12354): B learns at ratio x the learning rate, A at the rate itself.
+
+    The trainer's own optimizer class and settings; weight decay as --weight_decay says.
+    Raises: UserError for an optimizer that makes its own parameter groups.
+    """
+    from peft.optimizers import create_loraplus_optimizer
+
+    chosen = trainer.optimizer_cls_and_kwargs or trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
+    optimizer_class, kwargs = chosen[0], dict(chosen[1])
+    if {"params", "model", "optimizer_dict"} & set(kwargs):
+        raise UserError(f"--loraplus_lr_ratio with --optim {trainer.args.optim}: it makes its own parameter groups.")
+    optimizer = create_loraplus_optimizer(
+        trainer.model,
+        optimizer_class,
+        loraplus_lr_ratio=trainer.settings.loraplus_lr_ratio,
+        loraplus_weight_decay=trainer.args.weight_decay,
+        loraplus_lr_embedding=kwargs["lr"],  # an adapter on the embedding learns like A; peft's default is 1e-6
+        **kwargs,
+    )
+    optimizer.param_groups = [group for group in optimizer.param_groups if group["params"]]  # DeepSpeed wants no empty
+    return optimizer
+
+
+# --- new tokens ---
+
+
+def add_tokens(tokenizer, settings) -> None:
+    """Give the tokenizer the words of --new_tokens.
+
+    Raises: UserError for a word that it has already, or that is given twice.
+    """
+    known = tokenizer.get_vocab()
+    for i, word in enumerate(settings.new_tokens):
+        if word in known or word in settings.new_tokens[:i] or not word.strip():
+            raise UserError(f"--new_tokens {word!r}: the tokenizer has it already; name only words that are new.")
+    tokenizer.add_tokens(list(settings.new_tokens))
+    ids = new_token_ids(tokenizer, settings)
+    settings.decisions.append(
+        f"new tokens: {', '.join(f'{w} = {i}' for w, i in zip(settings.new_tokens, ids, strict=True))}; each starts as "
+        "the mean of the other embeddings"
+    )
+
+
+def new_token_ids(tokenizer, settings) -> list[int]:
+    return tokenizer.convert_tokens_to_ids(list(settings.new_tokens))
+
+
+def resize_embeddings(model, tokenizer, settings) -> None:
+    """Rows for the new tokens in the embedding and the head, each the mean of the rows before.
+
+    The table grows to the tokenizer's length and no further: that is what plain peft and transformers make of the
+    original base when they load final/. Many models have spare rows and do not grow at all.
+    """
+    import torch
+
+    ids = new_token_ids(tokenizer, settings)
+    rows = model.get_input_embeddings().num_embeddings
+    if len(tokenizer) > rows:
+        model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    seen = set()
+    for module in (model.get_input_embeddings(), model.get_output_embeddings()):
+        if module is None or id(module.weight) in seen:
+            continue
+        seen.add(id(module.weight))
+        with _whole(module.weight), torch.no_grad():
+            if module.weight.numel():  # rank 0's rows are what the others get
+                module.weight[ids] = module.weight[: ids[0]].float().mean(0).to(module.weight.dtype)
+
+
+def _whole(parameter):
+    if not hasattr(parameter, "ds_id"):
+        return contextlib.nullcontext()
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters([parameter], modifier_rank=0)
+
+
+def _embedding_names(model, ids: list[int]) -> dict[str, list[int]]:
+    """{module name: ids} for peft's trainable_token_indices; a tied head follows its embedding by itself."""
+    tables = [model.get_input_embeddings()]
+    head = model.get_output_embeddings()
+    if head is not None and head.weight is not tables[0].weight:
+        tables.append(head)
+    return {name: ids for name, module in model.named_modules() if any(module is t for t in tables)}

@@ -1,0 +1,295 @@
+"""Attention for packed sequences: each document attends to itself alone.
+
+transformers' `sdpa` needs a dense S x S mask for that and, with a padding mask present, builds none at all: documents
+then read each other without an error. Registered here under the name "zerofit_packed" are the varlen kernel of
+torch.nn.attention on CUDA and a loop over documents on the CPU. Without document boundaries (evaluation,
+generation) it is plain sdpa.
+
+transformers' own flash and flex implementations keep documents apart by cu_seq_lens and by position_ids. Whether a
+model really does is proven on it before the first step: `logits_apart` and `gradient_leak`.
+"""
+
+import inspect
+import sys
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from zerofit.errors import UserError
+
+NAME = "zerofit_packed"
+
+DROPOUT_KEYS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")  # config.json's names for it
+
+KERNELS = "pip install 'transformers[kernels]'"  # transformers takes the kernel from the hub when it is there
+
+INSTALL = {  # flash attention: (transformers' check, how to get it)
+    "flash_attention_2": ("is_flash_attn_2_available", "pip install flash-attn --no-build-isolation"),
+    "flash_attention_3": ("is_flash_attn_3_available", KERNELS),
+    "flash_attention_4": ("is_flash_attn_4_available", KERNELS),
+}
+
+
+def is_flash(name: str) -> bool:
+    return name.startswith("flash_attention") or "flash-attn" in name  # the latter: kernels-community/flash-attn2
+
+
+def avoid_wrong_kernels(settings=None) -> None:
+    """Leave cuDNN's kernels out of sdpa, which prefers them on H100, H200 and B200, where torch 2.11 to 2.13 gets NaN or
+    wrong numbers from them: in the backward with a mask and a length of 64 more than a multiple of 128
+    (pytorch issue 196678), in the forward with fewer than 8 key heads on B200 (issue 193893).
+
+    Called by whatever loads a model: model.load_model (training, probe, replay) and saved.load (chat, export).
+
+    Args: settings: of a recipe, which says so in its decisions; None: nothing is said.
+    """
+    version = tuple(map(int, torch.__version__.split("+")[0].split(".")[:2]))
+    if (2, 11) <= version <= (2, 13):
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        if settings is not None and not settings.use_cpu:
+            settings.decisions.append(
+                "sdpa without cuDNN's kernels: wrong in torch 2.11 to 2.13 (pytorch issue 196678)"
+            )
+
+
+def check_available(name: str, use_cpu: bool) -> None:
+    """Whether this machine can train with the attention implementation `name`.
+
+    Raises: UserError for flex and flash attention without a GPU, or flash attention without its package.
+    """
+    import transformers.utils as available
+
+    if use_cpu and name == "flex_attention":
+        raise UserError("--attn_implementation flex_attention: torch has no backward of it on a CPU; use sdpa.")
+    if use_cpu and is_flash(name):
+        raise UserError(f"--attn_implementation {name}: needs a GPU; use sdpa.")
+    check, install = INSTALL.get(name, (None, KERNELS))
+    if is_flash(name) and not (available.is_kernels_available() or (check and getattr(available, check)())):
+        raise UserError(f"--attn_implementation {name}: its package is not installed: {install}; or use sdpa.")
+
+
+def fit(settings, config) -> None:
+    """What the model's config.json and class say about its attention, before any weight is loaded.
+
+    Args: config: the model's; settings: packed batches that only saved padding are turned off in it.
+    Raises: UserError for packed batches that this architecture cannot keep apart, for dropout that would be left out.
+    """
+    from zerofit.settings import decide
+
+    chosen = settings.attn_implementation
+    text = config.get_text_config()
+    key, dropout = next(((k, getattr(text, k)) for k in DROPOUT_KEYS if getattr(text, k, 0)), (None, 0))
+    # flash_attention_3 and 4 would train without it in silence, flex_attention fails in the first step.
+    if dropout and (chosen == "flex_attention" or (is_flash(chosen) and "2" not in chosen)):
+        raise UserError(
+            f"--attn_implementation {chosen}: has no dropout, and the model's config.json has {key} {dropout}; use "
+            f"sdpa, or set {key} to 0 there."
+        )
+    packed = settings.padding_free == "true"
+    why = _cannot_pack(config, chosen, settings.max_length) if packed else None
+    if why and settings.packing:
+        raise UserError(f"--packing: {why}; train without --packing.")
+    if why:
+        decide(settings, "padding_free", "false", why)
+        if chosen == NAME:
+            decide(settings, "attn_implementation", "sdpa", "batches are padded")
+    elif packed and dropout and chosen == NAME and not settings.use_cpu:
+        settings.decisions.append(
+            f"{key} {dropout}: the varlen kernel has no dropout; documents are attended to one by one, which is slower"
+        )
+    _eager_where_sdpa_is_missing(settings, config)
+
+
+def _class_of(config):
+    """transformers' class for the config, None for one from outside of it."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    return MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+
+
+def _eager_where_sdpa_is_missing(settings, config) -> None:
+    """Gemma-2, gpt-oss and others with a soft cap or sinks have no sdpa in transformers.
+
+    Raises: UserError when --attn_implementation sdpa was asked for.
+    """
+    from zerofit.settings import decide
+
+    found = _class_of(config)
+    if settings.attn_implementation != "sdpa" or found is None or found._supports_sdpa:
+        return
+    if settings.source["attn_implementation"] not in ("default", "decided"):
+        raise UserError(f"--attn_implementation sdpa: {found.__name__} has none; use eager.")
+    decide(settings, "attn_implementation", "eager", f"{found.__name__} has no sdpa")
+
+
+def _cannot_pack(config, chosen: str, max_length: int) -> str | None:
+    """Why this architecture would mix documents, or see further in them than alone; None: nothing is known.
+
+    The proof on the loaded model cannot see a window that is longer than its short documents.
+    """
+    text = config.get_text_config()
+    if getattr(text, "attention_chunk_size", None):  # Llama-4
+        return "the chunks of its attention are counted from the start of a row, not of a document"
+    found = _class_of(config)
+    if chosen != NAME or found is None:  # a class outside transformers is left to the proof
+        return None
+    # Without sdpa: a soft cap or sinks (Gemma-2, gpt-oss); without the interface: Mamba, Falcon-H1, BLOOM, GPT-J ...
+    if not (found._supports_sdpa and found._supports_attention_backend):
+        flex = ", but with --attn_implementation flex_attention on a GPU" if found._supports_flex_attn else ""
+        return f"{found.__name__} cannot keep documents of one row apart with sdpa{flex}"
+    window = getattr(text, "sliding_window", None) or max_length
+    if window < max_length and "sliding_window=" not in inspect.getsource(sys.modules[found.__module__]):
+        return f"{found.__name__} tells only its mask about the window of {window} tokens (--max_length {max_length})"
+    return None
+
+
+def packed_attention(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **kwargs):
+    """Causal attention within documents.
+
+    Args:
+        query: (1, heads, tokens, head_dim); key, value: (1, kv_heads, tokens, head_dim); value's head_dim may be
+            smaller (multi-head latent attention).
+        kwargs: cu_seq_lens_q, int32 (documents + 1), the documents' boundaries on the token axis, and max_length_q;
+            without them the call goes to transformers' sdpa. sliding_window as the model sets it.
+    Returns: (1, tokens, heads, head_dim) and None, as transformers' attention functions do.
+    """
+    if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
+        raise ValueError("sdpa has no soft cap and no sinks; use --attn_implementation eager or flex_attention")
+    bounds = kwargs.get("cu_seq_lens_q")
+    window = kwargs.get("sliding_window") or 0
+    if bounds is None:
+        if attention_mask is None and query.shape[2] == key.shape[2] > window > 0:
+            attention_mask = _window_mask(query.shape[2], window, query.device)
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    autocast = torch.is_autocast_enabled(query.device.type)
+    # Under autocast rotary embeddings leave q and k in fp32; plain sdpa casts them, the kernels here would not.
+    dtype = torch.get_autocast_dtype(query.device.type) if autocast else value.dtype
+    query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    # The varlen kernel knows no other type, and no dropout.
+    if query.is_cuda and dtype in (torch.float16, torch.bfloat16) and not dropout:
+        return _varlen(query, key, value, bounds, int(kwargs["max_length_q"]), window, scaling), None
+    out = query.new_empty(*query.shape[:-1], value.shape[-1])
+    for start, end in spans(bounds):
+        mask = None
+        if window and end - start > window:
+            mask = _window_mask(end - start, window, query.device)
+        out[:, :, start:end] = torch.nn.functional.scaled_dot_product_attention(
+            query[:, :, start:end], key[:, :, start:end], value[:, :, start:end], attn_mask=mask,
+            dropout_p=dropout, is_causal=mask is None, scale=scaling, enable_gqa=True,
+        )  # fmt: skip
+    return out.transpose(1, 2).contiguous(), None
+
+
+def spans(bounds: torch.Tensor) -> list[tuple[int, int]]:
+    """(start, end) of each document on the token axis."""
+    return list(zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True))
+
+
+def _window_mask(tokens, window, device):
+    """(tokens, tokens) bool: each token sees itself and the window - 1 tokens before it."""
+    position = torch.arange(tokens, device=device)
+    distance = position[:, None] - position[None, :]
+    return (distance >= 0) & (distance < window)
+
+
+def _varlen(query, key, value, bounds, longest, window, scaling):
+    from torch.nn.attention.varlen import varlen_attn
+
+    size = value.shape[-1]
+    if missing := query.shape[-1] - size:  # the kernel wants one head_dim for all; padding by 0 would still copy
+        value = torch.nn.functional.pad(value, (0, missing))
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1 and "enable_gqa" not in inspect.signature(varlen_attn).parameters:  # torch before 2.12
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        groups = 1
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (tokens, heads, head_dim)
+    extra = {"enable_gqa": True} if groups > 1 else {}
+    out = varlen_attn(
+        q, k, v, bounds, bounds, longest, longest, scale=scaling,
+        window_size=(window - 1 if window else -1, 0), **extra,
+    )  # fmt: skip
+    return out[None, ..., :size]
+
+
+def _mask(*args, attention_mask=None, **kwargs):
+    """No mask where boundaries do the work; padded batches (evaluation, generation) get sdpa's."""
+    return None if attention_mask is None else sdpa_mask(*args, attention_mask=attention_mask, **kwargs)
+
+
+def register() -> str:
+    AttentionInterface.register(NAME, packed_attention)
+    AttentionMaskInterface.register(NAME, _mask)
+    return NAME
+
+
+def _few(documents, count, longest):
+    return [{"input_ids": documents[i]["input_ids"][:longest], "labels": documents[i]["labels"][:longest]}
+            for i in range(min(count, len(documents)))]  # fmt: skip
+
+
+def _on(args, batch):
+    return {k: v.to(args.device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+
+
+@torch.no_grad()
+def packed_logit_error(model, documents, pad_token_id: int, args, count: int = 3, longest: int = 128) -> float:
+    """Largest |logit difference| between documents in one row and one by one, relative to the largest logit.
+
+    Finds wrong positions and windows as well as mixed documents, but only above the rounding of the precision.
+
+    Args: documents: rows with input_ids and labels, the first `count` are taken, cut at `longest` tokens. Collective
+        under ZeRO-3: every rank calls it with the same documents.
+    """
+    from zerofit.data.batches import Collator, PackedCollator
+
+    rows, training = _few(documents, count, longest), model.training
+    model.eval()
+    together = model(**_on(args, PackedCollator()(rows)), use_cache=False).logits[0].float()
+    alone = [
+        model(**_on(args, Collator(pad_token_id)([row])), use_cache=False).logits[0, : len(row["input_ids"])]
+        for row in rows
+    ]
+    model.train(training)
+    alone = torch.cat(alone).float()
+    return ((together - alone).abs().max() / alone.abs().max()).item()
+
+
+def cross_document_gradient(model, documents, args, count: int = 3, longest: int = 128) -> float:
+    """Largest |gradient| of the middle document's loss by other documents' embeddings, relative to that by its own.
+
+    Exactly 0 in every precision when documents are apart: what no path joins has no gradient. The step is a training
+    step (dropout, gradient checkpointing), and leaves no gradient in a parameter.
+
+    Args: model: bare, neither DDP nor DeepSpeed's engine, whose own backward would begin; the rest: as above.
+    """
+    from zerofit.data.batches import PackedCollator
+
+    rows, training, seen = _few(documents, count, longest), model.training, []
+    lengths = [len(row["input_ids"]) for row in rows]
+    start, end = sum(lengths[: len(rows) // 2]), sum(lengths[: len(rows) // 2 + 1])
+
+    def cut(module, inputs, output):
+        seen.append(output.detach().requires_grad_())
+        return seen[-1]
+
+    reentrant = (args.gradient_checkpointing_kwargs or {}).get("use_reentrant", False)  # it cannot do autograd.grad
+    model.train(not reentrant)
+    hook = model.get_input_embeddings().register_forward_hook(cut)
+    try:
+        # Without `devices` fork_rng initializes every GPU of the machine and warns.
+        devices = [torch.cuda.current_device()] if args.device.type == "cuda" else []
+        with torch.random.fork_rng(devices), torch.enable_grad():
+            batch = _on(args, PackedCollator()(rows))
+            logits = model(**batch, use_cache=False).logits[0, start:end].float()
+            loss = torch.nn.functional.cross_entropy(logits, batch["input_ids"][0, start:end], reduction="sum")
+            (gradient,) = torch.autograd.grad(loss, seen[0])
+    finally:
+        hook.remove()
+        model.train(training)
+    size = gradient[0].float().norm(dim=-1)
+    own = size[start:end].max().item()
+    size[start:end] = 0
+    leak = size.max().item()
+    return leak / own if own else leak

@@ -1,0 +1,34 @@
+"""Stage 0 on several ranks: how DistributedDataParallel is set up."""
+
+from zerofit.errors import UserError
+from zerofit.settings import decide
+
+
+def choose(settings, config) -> None:
+    """Decide --ddp_static_graph: on where every step's graph is the same one.
+
+    It is not with gradient accumulation (torch 2.13 stops in an internal assert of no_sync) nor for mixtures of
+    experts, where a step uses what its tokens choose.
+    Args: config: the model's.
+    Raises: UserError for --ddp_static_graph true where it cannot work.
+    """
+    several = settings.deepspeed is None and settings.world_size > 1
+    accumulates = settings.gradient_accumulation_steps > 1
+    if settings.ddp_static_graph and several and accumulates:
+        raise UserError(
+            f"--ddp_static_graph true with {settings.gradient_accumulation_steps} accumulation steps: PyTorch's static "
+            "graph does not work with steps that do not synchronise; leave it out."
+        )
+    if settings.ddp_static_graph is not None or not several:
+        return
+    experts = any("expert" in key for key in config.to_dict())
+    if not accumulates and not experts and settings.optim != "sophia":
+        decide(settings, "ddp_static_graph", True, "one micro batch a step through a dense model")
+
+
+def apply(trainer) -> None:
+    """Gradients as views of the buckets, which saves one copy of them; called before the model is wrapped."""
+    handler = trainer.accelerator.ddp_handler
+    if handler is not None:
+        handler.gradient_as_bucket_view = True
+        handler.static_graph = bool(trainer.settings.ddp_static_graph)

@@ -1,0 +1,365 @@
+"""The language-model loss without the logits: the head and the cross entropy together, some thousand tokens at a time.
+
+A dense loss holds the logits of T tokens over a vocabulary of V three times over in fp32: 12 T V bytes. Here a chunk of
+rows is scored, turned into its gradient in place and multiplied with the head at once, so that only the gradients of
+the hidden states (and of a head that trains) are kept for the backward, which is a multiply.
+
+torch's own torch.nn.functional.linear_cross_entropy (2.13) works alike, but returns the loss of bf16 inputs rounded to
+bf16 and knows neither a soft cap nor a scale.
+"""
+
+import contextlib
+import importlib.util
+
+import torch
+from torch.autograd.function import once_differentiable
+from transformers.modeling_outputs import BaseModelOutput
+
+from zerofit import distributed
+from zerofit.errors import UserError
+from zerofit.settings import decide
+
+CHUNK_BYTES = 2**30  # of fp32 logits: 2,048 rows at V = 128k
+
+LARGE_VOCABULARY = 32_000  # from here on logits outweigh a layer's activations
+
+IGNORED = -100
+
+SMALL, LARGE = 2.0**-13, 2.0**20  # logits far below and far above any soft cap
+
+
+def rows_per_chunk(vocabulary: int) -> int:
+    """256 to 4096 rows, a multiple of 64, whose fp32 logits fit CHUNK_BYTES."""
+    return max(256, min(4096, CHUNK_BYTES // (4 * vocabulary) // 64 * 64))
+
+
+def linear_cross_entropy(hidden, weight, bias, labels, scale=1.0, softcap=None, rows=None):
+    """Summed cross entropy of softcap(scale x (hidden weight' + bias)); rows labelled -100 are dropped first.
+
+    Args: hidden: (tokens, features); weight: (vocabulary, features); bias: (vocabulary) or None; labels: (tokens);
+        softcap: c of c tanh(x / c), or None; rows: tokens of a chunk. Under autocast the products are in its type.
+    Returns: a number in fp32 (fp64 for fp64 inputs). Its gradients are made at once, so backward may run only once.
+    """
+    rows = rows or rows_per_chunk(weight.shape[0])
+    return _Chunked.apply(hidden, weight, bias, labels, scale, softcap, rows, torch.is_grad_enabled())
+
+
+class NotFused(Exception):
+    """Why a model's loss has to stay dense."""
+
+
+class _Chunked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, labels, scale, softcap, rows, training):
+        device = hidden.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+        precise = torch.promote_types(dtype, torch.float32)
+        ctx.dtypes = [None if t is None else t.dtype for t in (hidden, weight, bias)]
+        ctx.gradients = [None, None, None]
+        if training:
+            # fp16 gradients are stretched by the loss scale only in the backward; until then they are kept in fp32.
+            kinds = (dtype, torch.promote_types(weight.dtype, dtype), precise)
+            ctx.gradients = [
+                torch.zeros(t.shape, dtype=precise if kind == torch.float16 else kind, device=t.device)
+                if needed
+                else None
+                for t, kind, needed in zip((hidden, weight, bias), kinds, ctx.needs_input_grad[:3], strict=True)
+            ]
+        total = torch.zeros((), dtype=precise, device=hidden.device)
+        with torch.amp.autocast(device, enabled=False):
+            matrix = weight.to(dtype)
+            offset = None if bias is None else bias.to(dtype)
+            for part in (labels != IGNORED).nonzero()[:, 0].split(rows):
+                some = hidden[part].to(dtype)
+                total += _chunk(some, part, labels[part, None], matrix, offset, scale, softcap, ctx.gradients)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, upstream):
+        if ctx.gradients is None:
+            raise RuntimeError("the fused loss keeps no graph: its backward has already run")
+        gradients, ctx.gradients = ctx.gradients, None
+        scaled = [
+            None if g is None else g.mul_(upstream).to(dtype) for g, dtype in zip(gradients, ctx.dtypes, strict=True)
+        ]
+        return *scaled, None, None, None, None, None
+
+
+def _chunk(hidden, part, target, weight, bias, scale, softcap, gradients):
+    """Summed loss of one chunk of rows; what it adds to the gradients is added."""
+    training = any(g is not None for g in gradients)
+    products = hidden @ weight.t() if bias is None else torch.addmm(bias, hidden, weight.t())
+    logits = products.to(torch.promote_types(products.dtype, torch.float32))  # the same tensor in fp32
+    slope = None
+    if scale != 1:
+        logits.mul_(scale)
+    if softcap:
+        logits.div_(softcap).tanh_()
+        slope = logits.square().neg_().add_(1) if training else None
+        logits.mul_(softcap)
+    logits.sub_(logits.amax(-1, keepdim=True))
+    loss = -logits.gather(1, target).sum()
+    sums = logits.exp_().sum(-1, keepdim=True)
+    loss += sums.log().sum()
+    if not training:
+        return loss
+    logits.scatter_add_(1, target, -sums)
+    if slope is not None:
+        logits.mul_(slope)
+    # (softmax - one hot) in the type of the products, as the dense loss hands it to the head.
+    gradient = torch.mul(logits, scale / sums, out=products)
+    of_hidden, of_weight, of_bias = gradients
+    if of_hidden is not None:
+        of_hidden[part] = _product(gradient, weight, of_hidden.dtype)
+    if of_weight is not None:
+        _add_product(of_weight, gradient.t(), hidden)
+    if of_bias is not None:
+        of_bias += gradient.sum(0, dtype=of_bias.dtype)
+    return loss
+
+
+def _product(a, b, dtype):
+    """a b in `dtype`; half-precision factors give it without rounding or overflow in between."""
+    if a.dtype == dtype:
+        return a @ b
+    if a.device.type != "cpu":  # a simulated GPU, too
+        return torch.mm(a, b, out_dtype=dtype)
+    return a.to(dtype) @ b.to(dtype)
+
+
+def _add_product(total, a, b) -> None:
+    """total += a b, in the type of `total`."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    elif a.device.type != "cpu":
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))
+
+
+def find_head(model) -> torch.nn.Linear:
+    """The plain linear layer that makes the logits, under PEFT's modules_to_save the copy that trains.
+
+    Raises: NotFused when there is none: adapted, quantised or made otherwise.
+    """
+    head = model.get_output_embeddings()
+    if hasattr(head, "modules_to_save"):
+        head = head.modules_to_save[head.active_adapters[0]]
+    if type(head) is not torch.nn.Linear:
+        raise NotFused(f"the head of this model is a {type(head).__name__}, not a plain linear layer")
+    return head
+
+
+class _Outputs(BaseModelOutput):
+    """What a model's layers return, with None for whatever else the model looks for (caches, router logits, ...)."""
+
+    def __getattr__(self, name):
+        if name.startswith("_"):
+            raise AttributeError(name)
+
+
+def logit_form(base, head) -> tuple[float, float | None]:
+    """(scale, soft cap) that the model applies to its logits, found by running its own forward without its layers.
+
+    The forward gets made-up hidden states and made-up logits from -60 to 60, and what reaches its loss function must
+    be cap tanh(scale x / cap). It is run again with logits of width 0: its loss must be the same, so that nothing but
+    the loss function reads them. No weight is touched: a meta model and one that ZeRO-3 has sharded will do.
+    Raises: NotFused where the forward does anything else.
+    """
+    grid = torch.linspace(-60, 60, 2 * head.out_features, dtype=torch.float64).view(1, 2, -1)
+    grid[0, 0, 0], grid[0, 0, 1] = SMALL, LARGE
+    hidden, ids = torch.zeros(1, 2, head.in_features), torch.zeros(1, 2, dtype=torch.long)
+    backbone, dense_loss, seen, values = base.base_model, base.loss_function, [], []
+
+    def note(logits, labels, vocab_size, **kwargs):
+        seen.append(logits)
+        values.append(values[0] if values else dense_loss(logits, labels, vocab_size, **kwargs))
+        if vocab_size != head.out_features:
+            raise NotFused("this model cuts its logits before the loss")
+        return values[-1]
+
+    if getattr(dense_loss, "__name__", "") != "ForCausalLMLoss":
+        raise NotFused("this model's loss is not transformers' ForCausalLMLoss")
+    given = {"input_ids": ids, "labels": ids, "use_cache": False}
+    if hasattr(base.config, "output_router_logits"):
+        given["output_router_logits"] = False  # there are none here; the model adds their loss after ours
+    losses = []
+    with _attribute(backbone, "forward", lambda *_, **__: _Outputs(last_hidden_state=hidden)):
+        for logits in (grid, grid[..., :0]):
+            with _attribute(head, "forward", lambda _, logits=logits: logits.clone()), _loss_function(base, note):
+                try:
+                    with torch.no_grad():
+                        losses.append(float(base.forward(**given).loss))
+                except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
+                    raise NotFused(f"this model's forward cannot do without its logits ({error})") from None
+    if len(seen) != 2 or losses[0] != losses[1]:
+        raise NotFused("this model does not compute its loss with its loss function alone")
+    scale, top = seen[0][0, 0, 0].item() / SMALL, seen[0][0, 0, 1].item()
+    scale = 1.0 if abs(scale - 1) < 1e-6 else scale
+    softcap = top if top < 0.5 * scale * LARGE else None
+    expected = torch.tanh(grid * scale / softcap) * softcap if softcap else grid * scale
+    if not torch.allclose(seen[0].double(), expected, rtol=1e-5, atol=1e-5):
+        raise NotFused("this model changes its logits in a way that is neither a scale nor a soft cap")
+    return scale, softcap
+
+
+@contextlib.contextmanager
+def _attribute(module, name, value):
+    """`module.name` is `value` for a while, as an attribute of the instance."""
+    before = vars(module).get(name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        delattr(module, name) if before is None else setattr(module, name, before)
+
+
+@contextlib.contextmanager
+def _loss_function(base, value):
+    before, base.loss_function = base.loss_function, value
+    try:
+        yield
+    finally:
+        base.loss_function = before
+
+
+class FusedLoss:
+    """Makes a causal LM leave its logits out wherever `with fused.on():` says so; elsewhere it works as ever.
+
+    The model's own forward runs as it is. Its head notes the hidden states and returns logits of width 0; its loss
+    function then calls the head once more, with the labels, for the loss itself: as a call of the module, so that
+    ZeRO-3 gathers the weight and takes its gradient. Parameters, state_dict and saving are not touched.
+    Raises: NotFused for a model that it cannot take.
+    """
+
+    def __init__(self, model, rows: int | None = None):
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT
+        self.head, self.rows = find_head(base), rows
+        self.scale, self.softcap = logit_form(base, self.head)
+        self.dense_head, self.dense_loss = self.head.forward, base.loss_function
+        self.active, self.hidden = False, None
+        self.head.forward, base.loss_function = self._head, self._loss
+
+    @contextlib.contextmanager
+    def on(self):
+        """Context in which the model computes its loss without logits."""
+        self.active = True
+        try:
+            yield
+        finally:
+            self.active, self.hidden = False, None
+
+    def _head(self, hidden, labels=None):
+        if labels is not None:
+            tokens = hidden.reshape(-1, hidden.shape[-1])
+            head = self.head
+            return linear_cross_entropy(
+                tokens, head.weight, head.bias, labels.reshape(-1), self.scale, self.softcap, self.rows
+            )
+        if not self.active:
+            return self.dense_head(hidden)
+        self.hidden = hidden
+        return hidden.new_empty(*hidden.shape[:-1], 0)
+
+    def _loss(self, logits, labels, vocab_size, num_items_in_batch=None, ignore_index=IGNORED, **kwargs):
+        """As transformers' ForCausalLMLoss; without any label it is 0, where the dense mean would be NaN."""
+        if self.hidden is None:
+            return self.dense_loss(
+                logits, labels, vocab_size, num_items_in_batch=num_items_in_batch, ignore_index=ignore_index, **kwargs
+            )
+        hidden, self.hidden = self.hidden, None
+        targets = kwargs.get("shift_labels")
+        if targets is None:
+            targets = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        assert ignore_index == IGNORED and targets.shape == hidden.shape[:-1]
+        targets = targets.to(hidden.device)
+        total = self.head(hidden, labels=targets)
+        if num_items_in_batch is None:
+            return total / (targets != IGNORED).sum().clamp(min=1)
+        return total / torch.as_tensor(num_items_in_batch, device=total.device)
+
+
+class RouterLoss:
+    """The load-balancing loss of a mixture of experts, added to the training loss outside of the model.
+
+    transformers' models add coefficient x loss to every micro batch, so that it counts accumulation x ranks times, in
+    evaluation too. Here the model's own coefficient is set to 0 (config.json keeps it), and each micro batch's term is
+    weighted like its cross entropy, by the supervised tokens.
+    """
+
+    def __init__(self, model):
+        """Raises: UserError when the model has no coefficient that is known here."""
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT
+        name = next((n for n in ("router_aux_loss_coef", "aux_loss_coef") if hasattr(base, n)), None)
+        if name is None:
+            raise UserError(
+                f"config.json: output_router_logits is true, but where {type(base).__name__} keeps the router loss's "
+                "coefficient is not known here; set output_router_logits to false."
+            )
+        self.coefficient = getattr(base, name)
+        setattr(base, name, 0.0)
+
+    def share(self, outputs, labels, num_items_in_batch) -> torch.Tensor:
+        """Return this micro batch's part of the step's router loss. Args: num_items_in_batch: supervised tokens of the step."""
+        supervised = (labels[..., 1:] != IGNORED).sum()
+        return self.coefficient * outputs.aux_loss * (supervised / num_items_in_batch)
+
+
+def router_loss(model) -> RouterLoss | None:
+    """Return the router loss of a model whose config.json asks for it (output_router_logits), else None."""
+    config = model.config.get_text_config()
+    return RouterLoss(model) if getattr(config, "output_router_logits", False) else None
+
+
+def check_flags(settings) -> None:
+    """Refuse, by the flags alone, what cannot work together.
+
+    Raises: UserError.
+    """
+    if not settings.use_liger_kernel:
+        return
+    if importlib.util.find_spec("liger_kernel") is None:
+        raise UserError("--use_liger_kernel: liger-kernel is not installed (its wheels are for Linux): make install.")
+    if settings.use_cpu:
+        raise UserError("--use_liger_kernel: its Triton kernels need a GPU; leave the flag out on a CPU.")
+
+
+def choose(settings, config) -> None:
+    """Decide `--fused_loss auto` from the model's config.json; where it is on, Liger's own fused loss is turned off.
+
+    Raises: UserError for `true` where it cannot work.
+    """
+    vocabulary = config.get_text_config().vocab_size
+    reasons = {
+        "--label_smoothing_factor needs the logits": settings.label_smoothing_factor,
+        "--torch_compile traces the model's forward": settings.torch_compile,
+        "--lora_target_modules adapts the head": "lm_head" in (settings.values.get("lora_target_modules") or ()),
+    }
+    against = [text for text, holds in reasons.items() if holds]
+    if settings.fused_loss == "true" and against:
+        raise UserError(f"--fused_loss true: {against[0]}; leave one of the two out.")
+    if settings.fused_loss == "auto":
+        on = vocabulary >= LARGE_VOCABULARY and not against
+        size = f"{vocabulary:,} words, {'from' if vocabulary >= LARGE_VOCABULARY else 'below'} {LARGE_VOCABULARY:,}"
+        decide(settings, "fused_loss", str(on).lower(), against[0] if against else f"a vocabulary of {size}")
+    if settings.fused_loss == "true" and settings.use_liger_kernel:
+        # Its chunks are far smaller. (The flag itself cannot be given: argparse reads no dict.)
+        decide(settings, "liger_kernel_config", {"fused_linear_cross_entropy": False}, "the loss is the kit's")
+
+
+def install(settings, model) -> FusedLoss | None:
+    """The model's fused loss, or None where it is off.
+
+    Raises: UserError where `--fused_loss true` meets a model that it cannot take; `auto` says so and stays dense.
+    """
+    if settings.fused_loss != "true":
+        return None
+    try:
+        return FusedLoss(model)
+    except NotFused as error:
+        if settings.source["fused_loss"] != "decided":
+            raise UserError(f"--fused_loss true: {error}; use --fused_loss false.") from None
+        if distributed.rank() == 0:
+            print(f"note: fused_loss is off: {error}", flush=True)
+        return None

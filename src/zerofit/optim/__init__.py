@@ -1,0 +1,1 @@
+"""Optimizers: what each needs, and how it is built."""

@@ -1,0 +1,278 @@
+"""The optimizers of --optim as data: what each costs, what it needs, where it works; checked before anything loads."""
+
+import importlib.util
+from dataclasses import dataclass
+
+from zerofit.errors import UserError
+from zerofit.settings import json_value, merge_json
+
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """One optimizer.
+
+    state_bytes: optimizer state per trained parameter beside fp32 weights (r: rank, n: the longer side of a matrix);
+    stages: ZeRO stages that work;  offload: with --offload;  why_not: what stands against the rest;
+    module, extra: the package and the extra of pyproject.toml that brings it, None: the base install;  rounding: how bf16 weights without an
+    fp32 master are written (None: refused with --pure_bf16);  bundled_lr: a learning rate with which the bundled task
+    reaches more than 90 % exact match.
+    """
+
+    state_bytes: str
+    stages: str = "0123"
+    offload: bool = True
+    why_not: str = ""
+    module: str | None = None
+    extra: str | None = None
+    needs_cuda: bool = False
+    rounding: str | None = "nearest"
+    bundled_lr: float = 5e-4
+    note: str = ""
+
+
+_BNB = {"module": "bitsandbytes"}
+
+_PAGED = {
+    **_BNB,
+    "needs_cuda": True,
+    "offload": False,
+    "why_not": "its paged states are CUDA memory already; --offload would make them plain host tensors",
+}
+
+_TORCHAO = {
+    "module": "torchao",
+    "stages": "0",
+    "offload": False,
+    "rounding": "stochastic",
+    "why_not": "it quantises only tensors whose size is a multiple of its block, which ZeRO's flat partitions rarely "
+    "are: the states would stay in fp32 without a word; use adamw_8bit",
+}
+
+_PROJECTED = {
+    "stages": "0",
+    "offload": False,
+    "rounding": None,
+    "why_not": "it projects whole gradient matrices, and ZeRO hands it flat slices",
+    "extra": "projected",
+}
+
+OPTIMIZERS: dict[str, OptimizerSpec] = {
+    "adamw_torch_fused": OptimizerSpec("8", rounding="stochastic", note="the default"),
+    "adamw_torch": OptimizerSpec("8", rounding="stochastic"),
+    "adamw_8bit": OptimizerSpec("2", **_BNB, note="embeddings and tensors below 4096 numbers keep 8 bytes at stage 0"),
+    "paged_adamw_32bit": OptimizerSpec("8", **_PAGED, note="states move to host memory when the GPU is full"),
+    "paged_adamw_8bit": OptimizerSpec("2", **_PAGED, note="states move to host memory when the GPU is full"),
+    "adamw_torch_8bit": OptimizerSpec(
+        "2", **_TORCHAO, note="compiles at the first step; all linear layers and embeddings"
+    ),
+    "adamw_torch_4bit": OptimizerSpec("1", **_TORCHAO, note="compiles at the first step"),
+    "adafactor": OptimizerSpec(
+        "~0",
+        stages="0",
+        offload=False,
+        why_not="it keeps one number a row and a column of each matrix and clips by its root mean square; of ZeRO's flat "
+        "slices it would keep 4 bytes a parameter, and the result would depend on the number of ranks",
+        note="no momentum; the update of each matrix is clipped to root mean square 1",
+    ),
+    "lion_32bit": OptimizerSpec(
+        "4", **_BNB, bundled_lr=3e-4, note="arXiv 2302.06675: a third to a tenth of AdamW's rate"
+    ),
+    "lion_8bit": OptimizerSpec("1", **_BNB, bundled_lr=3e-4),
+    "sgd": OptimizerSpec(
+        "4", bundled_lr=0.3, note="momentum 0.9 unless --optim_args says otherwise; 0 bytes without momentum"
+    ),
+    "muon": OptimizerSpec(
+        "4 (matrices), 8 (rest)",
+        rounding=None,
+        bundled_lr=1e-3,
+        note="DeepSpeed's; hidden matrices by Muon, embeddings, head and vectors by AdamW, one learning rate for both "
+        "(arXiv 2502.16982); no gradient clipping",
+    ),
+    "sophia": OptimizerSpec(
+        "8",
+        rounding="stochastic",
+        bundled_lr=4e-4,
+        note="Sophia-G, arXiv 2305.14342; a second backward on sampled labels every k=10 steps",
+    ),
+    "galore_adamw": OptimizerSpec("8 r/n", **_PROJECTED, module="galore_torch", note="arXiv 2403.03507; rank 128"),
+    "apollo_adamw": OptimizerSpec("8 r/n", **_PROJECTED, module="apollo_torch", note="arXiv 2412.05270; rank 128"),
+}
+
+NONE = OptimizerSpec("?")
+
+ALIASES = {"lion": "lion_32bit", "adamw": "adamw_torch_fused", "adamw_bnb_8bit": "adamw_8bit"}
+
+OURS = ("muon", "sophia")  # names that transformers does not know
+
+
+def choose(settings, explicit: dict) -> None:
+    """Check --optim and --pure_bf16 against stage, offload, precision and packages, and fill what they leave open.
+
+    Args: explicit: the arguments that the user gave by flag or YAML.
+    Raises: UserError for a pair that cannot work or would lose its saving in silence.
+    """
+    name = str(getattr(settings.optim, "value", settings.optim))
+    settings.values["optim"] = name = ALIASES.get(name, name)
+    entry = OPTIMIZERS.get(name)
+    _match_json(settings, name, explicit)
+    if settings.tf32 and settings.use_cpu:
+        raise UserError("--tf32 true: TF32 is a mode of NVIDIA GPUs, and this run is on the CPU; leave it out.")
+    if entry is None:
+        _choose_unlisted(settings, name)
+    else:
+        _check(settings, name, entry)
+    _choose_arguments(settings, name, explicit)
+    if settings.pure_bf16:
+        _choose_pure_bf16(settings, name, entry, explicit)
+
+
+def _check(settings, name: str, entry: OptimizerSpec) -> None:
+    if entry.module and importlib.util.find_spec(entry.module) is None:
+        install = f"make install EXTRAS={entry.extra}" if entry.extra else "make install"
+        raise UserError(f"--optim {name}: {entry.module} is not installed: {install}.")
+    if entry.needs_cuda and settings.use_cpu:
+        raise UserError(f"--optim {name}: needs a GPU; use {name.removeprefix('paged_')} or adamw_torch_fused here.")
+    if settings.zero not in entry.stages:
+        raise UserError(
+            f"--optim {name} with ZeRO stage {settings.zero}: {entry.why_not or 'does not work'} (works at stage "
+            f"{', '.join(entry.stages)})."
+        )
+    if settings.offload != "none" and not entry.offload:
+        raise UserError(f"--optim {name} with --offload {settings.offload}: {entry.why_not}; leave --offload out.")
+    if name == "sophia" and settings.fp16:
+        raise UserError(
+            "--optim sophia with --fp16 true: it squares gradients of sampled labels, which fp16 cannot hold; use "
+            "--bf16 true."
+        )
+
+
+def _match_json(settings, name: str, explicit: dict) -> None:
+    """An "optimizer" section in the user's JSON replaces --optim altogether."""
+    section = json_value(settings.deepspeed or {}, "optimizer.type")
+    if section is None:
+        return
+    for flag in ("optim", "optim_args", "pure_bf16", "lr_scaling"):
+        if explicit.get(flag) not in (None, False, "none"):
+            raise UserError(
+                f'{settings.values["deepspeed"]} has an "optimizer" section ({section}), but --{flag} is '
+                f"{explicit[flag]}: change one of them."
+            )
+    settings.decisions.append(f"optimizer {section}: the DeepSpeed JSON says so; --optim is not used")
+
+
+def _choose_unlisted(settings, name: str) -> None:
+    from transformers.training_args import OptimizerNames
+
+    known = {n.value for n in OptimizerNames}
+    if name not in known:
+        import difflib
+
+        close = difflib.get_close_matches(name, [*OPTIMIZERS, *ALIASES, *known], 1, 0.6)
+        raise UserError(
+            f"--optim {name}: no such optimizer{f'; did you mean {close[0]}?' if close else ''} (docs/memory.md lists "
+            "those that are tested here)."
+        )
+    if settings.zero != "0":
+        listed = ", ".join(n for n, e in OPTIMIZERS.items() if settings.zero in e.stages)
+        raise UserError(f"--optim {name}: is not tested with ZeRO stage {settings.zero}; tested are {listed}.")
+    settings.decisions.append(f"optim {name}: transformers knows it, but it is not tested here")
+
+
+def _choose_arguments(settings, name: str, explicit: dict) -> None:
+    from zerofit.settings import decide
+
+    given = arguments(settings)
+    if name == "sgd" and "momentum" not in given:
+        momentum = ",".join([*([settings.optim_args] if settings.optim_args else []), "momentum=0.9"])
+        decide(settings, "optim_args", momentum, "SGD without momentum is rarely meant; momentum=0 for that")
+    if name == "muon" and "max_grad_norm" not in explicit and settings.source["max_grad_norm"] != "deepspeed JSON":
+        decide(settings, "max_grad_norm", 0.0, "Muon normalises its updates; DeepSpeed would clip the normalised ones")
+    elif name == "muon" and settings.max_grad_norm:
+        raise UserError(
+            f"--optim muon with --max_grad_norm {settings.max_grad_norm}: under ZeRO DeepSpeed would clip the normalised "
+            "updates; use --max_grad_norm 0."
+        )
+    if (
+        name == "muon"
+        and settings.zero == "3"
+        and json_value(settings.deepspeed, "zero_optimization.reduce_scatter", True)
+    ):
+        settings.deepspeed = merge_json(settings.deepspeed, {"zero_optimization": {"reduce_scatter": False}})
+        settings.decisions.append("zero_optimization.reduce_scatter false: Muon at stage 3 needs whole gradients")
+    if name.startswith(("galore", "apollo")) and settings.optim_target_modules is None:
+        decide(settings, "optim_target_modules", "all-linear", f"the matrices that {name} projects")
+
+
+def arguments(settings) -> dict[str, str]:
+    """--optim_args as a dictionary.
+
+    Raises: UserError when it is not name=value,name=value.
+    """
+    pairs = [pair for pair in (settings.optim_args or "").replace(" ", "").split(",") if pair]
+    if any(pair.count("=") != 1 for pair in pairs):
+        raise UserError(f"--optim_args {settings.optim_args}: must be name=value,name=value.")
+    return dict(pair.split("=") for pair in pairs)
+
+
+def _choose_pure_bf16(settings, name: str, entry: OptimizerSpec | None, explicit: dict) -> None:
+    """bf16 weights, gradients and optimizer states, and no fp32 master copy anywhere."""
+    from zerofit.settings import decide
+
+    if not settings.bf16:
+        said = "--fp16 true" if settings.fp16 else "--bf16 false"
+        raise UserError(f"--pure_bf16 with {said}: pure bf16 is bf16 throughout; leave one of the two out.")
+    if settings.dtype not in ("auto", "bfloat16"):
+        raise UserError(f"--pure_bf16 with --dtype {settings.dtype}: the weights are bf16; leave --dtype out.")
+    if settings.offload != "none":
+        raise UserError(
+            f"--pure_bf16 with --offload {settings.offload}: DeepSpeed allows only its own CPU Adam there, which rounds "
+            "to the nearest and loses small updates; use one of the two."
+        )
+    if entry is not None and entry.rounding is None:
+        raise UserError(f"--pure_bf16 with --optim {name}: it needs an fp32 master copy; use adamw_torch_fused.")
+    if json_value(settings.deepspeed or {}, "data_types.grad_accum_dtype") not in (None, "bf16"):
+        raise UserError(
+            f"{settings.values.get('deepspeed')}: data_types.grad_accum_dtype makes DeepSpeed keep fp32 masters, but "
+            "--pure_bf16 is on: change one of them."
+        )
+    if settings.deepspeed is not None:
+        pure = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
+        settings.deepspeed = merge_json(settings.deepspeed, pure)
+    if name in ("adamw_torch_8bit", "adamw_torch_4bit") and "bf16_stochastic_round" not in arguments(settings):
+        parts = [settings.optim_args] if settings.optim_args else []
+        decide(settings, "optim_args", ",".join([*parts, "bf16_stochastic_round=True"]), "--pure_bf16")
+    stochastic = entry is not None and entry.rounding == "stochastic"
+    how = (
+        "weights are rounded stochastically, so that small updates arrive on average"
+        if stochastic
+        else f"{name} rounds to the nearest: changes below 1/512 of a weight are lost (adamw_torch_fused rounds "
+        "stochastically)"
+    )
+    settings.decisions.append(f"pure_bf16: no fp32 master copy of the weights; {how}")
+
+
+def name_for_transformers(settings) -> str:
+    """What TrainingArguments is told: it refuses names that it does not know."""
+    return "adamw_torch" if settings.optim in OURS else settings.optim
+
+
+def markdown() -> str:
+    """The table of docs/memory.md."""
+    lines = [
+        "| `--optim` | bytes of state a parameter | ZeRO stages | `--offload` | `--pure_bf16` rounds | needs | bundled task's "
+        "rate | notes |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, e in OPTIMIZERS.items():
+        needs = [f"`EXTRAS={e.extra}`"] * bool(e.extra) + ["CUDA"] * e.needs_cuda
+        cells = [
+            f"`{name}`", e.state_bytes, " ".join(e.stages), "yes" if e.offload else "no", e.rounding or "refused",
+            ", ".join(needs), f"{e.bundled_lr:g}", e.note,
+        ]  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    reasons = {e.why_not: [] for e in OPTIMIZERS.values() if e.why_not}
+    for name, e in OPTIMIZERS.items():
+        reasons.get(e.why_not, []).append(f"`{name}`")
+    lines += ["", "Refused, and why:", ""]
+    lines += [f"- {', '.join(names)}: {why}." for why, names in reasons.items()]
+    return "\n".join(lines)

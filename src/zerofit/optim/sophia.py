@@ -1,0 +1,140 @@
+"""Sophia-G (arXiv 2305.14342): momentum divided by a diagonal curvature estimate, each step clipped per weight.
+
+Algorithm 3 with the Gauss-Newton-Bartlett estimator (algorithm 2): every k steps, labels are sampled from the model's
+own predictions on the step's batch, and h takes in B * g * g, where g is the gradient of the mean loss over those B
+tokens.
+"""
+
+import contextlib
+
+import torch
+
+from zerofit.optim import bf16_adamw
+
+
+class SophiaG(torch.optim.Optimizer):
+    """m = b1 m + (1-b1) g;  h = b2 h + (1-b2) B g^2 every k steps;  w = (1 - lr wd) w - lr clip(m / max(gamma h, eps), 1).
+
+    Elementwise, so it works on whole parameters and on ZeRO's flat partitions. Weights and states keep the parameters'
+    type; bf16 ones (no fp32 master) are rounded stochastically.
+    """
+
+    def __init__(
+        self, params, lr=1e-4, betas=(0.96, 0.99), gamma=0.05, eps=1e-12, weight_decay=0.0, k=10, seed=0, part=0
+    ):
+        super().__init__(params, {"lr": lr, "betas": betas, "gamma": gamma, "eps": eps, "weight_decay": weight_decay})
+        self.k, self.noise = k, bf16_adamw.Noise(seed, part)
+        self.sampled_tokens = None  # set: the gradients are those of sampled labels, and step() only updates h
+
+    def _state(self, p) -> dict:
+        state = self.state[p]
+        if not state:
+            state |= {"step": 0, "exp_avg": torch.zeros_like(p), "hessian": torch.zeros_like(p)}
+        return state
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = closure() if closure is not None else None
+        update = self._update_weights if self.sampled_tokens is None else self._update_hessian
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.noise.number(p)  # also without a gradient: a resumed run must count alike
+                if p.grad is not None:
+                    update(group, p, self._state(p))
+        return loss
+
+    def _update_hessian(self, group, p, state) -> None:
+        self.noise.start(-1 - state["step"], p)
+        beta = group["betas"][1]
+        for g, h in bf16_adamw.chunks(p.grad, state["hessian"]):
+            g = g.float()
+            new = h.float().mul_(beta).addcmul_(g, g, value=(1 - beta) * self.sampled_tokens)
+            bf16_adamw.round_(h, new, self.noise.draw(h) & 0xFFFF if h.dtype == torch.bfloat16 else None)
+
+    def _update_weights(self, group, p, state) -> None:
+        state["step"] += 1
+        self.noise.start(state["step"], p)
+        lr, beta = float(group["lr"]), group["betas"][0]
+        for w, g, m, h in bf16_adamw.chunks(p, p.grad, state["exp_avg"], state["hessian"]):
+            m_new = m.float().lerp_(g.float(), 1 - beta)
+            ratio = (m_new / (group["gamma"] * h.float()).clamp_(min=group["eps"])).clamp_(-1, 1)
+            w_new = w.float().mul_(1 - lr * group["weight_decay"]).sub_(ratio, alpha=lr)
+            m.copy_(m_new)
+            bf16_adamw.round_(w, w_new, self.noise.draw(w) & 0xFFFF if w.dtype == torch.bfloat16 else None)
+
+
+def sampled_labels(logits: torch.Tensor, labels: torch.Tensor, seed: int) -> torch.Tensor:
+    """One token for each position, drawn from the softmax of its logits.
+
+    A row's draws depend on its supervised tokens and `seed` alone, so they are the same however padded rows fall into
+    ranks and micro batches. Args: logits (batch, tokens, vocabulary); labels (batch, tokens), -100 where nothing is
+    supervised. Returns: (batch, tokens).
+    """
+    drawn = []
+    for row, wanted in zip(logits, labels, strict=True):
+        place = torch.arange(1, len(wanted) + 1, device=wanted.device)
+        key = int((wanted.clamp(min=0) * place).sum())
+        generator = torch.Generator().manual_seed(hash((seed, key)) & 0x7FFFFFFF)
+        below = torch.rand(len(wanted), 1, generator=generator, dtype=torch.float64).to(row.device, torch.float32)
+        cumulative = row.float().softmax(-1).cumsum(-1)
+        drawn.append(torch.searchsorted(cumulative, below * cumulative[:, -1:]).squeeze(-1))
+    return torch.stack(drawn).clamp_(max=logits.shape[-1] - 1)
+
+
+def estimate_if_due(trainer, batches: list[dict]) -> None:
+    """At steps 1, k + 1, 2 k + 1 ...: `estimate`."""
+    if trainer.state.global_step % unwrapped(trainer.optimizer).k == 0:
+        estimate(trainer, batches)
+
+
+def estimate(trainer, batches: list[dict]) -> None:
+    """Let h take in one estimate from the micro batches of the coming step; all ranks call it.
+
+    Gradients of the sampled labels go the ordinary way (DDP's or DeepSpeed's reduction, ZeRO's partitions and, where
+    there is one, fp32 master), only the optimizer's step differs. Clipping is off for it: it would scale the estimate.
+    """
+    optimizer, net = unwrapped(trainer.optimizer), trainer.model_wrapped
+    ranks, steps = trainer.args.world_size, trainer.state.global_step
+    batches = [trainer._prepare_inputs(batch) for batch in batches]
+    tokens = sum((batch["labels"][:, 1:] != -100).sum() for batch in batches)
+    if ranks > 1:
+        torch.distributed.all_reduce(tokens)
+    engine = net if trainer.is_deepspeed_enabled else None
+    counters = {n: getattr(engine, n) for n in ("global_steps", "global_samples", "micro_steps")} if engine else {}
+    if engine:
+        clip, engine.optimizer.clip_grad = engine.optimizer.clip_grad, 0.0
+    optimizer.sampled_tokens = int(tokens)
+    net.train()
+    for i, batch in enumerate(batches):
+        last = i == len(batches) - 1
+        hold = contextlib.nullcontext() if engine or last else trainer.accelerator.no_sync(net)
+        with hold:
+            supervised = batch["labels"][:, 1:] != -100
+            inputs = {k: v for k, v in batch.items() if k != "labels"}
+            with trainer.compute_loss_context_manager():
+                logits = net(**inputs).logits
+            logits = logits[:, -batch["labels"].shape[1] : -1]  # virtual tokens of an adapter come first
+            labels = sampled_labels(logits.detach(), batch["labels"][:, 1:], trainer.args.seed + steps)
+            losses = torch.nn.functional.cross_entropy(logits[supervised].float(), labels[supervised], reduction="sum")
+            loss = losses * ranks / tokens  # the reduction divides by the ranks
+            if engine:
+                engine.set_gradient_accumulation_boundary(is_boundary=last)
+                engine.backward(loss, scale_wrt_gas=False)
+            else:
+                loss.backward()
+    if engine:
+        engine.step()
+        engine.optimizer.clip_grad = clip
+        for name, value in counters.items():
+            setattr(engine, name, value)
+    else:
+        optimizer.step()
+        net.zero_grad()
+    optimizer.sampled_tokens = None
+
+
+def unwrapped(optimizer) -> torch.optim.Optimizer:
+    """The SophiaG inside accelerate's and DeepSpeed's wrappers."""
+    while not isinstance(optimizer, SophiaG):
+        optimizer = optimizer.optimizer
+    return optimizer

@@ -1,0 +1,1 @@
+"""Before training: whether the job fits, and whether the data is right."""

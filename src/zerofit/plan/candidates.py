@@ -1,0 +1,340 @@
+"""The settings that a plan tries, in order, as flags and as predictions."""
+
+import itertools
+import math
+import os
+import shlex
+from dataclasses import dataclass, field
+
+from zerofit import command_line, hardware
+from zerofit.config import parse
+from zerofit.errors import EXIT_CODES, UserError
+from zerofit.hardware import GIB
+from zerofit.plan import formulas
+from zerofit.plan.formulas import Setting, Shape
+
+CONTEXT_BYTES = int(0.6 * GIB)  # CUDA context and kernels, outside the allocator (typical of CUDA 12/13)
+
+NCCL_BYTES = int(0.4 * GIB)  # NCCL's channels and buffers
+
+WORKSPACE_BYTES = 72 * 2**20  # cuBLAS: 32 MiB for each of two handles, and its lt workspace; counted by the allocator
+
+FRAGMENTATION = 0.03  # of the GPU: what the allocator cannot hand out
+
+CLEARLY_TOO_MUCH = 1.25  # what is above this share of the limit by formula is simulated only when nothing else fits
+
+KEPT_GATHERED = 1e9  # parameters that stage 3 keeps gathered (stage3_max_live_parameters): linear below and above
+
+FORMULA_MARGIN = 0.1  # added to what the closed forms say
+
+ESTIMATE = f"the exact check failed: {{}}; this is an estimate by formula, with a margin of {FORMULA_MARGIN:.0%}"
+
+SMALLER_STATES = [("--optim", "adamw_bnb_8bit"), ("--pure_bf16", "true")]
+
+UNNAMED = "not-named-yet"  # stands for --data, which a plan does not need
+
+
+@dataclass
+class Candidate:
+    """One setting with what is known about it. formula: bytes by part; answer: the ghost's, None: not asked."""
+
+    flags: list[str]
+    method: str
+    setting: Setting
+    formula: dict[str, float]
+    seconds: float
+    shape: Shape
+    answer: dict | None = None
+    failed: str = ""  # why the simulation could not be asked
+    change: tuple[str, ...] = ()  # of SMALLER_STATES
+
+    @property
+    def label(self) -> str:
+        s = self.setting
+        checkpointing = "" if not s.every else ", checkpointing" + (f" every {s.every}" if s.every > 1 else "")
+        checkpointing += " offloaded" if s.activation_offload else ""
+        hpz = f" with hpZ {s.hpz}" if s.hpz > 1 else ""
+        offload = "" if s.offload == "none" else f", offload {s.offload}{' to NVMe' * s.nvme}"
+        change = f", {' '.join(self.change)}" if self.change else ""
+        return f"{self.method} ZeRO-{s.zero}{hpz}{offload}{checkpointing}{change}, micro batch {s.micro}"
+
+    @property
+    def peak(self) -> int:
+        """Bytes: the allocator's peak, by the ghost or else by the closed forms with a margin."""
+        if self.answer:
+            return max(self.answer["total"].values()) + WORKSPACE_BYTES
+        return peak_by_formula(self.formula)
+
+    @property
+    def host_of_a_node(self) -> int:
+        """Bytes of host memory that a node's ranks need while they train, for what is offloaded."""
+        # fp32 weights, gradients and Adam's states, and a 16-bit buffer (stage_1_and_2.py, stage3.py); 16-bit weights
+        each = {"none": 0, "optimizer": 18, "all": 20}[self.setting.offload] * self.shape.trainable / self.setting.ranks
+        each = self.answer["host"] if self.answer else each
+        return 0 if self.setting.nvme else int(each * self.setting.of_a_node)
+
+    @property
+    def tokens_per_second(self) -> float:
+        s = self.setting
+        return s.tokens * s.accumulation * s.ranks / self.seconds
+
+
+def peak_by_formula(parts: dict[str, float]) -> int:
+    """Return the allocator's peak by the closed forms, with their margin."""
+    return int(sum(parts.values()) * (1 + FORMULA_MARGIN)) + WORKSPACE_BYTES
+
+
+@dataclass
+class Plan:
+    """gpu, limit: bytes that tensors may take; host_limit: bytes of a node's host memory, None: not known; chosen: None
+    when nothing fits; rejected: faster, and why not; node: GPUs of a machine; adapter: LoRA or QLoRA by formula, where full
+    fine-tuning is at the edge; disk_free: bytes for checkpoints, None: not known; kept: checkpoints, None: all."""
+
+    gpu: hardware.Gpu
+    ranks: int
+    limit: int
+    allowance: dict[str, int]
+    chosen: Candidate | None
+    rejected: list[tuple[Candidate, str]]
+    nearest: Candidate | None = None
+    would_do: int | None = None
+    longest: int | None = None
+    host_limit: int | None = None
+    seconds: float = 0.0
+    notes: list[str] = field(default_factory=list)
+    node: int = formulas.GPUS_OF_A_NODE
+    adapter: Candidate | None = None
+    disk_free: int | None = None
+    kept: int | None = None
+
+    @property
+    def nodes(self) -> int:
+        return math.ceil(self.ranks / self.node)
+
+
+class NothingFits(UserError):
+    """No setting fits into the GPU's memory."""
+
+    exit_code = EXIT_CODES["out of memory"]
+
+
+def methods_to_try(method: str, recipe: str, flags: list[str]) -> list[str]:
+    quantised = any(f.startswith(("--load_in_4bit", "--load-in-4bit")) for f in flags)
+    if not method:
+        return ["qlora" if quantised else recipe]
+    if method not in ("sft", "lora", "qlora", "auto"):
+        raise UserError(f"--method {method}: must be one of sft, lora, qlora, auto.")
+    return ["sft", "lora", "qlora"] if method == "auto" else [method]
+
+
+def recipe_of(method: str) -> str:
+    return "sft" if method == "sft" else "lora"
+
+
+def machines(ranks: int, node: int) -> str:
+    """The GPUs in words: "4", "2 nodes x 8"; "12 (2 nodes)" where they are not alike."""
+    nodes = math.ceil(ranks / node)
+    if nodes == 1:
+        return str(ranks)
+    return f"{ranks} ({nodes} nodes)" if ranks % nodes else f"{nodes} nodes x {ranks // nodes}"
+
+
+def candidates(
+    method: str, flags: list[str], ranks: int, gpu, change: tuple[str, ...] = (),
+    node: int = formulas.GPUS_OF_A_NODE,
+) -> list[Candidate]:  # fmt: skip
+    """All settings that the flags leave open, the fastest (by estimate) first.
+
+    Args: change: flags that are laid over them, of SMALLER_STATES; node: GPUs of a machine.
+    Raises: UserError when the flags themselves are wrong.
+    """
+    recipe, disk = recipe_of(method), command_line.value_of(flags, ("--offload_path",))
+    flags = [*planned_flags(flags, method), *change]
+    base = parse.parse(recipe, flags, ranks, gpu)
+    hpz = _hpz(base, ranks, node)
+    shape = shape_of(base)
+    fused, found, error = fused_losses(base, shape), [], None
+    for zero, (offload, nvme), (every, away), micro in itertools.product(*_open(base, ranks, disk)):
+        if not _sensible(zero, offload, ranks, base) or (nvme and zero != 3):
+            continue
+        own = _flags(flags, base, zero, offload, every, away, micro)
+        own = [*own, "--offload_path", disk] if nvme else own
+        try:
+            parse.parse(recipe, own, ranks, gpu)
+        except UserError as refused:
+            error = error or refused
+            continue
+        setting = Setting(zero, offload, every, micro, micro * base.max_length,
+                          base.effective_batch_size // (micro * ranks), ranks, away, nvme, node, hpz)  # fmt: skip
+        parts = formulas.memory(shape, setting, base, fused)
+        seconds = formulas.step_seconds(shape, setting, gpu, base.max_length)
+        found.append(Candidate(own, method, setting, parts, seconds, shape, change=change))
+    if not found:
+        raise error or UserError("these flags leave no setting to plan.")
+    return sorted(found, key=lambda c: (round(c.seconds, 4), c.setting.zero))
+
+
+def _hpz(settings, ranks: int, node: int) -> int:
+    """Ranks that share ZeRO++'s second copy; 1: there is none.
+
+    Raises: UserError for a copy that would lie on several nodes.
+    """
+    size = settings.zero_hpz_partition_size or 1
+    if ranks > node and node % size:
+        raise UserError(
+            f"--zero_hpz_partition_size {size}: its copies are gathered inside a node, so it must divide the {node} GPUs of "
+            f"a node of this plan (best: {node}); NODES= and GPUS= say which these are."
+        )
+    return size
+
+
+def planned_flags(flags: list[str], method: str) -> list[str]:
+    """The flags with what a plan of this method adds to them."""
+    from zerofit import command_line
+
+    flags = without_flags(flags, "--zero", "auto")
+    if not _names(flags, "--offload"):  # candidates() lays the disk over what offloads to it
+        flags = command_line.drop(flags, "--offload_path")
+    if method == "qlora" and not any(f.startswith(("--load_in_4bit", "--load-in-4bit")) for f in flags):
+        flags = [*flags, "--load_in_4bit", "true"]
+    if _names(flags, "--model") and not _names(flags, "--data"):
+        flags = [*flags, "--data", UNNAMED]  # rows are never opened
+    return flags
+
+
+def shape_of(settings) -> Shape:
+    from zerofit.model import quantization
+    from zerofit.model.load import check, load_config, weight_dtype
+
+    try:
+        net = check(settings)
+    except NotImplementedError as error:
+        raise UserError(f"--model {settings.model}: cannot be built without weights: {error}.") from None
+    config = load_config(settings)
+    fp32 = settings.precision == "fp32" or (settings.deepspeed is None and weight_dtype(settings) == "float32")
+    return formulas.shape(config, net, {4: 0.55, 8: 1.0}.get(quantization.bits(settings), 4.0 if fp32 else 2.0))
+
+
+_FIXED = ("flag", "deepspeed JSON")
+
+
+def _open(base, ranks: int, disk: str | None) -> tuple[list, list, list, list]:
+    """(stages, offloads, checkpointing, micro batches) to try; one each where the user has said it.
+
+    Offload is (what, whether to a disk: where --offload_path names one); checkpointing is (every n-th layer or 0,
+    whether what it keeps goes to host memory).
+    """
+
+    def said(name: str) -> bool:
+        source = base.source[name]
+        return source in _FIXED or source.startswith("preset") or source == base.config
+
+    stages = [int(base.zero)] if said("zero") else [0, 1, 2, 3]
+    if said("offload"):
+        offloads = [(base.offload, bool(disk))]
+    else:
+        offloads = [("none", False), ("optimizer", False), ("all", False)]
+        offloads += [("optimizer", True), ("all", True)] * bool(disk)
+    if any(said(n) for n in ("gradient_checkpointing", "gradient_checkpointing_every", "activation_offload")):
+        every = base.gradient_checkpointing_every if base.gradient_checkpointing else 0
+        checkpointing = [(every, base.activation_offload)]
+    else:
+        checkpointing = [(0, False), (2, False), (1, False), (1, True)]
+    per_rank = base.effective_batch_size // ranks
+    if said("per_device_train_batch_size"):
+        micros = [base.per_device_train_batch_size]
+    else:
+        micros = [n for n in range(1, min(per_rank, 64) + 1) if per_rank % n == 0]
+    return stages, offloads, checkpointing, micros
+
+
+def _sensible(zero: int, offload: str, ranks: int, base) -> bool:
+    if (offload == "all" and zero != 3) or (offload != "none" and zero == 0):
+        return False
+    if ranks == 1 and zero in (1, 2, 3) and offload == "none" and base.source["zero"] != "flag":
+        return base.precision != "fp32" and zero == 1  # 16-bit weights with a master; nothing else to shard
+    return True
+
+
+def _flags(flags: list[str], base, zero: int, offload: str, every: int, away: bool, micro: int) -> list[str]:
+    """The recipe's command line of one candidate."""
+    from zerofit import command_line
+
+    own = command_line.drop(flags, "--zero", "--offload", "--per_device_train_batch_size", "--gradient_accumulation_steps",
+                     "--effective_batch_size", "--probe", "--offload_path")  # fmt: skip
+    own += ["--zero", str(zero), "--offload", offload, "--per_device_train_batch_size", str(micro),
+            "--effective_batch_size", str(base.effective_batch_size)]  # fmt: skip
+    if not any(f.replace("-", "_").startswith(("__gradient_checkpointing", "__activation_offload")) for f in own):
+        own += ["--gradient_checkpointing", str(bool(every)).lower()]
+        own += ["--gradient_checkpointing_every", str(every)] if every > 1 else []
+        own += ["--activation_offload", "true"] if away else []
+    return own
+
+
+def _names(flags: list[str], name: str) -> bool:
+    return any(f == name or f.startswith(f"{name}=") for f in flags)
+
+
+def without_flags(flags: list[str], name: str, value: str) -> list[str]:
+    """The flags without `name value`: --zero auto is what a plan decides."""
+    for i, word in enumerate(flags):
+        if word == name and flags[i + 1 : i + 2] == [value]:
+            return [*flags[:i], *flags[i + 2 :]]
+        if word == f"{name}={value}":
+            return [*flags[:i], *flags[i + 1 :]]
+    return flags
+
+
+def fused_losses(settings, shape: Shape) -> bool:
+    """Whether the loss is made without the logits."""
+    return settings.fused_loss != "false" and (settings.fused_loss == "true" or shape.vocabulary >= 32_000)
+
+
+def setting_of(settings) -> Setting:
+    every = settings.gradient_checkpointing_every if settings.gradient_checkpointing else 0
+    micro = settings.per_device_train_batch_size
+    node = int(os.environ.get("LOCAL_WORLD_SIZE") or formulas.GPUS_OF_A_NODE)
+    return Setting(int(settings.zero), settings.offload, every, micro, micro * settings.max_length,
+                   settings.gradient_accumulation_steps, settings.world_size, settings.activation_offload,
+                   bool(settings.offload_path), node, settings.zero_hpz_partition_size or 1)  # fmt: skip
+
+
+def flags_for_simulation(flags: list[str]) -> list[str]:
+    """Without what does not change memory, so that the answer is found again."""
+    from zerofit import command_line
+
+    return command_line.drop(flags, "--dry_run", "--show", "--gpu", "--gpus", "--force", "--output_dir", "--memory_limit",
+                      "--resume_from_checkpoint", "--on_oom", "--max_restarts", "--hang_timeout", "--on_nan",
+                      "--max_nan_steps", "--canary", "--resume_anyway")  # fmt: skip
+
+
+def _with_values(flags: list[str]) -> list[list[str]]:
+    """Return each flag of the command line with its values."""
+    found: list[list[str]] = []
+    for word in flags:
+        if word.startswith("--") or not found:
+            found.append([])
+        found[-1].append(word)
+    return found
+
+
+def command(candidate: Candidate, ranks: int) -> str:
+    """The `make` line that runs it; on several nodes that of the first one."""
+    nodes, rest = candidate.setting.nodes, []
+    words = {"GPUS": str(ranks)}
+    if nodes > 1 and ranks % nodes == 0:
+        words = {"GPUS": str(ranks // nodes), "NNODES": str(nodes), "NODE_RANK": "0", "MASTER_ADDR": "name-of-node-0"}
+    for flag in _with_values(candidate.flags):
+        name, _, value = flag[0].partition("=")
+        name, values = name.lstrip("-").replace("-", "_"), [*([value] if value else []), *flag[1:]]
+        if name in ("zero", "offload", "model", "data", "config") and len(values) == 1:
+            words[name.upper()] = values[0]
+        else:  # --data with several files, too: a make variable holds one
+            rest += flag
+    if words.get("DATA") == UNNAMED:
+        words["DATA"] = "your.jsonl"
+    if words.get("OFFLOAD") == "none":
+        del words["OFFLOAD"]
+    recipe = recipe_of(candidate.method)
+    more = f" ARGS={shlex.quote(shlex.join(rest))}" if rest else ""
+    return f"make {recipe} " + " ".join(f"{k}={shlex.quote(v)}" for k, v in words.items()) + more

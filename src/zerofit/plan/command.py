@@ -1,0 +1,109 @@
+"""`zerofit plan`: whether a job fits, and the fastest setting that does."""
+
+import argparse
+import math
+import shutil
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from zerofit import hardware
+from zerofit.config import parse
+from zerofit.errors import UserError
+from zerofit.hardware import GIB
+from zerofit.plan import candidates, formulas, search
+
+# --- the command ---
+
+
+def main(argv: list[str]) -> None:
+    """`zerofit plan`: see --help. Prints the plan and writes plan.json, plan.md and plan.png.
+
+    Raises: UserError for the user's mistakes; NothingFits (exit code 3) when no setting does.
+    """
+    parser = argparse.ArgumentParser(
+        prog="zerofit plan", allow_abbrev=False,
+        description="Whether a job fits and what is fastest, before anything is downloaded or allocated. Only the model's "
+        "config.json is needed. What you leave open is searched; every flag of the recipe works too.",
+    )  # fmt: skip
+    parser.add_argument("--recipe", default="sft", help="sft or lora (default sft)")
+    parser.add_argument("--method", default="", help="sft, lora, qlora or auto (the first of them that fits)")
+    parser.add_argument("--gpus", default="1", help="GPUs of all machines together; with --nodes those of each")
+    parser.add_argument("--nodes", default="", help="machines with --gpus GPUs each (default: as many as --gpus needs at "
+                        f"{formulas.GPUS_OF_A_NODE} each)")  # fmt: skip
+    parser.add_argument("--node_link_gbs", default="", help="GB/s one way that each GPU has to other nodes, all adapters of a "
+                        f"node over its GPUs (default {hardware.NODE_LINK_GBS:g}: 400 Gbit/s a GPU)")  # fmt: skip
+    parser.add_argument("--gpu", default="", help="a GPU of the table, or detect (default: this machine's)")
+    parser.add_argument("--host_memory", default="", help="GiB of a node's host memory (default: this machine's with "
+                        "--gpu detect, else not looked at)")  # fmt: skip
+    parser.add_argument("--out", default="", help="folder for plan.json, plan.md, plan.png (default runs/plan-<time>)")
+    parser.add_argument("--args", default="", help="more recipe flags in one string, split like a shell would")
+    given, flags = parser.parse_known_args(argv)
+    flags, ranks = parse.command_line(given.recipe, flags, given.args, given.gpus)
+    ranks, node = _machines(given.nodes, ranks)
+    if {"--help", "-h"} & set(flags):
+        parser.print_help()
+        return
+    methods = candidates.methods_to_try(given.method, given.recipe, flags)
+    gpu = _with_node_link(hardware.find(given.gpu or "detect", min(ranks, node)), given.node_link_gbs)
+    if sentence := hardware.note(gpu):
+        print(sentence, flush=True)
+    from zerofit.paths import nearest_existing
+    from zerofit.plan import report
+
+    folder = Path(given.out or Path("runs") / f"plan-{time.strftime('%Y%m%d-%H%M%S')}").expanduser()
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"--out {folder}: is a file; name a folder.")
+    here = given.gpu in ("", "detect")
+    host_limit = _host_limit(given.host_memory, here)
+    plan = search.search(methods, flags, ranks, gpu, lambda text: print(text, flush=True), host_limit, node)
+    plan.adapter = search.adapter_instead(plan, methods, flags)
+    if here:
+        plan.disk_free = shutil.disk_usage(nearest_existing(folder)).free
+    print(report.text(plan))
+    try:
+        report.write(plan, folder)
+    except OSError as error:
+        raise UserError(
+            f"--out {folder}: the plan cannot be written there: {error.strerror}; name another folder."
+        ) from None
+    print(f"\n{folder}/plan.md, plan.json, plan.png")
+    if plan.chosen is None:
+        raise candidates.NothingFits(report.nothing_fits(plan))
+
+
+def _machines(nodes: str, gpus: int) -> tuple[int, int]:
+    """(GPUs of all machines, GPUs of one)."""
+    if not nodes:
+        return gpus, formulas.GPUS_OF_A_NODE
+    if not nodes.isdigit() or int(nodes) < 1:
+        raise UserError(f"NODES={nodes}: must be a whole number of 1 or more machines, each with GPUS={gpus} GPUs.")
+    return int(nodes) * gpus, gpus
+
+
+def _with_node_link(gpu: hardware.Gpu, text: str) -> hardware.Gpu:
+    if not text:
+        return gpu
+    try:
+        if 0 < (speed := float(text)) < math.inf:
+            return replace(gpu, node_gbs=speed)
+    except ValueError:
+        pass
+    raise UserError(
+        f"--node_link_gbs {text}: must be a number of GB/s above 0: what the network between the machines of NODES= gives "
+        "each GPU, one way."
+    )
+
+
+def _host_limit(text: str, here: bool) -> int | None:
+    """Bytes of a node's host memory."""
+    import psutil
+
+    if not text:
+        return psutil.virtual_memory().total if here else None
+    try:
+        if 0 < (size := float(text)) < math.inf:
+            return int(size * GIB)
+    except ValueError:
+        pass
+    raise UserError(f"--host_memory {text}: must be a number of GiB.")

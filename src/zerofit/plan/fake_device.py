@@ -1,0 +1,319 @@
+"""Replace what a simulated rank cannot use: the GPU, the other ranks, kernels that need values."""
+
+import contextlib
+import importlib
+
+
+def fake_other_ranks(deepspeed) -> None:
+    """Checks that compare ranks, or values, would end on what the fake group leaves in the buffers."""
+    from deepspeed.runtime.zero import partition_parameters, partitioned_param_coordinator, stage3, stage_1_and_2
+
+    for module in (partition_parameters, partitioned_param_coordinator, stage3):
+        module.assert_ints_same_as_other_ranks = lambda *args, **kwargs: None
+    for module in (stage3, stage_1_and_2):
+        module.is_invalid_grad_norm = lambda norm: False
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # an inference op, compiled for a minute
+
+
+def register_gpu(free_bytes) -> None:
+    """A device "gpu" that no machine has: its tensors are the GPU's, those of "cpu" the host's.
+
+    Args: free_bytes: a function of no arguments, what is left of the planned GPU. DeepSpeed flattens the weights of stages 1
+        and 2 there when they fit twice, else in host memory (runtime/zero/stage_1_and_2.py); without this it would ask how
+        much memory the planning machine has.
+    """
+    import torch
+    from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
+
+    class Backend(_DummyBackendModule):
+        def get_amp_supported_dtype(self):
+            return [torch.bfloat16, torch.float16, torch.float32]
+
+    _setup_privateuseone_for_python_backend("gpu", backend_module=Backend())
+    _register_autocast()
+    from deepspeed.accelerator import set_accelerator
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+    from zerofit import allocator
+
+    typed = {"ByteTensor": torch.uint8, "FloatTensor": torch.float32, "HalfTensor": torch.float16,
+             "BFloat16Tensor": torch.bfloat16, "IntTensor": torch.int32, "LongTensor": torch.int64,
+             "DoubleTensor": torch.float64}  # fmt: skip
+
+    class Accelerator(CPU_Accelerator):
+        def device_name(self, device_index=None):
+            return "gpu" if device_index is None else "gpu:0"
+
+        def current_device(self):
+            return 0
+
+        def current_device_name(self):
+            return "gpu:0"
+
+        def is_fp16_supported(self):
+            return True
+
+        def pin_memory(self, tensor, *args, **kwargs):
+            # torch pins by a copy; both live until the source dies
+            size = tensor.numel() * tensor.element_size()
+            block = torch.empty(allocator.pinned_bytes(size), dtype=torch.uint8, device="cpu")
+            return block[:size].view(tensor.dtype).view(tensor.shape)
+
+        def available_memory(self, device_index=None):
+            return free_bytes()
+
+        def on_accelerator(self, tensor):
+            return tensor.device.type == "gpu"
+
+        def __getattribute__(self, name):
+            if name in typed:
+                return lambda *size: _typed(torch, typed[name], *size)
+            return super().__getattribute__(name)
+
+    set_accelerator(Accelerator())
+    plain = torch.tensor
+
+    def tensor(data, *args, device=None, **kwargs):
+        """A constant on a device that has no kernels: its shape is what counts."""
+        if device is None or torch.device(device).type != "gpu":
+            return plain(data, *args, device=device, **kwargs)
+        shape = plain(data, *args, **kwargs)
+        return torch.empty(shape.shape, dtype=shape.dtype, device="gpu:0")
+
+    from deepspeed.runtime.zero import partition_parameters
+
+    torch.tensor = partition_parameters._orig_torch_tensor = tensor  # zero.Init puts its own aside and back
+
+
+_HALF = ("linear", "matmul", "mm", "addmm", "bmm", "baddbmm", "mv", "addmv")
+
+_SINGLE = (
+    "layer_norm",
+    "softmax.int",
+    "log_softmax.int",
+    "nll_loss",
+    "nll_loss_nd",
+    "cross_entropy_loss",
+    "pow.Tensor_Scalar",
+)
+
+_casts = []  # the autocast cache of device "gpu", and the registrations, which live as long as this process
+
+
+def _register_autocast() -> None:
+    """Autocast for device "gpu" as CUDA has it (aten/src/ATen/autocast_mode.h): what is cast, and what is kept.
+
+    Half-precision copies of the weights live until the outermost autocast region ends.
+    """
+    import torch
+
+    key = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
+    everything = torch.library.Library("_", "IMPL", "AutocastPrivateUse1")
+    everything.fallback(torch.library.fallthrough_kernel)
+    kept, library, clear = {}, torch.library.Library("aten", "IMPL", "AutocastPrivateUse1"), torch.clear_autocast_cache
+
+    def cast(value, dtype):
+        if not (isinstance(value, torch.Tensor) and value.is_floating_point()) or value.dtype in (dtype, torch.float64):
+            return value
+        if dtype == torch.float32 or not (value.requires_grad and value.is_leaf and value.dtype == torch.float32):
+            return value.to(dtype)
+        if id(value) not in kept:
+            kept[id(value)] = value.to(dtype)
+        return kept[id(value)]
+
+    def register(name, single):
+        packet = getattr(torch.ops.aten, name.split(".")[0])
+        operation = getattr(packet, name.partition(".")[2] or "default")
+
+        def with_casts(*args, **kwargs):
+            dtype = torch.float32 if single else torch.get_autocast_dtype("gpu")
+            with torch._C._ExcludeDispatchKeyGuard(key):
+                args = [cast(value, dtype) for value in args]
+                return operation(*args, **{name: cast(value, dtype) for name, value in kwargs.items()})
+
+        library.impl(name, with_casts)
+
+    for name in (*_HALF, *_SINGLE):
+        register(name, name in _SINGLE)
+
+    def forget():
+        kept.clear()
+        clear()
+
+    torch.clear_autocast_cache = forget
+    _casts.extend([everything, library])
+
+
+def _typed(torch, dtype, *size):
+    if size and isinstance(size[0], int):
+        return torch.empty(size, dtype=dtype, device="gpu:0")
+    return torch.tensor(size[0] if size else [], dtype=dtype, device="gpu:0")
+
+
+def without_values(padded: bool, row: int) -> None:
+    """Decisions of the libraries that read numbers, taken as a real batch of rows of `row` tokens would have them taken.
+
+    inference_mode becomes no_grad: the same bytes, and its operations reach _answers in their plain form.
+    """
+    import torch
+    import transformers.masking_utils as masks
+
+    from zerofit.model import attention as model_attention
+    from zerofit.model import fused_loss
+
+    torch.Generator = _generator_class(torch.Generator)
+    # torch's optimizers choose their foreach form by the parameters' exact type.
+    importlib.import_module("torch.optim.optimizer")._foreach_supported_types.append(
+        torch._subclasses.fake_tensor.FakeTensor
+    )
+    torch.inference_mode = lambda mode=True: torch.set_grad_enabled(not mode and torch.is_grad_enabled())
+    masks.find_packed_sequence_indices = lambda position_ids: None
+    masks.is_tracing = lambda *args, **kwargs: False
+    masks.fast_all = lambda mask: not padded
+    model_attention.spans = lambda bounds: [(i * row, (i + 1) * row) for i in range(bounds[1:].numel())]
+    fused_loss.logit_form = with_numbers(fused_loss.logit_form)
+    torch.nn.Module._apply = _apply
+    torch.nn.parallel.DistributedDataParallel = _distributed_data_parallel()
+
+
+def _generator_class(plain):
+    """torch.Generator for a device without kernels. A class, since modules that are imported later annotate with it."""
+
+    class Generator(plain):
+        def __new__(cls, device=None):
+            return super().__new__(cls)
+
+    return Generator
+
+
+def with_numbers(function):
+    """`function` on real tensors, which it makes itself, in the middle of a run without memory."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    def run(*args, **kwargs):
+        with _disable_current_modes():
+            return function(*args, **kwargs)
+
+    return run
+
+
+def _apply(module, change, recurse=True):
+    """nn.Module._apply (to, bfloat16 ...) for parameters without memory, which torch would swap and cannot."""
+    for part in module.modules():
+        for parameter in part._parameters.values():
+            if parameter is not None:
+                new = change(parameter.data)
+                if (new.dtype, new.device) != (parameter.dtype, parameter.device):
+                    parameter.data = new
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                buffer.constant = None  # a number that fake tensors remember, and would compute with
+                part._buffers[name] = change(buffer)
+    return module
+
+
+def answers_for_collectives(tokens: int, rows: int):
+    """What a number read from a tensor is: 1.0 (a loss, a norm), 0 (an overflow counter), False (an overflow).
+
+    Args: tokens, rows: of a micro batch; all labels count but the first of each row, which nothing predicts.
+    """
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Answers(TorchDispatchMode):
+        def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+            if operation is torch.ops.aten._local_scalar_dense.default:
+                dtype = args[0].dtype
+                return False if dtype == torch.bool else 1.0 if dtype.is_floating_point else 0
+            if operation is torch.ops.aten.nonzero.default:  # which labels count: all of them
+                count = args[0].numel() - (rows if args[0].numel() == tokens else 0)
+                return args[0].new_empty((count, args[0].ndim), dtype=torch.long)
+            if operation is torch.ops.aten.index.Tensor and args[1][0].dtype == torch.bool and len(args[1]) == 1:
+                mask = args[1][0]
+                return args[0].new_empty(mask.numel(), *args[0].shape[mask.ndim :])
+            if operation is torch.ops.aten.allclose.default:
+                return True
+            return operation(*args, **(kwargs or {}))
+
+    return Answers()
+
+
+def _distributed_data_parallel():
+    """DistributedDataParallel reads its tensors in C++; this one holds the memory that it holds."""
+    import torch
+
+    class DistributedDataParallel(torch.nn.Module):
+        def __init__(self, module, *args, **kwargs):
+            super().__init__()
+            self.module = module
+            trained = [p for p in module.parameters() if p.requires_grad]
+            # One storage for each type stands for the buckets, of which the gradients are views (ddp.apply).
+            self.buckets, at = {}, {}
+            for p in trained:
+                at.setdefault(p.dtype, []).append(p)
+            for dtype, parameters in at.items():
+                self.buckets[dtype] = torch.zeros(
+                    sum(p.numel() for p in parameters), dtype=dtype, device=parameters[0].device
+                )
+                offset = 0
+                for p in parameters:
+                    self._hook(p, self.buckets[dtype][offset : offset + p.numel()].view(p.shape))
+                    offset += p.numel()
+
+        def _hook(self, parameter, view):
+            def into_bucket(p):
+                p.grad = view
+
+            parameter.register_post_accumulate_grad_hook(into_bucket)
+
+        def forward(self, *args, **kwargs):
+            return self.module(*args, **kwargs)
+
+        @contextlib.contextmanager
+        def no_sync(self):
+            yield
+
+    return DistributedDataParallel
+
+
+def attention_stand_in(name: str) -> None:
+    """Flash attention's saved tensors, output and workspaces, without its numbers (flash_api.cpp of FlashAttention 2).
+
+    It saves q, k, v, the output and one fp32 number a query; its backward accumulates dq in fp32.
+    """
+    import torch
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    if name == "eager":
+        return
+
+    class Flash(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, q, k, v):  # (rows, heads, tokens, head_dim) views of (rows, tokens, heads, head_dim)
+            rows, heads, tokens, _ = q.shape
+            out = q.new_empty(rows, tokens, heads, v.shape[-1]).transpose(1, 2)
+            ctx.save_for_backward(q, k, v, out, q.new_empty(rows, heads, tokens, dtype=torch.float32))
+            return out
+
+        @staticmethod
+        def backward(ctx, upstream):
+            q, k, v, _, _ = ctx.saved_tensors
+            rows, heads, tokens, size = q.shape
+            tokens, size = -(-tokens // 128) * 128, -(-size // 32) * 32
+            dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+            work = [q.new_empty(rows, heads, tokens, dtype=torch.float32),
+                    q.new_empty(rows, tokens, heads, size, dtype=torch.float32)]  # fmt: skip
+            if k.shape[1] != heads:  # one gradient a query head, summed afterwards
+                work += [k.new_empty(rows, k.shape[2], heads, x.shape[-1]) for x in (k, v)]
+            del work
+            return dq, dk, dv
+
+    def attention(module, query, key, value, mask, *args, **kwargs):
+        kind = query.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else value.dtype
+        out = Flash.apply(query.to(dtype), key.to(dtype), value.to(dtype))
+        return out.transpose(1, 2).contiguous(), None
+
+    AttentionInterface.register(name, attention)
+    if name != "sdpa":
+        AttentionMaskInterface.register(name, lambda *args, **kwargs: None)

@@ -1,0 +1,338 @@
+"""Memory and time of a training step in closed form: what prunes the planner's search and explains its answer.
+
+Bytes follow transformers' eager models and DeepSpeed 0.19 (runtime/zero/stage_1_and_2.py, stage3.py); the ghost run
+decides. Times are estimates from data sheets and the efficiencies below.
+"""
+
+import math
+from dataclasses import dataclass
+
+from zerofit.hardware import Gpu
+from zerofit.optim import registry
+
+# What of a data sheet a training step gets. Rough on purpose: they order the candidates, nothing else.
+MATRIX_EFFICIENCY = 0.5
+
+LINK_EFFICIENCY = 0.7
+
+OVERLAPPED = 0.5  # of the communication that runs beside arithmetic
+
+GPUS_OF_A_NODE = 8
+
+# Microseconds that a call of NCCL takes before and beside its bytes: hwLat and baseLat (LL128) of NCCL's own cost model,
+# github.com/NVIDIA/nccl src/graph/tuning.cc.
+RING_HOP = {"within": 1.9, "across": 4.0}
+
+TREE_HOP = {"within": 1.25, "across": 8.5}
+
+CALL = 14.0
+
+MATRICES_OF_A_LAYER = 7  # of Llama; buckets hold hidden_size squared numbers, so nearly each is gathered by itself
+
+DDP_BUCKET = 25 * 2**20  # bytes; torch's DistributedDataParallel
+
+PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers")
+
+CPU_ADAM_GBS = 25.0  # host memory bandwidth that a rank's CPU Adam gets
+
+NVME_GBS = 5.0  # of a node's disk, one way
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model by its numbers. trainable, frozen: parameters; frozen_bytes: of a frozen base as it is stored."""
+
+    trainable: int
+    frozen: int
+    largest: int
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocabulary: int
+    frozen_bytes: float = 2.0
+
+    @property
+    def parameters(self) -> int:
+        return self.trainable + self.frozen
+
+
+def shape(config, net, frozen_bytes: float = 2.0) -> Shape:
+    """Args: config: the model's config.json; net: the model with its adapter, on the meta device."""
+    text = config.get_text_config()
+
+    def first(*names, default):
+        return next((v for v in (getattr(text, n, None) for n in names) if isinstance(v, int) and v), default)
+
+    hidden = first("hidden_size", "n_embd", "d_model", default=1)
+    heads = first("num_attention_heads", "n_head", default=1)
+    sizes = [(p.numel(), p.requires_grad) for p in net.parameters()]
+    return Shape(
+        trainable=sum(n for n, trained in sizes if trained),
+        frozen=sum(n for n, trained in sizes if not trained),
+        largest=max(n for n, trained in sizes if trained),
+        hidden=hidden,
+        layers=first("num_hidden_layers", "n_layer", default=1),
+        heads=heads,
+        kv_heads=first("num_key_value_heads", default=heads),
+        head_dim=first("head_dim", default=hidden // heads),
+        intermediate=first("intermediate_size", "n_inner", "ffn_dim", default=4 * hidden),
+        vocabulary=text.vocab_size,
+        frozen_bytes=frozen_bytes,
+    )
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is searched. every: 0 keeps all activations, n recomputes every n-th layer; tokens: of a micro batch;
+    activation_offload: what recomputed layers keep is in host memory; nvme: what is offloaded is on a disk; node: GPUs of
+    one machine; hpz: ranks that share ZeRO++'s second copy of the parameters, 1: there is none."""
+
+    zero: int
+    offload: str
+    every: int
+    micro: int
+    tokens: int
+    accumulation: int
+    ranks: int
+    activation_offload: bool = False
+    nvme: bool = False
+    node: int = GPUS_OF_A_NODE
+    hpz: int = 1
+
+    @property
+    def nodes(self) -> int:
+        return math.ceil(self.ranks / self.node)
+
+    @property
+    def of_a_node(self) -> int:
+        """GPUs of one machine that take part."""
+        return min(self.ranks, self.node)
+
+
+def activations(s: Shape, setting: Setting, fused: bool) -> tuple[dict[str, float], dict[str, float]]:
+    """Bytes at the loss, and while the last checkpointed layer is computed again: {"activations", "logits"} each.
+
+    Of Llama-like layers in 16 bits, without dropout.
+    """
+    q, k = s.heads * s.head_dim, s.kv_heads * s.head_dim
+    layer = 16 * s.hidden + 4 * q + 4 * k + 4 * s.heads + 8 + 8 * s.intermediate
+    if s.frozen:  # a frozen product keeps no input; adapted ones keep theirs
+        layer -= 2 * s.hidden
+    recomputed = math.ceil(s.layers / setting.every) if setting.every else 0
+    stored = 0 if setting.activation_offload else 2 * s.hidden
+    kept = recomputed * stored + (s.layers - recomputed) * layer
+    at_loss = setting.tokens * (kept + 8 * s.hidden + 4)
+    logits = setting.tokens * 12 * s.vocabulary
+    if fused:
+        rows = max(256, min(4096, 2**30 // (4 * s.vocabulary) // 64 * 64, setting.tokens))
+        logits = 6 * rows * s.vocabulary + 2 * setting.tokens * s.hidden
+        logits += 0 if s.frozen else 2 * s.vocabulary * s.hidden
+    again = setting.tokens * (layer + 4 * s.intermediate + 4 * s.hidden) if recomputed else 0
+    return {"activations": at_loss, "logits": logits}, {"activations": setting.tokens * kept + again}
+
+
+def memory(s: Shape, setting: Setting, settings, fused: bool) -> dict[str, float]:
+    """Bytes on one GPU by part, at the highest of four moments: loading, the loss, the end of the backward, the step.
+
+    Returns: {"parameters", "gradients", "optimizer", "activations", "logits", "buffers"}.
+    """
+    n, zero, trained = setting.ranks, setting.zero, s.trainable
+    weight, gradient, optimizer = _widths(settings, zero)
+    share = [1 / n if zero >= stage else 1 for stage in (3, 2, 1)]
+    states = {
+        "parameters": s.frozen * s.frozen_bytes * share[0] + trained * weight * share[0],
+        "optimizer": trained * optimizer * share[2],
+    }
+    if setting.offload != "none":
+        states["optimizer"] = 0.0
+    if setting.offload == "all":
+        states["parameters"] = s.hidden * 4.0  # what is too small to be shared out
+    if setting.hpz > 1:  # the second copy, made by the first forward and dropped after the step
+        states["parameters"] += 2.0 * s.parameters / setting.hpz
+    whole, own = gradient * trained, gradient * trained / n  # gradients of all, and of this rank's share
+    if setting.offload != "none" and zero >= 2:
+        own = 0.0
+    several = setting.accumulation > 1
+    before = {0: whole if several or n > 1 else 0, 1: whole if several else 0, 2: 2 * own * several, 3: own}[zero]
+    after = {0: whole, 1: whole + own, 2: own, 3: own}[zero]
+    work = _work(s, setting, weight)
+    at_loss, again = activations(s, setting, fused)
+    moments = [
+        states | {"gradients": before, "buffers": work} | at_loss,
+        states | {"gradients": before, "buffers": work} | again,
+        states | {"gradients": after, "buffers": work + 2 * s.largest + _foreach_copies(s, settings, zero, weight)},
+    ]
+    if setting.offload == "none" and zero:
+        # Gradients flattened and copied to fp32 in pieces of at most 1e9 numbers (stage 3), all at once (1 and 2).
+        piece = min(trained / n, 1e9) if zero == 3 else trained / n
+        moments.append(states | {"gradients": own, "buffers": (6 if weight == 2 else 4) * piece})
+    if zero in (1, 2):  # the weights twice: as loaded, and flat, which is made in host memory where the GPU has no room
+        flat = 2 * weight * trained + s.frozen * s.frozen_bytes
+        gpu = settings.planned_gpu
+        if gpu is None or flat <= gpu.memory_gib * 2**30:
+            moments.append({"parameters": flat})
+    highest = max(moments, key=lambda parts: sum(parts.values()))
+    return {part: highest.get(part, 0.0) for part in PARTS}
+
+
+def _widths(settings, zero: int) -> tuple[float, float, float]:
+    """Bytes a trained parameter takes as weight, gradient and optimizer state with its master copy."""
+    entry = registry.OPTIMIZERS.get(settings.optim)
+    width = float(entry.state_bytes) if entry and _is_number(entry.state_bytes) else 8.0
+    if settings.pure_bf16:
+        return 2, 2, width / 2 if width == 8 else width
+    if (
+        zero == 0 and settings.recipe == "sft" and settings.dtype in ("bfloat16", "float16")
+    ):  # no fp32 master: states in the weights' type too
+        return 2, 2, width / 2 if width == 8 else width
+    if zero == 0:
+        return 4, 4, width
+    return (2, 2, 4 + width) if settings.precision != "fp32" else (4, 4, 4 + width)
+
+
+def _foreach_copies(s: Shape, settings, zero: int, weight: float) -> float:
+    """Bytes of the temporaries that torch's optimizers make of all parameters at once, where they are not fused."""
+    return weight * s.trainable if zero == 0 and settings.optim == "adamw_torch" else 0.0
+
+
+def _work(s: Shape, setting: Setting, weight: float) -> float:
+    """Buckets and copies beside the model states, while a layer is computed."""
+    if setting.zero == 0:
+        return 2.0 * s.trainable if weight == 4 else 0.0  # autocast's 16-bit copies
+    bucket = 2.0 * s.hidden * s.hidden
+    if setting.zero < 3:
+        return bucket
+    # Gathered: what is used again within 1e9 numbers stays (stage3_max_reuse_distance).
+    return min(2.0 * s.parameters, 2.0 * s.vocabulary * s.hidden + 1e9) + bucket
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return float(text) >= 0
+    except ValueError:
+        return False
+
+
+@dataclass(frozen=True)
+class Collective:
+    """The calls of one kind in an optimizer step. sent: bytes that one GPU sends in all of them; ranks: GPUs that take
+    part in each; reduces: all-reduce, which goes round the ring twice."""
+
+    calls: float
+    sent: float
+    ranks: int
+    reduces: bool = False
+
+
+def collectives(s: Shape, setting: Setting) -> list[Collective]:
+    """What DeepSpeed 0.19.8 and DistributedDataParallel send in an optimizer step.
+
+    A GPU sends M (n-1)/n bytes to gather or to reduce-scatter M bytes over n GPUs, and twice that to all-reduce them
+    (arXiv 1910.02054, section 7). Which calls there are was counted in ghost runs (benchmarks/scaling.py --count): stages 1
+    and 2 all-reduce the gradients (use_multi_rank_bucket_allreduce; the paper would reduce-scatter them), and stage 3
+    gathers twice, whether layers are recomputed or not. The 1e9 numbers that it keeps gathered are not taken off.
+    With hpZ (arXiv 2306.10209) the first forward makes a copy within the node, from which every later gather is fed.
+    """
+    n, again = setting.ranks, setting.accumulation
+    if n == 1:
+        return []
+    trained = 2.0 * s.trainable
+    if setting.zero == 0:
+        return [_all_reduced(2 * trained, n, 2 * trained / DDP_BUCKET)]
+    if setting.zero in (1, 2):
+        times = again if setting.zero == 2 else 1
+        buckets = s.trainable / s.hidden**2
+        return [_all_reduced(trained * times, n, buckets * times), _sharded(trained, n, 1)]
+    whole, calls = trained + s.frozen * s.frozen_bytes, s.layers * MATRICES_OF_A_LAYER
+    reduced = _sharded(trained * again, n, calls * again)
+    if setting.hpz == 1:
+        return [_sharded(whole * 2 * again, n, calls * 2 * again), reduced]
+    near = 2 * again - 1
+    return [_sharded(whole, n, calls), _sharded(whole * near, setting.hpz, calls * near), reduced]
+
+
+def _sharded(size: float, n: int, calls: float) -> Collective:
+    """Gathered or reduce-scattered: `size` bytes in all calls."""
+    return Collective(calls, size * (n - 1) / n, n)
+
+
+def _all_reduced(size: float, n: int, calls: float) -> Collective:
+    return Collective(calls, 2 * size * (n - 1) / n, n, reduces=True)
+
+
+def _split(c: Collective, setting: Setting) -> tuple[float, float]:
+    """Bytes that one GPU sends within its node and across, on average.
+
+    NCCL's ring runs through all GPUs of a node before it leaves for the next one, so that of n links one a node crosses.
+    """
+    nodes = math.ceil(c.ranks / setting.node)
+    share = nodes / c.ranks if nodes > 1 else 0.0
+    return c.sent * (1 - share), c.sent * share
+
+
+def wire_bytes(s: Shape, setting: Setting) -> tuple[float, float]:
+    """Bytes that one GPU sends in an optimizer step: (within its node, to other nodes)."""
+    parts = [_split(c, setting) for c in collectives(s, setting)]
+    return sum(within for within, _ in parts), sum(across for _, across in parts)
+
+
+def wire_seconds(s: Shape, setting: Setting, gpu: Gpu) -> float:
+    """Time of all collectives, one after the other as NCCL runs those of a communicator.
+
+    Within a call the slower kind of link counts alone: the ring is a pipeline, and NCCL lays as many rings as it needs to
+    use every adapter of a node (nccl-tests, doc/PERFORMANCE.md: bus bandwidth).
+    """
+    seconds = 0.0
+    for c in collectives(s, setting):
+        within, across = _split(c, setting)
+        moved = max(within / gpu.link_gbs, across / gpu.node_gbs) / (1e9 * LINK_EFFICIENCY)
+        seconds += moved + c.calls * _call_seconds(c, setting)
+    return seconds
+
+
+def _call_seconds(c: Collective, setting: Setting) -> float:
+    """What a call takes beside its bytes, by NCCL's cost model: a ring's steps wait for each other; an all-reduce may take
+    a tree over the nodes instead."""
+    nodes = math.ceil(c.ranks / setting.node)
+    ring = (c.ranks - nodes) * RING_HOP["within"] + (nodes - 1) * RING_HOP["across"]
+    if c.reduces:
+        tree = (c.ranks / nodes - 1) * TREE_HOP["within"] + math.log2(nodes) * TREE_HOP["across"]
+        ring = 2 * min(ring, tree)
+    return (CALL + ring) * 1e-6
+
+
+def step_seconds(s: Shape, setting: Setting, gpu: Gpu, sequence: int) -> float:
+    """Estimated time of an optimizer step: arithmetic, memory traffic, links within and between nodes, offload."""
+    tokens = setting.tokens * setting.accumulation
+    flops = (4 * s.parameters + 2 * s.trainable) * tokens
+    attention = 6 * s.layers * s.heads * s.head_dim * sequence * tokens  # causal: half of 12
+    forward = 2 * s.parameters * tokens + attention / 3
+    if setting.every:
+        flops += forward / setting.every
+    busy = setting.tokens / (setting.tokens + 512)  # small products leave the GPU idle
+    arithmetic = (flops + attention) / (gpu.tflops * 1e12 * MATRIX_EFFICIENCY * busy)
+    wire = wire_seconds(s, setting, gpu)
+    wire -= OVERLAPPED * min(wire, arithmetic)  # no more is hidden than there is to hide it behind
+    shard = s.trainable / (setting.ranks if setting.zero else 1)
+    if setting.offload == "none":
+        update = 30 * shard / (gpu.memory_gbs * 1e9)
+    else:
+        update = 4 * shard / (gpu.host_gbs * 1e9) + 28 * shard / (CPU_ADAM_GBS * 1e9)
+    disk = NVME_GBS / setting.of_a_node  # a node's GPUs share it
+    if setting.nvme:
+        update += 2 * 12 * shard / (disk * 1e9)
+    if setting.offload == "all":
+        moved = 2 * (2.0 * s.trainable + s.frozen * s.frozen_bytes) / setting.ranks * setting.accumulation
+        update += moved / ((min(disk, gpu.host_gbs) if setting.nvme else gpu.host_gbs) * 1e9)
+    if setting.activation_offload:
+        update += 2 * 2.0 * s.layers / setting.every * s.hidden * tokens / (gpu.host_gbs * 1e9) * (1 - OVERLAPPED)
+    return arithmetic + wire + update
+
+
+def checkpoint_bytes(trainable: int, parameters: int) -> float:
+    """Of one checkpoint folder of all ranks: 16-bit weights (an adapter's without its base), fp32 master and Adam's two
+    states of what trains."""
+    return 2.0 * (parameters if trainable == parameters else trainable) + 12.0 * trainable

@@ -1,0 +1,486 @@
+"""`zerofit data`: what a run would train on, counted and shown before any model is loaded; limits that stop a launch.
+
+Every number comes from the tokens themselves, read a thousand rows at a time; what stays in memory is a few machine
+words a row, whatever the rows hold.
+"""
+
+import argparse
+import functools
+import hashlib
+import itertools
+import os
+import re
+import sys
+import time
+import unicodedata
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from zerofit.config import parse
+from zerofit.data.conversations import IGNORE
+from zerofit.errors import UserError, printable
+from zerofit.settings import order_seed
+
+LONG_ROWS = "rows have up to"  # how the decision about too long rows begins
+
+FEW = 2  # supervised tokens: an answer of one token and its end
+
+BARS = " ▏▎▍▌▋▊▉█"
+
+# flag -> what was measured, what to do about it
+LIMITS = {
+    "min_supervised_fraction": ("of the training tokens are in the loss", "look at the rows with `make data`"),
+    "max_truncated_fraction": ("of the training rows are longer than --max_length", "raise --max_length"),
+    "max_duplicate_fraction": ("of the training rows repeat another", "remove the repeated rows"),
+    "max_eval_overlap_fraction": ("of the eval rows are also training rows", "remove them from one of the two sets"),
+}
+
+
+def main(argv: list[str]) -> None:
+    """`zerofit data`: see --help. Prints the report, writes data.json and data.png, then applies the limits.
+
+    Raises: UserError for the user's mistakes and for data beyond a limit.
+    """
+    parser = argparse.ArgumentParser(
+        prog="zerofit data",
+        allow_abbrev=False,
+        description="Show what a run would train on, without a model or a GPU. Every flag of the recipe works too "
+        "(`zerofit launch recipes/sft.py --help`).",
+    )
+    parser.add_argument("--recipe", default="sft", help="whose flags and defaults: sft or lora (default sft)")
+    parser.add_argument("--out", default="", help="folder for data.json and data.png (default runs/data-<time>)")
+    parser.add_argument("--args", default="", help="more recipe flags in one string, split like a shell would")
+    given, flags = parser.parse_known_args(argv)
+    flags, _ = parse.command_line(given.recipe, flags, given.args)
+    if {"--help", "-h"} & set(flags):
+        parser.print_help()
+        return
+    named = ["--output_dir", given.out] if given.out else []
+    # --gpus first: a process count in the YAML file is about the run, not about this look
+    settings = parse.parse(given.recipe, ["--gpus", "1", *flags, *named], 1)
+
+    from zerofit import run_folder
+    from zerofit.config import show
+    from zerofit.data.load import load_datasets
+    from zerofit.model.load import load_tokenizer
+    from zerofit.train.checkpoint import resume
+
+    if settings.show:
+        print(f"data for {settings.recipe}\n{show.summary(settings)}")
+        return
+    if settings.source["output_dir"] != "flag":
+        settings.values["output_dir"] = str(Path("runs") / f"data-{time.strftime('%Y%m%d-%H%M%S')}")
+    folder = resume.choose_folder(settings)
+    tokenizer = load_tokenizer(settings)
+    bad_rows, settings.values["bad_rows"] = settings.bad_rows, "drop"  # all of them are counted, then judged
+    train_set, eval_set = load_datasets(settings, tokenizer)
+    _note_positions(train_set, eval_set, settings)
+    facts, scans = inspect(settings, train_set, eval_set, tokenizer)
+    coloured = bool(sys.stdout.isatty() or os.environ.get("FORCE_COLOR"))
+    print(describe(settings, facts))
+    for text in render_rows(train_set.dataset, tokenizer, coloured):
+        print(text)
+    for sentence in facts["warnings"]:  # last, where they are seen
+        print("\n\033[1;31mWARNING\033[0m:" if coloured else "\nWARNING:", sentence)
+    folder.mkdir(parents=True, exist_ok=True)
+    run_folder.write_json(folder / "data.json", facts)
+    plot(scans, settings.max_length, folder / "data.png")
+    print(f"\nwritten: {folder / 'data.json'}, {folder / 'data.png'}", flush=True)
+    for name in ("training", "evaluation"):
+        bad = facts.get(name, {}).get("dropped_bad")
+        if bad and bad_rows == "error":
+            raise UserError(
+                f"{bad:,} of {facts[name]['rows']:,} {name} rows cannot be used (see above); mend or remove them, or leave "
+                "them out with --bad_rows drop."
+            )
+    enforce(settings, facts["fractions"])
+
+
+def check_data(settings, train_set, eval_set, tokenizer) -> None:
+    """Stop before any GPU time is spent when the data is beyond a limit.
+
+    Two limits are read from the statistics; repeated rows and overlap read every row, so only when they are asked for.
+    Raises: UserError naming the flag.
+    """
+    _note_positions(train_set, eval_set, settings)
+    enforce(settings, _fractions(train_set))
+    if settings.max_duplicate_fraction == settings.max_eval_overlap_fraction == 1:
+        return
+    train = scan(train_set.dataset, tokenizer)
+    settings.decisions += _skipped(settings, eval_set)
+    wanted = settings.max_eval_overlap_fraction < 1 and eval_set is not None
+    held_out = scan(eval_set.dataset, tokenizer) if wanted else None
+    everything = _of_all_epochs(train_set, train, tokenizer) if wanted else train
+    enforce(settings, _fractions(train_set, train, held_out, everything))
+
+
+def _note_positions(train_set, eval_set, settings) -> None:
+    """Note among the decisions when rows are longer than the model was made for."""
+    from zerofit.model.load import load_config
+
+    most = getattr(load_config(settings).get_text_config(), "max_position_embeddings", None)
+    longest = max(found.statistics["longest"] for found in (train_set, eval_set) if found is not None)
+    if most and longest > most:
+        settings.decisions.append(
+            f"{LONG_ROWS} {longest:,} tokens, but the model was made for {most:,} (max_position_embeddings): use "
+            f"--max_length {most}"
+        )
+
+
+def enforce(settings, fractions: dict[str, float]) -> None:
+    """Raises: UserError for the first measured fraction that is beyond its limit."""
+    for flag, found in fractions.items():
+        limit = getattr(settings, flag)
+        if found < limit if flag.startswith("min_") else found > limit:
+            what, mend = LIMITS[flag]
+            word = "raise" if flag.startswith("max_") else "lower"
+            raise UserError(f"--{flag} {limit:g}: {100 * found:.3g}% {what}; {mend}, or {word} the limit.")
+
+
+def _of_all_epochs(train_set, first_epoch, tokenizer) -> "Scan":
+    """Return the scan of all training rows: with weights like 0.5 the first epoch does not have all of them."""
+    return first_epoch if train_set.whole is None else scan(train_set.whole, tokenizer)
+
+
+def _fractions(train_set, train=None, held_out=None, everything=None) -> dict[str, float]:
+    s = train_set.statistics
+    found = {
+        "min_supervised_fraction": s["supervised_tokens"] / s["tokens"],
+        "max_truncated_fraction": s["truncated"] / s["rows"],
+    }
+    if train is not None:
+        by_weight = s.get("repeated_by_weight", 0)
+        rows_of = len(train.normalised) - by_weight
+        found["max_duplicate_fraction"] = (repeats(train.normalised) - by_weight) / rows_of
+    if held_out is not None:
+        found["max_eval_overlap_fraction"] = overlap(held_out.normalised, everything.normalised) / len(
+            held_out.normalised
+        )
+    return found
+
+
+def _skipped(settings, eval_set) -> list[str]:
+    idle = settings.max_eval_overlap_fraction < 1 and eval_set is None
+    return ["max_eval_overlap_fraction is not checked: there are no eval rows"] if idle else []
+
+
+# --- counting ---
+
+
+@dataclass
+class Scan:
+    """One entry a row: tokens, supervised tokens, the last supervised token (-1: none), and two 64-bit hashes."""
+
+    lengths: np.ndarray
+    supervised: np.ndarray
+    last: np.ndarray
+    exact: np.ndarray
+    normalised: np.ndarray
+
+
+def scan(dataset, tokenizer) -> Scan:
+    """Read every row once. The first label of a row never counts: nothing predicts it."""
+    # Markers go before normalising: their brackets are symbols, and `Who?<|end|>` must equal `who<|end|>`.
+    special = sorted((t.content for t in tokenizer.added_tokens_decoder.values() if t.special), key=len, reverse=True)
+    marker = re.compile("|".join(map(re.escape, special)) or "(?!)")
+    parts, rows, last_word = [], 0, time.monotonic()
+    for table in dataset.with_format("arrow").iter(batch_size=1000):
+        ids, bounds = _flat(table["input_ids"])
+        labels, label_bounds = _flat(table["labels"])
+        inside = labels != IGNORE
+        inside[label_bounds[:-1]] = False
+        before = np.concatenate([[0], np.cumsum(inside)])
+        supervised = before[label_bounds[1:]] - before[label_bounds[:-1]]
+        places = np.concatenate([[0], np.flatnonzero(inside)])  # places[k]: the k-th supervised token, from 1
+        last = np.where(supervised > 0, labels[places[before[label_bounds[1:]]]], -1)
+        documents = [ids[a:b] for a, b in itertools.pairwise(bounds)]
+        texts = tokenizer.batch_decode([d.tolist() for d in documents])
+        exact = [_hash(d.tobytes()) for d in documents]
+        alike = [_hash(normalise(marker.sub(" ", text)).encode("utf-8", "surrogatepass")) for text in texts]
+        parts.append(Scan(np.diff(bounds), supervised, last, np.array(exact, "u8"), np.array(alike, "u8")))
+        rows += len(documents)
+        if time.monotonic() - last_word > 5:
+            last_word = time.monotonic()
+            print(f"comparing rows: {rows:,} of {len(dataset):,}", flush=True)
+    return Scan(*(np.concatenate([getattr(p, n) for p in parts]) for n in Scan.__dataclass_fields__))
+
+
+def _flat(column) -> tuple[np.ndarray, np.ndarray]:
+    """A column of lists as (all numbers, bounds): row i is numbers[bounds[i]:bounds[i + 1]]."""
+    lists = column.combine_chunks()
+    bounds = lists.offsets.to_numpy().astype(np.int64)
+    return lists.values.to_numpy()[bounds[0] : bounds[-1]].astype(np.int32), bounds - bounds[0]
+
+
+def _hash(content: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
+
+
+def normalise(text: str) -> str:
+    """Lower case, punctuation as a space, white space collapsed: `1.5` stays another number than `15`."""
+    return " ".join(text.lower().translate(_punctuation()).split())
+
+
+@functools.cache
+def _punctuation() -> dict[int, str]:
+    return {i: " " for i in range(sys.maxunicode + 1) if unicodedata.category(chr(i)).startswith("P")}
+
+
+def repeats(hashes: np.ndarray) -> int:
+    """Rows that repeat an earlier one."""
+    return len(hashes) - len(np.unique(hashes))
+
+
+def overlap(held_out: np.ndarray, train: np.ndarray) -> int:
+    """Eval rows that are also training rows."""
+    return int(np.isin(held_out, train).sum())
+
+
+def histogram(values: np.ndarray, bins: int = 12) -> list[tuple[int, int, int]]:
+    """(low, high, count) with both ends inside; the width is 1, 2 or 5 times a power of ten, at most `bins` of them."""
+    low, high = int(values.min()), int(values.max())
+    widths = (m * 10**k for k in range(12) for m in (1, 2, 5))
+    width = next(w for w in widths if high // w - low // w < bins)
+    counts = np.bincount(values // width - low // width)
+    first = low // width * width
+    return [(first + i * width, first + (i + 1) * width - 1, int(n)) for i, n in enumerate(counts)]
+
+
+def packing(lengths: np.ndarray, settings) -> dict:
+    """How full packs would be, and what share of an unpacked batch is padding, in the order of the first epoch."""
+    import torch
+
+    from zerofit.data.batches import best_fit_decreasing
+
+    packs, tokens = len(best_fit_decreasing(lengths.tolist(), settings.max_length)), int(lengths.sum())
+    seed, order = order_seed(settings), np.arange(len(lengths))
+    if seed is not None:
+        order = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(seed)).numpy()
+    micro = settings.per_device_train_batch_size
+    starts = np.arange(0, len(lengths), micro)
+    widths = -(-np.maximum.reduceat(lengths[order], starts) // 8) * 8  # as the collator rounds
+    slots = int((widths * np.diff([*starts, len(lengths)])).sum())
+    return {
+        "packs": packs,
+        "efficiency": tokens / (packs * settings.max_length),
+        "unpacked_padding_fraction": 1 - tokens / slots,
+        "micro_batch": micro,
+    }
+
+
+def inspect(settings, train_set, eval_set, tokenizer) -> tuple[dict, dict[str, Scan]]:
+    """(everything that the report says, the scan of each set)."""
+    from zerofit.data.dataset import notes
+
+    sets = {"training": train_set} | ({"evaluation": eval_set} if eval_set is not None else {})
+    scans = {name: scan(found.dataset, tokenizer) for name, found in sets.items()}
+    train, held_out = scans["training"], scans.get("evaluation")
+    everything = train if held_out is None else _of_all_epochs(train_set, train, tokenizer)
+    facts = {
+        "recipe": settings.recipe,
+        "model": settings.model,
+        "max_length": settings.max_length,
+        "end_token": tokenizer.eos_token,
+        **{name: _count(found.statistics, scans[name], tokenizer) for name, found in sets.items()},
+        "packing": packing(train.lengths, settings),
+        "fractions": _fractions(train_set, train, held_out, everything),
+        "limits": {flag: getattr(settings, flag) for flag in LIMITS},
+        "decisions": [d for d in settings.decisions if d.startswith(("chat template", LONG_ROWS))]
+        + _skipped(settings, eval_set)
+        + notes(sets),
+    }
+    if held_out is not None:
+        facts["overlap"] = {k: overlap(getattr(held_out, k), getattr(everything, k)) for k in ("exact", "normalised")}
+    facts["warnings"] = _warnings(facts)
+    return facts, scans
+
+
+def _count(statistics: dict, found: Scan, tokenizer) -> dict:
+    ended = found.last == tokenizer.eos_token_id
+    others = Counter(found.last[~ended].tolist()).most_common(3)
+    quantiles = np.percentile(found.lengths, [50, 95], method="inverted_cdf")
+    return {
+        **statistics,
+        "kept": len(found.lengths),
+        "length": {
+            "min": int(found.lengths.min()),
+            "median": int(quantiles[0]),
+            "p95": int(quantiles[1]),
+            "max": int(found.lengths.max()),
+        },
+        "histogram": histogram(found.lengths),
+        "supervised_mean": float(found.supervised.mean()),
+        "supervised_few": int((found.supervised <= FEW).sum()),
+        "supervised_none": int((found.supervised == 0).sum()),
+        "end_supervised": int(ended.sum()),
+        "other_last_tokens": {tokenizer.decode([i]) if i >= 0 else "nothing": n for i, n in others},
+        # Every copy that a weight asks for is one more repeated row, whatever else repeats it.
+        "repeated_exact": repeats(found.exact) - statistics.get("repeated_by_weight", 0),
+        "repeated_normalised": repeats(found.normalised) - statistics.get("repeated_by_weight", 0),
+    }
+
+
+def _warnings(facts: dict) -> list[str]:
+    said = []
+    for name in ("training", "evaluation"):
+        found = facts.get(name)
+        if found and found["end_supervised"] < found["kept"]:
+            instead = ", ".join(f"{text!r} in {n:,}" for text, n in found["other_last_tokens"].items())
+            said.append(
+                f"{found['kept'] - found['end_supervised']:,} of {found['kept']:,} {name} rows do not end with a "
+                f"supervised end token {facts['end_token']!r} (last supervised: {instead}): a model trained on them "
+                "does not learn to stop there. Usual causes: rows cut at --max_length, a template with another end."
+            )
+    if facts.get("overlap", {}).get("normalised"):
+        said.append(
+            f"{facts['overlap']['normalised']:,} of {facts['evaluation']['kept']:,} eval rows are also training rows: "
+            "the eval loss will look better than it is."
+        )
+    return said
+
+
+# --- showing ---
+
+
+def describe(settings, facts: dict) -> str:
+    """The report as text, without the rendered rows and the warnings."""
+    sets = [name for name in ("training", "evaluation") if name in facts]
+    lines = [f"zerofit data: {settings.recipe}, tokenizer of {settings.model}, max_length {settings.max_length:,}"]
+    lines += [f"  {name:<10}  {_shorten(facts[name]['source'])} ({facts[name]['format']})" for name in sets]
+    lines += [f"  - {printable(sentence)}" for sentence in facts["decisions"]]
+    lines += ["", " " * 32 + "".join(f"{name:>18}" for name in sets)]
+    for title, value in _table(facts):
+        lines.append(f"  {title:<30}" + "".join(f"{value(facts[name]):>18}" for name in sets))
+    for kind, count in facts.get("overlap", {}).items():
+        share = _share(count, facts["evaluation"]["kept"])
+        lines.append(f"  {f'eval rows in training, {kind}':<48}{share:>18}")
+
+    bars = facts["training"]["histogram"]
+    most, wide = max(n for *_, n in bars), len(f"{bars[-1][1]:,}")
+    lines += ["", "tokens a row, training"]
+    lines += [f"  {low:>{wide},} - {high:>{wide},}  {bar(n / most):<40}  {n:,}" for low, high, n in bars if n]
+    p = facts["packing"]
+    lines += [
+        "",
+        f"packed    {p['packs']:,} sequences of {facts['max_length']:,} tokens, {p['efficiency']:.1%} full",
+        f"unpacked  {p['unpacked_padding_fraction']:.1%} of the tokens are padding (micro batch {p['micro_batch']}, "
+        "random order)",
+    ]
+    return "\n".join(lines)
+
+
+def _table(facts: dict) -> list:
+    """(title, set's facts -> text) of each line."""
+    reasons = dict.fromkeys(k for s in ("training", "evaluation") for k in facts.get(s, {}) if k.startswith("dropped_"))
+
+    def elsewhere(s):
+        distinct = s["kept"] - s.get("repeated_by_weight", 0) + s.get("left_out_by_weight", 0)
+        return s["rows"] - distinct - sum(s.get(r, 0) for r in reasons)
+
+    weights = [k for k in ("left_out_by_weight", "repeated_by_weight") if facts["training"].get(k)]
+
+    split = any(elsewhere(facts[s]) for s in ("training", "evaluation") if s in facts)
+    length = [(f"tokens a row, {k}", lambda s, k=k: f"{s['length'][k]:,}") for k in ("min", "median", "p95", "max")]
+    return [
+        ("rows read", lambda s: f"{s['rows']:,}"),
+        *(
+            (r.replace("_", " ").replace("dropped", "dropped,", 1), lambda s, r=r: _share(s.get(r, 0), s["rows"]))
+            for r in reasons
+        ),
+        *([("in the other set", lambda s: f"{elsewhere(s):,}")] if split else []),
+        *((k.replace("_", " "), lambda s, k=k: f"{s.get(k, 0):,}") for k in weights),
+        ("rows kept", lambda s: f"{s['kept']:,}"),
+        ("cut at max_length", lambda s: _share(s["truncated"], s["rows"])),
+        ("tokens", lambda s: f"{s['tokens']:,}"),
+        *length,
+        ("supervised tokens", lambda s: _share(s["supervised_tokens"], s["tokens"])),
+        ("supervised a row, mean", lambda s: f"{s['supervised_mean']:,.1f}"),
+        (f"rows with {FEW} or fewer", lambda s: _share(s["supervised_few"], s["kept"])),
+        ("rows with none", lambda s: _share(s["supervised_none"], s["kept"])),
+        ("rows ending in the end token", lambda s: _share(s["end_supervised"], s["kept"])),
+        ("repeated rows, exact", lambda s: _share(s["repeated_exact"], s["kept"])),
+        ("repeated rows, normalised", lambda s: _share(s["repeated_normalised"], s["kept"])),
+    ]
+
+
+def _share(count: int, whole: int) -> str:
+    return f"{count:,} ({count / whole:6.1%})"
+
+
+def _shorten(text: str, limit: int = 90) -> str:
+    return text if len(text) <= limit else f"{text[: limit - 4]} ..."
+
+
+def bar(share: float, width: int = 40) -> str:
+    """A horizontal bar in eighths of a character; anything above 0 shows."""
+    eighths = max(round(share * width * 8), int(share > 0))
+    return "█" * (eighths // 8) + BARS[eighths % 8].strip()
+
+
+def render_rows(dataset, tokenizer, coloured: bool) -> list[str]:
+    """The first, the middle and the last row, with the loss span green, or in «» without colour."""
+    texts, shown = [], sorted({0, len(dataset) // 2, len(dataset) - 1})
+    for i in shown:
+        row = dataset[i]
+        body = render(row["input_ids"], row["labels"], tokenizer, coloured).replace("\n", "\n  | ")
+        texts.append(f"\nrow {i + 1:,}, trained on {'the green part' if coloured else 'what stands in «»'}\n  | {body}")
+    if any(row["labels"][0] != IGNORE for row in (dataset[i] for i in shown)):
+        texts.append("\nThe first token of a row is never trained on: nothing comes before it that could predict it.")
+    return texts
+
+
+def render(ids: list[int], labels: list[int], tokenizer, coloured: bool) -> str:
+    """A row's text with its supervised spans marked; long stretches lose their middle."""
+    inside = [i > 0 and label != IGNORE for i, label in enumerate(labels)]
+    edges = [i for i in range(1, len(ids)) if inside[i] != inside[i - 1]]
+    text, seen = "", ""
+    for start, end in zip([0, *edges], [*edges, len(ids)], strict=True):
+        # by the difference of prefixes: a stretch decoded on its own loses its leading space with some tokenizers
+        whole = tokenizer.decode(ids[:end])
+        piece = whole[len(seen) :] if whole.startswith(seen) else tokenizer.decode(ids[start:end])
+        seen = whole
+        piece = printable(piece if len(piece) <= 700 else f"{piece[:450]} ... {len(piece) - 650:,} ... {piece[-200:]}")
+        if inside[start] and coloured:
+            piece = "\n".join(f"\033[32m{line}\033[0m" for line in piece.split("\n"))
+        text += f"«{piece}»" if inside[start] and not coloured else piece
+    return text
+
+
+def plot(scans: dict[str, Scan], max_length: int, target: Path) -> None:
+    """data.png: how long the rows are, and how much of each is trained on."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    train = scans["training"]
+    figure, panels = plt.subplots(1, 2, figsize=(10, 3.8), dpi=120)
+    for axes, values, name, colour in (
+        (panels[0], train.lengths, "tokens", "#2563eb"),
+        (panels[1], train.supervised, "supervised tokens", "#16a34a"),
+    ):
+        bars = histogram(values, 40)
+        width, left = bars[0][1] - bars[0][0] + 1, [low - 0.5 for low, *_ in bars]
+        axes.bar(left, [n for *_, n in bars], width, align="edge", color=colour, alpha=0.85, edgecolor="white", lw=0.6)
+        for share, word, style in ((50, "median", "-"), (95, "p95", "--")):
+            at = int(np.percentile(values, share, method="inverted_cdf"))
+            axes.axvline(at, color="#334155", linestyle=style, linewidth=1.2, label=f"{word} {at:,}")
+        axes.set(xlabel=f"{name} a row", ylabel="rows", title=f"{values.sum():,} {name} in {len(values):,} rows")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(plt.MaxNLocator(integer=True, nbins=7))
+            axis.set_major_formatter("{x:,.0f}")
+        axes.grid(axis="y", alpha=0.25)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+    if train.lengths.max() > 0.7 * max_length:
+        panels[0].axvline(max_length, color="#ea580c", linewidth=1.2, label=f"max_length {max_length:,}")
+    for axes in panels:
+        axes.legend(
+            frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=3
+        )  # below, where no line runs
+    figure.tight_layout()
+    figure.savefig(target)
+    plt.close(figure)

@@ -1,0 +1,223 @@
+"""A plan for people: the terminal's text, plan.md, plan.json and plan.png."""
+
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from zerofit import run_folder
+from zerofit.hardware import GIB
+from zerofit.plan import candidates, formulas
+from zerofit.plan.candidates import Candidate, Plan
+from zerofit.train import memory_report
+
+LARGE_CHECKPOINT = 100 * GIB  # above it a plan says what saving takes
+
+
+def text(plan: Plan) -> str:
+    """What the terminal shows."""
+    best = plan.chosen or plan.nearest
+    lines = ["", candidates.ESTIMATE.format(best.failed)] if best and best.failed else [""]
+    lines += [
+        f"{candidates.machines(plan.ranks, plan.node)} x {plan.gpu.device_name}: {plan.gpu.memory_gib:.1f} GiB each, {plan.limit / GIB:.1f} GiB for tensors"
+    ]
+    lines += [f"  kept free: {name} {size / GIB:.2f} GiB" for name, size in plan.allowance.items() if size]
+    lines += _rejected(plan)
+    instead = [_adapter(plan)] if plan.adapter else []
+    if plan.chosen is None:
+        return "\n".join([*lines, "", nothing_fits(plan), *instead])
+    chosen = plan.chosen
+    lines += ["", f"chosen: {chosen.label}", f"  peak {chosen.peak / GIB:.1f} of {plan.limit / GIB:.1f} GiB a GPU"]
+    lines[-1] += f", {_source(chosen)}"
+    if chosen.answer:
+        lines += ["", memory_report.table(chosen.answer["peak"]), ""]
+    lines += [f"  {name}: {value}" for name, value in facts(chosen, plan).items()]
+    others = " (and NODE_RANK=1, 2, ... on the other nodes)" if plan.nodes > 1 else ""
+    lines += [
+        "",
+        *_warnings(chosen, plan),
+        f"run it: {candidates.command(chosen, plan.ranks)}{others}",
+        *instead,
+        f"\nplanned in {plan.seconds:.0f} s",
+    ]
+    return "\n".join(lines)
+
+
+def _rejected(plan: Plan) -> list[str]:
+    """A line for all faster settings that keep the same things on the GPU: the smallest of them, which does not fit either."""
+    groups: dict[tuple, list] = {}
+    for candidate, why in plan.rejected:
+        setting = candidate.setting
+        key = (candidate.method, candidate.change, setting.offload, setting.nvme, setting.every > 0)
+        groups.setdefault(key, []).append((candidate, why))
+    lines = []
+    for entries in groups.values():
+        smallest, why = min(entries, key=lambda entry: entry[0].peak)
+        fastest = max(candidate.tokens_per_second for candidate, _ in entries)
+        alike = f" and {len(entries) - 1} more, larger ones, up to {fastest:,.0f} tok/s" if len(entries) > 1 else ""
+        lines.append(f"  rejected: {smallest.label}, {smallest.tokens_per_second:,.0f} tok/s: {why}{alike}")
+    return lines
+
+
+def _adapter(plan: Plan) -> str:
+    """LoRA or QLoRA in one line."""
+    found = plan.adapter
+    name = {"lora": "LoRA", "qlora": "QLoRA"}[found.method]
+    return (
+        f"{name} would fit in {found.peak / GIB:.1f} GiB a GPU at {found.tokens_per_second:,.0f} tok/s (by formula, + 10 %; "
+        f"METHOD={found.method} simulates it): {candidates.command(found, plan.ranks)}"
+    )
+
+
+def _warnings(candidate: Candidate, plan: Plan) -> list[str]:
+    """What is large beside the checkpoints' disk."""
+    each = formulas.checkpoint_bytes(candidate.shape.trainable, candidate.shape.parameters)
+    if plan.disk_free is not None and _on_disk(each, plan) > plan.disk_free:
+        short = f"only {plan.disk_free / GIB:.0f} GiB are free there"
+    elif each > LARGE_CHECKPOINT:
+        short = "see that the disk of the run folder has that"
+    else:
+        return []
+    kept = (
+        f"--save_total_limit {plan.kept}" if plan.kept else "without --save_total_limit, for two of those that are kept"
+    )
+    return [
+        f"warning: checkpoints take {_on_disk(each, plan) / GIB:.0f} GiB ({kept}; the new one is written before the oldest goes): "
+        f"{short}; --save_only_model true saves {2 * candidate.shape.parameters / GIB:.0f} GiB that cannot be resumed",
+        "",
+    ]
+
+
+def _on_disk(each: float, plan: Plan) -> float:
+    """Bytes of the checkpoints that are there at once; of two, where all are kept."""
+    return each * ((plan.kept or 1) + 1)
+
+
+def _source(candidate: Candidate) -> str:
+    if candidate.answer is None:
+        return f"by formula with a margin of {candidates.FORMULA_MARGIN:.0%}" + (
+            "" if candidate.failed else ", not simulated"
+        )
+    layers = candidate.answer.get("extended_from_layers")
+    return "by simulation" + (f", extended from {layers[0]} and {layers[1]} layers" if layers else "")
+
+
+def facts(candidate: Candidate, plan: Plan) -> dict[str, str]:
+    """What else a job needs: host memory, disk, wire, time."""
+    setting, shape = candidate.setting, candidate.shape
+    node = setting.of_a_node
+    found = {
+        "parameters": f"{shape.parameters / 1e9:.3g} billion, {shape.trainable / 1e9:.3g} of them train",
+        "batch": f"{setting.micro} rows x {setting.accumulation} steps x {plan.ranks} GPUs, {setting.tokens:,} tokens a micro batch",
+        "closed forms": f"{sum(candidate.formula.values()) / GIB:.1f} GiB: "
+        + ", ".join(
+            f"{part} {size / GIB:.1f}"
+            for part, size in sorted(candidate.formula.items(), key=lambda p: -p[1])
+            if size > 0.05 * GIB
+        ),
+    }
+    if setting.nvme:
+        found["disk of a node"] = (
+            f"{16 * shape.trainable / plan.ranks * node / GIB:.1f} GiB of optimizer states and gradients"
+            + f" and {2 * shape.parameters / plan.ranks * node / GIB:.1f} of weights" * (setting.offload == "all")
+            + " in --offload_path; host memory holds pinned blocks on their way"
+        )
+    else:
+        found["host memory needed"] = _host(candidate, plan)
+    return (
+        found
+        | {
+            "checkpoint": f"{formulas.checkpoint_bytes(shape.trainable, shape.parameters) / GIB:.1f} GiB each on disk",
+            "sent by each GPU": _sent(candidate, plan),
+            "estimate": f"{candidate.seconds:.2f} s a step, {candidate.tokens_per_second:,.0f} tokens/s "
+            f"({candidate.tokens_per_second / plan.ranks:,.0f} a GPU), from data sheets at {formulas.MATRIX_EFFICIENCY:.0%} of peak",
+        }
+        | _hpz(candidate, plan)
+    )
+
+
+def _host(candidate: Candidate, plan: Plan) -> str:
+    """The host memory of a node, and what it has."""
+    saving = (
+        f", {candidate.answer['host_saving'] / GIB:.1f} more on the first node while saving" if candidate.answer else ""
+    )
+    checked = f"of {plan.host_limit / GIB:.0f} GiB" if plan.host_limit else "not checked; HOST_MEMORY=GiB checks it"
+    return f"{candidate.host_of_a_node / GIB:.0f} GiB a node while training{saving} ({checked})"
+
+
+def _sent(candidate: Candidate, plan: Plan) -> str:
+    within, across = formulas.wire_bytes(candidate.shape, candidate.setting)
+    if plan.nodes == 1:
+        return f"{within / GIB:.1f} GiB a step"
+    return (
+        f"{within / GIB:.1f} GiB a step within its node at {plan.gpu.link_gbs:g} GB/s and {across / GIB:.1f} GiB to other "
+        f"nodes at {plan.gpu.node_gbs:g} GB/s (--node_link_gbs)"
+    )
+
+
+def _hpz(candidate: Candidate, plan: Plan) -> dict[str, str]:
+    """What ZeRO++ hpZ would change, where it could."""
+    setting, shape = candidate.setting, candidate.shape
+    if setting.zero != 3 or setting.hpz > 1 or plan.nodes == 1 or setting.offload == "all" or plan.ranks % plan.node:
+        return {}
+    seconds = formulas.step_seconds(shape, replace(setting, hpz=plan.node), plan.gpu, setting.tokens // setting.micro)
+    more = 2 * shape.parameters / plan.node / GIB
+    return {
+        f"--zero_hpz_partition_size {plan.node}": f"would take about {more:.1f} GiB more of each GPU; estimate {seconds:.2f} s "
+        f"a step instead of {candidate.seconds:.2f} (ZeRO++ hpZ, docs/scaling.md)"
+    }
+
+
+def nothing_fits(plan: Plan) -> str:
+    """The sentence: what is nearest, what is missing, how many GPUs would do."""
+    nearest = plan.nearest
+    if nearest is None:
+        return "nothing fits."
+    missing = (nearest.peak - plan.limit) / GIB
+    if nearest.peak <= plan.limit:
+        need = f"{nearest.host_of_a_node / GIB:.0f} GiB of a node's host memory, of {plan.host_limit / GIB:.0f}"
+        return (
+            f"nothing fits: {nearest.label} fits the GPU but needs {need}; --offload_path on a fast local disk takes it "
+            "from there, and so do more nodes."
+        )
+    do = f"{plan.would_do} GPUs would do by formula" if plan.would_do else "no number of these GPUs up to 4096 would do"
+    shorter = f", and so would --max_length {plan.longest} on these" if plan.longest else ""
+    return (
+        f"nothing fits: the nearest is {nearest.label} with {nearest.peak / GIB:.1f} GiB, {missing:.1f} GiB too much for "
+        f"{plan.gpu.device_name}; {do}{shorter}; --method auto also tries LoRA and QLoRA."
+    )
+
+
+def write(plan: Plan, folder: Path) -> None:
+    """plan.json, plan.md and plan.png."""
+    folder.mkdir(parents=True, exist_ok=True)
+    run_folder.write_json(folder / "plan.json", as_json(plan))
+    best = plan.chosen or plan.nearest
+    body = "\n".join(line.rstrip() for line in text(plan).splitlines())
+    (folder / "plan.md").write_text(f"# Plan\n\n```\n{body.strip()}\n```\n\n![memory](plan.png)\n", encoding="utf-8")
+    if best is not None:
+        peak = (
+            best.answer["peak"]
+            if best.answer
+            else {"highest moment, by formula": {k: int(v) for k, v in best.formula.items()}}
+        )
+        title = f"{best.label}\npredicted peak of a GPU, by phase and part"
+        memory_report.plot(peak, folder / "plan.png", title, (plan.limit, f"limit {plan.limit / GIB:.1f} GiB"))
+
+
+def as_json(plan: Plan) -> dict:
+    def entry(candidate: Candidate | None, why: str = "") -> dict | None:
+        if candidate is None:
+            return None
+        return {
+            "label": candidate.label, "method": candidate.method, **asdict(candidate.setting), "peak_bytes": candidate.peak,
+            "source": _source(candidate), "formula": {k: int(v) for k, v in candidate.formula.items()},
+            "simulation": candidate.answer, "seconds_per_step": round(candidate.seconds, 4),
+            "tokens_per_second": round(candidate.tokens_per_second), "why_not": why,
+            "command": candidates.command(candidate, plan.ranks),
+        }  # fmt: skip
+
+    return {
+        "gpu": asdict(plan.gpu), "gpus": plan.ranks, "gpus_of_a_node": plan.node, "limit_bytes": plan.limit, "kept_free_bytes": plan.allowance,
+        "chosen": entry(plan.chosen), "facts": facts(plan.chosen, plan) if plan.chosen else None,
+        "nearest": entry(plan.nearest), "adapter_instead": entry(plan.adapter), "host_limit_bytes": plan.host_limit, "gpus_that_would_do": plan.would_do, "seconds": round(plan.seconds, 1),
+        "rejected": [entry(candidate, why) for candidate, why in plan.rejected],
+    }  # fmt: skip

@@ -1,0 +1,193 @@
+"""make plan, ZERO=auto, --dry_run and the check before a launch: does it fit, and what is the fastest that does?
+
+Closed forms order the candidates by predicted time and drop what cannot fit by far; the ghost run (ghost.py), which is
+the kit's own trainer and the real engine on tensors without memory, decides about the rest.
+"""
+
+import time
+
+from zerofit.config import parse
+from zerofit.errors import UserError
+from zerofit.hardware import GIB
+from zerofit.plan import candidates, formulas, predict, simulate
+
+GHOSTS = 8  # after so many simulations only settings that fit clearly by the closed forms are looked at
+
+# Before "nothing fits" is said, the smallest settings by formula of so many stages and offloads are simulated, where they
+# are below this share of the limit.
+LAST_TRIES, HOPELESS = 4, 2.0
+
+EDGE = 0.9  # of the limit; a plan above it names LoRA too
+
+
+# --- the search ---
+
+
+def search(
+    methods: list[str], flags: list[str], ranks: int, gpu, say=lambda text: None, host_limit: int | None = None,
+    node: int = formulas.GPUS_OF_A_NODE,
+) -> candidates.Plan:  # fmt: skip
+    """The fastest setting that fits, by the flags that the user left open.
+
+    Args: methods: in order of preference; the first with anything that fits is taken. host_limit: bytes of a node's
+        host memory; what does not fit there is left out, unless --offload_path takes it to a disk. node: GPUs of a machine.
+    Raises: UserError for the user's mistakes.
+    """
+    began = time.perf_counter()
+    allowance = predict.allowance_of(gpu, ranks)
+    settings = parse.parse(candidates.recipe_of(methods[0]), candidates.planned_flags(flags, methods[0]), ranks, gpu)
+    limit = int((settings.memory_limit or gpu.memory_gib) * GIB) - sum(allowance.values())
+    kept = settings.save_total_limit
+    plan = candidates.Plan(gpu, ranks, limit, allowance, None, [], host_limit=host_limit, node=node, kept=kept)
+    with simulate.reused():
+        _search(plan, methods, flags, say)
+    if plan.chosen is None and plan.nearest is not None:
+        plan.would_do = _gpus_that_would_do(methods[-1], flags, ranks, gpu, node)
+        plan.longest = _longest_that_fits(methods[-1], flags, ranks, gpu, plan.limit, node)
+    plan.seconds = time.perf_counter() - began
+    return plan
+
+
+def _search(plan: candidates.Plan, methods: list[str], flags: list[str], say) -> None:
+    """Look for a setting that fits, rung by rung."""
+    ranks, gpu, node = plan.ranks, plan.gpu, plan.node
+    for method, change in _rungs(methods, flags):
+        try:
+            found = candidates.candidates(method, flags, ranks, gpu, change, node)
+        except UserError:
+            if not change:
+                raise
+            continue  # the user's other flags do not go with it
+        what = " ".join([method, *change])
+        say(
+            f"plan: {len(found)} settings of {what} on {candidates.machines(ranks, node)} x {gpu.device_name}; the fastest first"
+        )
+        _decide(plan, found, say)
+        if plan.chosen:
+            return
+    if plan.nearest.answer is None and not _host_is_short(plan.nearest, plan):
+        _fits(plan.nearest, plan, say)  # a figure by formula does not say that nothing fits
+
+
+def adapter_instead(plan: candidates.Plan, methods: list[str], flags: list[str]) -> candidates.Candidate | None:
+    """The fastest LoRA, else QLoRA, that fits by formula, where full fine-tuning does not fit, offloads or is nearly too large."""
+    chosen = plan.chosen
+    if methods != ["sft"] or (chosen and chosen.setting.offload == "none" and chosen.peak <= EDGE * plan.limit):
+        return None
+    for method in ("lora", "qlora"):
+        try:
+            found = candidates.candidates(method, flags, plan.ranks, plan.gpu, node=plan.node)
+        except UserError:
+            continue  # the user's other flags do not go with it
+        for candidate in found:
+            if candidate.setting.offload == "none" and candidate.peak <= plan.limit:
+                return candidate
+    return None
+
+
+def _rungs(methods: list[str], flags: list[str]) -> list[tuple[str, tuple[str, ...]]]:
+    """(method, flags laid over the user's) in order of preference; what trains a little differently, with smaller
+    optimizer states, is looked at when nothing else fits."""
+    said = any(f.replace("-", "_").startswith(("__optim", "__pure_bf16", "__preset")) for f in flags)
+    smaller = [] if said else candidates.SMALLER_STATES
+    return [(method, change) for method in methods for change in [(), *(smaller if method == "sft" else [])]]
+
+
+def _decide(plan: candidates.Plan, found: list[candidates.Candidate], say) -> None:
+    """Simulate the fastest candidates until one fits; what is far too large by formula only when nothing else does."""
+    asked, large = 0, []
+    for candidate in found:
+        believed = candidates.CLEARLY_TOO_MUCH if asked < GHOSTS else 0.9
+        if _by_formula(candidate) > believed * plan.limit:
+            large.append(candidate)
+        elif not _host_is_short(candidate, plan):
+            asked += 1  # nothing is chosen that was not simulated
+            if _fits(candidate, plan, say):
+                break
+    else:
+        _last_tries(plan, large, say)
+    for candidate in found:
+        if candidate is plan.chosen:
+            break
+        plan.rejected.append((candidate, _why_not(candidate, plan)))
+    if plan.chosen is None:
+        plan.nearest = min([*found, *([plan.nearest] if plan.nearest else [])], key=lambda candidate: candidate.peak)
+
+
+def _last_tries(plan: candidates.Plan, large: list[candidates.Candidate], say) -> None:
+    """Simulate the smallest by formula of each stage and offload; where one fits, the faster ones like it are asked too.
+
+    The closed forms can be far too high for a job that they do not know well; a refusal is not theirs to make.
+    """
+    smallest: dict[tuple, candidates.Candidate] = {}
+    for candidate in sorted(large, key=_by_formula):
+        if not _host_is_short(candidate, plan) and _by_formula(candidate) <= HOPELESS * plan.limit:
+            smallest.setdefault((candidate.setting.zero, candidate.setting.offload), candidate)
+    for last in list(smallest.values())[:LAST_TRIES]:
+        if not _fits(last, plan, say):
+            continue
+        too_high = _by_formula(last) / last.peak
+        for candidate in large:  # the fastest first
+            if candidate is last:
+                return
+            near = (candidate.setting.zero, candidate.setting.offload) == (last.setting.zero, last.setting.offload)
+            if near and _by_formula(candidate) <= too_high * plan.limit and _fits(candidate, plan, say):
+                return
+
+
+def _by_formula(candidate: candidates.Candidate) -> float:
+    return sum(candidate.formula.values()) + candidates.WORKSPACE_BYTES
+
+
+def _fits(candidate: candidates.Candidate, plan: candidates.Plan, say) -> bool:
+    """Simulate the candidate, say its peak, and choose it when it fits."""
+    predict.ask(candidate, plan.ranks, plan.gpu)
+    how = (
+        f"by formula, + {candidates.FORMULA_MARGIN:.0%}: the exact check failed"
+        if candidate.failed
+        else "by simulation"
+    )
+    say(f"  {candidate.label}: {candidate.peak / GIB:.1f} GiB ({how})")
+    if candidate.peak > plan.limit or _host_is_short(candidate, plan):
+        return False
+    plan.chosen = candidate
+    return True
+
+
+def _host_is_short(candidate: candidates.Candidate, plan: candidates.Plan) -> bool:
+    return plan.host_limit is not None and candidate.host_of_a_node > plan.host_limit
+
+
+def _why_not(candidate: candidates.Candidate, plan: candidates.Plan) -> str:
+    if _host_is_short(candidate, plan):
+        return f"host memory {candidate.host_of_a_node / GIB:.0f} GiB a node > {plan.host_limit / GIB:.0f}"
+    how = "" if candidate.answer else f" (by formula, + {candidates.FORMULA_MARGIN:.0%})"
+    return f"{candidate.peak / GIB:.1f} GiB > {plan.limit / GIB:.1f}{how}"
+
+
+def _gpus_that_would_do(method: str, flags: list[str], ranks: int, gpu, node: int) -> int | None:
+    """The least doubling of the GPUs at which something fits by the closed forms; None up to 4096."""
+    more = ranks
+    while more < 4096:
+        more *= 2
+        limit = int(gpu.memory_gib * GIB) - sum(predict.allowance_of(gpu, more).values())
+        try:
+            found = candidates.candidates(method, flags, more, gpu, node=node)
+        except UserError:
+            continue
+        if any(candidate.peak <= limit for candidate in found):
+            return more
+    return None
+
+
+def _longest_that_fits(method: str, flags: list[str], ranks: int, gpu, limit: int, node: int) -> int | None:
+    """The longest halving of --max_length at which something fits by the closed forms; None below 128."""
+    length = (
+        parse.parse(candidates.recipe_of(method), candidates.planned_flags(flags, method), ranks, gpu).max_length // 2
+    )
+    while length >= 128:
+        found = candidates.candidates(method, [*flags, "--max_length", str(length)], ranks, gpu, node=node)
+        if any(candidate.peak <= limit for candidate in found):
+            return length
+        length //= 2
+    return None

@@ -1,0 +1,315 @@
+"""Run one rank of a job on tensors without memory: the kit's own trainer and the real engine."""
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+from zerofit.plan import fake_device, simulate
+
+# --- the answer, in a process of its own ---
+
+
+def main(_: list[str]) -> None:
+    import deepspeed  # noqa: F401  (what every fork would import)
+    import transformers  # noqa: F401
+
+    from zerofit.model import load  # noqa: F401
+    from zerofit.train import trainer  # noqa: F401
+
+    for line in sys.stdin:
+        questions = json.loads(line)
+        if questions[0]["device"] == "cuda":  # run_all asks for one alone
+            _answer_and_end(0, questions[0])
+        _answer_in_forks(questions)
+        os.write(1, f"\n{simulate.DONE}\n".encode())
+
+
+def _answer_in_forks(questions: list[dict]) -> None:
+    """Answer each question in a fork of this process, as many at once as there are cores."""
+    import torch
+
+    from zerofit import distributed
+
+    # Real tensors want all cores.
+    workers = distributed.cores() if all(q["fake"] for q in questions) else 1
+    waiting, running = list(enumerate(questions)), {}
+    while waiting or running:
+        while waiting and len(running) < workers:
+            number, question = waiting.pop(0)
+            torch.set_num_threads(1 if question["fake"] else distributed.cores())
+            pid = os.fork()
+            if not pid:
+                _answer_and_end(number, question)
+            running[pid] = number
+        pid, status = os.wait()
+        number = running.pop(pid)
+        if status:
+            _say([number, {"failed": _in_words(os.waitstatus_to_exitcode(status))}])
+
+
+def _in_words(exit_code: int) -> str:
+    if exit_code == -signal.SIGKILL:
+        return "the simulation's process was killed, most likely because this machine's memory was full"
+    return f"the simulation's process ended with exit code {exit_code}"
+
+
+def _say(answer: list) -> None:
+    os.write(1, f"\n{simulate.MARK}{json.dumps(answer)}\n".encode())
+
+
+def _answer_and_end(number: int, question: dict) -> None:
+    """Answer in this fork, which ends without tidying up: fake process groups and engines have nothing to save."""
+    from zerofit.errors import UserError
+
+    try:
+        _say([number, _answer(**question)])
+    except UserError as error:
+        _say([number, {"mistake": str(error)}])
+    except simulate.SimulationFailed as error:
+        _say([number, {"failed": str(error)}])
+    except BaseException:
+        import traceback
+
+        _say([number, {"trace": traceback.format_exc()}])
+    finally:
+        sys.stdout.flush()
+        os._exit(0)
+
+
+def _answer(recipe, flags, ranks, rank, gpu, device, fake, padded, overrides) -> dict:
+    import time
+
+    import torch
+
+    began = time.perf_counter()
+    os.environ |= {"LOCAL_WORLD_SIZE": str(ranks)}
+    from zerofit import hardware
+    from zerofit.config import resolve
+    from zerofit.train import memory_tracker
+
+    settings = resolve.resolve_settings(recipe, flags, ranks, hardware.Gpu(**gpu) if gpu else None)
+    _launched(settings, rank)
+    ledger = memory_tracker.MemoryTracker(device=device, round_to=1 if device == "cpu" else 512)
+    if device == "gpu":
+        fake_device.register_gpu(lambda: int(gpu["memory_gib"] * 2**30) - ledger.live_bytes)
+    _one_rank_of(settings, rank)
+    arguments, *rows = _trainers_needs(settings, device)
+    with contextlib.ExitStack() as stack:
+        if fake:
+            fake_device.without_values(padded, settings.max_length)
+            stack.enter_context(torch._subclasses.fake_tensor.FakeTensorMode(allow_non_fake_inputs=True))
+            micro = settings.per_device_train_batch_size
+            stack.enter_context(fake_device.answers_for_collectives(micro * settings.max_length, micro))
+        host = _host_ledger(stack) if device == "gpu" else None
+        stack.enter_context(ledger)
+        trainer = _trainer(settings, arguments, rows, overrides, device, fake)
+        trainer.train()
+        in_host = host.highest if host else ledger.host
+        _evaluate_and_save(trainer, ledger)
+        ledger.pause()
+        sizes = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in trainer.model.parameters()]
+        return {
+            "peak": ledger.peak,
+            "total": {phase: sum(parts.values()) for phase, parts in ledger.peak.items()},
+            "host": in_host,
+            "host_saving": max(0, host.highest - in_host) if host else 0,
+            "model_states": ledger.model_states,
+            "parameters": sum(n for n, _ in sizes),
+            "trainable": sum(n for n, trained in sizes if trained),
+            "largest_block": ledger.largest,
+            "seconds": round(time.perf_counter() - began, 2),
+        }
+
+
+def _launched(settings, rank: int) -> None:
+    """The variables that a launcher would have set; one process without DeepSpeed runs without any."""
+    if settings.deepspeed is not None or settings.world_size > 1:
+        os.environ |= {
+            "RANK": str(rank), "WORLD_SIZE": str(settings.world_size), "LOCAL_RANK": "0",
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500",
+        }  # fmt: skip
+
+
+def _one_rank_of(settings, rank: int) -> None:
+    """torch's fake process group: collectives move nothing and always succeed."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if settings.deepspeed is None and settings.world_size == 1:
+        return
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=settings.world_size)
+    if settings.deepspeed is None:
+        return
+    import deepspeed
+    import deepspeed.comm
+
+    fake_device.fake_other_ranks(deepspeed)
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+
+
+class _Tokenizer:
+    """What a trainer asks of one; a plan needs no tokenizer files."""
+
+    pad_token_id, padding_side = 0, "right"
+
+    def __len__(self) -> int:
+        return 0
+
+
+def _evaluate_and_save(trainer, ledger) -> None:
+    """One evaluation batch, where the run evaluates, and ZeRO-3's gathering of the weights for a save."""
+    if trainer.eval_dataset is not None:
+        trainer.evaluate()
+    if trainer.is_deepspeed_enabled and trainer.accelerator.deepspeed_config["zero_optimization"]["stage"] == 3:
+        ledger._during("save", trainer.accelerator.get_state_dict)(trainer.deepspeed)
+
+
+def _trainers_needs(settings, device: str):
+    """(TrainingArguments, tokenizer, training rows, eval rows or None) of STEPS steps that write nothing."""
+    import torch
+    from accelerate.state import PartialState
+    from datasets import Dataset
+
+    from zerofit.data.tokens import TokenizedDataset
+    from zerofit.train.trainer import training_arguments
+
+    accumulation = min(settings.gradient_accumulation_steps, 2)  # the second micro batch is like all later ones
+    batch = settings.per_device_train_batch_size * accumulation * settings.world_size
+    settings.values |= {
+        "max_steps": simulate.STEPS, "save_strategy": "no", "eval_strategy": "no", "report_to": [], "push_to_hub": False, "logging_steps": 10**6,
+        "random_init": True,
+        "gradient_accumulation_steps": accumulation, "effective_batch_size": batch, "seed": 0,
+        "output_dir": str(Path(tempfile.gettempdir()) / "zerofit-ghost"), "dataloader_num_workers": 0, "resume_from_checkpoint": None, "load_best_model_at_end": False,
+    }  # fmt: skip
+    if settings.fp16 and settings.deepspeed is None:
+        settings.values |= {"fp16": False, "bf16": True}  # accelerate knows its devices by name; the bytes are the same
+    if settings.deepspeed is not None:
+        for key, value in (("gradient_accumulation_steps", accumulation), ("train_batch_size", batch)):
+            if settings.deepspeed.get(key) not in (None, "auto"):
+                settings.deepspeed[key] = value
+    if device != "cuda":
+        settings.values |= {"use_cpu": True, "dataloader_pin_memory": False, "ddp_backend": None}
+    arguments = training_arguments(settings)
+    if device != "cuda":
+        place = torch.device("gpu:0" if device == "gpu" else "cpu")
+        PartialState._shared_state["device"] = arguments.__dict__["_setup_devices"] = place
+    row = {"input_ids": [5] * settings.max_length, "labels": [5] * settings.max_length}
+
+    def tokens(count):
+        return TokenizedDataset(Dataset.from_list([row]).select([0] * count), {}, "ghost")
+
+    evaluates = settings.eval_data or settings.eval_fraction
+    held_out = tokens(settings.per_device_eval_batch_size * settings.world_size) if evaluates else None
+    return arguments, _Tokenizer(), tokens(simulate.STEPS * batch), held_out
+
+
+def _host_ledger(stack):
+    """A second ledger, of what stays in host memory."""
+    from zerofit.train import memory_tracker
+
+    host = memory_tracker.MemoryTracker(device="cpu")
+    host.phase = "step"
+    stack.enter_context(memory_tracker.Watch(host))
+    return host
+
+
+def _trainer(settings, arguments, rows, overrides, device, fake):
+    """KitTrainer with the recipe's model, as the recipe builds it. rows: what _trainers_needs returns."""
+    import torch
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    from zerofit.config import offload
+    from zerofit.model import adapters, fused_loss, load, quantization, tiled_mlp
+    from zerofit.train import progress
+    from zerofit.train.trainer import ZerofitTrainer
+
+    if overrides:
+        plain = load.load_config
+
+        def load_config(settings):
+            config = plain(settings)
+            for name, value in overrides.items():
+                setattr(config.get_text_config(), name, value)
+            return config
+
+        load.load_config = load_config
+    if device == "gpu":
+        fake_device.attention_stand_in(settings.attn_implementation)
+    place = torch.device("gpu:0") if device == "gpu" else contextlib.nullcontext()
+    config = load.load_config(settings)
+    fused_loss.choose(settings, config)
+    tiled_mlp.choose(settings, config)
+    if offload.depends_on_size(settings.deepspeed):
+        offload.check_sizes(settings, load.check(settings))
+    tokenizer, train_rows, eval_rows = rows
+    width = quantization.bits(settings)
+    if width == 8 and fake:
+        raise simulate.SimulationFailed("a base in 8 bits cannot be simulated")
+    settings.values["random_init"] = width is None or fake
+    if width and fake:
+        settings.values["load_in_4bit"] = False  # loading would need the weights
+        unset_hf_deepspeed_config()  # packed weights are shared out by the engine, not while they are loaded
+        with torch.device("meta"):
+            net = load.load_model(settings, tokenizer)
+        settings.values["load_in_4bit"] = True
+        _quantise(net, "gpu:0" if device == "gpu" else "cpu")
+    with place:
+        if not (width and fake):
+            net = load.load_model(settings, tokenizer)
+        if settings.recipe == "lora":
+            net = adapters.add_adapter(net, settings)
+    on_gpu = device == "gpu"
+    torch.cuda.get_device_name = (lambda *_: "a ghost") if on_gpu else torch.cuda.get_device_name
+    settings.values["use_cpu"] = settings.use_cpu and not on_gpu  # offloaded activations go somewhere
+    trainer = ZerofitTrainer(settings, net, tokenizer, arguments, train_rows, eval_rows)
+    trainer.remove_callback(progress.Reporter)
+    return trainer
+
+
+def _quantise(net, device: str) -> None:
+    """Linear layers with packed NF4 weights and doubly quantised constants: bitsandbytes' own code, on no memory."""
+    import bitsandbytes
+    import torch
+
+    class Linear4bit(bitsandbytes.nn.Linear4bit):
+        """Its parameter is a plain one: bitsandbytes' own kind cannot wrap a tensor without memory."""
+
+        def __init__(self, linear):
+            torch.nn.Module.__init__(self)
+            self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
+            self.compute_dtype = linear.weight.dtype
+            packed, state = bitsandbytes.functional.quantize_4bit(
+                torch.empty_like(linear.weight, device=device), blocksize=64, compress_statistics=True,
+                quant_type="nf4", quant_storage=linear.weight.dtype,
+            )  # fmt: skip
+            self.weight = torch.nn.Parameter(packed, requires_grad=False)
+            self.weight.compress_statistics, self.weight.quant_type, self.weight.quant_state = True, "nf4", state
+
+        def forward(self, x):
+            state, bias = self.weight.quant_state, None if self.bias is None else self.bias.to(self.compute_dtype)
+            out = bitsandbytes.matmul_4bit(x.to(self.compute_dtype), self.weight, bias=bias, quant_state=state)
+            return out.to(x.dtype)
+
+    head = net.get_output_embeddings()
+    for parent in list(net.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is torch.nn.Linear and child is not head:
+                setattr(parent, name, Linear4bit(child))
+    made = {}  # a tied head stays tied
+    for module in net.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                made[id(parameter)] = (
+                    made[id(parameter)]
+                    if id(parameter) in made
+                    else torch.nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=False)
+                )
+                module._parameters[name] = made[id(parameter)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = torch.empty_like(buffer, device=device)
+    net.is_loaded_in_4bit = True

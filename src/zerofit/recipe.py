@@ -1,0 +1,122 @@
+"""The first lines of every recipe: arguments in, processes and run folder up, everything decided said once."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from zerofit import distributed, log_filters
+from zerofit.config import resolve
+from zerofit.data import hub
+from zerofit.errors import printable
+from zerofit.launch import batch_search
+from zerofit.plan import preflight
+from zerofit.settings import Settings
+from zerofit.train import memory_history, trial
+
+log_filters.libraries()
+
+
+def parse(recipe: str) -> Settings:
+    """Resolve and check this process's own command line; --show and --dry_run print and end the process.
+
+    Raises: UserError for the user's mistakes, before a GPU or a process group is touched.
+    """
+    found = resolve.resolve_settings(recipe)
+    if found.probe and not found.show:
+        found = resolve.resolve_settings(recipe, batch_search.resolve(found, sys.argv[1:]), distributed.size())
+    preflight.only_print(found)
+    if distributed.rank() == 0:
+        hub.check_push(found)
+    if _is_to_check(found):
+        preflight.prestart(found)
+    return found
+
+
+def _is_to_check(settings: Settings) -> bool:
+    """Whether this process says if the job fits: rank 0, where the launcher has not."""
+    return distributed.rank() == 0 and not trial.is_batch_search() and memory_history.PLANNED not in os.environ
+
+
+def start_processes(settings: Settings, train_set, eval_set):
+    """Open the process group, see that all ranks have this job, choose the run folder; return transformers' TrainingArguments.
+
+    The folder is only made once the model is there (`open_run`), so that a mistake leaves nothing half-made.
+    """
+    from zerofit import distributed, rank_status, run_folder
+    from zerofit.config import nvme, offload
+    from zerofit.model import attention, fused_loss, tiled_mlp
+    from zerofit.model.load import check, load_config
+    from zerofit.train import deepspeed_ops, memory_report, network_check
+    from zerofit.train.checkpoint import node_local, resume
+    from zerofit.train.trainer import training_arguments
+
+    config = load_config(settings)
+    fused_loss.choose(settings, config)
+    tiled_mlp.choose(settings, config)
+    if offload.depends_on_size(settings.deepspeed):
+        offload.check_sizes(settings, check(settings))
+    if _is_to_check(settings):
+        preflight.publish(preflight.check(settings))  # the other ranks wait in the next line
+    attention.avoid_wrong_kernels(settings)
+    distributed.start(settings)
+    network_check.check(settings, train_set, eval_set)
+    deepspeed_ops.prepare(settings)
+    nvme.reserve_folder(settings)
+    if distributed.rank() == 0 and not rank_status.folder():  # else the supervisor has it
+        run_folder.claim_folder(settings)
+    folder = str(resume.choose_folder(settings)) if distributed.rank() == 0 else None  # it finds the checkpoint too
+    chosen = distributed.broadcast((folder, settings.resume_from_checkpoint))
+    settings.values["output_dir"], settings.values["resume_from_checkpoint"] = chosen
+    network_check.check_disk(settings, Path(chosen[0]))
+    if settings.node_local_storage and distributed.several_nodes():
+        node_local.agree(settings, Path(chosen[0]))
+    arguments = training_arguments(settings)
+    if settings.memory_report:
+        memory_report.start(settings)
+    return arguments
+
+
+def open_run_folder(settings: Settings, train_set, eval_set) -> None:
+    """Make the run folder, say once what was decided, and write run.json."""
+    from zerofit import run_folder
+    from zerofit.data import dataset
+    from zerofit.train import trial
+    from zerofit.train.checkpoint import resume
+
+    resume.check_resumable(settings, train_set)
+    if distributed.rank() == 0:
+        folder, resumed = Path(settings.output_dir), settings.resume_from_checkpoint
+        if resumed is None or Path(resumed).parent.resolve() == folder.resolve():
+            run_folder.keep_metrics(folder, int(resumed.rpartition("-")[2]) if resumed else 0)
+    _leave_newer_checkpoints(settings)
+    run_folder.open_folder(settings)
+    sets = {"training": train_set, "evaluation": eval_set}
+    sets = {name: found for name, found in sets.items() if found is not None}
+    if distributed.rank() == 0:
+        print(
+            f"zerofit {settings.recipe}: {settings.world_size} process{'es' * (settings.world_size > 1)}, ZeRO "
+            f"{settings.zero}, offload {settings.offload}, {settings.precision}; run folder {settings.output_dir}"
+        )
+        described = [dataset.describe(name, found) for name, found in sets.items()]
+        for sentence in [*settings.decisions, *described, *dataset.notes(sets)]:
+            print(f"  - {printable(sentence)}", flush=True)
+        facts = {name: {"fingerprint": found.fingerprint, **found.statistics} for name, found in sets.items()}
+        rehearsed = os.environ.get(trial.CANARY_RESULT)
+        run_folder.write_run(settings, {"data": facts} | ({"canary": json.loads(rehearsed)} if rehearsed else {}))
+
+
+def _leave_newer_checkpoints(settings: Settings) -> None:
+    """Move the checkpoints after the one that is resumed out of the way of those that this run will save."""
+    from zerofit import distributed
+    from zerofit.launch import retry
+    from zerofit.train.checkpoint.facts import step_of
+
+    if distributed.rank() != 0 and not (
+        settings.node_local_storage and distributed.first_of_node()
+    ):  # of each disk, one rank
+        return
+    folder, resumed = Path(settings.output_dir), settings.resume_from_checkpoint
+    step = step_of(Path(resumed)) if resumed else 0
+    if aside := retry.move_newer(folder, step):
+        settings.decisions.append(f"checkpoints after step {step}, where this run goes on, were moved to {aside}")

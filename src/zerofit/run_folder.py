@@ -1,0 +1,236 @@
+"""The run folder: run.json, deepspeed.json, logs, metrics.jsonl, loss.png, result.json (written last)."""
+
+import contextlib
+import json
+import os
+import platform
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from importlib import metadata
+from pathlib import Path
+
+from zerofit import __version__, command_line, distributed, run_lock
+from zerofit.errors import UserError
+from zerofit.paths import ROOT, nearest_existing
+from zerofit.settings import Settings
+
+PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "peft", "datasets")
+
+
+def claim_folder(settings: Settings) -> None:
+    """Name the run folder and lock it for this process, before anybody looks whether it holds a run.
+
+    Raises: UserError when another process trains into it.
+    """
+    settings.values["output_dir"] = str(name_folder(settings))
+    run_lock.take(Path(settings.output_dir))
+
+
+def check_folder(folder: Path, resumes: bool) -> None:
+    """Refuse a run folder that is a file, that holds a run already, or that cannot be made or written to."""
+    _check_writable(folder)
+    if (folder / "run.json").exists() and not resumes:
+        raise UserError(
+            f"--output_dir {folder}: already holds a run; name another folder (OUT=...), or continue it with "
+            "--resume_from_checkpoint."
+        )
+
+
+def name_folder(settings: Settings) -> Path:
+    folder = Path(settings.output_dir or Path("runs") / f"{settings.recipe}-{time.strftime('%Y%m%d-%H%M%S')}")
+    folder = folder.expanduser()
+    _check_writable(folder)
+    return folder
+
+
+def _check_writable(folder: Path) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"--output_dir {folder}: is a file; name a folder.")
+    near = nearest_existing(folder)
+    try:
+        tempfile.TemporaryFile(dir=near).close()  # permissions alone do not tell: /proc takes no file
+    except OSError as error:
+        raise UserError(f"--output_dir {folder}: {near} cannot be written to: {error.strerror}.") from None
+
+
+def readable(folder: Path) -> None:
+    """Give the files of a folder the mode of any new file: safetensors makes its own for their owner alone."""
+    mask = os.umask(0)
+    os.umask(mask)
+    for file in folder.rglob("*"):
+        if file.is_file() and stat.S_IMODE(file.stat().st_mode) == 0o600:
+            file.chmod(0o666 & ~mask)
+
+
+def checkpoints(folder: Path) -> dict[int, Path]:
+    """{step: checkpoint-<step>} of a run folder, whole or not, by step."""
+    return by_step(folder, "checkpoint")
+
+
+def by_step(folder: Path, name: str) -> dict[int, Path]:
+    """{step: <name>-<step>} of what is in a folder, by step."""
+    steps = {f.name.removeprefix(f"{name}-"): f for f in folder.glob(f"{name}-*")}
+    return {int(step): steps[step] for step in sorted(filter(str.isdigit, steps), key=int)}
+
+
+def open_folder(settings: Settings) -> Path:
+    """Make the run folder on rank 0 and send this rank's output to logs/rank<r>.log (rank 0: there too)."""
+    folder = Path(settings.output_dir)
+    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    log = (folder / "logs" / f"rank{distributed.rank()}.log").open("a", buffering=1, encoding="utf-8")
+    if distributed.rank() == 0:
+        sys.stdout, sys.stderr = _Tee(sys.stdout, log), _Tee(sys.stderr, log)
+    else:
+        _speak_up_on_crash(log.name)
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    return folder
+
+
+def keep_metrics(folder: Path, step: int) -> None:
+    """Of metrics.jsonl, the lines up to this step: those after it are made again."""
+    metrics = folder / "metrics.jsonl"
+    if not metrics.exists():
+        return
+    kept = []
+    for line in metrics.read_text(encoding="utf-8").splitlines(keepends=True):
+        if not line.endswith("\n") or json.loads(line)["step"] > step:  # a killed run may have left half a line
+            break
+        kept.append(line)
+    aside = metrics.with_suffix(".tmp")
+    aside.write_text("".join(kept), encoding="utf-8")
+    aside.replace(metrics)
+
+
+class _Tee:
+    """A stream that writes to the terminal and to the log."""
+
+    def __init__(self, terminal, log):
+        self.terminal, self.log = terminal, log
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):  # where the disk is full, the terminal still gets the line
+            self.log.write(text)
+        return self.terminal.write(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self.log.flush()
+        self.terminal.flush()
+
+    def __getattr__(self, name):
+        return getattr(self.terminal, name)
+
+
+def terminal():
+    """The real stderr, past the log."""
+    return getattr(sys.stderr, "terminal", sys.stderr)
+
+
+def finished(folder: str | Path) -> bool:
+    """Whether the folder's result.json says that a run ended well."""
+    file = Path(folder) / "result.json"
+    return file.exists() and json.loads(file.read_text(encoding="utf-8")).get("status") == "finished"
+
+
+def _speak_up_on_crash(log: str) -> None:
+    """Ranks above 0 write to their log only; a crash still gets one line on the terminal."""
+    terminal = os.fdopen(os.dup(2), "w")
+    before = sys.excepthook
+
+    def hook(kind, error, traceback):
+        print(
+            f"zerofit: rank {distributed.rank()} failed: {kind.__name__}: {error}; see {log}", file=terminal, flush=True
+        )
+        before(kind, error, traceback)
+
+    sys.excepthook = hook
+
+
+def write_json(path: Path, value: dict) -> None:
+    """Write the file whole or not at all: beside its place, synced to the disk, and renamed."""
+    aside = path.with_suffix(".tmp")
+    try:
+        with aside.open("w", encoding="utf-8") as file:
+            file.write(json.dumps(value, indent=2, default=str) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise
+
+
+def git_commit() -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+        )
+    except OSError:  # no git on this machine
+        return None
+    return done.stdout.strip() or None
+
+
+def shown(name: str, value) -> str:
+    """An argument's value for people; secrets stay hidden."""
+    if name == "warmup_steps" and 0 < float(value or 0) < 1:
+        return f"{value} of all steps"
+    return "<hidden>" if name.endswith("_token") and value else str(value)
+
+
+def write_run(settings: Settings, facts: dict) -> None:
+    """run.json: every effective argument with its source, what was decided, versions, commit, data, command."""
+    import torch
+
+    write_json(
+        Path(settings.output_dir) / "run.json",
+        {
+            "recipe": settings.recipe,
+            "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "command": os.environ.get("ZEROFIT_COMMAND") or command_line.hide_secrets([sys.executable, *sys.argv]),
+            "flags": command_line.without_secrets(settings.flags),
+            "world_size": settings.world_size,
+            "device": "cpu" if settings.use_cpu else torch.cuda.get_device_name(),
+            "machine": platform.platform(),
+            "versions": {"zerofit": __version__, "python": platform.python_version()}
+            | {name: metadata.version(name) for name in PACKAGES},
+            "git_commit": git_commit(),
+            "decisions": settings.decisions,
+            "arguments": {
+                name: {
+                    "value": shown(name, value) if name.endswith("_token") else value,
+                    "source": settings.source[name],
+                }
+                for name, value in sorted(settings.values.items())
+            },
+            **facts,
+        },
+    )
+
+
+def plot_loss(metrics: Path, target: Path, title: str) -> None:
+    """loss.png: training loss per step and evaluation loss, from metrics.jsonl."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    train = [(m["step"], m["loss"]) for m in lines if "loss" in m]
+    held_out = [(m["step"], m["eval_loss"]) for m in lines if "eval_loss" in m]
+    if not train:
+        return
+    figure, axes = plt.subplots(figsize=(7, 4), dpi=120)
+    axes.plot(*zip(*train, strict=True), label="training", color="#2563eb", marker="." if len(train) < 60 else None)
+    if held_out:
+        axes.plot(*zip(*held_out, strict=True), label="evaluation", color="#ea580c", marker="o", linestyle="--")
+    axes.set(xlabel="optimizer step", ylabel="loss (nats per supervised token)", title=title, ylim=(0, None))
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.tight_layout()
+    figure.savefig(target)
+    plt.close(figure)

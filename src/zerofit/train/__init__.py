@@ -1,0 +1,1 @@
+"""Training on one rank: the trainer, what it measures, and its checkpoints."""

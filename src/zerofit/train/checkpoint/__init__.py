@@ -1,0 +1,1 @@
+"""Write, verify, resume and reshard checkpoints."""

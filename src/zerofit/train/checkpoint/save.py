@@ -1,0 +1,195 @@
+"""Checkpoints: written aside, verified, synced and renamed; what is wrong with one before it is loaded.
+
+Each holds zerofit.json, written last: what it was saved from, and size and hash of every file.
+"""
+
+import json
+import os
+import shutil
+import time
+import zipfile
+from pathlib import Path
+
+from zerofit import __version__, distributed, run_folder
+from zerofit.paths import size_of
+from zerofit.train.checkpoint import differences, node_local
+from zerofit.train.checkpoint.facts import ASIDE, FACTS, FORMAT, hash_file
+
+# --- saving ---
+
+
+def save(trainer, write) -> None:
+    """Save one checkpoint. All ranks call it; `write` is transformers' own saving, into trainer.saving_to.
+
+    Older checkpoints go (save_total_limit) when this one is verified and has its name. Without room for it nothing is
+    written, which is said, and training goes on.
+    Raises: RuntimeError when what was written is not what was trained.
+    """
+    args, state, local = trainer.args, trainer.state, trainer.settings.node_local_storage
+    run, name = Path(args.output_dir), f"checkpoint-{state.global_step}"
+    writes = args.process_index == 0 or (local and distributed.first_of_node())  # of each disk, one rank
+    if not all(distributed.all_gather(_has_room(run) if writes else True)):
+        return
+    trainer.saving_to = run / ASIDE
+    try:
+        write()
+    finally:
+        trainer.saving_to = None
+    if writes:
+        (run / ASIDE / name / "training_args.bin").unlink(missing_ok=True)  # a pickle that nothing reads
+    if state.best_global_step:  # transformers has taken the folder aside for its place
+        state.best_model_checkpoint = str(run / f"checkpoint-{state.best_global_step}")
+        if args.process_index == 0:
+            state.save_to_json(str(run / ASIDE / name / "trainer_state.json"))
+    distributed.barrier()  # every rank has written its files
+    if local:
+        node_local.copy_small_files(run / ASIDE / name)
+    here, elsewhere = _hashes(run / ASIDE / name, local)
+    if args.process_index == 0:
+        verify(run / ASIDE / name, trainer)
+    if writes:
+        facts = _facts(trainer, here) | ({"elsewhere": elsewhere} if elsewhere else {})
+        run_folder.write_json(run / ASIDE / name / FACTS, facts)
+        _publish(run, name)
+    distributed.barrier()  # it is on every disk before the older ones go
+    if writes:
+        _rotate(run, name, args.save_total_limit, state.best_model_checkpoint)
+    distributed.barrier()
+    trainer.reporter.save_clock.saved()
+    trainer._push_from_checkpoint(str(run / name))  # transformers would have pushed the folder aside
+
+
+def _has_room(run: Path) -> bool:
+    """Whether the disk can hold one more of what the last one took; clears what a killed save left."""
+    shutil.rmtree(run / ASIDE, ignore_errors=True)
+    before = list(run_folder.checkpoints(run).values())
+    needed = size_of(before[-1]) if before else 0
+    free = shutil.disk_usage(run).free
+    if needed <= free:
+        return True
+    print(f"WARNING: no checkpoint is saved: the last one took {needed / 1e9:.3g} GB and the disk has {free / 1e9:.3g} left; "
+          f"{before[-1].name} stays the newest", flush=True)  # fmt: skip
+    return False
+
+
+def _hashes(folder: Path, local: bool) -> tuple[dict[str, list], dict[str, list]]:
+    """{file: [bytes, hash]} of this disk's files and of those that only other machines have, synced to the disk. Collective.
+
+    The ranks that share a disk (all; local: those of a machine) share the work.
+    """
+    ranks = range(distributed.size())
+    if local:
+        ranks = [
+            rank for rank, node in enumerate(distributed.all_gather(distributed.node())) if node == distributed.node()
+        ]
+    files = sorted(f for f in folder.rglob("*") if f.is_file())
+    mine = {
+        str(f.relative_to(folder)): [f.stat().st_size, hash_file(f, sync=True)]
+        for f in files[ranks.index(distributed.rank()) :: len(ranks)]
+    }
+    here, elsewhere = {}, {}
+    for rank, part in enumerate(distributed.all_gather(mine)):
+        (here if rank in ranks else elsewhere).update(part)
+    return here, {name: entry for name, entry in elsewhere.items() if name not in here}
+
+
+def _publish(run: Path, name: str) -> None:
+    """Rename the folder to its name, which it gets only when all of it is on the disk; one of the same step goes last."""
+    new = run / ASIDE / name
+    for folder in [*(f for f in new.rglob("*") if f.is_dir()), new]:
+        _sync(folder)
+    if (run / name).exists():
+        (run / name).rename(run / ASIDE / f"{name}.before")
+    new.rename(run / name)
+    _sync(run)
+    shutil.rmtree(run / ASIDE)
+
+
+def _sync(folder: Path) -> None:
+    """Write to the disk which files the folder holds."""
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
+def _rotate(run: Path, name: str, limit: int | None, best: str | None) -> None:
+    """Delete the oldest checkpoints over the limit; never the one that was just saved (transformers: the highest step)."""
+    kept = {name, Path(best).name if best else name}
+    others = [checkpoint for checkpoint in run_folder.checkpoints(run).values() if checkpoint.name not in kept]
+    if limit and limit > 0:
+        for checkpoint in others[: max(0, len(others) + len(kept) - max(limit, len(kept)))]:
+            shutil.rmtree(checkpoint, ignore_errors=True)
+
+
+def verify(folder: Path, trainer) -> None:
+    """Compare what was saved with what is trained: none missing or empty, every one in its whole shape, twins equal.
+
+    Raises: RuntimeError.
+    """
+    from zerofit.model.load import count_parameters, verify_saved
+    from zerofit.train.checkpoint import reshard, zero_shards
+
+    lora, held = trainer.settings.recipe == "lora", zero_shards.Weights(folder)
+    trainable, every = count_parameters(trainer.model)
+    verify_saved(folder, trainable if lora else every)
+    parameters, names = dict(trainer.model.named_parameters()), reshard.file_names(trainer.model)
+    renamed = not lora and set(held.where) - set(trainer.model.state_dict())  # e.g. experts, which transformers splits
+    for name, saved in names.items() if lora else zip(parameters, parameters, strict=True):
+        wanted = tuple(getattr(parameters[name], "ds_shape", parameters[name].shape))
+        if saved not in held.where and renamed:
+            continue
+        if saved not in held.where:
+            raise RuntimeError(f"{folder}: {saved} was not saved.")
+        if (found := tuple(held.shape(saved))) != wanted:
+            raise RuntimeError(f"{folder}: {saved} was saved with shape {found} instead of {wanted}.")
+    for twin, first in ({} if lora else getattr(trainer.model, "all_tied_weights_keys", None) or {}).items():
+        if twin in held.where and first in held.where and not held.get(twin).equal(held.get(first)):
+            raise RuntimeError(f"{folder}: {twin} and {first} are one tensor in the model and were saved as two.")
+    for index in folder.glob("*.safetensors.index.json"):
+        if missing := set(json.loads(index.read_text(encoding="utf-8"))["weight_map"]) ^ set(held.where):
+            raise RuntimeError(f"{index}: does not fit the files beside it, e.g. {sorted(missing)[0]}.")
+    for file in [*folder.rglob("*.pt"), *folder.rglob("*.pth")]:
+        if not zipfile.is_zipfile(file):
+            raise RuntimeError(f"{file}: was not written whole.")
+
+
+def _facts(trainer, hashes: dict[str, list]) -> dict:
+    from zerofit.config import offload
+    from zerofit.train.checkpoint import reshard
+
+    settings = trainer.settings
+    names = ("recipe", "zero", "offload", "world_size", "effective_batch_size", "optim", "model")
+    return {
+        "zerofit": __version__, "format": FORMAT, "step": trainer.state.global_step,
+        **{name: getattr(settings, name) for name in names}, "precision": settings.precision,
+        "unsaved": offload.unsaved(settings), "fingerprints": settings.fingerprints, "files": hashes,
+        "settings": differences.record(settings),
+        **({} if trainer.is_deepspeed_enabled else {"groups": reshard.group_names(trainer)}),
+    }  # fmt: skip
+
+
+class SaveTimer:
+    """--save_every_minutes: when the next checkpoint is due. The ranks agree on it at few of the steps only."""
+
+    def __init__(self, minutes: float):
+        self.seconds, self.last, self.look_at, self.seen = minutes * 60, time.perf_counter(), 1, None
+
+    def saved(self) -> None:
+        self.last = time.perf_counter()
+
+    def is_due(self, step: int) -> bool:
+        """After a step; all ranks call it and get rank 0's answer. It looks again when half of what is left is over."""
+        if not self.seconds or step < self.look_at:
+            return False
+        now, steps = time.perf_counter(), 1
+        left = self.seconds - (now - self.last)
+        due = left <= 0
+        if self.seen:
+            pace = (now - self.seen[1]) / (step - self.seen[0])
+            steps = max(1, int((self.seconds if due else left) / 2 / pace))
+        self.seen = step, now
+        due, steps = distributed.broadcast((due, steps))
+        self.look_at = step + steps
+        return due

@@ -1,0 +1,52 @@
+"""What must be the same on every node and rank of a job: software, recipe files, data, arguments. Who differs is named."""
+
+import hashlib
+import json
+import platform
+from importlib import metadata
+
+from zerofit.paths import PACKAGE, ROOT
+
+PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "peft")
+
+# Arguments that may differ from machine to machine without training another model.
+MAY_DIFFER = {"output_dir", "logging_dir", "resume_from_checkpoint", "local_rank", "hub_token", "offload_path", "force",
+              "preprocessing_num_workers", "dataloader_num_workers", "config", "deepspeed", "run_name"}  # fmt: skip
+
+
+def software(recipe: str) -> dict[str, str]:
+    """Versions, and a hash of the recipe and of this package."""
+    found = {"python": platform.python_version()[:4]} | {name: metadata.version(name) for name in PACKAGES}
+    digest = hashlib.sha256()
+    for file in [ROOT / "recipes" / f"{recipe}.py", *sorted(PACKAGE.rglob("*.py"))]:
+        digest.update(file.name.encode() + file.read_bytes())
+    return found | {"recipe files": digest.hexdigest()[:12]}
+
+
+def of_job(settings, train_set, eval_set=None) -> dict[str, str]:
+    """Data, model and every argument that decides what is trained."""
+    from zerofit.model.load import model_fingerprint
+
+    values = {name: value for name, value in settings.values.items() if name not in MAY_DIFFER}
+    arguments = {f"argument --{name}": json.dumps(value, default=str) for name, value in sorted(values.items())}
+    return {
+        "data": train_set.fingerprint, "evaluation data": eval_set.fingerprint if eval_set else "none",
+        "model": model_fingerprint(settings),
+        "DeepSpeed configuration": hashlib.sha256(json.dumps(settings.deepspeed, sort_keys=True).encode()).hexdigest()[:12],
+        **arguments,
+    }  # fmt: skip
+
+
+def difference(found: list[tuple[str, dict]]) -> str:
+    """One sentence about the first fact in which somebody differs from the first; "": none does.
+
+    Args: found: (who, facts), of all.
+    """
+    who, facts = found[0]
+    for name in facts:
+        others = [(other, theirs.get(name)) for other, theirs in found[1:] if theirs.get(name) != facts[name]]
+        if others:
+            other, theirs = others[0]
+            more = f" (and {len(others) - 1} more)" if len(others) > 1 else ""
+            return f"{name} is not the same on all nodes: {who} has {facts[name]}, {other}{more} has {theirs}; make them equal."
+    return ""

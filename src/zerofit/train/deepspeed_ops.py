@@ -1,0 +1,122 @@
+"""DeepSpeed's C++ ops: compiled once per machine, with a line that says so, before the engine needs them."""
+
+import os
+import platform
+import shutil
+import time
+from pathlib import Path
+
+import torch
+
+from zerofit import distributed
+from zerofit.config import nvme, offload
+from zerofit.errors import UserError
+from zerofit.paths import cache_root
+
+TOOLS = {"ninja": "pip install ninja", "g++": "apt install g++"}  # what compiles them, and how to get it
+
+
+def missing_tools() -> list[str]:
+    """Those of TOOLS that are not on PATH."""
+    return [tool for tool in TOOLS if shutil.which(tool) is None]
+
+
+def prepare(settings) -> None:
+    """Compile what the engine will load, once per machine and before the other ranks need it; all ranks call it.
+
+    Raises: UserError when the compiler is missing or fails.
+    """
+    names = names_of(settings.deepspeed)
+    if not names:
+        return
+    extensions, ours = folder_of_all()
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(extensions)
+    failed = None
+    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+        try:
+            for name in names:
+                _build(name, extensions, ours)
+        except UserError as error:
+            failed = error
+    distributed.broadcast(None)  # the others wait here
+    if failed:
+        raise failed
+
+
+def names_of(config: dict | None) -> list[str]:
+    """DeepSpeed's builders of the C++ ops that this configuration loads."""
+    found = ["CPUAdamBuilder"] if offload.needs_cpu_adam(config) else []
+    return found + ["PinMemoryBuilder", "AsyncIOBuilder"] * bool(nvme.paths_of(config))
+
+
+def folder_of_all() -> tuple[Path, bool]:
+    """(folder of compiled ops, whether it is zerofit's own): $TORCH_EXTENSIONS_DIR, else one for this host and PyTorch.
+
+    The ops are compiled for this very CPU, so hosts that share a home folder must not share them.
+    """
+    if given := os.environ.get("TORCH_EXTENSIONS_DIR"):
+        return Path(given), Path(given).parent.name == "zerofit-ops"
+    return cache_root() / "zerofit-ops" / f"{platform.node()}-torch{torch.__version__}", True
+
+
+def _build(name: str, extensions: Path, ours: bool) -> None:
+    import filelock
+    from deepspeed.ops import op_builder
+
+    builder = getattr(op_builder, name)()
+    folder = extensions / builder.name
+    _make(folder)
+    if missing := missing_tools():
+        tool = missing[0]
+        raise UserError(f"{builder.name}: {tool} is not on PATH, and DeepSpeed compiles this op; {TOOLS[tool]}.")
+    with filelock.FileLock(folder / "zerofit.lock"):
+        clear_stale_lock(folder, ours)
+        if not (folder / f"{builder.name}.so").exists():
+            print(f"compiling DeepSpeed's {builder.name} into {folder} (once; about a minute or two)", flush=True)
+        began = time.perf_counter()
+        try:
+            builder.load(verbose=False)
+        except Exception as error:
+            raise UserError(
+                f"{builder.name}: DeepSpeed could not compile it: {offload.first_line(error)}; see `ds_report`, or choose a "
+                "mode that needs no compiler (--offload without ratio and path)."
+            ) from None
+        if (seconds := time.perf_counter() - began) > 10:
+            print(f"{builder.name}: compiled in {seconds:.0f} s", flush=True)
+
+
+def _make(folder: Path) -> None:
+    """Make the folder of a compiled op. Raises: UserError where it cannot be made or written to."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        problem = "" if os.access(folder, os.W_OK) else "no permission to write"
+    except OSError as error:
+        problem = error.strerror
+    if problem:
+        raise UserError(
+            f"{folder}: {problem}, and DeepSpeed compiles its ops there; set TORCH_EXTENSIONS_DIR to another folder."
+        )
+
+
+def clear_stale_lock(folder: Path, ours: bool) -> None:
+    """PyTorch marks a build by a file `lock` and waits for its end for ever, also when that build was killed.
+
+    In zerofit's own folder every builder holds an operating-system lock first, so the file is stale. Elsewhere it is
+    when no process works in the folder.
+    Raises: UserError when another program may still be building there.
+    """
+    import psutil
+
+    lock = folder / "lock"
+    if not lock.exists():
+        return
+    building = []
+    for process in [] if ours else psutil.process_iter(["pid", "cwd"]):
+        if process.info["cwd"] == str(folder.resolve()):
+            building.append(process.info["pid"])
+    if building:
+        raise UserError(f"{lock}: process {building[0]} is compiling there; wait for it, or set TORCH_EXTENSIONS_DIR.")
+    if not ours and time.time() - lock.stat().st_mtime < 60:
+        raise UserError(f"{lock}: another program may have just begun to compile; try again in a minute.")
+    lock.unlink(missing_ok=True)
+    print(f"removed {lock}: a build that was killed left it, and every later start would wait for it", flush=True)

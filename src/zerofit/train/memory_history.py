@@ -1,0 +1,76 @@
+"""Predicted and measured peaks of finished runs on this machine, and the allowance learned from them."""
+
+import json
+import math
+import platform
+import time
+from importlib import metadata
+from pathlib import Path
+
+from zerofit.hardware import GIB
+from zerofit.paths import cache_root
+
+LEARNED_RUNS = 50  # of them, the latest, that a plan learns from
+
+LEARNED_AT_MOST = 0.1  # of the GPU
+
+
+def history() -> Path:
+    """Return the file of predicted and measured peaks of finished runs on this machine."""
+    return cache_root() / "history.jsonl"
+
+
+def learned_from() -> str:
+    return f"earlier runs on this GPU were above their plan ({history()})"
+
+
+# --- the check before a launch ---
+
+
+PLANNED = "ZEROFIT_PLAN"  # environment variable: what the launcher's check found, or "{}"
+
+
+# --- what was measured ---
+
+
+def remember(predicted: dict, measured_bytes: int, folder: Path) -> None:
+    """Append predicted against measured peak to the run folder's plan.json and to the local history."""
+    from zerofit import run_folder
+
+    run_folder.write_json(folder / "plan.json", predicted | {"measured": learn(predicted, measured_bytes)})
+
+
+def learn(predicted: dict, measured_bytes: int) -> dict:
+    entry = {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S"), "gpu": predicted["gpu"], "predicted_bytes": predicted["peak_bytes"],
+        "measured_bytes": measured_bytes, "ratio": round(measured_bytes / predicted["peak_bytes"], 4),
+        "versions": {p: metadata.version(p) for p in ("torch", "transformers", "deepspeed")},
+        "python": platform.python_version(),
+    }  # fmt: skip
+    try:
+        history().parent.mkdir(parents=True, exist_ok=True)
+        with history().open("a", encoding="utf-8") as file:
+            file.write(json.dumps(entry) + "\n")
+    except OSError as error:  # the run itself has finished
+        print(f"note: {history()}: the measured peak is not kept: {error.strerror}", flush=True)
+    return entry
+
+
+def learned_allowance(device_name: str, memory_gib: float = math.inf) -> int:
+    """Return the bytes by which runs on this kind of GPU with this torch were above their plan: the 90th percentile of the
+    last 50, at most a tenth of the GPU; 0 without a history."""
+    try:
+        lines = history().read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return 0
+    above = []
+    for line in lines:
+        try:
+            entry = json.loads(line)
+            if entry["gpu"] == device_name and entry["versions"]["torch"] == metadata.version("torch"):
+                above.append(entry["measured_bytes"] - entry["predicted_bytes"])
+        except (ValueError, KeyError, TypeError):
+            continue
+    above = sorted(above[-LEARNED_RUNS:])
+    high = above[math.ceil(0.9 * len(above)) - 1] if above else 0
+    return int(max(0, min(high, LEARNED_AT_MOST * memory_gib * GIB)))

@@ -1,0 +1,189 @@
+"""What a memory ledger found, for people: the table, memory.json, memory.png, and the sentence on an out-of-memory."""
+
+import contextlib
+import os
+from pathlib import Path
+
+import torch
+
+from zerofit import distributed, rank_status, run_folder
+from zerofit.errors import OutOfMemory, bytes_asked_for
+from zerofit.train import memory_tracker, tensor_owners
+
+# Part -> what would make it smaller, best first: (whether it applies, flag).
+_ADVICE = {
+    "activations": (
+        (lambda s: not s.gradient_checkpointing, "--gradient_checkpointing true"),
+        (lambda s: s.per_device_train_batch_size > 1, "--per_device_train_batch_size {half}"),
+        (lambda s: s.gradient_checkpointing_every > 1, "--gradient_checkpointing_every 1"),
+        (lambda s: s.gradient_checkpointing_policy == "selective", "--gradient_checkpointing_policy full"),
+        (lambda s: not s.activation_offload, "--activation_offload true"),
+        (lambda s: True, "a smaller --max_length"),
+    ),
+    "parameters": (
+        (lambda s: s.zero != "3" and s.world_size > 1, "--zero 3"),
+        (lambda s: s.offload != "all", "--zero 3 --offload all"),
+    ),
+    "gradients": (
+        (lambda s: s.zero in ("0", "1") and s.world_size > 1, "--zero 2"),
+        (lambda s: s.recipe == "sft", "recipes/lora.py (make lora)"),
+    ),
+    "optimizer": (
+        (lambda s: s.zero == "0" and s.world_size > 1, "--zero 2"),
+        (lambda s: s.offload == "none", "--offload optimizer"),
+        (lambda s: s.recipe == "sft", "recipes/lora.py (make lora)"),
+    ),
+}
+
+_COLOURS = {
+    "parameters": "#1d4ed8", "gradients": "#0891b2", "optimizer": "#7c3aed", "activations": "#ea580c",
+    "logits": "#facc15", "buffers": "#94a3b8", "untracked": "#e2e8f0",
+}  # fmt: skip
+
+
+def start(settings) -> None:
+    """Open the ledger of --memory_report, before the model is loaded."""
+    if settings.use_cpu:
+        os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # weights read in other threads could not be followed
+        ledger = memory_tracker.MemoryTracker(device="cpu")
+    else:
+        torch.cuda.memory._record_memory_history(max_entries=100_000)  # the snapshot of an out-of-memory tells it
+        ledger = memory_tracker.MemoryTracker(device="cuda", round_to=512)
+    ledger.__enter__()
+
+
+def size(count: int) -> str:
+    """Bytes for people."""
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.2f} MiB"
+
+
+def table(peak: dict[str, dict[str, int]]) -> str:
+    """Phases down, parts across, the phase's total last."""
+    parts = [part for part in _COLOURS if any(part in row for row in peak.values())]
+    rows = [[phase, *(size(row.get(p, 0)) for p in parts), size(sum(row.values()))] for phase, row in peak.items()]
+    head = ["phase", *parts, "total"]
+    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+    return "\n".join(
+        "  ".join([row[0].ljust(widths[0]), *(w.rjust(n) for w, n in zip(row[1:], widths[1:], strict=True))])
+        for row in [head, *rows]
+    )
+
+
+def write(trainer) -> None:
+    """memory.json, memory.png and the printed table; every rank calls it, the fullest rank is shown."""
+    ledger, args = trainer.ledger, trainer.args
+    ledger.pause()
+    mine = {"rank": args.process_index, "peak": ledger.peak, "model_states": ledger.model_states, "host": ledger.host}
+    ranks = distributed.all_gather(mine)
+    if args.process_index:
+        return
+    fullest = max(ranks, key=lambda rank: max(sum(parts.values()) for parts in rank["peak"].values()))
+    cuda = ledger.device == "cuda"
+    found = {
+        "device": torch.cuda.get_device_name() if cuda else "cpu",
+        "bytes_are": "the CUDA allocator's peak, split by followed tensors" if cuda else "followed tensors (exact)",
+        "followed_optimizer_steps": ledger.steps,
+        **fullest,
+        "total": {phase: sum(parts.values()) for phase, parts in fullest["peak"].items()},
+        "ranks": ranks,
+    }
+    folder = Path(args.output_dir)
+    run_folder.write_json(folder / "memory.json", found)
+    plot(fullest["peak"], folder / "memory.png", f"Peak memory of rank {fullest['rank']}, by phase and part")
+    host = f"; {size(fullest['host'])} more in host memory" if fullest["host"] else ""
+    print(
+        f"\npeak memory of rank {fullest['rank']}{host}; {folder / 'memory.json'}\n{table(fullest['peak'])}\n",
+        flush=True,
+    )
+
+
+def plot(peak: dict[str, dict[str, int]], target: Path, title: str, limit: tuple[int, str] | None = None) -> None:
+    """Stacked bars: a phase each, its parts in it, its total above. limit: (bytes, name) of a line across."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    largest = max([sum(row.values()) for row in peak.values()] + ([limit[0]] if limit else []))
+    unit, scale = ("GiB", 2**30) if largest >= 2**30 else ("MiB", 2**20)
+    figure, axes = plt.subplots(figsize=(8, 4.5), dpi=120)
+    phases, bottom = list(peak), [0.0] * len(peak)
+    for part, colour in _COLOURS.items():
+        heights = [peak[phase].get(part, 0) / scale for phase in phases]
+        if any(heights):
+            axes.bar(phases, heights, 0.62, bottom=bottom, color=colour, label=part, edgecolor="white", linewidth=0.6)
+        bottom = [a + b for a, b in zip(bottom, heights, strict=True)]
+    for x, total in enumerate(bottom):
+        axes.text(x, total + 0.015 * largest / scale, f"{total:.2f}", ha="center", fontsize=9, color="#334155")
+    if limit:
+        axes.axhline(limit[0] / scale, color="#dc2626", linewidth=1.2, linestyle="--", label=limit[1])
+    axes.set(ylabel=f"peak {unit}", title=title, ylim=(0, 1.12 * largest / scale))
+    axes.grid(axis="y", alpha=0.2)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(length=0)
+    axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    figure.tight_layout()
+    figure.savefig(target)
+    plt.close(figure)
+
+
+@contextlib.contextmanager
+def explained(trainer):
+    """Close the ledger at the end; turn a GPU's out-of-memory into one sentence and two files.
+
+    Raises: OutOfMemory naming phase, largest parts and flags, for an error inside that says so in torch's or CUDA's words.
+    """
+    try:
+        yield
+    except RuntimeError as error:  # torch.OutOfMemoryError is one
+        if not rank_status.gpu_is_full(error):
+            raise
+        raise OutOfMemory(explain(error, trainer)) from error
+    finally:
+        trainer.ledger.__exit__(None, None, None)
+
+
+def explain(error, trainer) -> str:
+    """The sentence; on CUDA also oom-rank<r>.txt (torch.cuda.memory_summary) and oom-rank<r>.pickle (a snapshot for
+    https://pytorch.org/memory_viz) in the run folder."""
+    settings, ledger, rank = trainer.settings, trainer.ledger, trainer.args.process_index
+    parts, files = parts_now(trainer), ""
+    if ledger.device == "cuda":
+        folder = Path(trainer.args.output_dir)
+        text, snapshot = folder / f"oom-rank{rank}.txt", folder / f"oom-rank{rank}.pickle"
+        text.write_text(f"{error}\n\n{torch.cuda.memory_summary()}")
+        torch.cuda.memory._dump_snapshot(str(snapshot))
+        files = f" {text} and {snapshot} hold the allocator's state."
+    phase = ledger.phase if ledger.model is not None else "forward or backward"  # compiled: no hooks to tell
+    largest = sorted((p for p in parts.items() if p[1]), key=lambda p: -p[1])[:3]
+    half = {"half": settings.per_device_train_batch_size // 2}
+    flags = []
+    for part, _ in largest:
+        choices = _ADVICE.get("activations" if part.startswith("activations") else part, ())
+        fitting = [flag.format(**half) for applies, flag in choices if applies(settings)]
+        flags += [f for f in fitting[:2] if f not in flags]
+    return (
+        f"rank {rank} ran out of GPU memory in the {phase} phase of step {trainer.state.global_step + 1}"
+        f"{bytes_asked_for(error)}: {', '.join(f'{part} {size(count)}' for part, count in largest)}; "
+        f"try {', or '.join(flags[:3]) or 'a smaller model'}.{files}"
+    )
+
+
+def parts_now(trainer) -> dict[str, int]:
+    """Bytes by part at this moment: from the ledger while it follows, else by the known objects and what is left."""
+    ledger = trainer.ledger
+    if ledger.following:
+        return ledger.alive()
+    found, counted = {}, set()
+    for part, tensors in tensor_owners.owned(trainer.model, trainer.optimizer).items():
+        found[part] = 0
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if tensor.device.type == ledger.device and storage.data_ptr() not in counted:
+                counted.add(storage.data_ptr())
+                found[part] += storage.nbytes()
+    found.pop("host")
+    if ledger.device == "cuda":
+        found["activations, logits and temporaries"] = torch.cuda.max_memory_allocated() - sum(found.values())
+    return found

@@ -1,0 +1,196 @@
+"""Steps whose loss or gradient is not a number: never applied, on no stage; said with their rows, kept for replay."""
+
+import itertools
+import json
+import math
+from pathlib import Path
+
+import torch
+
+from zerofit import command_line, distributed, run_folder
+from zerofit.errors import Diverged
+from zerofit.train import trial
+
+KEPT = 10  # batches of bad steps that a run folder gets at most
+
+OVERFLOWS = 40  # skipped steps in a row after which fp16's loss scaler (2^16 at first, halved each time) has given up
+
+
+class NanGuard:
+    """Watches each optimizer step of a trainer.
+
+    DeepSpeed's engine leaves out an update without a finite gradient by itself and says nothing (stages 1 to 3); on
+    stage 0 `hold_back` does the same. A step that fp16's loss scaler skips with finite losses is its normal way.
+    """
+
+    def __init__(self, trainer):
+        self.trainer, self.settings = trainer, trainer.settings
+        self.found = self.in_a_row = self.overflows = 0  # steps
+        self.by_rows = False  # whether the last bad step had micro batches without a finite loss
+        self.steps_logged = self.found_logged = 0  # since the last log line
+        self.batches, self.losses, self.grad_norm = [], [], 0.0
+
+    def begin(self, batches: list[dict]) -> None:
+        """A step begins: its micro batches. Nothing here waits for the device."""
+        self.batches, self.losses = batches, []
+        self.loss_before = self.trainer._tr_loss.clone()
+
+    def hold_back(self) -> None:
+        """Before torch's own optimizer: without gradients it changes nothing, neither weights nor states."""
+        trainer = self.trainer
+        if trainer.is_deepspeed_enabled or trainer.accelerator.scaler is not None:
+            return
+        bad = not math.isfinite(self.grad_norm)
+        trainer.optimizer._is_overflow = bad  # accelerate's own sign; it keeps the learning rate where it is
+        if bad:
+            for parameter in trainer.model.parameters():
+                parameter.grad = None
+
+    def after_step(self) -> None:
+        """Raises: Diverged after --max_nan_steps bad steps in a row (--on_nan stop). All ranks come to the same end."""
+        self.steps_logged += 1
+        if not self.trainer.accelerator.optimizer_step_was_skipped:
+            self.in_a_row = self.overflows = 0
+            return
+        losses = self._of_all_ranks()
+        if self.settings.precision == "fp16" and all(math.isfinite(loss) for rank in losses for loss in rank):
+            self.overflows += 1
+            if self.overflows >= OVERFLOWS:
+                raise Diverged(
+                    f"step {self.trainer.state.global_step}: fp16 gradients overflowed in {OVERFLOWS} steps in a row and "
+                    "none was applied; use --bf16 true, or lower --learning_rate."
+                )
+            return
+        self.found += 1
+        self.found_logged += 1
+        self.in_a_row += 1
+        self.by_rows = any(not math.isfinite(loss) for rank in losses for loss in rank)
+        self.trainer._tr_loss.copy_(self.loss_before)  # the mean of the other steps stays a number
+        stop = self.settings.on_nan == "stop" and self.in_a_row >= self.settings.max_nan_steps
+        self._tell(losses, stop)
+
+    def at_end(self) -> None:
+        """The last steps may have been bad, and too few in a row to stop: are it the rows, or the weights?
+
+        Raises: Diverged when the weights give no finite loss on any of four rows, or when it was the gradient alone.
+        """
+        if not self.in_a_row or (self.by_rows and self._some_row_is_finite()):
+            return
+        what = (
+            "the weights give no finite loss on any row"
+            if self.by_rows
+            else "all of its losses were finite, no row stands out"
+        )
+        raise Diverged(
+            f"step {self.trainer.state.global_step}: the run ends on a step without a finite gradient, and {what}: the weights "
+            "are no longer usable. Lower --learning_rate, or start from an earlier checkpoint."
+        )
+
+    def _some_row_is_finite(self) -> bool:
+        trainer = self.trainer
+        losses = (
+            trainer.evaluation_loop([trainer.data_collator([row])], "usable") for row in trial.longest_rows(trainer, 4)
+        )
+        return any(math.isfinite(loop.metrics["eval_loss"]) for loop in losses)
+
+    def mean(self, logged: float) -> float:
+        """transformers divides the summed loss by all steps since the last line; those left out do not count."""
+        steps, bad = self.steps_logged, self.found_logged
+        self.steps_logged = self.found_logged = 0
+        if not bad:
+            return logged
+        return logged * steps / (steps - bad) if steps > bad else math.nan
+
+    def _of_all_ranks(self) -> list[list[float]]:
+        """[rank][micro batch]: the losses of this step, before their weights; collective."""
+        return distributed.all_gather([loss.item() for loss in self.losses])
+
+    def _tell(self, losses: list[list[float]], stop: bool) -> None:
+        trainer, settings = self.trainer, self.settings
+        step, first = trainer.state.global_step, trainer.args.process_index == 0
+        bad = [(r, m) for r, rank in enumerate(losses) for m, loss in enumerate(rank) if not math.isfinite(loss)]
+        rows = rows_of_step(trainer)
+        where = ", ".join(
+            f"rank {r} micro batch {m}" + (f" (rows {', '.join(map(str, rows[r][m]))})" if rows else "")
+            for r, m in bad[:4]
+        )
+        where += f" and {len(bad) - 4} more" if len(bad) > 4 else ""
+        what = (
+            f"the loss is not finite on {where}" if bad else f"the gradient is {self.grad_norm}, all losses are finite"
+        )
+        folder = Path(trainer.args.output_dir) / "nan" / f"step-{step}"
+        kept = self.found <= KEPT or stop
+        if kept:
+            self._keep(folder, losses, rows, bad)
+        if stop:
+            trainer.save_model(str(folder / "model"))
+            (folder / "model" / "training_args.bin").unlink(missing_ok=True)
+        again = f"; `zerofit replay {folder}` looks into it" if kept else ""
+        if stop:
+            raise Diverged(
+                f"step {step}: {what}; {self.in_a_row} steps in a row (--max_nan_steps) were not applied{again}. Lower "
+                "--learning_rate, look at these rows, or use --bf16 instead of --fp16."
+            )
+        if first:
+            limit = f" of {settings.max_nan_steps}" if settings.on_nan == "stop" else ""
+            print(
+                f"note: step {step}: {what}; the step is not applied ({self.in_a_row}{limit} in a row){again}",
+                flush=True,
+            )
+
+    def _keep(self, folder: Path, losses: list, rows: list | None, bad: list) -> None:
+        """rank<r>.safetensors with each rank's micro batches, and step.json."""
+        from safetensors.torch import save_file
+
+        trainer, settings = self.trainer, self.settings
+        rank = trainer.args.process_index
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = {
+            f"{i}.{name}": torch.as_tensor(value).cpu().contiguous()
+            for i, batch in enumerate(self.batches)
+            for name, value in batch.items()
+        }
+        save_file(tensors, folder / f"rank{rank}.safetensors")
+        if rank:
+            return
+        facts = {
+            "step": trainer.state.global_step, "recipe": settings.recipe, "world_size": trainer.args.world_size,
+            "flags": command_line.drop(command_line.without_secrets(settings.flags), "--output_dir", "--resume_from_checkpoint"),
+            "losses": losses, "grad_norm": float(self.grad_norm), "rows": rows,
+            "texts": _texts(trainer, sorted({i for r, m in bad for i in rows[r][m]})) if rows else {},
+        }  # fmt: skip
+        run_folder.write_json(folder / "step.json", facts)
+
+
+def rows_of_step(trainer) -> list[list[list[int]]] | None:
+    """[rank][micro batch]: indices of the training set's rows in the last step; None for a stream.
+
+    The order is the sampler's, dealt out batch by batch to the ranks (accelerate's BatchSamplerShard).
+    """
+    if trainer.tokens.stream is not None:
+        return None
+    args, sampler, sequences = trainer.args, trainer._get_train_sampler(), trainer.train_dataset.sequences
+    micro, effective = args.per_device_train_batch_size, sampler.multiple
+    epoch, step = divmod(trainer.state.global_step - 1, len(sampler) // effective)
+    sampler.set_epoch(epoch)
+    order = list(sampler)[step * effective : (step + 1) * effective]
+    documents = [_documents(sequences, i) for i in order]
+    batches = [list(itertools.chain(*documents[i : i + micro])) for i in range(0, effective, micro)]
+    return [batches[rank :: args.world_size] for rank in range(args.world_size)]
+
+
+def _documents(sequences, index: int) -> list[int]:
+    """The rows of a pack, or the row; none for the filler at the end."""
+    if index == len(sequences):
+        return []
+    return list(sequences.packs[index]) if hasattr(sequences, "packs") else [index]
+
+
+def _texts(trainer, rows: list[int], longest: int = 200) -> dict[int, str]:
+    dataset, decode = trainer.tokens.all_rows, trainer.processing_class.decode
+    return {i: decode(dataset[i]["input_ids"])[:longest] for i in rows[:20]}
+
+
+def read(folder: Path) -> dict:
+    """The facts of a kept step. Raises: OSError, ValueError."""
+    return json.loads((folder / "step.json").read_text(encoding="utf-8"))

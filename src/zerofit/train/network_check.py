@@ -1,0 +1,164 @@
+"""Before the model is loaded: every rank has rank 0's job, every rank reaches every other, and how fast the links are."""
+
+import contextlib
+import os
+import socket
+import threading
+import time
+import uuid
+from pathlib import Path
+
+from zerofit import distributed, rank_status
+from zerofit.errors import EXIT_CODES, UserError
+from zerofit.train import consistency
+
+PAYLOAD_BYTES = {"cuda": 256 * 2**20, "cpu": 16 * 2**20}
+
+SECONDS = 60.0  # in which all ranks must have answered each other; a quarter of a second more for each rank above 256
+
+
+def check(settings, train_set, eval_set) -> None:
+    """Compare the ranks' jobs, send a number from each to each other, and measure the links. Collective.
+
+    Raises: UserError, naming the host that differs. A rank that gets no answer ends its process with a sentence.
+    """
+    import torch.distributed as dist
+
+    if not dist.is_initialized() or distributed.size() == 1:
+        return
+    with _bounded():
+        facts = consistency.software(settings.recipe) | consistency.of_job(settings, train_set, eval_set)
+        found = dict(
+            reversed(distributed.all_gather((f"node {distributed.node()} ({socket.gethostname()})", facts)))
+        )  # of each node's first rank
+        if sentence := consistency.difference([*reversed(found.items())]):
+            raise UserError(sentence)
+        _exchange(settings.use_cpu)
+        if distributed.several_nodes() or not settings.use_cpu:
+            settings.decisions += [*_speeds(settings.use_cpu), *_knobs(settings)]
+
+
+@contextlib.contextmanager
+def _bounded():
+    """End this process with a sentence when what is inside takes too long: a collective cannot be left."""
+
+    seconds = SECONDS + max(0, distributed.size() - 256) / 4
+
+    def give_up():
+        error = TimeoutError(
+            f"rank {distributed.rank()} (node {distributed.node()}, {socket.gethostname()}) had no answer from all ranks in {seconds:.0f} s before "
+            "the first step: see that the nodes reach each other on all ports, and name the interface between them with "
+            "--interface, GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME"
+        )
+        rank_status.record(error)
+        print(f"zerofit: error: {error}.", flush=True)
+        os._exit(EXIT_CODES["hang"])
+
+    timer = threading.Timer(seconds, give_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _exchange(use_cpu: bool) -> None:
+    """Raises: RuntimeError when a rank receives another number than was sent to it."""
+    import torch
+    import torch.distributed as dist
+
+    count, rank = distributed.size(), distributed.rank()
+    device = "cpu" if use_cpu else "cuda"
+    sent = torch.arange(count, device=device) + rank * count
+    got = torch.empty_like(sent)
+    dist.all_to_all_single(got, sent)
+    if got.tolist() != [other * count + rank for other in range(count)]:
+        raise RuntimeError(f"rank {rank} received {got.tolist()} from the others.")
+
+
+def _speeds(use_cpu: bool) -> list[str]:
+    """A sentence for each kind of link: an all-reduce among the ranks of each node, and among one rank of each node."""
+    import torch.distributed as dist
+
+    places = distributed.all_gather(distributed.node())
+    nodes = [[rank for rank, place in enumerate(places) if place == name] for name in dict.fromkeys(places)]
+    kinds = {"within a node": nodes, "between nodes": [[ranks[0] for ranks in nodes]]}
+    said = []
+    for kind, groups in kinds.items():
+        made = [(ranks, dist.new_group(ranks)) for ranks in groups if len(ranks) > 1]
+        own = [_bus_bandwidth(group, len(ranks), use_cpu) for ranks, group in made if distributed.rank() in ranks]
+        found = [speed for speed in distributed.all_gather(own[0] if own else None) if speed]
+        if found:
+            said.append(f"links {kind}: {min(found):.2f} GB/s a rank ({max(len(r) for r, _ in made)} ranks, "
+                        f"{dist.get_backend()}, all-reduced)")  # fmt: skip
+        for ranks, group in made:
+            if distributed.rank() in ranks:
+                dist.destroy_process_group(group)
+    return said
+
+
+def _bus_bandwidth(group, count: int, use_cpu: bool) -> float:
+    """GB/s that each rank sends in an all-reduce: bytes x 2 (n - 1) / n over the time (nccl-tests, PERFORMANCE.md)."""
+    import torch
+    import torch.distributed as dist
+
+    device = "cpu" if use_cpu else "cuda"
+    numbers = torch.ones(PAYLOAD_BYTES[device] // 4, device=device)
+    dist.all_reduce(numbers[:1024], group=group)  # opens the connections
+    began = time.perf_counter()
+    dist.all_reduce(numbers, group=group)
+    numbers[0].item()  # waits for the device
+    return numbers.numel() * 4 * 2 * (count - 1) / count / (time.perf_counter() - began) / 1e9
+
+
+def _knobs(settings) -> list[str]:
+    if not distributed.several_nodes():
+        return []
+    names = ("NCCL_SOCKET_IFNAME",) if not settings.use_cpu else ("GLOO_SOCKET_IFNAME",)
+    chosen = ", ".join(f"{name}={os.environ.get(name, '(its own choice)')}" for name in names)
+    return [f"network of rank 0: {chosen}; collectives give up after {settings.ddp_timeout} s (--ddp_timeout)"]
+
+
+def check_disk(settings, folder: Path) -> None:
+    """That all nodes see the run folder's disk: each rank writes its own part of a checkpoint. Collective.
+
+    Raises: UserError, naming the node that does not.
+    """
+    from zerofit.paths import nearest_existing
+
+    if not distributed.several_nodes():
+        return
+    mark = distributed.broadcast(
+        nearest_existing(folder) / f".zerofit-{uuid.uuid4().hex[:12]}" if distributed.rank() == 0 else None
+    )
+    if distributed.rank() == 0:
+        mark.touch()
+    distributed.barrier()
+    blind = [
+        place
+        for place in distributed.all_gather(
+            None if _seen(mark) else f"node {distributed.node()} ({socket.gethostname()})"
+        )
+        if place
+    ]
+    if distributed.rank() == 0:
+        mark.unlink()
+    if settings.node_local_storage and not blind:
+        raise UserError(f"--node_local_storage: all nodes see the same disk at {folder}; leave it out.")
+    if blind and settings.save_strategy != "no" and not settings.node_local_storage:
+        raise UserError(
+            f"--output_dir {folder}: {blind[0]} does not see the disk that node 0 has there, and its part of each checkpoint "
+            "would be missing; name a folder that all nodes share, or --node_local_storage true, or --save_strategy no."
+        )
+
+
+def _seen(mark: Path, seconds: float = 10.0) -> bool:
+    """Whether the file is there; a network disk may take a moment to show it."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError):
+            if any(file.name == mark.name for file in mark.parent.iterdir()):
+                return True
+        time.sleep(0.5)
+    return False

@@ -1,0 +1,181 @@
+"""Step lines, metrics.jsonl and throughput while a run trains."""
+
+import contextlib
+import json
+import math
+import sys
+import time
+from pathlib import Path
+
+import torch
+from transformers import Trainer, TrainerCallback
+
+from zerofit import hardware, rank_status, run_folder
+from zerofit.config import offload
+from zerofit.model import quantization
+from zerofit.model.load import count_parameters
+from zerofit.train import generation, memory_tracker, trial
+from zerofit.train.checkpoint import save
+
+
+class ThroughputMeter:
+    """Measure tokens, seconds and memory between two log lines.
+
+    The seconds run from one measurement to the next, the making of batches included; evaluation and saving are left out.
+    So is what precedes the first step: data workers start there, and a resumed run passes over the batches it has had.
+    """
+
+    def __init__(self, settings, net):
+        self.tokens, self.started = 0, None  # tokens: a tensor on the device once there is one; no sync per step
+        self.total_tokens, self.total_seconds = 0, 0.0
+        trainable, every = count_parameters(net)
+        # Forward 2, backward 2 for the inputs and 2 for the weights that train (arXiv 2001.08361, section 2.1); the
+        # attention products are left out, so the MFU is a lower bound.
+        self.flops_per_token = 4 * every + 2 * trainable
+        self.peak_flops = None if settings.use_cpu else hardware.peak_flops(torch.cuda.get_device_name())
+
+    def start(self) -> None:
+        """Begin the first interval; later ones begin where the last has ended."""
+        if self.started is None:
+            self.started = time.perf_counter()
+
+    @contextlib.contextmanager
+    def paused(self):
+        """Leave the time of the body out."""
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # kernels that are still queued belong to the steps before
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            if self.started is not None:
+                self.started += time.perf_counter() - began
+
+    def measure(self, args) -> dict[str, float]:
+        now = time.perf_counter()
+        seconds = 0.0 if self.started is None else now - self.started
+        count = torch.as_tensor(self.tokens, dtype=torch.long, device=args.device).clone()
+        if args.world_size > 1:
+            torch.distributed.all_reduce(count)
+        self.tokens, self.started = 0, now
+        self.total_tokens += int(count)
+        self.total_seconds += seconds
+        speed = int(count) / seconds if seconds else 0.0
+        found = {"tokens_per_second": round(speed, 1), "tokens_per_second_per_gpu": round(speed / args.world_size, 1)}
+        if self.peak_flops:
+            found["mfu"] = round(speed / args.world_size * self.flops_per_token / self.peak_flops, 4)
+        return found | {"peak_memory_bytes": memory_tracker.peak_memory_bytes(args)}
+
+
+class Reporter(TrainerCallback):
+    """Step lines on the terminal, metrics.jsonl and the resolved deepspeed.json."""
+
+    def __init__(self, trainer: Trainer):
+        self.trainer, self.began, self.first_step, self.bar = trainer, time.perf_counter(), 0, None
+        self.skipped_steps = 0  # by the loss scaler of stage 0; DeepSpeed's engine counts its own
+        self.pulse = rank_status.Heartbeat()
+        self.save_clock = save.SaveTimer(trainer.settings.save_every_minutes)
+        self.stopping = False  # the supervisor was asked to end; this step is saved and is the last
+        self.before = None  # exact match before training, on the bundled task
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        trainer = self.trainer
+        if trainer.tokens.stream is not None:
+            trainer.tokens.stream.resume(state.global_step)
+        if trainer.is_deepspeed_enabled and args.process_index == 0:
+            run_folder.write_json(Path(args.output_dir) / "deepspeed.json", trainer.model_wrapped.config)
+        quantization.verify_shares(trainer)
+        if (sentence := offload.after_start(trainer)) and args.process_index == 0:
+            print(f"  - {sentence}", flush=True)
+        if trainer.train_collator.packed:
+            trainer.prove_documents_apart()
+        if trial.is_batch_search():  # after the proof, which may turn padding_free off
+            trial.measure_batch(trainer)
+        if trial.is_canary():
+            trial.measure_canary(trainer)
+        if trainer.settings.bundled:
+            self.before = generation.exact_match(trainer)
+            if args.process_index == 0:
+                print(f"exact match before training: {self.before:.1%} of {len(trainer.eval_tokens)} held-out rows")
+        trainer.seed_this_rank()  # a resumed run loads the saved states after this
+        self.began, self.first_step = time.perf_counter(), state.global_step
+        if args.process_index == 0 and wants_bar(trainer.settings):
+            from tqdm import tqdm
+
+            self.bar = tqdm(
+                total=state.max_steps, initial=state.global_step, unit="step", leave=False, file=run_folder.terminal()
+            )
+
+    def on_epoch_begin(self, args, state, control, **kwargs):
+        # A run that is resumed within an epoch passes over its first batches through a wrapper of accelerate's, which does
+        # not tell the sampler the epoch: it would go on in the order of the first one.
+        trainer = self.trainer
+        if trainer.tokens.stream is None:
+            steps = len(trainer.train_sampler) // trainer.train_sampler.multiple
+            trainer.train_sampler.set_epoch(state.global_step // steps)
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == self.first_step and args.resume_from_checkpoint and args.ignore_data_skip:
+            # Opening the data loader draws from the generator that was just restored; dropout must not notice.
+            self.trainer._load_rng_state(args.resume_from_checkpoint)
+        self.trainer.clock.start()
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        self.trainer.guard.hold_back()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.pulse.beat(state.global_step)
+        self.skipped_steps += bool(self.trainer.accelerator.optimizer_step_was_skipped)
+        if self.bar is not None:
+            self.bar.update(state.global_step - self.bar.n)
+        if state.global_step >= state.max_steps:
+            control.should_log = True  # the last steps too, when logging_steps does not divide
+        self.trainer.guard.after_step()
+        if self.save_clock.is_due(state.global_step):
+            control.should_save = True
+        if self.pulse.is_last(state.global_step) and args.save_strategy != "no":
+            control.should_save = control.should_training_stop = self.stopping = True
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if is_summary(logs):
+            return
+        if args.process_index == 0:
+            with (Path(args.output_dir) / "metrics.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": state.global_step, **logs}) + "\n")
+            line = self._line(state, logs)
+            self.bar.write(line) if self.bar is not None else print(line, flush=True)
+            if not math.isfinite(logs.get("eval_loss", 0.0)):
+                print(f"note: step {state.global_step}: the evaluation loss is {logs['eval_loss']}", flush=True)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        if self.bar is not None:
+            self.bar.close()
+        self.trainer.guard.at_end()
+
+    def _line(self, state, logs) -> str:
+        where = f"step {state.global_step}/{state.max_steps}"
+        if "eval_loss" in logs:
+            return f"{where}  eval loss {logs['eval_loss']:.4f}  perplexity {logs['eval_perplexity']:.3f}"
+        words = [where, f"loss {logs['loss']:.4f}", f"lr {logs['learning_rate']:.2e}"]
+        if logs.get("grad_norm") is not None:
+            words.append(f"grad norm {logs['grad_norm']:.3f}")
+        words.append(f"{logs['tokens_per_second']:,.0f} tok/s ({logs['tokens_per_second_per_gpu']:,.0f} per rank)")
+        if "mfu" in logs:
+            words.append(f"MFU {logs['mfu']:.1%}")
+        words.append(f"peak {logs['peak_memory_bytes'] / 2**30:.2f} GiB")
+        if "skipped_steps" in logs:
+            words.append(f"skipped steps {logs['skipped_steps']}")
+        done = state.global_step - self.first_step
+        left = (time.perf_counter() - self.began) / max(1, done) * (state.max_steps - state.global_step)
+        return "  ".join([*words, f"ETA {int(left) // 3600}:{int(left) // 60 % 60:02}:{int(left) % 60:02}"])
+
+
+def wants_bar(settings) -> bool:
+    """Return whether to draw a progress bar: only where it does not share a terminal with the step lines."""
+    return sys.stderr.isatty() and not sys.stdout.isatty() and not settings.disable_tqdm
+
+
+def is_summary(logs: dict) -> bool:
+    """Return whether these are transformers' numbers of the whole run; with --include_num_input_tokens_seen a step's log
+    has train_runtime too."""
+    return "train_runtime" in logs and not {"loss", "eval_loss"} & set(logs)

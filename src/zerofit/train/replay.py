@@ -1,0 +1,149 @@
+"""zerofit replay: a step whose loss or gradient was not a number, once more, in one process, module by module.
+
+Reads what divergence.Guard has kept: each rank's micro batches, and the weights when the run was stopped.
+"""
+
+import argparse
+import contextlib
+import math
+from pathlib import Path
+
+from zerofit import run_folder
+from zerofit.errors import EXIT_CODES, UserError
+from zerofit.train import nan_guard
+
+
+def main(argv: list[str]) -> None:
+    """`zerofit replay`: see --help. Exit code 4 when something is not finite again, 0 when all is."""
+    parser = argparse.ArgumentParser(prog="zerofit replay", allow_abbrev=False, description=__doc__)
+    parser.add_argument("folder", help="runs/<run>/nan/step-<n>, or the run folder for its last one")
+    parser.add_argument("--model", default="", help="weights to use instead of those that were kept")
+    given = parser.parse_args(argv)
+    folder = _folder(Path(given.folder).expanduser())
+    try:
+        facts = nan_guard.read(folder)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder}: is no kept step ({error}); name a nan/step-<n> of a run folder.") from None
+    settings = _settings(facts, folder, given.model)
+    net, fused = _model(settings, folder, given.model)
+    kept = "" if given.model or (folder / "model").is_dir() else " (the run's first ones; --model names others)"
+    print(f"replay of {folder}: {settings.precision} on {net.device}, weights of {settings.model}{kept}", flush=True)
+    found = 0
+    for rank in range(facts["world_size"]):
+        for number, batch in enumerate(_batches(folder / f"rank{rank}.safetensors")):
+            rows = facts["rows"][rank][number] if facts["rows"] else []
+            found += _say(f"rank {rank} micro batch {number}", _look(net, fused, batch, settings), rows, facts["texts"])
+    if not found:
+        print("all is finite here: the fault was of that moment (a device, a rank, a precision), or of other weights")
+    raise SystemExit(EXIT_CODES["diverged"] if found else 0)
+
+
+def _folder(given: Path) -> Path:
+    if (given / "step.json").exists():
+        return given
+    steps = run_folder.by_step(given / "nan", "step")
+    if not steps:
+        raise UserError(f"{given}: holds no nan/step-<n>; that run has met no step without a finite gradient.")
+    return steps[max(steps)]
+
+
+def _settings(facts: dict, folder: Path, model: str):
+    """The run's settings for one process without DeepSpeed, its weights' types as they were."""
+    import torch
+
+    from zerofit.config import resolve
+    from zerofit.model.load import weight_dtype
+
+    settings = resolve.resolve_settings(facts["recipe"], facts["flags"], facts["world_size"])
+    dtype = weight_dtype(settings)
+    autocast = settings.deepspeed is None and not settings.pure_bf16  # DeepSpeed computes in the weights' type
+    settings.deepspeed = None
+    settings.values |= {
+        "dtype": dtype,
+        "autocast": autocast,
+        "zero": "0",
+        "offload": "none",
+        "use_cpu": not torch.cuda.is_available(),
+    }
+    weights = Path(model) if model else folder / "model"
+    if settings.recipe == "sft" and (model or weights.is_dir()):
+        settings.values |= {"model": str(weights), "random_init": False, "new_tokens": None}
+    return settings
+
+
+def _model(settings, folder: Path, named: str):
+    """(the model as the run built it, in training mode; its fused loss or None)."""
+    from zerofit.model import adapters, fused_loss, tiled_mlp
+    from zerofit.model.load import load_config, load_model, load_tokenizer
+
+    tokenizer = load_tokenizer(settings)
+    config = load_config(settings)
+    fused_loss.choose(settings, config)
+    tiled_mlp.choose(settings, config)
+    net = load_model(settings, tokenizer)
+    if settings.recipe == "lora":
+        net = adapters.add_adapter(net, settings, tokenizer)
+        file = Path(named or folder / "model") / "adapter_model.safetensors"
+        if file.exists():
+            from peft import set_peft_model_state_dict
+            from safetensors.torch import load_file
+
+            set_peft_model_state_dict(net, load_file(file))
+    tiled_mlp.install(settings, net)
+    fused = fused_loss.install(settings, net)
+    net.train()
+    return net, fused
+
+
+def _batches(file: Path) -> list[dict]:
+    from safetensors.torch import load_file
+
+    if not file.exists():
+        raise UserError(f"{file}: is missing; copy the whole folder of the step, with the files of all ranks.")
+    batches: dict[int, dict] = {}
+    for key, tensor in load_file(file).items():
+        number, name = key.split(".", 1)
+        batches.setdefault(int(number), {})[name] = tensor.item() if tensor.dim() == 0 else tensor
+    return [batches[i] for i in sorted(batches)]
+
+
+def _look(net, fused, batch: dict, settings) -> dict:
+    """{"loss", "module": the first whose output is not finite, "gradients": parameters whose gradient is not}."""
+    import torch
+
+    first: list[str] = []
+
+    def watch(name):
+        def hook(module, inputs, output):
+            tensors = [t for t in (output if isinstance(output, tuple) else [output]) if isinstance(t, torch.Tensor)]
+            if not first and any(t.is_floating_point() and not t.isfinite().all() for t in tensors):
+                first.append(name)
+
+        return hook
+
+    hooks = [module.register_forward_hook(watch(name)) for name, module in net.named_modules() if name]
+    inputs = {k: v.to(net.device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+    count = (inputs["labels"][:, 1:] != -100).sum().clamp(min=1)
+    half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(settings.precision)
+    cast = torch.autocast(net.device.type, half) if half and settings.autocast else contextlib.nullcontext()
+    with cast, fused.on() if fused else contextlib.nullcontext():
+        loss = net(**inputs, num_items_in_batch=count).loss
+    loss.backward()
+    for hook in hooks:
+        hook.remove()
+    wrong = [n for n, p in net.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
+    net.zero_grad()
+    return {"loss": loss.item(), "module": first[0] if first else None, "gradients": wrong}
+
+
+def _say(where: str, seen: dict, rows: list[int], texts: dict) -> bool:
+    """Print one micro batch; whether something in it is not finite."""
+    bad = not math.isfinite(seen["loss"]) or seen["gradients"]
+    print(f"{where}: loss {seen['loss']:.4f}, " + ("gradient finite" if not seen["gradients"] else
+          f"gradient not finite in {len(seen['gradients'])} parameters, e.g. {seen['gradients'][-1]}"))  # fmt: skip
+    if seen["module"]:
+        print(f"  the first output that is not finite: {seen['module']}")
+    if bad:
+        for row in rows:
+            print(f"  row {row}: {texts.get(str(row), '')!r}")
+    return bool(bad)

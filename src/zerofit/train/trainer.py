@@ -1,0 +1,303 @@
+"""transformers' Trainer with the kit's data order, evaluation, step lines, run folder and NaN guard."""
+
+import contextlib
+import math
+import shlex
+import traceback
+import warnings
+from pathlib import Path
+
+import torch
+from transformers import Trainer, TrainingArguments, set_seed
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from transformers.trainer_pt_utils import LengthGroupedSampler
+from transformers.trainer_utils import EvalLoopOutput
+
+from zerofit import distributed, rank_status
+from zerofit.config.offload import first_line
+from zerofit.data import streaming
+from zerofit.data.batches import Collator, DatasetWithFiller, EpochSampler, TrainCollator
+from zerofit.errors import UserError
+from zerofit.model import adapters, attention, ddp, fused_loss, gradient_checkpointing, patches, quantization, tiled_mlp
+from zerofit.optim import build, registry, sophia
+from zerofit.settings import order_seed
+from zerofit.train import memory_tracker, nan_guard, progress
+from zerofit.train.checkpoint import pickles, reshard, save
+
+
+class Arguments(TrainingArguments):
+    """transformers' own, without its tokens in the file that they are pickled to (training_args.bin, which a push uploads)."""
+
+    def __getstate__(self) -> dict:
+        return {name: None if name.endswith("_token") else value for name, value in vars(self).items()}
+
+
+def training_arguments(settings) -> TrainingArguments:
+    """transformers' own arguments; building them registers the ZeRO-3 configuration, so this precedes the model.
+
+    Raises: UserError for values that transformers refuses.
+    """
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    unset_hf_deepspeed_config()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            arguments = Arguments(**settings.training_values() | {"optim": registry.name_for_transformers(settings)})
+    except (ValueError, ImportError) as error:
+        raise UserError(f"transformers refuses these arguments: {' '.join(str(error).split())}") from None
+    arguments.disable_tqdm = True  # our own step lines
+    # One process that sees several GPUs would become nn.DataParallel, with that many times the micro batch.
+    arguments._n_gpu = min(1, arguments.n_gpu)
+    distributed.verify(arguments)
+    return arguments
+
+
+class ZerofitTrainer(Trainer):
+    """One optimizer step sees the same rows, weighted the same, for every rank count and accumulation split."""
+
+    def __init__(self, settings, net, tokenizer, arguments, train_set, eval_set):
+        self.settings, self.tokens, self.eval_tokens = settings, train_set, eval_set
+        self.clock = progress.ThroughputMeter(settings, net)
+        self.saving_to = None  # folder that a checkpoint is written to before it has its name
+        if quantization.bits(settings) == 4 and settings.zero == "3":
+            patches.release_gathered_4bit_weights()
+        tiled_mlp.install(settings, net)
+        self.fused_loss = fused_loss.install(settings, net)
+        self.router_loss = fused_loss.router_loss(net)
+        gradient_checkpointing.enable(net, settings)
+        pad = tokenizer.pad_token_id
+        self.train_collator = TrainCollator(pad, settings.padding_free == "true")
+        super().__init__(
+            model=net,
+            args=arguments,
+            train_dataset=train_set.stream or DatasetWithFiller(train_set.sequences(settings), pad),
+            eval_dataset=DatasetWithFiller(eval_set.dataset, pad) if eval_set else None,
+            data_collator=Collator(pad),
+            processing_class=tokenizer,
+        )
+        ddp.apply(self)
+        for callback in (PrinterCallback, ProgressCallback):
+            self.remove_callback(callback)
+        self.guard = nan_guard.NanGuard(self)
+        self.ledger = memory_tracker.current()
+        self.ledger.attach(self)
+        self.reporter = progress.Reporter(self)
+        self.add_callback(self.reporter)
+
+    def _get_output_dir(self, trial) -> str:
+        return str(self.saving_to or super()._get_output_dir(trial))
+
+    def _save_checkpoint(self, model, trial=None) -> None:
+        write = super()._save_checkpoint
+        with self.clock.paused(), self.reporter.pulse.beating(self.state.global_step):
+            save.save(self, lambda: write(model, trial))
+
+    def save_model(self, output_dir=None, _internal_call=False) -> None:
+        with self.reporter.pulse.beating(self.state.global_step):
+            super().save_model(output_dir, _internal_call)
+
+    def evaluate(self, *args, **kwargs) -> dict[str, float]:
+        with self.clock.paused():
+            return super().evaluate(*args, **kwargs)
+
+    def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
+        if not self.settings.resharded:
+            with pickles.only_known():  # DeepSpeed loads its shards here
+                return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        found = super()._prepare_for_training(max_steps, train_dataloader, None)
+        reshard.load(self, Path(resume_from_checkpoint))
+        return found
+
+    def _init_training_state(self, max_steps, num_update_steps_per_epoch, num_train_epochs, *args, **kwargs):
+        trained = super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, *args, **kwargs)
+        # With no step left transformers would begin the last epoch again and make one.
+        return (num_train_epochs, 0) if self.state.global_step >= max_steps else trained
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        if not self.settings.resharded:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        with pickles.only_known():
+            super()._load_best_model()
+
+    def _load_rng_state(self, checkpoint) -> None:
+        """This rank's generators; a rank that the saved run did not have seeds its own, the same in each resume."""
+        args = self.args
+        saved = f"rng_state_{args.process_index}.pth" if args.world_size > 1 else "rng_state.pth"
+        if checkpoint is None or (Path(checkpoint) / saved).exists():
+            super()._load_rng_state(checkpoint)
+        else:
+            self.seed_this_rank()
+
+    def seed_this_rank(self) -> None:
+        """Seed torch's, numpy's and Python's generators by --seed, step and rank: dropout masks differ between ranks.
+
+        What all ranks must draw alike (initial weights, the order of the rows) is drawn before or has its own generator.
+        """
+        place = self.state.global_step * self.args.world_size + self.args.process_index
+        set_seed((self.args.seed + 1_000_003 * place) % 2**32)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if self.args.push_to_hub and self.saving_to is None:
+            super()._push_from_checkpoint(checkpoint_folder)
+
+    def create_optimizer(self, model=None):
+        if self.optimizer is None and self.settings.values.get("loraplus_lr_ratio") is not None:
+            self.optimizer = adapters.loraplus_optimizer(self)
+        return build.create(self, model)
+
+    def get_train_dataloader(self):
+        """Training batches may go without padding; evaluation stays padded."""
+        padded, self.data_collator = self.data_collator, self.train_collator
+        if self.tokens.stream is not None:
+            self.data_collator = streaming.TokenizingCollator(self.tokens.stream, self.train_collator)
+        try:
+            return super().get_train_dataloader()
+        finally:
+            self.data_collator = padded
+
+    def get_batch_samples(self, epoch_iterator, num_batches, device):
+        batches, count = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if self.settings.optim == "sophia" and batches:
+            sophia.estimate_if_due(self, batches)
+        self.guard.begin(batches)
+        return batches, count
+
+    def _get_grad_norm(self, model, grad_norm=None):
+        self.guard.grad_norm = super()._get_grad_norm(model, grad_norm)
+        return self.guard.grad_norm
+
+    def prove_documents_apart(self) -> None:
+        """Compare the real model's logits on three documents in one row with the same documents one by one, and
+        look for a gradient from one document to another, in a training step.
+
+        Raises: UserError when they differ and --packing asked for such rows; a batch that would only have saved its
+            padding falls back to padded ones, with a line that says so.
+        """
+        bound = 1e-3 if self.settings.precision == "fp32" else 0.05
+        try:
+            pad = self.data_collator.pad_token_id
+            apart = attention.packed_logit_error(self.model_wrapped, self.tokens.dataset, pad, self.args)
+            leak = attention.cross_document_gradient(self.model, self.tokens.dataset, self.args)
+            if apart <= bound and leak < 1e-6:
+                return
+            text = f"logits of documents in one row are {apart:.1%} off those of the same alone (bound {bound:.1%})"
+            if leak >= 1e-6:
+                text = f"documents in one row read each other (gradient of one by another: {leak:.1%} of its own)"
+        except ValueError as error:  # the attention cannot do what this model needs, e.g. a soft cap
+            text = " ".join(str(error).split()).rstrip(".")
+        except RuntimeError as error:  # a kernel refuses the GPU or the shapes; or a fault, so all of it is kept
+            if rank_status.gpu_is_full(error):
+                raise
+            file = Path(self.args.output_dir) / "padding_free.txt"
+            text = f"packed attention failed ({first_line(error)}; {file} holds the whole error)"
+            if self.args.process_index == 0:
+                file.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+        if self.settings.packing:
+            raise UserError(f"--packing: {text}; train without --packing.")
+        self.train_collator.packed = False
+        if self.args.process_index == 0:
+            print(f"note: padding_free is off: {text}", flush=True)
+
+    def _get_train_sampler(self, train_dataset=None):
+        dataset, args = train_dataset or self.train_dataset, self.args
+        seed, lengths = order_seed(args), None
+        if args.train_sampling_strategy == "group_by_length":
+            lengths = [len(row["input_ids"]) for row in dataset.sequences]
+        elif args.train_sampling_strategy not in ("random", "sequential"):
+            raise UserError(
+                f"--train_sampling_strategy {args.train_sampling_strategy}: the row order would depend on the number "
+                "of ranks; use random, sequential or group_by_length."
+            )
+        effective = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+        order = None
+        if lengths:
+
+            def order(rows, generator):
+                chosen = [lengths[i] for i in rows]
+                return [rows[i] for i in LengthGroupedSampler(effective, lengths=chosen, generator=generator)]
+
+        weights = getattr(dataset.sequences, "weights", self.tokens.weights)  # of packs, else of rows
+        self.train_sampler = EpochSampler(len(dataset), effective, seed, order, weights)
+        return self.train_sampler
+
+    def _get_eval_sampler(self, eval_dataset):
+        return EpochSampler(len(eval_dataset), self.args.per_device_eval_batch_size * self.args.world_size, None)
+
+    def training_step(self, net, inputs, num_items_in_batch=None):
+        mask = inputs.get("attention_mask")
+        self.clock.tokens = self.clock.tokens + (mask.sum() if mask is not None else inputs["input_ids"].numel())
+        if self.tokens.stream is not None and num_items_in_batch is not None:
+            num_items_in_batch = num_items_in_batch.clamp(min=1)  # a step whose rows were all cut away: loss 0, not NaN
+        loss = super().training_step(net, inputs, num_items_in_batch)
+        self.guard.losses.append(loss)
+        return loss
+
+    def without_logits(self):
+        """Context of every forward that only the loss is wanted of."""
+        return self.fused_loss.on() if self.fused_loss else contextlib.nullcontext()
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        labels = inputs["labels"]  # label smoothing takes them out
+        with self.without_logits():
+            loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        if self.router_loss:
+            # As the loss: gradients are averaged over the ranks, and the tokens counted are those of all of them.
+            ranks = self.args.world_size if self.args.average_tokens_across_devices else 1
+            loss = loss + ranks * self.router_loss.share(outputs, labels, num_items_in_batch)
+        return (loss, outputs) if return_outputs else loss
+
+    def evaluation_loop(
+        self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
+    ):
+        """Mean loss over all supervised tokens, however they fall into batches and ranks; and its perplexity.
+
+        Under ZeRO-3 no_grad stands in for inference_mode: parameters gathered in inference mode could not be trained
+        on afterwards.
+        """
+        net = self.model_wrapped if self.is_deepspeed_enabled else self.model
+        training = net.training
+        net.eval()
+        total = torch.zeros(2, dtype=torch.float64, device=self.args.device)  # summed loss, supervised tokens
+        zero3 = self.settings.deepspeed is not None and self.settings.zero == "3"
+        with torch.no_grad() if zero3 else torch.inference_mode():
+            for inputs in dataloader:
+                self.reporter.pulse.beat(self.state.global_step)
+                inputs = self._prepare_inputs(inputs)
+                count = (inputs["labels"][:, 1:] != -100).sum()
+                with self.compute_loss_context_manager(), self.without_logits():
+                    mean = net(**inputs, num_items_in_batch=count.clamp(min=1)).loss
+                total += torch.stack([mean.double() * count, count.double()])
+        net.train(training)
+        if self.args.world_size > 1:
+            torch.distributed.all_reduce(total)
+        mean = (total[0] / total[1]).item()
+        metrics = {
+            f"{metric_key_prefix}_loss": mean,
+            f"{metric_key_prefix}_perplexity": math.exp(min(mean, 700.0)),
+        }
+        return EvalLoopOutput(
+            predictions=None, label_ids=None, metrics=metrics, num_samples=len(self.eval_tokens or ())
+        )
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "loss" in logs:
+            logs["loss"] = self.guard.mean(logs["loss"])
+            logs.update(self.clock.measure(self.args))
+            skipped = self.model_wrapped.skipped_steps if self.is_deepspeed_enabled else self.reporter.skipped_steps
+            if skipped:
+                logs["skipped_steps"] = skipped
+        super().log(logs, start_time)
+
+
+def how_it_stopped(args, step: int) -> str:
+    """Return the sentence for a run that was asked to save and end."""
+    folder = shlex.quote(str(args.output_dir))
+    if args.save_only_model:
+        return (
+            f"stopped after step {step}; checkpoint-{step} holds the model without optimizer states (--save_only_model), so no run "
+            f"goes on from it; `make export RUN={folder}/checkpoint-{step}` keeps it"
+        )
+    return f"stopped after step {step}, checkpoint-{step} is saved; `make resume RUN={folder}` goes on"

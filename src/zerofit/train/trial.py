@@ -1,0 +1,243 @@
+"""What a rank does for the batch size search and for the canary: steps on the longest rows, measured."""
+
+import json
+import math
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from zerofit import distributed, rank_status, run_folder
+from zerofit.errors import EXIT_CODES, UserError
+from zerofit.paths import size_of
+from zerofit.train import memory_tracker
+
+CANARY_JOB = "ZEROFIT_CANARY"  # environment variable: the file that a canary's rank 0 writes its findings to
+
+CANARY_RESULT = "ZEROFIT_CANARY_FOUND"  # environment variable: the findings, for run.json
+
+LONG_RUN_SECONDS = 600  # predicted seconds from which --canary auto is on
+
+
+# --- the ranks ---
+
+
+def is_canary() -> bool:
+    """Whether this process is a rank of a canary."""
+    return CANARY_JOB in os.environ
+
+
+def measure_canary(trainer) -> None:
+    """Instead of training; ends the process. All ranks call it, when model, optimizer and engine stand."""
+    from zerofit.train import memory_tracker
+
+    args, folder = trainer.args, Path(trainer.args.output_dir)
+    rows = longest_rows(trainer, args.per_device_train_batch_size)
+    seconds, tokens = _steps(trainer, rows)
+    if trainer.eval_dataset is not None:
+        _evaluate(trainer)
+    began = time.perf_counter()
+    trainer.save_model(str(folder / "final"))
+    found = {"final_bytes": size_of(folder / "final"), "reloaded": args.save_strategy != "no"}
+    found |= _save_and_reload(trainer, rows, folder) if found["reloaded"] else {
+        "checkpoint_bytes": found["final_bytes"], "save_seconds": time.perf_counter() - began,
+    }  # fmt: skip
+    found |= {
+        "device": args.device.type, "peak_bytes": memory_tracker.peak_memory_bytes(args), "step_seconds": seconds,
+        "tokens_per_second": tokens * args.gradient_accumulation_steps * args.world_size / seconds,
+        "steps": trainer.state.max_steps, "checkpoints": _checkpoints(trainer),
+    }  # fmt: skip
+    if args.process_index == 0:
+        run_folder.write_json(Path(os.environ[CANARY_JOB]), found)
+    sys.stdout.flush()
+    distributed.barrier()
+    os._exit(0)
+
+
+def _steps(trainer, rows: list[dict]) -> tuple[float, int]:
+    """Two optimizer steps: (seconds that a whole one takes, tokens of a micro batch)."""
+    args = trainer.args
+    some = min(2, args.gradient_accumulation_steps)  # gradients that wait for a second micro batch are part of the peak
+    for _ in range(2):
+        began = time.perf_counter()
+        loss = micro_batches(trainer, rows, some)
+        if not math.isfinite(loss):
+            raise UserError(f"the canary's loss on the longest rows is {loss}: look at the model and at `make data`.")
+        seconds = time.perf_counter() - began
+    return seconds / some * args.gradient_accumulation_steps, sum(len(row["input_ids"]) for row in rows)
+
+
+def _evaluate(trainer) -> None:
+    count = trainer.args.per_device_eval_batch_size
+    batch = trainer.data_collator(longest(trainer.eval_tokens.dataset, count))
+    loss = trainer.evaluation_loop([batch], "canary").metrics["eval_loss"]
+    if not math.isfinite(loss):
+        raise UserError(f"the canary's loss on the longest evaluation rows is {loss}: look at --eval_data.")
+
+
+def _save_and_reload(trainer, rows: list[dict], folder: Path) -> dict:
+    """Save a checkpoint, take a step, read it back: the loss must be the one at the save."""
+    args = trainer.args
+    began = time.perf_counter()
+    trainer._save_checkpoint(trainer.model, trial=None)
+    saved, checkpoint = time.perf_counter(), folder / f"checkpoint-{trainer.state.global_step}"
+    before = _loss(trainer, rows)
+    for group in trainer.optimizer.param_groups:
+        group["lr"] = 0.01  # a warm-up begins with 0, with which there would be nothing to bring back
+    micro_batches(trainer, rows, min(2, args.gradient_accumulation_steps))
+    reloading = time.perf_counter()
+    _load(trainer, str(checkpoint))
+    loaded, after = time.perf_counter(), _loss(trainer, rows)
+    _check_same_loss(before, after, trainer.settings.precision, args.device.type)
+    return {
+        "checkpoint_bytes": size_of(checkpoint),
+        "save_seconds": saved - began,
+        "load_seconds": loaded - reloading,
+    }
+
+
+def _check_same_loss(before: float, after: float, precision: str, device: str) -> None:
+    """Compare the losses at the save and after the reload.
+
+    Raises: UserError where they differ.
+    """
+    if math.isclose(before, after, rel_tol=1e-6):
+        return
+    note = ""
+    if device == "cuda" and precision != "fp32":  # cuBLAS chooses a kernel for each product
+        note = (
+            f"; a difference in the last digits can come from another cuBLAS kernel (split-K adds in another order, which {precision} "
+            "shows) instead of the checkpoint; --canary false trains without the comparison"
+        )
+    raise UserError(f"a checkpoint that was read back gives the loss {after:.9g} instead of {before:.9g}{note}.")
+
+
+def _loss(trainer, rows: list[dict]) -> float:
+    return trainer.evaluation_loop([trainer.data_collator(rows)], "canary").metrics["eval_loss"]
+
+
+def _load(trainer, checkpoint: str) -> None:
+    if trainer.is_deepspeed_enabled:
+        from transformers.integrations.deepspeed import deepspeed_load_checkpoint
+
+        strict = trainer.settings.recipe != "lora"  # an adapter's checkpoint has no frozen base
+        deepspeed_load_checkpoint(trainer.model_wrapped, checkpoint, load_module_strict=strict)
+    else:
+        trainer._load_from_checkpoint(checkpoint)
+        trainer._load_optimizer_and_scheduler(checkpoint)
+
+
+def _checkpoints(trainer) -> int:
+    """How many a run keeps at the same time, the one before the newest included while that is written."""
+    args, state = trainer.args, trainer.state
+    if args.save_strategy == "no":
+        return 0
+    made = state.num_train_epochs
+    if args.save_strategy == "steps":  # the last step is saved too
+        made = math.ceil(state.max_steps / max(1, state.save_steps or 1))
+    made = min(made, state.max_steps)  # a stream has epochs without end
+    kept = args.save_total_limit + 1 + args.load_best_model_at_end if args.save_total_limit else made
+    return min(made, kept)
+
+
+NOTHING_OUTSIDE = ("--push_to_hub", "false", "--report_to", "none")  # of a rehearsal reaches a hub or a tracker
+
+BATCH_SEARCH_JOB = (
+    "ZEROFIT_PROBE"  # environment variable: the file that tells a recipe's ranks to measure instead of to train
+)
+
+
+# --- the ranks ---
+
+
+def is_batch_search() -> bool:
+    """Whether this process is a rank of a probe."""
+    return BATCH_SEARCH_JOB in os.environ
+
+
+def measure_batch(trainer) -> None:
+    """Instead of training: a real step with each size of the job, in order; ends the process.
+
+    Called when model, optimizer and engine stand. Each rank writes a line for each size that fitted.
+    """
+    job = json.loads(Path(os.environ[BATCH_SEARCH_JOB]).read_text())
+    rank = trainer.args.process_index
+    rows = longest_rows(trainer, max(job["sizes"]))
+    cuda = trainer.args.device.type == "cuda"
+    if cuda:
+        whole = torch.cuda.get_device_properties(trainer.args.device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, job["limit_bytes"] / whole))
+        ledger = None
+    else:
+        ledger = memory_tracker.MemoryTracker(trainer.model, trainer.optimizer, limit=job["limit_bytes"])
+    code = 0
+    try:
+        for size in job["sizes"]:
+            record = _step(trainer, rows[:size], ledger)
+            with (Path(job["folder"]) / f"rank{rank}.jsonl").open("a") as file:
+                file.write(json.dumps({"size": size, **record}) + "\n")
+    except RuntimeError as error:
+        if not rank_status.gpu_is_full(error):
+            raise
+        (Path(job["folder"]) / "out-of-memory").touch()
+        code = EXIT_CODES["out of memory"]
+    sys.stdout.flush()
+    if not code:
+        distributed.barrier()
+    os._exit(code)  # the other ranks may wait in a collective for ever; the launcher ends them
+
+
+def longest_rows(trainer, count: int) -> list[dict]:
+    """The `count` longest rows (or packs) of the training set, the longest first; short sets repeat theirs."""
+    tokens, settings = trainer.tokens, trainer.settings
+    if tokens.stream is not None:
+        rows = list(tokens.dataset)
+    else:
+        sequences = tokens.sequences(settings)
+        rows = sequences if not settings.packing else [sequences[i] for i in range(min(len(sequences), 4 * count))]
+    found = longest(rows, count)
+    return [found[i % len(found)] for i in range(count)]
+
+
+def longest(rows, count: int) -> list[dict]:
+    """At most `count` of the rows, the longest first."""
+    lengths = [len(row["input_ids"]) for row in rows]
+    return [rows[i] for i in sorted(range(len(lengths)), key=lambda i: -lengths[i])[:count]]
+
+
+def _step(trainer, rows: list[dict], ledger) -> dict:
+    """One optimizer step of two micro batches of these rows: {"peak_bytes", "seconds"}."""
+    if ledger is None:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    started = time.perf_counter()
+    if ledger is None:
+        micro_batches(trainer, rows, 2)
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_reserved()
+    else:
+        ledger.highest = 0
+        with ledger:
+            micro_batches(trainer, rows, 2)
+        peak = ledger.highest
+    return {"peak_bytes": peak, "seconds": time.perf_counter() - started}
+
+
+def micro_batches(trainer, rows: list[dict], number: int) -> float:
+    """One optimizer step of `number` micro batches, each of these rows: its loss."""
+    accelerator, net = trainer.accelerator, trainer.model_wrapped
+    count = number * sum(label != -100 for row in rows for label in row["labels"])
+    count = torch.tensor(max(1, count), device=trainer.args.device)
+    net.train()
+    loss = torch.zeros((), device=trainer.args.device)
+    for i in range(number):
+        accelerator.gradient_state._set_sync_gradients(i == number - 1)
+        loss += trainer.training_step(net, trainer.train_collator(rows), count)
+    if not trainer.is_deepspeed_enabled:  # DeepSpeed's backward makes the step too
+        if trainer.args.max_grad_norm:
+            accelerator.clip_grad_norm_(net.parameters(), trainer.args.max_grad_norm)
+        trainer.optimizer.step()
+        net.zero_grad()
+    return loss.item()
