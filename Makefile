@@ -34,8 +34,6 @@ HOSTS ?=
 INCLUDE ?=
 EXCLUDE ?=
 NODES ?=
-SBATCH ?=
-SWEEP ?=
 RUN ?=
 MERGE ?=
 DTYPE ?=
@@ -84,7 +82,7 @@ PLACE = $(if $(HOSTS),launchers/hostfile.sh --hosts="$$HOSTS" $(if $(INCLUDE),--
 	launchers/local.sh) --gpus="$$GPUS" --launcher="$$LAUNCHER")
 LAUNCH = PYTHON="$(PY)" $(PLACE) $(BETWEEN) --port="$$PORT" --args="$$ARGS" $(SHOW)
 
-.PHONY: help sft lora resume export chat slurm status cancel show doctor plan plan-validate probe ledger data install lint test test-gpu test-cluster test-all reliability bench-peers clean
+.PHONY: help sft lora resume export chat slurm status cancel show doctor plan plan-validate probe ledger data install lint test test-gpu test-cluster test-all reliability bench-peers clean docs
 help: ## this list
 	@echo 'zerofit: fine-tune language models with Accelerate and DeepSpeed ZeRO'
 	@echo; grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | awk -F'\t' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -94,63 +92,63 @@ help: ## this list
 	@echo; echo '  make sft GPUS=4 ZERO=3 MODEL=Qwen/Qwen3-8B DATA=data.jsonl'
 	@echo '  flags: make sft ARGS=--help     every flag: make sft ARGS="--help all"'
 
-sft: $(STAMP) ## fine-tune all weights (alone: the bundled task, before and after)
+sft: $(STAMP) ## fine-tune all weights (without MODEL and DATA: the bundled task)
 	@$(LAUNCH) recipes/sft.py $(KNOBS)
 
 lora: $(STAMP) ## fine-tune a LoRA adapter
 	@$(LAUNCH) recipes/lora.py $(KNOBS)
 
-resume: $(STAMP) ## go on with RUN=runs/x from its newest good checkpoint (on other GPUS= ZERO= OFFLOAD=, ARGS="--more flags")
+resume: $(STAMP) ## resume RUN=runs/x from its latest valid checkpoint (GPUS= ZERO= OFFLOAD= may differ, ARGS="--more flags")
 	@test -n "$$RUN" || { echo 'zerofit: error: make resume: name the run folder with RUN=runs/...' >&2; exit 2; }
 	@PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit resume --launcher="$$LAUNCHER" \
 		--port="$$PORT" $(if $(GIVEN_GPUS),--gpus="$$GPUS") --args="$$ARGS" $(if $(NNODES),--nnodes="$$NNODES" \
 		--node_rank="$$NODE_RANK" --master_addr="$$MASTER_ADDR" $(BETWEEN)) "$$RUN" \
 		$(if $(ZERO),--zero="$$ZERO") $(if $(OFFLOAD),--offload="$$OFFLOAD")
 
-export: $(STAMP) ## a plain Hugging Face folder of RUN=runs/x, compared with what was trained (MERGE=1 DTYPE=bf16 OUT= PUSH=user/name)
+export: $(STAMP) ## write RUN=runs/x as a Hugging Face folder, compared with what was trained (MERGE=1 DTYPE=bf16 OUT= PUSH=user/name)
 	@test -n "$$RUN" || { echo 'zerofit: error: make export: name what to export with RUN=runs/...' >&2; exit 2; }
 	@set -f; PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit export $(if $(filter-out 0,$(MERGE)),--merge) \
 		$(if $(DTYPE),--dtype="$$DTYPE") $(if $(OUT),--out="$$OUT") $(if $(PUSH),--push="$$PUSH") $$ARGS "$$RUN"
 
-chat: $(STAMP) ## talk to RUN=runs/x in the terminal (ARGS="--temperature 0.7")
+chat: $(STAMP) ## chat with RUN=runs/x in the terminal (ARGS="--temperature 0.7")
 	@test -n "$$RUN" || { echo 'zerofit: error: make chat: name what to talk to with RUN=runs/...' >&2; exit 2; }
 	@set -f; PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit chat $$ARGS "$$RUN"
 
-slurm: $(STAMP) ## the same as a SLURM job that saves, is requeued and goes on (NODES=4 GPUS=8 RECIPE= SBATCH="--partition=x" SWEEP=file)
+slurm: $(STAMP) ## submit a SLURM job that saves, is requeued and resumes (NODES=4 GPUS=8 RECIPE= SBATCH="--partition=x" SWEEP=file)
 	@PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit slurm --nodes="$${NODES:-1}" --gpus="$$GPUS" \
 		--sbatch="$$SBATCH" --sweep="$$SWEEP" --args="$$ARGS" $(if $(SHOW),--print) "recipes/$$RECIPE.py" $(KNOBS)
 
-status: $(STAMP) ## how the job of RUN=runs/x stands
+status: $(STAMP) ## show how the job of RUN=runs/x stands
 	@test -n "$$RUN" || { echo 'zerofit: error: make status: name the run folder with RUN=runs/...' >&2; exit 2; }
 	@PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit status "$$RUN"
 
-cancel: $(STAMP) ## end the job of RUN=runs/x after a save (ARGS=--now: without)
+cancel: $(STAMP) ## end the job of RUN=runs/x after a save (ARGS=--now: at once)
 	@test -n "$$RUN" || { echo 'zerofit: error: make cancel: name the run folder with RUN=runs/...' >&2; exit 2; }
 	@set -f; PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit cancel $$ARGS "$$RUN"
 
-show: $(STAMP) ## print the exact command, environment and arguments (make show lora GPUS=2 ...); start nothing
+show: $(STAMP) ## print command, environment and arguments (make show lora GPUS=2 ...) without starting anything
 	@$(if $(filter sft lora data slurm,$(MAKECMDGOALS)),true,$(LAUNCH) "recipes/$$RECIPE.py" $(KNOBS))
 
-doctor: $(STAMP) ## what of this machine would stop a job, slow it down or spoil it, with the mending (ARGS=--json)
+doctor: $(STAMP) ## check what would break or slow down a run on this machine, with fixes (NODES= ARGS=--json)
 	@set -f; PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit doctor \
 		$(if $(filter-out 1,$(GPUS)),--gpus="$$GPUS") $(if $(PORT),--port="$$PORT") $(if $(OUT),--out="$$OUT") $(if $(NODES),--nodes="$$NODES") $$ARGS
 
-plan: $(STAMP) ## whether it fits and the fastest setting that does; no weights, no GPU (MODEL= GPUS= NODES= GPU=h100-80g METHOD=auto)
+plan: $(STAMP) ## find the fastest setting that fits, without weights or GPU (MODEL= GPUS= NODES= GPU=h100-80g METHOD=auto)
 	@PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit plan --recipe="$$RECIPE" --gpus="$$GPUS" \
 		--nodes="$$NODES" --gpu="$$GPU" --method="$$METHOD" --host_memory="$$HOST_MEMORY" --args="$$ARGS" --out="$$OUT" $(filter-out --output_dir%,$(KNOBS))
 
-plan-validate: $(STAMP) ## plans against real runs: on a GPU its allocator, else the CPU's tensors byte for byte
+plan-validate: $(STAMP) ## compare plans with real runs (GPU: the allocator; CPU: every tensor)
 	@set -f; $(PY) benchmarks/plan.py $$ARGS
 
-probe: $(STAMP) ## the largest micro batch that fits, by real steps on the longest rows (RECIPE= GPUS= MODEL= DATA= ARGS=)
+probe: $(STAMP) ## find the largest micro batch that fits, by real steps on the longest rows (RECIPE= GPUS= MODEL= DATA= ARGS=)
 	@PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit probe --recipe="$$RECIPE" --gpus="$$GPUS" \
 		--args="$$ARGS" $(KNOBS)
 
-ledger: $(STAMP) ## each memory technique measured beside its claim (MODEL= GPUS= SEQ= ARGS="--rounds 5")
+ledger: $(STAMP) ## measure each memory technique beside its claim (MODEL= GPUS= SEQ= ARGS="--rounds 5")
 	@set -f; $(PY) benchmarks/ledger.py $(if $(MODEL),--model="$$MODEL") $(if $(filter-out 1,$(GPUS)),--gpus="$$GPUS") \
 		$(if $(SEQ),--seq="$$SEQ") $$ARGS
 
-data: $(STAMP) ## what a run would train on (DATA= MODEL= ARGS=): lengths, loss spans, repeated rows; no model, no GPU
+data: $(STAMP) ## show what a run would train on (DATA= MODEL= ARGS=): lengths, loss spans, repeated rows
 	@PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit data --recipe="$$RECIPE" --args="$$ARGS" \
 		$(if $(MODEL),--model="$$MODEL") $(if $(DATA),--data="$$DATA") $(if $(CONFIG),--config="$$CONFIG") \
 		$(if $(OUT),--out="$$OUT") $(SHOW)
@@ -161,22 +159,25 @@ install: ## install into .venv (PYTHON=python3.12) or the active environment (EN
 lint: $(DEV_STAMP) ## ruff
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check .
 
-test: $(DEV_STAMP) ## the tests (real DeepSpeed on two CPU processes; 30 minutes on two threads of one core)
+test: $(DEV_STAMP) ## run the tests (real DeepSpeed on two CPU processes; about 30 minutes on two cores)
 	@$(PY) -m pytest
 
-test-gpu: $(DEV_STAMP) ## the tests that need a GPU (one is enough; 10 minutes)
+test-gpu: $(DEV_STAMP) ## run the tests that need a GPU (one is enough; 10 minutes)
 	@ZEROFIT_TEST_GPU=1 $(PY) -m pytest
 
-test-cluster: $(DEV_STAMP) ## several machines as network namespaces, a real SLURM; installs what they need (root, Debian)
+test-cluster: $(DEV_STAMP) ## run the tests with several nodes and a real SLURM (root, Debian; installs what they need)
 	@tests/cluster/install.sh && tests/cluster/install_slurm.sh && $(PY) -m pytest -m cluster tests/cluster
 
-test-all: $(DEV_STAMP) ## the long matrix too
+test-all: $(DEV_STAMP) ## run the long matrix too
 	@$(PY) -m pytest -m 'not cluster and not gpu'
 
-reliability: $(DEV_STAMP) ## what was tried to break it, counted from the marked tests (ARGS="--slow --write": into docs/reliability.md)
+reliability: $(DEV_STAMP) ## count faults, bad inputs and attacks that the tests try (ARGS="--slow --write": into docs/reliability.md)
 	@set -f; $(PY) benchmarks/reliability.py $$ARGS
 
-bench-peers: $(STAMP) $(PEERS_STAMP) ## data preparation side by side with TRL, which goes into .venv-peers; ARGS="--data x.jsonl"
+docs: $(STAMP) ## write the pages that are made from the code (docs/flags.md, docs/code.md)
+	@$(PY) docs/generate.py
+
+bench-peers: $(STAMP) $(PEERS_STAMP) ## prepare data side by side with TRL, installed into .venv-peers (ARGS="--data x.jsonl")
 	@set -f; $(PY) benchmarks/data.py --peers .venv-peers/bin/python $$ARGS
 
 clean: ## remove .venv, .venv-peers and caches (runs/ stays)

@@ -1,4 +1,4 @@
-"""Set torch's memory allocators up before torch is imported, and round sizes as its pinned-memory allocator does."""
+"""Set up torch's memory allocators before torch is imported, and round sizes as its pinned-memory allocator does."""
 
 import os
 from importlib import metadata

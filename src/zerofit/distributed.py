@@ -1,4 +1,4 @@
-"""The processes of one job: environment, process group, device; and proof that they are as many as asked."""
+"""Start the processes of a job: environment, process group, device; check that they are as many as requested."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""The user's mistakes: one sentence that names the place, the cause and the fix."""
+"""Errors that end a run with one sentence: the place, the cause and the fix."""
 
 import re
 

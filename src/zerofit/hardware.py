@@ -1,4 +1,4 @@
-"""Read which GPUs this machine has and what of them is free, without opening a CUDA context.
+"""GPUs: what this machine has (without opening a CUDA context), and a table of known ones.
 
 A context takes 0.3 to 0.6 GiB of each GPU for as long as its process lives, and GPUs in EXCLUSIVE_PROCESS mode give one to a
 single process. The launcher therefore asks torch for names and sizes only (which needs none) and nvidia-smi for the rest.

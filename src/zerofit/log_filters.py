@@ -1,4 +1,4 @@
-"""Library messages that concern no decision of the user's, turned off before the libraries load."""
+"""Silence known-harmless warnings of libraries. Call before importing them."""
 
 import logging
 import os

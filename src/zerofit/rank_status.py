@@ -1,4 +1,4 @@
-"""What a rank leaves behind for its supervisor: a pulse while it runs, a record when it fails, its stack when asked."""
+"""What a rank writes for its supervisor: a heartbeat while it runs, a record when it fails, its stack on request."""
 
 import contextlib
 import ctypes

@@ -1,4 +1,4 @@
-"""The first lines of every recipe: arguments in, processes and run folder up, everything decided said once."""
+"""The first steps of a recipe: parse arguments, start processes, open the run folder."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The run folder: run.json, deepspeed.json, logs, metrics.jsonl, loss.png, result.json (written last)."""
+"""Read and write the run folder: run.json, deepspeed.json, logs, metrics.jsonl, loss.png, result.json."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""One writer for each run folder: a lock on its run.lock, held by the process that owns the run until that ends."""
+"""Lock a run folder for its one writer, until that process ends."""
 
 import contextlib
 import fcntl

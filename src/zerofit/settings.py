@@ -1,4 +1,4 @@
-"""Settings: every resolved argument of a job, where each value came from, and what was decided for the user."""
+"""Settings: every resolved argument of a job, its source, and what was decided for the user."""
 
 from dataclasses import dataclass, field, fields
 from typing import Any

@@ -11,7 +11,7 @@ TINY = ROOT / "examples" / "tiny"
 
 @dataclass
 class RunArguments:
-    """The ZeRO stage, offload and batch: what decides memory."""
+    """Run: ZeRO stage, offload, batch, checkpoints."""
 
     _argument_group_name = "run"
     config: str | None = field(default=None, metadata={"help": "YAML file with any of these arguments."})
@@ -113,7 +113,7 @@ class RunArguments:
 
 @dataclass
 class SupervisionArguments:
-    """What `make` and `zerofit launch` do when a job fails; without them these flags do nothing."""
+    """Supervision: what `make` and `zerofit launch` do when a job fails; without them these flags do nothing."""
 
     _argument_group_name = "supervision"
     on_oom: Literal["retry", "fail", "ask"] = field(
@@ -144,7 +144,7 @@ class SupervisionArguments:
 
 @dataclass
 class OffloadArguments:
-    """What leaves the GPU beyond host memory, and how stage 3 communicates; DeepSpeed's own words. See docs/memory.md."""
+    """Offload beyond host memory, and ZeRO++ communication; DeepSpeed's own names. See docs/memory.md."""
 
     _argument_group_name = "offload"
     offload_path: str | None = field(
@@ -176,7 +176,7 @@ class OffloadArguments:
 
 @dataclass
 class ModelArguments:
-    """Which model, in which form."""
+    """Model."""
 
     _argument_group_name = "model"
     model: str | None = field(
@@ -201,7 +201,7 @@ class ModelArguments:
 
 @dataclass
 class DataArguments:
-    """Which rows, and how they become tokens."""
+    """Data: which rows, and how they become tokens."""
 
     _argument_group_name = "data"
     data: list[str] | None = field(
@@ -293,7 +293,7 @@ class DataArguments:
 
 @dataclass
 class OptimizerArguments:
-    """What the optimizer keeps, beside transformers' --optim, --optim_args and --learning_rate."""
+    """Optimizer, beside transformers' --optim, --optim_args and --learning_rate."""
 
     _argument_group_name = "optimizer"
     pure_bf16: bool = field(
@@ -312,7 +312,7 @@ class OptimizerArguments:
 
 @dataclass
 class LoraArguments:
-    """The adapter and the frozen base; names and meaning as in peft.LoraConfig."""
+    """Adapter and frozen base (recipes/lora.py); names and meaning as in peft.LoraConfig."""
 
     _argument_group_name = "lora"
     adapter: Literal[
@@ -352,7 +352,7 @@ class LoraArguments:
 
 @dataclass
 class MemoryArguments:
-    """Techniques that trade time for memory, or nothing for memory."""
+    """Memory techniques."""
 
     _argument_group_name = "memory"
     fused_loss: Literal["auto", "true", "false"] = field(

@@ -1,4 +1,4 @@
-"""effective batch = micro batch x accumulation x ranks, solved for whatever the user left open."""
+"""Solve effective batch = micro batch x accumulation x ranks for whatever the user left open."""
 
 from zerofit.errors import UserError
 

@@ -1,4 +1,4 @@
-"""The DeepSpeed JSON: chosen by --zero and --offload or named by --deepspeed, linted, and checked against the flags."""
+"""Read the DeepSpeed JSON of --zero, --offload or --deepspeed, check it, and compare it with the flags."""
 
 import difflib
 import json

@@ -1,4 +1,4 @@
-"""Refuse a command line for what can be seen before torch and transformers' Trainer are imported, which takes seconds."""
+"""Refuse mistakes on a command line before torch and transformers are imported, which takes seconds."""
 
 import shlex
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`--help`: the flags that most runs need; `--help all`: every flag, the kit's own first."""
+"""Print `--help` (the flags that most runs need) and `--help all` (every flag)."""
 
 import textwrap
 from dataclasses import MISSING, Field, fields

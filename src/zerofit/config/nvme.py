@@ -1,4 +1,4 @@
-"""NVMe: is the folder fit for it, does the model fit on it, and a part of it that no other run writes to."""
+"""Check and reserve a folder on a local disk for offload."""
 
 import atexit
 import os

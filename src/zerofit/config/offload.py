@@ -1,4 +1,4 @@
-"""Offload beyond host memory: NVMe, the CPU/GPU ratio, ZeRO++, ZenFlow, SuperOffload; refused where they cannot work.
+"""Offload to CPU and disk, CPU/GPU ratio, ZeRO++, SuperOffload: build the JSON overlay and refuse what cannot work.
 
 What is said about DeepSpeed here was read in deepspeed 0.19.8 and, where a CPU can run it, tried.
 """

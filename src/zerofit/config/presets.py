@@ -1,4 +1,4 @@
-"""--preset: one word for a tested combination of flags, by the memory of the GPU."""
+"""--preset: tested combinations of flags by GPU memory."""
 
 from zerofit.errors import UserError
 

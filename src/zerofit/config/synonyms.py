@@ -1,4 +1,4 @@
-"""The words that people bring from TRL, axolotl, LLaMA-Factory and older transformers, and what they are called here."""
+"""Map flags of TRL, axolotl, LLaMA-Factory and older transformers to the names used here."""
 
 import difflib
 import re

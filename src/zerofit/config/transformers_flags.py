@@ -1,4 +1,4 @@
-"""The arguments of transformers that this trainer refuses, with the reason; tests/test_flags.py lists all the others."""
+"""TrainingArguments that this trainer refuses, with the reason; tests/test_flags.py covers the others."""
 
 import difflib
 import importlib.util

@@ -1,4 +1,4 @@
-"""A row's columns -> token ids and labels: the format, the chat template, and the loss only where it belongs."""
+"""Parse rows as conversations: formats, roles, tool calls, chat templates."""
 
 import json
 import re

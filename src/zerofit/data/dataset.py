@@ -1,4 +1,4 @@
-"""Training and evaluation sets: files -> tokens -> an Arrow file that every rank maps, in the same order everywhere."""
+"""Tokenize rows into an Arrow file that every rank maps, cached by a fingerprint."""
 
 import contextlib
 import gc

@@ -1,4 +1,4 @@
-"""The Hugging Face hub: asked once, briefly, before a library retries for a minute."""
+"""Check whether the Hugging Face Hub is reachable before a library retries for a minute."""
 
 import os
 import socket

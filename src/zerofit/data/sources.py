@@ -1,4 +1,4 @@
-"""Rows out of files and hub data sets, each with the place (file:line) that an error can name."""
+"""Read rows from files and Hub datasets, each with its file:line."""
 
 import csv
 import glob

@@ -1,4 +1,4 @@
-"""--streaming: rows are read, shuffled and tokenised while training runs, for data larger than the disk.
+"""--streaming: read, shuffle and tokenize rows while training, for data larger than the disk.
 
 Every rank reads the same lines in the same order and parses and tokenises only its own (all of them with --packing), so
 the samples of an optimizer step do not depend on ranks or micro batch, and a resumed run goes on at the next sample.

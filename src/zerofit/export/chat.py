@@ -1,4 +1,4 @@
-"""make chat RUN=runs/x: talk to what was trained, in the terminal or line by line from a pipe."""
+"""`zerofit chat`: chat with a trained model in the terminal or through a pipe."""
 
 import argparse
 import sys

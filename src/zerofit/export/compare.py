@@ -1,4 +1,4 @@
-"""Whether an export computes what was trained: both loaded in a clean process, their logits on the same rows."""
+"""Compare an export with the trained model in a clean process, by their logits on the same rows."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""make export RUN=runs/x: a plain Hugging Face folder of what was trained, written aside, compared and then renamed."""
+"""`zerofit export`: write a plain Hugging Face folder of what was trained, compare it, then publish it."""
 
 import argparse
 import contextlib

@@ -1,4 +1,4 @@
-"""An adapter's numbers added into its base: a plain LoRA one tensor at a time, everything else by peft on the whole model."""
+"""Merge an adapter into its base: plain LoRA tensor by tensor, everything else with PEFT."""
 
 import logging
 import math

@@ -1,4 +1,4 @@
-"""README.md of an export: what was trained, how, and what the export is; no path of this machine."""
+"""Write an export's model card."""
 
 import json
 from pathlib import Path

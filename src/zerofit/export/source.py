@@ -1,4 +1,4 @@
-"""What a folder holds that was trained: a model or an adapter on its base; and both loaded as they were trained."""
+"""Find what a folder holds (a model, or an adapter and its base) and load it as it was trained."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The largest micro batch that fits, by real steps on the longest rows: make probe, --per_device_train_batch_size auto.
+"""Find the largest micro batch that fits, by real steps on the longest rows.
 
 The steps run in processes of their own, with the very recipe and flags of the run. There an out-of-memory costs nothing
 but those processes; inside a run under ZeRO-3 the other ranks would wait for the failed one forever, which is why

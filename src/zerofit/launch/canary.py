@@ -1,5 +1,4 @@
-"""--canary: before the real run, the same job in its real world size takes two steps on the longest rows, one evaluation
-batch, a save and a reload. What would end it in three hours ends it now.
+"""--canary: before the run, try two steps, an evaluation batch, a save and a reload at the real world size.
 
 It runs in processes of its own, so that the run itself starts from an untouched state.
 """

@@ -1,4 +1,4 @@
-"""make doctor: what of this machine would stop a job, slow it down, or spoil it in silence; each with its mending.
+"""`zerofit doctor`: check what would break, slow down or silently corrupt a run here, with fixes.
 
 Every check returns findings; none starts a job, and together they take less than 15 s. The launcher heeds `installation`
 and `of_job` before each job.

@@ -1,4 +1,4 @@
-"""`make doctor NODES=4`: what of this machine matters when it is one of several."""
+"""`make doctor NODES=4`: check what matters when this machine is one node of several."""
 
 import os
 import shutil

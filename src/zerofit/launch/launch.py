@@ -1,4 +1,4 @@
-"""Start a recipe on N processes of this machine: check first, then hand over to a standard launcher."""
+"""`zerofit launch`: check a job, then start its processes and supervise them."""
 
 import argparse
 import os

@@ -1,4 +1,4 @@
-"""The refusal of make variables that the Makefile does not know. It runs before anything is installed: standard library only."""
+"""Refuse make variables that the Makefile does not know. Standard library only: it runs before the installation."""
 
 import difflib
 import os

@@ -1,4 +1,4 @@
-"""Why an attempt ended: from exit codes, the ranks' records and their pulses; report.json and report.md."""
+"""Find out why an attempt ended, from exit codes, records and heartbeats; write report.json and report.md."""
 
 import json
 import signal

@@ -1,4 +1,4 @@
-"""make resume RUN=runs/x [GPUS=n ZERO=z OFFLOAD=o]: the same job again, from its newest good checkpoint."""
+"""`zerofit resume`: start a run again from its latest valid checkpoint."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""After a failed attempt: what of the run folder goes on, and the setting that needs less memory."""
+"""Prepare the next attempt: what of the run folder is kept, and the setting that needs less memory."""
 
 import itertools
 import shutil

@@ -1,4 +1,4 @@
-"""The processes of one job, watched: signals passed on, hangs ended, out-of-memory and lost ranks started again."""
+"""Watch the processes of a job: forward signals, end hangs, restart after out-of-memory and lost ranks."""
 
 import contextlib
 import os

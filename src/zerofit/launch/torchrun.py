@@ -1,4 +1,4 @@
-"""torchrun that ends with the exit code of the rank that failed first, and leaves the talking to that rank.
+"""torchrun that exits with the code of the rank that failed first.
 
 python -m zerofit.launch.torchrun --nproc_per_node 4 recipes/sft.py ...      same options as torchrun
 """

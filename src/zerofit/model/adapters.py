@@ -1,4 +1,4 @@
-"""The adapter that recipes/lora.py trains: peft's tuners by name, LoRA's variants and initialisations, new tokens."""
+"""Add the adapter that recipes/lora.py trains: PEFT's tuners, LoRA variants, new tokens."""
 
 import contextlib
 import functools

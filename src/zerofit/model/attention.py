@@ -1,4 +1,4 @@
-"""Attention for packed sequences: each document attends to itself alone.
+"""Choose the attention implementation and keep packed documents apart.
 
 transformers' `sdpa` needs a dense S x S mask for that and, with a padding mask present, builds none at all: documents
 then read each other without an error. Registered here under the name "zerofit_packed" are the varlen kernel of

@@ -1,4 +1,4 @@
-"""Stage 0 on several ranks: how DistributedDataParallel is set up."""
+"""Set up DistributedDataParallel for ZeRO stage 0 on several ranks."""
 
 from zerofit.errors import UserError
 from zerofit.settings import decide

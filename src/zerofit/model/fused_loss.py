@@ -1,4 +1,4 @@
-"""The language-model loss without the logits: the head and the cross entropy together, some thousand tokens at a time.
+"""Compute the language-model loss without materializing the logits, in chunks of tokens.
 
 A dense loss holds the logits of T tokens over a vocabulary of V three times over in fp32: 12 T V bytes. Here a chunk of
 rows is scored, turned into its gradient in place and multiplied with the head at once, so that only the gradients of

@@ -1,4 +1,4 @@
-"""Gradient checkpointing: which layers keep no activations, what they keep after all, and where it lives."""
+"""Gradient checkpointing: which layers are recomputed, what they still store, and where."""
 
 import json
 

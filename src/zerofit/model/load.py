@@ -1,4 +1,4 @@
-"""The tokenizer, and the model in the type that the precision needs."""
+"""Load the tokenizer, the configuration and the weights in the dtype that the precision needs."""
 
 import contextlib
 import hashlib

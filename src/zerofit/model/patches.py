@@ -1,4 +1,4 @@
-"""Changes to libraries that offer no hook for what is needed: each with the version it was written for and the reason.
+"""Patches of libraries on the training path, each with the library's version and the reason.
 
 A test fails when one is no longer needed. (The simulation's own are in ghost.py, in a process of its own.)
 """

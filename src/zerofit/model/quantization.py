@@ -1,4 +1,4 @@
-"""A frozen base in 4 or 8 bits for the adapter to train on (QLoRA, arXiv 2305.14314), and where its bytes lie."""
+"""Load a frozen base in 4 or 8 bits (QLoRA, arXiv 2305.14314)."""
 
 import importlib.util
 

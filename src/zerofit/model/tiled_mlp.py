@@ -1,4 +1,4 @@
-"""The MLP of each layer over tiles of the tokens, so that its wide intermediate never exists for all of them.
+"""Compute each MLP over tiles of tokens, so that its wide intermediate is never whole.
 
 A tile is a checkpoint: its forward runs again in the backward. Autograd adds up what the tiles give to a weight before
 the weight's hook sees it, so DDP and every ZeRO stage reduce it once. (deepspeed's TiledMLP calls backward per tile

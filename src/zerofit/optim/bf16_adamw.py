@@ -1,4 +1,4 @@
-"""Stochastic rounding to bf16, and an AdamW whose weights and states are bf16 without an fp32 master copy.
+"""AdamW with weights and states in bf16 and stochastic rounding, without an fp32 copy.
 
 bf16 keeps 8 bits: a change below 1/512 of a weight is lost when it is rounded to the nearest, and so is the slow decay
 of Adam's second moment (beta2 0.999 moves it by at most 1/1000). Rounded up or down at random, with the probability

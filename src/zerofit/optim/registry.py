@@ -1,4 +1,4 @@
-"""The optimizers of --optim as data: what each costs, what it needs, where it works; checked before anything loads."""
+"""The optimizers of --optim: what each needs, excludes and costs in bytes."""
 
 import importlib.util
 from dataclasses import dataclass

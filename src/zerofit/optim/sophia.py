@@ -1,4 +1,4 @@
-"""Sophia-G (arXiv 2305.14342): momentum divided by a diagonal curvature estimate, each step clipped per weight.
+"""Sophia-G (arXiv 2305.14342): momentum divided by a diagonal curvature estimate, clipped per weight.
 
 Algorithm 3 with the Gauss-Newton-Bartlett estimator (algorithm 2): every k steps, labels are sampled from the model's
 own predictions on the step's batch, and h takes in B * g * g, where g is the gradient of the mean loss over those B

@@ -1,4 +1,4 @@
-"""Memory and time of a training step in closed form: what prunes the planner's search and explains its answer.
+"""Memory and time of a training step in closed form.
 
 Bytes follow transformers' eager models and DeepSpeed 0.19 (runtime/zero/stage_1_and_2.py, stage3.py); the ghost run
 decides. Times are estimates from data sheets and the efficiencies below.

@@ -1,4 +1,4 @@
-"""`zerofit data`: what a run would train on, counted and shown before any model is loaded; limits that stop a launch.
+"""`zerofit data`: count and show what a run would train on; stop a launch beyond the limits.
 
 Every number comes from the tokens themselves, read a thousand rows at a time; what stays in memory is a few machine
 words a row, whatever the rows hold.

@@ -1,4 +1,4 @@
-"""A plan for people: the terminal's text, plan.md, plan.json and plan.png."""
+"""Print and write a plan: terminal text, plan.md, plan.json and plan.png."""
 
 from dataclasses import asdict, replace
 from pathlib import Path

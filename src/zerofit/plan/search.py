@@ -1,4 +1,4 @@
-"""make plan, ZERO=auto, --dry_run and the check before a launch: does it fit, and what is the fastest that does?
+"""Try candidates from the fastest on and stop at the first that fits.
 
 Closed forms order the candidates by predicted time and drop what cannot fit by far; the ghost run (ghost.py), which is
 the kit's own trainer and the real engine on tensors without memory, decides about the rest.

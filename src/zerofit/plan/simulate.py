@@ -1,4 +1,4 @@
-"""One rank of a run that is not there: the kit's own trainer and the real engine, on tensors without memory.
+"""Ask a simulated rank what a job allocates, and cache the answer.
 
 The program behind the planner. It builds the very model, adapter, optimizer and DeepSpeed configuration of a recipe and
 lets KitTrainer train two steps, while torch's FakeTensorMode makes every tensor a shape without bytes and its fake

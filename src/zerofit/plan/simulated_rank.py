@@ -1,4 +1,4 @@
-"""Run one rank of a job on tensors without memory: the kit's own trainer and the real engine."""
+"""Run one rank of a job on tensors without storage: the real trainer and the real engine."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""What must be the same on every node and rank of a job: software, recipe files, data, arguments. Who differs is named."""
+"""Compare software, recipe, data and arguments across ranks and nodes; name the one that differs."""
 
 import hashlib
 import json

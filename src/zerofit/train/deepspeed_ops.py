@@ -1,4 +1,4 @@
-"""DeepSpeed's C++ ops: compiled once per machine, with a line that says so, before the engine needs them."""
+"""Compile DeepSpeed's C++ ops once per machine, before the engine needs them."""
 
 import os
 import platform

@@ -1,4 +1,4 @@
-"""Greedy answers to the evaluation rows: sample generations and the exact-match score. All ranks take part."""
+"""Generate greedy answers for evaluation rows: samples and the exact-match score."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What a memory ledger found, for people: the table, memory.json, memory.png, and the sentence on an out-of-memory."""
+"""Write the memory report: table, memory.json, memory.png, and an out-of-memory error in words."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""Which bytes are alive on the device, by part and phase: every tensor followed from birth to death.
+"""Track the bytes alive on the device by part and phase, tensor by tensor.
 
 Bytes are those of tensor storages, never the process's resident memory. On a CPU they are what a device without an
 allocator of its own would hold; on CUDA the totals are the allocator's and the parts come from the same following, with

@@ -1,4 +1,4 @@
-"""Steps whose loss or gradient is not a number: never applied, on no stage; said with their rows, kept for replay."""
+"""Skip steps whose loss or gradient is not finite, on every ZeRO stage, and save them for replay."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""Before the model is loaded: every rank has rank 0's job, every rank reaches every other, and how fast the links are."""
+"""Check before loading the model that all ranks have the same job and reach each other, and how fast."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""zerofit replay: a step whose loss or gradient was not a number, once more, in one process, module by module.
+"""`zerofit replay`: repeat a non-finite step in one process, module by module.
 
 Reads what divergence.Guard has kept: each rank's micro batches, and the weights when the run was stopped.
 """

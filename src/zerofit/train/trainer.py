@@ -1,4 +1,4 @@
-"""transformers' Trainer with the kit's data order, evaluation, step lines, run folder and NaN guard."""
+"""transformers' Trainer with the kit's data order, loss scale, evaluation and checkpoints."""
 
 import contextlib
 import math

@@ -1,4 +1,4 @@
-"""`zerofit cancel`: have a run save a checkpoint and end for good, on SLURM or on this machine."""
+"""`zerofit cancel`: have a run save a checkpoint and end, on SLURM or on this machine."""
 
 import argparse
 import contextlib

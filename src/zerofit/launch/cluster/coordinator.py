@@ -1,4 +1,4 @@
-"""The nodes of one job: a supervisor on each. Node 0 decides, the others do what its board says.
+"""Coordinate one supervisor per node through a TCPStore: node 0 decides, every wait has a timeout.
 
 Every supervisor keeps a small document, and node 0 a board, in a store of torch's on node 0 (TCPStore); a thread of
 each exchanges them twice a second, so that the supervisor itself never hangs on the network. A node that is not heard

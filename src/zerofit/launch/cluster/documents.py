@@ -1,4 +1,4 @@
-"""The documents that the supervisors of a job exchange: signed, checked in shape, and the decisions that they carry."""
+"""Sign and check the documents that supervisors exchange."""
 
 import hashlib
 import hmac

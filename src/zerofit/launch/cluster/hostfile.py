@@ -1,4 +1,4 @@
-"""make sft HOSTS=hostfile: one line here starts the job on every host of a DeepSpeed hostfile, over ssh.
+"""`zerofit hosts`: start a job on every host of a DeepSpeed hostfile over ssh.
 
 What runs there is `zerofit launch` for one machine of several. Its arguments and the environment that it needs (HF_TOKEN among
 it, and the job's secret, made here) go through the connection's standard input: nothing of them is in a file or in a

@@ -1,4 +1,4 @@
-"""The secret that the supervisors of a job on several machines share; with it they sign what they tell each other."""
+"""The secret that a job's supervisors share to sign their documents."""
 
 import contextlib
 import os

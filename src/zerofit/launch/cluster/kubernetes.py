@@ -1,4 +1,4 @@
-"""`zerofit kubernetes`: a manifest for Kubeflow, launchers/*.yaml with one command line put in. Nothing is sent anywhere."""
+"""`zerofit kubernetes`: print a Kubeflow manifest for a command line."""
 
 import argparse
 import re

@@ -1,4 +1,4 @@
-"""Where this machine stands among those of a job: options, network interface, the way to node 0."""
+"""Options and checks of one node among several: rank, address, interface, ports."""
 
 import argparse
 import socket

@@ -1,4 +1,4 @@
-"""`zerofit slurm`: launchers/slurm.sbatch filled in from the same flags, checked and submitted."""
+"""`zerofit slurm`: fill in launchers/slurm.sbatch from the same flags, check and submit it."""
 
 import argparse
 import os

@@ -1,4 +1,4 @@
-"""`zerofit status`: how a run stands, from its folder, its processes on this machine and SLURM."""
+"""`zerofit status`: report how a run stands, from its folder, its processes and SLURM."""
 
 import argparse
 import contextlib

@@ -1,4 +1,4 @@
-"""What a run has other than the checkpoint that it goes on from: refused where it makes another run of it, else said."""
+"""Compare a run with the checkpoint it resumes from: refuse or report what differs."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""--node_local_storage: each machine of a job keeps its own ranks' part of a checkpoint on a disk of its own.
+"""--node_local_storage: each node keeps its ranks' part of a checkpoint on its own disk.
 
 The weights and what the trainer knows are on node 0; the small files among them go to the others too, so that each machine
 can go on from its own disk. On another number of ranks or another stage the parts have to be put together first:

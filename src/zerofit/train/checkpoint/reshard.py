@@ -1,4 +1,4 @@
-"""Resume at another ZeRO stage, number of ranks or offload: a checkpoint's states, put into the engine that stands.
+"""Load a checkpoint's states into an engine of another ZeRO stage, rank count or offload.
 
 No converted copy is written: each rank reads from the shards what its own share needs. (DeepSpeed's universal checkpoint
 knows only Adam's states at stage 3, nothing of stage 0, and writes 12 bytes a parameter before it reads them again.)

@@ -1,4 +1,4 @@
-"""Checkpoints: written aside, verified, synced and renamed; what is wrong with one before it is loaded.
+"""Write a checkpoint aside, verify and sync it, then publish it and rotate older ones.
 
 Each holds zerofit.json, written last: what it was saved from, and size and hash of every file.
 """

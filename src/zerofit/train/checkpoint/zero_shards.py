@@ -1,4 +1,4 @@
-"""The states in a checkpoint of any ZeRO stage and rank count: whole tensors of each trained parameter.
+"""Read the states of a checkpoint of any ZeRO stage and rank count as whole tensors.
 
 Files are memory-mapped: what is not asked for is not read.
 """

@@ -1,0 +1,127 @@
+"""Write the pages that are made from the code: docs/flags.md and docs/code.md.
+
+python docs/generate.py            write them
+python docs/generate.py --check    exit 1 where a page is not what the code says
+"""
+
+import ast
+import sys
+from dataclasses import MISSING, fields
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS, SRC = ROOT / "docs", ROOT / "src" / "zerofit"
+sys.path.insert(0, str(SRC.parent))
+
+FOLDERS = [
+    "",
+    "config",
+    "data",
+    "model",
+    "optim",
+    "train",
+    "train/checkpoint",
+    "plan",
+    "export",
+    "launch",
+    "launch/cluster",
+]
+
+FLAGS = """# Flags
+
+Both recipes take these flags and those of transformers' `TrainingArguments`; `python recipes/sft.py --help all` prints all of them.
+Flags of transformers that this trainer has no use for (`--fsdp`, `--dataloader_drop_last`, `--bf16_full_eval` ...) are
+refused with the reason, and so is a flag that nothing reads, with the name that was probably meant.
+
+A value comes from, the later over the earlier: the default, the bundled task (only without `MODEL` and `DATA`), the YAML file of
+`--config`, the flag. `make show sft ...` prints every value with its source.
+
+Defaults that differ from transformers': `--gradient_checkpointing` on (non-reentrant), `--learning_rate` 2e-5 (LoRA 2e-4),
+cosine schedule with 3 % warm-up, `--save_strategy epoch`, `--save_total_limit 1`, `--logging_steps 10`,
+`--logging_nan_inf_filter` off (a NaN stops the run), `--report_to none`. bf16 is on where the GPU has it, fp16 on GPUs
+that do not, fp32 on a CPU; a line says which.
+
+<!-- made by docs/generate.py: edit src/zerofit/config/arguments.py -->
+"""
+
+CODE = """# The code
+
+```
+errors, settings, ... (files of the package) < data < model < optim < config < train < plan < export < launch < recipe.py < cli.py
+```
+
+A folder imports only what stands left of it, and no two files import each other (`tests/test_layers.py`). A file runs in one kind of
+process: the launcher (`launch/`), a rank (`train/`) or either.
+
+How a run goes: `recipes/sft.py` → `recipe.parse` (`config/`: flags, YAML file and DeepSpeed JSON become `Settings`) → `data/` →
+`recipe.start_processes` (process group, checks, `plan/preflight.py`) → `model/load.py` → `train/trainer.py`. `make sft` starts
+`launch/launch.py`, which checks the same things first and then watches the ranks (`launch/supervisor.py`).
+
+Every change to a library stands in one of two files: `model/patches.py` (training) and `plan/fake_device.py` (simulated ranks),
+each with the library's version, the reason, and a test in `tests/test_patches.py`.
+
+<!-- made by docs/generate.py: edit the first line of each file -->
+"""
+
+
+def flags() -> str:
+    """Return docs/flags.md: a table for each group of arguments."""
+    from zerofit.config import arguments
+
+    groups = [
+        group for group in vars(arguments).values() if isinstance(group, type) and group.__name__.endswith("Arguments")
+    ]
+    lines = [FLAGS]
+    for group in groups:
+        lines += [
+            f"## {group.__doc__.splitlines()[0].rstrip('.')}",
+            "",
+            "| flag | default | meaning |",
+            "|---|---|---|",
+        ]
+        for field in fields(group):
+            default = (
+                ""
+                if field.default in (None, MISSING)
+                else f"`{str(field.default).lower() if isinstance(field.default, bool) else field.default}`"
+            )
+            help_text = field.metadata["help"].replace("|", "\\|").replace("%%", "%")
+            lines.append(f"| `--{field.name}` | {default} | {help_text} |")
+        lines.append("")
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def code() -> str:
+    """Return docs/code.md: the first line of every file, by folder."""
+    lines = [CODE]
+    for folder in FOLDERS:
+        files = sorted(f for f in (SRC / folder).glob("*.py") if not f.name.startswith("__"))
+        about = (
+            first_line(SRC / folder / "__init__.py") if folder else "The package's own files: imported from everywhere"
+        )
+        lines += [f"## {folder or 'zerofit'}/", "", about, "", "| file | what it does |", "|---|---|"]
+        lines += [f"| [{file.name}](../{file.relative_to(ROOT)}) | {first_line(file)} |" for file in files]
+        lines.append("")
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def first_line(file: Path) -> str:
+    """Return the first paragraph of a file's docstring on one line."""
+    text = ast.get_docstring(ast.parse(file.read_text())) or ""
+    return " ".join(text.split("\n\n")[0].split()).replace("|", "\\|")
+
+
+def main() -> None:
+    pages = {DOCS / "flags.md": flags(), DOCS / "code.md": code()}
+    if "--check" in sys.argv:
+        stale = [page.name for page, text in pages.items() if not page.exists() or page.read_text() != text]
+        if stale:
+            raise SystemExit(f"{', '.join(stale)}: not what the code says; run `make docs`")
+        return
+    for page, text in pages.items():
+        page.write_text(text)
+        print(page.relative_to(ROOT))
+
+
+if __name__ == "__main__":
+    main()
