@@ -20,10 +20,9 @@ PYTHON ?= python3
 ENV ?= .venv
 EXTRAS ?=
 SEQ ?=
-GPU ?=
+GPU_TYPE ?=
 METHOD ?=
 HOST_MEMORY ?=
-NNODES ?=
 SBATCH ?=
 SWEEP ?=
 NODE_RANK ?=
@@ -38,7 +37,7 @@ RUN ?=
 MERGE ?=
 DTYPE ?=
 PUSH ?=
-VARIABLES := NNODES NODE_RANK MASTER_ADDR JOIN_TIMEOUT INTERFACE HOSTS INCLUDE EXCLUDE NODES SBATCH SWEEP RUN MERGE DTYPE PUSH GPUS ZERO OFFLOAD MODEL DATA CONFIG OUT ARGS PORT LAUNCHER EXTRAS SEQ GPU METHOD HOST_MEMORY RECIPE
+VARIABLES := NODE_RANK MASTER_ADDR JOIN_TIMEOUT INTERFACE HOSTS INCLUDE EXCLUDE NODES SBATCH SWEEP RUN MERGE DTYPE PUSH GPUS ZERO OFFLOAD MODEL DATA CONFIG OUT ARGS PORT LAUNCHER EXTRAS SEQ GPU_TYPE METHOD HOST_MEMORY RECIPE
 # taken literally: a $ in a value stays a $
 $(foreach v,$(VARIABLES),$(eval override $(v) := $$(value $(v))))
 export $(VARIABLES)
@@ -75,20 +74,20 @@ KNOBS = $(if $(ZERO),--zero="$$ZERO") $(if $(OFFLOAD),--offload="$$OFFLOAD") $(i
 # `make show sft ...` shows what `make sft ...` would run
 SHOW = $(if $(filter show,$(MAKECMDGOALS)),--show)
 BETWEEN = $(if $(JOIN_TIMEOUT),--join_timeout="$$JOIN_TIMEOUT") $(if $(INTERFACE),--interface="$$INTERFACE")
-# where it runs: on the hosts of HOSTS=, as one machine of NNODES=, or here
+# where it runs: on the hosts of HOSTS=, as one machine of NODES=, or here
 PLACE = $(if $(HOSTS),launchers/hostfile.sh --hosts="$$HOSTS" $(if $(INCLUDE),--include="$$INCLUDE") \
 	$(if $(EXCLUDE),--exclude="$$EXCLUDE") $(if $(GIVEN_GPUS),--gpus="$$GPUS") $(if $(MASTER_ADDR),--master_addr="$$MASTER_ADDR"),\
-	$(if $(NNODES),launchers/multinode.sh --nnodes="$$NNODES" --node_rank="$$NODE_RANK" --master_addr="$$MASTER_ADDR",\
+	$(if $(filter-out 1,$(NODES)),launchers/multinode.sh --nnodes="$$NODES" --node_rank="$$NODE_RANK" --master_addr="$$MASTER_ADDR",\
 	launchers/local.sh) --gpus="$$GPUS" --launcher="$$LAUNCHER")
 LAUNCH = PYTHON="$(PY)" $(PLACE) $(BETWEEN) --port="$$PORT" --args="$$ARGS" $(SHOW)
 
-.PHONY: help sft lora resume export chat slurm status cancel show doctor plan plan-validate probe ledger data install lint test test-gpu test-cluster test-all reliability bench-peers clean docs
+.PHONY: help sft lora resume export chat slurm status cancel show doctor plan plan-validate batch-size ledger data install lint test test-gpu test-cluster test-all reliability bench-peers clean docs
 help: ## this list
 	@echo 'zerofit: fine-tune language models with Accelerate and DeepSpeed ZeRO'
 	@echo; grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | awk -F'\t' '{printf "  make %-13s %s\n", $$1, $$2}'
 	@echo; echo '  GPUS=n  ZERO=0|1|2|3  OFFLOAD=none|optimizer|all  MODEL=folder-or-hub-id  DATA=file-folder-or-hub-id'
 	@echo '  CONFIG=file.yaml  OUT=run-folder  ARGS="--any_flag value"  PORT=n  LAUNCHER=torchrun|accelerate|deepspeed'
-	@echo '  several machines: NNODES=2 NODE_RANK=0 MASTER_ADDR=host0 on each, or HOSTS=hostfile on one (docs/multinode.md)'
+	@echo '  several machines: NODES=2 NODE_RANK=0 MASTER_ADDR=host0 on each, or HOSTS=hostfile on one (docs/multinode.md)'
 	@echo; echo '  make sft GPUS=4 ZERO=3 MODEL=Qwen/Qwen3-8B DATA=data.jsonl'
 	@echo '  flags: make sft ARGS=--help     every flag: make sft ARGS="--help all"'
 
@@ -101,14 +100,14 @@ lora: $(STAMP) ## fine-tune a LoRA adapter
 resume: $(STAMP) ## resume RUN=runs/x from its latest valid checkpoint (GPUS= ZERO= OFFLOAD= may differ, ARGS="--more flags")
 	@test -n "$$RUN" || { echo 'zerofit: error: make resume: name the run folder with RUN=runs/...' >&2; exit 2; }
 	@PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit resume --launcher="$$LAUNCHER" \
-		--port="$$PORT" $(if $(GIVEN_GPUS),--gpus="$$GPUS") --args="$$ARGS" $(if $(NNODES),--nnodes="$$NNODES" \
+		--port="$$PORT" $(if $(GIVEN_GPUS),--gpus="$$GPUS") --args="$$ARGS" $(if $(filter-out 1,$(NODES)),--nnodes="$$NODES" \
 		--node_rank="$$NODE_RANK" --master_addr="$$MASTER_ADDR" $(BETWEEN)) "$$RUN" \
 		$(if $(ZERO),--zero="$$ZERO") $(if $(OFFLOAD),--offload="$$OFFLOAD")
 
 export: $(STAMP) ## write RUN=runs/x as a Hugging Face folder, compared with what was trained (MERGE=1 DTYPE=bf16 OUT= PUSH=user/name)
 	@test -n "$$RUN" || { echo 'zerofit: error: make export: name what to export with RUN=runs/...' >&2; exit 2; }
 	@set -f; PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit export $(if $(filter-out 0,$(MERGE)),--merge) \
-		$(if $(DTYPE),--dtype="$$DTYPE") $(if $(OUT),--out="$$OUT") $(if $(PUSH),--push="$$PUSH") $$ARGS "$$RUN"
+		$(if $(DTYPE),--dtype="$$DTYPE") $(if $(OUT),--output_dir="$$OUT") $(if $(PUSH),--push="$$PUSH") $$ARGS "$$RUN"
 
 chat: $(STAMP) ## chat with RUN=runs/x in the terminal (ARGS="--temperature 0.7")
 	@test -n "$$RUN" || { echo 'zerofit: error: make chat: name what to talk to with RUN=runs/...' >&2; exit 2; }
@@ -131,17 +130,17 @@ show: $(STAMP) ## print command, environment and arguments (make show lora GPUS=
 
 doctor: $(STAMP) ## check what would break or slow down a run on this machine, with fixes (NODES= ARGS=--json)
 	@set -f; PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit doctor \
-		$(if $(filter-out 1,$(GPUS)),--gpus="$$GPUS") $(if $(PORT),--port="$$PORT") $(if $(OUT),--out="$$OUT") $(if $(NODES),--nodes="$$NODES") $$ARGS
+		$(if $(filter-out 1,$(GPUS)),--gpus="$$GPUS") $(if $(PORT),--port="$$PORT") $(if $(OUT),--output_dir="$$OUT") $(if $(NODES),--nodes="$$NODES") $$ARGS
 
-plan: $(STAMP) ## find the fastest setting that fits, without weights or GPU (MODEL= GPUS= NODES= GPU=h100-80g METHOD=auto)
+plan: $(STAMP) ## find the fastest setting that fits, without weights or GPU (MODEL= GPUS= NODES= GPU_TYPE=h100-80g METHOD=auto)
 	@PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit plan --recipe="$$RECIPE" --gpus="$$GPUS" \
-		--nodes="$$NODES" --gpu="$$GPU" --method="$$METHOD" --host_memory="$$HOST_MEMORY" --args="$$ARGS" --out="$$OUT" $(filter-out --output_dir%,$(KNOBS))
+		--nodes="$$NODES" --gpu_type="$$GPU_TYPE" --method="$$METHOD" --host_memory="$$HOST_MEMORY" --args="$$ARGS" --output_dir="$$OUT" $(filter-out --output_dir%,$(KNOBS))
 
 plan-validate: $(STAMP) ## compare plans with real runs (GPU: the allocator; CPU: every tensor)
 	@set -f; $(PY) benchmarks/plan.py $$ARGS
 
-probe: $(STAMP) ## find the largest micro batch that fits, by real steps on the longest rows (RECIPE= GPUS= MODEL= DATA= ARGS=)
-	@PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit probe --recipe="$$RECIPE" --gpus="$$GPUS" \
+batch-size: $(STAMP) ## find the largest micro batch that fits, by real steps on the longest rows (RECIPE= GPUS= MODEL= DATA= ARGS=)
+	@PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit batch-size --recipe="$$RECIPE" --gpus="$$GPUS" \
 		--args="$$ARGS" $(KNOBS)
 
 ledger: $(STAMP) ## measure each memory technique beside its claim (MODEL= GPUS= SEQ= ARGS="--rounds 5")
@@ -151,7 +150,7 @@ ledger: $(STAMP) ## measure each memory technique beside its claim (MODEL= GPUS=
 data: $(STAMP) ## show what a run would train on (DATA= MODEL= ARGS=): lengths, loss spans, repeated rows
 	@PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit data --recipe="$$RECIPE" --args="$$ARGS" \
 		$(if $(MODEL),--model="$$MODEL") $(if $(DATA),--data="$$DATA") $(if $(CONFIG),--config="$$CONFIG") \
-		$(if $(OUT),--out="$$OUT") $(SHOW)
+		$(if $(OUT),--output_dir="$$OUT") $(SHOW)
 
 install: ## install into .venv (PYTHON=python3.12) or the active environment (ENV=active); EXTRAS=dev
 	@rm -f "$(STAMP)"; $(MAKE) --no-print-directory "$(STAMP)"

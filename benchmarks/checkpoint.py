@@ -146,7 +146,7 @@ def measure(folder: Path, shape: dict) -> dict:
     model = model_folder(folder / "model", shape)
     flags = ["--model", str(model), "--data", str(ROOT / "examples" / "tiny" / "train.jsonl"), "--max_samples", "64",
              "--effective_batch_size", "2", "--per_device_train_batch_size", "1", "--num_samples", "0", "--bf16", "true",
-             "--learning_rate", "1e-4", "--logging_steps", "1", "--force", "true"]  # fmt: skip
+             "--learning_rate", "1e-4", "--logging_steps", "1", "--ignore_plan", "true"]  # fmt: skip
     found = world(
         RANKS, [*flags, "--max_steps", "1", "--zero", "3", "--output_dir", str(folder / "run")], folder / "save.json"
     )
@@ -172,7 +172,7 @@ def measure(folder: Path, shape: dict) -> dict:
     found["zero_to_fp32"] = launched([sys.executable, "-m", "deepspeed.utils.zero_to_fp32", str(saved), str(folder / "fp32"),
                                       "--safe_serialization"])  # fmt: skip
     shutil.rmtree(folder / "fp32")
-    export = [sys.executable, "-m", "zerofit", "export", "--dtype", "float32", "--out"]
+    export = [sys.executable, "-m", "zerofit", "export", "--dtype", "float32", "--output_dir"]
     found["export"] = launched([*export, str(folder / "a"), "--check", "false", str(saved)])
     shutil.rmtree(folder / "a")
     found["export, compared"] = launched([*export, str(folder / "b"), str(saved)])

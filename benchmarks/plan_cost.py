@@ -46,7 +46,7 @@ given = json.loads(sys.argv[1])
 if given["whole"]:
     predict._depths = lambda *a: [(None,)]
 settings = parse.parse(given["recipe"], given["flags"], 8, hardware.GPUS["h100-80g"])
-settings.values["force"] = True
+settings.values["ignore_plan"] = True
 settings.values["use_cpu"] = False
 preflight.prestart(settings)
   # what the launcher does meanwhile
@@ -66,7 +66,7 @@ print(f"added {time.perf_counter() - began:.1f}")
 
 def check(model: str, recipe: str, flags: str, whole: bool) -> dict:
     """{"seconds", "total", "layers"} of one check in a process of its own."""
-    words = ["--model", str(CONFIGS / model), "--data", "none", "--max_length", "4096", "--gpu", "h100-80g",
+    words = ["--model", str(CONFIGS / model), "--data", "none", "--max_length", "4096", "--gpu_type", "h100-80g",
              "--per_device_train_batch_size", "1", "--effective_batch_size", "8", *flags.split()]  # fmt: skip
     given = json.dumps({"recipe": recipe, "flags": words, "whole": whole})
     began = time.perf_counter()
@@ -104,8 +104,8 @@ def measure(fast: bool) -> list[dict]:
 def plan_70b() -> dict:
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as out:
-        _run([sys.executable, "-m", "zerofit", "plan", "--gpu", "h100-80g", "--gpus", "64", "--model",
-              str(CONFIGS / "llama3.1-70b"), "--out", str(Path(out) / "plan")])  # fmt: skip
+        _run([sys.executable, "-m", "zerofit", "plan", "--gpu_type", "h100-80g", "--gpus", "64", "--model",
+              str(CONFIGS / "llama3.1-70b"), "--output_dir", str(Path(out) / "plan")])  # fmt: skip
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
     return {"seconds": round(time.perf_counter() - began, 1), "largest_process_bytes": peak}
 

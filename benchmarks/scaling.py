@@ -2,7 +2,7 @@
 
     python benchmarks/scaling.py                          # about 25 minutes on 2 cores, nearly all of it ghost runs
     python benchmarks/scaling.py --no_ghosts              # closed forms alone, seconds; prints and writes nothing
-    python benchmarks/scaling.py --gpu a100-80g --node_link_gbs 3.125    # other GPUs, another network between the nodes
+    python benchmarks/scaling.py --gpu_type a100-80g --node_link_gbs 3.125    # other GPUs, another network between the nodes
     python benchmarks/scaling.py --count                  # only what a few layers send, call by call, in ghost runs
 
 No GPU takes part: memory is the planner's simulation (src/zerofit/plan/simulate.py) or, marked ~, its closed forms; bytes and time
@@ -329,18 +329,18 @@ def markdown(record: dict, gpu, about: list[str]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpu", default="h100-80g", help="a GPU of `zerofit plan`'s table")
+    parser.add_argument("--gpu_type", default="h100-80g", help="a GPU of `zerofit plan`'s table")
     parser.add_argument("--node_link_gbs", default="", help="GB/s one way of a GPU to other nodes")
     parser.add_argument("--no_ghosts", action="store_true", help="closed forms alone")
     parser.add_argument("--count", action="store_true", help="only count what an engine sends")
     given = parser.parse_args()
-    gpu = command._with_node_link(hardware.find(given.gpu), given.node_link_gbs)
+    gpu = command._with_node_link(hardware.find(given.gpu_type), given.node_link_gbs)
     if given.count:
         counts(gpu)
         return
     machine = facts()
-    answers = {} if given.no_ghosts else ghosts(gpu, given.gpu)
-    record = {"machine": machine, "gpu": given.gpu, "node_gbs": gpu.node_gbs, "rows": measure(gpu, answers),
+    answers = {} if given.no_ghosts else ghosts(gpu, given.gpu_type)
+    record = {"machine": machine, "gpu": given.gpu_type, "node_gbs": gpu.node_gbs, "rows": measure(gpu, answers),
               "networks": networks(gpu), "across": across_nodes(gpu), "strong": strong(gpu),
               "counted": [] if given.no_ghosts else counts(gpu), "ghosts": answers}  # fmt: skip
     lines = markdown(record, gpu, describe(machine, {"zerofit": versions()}))

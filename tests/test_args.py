@@ -26,15 +26,15 @@ def test_the_kits_own_flags_are_frozen():
     """A flag that vanishes or is renamed breaks somebody's script: change this list on purpose only."""
     frozen = {
         "RunArguments": """
-            config zero offload effective_batch_size preset probe memory_limit dry_run force gpu gpus show
+            config zero offload effective_batch_size preset search_batch_size memory_limit plan ignore_plan gpu_type gpus show
             gradient_checkpointing_every gradient_checkpointing_policy activation_offload
-            memory_report save_every_minutes node_local_storage resume_anyway on_nan max_nan_steps max_tokens_per_sample num_samples
+            memory_report save_every_minutes node_local_storage ignore_resume_mismatch on_nan max_nan_steps max_tokens_per_sample num_samples
         """,
         "SupervisionArguments": """
             on_oom canary max_restarts hang_timeout
         """,
         "OffloadArguments": """
-            offload_path offload_ratio super_offload zenflow zero_hpz_partition_size
+            offload_path offload_ratio super_offload zero_hpz_partition_size
             zero_quantized_weights zero_quantized_gradients
         """,
         "ModelArguments": """
@@ -174,6 +174,9 @@ def test_changing_gpus_keeps_the_effective_batch():
         (["--deepspeed", "zero3"], r"--deepspeed zero3: there is no such file; did you mean --zero 3\?"),
         (["--deepspeed", "/no/ds_z2_config.json"], r"did you mean --zero 2\?"),
         (["--deepspeed", "my.json"], "--deepspeed my.json: cannot be read"),
+        (["--force", "true"], "did you mean --ignore_plan"),
+        (["--gpu", "h100-80g"], "did you mean --gpu_type"),
+        (["--zenflow", "true"], "trains another function"),
         (["--batch_size", "4"], "did you mean --per_device_train_batch_size"),
         (["--micro_batch_size", "4"], "did you mean --per_device_train_batch_size"),
         (["--num_epochs", "4"], "did you mean --num_train_epochs"),
@@ -282,13 +285,13 @@ EARLY = {
     "launch recipes/sft.py --config {tmp}/bad.yaml": "bad.yaml: argument --offload: invalid choice: 'disk'",
     "launch recipes/sft.py --preset gpu-1g": "--preset gpu-1g: there are gpu-12g",
     "slurm recipes/sft.py --max_length long": "argument --max_length/--max-length: invalid int value: 'long'",
-    "data --data nope.jsonl --out x": "--data nope.jsonl: no such file or folder.",
+    "data --data nope.jsonl --output_dir x": "--data nope.jsonl: no such file or folder.",
     # and nothing to say here
     "launch recipes/sft.py --output_dir {tmp} --resume-from-checkpoint auto --no_bf16 --weight_decay -1 --optim x": "",
     "launch --nnodes 2 recipes/sft.py --output_dir {tmp}": "",
     "launch --nnodes= --args= recipes/sft.py --zero 2": "",
     "slurm recipes/sft.py --model /elsewhere/model --data /elsewhere/rows.jsonl": "",
-    "data --recipe lora --lora_r 4 --columns a=b --per_device_train_batch_size auto --out x": "",
+    "data --recipe lora --lora_r 4 --columns a=b --per_device_train_batch_size auto --output_dir x": "",
     "plan --gpus 4 --zero 4": "",
 }
 

@@ -338,8 +338,8 @@ def test_another_programs_checkpoint(copied):
 @pytest.mark.parametrize(("more", "says"), [
     (["--optim", "sgd"], "was saved with optim adamw_torch_fused, this run has sgd; use --optim adamw_torch_fused"),
     (["--bf16", "false"], "was saved with precision bf16, this run has fp32; use --bf16 true"),
-    (["--train_on", "all"], "another data, tokenizer, template or --max_length.*--resume_anyway"),
-    (["--seed", "7"], "was saved with seed 42, this run has 7; use --seed 42 .--resume_anyway true goes on"),
+    (["--train_on", "all"], "another data, tokenizer, template or --max_length.*--ignore_resume_mismatch"),
+    (["--seed", "7"], "was saved with seed 42, this run has 7; use --seed 42 .--ignore_resume_mismatch true goes on"),
     (["--data_seed", "99"], "was saved with data_seed 42, this run has 99; use --data_seed 42"),
     (["--packing", "true"], "was saved with packing false, this run has true; use --packing false"),
     (["--eval_fraction", "0.25"], "was saved with eval_fraction 0.0, this run has 0.25; use --eval_fraction 0.0"),
@@ -354,8 +354,8 @@ def test_another_run_is_refused(runs, tmp_path, more, says):
     flags = [*FLAGS, "--zero", "2", "--bf16", "true", "--resume_from_checkpoint", saved, *more]
     with pytest.raises(UserError, match=says):
         check_same(flags)
-    said = check_same([*flags, "--resume_anyway", "true"])
-    assert any(sentence.startswith("resume_anyway: the checkpoint was saved with") for sentence in said)
+    said = check_same([*flags, "--ignore_resume_mismatch", "true"])
+    assert any(sentence.startswith("ignore_resume_mismatch: the checkpoint was saved with") for sentence in said)
 
 
 def test_what_may_change_is_said(runs):
@@ -381,7 +381,7 @@ def test_what_may_change_is_said(runs):
 ])  # fmt: skip
 def test_another_adapter_is_refused(runs, more, says):
     flags = [*FLAGS, "--zero", "3", "--resume_from_checkpoint", str(runs["3"].folder / "checkpoint-2"), *more]
-    for anyway in ([], ["--resume_anyway", "true"]):
+    for anyway in ([], ["--ignore_resume_mismatch", "true"]):
         with pytest.raises(UserError, match=says):
             check_same([*flags, *anyway], recipe="lora")
 
@@ -420,7 +420,7 @@ def test_a_schedule_that_follows_the_loss_stays_at_its_stage(copied):
     torch.save({"best": 1.0, "_last_lr": [1e-3]}, copied / "checkpoint-4" / "scheduler.pt")
     flags = [*FLAGS, "--bf16", "true", "--resume_from_checkpoint", str(copied / "checkpoint-4")]
     for schedule in ("reduce_lr_on_plateau", "cosine"):
-        more = ["--lr_scheduler_type", schedule, "--eval_fraction", "0.25", "--resume_anyway", "true"]
+        more = ["--lr_scheduler_type", schedule, "--eval_fraction", "0.25", "--ignore_resume_mismatch", "true"]
         with pytest.raises(UserError, match="goes on only as it was saved, without a change"):
             check_same([*flags, *more, "--zero", "3"])
         check_same([*flags, *more, "--zero", "2"])

@@ -29,7 +29,7 @@ def only(found):
 
 def test_this_machine(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-m", "zerofit", "doctor", "--json", "--gpus", "2", "--out", str(tmp_path / "new")],
+        [sys.executable, "-m", "zerofit", "doctor", "--json", "--gpus", "2", "--output_dir", str(tmp_path / "new")],
         capture_output=True, text=True, timeout=120, env=os.environ | {"HOME": str(tmp_path)}, cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -302,7 +302,7 @@ def test_an_accelerator_is_named_where_the_user_chose_it(tmp_path, given):
     environment = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}
     environment |= {"DS_ACCELERATOR": given} if given else {}
     done = subprocess.run(
-        [sys.executable, "-m", "zerofit", "doctor", "--json", "--gpus", "1", "--out", str(tmp_path / "new")],
+        [sys.executable, "-m", "zerofit", "doctor", "--json", "--gpus", "1", "--output_dir", str(tmp_path / "new")],
         capture_output=True, text=True, timeout=120, env=environment | {"HOME": str(tmp_path)}, cwd=tmp_path,
     )  # fmt: skip
     levels = [f["level"] for f in json.loads(done.stdout)["findings"] if f["name"] == "DS_ACCELERATOR"]

@@ -70,7 +70,7 @@ def more_runs(tmp_path_factory):
 
 def exported(run, out, *flags) -> str:
     """Export; what the comparison said."""
-    export.main([str(run), "--out", str(out), *flags])
+    export.main([str(run), "--output_dir", str(out), *flags])
     assert not list(out.parent.glob("*.saving"))
     return (out / "README.md").read_text()
 
@@ -233,10 +233,10 @@ def test_what_cannot_be_exported_is_one_sentence(runs, tmp_path, copied, monkeyp
         assert sorted(tmp_path.rglob("*")) == before and "\n" not in str(error.value)
         mistakes.append(match)
 
-    final, out = runs["lora2"].folder / "final", ["--out", str(tmp_path / "out")]
+    final, out = runs["lora2"].folder / "final", ["--output_dir", str(tmp_path / "out")]
     refused(tmp_path / "no-run", "no such folder", *out)
     refused(runs["sft0"].folder, "holds a whole model, there is nothing to merge", "--merge", *out)
-    refused(final, "is there already and not empty", "--out", str(final))
+    refused(final, "is there already and not empty", "--output_dir", str(final))
     (tmp_path / "empty").mkdir()
     refused(tmp_path / "empty", "holds neither a model .* nor an adapter", *out)
     (tmp_path / "empty" / "pytorch_model.bin").write_bytes(b"x")
@@ -368,7 +368,7 @@ def test_writing_holds_one_file_not_the_model(tmp_path, merged):
         source, flags = tmp_path / "adapter", ["--merge"]
     assert size_of(tmp_path / "model") > 200e6
     done = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(source), "--out", str(tmp_path / "out"), "--max_shard_size", "20MB", "--check", "false", *flags],
+        [sys.executable, "-c", MEASURE, str(source), "--output_dir", str(tmp_path / "out"), "--max_shard_size", "20MB", "--check", "false", *flags],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
@@ -401,7 +401,9 @@ def test_push(runs, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(hub, "check", lambda asker: None)
 
     def push(repo, *flags, run=final):
-        export.main([run, "--out", str(tmp_path / repo.replace("/", "-")), "--push", repo, "--check", "false", *flags])
+        export.main(
+            [run, "--output_dir", str(tmp_path / repo.replace("/", "-")), "--push", repo, "--check", "false", *flags]
+        )
 
     push("me/model")
     assert Api.calls[0] == ("me/model", {"private": True, "exist_ok": True}) and "model.safetensors" in Api.calls[1]

@@ -119,7 +119,7 @@ def test_rows_repeated_by_weight_are_named_and_are_no_duplicates(tmp_path, zerof
     one = rows_file(tmp_path, "one.jsonl", [("Who?", "Bo."), ("who", "bo"), ("Where?", "Oslo."), ("When?", "Now.")])
     half = rows_file(tmp_path, "half.jsonl", [(f"What {i}?", "x") for i in range(4)])
     flags = ["--data", f"{one}:3", f"{half}:0.5", "--model", TINY / "model", "--max_duplicate_fraction"]
-    done = zerofit("data", *flags, "0.2", "--out", tmp_path / "out")
+    done = zerofit("data", *flags, "0.2", "--output_dir", tmp_path / "out")
     assert done.returncode == 0, done.stderr
     facts = json.loads((tmp_path / "out" / "data.json").read_text())
     train = facts["training"]
@@ -222,7 +222,7 @@ def test_plain_text_shows_why_its_first_token_stands_outside(tokenizer):
 def test_what_comes_from_the_data_cannot_steer_the_terminal(tmp_path, zerofit):
     file = tmp_path / "a.jsonl"
     file.write_text('{"text": "aa", "\\u001b[2J": 1}\n{"text": "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"}\n')
-    done = zerofit("data", "--data", file, "--model", TINY / "model", "--out", tmp_path / "out")
+    done = zerofit("data", "--data", file, "--model", TINY / "model", "--output_dir", tmp_path / "out")
     assert done.returncode == 0 and "columns not used: \\x1b[2J" in done.stdout and "\033" not in done.stdout
     bars = done.stdout.split("tokens a row, training")[1].split("packed")[0]
     assert "  0\n" not in bars  # empty bins are left out
@@ -237,7 +237,9 @@ def test_rows_without_a_supervised_end_are_shouted_about(tmp_path, zerofit):
     facts, _ = inspect_data.inspect(settings, train_set, eval_set, tokenizer)
     assert (facts["training"]["end_supervised"], facts["training"]["truncated"]) == (2, 1)
     assert len(facts["warnings"]) == 1 and facts["warnings"][0].startswith("1 of 3 training rows do not end")
-    done = zerofit("data", "--data", file, "--model", TINY / "model", "--max_length", "24", "--out", tmp_path / "out")
+    done = zerofit(
+        "data", "--data", file, "--model", TINY / "model", "--max_length", "24", "--output_dir", tmp_path / "out"
+    )
     assert done.returncode == 0, done.stderr
     assert "WARNING: 1 of 3 training rows do not end with a supervised end token '<|end|>'" in done.stdout
 
@@ -293,7 +295,7 @@ def test_a_limit_stops_recipe_and_launch_before_a_folder_is_made(tmp_path, zerof
 
 
 def test_the_report_of_the_bundled_task(tmp_path, zerofit):
-    done = zerofit("data", "--out", tmp_path / "out", "--args", "--max_samples 100 --max_length 64")
+    done = zerofit("data", "--output_dir", tmp_path / "out", "--args", "--max_samples 100 --max_length 64")
     assert done.returncode == 0, done.stderr
     facts = json.loads((tmp_path / "out" / "data.json").read_text())
     train, lengths = facts["training"], facts["training"]["length"]
@@ -312,7 +314,7 @@ def test_the_report_of_the_bundled_task(tmp_path, zerofit):
 def test_force_color_and_an_eval_fraction(tmp_path, zerofit, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     flags = ["--data", TINY / "train.jsonl", "--model", TINY / "model", "--eval_fraction", "0.1"]
-    done = zerofit("data", *flags, "--out", tmp_path / "out", "--recipe", "lora")
+    done = zerofit("data", *flags, "--output_dir", tmp_path / "out", "--recipe", "lora")
     assert done.returncode == 0, done.stderr
     assert "\033[32m" in done.stdout and "«" not in done.stdout
     facts = json.loads((tmp_path / "out" / "data.json").read_text())
@@ -324,7 +326,7 @@ def test_a_limit_ends_the_verb_with_2_after_the_report(tmp_path, zerofit):
     file = rows_file(tmp_path, "a.jsonl", DUPLICATES)
     out = tmp_path / "out"
     flags = ["--data", file, "--model", TINY / "model", "--max_duplicate_fraction", "0"]
-    done = zerofit("data", *flags, "--out", out)
+    done = zerofit("data", *flags, "--output_dir", out)
     assert done.returncode == 2
     assert done.stderr.strip().splitlines()[-1].startswith("zerofit: error: --max_duplicate_fraction 0: 25% of the")
     assert "repeated rows, normalised" in done.stdout and (out / "data.json").exists()
@@ -338,7 +340,7 @@ def test_a_limit_ends_the_verb_with_2_after_the_report(tmp_path, zerofit):
         (["--data", "nowhere.jsonl", "--model", str(TINY / "model")], "nowhere.jsonl"),
         (["--max_lenght", "8"], "did you mean --max_length"),
         (["--args", "'open"], "cannot be split into words"),
-        (["--out", __file__], "is a file; name a folder"),
+        (["--output_dir", __file__], "is a file; name a folder"),
         (["--max_truncated_fraction", "2"], "it must be from 0 to 1"),
     ],
 )
@@ -351,7 +353,7 @@ def test_mistakes_are_one_sentence(words, says, zerofit):
 @pytest.mark.bad_input
 def test_bad_rows_are_all_counted_before_the_end(tmp_path, zerofit):
     file = rows_file(tmp_path, "a.jsonl", [("Who?", "Bo."), ("Who?", 3), ("Who?", "Ann."), ("Who?", None)])
-    flags = ["data", "--data", file, "--model", TINY / "model", "--out"]
+    flags = ["data", "--data", file, "--model", TINY / "model", "--output_dir"]
     done = zerofit(*flags, tmp_path / "out")
     assert done.returncode == 2 and "2 of 4 training rows cannot be used (see above)" in done.stderr
     assert f"1 row cannot be used: column 'answer' must be a string, found a int (first: {file}:2)" in done.stdout
@@ -365,7 +367,7 @@ def test_an_odd_file_in_a_folder_is_named_and_the_others_are_counted(tmp_path, z
     rows_file(tmp_path, "b.jsonl", [("Who?", "Bo."), ("Who?", "Ann.")])
     odd = tmp_path / "a.json"
     odd.write_text('{\n "lr": 1\n}')
-    done = zerofit("data", "--data", tmp_path, "--model", TINY / "model", "--out", tmp_path / "out")
+    done = zerofit("data", "--data", tmp_path, "--model", TINY / "model", "--output_dir", tmp_path / "out")
     assert done.returncode == 2 and "1 of 3 training rows cannot be used (see above)" in done.stderr
     assert (
         f"1 row cannot be used: is one JSON object over several lines; a list of rows, or an object a line, is needed (first: {odd})"

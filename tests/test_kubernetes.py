@@ -267,7 +267,7 @@ def test_own_folder_and_auto_are_not_named_twice(capsys):
 
 def test_out_writes_a_file(tmp_path, capsys):
     file = tmp_path / "my job.yaml"
-    kubernetes.main(["--name", "demo", "--image", "i", "--out", str(file), "recipes/sft.py"])
+    kubernetes.main(["--name", "demo", "--image", "i", "--output_file", str(file), "recipes/sft.py"])
     assert capsys.readouterr().out == f"{file}: kubectl apply -f '{file}'\n"
     assert documents(file.read_text())[0]["kind"] == "PyTorchJob"
 
@@ -280,7 +280,7 @@ REFUSED = {
     "long name": (["--name", "x" * 60], [], "must be 1 to 54"),
     "volume": (["--volume", "claim"], [], "must be CLAIM:/mount"),
     "a token as secret": (["--secret", "hf_ABC"], [], "not what is in it"),
-    "gpu": (["--gpu", "h100"], [], "--gpu h100: not in the table"),
+    "gpu": (["--gpu_type", "h100"], [], "--gpu_type h100: not in the table"),
     "token": ([], ["--hub_token", "hf_x"], "put it into a secret"),
     "token=": ([], ["--hub-token=hf_x"], "put it into a secret"),
     "folder": ([], ["--output_dir", "runs/x"], "is not on the volume"),

@@ -75,7 +75,7 @@ def make(*words, **env):
 
 
 @pytest.mark.injection
-@pytest.mark.parametrize("verb", ["show", "slurm", "plan", "probe", "data"])
+@pytest.mark.parametrize("verb", ["show", "slurm", "plan", "batch-size", "data"])
 @pytest.mark.parametrize("code", ["$(shell touch MARK)", "`touch MARK`", "sft;touch MARK;", "$$(touch MARK)"])
 def test_a_recipe_name_is_no_code(tmp_path, verb, code):
     """It reaches the interpreter, a stub here, in one word."""

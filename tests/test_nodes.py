@@ -87,7 +87,7 @@ def test_places_that_are_none(words):
     parser = argparse.ArgumentParser()
     node_options.add_options(parser)
     parser.add_argument("--port", default="")
-    with pytest.raises(UserError, match=r"NNODES|NODE_RANK|MASTER_ADDR|PORT|--join_timeout|--interface"):
+    with pytest.raises(UserError, match=r"NODES|NODE_RANK|MASTER_ADDR|PORT|--join_timeout|--interface"):
         node_options.of(parser.parse_args(words))
 
 
@@ -508,7 +508,7 @@ def test_two_machines_train_as_one_does(tmp_path):
     """The line of docs/multinode.md: two supervisors at one address, the whole way but for a network between them, while a
     stranger writes to their port."""
     page, out = (ROOT / "docs" / "multinode.md").read_text(), tmp_path / "two"
-    line = re.search(r"```bash\n(make sft NNODES=2 NODE_RANK=1 .* & make sft NNODES=2 .*)\n```", page)[1]
+    line = re.search(r"```bash\n(make sft NODES=2 NODE_RANK=1 .* & make sft NODES=2 .*)\n```", page)[1]
     port, done = distributed.free_port() // 2 * 2, threading.Event()
     more = f"make sft ENV=active PYTHON={sys.executable} ZERO=3 PORT={port} ARGS={shlex.quote(shlex.join(SHORT))}"
     line = line.replace("make sft", more).replace("runs/two", str(out)).replace(" & ", " & first=$!; ")

@@ -77,8 +77,6 @@ def written(tmp_path, section, **top):
         (["--zero_quantized_weights"], "--zero_quantized_weights True: DeepSpeed's quantizer is CUDA code"),
         (["--zero_quantized_gradients"], "--zero_quantized_gradients True: DeepSpeed's quantizer is CUDA code"),
         (["--offload", "optimizer", "--super_offload"], "--super_offload True needs an NVIDIA GPU"),
-        (["--zenflow"], "--zenflow: deepspeed 0.19 computes another function"),
-        (["--zero", "0", "--zenflow"], "--zenflow: deepspeed 0.19"),
     ],
 )
 def test_flags_refused(flags, says):

@@ -115,7 +115,7 @@ def test_nothing_runs(saved, attack):
     with pytest.raises(UserError, match=ATTACKS[attack]):  # at every stage
         resume.find_checkpoint(settings, saved.parent)
     with pytest.raises(UserError, match=ATTACKS[attack]):
-        export.main([str(saved), "--check", "false", "--out", str(saved.parent / "exported")])
+        export.main([str(saved), "--check", "false", "--output_dir", str(saved.parent / "exported")])
     assert not (saved.parent / "struck").exists()
 
 

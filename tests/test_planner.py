@@ -308,16 +308,26 @@ def test_the_fastest_that_fits_is_chosen(monkeypatch, tmp_path):
 def test_a_plan_for_several_nodes(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(simulate, "run_all", fake_ghost(lambda flags: 10))
     out = tmp_path / "plan"
-    flags = [*FLAGS_1B, "--zero", "3", "--offload", "none", "--per_device_train_batch_size", "2", "--out", str(out)]
+    flags = [
+        *FLAGS_1B,
+        "--zero",
+        "3",
+        "--offload",
+        "none",
+        "--per_device_train_batch_size",
+        "2",
+        "--output_dir",
+        str(out),
+    ]
 
     def plan(*words):
-        command.main(["--gpu", "h100-80g", *flags, *words])
+        command.main(["--gpu_type", "h100-80g", *flags, *words])
         return capsys.readouterr().out, json.loads((out / "plan.json").read_text())
 
     said, found = plan("--nodes", "2", "--gpus", "4")
     assert "2 nodes x 4 x H100: " in said and found["gpus"] == 8 and found["gpus_of_a_node"] == 4
     assert found["chosen"]["command"].startswith(
-        "make sft GPUS=4 NNODES=2 NODE_RANK=0 MASTER_ADDR=name-of-node-0 MODEL="
+        "make sft GPUS=4 NODES=2 NODE_RANK=0 MASTER_ADDR=name-of-node-0 MODEL="
     )
     assert "(and NODE_RANK=1, 2, ... on the other nodes)" in said
     assert "to other nodes at 50 GB/s" in found["facts"]["sent by each GPU"]
@@ -329,7 +339,7 @@ def test_a_plan_for_several_nodes(monkeypatch, tmp_path, capsys):
     _, one = plan("--nodes", "1", "--gpus", "16")
     assert "nodes" not in one["facts"]["sent by each GPU"]
     said, many = plan("--gpus", "16")  # without --nodes: all GPUs, eight a node
-    assert "2 nodes x 8 x H100: " in said and many["chosen"]["command"].startswith("make sft GPUS=8 NNODES=2 ")
+    assert "2 nodes x 8 x H100: " in said and many["chosen"]["command"].startswith("make sft GPUS=8 NODES=2 ")
 
 
 def test_the_network_is_no_question_to_a_ghost(monkeypatch):
@@ -524,8 +534,8 @@ def test_an_error_of_the_simulation_is_kept_in_a_file(monkeypatch, tmp_path):
 def test_a_real_plan_from_the_command_line(tmp_path):
     """make's own path: prints the choice, writes the files; the printed flags are taken by the recipe."""
     done = subprocess.run(
-        [sys.executable, "-m", "zerofit", "plan", "--gpu", "t4-16g", "--gpus", "2", *FLAGS_1B, "--zero", "3",
-         "--offload", "optimizer", "--gradient_checkpointing", "true", "--out", str(tmp_path / "plan")],
+        [sys.executable, "-m", "zerofit", "plan", "--gpu_type", "t4-16g", "--gpus", "2", *FLAGS_1B, "--zero", "3",
+         "--offload", "optimizer", "--gradient_checkpointing", "true", "--output_dir", str(tmp_path / "plan")],
         capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -543,26 +553,29 @@ def test_a_real_plan_from_the_command_line(tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--gpu", "h100"], "--gpu h100: not in the table; did you mean h100-80g?"),
-        (["--gpu", "h100-80g", "--gpus", "many"], "GPUS=many: must be a whole number"),
-        (["--gpu", "h100-80g", "--nodes", "two"], "NODES=two: must be a whole number of 1 or more machines"),
-        (["--gpu", "h100-80g", "--nodes", "0", "--gpus", "4"], "NODES=0: must be a whole number"),
+        (["--gpu_type", "h100"], "--gpu_type h100: not in the table; did you mean h100-80g?"),
+        (["--gpu_type", "h100-80g", "--gpus", "many"], "GPUS=many: must be a whole number"),
+        (["--gpu_type", "h100-80g", "--nodes", "two"], "NODES=two: must be a whole number of 1 or more machines"),
+        (["--gpu_type", "h100-80g", "--nodes", "0", "--gpus", "4"], "NODES=0: must be a whole number"),
         (
-            ["--gpu", "h100-80g", "--nodes", "2", "--node_link_gbs", "-1"],
+            ["--gpu_type", "h100-80g", "--nodes", "2", "--node_link_gbs", "-1"],
             "--node_link_gbs -1: must be a number of GB/s",
         ),
         (
-            ["--gpu", "h100-80g", "--nodes", "4", "--gpus", "2", "--zero", "3", "--zero_hpz_partition_size", "8"],
+            ["--gpu_type", "h100-80g", "--nodes", "4", "--gpus", "2", "--zero", "3", "--zero_hpz_partition_size", "8"],
             "it must divide the 2 GPUs of a node of this plan",
         ),
-        (["--gpu", "h100-80g", "--method", "magic"], "--method magic: must be one of sft, lora, qlora, auto."),
-        (["--gpu", "h100-80g", "--zero", "0", "--offload", "optimizer"], "stage 0 is plain DDP"),
-        (["--gpu", "h100-80g", "--model", "/no/such/folder"], "no such model folder"),
-        (["--gpu", "h100-80g", "--zerro", "3"], "unknown flag --zerro"),
-        (["--gpu", "detect"], "no GPU is visible"),
-        (["--gpu", "h100-80g", "--host_memory", "much"], "--host_memory much: must be a number of GiB."),
-        (["--gpu", "h100-80g", "--host_memory", "inf"], "--host_memory inf: must be a number of GiB."),
-        (["--gpu", "h100-80g", "--zero", "3", "--out", "/proc/plan"], "--out /proc/plan: the plan cannot be written"),
+        (["--gpu_type", "h100-80g", "--method", "magic"], "--method magic: must be one of sft, lora, qlora, auto."),
+        (["--gpu_type", "h100-80g", "--zero", "0", "--offload", "optimizer"], "stage 0 is plain DDP"),
+        (["--gpu_type", "h100-80g", "--model", "/no/such/folder"], "no such model folder"),
+        (["--gpu_type", "h100-80g", "--zerro", "3"], "unknown flag --zerro"),
+        (["--gpu_type", "detect"], "no GPU is visible"),
+        (["--gpu_type", "h100-80g", "--host_memory", "much"], "--host_memory much: must be a number of GiB."),
+        (["--gpu_type", "h100-80g", "--host_memory", "inf"], "--host_memory inf: must be a number of GiB."),
+        (
+            ["--gpu_type", "h100-80g", "--zero", "3", "--output_dir", "/proc/plan"],
+            "--output_dir /proc/plan: the plan cannot be written",
+        ),
     ],
 )
 def test_mistakes(words, said, monkeypatch):
@@ -576,7 +589,7 @@ def test_mistakes(words, said, monkeypatch):
 @pytest.mark.bad_input
 def test_a_folder_without_config(tmp_path):
     with pytest.raises(UserError, match=r"the folder has no config.json"):
-        command.main(["--gpu", "h100-80g", "--model", str(tmp_path)])
+        command.main(["--gpu_type", "h100-80g", "--model", str(tmp_path)])
 
 
 def test_gpus_of_the_users_own(tmp_path, monkeypatch):
@@ -634,15 +647,15 @@ def test_a_job_that_does_not_fit_is_refused_before_it_starts(tmp_path):
     common = ["--output_dir", str(tmp_path / "run"), "--max_steps", "1", "--num_samples", "0", "--memory_limit"]
     done = recipe_process("sft", *common, "0.01")
     assert done.returncode == 3 and not (tmp_path / "run").exists()
-    assert "zerofit: error: this job does not fit: " in done.stderr and "--force true" in done.stderr
-    done = recipe_process("sft", *common, "0.01", "--force", "true")
+    assert "zerofit: error: this job does not fit: " in done.stderr and "--ignore_plan true" in done.stderr
+    done = recipe_process("sft", *common, "0.01", "--ignore_plan", "true")
     assert done.returncode == 0 and "plan: does not fit: " in done.stdout
     assert json.loads((tmp_path / "run" / "result.json").read_text())["status"] == "finished"
 
 
 @pytest.mark.slow
 def test_dry_run_within_a_limit(tmp_path):
-    common = ["--output_dir", str(tmp_path / "run"), "--dry_run", "true", "--memory_limit"]
+    common = ["--output_dir", str(tmp_path / "run"), "--plan", "true", "--memory_limit"]
     assert recipe_process("sft", *common, "0.01").returncode == 3
     done = recipe_process("sft", *common, "4")
     assert done.returncode == 0, done.stderr
@@ -651,11 +664,11 @@ def test_dry_run_within_a_limit(tmp_path):
 
 @pytest.mark.slow
 def test_dry_run_for_a_gpu_that_is_not_here():
-    done = recipe_process("lora", "--dry_run", "true", "--gpu", "rtx4090-24g")
+    done = recipe_process("lora", "--plan", "true", "--gpu_type", "rtx4090-24g")
     assert done.returncode == 0, done.stderr
     assert "plan: fits: " in done.stdout and "of 22.20 GiB a rank" in done.stdout
-    with pytest.raises(UserError, match="name one with --gpu h100-80g"):
-        preflight.dry_run(parse.parse("sft", ["--dry_run", "true"], 1))
+    with pytest.raises(UserError, match="name one with --gpu_type h100-80g"):
+        preflight.dry_run(parse.parse("sft", ["--plan", "true"], 1))
 
 
 def test_zero_auto_on_a_cpu_goes_by_the_processes():

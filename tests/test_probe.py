@@ -45,12 +45,12 @@ def test_nothing_fits_and_no_limit(monkeypatch):
 
 def test_auto_is_a_word_for_the_probe():
     for words in (["--per_device_train_batch_size", "auto"], ["--per-device-train-batch-size=auto"]):
-        assert settings(*words).probe is True
-    assert settings("--per_device_train_batch_size", "4").probe is False
+        assert settings(*words).search_batch_size is True
+    assert settings("--per_device_train_batch_size", "4").search_batch_size is False
     flags = ["--per_device_train_batch_size", "auto", "--zero", "3", "--max_steps=2"]
     found = batch_search.with_size(settings("--effective_batch_size", "8"), flags, 4)
     assert found == ["--zero", "3", "--max_steps=2", "--per_device_train_batch_size", "4",
-                     "--effective_batch_size", "8", "--probe", "false"]  # fmt: skip
+                     "--effective_batch_size", "8", "--search_batch_size", "false"]  # fmt: skip
 
 
 @pytest.mark.injection

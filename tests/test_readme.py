@@ -25,7 +25,7 @@ def test_commands_were_found():
 LONG = ["accelerate launch recipes/sft.py --config examples/my_run.yaml --zero 3",
         "deepspeed --num_gpus 2 recipes/lora.py --zero 3", "make lora GPUS=2 ZERO=2 OFFLOAD=optimizer",
         'make lora ARGS="--preset gpu-24g"',
-        'make probe GPUS=2 ZERO=3 ARGS="--memory_limit 0.02 --max_samples 40"',
+        'make batch-size GPUS=2 ZERO=3 ARGS="--memory_limit 0.02 --max_samples 40"',
         'make sft GPUS=1 ARGS="--memory_report true --gradient_checkpointing_policy selective"']  # fmt: skip
 
 
@@ -54,7 +54,7 @@ def test_command(command, tmp_path):
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300, env=os.environ | {"PATH": path})
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    if words[:2] == ["make", "probe"]:
+    if words[:2] == ["make", "batch-size"]:
         assert "largest micro batch that fits: " in done.stdout and not out.exists()
         return
     if words[:2] == ["make", "plan"]:

@@ -267,7 +267,7 @@ def test_what_only_looks_takes_no_lock(owner, monkeypatch):
     monkeypatch.setattr(preflight, "dry_run", lambda settings: None)  # the simulation, a minute
     words = ["--gpus", "1", str(ROOT / "recipes" / "sft.py"), "--output_dir", str(folder)]
     launch.main(["--show", *words])
-    for look in ("--show", "--dry_run"):
+    for look in ("--show", "--plan"):
         with pytest.raises(SystemExit) as ended:
             launch.main([*words, look])
         assert ended.value.code == 0 and not run_lock.held()

@@ -86,7 +86,7 @@ def test_the_rendered_script(printed, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = printed(
         "--nodes", 4, "--gpus", 8, "--time", "2-00:00:00", "--partition", "gpu", "--account", "it's \"us\"", "--sbatch",
-        "--mem=0 -C 'a b' --signal=USR1@600 --exclusive", "--out", 'my runs/50% "x"', "--args", "--run_name 'a; b'",
+        "--mem=0 -C 'a b' --signal=USR1@600 --exclusive", "--output_dir", 'my runs/50% "x"', "--args", "--run_name 'a; b'",
         RECIPE, "--zero", "3", "--learning_rate", "1e-5",
     )  # fmt: skip
     lines = text.splitlines()
@@ -132,7 +132,7 @@ def test_cpu_ranks_ask_for_no_gpu(printed):
 @pytest.mark.injection
 def test_the_words_reach_every_machine_as_they_were(printed, bash, tmp_path):
     odd = 'it\'s "odd" $HOME `id` \\ % *'
-    text = printed("--nodes", 2, "--gpus", 4, "--out", tmp_path / odd, RECIPE, "--zero", "3", "--run_name", odd)
+    text = printed("--nodes", 2, "--gpus", 4, "--output_dir", tmp_path / odd, RECIPE, "--zero", "3", "--run_name", odd)
     code, output, said = bash(text)
     assert code == 0
     assert json.loads(output) == [
@@ -147,7 +147,7 @@ def test_the_words_reach_every_machine_as_they_were(printed, bash, tmp_path):
 
 @pytest.mark.injection
 def test_each_start_has_a_secret_of_its_own(printed, bash, tmp_path):
-    text = printed("--nodes", 2, "--out", tmp_path / "run", RECIPE)
+    text = printed("--nodes", 2, "--output_dir", tmp_path / "run", RECIPE)
     text = text.replace(
         "srun --kill", 'echo "secret:$ZEROFIT_JOB_SECRET"; bash -c \'echo "secret:$ZEROFIT_JOB_SECRET"\'; srun --kill'
     )
@@ -172,14 +172,14 @@ def test_the_template_itself_is_a_batch_script(bash, tmp_path):
     [(0, 0, False), (1, 0, False), (2, 0, False), (3, 0, False), (75, 99, True), (143, 0, True), (138, 9, True), (143, 10, False)],
 )  # fmt: skip
 def test_what_is_queued_again(printed, bash, tmp_path, code, restarts, again):
-    text = printed("--out", tmp_path / "run", RECIPE)
+    text = printed("--output_dir", tmp_path / "run", RECIPE)
     found, output, said = bash(text, CODE=str(code), SLURM_RESTART_COUNT=str(restarts))
     assert found == code
     assert (["scontrol", "requeue", "12007"] in said) == again == ("is queued again" in output)
 
 
 def test_a_cancelled_run_is_not_queued_again(printed, bash, tmp_path):
-    text = printed("--out", tmp_path / "run", RECIPE)
+    text = printed("--output_dir", tmp_path / "run", RECIPE)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / status.CANCELLED).touch()
     code, _, said = bash(text, CODE="75")
@@ -189,7 +189,7 @@ def test_a_cancelled_run_is_not_queued_again(printed, bash, tmp_path):
 
 @pytest.mark.fault
 def test_a_job_that_slurm_ends_waits_for_its_ranks_and_leaves_the_queue_to_slurm(printed, bash, tmp_path):
-    text = printed("--out", tmp_path / "run", RECIPE)
+    text = printed("--output_dir", tmp_path / "run", RECIPE)
     code, _, said = bash(text, term_after=0.1, CODE="75", LASTS="6")
     assert code == 75 and not any(words[1] == "requeue" for words in said)
 
@@ -197,7 +197,7 @@ def test_a_job_that_slurm_ends_waits_for_its_ranks_and_leaves_the_queue_to_slurm
 def test_a_sweep(printed, bash, tmp_path):
     file = tmp_path / "sweep.txt"
     file.write_text("# rates\n--learning_rate 1e-5\n\n--learning_rate 2e-5 --run_name 'two words'  # the second\n")
-    text = printed("--sweep", file, "--out", tmp_path / "runs%", RECIPE)
+    text = printed("--sweep", file, "--output_dir", tmp_path / "runs%", RECIPE)
     assert (
         "#SBATCH --array=0-1\n" in text
         and f'#SBATCH --output="{tmp_path}/runs%%/%a/slurm.log"\n'.replace('"', "") in text
@@ -231,7 +231,7 @@ def test_a_sweep(printed, bash, tmp_path):
         pytest.param(["--sbatch", "--comment 'a\nb'", RECIPE], "line break", marks=pytest.mark.injection),
         (["--nodes", "3", RECIPE, "--effective_batch_size", "8"], "8"),
         ([RECIPE, "--resume_from_checkpoint", "runs/x/checkpoint-5"], "name that folder with OUT=... and use auto"),
-        (["--out", "a\nb", RECIPE], "line break"),
+        (["--output_dir", "a\nb", RECIPE], "line break"),
         (["--sbatch", "--export=ALL,HF_TOKEN=hf_secret_value", RECIPE], "would hold the value of HF_TOKEN"),
         (["--sweep", "none.txt", RECIPE], "none.txt: cannot be read"),
     ],
@@ -263,12 +263,12 @@ def test_what_is_refused_in_a_sweep(printed, tmp_path, line, sentence):
 def test_no_slurm_here(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match=r"sbatch is not installed here.*login node.*--print"):
-        slurm.main(["--out", str(tmp_path / "run"), str(ROOT / RECIPE)])
+        slurm.main(["--output_dir", str(tmp_path / "run"), str(ROOT / RECIPE)])
     assert not (tmp_path / "run").exists()
     with pytest.raises(UserError, match="already holds"):
         (tmp_path / "run").mkdir()
         (tmp_path / "run" / "run.json").write_text("{}")
-        slurm.main(["--out", str(tmp_path / "run"), str(ROOT / RECIPE)])
+        slurm.main(["--output_dir", str(tmp_path / "run"), str(ROOT / RECIPE)])
 
 
 # --- status and cancel, without SLURM ---

@@ -14,9 +14,9 @@ USAGE = """usage: zerofit launch [--gpus N] [--show] recipes/sft.py [flags]     
        zerofit slurm --nodes N --gpus G recipes/sft.py [flags]       the same as a SLURM job (--print: only show the file)
        zerofit kubernetes --nodes N --image I ... recipes/sft.py     the same as a manifest for Kubeflow
        zerofit status|cancel runs/<run>                              how a job stands; end it
-       zerofit data [--recipe sft] [--out FOLDER] [flags]            what it would train on; no model, no GPU
-       zerofit probe [--recipe sft] [--gpus N] [flags]               the largest micro batch that fits
-       zerofit plan [--gpu h100-80g] [--gpus N] [flags]              whether it fits, and the fastest setting that does
+       zerofit data [--recipe sft] [--output_dir FOLDER] [flags]            what it would train on; no model, no GPU
+       zerofit batch-size [--recipe sft] [--gpus N] [flags]               the largest micro batch that fits
+       zerofit plan [--gpu_type h100-80g] [--gpus N] [flags]              whether it fits, and the fastest setting that does
        zerofit doctor [--json]                                       what of this machine would stop or spoil a job
        zerofit resume runs/<run> [--gpus N] [flags]                  the same job again, from its newest good checkpoint
        zerofit export runs/<run> [--merge] [--dtype bf16]            a plain Hugging Face folder of what was trained
@@ -25,7 +25,7 @@ USAGE = """usage: zerofit launch [--gpus N] [--show] recipes/sft.py [flags]     
        zerofit --version"""
 
 # verb: the module whose main() (or the function after the colon) it is; imported when it is asked for, as each brings its libraries
-VERBS = {"launch": "launch.launch", "data": "plan.inspect_data", "probe": "launch.batch_search", "plan": "plan.command",
+VERBS = {"launch": "launch.launch", "data": "plan.inspect_data", "batch-size": "launch.batch_search", "plan": "plan.command",
          "doctor": "launch.doctor", "replay": "train.replay", "resume": "launch.resume", "export": "export.export",
          "chat": "export.chat", "hosts": "launch.cluster.hostfile", "join": "launch.cluster.hostfile:join",
          "kubernetes": "launch.cluster.kubernetes", "slurm": "launch.cluster.slurm", "status": "launch.cluster.status",

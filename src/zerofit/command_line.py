@@ -4,14 +4,14 @@ import shlex
 
 
 def with_auto_as_probe(argv: list[str]) -> list[str]:
-    """`--per_device_train_batch_size auto` -> `--probe true`: transformers' flag itself takes numbers only."""
+    """`--per_device_train_batch_size auto` -> `--search_batch_size true`: transformers' flag itself takes numbers only."""
     name, out = "--per_device_train_batch_size", []
     for word in argv:
         flag, _, value = word.partition("=")
         if flag.replace("-", "_")[2:] == name[2:] and value == "auto":
-            out += ["--probe", "true"]
+            out += ["--search_batch_size", "true"]
         elif word == "auto" and out and out[-1].replace("-", "_")[2:] == name[2:]:
-            out[-1:] = ["--probe", "true"]
+            out[-1:] = ["--search_batch_size", "true"]
         else:
             out.append(word)
     return out

@@ -18,12 +18,12 @@ log_filters.libraries()
 
 
 def parse(recipe: str) -> Settings:
-    """Resolve and check this process's own command line; --show and --dry_run print and end the process.
+    """Resolve and check this process's own command line; --show and --plan print and end the process.
 
     Raises: UserError for the user's mistakes, before a GPU or a process group is touched.
     """
     found = resolve.resolve_settings(recipe)
-    if found.probe and not found.show:
+    if found.search_batch_size and not found.show:
         found = resolve.resolve_settings(recipe, batch_search.resolve(found, sys.argv[1:]), distributed.size())
     preflight.only_print(found)
     if distributed.rank() == 0:

@@ -45,7 +45,7 @@ def no_job_is_left(cluster):
 
 def submitted(folder: Path, *words: str, nodes: int = 2) -> str:
     """The number of a job on `nodes` machines with one rank each."""
-    slurm.main(["--nodes", str(nodes), "--time", "30", "--out", str(folder), *words])
+    slurm.main(["--nodes", str(nodes), "--time", "30", "--output_dir", str(folder), *words])
     return json.loads((folder / status.JOB).read_text())["job_id"]
 
 

@@ -86,7 +86,7 @@ def launch_words(folder, flags: str) -> list[str]:
 def test_out_of_memory_goes_on_with_half_the_batch(tmp_path, start, fill):
     flags = model_and_rows(tmp_path, [1024] * 60) + "--per_device_train_batch_size 16 --effective_batch_size 16 "
     fill(FREE_MIB)
-    job = start(launch_words(tmp_path, flags + "--max_steps 3 --save_strategy no --force true"))
+    job = start(launch_words(tmp_path, flags + "--max_steps 3 --save_strategy no --ignore_plan true"))
     assert job.finish(240) == 0, job.output[-4000:]
     kinds = [attempt["kind"] for attempt in job.json("report.json")["attempts"]]
     assert kinds == ["out of memory"] * (len(kinds) - 1) + ["finished"] and len(kinds) > 1
@@ -100,7 +100,9 @@ def test_out_of_memory_goes_on_with_half_the_batch(tmp_path, start, fill):
 @pytest.mark.fault
 def test_out_of_memory_goes_on_from_the_checkpoint(tmp_path, start, fill):
     """Take eight steps of short rows and three of rows that do not fit."""
-    flags = model_and_rows(tmp_path, [128] * 64 + [2048] * 24) + "--train_sampling_strategy sequential --force true "
+    flags = (
+        model_and_rows(tmp_path, [128] * 64 + [2048] * 24) + "--train_sampling_strategy sequential --ignore_plan true "
+    )
     flags += "--per_device_train_batch_size 8 --effective_batch_size 8 --max_steps 11 --save_strategy steps --save_steps 4"  # fmt: skip
     fill(FREE_MIB)
     job = start(launch_words(tmp_path, flags))
@@ -132,7 +134,7 @@ def test_plans_do_not_learn_from_memory_that_another_process_held(tmp_path, star
 
 def test_probe_finds_the_largest_batch_that_fits(tmp_path, start):
     flags = model_and_rows(tmp_path, [1024] * 60) + "--effective_batch_size 64 --memory_limit 8"
-    job = start([sys.executable, "-m", "zerofit", "probe", "--recipe", "sft", "--gpus", "1", "--args", flags])
+    job = start([sys.executable, "-m", "zerofit", "batch-size", "--recipe", "sft", "--gpus", "1", "--args", flags])
     assert job.finish(240) == 0, job.output[-4000:]
     assert "does not fit" in job.output and "largest micro batch that fits: " in job.output
 

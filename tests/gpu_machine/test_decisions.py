@@ -301,7 +301,17 @@ def test_torch_knows_the_allocator_setting():
 def test_a_login_node_does_not_choose_the_accelerator_of_the_gpu_nodes(tmp_path):
     env = machine(tmp_path, sbatch=True)
     done = zerofit(
-        env, "slurm", "--nodes", "2", "--gpus", "8", "--out", str(tmp_path / "run"), "recipes/sft.py", "--zero", "3"
+        env,
+        "slurm",
+        "--nodes",
+        "2",
+        "--gpus",
+        "8",
+        "--output_dir",
+        str(tmp_path / "run"),
+        "recipes/sft.py",
+        "--zero",
+        "3",
     )
     assert done.returncode == 0, done.stderr
     (job,) = submitted(env)

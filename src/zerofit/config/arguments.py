@@ -39,7 +39,7 @@ class RunArguments:
             "help": "A tested combination of flags by the GPU's memory: gpu-12g, gpu-24g, gpu-40g, gpu-80g, gpu-141g."
         },
     )
-    probe: bool = field(
+    search_batch_size: bool = field(
         default=False,
         metadata={
             "help": "First search the largest micro batch that fits, by real steps on the longest rows (the same as "
@@ -50,13 +50,13 @@ class RunArguments:
         default=None,
         metadata={"help": "GiB of device memory that a run is planned and probed for. Default: what the GPU has."},
     )
-    dry_run: bool = field(
+    plan: bool = field(
         default=False, metadata={"help": "Say whether this very job would fit, by a run without memory, and stop."}
     )
-    force: bool = field(default=False, metadata={"help": "Start although the plan says that it does not fit."})
-    gpu: str = field(
+    ignore_plan: bool = field(default=False, metadata={"help": "Start although the plan says that it does not fit."})
+    gpu_type: str = field(
         default="detect",
-        metadata={"help": "GPU that --dry_run plans for: a name of `zerofit plan`'s table, or this machine's."},
+        metadata={"help": "GPU that --plan plans for: a name of `zerofit plan`'s table, or this machine's."},
     )
     gpus: int | None = field(
         default=None,
@@ -89,7 +89,7 @@ class RunArguments:
             "help": "Several machines without a shared disk: each keeps its ranks' part of a checkpoint on its own (ZeRO 1 to 3)."
         },
     )
-    resume_anyway: bool = field(
+    ignore_resume_mismatch: bool = field(
         default=False,
         metadata={
             "help": "Resume although model, data, seed or effective batch are others than the checkpoint's; it is said."
@@ -157,9 +157,6 @@ class OffloadArguments:
     )
     super_offload: bool = field(
         default=False, metadata={"help": "CPU Adam in a process of its own, beside the GPU (stage 3; GH200, GB200)."}
-    )
-    zenflow: bool = field(
-        default=False, metadata={"help": "Refused with the reason: deepspeed 0.19's ZenFlow does not train right."}
     )
     zero_hpz_partition_size: int | None = field(
         default=None,

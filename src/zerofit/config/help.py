@@ -10,7 +10,7 @@ from zerofit.config import arguments, transformers_flags
 COMMON = {
     "model and data": "model data eval_data eval_fraction columns chat_template train_on max_length packing",
     "training": "num_train_epochs max_steps learning_rate effective_batch_size per_device_train_batch_size seed",
-    "memory": "zero offload gradient_checkpointing preset dry_run",
+    "memory": "zero offload gradient_checkpointing preset plan",
     "run": "config output_dir resume_from_checkpoint save_steps report_to show",
     "lora": "lora_r lora_alpha lora_target_modules load_in_4bit",
 }

@@ -135,17 +135,10 @@ def _said(settings, path: Path, name: str) -> str:
 
 def refuse_at_stage_0(settings) -> None:
     """Raises: UserError for a flag of this module without ZeRO."""
-    refuse_zenflow(settings)
     for name in asked(settings):
         raise UserError(
             f"--{name} {settings.values[name]} needs ZeRO stage 3: stage 0 is plain DDP; use --zero 3 or leave it out."
         )
-
-
-def refuse_zenflow(settings) -> None:
-    """Raises: UserError: no supported DeepSpeed trains right with it."""
-    if settings.zenflow:
-        raise UserError(f"--zenflow: {ZENFLOW}.")
 
 
 def check(config: dict, path: Path, settings) -> None:
@@ -153,7 +146,6 @@ def check(config: dict, path: Path, settings) -> None:
 
     Raises: UserError naming flag or file and key, the cause and the fix.
     """
-    refuse_zenflow(settings)
     zero = config["zero_optimization"]
     optimizer = zero.get("offload_optimizer") or {}
     _check_stage(zero, path, settings)

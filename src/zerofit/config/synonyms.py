@@ -13,6 +13,14 @@ RENAMED = {
     "group_by_length": "--train_sampling_strategy group_by_length",
     "per_gpu_train_batch_size": "--per_device_train_batch_size",
     "overwrite_output_dir": "--output_dir (name a new folder)",
+    # names of earlier versions
+    "dry_run": "--plan",
+    "force": "--ignore_plan",
+    "gpu": "--gpu_type",
+    "out": "--output_dir",
+    "probe": "--per_device_train_batch_size auto",
+    "resume_anyway": "--ignore_resume_mismatch",
+    "zenflow": "--super_offload (deepspeed 0.19's ZenFlow trains another function)",
     "zero_stage": "--zero",
     "stage": "--zero (the ZeRO stage; what is trained follows from the recipe)",
     # models

@@ -84,9 +84,7 @@ def check(settings, given: dict[str, Any], defaults: dict[str, Any]) -> None:
         if name in given and not off:
             raise UserError(f"--{name} {given[name]}: {why}.")
     if given.get("do_train") is False:
-        raise UserError(
-            "--do_train false: a recipe trains; leave it out, or use --dry_run true to see whether it fits."
-        )
+        raise UserError("--do_train false: a recipe trains; leave it out, or use --plan true to see whether it fits.")
     if given.get("logging_nan_inf_filter"):
         raise UserError(
             "--logging_nan_inf_filter true: a step without a finite loss is left out of the mean already, and said (--on_nan)."

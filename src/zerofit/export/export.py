@@ -38,7 +38,7 @@ def main(argv: list[str]) -> None:
     )
     parser.add_argument("--merge", action="store_true", help="add an adapter into its base")
     parser.add_argument("--dtype", choices=DTYPES, default=None, metavar="float32|bf16|fp16", help="default: as saved")
-    parser.add_argument("--out", default="", help="default: RUN/export, or RUN/export-merged")
+    parser.add_argument("--output_dir", default="", help="default: RUN/export, or RUN/export-merged")
     parser.add_argument("--push", default="", metavar="USER/NAME", help="upload it to the hub, private")
     parser.add_argument("--base", default="", help="the adapter's base, where it has moved")
     parser.add_argument("--max_shard_size", default="5GB")
@@ -85,12 +85,14 @@ def _shown_base(found) -> str:
 def _choose_out(given, found) -> Path:
     name = "export-merged" if given.merge else "export"
     beside = found.run / name if found.run else found.folder.with_name(f"{found.folder.name}-{name}")
-    out = Path(given.out).expanduser() if given.out else beside
+    out = Path(given.output_dir).expanduser() if given.output_dir else beside
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"--out {out}: is there already and not empty; name another folder (OUT=...), or remove it.")
+        raise UserError(
+            f"--output_dir {out}: is there already and not empty; name another folder (OUT=...), or remove it."
+        )
     near = nearest_existing(out.absolute().parent)
     if not os.access(near, os.W_OK):
-        raise UserError(f"--out {out}: {near} cannot be written to.")
+        raise UserError(f"--output_dir {out}: {near} cannot be written to.")
     return out
 
 
@@ -196,7 +198,7 @@ def _check_room(needed: int, out: Path) -> None:
     free = shutil.disk_usage(out).free
     if needed * 1.01 > free:
         raise UserError(
-            f"--out {out.parent}: {needed / 1e9:.3g} GB are to be written and {free / 1e9:.3g} are free; name another disk with OUT=."
+            f"--output_dir {out.parent}: {needed / 1e9:.3g} GB are to be written and {free / 1e9:.3g} are free; name another disk with OUT=."
         )
 
 

@@ -39,11 +39,11 @@ class SearchResult:
 
 
 def main(argv: list[str]) -> None:
-    """`zerofit probe`: see --help. Prints a line a size and the flags that use the answer.
+    """`zerofit batch-size`: see --help. Prints a line a size and the flags that use the answer.
 
     Raises: UserError for the user's mistakes, or when not even one row fits.
     """
-    parser = argparse.ArgumentParser(prog="zerofit probe", allow_abbrev=False, description=__doc__)
+    parser = argparse.ArgumentParser(prog="zerofit batch-size", allow_abbrev=False, description=__doc__)
     parser.add_argument("--recipe", default="sft", help="whose flags: sft or lora (default sft)")
     parser.add_argument("--gpus", default="1", help="processes")
     parser.add_argument("--args", default="", help="more recipe flags in one string, split like a shell would")
@@ -142,7 +142,7 @@ def _run(settings, flags: list[str], ladder: list[int], limit: int) -> dict[int,
         job = folder / "job.json"
         job.write_text(json.dumps({"sizes": ladder, "limit_bytes": limit, "folder": str(folder)}))
         # Two micro batches a step: gradients that wait for the second one are part of the peak.
-        words = [*command_line.drop(flags, *_OWN), "--gpus", str(ranks), "--output_dir", str(folder / "run"), "--probe", "false",
+        words = [*command_line.drop(flags, *_OWN), "--gpus", str(ranks), "--output_dir", str(folder / "run"), "--search_batch_size", "false",
                  *trial.NOTHING_OUTSIDE,
                  "--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "2",
                  "--effective_batch_size", str(2 * ranks), "--max_steps", "2"]  # fmt: skip
@@ -163,7 +163,7 @@ def _run(settings, flags: list[str], ladder: list[int], limit: int) -> dict[int,
 
 # Flags that a probe sets itself, and what a launcher says about the ranks of the job around it.
 _OWN = ("--per_device_train_batch_size", "--gradient_accumulation_steps", "--effective_batch_size", "--max_steps",
-        "--output_dir", "--gpus", "--probe", "--resume_from_checkpoint", "--lr_scaling")  # fmt: skip
+        "--output_dir", "--gpus", "--search_batch_size", "--resume_from_checkpoint", "--lr_scaling")  # fmt: skip
 
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "GROUP_WORLD_SIZE",
                    "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "LOCAL_SIZE")  # fmt: skip
@@ -186,7 +186,7 @@ def resolve(settings, flags: list[str]) -> list[str]:
     """
     if settings.world_size > 1 and int(os.environ.get("LOCAL_WORLD_SIZE", settings.world_size)) != settings.world_size:
         raise UserError(
-            "--per_device_train_batch_size auto on several machines: search on one with `make probe`, then name the size."
+            "--per_device_train_batch_size auto on several machines: search on one with `make batch-size`, then name the size."
         )
     folder = private_folder()
     if folder is None:
@@ -220,7 +220,11 @@ def resolve(settings, flags: list[str]) -> list[str]:
 def with_size(settings, flags: list[str], size: int) -> list[str]:
     """The flags with the micro batch that was found; the effective batch stays, accumulation follows."""
     kept = command_line.drop(
-        flags, "--per_device_train_batch_size", "--gradient_accumulation_steps", "--effective_batch_size", "--probe"
+        flags,
+        "--per_device_train_batch_size",
+        "--gradient_accumulation_steps",
+        "--effective_batch_size",
+        "--search_batch_size",
     )
     return [*kept, "--per_device_train_batch_size", str(size), "--effective_batch_size",
-            str(settings.effective_batch_size), "--probe", "false"]  # fmt: skip
+            str(settings.effective_batch_size), "--search_batch_size", "false"]  # fmt: skip

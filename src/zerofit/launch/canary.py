@@ -111,8 +111,8 @@ def sentences(found: dict, planned: dict | None, seconds: float) -> list[str]:
 def _check_disk(found: dict, settings, folder: Path) -> None:
     free = shutil.disk_usage(nearest_existing(folder)).free
     needed = found["checkpoint_bytes"] * found["checkpoints"] + found["final_bytes"]
-    if needed > free and not settings.force:
+    if needed > free and not settings.ignore_plan:
         raise UserError(
             f"--output_dir {folder}: {found['checkpoints']} checkpoints and final/ will take {needed / 1e9:.3g} GB, the disk "
-            f"has {free / 1e9:.3g}; set --save_total_limit, or name a folder on another disk (--force true starts anyway)."
+            f"has {free / 1e9:.3g}; set --save_total_limit, or name a folder on another disk (--ignore_plan true starts anyway)."
         )

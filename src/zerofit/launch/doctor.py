@@ -52,7 +52,7 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="zerofit doctor", allow_abbrev=False, description=__doc__)
     parser.add_argument("--json", action="store_true", help="findings as JSON on standard output, nothing else")
     parser.add_argument("--gpus", default="", help="processes that shall exchange a tensor (default: GPUs, else 2)")
-    parser.add_argument("--out", default="runs", help="folder that runs will be written to")
+    parser.add_argument("--output_dir", default="runs", help="folder that runs will be written to")
     parser.add_argument("--port", default="", help="port of the rendezvous to look at")
     parser.add_argument("--nodes", default="1", help="machines of the job: looks at what several need")
     given = parser.parse_args(argv)
@@ -64,7 +64,7 @@ def main(argv: list[str]) -> None:
         hardware.check_devices(int(given.gpus), use_cpu=False)
     began, found = time.perf_counter(), []
     for check in (python_and_packages, known_problems, compilers, compiled_ops, variables, launcher_files, gpus,
-                  lambda: host_memory(nodes=int(given.nodes)), lambda: disk(Path(given.out)), lambda: port(given.port),
+                  lambda: host_memory(nodes=int(given.nodes)), lambda: disk(Path(given.output_dir)), lambda: port(given.port),
                   hub_access, json_files, lambda: exchange(int(given.gpus or 0)), lambda: _of_nodes(given)):  # fmt: skip
         found += (new := check())
         if not given.json:
@@ -82,7 +82,7 @@ def _of_nodes(given) -> list[doctor_nodes.Finding]:
     from zerofit.launch import doctor_nodes
 
     several = int(given.nodes) > 1
-    return doctor_nodes.check(int(given.nodes), Path(given.out), given.port) if several else []
+    return doctor_nodes.check(int(given.nodes), Path(given.output_dir), given.port) if several else []
 
 
 def _print(found: list[doctor_nodes.Finding]) -> None:

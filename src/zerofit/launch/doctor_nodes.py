@@ -124,5 +124,5 @@ def shared(folder: Path, count: int) -> list[Finding]:
 def starters() -> list[Finding]:
     here = [f"{tool} ({use})" for tool, use in STARTERS.items() if shutil.which(tool)]
     return [
-        Finding("starting", "ok", f"{', '.join([*here, 'one line on each machine (NNODES= NODE_RANK= MASTER_ADDR=)'])}")
+        Finding("starting", "ok", f"{', '.join([*here, 'one line on each machine (NODES= NODE_RANK= MASTER_ADDR=)'])}")
     ]

@@ -75,11 +75,11 @@ def _launch(given, recipe: Path, flags: list[str], count: int, crew: coordinator
     decides = crew is None or crew.leads
     if decides:
         run_folder.claim_folder(settings)
-    if not settings.probe and decides:
+    if not settings.search_batch_size and decides:
         preflight.prestart(settings)
     folder, train_set, eval_set = prepare.prepare(settings, decides)
-    planned = preflight.check(settings) if decides and not settings.probe else None
-    if settings.probe:
+    planned = preflight.check(settings) if decides and not settings.search_batch_size else None
+    if settings.search_batch_size:
         flags = batch_search.with_size(settings, flags, batch_search.search(settings, flags).size)
     preflight.publish(planned)
     if crew:
@@ -94,7 +94,7 @@ def _launch(given, recipe: Path, flags: list[str], count: int, crew: coordinator
             return crew.torchrun([str(recipe), *flags])
         return prepare.command(given.launcher, count, node_options.port_of("" if crew else given.port), recipe, flags)
 
-    parsed = _settings(recipe.stem, flags, ranks) if settings.probe else settings
+    parsed = _settings(recipe.stem, flags, ranks) if settings.search_batch_size else settings
     job = supervisor.Job(words, lambda f, n: _settings(recipe.stem, f, n), parsed, flags, folder, env, count,
                         crew)  # fmt: skip
     if decides and canary.wanted(parsed, planned, prepare.number_of_steps(parsed, train_set)):
@@ -106,7 +106,7 @@ def _launch(given, recipe: Path, flags: list[str], count: int, crew: coordinator
 
 
 def _settings(recipe: str, flags: list[str], ranks: int) -> Settings:
-    """Resolve the command line of the ranks to be started; --show and --dry_run print and end the process."""
+    """Resolve the command line of the ranks to be started; --show and --plan print and end the process."""
     settings = resolve.resolve_settings(recipe, flags, ranks)
     preflight.only_print(settings)
     return settings

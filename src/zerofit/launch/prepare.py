@@ -32,9 +32,9 @@ def check_for_nodes(flags: list[str], launcher: str = "torchrun") -> None:
     if launcher != "torchrun":
         raise UserError(f"LAUNCHER={launcher}: several machines are started by torchrun; leave LAUNCHER out.")
     found = command_line.with_auto_as_probe(flags)
-    if command_line.value_of(found, ("--probe",)) not in (None, "false"):
+    if command_line.value_of(found, ("--search_batch_size",)) not in (None, "false"):
         raise UserError(
-            "--per_device_train_batch_size auto searches on one machine: run `make probe` there with its GPUS, and name the "
+            "--per_device_train_batch_size auto searches on one machine: run `make batch-size` there with its GPUS, and name the "
             "size that it finds."
         )
     if command_line.value_of(found, ("--on_oom",)) == "ask":

@@ -60,7 +60,7 @@ def next_smaller_setting(settings, flags: list[str], parse):
     from zerofit import command_line
 
     own = command_line.drop(flags, "--per_device_train_batch_size", "--gradient_accumulation_steps", "--effective_batch_size",
-                     "--probe")  # fmt: skip
+                     "--search_batch_size")  # fmt: skip
     micro, whole = settings.per_device_train_batch_size, settings.effective_batch_size
     kept = [*own, "--effective_batch_size", str(whole), "--per_device_train_batch_size"]
     tries = []

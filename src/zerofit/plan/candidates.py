@@ -261,7 +261,7 @@ def _flags(flags: list[str], base, zero: int, offload: str, every: int, away: bo
     from zerofit import command_line
 
     own = command_line.drop(flags, "--zero", "--offload", "--per_device_train_batch_size", "--gradient_accumulation_steps",
-                     "--effective_batch_size", "--probe", "--offload_path")  # fmt: skip
+                     "--effective_batch_size", "--search_batch_size", "--offload_path")  # fmt: skip
     own += ["--zero", str(zero), "--offload", offload, "--per_device_train_batch_size", str(micro),
             "--effective_batch_size", str(base.effective_batch_size)]  # fmt: skip
     if not any(f.replace("-", "_").startswith(("__gradient_checkpointing", "__activation_offload")) for f in own):
@@ -303,9 +303,9 @@ def flags_for_simulation(flags: list[str]) -> list[str]:
     """Without what does not change memory, so that the answer is found again."""
     from zerofit import command_line
 
-    return command_line.drop(flags, "--dry_run", "--show", "--gpu", "--gpus", "--force", "--output_dir", "--memory_limit",
+    return command_line.drop(flags, "--plan", "--show", "--gpu_type", "--gpus", "--ignore_plan", "--output_dir", "--memory_limit",
                       "--resume_from_checkpoint", "--on_oom", "--max_restarts", "--hang_timeout", "--on_nan",
-                      "--max_nan_steps", "--canary", "--resume_anyway")  # fmt: skip
+                      "--max_nan_steps", "--canary", "--ignore_resume_mismatch")  # fmt: skip
 
 
 def _with_values(flags: list[str]) -> list[list[str]]:
@@ -323,7 +323,7 @@ def command(candidate: Candidate, ranks: int) -> str:
     nodes, rest = candidate.setting.nodes, []
     words = {"GPUS": str(ranks)}
     if nodes > 1 and ranks % nodes == 0:
-        words = {"GPUS": str(ranks // nodes), "NNODES": str(nodes), "NODE_RANK": "0", "MASTER_ADDR": "name-of-node-0"}
+        words = {"GPUS": str(ranks // nodes), "NODES": str(nodes), "NODE_RANK": "0", "MASTER_ADDR": "name-of-node-0"}
     for flag in _with_values(candidate.flags):
         name, _, value = flag[0].partition("=")
         name, values = name.lstrip("-").replace("-", "_"), [*([value] if value else []), *flag[1:]]

@@ -33,10 +33,12 @@ def main(argv: list[str]) -> None:
                         f"{formulas.GPUS_OF_A_NODE} each)")  # fmt: skip
     parser.add_argument("--node_link_gbs", default="", help="GB/s one way that each GPU has to other nodes, all adapters of a "
                         f"node over its GPUs (default {hardware.NODE_LINK_GBS:g}: 400 Gbit/s a GPU)")  # fmt: skip
-    parser.add_argument("--gpu", default="", help="a GPU of the table, or detect (default: this machine's)")
+    parser.add_argument("--gpu_type", default="", help="a GPU of the table, or detect (default: this machine's)")
     parser.add_argument("--host_memory", default="", help="GiB of a node's host memory (default: this machine's with "
-                        "--gpu detect, else not looked at)")  # fmt: skip
-    parser.add_argument("--out", default="", help="folder for plan.json, plan.md, plan.png (default runs/plan-<time>)")
+                        "--gpu_type detect, else not looked at)")  # fmt: skip
+    parser.add_argument(
+        "--output_dir", default="", help="folder for plan.json, plan.md, plan.png (default runs/plan-<time>)"
+    )
     parser.add_argument("--args", default="", help="more recipe flags in one string, split like a shell would")
     given, flags = parser.parse_known_args(argv)
     flags, ranks = parse.command_line(given.recipe, flags, given.args, given.gpus)
@@ -45,16 +47,16 @@ def main(argv: list[str]) -> None:
         parser.print_help()
         return
     methods = candidates.methods_to_try(given.method, given.recipe, flags)
-    gpu = _with_node_link(hardware.find(given.gpu or "detect", min(ranks, node)), given.node_link_gbs)
+    gpu = _with_node_link(hardware.find(given.gpu_type or "detect", min(ranks, node)), given.node_link_gbs)
     if sentence := hardware.note(gpu):
         print(sentence, flush=True)
     from zerofit.paths import nearest_existing
     from zerofit.plan import report
 
-    folder = Path(given.out or Path("runs") / f"plan-{time.strftime('%Y%m%d-%H%M%S')}").expanduser()
+    folder = Path(given.output_dir or Path("runs") / f"plan-{time.strftime('%Y%m%d-%H%M%S')}").expanduser()
     if folder.exists() and not folder.is_dir():
-        raise UserError(f"--out {folder}: is a file; name a folder.")
-    here = given.gpu in ("", "detect")
+        raise UserError(f"--output_dir {folder}: is a file; name a folder.")
+    here = given.gpu_type in ("", "detect")
     host_limit = _host_limit(given.host_memory, here)
     plan = search.search(methods, flags, ranks, gpu, lambda text: print(text, flush=True), host_limit, node)
     plan.adapter = search.adapter_instead(plan, methods, flags)
@@ -65,7 +67,7 @@ def main(argv: list[str]) -> None:
         report.write(plan, folder)
     except OSError as error:
         raise UserError(
-            f"--out {folder}: the plan cannot be written there: {error.strerror}; name another folder."
+            f"--output_dir {folder}: the plan cannot be written there: {error.strerror}; name another folder."
         ) from None
     print(f"\n{folder}/plan.md, plan.json, plan.png")
     if plan.chosen is None:

@@ -51,14 +51,14 @@ def main(argv: list[str]) -> None:
         "(`zerofit launch recipes/sft.py --help`).",
     )
     parser.add_argument("--recipe", default="sft", help="whose flags and defaults: sft or lora (default sft)")
-    parser.add_argument("--out", default="", help="folder for data.json and data.png (default runs/data-<time>)")
+    parser.add_argument("--output_dir", default="", help="folder for data.json and data.png (default runs/data-<time>)")
     parser.add_argument("--args", default="", help="more recipe flags in one string, split like a shell would")
     given, flags = parser.parse_known_args(argv)
     flags, _ = parse.command_line(given.recipe, flags, given.args)
     if {"--help", "-h"} & set(flags):
         parser.print_help()
         return
-    named = ["--output_dir", given.out] if given.out else []
+    named = ["--output_dir", given.output_dir] if given.output_dir else []
     # --gpus first: a process count in the YAML file is about the run, not about this look
     settings = parse.parse(given.recipe, ["--gpus", "1", *flags, *named], 1)
 

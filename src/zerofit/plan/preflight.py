@@ -1,4 +1,4 @@
-"""Check at the start of a run whether it fits; ZERO=auto and --dry_run."""
+"""Check at the start of a run whether it fits; ZERO=auto and --plan."""
 
 import json
 import os
@@ -31,7 +31,7 @@ def check(settings, seconds: float | None = CHECK_SECONDS) -> dict | None:
 
     Args: seconds: that the simulation is waited for when the job fits by formula; None: to its end.
 
-    Raises: NothingFits when it does not fit by simulation and --force is not given; UserError for the user's mistakes.
+    Raises: NothingFits when it does not fit by simulation and --ignore_plan is not given; UserError for the user's mistakes.
     """
     try:
         found = predict.predict(settings, seconds)
@@ -48,19 +48,19 @@ def check(settings, seconds: float | None = CHECK_SECONDS) -> dict | None:
     if "by" in found:
         print(f"plan: {candidates.ESTIMATE.format(found['by'])}\nplan: {fits} by formula: {size}", flush=True)
         return found
-    if peak > limit and not settings.force:
+    if peak > limit and not settings.ignore_plan:
         learned = f", {found['learned_bytes'] / GIB:.2f} GiB more kept free since {memory_history.history()} has runs above their plan"
         raise candidates.NothingFits(
             f"this job does not fit: {size}{learned if found['learned_bytes'] else ''}; `make plan` with the same arguments "
-            "finds one that does, --force true starts it anyway."
+            "finds one that does, --ignore_plan true starts it anyway."
         )
     print(f"plan: {fits}: {size}", flush=True)
     return found
 
 
 def only_print(settings: Settings) -> None:
-    """Print what --dry_run or --show asks for and end the process; without either, do nothing."""
-    if settings.dry_run:
+    """Print what --plan or --show asks for and end the process; without either, do nothing."""
+    if settings.plan:
         dry_run(settings)
         raise SystemExit(0)
     if settings.show:
@@ -72,17 +72,17 @@ def only_print(settings: Settings) -> None:
 
 
 def dry_run(settings) -> None:
-    """--dry_run: print what this very job would hold, on --gpu or this machine.
+    """--plan: print what this very job would hold, on --gpu_type or this machine.
 
-    Raises: NothingFits when it does not fit; UserError without a GPU and without --gpu or --memory_limit.
+    Raises: NothingFits when it does not fit; UserError without a GPU and without --gpu_type or --memory_limit.
     """
     from zerofit.train import memory_report
 
-    if settings.gpu != "detect":
-        settings = parse.parse(settings.recipe, settings.flags, settings.world_size, hardware.find(settings.gpu))
+    if settings.gpu_type != "detect":
+        settings = parse.parse(settings.recipe, settings.flags, settings.world_size, hardware.find(settings.gpu_type))
     if settings.use_cpu and not settings.memory_limit:
         raise UserError(
-            "--dry_run: there is no GPU here; name one with --gpu h100-80g, or a limit with --memory_limit."
+            "--plan: there is no GPU here; name one with --gpu_type h100-80g, or a limit with --memory_limit."
         )
     if found := check(settings, seconds=None):
         print(memory_report.table(found["peak"]))

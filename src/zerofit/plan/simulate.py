@@ -105,7 +105,9 @@ def run_all(questions: list[dict], cache: Path | None = None, seconds: float | N
     return answers
 
 
-INSIDE = "ZEROFIT_GHOST"  # environment variable: this process is a ghost; --show, --dry_run and --probe mean others
+INSIDE = (
+    "ZEROFIT_GHOST"  # environment variable: this process is a ghost; --show, --plan and --search_batch_size mean others
+)
 
 MARK = "ghost-answer: "
 

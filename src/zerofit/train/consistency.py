@@ -10,7 +10,7 @@ from zerofit.paths import PACKAGE, ROOT
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "peft")
 
 # Arguments that may differ from machine to machine without training another model.
-MAY_DIFFER = {"output_dir", "logging_dir", "resume_from_checkpoint", "local_rank", "hub_token", "offload_path", "force",
+MAY_DIFFER = {"output_dir", "logging_dir", "resume_from_checkpoint", "local_rank", "hub_token", "offload_path", "ignore_plan",
               "preprocessing_num_workers", "dataloader_num_workers", "config", "deepspeed", "run_name"}  # fmt: skip
 
 

@@ -34,7 +34,7 @@ _SHAPES = {
 # Flags that node 0 changes at the start or between attempts. All others come from each node's own command line.
 DECIDED = ("--zero", "--offload", "--per_device_train_batch_size", "--gradient_accumulation_steps",
            "--effective_batch_size", "--gradient_checkpointing", "--gradient_checkpointing_every", "--activation_offload",
-           "--optim", "--pure_bf16", "--load_in_4bit", "--probe", "--gpus")  # fmt: skip
+           "--optim", "--pure_bf16", "--load_in_4bit", "--search_batch_size", "--gpus")  # fmt: skip
 
 # Flags with a path: node 0 decides whether they stand, each node's command line what they name.
 PATHS = ("--offload_path", "--resume_from_checkpoint")

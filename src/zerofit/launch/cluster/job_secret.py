@@ -37,7 +37,7 @@ def of_job(here: node_options.Place, flags: list[str]) -> Iterator[bytes]:
     file = file_beside(flags)
     if file is None:
         raise UserError(
-            f"NNODES: the nodes of a job share a secret, and there is none; {SET_IT}, or name a run folder on a shared "
+            f"NODES: the nodes of a job share a secret, and there is none; {SET_IT}, or name a run folder on a shared "
             "disk with --output_dir (OUT=)."
         )
     if here.rank:

@@ -51,20 +51,20 @@ class Job:
 
 
 def main(argv: list[str]) -> None:
-    """`zerofit kubernetes`: see --help. Prints the manifest, or writes it to --out.
+    """`zerofit kubernetes`: see --help. Prints the manifest, or writes it to --output_file.
 
     Raises: UserError for the user's mistakes, those in the recipe's flags too, before anything is printed.
     """
     given = _parser().parse_args(argv)
     text = render(_job(given))
-    if not given.out:
+    if not given.output_file:
         sys.stdout.write(text)
         return
     try:
-        Path(given.out).write_text(text, encoding="utf-8")
+        Path(given.output_file).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UserError(f"--out {given.out}: cannot be written: {error.strerror}.") from None
-    print(f"{given.out}: kubectl apply -f {shlex.quote(given.out)}")
+        raise UserError(f"--output_file {given.output_file}: cannot be written: {error.strerror}.") from None
+    print(f"{given.output_file}: kubectl apply -f {shlex.quote(given.output_file)}")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -83,8 +83,8 @@ def _parser() -> argparse.ArgumentParser:
         default="",
         help="secret with HF_TOKEN, WANDB_API_KEY and ZEROFIT_JOB_SECRET (default: the template's)",
     )
-    parser.add_argument("--gpu", default="h100-80g", help="the cluster's GPU, for the check of the flags")
-    parser.add_argument("--out", default="", help="file to write (default: standard output)")
+    parser.add_argument("--gpu_type", default="h100-80g", help="the cluster's GPU, for the check of the flags")
+    parser.add_argument("--output_file", default="", help="file to write (default: standard output)")
     parser.add_argument("--args", default="", help="more recipe flags in one string, split like a shell would")
     parser.add_argument("recipe", help="recipes/sft.py or recipes/lora.py")
     parser.add_argument("flags", nargs=argparse.REMAINDER, help="the recipe's flags")
@@ -106,7 +106,7 @@ def _job(given) -> Job:
     _check_secrets(flags)
     if most > 1:
         prepare.check_for_nodes(flags)
-    found = _check_flags(recipe, flags, {least * gpus, most * gpus}, hardware.find(given.gpu))
+    found = _check_flags(recipe, flags, {least * gpus, most * gpus}, hardware.find(given.gpu_type))
     words = [f"recipes/{recipe}.py", *flags, *_to_go_on(found, run_folder)]
     if least < most and found.source["effective_batch_size"] != "flag":
         # Else it would be derived anew from the nodes that happen to be there.
@@ -168,7 +168,7 @@ def _check_flags(recipe: str, flags: list[str], sizes: set[int], gpu: hardware.G
 
     Raises: UserError as resolve.settings does.
     """
-    for name in ("--help", "-h", "--show", "--dry_run", "--dry-run"):
+    for name in ("--help", "-h", "--show", "--plan"):
         if any(flag.partition("=")[0] == name for flag in flags):
             raise UserError(
                 f"{name}: prints and trains nothing; a job needs no pods for it (zerofit launch {name} does it here)."

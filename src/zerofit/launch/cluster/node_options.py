@@ -68,17 +68,17 @@ def of(given) -> Place | None:
     Raises: UserError for values that are none or do not go together.
     """
     if (found := count(given.nnodes)) is None:
-        raise UserError(f"NNODES={given.nnodes}: must be a number of machines, or MIN:MAX for an elastic job.")
+        raise UserError(f"NODES={given.nnodes}: must be a number of machines, or MIN:MAX for an elastic job.")
     least, most = found
     if most == 1:
         return None
     if not given.node_rank.isdigit() or int(given.node_rank) >= most:
         raise UserError(
-            f"NODE_RANK={given.node_rank or '(not given)'}: with NNODES={given.nnodes} each machine needs its own, from 0 to "
+            f"NODE_RANK={given.node_rank or '(not given)'}: with NODES={given.nnodes} each machine needs its own, from 0 to "
             f"{most - 1}; 0 is the machine that MASTER_ADDR names."
         )
     if not given.master_addr:
-        raise UserError(f"MASTER_ADDR is not given: with NNODES={given.nnodes} name the machine with NODE_RANK=0 to all of them.")  # fmt: skip
+        raise UserError(f"MASTER_ADDR is not given: with NODES={given.nnodes} name the machine with NODE_RANK=0 to all of them.")  # fmt: skip
     port = given.port or str(PORT)
     if not port.isdigit() or not 1 <= int(port) < 65535:
         raise UserError(f"PORT={port}: must be a number from 1 to 65534 (the next port is used too), the same on all nodes.")  # fmt: skip

@@ -63,7 +63,7 @@ def main(argv: list[str]) -> None:
     for name in ("partition", "account", "qos"):
         parser.add_argument(f"--{name}", default="", help="as sbatch's")
     parser.add_argument("--sbatch", default="", help="more of sbatch's options in one string; they win over the others")
-    parser.add_argument("--out", default="", help="the run folder (default: runs/<recipe>-<time>)")
+    parser.add_argument("--output_dir", default="", help="the run folder (default: runs/<recipe>-<time>)")
     parser.add_argument("--sweep", default="", help="a file with a line of further flags for each job of an array")
     parser.add_argument("--args", default="", help="more recipe flags in one string, split like a shell would")
     parser.add_argument("--print", action="store_true", help="print the batch script; write and submit nothing")
@@ -99,7 +99,7 @@ def request_of(given) -> Request:
     if int(given.nodes) > 1:
         prepare.check_for_nodes(flags)
     ranks = int(given.nodes) * gpus
-    out = given.out or command_line.value_of(flags, ("--output_dir", "--output-dir"))
+    out = given.output_dir or command_line.value_of(flags, ("--output_dir", "--output-dir"))
     settings = check(recipe.stem, [*flags, *(["--output_dir", out] if out else [])], ranks, on_cpu)
     for number, words in enumerate(sweep):
         try:

@@ -46,7 +46,7 @@ def record(settings) -> dict:
 def check(settings, known: dict, where: str) -> None:
     """Compare this run with the checkpoint's facts; what an older version has not recorded is not compared.
 
-    Raises: UserError for the first difference that makes another run of it; --resume_anyway: it is said instead, as far
+    Raises: UserError for the first difference that makes another run of it; --ignore_resume_mismatch: it is said instead, as far
         as the weights fit.
     """
     was, now = known.get("settings", {}), record(settings)
@@ -54,9 +54,9 @@ def check(settings, known: dict, where: str) -> None:
     for name in (name for name in SHAPE if name in other):
         raise UserError(f"{where}: {_sentence(name, was[name], now[name])}; its weights fit no other adapter.")
     for sentence in _refusals(settings, known, other, was, now):
-        if not settings.resume_anyway:
-            raise UserError(f"{where}: {sentence} (--resume_anyway true goes on nevertheless).")
-        settings.decisions.append(f"resume_anyway: the checkpoint {sentence}")
+        if not settings.ignore_resume_mismatch:
+            raise UserError(f"{where}: {sentence} (--ignore_resume_mismatch true goes on nevertheless).")
+        settings.decisions.append(f"ignore_resume_mismatch: the checkpoint {sentence}")
     for name in (name for name in MAY_CHANGE if name in other):
         taken = MAY_CHANGE[name]
         if name == "weight_decay" and settings.resharded:  # the optimizer's groups are this run's

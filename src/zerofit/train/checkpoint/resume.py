@@ -15,7 +15,7 @@ def check_resumable(settings, train_set) -> None:
     """Take this run's fingerprints, and compare the checkpoint to resume with it: model, data, stage, ranks, arguments.
 
     Another stage, rank count or offload: its states are split anew (resharding.py), which is decided here.
-    Raises: UserError for what differs and would make another run of it (--resume_anyway: where it cannot go on only).
+    Raises: UserError for what differs and would make another run of it (--ignore_resume_mismatch: where it cannot go on only).
     """
     from zerofit.train.checkpoint import zero_shards
 
