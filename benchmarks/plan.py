@@ -106,9 +106,7 @@ def questions(cases, gpu) -> list[dict]:
         micro = int(words[words.index("--per_device_train_batch_size") + 1])
         accumulation = 2 if "--gradient_accumulation_steps" in words else 1
         if words[words.index("--zero") + 1] == "0":
-            ranks = (
-                1  # DistributedDataParallel cannot take the fake group; tests/test_planner.py has it on two real ranks
-            )
+            ranks = 1  # DistributedDataParallel cannot take the fake group; tests/plan/test_plan.py has it on two real ranks
         words += ["--effective_batch_size", str(micro * accumulation * ranks)]
         found.append(simulate.question(recipe, words, ranks, gpu=gpu, device="gpu" if gpu else "cpu"))
         found.append(simulate.question(recipe, words, ranks, gpu=gpu, device="cuda" if gpu else "cpu", fake=False))

@@ -58,7 +58,7 @@ How a run goes: `recipes/sft.py` → `recipe.parse` (`config/`: flags, YAML file
 `launch/launch.py`, which checks the same things first and then watches the ranks (`launch/supervisor.py`).
 
 Every change to a library stands in one of two files: `model/patches.py` (training) and `plan/fake_device.py` (simulated ranks),
-each with the library's version, the reason, and a test in `tests/test_patches.py`.
+each with the library's version, the reason, and a test in `tests/model/test_patches.py`.
 
 <!-- made by docs/generate.py: edit the first line of each file -->
 """

@@ -1,4 +1,4 @@
-"""Faults for tests/test_recovery.py: Python imports this file at its start where this folder is on PYTHONPATH.
+"""Faults for tests/launch/test_retry.py: Python imports this file at its start where this folder is on PYTHONPATH.
 
 ZEROFIT_TEST_FAULT: {"what": "oom" | "kill" | "hang" | "crash" | "disk full" | "limit", "where": a moment below,
 "rank": n, "step": optimizer steps done by then, "marker": file made when it strikes, after which it does not again}

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from conftest import ROOT
 from test_attention import SHAPE, documents
-from test_loss import apart
+from test_fused_loss import apart
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, TrainingArguments
 
 from zerofit.errors import UserError

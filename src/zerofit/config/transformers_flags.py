@@ -1,4 +1,4 @@
-"""TrainingArguments that this trainer refuses, with the reason; tests/test_flags.py covers the others."""
+"""TrainingArguments that this trainer refuses, with the reason; tests/config/test_transformers_flags.py covers the others."""
 
 import difflib
 import importlib.util

@@ -13,7 +13,7 @@ import yaml
 from zerofit.errors import UserError
 from zerofit.settings import decide
 
-# peft's tuners that were trained, saved and loaded again at every stage named in tests/test_adapters.py; the names
+# peft's tuners that were trained, saved and loaded again at every stage named in tests/model/test_adapters.py; the names
 # are its PeftType in lower case. prompt_tuning and prefix_tuning lengthen the input, the others change modules.
 PROMPTS = ("prompt_tuning", "prefix_tuning")
 

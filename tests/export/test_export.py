@@ -1,6 +1,6 @@
 """Exports compute what was trained, from every stage; a spoilt one is refused; nothing is left of what fails.
 
-One world of two ranks trains the sources. `python -m pytest tests/test_export.py -m ''` adds every adapter and stage.
+One world of two ranks trains the sources. `python -m pytest tests/export/test_export.py -m ''` adds every adapter and stage.
 """
 
 import io

@@ -15,7 +15,7 @@ from zerofit.errors import UserError
 from zerofit.launch import launch
 from zerofit.launch.cluster import kubernetes
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 KINDS = list(kubernetes.TEMPLATES)
 # Words that a shell, YAML or Kubernetes would each read its own way.
 HOSTILE = [

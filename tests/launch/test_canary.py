@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import TINY, Run
-from test_recovery import launch
+from test_retry import launch
 
 from zerofit.config import parse
 from zerofit.errors import UserError

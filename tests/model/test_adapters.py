@@ -1,6 +1,6 @@
 """Every adapter: what is trained, what is saved, at every stage; the 4-bit base byte for byte; what is refused.
 
-Real recipes on the bundled model, two CPU processes. `python -m pytest tests/test_adapters.py -m ''` adds the matrix of
+Real recipes on the bundled model, two CPU processes. `python -m pytest tests/model/test_adapters.py -m ''` adds the matrix of
 all adapters and stages, and QLoRA on the whole bundled task.
 """
 

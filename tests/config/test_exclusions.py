@@ -27,7 +27,7 @@ def test_rules_refuse_by_name():
 
 @pytest.mark.slow
 def test_the_table_in_the_docs():
-    """`python -m pytest tests/test_techniques.py -m slow -k table` prints it where it differs."""
+    """`python -m pytest tests/config/test_exclusions.py -m slow -k table` prints it where it differs."""
     text = table(BASE)
     print(text)
     assert text in (ROOT / "docs" / "memory.md").read_text()
