@@ -39,7 +39,7 @@ import json, sys, time
 from zerofit import hardware
 from zerofit.config import parse
 from zerofit.launch import doctor
-from zerofit.model.load import check
+from zerofit.model.load import check_model
 from zerofit.plan import predict
 from zerofit.plan import preflight
 given = json.loads(sys.argv[1])
@@ -51,7 +51,7 @@ settings.values["use_cpu"] = False
 preflight.prestart(settings)
   # what the launcher does meanwhile
 doctor.raise_or_warn(doctor.installation())
-doctor.raise_or_warn(doctor.of_job(settings, check(settings)))
+doctor.raise_or_warn(doctor.of_job(settings, check_model(settings)))
 asked = predict.answer_of
 def answer_of(*a):
     found = asked(*a)

@@ -46,7 +46,7 @@ def start_processes(settings: Settings, train_set, eval_set):
     from zerofit import distributed, rank_status, run_folder
     from zerofit.config import nvme, offload
     from zerofit.model import attention, fused_loss, tiled_mlp
-    from zerofit.model.load import check, load_config
+    from zerofit.model.load import check_model, load_config
     from zerofit.train import deepspeed_ops, memory_report, network_check
     from zerofit.train.checkpoint import node_local, resume
     from zerofit.train.trainer import training_arguments
@@ -55,7 +55,7 @@ def start_processes(settings: Settings, train_set, eval_set):
     fused_loss.choose(settings, config)
     tiled_mlp.choose(settings, config)
     if offload.depends_on_size(settings.deepspeed):
-        offload.check_sizes(settings, check(settings))
+        offload.check_sizes(settings, check_model(settings))
     if _is_to_check(settings):
         preflight.publish(preflight.check(settings))  # the other ranks wait in the next line
     attention.avoid_wrong_kernels(settings)

@@ -13,7 +13,6 @@ from accelerate.data_loader import prepare_data_loader, skip_first_batches
 
 from zerofit.config import parse
 from zerofit.data import conversations, dataset, encoding, sources
-from zerofit.data import tokens as data_tokens
 from zerofit.data.batches import EpochSampler
 from zerofit.data.load import load_datasets
 from zerofit.errors import UserError
@@ -64,7 +63,7 @@ def launch(settings, tokenizer, count):
 def big_set(tmp_path, monkeypatch):
     """Settings for 120 rows with a cache of their own, encoded slowly in chunks of ten."""
     monkeypatch.setenv("ZEROFIT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(data_tokens, "CHUNK", 10)
+    monkeypatch.setattr(dataset, "CHUNK", 10)
     encode = dataset._encode
     monkeypatch.setattr(dataset, "_encode", lambda chunk, kind: (time.sleep(0.05), encode(chunk, kind))[1])
     file = write(tmp_path / "a.jsonl", [{"question": f"q{i}", "answer": f"a{i}"} for i in range(120)])

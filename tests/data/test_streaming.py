@@ -131,7 +131,7 @@ def test_hub_sets_are_not_downloaded(monkeypatch, tokenizer):
         return datasets.IterableDatasetDict(train=made.to_iterable_dataset(), test=made.to_iterable_dataset())
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    monkeypatch.setattr(data_sources.hub, "check", lambda name: None)
+    monkeypatch.setattr(data_sources, "check_reachable", lambda name: None)
     train, held_out = data_sources.find_files(["someone/something"], None, "train", streaming=True)
     settings = SimpleNamespace(columns=None, data_format="auto", max_samples=None)
     found = list(data_streaming.Stream(train, settings, encoding.Encoder(tokenizer), None, 8).rows())

@@ -398,7 +398,7 @@ def test_push(runs, tmp_path, monkeypatch, capsys):
     final, token = str(runs["sft0"].folder), {"value": "hf_secret"}
     monkeypatch.setattr(huggingface_hub, "HfApi", Api)
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: token["value"])
-    monkeypatch.setattr(hub, "check", lambda asker: None)
+    monkeypatch.setattr(hub, "check_reachable", lambda asker: None)
 
     def push(repo, *flags, run=final):
         export.main(

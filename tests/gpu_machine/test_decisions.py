@@ -14,11 +14,12 @@ from conftest import ROOT
 
 from gpu_machine import Card, contexts, in_process, machine, submitted
 from zerofit import allocator, hardware, rank_status
-from zerofit.config import parse
+from zerofit.config import offload, parse
 from zerofit.errors import UserError
 from zerofit.launch import batch_search, doctor, prepare
+from zerofit.model import quantization
 from zerofit.plan import preflight, simulate, simulated_rank
-from zerofit.train import memory_history, progress
+from zerofit.train import memory_history, progress, trial
 from zerofit.train import trainer as train_trainer
 from zerofit.train.checkpoint import reshard
 
@@ -461,11 +462,11 @@ def test_a_batch_size_is_searched_after_the_proof_of_packing(monkeypatch):
         tokens=SimpleNamespace(stream=None), is_deepspeed_enabled=False, train_collator=SimpleNamespace(packed=True),
         prove_documents_apart=lambda: order.append("proof"), settings=SimpleNamespace(bundled=False),
     )  # fmt: skip
-    monkeypatch.setattr(train_trainer.probe, "asked", lambda: True)
-    monkeypatch.setattr(train_trainer.probe, "measure", lambda trainer: order.append("search"))
-    monkeypatch.setattr(train_trainer.quantized, "verify_shares", lambda trainer: None)
-    monkeypatch.setattr(train_trainer.offload, "after_start", lambda trainer: "")
-    monkeypatch.setattr(train_trainer.sys.stderr, "isatty", lambda: False, raising=False)
+    monkeypatch.setattr(trial, "is_batch_search", lambda: True)
+    monkeypatch.setattr(trial, "measure_batch", lambda trainer: order.append("search"))
+    monkeypatch.setattr(quantization, "verify_shares", lambda trainer: None)
+    monkeypatch.setattr(offload, "after_start", lambda trainer: "")
+    monkeypatch.setattr(progress.sys.stderr, "isatty", lambda: False, raising=False)
     reporter = SimpleNamespace(trainer=trainer, pulse=None)
     progress.Reporter.on_train_begin(reporter, SimpleNamespace(process_index=0), SimpleNamespace(global_step=0), None)
     assert order == ["proof", "search"]

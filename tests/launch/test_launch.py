@@ -19,7 +19,7 @@ from zerofit import command_line, distributed, log_filters, run_folder
 from zerofit.config import parse, show
 from zerofit.errors import UserError
 from zerofit.launch import prepare
-from zerofit.train import progress, trainer
+from zerofit.train import progress
 from zerofit.train.checkpoint import resume
 
 BIN = Path(sys.executable).parent
@@ -435,8 +435,8 @@ def test_interrupt_leaves_no_process_and_says_how_to_go_on(tmp_path):
 )
 def test_a_bar_never_shares_a_terminal_with_the_step_lines(monkeypatch, out, err, flags, wanted):
     settings = parse.parse("sft", list(flags), 1)
-    monkeypatch.setattr(trainer.sys, "stdout", SimpleNamespace(isatty=lambda: out, write=len, flush=lambda: None))
-    monkeypatch.setattr(trainer.sys, "stderr", SimpleNamespace(isatty=lambda: err, write=len, flush=lambda: None))
+    monkeypatch.setattr(progress.sys, "stdout", SimpleNamespace(isatty=lambda: out, write=len, flush=lambda: None))
+    monkeypatch.setattr(progress.sys, "stderr", SimpleNamespace(isatty=lambda: err, write=len, flush=lambda: None))
     assert progress.wants_bar(settings) is wanted
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from zerofit.config import arguments, deepspeed_json, resolve
 from zerofit.errors import UserError
 from zerofit.model import adapters, quantization
-from zerofit.model.load import check, count_parameters, load_model, load_tokenizer
+from zerofit.model.load import check_model, count_parameters, load_model, load_tokenizer
 
 LEARNING_RATE, RATIO = 5e-3, 8
 COMMON = [
@@ -238,9 +238,9 @@ def test_refused_elsewhere(monkeypatch):
     with pytest.raises(UserError, match="the tokenizer has it already"):
         load_tokenizer(settings_of("--new_tokens", "a"))
     with pytest.raises(UserError, match="--adapter loha --lora_target_modules nowhere"):
-        check(settings_of("--adapter", "loha", "--lora_target_modules", "nowhere"))
+        check_model(settings_of("--adapter", "loha", "--lora_target_modules", "nowhere"))
     with pytest.raises(UserError, match="--modules_to_save nowhere"):
-        check(settings_of("--modules_to_save", "nowhere"))
+        check_model(settings_of("--modules_to_save", "nowhere"))
     monkeypatch.setattr(quantization.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"--load_in_4bit: bitsandbytes is not installed .*: make install"):
         settings_of("--load_in_4bit")
@@ -256,12 +256,12 @@ def test_an_own_optimizer_in_the_json_refuses_loraplus(tmp_path):
 
 @pytest.mark.parametrize("name", ALL_ADAPTERS)
 def test_every_adapter_is_built_without_memory(name):
-    check(settings_of("--adapter", name, *MORE.get(name, [])))
+    check_model(settings_of("--adapter", name, *MORE.get(name, [])))
 
 
 @pytest.mark.parametrize("init", ["gaussian", "orthogonal", "pissa", "pissa_niter_4", "olora"])
 def test_every_start_is_built_without_memory(init):
-    check(settings_of("--init_lora_weights", init))
+    check_model(settings_of("--init_lora_weights", init))
 
 
 @pytest.mark.slow

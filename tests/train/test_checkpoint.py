@@ -277,7 +277,7 @@ def test_minutes_between_checkpoints(monkeypatch):
     """Steps of 10 s and a checkpoint every minute: due after 60 s, and looked at four times on the way."""
     now, looks = [0.0], []
     monkeypatch.setattr(save.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(save.world, "broadcast", lambda value: looks.append(value) or value)
+    monkeypatch.setattr(save.distributed, "broadcast", lambda value: looks.append(value) or value)
     clock, saved = save.SaveTimer(1.0), []
     for step in range(1, 25):
         now[0] += 10.0

@@ -26,7 +26,7 @@ def model_folder(name: str) -> Path | None:
     return None
 
 
-def check(asker: str, seconds: float = 3.0) -> None:
+def check_reachable(asker: str, seconds: float = 3.0) -> None:
     """Nothing when the hub answers, when a proxy is set, or in offline mode (the local cache is used then).
 
     Args: asker: the flag and value that need the hub, for the message.

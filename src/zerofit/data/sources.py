@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from zerofit.data.hub import check
+from zerofit.data.hub import check_reachable
 from zerofit.errors import UserError
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")
@@ -176,7 +176,7 @@ def _hub_sources(name: str, config: str | None, split: str, streaming: bool) -> 
 def _load_hub(name: str, config: str | None, streaming: bool = False):
     import datasets
 
-    check(f"--data {name}")
+    check_reachable(f"--data {name}")
     try:
         return datasets.load_dataset(name, config, streaming=streaming)
     except Exception as error:  # the hub client raises a dozen unrelated types, all of them about this name

@@ -343,7 +343,7 @@ def _check_push(repo: str, found, merged: bool) -> None:
             f"--push {repo}: the adapter's base is a folder of this machine, where nobody else finds it; push it with --merge."
         )
     try:
-        hub.check(f"--push {repo}")
+        hub.check_reachable(f"--push {repo}")
     except UserError:
         raise UserError(
             f"--push {repo}: the hub cannot be reached from here; leave --push out and upload the folder later."

@@ -195,7 +195,7 @@ def _find_base(found: Saved, given: str) -> str:
 def _from_hub(name: str, found: Saved, place: str) -> Path:
     from huggingface_hub import snapshot_download
 
-    hub.check(place)
+    hub.check_reachable(place)
     try:
         revision = found.adapter.get("revision")
         return Path(snapshot_download(name, revision=revision, ignore_patterns=["*.bin", "*.pt", "*.pth", "*.gguf"]))

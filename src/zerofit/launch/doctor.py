@@ -498,7 +498,7 @@ def hub_access() -> list[doctor_nodes.Finding]:
         return [doctor_nodes.Finding("hub", "ok", "offline mode: what was downloaded before is used")]
     token = "with a token" if get_token() else "without a token (gated models need one: hf auth login)"
     try:
-        hub.check("hub")
+        hub.check_reachable("hub")
     except UserError:
         return [doctor_nodes.Finding("hub", "warn", f"cannot be reached, {token}: local folders and files only",
                         "HTTPS_PROXY, HF_ENDPOINT, or HF_HUB_OFFLINE=1 for what is here already")]  # fmt: skip

@@ -63,14 +63,14 @@ def prepare(settings: Settings, decides: bool = True) -> tuple[Path | None, obje
     from zerofit.data import hub
     from zerofit.data.load import load_datasets
     from zerofit.launch import doctor
-    from zerofit.model.load import check, load_tokenizer
+    from zerofit.model.load import check_model, load_tokenizer
     from zerofit.plan import inspect_data
     from zerofit.train import deepspeed_ops
     from zerofit.train.checkpoint import resume
 
     hub.check_push(settings)
     notes = doctor.raise_or_warn(doctor.installation())
-    net = check(settings)
+    net = check_model(settings)
     for sentence in [*notes, *doctor.raise_or_warn(doctor.of_job(settings, net))]:
         print(f"note: {sentence}", flush=True)
     folder = resume.choose_folder(settings) if decides else None

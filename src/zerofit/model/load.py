@@ -78,7 +78,7 @@ def _load(load, settings, what: str, **kwargs):
     name = settings.model
     folder = hub.model_folder(name)
     if folder is None:
-        hub.check(f"--model {name}")
+        hub.check_reachable(f"--model {name}")
     try:
         return load(
             str(folder or name),
@@ -153,7 +153,7 @@ def load_model(settings, tokenizer):
     return model
 
 
-def check(settings):
+def check_model(settings):
     """Build the model and its adapter without memory, to meet wrong names before any process starts; return it.
 
     Raises: UserError for an attention implementation or target modules that do not exist.

@@ -204,10 +204,10 @@ def planned_flags(flags: list[str], method: str) -> list[str]:
 
 def shape_of(settings) -> Shape:
     from zerofit.model import quantization
-    from zerofit.model.load import check, load_config, weight_dtype
+    from zerofit.model.load import check_model, load_config, weight_dtype
 
     try:
-        net = check(settings)
+        net = check_model(settings)
     except NotImplementedError as error:
         raise UserError(f"--model {settings.model}: cannot be built without weights: {error}.") from None
     config = load_config(settings)

@@ -244,7 +244,7 @@ def _trainer(settings, arguments, rows, overrides, device, fake):
     fused_loss.choose(settings, config)
     tiled_mlp.choose(settings, config)
     if offload.depends_on_size(settings.deepspeed):
-        offload.check_sizes(settings, load.check(settings))
+        offload.check_sizes(settings, load.check_model(settings))
     tokenizer, train_rows, eval_rows = rows
     width = quantization.bits(settings)
     if width == 8 and fake:
