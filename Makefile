@@ -81,7 +81,7 @@ PLACE = $(if $(HOSTS),launchers/hostfile.sh --hosts="$$HOSTS" $(if $(INCLUDE),--
 	launchers/local.sh) --gpus="$$GPUS" --launcher="$$LAUNCHER")
 LAUNCH = PYTHON="$(PY)" $(PLACE) $(BETWEEN) --port="$$PORT" --args="$$ARGS" $(SHOW)
 
-.PHONY: help sft lora resume export chat slurm status cancel show doctor plan plan-validate batch-size ledger data install lint test test-gpu test-cluster test-all reliability bench-peers clean docs
+.PHONY: help sft lora resume export chat slurm status cancel show doctor plan plan-validate batch-size ledger data install lint test test-gpu test-cluster test-all reliability bench-peers clean docs docs-serve
 help: ## this list
 	@echo 'zerofit: fine-tune language models with Accelerate and DeepSpeed ZeRO'
 	@echo; grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | awk -F'\t' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -175,6 +175,9 @@ reliability: $(DEV_STAMP) ## count faults, bad inputs and attacks that the tests
 
 docs: $(STAMP) ## write the pages that are made from the code (docs/flags.md, docs/code.md)
 	@$(PY) docs/generate.py
+
+docs-serve: $(DEV_STAMP) ## serve the pages at http://127.0.0.1:8000
+	@$(PY) docs/generate.py && $(PY) -m mkdocs serve
 
 bench-peers: $(STAMP) $(PEERS_STAMP) ## prepare data side by side with TRL, installed into .venv-peers (ARGS="--data x.jsonl")
 	@set -f; $(PY) benchmarks/data.py --peers .venv-peers/bin/python $$ARGS

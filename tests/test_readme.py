@@ -106,6 +106,13 @@ def test_the_pages_made_from_the_code_are_in_step():
     assert done.returncode == 0, done.stderr
 
 
+def test_the_pages_build(tmp_path):
+    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "site" / "memory" / "index.html").exists()
+
+
 def test_every_make_variable_is_on_its_page():
     page = (ROOT / "docs" / "make.md").read_text()
     for variable in re.findall(r"^([A-Z_]+) \?=", (ROOT / "Makefile").read_text(), re.M):

@@ -1,0 +1,27 @@
+"""mkdocs: put the files of the repository that a page links to into the site, as text or pictures."""
+
+import re
+from pathlib import Path
+
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).resolve().parents[1]
+LINK = re.compile(r"\]\(\.\./([^)#\s]+)(#[^)\s]*)?\)")
+
+
+def on_files(files, config):
+    """Add the linked files outside docs/ under repository/."""
+    linked = {match[1] for file in files.documentation_pages() for match in LINK.finditer(file.content_string)}
+    for path in sorted(linked):
+        files.append(File.generated(config, _address(path), abs_src_path=str(ROOT / path)))
+    return files
+
+
+def on_page_markdown(markdown, page, **_):
+    """Point the links out of docs/ at the added files."""
+    return LINK.sub(lambda match: f"]({_address(match[1])})", markdown)
+
+
+def _address(path: str) -> str:
+    """Return where a file stands in the site; Markdown stays text, as its own links lead elsewhere."""
+    return f"repository/{path}" + (".txt" if path.endswith((".md", ".py", ".sh", ".yaml")) else "")
