@@ -17,7 +17,7 @@ from zerofit.data.load import load_datasets
 from zerofit.model.adapters import add_adapter
 from zerofit.model.load import load_model, load_tokenizer
 from zerofit.plan.inspect_data import check_data
-from zerofit.train.run import run
+from zerofit.train.run import evaluate, failures_reported, save_final, write_result
 from zerofit.train.trainer import ZerofitTrainer
 
 
@@ -34,9 +34,16 @@ def main() -> None:
     training_args = recipe.start_processes(settings, train_set, eval_set)
     model = add_adapter(load_model(settings, tokenizer), settings, tokenizer)
 
-    # --- run folder; train, save final/, evaluate, report ---
+    # --- train ---
     recipe.open_run_folder(settings, train_set, eval_set)
-    run(ZerofitTrainer(settings, model, tokenizer, training_args, train_set, eval_set))
+    trainer = ZerofitTrainer(settings, model, tokenizer, training_args, train_set, eval_set)
+    with failures_reported(trainer):
+        trainer.train(resume_from_checkpoint=settings.resume_from_checkpoint)
+
+        # --- save final/, evaluate, write result.json ---
+        save_final(trainer)
+        metrics = evaluate(trainer)
+        write_result(trainer, metrics)
 
 
 if __name__ == "__main__":

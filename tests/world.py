@@ -116,18 +116,18 @@ def record(trainer: Witness) -> None:
 
 
 def main() -> None:
-    finish = run.finish
+    write_result = run.write_result
     if name := os.environ.get("ZEROFIT_TEST_ACCELERATOR"):
         # "cpu:0" is the host by another name: DeepSpeed takes it for a GPU beside the CPU (test_offload.py)
         from deepspeed.accelerator import get_accelerator
 
         get_accelerator()._name = name
 
-    def finish_and_record(trainer, started):
-        finish(trainer, started)
+    def write_and_record(trainer, metrics):
+        write_result(trainer, metrics)
         record(trainer)
 
-    train_trainer.ZerofitTrainer, run.finish = Witness, finish_and_record
+    train_trainer.ZerofitTrainer, run.write_result = Witness, write_and_record
     launched = {name: os.environ[name] for name in distributed.LAUNCHER_SETS if name in os.environ}
     stop, distributed.stop = distributed.stop, lambda wait=True: None  # the world goes on after each case
     for case in json.loads(Path(sys.argv[1]).read_text()):

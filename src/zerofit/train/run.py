@@ -1,9 +1,8 @@
-"""Train, save, evaluate and write result.json."""
+"""What a recipe does after training: save final/, evaluate, write result.json; and report a failure."""
 
 import contextlib
 import json
 import os
-import time
 from pathlib import Path
 
 from zerofit import rank_status, run_folder
@@ -12,7 +11,68 @@ from zerofit.model import adapters
 from zerofit.model.load import count_parameters, verify_saved
 from zerofit.train import generation, memory_history, memory_report, memory_tracker
 from zerofit.train.checkpoint import resume
-from zerofit.train.trainer import ZerofitTrainer, how_it_stopped
+from zerofit.train.trainer import ZerofitTrainer
+
+
+@contextlib.contextmanager
+def failures_reported(trainer: ZerofitTrainer):
+    """Write a failure to result.json and raise it again, an out-of-memory or a full disk explained in words."""
+    try:
+        with memory_report.explained(trainer):
+            yield
+    except BaseException as error:
+        folder = Path(trainer.args.output_dir)
+        if isinstance(error, KeyboardInterrupt) and not rank_status.folder():  # else the supervisor says it
+            error = KeyboardInterrupt(resume.how_to_go_on("interrupted", folder, trainer.state.global_step))
+        if trainer.args.process_index == 0 and not run_folder.finished(folder):
+            kinds = {Stopped: "stopped", KeyboardInterrupt: "interrupted"}
+            status = {
+                "status": kinds.get(type(error), "failed"),
+                "error": f"{type(error).__name__}: {error}",
+                "steps": trainer.state.global_step,
+            }
+            with contextlib.suppress(OSError):  # the disk may be full; the error itself must come through
+                run_folder.write_json(folder / "result.json", status)
+        if not isinstance(error, UserError) and rank_status.disk_is_full(error):
+            raise DiskFull(full_disk(folder)) from error
+        raise error
+
+
+def save_final(trainer: ZerofitTrainer) -> None:
+    """Save the trained model or adapter to final/ and verify its files. Collective: under ZeRO-3 every rank has a share."""
+    final = _final(trainer)
+    trainer.model.config.use_cache = True  # off for training only
+    trainer.save_model(str(final))
+    if trainer.args.process_index == 0:
+        trainable, total = count_parameters(trainer.model)
+        adapters.convert_to_plain_lora(trainer.model, final)
+        (final / "training_args.bin").unlink(missing_ok=True)  # a pickle that no loader needs
+        verify_saved(final, trainable if trainer.settings.recipe == "lora" else total)
+        run_folder.readable(final)
+
+
+def _final(trainer: ZerofitTrainer) -> Path:
+    return Path(trainer.args.output_dir) / "final"
+
+
+def evaluate(trainer: ZerofitTrainer) -> dict:
+    """Evaluate the saved model, show sample generations and return the metrics for result.json. Collective."""
+    settings = trainer.settings
+    evaluation = evaluation_of_saved(trainer)
+    metrics = {"eval_loss": evaluation["eval_loss"] if evaluation else None}
+    if settings.bundled:
+        metrics |= {
+            "exact_match_before": trainer.reporter.before,
+            "exact_match_after": generation.exact_match(trainer),
+        }
+    samples = generation.samples(trainer, settings.num_samples)
+    if trainer.args.process_index == 0:
+        for prompt, answer, expected in samples:
+            print(printable(f"\n  asked     {prompt}\n  answered  {answer}\n  wanted    {expected}"))
+        if settings.bundled:
+            before, after = metrics["exact_match_before"], metrics["exact_match_after"]
+            print(f"\nexact match on held-out rows: {before:.1%} before, {after:.1%} after")
+    return metrics
 
 
 def evaluation_of_saved(trainer: ZerofitTrainer) -> dict | None:
@@ -30,95 +90,51 @@ def evaluation_of_saved(trainer: ZerofitTrainer) -> dict | None:
     return trainer.evaluate()
 
 
-def finish(trainer: ZerofitTrainer, started: float) -> None:
-    """Save final/, evaluate, show sample generations, draw the curve and write result.json last. All ranks call it.
+def write_result(trainer: ZerofitTrainer, metrics: dict) -> None:
+    """Write the memory report, loss.png and, last, result.json. Collective.
 
-    Args: started: time.perf_counter() when training began.
+    Args: metrics: from `evaluate`.
     """
     args, settings = trainer.args, trainer.settings
     folder, first = Path(args.output_dir), args.process_index == 0
-    train_seconds = time.perf_counter() - started
-    final = folder / "final"
-    trainer.model.config.use_cache = True  # off for training only
-    trainer.save_model(str(final))  # collective: under ZeRO-3 every rank gives its share
-    trainable, every = count_parameters(trainer.model)
-    if first:
-        adapters.convert_to_plain_lora(trainer.model, final)
-        (final / "training_args.bin").unlink(missing_ok=True)  # a pickle that no loader needs
-        verify_saved(final, trainable if settings.recipe == "lora" else every)
-        run_folder.readable(final)
-    evaluation = evaluation_of_saved(trainer)
-    before = trainer.reporter.before
-    after = generation.exact_match(trainer) if settings.bundled else None
-    samples = generation.samples(trainer, settings.num_samples)
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    clock = trainer.clock
-    result = {
-        "status": "finished",
-        "recipe": settings.recipe,
-        "steps": trainer.state.global_step,
-        "steps_not_applied": trainer.guard.found,
-        "train_loss": next((e["train_loss"] for e in reversed(trainer.state.log_history) if "train_loss" in e), None),
-        "last_loss": losses[-1] if losses else None,
-        "eval_loss": evaluation["eval_loss"] if evaluation else None,
-        "world_size": args.world_size,
-        "zero": settings.zero,
-        "offload": settings.offload,
-        "precision": settings.precision,
-        "trainable_parameters": trainable,
-        "parameters": every,
-        "tokens": clock.total_tokens,
-        "tokens_per_second": round(clock.total_tokens / clock.total_seconds, 1) if clock.total_seconds else None,
-        "train_seconds": round(train_seconds, 2),
-        "peak_memory_bytes": memory_tracker.peak_memory_bytes(args),
-        "peak_memory_of": "process (resident)" if settings.use_cpu else "GPU (allocated)",
-        "final": str(final),
-    }
+    result = _result(trainer) | metrics
     predicted = json.loads(os.environ.get(memory_history.PLANNED, "{}"))
     if first and predicted and "by" not in predicted and not settings.use_cpu:
         memory_history.remember(predicted, result["peak_memory_bytes"], folder)
-    if settings.bundled:
-        result |= {"exact_match_before": before, "exact_match_after": after}
     if settings.memory_report:
         memory_report.write(trainer)
     if not first:
         return
     if (folder / "metrics.jsonl").exists():
-        run_folder.plot_loss(
-            folder / "metrics.jsonl",
-            folder / "loss.png",
-            f"{settings.recipe} on {', '.join(Path(d).name for d in settings.data)}",
-        )
-    for prompt, answer, wanted in samples:
-        print(printable(f"\n  asked     {prompt}\n  answered  {answer}\n  wanted    {wanted}"))
-    if settings.bundled:
-        print(f"\nexact match on held-out rows: {before:.1%} before, {after:.1%} after")
-    print(f"{'adapter' if settings.recipe == 'lora' else 'model'}: {final}")
+        title = f"{settings.recipe} on {', '.join(Path(name).name for name in settings.data)}"
+        run_folder.plot_loss(folder / "metrics.jsonl", folder / "loss.png", title)
+    print(f"{'adapter' if settings.recipe == 'lora' else 'model'}: {_final(trainer)}")
     run_folder.write_json(folder / "result.json", result)
 
 
-def run(trainer: ZerofitTrainer) -> None:
-    """Train, then finish; a failure is written to result.json before it goes on."""
-    started = time.perf_counter()
-    try:
-        with memory_report.explained(trainer):
-            trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
-            if trainer.reporter.stopping:
-                raise Stopped(how_it_stopped(trainer.args, trainer.state.global_step))
-            finish(trainer, started)
-    except BaseException as error:
-        folder = Path(trainer.args.output_dir)
-        if isinstance(error, KeyboardInterrupt) and not rank_status.folder():  # else the supervisor says it
-            error = KeyboardInterrupt(resume.how_to_go_on("interrupted", folder, trainer.state.global_step))
-        if trainer.args.process_index == 0 and not run_folder.finished(folder):
-            kinds = {Stopped: "stopped", KeyboardInterrupt: "interrupted"}
-            status = {
-                "status": kinds.get(type(error), "failed"),
-                "error": f"{type(error).__name__}: {error}",
-                "steps": trainer.state.global_step,
-            }
-            with contextlib.suppress(OSError):  # the disk may be full; the error itself must come through
-                run_folder.write_json(folder / "result.json", status)
-        if not isinstance(error, UserError) and rank_status.disk_is_full(error):
-            raise DiskFull(full_disk(folder)) from error
-        raise error
+def _result(trainer: ZerofitTrainer) -> dict:
+    """Return what result.json says of the training itself."""
+    args, settings, meter = trainer.args, trainer.settings, trainer.clock
+    trainable, total = count_parameters(trainer.model)
+    history = trainer.state.log_history
+    losses = [entry["loss"] for entry in history if "loss" in entry]
+    return {
+        "status": "finished",
+        "recipe": settings.recipe,
+        "steps": trainer.state.global_step,
+        "steps_not_applied": trainer.guard.found,
+        "train_loss": next((entry["train_loss"] for entry in reversed(history) if "train_loss" in entry), None),
+        "last_loss": losses[-1] if losses else None,
+        "world_size": args.world_size,
+        "zero": settings.zero,
+        "offload": settings.offload,
+        "precision": settings.precision,
+        "trainable_parameters": trainable,
+        "parameters": total,
+        "tokens": meter.total_tokens,
+        "tokens_per_second": round(meter.total_tokens / meter.total_seconds, 1) if meter.total_seconds else None,
+        "train_seconds": round(trainer.train_seconds, 2),
+        "peak_memory_bytes": memory_tracker.peak_memory_bytes(args),
+        "peak_memory_of": "process (resident)" if settings.use_cpu else "GPU (allocated)",
+        "final": str(_final(trainer)),
+    }

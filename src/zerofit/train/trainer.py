@@ -3,6 +3,7 @@
 import contextlib
 import math
 import shlex
+import time
 import traceback
 import warnings
 from pathlib import Path
@@ -17,7 +18,7 @@ from zerofit import distributed, rank_status
 from zerofit.config.offload import first_line
 from zerofit.data import streaming
 from zerofit.data.batches import Collator, DatasetWithFiller, EpochSampler, TrainCollator
-from zerofit.errors import UserError
+from zerofit.errors import Stopped, UserError
 from zerofit.model import adapters, attention, ddp, fused_loss, gradient_checkpointing, patches, quantization, tiled_mlp
 from zerofit.optim import build, registry, sophia
 from zerofit.settings import order_seed
@@ -84,6 +85,18 @@ class ZerofitTrainer(Trainer):
         self.ledger.attach(self)
         self.reporter = progress.Reporter(self)
         self.add_callback(self.reporter)
+
+    def train(self, *args, **kwargs):
+        """Train as transformers does.
+
+        Raises: Stopped after the save that a signal asked for.
+        """
+        started = time.perf_counter()
+        output = super().train(*args, **kwargs)
+        self.train_seconds = time.perf_counter() - started
+        if self.reporter.stopping:
+            raise Stopped(how_it_stopped(self.args, self.state.global_step))
+        return output
 
     def _get_output_dir(self, trial) -> str:
         return str(self.saving_to or super()._get_output_dir(trial))
