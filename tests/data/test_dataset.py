@@ -864,6 +864,15 @@ def test_cache_is_reused_and_a_half_written_one_rebuilt(tmp_path, tokenizer, mon
     assert len(load_datasets(settings_for(file), tokenizer)[0]) == 1
 
 
+def test_a_cached_copy_is_described_by_its_own_path(tmp_path, tokenizer):
+    rows = [{"text": "copied rows"}]
+    for folder in ("first", "second"):
+        (tmp_path / folder).mkdir()
+        file = write(tmp_path / folder, "rows.jsonl", rows)
+        train, _ = load_datasets(settings_for(file), tokenizer)
+        assert train.statistics["source"] == str(file)
+
+
 def test_the_cache_keeps_files_and_formats_apart(tmp_path, tokenizer):
     lines = [json.dumps({"text": f"row {i}"}) + "\n" for i in range(6)]
     a, b = write(tmp_path, "a.jsonl", "".join(lines[:3])), write(tmp_path, "b.jsonl", "".join(lines[3:]))

@@ -110,6 +110,7 @@ def prepare(sources: list[Source], settings, encoder: encoding.Encoder, limit: i
             if _stamp(facts) != before:  # another process has just prepared it, and checked what it wrote
                 statistics = _read_facts(facts, settings)
             statistics = statistics or _build(table, facts, sources, settings, encoder, limit)
+    statistics["source"] = ", ".join(map(str, sources))  # the cache may be of a copy in another folder
     weights = [weight for kept, weight in statistics["sources"] for _ in range(kept)]
     return TokenizedDataset(
         Dataset.from_file(str(table)), statistics, fingerprint, weights if set(weights) != {1.0} else None
