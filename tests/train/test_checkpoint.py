@@ -197,15 +197,17 @@ HARMS = [Path.unlink, lambda file: file.write_bytes(b""), truncate, flip, overwr
 
 @pytest.mark.fault
 def test_damage_to_any_file_is_found(copied, record_property):
-    """Each file deleted, emptied, cut by a byte, with a flipped bit, zeroed, and a link to nothing. zerofit.json holds the
-    checksums and has none: its own damage is above and below."""
+    """Each file deleted, emptied, cut by a byte, with a flipped bit, zeroed, and a link to nothing."""
     saved = copied / "checkpoint-4"
-    files = [file for file in saved.rglob("*") if file.is_file() and file.name != FACTS]
-    record_property("cases", len(files) * len(HARMS))
+    (copied / "run.json").write_text('{"versions": {"zerofit": "0.1"}}')  # so that a zerofit.json must be there
+    files = [file for file in saved.rglob("*") if file.is_file()]
+    record_property("cases", len(files) * len(HARMS) - 1)
     unnoticed = []
     for file in files:
         content = file.read_bytes()
         for number, harm in enumerate(HARMS):
+            if file.name == FACTS and harm is truncate:
+                continue  # its last byte is a line break
             harm(file)
             if not integrity.find_corruption(saved):
                 unnoticed.append((file.name, number))
@@ -389,7 +391,7 @@ def test_another_adapter_is_refused(runs, more, says):
 def test_an_older_record_says_nothing(copied):
     file = copied / "checkpoint-4" / FACTS
     known = json.loads(file.read_text())
-    del known["settings"]
+    del known["settings"], known["digest"]
     file.write_text(json.dumps(known))
     flags = [*FLAGS, "--zero", "2", "--bf16", "true", "--data_seed", "9", "--learning_rate", "1e-4"]
     said = check_same([*flags, "--resume_from_checkpoint", str(copied / "checkpoint-4")])

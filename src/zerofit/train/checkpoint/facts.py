@@ -43,11 +43,21 @@ def _are_facts(found) -> bool:
         return False
     if found.get("format", 1) > FORMAT:
         return True
+    if "digest" in found and found["digest"] != digest_of(found):
+        return False
     files, others = found.get("files"), found.get("elsewhere", {})
     if not files or not all(isinstance(entries, dict) for entries in (files, others)):
         return False
     pairs = all(isinstance(e, list) and [type(n) for n in e] == [int, str] for e in (*files.values(), *others.values()))
     return pairs and all(name in found for name in ("recipe", "zero", "world_size", "offload", "fingerprints"))
+
+
+def digest_of(facts: dict) -> str:
+    """Return the checksum that zerofit.json has of its own content."""
+    import xxhash
+
+    content = {name: value for name, value in facts.items() if name != "digest"}
+    return xxhash.xxh3_64(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def step_of(checkpoint: Path) -> int:

@@ -13,7 +13,7 @@ from pathlib import Path
 from zerofit import __version__, distributed, run_folder
 from zerofit.paths import size_of
 from zerofit.train.checkpoint import differences, node_local
-from zerofit.train.checkpoint.facts import ASIDE, FACTS, FORMAT, hash_file
+from zerofit.train.checkpoint.facts import ASIDE, FACTS, FORMAT, digest_of, hash_file
 
 # --- saving ---
 
@@ -49,7 +49,7 @@ def save(trainer, write) -> None:
         verify(run / ASIDE / name, trainer)
     if writes:
         facts = _facts(trainer, here) | ({"elsewhere": elsewhere} if elsewhere else {})
-        run_folder.write_json(run / ASIDE / name / FACTS, facts)
+        run_folder.write_json(run / ASIDE / name / FACTS, facts | {"digest": digest_of(facts)})
         _publish(run, name)
     distributed.barrier()  # it is on every disk before the older ones go
     if writes:
