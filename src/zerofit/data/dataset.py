@@ -97,6 +97,7 @@ def _checksum(file: Path) -> str:
 
 
 def prepare(sources: list[Source], settings, encoder: encoding.Encoder, limit: int | None) -> TokenizedDataset:
+    # Tokenize the sources, at most `limit` rows, or map the cached table; safe on several ranks at once.
     from datasets import Dataset
     from filelock import FileLock
 
@@ -260,9 +261,9 @@ def _write(table: Path, sources: list[Source], settings, encoder: encoding.Encod
         _pool(encoder, settings, workers) as pool,
     ):
         for source in sources:
-            before, rest = count["kept"], None if limit is None else limit - count["rows"]
+            before, to_read = count["kept"], None if limit is None else limit - count["rows"]
             kind, result = reading.kind_of(reading.read(source, settings), settings)
-            for counted, batch in _encoded(_chunks(result, rest), kind, pool, workers):
+            for counted, batch in _encoded(_chunks(result, to_read), kind, pool, workers):
                 count.update(counted)
                 if batch is not None:
                     writer.write_batch(batch)
@@ -323,6 +324,6 @@ def notes(sets: dict[str, TokenizedDataset]) -> list[str]:
             rows_of = f"{entry['rows']:,} row{'s' * (entry['rows'] > 1)}"
             lines.append(f"{name}: {rows_of} cannot be used: {reason.rstrip('.')} (first: {places})")
         if len(bad) > reading.MOST_REASONS:
-            rest = sum(entry["rows"] for _, entry in bad[reading.MOST_REASONS :])
-            lines.append(f"{name}: {rest:,} rows cannot be used for {len(bad) - reading.MOST_REASONS} more reasons")
+            rows = sum(entry["rows"] for _, entry in bad[reading.MOST_REASONS :])
+            lines.append(f"{name}: {rows:,} rows cannot be used for {len(bad) - reading.MOST_REASONS} more reasons")
     return lines

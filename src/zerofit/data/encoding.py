@@ -117,23 +117,23 @@ class Encoder:
 
     def _render(self, place: str, conversation: conversations.Conversation) -> tuple[str, list[tuple[int, int]]]:
         """Render the conversation; return its text and the character spans to train on."""
-        whole, marks = self._whole(place, conversation)
+        text, marks = self._whole(place, conversation)
         if self.train_on == "all":
-            self._check_tools(place, whole, conversation, {})
-            return whole, [(0, len(whole))]
-        answers = self._marked_answers(whole, marks, conversation) or self._prefixes(place, whole, conversation)
-        self._check_nothing_lost(place, whole, conversation, answers)
+            self._check_tools(place, text, conversation, {})
+            return text, [(0, len(text))]
+        answers = self._marked_answers(text, marks, conversation) or self._prefixes(place, text, conversation)
+        self._check_nothing_lost(place, text, conversation, answers)
         for i, _, end in answers:
-            if not self._ends_with_control_word(whole[:end]):
+            if not self._ends_with_control_word(text[:end]):
                 raise UserError(
                     f"{place}: turn {i + 1}: the chat template puts no end token behind the answer, so the model would "
                     "never learn to stop; name another with --chat_template."
                 )
         if self.train_on == "prompt":
-            bounds = [0, *(b for _, start, end in answers for b in (start, end)), len(whole)]
-            return whole, [(a, b) for a, b in zip(bounds[::2], bounds[1::2], strict=True) if a < b]
+            bounds = [0, *(b for _, start, end in answers for b in (start, end)), len(text)]
+            return text, [(a, b) for a, b in zip(bounds[::2], bounds[1::2], strict=True) if a < b]
         chosen = answers[-1:] if self.train_on == "last_turn" else [a for a in answers if conversation.trained[a[0]]]
-        return whole, [(start, end) for _, start, end in chosen]
+        return text, [(start, end) for _, start, end in chosen]
 
     def _check_nothing_lost(
         self, place: str, whole: str, conversation: conversations.Conversation, answers: list

@@ -20,7 +20,7 @@ def load_datasets(settings, tokenizer) -> tuple[TokenizedDataset, TokenizedDatas
         raise UserError("--eval_fraction: the data already has an eval split; use one of the two.")
     encoder = encoding.Encoder(tokenizer, settings.train_on)
     if settings.streaming:
-        from zerofit.data import streaming  # only with the flag
+        from zerofit.data import streaming
 
         train_set = streaming.load(train, settings, encoder)
     else:

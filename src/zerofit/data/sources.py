@@ -56,10 +56,10 @@ def find_files(
     """
     train, held_out = [], []
     for entry in data:
-        name, weight, found = find_local(entry, split)
-        if found is None:
-            found = _hub_sources(name, config, split, streaming)
-        for side, sources in zip((train, held_out), found, strict=True):
+        name, weight, pair = find_local(entry, split)
+        if pair is None:
+            pair = _hub_sources(name, config, split, streaming)
+        for side, sources in zip((train, held_out), pair, strict=True):
             side += [replace(s, weight=weight) for s in sources]
     return train, held_out
 

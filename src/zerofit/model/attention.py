@@ -219,6 +219,7 @@ def _mask(*args, attention_mask=None, **kwargs):
 
 
 def register() -> str:
+    # transformers looks up both by the name in attn_implementation.
     AttentionInterface.register(NAME, packed_attention)
     AttentionMaskInterface.register(NAME, _mask)
     return NAME
@@ -286,8 +287,8 @@ def cross_document_gradient(model, documents, args, count: int = 3, longest: int
     finally:
         hook.remove()
         model.train(training)
-    size = gradient[0].float().norm(dim=-1)
-    own = size[start:end].max().item()
-    size[start:end] = 0
-    leak = size.max().item()
-    return leak / own if own else leak
+    sizes = gradient[0].float().norm(dim=-1)
+    own_size = sizes[start:end].max().item()
+    sizes[start:end] = 0
+    leak = sizes.max().item()
+    return leak / own_size if own_size else leak
