@@ -1,1 +1,1 @@
-"""From files to batches."""
+"""Data: read files, parse conversations, tokenize, batch."""

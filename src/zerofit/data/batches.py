@@ -1,4 +1,4 @@
-"""Order, packing and padding of rows into batches."""
+"""Order rows, pack them and collate them into batches."""
 
 from collections.abc import Iterator
 
@@ -8,10 +8,10 @@ from zerofit.data import conversations
 
 
 def rows_of_epoch(weights: list[float], epoch: int) -> list[int]:
-    """Return the numbers of the rows that an epoch trains on, in order, each as often as it counts.
+    """Return the row indices of an epoch, sorted and repeated by weight.
 
-    Rows of one weight wait in a shuffled order, and each epoch takes the next rows x weight of them, round and round: at
-    0.5 the second epoch takes the half that the first has left out. Every epoch has equally many rows.
+    Rows of equal weight are shuffled once, and each epoch takes the next len x weight of them, cyclically: at 0.5 the
+    second epoch takes the half that the first left out. All epochs have the same number of rows.
     """
     groups: dict[float, list[int]] = {}
     for row, weight in enumerate(weights):
@@ -25,12 +25,12 @@ def rows_of_epoch(weights: list[float], epoch: int) -> list[int]:
 
 
 def filler(pad_token_id: int) -> dict:
-    """A row that trains on nothing."""
+    """Return a row without labels: it adds nothing to the loss."""
     return {"input_ids": [pad_token_id] * 2, "labels": [conversations.IGNORE] * 2}
 
 
 class DatasetWithFiller(torch.utils.data.Dataset):
-    """A set with one more row, at index len(tokens), that trains on nothing; samplers fill the last batch with it."""
+    """A dataset with a filler row at index len(dataset), with which samplers complete the last batch."""
 
     def __init__(self, sequences, pad_token_id: int):
         self.sequences, self.filler = sequences, filler(pad_token_id)
@@ -43,15 +43,15 @@ class DatasetWithFiller(torch.utils.data.Dataset):
 
 
 class EpochSampler(torch.utils.data.Sampler):
-    """The order of one epoch, the same for every rank count, micro batch and accumulation.
+    """Sample one epoch in an order that is independent of ranks, micro batch and accumulation.
 
     Yields each index once (shuffled by seed + epoch, or in order), then the filler index `length` until the count
-    is a multiple of `multiple`, so that no row is dropped and none is trained on twice.
+    is a multiple of `multiple`, so that no row is dropped or used twice.
     """
 
     def __init__(self, length: int, multiple: int, seed: int | None, order=None, weights: list[float] | None = None):
-        """Args: order: (the epoch's indices, torch.Generator) -> the indices shuffled in another way than uniformly;
-        weights: how often each index counts in an epoch (default: once), see rows_of_epoch.
+        """Args: order: (indices of the epoch, torch.Generator) -> indices in another than a uniform order;
+        weights: how often each index is used in an epoch (default: once), see rows_of_epoch.
         """
         self.length, self.multiple, self.seed, self.order, self.epoch = length, multiple, seed, order, 0
         self.weights, self.rows = weights, length if weights is None else len(rows_of_epoch(weights, 0))
@@ -73,46 +73,46 @@ class EpochSampler(torch.utils.data.Sampler):
 
 
 class Collator:
-    """Rows -> right-padded tensors of shape (rows, longest); attention_mask 0 and label IGNORE on the padding."""
+    """Pad rows on the right to (rows, longest rounded up); padding has mask 0 and label IGNORE."""
 
     def __init__(self, pad_token_id: int, multiple_of: int = 8):
         self.pad_token_id, self.multiple_of = pad_token_id, multiple_of
 
     def __call__(self, batch: list[dict]) -> dict[str, torch.Tensor]:
         longest = max(len(row["input_ids"]) for row in batch)
-        width = -(-longest // self.multiple_of) * self.multiple_of  # tensor cores want multiples of 8
+        width = -(-longest // self.multiple_of) * self.multiple_of  # tensor cores are fastest with multiples of 8
         ids = torch.full((len(batch), width), self.pad_token_id)
         labels = torch.full((len(batch), width), conversations.IGNORE)
         mask = torch.zeros((len(batch), width), dtype=torch.long)
         for i, row in enumerate(batch):
-            n = len(row["input_ids"])
-            ids[i, :n] = torch.tensor(row["input_ids"])
-            labels[i, :n] = torch.tensor(row["labels"])
-            mask[i, :n] = 1
+            length = len(row["input_ids"])
+            ids[i, :length] = torch.tensor(row["input_ids"])
+            labels[i, :length] = torch.tensor(row["labels"])
+            mask[i, :length] = 1
         return {"input_ids": ids, "labels": labels, "attention_mask": mask}
 
 
 def join(documents: list[dict]) -> dict:
-    """One pack: {"input_ids", "labels", "lengths" of the documents}."""
+    """Concatenate documents into a pack: {"input_ids", "labels", "lengths": of the documents}."""
     return {
-        "input_ids": [t for part in documents for t in part["input_ids"]],
-        "labels": [t for part in documents for t in part["labels"]],
-        "lengths": [len(part["input_ids"]) for part in documents],
+        "input_ids": [token for document in documents for token in document["input_ids"]],
+        "labels": [token for document in documents for token in document["labels"]],
+        "lengths": [len(document["input_ids"]) for document in documents],
     }
 
 
 def best_fit_decreasing(lengths: list[int], capacity: int) -> list[list[int]]:
-    """Indices grouped so that no group's lengths exceed `capacity`; each goes into the fullest group that has room.
+    """Group indices into packs of at most `capacity`: longest first, each into the fullest that fits.
 
-    A bit mask of the room left finds that group in a few machine words, so 500,000 rows take seconds.
+    A bit mask of the free room in all packs finds that pack in a few machine words: 500,000 rows take seconds.
     """
-    open_packs: dict[int, list[list[int]]] = {}  # room left -> packs
-    packs, mask = [], 0  # bit r of mask: some pack has room r
+    open_packs: dict[int, list[list[int]]] = {}  # free room -> packs
+    packs, mask = [], 0  # bit r of mask: some pack has free room r
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        need = lengths[i]
-        fitting = mask >> need
+        length = lengths[i]
+        fitting = mask >> length
         if fitting:
-            room = need + (fitting & -fitting).bit_length() - 1
+            room = length + (fitting & -fitting).bit_length() - 1  # the lowest bit: least free room that is enough
             pack = open_packs[room].pop()
             if not open_packs[room]:
                 mask ^= 1 << room
@@ -120,13 +120,13 @@ def best_fit_decreasing(lengths: list[int], capacity: int) -> list[list[int]]:
             pack, room = [], capacity
             packs.append(pack)
         pack.append(i)
-        open_packs.setdefault(room - need, []).append(pack)
-        mask |= 1 << (room - need)
+        open_packs.setdefault(room - length, []).append(pack)
+        mask |= 1 << (room - length)
     return packs
 
 
 class PackedCollator:
-    """Packs or rows -> one row of all their tokens with document boundaries, no padding.
+    """Concatenate packs or rows into a single row with document boundaries, without padding.
 
     input_ids, labels, position_ids: (1, tokens); cu_seq_lens_q/k: int32 (documents + 1); max_length_q/k: the longest.
     """
@@ -135,9 +135,8 @@ class PackedCollator:
         lengths = [n for row in batch for n in row.get("lengths", [len(row["input_ids"])])]
         bounds = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
         labels = torch.tensor([[t for row in batch for t in row["labels"]]])
-        labels[0, bounds[:-1].long()] = (
-            conversations.IGNORE
-        )  # else the last token of the document before would predict it
+        # The last token of the previous document must not predict the first one of the next.
+        labels[0, bounds[:-1].long()] = conversations.IGNORE
         return {
             "input_ids": torch.tensor([[t for row in batch for t in row["input_ids"]]]),
             "labels": labels,
@@ -150,7 +149,7 @@ class PackedCollator:
 
 
 class TrainCollator:
-    """The training batches: without padding while `packed` holds, else padded."""
+    """Collate training batches: concatenated if `packed`, else padded."""
 
     def __init__(self, pad_token_id: int, packed: bool):
         self.packed, self.pad, self.pack = packed, Collator(pad_token_id), PackedCollator()

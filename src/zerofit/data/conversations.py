@@ -9,10 +9,10 @@ from typing import Any
 
 from zerofit.errors import UserError
 
-IGNORE = -100  # the label that transformers' loss skips
+IGNORE = -100  # label that transformers' loss ignores
 
 
-# format -> the columns that show it, most telling first
+# format -> the columns that identify it; the first match wins
 FORMATS = {
     "tokens": ("input_ids",),
     "messages": ("messages",),
@@ -25,7 +25,7 @@ FORMATS = {
 
 MASKS = ("completion_mask", "assistant_masks")  # columns that TRL writes beside input_ids
 
-# Columns that are used beside those of FORMATS; any other is listed as not used.
+# Optional columns of each format; any other is reported as unused.
 BESIDE = {
     "tokens": ("labels", *MASKS),
     "messages": ("system", "tools"),
@@ -36,18 +36,18 @@ BESIDE = {
     "text": (),
 }
 
-# Names that published data sets give to a question, an answer and a whole text, most telling first.
+# Names of published datasets for a question, an answer and a whole text, in order of preference.
 ASKED = ("instruction", "question", "prompt", "query", "problem", "input")
 
 ANSWERED = ("completion", "answer", "output", "response", "solution", "target")
 
 WHOLE_TEXT = ("content", "document", "body", "article")
 
-VERDICTS = ("true", "false", "0", "1")  # what KTO's `label` holds, in any spelling
+VERDICTS = ("true", "false", "0", "1")  # values of KTO's `label`, in any case
 
 MEDIA = ("images", "videos", "audios", "image", "video", "audio")
 
-# Names of the speakers, as published data sets write them -> the field's standard role.
+# Role names of published datasets -> the standard role.
 ROLES = {
     "system": "system",
     "developer": "system",
@@ -69,9 +69,9 @@ ROLES = {
 
 TRAIN_ON = ("assistant", "last_turn", "all", "prompt")
 
-TEMPLATE_SECONDS = 20  # for one conversation; one that takes longer does not end
+TEMPLATE_SECONDS = 20  # per conversation; a template that takes longer is taken to loop forever
 
-PRIVATE_USE = (*range(0xE000, 0xF900), *range(0xF0000, 0xFFFFE))  # code points that no character has
+PRIVATE_USE = (*range(0xE000, 0xF900), *range(0xF0000, 0xFFFFE))  # code points without a character
 
 CALL_AS_TEXT = "a function_call turn that is not JSON with a name and arguments is taken as plain text"
 
@@ -91,9 +91,9 @@ TEMPLATES = {
 
 WITH_TOOLS = ("qwen3", "qwen2.5", "llama3.1", "mistral")
 
-CONTROL_WORD = re.compile(r"<\|\w+\|>|<\w+_of_turn>|\[/?[A-Z_]+\]")  # as templates write them
+CONTROL_WORD = re.compile(r"<\|\w+\|>|<\w+_of_turn>|\[/?[A-Z_]+\]")  # in the spellings that templates use
 
-# Built-in -> the words by which a model's own template is known to write the same; the first that fits.
+# Built-in -> strings that identify an equivalent template of a model; the first match wins.
 KNOWN_BY = {
     "qwen3": ("<|im_start|>", "<think>", "<function-name>"),
     "qwen2.5": ("<|im_start|>", "<function-name>"),
@@ -108,18 +108,18 @@ KNOWN_BY = {
 
 @dataclass
 class Conversation:
-    """Chat turns as the template gets them. trained[i]: whether turn i may carry loss (`train` of the data)."""
+    """Chat turns for the template. trained[i]: turn i is an answer to train on (`train` of the data)."""
 
     turns: list[dict]
     trained: list[bool]
     tools: list | None = None
-    notes: tuple[str, ...] = ()  # what the user should know although the row is trained on
+    notes: tuple[str, ...] = ()  # warnings about a row that is used nevertheless
 
 
 def choose_template(name: str, tokenizer) -> str:
-    """The template of --chat_template: a built-in name or a file.
+    """Return the template of --chat_template, a built-in name or a file.
 
-    Raises: UserError for an unknown name, and for a built-in whose control words the tokenizer does not have.
+    Raises: UserError for an unknown name, or a built-in with control words that are no tokens of the tokenizer.
     """
     try:
         path = Path(name).expanduser()
@@ -129,20 +129,20 @@ def choose_template(name: str, tokenizer) -> str:
         raise UserError(f"--chat_template {name[:200]}: cannot be read as a file: {error}.") from None
     if name not in TEMPLATES:
         raise UserError(f"--chat_template {name}: no such file, and not one of {', '.join(TEMPLATES)}.")
-    words = set(CONTROL_WORD.findall(TEMPLATES[name])) - tokenizer.get_vocab().keys()
-    if words:
-        raise UserError(f"--chat_template {name}: {', '.join(sorted(words))} are no tokens of this tokenizer.")
+    unknown = set(CONTROL_WORD.findall(TEMPLATES[name])) - tokenizer.get_vocab().keys()
+    if unknown:
+        raise UserError(f"--chat_template {name}: {', '.join(sorted(unknown))} are no tokens of this tokenizer.")
     return TEMPLATES[name]
 
 
 def built_in_like(template: str) -> str:
-    """Return ", such as --chat_template NAME" for the built-in that writes as `template` does; "" where there is none."""
+    """Return ", such as --chat_template NAME" for the built-in equivalent of `template`; "" without one."""
     name = next((n for n, words in KNOWN_BY.items() if all(word in template for word in words)), None)
     return f", such as --chat_template {name}" if name and template != TEMPLATES[name] else ""
 
 
 def detect(place: str, row: dict[str, Any]) -> str:
-    """The format of a row, by its columns.
+    """Return the format of a row, detected by its columns.
 
     Raises: UserError naming the place and the columns found.
     """
@@ -161,27 +161,28 @@ def detect(place: str, row: dict[str, Any]) -> str:
 
 
 def guess_columns(row: dict[str, Any]) -> list[str]:
-    """Return what --columns could be for a row of no known format, as far as its names tell; [] when they do not."""
+    """Guess --columns for a row of unknown format by its column names; [] without a guess."""
     strings = {name for name, value in row.items() if isinstance(value, str)}
-    chat_column = next((n for n, v in row.items() if isinstance(v, list) and v and isinstance(v[0], dict)), None)
+    chat_column = next((name for name, v in row.items() if isinstance(v, list) and v and isinstance(v[0], dict)), None)
     if chat_column and {"role", "from"} & row[chat_column][0].keys():
         return [f"messages={chat_column}"]
-    ask = next((name for name in ASKED if name in strings), None)
-    say = next((name for name in ANSWERED if name in strings and name != ask), None)
-    if not (ask and say):
+    question = next((name for name in ASKED if name in strings), None)
+    answer = next((name for name in ANSWERED if name in strings and name != question), None)
+    if not (question and answer):
         text = next((name for name in WHOLE_TEXT if name in strings), None)
-        return [f"text={text}"] if text and not ask else []
+        return [f"text={text}"] if text and not question else []
     first, last = next(
-        (FORMATS[kind] for kind in ("question/answer", "alpaca") if ask == FORMATS[kind][0]), ("prompt", "completion")
+        (FORMATS[kind] for kind in ("question/answer", "alpaca") if question == FORMATS[kind][0]),
+        ("prompt", "completion"),
     )
-    guess = [f"{ours}={theirs}" for ours, theirs in ((first, ask), (last, say)) if ours != theirs]
+    guess = [f"{ours}={theirs}" for ours, theirs in ((first, question), (last, answer)) if ours != theirs]
     if first == "instruction" and "input" not in row and "context" in strings:
         guess.append("input=context")
     return guess + (["system=system_prompt"] if "system" not in row and "system_prompt" in strings else [])
 
 
 def _check_preference(place: str, row: dict[str, Any]) -> None:
-    """Raises: UserError for DPO's rows of a better and a worse answer."""
+    """Raise UserError for preference data (DPO): rows with a chosen and a rejected answer."""
     if row.get("chosen") is None or row.get("rejected") is None:
         return
     column = {str: "text", list: "messages"}.get(type(row["chosen"])) if "prompt" not in row else "completion"
@@ -193,15 +194,15 @@ def _check_preference(place: str, row: dict[str, Any]) -> None:
 
 
 def not_used(row: dict[str, Any], kind: str) -> list[str]:
-    """Return the columns of a row that hold something and that nothing is made of."""
+    """Return the columns of a row that are not empty and that its format ignores."""
     used = {*FORMATS[kind], *BESIDE[kind]}
     return [str(name) for name, value in row.items() if name not in used and value not in (None, "", [])]
 
 
 def _check_meaning(place: str, row: dict[str, Any], kind: str) -> None:
-    """Refuse a row whose other columns say that it is no text that a model should learn to write.
+    """Refuse a row that is not meant for supervised fine-tuning on text, judged by its other columns.
 
-    Raises: UserError naming the column.
+    Raises: UserError naming the column (DPO, media, KTO, message trees).
     """
     _check_preference(place, row)
     rename = "if it means something else, rename it (--columns other={0})"
@@ -223,14 +224,14 @@ def _check_meaning(place: str, row: dict[str, Any], kind: str) -> None:
 
 
 def parse(place: str, row: dict[str, Any], kind: str) -> Conversation | str | dict:
-    """A row as a conversation, as plain text, or as token lists ({"input_ids", "labels"}).
+    """Parse a row into a conversation, plain text or token lists ({"input_ids", "labels"}).
 
     Raises: UserError naming the place for a missing column, a wrong type, a wrong role or a wrong order of roles.
     """
     for column in FORMATS[kind]:
         if row.get(column) is None:
-            have = ", ".join(k for k, v in row.items() if v is not None) or "none"
-            raise UserError(f"{place}: column {column!r} is missing or null (format {kind}; columns here: {have}).")
+            present = ", ".join(k for k, v in row.items() if v is not None) or "none"
+            raise UserError(f"{place}: column {column!r} is missing or null (format {kind}; columns here: {present}).")
     _check_meaning(place, row, kind)
     if kind == "tokens":
         return _tokens(place, row)
@@ -243,10 +244,10 @@ def parse(place: str, row: dict[str, Any], kind: str) -> Conversation | str | di
         if not (isinstance(row[first], list) and isinstance(row[last], list)):
             raise UserError(f"{place}: columns {first!r} and {last!r} must both be strings or both message lists.")
         return _turns(place, [*row[first], *row[last]], row)
-    ask, answer = _string(place, first, row[first]), _string(place, last, row[last])
+    question, answer = _string(place, first, row[first]), _string(place, last, row[last])
     if kind == "alpaca" and row.get("input"):
-        ask = f"{ask}\n\n{_string(place, 'input', row['input'])}"
-    turns = [{"role": "user", "content": ask}, {"role": "assistant", "content": answer}]
+        question = f"{question}\n\n{_string(place, 'input', row['input'])}"
+    turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     return _turns(place, [*_history(place, row.get("history")), *turns], row)
 
 
@@ -261,7 +262,7 @@ def _string(place: str, column: str, value: Any) -> str:
 
 
 def _history(place: str, history: Any) -> list[dict]:
-    """LLaMA-Factory's `history`: a list of (instruction, response) pairs."""
+    """Return the turns of LLaMA-Factory's `history`, a list of (instruction, response) pairs."""
     turns = []
     for pair in history if isinstance(history, list) else [history] if history else []:
         if not isinstance(pair, list) or len(pair) != 2:
@@ -271,7 +272,7 @@ def _history(place: str, history: Any) -> list[dict]:
 
 
 def _tokens(place: str, row: dict) -> dict:
-    """Token lists; without `labels` all tokens are trained. TRL's masks (1: trained) each take more tokens out."""
+    """Check token lists; labels default to input_ids, and each mask of TRL (1: trained) removes some."""
     ids, labels = row["input_ids"], row.get("labels")
     labels = ids if labels is None else labels
     for name, values in (("input_ids", ids), ("labels", labels)):
@@ -294,7 +295,7 @@ def _tokens(place: str, row: dict) -> dict:
 
 
 def _turns(place: str, messages: Any, row: dict) -> Conversation:
-    """Turns of any spelling (role/content, from/value) in the field's standard one, their order checked."""
+    """Convert turns (role/content or from/value) to standard roles, and check their order."""
     if not isinstance(messages, list) or not messages:
         raise UserError(f"{place}: the conversation must be a list of turns that is not empty.")
     system = row.get("system")
@@ -323,15 +324,15 @@ def _is_text(part: Any) -> bool:
 
 
 def _function_calls(text: Any) -> list[dict] | None:
-    """Return the text of a ShareGPT `function_call` turn as tool calls; None where it is not such."""
+    """Parse the text of a ShareGPT `function_call` turn into tool calls; None if it holds none."""
     try:
-        found = json.loads(text)
+        parsed = json.loads(text)
     except (TypeError, ValueError, RecursionError):
         return None
-    calls = found if isinstance(found, list) else [found]
-    if not calls or not all(isinstance(c, dict) and {"name", "arguments"} <= c.keys() for c in calls):
+    calls = parsed if isinstance(parsed, list) else [parsed]
+    if not calls or not all(isinstance(call, dict) and {"name", "arguments"} <= call.keys() for call in calls):
         return None
-    return [{"type": "function", "function": {k: c[k] for k in ("name", "arguments")}} for c in calls]
+    return [{"type": "function", "function": {k: call[k] for k in ("name", "arguments")}} for call in calls]
 
 
 def _turn(place: str, i: int, message: Any) -> tuple[dict, bool]:
@@ -345,15 +346,17 @@ def _turn(place: str, i: int, message: Any) -> tuple[dict, bool]:
     calls = message.get("tool_calls")
     if role == "function_call" and not calls and (calls := _function_calls(content)):
         message, content = message | {"tool_calls": calls}, None
-    if isinstance(content, list):  # OpenAI's list of parts
-        other = [p.get("type") if isinstance(p, dict) else p for p in content if not _is_text(p)]
+    if isinstance(content, list):  # a list of parts, as in OpenAI's API
+        other = [part.get("type") if isinstance(part, dict) else part for part in content if not _is_text(part)]
         if other:
             raise UserError(
                 f"{place}: turn {i} has content other than text ({', '.join(map(repr, other[:3]))}); this recipe trains on "
                 "text only."
             )
-        # `value` is LLaMA-Factory's word for it
-        content = "".join(_string(place, f"content of turn {i}", p.get("text", p.get("value"))) for p in content)
+        # LLaMA-Factory's key is `value`
+        content = "".join(
+            _string(place, f"content of turn {i}", part.get("text", part.get("value"))) for part in content
+        )
     if content is None and calls:
         content = ""
     if content is None and message.get("function_call"):
@@ -374,30 +377,30 @@ def _turn(place: str, i: int, message: Any) -> tuple[dict, bool]:
 
 
 def _calls(place: str, i: int, calls: Any) -> list[dict]:
-    """Tool calls with their arguments as objects; OpenAI writes them as a JSON string, which templates encode again."""
+    """Return tool calls with arguments as objects: templates would encode OpenAI's JSON strings twice."""
     try:
         json.dumps(calls, ensure_ascii=False).encode()
-        out = []
+        parsed = []
         for call in calls:
             function = call.get("function", call)
             arguments = function.get("arguments")
             if isinstance(arguments, str):
                 function = function | {"arguments": json.loads(arguments)}
-            out.append(call | {"function": function} if "function" in call else function)
-        return out
+            parsed.append(call | {"function": function} if "function" in call else function)
+        return parsed
     except (AttributeError, TypeError, ValueError, RecursionError):
         raise UserError(f"{place}: turn {i}: 'tool_calls' is not a list of calls with JSON arguments.") from None
 
 
 def tool_names(calls_or_tools: Any) -> list[str]:
-    """The functions' names in a list of tool calls or of tools."""
+    """Return the function names in a list of tool calls or tools."""
     listed = [entry for entry in calls_or_tools or [] if isinstance(entry, dict)]
     functions = [entry.get("function", entry) for entry in listed]
     return [f["name"] for f in functions if isinstance(f, dict) and isinstance(f.get("name"), str)]
 
 
 def strings(value: Any) -> Iterator[str]:
-    """Every string in nested lists and dictionaries, keys included."""
+    """Yield every string in nested lists and dictionaries, keys included."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
@@ -409,7 +412,7 @@ def strings(value: Any) -> Iterator[str]:
 
 
 def map_strings(change, value: Any) -> Any:
-    """The same nested lists and dictionaries with `change` applied to every string in them."""
+    """Apply `change` to every string in nested lists and dictionaries, keys included."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):
@@ -419,14 +422,14 @@ def map_strings(change, value: Any) -> Any:
 
 def _check_order(place: str, turns: list[dict]) -> None:
     for i, (before, turn) in enumerate(zip([None, *turns], turns, strict=False), 1):
-        role, last = turn["role"], before["role"] if before else None
-        if role == "system" and last not in (None, "system"):
+        role, role_before = turn["role"], before["role"] if before else None
+        if role == "system" and role_before not in (None, "system"):
             raise UserError(f"{place}: turn {i} is a system turn behind others; it must come first.")
-        if role == "assistant" and last in (None, "system"):
+        if role == "assistant" and role_before in (None, "system"):
             raise UserError(f"{place}: turn {i} is an answer that nothing was asked for; a user turn must precede it.")
-        if role == "user" and last == "user":
+        if role == "user" and role_before == "user":
             raise UserError(f"{place}: turns {i - 1} and {i} are both the user's; join them or insert the answer.")
-        if role == "tool" and last not in ("assistant", "tool"):
+        if role == "tool" and role_before not in ("assistant", "tool"):
             raise UserError(f"{place}: turn {i} is a tool's result, but no assistant turn precedes it.")
     if turns[-1]["role"] not in ("assistant", "tool") or not any(t["role"] == "assistant" for t in turns):
         raise UserError(f"{place}: the conversation does not end in an assistant turn, so there is nothing to learn.")

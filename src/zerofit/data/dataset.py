@@ -28,7 +28,7 @@ CACHE_VERSION = 6  # raise it when the tokens of a row change
 
 
 def _fingerprint(sources: list[Source], settings, tokenizer, limit: int | None) -> str:
-    """A hash of everything that decides the tokens: data bytes, tokenizer, template, options, this code's version."""
+    """Hash everything that the tokens depend on: data, tokenizer, template, options, CACHE_VERSION."""
     digest = hashlib.sha256()
     for source in sources:
         if source.hub:
@@ -39,8 +39,8 @@ def _fingerprint(sources: list[Source], settings, tokenizer, limit: int | None) 
         try:
             files = [source.path] if source.path.is_file() else sorted(f for f in source.path.iterdir() if f.is_file())
             for file in files:
-                # Size and format first: rows that move from one file to the next, and the same bytes read as another
-                # format, give other tokens.
+                # Size and format first: moving rows between files, or reading the same bytes as another format, must
+                # change the hash.
                 form = [suffix(file), file.suffix.lower(), file.stat().st_size]
                 digest.update((json.dumps(form) + "\n").encode())
                 with file.open("rb") as opened:
@@ -59,9 +59,10 @@ def _fingerprint(sources: list[Source], settings, tokenizer, limit: int | None) 
 
 
 def cache_folder() -> Path:
-    """The folder of tokenised sets, made if need be: $ZEROFIT_CACHE or ~/.cache/zerofit, else a temporary one.
+    """Return the cache folder of tokenized datasets, created if it is missing.
 
-    Raises: UserError when $ZEROFIT_CACHE cannot be written to.
+    $ZEROFIT_CACHE or ~/.cache/zerofit, else a temporary folder.
+    Raises: UserError when $ZEROFIT_CACHE is not writable.
     """
     folder = cache_root() / "data"
     try:
@@ -73,16 +74,16 @@ def cache_folder() -> Path:
         reason = error.strerror
     if os.environ.get("ZEROFIT_CACHE"):
         raise UserError(f"ZEROFIT_CACHE={os.environ['ZEROFIT_CACHE']}: {reason}; name a folder that can be written.")
-    aside = private_folder()
-    if aside is None:
-        aside = Path(tempfile.mkdtemp(prefix="zerofit-"))
-        os.environ["ZEROFIT_CACHE"] = str(aside)  # for the ranks, which this process starts
+    fallback = private_folder()
+    if fallback is None:
+        fallback = Path(tempfile.mkdtemp(prefix="zerofit-"))
+        os.environ["ZEROFIT_CACHE"] = str(fallback)  # inherited by the ranks
         print(
-            f"note: {tempfile.gettempdir()}/zerofit-{os.getuid()} is not this user's alone; tokenised rows are in {aside}",
+            f"note: {tempfile.gettempdir()}/zerofit-{os.getuid()} is not this user's alone; tokenised rows are in {fallback}",
             flush=True,
         )
-    (aside / "data").mkdir(exist_ok=True)
-    return aside / "data"
+    (fallback / "data").mkdir(exist_ok=True)
+    return fallback / "data"
 
 
 def _checksum(file: Path) -> str:
@@ -96,18 +97,19 @@ def _checksum(file: Path) -> str:
 
 
 def prepare(sources: list[Source], settings, encoder: encoding.Encoder, limit: int | None) -> TokenizedDataset:
+    # Tokenize the sources, at most `limit` rows, or map the cached table; safe on several ranks at once.
     from datasets import Dataset
     from filelock import FileLock
 
     fingerprint = _fingerprint(sources, settings, encoder.tokenizer, limit)
     folder = cache_folder()
     table, facts = folder / f"{fingerprint}.arrow", folder / f"{fingerprint}.json"
-    # Without the lock: all ranks check at the same time.
+    # Checked without the lock, so that all ranks do it at the same time.
     before, statistics = _stamp(facts), _verified(table, facts, settings)
     if statistics is None:
-        # The first process prepares, the others wait here, outside any collective.
+        # One process tokenizes; the others wait on the lock, not in a collective, which could time out.
         with FileLock(str(table) + ".lock"):
-            if _stamp(facts) != before:  # another process has just prepared it, and checked what it wrote
+            if _stamp(facts) != before:  # just written by another process: no need to verify its checksum
                 statistics = _read_facts(facts, settings)
             statistics = statistics or _build(table, facts, sources, settings, encoder, limit)
     statistics["source"] = ", ".join(map(str, sources))  # the cache may be of a copy in another folder
@@ -118,26 +120,26 @@ def prepare(sources: list[Source], settings, encoder: encoding.Encoder, limit: i
 
 
 def _build(table: Path, facts: Path, sources: list[Source], settings, encoder: encoding.Encoder, limit) -> dict:
-    """Write the table and, last, what is known about it: a half-written table is never taken for a whole one."""
+    """Write the table, then its statistics with a checksum: an incomplete table is never used."""
     statistics = _write(table, sources, settings, encoder, limit)
     statistics["checksum"] = _checksum(table)
-    aside = facts.with_suffix(".facts")
-    aside.write_text(json.dumps(statistics))
-    os.replace(aside, facts)
+    tmp_path = facts.with_suffix(".facts")
+    tmp_path.write_text(json.dumps(statistics))
+    os.replace(tmp_path, facts)
     return statistics
 
 
 def _stamp(file: Path) -> tuple | None:
-    """What changes when the file is replaced."""
+    """Return inode, time and size of the file, which change when it is replaced; None without it."""
     try:
-        found = file.stat()
+        stat = file.stat()
     except FileNotFoundError:
         return None
-    return found.st_ino, found.st_mtime_ns, found.st_size
+    return stat.st_ino, stat.st_mtime_ns, stat.st_size
 
 
 def _verified(table: Path, facts: Path, settings) -> dict | None:
-    """What is known about a cached table that is whole; None when it is missing or damaged."""
+    """Return the statistics of a cached table whose checksum is right; None if it is missing or damaged."""
     statistics = _read_facts(facts, settings)
     try:
         return statistics if statistics and _checksum(table) == statistics["checksum"] else None
@@ -146,9 +148,9 @@ def _verified(table: Path, facts: Path, settings) -> dict | None:
 
 
 def _read_facts(facts: Path, settings) -> dict | None:
-    """What is known about a cached table; None when the file is missing or damaged.
+    """Return the statistics of a cached table; None when the file is missing or damaged.
 
-    Also None for one with rows left out, unless --bad_rows drop: reading the data again tells the first of them.
+    Also None if rows were dropped and --bad_rows is error: reading the data again raises the error of the first one.
     """
     try:
         statistics = json.loads(facts.read_text())
@@ -160,20 +162,20 @@ def _read_facts(facts: Path, settings) -> dict | None:
 
 
 def repeated(tokens: TokenizedDataset) -> TokenizedDataset:
-    """The set with each row as often as its source's weight says; with weights like 0.5 each epoch has other rows."""
+    """Repeat rows by the weight of their source; with fractional weights the rows differ between epochs."""
     if tokens.weights is None:
         return tokens
     chosen = rows_of_epoch(tokens.weights, 0)
-    times = Counter(chosen)
+    repeats = Counter(chosen)
     statistics = tokens.statistics | {
         "rows_an_epoch": len(chosen),
-        "repeated_by_weight": len(chosen) - len(times),
-        "left_out_by_weight": len(tokens) - len(times),
+        "repeated_by_weight": len(chosen) - len(repeats),
+        "left_out_by_weight": len(tokens) - len(repeats),
     }
-    found = TokenizedDataset(tokens.dataset.select(chosen), statistics, tokens.fingerprint)
+    first_epoch = TokenizedDataset(tokens.dataset.select(chosen), statistics, tokens.fingerprint)
     if any(weight % 1 for weight in tokens.weights):
-        found.weights, found.whole = tokens.weights, tokens.dataset
-    return found
+        first_epoch.weights, first_epoch.whole = tokens.weights, tokens.dataset
+    return first_epoch
 
 
 def _chunks(read: Iterator, limit: int | None) -> Iterator[list]:
@@ -182,11 +184,11 @@ def _chunks(read: Iterator, limit: int | None) -> Iterator[list]:
         yield chunk
 
 
-_work: tuple = ()  # (encoder, settings): what the forked workers inherit, so that no tokenizer is pickled per chunk
+_work: tuple = ()  # (encoder, settings), inherited by forked workers: else every chunk would pickle a tokenizer
 
 
 def _encode(chunk: list, kind: str) -> tuple[Counter, object]:
-    """Rows as they were read -> (what was counted, the kept ones as an Arrow batch or None)."""
+    """Encode rows; return (counts, Arrow batch of the kept rows or None)."""
     import pyarrow as pa
 
     (encoder, settings), count = _work, Counter()
@@ -199,9 +201,9 @@ def _encode(chunk: list, kind: str) -> tuple[Counter, object]:
 
 
 def _encoded(chunks: Iterator[list], kind: str, pool, workers: int) -> Iterator[tuple[Counter, object]]:
-    """Each chunk encoded, in order; with several workers at most two chunks a worker are in memory.
+    """Yield each chunk encoded, in order; at most two chunks per worker are in memory.
 
-    Raises: UserError from a row, or when a worker was killed (most likely for its memory).
+    Raises: UserError from a row, or when a worker was killed (most likely by the OOM killer).
     """
     if pool is None:
         yield from (_encode(chunk, kind) for chunk in chunks)
@@ -222,10 +224,10 @@ def _encoded(chunks: Iterator[list], kind: str, pool, workers: int) -> Iterator[
 
 @contextlib.contextmanager
 def _pool(encoder: encoding.Encoder, settings, workers: int):
-    """A pool of forked processes that know the encoder, or None for one worker."""
+    """Context with a pool of forked processes that share the encoder; None for one worker."""
     global _work
     _work = encoder, settings
-    gc.freeze()  # the collector need not visit, and in each worker thereby copy, all that the libraries hold
+    gc.freeze()  # keeps the garbage collector of each worker from touching, and so copying, the parent's pages
     pool = None
     if workers > 1:
         pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork"))
@@ -245,45 +247,45 @@ def _workers(sources: list[Source], settings) -> int:
 
 
 def _write(table: Path, sources: list[Source], settings, encoder: encoding.Encoder, limit: int | None) -> dict:
-    """Tokenise all rows into an Arrow stream file, a thousand at a time, and count."""
+    """Tokenize all rows into an Arrow stream file, CHUNK rows at a time; return their statistics."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
     schema = pa.schema({"input_ids": pa.list_(pa.int32()), "labels": pa.list_(pa.int32())})
     count: Counter = Counter()
-    started = last_word = time.monotonic()
-    aside = table.with_suffix(".tmp")
+    started = last_printed = time.monotonic()
+    tmp_path = table.with_suffix(".tmp")
     workers, per_source, longest = _workers(sources, settings), [], 0
     with (
-        pa.OSFile(str(aside), "wb") as file,
+        pa.OSFile(str(tmp_path), "wb") as file,
         pa.ipc.new_stream(file, schema) as writer,
         _pool(encoder, settings, workers) as pool,
     ):
         for source in sources:
-            before, left = count["kept"], None if limit is None else limit - count["rows"]
-            kind, found = reading.kind_of(reading.read(source, settings), settings)
-            for counted, batch in _encoded(_chunks(found, left), kind, pool, workers):
+            before, to_read = count["kept"], None if limit is None else limit - count["rows"]
+            kind, result = reading.kind_of(reading.read(source, settings), settings)
+            for counted, batch in _encoded(_chunks(result, to_read), kind, pool, workers):
                 count.update(counted)
                 if batch is not None:
                     writer.write_batch(batch)
                     longest = max(longest, pc.max(pc.list_value_length(batch["input_ids"])).as_py())
-                if time.monotonic() - last_word > 5:
-                    last_word = time.monotonic()
+                if time.monotonic() - last_printed > 5:
+                    last_printed = time.monotonic()
                     print(f"tokenising: {count['rows']:,} rows, {count['tokens']:,} tokens", flush=True)
             per_source.append((count["kept"] - before, source.weight))
-    found = reading.summarize_counts(sources, count, settings)
-    os.replace(aside, table)
-    return found | {"longest": longest, "sources": per_source, "seconds": round(time.monotonic() - started, 3)}
+    result = reading.summarize_counts(sources, count, settings)
+    os.replace(tmp_path, table)
+    return result | {"longest": longest, "sources": per_source, "seconds": round(time.monotonic() - started, 3)}
 
 
 def split(tokens: TokenizedDataset, settings) -> tuple[TokenizedDataset, TokenizedDataset]:
-    """Hold out a share of the rows, the same ones for the same seed."""
-    held = round(len(tokens) * settings.eval_fraction)
-    if held < 1 or held == len(tokens):
+    """Split off --eval_fraction of the rows for evaluation, the same ones for the same --seed."""
+    eval_rows = round(len(tokens) * settings.eval_fraction)
+    if eval_rows < 1 or eval_rows == len(tokens):
         raise UserError(f"--eval_fraction {settings.eval_fraction} of {len(tokens)} rows leaves one side empty.")
     order = torch.randperm(len(tokens), generator=torch.Generator().manual_seed(settings.seed)).tolist()
     parts = []
-    for chosen in (sorted(order[held:]), sorted(order[:held])):
+    for chosen in (sorted(order[eval_rows:]), sorted(order[:eval_rows])):
         part = tokens.dataset.select(chosen)
         count = {"kept": len(part), "tokens": sum(map(len, part["input_ids"]))}
         count["supervised_tokens"] = sum(t != conversations.IGNORE for row in part["labels"] for t in row[1:])
@@ -293,36 +295,36 @@ def split(tokens: TokenizedDataset, settings) -> tuple[TokenizedDataset, Tokeniz
 
 
 def describe(name: str, tokens: TokenizedDataset) -> str:
-    """One line about a set, with every loss of rows counted."""
-    s = tokens.statistics
-    rows_of = f"a stream; of the first {s['rows']:,} rows" if tokens.stream is not None else f"{len(tokens):,} rows"
-    text = f"{name}: {rows_of} ({s['format']}) from {s['source']}"
-    if s["truncated"]:
-        text += f", {s['truncated']:,} cut at max_length"
-    if s.get("dropped_too_long"):
-        text += f", {s['dropped_too_long']:,} dropped (longer than max_length)"
-    if s["dropped_bad"]:
-        text += f", {s['dropped_bad']:,} dropped (cannot be used)"
-    if s["dropped_no_answer_left"]:
-        text += f", {s['dropped_no_answer_left']:,} dropped (no answer left after the cut)"
-    return text + f"; {s['supervised_tokens']:,} of {s['tokens']:,} tokens are trained on"
+    """Return one line about a dataset that counts its truncated and dropped rows."""
+    stats = tokens.statistics
+    rows_of = f"a stream; of the first {stats['rows']:,} rows" if tokens.stream is not None else f"{len(tokens):,} rows"
+    text = f"{name}: {rows_of} ({stats['format']}) from {stats['source']}"
+    if stats["truncated"]:
+        text += f", {stats['truncated']:,} cut at max_length"
+    if stats.get("dropped_too_long"):
+        text += f", {stats['dropped_too_long']:,} dropped (longer than max_length)"
+    if stats["dropped_bad"]:
+        text += f", {stats['dropped_bad']:,} dropped (cannot be used)"
+    if stats["dropped_no_answer_left"]:
+        text += f", {stats['dropped_no_answer_left']:,} dropped (no answer left after the cut)"
+    return text + f"; {stats['supervised_tokens']:,} of {stats['tokens']:,} tokens are trained on"
 
 
 def notes(sets: dict[str, TokenizedDataset]) -> list[str]:
-    """Return a line for each thing about the rows of {"training": ..., "evaluation": ...} that the user should know."""
+    """Return warnings about {"training": set, "evaluation": set}: unused columns, notes, bad rows."""
     lines = []
     for name, tokens in sets.items():
         columns = list(tokens.statistics["columns_not_used"])
         if columns:
-            more = f" and {len(columns) - reading.MOST_COLUMNS} more" if len(columns) > reading.MOST_COLUMNS else ""
-            lines.append(f"{name}: columns not used: {', '.join(columns[: reading.MOST_COLUMNS])}{more}")
+            and_more = f" and {len(columns) - reading.MOST_COLUMNS} more" if len(columns) > reading.MOST_COLUMNS else ""
+            lines.append(f"{name}: columns not used: {', '.join(columns[: reading.MOST_COLUMNS])}{and_more}")
         lines += [f"{name}: {note}" for note in tokens.statistics["notes"]]
         bad = list(tokens.statistics["bad_rows"].items())
-        for reason, found in bad[: reading.MOST_REASONS]:
-            places = ", ".join(found["first"])
-            rows_of = f"{found['rows']:,} row{'s' * (found['rows'] > 1)}"
+        for reason, entry in bad[: reading.MOST_REASONS]:
+            places = ", ".join(entry["first"])
+            rows_of = f"{entry['rows']:,} row{'s' * (entry['rows'] > 1)}"
             lines.append(f"{name}: {rows_of} cannot be used: {reason.rstrip('.')} (first: {places})")
         if len(bad) > reading.MOST_REASONS:
-            rest = sum(found["rows"] for _, found in bad[reading.MOST_REASONS :])
-            lines.append(f"{name}: {rest:,} rows cannot be used for {len(bad) - reading.MOST_REASONS} more reasons")
+            rows = sum(entry["rows"] for _, entry in bad[reading.MOST_REASONS :])
+            lines.append(f"{name}: {rows:,} rows cannot be used for {len(bad) - reading.MOST_REASONS} more reasons")
     return lines

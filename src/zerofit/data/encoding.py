@@ -1,4 +1,4 @@
-"""Encode a conversation as token ids, with labels on the parts that are trained."""
+"""Encode conversations as token ids, with labels on the parts that are trained."""
 
 import contextlib
 import itertools
@@ -14,28 +14,28 @@ from zerofit.errors import UserError
 
 
 class Encoder:
-    """Rows of one tokenizer and template -> (input_ids, labels), in batches.
+    """Encode batches of rows as (input_ids, labels) with one tokenizer and chat template.
 
-    Where the answers are comes from the template's {% generation %} marks if it has them, else from prefixes: an answer
-    starts where the prompt for it ends and ends where the text up to and including its turn ends. Control words inside
-    a turn's own text stay text: they are encoded letter by letter, never as the token that they name.
+    Answers are located by the template's {% generation %} marks if it has them, else by prefixes: an answer starts
+    where the prompt rendered before it ends, and ends where the text rendered up to its turn ends. Control words in a
+    turn's own text are encoded as plain text, never as special tokens.
     """
 
     def __init__(self, tokenizer, train_on: str = "assistant"):
         self.tokenizer, self.train_on = tokenizer, train_on
-        self.notes: Counter = Counter()  # sentence about a row that is trained on all the same -> rows
+        self.notes: Counter = Counter()  # warning -> number of rows
         self.marked = re.search(r"\{%-?\s*generation\s*-?%\}", tokenizer.chat_template) is not None
         words = {t.content for t in tokenizer.added_tokens_decoder.values() if t.special}
         words |= {w for w in tokenizer.all_special_tokens if w}
-        # Added without the mark, e.g. by --new_tokens: still no text may open or end a turn.
+        # Control words added as ordinary tokens, e.g. by --new_tokens: text must not open or end a turn with them.
         words |= set(conversations.CONTROL_WORD.findall(tokenizer.chat_template)) & tokenizer.get_added_vocab().keys()
         self.special_ids = {i for i, t in tokenizer.added_tokens_decoder.items() if t.special} | set(
             tokenizer.all_special_ids
         )
-        # longest first; the end token is always one of them (load_tokenizer insists on it)
+        # longest first; never empty, as load_tokenizer requires an end token
         self.control = re.compile("|".join(map(re.escape, sorted(words, key=len, reverse=True))))
 
-        # An end of turn need not be marked special, as long as it is one token and the template writes it.
+        # An end-of-turn token need not be special: any added token in the template counts.
         ends = {t.content for t in tokenizer.added_tokens_decoder.values() if t.content in tokenizer.chat_template}
         ends = {w for w in words | ends if w.strip()}
         self.ends = re.compile("|".join(map(re.escape, sorted(ends, key=len, reverse=True))))
@@ -45,22 +45,22 @@ class Encoder:
         rows: list[tuple[str, conversations.Conversation | str | dict]],
         refuse: Callable[[str, UserError], None] | None = None,
     ) -> list[tuple[list[int], list[int]] | None]:
-        """[(place, parsed row)] -> [(input_ids, labels)], in order; labels are IGNORE where there is no loss.
+        """Encode [(place, parsed row)] as [(input_ids, labels)], in order; untrained labels are IGNORE.
 
-        Args: refuse: called with the place and the error of a row that cannot be used, in whose place None is returned.
-        Raises: UserError for such a row, without `refuse`.
+        Args: refuse: called with place and error of an unusable row, for which None is returned.
+        Raises: UserError for an unusable row, without `refuse`.
         """
-        out: list[Any] = [None] * len(rows)
+        encoded: list[Any] = [None] * len(rows)
         texts, spans, slots = [], [], []
         for i, (place, content) in enumerate(rows):
             try:
                 if isinstance(content, conversations.Conversation) and not self._has_control_words(content):
-                    text, found = self._render(place, content)
+                    text, row_spans = self._render(place, content)
                     texts.append(text)
-                    spans.append(found)
+                    spans.append(row_spans)
                     slots.append(i)
                 else:
-                    out[i] = self._ids(place, content)
+                    encoded[i] = self._ids(place, content)
                 self.notes.update(getattr(content, "notes", ()))
             except (UserError, RecursionError) as error:
                 if isinstance(error, RecursionError):
@@ -70,16 +70,16 @@ class Encoder:
                 refuse(place, error)
         if texts:
             backend = self.tokenizer.backend_tokenizer
-            backend.encode_special_tokens = False  # split_special_tokens calls elsewhere leave it on
-            backend.no_truncation()  # tokenizer.json may carry both
+            backend.encode_special_tokens = False  # calls with split_special_tokens leave it on
+            backend.no_truncation()  # tokenizer.json may set both
             backend.no_padding()
             encodings = backend.encode_batch(texts, add_special_tokens=False)
-            for i, encoding, text, found in zip(slots, encodings, texts, spans, strict=True):
-                out[i] = _labelled(encoding, len(text), found, self.special_ids)
-        return out
+            for i, encoding, text, row_spans in zip(slots, encodings, texts, spans, strict=True):
+                encoded[i] = _labelled(encoding, len(text), row_spans, self.special_ids)
+        return encoded
 
     def _ids(self, place: str, content: conversations.Conversation | str | dict) -> tuple[list[int], list[int]]:
-        """Return (input_ids, labels) of token lists, of plain text, or of a conversation that holds control words."""
+        """Encode token lists, plain text, or a conversation whose text holds control words."""
         if isinstance(content, dict):
             self._check_ids(
                 place, [*content["input_ids"], *(t for t in content["labels"] if t != conversations.IGNORE)]
@@ -94,7 +94,7 @@ class Encoder:
             )
 
     def _plain(self, text: str) -> tuple[list[int], list[int]]:
-        ids = self.tokenizer(text, split_special_tokens=True, verbose=False)["input_ids"]  # longer ones are cut later
+        ids = self.tokenizer(text, split_special_tokens=True, verbose=False)["input_ids"]  # truncated later
         if not ids or ids[-1] != self.tokenizer.eos_token_id:
             ids = [*ids, self.tokenizer.eos_token_id]
         return ids, list(ids)
@@ -116,29 +116,29 @@ class Encoder:
             )
 
     def _render(self, place: str, conversation: conversations.Conversation) -> tuple[str, list[tuple[int, int]]]:
-        """The conversation as text, and the character spans that carry loss."""
-        whole, marks = self._whole(place, conversation)
+        """Render the conversation; return its text and the character spans to train on."""
+        text, marks = self._whole(place, conversation)
         if self.train_on == "all":
-            self._check_tools(place, whole, conversation, {})
-            return whole, [(0, len(whole))]
-        answers = self._marked_answers(whole, marks, conversation) or self._prefixes(place, whole, conversation)
-        self._check_nothing_lost(place, whole, conversation, answers)
+            self._check_tools(place, text, conversation, {})
+            return text, [(0, len(text))]
+        answers = self._marked_answers(text, marks, conversation) or self._prefixes(place, text, conversation)
+        self._check_nothing_lost(place, text, conversation, answers)
         for i, _, end in answers:
-            if not self._ends_with_control_word(whole[:end]):
+            if not self._ends_with_control_word(text[:end]):
                 raise UserError(
                     f"{place}: turn {i + 1}: the chat template puts no end token behind the answer, so the model would "
                     "never learn to stop; name another with --chat_template."
                 )
         if self.train_on == "prompt":
-            bounds = [0, *(b for _, start, end in answers for b in (start, end)), len(whole)]
-            return whole, [(a, b) for a, b in zip(bounds[::2], bounds[1::2], strict=True) if a < b]
+            bounds = [0, *(b for _, start, end in answers for b in (start, end)), len(text)]
+            return text, [(a, b) for a, b in zip(bounds[::2], bounds[1::2], strict=True) if a < b]
         chosen = answers[-1:] if self.train_on == "last_turn" else [a for a in answers if conversation.trained[a[0]]]
-        return whole, [(start, end) for _, start, end in chosen]
+        return text, [(start, end) for _, start, end in chosen]
 
     def _check_nothing_lost(
         self, place: str, whole: str, conversation: conversations.Conversation, answers: list
     ) -> None:
-        """Raises: UserError naming the turn whose text the template leaves out or changes."""
+        """Raise UserError for a turn whose text the template leaves out or changes; note lost reasoning."""
         spans = {i: whole[start:end] for i, start, end in answers}
         for i, turn in enumerate(conversation.turns):
             if turn["role"] != "tool" and turn["content"].strip() not in spans.get(i, whole):
@@ -147,22 +147,22 @@ class Encoder:
                     "turn, so something else than the data would be trained; name another with --chat_template."
                 )
         self._check_tools(place, whole, conversation, spans)
-        asked = max((i for i, turn in enumerate(conversation.turns) if turn["role"] == "user"), default=-1)
+        last_question = max((i for i, turn in enumerate(conversation.turns) if turn["role"] == "user"), default=-1)
         lost = [
             i for i, turn in enumerate(conversation.turns)
             if turn.get("reasoning_content", "").strip() not in spans.get(i, whole)
         ]  # fmt: skip
         # Templates such as Qwen3's drop the reasoning of earlier answers on purpose.
-        self.notes[conversations.REASONING_LOST] += any(i > asked for i in lost)
-        kept = conversations.built_in_like(self.tokenizer.chat_template).endswith(" qwen3")
-        self.notes[conversations.EARLIER_REASONING_LOST] += kept and any(i < asked for i in lost)
+        self.notes[conversations.REASONING_LOST] += any(i > last_question for i in lost)
+        qwen3_keeps_it = conversations.built_in_like(self.tokenizer.chat_template).endswith(" qwen3")
+        self.notes[conversations.EARLIER_REASONING_LOST] += qwen3_keeps_it and any(i < last_question for i in lost)
 
     def _check_tools(
         self, place: str, whole: str, conversation: conversations.Conversation, spans: dict[int, str]
     ) -> None:
-        """Raises: UserError naming the tool call or the tools of which the template writes nothing.
+        """Raise UserError for a tool call or tool that the template leaves out.
 
-        Args: spans: turn -> its supervised text; a turn that is not in it is looked for in all of the text.
+        Args: spans: turn -> text of the answer; other turns are searched in the whole text.
         """
         mend = (
             "use a template with tools, such as that of a model made for tool calls "
@@ -189,7 +189,7 @@ class Encoder:
         return any(m.end() == len(tail) for m in self.ends.finditer(tail))
 
     def _whole(self, place: str, conversation: conversations.Conversation) -> tuple[str, list[tuple[int, int]]]:
-        """The conversation as text and the spans inside the template's {% generation %} marks."""
+        """Render the conversation; return its text and the spans of its {% generation %} marks, if any."""
         if not self.marked:
             return self._text(place, conversation), []
         from transformers.utils.chat_template_utils import render_jinja_template
@@ -204,21 +204,21 @@ class Encoder:
     def _marked_answers(
         self, whole: str, marks: list, conversation: conversations.Conversation
     ) -> list[tuple[int, int, int]]:
-        """[(turn, start, end)] from the marks; empty where they do not fit the assistant turns one to one."""
+        """Return [(turn, start, end)] of the answers; [] unless there is one mark per assistant turn."""
         turns = [i for i, t in enumerate(conversation.turns) if t["role"] == "assistant"]
         if len(marks) != len(turns):
             return []
         answers = []
         for i, (start, end) in zip(turns, marks, strict=True):
             if not self._ends_with_control_word(whole[:end]) and (match := self.ends.match(whole, end)):
-                end = match.end()  # marks around the text alone: the end token belongs to the answer
+                end = match.end()  # the marks exclude the end token, which must be trained too
             answers.append((i, start, end))
         return answers
 
     def _prefixes(self, place: str, whole: str, conversation: conversations.Conversation) -> list[tuple[int, int, int]]:
-        """[(turn, start, end)] of the answers, from what the template writes before and after each.
+        """Return [(turn, start, end)] of the answers by rendering the turns before and up to each of them.
 
-        Raises: UserError naming the turn when the template changes earlier text as turns are added.
+        Raises: UserError for a turn whose earlier text the template changes as turns are added.
         """
         answers, turns = [], conversation.turns
         for i, turn in enumerate(turns):
@@ -240,28 +240,32 @@ class Encoder:
         return answers
 
     def _end_by_tail(self, whole: str, start: int, after: str) -> int | None:
-        """Where the answer that begins at `start` ends: behind the end token of `after`, the text up to its turn.
+        """Return the end of the answer at `start`: its end token is that of `after`, the text up to its turn.
 
-        All of the answer must also be the end of `after`: only what the template writes before it may be another.
+        None unless `after` ends with the same answer: the template may change only what precedes it.
         """
-        word = next((m[0] for m in self.ends.finditer(after) if m.end() == len(after)), None)
-        found = whole.find(word, start) if word else -1
-        return found + len(word) if found >= 0 and after.endswith(whole[start : found + len(word)]) else None
+        end_token = next((m[0] for m in self.ends.finditer(after) if m.end() == len(after)), None)
+        position = whole.find(end_token, start) if end_token else -1
+        return (
+            position + len(end_token)
+            if position >= 0 and after.endswith(whole[start : position + len(end_token)])
+            else None
+        )
 
     def _end_by_content(self, whole: str, start: int, content: str) -> int | None:
-        """Where the answer that begins at `start` ends: its own text, found once more, and the end token behind it."""
-        found = whole.find(content.strip(), start)
-        if found < 0 or not content.strip() or self.control.search(whole, start, found):
+        """Return the end of the answer at `start`: behind its `content` and the end token, or None."""
+        content_start = whole.find(content.strip(), start)
+        if content_start < 0 or not content.strip() or self.control.search(whole, start, content_start):
             return None
-        match = re.compile(rf"\s*(?:{self.ends.pattern})").match(whole, found + len(content.strip()))
+        match = re.compile(rf"\s*(?:{self.ends.pattern})").match(whole, content_start + len(content.strip()))
         return match.end() if match else None
 
     def _pieces(self, place: str, conversation: conversations.Conversation) -> tuple[list[int], list[int]]:
-        """A conversation whose own text holds control words: they are swapped for stand-ins while the template runs."""
+        """Encode a conversation with control words in its text, hidden by placeholders during rendering."""
         words: list[str] = []
-        taken = {c for text in conversations.strings([conversation.turns, conversation.tools]) for c in text}
-        taken |= set(self.tokenizer.chat_template)
-        mark = next(chr(c) for c in conversations.PRIVATE_USE if chr(c) not in taken)
+        used = {c for text in conversations.strings([conversation.turns, conversation.tools]) for c in text}
+        used |= set(self.tokenizer.chat_template)
+        mark = next(chr(c) for c in conversations.PRIVATE_USE if chr(c) not in used)
 
         def stand_in(match) -> str:
             words.append(match[0])
@@ -284,7 +288,7 @@ class Encoder:
                 if not part:
                     continue
                 is_word = part.startswith(mark)
-                # A control word cut in two is encoded as the letters that it is made of.
+                # A control word split in two is encoded as plain text.
                 word = words[int(part[1:-1])] if is_word else part
                 halves = (word[:1], word[1:]) if is_word else (word,)
                 tokens = [t for half in halves for t in self._tokens(half)]
@@ -295,16 +299,16 @@ class Encoder:
 
 @contextlib.contextmanager
 def _template_errors(place: str) -> Iterator[None]:
-    """Run a chat template, for TEMPLATE_SECONDS at most.
+    """Context for running a chat template, with a limit of TEMPLATE_SECONDS in the main thread.
 
-    Raises: UserError naming the place for what goes wrong in it.
+    Raises: UserError naming the place for any error of the template.
     """
     from jinja2 import TemplateError
 
     def stop(*_):
         raise TimeoutError(f"it was not done after {conversations.TEMPLATE_SECONDS} seconds")
 
-    timed = threading.current_thread() is threading.main_thread()  # signals reach no other thread
+    timed = threading.current_thread() is threading.main_thread()  # Python runs signal handlers only there
     before = signal.signal(signal.SIGALRM, stop) if timed else None
     try:
         if timed:
@@ -323,7 +327,7 @@ def _template_errors(place: str) -> Iterator[None]:
 def _labelled(
     encoding, length: int, spans: list[tuple[int, int]], special_ids: set[int]
 ) -> tuple[list[int], list[int]]:
-    """(ids, labels) of one encoded text; a token carries loss when it holds a character of a span."""
+    """Return (ids, labels) of one encoded text; every token with a character in a span is trained."""
     ids = encoding.ids
     labels = [conversations.IGNORE] * len(ids)
     for start, end in spans:
@@ -331,20 +335,20 @@ def _labelled(
         if first is None:
             continue
         if ids[first] in special_ids and encoding.token_to_chars(first)[0] < start:
-            first += 1  # a control token that swallowed the white space behind it
+            first += 1  # a special token before the span that includes the following white space
         last = first
         for position in range(end - 1, start - 1, -1):
             if (index := encoding.char_to_token(position)) is not None:
                 last = index + 1
                 break
         while last < len(ids) and last and encoding.token_to_chars(last) == encoding.token_to_chars(last - 1):
-            last += 1  # one character in several tokens
+            last += 1  # one character may be several tokens
         labels[first:last] = ids[first:last]
     return ids, labels
 
 
 def _token_at(encoding, position: int, stop: int, length: int) -> int | None:
-    """Index of the token that holds the character at `position`, or the next one before `stop` that is in a token."""
+    """Return the index of the token at `position`, or at the next character in a token before `stop`."""
     while position < min(stop, length):
         index = encoding.char_to_token(position)
         if index is not None:

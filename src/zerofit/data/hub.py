@@ -1,4 +1,4 @@
-"""Check whether the Hugging Face Hub is reachable before a library retries for a minute."""
+"""Check that the Hugging Face Hub is reachable, before a library retries for a minute."""
 
 import os
 import socket
@@ -9,9 +9,9 @@ from zerofit.errors import UserError
 
 
 def model_folder(name: str) -> Path | None:
-    """Return the folder that --model names; None: it is a hub id.
+    """Return the folder that --model names; None for a Hub id.
 
-    Raises: UserError for a path that is no model folder.
+    Raises: UserError for a local path without a model in it.
     """
     path = Path(name).expanduser()
     if path.is_dir():
@@ -27,10 +27,10 @@ def model_folder(name: str) -> Path | None:
 
 
 def check_reachable(asker: str, seconds: float = 3.0) -> None:
-    """Nothing when the hub answers, when a proxy is set, or in offline mode (the local cache is used then).
+    """Raise if the Hub is unreachable; not checked behind a proxy or in offline mode (local cache).
 
-    Args: asker: the flag and value that need the hub, for the message.
-    Raises: UserError when the hub cannot be reached.
+    Args: asker: flag and value that need the Hub, for the message; seconds: timeout.
+    Raises: UserError when the Hub cannot be reached.
     """
     if not _is_offline() and (why := _why_unreachable(seconds)):
         raise UserError(
@@ -40,9 +40,9 @@ def check_reachable(asker: str, seconds: float = 3.0) -> None:
 
 
 def check_push(settings, seconds: float = 3.0) -> None:
-    """Refuse --push_to_hub where nothing could be pushed, before anything is loaded.
+    """Raise if --push_to_hub cannot work; called before anything is loaded.
 
-    Raises: UserError in offline mode, when the hub cannot be reached, or without a token.
+    Raises: UserError in offline mode, without a token, or when the Hub cannot be reached.
     """
     from huggingface_hub import get_token
 
@@ -63,7 +63,7 @@ def _is_offline() -> bool:
 
 
 def _why_unreachable(seconds: float) -> str:
-    """Return why the hub does not answer; "" when it does, or behind a proxy, which is not asked."""
+    """Return why the Hub cannot be reached; "" if it can, or behind a proxy (not checked)."""
     if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
         return ""
     address = urlparse(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))

@@ -11,15 +11,15 @@ from zerofit.data import conversations, encoding
 from zerofit.data.sources import Source, json_object, read_rows
 from zerofit.errors import UserError
 
-KEPT_REASONS = 100  # in run.json and data.json
+KEPT_REASONS = 100  # reasons kept in run.json and data.json
 
-MOST_REASONS = 10  # why rows cannot be used, a line each
+MOST_REASONS = 10  # reasons printed, one line each
 
-MOST_COLUMNS = 20  # that are not used, in one line
+MOST_COLUMNS = 20  # unused columns printed, in one line
 
-LOOKED_AT = 100  # rows in which --bad_rows drop looks for the format
+LOOKED_AT = 100  # rows searched for the format under --bad_rows drop
 
-FIRST_PLACES = 3  # of the rows that cannot be used for one reason
+FIRST_PLACES = 3  # places kept for each reason
 
 COUNTS = (
     "rows",
@@ -34,35 +34,35 @@ COUNTS = (
 
 
 def tokenised(raw: Iterable[tuple], settings, encoder: encoding.Encoder, count: Counter) -> list[tuple | None]:
-    """Return (input_ids, labels) of each (place, row as `rows.read` gives it, format), None for one that is dropped.
+    """Tokenize (place, row of sources.read_rows, format) into (input_ids, labels), None if dropped.
 
-    Without a format ("") it is found row by row.
+    An empty format ("") is detected row by row.
     Raises: UserError for a row that cannot be used, unless --bad_rows drop.
     """
-    names, out, content, slots = _names(settings), [], [], []
+    names, tokenized, parsed, slots = _names(settings), [], [], []
     for place, row, kind in raw:
-        out.append(None)
+        tokenized.append(None)
         count["rows"] += 1
         try:
             columns = _renamed(place, row, names)
             kind = kind or conversations.detect(place, columns)
-            content.append((place, conversations.parse(place, columns, kind)))
+            parsed.append((place, conversations.parse(place, columns, kind)))
         except UserError as error:
             _refuse(place, error, settings, count)
         else:
-            slots.append(len(out) - 1)
+            slots.append(len(tokenized) - 1)
             count[f"format {kind}"] += 1
             count.update(f"not used {name}" for name in conversations.not_used(columns, kind))
-    encoded = encoder.encode(content, lambda place, error: _refuse(place, error, settings, count))
+    encoded = encoder.encode(parsed, lambda place, error: _refuse(place, error, settings, count))
     for i, pair in zip(slots, encoded, strict=True):
-        out[i] = None if pair is None else truncate(*pair, settings, count)
+        tokenized[i] = None if pair is None else truncate(*pair, settings, count)
     count.update({f"note {sentence}": rows_of for sentence, rows_of in encoder.notes.items() if rows_of})
     encoder.notes.clear()
-    return out
+    return tokenized
 
 
 def _refuse(place: str, error: UserError, settings, count: Counter) -> None:
-    """Count a row that cannot be used, by its reason without numbers.
+    """Count an unusable row by its reason, with every number in it replaced by N.
 
     Raises: the error itself under --bad_rows error.
     """
@@ -77,23 +77,23 @@ def _refuse(place: str, error: UserError, settings, count: Counter) -> None:
 
 
 def read(source: Source, settings) -> Iterator[tuple]:
-    """Yield the rows of one source as `rows.read` gives them; with --bad_rows drop a file that cannot be read on is a bad row.
+    """Yield sources.read_rows; with --bad_rows drop the error that ends a file becomes a bad row.
 
-    Raises: UserError for such a file under --bad_rows error, and for a hub set.
+    Raises: UserError for such a file under --bad_rows error, and for a Hub dataset.
     """
     try:
         yield from read_rows(source, lines=True)
     except UserError as error:
         if settings.bad_rows == "error" or source.hub:
             raise
-        place = f"{source}{str(error).removeprefix(str(source)).partition(': ')[0]}"  # with the line, where it is named
+        place = f"{source}{str(error).removeprefix(str(source)).partition(': ')[0]}"  # with the line, if named
         yield place, error
 
 
 def kind_of(found: Iterator, settings) -> tuple[str, Iterator]:
-    """(--data_format or the format of the first row, all rows); with --bad_rows drop of the first row that has one.
+    """Return (format, all rows): --data_format, or the format of the first row that has one.
 
-    It is "" when none of the rows looked at has one.
+    The format is "" when none of the first LOOKED_AT rows has one, under --bad_rows drop.
     Raises: UserError when the first row has no known format, under --bad_rows error.
     """
     if settings.data_format != "auto":
@@ -112,12 +112,12 @@ def kind_of(found: Iterator, settings) -> tuple[str, Iterator]:
 
 
 def _names(settings) -> dict[str, str]:
-    """--columns: the data's name -> ours."""
+    """Return --columns as {name in the data: our name}."""
     return {theirs: ours for ours, theirs in (c.split("=", 1) for c in settings.columns or [])}
 
 
 def _renamed(place: str, row: dict | str | UserError, names: dict[str, str]) -> dict:
-    """The row with --columns applied; a JSON line is parsed first.
+    """Apply --columns to a row; parse it first if it is a JSON line.
 
     Raises: UserError for a row that cannot be read.
     """
@@ -131,13 +131,14 @@ def _renamed(place: str, row: dict | str | UserError, names: dict[str, str]) -> 
 
 
 def repeats(weight: float, number: int, epoch: int) -> int:
-    """Return how often row `number` of a stream (from 0) counts in an epoch: `weight` times on average, over the rows of an
-    epoch and over the epochs of a row."""
+    """Return how often row `number` (from 0) of a stream is used in an epoch.
+
+    On average `weight` times, both over the rows of an epoch and over the epochs of a row."""
     return math.floor((number + epoch + 1) * weight) - math.floor((number + epoch) * weight)
 
 
 def summarize_counts(sources: list[Source], count: Counter, settings) -> dict:
-    """What was read, for the report: names, formats and COUNTS.
+    """Return the statistics of a dataset: source names, formats, COUNTS, bad rows, unused columns, notes.
 
     Raises: UserError when no row is left to train on.
     """
@@ -146,9 +147,9 @@ def summarize_counts(sources: list[Source], count: Counter, settings) -> dict:
         raise UserError(f"{names}: holds no rows.")
     bad = _bad_rows(count)
     if count["dropped_bad"] == count["rows"]:
-        found = next(iter(bad.values()))
+        first = next(iter(bad.values()))
         raise UserError(
-            f"{found['first'][0]}: {found['exact'].rstrip('.')}; like it, none of the {count['rows']} rows can be used."
+            f"{first['first'][0]}: {first['exact'].rstrip('.')}; like it, none of the {count['rows']} rows can be used."
         )
     if not count["kept"]:
         raise UserError(
@@ -164,9 +165,9 @@ def summarize_counts(sources: list[Source], count: Counter, settings) -> dict:
 
 
 def _bad_rows(count: Counter) -> dict[str, dict]:
-    """{reason: {"rows": how many, "first": their first places, "exact": the first one's words}}, the frequent first."""
+    """Return {reason: {"rows": count, "first": places, "exact": first message}}, most frequent first."""
     reasons = sorted(_counted(count, "bad row ").items(), key=lambda pair: -pair[1])[:KEPT_REASONS]
-    bad = {reason: {"rows": n, "first": [], "exact": ""} for reason, n in reasons}
+    bad = {reason: {"rows": rows_of, "first": [], "exact": ""} for reason, rows_of in reasons}
     for entry in _counted(count, "bad place "):
         reason, place, exact = json.loads(entry)
         if reason in bad:
@@ -176,12 +177,12 @@ def _bad_rows(count: Counter) -> dict[str, dict]:
 
 
 def _counted(count: Counter, start: str) -> dict[str, int]:
-    """The entries of `count` whose names start so, without the start."""
+    """Return the entries of `count` with the prefix `start`, which is removed."""
     return {name.removeprefix(start): n for name, n in count.items() if name.startswith(start)}
 
 
 def truncate(ids: list[int], labels: list[int], settings, count: Counter) -> tuple[list[int], list[int]] | None:
-    """The row cut by --truncation, or None when it is dropped; counted either way.
+    """Truncate a row to --max_length by --truncation; return None when it is dropped. Updates `count`.
 
     Raises: UserError for a long row under --truncation error.
     """
@@ -193,8 +194,9 @@ def truncate(ids: list[int], labels: list[int], settings, count: Counter) -> tup
             count["dropped_too_long"] += 1
             return None
         count["truncated"] += 1
-        keep = slice(-longest, None) if settings.truncation == "truncate_left" else slice(longest)
-        ids, labels = ids[keep], labels[keep]
+        kept = slice(-longest, None) if settings.truncation == "truncate_left" else slice(longest)
+        ids, labels = ids[kept], labels[kept]
+    # Labels are shifted by one, so the first is never predicted.
     supervised = len(labels) - 1 - labels.count(conversations.IGNORE) + (labels[0] == conversations.IGNORE)
     if supervised <= 0:
         count["dropped_no_answer_left"] += 1

@@ -16,7 +16,7 @@ from zerofit.errors import UserError
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 
-TEXT = ".txt"  # a row a line; only where it is named, as folders hold licenses and notes too
+TEXT = ".txt"  # one row per line; only if named explicitly, as folders hold licenses and notes too
 
 COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 
@@ -29,17 +29,17 @@ csv.field_size_limit(64 << 20)
 LONGEST_LINE = 64 << 20  # characters; a longer line is a broken file, and parsing it would take gigabytes
 
 
-Row = tuple[str, dict | UserError]  # (place, columns, or why they cannot be read though the rows behind them can)
+Row = tuple[str, dict | UserError]  # (place, columns or the error of this row alone)
 
 
 @dataclass(frozen=True)
 class Source:
-    """One file, saved Arrow folder or hub split, and how often each of its rows counts in an epoch."""
+    """A file, saved Arrow folder or Hub split, and how often each of its rows is used in an epoch."""
 
     path: Path | None
     hub: tuple[str, str | None, str] | None = None  # (id, configuration, split)
     weight: float = 1.0
-    streaming: bool = False  # a hub set: read over the network, not downloaded first
+    streaming: bool = False  # a Hub dataset is read over the network, not downloaded first
 
     def __str__(self) -> str:
         return str(self.path) if self.path else "/".join(filter(None, self.hub))
@@ -48,23 +48,24 @@ class Source:
 def find_files(
     data: list[str], config: str | None, split: str, streaming: bool = False
 ) -> tuple[list[Source], list[Source]]:
-    """(training sources, evaluation sources) of every entry of --data: file, folder, glob or hub id, `:weight` behind.
+    """Return (training, evaluation) sources for the entries of --data.
 
-    In a folder, files whose name starts with eval, validation or test are the evaluation split.
+    An entry is a file, folder, glob or Hub id with an optional `:weight`. In a folder, files named like
+    EVAL_NAMES (eval.jsonl, test-1.csv) are the evaluation split.
     Raises: UserError for a path that looks local and does not exist, or holds no data file.
     """
     train, held_out = [], []
     for entry in data:
-        name, weight, found = find_local(entry, split)
-        if found is None:
-            found = _hub_sources(name, config, split, streaming)
-        for side, sources in zip((train, held_out), found, strict=True):
+        name, weight, pair = find_local(entry, split)
+        if pair is None:
+            pair = _hub_sources(name, config, split, streaming)
+        for side, sources in zip((train, held_out), pair, strict=True):
             side += [replace(s, weight=weight) for s in sources]
     return train, held_out
 
 
 def find_local(entry: str, split: str) -> tuple[str, float, tuple[list[Source], list[Source]] | None]:
-    """Return name, weight and sources (training, evaluation) of an entry of --data; no sources: it is a hub id.
+    """Return name, weight and (training, evaluation) sources of an entry of --data; a Hub id has None.
 
     Raises: UserError for a path that looks local and does not exist, or holds no data file.
     """
@@ -86,9 +87,9 @@ def _weight(entry: str) -> tuple[str, float]:
 
 
 def suffix(path: Path) -> str:
-    """The ending that tells the format, without .gz or .zst."""
-    ends = [s.lower() for s in path.suffixes]
-    return ends[-2] if len(ends) > 1 and ends[-1] in COMPRESSED else (ends[-1] if ends else "")
+    """Return the suffix that names the format, ignoring .gz and .zst."""
+    suffixes = [s.lower() for s in path.suffixes]
+    return suffixes[-2] if len(suffixes) > 1 and suffixes[-1] in COMPRESSED else (suffixes[-1] if suffixes else "")
 
 
 def _local(name: str, split: str) -> tuple[list[Source], list[Source]] | None:
@@ -97,20 +98,20 @@ def _local(name: str, split: str) -> tuple[list[Source], list[Source]] | None:
     path = Path(name).expanduser()
     if path.is_file():
         if suffix(path) not in (*SUFFIXES, TEXT):
-            known = ", ".join((*SUFFIXES, TEXT, *COMPRESSED))
-            raise UserError(f"--data {name}: {path.suffix or 'no'} ending; it must be one of {known}.")
+            supported = ", ".join((*SUFFIXES, TEXT, *COMPRESSED))
+            raise UserError(f"--data {name}: {path.suffix or 'no'} ending; it must be one of {supported}.")
         return [Source(path)], []
     if path.is_dir():
         if (path / "state.json").exists() or (path / "dataset_dict.json").exists():
             return _saved_folder(path, split)
         return _split_by_name(name, sorted(_files_below(path)))
     if any(c in name for c in "*?["):
-        found = [Path(f) for f in sorted(glob.glob(str(path), recursive=True))]  # noqa: PTH207 (it may be absolute)
-        folder = next((f for f in found if f.is_dir()), None)
+        matches = [Path(f) for f in sorted(glob.glob(str(path), recursive=True))]  # noqa: PTH207 (it may be absolute)
+        folder = next((f for f in matches if f.is_dir()), None)
         if folder and "**" not in name:
             raise UserError(f"--data {name}: {folder} is a folder; name it by itself, or only files, e.g. *.jsonl.")
-        wanted = (*SUFFIXES, TEXT) if suffix(path) == TEXT else SUFFIXES
-        return _split_by_name(name, [f for f in found if _is_data(f, wanted)])
+        endings = (*SUFFIXES, TEXT) if suffix(path) == TEXT else SUFFIXES
+        return _split_by_name(name, [f for f in matches if _is_data(f, endings)])
     looks_local = path.is_absolute() or name.startswith((".", "~")) or suffix(path) in (*SUFFIXES, TEXT)
     if looks_local or name.count("/") > 1:
         raise UserError(f"--data {name}: no such file or folder.")
@@ -118,9 +119,9 @@ def _local(name: str, split: str) -> tuple[list[Source], list[Source]] | None:
 
 
 def _files_below(folder: Path) -> Iterator[Path]:
-    """Data files in a folder and those below it.
+    """Yield the data files in a folder and its subfolders.
 
-    Raises: OSError for a folder that cannot be listed, which Path.rglob would pass over.
+    Raises: OSError for a folder that cannot be listed, which Path.rglob would skip.
     """
 
     def stop(error: OSError):
@@ -146,7 +147,7 @@ def _split_by_name(name: str, files: list[Path]) -> tuple[list[Source], list[Sou
 
 
 def _saved_folder(path: Path, split: str) -> tuple[list[Source], list[Source]]:
-    """A folder written by datasets' save_to_disk: one set, or one per split."""
+    """Return the sources of a folder written by datasets' save_to_disk: one dataset, or one per split."""
     if (path / "state.json").exists():
         return [Source(path)], []
     try:
@@ -159,7 +160,7 @@ def _saved_folder(path: Path, split: str) -> tuple[list[Source], list[Source]]:
     if missing:
         raise UserError(f"{path}: dataset_dict.json names the split {missing!r}, but there is no such folder in it.")
     held_out = [s for s in EVAL_NAMES if s in splits and s != split][:1]
-    if split not in splits and (split != "train" or not held_out):  # one with eval splits only is good for --eval_data
+    if split not in splits and (split != "train" or not held_out):  # eval splits alone are enough for --eval_data
         raise UserError(f"--data {path}: has no split {split!r}, only {', '.join(splits)}; name one with --data_split.")
     return [Source(path / s) for s in splits if s == split], [Source(path / s) for s in held_out]
 
@@ -179,7 +180,7 @@ def _load_hub(name: str, config: str | None, streaming: bool = False):
     check_reachable(f"--data {name}")
     try:
         return datasets.load_dataset(name, config, streaming=streaming)
-    except Exception as error:  # the hub client raises a dozen unrelated types, all of them about this name
+    except Exception as error:  # the Hub client raises a dozen unrelated types
         raise UserError(
             f"--data {name}: neither a file or folder here nor a hub data set that could be loaded: "
             f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
@@ -187,7 +188,7 @@ def _load_hub(name: str, config: str | None, streaming: bool = False):
 
 
 def size(source: Source) -> int:
-    """Bytes on disk; 0 for a hub set."""
+    """Return the bytes on disk; 0 for a Hub dataset."""
     if source.path is None:
         return 0
     files = [source.path] if source.path.is_file() else source.path.iterdir()
@@ -195,9 +196,9 @@ def size(source: Source) -> int:
 
 
 def read_rows(source: Source, lines: bool = False) -> Iterator[Row]:
-    """The rows of one source.
+    """Yield the rows of one source.
 
-    Args: lines: JSON lines stay text, (place, line), for `json_object` to parse in another process.
+    Args: lines: leave JSON lines as text, (place, line), for `json_object` to parse in another process.
     Raises: UserError with file:line for a row that cannot be read.
     """
     if source.hub:
@@ -226,7 +227,7 @@ def read_rows(source: Source, lines: bool = False) -> Iterator[Row]:
 
 
 def _open(path: Path) -> io.TextIOWrapper:
-    """The file as text without a byte order mark, decompressed where its ending says so."""
+    """Open a file as UTF-8 text without byte order mark, decompressed according to its suffix."""
     compression = COMPRESSED.get(path.suffix.lower())
     if compression:
         import pyarrow as pa
@@ -240,7 +241,7 @@ def _no_constant(text: str):
 
 
 def _read_json(path: Path, file, lines: bool) -> Iterator[Row]:
-    """JSON lines, or one array of objects; told apart by the first character that is not white space."""
+    """Yield rows of JSON lines or of one array, which starts with `[`."""
     number, line = 0, "\n"
     while line and not line.strip():
         line, number = _line(path, file, number)
@@ -260,7 +261,7 @@ def _read_json(path: Path, file, lines: bool) -> Iterator[Row]:
 
 
 def _is_one_object(path: Path, first: str) -> bool:
-    """Whether a file whose first line is no JSON holds one object."""
+    """Return whether the first line alone is invalid JSON but the whole file is one object."""
     try:
         json.loads(first)
         return False
@@ -281,9 +282,9 @@ def _line(path: Path, file, number: int) -> tuple[str, int]:
 
 
 def json_object(place: str, text: str) -> dict:
-    """The row that one JSON line holds.
+    """Parse one JSON line into a row.
 
-    Raises: UserError naming the place.
+    Raises: UserError with file:line for invalid JSON or a value that is no object.
     """
     try:
         row = json.loads(text, parse_constant=_no_constant)
@@ -297,7 +298,7 @@ def json_object(place: str, text: str) -> dict:
 
 
 def _read_text(path: Path, file) -> Iterator[Row]:
-    """A row for each line that is not empty."""
+    """Yield a row for each line that is not blank."""
     line, number = _line(path, file, 0)
     while line:
         if line.strip():
@@ -322,9 +323,11 @@ def _read_array(path: Path, text: str) -> Iterator[Row]:
 def _read_csv(path: Path, file, kind: str) -> Iterator[Row]:
     reader = csv.DictReader(file, delimiter="\t" if kind == ".tsv" else ",", strict=True)
     try:
-        twice = [name for name, n in Counter(reader.fieldnames or []).items() if n > 1]
-        if twice:
-            raise UserError(f"{path}:{reader.line_num}: has several columns named {twice[0]!r}; rename all but one.")
+        duplicates = [name for name, count in Counter(reader.fieldnames or []).items() if count > 1]
+        if duplicates:
+            raise UserError(
+                f"{path}:{reader.line_num}: has several columns named {duplicates[0]!r}; rename all but one."
+            )
         for row in reader:
             if None in row or None in row.values():
                 row = UserError(
@@ -343,8 +346,8 @@ def _read_parquet(path: Path) -> Iterator[Row]:
     try:
         file = pq.ParquetFile(path)
         number = 0
-        for part in file.iter_batches(batch_size=1024):
-            for row in part.to_pylist():
+        for batch in file.iter_batches(batch_size=1024):
+            for row in batch.to_pylist():
                 number += 1
                 yield f"{path}: row {number}", row
     except (pa.ArrowException, OSError) as error:
@@ -356,8 +359,8 @@ def _read_arrow(path: Path) -> Iterator[Row]:
     import pyarrow as pa
 
     try:
-        found = datasets.load_from_disk(str(path)) if path.is_dir() else datasets.Dataset.from_file(str(path))
+        dataset = datasets.load_from_disk(str(path)) if path.is_dir() else datasets.Dataset.from_file(str(path))
     except (pa.ArrowException, OSError, ValueError) as error:
         raise UserError(f"{path}: not a readable Arrow set: {str(error).splitlines()[0]}") from None
-    for number, row in enumerate(found, 1):
+    for number, row in enumerate(dataset, 1):
         yield f"{path}: row {number}", row

@@ -1,7 +1,7 @@
 """--streaming: read, shuffle and tokenize rows while training, for data larger than the disk.
 
-Every rank reads the same lines in the same order and parses and tokenises only its own (all of them with --packing), so
-the samples of an optimizer step do not depend on ranks or micro batch, and a resumed run goes on at the next sample.
+Every rank reads the same lines in the same order, and parses and tokenizes only its own (all of them with --packing).
+So the samples of an optimizer step do not depend on ranks or micro batch, and a resumed run continues at the next one.
 """
 
 import hashlib
@@ -19,13 +19,13 @@ from zerofit.data.tokens import CHUNK, TokenizedDataset
 from zerofit.errors import UserError
 from zerofit.settings import order_seed
 
-PREVIEW = 500  # rows tokenised before the start: statistics, limits, the proof on real documents, sample answers
+PREVIEW = 500  # rows tokenized before the start: for statistics, limits, the packing check, sample answers
 
 
 def choose(settings) -> None:
-    """What streaming needs from the other arguments.
+    """Set the arguments that streaming depends on.
 
-    Raises: UserError for arguments that need to know all rows.
+    Raises: UserError for arguments that need all rows at once.
     """
     if not settings.streaming:
         return
@@ -42,45 +42,45 @@ def choose(settings) -> None:
     if settings.dataloader_num_workers > 1:
         raise UserError("--streaming --dataloader_num_workers: 1 at most; every worker would read all rows.")
     if not settings.use_cpu and settings.source["dataloader_num_workers"] == "transformers default":
-        settings.values["dataloader_num_workers"] = 1  # tokenising beside the GPU, not before it
+        settings.values["dataloader_num_workers"] = 1  # tokenizes while the GPU computes
         settings.source["dataloader_num_workers"] = "decided"
-    # Each rank takes its own rows from the stream (rank 0 would hand out tensors in a collective otherwise), and the
-    # stream itself goes to the right sample.
+    # Each rank takes its own rows from the stream; accelerate would otherwise broadcast batches of rank 0. On resume
+    # Stream.resume skips samples, so the Trainer must not.
     settings.values["accelerator_config"] = {**(settings.accelerator_config or {}), "dispatch_batches": False}
     settings.values["ignore_data_skip"] = True
-    for what in ("save", "eval"):  # a stream has no epochs that end
-        if settings.values[f"{what}_strategy"] == "epoch":
-            settings.values[f"{what}_strategy"] = "steps"
-            settings.values[f"{what}_steps"] = settings.save_steps
-            settings.source |= {f"{what}_strategy": "decided", f"{what}_steps": "decided"}
-            settings.decisions.append(f"{what}_strategy steps: a stream has no epochs; every {settings.save_steps}")
+    for action in ("save", "eval"):  # a stream never ends an epoch
+        if settings.values[f"{action}_strategy"] == "epoch":
+            settings.values[f"{action}_strategy"] = "steps"
+            settings.values[f"{action}_steps"] = settings.save_steps
+            settings.source |= {f"{action}_strategy": "decided", f"{action}_steps": "decided"}
+            settings.decisions.append(f"{action}_strategy steps: a stream has no epochs; every {settings.save_steps}")
 
 
 def load(sources: list[data_sources.Source], settings, encoder: encoding.Encoder) -> TokenizedDataset:
-    """A training set whose rows are still to be read; its `dataset` holds the first PREVIEW rows.
+    """Return a streamed training set; its `dataset` holds the first PREVIEW rows.
 
-    Raises: UserError when none of them can be trained on.
+    Raises: UserError when none of these can be trained on.
     """
     from datasets import Dataset
 
     effective = settings.effective_batch_size
     stream = Stream(sources, settings, encoder, order_seed(settings), effective)
-    first = list(itertools.islice(stream.rows(), min(PREVIEW, settings.max_samples or PREVIEW)))
+    preview = list(itertools.islice(stream.rows(), min(PREVIEW, settings.max_samples or PREVIEW)))
     count: Counter = Counter()
-    kept = [row for row in stream.encoded(first, count) if row is not None]
-    facts = reading.summarize_counts(sources, count, settings) | {
+    kept = [row for row in stream.encoded(preview, count) if row is not None]
+    statistics = reading.summarize_counts(sources, count, settings) | {
         "streaming": True,
         "longest": max(len(ids) for ids, _ in kept),
     }
     table = Dataset.from_dict({"input_ids": [ids for ids, _ in kept], "labels": [labels for _, labels in kept]})
-    return TokenizedDataset(table, facts, _fingerprint(sources), stream=stream)
+    return TokenizedDataset(table, statistics, _fingerprint(sources), stream=stream)
 
 
 class Stream(torch.utils.data.IterableDataset):
-    """An endless run over all rows, epoch after epoch, the same on every rank.
+    """Iterate over all rows, epoch after epoch without end, in the same order on every rank.
 
-    Yields (place, row or line of JSON, format), or packs {"input_ids", "labels", "lengths"} with --packing. `skip`
-    samples are passed over first (set before iterating).
+    Yields (place, row or line of JSON, format), or packs {"input_ids", "labels", "lengths"} with --packing. The first
+    `skip` samples are skipped (set it before iterating).
     """
 
     def __init__(self, sources, settings, encoder, seed: int | None, effective: int):
@@ -88,20 +88,20 @@ class Stream(torch.utils.data.IterableDataset):
         self.effective, self.skip = effective, 0
 
     def resume(self, step: int) -> None:
-        """Go on after `step` optimizer steps."""
+        """Skip the samples of the first `step` optimizer steps."""
         self.skip = step * self.effective
 
     def __iter__(self) -> Iterator:
         return itertools.islice(self._samples(), self.skip, None)
 
     def rows(self, epoch: int = 0) -> Iterator[tuple[str, object, str]]:
-        """One epoch in order: the sources side by side, in proportion to their size; rows as often as their weight."""
+        """Yield an unshuffled epoch: sources interleaved by size, rows repeated by weight."""
         return itertools.islice(self._merged(epoch), self.settings.max_samples)
 
     def _merged(self, epoch: int) -> Iterator[tuple[str, object, str]]:
         iterators = [self._weighted(source, epoch) for source in self.sources]
         step = [1 / (size * s.weight) for size, s in zip(_sizes(self.sources), self.sources, strict=True)]
-        queue = [(0.0, i) for i in range(len(iterators))]  # (how far the source is read, its number)
+        queue = [(0.0, i) for i in range(len(iterators))]  # (rows read by size x weight, index of the source)
         while queue:
             progress, i = heapq.heappop(queue)
             row = next(iterators[i], None)
@@ -115,14 +115,14 @@ class Stream(torch.utils.data.IterableDataset):
             yield from itertools.repeat((*row, kind), reading.repeats(source.weight, number, epoch))
 
     def encoded(self, raw: list, count: Counter) -> list[tuple[list[int], list[int]] | None]:
-        """(input_ids, labels) of each row, None where nothing is left to learn; counted."""
+        """Return (input_ids, labels) of each row, None for a dropped one; counts both in `count`."""
         return reading.tokenised(raw, self.settings, self.encoder, count)
 
     def _samples(self) -> Iterator:
         for epoch in itertools.count():
             generator = None if self.seed is None else torch.Generator().manual_seed(self.seed + epoch)
-            left, empty = self.rows(epoch), True
-            while window := list(itertools.islice(left, self.settings.shuffle_buffer_size)):
+            rows, empty = self.rows(epoch), True
+            while window := list(itertools.islice(rows, self.settings.shuffle_buffer_size)):
                 empty = False
                 samples = self._packs(window) if self.settings.packing else window
                 order = range(len(samples)) if generator is None else torch.randperm(len(samples), generator=generator)
@@ -132,10 +132,10 @@ class Stream(torch.utils.data.IterableDataset):
 
     def _packs(self, window: list) -> list[dict]:
         kept = []
-        for at in range(0, len(window), CHUNK):
+        for start in range(0, len(window), CHUNK):
             kept += [
                 {"input_ids": row[0], "labels": row[1]}
-                for row in self.encoded(window[at : at + CHUNK], Counter())
+                for row in self.encoded(window[start : start + CHUNK], Counter())
                 if row is not None
             ]
         packs = best_fit_decreasing([len(row["input_ids"]) for row in kept], self.settings.max_length)
@@ -143,10 +143,10 @@ class Stream(torch.utils.data.IterableDataset):
 
 
 class TokenizingCollator:
-    """The collator of a stream: its rank's rows -> tokens -> what `collate` makes of them.
+    """Tokenize the rows of this rank, then collate them with `collate`.
 
-    A row of which nothing is left to learn keeps its place and trains on nothing, so that the order on the other
-    ranks does not depend on it; the 1st, 10th, 100th ... is said.
+    A dropped row is replaced by a filler without labels, so that the order on other ranks does not depend on it; the
+    1st, 10th, 100th ... of them is reported.
     """
 
     def __init__(self, stream: Stream, collate):
@@ -156,26 +156,26 @@ class TokenizingCollator:
     def __call__(self, batch: list) -> dict:
         if self.stream.settings.packing:
             return self.collate(batch)
-        out = []
+        tokenized = []
         for (place, _, _), row in zip(batch, self.stream.encoded(batch, Counter()), strict=True):
-            out.append(self.filler if row is None else {"input_ids": row[0], "labels": row[1]})
+            tokenized.append(self.filler if row is None else {"input_ids": row[0], "labels": row[1]})
             if row is None:
                 self.dropped += 1
-                if str(self.dropped).strip("0") == "1":
+                if str(self.dropped).strip("0") == "1":  # a power of ten
                     print(
                         f"note: {place}: no answer left in --max_length, or cannot be used; such rows: {self.dropped}",
                         flush=True,
                     )
-        return self.collate(out)
+        return self.collate(tokenized)
 
 
 def _fingerprint(sources: list[data_sources.Source]) -> str:
-    """A hash of names, sizes and weights: reading all bytes is what a stream avoids."""
+    """Hash names, sizes and weights of the sources; hashing their bytes would read them all."""
     return hashlib.sha256(repr([(str(s), data_sources.size(s), s.weight) for s in sources]).encode()).hexdigest()[:24]
 
 
 def _sizes(sources: list[data_sources.Source]) -> list[int]:
-    """Bytes of each source; of a hub set, whose size is not known here, the mean of the others."""
+    """Return the bytes of each source; for a Hub dataset, whose size is unknown, the mean of the others."""
     known = [data_sources.size(source) for source in sources]
     mean = sum(known) // max(1, sum(map(bool, known)))
     return [size or mean or 1 for size in known]

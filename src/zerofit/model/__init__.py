@@ -1,1 +1,1 @@
-"""Weights, and what is attached to them: adapters, attention kernels, losses."""
+"""Load the model; add adapters, attention kernels, gradient checkpointing and the fused loss."""

@@ -1,4 +1,4 @@
-"""Add the adapter that recipes/lora.py trains: PEFT's tuners, LoRA variants, new tokens."""
+"""Add the adapter that recipes/lora.py trains: tuners of PEFT, LoRA variants, new tokens."""
 
 import contextlib
 import functools
@@ -13,27 +13,27 @@ import yaml
 from zerofit.errors import UserError
 from zerofit.settings import decide
 
-# peft's tuners that were trained, saved and loaded again at every stage named in tests/model/test_adapters.py; the names
-# are its PeftType in lower case. prompt_tuning and prefix_tuning lengthen the input, the others change modules.
+# Names are peft's PeftType in lower case; tests/model/test_adapters.py trains, saves and reloads each tuner at the stages
+# named there. prompt_tuning and prefix_tuning lengthen the input, the others change modules.
 PROMPTS = ("prompt_tuning", "prefix_tuning")
 
-# Their target modules come from peft's table of architectures (or are no linear layers at all).
+# Target modules come from peft's table of architectures (or are no linear layers).
 OWN_TARGETS = ("ia3", "ln_tuning", "adaption_prompt", *PROMPTS)
 
-# Adapters that stage 3 breaks, and how.
+# Adapters that fail at stage 3 -> the reason.
 NO_ZERO3 = {
     **dict.fromkeys(PROMPTS, "peft saves the prompt by running its encoder on one rank, which would wait forever"),
     "ln_tuning": "peft copies norms that stage 3 has already shared out",
     **dict.fromkeys(("loha", "delora"), "peft sizes it by weights that stage 3 has emptied"),
 }
 
-# init_lora_weights that subtract their start from the base weights: final/ is converted to a plain LoRA of twice the
-# rank, or it would be wrong on the original base.
+# init_lora_weights that subtract the initial adapter from the base weights: final/ is converted to a plain LoRA of
+# twice the rank, as the adapter alone would be wrong on the original base.
 CHANGES_BASE = r"pissa(_niter_\d+)?|olora"
 
 _KEEPS_BASE = ("true", "gaussian", "orthogonal")
 
-# Flag -> the field of peft's configuration class that takes it, whichever of them the class has.
+# Flag -> candidate fields of peft's configuration classes; the first that a class has is used.
 _FIELDS = {
     "lora_r": ("r",),
     "lora_alpha": ("lora_alpha", "alpha"),
@@ -46,7 +46,7 @@ _FIELDS = {
     "num_virtual_tokens": ("num_virtual_tokens",),
 }
 
-# Fields of peft's classes that would break what is proven here: who trains, what is saved, what the base holds.
+# Fields that --adapter_config must not set: they change which weights train, what is saved or the base itself.
 _NOT_BY_HAND = re.compile(
     "peft_type|task_type|auto_mapping|base_model_name_or_path|revision|inference_mode|peft_version|init_.*|.*_config|"
     "trainable_token_indices|layer_replication|megatron_core|prefix_projection|save_projection|use_qalora|arrow.*"
@@ -58,7 +58,7 @@ def _asked(settings, name: str) -> bool:
 
 
 def resolve(settings) -> None:
-    """Refuse adapters that cannot work with the other arguments, and decide what follows from the choice.
+    """Check the adapter against the other arguments, and set the arguments that follow from it.
 
     Raises: UserError naming flag, cause and fix, before a model is loaded.
     """
@@ -140,16 +140,16 @@ def _check_new_tokens(settings) -> None:
             "--new_tokens with stage 3: peft would save the adapter without the new rows; use --zero 2, or "
             "recipes/sft.py, which trains and saves all rows."
         )
-    named = {"embed_tokens", "lm_head", "wte"} & set(settings.modules_to_save or [])
-    if named:
+    twice = {"embed_tokens", "lm_head", "wte"} & set(settings.modules_to_save or [])
+    if twice:
         raise UserError(
-            f"--new_tokens with --modules_to_save {' '.join(sorted(named))}: the rows of the new tokens would train "
+            f"--new_tokens with --modules_to_save {' '.join(sorted(twice))}: the rows of the new tokens would train "
             "twice; leave one of the two out."
         )
 
 
 def _config(settings, new_token_ids: dict[str, list[int]] | None = None):
-    """peft's configuration object; for LoRA every lora_* flag, for the others peft's defaults but for what was asked.
+    """Build peft's configuration: all flags for LoRA, only the given ones for other adapters.
 
     Raises: UserError for a flag or a key of --adapter_config that the adapter does not have.
     """
@@ -160,7 +160,7 @@ def _config(settings, new_token_ids: dict[str, list[int]] | None = None):
     config_class = PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(kind.upper())]
     names = {f.name for f in fields(config_class)}
     if kind in PROMPTS:
-        names -= {"modules_to_save"}  # peft declares it there, and neither trains nor saves them
+        names -= {"modules_to_save"}  # declared by peft, but neither trained nor saved
     values = {}
     for flag, candidates in _FIELDS.items():
         name = next((c for c in candidates if c in names), None)
@@ -186,27 +186,27 @@ def _config(settings, new_token_ids: dict[str, list[int]] | None = None):
 
 
 def _pairs(pairs: list[str], config_class, names: set[str]) -> dict:
-    """--adapter_config's key=value words, the values read as YAML."""
-    own = {name: flag for flag, found in _FIELDS.items() for name in found}
+    """Parse the key=value words of --adapter_config, with values as YAML."""
+    flag_of = {name: flag for flag, candidates in _FIELDS.items() for name in candidates}
     values = {}
     for pair in pairs:
         key, sign, value = pair.partition("=")
         if not sign or not value:
             raise UserError(f"--adapter_config {pair}: must be key=value, e.g. oft_block_size=16.")
-        if key in own:
-            raise UserError(f"--adapter_config {pair}: has a flag of its own; use --{own[key]}.")
+        if key in flag_of:
+            raise UserError(f"--adapter_config {pair}: has a flag of its own; use --{flag_of[key]}.")
         if key not in names or _NOT_BY_HAND.fullmatch(key):
-            known = sorted(n for n in names - set(own) if not _NOT_BY_HAND.fullmatch(n))
+            known = sorted(n for n in names - set(flag_of) if not _NOT_BY_HAND.fullmatch(n))
             raise UserError(f"--adapter_config {pair}: {config_class.__name__} takes {', '.join(known) or 'nothing'}.")
         values[key] = yaml.safe_load(value)
     return values
 
 
 def add_adapter(model, settings, tokenizer=None):
-    """Wrap the model so that only the adapter (with modules_to_save and the rows of new tokens) trains.
+    """Wrap the model so that only the adapter trains, with modules_to_save and the rows of new tokens.
 
-    With DeepSpeed in half precision the adapter keeps the base's type and DeepSpeed its fp32 master: mixed trainable
-    types fail under ZeRO-3 with a bare AssertionError.
+    With DeepSpeed in half precision the adapter keeps the dtype of the base, and DeepSpeed the fp32 master weights:
+    mixed dtypes of trained parameters fail under ZeRO-3 with a bare AssertionError.
     Args: tokenizer: needed for new tokens only.
     Raises: UserError for target modules that the model does not have.
     """
@@ -214,15 +214,15 @@ def add_adapter(model, settings, tokenizer=None):
     from transformers import set_seed
 
     for name in settings.modules_to_save or []:
-        if not any(found.split(".")[-1] == name or found == name for found, _ in model.named_modules()):
+        if not any(path.split(".")[-1] == name or path == name for path, _ in model.named_modules()):
             raise UserError(f"--modules_to_save {name}: the model has no module of that name.")
     rows = _embedding_names(model, new_token_ids(tokenizer, settings)) if tokenizer and settings.new_tokens else None
     config = _config(settings, rows)
     fp32_adapter = settings.deepspeed is None and not settings.pure_bf16
     changes_base = re.fullmatch(CHANGES_BASE, settings.init_lora_weights) is not None
-    if changes_base and next(model.parameters()).is_meta:  # model.check: no numbers to decompose
+    if changes_base and next(model.parameters()).is_meta:  # load.check: no values to decompose
         config.init_lora_weights, changes_base = True, False
-    set_seed(settings.seed)  # the same initial adapter whatever loading has drawn before (it differs under ZeRO-3)
+    set_seed(settings.seed)  # the initial adapter must not depend on what loading has drawn
     try:
         model = get_peft_model(model, config, autocast_adapter_dtype=fp32_adapter, revision=settings.model_revision)
     except (ValueError, TypeError) as error:
@@ -231,24 +231,24 @@ def add_adapter(model, settings, tokenizer=None):
             flag += f" --lora_target_modules {' '.join(settings.lora_target_modules)}"
         raise UserError(f"{flag}: {str(error).splitlines()[0]}") from None
     if fp32_adapter:
-        # peft casts the adapter to fp32 but not modules_to_save, which would train without an fp32 master.
+        # peft casts the adapter to fp32, but not modules_to_save: these would train without an fp32 master.
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
-    # peft would look at the base's vocabulary and then save whole embeddings, empty ones under ZeRO-3. What changes in
-    # them is in the adapter already (new tokens, modules_to_save).
+    # peft would compare the vocabulary with the base and save full embeddings (empty ones under ZeRO-3), but their
+    # trained parts are in the adapter already (new tokens, modules_to_save).
     model.save_pretrained = functools.partial(model.save_pretrained, save_embedding_layers=False)
     if changes_base:
-        found = get_peft_model_state_dict(model, save_embedding_layers=False)
-        model.initial_lora = {k: v.detach().cpu().clone() for k, v in found.items() if "lora_" in k}
+        weights = get_peft_model_state_dict(model, save_embedding_layers=False)
+        model.initial_lora = {k: v.detach().cpu().clone() for k, v in weights.items() if "lora_" in k}
     return model
 
 
 def convert_to_plain_lora(model, folder: Path) -> None:
-    """Rewrite a saved PiSSA or OLoRA adapter as a plain LoRA of twice the rank that fits the original base.
+    """Rewrite a saved PiSSA or OLoRA adapter as a plain LoRA of twice the rank for the original base.
 
-    The base was W - s B0 A0 while B and A trained, so what was learned is s (B A - B0 A0) = s [B, -B0] [A; A0]
-    (Meng et al. 2024, arXiv 2404.02948, appendix on conversion). Nothing happens for other adapters.
+    The base was W - s B0 A0 while B and A trained, so the learned change of W is s (B A - B0 A0) = s [B, -B0] [A; A0]
+    (Meng et al. 2024, arXiv 2404.02948, appendix on conversion). Other adapters are left as they are.
     """
     initial = getattr(model, "initial_lora", None)
     if initial is None:
@@ -257,9 +257,9 @@ def convert_to_plain_lora(model, folder: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     weights = load_file(folder / "adapter_model.safetensors")
-    for name, start in initial.items():
-        side, axis = (start, 0) if "lora_A" in name else (-start, 1)
-        weights[name] = torch.cat([weights[name], side.to(weights[name].dtype)], axis).contiguous()
+    for name, weight in initial.items():
+        addend, axis = (weight, 0) if "lora_A" in name else (-weight, 1)
+        weights[name] = torch.cat([weights[name], addend.to(weights[name].dtype)], axis).contiguous()
     save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     file = folder / "adapter_config.json"
     config = json.loads(file.read_text())
@@ -270,9 +270,9 @@ def convert_to_plain_lora(model, folder: Path) -> None:
 
 
 def loraplus_optimizer(trainer):
-    """LoRA+ (Hayou et al. 2024, arXiv 2402.12354): B learns at ratio x the learning rate, A at the rate itself.
+    """Build a LoRA+ optimizer (arXiv 2402.12354): B learns at --loraplus_lr_ratio x the rate of A.
 
-    The trainer's own optimizer class and settings; weight decay as --weight_decay says.
+    (Hayou et al. 2024.) Optimizer class and arguments are the trainer's, the weight decay is --weight_decay.
     Raises: UserError for an optimizer that makes its own parameter groups.
     """
     from peft.optimizers import create_loraplus_optimizer
@@ -286,10 +286,10 @@ def loraplus_optimizer(trainer):
         optimizer_class,
         loraplus_lr_ratio=trainer.settings.loraplus_lr_ratio,
         loraplus_weight_decay=trainer.args.weight_decay,
-        loraplus_lr_embedding=kwargs["lr"],  # an adapter on the embedding learns like A; peft's default is 1e-6
+        loraplus_lr_embedding=kwargs["lr"],  # embeddings learn at the rate of A; peft's default is 1e-6
         **kwargs,
     )
-    optimizer.param_groups = [group for group in optimizer.param_groups if group["params"]]  # DeepSpeed wants no empty
+    optimizer.param_groups = [group for group in optimizer.param_groups if group["params"]]  # DeepSpeed refuses empty
     return optimizer
 
 
@@ -297,9 +297,9 @@ def loraplus_optimizer(trainer):
 
 
 def add_tokens(tokenizer, settings) -> None:
-    """Give the tokenizer the words of --new_tokens.
+    """Add the words of --new_tokens to the tokenizer.
 
-    Raises: UserError for a word that it has already, or that is given twice.
+    Raises: UserError for a word that is blank, given twice or already a token.
     """
     known = tokenizer.get_vocab()
     for i, word in enumerate(settings.new_tokens):
@@ -318,10 +318,10 @@ def new_token_ids(tokenizer, settings) -> list[int]:
 
 
 def resize_embeddings(model, tokenizer, settings) -> None:
-    """Rows for the new tokens in the embedding and the head, each the mean of the rows before.
+    """Set the rows of the new tokens in embedding and head to the mean of the rows before them.
 
-    The table grows to the tokenizer's length and no further: that is what plain peft and transformers make of the
-    original base when they load final/. Many models have spare rows and do not grow at all.
+    The table grows to the length of the tokenizer and no further, as plain peft and transformers resize the original
+    base when they load final/. Many models have spare rows and do not grow at all.
     """
     import torch
 
@@ -335,7 +335,7 @@ def resize_embeddings(model, tokenizer, settings) -> None:
             continue
         seen.add(id(module.weight))
         with _whole(module.weight), torch.no_grad():
-            if module.weight.numel():  # rank 0's rows are what the others get
+            if module.weight.numel():  # rank 0 fills the rows, the other ranks receive them
                 module.weight[ids] = module.weight[: ids[0]].float().mean(0).to(module.weight.dtype)
 
 
@@ -348,7 +348,7 @@ def _whole(parameter):
 
 
 def _embedding_names(model, ids: list[int]) -> dict[str, list[int]]:
-    """{module name: ids} for peft's trainable_token_indices; a tied head follows its embedding by itself."""
+    """Return {module name: ids} for peft's trainable_token_indices; a tied head follows its embedding."""
     tables = [model.get_input_embeddings()]
     head = model.get_output_embeddings()
     if head is not None and head.weight is not tables[0].weight:

@@ -1,12 +1,12 @@
 """Choose the attention implementation and keep packed documents apart.
 
-transformers' `sdpa` needs a dense S x S mask for that and, with a padding mask present, builds none at all: documents
-then read each other without an error. Registered here under the name "zerofit_packed" are the varlen kernel of
-torch.nn.attention on CUDA and a loop over documents on the CPU. Without document boundaries (evaluation,
-generation) it is plain sdpa.
+transformers' `sdpa` needs a dense S x S mask for that and, given a padding mask, builds none at all: documents then
+attend to each other without an error. The implementation registered here as "zerofit_packed" uses the varlen kernel of
+torch.nn.attention on CUDA (in bf16 or fp16, without dropout), else a loop over documents, and plain sdpa without
+document boundaries (evaluation, generation).
 
-transformers' own flash and flex implementations keep documents apart by cu_seq_lens and by position_ids. Whether a
-model really does is proven on it before the first step: `logits_apart` and `gradient_leak`.
+transformers' own flash and flex implementations keep documents apart by cu_seq_lens and by position_ids. The trainer
+checks this on the loaded model before the first step: `packed_logit_error` and `cross_document_gradient`.
 """
 
 import inspect
@@ -21,11 +21,11 @@ from zerofit.errors import UserError
 
 NAME = "zerofit_packed"
 
-DROPOUT_KEYS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")  # config.json's names for it
+DROPOUT_KEYS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")  # their names in config.json
 
-KERNELS = "pip install 'transformers[kernels]'"  # transformers takes the kernel from the hub when it is there
+KERNELS = "pip install 'transformers[kernels]'"  # with it transformers loads the kernel from the Hub
 
-INSTALL = {  # flash attention: (transformers' check, how to get it)
+INSTALL = {  # flash attention: (function of transformers that checks for it, how to install it)
     "flash_attention_2": ("is_flash_attn_2_available", "pip install flash-attn --no-build-isolation"),
     "flash_attention_3": ("is_flash_attn_3_available", KERNELS),
     "flash_attention_4": ("is_flash_attn_4_available", KERNELS),
@@ -37,13 +37,12 @@ def is_flash(name: str) -> bool:
 
 
 def avoid_wrong_kernels(settings=None) -> None:
-    """Leave cuDNN's kernels out of sdpa, which prefers them on H100, H200 and B200, where torch 2.11 to 2.13 gets NaN or
-    wrong numbers from them: in the backward with a mask and a length of 64 more than a multiple of 128
-    (pytorch issue 196678), in the forward with fewer than 8 key heads on B200 (issue 193893).
+    """Disable cuDNN's sdpa kernels in torch 2.11 to 2.13, where they compute NaN or wrong numbers.
 
-    Called by whatever loads a model: model.load_model (training, probe, replay) and saved.load (chat, export).
-
-    Args: settings: of a recipe, which says so in its decisions; None: nothing is said.
+    sdpa prefers them on H100, H200 and B200. They fail in the backward with a mask and a length of 64 more than a
+    multiple of 128 (pytorch issue 196678), and in the forward with fewer than 8 key heads on B200 (issue 193893).
+    Called before every model is loaded: recipe.start_processes, model/load.load_model, export/source.load.
+    Args: settings: of a recipe, to add a line to its decisions; None: add none.
     """
     version = tuple(map(int, torch.__version__.split("+")[0].split(".")[:2]))
     if (2, 11) <= version <= (2, 13):
@@ -55,9 +54,9 @@ def avoid_wrong_kernels(settings=None) -> None:
 
 
 def check_available(name: str, use_cpu: bool) -> None:
-    """Whether this machine can train with the attention implementation `name`.
+    """Check that this node can train with the attention implementation `name`.
 
-    Raises: UserError for flex and flash attention without a GPU, or flash attention without its package.
+    Raises: UserError for flex or flash attention without a GPU, or flash attention without its package.
     """
     import transformers.utils as available
 
@@ -71,17 +70,17 @@ def check_available(name: str, use_cpu: bool) -> None:
 
 
 def fit(settings, config) -> None:
-    """What the model's config.json and class say about its attention, before any weight is loaded.
+    """Choose and validate the attention implementation from config.json, before loading weights.
 
-    Args: config: the model's; settings: packed batches that only saved padding are turned off in it.
-    Raises: UserError for packed batches that this architecture cannot keep apart, for dropout that would be left out.
+    Args: config: of the model; settings: padding_free is turned off in it if documents cannot be kept apart.
+    Raises: UserError for --packing in that case, and for dropout that the implementation would ignore.
     """
     from zerofit.settings import decide
 
     chosen = settings.attn_implementation
     text = config.get_text_config()
     key, dropout = next(((k, getattr(text, k)) for k in DROPOUT_KEYS if getattr(text, k, 0)), (None, 0))
-    # flash_attention_3 and 4 would train without it in silence, flex_attention fails in the first step.
+    # flash_attention_3 and 4 would silently train without it, flex_attention fails in the first step.
     if dropout and (chosen == "flex_attention" or (is_flash(chosen) and "2" not in chosen)):
         raise UserError(
             f"--attn_implementation {chosen}: has no dropout, and the model's config.json has {key} {dropout}; use "
@@ -103,50 +102,51 @@ def fit(settings, config) -> None:
 
 
 def _class_of(config):
-    """transformers' class for the config, None for one from outside of it."""
+    """Return transformers' causal LM class for the config; None if it has none (remote code)."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     return MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
 
 
 def _eager_where_sdpa_is_missing(settings, config) -> None:
-    """Gemma-2, gpt-oss and others with a soft cap or sinks have no sdpa in transformers.
+    """Choose eager for models without sdpa: Gemma-2, gpt-oss and others with a soft cap or sinks.
 
-    Raises: UserError when --attn_implementation sdpa was asked for.
+    Raises: UserError for an explicit --attn_implementation sdpa.
     """
     from zerofit.settings import decide
 
-    found = _class_of(config)
-    if settings.attn_implementation != "sdpa" or found is None or found._supports_sdpa:
+    cls = _class_of(config)
+    if settings.attn_implementation != "sdpa" or cls is None or cls._supports_sdpa:
         return
     if settings.source["attn_implementation"] not in ("default", "decided"):
-        raise UserError(f"--attn_implementation sdpa: {found.__name__} has none; use eager.")
-    decide(settings, "attn_implementation", "eager", f"{found.__name__} has no sdpa")
+        raise UserError(f"--attn_implementation sdpa: {cls.__name__} has none; use eager.")
+    decide(settings, "attn_implementation", "eager", f"{cls.__name__} has no sdpa")
 
 
 def _cannot_pack(config, chosen: str, max_length: int) -> str | None:
-    """Why this architecture would mix documents, or see further in them than alone; None: nothing is known.
+    """Return why this architecture cannot train on packed documents; None if no reason is known.
 
-    The proof on the loaded model cannot see a window that is longer than its short documents.
+    The check on the loaded model uses short documents, so it misses errors of a longer sliding window.
     """
     text = config.get_text_config()
     if getattr(text, "attention_chunk_size", None):  # Llama-4
         return "the chunks of its attention are counted from the start of a row, not of a document"
-    found = _class_of(config)
-    if chosen != NAME or found is None:  # a class outside transformers is left to the proof
+    cls = _class_of(config)
+    if chosen != NAME or cls is None:  # remote code is left to the check on the loaded model
         return None
     # Without sdpa: a soft cap or sinks (Gemma-2, gpt-oss); without the interface: Mamba, Falcon-H1, BLOOM, GPT-J ...
-    if not (found._supports_sdpa and found._supports_attention_backend):
-        flex = ", but with --attn_implementation flex_attention on a GPU" if found._supports_flex_attn else ""
-        return f"{found.__name__} cannot keep documents of one row apart with sdpa{flex}"
+    if not (cls._supports_sdpa and cls._supports_attention_backend):
+        flex = ", but with --attn_implementation flex_attention on a GPU" if cls._supports_flex_attn else ""
+        return f"{cls.__name__} cannot keep documents of one row apart with sdpa{flex}"
+    # Only a model that passes sliding_window= to its attention function tells packed_attention about the window.
     window = getattr(text, "sliding_window", None) or max_length
-    if window < max_length and "sliding_window=" not in inspect.getsource(sys.modules[found.__module__]):
-        return f"{found.__name__} tells only its mask about the window of {window} tokens (--max_length {max_length})"
+    if window < max_length and "sliding_window=" not in inspect.getsource(sys.modules[cls.__module__]):
+        return f"{cls.__name__} tells only its mask about the window of {window} tokens (--max_length {max_length})"
     return None
 
 
 def packed_attention(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **kwargs):
-    """Causal attention within documents.
+    """Compute causal attention within each document.
 
     Args:
         query: (1, heads, tokens, head_dim); key, value: (1, kv_heads, tokens, head_dim); value's head_dim may be
@@ -167,7 +167,7 @@ def packed_attention(module, query, key, value, attention_mask, dropout=0.0, sca
     # Under autocast rotary embeddings leave q and k in fp32; plain sdpa casts them, the kernels here would not.
     dtype = torch.get_autocast_dtype(query.device.type) if autocast else value.dtype
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    # The varlen kernel knows no other type, and no dropout.
+    # The varlen kernel supports no other dtype and no dropout.
     if query.is_cuda and dtype in (torch.float16, torch.bfloat16) and not dropout:
         return _varlen(query, key, value, bounds, int(kwargs["max_length_q"]), window, scaling), None
     out = query.new_empty(*query.shape[:-1], value.shape[-1])
@@ -183,12 +183,12 @@ def packed_attention(module, query, key, value, attention_mask, dropout=0.0, sca
 
 
 def spans(bounds: torch.Tensor) -> list[tuple[int, int]]:
-    """(start, end) of each document on the token axis."""
+    """Return (start, end) of each document on the token axis."""
     return list(zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True))
 
 
 def _window_mask(tokens, window, device):
-    """(tokens, tokens) bool: each token sees itself and the window - 1 tokens before it."""
+    """Return a bool mask (tokens, tokens): each token attends to itself and the window - 1 before it."""
     position = torch.arange(tokens, device=device)
     distance = position[:, None] - position[None, :]
     return (distance >= 0) & (distance < window)
@@ -198,7 +198,7 @@ def _varlen(query, key, value, bounds, longest, window, scaling):
     from torch.nn.attention.varlen import varlen_attn
 
     size = value.shape[-1]
-    if missing := query.shape[-1] - size:  # the kernel wants one head_dim for all; padding by 0 would still copy
+    if missing := query.shape[-1] - size:  # the kernel needs equal head_dims; F.pad copies even by 0, hence the if
         value = torch.nn.functional.pad(value, (0, missing))
     groups = query.shape[1] // key.shape[1]
     if groups > 1 and "enable_gqa" not in inspect.signature(varlen_attn).parameters:  # torch before 2.12
@@ -214,11 +214,12 @@ def _varlen(query, key, value, bounds, longest, window, scaling):
 
 
 def _mask(*args, attention_mask=None, **kwargs):
-    """No mask where boundaries do the work; padded batches (evaluation, generation) get sdpa's."""
+    """Return no mask for packed documents; sdpa's for padded batches (evaluation, generation)."""
     return None if attention_mask is None else sdpa_mask(*args, attention_mask=attention_mask, **kwargs)
 
 
 def register() -> str:
+    # transformers looks up both by the name in attn_implementation.
     AttentionInterface.register(NAME, packed_attention)
     AttentionMaskInterface.register(NAME, _mask)
     return NAME
@@ -235,34 +236,32 @@ def _on(args, batch):
 
 @torch.no_grad()
 def packed_logit_error(model, documents, pad_token_id: int, args, count: int = 3, longest: int = 128) -> float:
-    """Largest |logit difference| between documents in one row and one by one, relative to the largest logit.
+    """Return the largest |logit difference| between packed and single documents, over the largest logit.
 
-    Finds wrong positions and windows as well as mixed documents, but only above the rounding of the precision.
-
-    Args: documents: rows with input_ids and labels, the first `count` are taken, cut at `longest` tokens. Collective
-        under ZeRO-3: every rank calls it with the same documents.
+    It finds wrong positions and windows as well as mixed documents, if they exceed the rounding of the precision.
+    Collective under ZeRO-3: every rank calls it with the same documents.
+    Args: documents: rows with input_ids and labels; the first `count` are used, truncated to `longest` tokens.
     """
     from zerofit.data.batches import Collator, PackedCollator
 
     rows, training = _few(documents, count, longest), model.training
     model.eval()
-    together = model(**_on(args, PackedCollator()(rows)), use_cache=False).logits[0].float()
-    alone = [
+    packed = model(**_on(args, PackedCollator()(rows)), use_cache=False).logits[0].float()
+    single = [
         model(**_on(args, Collator(pad_token_id)([row])), use_cache=False).logits[0, : len(row["input_ids"])]
         for row in rows
     ]
     model.train(training)
-    alone = torch.cat(alone).float()
-    return ((together - alone).abs().max() / alone.abs().max()).item()
+    single = torch.cat(single).float()
+    return ((packed - single).abs().max() / single.abs().max()).item()
 
 
 def cross_document_gradient(model, documents, args, count: int = 3, longest: int = 128) -> float:
-    """Largest |gradient| of the middle document's loss by other documents' embeddings, relative to that by its own.
+    """Return how much the loss of the middle document depends on the embeddings of the others.
 
-    Exactly 0 in every precision when documents are apart: what no path joins has no gradient. The step is a training
-    step (dropout, gradient checkpointing), and leaves no gradient in a parameter.
-
-    Args: model: bare, neither DDP nor DeepSpeed's engine, whose own backward would begin; the rest: as above.
+    It is the largest |gradient| by their embeddings over that by its own: exactly 0 in every precision if documents
+    are isolated. Runs in training mode (dropout, gradient checkpointing) and leaves no gradient in a parameter.
+    Args: model: without DDP or DeepSpeed's engine, whose backward would start; others: as in packed_logit_error.
     """
     from zerofit.data.batches import PackedCollator
 
@@ -274,11 +273,11 @@ def cross_document_gradient(model, documents, args, count: int = 3, longest: int
         seen.append(output.detach().requires_grad_())
         return seen[-1]
 
-    reentrant = (args.gradient_checkpointing_kwargs or {}).get("use_reentrant", False)  # it cannot do autograd.grad
+    reentrant = (args.gradient_checkpointing_kwargs or {}).get("use_reentrant", False)  # lacks autograd.grad
     model.train(not reentrant)
     hook = model.get_input_embeddings().register_forward_hook(cut)
     try:
-        # Without `devices` fork_rng initializes every GPU of the machine and warns.
+        # Without `devices` fork_rng initializes every GPU of the node and warns.
         devices = [torch.cuda.current_device()] if args.device.type == "cuda" else []
         with torch.random.fork_rng(devices), torch.enable_grad():
             batch = _on(args, PackedCollator()(rows))
@@ -288,8 +287,8 @@ def cross_document_gradient(model, documents, args, count: int = 3, longest: int
     finally:
         hook.remove()
         model.train(training)
-    size = gradient[0].float().norm(dim=-1)
-    own = size[start:end].max().item()
-    size[start:end] = 0
-    leak = size.max().item()
-    return leak / own if own else leak
+    sizes = gradient[0].float().norm(dim=-1)
+    own_size = sizes[start:end].max().item()
+    sizes[start:end] = 0
+    leak = sizes.max().item()
+    return leak / own_size if own_size else leak

@@ -5,21 +5,21 @@ from zerofit.settings import decide
 
 
 def choose(settings, config) -> None:
-    """Decide --ddp_static_graph: on where every step's graph is the same one.
+    """Decide --ddp_static_graph: on if every step has the same autograd graph.
 
-    It is not with gradient accumulation (torch 2.13 stops in an internal assert of no_sync) nor for mixtures of
-    experts, where a step uses what its tokens choose.
-    Args: config: the model's.
-    Raises: UserError for --ddp_static_graph true where it cannot work.
+    Off with gradient accumulation (torch 2.13 fails an internal assert of no_sync), for mixtures of experts (a step
+    uses the experts that its tokens select) and for Sophia (its estimate is a second backward).
+    Args: config: of the model.
+    Raises: UserError for --ddp_static_graph true with gradient accumulation.
     """
-    several = settings.deepspeed is None and settings.world_size > 1
+    uses_ddp = settings.deepspeed is None and settings.world_size > 1
     accumulates = settings.gradient_accumulation_steps > 1
-    if settings.ddp_static_graph and several and accumulates:
+    if settings.ddp_static_graph and uses_ddp and accumulates:
         raise UserError(
             f"--ddp_static_graph true with {settings.gradient_accumulation_steps} accumulation steps: PyTorch's static "
             "graph does not work with steps that do not synchronise; leave it out."
         )
-    if settings.ddp_static_graph is not None or not several:
+    if settings.ddp_static_graph is not None or not uses_ddp:
         return
     experts = any("expert" in key for key in config.to_dict())
     if not accumulates and not experts and settings.optim != "sophia":
@@ -27,7 +27,7 @@ def choose(settings, config) -> None:
 
 
 def apply(trainer) -> None:
-    """Gradients as views of the buckets, which saves one copy of them; called before the model is wrapped."""
+    """Make gradients views of DDP's buckets, which saves a copy; call before the model is wrapped."""
     handler = trainer.accelerator.ddp_handler
     if handler is not None:
         handler.gradient_as_bucket_view = True

@@ -1,11 +1,11 @@
 """Compute the language-model loss without materializing the logits, in chunks of tokens.
 
-A dense loss holds the logits of T tokens over a vocabulary of V three times over in fp32: 12 T V bytes. Here a chunk of
-rows is scored, turned into its gradient in place and multiplied with the head at once, so that only the gradients of
-the hidden states (and of a head that trains) are kept for the backward, which is a multiply.
+A dense loss holds the logits of T tokens over a vocabulary of V three times in fp32: 12 T V bytes. Here the logits of
+one chunk of rows are computed, turned into their gradient in place and multiplied with the head at once. Only the
+gradients of the hidden states (and of a trained head) are kept; the backward merely scales them.
 
-torch's own torch.nn.functional.linear_cross_entropy (2.13) works alike, but returns the loss of bf16 inputs rounded to
-bf16 and knows neither a soft cap nor a scale.
+torch.nn.functional.linear_cross_entropy (torch 2.13) works alike, but rounds the loss of bf16 inputs to bf16 and
+supports neither a soft cap nor a scale.
 """
 
 import contextlib
@@ -21,31 +21,31 @@ from zerofit.settings import decide
 
 CHUNK_BYTES = 2**30  # of fp32 logits: 2,048 rows at V = 128k
 
-LARGE_VOCABULARY = 32_000  # from here on logits outweigh a layer's activations
+LARGE_VOCABULARY = 32_000  # from here on logits need more memory than a layer's activations
 
 IGNORED = -100
 
-SMALL, LARGE = 2.0**-13, 2.0**20  # logits far below and far above any soft cap
+SMALL, LARGE = 2.0**-13, 2.0**20  # test logits far below and far above any soft cap
 
 
 def rows_per_chunk(vocabulary: int) -> int:
-    """256 to 4096 rows, a multiple of 64, whose fp32 logits fit CHUNK_BYTES."""
+    """Return how many rows have fp32 logits within CHUNK_BYTES: 256 to 4096, a multiple of 64."""
     return max(256, min(4096, CHUNK_BYTES // (4 * vocabulary) // 64 * 64))
 
 
 def linear_cross_entropy(hidden, weight, bias, labels, scale=1.0, softcap=None, rows=None):
-    """Summed cross entropy of softcap(scale x (hidden weight' + bias)); rows labelled -100 are dropped first.
+    """Return the summed cross entropy of softcap(scale x (hidden weight' + bias)); skip label -100.
 
     Args: hidden: (tokens, features); weight: (vocabulary, features); bias: (vocabulary) or None; labels: (tokens);
-        softcap: c of c tanh(x / c), or None; rows: tokens of a chunk. Under autocast the products are in its type.
-    Returns: a number in fp32 (fp64 for fp64 inputs). Its gradients are made at once, so backward may run only once.
+        softcap: c of c tanh(x / c), or None; rows: tokens per chunk. Under autocast products have its dtype.
+    Returns: a scalar in fp32 (fp64 for fp64 inputs). Gradients are computed in the forward: backward runs only once.
     """
     rows = rows or rows_per_chunk(weight.shape[0])
     return _Chunked.apply(hidden, weight, bias, labels, scale, softcap, rows, torch.is_grad_enabled())
 
 
 class NotFused(Exception):
-    """Why a model's loss has to stay dense."""
+    """The reason why the loss of a model cannot be fused."""
 
 
 class _Chunked(torch.autograd.Function):
@@ -57,21 +57,21 @@ class _Chunked(torch.autograd.Function):
         ctx.dtypes = [None if t is None else t.dtype for t in (hidden, weight, bias)]
         ctx.gradients = [None, None, None]
         if training:
-            # fp16 gradients are stretched by the loss scale only in the backward; until then they are kept in fp32.
-            kinds = (dtype, torch.promote_types(weight.dtype, dtype), precise)
+            # fp16 gradients are kept in fp32 here, as the loss scale is applied only in the backward.
+            dtypes = (dtype, torch.promote_types(weight.dtype, dtype), precise)
             ctx.gradients = [
                 torch.zeros(t.shape, dtype=precise if kind == torch.float16 else kind, device=t.device)
                 if needed
                 else None
-                for t, kind, needed in zip((hidden, weight, bias), kinds, ctx.needs_input_grad[:3], strict=True)
+                for t, kind, needed in zip((hidden, weight, bias), dtypes, ctx.needs_input_grad[:3], strict=True)
             ]
         total = torch.zeros((), dtype=precise, device=hidden.device)
         with torch.amp.autocast(device, enabled=False):
             matrix = weight.to(dtype)
             offset = None if bias is None else bias.to(dtype)
             for part in (labels != IGNORED).nonzero()[:, 0].split(rows):
-                some = hidden[part].to(dtype)
-                total += _chunk(some, part, labels[part, None], matrix, offset, scale, softcap, ctx.gradients)
+                states = hidden[part].to(dtype)
+                total += _chunk(states, part, labels[part, None], matrix, offset, scale, softcap, ctx.gradients)
         return total
 
     @staticmethod
@@ -87,10 +87,10 @@ class _Chunked(torch.autograd.Function):
 
 
 def _chunk(hidden, part, target, weight, bias, scale, softcap, gradients):
-    """Summed loss of one chunk of rows; what it adds to the gradients is added."""
+    """Return the summed loss of one chunk of rows, and add its gradients to `gradients`."""
     training = any(g is not None for g in gradients)
     products = hidden @ weight.t() if bias is None else torch.addmm(bias, hidden, weight.t())
-    logits = products.to(torch.promote_types(products.dtype, torch.float32))  # the same tensor in fp32
+    logits = products.to(torch.promote_types(products.dtype, torch.float32))  # the same tensor if already fp32
     slope = None
     if scale != 1:
         logits.mul_(scale)
@@ -107,7 +107,7 @@ def _chunk(hidden, part, target, weight, bias, scale, softcap, gradients):
     logits.scatter_add_(1, target, -sums)
     if slope is not None:
         logits.mul_(slope)
-    # (softmax - one hot) in the type of the products, as the dense loss hands it to the head.
+    # (softmax - one hot) in the dtype of the products, as in the backward of the dense loss.
     gradient = torch.mul(logits, scale / sums, out=products)
     of_hidden, of_weight, of_bias = gradients
     if of_hidden is not None:
@@ -120,16 +120,16 @@ def _chunk(hidden, part, target, weight, bias, scale, softcap, gradients):
 
 
 def _product(a, b, dtype):
-    """a b in `dtype`; half-precision factors give it without rounding or overflow in between."""
+    """Return a b in `dtype`; half-precision factors neither round nor overflow."""
     if a.dtype == dtype:
         return a @ b
-    if a.device.type != "cpu":  # a simulated GPU, too
+    if a.device.type != "cpu":  # CUDA or a simulated GPU
         return torch.mm(a, b, out_dtype=dtype)
     return a.to(dtype) @ b.to(dtype)
 
 
 def _add_product(total, a, b) -> None:
-    """total += a b, in the type of `total`."""
+    """Add a b to `total`, in the dtype of `total`."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     elif a.device.type != "cpu":
@@ -139,9 +139,9 @@ def _add_product(total, a, b) -> None:
 
 
 def find_head(model) -> torch.nn.Linear:
-    """The plain linear layer that makes the logits, under PEFT's modules_to_save the copy that trains.
+    """Return the linear layer that computes the logits; with PEFT's modules_to_save its trained copy.
 
-    Raises: NotFused when there is none: adapted, quantised or made otherwise.
+    Raises: NotFused if it is no plain linear layer (adapted, quantized ...).
     """
     head = model.get_output_embeddings()
     if hasattr(head, "modules_to_save"):
@@ -152,7 +152,7 @@ def find_head(model) -> torch.nn.Linear:
 
 
 class _Outputs(BaseModelOutput):
-    """What a model's layers return, with None for whatever else the model looks for (caches, router logits, ...)."""
+    """Output of a backbone; every other attribute that a model reads (cache, router logits ...) is None."""
 
     def __getattr__(self, name):
         if name.startswith("_"):
@@ -160,12 +160,12 @@ class _Outputs(BaseModelOutput):
 
 
 def logit_form(base, head) -> tuple[float, float | None]:
-    """(scale, soft cap) that the model applies to its logits, found by running its own forward without its layers.
+    """Return (scale, soft cap or None) of the model's logits, measured by its forward without layers.
 
-    The forward gets made-up hidden states and made-up logits from -60 to 60, and what reaches its loss function must
-    be cap tanh(scale x / cap). It is run again with logits of width 0: its loss must be the same, so that nothing but
-    the loss function reads them. No weight is touched: a meta model and one that ZeRO-3 has sharded will do.
-    Raises: NotFused where the forward does anything else.
+    The layers return zeros and the head test logits from -60 to 60; the loss function must receive cap tanh(scale x /
+    cap). A second run with logits of width 0 must give the same loss, which shows that only the loss function reads
+    them. No weight is used, so the model may be on the meta device or sharded by ZeRO-3.
+    Raises: NotFused if the forward does anything else.
     """
     grid = torch.linspace(-60, 60, 2 * head.out_features, dtype=torch.float64).view(1, 2, -1)
     grid[0, 0, 0], grid[0, 0, 1] = SMALL, LARGE
@@ -181,23 +181,23 @@ def logit_form(base, head) -> tuple[float, float | None]:
 
     if getattr(dense_loss, "__name__", "") != "ForCausalLMLoss":
         raise NotFused("this model's loss is not transformers' ForCausalLMLoss")
-    given = {"input_ids": ids, "labels": ids, "use_cache": False}
+    inputs = {"input_ids": ids, "labels": ids, "use_cache": False}
     if hasattr(base.config, "output_router_logits"):
-        given["output_router_logits"] = False  # there are none here; the model adds their loss after ours
+        inputs["output_router_logits"] = False  # the replaced layers return none; RouterLoss adds that loss
     losses = []
     with _attribute(backbone, "forward", lambda *_, **__: _Outputs(last_hidden_state=hidden)):
         for logits in (grid, grid[..., :0]):
             with _attribute(head, "forward", lambda _, logits=logits: logits.clone()), _loss_function(base, note):
                 try:
                     with torch.no_grad():
-                        losses.append(float(base.forward(**given).loss))
+                        losses.append(float(base.forward(**inputs).loss))
                 except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
                     raise NotFused(f"this model's forward cannot do without its logits ({error})") from None
     if len(seen) != 2 or losses[0] != losses[1]:
         raise NotFused("this model does not compute its loss with its loss function alone")
-    scale, top = seen[0][0, 0, 0].item() / SMALL, seen[0][0, 0, 1].item()
+    scale, at_large = seen[0][0, 0, 0].item() / SMALL, seen[0][0, 0, 1].item()
     scale = 1.0 if abs(scale - 1) < 1e-6 else scale
-    softcap = top if top < 0.5 * scale * LARGE else None
+    softcap = at_large if at_large < 0.5 * scale * LARGE else None
     expected = torch.tanh(grid * scale / softcap) * softcap if softcap else grid * scale
     if not torch.allclose(seen[0].double(), expected, rtol=1e-5, atol=1e-5):
         raise NotFused("this model changes its logits in a way that is neither a scale nor a soft cap")
@@ -206,7 +206,7 @@ def logit_form(base, head) -> tuple[float, float | None]:
 
 @contextlib.contextmanager
 def _attribute(module, name, value):
-    """`module.name` is `value` for a while, as an attribute of the instance."""
+    """Context in which `module.name` is `value`, set as an attribute of the instance."""
     before = vars(module).get(name)
     setattr(module, name, value)
     try:
@@ -225,12 +225,12 @@ def _loss_function(base, value):
 
 
 class FusedLoss:
-    """Makes a causal LM leave its logits out wherever `with fused.on():` says so; elsewhere it works as ever.
+    """Compute the loss without logits inside `with fused.on():`; elsewhere the model is unchanged.
 
-    The model's own forward runs as it is. Its head notes the hidden states and returns logits of width 0; its loss
-    function then calls the head once more, with the labels, for the loss itself: as a call of the module, so that
-    ZeRO-3 gathers the weight and takes its gradient. Parameters, state_dict and saving are not touched.
-    Raises: NotFused for a model that it cannot take.
+    The model's forward runs as it is. Its head stores the hidden states and returns logits of width 0; its loss
+    function then calls the head again, with the labels, to get the loss. That is a call of the module, so that ZeRO-3
+    gathers the weight and reduces its gradient. Parameters, state_dict and saving are not touched.
+    Raises: NotFused for a model whose loss cannot be fused.
     """
 
     def __init__(self, model, rows: int | None = None):
@@ -263,7 +263,7 @@ class FusedLoss:
         return hidden.new_empty(*hidden.shape[:-1], 0)
 
     def _loss(self, logits, labels, vocab_size, num_items_in_batch=None, ignore_index=IGNORED, **kwargs):
-        """As transformers' ForCausalLMLoss; without any label it is 0, where the dense mean would be NaN."""
+        """Compute ForCausalLMLoss of transformers; without any label 0, where the dense mean is NaN."""
         if self.hidden is None:
             return self.dense_loss(
                 logits, labels, vocab_size, num_items_in_batch=num_items_in_batch, ignore_index=ignore_index, **kwargs
@@ -281,15 +281,15 @@ class FusedLoss:
 
 
 class RouterLoss:
-    """The load-balancing loss of a mixture of experts, added to the training loss outside of the model.
+    """Load-balancing loss of a mixture of experts, added to the training loss outside of the model.
 
-    transformers' models add coefficient x loss to every micro batch, so that it counts accumulation x ranks times, in
-    evaluation too. Here the model's own coefficient is set to 0 (config.json keeps it), and each micro batch's term is
-    weighted like its cross entropy, by the supervised tokens.
+    Models of transformers add coefficient x loss to every micro batch, so it counts accumulation x ranks times, and in
+    evaluation too. Here the coefficient of the model is set to 0 (config.json keeps it), and the term of each micro
+    batch is weighted like its cross entropy, by the supervised tokens.
     """
 
     def __init__(self, model):
-        """Raises: UserError when the model has no coefficient that is known here."""
+        """Raise UserError if the model has neither router_aux_loss_coef nor aux_loss_coef."""
         base = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT
         name = next((n for n in ("router_aux_loss_coef", "aux_loss_coef") if hasattr(base, n)), None)
         if name is None:
@@ -301,21 +301,21 @@ class RouterLoss:
         setattr(base, name, 0.0)
 
     def share(self, outputs, labels, num_items_in_batch) -> torch.Tensor:
-        """Return this micro batch's part of the step's router loss. Args: num_items_in_batch: supervised tokens of the step."""
+        """Return a micro batch's router loss x its share of `num_items_in_batch`, the supervised tokens."""
         supervised = (labels[..., 1:] != IGNORED).sum()
         return self.coefficient * outputs.aux_loss * (supervised / num_items_in_batch)
 
 
 def router_loss(model) -> RouterLoss | None:
-    """Return the router loss of a model whose config.json asks for it (output_router_logits), else None."""
+    """Return the RouterLoss of a model with output_router_logits in config.json, else None."""
     config = model.config.get_text_config()
     return RouterLoss(model) if getattr(config, "output_router_logits", False) else None
 
 
 def check_flags(settings) -> None:
-    """Refuse, by the flags alone, what cannot work together.
+    """Check --use_liger_kernel, before the model is known.
 
-    Raises: UserError.
+    Raises: UserError without liger-kernel or on a CPU.
     """
     if not settings.use_liger_kernel:
         return
@@ -326,9 +326,9 @@ def check_flags(settings) -> None:
 
 
 def choose(settings, config) -> None:
-    """Decide `--fused_loss auto` from the model's config.json; where it is on, Liger's own fused loss is turned off.
+    """Decide `--fused_loss auto` from the model's config.json; if on, turn Liger's fused loss off.
 
-    Raises: UserError for `true` where it cannot work.
+    Raises: UserError for `true` with a flag that excludes it.
     """
     vocabulary = config.get_text_config().vocab_size
     reasons = {
@@ -336,22 +336,22 @@ def choose(settings, config) -> None:
         "--torch_compile traces the model's forward": settings.torch_compile,
         "--lora_target_modules adapts the head": "lm_head" in (settings.values.get("lora_target_modules") or ()),
     }
-    against = [text for text, holds in reasons.items() if holds]
-    if settings.fused_loss == "true" and against:
-        raise UserError(f"--fused_loss true: {against[0]}; leave one of the two out.")
+    excluded_by = [text for text, holds in reasons.items() if holds]
+    if settings.fused_loss == "true" and excluded_by:
+        raise UserError(f"--fused_loss true: {excluded_by[0]}; leave one of the two out.")
     if settings.fused_loss == "auto":
-        on = vocabulary >= LARGE_VOCABULARY and not against
+        on = vocabulary >= LARGE_VOCABULARY and not excluded_by
         size = f"{vocabulary:,} words, {'from' if vocabulary >= LARGE_VOCABULARY else 'below'} {LARGE_VOCABULARY:,}"
-        decide(settings, "fused_loss", str(on).lower(), against[0] if against else f"a vocabulary of {size}")
+        decide(settings, "fused_loss", str(on).lower(), excluded_by[0] if excluded_by else f"a vocabulary of {size}")
     if settings.fused_loss == "true" and settings.use_liger_kernel:
-        # Its chunks are far smaller. (The flag itself cannot be given: argparse reads no dict.)
+        # Liger's chunks are far smaller. (Users cannot set this flag: argparse parses no dict.)
         decide(settings, "liger_kernel_config", {"fused_linear_cross_entropy": False}, "the loss is the kit's")
 
 
 def install(settings, model) -> FusedLoss | None:
-    """The model's fused loss, or None where it is off.
+    """Fuse the loss of the model and return the FusedLoss; None if it is off.
 
-    Raises: UserError where `--fused_loss true` meets a model that it cannot take; `auto` says so and stays dense.
+    Raises: UserError for `--fused_loss true` with an unsuitable model; `auto` prints a note and stays dense.
     """
     if settings.fused_loss != "true":
         return None

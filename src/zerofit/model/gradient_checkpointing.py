@@ -7,7 +7,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from zerofit.errors import UserError
 
-# Products and attention: what costs time to compute again. Norms, activations, rotations and casts are recomputed.
+# Matrix products and attention, which are slow to recompute. Norms, activations, rotations and casts are recomputed.
 SAVED_OPERATIONS = frozenset(
     """
     aten::mm aten::addmm aten::bmm aten::baddbmm aten::_scaled_mm aten::_grouped_mm
@@ -21,9 +21,10 @@ SAVED_OPERATIONS = frozenset(
 
 
 def choose(settings) -> None:
-    """Fold transformers' two names of each argument into gradient_checkpointing*, and check what belongs together.
+    """Merge both names of each argument into gradient_checkpointing*, and check the combination.
 
-    Raises: UserError for a contradiction, or for a refinement of checkpointing while it is off.
+    transformers 5.20 renamed gradient_checkpointing* to activation_checkpointing*.
+    Raises: UserError for a contradiction, or for an option of checkpointing while it is off.
     """
     values = settings.values
     _one_name(settings, "gradient_checkpointing", "activation_checkpointing")
@@ -31,19 +32,19 @@ def choose(settings) -> None:
     kwargs = dict(_parsed(values["gradient_checkpointing_kwargs"]))
     for key, flag in (("every_n_layers", "gradient_checkpointing_every"), ("offload", "activation_offload")):
         if key in kwargs:
-            said = kwargs.pop(key)
-            if settings.source[flag] != "default" and values[flag] != said:
-                raise UserError(f"--{flag} is {values[flag]}, but gradient_checkpointing_kwargs says {key} {said}.")
-            values[flag], settings.source[flag] = said, settings.source["gradient_checkpointing_kwargs"]
+            value = kwargs.pop(key)
+            if settings.source[flag] != "default" and values[flag] != value:
+                raise UserError(f"--{flag} is {values[flag]}, but gradient_checkpointing_kwargs says {key} {value}.")
+            values[flag], settings.source[flag] = value, settings.source["gradient_checkpointing_kwargs"]
     values["gradient_checkpointing_kwargs"] = {"use_reentrant": False, **kwargs}
     selective = values["gradient_checkpointing_policy"] == "selective"
-    refined = {
+    options = {
         "gradient_checkpointing_every": values["gradient_checkpointing_every"] != 1,
         "gradient_checkpointing_policy": selective,
         "activation_offload": values["activation_offload"],
     }
-    for name, asked in refined.items():
-        if asked and not values["gradient_checkpointing"]:
+    for name, is_set in options.items():
+        if is_set and not values["gradient_checkpointing"]:
             raise UserError(
                 f"--{name} refines gradient checkpointing, which is off: add --gradient_checkpointing true."
             )
@@ -68,37 +69,37 @@ def choose(settings) -> None:
 
 
 def _one_name(settings, old: str, new: str) -> None:
-    """transformers before 5.20 says gradient_checkpointing, later ones activation_checkpointing; ours is the first."""
-    given = settings.values.get(new)
-    if given is None:
+    """Move the value of the `new` name (transformers 5.20) to the `old` one, which is used here."""
+    value = settings.values.get(new)
+    if value is None:
         return
-    said = settings.source[old] not in ("default", "bundled task", "transformers default")
-    if said and settings.values[old] != given:
+    old_is_set = settings.source[old] not in ("default", "bundled task", "transformers default")
+    if old_is_set and settings.values[old] != value:
         raise UserError(
-            f"--{old} is {settings.values[old]}, but --{new} is {given}: give one of them, they are the same."
+            f"--{old} is {settings.values[old]}, but --{new} is {value}: give one of them, they are the same."
         )
-    settings.values[old], settings.source[old] = given, settings.source[new]
+    settings.values[old], settings.source[old] = value, settings.source[new]
     settings.values[new] = None
 
 
 def _parsed(kwargs) -> dict:
-    """A dict, or the JSON text that a flag brings."""
+    """Return the dictionary of --gradient_checkpointing_kwargs, a dict or JSON text."""
     if not isinstance(kwargs, str):
         return kwargs or {}
     try:
-        found = json.loads(kwargs)
+        parsed = json.loads(kwargs)
     except json.JSONDecodeError:
-        found = None
-    if not isinstance(found, dict):
+        parsed = None
+    if not isinstance(parsed, dict):
         raise UserError(f"--gradient_checkpointing_kwargs {kwargs}: must be a JSON object.")
-    return found
+    return parsed
 
 
 def enable(model, settings) -> None:
-    """Turn checkpointing on, once and before the Trainer exists.
+    """Enable gradient checkpointing; call it once, before the Trainer is created.
 
-    Not left to the Trainer: it takes the policy only from TrainingArguments, which must stay printable as JSON.
-    Raises: UserError for a model that cannot do it or has fewer layers than --gradient_checkpointing_every.
+    The Trainer cannot do it: it takes the policy only from TrainingArguments, which must be serializable as JSON.
+    Raises: UserError for a model without support, or with fewer layers than --gradient_checkpointing_every.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -110,7 +111,7 @@ def enable(model, settings) -> None:
     layers = sum(isinstance(module, GradientCheckpointingLayer) for module in model.modules())
     if every > max(layers, 1):
         raise UserError(f"--gradient_checkpointing_every {every}: the model has {layers} layers; choose fewer.")
-    # The old name until transformers 5.19; on a CPU its `offload` asks for pinned memory, which only GPUs have.
+    # Renamed in transformers 5.20. `offload` needs pinned memory, which does not exist on a CPU alone.
     turn_on = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     try:
         turn_on(kwargs, every_n_layers=every, offload=settings.activation_offload and not settings.use_cpu)
@@ -119,16 +120,16 @@ def enable(model, settings) -> None:
 
 
 def _keeping_products() -> tuple["_Products", "_Products"]:
-    """What torch.utils.checkpoint enters for the forward and for the recomputation."""
+    """Return the contexts of torch.utils.checkpoint for the forward and for the recomputation."""
     contexts = create_selective_checkpoint_contexts(lambda *args, **kwargs: CheckpointPolicy.MUST_SAVE)
     return tuple(_Products(context) for context in contexts)
 
 
 class _Products(TorchDispatchMode):
-    """Shows torch's selective checkpointing only the operations that are kept.
+    """Pass only SAVED_OPERATIONS to torch's selective checkpointing.
 
-    It insists that forward and recomputation call the same operations in the same order; ZeRO-3 gathers parameters in one
-    and finds them gathered in the other.
+    It requires the same operations in the same order in forward and recomputation, but ZeRO-3 gathers parameters in
+    one and finds them gathered in the other.
     """
 
     def __init__(self, context: TorchDispatchMode):

@@ -1,4 +1,4 @@
-"""Load the tokenizer, the configuration and the weights in the dtype that the precision needs."""
+"""Load tokenizer, configuration and weights, in the dtype that the precision needs."""
 
 import contextlib
 import hashlib
@@ -14,12 +14,12 @@ from zerofit.model import adapters, attention, ddp, quantization
 
 
 def fingerprints(settings, train_set) -> dict[str, str]:
-    """What a run must have in common with the checkpoint that it goes on from."""
+    """Return the hashes of data and model, to compare with those of a checkpoint to resume."""
     return {"data": train_set.fingerprint, "model": model_fingerprint(settings)}
 
 
 def model_fingerprint(settings) -> str:
-    """A hash of the model's configuration and of the ends of its weight files (a hub model: of its commit)."""
+    """Hash the configuration and the ends of the weight files (of a Hub model: the commit)."""
     config = load_config(settings)
     digest = hashlib.sha256(json.dumps(config.to_diff_dict(), sort_keys=True, default=str).encode())
     folder = Path(settings.model).expanduser()
@@ -36,9 +36,10 @@ def model_fingerprint(settings) -> str:
 
 
 def load_tokenizer(settings):
-    """The model's tokenizer, with a pad token that is not the end token and a chat template.
+    """Load the tokenizer with --new_tokens, --chat_template and a pad token.
 
-    Raises: UserError when the model is neither a folder nor a hub id that can be reached, or cannot be used.
+    The pad token defaults to the end token, the chat template to the built-in `plain`.
+    Raises: UserError for a model that cannot be found, or a tokenizer that is slow or has no end token.
     """
     from transformers import AutoTokenizer
 
@@ -48,13 +49,13 @@ def load_tokenizer(settings):
     if not tokenizer.is_fast:
         raise UserError(f"--model {settings.model}: needs a fast tokenizer (tokenizer.json), found a slow one only.")
     if tokenizer.pad_token_id is None:
-        # Padding is masked by position (attention mask and labels), never by id, so sharing the id is safe here.
+        # Safe: padding is masked by position (attention mask and labels), never by id.
         tokenizer.pad_token = tokenizer.eos_token
     if settings.new_tokens:
         adapters.add_tokens(tokenizer, settings)
     if settings.chat_template:
         tokenizer.chat_template = conversations.choose_template(settings.chat_template, tokenizer)
-    if isinstance(tokenizer.chat_template, dict):  # several named ones, e.g. default and tool_use
+    if isinstance(tokenizer.chat_template, dict):  # several named templates, e.g. default and tool_use
         tokenizer.chat_template = tokenizer.get_chat_template()
     if not tokenizer.chat_template:
         tokenizer.chat_template = conversations.TEMPLATES["plain"]
@@ -65,9 +66,9 @@ def load_tokenizer(settings):
 
 
 def load_config(settings):
-    """The model's config.json.
+    """Load the model's config.json.
 
-    Raises: UserError when it cannot be had.
+    Raises: UserError when it cannot be loaded.
     """
     from transformers import AutoConfig
 
@@ -94,22 +95,22 @@ def _load(load, settings, what: str, **kwargs):
 
 
 def weight_dtype(settings) -> str:
-    """The type that weights are loaded in: "float32", "bfloat16" or "float16".
+    """Return the dtype to load weights in: "float32", "bfloat16" or "float16".
 
-    Under DeepSpeed with bf16/fp16 the engine keeps the fp32 master itself. Stage 0 trains what it loads, so full
-    fine-tuning there needs fp32 (autocast does the products in bf16); a frozen LoRA base does not.
+    With bf16/fp16 DeepSpeed keeps fp32 master weights itself. Stage 0 trains the loaded weights, so full fine-tuning
+    needs fp32 there (autocast computes products in bf16); a frozen LoRA base does not.
     """
     if settings.dtype != "auto":
         return settings.dtype
-    half = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[settings.precision]
+    precision_dtype = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[settings.precision]
     frozen_base = settings.recipe == "lora"
-    return half if settings.deepspeed is not None or frozen_base or settings.pure_bf16 else "float32"
+    return precision_dtype if settings.deepspeed is not None or frozen_base or settings.pure_bf16 else "float32"
 
 
 def load_model(settings, tokenizer):
-    """The causal LM, ready to train: sharded while loading under ZeRO-3, with the cache off.
+    """Load the causal LM for training: sharded while loading under ZeRO-3, cache off.
 
-    TrainingArguments must exist before this call; it registers the ZeRO-3 configuration that from_pretrained reads.
+    Create TrainingArguments before this call: it registers the ZeRO-3 configuration that from_pretrained reads.
     """
     import torch
     from transformers import AutoModelForCausalLM, set_seed
@@ -122,7 +123,7 @@ def load_model(settings, tokenizer):
     attention.fit(settings, load_config(settings))
     kwargs = {"attn_implementation": settings.attn_implementation, "dtype": dtype}
     sharded = settings.deepspeed is not None and settings.zero == "3"
-    # Straight onto the GPU: N ranks that each hold the model in host memory first would need N times its size.
+    # Load onto the GPU directly: N ranks with the model in host memory would need N times its size.
     device = None if sharded or settings.use_cpu else torch.device("cuda", torch.cuda.current_device())
     if settings.random_init:
         config = load_config(settings)
@@ -154,8 +155,9 @@ def load_model(settings, tokenizer):
 
 
 def check_model(settings):
-    """Build the model and its adapter without memory, to meet wrong names before any process starts; return it.
+    """Build the model and its adapter on the meta device, to find wrong names before ranks start.
 
+    Returns: the model, without memory for weights.
     Raises: UserError for an attention implementation or target modules that do not exist.
     """
     import torch
@@ -168,7 +170,7 @@ def check_model(settings):
     attention.fit(settings, config)
     fused_loss.choose(settings, config)
     tiled_mlp.choose(settings, config)
-    unset_hf_deepspeed_config()  # of an earlier run in this process: it would shard the model
+    unset_hf_deepspeed_config()  # one of an earlier run in this process would shard the model
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
@@ -187,18 +189,18 @@ def check_model(settings):
 
 
 def count_parameters(model) -> tuple[int, int]:
-    """(trainable, all) parameters; under ZeRO-3 the whole ones, not this rank's share."""
+    """Return the numbers of (trainable, all) parameters, under ZeRO-3 of all ranks."""
     sizes = [(quantization.numel(p), p.requires_grad) for p in model.parameters()]
     return sum(n for n, trainable in sizes if trainable), sum(n for n, _ in sizes)
 
 
 def verify_saved(folder: Path, numel: int) -> None:
-    """Read the safetensors headers in `folder` and count what they hold.
+    """Check by the safetensors headers in `folder` that all weights were saved.
 
-    Args: numel: how many numbers must be there at least (tied weights counted once).
-    Raises: RuntimeError for empty tensors or too few numbers: how ZeRO-3 saves go wrong in silence.
+    Args: numel: the minimum number of weights (tied ones counted once).
+    Raises: RuntimeError for empty tensors or too few weights: ZeRO-3 saves can fail silently like this.
     """
-    found = 0
+    saved = 0
     for file in sorted(Path(folder).glob("*.safetensors")):
         with file.open("rb") as f:
             header = json.loads(f.read(struct.unpack("<Q", f.read(8))[0]))
@@ -206,6 +208,6 @@ def verify_saved(folder: Path, numel: int) -> None:
             size = 0 if name == "__metadata__" else math.prod(entry["shape"])
             if name != "__metadata__" and size == 0:
                 raise RuntimeError(f"{file}: {name} was saved empty.")
-            found += size
-    if found < numel:
-        raise RuntimeError(f"{folder}: holds {found:,} of the {numel:,} trained numbers.")
+            saved += size
+    if saved < numel:
+        raise RuntimeError(f"{folder}: holds {saved:,} of the {numel:,} trained numbers.")

@@ -1,15 +1,15 @@
-"""Patches of libraries on the training path, each with the library's version and the reason.
+"""Patch libraries on the training path, each patch with the library's version and the reason.
 
-A test fails when one is no longer needed. (The simulation's own are in ghost.py, in a process of its own.)
+tests/test_patches.py fails when a patch is no longer needed. (Those of simulated ranks are in plan/fake_device.py.)
 """
 
 
 def release_gathered_4bit_weights() -> None:
-    """Have bitsandbytes (0.50.2) keep a ZeRO-3 parameter for the backward, not a view of its gathered data.
+    """Make bitsandbytes (0.50.2) save the ZeRO-3 parameter for the backward, not its gathered data.
 
-    `MatMul4Bit` keeps `weight.view(-1, 1)` as an attribute, whose storage is the gathered weight. DeepSpeed empties the
-    parameter after the layer, but that storage stays until the backward is over, checkpointing or not: the base of all
-    layers, whole, on every rank. A parameter that is kept by itself is gathered again before the backward needs it.
+    `MatMul4Bit` saves `weight.view(-1, 1)`, whose storage is the gathered weight. DeepSpeed empties the parameter after
+    the layer, but that storage lives until the end of the backward, with or without checkpointing: the full base of all
+    layers on every rank. If the parameter itself is saved, DeepSpeed gathers it again before the backward needs it.
     """
     import bitsandbytes
     import torch
@@ -19,7 +19,7 @@ def release_gathered_4bit_weights() -> None:
         return
 
     class Product(torch.autograd.Function):
-        """x (..., K) times the packed weight of an (N, K) matrix, plus bias (N)."""
+        """Multiply x (..., K) by the transposed 4-bit weight (N, K), add bias (N)."""
 
         @staticmethod
         def forward(ctx, x, weight, bias, quant_state):

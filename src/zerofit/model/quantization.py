@@ -1,21 +1,21 @@
-"""Load a frozen base in 4 or 8 bits (QLoRA, arXiv 2305.14314)."""
+"""Quantize a frozen base to 4 or 8 bits (QLoRA, arXiv 2305.14314)."""
 
 import importlib.util
 
 from zerofit.errors import UserError
 
-# Adapters whose layers know bitsandbytes' linear layers; the others would compute with packed bytes.
+# Adapters with support for bitsandbytes' linear layers; others would compute with the packed bytes.
 ADAPTERS = ("lora", "ia3", "prompt_tuning", "prefix_tuning")
 
 
 def bits(settings) -> int | None:
-    """4, 8 or None."""
+    """Return 4, 8, or None without quantization."""
     values = settings.values
     return 4 if values.get("load_in_4bit") else 8 if values.get("load_in_8bit") else None
 
 
 def resolve(settings) -> None:
-    """Refuse what cannot work with a quantised base, before a model is loaded.
+    """Check the arguments for a quantized base, before a model is loaded.
 
     Raises: UserError naming flag, cause and fix.
     """
@@ -69,10 +69,10 @@ def resolve(settings) -> None:
 
 
 def config(settings, dtype):
-    """bitsandbytes' configuration: NF4 with doubly quantised constants, or LLM.int8.
+    """Return the BitsAndBytesConfig: NF4 with double quantization, or LLM.int8.
 
-    Args: dtype: of the matrix products. Packed numbers are stored in it too, the only type that ZeRO-3 shares out
-        together with the other parameters.
+    Args: dtype: of the matrix products, and of the storage of packed weights: ZeRO-3 partitions these only in the
+        dtype of the other parameters.
     """
     from transformers import BitsAndBytesConfig
 
@@ -88,39 +88,40 @@ def config(settings, dtype):
 
 
 def keep_layout(model) -> None:
-    """On CPUs with AVX512-BF16 bitsandbytes repacks weights in evaluation, and training would read them wrong."""
+    """Keep bitsandbytes from repacking weights in evaluation on AVX512-BF16 CPUs: training misreads them."""
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
 
 
 def frozen_bytes(model) -> dict[str, int]:
-    """Bytes of the frozen base: {"whole": packed or not, as if on one rank, "here": on this rank, "packed": whole
-    packed weights, "packed_here": on this rank, "constants": what unpacks them, on every rank}.
+    """Return the bytes of the frozen base, in all and on this rank.
 
-    Under ZeRO-3 a parameter below the persistence threshold is counted whole on each rank, as it is held.
+    {"whole": of all weights, "here": of these on this rank, "packed": of packed weights, "packed_here": of these on
+    this rank, "constants": of the quantization constants, which every rank has}. Under ZeRO-3 a parameter below the
+    persistence threshold counts in full on each rank, where it is held.
     """
-    found = dict.fromkeys(("whole", "here", "packed", "packed_here", "constants"), 0)
+    base = dict.fromkeys(("whole", "here", "packed", "packed_here", "constants"), 0)
     for parameter in model.parameters():
         if parameter.requires_grad:
             continue
-        whole = (getattr(parameter, "ds_numel", None) or parameter.numel()) * parameter.element_size()
-        share = getattr(parameter, "ds_tensor", None)
-        here = parameter.numel() * parameter.element_size()  # under ZeRO-3 nothing, between the steps
-        if share is not None:
-            kept = whole if getattr(parameter, "ds_persist", False) else here
-            here = kept + share.numel() * share.element_size()
-        found["whole"] += whole
-        found["here"] += here
+        all_bytes = (getattr(parameter, "ds_numel", None) or parameter.numel()) * parameter.element_size()
+        partition = getattr(parameter, "ds_tensor", None)
+        own_bytes = parameter.numel() * parameter.element_size()  # 0 under ZeRO-3 while it is not gathered
+        if partition is not None:
+            kept = all_bytes if getattr(parameter, "ds_persist", False) else own_bytes
+            own_bytes = kept + partition.numel() * partition.element_size()
+        base["whole"] += all_bytes
+        base["here"] += own_bytes
         if _is_packed(parameter):
-            found["packed"] += whole
-            found["packed_here"] += here
-            found["constants"] += _constants(parameter)
-    return found
+            base["packed"] += all_bytes
+            base["packed_here"] += own_bytes
+            base["constants"] += _constants(parameter)
+    return base
 
 
 def numel(parameter) -> int:
-    """Numbers that a parameter stands for: unpacked, and under ZeRO-3 the whole of it."""
+    """Return the number of weights in a parameter: unpacked, and under ZeRO-3 of all ranks."""
     state = getattr(parameter, "quant_state", None)
     return state.shape.numel() if state is not None else getattr(parameter, "ds_numel", None) or parameter.numel()
 
@@ -130,9 +131,9 @@ def _is_packed(parameter) -> bool:
 
 
 def _shared_out(parameter, ranks: int) -> bool:
-    """Whether this rank holds 1/ranks of it (whole as well where DeepSpeed lets a small parameter persist)."""
-    share = getattr(parameter, "ds_tensor", None)
-    if share is None or share.numel() > -(-parameter.ds_numel // ranks):
+    """Return whether ZeRO-3 partitions it over the ranks (a small one may persist in full as well)."""
+    partition = getattr(parameter, "ds_tensor", None)
+    if partition is None or partition.numel() > -(-parameter.ds_numel // ranks):
         return False
     return parameter.ds_persist or parameter.numel() == 0
 
@@ -148,25 +149,25 @@ def _constants(parameter) -> int:
 
 
 def verify_shares(trainer) -> None:
-    """Say how many bytes of the base this rank holds; under stage 3, insist that packed weights are really shared out.
+    """Print the bytes of the base on each rank; at stage 3 check that packed weights are partitioned.
 
-    Raises: UserError when they are not: every rank would hold the whole base without a word.
+    Raises: UserError when they are not: every rank would silently hold the full base.
     """
     settings, ranks = trainer.settings, trainer.args.world_size
     if bits(settings) is None:
         return
-    found = frozen_bytes(trainer.model)
+    base = frozen_bytes(trainer.model)
     if settings.zero == "3" and ranks > 1:
-        unshared = [n for n, p in trainer.model.named_parameters() if _is_packed(p) and not _shared_out(p, ranks)]
-        if unshared:
+        unsharded = [n for n, p in trainer.model.named_parameters() if _is_packed(p) and not _shared_out(p, ranks)]
+        if unsharded:
             raise UserError(
-                f"--load_in_{bits(settings)}bit with stage 3: {len(unshared)} packed weights are whole on every rank "
-                f"({unshared[0]}, ...); use --zero 2, which says so, or another model."
+                f"--load_in_{bits(settings)}bit with stage 3: {len(unsharded)} packed weights are whole on every rank "
+                f"({unsharded[0]}, ...); use --zero 2, which says so, or another model."
             )
     if trainer.args.process_index == 0:
         print(
-            f"{bits(settings)}-bit base: {found['here'] + found['constants']:,} bytes on each rank of "
-            f"{found['whole'] + found['constants']:,} (packed weights {found['packed_here']:,} of {found['packed']:,}; "
-            f"their constants, whole everywhere, {found['constants']:,})",
+            f"{bits(settings)}-bit base: {base['here'] + base['constants']:,} bytes on each rank of "
+            f"{base['whole'] + base['constants']:,} (packed weights {base['packed_here']:,} of {base['packed']:,}; "
+            f"their constants, whole everywhere, {base['constants']:,})",
             flush=True,
         )

@@ -1,8 +1,8 @@
-"""Compute each MLP over tiles of tokens, so that its wide intermediate is never whole.
+"""Compute each MLP over tiles of tokens, so that its wide intermediate is never held for all of them.
 
-A tile is a checkpoint: its forward runs again in the backward. Autograd adds up what the tiles give to a weight before
-the weight's hook sees it, so DDP and every ZeRO stage reduce it once. (deepspeed's TiledMLP calls backward per tile
-and holds only DeepSpeed's hooks back, not DDP's; it is for stages 1 to 3.)
+Each tile is checkpointed: its forward runs again in the backward. Autograd sums the gradients of all tiles before the
+hook of a weight runs, so DDP and every ZeRO stage reduce it once. (deepspeed's TiledMLP runs a backward per tile and
+delays only DeepSpeed's hooks, not DDP's: it is for stages 1 to 3.)
 """
 
 import inspect
@@ -18,9 +18,9 @@ NAMES = ("mlp", "feed_forward", "ffn")
 
 
 def check_flags(settings) -> None:
-    """Refuse, by the flags alone, what cannot work.
+    """Check --tiled_mlp, before the model is known.
 
-    Raises: UserError.
+    Raises: UserError for a bad number, or with --use_liger_kernel.
     """
     tiles = settings.tiled_mlp
     if tiles != "auto" and not (tiles.isdigit() and int(tiles) >= 1):
@@ -30,7 +30,7 @@ def check_flags(settings) -> None:
 
 
 def choose(settings, config) -> None:
-    """Decide `--tiled_mlp auto`: a tile of about as many tokens as the model has features (arXiv 2506.13996)."""
+    """Decide `--tiled_mlp auto`: about as many tokens per tile as hidden features (arXiv 2506.13996)."""
     if settings.tiled_mlp == "auto":
         tokens = settings.per_device_train_batch_size * settings.max_length
         features = config.get_text_config().hidden_size
@@ -39,15 +39,15 @@ def choose(settings, config) -> None:
 
 
 def find(model) -> list[torch.nn.Module]:
-    """The layers' MLPs: modules named in NAMES that take one tensor and are no mixture of experts.
+    """Return the MLPs of the layers: modules named as in NAMES.
 
-    Raises: UserError when the model has none, or one that cannot be cut along the tokens.
+    Raises: UserError if there is none, or one that takes several tensors or is a mixture of experts.
     """
     named = [(name, module) for name, module in model.named_modules() if name.rsplit(".", 1)[-1] in NAMES]
     for name, module in named:
         parameters = inspect.signature(module.forward).parameters.values()
-        needed = [p for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
-        if len(needed) != 1 or any(hasattr(module, word) for word in ("experts", "router", "gate")):
+        required = [p for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
+        if len(required) != 1 or any(hasattr(module, word) for word in ("experts", "router", "gate")):
             raise UserError(
                 f"--tiled_mlp: {name} ({type(module).__name__}) is a mixture of experts or takes more than the hidden "
                 "states, so it cannot be cut along the tokens; use --tiled_mlp 1."
@@ -58,27 +58,27 @@ def find(model) -> list[torch.nn.Module]:
 
 
 def tile(module: torch.nn.Module, tiles: int) -> None:
-    """Make the module's forward work on `tiles` parts of (..., tokens, features), all dimensions but the last flattened.
+    """Make the module process its input, flattened to (tokens, features), in `tiles` parts.
 
-    Always as many calls as tiles, so that ranks with other lengths gather a ZeRO-3 weight equally often.
+    Every call has exactly `tiles` parts, so that ranks with other lengths gather a ZeRO-3 weight equally often.
     """
-    whole = module.forward
+    untiled = module.forward
 
     def forward(hidden):
         parts = hidden.reshape(1, -1, hidden.shape[-1]).tensor_split(tiles, dim=1)
         if torch.is_grad_enabled():
-            done = [checkpoint(whole, part, use_reentrant=False) for part in parts]
+            outputs = [checkpoint(untiled, part, use_reentrant=False) for part in parts]
         else:
-            done = [whole(part) for part in parts]
-        return torch.cat(done, dim=1).reshape(*hidden.shape[:-1], -1)
+            outputs = [untiled(part) for part in parts]
+        return torch.cat(outputs, dim=1).reshape(*hidden.shape[:-1], -1)
 
     module.forward = forward
 
 
 def install(settings, model) -> None:
-    """Tile every MLP of the model where `--tiled_mlp` says so.
+    """Tile every MLP of the model unless `--tiled_mlp` is 1.
 
-    Raises: UserError for a model whose MLPs cannot be cut.
+    Raises: UserError for a model whose MLPs cannot be tiled.
     """
     if settings.tiled_mlp != "1":
         for module in find(model):

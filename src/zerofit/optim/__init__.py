@@ -1,1 +1,1 @@
-"""Optimizers: what each needs, and how it is built."""
+"""Optimizers: the registry, the builder, Sophia and bf16 AdamW."""

@@ -1,20 +1,20 @@
 """AdamW with weights and states in bf16 and stochastic rounding, without an fp32 copy.
 
-bf16 keeps 8 bits: a change below 1/512 of a weight is lost when it is rounded to the nearest, and so is the slow decay
-of Adam's second moment (beta2 0.999 moves it by at most 1/1000). Rounded up or down at random, with the probability
-that keeps the mean, such changes arrive on average (arXiv 2010.06192, section 3).
+bf16 has 8 significant bits: rounding to nearest loses a change below 1/512 of a weight, and the slow decay of Adam's
+second moment (at most 1/1000 per step with beta2 0.999). Stochastic rounding, up or down with the probability that
+keeps the mean, preserves such changes on average (arXiv 2010.06192, section 3).
 """
 
 import torch
 
-CHUNK = 1 << 24  # elements updated at once: the fp32 copies of a flat ZeRO partition would cost what bf16 saves
+CHUNK = 1 << 24  # elements per update: fp32 copies of a whole ZeRO partition would cost what bf16 saves
 
 
 def round_(target: torch.Tensor, value: torch.Tensor, noise: torch.Tensor | None) -> None:
-    """Write fp32 `value` into `target`, in place.
+    """Round fp32 `value` into `target`, in place.
 
-    Args: target: any type, shape of value;  noise: int32 of the same shape, uniform in 0 .. 65535: used when target is
-        bf16; None rounds to the nearest.
+    Args: target: any dtype, shape of value; noise: int32 of the same shape, uniform in 0 .. 65535, for stochastic
+        rounding to bf16; None rounds to nearest.
     """
     if target.dtype != torch.bfloat16 or noise is None:
         target.copy_(value)
@@ -25,45 +25,45 @@ def round_(target: torch.Tensor, value: torch.Tensor, noise: torch.Tensor | None
 
 
 class Noise:
-    """Random bits that depend on seed, step, tensor and part alone: a resumed run goes on as the uninterrupted one.
+    """Random bits that depend only on seed, step, tensor and part, so that a resumed run repeats them.
 
-    Args: part: which part of the tensors this process updates: a rank's number where ZeRO slices them, 0 for replicas,
-        which have to round alike.
+    Args: part: index of the slice that this process updates: its rank under ZeRO, 0 for replicas, which must round
+        equally.
     """
 
     def __init__(self, seed: int, part: int = 0):
         self.seed, self.part, self.numbers, self.generators = seed, part, {}, {}
 
     def number(self, tensor: torch.Tensor) -> int:
-        """Return the tensor's number: tensors are counted in the order in which they are first asked for."""
+        """Return the index of a tensor, in the order of first calls."""
         return self.numbers.setdefault(tensor, len(self.numbers))
 
     def start(self, step: int, tensor: torch.Tensor) -> None:
-        """Begin the draws for one tensor in one step."""
-        # torch seeds a CPU's generator with the lower 32 bits: within a step these differ for 65,537 parts a tensor.
+        """Seed the generator for one tensor in one step."""
+        # A CPU generator uses only the lower 32 bits of a seed: unique in a step for up to 65,537 parts per tensor.
         place = (self.seed * 1_000_003 + step) * 1_000_003 + self.number(tensor) * 65_537 + self.part
         if tensor.device not in self.generators:
             self.generators[tensor.device] = torch.Generator(tensor.device)
         self.generators[tensor.device].manual_seed(place % 2**63)
 
     def draw(self, like: torch.Tensor) -> torch.Tensor:
-        """int32 of like's shape, all 32 bits random."""
+        """Return int32 with the shape of `like`, all 32 bits random."""
         generator = self.generators[like.device]
         return torch.randint(-(2**31), 2**31, like.shape, dtype=torch.int32, device=like.device, generator=generator)
 
 
 def chunks(*tensors: torch.Tensor):
-    """The same CHUNK of every tensor, flat, one after another; views, so writing into them writes into the tensors."""
+    """Yield flat views of CHUNK elements of every tensor in step; writes go to the tensors."""
     if all(t.is_contiguous() for t in tensors):
         tensors = [t.view(-1) for t in tensors]
     return zip(*(t.split(CHUNK) for t in tensors), strict=True)
 
 
 class AdamW(torch.optim.Optimizer):
-    """AdamW (arXiv 1711.05101) computed in fp32 chunk by chunk; weights and states in the parameters' own type.
+    """AdamW (arXiv 1711.05101), computed in fp32 by chunks; states have the dtype of the parameters.
 
-    bf16 weights and second moments are rounded stochastically, first moments to the nearest. With fp32 parameters it
-    is torch.optim.AdamW.
+    bf16 weights and second moments are rounded stochastically, first moments to nearest. With fp32 parameters it
+    equals torch.optim.AdamW.
     """
 
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, seed=0, part=0):
@@ -76,7 +76,7 @@ class AdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             (beta1, beta2), lr = group["betas"], float(group["lr"])
             for p in group["params"]:
-                self.noise.number(p)  # also without a gradient: a resumed run must count alike
+                self.noise.number(p)  # also without a gradient, so that a resumed run has the same indices
                 if p.grad is None:
                     continue
                 state = self.state[p]

@@ -9,13 +9,13 @@ from zerofit.settings import json_value, merge_json
 
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """One optimizer.
+    """What an optimizer needs, supports and costs.
 
-    state_bytes: optimizer state per trained parameter beside fp32 weights (r: rank, n: the longer side of a matrix);
-    stages: ZeRO stages that work;  offload: with --offload;  why_not: what stands against the rest;
-    module, extra: the package and the extra of pyproject.toml that brings it, None: the base install;  rounding: how bf16 weights without an
-    fp32 master are written (None: refused with --pure_bf16);  bundled_lr: a learning rate with which the bundled task
-    reaches more than 90 % exact match.
+    state_bytes: optimizer state per trained parameter, without fp32 weights (r: rank, n: longer side of a matrix)
+    stages, offload: supported ZeRO stages, and whether --offload works; why_not: the reason for the other ones
+    module, extra: package, and the extra of pyproject.toml that installs it (None: the base install)
+    rounding: of bf16 weights without fp32 master (None: refused with --pure_bf16)
+    bundled_lr: a learning rate that reaches more than 90 % exact match on the bundled task
     """
 
     state_bytes: str
@@ -102,14 +102,14 @@ NONE = OptimizerSpec("?")
 
 ALIASES = {"lion": "lion_32bit", "adamw": "adamw_torch_fused", "adamw_bnb_8bit": "adamw_8bit"}
 
-OURS = ("muon", "sophia")  # names that transformers does not know
+OURS = ("muon", "sophia")  # not in transformers' OptimizerNames
 
 
 def choose(settings, explicit: dict) -> None:
-    """Check --optim and --pure_bf16 against stage, offload, precision and packages, and fill what they leave open.
+    """Check --optim and --pure_bf16 against the other arguments, and set those that follow from them.
 
     Args: explicit: the arguments that the user gave by flag or YAML.
-    Raises: UserError for a pair that cannot work or would lose its saving in silence.
+    Raises: UserError for a combination that cannot work or would silently save no memory.
     """
     name = str(getattr(settings.optim, "value", settings.optim))
     settings.values["optim"] = name = ALIASES.get(name, name)
@@ -147,7 +147,7 @@ def _check(settings, name: str, entry: OptimizerSpec) -> None:
 
 
 def _match_json(settings, name: str, explicit: dict) -> None:
-    """An "optimizer" section in the user's JSON replaces --optim altogether."""
+    """Let an "optimizer" section in the user's DeepSpeed JSON replace --optim; refuse flags beside it."""
     section = json_value(settings.deepspeed or {}, "optimizer.type")
     if section is None:
         return
@@ -181,8 +181,8 @@ def _choose_unlisted(settings, name: str) -> None:
 def _choose_arguments(settings, name: str, explicit: dict) -> None:
     from zerofit.settings import decide
 
-    given = arguments(settings)
-    if name == "sgd" and "momentum" not in given:
+    optim_args = arguments(settings)
+    if name == "sgd" and "momentum" not in optim_args:
         momentum = ",".join([*([settings.optim_args] if settings.optim_args else []), "momentum=0.9"])
         decide(settings, "optim_args", momentum, "SGD without momentum is rarely meant; momentum=0 for that")
     if name == "muon" and "max_grad_norm" not in explicit and settings.source["max_grad_norm"] != "deepspeed JSON":
@@ -204,9 +204,9 @@ def _choose_arguments(settings, name: str, explicit: dict) -> None:
 
 
 def arguments(settings) -> dict[str, str]:
-    """--optim_args as a dictionary.
+    """Parse --optim_args into a dictionary.
 
-    Raises: UserError when it is not name=value,name=value.
+    Raises: UserError if it is not name=value,name=value.
     """
     pairs = [pair for pair in (settings.optim_args or "").replace(" ", "").split(",") if pair]
     if any(pair.count("=") != 1 for pair in pairs):
@@ -215,12 +215,12 @@ def arguments(settings) -> dict[str, str]:
 
 
 def _choose_pure_bf16(settings, name: str, entry: OptimizerSpec | None, explicit: dict) -> None:
-    """bf16 weights, gradients and optimizer states, and no fp32 master copy anywhere."""
+    """Set up --pure_bf16: bf16 weights, gradients and optimizer states, without fp32 master weights."""
     from zerofit.settings import decide
 
     if not settings.bf16:
-        said = "--fp16 true" if settings.fp16 else "--bf16 false"
-        raise UserError(f"--pure_bf16 with {said}: pure bf16 is bf16 throughout; leave one of the two out.")
+        flag = "--fp16 true" if settings.fp16 else "--bf16 false"
+        raise UserError(f"--pure_bf16 with {flag}: pure bf16 is bf16 throughout; leave one of the two out.")
     if settings.dtype not in ("auto", "bfloat16"):
         raise UserError(f"--pure_bf16 with --dtype {settings.dtype}: the weights are bf16; leave --dtype out.")
     if settings.offload != "none":
@@ -242,37 +242,37 @@ def _choose_pure_bf16(settings, name: str, entry: OptimizerSpec | None, explicit
         parts = [settings.optim_args] if settings.optim_args else []
         decide(settings, "optim_args", ",".join([*parts, "bf16_stochastic_round=True"]), "--pure_bf16")
     stochastic = entry is not None and entry.rounding == "stochastic"
-    how = (
+    rounding = (
         "weights are rounded stochastically, so that small updates arrive on average"
         if stochastic
         else f"{name} rounds to the nearest: changes below 1/512 of a weight are lost (adamw_torch_fused rounds "
         "stochastically)"
     )
-    settings.decisions.append(f"pure_bf16: no fp32 master copy of the weights; {how}")
+    settings.decisions.append(f"pure_bf16: no fp32 master copy of the weights; {rounding}")
 
 
 def name_for_transformers(settings) -> str:
-    """What TrainingArguments is told: it refuses names that it does not know."""
+    """Return --optim for TrainingArguments, with adamw_torch for the names that it would refuse."""
     return "adamw_torch" if settings.optim in OURS else settings.optim
 
 
 def markdown() -> str:
-    """The table of docs/memory.md."""
+    """Return the table of docs/memory.md."""
     lines = [
         "| `--optim` | bytes of state a parameter | ZeRO stages | `--offload` | `--pure_bf16` rounds | needs | bundled task's "
         "rate | notes |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for name, e in OPTIMIZERS.items():
-        needs = [f"`EXTRAS={e.extra}`"] * bool(e.extra) + ["CUDA"] * e.needs_cuda
+    for name, spec in OPTIMIZERS.items():
+        needs = [f"`EXTRAS={spec.extra}`"] * bool(spec.extra) + ["CUDA"] * spec.needs_cuda
         cells = [
-            f"`{name}`", e.state_bytes, " ".join(e.stages), "yes" if e.offload else "no", e.rounding or "refused",
-            ", ".join(needs), f"{e.bundled_lr:g}", e.note,
+            f"`{name}`", spec.state_bytes, " ".join(spec.stages), "yes" if spec.offload else "no",
+            spec.rounding or "refused", ", ".join(needs), f"{spec.bundled_lr:g}", spec.note,
         ]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
-    reasons = {e.why_not: [] for e in OPTIMIZERS.values() if e.why_not}
-    for name, e in OPTIMIZERS.items():
-        reasons.get(e.why_not, []).append(f"`{name}`")
+    reasons = {spec.why_not: [] for spec in OPTIMIZERS.values() if spec.why_not}
+    for name, spec in OPTIMIZERS.items():
+        reasons.get(spec.why_not, []).append(f"`{name}`")
     lines += ["", "Refused, and why:", ""]
     lines += [f"- {', '.join(names)}: {why}." for why, names in reasons.items()]
     return "\n".join(lines)

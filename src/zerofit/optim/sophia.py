@@ -1,8 +1,8 @@
 """Sophia-G (arXiv 2305.14342): momentum divided by a diagonal curvature estimate, clipped per weight.
 
 Algorithm 3 with the Gauss-Newton-Bartlett estimator (algorithm 2): every k steps, labels are sampled from the model's
-own predictions on the step's batch, and h takes in B * g * g, where g is the gradient of the mean loss over those B
-tokens.
+predictions on the batch of the step, and the moving average h is updated with B * g * g, where g is the gradient of
+the mean loss over these B tokens.
 """
 
 import contextlib
@@ -13,10 +13,11 @@ from zerofit.optim import bf16_adamw
 
 
 class SophiaG(torch.optim.Optimizer):
-    """m = b1 m + (1-b1) g;  h = b2 h + (1-b2) B g^2 every k steps;  w = (1 - lr wd) w - lr clip(m / max(gamma h, eps), 1).
+    """The Sophia-G optimizer; set `sampled_tokens` for a step that updates only h.
 
-    Elementwise, so it works on whole parameters and on ZeRO's flat partitions. Weights and states keep the parameters'
-    type; bf16 ones (no fp32 master) are rounded stochastically.
+    m = b1 m + (1-b1) g; h = b2 h + (1-b2) B g^2 every k steps; w = (1 - lr wd) w - lr clip(m / max(gamma h, eps), 1).
+    Elementwise, so it works on full parameters and on ZeRO's flat partitions. Weights and states have the dtype of the
+    parameters; bf16 weights and h (no fp32 master) are rounded stochastically, m to nearest.
     """
 
     def __init__(
@@ -24,7 +25,7 @@ class SophiaG(torch.optim.Optimizer):
     ):
         super().__init__(params, {"lr": lr, "betas": betas, "gamma": gamma, "eps": eps, "weight_decay": weight_decay})
         self.k, self.noise = k, bf16_adamw.Noise(seed, part)
-        self.sampled_tokens = None  # set: the gradients are those of sampled labels, and step() only updates h
+        self.sampled_tokens = None  # if set, gradients are of sampled labels, and step() updates only h
 
     def _state(self, p) -> dict:
         state = self.state[p]
@@ -38,7 +39,7 @@ class SophiaG(torch.optim.Optimizer):
         update = self._update_weights if self.sampled_tokens is None else self._update_hessian
         for group in self.param_groups:
             for p in group["params"]:
-                self.noise.number(p)  # also without a gradient: a resumed run must count alike
+                self.noise.number(p)  # also without a gradient, so that a resumed run has the same indices
                 if p.grad is not None:
                     update(group, p, self._state(p))
         return loss
@@ -64,59 +65,60 @@ class SophiaG(torch.optim.Optimizer):
 
 
 def sampled_labels(logits: torch.Tensor, labels: torch.Tensor, seed: int) -> torch.Tensor:
-    """One token for each position, drawn from the softmax of its logits.
+    """Sample one token per position from the softmax of its logits.
 
-    A row's draws depend on its supervised tokens and `seed` alone, so they are the same however padded rows fall into
-    ranks and micro batches. Args: logits (batch, tokens, vocabulary); labels (batch, tokens), -100 where nothing is
-    supervised. Returns: (batch, tokens).
+    The draws for a row depend only on its labels and `seed`, not on how rows are distributed over ranks and micro
+    batches. Args: logits (batch, tokens, vocabulary); labels (batch, tokens), -100 where nothing is supervised.
+    Returns: (batch, tokens).
     """
     drawn = []
-    for row, wanted in zip(logits, labels, strict=True):
-        place = torch.arange(1, len(wanted) + 1, device=wanted.device)
-        key = int((wanted.clamp(min=0) * place).sum())
+    for row, row_labels in zip(logits, labels, strict=True):
+        position = torch.arange(1, len(row_labels) + 1, device=row_labels.device)
+        key = int((row_labels.clamp(min=0) * position).sum())
         generator = torch.Generator().manual_seed(hash((seed, key)) & 0x7FFFFFFF)
-        below = torch.rand(len(wanted), 1, generator=generator, dtype=torch.float64).to(row.device, torch.float32)
+        uniform = torch.rand(len(row_labels), 1, generator=generator, dtype=torch.float64).to(row.device, torch.float32)
         cumulative = row.float().softmax(-1).cumsum(-1)
-        drawn.append(torch.searchsorted(cumulative, below * cumulative[:, -1:]).squeeze(-1))
+        drawn.append(torch.searchsorted(cumulative, uniform * cumulative[:, -1:]).squeeze(-1))
     return torch.stack(drawn).clamp_(max=logits.shape[-1] - 1)
 
 
 def estimate_if_due(trainer, batches: list[dict]) -> None:
-    """At steps 1, k + 1, 2 k + 1 ...: `estimate`."""
+    """Call `estimate` before steps 1, k + 1, 2 k + 1 ..."""
     if trainer.state.global_step % unwrapped(trainer.optimizer).k == 0:
         estimate(trainer, batches)
 
 
 def estimate(trainer, batches: list[dict]) -> None:
-    """Let h take in one estimate from the micro batches of the coming step; all ranks call it.
+    """Update h with one estimate from the micro batches of the next step; all ranks call it.
 
-    Gradients of the sampled labels go the ordinary way (DDP's or DeepSpeed's reduction, ZeRO's partitions and, where
-    there is one, fp32 master), only the optimizer's step differs. Clipping is off for it: it would scale the estimate.
+    Gradients of the sampled labels take the usual path (reduction by DDP or DeepSpeed, ZeRO's partitions and fp32
+    master weights); only step() differs. Clipping, which would scale the estimate, is off meanwhile; DeepSpeed's step
+    counters are restored.
     """
-    optimizer, net = unwrapped(trainer.optimizer), trainer.model_wrapped
+    optimizer, model = unwrapped(trainer.optimizer), trainer.model_wrapped
     ranks, steps = trainer.args.world_size, trainer.state.global_step
     batches = [trainer._prepare_inputs(batch) for batch in batches]
     tokens = sum((batch["labels"][:, 1:] != -100).sum() for batch in batches)
     if ranks > 1:
         torch.distributed.all_reduce(tokens)
-    engine = net if trainer.is_deepspeed_enabled else None
+    engine = model if trainer.is_deepspeed_enabled else None
     counters = {n: getattr(engine, n) for n in ("global_steps", "global_samples", "micro_steps")} if engine else {}
     if engine:
         clip, engine.optimizer.clip_grad = engine.optimizer.clip_grad, 0.0
     optimizer.sampled_tokens = int(tokens)
-    net.train()
+    model.train()
     for i, batch in enumerate(batches):
         last = i == len(batches) - 1
-        hold = contextlib.nullcontext() if engine or last else trainer.accelerator.no_sync(net)
-        with hold:
+        sync_context = contextlib.nullcontext() if engine or last else trainer.accelerator.no_sync(model)
+        with sync_context:
             supervised = batch["labels"][:, 1:] != -100
             inputs = {k: v for k, v in batch.items() if k != "labels"}
             with trainer.compute_loss_context_manager():
-                logits = net(**inputs).logits
+                logits = model(**inputs).logits
             logits = logits[:, -batch["labels"].shape[1] : -1]  # virtual tokens of an adapter come first
             labels = sampled_labels(logits.detach(), batch["labels"][:, 1:], trainer.args.seed + steps)
             losses = torch.nn.functional.cross_entropy(logits[supervised].float(), labels[supervised], reduction="sum")
-            loss = losses * ranks / tokens  # the reduction divides by the ranks
+            loss = losses * ranks / tokens  # the reduction averages over the ranks
             if engine:
                 engine.set_gradient_accumulation_boundary(is_boundary=last)
                 engine.backward(loss, scale_wrt_gas=False)
@@ -129,12 +131,12 @@ def estimate(trainer, batches: list[dict]) -> None:
             setattr(engine, name, value)
     else:
         optimizer.step()
-        net.zero_grad()
+        model.zero_grad()
     optimizer.sampled_tokens = None
 
 
 def unwrapped(optimizer) -> torch.optim.Optimizer:
-    """The SophiaG inside accelerate's and DeepSpeed's wrappers."""
+    """Return the SophiaG inside the wrappers of accelerate and DeepSpeed."""
     while not isinstance(optimizer, SophiaG):
         optimizer = optimizer.optimizer
     return optimizer
