@@ -1,11 +1,11 @@
-"""The attention operation alone: eager, torch's scaled_dot_product_attention by back end, FlashAttention when installed.
+"""Measure the attention operation alone: eager, each back end of torch's SDPA, FlashAttention when installed.
 
 python benchmarks/attention.py                      # CUDA: 32 heads of 128, 2,048 to 16,384 tokens, bf16
 python benchmarks/attention.py --tokens 512 1024    # CPU: 8 heads of 64, fp32
 
 Causal, one forward and backward from q, k, v to their gradients. Rounds are interleaved, medians are given. Memory is the
-peak above the inputs: the allocator's on CUDA, exact tensor bytes on a CPU (a fused kernel is one operator there). The
-whole training step with either attention is the ledger's row (make ledger). Tests the claim "FlashAttention-2 is 2 to 4
+peak above the inputs: the allocator's on CUDA, exact tensor bytes on a CPU (a fused kernel is one operator there).
+`make ledger` has a row for the whole training step with either attention. This file tests the claim "FlashAttention-2 is 2 to 4
 times faster" (arXiv 2205.14135, 2307.08691), which is about the operation.
 """
 
@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
 def eager(q, k, v):
-    """As transformers' eager_attention_forward: softmax in fp32, all scores in memory."""
+    """Compute attention like transformers' eager_attention_forward: softmax in fp32, all scores in memory."""
     tokens = q.shape[-2]
     mask = torch.full((tokens, tokens), float("-inf"), dtype=q.dtype, device=q.device).triu(1)
     scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1]) + mask
@@ -38,7 +38,7 @@ def with_back_end(back_end):
 
 
 def implementations(device: str) -> dict:
-    """{name: function of q, k, v, (rows, heads, tokens, head_dim) each}."""
+    """Return {name: function of q, k, v, (rows, heads, tokens, head_dim) each}."""
     found = {"eager": eager, "sdpa flash": with_back_end(SDPBackend.FLASH_ATTENTION)}
     if device == "cuda":
         found["sdpa efficient"] = with_back_end(SDPBackend.EFFICIENT_ATTENTION)
@@ -51,7 +51,7 @@ def implementations(device: str) -> dict:
 
 
 def once(function, qkv, device: str) -> tuple[float, int]:
-    """(seconds, peak bytes above the inputs) of a forward and a backward."""
+    """Return (seconds, peak bytes above the inputs) of a forward and a backward."""
 
     def run():
         out = function(*qkv)
@@ -72,7 +72,7 @@ def measure(tokens: int, given, device: str) -> list[dict]:
                 continue
             try:
                 taken = once(function, qkv, device)
-            except (RuntimeError, torch.OutOfMemoryError) as error:  # a back end that this device has not, or too large
+            except (RuntimeError, torch.OutOfMemoryError) as error:  # a back end that this device lacks, or too large
                 failed[name] = str(error).splitlines()[0]
                 continue
             rounds[name] += [taken] if round_ else []

@@ -1,9 +1,9 @@
-"""How OpenMP's threads wait, on a machine with other work: small training steps beside one busy process for each core.
+"""Measure how OpenMP's threads wait on a node with other work: small steps beside one busy process for each core.
 
 python benchmarks/busy_cpu.py                # milliseconds a step by setting, idle and busy
 
 torch ships GNU's OpenMP (torch/lib/libgomp.so.1). Its threads spin between two parallel regions, 300,000 turns unless
-OMP_WAIT_POLICY or GOMP_SPINCOUNT say otherwise; where another process holds a core, they spin for what cannot go on.
+OMP_WAIT_POLICY or GOMP_SPINCOUNT change it. When another process holds a core, they spin for a thread that cannot run.
 """
 
 import argparse
@@ -49,7 +49,7 @@ def main() -> None:
     for busy in (0, len(os.sched_getaffinity(0))):
         others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(busy)]
         try:
-            for _ in range(given.rounds):  # settings take turns: the machine's other load changes
+            for _ in range(given.rounds):  # settings take turns: the node's other load changes
                 for name, env in SETTINGS.items():
                     words = [sys.executable, __file__, "--one", "--steps", str(given.steps)]
                     done = subprocess.run(words, env=os.environ | env, capture_output=True, text=True, check=True)

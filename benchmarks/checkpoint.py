@@ -1,4 +1,4 @@
-"""What checkpoints cost: save, verify, load, convert and export, against plain Trainer, DeepSpeed and zero_to_fp32.
+"""Measure the cost of checkpoints: save, verify, load, convert and export, against plain Trainer, DeepSpeed and zero_to_fp32.
 
     python benchmarks/checkpoint.py           # 207 M parameters, two ranks, ZeRO-3: about 4 minutes on 2 cores, 15 GB of disk
 
@@ -26,7 +26,7 @@ SHAPE = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 13
 
 
 def model_folder(folder: Path, shape: dict) -> Path:
-    """A Llama of this shape with random weights and the bundled tokenizer."""
+    """Write a Llama of this shape with random weights and the bundled tokenizer."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -38,7 +38,7 @@ def model_folder(folder: Path, shape: dict) -> Path:
 
 
 def launched(words: list[str], **env) -> dict:
-    """{"seconds", "peak_gb"} of a command: the largest resident memory of any of its processes."""
+    """Return {"seconds", "peak_gb"} of a command: the largest resident memory of any of its processes."""
     began = time.perf_counter()
     with tempfile.TemporaryFile() as said:
         process = subprocess.Popen(
@@ -52,7 +52,7 @@ def launched(words: list[str], **env) -> dict:
 
 
 def world(ranks: int, flags: list[str], to: Path) -> dict:
-    """This file's inside() on so many ranks; what rank 0 measured, and the highest memory of a rank."""
+    """Run inside() on so many ranks; return rank 0's measurement and the highest memory of a rank."""
     found = launched(
         [
             sys.executable,
@@ -70,7 +70,7 @@ def world(ranks: int, flags: list[str], to: Path) -> dict:
 
 
 def inside() -> None:
-    """One rank: a recipe whose loading is timed, and which saves both ways when it has trained."""
+    """Run one rank: a recipe whose loading is timed, and which saves both ways after training."""
     from transformers import trainer as transformers_trainer
 
     from zerofit.train import run as train_run
@@ -103,7 +103,7 @@ def inside() -> None:
 
 
 def saves(trainer) -> dict:
-    """Seconds of transformers' save (synced, which it leaves to the system) and of the kit's; bytes."""
+    """Return the seconds of transformers' save (synced here; it does not sync itself) and of the kit's, and the bytes."""
     from transformers import Trainer
 
     from zerofit import distributed, run_folder

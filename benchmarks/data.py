@@ -1,4 +1,4 @@
-"""How fast rows become tokens with labels, next to TRL's SFTTrainer, and whether the labels are the same.
+"""Measure how fast rows become tokens with labels beside TRL's SFTTrainer, and compare the labels.
 
 python benchmarks/data.py                                    # zerofit on a synthetic chat set
 python benchmarks/data.py --data gsm8k.jsonl --packing       # on a file too, with packing
@@ -56,7 +56,7 @@ EDGES = {
 
 
 def chat_rows(count: int, seed: int = 0):
-    """Conversations of 1 to 5 question/answer pairs, every third with a system prompt."""
+    """Return conversations of 1 to 5 question/answer pairs, every third with a system prompt."""
     rng = random.Random(seed)
 
     def text(low, high):
@@ -77,7 +77,7 @@ def write_jsonl(path: Path, rows) -> Path:
 
 
 def as_trl(row: dict) -> dict:
-    """The same row in a format TRL knows: messages stay, other columns become a conversational prompt/completion."""
+    """Convert a row to a format of TRL: messages stay, other columns become a conversational prompt/completion."""
     if "messages" in row:
         return {"messages": row["messages"]}
     first = next(row[c] for c in ("question", "prompt", "instruction") if c in row)
@@ -88,7 +88,7 @@ def as_trl(row: dict) -> dict:
 
 
 def measure(tool: str, python: str, paths: list[Path], options, workers=1, messages=True, dump=None, edges=False):
-    """The result of one process of prepare.py."""
+    """Return the result of one process of prepare.py."""
     job = {
         "paths": [str(p) for p in paths],
         "max_length": options.max_length,
@@ -113,7 +113,7 @@ def measure(tool: str, python: str, paths: list[Path], options, workers=1, messa
 
 
 def compare(ours: Path, theirs: Path, tokenizer) -> dict:
-    """Labels of two prepared sets, token for token, over rows aligned by their input_ids."""
+    """Compare the labels of two prepared sets, token for token, over rows aligned by their input_ids."""
     import pyarrow.parquet as pq
 
     sets = [pq.read_table(path).to_pydict() for path in (ours, theirs)]
@@ -143,7 +143,7 @@ def compare(ours: Path, theirs: Path, tokenizer) -> dict:
 
 
 def _difference(tokenizer, ids: list[int], row: int, position: int, mine: int) -> tuple[str, dict]:
-    """(kind, example) of one token that only one of the two trains on."""
+    """Return (kind, example) of one token that only one of the two trains on."""
     token = tokenizer.decode([ids[position]])
     who = "TRL" if mine == -100 else "zerofit"
     where = "the last token of the row" if position == len(ids) - 1 else "inside the row"
@@ -152,7 +152,7 @@ def _difference(tokenizer, ids: list[int], row: int, position: int, mine: int) -
 
 
 def compare_edges(options, folder: Path, tokenizer) -> list[dict]:
-    """Each edge case on its own: the same ids and labels, or what is different."""
+    """Compare each edge case on its own: the same ids and labels, or the difference."""
     paths = []
     for number, turns in enumerate(EDGES.values()):
         rows = [{"messages": [{"role": role, "content": content} for role, content in turns]}]
@@ -230,7 +230,7 @@ def _tokenizer():
 
 
 def differences(options, folder: Path, inputs: dict[str, Path], messages: bool) -> dict[str, dict]:
-    """TRL's setting -> what is different with it. Rows that are no messages are compared with both of its masks."""
+    """Return {TRL's setting: its differences}. Rows without messages are compared with both of TRL's masks."""
     ours = folder / "zerofit.parquet"
     measure("zerofit", sys.executable, [inputs["zerofit"]], options, dump=ours)
     masks = {"assistant_only_loss": True} | ({} if messages else {"completion_only_loss (its default)": False})
@@ -243,7 +243,7 @@ def differences(options, folder: Path, inputs: dict[str, Path], messages: bool) 
 
 
 def markdown(record: dict) -> list[str]:
-    """The record as lines for people."""
+    """Return the record as Markdown lines."""
     what = "load + template + mask" + (" + pack" if record["options"]["packing"] else "")
     lines = [f"# Data preparation: {what}", ""]
     lines += machine.describe(record["machine"], record["versions"])
@@ -294,7 +294,7 @@ def markdown(record: dict) -> list[str]:
 
 
 def big(options) -> None:
-    """Prepare a generated JSONL of that many gigabytes and say how much memory the processes held at most."""
+    """Prepare a generated JSONL of that many gigabytes and return the highest memory of the processes."""
     import psutil
 
     facts, size = machine.facts(), int(options.big * 1e9)

@@ -1,8 +1,8 @@
-"""What other estimators say about the same jobs, beside the ghost run and the closed forms.
+"""Compare other memory estimators with the simulation and the closed forms on the same jobs.
 
     python benchmarks/estimators.py
 
-The reference is the ghost run (which equals real tensors on a CPU to the byte, see plan.py), not a GPU. accelerate's and
+The reference is the simulation (which equals real tensors on a CPU to the byte, see plan.py), not a GPU. accelerate's and
 DeepSpeed's own functions are called; Korthikanti et al. (arXiv 2205.05198, equations 1 and 2: s b h (34 + 5 a s / h) a
 layer without recomputation, 2 s b h with; flash attention leaves the second term out) gives activations, to which 16-bit
 states by arXiv 1910.02054 are added. Writes benchmarks/results/estimators-<date>.md.
@@ -32,7 +32,7 @@ JOBS = [  # (model, method, stage, offload, checkpointing, tokens, GPUs)
 
 
 def others(candidate, settings, tokens: int, checkpointing: bool) -> dict[str, float]:
-    """{tool: bytes on a GPU}."""
+    """Return {tool: bytes on a GPU}."""
     from accelerate.commands.estimate import estimate_training_usage
     from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
     from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs

@@ -161,7 +161,7 @@ def measure(setting: Setting, out: Path) -> dict:
 
 
 def row(result: dict) -> list:
-    """Format one line of the table; what is not known stays empty."""
+    """Format one line of the table; unknown values stay empty."""
     planned, peak = result.get("planned_bytes"), result.get("peak_bytes")
     why_no_plan = planned if isinstance(planned, str) else None
     planned = None if why_no_plan else planned
@@ -188,7 +188,7 @@ def main() -> None:
     if given.kind == "qlora":
         save_base()
     chosen = [setting for setting in KINDS[given.kind] if re.search(given.only, setting.name)]
-    with ThreadPoolExecutor(1) as pool:  # planning needs no GPU, and runs beside
+    with ThreadPoolExecutor(1) as pool:  # planning needs no GPU, and runs in parallel
         plans = [pool.submit(predicted_peak, setting, gpu) for setting in chosen]
         rows = []
         for setting, plan in zip(chosen, plans, strict=True):

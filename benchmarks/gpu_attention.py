@@ -1,10 +1,10 @@
-"""Time on a GPU what the recipes are made of: packed attention, an adapted linear layer, optimizers, copies.
+"""Time the parts of the recipes on a GPU: packed attention, an adapted linear layer, optimizers, copies.
 
 python benchmarks/gpu_attention.py                       # a few minutes; 20 GB of GPU memory
 python benchmarks/gpu_attention.py --only 'packed|copies' --out runs/my-report
 
 Forward and backward where there is one. benchmarks/attention.py compares torch's back ends on one document, and
-benchmarks/loss.py the losses; tests/gpu tests the results. Memory is the allocator's peak above what was there before.
+benchmarks/loss.py the losses; tests/gpu tests the results. Memory is the allocator's peak above the bytes before.
 """
 
 import re
@@ -93,7 +93,7 @@ def adapted(dtype: torch.dtype | None, autocast: bool = False, cast: bool = True
 
 
 def adamw(kind: str, dtype: torch.dtype, count: int = 10**9, device: str = "cuda") -> list[list]:
-    """Time a step over `count` numbers; on the CPU it is what --offload optimizer does."""
+    """Time a step over `count` numbers; on the CPU it is the step of --offload optimizer."""
     p = torch.nn.Parameter(torch.randn(count, device=device, dtype=dtype))
     p.grad = torch.randn(count, device=device, dtype=dtype)
     optimizer = bf16_adamw.AdamW([p], lr=1e-5) if kind == "zerofit" else torch.optim.AdamW([p], lr=1e-5, fused=True)

@@ -96,7 +96,7 @@ class Job:
             return None
 
     def kill(self) -> None:
-        """Kill the process and all that it has started; ranks of a launcher are in sessions of their own."""
+        """Kill the process and all that it has started; a launcher's ranks have their own sessions."""
         with contextlib.suppress(psutil.NoSuchProcess):
             family = [*psutil.Process(self.process.pid).children(recursive=True), psutil.Process(self.process.pid)]
             for member in family:
@@ -106,7 +106,7 @@ class Job:
 
 
 def used_bytes() -> int:
-    """Ask nvidia-smi for the memory that all processes together hold of the first visible GPU."""
+    """Ask nvidia-smi for the memory of the first visible GPU that all processes use together."""
     index = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0").split(",")[0]
     return int(nvidia_smi("memory.used", "-i", index)) * 2**20
 
@@ -129,7 +129,7 @@ def parser(doc: str, name: str, budget_seconds: float) -> argparse.ArgumentParse
 
 
 def facts() -> dict:
-    """Name the machine, its GPU and the versions of what runs on it."""
+    """Return the node, its GPU and the versions of the packages."""
     import torch
 
     versions = machine.versions()

@@ -4,7 +4,7 @@ python benchmarks/gpu_peer.py                                   # TRL is left ou
 python benchmarks/gpu_peer.py --peers .venv-peers/bin/python    # made by `make bench-peers`; LoRA needs peft there
 
 The loop has no trainer, no logging and no data set: fixed rows without a mask, bf16 throughout, fused AdamW. It
-shows what the kit itself costs. Each variant runs in a process of its own.
+shows the cost of the kit itself. Each variant runs in its own process.
 """
 
 import contextlib
@@ -131,7 +131,7 @@ def run_one(tool: str, *variant) -> None:
 
 
 def measure(variant, peers: str, seconds: float) -> dict:
-    """Run one variant in a process and return its result, or why there is none."""
+    """Run one variant in a process and return its result, or the reason for its absence."""
     if seconds <= 0:
         return {"failed": "not run: the budget was spent"}
     words = [peers if variant[0] == "trl" else sys.executable, __file__, "--one", json.dumps(variant)]

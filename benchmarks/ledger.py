@@ -1,11 +1,11 @@
-"""Each memory technique alone and stacked, measured beside the claim that it tests.
+"""Measure each memory technique alone and stacked, beside the claim that it tests.
 
 make ledger                                  # a small random model; on a CPU about 15 minutes
 make ledger MODEL=Qwen/Qwen3-8B GPUS=4 SEQ=4096
 python benchmarks/ledger.py --rows lora qlora --rounds 5
 
 Memory: one run with --memory_report (on a CPU exact tensor bytes, on CUDA the allocator's). Speed: rounds without it,
-all rows once a round, the first steps apart; median of the steps, then of the rounds. Writes ledger.md, ledger.json,
+all rows once a round, without the first steps; median of the steps, then of the rounds. Writes ledger.md, ledger.json,
 ledger-memory.png and ledger-speed.png.
 """
 
@@ -41,7 +41,7 @@ class Row:
 
 
 def rows(ranks: int) -> list[Row]:
-    """The stack in the order in which people apply it, then single techniques on the bf16 row, then the stages."""
+    """Return the stack in the usual order, then single techniques on the bf16 row, then the stages."""
     stacked = [
         Row("fp32", ("--bf16 false", "--gradient_checkpointing false", "--fused_loss false", "--padding_free false")),
         Row("+ bf16", ("--bf16 true",), "fp32"),
@@ -68,7 +68,7 @@ def rows(ranks: int) -> list[Row]:
         Row("activation offload", ("--activation_offload true",), "checkpointing", "checkpointing", needs_cuda=True),
         Row("eager attention", ("--attn_implementation eager",), "+ bf16"),
         Row("LoRA alone", (), "+ bf16", recipe="lora"),
-        # on packs, which are all of one length: of rows, sixteen micro batches would hold a longer one than one does
+        # on packs, which all have one length: sixteen micro batches of rows would contain a longer row than one does
         *(Row(f"accumulation {n}", (f"--gradient_accumulation_steps {n}",), "+ packing", "accumulation 1")
           for n in (1, 4, 16)),
     ]  # fmt: skip
@@ -82,7 +82,7 @@ def rows(ranks: int) -> list[Row]:
 
 
 def flags_of(row: Row, table: dict[str, Row]) -> dict[str, str]:
-    """Flag -> value of the row and all that it stands on."""
+    """Return {flag: value} of the row and the rows below it."""
     below = flags_of(table[row.on], table) if row.on else {}
     return below | dict(pair.split() for pair in row.flags)
 
@@ -91,7 +91,7 @@ def flags_of(row: Row, table: dict[str, Row]) -> dict[str, str]:
 
 
 def write_model(folder: Path) -> None:
-    """A Llama of 12 M parameters: small enough for two cores, wide enough that no part vanishes."""
+    """Write a Llama of 12 M parameters: small enough for two cores, wide enough that each part is visible."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, set_seed
 
     config = LlamaConfig(
@@ -99,12 +99,12 @@ def write_model(folder: Path) -> None:
         num_key_value_heads=4, max_position_embeddings=8192, tie_word_embeddings=False,
     )  # fmt: skip
     set_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)  # a saved one: 4 bits are made while loading
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)  # a saved base: 4 bits are made while loading
     AutoTokenizer.from_pretrained(machine.TINY_MODEL).save_pretrained(folder)
 
 
 def write_data(file: Path, longest: int, count: int = 4000) -> None:
-    """Token rows whose lengths spread like gsm8k's (median a third of the longest), each an arithmetic series."""
+    """Write token rows with the length distribution of gsm8k's (median a third of the longest), each an arithmetic series."""
     draw = random.Random(0)
     with file.open("w") as out:
         for _ in range(count):
@@ -118,7 +118,7 @@ def write_data(file: Path, longest: int, count: int = 4000) -> None:
 
 
 def run_world(ranks: int, cases: list[dict], folder: Path) -> None:
-    """All cases in one world; what a case leaves is in its folder."""
+    """Run all cases in one world; the files of a case are in its folder."""
     file = folder / "cases.json"
     file.write_text(json.dumps(cases))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks),
@@ -138,7 +138,7 @@ def run_world(ranks: int, cases: list[dict], folder: Path) -> None:
 
 
 def measure(chosen: list[Row], table: dict[str, Row], options, folder: Path) -> dict[str, dict]:
-    """{row: {"error"} or {"memory", "seconds", "tokens_per_second", "losses", ...}}."""
+    """Return {row: {"error"} or {"memory", "seconds", "tokens_per_second", "losses", ...}}."""
     common = {
         "--data": options.data, "--model": options.model, "--max_length": options.seq, "--max_steps": options.steps,
         "--per_device_train_batch_size": options.micro, "--gradient_accumulation_steps": 1, "--logging_steps": 1,
@@ -167,7 +167,7 @@ def measure(chosen: list[Row], table: dict[str, Row], options, folder: Path) -> 
 
 
 def slug(name: str) -> str:
-    """A folder's name; "+ bf16" and "bf16" are two."""
+    """Return a folder's name; "+ bf16" and "bf16" differ."""
     return "".join(c if c.isalnum() else "-" for c in name.replace("+", "and"))
 
 
@@ -214,7 +214,7 @@ def collect(row: Row, runs: list[Path]) -> dict:
 
 
 def claims(found: dict[str, dict], ranks: int) -> list[tuple[str, str, str, str]]:
-    """(claim, source, measured, verdict) of every claim whose rows were measured."""
+    """Return (claim, source, measured, verdict) of every claim whose rows were measured."""
 
     def have(*names: str) -> bool:
         return all("error" not in found.get(n, {"error": ""}) for n in names)
@@ -372,7 +372,7 @@ def plot_memory(found: dict[str, dict], target: Path) -> None:
 
 
 def plot_speed(found: dict[str, dict], target: Path) -> None:
-    """Memory against speed of the one-rank rows, with the settings that no other beats in both."""
+    """Plot memory against speed of the one-rank rows, with the settings that no other beats in both."""
     import matplotlib
 
     matplotlib.use("Agg")

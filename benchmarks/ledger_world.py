@@ -1,4 +1,6 @@
-"""Many recipe command lines in one launched world, for the ledger: torchrun ... benchmarks/ledger_world.py cases.json
+"""Run many recipe command lines in one launched world, for `make ledger`.
+
+torchrun ... benchmarks/ledger_world.py cases.json
 
 cases.json: [{"name", "recipe", "flags"}]. A case that ends with an error leaves error.txt in its folder; with several
 ranks it ends the world, as the others would wait for it.
@@ -20,14 +22,14 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def main() -> None:
-    stop, distributed.stop = distributed.stop, lambda wait=True: None  # the world goes on after each case
-    guard, entrypoint.guard = entrypoint.guard, lambda recipe: recipe()  # errors come here, not to the process's end
+    stop, distributed.stop = distributed.stop, lambda wait=True: None  # the world continues after each case
+    guard, entrypoint.guard = entrypoint.guard, lambda recipe: recipe()  # errors do not end the process
     launched = {name: os.environ[name] for name in distributed.LAUNCHER_SETS if name in os.environ}
     for case in json.loads(Path(sys.argv[1]).read_text()):
         words, streams, began = sys.argv, (sys.stdout, sys.stderr), time.time()
         folder = Path(case["flags"][case["flags"].index("--output_dir") + 1])
         sys.argv = [case["recipe"], *case["flags"]]
-        os.environ.update(launched)  # one process at stage 0 does without
+        os.environ.update(launched)  # one process at stage 0 needs none
         failure = None
         try:
             runpy.run_path(str(ROOT / "recipes" / f"{case['recipe']}.py"), run_name="__main__")

@@ -1,12 +1,12 @@
-"""Time and memory of the loss of a language model's head: dense, fused (the kit's), torch's own, Liger's.
+"""Measure time and memory of the loss of a language model's head: dense, fused (the kit's), torch's own, Liger's.
 
 python benchmarks/loss.py                       # CUDA: V = 128,256, h = 4,096, T = 8,192 and 16,384, bf16
 python benchmarks/loss.py --rounds 9 --supervised 0.4
 
 One forward and backward from hidden states to the gradients of hidden states and head ("frozen": hidden states only).
-Rounds are interleaved, medians are given. Memory is the peak above what was there before: the allocator's on CUDA,
-exact tensor bytes on a CPU (torch's own is one operator, whose inside is not seen there). Without a GPU the sizes are
-small and the times say little about one.
+Rounds are interleaved, medians are given. Memory is the peak above the bytes before: the allocator's on CUDA,
+exact tensor bytes on a CPU (torch's own loss is one operator, whose inside is not counted there). Without a GPU the sizes
+are small, and the times do not carry over to a GPU.
 """
 
 import argparse
@@ -24,7 +24,7 @@ TARGET = {"time": 1.15, "memory": 0.25}  # of the dense loss
 
 
 def dense(hidden, weight, labels):
-    """As transformers computes it: logits in the type of the weights, the cross entropy in fp32."""
+    """Compute the loss like transformers: logits in the type of the weights, the cross entropy in fp32."""
     return F.cross_entropy(F.linear(hidden, weight).float(), labels, reduction="sum")
 
 
@@ -50,7 +50,7 @@ def implementations(device: str) -> dict:
 
 
 def once(function, hidden, weight, labels, device) -> tuple[float, int]:
-    """(seconds, peak bytes above the inputs) of a forward and a backward."""
+    """Return (seconds, peak bytes above the inputs) of a forward and a backward."""
 
     def run():
         hidden.grad = weight.grad = None

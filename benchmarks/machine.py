@@ -1,4 +1,4 @@
-"""What a result file says besides the numbers, and where it is written. Only the standard library: peers import it too."""
+"""Describe the node and write result files. Only the standard library, because the peers' environment imports it too."""
 
 import datetime
 import importlib.metadata
@@ -13,7 +13,7 @@ TINY_MODEL = ROOT / "examples" / "tiny" / "model"
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that matter here, in the environment that calls."""
+    """Return the versions of the relevant packages in the calling environment."""
     found = {"python": platform.python_version()}
     for name in ("trl", "torch", "transformers", "tokenizers", "datasets", "accelerate", "deepspeed", "pyarrow"):
         try:
@@ -24,7 +24,7 @@ def versions() -> dict[str, str]:
 
 
 def facts() -> dict:
-    """Processor, memory, load when the benchmark began, date, commit."""
+    """Return processor, memory, load at the start of the benchmark, date, commit."""
     processor = platform.processor() or platform.machine()
     if (info := Path("/proc/cpuinfo")).exists():
         names = [line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
@@ -41,7 +41,7 @@ def facts() -> dict:
 
 
 def describe(machine: dict, environments: dict[str, dict]) -> list[str]:
-    """The same as Markdown lines."""
+    """Return the facts as Markdown lines."""
     lines = [
         f"{machine['date']}, commit {machine['commit']}; {machine['processor']}, {machine['cores']} cores, "
         f"{machine['memory_gib']} GiB; load average before the first run {machine['load_average_before']}.",
@@ -52,7 +52,7 @@ def describe(machine: dict, environments: dict[str, dict]) -> list[str]:
 
 
 def environment(cache: str, ours: bool) -> dict[str, str]:
-    """The variables of one measured process: offline, with caches of its own that are empty."""
+    """Return the variables of one measured process: offline, with its own empty caches."""
     variables = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     variables |= {"ZEROFIT_CACHE": cache, "HF_DATASETS_CACHE": cache, "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
     if ours:

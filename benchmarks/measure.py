@@ -1,4 +1,4 @@
-"""Time and memory of one operation, forward and backward."""
+"""Measure time and memory of one operation, forward and backward."""
 
 import time
 
@@ -8,9 +8,9 @@ from zerofit.train.tensor_owners import Allocations
 
 
 def time_and_peak(run, device: str) -> tuple[float, int]:
-    """(seconds, peak bytes above what was there before) of `run()`: the allocator's on CUDA, exact tensor bytes on a CPU."""
+    """Return (seconds, peak bytes above the bytes before) of `run()`: the allocator's on CUDA, tensor bytes on a CPU."""
     if device == "cpu":
-        with Allocations() as made:  # counting costs time, so the time is another run's
+        with Allocations() as made:  # counting costs time, so another run is timed
             run()
         started = time.perf_counter()
         run()

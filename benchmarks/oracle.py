@@ -32,9 +32,9 @@ BETAS, EPSILON = (0.9, 0.999), 1e-8
 RANK, ALPHA = 8, 32  # of the adapter
 ROUTER = 0.5  # the router loss's coefficient: 50 times the usual one, so that an error in it shows
 # fp32 adds in another order: a few units of 2^-24 a sum, through some hundred sums.
-# bf16 keeps 8 bits, so each rounding is off by up to 2^-9 = 0.2 %. A padded batch is rounded otherwise than rows one by one;
+# bf16 keeps 8 bits, so each rounding is off by up to 2^-9 = 0.2 %. A padded batch rounds differently from single rows;
 # a loss is a mean over hundreds of tokens, a gradient a sum of errors, and Adam's first steps follow a gradient's sign, however
-# small it is: what has moved the weights agrees least.
+# small it is: the movement of the weights agrees least.
 BOUNDS = {
     "fp32": {"loss": 2e-6, "gradient norm": 1e-5, "learning rate": 1e-9, "weights": 1e-4, "eval loss": 2e-6},
     "bf16": {"loss": 2e-3, "gradient norm": 2e-2, "learning rate": 1e-9, "weights": 0.15, "eval loss": 2e-3},
@@ -113,7 +113,7 @@ def prepare(folder: Path) -> None:
         net = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes))
         for name, p in net.named_parameters():
             if name.endswith("gate.weight"):
-                p.data.mul_(30)  # experts that are used unevenly from the start
+                p.data.mul_(30)  # uneven use of the experts from the start
         net.save_pretrained(folder / kind)
         for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
             shutil.copy(machine.TINY_MODEL / file, folder / kind / file)
@@ -155,7 +155,7 @@ class Adapted(torch.nn.Module):
 
 
 class Oracle:
-    """The training that `case` should be, on one row at a time."""
+    """Train as `case` should, on one row at a time."""
 
     def __init__(self, case: Case, folder: Path):
         from transformers import AutoModelForCausalLM
@@ -172,7 +172,7 @@ class Oracle:
         if case.recipe == "lora":
             self.adapt()
         trained = {name: p for name, p in self.net.named_parameters() if p.requires_grad}
-        # What the optimizer moves: fp32; where the model is bf16, each step rounds it into the model.
+        # The optimizer's fp32 weights; where the model is bf16, each step rounds them into the model.
         self.trained, self.weights = trained, {name: p.detach().float().clone() for name, p in trained.items()}
         self.start = {name: w.clone() for name, w in self.weights.items()}
         self.moments = {name: (torch.zeros_like(w), torch.zeros_like(w)) for name, w in self.weights.items()}
@@ -194,7 +194,7 @@ class Oracle:
         return torch.autocast("cpu", torch.bfloat16) if self.autocast else contextlib.nullcontext()
 
     def cross_entropy(self, row: dict, outputs) -> torch.Tensor:
-        """Summed over the row's supervised tokens."""
+        """Return the sum over the row's supervised tokens."""
         logits, labels = outputs.logits[0, :-1].float(), torch.tensor(row["labels"][1:])
         kept = labels != -100
         chosen = logits[kept].gather(1, labels[kept, None])[:, 0]
@@ -225,7 +225,7 @@ class Oracle:
         return loss
 
     def step(self, number: int, batch: list[dict]) -> tuple[float, float, float]:
-        """Return (loss, gradient norm, learning rate) of one step, and make it."""
+        """Make one step and return its (loss, gradient norm, learning rate)."""
         tokens = sum(map(count_supervised, batch))
         micro = self.case.micro
         loss = sum(self.micro_batch(batch[i : i + micro], tokens) for i in range(0, BATCH, micro))
@@ -323,12 +323,12 @@ def compare(case: Case, folder: Path, oracle: Oracle, wanted: dict[str, list[flo
 
 
 def largest_differences(cases: list[Case], folder: Path) -> dict[str, dict[str, float]]:
-    """Run both sides; {case's name: {quantity: largest relative difference}}."""
+    """Run both sides and return {case's name: {quantity: largest relative difference}}."""
     prepare(folder)
     initial = [Case("initial", recipe="lora", learning_rate=0.0)] if any(c.recipe == "lora" for c in cases) else []
     run_kit(initial + cases, folder)
     torch.set_num_threads(1)  # the tensors are small
-    done: dict[tuple, tuple] = {}  # the loop knows nothing of stages, ranks and offload: one training serves many cases
+    done: dict[tuple, tuple] = {}  # the loop has no stages, ranks or offload: one training serves many cases
     found = {}
     for case in cases:
         experts, bf16 = case.model != "dense", case.precision == "bf16"
@@ -347,7 +347,7 @@ def largest_differences(cases: list[Case], folder: Path) -> dict[str, dict[str, 
 
 
 def beyond(cases: list[Case], found: dict[str, dict[str, float]]) -> list[str]:
-    """Sentences about what is beyond its bound; NaN is."""
+    """Return sentences about values beyond their bound; NaN counts as beyond."""
     return [
         f"{case.name}: {name} is off by {found[case.name][name]:.1e}, the bound is {bound:.2g}"
         for case in cases

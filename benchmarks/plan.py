@@ -1,4 +1,4 @@
-"""Plans against real runs: the ghost's peak bytes beside those of real tensors, phase by phase.
+"""Compare plans with real runs: the simulation's peak bytes beside those of real tensors, phase by phase.
 
     make plan-validate                      # on a GPU: its allocator's peak; else: real tensors on the CPU
 
@@ -26,7 +26,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 def cpu_cases() -> list[tuple[str, str, int]]:
-    """(recipe, flags, ranks): {full, LoRA} x stage x checkpointing x length, and each other choice at its stages, with
+    """Return (recipe, flags, ranks): {full, LoRA} x stage x checkpointing x length, and each other choice at its stages, with
     QLoRA (real packed weights of the bundled model) and packing."""
     found = []
     for recipe in ("sft", "lora"):
@@ -65,7 +65,7 @@ def cpu_cases() -> list[tuple[str, str, int]]:
 
 
 def gpu_cases() -> list[tuple[str, str, int]]:
-    """0.5B to 8B shapes of Llama, Qwen and Gemma, N = 1, 8 and 64 by the fake group, that fit 80 GB."""
+    """Return 0.5B to 8B shapes of Llama, Qwen and Gemma, N = 1, 8 and 64 by the fake group, that fit 80 GB."""
     found = []
     for name in ("qwen2.5-0.5b", "llama3.2-1b", "gemma2-2b"):
         own = "--attn_implementation eager" if "gemma" in name else ""
@@ -93,7 +93,7 @@ def gpu_cases() -> list[tuple[str, str, int]]:
 
 
 def questions(cases, gpu) -> list[dict]:
-    """Two of each case: without memory, and real."""
+    """Return two of each case: without memory, and real."""
     found = []
     for recipe, flags, ranks in cases:
         words = [*flags.split(), "--data", "none"]
@@ -114,7 +114,7 @@ def questions(cases, gpu) -> list[dict]:
 
 
 def compare(cases, gpu=None) -> list[dict]:
-    """{"case", "predicted", "measured", "error": largest relative difference of a phase that matters} of each case."""
+    """Return {"case", "predicted", "measured", "error": largest relative difference of a phase that matters} of each case."""
     asked, rows = questions(cases, gpu), []
     fake = simulate.run_all(asked[::2])
     real = simulate.run_all(asked[1::2])

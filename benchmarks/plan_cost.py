@@ -1,11 +1,11 @@
-"""What a plan costs, and what measuring few layers instead of all costs in truth.
+"""Measure the cost of a plan, and the error of measuring few layers instead of all.
 
     python benchmarks/plan_cost.py            # about 12 minutes on 2 cores: every case also with all of its layers
     python benchmarks/plan_cost.py --fast     # the seconds alone, about 4
 
-Each case in a fresh process without cached answers: what the check adds to a launch when it is waited for to its end (its
-process imports while the launcher reads model and tokenizer code; a launch waits for 18 s and goes by the closed forms
-then), the seconds of the whole process, the two depths it measured, and how far the extended peak is from that of the
+Each case runs in a fresh process without cached answers: the seconds that the check adds to a launch that waits for its end
+(its process imports while the launcher reads model and tokenizer code; a launch waits for 18 s and then uses the closed
+forms), the seconds of the whole process, the two depths it measured, and how far the extended peak is from that of the
 whole model. Then the search for a 70B model on 64 GPUs: seconds and the largest process's memory. Writes
 benchmarks/results/plan-cost-<date>.{json,md}.
 """
@@ -65,7 +65,7 @@ print(f"added {time.perf_counter() - began:.1f}")
 
 
 def check(model: str, recipe: str, flags: str, whole: bool) -> dict:
-    """{"seconds", "total", "layers"} of one check in a process of its own."""
+    """Return {"seconds", "total", "layers"} of one check in its own process."""
     words = ["--model", str(CONFIGS / model), "--data", "none", "--max_length", "4096", "--gpu_type", "h100-80g",
              "--per_device_train_batch_size", "1", "--effective_batch_size", "8", *flags.split()]  # fmt: skip
     given = json.dumps({"recipe": recipe, "flags": words, "whole": whole})

@@ -1,6 +1,6 @@
-"""One measurement in one process: python prepare.py zerofit|trl '<job as JSON>'; the last line it prints is the result.
+"""Make one measurement in one process: python prepare.py zerofit|trl '<job as JSON>'; the last line it prints is the result.
 
-Runs in zerofit's environment or in the peers' one, so only the standard library is imported at the top. Not timed:
+Runs in zerofit's environment or in the peers', so only the standard library is imported at the top. Not timed:
 imports, the tokenizer, and for TRL the model and the rest of its trainer. Timed: from the path of a JSONL file to the
 prepared set (for TRL `datasets.load_dataset` and `SFTTrainer._prepare_dataset`), both writing to an empty cache.
 """
@@ -36,7 +36,7 @@ def _cpu_seconds() -> float:
 
 
 def zerofit(job: dict, path: str) -> tuple[Stopwatch, object, object]:
-    """(time, documents, packs or None)."""
+    """Return (time, documents, packs or None)."""
     import datasets  # noqa: F401  zerofit imports it when it needs it; TRL's is not timed either
     import filelock  # noqa: F401
 
@@ -56,7 +56,7 @@ def zerofit(job: dict, path: str) -> tuple[Stopwatch, object, object]:
 
 
 def trl(job: dict, path: str) -> tuple[Stopwatch, object, object]:
-    """(time, documents, packs or None); the documents are None when packed, TRL keeps only the packs."""
+    """Return (time, documents, packs or None); the documents are None when packed, because TRL keeps only the packs."""
     import datasets
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import SFTConfig, SFTTrainer
@@ -92,7 +92,7 @@ def main() -> None:
     job = json.loads(sys.argv[2])
     if hasattr(os, "sched_setaffinity"):  # one worker is one core, whatever threads a library starts
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: job["workers"]])
-    if job["one_by_one"]:  # edge cases: ids and labels of each file, or why it was refused
+    if job["one_by_one"]:  # edge cases: ids and labels of each file, or the reason of its refusal
         result = [_edge(prepare, job, path) for path in job["paths"]]
     else:
         watch, documents, packs = prepare(job, job["paths"][0])
@@ -113,7 +113,7 @@ def main() -> None:
 def _edge(prepare, job: dict, path: str) -> dict:
     try:
         documents = prepare(job, path)[1]
-    except Exception as error:  # what is refused, and how, is the finding
+    except Exception as error:  # the refusal and its message are the finding
         return {"refused": f"{type(error).__name__}: {str(error).replace(str(Path(path).parent) + os.sep, '')}"}
     rows = [{k: list(row[k]) for k in ("input_ids", "labels")} for row in documents]
     return rows[0] if rows else {"refused": "dropped"}

@@ -1,10 +1,10 @@
-"""What was tried to break zerofit, how often it held, and the largest difference from independent computations.
+"""Count the faults, bad inputs, attacks and independent computations that the tests try, and their results.
 
-python benchmarks/reliability.py                              # what `make test` runs of it
+python benchmarks/reliability.py                              # the part that `make test` runs
 python benchmarks/reliability.py --slow --write               # the long tests too; into docs/reliability.md
 python benchmarks/reliability.py --kinds bad_input injection  # two kinds only
 
-Runs the tests that are marked fault, bad_input, injection or oracle. A test that tries several things says how many with
+Runs the tests that are marked fault, bad_input, injection or oracle. A test that tries several things reports their number with
 record_property("cases", n); an oracle its largest difference with record_property("relative_difference", x). The exit code
 is 1 if anything failed.
 """
@@ -22,12 +22,12 @@ PAGE = machine.ROOT / "docs" / "reliability.md"
 BEGIN, END = "<!-- written by benchmarks/reliability.py: begin -->", "<!-- end -->"
 KINDS = {"fault": "faults", "bad_input": "bad inputs", "injection": "injections", "oracle": "oracles"}
 HEADS = ("tried", "held", "failed", "not run here", "largest relative difference")
-ELSEWHERE = ("cluster", "slow")  # marks of tests that are run when asked for
+ELSEWHERE = ("cluster", "slow")  # marks of tests that run only on request
 
 
 @dataclass
 class Row:
-    """What the tests of one kind in one file did."""
+    """Results of the tests of one kind in one file."""
 
     tried: int = 0
     held: int = 0
@@ -37,7 +37,7 @@ class Row:
 
 
 class Recorder:
-    """A plugin of pytest that counts the results of the marked tests in `rows`, by kind and file."""
+    """Pytest plugin that counts the results of the marked tests in `rows`, by kind and file."""
 
     def __init__(self, kinds: list[str]):
         self.kinds = kinds
@@ -70,7 +70,7 @@ class Recorder:
 
 
 def count(row: Row, nodeid: str, reports: list, said: dict) -> None:
-    """Add one finished test to a row. Of a failed test no case counts as held."""
+    """Add one finished test to a row. No case of a failed test counts as held."""
     skipped = next((report for report in reports if report.skipped), None)
     if skipped:
         row.skipped[skipped.longrepr[2].removeprefix("Skipped: ")] += 1
@@ -125,7 +125,7 @@ def table(rows: dict[str, Row], with_difference: bool) -> list[str]:
 
 
 def section(rows: dict[tuple[str, str], Row], kinds: list[str], facts: dict) -> list[str]:
-    """Return what stands between the marks of docs/reliability.md."""
+    """Return the text between the marks of docs/reliability.md."""
     command = shlex.join(["python", "benchmarks/reliability.py", *sys.argv[1:]])
     return [f"`{command}`", "", *machine.describe(facts, {"versions": machine.versions()}), *tables(rows, kinds)]
 

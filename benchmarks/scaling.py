@@ -1,14 +1,14 @@
-"""How a job grows from 1 to 1,024 GPUs: memory, bytes on the wire, predicted efficiency; 8B and 70B, stages 2 and 3, hpZ.
+"""Predict how a job scales from 1 to 1,024 GPUs: memory, bytes on the wire, predicted efficiency; 8B and 70B, stages 2 and 3, hpZ.
 
-    python benchmarks/scaling.py                          # about 25 minutes on 2 cores, nearly all of it ghost runs
+    python benchmarks/scaling.py                          # about 25 minutes on 2 cores, nearly all of it simulations
     python benchmarks/scaling.py --no_ghosts              # closed forms alone, seconds; prints and writes nothing
     python benchmarks/scaling.py --gpu_type a100-80g --node_link_gbs 3.125    # other GPUs, another network between the nodes
-    python benchmarks/scaling.py --count                  # only what a few layers send, call by call, in ghost runs
+    python benchmarks/scaling.py --count                  # only what a few layers send, call by call, in simulations
 
 No GPU takes part: memory is the planner's simulation (src/zerofit/plan/simulate.py) or, marked ~, its closed forms; bytes and time
 are closed forms (src/zerofit/plan/formulas.py), whose bytes are compared with every collective that a simulated engine calls.
-Ghosts' answers are kept in runs/scaling-ghosts-<gpu>.json, so that a run that was stopped goes on; delete it when memory
-may have changed. Writes benchmarks/results/scaling-<date>.{json,md}.
+The simulations' answers are kept in runs/scaling-ghosts-<gpu>.json, so that a stopped run can continue; delete it when
+memory may have changed. Writes benchmarks/results/scaling-<date>.{json,md}.
 """
 
 import argparse
@@ -30,7 +30,7 @@ LENGTH, MICRO = 4096, 2
 EVERY_N = [2**i for i in range(11)]
 MODELS = {"8B": "llama3.1-8b", "70B": "llama3.1-70b"}
 WAYS = {"ZeRO-2": (2, 1), "ZeRO-3": (3, 1), "ZeRO-3 + hpZ": (3, NODE)}  # (stage, ranks of the second copy)
-GHOSTS = {  # at how many GPUs the ghost is asked; the others are closed forms
+GHOSTS = {  # numbers of GPUs that are simulated; the others are closed forms
     ("8B", "ZeRO-2"): [2, 8, 64, 1024], ("8B", "ZeRO-3"): EVERY_N, ("8B", "ZeRO-3 + hpZ"): [16, 64],
     ("70B", "ZeRO-2"): [], ("70B", "ZeRO-3"): [8, 64, 512, 1024], ("70B", "ZeRO-3 + hpZ"): [64],
 }  # fmt: skip
@@ -54,7 +54,7 @@ def flags_of(model: str, way: str, ranks: int, accumulation: int = 1, micro: int
 
 
 def ghosts(gpu, name: str) -> dict[str, dict]:
-    """{"model way ranks": {"total": bytes by phase, "layers": measured, "commit"}}, asked where no answer is kept yet."""
+    """Return {"model way ranks": {"total": bytes by phase, "layers": measured, "commit"}}; simulate what is missing."""
     file = ROOT / "runs" / f"scaling-ghosts-{name}.json"
     kept = json.loads(file.read_text()) if file.exists() else {}
     for (model, way), counts in GHOSTS.items():
@@ -79,14 +79,14 @@ def ghosts(gpu, name: str) -> dict[str, dict]:
 
 
 def measure(gpu, answers: dict) -> list[dict]:
-    """A row for each model, way and number of GPUs, weak scaling."""
+    """Return a row for each model, way and number of GPUs, weak scaling."""
     rows = []
     for model in MODELS:
         shape, bare = None, None
         for ranks in EVERY_N:
             for way, (zero, hpz) in WAYS.items():
                 if hpz > 1 and ranks <= NODE:
-                    continue  # one node: nothing to win
+                    continue  # one node: nothing to gain
                 settings = parse.parse("sft", flags_of(model, way, ranks), ranks, gpu)
                 shape = shape or candidates.shape_of(settings)
                 setting = _setting(zero, hpz, ranks)
@@ -112,13 +112,13 @@ def _setting(zero: int, hpz: int, ranks: int, accumulation: int = 1, micro: int 
 
 
 def limit(gpu, ranks: int) -> int:
-    """Bytes that tensors may take, as a plan has it on a machine without a history."""
+    """Return the bytes that tensors may take, as in a plan on a node without a history."""
     free = candidates.CONTEXT_BYTES + (candidates.NCCL_BYTES if ranks > 1 else 0)
     return int(gpu.memory_gib * GIB * (1 - candidates.FRAGMENTATION)) - free
 
 
 def _efficiency(rows: list[dict]) -> None:
-    """Tokens a second of a GPU, as a share of the best at the fewest GPUs on which anything fits."""
+    """Return tokens a second of a GPU, as a share of the best at the fewest GPUs on which anything fits."""
     fewest = min((row["gpus"] for row in rows if row["fits"]), default=None)
     best = max((row["tokens_per_second_a_gpu"] for row in rows if row["gpus"] == fewest and row["fits"]), default=None)
     for row in rows:
@@ -126,7 +126,7 @@ def _efficiency(rows: list[dict]) -> None:
 
 
 def networks(gpu) -> list[dict]:
-    """How much faster a step is with hpZ than at stage 3 without, by network."""
+    """Return the gain in speed of a step with hpZ over stage 3 without it, by network."""
     rows = []
     for model in MODELS:
         shape = candidates.shape_of(parse.parse("sft", flags_of(model, "ZeRO-3", 16), 16, gpu))
@@ -144,7 +144,7 @@ def networks(gpu) -> list[dict]:
 
 
 def across_nodes(gpu) -> list[dict]:
-    """GiB that one GPU of 64 sends to other nodes in a step, beside hybrid sharding, which DeepSpeed 0.19.8 has not."""
+    """Return GiB that one GPU of 64 sends to other nodes in a step, beside hybrid sharding (not in DeepSpeed 0.19.8)."""
     rows = []
     for model in MODELS:
         shape = candidates.shape_of(parse.parse("sft", flags_of(model, "ZeRO-3", 64), 64, gpu))
@@ -160,7 +160,7 @@ def across_nodes(gpu) -> list[dict]:
 
 
 def strong(gpu) -> list[dict]:
-    """BATCH rows a step whatever the number of GPUs, stage 3, 8B."""
+    """Predict BATCH rows a step for any number of GPUs, stage 3, 8B."""
     rows, shape = [], candidates.shape_of(parse.parse("sft", flags_of("8B", "ZeRO-3", 16), 16, gpu))
     for ranks in (8, 64, 256, 512):
         micro = min(MICRO, BATCH // ranks)
@@ -171,7 +171,7 @@ def strong(gpu) -> list[dict]:
     return rows
 
 
-# --- what a ghost's engine sends, call by call ---
+# --- what a simulated engine sends, call by call ---
 
 COUNT = """
 import json, sys
@@ -214,7 +214,7 @@ print("counted: " + json.dumps({"parameters": answer["parameters"], "calls": fou
 
 
 def count(model: str, way: str, accumulation: int, ranks: int = COUNT_N, layers: int = COUNT_LAYERS) -> dict:
-    """{"parameters", "calls": {"kind of ranks": [calls, bytes]}, "sent": bytes of a GPU by these} of one step."""
+    """Return {"parameters", "calls": {"kind of ranks": [calls, bytes]}, "sent": bytes of a GPU by these} of one step."""
     given = {"flags": flags_of(model, way, ranks, accumulation, 1), "ranks": ranks, "layers": layers}
     env = os.environ | {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "ZEROFIT_GHOST": "1",
                         "PYTHONPATH": str(ROOT / "src")}  # fmt: skip
@@ -242,7 +242,7 @@ def counts(gpu) -> list[dict]:
     return rows
 
 
-# --- what is written ---
+# --- writing ---
 
 
 def _size(row: dict | None) -> str:

@@ -1,10 +1,10 @@
-"""What `zerofit launch` adds to a job that goes well.
+"""Measure what `zerofit launch` costs a job that succeeds.
 
     python benchmarks/supervision.py          # about 4 minutes on 2 cores
 
 Three figures, each the median of interleaved rounds: seconds that watching a process adds to starting it and to its end;
 seconds that the launcher's checks (packages, model, data, folder) take before the job starts, as the difference of a
-two-step run with and without the launcher; microseconds that a rank's pulse and NaN guard take at a step. Writes
+two-step run with and without the launcher; microseconds that a rank's heartbeat and NaN guard take at a step. Writes
 benchmarks/results/supervision-<date>.{json,md}.
 """
 
@@ -34,7 +34,7 @@ def seconds(action) -> float:
 
 
 def watching() -> float:
-    """Median seconds that supervise.watch takes beyond subprocess.run for the same process."""
+    """Return the median seconds that supervisor.watch takes beyond subprocess.run for the same process."""
     from zerofit.launch import supervisor
 
     words, extra = [sys.executable, "-c", "pass"], []
@@ -46,7 +46,7 @@ def watching() -> float:
 
 
 def checks() -> float:
-    """Median seconds between a recipe started by the launcher and by python."""
+    """Return the median seconds between a recipe started by the launcher and by python."""
     env = os.environ | {"PYTHONPATH": str(ROOT / "src")}
     with tempfile.TemporaryDirectory() as folder:
 
@@ -64,7 +64,7 @@ def checks() -> float:
 
 
 def at_a_step() -> dict[str, float]:
-    """Microseconds of a rank's pulse, and of the guard around a step of two micro batches that is applied."""
+    """Return the microseconds of a rank's heartbeat, and of the guard around a step of two micro batches that is applied."""
     import torch
 
     from zerofit import rank_status

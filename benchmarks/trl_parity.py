@@ -1,4 +1,4 @@
-"""Do zerofit and TRL's SFTTrainer see the same losses? Same tiny model, same rows in the same order, fp32, padded.
+"""Compare the losses of zerofit and TRL's SFTTrainer. Same tiny model, same rows in the same order, fp32, padded.
 
 python benchmarks/trl_parity.py --peers .venv-peers/bin/python                      # generated word problems
 python benchmarks/trl_parity.py --peers .venv-peers/bin/python --data gsm8k.jsonl   # question/answer rows of yours
@@ -22,7 +22,7 @@ MASKS = {"assistant_only_loss": True, "completion_only_loss, its default": False
 
 
 def word_problems(count: int, seed: int = 0):
-    """Question/answer rows in the style of gsm8k."""
+    """Return question/answer rows in the style of gsm8k."""
     rng = random.Random(seed)
     for _ in range(count):
         name, thing = (
@@ -41,7 +41,7 @@ def word_problems(count: int, seed: int = 0):
 
 
 def shared_arguments(options, folder: str) -> dict:
-    """transformers' arguments that decide the numbers, the same on both sides."""
+    """Return transformers' arguments that affect the numbers, the same on both sides."""
     return {
         "output_dir": folder,
         "max_steps": options.steps,
@@ -66,7 +66,7 @@ def shared_arguments(options, folder: str) -> dict:
 
 
 def run_zerofit(options, path: Path, folder: str) -> list[dict]:
-    """The logged steps of recipes/sft.py."""
+    """Return the logged steps of recipes/sft.py."""
     flags = [f"--{k}={v}" for k, v in shared_arguments(options, folder).items()]
     flags += ["--model", str(machine.TINY_MODEL), "--data", str(path), "--num_samples", "0"]
     recipe = str(machine.ROOT / "recipes" / "sft.py")
@@ -76,7 +76,7 @@ def run_zerofit(options, path: Path, folder: str) -> list[dict]:
 
 
 def run_trl(options, path: Path, folder: str, assistant_only: bool) -> list[dict]:
-    """The logged steps of SFTTrainer, in its own environment."""
+    """Return the logged steps of SFTTrainer, in its own environment."""
     arguments = shared_arguments(options, folder) | {"assistant_only_loss": assistant_only}
     command = [options.peers, str(Path(__file__).resolve()), "--worker", json.dumps([str(path), arguments])]
     output = _run(command, machine.environment(f"{folder}/cache", ours=False))
@@ -91,7 +91,7 @@ def _run(command: list[str], variables: dict[str, str]) -> str:
 
 
 def worker(job: str) -> None:
-    """In TRL's environment: train and print the logged steps as the last line."""
+    """Train in TRL's environment and print the logged steps as the last line."""
     import datasets
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -110,7 +110,7 @@ def worker(job: str) -> None:
 
 
 def largest(ours: list[dict], theirs: list[dict], key: str) -> dict:
-    """The largest relative difference of a logged value, and its step."""
+    """Return the largest relative difference of a logged value, and its step."""
     pairs = enumerate(zip(ours, theirs, strict=True), 1)
     return max(
         ({"step": n, "relative": abs(a[key] - b[key]) / abs(b[key])} for n, (a, b) in pairs),

@@ -1,4 +1,4 @@
-"""Which memory techniques go together at which ZeRO stage: the table of docs/memory.md, made from the checks."""
+"""Which memory techniques go together at which ZeRO stage: the table of docs/compatibility.md, made from the checks."""
 
 from zerofit.config import resolve
 from zerofit.config.resolve import STAGES, TECHNIQUES
@@ -34,7 +34,7 @@ def verdict(names: tuple[str, ...], zero: str, base: list[str], ranks: int = 1) 
 
 
 def table(base: list[str]) -> str:
-    """The Markdown table of docs/memory.md: for each pair the stages at which both go together, or a letter that names
+    """The Markdown table of docs/compatibility.md: for each pair the stages at which both go together, or a letter that names
     the reason below the table."""
     names = [n for n, t in TECHNIQUES.items() if not t.cuda]
     reasons: dict[str, int] = {}

@@ -203,7 +203,7 @@ def test_checkpointing_keeps_fewer_activations(runs):
         name: runs[f"sft-{name}"].json("memory.json")["peak"]["forward"]["activations"]
         for name in ("full", "selective", "every2", "none")
     }
-    print("\nactivations at the end of the forward:", held)  # the figures in docs/memory.md: -s shows them
+    print("\nactivations at the end of the forward:", held)  # the figures in docs/memory_model.md: -s shows them
     assert held["full"] < 0.4 * held["none"]
     assert held["full"] < held["selective"] < 0.8 * held["none"]
     assert held["full"] < held["every2"] < 0.8 * held["none"]

@@ -144,7 +144,7 @@ class SupervisionArguments:
 
 @dataclass
 class OffloadArguments:
-    """Offload beyond host memory, and ZeRO++ communication; DeepSpeed's own names. See docs/memory.md."""
+    """Offload beyond host memory, and ZeRO++ communication; DeepSpeed's own names. See docs/offload.md."""
 
     _argument_group_name = "offload"
     offload_path: str | None = field(
@@ -295,7 +295,7 @@ class OptimizerArguments:
     _argument_group_name = "optimizer"
     pure_bf16: bool = field(
         default=False,
-        metadata={"help": "Weights, gradients and optimizer states in bf16, no fp32 master copy (docs/memory.md)."},
+        metadata={"help": "Weights, gradients and optimizer states in bf16, no fp32 master copy (docs/optimizers.md)."},
     )
     lr_scaling: Literal["none", "linear", "sqrt"] = field(
         default="none",
@@ -315,7 +315,7 @@ class LoraArguments:
     adapter: Literal[
         "lora", "ia3", "prompt_tuning", "prefix_tuning", "adaption_prompt", "ln_tuning", "loha", "lokr", "oft", "hra",
         "miss", "vera", "randlora", "delora", "road",
-    ] = field(default="lora", metadata={"help": "Which of peft's adapters (docs/memory.md)."})  # fmt: skip
+    ] = field(default="lora", metadata={"help": "Which of peft's adapters (docs/adapters.md)."})  # fmt: skip
     adapter_config: list[str] | None = field(
         default=None, metadata={"help": "More of the adapter's settings in peft: oft_block_size=16 coft=true."}
     )

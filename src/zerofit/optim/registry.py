@@ -169,7 +169,7 @@ def _choose_unlisted(settings, name: str) -> None:
 
         close = difflib.get_close_matches(name, [*OPTIMIZERS, *ALIASES, *known], 1, 0.6)
         raise UserError(
-            f"--optim {name}: no such optimizer{f'; did you mean {close[0]}?' if close else ''} (docs/memory.md lists "
+            f"--optim {name}: no such optimizer{f'; did you mean {close[0]}?' if close else ''} (docs/optimizers.md lists "
             "those that are tested here)."
         )
     if settings.zero != "0":
@@ -257,7 +257,7 @@ def name_for_transformers(settings) -> str:
 
 
 def markdown() -> str:
-    """Return the table of docs/memory.md."""
+    """Return the table of docs/optimizers.md."""
     lines = [
         "| `--optim` | bytes of state a parameter | ZeRO stages | `--offload` | `--pure_bf16` rounds | needs | bundled task's "
         "rate | notes |",
