@@ -1,1 +1,1 @@
-"""Leave with a Hugging Face folder."""
+"""Export what was trained as a Hugging Face folder, and chat with it."""

@@ -10,7 +10,7 @@ HELP = "/new starts over, /help shows this, /quit or ctrl-d ends"
 
 
 def main(argv: list[str]) -> None:
-    """`zerofit chat`: see --help. Raises: UserError for what cannot be loaded."""
+    """Run `zerofit chat`; see --help. Raises: UserError for what cannot be loaded."""
     parser = argparse.ArgumentParser(prog="zerofit chat", allow_abbrev=False, description=__doc__, epilog=HELP)
     parser.add_argument("run", help="a run folder, one of its checkpoints, its final/, or an export")
     parser.add_argument("--max_new_tokens", type=int, default=256)
@@ -19,23 +19,23 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--base", default="", help="the adapter's base, where it has moved")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--trust_remote_code", action="store_true")
-    given = parser.parse_args(argv)
-    if given.temperature < 0 or given.max_new_tokens < 1:
+    args = parser.parse_args(argv)
+    if args.temperature < 0 or args.max_new_tokens < 1:
         raise UserError("--temperature must be 0 or more, --max_new_tokens 1 or more.")
-    talk(given, source.find(given.run, given.base, given.trust_remote_code))
+    talk(args, source.find(args.run, args.base, args.trust_remote_code))
 
 
 def talk(given, found) -> None:
-    """One turn a line until the end of the input."""
+    """Answer each line of the input with a turn of the model, until the input ends."""
     import torch
     from transformers import TextStreamer
 
-    words = source.tokenizer(found)
-    if words is None:
+    tokenizer = source.tokenizer(found)
+    if tokenizer is None:
         raise UserError(f"{found.folder}: has no tokenizer to talk through; put the model's tokenizer beside it.")
     device = given.device if given.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    net = source.load(found, device)
-    net.config.use_cache = True
+    model = source.load(found, device)
+    model.config.use_cache = True
     terminal = sys.stdin.isatty()
     if terminal:
         print(f"{found.folder}  ({HELP})", flush=True)
@@ -45,17 +45,19 @@ def talk(given, found) -> None:
         if line == "/quit":
             return
         if not terminal:
-            print(f"> {line}", flush=True)  # a pipe shows no question of its own
+            print(f"> {line}", flush=True)  # a pipe does not echo the question
         if line == "/new":
             turns = list(start)
             continue
         if line.startswith("/"):
-            known = "" if line == "/help" else f"{line.split()[0]} is no command; "
-            print(f"{known}{HELP}", flush=True)
+            prefix = "" if line == "/help" else f"{line.split()[0]} is no command; "
+            print(f"{prefix}{HELP}", flush=True)
             continue
         turns.append({"role": "user", "content": line})
         try:
-            answer = _answer(net, words, turns, given, TextStreamer(words, skip_prompt=True, skip_special_tokens=True))
+            answer = _answer(
+                model, tokenizer, turns, given, TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+            )
         except KeyboardInterrupt:  # stops this answer only
             turns.pop()
             print("\n(stopped)", flush=True)
@@ -66,7 +68,7 @@ def talk(given, found) -> None:
 
 
 def _lines(prompt: str):
-    """What is typed, without empty lines; ends with ctrl-d, and with ctrl-c at the prompt."""
+    """Yield the typed lines that are not empty, until ctrl-d; ctrl-c at the prompt is raised."""
     while True:
         try:
             line = input(prompt).strip()
@@ -77,13 +79,15 @@ def _lines(prompt: str):
 
 
 def _answer(net, words, turns: list[dict], given, streamer) -> str:
-    """The model's turn, printed as it comes."""
+    """Generate the model's turn and print it as it is generated."""
     if words.chat_template:
-        ids = words.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        inputs = words.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     else:
-        ids = words("\n".join(turn["content"] for turn in turns), return_tensors="pt")
-    ids = {name: ids[name].to(net.device) for name in ("input_ids", "attention_mask")}
-    chosen = {"do_sample": True, "temperature": given.temperature} if given.temperature else {"do_sample": False}
-    pad = words.pad_token_id if words.pad_token_id is not None else words.eos_token_id
-    out = net.generate(**ids, max_new_tokens=given.max_new_tokens, streamer=streamer, pad_token_id=pad, **chosen)
-    return words.decode(out[0, ids["input_ids"].shape[1] :], skip_special_tokens=True).strip()
+        inputs = words("\n".join(turn["content"] for turn in turns), return_tensors="pt")
+    inputs = {name: inputs[name].to(net.device) for name in ("input_ids", "attention_mask")}
+    sampling = {"do_sample": True, "temperature": given.temperature} if given.temperature else {"do_sample": False}
+    pad_id = words.pad_token_id if words.pad_token_id is not None else words.eos_token_id
+    output = net.generate(
+        **inputs, max_new_tokens=given.max_new_tokens, streamer=streamer, pad_token_id=pad_id, **sampling
+    )
+    return words.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True).strip()

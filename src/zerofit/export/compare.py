@@ -14,43 +14,43 @@ from zerofit.paths import PACKAGE
 PROMPTS = ("What is the capital of France?", "Write three words about the sea, then count from 1 to 20.",
            "def mean(numbers):\n    return sum(numbers) / len(numbers)\n", "Grüße: 12,5 % of 80 = 10; 東京 — naïve.")  # fmt: skip
 
-ROWS, TOKENS = 4, 64  # of the run's data; tokens of each row at most
+ROWS, TOKENS = 4, 64  # rows of the run's data; most tokens per row
 
-# Relative error of one rounding. One rounding of every weight, or of every activation, is passed through 2 sums a layer:
-# errors of independent signs add up to unit * sqrt(2 * layers) of the logits' standard deviation.
+# Relative error of one rounding. A rounding of every weight, or of every activation, passes through 2 sums per layer:
+# independent errors add up to unit * sqrt(2 * layers) of the logits' standard deviation.
 UNIT = {"float32": 2**-24, "float16": 2**-11, "bfloat16": 2**-8}
 
-FP32 = 1e-4  # of the largest logit: sums in another order, with room
+FP32 = 1e-4  # of the largest logit: another order of summation, with a margin
 
 INT8 = 2**-7  # LLM.int8 rounds activations too, to 8 bits
 
 
 def check(given, found, out: Path, told: dict) -> dict | None:
-    """Compare; None: --check false.
+    """Compare the export with the trained model in a clean process; return None for --check false.
 
     Raises: UserError when the logits are further apart than the bound, or the export cannot be loaded.
     """
     if given.check == "false":
         print("  not compared with what was trained (--check false)", flush=True)
         return None
-    asked = {
+    request = {
         "path": str(found.folder), "base": given.base, "remote": found.remote, "device": given.device, "out": str(out),
         "merged": told["merged"], "unit": _unit(given, found, told), "bits": found.bits,
         "cast_to": _cast_to(given, found, told),
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "asked.json"
-        file.write_text(json.dumps(asked), encoding="utf-8")
+        file.write_text(json.dumps(request), encoding="utf-8")
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join(filter(None, [str(PACKAGE.parent), os.environ.get("PYTHONPATH")]))
         }
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-m", "zerofit", "compare", str(file)],
             capture_output=True, text=True, check=False, env=environment,
         )  # fmt: skip
-        if done.returncode:
-            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-            raise UserError(f"{out.name}: the export could not be compared ({last[:300]}); nothing is kept.")
+        if process.returncode:
+            last_line = (process.stderr.strip().splitlines() or ["no message"])[-1]
+            raise UserError(f"{out.name}: the export could not be compared ({last_line[:300]}); nothing is kept.")
         result = json.loads((Path(folder) / "result.json").read_text(encoding="utf-8"))
     print(f"  reloaded and compared: {in_words(result)}", flush=True)
     if not result["agrees"]:
@@ -58,14 +58,14 @@ def check(given, found, out: Path, told: dict) -> dict | None:
         raise UserError(
             f"the export does not compute what {found.folder} computes: {in_words(result)}; nothing is kept{fix}."
         )
-    if asked["unit"] > UNIT["float32"] and (note := _much_rounding(result)):
+    if request["unit"] > UNIT["float32"] and (note := _much_rounding(result)):
         told["notes"].append(note)
         print(f"  note: {note}", flush=True)
     return result
 
 
 def _much_rounding(result: dict) -> str:
-    """A sentence where rounding takes away a good part of what was learnt: updates below the last digit; else ""."""
+    """Return a note if rounding loses much of what was learned (updates below the last digit), else ""."""
     if result["merged"] and result["mean"] > result["effect"] / 2:
         return (
             f"the adapter moves the logits by {result['effect']:.2g} on average, rounding by {result['mean']:.2g}: much of "
@@ -80,23 +80,23 @@ def _much_rounding(result: dict) -> str:
 
 
 def _unit(given, found, told: dict) -> float:
-    """The coarsest rounding between what was trained and the export; 0: none."""
+    """Return the coarsest rounding between what was trained and the export; 0 for none."""
     import torch
 
     if found.weights and not told["merged"] and not told["masters"] and given.dtype in (None, found.dtype):
         return 0.0
     if found.bits == 8 and told["merged"]:
         return INT8
-    types = [told["dtype"]]
+    dtypes = [told["dtype"]]
     if told["masters"] or not told["merged"]:
-        types.append(found.dtype)
-    if found.bits:  # what unpacks it computes in this type, in the forward too
-        types.append(found.base_dtype or torch.float32)
-    return max(UNIT[str(name).removeprefix("torch.")] for name in types)
+        dtypes.append(found.dtype)
+    if found.bits:  # bitsandbytes dequantizes to this dtype, in the forward too
+        dtypes.append(found.base_dtype or torch.float32)
+    return max(UNIT[str(name).removeprefix("torch.")] for name in dtypes)
 
 
 def _cast_to(given, found, told: dict) -> str:
-    """The type in which the files must agree bit for bit: the masters rounded again, else the saved weights cast."""
+    """Return the dtype in which files must agree bit for bit: masters rounded, else saved weights cast."""
     if told["merged"] or not found.weights:
         return ""
     if given.dtype is None:
@@ -105,13 +105,13 @@ def _cast_to(given, found, told: dict) -> str:
 
 
 def in_words(result: dict) -> str:
-    apart = f"largest |logit difference| {result['max']:.2g}, mean {result['mean']:.2g}"
+    text = f"largest |logit difference| {result['max']:.2g}, mean {result['mean']:.2g}"
     if not result["exact"]:
-        apart += f" (bounds {result['bound_max']:.2g} and {result['bound_mean']:.2g}; the logits' deviation is {result['deviation']:.2g})"
+        text += f" (bounds {result['bound_max']:.2g} and {result['bound_mean']:.2g}; the logits' deviation is {result['deviation']:.2g})"
     elif result["agrees"]:
-        apart = "every logit is bit for bit the same"
+        text = "every logit is bit for bit the same"
     differing = f"; {result['differing']} differs" if result.get("differing") else ""
-    return f"{apart} on {result['tokens']} tokens of {result['rows']} rows{differing}"
+    return f"{text} on {result['tokens']} tokens of {result['rows']} rows{differing}"
 
 
 # --- the clean process ---
@@ -125,34 +125,34 @@ def main(argv: list[str]) -> None:
 
     log_filters.libraries()
     (file,) = argv
-    asked = json.loads(Path(file).read_text(encoding="utf-8"))
-    found = source.find(asked["path"], asked["base"], asked["remote"])
-    exact = asked["unit"] == 0
-    rows = _rows(found)
-    net = _aligned(source.load(found, asked["device"]), exact or found.bits)
-    layers = net.config.get_text_config().num_hidden_layers
+    request = json.loads(Path(file).read_text(encoding="utf-8"))
+    trained = source.find(request["path"], request["base"], request["remote"])
+    exact = request["unit"] == 0
+    rows = _rows(trained)
+    model = _aligned(source.load(trained, request["device"]), exact or trained.bits)
+    layers = model.config.get_text_config().num_hidden_layers
     rows = rows or [list(range(n)) for n in (8, 16)]  # without a tokenizer
-    before = _logits(net, rows)
+    before = _logits(model, rows)
     effect = 0.0
-    if asked["merged"]:
-        with net.disable_adapter():
-            effect = _mean([a - b for a, b in zip(before, _logits(net, rows), strict=True)])
-    del net
-    exported = source.find(asked["out"], found.base, asked["remote"])
-    exported.facts = found.facts if exported.adapter else {}  # how its base is packed
-    net = _aligned(source.load(exported, asked["device"]), exact or exported.bits)
-    after = _logits(net, rows)
-    apart = [a - b for a, b in zip(after, before, strict=True)]
-    joined = torch.cat([row.flatten() for row in before])
-    deviation = joined.std().item()
-    largest = max(row.abs().max().item() for row in apart)  # NaN: neither <= nor ==
+    if request["merged"]:
+        with model.disable_adapter():
+            effect = _mean([a - b for a, b in zip(before, _logits(model, rows), strict=True)])
+    del model
+    exported = source.find(request["out"], trained.base, request["remote"])
+    exported.facts = trained.facts if exported.adapter else {}  # tells how its base is quantized
+    model = _aligned(source.load(exported, request["device"]), exact or exported.bits)
+    after = _logits(model, rows)
+    differences = [a - b for a, b in zip(after, before, strict=True)]
+    all_logits = torch.cat([row.flatten() for row in before])
+    deviation = all_logits.std().item()
+    largest = max(row.abs().max().item() for row in differences)  # a NaN fails the comparison with the bound
     result = {
-        "exact": exact, "merged": asked["merged"], "max": largest, "mean": _mean(apart), "deviation": deviation,
+        "exact": exact, "merged": request["merged"], "max": largest, "mean": _mean(differences), "deviation": deviation,
         "effect": effect, "rows": len(rows), "tokens": sum(map(len, rows)),
-        **_bounds(asked["unit"], layers, deviation, joined.abs().max().item(), asked["merged"]),
+        **_bounds(request["unit"], layers, deviation, all_logits.abs().max().item(), request["merged"]),
     }  # fmt: skip
-    if asked["cast_to"]:
-        result["differing"] = _differing(found, exported, getattr(torch, asked["cast_to"], None))
+    if request["cast_to"]:
+        result["differing"] = _differing(trained, exported, getattr(torch, request["cast_to"], None))
     result["agrees"] = bool(
         largest <= result["bound_max"] and result["mean"] <= result["bound_mean"] and not result.get("differing")
     )
@@ -160,10 +160,10 @@ def main(argv: list[str]) -> None:
 
 
 def _bounds(unit: float, layers: int, deviation: float, scale: float, merged: bool) -> dict[str, float]:
-    """What roundings add up to; the largest of some 100,000 logits was seen at 14 to 32 times the mean.
+    """Bound what roundings add up to; the largest of 100,000 logits was seen at 14 to 32 times the mean.
 
-    Nothing merged: the files are compared bit for bit, and the bound is that of errors which all point one way, as where
-    rounding takes back what training has changed.
+    Without a merge, the files are compared bit for bit too, and the bound allows errors that all have one sign, as when
+    rounding undoes what training changed.
     """
     if unit <= UNIT["float32"]:
         bound = FP32 * scale * (unit > 0)
@@ -174,7 +174,7 @@ def _bounds(unit: float, layers: int, deviation: float, scale: float, merged: bo
 
 
 def _aligned(net, as_it_is: bool):
-    """Mapped weights copied to where every sum is taken in the same order; in fp32 unless bits are to be compared."""
+    """Copy mapped weights to aligned memory, so that sums keep their order; in fp32 unless `as_it_is`."""
     import torch
 
     if not as_it_is:
@@ -201,14 +201,14 @@ def _mean(rows: list) -> float:
 
 
 def _rows(found) -> list[list[int]]:
-    """Token ids of the prompts and of rows of the run's data, where it is still there."""
+    """Return token ids of the prompts and of rows of the run's data, if it still exists."""
     from zerofit.export import source
 
-    words = source.tokenizer(found)
-    if words is None:
+    tokenizer = source.tokenizer(found)
+    if tokenizer is None:
         return []
     texts = [*PROMPTS, *_data(found)]
-    return [ids[:TOKENS] for text in texts if (ids := words(text)["input_ids"])]
+    return [ids[:TOKENS] for text in texts if (ids := tokenizer(text)["input_ids"])]
 
 
 def _data(found) -> list[str]:
@@ -228,22 +228,23 @@ def _texts(value) -> list[str]:
 
 
 def _differing(found, exported, dtype) -> str:
-    """The first tensor whose bits are not those saved: logits of a few rows do not see every row of an embedding.
+    """Return the first tensor whose bits differ from the saved ones, else "".
 
-    Args: dtype: that both sides are rounded to, None: compared as they are.
+    The logits of a few rows do not use every row of an embedding.
+    Args: dtype: both sides are rounded to it; None compares them as they are.
     """
     import torch
 
     from zerofit.train.checkpoint import zero_shards
 
-    here, there = zero_shards.Weights(found.folder), zero_shards.Weights(exported.folder)
-    for name in here.where:
-        now = there.get(name)
-        if now is None:
+    saved, written = zero_shards.Weights(found.folder), zero_shards.Weights(exported.folder)
+    for name in saved.where:
+        tensor = written.get(name)
+        if tensor is None:
             if not name.startswith("lm_head"):  # the second copy of a tied weight is left out
                 return name
             continue
-        pair = [t.to(dtype) if dtype and t.is_floating_point() else t for t in (now, here.get(name))]
+        pair = [t.to(dtype) if dtype and t.is_floating_point() else t for t in (tensor, saved.get(name))]
         if pair[0].dtype != pair[1].dtype or not torch.equal(*pair):
             return name
     return ""

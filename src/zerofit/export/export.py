@@ -1,4 +1,4 @@
-"""`zerofit export`: write a plain Hugging Face folder of what was trained, compare it, then publish it."""
+"""`zerofit export`: write what was trained as a plain Hugging Face folder, and verify it before it is renamed."""
 
 import argparse
 import contextlib
@@ -21,14 +21,14 @@ from zerofit.train.checkpoint import zero_shards
 DTYPES = {"float32": torch.float32, "fp32": torch.float32, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16,
           "fp16": torch.float16, "float16": torch.float16}  # fmt: skip
 
-ASIDE = ".saving"  # behind the folder's name until it is whole and compared
+ASIDE = ".saving"  # suffix of the folder's name until it is complete and compared
 
 SMALL = ("*.jinja", "*.py", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
          "generation_config.json", "additional_chat_templates")  # fmt: skip
 
 
 def main(argv: list[str]) -> None:
-    """`zerofit export`: see --help.
+    """Run `zerofit export`; see --help.
 
     Raises: UserError for what cannot be exported, and for an export that does not compute what was trained.
     """
@@ -45,26 +45,26 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--check", choices=("true", "false"), default="true", help="compare with what was trained")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="to load and compare on")
     parser.add_argument("--trust_remote_code", action="store_true")
-    given = parser.parse_args(argv)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what is written aside goes then too
-    found = source.find(given.run, given.base, given.trust_remote_code)
-    _check_asked(given, found)
-    out = _choose_out(given, found)
-    if given.push:
-        _check_push(given.push, found, given.merge)
-    aside = out.with_name(out.name + ASIDE)
-    shutil.rmtree(aside, ignore_errors=True)
+    args = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that SIGTERM too deletes the temporary folder
+    saved = source.find(args.run, args.base, args.trust_remote_code)
+    _check_asked(args, saved)
+    out = _choose_out(args, saved)
+    if args.push:
+        _check_push(args.push, saved, args.merge)
+    tmp_folder = out.with_name(out.name + ASIDE)
+    shutil.rmtree(tmp_folder, ignore_errors=True)
     try:
-        aside.mkdir(parents=True)
-        told = _write(given, found, aside)
-        told["agreement"] = compare.check(given, found, aside, told)
-        (aside / "README.md").write_text(model_card.text(found, told), encoding="utf-8")
-        aside.replace(out)
+        tmp_folder.mkdir(parents=True)
+        done = _write(args, saved, tmp_folder)
+        done["agreement"] = compare.check(args, saved, tmp_folder, done)
+        (tmp_folder / "README.md").write_text(model_card.text(saved, done), encoding="utf-8")
+        tmp_folder.replace(out)
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
-    print(f"{'adapter' if told['adapter'] else 'model'}: {out}", flush=True)
-    if given.push:
-        _push(out, given.push)
+        shutil.rmtree(tmp_folder, ignore_errors=True)
+    print(f"{'adapter' if done['adapter'] else 'model'}: {out}", flush=True)
+    if args.push:
+        _push(out, args.push)
 
 
 def _check_asked(given, found) -> None:
@@ -73,9 +73,9 @@ def _check_asked(given, found) -> None:
     if given.device == "auto":
         given.device = "cuda" if torch.cuda.is_available() else "cpu"
     given.dtype = DTYPES.get(given.dtype)
-    what = "adapter" if found.adapter else "model"
-    on = f" on {_shown_base(found)}" if found.adapter else ""
-    print(f"export of {found.folder}: {what}{on}{', merged' if given.merge else ''}", flush=True)
+    kind = "adapter" if found.adapter else "model"
+    base_note = f" on {_shown_base(found)}" if found.adapter else ""
+    print(f"export of {found.folder}: {kind}{base_note}{', merged' if given.merge else ''}", flush=True)
 
 
 def _shown_base(found) -> str:
@@ -84,15 +84,15 @@ def _shown_base(found) -> str:
 
 def _choose_out(given, found) -> Path:
     name = "export-merged" if given.merge else "export"
-    beside = found.run / name if found.run else found.folder.with_name(f"{found.folder.name}-{name}")
-    out = Path(given.output_dir).expanduser() if given.output_dir else beside
+    default = found.run / name if found.run else found.folder.with_name(f"{found.folder.name}-{name}")
+    out = Path(given.output_dir).expanduser() if given.output_dir else default
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(
             f"--output_dir {out}: is there already and not empty; name another folder (OUT=...), or remove it."
         )
-    near = nearest_existing(out.absolute().parent)
-    if not os.access(near, os.W_OK):
-        raise UserError(f"--output_dir {out}: {near} cannot be written to.")
+    existing = nearest_existing(out.absolute().parent)
+    if not os.access(existing, os.W_OK):
+        raise UserError(f"--output_dir {out}: {existing} cannot be written to.")
     return out
 
 
@@ -100,61 +100,63 @@ def _choose_out(given, found) -> Path:
 
 
 def _write(given, found, out: Path) -> dict:
-    """Everything but the card; what was done, for the comparison and the card."""
+    """Write everything but the card; return what was done, for the comparison and the card."""
     masters = _masters(given, found)
-    told = {
+    done = {
         "adapter": bool(found.adapter) and not given.merge, "merged": given.merge, "masters": bool(masters),
         "asked": given.dtype, "notes": [],
     }  # fmt: skip
     if given.dtype == torch.float32 and not masters and found.dtype != torch.float32:
-        told["notes"].append(
+        done["notes"].append(
             "no fp32 master copy is beside these weights: the saved ones are widened, no digit is gained"
         )
     reason = merge.reason_for_full_merge(found) if given.merge else ""
     if reason:
-        told["notes"].append(f"merged by peft on the whole model in memory, in fp32 ({reason})")
-    for note in told["notes"]:
+        done["notes"].append(f"merged by peft on the whole model in memory, in fp32 ({reason})")
+    for note in done["notes"]:
         print(f"  note: {note}", flush=True)
     if reason:
-        _write_whole(given, found, masters, out, told)
+        _write_whole(given, found, masters, out, done)
     else:
         names, get = _tensors(given, found, masters)
-        told["dtype"] = _write_tensors(names, get, given, out, "adapter_model" if told["adapter"] else "model")
-    _write_small(found, out, told)
+        done["dtype"] = _write_tensors(names, get, given, out, "adapter_model" if done["adapter"] else "model")
+    _write_small(found, out, done)
     run_folder.readable(out)
-    return told
+    return done
 
 
 def _tensors(given, found, masters: dict):
-    """({name: (numbers, bytes a number)}, name -> tensor), read one at a time."""
-    held = zero_shards.Weights(found.folder)
+    """Return ({tensor name: bytes}, function from name to tensor that reads one at a time)."""
+    held_weights = zero_shards.Weights(found.folder)
     if given.merge:
-        held = zero_shards.Weights(Path(found.base))
+        held_weights = zero_shards.Weights(Path(found.base))
 
         def adapter(name):
-            return masters[name]() if name in masters else own.get(name)
+            return masters[name]() if name in masters else own_weights.get(name)
 
-        own, to = zero_shards.Weights(found.folder), given.dtype or found.base_dtype
-        names = {name: _size(held, name, to) for name in held.where}
-        return names, lambda name: _cast(merge.merge_tensor(found, adapter, held, name), to or held.get(name).dtype)
+        own_weights, to_dtype = zero_shards.Weights(found.folder), given.dtype or found.base_dtype
+        names = {name: _size(held_weights, name, to_dtype) for name in held_weights.where}
+        return names, lambda name: _cast(
+            merge.merge_tensor(found, adapter, held_weights, name), to_dtype or held_weights.get(name).dtype
+        )
     if not found.weights:  # DeepSpeed's shards only
-        to = given.dtype or _dtype_of_config(found.folder)
+        to_dtype = given.dtype or _dtype_of_config(found.folder)
         states = zero_shards.read(found.folder)
-        names = {name: states.whole(name).numel() * to.itemsize for name in states.shapes}
+        names = {name: states.whole(name).numel() * to_dtype.itemsize for name in states.shapes}
         _check_complete(found, set(names))
-        return names, lambda name: _cast(states.whole(name), to)
-    twins = {} if found.adapter else _tied_twins(found, held)
-    names = {name: _size(held, name, given.dtype) for name in held.where if name not in twins}
+        return names, lambda name: _cast(states.whole(name), to_dtype)
+    twins = {} if found.adapter else _tied_twins(found, held_weights)
+    names = {name: _size(held_weights, name, given.dtype) for name in held_weights.where if name not in twins}
 
     def get(name):
-        weight = held.get(name)
+        weight = held_weights.get(name)
         return _cast(_master(masters[name](), weight, name) if name in masters else weight, given.dtype)
 
     return names, get
 
 
 def _size(held: zero_shards.Weights, name: str, dtype) -> int:
-    """Bytes of a tensor, cast."""
+    """Return the bytes of a tensor after the cast."""
     tensor = held.get(name)  # mapped, not read
     return tensor.numel() * (dtype.itemsize if dtype and tensor.is_floating_point() else tensor.itemsize)
 
@@ -164,7 +166,7 @@ def _cast(tensor: torch.Tensor, dtype) -> torch.Tensor:
 
 
 def _write_tensors(names: dict[str, int], get, given, out: Path, stem: str) -> str:
-    """Files of at most --max_shard_size with their index, one in memory at a time; the type of most numbers.
+    """Write files of at most --max_shard_size and an index, one at a time; return the commonest dtype.
 
     Args: names: tensor -> bytes.
     """
@@ -173,23 +175,23 @@ def _write_tensors(names: dict[str, int], get, given, out: Path, stem: str) -> s
     _check_room(sum(names.values()), out)
     size = "1000TB" if stem == "adapter_model" else given.max_shard_size  # peft reads one file
     try:
-        split = split_by(
+        shards = split_by(
             names, get_storage_size=int, filename_pattern=f"{stem}{{suffix}}.safetensors", max_shard_size=size
         )
     except ValueError as error:
         raise UserError(f"--max_shard_size {given.max_shard_size}: {error}") from None
     dtypes, numbers = {}, 0
-    for file, keys in split.filename_to_tensors.items():
-        part = {}
+    for file, keys in shards.filename_to_tensors.items():
+        tensors = {}
         for name in keys:
             tensor = get(name)
             numbers += tensor.numel()
             dtypes[tensor.dtype] = dtypes.get(tensor.dtype, 0) + tensor.numel()
-            part[name] = tensor.contiguous()
-        save_file(part, out / file, metadata={"format": "pt"})
+            tensors[name] = tensor.contiguous()
+        save_file(tensors, out / file, metadata={"format": "pt"})
         print(f"  {file}  {(out / file).stat().st_size / 1e9:.3g} GB", flush=True)
-    if len(split.filename_to_tensors) > 1:
-        index = {"metadata": split.metadata | {"total_parameters": numbers}, "weight_map": split.tensor_to_filename}
+    if len(shards.filename_to_tensors) > 1:
+        index = {"metadata": shards.metadata | {"total_parameters": numbers}, "weight_map": shards.tensor_to_filename}
         run_folder.write_json(out / f"{stem}.safetensors.index.json", index)
     return str(max(dtypes, key=dtypes.get)).removeprefix("torch.")
 
@@ -203,43 +205,43 @@ def _check_room(needed: int, out: Path) -> None:
 
 
 def _write_whole(given, found, masters: dict, out: Path, told: dict) -> None:
-    """A merge by peft; transformers writes."""
+    """Merge with PEFT on the whole model in memory, and write it with transformers."""
     adapter = (lambda name: masters[name]() if name in masters else None) if masters else None
-    net = merge.merge_model(found, adapter, given.device)
-    to = given.dtype or found.base_dtype or source.dtype_of(sorted(Path(found.base).glob("*.safetensors")))
-    net = net.to(to)
-    _check_room(sum(p.numel() * p.element_size() for p in net.parameters()), out)
-    net.config.use_cache = True
-    net.save_pretrained(out, max_shard_size=given.max_shard_size)
+    model = merge.merge_model(found, adapter, given.device)
+    dtype = given.dtype or found.base_dtype or source.dtype_of(sorted(Path(found.base).glob("*.safetensors")))
+    model = model.to(dtype)
+    _check_room(sum(p.numel() * p.element_size() for p in model.parameters()), out)
+    model.config.use_cache = True
+    model.save_pretrained(out, max_shard_size=given.max_shard_size)
     for file in sorted(out.glob("*.safetensors")):
         print(f"  {file.name}  {file.stat().st_size / 1e9:.3g} GB", flush=True)
-    told["dtype"] = str(to).removeprefix("torch.")
+    told["dtype"] = str(dtype).removeprefix("torch.")
 
 
 def _write_small(found, out: Path, told: dict) -> None:
-    """Configuration, tokenizer, chat template, generation settings."""
-    for folder in filter(None, (found.base if told["merged"] else "", found.folder)):  # the later ones win
+    """Write configuration, tokenizer, chat template and generation settings."""
+    for folder in filter(None, (found.base if told["merged"] else "", found.folder)):  # the later folder wins
         for file in {file for pattern in SMALL for file in Path(folder).glob(pattern)}:
             if file.is_dir():
                 shutil.copytree(file, out / file.name, dirs_exist_ok=True)
             else:
                 shutil.copyfile(file, out / file.name)
-    words = source.tokenizer(found)
-    if words is None:
+    tokenizer = source.tokenizer(found)
+    if tokenizer is None:
         told["notes"].append("there is no tokenizer in the folder, so none is written")
         print(f"  note: {told['notes'][-1]}", flush=True)
     elif not any(out.glob("tokenizer*")):
-        words.save_pretrained(out)
+        tokenizer.save_pretrained(out)
     if told["adapter"]:
         config = found.adapter | {"inference_mode": True}
         run_folder.write_json(out / "adapter_config.json", config)
         (out / "generation_config.json").unlink(missing_ok=True)
         return
-    held = out if (out / "config.json").exists() else Path(found.base) if told["merged"] else found.folder
-    config = json.loads((held / "config.json").read_text(encoding="utf-8"))
+    config_folder = out if (out / "config.json").exists() else Path(found.base) if told["merged"] else found.folder
+    config = json.loads((config_folder / "config.json").read_text(encoding="utf-8"))
     config = {k: v for k, v in config.items() if k not in ("torch_dtype", "_name_or_path", "quantization_config")}
     config |= {"dtype": told["dtype"], "use_cache": True}
-    config["architectures"] = config.get("architectures") or [type(_skeleton(held, found.remote)).__name__]
+    config["architectures"] = config.get("architectures") or [type(_skeleton(config_folder, found.remote)).__name__]
     run_folder.write_json(out / "config.json", config)
     if not (out / "generation_config.json").exists():
         from transformers import AutoConfig, GenerationConfig
@@ -254,21 +256,24 @@ def _write_small(found, out: Path, told: dict) -> None:
 
 
 def _masters(given, found) -> dict:
-    """{name in the files: function that gives its fp32 master} of the checkpoint, or of the one at final/'s step."""
+    """Return {name in the files: function that reads its fp32 master}; {} unless --dtype float32.
+
+    From the checkpoint itself; for final/, from the newest checkpoint whose masters round to the saved weights.
+    """
     if given.dtype != torch.float32 or not found.weights or found.dtype == torch.float32:
         return {}
-    near = [found.folder, *reversed(run_folder.checkpoints(found.run).values())] if found.run else [found.folder]
-    held = zero_shards.Weights(found.folder)
-    for folder in filter(zero_shards.is_deepspeed, near):
+    folders = [found.folder, *reversed(run_folder.checkpoints(found.run).values())] if found.run else [found.folder]
+    held_weights = zero_shards.Weights(found.folder)
+    for folder in filter(zero_shards.is_deepspeed, folders):
         if found.run and folder != found.folder and source.checkpoint.fault(folder):
             continue
         states = zero_shards.read(folder)
         names = {merge.plain_name(name): name for name in states.shapes}
-        first = next((name for name in names if name in held.where), None)
-        if first and _rounds(states.whole(names[first]), held.get(first)):
+        sample_name = next((name for name in names if name in held_weights.where), None)
+        if sample_name and _rounds(states.whole(names[sample_name]), held_weights.get(sample_name)):
             print(f"  the fp32 master copies of {folder.name} are taken", flush=True)
-            held_too = {plain: name for plain, name in names.items() if plain in held.where}
-            return {plain: functools.partial(states.whole, name) for plain, name in held_too.items()}
+            saved_names = {plain: name for plain, name in names.items() if plain in held_weights.where}
+            return {plain: functools.partial(states.whole, name) for plain, name in saved_names.items()}
     return {}
 
 
@@ -277,7 +282,7 @@ def _rounds(master: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def _master(master: torch.Tensor, weight: torch.Tensor, name: str) -> torch.Tensor:
-    """Raises: UserError where the master is not what the saved weight was rounded from."""
+    """Return the master. Raises: UserError if the saved weight was not rounded from it."""
     if not _rounds(master, weight):
         raise UserError(
             f"{name}: its fp32 master copy does not round to the saved weight; export without --dtype float32."
@@ -291,7 +296,7 @@ def _dtype_of_config(folder: Path) -> torch.dtype:
 
 
 def _skeleton(folder: Path, remote: bool):
-    """The model without memory."""
+    """Build the model on the meta device, without memory."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -300,7 +305,7 @@ def _skeleton(folder: Path, remote: bool):
 
 
 def _tied_twins(found, held: zero_shards.Weights) -> dict[str, str]:
-    """{a tied weight that was saved a second time (ZeRO does): its first}; only bit-equal ones."""
+    """Return {tied weight saved a second time (ZeRO does): the first one}, where they are bit-equal."""
     tied = getattr(_skeleton(found.folder, found.remote), "all_tied_weights_keys", {})
     return {
         name: first
@@ -310,10 +315,10 @@ def _tied_twins(found, held: zero_shards.Weights) -> dict[str, str]:
 
 
 def _check_complete(found, names: set[str]) -> None:
-    """Raises: UserError for weights that the shards do not hold (frozen ones)."""
-    net = _skeleton(found.folder, found.remote)
-    wanted = set(net.state_dict()) - set(getattr(net, "all_tied_weights_keys", {}))
-    if missing := sorted(wanted - names):
+    """Check that the shards hold every weight. Raises: UserError for missing (frozen) ones."""
+    model = _skeleton(found.folder, found.remote)
+    expected = set(model.state_dict()) - set(getattr(model, "all_tied_weights_keys", {}))
+    if missing := sorted(expected - names):
         raise UserError(
             f"{found.folder}: has no model.safetensors, and its shards lack {missing[0]} and {len(missing) - 1} more "
             "(DeepSpeed's shards hold what is trained); save the whole model with trainer.save_model()."
@@ -324,7 +329,7 @@ def _check_complete(found, names: set[str]) -> None:
 
 
 def _check_push(repo: str, found, merged: bool) -> None:
-    """What would fail after an hour of work. Raises: UserError."""
+    """Check before the work what would make the upload fail after it. Raises: UserError."""
     from huggingface_hub import get_token
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
@@ -351,7 +356,7 @@ def _check_push(repo: str, found, merged: bool) -> None:
 
 
 def _push(out: Path, repo: str) -> None:
-    """Raises: UserError; the token is in no message."""
+    """Upload the folder to a private repository. Raises: UserError, without the token in its message."""
     from huggingface_hub import HfApi, get_token
 
     try:

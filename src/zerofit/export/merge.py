@@ -18,7 +18,7 @@ _PLAIN = {"base_model_name_or_path", "exclude_modules", "inference_mode", "init_
 
 
 def reason_for_full_merge(found: Saved) -> str:
-    """Why this adapter cannot be merged one tensor at a time; "": it can."""
+    """Return why this adapter cannot be merged tensor by tensor; "" if it can."""
     from peft import LoraConfig
 
     config = found.adapter
@@ -48,7 +48,7 @@ def _is_tied(found: Saved) -> bool:
 
 
 def merge_tensor(found: Saved, adapter, base: zero_shards.Weights, name: str) -> torch.Tensor:
-    """The base's tensor of that name as it was in training, with s B A added in fp32 where the adapter has one.
+    """Return the base's tensor as it was in training, plus s B A in fp32 where the adapter has one.
 
     Args: adapter: name -> a tensor of the adapter.
     """
@@ -65,41 +65,41 @@ def merge_tensor(found: Saved, adapter, base: zero_shards.Weights, name: str) ->
 
 
 def merge_model(found: Saved, adapter, device: str):
-    """The merged model, in fp32: the base is loaded as it was trained, unpacked, and peft merges.
+    """Return the merged model in fp32: load the base as in training, dequantize it, merge with PEFT.
 
-    Args: adapter: name -> a tensor of the adapter where it is to differ from the file's, else None.
+    Args: adapter: name -> a tensor of the adapter that replaces the file's, else None.
     Raises: UserError for an adapter that peft cannot merge.
     """
     from peft import PeftModel
 
     kind = found.adapter["peft_type"]
-    net = load_base(found, device)
+    model = load_base(found, device)
     if found.bits:
-        logging.getLogger("transformers.integrations.bitsandbytes").setLevel(logging.ERROR)  # says which type; so do we
-        net = net.dequantize(dtype=torch.float32)  # the numbers that the adapter was trained on, not the original ones
-    net = net.float()
-    if getattr(net.config, "tie_word_embeddings", False) and _on_a_table(found):
-        head = net.get_output_embeddings()
-        head.weight = torch.nn.Parameter(head.weight.detach().clone())  # else the embedding would change with the head
-        net.config.tie_word_embeddings = False
-    net = wrong_base_in_words(found, lambda: PeftModel.from_pretrained(net, found.folder))
-    if not hasattr(net.base_model, "merge_and_unload"):
+        logging.getLogger("transformers.integrations.bitsandbytes").setLevel(logging.ERROR)  # logs the dtype, as we do
+        model = model.dequantize(dtype=torch.float32)  # the quantized values that the adapter was trained on
+    model = model.float()
+    if getattr(model.config, "tie_word_embeddings", False) and _on_a_table(found):
+        head = model.get_output_embeddings()
+        head.weight = torch.nn.Parameter(head.weight.detach().clone())  # else the embedding would change too
+        model.config.tie_word_embeddings = False
+    model = wrong_base_in_words(found, lambda: PeftModel.from_pretrained(model, found.folder))
+    if not hasattr(model.base_model, "merge_and_unload"):
         raise UserError(
             f"--merge: a {kind} adapter lengthens the input instead of changing weights; export it without."
         )
     if adapter is not None:
-        _take(net, adapter)
-    return net.merge_and_unload()
+        _take(model, adapter)
+    return model.merge_and_unload()
 
 
 def _on_a_table(found: Saved) -> bool:
-    """Whether the adapter has factors for the embedding or the head: what is named neither by layer nor new tokens."""
+    """Return whether the adapter has factors for embedding or head: LoRA names without a layer number."""
     names = zero_shards.Weights(found.folder).where
     return any("lora_" in name and not re.search(r"\.\d+\.", name) for name in names)
 
 
 def _take(net, adapter) -> None:
-    """Put the fp32 master copies in place of the adapter's rounded numbers."""
+    """Replace the adapter's rounded weights by their fp32 masters."""
     with torch.no_grad():
         for name, parameter in net.named_parameters():
             master = adapter(plain_name(name))
@@ -108,5 +108,5 @@ def _take(net, adapter) -> None:
 
 
 def plain_name(name: str) -> str:
-    """A parameter of a peft model as its files name it."""
+    """Return the name that a PEFT model's files give to one of its parameters."""
     return name.replace(".modules_to_save.default", "").replace(".default", "")

@@ -11,14 +11,14 @@ from zerofit.export import compare
 
 
 def text(found, told: dict) -> str:
-    """The model card."""
+    """Return the text of the model card."""
     base = _base(found)
     head = {
         "library_name": "peft" if told["adapter"] else "transformers",
         "pipeline_tag": "text-generation",
         "tags": ["zerofit", found.facts.get("recipe", "export")],
     }
-    if base and "/" in base:  # a hub id; the hub refuses a card whose base is none
+    if base and "/" in base:  # a hub id; the hub refuses a card with any other base
         head["base_model"] = base
     title = f"{found.facts.get('recipe', 'model')} of {base.rpartition('/')[2]}" if base else found.folder.name
     rows = "\n".join(f"| {name} | {value} |" for name, value in _rows(found, told, base) if value not in (None, ""))
@@ -37,7 +37,7 @@ def _base(found) -> str:
 
 
 def _public(name: str) -> str:
-    """A hub id as it is; of a path the last part only."""
+    """Return a hub id as it is, and only the last part of a path."""
     path = Path(name).expanduser()
     return (
         path.name if path.exists() or path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 else name
@@ -76,22 +76,24 @@ def _precision(found) -> str:
 
 
 def _progress(found) -> tuple[int | None, str]:
-    """(steps, the last losses) of the weights that are exported."""
+    """Return (steps, the last losses as text) of the weights that are exported."""
     try:
         if found.run and found.folder.name == "final":
             result = json.loads((found.run / "result.json").read_text(encoding="utf-8"))
-            last, held_out, steps = result.get("last_loss"), result.get("eval_loss"), result.get("steps")
+            train_loss, eval_loss, steps = result.get("last_loss"), result.get("eval_loss"), result.get("steps")
         else:
             state = json.loads((found.folder / "trainer_state.json").read_text(encoding="utf-8"))
             history, steps = state["log_history"], state["global_step"]
-            last = next((entry["loss"] for entry in reversed(history) if "loss" in entry), None)
-            held_out = next((entry["eval_loss"] for entry in reversed(history) if "eval_loss" in entry), None)
+            train_loss = next((entry["loss"] for entry in reversed(history) if "loss" in entry), None)
+            eval_loss = next((entry["eval_loss"] for entry in reversed(history) if "eval_loss" in entry), None)
     except (OSError, ValueError, KeyError):
         return None, ""
-    words = [
-        f"{value:.4f} {where}" for value, where in ((last, "training"), (held_out, "held out")) if value is not None
+    parts = [
+        f"{value:.4f} {where}"
+        for value, where in ((train_loss, "training"), (eval_loss, "held out"))
+        if value is not None
     ]
-    return steps, ", ".join(words)
+    return steps, ", ".join(parts)
 
 
 def _agreement(told: dict) -> str:

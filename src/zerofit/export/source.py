@@ -23,8 +23,11 @@ HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass
 class Saved:
-    """folder: with the weights;  run: its run folder, None: made without this kit;  facts: run.json;
-    adapter: adapter_config.json, None: all weights;  base: of an adapter, a folder;  remote: --trust_remote_code."""
+    """A saved model or adapter.
+
+    folder: holds the weights; run: its run folder, None if another program made it; facts: run.json; adapter:
+    adapter_config.json, None for a full model; base: folder of the adapter's base; remote: --trust_remote_code.
+    """
 
     folder: Path
     run: Path | None = None
@@ -34,27 +37,27 @@ class Saved:
     remote: bool = False
 
     def argument(self, name: str):
-        """What the run was given; None for a folder of another program."""
+        """Return the run's value of an argument; None for a folder of another program."""
         return self.facts.get("arguments", {}).get(name, {}).get("value")
 
     @property
     def bits(self) -> int | None:
-        """4 or 8: how the base was packed that the adapter was trained on."""
+        """Return 4 or 8 for an adapter that was trained on a base quantized to so many bits, else None."""
         return 4 if self.argument("load_in_4bit") else 8 if self.argument("load_in_8bit") else None
 
     @property
     def base_dtype(self) -> torch.dtype | None:
-        """The type that an adapter's base had in training (model.weight_dtype); None: not known."""
-        asked = self.argument("dtype")
-        if asked not in (None, "auto"):
-            return getattr(torch, asked)
+        """Return the dtype of an adapter's base in training (model.load.weight_dtype); None if unknown."""
+        requested = self.argument("dtype")
+        if requested not in (None, "auto"):
+            return getattr(torch, requested)
         if not self.facts:
             return None
         return next((dtype for flag, dtype in HALF.items() if self.argument(flag)), torch.float32)
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type that its own numbers are saved in; fp32 in DeepSpeed's shards."""
+        """Return the dtype of the saved weights; fp32 for DeepSpeed's shards."""
         return dtype_of(self.weights) or torch.float32
 
     @property
@@ -62,39 +65,40 @@ class Saved:
         return sorted(self.folder.glob(ADAPTER if self.adapter else MODEL))
 
 
-# --- finding it ---
+# --- finding a folder ---
 
 
 def find(path: str, base: str = "", remote: bool = False) -> Saved:
-    """A run folder (its final/, else its newest good checkpoint), a checkpoint, final/, an export, or another program's.
+    """Find the weights under a path, and the run and the base that belong to them.
 
-    Args: base: the base model of an adapter, where it is no longer where the adapter says.
-    Raises: UserError for what is none of these, is damaged, or whose base is not there.
+    Args: path: a run folder (its final/, else its newest valid checkpoint), a checkpoint, final/, an export, or another
+        program's model folder; base: the base model of an adapter, if it has moved.
+    Raises: UserError for any other folder, a damaged one, or a missing base.
     """
-    named = Path(path).expanduser()
-    if not named.is_dir():
+    path_given = Path(path).expanduser()
+    if not path_given.is_dir():
         raise UserError(f"{path}: no such folder; name a run (runs/...), one of its checkpoints, or its final/.")
-    run = next((folder for folder in (named, named.parent) if (folder / "run.json").exists()), None)
+    run = next((folder for folder in (path_given, path_given.parent) if (folder / "run.json").exists()), None)
     facts = _facts(run) if run else {}
-    folder = named
-    if run == named and (named / "final").is_dir() and run_folder.finished(named):
-        folder = named / "final"
-    elif run_folder.checkpoints(named) and not _holds(named):
-        folder = _of_run(named, facts)
-    if run == named and folder == named and not _holds(named):
+    folder = path_given
+    if run == path_given and (path_given / "final").is_dir() and run_folder.finished(path_given):
+        folder = path_given / "final"
+    elif run_folder.checkpoints(path_given) and not _holds(path_given):
+        folder = _of_run(path_given, facts)
+    if run == path_given and folder == path_given and not _holds(path_given):
         raise UserError(f"{path}: this run has saved no checkpoint yet, and it has not finished.")
     if not _holds(folder):
         raise UserError(f"{folder}: {_why_not(folder)}.")
-    found = Saved(folder, run, facts, remote=remote)
-    _check_whole(found)
+    saved = Saved(folder, run, facts, remote=remote)
+    _check_whole(saved)
     if (folder / "adapter_config.json").exists():
-        found.adapter = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-        found.base = _find_base(found, base)
-    return found
+        saved.adapter = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+        saved.base = _find_base(saved, base)
+    return saved
 
 
 def dtype_of(files: list[Path]) -> torch.dtype | None:
-    """The type of the first floating point tensor."""
+    """Return the dtype of the first floating point tensor, or None."""
     from safetensors import safe_open
 
     for file in files:
@@ -126,33 +130,33 @@ def _why_not(folder: Path) -> str:
 
 
 def _of_run(run: Path, facts: dict) -> Path:
-    """The newest good checkpoint."""
-    found, reasons = None, []
-    for one in reversed(run_folder.checkpoints(run).values()):
-        if reason := "" if _holds(one) else _why_not(one):
-            reasons.append(f"{one.name}: {reason}")
+    """Return the newest checkpoint that is valid and can be exported. Raises: UserError if there is none."""
+    newest, reasons = None, []
+    for checkpoint in reversed(run_folder.checkpoints(run).values()):
+        if reason := "" if _holds(checkpoint) else _why_not(checkpoint):
+            reasons.append(f"{checkpoint.name}: {reason}")
             continue
         try:
-            _check_whole(Saved(one, run, facts))
+            _check_whole(Saved(checkpoint, run, facts))
         except UserError as error:
             reasons.append(str(error).removeprefix(f"{run}/").rstrip("."))
             continue
-        found = one
+        newest = checkpoint
         break
-    for reason in reasons if found else ():
+    for reason in reasons if newest else ():
         print(f"note: passed over: {reason}", flush=True)
-    if not found:
+    if not newest:
         raise UserError(f"{run}: none of its checkpoints is whole ({'; '.join(reasons)}).")
-    return found
+    return newest
 
 
 def _check_whole(found: Saved) -> None:
-    """Raises: UserError for a damaged file. What this kit saved has hashes; of other programs' the lengths are checked."""
+    """Refuse damaged files: by hash if zerofit saved them, else by length. Raises: UserError."""
     from safetensors import SafetensorError, safe_open
 
     folder = found.folder
-    ours = folder.name.startswith("checkpoint-") and is_of_this_kit(folder.parent)
-    if (ours or read_facts(folder) is not None) and (reason := integrity.damage(folder)):
+    is_ours = folder.name.startswith("checkpoint-") and is_of_this_kit(folder.parent)
+    if (is_ours or read_facts(folder) is not None) and (reason := integrity.damage(folder)):
         raise UserError(f"{folder}: is no whole checkpoint: {reason}; name another one.")
     for file in folder.glob("*.safetensors"):
         try:
@@ -161,17 +165,17 @@ def _check_whole(found: Saved) -> None:
         except (SafetensorError, OSError):
             raise UserError(f"{file}: is not whole; name another checkpoint.") from None
     for index in folder.glob("*.index.json"):
-        named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        if missing := sorted(name for name in named if not (folder / name).exists()):
+        shard_names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        if missing := sorted(name for name in shard_names if not (folder / name).exists()):
             raise UserError(f"{folder}: {missing[0]} is missing, which {index.name} names; name another checkpoint.")
     if zero_shards.is_deepspeed(folder) and (reason := pickles.fault(folder)):
         raise UserError(f"{folder}: {reason}.")
 
 
 def _find_base(found: Saved, given: str) -> str:
-    """The folder of the adapter's base; a hub id is fetched, or found in the cache.
+    """Return the folder of the adapter's base; a hub id is downloaded, or found in the cache.
 
-    Raises: UserError when it is not there, or is not the one that was trained.
+    Raises: UserError when it does not exist, or is not the one that the adapter was trained on.
     """
     kind, init = found.adapter.get("peft_type", ""), str(found.adapter.get("init_lora_weights"))
     if found.run and found.folder.name.startswith("checkpoint-") and re.fullmatch(adapters.CHANGES_BASE, init):
@@ -204,33 +208,33 @@ def _from_hub(name: str, found: Saved, place: str) -> Path:
 
 
 def _check_base(found: Saved, base: Path, place: str) -> None:
-    """The hash of the base that a checkpoint of this run was saved with, and the shapes."""
+    """Compare the base with the run's recorded hash and the adapter's shapes. Raises: UserError."""
     if found.argument("random_init"):
         raise UserError(
             f"{found.folder}: was trained with --random_init, its base was never saved; nothing to load it on."
         )
-    near = [found.folder, *reversed(run_folder.checkpoints(found.run).values())] if found.run else [found.folder]
-    known = next((facts for one in near if (facts := read_facts(one))), {})
+    folders = [found.folder, *reversed(run_folder.checkpoints(found.run).values())] if found.run else [found.folder]
+    known = next((facts for folder in folders if (facts := read_facts(folder))), {})
     if known and _comparable(found) and known["fingerprints"]["model"] != model_fingerprint(_as_settings(found, base)):
         raise UserError(
             f"{place}: is not the model that this adapter was trained on (its hash is another); name it with --base."
         )
-    held, on = zero_shards.Weights(found.folder), zero_shards.Weights(base)
-    for name, file in held.where.items():
+    adapter_weights, base_weights = zero_shards.Weights(found.folder), zero_shards.Weights(base)
+    for name, file in adapter_weights.where.items():
         module = name.removeprefix("base_model.model.").rpartition(".lora_A")[0]
-        target = on.where.get(f"{module}.weight")
+        target = base_weights.where.get(f"{module}.weight")
         if not module or target is None or found.adapter.get("fan_in_fan_out"):
             continue
-        columns, wide = target.get_slice(f"{module}.weight").get_shape()[1], file.get_slice(name).get_shape()[1]
-        if columns != wide:
+        columns, width = target.get_slice(f"{module}.weight").get_shape()[1], file.get_slice(name).get_shape()[1]
+        if columns != width:
             raise UserError(
                 f"{place}: is not the model that this adapter was trained on: {module} takes {columns} numbers, the "
-                f"adapter {wide}; name the right one with --base."
+                f"adapter {width}; name the right one with --base."
             )
 
 
 def _comparable(found: Saved) -> bool:
-    """Whether the hash of the base is one of a local folder, by the library that is here (its configuration names it)."""
+    """Return whether the base's hash compares: a local base, and the same transformers (in its config)."""
     from transformers import __version__
 
     local = Path(found.adapter.get("base_model_name_or_path") or "").is_absolute()
@@ -241,11 +245,11 @@ def _as_settings(found: Saved, base: Path) -> SimpleNamespace:
     return SimpleNamespace(model=str(base), model_revision=None, trust_remote_code=found.remote, random_init=False)
 
 
-# --- loading it ---
+# --- loading ---
 
 
 def tokenizer(found: Saved):
-    """Its tokenizer, else its base's; None: neither has one."""
+    """Load the folder's tokenizer, else its base's; None if neither has one."""
     from transformers import AutoTokenizer
 
     for folder in filter(None, (found.folder, found.base)):
@@ -255,7 +259,7 @@ def tokenizer(found: Saved):
 
 
 def load(found: Saved, device: str = "cpu"):
-    """The model as it was trained: an adapter unmerged, on its base in the base's type, packed where it was packed."""
+    """Load the model as it was trained: an adapter unmerged, on its base in its dtype and quantization."""
     from peft import PeftModel
 
     from zerofit.model import attention
@@ -263,26 +267,26 @@ def load(found: Saved, device: str = "cpu"):
     attention.avoid_wrong_kernels()
     if not found.adapter:
         return (_model(found.folder, found, "auto", device) if found.weights else _of_shards(found, device)).eval()
-    net = load_base(found, device)
-    # DeepSpeed trains an adapter in the base's type; peft would compute it in fp32.
-    as_it_is = {"autocast_adapter_dtype": found.dtype == torch.float32}
-    net = wrong_base_in_words(found, lambda: PeftModel.from_pretrained(net, found.folder, **as_it_is))
-    return net.eval()
+    model = load_base(found, device)
+    # DeepSpeed trains an adapter in the base's dtype; PEFT would compute it in fp32.
+    as_trained = {"autocast_adapter_dtype": found.dtype == torch.float32}
+    model = wrong_base_in_words(found, lambda: PeftModel.from_pretrained(model, found.folder, **as_trained))
+    return model.eval()
 
 
 def load_base(found: Saved, device: str = "cpu"):
-    """An adapter's base with rows for the adapter's tokens."""
-    dtype, packed = found.base_dtype or "auto", {}
+    """Load an adapter's base, with embedding rows for the adapter's tokens."""
+    dtype, options = found.base_dtype or "auto", {}
     if found.bits:
         values = {f"load_in_{found.bits}bit": True}
-        packed["quantization_config"] = quantization.config(SimpleNamespace(values=values), dtype)
-    net = _model(Path(found.base), found, dtype, device, **packed)
+        options["quantization_config"] = quantization.config(SimpleNamespace(values=values), dtype)
+    model = _model(Path(found.base), found, dtype, device, **options)
     if found.bits:
-        quantization.keep_layout(net)
-    words = tokenizer(found)
-    if words is not None and len(words) > net.get_input_embeddings().num_embeddings:
-        net.resize_token_embeddings(len(words), mean_resizing=False)
-    return net
+        quantization.keep_layout(model)
+    own_tokenizer = tokenizer(found)
+    if own_tokenizer is not None and len(own_tokenizer) > model.get_input_embeddings().num_embeddings:
+        model.resize_token_embeddings(len(own_tokenizer), mean_resizing=False)
+    return model
 
 
 def wrong_base_in_words(found: Saved, load_adapter):
@@ -304,12 +308,12 @@ def _model(folder: Path, found: Saved, dtype, device: str, **more):
 
 
 def _of_shards(found: Saved, device: str):
-    """A folder with DeepSpeed's shards only, read by DeepSpeed's own converter."""
+    """Load a folder with only DeepSpeed's shards, through DeepSpeed's own converter."""
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(found.folder, trust_remote_code=found.remote)
-    net = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=found.remote)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=found.remote)
     with pickles.only_known():
-        net.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(str(found.folder)), strict=False)
-    return net.to(device)
+        model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(str(found.folder)), strict=False)
+    return model.to(device)

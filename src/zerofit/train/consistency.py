@@ -9,22 +9,22 @@ from zerofit.paths import PACKAGE, ROOT
 
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "peft")
 
-# Arguments that may differ from machine to machine without training another model.
+# Arguments that may differ between nodes without training a different model.
 MAY_DIFFER = {"output_dir", "logging_dir", "resume_from_checkpoint", "local_rank", "hub_token", "offload_path", "ignore_plan",
               "preprocessing_num_workers", "dataloader_num_workers", "config", "deepspeed", "run_name"}  # fmt: skip
 
 
 def software(recipe: str) -> dict[str, str]:
-    """Versions, and a hash of the recipe and of this package."""
-    found = {"python": platform.python_version()[:4]} | {name: metadata.version(name) for name in PACKAGES}
+    """Return library versions, and a hash of the recipe and of this package."""
+    versions = {"python": platform.python_version()[:4]} | {name: metadata.version(name) for name in PACKAGES}
     digest = hashlib.sha256()
     for file in [ROOT / "recipes" / f"{recipe}.py", *sorted(PACKAGE.rglob("*.py"))]:
         digest.update(file.name.encode() + file.read_bytes())
-    return found | {"recipe files": digest.hexdigest()[:12]}
+    return versions | {"recipe files": digest.hexdigest()[:12]}
 
 
 def of_job(settings, train_set, eval_set=None) -> dict[str, str]:
-    """Data, model and every argument that decides what is trained."""
+    """Return the data, the model and every argument that decides what is trained, as strings to compare."""
     from zerofit.model.load import model_fingerprint
 
     values = {name: value for name, value in settings.values.items() if name not in MAY_DIFFER}
@@ -38,15 +38,15 @@ def of_job(settings, train_set, eval_set=None) -> dict[str, str]:
 
 
 def difference(found: list[tuple[str, dict]]) -> str:
-    """One sentence about the first fact in which somebody differs from the first; "": none does.
+    """Return a sentence about the first fact that differs from the first entry's; "" if none does.
 
-    Args: found: (who, facts), of all.
+    Args: found: (name of the node, its facts) of all nodes.
     """
-    who, facts = found[0]
+    first, facts = found[0]
     for name in facts:
-        others = [(other, theirs.get(name)) for other, theirs in found[1:] if theirs.get(name) != facts[name]]
+        others = [(node, theirs.get(name)) for node, theirs in found[1:] if theirs.get(name) != facts[name]]
         if others:
-            other, theirs = others[0]
+            node, value = others[0]
             more = f" (and {len(others) - 1} more)" if len(others) > 1 else ""
-            return f"{name} is not the same on all nodes: {who} has {facts[name]}, {other}{more} has {theirs}; make them equal."
+            return f"{name} is not the same on all nodes: {first} has {facts[name]}, {node}{more} has {value}; make them equal."
     return ""

@@ -1,4 +1,4 @@
-"""Compile DeepSpeed's C++ ops once per machine, before the engine needs them."""
+"""Compile DeepSpeed's C++ ops once per node, before the engine needs them."""
 
 import os
 import platform
@@ -13,16 +13,16 @@ from zerofit.config import nvme, offload
 from zerofit.errors import UserError
 from zerofit.paths import cache_root
 
-TOOLS = {"ninja": "pip install ninja", "g++": "apt install g++"}  # what compiles them, and how to get it
+TOOLS = {"ninja": "pip install ninja", "g++": "apt install g++"}  # needed to compile the ops, and how to install it
 
 
 def missing_tools() -> list[str]:
-    """Those of TOOLS that are not on PATH."""
+    """Return the TOOLS that are not on PATH."""
     return [tool for tool in TOOLS if shutil.which(tool) is None]
 
 
 def prepare(settings) -> None:
-    """Compile what the engine will load, once per machine and before the other ranks need it; all ranks call it.
+    """Compile the C++ ops that the engine will load, once per node. Collective.
 
     Raises: UserError when the compiler is missing or fails.
     """
@@ -31,31 +31,32 @@ def prepare(settings) -> None:
         return
     extensions, ours = folder_of_all()
     os.environ["TORCH_EXTENSIONS_DIR"] = str(extensions)
-    failed = None
+    failure = None
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
         try:
             for name in names:
                 _build(name, extensions, ours)
         except UserError as error:
-            failed = error
-    distributed.broadcast(None)  # the others wait here
-    if failed:
-        raise failed
+            failure = error
+    distributed.broadcast(None)  # ranks that do not compile wait here
+    if failure:
+        raise failure
 
 
 def names_of(config: dict | None) -> list[str]:
-    """DeepSpeed's builders of the C++ ops that this configuration loads."""
-    found = ["CPUAdamBuilder"] if offload.needs_cpu_adam(config) else []
-    return found + ["PinMemoryBuilder", "AsyncIOBuilder"] * bool(nvme.paths_of(config))
+    """Return the names of DeepSpeed's builders of the C++ ops that this configuration loads."""
+    builders = ["CPUAdamBuilder"] if offload.needs_cpu_adam(config) else []
+    return builders + ["PinMemoryBuilder", "AsyncIOBuilder"] * bool(nvme.paths_of(config))
 
 
 def folder_of_all() -> tuple[Path, bool]:
-    """(folder of compiled ops, whether it is zerofit's own): $TORCH_EXTENSIONS_DIR, else one for this host and PyTorch.
+    """Return (folder of compiled ops, whether it is zerofit's own).
 
-    The ops are compiled for this very CPU, so hosts that share a home folder must not share them.
+    $TORCH_EXTENSIONS_DIR, else one for this node and torch version: the ops are compiled for the node's CPU, so nodes
+    that share a home folder must not share them.
     """
-    if given := os.environ.get("TORCH_EXTENSIONS_DIR"):
-        return Path(given), Path(given).parent.name == "zerofit-ops"
+    if path := os.environ.get("TORCH_EXTENSIONS_DIR"):
+        return Path(path), Path(path).parent.name == "zerofit-ops"
     return cache_root() / "zerofit-ops" / f"{platform.node()}-torch{torch.__version__}", True
 
 
@@ -86,7 +87,7 @@ def _build(name: str, extensions: Path, ours: bool) -> None:
 
 
 def _make(folder: Path) -> None:
-    """Make the folder of a compiled op. Raises: UserError where it cannot be made or written to."""
+    """Create the folder of a compiled op. Raises: UserError if it cannot be created or written to."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         problem = "" if os.access(folder, os.W_OK) else "no permission to write"
@@ -99,10 +100,10 @@ def _make(folder: Path) -> None:
 
 
 def clear_stale_lock(folder: Path, ours: bool) -> None:
-    """PyTorch marks a build by a file `lock` and waits for its end for ever, also when that build was killed.
+    """Delete the `lock` file of a build that was killed, which PyTorch would wait for forever.
 
     In zerofit's own folder every builder holds an operating-system lock first, so the file is stale. Elsewhere it is
-    when no process works in the folder.
+    stale if it is a minute old and no process has the folder as its working directory.
     Raises: UserError when another program may still be building there.
     """
     import psutil

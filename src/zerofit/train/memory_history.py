@@ -1,4 +1,4 @@
-"""Predicted and measured peaks of finished runs on this machine, and the allowance learned from them."""
+"""Record predicted and measured peaks of finished runs on this node, and learn an allowance from them."""
 
 import json
 import math
@@ -10,13 +10,13 @@ from pathlib import Path
 from zerofit.hardware import GIB
 from zerofit.paths import cache_root
 
-LEARNED_RUNS = 50  # of them, the latest, that a plan learns from
+LEARNED_RUNS = 50  # the latest runs, from which a plan learns
 
-LEARNED_AT_MOST = 0.1  # of the GPU
+LEARNED_AT_MOST = 0.1  # fraction of the GPU's memory
 
 
 def history() -> Path:
-    """Return the file of predicted and measured peaks of finished runs on this machine."""
+    """Return the file of predicted and measured peaks of finished runs on this node."""
     return cache_root() / "history.jsonl"
 
 
@@ -24,17 +24,11 @@ def learned_from() -> str:
     return f"earlier runs on this GPU were above their plan ({history()})"
 
 
-# --- the check before a launch ---
-
-
-PLANNED = "ZEROFIT_PLAN"  # environment variable: what the launcher's check found, or "{}"
-
-
-# --- what was measured ---
+PLANNED = "ZEROFIT_PLAN"  # environment variable: JSON of the prediction by the check before a launch, or "{}"
 
 
 def remember(predicted: dict, measured_bytes: int, folder: Path) -> None:
-    """Append predicted against measured peak to the run folder's plan.json and to the local history."""
+    """Write predicted and measured peak to plan.json, and append them to the local history."""
     from zerofit import run_folder
 
     run_folder.write_json(folder / "plan.json", predicted | {"measured": learn(predicted, measured_bytes)})
@@ -57,20 +51,22 @@ def learn(predicted: dict, measured_bytes: int) -> dict:
 
 
 def learned_allowance(device_name: str, memory_gib: float = math.inf) -> int:
-    """Return the bytes by which runs on this kind of GPU with this torch were above their plan: the 90th percentile of the
-    last 50, at most a tenth of the GPU; 0 without a history."""
+    """Return the bytes by which earlier runs on this kind of GPU with this torch exceeded their plan.
+
+    The 90th percentile of the last 50 runs, at most a tenth of the GPU; 0 without a history.
+    """
     try:
         lines = history().read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return 0
-    above = []
+    excesses = []
     for line in lines:
         try:
             entry = json.loads(line)
             if entry["gpu"] == device_name and entry["versions"]["torch"] == metadata.version("torch"):
-                above.append(entry["measured_bytes"] - entry["predicted_bytes"])
+                excesses.append(entry["measured_bytes"] - entry["predicted_bytes"])
         except (ValueError, KeyError, TypeError):
             continue
-    above = sorted(above[-LEARNED_RUNS:])
-    high = above[math.ceil(0.9 * len(above)) - 1] if above else 0
-    return int(max(0, min(high, LEARNED_AT_MOST * memory_gib * GIB)))
+    excesses = sorted(excesses[-LEARNED_RUNS:])
+    percentile = excesses[math.ceil(0.9 * len(excesses)) - 1] if excesses else 0
+    return int(max(0, min(percentile, LEARNED_AT_MOST * memory_gib * GIB)))

@@ -1,4 +1,4 @@
-"""Write the memory report: table, memory.json, memory.png, and an out-of-memory error in words."""
+"""Write the memory report (table, memory.json, memory.png) and explain out-of-memory errors."""
 
 import contextlib
 import os
@@ -10,7 +10,7 @@ from zerofit import distributed, rank_status, run_folder
 from zerofit.errors import OutOfMemory, bytes_asked_for
 from zerofit.train import memory_tracker, tensor_owners
 
-# Part -> what would make it smaller, best first: (whether it applies, flag).
+# Part -> flags that make it smaller, best first: (whether it applies, flag).
 _ADVICE = {
     "activations": (
         (lambda s: not s.gradient_checkpointing, "--gradient_checkpointing true"),
@@ -42,23 +42,23 @@ _COLOURS = {
 
 
 def start(settings) -> None:
-    """Open the ledger of --memory_report, before the model is loaded."""
+    """Open the memory tracker of --memory_report; call it before the model is loaded."""
     if settings.use_cpu:
-        os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # weights read in other threads could not be followed
-        ledger = memory_tracker.MemoryTracker(device="cpu")
+        os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # weights read in other threads could not be tracked
+        tracker = memory_tracker.MemoryTracker(device="cpu")
     else:
-        torch.cuda.memory._record_memory_history(max_entries=100_000)  # the snapshot of an out-of-memory tells it
-        ledger = memory_tracker.MemoryTracker(device="cuda", round_to=512)
-    ledger.__enter__()
+        torch.cuda.memory._record_memory_history(max_entries=100_000)  # for the snapshot after an out-of-memory error
+        tracker = memory_tracker.MemoryTracker(device="cuda", round_to=512)
+    tracker.__enter__()
 
 
 def size(count: int) -> str:
-    """Bytes for people."""
+    """Format bytes as GiB or MiB."""
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.2f} MiB"
 
 
 def table(peak: dict[str, dict[str, int]]) -> str:
-    """Phases down, parts across, the phase's total last."""
+    """Format peaks as a table: a row per phase, a column per part, the phase's total last."""
     parts = [part for part in _COLOURS if any(part in row for row in peak.values())]
     rows = [[phase, *(size(row.get(p, 0)) for p in parts), size(sum(row.values()))] for phase, row in peak.items()]
     head = ["phase", *parts, "total"]
@@ -70,35 +70,40 @@ def table(peak: dict[str, dict[str, int]]) -> str:
 
 
 def write(trainer) -> None:
-    """memory.json, memory.png and the printed table; every rank calls it, the fullest rank is shown."""
-    ledger, args = trainer.ledger, trainer.args
-    ledger.pause()
-    mine = {"rank": args.process_index, "peak": ledger.peak, "model_states": ledger.model_states, "host": ledger.host}
-    ranks = distributed.all_gather(mine)
+    """Write memory.json and memory.png and print the table, of the rank with the highest peak. Collective."""
+    tracker, args = trainer.ledger, trainer.args
+    tracker.pause()
+    own_report = {
+        "rank": args.process_index,
+        "peak": tracker.peak,
+        "model_states": tracker.model_states,
+        "host": tracker.host,
+    }
+    ranks = distributed.all_gather(own_report)
     if args.process_index:
         return
     fullest = max(ranks, key=lambda rank: max(sum(parts.values()) for parts in rank["peak"].values()))
-    cuda = ledger.device == "cuda"
-    found = {
+    cuda = tracker.device == "cuda"
+    report = {
         "device": torch.cuda.get_device_name() if cuda else "cpu",
         "bytes_are": "the CUDA allocator's peak, split by followed tensors" if cuda else "followed tensors (exact)",
-        "followed_optimizer_steps": ledger.steps,
+        "followed_optimizer_steps": tracker.steps,
         **fullest,
         "total": {phase: sum(parts.values()) for phase, parts in fullest["peak"].items()},
         "ranks": ranks,
     }
     folder = Path(args.output_dir)
-    run_folder.write_json(folder / "memory.json", found)
+    run_folder.write_json(folder / "memory.json", report)
     plot(fullest["peak"], folder / "memory.png", f"Peak memory of rank {fullest['rank']}, by phase and part")
-    host = f"; {size(fullest['host'])} more in host memory" if fullest["host"] else ""
+    cpu_note = f"; {size(fullest['host'])} more in host memory" if fullest["host"] else ""
     print(
-        f"\npeak memory of rank {fullest['rank']}{host}; {folder / 'memory.json'}\n{table(fullest['peak'])}\n",
+        f"\npeak memory of rank {fullest['rank']}{cpu_note}; {folder / 'memory.json'}\n{table(fullest['peak'])}\n",
         flush=True,
     )
 
 
 def plot(peak: dict[str, dict[str, int]], target: Path, title: str, limit: tuple[int, str] | None = None) -> None:
-    """Stacked bars: a phase each, its parts in it, its total above. limit: (bytes, name) of a line across."""
+    """Draw a stacked bar per phase with its parts and total. limit: (bytes, name) of a horizontal line."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -108,10 +113,10 @@ def plot(peak: dict[str, dict[str, int]], target: Path, title: str, limit: tuple
     unit, scale = ("GiB", 2**30) if largest >= 2**30 else ("MiB", 2**20)
     figure, axes = plt.subplots(figsize=(8, 4.5), dpi=120)
     phases, bottom = list(peak), [0.0] * len(peak)
-    for part, colour in _COLOURS.items():
+    for part, color in _COLOURS.items():
         heights = [peak[phase].get(part, 0) / scale for phase in phases]
         if any(heights):
-            axes.bar(phases, heights, 0.62, bottom=bottom, color=colour, label=part, edgecolor="white", linewidth=0.6)
+            axes.bar(phases, heights, 0.62, bottom=bottom, color=color, label=part, edgecolor="white", linewidth=0.6)
         bottom = [a + b for a, b in zip(bottom, heights, strict=True)]
     for x, total in enumerate(bottom):
         axes.text(x, total + 0.015 * largest / scale, f"{total:.2f}", ha="center", fontsize=9, color="#334155")
@@ -130,9 +135,9 @@ def plot(peak: dict[str, dict[str, int]], target: Path, title: str, limit: tuple
 
 @contextlib.contextmanager
 def explained(trainer):
-    """Close the ledger at the end; turn a GPU's out-of-memory into one sentence and two files.
+    """Explain an out-of-memory error of the body in a sentence and two files; close the memory tracker.
 
-    Raises: OutOfMemory naming phase, largest parts and flags, for an error inside that says so in torch's or CUDA's words.
+    Raises: OutOfMemory naming phase, largest parts and flags, for an out-of-memory error of torch or CUDA in the body.
     """
     try:
         yield
@@ -145,24 +150,26 @@ def explained(trainer):
 
 
 def explain(error, trainer) -> str:
-    """The sentence; on CUDA also oom-rank<r>.txt (torch.cuda.memory_summary) and oom-rank<r>.pickle (a snapshot for
-    https://pytorch.org/memory_viz) in the run folder."""
-    settings, ledger, rank = trainer.settings, trainer.ledger, trainer.args.process_index
+    """Return the sentence of an out-of-memory error; on CUDA also write two files to the run folder.
+
+    oom-rank<r>.txt: torch.cuda.memory_summary; oom-rank<r>.pickle: a snapshot for https://pytorch.org/memory_viz.
+    """
+    settings, tracker, rank = trainer.settings, trainer.ledger, trainer.args.process_index
     parts, files = parts_now(trainer), ""
-    if ledger.device == "cuda":
+    if tracker.device == "cuda":
         folder = Path(trainer.args.output_dir)
         text, snapshot = folder / f"oom-rank{rank}.txt", folder / f"oom-rank{rank}.pickle"
         text.write_text(f"{error}\n\n{torch.cuda.memory_summary()}")
         torch.cuda.memory._dump_snapshot(str(snapshot))
         files = f" {text} and {snapshot} hold the allocator's state."
-    phase = ledger.phase if ledger.model is not None else "forward or backward"  # compiled: no hooks to tell
+    phase = tracker.phase if tracker.model is not None else "forward or backward"  # compiled: no hooks for phases
     largest = sorted((p for p in parts.items() if p[1]), key=lambda p: -p[1])[:3]
-    half = {"half": settings.per_device_train_batch_size // 2}
+    half_batch = {"half": settings.per_device_train_batch_size // 2}
     flags = []
     for part, _ in largest:
         choices = _ADVICE.get("activations" if part.startswith("activations") else part, ())
-        fitting = [flag.format(**half) for applies, flag in choices if applies(settings)]
-        flags += [f for f in fitting[:2] if f not in flags]
+        applicable = [flag.format(**half_batch) for applies, flag in choices if applies(settings)]
+        flags += [f for f in applicable[:2] if f not in flags]
     return (
         f"rank {rank} ran out of GPU memory in the {phase} phase of step {trainer.state.global_step + 1}"
         f"{bytes_asked_for(error)}: {', '.join(f'{part} {size(count)}' for part, count in largest)}; "
@@ -171,19 +178,19 @@ def explain(error, trainer) -> str:
 
 
 def parts_now(trainer) -> dict[str, int]:
-    """Bytes by part at this moment: from the ledger while it follows, else by the known objects and what is left."""
-    ledger = trainer.ledger
-    if ledger.following:
-        return ledger.alive()
-    found, counted = {}, set()
+    """Return bytes by part now, from the memory tracker if it tracks, else from model and optimizer."""
+    tracker = trainer.ledger
+    if tracker.following:
+        return tracker.alive()
+    parts, counted = {}, set()
     for part, tensors in tensor_owners.owned(trainer.model, trainer.optimizer).items():
-        found[part] = 0
+        parts[part] = 0
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            if tensor.device.type == ledger.device and storage.data_ptr() not in counted:
+            if tensor.device.type == tracker.device and storage.data_ptr() not in counted:
                 counted.add(storage.data_ptr())
-                found[part] += storage.nbytes()
-    found.pop("host")
-    if ledger.device == "cuda":
-        found["activations, logits and temporaries"] = torch.cuda.max_memory_allocated() - sum(found.values())
-    return found
+                parts[part] += storage.nbytes()
+    parts.pop("host")
+    if tracker.device == "cuda":
+        parts["activations, logits and temporaries"] = torch.cuda.max_memory_allocated() - sum(parts.values())
+    return parts

@@ -1,12 +1,12 @@
 """Track the bytes alive on the device by part and phase, tensor by tensor.
 
-Bytes are those of tensor storages, never the process's resident memory. On a CPU they are what a device without an
-allocator of its own would hold; on CUDA the totals are the allocator's and the parts come from the same following, with
-what the allocator holds beyond followed tensors (kernel workspaces) as `untracked`.
+Counts tensor storages, never the process's resident memory. On a CPU the totals are what a device would hold without
+allocator overhead. On CUDA the totals are the allocator's, the parts come from the same tracking, and what the
+allocator holds beyond tracked tensors (kernel workspaces) is `untracked`.
 
-    with memory.Ledger(model) as ledger:      # or a KitTrainer inside `with memory.Ledger() as ledger:`
+    with MemoryTracker(model) as tracker:      # or build a ZerofitTrainer inside `with MemoryTracker() as tracker:`
         ...
-    ledger.peak     # {"forward": {"parameters": bytes, ..., "logits": bytes}, ...}
+    tracker.peak     # {"forward": {"parameters": bytes, ..., "logits": bytes}, ...}
 """
 
 import functools
@@ -24,20 +24,21 @@ from zerofit.train import tensor_owners
 
 PHASES = ("load", "forward", "backward", "step", "save", "eval")
 
-FOLLOWED_STEPS = 3  # the first has no optimizer state yet, the second no ZeRO-3 trace; each Python call an operation
+FOLLOWED_STEPS = 3  # step 1 has no optimizer states yet, step 2 no ZeRO-3 trace; a tracked operation is a Python call
 
 
-# How sure a label is: by the phase, by the shape or operation, by the object that owns the tensor.
+# How certain a label is: guessed from the phase, seen from shape or operation, known from the tensor's owner.
 _GUESS, _SEEN, _OWNED = 0, 1, 2
 
-_NEW_IN = {"load": "buffers", "step": "buffers", "save": "buffers"}  # elsewhere: activations
+# Label of new tensors by phase; elsewhere "activations".
+_NEW_IN = {"load": "buffers", "step": "buffers", "save": "buffers"}
 
 
 _open: "MemoryTracker | None" = None
 
 
 class _Storage:
-    """One block of memory: bytes, the part it belongs to, and how sure that is. Kept in peaks after it has died."""
+    """One block of memory: bytes, its part, and how certain the part is. Peaks keep it after it is freed."""
 
     __slots__ = ("bytes", "part", "sure")
 
@@ -46,38 +47,38 @@ class _Storage:
 
 
 class Watch(TorchDispatchMode):
-    """Shows the ledger every tensor that an operation returns."""
+    """Pass every tensor that an operation returns to the memory tracker."""
 
     def __init__(self, ledger: "MemoryTracker"):
         super().__init__()
         self.ledger = ledger
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        out = operation(*args, **(kwargs or {}))
-        if operation.namespace == "c10d":  # buckets and gathered shards: what a collective reads or writes
-            for value in tree_iter((args, kwargs, out)):
+        output = operation(*args, **(kwargs or {}))
+        if operation.namespace == "c10d":  # a collective reads or writes buckets and gathered shards
+            for value in tree_iter((args, kwargs, output)):
                 if isinstance(value, torch.Tensor):
                     self.ledger.see(value, "buffers", _SEEN)
-        elif isinstance(out, torch.Tensor):
-            self.ledger.see(out)
-        elif isinstance(out, (tuple, list)):
-            for value in tree_iter(out):
+        elif isinstance(output, torch.Tensor):
+            self.ledger.see(output)
+        elif isinstance(output, (tuple, list)):
+            for value in tree_iter(output):
                 if isinstance(value, torch.Tensor):
                     self.ledger.see(value)
-        return out
+        return output
 
 
 class MemoryTracker:
-    """Peak bytes by phase and part. A context manager; what runs inside is followed.
+    """Record peak bytes by phase and part of what runs inside the `with` block.
 
     Args:
-        model: its parameters are known from the start; a KitTrainer built inside brings its own.
-        optimizer: torch's, accelerate's or DeepSpeed's; a KitTrainer brings its own.
-        limit: bytes; more of them alive at once raise torch.OutOfMemoryError, as an allocator of that size would.
-        round_to: bytes that a block is rounded up to; 512 is what the CUDA allocator does.
-    Attributes: phase, the running one (a caller without KitTrainer sets it with `enter`); device, "cpu" or "cuda";
-        model_states, bytes of parameters, gradients and optimizer at two moments of the last followed step:
-        "last_gradient", when the backward has computed all of them, and "before_step", when they are reduced.
+        model: its parameters are labeled from the start; a ZerofitTrainer built inside provides its own model.
+        optimizer: torch's, accelerate's or DeepSpeed's; a ZerofitTrainer provides its own.
+        limit: bytes; more alive at once raise torch.OutOfMemoryError, as an allocator of that size would.
+        round_to: bytes that a block is rounded up to; the CUDA allocator rounds to 512.
+    Attributes: phase, the current one (a caller without ZerofitTrainer sets it with `enter`); device, "cpu" or "cuda";
+        model_states, bytes of parameters, gradients and optimizer at two moments of the last tracked step:
+        "last_gradient", when the backward has computed all gradients, and "before_step", when they are reduced.
     """
 
     def __init__(
@@ -89,9 +90,9 @@ class MemoryTracker:
         self.model_states: dict[str, dict[str, int]] = {}
         self.allocator_peak: dict[str, int] = {}
         self._table: dict[int, _Storage] = {}
-        self.limit, self.highest, self.largest = limit, 0, 0  # bytes: alive at most, and of the largest block
+        self.limit, self.highest, self.largest = limit, 0, 0  # bytes: most alive at once, largest block
         self._live, self._vocabulary, self._snapshot_due = 0, None, False
-        self._best: dict[tuple[str, int], tuple[int, list[_Storage]]] = {}  # (phase, step) -> bytes, what was alive
+        self._best: dict[tuple[str, int], tuple[int, list[_Storage]]] = {}  # (phase, step) -> bytes, storages alive
         self._watch, self._hooks, self._gradient_hooks, self._once = None, [], [], set()
         if model is not None:
             self._adopt(model)
@@ -113,12 +114,12 @@ class MemoryTracker:
     # --- what is alive ---
 
     def see(self, tensor: torch.Tensor, part: str | None = None, sure: int = _GUESS) -> None:
-        """Count the tensor's storage from now until it dies, or say better what it is."""
+        """Count the tensor's storage until it is freed; relabel a known one if the new label is more certain."""
         if tensor.device.type != self.device:
             return
         try:
             storage = tensor.untyped_storage()
-        except (NotImplementedError, RuntimeError):  # sparse, functorch: no storage to follow
+        except (NotImplementedError, RuntimeError):  # sparse, functorch: no storage to track
             return
         key, size = storage._cdata, storage.nbytes()
         known = self._table.get(key)
@@ -129,7 +130,7 @@ class MemoryTracker:
         if not size:
             return
         if part is None:
-            loading = self.model is None  # before there is a model, what appears are its weights
+            loading = self.model is None  # before there is a model, new tensors are its weights
             part = "parameters" if loading else _NEW_IN.get(self.phase, "activations")
             if part == "activations" and tensor.ndim > 1 and tensor.shape[-1] == self._vocabulary:
                 part, sure = "logits", _SEEN  # also their fp32 copy, softmax and gradient
@@ -152,45 +153,45 @@ class MemoryTracker:
             self._live -= storage.bytes
 
     def _keep_snapshot(self) -> None:
-        """The list of a peak is only made when the next block dies or the phase ends: a rising peak costs nothing."""
+        """List a peak's storages only when one is freed or the phase ends: a rising peak costs nothing."""
         if self._snapshot_due:
             size, _ = self._best[self.phase, self.steps]
             self._best[self.phase, self.steps] = (size, list(self._table.values()))
             self._snapshot_due = False
 
     def label(self) -> None:
-        """Say of every known object's tensors what they are; peaks already seen learn it too."""
+        """Label the tensors of the model and the optimizer, also in peaks that are already recorded."""
         for part, tensors in tensor_owners.owned(self.model, self.optimizer).items():
             for tensor in tensors:
                 self.see(tensor, part, _OWNED)
 
     def alive(self) -> dict[str, int]:
-        """Bytes that are alive now, by part."""
+        """Return the bytes that are alive now, by part."""
         return tensor_owners.by_part(self._table.values())
 
     @property
     def peak(self) -> dict[str, dict[str, int]]:
-        """{phase: {part: bytes}} where the phase's total was highest; memory offloaded to the host is not in it."""
+        """Return {phase: {part: bytes}} at each phase's highest total, without what is offloaded."""
         self._keep_snapshot()
-        found: dict[str, dict[str, int]] = {}
+        peaks: dict[str, dict[str, int]] = {}
         for (phase, _), (_, storages) in self._best.items():
             parts = tensor_owners.by_part(storages)
-            if phase not in found or sum(parts.values()) > sum(found[phase].values()):
-                found[phase] = parts
+            if phase not in peaks or sum(parts.values()) > sum(peaks[phase].values()):
+                peaks[phase] = parts
         if self.device == "cuda":
             for phase, total in self.allocator_peak.items():
-                parts = found.setdefault(phase, dict.fromkeys(tensor_owners.PARTS, 0))
+                parts = peaks.setdefault(phase, dict.fromkeys(tensor_owners.PARTS, 0))
                 parts["untracked"] = max(0, total - sum(parts.values()))
-        return {phase: found[phase] for phase in PHASES if phase in found}
+        return {phase: peaks[phase] for phase in PHASES if phase in peaks}
 
     @property
     def live_bytes(self) -> int:
-        """Bytes that are alive now, of all parts."""
+        """Return the bytes that are alive now, of all parts."""
         return self._live
 
     @property
     def host(self) -> int:
-        """Bytes of optimizer and parameters that are kept in host memory now (offload)."""
+        """Return the bytes of offloaded optimizer tensors; 0 on CUDA, where CPU tensors are not tracked."""
         return sum(s.bytes for s in self._table.values() if s.part == "host")
 
     # --- phases ---
@@ -221,12 +222,12 @@ class MemoryTracker:
 
     def _follow_model(self) -> None:
         if self.following and self.model is not None:
-            trained = [p for p in self.model.parameters() if p.requires_grad]
-            self._gradient_hooks = [p.register_hook(self._gradient) for p in trained]
+            trainable = [p for p in self.model.parameters() if p.requires_grad]
+            self._gradient_hooks = [p.register_hook(self._gradient) for p in trainable]
             self.label()
 
     def pause(self) -> None:
-        """Stop following: operations run at full speed again. Deaths are still counted."""
+        """Stop tracking, so that operations run at full speed again; freed storages are still subtracted."""
         if self.following:
             self.enter(self.phase)
             self._watch.__exit__(None, None, None)
@@ -235,9 +236,9 @@ class MemoryTracker:
                 hook.remove()
 
     def _adopt(self, model) -> None:
-        """Phases from the model's own calls, gradients from its parameters."""
+        """Take phases from hooks on the model's forward, gradients from hooks on its parameters."""
         self.model = model
-        inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # generate() calls this one
+        inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # the one that generate() calls
         self._vocabulary = getattr(getattr(inner, "config", None), "vocab_size", None)
         self._hooks += [
             inner.register_forward_pre_hook(self._before_forward),
@@ -254,7 +255,7 @@ class MemoryTracker:
 
     def _gradient(self, gradient: torch.Tensor) -> None:
         self.see(gradient, "gradients", _OWNED)
-        self._note_model_states("last_gradient")  # each one overwrites the one before
+        self._note_model_states("last_gradient")  # overwritten by each gradient, so the last one stays
 
     def _note_model_states(self, moment: str) -> None:
         alive = self.alive()
@@ -263,7 +264,7 @@ class MemoryTracker:
     # --- transformers' Trainer ---
 
     def attach(self, trainer) -> None:
-        """Follow a Trainer's phases: it becomes part of its callbacks, its saving and its evaluation."""
+        """Track a Trainer's phases through its callbacks, its saving and its evaluation."""
         if self.model is None and not trainer.args.torch_compile:  # hooks would be compiled too
             self._adopt(trainer.model)
         self.enter("load")
@@ -272,7 +273,7 @@ class MemoryTracker:
             setattr(trainer, name, self._during(phase, getattr(trainer, name)))
 
     def _during(self, phase: str, call):
-        """`call`, followed the first time that it runs when this ledger is in use at all."""
+        """Wrap `call` as a phase, whose first call is tracked even while an open tracker is paused."""
 
         @functools.wraps(call)
         def run(*args, **kwargs):
@@ -291,7 +292,7 @@ class MemoryTracker:
         return run
 
     def before_step(self) -> None:
-        """Between the last backward and the optimizer's step."""
+        """Label tensors and note the model states, between the last backward and the optimizer's step."""
         if self.following:
             if self.device == "cpu" and torch.distributed.is_initialized():
                 time.sleep(0.1)  # gloo's thread holds the last reduced tensors for a moment after the wait for them
@@ -303,7 +304,7 @@ class MemoryTracker:
         if self.following:
             self.label()
             self._keep_snapshot()
-            for storage in list(self._table.values()):  # what outlives a step was no activation
+            for storage in list(self._table.values()):  # a tensor that outlives a step is no activation
                 if storage.part in ("activations", "logits"):
                     storage.part, storage.sure = "buffers", _SEEN
             self.steps += 1
@@ -313,27 +314,27 @@ class MemoryTracker:
 
 
 class _Phases(TrainerCallback):
-    """Where a Trainer's step begins and ends."""
+    """Callback that marks in the memory tracker where a Trainer's steps begin and end."""
 
     def __init__(self, ledger: MemoryTracker, trainer):
         self.ledger, self.trainer = ledger, trainer
 
     def on_train_begin(self, args, state, control, **kwargs):
-        ledger, trainer = self.ledger, self.trainer
-        ledger.optimizer = trainer.optimizer
-        if ledger.following:
-            ledger.label()
+        mem_tracker, trainer = self.ledger, self.trainer
+        mem_tracker.optimizer = trainer.optimizer
+        if mem_tracker.following:
+            mem_tracker.label()
         engine = trainer.model_wrapped
-        if trainer.is_deepspeed_enabled:  # accelerate's backward() makes the step too
+        if trainer.is_deepspeed_enabled:  # accelerate's backward() also steps the engine
             step = engine.step
 
-            def followed(*args, **kwargs):
+            def tracked_step(*args, **kwargs):
                 if engine.is_gradient_accumulation_boundary():
-                    ledger.before_step()
+                    mem_tracker.before_step()
                 return step(*args, **kwargs)
 
-            engine.step = followed
-        ledger.pause()  # what generates before the first step is no part of the report
+            engine.step = tracked_step
+        mem_tracker.pause()  # generation before the first step (exact match) is not part of the report
 
     def on_step_begin(self, args, state, control, **kwargs):
         if self.ledger is _open and self.ledger.steps < FOLLOWED_STEPS:
@@ -349,7 +350,7 @@ class _Phases(TrainerCallback):
 
 
 def current() -> MemoryTracker:
-    """The ledger whose `with` block runs, or one that only knows phases."""
+    """Return the open memory tracker, or a new one that only knows phases."""
     return _open or MemoryTracker()
 
 
@@ -357,12 +358,12 @@ _highest = 0
 
 
 def highest_before_resets() -> int:
-    """torch.cuda.max_memory_allocated of the time before a ledger reset it, in bytes."""
+    """Return the highest torch.cuda.max_memory_allocated, in bytes, read before a memory tracker reset it."""
     return _highest
 
 
 def peak_memory_bytes(args) -> int:
-    """Highest of all ranks: torch.cuda.max_memory_allocated, on a CPU the process's peak resident memory."""
+    """Return the ranks' highest peak: allocated CUDA memory, or resident memory on a CPU. Collective."""
     if args.device.type == "cuda":
         peak = max(torch.cuda.max_memory_allocated(), highest_before_resets())
     else:

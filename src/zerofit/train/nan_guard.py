@@ -11,16 +11,16 @@ from zerofit import command_line, distributed, run_folder
 from zerofit.errors import Diverged
 from zerofit.train import trial
 
-KEPT = 10  # batches of bad steps that a run folder gets at most
+KEPT = 10  # bad steps whose batches a run folder keeps at most
 
-OVERFLOWS = 40  # skipped steps in a row after which fp16's loss scaler (2^16 at first, halved each time) has given up
+OVERFLOWS = 40  # skipped steps in a row after which fp16's loss scaler (2^16 at first, halved each time) cannot recover
 
 
 class NanGuard:
-    """Watches each optimizer step of a trainer.
+    """Skip, report and save the optimizer steps of a trainer that have no finite loss or gradient.
 
-    DeepSpeed's engine leaves out an update without a finite gradient by itself and says nothing (stages 1 to 3); on
-    stage 0 `hold_back` does the same. A step that fp16's loss scaler skips with finite losses is its normal way.
+    DeepSpeed's engine itself skips an update without a finite gradient, without a message (stages 1 to 3); at stage 0
+    `hold_back` does the same. Steps with finite losses that fp16's loss scaler skips are normal and not counted as bad.
     """
 
     def __init__(self, trainer):
@@ -31,23 +31,26 @@ class NanGuard:
         self.batches, self.losses, self.grad_norm = [], [], 0.0
 
     def begin(self, batches: list[dict]) -> None:
-        """A step begins: its micro batches. Nothing here waits for the device."""
+        """Remember the micro batches of the step that begins; does not synchronize with the device."""
         self.batches, self.losses = batches, []
         self.loss_before = self.trainer._tr_loss.clone()
 
     def hold_back(self) -> None:
-        """Before torch's own optimizer: without gradients it changes nothing, neither weights nor states."""
+        """Drop non-finite gradients at stage 0, so that torch's optimizer changes no weight or state."""
         trainer = self.trainer
         if trainer.is_deepspeed_enabled or trainer.accelerator.scaler is not None:
             return
         bad = not math.isfinite(self.grad_norm)
-        trainer.optimizer._is_overflow = bad  # accelerate's own sign; it keeps the learning rate where it is
+        trainer.optimizer._is_overflow = bad  # accelerate's flag of a skipped step: its scheduler does not step either
         if bad:
             for parameter in trainer.model.parameters():
                 parameter.grad = None
 
     def after_step(self) -> None:
-        """Raises: Diverged after --max_nan_steps bad steps in a row (--on_nan stop). All ranks come to the same end."""
+        """Count, report and save a skipped step. All ranks reach the same decision.
+
+        Raises: Diverged after --max_nan_steps bad steps in a row (--on_nan stop), or after OVERFLOWS skipped ones.
+        """
         self.steps_logged += 1
         if not self.trainer.accelerator.optimizer_step_was_skipped:
             self.in_a_row = self.overflows = 0
@@ -65,24 +68,24 @@ class NanGuard:
         self.found_logged += 1
         self.in_a_row += 1
         self.by_rows = any(not math.isfinite(loss) for rank in losses for loss in rank)
-        self.trainer._tr_loss.copy_(self.loss_before)  # the mean of the other steps stays a number
+        self.trainer._tr_loss.copy_(self.loss_before)  # keeps the logged mean finite
         stop = self.settings.on_nan == "stop" and self.in_a_row >= self.settings.max_nan_steps
         self._tell(losses, stop)
 
     def at_end(self) -> None:
-        """The last steps may have been bad, and too few in a row to stop: are it the rows, or the weights?
+        """If the run ends on non-finite steps, determine whether the data or the weights caused them.
 
-        Raises: Diverged when the weights give no finite loss on any of four rows, or when it was the gradient alone.
+        Raises: Diverged when the weights give no finite loss on any of four rows, or when only the gradient was bad.
         """
         if not self.in_a_row or (self.by_rows and self._some_row_is_finite()):
             return
-        what = (
+        why = (
             "the weights give no finite loss on any row"
             if self.by_rows
             else "all of its losses were finite, no row stands out"
         )
         raise Diverged(
-            f"step {self.trainer.state.global_step}: the run ends on a step without a finite gradient, and {what}: the weights "
+            f"step {self.trainer.state.global_step}: the run ends on a step without a finite gradient, and {why}: the weights "
             "are no longer usable. Lower --learning_rate, or start from an earlier checkpoint."
         )
 
@@ -94,52 +97,56 @@ class NanGuard:
         return any(math.isfinite(loop.metrics["eval_loss"]) for loop in losses)
 
     def mean(self, logged: float) -> float:
-        """transformers divides the summed loss by all steps since the last line; those left out do not count."""
-        steps, bad = self.steps_logged, self.found_logged
+        """Correct the logged mean loss: transformers divides the sum by all steps, skipped ones included."""
+        steps, skipped = self.steps_logged, self.found_logged
         self.steps_logged = self.found_logged = 0
-        if not bad:
+        if not skipped:
             return logged
-        return logged * steps / (steps - bad) if steps > bad else math.nan
+        return logged * steps / (steps - skipped) if steps > skipped else math.nan
 
     def _of_all_ranks(self) -> list[list[float]]:
-        """[rank][micro batch]: the losses of this step, before their weights; collective."""
+        """Return the losses of this step by [rank][micro batch]. Collective."""
         return distributed.all_gather([loss.item() for loss in self.losses])
 
     def _tell(self, losses: list[list[float]], stop: bool) -> None:
         trainer, settings = self.trainer, self.settings
-        step, first = trainer.state.global_step, trainer.args.process_index == 0
-        bad = [(r, m) for r, rank in enumerate(losses) for m, loss in enumerate(rank) if not math.isfinite(loss)]
+        step, is_rank_0 = trainer.state.global_step, trainer.args.process_index == 0
+        bad_batches = [
+            (r, m) for r, rank in enumerate(losses) for m, loss in enumerate(rank) if not math.isfinite(loss)
+        ]
         rows = rows_of_step(trainer)
-        where = ", ".join(
+        places = ", ".join(
             f"rank {r} micro batch {m}" + (f" (rows {', '.join(map(str, rows[r][m]))})" if rows else "")
-            for r, m in bad[:4]
+            for r, m in bad_batches[:4]
         )
-        where += f" and {len(bad) - 4} more" if len(bad) > 4 else ""
-        what = (
-            f"the loss is not finite on {where}" if bad else f"the gradient is {self.grad_norm}, all losses are finite"
+        places += f" and {len(bad_batches) - 4} more" if len(bad_batches) > 4 else ""
+        issue = (
+            f"the loss is not finite on {places}"
+            if bad_batches
+            else f"the gradient is {self.grad_norm}, all losses are finite"
         )
         folder = Path(trainer.args.output_dir) / "nan" / f"step-{step}"
-        kept = self.found <= KEPT or stop
-        if kept:
-            self._keep(folder, losses, rows, bad)
+        is_kept = self.found <= KEPT or stop
+        if is_kept:
+            self._keep(folder, losses, rows, bad_batches)
         if stop:
             trainer.save_model(str(folder / "model"))
             (folder / "model" / "training_args.bin").unlink(missing_ok=True)
-        again = f"; `zerofit replay {folder}` looks into it" if kept else ""
+        hint = f"; `zerofit replay {folder}` looks into it" if is_kept else ""
         if stop:
             raise Diverged(
-                f"step {step}: {what}; {self.in_a_row} steps in a row (--max_nan_steps) were not applied{again}. Lower "
+                f"step {step}: {issue}; {self.in_a_row} steps in a row (--max_nan_steps) were not applied{hint}. Lower "
                 "--learning_rate, look at these rows, or use --bf16 instead of --fp16."
             )
-        if first:
+        if is_rank_0:
             limit = f" of {settings.max_nan_steps}" if settings.on_nan == "stop" else ""
             print(
-                f"note: step {step}: {what}; the step is not applied ({self.in_a_row}{limit} in a row){again}",
+                f"note: step {step}: {issue}; the step is not applied ({self.in_a_row}{limit} in a row){hint}",
                 flush=True,
             )
 
     def _keep(self, folder: Path, losses: list, rows: list | None, bad: list) -> None:
-        """rank<r>.safetensors with each rank's micro batches, and step.json."""
+        """Write rank<r>.safetensors with this rank's micro batches; rank 0 also writes step.json."""
         from safetensors.torch import save_file
 
         trainer, settings = self.trainer, self.settings
@@ -163,9 +170,9 @@ class NanGuard:
 
 
 def rows_of_step(trainer) -> list[list[list[int]]] | None:
-    """[rank][micro batch]: indices of the training set's rows in the last step; None for a stream.
+    """Return the row indices of the last step by [rank][micro batch]; None for a stream.
 
-    The order is the sampler's, dealt out batch by batch to the ranks (accelerate's BatchSamplerShard).
+    The ranks take the batches of the sampler's order in turn (accelerate's BatchSamplerShard).
     """
     if trainer.tokens.stream is not None:
         return None
@@ -180,7 +187,7 @@ def rows_of_step(trainer) -> list[list[list[int]]] | None:
 
 
 def _documents(sequences, index: int) -> list[int]:
-    """The rows of a pack, or the row; none for the filler at the end."""
+    """Return the rows of a pack, or the row itself; none for the filler at the end."""
     if index == len(sequences):
         return []
     return list(sequences.packs[index]) if hasattr(sequences, "packs") else [index]
@@ -192,5 +199,5 @@ def _texts(trainer, rows: list[int], longest: int = 200) -> dict[int, str]:
 
 
 def read(folder: Path) -> dict:
-    """The facts of a kept step. Raises: OSError, ValueError."""
+    """Read step.json of a saved step. Raises: OSError, ValueError."""
     return json.loads((folder / "step.json").read_text(encoding="utf-8"))

@@ -14,13 +14,13 @@ from zerofit.train import consistency
 
 PAYLOAD_BYTES = {"cuda": 256 * 2**20, "cpu": 16 * 2**20}
 
-SECONDS = 60.0  # in which all ranks must have answered each other; a quarter of a second more for each rank above 256
+SECONDS = 60.0  # for all ranks to answer each other; plus a quarter of a second for each rank above 256
 
 
 def check(settings, train_set, eval_set) -> None:
-    """Compare the ranks' jobs, send a number from each to each other, and measure the links. Collective.
+    """Compare the ranks' jobs, exchange a number between all ranks, and measure the links. Collective.
 
-    Raises: UserError, naming the host that differs. A rank that gets no answer ends its process with a sentence.
+    Raises: UserError, naming the node that differs. A rank without an answer in time ends its process with a sentence.
     """
     import torch.distributed as dist
 
@@ -28,10 +28,10 @@ def check(settings, train_set, eval_set) -> None:
         return
     with _bounded():
         facts = consistency.software(settings.recipe) | consistency.of_job(settings, train_set, eval_set)
-        found = dict(
+        facts_by_node = dict(
             reversed(distributed.all_gather((f"node {distributed.node()} ({socket.gethostname()})", facts)))
         )  # of each node's first rank
-        if sentence := consistency.difference([*reversed(found.items())]):
+        if sentence := consistency.difference([*reversed(facts_by_node.items())]):
             raise UserError(sentence)
         _exchange(settings.use_cpu)
         if distributed.several_nodes() or not settings.use_cpu:
@@ -40,7 +40,7 @@ def check(settings, train_set, eval_set) -> None:
 
 @contextlib.contextmanager
 def _bounded():
-    """End this process with a sentence when what is inside takes too long: a collective cannot be left."""
+    """End this process with a sentence when the body takes too long: a collective cannot be interrupted."""
 
     seconds = SECONDS + max(0, distributed.size() - 256) / 4
 
@@ -64,42 +64,44 @@ def _bounded():
 
 
 def _exchange(use_cpu: bool) -> None:
-    """Raises: RuntimeError when a rank receives another number than was sent to it."""
+    """Send a number from each rank to each. Raises: RuntimeError when a rank receives a wrong one."""
     import torch
     import torch.distributed as dist
 
     count, rank = distributed.size(), distributed.rank()
     device = "cpu" if use_cpu else "cuda"
     sent = torch.arange(count, device=device) + rank * count
-    got = torch.empty_like(sent)
-    dist.all_to_all_single(got, sent)
-    if got.tolist() != [other * count + rank for other in range(count)]:
-        raise RuntimeError(f"rank {rank} received {got.tolist()} from the others.")
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent)
+    if received.tolist() != [other * count + rank for other in range(count)]:
+        raise RuntimeError(f"rank {rank} received {received.tolist()} from the others.")
 
 
 def _speeds(use_cpu: bool) -> list[str]:
-    """A sentence for each kind of link: an all-reduce among the ranks of each node, and among one rank of each node."""
+    """Return a sentence on all-reduce speed among the ranks of a node, and among one rank of each node."""
     import torch.distributed as dist
 
-    places = distributed.all_gather(distributed.node())
-    nodes = [[rank for rank, place in enumerate(places) if place == name] for name in dict.fromkeys(places)]
+    node_of_rank = distributed.all_gather(distributed.node())
+    nodes = [[rank for rank, node in enumerate(node_of_rank) if node == name] for name in dict.fromkeys(node_of_rank)]
     kinds = {"within a node": nodes, "between nodes": [[ranks[0] for ranks in nodes]]}
-    said = []
+    sentences = []
     for kind, groups in kinds.items():
-        made = [(ranks, dist.new_group(ranks)) for ranks in groups if len(ranks) > 1]
-        own = [_bus_bandwidth(group, len(ranks), use_cpu) for ranks, group in made if distributed.rank() in ranks]
-        found = [speed for speed in distributed.all_gather(own[0] if own else None) if speed]
-        if found:
-            said.append(f"links {kind}: {min(found):.2f} GB/s a rank ({max(len(r) for r, _ in made)} ranks, "
+        opened = [(ranks, dist.new_group(ranks)) for ranks in groups if len(ranks) > 1]
+        own_speed = [
+            _bus_bandwidth(group, len(ranks), use_cpu) for ranks, group in opened if distributed.rank() in ranks
+        ]
+        speeds = [speed for speed in distributed.all_gather(own_speed[0] if own_speed else None) if speed]
+        if speeds:
+            sentences.append(f"links {kind}: {min(speeds):.2f} GB/s a rank ({max(len(r) for r, _ in opened)} ranks, "
                         f"{dist.get_backend()}, all-reduced)")  # fmt: skip
-        for ranks, group in made:
+        for ranks, group in opened:
             if distributed.rank() in ranks:
                 dist.destroy_process_group(group)
-    return said
+    return sentences
 
 
 def _bus_bandwidth(group, count: int, use_cpu: bool) -> float:
-    """GB/s that each rank sends in an all-reduce: bytes x 2 (n - 1) / n over the time (nccl-tests, PERFORMANCE.md)."""
+    """Return a rank's GB/s in an all-reduce: bytes x 2 (n - 1) / n / s (nccl-tests, PERFORMANCE.md)."""
     import torch
     import torch.distributed as dist
 
@@ -121,9 +123,9 @@ def _knobs(settings) -> list[str]:
 
 
 def check_disk(settings, folder: Path) -> None:
-    """That all nodes see the run folder's disk: each rank writes its own part of a checkpoint. Collective.
+    """Check that all nodes see the run folder's disk: each rank writes checkpoint files. Collective.
 
-    Raises: UserError, naming the node that does not.
+    Raises: UserError, naming a node that does not; for --node_local_storage, if all nodes do.
     """
     from zerofit.paths import nearest_existing
 
@@ -136,11 +138,11 @@ def check_disk(settings, folder: Path) -> None:
         mark.touch()
     distributed.barrier()
     blind = [
-        place
-        for place in distributed.all_gather(
+        node
+        for node in distributed.all_gather(
             None if _seen(mark) else f"node {distributed.node()} ({socket.gethostname()})"
         )
-        if place
+        if node
     ]
     if distributed.rank() == 0:
         mark.unlink()
@@ -154,7 +156,7 @@ def check_disk(settings, folder: Path) -> None:
 
 
 def _seen(mark: Path, seconds: float = 10.0) -> bool:
-    """Whether the file is there; a network disk may take a moment to show it."""
+    """Return whether the file is visible; a network disk may take a moment to show it."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError):

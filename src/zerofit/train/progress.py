@@ -21,27 +21,27 @@ from zerofit.train.checkpoint import save
 class ThroughputMeter:
     """Measure tokens, seconds and memory between two log lines.
 
-    The seconds run from one measurement to the next, the making of batches included; evaluation and saving are left out.
-    So is what precedes the first step: data workers start there, and a resumed run passes over the batches it has had.
+    The seconds run from one measurement to the next, with the time to make batches and without evaluation and saving.
+    Time before the first step is left out: data workers start then, and a resumed run skips the batches it has seen.
     """
 
     def __init__(self, settings, net):
-        self.tokens, self.started = 0, None  # tokens: a tensor on the device once there is one; no sync per step
+        self.tokens, self.started = 0, None  # tokens: a device tensor after the first batch; no sync per step
         self.total_tokens, self.total_seconds = 0, 0.0
-        trainable, every = count_parameters(net)
-        # Forward 2, backward 2 for the inputs and 2 for the weights that train (arXiv 2001.08361, section 2.1); the
-        # attention products are left out, so the MFU is a lower bound.
-        self.flops_per_token = 4 * every + 2 * trainable
+        trainable_params, total_params = count_parameters(net)
+        # Per weight: forward 2, backward 2 for the inputs and 2 for trainable weights (arXiv 2001.08361, section 2.1).
+        # The attention products are left out, so the MFU is a lower bound.
+        self.flops_per_token = 4 * total_params + 2 * trainable_params
         self.peak_flops = None if settings.use_cpu else hardware.peak_flops(torch.cuda.get_device_name())
 
     def start(self) -> None:
-        """Begin the first interval; later ones begin where the last has ended."""
+        """Start the first interval; later ones start where the previous one ended."""
         if self.started is None:
             self.started = time.perf_counter()
 
     @contextlib.contextmanager
     def paused(self):
-        """Leave the time of the body out."""
+        """Exclude the time of the body."""
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()  # kernels that are still queued belong to the steps before
         began = time.perf_counter()
@@ -61,21 +61,21 @@ class ThroughputMeter:
         self.total_tokens += int(count)
         self.total_seconds += seconds
         speed = int(count) / seconds if seconds else 0.0
-        found = {"tokens_per_second": round(speed, 1), "tokens_per_second_per_gpu": round(speed / args.world_size, 1)}
+        metrics = {"tokens_per_second": round(speed, 1), "tokens_per_second_per_gpu": round(speed / args.world_size, 1)}
         if self.peak_flops:
-            found["mfu"] = round(speed / args.world_size * self.flops_per_token / self.peak_flops, 4)
-        return found | {"peak_memory_bytes": memory_tracker.peak_memory_bytes(args)}
+            metrics["mfu"] = round(speed / args.world_size * self.flops_per_token / self.peak_flops, 4)
+        return metrics | {"peak_memory_bytes": memory_tracker.peak_memory_bytes(args)}
 
 
 class Reporter(TrainerCallback):
-    """Step lines on the terminal, metrics.jsonl and the resolved deepspeed.json."""
+    """Print step lines; write metrics.jsonl and the resolved deepspeed.json."""
 
     def __init__(self, trainer: Trainer):
         self.trainer, self.began, self.first_step, self.bar = trainer, time.perf_counter(), 0, None
-        self.skipped_steps = 0  # by the loss scaler of stage 0; DeepSpeed's engine counts its own
+        self.skipped_steps = 0  # by stage 0's loss scaler; DeepSpeed's engine counts its own
         self.pulse = rank_status.Heartbeat()
         self.save_clock = save.SaveTimer(trainer.settings.save_every_minutes)
-        self.stopping = False  # the supervisor was asked to end; this step is saved and is the last
+        self.stopping = False  # the supervisor was told to stop: this step is saved and is the last
         self.before = None  # exact match before training, on the bundled task
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -89,7 +89,7 @@ class Reporter(TrainerCallback):
             print(f"  - {sentence}", flush=True)
         if trainer.train_collator.packed:
             trainer.prove_documents_apart()
-        if trial.is_batch_search():  # after the proof, which may turn padding_free off
+        if trial.is_batch_search():  # after the packing check, which may turn padding_free off
             trial.measure_batch(trainer)
         if trial.is_canary():
             trial.measure_canary(trainer)
@@ -97,7 +97,7 @@ class Reporter(TrainerCallback):
             self.before = generation.exact_match(trainer)
             if args.process_index == 0:
                 print(f"exact match before training: {self.before:.1%} of {len(trainer.eval_tokens)} held-out rows")
-        trainer.seed_this_rank()  # a resumed run loads the saved states after this
+        trainer.seed_this_rank()  # a resumed run loads the saved RNG states after this
         self.began, self.first_step = time.perf_counter(), state.global_step
         if args.process_index == 0 and wants_bar(trainer.settings):
             from tqdm import tqdm
@@ -107,8 +107,8 @@ class Reporter(TrainerCallback):
             )
 
     def on_epoch_begin(self, args, state, control, **kwargs):
-        # A run that is resumed within an epoch passes over its first batches through a wrapper of accelerate's, which does
-        # not tell the sampler the epoch: it would go on in the order of the first one.
+        # A run resumed within an epoch skips its first batches through a wrapper of accelerate's that does not set the
+        # sampler's epoch: the rows would keep the order of the first epoch.
         trainer = self.trainer
         if trainer.tokens.stream is None:
             steps = len(trainer.train_sampler) // trainer.train_sampler.multiple
@@ -116,7 +116,7 @@ class Reporter(TrainerCallback):
 
     def on_step_begin(self, args, state, control, **kwargs):
         if state.global_step == self.first_step and args.resume_from_checkpoint and args.ignore_data_skip:
-            # Opening the data loader draws from the generator that was just restored; dropout must not notice.
+            # Opening the data loader draws from the generator that was just restored; restore it again for dropout.
             self.trainer._load_rng_state(args.resume_from_checkpoint)
         self.trainer.clock.start()
 
@@ -129,7 +129,7 @@ class Reporter(TrainerCallback):
         if self.bar is not None:
             self.bar.update(state.global_step - self.bar.n)
         if state.global_step >= state.max_steps:
-            control.should_log = True  # the last steps too, when logging_steps does not divide
+            control.should_log = True  # the last steps too, when logging_steps does not divide max_steps
         self.trainer.guard.after_step()
         if self.save_clock.is_due(state.global_step):
             control.should_save = True
@@ -153,21 +153,23 @@ class Reporter(TrainerCallback):
         self.trainer.guard.at_end()
 
     def _line(self, state, logs) -> str:
-        where = f"step {state.global_step}/{state.max_steps}"
+        position = f"step {state.global_step}/{state.max_steps}"
         if "eval_loss" in logs:
-            return f"{where}  eval loss {logs['eval_loss']:.4f}  perplexity {logs['eval_perplexity']:.3f}"
-        words = [where, f"loss {logs['loss']:.4f}", f"lr {logs['learning_rate']:.2e}"]
+            return f"{position}  eval loss {logs['eval_loss']:.4f}  perplexity {logs['eval_perplexity']:.3f}"
+        fields = [position, f"loss {logs['loss']:.4f}", f"lr {logs['learning_rate']:.2e}"]
         if logs.get("grad_norm") is not None:
-            words.append(f"grad norm {logs['grad_norm']:.3f}")
-        words.append(f"{logs['tokens_per_second']:,.0f} tok/s ({logs['tokens_per_second_per_gpu']:,.0f} per rank)")
+            fields.append(f"grad norm {logs['grad_norm']:.3f}")
+        fields.append(f"{logs['tokens_per_second']:,.0f} tok/s ({logs['tokens_per_second_per_gpu']:,.0f} per rank)")
         if "mfu" in logs:
-            words.append(f"MFU {logs['mfu']:.1%}")
-        words.append(f"peak {logs['peak_memory_bytes'] / 2**30:.2f} GiB")
+            fields.append(f"MFU {logs['mfu']:.1%}")
+        fields.append(f"peak {logs['peak_memory_bytes'] / 2**30:.2f} GiB")
         if "skipped_steps" in logs:
-            words.append(f"skipped steps {logs['skipped_steps']}")
-        done = state.global_step - self.first_step
-        left = (time.perf_counter() - self.began) / max(1, done) * (state.max_steps - state.global_step)
-        return "  ".join([*words, f"ETA {int(left) // 3600}:{int(left) // 60 % 60:02}:{int(left) % 60:02}"])
+            fields.append(f"skipped steps {logs['skipped_steps']}")
+        steps_done = state.global_step - self.first_step
+        seconds_left = (time.perf_counter() - self.began) / max(1, steps_done) * (state.max_steps - state.global_step)
+        return "  ".join(
+            [*fields, f"ETA {int(seconds_left) // 3600}:{int(seconds_left) // 60 % 60:02}:{int(seconds_left) % 60:02}"]
+        )
 
 
 def wants_bar(settings) -> bool:
@@ -176,6 +178,8 @@ def wants_bar(settings) -> bool:
 
 
 def is_summary(logs: dict) -> bool:
-    """Return whether these are transformers' numbers of the whole run; with --include_num_input_tokens_seen a step's log
-    has train_runtime too."""
+    """Return whether these logs are transformers' summary of the whole run.
+
+    train_runtime alone does not tell: a step's log has it too with --include_num_input_tokens_seen.
+    """
     return "train_runtime" in logs and not {"loss", "eval_loss"} & set(logs)

@@ -1,6 +1,6 @@
 """`zerofit replay`: repeat a non-finite step in one process, module by module.
 
-Reads what divergence.Guard has kept: each rank's micro batches, and the weights when the run was stopped.
+Reads what nan_guard.NanGuard saved: each rank's micro batches, and the weights if the run was stopped.
 """
 
 import argparse
@@ -14,28 +14,33 @@ from zerofit.train import nan_guard
 
 
 def main(argv: list[str]) -> None:
-    """`zerofit replay`: see --help. Exit code 4 when something is not finite again, 0 when all is."""
+    """Run `zerofit replay`; see --help. Exit with code 4 if something is not finite again, else with 0."""
     parser = argparse.ArgumentParser(prog="zerofit replay", allow_abbrev=False, description=__doc__)
     parser.add_argument("folder", help="runs/<run>/nan/step-<n>, or the run folder for its last one")
     parser.add_argument("--model", default="", help="weights to use instead of those that were kept")
-    given = parser.parse_args(argv)
-    folder = _folder(Path(given.folder).expanduser())
+    args = parser.parse_args(argv)
+    folder = _folder(Path(args.folder).expanduser())
     try:
         facts = nan_guard.read(folder)
     except (OSError, ValueError) as error:
         raise UserError(f"{folder}: is no kept step ({error}); name a nan/step-<n> of a run folder.") from None
-    settings = _settings(facts, folder, given.model)
-    net, fused = _model(settings, folder, given.model)
-    kept = "" if given.model or (folder / "model").is_dir() else " (the run's first ones; --model names others)"
-    print(f"replay of {folder}: {settings.precision} on {net.device}, weights of {settings.model}{kept}", flush=True)
-    found = 0
+    settings = _settings(facts, folder, args.model)
+    model, fused = _model(settings, folder, args.model)
+    weights_note = "" if args.model or (folder / "model").is_dir() else " (the run's first ones; --model names others)"
+    print(
+        f"replay of {folder}: {settings.precision} on {model.device}, weights of {settings.model}{weights_note}",
+        flush=True,
+    )
+    bad_batches = 0
     for rank in range(facts["world_size"]):
-        for number, batch in enumerate(_batches(folder / f"rank{rank}.safetensors")):
-            rows = facts["rows"][rank][number] if facts["rows"] else []
-            found += _say(f"rank {rank} micro batch {number}", _look(net, fused, batch, settings), rows, facts["texts"])
-    if not found:
+        for index, batch in enumerate(_batches(folder / f"rank{rank}.safetensors")):
+            rows = facts["rows"][rank][index] if facts["rows"] else []
+            bad_batches += _say(
+                f"rank {rank} micro batch {index}", _look(model, fused, batch, settings), rows, facts["texts"]
+            )
+    if not bad_batches:
         print("all is finite here: the fault was of that moment (a device, a rank, a precision), or of other weights")
-    raise SystemExit(EXIT_CODES["diverged"] if found else 0)
+    raise SystemExit(EXIT_CODES["diverged"] if bad_batches else 0)
 
 
 def _folder(given: Path) -> Path:
@@ -48,7 +53,7 @@ def _folder(given: Path) -> Path:
 
 
 def _settings(facts: dict, folder: Path, model: str):
-    """The run's settings for one process without DeepSpeed, its weights' types as they were."""
+    """Return the run's settings for one process without DeepSpeed, with the run's weight dtype."""
     import torch
 
     from zerofit.config import resolve
@@ -72,7 +77,7 @@ def _settings(facts: dict, folder: Path, model: str):
 
 
 def _model(settings, folder: Path, named: str):
-    """(the model as the run built it, in training mode; its fused loss or None)."""
+    """Return (the model as the run built it, in training mode; its fused loss or None)."""
     from zerofit.model import adapters, fused_loss, tiled_mlp
     from zerofit.model.load import load_config, load_model, load_tokenizer
 
@@ -80,19 +85,19 @@ def _model(settings, folder: Path, named: str):
     config = load_config(settings)
     fused_loss.choose(settings, config)
     tiled_mlp.choose(settings, config)
-    net = load_model(settings, tokenizer)
+    model = load_model(settings, tokenizer)
     if settings.recipe == "lora":
-        net = adapters.add_adapter(net, settings, tokenizer)
-        file = Path(named or folder / "model") / "adapter_model.safetensors"
-        if file.exists():
+        model = adapters.add_adapter(model, settings, tokenizer)
+        adapter_file = Path(named or folder / "model") / "adapter_model.safetensors"
+        if adapter_file.exists():
             from peft import set_peft_model_state_dict
             from safetensors.torch import load_file
 
-            set_peft_model_state_dict(net, load_file(file))
-    tiled_mlp.install(settings, net)
-    fused = fused_loss.install(settings, net)
-    net.train()
-    return net, fused
+            set_peft_model_state_dict(model, load_file(adapter_file))
+    tiled_mlp.install(settings, model)
+    fused = fused_loss.install(settings, model)
+    model.train()
+    return model, fused
 
 
 def _batches(file: Path) -> list[dict]:
@@ -102,13 +107,13 @@ def _batches(file: Path) -> list[dict]:
         raise UserError(f"{file}: is missing; copy the whole folder of the step, with the files of all ranks.")
     batches: dict[int, dict] = {}
     for key, tensor in load_file(file).items():
-        number, name = key.split(".", 1)
-        batches.setdefault(int(number), {})[name] = tensor.item() if tensor.dim() == 0 else tensor
+        index, name = key.split(".", 1)
+        batches.setdefault(int(index), {})[name] = tensor.item() if tensor.dim() == 0 else tensor
     return [batches[i] for i in sorted(batches)]
 
 
 def _look(net, fused, batch: dict, settings) -> dict:
-    """{"loss", "module": the first whose output is not finite, "gradients": parameters whose gradient is not}."""
+    """Return {"loss", "module": first with a non-finite output, "gradients": non-finite ones' names}."""
     import torch
 
     first: list[str] = []
@@ -124,20 +129,22 @@ def _look(net, fused, batch: dict, settings) -> dict:
     hooks = [module.register_forward_hook(watch(name)) for name, module in net.named_modules() if name]
     inputs = {k: v.to(net.device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
     count = (inputs["labels"][:, 1:] != -100).sum().clamp(min=1)
-    half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(settings.precision)
-    cast = torch.autocast(net.device.type, half) if half and settings.autocast else contextlib.nullcontext()
-    with cast, fused.on() if fused else contextlib.nullcontext():
+    half_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(settings.precision)
+    autocast = (
+        torch.autocast(net.device.type, half_dtype) if half_dtype and settings.autocast else contextlib.nullcontext()
+    )
+    with autocast, fused.on() if fused else contextlib.nullcontext():
         loss = net(**inputs, num_items_in_batch=count).loss
     loss.backward()
     for hook in hooks:
         hook.remove()
-    wrong = [n for n, p in net.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
+    nonfinite = [n for n, p in net.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
     net.zero_grad()
-    return {"loss": loss.item(), "module": first[0] if first else None, "gradients": wrong}
+    return {"loss": loss.item(), "module": first[0] if first else None, "gradients": nonfinite}
 
 
 def _say(where: str, seen: dict, rows: list[int], texts: dict) -> bool:
-    """Print one micro batch; whether something in it is not finite."""
+    """Print one micro batch; return whether its loss or a gradient is not finite."""
     bad = not math.isfinite(seen["loss"]) or seen["gradients"]
     print(f"{where}: loss {seen['loss']:.4f}, " + ("gradient finite" if not seen["gradients"] else
           f"gradient not finite in {len(seen['gradients'])} parameters, e.g. {seen['gradients'][-1]}"))  # fmt: skip

@@ -1,4 +1,4 @@
-"""Tell which tensor is a weight, a gradient or an optimizer state."""
+"""Classify tensors as weights, gradients, optimizer states or buffers."""
 
 import itertools
 import weakref
@@ -9,9 +9,9 @@ from torch.utils._pytree import tree_leaves
 
 
 class Allocations(TorchDispatchMode):
-    """`with Allocations() as made:` counts every storage that an operation inside returns, once, until it is freed.
+    """Count every storage that an operation inside the `with` block returns, once, until it is freed.
 
-    largest: bytes of the largest one; live: bytes alive now; peak: the most that were alive at once.
+    largest: bytes of the largest one; live: bytes alive now; peak: most bytes alive at once.
     """
 
     def __init__(self):
@@ -20,14 +20,16 @@ class Allocations(TorchDispatchMode):
         self._known = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
+        input_storages = {
+            t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)
+        }
+        output = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(output):
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
-                if storage._cdata not in self._known and storage._cdata not in given:
+                if storage._cdata not in self._known and storage._cdata not in input_storages:
                     self._add(storage)
-        return out
+        return output
 
     def _add(self, storage) -> None:
         key, size = storage._cdata, storage.nbytes()
@@ -45,42 +47,44 @@ PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", "buffe
 
 
 def owned(model, optimizer) -> dict[str, list[torch.Tensor]]:
-    """The tensors of the known objects: {"parameters" | "gradients" | "optimizer" | "buffers" | "host": [tensor]}.
+    """Return tensors by part: parameters, gradients, optimizer, buffers, and host for offloaded ones.
 
-    Sharded parameters (ZeRO-3) count by this rank's share; what is gathered is "buffers". "host" is what offload moved
-    out of the device.
-    Args: optimizer: torch's own, in whatever accelerate and DeepSpeed wrapped around it.
+    Sharded parameters (ZeRO-3) count by this rank's share; gathered ones are "buffers". With offload, the optimizer's
+    tensors are "host" (in CPU memory).
+    Args: optimizer: torch's own, or with the wrappers of accelerate and DeepSpeed around it.
     """
-    found = {part: [] for part in ("parameters", "gradients", "optimizer", "buffers", "host")}
+    parts = {part: [] for part in ("parameters", "gradients", "optimizer", "buffers", "host")}
     if model is not None:
         for parameter in model.parameters():
             sharded = hasattr(parameter, "ds_tensor")
-            found["parameters"] += [parameter.ds_tensor] if sharded else _inner(parameter.data)
-            found["parameters"] += _quantisation(parameter)
-            found["gradients"] += _tensors([parameter.grad, getattr(parameter, "grad_accum", None)])
+            parts["parameters"] += [parameter.ds_tensor] if sharded else _inner(parameter.data)
+            parts["parameters"] += _quantisation(parameter)
+            parts["gradients"] += _tensors([parameter.grad, getattr(parameter, "grad_accum", None)])
             if sharded:
-                found["buffers"].append(parameter.data)
-        found["parameters"] += model.buffers()
-    own = {id(p) for p in model.parameters()} if model is not None else set()
+                parts["buffers"].append(parameter.data)
+        parts["parameters"] += model.buffers()
+    model_ids = {id(p) for p in model.parameters()} if model is not None else set()
     wrappers = list(_unwrapped(optimizer))
     for wrapper in wrappers:
         attributes = vars(wrapper)
         for part, names in _DEEPSPEED.items():
             for name in names:
-                found[part] += _tensors(attributes.get(name))
+                parts[part] += _tensors(attributes.get(name))
         for group in getattr(wrapper, "param_groups", ()):
-            masters = [p for p in group["params"] if isinstance(p, torch.Tensor) and id(p) not in own]
-            found["optimizer"] += masters
-            found["gradients"] += _tensors([p.grad for p in masters])
+            masters = [p for p in group["params"] if isinstance(p, torch.Tensor) and id(p) not in model_ids]
+            parts["optimizer"] += masters
+            parts["gradients"] += _tensors([p.grad for p in masters])
         for bucket in (attributes.get("ipg_buckets") or {}).values():
-            found["buffers"] += _tensors(bucket.buffer)
+            parts["buffers"] += _tensors(bucket.buffer)
     if wrappers:
-        found["optimizer"] += _tensors(dict(wrappers[-1].state))
-    zero = next((w for w in wrappers if hasattr(w, "cpu_offload") or hasattr(w, "offload_optimizer")), None)
-    if zero is not None and (getattr(zero, "cpu_offload", False) or getattr(zero, "offload_optimizer", False)):
-        found["host"] += found.pop("optimizer")
-        found["optimizer"] = []
-    return found
+        parts["optimizer"] += _tensors(dict(wrappers[-1].state))
+    zero_optimizer = next((w for w in wrappers if hasattr(w, "cpu_offload") or hasattr(w, "offload_optimizer")), None)
+    if zero_optimizer is not None and (
+        getattr(zero_optimizer, "cpu_offload", False) or getattr(zero_optimizer, "offload_optimizer", False)
+    ):
+        parts["host"] += parts.pop("optimizer")
+        parts["optimizer"] = []
+    return parts
 
 
 # Attributes of DeepSpeed 0.19's optimizers (runtime/zero/stage_1_and_2.py, stage3.py, fp16/, bf16_optimizer.py).
@@ -104,14 +108,14 @@ _DEEPSPEED = {
 
 
 def _quantisation(parameter) -> list[torch.Tensor]:
-    """The scales beside bitsandbytes' 4-bit weights, once or twice quantised."""
+    """Return the scales beside bitsandbytes' 4-bit weights, quantized once or twice."""
     state = getattr(parameter, "quant_state", None)
     states = [s for s in (state, getattr(state, "state2", None)) if s is not None]
     return [t for s in states for t in _tensors(vars(s))]
 
 
 def _unwrapped(optimizer):
-    """The optimizer inside the optimizer inside ...: accelerate's, DeepSpeed's, torch's."""
+    """Yield the optimizer and each one that it wraps: accelerate's, DeepSpeed's, torch's."""
     seen = set()
     while optimizer is not None and id(optimizer) not in seen:
         seen.add(id(optimizer))
@@ -120,7 +124,7 @@ def _unwrapped(optimizer):
 
 
 def _tensors(value) -> list[torch.Tensor]:
-    """All tensors in nested lists and dicts."""
+    """Return all tensors in nested lists and dicts."""
     if isinstance(value, torch.Tensor):
         return _inner(value)
     if isinstance(value, dict):
@@ -131,15 +135,15 @@ def _tensors(value) -> list[torch.Tensor]:
 
 
 def _inner(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The plain tensors inside a subclass (torchao's quantised optimizer states), else the tensor itself."""
+    """Return the plain tensors inside a subclass (torchao's quantized states), else the tensor itself."""
     if not hasattr(tensor, "__tensor_flatten__"):
         return [tensor]
     return [t for name in tensor.__tensor_flatten__()[0] for t in _inner(getattr(tensor, name))]
 
 
 def by_part(storages) -> dict[str, int]:
-    found = dict.fromkeys(PARTS, 0)
+    totals = dict.fromkeys(PARTS, 0)
     for storage in storages:
         if storage.part != "host":
-            found[storage.part] += storage.bytes
-    return found
+            totals[storage.part] += storage.bytes
+    return totals

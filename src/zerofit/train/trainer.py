@@ -27,14 +27,14 @@ from zerofit.train.checkpoint import pickles, reshard, save
 
 
 class Arguments(TrainingArguments):
-    """transformers' own, without its tokens in the file that they are pickled to (training_args.bin, which a push uploads)."""
+    """transformers' TrainingArguments, pickled without their tokens: a push uploads training_args.bin."""
 
     def __getstate__(self) -> dict:
         return {name: None if name.endswith("_token") else value for name, value in vars(self).items()}
 
 
 def training_arguments(settings) -> TrainingArguments:
-    """transformers' own arguments; building them registers the ZeRO-3 configuration, so this precedes the model.
+    """Build transformers' TrainingArguments, before the model: this registers the ZeRO-3 configuration.
 
     Raises: UserError for values that transformers refuses.
     """
@@ -48,19 +48,19 @@ def training_arguments(settings) -> TrainingArguments:
     except (ValueError, ImportError) as error:
         raise UserError(f"transformers refuses these arguments: {' '.join(str(error).split())}") from None
     arguments.disable_tqdm = True  # our own step lines
-    # One process that sees several GPUs would become nn.DataParallel, with that many times the micro batch.
+    # One process that sees several GPUs would use nn.DataParallel, which multiplies the micro batch.
     arguments._n_gpu = min(1, arguments.n_gpu)
     distributed.verify(arguments)
     return arguments
 
 
 class ZerofitTrainer(Trainer):
-    """One optimizer step sees the same rows, weighted the same, for every rank count and accumulation split."""
+    """A Trainer whose optimizer steps see the same rows, equally weighted, for every rank count and accumulation."""
 
     def __init__(self, settings, net, tokenizer, arguments, train_set, eval_set):
         self.settings, self.tokens, self.eval_tokens = settings, train_set, eval_set
         self.clock = progress.ThroughputMeter(settings, net)
-        self.saving_to = None  # folder that a checkpoint is written to before it has its name
+        self.saving_to = None  # folder that a checkpoint is written to before it is renamed
         if quantization.bits(settings) == 4 and settings.zero == "3":
             patches.release_gathered_4bit_weights()
         tiled_mlp.install(settings, net)
@@ -118,13 +118,13 @@ class ZerofitTrainer(Trainer):
         if not self.settings.resharded:
             with pickles.only_known():  # DeepSpeed loads its shards here
                 return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
-        found = super()._prepare_for_training(max_steps, train_dataloader, None)
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
         reshard.load(self, Path(resume_from_checkpoint))
-        return found
+        return prepared
 
     def _init_training_state(self, max_steps, num_update_steps_per_epoch, num_train_epochs, *args, **kwargs):
         trained = super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, *args, **kwargs)
-        # With no step left transformers would begin the last epoch again and make one.
+        # With no step left, transformers would start the last epoch again and train for one step.
         return (num_train_epochs, 0) if self.state.global_step >= max_steps else trained
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
@@ -136,7 +136,7 @@ class ZerofitTrainer(Trainer):
             super()._load_best_model()
 
     def _load_rng_state(self, checkpoint) -> None:
-        """This rank's generators; a rank that the saved run did not have seeds its own, the same in each resume."""
+        """Load this rank's RNG states; a rank that the saved run did not have is seeded, alike in each resume."""
         args = self.args
         saved = f"rng_state_{args.process_index}.pth" if args.world_size > 1 else "rng_state.pth"
         if checkpoint is None or (Path(checkpoint) / saved).exists():
@@ -145,12 +145,12 @@ class ZerofitTrainer(Trainer):
             self.seed_this_rank()
 
     def seed_this_rank(self) -> None:
-        """Seed torch's, numpy's and Python's generators by --seed, step and rank: dropout masks differ between ranks.
+        """Seed torch, numpy and Python from --seed, step and rank, so that dropout masks differ between ranks.
 
-        What all ranks must draw alike (initial weights, the order of the rows) is drawn before or has its own generator.
+        Draws that all ranks must share (initial weights, row order) come earlier or have a generator of their own.
         """
-        place = self.state.global_step * self.args.world_size + self.args.process_index
-        set_seed((self.args.seed + 1_000_003 * place) % 2**32)
+        step_and_rank = self.state.global_step * self.args.world_size + self.args.process_index
+        set_seed((self.args.seed + 1_000_003 * step_and_rank) % 2**32)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         if self.args.push_to_hub and self.saving_to is None:
@@ -162,14 +162,14 @@ class ZerofitTrainer(Trainer):
         return build.create(self, model)
 
     def get_train_dataloader(self):
-        """Training batches may go without padding; evaluation stays padded."""
-        padded, self.data_collator = self.data_collator, self.train_collator
+        """Build the training data loader, whose batches may be unpadded; evaluation stays padded."""
+        eval_collator, self.data_collator = self.data_collator, self.train_collator
         if self.tokens.stream is not None:
             self.data_collator = streaming.TokenizingCollator(self.tokens.stream, self.train_collator)
         try:
             return super().get_train_dataloader()
         finally:
-            self.data_collator = padded
+            self.data_collator = eval_collator
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         batches, count = super().get_batch_samples(epoch_iterator, num_batches, device)
@@ -183,36 +183,40 @@ class ZerofitTrainer(Trainer):
         return self.guard.grad_norm
 
     def prove_documents_apart(self) -> None:
-        """Compare the real model's logits on three documents in one row with the same documents one by one, and
-        look for a gradient from one document to another, in a training step.
+        """Check with the real model that documents in one row do not affect each other.
 
-        Raises: UserError when they differ and --packing asked for such rows; a batch that would only have saved its
-            padding falls back to padded ones, with a line that says so.
+        Compares the logits of three documents in one row with those of each alone, and looks for a gradient from one
+        document to another in a training step. Without --packing, a failure turns padding_free off, with a note.
+        Raises: UserError for a failure with --packing.
         """
         bound = 1e-3 if self.settings.precision == "fp32" else 0.05
         try:
             pad = self.data_collator.pad_token_id
-            apart = attention.packed_logit_error(self.model_wrapped, self.tokens.dataset, pad, self.args)
-            leak = attention.cross_document_gradient(self.model, self.tokens.dataset, self.args)
-            if apart <= bound and leak < 1e-6:
+            logit_error = attention.packed_logit_error(self.model_wrapped, self.tokens.dataset, pad, self.args)
+            gradient_leak = attention.cross_document_gradient(self.model, self.tokens.dataset, self.args)
+            if logit_error <= bound and gradient_leak < 1e-6:
                 return
-            text = f"logits of documents in one row are {apart:.1%} off those of the same alone (bound {bound:.1%})"
-            if leak >= 1e-6:
-                text = f"documents in one row read each other (gradient of one by another: {leak:.1%} of its own)"
+            problem = (
+                f"logits of documents in one row are {logit_error:.1%} off those of the same alone (bound {bound:.1%})"
+            )
+            if gradient_leak >= 1e-6:
+                problem = (
+                    f"documents in one row read each other (gradient of one by another: {gradient_leak:.1%} of its own)"
+                )
         except ValueError as error:  # the attention cannot do what this model needs, e.g. a soft cap
-            text = " ".join(str(error).split()).rstrip(".")
-        except RuntimeError as error:  # a kernel refuses the GPU or the shapes; or a fault, so all of it is kept
+            problem = " ".join(str(error).split()).rstrip(".")
+        except RuntimeError as error:  # a kernel refuses the GPU or the shapes; or a bug, so the traceback is saved
             if rank_status.gpu_is_full(error):
                 raise
-            file = Path(self.args.output_dir) / "padding_free.txt"
-            text = f"packed attention failed ({first_line(error)}; {file} holds the whole error)"
+            error_file = Path(self.args.output_dir) / "padding_free.txt"
+            problem = f"packed attention failed ({first_line(error)}; {error_file} holds the whole error)"
             if self.args.process_index == 0:
-                file.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+                error_file.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
         if self.settings.packing:
-            raise UserError(f"--packing: {text}; train without --packing.")
+            raise UserError(f"--packing: {problem}; train without --packing.")
         self.train_collator.packed = False
         if self.args.process_index == 0:
-            print(f"note: padding_free is off: {text}", flush=True)
+            print(f"note: padding_free is off: {problem}", flush=True)
 
     def _get_train_sampler(self, train_dataset=None):
         dataset, args = train_dataset or self.train_dataset, self.args
@@ -243,21 +247,21 @@ class ZerofitTrainer(Trainer):
         mask = inputs.get("attention_mask")
         self.clock.tokens = self.clock.tokens + (mask.sum() if mask is not None else inputs["input_ids"].numel())
         if self.tokens.stream is not None and num_items_in_batch is not None:
-            num_items_in_batch = num_items_in_batch.clamp(min=1)  # a step whose rows were all cut away: loss 0, not NaN
+            num_items_in_batch = num_items_in_batch.clamp(min=1)  # all rows of a step truncated away: loss 0, not NaN
         loss = super().training_step(net, inputs, num_items_in_batch)
         self.guard.losses.append(loss)
         return loss
 
     def without_logits(self):
-        """Context of every forward that only the loss is wanted of."""
+        """Return the context for a forward pass that needs the loss but not the logits."""
         return self.fused_loss.on() if self.fused_loss else contextlib.nullcontext()
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        labels = inputs["labels"]  # label smoothing takes them out
+        labels = inputs["labels"]  # label smoothing removes them from inputs
         with self.without_logits():
             loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
         if self.router_loss:
-            # As the loss: gradients are averaged over the ranks, and the tokens counted are those of all of them.
+            # Scaled like the loss: gradients are averaged over the ranks, but the token count is that of all ranks.
             ranks = self.args.world_size if self.args.average_tokens_across_devices else 1
             loss = loss + ranks * self.router_loss.share(outputs, labels, num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
@@ -265,14 +269,14 @@ class ZerofitTrainer(Trainer):
     def evaluation_loop(
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
     ):
-        """Mean loss over all supervised tokens, however they fall into batches and ranks; and its perplexity.
+        """Return mean loss and perplexity over all supervised tokens, for any split into batches and ranks.
 
-        Under ZeRO-3 no_grad stands in for inference_mode: parameters gathered in inference mode could not be trained
-        on afterwards.
+        Under ZeRO-3 no_grad replaces inference_mode: parameters gathered in inference mode could not be trained
+        afterwards.
         """
-        net = self.model_wrapped if self.is_deepspeed_enabled else self.model
-        training = net.training
-        net.eval()
+        model = self.model_wrapped if self.is_deepspeed_enabled else self.model
+        was_training = model.training
+        model.eval()
         total = torch.zeros(2, dtype=torch.float64, device=self.args.device)  # summed loss, supervised tokens
         zero3 = self.settings.deepspeed is not None and self.settings.zero == "3"
         with torch.no_grad() if zero3 else torch.inference_mode():
@@ -281,9 +285,9 @@ class ZerofitTrainer(Trainer):
                 inputs = self._prepare_inputs(inputs)
                 count = (inputs["labels"][:, 1:] != -100).sum()
                 with self.compute_loss_context_manager(), self.without_logits():
-                    mean = net(**inputs, num_items_in_batch=count.clamp(min=1)).loss
+                    mean = model(**inputs, num_items_in_batch=count.clamp(min=1)).loss
                 total += torch.stack([mean.double() * count, count.double()])
-        net.train(training)
+        model.train(was_training)
         if self.args.world_size > 1:
             torch.distributed.all_reduce(total)
         mean = (total[0] / total[1]).item()
@@ -306,7 +310,7 @@ class ZerofitTrainer(Trainer):
 
 
 def how_it_stopped(args, step: int) -> str:
-    """Return the sentence for a run that was asked to save and end."""
+    """Return the message of a run that was told to save and stop."""
     folder = shlex.quote(str(args.output_dir))
     if args.save_only_model:
         return (

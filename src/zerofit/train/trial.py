@@ -1,4 +1,4 @@
-"""What a rank does for the batch size search and for the canary: steps on the longest rows, measured."""
+"""Measure steps on the longest rows, on a rank of the canary or of the batch size search."""
 
 import json
 import math
@@ -14,23 +14,23 @@ from zerofit.errors import EXIT_CODES, UserError
 from zerofit.paths import size_of
 from zerofit.train import memory_tracker
 
-CANARY_JOB = "ZEROFIT_CANARY"  # environment variable: the file that a canary's rank 0 writes its findings to
+CANARY_JOB = "ZEROFIT_CANARY"  # environment variable: the file that the canary's rank 0 writes its result to
 
-CANARY_RESULT = "ZEROFIT_CANARY_FOUND"  # environment variable: the findings, for run.json
+CANARY_RESULT = "ZEROFIT_CANARY_FOUND"  # environment variable: that result, for run.json
 
-LONG_RUN_SECONDS = 600  # predicted seconds from which --canary auto is on
+LONG_RUN_SECONDS = 600  # predicted seconds of training from which --canary auto is on
 
 
-# --- the ranks ---
+# --- canary ---
 
 
 def is_canary() -> bool:
-    """Whether this process is a rank of a canary."""
+    """Return whether this process is a rank of a canary."""
     return CANARY_JOB in os.environ
 
 
 def measure_canary(trainer) -> None:
-    """Instead of training; ends the process. All ranks call it, when model, optimizer and engine stand."""
+    """Run the canary instead of training, then end the process. Collective; the engine must be built."""
     from zerofit.train import memory_tracker
 
     args, folder = trainer.args, Path(trainer.args.output_dir)
@@ -40,33 +40,35 @@ def measure_canary(trainer) -> None:
         _evaluate(trainer)
     began = time.perf_counter()
     trainer.save_model(str(folder / "final"))
-    found = {"final_bytes": size_of(folder / "final"), "reloaded": args.save_strategy != "no"}
-    found |= _save_and_reload(trainer, rows, folder) if found["reloaded"] else {
-        "checkpoint_bytes": found["final_bytes"], "save_seconds": time.perf_counter() - began,
+    result = {"final_bytes": size_of(folder / "final"), "reloaded": args.save_strategy != "no"}
+    result |= _save_and_reload(trainer, rows, folder) if result["reloaded"] else {
+        "checkpoint_bytes": result["final_bytes"], "save_seconds": time.perf_counter() - began,
     }  # fmt: skip
-    found |= {
+    result |= {
         "device": args.device.type, "peak_bytes": memory_tracker.peak_memory_bytes(args), "step_seconds": seconds,
         "tokens_per_second": tokens * args.gradient_accumulation_steps * args.world_size / seconds,
         "steps": trainer.state.max_steps, "checkpoints": _checkpoints(trainer),
     }  # fmt: skip
     if args.process_index == 0:
-        run_folder.write_json(Path(os.environ[CANARY_JOB]), found)
+        run_folder.write_json(Path(os.environ[CANARY_JOB]), result)
     sys.stdout.flush()
     distributed.barrier()
     os._exit(0)
 
 
 def _steps(trainer, rows: list[dict]) -> tuple[float, int]:
-    """Two optimizer steps: (seconds that a whole one takes, tokens of a micro batch)."""
+    """Take two optimizer steps; return (seconds of a full step, tokens of a micro batch)."""
     args = trainer.args
-    some = min(2, args.gradient_accumulation_steps)  # gradients that wait for a second micro batch are part of the peak
+    number = min(
+        2, args.gradient_accumulation_steps
+    )  # with accumulation, gradients held during the second micro batch add to the peak
     for _ in range(2):
         began = time.perf_counter()
-        loss = micro_batches(trainer, rows, some)
+        loss = micro_batches(trainer, rows, number)
         if not math.isfinite(loss):
             raise UserError(f"the canary's loss on the longest rows is {loss}: look at the model and at `make data`.")
         seconds = time.perf_counter() - began
-    return seconds / some * args.gradient_accumulation_steps, sum(len(row["input_ids"]) for row in rows)
+    return seconds / number * args.gradient_accumulation_steps, sum(len(row["input_ids"]) for row in rows)
 
 
 def _evaluate(trainer) -> None:
@@ -78,14 +80,14 @@ def _evaluate(trainer) -> None:
 
 
 def _save_and_reload(trainer, rows: list[dict], folder: Path) -> dict:
-    """Save a checkpoint, take a step, read it back: the loss must be the one at the save."""
+    """Save a checkpoint, take a step, reload, and check that the loss is the one at the save."""
     args = trainer.args
     began = time.perf_counter()
     trainer._save_checkpoint(trainer.model, trial=None)
     saved, checkpoint = time.perf_counter(), folder / f"checkpoint-{trainer.state.global_step}"
     before = _loss(trainer, rows)
     for group in trainer.optimizer.param_groups:
-        group["lr"] = 0.01  # a warm-up begins with 0, with which there would be nothing to bring back
+        group["lr"] = 0.01  # warm-up starts at 0, and a step at 0 would leave nothing for the reload to restore
     micro_batches(trainer, rows, min(2, args.gradient_accumulation_steps))
     reloading = time.perf_counter()
     _load(trainer, str(checkpoint))
@@ -130,85 +132,86 @@ def _load(trainer, checkpoint: str) -> None:
 
 
 def _checkpoints(trainer) -> int:
-    """How many a run keeps at the same time, the one before the newest included while that is written."""
+    """Return the most checkpoints on the disk at once: a new one is written before the oldest is deleted."""
     args, state = trainer.args, trainer.state
     if args.save_strategy == "no":
         return 0
-    made = state.num_train_epochs
+    written = state.num_train_epochs
     if args.save_strategy == "steps":  # the last step is saved too
-        made = math.ceil(state.max_steps / max(1, state.save_steps or 1))
-    made = min(made, state.max_steps)  # a stream has epochs without end
-    kept = args.save_total_limit + 1 + args.load_best_model_at_end if args.save_total_limit else made
-    return min(made, kept)
+        written = math.ceil(state.max_steps / max(1, state.save_steps or 1))
+    written = min(written, state.max_steps)  # a stream has no last epoch
+    # + 1 for the one being written, + 1 for the best one, which comes on top of a limit of 1.
+    kept = args.save_total_limit + 1 + args.load_best_model_at_end if args.save_total_limit else written
+    return min(written, kept)
 
 
-NOTHING_OUTSIDE = ("--push_to_hub", "false", "--report_to", "none")  # of a rehearsal reaches a hub or a tracker
+NOTHING_OUTSIDE = ("--push_to_hub", "false", "--report_to", "none")  # a trial contacts no hub or experiment tracker
 
 BATCH_SEARCH_JOB = (
-    "ZEROFIT_PROBE"  # environment variable: the file that tells a recipe's ranks to measure instead of to train
+    "ZEROFIT_PROBE"  # environment variable: the job file, with which a recipe's ranks measure instead of training
 )
 
 
-# --- the ranks ---
+# --- batch size search ---
 
 
 def is_batch_search() -> bool:
-    """Whether this process is a rank of a probe."""
+    """Return whether this process is a rank of the batch size search."""
     return BATCH_SEARCH_JOB in os.environ
 
 
 def measure_batch(trainer) -> None:
-    """Instead of training: a real step with each size of the job, in order; ends the process.
+    """Measure a real step with each size of the job, in order, instead of training; then end the process.
 
-    Called when model, optimizer and engine stand. Each rank writes a line for each size that fitted.
+    Needs model, optimizer and engine. Each rank writes a line for each size that fits.
     """
     job = json.loads(Path(os.environ[BATCH_SEARCH_JOB]).read_text())
     rank = trainer.args.process_index
     rows = longest_rows(trainer, max(job["sizes"]))
     cuda = trainer.args.device.type == "cuda"
     if cuda:
-        whole = torch.cuda.get_device_properties(trainer.args.device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, job["limit_bytes"] / whole))
-        ledger = None
+        total_bytes = torch.cuda.get_device_properties(trainer.args.device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, job["limit_bytes"] / total_bytes))
+        tracker = None
     else:
-        ledger = memory_tracker.MemoryTracker(trainer.model, trainer.optimizer, limit=job["limit_bytes"])
-    code = 0
+        tracker = memory_tracker.MemoryTracker(trainer.model, trainer.optimizer, limit=job["limit_bytes"])
+    exit_code = 0
     try:
         for size in job["sizes"]:
-            record = _step(trainer, rows[:size], ledger)
+            record = _step(trainer, rows[:size], tracker)
             with (Path(job["folder"]) / f"rank{rank}.jsonl").open("a") as file:
                 file.write(json.dumps({"size": size, **record}) + "\n")
     except RuntimeError as error:
         if not rank_status.gpu_is_full(error):
             raise
         (Path(job["folder"]) / "out-of-memory").touch()
-        code = EXIT_CODES["out of memory"]
+        exit_code = EXIT_CODES["out of memory"]
     sys.stdout.flush()
-    if not code:
+    if not exit_code:
         distributed.barrier()
-    os._exit(code)  # the other ranks may wait in a collective for ever; the launcher ends them
+    os._exit(exit_code)  # the other ranks may wait in a collective forever; the launcher ends them
 
 
 def longest_rows(trainer, count: int) -> list[dict]:
-    """The `count` longest rows (or packs) of the training set, the longest first; short sets repeat theirs."""
+    """Return the `count` longest training rows (or packs), longest first; a short set repeats its rows."""
     tokens, settings = trainer.tokens, trainer.settings
     if tokens.stream is not None:
         rows = list(tokens.dataset)
     else:
         sequences = tokens.sequences(settings)
         rows = sequences if not settings.packing else [sequences[i] for i in range(min(len(sequences), 4 * count))]
-    found = longest(rows, count)
-    return [found[i % len(found)] for i in range(count)]
+    longest_first = longest(rows, count)
+    return [longest_first[i % len(longest_first)] for i in range(count)]
 
 
 def longest(rows, count: int) -> list[dict]:
-    """At most `count` of the rows, the longest first."""
+    """Return at most `count` of the rows, longest first."""
     lengths = [len(row["input_ids"]) for row in rows]
     return [rows[i] for i in sorted(range(len(lengths)), key=lambda i: -lengths[i])[:count]]
 
 
 def _step(trainer, rows: list[dict], ledger) -> dict:
-    """One optimizer step of two micro batches of these rows: {"peak_bytes", "seconds"}."""
+    """Take one optimizer step of two micro batches of these rows; return {"peak_bytes", "seconds"}."""
     if ledger is None:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -226,18 +229,18 @@ def _step(trainer, rows: list[dict], ledger) -> dict:
 
 
 def micro_batches(trainer, rows: list[dict], number: int) -> float:
-    """One optimizer step of `number` micro batches, each of these rows: its loss."""
-    accelerator, net = trainer.accelerator, trainer.model_wrapped
+    """Take one optimizer step of `number` micro batches, each of these rows; return its loss."""
+    accelerator, model = trainer.accelerator, trainer.model_wrapped
     count = number * sum(label != -100 for row in rows for label in row["labels"])
     count = torch.tensor(max(1, count), device=trainer.args.device)
-    net.train()
+    model.train()
     loss = torch.zeros((), device=trainer.args.device)
     for i in range(number):
         accelerator.gradient_state._set_sync_gradients(i == number - 1)
-        loss += trainer.training_step(net, trainer.train_collator(rows), count)
-    if not trainer.is_deepspeed_enabled:  # DeepSpeed's backward makes the step too
+        loss += trainer.training_step(model, trainer.train_collator(rows), count)
+    if not trainer.is_deepspeed_enabled:  # DeepSpeed's backward also steps
         if trainer.args.max_grad_norm:
-            accelerator.clip_grad_norm_(net.parameters(), trainer.args.max_grad_norm)
+            accelerator.clip_grad_norm_(model.parameters(), trainer.args.max_grad_norm)
         trainer.optimizer.step()
-        net.zero_grad()
+        model.zero_grad()
     return loss.item()

@@ -8,7 +8,7 @@ from zerofit.errors import UserError
 ROWS = ("seed", "data_seed", "packing", "eval_fraction", "train_sampling_strategy", "max_samples", "streaming",
         "shuffle_buffer_size", "max_length")  # fmt: skip
 
-# Arguments of the adapter whose weights would fit no other, and those that would fit and mean something else.
+# Adapter arguments: with another SHAPE the weights do not load; with another MEANING they compute something else.
 SHAPE = (
     "adapter",
     "adapter_config",
@@ -21,7 +21,7 @@ SHAPE = (
 
 MEANING = ("lora_alpha", "use_rslora", "init_lora_weights", "load_in_4bit", "load_in_8bit")
 
-# Arguments that may change on the way, and what becomes of the new value.
+# Arguments that may change on resume, and whose value is used then.
 THIS_RUNS = "this run's is taken"
 
 CHECKPOINTS = "the checkpoint's goes on, which keeps it with its optimizer states"
@@ -35,45 +35,45 @@ MAY_CHANGE = {
 
 def record(settings) -> dict:
     """Return the arguments that a later resume compares, for the checkpoint's facts."""
-    found = {name: settings.values.get(name) for name in (*ROWS, *SHAPE, *MEANING, *MAY_CHANGE)}
-    if found["data_seed"] is None:
-        found["data_seed"] = found["seed"]
-    if not found["streaming"]:
-        found["shuffle_buffer_size"] = None
-    return json.loads(json.dumps(found, default=str))  # as it comes back from the file
+    arguments = {name: settings.values.get(name) for name in (*ROWS, *SHAPE, *MEANING, *MAY_CHANGE)}
+    if arguments["data_seed"] is None:
+        arguments["data_seed"] = arguments["seed"]
+    if not arguments["streaming"]:
+        arguments["shuffle_buffer_size"] = None
+    return json.loads(json.dumps(arguments, default=str))  # as it will be read back from the file
 
 
 def check(settings, known: dict, where: str) -> None:
-    """Compare this run with the checkpoint's facts; what an older version has not recorded is not compared.
+    """Compare this run with the checkpoint's facts, as far as the version that saved it recorded them.
 
-    Raises: UserError for the first difference that makes another run of it; --ignore_resume_mismatch: it is said instead, as far
-        as the weights fit.
+    Raises: UserError for the first difference that makes it a different run; with --ignore_resume_mismatch only for
+        one with which the weights do not load, the others become lines of settings.decisions.
     """
     was, now = known.get("settings", {}), record(settings)
-    other = [name for name in was if name in now and was[name] != now[name]]
-    for name in (name for name in SHAPE if name in other):
+    other_names = [name for name in was if name in now and was[name] != now[name]]
+    for name in (name for name in SHAPE if name in other_names):
         raise UserError(f"{where}: {_sentence(name, was[name], now[name])}; its weights fit no other adapter.")
-    for sentence in _refusals(settings, known, other, was, now):
+    for sentence in _refusals(settings, known, other_names, was, now):
         if not settings.ignore_resume_mismatch:
             raise UserError(f"{where}: {sentence} (--ignore_resume_mismatch true goes on nevertheless).")
         settings.decisions.append(f"ignore_resume_mismatch: the checkpoint {sentence}")
-    for name in (name for name in MAY_CHANGE if name in other):
+    for name in (name for name in MAY_CHANGE if name in other_names):
         taken = MAY_CHANGE[name]
-        if name == "weight_decay" and settings.resharded:  # the optimizer's groups are this run's
+        if name == "weight_decay" and settings.resharded:  # resharding uses this run's optimizer groups
             taken = THIS_RUNS
         settings.decisions.append(f"{name} {_shown(was[name])} of the checkpoint is {_shown(now[name])} here: {taken}")
 
 
 def _refusals(settings, known: dict, other: list[str], was: dict, now: dict):
-    """Yield a sentence for each difference that makes another run of it."""
+    """Yield a sentence for each difference that makes it a different run."""
     for name in ("effective_batch_size", "optim", "precision"):
-        before, here = known.get(name, getattr(settings, name)), getattr(settings, name)
-        if before != here:
-            flag = f"--{before} true" if name == "precision" and before != "fp32" else f"--{name} {before}"
-            if name == "precision" and before == "fp32":
-                flag = f"--{here} false"
-            because = ": it would go on at another place of the data" if name == "effective_batch_size" else ""
-            yield f"was saved with {name} {before}, this run has {here}{because}; use {flag}"
+        saved, current = known.get(name, getattr(settings, name)), getattr(settings, name)
+        if saved != current:
+            flag = f"--{saved} true" if name == "precision" and saved != "fp32" else f"--{name} {saved}"
+            if name == "precision" and saved == "fp32":
+                flag = f"--{current} false"
+            reason = ": it would go on at another place of the data" if name == "effective_batch_size" else ""
+            yield f"was saved with {name} {saved}, this run has {current}{reason}; use {flag}"
     for name in (name for name in (*ROWS, *MEANING) if name in other):
         yield _sentence(name, was[name], now[name])
     meaning = {"data": "data, tokenizer, template or --max_length", "model": "model"}
@@ -88,7 +88,7 @@ def _sentence(name: str, was, now) -> str:
 
 
 def _shown(value) -> str:
-    """Return the value as it is written on a command line."""
+    """Format the value as on a command line."""
     if value is None or isinstance(value, bool):
         return str(value).lower()
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)

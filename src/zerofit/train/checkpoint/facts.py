@@ -6,9 +6,9 @@ from pathlib import Path
 
 FACTS = "zerofit.json"
 
-FORMAT = 1  # of that file; raised when an older version could not resume what it says
+FORMAT = 1  # of that file; increase it when older versions could not resume from a new one
 
-ASIDE = ".saving"  # folder in the run folder that a checkpoint is written to
+ASIDE = ".saving"  # folder in the run folder that a checkpoint is written to before it is renamed
 
 
 def hash_file(file: Path, sync: bool = False) -> str:
@@ -23,22 +23,22 @@ def hash_file(file: Path, sync: bool = False) -> str:
     return digest.hexdigest()
 
 
-# --- resuming ---
+# --- reading ---
 
 
 def read_facts(checkpoint: Path) -> dict | None:
-    """Return the checkpoint's zerofit.json; {}: it is damaged; None: it has none (saved by another program)."""
+    """Return a checkpoint's zerofit.json; {} if damaged, None if missing (saved by another program)."""
     try:
-        found = json.loads((checkpoint / FACTS).read_text(encoding="utf-8"))
+        facts = json.loads((checkpoint / FACTS).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     except (OSError, ValueError):
         return {}
-    return found if _are_facts(found) else {}
+    return facts if _are_facts(facts) else {}
 
 
 def _are_facts(found) -> bool:
-    """Whether this is what `save` writes, as far as a resume reads it. Of a newer form, only the number is known."""
+    """Return whether the fields that a resume reads are valid; of a newer format, only its number."""
     if not isinstance(found, dict) or not isinstance(found.get("format", 1), int):
         return False
     if found.get("format", 1) > FORMAT:
@@ -66,7 +66,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 def is_of_this_kit(run: Path) -> bool:
-    """Whether a folder is a run folder of this kit, whose checkpoints all have a zerofit.json."""
+    """Return whether a folder is a run folder of zerofit, whose checkpoints all have a zerofit.json."""
     try:
         return "zerofit" in json.loads((run / "run.json").read_text(encoding="utf-8"))["versions"]
     except (OSError, ValueError, KeyError, TypeError):

@@ -10,9 +10,9 @@ from zerofit.train.checkpoint.facts import FACTS, FORMAT, hash_file, is_of_this_
 
 
 def latest_valid_checkpoint(folder: Path, say=lambda text: None) -> Path | None:
-    """The newest checkpoint-<step> of a run folder that can be resumed; None: there is none.
+    """Return the newest checkpoint-<step> of a run folder that can be resumed, or None.
 
-    Args: say: is told of each that is passed over, and why.
+    Args: say: called with one line for every checkpoint that is skipped.
     """
     for checkpoint in reversed(run_folder.checkpoints(folder).values()):
         if not (reason := find_corruption(checkpoint)):
@@ -22,13 +22,13 @@ def latest_valid_checkpoint(folder: Path, say=lambda text: None) -> Path | None:
 
 
 def find_corruption(checkpoint: Path) -> str:
-    """Return why no run can go on from this checkpoint; "": one can."""
+    """Return why no run can resume from this checkpoint; "" if one can."""
     reason = damage(checkpoint) or _without_states(checkpoint)
     return reason or ("" if read_facts(checkpoint) else _incomplete(checkpoint))
 
 
 def damage(checkpoint: Path) -> str:
-    """Return what is wrong with the files of a checkpoint; "": nothing. It may still hold a model only."""
+    """Return what is wrong with the files of a checkpoint, else ""; it may still hold only a model."""
     try:
         json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
     except OSError:
@@ -46,27 +46,27 @@ def damage(checkpoint: Path) -> str:
 
 
 def _without_states(checkpoint: Path) -> str:
-    """Return a sentence for a checkpoint of --save_only_model: transformers would begin with an empty optimizer, unsaid."""
+    """Return a sentence if optimizer states are missing: transformers would silently start with new ones."""
     if (checkpoint / "latest").exists() or (checkpoint / "optimizer.pt").exists():
         return ""
     return "it holds a model without optimizer states (--save_only_model), which can only be started from with --model"
 
 
 def _changed(checkpoint: Path, files: dict[str, list]) -> str:
-    """The first file that is not as it was written."""
+    """Return a sentence about the first file that differs from what was written, else ""."""
     for name, (size, digest) in files.items():
         file = checkpoint / name
         if not file.exists():
             return f"{name} is missing"
-        if (found := file.stat().st_size) != size:
-            return f"{name} has {found:,} bytes instead of {size:,}"
+        if (actual := file.stat().st_size) != size:
+            return f"{name} has {actual:,} bytes instead of {size:,}"
         if hash_file(file) != digest:
             return f"{name} was changed or damaged (its hash is another)"
     return ""
 
 
 def _incomplete(checkpoint: Path) -> str:
-    """Of a checkpoint without zerofit.json: the first file that a resume needs and does not find whole."""
+    """Return what a resume misses first in a checkpoint without zerofit.json; "" if it is complete."""
     from safetensors import SafetensorError, safe_open
 
     from zerofit.train.checkpoint import zero_shards
@@ -81,11 +81,11 @@ def _incomplete(checkpoint: Path) -> str:
             if not list(folder.glob(pattern)):
                 return f"{folder.name}/{pattern} is missing"
         try:
-            ranks, held = zero_shards.saved_by(checkpoint)[1], len(list(folder.glob("*optim_states.pt")))
+            ranks, shard_files = zero_shards.saved_by(checkpoint)[1], len(list(folder.glob("*optim_states.pt")))
         except (UserError, KeyError, TypeError, ValueError):
             return f"{folder.name} does not say how many ranks saved it"
-        if held != ranks:
-            return f"it holds the optimizer states of {held} ranks, it was saved by {ranks}"
+        if shard_files != ranks:
+            return f"it holds the optimizer states of {shard_files} ranks, it was saved by {ranks}"
     for file in checkpoint.glob("*.safetensors"):
         try:
             with safe_open(file, "pt"):

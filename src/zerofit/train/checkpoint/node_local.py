@@ -1,8 +1,8 @@
 """--node_local_storage: each node keeps its ranks' part of a checkpoint on its own disk.
 
-The weights and what the trainer knows are on node 0; the small files among them go to the others too, so that each machine
-can go on from its own disk. On another number of ranks or another stage the parts have to be put together first:
-their names differ, so one folder can take all of them (rsync).
+Weights and trainer state are on node 0; the small files among them are copied to the other nodes, so that each node can
+resume from its own disk. To resume with another rank count or stage, first copy the parts into one folder (rsync);
+their names differ.
 """
 
 from pathlib import Path
@@ -16,7 +16,7 @@ SMALL_BYTES = 64 * 2**20
 
 
 def copy_small_files(folder: Path) -> None:
-    """Give each machine node 0's small files of a checkpoint that is being saved: what the trainer knows. Collective."""
+    """Copy node 0's small files (trainer state) of a new checkpoint to the other nodes. Collective."""
     files = None
     if distributed.rank() == 0:
         files = {
@@ -34,9 +34,9 @@ def copy_small_files(folder: Path) -> None:
 
 
 def agree(settings, folder: Path) -> None:
-    """Go on from the newest checkpoint that is whole on every machine, where node 0 has chosen one. Collective.
+    """Resume from the newest checkpoint that is whole on every node, if one was chosen. Collective.
 
-    Raises: UserError for one outside the run folder that is not whole on every machine.
+    Raises: UserError for a chosen one outside the run folder that is not whole on every node.
     """
     from zerofit import run_folder
     from zerofit.train.checkpoint import integrity
@@ -45,13 +45,13 @@ def agree(settings, folder: Path) -> None:
     if not chosen:
         return
     if Path(chosen).parent.absolute() == folder.absolute():
-        found = run_folder.checkpoints(folder) if distributed.first_of_node() else {}
-        good = [step for step, there in found.items() if not integrity.find_corruption(there)]
-        everywhere = set.intersection(*map(set, distributed.of_nodes(good)))
+        checkpoints = run_folder.checkpoints(folder) if distributed.first_of_node() else {}
+        valid_steps = [step for step, checkpoint in checkpoints.items() if not integrity.find_corruption(checkpoint)]
+        common_steps = set.intersection(*map(set, distributed.of_nodes(valid_steps)))
         settings.values["resume_from_checkpoint"] = (
-            str(folder / f"checkpoint-{max(everywhere)}") if everywhere else None
+            str(folder / f"checkpoint-{max(common_steps)}") if common_steps else None
         )
         return
     reason = integrity.find_corruption(Path(chosen)) if distributed.first_of_node() else ""
-    if wrong := [f"node {i}: {text}" for i, text in enumerate(distributed.of_nodes(reason)) if text]:
-        raise UserError(f"--resume_from_checkpoint {chosen}: is not whole on every machine: {wrong[0]}.")
+    if reasons := [f"node {i}: {text}" for i, text in enumerate(distributed.of_nodes(reason)) if text]:
+        raise UserError(f"--resume_from_checkpoint {chosen}: is not whole on every machine: {reasons[0]}.")

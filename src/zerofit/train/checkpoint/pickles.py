@@ -11,18 +11,18 @@ import torch
 
 from zerofit.errors import UserError
 
-# What the pickles of transformers' and DeepSpeed's checkpoints name beside tensors. Loading runs what a pickle names.
+# Globals in the pickles of transformers' and DeepSpeed's checkpoints. Loading a pickle runs what it names.
 KNOWN = (
     "deepspeed.utils.tensor_fragment.fragment_address", "deepspeed.runtime.zero.config.ZeroStageEnum",
     "deepspeed.runtime.fp16.loss_scaler.LossScaler", "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
     "numpy.ndarray", "numpy.dtype", "numpy._core.multiarray._reconstruct", "numpy.core.multiarray._reconstruct",
 )  # fmt: skip
 
-FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # environment variable: torch.load ignores weights_only=False
+FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # environment variable: makes torch.load ignore weights_only=False
 
 
 def shards_folder(checkpoint: Path) -> Path:
-    """Return the folder with DeepSpeed's shards, which the file `latest` names.
+    """Return the folder of DeepSpeed's shards, which the file `latest` names.
 
     Raises: UserError where `latest` names anything but a folder of the checkpoint.
     """
@@ -36,7 +36,7 @@ def shards_folder(checkpoint: Path) -> Path:
 
 
 def fault(checkpoint: Path) -> str:
-    """Return why the checkpoint's pickles must not be loaded; "": they may be."""
+    """Return why the checkpoint's pickles must not be loaded; "" if they may be."""
     if link := _link_out_of(checkpoint):
         return f"{link.relative_to(checkpoint)} is a link that leads out of the checkpoint"
     files = {*checkpoint.rglob("*.pt"), *checkpoint.rglob("*.pth")}
@@ -52,7 +52,7 @@ def fault(checkpoint: Path) -> str:
 
 
 def _link_out_of(checkpoint: Path) -> Path | None:
-    """Return the first link in the folder whose target is not in it."""
+    """Return the first link in the folder whose target is outside of it, or None."""
     top = checkpoint.resolve()
     for file in sorted(checkpoint.rglob("*")):
         if not file.is_symlink():
@@ -60,13 +60,13 @@ def _link_out_of(checkpoint: Path) -> Path | None:
         try:
             if not file.resolve().is_relative_to(top):
                 return file
-        except (OSError, RuntimeError):  # links that lead to each other
+        except (OSError, RuntimeError):  # a loop of links
             return file
     return None
 
 
 def _names(file: Path) -> set[str]:
-    """Return what the pickle names beside what torch itself allows."""
+    """Return the globals in the pickle that torch does not allow by itself."""
     return set(torch.serialization.get_unsafe_globals_in_checkpoint(file))
 
 
@@ -74,7 +74,7 @@ def _fault_of(file: Path) -> str:
     try:
         unknown = sorted(_names(file) - set(KNOWN))
     except (RuntimeError, ValueError, OSError, EOFError, IndexError, pickle.UnpicklingError):
-        # Also a pickle of torch before 1.6, which has no archive around it: torch.load would load it unseen.
+        # Also a pickle of torch before 1.6, which is not in an archive: torch.load would load it unchecked.
         return "is not whole, or no archive of torch.save"
     return f"would run {unknown[0]} when it is loaded" if unknown else ""
 
@@ -92,21 +92,21 @@ def load(file: Path):
 
 def _allowed(names) -> list[tuple]:
     """Return (object, name) of each name in the form that torch.serialization.safe_globals takes."""
-    found = []
+    allowed = []
     for name in names:
         module, _, attribute = name.rpartition(".")
         with contextlib.suppress(ImportError, AttributeError):  # numpy of another version
-            found.append((getattr(importlib.import_module(module), attribute), name))
+            allowed.append((getattr(importlib.import_module(module), attribute), name))
     if "numpy.dtype" in names:  # a dtype is built as an object of its own class, which the pickle does not name
         import numpy
 
-        found.append((type(numpy.dtype(numpy.uint32)), "numpy.dtypes.UInt32DType"))
-    return found
+        allowed.append((type(numpy.dtype(numpy.uint32)), "numpy.dtypes.UInt32DType"))
+    return allowed
 
 
 @contextlib.contextmanager
 def only_known():
-    """Restrict every torch.load within to the known names, DeepSpeed's own with weights_only=False too."""
+    """Restrict every torch.load in the body to the known names, DeepSpeed's with weights_only=False too."""
     before = {name: os.environ.get(name) for name in (FORCE, "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")}
     os.environ.pop("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", None)  # torch refuses both at once
     os.environ[FORCE] = "1"

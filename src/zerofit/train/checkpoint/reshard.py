@@ -1,7 +1,7 @@
 """Load a checkpoint's states into an engine of another ZeRO stage, rank count or offload.
 
 No converted copy is written: each rank reads from the shards what its own share needs. (DeepSpeed's universal checkpoint
-knows only Adam's states at stage 3, nothing of stage 0, and writes 12 bytes a parameter before it reads them again.)
+supports only Adam's states at stage 3, not stage 0, and writes 12 bytes per parameter, which it then reads again.)
 """
 
 import json
@@ -14,16 +14,16 @@ from zerofit.train.checkpoint import zero_shards
 
 
 def load(trainer, checkpoint: Path) -> None:
-    """Weights, optimizer states, learning rate and counters, instead of transformers' loading. All ranks call it.
+    """Load weights, optimizer states, learning rate and counters in transformers' place. Collective.
 
     Raises: UserError for a checkpoint of another model, or one whose shards are not whole.
     """
     names = {id(p): name for name, p in trainer.model.named_parameters() if p.requires_grad}
     states = zero_shards.read(checkpoint) if zero_shards.is_deepspeed(checkpoint) else _plain(trainer, checkpoint)
-    if strange := sorted(set(states.shapes) ^ set(names.values())):
-        whose = "the checkpoint" if strange[0] in states.shapes else "this run"
+    if extra := sorted(set(states.shapes) ^ set(names.values())):
+        owner = "the checkpoint" if extra[0] in states.shapes else "this run"
         raise UserError(
-            f"--resume_from_checkpoint {checkpoint}: only {whose} trains {strange[0]}; it was saved from another model."
+            f"--resume_from_checkpoint {checkpoint}: only {owner} trains {extra[0]}; it was saved from another model."
         )
     keys = _kept(trainer, states)
     engine = trainer.model_wrapped if trainer.is_deepspeed_enabled else None
@@ -42,7 +42,7 @@ def load(trainer, checkpoint: Path) -> None:
 
 
 def _plain(trainer, checkpoint: Path) -> zero_shards.OptimizerStates:
-    """Of stage 0: its optimizer numbers the parameters in the order that this run's would have."""
+    """Read a checkpoint of stage 0, whose optimizer numbers the parameters in the order of its groups."""
     from zerofit.train.checkpoint.facts import read_facts
 
     known = read_facts(checkpoint) or {}
@@ -51,57 +51,58 @@ def _plain(trainer, checkpoint: Path) -> zero_shards.OptimizerStates:
 
 
 def group_names(trainer) -> list[list[str]]:
-    """The trained parameters in the order of the optimizer's groups (stage 0), for a checkpoint's facts."""
+    """Return the trained parameters' names by optimizer group (stage 0), for a checkpoint's facts."""
     names = {id(p): name for name, p in trainer.model.named_parameters()}
     return [[names[id(p)] for p in group["params"]] for group in trainer.optimizer.param_groups]
 
 
 def _groups_of_transformers(trainer) -> list[list[str]]:
     decayed = set(trainer.get_decay_parameter_names(trainer.model))
-    trained = [name for name, p in trainer.model.named_parameters() if p.requires_grad]
-    return [[name for name in trained if name in decayed], [name for name in trained if name not in decayed]]
+    trainable = [name for name, p in trainer.model.named_parameters() if p.requires_grad]
+    return [[name for name in trainable if name in decayed], [name for name in trainable if name not in decayed]]
 
 
 def file_names(model) -> dict[str, str]:
-    """Trained parameter -> its name in the checkpoint's safetensors, where it is another (peft leaves the adapter's out).
+    """Return {trained parameter: its name in the files} of a PEFT model; files omit the adapter's name.
 
-    What peft computes when it saves, such as virtual tokens, has no name there. No rank waits for another one.
+    Empty for a plain model, and for prompt learning, whose virtual tokens PEFT computes as it saves. Not collective.
     """
     if not hasattr(model, "peft_config") or model.active_peft_config.is_prompt_learning:
         return {}
     from peft import get_peft_model_state_dict
 
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    saved = get_peft_model_state_dict(model, state_dict=dict(trained), save_embedding_layers=False)
-    found = {id(tensor): key for key, tensor in saved.items()}
-    return {name: found[id(p)] for name, p in trained.items() if id(p) in found}
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    saved_tensors = get_peft_model_state_dict(model, state_dict=dict(trainable), save_embedding_layers=False)
+    name_of = {id(tensor): key for key, tensor in saved_tensors.items()}
+    return {name: name_of[id(p)] for name, p in trainable.items() if id(p) in name_of}
 
 
 def _kept(trainer, states: zero_shards.OptimizerStates) -> list[str]:
-    """The optimizer states that go along: all, or none, which is said."""
+    """Return the optimizer states to load: all, or none with a printed warning."""
     from zerofit.train.checkpoint.facts import read_facts
 
     settings = trainer.settings
-    was = (read_facts(Path(settings.resume_from_checkpoint)) or {}).get("optim", settings.optim)
-    why = f"{states.unsplit} of {was} is not one number a weight" if states.unsplit else ""
-    if was != settings.optim:
-        why = f"the checkpoint has those of {was}"
-    if why and trainer.args.process_index == 0:
+    saved_optim = (read_facts(Path(settings.resume_from_checkpoint)) or {}).get("optim", settings.optim)
+    reason = f"{states.unsplit} of {saved_optim} is not one number a weight" if states.unsplit else ""
+    if saved_optim != settings.optim:
+        reason = f"the checkpoint has those of {saved_optim}"
+    if reason and trainer.args.process_index == 0:
         print(
-            f"WARNING: the states of {settings.optim} begin anew: {why}; expect some steps of higher loss", flush=True
+            f"WARNING: the states of {settings.optim} begin anew: {reason}; expect some steps of higher loss",
+            flush=True,
         )
-    return [] if why else states.keys()
+    return [] if reason else states.keys()
 
 
 def _step(optimizer, step: float):
-    """The step count in the form that the optimizer keeps: torch's a tensor, the others a number."""
+    """Return the step count in the form that the optimizer keeps: a tensor for torch's, an int for others."""
     if type(optimizer).__module__.startswith("torch.optim"):
         return torch.tensor(step)
     return int(step)
 
 
 def _into_parameters(optimizer, states, names, keys, step) -> None:
-    """Stage 0: every rank holds all."""
+    """Fill whole weights and states (stage 0: every rank holds all)."""
     for group in optimizer.param_groups:
         for p in group["params"]:
             name = names[id(p)]
@@ -112,8 +113,10 @@ def _into_parameters(optimizer, states, names, keys, step) -> None:
 
 
 def _placed(step: dict, group: dict, device) -> dict:
-    """A copy of the step count where torch's optimizer wants it: beside the weights for its fused and capturable forms,
-    else on the CPU."""
+    """Copy the step count to where torch's optimizer expects it.
+
+    With the weights for its fused and capturable forms, else on the CPU.
+    """
     if not torch.is_tensor(step.get("step")):
         return step
     on_device = group.get("fused") or group.get("capturable")
@@ -121,40 +124,40 @@ def _placed(step: dict, group: dict, device) -> dict:
 
 
 def _into_slices(zero, optimizer, states, names, keys, step) -> None:
-    """Stages 1 and 2: whole weights, and this rank's slice of the flat fp32 group and of its states."""
+    """Fill whole weights, and this rank's slice of each fp32 group and of its states (stages 1 and 2)."""
     for i, flat in enumerate(zero.single_partition_of_fp32_groups):
-        own = {key: torch.zeros_like(flat) for key in keys}
+        own_states = {key: torch.zeros_like(flat) for key in keys}
         for p in zero.bit16_groups[i]:
             name = names[id(p)]
             p.data.copy_(states.whole(name))
-            if p._hp_mapping is None:  # no number of it is this rank's
+            if p._hp_mapping is None:  # this rank holds no part of it
                 continue
-            of, to = p._hp_mapping.lp_fragment_address, p._hp_mapping.get_hp_fragment_address()
-            for key, target in {"fp32": flat.data, **own}.items():
-                target[to.start : to.start + to.numel].copy_(
-                    states.whole(name, key).view(-1)[of.start : of.start + of.numel]
+            source, destination = p._hp_mapping.lp_fragment_address, p._hp_mapping.get_hp_fragment_address()
+            for key, target in {"fp32": flat.data, **own_states}.items():
+                target[destination.start : destination.start + destination.numel].copy_(
+                    states.whole(name, key).view(-1)[source.start : source.start + source.numel]
                 )
-        _give(optimizer, optimizer.param_groups[i], flat, own, step)
+        _give(optimizer, optimizer.param_groups[i], flat, own_states, step)
 
 
 def _into_partitions(zero, optimizer, states, names, keys, step) -> None:
-    """Stage 3: this rank's share of each parameter, of its fp32 copy and of its states."""
+    """Fill this rank's share of each parameter, of its fp32 copy and of its states (stage 3)."""
     rank = torch.distributed.get_rank()
-    zero.checkpoint_event_prologue()  # all are partitioned
+    zero.checkpoint_event_prologue()  # partitions all parameters, small ones too
     for i, flat in enumerate(zero.fp32_partitioned_groups_flat):
-        own, at = {key: torch.zeros_like(flat) for key in keys}, 0
+        own_states, offset = {key: torch.zeros_like(flat) for key in keys}, 0
         for p in zero.fp16_groups[i]:
             name, share = names[id(p)], p.partition_numel()
-            for key, target in {"fp32": flat.data, **own}.items():
+            for key, target in {"fp32": flat.data, **own_states}.items():
                 piece = states.whole(name, key).view(-1)[rank * share : (rank + 1) * share]
-                target[at : at + len(piece)].copy_(piece)
+                target[offset : offset + len(piece)].copy_(piece)
                 if key == "fp32":
                     p.ds_tensor.data[: len(piece)].copy_(piece)
-            at += share
-        # Outside of its step, stage 3 keeps the parameters of the optimizer's groups out of them.
+            offset += share
+        # Outside of its step, stage 3 removes the parameters from the optimizer's groups.
         group = optimizer.param_groups[zero.sub_group_to_group_id[i]]
-        _give(optimizer, group, flat, own, step)
-    zero.checkpoint_event_epilogue()  # small ones are whole on every rank again
+        _give(optimizer, group, flat, own_states, step)
+    zero.checkpoint_event_epilogue()  # gathers small parameters on every rank again
 
 
 def _give(optimizer, group, flat, own, step) -> None:
@@ -171,7 +174,7 @@ def _schedule(trainer, checkpoint: Path) -> None:
         )
     scheduler, saved = trainer.lr_scheduler, torch.load(file, weights_only=True)
     groups = scheduler.optimizer.param_groups
-    if len(saved["base_lrs"]) != len(groups):  # a value a group; stage 0 alone has groups without parameters
+    if len(saved["base_lrs"]) != len(groups):  # a value per group; only stage 0 has groups without parameters
         if len(set(saved["base_lrs"])) > 1:
             raise UserError(
                 f"--resume_from_checkpoint {checkpoint}: its optimizer had {len(saved['base_lrs'])} groups of parameters with "

@@ -12,35 +12,36 @@ from zerofit.train.checkpoint.facts import read_facts
 
 
 def check_resumable(settings, train_set) -> None:
-    """Take this run's fingerprints, and compare the checkpoint to resume with it: model, data, stage, ranks, arguments.
+    """Compute this run's fingerprints, and compare this run with the checkpoint to resume from.
 
-    Another stage, rank count or offload: its states are split anew (resharding.py), which is decided here.
-    Raises: UserError for what differs and would make another run of it (--ignore_resume_mismatch: where it cannot go on only).
+    Compared are model, data, stage, ranks and arguments. Also decides whether the states are resharded (reshard.py).
+    Raises: UserError for a difference that makes it a different run; with --ignore_resume_mismatch only for one that
+        makes resuming impossible.
     """
     from zerofit.train.checkpoint import zero_shards
 
-    settings.fingerprints = fingerprints(settings, train_set)  # once: a hub model's configuration is asked for
-    asked = settings.resume_from_checkpoint
-    if not asked:
+    settings.fingerprints = fingerprints(settings, train_set)  # once: a hub model's configuration is fetched
+    requested = settings.resume_from_checkpoint
+    if not requested:
         return
-    known = read_facts(Path(asked)) or _facts_of_files(Path(asked), settings)
-    where = f"--resume_from_checkpoint {asked}"
+    known = read_facts(Path(requested)) or _facts_of_files(Path(requested), settings)
+    flag = f"--resume_from_checkpoint {requested}"
     if known["recipe"] != settings.recipe:
-        raise UserError(f"{where}: was saved by recipes/{known['recipe']}.py; resume it with that recipe.")
+        raise UserError(f"{flag}: was saved by recipes/{known['recipe']}.py; resume it with that recipe.")
     if known.get("unsaved"):
         raise UserError(
-            f"{where}: was saved with {known['unsaved']}, whose optimizer states DeepSpeed leaves out; begin anew from its weights "
-            f"with --model (recipes/lora.py: `zerofit export {asked} --merge` first)."
+            f"{flag}: was saved with {known['unsaved']}, whose optimizer states DeepSpeed leaves out; begin anew from its weights "
+            f"with --model (recipes/lora.py: `zerofit export {requested} --merge` first)."
         )
-    _decide_resharding(settings, known, Path(asked).name)
+    _decide_resharding(settings, known, Path(requested).name)
     if settings.resharded:
-        zero_shards.check_whole(Path(asked))
-        _check_schedule(settings, Path(asked), known, where)
-    differences.check(settings, known, where)
+        zero_shards.check_whole(Path(requested))
+        _check_schedule(settings, Path(requested), known, flag)
+    differences.check(settings, known, flag)
 
 
 def _check_schedule(settings, checkpoint: Path, known: dict, where: str) -> None:
-    """Refuse a schedule that follows the loss: its state holds no rates that resharding could put into other groups.
+    """Refuse to reshard with a schedule that follows the loss: its state holds no rates for other groups.
 
     Raises: UserError.
     """
@@ -54,39 +55,43 @@ def _check_schedule(settings, checkpoint: Path, known: dict, where: str) -> None
 
 
 def _facts_of_files(checkpoint: Path, settings) -> dict:
-    """What the files of another program's checkpoint say of how it was saved."""
+    """Infer from the files of another program's checkpoint how it was saved."""
     from zerofit.train.checkpoint import zero_shards
 
-    found = {"recipe": "lora" if (checkpoint / "adapter_config.json").exists() else "sft"}
+    facts = {"recipe": "lora" if (checkpoint / "adapter_config.json").exists() else "sft"}
     if not zero_shards.is_deepspeed(checkpoint):
-        random = len(list(checkpoint.glob("rng_state_*.pth")))
-        return found | {"zero": "0", "world_size": random or 1, "offload": "none"}
+        rng_files = len(list(checkpoint.glob("rng_state_*.pth")))
+        return facts | {"zero": "0", "world_size": rng_files or 1, "offload": "none"}
     zero, ranks = zero_shards.saved_by(checkpoint)
-    return found | {"zero": zero, "world_size": ranks, "offload": settings.offload}
+    return facts | {"zero": zero, "world_size": ranks, "offload": settings.offload}
 
 
 def _decide_resharding(settings, known: dict, name: str) -> None:
-    """Whether DeepSpeed can load the checkpoint as it is, or its states must be split anew."""
+    """Decide whether DeepSpeed can load the checkpoint as it is or its states must be resharded."""
     was, now = ({n: get(n) for n in ("zero", "world_size", "offload")} for get in (known.get, settings.values.get))
     now["world_size"] = settings.world_size
     if was["zero"] == now["zero"] == "0":
         settings.resharded = known.get("optim", settings.optim) != settings.optim
     else:
-        others = ("optim", "precision")
+        names = ("optim", "precision")
         settings.resharded = was != now or any(
-            known.get(n, getattr(settings, n)) != getattr(settings, n) for n in others
+            known.get(n, getattr(settings, n)) != getattr(settings, n) for n in names
         )
     if was != now:
-        then = f"ZeRO {was['zero']}, {was['world_size']} rank{'s' * (was['world_size'] > 1)}, offload {was['offload']}"
+        saved_with = (
+            f"ZeRO {was['zero']}, {was['world_size']} rank{'s' * (was['world_size'] > 1)}, offload {was['offload']}"
+        )
         settings.decisions.append(
-            f"{name} was saved with {then}: weights, optimizer states, learning rate and place in the data go on"
+            f"{name} was saved with {saved_with}: weights, optimizer states, learning rate and place in the data go on"
             + (", split anew" if settings.resharded else "")
             + ("; dropout draws other numbers" if was["world_size"] != now["world_size"] else "")
         )
 
 
 def choose_folder(settings: Settings) -> Path:
-    """The run folder's path (not made here): --output_dir, or runs/<recipe>-<time>.
+    """Return the run folder's path (not created here), and find the checkpoint to resume from.
+
+    The path is --output_dir, or runs/<recipe>-<time>.
 
     Raises: UserError when it already holds a run and this one does not resume it.
     """
@@ -97,16 +102,16 @@ def choose_folder(settings: Settings) -> Path:
 
 
 def how_to_go_on(ended: str, folder: Path, step: int | None) -> str:
-    """Return a sentence for a run that was ended: where it stood, what is saved and the command to give next.
+    """Return a sentence for a run that was ended: its step, what is saved and the next command.
 
-    Args: ended: "interrupted" or "stopped by SIGTERM"; step: the last one that was made, None: there was none.
+    Args: ended: e.g. "interrupted" or "stopped by SIGTERM"; step: the last completed one, or None.
     """
-    where = f"{ended} at step {step}" if step is not None else ended
-    return f"{where}; {next_command(folder)}"
+    progress = f"{ended} at step {step}" if step is not None else ended
+    return f"{progress}; {next_command(folder)}"
 
 
 def next_command(folder: Path) -> str:
-    """Return what of a run that has ended is saved, and the command to give next."""
+    """Return what is saved of a run that has ended, and the next command."""
     from zerofit.train.checkpoint import integrity
 
     if not (folder / "run.json").exists():
@@ -124,28 +129,28 @@ def next_command(folder: Path) -> str:
 
 
 def find_checkpoint(settings: Settings, folder: Path) -> None:
-    """Turn --resume_from_checkpoint (a path, or auto for the newest good one in the run folder) into a path that holds one.
+    """Replace --resume_from_checkpoint (a path, or auto for the newest valid one) by a checkpoint's path.
 
-    auto without any starts from the beginning: the same command line serves each attempt of a job that may be killed.
-    Raises: UserError when the one that is named is damaged, or `true` finds none.
+    `auto` with no checkpoint starts from scratch, so a preempted job can rerun the same command.
+    Raises: UserError when the named one is damaged, or `true` finds none.
     """
     from zerofit.train.checkpoint import integrity
 
-    asked = settings.resume_from_checkpoint
-    if asked is None or asked.lower() == "false":
+    value = settings.resume_from_checkpoint
+    if value is None or value.lower() == "false":
         settings.values["resume_from_checkpoint"] = None
         return
-    if asked.lower() in ("true", "last", "auto"):
-        found = integrity.latest_valid_checkpoint(folder, say=lambda text: print(f"note: {text}", flush=True))
-        if found is None and asked.lower() == "auto":
+    if value.lower() in ("true", "last", "auto"):
+        latest = integrity.latest_valid_checkpoint(folder, say=lambda text: print(f"note: {text}", flush=True))
+        if latest is None and value.lower() == "auto":
             print(f"note: {folder} holds no whole checkpoint: the run begins at the start", flush=True)
             settings.values["resume_from_checkpoint"] = None
             return
-        if found is None:
+        if latest is None:
             raise UserError(
-                f"--resume_from_checkpoint {asked}: {folder} holds no checkpoint-<step> folder that is whole; name a path."
+                f"--resume_from_checkpoint {value}: {folder} holds no checkpoint-<step> folder that is whole; name a path."
             )
-        asked = str(found)
-    elif reason := integrity.find_corruption(Path(asked)):
-        raise UserError(f"--resume_from_checkpoint {asked}: is no whole checkpoint: {reason}; name another one.")
-    settings.values["resume_from_checkpoint"] = asked
+        value = str(latest)
+    elif reason := integrity.find_corruption(Path(value)):
+        raise UserError(f"--resume_from_checkpoint {value}: is no whole checkpoint: {reason}; name another one.")
+    settings.values["resume_from_checkpoint"] = value

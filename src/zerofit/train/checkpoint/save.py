@@ -1,4 +1,4 @@
-"""Write a checkpoint aside, verify and sync it, then publish it and rotate older ones.
+"""Write a checkpoint to a temporary folder, verify and sync it, then rename it and rotate older ones.
 
 Each holds zerofit.json, written last: what it was saved from, and size and hash of every file.
 """
@@ -19,15 +19,15 @@ from zerofit.train.checkpoint.facts import ASIDE, FACTS, FORMAT, digest_of, hash
 
 
 def save(trainer, write) -> None:
-    """Save one checkpoint. All ranks call it; `write` is transformers' own saving, into trainer.saving_to.
+    """Save one checkpoint, with `write`, transformers' own saving, into trainer.saving_to. Collective.
 
-    Older checkpoints go (save_total_limit) when this one is verified and has its name. Without room for it nothing is
-    written, which is said, and training goes on.
+    Older checkpoints are deleted (save_total_limit) once this one is verified and renamed. Without room on the disk,
+    nothing is written, a warning is printed, and training continues.
     Raises: RuntimeError when what was written is not what was trained.
     """
     args, state, local = trainer.args, trainer.state, trainer.settings.node_local_storage
     run, name = Path(args.output_dir), f"checkpoint-{state.global_step}"
-    writes = args.process_index == 0 or (local and distributed.first_of_node())  # of each disk, one rank
+    writes = args.process_index == 0 or (local and distributed.first_of_node())  # one rank per disk
     if not all(distributed.all_gather(_has_room(run) if writes else True)):
         return
     trainer.saving_to = run / ASIDE
@@ -37,45 +37,45 @@ def save(trainer, write) -> None:
         trainer.saving_to = None
     if writes:
         (run / ASIDE / name / "training_args.bin").unlink(missing_ok=True)  # a pickle that nothing reads
-    if state.best_global_step:  # transformers has taken the folder aside for its place
+    if state.best_global_step:  # transformers recorded a path in the temporary folder
         state.best_model_checkpoint = str(run / f"checkpoint-{state.best_global_step}")
         if args.process_index == 0:
             state.save_to_json(str(run / ASIDE / name / "trainer_state.json"))
     distributed.barrier()  # every rank has written its files
     if local:
         node_local.copy_small_files(run / ASIDE / name)
-    here, elsewhere = _hashes(run / ASIDE / name, local)
+    hashes, elsewhere = _hashes(run / ASIDE / name, local)
     if args.process_index == 0:
         verify(run / ASIDE / name, trainer)
     if writes:
-        facts = _facts(trainer, here) | ({"elsewhere": elsewhere} if elsewhere else {})
+        facts = _facts(trainer, hashes) | ({"elsewhere": elsewhere} if elsewhere else {})
         run_folder.write_json(run / ASIDE / name / FACTS, facts | {"digest": digest_of(facts)})
         _publish(run, name)
-    distributed.barrier()  # it is on every disk before the older ones go
+    distributed.barrier()  # it is on every disk before older ones are deleted
     if writes:
         _rotate(run, name, args.save_total_limit, state.best_model_checkpoint)
     distributed.barrier()
     trainer.reporter.save_clock.saved()
-    trainer._push_from_checkpoint(str(run / name))  # transformers would have pushed the folder aside
+    trainer._push_from_checkpoint(str(run / name))  # transformers would have pushed the temporary folder
 
 
 def _has_room(run: Path) -> bool:
-    """Whether the disk can hold one more of what the last one took; clears what a killed save left."""
+    """Delete what a killed save left; return whether a checkpoint as large as the last one fits."""
     shutil.rmtree(run / ASIDE, ignore_errors=True)
-    before = list(run_folder.checkpoints(run).values())
-    needed = size_of(before[-1]) if before else 0
+    previous = list(run_folder.checkpoints(run).values())
+    needed = size_of(previous[-1]) if previous else 0
     free = shutil.disk_usage(run).free
     if needed <= free:
         return True
     print(f"WARNING: no checkpoint is saved: the last one took {needed / 1e9:.3g} GB and the disk has {free / 1e9:.3g} left; "
-          f"{before[-1].name} stays the newest", flush=True)  # fmt: skip
+          f"{previous[-1].name} stays the newest", flush=True)  # fmt: skip
     return False
 
 
 def _hashes(folder: Path, local: bool) -> tuple[dict[str, list], dict[str, list]]:
-    """{file: [bytes, hash]} of this disk's files and of those that only other machines have, synced to the disk. Collective.
+    """Sync and hash files; return {file: [bytes, hash]} of this disk, and of those on others. Collective.
 
-    The ranks that share a disk (all; local: those of a machine) share the work.
+    The ranks that share a disk (all of them; with `local`, those of a node) share the work.
     """
     ranks = range(distributed.size())
     if local:
@@ -83,18 +83,18 @@ def _hashes(folder: Path, local: bool) -> tuple[dict[str, list], dict[str, list]
             rank for rank, node in enumerate(distributed.all_gather(distributed.node())) if node == distributed.node()
         ]
     files = sorted(f for f in folder.rglob("*") if f.is_file())
-    mine = {
+    own_hashes = {
         str(f.relative_to(folder)): [f.stat().st_size, hash_file(f, sync=True)]
         for f in files[ranks.index(distributed.rank()) :: len(ranks)]
     }
-    here, elsewhere = {}, {}
-    for rank, part in enumerate(distributed.all_gather(mine)):
-        (here if rank in ranks else elsewhere).update(part)
-    return here, {name: entry for name, entry in elsewhere.items() if name not in here}
+    own_disk, elsewhere = {}, {}
+    for rank, part in enumerate(distributed.all_gather(own_hashes)):
+        (own_disk if rank in ranks else elsewhere).update(part)
+    return own_disk, {name: entry for name, entry in elsewhere.items() if name not in own_disk}
 
 
 def _publish(run: Path, name: str) -> None:
-    """Rename the folder to its name, which it gets only when all of it is on the disk; one of the same step goes last."""
+    """Rename the folder once all of it is on the disk, then delete an earlier checkpoint of the same step."""
     new = run / ASIDE / name
     for folder in [*(f for f in new.rglob("*") if f.is_dir()), new]:
         _sync(folder)
@@ -106,49 +106,51 @@ def _publish(run: Path, name: str) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Write to the disk which files the folder holds."""
-    opened = os.open(folder, os.O_RDONLY)
+    """Sync a folder's list of files to the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(opened)
+        os.fsync(descriptor)
     finally:
-        os.close(opened)
+        os.close(descriptor)
 
 
 def _rotate(run: Path, name: str, limit: int | None, best: str | None) -> None:
-    """Delete the oldest checkpoints over the limit; never the one that was just saved (transformers: the highest step)."""
+    """Delete the oldest checkpoints over the limit; keep the new one (transformers: the highest)."""
     kept = {name, Path(best).name if best else name}
     others = [checkpoint for checkpoint in run_folder.checkpoints(run).values() if checkpoint.name not in kept]
-    if limit and limit > 0:
+    if limit and limit > 0:  # the limit counts the kept ones too, but deletes none of them
         for checkpoint in others[: max(0, len(others) + len(kept) - max(limit, len(kept)))]:
             shutil.rmtree(checkpoint, ignore_errors=True)
 
 
 def verify(folder: Path, trainer) -> None:
-    """Compare what was saved with what is trained: none missing or empty, every one in its whole shape, twins equal.
+    """Check the saved tensors against the model: none missing or empty, full shapes, tied weights equal.
 
     Raises: RuntimeError.
     """
     from zerofit.model.load import count_parameters, verify_saved
     from zerofit.train.checkpoint import reshard, zero_shards
 
-    lora, held = trainer.settings.recipe == "lora", zero_shards.Weights(folder)
-    trainable, every = count_parameters(trainer.model)
-    verify_saved(folder, trainable if lora else every)
+    lora, weights = trainer.settings.recipe == "lora", zero_shards.Weights(folder)
+    trainable_params, total_params = count_parameters(trainer.model)
+    verify_saved(folder, trainable_params if lora else total_params)
     parameters, names = dict(trainer.model.named_parameters()), reshard.file_names(trainer.model)
-    renamed = not lora and set(held.where) - set(trainer.model.state_dict())  # e.g. experts, which transformers splits
+    renamed = not lora and set(weights.where) - set(
+        trainer.model.state_dict()
+    )  # e.g. experts, which transformers splits
     for name, saved in names.items() if lora else zip(parameters, parameters, strict=True):
-        wanted = tuple(getattr(parameters[name], "ds_shape", parameters[name].shape))
-        if saved not in held.where and renamed:
+        expected = tuple(getattr(parameters[name], "ds_shape", parameters[name].shape))
+        if saved not in weights.where and renamed:
             continue
-        if saved not in held.where:
+        if saved not in weights.where:
             raise RuntimeError(f"{folder}: {saved} was not saved.")
-        if (found := tuple(held.shape(saved))) != wanted:
-            raise RuntimeError(f"{folder}: {saved} was saved with shape {found} instead of {wanted}.")
+        if (actual := tuple(weights.shape(saved))) != expected:
+            raise RuntimeError(f"{folder}: {saved} was saved with shape {actual} instead of {expected}.")
     for twin, first in ({} if lora else getattr(trainer.model, "all_tied_weights_keys", None) or {}).items():
-        if twin in held.where and first in held.where and not held.get(twin).equal(held.get(first)):
+        if twin in weights.where and first in weights.where and not weights.get(twin).equal(weights.get(first)):
             raise RuntimeError(f"{folder}: {twin} and {first} are one tensor in the model and were saved as two.")
     for index in folder.glob("*.safetensors.index.json"):
-        if missing := set(json.loads(index.read_text(encoding="utf-8"))["weight_map"]) ^ set(held.where):
+        if missing := set(json.loads(index.read_text(encoding="utf-8"))["weight_map"]) ^ set(weights.where):
             raise RuntimeError(f"{index}: does not fit the files beside it, e.g. {sorted(missing)[0]}.")
     for file in [*folder.rglob("*.pt"), *folder.rglob("*.pth")]:
         if not zipfile.is_zipfile(file):
@@ -171,7 +173,7 @@ def _facts(trainer, hashes: dict[str, list]) -> dict:
 
 
 class SaveTimer:
-    """--save_every_minutes: when the next checkpoint is due. The ranks agree on it at few of the steps only."""
+    """Decide for --save_every_minutes when a checkpoint is due; the ranks communicate on few of the steps only."""
 
     def __init__(self, minutes: float):
         self.seconds, self.last, self.look_at, self.seen = minutes * 60, time.perf_counter(), 1, None
@@ -180,15 +182,15 @@ class SaveTimer:
         self.last = time.perf_counter()
 
     def is_due(self, step: int) -> bool:
-        """After a step; all ranks call it and get rank 0's answer. It looks again when half of what is left is over."""
+        """Return whether to save after this step, by rank 0's clock; collective on few of the steps."""
         if not self.seconds or step < self.look_at:
             return False
         now, steps = time.perf_counter(), 1
-        left = self.seconds - (now - self.last)
-        due = left <= 0
+        seconds_left = self.seconds - (now - self.last)
+        due = seconds_left <= 0
         if self.seen:
             pace = (now - self.seen[1]) / (step - self.seen[0])
-            steps = max(1, int((self.seconds if due else left) / 2 / pace))
+            steps = max(1, int((self.seconds if due else seconds_left) / 2 / pace))
         self.seen = step, now
         due, steps = distributed.broadcast((due, steps))
         self.look_at = step + steps

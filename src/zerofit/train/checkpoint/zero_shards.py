@@ -1,6 +1,6 @@
 """Read the states of a checkpoint of any ZeRO stage and rank count as whole tensors.
 
-Files are memory-mapped: what is not asked for is not read.
+Files are memory-mapped: only the tensors in use are read.
 """
 
 import math
@@ -16,10 +16,14 @@ from zerofit.train.checkpoint import pickles
 
 @dataclass
 class OptimizerStates:
-    """pieces: parameter -> state -> flat pieces in order ("fp32": the weights, then the optimizer's own names);
-    shapes: of the trained parameters, in the order of the optimizer's groups;  step: the optimizer's own count, None
-    where it keeps none;  unsplit: a state of the optimizer that is not one number a weight, "" where there is none;
-    loss_scale: fp16's, None: no dynamic one;  counters: DeepSpeed's."""
+    """Optimizer states of a checkpoint, as flat pieces of all ranks.
+
+    shapes: of the trained parameters, in the order of the optimizer's groups.
+    pieces: parameter -> state -> flat pieces in order; "fp32" is the weights, other states have the optimizer's names.
+    step: the optimizer's own count, None if it keeps none.
+    unsplit: a state of the optimizer that is not one number per weight, "" if there is none.
+    loss_scale: fp16's dynamic one, else None; counters: DeepSpeed's.
+    """
 
     shapes: dict[str, tuple[int, ...]]
     pieces: dict[str, dict[str, list[torch.Tensor]]]
@@ -29,11 +33,11 @@ class OptimizerStates:
     counters: dict[str, int] = field(default_factory=dict)
 
     def keys(self) -> list[str]:
-        """The optimizer's states, e.g. ["exp_avg", "exp_avg_sq"]."""
-        return sorted({key for found in self.pieces.values() for key in found} - {"fp32"})
+        """Return the names of the optimizer's states, e.g. ["exp_avg", "exp_avg_sq"]."""
+        return sorted({key for states in self.pieces.values() for key in states} - {"fp32"})
 
     def whole(self, name: str, key: str = "fp32") -> torch.Tensor:
-        """One state of one parameter, in its shape. Raises: UserError where the shards do not add up to it."""
+        """Return one state of one parameter in its shape. Raises: UserError if the shards are too short."""
         shape, pieces = self.shapes[name], self.pieces[name].get(key, [])
         flat = pieces[0] if len(pieces) == 1 else torch.cat(pieces) if pieces else torch.empty(0)
         if flat.numel() < math.prod(shape):
@@ -49,7 +53,7 @@ def is_deepspeed(checkpoint: Path) -> bool:
 
 
 def read(checkpoint: Path) -> OptimizerStates:
-    """The states of a checkpoint of stage 1, 2 or 3.
+    """Read the states of a checkpoint of stage 1, 2 or 3.
 
     Raises: UserError for a folder whose optimizer states are not in its files, or split by more than ZeRO.
     """
@@ -65,25 +69,25 @@ def read(checkpoint: Path) -> OptimizerStates:
         raise UserError(
             f"{folder}: holds no optimizer states of one process group (tensor parallel shards are not read)."
         )
-    module = pickles.load(sorted(folder.glob("*model_states.pt"), key=_rank)[0])
-    shapes = {name: tuple(shape) for group in module["param_shapes"] for name, shape in group.items()}
+    model_states = pickles.load(sorted(folder.glob("*model_states.pt"), key=_rank)[0])
+    shapes = {name: tuple(shape) for group in model_states["param_shapes"] for name, shape in group.items()}
     if _number(saved[0]["partition_count"]) != len(files):
         raise UserError(
             f"{folder}: holds the optimizer states of {len(files)} ranks, it was saved by {_number(saved[0]['partition_count'])}."
         )
     states = OptimizerStates(shapes, {name: {} for name in shapes})
-    (_of_partitions if "fp32_flat_groups" in saved[0] else _of_slices)(states, saved, folder)
+    (_of_partitions if "fp32_flat_groups" in saved[0] else _of_slices)(states, saved, folder)  # stage 3 has them
     scaler = saved[0].get("loss_scaler")
     if saved[0].get("dynamic_loss_scale"):
         states.loss_scale = float(scaler.cur_scale)
     states.counters = {
-        name: module[name] for name in ("global_steps", "global_samples", "skipped_steps") if name in module
+        name: model_states[name] for name in ("global_steps", "global_samples", "skipped_steps") if name in model_states
     }
     return states
 
 
 def check_whole(checkpoint: Path) -> None:
-    """Raises: UserError for the part of one machine (--node_local_storage) without the others'."""
+    """Refuse one node's part (--node_local_storage) without those of the others. Raises: UserError."""
     from zerofit.train.checkpoint.facts import read_facts
 
     elsewhere = (read_facts(checkpoint) or {}).get("elsewhere", {})
@@ -95,14 +99,14 @@ def check_whole(checkpoint: Path) -> None:
 
 
 def saved_by(checkpoint: Path) -> tuple[str, int]:
-    """(ZeRO stage, ranks) that a checkpoint was saved with."""
+    """Return (ZeRO stage, ranks) that a checkpoint was saved with."""
     folder = pickles.shards_folder(checkpoint)
     saved = pickles.load(min(folder.glob("*optim_states.pt"), key=_rank))["optimizer_state_dict"]
     return str(int(saved["zero_stage"])), _number(saved["partition_count"])
 
 
 def _of_slices(states: OptimizerStates, saved: list[dict], folder: Path) -> None:
-    """Stages 1 and 2: a rank holds a slice of each group's parameters, which lie one after another."""
+    """Collect the pieces of stages 1 and 2: a rank holds a slice of each group's concatenated parameters."""
     for rank in saved:
         if "param_slice_mappings" not in rank or not isinstance(rank["base_optimizer_state"], dict):
             raise UserError(f"{folder}: does not say which parameters its shards hold (saved by an older DeepSpeed).")
@@ -110,51 +114,51 @@ def _of_slices(states: OptimizerStates, saved: list[dict], folder: Path) -> None
         for i, (group, flat) in enumerate(
             zip(rank["param_slice_mappings"], rank["single_partition_of_fp32_groups"], strict=True)
         ):
-            own = _split(states, base["state"].get(base["param_groups"][i]["params"][0], {}),
+            own_states = _split(states, base["state"].get(base["param_groups"][i]["params"][0], {}),
                          flat.numel() + rank["group_paddings"][i])  # fmt: skip
             for name, place in group.items():
-                for key, tensor in {"fp32": flat, **own}.items():
+                for key, tensor in {"fp32": flat, **own_states}.items():
                     states.pieces[name].setdefault(key, []).append(tensor[place.start : place.start + place.numel])
 
 
 def _of_partitions(states: OptimizerStates, saved: list[dict], folder: Path) -> None:
-    """Stage 3: a rank holds the same share of each parameter, padded at the end of the last one's."""
+    """Collect the pieces of stage 3: a rank holds an equal share of each parameter, the last one padded."""
     for rank in saved:
         flats, base = rank["fp32_flat_groups"], rank["optimizer_state_dict"]["state"]
-        own = [{"fp32": flat, **_split(states, base.get(i, {}), flat.numel())} for i, flat in enumerate(flats)]
-        i = at = 0
+        own_states = [{"fp32": flat, **_split(states, base.get(i, {}), flat.numel())} for i, flat in enumerate(flats)]
+        i = offset = 0
         for name, shape in states.shapes.items():
             share = -(-math.prod(shape) // len(saved))
-            while i < len(flats) and at == flats[i].numel():
-                i, at = i + 1, 0
-            if i == len(flats) or at + share > flats[i].numel():
+            while i < len(flats) and offset == flats[i].numel():
+                i, offset = i + 1, 0
+            if i == len(flats) or offset + share > flats[i].numel():
                 raise UserError(f"{folder}: its shards end before {name} (states on NVMe are not in them).")
-            for key, tensor in own[i].items():
-                states.pieces[name].setdefault(key, []).append(tensor[at : at + share])
-            at += share
+            for key, tensor in own_states[i].items():
+                states.pieces[name].setdefault(key, []).append(tensor[offset : offset + share])
+            offset += share
 
 
 def _split(states: OptimizerStates, state: dict, numel: int) -> dict[str, torch.Tensor]:
-    """The states with one number a weight; notes the step and the first that is something else."""
-    found = {}
+    """Return the states with one number per weight; record the step and the first other state."""
+    flat_states = {}
     for key, value in state.items():
-        if isinstance(value, dict):  # bitsandbytes puts its own one level down
-            found |= _split(states, value, numel)
+        if isinstance(value, dict):  # bitsandbytes nests its states one level deeper
+            flat_states |= _split(states, value, numel)
         elif key == "step":
             states.step = float(value)
         elif torch.is_tensor(value) and value.is_floating_point() and value.numel() == numel:
-            found[key] = value.reshape(-1)
+            flat_states[key] = value.reshape(-1)
         elif (
             value is not None
             and not isinstance(value, int | float)
             and (not torch.is_tensor(value) or value.numel() > 1)
         ):
             states.unsplit = states.unsplit or key
-    return found
+    return flat_states
 
 
 def read_plain(checkpoint: Path, groups: list[list[str]], weights: dict[str, str]) -> OptimizerStates:
-    """The states of a checkpoint of stage 0.
+    """Read the states of a checkpoint of stage 0.
 
     Args: groups: the trained parameters in the order of the optimizer's groups; weights: parameter -> its name in the
         checkpoint's safetensors.
@@ -166,16 +170,16 @@ def read_plain(checkpoint: Path, groups: list[list[str]], weights: dict[str, str
             f"{checkpoint}: its optimizer has groups of {', '.join(str(len(g['params'])) for g in saved['param_groups'])} "
             f"parameters, this run of {', '.join(str(len(g)) for g in groups)}: it was another model or recipe."
         )
-    held = Weights(checkpoint)
+    weights_in_files = Weights(checkpoint)
     states = OptimizerStates({}, {})
     for group, names in zip(saved["param_groups"], groups, strict=True):
         for i, name in zip(group["params"], names, strict=True):
-            tensor = held.get(weights.get(name, name))
+            tensor = weights_in_files.get(weights.get(name, name))
             if tensor is None:
                 raise UserError(f"{checkpoint}: its weights do not hold {weights.get(name, name)}.")
             states.shapes[name] = tuple(tensor.shape)
-            own = _split(states, saved["state"].get(i, {}), tensor.numel())
-            states.pieces[name] = {key: [value.reshape(-1)] for key, value in {"fp32": tensor, **own}.items()}
+            own_states = _split(states, saved["state"].get(i, {}), tensor.numel())
+            states.pieces[name] = {key: [value.reshape(-1)] for key, value in {"fp32": tensor, **own_states}.items()}
     scaler = checkpoint / "scaler.pt"
     if scaler.exists():
         states.loss_scale = float(pickles.load(scaler).get("scale", 0.0)) or None
@@ -183,7 +187,7 @@ def read_plain(checkpoint: Path, groups: list[list[str]], weights: dict[str, str
 
 
 class Weights:
-    """The tensors of a folder's safetensors files, read one at a time."""
+    """Read the tensors of a folder's safetensors files one at a time."""
 
     def __init__(self, folder: Path):
         from safetensors import safe_open
@@ -199,8 +203,8 @@ class Weights:
 
 
 def _rank(file: Path) -> int:
-    found = re.search(r"pp_rank_(\d+)", file.name)
-    return int(found[1]) if found else 0
+    match = re.search(r"pp_rank_(\d+)", file.name)
+    return int(match[1]) if match else 0
 
 
 def _number(count) -> int:
