@@ -369,7 +369,7 @@ def disk(folder: Path) -> list[doctor_nodes.Finding]:
     try:
         with tempfile.TemporaryDirectory(
             prefix=".zerofit-", dir=parent
-        ) as scratch:  # unique name: no clash, no symlink
+        ) as scratch:  # a new name, which no other user can have created
             source, target = Path(scratch) / "file.tmp", Path(scratch) / "file"
             source.write_text("x")
             os.replace(source, target)

@@ -395,7 +395,7 @@ class Coordinator:
         return torchrun(self.place, {int(r): g for r, g in self.board["order"]["members"].items()}, script)
 
     def environment(self) -> dict[str, str]:
-        """Return the variables that set gloo's and NCCL's interface, except those that the user has set."""
+        """Return the interface variables of gloo and NCCL; those of the user win, unless --interface is given."""
         name = self.interface()
         chosen = {"GLOO_SOCKET_IFNAME": name} | ({"NCCL_SOCKET_IFNAME": f"={name}"} if name != "lo" else {})
         return {key: value for key, value in chosen.items() if name and (self.place.interface or key not in os.environ)}
@@ -548,7 +548,7 @@ class Coordinator:
         present = [ended[r] for r in self.members if r not in missing]
         for report in present[1:]:
             _put(report["files"], records)
-        # The cause is a node whose ranks failed by themselves, and there best one with an error of its own.
+        # Prefer nodes whose ranks failed by themselves, and among them one with an error that is no broken connection.
         failures = [r for r in present if r["code"] and not r["killed"]] or [r for r in present if r["code"]]
         failures.sort(key=lambda report: not any('"of_a_peer": false' in text for text in report["files"].values()))
         code = failures[0]["code"] if failures else (1 if self.lost else 0)
