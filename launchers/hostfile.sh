@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# Several machines from one: on every host of a DeepSpeed hostfile, over ssh.
+# Several nodes from one terminal: start the job on every host of a DeepSpeed hostfile over ssh.
 #
 #   launchers/hostfile.sh --hosts hostfile recipes/sft.py --zero 3 --model Qwen/Qwen3-8B --data data.jsonl
 #
-# --hosts             a line for each machine: host1 slots=8
-# --include --exclude host1@host2:0,2: only these, or not these (slots are GPUs)
-# --master_addr       the first host's name or address, where the others reach it by another one than the hostfile's
-# --ssh               how to reach a host: "ssh -p 2222" (ssh without a password is checked first)
+# --hosts             one line per host: host1 slots=8
+# --include --exclude host1@host2:0,2: use only these, or all but these (slots are GPUs)
+# --master_addr       name or address of the first host, if the others reach it by another one than the hostfile's
+# --ssh               ssh command: "ssh -p 2222" (that it needs no password is checked first)
 #
-# Every host needs this folder and this environment at the same place. Tokens and the job's
-# secret go through the connection, not into files.
-# Places processes and nothing else: stage, precision and batch belong to the recipe.
-# PYTHON: the interpreter of the environment that zerofit is installed in.
+# Every host needs this folder and this environment at the same path. Tokens and the job's secret
+# are sent through the connection, not through files.
+# It only places processes: ZeRO stage, precision and batch belong to the recipe.
+# PYTHON: interpreter of the environment in which zerofit is installed.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 export PYTHONPATH="$root/src${PYTHONPATH:+:$PYTHONPATH}"

@@ -1,4 +1,4 @@
-"""Fine-tuning of a LoRA adapter; the model's own weights stay as they are.
+"""Fine-tune a LoRA adapter; the model's own weights stay frozen.
 
 make lora                                       # the bundled task, one process
 make lora GPUS=2 ZERO=2 MODEL=Qwen/Qwen3-8B DATA=data.jsonl ARGS="--lora_r 32"
@@ -10,7 +10,7 @@ python recipes/lora.py --help
 from zerofit import entrypoint
 
 if __name__ == "__main__":
-    entrypoint.check_early("lora")  # mistakes in the flags, told before the next lines import torch for seconds
+    entrypoint.check_early("lora")  # report wrong flags before the next lines import torch, which takes seconds
 
 from zerofit import recipe
 from zerofit.data.load import load_datasets

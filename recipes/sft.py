@@ -10,7 +10,7 @@ python recipes/sft.py --help
 from zerofit import entrypoint
 
 if __name__ == "__main__":
-    entrypoint.check_early("sft")  # mistakes in the flags, told before the next lines import torch for seconds
+    entrypoint.check_early("sft")  # report wrong flags before the next lines import torch, which takes seconds
 
 from zerofit import recipe
 from zerofit.data.load import load_datasets

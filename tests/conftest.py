@@ -1,4 +1,4 @@
-"""Shared fixtures: the bundled task, and worlds of real processes that run recipe command lines."""
+"""Shared fixtures and helpers: environment, and real recipe runs on one or several ranks."""
 
 import json
 import os
@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-# `make test-gpu` runs the tests marked `gpu` and no others. The others' numbers are the CPU's: a GPU in the machine must not
-# change what they run.
+# `make test-gpu` runs only the tests marked `gpu`. All others expect the CPU's numbers, so a GPU of the machine is
+# hidden from them.
 GPU_TESTS = os.environ.get("ZEROFIT_TEST_GPU", "0") not in ("", "0")
 if not GPU_TESTS:
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
@@ -40,18 +40,18 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session", autouse=True)
 def clean_environment(tmp_path_factory):
-    """No cache and no launcher variables from outside."""
+    """Remove launcher variables and use empty cache folders."""
     for name in list(os.environ):
         if name.startswith("ACCELERATE_") or name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             del os.environ[name]
     os.environ["ZEROFIT_CACHE"] = str(tmp_path_factory.mktemp("cache"))
-    os.environ["HF_HOME"] = str(tmp_path_factory.mktemp("hf_home"))  # no cached accelerate config of the machine's
+    os.environ["HF_HOME"] = str(tmp_path_factory.mktemp("hf_home"))  # no cached accelerate config of this machine
     os.environ["PYTHONPATH"] = str(ROOT / "src")
 
 
 @pytest.fixture(autouse=True)
 def signals_as_before():
-    """A rank leaves SIGTERM to its supervisor (failure.Pulse); what a later test starts must not inherit that."""
+    """Restore SIGTERM, which a rank ignores (rank_status.Heartbeat): later tests' processes inherit it."""
     before = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, before)
@@ -59,7 +59,7 @@ def signals_as_before():
 
 @dataclass
 class Run:
-    """One finished recipe run."""
+    """The run folder of a finished recipe run."""
 
     folder: Path
 
@@ -80,7 +80,7 @@ class Run:
 
 
 def run_world(ranks: int, cases: dict[str, tuple[str, list[str]]], folder: Path) -> dict[str, Run]:
-    """Run {"name": (recipe, flags)} in one world of `ranks` processes; {"name": Run}."""
+    """Run {name: (recipe, flags)} one by one in a single launch of `ranks` processes; return {name: Run}."""
     listed = [
         {"recipe": recipe, "flags": [*flags, "--gpus", str(ranks), "--output_dir", str(folder / name)]}
         for name, (recipe, flags) in cases.items()
@@ -97,7 +97,7 @@ def run_world(ranks: int, cases: dict[str, tuple[str, list[str]]], folder: Path)
 
 
 def recipe_process(recipe: str, *flags: str, cwd=None, **env) -> subprocess.CompletedProcess:
-    """`python recipes/<recipe>.py flags` as a user types it."""
+    """Run `python recipes/<recipe>.py flags` as a user would; env: added variables."""
     return subprocess.run(
         [sys.executable, str(ROOT / "recipes" / f"{recipe}.py"), *flags],
         capture_output=True, text=True, timeout=300, cwd=cwd, env=os.environ | env,

@@ -1,10 +1,10 @@
-"""Run many recipe command lines in one launched world, so that start-up is paid once.
+"""Run many recipe command lines in one torchrun launch, so that start-up is paid once.
 
     torchrun --nproc_per_node 2 tests/world.py cases.json
 
 cases.json: [{"recipe": "sft", "flags": [...]}, ...]. Every rank runs the real recipe file for each case; a case
-that raises ends the world with its traceback. Beside what the recipe writes, each run folder gets `witness.json`
-(what the ranks saw) and `logits.pt` (the trained model's logits on one batch, for comparison with final/).
+that raises ends the launch with its traceback. In addition to the recipe's files, each run folder gets `witness.json`
+(facts recorded by the ranks) and `logits.pt` (the trained model's logits on one batch, for comparison with final/).
 """
 
 import contextlib
@@ -29,7 +29,7 @@ DDP_SETTINGS = ("find_unused_parameters", "gradient_as_bucket_view", "static_gra
 
 
 def gathered(parameters):
-    """Whole parameters under ZeRO-3, nothing to do elsewhere."""
+    """Context with the full parameters gathered under ZeRO-3; does nothing otherwise."""
     if any(hasattr(p, "ds_id") for p in parameters):
         import deepspeed
 
@@ -38,17 +38,17 @@ def gathered(parameters):
 
 
 def frozen_hash(model) -> str:
-    """A hash over the bytes of all parameters that do not train."""
+    """Return a hash over the bytes of all frozen parameters."""
     frozen = [p for p in model.parameters() if not p.requires_grad]
     digest = hashlib.sha256()
-    for p in frozen:  # one by one: NVMe offload has buffers for a few only
+    for p in frozen:  # one by one: NVMe offload has buffers for only a few parameters
         with gathered([p]):
             digest.update(p.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes())
     return digest.hexdigest()
 
 
 class Witness(train_trainer.ZerofitTrainer):
-    """KitTrainer that also records what the tests ask about."""
+    """ZerofitTrainer that also records the rows that it trains on and a hash of the frozen parameters."""
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -61,7 +61,7 @@ class Witness(train_trainer.ZerofitTrainer):
 
 
 def storages(tensors) -> dict[int, int]:
-    """{address: bytes} of the tensors' memory; quantised states are several tensors in one."""
+    """Return {address: bytes} of the tensors' storages; a quantized state consists of several tensors."""
     found = {}
     for t in tensors:
         if hasattr(t, "__tensor_flatten__"):
@@ -72,7 +72,7 @@ def storages(tensors) -> dict[int, int]:
 
 
 def bytes_by_part(trainer) -> dict[str, int]:
-    """Exact bytes of this rank's parameters, fp32 (or bf16) master copy and optimizer states."""
+    """Return the exact bytes of this rank's parameters, fp32 (or bf16) master copy and optimizer states."""
     parameters = storages(getattr(p, "ds_tensor", p) for p in trainer.model.parameters())
     optimizer, master = trainer.optimizer, {}
     while hasattr(optimizer, "optimizer"):  # accelerate's wrapper, DeepSpeed's, then the optimizer itself
@@ -118,7 +118,7 @@ def record(trainer: Witness) -> None:
 def main() -> None:
     write_result = run.write_result
     if name := os.environ.get("ZEROFIT_TEST_ACCELERATOR"):
-        # "cpu:0" is the host by another name: DeepSpeed takes it for a GPU beside the CPU (test_offload.py)
+        # "cpu:0" is another name of the CPU: DeepSpeed treats it as a GPU next to the CPU (test_offload.py)
         from deepspeed.accelerator import get_accelerator
 
         get_accelerator()._name = name
@@ -129,17 +129,17 @@ def main() -> None:
 
     train_trainer.ZerofitTrainer, run.write_result = Witness, write_and_record
     launched = {name: os.environ[name] for name in distributed.LAUNCHER_SETS if name in os.environ}
-    stop, distributed.stop = distributed.stop, lambda wait=True: None  # the world goes on after each case
+    stop, distributed.stop = distributed.stop, lambda wait=True: None  # the process group is needed for the next case
     for case in json.loads(Path(sys.argv[1]).read_text()):
         began, streams, words = time.time(), (sys.stdout, sys.stderr), sys.argv
-        os.environ.update(launched)  # one process at stage 0 does without
+        os.environ.update(launched)  # a case with one process at stage 0 removes them
         sys.argv = [case["recipe"], *case["flags"]]
         try:
             runpy.run_path(str(ROOT / "recipes" / f"{case['recipe']}.py"), run_name="__main__")
         finally:
             sys.argv = words
             sys.stdout, sys.stderr = streams
-        if "deepspeed.utils.groups" in sys.modules:  # hpZ's group, of which DeepSpeed allows one a process
+        if "deepspeed.utils.groups" in sys.modules:  # hpZ's group: DeepSpeed allows one per process
             sys.modules["deepspeed.utils.groups"]._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
         gc.collect()  # the last case's engine must not keep its configuration registered
         if not dist.is_initialized() or dist.get_rank() == 0:

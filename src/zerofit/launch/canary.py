@@ -1,6 +1,6 @@
-"""--canary: before the run, try two steps, an evaluation batch, a save and a reload at the real world size.
+"""--canary: before the run, try two steps, an evaluation batch, a save and a reload.
 
-It runs in processes of its own, so that the run itself starts from an untouched state.
+It runs at the real world size and in separate processes, so that the run itself starts from a clean state.
 """
 
 import json
@@ -21,7 +21,7 @@ GIB = 2**30
 
 
 def wanted(settings, planned: dict | None, steps: int | None) -> bool:
-    """Whether to rehearse. planned: planner.check's answer; steps: of the whole run, None: not known."""
+    """Return whether to run the canary. planned: from preflight.check; steps: of the run, None if unknown."""
     if settings.canary != "auto":
         return settings.canary == "true"
     return bool(
@@ -35,21 +35,21 @@ def wanted(settings, planned: dict | None, steps: int | None) -> bool:
 
 
 def rehearse(job: supervisor.Job, planned: dict | None) -> tuple[list[str], object]:
-    """Run the canary, with smaller settings where it runs out of memory and --on_oom allows.
+    """Run the canary; after an out-of-memory error try smaller settings, if --on_oom allows.
 
-    Returns: (flags, Settings) that it went well with.
-    Raises: SystemExit with the exit code of what went wrong, which has been said; UserError for a disk that is too small.
+    Returns: (flags, Settings) of the attempt that succeeded.
+    Raises: SystemExit with the failed attempt's exit code, its cause printed; UserError if the disk is too small.
     """
     flags, settings = job.flags, job.settings
-    folder = job.folder.parent / f".{job.folder.name}.canary"  # on the disk that the checkpoints will be on
+    folder = job.folder.parent / f".{job.folder.name}.canary"  # on the disk of the checkpoints
     print("canary: two steps on the longest rows, an evaluation batch, save and reload", flush=True)
     while True:
         began = time.perf_counter()
         try:
-            last, found = _attempt(job, flags, settings, folder)
+            last, measured = _attempt(job, flags, settings, folder)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-        if last.kind == "finished" and found:
+        if last.kind == "finished" and measured:
             break
         smaller = None
         if last.kind == "out of memory" and settings.on_oom != "fail":
@@ -59,26 +59,26 @@ def rehearse(job: supervisor.Job, planned: dict | None) -> tuple[list[str], obje
             raise SystemExit(last.code or 1)
         print(f"canary: {last.sentence}; once more with {smaller[0]}", flush=True)
         _, flags, settings = smaller
-    for line in sentences(found, planned, time.perf_counter() - began):
+    for line in sentences(measured, planned, time.perf_counter() - began):
         print(line, flush=True)
-    _check_disk(found, settings, job.folder)
-    os.environ[trial.CANARY_RESULT] = json.dumps(found)
+    _check_disk(measured, settings, job.folder)
+    os.environ[trial.CANARY_RESULT] = json.dumps(measured)
     return flags, settings
 
 
 def _attempt(job: supervisor.Job, flags: list[str], settings, folder: Path) -> tuple[postmortem.Outcome, dict | None]:
     with tempfile.TemporaryDirectory(prefix="zerofit-canary-") as temporary:
         records, answer = Path(temporary), Path(temporary) / "canary.json"
-        words = job.command(_flags(flags, folder))
+        command = job.command(_flags(flags, folder))
         env = os.environ | job.env | {rank_status.FOLDER: str(records), trial.CANARY_JOB: str(answer)}
         with (records / "canary.log").open("w") as log:
-            code, heard, hung = supervisor.watch(words, env, records, settings.hang_timeout, job.count, stdout=log)
-        last = postmortem.ending(code, records, heard, hung, settings.hang_timeout, 0)
+            code, received, hung = supervisor.watch(command, env, records, settings.hang_timeout, job.count, stdout=log)
+        last = postmortem.ending(code, records, received, hung, settings.hang_timeout, 0)
         return last, json.loads(answer.read_text()) if answer.exists() else None
 
 
 def _flags(flags: list[str], folder: Path) -> list[str]:
-    """The run's flags for a rehearsal in a folder of its own, of which a hub and a tracker see nothing."""
+    """Return the canary's flags: the run's, but own folder, no resume, nothing to the Hub or a tracker."""
     from zerofit import command_line
     from zerofit.train import trial
 
@@ -87,7 +87,7 @@ def _flags(flags: list[str], folder: Path) -> list[str]:
 
 
 def sentences(found: dict, planned: dict | None, seconds: float) -> list[str]:
-    """The findings for people."""
+    """Return the canary's measurements as lines to print. seconds: wall time of the canary."""
     lines = [f"canary: all well, {seconds:.0f} s"]
     peak = f"  peak {found['peak_bytes'] / GIB:.2f} GiB a rank"
     if found["device"] == "cpu":

@@ -1,6 +1,6 @@
 """`zerofit doctor`: check what would break, slow down or silently corrupt a run here, with fixes.
 
-Every check returns findings; none starts a job, and together they take less than 15 s. The launcher heeds `installation`
+Every check returns findings; none starts a job, and together they take less than 15 s. The launcher runs `installation`
 and `of_job` before each job.
 """
 
@@ -29,7 +29,7 @@ GIB = 2**30
 
 RULES = Path(__file__).parent / "known_problems.json"
 
-# Variables that change what runs, and what to know of them.
+# {environment variable that changes how a job runs: its effect}
 CHANGES_BEHAVIOUR = {
     "CUDA_LAUNCH_BLOCKING": "every kernel is waited for: training is several times slower",
     "NCCL_P2P_DISABLE": "GPUs of a machine talk through host memory: slower collectives",
@@ -46,7 +46,7 @@ CHANGES_BEHAVIOUR = {
 
 
 def main(argv: list[str]) -> None:
-    """`zerofit doctor`: see --help. Exit code 0, or 1 where a check fails."""
+    """`zerofit doctor`: see --help. Exits with 0, or with 1 if a check fails."""
     from zerofit import hardware
 
     parser = argparse.ArgumentParser(prog="zerofit doctor", allow_abbrev=False, description=__doc__)
@@ -62,19 +62,19 @@ def main(argv: list[str]) -> None:
         raise UserError(f"NODES={given.nodes}: must be a whole number from 1.")
     if given.gpus:
         hardware.check_devices(int(given.gpus), use_cpu=False)
-    began, found = time.perf_counter(), []
+    began, findings = time.perf_counter(), []
     for check in (python_and_packages, known_problems, compilers, compiled_ops, variables, launcher_files, gpus,
                   lambda: host_memory(nodes=int(given.nodes)), lambda: disk(Path(given.output_dir)), lambda: port(given.port),
                   hub_access, json_files, lambda: exchange(int(given.gpus or 0)), lambda: _of_nodes(given)):  # fmt: skip
-        found += (new := check())
+        findings += (latest := check())
         if not given.json:
-            _print(new)
-    counts = {level: sum(f.level == level for f in found) for level in ("ok", "warn", "fail")}
+            _print(latest)
+    counts = {level: sum(f.level == level for f in findings) for level in ("ok", "warn", "fail")}
     if given.json:
-        print(json.dumps({"findings": [asdict(f) for f in found], "ok": not counts["fail"]}, indent=1))
+        print(json.dumps({"findings": [asdict(f) for f in findings], "ok": not counts["fail"]}, indent=1))
     else:
-        said = ", ".join(f"{n} {level}" for level, n in counts.items())
-        print(f"\n{said}, {time.perf_counter() - began:.1f} s")
+        summary = ", ".join(f"{n} {level}" for level, n in counts.items())
+        print(f"\n{summary}, {time.perf_counter() - began:.1f} s")
     raise SystemExit(1 if counts["fail"] else 0)
 
 
@@ -96,7 +96,7 @@ def _print(found: list[doctor_nodes.Finding]) -> None:
 
 
 def python_and_packages() -> list[doctor_nodes.Finding]:
-    """Installed versions against the ranges that zerofit was tested with."""
+    """Compare installed versions with the ranges that zerofit was tested with."""
     from packaging.requirements import Requirement
 
     from zerofit.run_folder import PACKAGES
@@ -111,7 +111,7 @@ def python_and_packages() -> list[doctor_nodes.Finding]:
             )
         ]
     for requirement in requires:
-        if requirement.marker and not requirement.marker.evaluate({"extra": ""}):  # an extra's, or another platform's
+        if requirement.marker and not requirement.marker.evaluate({"extra": ""}):  # of an extra or of another platform
             continue
         try:
             version = metadata.version(requirement.name)
@@ -127,7 +127,7 @@ def python_and_packages() -> list[doctor_nodes.Finding]:
 
 
 def _version(name: str) -> str:
-    """Of a package, of "python", or of the "cuda" that torch was built for. Raises: PackageNotFoundError."""
+    """Return the version of a package, "python" or torch's "cuda". Raises: PackageNotFoundError."""
     import torch
 
     if name == "python":
@@ -140,10 +140,10 @@ def _version(name: str) -> str:
 
 
 def known_problems() -> list[doctor_nodes.Finding]:
-    """The rules of known_problems.json: version ranges in which something is known to go wrong."""
+    """Apply the rules of known_problems.json: version ranges with a known problem."""
     from packaging.specifiers import SpecifierSet
 
-    found = []
+    findings = []
     rules = json.loads(RULES.read_text(encoding="utf-8"))
     for rule in rules:
         try:
@@ -151,33 +151,33 @@ def known_problems() -> list[doctor_nodes.Finding]:
         except metadata.PackageNotFoundError:
             continue
         if all(SpecifierSet(rule["when"][name]).contains(v, prereleases=True) for name, v in versions.items()):
-            what = ", ".join(f"{name} {version}" for name, version in versions.items())
-            found.append(
+            matched = ", ".join(f"{name} {version}" for name, version in versions.items())
+            findings.append(
                 doctor_nodes.Finding(
-                    "known problem", rule["level"], f"{what}: {rule['symptom']} ({rule['link']})", rule["fix"]
+                    "known problem", rule["level"], f"{matched}: {rule['symptom']} ({rule['link']})", rule["fix"]
                 )
             )
-    return found or [doctor_nodes.Finding("known problems", "ok", f"none of {len(rules)} applies")]
+    return findings or [doctor_nodes.Finding("known problems", "ok", f"none of {len(rules)} applies")]
 
 
 # --- what DeepSpeed compiles ---
 
 
 def compilers() -> list[doctor_nodes.Finding]:
-    """Look for ninja and g++ (ops of offload), a C compiler (Triton, on a GPU) and the nvcc that ZeRO++'s ops need."""
+    """Look for ninja and g++ (offload ops), a C compiler (Triton, on a GPU) and nvcc (ZeRO++ ops)."""
     from zerofit.train import deepspeed_ops
 
     missing = deepspeed_ops.missing_tools()
-    found = [
+    findings = [
         doctor_nodes.Finding("compiler", "warn", f"{' and '.join(missing)} not on PATH: --offload_ratio and --offload_path cannot be used",
                 "apt install g++; ninja comes with `make install`")
         if missing else doctor_nodes.Finding("compiler", "ok", "ninja and g++ are on PATH")
     ]  # fmt: skip
-    return [*found, *_c_compiler(), *_nvcc()]
+    return [*findings, *_c_compiler(), *_nvcc()]
 
 
 def _c_compiler() -> list[doctor_nodes.Finding]:
-    """Look for what Triton compiles its launchers with, at run time on a GPU: $CC, gcc or clang, and Python's headers."""
+    """Look for what Triton needs at run time on a GPU: $CC, gcc or clang, and Python's headers."""
     if not hardware.torch_sees_some():
         return []
     missing = []
@@ -193,7 +193,7 @@ def _c_compiler() -> list[doctor_nodes.Finding]:
 
 
 def _nvcc() -> list[doctor_nodes.Finding]:
-    """Compare nvcc with torch's CUDA version by DeepSpeed's own rule: the same, or both in its list of compatible ones."""
+    """Compare nvcc and torch's CUDA by DeepSpeed's rule: same version, or both in its compatibility list."""
     import torch
 
     nvcc, cuda = shutil.which("nvcc"), torch.version.cuda
@@ -201,8 +201,8 @@ def _nvcc() -> list[doctor_nodes.Finding]:
         return []
     from deepspeed.ops.op_builder.builder import cuda_minor_mismatch_ok
 
-    said = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
-    version, cuda = said.partition("release ")[2].partition(",")[0], ".".join(cuda.split(".")[:2])
+    output = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
+    version, cuda = output.partition("release ")[2].partition(",")[0], ".".join(cuda.split(".")[:2])
     if version == cuda or any({version, cuda} <= set(group) for group in cuda_minor_mismatch_ok.values()):
         return []
     return [doctor_nodes.Finding("nvcc", "warn", f"nvcc {version or '(unknown)'}, torch for CUDA {cuda}: DeepSpeed compiles no CUDA op",
@@ -210,7 +210,11 @@ def _nvcc() -> list[doctor_nodes.Finding]:
 
 
 def compiled_ops() -> list[doctor_nodes.Finding]:
-    """A `lock` that a killed build left lets every later start wait for ever (pytorch issue 189245)."""
+    """List compiled ops; warn of a `lock` file, which a killed build leaves behind.
+
+    Every later start waits for it forever (pytorch issue 189245). zerofit removes stale locks in its own folder
+    (deepspeed_ops.clear_stale_lock).
+    """
     from zerofit.train import deepspeed_ops
 
     folder, ours = deepspeed_ops.folder_of_all()
@@ -221,8 +225,12 @@ def compiled_ops() -> list[doctor_nodes.Finding]:
                 "compiled ops", "warn", f"{locks[0]}: a build runs, or a killed one left it", f"rm {locks[0]}"
             )
         ]
-    made = [f.stem for f in folder.glob("*/*.so")]
-    text = f"{', '.join(made)} in {folder}" if made else "none yet; a job that needs one compiles it first (a minute)"
+    compiled = [f.stem for f in folder.glob("*/*.so")]
+    text = (
+        f"{', '.join(compiled)} in {folder}"
+        if compiled
+        else "none yet; a job that needs one compiles it first (a minute)"
+    )
     return [doctor_nodes.Finding("compiled ops", "ok", text)]
 
 
@@ -230,41 +238,44 @@ def compiled_ops() -> list[doctor_nodes.Finding]:
 
 
 def variables() -> list[doctor_nodes.Finding]:
-    """Environment variables that change what runs."""
+    """Warn of environment variables that change how a job runs."""
     from zerofit import distributed
 
-    found = []
+    findings = []
     cores, threads = distributed.cores(), os.environ.get("OMP_NUM_THREADS")
     if threads == "1" and cores > 2:
-        found.append(doctor_nodes.Finding("OMP_NUM_THREADS", "warn", f"1 of {cores} cores: the offloaded optimizer crawls",
+        findings.append(doctor_nodes.Finding("OMP_NUM_THREADS", "warn",
+                             f"1 of {cores} cores: the offloaded optimizer crawls",
                              "unset OMP_NUM_THREADS (make sets cores / processes)"))  # fmt: skip
     for name, effect in CHANGES_BEHAVIOUR.items():
         if os.environ.get(name, "0") not in ("0", "", allocator.default()):
-            found.append(doctor_nodes.Finding(name, "warn", f"is {os.environ[name]}: {effect}", f"unset {name}"))
-    return found or [doctor_nodes.Finding("environment", "ok", "no variable changes what runs")]
+            findings.append(doctor_nodes.Finding(name, "warn", f"is {os.environ[name]}: {effect}", f"unset {name}"))
+    return findings or [doctor_nodes.Finding("environment", "ok", "no variable changes what runs")]
 
 
 def launcher_files() -> list[doctor_nodes.Finding]:
-    """Files in which launchers keep settings: accelerate's cached configuration, DeepSpeed's environment and hosts."""
+    """Warn of files with launcher settings: accelerate's cached configuration, DeepSpeed's .deepspeed_env."""
     from zerofit import distributed
     from zerofit.config import accelerate_env
 
-    found, cached = [], accelerate_env.cached_accelerate_config()
+    findings, cached = [], accelerate_env.cached_accelerate_config()
     if cached.exists():
-        found.append(doctor_nodes.Finding("accelerate", "warn", f"{cached} sets the number of processes of a bare `accelerate launch`; "
+        findings.append(doctor_nodes.Finding("accelerate", "warn",
+                             f"{cached} sets the number of processes of a bare `accelerate launch`; "
                              "its stage and precision are not used", f"rm {cached}, or name --num_processes"))  # fmt: skip
     for folder in {Path.cwd(), distributed.home()}:
         if (folder / ".deepspeed_env").exists():
-            found.append(doctor_nodes.Finding("deepspeed", "warn", f"{folder / '.deepspeed_env'} holds an environment, often with tokens, "
+            findings.append(doctor_nodes.Finding("deepspeed", "warn",
+                                 f"{folder / '.deepspeed_env'} holds an environment, often with tokens, "
                                  "that DeepSpeed's launcher sends to every machine", f"rm {folder / '.deepspeed_env'}"))  # fmt: skip
-    return found or [doctor_nodes.Finding("launchers", "ok", "no cached configuration")]
+    return findings or [doctor_nodes.Finding("launchers", "ok", "no cached configuration")]
 
 
 # --- the machine ---
 
 
 def gpus() -> list[doctor_nodes.Finding]:
-    """GPUs with their memory, who else uses them, and whether they have bf16."""
+    """Report each GPU: free memory, support by this torch build, bf16, exclusive mode."""
     import torch
 
     if not hardware.torch_sees_some():
@@ -281,7 +292,7 @@ def gpus() -> list[doctor_nodes.Finding]:
 
 
 def _of_gpu(device, built_for: int) -> doctor_nodes.Finding:
-    """Args: built_for: the lowest compute capability that torch has kernels for, 75 for 7.5."""
+    """Report one GPU. built_for: lowest compute capability that torch has kernels for, 75 for 7.5."""
     name, (major, minor) = f"GPU {device.index}", device.capability
     if major * 10 + minor < built_for:
         return doctor_nodes.Finding(
@@ -298,29 +309,31 @@ def _of_gpu(device, built_for: int) -> doctor_nodes.Finding:
 
 
 def host_memory(nvme: bool = False, nodes: int = 1) -> list[doctor_nodes.Finding]:
-    """Memory for offload, shared memory for data workers, and how much may be locked or pinned.
+    """Report host memory, the size of /dev/shm, and the limits on locked and pinned memory.
 
-    Args: nvme: whether --offload_path is used; nodes: machines of the job.
+    Args: nvme: whether --offload_path is used; nodes: nodes of the job.
     """
     import psutil
 
     memory = psutil.virtual_memory()
-    found = [
+    findings = [
         doctor_nodes.Finding(
             "host memory", "ok", f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB available"
         )
     ]
     shm = Path("/dev/shm")
     if shm.exists() and (size := shutil.disk_usage(shm).total) < GIB:
-        found.append(doctor_nodes.Finding("/dev/shm", "warn", f"{size / 2**20:.0f} MiB: NCCL and data workers need more",
+        findings.append(doctor_nodes.Finding("/dev/shm", "warn",
+                             f"{size / 2**20:.0f} MiB: NCCL and data workers need more",
                              "docker run --shm-size 16g, or --ipc host"))  # fmt: skip
-    return [*found, *_locked_memory(nvme, nodes), *_pinned_memory()]
+    return [*findings, *_locked_memory(nvme, nodes), *_pinned_memory()]
 
 
 def _locked_memory(nvme: bool, nodes: int) -> list[doctor_nodes.Finding]:
-    """Compare RLIMIT_MEMLOCK with what it bounds: DeepSpeed's NVMe buffers (mlock) and what InfiniBand registers.
+    """Warn of a low RLIMIT_MEMLOCK if something depends on it.
 
-    The driver pins CUDA's memory itself; the limit does not hold for it.
+    DeepSpeed's NVMe buffers (mlock) and InfiniBand registrations do. The limit does not apply to CUDA's pinned memory,
+    which the driver pins.
     """
     from zerofit.launch import doctor_nodes
 
@@ -334,7 +347,7 @@ def _locked_memory(nvme: bool, nodes: int) -> list[doctor_nodes.Finding]:
 
 
 def _pinned_memory() -> list[doctor_nodes.Finding]:
-    """Warn of WSL2, whose driver limits pinned memory (to 0.5 GiB in microsoft/WSL issue 14078); no ulimit shows it."""
+    """Warn of WSL2's limit on pinned memory (0.5 GiB in microsoft/WSL issue 14078), which no ulimit shows."""
     if "microsoft" not in _kernel().lower() or not hardware.torch_sees_some():
         return []
     return [doctor_nodes.Finding("pinned memory", "warn", "WSL2 pins little memory, sometimes 0.5 GiB: --offload and --activation_offload "
@@ -349,58 +362,62 @@ def _kernel() -> str:
 
 
 def disk(folder: Path) -> list[doctor_nodes.Finding]:
-    """Whether run folders can be written there, files be renamed whole, and how much room there is."""
+    """Check that files can be written and atomically replaced in a folder, and report the free space."""
     from zerofit.paths import nearest_existing
 
-    near = nearest_existing(folder.expanduser().absolute())
+    parent = nearest_existing(folder.expanduser().absolute())
     try:
-        with tempfile.TemporaryDirectory(prefix=".zerofit-", dir=near) as own:  # nobody else can take its name before
-            aside, target = Path(own) / "file.tmp", Path(own) / "file"
-            aside.write_text("x")
-            os.replace(aside, target)
+        with tempfile.TemporaryDirectory(
+            prefix=".zerofit-", dir=parent
+        ) as scratch:  # a new name, which no other user can have created
+            source, target = Path(scratch) / "file.tmp", Path(scratch) / "file"
+            source.write_text("x")
+            os.replace(source, target)
     except OSError as error:
         return [
             doctor_nodes.Finding(
-                "disk", "fail", f"{near}: {error.strerror}: runs cannot be written", "another folder with OUT="
+                "disk", "fail", f"{parent}: {error.strerror}: runs cannot be written", "another folder with OUT="
             )
         ]
-    free = shutil.disk_usage(near).free
+    free = shutil.disk_usage(parent).free
     level = "warn" if free < 10 * GIB else "ok"
-    return [doctor_nodes.Finding("disk", level, f"{near}: {free / GIB:.1f} GiB free (a checkpoint takes 14 bytes a trained parameter)",
+    return [doctor_nodes.Finding("disk", level,
+                    f"{parent}: {free / GIB:.1f} GiB free (a checkpoint takes 14 bytes a trained parameter)",
                     "--save_total_limit 1, or another folder with OUT=")]  # fmt: skip
 
 
 def port(text: str) -> list[doctor_nodes.Finding]:
-    """Whether the rendezvous port is free and this machine's name leads to itself."""
+    """Check that the rendezvous port is free and that this machine's host name has an address."""
     from zerofit.launch.cluster import node_options
 
-    found = []
+    findings = []
     try:
         node_options.port_of(text)
     except UserError as error:
-        found.append(doctor_nodes.Finding("port", "fail", str(error), "another one, or none for a free one"))
+        findings.append(doctor_nodes.Finding("port", "fail", str(error), "another one, or none for a free one"))
     try:
         socket.getaddrinfo(socket.gethostname(), None)
     except OSError:
-        found.append(doctor_nodes.Finding("host name", "warn", f"{socket.gethostname()} has no address: gloo and NCCL may not find it",
+        findings.append(doctor_nodes.Finding("host name", "warn",
+                             f"{socket.gethostname()} has no address: gloo and NCCL may not find it",
                              f"echo 127.0.0.1 {socket.gethostname()} >> /etc/hosts"))  # fmt: skip
-    return found or [doctor_nodes.Finding("network", "ok", "a port is free, the host's name has an address")]
+    return findings or [doctor_nodes.Finding("network", "ok", "a port is free, the host's name has an address")]
 
 
 def json_files() -> list[doctor_nodes.Finding]:
-    """Every DeepSpeed JSON of deepspeed_configs/: keys that DeepSpeed removed or would ignore."""
+    """Check each JSON of deepspeed_configs/ for keys that DeepSpeed removed or ignores."""
     from zerofit.config import deepspeed_json
     from zerofit.paths import ROOT
 
-    found, files = [], sorted((ROOT / "deepspeed_configs").glob("*.json"))
+    findings, files = [], sorted((ROOT / "deepspeed_configs").glob("*.json"))
     for file in files:
         try:
             config = deepspeed_json.read_json(file)
             if "stage" in config.get("zero_optimization", {}):  # an overlay has none
                 deepspeed_json.lint(config, file)
         except UserError as error:
-            found.append(doctor_nodes.Finding("JSON", "fail", str(error), f"git diff {file}"))
-    return found or [doctor_nodes.Finding("JSON", "ok", f"{len(files)} files in deepspeed_configs are well")]
+            findings.append(doctor_nodes.Finding("JSON", "fail", str(error), f"git diff {file}"))
+    return findings or [doctor_nodes.Finding("JSON", "ok", f"{len(files)} files in deepspeed_configs are well")]
 
 
 # --- processes ---
@@ -423,16 +440,17 @@ if dist.get_rank() == 0:
 dist.destroy_process_group()
 """
 
-_EXCHANGE_FIXES = {  # where it takes too long, where it fails
+_EXCHANGE_FIXES = {  # {backend: (fix for a timeout, fix for a failure)}
     "NCCL": ("NCCL_DEBUG=INFO make doctor; set NCCL_SOCKET_IFNAME to the right network", "NCCL_DEBUG=INFO make doctor"),
     "gloo": ("the machine is busy or its disk slow: again when it is idle", "GLOO_SOCKET_IFNAME=lo make doctor"),
 }
 
 
 def exchange(count: int, seconds: float = 90.0) -> list[doctor_nodes.Finding]:
-    """Whether processes can really exchange a tensor (64 MB, all-reduced), and how fast.
+    """All-reduce a 64 MiB tensor between processes and report the speed.
 
-    Args: seconds: for all of it; importing torch in every process takes most, a minute from a cold network disk.
+    Args: count: processes, 0 for one per GPU, or 2 on a CPU; seconds: timeout of the whole check; importing
+        torch takes most of it, a minute from a cold network disk.
     """
     import torch
 
@@ -443,53 +461,59 @@ def exchange(count: int, seconds: float = 90.0) -> list[doctor_nodes.Finding]:
     if count == 1:
         return []
     env = {name: value for name, value in os.environ.items() if name != hardware.NVML_CHECK}
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(distributed.free_port()), "WORLD_SIZE": str(count)}
+    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(distributed.free_port()), "WORLD_SIZE": str(count)}
     backend = "NCCL" if cuda else "gloo"
-    slow, wrong = _EXCHANGE_FIXES[backend]
-    failed, said = _ranks(count, env | shared, seconds)
+    timeout_fix, failure_fix = _EXCHANGE_FIXES[backend]
+    failed, output = _ranks(count, env | rendezvous, seconds)
     if failed is None:
         return [doctor_nodes.Finding("exchange", "fail",
-                        f"{count} processes did not exchange a tensor over {backend} in {seconds:.0f} s", slow)]  # fmt: skip
-    # NCCL_DEBUG has NCCL write lines of its own.
-    words = next((line.split() for line in said.splitlines() if line.startswith("exchanged ")), [])
-    if failed or len(words) != 4 or words[3] != "True":
-        last = (said.strip().splitlines() or ["no answer"])[-1]
-        return [doctor_nodes.Finding("exchange", "fail", f"{count} processes over {backend}: {last}", wrong)]
-    return [doctor_nodes.Finding("exchange", "ok", f"{words[1]} processes over {backend}, {float(words[2]):.2f} GB/s")]
+                        f"{count} processes did not exchange a tensor over {backend} in {seconds:.0f} s",
+                        timeout_fix)]  # fmt: skip
+    # With NCCL_DEBUG, NCCL prints lines too.
+    fields = next((line.split() for line in output.splitlines() if line.startswith("exchanged ")), [])
+    if failed or len(fields) != 4 or fields[3] != "True":
+        last = (output.strip().splitlines() or ["no answer"])[-1]
+        return [doctor_nodes.Finding("exchange", "fail", f"{count} processes over {backend}: {last}", failure_fix)]
+    return [
+        doctor_nodes.Finding("exchange", "ok", f"{fields[1]} processes over {backend}, {float(fields[2]):.2f} GB/s")
+    ]
 
 
 def _ranks(count: int, env: dict[str, str], seconds: float) -> tuple[bool | None, str]:
-    """Run _EXCHANGE in `count` processes: (whether one failed, its output; else rank 0's). None: not done in time."""
+    """Run _EXCHANGE in `count` processes.
+
+    Returns: (whether one failed, its output or else rank 0's); (None, "") on a timeout.
+    """
     with tempfile.TemporaryDirectory(prefix="zerofit-doctor-") as temporary, contextlib.ExitStack() as stack:
-        # Files: nobody reads pipes of all ranks at once, and NCCL_DEBUG fills them.
+        # Files, not pipes: NCCL_DEBUG would fill a pipe that is not read, and its rank would block.
         files = [stack.enter_context((Path(temporary) / str(rank)).open("w+")) for rank in range(count)]
         ranks = [
             subprocess.Popen([sys.executable, "-c", _EXCHANGE], stdout=file, stderr=file,
                              env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
             for rank, file in enumerate(files)
         ]  # fmt: skip
-        deadline, speaker = time.monotonic() + seconds, None
+        deadline, shown_rank = time.monotonic() + seconds, None
         try:
-            while time.monotonic() < deadline and speaker is None:
+            while time.monotonic() < deadline and shown_rank is None:
                 codes = [rank.poll() for rank in ranks]
-                speaker = next((rank for rank, code in enumerate(codes) if code), None)
-                if speaker is None and None not in codes:
-                    speaker = 0
+                shown_rank = next((rank for rank, code in enumerate(codes) if code), None)
+                if shown_rank is None and None not in codes:
+                    shown_rank = 0
                 time.sleep(0.05)
         finally:
             for rank in ranks:
                 rank.kill()
                 rank.wait()
-        if speaker is None:
+        if shown_rank is None:
             return None, ""
-        return bool(codes[speaker]), (Path(temporary) / str(speaker)).read_text(errors="replace")
+        return bool(codes[shown_rank]), (Path(temporary) / str(shown_rank)).read_text(errors="replace")
 
 
 # --- before each launch ---
 
 
 def hub_access() -> list[doctor_nodes.Finding]:
-    """Whether models and data of the Hugging Face hub can be had: offline mode, the token, the address."""
+    """Check access to the Hugging Face Hub: offline mode, token, address."""
     from huggingface_hub import get_token
 
     from zerofit.data import hub
@@ -506,7 +530,7 @@ def hub_access() -> list[doctor_nodes.Finding]:
 
 
 def room(settings, net) -> list[doctor_nodes.Finding]:
-    """Whether the disk holds what this run will keep, by the closed form (with AdamW's two states).
+    """Warn if the disk is too small for the run's checkpoints and final/, by formula (AdamW, two states).
 
     Args: net: the model on the meta device.
     """
@@ -514,38 +538,39 @@ def room(settings, net) -> list[doctor_nodes.Finding]:
     from zerofit.paths import nearest_existing
     from zerofit.plan import formulas
 
-    trained, every = count_parameters(net)
-    each = formulas.checkpoint_bytes(trained, every)
+    trained_params, total_params = count_parameters(net)
+    checkpoint_size = formulas.checkpoint_bytes(trained_params, total_params)
     kept = 0 if settings.save_strategy == "no" else (settings.save_total_limit or 1) + 1  # one is being written
-    needed = kept * each + 2 * (trained if settings.recipe == "lora" else every)
+    needed = kept * checkpoint_size + 2 * (trained_params if settings.recipe == "lora" else total_params)
     folder = nearest_existing(Path(settings.output_dir or "runs").expanduser().absolute())
     free = shutil.disk_usage(folder).free
     if needed <= free:
         return []
-    return [doctor_nodes.Finding("disk", "warn", f"{kept} checkpoints and final/ take about {needed / 1e9:.3g} GB, {folder} has "
-                    f"{free / 1e9:.3g} free", "--save_total_limit 1, --save_strategy no, or another folder with OUT=")]  # fmt: skip
+    return [doctor_nodes.Finding("disk", "warn",
+                    f"{kept} checkpoints and final/ take about {needed / 1e9:.3g} GB, {folder} has {free / 1e9:.3g} free",
+                    "--save_total_limit 1, --save_strategy no, or another folder with OUT=")]  # fmt: skip
 
 
 def installation() -> list[doctor_nodes.Finding]:
-    """What can be known before a model is looked at."""
+    """Run the checks that need no model: package versions and known problems."""
     return [*python_and_packages(), *known_problems()]
 
 
 def of_job(settings, net) -> list[doctor_nodes.Finding]:
-    """What concerns this job and costs nothing. net: the model on the meta device."""
-    found = room(settings, net)
-    of_gpus = ("CUDA", "NCCL", "PYTORCH", "DS_ACCELERATOR")
-    found += [f for f in variables() if not settings.use_cpu or not f.name.startswith(of_gpus)]
+    """Run the cheap checks that concern this job. net: the model on the meta device."""
+    findings = room(settings, net)
+    gpu_prefixes = ("CUDA", "NCCL", "PYTORCH", "DS_ACCELERATOR")
+    findings += [f for f in variables() if not settings.use_cpu or not f.name.startswith(gpu_prefixes)]
     if not settings.use_cpu:
-        found += gpus()
+        findings += gpus()
     if settings.offload != "none" or settings.activation_offload:
         nodes = -(-settings.world_size // int(os.environ.get("LOCAL_WORLD_SIZE") or settings.world_size))
-        found += host_memory(nvme=bool(settings.offload_path), nodes=nodes)
-    return found
+        findings += host_memory(nvme=bool(settings.offload_path), nodes=nodes)
+    return findings
 
 
 def raise_or_warn(found: list[doctor_nodes.Finding]) -> list[str]:
-    """The sentences of those that warn. Raises: UserError for one that fails."""
+    """Return the warnings as sentences. Raises: UserError for the first finding that fails."""
     for finding in found:
         if finding.level == "fail":
             raise UserError(f"{finding.name}: {finding.text}; {finding.fix}.")

@@ -1,4 +1,4 @@
-"""`make doctor NODES=4`: check what matters when this machine is one node of several."""
+"""`make doctor NODES=4`: check this machine as one node of several."""
 
 import os
 import shutil
@@ -12,7 +12,7 @@ from zerofit.launch.cluster import node_options
 
 @dataclass
 class Finding:
-    """level: "ok", "warn" or "fail"; fix: the command or setting that mends it."""
+    """The result of one check. level: "ok", "warn" or "fail"; fix: the command or setting that repairs it."""
 
     name: str
     level: str
@@ -20,7 +20,7 @@ class Finding:
     fix: str = ""
 
 
-# File systems that several machines can have at one place.
+# File systems that several nodes can mount at the same path.
 SHARED = (
     "nfs",
     "nfs4",
@@ -38,50 +38,54 @@ SHARED = (
     "orangefs",
 )
 
+# {command that must be on PATH: the way to start several nodes that needs it}
 STARTERS = {"sbatch": "make slurm", "ssh": "HOSTS=hostfile", "kubectl": "zerofit kubernetes"}
 
 
 def check(count: int, out: Path, port: str) -> list[Finding]:
-    """Args: count: machines of the job; out: where its runs are to be; port: of the rendezvous, "": the usual one."""
+    """Run every check of this file.
+
+    Args: count: nodes of the job; out: folder of its runs; port: of the rendezvous, "" for the default one.
+    """
     return [*interfaces(), *names(), *ports(port), *shared(out, count), *starters()]
 
 
 def interfaces() -> list[Finding]:
-    """What the machines can talk over, and whether the variables that choose it name one of them."""
-    here = node_options.interfaces()
-    found = []
+    """List the network interfaces; fail if NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME matches none of them."""
+    present = node_options.interfaces()
+    findings = []
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
-        asked = [n.lstrip("=^") for n in os.environ.get(name, "").split(",") if n and not n.startswith("^")]
-        if missing := [n for n in asked if not any(i.startswith(n) for i in here)]:
-            found.append(Finding("interface", "fail", f"{name}={os.environ[name]}: there is no {missing[0]} here, only "
-                                 f"{', '.join(here)}", f"unset {name}, or name one of these"))  # fmt: skip
+        names = [n.lstrip("=^") for n in os.environ.get(name, "").split(",") if n and not n.startswith("^")]
+        if missing := [n for n in names if not any(i.startswith(n) for i in present)]:
+            findings.append(Finding("interface", "fail", f"{name}={os.environ[name]}: there is no {missing[0]} here, "
+                                    f"only {', '.join(present)}", f"unset {name}, or name one of these"))  # fmt: skip
     outward = {
-        n: a
-        for n, addresses in here.items()
-        for a in addresses[:1]
-        if n != "lo" and not a.startswith(("127.", "169.254."))
+        n: address
+        for n, addresses in present.items()
+        for address in addresses[:1]
+        if n != "lo" and not address.startswith(("127.", "169.254."))
     }
     if not outward:
         return [
-            *found,
+            *findings,
             Finding("interface", "fail", "this machine has no network but itself", "bring an interface up (ip link)"),
         ]
     fast = infiniband()
     text = ", ".join(f"{name} {address}" for name, address in outward.items())
     return [
-        *found,
+        *findings,
         Finding("interface", "ok", f"{text}; {'InfiniBand or RoCE ' + ', '.join(fast) if fast else 'no InfiniBand'}"),
     ]
 
 
 def infiniband() -> list[str]:
-    """The names of this machine's InfiniBand and RoCE devices."""
+    """Return the names of this node's InfiniBand and RoCE devices."""
     devices = Path("/sys/class/infiniband")
     return sorted(device.name for device in devices.iterdir()) if devices.is_dir() else []
 
 
 def names() -> list[Finding]:
-    """Whether this machine's name leads others to it."""
+    """Warn if this node's host name cannot be looked up, or resolves to a loopback address."""
     name = socket.gethostname()
     try:
         address = socket.gethostbyname(name)
@@ -96,7 +100,7 @@ def names() -> list[Finding]:
 
 
 def ports(text: str) -> list[Finding]:
-    """Whether node 0 could listen here."""
+    """Check that the two ports of node 0 are free on this node."""
     first = int(text) if text.isdigit() else node_options.PORT
     taken = [str(p) for p in (first, first + 1) if not distributed.port_is_free(p, "")]
     if taken:
@@ -106,23 +110,23 @@ def ports(text: str) -> list[Finding]:
 
 
 def shared(folder: Path, count: int) -> list[Finding]:
-    """Whether the run folder is on a disk that the other machines can see."""
+    """Check by file system type whether other nodes can see the run folder. count: nodes of the job."""
     import psutil
 
     from zerofit.paths import nearest_existing
 
-    near = nearest_existing(folder.absolute())
+    parent = nearest_existing(folder.absolute())
     mounts = sorted(psutil.disk_partitions(all=True), key=lambda m: len(m.mountpoint))
-    of_it = [m for m in mounts if near.is_relative_to(m.mountpoint)]
-    kind = of_it[-1].fstype if of_it else "an unknown file system"
+    candidates = [m for m in mounts if parent.is_relative_to(m.mountpoint)]
+    kind = candidates[-1].fstype if candidates else "an unknown file system"
     if kind in SHARED or kind.startswith("fuse."):
-        return [Finding("run folder", "ok", f"{near} is on {kind}, which several machines can share")]
-    return [Finding("run folder", "warn", f"{near} is on {kind}: {count} machines would each have their own",
+        return [Finding("run folder", "ok", f"{parent} is on {kind}, which several machines can share")]
+    return [Finding("run folder", "warn", f"{parent} is on {kind}: {count} machines would each have their own",
                     "OUT on a disk that all machines mount at the same place (checked again when ranks start)")]  # fmt: skip
 
 
 def starters() -> list[Finding]:
-    here = [f"{tool} ({use})" for tool, use in STARTERS.items() if shutil.which(tool)]
+    ways = [f"{tool} ({use})" for tool, use in STARTERS.items() if shutil.which(tool)]
     return [
-        Finding("starting", "ok", f"{', '.join([*here, 'one line on each machine (NODES= NODE_RANK= MASTER_ADDR=)'])}")
+        Finding("starting", "ok", f"{', '.join([*ways, 'one line on each machine (NODES= NODE_RANK= MASTER_ADDR=)'])}")
     ]

@@ -26,40 +26,40 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--show", action="store_true", help="print command, environment and arguments; start nothing")
     parser.add_argument("recipe", help="recipes/sft.py or recipes/lora.py")
     parser.add_argument("flags", nargs=argparse.REMAINDER, help="the recipe's flags")
-    given = parser.parse_args(argv)
+    args = parser.parse_args(argv)
 
-    recipe = Path(given.recipe)
+    recipe = Path(args.recipe)
     if not recipe.is_file() and (ROOT / recipe).is_file():
         recipe = ROOT / recipe  # started from another folder
     if recipe.stem not in arguments.RECIPES or not recipe.is_file():
         raise UserError(
-            f"{given.recipe}: no such recipe; there are {', '.join(f'recipes/{r}.py' for r in arguments.RECIPES)}."
+            f"{args.recipe}: no such recipe; there are {', '.join(f'recipes/{r}.py' for r in arguments.RECIPES)}."
         )
-    if given.launcher not in prepare.LAUNCHERS:
-        raise UserError(f"LAUNCHER={given.launcher}: must be one of {', '.join(prepare.LAUNCHERS)}.")
-    flags, count = parse.command_line(recipe.stem, given.flags, given.args, given.gpus)
-    here = node_options.of(given)
+    if args.launcher not in prepare.LAUNCHERS:
+        raise UserError(f"LAUNCHER={args.launcher}: must be one of {', '.join(prepare.LAUNCHERS)}.")
+    flags, count = parse.command_line(recipe.stem, args.flags, args.args, args.gpus)
+    place = node_options.of(args)
     prepare.without_a_launchers_variables()
     flags, token = prepare.without_token(flags)
     os.environ |= token
     hardware.check_devices(count, use_cpu=any(f.startswith(("--use_cpu", "--use-cpu")) for f in flags))
-    if here is None:
-        _launch(given, recipe, flags, count)
-    elif given.show:
-        _show_nodes(here, recipe, flags, count)
+    if place is None:
+        _launch(args, recipe, flags, count)
+    elif args.show:
+        _show_nodes(place, recipe, flags, count)
     else:
-        prepare.check_for_nodes(flags, given.launcher)
-        if here.least == here.most:  # a mistake in the flags is said before anybody waits
-            ranks = count * here.most
+        prepare.check_for_nodes(flags, args.launcher)
+        if place.least == place.most:  # report a mistake in the flags before any node waits
+            ranks = count * place.most
             _settings(recipe.stem, [*flags, "--gpus", str(ranks)], ranks)
-        with job_secret.of_job(here, flags) as secret:
-            crew = coordinator.Coordinator(here, count, consistency.software(recipe.stem), secret)
+        with job_secret.of_job(place, flags) as secret:
+            crew = coordinator.Coordinator(place, count, consistency.software(recipe.stem), secret)
             with crew.telling():
-                _launch(given, recipe, flags, count, crew)
+                _launch(args, recipe, flags, count, crew)
 
 
 def _launch(given, recipe: Path, flags: list[str], count: int, crew: coordinator.Coordinator | None = None) -> None:
-    """Check everything, then run the job. count: processes of this machine; crew: its machines, where it has several."""
+    """Check everything, then run the job. count: processes of this node; crew: None for one node."""
     ranks = count
     if crew:
         crew.gather()
@@ -106,39 +106,40 @@ def _launch(given, recipe: Path, flags: list[str], count: int, crew: coordinator
 
 
 def _settings(recipe: str, flags: list[str], ranks: int) -> Settings:
-    """Resolve the command line of the ranks to be started; --show and --plan print and end the process."""
+    """Resolve the ranks' command line; --show and --plan print and end the process."""
     settings = resolve.resolve_settings(recipe, flags, ranks)
     preflight.only_print(settings)
     return settings
 
 
 def _members(crew: coordinator.Coordinator, recipe: str, flags: list[str]) -> tuple[list[str], int]:
-    """Node 0 says which of the nodes that are here the job begins with: as many as the batch can be dealt out to.
+    """Choose the nodes that the job starts with; node 0 chooses, the others read its choice.
 
-    Returns: the recipe's flags (--zero auto: with the choice in its place), the processes of the job.
+    It takes the most of the nodes present among which the batch can be divided evenly.
+    Returns: the recipe's flags (with --zero auto resolved), the number of processes of the job.
     """
     if not crew.leads:
         chosen = documents.with_decisions(flags, crew.board["flags"]) if preflight.is_auto(flags) else flags
         return chosen, crew.processes
-    here = crew.here()
+    nodes = crew.here()
     while True:
-        ranks = sum(gpus for _, gpus in here)
+        ranks = sum(gpus for _, gpus in nodes)
         try:
             chosen = (
-                preflight.chosen_flags(recipe, flags, ranks, node=here[0][1]) if preflight.is_auto(flags) else flags
+                preflight.chosen_flags(recipe, flags, ranks, node=nodes[0][1]) if preflight.is_auto(flags) else flags
             )
             _settings(recipe, [*chosen, "--gpus", str(ranks)], ranks)
             break
         except UserError:
-            if len(here) == crew.place.least:
+            if len(nodes) == crew.place.least:
                 raise
-            here = here[:-1]
-    crew.begin_with(here, chosen)
+            nodes = nodes[:-1]
+    crew.begin_with(nodes, chosen)
     return chosen, ranks
 
 
 def _show_nodes(here: node_options.Place, recipe: Path, flags: list[str], count: int) -> None:
-    """What `--show` prints on a machine of several; the other machines are not asked for."""
+    """Print what `--show` prints for one node of several, without contacting the other nodes."""
     ranks = count * here.most
     settings = _settings(recipe.stem, [*flags, "--gpus", str(ranks)], ranks)
     _show(settings, coordinator.torchrun(here, dict.fromkeys(range(here.most), count), [str(recipe), *flags, "--gpus", str(ranks)]),

@@ -1,10 +1,13 @@
-"""Refuse make variables that the Makefile does not know. Standard library only: it runs before the installation."""
+"""Reject make variables that the Makefile does not know.
+
+Standard library only: it runs before the installation.
+"""
 
 import difflib
 import os
 import sys
 
-# Names that people bring from other tools: the variable here.
+# {make variable: names that other tools use for it}
 SYNONYMS = {
     "ZERO": "STAGE ZERO_STAGE DEEPSPEED_STAGE DEEPSPEED ZERO_LEVEL",
     "GPUS": "GPU_COUNT NUM_GPU NUM_GPUS N_GPU N_GPUS NGPU NGPUS NUM_PROCESSES NPROC NPROC_PER_NODE WORLD_SIZE DEVICES",
@@ -28,21 +31,21 @@ SYNONYMS = {
 
 def suggestion(name: str, known: list[str]) -> str:
     """Return what to write instead of an unknown variable."""
-    wanted = name.upper().replace("-", "_")
-    same = next((variable for variable, others in SYNONYMS.items() if wanted in others.split()), None)
-    close = [same] if same else difflib.get_close_matches(wanted, known, 1, 0.75)
+    normalized = name.upper().replace("-", "_")
+    synonym = next((variable for variable, others in SYNONYMS.items() if normalized in others.split()), None)
+    close = [synonym] if synonym else difflib.get_close_matches(normalized, known, 1, 0.75)
     if close:
         return f"did you mean {close[0]}?"
     return 'a flag of the recipes goes into ARGS="--flag value"; `make help` lists the variables.'
 
 
 def main() -> None:
-    """Print one line for each unknown variable and exit with 2. The Makefile hands the names over in the environment."""
+    """Print one line per unknown name and exit with 2; the Makefile sets them in the environment."""
     known = [*os.environ["VARIABLES"].split(), "RECIPE", "PYTHON", "ENV"]
     for name in sorted(os.environ["UNKNOWN_VARIABLES"].split()):
         value = os.environ.get(name)  # make exports names of letters, digits and underscores only
-        given = name if value is None else f"{name}={value}"
-        print(f"zerofit: error: {given}: no such variable; {suggestion(name, known)}", file=sys.stderr)
+        assignment = name if value is None else f"{name}={value}"
+        print(f"zerofit: error: {assignment}: no such variable; {suggestion(name, known)}", file=sys.stderr)
     raise SystemExit(2)
 
 

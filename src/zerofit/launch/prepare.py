@@ -15,36 +15,36 @@ LAUNCHERS = ("torchrun", "accelerate", "deepspeed")
 
 
 def without_a_launchers_variables() -> None:
-    """What Kubernetes' operators or another launcher have set is not for the ranks, which get their own."""
+    """Remove variables that a Kubernetes operator or another launcher has set: the ranks get their own."""
     for name in list(os.environ):
         if name in distributed.LAUNCHER_SETS or name.startswith("PET_"):
             del os.environ[name]
 
 
 def without_token(flags: list[str]) -> tuple[list[str], dict[str, str]]:
-    """(the flags without --hub_token, the environment that hands it on): a command line can be read by everybody."""
+    """Return (flags without --hub_token, {"HF_TOKEN": token}): any user can read a command line."""
     token = command_line.value_of(flags, ("--hub_token", "--hub-token"))
     return command_line.drop(flags, "--hub_token"), {"HF_TOKEN": token} if token else {}
 
 
 def check_for_nodes(flags: list[str], launcher: str = "torchrun") -> None:
-    """Raises: UserError for what works on one machine only."""
+    """Refuse flags that work on one node only. Raises: UserError."""
     if launcher != "torchrun":
         raise UserError(f"LAUNCHER={launcher}: several machines are started by torchrun; leave LAUNCHER out.")
-    found = command_line.with_auto_as_probe(flags)
-    if command_line.value_of(found, ("--search_batch_size",)) not in (None, "false"):
+    expanded = command_line.with_auto_as_probe(flags)
+    if command_line.value_of(expanded, ("--search_batch_size",)) not in (None, "false"):
         raise UserError(
             "--per_device_train_batch_size auto searches on one machine: run `make batch-size` there with its GPUS, and name the "
             "size that it finds."
         )
-    if command_line.value_of(found, ("--on_oom",)) == "ask":
+    if command_line.value_of(expanded, ("--on_oom",)) == "ask":
         raise UserError("--on_oom ask: there is no one terminal on several machines; use retry or fail.")
-    if command_line.value_of(found, ("--canary",)) == "true":
+    if command_line.value_of(expanded, ("--canary",)) == "true":
         raise UserError("--canary true rehearses on one machine; leave it out, or try with --max_steps 3 first.")
 
 
 def add_placement(parser: argparse.ArgumentParser, gpus: str) -> None:
-    """The options that place processes. gpus: the default of --gpus."""
+    """Add the options that place processes. gpus: default of --gpus."""
     parser.add_argument("--gpus", default=gpus, help="processes; without a GPU they run on the CPU (gloo)")
     parser.add_argument("--launcher", default="torchrun", help=f"{', '.join(LAUNCHERS)} (one process needs none)")
     parser.add_argument(
@@ -54,10 +54,10 @@ def add_placement(parser: argparse.ArgumentParser, gpus: str) -> None:
 
 
 def prepare(settings: Settings, decides: bool = True) -> tuple[Path | None, object, object]:
-    """Everything that can go wrong without a GPU, tried in this one process: folder, model config, tokenizer, data.
+    """Check in this one process whatever needs no GPU: run folder, model config, tokenizer, data.
 
-    Args: decides: whether this machine chooses the run folder and the checkpoint to go on from (node 0 does).
-    Returns: the run folder to be made, the training set and the evaluation set (data.Tokens, or None).
+    Args: decides: whether this node chooses the run folder and the checkpoint to resume from (only node 0 does).
+    Returns: the run folder to create (None if not `decides`), the training set, the evaluation set or None.
     """
     from zerofit.config import offload
     from zerofit.data import hub
@@ -69,13 +69,13 @@ def prepare(settings: Settings, decides: bool = True) -> tuple[Path | None, obje
     from zerofit.train.checkpoint import resume
 
     hub.check_push(settings)
-    notes = doctor.raise_or_warn(doctor.installation())
-    net = check_model(settings)
-    for sentence in [*notes, *doctor.raise_or_warn(doctor.of_job(settings, net))]:
+    warnings = doctor.raise_or_warn(doctor.installation())
+    model = check_model(settings)
+    for sentence in [*warnings, *doctor.raise_or_warn(doctor.of_job(settings, model))]:
         print(f"note: {sentence}", flush=True)
     folder = resume.choose_folder(settings) if decides else None
-    offload.check_sizes(settings, net)
-    deepspeed_ops.prepare(settings)  # a compiler that fails does so here, before any rank waits
+    offload.check_sizes(settings, model)
+    deepspeed_ops.prepare(settings)  # compile ops now: a failing compiler is reported before ranks start
     tokenizer = load_tokenizer(settings)
     sets = load_datasets(settings, tokenizer)
     inspect_data.check_data(settings, *sets, tokenizer)
@@ -85,7 +85,7 @@ def prepare(settings: Settings, decides: bool = True) -> tuple[Path | None, obje
 
 
 def number_of_steps(settings: Settings, train_set) -> int | None:
-    """Optimizer steps of the run; None for a stream without --max_steps. Packed rows are taken as full ones."""
+    """Return the steps of the run, taking packed rows as full; None for a stream without --max_steps."""
     if settings.max_steps > 0:
         return settings.max_steps
     if train_set.stream is not None:
@@ -95,21 +95,21 @@ def number_of_steps(settings: Settings, train_set) -> int | None:
 
 
 def environment(count: int, hide_gpus: bool = False) -> dict[str, str]:
-    """What the launcher adds to the environment: the package's path and the CPU threads of each process.
+    """Return what the launcher adds to the environment: PYTHONPATH and the CPU threads of each process.
 
-    Args: hide_gpus: for a job that --use_cpu keeps on the CPU; libraries that look for GPUs find none then.
+    Args: hide_gpus: set CUDA_VISIBLE_DEVICES to "", so that libraries find no GPU in a --use_cpu job.
     """
     paths = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and p != str(ROOT / "src")]
     added = {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), *paths]), "PYTHONUNBUFFERED": "1"}
     added |= distributed.thread_waiting()
     if "OMP_NUM_THREADS" not in os.environ:
-        # Launchers set 1, on which CPU training and the offloaded optimizer crawl.
+        # Launchers set 1, which makes CPU training and the offloaded optimizer very slow.
         added["OMP_NUM_THREADS"] = str(max(1, distributed.cores() // count))
     return added | ({"CUDA_VISIBLE_DEVICES": ""} if hide_gpus else {})
 
 
 def command(launcher: str, count: int, port: int, recipe: Path, flags: list[str]) -> list[str]:
-    """The exact command. It places processes and nothing else: no stage, no precision, no DeepSpeed file."""
+    """Return the exact command. It only places processes: no ZeRO stage, no precision, no DeepSpeed JSON."""
     python = sys.executable
     if count == 1:
         return [python, str(recipe), *flags]
@@ -119,8 +119,8 @@ def command(launcher: str, count: int, port: int, recipe: Path, flags: list[str]
             "--master_addr", "127.0.0.1", "--master_port", str(port),
         ],
         "accelerate": [
-            # --use_deepspeed is what makes accelerate start several processes on a CPU too; stage and precision stay
-            # the recipe's. --config_file /dev/null would be refused, so the cached config is outvoted flag by flag.
+            # Without --use_deepspeed accelerate starts one process on a CPU; stage and precision stay the recipe's.
+            # It rejects --config_file /dev/null, so flags override each entry of the cached config.
             "-m", "accelerate.commands.launch", "--use_deepspeed", "--num_processes", str(count), "--num_machines", "1",
             "--machine_rank", "0", "--main_process_ip", "127.0.0.1", "--main_process_port", str(port),
             "--mixed_precision", "no", "--dynamo_backend", "no",
@@ -134,10 +134,10 @@ def command(launcher: str, count: int, port: int, recipe: Path, flags: list[str]
 
 
 def _deepspeed_places(count: int) -> list[str]:
-    """The option that tells DeepSpeed's launcher which GPUs to use.
+    """Return the option that selects the GPUs for DeepSpeed's launcher.
 
     With --num_gpus it ignores CUDA_VISIBLE_DEVICES and takes the first ones (deepspeed/launcher/runner.py).
-    Raises: UserError for names that it cannot read.
+    Raises: UserError for entries that are not numbers, such as UUIDs.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     if not visible:

@@ -1,4 +1,4 @@
-"""Prepare the next attempt: what of the run folder is kept, and the setting that needs less memory."""
+"""Prepare the next attempt: archive the failed one, choose a setting that needs less memory."""
 
 import itertools
 import shutil
@@ -11,60 +11,62 @@ from zerofit.train.checkpoint.integrity import latest_valid_checkpoint
 
 
 def archive_attempt(folder: Path, number: int, records: Path) -> Path | None:
-    """Move what attempt `number` left in the run folder to attempts/<number>, and return the checkpoint to go on from.
+    """Archive attempt `number` in attempts/<number>; return the latest valid checkpoint or None.
 
-    With a checkpoint, metrics.jsonl keeps the lines up to its step; what is not whole goes aside too.
+    With a checkpoint, run.json, metrics.jsonl (lines up to its step) and deepspeed.json stay. Later checkpoints are
+    archived too: they cannot be resumed.
     """
-    checkpoint, aside = latest_valid_checkpoint(folder), folder / "attempts" / str(number)
-    aside.mkdir(parents=True, exist_ok=True)
+    checkpoint, archive = latest_valid_checkpoint(folder), folder / "attempts" / str(number)
+    archive.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(folder / ASIDE, ignore_errors=True)
     for file in records.iterdir():
-        shutil.move(file, aside / file.name)
+        shutil.move(file, archive / file.name)
     step = int(checkpoint.name.split("-")[1]) if checkpoint else -1
-    for later, file in checkpoints(folder).items():
-        if later > step:
-            shutil.move(file, aside / file.name)
+    for saved_step, file in checkpoints(folder).items():
+        if saved_step > step:
+            shutil.move(file, archive / file.name)
     kept = () if checkpoint is None else ("run.json", "metrics.jsonl", "deepspeed.json")
     for name in ("run.json", "metrics.jsonl", "deepspeed.json", "result.json", "error.txt", "logs", "plan.json"):
-        if (folder / name).exists():
-            (shutil.copy if name in kept else shutil.move)(folder / name, aside / name)
+        if (folder / name).exists():  # the next attempt continues the files in `kept`: copy those
+            (shutil.copy if name in kept else shutil.move)(folder / name, archive / name)
     if checkpoint is not None:
         keep_metrics(folder, step)
     return checkpoint
 
 
 def move_newer(folder: Path, step: int) -> Path | None:
-    """Move the run folder's checkpoints after `step` to attempts/, and return where; None: there are none.
+    """Move checkpoints later than `step` to attempts/; return that folder, or None if there are none.
 
-    The run that goes on from `step` saves those steps anew, and rotation would delete its checkpoints before theirs.
+    A run resumed at `step` saves those steps again, and rotation would delete its checkpoints before the old ones.
     """
-    newer = [checkpoint for later, checkpoint in checkpoints(folder).items() if later > step]
+    newer = [checkpoint for saved_step, checkpoint in checkpoints(folder).items() if saved_step > step]
     if not newer:
         return None
     names = (f"before-resume-at-{step}{f'-{i}' if i else ''}" for i in itertools.count())
-    aside = next(folder / "attempts" / name for name in names if not (folder / "attempts" / name).exists())
-    aside.mkdir(parents=True)
+    archive = next(folder / "attempts" / name for name in names if not (folder / "attempts" / name).exists())
+    archive.mkdir(parents=True)
     for checkpoint in newer:
-        shutil.move(checkpoint, aside / checkpoint.name)
-    return aside
+        shutil.move(checkpoint, archive / checkpoint.name)
+    return archive
 
 
 def next_smaller_setting(settings, flags: list[str], parse):
-    """(what changes, the command line, its Settings) of the next setting with the same effective batch that needs less GPU memory;
-    None: there is none.
+    """Return the next setting with the same effective batch that needs less GPU memory.
 
-    The micro batch is halved first, then layers are checkpointed, then the stage goes up, then the optimizer, then
-    everything goes to host memory; a checkpoint goes on at all of them.
-    Args: parse: flags, ranks -> Settings, which refuses what does not go together.
+    In this order: smaller micro batch (about half), gradient checkpointing of every layer, higher ZeRO stage, optimizer
+    offload, offload of everything. A checkpoint can be resumed at each of them.
+
+    Args: parse: (flags, ranks) -> Settings; raises UserError for flags that exclude each other, which are then skipped.
+    Returns: (change in words, command line, its Settings), or None.
     """
     from zerofit import command_line
 
-    own = command_line.drop(flags, "--per_device_train_batch_size", "--gradient_accumulation_steps", "--effective_batch_size",
-                     "--search_batch_size")  # fmt: skip
-    micro, whole = settings.per_device_train_batch_size, settings.effective_batch_size
-    kept = [*own, "--effective_batch_size", str(whole), "--per_device_train_batch_size"]
+    other_flags = command_line.drop(flags, "--per_device_train_batch_size", "--gradient_accumulation_steps",
+                                    "--effective_batch_size", "--search_batch_size")  # fmt: skip
+    micro, effective_batch = settings.per_device_train_batch_size, settings.effective_batch_size
+    kept = [*other_flags, "--effective_batch_size", str(effective_batch), "--per_device_train_batch_size"]
     tries = []
-    per_rank = whole // settings.world_size
+    per_rank = effective_batch // settings.world_size
     half = max((n for n in range(1, micro // 2 + 1) if per_rank % n == 0), default=None)
     if half:
         tries.append((f"micro batch {half} instead of {micro}", [*kept, str(half)]))
@@ -78,9 +80,9 @@ def next_smaller_setting(settings, flags: list[str], parse):
     for offload in {"none": ["optimizer", "all"], "optimizer": ["all"]}.get(settings.offload, []):
         zero = {"optimizer": max("2", settings.zero), "all": "3"}[offload]
         tries.append((f"offload {offload}", [*bare, "--zero", zero, "--offload", offload]))
-    for what, words in tries:
+    for change, candidate in tries:
         try:
-            return what, words, parse(words, settings.world_size)
+            return change, candidate, parse(candidate, settings.world_size)
         except UserError:
             continue
     return None
@@ -90,17 +92,17 @@ BATCH = ("--effective_batch_size", "--per_device_train_batch_size", "--gradient_
 
 
 def same_batch(whole: int, micro: int, ranks: int) -> list[str]:
-    """Flags for a run's effective batch on another number of ranks; the micro batch stays or becomes smaller.
+    """Return flags for the same effective batch on another number of ranks; the micro batch never grows.
 
-    Args: whole: the effective batch; micro: per_device_train_batch_size that it had.
+    Args: whole: the effective batch; micro: the run's per_device_train_batch_size.
 
-    Raises: UserError where the batch cannot be dealt out evenly.
+    Raises: UserError if the effective batch is no multiple of `ranks`.
     """
     if whole % ranks:
         raise UserError(
             f"--gpus {ranks}: the run's effective batch of {whole} is no multiple of it, and its steps must stay the same; "
             f"use {', '.join(str(n) for n in range(1, whole + 1) if whole % n == 0 and n <= 64)} processes."
         )
-    share = whole // ranks
-    micro = max(n for n in range(1, min(micro, share) + 1) if share % n == 0)
+    per_rank = whole // ranks
+    micro = max(n for n in range(1, min(micro, per_rank) + 1) if per_rank % n == 0)
     return ["--effective_batch_size", str(whole), "--per_device_train_batch_size", str(micro)]

@@ -1,4 +1,4 @@
-"""Watch the processes of a job: forward signals, end hangs, restart after out-of-memory and lost ranks."""
+"""Supervise a job: forward signals, end hangs, restart after out-of-memory errors and lost ranks."""
 
 import contextlib
 import os
@@ -27,8 +27,11 @@ POLL_SECONDS = 0.5
 
 @dataclass
 class Job:
-    """command: flags -> the words to run; parse: flags, ranks -> Settings; flags: with --output_dir; count: this machine's
-    processes; crew: the machines of the job, where it has several."""
+    """What `run` needs to start attempts.
+
+    command: flags -> argv; parse: (flags, ranks) -> Settings; flags: with --output_dir; count: processes of this node;
+    crew: the nodes of a job with several, else None.
+    """
 
     command: Callable[[list[str]], list[str]]
     parse: Callable[[list[str], int], Settings]
@@ -41,7 +44,7 @@ class Job:
 
 
 def run(job: Job) -> int:
-    """Run the job to its end, with new attempts where --on_oom and --max_restarts allow; return the exit code."""
+    """Run the job, with new attempts as far as --on_oom and --max_restarts allow; return the exit code."""
     endings, restarts, flags, settings = [], 0, job.flags, job.settings
     members = {int(r): gpus for r, gpus in job.crew.board["members"].items()} if job.crew else None
     while True:
@@ -53,20 +56,20 @@ def run(job: Job) -> int:
             endings.append(last)
             if last.kind == "out of memory":
                 preflight.record_oom([record["traceback"] for record in rank_status.records(records)])
-            following = _following(job, last, flags, settings, restarts)
-            if following and job.crew:
-                following, members = _with_the_nodes_there_are(job, last, following)
+            next_attempt = _following(job, last, flags, settings, restarts)
+            if next_attempt and job.crew:
+                next_attempt, members = _with_the_nodes_there_are(job, last, next_attempt)
             opened = (job.folder / "run.json").exists()
-            if following is None:
+            if next_attempt is None:
                 if last.kind == "stopped" and settings.save_only_model:
-                    last.code = EXIT_CODES["interrupted"]  # 75 would have SLURM begin it anew time and again
+                    last.code = EXIT_CODES["interrupted"]  # with 75, SLURM would requeue it for ever
                 _end(job, endings, records, opened, settings, flags)
                 if job.crew:
                     job.crew.announce(
                         end={"code": last.code, "sentence": "" if last.kind == "finished" else last.sentence}
                     )
                 return last.code
-            last.what_next, flags, settings, counts = following
+            last.what_next, flags, settings, counts = next_attempt
             restarts += counts
             checkpoint = retry.archive_attempt(job.folder, len(endings), records) if opened else None
         finally:
@@ -81,36 +84,39 @@ def run(job: Job) -> int:
 def _resumed(flags: list[str], checkpoint: Path | None, job: Job) -> list[str]:
     if checkpoint is not None:
         return [*command_line.drop(flags, "--resume_from_checkpoint"), "--resume_from_checkpoint", str(checkpoint)]
-    asked = job.settings.resume_from_checkpoint  # of the user's own; put aside, where it was in the run folder
-    if asked and not Path(asked).exists():
+    requested = job.settings.resume_from_checkpoint  # the user's flag; its checkpoint may have been archived
+    if requested and not Path(requested).exists():
         return command_line.drop(flags, "--resume_from_checkpoint")
     return flags
 
 
 def follow(job: Job) -> int:
-    """What a node that does not lead does: run its part of each attempt that node 0 orders; return the job's exit code."""
+    """Run this node's part of each attempt that node 0 orders; return the job's exit code."""
     crew = job.crew
     while True:
-        following = crew.next_order()
-        if end := following.get("end"):
+        message = crew.next_order()
+        if end := message.get("end"):
             if end["sentence"] and end["code"]:
                 print(f"{crew.name}: zerofit: {end['sentence']}", file=sys.stderr)
             return end["code"]
         crew.begin()
-        flags = documents.with_decisions(job.flags, following["order"]["flags"], job.folder)
+        flags = documents.with_decisions(job.flags, message["order"]["flags"], job.folder)
         with tempfile.TemporaryDirectory(prefix="zerofit-attempt-") as folder:
             crew.report(*_watch(job, flags, job.parse(flags, crew.processes), Path(folder)), Path(folder))
 
 
 def _with_the_nodes_there_are(job: Job, last, following: tuple):
-    """(following, members) for the nodes that are here now, the effective batch kept; following None: they are too few."""
+    """Adapt `following` to the nodes present now, with the same effective batch.
+
+    Returns: (following, {node: processes}); (None, None) if too few nodes are present.
+    """
     from zerofit.launch import retry
 
     members = job.crew.muster()
     if members is None:
         last.what_next = ""
         return None, None
-    what, flags, settings, counts = following
+    change, flags, settings, counts = following
     ranks = sum(members.values())
     if ranks != settings.world_size:
         batch = retry.same_batch(settings.effective_batch_size, settings.per_device_train_batch_size, ranks)
@@ -124,34 +130,34 @@ def _with_the_nodes_there_are(job: Job, last, following: tuple):
         ]
         settings = job.parse(flags, ranks)
     nodes = f"{len(members)} node{'s' * (len(members) > 1)} with {ranks} processes"
-    return (f"{what}, on {nodes}" if what else nodes, flags, settings, counts), members
+    return (f"{change}, on {nodes}" if change else nodes, flags, settings, counts), members
 
 
 def _attempt(job: Job, flags: list[str], settings, records: Path) -> postmortem.Outcome:
     kills = _host_kills()
-    code, heard, hung = _watch(job, flags, settings, records)
+    code, signals_received, hung = _watch(job, flags, settings, records)
     kills = _host_kills() - kills
     if job.crew:
-        job.crew.report(code, heard, hung, records)
-        code, heard, hung = job.crew.collect(records)
+        job.crew.report(code, signals_received, hung, records)
+        code, signals_received, hung = job.crew.collect(records)
         if job.crew.lost:
             return postmortem.lost_node(", ".join(job.crew.host(r) for r in job.crew.lost), records)
-    return postmortem.ending(code, records, heard, hung, settings.hang_timeout, kills)
+    return postmortem.ending(code, records, signals_received, hung, settings.hang_timeout, kills)
 
 
 def _watch(job: Job, flags: list[str], settings, records: Path) -> tuple[int, list[int], int | None]:
-    words = job.command(flags)
-    told = {rank_status.FOLDER: str(records), "ZEROFIT_COMMAND": command_line.hide_secrets(words)}
-    told |= job.crew.environment() if job.crew else {}
-    return watch(words, os.environ | job.env | told, records, settings.hang_timeout, job.count, crew=job.crew)
+    command = job.command(flags)
+    added_env = {rank_status.FOLDER: str(records), "ZEROFIT_COMMAND": command_line.hide_secrets(command)}
+    added_env |= job.crew.environment() if job.crew else {}
+    return watch(command, os.environ | job.env | added_env, records, settings.hang_timeout, job.count, crew=job.crew)
 
 
 def _following(job: Job, last, flags, settings, restarts: int):
-    """(what changes, flags, settings, 1 where it counts as a restart) of the next attempt, None: there is none."""
+    """Return the next attempt: (change, flags, settings, 1 for a restart else 0); None to end the job."""
     if last.kind == "out of memory" and settings.on_oom != "fail":
-        found = retry.next_smaller_setting(settings, flags, job.parse)
-        if found and (settings.on_oom == "retry" or _agreed(last, found[0])):
-            return (*found, 0)
+        smaller = retry.next_smaller_setting(settings, flags, job.parse)
+        if smaller and (settings.on_oom == "retry" or _agreed(last, smaller[0])):
+            return (*smaller, 0)
     if last.kind == "stopped" and job.crew and job.crew.change:
         return job.crew.change, flags, settings, 0
     if last.kind in ("lost rank", "hang") and restarts < settings.max_restarts:
@@ -167,7 +173,10 @@ def _agreed(last, what: str) -> bool:
 
 
 def _end(job: Job, endings: list, records: Path, opened: bool, settings, flags: list[str]) -> None:
-    """Write the report where there is something to tell; a mistake met before the run folder leaves nothing."""
+    """Write report.json and report.md and print the cause, if there is something to report.
+
+    Nothing is written before the run folder is opened, or if the only attempt ended as intended or by a user error.
+    """
     last = endings[-1]
     if last.kind == "interrupted":
         _tell_interrupted(job.folder, last, opened)
@@ -175,30 +184,31 @@ def _end(job: Job, endings: list, records: Path, opened: bool, settings, flags: 
         return
     smaller = retry.next_smaller_setting(settings, flags, job.parse) if last.kind == "out of memory" else None
     advice = postmortem.advice(last, job.folder, settings, smaller)
-    told = f"; {job.folder}/report.md"
-    shutil.rmtree(
-        job.folder / ASIDE, ignore_errors=True
-    )  # half a checkpoint; where the disk is full, the report needs its room
+    report_note = f"; {job.folder}/report.md"
+    # An incomplete checkpoint; on a full disk the report needs the space.
+    shutil.rmtree(job.folder / ASIDE, ignore_errors=True)
     try:
         postmortem.write(job.folder, endings, advice)
         if last.kind != "finished":
-            aside = job.folder / "attempts" / str(len(endings))
-            aside.mkdir(parents=True, exist_ok=True)
+            archive = job.folder / "attempts" / str(len(endings))
+            archive.mkdir(parents=True, exist_ok=True)
             for file in records.iterdir():
-                shutil.move(file, aside / file.name)
+                shutil.move(file, archive / file.name)
     except OSError as error:  # such as the full disk that ended the job
-        told = f" (report.md could not be written: {error.strerror})"
+        report_note = f" (report.md could not be written: {error.strerror})"
     if last.kind == "finished":
         return
     if last.kind not in ("user error", "stopped"):
-        print(f"zerofit: {last.sentence}{told}", file=sys.stderr)
+        print(f"zerofit: {last.sentence}{report_note}", file=sys.stderr)
     if advice:
         print(f"zerofit: try: {advice}", file=sys.stderr)
 
 
 def _tell_interrupted(folder: Path, last: postmortem.Outcome, opened: bool) -> None:
-    """Say where the job was ended and how to go on, and write so into result.json: a rank that was waiting for another
-    has met a broken connection instead of the signal, or was killed."""
+    """Print how to resume, and write "interrupted" into result.json.
+
+    The ranks may not have written it: one that waited for another saw a broken connection first, or was killed.
+    """
     ended = "interrupted" if last.signal == "SIGINT" else f"stopped by {last.signal}"
     print(f"zerofit: {resume.how_to_go_on(ended, folder, last.step)}", file=sys.stderr)
     if opened and not run_folder.finished(folder):
@@ -212,13 +222,14 @@ def _tell_interrupted(folder: Path, last: postmortem.Outcome, opened: bool) -> N
 def watch(
     words: list[str], env: dict, records: Path, limit: float, count: int, stdout=None, crew: Coordinator | None = None
 ) -> tuple[int, list[int], int | None]:
-    """Run the command in a session of its own, pass signals on, leave no process behind.
+    """Run the command in a new session, forward signals to it, leave no process behind.
 
-    The first SIGTERM or SIGUSR1 (how SLURM announces the end) has the ranks save and end, once they train.
+    The first SIGTERM or SIGUSR1 (SLURM's warning before a time limit) makes training ranks save and end; a second
+    signal kills them. On several nodes, node 0 decides on the first signal.
 
-    Args: limit: seconds without a step of any rank after which the job is ended; 0: none. stdout: a file instead of
-        this process's.
-    Returns: exit code, the signals that were passed on, the rank that held up a job that hung.
+    Args: limit: seconds without a step of any rank after which the job is killed, 0 for no limit; count: ranks that
+        must have made a step before `limit` or a save applies; stdout: a file instead of this process's.
+    Returns: exit code (128 + n for signal n), signals received, the rank furthest behind if the job hung, else None.
     """
     rank_status.write_stop(records, 0)
     env = env | {rank_status.SUPERVISOR: str(os.getpid())}
@@ -229,7 +240,7 @@ def watch(
     def pass_on(number, _frame):
         heard.append(number)
         if len(heard) == 1 and crew:
-            return  # node 0 hears of it and decides for all
+            return  # crew.look reports it to node 0, which decides for all nodes
         if len(heard) == 1 and number in rank_status.ASKS_TO_SAVE and _asked_to_save(records, count):
             return
         signal_group(child.pid, signal.SIGKILL if len(heard) > 1 else number)
@@ -254,9 +265,9 @@ def watch(
 
 
 def _asked_to_save(records: Path, count: int) -> bool:
-    """Name the step after which all ranks save and end; False while some have not made one yet.
+    """Write the step after which all ranks save and end; return False if some rank has made no step yet.
 
-    Ranks are less than two steps apart, since each step waits for the others.
+    Ranks are less than two steps apart, since each step waits for the others: two more steps reach all of them.
     """
     pulses = rank_status.pulses(records)
     if len(pulses) < count:
@@ -266,39 +277,42 @@ def _asked_to_save(records: Path, count: int) -> bool:
 
 
 def _end_ranks(records: Path) -> None:
-    """End what outlived the launcher. torchrun starts ranks in sessions of their own: their environment tells them."""
+    """End the ranks that outlived the launcher.
+
+    torchrun starts each rank in its own session, so they are found by an environment variable.
+    """
     import psutil
 
-    left = []
+    remaining = []
     for process in psutil.process_iter():
         try:
             if process.environ().get(rank_status.FOLDER) == str(records):
-                left.append(process)
+                remaining.append(process)
                 process.send_signal(rank_status.ENDS_RANKS)
         except psutil.Error:
             continue
-    for process in psutil.wait_procs(left, timeout=0.5)[1]:
+    for process in psutil.wait_procs(remaining, timeout=0.5)[1]:
         process.kill()
-    psutil.wait_procs(left, timeout=5)
+    psutil.wait_procs(remaining, timeout=5)
 
 
 def _hung(records: Path, limit: float, count: int) -> int | None:
-    """The rank that is furthest behind when none has made a step for `limit` seconds."""
+    """Return the rank furthest behind if none has made a step for `limit` seconds, else None."""
     pulses = rank_status.pulses(records) if limit else {}
-    if len(pulses) < count or time.monotonic() - max(when for _, _, when in pulses.values()) < limit:
+    if len(pulses) < count or time.monotonic() - max(beat_time for _, _, beat_time in pulses.values()) < limit:
         return None
     return min(pulses, key=lambda rank: pulses[rank][1:])
 
 
 def signal_group(group: int, number: int) -> None:
-    if number in rank_status.ASKS_TO_SAVE:  # which ranks and torchrun leave to the supervisor
+    if number in rank_status.ASKS_TO_SAVE:  # ranks and torchrun ignore these (launch/torchrun.py)
         number = signal.SIGHUP
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, number)
 
 
 def _host_kills() -> int:
-    """Processes of this control group that the kernel has ended because memory was full."""
+    """Return how many processes of this control group the kernel has killed for lack of memory so far."""
     try:
         lines = Path("/sys/fs/cgroup/memory.events").read_text().splitlines()
     except OSError:

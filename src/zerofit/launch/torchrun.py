@@ -1,4 +1,4 @@
-"""torchrun that exits with the code of the rank that failed first.
+"""torchrun that exits with the exit code of the rank that failed first.
 
 python -m zerofit.launch.torchrun --nproc_per_node 4 recipes/sft.py ...      same options as torchrun
 """
@@ -17,28 +17,29 @@ from zerofit.launch import postmortem
 
 
 def main() -> None:
-    logging.disable(logging.ERROR)  # of this process; torch's loggers of signals have levels of their own
-    words = sys.argv[1:]
+    logging.disable(logging.ERROR)  # not for the ranks; torch's signal loggers have their own levels
+    argv = sys.argv[1:]
     if rank_status.folder():
-        words = [*_for_a_supervisor(), *words]
+        argv = [*_for_a_supervisor(), *argv]
     try:
-        run.main(words)
+        run.main(argv)
     except api.SignalException as error:
         raise SystemExit(128 + error.sigval) from None
     except ChildFailedError as error:
-        rank, first = error.get_first_failure()
-        if where := rank_status.folder():
+        rank, failure = error.get_first_failure()
+        if folder := rank_status.folder():
             codes = {r: failed.exitcode for r, failed in error.failures.items()}
-            (where / postmortem.EXITS).write_text(json.dumps({rank: first.exitcode} | codes))
-        elif first.exitcode < 0:
-            print(f"zerofit: rank {rank} was ended by signal {-first.exitcode}", file=sys.stderr)
-        raise SystemExit(first.exitcode if first.exitcode > 0 else 128 - first.exitcode) from None
+            (folder / postmortem.EXITS).write_text(json.dumps({rank: failure.exitcode} | codes))
+        elif failure.exitcode < 0:
+            print(f"zerofit: rank {rank} was ended by signal {-failure.exitcode}", file=sys.stderr)
+        raise SystemExit(failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode) from None
 
 
 def _for_a_supervisor() -> list[str]:
-    """Leave the signals that ask for a save to the supervisor: SLURM sends them to every process of a job.
+    """Ignore the signals that ask for a save and return the matching torchrun options.
 
-    Ranks that train ignore SIGTERM then (failure.Pulse), so torchrun ends them by a signal that nobody else sends.
+    SLURM sends them to every process of a job; the supervisor handles them. Training ranks ignore SIGTERM too
+    (rank_status.Heartbeat), so torchrun ends them with rank_status.ENDS_RANKS.
     """
     for number in rank_status.ASKS_TO_SAVE:
         signal.signal(number, signal.SIG_IGN)

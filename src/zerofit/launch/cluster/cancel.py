@@ -15,44 +15,44 @@ POLL_SECONDS = 1.0
 
 
 def main(argv: list[str]) -> None:
-    """`zerofit cancel`: see --help. Raises: UserError for what is no run folder, or does not run."""
+    """`zerofit cancel`: see --help. Raises: UserError for a path that is no run folder, or is not running."""
     parser = argparse.ArgumentParser(prog="zerofit cancel", allow_abbrev=False, description=__doc__)
     parser.add_argument(
         "--now", action="store_true", help="end it at once; what it made since its last checkpoint is lost"
     )
     parser.add_argument("--wait", type=float, default=600.0, metavar="SECONDS", help="that it gets to save")  # fmt: skip
     parser.add_argument("run", help="the run folder")
-    given = parser.parse_args(argv)
-    folder = status.find(given.run)
-    wait = 0.0 if given.now else given.wait
-    if found := status.jobs(folder):
-        _cancel_job(folder, [job for job in found if job.is_alive], wait)
+    args = parser.parse_args(argv)
+    folder = status.find(args.run)
+    wait = 0.0 if args.now else args.wait
+    if slurm_jobs := status.jobs(folder):
+        _cancel_job(folder, [job for job in slurm_jobs if job.is_alive], wait)
     else:
         _end_process(folder, wait)
-    for one in status.sweep(folder) or [folder]:
-        print(f"{one}: {status.progress(one)}")
+    for run_folder in status.sweep(folder) or [folder]:
+        print(f"{run_folder}: {status.progress(run_folder)}")
 
 
 def _cancel_job(folder: Path, alive: list[status.SlurmJob], wait: float) -> None:
-    """Running jobs are asked to save; waiting ones, and those that take too long, are ended."""
+    """Signal running jobs to save and end; cancel pending ones, and after `wait` seconds all."""
     if not alive:
         raise UserError(f"{folder}: its job has ended; nothing runs.")
-    for one in [folder, *status.sweep(folder)]:
-        (one / status.CANCELLED).touch()  # slurm.sbatch then does not queue it again
-    number, there = status.address(folder)
+    for run_folder in [folder, *status.sweep(folder)]:
+        (run_folder / status.CANCELLED).touch()  # slurm.sbatch then does not queue it again
+    job_id, cluster = status.address(folder)
     if wait and any(job.state == "RUNNING" for job in alive):
-        _cancel(*there, "--state=PENDING", number)
-        _cancel(*there, "--signal=USR1", number)
-        print(f"job {number} was asked to save a checkpoint and end; waiting up to {wait:.0f} s", flush=True)
+        _cancel(*cluster, "--state=PENDING", job_id)
+        _cancel(*cluster, "--signal=USR1", job_id)
+        print(f"job {job_id} was asked to save a checkpoint and end; waiting up to {wait:.0f} s", flush=True)
         if _ended(lambda: not any(job.is_alive for job in status.jobs(folder)), wait):
             return
-    _cancel(*there, number)
+    _cancel(*cluster, job_id)
     if not _ended(lambda: not any(job.is_alive for job in status.jobs(folder)), status.ANSWER_SECONDS):
-        print(f"job {number} was told to end and has not yet; `zerofit status {folder}` tells how it stands")
+        print(f"job {job_id} was told to end and has not yet; `zerofit status {folder}` tells how it stands")
 
 
 def _cancel(*words: str) -> None:
-    with contextlib.suppress(UserError):  # it has ended meanwhile
+    with contextlib.suppress(UserError):  # the job may have ended meanwhile
         status.ask("scancel", *words)
 
 
@@ -67,13 +67,13 @@ def _end_process(folder: Path, wait: float) -> None:
         print(f"process {process.pid} was asked to save a checkpoint and end; waiting up to {wait:.0f} s", flush=True)
     if _ended(lambda: not rank_status.is_there(process), wait):
         return
-    process.send_signal(signal.SIGTERM)  # the second ends everything at once
+    process.send_signal(signal.SIGTERM)  # the second one kills the ranks at once
     if not _ended(lambda: not rank_status.is_there(process), status.ANSWER_SECONDS):
         print(f"process {process.pid} was told to end and has not yet")
 
 
 def _ended(done: Callable[[], bool], seconds: float) -> bool:
-    """Wait until it is done; False: it was not within so many seconds."""
+    """Poll `done` until it is true; return False after a timeout in seconds."""
     deadline = time.monotonic() + seconds
     while not done():
         if time.monotonic() >= deadline:

@@ -1,8 +1,9 @@
 """Coordinate one supervisor per node through a TCPStore: node 0 decides, every wait has a timeout.
 
-Every supervisor keeps a small document, and node 0 a board, in a store of torch's on node 0 (TCPStore); a thread of
-each exchanges them twice a second, so that the supervisor itself never hangs on the network. A node that is not heard
-of for LOST_SECONDS is lost. Whoever reaches the store can write to it, so every document is signed (documents.py).
+Each supervisor writes a small document under node/<rank>, and node 0 writes the board, in a TCPStore on node 0. A
+thread exchanges them twice a second, so that the supervisor itself never blocks on the network. A node silent for
+LOST_SECONDS is considered lost. Any process that reaches the store can write to it, so documents are signed
+(documents.py, which also lists their fields).
 """
 
 import contextlib
@@ -30,41 +31,41 @@ BEAT_SECONDS = 0.5
 
 LOST_SECONDS = 15.0
 
-LAST_CALL_SECONDS = 10.0  # an elastic job that has enough nodes waits so long for one more
+LAST_CALL_SECONDS = 10.0  # how long an elastic job with enough nodes waits for one more
 
-GRACE_SECONDS = 5.0  # that ranks get to end by themselves when those of another node have failed
+GRACE_SECONDS = 5.0  # for ranks to end by themselves after those of another node have failed
 
-STOP_SECONDS = 3.0  # in which every node has certainly heard of the step after which all save and end
+STOP_SECONDS = 3.0  # until every node has certainly read the step after which all save and end
 
-KEPT_BYTES = 100_000  # of each stack that a hanging attempt's ranks wrote on another node
+KEPT_BYTES = 100_000  # of each stack file that is sent to node 0
 
 
 class Coordinator:
-    """This supervisor's view of the job. `board` and `documents` are replaced whole by the thread, never changed."""
+    """One supervisor's view of the job. `board` and `documents` are replaced, never mutated (threads)."""
 
     def __init__(self, mine: node_options.Place, gpus: int, facts: dict, secret: bytes):
-        """Come to the store of node 0 (on node 0: open it) and begin to exchange.
+        """Connect to node 0's store (node 0 opens it) and start the exchange thread.
 
-        Args: gpus: processes on this node; facts: what must be the same on all nodes (peers.software); secret: the job's
-            (job_secret.of_job), which signs the documents.
-        Raises: UserError when node 0 is not there in time, or has this node already.
+        Args: mine: this node's place; gpus: processes on this node; facts: must be equal on all nodes
+            (consistency.software); secret: of the job (job_secret.of_job), signs the documents.
+        Raises: UserError if node 0 is not reached in time, or another running node has this rank.
         """
         self.place, self.name = mine, f"node {mine.rank} ({socket.gethostname()})"
         self.mine = {"id": uuid.uuid4().hex, "host": socket.gethostname(), "gpus": gpus, "facts": facts, "beat": 0}
-        self.secret, self.said_of = secret, set()  # keys of the store whose content was said to be ignored
+        self.secret, self.said_of = secret, set()  # keys of the store already reported as ignored
         self.board: dict = {}
-        self.documents: dict[int, dict] = {}  # of all nodes, by rank; on node 0 only
-        self.earlier: set[str] = set()  # ids of supervisors whose node was started anew
-        self.news: dict[int, float] = {}  # when a node's document last changed, seconds of time.monotonic()
+        self.documents: dict[int, dict] = {}  # of all nodes, by node rank; on node 0 only
+        self.earlier: set[str] = set()  # ids of supervisors that a restarted one has replaced
+        self.news: dict[int, float] = {}  # time.monotonic() at which a node's document last changed
         self.board_news = time.monotonic()
         self.number, self.members, self.lost = 0, [], []
         self.stop_written = self.killed = self.asked_to_end = False
         self.failing_since: float | None = None
-        self.heard_since: float | None = None  # that a signal waits for ranks that have not made a step
-        self.change = ""  # why an elastic job goes on with other nodes
-        self.seen: deque = deque(maxlen=20)  # (time, step) of the polls
+        self.heard_since: float | None = None  # since when a signal waits for ranks without a step
+        self.change = ""  # why an elastic job continues with other nodes
+        self.seen: deque = deque(maxlen=20)  # (time.monotonic(), step) of the last polls
         self.batch: int | None = None  # the job's effective batch, once it is known
-        self.ids: dict[int, str] = {}  # which process each node of the attempt is: one that was started anew is another
+        self.ids: dict[int, str] = {}  # supervisor id per node of the attempt; a restarted supervisor has a new one
         self.arrived: dict[int, float] = {}  # when a node was first seen
         self.mine["address"] = "" if self.leads else node_options.reach(mine)
         self.store = self._open()
@@ -101,7 +102,7 @@ class Coordinator:
         return store
 
     def _serve(self):
-        """Return the store, opened on MASTER_ADDR's interface where that is this machine's, else on all."""
+        """Open the store on the address of MASTER_ADDR if it is one of this node's, else on all interfaces."""
         from torch.distributed import TCPStore
 
         node_options.check_ports(self.place)
@@ -124,7 +125,7 @@ class Coordinator:
             )
 
     def _read(self, store, key: str) -> dict | None:
-        """Return the document under a key; None where there is none, or one that is to be ignored, which is said once."""
+        """Return the document under a key; None if there is none or an invalid one, which is reported once."""
         if not store.check([key]):
             return None
         try:
@@ -137,9 +138,9 @@ class Coordinator:
             return None
 
     def _exchange(self) -> None:
-        """The thread: this node's document out, the board (on node 0: the other documents) in."""
+        """Loop of the thread: write this node's document and read the board; node 0 the reverse."""
         while True:
-            last = self.closing.is_set()
+            is_last = self.closing.is_set()
             self.mine["beat"] += 1
             try:
                 if self.leads:
@@ -150,8 +151,8 @@ class Coordinator:
                     self._write(f"node/{self.place.rank}", self.mine)
                     self._read_board()
             except RuntimeError:
-                pass  # node 0 is gone or cannot be reached: board_news tells
-            if last:
+                pass  # node 0 is gone or unreachable: board_news grows old
+            if is_last:
                 return
             self.closing.wait(BEAT_SECONDS)
 
@@ -159,7 +160,7 @@ class Coordinator:
         self.store.set(key, signed(self.secret, key, document))
 
     def _read_board(self) -> None:
-        """Take node 0's board, unless it is of before this node came: an old one may have been put back."""
+        """Read the board; ignore one from before this node joined, or an older one (replayed)."""
         board = self._read(self.store, "board")
         if (
             board
@@ -169,28 +170,28 @@ class Coordinator:
             self.board, self.board_news = board, time.monotonic()
 
     def _read_documents(self) -> None:
-        found = {0: json.loads(json.dumps(self.mine))}
+        documents = {0: json.loads(json.dumps(self.mine))}
         for rank in range(1, self.place.most):
             document, before = self._read(self.store, f"node/{rank}"), self.documents.get(rank)
             if document and self._is_old(document, before):
                 document = None
             if document or before:
-                found[rank] = document or before
+                documents[rank] = document or before
             if document and before and document["id"] != before.get("id"):
                 self.earlier.add(before.get("id"))
-        for rank, document in found.items():
+        for rank, document in documents.items():
             before = self.documents.get(rank, {})
             if (document["id"], document["beat"]) != (before.get("id"), before.get("beat")):
                 self.news[rank] = time.monotonic()
-        self.documents = found
+        self.documents = documents
 
     def _is_old(self, document: dict, before: dict | None) -> bool:
-        """Return whether this is a document of another job, or of an earlier time: somebody may have put it back."""
-        same = before is not None and document["id"] == before.get("id")
+        """Return whether a document is of another job, a replaced supervisor or an earlier time (replayed)."""
+        same_process = before is not None and document["id"] == before.get("id")
         return (
             document["leader"] != self.mine["id"]
             or document["id"] in self.earlier
-            or (same and document["beat"] < before["beat"])
+            or (same_process and document["beat"] < before["beat"])
         )
 
     def say(self, **facts) -> None:
@@ -203,12 +204,12 @@ class Coordinator:
 
     @contextlib.contextmanager
     def telling(self):
-        """What ends this node before the job does is told to the others."""
+        """Report an exception of the body to the other nodes, then raise it again."""
 
         def ended(number, _frame):
             raise SystemExit(128 + number)
 
-        signal.signal(signal.SIGTERM, ended)  # until ranks run: supervise.watch then listens
+        signal.signal(signal.SIGTERM, ended)  # until ranks run: then supervisor.watch has its own handler
         try:
             yield
         except UserError as error:
@@ -222,7 +223,7 @@ class Coordinator:
             raise
 
     def close(self, reason: str = "") -> None:
-        """Leave. reason: what the others are told where this node ends before the job does."""
+        """Leave the job. reason: sent to the other nodes if this node ends before the job does."""
         if reason and self.leads:
             self.announce(
                 end={"code": 2, "sentence": reason if reason.startswith("node ") else f"{self.name}: {reason}"}
@@ -231,7 +232,7 @@ class Coordinator:
             self.say(refused=reason)
         else:
             self.say(left=True)
-        if self.leads:  # they read the end first
+        if self.leads:  # the store ends with this process: let the others read the end first
             deadline = time.monotonic() + GRACE_SECONDS
             while time.monotonic() < deadline and any(
                 not self.documents[r].get("left") and not self.documents[r].get("refused") for r in self.present() if r
@@ -243,7 +244,7 @@ class Coordinator:
     # --- who is here ---
 
     def present(self) -> list[int]:
-        """The nodes that are heard of. Node 0 only."""
+        """Return the ranks of the nodes with a recent heartbeat. Node 0 only."""
         now = time.monotonic()
         return [r for r in sorted(self.documents) if now - self.news[r] < LOST_SECONDS and not self.documents[r].get("left")]  # fmt: skip
 
@@ -251,34 +252,37 @@ class Coordinator:
         return f"node {rank} ({self.documents[rank]['host']})" if rank in self.documents else f"node {rank}"
 
     def gather(self) -> None:
-        """Wait at the start for all nodes (an elastic job: for enough of them, and a last call for more); on another node
-        than 0, until that has all.
+        """Wait at the start until all nodes are present, or until node 0 has them all.
 
-        Raises: UserError, naming who did not come, or whose software is another.
+        An elastic job waits for its minimum, then LAST_CALL_SECONDS for more.
+        Raises: UserError, naming the nodes that are missing or whose software differs.
         """
-        deadline, said = time.monotonic() + self.place.timeout, 0.0
+        deadline, last_print = time.monotonic() + self.place.timeout, 0.0
         while not (self._is_gathered() if self.leads else "members" in self.board):
             self._heed_ends()
             if self.leads and time.monotonic() > deadline:
                 raise UserError(self._who_is_missing())
-            if time.monotonic() - said > 10:
-                said = time.monotonic()
+            if time.monotonic() - last_print > 10:
+                last_print = time.monotonic()
                 print(f"{self.name}: waiting for the other nodes", flush=True)
             time.sleep(BEAT_SECONDS / 2)
         if self.leads:
             self._compare("facts")
 
     def here(self) -> list[tuple[int, int]]:
-        """(node, its processes) of those that are here, node 0 first. Node 0 only."""
+        """Return (node rank, its processes) of the nodes present, node 0 first. Node 0 only."""
         return [(r, self.documents[r]["gpus"]) for r in self.present()]
 
     def begin_with(self, members: list[tuple[int, int]], flags: list[str]) -> None:
-        """Say who the job's nodes are, and what of the recipe's flags was decided. Node 0 only."""
+        """Publish the job's nodes and the flags that node 0 decides. Node 0 only."""
         self.announce(members={str(r): gpus for r, gpus in members}, flags=decisions(flags))
 
     @property
     def processes(self) -> int:
-        """Of the attempt; before it, of the nodes that the job began with. A node that comes later prepares as those did."""
+        """Number of processes of the attempt; before it, of the nodes that the job began with.
+
+        A node that joins later prepares with the same number.
+        """
         if self.number:
             return sum(self.board["order"]["members"].values())
         if "members" in self.board:
@@ -286,24 +290,24 @@ class Coordinator:
         return sum(gpus for _, gpus in self.here())
 
     def _is_gathered(self) -> bool:
-        here = self.present()
-        if len(here) == self.place.most:
+        present_nodes = self.present()
+        if len(present_nodes) == self.place.most:
             return True
-        self.arrived = {r: self.arrived.get(r, time.monotonic()) for r in here}
+        self.arrived = {r: self.arrived.get(r, time.monotonic()) for r in present_nodes}
         last_call = max(self.arrived.values(), default=0.0) + LAST_CALL_SECONDS
-        return len(here) >= self.place.least < self.place.most and time.monotonic() > last_call
+        return len(present_nodes) >= self.place.least < self.place.most and time.monotonic() > last_call
 
     def _who_is_missing(self) -> str:
-        here, mine = self.present(), self.place
-        gone = [str(r) for r in range(mine.most) if r not in here]
+        nodes, place = self.present(), self.place
+        missing = [str(r) for r in range(place.most) if r not in nodes]
         return (
-            f"node {', '.join(gone)} of {mine.most} did not come within {mine.timeout:.0f} s (here: "
-            f"{', '.join(self.host(r) for r in here)}): start the same command there with its NODE_RANK, and see that it "
-            f"reaches {mine.address}:{mine.port}."
+            f"node {', '.join(missing)} of {place.most} did not come within {place.timeout:.0f} s (here: "
+            f"{', '.join(self.host(r) for r in nodes)}): start the same command there with its NODE_RANK, and see that it "
+            f"reaches {place.address}:{place.port}."
         )
 
     def _heed_ends(self) -> None:
-        """Raises: UserError when another node has ended the job."""
+        """Raise if another node has ended the job or is lost. Raises: UserError."""
         if self.leads:
             for rank, document in self.documents.items():
                 if document.get("refused"):
@@ -314,43 +318,44 @@ class Coordinator:
             raise UserError(f"node 0 ({self.place.address}) is not heard of for {LOST_SECONDS:.0f} s.")
 
     def _compare(self, key: str) -> None:
-        here = [r for r in self.present() if key in self.documents[r]]
-        if sentence := consistency.difference([(self.host(r), self.documents[r].get(key) or {}) for r in here]):
+        nodes = [r for r in self.present() if key in self.documents[r]]
+        if sentence := consistency.difference([(self.host(r), self.documents[r].get(key) or {}) for r in nodes]):
             raise UserError(sentence)
 
     def agree(self, facts: dict, folder: Path | None) -> Path:
-        """When this node is ready: wait until all are, with the same job. Returns: the run folder, which node 0 has chosen.
+        """Report this node ready, wait until all are, and return the run folder that node 0 has chosen.
 
-        Args: facts: what must be the same (peers.of_job). Raises: UserError, naming who differs.
+        Args: facts: must be equal on all nodes (consistency.of_job); folder: the run folder, on node 0.
+        Raises: UserError, naming the node that differs.
         """
         self.say(ready=facts)
-        said = time.monotonic()
+        last_print = time.monotonic()
         while True:
             self._heed_ends()
-            waits_for = self._not_ready() if self.leads else []
-            if self.leads and not waits_for and "folder" not in self.board:
+            not_ready = self._not_ready() if self.leads else []
+            if self.leads and not not_ready and "folder" not in self.board:
                 self._compare("ready")
                 self.announce(folder=str(folder.absolute()))
             if "folder" in self.board:
                 return Path(self.board["folder"])
-            if time.monotonic() - said > 10:
-                said = time.monotonic()
-                who = ", ".join(self.host(r) for r in waits_for) or "the other nodes"
-                print(f"{self.name}: waiting for {who} to prepare model and data", flush=True)
+            if time.monotonic() - last_print > 10:
+                last_print = time.monotonic()
+                names = ", ".join(self.host(r) for r in not_ready) or "the other nodes"
+                print(f"{self.name}: waiting for {names} to prepare model and data", flush=True)
             time.sleep(BEAT_SECONDS / 2)
 
     def _not_ready(self) -> list[int]:
-        """The job's nodes that are still preparing. Raises: UserError for one that is gone."""
-        members, here = [int(r) for r in self.board["members"]], self.present()
+        """Return the job's nodes that are still preparing. Raises: UserError for a lost one."""
+        members, present_nodes = [int(r) for r in self.board["members"]], self.present()
         for rank in members:
-            if rank not in here:
+            if rank not in present_nodes:
                 raise UserError(f"{self.host(rank)} has gone, or was not heard of for {LOST_SECONDS:.0f} s.")
         return [r for r in members if "ready" not in self.documents[r]]
 
     # --- attempts ---
 
     def order(self, number: int, members: dict[int, int], flags: list[str]) -> None:
-        """Begin an attempt on these nodes. Node 0 only."""
+        """Order attempt `number` on these nodes, {node rank: its processes}. Node 0 only."""
         addresses = {str(r): self.documents[r]["address"] for r in members}
         self.lost, self.change, self.failing_since, self.heard_since = [], "", None, None
         self.ids = {r: self.documents[r]["id"] for r in members}
@@ -359,7 +364,7 @@ class Coordinator:
         self.begin()
 
     def begin(self) -> None:
-        """Take up the board's order."""
+        """Reset this node's state for the attempt that the board orders."""
         order = self.board["order"]
         self.number, self.members = order["number"], sorted(map(int, order["members"]))
         self.stop_written = self.killed = False
@@ -367,7 +372,7 @@ class Coordinator:
         self.say(ended=None, pulse=None, heard=None, missed=False)
 
     def next_order(self) -> dict:
-        """Wait for what node 0 wants next: {"order": ...} of this node, or {"end": {"code", "sentence"}}."""
+        """Wait for node 0; return {"order": ...} with this node in it, or {"end": {"code", "sentence"}}."""
         while True:
             board = self.board
             if board.get("end"):
@@ -386,17 +391,17 @@ class Coordinator:
             time.sleep(BEAT_SECONDS / 2)
 
     def torchrun(self, script: list[str]) -> list[str]:
-        """The command that starts this node's ranks for the order."""
+        """Return the command that starts this node's ranks of the ordered attempt."""
         return torchrun(self.place, {int(r): g for r, g in self.board["order"]["members"].items()}, script)
 
     def environment(self) -> dict[str, str]:
-        """The interface between the nodes, for gloo and NCCL, where the user has not named one."""
+        """Return the interface variables of gloo and NCCL; those of the user win, unless --interface is given."""
         name = self.interface()
         chosen = {"GLOO_SOCKET_IFNAME": name} | ({"NCCL_SOCKET_IFNAME": f"={name}"} if name != "lo" else {})
         return {key: value for key, value in chosen.items() if name and (self.place.interface or key not in os.environ)}
 
     def interface(self) -> str:
-        """The network interface that leads from this node to the others; "": it was not found out."""
+        """Return the network interface from this node to the others; "" if it cannot be determined."""
         if self.place.interface:
             return self.place.interface
         others = [a for r, a in self.board["order"]["addresses"].items() if int(r) != self.place.rank and a]
@@ -405,9 +410,9 @@ class Coordinator:
         )
 
     def look(self, records: Path, heard: list[int], end) -> None:
-        """Once a poll while ranks run: tell how they are, do what the board says.
+        """Report the ranks' progress and carry out the board's stop and kill; called at each poll.
 
-        Args: heard: signals that this supervisor was sent; end: called with the signal to end the ranks by.
+        Args: heard: signals that this supervisor received; end: called with the signal that shall end the ranks.
         """
         pulses = rank_status.pulses(records)
         steps = [step for _, step, _ in pulses.values()]
@@ -425,13 +430,13 @@ class Coordinator:
             if kill["stacks"]:
                 rank_status.write_stacks(records)
             end(kill["signal"])
-        gone = time.monotonic() - self.board_news > LOST_SECONDS or "end" in self.board
-        if not self.leads and gone and not self.killed:
+        is_orphaned = time.monotonic() - self.board_news > LOST_SECONDS or "end" in self.board
+        if not self.leads and is_orphaned and not self.killed:
             self.killed = True
             end(signal.SIGKILL)
 
     def decide(self) -> None:
-        """Node 0's part of an attempt: who is lost, who has failed, who was asked to stop, who has come."""
+        """Handle lost nodes, failed ranks, missed stops, signals and newcomers, in this order. Node 0 only."""
         documents = {r: self.documents.get(r, {}) for r in self.members} | {0: self.mine}
         ended = {r: d["ended"] for r, d in documents.items() if (d.get("ended") or {}).get("number") == self.number}
         now = time.monotonic()
@@ -444,14 +449,14 @@ class Coordinator:
             if now - self.failing_since > GRACE_SECONDS or failed[0]["hung"] is not None:
                 return self._kill(signal.SIGKILL, stacks=failed[0]["hung"] is not None)
         if any(d.get("missed") for d in documents.values()):
-            return self._kill(signal.SIGTERM)  # the step was over before a node heard of it
+            return self._kill(signal.SIGTERM)  # a node had passed the stop step before it read it
         self.seen.append((now, max(pulse["step"] for pulse in self._pulses(documents))))
         self._heed_signals(documents, ended)
         return None
 
     @staticmethod
     def _pulses(documents: dict[int, dict]) -> list[dict]:
-        """How the ranks of each node are: {"ranks": that have made a step, "step": the furthest}."""
+        """Return each node's progress: {"ranks": number that have made a step, "step": the furthest}."""
         return [d.get("pulse") or {"ranks": 0, "step": 0} for d in documents.values()]
 
     def _is_lost(self, rank: int) -> bool:
@@ -463,37 +468,40 @@ class Coordinator:
             or document["id"] != self.ids.get(rank, document["id"])
         )
 
+    # A training job gets a stop: a step in the future, far enough away that every node reads it in time. A job whose
+    # ranks have not all made a step cannot save: it gets the signal itself, after GRACE_SECONDS (other nodes' progress
+    # is a second old). Signals that do not ask for a save (SIGINT, SIGHUP) are passed on at once.
     def _heed_signals(self, documents: dict, ended: dict) -> None:
-        heard = {r: d["heard"] for r, d in documents.items() if d.get("heard")}
+        signals_received = {r: d["heard"] for r, d in documents.items() if d.get("heard")}
         newcomers = self._newcomers()
-        if (not heard and not newcomers) or self._is_stopping():
+        if (not signals_received and not newcomers) or self._is_stopping():
             return
-        first = next(iter(heard.values()), signal.SIGTERM)
+        number = next(iter(signals_received.values()), signal.SIGTERM)
         pulses, step = self._pulses(documents), self.seen[-1][1]
-        running = sum(p["ranks"] for p in pulses) >= sum(self.board["order"]["members"].values())
-        if first not in rank_status.ASKS_TO_SAVE:
-            self._kill(first)
-        elif heard and not running:
+        running = sum(pulse["ranks"] for pulse in pulses) >= sum(self.board["order"]["members"].values())
+        if number not in rank_status.ASKS_TO_SAVE:
+            self._kill(number)
+        elif signals_received and not running:
             self.heard_since = self.heard_since or self.seen[-1][0]
-            if self.seen[-1][0] - self.heard_since > GRACE_SECONDS:  # what other nodes tell is a second old
-                self._kill(first)
+            if self.seen[-1][0] - self.heard_since > GRACE_SECONDS:
+                self._kill(number)
         elif running and not ended and len(self.seen) > 1:
-            polls = [(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(self.seen)]
-            pace = max((steps / seconds for seconds, steps in polls if seconds > 0.1), default=0.0)  # at its fastest
+            polls = [(after[0] - before[0], after[1] - before[1]) for before, after in pairwise(self.seen)]
+            pace = max((steps / seconds for seconds, steps in polls if seconds > 0.1), default=0.0)  # steps/s, fastest
             margin = 2 + math.ceil(pace * STOP_SECONDS)
             self.announce(stop={"number": self.number, "step": step + margin})
-            self._remember_change(heard, newcomers)
+            self._remember_change(signals_received, newcomers)
 
     def _remember_change(self, heard: dict, newcomers: list[int]) -> None:
-        """An elastic job goes on without a node that was asked to end, and with one that has come."""
-        rest = len(self.members) - len(heard)
+        """Note why the next attempt of an elastic job has other nodes: some joined, or were asked to leave."""
+        remaining = len(self.members) - len(heard)
         if newcomers and not heard:
             self.change = f"{', '.join(self.host(r) for r in newcomers)} joined"
-        elif heard and 0 not in heard and rest >= self.place.least < self.place.most:
+        elif heard and 0 not in heard and remaining >= self.place.least < self.place.most:
             self.change = f"{', '.join(self.host(r) for r in heard)} was asked to leave"
 
     def _newcomers(self) -> list[int]:
-        """Nodes that have come to an elastic job and would be of use. Node 0 only."""
+        """Return nodes that wait to join an elastic job and would enlarge it. Node 0 only."""
         if self.place.least == self.place.most:
             return []
         ready = [r for r in self.present() if r not in self.members and self._fits_in(r)]
@@ -515,7 +523,7 @@ class Coordinator:
     # --- after an attempt ---
 
     def report(self, code: int, heard: list[int], hung: int | None, records: Path) -> None:
-        """Tell node 0 how this node's ranks have ended, with what they left."""
+        """Send node 0 the exit code of this node's ranks and the files that they wrote."""
         files = {}
         for file in records.iterdir():
             kept = KEPT_BYTES if file.suffix == ".txt" else None
@@ -525,9 +533,9 @@ class Coordinator:
             "number": self.number, "code": code, "hung": hung, "files": files, "killed": self.killed})  # fmt: skip
 
     def collect(self, records: Path) -> tuple[int, list[int], int | None]:
-        """Wait for the other nodes' reports, and put what their ranks left beside this node's. Node 0 only.
+        """Wait for the other nodes' reports and write their ranks' files into `records`. Node 0 only.
 
-        Returns: (exit code, signals heard, rank that held up a job that hung) of the whole job.
+        Returns: (exit code, signals received, rank furthest behind if the job hung, else None) of the whole job.
         """
         while True:
             self.decide()
@@ -538,17 +546,18 @@ class Coordinator:
                 break
             time.sleep(BEAT_SECONDS / 2)
         present = [ended[r] for r in self.members if r not in missing]
-        for one in present[1:]:
-            _put(one["files"], records)
-        by_itself = [one for one in present if one["code"] and not one["killed"]] or [o for o in present if o["code"]]
-        by_itself.sort(key=lambda one: not any('"of_a_peer": false' in text for text in one["files"].values()))
-        code = by_itself[0]["code"] if by_itself else (1 if self.lost else 0)
-        heard = [d["heard"] for d in self.documents.values() if d.get("heard")]
-        hung = next((one["hung"] for one in present if one["hung"] is not None), None)
-        return code, heard, hung
+        for report in present[1:]:
+            _put(report["files"], records)
+        # Prefer nodes whose ranks failed by themselves, and among them one with an error that is no broken connection.
+        failures = [r for r in present if r["code"] and not r["killed"]] or [r for r in present if r["code"]]
+        failures.sort(key=lambda report: not any('"of_a_peer": false' in text for text in report["files"].values()))
+        code = failures[0]["code"] if failures else (1 if self.lost else 0)
+        signals_received = [d["heard"] for d in self.documents.values() if d.get("heard")]
+        hung = next((report["hung"] for report in present if report["hung"] is not None), None)
+        return code, signals_received, hung
 
     def usable(self, members: list[int]) -> list[int]:
-        """The most of these nodes among which the effective batch can be dealt out evenly; node 0 is one of them."""
+        """Return the longest prefix of `members` (node 0 first) whose processes divide the effective batch."""
         gpus = {r: self.documents[r]["gpus"] for r in members}
         for count in range(len(members), 0, -1):
             kept = members[:count]
@@ -557,20 +566,23 @@ class Coordinator:
         return members[:1]
 
     def muster(self) -> dict[int, int] | None:
-        """The nodes of the next attempt, {node: processes}; waits for lost ones to come back where they are too few. None:
-        they did not come. Node 0 only."""
-        leaving = {r for r, d in self.documents.items() if d.get("heard") and r}
-        deadline, said = time.monotonic() + self.place.timeout, False
+        """Return the nodes of the next attempt, {node rank: processes}; None if too few. Node 0 only.
+
+        With fewer than the minimum, waits --join_timeout for lost nodes to be restarted.
+        """
+        leaving = {r for r, document in self.documents.items() if document.get("heard") and r}
+        deadline, is_printed = time.monotonic() + self.place.timeout, False
         while True:
-            here = [r for r in self.present() if r not in leaving and (r == 0 or self._fits_in(r))]
-            if len(here) >= self.place.least:
-                return {r: self.documents[r]["gpus"] for r in self.usable(here)}
+            nodes = [r for r in self.present() if r not in leaving and (r == 0 or self._fits_in(r))]
+            if len(nodes) >= self.place.least:
+                return {r: self.documents[r]["gpus"] for r in self.usable(nodes)}
             if time.monotonic() > deadline:
                 return None
-            if not said:
-                said = True
-                print(f"zerofit: {len(here)} of {self.place.least} nodes are here; waiting {self.place.timeout:.0f} s for "
-                      f"{self._gone(here)} to be started again, by the same command", file=sys.stderr, flush=True)  # fmt: skip
+            if not is_printed:
+                is_printed = True
+                print(f"zerofit: {len(nodes)} of {self.place.least} nodes are here; waiting "
+                      f"{self.place.timeout:.0f} s for {self._gone(nodes)} to be started again, by the same command",
+                      file=sys.stderr, flush=True)  # fmt: skip
             time.sleep(BEAT_SECONDS / 2)
 
     def _gone(self, here: list[int]) -> str:
@@ -578,7 +590,7 @@ class Coordinator:
 
 
 def torchrun(here: node_options.Place, members: dict[int, int], script: list[str]) -> list[str]:
-    """The command that starts one node's ranks. members: {node: its processes}."""
+    """Return the command that starts one node's ranks. members: {node rank: its processes}."""
     return [
         sys.executable, "-m", "zerofit.launch.torchrun", "--nnodes", str(len(members)),
         "--node_rank", str(sorted(members).index(here.rank)), "--nproc_per_node", str(members[here.rank]),
@@ -588,7 +600,7 @@ def torchrun(here: node_options.Place, members: dict[int, int], script: list[str
 
 
 def _put(files: dict[str, str], records: Path) -> None:
-    """Write what another node's ranks left; a name that is not one of theirs is passed over."""
+    """Write the files of another node's ranks; names that do not match FILES are skipped."""
     for name, content in files.items():
         if not FILES.fullmatch(name):
             continue

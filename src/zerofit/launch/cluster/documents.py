@@ -9,13 +9,13 @@ from pathlib import Path
 from zerofit.command_line import drop
 from zerofit.errors import UserError
 
-DIGITS = hashlib.sha256().digest_size * 2  # of a signature, which stands before the JSON
+DIGITS = hashlib.sha256().digest_size * 2  # length of the signature in front of the JSON
 
-# What the ranks of an attempt leave for the supervisor of node 0.
+# Files of a node's ranks that its supervisor sends to node 0 (rank_status.py, launch/torchrun.py).
 FILES = re.compile(r"rank[0-9]+\.json|stack[0-9]+\.txt|pulse[0-9]+|exits\.json")
 
 
-# {key: type}; a key with a ? may be left out.
+# {kind of document: {key: type}}; a key with a ? is optional. A key that is itself a kind is checked recursively.
 _SHAPES = {
     "node": {"id": str, "host": str, "gpus": int, "facts": dict, "beat": int, "address": str, "leader": str,
              "ready?": dict, "refused?": str, "left?": bool, "missed?": bool, "heard?": int | None, "pulse?": dict | None,
@@ -36,22 +36,22 @@ DECIDED = ("--zero", "--offload", "--per_device_train_batch_size", "--gradient_a
            "--effective_batch_size", "--gradient_checkpointing", "--gradient_checkpointing_every", "--activation_offload",
            "--optim", "--pure_bf16", "--load_in_4bit", "--search_batch_size", "--gpus")  # fmt: skip
 
-# Flags with a path: node 0 decides whether they stand, each node's command line what they name.
+# Flags with a path: node 0 decides whether they are set, each node's own command line gives the path.
 PATHS = ("--offload_path", "--resume_from_checkpoint")
 
 CHECKPOINT = re.compile(r"checkpoint-[0-9]+")
 
-NEWEST = ("auto", "true", "last")  # words of --resume_from_checkpoint that are no path
+NEWEST = ("auto", "true", "last")  # values of --resume_from_checkpoint that are no path
 
 
 def signed(secret: bytes, key: str, document: dict) -> str:
-    """Return what is stored under a key: signature and JSON. The signature holds for this key only."""
+    """Return what to store under a key: signature, then JSON. The signature is valid for this key only."""
     text = json.dumps(document)
     return _signature(secret, key, text.encode()) + text
 
 
 def read(secret: bytes, key: str, content: bytes) -> dict:
-    """Return the document that was stored under a key. Raises: ValueError, saying why it is to be ignored."""
+    """Verify what a key stores and return the document. Raises: ValueError with the reason to ignore it."""
     signature, text = content[:DIGITS], content[DIGITS:]
     if not hmac.compare_digest(signature, _signature(secret, key, text).encode()):
         raise ValueError("it is not signed with this job's secret, which must be the same on all nodes")
@@ -68,15 +68,15 @@ def _signature(secret: bytes, key: str, text: bytes) -> str:
 
 
 def _check_shape(document, name: str) -> None:
-    """Raises: ValueError for a document whose keys or types are not those of the supervisors."""
+    """Check keys and types against _SHAPES. Raises: ValueError."""
     if not isinstance(document, dict):
         raise ValueError(f"{name} is no object")
-    for key, kind in _SHAPES[name].items():
-        bare = key.rstrip("?")
-        if not isinstance(document[bare], kind) if bare in document else bare == key:
-            raise ValueError(f"{name} has no right {bare}")
-        if bare in _SHAPES and document.get(bare) is not None:
-            _check_shape(document[bare], bare)
+    for key, expected_type in _SHAPES[name].items():
+        field = key.rstrip("?")
+        if not isinstance(document[field], expected_type) if field in document else field == key:
+            raise ValueError(f"{name} has no right {field}")
+        if field in _SHAPES and document.get(field) is not None:
+            _check_shape(document[field], field)
     if name in ("board", "order"):
         members = document.get("members", {})
         if not all(rank.isdigit() and isinstance(gpus, int) for rank, gpus in members.items()):
@@ -89,35 +89,36 @@ def _check_shape(document, name: str) -> None:
 
 
 def decisions(flags: list[str]) -> dict[str, list[str] | None]:
-    """Return what node 0's command line says about the flags that it decides: {flag: its words, or None without it}."""
-    found: dict[str, list[str] | None] = dict.fromkeys((*DECIDED, *PATHS))
+    """Return {flag: its values, or None if it is absent} for the flags that node 0 decides."""
+    values: dict[str, list[str] | None] = dict.fromkeys((*DECIDED, *PATHS))
     name = ""
     for word in flags:
         if word.startswith("--"):
-            first, equals, value = word.partition("=")
-            name = first.replace("-", "_").replace("__", "--", 1)
-            if name in found:
-                found[name] = [value] if equals else []
-        elif found.get(name) is not None:
-            found[name] = [*found[name], word]
-    return found
+            flag, equals, value = word.partition("=")
+            name = flag.replace("-", "_").replace("__", "--", 1)
+            if name in values:
+                values[name] = [value] if equals else []
+        elif values.get(name) is not None:
+            values[name] = [*values[name], word]
+    return values
 
 
 def with_decisions(own: list[str], decided: dict, folder: Path | None = None) -> list[str]:
-    """Return this node's command line with what node 0 has decided.
+    """Return this node's command line with node 0's decisions in it.
 
-    Args: folder: the run folder; a checkpoint in it is the one path that node 0 may name.
-    Raises: UserError for a flag that node 0 does not decide, or a value that is none.
+    Args: own: this node's flags; decided: node 0's, from `decisions`; folder: the run folder. A checkpoint in it is the
+        only path that node 0 may set.
+    Raises: UserError for a flag that node 0 cannot decide, or a malformed value.
     """
-    mine, flags = decisions(own), drop(own, *DECIDED, *PATHS)
-    for name, words in decided.items():
-        if name not in (*DECIDED, *PATHS) or not _are_words(words):
-            raise UserError(f"node 0 orders {name} {words}, which it cannot decide; use the same zerofit on all nodes.")
-        if name in PATHS and words and not _is_checkpoint(words, folder):
-            if mine[name] is None:
+    own_values, flags = decisions(own), drop(own, *DECIDED, *PATHS)
+    for name, value in decided.items():
+        if name not in (*DECIDED, *PATHS) or not _are_words(value):
+            raise UserError(f"node 0 orders {name} {value}, which it cannot decide; use the same zerofit on all nodes.")
+        if name in PATHS and value and not _is_checkpoint(value, folder):
+            if own_values[name] is None:
                 raise UserError(f"{name}: node 0 has it and this node has not; give all nodes the same flags.")
-            words = mine[name]
-        flags += [] if words is None else [name, *words]
+            value = own_values[name]
+        flags += [] if value is None else [name, *value]
     return flags
 
 

@@ -1,8 +1,8 @@
 """`zerofit hosts`: start a job on every host of a DeepSpeed hostfile over ssh.
 
-What runs there is `zerofit launch` for one machine of several. Its arguments and the environment that it needs (HF_TOKEN among
-it, and the job's secret, made here) go through the connection's standard input: nothing of them is in a file or in a
-command line, and when the connection ends, so does what runs there.
+Each host runs `zerofit launch` as one node. Its arguments and environment (with HF_TOKEN and the job's secret, created
+here) are sent through the connection's standard input, so they are in no file and no command line. When the connection
+ends, so does the launch on that host.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from zerofit.launch import launch, prepare
 from zerofit.launch.cluster import job_secret, node_options
 from zerofit.paths import ROOT
 
-# What the hosts get of this machine's environment.
+# Prefixes of the environment variables that are sent to the hosts.
 PASSED_ON = (
     "HF_",
     "HUGGING_FACE_",
@@ -41,7 +41,7 @@ PASSED_ON = (
     "ZEROFIT_",
 )
 
-# CUDA's by name: CUDA_VISIBLE_DEVICES, CUDA_MPS_PIPE_DIRECTORY and others are of one machine.
+# No prefix CUDA_: CUDA_VISIBLE_DEVICES, CUDA_MPS_PIPE_DIRECTORY and others are valid on one machine only.
 PASSED_BY_NAME = (
     "OMP_NUM_THREADS",
     "HTTPS_PROXY",
@@ -54,14 +54,14 @@ PASSED_BY_NAME = (
     "CUDA_DEVICE_ORDER",
 )
 
-SSH_SECONDS = 10  # in which a host must answer
+SSH_SECONDS = 10  # for a host to answer
 
-END_SECONDS = 30.0  # that the others get to end when node 0 has
+END_SECONDS = 30.0  # for the other hosts to end after node 0
 
 
 @dataclass
 class Host:
-    """One line of the hostfile. slots: the GPUs to use there; whole: whether those are all of its slots."""
+    """One line of the hostfile. slots: GPUs to use there; whole: whether they are GPUs 0 to n-1."""
 
     name: str
     slots: list[int]
@@ -71,7 +71,7 @@ class Host:
 def main(argv: list[str]) -> None:
     """`zerofit hosts`: see --help. Ends the process with the job's exit code.
 
-    Raises: UserError for the user's mistakes and for hosts that cannot be used, before anything is started.
+    Raises: UserError for the user's mistakes and for unusable hosts, before anything is started.
     """
     parser = argparse.ArgumentParser(prog="zerofit hosts", allow_abbrev=False, description=__doc__)
     parser.add_argument("--hosts", required=True, help="DeepSpeed's hostfile: a line `host slots=8` for each machine")
@@ -111,60 +111,60 @@ def main(argv: list[str]) -> None:
 
 
 def read(file: Path, include: str = "", exclude: str = "", gpus: str = "") -> list[Host]:
-    """The hosts of a hostfile, in its order, by DeepSpeed's own reading of it.
+    """Return the hosts of a hostfile, in its order, parsed by DeepSpeed.
 
-    Raises: UserError with the file and what is wrong in it. Without the file there is no launch.
+    Raises: UserError for a missing or invalid file (DeepSpeed's launcher would run on this machine instead).
     """
     if not file.is_file():
         raise UserError(f"HOSTS={file}: there is no such file; a line for each machine: `host1 slots=8`.")
     from deepspeed.launcher import runner
 
-    runner.logger.disabled = True  # it says what the sentence below says
+    runner.logger.disabled = True  # it logs what the error below contains
     try:
         pool = runner.fetch_hostfile(str(file))
-        active = runner.parse_inclusion_exclusion(pool, include, exclude)
+        slots_by_host = runner.parse_inclusion_exclusion(pool, include, exclude)
     except (ValueError, OSError) as error:
         raise UserError(f"HOSTS={file}: {' '.join(str(error).split()).rstrip('.')}; a line for each machine: `host1 slots=8`.") from None  # fmt: skip
     finally:
         runner.logger.disabled = False
     if gpus and (not gpus.isdigit() or int(gpus) < 1):
         raise UserError(f"GPUS={gpus}: must be a whole number of 1 or more.")
-    found = []
-    for name, slots in active.items():
+    hosts = []
+    for name, slots in slots_by_host.items():
         if gpus and int(gpus) > len(slots):
             raise UserError(f"GPUS={gpus}: {name} has {len(slots)} slots in {file}.")
         if name.startswith("-"):
             raise UserError(f"HOSTS={file}: {name}: is no name of a host, since ssh would take it for an option.")
         kept = slots[: int(gpus)] if gpus else slots
-        found.append(Host(name, kept, kept == list(range(len(kept)))))
-    if not found:
+        hosts.append(Host(name, kept, kept == list(range(len(kept)))))
+    if not hosts:
         raise UserError(f"HOSTS={file}: INCLUDE={include} EXCLUDE={exclude} leave no host.")
-    return found
+    return hosts
 
 
 def _job(given, hosts: list[Host], rank: int, flags: list[str], env: dict[str, str]) -> dict:
-    """What one host is told: the words after `zerofit`, and its environment."""
+    """Return one host's job: {"argv": arguments of `zerofit`, "env": environment}."""
     host = hosts[rank]
-    words = ["launch", "--gpus", str(len(host.slots))]
+    argv = ["launch", "--gpus", str(len(host.slots))]
     if len(hosts) > 1:
-        words += ["--nnodes", str(len(hosts)), "--node_rank", str(rank), "--master_addr", given.master_addr or hosts[0].name,
-                  "--join_timeout", given.join_timeout]  # fmt: skip
-        words += ["--interface", given.interface] if given.interface else []
-    words += ["--port", given.port] if given.port else []
+        argv += ["--nnodes", str(len(hosts)), "--node_rank", str(rank),
+                 "--master_addr", given.master_addr or hosts[0].name, "--join_timeout", given.join_timeout]  # fmt: skip
+        argv += ["--interface", given.interface] if given.interface else []
+    argv += ["--port", given.port] if given.port else []
     if not host.whole:
         env = env | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, host.slots))}
-    return {"argv": [*words, given.recipe, *flags], "env": env}
+    return {"argv": [*argv, given.recipe, *flags], "env": env}
 
 
 def check(ssh: list[str], hosts: list[Host], file: str) -> None:
-    """That each host lets us in without a password and has this folder and this environment.
+    """Check that ssh to each host needs no password, and that it has this folder and this interpreter.
 
-    Raises: UserError, naming the first that does not.
+    Raises: UserError, naming the first host that fails.
     """
     test = f"test -d {shlex.quote(str(Path.cwd()))} && test -x {shlex.quote(sys.executable)}"
     options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={SSH_SECONDS}"]
     try:
-        tried = [
+        attempts = [
             subprocess.Popen([*ssh, *options, "--", host.name, test], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
                              stderr=subprocess.PIPE, text=True) for host in hosts
         ]  # fmt: skip
@@ -172,47 +172,48 @@ def check(ssh: list[str], hosts: list[Host], file: str) -> None:
         raise UserError(
             f"--ssh {shlex.join(ssh)}: cannot be started: {error.strerror}; install an ssh client."
         ) from None
-    wrong = ""
-    for host, process in zip(hosts, tried, strict=True):
+    message = ""
+    for host, process in zip(hosts, attempts, strict=True):
         try:
-            said = process.communicate(timeout=2 * SSH_SECONDS)[1].strip().splitlines()
-            reason = said[-1] if said else ""
+            error_lines = process.communicate(timeout=2 * SSH_SECONDS)[1].strip().splitlines()
+            reason = error_lines[-1] if error_lines else ""
         except subprocess.TimeoutExpired:
             process.kill()
             process.communicate()
             reason = "no answer"
         if process.returncode == 1:
-            wrong = wrong or (
+            message = message or (
                 f"HOSTS={file}: {host.name} has no {Path.cwd()} or no {sys.executable}; the hosts need the same folder and "
                 "environment at the same place (a shared disk, or the same installation)."
             )
         elif process.returncode:
-            wrong = wrong or (
+            message = message or (
                 f"HOSTS={file}: ssh to {host.name} without a password does not work ({reason}); try `ssh {host.name} true`, and "
                 f"`ssh-copy-id {host.name}`."
             )
-    if wrong:
-        raise UserError(wrong)
+    if message:
+        raise UserError(message)
 
 
 def run(ssh: list[str], hosts: list[Host], jobs: list[dict]) -> int:
-    """Run the jobs to their end and pass signals on; return node 0's exit code."""
-    there = (
+    """Run the jobs to their end and forward signals; return node 0's exit code."""
+    remote_command = (
         f"cd {shlex.quote(str(Path.cwd()))} && PYTHONPATH={shlex.quote(str(ROOT / 'src'))} exec {shlex.quote(sys.executable)} -m "
         "zerofit join"
     )
     options = ["-o", "BatchMode=yes", "-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4"]
     processes = []
     for host, job in zip(hosts, jobs, strict=True):
-        process = subprocess.Popen([*ssh, *options, "--", host.name, there], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                   stderr=subprocess.STDOUT, text=True, start_new_session=True)  # fmt: skip
+        process = subprocess.Popen([*ssh, *options, "--", host.name, remote_command],
+                                   stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                                   text=True, start_new_session=True)  # fmt: skip
         processes.append(process)
         _tell(process, json.dumps(job))
-    shown = [
+    printers = [
         threading.Thread(target=_show, args=(process, "" if host is hosts[0] else f"{host.name}: "), daemon=True)
         for host, process in zip(hosts, processes, strict=True)
     ]
-    for thread in shown:
+    for thread in printers:
         thread.start()
     heard: list[int] = []
 
@@ -229,14 +230,14 @@ def run(ssh: list[str], hosts: list[Host], jobs: list[dict]) -> int:
             try:
                 process.wait(max(0.1, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                process.kill()  # its end of the connection closes, and what runs there ends
+                process.kill()  # the connection closes, which ends the launch on that host
     finally:
         for process in processes:
-            with contextlib.suppress(BrokenPipeError):  # it ended before it had read its job
+            with contextlib.suppress(BrokenPipeError):  # it ended before it read its job
                 process.stdin.close()
         for number, handler in before.items():
             signal.signal(number, handler)
-    for thread in shown:
+    for thread in printers:
         thread.join(5)
     if code == 255:
         print(f"zerofit: error: the connection to {hosts[0].name} was lost.", file=sys.stderr)
@@ -248,7 +249,7 @@ def _tell(process: subprocess.Popen, line: str) -> None:
         process.stdin.write(line + "\n")
         process.stdin.flush()
     except (BrokenPipeError, ValueError):
-        pass  # it has ended; its exit code tells
+        pass  # it has ended; its exit code is reported
 
 
 def _show(process: subprocess.Popen, before: str) -> None:
@@ -260,11 +261,14 @@ def _show(process: subprocess.Popen, before: str) -> None:
 
 
 def join(argv: list[str]) -> None:
-    """`zerofit join`: what runs on a host. One line of JSON comes in (`_job`), then names of signals; its end ends the job."""
+    """`zerofit join`: run one host's launch, as sent by `zerofit hosts` over standard input.
+
+    The first line is JSON (`_job`), each further line the name of a signal; the end of input ends the launch.
+    """
     if argv:
         raise UserError("zerofit join is what `zerofit hosts` starts on a host; it takes no arguments.")
     source = os.fdopen(os.dup(0), encoding="utf-8")
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # the ranks read nothing of it
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # the ranks must not read it
     job = json.loads(source.readline() or "null")
     if not job:
         raise UserError("zerofit join: the connection ended before the job came.")
@@ -276,4 +280,4 @@ def join(argv: list[str]) -> None:
 def _listen(source) -> None:
     for line in source:
         os.kill(os.getpid(), signal.Signals[line.strip()])
-    os.kill(os.getpid(), signal.SIGINT)  # whoever started this is gone
+    os.kill(os.getpid(), signal.SIGINT)  # `zerofit hosts` is gone

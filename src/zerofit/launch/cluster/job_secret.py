@@ -1,4 +1,4 @@
-"""The secret that a job's supervisors share to sign their documents."""
+"""Share a secret between a job's supervisors, which sign their documents with it."""
 
 import contextlib
 import os
@@ -16,17 +16,19 @@ VARIABLE = "ZEROFIT_JOB_SECRET"
 
 SHORTEST = 16  # characters
 
-READ_SECONDS = 10.0  # in which a shared disk must show the file that node 0 has written
+READ_SECONDS = 10.0  # for node 0's file to become visible on a shared disk
 
 SET_IT = f"set {VARIABLE} to the same random text on all nodes (openssl rand -hex 16)"
 
 
 @contextlib.contextmanager
 def of_job(here: node_options.Place, flags: list[str]) -> Iterator[bytes]:
-    """Yield the job's secret: ZEROFIT_JOB_SECRET, else a file beside the run folder that lives as long as node 0 does.
+    """Yield the job's secret, from ZEROFIT_JOB_SECRET or a file next to the run folder.
 
-    The variable is taken out of the environment, which the ranks inherit.
-    Raises: UserError where there is neither, or the file can be read by others.
+    The variable is removed from the environment, which the ranks inherit. Node 0 creates the file and deletes it at the
+    end of the job.
+    Args: here: this node's place; flags: the recipe's.
+    Raises: UserError if there is neither, or other users can read the file.
     """
     text = os.environ.pop(VARIABLE, "")
     if text:
@@ -44,8 +46,8 @@ def of_job(here: node_options.Place, flags: list[str]) -> Iterator[bytes]:
         node_options.reach(here)  # node 0 writes the file before it opens the port
         yield _read(file)
         return
-    node_options.check_ports(here)  # before an earlier job's file is replaced
-    run_lock.take(folder_of(flags))  # or that of a job which runs
+    node_options.check_ports(here)  # fails if an earlier job runs, before its file is replaced
+    run_lock.take(folder_of(flags))  # the same for a job on another port
     try:
         yield _write(file)
     finally:
@@ -53,47 +55,47 @@ def of_job(here: node_options.Place, flags: list[str]) -> Iterator[bytes]:
 
 
 def file_beside(flags: list[str]) -> Path | None:
-    """Return where node 0 leaves the secret for the others: beside --output_dir; None where that is not among the flags."""
+    """Return the file for the secret, next to --output_dir; None if the flags have no --output_dir."""
     folder = folder_of(flags)
     return folder.with_name(f".{folder.name}.job-secret") if folder else None
 
 
 def folder_of(flags: list[str]) -> Path | None:
-    """Return the run folder that the flags name."""
+    """Return the absolute path of --output_dir (the last one counts); None without it."""
     folder = None
-    for i, word in enumerate(flags):
-        name, equals, value = word.partition("=")
+    for i, flag in enumerate(flags):
+        name, equals, value = flag.partition("=")
         if name in ("--output_dir", "--output-dir"):
             folder = value if equals else "".join(flags[i + 1 : i + 2])
     return Path(folder).expanduser().absolute() if folder else None
 
 
 def _write(file: Path) -> bytes:
-    text = secrets.token_hex(16)
+    secret = secrets.token_hex(16)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.unlink(missing_ok=True)
-        with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as opened:
-            private = not os.fstat(opened.fileno()).st_mode & 0o077
-            opened.write(text if private else "")
+        with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as stream:
+            is_private = not os.fstat(stream.fileno()).st_mode & 0o077
+            stream.write(secret if is_private else "")
     except OSError as error:
         raise UserError(f"{file}: cannot be written: {error.strerror}; {SET_IT}.") from None
-    if not private:
+    if not is_private:
         file.unlink(missing_ok=True)
         raise UserError(f"{file}: this disk does not keep a file from being read by others; {SET_IT}.")
-    return text.encode()
+    return secret.encode()
 
 
 def _read(file: Path) -> bytes:
     deadline, cause = time.monotonic() + READ_SECONDS, ""
     while time.monotonic() < deadline:
         try:
-            with os.fdopen(os.open(file, os.O_RDONLY | os.O_NOFOLLOW), "rb") as opened:
-                about = os.fstat(opened.fileno())
-                if not stat.S_ISREG(about.st_mode) or about.st_uid != os.geteuid() or about.st_mode & 0o077:
+            with os.fdopen(os.open(file, os.O_RDONLY | os.O_NOFOLLOW), "rb") as stream:
+                info = os.fstat(stream.fileno())
+                if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid() or info.st_mode & 0o077:
                     raise UserError(f"{file}: is not a file that this user alone owns and can read; {SET_IT}.")
-                if len(text := opened.read(1000).strip()) >= SHORTEST:
-                    return text
+                if len(secret := stream.read(1000).strip()) >= SHORTEST:
+                    return secret
                 cause = "it is empty"
         except OSError as error:
             cause = error.strerror

@@ -19,22 +19,25 @@ from zerofit.settings import Settings
 
 TEMPLATES = {"pytorchjob": "launchers/pytorchjob.yaml", "trainjob": "launchers/trainjob.yaml"}
 
-RESTARTS = 6  # per node: the backoffLimit that a Job of Kubernetes has by itself
+RESTARTS = 6  # per node; the default backoffLimit of a Kubernetes Job
 
-LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")  # what Kubernetes takes as a service's name (RFC 1035)
+LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")  # a service name in Kubernetes (RFC 1035)
 
-NAME = re.compile(r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?")  # of a claim or a secret
+NAME = re.compile(r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?")  # name of a claim or a secret
 
-LONGEST = 63  # characters of a name in the DNS
+LONGEST = 63  # characters of a DNS label
 
-# Strings that no YAML parser takes for something else; Kubernetes' own takes 1e3 for a number where Python's does not.
+# Strings that every YAML parser reads as strings; Kubernetes' parser reads 1e3 as a number, Python's does not.
 PLAIN = re.compile(r"[A-Za-z][A-Za-z]+[\w./-]*|--[a-z][\w-]*|\$\(\w+\)")
 
 
 @dataclass
 class Job:
-    """least, most: nodes (the same where the job is not elastic); gpus: processes of each; use_cpu: they need no GPU;
-    words: recipe and flags, as the launch in a pod gets them; claim, mount, secret, namespace: "": the template's."""
+    """The values for the template.
+
+    least, most: nodes (equal if not elastic); gpus: processes per node; use_cpu: request no GPU; words: recipe and
+    flags for `zerofit launch` in a pod; namespace, claim, mount, secret: "" keeps the template's.
+    """
 
     kind: str
     name: str
@@ -53,18 +56,18 @@ class Job:
 def main(argv: list[str]) -> None:
     """`zerofit kubernetes`: see --help. Prints the manifest, or writes it to --output_file.
 
-    Raises: UserError for the user's mistakes, those in the recipe's flags too, before anything is printed.
+    Raises: UserError for the user's mistakes, also in the recipe's flags, before anything is printed.
     """
-    given = _parser().parse_args(argv)
-    text = render(_job(given))
-    if not given.output_file:
-        sys.stdout.write(text)
+    args = _parser().parse_args(argv)
+    manifest = render(_job(args))
+    if not args.output_file:
+        sys.stdout.write(manifest)
         return
     try:
-        Path(given.output_file).write_text(text, encoding="utf-8")
+        Path(args.output_file).write_text(manifest, encoding="utf-8")
     except OSError as error:
-        raise UserError(f"--output_file {given.output_file}: cannot be written: {error.strerror}.") from None
-    print(f"{given.output_file}: kubectl apply -f {shlex.quote(given.output_file)}")
+        raise UserError(f"--output_file {args.output_file}: cannot be written: {error.strerror}.") from None
+    print(f"{args.output_file}: kubectl apply -f {shlex.quote(args.output_file)}")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -91,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-# --- what was asked for ---
+# --- options and flags ---
 
 
 def _job(given) -> Job:
@@ -106,35 +109,35 @@ def _job(given) -> Job:
     _check_secrets(flags)
     if most > 1:
         prepare.check_for_nodes(flags)
-    found = _check_flags(recipe, flags, {least * gpus, most * gpus}, hardware.find(given.gpu_type))
-    words = [f"recipes/{recipe}.py", *flags, *_to_go_on(found, run_folder)]
-    if least < most and found.source["effective_batch_size"] != "flag":
-        # Else it would be derived anew from the nodes that happen to be there.
-        words += ["--effective_batch_size", str(found.effective_batch_size)]
+    settings = _check_flags(recipe, flags, {least * gpus, most * gpus}, hardware.find(given.gpu_type))
+    words = [f"recipes/{recipe}.py", *flags, *_to_go_on(settings, run_folder)]
+    if least < most and settings.source["effective_batch_size"] != "flag":
+        # Otherwise each start would derive it from the number of nodes present.
+        words += ["--effective_batch_size", str(settings.effective_batch_size)]
     return Job(
-        given.kind, given.name, least, most, gpus, given.image, found.use_cpu, words,
+        given.kind, given.name, least, most, gpus, given.image, settings.use_cpu, words,
         given.namespace, claim, mount, given.secret,
     )  # fmt: skip
 
 
 def _nodes(text: str, kind: str) -> tuple[int, int]:
-    if (found := node_options.count(text)) is None:
+    if (bounds := node_options.count(text)) is None:
         raise UserError(f"--nodes {text}: must be a number of pods, or MIN:MAX for an elastic pytorchjob.")
-    least, most = found
+    least, most = bounds
     if least != most and kind == "trainjob":
         raise UserError(
             f"--nodes {text} --kind trainjob: a TrainJob is complete only when all its pods have ended well, so it cannot "
             f"train with fewer; use --kind pytorchjob, or --nodes {most}."
         )
-    return found
+    return bounds
 
 
 def _check_names(given, nodes: int) -> None:
-    """Raises: UserError for a name that Kubernetes would refuse, or that would be too long with what the operator adds."""
-    room = LONGEST - len(f"-worker-{nodes}")
-    if not LABEL.fullmatch(given.name) or len(given.name) > room:
+    """Check the names by Kubernetes' rules, with room for the operator's suffix. Raises: UserError."""
+    limit = LONGEST - len(f"-worker-{nodes}")
+    if not LABEL.fullmatch(given.name) or len(given.name) > limit:
         raise UserError(
-            f"--name {given.name}: must be 1 to {room} of a-z, 0-9 and -, begin with a letter and not end with -; "
+            f"--name {given.name}: must be 1 to {limit} of a-z, 0-9 and -, begin with a letter and not end with -; "
             "Kubernetes makes the pods' names of it."
         )
     if given.namespace and (not NAME.fullmatch(given.namespace) or "." in given.namespace):
@@ -146,7 +149,7 @@ def _check_names(given, nodes: int) -> None:
 
 
 def _volume(text: str) -> tuple[str, str]:
-    """(claim, mount) of CLAIM:/mount; both "" for no text."""
+    """Split CLAIM:/mount into (claim, mount); ("", "") for "". Raises: UserError."""
     claim, _, mount = text.partition(":")
     mount = mount.rstrip("/")
     if text and (not NAME.fullmatch(claim) or not mount.startswith("/") or set(mount) & set(":$")):
@@ -155,7 +158,7 @@ def _volume(text: str) -> tuple[str, str]:
 
 
 def _check_secrets(flags: list[str]) -> None:
-    """Raises: UserError for a token on the command line: whoever can look at the job could read it."""
+    """Refuse a token on the command line: the manifest would contain it. Raises: UserError."""
     if command_line.hide_secrets(flags) != shlex.join(flags):
         raise UserError(
             "--hub_token would stand in the manifest for all to read; put it into a secret (kubectl create secret generic "
@@ -164,35 +167,33 @@ def _check_secrets(flags: list[str]) -> None:
 
 
 def _check_flags(recipe: str, flags: list[str], sizes: set[int], gpu: hardware.Gpu) -> Settings:
-    """What the launch in the pods would find wrong with the flags, on this many ranks; the settings on the most.
+    """Resolve the flags for each number of ranks in `sizes`; return the settings for the largest.
 
-    Raises: UserError as resolve.settings does.
+    Raises: UserError as resolve.resolve_settings does; if the effective batch depends on the number of ranks.
     """
     for name in ("--help", "-h", "--show", "--plan"):
         if any(flag.partition("=")[0] == name for flag in flags):
             raise UserError(
                 f"{name}: prints and trains nothing; a job needs no pods for it (zerofit launch {name} does it here)."
             )
-    all_found = [
-        resolve.resolve_settings(recipe, [*flags, "--gpus", str(ranks)], ranks, gpu) for ranks in sorted(sizes)
-    ]
-    smallest, found = all_found[0], all_found[-1]
-    if smallest.effective_batch_size != found.effective_batch_size:
+    per_size = [resolve.resolve_settings(recipe, [*flags, "--gpus", str(ranks)], ranks, gpu) for ranks in sorted(sizes)]
+    smallest, largest = per_size[0], per_size[-1]
+    if smallest.effective_batch_size != largest.effective_batch_size:
         raise UserError(
             f"--effective_batch_size: would be {smallest.effective_batch_size} on {smallest.world_size} ranks and "
-            f"{found.effective_batch_size} on {found.world_size}; name one for all sizes of the job."
+            f"{largest.effective_batch_size} on {largest.world_size}; name one for all sizes of the job."
         )
-    if found.hub_token:
+    if largest.hub_token:
         raise UserError(
-            f"--config {found.config}: hub_token: the pods get HF_TOKEN from a secret (--secret); take it out."
+            f"--config {largest.config}: hub_token: the pods get HF_TOKEN from a secret (--secret); take it out."
         )
-    return found
+    return largest
 
 
 def _to_go_on(settings: Settings, run_folder: str) -> list[str]:
-    """The flags by which a pod that is started again finds the checkpoints of the one before.
+    """Return the flags with which a restarted pod resumes from the checkpoints of the previous one.
 
-    Raises: UserError where the user's own would not lead there.
+    Raises: UserError if the user's own --output_dir or --resume_from_checkpoint prevents it.
     """
     added, mount = [], run_folder.rpartition("/")[0]
     folder, resumed = settings.output_dir, settings.resume_from_checkpoint
@@ -217,7 +218,7 @@ def _to_go_on(settings: Settings, run_folder: str) -> list[str]:
 
 
 def render(job: Job) -> str:
-    """The manifest as YAML text: the template with what the job names put in, everything else as the template says."""
+    """Return the manifest as YAML text: the template with the job's values filled in."""
     documents = _template(job.kind)
     try:
         {"pytorchjob": _fill_pytorchjob, "trainjob": _fill_trainjob}[job.kind](documents, job)
@@ -228,7 +229,7 @@ def render(job: Job) -> str:
 
 
 def _template(kind: str) -> list[dict]:
-    """Raises: UserError for a template that was edited into something else than YAML."""
+    """Read the template. Raises: UserError if it is no longer valid YAML."""
     file = ROOT / TEMPLATES[kind]
     try:
         return list(yaml.safe_load_all(file.read_text(encoding="utf-8")))
@@ -241,7 +242,7 @@ def _template(kind: str) -> list[dict]:
 
 
 def _pod(kind: str, documents: list[dict]) -> dict:
-    """The spec of the template's pod."""
+    """Return the spec of the template's pod."""
     if kind == "pytorchjob":
         return documents[0]["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]
     return documents[0]["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
@@ -255,7 +256,7 @@ def _misses(kind: str, error: Exception) -> UserError:
 
 
 def _template_mount(kind: str) -> str:
-    """Where the template mounts the volume of the checkpoints."""
+    """Return the path at which the template mounts the checkpoints' volume."""
     try:
         mounts = _pod(kind, _template(kind))["containers"][0]["volumeMounts"]
         return next(m["mountPath"] for m in mounts if m["name"] == "runs").rstrip("/")
@@ -273,7 +274,7 @@ def _fill_pytorchjob(documents: list[dict], job: Job) -> None:
     spec["nprocPerNode"] = str(job.gpus)
     spec["runPolicy"]["backoffLimit"] = RESTARTS * job.most
     if job.least < job.most:
-        # No elasticPolicy: it would have torchrun meet at worker 0, while zerofit's node 0, the master, decides who is in.
+        # No elasticPolicy: it would put torchrun's rendezvous at worker 0, but zerofit's node 0 is the master.
         spec["runPolicy"].setdefault("schedulingPolicy", {})["minAvailable"] = job.least
     if job.most > 1:
         replicas["Worker"] |= {"replicas": job.most - 1, "template": replicas["Master"]["template"]}
@@ -313,15 +314,15 @@ def _fill_container(container: dict, resources: dict, job: Job) -> None:
 
 
 def _words(template: list[str], job: Job) -> list[str]:
-    """The template's launch options, with this job's numbers, up to the recipe; then recipe and flags.
+    """Return the template's launch options with this job's numbers, then the job's recipe and flags.
 
-    Kubernetes fills in $(VARIABLE) and makes $$ one dollar sign, so the user's are doubled. No shell reads the words.
+    Kubernetes expands $(VARIABLE) and turns $$ into $, so the user's dollar signs are doubled. No shell is involved.
     """
     end = next(i for i, word in enumerate(template) if word.startswith("recipes/"))
     nodes = str(job.most) if job.least == job.most else f"{job.least}:{job.most}"
-    known, options = {"--gpus": str(job.gpus), "--nnodes": nodes}, template[:end]
-    placed = [known.get(before, word) for before, word in zip(["", *options], options, strict=False)]
-    return placed + [word.replace("$", "$$") for word in job.words]
+    values, options = {"--gpus": str(job.gpus), "--nnodes": nodes}, template[:end]
+    launch_options = [values.get(before, word) for before, word in zip(["", *options], options, strict=False)]
+    return launch_options + [word.replace("$", "$$") for word in job.words]
 
 
 def _fill_volume(pod: dict, job: Job) -> None:
@@ -336,7 +337,7 @@ def _fill_volume(pod: dict, job: Job) -> None:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Everything written out, nothing by reference, and strings in quotes where another parser could see a number."""
+    """YAML without anchors, and with quotes around strings that another parser could read as a number."""
 
     def ignore_aliases(self, data) -> bool:
         return True

@@ -10,7 +10,7 @@ from zerofit.errors import UserError
 
 
 def port_of(text: str) -> int:
-    """The port that was named, or a free one. Raises: UserError for one that is none or in use."""
+    """Return the given port, or a free one for "". Raises: UserError for an invalid port or one in use."""
     if not text:
         return distributed.free_port()
     if not text.isdigit() or not 1 <= int(text) <= 65535:
@@ -20,13 +20,16 @@ def port_of(text: str) -> int:
     return int(text)
 
 
-PORT = 29500  # of the supervisors' store; the next one is the ranks' own
+PORT = 29500  # default port of the supervisors' store; the ranks use the next one
 
 
 @dataclass
 class Place:
-    """least, most: nodes of the job (the same where it is not elastic); rank: of this node; address, port: of node 0's
-    store; timeout: seconds that nodes wait for each other at the start; interface: "": the one towards the others."""
+    """This node's place in the job.
+
+    least, most: nodes of the job (equal if not elastic); rank: of this node; address, port: of node 0's store;
+    timeout: seconds that nodes wait for each other at the start; interface: "" for the one towards the others.
+    """
 
     least: int
     most: int
@@ -38,7 +41,7 @@ class Place:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options that place this machine among the nodes of a job."""
+    """Add the options that place this node in a job."""
     parser.add_argument("--nnodes", default="1", help="machines of the job, or MIN:MAX of an elastic one")
     parser.add_argument(
         "--node_rank", default="", help="which of them this one is: 0 is the one named by --master_addr"
@@ -48,13 +51,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_meeting(parser: argparse.ArgumentParser) -> None:
-    """The options of how machines meet, the same on all of them."""
+    """Add the rendezvous options that are equal on all nodes."""
     parser.add_argument("--join_timeout", default="45", help="seconds that the nodes wait for each other at the start")
     parser.add_argument("--interface", default="", help="network interface between the nodes (default: the one that leads there)")  # fmt: skip
 
 
 def count(text: str) -> tuple[int, int] | None:
-    """(least, most) machines of "4" or "1:4"; None for a text that is neither."""
+    """Parse "4" or "1:4" into (least, most) nodes; None for any other text."""
     least, _, most = text.partition(":")
     most = most or least
     if not (least.isdigit() and most.isdigit() and 1 <= int(least) <= int(most)):
@@ -63,13 +66,13 @@ def count(text: str) -> tuple[int, int] | None:
 
 
 def of(given) -> Place | None:
-    """Where this machine stands; None: the job has one machine.
+    """Return this node's place from the parsed options; None for a job on one node.
 
-    Raises: UserError for values that are none or do not go together.
+    Raises: UserError for invalid or contradictory values.
     """
-    if (found := count(given.nnodes)) is None:
+    if (bounds := count(given.nnodes)) is None:
         raise UserError(f"NODES={given.nnodes}: must be a number of machines, or MIN:MAX for an elastic job.")
-    least, most = found
+    least, most = bounds
     if most == 1:
         return None
     if not given.node_rank.isdigit() or int(given.node_rank) >= most:
@@ -94,7 +97,7 @@ def of(given) -> Place | None:
 
 
 def check_ports(place: Place) -> None:
-    """Raises: UserError when one of node 0's two ports is in use on this machine."""
+    """Check that node 0's two ports are free on this node. Raises: UserError."""
     for needed in (place.port, place.port + 1):
         if not distributed.port_is_free(needed, ""):
             after = "" if needed == place.port else f" (PORT={place.port} and the next one are needed)"
@@ -102,23 +105,27 @@ def check_ports(place: Place) -> None:
 
 
 def own_address(place: Place) -> str:
-    """Return the one address behind MASTER_ADDR, of an interface of this machine; "" where node 0 must listen on all.
+    """Return MASTER_ADDR's address if it is one of this node's; "" if node 0 must listen on all of them.
 
-    A name can have several addresses, or be another one here than elsewhere: localhost or 127.0.1.1 by this machine's
-    /etc/hosts, a service of Kubernetes.
+    That is so if the name has several addresses, or resolves differently here than elsewhere: to localhost or
+    127.0.1.1 by this node's /etc/hosts, or to a Kubernetes service.
     """
     try:
-        found = {entry[4][0] for entry in socket.getaddrinfo(place.address, place.port, type=socket.SOCK_STREAM)}
+        addresses = {entry[4][0] for entry in socket.getaddrinfo(place.address, place.port, type=socket.SOCK_STREAM)}
     except OSError:
         return ""
-    address = found.pop()
-    if found or (place.address != address and (address.startswith("127.") or address == "::1")):
+    address = addresses.pop()
+    if addresses or (place.address != address and (address.startswith("127.") or address == "::1")):
         return ""
-    return address if address.startswith("127.") or any(address in own for own in interfaces().values()) else ""
+    return (
+        address
+        if address.startswith("127.") or any(address in of_interface for of_interface in interfaces().values())
+        else ""
+    )
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """Return a socket that listens on this one address. Raises: UserError when the port is in use there."""
+    """Return a socket that listens on this address only. Raises: UserError if it cannot be opened."""
     listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -133,44 +140,44 @@ def listen(address: str, port: int) -> socket.socket:
 
 
 def interfaces() -> dict[str, list[str]]:
-    """{network interface: its addresses}."""
+    """Return {network interface: its IPv4 and IPv6 addresses}."""
     import psutil
 
     internet = (socket.AF_INET, socket.AF_INET6)
     return {
-        name: [a.address.partition("%")[0] for a in found if a.family in internet]
-        for name, found in psutil.net_if_addrs().items()
+        name: [entry.address.partition("%")[0] for entry in entries if entry.family in internet]
+        for name, entries in psutil.net_if_addrs().items()
     }
 
 
 def interface_towards(address: str, port: int) -> str:
-    """The network interface on the way to an address; "": there is none."""
+    """Return the network interface on the route to an address; "" if there is none."""
     try:
         family = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0][0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((address, port))  # UDP: nothing is sent
-            own = probe.getsockname()[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as udp:
+            udp.connect((address, port))  # UDP: nothing is sent
+            own_ip = udp.getsockname()[0]
     except OSError:
         return ""
-    return next((name for name, addresses in interfaces().items() if own in addresses), "")
+    return next((name for name, addresses in interfaces().items() if own_ip in addresses), "")
 
 
 def reach(place: Place) -> str:
-    """Wait for node 0's port; this node's own address on the way there.
+    """Wait until node 0's port accepts a connection; return this node's own address on that route.
 
-    Raises: UserError after --join_timeout, with what the network said.
+    Raises: UserError after --join_timeout, with the last network error.
     """
-    deadline, said, reason = time.monotonic() + place.timeout, time.monotonic(), "no answer"
-    while (left := deadline - time.monotonic()) > 0:
+    deadline, last_print, reason = time.monotonic() + place.timeout, time.monotonic(), "no answer"
+    while (remaining := deadline - time.monotonic()) > 0:
         try:
-            with socket.create_connection((place.address, place.port), timeout=min(5.0, left)) as probe:
-                return probe.getsockname()[0]
-        except socket.gaierror as error:  # a pod's name comes late
+            with socket.create_connection((place.address, place.port), timeout=min(5.0, remaining)) as connection:
+                return connection.getsockname()[0]
+        except socket.gaierror as error:  # a pod's DNS name can appear late
             reason = f"this machine does not know that name: {error.strerror}"
         except OSError as error:
             reason = (error.strerror or str(error) or "no answer").lower()
-        if time.monotonic() - said > 10:
-            said = time.monotonic()
+        if time.monotonic() - last_print > 10:
+            last_print = time.monotonic()
             print(f"waiting for node 0 at {place.address}:{place.port} ({reason})", flush=True)
         time.sleep(0.5)
     raise UserError(

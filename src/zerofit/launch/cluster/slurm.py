@@ -25,15 +25,18 @@ TEMPLATE = ROOT / "launchers" / "slurm.sbatch"
 
 RESUME = ("--resume_from_checkpoint", "--resume-from-checkpoint")
 
-SCRIPT = "slurm.sbatch"  # in the run folder
+SCRIPT = "slurm.sbatch"  # name of the filled-in script in the run folder
 
-CORES_PER_GPU = 4  # asked for without --cpus
+CORES_PER_GPU = 4  # default of --cpus
 
 
 @dataclass
 class Request:
-    """What the template is filled in with. flags: the recipe's, without --output_dir; sweep: further flags of each job of
-    an array; more: sbatch's options as they are; cpus: cores per machine; on_cpu: no GPU is asked for."""
+    """The values for the template.
+
+    flags: the recipe's, without --output_dir; gpus, cpus: per node; on_cpu: request no GPU; sweep: further flags of
+    each job of an array; more: further sbatch options, verbatim.
+    """
 
     recipe: Path
     flags: list[str]
@@ -53,7 +56,7 @@ class Request:
 def main(argv: list[str]) -> None:
     """`zerofit slurm`: see --help.
 
-    Raises: UserError for the user's mistakes, those in the recipe's flags too, before anything is written or submitted.
+    Raises: UserError for the user's mistakes, also in the recipe's flags, before anything is written or submitted.
     """
     parser = argparse.ArgumentParser(prog="zerofit slurm", allow_abbrev=False, description=__doc__)
     parser.add_argument("--nodes", default="1", help="machines")
@@ -69,20 +72,20 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--print", action="store_true", help="print the batch script; write and submit nothing")
     parser.add_argument("recipe", help="recipes/sft.py or recipes/lora.py")
     parser.add_argument("flags", nargs=argparse.REMAINDER, help="the recipe's flags")
-    if "--sbatch" in argv[:-1]:  # argparse takes a value that looks like an option after = only
-        at = argv.index("--sbatch")
-        argv = [*argv[:at], f"--sbatch={argv[at + 1]}", *argv[at + 2 :]]
-    given = parser.parse_args(argv)
-    request = request_of(given)
+    if "--sbatch" in argv[:-1]:  # argparse accepts a value that looks like an option only after =
+        index = argv.index("--sbatch")
+        argv = [*argv[:index], f"--sbatch={argv[index + 1]}", *argv[index + 2 :]]
+    args = parser.parse_args(argv)
+    request = request_of(args)
     script = render(request)
-    if given.print:
+    if args.print:
         print(script, end="")
         return
     submit(request, script)
 
 
 def request_of(given) -> Request:
-    """The options, checked as far as this machine can. Raises: UserError."""
+    """Check the options as far as possible on a login node and return the request. Raises: UserError."""
     recipe = Path(given.recipe)
     if not recipe.is_file():
         recipe = ROOT / recipe
@@ -99,18 +102,18 @@ def request_of(given) -> Request:
     if int(given.nodes) > 1:
         prepare.check_for_nodes(flags)
     ranks = int(given.nodes) * gpus
-    out = given.output_dir or command_line.value_of(flags, ("--output_dir", "--output-dir"))
-    settings = check(recipe.stem, [*flags, *(["--output_dir", out] if out else [])], ranks, on_cpu)
-    for number, words in enumerate(sweep):
+    output_dir = given.output_dir or command_line.value_of(flags, ("--output_dir", "--output-dir"))
+    settings = check(recipe.stem, [*flags, *(["--output_dir", output_dir] if output_dir else [])], ranks, on_cpu)
+    for number, added_flags in enumerate(sweep):
         try:
-            check(recipe.stem, [*flags, *words], ranks, on_cpu)
+            check(recipe.stem, [*flags, *added_flags], ranks, on_cpu)
         except UserError as error:
-            raise UserError(f"{given.sweep}: job {number} ({shlex.join(words)}): {error}") from None
+            raise UserError(f"{given.sweep}: job {number} ({shlex.join(added_flags)}): {error}") from None
     folder = choose_folder(settings)
     taken = [folder / str(number) for number in range(len(sweep)) if (folder / str(number) / "run.json").exists()]
     if run_folder.finished(folder) or (taken and command_line.value_of(flags, RESUME) is None):
-        what = "runs" if taken else "a run that has finished"
-        raise UserError(f"--output_dir {folder}: already holds {what}; name another folder (OUT=...).")
+        content = "runs" if taken else "a run that has finished"
+        raise UserError(f"--output_dir {folder}: already holds {content}; name another folder (OUT=...).")
     return Request(
         recipe.absolute(), command_line.drop(flags, "--output_dir", "--resume_from_checkpoint"), folder.absolute(), int(given.nodes),
         gpus, int(cpus), on_cpu, given.time, given.partition, given.account, given.qos, sweep, _options(given.sbatch),
@@ -118,9 +121,10 @@ def request_of(given) -> Request:
 
 
 def check(recipe: str, flags: list[str], ranks: int, on_cpu: bool) -> Settings:
-    """The recipe's flags, resolved as for the job's ranks. A login node has no GPU: the job's is taken to have bf16.
+    """Resolve the recipe's flags for the job's ranks, as the recipe will.
 
-    Raises: UserError for what the recipe would refuse, and for a secret in the flags.
+    A login node has no GPU; the job's GPU is assumed to be an A100, so to have bf16.
+    Raises: UserError for what the recipe would reject, and for a secret in the flags.
     """
     if command_line.value_of(flags, ("--hub_token", "--hub-token")) is not None:
         raise UserError(
@@ -140,12 +144,12 @@ def check(recipe: str, flags: list[str], ranks: int, on_cpu: bool) -> Settings:
 
 
 def read_sweep(file: Path) -> list[list[str]]:
-    """The flags on each line of a file; empty lines and comments are passed over. Raises: UserError with file:line."""
+    """Return each line's flags, without blank lines and comments. Raises: UserError with file:line."""
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise UserError(f"--sweep {file}: cannot be read: {error.strerror}.") from None
-    found = []
+    sweep = []
     for number, line in enumerate(lines, 1):
         try:
             words = shlex.split(line, comments=True)
@@ -156,14 +160,14 @@ def read_sweep(file: Path) -> list[list[str]]:
                 f"{file}:{number}: --output_dir: the jobs of a sweep are in OUT/0, OUT/1 ...; leave it out."
             )
         if words:
-            found.append(words)
-    if not found:
+            sweep.append(words)
+    if not sweep:
         raise UserError(f"--sweep {file}: holds no line of flags.")
-    return found
+    return sweep
 
 
 def _options(text: str) -> list[tuple[str, str]]:
-    """Options of sbatch with their values: "--mem=0 -C 'a b'" -> [("--mem", "0"), ("-C", "a b")]. Raises: UserError."""
+    """Split sbatch options: "--mem=0 -C 'a b'" -> [("--mem", "0"), ("-C", "a b")]. Raises: UserError."""
     try:
         words = shlex.split(text)
     except ValueError as error:
@@ -186,11 +190,11 @@ def _options(text: str) -> list[tuple[str, str]]:
 
 
 def render(request: Request) -> str:
-    """The template with the lines marked EDIT filled in.
+    """Return the template with the lines marked EDIT filled in.
 
-    Raises: UserError for a value that a batch script cannot hold: a line break, or a secret of the environment.
+    Raises: UserError for a value that a batch script cannot contain: a line break, or a secret of the environment.
     """
-    folder = str(request.folder).replace("\\", "\\\\").replace("%", "%%")  # sbatch puts job numbers in the place of %x
+    folder = str(request.folder).replace("\\", "\\\\").replace("%", "%%")  # sbatch replaces %x and the like
     script = TEMPLATE.read_text(encoding="utf-8")
     for name, value in {
         "job-name": request.folder.name,
@@ -223,15 +227,15 @@ def render(request: Request) -> str:
 
 
 def _fill(script: str, beginning: str, line: str) -> str:
-    """Put `line` in the place of the one line that begins so; "": without it. A line's comment goes with it."""
+    """Replace the one line that begins with a regex, and its comment, by `line`; delete it for ""."""
     pattern = re.compile(rf"^{beginning}.*\n", re.MULTILINE)
-    found = pattern.findall(script)
-    assert len(found) == 1, (beginning, found)
+    matches = pattern.findall(script)
+    assert len(matches) == 1, (beginning, matches)
     return pattern.sub(lambda _: line + "\n" * bool(line), script)
 
 
 def _option(name: str, value: str) -> str:
-    """A line of sbatch options. sbatch takes what is in double quotes as it is, but for backslash and quote."""
+    """Return an #SBATCH line. In double quotes, sbatch treats only backslash and quote specially."""
     if "\n" in value or "\r" in value:
         raise UserError(f"{name} {value!r}: sbatch cannot read a value with a line break.")
     if not re.fullmatch(r"[\w./:,@%+=\-\[\]]*", value):
@@ -254,32 +258,32 @@ def _check_secrets(script: str) -> None:
 
 
 def submit(request: Request, script: str) -> None:
-    """Write the batch script and the job's number into the run folder and say how to go on.
+    """Submit the batch script, write it and the job id into the run folder, print the next commands.
 
-    Raises: UserError when sbatch refuses it, or an earlier job of the folder has not ended.
+    Raises: UserError if sbatch rejects it, or an earlier job of the folder has not ended.
     """
     folder = request.folder
-    if alive := [job for job in status.jobs(folder) if job.is_alive]:
-        raise UserError(f"{folder}: its job {alive[0].id} is {alive[0].state.lower()}; `zerofit cancel {shlex.quote(str(folder))}` ends it.")  # fmt: skip
+    if active := [job for job in status.jobs(folder) if job.is_alive]:
+        raise UserError(f"{folder}: its job {active[0].id} is {active[0].state.lower()}; `zerofit cancel {shlex.quote(str(folder))}` ends it.")  # fmt: skip
     if shutil.which("sbatch") is None:
-        status.ask("sbatch")  # says so, before a folder is made
-    folders = [folder / str(number) for number in range(len(request.sweep))] or [folder]
-    for one in folders:  # SLURM makes no folder for its log, and a job without one fails without a word
-        one.mkdir(parents=True, exist_ok=True)
-        (one / CANCELLED).unlink(missing_ok=True)
+        status.ask("sbatch")  # raises the UserError, before a folder is made
+    folders = [folder / str(index) for index in range(len(request.sweep))] or [folder]
+    for run_dir in folders:  # SLURM does not create the log's folder, and without it the job fails with no message
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / CANCELLED).unlink(missing_ok=True)
     (folder / CANCELLED).unlink(missing_ok=True)
     (folder / SCRIPT).write_text(script, encoding="utf-8")
-    number, _, cluster = (
+    job_id, _, cluster = (
         status.ask("sbatch", "--parsable", str(folder / SCRIPT)).strip().splitlines()[-1].partition(";")
     )
-    facts = {"job_id": number, "cluster": cluster, "submitted": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
-    run_folder.write_json(folder / JOB, facts | {"jobs": len(request.sweep)})
-    for index, one in enumerate(folders if request.sweep else []):
-        run_folder.write_json(one / JOB, facts | {"job_id": f"{number}_{index}", "jobs": 0})
+    record = {"job_id": job_id, "cluster": cluster, "submitted": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+    run_folder.write_json(folder / JOB, record | {"jobs": len(request.sweep)})
+    for index, run_dir in enumerate(folders if request.sweep else []):
+        run_folder.write_json(run_dir / JOB, record | {"job_id": f"{job_id}_{index}", "jobs": 0})
     name = shlex.quote(os.path.relpath(folder))
     processes = f"{request.nodes} machine{'s' * (request.nodes > 1)} with {request.gpus} process{'es' * (request.gpus > 1)} each"
     print(
-        f"job {number}{f': {len(folders)} runs' * bool(request.sweep)}: {processes}; run folder {os.path.relpath(folder)}"
+        f"job {job_id}{f': {len(folders)} runs' * bool(request.sweep)}: {processes}; run folder {os.path.relpath(folder)}"
     )
     print(
         f"  zerofit status {name}\n  zerofit cancel {name}\n  tail -F {shlex.quote(os.path.relpath(folders[0] / LOG))}"

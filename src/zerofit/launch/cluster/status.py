@@ -1,4 +1,4 @@
-"""`zerofit status`: report how a run stands, from its folder, its processes and SLURM."""
+"""`zerofit status`: report the state of a run, from its folder, its processes and SLURM."""
 
 import argparse
 import contextlib
@@ -13,32 +13,32 @@ from pathlib import Path
 from zerofit import rank_status
 from zerofit.errors import UserError
 
-JOB, LOG, CANCELLED = "slurm.json", "slurm.log", "cancelled"  # in the run folder of a job on SLURM
+JOB, LOG, CANCELLED = "slurm.json", "slurm.log", "cancelled"  # files in the run folder of a SLURM job
 
-ANSWER_SECONDS = 60.0  # that SLURM's commands get
+ANSWER_SECONDS = 60.0  # timeout of SLURM's commands
 
 
 ENDED = tuple("COMPLETED CANCELLED FAILED TIMEOUT PREEMPTED NODE_FAIL OUT_OF_MEMORY BOOT_FAIL DEADLINE REVOKED".split())
 
 
 def main(argv: list[str]) -> None:
-    """`zerofit status`: see --help. Raises: UserError for what is no run folder."""
+    """`zerofit status`: see --help. Raises: UserError for a path that is no run folder."""
     parser = argparse.ArgumentParser(prog="zerofit status", allow_abbrev=False, description=__doc__)
     parser.add_argument("run", nargs="+", help="run folders")
     for name in parser.parse_args(argv).run:
         folder = find(name)
-        found = jobs(folder)
+        slurm_jobs = jobs(folder)
         print("\n".join([f"{name}: {progress(folder)}" if not _is_sweep(folder) else f"{name}:",
-                         *(f"  job {job}" for job in found)]))  # fmt: skip
-        for one in sweep(folder):
-            print(f"  {one.name}: {progress(one)}")
-        if not found and not finished(folder):
+                         *(f"  job {job}" for job in slurm_jobs)]))  # fmt: skip
+        for job_folder in sweep(folder):
+            print(f"  {job_folder.name}: {progress(job_folder)}")
+        if not slurm_jobs and not finished(folder):
             process = supervisor(folder)
             print(f"  runs here as process {process.pid}" if process else "  nothing of it runs on this machine")
 
 
 def find(name: str) -> Path:
-    """A run folder. Raises: UserError where nothing says that one was begun there."""
+    """Return the run folder. Raises: UserError without run.json, slurm.json or a running process."""
     folder = Path(name).expanduser()
     if not (folder / "run.json").exists() and not (folder / JOB).exists() and supervisor(folder) is None:
         raise UserError(f"{name}: is no run folder (neither run.json nor slurm.json is there); name one of runs/.")
@@ -50,7 +50,7 @@ def _is_sweep(folder: Path) -> bool:
 
 
 def sweep(folder: Path) -> list[Path]:
-    """The run folders of a sweep's jobs; of another run: none."""
+    """Return the run folders of a sweep's jobs; [] for a single run."""
     return [folder / str(number) for number in range(read(folder / JOB).get("jobs", 0))]
 
 
@@ -58,26 +58,26 @@ def sweep(folder: Path) -> list[Path]:
 
 
 def progress(folder: Path) -> str:
-    """What the run folder says: how it ended, or how far it is."""
-    result, told = read(folder / "result.json"), read(folder / "report.json")
+    """Describe from the run folder how the run ended, or how far it is."""
+    result, report = read(folder / "result.json"), read(folder / "report.json")
     if finished(folder):
-        measured = (("train loss", result.get("train_loss")), ("eval loss", result.get("eval_loss")))
+        losses = (("train loss", result.get("train_loss")), ("eval loss", result.get("eval_loss")))
         return ", ".join(
-            [f"finished after {result['steps']:,} steps", *(f"{name} {value:.4f}" for name, value in measured if value)]
+            [f"finished after {result['steps']:,} steps", *(f"{name} {value:.4f}" for name, value in losses if value)]
         )
     lines = [f"cancelled; {far(folder)}" if (folder / CANCELLED).exists() else far(folder)]
-    if told.get("status") == "failed":
-        lines.append(f"the last start ended: {told['cause']}")
-        if told.get("try"):
-            lines.append(f"try: {told['try']}")
+    if report.get("status") == "failed":
+        lines.append(f"the last start ended: {report['cause']}")
+        if report.get("try"):
+            lines.append(f"try: {report['try']}")
     return "; ".join(lines)
 
 
 def far(folder: Path) -> str:
-    """The last logged step with its loss, speed and age, and the newest checkpoint."""
+    """Describe the last logged step (loss, speed, age) and the newest checkpoint."""
     file, last = folder / "metrics.jsonl", {}
     for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else []:
-        with contextlib.suppress(ValueError):  # half a line is being written
+        with contextlib.suppress(ValueError):  # the last line may be incomplete
             entry = json.loads(line)
             last = entry if "loss" in entry else last
     steps = [path.name.removeprefix("checkpoint-") for path in folder.glob("checkpoint-*")]
@@ -86,10 +86,10 @@ def far(folder: Path) -> str:
     if not last:
         return f"before the first step, {checkpoint}"
     age = time.time() - file.stat().st_mtime
-    words = [f"step {last['step']:,}", f"loss {last['loss']:.4f}"]
+    parts = [f"step {last['step']:,}", f"loss {last['loss']:.4f}"]
     if last.get("tokens_per_second"):
-        words.append(f"{last['tokens_per_second']:,.0f} tok/s")
-    return ", ".join([*words, f"{age:,.0f} s ago", checkpoint])
+        parts.append(f"{last['tokens_per_second']:,.0f} tok/s")
+    return ", ".join([*parts, f"{age:,.0f} s ago", checkpoint])
 
 
 def finished(folder: Path) -> bool:
@@ -97,7 +97,7 @@ def finished(folder: Path) -> bool:
 
 
 def read(file: Path) -> dict:
-    """A JSON file of the run folder; {} where it is not there, or half written."""
+    """Return a JSON file of the run folder; {} if it is missing or incomplete."""
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -109,7 +109,7 @@ def read(file: Path) -> dict:
 
 @dataclass
 class SlurmJob:
-    """One job, or one of an array, as SLURM tells it. state: one of its words."""
+    """A job, or one of an array. state: SLURM's, or "unknown"; words: details to print."""
 
     id: str
     state: str
@@ -124,9 +124,9 @@ class SlurmJob:
 
 
 def ask(*words: str) -> str:
-    """What a command of SLURM answers. Raises: UserError where it is missing, fails or is silent, with its words."""
+    """Run a SLURM command and return its output. Raises: UserError if it is missing, fails or times out."""
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=ANSWER_SECONDS, check=False)
+        result = subprocess.run(words, capture_output=True, text=True, timeout=ANSWER_SECONDS, check=False)
     except FileNotFoundError:
         raise UserError(
             f"{words[0]} is not installed here: run this on a login node of the cluster (`module load slurm` where it has "
@@ -134,50 +134,50 @@ def ask(*words: str) -> str:
         ) from None
     except subprocess.TimeoutExpired:
         raise UserError(f"{words[0]} did not answer within {ANSWER_SECONDS:.0f} s; is slurmctld up (`scontrol ping`)?") from None  # fmt: skip
-    if done.returncode:
-        raise UserError(f"{words[0]}: {(done.stderr or done.stdout).strip() or f'exit code {done.returncode}'}")
-    return done.stdout
+    if result.returncode:
+        raise UserError(f"{words[0]}: {(result.stderr or result.stdout).strip() or f'exit code {result.returncode}'}")
+    return result.stdout
 
 
 def address(folder: Path) -> tuple[str, list[str]]:
-    """(number of the run's job, options that say on which cluster it is); ("", []) for a run without one.
+    """Return (job id, options that select its cluster); ("", []) for a run that is no SLURM job.
 
-    Raises: UserError for a number or a cluster's name that SLURM's commands could take for something else.
+    Raises: UserError for a malformed id or cluster name: SLURM's commands could read it as something else.
     """
     facts = read(folder / JOB)
-    number, cluster = facts.get("job_id", ""), facts.get("cluster", "")
-    if number and not re.fullmatch(r"[0-9]+(_[0-9]+)?", str(number)):
+    job_id, cluster = facts.get("job_id", ""), facts.get("cluster", "")
+    if job_id and not re.fullmatch(r"[0-9]+(_[0-9]+)?", str(job_id)):
         raise UserError(
-            f"{folder / JOB}: job_id {number!r} is no number of a job; `squeue --me` shows those that you have."
+            f"{folder / JOB}: job_id {job_id!r} is no number of a job; `squeue --me` shows those that you have."
         )
     if cluster and not re.fullmatch(r"\w[\w.-]*", str(cluster)):
         raise UserError(
             f"{folder / JOB}: cluster {cluster!r} is no name of a cluster; `sacctmgr show cluster` lists them."
         )
-    return str(number), [f"--clusters={cluster}"] if cluster else []
+    return str(job_id), [f"--clusters={cluster}"] if cluster else []
 
 
 def jobs(folder: Path) -> list[SlurmJob]:
-    """What SLURM says of the run's job; [] for a run that was not submitted to it.
+    """Return the state of the run's job, or of all jobs of an array; [] for a run that is no SLURM job.
 
-    squeue knows a job until some minutes after its end, sacct later too where the cluster keeps accounts.
-    Raises: UserError where SLURM's commands are missing or silent.
+    squeue lists a job until some minutes after its end; sacct also later, if the cluster keeps accounts.
+    Raises: UserError if SLURM's commands are missing or time out.
     """
-    number, there = address(folder)
-    if not number:
+    job_id, cluster = address(folder)
+    if not job_id:
         return []
-    with contextlib.suppress(UserError):  # "Invalid job id specified": it has forgotten it
-        said = ask("squeue", *there, "--noheader", "--array", "--states=all", f"--jobs={number}",
+    with contextlib.suppress(UserError):  # "Invalid job id specified": squeue no longer lists it
+        output = ask("squeue", *cluster, "--noheader", "--array", "--states=all", f"--jobs={job_id}",
                          "--format=%i|%T|%M of %l, %D nodes %N %r")  # fmt: skip
-        if found := _parse(said):
-            return found
-    with contextlib.suppress(UserError):  # no accounts are kept
-        said = ask("sacct", *there, "--noheader", "--allocations", "--parsable2", f"--jobs={number}",
+        if rows := _parse(output):
+            return rows
+    with contextlib.suppress(UserError):  # the cluster keeps no accounts
+        output = ask("sacct", *cluster, "--noheader", "--allocations", "--parsable2", f"--jobs={job_id}",
                          "--format=JobID,State,Elapsed")  # fmt: skip
-        if found := _parse(said):
-            return found
-    ask("scontrol", "ping")  # says it where slurmctld is the reason
-    return [SlurmJob(number, "unknown", "SLURM does not remember it any more")]
+        if rows := _parse(output):
+            return rows
+    ask("scontrol", "ping")  # raises if slurmctld does not answer
+    return [SlurmJob(job_id, "unknown", "SLURM does not remember it any more")]
 
 
 def _parse(said: str) -> list[SlurmJob]:
@@ -189,14 +189,14 @@ def _parse(said: str) -> list[SlurmJob]:
 
 
 def supervisor(folder: Path):
-    """The process (psutil's) of this machine that watches over the run's ranks, or that is the run; None: there is none."""
+    """Return this machine's psutil.Process that supervises the run, or is the run itself; None if none."""
     import psutil
 
     for process in psutil.process_iter():
         try:
             if process.pid == os.getpid() or not _runs(process.cmdline(), process, folder):
                 continue
-            while rank_status.FOLDER in process.environ():  # a rank or its launcher: whoever started it
+            while rank_status.FOLDER in process.environ():  # a rank or its launcher: go up to the supervisor
                 process = process.parent()
             return process
         except (psutil.Error, AttributeError):
@@ -205,7 +205,7 @@ def supervisor(folder: Path):
 
 
 def _runs(words: list[str], process, folder: Path) -> bool:
-    """Whether a command line is a recipe's or `zerofit launch`'s with this --output_dir."""
+    """Return whether a Python command line has --output_dir with this folder."""
     if not words or not Path(words[0]).name.startswith("python"):
         return False
     for i, word in enumerate(words):
