@@ -1,4 +1,4 @@
-"""Set up torch's memory allocators before torch is imported, and round sizes as its pinned-memory allocator does."""
+"""Configure torch's memory allocators before torch is imported; compute the size of pinned blocks."""
 
 import os
 from importlib import metadata
@@ -11,10 +11,10 @@ PINNED_ROUND_MIB = 256
 
 
 def configure() -> None:
-    """Have torch pin blocks above 256 MiB at their own size, unless the user's variables say otherwise.
+    """Make torch pin blocks above 256 MiB at their exact size, unless the user has set a threshold.
 
-    CPU offload pins blocks of several GiB (DeepSpeed's fp32 weights, gradients and 16-bit buffers). torch rounds each up to
-    a power of two (aten/src/ATen/core/CachingHostAllocator.h), which can double the host memory of a job.
+    CPU offload pins blocks of several GiB (DeepSpeed's fp32 weights, gradients and 16-bit buffers). torch rounds each
+    up to a power of two (aten/src/ATen/core/CachingHostAllocator.h), which can double the host memory of a job.
     """
     if not _has_threshold():
         return
@@ -25,12 +25,12 @@ def configure() -> None:
 
 
 def default() -> str:
-    """Return the setting that `configure` adds."""
+    """Return the allocator setting that `configure` adds to the environment."""
     return f"{PINNED_ROUND_KEY}:{PINNED_ROUND_MIB}"
 
 
 def pinned_bytes(size: int) -> int:
-    """Return the bytes of host memory that a pinned block of `size` bytes takes with the settings of this process."""
+    """Return the bytes of host memory that a pinned block of `size` bytes takes in this process."""
     threshold = _threshold_bytes()
     if size == 0 or (threshold is not None and size > threshold):
         return size
@@ -42,7 +42,7 @@ def _has_threshold() -> bool:
 
 
 def _threshold_bytes() -> int | None:
-    """Return the size above which pinned blocks are not rounded; None: all are."""
+    """Return the size in bytes above which pinned blocks are not rounded up; None if all are."""
     for name in VARIABLES:
         for entry in os.environ.get(name, "").split(","):
             key, _, value = entry.partition(":")

@@ -1,4 +1,4 @@
-"""`zerofit VERB ...` and `python -m zerofit VERB ...`."""
+"""Dispatch `zerofit VERB ...` and `python -m zerofit VERB ...` to the module of the verb."""
 
 import importlib
 import sys
@@ -24,7 +24,7 @@ USAGE = """usage: zerofit launch [--gpus N] [--show] recipes/sft.py [flags]     
        zerofit replay runs/<run>                                     a step whose loss was not a number, once more
        zerofit --version"""
 
-# verb: the module whose main() (or the function after the colon) it is; imported when it is asked for, as each brings its libraries
+# verb: the module whose main() (or the function after the colon) runs it; imported on use, since libraries take seconds
 VERBS = {"launch": "launch.launch", "data": "plan.inspect_data", "batch-size": "launch.batch_search", "plan": "plan.command",
          "doctor": "launch.doctor", "replay": "train.replay", "resume": "launch.resume", "export": "export.export",
          "chat": "export.chat", "hosts": "launch.cluster.hostfile", "join": "launch.cluster.hostfile:join",
@@ -32,7 +32,7 @@ VERBS = {"launch": "launch.launch", "data": "plan.inspect_data", "batch-size": "
          "cancel": "launch.cluster.cancel", "simulated-rank": "plan.simulated_rank", "compare": "export.compare"}  # fmt: skip
 
 
-LIGHT = ("status", "cancel")  # they need no torch
+LIGHT = ("status", "cancel")  # verbs that must start fast and need no torch
 
 
 def main() -> None:
@@ -40,19 +40,19 @@ def main() -> None:
 
 
 def _main() -> None:
-    words = sys.argv[1:]
-    if words in (["--version"], ["-V"]):
+    argv = sys.argv[1:]
+    if argv in (["--version"], ["-V"]):
         print(f"zerofit {__version__}")
-    elif words and words[0] in VERBS:
-        if words[0] not in LIGHT:
+    elif argv and argv[0] in VERBS:
+        if argv[0] not in LIGHT:
             from zerofit import log_filters
             from zerofit.config import early_check
 
-            early_check.command(words[0], words[1:])
+            early_check.command(argv[0], argv[1:])
             log_filters.libraries()
-        module, _, function = VERBS[words[0]].partition(":")
-        getattr(importlib.import_module(f".{module}", __package__), function or "main")(words[1:])
-    elif not words or words[0] in ("-h", "--help"):
+        module, _, function = VERBS[argv[0]].partition(":")
+        getattr(importlib.import_module(f".{module}", __package__), function or "main")(argv[1:])
+    elif not argv or argv[0] in ("-h", "--help"):
         print(USAGE)
     else:
-        raise UserError(f"unknown verb {words[0]!r}; `zerofit --help` lists them.")
+        raise UserError(f"unknown verb {argv[0]!r}; `zerofit --help` lists them.")

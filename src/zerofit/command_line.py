@@ -4,21 +4,24 @@ import shlex
 
 
 def with_auto_as_probe(argv: list[str]) -> list[str]:
-    """`--per_device_train_batch_size auto` -> `--search_batch_size true`: transformers' flag itself takes numbers only."""
-    name, out = "--per_device_train_batch_size", []
+    """Replace `--per_device_train_batch_size auto` by `--search_batch_size true`.
+
+    transformers' own flag takes numbers only.
+    """
+    name, flags = "--per_device_train_batch_size", []
     for word in argv:
         flag, _, value = word.partition("=")
         if flag.replace("-", "_")[2:] == name[2:] and value == "auto":
-            out += ["--search_batch_size", "true"]
-        elif word == "auto" and out and out[-1].replace("-", "_")[2:] == name[2:]:
-            out[-1:] = ["--search_batch_size", "true"]
+            flags += ["--search_batch_size", "true"]
+        elif word == "auto" and flags and flags[-1].replace("-", "_")[2:] == name[2:]:
+            flags[-1:] = ["--search_batch_size", "true"]
         else:
-            out.append(word)
-    return out
+            flags.append(word)
+    return flags
 
 
 def drop(flags: list[str], *names: str) -> list[str]:
-    """The command line without these flags and their values."""
+    """Return the command line without these flags and their values; `-` and `_` in names are the same."""
     kept, skipping = [], False
     for word in flags:
         if word.startswith("--"):
@@ -29,13 +32,13 @@ def drop(flags: list[str], *names: str) -> list[str]:
 
 
 def without_secrets(flags: list[str]) -> list[str]:
-    """The flags without --hub_token and its like, and their values."""
+    """Return the flags without those whose name ends in _token (--hub_token), and without their values."""
     names = (word.partition("=")[0] for word in flags if word.startswith("--"))
     return drop(flags, *(name for name in names if name.replace("-", "_").endswith("_token")))
 
 
 def hide_secrets(words: list[str]) -> str:
-    """A command line as text, without the values of --hub_token and its like."""
+    """Return a command line as text, with the values of flags that end in _token (--hub_token) hidden."""
     hidden = list(words)
     for i, word in enumerate(words):
         name, _, value = word.partition("=")
@@ -48,7 +51,7 @@ def hide_secrets(words: list[str]) -> str:
 
 
 def value_of(words: list[str], names: tuple[str, ...]) -> str | None:
-    """The value of the first of these flags on a command line, `--flag value` or `--flag=value`; None without any."""
+    """Return the value of the first of these flags (`--flag value` or `--flag=value`); None if absent."""
     for i, word in enumerate(words):
         name, sign, value = word.partition("=")
         if name in names:

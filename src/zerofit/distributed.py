@@ -1,4 +1,4 @@
-"""Start the processes of a job: environment, process group, device; check that they are as many as requested."""
+"""Start the process group of a rank, verify the number of ranks, and exchange small values."""
 
 import os
 import socket
@@ -10,25 +10,25 @@ from zerofit.errors import UserError
 
 
 def node() -> str:
-    """Which machine of the job this is: torchrun's number, else the host's name."""
+    """Return the id of this node: torchrun's GROUP_RANK, else the host name."""
     return os.environ.get("GROUP_RANK") or socket.gethostname()
 
 
 def first_of_node() -> bool:
-    """Whether this is the rank that does what is done once on each machine."""
+    """Return whether this rank does the work that is done once per node (local rank 0)."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def of_nodes(value) -> list:
-    """The value of each machine's first rank; collective."""
-    return [found for first, found in all_gather((first_of_node(), value)) if first]
+    """Return the value of each node's first rank; collective."""
+    return [entry for first, entry in all_gather((first_of_node(), value)) if first]
 
 
 def several_nodes() -> bool:
     return size() > int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or size())
 
 
-# The variables of a process group.
+# The environment variables from which torch opens a process group.
 LAUNCHER_SETS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -37,12 +37,12 @@ def rank() -> int:
 
 
 def size() -> int:
-    """The number of processes that the launcher started (1 without one)."""
+    """Return the number of ranks that the launcher started; 1 without a launcher."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def single_process_defaults() -> None:
-    """A process without a launcher gets the variables that a launcher would set, with a port that is free."""
+    """Set the variables that a launcher would set, with a free port, in a process that has none."""
     if "WORLD_SIZE" in os.environ:
         return
     port = os.environ.get("MASTER_PORT")
@@ -67,11 +67,11 @@ def start(settings) -> None:
         # accelerate would wrap the model in DistributedDataParallel, whose buckets hold every gradient all the time
         for name in LAUNCHER_SETS:
             os.environ.pop(name, None)
-        settings.values["ddp_backend"] = None  # named, it would have accelerate open a group
+        settings.values["ddp_backend"] = None  # with a backend set, accelerate would open a process group
     else:
         single_process_defaults()
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1")
-    if not settings.use_cpu and local_size > torch.cuda.device_count():  # said by every rank, before any group exists
+    if not settings.use_cpu and local_size > torch.cuda.device_count():  # raised on every rank, before any group exists
         raise UserError(f"{local_size} processes on this machine, but {torch.cuda.device_count()} GPUs; start fewer.")
     if os.environ.get("OMP_NUM_THREADS", "1") == "1":
         # Launchers set 1, which makes CPU training and the offloaded optimizer crawl.
@@ -80,7 +80,7 @@ def start(settings) -> None:
     if not settings.use_cpu:
         torch.cuda.set_device(local_rank)
     if settings.use_cpu:
-        os.environ["DS_ACCELERATOR"] = "cpu"  # of this rank alone, also where a library imports DeepSpeed later
+        os.environ["DS_ACCELERATOR"] = "cpu"  # this rank only; also for a library that imports DeepSpeed later
     backend = "gloo" if settings.use_cpu else "nccl"
     timeout = timedelta(seconds=settings.ddp_timeout)
     if settings.deepspeed is not None:
@@ -88,20 +88,20 @@ def start(settings) -> None:
         import deepspeed.comm
 
         if settings.use_cpu:
-            # An op that only DeepSpeed's inference uses, compiled for a minute at the first start.
+            # Only DeepSpeed's inference uses this op; compiling it takes a minute at the first start.
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False, timeout=timeout)
     elif settings.world_size > 1 and not dist.is_initialized():
-        # Without a device each barrier would warn that it guesses one.
+        # Without device_id, torch warns at each barrier that it guesses the device.
         device = None if settings.use_cpu else torch.device("cuda", local_rank)
         dist.init_process_group(backend, timeout=timeout, device_id=device)
 
 
 def import_deepspeed(use_cpu: bool):
-    """Import DeepSpeed for the device of this job and return it; DeepSpeed chooses its accelerator once, at its import.
+    """Import DeepSpeed for the device of this job and return the module.
 
-    The choice goes by DS_ACCELERATOR, which is put back afterwards: what this process starts may run on another machine, as a
-    batch job that is submitted from a login node does.
+    DeepSpeed chooses its accelerator once, at import, from DS_ACCELERATOR. The variable is restored afterwards, since a
+    child of this process may run on another machine (a batch job submitted from a login node).
     """
     before = os.environ.get("DS_ACCELERATOR")
     if use_cpu:
@@ -119,16 +119,16 @@ def import_deepspeed(use_cpu: bool):
 
 
 def verify(training_arguments) -> None:
-    """Assert that accelerate, torch and the launcher agree on the number of processes, each with one GPU at most.
+    """Check that accelerate, torch and the launcher agree on the ranks, each with at most one GPU.
 
     Raises: RuntimeError (a bug or a broken environment, not the user's mistake).
     """
     import torch.distributed as dist
 
-    counted = dist.get_world_size() if dist.is_initialized() else 1
-    if not counted == size() == training_arguments.world_size:
+    in_group = dist.get_world_size() if dist.is_initialized() else 1
+    if not in_group == size() == training_arguments.world_size:
         raise RuntimeError(
-            f"the launcher started {size()} processes, torch.distributed has {counted}, accelerate "
+            f"the launcher started {size()} processes, torch.distributed has {in_group}, accelerate "
             f"{training_arguments.world_size}: every rank would train on the same rows."
         )
     micro = training_arguments.per_device_train_batch_size
@@ -140,29 +140,29 @@ def verify(training_arguments) -> None:
 
 
 def broadcast(value):
-    """Rank 0's value on every rank (any small picklable object)."""
+    """Return rank 0's value (any small picklable object) on every rank; collective."""
     import torch.distributed as dist
 
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return value
-    box = [value]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
 
 
 def all_gather(value) -> list:
-    """Every rank's value, in the order of the ranks (small picklable objects); collective."""
+    """Return every rank's value (small picklable objects), in rank order; collective."""
     import torch.distributed as dist
 
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [value]
-    found = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def barrier() -> None:
-    """Wait for all ranks."""
+    """Wait for all ranks; does nothing without a process group."""
     import torch.distributed as dist
 
     if dist.is_initialized():
@@ -170,22 +170,23 @@ def barrier() -> None:
 
 
 def thread_waiting() -> dict[str, str]:
-    """Return the variable that has OpenMP's threads sleep between two parallel regions; {} where the user has chosen.
+    """Return the variable that makes idle OpenMP threads sleep; {} if the user has set a policy.
 
-    torch's libgomp spins by default, for 300,000 turns; beside other work a thread spins where the one that it waits for needs
-    the core, and small CPU steps take many times as long (benchmarks/busy_cpu.py). It is read when torch is imported.
+    torch's libgomp spins by default, for 300,000 turns. On a busy machine a spinning thread takes the core that the
+    awaited thread needs, and small CPU steps take many times as long (benchmarks/busy_cpu.py). libgomp reads it when
+    torch is imported.
     """
     chosen = any(os.environ.get(name) for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"))
     return {} if chosen else {"OMP_WAIT_POLICY": "passive"}
 
 
 def cores() -> int:
-    """CPU cores that this process may use."""
+    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def home() -> Path:
-    """Return the user's home folder; / for a user who has none, as in a container with a user number of its own."""
+    """Return the user's home folder; / for a user without one (a container with an arbitrary uid)."""
     try:
         return Path.home()
     except RuntimeError:
@@ -193,7 +194,7 @@ def home() -> Path:
 
 
 def port_is_free(port: int, address: str = "127.0.0.1") -> bool:
-    """Whether this machine can listen there; address "": on all its addresses."""
+    """Return whether this machine can listen on the port; address "" means on all its addresses."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -210,7 +211,7 @@ def free_port() -> int:
 
 
 def stop(wait: bool = True) -> None:
-    """Wait for the slowest rank and close the process group; a rank that just ends can abort the others."""
+    """Close the process group, after a barrier if `wait`: a rank that exits earlier can abort the others."""
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_initialized():
         if wait:

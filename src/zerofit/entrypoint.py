@@ -1,4 +1,4 @@
-"""Run a program so that a mistake ends in one sentence and an exit code."""
+"""Run a program and turn its expected errors into one sentence on stderr and an exit code."""
 
 import os
 import sys
@@ -10,9 +10,9 @@ from zerofit.errors import EXIT_CODES, DiskFull, OutOfMemory, Stopped, UserError
 
 
 def check_early(name: str) -> None:
-    """Check the command line of this process, which runs a recipe, and set what torch reads at its import.
+    """Check a recipe's command line and set the variables that torch reads at import.
 
-    `--help` prints the flags and ends the process.
+    `--help` prints the flags and exits the process.
     """
     os.environ.update(distributed.thread_waiting())
     guard(lambda: early_check.check(name, sys.argv[1:], here=True, own_folder=distributed.rank() == 0))
@@ -21,7 +21,7 @@ def check_early(name: str) -> None:
 def guard(main) -> None:
     """Run `main()` and turn a `UserError` into one sentence on stderr and its exit code.
 
-    Every rank of a job meets the same mistake; rank 0 speaks and its end ends the others.
+    A user's mistake is raised on every rank; rank 0 prints it, and its exit ends the other ranks.
     """
     from zerofit import distributed, rank_status, run_lock
 
@@ -37,21 +37,21 @@ def guard(main) -> None:
         if os.environ.get("RANK", "0") != "0" and not (
             rank_status.folder() and isinstance(error, OutOfMemory | DiskFull)
         ):
-            # Rank 0 meets the same mistake and says it; where it is still busy after a while, this rank does.
+            # Rank 0 raises the same error and prints it; if it is still busy after 10 s, this rank prints it.
             time.sleep(10)
-        # A mistake met in a data loading process arrives with its traceback in front.
-        start = "zerofit" if isinstance(error, Stopped) else "zerofit: error"
-        print(f"{start}: {printable(str(error).rpartition('UserError: ')[2].strip())}", file=sys.stderr, flush=True)
+        # An error from a data loading process arrives with its traceback in front.
+        prefix = "zerofit" if isinstance(error, Stopped) else "zerofit: error"
+        print(f"{prefix}: {printable(str(error).rpartition('UserError: ')[2].strip())}", file=sys.stderr, flush=True)
         distributed.stop(wait=False)
         raise SystemExit(error.exit_code) from None
     except KeyboardInterrupt as error:
         rank_status.record(error)
-        if not rank_status.folder():  # the supervisor says it, once for all ranks
+        if not rank_status.folder():  # else the supervisor prints it, once for all ranks
             print(f"zerofit: {str(error) or _interrupted()}", file=sys.stderr, flush=True)
         raise SystemExit(EXIT_CODES["interrupted"]) from None
     except Exception as error:
         rank_status.record(error)
-        if rank_status.folder() and rank_status.of_a_peer(error):  # the supervisor tells of the rank that was lost
+        if rank_status.folder() and rank_status.of_a_peer(error):  # the supervisor reports the lost rank
             raise SystemExit(1) from None
         raise
     finally:
@@ -59,7 +59,7 @@ def guard(main) -> None:
 
 
 def _interrupted() -> str:
-    """Return the sentence for a Ctrl-C while no steps are made."""
+    """Return the sentence for a Ctrl-C outside the training loop."""
     from zerofit import run_lock
 
     if not (folders := run_lock.held()):
@@ -70,7 +70,7 @@ def _interrupted() -> str:
 
 
 def _full_disk_in_words(main) -> None:
-    """Run `main()`; a disk that is full is no fault of the program. What is written to a checkpoint train.run explains."""
+    """Run `main()`, turning a full disk into DiskFull; train/run.py handles checkpoints."""
     from zerofit import rank_status
 
     try:
@@ -82,16 +82,16 @@ def _full_disk_in_words(main) -> None:
 
 
 def _out_of_memory_in_words(main) -> None:
-    """Run `main()`; what it runs out of before training (train.run explains the rest) is the model being loaded."""
+    """Run `main()`, turning out of memory while loading into OutOfMemory (else: train/memory_report.py)."""
     from zerofit import rank_status
 
     try:
         main()
     except (RuntimeError, MemoryError) as error:
         if rank_status.host_is_full(error):
-            said = (str(error).splitlines() or ["MemoryError"])[0]  # Python's own has no text
+            reason = (str(error).splitlines() or ["MemoryError"])[0]  # Python's own has no text
             raise OutOfMemory(
-                f"rank {os.environ.get('RANK', '0')} could not get more host memory ({said}); "
+                f"rank {os.environ.get('RANK', '0')} could not get more host memory ({reason}); "
                 "on a CPU try a smaller --per_device_train_batch_size, else --offload_path, or fewer data workers."
             ) from error
         if not rank_status.gpu_is_full(error):

@@ -14,7 +14,7 @@ EXIT_CODES = {
 
 
 class UserError(Exception):
-    """A mistake that the user can mend. Its text is the whole message; no traceback is shown."""
+    """A mistake that the user can fix. Its text is the whole message; no traceback is shown."""
 
     exit_code = EXIT_CODES["user error"]
 
@@ -26,34 +26,34 @@ class Diverged(UserError):
 
 
 class Stopped(UserError):
-    """Asked by SIGTERM or SIGUSR1, the run has saved a checkpoint and ended (75: EX_TEMPFAIL, try again)."""
+    """The run saved a checkpoint and ended after SIGTERM or SIGUSR1 (75: EX_TEMPFAIL, try again)."""
 
     exit_code = EXIT_CODES["stopped"]
 
 
 class OutOfMemory(UserError):
-    """The GPU's memory did not suffice."""
+    """A rank ran out of GPU or host memory."""
 
     exit_code = EXIT_CODES["out of memory"]
 
 
 def printable(text: str) -> str:
-    """Return the text with control characters spelled out: those of the data would steer the terminal."""
+    """Return the text with control characters escaped: those in the data would control the terminal."""
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda m: f"\\x{ord(m[0]):02x}", text)
 
 
 class DiskFull(UserError):
-    """A disk did not take what was written."""
+    """A write failed because the disk is full."""
 
     exit_code = EXIT_CODES["disk full"]
 
 
 def full_disk(place) -> str:
-    """Return the sentence for a file or folder whose disk is full."""
+    """Return the error sentence for a file or folder whose disk is full."""
     return f"the disk of {place} is full (No space left on device); make room, or name a folder on another disk with --output_dir"
 
 
 def bytes_asked_for(error) -> str:
-    """ " (2.00 GiB more were asked for)" from torch's message, or nothing."""
-    found = re.search(r"Tried to allocate ([\d.]+ \w+)", str(error))
-    return f" ({found[1]} more were asked for)" if found else ""
+    """Return " (2.00 GiB more were asked for)" with the size in torch's message; "" if it names none."""
+    match = re.search(r"Tried to allocate ([\d.]+ \w+)", str(error))
+    return f" ({match[1]} more were asked for)" if match else ""

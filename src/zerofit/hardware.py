@@ -1,7 +1,8 @@
-"""GPUs: what this machine has (without opening a CUDA context), and a table of known ones.
+"""List this machine's GPUs without opening a CUDA context; table of known GPUs.
 
-A context takes 0.3 to 0.6 GiB of each GPU for as long as its process lives, and GPUs in EXCLUSIVE_PROCESS mode give one to a
-single process. The launcher therefore asks torch for names and sizes only (which needs none) and nvidia-smi for the rest.
+A context takes 0.3 to 0.6 GiB of each GPU for the life of its process, and a GPU in EXCLUSIVE_PROCESS mode has room for
+one process only. The launcher therefore reads names and sizes from torch (which needs no context) and the rest from
+nvidia-smi.
 """
 
 import difflib
@@ -19,7 +20,7 @@ from zerofit.errors import UserError
 
 GIB = 2**30
 
-# Bytes in use on a GPU up to which nobody else is taken to use it: the driver's own, a display, a rank of this very job.
+# A GPU with fewer bytes in use counts as free: the driver, a display or a rank of this job may hold them.
 NOBODY_ELSE_BYTES = GIB
 
 FIELDS = ("uuid", "name", "memory.total", "memory.free", "driver_version", "compute_mode")
@@ -33,8 +34,10 @@ MINIMUM_DRIVER = "580"  # of CUDA 13.0, which the pinned torch is built for
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU as this process sees it. index: torch's; free_bytes: None where nvidia-smi does not tell (a MIG slice, or no
-    nvidia-smi); exclusive: only one process may use it."""
+    """A GPU visible to this process.
+
+    index: torch's; free_bytes: None where nvidia-smi has no number (a MIG slice, or no nvidia-smi); exclusive: only one
+    process may use it."""
 
     index: int
     name: str
@@ -45,14 +48,14 @@ class Device:
 
     @property
     def usable_bytes(self) -> int:
-        """What a job that starts now can have, its CUDA context included."""
+        """Return the bytes available to a job that starts now, including its CUDA context."""
         if self.free_bytes is None or self.total_bytes - self.free_bytes < NOBODY_ELSE_BYTES:
             return self.total_bytes
         return self.free_bytes
 
 
 def visible() -> list[Device]:
-    """Return the GPUs that torch can use, in its order."""
+    """Return the GPUs that torch can use, in torch's order."""
     import torch
 
     rows = {row["uuid"]: row for row in nvidia_smi()}
@@ -69,10 +72,10 @@ def visible() -> list[Device]:
 
 
 def torch_sees_some() -> bool:
-    """Return whether torch can use a GPU here.
+    """Return whether torch can use a GPU on this machine.
 
-    `import deepspeed` sets PYTORCH_NVML_BASED_CUDA_CHECK=1, with which torch.cuda.is_available() counts GPUs whose driver is
-    too old for it.
+    `import deepspeed` sets PYTORCH_NVML_BASED_CUDA_CHECK=1, with which torch.cuda.is_available() also counts GPUs whose
+    driver is too old for torch.
     """
     import torch
 
@@ -85,8 +88,9 @@ def torch_sees_some() -> bool:
 
 
 def tightest(count: int | None = None) -> tuple[Device, str | None]:
-    """Return the GPU with the least usable memory of a job's `count` (default: all) GPUs here, and a sentence about it
-    where the GPUs differ or somebody else uses them."""
+    """Return the GPU with the least usable memory, and a sentence on it (None: all are equal and free).
+
+    Args: count: the number of GPUs that the job uses on this machine, from the first; default: all."""
     devices = visible()[:count]
     device = min(devices, key=lambda d: d.usable_bytes)
     if device.usable_bytes == max(d.total_bytes for d in devices):
@@ -98,26 +102,27 @@ def tightest(count: int | None = None) -> tuple[Device, str | None]:
 
 
 def nvidia_smi() -> list[dict[str, str]]:
-    """Return {field: value} of FIELDS for every GPU of the machine, sizes in MiB; [] where nvidia-smi is missing or fails."""
+    """Return {field: value} of FIELDS for every GPU, sizes in MiB; [] if nvidia-smi is missing or fails."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []
     try:
-        asked = subprocess.run(
+        result = subprocess.run(
             [program, f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits"],
             capture_output=True, text=True, timeout=SMI_SECONDS,
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired):
         return []
-    if asked.returncode:
+    if result.returncode:
         return []
-    lines = [[cell.strip() for cell in line.split(", ")] for line in asked.stdout.splitlines()]
+    lines = [[cell.strip() for cell in line.split(", ")] for line in result.stdout.splitlines()]
     return [dict(zip(FIELDS, cells, strict=True)) for cells in lines if len(cells) == len(FIELDS)]
 
 
 def why_torch_sees_none() -> str | None:
-    """Return why torch sees no GPU on a machine that has some, with the fix; None where it has none, or where
-    CUDA_VISIBLE_DEVICES hides them."""
+    """Return why torch sees no GPU on a machine with GPUs, and the fix.
+
+    None if torch sees one, or the machine has none, or CUDA_VISIBLE_DEVICES hides them."""
     import torch
 
     if torch_sees_some() or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
@@ -126,14 +131,14 @@ def why_torch_sees_none() -> str | None:
     if not rows and not Path("/dev/nvidia0").exists():
         return None
     driver = rows[0]["driver_version"] if rows else "unknown"
-    there = f"{len(rows)} x {rows[0]['name']}" if rows else "/dev/nvidia0"
+    gpus = f"{len(rows)} x {rows[0]['name']}" if rows else "/dev/nvidia0"
     if torch.version.cuda is None:
         return (
-            f"this machine has a GPU ({there}, driver {driver}), but the installed torch {torch.__version__} is a build "
+            f"this machine has a GPU ({gpus}, driver {driver}), but the installed torch {torch.__version__} is a build "
             "without CUDA: run `make clean install` on this machine"
         )
     return (
-        f"this machine has a GPU ({there}), but torch {torch.__version__}, built for CUDA {torch.version.cuda}, cannot use it "
+        f"this machine has a GPU ({gpus}), but torch {torch.__version__}, built for CUDA {torch.version.cuda}, cannot use it "
         f"with driver {driver}: CUDA 13 needs driver {MINIMUM_DRIVER} or newer; update the driver, or install the CUDA 12 "
         f"build of the same torch (pytorch.org/get-started lists it)"
     )
@@ -146,11 +151,12 @@ USER_TABLE = "ZEROFIT_GPUS"  # environment variable: a JSON file {"name": {"memo
 
 @dataclass(frozen=True)
 class Gpu:
-    """memory_gib: what the driver shows as total; tflops: 16-bit tensor-core products with fp32 accumulation;
-    memory_gbs: device memory, GB/s; link_gbs: to the other GPUs of the node, one direction, GB/s;
-    host_gbs: to host memory, one direction, GB/s; bf16: has bf16 arithmetic; node_gbs: this GPU's share of the network to
-    other nodes, one direction, GB/s;
-    device_name: whole words of torch.cuda.get_device_name(), more telling ones first in the table.
+    """A type of GPU by its numbers.
+
+    device_name: whole words of torch.cuda.get_device_name(), more specific names first in the table; memory_gib: the
+    total that the driver shows; tflops: 16-bit tensor-core products with fp32 accumulation; memory_gbs: device memory,
+    GB/s; link_gbs, host_gbs, node_gbs: to the other GPUs of the node, to host memory, and this GPU's share of the
+    network to other nodes, one direction, GB/s; bf16: has bf16 arithmetic.
     """
 
     device_name: str
@@ -163,7 +169,7 @@ class Gpu:
     node_gbs: float = NODE_LINK_GBS
 
 
-# Data sheets of NVIDIA. memory_gib as nvidia-smi shows it; link_gbs: half of NVLink's two-way figure, or PCIe.
+# From NVIDIA's data sheets. memory_gib as nvidia-smi shows it; link_gbs: half of NVLink's two-way figure, or PCIe.
 GPUS = {
     "b200-180g": Gpu("B200", 179.0, 2250.0, 8000, 900, 56),
     "h200-141g": Gpu("H200", 139.8, 989.0, 4800, 450, 56),
@@ -193,9 +199,9 @@ BEFORE_SM_75 = ("V100", "P100", "P40")  # in device names: GPUs for which CUDA 1
 
 
 def table() -> dict[str, Gpu]:
-    """The GPUs by name, the user's own (ZEROFIT_GPUS=file.json) first.
+    """Return {name: Gpu}, the user's own (ZEROFIT_GPUS=file.json) first.
 
-    Raises: UserError for a file that cannot be read, naming it and the key.
+    Raises: UserError for a file that cannot be read or a wrong entry, naming file and key.
     """
     file = os.environ.get(USER_TABLE)
     if not file:
@@ -225,7 +231,7 @@ def table() -> dict[str, Gpu]:
 
 
 def _fits(key: str, value) -> bool:
-    """Return whether the value is of the kind that this field of Gpu has: a name, true or false, a number above 0."""
+    """Return whether the value fits this field of Gpu: a name, true or false, or a number above 0."""
     if key == "device_name":
         return isinstance(value, str) and bool(value.strip())
     if key == "bf16":
@@ -234,9 +240,9 @@ def _fits(key: str, value) -> bool:
 
 
 def find(name: str, count: int | None = None) -> Gpu:
-    """Return the GPU of that name in the table; "detect": this machine's, with the memory that can be used now.
+    """Return the table's GPU of that name; "detect": this machine's, with its usable memory.
 
-    Args: count: GPUs of this machine that the job uses (default: all); the one with the least memory counts.
+    Args: count: the number of GPUs that the job uses here (default: all); the one with the least memory is returned.
     Raises: UserError for a name that is not in the table, or when there is no GPU to detect.
     """
     known = table()
@@ -264,28 +270,28 @@ def find(name: str, count: int | None = None) -> Gpu:
 
 
 def by_device_name(device_name: str) -> Gpu | None:
-    """Return the GPU of the table that this is; None: none, or another chip or a part of one under its name."""
+    """Return the table's entry for a torch device name; None if unknown, a MIG slice or a laptop chip."""
     words = set(device_name.split())
     for gpu in table().values():
         # GH200 and GB200, with a CPU in the package, have the GPUs H200 and B200.
-        named = re.search(rf"(?<!\w)G?{re.escape(gpu.device_name)}(?!\w)", device_name)
-        if named and not (OTHER_CHIPS & words) - set(gpu.device_name.split()):
+        matches = re.search(rf"(?<!\w)G?{re.escape(gpu.device_name)}(?!\w)", device_name)
+        if matches and not (OTHER_CHIPS & words) - set(gpu.device_name.split()):
             return gpu
     return None
 
 
 def _slice(device_name: str) -> Gpu | None:
-    """Return a MIG slice's part of its card's speeds: "... MIG 3g.40gb" has 3 of 7 compute slices; None: no slice."""
+    """Return a Gpu with a MIG slice's share of the speeds ("MIG 3g.40gb": 3 of 7); None for no slice."""
     card, is_slice, profile = device_name.partition(" MIG ")
-    whole = by_device_name(card)
-    if not is_slice or whole is None or not profile[:1].isdigit():
+    gpu = by_device_name(card)
+    if not is_slice or gpu is None or not profile[:1].isdigit():
         return None
     share = int(profile[0]) / 7
-    return replace(whole, tflops=whole.tflops * share, memory_gbs=whole.memory_gbs * share)
+    return replace(gpu, tflops=gpu.tflops * share, memory_gbs=gpu.memory_gbs * share)
 
 
 def note(gpu: Gpu) -> str | None:
-    """Return what a plan for this GPU should say about the pinned torch build; None: nothing."""
+    """Return a note if the pinned torch build has no kernels for this GPU; else None."""
     if not any(name in gpu.device_name for name in BEFORE_SM_75):
         return None
     return (
@@ -295,13 +301,16 @@ def note(gpu: Gpu) -> str | None:
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Peak FLOP/s of 16-bit products, or None for a device that is not in the table."""
+    """Return the peak FLOP/s of 16-bit products; None for a device that is not in the table."""
     gpu = by_device_name(device_name)
     return gpu.tflops * 1e12 if gpu else None
 
 
 def check_devices(count: int, use_cpu: bool) -> None:
-    """Raises: UserError for more processes than this machine has GPUs, or far more than it has cores."""
+    """Check that this machine has a GPU (or CPU cores) for each of `count` processes.
+
+    Raises: UserError for more processes than GPUs; without a GPU for more than 8 a core (above 1 prints a note).
+    """
     import torch
 
     if use_cpu or not torch.cuda.is_available():

@@ -7,8 +7,9 @@ import warnings
 
 
 def optional_packages() -> None:
-    """What torchao and bitsandbytes say about kernels for hardware that is not here; they speak when transformers is
-    imported, so this comes with the first import of zerofit."""
+    """Silence torchao's and bitsandbytes' warnings about kernels for absent hardware.
+
+    They are logged when transformers is imported, so this runs at the first import of zerofit."""
     for name in ("torchao", "bitsandbytes", "bitsandbytes.backends.cpu.ops"):
         logging.getLogger(name).setLevel(logging.ERROR)
     logging.getLogger("torch.utils._pytree").addFilter(lambda record: "register_constant" not in record.getMessage())
@@ -17,10 +18,10 @@ def optional_packages() -> None:
 def libraries() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    # DeepSpeed says at its import that it found nothing better than a CPU.
+    # DeepSpeed logs at import that it found no accelerator but the CPU.
     logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\..*")
-    # peft asks a model for it by the older of two names, once for each adapter that it loads
+    # peft reads the deprecated attribute of a model, once for each adapter that it loads
     warnings.filterwarnings("ignore", message=r"`is_gradient_checkpointing` is deprecated", category=FutureWarning)
     warnings.filterwarnings("ignore", message=r"OMP_NUM_THREADS/MKL_NUM_THREADS unset")
     logging.getLogger("accelerate.accelerator").addFilter(

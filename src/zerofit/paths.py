@@ -1,4 +1,4 @@
-"""Folders: the repository, the package, the cache, and what is near a path."""
+"""Find folders: the repository, the package, the cache; sizes and nearest existing parents of paths."""
 
 import contextlib
 import os
@@ -14,21 +14,21 @@ PACKAGE = Path(__file__).resolve().parent
 
 
 def nearest_existing(folder: Path) -> Path:
-    """The folder, or the first above it that is there."""
+    """Return the folder, or its nearest parent that exists."""
     while not folder.exists():
         folder = folder.parent
     return folder
 
 
 def size_of(folder: Path) -> int:
-    """Bytes of all its files."""
+    """Return the bytes of all files below the folder."""
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
 def cache_root() -> Path:
-    """Return the folder of everything that is kept between runs: $ZEROFIT_CACHE or ~/.cache/zerofit; not made yet.
+    """Return the cache folder, $ZEROFIT_CACHE or ~/.cache/zerofit, without making it.
 
-    For a user without a home folder it is one among the temporary files.
+    For a user without a home folder it is a private folder in the temporary directory.
     """
     named = os.environ.get("ZEROFIT_CACHE")
     try:
@@ -38,14 +38,14 @@ def cache_root() -> Path:
             raise UserError(f"ZEROFIT_CACHE={named}: cannot be looked up: {str(error).rstrip('.')}.") from None
     if (folder := private_folder()) is None:
         folder = Path(tempfile.mkdtemp(prefix="zerofit-"))
-        os.environ["ZEROFIT_CACHE"] = str(folder)  # for the ranks, which this process starts
+        os.environ["ZEROFIT_CACHE"] = str(folder)  # so that the ranks, started by this process, use the same
     return folder
 
 
 def private_folder() -> Path | None:
-    """Return this user's folder among the temporary files, made if need be, which nobody else can write to or read.
+    """Return this user's folder in the temporary directory (mode 0700), made if missing.
 
-    None where that name is taken: a folder of another user, or open to others; a link.
+    None if the name is taken by another user's folder, one that others can write to, or a link.
     """
     folder = Path(tempfile.gettempdir()) / f"zerofit-{os.getuid()}"
     with contextlib.suppress(FileExistsError):

@@ -1,4 +1,4 @@
-"""What a rank writes for its supervisor: a heartbeat while it runs, a record when it fails, its stack on request."""
+"""Write a rank's status for its supervisor: a heartbeat, a failure record, and the stack on request."""
 
 import contextlib
 import ctypes
@@ -16,37 +16,37 @@ from pathlib import Path
 
 from zerofit.errors import EXIT_CODES, DiskFull, Diverged, OutOfMemory, Stopped, UserError
 
-FOLDER = "ZEROFIT_ATTEMPT"  # environment variable: the folder; without it nobody watches and nothing is written
+FOLDER = "ZEROFIT_ATTEMPT"  # environment variable: the attempt's folder; unset: no supervisor, nothing is written
 
-SUPERVISOR = "ZEROFIT_SUPERVISOR"  # environment variable: its process id
+SUPERVISOR = "ZEROFIT_SUPERVISOR"  # environment variable: the supervisor's process id
 
-STOP = "stop"  # file of the step after which every rank shall save and end; 0: go on
+STOP = "stop"  # file with the step after which every rank saves and exits; 0: none
 
-ASKS_TO_SAVE = (signal.SIGTERM, signal.SIGUSR1)  # from SLURM and from people; the supervisor heeds them
+ASKS_TO_SAVE = (signal.SIGTERM, signal.SIGUSR1)  # sent by SLURM and by users; the supervisor handles them
 
-ENDS_RANKS = signal.SIGUSR2  # from torchrun to the ranks that are left when one has failed
+ENDS_RANKS = signal.SIGUSR2  # sent by torchrun to the remaining ranks when one has failed
 
-STACK_SECONDS = 2.0  # that ranks get to write where they stand
+STACK_SECONDS = 2.0  # for ranks to write their stacks
 
-BEAT_SECONDS = 5.0  # between two beats while a checkpoint is written
+BEAT_SECONDS = 5.0  # between heartbeats while a checkpoint is written
 
-LOOK_SECONDS = 1.0  # between two looks whether the supervisor is there
+LOOK_SECONDS = 1.0  # between checks that the supervisor is alive
 
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 _STEP = struct.Struct("<q")
 
-# Process id, optimizer step, seconds of time.monotonic(): a clock that is set or was suspended is no hang. On Linux it is
-# one clock for all processes of a machine, so the supervisor can compare; a pulse is read on its own machine only.
+# Process id, optimizer step, seconds of time.monotonic(): setting the clock or suspending the machine is no hang. On
+# Linux all processes of a machine share it, so the supervisor can compare; a heartbeat is read on its own node only.
 _PULSE = struct.Struct("<qqd")
 
-# How a rank fails when it is another that was lost: gloo's and NCCL's words.
+# Messages of gloo and NCCL in a rank that fails because another rank was lost.
 _OF_A_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "ncclRemoteError", "Connection refused",
               "NCCL communicator was aborted", "Socket Timeout", "Timed out waiting")  # fmt: skip
 
 
-# How CUDA and its libraries say that GPU memory could not be had, beside torch.OutOfMemoryError: near the edge it is a
-# library's workspace, a kernel's local memory, a context or NCCL's buffers that finds none.
+# Out-of-memory messages of CUDA and its libraries, beside torch.OutOfMemoryError: near the limit the allocation that
+# fails may be a library's workspace, a kernel's local memory, a context or NCCL's buffers.
 _GPU_IS_FULL = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUSOLVER_STATUS_ALLOC_FAILED",
                 "CUSPARSE_STATUS_INSUFFICIENT_RESOURCES", "CUDNN_STATUS_ALLOC_FAILED", "Cuda failure 2 'out of memory'",
                 "Triton Error [CUDA]: out of memory")  # fmt: skip
@@ -62,10 +62,10 @@ def folder() -> Path | None:
 
 
 def end_with_supervisor() -> None:
-    """Have this process, torchrun or a rank, end with its supervisor, however that ends: an orphan would train on.
+    """End this process (torchrun or a rank) when its supervisor dies, so that no orphan goes on training.
 
-    The kernel ends it with its parent, which also reaches a rank that hangs. A thread looks as well, since DeepSpeed's
-    launcher has a process more in between, and a parent may have ended before.
+    The kernel kills it with its parent (PR_SET_PDEATHSIG), even a hung rank. A thread polls as well, since DeepSpeed's
+    launcher puts one more process in between, and the parent may have died before the call.
     """
     if not os.environ.get(SUPERVISOR):
         return
@@ -85,7 +85,7 @@ def _end_after(supervisor: int) -> None:
 
 
 def is_there(process) -> bool:
-    """Return whether a process (psutil's) still runs; one that only waits to be reaped does not."""
+    """Return whether a psutil process still runs; a zombie does not."""
     import psutil
 
     try:
@@ -95,22 +95,22 @@ def is_there(process) -> bool:
 
 
 def record(error: BaseException) -> None:
-    """Write rank<r>.json: kind, error and traceback. The first error of a rank counts; a second is its echo."""
-    where = folder()
-    if where is None:
+    """Write rank<r>.json with kind, error and traceback; only the first error of a rank is kept."""
+    attempt = folder()
+    if attempt is None:
         return
     rank = int(os.environ.get("RANK", "0"))
     entry = {
         "rank": rank, "time": time.time(), "kind": kind(error), "error": in_a_line(error),
         "traceback": "".join(traceback.format_exception(error)), "of_a_peer": of_a_peer(error),
     }  # fmt: skip
-    # The folder can be gone, the disk full: the error itself must come through.
-    with contextlib.suppress(OSError), (where / f"rank{rank}.json").open("x", encoding="utf-8") as file:
+    # The folder may be gone or the disk full: the original error must still be raised.
+    with contextlib.suppress(OSError), (attempt / f"rank{rank}.json").open("x", encoding="utf-8") as file:
         json.dump(entry, file)
 
 
 def in_a_line(error: BaseException) -> str:
-    """Type and message. An error of a data worker arrives as text with its traceback in front; its last line counts."""
+    """Return type and message; of a data worker's error, which arrives as a traceback, the last line."""
     text = str(error)
     if text.startswith("Caught ") and "Original Traceback" in text:
         return f"{text.strip().splitlines()[-1]} (in a data worker)"
@@ -118,7 +118,7 @@ def in_a_line(error: BaseException) -> str:
 
 
 def kind(error: BaseException) -> str:
-    """A key of errors.EXIT_CODES, or "crash"."""
+    """Return a key of errors.EXIT_CODES, or "crash"."""
     if isinstance(error, OutOfMemory) or gpu_is_full(error) or host_is_full(error):
         return "out of memory"
     if isinstance(error, DiskFull):
@@ -133,40 +133,40 @@ def kind(error: BaseException) -> str:
 
 
 def gpu_is_full(error: BaseException) -> bool:
-    """Return whether this is how torch, CUDA or its libraries say that GPU memory could not be had."""
+    """Return whether torch, CUDA or one of its libraries raised the error because GPU memory ran out."""
     if type(error).__name__ == "OutOfMemoryError":  # torch's, without importing torch here
         return True
     if not isinstance(error, RuntimeError) or _while_pinning(error):
         return False
     text = str(error)
-    return any(words in text for words in _GPU_IS_FULL) or (
-        any(words in text for words in _MAY_BE_FULL) and _little_is_free()
+    return any(message in text for message in _GPU_IS_FULL) or (
+        any(message in text for message in _MAY_BE_FULL) and _little_is_free()
     )
 
 
 def host_is_full(error: BaseException) -> bool:
-    """Return whether this is how Python or torch say that host memory could not be had; pinned memory is host memory."""
+    """Return whether Python or torch raised the error because host memory, pinned included, ran out."""
     if isinstance(error, MemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error):
         return True
     return "CUDA error: out of memory" in str(error) and _while_pinning(error)
 
 
 def disk_is_full(error: BaseException) -> bool:
-    """Return whether this is how Python, safetensors (Rust) or torch's archives say that a disk is full."""
+    """Return whether Python, safetensors (Rust) or torch's archive writer failed because a disk is full."""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return True
     if isinstance(error, RuntimeError) and "inline_container.cc" in str(error):  # torch's writer of archives
-        return any(words in str(error) for words in ("unexpected pos", "failed writing", "file write failed"))
-    return any(words in str(error) for words in ("os error 28", "No space left on device"))
+        return any(message in str(error) for message in ("unexpected pos", "failed writing", "file write failed"))
+    return any(message in str(error) for message in ("os error 28", "No space left on device"))
 
 
 def _while_pinning(error: BaseException) -> bool:
-    """Whether the error comes from a call that pins host memory; CUDA has the same words for both memories."""
+    """Return whether pinning host memory raised the error; CUDA has one message for both memories."""
     return any(frame.name in _PINS for frame in traceback.extract_tb(error.__traceback__))
 
 
 def _little_is_free() -> bool:
-    """Whether less than 5 % of this process's GPU is free."""
+    """Return whether less than 5 % of this process's GPU is free."""
     import torch
 
     try:
@@ -177,35 +177,37 @@ def _little_is_free() -> bool:
 
 
 def of_a_peer(error: BaseException) -> bool:
-    """Whether the error only says that another rank is gone."""
-    return any(words in str(error) for words in _OF_A_PEER)
+    """Return whether the error is only the consequence of another rank's death."""
+    return any(message in str(error) for message in _OF_A_PEER)
 
 
 def records(where: Path) -> list[dict]:
-    """What the ranks of an attempt have written, the first that failed first."""
-    found = [json.loads(file.read_text(encoding="utf-8")) for file in where.glob("rank*.json")]
-    return sorted(found, key=lambda entry: (entry["of_a_peer"], entry["time"]))
+    """Return the failure records of an attempt, by time, those caused by another rank's death last."""
+    entries = [json.loads(file.read_text(encoding="utf-8")) for file in where.glob("rank*.json")]
+    return sorted(entries, key=lambda entry: (entry["of_a_peer"], entry["time"]))
 
 
 class Heartbeat:
-    """Where a rank is: 24 bytes in shared memory, written at every optimizer step and evaluation batch (1 us), and every
-    few seconds while a checkpoint is written."""
+    """Publish a rank's progress in 24 bytes of shared memory.
+
+    They are written at every optimizer step and evaluation batch (1 us), and every BEAT_SECONDS while a checkpoint is
+    written."""
 
     def __init__(self):
         self.map = self.stop = None
-        where = folder()
-        if where is None:
+        attempt = folder()
+        if attempt is None:
             return
         rank = int(os.environ.get("RANK", "0"))
-        with (where / f"pulse{rank}").open("w+b") as file:
+        with (attempt / f"pulse{rank}").open("w+b") as file:
             file.truncate(_PULSE.size)
             self.map = mmap.mmap(file.fileno(), _PULSE.size)
-        if (where / STOP).exists():
-            with (where / STOP).open("r+b") as file:
+        if (attempt / STOP).exists():
+            with (attempt / STOP).open("r+b") as file:
                 self.stop = mmap.mmap(file.fileno(), _STEP.size)
-        self.stack = (where / f"stack{rank}.txt").open("w")
+        self.stack = (attempt / f"stack{rank}.txt").open("w")
         faulthandler.register(signal.SIGUSR1, file=self.stack, all_threads=True)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # SLURM sends it to every process; the supervisor heeds it
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # SLURM sends it to every process; the supervisor handles it
 
     def beat(self, step: int) -> None:
         if self.map is not None:
@@ -213,9 +215,9 @@ class Heartbeat:
 
     @contextlib.contextmanager
     def beating(self, step: int):
-        """Beat while the body runs, from a thread: a long save is no hang.
+        """Beat from a thread while the body runs, so that a long save does not count as a hang.
 
-        A rank that is missing in one of its collectives still ends the job, by --ddp_timeout.
+        A rank missing from one of the save's collectives still ends the job, after --ddp_timeout.
         """
         if self.map is None:
             yield
@@ -236,29 +238,29 @@ class Heartbeat:
             thread.join()
 
     def is_last(self, step: int) -> bool:
-        """Whether all ranks shall save after this step and end; the same answer on each of them."""
+        """Return whether all ranks must save after this step and exit; the same on every rank."""
         return self.stop is not None and 0 < _STEP.unpack_from(self.stop)[0] <= step
 
 
 def write_stop(where: Path, step: int) -> None:
-    """After which step every rank shall save and end; 0: none (how the file begins)."""
+    """Set the step after which every rank saves and exits; 0: none (the initial value)."""
     file = where / STOP
-    with file.open("r+b" if file.exists() else "wb") as opened:  # in place: the ranks have it in their memory
-        opened.write(_STEP.pack(step))
+    with file.open("r+b" if file.exists() else "wb") as stream:  # in place: the ranks have mapped the file
+        stream.write(_STEP.pack(step))
 
 
 def pulses(where: Path) -> dict[int, tuple[int, int, float]]:
-    """{rank: (process id, step, seconds of time.monotonic())} of the ranks that have made a step."""
-    found = {}
+    """{rank: (process id, step, seconds of time.monotonic())} of the ranks that have sent a heartbeat."""
+    heartbeats = {}
     for file in where.glob("pulse*"):
         content = file.read_bytes()
         if len(content) == _PULSE.size and any(content):
-            found[int(file.name.removeprefix("pulse"))] = _PULSE.unpack(content)
-    return found
+            heartbeats[int(file.name.removeprefix("pulse"))] = _PULSE.unpack(content)
+    return heartbeats
 
 
 def write_stacks(where: Path) -> None:
-    """Have every rank of this machine write where it stands."""
+    """Make every rank of this node write its stack, and wait STACK_SECONDS for it."""
     for pid, _, _ in pulses(where).values():
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGUSR1)

@@ -1,4 +1,4 @@
-"""The first steps of a recipe: parse arguments, start processes, open the run folder."""
+"""The first steps of a recipe: parse arguments, start the ranks, open the run folder."""
 
 import json
 import os
@@ -18,30 +18,31 @@ log_filters.libraries()
 
 
 def parse(recipe: str) -> Settings:
-    """Resolve and check this process's own command line; --show and --plan print and end the process.
+    """Return the checked settings of this process's command line; --show and --plan print and exit.
 
-    Raises: UserError for the user's mistakes, before a GPU or a process group is touched.
+    Raises: UserError for the user's mistakes, before a GPU or a process group is used.
     """
-    found = resolve.resolve_settings(recipe)
-    if found.search_batch_size and not found.show:
-        found = resolve.resolve_settings(recipe, batch_search.resolve(found, sys.argv[1:]), distributed.size())
-    preflight.only_print(found)
+    settings = resolve.resolve_settings(recipe)
+    if settings.search_batch_size and not settings.show:
+        settings = resolve.resolve_settings(recipe, batch_search.resolve(settings, sys.argv[1:]), distributed.size())
+    preflight.only_print(settings)
     if distributed.rank() == 0:
-        hub.check_push(found)
-    if _is_to_check(found):
-        preflight.prestart(found)
-    return found
+        hub.check_push(settings)
+    if _is_to_check(settings):
+        preflight.prestart(settings)
+    return settings
 
 
 def _is_to_check(settings: Settings) -> bool:
-    """Whether this process says if the job fits: rank 0, where the launcher has not."""
+    """Return whether this process checks if the job fits: rank 0, unless the launcher or a search has."""
     return distributed.rank() == 0 and not trial.is_batch_search() and memory_history.PLANNED not in os.environ
 
 
 def start_processes(settings: Settings, train_set, eval_set):
-    """Open the process group, see that all ranks have this job, choose the run folder; return transformers' TrainingArguments.
+    """Open the process group, check that all ranks run the same job, and return TrainingArguments.
 
-    The folder is only made once the model is there (`open_run`), so that a mistake leaves nothing half-made.
+    The run folder is chosen here but set up by `open_run_folder`, after the model is loaded, so that an error leaves no
+    incomplete run behind.
     """
     from zerofit import distributed, rank_status, run_folder
     from zerofit.config import nvme, offload
@@ -57,20 +58,20 @@ def start_processes(settings: Settings, train_set, eval_set):
     if offload.depends_on_size(settings.deepspeed):
         offload.check_sizes(settings, check_model(settings))
     if _is_to_check(settings):
-        preflight.publish(preflight.check(settings))  # the other ranks wait in the next line
+        preflight.publish(preflight.check(settings))  # the other ranks wait in distributed.start
     attention.avoid_wrong_kernels(settings)
     distributed.start(settings)
     network_check.check(settings, train_set, eval_set)
     deepspeed_ops.prepare(settings)
     nvme.reserve_folder(settings)
-    if distributed.rank() == 0 and not rank_status.folder():  # else the supervisor has it
+    if distributed.rank() == 0 and not rank_status.folder():  # else the supervisor has locked it
         run_folder.claim_folder(settings)
-    folder = str(resume.choose_folder(settings)) if distributed.rank() == 0 else None  # it finds the checkpoint too
-    chosen = distributed.broadcast((folder, settings.resume_from_checkpoint))
-    settings.values["output_dir"], settings.values["resume_from_checkpoint"] = chosen
-    network_check.check_disk(settings, Path(chosen[0]))
+    folder = str(resume.choose_folder(settings)) if distributed.rank() == 0 else None  # sets the checkpoint too
+    run_of_rank_0 = distributed.broadcast((folder, settings.resume_from_checkpoint))
+    settings.values["output_dir"], settings.values["resume_from_checkpoint"] = run_of_rank_0
+    network_check.check_disk(settings, Path(run_of_rank_0[0]))
     if settings.node_local_storage and distributed.several_nodes():
-        node_local.agree(settings, Path(chosen[0]))
+        node_local.agree(settings, Path(run_of_rank_0[0]))
     arguments = training_arguments(settings)
     if settings.memory_report:
         memory_report.start(settings)
@@ -78,7 +79,7 @@ def start_processes(settings: Settings, train_set, eval_set):
 
 
 def open_run_folder(settings: Settings, train_set, eval_set) -> None:
-    """Make the run folder, say once what was decided, and write run.json."""
+    """Set up the run folder, print what was decided, and write run.json."""
     from zerofit import run_folder
     from zerofit.data import dataset
     from zerofit.train import trial
@@ -92,31 +93,31 @@ def open_run_folder(settings: Settings, train_set, eval_set) -> None:
     _leave_newer_checkpoints(settings)
     run_folder.open_folder(settings)
     sets = {"training": train_set, "evaluation": eval_set}
-    sets = {name: found for name, found in sets.items() if found is not None}
+    sets = {name: rows for name, rows in sets.items() if rows is not None}
     if distributed.rank() == 0:
         print(
             f"zerofit {settings.recipe}: {settings.world_size} process{'es' * (settings.world_size > 1)}, ZeRO "
             f"{settings.zero}, offload {settings.offload}, {settings.precision}; run folder {settings.output_dir}"
         )
-        described = [dataset.describe(name, found) for name, found in sets.items()]
+        described = [dataset.describe(name, rows) for name, rows in sets.items()]
         for sentence in [*settings.decisions, *described, *dataset.notes(sets)]:
             print(f"  - {printable(sentence)}", flush=True)
-        facts = {name: {"fingerprint": found.fingerprint, **found.statistics} for name, found in sets.items()}
-        rehearsed = os.environ.get(trial.CANARY_RESULT)
-        run_folder.write_run(settings, {"data": facts} | ({"canary": json.loads(rehearsed)} if rehearsed else {}))
+        facts = {name: {"fingerprint": rows.fingerprint, **rows.statistics} for name, rows in sets.items()}
+        canary = os.environ.get(trial.CANARY_RESULT)
+        run_folder.write_run(settings, {"data": facts} | ({"canary": json.loads(canary)} if canary else {}))
 
 
 def _leave_newer_checkpoints(settings: Settings) -> None:
-    """Move the checkpoints after the one that is resumed out of the way of those that this run will save."""
+    """Move away the checkpoints newer than the resumed one: this run saves those steps again."""
     from zerofit import distributed
     from zerofit.launch import retry
     from zerofit.train.checkpoint.facts import step_of
 
     if distributed.rank() != 0 and not (
         settings.node_local_storage and distributed.first_of_node()
-    ):  # of each disk, one rank
+    ):  # one rank per disk
         return
     folder, resumed = Path(settings.output_dir), settings.resume_from_checkpoint
     step = step_of(Path(resumed)) if resumed else 0
-    if aside := retry.move_newer(folder, step):
-        settings.decisions.append(f"checkpoints after step {step}, where this run goes on, were moved to {aside}")
+    if moved_to := retry.move_newer(folder, step):
+        settings.decisions.append(f"checkpoints after step {step}, where this run goes on, were moved to {moved_to}")

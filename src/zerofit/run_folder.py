@@ -1,4 +1,4 @@
-"""Read and write the run folder: run.json, deepspeed.json, logs, metrics.jsonl, loss.png, result.json."""
+"""Read and write the run folder: run.json, logs, metrics.jsonl, loss.png, result.json."""
 
 import contextlib
 import json
@@ -21,7 +21,7 @@ PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "peft", "dataset
 
 
 def claim_folder(settings: Settings) -> None:
-    """Name the run folder and lock it for this process, before anybody looks whether it holds a run.
+    """Name the run folder and lock it for this process, before checking whether it holds a run.
 
     Raises: UserError when another process trains into it.
     """
@@ -30,7 +30,9 @@ def claim_folder(settings: Settings) -> None:
 
 
 def check_folder(folder: Path, resumes: bool) -> None:
-    """Refuse a run folder that is a file, that holds a run already, or that cannot be made or written to."""
+    """Check that the run folder can be written to and holds no run, unless the run resumes.
+
+    Raises: UserError otherwise."""
     _check_writable(folder)
     if (folder / "run.json").exists() and not resumes:
         raise UserError(
@@ -49,15 +51,15 @@ def name_folder(settings: Settings) -> Path:
 def _check_writable(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--output_dir {folder}: is a file; name a folder.")
-    near = nearest_existing(folder)
+    parent = nearest_existing(folder)
     try:
-        tempfile.TemporaryFile(dir=near).close()  # permissions alone do not tell: /proc takes no file
+        tempfile.TemporaryFile(dir=parent).close()  # permission bits are not enough: /proc accepts no file
     except OSError as error:
-        raise UserError(f"--output_dir {folder}: {near} cannot be written to: {error.strerror}.") from None
+        raise UserError(f"--output_dir {folder}: {parent} cannot be written to: {error.strerror}.") from None
 
 
 def readable(folder: Path) -> None:
-    """Give the files of a folder the mode of any new file: safetensors makes its own for their owner alone."""
+    """Give the files of a folder the umask's mode: safetensors creates them with 0600."""
     mask = os.umask(0)
     os.umask(mask)
     for file in folder.rglob("*"):
@@ -66,18 +68,18 @@ def readable(folder: Path) -> None:
 
 
 def checkpoints(folder: Path) -> dict[int, Path]:
-    """{step: checkpoint-<step>} of a run folder, whole or not, by step."""
+    """Return {step: checkpoint-<step>} of a run folder by step, incomplete ones included."""
     return by_step(folder, "checkpoint")
 
 
 def by_step(folder: Path, name: str) -> dict[int, Path]:
-    """{step: <name>-<step>} of what is in a folder, by step."""
+    """Return {step: <name>-<step>} of the entries of a folder, by step."""
     steps = {f.name.removeprefix(f"{name}-"): f for f in folder.glob(f"{name}-*")}
     return {int(step): steps[step] for step in sorted(filter(str.isdigit, steps), key=int)}
 
 
 def open_folder(settings: Settings) -> Path:
-    """Make the run folder on rank 0 and send this rank's output to logs/rank<r>.log (rank 0: there too)."""
+    """Make the run folder and send this rank's output to logs/rank<r>.log; rank 0 keeps the terminal too."""
     folder = Path(settings.output_dir)
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     log = (folder / "logs" / f"rank{distributed.rank()}.log").open("a", buffering=1, encoding="utf-8")
@@ -91,18 +93,18 @@ def open_folder(settings: Settings) -> Path:
 
 
 def keep_metrics(folder: Path, step: int) -> None:
-    """Of metrics.jsonl, the lines up to this step: those after it are made again."""
+    """Keep the lines of metrics.jsonl up to this step; the later ones will be written again."""
     metrics = folder / "metrics.jsonl"
     if not metrics.exists():
         return
     kept = []
     for line in metrics.read_text(encoding="utf-8").splitlines(keepends=True):
-        if not line.endswith("\n") or json.loads(line)["step"] > step:  # a killed run may have left half a line
+        if not line.endswith("\n") or json.loads(line)["step"] > step:  # a killed run may leave half a line
             break
         kept.append(line)
-    aside = metrics.with_suffix(".tmp")
-    aside.write_text("".join(kept), encoding="utf-8")
-    aside.replace(metrics)
+    tmp_path = metrics.with_suffix(".tmp")
+    tmp_path.write_text("".join(kept), encoding="utf-8")
+    tmp_path.replace(metrics)
 
 
 class _Tee:
@@ -112,7 +114,7 @@ class _Tee:
         self.terminal, self.log = terminal, log
 
     def write(self, text: str) -> int:
-        with contextlib.suppress(OSError):  # where the disk is full, the terminal still gets the line
+        with contextlib.suppress(OSError):  # on a full disk the terminal still gets the line
             self.log.write(text)
         return self.terminal.write(text)
 
@@ -126,18 +128,18 @@ class _Tee:
 
 
 def terminal():
-    """The real stderr, past the log."""
+    """Return the real stderr, without the log."""
     return getattr(sys.stderr, "terminal", sys.stderr)
 
 
 def finished(folder: str | Path) -> bool:
-    """Whether the folder's result.json says that a run ended well."""
+    """Return whether the folder's result.json has the status "finished"."""
     file = Path(folder) / "result.json"
     return file.exists() and json.loads(file.read_text(encoding="utf-8")).get("status") == "finished"
 
 
 def _speak_up_on_crash(log: str) -> None:
-    """Ranks above 0 write to their log only; a crash still gets one line on the terminal."""
+    """Print one line on the terminal when this rank, which otherwise writes to its log only, crashes."""
     terminal = os.fdopen(os.dup(2), "w")
     before = sys.excepthook
 
@@ -151,38 +153,38 @@ def _speak_up_on_crash(log: str) -> None:
 
 
 def write_json(path: Path, value: dict) -> None:
-    """Write the file whole or not at all: beside its place, synced to the disk, and renamed."""
-    aside = path.with_suffix(".tmp")
+    """Write a JSON file atomically: to a temporary file that is synced and renamed."""
+    tmp_path = path.with_suffix(".tmp")
     try:
-        with aside.open("w", encoding="utf-8") as file:
+        with tmp_path.open("w", encoding="utf-8") as file:
             file.write(json.dumps(value, indent=2, default=str) + "\n")
             file.flush()
             os.fsync(file.fileno())
-        os.replace(aside, path)
+        os.replace(tmp_path, path)
     except OSError:
-        aside.unlink(missing_ok=True)
+        tmp_path.unlink(missing_ok=True)
         raise
 
 
 def git_commit() -> str | None:
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             ["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, check=False
         )
     except OSError:  # no git on this machine
         return None
-    return done.stdout.strip() or None
+    return result.stdout.strip() or None
 
 
 def shown(name: str, value) -> str:
-    """An argument's value for people; secrets stay hidden."""
+    """Return an argument's value as text for printing, with secrets hidden."""
     if name == "warmup_steps" and 0 < float(value or 0) < 1:
         return f"{value} of all steps"
     return "<hidden>" if name.endswith("_token") and value else str(value)
 
 
 def write_run(settings: Settings, facts: dict) -> None:
-    """run.json: every effective argument with its source, what was decided, versions, commit, data, command."""
+    """Write run.json: every argument with its source, decisions, versions, commit, data and command."""
     import torch
 
     write_json(
@@ -212,7 +214,7 @@ def write_run(settings: Settings, facts: dict) -> None:
 
 
 def plot_loss(metrics: Path, target: Path, title: str) -> None:
-    """loss.png: training loss per step and evaluation loss, from metrics.jsonl."""
+    """Write loss.png: training loss per step and evaluation loss, from metrics.jsonl."""
     import matplotlib
 
     matplotlib.use("Agg")

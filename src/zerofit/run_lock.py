@@ -1,4 +1,4 @@
-"""Lock a run folder for its one writer, until that process ends."""
+"""Lock a run folder for a single writer, until that process ends."""
 
 import contextlib
 import fcntl
@@ -12,22 +12,22 @@ from zerofit.errors import UserError
 
 FILE = "run.lock"
 
-LEASE_SECONDS = 100.0  # after which a file server has dropped the locks of a machine that died (NFS: 90 s)
+LEASE_SECONDS = 100.0  # a file server drops the locks of a dead machine by then (NFS: 90 s)
 
 
-_held: dict[Path, tuple[int, list[Path]]] = {}  # {run folder: (descriptor, folders that were made for it)}
+_held: dict[Path, tuple[int, list[Path]]] = {}  # {run folder: (descriptor, folders created for it)}
 
 
 def take(folder: Path) -> None:
-    """Lock a run folder, making it if need be, until `release` or the end of this process, however it ends.
+    """Lock a run folder, creating it if missing, until `release` or the end of this process.
 
-    A file system without locks is said in a line.
-    Raises: UserError where another process has the folder, or it cannot be made.
+    On a file system without locks a note is printed and the run continues.
+    Raises: UserError if another process has locked the folder, or it cannot be created.
     """
     folder = folder.resolve()
     if folder in _held:
         return
-    made = [f for f in (folder, *folder.parents) if not f.exists()]
+    created = [f for f in (folder, *folder.parents) if not f.exists()]
     deadline = None
     while True:
         try:
@@ -53,7 +53,7 @@ def take(folder: Path) -> None:
         if _is_on_disk(descriptor, folder):
             break
         os.close(descriptor)  # removed by its last owner between open and flock
-    _held[folder] = descriptor, made
+    _held[folder] = descriptor, created
     facts = {"process": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S %z")}
     with contextlib.suppress(OSError):  # a full disk: the lock holds without its owner's name
         os.ftruncate(descriptor, 0)
@@ -66,20 +66,20 @@ def held() -> list[Path]:
 
 
 def release() -> None:
-    """Give up the locks of this process, and remove the folders that were made for them and hold nothing."""
-    for folder, (descriptor, made) in _held.items():
+    """Release the locks of this process and remove the folders created for them that are still empty."""
+    for folder, (descriptor, created) in _held.items():
         if _is_on_disk(descriptor, folder):
             with contextlib.suppress(OSError):
                 (folder / FILE).unlink()
         os.close(descriptor)
         with contextlib.suppress(OSError):
-            for empty in made:
+            for empty in created:
                 empty.rmdir()
     _held.clear()
 
 
 def _patience(folder: Path) -> float:
-    """Return until when to try: at once on this machine, whose locks end with their process; else a lease's time."""
+    """Return the time.monotonic() until which to retry: 0 if the owner is local, else a lease from now."""
     host = _owner(folder).get("host", socket.gethostname())
     if host == socket.gethostname():
         return 0.0
@@ -99,7 +99,7 @@ def _refusal(folder: Path) -> str:
 
 
 def _owner(folder: Path) -> dict:
-    """Return what the lock's owner has written; {}: it has not yet."""
+    """Return the facts that the lock's owner wrote; {} if it has not written them."""
     for _ in range(10):
         with contextlib.suppress(OSError, ValueError):
             return json.loads((folder / FILE).read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Settings: every resolved argument of a job, its source, and what was decided for the user."""
+"""Define Settings: every resolved argument of a job, its source, and the decisions made for the user."""
 
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -6,13 +6,13 @@ from typing import Any
 
 @dataclass
 class Settings:
-    """Everything a run needs to know, resolved: `settings.zero`, `settings.model`, `settings.learning_rate` ...
+    """The resolved arguments of a job, read as `settings.zero`, `settings.learning_rate` ...
 
     values: argument -> value;  source: argument -> where it came from;  decisions: sentences to print once;
-    deepspeed: the DeepSpeed configuration ("auto" left for transformers), None for stage 0;
-    planned_gpu: the GPU that is planned for (hardware.Gpu), None: what this machine has;  flags: the command line;
+    deepspeed: the DeepSpeed configuration ("auto" is left for transformers to fill), None for stage 0;
+    planned_gpu: the hardware.Gpu to plan for, None: this machine's;  flags: the command line;
     fingerprints: of model and data, for checkpoints;  resharded: the checkpoint to resume was saved at another stage,
-    rank count or offload (both: checkpoint.check_same).
+    rank count or offload (both: train/checkpoint/resume.py, check_resumable).
     """
 
     recipe: str
@@ -34,50 +34,50 @@ class Settings:
 
     @property
     def precision(self) -> str:
-        """bf16, fp16 or fp32: the type of the matrix products."""
+        """Return bf16, fp16 or fp32: the type of the matrix products."""
         return "bf16" if self.values["bf16"] else "fp16" if self.values["fp16"] else "fp32"
 
     @property
     def bundled(self) -> bool:
-        """Whether this is the embedded default task."""
+        """Return whether the run trains on the bundled default task."""
         return self.source["data"] == "bundled task"
 
     def training_values(self) -> dict[str, Any]:
-        """The keyword arguments of transformers.TrainingArguments."""
+        """Return the keyword arguments of transformers.TrainingArguments."""
         from transformers import TrainingArguments
 
         names = {f.name for f in fields(TrainingArguments) if f.init}
         values = {k: v for k, v in self.values.items() if k in names}
         values["deepspeed"] = self.deepspeed
         if self.pure_bf16 and self.deepspeed is None:
-            values["bf16"] = False  # that flag means autocast over fp32 weights; these weights are bf16
-        for name in ("gradient_checkpointing", "activation_checkpointing"):  # recompute.enable does it
+            values["bf16"] = False  # the flag means autocast over fp32 weights; these weights are bf16
+        for name in ("gradient_checkpointing", "activation_checkpointing"):  # model/gradient_checkpointing.py does it
             values.pop(name, None)
             values.pop(f"{name}_kwargs", None)
         return values
 
     def rows(self) -> list[tuple[str, Any, str]]:
-        """(argument, value, source) of everything that is not a plain transformers default."""
+        """Return (argument, value, source) of every argument that is not a plain transformers default."""
         shown = [k for k in self.values if self.source[k] != "transformers default"]
         return [(k, self.values[k], self.source[k]) for k in shown if k not in ("show", "config")]
 
 
 def order_seed(settings) -> int | None:
-    """The seed of the row order, of Settings or of TrainingArguments; None keeps the rows as they come."""
+    """Return the seed of the row order, of Settings or TrainingArguments; None: rows are not shuffled."""
     if settings.train_sampling_strategy == "sequential":
         return None
     return settings.seed if settings.data_seed is None else settings.data_seed
 
 
 def decide(settings: Settings, name: str, value: Any, why: str) -> None:
-    """Set an argument for the user and remember the sentence that says so."""
+    """Set an argument for the user and record the sentence that explains it."""
     settings.values[name] = value
     settings.source[name] = "decided"
     settings.decisions.append(f"{name} {value}: {why}")
 
 
 def json_value(config: dict, dotted: str, default: Any = None) -> Any:
-    """The value at "zero_optimization.stage" or `default`."""
+    """Return the value at a dotted key such as "zero_optimization.stage", or `default`."""
     for key in dotted.split("."):
         if not isinstance(config, dict) or key not in config:
             return default
@@ -86,7 +86,7 @@ def json_value(config: dict, dotted: str, default: Any = None) -> Any:
 
 
 def merge_json(base: dict, overlay: dict) -> dict:
-    """`base` with `overlay` laid over it, section by section; neither is changed."""
+    """Return `base` with the values of `overlay` over it, merged section by section; neither is changed."""
     out = dict(base)
     for key, value in overlay.items():
         out[key] = merge_json(out[key], value) if isinstance(value, dict) and isinstance(out.get(key), dict) else value

@@ -1,1 +1,1 @@
-"""From the words of a command line to frozen settings."""
+"""Turn a command line, a YAML file and a DeepSpeed JSON into checked Settings."""

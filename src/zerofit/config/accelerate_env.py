@@ -1,4 +1,4 @@
-"""Settings that an accelerate launch leaves in the environment, and the number of processes that it promises."""
+"""Drop the variables that `accelerate launch` sets, and check its number of processes."""
 
 import os
 from pathlib import Path
@@ -8,8 +8,8 @@ import yaml
 from zerofit import command_line, distributed
 from zerofit.errors import UserError
 
-# What `accelerate launch` and its cached default_config.yaml put into the environment about things that the recipe
-# owns (stage, precision, accumulation, FSDP, compile). Left in place they change or crash the run.
+# `accelerate launch` and its cached default_config.yaml put these into the environment, but the recipe decides about
+# stage, precision, accumulation, FSDP and compile. Left in place they change or crash the run.
 _ACCELERATE_PREFIXES = ("ACCELERATE_DEEPSPEED_", "FSDP_", "ACCELERATE_DYNAMO_", "MEGATRON_LM_", "PARALLELISM_CONFIG_")
 
 _ACCELERATE_NAMES = (
@@ -23,7 +23,7 @@ _ACCELERATE_NAMES = (
     "ACCELERATE_USE_CPU",
 )
 
-# Those of them that a user may have meant for this run.
+# Those that a user may have set on purpose for this run.
 _WORTH_SAYING = (
     "ACCELERATE_USE_CPU",
     "ACCELERATE_DEEPSPEED_ZERO_STAGE",
@@ -36,56 +36,56 @@ _HARMLESS = {"no", "false", "1", "NO", ""}
 
 
 def drop_accelerate_env() -> list[str]:
-    """Remove what accelerate says about things that the recipe owns; return the settings that would have mattered."""
-    taken = []
+    """Drop accelerate's variables that conflict with the recipe; return those that had an effect."""
+    dropped = []
     for name in list(os.environ):
         if name in _ACCELERATE_NAMES or name.startswith(_ACCELERATE_PREFIXES):
             value = os.environ.pop(name)
             if name in _WORTH_SAYING and value not in _HARMLESS:
-                taken.append(f"{name}={value}")
-    return taken
+                dropped.append(f"{name}={value}")
+    return dropped
 
 
 def _accelerate_command() -> list[str] | None:
-    """The words of the `accelerate launch` that started this process, where they can be read; else None."""
+    """Return the command line of the `accelerate launch` that started this process; None without one."""
     import psutil
 
     try:
-        words = psutil.Process().parent().cmdline()
+        argv = psutil.Process().parent().cmdline()
     except (psutil.Error, AttributeError):
         return None
-    return words if any("accelerate" in w for w in words[:4]) else None
+    return argv if any("accelerate" in w for w in argv[:4]) else None
 
 
 def cached_accelerate_config() -> Path:
-    """Where `accelerate config` keeps the settings of every bare `accelerate launch`."""
+    """Return the file in which `accelerate config` keeps the defaults of `accelerate launch`."""
     named = os.environ.get("HF_HOME")
     folder = Path(named).expanduser() if named else distributed.home() / ".cache" / "huggingface"
     return folder / "accelerate" / "default_config.yaml"
 
 
 def check_size() -> str | None:
-    """Compare the processes that accelerate was asked for with those that it started (fewer, on a CPU, in silence).
+    """Compare requested and started processes: accelerate silently starts fewer on a CPU.
 
-    Returns: a sentence when only its cached configuration file asked for another number.
-    Raises: UserError when its command line did.
+    Returns: a sentence if only the configuration file requested another number; else None.
+    Raises: UserError if the command line requested another number.
     """
-    words = _accelerate_command()
-    if words is None:
+    argv = _accelerate_command()
+    if argv is None:
         return None
-    asked = command_line.value_of(words, ("--num_processes", "--num-processes"))
-    if asked and asked.isdigit() and int(asked) != distributed.size():
+    count = command_line.value_of(argv, ("--num_processes", "--num-processes"))
+    if count and count.isdigit() and int(count) != distributed.size():
         raise UserError(
-            f"accelerate launch was asked for {asked} processes but started {distributed.size()} (on a CPU it needs "
-            f"--use_deepspeed for more than one): use `torchrun --nproc_per_node {asked}` or `make GPUS={asked}`."
+            f"accelerate launch was asked for {count} processes but started {distributed.size()} (on a CPU it needs "
+            f"--use_deepspeed for more than one): use `torchrun --nproc_per_node {count}` or `make GPUS={count}`."
         )
-    file = command_line.value_of(words, ("--config_file", "--config-file"))
+    file = command_line.value_of(argv, ("--config_file", "--config-file"))
     file = Path(file) if file else cached_accelerate_config()
-    if not asked and file.is_file():
+    if not count and file.is_file():
         try:
-            wanted = (yaml.safe_load(file.read_text()) or {}).get("num_processes")
+            in_file = (yaml.safe_load(file.read_text()) or {}).get("num_processes")
         except (OSError, yaml.YAMLError, AttributeError):
-            return None  # accelerate has started without complaint; it is not ours to judge the file
-        if wanted and wanted != distributed.size():
-            return f"{distributed.size()} process: {file} asks accelerate for {wanted}, but it started {distributed.size()}"
+            return None  # accelerate started without an error, so the file is not checked here
+        if in_file and in_file != distributed.size():
+            return f"{distributed.size()} process: {file} asks accelerate for {in_file}, but it started {distributed.size()}"
     return None

@@ -113,7 +113,7 @@ class RunArguments:
 
 @dataclass
 class SupervisionArguments:
-    """Supervision: what `make` and `zerofit launch` do when a job fails; without them these flags do nothing."""
+    """Supervision: what `make` and `zerofit launch` do when a job fails; no effect without them."""
 
     _argument_group_name = "supervision"
     on_oom: Literal["retry", "fail", "ask"] = field(
@@ -265,7 +265,7 @@ class DataArguments:
         },
     )
     min_supervised_fraction: float = field(
-        default=0.0,  # off: a classification set with long prompts is rightly near 0.001
+        default=0.0,  # off: for classification with long prompts about 0.001 is right
         metadata={"help": "Refuse to start when less than this share of the training tokens is in the loss; 0: off."},
     )
     max_truncated_fraction: float = field(
@@ -362,18 +362,18 @@ class MemoryArguments:
     )
 
 
-# What differs from transformers' own defaults, and why.
+# Defaults that differ from transformers', with the reason.
 SHARED_DEFAULTS = {
-    "gradient_checkpointing": True,  # activations are what runs out first
+    "gradient_checkpointing": True,  # activations are the first to exhaust memory
     "gradient_checkpointing_kwargs": {"use_reentrant": False},
     "lr_scheduler_type": "cosine",
-    "warmup_steps": 0.03,  # below 1: share of all steps
+    "warmup_steps": 0.03,  # below 1: a share of all steps
     "logging_steps": 10,
-    "logging_nan_inf_filter": False,  # a NaN must be seen, not averaged away
+    "logging_nan_inf_filter": False,  # a NaN must show in the logs, not be averaged away
     "save_strategy": "epoch",
     "save_total_limit": 1,
     "ddp_find_unused_parameters": False,
-    "remove_unused_columns": False,  # our collator names exactly what the model gets
+    "remove_unused_columns": False,  # our collator returns exactly the model's inputs
     "report_to": ["none"],
 }
 

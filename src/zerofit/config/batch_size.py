@@ -1,4 +1,4 @@
-"""Solve effective batch = micro batch x accumulation x ranks for whatever the user left open."""
+"""Solve effective batch = micro batch x accumulation x ranks for the numbers that were not given."""
 
 from zerofit.errors import UserError
 
@@ -20,8 +20,8 @@ def solve(
 ) -> tuple[int, int, int]:
     """Return (effective, micro, accumulation) with effective = micro x accumulation x ranks.
 
-    Args: the numbers that the user fixed (None: open), the number of data-parallel ranks, and the largest micro
-        batch to choose when it is open. With nothing fixed the effective batch is about 32 samples.
+    Args: effective, micro, accumulation: in samples, None: not given; ranks: data-parallel ranks; max_micro: the
+        largest micro batch to choose if it is not given. If none is given the effective batch is about 32 samples.
     Raises: UserError for a number below 1 or for numbers that do not multiply up.
     """
     for name, value in (
@@ -35,7 +35,7 @@ def solve(
     if effective is None:
         if micro and accumulation:
             return micro * accumulation * ranks, micro, accumulation
-        # Keep the effective batch near its default; the caller prints what came out.
+        # Keep the effective batch near its default; the caller prints the result.
         unit = (micro or accumulation or 1) * ranks
         effective = unit * max(1, round(DEFAULT_EFFECTIVE_BATCH_SIZE / unit))
 
@@ -56,7 +56,7 @@ def solve(
 
 
 def learning_rate_factor(rule: str, effective: int, base: int) -> float:
-    """What the learning rate of a batch of `base` samples is multiplied by for a batch of `effective`.
+    """Return the factor that scales a learning rate from batches of `base` to `effective` samples.
 
     rule: none: 1; linear: effective / base (arXiv 1706.02677); sqrt: its square root (arXiv 1404.5997).
     """

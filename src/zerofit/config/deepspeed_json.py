@@ -1,4 +1,4 @@
-"""Read the DeepSpeed JSON of --zero, --offload or --deepspeed, check it, and compare it with the flags."""
+"""Read and check the DeepSpeed JSON of --zero, --offload or --deepspeed, and match it with the flags."""
 
 import difflib
 import json
@@ -14,8 +14,8 @@ from zerofit.settings import json_value, merge_json
 CONFIGS = ROOT / "deepspeed_configs"
 
 
-# Every top-level key that deepspeed 0.19 reads (runtime/config.py and the modules that it calls). DeepSpeed ignores
-# any other key without a word, so a typo would train with the default.
+# Every top-level key that deepspeed 0.19 reads (runtime/config.py and the modules that it calls). DeepSpeed silently
+# ignores any other key, so a typo would train with the default.
 TOP_LEVEL_KEYS = frozenset(
     """
     activation_checkpointing aio bf16 bfloat16 checkpoint comms_logger communication_data_type compile csv_monitor
@@ -29,8 +29,8 @@ TOP_LEVEL_KEYS = frozenset(
     """.split()
 )
 
-# Keys that split the model or the rows among ranks in another way than ZeRO, with the values that turn them off. DeepSpeed
-# would take them, and the ranks would train on other rows than the batch arithmetic says.
+# Keys of parallelism other than ZeRO, with the values that turn it off. DeepSpeed accepts them, but the ranks would
+# then train on other rows than the batch arithmetic assumes.
 OTHER_PARALLELISM = {
     "tensor_parallel.autotp_size": (0, 1),
     "tensor_parallel.tp_size": (0, 1),
@@ -41,7 +41,7 @@ OTHER_PARALLELISM = {
     "sequence_parallel_size": (0, 1),
 }
 
-# JSON key -> the argument that says the same thing. "auto" there takes the argument's value.
+# JSON key -> the argument with the same meaning; "auto" in the JSON takes the argument's value.
 SAME_AS_ARGUMENT = {
     "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
     "gradient_accumulation_steps": "gradient_accumulation_steps",
@@ -70,16 +70,16 @@ AUTO_KEYS = frozenset(SAME_AS_ARGUMENT) | {
 def read_json(path: str | Path) -> dict:
     """Parse one DeepSpeed JSON file.
 
-    Raises: UserError with file, line and column for malformed JSON, and for a key written twice (JSON parsers keep
-        the last one without a word).
+    Raises: UserError with file, line and column for malformed JSON, and for a duplicate key (JSON parsers silently keep
+        the last one).
     """
     path = Path(path).expanduser()
 
     def unique(pairs):
         keys = [k for k, _ in pairs]
-        twice = next((k for k in keys if keys.count(k) > 1), None)
-        if twice is not None:
-            raise UserError(f"{path}: the key {twice!r} stands twice in one object; keep one of them.")
+        duplicate = next((k for k in keys if keys.count(k) > 1), None)
+        if duplicate is not None:
+            raise UserError(f"{path}: the key {duplicate!r} stands twice in one object; keep one of them.")
         return dict(pairs)
 
     try:
@@ -98,10 +98,10 @@ def read_json(path: str | Path) -> dict:
 
 
 def lint(config: dict, path: str | Path) -> None:
-    """Refuse what DeepSpeed would reject later or ignore in silence.
+    """Refuse a configuration that DeepSpeed would reject later, or whose keys it would silently ignore.
 
-    Raises: UserError naming file and key: unknown or removed keys at the top level or in a section, wrong types,
-        "auto" where nobody fills it, no zero_optimization section.
+    Raises: UserError naming file and key: unknown or removed keys at the top level or in a section, wrong types, "auto"
+        in a key that nothing fills, no zero_optimization section.
     """
     from deepspeed.runtime.config import DeepSpeedConfigError
     from deepspeed.runtime.precision_config import get_bfloat16_config, get_float16_config
@@ -137,7 +137,7 @@ def lint(config: dict, path: str | Path) -> None:
             key = ".".join([section, *(str(p) for p in first["loc"])])
             if first["type"] == "extra_forbidden":
                 raise UserError(f"{path}: unknown key {key!r}; DeepSpeed has no such setting.") from None
-            if not first["loc"]:  # several keys that do not go together; the input is the whole section
+            if not first["loc"]:  # a conflict between keys; the input is the whole section
                 raise UserError(f"{path}: {section}: {first['msg'].rstrip('.')}.") from None
             raise UserError(f"{path}: {key} = {first['input']!r}: {first['msg'].lower()}.") from None
         except (AssertionError, DeepSpeedConfigError, ValueError) as error:
@@ -146,18 +146,18 @@ def lint(config: dict, path: str | Path) -> None:
 
 
 def _refuse_other_types(body: dict, loaded, where: str) -> None:
-    """Refuse "false" and "0.5" in quotes, and true for a number: DeepSpeed converts them, the recipes read them as they are.
+    """Refuse quoted booleans and numbers, and true for a number: only DeepSpeed converts them.
 
-    Args: loaded: DeepSpeed's own object of this section.
+    Args: loaded: DeepSpeed's own configuration object of this section.
     """
-    aliases = {found.alias: name for name, found in type(loaded).model_fields.items() if found.alias}
+    aliases = {model_field.alias: name for name, model_field in type(loaded).model_fields.items() if model_field.alias}
     for key, value in body.items():
-        meant = getattr(loaded, aliases.get(key, key), None)
-        if isinstance(value, dict) and hasattr(type(meant), "model_fields"):
-            _refuse_other_types(value, meant, f"{where}.{key}")
-        wrong = isinstance(value, str) or (isinstance(value, bool) and not isinstance(meant, bool))
-        if wrong and value != "auto" and isinstance(meant, int | float):
-            kind = "true or false" if isinstance(meant, bool) else "a number"
+        converted = getattr(loaded, aliases.get(key, key), None)
+        if isinstance(value, dict) and hasattr(type(converted), "model_fields"):
+            _refuse_other_types(value, converted, f"{where}.{key}")
+        wrong = isinstance(value, str) or (isinstance(value, bool) and not isinstance(converted, bool))
+        if wrong and value != "auto" and isinstance(converted, int | float):
+            kind = "true or false" if isinstance(converted, bool) else "a number"
             raise UserError(f"{where}.{key} = {json.dumps(value)}: write {kind}, without quotes.")
 
 
@@ -166,20 +166,19 @@ def _refuse_other_parallelism(config: dict, path: str | Path) -> None:
     for dotted, off in OTHER_PARALLELISM.items():
         value = json_value(config, dotted)
         if value is not None and value not in off:
-            section, said = dotted.partition(".")[0], json.dumps(value)
+            section, as_json = dotted.partition(".")[0], json.dumps(value)
             raise UserError(
-                f"{path}: {dotted} = {said}: the recipes split a model by ZeRO only, and the batch would be counted wrongly; "
+                f"{path}: {dotted} = {as_json}: the recipes split a model by ZeRO only, and the batch would be counted wrongly; "
                 f"delete {section}, and use stage 3 for a model that is larger than a GPU."
             )
 
 
 def choose(settings, explicit: dict[str, Any]) -> dict | None:
-    """The DeepSpeed configuration of this run, or None for stage 0 (plain DDP).
+    """Return the DeepSpeed configuration of this run, or None for stage 0 (plain DDP).
 
-    Literals of the JSON are copied into `settings` (source "deepspeed JSON") unless the user set the same
-    argument to something else.
+    Literals of the JSON are copied into `settings` (source "deepspeed JSON").
 
-    Args: settings: `args.Settings`; explicit: the arguments that the user gave by flag or YAML.
+    Args: settings: `settings.Settings`, changed in place; explicit: the arguments that the user gave by flag or YAML.
     Raises: UserError for an illegal stage/offload pair or a contradiction, naming both places.
     """
     if settings.values.get("deepspeed"):
@@ -201,7 +200,7 @@ def choose(settings, explicit: dict[str, Any]) -> dict | None:
             )
         path = CONFIGS / f"zero{settings.zero}.json"
         config = read_json(path)
-    distributed.import_deepspeed(settings.use_cpu)  # the lint asks it
+    distributed.import_deepspeed(settings.use_cpu)  # for `lint`, which uses DeepSpeed's own configuration classes
     lint(config, path)
     _match(config, path, settings, explicit)
     _match_offload(config, path, settings, explicit)
@@ -220,9 +219,9 @@ def choose(settings, explicit: dict[str, Any]) -> dict | None:
 
 
 def _saving_whole_weights(config: dict, path: Path, settings) -> dict:
-    """Stage 3 saves a plain model only when it gathers the weights; DeepSpeed's default is not to.
+    """Return the configuration with stage 3's gathering of weights for a save on (default: off).
 
-    Raises: UserError when the file says false: the trained model would not be saved.
+    Raises: UserError if the file sets it to false: the trained model would not be saved.
     """
     dotted = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
     if settings.zero != "3" or json_value(config, dotted):
@@ -234,7 +233,9 @@ def _saving_whole_weights(config: dict, path: Path, settings) -> dict:
 
 
 def _match(config: dict, path: Path, settings, explicit: dict[str, Any]) -> None:
-    """Literals of the file against the arguments that say the same thing."""
+    """Copy the file's literals into the arguments of the same meaning.
+
+    Raises: UserError if the user gave such an argument another value."""
     for dotted, name in {"zero_optimization.stage": "zero", **SAME_AS_ARGUMENT, **offload.SAME_AS_FLAG}.items():
         literal = json_value(config, dotted)
         if literal is None or literal == "auto":
@@ -243,31 +244,31 @@ def _match(config: dict, path: Path, settings, explicit: dict[str, Any]) -> None
             literal = str(literal)
         if name in explicit and explicit[name] not in (literal, "auto"):
             fix = 'change one of them, or write "auto" in the file.' if dotted in AUTO_KEYS else "change one of them."
-            said = json.dumps(json_value(config, dotted))
-            raise UserError(f"{path} says {dotted} = {said}, but --{name} is {explicit[name]}: {fix}")
+            as_json = json.dumps(json_value(config, dotted))
+            raise UserError(f"{path} says {dotted} = {as_json}, but --{name} is {explicit[name]}: {fix}")
         if explicit.get(name) == literal:
             continue
         if name == "zero" and literal == settings.zero and not settings.values.get("deepspeed"):
-            continue  # zero2.json says stage 2: nothing to tell
+            continue  # the stage in our own zero2.json is no decision to print
         settings.values[name] = literal
         settings.source[name] = "deepspeed JSON"
         settings.decisions.append(f"{name} {literal}: {path} says so ({dotted})")
 
 
 def _offload_of(config: dict) -> dict[str, str]:
-    """{"optimizer": device, "param": device} of the sections that offload."""
-    found = {k: json_value(config, f"zero_optimization.offload_{k}.device", "none") for k in ("optimizer", "param")}
-    return {k: v for k, v in found.items() if v not in (None, "none")}
+    """Return {"optimizer": device, "param": device} of the sections that offload."""
+    devices = {k: json_value(config, f"zero_optimization.offload_{k}.device", "none") for k in ("optimizer", "param")}
+    return {k: v for k, v in devices.items() if v not in (None, "none")}
 
 
 def _match_offload(config: dict, path: Path, settings, explicit: dict[str, Any]) -> None:
-    """The file's own offload sections against --offload."""
-    found = _offload_of(config)
-    if not found:
+    """Set --offload from the file's offload sections. Raises: UserError if the user gave another value."""
+    devices = _offload_of(config)
+    if not devices:
         return
-    word = "all" if "param" in found else "optimizer"
+    word = "all" if "param" in devices else "optimizer"
     if "offload" in explicit and explicit["offload"] != word:
-        where = " and ".join(f"zero_optimization.offload_{k} (device {v})" for k, v in found.items())
+        where = " and ".join(f"zero_optimization.offload_{k} (device {v})" for k, v in devices.items())
         raise UserError(f"{path} has {where}, but --offload is {explicit['offload']}: change one of them.")
     if "offload" not in explicit:
         settings.values["offload"], settings.source["offload"] = word, "deepspeed JSON"
@@ -275,17 +276,17 @@ def _match_offload(config: dict, path: Path, settings, explicit: dict[str, Any])
 
 
 def _autos(config: dict, prefix: str = "") -> list[str]:
-    found = []
+    keys = []
     for key, value in config.items():
         if isinstance(value, dict):
-            found += _autos(value, f"{prefix}{key}.")
+            keys += _autos(value, f"{prefix}{key}.")
         elif value == "auto":
-            found.append(prefix + key)
-    return found
+            keys.append(prefix + key)
+    return keys
 
 
 def _removed_keys() -> dict[str, str]:
-    """Keys that this DeepSpeed has removed, with its own explanation."""
+    """Return {key: DeepSpeed's explanation} of the keys that the installed version has removed."""
     from deepspeed.runtime import config
 
     return getattr(config, "_REMOVED_TOP_LEVEL_CONFIG_KEYS", {})

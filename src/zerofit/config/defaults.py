@@ -1,4 +1,4 @@
-"""Fill in arguments that were not given, and check their ranges."""
+"""Fill in arguments that were not given, and check the ranges of those that were."""
 
 import math
 
@@ -48,19 +48,19 @@ def check_ranges(settings: Settings) -> None:
 
 
 def one_shuffle_seed(settings: Settings) -> None:
-    """--shuffle_seed and transformers' --data_seed are one argument with two names."""
+    """Give --shuffle_seed and transformers' --data_seed, two names of one argument, the same value."""
     ours, theirs = settings.shuffle_seed, settings.data_seed
     if None not in (ours, theirs) and ours != theirs:
         raise UserError(
             f"--shuffle_seed {ours} ({settings.source['shuffle_seed']}) and --data_seed {theirs} "
             f"({settings.source['data_seed']}) are two names of one argument; leave one of them out."
         )
-    given, other = ("shuffle_seed", "data_seed") if theirs is None else ("data_seed", "shuffle_seed")
-    settings.values[other], settings.source[other] = settings.values[given], settings.source[given]
+    set_name, other_name = ("shuffle_seed", "data_seed") if theirs is None else ("data_seed", "shuffle_seed")
+    settings.values[other_name], settings.source[other_name] = settings.values[set_name], settings.source[set_name]
 
 
 def hang_before_collectives(settings: Settings) -> None:
-    """Let --hang_timeout follow a --ddp_timeout that the user has set: the supervisor keeps every rank's stack."""
+    """Set --hang_timeout below a --ddp_timeout of the user's, so that stacks are kept before it expires."""
     limit = settings.ddp_timeout
     if settings.source["ddp_timeout"] != "transformers default" and settings.source["hang_timeout"] == "default":
         why = f"before collectives give up (--ddp_timeout {limit})"
@@ -74,7 +74,7 @@ def fill_defaults(settings: Settings) -> None:
         settings.source["model"] = "bundled task"
     if settings.data is None and settings.source["model"] != "bundled task":
         raise UserError("--model is given but --data is not: name the rows to train on with --data.")
-    if settings.zero == "auto" and not settings.values.get("deepspeed"):  # else the file says the stage
+    if settings.zero == "auto" and not settings.values.get("deepspeed"):  # else the file sets the stage
         if offload.asked(settings):
             decide(settings, "zero", "3", f"--{offload.asked(settings)[0]} needs it")
         elif settings.offload == "none":
@@ -96,8 +96,8 @@ def fill_defaults(settings: Settings) -> None:
 
 
 def choose_precision(settings: Settings) -> None:
-    """bf16 where the hardware has it, fp16 on GPUs that do not, fp32 on the CPU; a flag or the JSON decides first."""
-    named = {"bf16", "fp16"} & {k for k, s in settings.source.items() if s != "transformers default"}
+    """Choose bf16, fp16 (GPUs without bf16) or fp32 (CPU), unless a flag or the JSON decides."""
+    set_by_user = {"bf16", "fp16"} & {k for k, s in settings.source.items() if s != "transformers default"}
     gpu, has_bf16 = _gpu(settings)
     if settings.bf16 and not settings.use_cpu and not has_bf16:
         raise UserError("--bf16: this GPU has no bf16 arithmetic; use --fp16 true, or leave both out.")
@@ -112,7 +112,7 @@ def choose_precision(settings: Settings) -> None:
         raise UserError(
             "--dtype float16 --fp16 true with stage 0: the loss scaler needs fp32 weights; use --dtype auto."
         )
-    if named:
+    if set_by_user:
         return
     if settings.pure_bf16:
         decide(settings, "bf16", True, "--pure_bf16")
@@ -125,7 +125,7 @@ def choose_precision(settings: Settings) -> None:
 
 
 def _gpu(settings: Settings) -> tuple[str, bool]:
-    """(name, whether it has bf16 arithmetic) of the GPU that the run is for."""
+    """Return (name, whether it has bf16 arithmetic) of the GPU that the run is for."""
     import torch
 
     if settings.use_cpu:
@@ -142,12 +142,12 @@ def solve_batch(settings: Settings) -> None:
     max_micro = batch_size.DEFAULT_MAX_MICRO_BATCH
     if settings.source[names[0]] == "bundled task" and fixed[1:] == [None, None]:
         ranks = settings.world_size
-        fixed[0] = max(1, round(settings.effective_batch_size / ranks)) * ranks  # nobody asked for 32 exactly
+        fixed[0] = max(1, round(settings.effective_batch_size / ranks)) * ranks  # 32 is not the user's choice
         max_micro = settings.per_device_train_batch_size
     solved = batch_size.solve(*fixed, settings.world_size, max_micro)
-    for name, was, value in zip(names, fixed, solved, strict=True):
+    for name, given, value in zip(names, fixed, solved, strict=True):
         settings.values[name] = value
-        settings.source[name] = settings.source[name] if was is not None else "decided"
+        settings.source[name] = settings.source[name] if given is not None else "decided"
     effective, micro, accumulation = solved
     if fixed[0] is None and effective == batch_size.DEFAULT_EFFECTIVE_BATCH_SIZE:
         settings.source[names[0]] = "default"
@@ -162,7 +162,7 @@ def scale_learning_rate(settings: Settings) -> None:
         settings.lr_scaling, settings.effective_batch_size, settings.lr_scaling_base_batch_size
     )
     if settings.lr_scaling != "none":
-        was = settings.learning_rate
-        why = f"{was:g} x {factor:.4g} (--lr_scaling {settings.lr_scaling}: effective batch "
+        base_rate = settings.learning_rate
+        why = f"{base_rate:g} x {factor:.4g} (--lr_scaling {settings.lr_scaling}: effective batch "
         why += f"{settings.effective_batch_size} against {settings.lr_scaling_base_batch_size})"
-        decide(settings, "learning_rate", was * factor, why)
+        decide(settings, "learning_rate", base_rate * factor, why)

@@ -1,4 +1,4 @@
-"""Print `--help` (the flags that most runs need) and `--help all` (every flag)."""
+"""Format `--help` (the flags that most runs need) and `--help all` (every flag)."""
 
 import textwrap
 from dataclasses import MISSING, Field, fields
@@ -15,7 +15,7 @@ COMMON = {
     "lora": "lora_r lora_alpha lora_target_modules load_in_4bit",
 }
 
-# Those of transformers, with the defaults of this kit.
+# Help of transformers' flags in COMMON, with zerofit's defaults.
 OF_TRANSFORMERS = {
     "num_train_epochs": "Passes over the training rows (default 3).",
     "max_steps": "Optimizer steps, instead of epochs.",
@@ -33,7 +33,7 @@ INDENT, WIDTH = 34, 120
 
 
 def text(recipe: str, whole: bool = False) -> str:
-    """Return the help of a recipe."""
+    """Return the help text of a recipe; whole: every flag instead of those in COMMON."""
     groups = {group._argument_group_name: fields(group) for group in arguments.kit_groups(recipe)}
     if whole:
         from transformers import TrainingArguments
@@ -54,27 +54,27 @@ def text(recipe: str, whole: bool = False) -> str:
 
 
 def _entry(field: Field | str, recipe: str) -> str:
-    """Return the lines of one flag; a text is one of OF_TRANSFORMERS."""
+    """Return the help lines of one flag: a field of the arguments, or a name in OF_TRANSFORMERS."""
     if isinstance(field, str):
-        start, said = f"  --{field}", OF_TRANSFORMERS[field]
+        flag, description = f"  --{field}", OF_TRANSFORMERS[field]
     else:
-        start = f"  --{field.name}{_values(field)}"
-        said = " ".join(str(field.metadata.get("help", "")).split()) + _default(field, recipe)
-    body = textwrap.wrap(said, WIDTH - INDENT, break_on_hyphens=False)
-    if len(start) > INDENT - 2:
+        flag = f"  --{field.name}{_values(field)}"
+        description = " ".join(str(field.metadata.get("help", "")).split()) + _default(field, recipe)
+    body = textwrap.wrap(description, WIDTH - INDENT, break_on_hyphens=False)
+    if len(flag) > INDENT - 2:
         body.insert(0, "")
     return "\n".join(
-        [f"{start:<{INDENT}}{body[0] if body else ''}".rstrip(), *(" " * INDENT + line for line in body[1:])]
+        [f"{flag:<{INDENT}}{body[0] if body else ''}".rstrip(), *(" " * INDENT + line for line in body[1:])]
     )
 
 
 def _values(field: Field) -> str:
-    """Return the choices of an argument that has some."""
+    """Return the choices of a Literal argument as " a|b|c"; "" for any other."""
     return f" {'|'.join(get_args(field.type))}" if get_origin(field.type) is Literal else ""
 
 
 def _default(field: Field, recipe: str) -> str:
-    """Return the default in words; "" for none, or where the help says it."""
+    """Return " (default X)"; "" without a default, or where the help text names it."""
     default = field.default_factory() if field.default_factory is not MISSING else field.default
     default = {**arguments.SHARED_DEFAULTS, **arguments.RECIPES[recipe]["defaults"]}.get(field.name, default)
     if default in (None, "", MISSING) or "efault" in field.metadata.get("help", ""):

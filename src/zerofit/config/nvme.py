@@ -16,14 +16,16 @@ LIBAIO = "install libaio (apt install libaio-dev, or dnf install libaio-devel), 
 
 
 def paths_of(config: dict | None) -> dict[str, str]:
-    """{"offload_optimizer": folder, "offload_param": folder} of what goes to disk."""
+    """Return {"offload_optimizer": folder, "offload_param": folder} of the sections whose device is nvme."""
     zero = config["zero_optimization"] if config is not None else {}
     sections = {k: zero.get(k) or {} for k in ("offload_optimizer", "offload_param")}
     return {k: section.get("nvme_path") for k, section in sections.items() if section.get("device") == "nvme"}
 
 
 def check(config: dict, path: Path, settings) -> None:
-    """Raises: UserError for a folder, a key or a machine with which nothing would reach the disk."""
+    """Check the NVMe offload of a configuration: its folders, its aio section and libaio.
+
+    Raises: UserError for a folder, a key or a machine with which nothing would reach the disk."""
     paths = paths_of(config)
     for key, folder in paths.items():
         if not folder:
@@ -53,7 +55,7 @@ def _aio_keys() -> list[str]:
 
 
 def check_folder(where: str, folder: Path) -> None:
-    """Raises: UserError unless files can be made in the folder and read past the page cache, as libaio does."""
+    """Raise UserError unless files can be created in the folder and opened with O_DIRECT, as libaio does."""
     if not folder.exists():
         raise UserError(f"{where}: no such folder; make it on a fast local disk (mkdir -p).")
     if not folder.is_dir():
@@ -78,19 +80,20 @@ def check_libaio() -> None:
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     try:
-        found = AsyncIOBuilder().is_compatible(verbose=False)
-    except Exception as error:  # e.g. a GPU machine without the CUDA toolkit, which this op is linked with there
+        compatible = AsyncIOBuilder().is_compatible(verbose=False)
+    except Exception as error:  # e.g. a GPU machine without the CUDA toolkit, which this op links against
         raise UserError(
             f"--offload_path: DeepSpeed's async_io cannot be built here: {' '.join(str(error).split())}."
         ) from None
-    if not found:
+    if not compatible:
         raise UserError(f"--offload_path: libaio was not found, without which nothing reaches the disk; {LIBAIO}.")
 
 
 def disk_bytes(config: dict, trainable: int, every: int, ranks: int, ranks_of_node: int) -> int:
-    """Bytes that the ranks of one node write: per rank (16 trainable + 2 or 4 every) / ranks.
+    """Return the bytes that the ranks of one node write: per rank (16 trainable + 2 or 4 every) / ranks.
 
-    16: fp32 master, two Adam moments and the gradient of each trained parameter.
+    16: fp32 master, two Adam moments and the gradient of each trained parameter. Args: trainable, every: parameters
+    that are trained, and all of them.
     """
     half = any(config.get(kind, {}).get("enabled") for kind in ("bf16", "fp16"))
     paths = paths_of(config)
@@ -99,11 +102,11 @@ def disk_bytes(config: dict, trainable: int, every: int, ranks: int, ranks_of_no
 
 
 def fit_buffers(section: dict, net, ranks: int, settings) -> None:
-    """Host buffers for parameters that nobody set: as large as the largest shard, as many as are whole at a time.
+    """Set size and number of offload_param's host buffers from the model, where unset.
 
-    DeepSpeed's defaults (5 of 1e8 elements) are too small for a large embedding, and too few when a checkpointed layer
-    is computed again: all its parameters are whole then. 4 more are for what is fetched ahead.
-    Raises: UserError when a buffer of the user's is too small.
+    A buffer holds the largest shard; there is one for each parameter of a layer and 4 more for prefetching. DeepSpeed's
+    defaults (5 of 1e8 elements) are too small for a large embedding, and too few when a checkpointed layer is
+    recomputed, for which all its parameters are gathered. Raises: UserError if the user's buffer_size is too small.
     """
     needed = -(-max(p.numel() for p in net.parameters()) // ranks)
     if section.get("buffer_size", needed) < needed:
@@ -112,17 +115,17 @@ def fit_buffers(section: dict, net, ranks: int, settings) -> None:
             f"parameter has {needed} elements: write that at least, or delete the key."
         )
     large = [name for name, p in net.named_parameters() if p.numel() >= ranks * 2**18]  # smaller ones need no buffer
-    layers = Counter(found[0] for name in large if (found := re.match(r".*?\.\d+\.", name)))
+    layers = Counter(prefix[0] for name in large if (prefix := re.match(r".*?\.\d+\.", name)))
     count = max(layers.values(), default=0) + 4
     derived = {"buffer_size": needed, "buffer_count": count}
-    if new := {k: v for k, v in derived.items() if k not in section}:
-        section.update(new)
-        said = ", ".join(f"{k} {v:,}" for k, v in new.items())
-        settings.decisions.append(f"offload_param {said}: the largest shard, and the parameters of a layer + 4")
+    if missing := {k: v for k, v in derived.items() if k not in section}:
+        section.update(missing)
+        changes = ", ".join(f"{k} {v:,}" for k, v in missing.items())
+        settings.decisions.append(f"offload_param {changes}: the largest shard, and the parameters of a layer + 4")
 
 
 def check_room(config: dict, trainable: int, every: int, ranks: int, ranks_of_node: int) -> None:
-    """Raises: UserError when a disk is too small for what this node's ranks will write."""
+    """Raise UserError if a disk is too small for what this node's ranks will write."""
     needed = disk_bytes(config, trainable, every, ranks, ranks_of_node)
     for folder in set(paths_of(config).values()):
         free = shutil.disk_usage(folder).free
@@ -134,9 +137,9 @@ def check_room(config: dict, trainable: int, every: int, ranks: int, ranks_of_no
 
 
 def reserve_folder(settings) -> None:
-    """Give this run a folder of its own in each nvme_path, and take it away when the run ends; all ranks call it.
+    """Create a folder of this run in each nvme_path, removed when the process exits; collective.
 
-    DeepSpeed names its files by rank alone, so that two runs would write into each other, and leaves them behind.
+    DeepSpeed names its files by rank only, so two runs would overwrite each other's, and it does not delete them.
     """
     from zerofit import distributed
 
@@ -168,24 +171,24 @@ def _hold(own: Path) -> None:
 
 
 def _clear_left(folder: Path) -> None:
-    """Remove what killed runs of this user have left: their folders are held by no process."""
+    """Remove the folders that killed runs of this user left behind: those whose lock no process holds."""
     import filelock
 
     for left in folder.glob("zerofit-*"):
-        about = left.lstat()
+        info = left.lstat()
         lock = left / "in_use.lock"
-        if about.st_uid != os.geteuid() or not stat.S_ISDIR(about.st_mode) or lock.is_symlink() or not lock.exists():
-            continue  # another user's, or none of a run's
+        if info.st_uid != os.geteuid() or not stat.S_ISDIR(info.st_mode) or lock.is_symlink() or not lock.exists():
+            continue  # another user's, or not a run's
         try:
             with filelock.FileLock(lock, timeout=0):
                 shutil.rmtree(left, ignore_errors=True)
             print(f"removed {left}: a run that was killed left it", flush=True)
         except filelock.Timeout:
-            continue  # another run's
+            continue  # a running job's
 
 
 def swapped(config: dict | None) -> str | None:
-    """What this run's ranks have written so far on this node, in a sentence; None without NVMe."""
+    """Return a sentence on what this node's ranks have swapped to disk so far; None without NVMe."""
     folders = {Path(f) for f in paths_of(config).values()}
     if not folders:
         return None

@@ -1,6 +1,6 @@
-"""Offload to CPU and disk, CPU/GPU ratio, ZeRO++, SuperOffload: build the JSON overlay and refuse what cannot work.
+"""Write the offload and ZeRO++ flags into the DeepSpeed JSON, and refuse those that cannot work.
 
-What is said about DeepSpeed here was read in deepspeed 0.19.8 and, where a CPU can run it, tried.
+Statements about DeepSpeed were read in the source of deepspeed 0.19.8 and, where a CPU can run it, tried.
 """
 
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 from zerofit.config import nvme
 from zerofit.errors import UserError
 
-# JSON key -> the flag that says the same.
+# JSON key -> the flag with the same meaning.
 SAME_AS_FLAG = {
     "zero_optimization.offload_optimizer.nvme_path": "offload_path",
     "zero_optimization.offload_param.nvme_path": "offload_path",
@@ -27,32 +27,32 @@ ZENFLOW = (
     "accelerate overrides its choice of when to step; use --offload optimizer"
 )
 
-# The optimizers that accelerate turns into DeepSpeed's CPU Adam with the same update rule; any other one becomes Adam
-# as well, without a word.
+# The optimizers that accelerate replaces by DeepSpeed's CPU Adam with the same update rule; it silently replaces any
+# other one by Adam as well.
 ADAMW = ("adamw_torch", "adamw_torch_fused")
 
 SUPERCHIPS = ("GH200", "GB200", "GB300")
 
 
 def asked(settings) -> list[str]:
-    """The flags of this module that are on."""
+    """Return the names of this module's flags that are on."""
     return [name for name in FLAGS if _on(settings.values.get(name))]
 
 
 def _on(value) -> bool:
-    """False for what DeepSpeed does anyway: nothing said, false, a ratio or a partition of 1."""
+    """Return False for DeepSpeed's defaults: None, False, a ratio of 1, a partition size of 1."""
     return bool(value) if value is None or isinstance(value, bool) else value != 1
 
 
 def overlay(settings) -> str:
-    """The overlay in deepspeed_configs/ for --offload and --offload_path."""
+    """Return the name of the overlay in deepspeed_configs/ for --offload and --offload_path."""
     return f"offload_{settings.offload}{'_nvme' if settings.offload_path else ''}.json"
 
 
 def with_flags(config: dict, path: Path, settings) -> dict:
-    """`config` with what the flags of this module say written into it; `config` itself is not changed.
+    """Return a copy of `config` with the flags of this module written into it.
 
-    Raises: UserError where the file and a flag contradict each other, naming both places.
+    Raises: UserError naming both places if file and flag contradict each other, or if a flag would have no effect.
     """
     zero = {**config["zero_optimization"]}
     sections = {k: {**zero[k]} for k in ("offload_optimizer", "offload_param") if _device(zero, k) != "none"}
@@ -80,28 +80,28 @@ def with_flags(config: dict, path: Path, settings) -> dict:
 
 
 def _with_cpu_adam(config: dict, path: Path, settings) -> dict:
-    """Ratio and SuperOffload step through DeepSpeed's own CPU Adam.
+    """Return the configuration with DeepSpeed's CPU Adam on for ratio and SuperOffload, which need it.
 
-    Raises: UserError when the user's file says otherwise, and for an optimizer that would silently become Adam.
+    Raises: UserError if the user's file turns it off, and for an optimizer that it would silently replace.
     """
     section = config["zero_optimization"].get("offload_optimizer") or {}
     if section.get("device", "none") == "none" or "optimizer" in config:
         return config
-    needs = next((why for why, on in _cpu_adam_modes(section).items() if on), None)
+    mode = next((why for why, on in _cpu_adam_modes(section).items() if on), None)
     forced = config.get("zero_force_ds_cpu_optimizer", True)
-    if needs and not forced:
+    if mode and not forced:
         if settings.values.get("deepspeed"):
             raise UserError(
-                f"{path} says zero_optimization.offload_optimizer.{needs} and zero_force_ds_cpu_optimizer = false, but "
+                f"{path} says zero_optimization.offload_optimizer.{mode} and zero_force_ds_cpu_optimizer = false, but "
                 "that mode steps only through DeepSpeed's CPU Adam: write true."
             )
         config, forced = {**config, "zero_force_ds_cpu_optimizer": True}, True
-        settings.decisions.append(f"zero_force_ds_cpu_optimizer true: {needs} steps through DeepSpeed's CPU Adam")
+        settings.decisions.append(f"zero_force_ds_cpu_optimizer true: {mode} steps through DeepSpeed's CPU Adam")
     if forced and settings.optim not in ADAMW:
-        why = needs or "zero_force_ds_cpu_optimizer = true (DeepSpeed's default)"
+        why = mode or "zero_force_ds_cpu_optimizer = true (DeepSpeed's default)"
         raise UserError(
             f"--optim {settings.optim} with {why}: accelerate would replace it by DeepSpeed's CPU Adam in silence; use "
-            f"--optim {ADAMW[1]}{'' if needs else f', or write zero_force_ds_cpu_optimizer = false in {path}'}."
+            f"--optim {ADAMW[1]}{'' if mode else f', or write zero_force_ds_cpu_optimizer = false in {path}'}."
         )
     return config
 
@@ -114,7 +114,7 @@ def _cpu_adam_modes(section: dict) -> dict[str, bool]:
 
 
 def needs_cpu_adam(config: dict | None) -> bool:
-    """Whether the engine will build DeepSpeed's CPU Adam when it starts."""
+    """Return whether the engine will build DeepSpeed's CPU Adam when it starts."""
     if config is None or _device(config["zero_optimization"], "offload_optimizer") == "none":
         return False
     return config.get("zero_force_ds_cpu_optimizer", True)
@@ -125,7 +125,7 @@ def _device(zero: dict, key: str) -> str:
 
 
 def _said(settings, path: Path, name: str) -> str:
-    """Where the user said it, with the value: the flag, or file and key."""
+    """Return where the user set the argument, with its value: the flag, or file and key."""
     value = settings.values[name]
     if settings.source[name] == "deepspeed JSON":
         key = next(k for k, n in SAME_AS_FLAG.items() if n == name)
@@ -134,7 +134,7 @@ def _said(settings, path: Path, name: str) -> str:
 
 
 def refuse_at_stage_0(settings) -> None:
-    """Raises: UserError for a flag of this module without ZeRO."""
+    """Raise UserError for a flag of this module without ZeRO."""
     for name in asked(settings):
         raise UserError(
             f"--{name} {settings.values[name]} needs ZeRO stage 3: stage 0 is plain DDP; use --zero 3 or leave it out."
@@ -142,7 +142,7 @@ def refuse_at_stage_0(settings) -> None:
 
 
 def check(config: dict, path: Path, settings) -> None:
-    """Refuse what cannot work, whether a flag or the file says it; needs no model and no process group.
+    """Refuse what cannot work, set by a flag or in the file; needs no model and no process group.
 
     Raises: UserError naming flag or file and key, the cause and the fix.
     """
@@ -191,7 +191,7 @@ def _check_swapped(config: dict, path: Path, settings) -> None:
             f"--optim {settings.optim}: DeepSpeed's swapping to NVMe is proven here for AdamW's states only; use "
             f"--optim {ADAMW[1]}, or leave --offload_path out."
         )
-    # Tried: the losses after a resume differ from those of the run that goes on.
+    # Tried: the losses after a resume differ from those of the uninterrupted run.
     _refuse_resume("--offload_path", "what it keeps beside the swapped tensors", settings)
 
 
@@ -199,17 +199,16 @@ def _check_swapped(config: dict, path: Path, settings) -> None:
 
 
 def depends_on_size(config: dict | None) -> bool:
-    """Whether `check_sizes` has anything to look at."""
+    """Return whether the configuration has settings that `check_sizes` checks."""
     section = (config["zero_optimization"].get("offload_optimizer") or {}) if config is not None else {}
     return bool(nvme.paths_of(config)) or section.get("ratio", 1.0) < 1
 
 
 def check_sizes(settings, net) -> None:
-    """What depends on the model's size: room on the disk, buffers, and the grain of the ratio.
+    """Check the space on disk, and set the sizes of buffers and sub-groups that depend on the model.
 
-    Args: net: the model, on the meta device. Writes sub_group_size / buffer_size that nobody set into
-    settings.deepspeed and says so.
-    Raises: UserError when the disk is too small.
+    Writes sub_group_size, buffer_size and buffer_count into settings.deepspeed where unset, and adds a decision.
+    Args: net: the model, on the meta device. Raises: UserError if the disk or a buffer of the user's is too small.
     """
     config, ranks = settings.deepspeed, settings.world_size
     if not depends_on_size(config):
@@ -229,10 +228,13 @@ SUB_GROUPS = 20  # the ratio is kept in steps of 1/20 of the optimizer
 
 
 def _fit_grain(zero: dict, trainable: int, ranks: int, settings) -> None:
-    """DeepSpeed splits whole sub-groups: with its default of 1e9 elements there may be one, all of it on one side."""
+    """Lower sub_group_size to 1/SUB_GROUPS of a rank's share, unless the user has set it.
+
+    DeepSpeed applies the ratio to whole sub-groups. With its default of 1e9 elements there may be only one, stepped
+    entirely on the CPU or entirely on the GPU."""
     size = max(1, -(-trainable // (ranks * SUB_GROUPS)))
     if settings.values.get("deepspeed") and "sub_group_size" in zero:
-        return  # the user's own; `after_start` says what share it gives
+        return  # the user's own; `after_start` reports the resulting share
     if zero.get("sub_group_size", 10**9) > size:
         zero["sub_group_size"] = size
         settings.decisions.append(
@@ -276,7 +278,7 @@ def _check_super_offload(section: dict, path: Path, settings) -> None:
 
 
 def unsaved(settings) -> str:
-    """The flag under which DeepSpeed leaves optimizer states out of its checkpoints; "": none is on."""
+    """Return the flag with which DeepSpeed's checkpoints lack optimizer states; "" if none is on."""
     return next(
         (f"--{name}" for name in ("offload_path", "offload_ratio", "super_offload") if name in asked(settings)), ""
     )
@@ -292,10 +294,11 @@ def _refuse_resume(where: str, what: str, settings) -> None:
 
 
 def after_start(trainer) -> str | None:
-    """Mend and measure the ratio, or measure what is on NVMe, once the engine exists; the sentence to print, or None.
+    """Make the GPU's share follow the learning rate; return a sentence on ratio or NVMe files.
 
-    DeepSpeed steps the GPU's share through an AdamW of its own whose first parameter group keeps the learning rate
-    that it was made with, deaf to the schedule. The group of the real optimizer takes its place.
+    Call it once the engine exists; None without either. DeepSpeed steps the GPU's share with a second AdamW whose first
+    parameter group keeps its initial learning rate and ignores the schedule; it is replaced by the group of the real
+    optimizer.
     """
     optimizer = getattr(trainer.model_wrapped, "optimizer", None)
     backup = getattr(optimizer, "backup_optimizer", None)
@@ -315,7 +318,7 @@ def after_start(trainer) -> str | None:
 
 
 def ranks_of_node(settings) -> int:
-    """Processes on this machine; before they are started, all of them."""
+    """Return the number of ranks on this node; before they are started, of the whole job."""
     return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or settings.world_size)
 
 
@@ -356,5 +359,5 @@ def _check_quantized(name: str, zero: dict, path: Path, settings) -> None:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of its text, without the full stop; its type where there is none."""
+    """Return the first line of the error's text without the full stop; its type if it has no text."""
     return str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__

@@ -1,4 +1,4 @@
-"""Read the arguments of a recipe: defaults, YAML file and command line, the later over the earlier."""
+"""Read the arguments of a recipe: flags override the YAML file, which overrides the defaults."""
 
 import argparse
 import ast
@@ -53,18 +53,20 @@ def build_parser(recipe: str) -> _Parser:
         warnings.simplefilter("ignore")
         parser = _Parser(groups, prog=recipe, allow_abbrev=False, formatter_class=argparse.HelpFormatter)
     parallelism = next(action for action in parser._actions if action.dest == "parallelism_config")
-    parallelism.type = str  # an object of accelerate's, which no text becomes: flags.check refuses it with the reason
+    parallelism.type = str  # an accelerate object, not text: transformers_flags.check refuses it with the reason
     optim = next(action for action in parser._actions if action.dest == "optim")
-    optim.choices, optim.metavar = None, "OPTIM"  # optimizers.choose checks it: there are more than transformers knows
+    optim.choices, optim.metavar = None, "OPTIM"  # registry.choose checks it: there are more than transformers has
     return parser
 
 
 def _early_parser(recipe: str) -> _Parser:
-    """A parser that checks the kit's own arguments and knows transformers' by name, without the import of torch."""
+    """Return a parser, made without torch, that checks zerofit's flags and knows transformers' by name."""
     parser = _Parser(arguments.kit_groups(recipe), prog=recipe, allow_abbrev=False)
     for name in training_argument_names():
-        words = [f"--{name}", f"--no_{name}"]
-        parser.add_argument(*dict.fromkeys([*words, *(word.replace("_", "-") for word in words)]), dest=name, nargs="*")
+        spellings = [f"--{name}", f"--no_{name}"]
+        parser.add_argument(
+            *dict.fromkeys([*spellings, *(word.replace("_", "-") for word in spellings)]), dest=name, nargs="*"
+        )
     return parser
 
 
@@ -77,22 +79,22 @@ def training_argument_names() -> list[str]:
 
 
 def explicit(recipe: str, argv: list[str], origin: str, early: bool = False, strict: bool = True) -> dict[str, Any]:
-    """Only what `argv` says, with argparse's types and choices checked.
+    """Return only the arguments given in `argv`, with argparse's types and choices checked.
 
-    Args: early: check the kit's own arguments only; those of transformers are lists of words then. strict: refuse others.
+    Args: early: check zerofit's own arguments only; those of transformers stay lists of strings. strict: no others.
     """
     parser = _early_parser(recipe) if early else build_parser(recipe)
     parser.origin = origin
     argv = with_auto_as_probe(argv)
     names = [action.dest for action in parser._actions if action.dest != "help"]
-    found, unknown = parser.parse_known_args(argv, argparse.Namespace(**dict.fromkeys(names, _UNSET)))
+    namespace, unknown = parser.parse_known_args(argv, argparse.Namespace(**dict.fromkeys(names, _UNSET)))
     if unknown and strict:
         raise UserError(f"{origin}: {synonyms.of_unknown(unknown, recipe, names, origin)}")
-    return {k: v for k, v in vars(found).items() if v is not _UNSET}
+    return {k: v for k, v in vars(namespace).items() if v is not _UNSET}
 
 
 def read_yaml(path: str, recipe: str, early: bool = False) -> dict[str, Any]:
-    """The arguments in a YAML file, checked like flags; early: as in `explicit`.
+    """Return the arguments in a YAML file, checked like flags; early: as in `explicit`.
 
     Raises: UserError with file, line and column for broken YAML, with file and key for an unknown key.
     """
@@ -115,16 +117,16 @@ def read_yaml(path: str, recipe: str, early: bool = False) -> dict[str, Any]:
     for key, value in values.items():
         if value is None:
             continue
-        words = value if isinstance(value, list) else [json.dumps(value) if isinstance(value, dict) else value]
-        argv += [f"--{key}", *(str(w) for w in words)] if isinstance(value, list) else [f"--{key}={words[0]}"]
+        items = value if isinstance(value, list) else [json.dumps(value) if isinstance(value, dict) else value]
+        argv += [f"--{key}", *(str(w) for w in items)] if isinstance(value, list) else [f"--{key}={items[0]}"]
     return explicit(recipe, argv, str(path), early)
 
 
 def command_line(recipe: str, flags: list[str], more: str = "", gpus: str = "1") -> tuple[list[str], int]:
-    """What the verbs of `zerofit` take in common: (the recipe's flags with those of ARGS behind them, processes).
+    """Return (the recipe's flags followed by those of ARGS, number of processes) of a `zerofit` verb.
 
     Args: more: flags in one string, split like a shell would.
-    Raises: UserError for an unknown recipe, an unclosed quote or a count that is no number.
+    Raises: UserError for an unknown recipe, an unclosed quote or a process count that is not a number above 0.
     """
     if recipe not in arguments.RECIPES:
         raise UserError(f"--recipe {recipe}: must be one of {', '.join(arguments.RECIPES)}.")
@@ -137,10 +139,10 @@ def command_line(recipe: str, flags: list[str], more: str = "", gpus: str = "1")
 
 
 def parse(recipe: str, argv: list[str], world_size: int, gpu=None) -> Settings:
-    """Flags, YAML and DeepSpeed JSON made into `Settings`, before a GPU or a process group is touched.
+    """Return the Settings of flags, YAML and DeepSpeed JSON, before a GPU or a process group is used.
 
-    Args: recipe: "sft" or "lora"; argv: the flags; world_size: number of processes of this job; gpu: hardware.Gpu of
-        a plan, which need not be in this machine.
+    Args: recipe: "sft" or "lora"; argv: the flags; world_size: number of ranks of the job; gpu: hardware.Gpu to plan
+        for, which this machine need not have; None: this machine's.
     Raises: UserError for anything unknown, malformed or contradictory.
     """
     from zerofit.model import gradient_checkpointing  # it imports torch

@@ -1,10 +1,10 @@
-"""--preset: tested combinations of flags by GPU memory."""
+"""Define --preset: tested combinations of flags by GPU memory."""
 
 from zerofit.errors import UserError
 
-# Flags as on the command line; a --config file and flags win over them. The effective batch stays what it is (32 unless
-# said otherwise): the micro batch decides how much is accumulated. Precision is not among them: bf16 where the GPU has
-# it, fp16 with loss scaling where it has not, is the default.
+# Flags as on the command line; a --config file and explicit flags override them. The effective batch is unchanged
+# (default 32): the micro batch decides the accumulation. Precision is left to its default: bf16 where the GPU has it,
+# else fp16 with loss scaling.
 PRESETS: dict[str, dict[str, str]] = {
     "gpu-12g": {
         "optim": "adamw_8bit",
@@ -40,9 +40,9 @@ PRESETS: dict[str, dict[str, str]] = {
 
 
 def flags(name: str) -> list[str]:
-    """The command line that the preset stands for.
+    """Return the flags of a preset.
 
-    Raises: UserError for a name that is none.
+    Raises: UserError for an unknown name.
     """
     if name not in PRESETS:
         raise UserError(f"--preset {name}: there are {', '.join(PRESETS)}.")

@@ -1,4 +1,4 @@
-"""Settle the arguments of a job: read them, fill in what was not given, and refuse what does not go together."""
+"""Resolve the arguments of a job: read, fill in defaults, refuse combinations that cannot work."""
 
 import os
 import sys
@@ -12,7 +12,9 @@ from zerofit.settings import Settings, decide
 
 
 def _resolve_node_local(settings) -> None:
-    """Raises: UserError at stage 0, whose one optimizer file every rank reads."""
+    """Turn DeepSpeed's use_node_local_storage on for --node_local_storage.
+
+    Raises: UserError at stage 0, where every rank reads the same optimizer file."""
     if not settings.node_local_storage:
         return
     if settings.deepspeed is None:
@@ -23,32 +25,32 @@ def _resolve_node_local(settings) -> None:
 def resolve_settings(recipe: str, argv: list[str] | None = None, world_size: int | None = None, gpu=None) -> Settings:
     """Return the settings of a command line, resolved and checked.
 
-    Args: argv, world_size: of a job that is still to be started; default: this process's own. gpu: see args.parse.
-    Raises: UserError for the user's mistakes, before a GPU or a process group is touched.
+    Args: argv, world_size: of a job to be started; default: this process's own. gpu: see `config.parse.parse`.
+    Raises: UserError for the user's mistakes, before a GPU or a process group is used.
     """
-    taken = accelerate_env.drop_accelerate_env()
+    dropped = accelerate_env.drop_accelerate_env()
     other_size = accelerate_env.check_size() if argv is None else None
-    found = parse.parse(recipe, sys.argv[1:] if argv is None else argv, world_size or distributed.size(), gpu)
+    settings = parse.parse(recipe, sys.argv[1:] if argv is None else argv, world_size or distributed.size(), gpu)
     if other_size:
-        found.decisions.append(other_size)
-    if taken:
-        found.decisions.append(
-            f"accelerate's own settings are not used ({', '.join(taken)}): the recipe decides; see --zero, --bf16"
+        settings.decisions.append(other_size)
+    if dropped:
+        settings.decisions.append(
+            f"accelerate's own settings are not used ({', '.join(dropped)}): the recipe decides; see --zero, --bf16"
         )
-    if argv is None and found.use_cpu and os.environ.get("OMP_WAIT_POLICY") == "passive":
-        found.decisions.append(
+    if argv is None and settings.use_cpu and os.environ.get("OMP_WAIT_POLICY") == "passive":
+        settings.decisions.append(
             "OMP_WAIT_POLICY passive: idle threads sleep, so that other work slows the run down less"
         )
-    _check(found)
-    if argv is None and found.use_cpu:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # also for libraries that look for GPUs later
-    return found
+    _check(settings)
+    if argv is None and settings.use_cpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # also for libraries that search for GPUs later
+    return settings
 
 
 def _check(found: Settings) -> None:
-    """What belongs together, module by module.
+    """Resolve the arguments that depend on each other, module by module.
 
-    Raises: UserError for what cannot work or would be silently wrong.
+    Raises: UserError for combinations that cannot work or would be silently wrong.
     """
     from zerofit.data import streaming
     from zerofit.model import fused_loss, tiled_mlp
@@ -65,37 +67,38 @@ def _check(found: Settings) -> None:
 
 
 def _choose_batches(settings: Settings) -> None:
-    """Packed and padding-free batches need attention that keeps documents apart.
+    """Decide --padding_free and register the attention that keeps the documents of a row apart.
 
-    Raises: UserError for an implementation that would mix them.
+    Raises: UserError for an attention implementation with which packed documents would read each other, and for
+        contradictory flags.
     """
     from zerofit.errors import UserError
     from zerofit.model import attention
 
-    chosen, asked = settings.attn_implementation, settings.padding_free
-    attention.check_available(chosen, settings.use_cpu)
-    keeps_apart = chosen in ("sdpa", "flex_attention") or attention.is_flash(chosen)
-    if settings.packing and asked == "false":
+    attn, padding_free = settings.attn_implementation, settings.padding_free
+    attention.check_available(attn, settings.use_cpu)
+    keeps_apart = attn in ("sdpa", "flex_attention") or attention.is_flash(attn)
+    if settings.packing and padding_free == "false":
         raise UserError("--packing --padding_free false: packed sequences are not padded; leave one of the two out.")
-    if (settings.packing or asked == "true") and not keeps_apart:
+    if (settings.packing or padding_free == "true") and not keeps_apart:
         flag = "--packing" if settings.packing else "--padding_free true"
         raise UserError(
-            f"{flag} with --attn_implementation {chosen}: documents in one row would read each other; use sdpa, "
+            f"{flag} with --attn_implementation {attn}: documents in one row would read each other; use sdpa, "
             "flex_attention or flash_attention_2."
         )
-    if asked == "auto":
-        # A loop over documents (the CPU's way) costs more than the padding that it saves on short rows.
+    if padding_free == "auto":
+        # On a CPU attention loops over documents, which costs more than the padding it saves on short rows.
         on = settings.packing or (keeps_apart and not settings.use_cpu)
         decide(settings, "padding_free", str(on).lower(), "with --packing, or on a GPU") if on else None
-    if settings.padding_free == "true" and chosen == "sdpa":
+    if settings.padding_free == "true" and attn == "sdpa":
         name = attention.register()
         decide(settings, "attn_implementation", name, "plain sdpa would let the documents of a row read each other")
 
 
 def _check_memory_report(settings: Settings) -> None:
-    """Following costs time, and compiled code cannot be followed.
+    """Add the decision for --memory_report, which slows the first steps down.
 
-    Raises: UserError with torch_compile.
+    Raises: UserError with torch_compile: tensors in compiled code cannot be tracked.
     """
     from zerofit.errors import UserError
 
@@ -105,12 +108,12 @@ def _check_memory_report(settings: Settings) -> None:
         settings.decisions.append("memory_report: the first 3 steps, save and evaluation are slower, being followed")
 
 
-STAGES = ("0", "2", "3")  # 1 goes with what 2 goes with, but for the stage's own memory
+STAGES = ("0", "2", "3")  # stage 1 combines with the same techniques as stage 2
 
 
 @dataclass(frozen=True)
 class Technique:
-    """`flags` turn it on; `recipe`: the one that it belongs to (None: both); `cuda`: needs a GPU."""
+    """A memory technique. flags: turn it on; recipe: the one that has it, None: both; cuda: needs a GPU."""
 
     flags: str
     recipe: str | None = None
@@ -153,7 +156,7 @@ TECHNIQUES: dict[str, Technique] = {
 
 @dataclass(frozen=True)
 class Rule:
-    """A pair that is refused where both are on. one, other: (argument, values that count as on)."""
+    """Two arguments that exclude each other. one, other: (argument, values that count as on; "*": any)."""
 
     one: tuple[str, tuple]
     other: tuple[str, tuple]
@@ -178,7 +181,7 @@ RULES = (
 
 
 def check_exclusions(settings) -> None:
-    """Raises: UserError for a pair of RULES."""
+    """Raise UserError if both arguments of a pair in RULES are on."""
     for rule in RULES:
         if all(_on(settings, *part) for part in (rule.one, rule.other)):
             one, other = (f"--{name} {settings.values[name]}" for name, _ in (rule.one, rule.other))

@@ -1,4 +1,4 @@
-"""What --show prints: every argument that is not a plain default, with its source."""
+"""Format what --show prints: every argument that is not transformers' default, with its source."""
 
 from dataclasses import fields
 
@@ -9,22 +9,22 @@ from zerofit.settings import Settings
 
 
 def summary(settings: Settings) -> str:
-    """The effective arguments with their sources, and what was decided, as text."""
+    """Return the arguments with their sources, and the decisions, as text."""
     rows = [(name, run_folder.shown(name, value), source) for name, value, source in settings.rows()]
-    wide = [min(60, max(len(row[i]) for row in rows)) for i in (0, 1)]
+    widths = [min(60, max(len(row[i]) for row in rows)) for i in (0, 1)]
     group_of = {f.name: group._argument_group_name for group in kit_groups(settings.recipe) for f in fields(group)}
-    lines, last = [], None
-    for name, value, source in sorted(rows, key=lambda row: row[0] not in group_of):  # transformers' own behind
-        if (group := group_of.get(name, "transformers")) != last:
+    lines, previous = [], None
+    for name, value, source in sorted(rows, key=lambda row: row[0] not in group_of):  # transformers' own last
+        if (group := group_of.get(name, "transformers")) != previous:
             lines.append(f" {group}")
-            last = group
-        lines.append(f"  {name:<{wide[0]}}  {value:<{wide[1]}}  {source}")
+            previous = group
+        lines.append(f"  {name:<{widths[0]}}  {value:<{widths[1]}}  {source}")
     lines += [f"  note: {sentence}" for sentence in _missing(settings)]
     return "\n".join(["arguments", *lines, "decisions", *(f"  - {sentence}" for sentence in settings.decisions)])
 
 
 def _missing(settings: Settings) -> list[str]:
-    """Sentences about rows that are named and not here; a run would be refused."""
+    """Return the errors about data files that are named but missing, with which a run would be refused."""
     from zerofit.data import sources
 
     sentences = []

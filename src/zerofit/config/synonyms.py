@@ -4,7 +4,7 @@ import difflib
 import re
 from dataclasses import fields
 
-# Argument elsewhere -> the one here, with a remark in parentheses where they differ.
+# Argument elsewhere -> zerofit's, with a remark in parentheses if they differ.
 RENAMED = {
     "warmup_ratio": "--warmup_steps (a value below 1 is a ratio)",
     "torch_dtype": "--dtype",
@@ -89,7 +89,7 @@ RENAMED = {
     "loraplus_lr_multiplier": "--loraplus_lr_ratio",
 }
 
-# Argument -> value elsewhere -> what to write here.
+# Argument -> value elsewhere -> the flag of zerofit.
 VALUES = {
     "offload": {
         "cpu": "--offload optimizer", "optim": "--offload optimizer", "nvme": "--offload optimizer with --offload_path",
@@ -104,23 +104,23 @@ _STAGE = re.compile(
 
 
 def stage(word: str) -> str | None:
-    """Return the ZeRO stage that a word like zero3, stage-2 or ds_z3_config.json means."""
-    found = _STAGE.fullmatch(word)
-    return found and found[1]
+    """Return the ZeRO stage in a word like zero3, stage-2 or ds_z3_config.json; None if it has none."""
+    match = _STAGE.fullmatch(word)
+    return match and match[1]
 
 
 def of_value(message: str) -> str:
-    """Return the end of argparse's sentence about a choice: with what was meant, where it is known."""
-    found = re.match(r"argument --(\w+): invalid choice: '(.*?)'", message)
-    name, value = found.groups() if found else ("", "")
+    """Return the end of argparse's sentence on an invalid choice: "; did you mean ...?", or "."."""
+    match = re.match(r"argument --(\w+): invalid choice: '(.*?)'", message)
+    name, value = match.groups() if match else ("", "")
     meant = f"--zero {stage(value)}" if name == "zero" and stage(value) else VALUES.get(name, {}).get(value.lower())
     return f"; did you mean {meant}?" if meant else "."
 
 
 def of_unknown(unknown: list[str], recipe: str, names: list[str], origin: str) -> str:
-    """Return a sentence for each flag that the parser does not know; the words behind a flag are its values.
+    """Return a sentence for each unknown flag; the words after a flag are its values.
 
-    Args: unknown: what argparse has left over; names: of all arguments of this recipe; origin: "command line" or the file.
+    Args: unknown: the words left over by argparse; names: all arguments of the recipe; origin: "command line" or file.
     """
     sentences, inside = [], False
     for word in unknown:
@@ -140,7 +140,7 @@ def of_unknown(unknown: list[str], recipe: str, names: list[str], origin: str) -
 
 
 def _hint(name: str, recipe: str, names: list[str]) -> str | None:
-    """Return what to use instead of an unknown argument."""
+    """Return the flag or recipe to use instead of an unknown argument; None if there is no guess."""
     from zerofit.config.arguments import LoraArguments
 
     close = difflib.get_close_matches(name, names, 1, 0.75)

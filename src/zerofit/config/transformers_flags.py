@@ -1,4 +1,4 @@
-"""TrainingArguments that this trainer refuses, with the reason; tests/config/test_transformers_flags.py covers the others."""
+"""Refuse unsupported TrainingArguments, with the reason; tests/config/test_transformers_flags.py covers the others."""
 
 import difflib
 import importlib.util
@@ -15,8 +15,8 @@ _PRECISION = "evaluation runs in the precision of the training; use --bf16 or --
 _SHARDING = "the model would stay whole on each GPU, ZeRO shards it here; use --zero 3"
 
 
-# Argument -> why it has no effect, or a wrong one, under this trainer, and what to do instead. The value that transformers
-# has by default passes.
+# Argument -> why it has no effect, or a wrong one, under this trainer, and what to do instead. transformers' default
+# value is accepted.
 REFUSED = {
     "fsdp": _SHARDING,
     "fsdp_config": _SHARDING,
@@ -40,7 +40,7 @@ REFUSED = {
     "restore_callback_states_from_checkpoint": "no callback of this trainer has a state to restore; leave it out",
 }
 
-OFF = ("", "none", "false", "[]", "{}")  # what leaves an argument off that is off by default
+OFF = ("", "none", "false", "[]", "{}")  # values that mean off for an argument that is off by default
 
 # Key of --accelerator_config -> why it is refused.
 ACCELERATOR_CONFIG = {
@@ -54,7 +54,7 @@ ACCELERATOR_CONFIG = {
 
 PASSING_KEYS = ("non_blocking",)
 
-# Value of --report_to -> (modules of which one is needed, what to install).
+# Value of --report_to -> (modules, one of which is needed; packages to install).
 TRACKERS = {
     "azure_ml": (("azureml",), "azureml-core azureml-mlflow"),
     "clearml": (("clearml",), "clearml"),
@@ -76,7 +76,7 @@ TRACKERS = {
 def check(settings, given: dict[str, Any], defaults: dict[str, Any]) -> None:
     """Refuse the arguments that have no effect, or a wrong one, under this trainer.
 
-    Args: settings: `args.Settings`; given: what the user gave by flag or YAML; defaults: of every argument.
+    Args: settings: `settings.Settings`; given: arguments set by flag or YAML; defaults: the defaults of all arguments.
     Raises: UserError that names the argument, the reason and what to use instead.
     """
     for name, why in REFUSED.items():
@@ -102,7 +102,7 @@ def check(settings, given: dict[str, Any], defaults: dict[str, Any]) -> None:
 
 
 def _check_best_metric(settings, given: dict[str, Any]) -> None:
-    """Refuse a metric that no evaluation computes; the lower one is the better of those that it does."""
+    """Refuse a --metric_for_best_model that is not computed; for the others, lower is better."""
     name = given.get("metric_for_best_model")
     if name is None:
         return
@@ -113,7 +113,7 @@ def _check_best_metric(settings, given: dict[str, Any]) -> None:
 
 
 def _check_do_eval(settings, given: dict[str, Any]) -> None:
-    """Compare --do_eval, which decides nothing here, with the rows that are named."""
+    """Refuse a --do_eval that contradicts the data: eval rows alone decide whether evaluation runs."""
     has_rows = bool(settings.eval_data or settings.eval_fraction)
     if given.get("do_eval") is True and not has_rows:
         raise UserError(
@@ -124,7 +124,9 @@ def _check_do_eval(settings, given: dict[str, Any]) -> None:
 
 
 def _checked_accelerator_config(said: str) -> dict:
-    """Return --accelerator_config (JSON text or a file), without a key that would change what a step trains on."""
+    """Return --accelerator_config (JSON text or a file) as a dict.
+
+    Raises: UserError for a key that is unknown or would change what a step trains on."""
     try:
         config = json.loads(said if said.lstrip().startswith(("{", "[")) else Path(said).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -143,7 +145,7 @@ def _checked_accelerator_config(said: str) -> dict:
 
 
 def check_trackers(names: str | list[str] | None) -> None:
-    """Refuse a tracker of --report_to that is unknown or not installed, before anything is loaded."""
+    """Raise UserError for a tracker of --report_to that is unknown or not installed."""
     for name in [names] if isinstance(names, str) else names or []:
         if name in ("none", "all"):
             continue

@@ -1,1 +1,1 @@
-"""Before training: whether the job fits, and whether the data is right."""
+"""Check before training that the job fits and that the data is right."""

@@ -1,4 +1,4 @@
-"""The settings that a plan tries, in order, as flags and as predictions."""
+"""List the settings that a plan tries, fastest first, with flags, predicted memory and time."""
 
 import itertools
 import math
@@ -19,24 +19,24 @@ NCCL_BYTES = int(0.4 * GIB)  # NCCL's channels and buffers
 
 WORKSPACE_BYTES = 72 * 2**20  # cuBLAS: 32 MiB for each of two handles, and its lt workspace; counted by the allocator
 
-FRAGMENTATION = 0.03  # of the GPU: what the allocator cannot hand out
+FRAGMENTATION = 0.03  # share of the GPU that the allocator loses to fragmentation
 
-CLEARLY_TOO_MUCH = 1.25  # what is above this share of the limit by formula is simulated only when nothing else fits
+CLEARLY_TOO_MUCH = 1.25  # settings above this share of the limit by formula are simulated only if nothing else fits
 
 KEPT_GATHERED = 1e9  # parameters that stage 3 keeps gathered (stage3_max_live_parameters): linear below and above
 
-FORMULA_MARGIN = 0.1  # added to what the closed forms say
+FORMULA_MARGIN = 0.1  # added to the closed forms' bytes
 
 ESTIMATE = f"the exact check failed: {{}}; this is an estimate by formula, with a margin of {FORMULA_MARGIN:.0%}"
 
 SMALLER_STATES = [("--optim", "adamw_bnb_8bit"), ("--pure_bf16", "true")]
 
-UNNAMED = "not-named-yet"  # stands for --data, which a plan does not need
+UNNAMED = "not-named-yet"  # placeholder for --data, which a plan does not need
 
 
 @dataclass
 class Candidate:
-    """One setting with what is known about it. formula: bytes by part; answer: the ghost's, None: not asked."""
+    """A setting and its predictions. formula: bytes by part; answer: of the simulation, None: not run."""
 
     flags: list[str]
     method: str
@@ -45,7 +45,7 @@ class Candidate:
     seconds: float
     shape: Shape
     answer: dict | None = None
-    failed: str = ""  # why the simulation could not be asked
+    failed: str = ""  # why the simulation failed
     change: tuple[str, ...] = ()  # of SMALLER_STATES
 
     @property
@@ -60,14 +60,14 @@ class Candidate:
 
     @property
     def peak(self) -> int:
-        """Bytes: the allocator's peak, by the ghost or else by the closed forms with a margin."""
+        """Return the allocator's peak in bytes, by simulation, or else by the closed forms with a margin."""
         if self.answer:
             return max(self.answer["total"].values()) + WORKSPACE_BYTES
         return peak_by_formula(self.formula)
 
     @property
     def host_of_a_node(self) -> int:
-        """Bytes of host memory that a node's ranks need while they train, for what is offloaded."""
+        """Return the bytes of host memory that a node's ranks need for offloaded states while training."""
         # fp32 weights, gradients and Adam's states, and a 16-bit buffer (stage_1_and_2.py, stage3.py); 16-bit weights
         each = {"none": 0, "optimizer": 18, "all": 20}[self.setting.offload] * self.shape.trainable / self.setting.ranks
         each = self.answer["host"] if self.answer else each
@@ -80,15 +80,19 @@ class Candidate:
 
 
 def peak_by_formula(parts: dict[str, float]) -> int:
-    """Return the allocator's peak by the closed forms, with their margin."""
+    """Return the allocator's peak in bytes by the closed forms, with their margin."""
     return int(sum(parts.values()) * (1 + FORMULA_MARGIN)) + WORKSPACE_BYTES
 
 
 @dataclass
 class Plan:
-    """gpu, limit: bytes that tensors may take; host_limit: bytes of a node's host memory, None: not known; chosen: None
-    when nothing fits; rejected: faster, and why not; node: GPUs of a machine; adapter: LoRA or QLoRA by formula, where full
-    fine-tuning is at the edge; disk_free: bytes for checkpoints, None: not known; kept: checkpoints, None: all."""
+    """The result of a search.
+
+    limit: bytes that tensors may take on a GPU; allowance: bytes kept free, by reason; chosen: None if nothing fits;
+    rejected: faster candidates, and why; nearest: the smallest if nothing fits; would_do, longest: GPUs and
+    --max_length at which something fits; host_limit: bytes of a node's host memory, None: unknown; node: GPUs of a
+    node; adapter: LoRA or QLoRA by formula, if full fine-tuning is near the limit; disk_free: bytes for checkpoints,
+    None: unknown; kept: number of checkpoints, None: all."""
 
     gpu: hardware.Gpu
     ranks: int
@@ -113,7 +117,7 @@ class Plan:
 
 
 class NothingFits(UserError):
-    """No setting fits into the GPU's memory."""
+    """No setting fits into the memory of the GPU (or of the host, for what is offloaded)."""
 
     exit_code = EXIT_CODES["out of memory"]
 
@@ -132,7 +136,7 @@ def recipe_of(method: str) -> str:
 
 
 def machines(ranks: int, node: int) -> str:
-    """The GPUs in words: "4", "2 nodes x 8"; "12 (2 nodes)" where they are not alike."""
+    """Return the GPUs as text: "4", "2 nodes x 8", or "12 (2 nodes)" if the nodes differ."""
     nodes = math.ceil(ranks / node)
     if nodes == 1:
         return str(ranks)
@@ -143,41 +147,41 @@ def candidates(
     method: str, flags: list[str], ranks: int, gpu, change: tuple[str, ...] = (),
     node: int = formulas.GPUS_OF_A_NODE,
 ) -> list[Candidate]:  # fmt: skip
-    """All settings that the flags leave open, the fastest (by estimate) first.
+    """Return all settings that the flags leave open, the fastest (by estimate) first.
 
-    Args: change: flags that are laid over them, of SMALLER_STATES; node: GPUs of a machine.
-    Raises: UserError when the flags themselves are wrong.
+    Args: change: a pair of SMALLER_STATES to add to the flags, or (); node: GPUs of a node.
+    Raises: UserError if the flags themselves are wrong, or no setting is left.
     """
     recipe, disk = recipe_of(method), command_line.value_of(flags, ("--offload_path",))
     flags = [*planned_flags(flags, method), *change]
     base = parse.parse(recipe, flags, ranks, gpu)
     hpz = _hpz(base, ranks, node)
     shape = shape_of(base)
-    fused, found, error = fused_losses(base, shape), [], None
-    for zero, (offload, nvme), (every, away), micro in itertools.product(*_open(base, ranks, disk)):
+    fused, result, error = fused_losses(base, shape), [], None
+    for zero, (offload, nvme), (every, offload_inputs), micro in itertools.product(*_open(base, ranks, disk)):
         if not _sensible(zero, offload, ranks, base) or (nvme and zero != 3):
             continue
-        own = _flags(flags, base, zero, offload, every, away, micro)
-        own = [*own, "--offload_path", disk] if nvme else own
+        own_flags = _flags(flags, base, zero, offload, every, offload_inputs, micro)
+        own_flags = [*own_flags, "--offload_path", disk] if nvme else own_flags
         try:
-            parse.parse(recipe, own, ranks, gpu)
+            parse.parse(recipe, own_flags, ranks, gpu)
         except UserError as refused:
             error = error or refused
             continue
         setting = Setting(zero, offload, every, micro, micro * base.max_length,
-                          base.effective_batch_size // (micro * ranks), ranks, away, nvme, node, hpz)  # fmt: skip
-        parts = formulas.memory(shape, setting, base, fused)
+                          base.effective_batch_size // (micro * ranks), ranks, offload_inputs, nvme, node, hpz)  # fmt: skip
+        by_part = formulas.memory(shape, setting, base, fused)
         seconds = formulas.step_seconds(shape, setting, gpu, base.max_length)
-        found.append(Candidate(own, method, setting, parts, seconds, shape, change=change))
-    if not found:
+        result.append(Candidate(own_flags, method, setting, by_part, seconds, shape, change=change))
+    if not result:
         raise error or UserError("these flags leave no setting to plan.")
-    return sorted(found, key=lambda c: (round(c.seconds, 4), c.setting.zero))
+    return sorted(result, key=lambda c: (round(c.seconds, 4), c.setting.zero))
 
 
 def _hpz(settings, ranks: int, node: int) -> int:
-    """Ranks that share ZeRO++'s second copy; 1: there is none.
+    """Return the number of ranks that share ZeRO++'s secondary copy of the parameters; 1: there is none.
 
-    Raises: UserError for a copy that would lie on several nodes.
+    Raises: UserError for a copy that would span several nodes.
     """
     size = settings.zero_hpz_partition_size or 1
     if ranks > node and node % size:
@@ -189,16 +193,16 @@ def _hpz(settings, ranks: int, node: int) -> int:
 
 
 def planned_flags(flags: list[str], method: str) -> list[str]:
-    """The flags with what a plan of this method adds to them."""
+    """Return the flags with those that a plan of this method changes or adds."""
     from zerofit import command_line
 
     flags = without_flags(flags, "--zero", "auto")
-    if not _names(flags, "--offload"):  # candidates() lays the disk over what offloads to it
+    if not _names(flags, "--offload"):  # candidates() adds it to the settings that offload to disk
         flags = command_line.drop(flags, "--offload_path")
     if method == "qlora" and not any(f.startswith(("--load_in_4bit", "--load-in-4bit")) for f in flags):
         flags = [*flags, "--load_in_4bit", "true"]
     if _names(flags, "--model") and not _names(flags, "--data"):
-        flags = [*flags, "--data", UNNAMED]  # rows are never opened
+        flags = [*flags, "--data", UNNAMED]  # a plan never opens the rows
     return flags
 
 
@@ -207,22 +211,22 @@ def shape_of(settings) -> Shape:
     from zerofit.model.load import check_model, load_config, weight_dtype
 
     try:
-        net = check_model(settings)
+        model = check_model(settings)
     except NotImplementedError as error:
         raise UserError(f"--model {settings.model}: cannot be built without weights: {error}.") from None
     config = load_config(settings)
     fp32 = settings.precision == "fp32" or (settings.deepspeed is None and weight_dtype(settings) == "float32")
-    return formulas.shape(config, net, {4: 0.55, 8: 1.0}.get(quantization.bits(settings), 4.0 if fp32 else 2.0))
+    return formulas.shape(config, model, {4: 0.55, 8: 1.0}.get(quantization.bits(settings), 4.0 if fp32 else 2.0))
 
 
 _FIXED = ("flag", "deepspeed JSON")
 
 
 def _open(base, ranks: int, disk: str | None) -> tuple[list, list, list, list]:
-    """(stages, offloads, checkpointing, micro batches) to try; one each where the user has said it.
+    """Return (stages, offloads, checkpointing, micro batches) to try; one each where the user set it.
 
-    Offload is (what, whether to a disk: where --offload_path names one); checkpointing is (every n-th layer or 0,
-    whether what it keeps goes to host memory).
+    An offload is (what, whether to the disk of --offload_path); checkpointing is (every n-th layer, 0: none; whether
+    the kept inputs are offloaded to host memory).
     """
 
     def said(name: str) -> bool:
@@ -252,23 +256,23 @@ def _sensible(zero: int, offload: str, ranks: int, base) -> bool:
     if (offload == "all" and zero != 3) or (offload != "none" and zero == 0):
         return False
     if ranks == 1 and zero in (1, 2, 3) and offload == "none" and base.source["zero"] != "flag":
-        return base.precision != "fp32" and zero == 1  # 16-bit weights with a master; nothing else to shard
+        return base.precision != "fp32" and zero == 1  # one rank: 16-bit weights with a master, nothing else to shard
     return True
 
 
 def _flags(flags: list[str], base, zero: int, offload: str, every: int, away: bool, micro: int) -> list[str]:
-    """The recipe's command line of one candidate."""
+    """Return the recipe's flags for one candidate."""
     from zerofit import command_line
 
-    own = command_line.drop(flags, "--zero", "--offload", "--per_device_train_batch_size", "--gradient_accumulation_steps",
+    result = command_line.drop(flags, "--zero", "--offload", "--per_device_train_batch_size", "--gradient_accumulation_steps",
                      "--effective_batch_size", "--search_batch_size", "--offload_path")  # fmt: skip
-    own += ["--zero", str(zero), "--offload", offload, "--per_device_train_batch_size", str(micro),
+    result += ["--zero", str(zero), "--offload", offload, "--per_device_train_batch_size", str(micro),
             "--effective_batch_size", str(base.effective_batch_size)]  # fmt: skip
-    if not any(f.replace("-", "_").startswith(("__gradient_checkpointing", "__activation_offload")) for f in own):
-        own += ["--gradient_checkpointing", str(bool(every)).lower()]
-        own += ["--gradient_checkpointing_every", str(every)] if every > 1 else []
-        own += ["--activation_offload", "true"] if away else []
-    return own
+    if not any(f.replace("-", "_").startswith(("__gradient_checkpointing", "__activation_offload")) for f in result):
+        result += ["--gradient_checkpointing", str(bool(every)).lower()]
+        result += ["--gradient_checkpointing_every", str(every)] if every > 1 else []
+        result += ["--activation_offload", "true"] if away else []
+    return result
 
 
 def _names(flags: list[str], name: str) -> bool:
@@ -276,7 +280,7 @@ def _names(flags: list[str], name: str) -> bool:
 
 
 def without_flags(flags: list[str], name: str, value: str) -> list[str]:
-    """The flags without `name value`: --zero auto is what a plan decides."""
+    """Return the flags without `name value`, such as --zero auto, which a plan decides."""
     for i, word in enumerate(flags):
         if word == name and flags[i + 1 : i + 2] == [value]:
             return [*flags[:i], *flags[i + 2 :]]
@@ -286,7 +290,7 @@ def without_flags(flags: list[str], name: str, value: str) -> list[str]:
 
 
 def fused_losses(settings, shape: Shape) -> bool:
-    """Whether the loss is made without the logits."""
+    """Return whether the loss is computed without materializing the logits."""
     return settings.fused_loss != "false" and (settings.fused_loss == "true" or shape.vocabulary >= 32_000)
 
 
@@ -300,7 +304,7 @@ def setting_of(settings) -> Setting:
 
 
 def flags_for_simulation(flags: list[str]) -> list[str]:
-    """Without what does not change memory, so that the answer is found again."""
+    """Return the flags without those that do not change memory, so that equal jobs share a cached answer."""
     from zerofit import command_line
 
     return command_line.drop(flags, "--plan", "--show", "--gpu_type", "--gpus", "--ignore_plan", "--output_dir", "--memory_limit",
@@ -309,32 +313,37 @@ def flags_for_simulation(flags: list[str]) -> list[str]:
 
 
 def _with_values(flags: list[str]) -> list[list[str]]:
-    """Return each flag of the command line with its values."""
-    found: list[list[str]] = []
+    """Return the command line as a list of [flag, value, ...]."""
+    groups: list[list[str]] = []
     for word in flags:
-        if word.startswith("--") or not found:
-            found.append([])
-        found[-1].append(word)
-    return found
+        if word.startswith("--") or not groups:
+            groups.append([])
+        groups[-1].append(word)
+    return groups
 
 
 def command(candidate: Candidate, ranks: int) -> str:
-    """The `make` line that runs it; on several nodes that of the first one."""
+    """Return the `make` command that runs the candidate; on several nodes that of the first node."""
     nodes, rest = candidate.setting.nodes, []
-    words = {"GPUS": str(ranks)}
+    variables = {"GPUS": str(ranks)}
     if nodes > 1 and ranks % nodes == 0:
-        words = {"GPUS": str(ranks // nodes), "NODES": str(nodes), "NODE_RANK": "0", "MASTER_ADDR": "name-of-node-0"}
+        variables = {
+            "GPUS": str(ranks // nodes),
+            "NODES": str(nodes),
+            "NODE_RANK": "0",
+            "MASTER_ADDR": "name-of-node-0",
+        }
     for flag in _with_values(candidate.flags):
         name, _, value = flag[0].partition("=")
         name, values = name.lstrip("-").replace("-", "_"), [*([value] if value else []), *flag[1:]]
         if name in ("zero", "offload", "model", "data", "config") and len(values) == 1:
-            words[name.upper()] = values[0]
-        else:  # --data with several files, too: a make variable holds one
+            variables[name.upper()] = values[0]
+        else:  # also --data with several files, since a make variable holds one
             rest += flag
-    if words.get("DATA") == UNNAMED:
-        words["DATA"] = "your.jsonl"
-    if words.get("OFFLOAD") == "none":
-        del words["OFFLOAD"]
+    if variables.get("DATA") == UNNAMED:
+        variables["DATA"] = "your.jsonl"
+    if variables.get("OFFLOAD") == "none":
+        del variables["OFFLOAD"]
     recipe = recipe_of(candidate.method)
     more = f" ARGS={shlex.quote(shlex.join(rest))}" if rest else ""
-    return f"make {recipe} " + " ".join(f"{k}={shlex.quote(v)}" for k, v in words.items()) + more
+    return f"make {recipe} " + " ".join(f"{k}={shlex.quote(v)}" for k, v in variables.items()) + more

@@ -1,4 +1,4 @@
-"""`zerofit plan`: whether a job fits, and the fastest setting that does."""
+"""Run `zerofit plan`: find whether a job fits, and the fastest setting that does."""
 
 import argparse
 import math
@@ -17,9 +17,9 @@ from zerofit.plan import candidates, formulas, search
 
 
 def main(argv: list[str]) -> None:
-    """`zerofit plan`: see --help. Prints the plan and writes plan.json, plan.md and plan.png.
+    """Run `zerofit plan` (see --help): print the plan and write plan.json, plan.md and plan.png.
 
-    Raises: UserError for the user's mistakes; NothingFits (exit code 3) when no setting does.
+    Raises: UserError for the user's mistakes; NothingFits (exit code 3) if no setting fits.
     """
     parser = argparse.ArgumentParser(
         prog="zerofit plan", allow_abbrev=False,
@@ -40,27 +40,27 @@ def main(argv: list[str]) -> None:
         "--output_dir", default="", help="folder for plan.json, plan.md, plan.png (default runs/plan-<time>)"
     )
     parser.add_argument("--args", default="", help="more recipe flags in one string, split like a shell would")
-    given, flags = parser.parse_known_args(argv)
-    flags, ranks = parse.command_line(given.recipe, flags, given.args, given.gpus)
-    ranks, node = _machines(given.nodes, ranks)
+    args, flags = parser.parse_known_args(argv)
+    flags, ranks = parse.command_line(args.recipe, flags, args.args, args.gpus)
+    ranks, node = _machines(args.nodes, ranks)
     if {"--help", "-h"} & set(flags):
         parser.print_help()
         return
-    methods = candidates.methods_to_try(given.method, given.recipe, flags)
-    gpu = _with_node_link(hardware.find(given.gpu_type or "detect", min(ranks, node)), given.node_link_gbs)
+    methods = candidates.methods_to_try(args.method, args.recipe, flags)
+    gpu = _with_node_link(hardware.find(args.gpu_type or "detect", min(ranks, node)), args.node_link_gbs)
     if sentence := hardware.note(gpu):
         print(sentence, flush=True)
     from zerofit.paths import nearest_existing
     from zerofit.plan import report
 
-    folder = Path(given.output_dir or Path("runs") / f"plan-{time.strftime('%Y%m%d-%H%M%S')}").expanduser()
+    folder = Path(args.output_dir or Path("runs") / f"plan-{time.strftime('%Y%m%d-%H%M%S')}").expanduser()
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--output_dir {folder}: is a file; name a folder.")
-    here = given.gpu_type in ("", "detect")
-    host_limit = _host_limit(given.host_memory, here)
+    for_this_machine = args.gpu_type in ("", "detect")
+    host_limit = _host_limit(args.host_memory, for_this_machine)
     plan = search.search(methods, flags, ranks, gpu, lambda text: print(text, flush=True), host_limit, node)
     plan.adapter = search.adapter_instead(plan, methods, flags)
-    if here:
+    if for_this_machine:
         plan.disk_free = shutil.disk_usage(nearest_existing(folder)).free
     print(report.text(plan))
     try:
@@ -75,7 +75,7 @@ def main(argv: list[str]) -> None:
 
 
 def _machines(nodes: str, gpus: int) -> tuple[int, int]:
-    """(GPUs of all machines, GPUs of one)."""
+    """Return (GPUs of all nodes, GPUs of one node)."""
     if not nodes:
         return gpus, formulas.GPUS_OF_A_NODE
     if not nodes.isdigit() or int(nodes) < 1:
@@ -98,7 +98,7 @@ def _with_node_link(gpu: hardware.Gpu, text: str) -> hardware.Gpu:
 
 
 def _host_limit(text: str, here: bool) -> int | None:
-    """Bytes of a node's host memory."""
+    """Return the bytes of a node's host memory; None if unknown, when the plan is for another machine."""
     import psutil
 
     if not text:

@@ -1,11 +1,11 @@
-"""Replace what a simulated rank cannot use: the GPU, the other ranks, kernels that need values."""
+"""Patch torch, DeepSpeed and transformers for a simulated rank: no GPU, no other ranks, no values."""
 
 import contextlib
 import importlib
 
 
 def fake_other_ranks(deepspeed) -> None:
-    """Checks that compare ranks, or values, would end on what the fake group leaves in the buffers."""
+    """Turn off DeepSpeed's checks of ranks and norms: the fake group leaves arbitrary values in buffers."""
     from deepspeed.runtime.zero import partition_parameters, partitioned_param_coordinator, stage3, stage_1_and_2
 
     for module in (partition_parameters, partitioned_param_coordinator, stage3):
@@ -16,11 +16,11 @@ def fake_other_ranks(deepspeed) -> None:
 
 
 def register_gpu(free_bytes) -> None:
-    """A device "gpu" that no machine has: its tensors are the GPU's, those of "cpu" the host's.
+    """Register a fake torch device "gpu" and DeepSpeed accelerator; "cpu" counts as host memory.
 
-    Args: free_bytes: a function of no arguments, what is left of the planned GPU. DeepSpeed flattens the weights of stages 1
-        and 2 there when they fit twice, else in host memory (runtime/zero/stage_1_and_2.py); without this it would ask how
-        much memory the planning machine has.
+    Args: free_bytes: a function of no arguments that returns the free bytes of the planned GPU. DeepSpeed flattens the
+        weights of stages 1 and 2 on the GPU if they fit twice, else in host memory (runtime/zero/stage_1_and_2.py);
+        without this it would measure the memory of the planning machine.
     """
     import torch
     from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
@@ -54,7 +54,7 @@ def register_gpu(free_bytes) -> None:
             return True
 
         def pin_memory(self, tensor, *args, **kwargs):
-            # torch pins by a copy; both live until the source dies
+            # torch pins by a copy; both are alive until the source is freed
             size = tensor.numel() * tensor.element_size()
             block = torch.empty(allocator.pinned_bytes(size), dtype=torch.uint8, device="cpu")
             return block[:size].view(tensor.dtype).view(tensor.shape)
@@ -74,7 +74,7 @@ def register_gpu(free_bytes) -> None:
     plain = torch.tensor
 
     def tensor(data, *args, device=None, **kwargs):
-        """A constant on a device that has no kernels: its shape is what counts."""
+        """Return an empty tensor of the data's shape on "gpu", which has no kernels."""
         if device is None or torch.device(device).type != "gpu":
             return plain(data, *args, device=device, **kwargs)
         shape = plain(data, *args, **kwargs)
@@ -82,7 +82,7 @@ def register_gpu(free_bytes) -> None:
 
     from deepspeed.runtime.zero import partition_parameters
 
-    torch.tensor = partition_parameters._orig_torch_tensor = tensor  # zero.Init puts its own aside and back
+    torch.tensor = partition_parameters._orig_torch_tensor = tensor  # zero.Init saves and restores this one
 
 
 _HALF = ("linear", "matmul", "mm", "addmm", "bmm", "baddbmm", "mv", "addmv")
@@ -97,13 +97,13 @@ _SINGLE = (
     "pow.Tensor_Scalar",
 )
 
-_casts = []  # the autocast cache of device "gpu", and the registrations, which live as long as this process
+_casts = []  # torch.library registrations for device "gpu", kept alive for the life of this process
 
 
 def _register_autocast() -> None:
-    """Autocast for device "gpu" as CUDA has it (aten/src/ATen/autocast_mode.h): what is cast, and what is kept.
+    """Register autocast for device "gpu" with CUDA's casts and cache (aten/src/ATen/autocast_mode.h).
 
-    Half-precision copies of the weights live until the outermost autocast region ends.
+    Half-precision copies of the weights are kept until the outermost autocast region ends.
     """
     import torch
 
@@ -151,9 +151,10 @@ def _typed(torch, dtype, *size):
 
 
 def without_values(padded: bool, row: int) -> None:
-    """Decisions of the libraries that read numbers, taken as a real batch of rows of `row` tokens would have them taken.
+    """Make library code that branches on tensor values take the branch of real rows of `row` tokens.
 
-    inference_mode becomes no_grad: the same bytes, and its operations reach _answers in their plain form.
+    inference_mode becomes no_grad: the bytes are the same, and its operations reach `answers_for_collectives` in the
+    same form as in training.
     """
     import torch
     import transformers.masking_utils as masks
@@ -162,7 +163,7 @@ def without_values(padded: bool, row: int) -> None:
     from zerofit.model import fused_loss
 
     torch.Generator = _generator_class(torch.Generator)
-    # torch's optimizers choose their foreach form by the parameters' exact type.
+    # torch's optimizers choose their foreach implementation by the parameters' exact type.
     importlib.import_module("torch.optim.optimizer")._foreach_supported_types.append(
         torch._subclasses.fake_tensor.FakeTensor
     )
@@ -177,7 +178,7 @@ def without_values(padded: bool, row: int) -> None:
 
 
 def _generator_class(plain):
-    """torch.Generator for a device without kernels. A class, since modules that are imported later annotate with it."""
+    """Return a torch.Generator that ignores its device: a class, as later imports annotate with it."""
 
     class Generator(plain):
         def __new__(cls, device=None):
@@ -187,7 +188,7 @@ def _generator_class(plain):
 
 
 def with_numbers(function):
-    """`function` on real tensors, which it makes itself, in the middle of a run without memory."""
+    """Return `function` wrapped to run outside the fake modes, on real tensors that it creates itself."""
     from torch.utils._python_dispatch import _disable_current_modes
 
     def run(*args, **kwargs):
@@ -198,7 +199,7 @@ def with_numbers(function):
 
 
 def _apply(module, change, recurse=True):
-    """nn.Module._apply (to, bfloat16 ...) for parameters without memory, which torch would swap and cannot."""
+    """Replace nn.Module._apply (to, bfloat16 ...): torch's swaps tensors, which fails for fake ones."""
     for part in module.modules():
         for parameter in part._parameters.values():
             if parameter is not None:
@@ -207,13 +208,13 @@ def _apply(module, change, recurse=True):
                     parameter.data = new
         for name, buffer in part._buffers.items():
             if buffer is not None:
-                buffer.constant = None  # a number that fake tensors remember, and would compute with
+                buffer.constant = None  # a value that fake tensors remember and would compute with
                 part._buffers[name] = change(buffer)
     return module
 
 
 def answers_for_collectives(tokens: int, rows: int):
-    """What a number read from a tensor is: 1.0 (a loss, a norm), 0 (an overflow counter), False (an overflow).
+    """Return a mode that answers reads of tensors: 1.0 (loss, norm), 0 (overflows), False (an overflow).
 
     Args: tokens, rows: of a micro batch; all labels count but the first of each row, which nothing predicts.
     """
@@ -225,7 +226,7 @@ def answers_for_collectives(tokens: int, rows: int):
             if operation is torch.ops.aten._local_scalar_dense.default:
                 dtype = args[0].dtype
                 return False if dtype == torch.bool else 1.0 if dtype.is_floating_point else 0
-            if operation is torch.ops.aten.nonzero.default:  # which labels count: all of them
+            if operation is torch.ops.aten.nonzero.default:  # indices of the labels that count: all of them
                 count = args[0].numel() - (rows if args[0].numel() == tokens else 0)
                 return args[0].new_empty((count, args[0].ndim), dtype=torch.long)
             if operation is torch.ops.aten.index.Tensor and args[1][0].dtype == torch.bool and len(args[1]) == 1:
@@ -239,19 +240,19 @@ def answers_for_collectives(tokens: int, rows: int):
 
 
 def _distributed_data_parallel():
-    """DistributedDataParallel reads its tensors in C++; this one holds the memory that it holds."""
+    """Return a stand-in for DistributedDataParallel, whose C++ reads tensors, that holds the same memory."""
     import torch
 
     class DistributedDataParallel(torch.nn.Module):
         def __init__(self, module, *args, **kwargs):
             super().__init__()
             self.module = module
-            trained = [p for p in module.parameters() if p.requires_grad]
-            # One storage for each type stands for the buckets, of which the gradients are views (ddp.apply).
-            self.buckets, at = {}, {}
-            for p in trained:
-                at.setdefault(p.dtype, []).append(p)
-            for dtype, parameters in at.items():
+            trainable = [p for p in module.parameters() if p.requires_grad]
+            # One storage per dtype replaces the buckets; the gradients are views of it (model/ddp.py, apply).
+            self.buckets, by_dtype = {}, {}
+            for p in trainable:
+                by_dtype.setdefault(p.dtype, []).append(p)
+            for dtype, parameters in by_dtype.items():
                 self.buckets[dtype] = torch.zeros(
                     sum(p.numel() for p in parameters), dtype=dtype, device=parameters[0].device
                 )
@@ -277,9 +278,9 @@ def _distributed_data_parallel():
 
 
 def attention_stand_in(name: str) -> None:
-    """Flash attention's saved tensors, output and workspaces, without its numbers (flash_api.cpp of FlashAttention 2).
+    """Register an attention `name` with FlashAttention 2's allocations (flash_api.cpp) but no values.
 
-    It saves q, k, v, the output and one fp32 number a query; its backward accumulates dq in fp32.
+    The forward saves q, k, v, the output and one fp32 number per query; the backward accumulates dq in fp32.
     """
     import torch
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -303,7 +304,7 @@ def attention_stand_in(name: str) -> None:
             dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
             work = [q.new_empty(rows, heads, tokens, dtype=torch.float32),
                     q.new_empty(rows, tokens, heads, size, dtype=torch.float32)]  # fmt: skip
-            if k.shape[1] != heads:  # one gradient a query head, summed afterwards
+            if k.shape[1] != heads:  # dk and dv per query head, summed afterwards
                 work += [k.new_empty(rows, k.shape[2], heads, x.shape[-1]) for x in (k, v)]
             del work
             return dq, dk, dv

@@ -1,6 +1,6 @@
-"""Memory and time of a training step in closed form.
+"""Estimate memory and time of a training step in closed form.
 
-Bytes follow transformers' eager models and DeepSpeed 0.19 (runtime/zero/stage_1_and_2.py, stage3.py); the ghost run
+Bytes follow transformers' eager models and DeepSpeed 0.19 (runtime/zero/stage_1_and_2.py, stage3.py); the simulation
 decides. Times are estimates from data sheets and the efficiencies below.
 """
 
@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from zerofit.hardware import Gpu
 from zerofit.optim import registry
 
-# What of a data sheet a training step gets. Rough on purpose: they order the candidates, nothing else.
+# Share of the data sheet's numbers that a training step reaches. Rough on purpose: they only order the candidates.
 MATRIX_EFFICIENCY = 0.5
 
 LINK_EFFICIENCY = 0.7
 
-OVERLAPPED = 0.5  # of the communication that runs beside arithmetic
+OVERLAPPED = 0.5  # share of the communication that can overlap with arithmetic
 
 GPUS_OF_A_NODE = 8
 
-# Microseconds that a call of NCCL takes before and beside its bytes: hwLat and baseLat (LL128) of NCCL's own cost model,
+# Microseconds of latency per NCCL call and hop: hwLat and baseLat (LL128) of NCCL's own cost model,
 # github.com/NVIDIA/nccl src/graph/tuning.cc.
 RING_HOP = {"within": 1.9, "across": 4.0}
 
@@ -27,20 +27,23 @@ TREE_HOP = {"within": 1.25, "across": 8.5}
 
 CALL = 14.0
 
-MATRICES_OF_A_LAYER = 7  # of Llama; buckets hold hidden_size squared numbers, so nearly each is gathered by itself
+MATRICES_OF_A_LAYER = 7  # of Llama; a bucket holds hidden_size^2 numbers, so nearly every matrix has a call of its own
 
 DDP_BUCKET = 25 * 2**20  # bytes; torch's DistributedDataParallel
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers")
 
-CPU_ADAM_GBS = 25.0  # host memory bandwidth that a rank's CPU Adam gets
+CPU_ADAM_GBS = 25.0  # GB/s of host memory bandwidth for a rank's CPU Adam
 
-NVME_GBS = 5.0  # of a node's disk, one way
+NVME_GBS = 5.0  # GB/s of a node's disk, one way
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A model by its numbers. trainable, frozen: parameters; frozen_bytes: of a frozen base as it is stored."""
+    """The dimensions of a model.
+
+    trainable, frozen: parameters; largest: parameters of the largest trainable tensor; frozen_bytes: bytes per frozen
+    parameter as stored."""
 
     trainable: int
     frozen: int
@@ -60,7 +63,7 @@ class Shape:
 
 
 def shape(config, net, frozen_bytes: float = 2.0) -> Shape:
-    """Args: config: the model's config.json; net: the model with its adapter, on the meta device."""
+    """Return the Shape of a model. config: its config.json; net: with its adapter, on the meta device."""
     text = config.get_text_config()
 
     def first(*names, default):
@@ -86,9 +89,11 @@ def shape(config, net, frozen_bytes: float = 2.0) -> Shape:
 
 @dataclass(frozen=True)
 class Setting:
-    """What is searched. every: 0 keeps all activations, n recomputes every n-th layer; tokens: of a micro batch;
-    activation_offload: what recomputed layers keep is in host memory; nvme: what is offloaded is on a disk; node: GPUs of
-    one machine; hpz: ranks that share ZeRO++'s second copy of the parameters, 1: there is none."""
+    """The settings that a plan searches.
+
+    every: recompute every n-th layer, 0: none; micro, tokens: rows and tokens of a micro batch; activation_offload: the
+    inputs of recomputed layers are in host memory; nvme: offloaded states are on disk; node: GPUs of a node; hpz: ranks
+    that share ZeRO++'s secondary copy of the parameters, 1: there is none."""
 
     zero: int
     offload: str
@@ -108,18 +113,18 @@ class Setting:
 
     @property
     def of_a_node(self) -> int:
-        """GPUs of one machine that take part."""
+        """Return the number of GPUs of one node that the job uses."""
         return min(self.ranks, self.node)
 
 
 def activations(s: Shape, setting: Setting, fused: bool) -> tuple[dict[str, float], dict[str, float]]:
-    """Bytes at the loss, and while the last checkpointed layer is computed again: {"activations", "logits"} each.
+    """Return bytes by part at the loss, and while the last checkpointed layer is recomputed.
 
-    Of Llama-like layers in 16 bits, without dropout.
+    Returns: {"activations", "logits"} and {"activations"}, for Llama-like layers in 16 bits without dropout.
     """
     q, k = s.heads * s.head_dim, s.kv_heads * s.head_dim
     layer = 16 * s.hidden + 4 * q + 4 * k + 4 * s.heads + 8 + 8 * s.intermediate
-    if s.frozen:  # a frozen product keeps no input; adapted ones keep theirs
+    if s.frozen:  # a frozen matrix product saves no input; an adapted one does
         layer -= 2 * s.hidden
     recomputed = math.ceil(s.layers / setting.every) if setting.every else 0
     stored = 0 if setting.activation_offload else 2 * s.hidden
@@ -130,12 +135,12 @@ def activations(s: Shape, setting: Setting, fused: bool) -> tuple[dict[str, floa
         rows = max(256, min(4096, 2**30 // (4 * s.vocabulary) // 64 * 64, setting.tokens))
         logits = 6 * rows * s.vocabulary + 2 * setting.tokens * s.hidden
         logits += 0 if s.frozen else 2 * s.vocabulary * s.hidden
-    again = setting.tokens * (layer + 4 * s.intermediate + 4 * s.hidden) if recomputed else 0
-    return {"activations": at_loss, "logits": logits}, {"activations": setting.tokens * kept + again}
+    recomputation = setting.tokens * (layer + 4 * s.intermediate + 4 * s.hidden) if recomputed else 0
+    return {"activations": at_loss, "logits": logits}, {"activations": setting.tokens * kept + recomputation}
 
 
 def memory(s: Shape, setting: Setting, settings, fused: bool) -> dict[str, float]:
-    """Bytes on one GPU by part, at the highest of four moments: loading, the loss, the end of the backward, the step.
+    """Return the bytes on one GPU by part, at the peak of loading, loss, recompute, backward and step.
 
     Returns: {"parameters", "gradients", "optimizer", "activations", "logits", "buffers"}.
     """
@@ -149,15 +154,16 @@ def memory(s: Shape, setting: Setting, settings, fused: bool) -> dict[str, float
     if setting.offload != "none":
         states["optimizer"] = 0.0
     if setting.offload == "all":
-        states["parameters"] = s.hidden * 4.0  # what is too small to be shared out
-    if setting.hpz > 1:  # the second copy, made by the first forward and dropped after the step
+        states["parameters"] = s.hidden * 4.0  # parameters too small to be sharded
+    if setting.hpz > 1:  # the secondary copy, created by the first forward and freed after the step
         states["parameters"] += 2.0 * s.parameters / setting.hpz
-    whole, own = gradient * trained, gradient * trained / n  # gradients of all, and of this rank's share
+    # bytes of all gradients, and of this rank's share
+    total, own = gradient * trained, gradient * trained / n
     if setting.offload != "none" and zero >= 2:
         own = 0.0
     several = setting.accumulation > 1
-    before = {0: whole if several or n > 1 else 0, 1: whole if several else 0, 2: 2 * own * several, 3: own}[zero]
-    after = {0: whole, 1: whole + own, 2: own, 3: own}[zero]
+    before = {0: total if several or n > 1 else 0, 1: total if several else 0, 2: 2 * own * several, 3: own}[zero]
+    after = {0: total, 1: total + own, 2: own, 3: own}[zero]
     work = _work(s, setting, weight)
     at_loss, again = activations(s, setting, fused)
     moments = [
@@ -166,10 +172,10 @@ def memory(s: Shape, setting: Setting, settings, fused: bool) -> dict[str, float
         states | {"gradients": after, "buffers": work + 2 * s.largest + _foreach_copies(s, settings, zero, weight)},
     ]
     if setting.offload == "none" and zero:
-        # Gradients flattened and copied to fp32 in pieces of at most 1e9 numbers (stage 3), all at once (1 and 2).
+        # Gradients are flattened and copied to fp32, at stage 3 in pieces of at most 1e9 numbers, else all at once.
         piece = min(trained / n, 1e9) if zero == 3 else trained / n
         moments.append(states | {"gradients": own, "buffers": (6 if weight == 2 else 4) * piece})
-    if zero in (1, 2):  # the weights twice: as loaded, and flat, which is made in host memory where the GPU has no room
+    if zero in (1, 2):  # weights as loaded and flattened; the flat copy is in host memory if the GPU has no room
         flat = 2 * weight * trained + s.frozen * s.frozen_bytes
         gpu = settings.planned_gpu
         if gpu is None or flat <= gpu.memory_gib * 2**30:
@@ -179,7 +185,7 @@ def memory(s: Shape, setting: Setting, settings, fused: bool) -> dict[str, float
 
 
 def _widths(settings, zero: int) -> tuple[float, float, float]:
-    """Bytes a trained parameter takes as weight, gradient and optimizer state with its master copy."""
+    """Return the bytes of a trained parameter as weight, gradient, and optimizer state with master copy."""
     entry = registry.OPTIMIZERS.get(settings.optim)
     width = float(entry.state_bytes) if entry and _is_number(entry.state_bytes) else 8.0
     if settings.pure_bf16:
@@ -194,18 +200,18 @@ def _widths(settings, zero: int) -> tuple[float, float, float]:
 
 
 def _foreach_copies(s: Shape, settings, zero: int, weight: float) -> float:
-    """Bytes of the temporaries that torch's optimizers make of all parameters at once, where they are not fused."""
+    """Return the bytes of the temporaries that torch's foreach optimizers make of all parameters at once."""
     return weight * s.trainable if zero == 0 and settings.optim == "adamw_torch" else 0.0
 
 
 def _work(s: Shape, setting: Setting, weight: float) -> float:
-    """Buckets and copies beside the model states, while a layer is computed."""
+    """Return the bytes of buckets and weight copies, beside the model states, while a layer is computed."""
     if setting.zero == 0:
         return 2.0 * s.trainable if weight == 4 else 0.0  # autocast's 16-bit copies
     bucket = 2.0 * s.hidden * s.hidden
     if setting.zero < 3:
         return bucket
-    # Gathered: what is used again within 1e9 numbers stays (stage3_max_reuse_distance).
+    # Parameters reused within 1e9 numbers stay gathered (stage3_max_reuse_distance).
     return min(2.0 * s.parameters, 2.0 * s.vocabulary * s.hidden + 1e9) + bucket
 
 
@@ -218,8 +224,10 @@ def _is_number(text: str) -> bool:
 
 @dataclass(frozen=True)
 class Collective:
-    """The calls of one kind in an optimizer step. sent: bytes that one GPU sends in all of them; ranks: GPUs that take
-    part in each; reduces: all-reduce, which goes round the ring twice."""
+    """The NCCL calls of one kind in an optimizer step.
+
+    sent: bytes that one GPU sends in all of them; ranks: GPUs in each call; reduces: an all-reduce, which goes round
+    the ring twice."""
 
     calls: float
     sent: float
@@ -228,34 +236,38 @@ class Collective:
 
 
 def collectives(s: Shape, setting: Setting) -> list[Collective]:
-    """What DeepSpeed 0.19.8 and DistributedDataParallel send in an optimizer step.
+    """Return the collectives of an optimizer step under DeepSpeed 0.19.8 or DistributedDataParallel.
 
     A GPU sends M (n-1)/n bytes to gather or to reduce-scatter M bytes over n GPUs, and twice that to all-reduce them
-    (arXiv 1910.02054, section 7). Which calls there are was counted in ghost runs (benchmarks/scaling.py --count): stages 1
-    and 2 all-reduce the gradients (use_multi_rank_bucket_allreduce; the paper would reduce-scatter them), and stage 3
-    gathers twice, whether layers are recomputed or not. The 1e9 numbers that it keeps gathered are not taken off.
-    With hpZ (arXiv 2306.10209) the first forward makes a copy within the node, from which every later gather is fed.
+    (arXiv 1910.02054, section 7). The calls were counted in simulations (benchmarks/scaling.py --count): stages 1 and 2
+    all-reduce the gradients (use_multi_rank_bucket_allreduce; the paper would reduce-scatter them), and stage 3
+    gathers twice, whether layers are recomputed or not. The 1e9 numbers that it keeps gathered are not subtracted.
+    With hpZ (arXiv 2306.10209) the first forward creates a copy within the node, which serves every later gather.
     """
-    n, again = setting.ranks, setting.accumulation
+    n, accumulation = setting.ranks, setting.accumulation
     if n == 1:
         return []
     trained = 2.0 * s.trainable
     if setting.zero == 0:
         return [_all_reduced(2 * trained, n, 2 * trained / DDP_BUCKET)]
     if setting.zero in (1, 2):
-        times = again if setting.zero == 2 else 1
+        times = accumulation if setting.zero == 2 else 1
         buckets = s.trainable / s.hidden**2
         return [_all_reduced(trained * times, n, buckets * times), _sharded(trained, n, 1)]
-    whole, calls = trained + s.frozen * s.frozen_bytes, s.layers * MATRICES_OF_A_LAYER
-    reduced = _sharded(trained * again, n, calls * again)
+    all_weights, calls = trained + s.frozen * s.frozen_bytes, s.layers * MATRICES_OF_A_LAYER
+    reduced = _sharded(trained * accumulation, n, calls * accumulation)
     if setting.hpz == 1:
-        return [_sharded(whole * 2 * again, n, calls * 2 * again), reduced]
-    near = 2 * again - 1
-    return [_sharded(whole, n, calls), _sharded(whole * near, setting.hpz, calls * near), reduced]
+        return [_sharded(all_weights * 2 * accumulation, n, calls * 2 * accumulation), reduced]
+    later_gathers = 2 * accumulation - 1
+    return [
+        _sharded(all_weights, n, calls),
+        _sharded(all_weights * later_gathers, setting.hpz, calls * later_gathers),
+        reduced,
+    ]
 
 
 def _sharded(size: float, n: int, calls: float) -> Collective:
-    """Gathered or reduce-scattered: `size` bytes in all calls."""
+    """Return all-gathers or reduce-scatters of `size` bytes in `calls` calls together."""
     return Collective(calls, size * (n - 1) / n, n)
 
 
@@ -264,9 +276,9 @@ def _all_reduced(size: float, n: int, calls: float) -> Collective:
 
 
 def _split(c: Collective, setting: Setting) -> tuple[float, float]:
-    """Bytes that one GPU sends within its node and across, on average.
+    """Return the bytes that one GPU sends (within its node, to other nodes), on average.
 
-    NCCL's ring runs through all GPUs of a node before it leaves for the next one, so that of n links one a node crosses.
+    NCCL's ring passes all GPUs of a node before the next node, so one of its links per node crosses nodes.
     """
     nodes = math.ceil(c.ranks / setting.node)
     share = nodes / c.ranks if nodes > 1 else 0.0
@@ -274,16 +286,16 @@ def _split(c: Collective, setting: Setting) -> tuple[float, float]:
 
 
 def wire_bytes(s: Shape, setting: Setting) -> tuple[float, float]:
-    """Bytes that one GPU sends in an optimizer step: (within its node, to other nodes)."""
+    """Return the bytes that one GPU sends in an optimizer step: (within its node, to other nodes)."""
     parts = [_split(c, setting) for c in collectives(s, setting)]
     return sum(within for within, _ in parts), sum(across for _, across in parts)
 
 
 def wire_seconds(s: Shape, setting: Setting, gpu: Gpu) -> float:
-    """Time of all collectives, one after the other as NCCL runs those of a communicator.
+    """Return the seconds of all collectives, in sequence as NCCL runs those of one communicator.
 
-    Within a call the slower kind of link counts alone: the ring is a pipeline, and NCCL lays as many rings as it needs to
-    use every adapter of a node (nccl-tests, doc/PERFORMANCE.md: bus bandwidth).
+    Within a call only the slower kind of link counts: the ring is a pipeline, and NCCL builds as many rings as it needs
+    to use every adapter of a node (nccl-tests, doc/PERFORMANCE.md: bus bandwidth).
     """
     seconds = 0.0
     for c in collectives(s, setting):
@@ -294,8 +306,9 @@ def wire_seconds(s: Shape, setting: Setting, gpu: Gpu) -> float:
 
 
 def _call_seconds(c: Collective, setting: Setting) -> float:
-    """What a call takes beside its bytes, by NCCL's cost model: a ring's steps wait for each other; an all-reduce may take
-    a tree over the nodes instead."""
+    """Return a call's latency in seconds by NCCL's cost model.
+
+    It is that of a ring, whose steps are sequential; for an all-reduce, of a tree over the nodes if that is faster."""
     nodes = math.ceil(c.ranks / setting.node)
     ring = (c.ranks - nodes) * RING_HOP["within"] + (nodes - 1) * RING_HOP["across"]
     if c.reduces:
@@ -305,23 +318,23 @@ def _call_seconds(c: Collective, setting: Setting) -> float:
 
 
 def step_seconds(s: Shape, setting: Setting, gpu: Gpu, sequence: int) -> float:
-    """Estimated time of an optimizer step: arithmetic, memory traffic, links within and between nodes, offload."""
+    """Return the estimated seconds of an optimizer step: arithmetic, memory traffic, links and offload."""
     tokens = setting.tokens * setting.accumulation
     flops = (4 * s.parameters + 2 * s.trainable) * tokens
     attention = 6 * s.layers * s.heads * s.head_dim * sequence * tokens  # causal: half of 12
     forward = 2 * s.parameters * tokens + attention / 3
     if setting.every:
         flops += forward / setting.every
-    busy = setting.tokens / (setting.tokens + 512)  # small products leave the GPU idle
-    arithmetic = (flops + attention) / (gpu.tflops * 1e12 * MATRIX_EFFICIENCY * busy)
+    utilization = setting.tokens / (setting.tokens + 512)  # small matrix products leave the GPU idle
+    arithmetic = (flops + attention) / (gpu.tflops * 1e12 * MATRIX_EFFICIENCY * utilization)
     wire = wire_seconds(s, setting, gpu)
-    wire -= OVERLAPPED * min(wire, arithmetic)  # no more is hidden than there is to hide it behind
+    wire -= OVERLAPPED * min(wire, arithmetic)  # communication can only overlap as much arithmetic as there is
     shard = s.trainable / (setting.ranks if setting.zero else 1)
     if setting.offload == "none":
         update = 30 * shard / (gpu.memory_gbs * 1e9)
     else:
         update = 4 * shard / (gpu.host_gbs * 1e9) + 28 * shard / (CPU_ADAM_GBS * 1e9)
-    disk = NVME_GBS / setting.of_a_node  # a node's GPUs share it
+    disk = NVME_GBS / setting.of_a_node  # shared by a node's GPUs
     if setting.nvme:
         update += 2 * 12 * shard / (disk * 1e9)
     if setting.offload == "all":
@@ -333,6 +346,8 @@ def step_seconds(s: Shape, setting: Setting, gpu: Gpu, sequence: int) -> float:
 
 
 def checkpoint_bytes(trainable: int, parameters: int) -> float:
-    """Of one checkpoint folder of all ranks: 16-bit weights (an adapter's without its base), fp32 master and Adam's two
-    states of what trains."""
+    """Return the bytes of one checkpoint of all ranks.
+
+    16-bit weights (an adapter's without its base), and fp32 master and Adam's two states of the trainable
+    parameters."""
     return 2.0 * (parameters if trainable == parameters else trainable) + 12.0 * trainable

@@ -1,7 +1,6 @@
-"""`zerofit data`: count and show what a run would train on; stop a launch beyond the limits.
+"""Run `zerofit data`: count and show what a run would train on; refuse data beyond the limits.
 
-Every number comes from the tokens themselves, read a thousand rows at a time; what stays in memory is a few machine
-words a row, whatever the rows hold.
+Every number is computed from the tokens, a thousand rows at a time; only a few machine words per row stay in memory.
 """
 
 import argparse
@@ -24,13 +23,13 @@ from zerofit.data.conversations import IGNORE
 from zerofit.errors import UserError, printable
 from zerofit.settings import order_seed
 
-LONG_ROWS = "rows have up to"  # how the decision about too long rows begins
+LONG_ROWS = "rows have up to"  # start of the decision about rows that are too long
 
-FEW = 2  # supervised tokens: an answer of one token and its end
+FEW = 2  # supervised tokens: a one-token answer and its end token
 
 BARS = " ▏▎▍▌▋▊▉█"
 
-# flag -> what was measured, what to do about it
+# flag -> (what was measured, what to do about it)
 LIMITS = {
     "min_supervised_fraction": ("of the training tokens are in the loss", "look at the rows with `make data`"),
     "max_truncated_fraction": ("of the training rows are longer than --max_length", "raise --max_length"),
@@ -40,7 +39,7 @@ LIMITS = {
 
 
 def main(argv: list[str]) -> None:
-    """`zerofit data`: see --help. Prints the report, writes data.json and data.png, then applies the limits.
+    """Run `zerofit data` (see --help): print the report, write data.json and data.png, apply the limits.
 
     Raises: UserError for the user's mistakes and for data beyond a limit.
     """
@@ -53,14 +52,14 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--recipe", default="sft", help="whose flags and defaults: sft or lora (default sft)")
     parser.add_argument("--output_dir", default="", help="folder for data.json and data.png (default runs/data-<time>)")
     parser.add_argument("--args", default="", help="more recipe flags in one string, split like a shell would")
-    given, flags = parser.parse_known_args(argv)
-    flags, _ = parse.command_line(given.recipe, flags, given.args)
+    args, flags = parser.parse_known_args(argv)
+    flags, _ = parse.command_line(args.recipe, flags, args.args)
     if {"--help", "-h"} & set(flags):
         parser.print_help()
         return
-    named = ["--output_dir", given.output_dir] if given.output_dir else []
-    # --gpus first: a process count in the YAML file is about the run, not about this look
-    settings = parse.parse(given.recipe, ["--gpus", "1", *flags, *named], 1)
+    named = ["--output_dir", args.output_dir] if args.output_dir else []
+    # --gpus first: a process count in the YAML file is for the run, not for this command
+    settings = parse.parse(args.recipe, ["--gpus", "1", *flags, *named], 1)
 
     from zerofit import run_folder
     from zerofit.config import show
@@ -75,16 +74,16 @@ def main(argv: list[str]) -> None:
         settings.values["output_dir"] = str(Path("runs") / f"data-{time.strftime('%Y%m%d-%H%M%S')}")
     folder = resume.choose_folder(settings)
     tokenizer = load_tokenizer(settings)
-    bad_rows, settings.values["bad_rows"] = settings.bad_rows, "drop"  # all of them are counted, then judged
+    bad_rows, settings.values["bad_rows"] = settings.bad_rows, "drop"  # count all of them first, refuse below
     train_set, eval_set = load_datasets(settings, tokenizer)
     _note_positions(train_set, eval_set, settings)
     facts, scans = inspect(settings, train_set, eval_set, tokenizer)
-    coloured = bool(sys.stdout.isatty() or os.environ.get("FORCE_COLOR"))
+    colored = bool(sys.stdout.isatty() or os.environ.get("FORCE_COLOR"))
     print(describe(settings, facts))
-    for text in render_rows(train_set.dataset, tokenizer, coloured):
+    for text in render_rows(train_set.dataset, tokenizer, colored):
         print(text)
-    for sentence in facts["warnings"]:  # last, where they are seen
-        print("\n\033[1;31mWARNING\033[0m:" if coloured else "\nWARNING:", sentence)
+    for sentence in facts["warnings"]:  # last, so that they are seen
+        print("\n\033[1;31mWARNING\033[0m:" if colored else "\nWARNING:", sentence)
     folder.mkdir(parents=True, exist_ok=True)
     run_folder.write_json(folder / "data.json", facts)
     plot(scans, settings.max_length, folder / "data.png")
@@ -100,9 +99,9 @@ def main(argv: list[str]) -> None:
 
 
 def check_data(settings, train_set, eval_set, tokenizer) -> None:
-    """Stop before any GPU time is spent when the data is beyond a limit.
+    """Refuse data beyond a limit, before any GPU time is spent.
 
-    Two limits are read from the statistics; repeated rows and overlap read every row, so only when they are asked for.
+    Two limits use the statistics; those on repeated rows and overlap read every row, and only if they are set.
     Raises: UserError naming the flag.
     """
     _note_positions(train_set, eval_set, settings)
@@ -111,18 +110,18 @@ def check_data(settings, train_set, eval_set, tokenizer) -> None:
         return
     train = scan(train_set.dataset, tokenizer)
     settings.decisions += _skipped(settings, eval_set)
-    wanted = settings.max_eval_overlap_fraction < 1 and eval_set is not None
-    held_out = scan(eval_set.dataset, tokenizer) if wanted else None
-    everything = _of_all_epochs(train_set, train, tokenizer) if wanted else train
+    checks_overlap = settings.max_eval_overlap_fraction < 1 and eval_set is not None
+    held_out = scan(eval_set.dataset, tokenizer) if checks_overlap else None
+    everything = _of_all_epochs(train_set, train, tokenizer) if checks_overlap else train
     enforce(settings, _fractions(train_set, train, held_out, everything))
 
 
 def _note_positions(train_set, eval_set, settings) -> None:
-    """Note among the decisions when rows are longer than the model was made for."""
+    """Add a decision if rows are longer than the model's max_position_embeddings."""
     from zerofit.model.load import load_config
 
     most = getattr(load_config(settings).get_text_config(), "max_position_embeddings", None)
-    longest = max(found.statistics["longest"] for found in (train_set, eval_set) if found is not None)
+    longest = max(rows.statistics["longest"] for rows in (train_set, eval_set) if rows is not None)
     if most and longest > most:
         settings.decisions.append(
             f"{LONG_ROWS} {longest:,} tokens, but the model was made for {most:,} (max_position_embeddings): use "
@@ -131,35 +130,35 @@ def _note_positions(train_set, eval_set, settings) -> None:
 
 
 def enforce(settings, fractions: dict[str, float]) -> None:
-    """Raises: UserError for the first measured fraction that is beyond its limit."""
-    for flag, found in fractions.items():
+    """Raise UserError for the first measured fraction that violates its limit."""
+    for flag, fraction in fractions.items():
         limit = getattr(settings, flag)
-        if found < limit if flag.startswith("min_") else found > limit:
-            what, mend = LIMITS[flag]
-            word = "raise" if flag.startswith("max_") else "lower"
-            raise UserError(f"--{flag} {limit:g}: {100 * found:.3g}% {what}; {mend}, or {word} the limit.")
+        if fraction < limit if flag.startswith("min_") else fraction > limit:
+            measured, fix = LIMITS[flag]
+            change = "raise" if flag.startswith("max_") else "lower"
+            raise UserError(f"--{flag} {limit:g}: {100 * fraction:.3g}% {measured}; {fix}, or {change} the limit.")
 
 
 def _of_all_epochs(train_set, first_epoch, tokenizer) -> "Scan":
-    """Return the scan of all training rows: with weights like 0.5 the first epoch does not have all of them."""
+    """Return the scan of all training rows; with weights like 0.5 the first epoch has only some of them."""
     return first_epoch if train_set.whole is None else scan(train_set.whole, tokenizer)
 
 
 def _fractions(train_set, train=None, held_out=None, everything=None) -> dict[str, float]:
-    s = train_set.statistics
-    found = {
-        "min_supervised_fraction": s["supervised_tokens"] / s["tokens"],
-        "max_truncated_fraction": s["truncated"] / s["rows"],
+    statistics = train_set.statistics
+    fractions = {
+        "min_supervised_fraction": statistics["supervised_tokens"] / statistics["tokens"],
+        "max_truncated_fraction": statistics["truncated"] / statistics["rows"],
     }
     if train is not None:
-        by_weight = s.get("repeated_by_weight", 0)
+        by_weight = statistics.get("repeated_by_weight", 0)
         rows_of = len(train.normalised) - by_weight
-        found["max_duplicate_fraction"] = (repeats(train.normalised) - by_weight) / rows_of
+        fractions["max_duplicate_fraction"] = (repeats(train.normalised) - by_weight) / rows_of
     if held_out is not None:
-        found["max_eval_overlap_fraction"] = overlap(held_out.normalised, everything.normalised) / len(
+        fractions["max_eval_overlap_fraction"] = overlap(held_out.normalised, everything.normalised) / len(
             held_out.normalised
         )
-    return found
+    return fractions
 
 
 def _skipped(settings, eval_set) -> list[str]:
@@ -172,7 +171,7 @@ def _skipped(settings, eval_set) -> list[str]:
 
 @dataclass
 class Scan:
-    """One entry a row: tokens, supervised tokens, the last supervised token (-1: none), and two 64-bit hashes."""
+    """Arrays of one entry per row; last: the last supervised token, -1: none; two 64-bit hashes."""
 
     lengths: np.ndarray
     supervised: np.ndarray
@@ -182,11 +181,14 @@ class Scan:
 
 
 def scan(dataset, tokenizer) -> Scan:
-    """Read every row once. The first label of a row never counts: nothing predicts it."""
-    # Markers go before normalising: their brackets are symbols, and `Who?<|end|>` must equal `who<|end|>`.
+    """Return the Scan of a data set, reading every row once.
+
+    The first label of a row is not counted: no token predicts it."""
+    # Remove markers before normalizing: `<`, `|` and `>` are symbols, not punctuation, and `Who?<|end|>` must equal
+    # `who<|end|>`.
     special = sorted((t.content for t in tokenizer.added_tokens_decoder.values() if t.special), key=len, reverse=True)
     marker = re.compile("|".join(map(re.escape, special)) or "(?!)")
-    parts, rows, last_word = [], 0, time.monotonic()
+    parts, rows, last_print = [], 0, time.monotonic()
     for table in dataset.with_format("arrow").iter(batch_size=1000):
         ids, bounds = _flat(table["input_ids"])
         labels, label_bounds = _flat(table["labels"])
@@ -194,22 +196,22 @@ def scan(dataset, tokenizer) -> Scan:
         inside[label_bounds[:-1]] = False
         before = np.concatenate([[0], np.cumsum(inside)])
         supervised = before[label_bounds[1:]] - before[label_bounds[:-1]]
-        places = np.concatenate([[0], np.flatnonzero(inside)])  # places[k]: the k-th supervised token, from 1
-        last = np.where(supervised > 0, labels[places[before[label_bounds[1:]]]], -1)
+        positions = np.concatenate([[0], np.flatnonzero(inside)])  # positions[k]: of the k-th supervised token, from 1
+        last = np.where(supervised > 0, labels[positions[before[label_bounds[1:]]]], -1)
         documents = [ids[a:b] for a, b in itertools.pairwise(bounds)]
         texts = tokenizer.batch_decode([d.tolist() for d in documents])
         exact = [_hash(d.tobytes()) for d in documents]
-        alike = [_hash(normalise(marker.sub(" ", text)).encode("utf-8", "surrogatepass")) for text in texts]
-        parts.append(Scan(np.diff(bounds), supervised, last, np.array(exact, "u8"), np.array(alike, "u8")))
+        normalized = [_hash(normalise(marker.sub(" ", text)).encode("utf-8", "surrogatepass")) for text in texts]
+        parts.append(Scan(np.diff(bounds), supervised, last, np.array(exact, "u8"), np.array(normalized, "u8")))
         rows += len(documents)
-        if time.monotonic() - last_word > 5:
-            last_word = time.monotonic()
+        if time.monotonic() - last_print > 5:
+            last_print = time.monotonic()
             print(f"comparing rows: {rows:,} of {len(dataset):,}", flush=True)
     return Scan(*(np.concatenate([getattr(p, n) for p in parts]) for n in Scan.__dataclass_fields__))
 
 
 def _flat(column) -> tuple[np.ndarray, np.ndarray]:
-    """A column of lists as (all numbers, bounds): row i is numbers[bounds[i]:bounds[i + 1]]."""
+    """Return a column of lists as (numbers, bounds): row i is numbers[bounds[i]:bounds[i + 1]]."""
     lists = column.combine_chunks()
     bounds = lists.offsets.to_numpy().astype(np.int64)
     return lists.values.to_numpy()[bounds[0] : bounds[-1]].astype(np.int32), bounds - bounds[0]
@@ -220,7 +222,7 @@ def _hash(content: bytes) -> int:
 
 
 def normalise(text: str) -> str:
-    """Lower case, punctuation as a space, white space collapsed: `1.5` stays another number than `15`."""
+    """Return the text in lower case, punctuation as spaces (`1.5` is not `15`), white space collapsed."""
     return " ".join(text.lower().translate(_punctuation()).split())
 
 
@@ -230,17 +232,17 @@ def _punctuation() -> dict[int, str]:
 
 
 def repeats(hashes: np.ndarray) -> int:
-    """Rows that repeat an earlier one."""
+    """Return the number of rows that repeat an earlier one."""
     return len(hashes) - len(np.unique(hashes))
 
 
 def overlap(held_out: np.ndarray, train: np.ndarray) -> int:
-    """Eval rows that are also training rows."""
+    """Return the number of eval rows that are also training rows."""
     return int(np.isin(held_out, train).sum())
 
 
 def histogram(values: np.ndarray, bins: int = 12) -> list[tuple[int, int, int]]:
-    """(low, high, count) with both ends inside; the width is 1, 2 or 5 times a power of ten, at most `bins` of them."""
+    """Return (low, high, count) of at most `bins` bins, ends included, with widths 1, 2 or 5 x 10^k."""
     low, high = int(values.min()), int(values.max())
     widths = (m * 10**k for k in range(12) for m in (1, 2, 5))
     width = next(w for w in widths if high // w - low // w < bins)
@@ -250,7 +252,7 @@ def histogram(values: np.ndarray, bins: int = 12) -> list[tuple[int, int, int]]:
 
 
 def packing(lengths: np.ndarray, settings) -> dict:
-    """How full packs would be, and what share of an unpacked batch is padding, in the order of the first epoch."""
+    """Return how full packs would be, and the share of padding in the first epoch's unpacked batches."""
     import torch
 
     from zerofit.data.batches import best_fit_decreasing
@@ -272,11 +274,11 @@ def packing(lengths: np.ndarray, settings) -> dict:
 
 
 def inspect(settings, train_set, eval_set, tokenizer) -> tuple[dict, dict[str, Scan]]:
-    """(everything that the report says, the scan of each set)."""
+    """Return (the facts of the report, {set: its scan})."""
     from zerofit.data.dataset import notes
 
     sets = {"training": train_set} | ({"evaluation": eval_set} if eval_set is not None else {})
-    scans = {name: scan(found.dataset, tokenizer) for name, found in sets.items()}
+    scans = {name: scan(rows.dataset, tokenizer) for name, rows in sets.items()}
     train, held_out = scans["training"], scans.get("evaluation")
     everything = train if held_out is None else _of_all_epochs(train_set, train, tokenizer)
     facts = {
@@ -284,7 +286,7 @@ def inspect(settings, train_set, eval_set, tokenizer) -> tuple[dict, dict[str, S
         "model": settings.model,
         "max_length": settings.max_length,
         "end_token": tokenizer.eos_token,
-        **{name: _count(found.statistics, scans[name], tokenizer) for name, found in sets.items()},
+        **{name: _count(rows.statistics, scans[name], tokenizer) for name, rows in sets.items()},
         "packing": packing(train.lengths, settings),
         "fractions": _fractions(train_set, train, held_out, everything),
         "limits": {flag: getattr(settings, flag) for flag in LIMITS},
@@ -317,36 +319,36 @@ def _count(statistics: dict, found: Scan, tokenizer) -> dict:
         "supervised_none": int((found.supervised == 0).sum()),
         "end_supervised": int(ended.sum()),
         "other_last_tokens": {tokenizer.decode([i]) if i >= 0 else "nothing": n for i, n in others},
-        # Every copy that a weight asks for is one more repeated row, whatever else repeats it.
+        # Each copy made for a weight counts as one more repeated row; subtract those.
         "repeated_exact": repeats(found.exact) - statistics.get("repeated_by_weight", 0),
         "repeated_normalised": repeats(found.normalised) - statistics.get("repeated_by_weight", 0),
     }
 
 
 def _warnings(facts: dict) -> list[str]:
-    said = []
+    sentences = []
     for name in ("training", "evaluation"):
-        found = facts.get(name)
-        if found and found["end_supervised"] < found["kept"]:
-            instead = ", ".join(f"{text!r} in {n:,}" for text, n in found["other_last_tokens"].items())
-            said.append(
-                f"{found['kept'] - found['end_supervised']:,} of {found['kept']:,} {name} rows do not end with a "
+        counts = facts.get(name)
+        if counts and counts["end_supervised"] < counts["kept"]:
+            instead = ", ".join(f"{text!r} in {n:,}" for text, n in counts["other_last_tokens"].items())
+            sentences.append(
+                f"{counts['kept'] - counts['end_supervised']:,} of {counts['kept']:,} {name} rows do not end with a "
                 f"supervised end token {facts['end_token']!r} (last supervised: {instead}): a model trained on them "
                 "does not learn to stop there. Usual causes: rows cut at --max_length, a template with another end."
             )
     if facts.get("overlap", {}).get("normalised"):
-        said.append(
+        sentences.append(
             f"{facts['overlap']['normalised']:,} of {facts['evaluation']['kept']:,} eval rows are also training rows: "
             "the eval loss will look better than it is."
         )
-    return said
+    return sentences
 
 
 # --- showing ---
 
 
 def describe(settings, facts: dict) -> str:
-    """The report as text, without the rendered rows and the warnings."""
+    """Return the report as text, without the rendered rows and the warnings."""
     sets = [name for name in ("training", "evaluation") if name in facts]
     lines = [f"zerofit data: {settings.recipe}, tokenizer of {settings.model}, max_length {settings.max_length:,}"]
     lines += [f"  {name:<10}  {_shorten(facts[name]['source'])} ({facts[name]['format']})" for name in sets]
@@ -359,9 +361,9 @@ def describe(settings, facts: dict) -> str:
         lines.append(f"  {f'eval rows in training, {kind}':<48}{share:>18}")
 
     bars = facts["training"]["histogram"]
-    most, wide = max(n for *_, n in bars), len(f"{bars[-1][1]:,}")
+    most, width = max(n for *_, n in bars), len(f"{bars[-1][1]:,}")
     lines += ["", "tokens a row, training"]
-    lines += [f"  {low:>{wide},} - {high:>{wide},}  {bar(n / most):<40}  {n:,}" for low, high, n in bars if n]
+    lines += [f"  {low:>{width},} - {high:>{width},}  {bar(n / most):<40}  {n:,}" for low, high, n in bars if n]
     p = facts["packing"]
     lines += [
         "",
@@ -373,7 +375,7 @@ def describe(settings, facts: dict) -> str:
 
 
 def _table(facts: dict) -> list:
-    """(title, set's facts -> text) of each line."""
+    """Return (title, function from the facts of a set to text) of each line."""
     reasons = dict.fromkeys(k for s in ("training", "evaluation") for k in facts.get(s, {}) if k.startswith("dropped_"))
 
     def elsewhere(s):
@@ -415,13 +417,13 @@ def _shorten(text: str, limit: int = 90) -> str:
 
 
 def bar(share: float, width: int = 40) -> str:
-    """A horizontal bar in eighths of a character; anything above 0 shows."""
+    """Return a horizontal bar in eighths of a character; any share above 0 is visible."""
     eighths = max(round(share * width * 8), int(share > 0))
     return "█" * (eighths // 8) + BARS[eighths % 8].strip()
 
 
 def render_rows(dataset, tokenizer, coloured: bool) -> list[str]:
-    """The first, the middle and the last row, with the loss span green, or in «» without colour."""
+    """Return the first, middle and last row as text, with the loss spans green, or in «» without color."""
     texts, shown = [], sorted({0, len(dataset) // 2, len(dataset) - 1})
     for i in shown:
         row = dataset[i]
@@ -433,15 +435,15 @@ def render_rows(dataset, tokenizer, coloured: bool) -> list[str]:
 
 
 def render(ids: list[int], labels: list[int], tokenizer, coloured: bool) -> str:
-    """A row's text with its supervised spans marked; long stretches lose their middle."""
+    """Return a row's text with its supervised spans marked; the middle of long spans is left out."""
     inside = [i > 0 and label != IGNORE for i, label in enumerate(labels)]
     edges = [i for i in range(1, len(ids)) if inside[i] != inside[i - 1]]
-    text, seen = "", ""
+    text, previous = "", ""
     for start, end in zip([0, *edges], [*edges, len(ids)], strict=True):
-        # by the difference of prefixes: a stretch decoded on its own loses its leading space with some tokenizers
-        whole = tokenizer.decode(ids[:end])
-        piece = whole[len(seen) :] if whole.startswith(seen) else tokenizer.decode(ids[start:end])
-        seen = whole
+        # The difference of two prefixes: some tokenizers drop the leading space of a span decoded on its own.
+        prefix = tokenizer.decode(ids[:end])
+        piece = prefix[len(previous) :] if prefix.startswith(previous) else tokenizer.decode(ids[start:end])
+        previous = prefix
         piece = printable(piece if len(piece) <= 700 else f"{piece[:450]} ... {len(piece) - 650:,} ... {piece[-200:]}")
         if inside[start] and coloured:
             piece = "\n".join(f"\033[32m{line}\033[0m" for line in piece.split("\n"))
@@ -450,7 +452,7 @@ def render(ids: list[int], labels: list[int], tokenizer, coloured: bool) -> str:
 
 
 def plot(scans: dict[str, Scan], max_length: int, target: Path) -> None:
-    """data.png: how long the rows are, and how much of each is trained on."""
+    """Write data.png: histograms of the tokens and the supervised tokens per row."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -458,13 +460,13 @@ def plot(scans: dict[str, Scan], max_length: int, target: Path) -> None:
 
     train = scans["training"]
     figure, panels = plt.subplots(1, 2, figsize=(10, 3.8), dpi=120)
-    for axes, values, name, colour in (
+    for axes, values, name, color in (
         (panels[0], train.lengths, "tokens", "#2563eb"),
         (panels[1], train.supervised, "supervised tokens", "#16a34a"),
     ):
         bars = histogram(values, 40)
         width, left = bars[0][1] - bars[0][0] + 1, [low - 0.5 for low, *_ in bars]
-        axes.bar(left, [n for *_, n in bars], width, align="edge", color=colour, alpha=0.85, edgecolor="white", lw=0.6)
+        axes.bar(left, [n for *_, n in bars], width, align="edge", color=color, alpha=0.85, edgecolor="white", lw=0.6)
         for share, word, style in ((50, "median", "-"), (95, "p95", "--")):
             at = int(np.percentile(values, share, method="inverted_cdf"))
             axes.axvline(at, color="#334155", linestyle=style, linewidth=1.2, label=f"{word} {at:,}")
@@ -480,7 +482,7 @@ def plot(scans: dict[str, Scan], max_length: int, target: Path) -> None:
     for axes in panels:
         axes.legend(
             frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=3
-        )  # below, where no line runs
+        )  # below the axes, clear of the lines
     figure.tight_layout()
     figure.savefig(target)
     plt.close(figure)

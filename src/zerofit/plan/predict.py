@@ -13,24 +13,24 @@ from zerofit.plan import candidates, formulas, simulate
 from zerofit.plan.formulas import Shape
 from zerofit.train import memory_history
 
-# Deeper models are measured with so many layers and extended linearly. Stages 1 and 2 reduce gradients in buckets of
-# 5e8 numbers over layers: how full the last one is goes up and down with the depth, by up to 3.5 % of the whole.
-LAYERS_MEASURED = {True: (16, 24), False: (6, 7)}  # with such buckets, without
+# Layers with which deeper models are simulated, to extrapolate linearly. Stages 1 and 2 reduce gradients in buckets of
+# 5e8 numbers across layers: the fill of the last bucket varies with the depth, by up to 3.5 % of the total.
+LAYERS_MEASURED = {True: (16, 24), False: (6, 7)}  # {stage 1 or 2: the first pair of depths}
 
 LAYERS_WHOLE = {True: 40, False: 12}
 
-STEPPED_AT_ONCE = 1e9  # of a rank's share, at stage 3 (sub_group_size): its fp32 copy grows with the share only below
+STEPPED_AT_ONCE = 1e9  # numbers (stage 3's sub_group_size); the fp32 copy of a rank's share grows only up to it
 
 
 def ask(candidate: candidates.Candidate, ranks: int, gpu) -> None:
-    """Put the simulation's answer, the highest of first and last rank, into the candidate."""
+    """Store the simulation's answer (the higher of first and last rank) or failure in the candidate."""
     from zerofit import command_line
 
     recipe = candidates.recipe_of(candidate.method)
-    asked = sorted({0, ranks - 1})
+    ranks_to_simulate = sorted({0, ranks - 1})
     setting = candidate.setting
-    flags = command_line.drop(candidate.flags, "--offload_path")  # on the GPU a disk is as host memory
-    answer = answer_of(recipe, flags, ranks, asked, gpu, setting.zero, candidate.shape, setting.every)
+    flags = command_line.drop(candidate.flags, "--offload_path")  # disk or host memory: the GPU's is the same
+    answer = answer_of(recipe, flags, ranks, ranks_to_simulate, gpu, setting.zero, candidate.shape, setting.every)
     if isinstance(answer, Exception):
         candidate.failed = str(answer)
     else:
@@ -41,22 +41,22 @@ def answer_of(
     recipe: str, flags: list[str], ranks: int, asked: list[int], gpu, zero: int, shape: Shape, every: int,
     seconds: float | None = None,
 ):  # fmt: skip
-    """The ghost's answer of the rank with the highest peak among `asked`, or the GhostFailed that stands in its place.
+    """Return the simulation's answer of the rank in `asked` with the highest peak, or a SimulationFailed.
 
-    Args: every: n-th layer that is checkpointed; 0: none. seconds: after which it has failed; None: never.
+    Args: every: every n-th layer is checkpointed, 0: none. seconds: time limit, None: no limit.
     Raises: UserError for the user's mistakes.
     """
     began = time.perf_counter()
     if gpu is not None:
-        gpu = replace(gpu, node_gbs=hardware.NODE_LINK_GBS)  # no matter of memory: answers are kept by question
+        gpu = replace(gpu, node_gbs=hardware.NODE_LINK_GBS)  # no effect on memory: equal questions share an answer
     for depths in _depths(zero, shape, every, ranks):
         questions = [
             simulate.question(recipe, flags, ranks, rank, gpu=gpu, overrides={"num_hidden_layers": d} if d else None)
             for rank in asked
-            for d in reversed(depths)  # the longest first: they run side by side
+            for d in reversed(depths)  # the longest first: they run in parallel
         ]
-        left = None if seconds is None else seconds - (time.perf_counter() - began)
-        answers = simulate.run_all(questions, cache_root() / "ghosts", left)
+        seconds_left = None if seconds is None else seconds - (time.perf_counter() - began)
+        answers = simulate.run_all(questions, cache_root() / "ghosts", seconds_left)
         for answer in answers:
             if isinstance(answer, UserError):
                 raise answer
@@ -72,29 +72,33 @@ def answer_of(
 
 
 def _depths(zero: int, shape: Shape, every: int, ranks: int) -> list[tuple]:
-    """Pairs of numbers of layers, multiples of `every`, from which the whole may follow; last (None,): all of them."""
+    """Return pairs of layer counts to extrapolate from; the last, (None,), is the full model.
+
+    The counts are multiples of `every`; a later pair is for peaks that are at different moments in the earlier one."""
     buckets, pattern = zero in (1, 2), max(1, every)
     first, second = LAYERS_MEASURED[buckets]
-    apart = second - first
-    stored = 0.25 if shape.frozen_bytes < 1 else 1  # four packed weights are one number
+    distance = second - first
+    stored = 0.25 if shape.frozen_bytes < 1 else 1  # packed 4-bit weights: four in one 16-bit number
     if zero == 3 and shape.parameters * stored > candidates.KEPT_GATHERED:
         layer = (shape.parameters - 2 * shape.vocabulary * shape.hidden) / shape.layers
         first = max(first, math.ceil(candidates.KEPT_GATHERED / (layer * stored)))
-        if shape.trainable / ranks > 1.25 * STEPPED_AT_ONCE:  # else the line is at most 1.4 GiB too high, in one phase
+        if (
+            shape.trainable / ranks > 1.25 * STEPPED_AT_ONCE
+        ):  # else the result is at most 1.4 GiB too high, in one phase
             small = STEPPED_AT_ONCE * ranks + shape.largest - 2 * shape.vocabulary * shape.hidden
-            first = max(first, math.ceil(small / layer) + 1)  # whole tensors are taken until there are enough
+            first = max(first, math.ceil(small / layer) + 1)  # a sub-group is filled with whole tensors
     if pattern > 1 and zero == 3:
-        first += 4  # what is prefetched where no layer is recomputed settles later
-    small, apart = (-(-count // pattern) * pattern for count in (first, apart))
-    found = []
-    while len(found) < 3 and shape.layers > max(LAYERS_WHOLE[buckets], small + apart):
-        found.append((small, small + apart))
-        small += apart  # its answer is there already
-    return [*found, (None,)]
+        first += 4  # prefetching of layers that are not recomputed is steady only later
+    small, distance = (-(-count // pattern) * pattern for count in (first, distance))
+    pairs = []
+    while len(pairs) < 3 and shape.layers > max(LAYERS_WHOLE[buckets], small + distance):
+        pairs.append((small, small + distance))
+        small += distance  # its answer is cached already
+    return [*pairs, (None,)]
 
 
 def _same_moments(low: dict, high: dict) -> bool:
-    """Whether training's peaks of two depths are of the same moment: then no part shrinks where layers are added."""
+    """Return whether two depths peak at the same moment of training: no part shrinks with more layers."""
     return all(
         size >= low["peak"][phase][part] - 0.001 * low["total"][phase]
         for phase, parts in high["peak"].items()
@@ -104,7 +108,7 @@ def _same_moments(low: dict, high: dict) -> bool:
 
 
 def _extended(low: dict, high: dict, depths: tuple[int, int], layers: int) -> dict:
-    """The answer for `layers`, from those for two depths: all that a layer adds, it adds once more."""
+    """Return the answer for `layers`, extrapolated linearly from those for two depths."""
     small, large = depths
 
     def line(a, b):
@@ -114,7 +118,7 @@ def _extended(low: dict, high: dict, depths: tuple[int, int], layers: int) -> di
     peak = {}
     for phase, parts in high["peak"].items():
         parts = {part: max(0, line(low["peak"][phase][part], value)) for part, value in parts.items()}
-        # Where two depths have their peak at different moments, the parts are no line; their sum is.
+        # If the two peaks are at different moments, only the sum of the parts is linear: scale the parts to it.
         too_much = sum(parts.values()) / max(1, total[phase])
         peak[phase] = {part: int(value / too_much) for part, value in parts.items()}
     numbers = {name: line(low[name], high[name]) for name in ("host", "host_saving", "parameters", "trainable")}
@@ -122,52 +126,52 @@ def _extended(low: dict, high: dict, depths: tuple[int, int], layers: int) -> di
 
 
 def allowance_of(gpu, ranks: int) -> dict[str, int]:
-    """What of the GPU is not for tensors, and why: {"reason": bytes}."""
-    found = {
+    """Return {reason: bytes} of the GPU memory that is kept free of tensors."""
+    kept_free = {
         "CUDA context": candidates.CONTEXT_BYTES,
         "NCCL buffers": candidates.NCCL_BYTES if ranks > 1 else 0,
         f"fragmentation, {candidates.FRAGMENTATION:.0%}": int(gpu.memory_gib * GIB * candidates.FRAGMENTATION),
     }
     learned = memory_history.learned_allowance(gpu.device_name, gpu.memory_gib)
-    return found | ({memory_history.learned_from(): learned} if learned else {})
+    return kept_free | ({memory_history.learned_from(): learned} if learned else {})
 
 
 def predict(settings, seconds: float | None = None) -> dict | None:
-    """What the very job takes: {"peak_bytes", "limit_bytes", "phase", "peak", "step_seconds" (an estimate; None on a
-    CPU), ...}, or None where there is no limit.
+    """Return the predicted memory of the job, or None on a CPU without --memory_limit.
 
-    On a CPU --memory_limit is the limit, and bytes are a CPU run's. Where the simulation fails, the closed forms answer for a
-    GPU, and "by" says why; also where it takes more than `seconds`, but only when by them the job fits.
-    Raises: GhostFailed on a CPU, of which they know nothing; UserError for the user's mistakes.
+    Returns: {"peak_bytes", "limit_bytes", "phase", "peak", "step_seconds" (an estimate; None on a CPU), ...}; bytes on
+        a CPU are those of a CPU run. If the simulation of a GPU fails, the closed forms are used and "by" holds the
+        reason; also if it takes more than `seconds`, but only if the job fits by them.
+    Raises: SimulationFailed on a CPU, which the closed forms do not cover; UserError for the user's mistakes.
     """
     cpu = settings.use_cpu
     if cpu and not settings.memory_limit:
         return None
     ranks = settings.world_size
-    here = min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE") or ranks))
-    gpu = None if cpu else settings.planned_gpu or hardware.find("detect", here)
+    local_ranks = min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE") or ranks))
+    gpu = None if cpu else settings.planned_gpu or hardware.find("detect", local_ranks)
     allowance = {} if cpu else allowance_of(gpu, ranks)
-    whole = int(settings.memory_limit * GIB) if settings.memory_limit else int(gpu.memory_gib * GIB)
-    limit = whole - sum(allowance.values())
+    total = int(settings.memory_limit * GIB) if settings.memory_limit else int(gpu.memory_gib * GIB)
+    limit = total - sum(allowance.values())
     began = time.perf_counter()
     flags, shape = candidates.flags_for_simulation(settings.flags), candidates.shape_of(settings)
     setting = candidates.setting_of(settings)
     parts = formulas.memory(shape, setting, settings, candidates.fused_losses(settings, shape))
     if not cpu and candidates.peak_by_formula(parts) > limit:
-        seconds = None  # a launch is refused by a simulation only
+        seconds = None  # only a simulation may refuse a launch
     answer = answer_of(settings.recipe, flags, ranks, [0], gpu, setting.zero, shape, setting.every, seconds)
-    by = {}  # without any: the simulation
+    source = {}  # empty: by simulation
     if isinstance(answer, Exception):
         if cpu:
             raise answer
-        by = {"by": str(answer)}
+        source = {"by": str(answer)}
         parts = {part: int(size) for part, size in parts.items()}
         answer = {"total": {"backward": sum(parts.values())}, "peak": {"backward": parts}, "host": 0}
     simulated = max(answer["total"].values()) + (0 if cpu else candidates.WORKSPACE_BYTES)
     return {
-        "peak_bytes": candidates.peak_by_formula(parts) if by else simulated,
+        "peak_bytes": candidates.peak_by_formula(parts) if source else simulated,
         "limit_bytes": limit, "learned_bytes": allowance.get(memory_history.learned_from(), 0), "phase": max(answer["total"], key=answer["total"].get),
         "peak": answer["peak"], "host": answer["host"], "gpu": gpu.device_name if gpu else "cpu",
         "step_seconds": gpu and formulas.step_seconds(shape, setting, gpu, settings.max_length),
-        "seconds": round(time.perf_counter() - began, 1), **by,
+        "seconds": round(time.perf_counter() - began, 1), **source,
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Check at the start of a run whether it fits; ZERO=auto and --plan."""
+"""Check at the start of a run whether it fits; handle --zero auto and --plan."""
 
 import json
 import os
@@ -12,54 +12,53 @@ from zerofit.plan import candidates, formulas, predict, search, simulate
 from zerofit.settings import Settings
 from zerofit.train import memory_history
 
-CHECK_SECONDS = 18  # that a launch waits for a ghost; the whole check then takes less than 20
+CHECK_SECONDS = 18  # that a launch waits for the simulation; the whole check then takes less than 20
 
 
 def publish(found: dict | None) -> None:
-    """Tell the run what was predicted, and that it need not ask again."""
+    """Store the prediction in an environment variable, so that no process of this job checks again."""
     os.environ[memory_history.PLANNED] = json.dumps(found or {})
 
 
 def prestart(settings) -> None:
-    """Begin what `check` will wait for; it imports while the data are read."""
+    """Start the simulation's process for `check`, so that it imports while the data is read."""
     if settings.memory_limit or not settings.use_cpu:
         simulate.prestart()
 
 
 def check(settings, seconds: float | None = CHECK_SECONDS) -> dict | None:
-    """`predict`, said in a line; None also where it is not known.
+    """Predict the job's memory, print whether it fits, and return the prediction; None if there is none.
 
-    Args: seconds: that the simulation is waited for when the job fits by formula; None: to its end.
-
-    Raises: NothingFits when it does not fit by simulation and --ignore_plan is not given; UserError for the user's mistakes.
+    Args: seconds: how long to wait for the simulation if the job fits by formula; None: until it ends.
+    Raises: NothingFits if the job does not fit by simulation, without --ignore_plan; UserError for the user's mistakes.
     """
     try:
-        found = predict.predict(settings, seconds)
+        plan = predict.predict(settings, seconds)
     except simulate.SimulationFailed as error:
         print(f"plan: the exact check failed: {error}; whether the job fits is not known", flush=True)
         return None
     finally:
         simulate.stop_prestarted()
-    if found is None:
+    if plan is None:
         return None
-    peak, limit = found["peak_bytes"], found["limit_bytes"]
-    size = f"{peak / GIB:.2f} of {limit / GIB:.2f} GiB a rank, highest in the {found['phase']} phase"
+    peak, limit = plan["peak_bytes"], plan["limit_bytes"]
+    size = f"{peak / GIB:.2f} of {limit / GIB:.2f} GiB a rank, highest in the {plan['phase']} phase"
     fits = "fits" if peak <= limit else "does not fit"
-    if "by" in found:
-        print(f"plan: {candidates.ESTIMATE.format(found['by'])}\nplan: {fits} by formula: {size}", flush=True)
-        return found
+    if "by" in plan:
+        print(f"plan: {candidates.ESTIMATE.format(plan['by'])}\nplan: {fits} by formula: {size}", flush=True)
+        return plan
     if peak > limit and not settings.ignore_plan:
-        learned = f", {found['learned_bytes'] / GIB:.2f} GiB more kept free since {memory_history.history()} has runs above their plan"
+        learned = f", {plan['learned_bytes'] / GIB:.2f} GiB more kept free since {memory_history.history()} has runs above their plan"
         raise candidates.NothingFits(
-            f"this job does not fit: {size}{learned if found['learned_bytes'] else ''}; `make plan` with the same arguments "
+            f"this job does not fit: {size}{learned if plan['learned_bytes'] else ''}; `make plan` with the same arguments "
             "finds one that does, --ignore_plan true starts it anyway."
         )
     print(f"plan: {fits}: {size}", flush=True)
-    return found
+    return plan
 
 
 def only_print(settings: Settings) -> None:
-    """Print what --plan or --show asks for and end the process; without either, do nothing."""
+    """Print the output of --plan or --show and exit the process; without either, do nothing."""
     if settings.plan:
         dry_run(settings)
         raise SystemExit(0)
@@ -72,9 +71,9 @@ def only_print(settings: Settings) -> None:
 
 
 def dry_run(settings) -> None:
-    """--plan: print what this very job would hold, on --gpu_type or this machine.
+    """Print the predicted memory of the job (--plan) on --gpu_type or this machine.
 
-    Raises: NothingFits when it does not fit; UserError without a GPU and without --gpu_type or --memory_limit.
+    Raises: NothingFits if it does not fit; UserError without a GPU, --gpu_type and --memory_limit.
     """
     from zerofit.train import memory_report
 
@@ -84,20 +83,20 @@ def dry_run(settings) -> None:
         raise UserError(
             "--plan: there is no GPU here; name one with --gpu_type h100-80g, or a limit with --memory_limit."
         )
-    if found := check(settings, seconds=None):
-        print(memory_report.table(found["peak"]))
+    if plan := check(settings, seconds=None):
+        print(memory_report.table(plan["peak"]))
 
 
 def is_auto(flags: list[str]) -> bool:
-    """Whether the command line says --zero auto by name."""
+    """Return whether --zero auto is explicit on the command line."""
     return candidates.without_flags(flags, "--zero", "auto") != flags
 
 
 def chosen_flags(recipe: str, flags: list[str], ranks: int, node: int = formulas.GPUS_OF_A_NODE) -> list[str]:
-    """--zero auto: the flags of the fastest setting that fits this machine's GPUs; on a CPU the flags as they are,
-    where the stage goes by the number of processes. node: GPUs of a machine.
+    """Return the flags of the fastest setting that fits this machine's GPUs, for --zero auto.
 
-    Raises: NothingFits.
+    On a CPU the flags are unchanged: the stage then follows from the number of ranks. node: GPUs of a node.
+    Raises: NothingFits if no setting does.
     """
     if not hardware.torch_sees_some():
         return flags
@@ -120,10 +119,11 @@ def chosen_flags(recipe: str, flags: list[str], ranks: int, node: int = formulas
 
 
 def record_oom(errors: list[str]) -> None:
-    """A job ran out of memory: the history learns that it needed more than there was, unless somebody else used the GPU;
-    and what was announced is taken back, since the next attempt has other settings.
+    """Add an out-of-memory job to the history and clear its published prediction.
 
-    Args: errors: the ranks' tracebacks, with torch's words on who holds how much.
+    The history then knows that the job needed more than its limit, unless another process used the GPU. The prediction
+    is cleared since the next attempt has other settings.
+    Args: errors: the ranks' tracebacks, with torch's message on the use of the GPU.
     """
     predicted = json.loads(os.environ.get(memory_history.PLANNED, "{}"))
     publish(None)
@@ -138,10 +138,10 @@ def record_oom(errors: list[str]) -> None:
 
 
 def _alone_on_the_gpu(text: str) -> bool:
-    """Whether torch's message on an out-of-memory accounts for the whole GPU with this process and what is free.
+    """Return whether, by torch's out-of-memory message, no other process used the GPU.
 
-    It reads: "GPU 0 has a total capacity of 79.11 GiB of which 1.20 GiB is free. [Process 7 has 4.00 GiB memory in use.]
-    Including non-PyTorch memory, this process has 73.80 GiB memory in use." (c10/cuda/CUDACachingAllocator.cpp)
+    It reads: "GPU 0 has a total capacity of 79.11 GiB of which 1.20 GiB is free. [Process 7 has 4.00 GiB memory in
+    use.] Including non-PyTorch memory, this process has 73.80 GiB memory in use." (c10/cuda/CUDACachingAllocator.cpp)
     """
     units = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
     sizes = []
@@ -150,5 +150,5 @@ def _alone_on_the_gpu(text: str) -> bool:
         if size is None:
             return False
         sizes.append(float(size[1]) * units[size[2]])
-    whole, free, own = sizes
-    return whole - free - own < hardware.NOBODY_ELSE_BYTES
+    total, free, own = sizes
+    return total - free - own < hardware.NOBODY_ELSE_BYTES

@@ -9,11 +9,11 @@ from zerofit.plan import candidates, formulas
 from zerofit.plan.candidates import Candidate, Plan
 from zerofit.train import memory_report
 
-LARGE_CHECKPOINT = 100 * GIB  # above it a plan says what saving takes
+LARGE_CHECKPOINT = 100 * GIB  # above it a plan warns about the disk
 
 
 def text(plan: Plan) -> str:
-    """What the terminal shows."""
+    """Return the plan as text for the terminal."""
     best = plan.chosen or plan.nearest
     lines = ["", candidates.ESTIMATE.format(best.failed)] if best and best.failed else [""]
     lines += [
@@ -42,7 +42,7 @@ def text(plan: Plan) -> str:
 
 
 def _rejected(plan: Plan) -> list[str]:
-    """A line for all faster settings that keep the same things on the GPU: the smallest of them, which does not fit either."""
+    """Return a line per group of rejected candidates with the same states on the GPU: its smallest."""
     groups: dict[tuple, list] = {}
     for candidate, why in plan.rejected:
         setting = candidate.setting
@@ -58,17 +58,17 @@ def _rejected(plan: Plan) -> list[str]:
 
 
 def _adapter(plan: Plan) -> str:
-    """LoRA or QLoRA in one line."""
-    found = plan.adapter
-    name = {"lora": "LoRA", "qlora": "QLoRA"}[found.method]
+    """Return a line on the LoRA or QLoRA that would fit."""
+    adapter = plan.adapter
+    name = {"lora": "LoRA", "qlora": "QLoRA"}[adapter.method]
     return (
-        f"{name} would fit in {found.peak / GIB:.1f} GiB a GPU at {found.tokens_per_second:,.0f} tok/s (by formula, + 10 %; "
-        f"METHOD={found.method} simulates it): {candidates.command(found, plan.ranks)}"
+        f"{name} would fit in {adapter.peak / GIB:.1f} GiB a GPU at {adapter.tokens_per_second:,.0f} tok/s (by formula, + 10 %; "
+        f"METHOD={adapter.method} simulates it): {candidates.command(adapter, plan.ranks)}"
     )
 
 
 def _warnings(candidate: Candidate, plan: Plan) -> list[str]:
-    """What is large beside the checkpoints' disk."""
+    """Return a warning if checkpoints are large or the disk has too little space; else []."""
     each = formulas.checkpoint_bytes(candidate.shape.trainable, candidate.shape.parameters)
     if plan.disk_free is not None and _on_disk(each, plan) > plan.disk_free:
         short = f"only {plan.disk_free / GIB:.0f} GiB are free there"
@@ -87,7 +87,7 @@ def _warnings(candidate: Candidate, plan: Plan) -> list[str]:
 
 
 def _on_disk(each: float, plan: Plan) -> float:
-    """Bytes of the checkpoints that are there at once; of two, where all are kept."""
+    """Return the bytes of the checkpoints that exist at once; of two if all are kept."""
     return each * ((plan.kept or 1) + 1)
 
 
@@ -101,10 +101,10 @@ def _source(candidate: Candidate) -> str:
 
 
 def facts(candidate: Candidate, plan: Plan) -> dict[str, str]:
-    """What else a job needs: host memory, disk, wire, time."""
+    """Return {title: text} of what else a job needs: host memory, disk, communication, time."""
     setting, shape = candidate.setting, candidate.shape
     node = setting.of_a_node
-    found = {
+    result = {
         "parameters": f"{shape.parameters / 1e9:.3g} billion, {shape.trainable / 1e9:.3g} of them train",
         "batch": f"{setting.micro} rows x {setting.accumulation} steps x {plan.ranks} GPUs, {setting.tokens:,} tokens a micro batch",
         "closed forms": f"{sum(candidate.formula.values()) / GIB:.1f} GiB: "
@@ -115,15 +115,15 @@ def facts(candidate: Candidate, plan: Plan) -> dict[str, str]:
         ),
     }
     if setting.nvme:
-        found["disk of a node"] = (
+        result["disk of a node"] = (
             f"{16 * shape.trainable / plan.ranks * node / GIB:.1f} GiB of optimizer states and gradients"
             + f" and {2 * shape.parameters / plan.ranks * node / GIB:.1f} of weights" * (setting.offload == "all")
             + " in --offload_path; host memory holds pinned blocks on their way"
         )
     else:
-        found["host memory needed"] = _host(candidate, plan)
+        result["host memory needed"] = _host(candidate, plan)
     return (
-        found
+        result
         | {
             "checkpoint": f"{formulas.checkpoint_bytes(shape.trainable, shape.parameters) / GIB:.1f} GiB each on disk",
             "sent by each GPU": _sent(candidate, plan),
@@ -135,7 +135,7 @@ def facts(candidate: Candidate, plan: Plan) -> dict[str, str]:
 
 
 def _host(candidate: Candidate, plan: Plan) -> str:
-    """The host memory of a node, and what it has."""
+    """Return text on the host memory that a node needs and has."""
     saving = (
         f", {candidate.answer['host_saving'] / GIB:.1f} more on the first node while saving" if candidate.answer else ""
     )
@@ -154,7 +154,7 @@ def _sent(candidate: Candidate, plan: Plan) -> str:
 
 
 def _hpz(candidate: Candidate, plan: Plan) -> dict[str, str]:
-    """What ZeRO++ hpZ would change, where it could."""
+    """Return {flag: text} on what ZeRO++ hpZ would change; {} if it does not apply."""
     setting, shape = candidate.setting, candidate.shape
     if setting.zero != 3 or setting.hpz > 1 or plan.nodes == 1 or setting.offload == "all" or plan.ranks % plan.node:
         return {}
@@ -167,7 +167,7 @@ def _hpz(candidate: Candidate, plan: Plan) -> dict[str, str]:
 
 
 def nothing_fits(plan: Plan) -> str:
-    """The sentence: what is nearest, what is missing, how many GPUs would do."""
+    """Return the error sentence: nearest setting, missing memory, number of GPUs that would suffice."""
     nearest = plan.nearest
     if nearest is None:
         return "nothing fits."
@@ -187,7 +187,7 @@ def nothing_fits(plan: Plan) -> str:
 
 
 def write(plan: Plan, folder: Path) -> None:
-    """plan.json, plan.md and plan.png."""
+    """Write plan.json, plan.md and plan.png into the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     run_folder.write_json(folder / "plan.json", as_json(plan))
     best = plan.chosen or plan.nearest

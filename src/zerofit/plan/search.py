@@ -1,7 +1,7 @@
 """Try candidates from the fastest on and stop at the first that fits.
 
-Closed forms order the candidates by predicted time and drop what cannot fit by far; the ghost run (ghost.py), which is
-the kit's own trainer and the real engine on tensors without memory, decides about the rest.
+Closed forms order the candidates by predicted time and drop those far above the limit; the simulation (simulate.py),
+which runs zerofit's trainer and the real engine on tensors without memory, decides about the rest.
 """
 
 import time
@@ -11,13 +11,13 @@ from zerofit.errors import UserError
 from zerofit.hardware import GIB
 from zerofit.plan import candidates, formulas, predict, simulate
 
-GHOSTS = 8  # after so many simulations only settings that fit clearly by the closed forms are looked at
+GHOSTS = 8  # after this many simulations only settings that clearly fit by the closed forms are tried
 
-# Before "nothing fits" is said, the smallest settings by formula of so many stages and offloads are simulated, where they
-# are below this share of the limit.
+# Before the search ends with "nothing fits", it simulates the smallest settings by formula of up to LAST_TRIES pairs of
+# stage and offload, if they are below HOPELESS times the limit.
 LAST_TRIES, HOPELESS = 4, 2.0
 
-EDGE = 0.9  # of the limit; a plan above it names LoRA too
+EDGE = 0.9  # share of the limit above which a plan suggests LoRA too
 
 
 # --- the search ---
@@ -27,10 +27,11 @@ def search(
     methods: list[str], flags: list[str], ranks: int, gpu, say=lambda text: None, host_limit: int | None = None,
     node: int = formulas.GPUS_OF_A_NODE,
 ) -> candidates.Plan:  # fmt: skip
-    """The fastest setting that fits, by the flags that the user left open.
+    """Return the Plan with the fastest setting that fits among those that the flags leave open.
 
-    Args: methods: in order of preference; the first with anything that fits is taken. host_limit: bytes of a node's
-        host memory; what does not fit there is left out, unless --offload_path takes it to a disk. node: GPUs of a machine.
+    Args: methods: in order of preference; the first with a setting that fits is chosen. say: called with lines of
+        progress. host_limit: bytes of a node's host memory; settings above it are rejected, unless --offload_path puts
+        their states on a disk. node: GPUs of a node.
     Raises: UserError for the user's mistakes.
     """
     began = time.perf_counter()
@@ -49,59 +50,62 @@ def search(
 
 
 def _search(plan: candidates.Plan, methods: list[str], flags: list[str], say) -> None:
-    """Look for a setting that fits, rung by rung."""
+    """Search each (method, change) of `_rungs` until a setting fits; write the result into the plan."""
     ranks, gpu, node = plan.ranks, plan.gpu, plan.node
     for method, change in _rungs(methods, flags):
         try:
-            found = candidates.candidates(method, flags, ranks, gpu, change, node)
+            tried = candidates.candidates(method, flags, ranks, gpu, change, node)
         except UserError:
             if not change:
                 raise
             continue  # the user's other flags do not go with it
         what = " ".join([method, *change])
         say(
-            f"plan: {len(found)} settings of {what} on {candidates.machines(ranks, node)} x {gpu.device_name}; the fastest first"
+            f"plan: {len(tried)} settings of {what} on {candidates.machines(ranks, node)} x {gpu.device_name}; the fastest first"
         )
-        _decide(plan, found, say)
+        _decide(plan, tried, say)
         if plan.chosen:
             return
     if plan.nearest.answer is None and not _host_is_short(plan.nearest, plan):
-        _fits(plan.nearest, plan, say)  # a figure by formula does not say that nothing fits
+        _fits(plan.nearest, plan, say)  # a prediction by formula alone must not refuse a job
 
 
 def adapter_instead(plan: candidates.Plan, methods: list[str], flags: list[str]) -> candidates.Candidate | None:
-    """The fastest LoRA, else QLoRA, that fits by formula, where full fine-tuning does not fit, offloads or is nearly too large."""
+    """Return the fastest LoRA, else QLoRA, that fits by formula, if full fine-tuning does not fit well.
+
+    None if the search was not for full fine-tuning alone, or it fits below EDGE of the limit without offload."""
     chosen = plan.chosen
     if methods != ["sft"] or (chosen and chosen.setting.offload == "none" and chosen.peak <= EDGE * plan.limit):
         return None
     for method in ("lora", "qlora"):
         try:
-            found = candidates.candidates(method, flags, plan.ranks, plan.gpu, node=plan.node)
+            tried = candidates.candidates(method, flags, plan.ranks, plan.gpu, node=plan.node)
         except UserError:
             continue  # the user's other flags do not go with it
-        for candidate in found:
+        for candidate in tried:
             if candidate.setting.offload == "none" and candidate.peak <= plan.limit:
                 return candidate
     return None
 
 
 def _rungs(methods: list[str], flags: list[str]) -> list[tuple[str, tuple[str, ...]]]:
-    """(method, flags laid over the user's) in order of preference; what trains a little differently, with smaller
-    optimizer states, is looked at when nothing else fits."""
-    said = any(f.replace("-", "_").startswith(("__optim", "__pure_bf16", "__preset")) for f in flags)
-    smaller = [] if said else candidates.SMALLER_STATES
+    """Return (method, flags added to the user's) in order of preference.
+
+    Those with smaller optimizer states, which train slightly differently, come after the unchanged method."""
+    chosen_by_user = any(f.replace("-", "_").startswith(("__optim", "__pure_bf16", "__preset")) for f in flags)
+    smaller = [] if chosen_by_user else candidates.SMALLER_STATES
     return [(method, change) for method in methods for change in [(), *(smaller if method == "sft" else [])]]
 
 
 def _decide(plan: candidates.Plan, found: list[candidates.Candidate], say) -> None:
-    """Simulate the fastest candidates until one fits; what is far too large by formula only when nothing else does."""
-    asked, large = 0, []
+    """Simulate the fastest candidates until one fits; those far too large by formula come last."""
+    simulated, large = 0, []
     for candidate in found:
-        believed = candidates.CLEARLY_TOO_MUCH if asked < GHOSTS else 0.9
-        if _by_formula(candidate) > believed * plan.limit:
+        share = candidates.CLEARLY_TOO_MUCH if simulated < GHOSTS else 0.9
+        if _by_formula(candidate) > share * plan.limit:
             large.append(candidate)
         elif not _host_is_short(candidate, plan):
-            asked += 1  # nothing is chosen that was not simulated
+            simulated += 1  # only a simulated candidate is chosen, unless the simulation fails
             if _fits(candidate, plan, say):
                 break
     else:
@@ -115,9 +119,9 @@ def _decide(plan: candidates.Plan, found: list[candidates.Candidate], say) -> No
 
 
 def _last_tries(plan: candidates.Plan, large: list[candidates.Candidate], say) -> None:
-    """Simulate the smallest by formula of each stage and offload; where one fits, the faster ones like it are asked too.
+    """Simulate the smallest candidate of each stage and offload; if one fits, also faster ones like it.
 
-    The closed forms can be far too high for a job that they do not know well; a refusal is not theirs to make.
+    The closed forms can be far too high for an unusual model, so they must not refuse a job.
     """
     smallest: dict[tuple, candidates.Candidate] = {}
     for candidate in sorted(large, key=_by_formula):
@@ -140,7 +144,7 @@ def _by_formula(candidate: candidates.Candidate) -> float:
 
 
 def _fits(candidate: candidates.Candidate, plan: candidates.Plan, say) -> bool:
-    """Simulate the candidate, say its peak, and choose it when it fits."""
+    """Simulate the candidate, report its peak, and choose it if it fits."""
     predict.ask(candidate, plan.ranks, plan.gpu)
     how = (
         f"by formula, + {candidates.FORMULA_MARGIN:.0%}: the exact check failed"
@@ -166,28 +170,28 @@ def _why_not(candidate: candidates.Candidate, plan: candidates.Plan) -> str:
 
 
 def _gpus_that_would_do(method: str, flags: list[str], ranks: int, gpu, node: int) -> int | None:
-    """The least doubling of the GPUs at which something fits by the closed forms; None up to 4096."""
+    """Return the smallest doubling of the GPUs at which a setting fits by formula; None up to 4096."""
     more = ranks
     while more < 4096:
         more *= 2
         limit = int(gpu.memory_gib * GIB) - sum(predict.allowance_of(gpu, more).values())
         try:
-            found = candidates.candidates(method, flags, more, gpu, node=node)
+            tried = candidates.candidates(method, flags, more, gpu, node=node)
         except UserError:
             continue
-        if any(candidate.peak <= limit for candidate in found):
+        if any(candidate.peak <= limit for candidate in tried):
             return more
     return None
 
 
 def _longest_that_fits(method: str, flags: list[str], ranks: int, gpu, limit: int, node: int) -> int | None:
-    """The longest halving of --max_length at which something fits by the closed forms; None below 128."""
+    """Return the largest halving of --max_length at which a setting fits by formula; None below 128."""
     length = (
         parse.parse(candidates.recipe_of(method), candidates.planned_flags(flags, method), ranks, gpu).max_length // 2
     )
     while length >= 128:
-        found = candidates.candidates(method, [*flags, "--max_length", str(length)], ranks, gpu, node=node)
-        if any(candidate.peak <= limit for candidate in found):
+        tried = candidates.candidates(method, [*flags, "--max_length", str(length)], ranks, gpu, node=node)
+        if any(candidate.peak <= limit for candidate in tried):
             return length
         length //= 2
     return None

@@ -1,12 +1,12 @@
-"""Ask a simulated rank what a job allocates, and cache the answer.
+"""Run simulated ranks in processes of their own to predict what a job allocates; cache the answers.
 
-The program behind the planner. It builds the very model, adapter, optimizer and DeepSpeed configuration of a recipe and
-lets KitTrainer train two steps, while torch's FakeTensorMode makes every tensor a shape without bytes and its fake
-process group stands for the other ranks. memory.Ledger follows what would have been alive.
+A simulated rank (simulated_rank.py) builds the model, adapter, optimizer and DeepSpeed configuration of a recipe and
+trains two steps with ZerofitTrainer. torch's FakeTensorMode makes every tensor a shape without bytes, its fake process
+group replaces the other ranks, and memory_tracker.MemoryTracker counts the bytes that would have been alive.
 
-    run("sft", ["--model", "folder", "--zero", "3"], ranks=64, gpu=hardware.GPUS["h100-80g"])["total"]["backward"]   # bytes
+    run("sft", ["--model", "folder", "--zero", "3"], ranks=64, gpu=hardware.GPUS["h100-80g"])["total"]["backward"]
 
-Runs in a process of its own: the patches below are for the whole process.
+The patches of fake_device.py change the whole process; hence a process of its own.
 """
 
 import contextlib
@@ -25,11 +25,11 @@ import yaml
 
 from zerofit.paths import PACKAGE
 
-STEPS = 2  # the optimizer's states appear in the first, ZeRO-3 prefetches from the second on
+STEPS = 2  # optimizer states are allocated in the first step, ZeRO-3 prefetches from the second on
 
 
 class SimulationFailed(Exception):
-    """The job cannot be simulated, or nobody waits for it; the text is the reason in plain words."""
+    """The job cannot be simulated, or not within the time limit; the text is the reason."""
 
 
 # --- the question, asked from outside ---
@@ -39,16 +39,16 @@ def question(
     recipe: str, flags: list[str], ranks: int, rank: int = 0, gpu=None, device: str | None = None,
     fake: bool = True, padded: bool = False, overrides: dict | None = None,
 ) -> dict:  # fmt: skip
-    """What to ask for: the peak bytes of rank `rank` of `ranks`.
+    """Return the question for the peak bytes of rank `rank` of `ranks`, as JSON-compatible data.
 
     Args:
         flags: the recipe's, with --model; the rows of --data are never opened.
-        gpu: hardware.Gpu; None: as on this machine's CPU.
-        device: "gpu" (without memory, host tensors told apart), "cpu" (as a CPU run would), "cuda" (a real GPU, with
-            fake=False: what validation measures). Default: "gpu" with a `gpu`, else "cpu".
-        fake: False keeps real tensors; only the other ranks are missing then.
+        gpu: hardware.Gpu; None: this machine's CPU.
+        device: "gpu" (without memory, host tensors counted separately), "cpu" (like a CPU run), "cuda" (a real GPU,
+            with fake=False, to validate the simulation). Default: "gpu" with a `gpu`, else "cpu".
+        fake: False: real tensors, and only the other ranks are simulated.
         padded: rows differ in length, so that attention needs a mask.
-        overrides: values laid over the model's config.json (fewer layers).
+        overrides: values that replace those of the model's config.json (fewer layers).
     """
     return {
         "recipe": recipe, "flags": flags, "ranks": ranks, "rank": rank, "gpu": asdict(gpu) if gpu else None, "fake": fake,
@@ -57,12 +57,12 @@ def question(
 
 
 def run(*args, **kwargs) -> dict:
-    """The answer to one `question(...)`.
+    """Return the answer to one `question(...)`.
 
     Returns: {"peak": {phase: {part: bytes}}, "total": {phase: bytes}, "host": bytes of a rank's offload and loading,
-        "host_saving": bytes more on rank 0 while it saves, "model_states": see memory.Ledger,
+        "host_saving": bytes more on rank 0 while it saves, "model_states": see memory_tracker.MemoryTracker,
         "parameters", "trainable", "largest_block", "seconds"}.
-    Raises: UserError for the user's mistakes, GhostFailed when it cannot be run that way.
+    Raises: UserError for the user's mistakes, SimulationFailed if the job cannot be simulated.
     """
     (answer,) = run_all([question(*args, **kwargs)])
     if isinstance(answer, Exception):
@@ -71,55 +71,53 @@ def run(*args, **kwargs) -> dict:
 
 
 def run_all(questions: list[dict], cache: Path | None = None, seconds: float | None = None) -> list[dict | Exception]:
-    """The answers, in order; an exception that `run` would raise stands in its place.
+    """Return the answers in order; an exception that `run` would raise is returned in place of an answer.
 
-    Libraries are imported once and each question is answered in a fork, as many at once as there are cores. A question for
-    a real GPU has a process to itself: CUDA cannot be used in a fork of a process that has looked for it.
-    Args: cache: folder of answers by question. seconds: after which all that is left has failed; None: never.
+    Libraries are imported once and each question is answered in a fork, as many at once as there are cores. A question
+    for a real GPU gets its own process: CUDA cannot be used in a fork of a process that has queried it.
+    Args: cache: folder of answers by question. seconds: time limit after which the open questions fail; None: no limit.
     """
     answers: list = [_kept(cache, q) for q in questions]
-    left = [i for i, answer in enumerate(answers) if answer is None]
-    if not left:
+    open_questions = [i for i, answer in enumerate(answers) if answer is None]
+    if not open_questions:
         return answers
-    if len(left) > 1 and any(questions[i]["device"] == "cuda" for i in left):
-        for i in left:
+    if len(open_questions) > 1 and any(questions[i]["device"] == "cuda" for i in open_questions):
+        for i in open_questions:
             (answers[i],) = run_all([questions[i]], cache, seconds)
         return answers
-    asked = [questions[i] for i in left]
-    process = _taken() if all(map(_needs_no_device, asked)) else None
-    process = process or _started(all(q["fake"] for q in asked), any(q["device"] == "cuda" for q in asked))
-    output, errors = _ask(process, json.dumps(asked), seconds, keep=_reused and all(q["fake"] for q in asked))
+    to_ask = [questions[i] for i in open_questions]
+    process = _taken() if all(map(_needs_no_device, to_ask)) else None
+    process = process or _started(all(q["fake"] for q in to_ask), any(q["device"] == "cuda" for q in to_ask))
+    output, errors = _ask(process, json.dumps(to_ask), seconds, keep=_reused and all(q["fake"] for q in to_ask))
     unanswered = (
         {"too slow": True} if output is None else {"trace": errors or "the simulation's process printed nothing"}
     )
-    found = {}
+    by_index = {}
     for line in (output or "").splitlines():
         if line.startswith(MARK):
             number, answer = json.loads(line.removeprefix(MARK))
-            found[left[number]] = answer
-    for i in left:
-        answers[i] = _as_exception(found.get(i, unanswered), cache)
-        answer = found.get(i)
-        if cache and not isinstance(answers[i], Exception):  # failures may be of the moment
+            by_index[open_questions[number]] = answer
+    for i in open_questions:
+        answers[i] = _as_exception(by_index.get(i, unanswered), cache)
+        answer = by_index.get(i)
+        if cache and not isinstance(answers[i], Exception):  # failures may be temporary
             _keep(cache, questions[i], answer)
     return answers
 
 
-INSIDE = (
-    "ZEROFIT_GHOST"  # environment variable: this process is a ghost; --show, --plan and --search_batch_size mean others
-)
+INSIDE = "ZEROFIT_GHOST"  # environment variable: set in the process of simulated ranks
 
 MARK = "ghost-answer: "
 
 DONE = "ghost-done"  # a line after the answers to one list of questions
 
-_ready: list[subprocess.Popen] = []  # has imported the libraries, or does, and waits for questions
+_ready: list[subprocess.Popen] = []  # processes that import, or have imported, the libraries and wait for questions
 
-_reused = False  # whether a process is kept for the next questions
+_reused = False  # whether to keep a process for the next questions
 
 
 def prestart() -> None:
-    """Start the process that the next questions go to: it imports for seconds while the caller does other things."""
+    """Start the process for the next questions, so that its imports, which take seconds, run in parallel."""
     if not _ready:
         _ready.append(_started(fake=True, cuda=False))
 
@@ -137,14 +135,14 @@ def reused():
 
 
 def stop_prestarted() -> None:
-    """End what `get_ready` started when it was not asked anything."""
+    """End the process that waits for questions, if there is one."""
     if process := _taken():
         _kill(process)
         _close(process)
 
 
 def _kill(process: subprocess.Popen) -> None:
-    """End the process and its forks."""
+    """Kill the process and its forks."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -152,35 +150,35 @@ def _kill(process: subprocess.Popen) -> None:
 
 def _close(process: subprocess.Popen) -> None:
     for stream in (process.stdin, process.stdout, process.stderr):
-        with contextlib.suppress(OSError):  # what was not yet written has nobody to read it
+        with contextlib.suppress(OSError):  # unwritten input is lost with its reader
             stream.close()
 
 
 def _ask(process: subprocess.Popen, text: str, seconds: float | None, keep: bool = False) -> tuple[str | None, str]:
-    """Return the process's answers to `text` (None: not within `seconds`), and what it has printed on stderr.
+    """Return the process's answers to `text` (None: not within `seconds`), and its output on stderr.
 
-    Args: keep: let the process wait for the next questions; else it and its forks are gone afterwards.
+    Args: keep: let the process wait for the next questions; else it and its forks are killed afterwards.
     """
-    answers, whole = [], False
+    answers, received_all = [], False
 
     def read():
-        nonlocal whole
+        nonlocal received_all
         for line in process.stdout:
             if line.strip() == DONE:
-                whole = True
+                received_all = True
                 return
             answers.append(line)
 
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
     try:
-        with contextlib.suppress(BrokenPipeError):  # it has ended; what it printed says why
+        with contextlib.suppress(BrokenPipeError):  # the process has ended; its stderr holds the reason
             process.stdin.write(text + "\n")
             process.stdin.flush()
         reader.join(None if seconds is None else max(0.0, seconds))
         if reader.is_alive():
             return None, ""
-        if whole and keep:
+        if received_all and keep:
             _ready.append(process)
         process.stderr.seek(0)
         return "".join(answers), process.stderr.read()
@@ -205,17 +203,15 @@ def _started(fake: bool, cuda: bool) -> subprocess.Popen:
     env |= {"OMP_NUM_THREADS": "1"} if fake else {}
     env |= {} if cuda else {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     pipe = subprocess.PIPE
-    words = [sys.executable, "-m", "zerofit", "simulated-rank"]
-    errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  (a pipe that nobody reads would fill up)
-    process = subprocess.Popen(
-        words, stdin=pipe, stdout=pipe, stderr=errors, text=True, env=env, start_new_session=True
-    )
+    argv = [sys.executable, "-m", "zerofit", "simulated-rank"]
+    errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  (a pipe without a reader would fill up)
+    process = subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=errors, text=True, env=env, start_new_session=True)
     process.stderr = errors
     return process
 
 
 def _as_exception(answer: dict, cache: Path | None) -> dict | Exception:
-    """The answer, or what stands in its place; the traceback of an unforeseen error goes to a file that is named."""
+    """Return the answer, or the exception for a failure; a traceback is written to a file in `cache`."""
     from zerofit.errors import UserError
 
     if "mistake" in answer:
@@ -245,11 +241,11 @@ def _kept(cache: Path | None, question: dict) -> dict | None:
 
 def _keep(cache: Path, question: dict, answer: dict) -> None:
     file = cache / f"{_key(question)}.json"
-    aside = file.with_suffix(f".{os.getpid()}")
-    with contextlib.suppress(OSError):  # the next plan asks again
+    tmp_path = file.with_suffix(f".{os.getpid()}")
+    with contextlib.suppress(OSError):  # without the file the next plan simulates again
         cache.mkdir(parents=True, exist_ok=True)
-        aside.write_text(json.dumps(answer))
-        os.replace(aside, file)
+        tmp_path.write_text(json.dumps(answer))
+        os.replace(tmp_path, file)
 
 
 _OF_A_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR",
@@ -257,7 +253,7 @@ _OF_A_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP
 
 
 def _key(question: dict) -> str:
-    """A hash of the question and of everything that could change its answer."""
+    """Return a hash of the question and of everything that could change its answer."""
     import importlib.metadata
 
     from zerofit.config import deepspeed_json
@@ -270,25 +266,25 @@ def _key(question: dict) -> str:
 
 
 def _named_files(words: list[str]) -> list[str]:
-    """Return the content of every configuration file that these words name, or that such a YAML file names."""
-    found = []
+    """Return the contents of all configuration files that these flags, or YAML files among them, name."""
+    contents = []
     for word in words:
         path = Path(word.partition("=")[2] if word.startswith("--") else word)
-        with contextlib.suppress(OSError, RuntimeError):  # a word that is no path: too long, ~nobody
+        with contextlib.suppress(OSError, RuntimeError):  # not a path: too long, or ~nobody
             path = path.expanduser()
             path = path / "config.json" if path.is_dir() else path
             if path.is_file() and path.suffix in (".json", ".yaml", ".yml"):
-                found.append(path.read_text(errors="replace"))
+                contents.append(path.read_text(errors="replace"))
                 if path.suffix != ".json":
-                    found += _named_files(_strings(found[-1]))
-    return found
+                    contents += _named_files(_strings(contents[-1]))
+    return contents
 
 
 def _strings(text: str) -> list[str]:
-    """Return the values of a YAML file's lines that are text, but those that name YAML files."""
+    """Return the top-level string values of a YAML text, without those that name YAML files."""
     try:
         values = yaml.safe_load(text)
-    except yaml.YAMLError:  # args.read_yaml says it
+    except yaml.YAMLError:  # parse.read_yaml reports it
         return []
     values = values.values() if isinstance(values, dict) else []
     return [value for value in values if isinstance(value, str) and not value.endswith((".yaml", ".yml"))]

@@ -14,7 +14,7 @@ from zerofit.plan import fake_device, simulate
 
 
 def main(_: list[str]) -> None:
-    import deepspeed  # noqa: F401  (what every fork would import)
+    import deepspeed  # noqa: F401  (once, for all forks)
     import transformers  # noqa: F401
 
     from zerofit.model import load  # noqa: F401
@@ -22,19 +22,19 @@ def main(_: list[str]) -> None:
 
     for line in sys.stdin:
         questions = json.loads(line)
-        if questions[0]["device"] == "cuda":  # run_all asks for one alone
+        if questions[0]["device"] == "cuda":  # run_all sends such a question alone
             _answer_and_end(0, questions[0])
         _answer_in_forks(questions)
         os.write(1, f"\n{simulate.DONE}\n".encode())
 
 
 def _answer_in_forks(questions: list[dict]) -> None:
-    """Answer each question in a fork of this process, as many at once as there are cores."""
+    """Answer each question in a fork of this process, as many in parallel as there are cores."""
     import torch
 
     from zerofit import distributed
 
-    # Real tensors want all cores.
+    # Real tensors use all cores, so one question at a time.
     workers = distributed.cores() if all(q["fake"] for q in questions) else 1
     waiting, running = list(enumerate(questions)), {}
     while waiting or running:
@@ -62,7 +62,7 @@ def _say(answer: list) -> None:
 
 
 def _answer_and_end(number: int, question: dict) -> None:
-    """Answer in this fork, which ends without tidying up: fake process groups and engines have nothing to save."""
+    """Answer in this process and exit it without cleanup: fake groups and engines have nothing to save."""
     from zerofit.errors import UserError
 
     try:
@@ -93,9 +93,9 @@ def _answer(recipe, flags, ranks, rank, gpu, device, fake, padded, overrides) ->
 
     settings = resolve.resolve_settings(recipe, flags, ranks, hardware.Gpu(**gpu) if gpu else None)
     _launched(settings, rank)
-    ledger = memory_tracker.MemoryTracker(device=device, round_to=1 if device == "cpu" else 512)
+    tracker = memory_tracker.MemoryTracker(device=device, round_to=1 if device == "cpu" else 512)
     if device == "gpu":
-        fake_device.register_gpu(lambda: int(gpu["memory_gib"] * 2**30) - ledger.live_bytes)
+        fake_device.register_gpu(lambda: int(gpu["memory_gib"] * 2**30) - tracker.live_bytes)
     _one_rank_of(settings, rank)
     arguments, *rows = _trainers_needs(settings, device)
     with contextlib.ExitStack() as stack:
@@ -104,29 +104,29 @@ def _answer(recipe, flags, ranks, rank, gpu, device, fake, padded, overrides) ->
             stack.enter_context(torch._subclasses.fake_tensor.FakeTensorMode(allow_non_fake_inputs=True))
             micro = settings.per_device_train_batch_size
             stack.enter_context(fake_device.answers_for_collectives(micro * settings.max_length, micro))
-        host = _host_ledger(stack) if device == "gpu" else None
-        stack.enter_context(ledger)
+        host_tracker = _host_ledger(stack) if device == "gpu" else None
+        stack.enter_context(tracker)
         trainer = _trainer(settings, arguments, rows, overrides, device, fake)
         trainer.train()
-        in_host = host.highest if host else ledger.host
-        _evaluate_and_save(trainer, ledger)
-        ledger.pause()
+        in_host = host_tracker.highest if host_tracker else tracker.host
+        _evaluate_and_save(trainer, tracker)
+        tracker.pause()
         sizes = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in trainer.model.parameters()]
         return {
-            "peak": ledger.peak,
-            "total": {phase: sum(parts.values()) for phase, parts in ledger.peak.items()},
+            "peak": tracker.peak,
+            "total": {phase: sum(parts.values()) for phase, parts in tracker.peak.items()},
             "host": in_host,
-            "host_saving": max(0, host.highest - in_host) if host else 0,
-            "model_states": ledger.model_states,
+            "host_saving": max(0, host_tracker.highest - in_host) if host_tracker else 0,
+            "model_states": tracker.model_states,
             "parameters": sum(n for n, _ in sizes),
             "trainable": sum(n for n, trained in sizes if trained),
-            "largest_block": ledger.largest,
+            "largest_block": tracker.largest,
             "seconds": round(time.perf_counter() - began, 2),
         }
 
 
 def _launched(settings, rank: int) -> None:
-    """The variables that a launcher would have set; one process without DeepSpeed runs without any."""
+    """Set the variables of a launcher; a single rank without DeepSpeed runs without them."""
     if settings.deepspeed is not None or settings.world_size > 1:
         os.environ |= {
             "RANK": str(rank), "WORLD_SIZE": str(settings.world_size), "LOCAL_RANK": "0",
@@ -135,7 +135,7 @@ def _launched(settings, rank: int) -> None:
 
 
 def _one_rank_of(settings, rank: int) -> None:
-    """torch's fake process group: collectives move nothing and always succeed."""
+    """Open torch's fake process group, whose collectives move nothing and always succeed."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -152,7 +152,7 @@ def _one_rank_of(settings, rank: int) -> None:
 
 
 class _Tokenizer:
-    """What a trainer asks of one; a plan needs no tokenizer files."""
+    """The attributes of a tokenizer that the trainer reads; a plan needs no tokenizer files."""
 
     pad_token_id, padding_side = 0, "right"
 
@@ -161,7 +161,7 @@ class _Tokenizer:
 
 
 def _evaluate_and_save(trainer, ledger) -> None:
-    """One evaluation batch, where the run evaluates, and ZeRO-3's gathering of the weights for a save."""
+    """Run one evaluation batch, if the run evaluates, and ZeRO-3's gathering of the weights for a save."""
     if trainer.eval_dataset is not None:
         trainer.evaluate()
     if trainer.is_deepspeed_enabled and trainer.accelerator.deepspeed_config["zero_optimization"]["stage"] == 3:
@@ -169,7 +169,7 @@ def _evaluate_and_save(trainer, ledger) -> None:
 
 
 def _trainers_needs(settings, device: str):
-    """(TrainingArguments, tokenizer, training rows, eval rows or None) of STEPS steps that write nothing."""
+    """Return (TrainingArguments, tokenizer, rows, eval rows or None) for STEPS steps that write nothing."""
     import torch
     from accelerate.state import PartialState
     from datasets import Dataset
@@ -177,7 +177,7 @@ def _trainers_needs(settings, device: str):
     from zerofit.data.tokens import TokenizedDataset
     from zerofit.train.trainer import training_arguments
 
-    accumulation = min(settings.gradient_accumulation_steps, 2)  # the second micro batch is like all later ones
+    accumulation = min(settings.gradient_accumulation_steps, 2)  # the second micro batch allocates like all later ones
     batch = settings.per_device_train_batch_size * accumulation * settings.world_size
     settings.values |= {
         "max_steps": simulate.STEPS, "save_strategy": "no", "eval_strategy": "no", "report_to": [], "push_to_hub": False, "logging_steps": 10**6,
@@ -186,7 +186,7 @@ def _trainers_needs(settings, device: str):
         "output_dir": str(Path(tempfile.gettempdir()) / "zerofit-ghost"), "dataloader_num_workers": 0, "resume_from_checkpoint": None, "load_best_model_at_end": False,
     }  # fmt: skip
     if settings.fp16 and settings.deepspeed is None:
-        settings.values |= {"fp16": False, "bf16": True}  # accelerate knows its devices by name; the bytes are the same
+        settings.values |= {"fp16": False, "bf16": True}  # accelerate's fp16 refuses device "gpu"; same bytes
     if settings.deepspeed is not None:
         for key, value in (("gradient_accumulation_steps", accumulation), ("train_batch_size", batch)):
             if settings.deepspeed.get(key) not in (None, "auto"):
@@ -195,8 +195,8 @@ def _trainers_needs(settings, device: str):
         settings.values |= {"use_cpu": True, "dataloader_pin_memory": False, "ddp_backend": None}
     arguments = training_arguments(settings)
     if device != "cuda":
-        place = torch.device("gpu:0" if device == "gpu" else "cpu")
-        PartialState._shared_state["device"] = arguments.__dict__["_setup_devices"] = place
+        torch_device = torch.device("gpu:0" if device == "gpu" else "cpu")
+        PartialState._shared_state["device"] = arguments.__dict__["_setup_devices"] = torch_device
     row = {"input_ids": [5] * settings.max_length, "labels": [5] * settings.max_length}
 
     def tokens(count):
@@ -208,17 +208,17 @@ def _trainers_needs(settings, device: str):
 
 
 def _host_ledger(stack):
-    """A second ledger, of what stays in host memory."""
+    """Return a second memory tracker, entered on the stack, for tensors in host memory."""
     from zerofit.train import memory_tracker
 
-    host = memory_tracker.MemoryTracker(device="cpu")
-    host.phase = "step"
-    stack.enter_context(memory_tracker.Watch(host))
-    return host
+    tracker = memory_tracker.MemoryTracker(device="cpu")
+    tracker.phase = "step"
+    stack.enter_context(memory_tracker.Watch(tracker))
+    return tracker
 
 
 def _trainer(settings, arguments, rows, overrides, device, fake):
-    """KitTrainer with the recipe's model, as the recipe builds it. rows: what _trainers_needs returns."""
+    """Return the trainer and model as the recipe builds them. rows: tokenizer, training and eval rows."""
     import torch
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
@@ -228,10 +228,10 @@ def _trainer(settings, arguments, rows, overrides, device, fake):
     from zerofit.train.trainer import ZerofitTrainer
 
     if overrides:
-        plain = load.load_config
+        plain_load_config = load.load_config
 
         def load_config(settings):
-            config = plain(settings)
+            config = plain_load_config(settings)
             for name, value in overrides.items():
                 setattr(config.get_text_config(), name, value)
             return config
@@ -239,44 +239,44 @@ def _trainer(settings, arguments, rows, overrides, device, fake):
         load.load_config = load_config
     if device == "gpu":
         fake_device.attention_stand_in(settings.attn_implementation)
-    place = torch.device("gpu:0") if device == "gpu" else contextlib.nullcontext()
+    device_context = torch.device("gpu:0") if device == "gpu" else contextlib.nullcontext()
     config = load.load_config(settings)
     fused_loss.choose(settings, config)
     tiled_mlp.choose(settings, config)
     if offload.depends_on_size(settings.deepspeed):
         offload.check_sizes(settings, load.check_model(settings))
     tokenizer, train_rows, eval_rows = rows
-    width = quantization.bits(settings)
-    if width == 8 and fake:
+    bits = quantization.bits(settings)
+    if bits == 8 and fake:
         raise simulate.SimulationFailed("a base in 8 bits cannot be simulated")
-    settings.values["random_init"] = width is None or fake
-    if width and fake:
-        settings.values["load_in_4bit"] = False  # loading would need the weights
-        unset_hf_deepspeed_config()  # packed weights are shared out by the engine, not while they are loaded
+    settings.values["random_init"] = bits is None or fake
+    if bits and fake:
+        settings.values["load_in_4bit"] = False  # loading in 4 bits would read the weights
+        unset_hf_deepspeed_config()  # the engine shards packed weights after loading, not while they are loaded
         with torch.device("meta"):
-            net = load.load_model(settings, tokenizer)
+            model = load.load_model(settings, tokenizer)
         settings.values["load_in_4bit"] = True
-        _quantise(net, "gpu:0" if device == "gpu" else "cpu")
-    with place:
-        if not (width and fake):
-            net = load.load_model(settings, tokenizer)
+        _quantise(model, "gpu:0" if device == "gpu" else "cpu")
+    with device_context:
+        if not (bits and fake):
+            model = load.load_model(settings, tokenizer)
         if settings.recipe == "lora":
-            net = adapters.add_adapter(net, settings)
+            model = adapters.add_adapter(model, settings)
     on_gpu = device == "gpu"
     torch.cuda.get_device_name = (lambda *_: "a ghost") if on_gpu else torch.cuda.get_device_name
-    settings.values["use_cpu"] = settings.use_cpu and not on_gpu  # offloaded activations go somewhere
-    trainer = ZerofitTrainer(settings, net, tokenizer, arguments, train_rows, eval_rows)
+    settings.values["use_cpu"] = settings.use_cpu and not on_gpu  # activations are then offloaded from the fake GPU
+    trainer = ZerofitTrainer(settings, model, tokenizer, arguments, train_rows, eval_rows)
     trainer.remove_callback(progress.Reporter)
     return trainer
 
 
 def _quantise(net, device: str) -> None:
-    """Linear layers with packed NF4 weights and doubly quantised constants: bitsandbytes' own code, on no memory."""
+    """Replace linear layers by bitsandbytes' NF4 layers with doubly quantized constants, without memory."""
     import bitsandbytes
     import torch
 
     class Linear4bit(bitsandbytes.nn.Linear4bit):
-        """Its parameter is a plain one: bitsandbytes' own kind cannot wrap a tensor without memory."""
+        """Linear4bit with a plain Parameter: bitsandbytes' Params4bit cannot wrap a tensor without memory."""
 
         def __init__(self, linear):
             torch.nn.Module.__init__(self)
@@ -299,16 +299,16 @@ def _quantise(net, device: str) -> None:
         for name, child in list(parent.named_children()):
             if type(child) is torch.nn.Linear and child is not head:
                 setattr(parent, name, Linear4bit(child))
-    made = {}  # a tied head stays tied
+    replaced = {}  # a tied head stays tied
     for module in net.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.is_meta:
-                made[id(parameter)] = (
-                    made[id(parameter)]
-                    if id(parameter) in made
+                replaced[id(parameter)] = (
+                    replaced[id(parameter)]
+                    if id(parameter) in replaced
                     else torch.nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=False)
                 )
-                module._parameters[name] = made[id(parameter)]
+                module._parameters[name] = replaced[id(parameter)]
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
                 module._buffers[name] = torch.empty_like(buffer, device=device)
