@@ -329,7 +329,7 @@ def test_a_recipe_of_any_launcher_looks_early(monkeypatch, capsys):
         check_early("sft")
     assert capsys.readouterr().err.count("invalid choice: '4'") == 1
     for recipe in arguments.RECIPES:
-        assert f'early.recipe("{recipe}")' in (ROOT / "recipes" / f"{recipe}.py").read_text()
+        assert f'entrypoint.check_early("{recipe}")' in (ROOT / "recipes" / f"{recipe}.py").read_text()
 
 
 def test_the_names_that_are_read_from_transformers_source():

@@ -14,7 +14,7 @@ from transformers import TrainerCallback, TrainingArguments
 
 from zerofit import recipe
 from zerofit.config import parse as config_parse
-from zerofit.config import transformers_flags
+from zerofit.config import resolve, transformers_flags
 from zerofit.data import hub
 from zerofit.data.load import load_datasets
 from zerofit.errors import UserError
@@ -295,7 +295,7 @@ def environment_as_before():
 
 def trainer_of(folder, *words, ranks=1) -> ZerofitTrainer:
     """The trainer of a recipe's command line, before its first step."""
-    settings = recipe.parse(
+    settings = resolve.resolve_settings(
         "sft", [*SHORT, "--zero", "0", "--save_strategy", "no", "--output_dir", str(folder), *words], 1
     )
     tokenizer = load_tokenizer(settings)

@@ -513,7 +513,7 @@ def test_hub_ids_load_through_datasets(monkeypatch, tmp_path, tokenizer):
     real, builder = datasets.load_dataset, datasets.load_dataset_builder
     monkeypatch.setattr(datasets, "load_dataset", lambda name, config=None, streaming=False: real(str(folder)))
     monkeypatch.setattr(datasets, "load_dataset_builder", lambda name, config=None: builder(str(folder)))
-    monkeypatch.setattr("zerofit.data.hub.check_reachable", lambda asker: None)
+    monkeypatch.setattr("zerofit.data.sources.check_reachable", lambda asker: None)
     train, held_out = load_datasets(settings_for("someone/set"), tokenizer)
     assert (len(train), len(held_out)) == (8, 2)
     with pytest.raises(UserError, match="has no split 'trian', only"):

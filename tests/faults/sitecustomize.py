@@ -62,14 +62,14 @@ def after(owner, name: str) -> None:
     setattr(owner, name, wrapped)
 
 
-def inject(train) -> None:
-    kit, where = train.KitTrainer, FAULT["where"]
+def inject(module) -> None:
+    kit, where = module.ZerofitTrainer, FAULT["where"]
     if where == "forward":
         before(kit, "compute_loss", lambda self: self)
     elif where == "backward":
         after(kit, "training_step")
     elif where == "step":
-        before(train.Reporter, "on_step_end", lambda self: self.trainer)
+        before(module.progress.Reporter, "on_step_end", lambda self: self.trainer)
     elif where == "eval":
         before(kit, "evaluation_loop", lambda self: self)
     elif where == "save":  # the model is written, the rest is not
@@ -77,7 +77,7 @@ def inject(train) -> None:
     elif where == "data":
         before(kit, "get_batch_samples", lambda self: self)
     elif where == "worker":
-        plain = train.data.TrainCollator.__call__
+        plain = module.TrainCollator.__call__
 
         def collate(self, batch):
             import torch
@@ -87,14 +87,14 @@ def inject(train) -> None:
                 raise RuntimeError("injected")
             return plain(self, batch)
 
-        train.data.TrainCollator.__call__ = collate
+        module.TrainCollator.__call__ = collate
     elif where == "start":
-        before(train.Reporter, "on_train_begin", lambda self: self.trainer, limit_memory)
+        before(module.progress.Reporter, "on_train_begin", lambda self: self.trainer, limit_memory)
 
 
 class Finder:
     def find_spec(self, name, path=None, target=None):
-        if name != "zerofit.train":
+        if name != "zerofit.train.trainer":
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)

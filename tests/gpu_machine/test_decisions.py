@@ -401,7 +401,7 @@ def test_a_full_gpu_ends_the_proof_of_packing_as_such(monkeypatch):
     def full(*args):
         raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
 
-    monkeypatch.setattr(train_trainer.attention, "logits_apart", full)
+    monkeypatch.setattr(train_trainer.attention, "packed_logit_error", full)
     trainer = SimpleNamespace(settings=SimpleNamespace(precision="bf16"), data_collator=SimpleNamespace(pad_token_id=0),
                               model_wrapped=None, tokens=SimpleNamespace(dataset=None), args=None)  # fmt: skip
     with pytest.raises(RuntimeError, match="ALLOC_FAILED"):

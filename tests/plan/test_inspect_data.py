@@ -34,7 +34,9 @@ def settings_for(*flags):
 def loaded(*flags):
     settings = settings_for(*flags)
     tokenizer = load_tokenizer(settings)
-    return settings, *load_datasets(settings, tokenizer), tokenizer
+    sets = load_datasets(settings, tokenizer)
+    inspect_data.check_data(settings, *sets, tokenizer)
+    return settings, *sets, tokenizer
 
 
 def hand_made(rows):

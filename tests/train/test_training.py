@@ -213,10 +213,10 @@ def test_learning_reaches_ninety_percent_in_one_process(tmp_path):
 SLOW_LOADER = """
 import runpy, sys, types
 from zerofit.data.batches import TrainCollator
-from zerofit.train import trainer
+from zerofit.train import progress, trainer
 from zerofit.train.checkpoint import save
 now = [0.0]
-trainer.time = types.SimpleNamespace(perf_counter=lambda: now[0])
+progress.time = types.SimpleNamespace(perf_counter=lambda: now[0])
 
 def sleeps(owner, name, seconds):
     plain = getattr(owner, name)

@@ -16,7 +16,7 @@ from zerofit import run_folder
 from zerofit.errors import UserError
 from zerofit.export import compare, merge, model_card, source
 from zerofit.paths import nearest_existing
-from zerofit.train.checkpoint import zero_shards
+from zerofit.train.checkpoint import integrity, zero_shards
 
 DTYPES = {"float32": torch.float32, "fp32": torch.float32, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16,
           "fp16": torch.float16, "float16": torch.float16}  # fmt: skip
@@ -265,7 +265,7 @@ def _masters(given, found) -> dict:
     folders = [found.folder, *reversed(run_folder.checkpoints(found.run).values())] if found.run else [found.folder]
     held_weights = zero_shards.Weights(found.folder)
     for folder in filter(zero_shards.is_deepspeed, folders):
-        if found.run and folder != found.folder and source.checkpoint.fault(folder):
+        if found.run and folder != found.folder and integrity.find_corruption(folder):
             continue
         states = zero_shards.read(folder)
         names = {merge.plain_name(name): name for name in states.shapes}
