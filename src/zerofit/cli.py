@@ -9,19 +9,19 @@ from zerofit.errors import UserError
 
 USAGE = """usage: zerofit launch [--gpus N] [--show] recipes/sft.py [flags]     start a recipe on N processes
        zerofit launch recipes/sft.py --help                          a recipe's flags; --help all: every one
-       zerofit launch --nnodes 2 --node_rank 0 --master_addr HOST    this machine's part of a job on several
+       zerofit launch --nnodes 2 --node_rank 0 --master_addr HOST    this node's part of a job on several
        zerofit hosts --hosts FILE recipes/sft.py [flags]             a job on the hosts of a DeepSpeed hostfile, over ssh
-       zerofit slurm --nodes N --gpus G recipes/sft.py [flags]       the same as a SLURM job (--print: only show the file)
-       zerofit kubernetes --nodes N --image I ... recipes/sft.py     the same as a manifest for Kubeflow
-       zerofit status|cancel runs/<run>                              how a job stands; end it
-       zerofit data [--recipe sft] [--output_dir FOLDER] [flags]            what it would train on; no model, no GPU
-       zerofit batch-size [--recipe sft] [--gpus N] [flags]               the largest micro batch that fits
-       zerofit plan [--gpu_type h100-80g] [--gpus N] [flags]              whether it fits, and the fastest setting that does
-       zerofit doctor [--json]                                       what of this machine would stop or spoil a job
-       zerofit resume runs/<run> [--gpus N] [flags]                  the same job again, from its newest good checkpoint
-       zerofit export runs/<run> [--merge] [--dtype bf16]            a plain Hugging Face folder of what was trained
-       zerofit chat runs/<run>                                       talk to it in the terminal
-       zerofit replay runs/<run>                                     a step whose loss was not a number, once more
+       zerofit slurm --nodes N --gpus G recipes/sft.py [flags]       submit a SLURM job (--print: only show the file)
+       zerofit kubernetes --nodes N --image I ... recipes/sft.py     print a manifest for Kubeflow
+       zerofit status|cancel runs/<run>                              show how a job stands; end it
+       zerofit data [--recipe sft] [--output_dir DIR] [flags]        show what a run would train on
+       zerofit batch-size [--recipe sft] [--gpus N] [flags]          find the largest micro batch that fits
+       zerofit plan [--gpu_type h100-80g] [--gpus N] [flags]         find the fastest setting that fits
+       zerofit doctor [--json]                                       check what would break or slow down a run here
+       zerofit resume runs/<run> [--gpus N] [flags]                  resume from the latest valid checkpoint
+       zerofit export runs/<run> [--merge] [--dtype bf16]            write a plain Hugging Face folder
+       zerofit chat runs/<run>                                       chat with the trained model in the terminal
+       zerofit replay runs/<run>                                     repeat a step whose loss was not finite
        zerofit --version"""
 
 # verb: the module whose main() (or the function after the colon) runs it; imported on use, since libraries take seconds

@@ -42,6 +42,12 @@ def printable(text: str) -> str:
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda m: f"\\x{ord(m[0]):02x}", text)
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message without its full stop; its type where there is no message."""
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(".") if lines else type(error).__name__
+
+
 class DiskFull(UserError):
     """A write failed because the disk is full."""
 

@@ -34,9 +34,7 @@ def settings_for(*flags):
 def loaded(*flags):
     settings = settings_for(*flags)
     tokenizer = load_tokenizer(settings)
-    sets = load_datasets(settings, tokenizer)
-    inspect_data.check_data(settings, *sets, tokenizer)
-    return settings, *sets, tokenizer
+    return settings, *load_datasets(settings, tokenizer), tokenizer
 
 
 def hand_made(rows):
@@ -140,12 +138,14 @@ def test_rows_longer_than_the_model_was_made_for_are_said(tmp_path, more, capfd)
     file = tmp_path / "a.jsonl"
     file.write_text(json.dumps({"text": "many words " * 500}) + "\n")
     flags = ["--data", file, "--model", TINY / "model", *more]
-    settings, train_set, _, _ = loaded(*flags)
+    settings, train_set, eval_set, tokenizer = loaded(*flags)
+    inspect_data.check_data(settings, train_set, eval_set, tokenizer)
     longest = len(train_set.dataset[0]["input_ids"])
     wanted = f"rows have up to {longest:,} tokens, but the model was made for 1,024 (max_position_embeddings): use --max_length 1024"
     assert longest > 1024 and settings.decisions[-1] == wanted
     assert "indexing errors" not in "".join(capfd.readouterr())
-    settings, *_ = loaded(*flags, "--max_length", 1024)
+    settings, *sets_and_tokenizer = loaded(*flags, "--max_length", 1024)
+    inspect_data.check_data(settings, *sets_and_tokenizer)
     assert "made for" not in "".join(settings.decisions)
 
 

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from zerofit.config import nvme
-from zerofit.errors import UserError
+from zerofit.errors import UserError, first_line
 
 # JSON key -> the flag with the same meaning.
 SAME_AS_FLAG = {
@@ -356,8 +356,3 @@ def _check_quantized(name: str, zero: dict, path: Path, settings) -> None:
             raise UserError(f"{where}: DeepSpeed quantizes between nodes only and ignores it in silence on one.")
         if zero.get("reduce_scatter") is False:
             raise UserError(f"{where}: needs zero_optimization.reduce_scatter = true in {path}.")
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of the error's text without the full stop; its type if it has no text."""
-    return str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__

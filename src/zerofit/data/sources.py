@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zerofit.data.hub import check_reachable
-from zerofit.errors import UserError
+from zerofit.errors import UserError, first_line
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 
@@ -183,7 +183,7 @@ def _load_hub(name: str, config: str | None, streaming: bool = False):
     except Exception as error:  # the Hub client raises a dozen unrelated types
         raise UserError(
             f"--data {name}: neither a file or folder here nor a hub data set that could be loaded: "
-            f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+            f"{type(error).__name__}: {first_line(error)}"
         ) from None
 
 
@@ -351,7 +351,7 @@ def _read_parquet(path: Path) -> Iterator[Row]:
                 number += 1
                 yield f"{path}: row {number}", row
     except (pa.ArrowException, OSError) as error:
-        raise UserError(f"{path}: not a readable Parquet file: {str(error).splitlines()[0]}") from None
+        raise UserError(f"{path}: not a readable Parquet file: {first_line(error)}") from None
 
 
 def _read_arrow(path: Path) -> Iterator[Row]:
@@ -361,6 +361,6 @@ def _read_arrow(path: Path) -> Iterator[Row]:
     try:
         dataset = datasets.load_from_disk(str(path)) if path.is_dir() else datasets.Dataset.from_file(str(path))
     except (pa.ArrowException, OSError, ValueError) as error:
-        raise UserError(f"{path}: not a readable Arrow set: {str(error).splitlines()[0]}") from None
+        raise UserError(f"{path}: not a readable Arrow set: {first_line(error)}") from None
     for number, row in enumerate(dataset, 1):
         yield f"{path}: row {number}", row

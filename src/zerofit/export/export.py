@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from zerofit import run_folder
-from zerofit.errors import UserError
+from zerofit.errors import UserError, first_line
 from zerofit.export import compare, merge, model_card, source
 from zerofit.paths import nearest_existing
 from zerofit.train.checkpoint import integrity, zero_shards
@@ -338,7 +338,7 @@ def _check_push(repo: str, found, merged: bool) -> None:
     try:
         validate_repo_id(repo)
     except HFValidationError as error:
-        raise UserError(f"--push {repo}: {str(error).splitlines()[0]}") from None
+        raise UserError(f"--push {repo}: {first_line(error)}") from None
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
         raise UserError(f"--push {repo}: HF_HUB_OFFLINE is set, so nothing can be uploaded; unset it.")
     if not get_token():

@@ -10,7 +10,7 @@ import torch
 
 from zerofit import run_folder
 from zerofit.data import hub
-from zerofit.errors import UserError
+from zerofit.errors import UserError, first_line
 from zerofit.model import adapters, quantization
 from zerofit.model.load import model_fingerprint
 from zerofit.train.checkpoint import integrity, pickles, zero_shards
@@ -204,7 +204,7 @@ def _from_hub(name: str, found: Saved, place: str) -> Path:
         revision = found.adapter.get("revision")
         return Path(snapshot_download(name, revision=revision, ignore_patterns=["*.bin", "*.pt", "*.pth", "*.gguf"]))
     except (OSError, ValueError) as error:
-        raise UserError(f"{place}: cannot be had: {str(error).strip().splitlines()[0]}") from None
+        raise UserError(f"{place}: cannot be had: {first_line(error)}") from None
 
 
 def _check_base(found: Saved, base: Path, place: str) -> None:

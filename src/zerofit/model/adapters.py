@@ -10,7 +10,7 @@ from pathlib import Path
 
 import yaml
 
-from zerofit.errors import UserError
+from zerofit.errors import UserError, first_line
 from zerofit.settings import decide
 
 # Names are peft's PeftType in lower case; tests/model/test_adapters.py trains, saves and reloads each tuner at the stages
@@ -182,7 +182,7 @@ def _config(settings, new_token_ids: dict[str, list[int]] | None = None):
     try:
         return config_class(task_type=TaskType.CAUSAL_LM, **values)
     except (TypeError, ValueError) as error:
-        raise UserError(f"--adapter {kind}: {str(error).strip().splitlines()[0]}") from None
+        raise UserError(f"--adapter {kind}: {first_line(error)}") from None
 
 
 def _pairs(pairs: list[str], config_class, names: set[str]) -> dict:
@@ -229,7 +229,7 @@ def add_adapter(model, settings, tokenizer=None):
         flag = f"--adapter {settings.adapter}"
         if settings.adapter not in OWN_TARGETS:
             flag += f" --lora_target_modules {' '.join(settings.lora_target_modules)}"
-        raise UserError(f"{flag}: {str(error).splitlines()[0]}") from None
+        raise UserError(f"{flag}: {first_line(error)}") from None
     if fp32_adapter:
         # peft casts the adapter to fp32, but not modules_to_save: these would train without an fp32 master.
         for parameter in model.parameters():

@@ -9,7 +9,7 @@ import struct
 from pathlib import Path
 
 from zerofit.data import conversations, hub
-from zerofit.errors import UserError
+from zerofit.errors import UserError, first_line
 from zerofit.model import adapters, attention, ddp, quantization
 
 
@@ -90,7 +90,7 @@ def _load(load, settings, what: str, **kwargs):
     except (OSError, ValueError) as error:
         if what == "weights" and not isinstance(error, OSError):
             raise
-        first = str(error).strip().splitlines()[0]
+        first = first_line(error)
         raise UserError(f"--model {name}: its {what} could not be loaded: {first}") from None
 
 
@@ -137,7 +137,7 @@ def load_model(settings, tokenizer):
         try:
             model = _load(AutoModelForCausalLM.from_pretrained, settings, "weights", use_safetensors=True, **kwargs)
         except (ValueError, ImportError) as error:  # e.g. an attention implementation that is not installed
-            raise UserError(f"--model {settings.model}: {str(error).strip().splitlines()[0]}") from None
+            raise UserError(f"--model {settings.model}: {first_line(error)}") from None
     if quantization.bits(settings):
         quantization.keep_layout(model)
     if settings.new_tokens:
@@ -184,7 +184,7 @@ def check_model(settings):
         fused_loss.router_loss(model)
         tiled_mlp.install(settings, model)
     except (ValueError, ImportError) as error:
-        raise UserError(f"--model {settings.model}: {str(error).strip().splitlines()[0]}") from None
+        raise UserError(f"--model {settings.model}: {first_line(error)}") from None
     return model
 
 

@@ -10,7 +10,7 @@ import torch
 
 from zerofit import distributed
 from zerofit.config import nvme, offload
-from zerofit.errors import UserError
+from zerofit.errors import UserError, first_line
 from zerofit.paths import cache_root
 
 TOOLS = {"ninja": "pip install ninja", "g++": "apt install g++"}  # needed to compile the ops, and how to install it
@@ -79,7 +79,7 @@ def _build(name: str, extensions: Path, ours: bool) -> None:
             builder.load(verbose=False)
         except Exception as error:
             raise UserError(
-                f"{builder.name}: DeepSpeed could not compile it: {offload.first_line(error)}; see `ds_report`, or choose a "
+                f"{builder.name}: DeepSpeed could not compile it: {first_line(error)}; see `ds_report`, or choose a "
                 "mode that needs no compiler (--offload without ratio and path)."
             ) from None
         if (seconds := time.perf_counter() - began) > 10:

@@ -15,10 +15,9 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import EvalLoopOutput
 
 from zerofit import distributed, rank_status
-from zerofit.config.offload import first_line
 from zerofit.data import streaming
 from zerofit.data.batches import Collator, DatasetWithFiller, EpochSampler, TrainCollator
-from zerofit.errors import Stopped, UserError
+from zerofit.errors import Stopped, UserError, first_line
 from zerofit.model import adapters, attention, ddp, fused_loss, gradient_checkpointing, patches, quantization, tiled_mlp
 from zerofit.optim import build, registry, sophia
 from zerofit.settings import order_seed

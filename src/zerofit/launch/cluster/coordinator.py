@@ -22,7 +22,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from zerofit import rank_status
-from zerofit.errors import EXIT_CODES, UserError
+from zerofit.errors import EXIT_CODES, UserError, first_line
 from zerofit.launch.cluster import node_options
 from zerofit.launch.cluster.documents import FILES, decisions, read, signed
 from zerofit.train import consistency
@@ -95,7 +95,7 @@ class Coordinator:
         except RuntimeError as error:
             raise UserError(
                 f"MASTER_ADDR={address} PORT={port}: no zerofit launch answers there "
-                f"({str(error).splitlines()[0]}); start the same command on that machine with NODE_RANK=0."
+                f"({first_line(error)}); start the same command on that machine with NODE_RANK=0."
             ) from None
         if not self.leads:
             self._check_not_taken(store)
