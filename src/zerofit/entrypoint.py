@@ -23,7 +23,7 @@ def guard(main) -> None:
 
     A user's mistake is raised on every rank; rank 0 prints it, and its exit ends the other ranks.
     """
-    from zerofit import distributed, rank_status, run_lock
+    from zerofit import rank_status, run_lock
 
     try:
         _full_disk_in_words(lambda: _out_of_memory_in_words(main))

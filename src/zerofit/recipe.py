@@ -44,7 +44,7 @@ def start_processes(settings: Settings, train_set, eval_set):
     The run folder is chosen here but set up by `open_run_folder`, after the model is loaded, so that an error leaves no
     incomplete run behind.
     """
-    from zerofit import distributed, rank_status, run_folder
+    from zerofit import rank_status, run_folder
     from zerofit.config import nvme, offload
     from zerofit.model import attention, fused_loss, tiled_mlp
     from zerofit.model.load import check_model, load_config
@@ -82,7 +82,6 @@ def open_run_folder(settings: Settings, train_set, eval_set) -> None:
     """Set up the run folder, print what was decided, and write run.json."""
     from zerofit import run_folder
     from zerofit.data import dataset
-    from zerofit.train import trial
     from zerofit.train.checkpoint import resume
 
     resume.check_resumable(settings, train_set)
@@ -109,7 +108,6 @@ def open_run_folder(settings: Settings, train_set, eval_set) -> None:
 
 def _leave_newer_checkpoints(settings: Settings) -> None:
     """Move away the checkpoints newer than the resumed one: this run saves those steps again."""
-    from zerofit import distributed
     from zerofit.launch import retry
     from zerofit.train.checkpoint.facts import step_of
 

@@ -72,7 +72,6 @@ def _choose_batches(settings: Settings) -> None:
     Raises: UserError for an attention implementation with which packed documents would read each other, and for
         contradictory flags.
     """
-    from zerofit.errors import UserError
     from zerofit.model import attention
 
     attn, padding_free = settings.attn_implementation, settings.padding_free
@@ -100,8 +99,6 @@ def _check_memory_report(settings: Settings) -> None:
 
     Raises: UserError with torch_compile: tensors in compiled code cannot be tracked.
     """
-    from zerofit.errors import UserError
-
     if settings.memory_report:
         if settings.torch_compile:
             raise UserError("--memory_report with --torch_compile: compiled code cannot be followed; drop one of them.")

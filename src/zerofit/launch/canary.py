@@ -80,7 +80,6 @@ def _attempt(job: supervisor.Job, flags: list[str], settings, folder: Path) -> t
 def _flags(flags: list[str], folder: Path) -> list[str]:
     """Return the canary's flags: the run's, but own folder, no resume, nothing to the Hub or a tracker."""
     from zerofit import command_line
-    from zerofit.train import trial
 
     kept = command_line.drop(flags, "--output_dir", "--resume_from_checkpoint")
     return [*kept, *trial.NOTHING_OUTSIDE, "--resume_from_checkpoint", "false", "--output_dir", str(folder)]

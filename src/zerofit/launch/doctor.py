@@ -47,8 +47,6 @@ CHANGES_BEHAVIOUR = {
 
 def main(argv: list[str]) -> None:
     """`zerofit doctor`: see --help. Exits with 0, or with 1 if a check fails."""
-    from zerofit import hardware
-
     parser = argparse.ArgumentParser(prog="zerofit doctor", allow_abbrev=False, description=__doc__)
     parser.add_argument("--json", action="store_true", help="findings as JSON on standard output, nothing else")
     parser.add_argument("--gpus", default="", help="processes that shall exchange a tensor (default: GPUs, else 2)")
@@ -79,8 +77,6 @@ def main(argv: list[str]) -> None:
 
 
 def _of_nodes(given) -> list[doctor_nodes.Finding]:
-    from zerofit.launch import doctor_nodes
-
     several = int(given.nodes) > 1
     return doctor_nodes.check(int(given.nodes), Path(given.output_dir), given.port) if several else []
 
@@ -335,8 +331,6 @@ def _locked_memory(nvme: bool, nodes: int) -> list[doctor_nodes.Finding]:
     DeepSpeed's NVMe buffers (mlock) and InfiniBand registrations do. The limit does not apply to CUDA's pinned memory,
     which the driver pins.
     """
-    from zerofit.launch import doctor_nodes
-
     users = ["the buffers of --offload_path"] * nvme
     users += ["what InfiniBand registers"] * (nodes > 1 and bool(doctor_nodes.infiniband()))
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)

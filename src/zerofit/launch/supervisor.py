@@ -110,8 +110,6 @@ def _with_the_nodes_there_are(job: Job, last, following: tuple):
 
     Returns: (following, {node: processes}); (None, None) if too few nodes are present.
     """
-    from zerofit.launch import retry
-
     members = job.crew.muster()
     if members is None:
         last.what_next = ""

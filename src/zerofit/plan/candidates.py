@@ -194,8 +194,6 @@ def _hpz(settings, ranks: int, node: int) -> int:
 
 def planned_flags(flags: list[str], method: str) -> list[str]:
     """Return the flags with those that a plan of this method changes or adds."""
-    from zerofit import command_line
-
     flags = without_flags(flags, "--zero", "auto")
     if not _names(flags, "--offload"):  # candidates() adds it to the settings that offload to disk
         flags = command_line.drop(flags, "--offload_path")
@@ -262,8 +260,6 @@ def _sensible(zero: int, offload: str, ranks: int, base) -> bool:
 
 def _flags(flags: list[str], base, zero: int, offload: str, every: int, away: bool, micro: int) -> list[str]:
     """Return the recipe's flags for one candidate."""
-    from zerofit import command_line
-
     result = command_line.drop(flags, "--zero", "--offload", "--per_device_train_batch_size", "--gradient_accumulation_steps",
                      "--effective_batch_size", "--search_batch_size", "--offload_path")  # fmt: skip
     result += ["--zero", str(zero), "--offload", offload, "--per_device_train_batch_size", str(micro),
@@ -305,8 +301,6 @@ def setting_of(settings) -> Setting:
 
 def flags_for_simulation(flags: list[str]) -> list[str]:
     """Return the flags without those that do not change memory, so that equal jobs share a cached answer."""
-    from zerofit import command_line
-
     return command_line.drop(flags, "--plan", "--show", "--gpu_type", "--gpus", "--ignore_plan", "--output_dir", "--memory_limit",
                       "--resume_from_checkpoint", "--on_oom", "--max_restarts", "--hang_timeout", "--on_nan",
                       "--max_nan_steps", "--canary", "--ignore_resume_mismatch")  # fmt: skip

@@ -31,8 +31,6 @@ def is_canary() -> bool:
 
 def measure_canary(trainer) -> None:
     """Run the canary instead of training, then end the process. Collective; the engine must be built."""
-    from zerofit.train import memory_tracker
-
     args, folder = trainer.args, Path(trainer.args.output_dir)
     rows = longest_rows(trainer, args.per_device_train_batch_size)
     seconds, tokens = _steps(trainer, rows)
