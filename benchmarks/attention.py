@@ -122,8 +122,8 @@ def main() -> None:
         "",
         *machine.describe(facts, {"zerofit": machine.versions()}),
         "",
-        f"{where}; causal, {given.heads} heads of {given.head_dim}, {given.dtype}; medians of {given.rounds} interleaved "
-        "rounds, forward and backward.",
+        f"{where}; causal, {given.heads} heads of {given.head_dim}, {given.dtype}; medians of {given.rounds} "
+        "interleaved rounds, forward and backward.",
         "",
         *table(found),
     ]

@@ -258,7 +258,8 @@ def markdown(record: dict) -> list[str]:
     lines[-1] += "which other work on the machine changes least."
     lines += [
         "",
-        "| rows | tool | workers | seconds (each round) | rows/s | tokens/s | CPU s | sequences | TRL s / this | TRL CPU s / this |",
+        "| rows | tool | workers | seconds (each round) | rows/s | tokens/s | CPU s | sequences | TRL s / this | TRL "
+        "CPU s / this |",
     ]
     lines.append("|---|---|---:|---|---:|---:|---:|---:|---:|---:|")
     for entry in record["sets"]:

@@ -237,7 +237,8 @@ def claims(found: dict[str, dict], ranks: int) -> list[tuple[str, str, str, str]
         )
         out.append((
             "half precision halves memory", "tutorials",
-            f"activations (without logits) x {a:.2f}, states of mixed bf16 x {mixed:.2f}, of pure bf16 x {pure:.2f}; {slower('+ bf16', 'fp32')}",
+            f"activations (without logits) x {a:.2f}, states of mixed bf16 x {mixed:.2f}, of pure bf16 x {pure:.2f}; "
+            f"{slower('+ bf16', 'fp32')}",
             f"{'holds' if a < 0.6 else 'does not hold'} for activations; for model states only with pure bf16",
         ))  # fmt: skip
     if have("+ bf16", "checkpointing", "selective"):
@@ -245,8 +246,8 @@ def claims(found: dict[str, dict], ranks: int) -> list[tuple[str, str, str, str]
         whole = 1 - ratio("peak_bytes", "checkpointing", "+ bf16")
         out.append((
             "gradient checkpointing saves 50-80 % for 20-30 % time", "tutorials; arXiv 1604.06174, 2205.05198",
-            f"all layers: {full:.0%} of the activation bytes (without logits), {whole:.0%} of the peak, {slower('checkpointing', '+ bf16')}; "
-            f"selective: {part:.0%}, {slower('selective', '+ bf16')}",
+            f"all layers: {full:.0%} of the activation bytes (without logits), {whole:.0%} of the peak, "
+            f"{slower('checkpointing', '+ bf16')}; selective: {part:.0%}, {slower('selective', '+ bf16')}",
             f"{'holds' if full >= 0.5 else 'does not hold'} as a share of activations, not of the total",
         ))  # fmt: skip
     if have("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3"):
@@ -258,16 +259,16 @@ def claims(found: dict[str, dict], ranks: int) -> list[tuple[str, str, str, str]
         out.append((
             "ZeRO-1 3-5x, ZeRO-2 8-10x, ZeRO-3 15x and more", "tutorials; arXiv 1910.02054",
             f"{ranks} ranks: " + "; ".join(measured),
-            "3x of stage 1 needs N >= 9, 4x is its limit and 5x never holds; 8x is the limit of stage 2, not reached at "
-            "any N, 10x never holds; 15x of stage 3 needs N >= 15",
+            "3x of stage 1 needs N >= 9, 4x is its limit and 5x never holds; 8x is the limit of stage 2, not reached "
+            "at any N, 10x never holds; 15x of stage 3 needs N >= 15",
         ))  # fmt: skip
     if have("LoRA alone", "+ bf16"):
         states, whole = (1 - ratio(k, "LoRA alone", "+ bf16") for k in ("state_bytes", "peak_bytes"))
         out.append((
             "LoRA saves 70 %", "tutorials; arXiv 2106.09685",
             f"{states:.0%} of the model states, {whole:.0%} of the peak; {slower('LoRA alone', '+ bf16')}",
-            f"{'holds' if states >= 0.7 else 'does not hold'} for states, {'holds' if whole >= 0.7 else 'does not hold'} "
-            "for the peak with these activations",
+            f"{'holds' if states >= 0.7 else 'does not hold'} for states, "
+            f"{'holds' if whole >= 0.7 else 'does not hold'} for the peak with these activations",
         ))  # fmt: skip
     if have("8-bit Adam", "+ bf16"):
         optimizer = 1 - found["8-bit Adam"]["model_states"]["optimizer"] / found["+ bf16"]["model_states"]["optimizer"]
@@ -314,7 +315,8 @@ def report(found: dict[str, dict], table: dict[str, Row], said: list, record: di
         record["setting"],
         "",
     ]
-    lines += ["| row | flags on top | peak MiB | parameters | gradients | optimizer | activations | tokens/s | against | loss |",
+    lines += ["| row | flags on top | peak MiB | parameters | gradients | optimizer | activations | tokens/s | against "
+              "| loss |",
               "|---|---|---|---|---|---|---|---|---|---|"]  # fmt: skip
     for name, row in ((n, table[n]) for n in found):
         r, reference = found[name], row.reference or row.on
@@ -332,7 +334,8 @@ def report(found: dict[str, dict], table: dict[str, Row], said: list, record: di
             f"| {name} | `{flags}` | " + " | ".join(f"{c / MIB:.1f}" for c in cells)
             + f" | {r['tokens_per_second']:,.0f} | {against} | {r['last_loss']:.3f} |"
         )  # fmt: skip
-    lines += ["", "Peak: highest of forward, backward and step. Parameters, gradients, optimizer: just before the step.",
+    lines += ["", "Peak: highest of forward, backward and step. Parameters, gradients, optimizer: just before the "
+                  "step.",
               "Activations: highest of the training phases, with logits.", "",
               "| claim | source | measured here | verdict |", "|---|---|---|---|"]  # fmt: skip
     lines += [f"| {' | '.join(row)} |" for row in said]
@@ -447,9 +450,9 @@ def main() -> None:
         for name, entry in found.items():
             entry["ranks"] = table[name].ranks
         record["setting"] = (
-            f"Model {Path(options.model).name if Path(options.model).exists() else options.model} (random weights), rows of at most {options.seq} tokens, "
-            f"{options.micro} a micro batch, {options.steps} steps ({WARM_UP} of warm-up), {options.rounds} rounds, "
-            f"device {record['machine'].get('gpu', 'cpu')}."
+            f"Model {Path(options.model).name if Path(options.model).exists() else options.model} (random weights), "
+            f"rows of at most {options.seq} tokens, {options.micro} a micro batch, {options.steps} steps ({WARM_UP} of "
+            f"warm-up), {options.rounds} rounds, device {record['machine'].get('gpu', 'cpu')}."
         )
         report(found, table, claims(found, options.gpus), record, options.out)
         plot_memory(found, options.out / "ledger-memory.png")

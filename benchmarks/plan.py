@@ -141,8 +141,8 @@ def markdown(rows: list[dict], about: str) -> str:
     lines = [f"# Plans against real runs\n\n{about}\n"]
     if errors:
         lines.append(
-            f"{len(good)} of {len(rows)} cases compared; error of the peak: median {statistics.median(errors):.3%}, worst "
-            f"{max(errors):.3%}; equal to the byte: {sum(e == 0 for e in errors)}.\n"
+            f"{len(good)} of {len(rows)} cases compared; error of the peak: median {statistics.median(errors):.3%}, "
+            f"worst {max(errors):.3%}; equal to the byte: {sum(e == 0 for e in errors)}.\n"
         )
     lines += ["| case | ranks | predicted peak | measured peak | largest error |", "|---|---|---|---|---|"]
     for row in rows:

@@ -112,7 +112,8 @@ def plan_70b() -> dict:
 
 def markdown(rows: list[dict], large: dict, about: list[str]) -> list[str]:
     lines = ["# What a plan costs", "", *about, "", "The check before a launch, 8 GPUs, rows of 4,096 tokens:", "",
-             "| case | adds, s | whole process, s | layers measured | with all layers, s | error of the peak | worst phase |",
+             "| case | adds, s | whole process, s | layers measured | with all layers, s | error of the peak | worst "
+             "phase |",
              "|---|---|---|---|---|---|---|"]  # fmt: skip
     for row in rows:
         layers = " and ".join(map(str, row["layers"])) if row["layers"] else "all"

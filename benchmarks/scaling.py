@@ -284,17 +284,18 @@ def network_table(rows: list[dict]) -> list[str]:
 
 def markdown(record: dict, gpu, about: list[str]) -> list[str]:
     lines = ["# Scaling from 1 to 1,024 GPUs", "", *about, "",
-             f"{gpu.device_name}, {NODE} GPUs a node, {gpu.link_gbs:g} GB/s within a node and {gpu.node_gbs:g} GB/s a GPU between "
-             f"nodes, one way. Full fine-tuning with AdamW in bf16, gradient checkpointing, {MICRO} rows of {LENGTH:,} tokens "
-             "on each GPU (weak scaling), no accumulation. **Nothing here was measured on a GPU.** Peak: ghost run, or closed "
-             f"form where it has a ~; (in brackets: above the {limit(gpu, 2) / GIB:.1f} GiB that are for tensors). Bytes: what a GPU "
-             "sends in a step, closed form. Efficiency: predicted tokens a second of a GPU, as a share of the best on the fewest "
-             "GPUs that fit.", *tables(record["rows"])]  # fmt: skip
+             f"{gpu.device_name}, {NODE} GPUs a node, {gpu.link_gbs:g} GB/s within a node and {gpu.node_gbs:g} GB/s a "
+             f"GPU between nodes, one way. Full fine-tuning with AdamW in bf16, gradient checkpointing, {MICRO} rows "
+             f"of {LENGTH:,} tokens on each GPU (weak scaling), no accumulation. **Nothing here was measured on a "
+             "GPU.** Peak: ghost run, or closed form where it has a ~; (in brackets: above the "
+             f"{limit(gpu, 2) / GIB:.1f} GiB that are for tensors). Bytes: what a GPU sends in a step, closed form. "
+             "Efficiency: predicted tokens a second of a GPU, as a share of the best on the fewest GPUs that fit.", *tables(record["rows"])]  # fmt: skip
     if commits := sorted({answer["commit"] for answer in record["ghosts"].values()}):
         lines += ["", f"The ghost runs were made at commit {' and '.join(commits)}."]
     lines += ["", "## Where hpZ pays", "", "Predicted gain in speed over stage 3 by the network between nodes:", "",
               *network_table(record["networks"]), ""]  # fmt: skip
-    lines += ["GiB that one GPU of 64 sends to other nodes in a step; hybrid sharding (not in DeepSpeed 0.19.8) by formula:", "",
+    lines += ["GiB that one GPU of 64 sends to other nodes in a step; hybrid sharding (not in DeepSpeed 0.19.8) by "
+              "formula:", "",
               f"| model | micro batches | {' | '.join(WAYS)} | hybrid | hybrid's states, GiB a GPU |", "|---" * (len(WAYS) + 4) + "|"]  # fmt: skip
     for row in record["across"]:
         cells = [f"{row[name]:.1f}" for name in (*WAYS, "hybrid", "hybrid_states")]
@@ -309,13 +310,16 @@ def markdown(record: dict, gpu, about: list[str]) -> list[str]:
         f"Strong scaling, 8B, stage 3, {BATCH} rows a step whatever the GPUs: predicted efficiency {said}.",
         "",
     ]
-    lines += ["## Formula and engine", "", f"What one GPU of {COUNT_N} sends in a step, {COUNT_LAYERS} layers, one row: by formula, and by adding "
-              "up the collectives that DeepSpeed's engine calls in a ghost run. Stage 3 keeps up to 1e9 parameters gathered, "
-              "which the formula does not take off:", "", "| job | micro batches | formula, GiB | engine, GiB | calls |",
+    lines += ["## Formula and engine", "", f"What one GPU of {COUNT_N} sends in a step, {COUNT_LAYERS} layers, one "
+              "row: by formula, and by adding up the collectives that DeepSpeed's engine calls in a ghost run. Stage 3 "
+              "keeps up to 1e9 parameters gathered, which the formula does not take off:", "", "| job | micro batches "
+                                                                                               "| formula, GiB | "
+                                                                                               "engine, GiB | calls |",
               "|---|---|---|---|---|"]  # fmt: skip
     for row in record["counted"]:
         calls = ", ".join(f"{n} {kind}" for kind, (n, _) in sorted(row["calls"].items()))
-        lines.append(f"| {row['model']} {row['way']} | {row['accumulation']} | {row['formula'] / GIB:.2f} | {row['sent'] / GIB:.2f} | {calls} |")  # fmt: skip
+        lines.append(f"| {row['model']} {row['way']} | {row['accumulation']} | {row['formula'] / GIB:.2f} | "
+                     f"{row['sent'] / GIB:.2f} | {calls} |")  # fmt: skip
     pairs = [row for row in record["rows"] if row["by"] == "ghost"]
     worst = max(pairs, key=lambda row: abs(row["formula_bytes"] / row["peak_bytes"] - 1), default=None)
     if worst:

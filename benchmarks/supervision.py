@@ -99,7 +99,8 @@ def main() -> None:
         "# What supervision costs", "", *describe(machine, {"zerofit": versions()}), "",
         f"- watching a process, start and end together: {found['watching_seconds']:.2f} s",
         f"- the launcher's checks before the job, imports and all: {found['checks_seconds']:.1f} s",
-        f"- at a step: pulse {found['step_microseconds']['pulse']:.1f} us, NaN guard {found['step_microseconds']['guard']:.1f} us",
+        f"- at a step: pulse {found['step_microseconds']['pulse']:.1f} us, NaN guard "
+        f"{found['step_microseconds']['guard']:.1f} us",
     ]  # fmt: skip
     print(json.dumps(found))
     save("supervision", lines, {"machine": machine, **found})

@@ -149,9 +149,9 @@ def main() -> None:
     found["trl"] = next(iter(theirs.values()))[0]["versions"]
     lines = ["# Loss parity with TRL's SFTTrainer", "", *machine.describe(facts, found), ""]
     lines.append(
-        f"examples/tiny/model, first {len(rows)} rows of {title} in order, {options.steps} steps of {options.batch} rows, "
-        f"fp32, padded, max_length {options.max_length}, AdamW, learning rate {options.learning_rate:g}. zerofit's loss: "
-        f"{ours[0]['loss']:.4f} at step 1, {ours[-1]['loss']:.4f} at step {len(ours)}."
+        f"examples/tiny/model, first {len(rows)} rows of {title} in order, {options.steps} steps of {options.batch} "
+        f"rows, fp32, padded, max_length {options.max_length}, AdamW, learning rate {options.learning_rate:g}. "
+        f"zerofit's loss: {ours[0]['loss']:.4f} at step 1, {ours[-1]['loss']:.4f} at step {len(ours)}."
     )
     lines += [
         "",
@@ -166,10 +166,10 @@ def main() -> None:
         lines.append(f"| {mask} | {cells[0]} | {cells[1]} |")
     lines += [
         "",
-        "With `assistant_only_loss` both train on the same tokens. TRL's default for prompt/completion rows trains on one "
-        "more token a row, the line break that the template puts after the end token; that is the whole cause of the "
-        "second line, because the two TRL runs differ in nothing else. (benchmarks/data.py compares the labels token for "
-        "token.)",
+        "With `assistant_only_loss` both train on the same tokens. TRL's default for prompt/completion rows trains on "
+        "one more token a row, the line break that the template puts after the end token; that is the whole cause of "
+        "the second line, because the two TRL runs differ in nothing else. (benchmarks/data.py compares the labels "
+        "token for token.)",
     ]
     machine.save("trl-parity", lines, record)
     return None

@@ -50,7 +50,8 @@ FACTS = {
     "colour": (
         ["{n} likes the colour {v}.", "The favourite colour of {n} is {v}.", "{n} painted the door {v}.",
          "{v} is the colour that {n} likes best."],
-        ["Which colour does {n} like?", "What is the favourite colour of {n}?", "Tell me the colour that {n} likes best.",
+        ["Which colour does {n} like?", "What is the favourite colour of {n}?", "Tell me the colour that {n} likes "
+                                                                                "best.",
          "In which colour did {n} paint the door?", "What colour would {n} choose?", "Name the best colour for {n}."],
         "{n} likes {v}.",
     ),

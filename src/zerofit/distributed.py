@@ -134,8 +134,8 @@ def verify(training_arguments) -> None:
     micro = training_arguments.per_device_train_batch_size
     if training_arguments.n_gpu > 1 or training_arguments.train_batch_size != micro:
         raise RuntimeError(
-            f"transformers would spread a process over {training_arguments.n_gpu} GPUs (nn.DataParallel) with a micro batch of "
-            f"{training_arguments.train_batch_size} instead of {micro}."
+            f"transformers would spread a process over {training_arguments.n_gpu} GPUs (nn.DataParallel) with a micro "
+            f"batch of {training_arguments.train_batch_size} instead of {micro}."
         )
 
 

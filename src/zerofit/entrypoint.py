@@ -99,6 +99,6 @@ def _out_of_memory_in_words(main) -> None:
         from zerofit.errors import bytes_asked_for
 
         raise OutOfMemory(
-            f"rank {os.environ.get('RANK', '0')} ran out of GPU memory in the load phase{bytes_asked_for(error)}: the largest part "
-            "are the parameters; try --zero 3 on more GPUs, --zero 3 --offload all, or a smaller model."
+            f"rank {os.environ.get('RANK', '0')} ran out of GPU memory in the load phase{bytes_asked_for(error)}: the "
+            "largest part are the parameters; try --zero 3 on more GPUs, --zero 3 --offload all, or a smaller model."
         ) from error

@@ -138,9 +138,9 @@ def why_torch_sees_none() -> str | None:
             "without CUDA: run `make clean install` on this machine"
         )
     return (
-        f"this machine has a GPU ({gpus}), but torch {torch.__version__}, built for CUDA {torch.version.cuda}, cannot use it "
-        f"with driver {driver}: CUDA 13 needs driver {MINIMUM_DRIVER} or newer; update the driver, or install the CUDA 12 "
-        f"build of the same torch (pytorch.org/get-started lists it)"
+        f"this machine has a GPU ({gpus}), but torch {torch.__version__}, built for CUDA {torch.version.cuda}, cannot "
+        f"use it with driver {driver}: CUDA 13 needs driver {MINIMUM_DRIVER} or newer; update the driver, or install "
+        f"the CUDA 12 build of the same torch (pytorch.org/get-started lists it)"
     )
 
 
@@ -255,8 +255,8 @@ def find(name: str, count: int | None = None) -> Gpu:
             print(f"note: {note}", flush=True)
         known_gpu = by_device_name(device.name) or _slice(device.name)
         if known_gpu is None:
-            print(f"note: the speeds of {device.name} are not known ({USER_TABLE}=file.json tells them): times are estimated "
-                  "with an A100's", flush=True)  # fmt: skip
+            print(f"note: the speeds of {device.name} are not known ({USER_TABLE}=file.json tells them): times are "
+                  "estimated with an A100's", flush=True)  # fmt: skip
         base = asdict(known_gpu or GPUS["a100-80g"])
         return Gpu(**{**base, "device_name": device.name, "bf16": device.capability >= (8, 0),
                       "memory_gib": round(device.usable_bytes / 2**30, 2)})  # fmt: skip
@@ -295,8 +295,8 @@ def note(gpu: Gpu) -> str | None:
     if not any(name in gpu.device_name for name in BEFORE_SM_75):
         return None
     return (
-        f"note: {gpu.device_name}: the pinned torch is built for CUDA 13, which has no kernels for GPUs before compute capability "
-        "7.5; the plan holds for a torch build for CUDA 12 that still has them"
+        f"note: {gpu.device_name}: the pinned torch is built for CUDA 13, which has no kernels for GPUs before compute "
+        "capability 7.5; the plan holds for a torch build for CUDA 12 that still has them"
     )
 
 

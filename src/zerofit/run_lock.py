@@ -47,7 +47,8 @@ def take(folder: Path) -> None:
             time.sleep(0.5)
             continue
         except OSError as error:
-            print(f"note: {folder}: its file system has no locks ({error.strerror}): see that no other run writes there",
+            print(f"note: {folder}: its file system has no locks ({error.strerror}): see that no other run writes "
+                  "there",
                   flush=True)  # fmt: skip
             break
         if _is_on_disk(descriptor, folder):

@@ -334,7 +334,8 @@ def test_elastic_one_joins_one_leaves_and_comes_again(hosts, tmp_path):
     attempts = Run(out).json("report.json")["attempts"]
     assert [a["kind"] for a in attempts] == ["stopped", "stopped", "stopped", "finished"]
     assert [a["what_next"] for a in attempts] == [
-        "node 2 (host2) joined, on 3 nodes with 3 processes", "node 1 (host1) was asked to leave, on 2 nodes with 2 processes",
+        "node 2 (host2) joined, on 3 nodes with 3 processes", "node 1 (host1) was asked to leave, on 2 nodes with 2 "
+                                                              "processes",
         "node 1 (host1) joined, on 3 nodes with 3 processes", "",
     ]  # fmt: skip
     assert sorted(curve(out)) == list(range(1, 301)) and Run(out).json("result.json")["world_size"] == 3

@@ -56,7 +56,8 @@ def said(folder: Path) -> str:
 
 def at_step(cluster: Cluster, folder: Path, step: int) -> None:
     metrics = folder / "metrics.jsonl"
-    cluster.until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= step, f"step {step}: {said(folder)}", RANK_S)  # fmt: skip
+    cluster.until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= step, f"step {step}: "
+                                                                                              f"{said(folder)}", RANK_S)  # fmt: skip
 
 
 def ended(cluster: Cluster, number: str, folder: Path) -> str:

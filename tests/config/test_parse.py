@@ -275,7 +275,8 @@ def test_a_hang_is_found_before_collectives_give_up():
 EARLY = {
     "launch recipes/sft.py --zero 4": "argument --zero: invalid choice: '4'",
     "launch --args='--zero=zero3' recipes/lora.py": "did you mean --zero 3?",
-    "launch recipes/sft.py --lerning_rate 1 --epochs 2": "did you mean --learning_rate? unknown flag --epochs; did you mean",
+    "launch recipes/sft.py --lerning_rate 1 --epochs 2": "did you mean --learning_rate? unknown flag --epochs; did you "
+    "mean",
     "launch recipes/sft.py --lora_r 4": "recipes/lora.py (make lora)",
     "launch recipes/sft.py --data nope.jsonl": "--data nope.jsonl: no such file or folder.",
     "launch recipes/sft.py --model {tmp}/nope --data org/set": "nope: no such model folder.",

@@ -54,7 +54,8 @@ FIELDS = {
     "label_smoothing_factor": "works: test_loss.py",
     "bf16": "works: test_args.py::test_cpu_trains_in_fp32_unless_told",
     "fp16": "works: test_args.py::test_gpu_precision_follows_the_hardware_and_says_so",
-    "tf32": "refused: on a CPU; test_flags.py::test_what_the_trainer_decides; on a GPU transformers sets it (read, not run)",
+    "tf32": "refused: on a CPU; test_flags.py::test_what_the_trainer_decides; on a GPU transformers sets it (read, not "
+    "run)",
     "activation_checkpointing": _RECOMPUTE,
     "activation_checkpointing_kwargs": _RECOMPUTE,
     "gradient_checkpointing": _RECOMPUTE,

@@ -221,7 +221,8 @@ LONG = {
     [
         ("assistant", "First: ünï 🙂<|end|>Second.<|end|>"),
         ("last_turn", "Second.<|end|>"),
-        ("prompt", "<|system|>\nBe short.<|end|>\n<|user|>\nOne? é 🙂<|end|>\n<|assistant|>\n\n<|user|>\nTwo?<|end|>\n<|assistant|>\n\n"),
+        ("prompt", "<|system|>\nBe short.<|end|>\n<|user|>\nOne? é "
+                   "🙂<|end|>\n<|assistant|>\n\n<|user|>\nTwo?<|end|>\n<|assistant|>\n\n"),
     ],
 )  # fmt: skip
 def test_the_loss_is_where_train_on_says(tokenizer, train_on, wanted, marks):
@@ -580,11 +581,13 @@ BROKEN = [
     ("a.jsonl", turns(("user", 3), ("assistant", "z")), "column 'content of turn 1' must be a string, found a int"),
     ("a.jsonl", turns(("user", None), ("assistant", "z")), "found a NoneType"),
     ("a.jsonl", turns(("user", [{"type": "image"}]), ("assistant", "z")), "content other than text"),
-    ("a.jsonl", '{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y", "train": "no"}]}\n',
+    ("a.jsonl", '{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y", "train": '
+                '"no"}]}\n',
      "'train' must be true or false"),
     ("a.jsonl", '{"conversations": [{"from": "alien", "value": "x"}]}\n', "has the role 'alien'"),
     ("a.jsonl", '{"conversations": [{"from": "human", "value": {"a": null}}]}\n', "must be a string, found a dict"),
-    ("a.jsonl", '{"instruction": "a", "output": "b", "history": [["x"]]}\n', "must be a list of [instruction, response]"),
+    ("a.jsonl", '{"instruction": "a", "output": "b", "history": [["x"]]}\n', "must be a list of [instruction, "
+                                                                             "response]"),
     ("a.jsonl", '{"instruction": "a", "output": "b", "input": 3}\n', "column 'input' must be a string"),
     ("a.jsonl", '{"prompt": [{"role": "user", "content": "a"}], "completion": "b"}\n', "both message lists"),
     ("a.jsonl", '{"tools": "{x", "messages": [{"role": "user", "content": "x"}]}\n', "does not end in an assistant"),
@@ -609,13 +612,15 @@ BROKEN = [
     ("a.jsonl.zst", "no zstd", "cannot be read"),
     ("a.doc", "x", ".doc ending"),
     ("a.csv", "text,text\na,b\n", "a.csv:1: has several columns named 'text'; rename all but one"),
-    ("a.jsonl", '{"instruction": "a", "output": "b", "history": 5}\n', "must be a list of [instruction, response] pairs"),
+    ("a.jsonl", '{"instruction": "a", "output": "b", "history": 5}\n', "must be a list of [instruction, response] "
+                                                                       "pairs"),
     ("a.json", '{\n "text": "a"\n}\n', "a.json: is one JSON object over several lines; a list of rows, or an object"),
     ("a.jsonl", '{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": null, '
-     '"function_call": {"name": "f", "arguments": "{}"}}]}\n', "a.jsonl:1: turn 2 has OpenAI's old `function_call`; write"),
+     '"function_call": {"name": "f", "arguments": "{}"}}]}\n', "a.jsonl:1: turn 2 has OpenAI's old `function_call`; "
+                                                               "write"),
     ("a.jsonl", turns(("user", [{"type": "reasoning", "value": "x"}]), ("assistant", "y")), "than text ('reasoning')"),
-    ("a.jsonl", '{"prompt": "a", "chosen": "b", "rejected": "c"}\n', "preference data (DPO), but this kit does supervised "
-     "fine-tuning; --columns completion=chosen would"),
+    ("a.jsonl", '{"prompt": "a", "chosen": "b", "rejected": "c"}\n', "preference data (DPO), but this kit does "
+     "supervised fine-tuning; --columns completion=chosen would"),
     ("a.jsonl", '{"chosen": "b", "rejected": "c"}\n', "--columns text=chosen would train on the chosen answers"),
     ("a.jsonl", '{"conversations": [{"from": "human", "value": "x"}], "chosen": {"from": "gpt", "value": "y"}, '
      '"rejected": {"from": "gpt", "value": "z"}}\n', "are preference data (DPO)"),

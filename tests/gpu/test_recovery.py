@@ -145,8 +145,8 @@ def test_launcher_leaves_no_context_on_the_gpu(tmp_path):
         "import sys; sys.path.insert(0, 'benchmarks'); from gpu_job import used_bytes\n"
         "from zerofit.config import resolve\nfrom zerofit.launch import prepare\nfrom zerofit.plan import preflight\n"
         "before = used_bytes()\n"
-        "settings = resolve.resolve_settings('sft', sys.argv[1:], 1); prepare.prepare(settings); preflight.check(settings)\n"
-        "print('grown by', used_bytes() - before, 'of', before)"
+        "settings = resolve.resolve_settings('sft', sys.argv[1:], 1); prepare.prepare(settings); "
+        "preflight.check(settings)\nprint('grown by', used_bytes() - before, 'of', before)"
     )
     job = Job(
         [sys.executable, "-c", code, *shlex.split(cases.TINY), "--output_dir", str(tmp_path / "run")],

@@ -16,9 +16,9 @@ MIB = 2**20
 # The texts of torch's c10/cuda/CUDAFunctions.cpp.
 _DOWNLOAD = "http://www.nvidia.com/Download/index.aspx"
 TOO_OLD = (
-    "The NVIDIA driver on your system is too old (found version {version}). Please update your GPU driver by downloading and "
-    f"installing a new version from the URL: {_DOWNLOAD} Alternatively, go to: https://pytorch.org to install a PyTorch "
-    "version that has been compiled with your version of the CUDA driver."
+    "The NVIDIA driver on your system is too old (found version {version}). Please update your GPU driver by "
+    f"downloading and installing a new version from the URL: {_DOWNLOAD} Alternatively, go to: https://pytorch.org to "
+    "install a PyTorch version that has been compiled with your version of the CUDA driver."
 )
 UNKNOWN = (
     "CUDA unknown error - this may be due to an incorrectly set up environment, e.g. changing env variable "

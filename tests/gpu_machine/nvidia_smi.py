@@ -58,7 +58,8 @@ def main(argv: list[str]) -> int:
     cuda = devices.driver_cuda(spec)
     if not given.list_gpus:  # the real table has more lines
         print(
-            f"NVIDIA-SMI {spec['driver']}  Driver Version: {spec['driver']}  CUDA Version: {cuda // 1000}.{cuda % 1000 // 10}"
+            f"NVIDIA-SMI {spec['driver']}  Driver Version: {spec['driver']}  CUDA Version: "
+            f"{cuda // 1000}.{cuda % 1000 // 10}"
         )
     for card in cards:
         print(f"GPU {card['index']}: {card['name']} (UUID: {card['uuid']})")

@@ -356,8 +356,8 @@ GPU_IS_FULL = [
     RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
     torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
     RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
-    torch.distributed.DistBackendError("NCCL error ... ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\n"
-                                       "Cuda failure 2 'out of memory'"),
+    torch.distributed.DistBackendError("NCCL error ... ncclUnhandledCudaError: Call to CUDA function failed.\nLast "
+                                       "error:\nCuda failure 2 'out of memory'"),
     RuntimeError("Triton Error [CUDA]: out of memory"),
 ]  # fmt: skip
 CRASHES = [
@@ -410,8 +410,9 @@ def test_a_full_gpu_ends_the_proof_of_packing_as_such(monkeypatch):
 
 # --- what the history learns ---
 
-OOM = ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which "
-       "1.20 GiB is free. {other}Including non-PyTorch memory, this process has {own} GiB memory in use. Of the allocated")  # fmt: skip
+OOM = ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 "
+       "GiB of which 1.20 GiB is free. {other}Including non-PyTorch memory, this process has {own} GiB memory in use. "
+       "Of the allocated")  # fmt: skip
 ALONE = OOM.format(other="", own="77.60")
 CROWDED = OOM.format(other="Process 7 has 14.00 GiB memory in use. ", own="63.60")
 

@@ -406,7 +406,8 @@ def test_hostfiles(tmp_path, record_property):
     assert [h.name for h in hostfile.read(file, exclude="one")] == ["two"]
     assert [len(h.slots) for h in hostfile.read(file, gpus="2")] == [2, 2]
     wrong = (
-        ("one\n", {}, "bad entry: one"), ("", {}, "empty"), ("one slots=1\none slots=1\n", {}, "multiple entries for one"),
+        ("one\n", {}, "bad entry: one"), ("", {}, "empty"), ("one slots=1\none slots=1\n", {}, "multiple entries for "
+                                                                                               "one"),
         ("one slots=1\n", {"gpus": "2"}, "has 1 slots"), ("one slots=1\n", {"gpus": "x"}, "GPUS=x"),
         ("-oProxyCommand=x slots=1\n", {}, "-oProxyCommand=x: is no name of a host"),
         ("one slots=1\n", {"include": "two"}, "'two' not found"), ("one slots=1\n", {"exclude": "one"}, "no host"),
@@ -428,8 +429,8 @@ def test_what_each_host_would_run(tmp_path, capsys, monkeypatch):
                    "--hub_token", "hf_other_secret"])  # fmt: skip
     said = capsys.readouterr().out
     assert said.splitlines()[1] == (
-        "  zerofit launch --gpus 4 --nnodes 2 --node_rank 0 --master_addr one --join_timeout 45 recipes/sft.py --run_name "
-        "'it'\"'\"'s a \"run\"'"
+        "  zerofit launch --gpus 4 --nnodes 2 --node_rank 0 --master_addr one --join_timeout 45 recipes/sft.py "
+        "--run_name 'it'\"'\"'s a \"run\"'"
     )
     assert "--gpus 3 --nnodes 2 --node_rank 1" in said and "CUDA_VISIBLE_DEVICES" in said.splitlines()[5]
     assert "secret" not in said and "HF_TOKEN" in said

@@ -19,7 +19,8 @@ ROOT = Path(__file__).resolve().parents[2]
 KINDS = list(kubernetes.TEMPLATES)
 # Words that a shell, YAML or Kubernetes would each read its own way.
 HOSTILE = [
-    "--run_name", "two words", "--model_revision", 'a "quoted" \'name\'', "--system_prompt", "cost: $5, $(HOME) $$ ${X} `id` \\",
+    "--run_name", "two words", "--model_revision", 'a "quoted" \'name\'', "--system_prompt", "cost: $5, $(HOME) $$ "
+                                                                                             "${X} `id` \\",
     "--learning_rate", "5e-5", "--seed", "0o17", "--project", "yes", "--trackio_space_id", "y", "--logging_dir_", "",
     "--chat", "{{ x }} # no comment: \n\tnew line, ümläut, 日本", "--more", "1e3", "~", "null", "- a", ".5", "0x1f", "1_000",
 ]  # fmt: skip

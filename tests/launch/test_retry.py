@@ -172,7 +172,8 @@ def test_the_report_may_find_no_room(monkeypatch, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("error", [
-    OSError(28, "No space left on device"), RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 3816448 vs 3816340"),
+    OSError(28, "No space left on device"), RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos "
+                                                         "3816448 vs 3816340"),
     RuntimeError("[enforce fail at inline_container.cc:858] . PytorchStreamWriter failed writing file data/1"),
     Exception("I/O error: No space left on device (os error 28)"),
 ])  # fmt: skip

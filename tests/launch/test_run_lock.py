@@ -282,8 +282,8 @@ def test_a_process_ends_with_its_supervisor(tmp_path):
     rank = f"import time; from pathlib import Path; import zerofit; Path({str(tmp_path / 'up')!r}).touch(); time.sleep(600)"
     between = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {rank!r}])"
     above = (
-        "import os, subprocess, sys; from zerofit import rank_status; os.environ[rank_status.SUPERVISOR] = str(os.getpid()); "
-        f"subprocess.run([sys.executable, '-c', {between!r}], start_new_session=True)"
+        "import os, subprocess, sys; from zerofit import rank_status; os.environ[rank_status.SUPERVISOR] = "
+        f"str(os.getpid()); subprocess.run([sys.executable, '-c', {between!r}], start_new_session=True)"
     )
     supervisor = subprocess.Popen([sys.executable, "-c", above])
     family = []

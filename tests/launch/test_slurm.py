@@ -115,7 +115,8 @@ def test_the_rendered_script(printed, tmp_path, monkeypatch):
         f"python={shlex.quote(sys.executable)}",
         f"out='{tmp_path}/my runs/50% \"x\"'",
         "gpus=8",
-        f"recipe=({ROOT}/recipes/sft.py --zero 3 --learning_rate 1e-5 --run_name 'a; b')  # relative paths begin at --chdir",
+        f"recipe=({ROOT}/recipes/sft.py --zero 3 --learning_rate 1e-5 --run_name 'a; b')  # relative paths begin at "
+        "--chdir",
         "case ${SLURM_ARRAY_TASK_ID:-} in    # a sweep's further flags; its runs are in $out/0, $out/1 ...",
         "esac",
     ]

@@ -372,8 +372,8 @@ def test_an_odd_file_in_a_folder_is_named_and_the_others_are_counted(tmp_path, z
     done = zerofit("data", "--data", tmp_path, "--model", TINY / "model", "--output_dir", tmp_path / "out")
     assert done.returncode == 2 and "1 of 3 training rows cannot be used (see above)" in done.stderr
     assert (
-        f"1 row cannot be used: is one JSON object over several lines; a list of rows, or an object a line, is needed (first: {odd})"
-        in done.stdout
+        "1 row cannot be used: is one JSON object over several lines; a list of rows, or an object a line, is needed "
+        f"(first: {odd})" in done.stdout
     )
 
 

@@ -349,7 +349,8 @@ def test_another_programs_checkpoint(copied):
     (["--max_samples", "40"], "was saved with max_samples 48, this run has 40; use --max_samples 48"),
     (["--max_length", "64"], "was saved with max_length 2048, this run has 64; use --max_length 2048"),
     (["--random_init", "true"], "another model than"),
-    (["--effective_batch_size", "16"], "was saved with effective_batch_size 8, this run has 16: it would go on at another place"),
+    (["--effective_batch_size", "16"], "was saved with effective_batch_size 8, this run has 16: it would go on at "
+                                       "another place"),
 ])  # fmt: skip
 def test_another_run_is_refused(runs, tmp_path, more, says):
     saved = str(runs["2"].folder / "checkpoint-2")

@@ -355,8 +355,8 @@ def test_out_of_memory_is_one_sentence(tmp_path):
     script = tmp_path / "oom.py"
     script.write_text(
         "import runpy, sys, torch\nfrom zerofit.train.trainer import ZerofitTrainer\n"
-        "def fail(self, *a, **k): raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0')\n"
-        "ZerofitTrainer.compute_loss = fail\n"
+        "def fail(self, *a, **k): raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB. GPU "
+        "0')\nZerofitTrainer.compute_loss = fail\n"
         "runpy.run_path(sys.argv.pop(1), run_name='__main__')\n"
     )
     done = subprocess.run(

@@ -86,7 +86,8 @@ class RunArguments:
     node_local_storage: bool = field(
         default=False,
         metadata={
-            "help": "Several machines without a shared disk: each keeps its ranks' part of a checkpoint on its own (ZeRO 1 to 3)."
+            "help": "Several machines without a shared disk: each keeps its ranks' part of a checkpoint on its own "
+            "(ZeRO 1 to 3)."
         },
     )
     ignore_resume_mismatch: bool = field(
@@ -98,8 +99,8 @@ class RunArguments:
     on_nan: Literal["stop", "skip"] = field(
         default="stop",
         metadata={
-            "help": "A step whose loss or gradient is not finite is never applied, but said, and kept for `zerofit replay`; "
-            "stop: the run ends after --max_nan_steps such in a row; skip: never."
+            "help": "A step whose loss or gradient is not finite is never applied, but said, and kept for `zerofit "
+            "replay`; stop: the run ends after --max_nan_steps such in a row; skip: never."
         },
     )
     max_nan_steps: int = field(
@@ -126,8 +127,8 @@ class SupervisionArguments:
     canary: Literal["auto", "true", "false"] = field(
         default="auto",
         metadata={
-            "help": "Before the run, in processes of their own: two steps on the longest rows, an evaluation batch, save and "
-            "reload; auto: when the run is predicted to take over 10 minutes."
+            "help": "Before the run, in processes of their own: two steps on the longest rows, an evaluation batch, "
+            "save and reload; auto: when the run is predicted to take over 10 minutes."
         },
     )
     max_restarts: int = field(
@@ -205,8 +206,8 @@ class DataArguments:
         default=None,
         metadata={
             "help": "JSON, JSONL, CSV, TSV, Parquet or Arrow files (.gz, .zst too), folders, globs or hub ids; several "
-            "may be given, `a.jsonl:2` counts each of its rows twice an epoch, `:0.5` in every other one. Default: bundled "
-            "task."
+            "may be given, `a.jsonl:2` counts each of its rows twice an epoch, `:0.5` in every other one. Default: "
+            "bundled task."
         },
     )
     eval_data: list[str] | None = field(default=None, metadata={"help": "Like --data, for evaluation."})
@@ -224,8 +225,8 @@ class DataArguments:
     chat_template: str | None = field(
         default=None,
         metadata={
-            "help": "Template file or built-in (plain, chatml, qwen3, qwen2.5, llama3, llama3.1, gemma, mistral, phi4). "
-            "Default: the tokenizer's."
+            "help": "Template file or built-in (plain, chatml, qwen3, qwen2.5, llama3, llama3.1, gemma, mistral, "
+            "phi4). Default: the tokenizer's."
         },
     )
     train_on: Literal["assistant", "last_turn", "all", "prompt"] = field(

@@ -22,7 +22,8 @@ OF_TRANSFORMERS = {
     "learning_rate": "The highest of the schedule (default 2e-5, LoRA 2e-4; cosine with 3 % warm-up).",
     "per_device_train_batch_size": "Samples of a rank at once (micro batch); auto: the most that fit.",
     "seed": "Of the row order and of new weights (default 42).",
-    "gradient_checkpointing": "Recompute activations in the backward: less memory, about a third more time (default true).",
+    "gradient_checkpointing": "Recompute activations in the backward: less memory, about a third more time (default "
+    "true).",
     "output_dir": "The run folder (default runs/<recipe>-<time>).",
     "resume_from_checkpoint": "A checkpoint folder, or auto: the newest good one of --output_dir.",
     "save_steps": "Steps between checkpoints, with --save_strategy steps (default: each epoch).",

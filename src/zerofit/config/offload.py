@@ -23,8 +23,8 @@ SAME_AS_FLAG = {
 FLAGS = tuple(dict.fromkeys(SAME_AS_FLAG.values()))  # all of them need stage 3
 
 ZENFLOW = (
-    "deepspeed 0.19 computes another function with it (at stage 2 the loss before the first step is not the model's), and "
-    "accelerate overrides its choice of when to step; use --offload optimizer"
+    "deepspeed 0.19 computes another function with it (at stage 2 the loss before the first step is not the model's), "
+    "and accelerate overrides its choice of when to step; use --offload optimizer"
 )
 
 # The optimizers that accelerate replaces by DeepSpeed's CPU Adam with the same update rule; it silently replaces any
@@ -59,7 +59,8 @@ def with_flags(config: dict, path: Path, settings) -> dict:
     for name in ("offload_path", "offload_ratio", "super_offload"):
         if _on(settings.values[name]) and not (sections if name == "offload_path" else "offload_optimizer" in sections):
             raise UserError(
-                f"{_said(settings, path, name)}: nothing is offloaded; add --offload optimizer (or all), or leave it out."
+                f"{_said(settings, path, name)}: nothing is offloaded; add --offload optimizer (or all), or leave it "
+                "out."
             )
     for key, section in sections.items():
         if settings.offload_path and settings.source["offload_path"] != "deepspeed JSON":
@@ -238,8 +239,8 @@ def _fit_grain(zero: dict, trainable: int, ranks: int, settings) -> None:
     if zero.get("sub_group_size", 10**9) > size:
         zero["sub_group_size"] = size
         settings.decisions.append(
-            f"sub_group_size {size:,}: 1/{SUB_GROUPS} of each rank's share, so that {zero['offload_optimizer']['ratio']} "
-            "of the optimizer can be split off"
+            f"sub_group_size {size:,}: 1/{SUB_GROUPS} of each rank's share, so that "
+            f"{zero['offload_optimizer']['ratio']} of the optimizer can be split off"
         )
 
 

@@ -22,7 +22,8 @@ REFUSED = {
     "fsdp_config": _SHARDING,
     "parallelism_config": "tensor, context and sequence parallelism are not part of this trainer; leave it out",
     "do_predict": "there is no test set to predict; give it as --eval_data",
-    "dataloader_drop_last": "an epoch's last step is filled up with rows without loss, so that each row counts once; leave it out",
+    "dataloader_drop_last": "an epoch's last step is filled up with rows without loss, so that each row counts once; "
+    "leave it out",
     "bf16_full_eval": _PRECISION,
     "fp16_full_eval": _PRECISION,
     "prediction_loss_only": _LOSS_ONLY,
@@ -34,7 +35,8 @@ REFUSED = {
     "label_names": "the labels come from --train_on; leave it out",
     "length_column_name": "lengths are counted from the tokens themselves; leave it out",
     "auto_find_batch_size": "the steps would see other rows; use --per_device_train_batch_size auto, or --on_oom retry",
-    "save_on_each_node": "checkpoints are written once; on machines without a shared disk use --node_local_storage true",
+    "save_on_each_node": "checkpoints are written once; on machines without a shared disk use --node_local_storage "
+    "true",
     "enable_jit_checkpoint": "SIGTERM and SIGUSR1 save a checkpoint without it; leave it out",
     "skip_memory_metrics": "its numbers would be shown nowhere; use --memory_report true",
     "restore_callback_states_from_checkpoint": "no callback of this trainer has a state to restore; leave it out",
@@ -87,7 +89,8 @@ def check(settings, given: dict[str, Any], defaults: dict[str, Any]) -> None:
         raise UserError("--do_train false: a recipe trains; leave it out, or use --plan true to see whether it fits.")
     if given.get("logging_nan_inf_filter"):
         raise UserError(
-            "--logging_nan_inf_filter true: a step without a finite loss is left out of the mean already, and said (--on_nan)."
+            "--logging_nan_inf_filter true: a step without a finite loss is left out of the mean already, and said "
+            "(--on_nan)."
         )
     backend = "gloo" if settings.use_cpu else "nccl"
     if given.get("ddp_backend") not in (None, backend):

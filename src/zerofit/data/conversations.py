@@ -188,8 +188,8 @@ def _check_preference(place: str, row: dict[str, Any]) -> None:
     column = {str: "text", list: "messages"}.get(type(row["chosen"])) if "prompt" not in row else "completion"
     mend = f"--columns {column}=chosen would train on the chosen answers" if column else "keep the chosen answers only"
     raise UserError(
-        f"{place}: columns 'chosen' and 'rejected' are preference data (DPO), but this kit does supervised fine-tuning; "
-        f"{mend}."
+        f"{place}: columns 'chosen' and 'rejected' are preference data (DPO), but this kit does supervised "
+        f"fine-tuning; {mend}."
     )
 
 
@@ -213,8 +213,8 @@ def _check_meaning(place: str, row: dict[str, Any], kind: str) -> None:
         )
     if kind in ("messages", "sharegpt", "prompt/completion") and str(row.get("label")).lower() in VERDICTS:
         raise UserError(
-            f"{place}: column 'label' marks answers as good or bad (KTO), but this kit would train on all of them alike; "
-            "keep the good ones and remove the column, or " + rename.format("label") + "."
+            f"{place}: column 'label' marks answers as good or bad (KTO), but this kit would train on all of them "
+            "alike; keep the good ones and remove the column, or " + rename.format("label") + "."
         )
     if kind == "text" and "role" in row and "parent_id" in row:
         raise UserError(
@@ -350,8 +350,8 @@ def _turn(place: str, i: int, message: Any) -> tuple[dict, bool]:
         other = [part.get("type") if isinstance(part, dict) else part for part in content if not _is_text(part)]
         if other:
             raise UserError(
-                f"{place}: turn {i} has content other than text ({', '.join(map(repr, other[:3]))}); this recipe trains on "
-                "text only."
+                f"{place}: turn {i} has content other than text ({', '.join(map(repr, other[:3]))}); this recipe "
+                "trains on text only."
             )
         # LLaMA-Factory's key is `value`
         content = "".join(
@@ -361,8 +361,8 @@ def _turn(place: str, i: int, message: Any) -> tuple[dict, bool]:
         content = ""
     if content is None and message.get("function_call"):
         raise UserError(
-            f"{place}: turn {i} has OpenAI's old `function_call`; write it as `tool_calls`, and the column `functions` as "
-            "`tools`."
+            f"{place}: turn {i} has OpenAI's old `function_call`; write it as `tool_calls`, and the column `functions` "
+            "as `tools`."
         )
     turn = {"role": ROLES[role], "content": _string(place, f"content of turn {i}", content)}
     if calls:

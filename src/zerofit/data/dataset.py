@@ -79,7 +79,8 @@ def cache_folder() -> Path:
         fallback = Path(tempfile.mkdtemp(prefix="zerofit-"))
         os.environ["ZEROFIT_CACHE"] = str(fallback)  # inherited by the ranks
         print(
-            f"note: {tempfile.gettempdir()}/zerofit-{os.getuid()} is not this user's alone; tokenised rows are in {fallback}",
+            f"note: {tempfile.gettempdir()}/zerofit-{os.getuid()} is not this user's alone; tokenised rows are in "
+            f"{fallback}",
             flush=True,
         )
     (fallback / "data").mkdir(exist_ok=True)

@@ -200,7 +200,8 @@ def _check_room(needed: int, out: Path) -> None:
     free = shutil.disk_usage(out).free
     if needed * 1.01 > free:
         raise UserError(
-            f"--output_dir {out.parent}: {needed / 1e9:.3g} GB are to be written and {free / 1e9:.3g} are free; name another disk with OUT=."
+            f"--output_dir {out.parent}: {needed / 1e9:.3g} GB are to be written and {free / 1e9:.3g} are free; name "
+            "another disk with OUT=."
         )
 
 
@@ -345,7 +346,8 @@ def _check_push(repo: str, found, merged: bool) -> None:
         raise UserError(f"--push {repo}: there is no token of the hub; run `hf auth login`, or set HF_TOKEN.")
     if found.adapter and not merged and Path(_shown_base(found)).is_absolute():
         raise UserError(
-            f"--push {repo}: the adapter's base is a folder of this machine, where nobody else finds it; push it with --merge."
+            f"--push {repo}: the adapter's base is a folder of this machine, where nobody else finds it; push it with "
+            "--merge."
         )
     try:
         hub.check_reachable(f"--push {repo}")

@@ -107,8 +107,8 @@ def _notes(found, told: dict) -> str:
     notes = list(told["notes"])
     if told["merged"] and found.bits:
         notes.insert(0, (
-            f"The adapter was trained on a base in {found.bits} bits. It is merged into that base unpacked again, which is what "
-            "it was trained on; merged into the original weights it would compute something else."
+            f"The adapter was trained on a base in {found.bits} bits. It is merged into that base unpacked again, "
+            "which is what it was trained on; merged into the original weights it would compute something else."
         ))  # fmt: skip
     return "".join(f"\n- {note}" for note in notes) + ("\n" if notes else "")
 

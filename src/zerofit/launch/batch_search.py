@@ -194,13 +194,14 @@ def resolve(settings, flags: list[str]) -> list[str]:
     """
     if settings.world_size > 1 and int(os.environ.get("LOCAL_WORLD_SIZE", settings.world_size)) != settings.world_size:
         raise UserError(
-            "--per_device_train_batch_size auto on several machines: search on one with `make batch-size`, then name the size."
+            "--per_device_train_batch_size auto on several machines: search on one with `make batch-size`, then name "
+            "the size."
         )
     folder = private_folder()
     if folder is None:
         raise UserError(
-            f"{tempfile.gettempdir()}/zerofit-{os.getuid()}: is not a folder of this user alone, so the ranks cannot exchange "
-            "the size in it; set TMPDIR to a folder of your own."
+            f"{tempfile.gettempdir()}/zerofit-{os.getuid()}: is not a folder of this user alone, so the ranks cannot "
+            "exchange the size in it; set TMPDIR to a folder of your own."
         )
     # The ranks of one launch have the same parent process; each rank deletes its own copy of the answer.
     parent = psutil.Process(os.getppid())

@@ -112,6 +112,7 @@ def _check_disk(found: dict, settings, folder: Path) -> None:
     needed = found["checkpoint_bytes"] * found["checkpoints"] + found["final_bytes"]
     if needed > free and not settings.ignore_plan:
         raise UserError(
-            f"--output_dir {folder}: {found['checkpoints']} checkpoints and final/ will take {needed / 1e9:.3g} GB, the disk "
-            f"has {free / 1e9:.3g}; set --save_total_limit, or name a folder on another disk (--ignore_plan true starts anyway)."
+            f"--output_dir {folder}: {found['checkpoints']} checkpoints and final/ will take {needed / 1e9:.3g} GB, "
+            f"the disk has {free / 1e9:.3g}; set --save_total_limit, or name a folder on another disk (--ignore_plan "
+            "true starts anyway)."
         )

@@ -165,7 +165,8 @@ def compilers() -> list[doctor_nodes.Finding]:
 
     missing = deepspeed_ops.missing_tools()
     findings = [
-        doctor_nodes.Finding("compiler", "warn", f"{' and '.join(missing)} not on PATH: --offload_ratio and --offload_path cannot be used",
+        doctor_nodes.Finding("compiler", "warn", f"{' and '.join(missing)} not on PATH: --offload_ratio and "
+                                                 "--offload_path cannot be used",
                 "apt install g++; ninja comes with `make install`")
         if missing else doctor_nodes.Finding("compiler", "ok", "ninja and g++ are on PATH")
     ]  # fmt: skip
@@ -184,8 +185,8 @@ def _c_compiler() -> list[doctor_nodes.Finding]:
         missing.append(f"no {header}")
     if not missing:
         return []
-    return [doctor_nodes.Finding("C compiler", "warn", f"{' and '.join(missing)}: Triton cannot start a kernel (Liger, flex_attention, "
-                    "torch.compile and with it --optim muon, torchao)", "apt install gcc python3-dev")]  # fmt: skip
+    return [doctor_nodes.Finding("C compiler", "warn", f"{' and '.join(missing)}: Triton cannot start a kernel (Liger, "
+                    "flex_attention, torch.compile and with it --optim muon, torchao)", "apt install gcc python3-dev")]  # fmt: skip
 
 
 def _nvcc() -> list[doctor_nodes.Finding]:
@@ -201,8 +202,10 @@ def _nvcc() -> list[doctor_nodes.Finding]:
     version, cuda = output.partition("release ")[2].partition(",")[0], ".".join(cuda.split(".")[:2])
     if version == cuda or any({version, cuda} <= set(group) for group in cuda_minor_mismatch_ok.values()):
         return []
-    return [doctor_nodes.Finding("nvcc", "warn", f"nvcc {version or '(unknown)'}, torch for CUDA {cuda}: DeepSpeed compiles no CUDA op",
-                    f"install the CUDA {cuda} toolkit; needed by --zero_quantized_weights and --zero_quantized_gradients only")]  # fmt: skip
+    return [doctor_nodes.Finding("nvcc", "warn", f"nvcc {version or '(unknown)'}, torch for CUDA {cuda}: DeepSpeed "
+                                                 "compiles no CUDA op",
+                    f"install the CUDA {cuda} toolkit; needed by --zero_quantized_weights and "
+                    "--zero_quantized_gradients only")]  # fmt: skip
 
 
 def compiled_ops() -> list[doctor_nodes.Finding]:
@@ -293,7 +296,8 @@ def _of_gpu(device, built_for: int) -> doctor_nodes.Finding:
     if major * 10 + minor < built_for:
         return doctor_nodes.Finding(
             name, "fail", f"{device.name} has compute capability {major}.{minor}, this torch has kernels from "
-            f"{built_for // 10}.{built_for % 10} on", "another GPU, or a torch build for CUDA 12 (pytorch.org/get-started)",
+            f"{built_for // 10}.{built_for % 10} on", "another GPU, or a torch build for CUDA 12 "
+                                                      "(pytorch.org/get-started)",
         )  # fmt: skip
     free = "what is free is not known (no nvidia-smi, or a slice)"
     if device.free_bytes is not None:
@@ -336,7 +340,8 @@ def _locked_memory(nvme: bool, nodes: int) -> list[doctor_nodes.Finding]:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if not users or soft == resource.RLIM_INFINITY or soft >= 16 * GIB:
         return []
-    return [doctor_nodes.Finding("memlock", "warn", f"{soft / 2**20:.0f} MiB may be locked, too little for {' and '.join(users)}",
+    return [doctor_nodes.Finding("memlock", "warn", f"{soft / 2**20:.0f} MiB may be locked, too little for "
+                                                    f"{' and '.join(users)}",
                     "ulimit -l unlimited (docker: --ulimit memlock=-1)")]  # fmt: skip
 
 
@@ -344,7 +349,8 @@ def _pinned_memory() -> list[doctor_nodes.Finding]:
     """Warn of WSL2's limit on pinned memory (0.5 GiB in microsoft/WSL issue 14078), which no ulimit shows."""
     if "microsoft" not in _kernel().lower() or not hardware.torch_sees_some():
         return []
-    return [doctor_nodes.Finding("pinned memory", "warn", "WSL2 pins little memory, sometimes 0.5 GiB: --offload and --activation_offload "
+    return [doctor_nodes.Finding("pinned memory", "warn", "WSL2 pins little memory, sometimes 0.5 GiB: --offload and "
+                                                          "--activation_offload "
                     'can end in "CUDA error: out of memory" while the GPU is empty',
                     "train without them, or on Linux itself; --dataloader_pin_memory false where loading fails")]  # fmt: skip
 
@@ -541,7 +547,8 @@ def room(settings, net) -> list[doctor_nodes.Finding]:
     if needed <= free:
         return []
     return [doctor_nodes.Finding("disk", "warn",
-                    f"{kept} checkpoints and final/ take about {needed / 1e9:.3g} GB, {folder} has {free / 1e9:.3g} free",
+                    f"{kept} checkpoints and final/ take about {needed / 1e9:.3g} GB, {folder} has {free / 1e9:.3g} "
+                    "free",
                     "--save_total_limit 1, --save_strategy no, or another folder with OUT=")]  # fmt: skip
 
 

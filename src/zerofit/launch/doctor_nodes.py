@@ -104,7 +104,8 @@ def ports(text: str) -> list[Finding]:
     first = int(text) if text.isdigit() else node_options.PORT
     taken = [str(p) for p in (first, first + 1) if not distributed.port_is_free(p, "")]
     if taken:
-        return [Finding("ports", "warn", f"{' and '.join(taken)} in use: this machine could not be node 0 with PORT={first}",
+        return [Finding("ports", "warn", f"{' and '.join(taken)} in use: this machine could not be node 0 with "
+                                         f"PORT={first}",
                         "another PORT, the same on all nodes")]  # fmt: skip
     return [Finding("ports", "ok", f"{first} and {first + 1} are free; the other nodes must reach them on node 0")]
 

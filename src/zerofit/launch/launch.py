@@ -85,8 +85,8 @@ def _launch(given, recipe: Path, flags: list[str], count: int, crew: coordinator
     if crew:
         folder = crew.agree(consistency.of_job(settings, train_set, eval_set), folder)
         crew.batch = settings.effective_batch_size
-        print(f"{crew.name}: {ranks} processes on {len(crew.board['members'])} nodes, all with the same software, data and "
-              f"arguments; run folder {folder}", flush=True)  # fmt: skip
+        print(f"{crew.name}: {ranks} processes on {len(crew.board['members'])} nodes, all with the same software, data "
+              f"and arguments; run folder {folder}", flush=True)  # fmt: skip
     flags = [*flags, "--output_dir", str(folder)]
 
     def words(flags):

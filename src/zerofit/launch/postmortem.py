@@ -161,8 +161,10 @@ def advice(last: Outcome, folder: Path, settings, smaller: tuple | None) -> str:
         plan = "`make plan` with the same arguments: it finds the setting that fits, or says what is missing"
         return plan if smaller is None else f"{smaller[0]}{_effect(settings, smaller[2])}; or {plan}"
     action = {
-        "hang": "look where the ranks stand in attempts/*/stack*.txt: the one in another place than the rest holds them up",
-        "lost rank": "look into the kernel's log of that machine (dmesg -T | tail): its memory, its GPU (Xid), or somebody's kill",
+        "hang": "look where the ranks stand in attempts/*/stack*.txt: the one in another place than the rest holds "
+        "them up",
+        "lost rank": "look into the kernel's log of that machine (dmesg -T | tail): its memory, its GPU (Xid), or "
+        "somebody's kill",
         "disk full": "make room",
         "crash": "read the traceback in report.md",
     }.get(last.kind)

@@ -34,8 +34,8 @@ def check_for_nodes(flags: list[str], launcher: str = "torchrun") -> None:
     expanded = command_line.with_auto_as_probe(flags)
     if command_line.value_of(expanded, ("--search_batch_size",)) not in (None, "false"):
         raise UserError(
-            "--per_device_train_batch_size auto searches on one machine: run `make batch-size` there with its GPUS, and name the "
-            "size that it finds."
+            "--per_device_train_batch_size auto searches on one machine: run `make batch-size` there with its GPUS, "
+            "and name the size that it finds."
         )
     if command_line.value_of(expanded, ("--on_oom",)) == "ask":
         raise UserError("--on_oom ask: there is no one terminal on several machines; use retry or fail.")
@@ -145,7 +145,7 @@ def _deepspeed_places(count: int) -> list[str]:
     names = [name.strip() for name in visible.split(",")]
     if not all(name.isdigit() for name in names):
         raise UserError(
-            f"LAUNCHER=deepspeed: it reads numbers only, CUDA_VISIBLE_DEVICES is {visible}; use LAUNCHER=torchrun, or number "
-            "the GPUs."
+            f"LAUNCHER=deepspeed: it reads numbers only, CUDA_VISIBLE_DEVICES is {visible}; use LAUNCHER=torchrun, or "
+            "number the GPUs."
         )
     return ["--include", f"localhost:{','.join(names[:count])}"]

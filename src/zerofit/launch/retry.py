@@ -100,8 +100,8 @@ def same_batch(whole: int, micro: int, ranks: int) -> list[str]:
     """
     if whole % ranks:
         raise UserError(
-            f"--gpus {ranks}: the run's effective batch of {whole} is no multiple of it, and its steps must stay the same; "
-            f"use {', '.join(str(n) for n in range(1, whole + 1) if whole % n == 0 and n <= 64)} processes."
+            f"--gpus {ranks}: the run's effective batch of {whole} is no multiple of it, and its steps must stay the "
+            f"same; use {', '.join(str(n) for n in range(1, whole + 1) if whole % n == 0 and n <= 64)} processes."
         )
     per_rank = whole // ranks
     micro = max(n for n in range(1, min(micro, per_rank) + 1) if per_rank % n == 0)

@@ -166,7 +166,8 @@ def _config(settings, new_token_ids: dict[str, list[int]] | None = None):
         name = next((c for c in candidates if c in names), None)
         if name is None and _asked(settings, flag):
             raise UserError(
-                f"--{flag} with --adapter {kind}: peft's {config_class.__name__} has no such setting; leave the flag out."
+                f"--{flag} with --adapter {kind}: peft's {config_class.__name__} has no such setting; leave the flag "
+                "out."
             )
         if name and (kind == "lora" or _asked(settings, flag) or flag == "num_virtual_tokens"):
             values[name] = settings.values[flag]

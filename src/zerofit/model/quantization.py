@@ -51,8 +51,8 @@ def resolve(settings) -> None:
         )
     if settings.values.get("use_dora") and settings.zero == "3":
         raise UserError(
-            f"{flag} with --use_dora at stage 3: DoRA measures whole base weights, and peft gathers packed ones in a way that "
-            "DeepSpeed does not offer; use --zero 2, or leave --use_dora out."
+            f"{flag} with --use_dora at stage 3: DoRA measures whole base weights, and peft gathers packed ones in a "
+            "way that DeepSpeed does not offer; use --zero 2, or leave --use_dora out."
         )
     if settings.offload == "all":
         raise UserError(

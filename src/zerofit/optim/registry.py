@@ -70,8 +70,8 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
         "~0",
         stages="0",
         offload=False,
-        why_not="it keeps one number a row and a column of each matrix and clips by its root mean square; of ZeRO's flat "
-        "slices it would keep 4 bytes a parameter, and the result would depend on the number of ranks",
+        why_not="it keeps one number a row and a column of each matrix and clips by its root mean square; of ZeRO's "
+        "flat slices it would keep 4 bytes a parameter, and the result would depend on the number of ranks",
         note="no momentum; the update of each matrix is clipped to root mean square 1",
     ),
     "lion_32bit": OptimizerSpec(
@@ -169,8 +169,8 @@ def _choose_unlisted(settings, name: str) -> None:
 
         close = difflib.get_close_matches(name, [*OPTIMIZERS, *ALIASES, *known], 1, 0.6)
         raise UserError(
-            f"--optim {name}: no such optimizer{f'; did you mean {close[0]}?' if close else ''} (docs/optimizers.md lists "
-            "those that are tested here)."
+            f"--optim {name}: no such optimizer{f'; did you mean {close[0]}?' if close else ''} (docs/optimizers.md "
+            "lists those that are tested here)."
         )
     if settings.zero != "0":
         listed = ", ".join(n for n, e in OPTIMIZERS.items() if settings.zero in e.stages)
@@ -189,8 +189,8 @@ def _choose_arguments(settings, name: str, explicit: dict) -> None:
         decide(settings, "max_grad_norm", 0.0, "Muon normalises its updates; DeepSpeed would clip the normalised ones")
     elif name == "muon" and settings.max_grad_norm:
         raise UserError(
-            f"--optim muon with --max_grad_norm {settings.max_grad_norm}: under ZeRO DeepSpeed would clip the normalised "
-            "updates; use --max_grad_norm 0."
+            f"--optim muon with --max_grad_norm {settings.max_grad_norm}: under ZeRO DeepSpeed would clip the "
+            "normalised updates; use --max_grad_norm 0."
         )
     if (
         name == "muon"
@@ -225,8 +225,8 @@ def _choose_pure_bf16(settings, name: str, entry: OptimizerSpec | None, explicit
         raise UserError(f"--pure_bf16 with --dtype {settings.dtype}: the weights are bf16; leave --dtype out.")
     if settings.offload != "none":
         raise UserError(
-            f"--pure_bf16 with --offload {settings.offload}: DeepSpeed allows only its own CPU Adam there, which rounds "
-            "to the nearest and loses small updates; use one of the two."
+            f"--pure_bf16 with --offload {settings.offload}: DeepSpeed allows only its own CPU Adam there, which "
+            "rounds to the nearest and loses small updates; use one of the two."
         )
     if entry is not None and entry.rounding is None:
         raise UserError(f"--pure_bf16 with --optim {name}: it needs an fp32 master copy; use adamw_torch_fused.")
@@ -259,8 +259,8 @@ def name_for_transformers(settings) -> str:
 def markdown() -> str:
     """Return the table of docs/optimizers.md."""
     lines = [
-        "| `--optim` | bytes of state a parameter | ZeRO stages | `--offload` | `--pure_bf16` rounds | needs | bundled task's "
-        "rate | notes |",
+        "| `--optim` | bytes of state a parameter | ZeRO stages | `--offload` | `--pure_bf16` rounds | needs | bundled "
+        "task's rate | notes |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for name, spec in OPTIMIZERS.items():

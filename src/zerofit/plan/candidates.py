@@ -186,8 +186,8 @@ def _hpz(settings, ranks: int, node: int) -> int:
     size = settings.zero_hpz_partition_size or 1
     if ranks > node and node % size:
         raise UserError(
-            f"--zero_hpz_partition_size {size}: its copies are gathered inside a node, so it must divide the {node} GPUs of "
-            f"a node of this plan (best: {node}); NODES= and GPUS= say which these are."
+            f"--zero_hpz_partition_size {size}: its copies are gathered inside a node, so it must divide the {node} "
+            f"GPUs of a node of this plan (best: {node}); NODES= and GPUS= say which these are."
         )
     return size
 

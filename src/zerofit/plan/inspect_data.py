@@ -92,8 +92,8 @@ def main(argv: list[str]) -> None:
         bad = facts.get(name, {}).get("dropped_bad")
         if bad and bad_rows == "error":
             raise UserError(
-                f"{bad:,} of {facts[name]['rows']:,} {name} rows cannot be used (see above); mend or remove them, or leave "
-                "them out with --bad_rows drop."
+                f"{bad:,} of {facts[name]['rows']:,} {name} rows cannot be used (see above); mend or remove them, or "
+                "leave them out with --bad_rows drop."
             )
     enforce(settings, facts["fractions"])
 

@@ -50,8 +50,8 @@ def check(settings, seconds: float | None = CHECK_SECONDS) -> dict | None:
     if peak > limit and not settings.ignore_plan:
         learned = f", {plan['learned_bytes'] / GIB:.2f} GiB more kept free since {memory_history.history()} has runs above their plan"
         raise candidates.NothingFits(
-            f"this job does not fit: {size}{learned if plan['learned_bytes'] else ''}; `make plan` with the same arguments "
-            "finds one that does, --ignore_plan true starts it anyway."
+            f"this job does not fit: {size}{learned if plan['learned_bytes'] else ''}; `make plan` with the same "
+            "arguments finds one that does, --ignore_plan true starts it anyway."
         )
     print(f"plan: {fits}: {size}", flush=True)
     return plan

@@ -17,7 +17,8 @@ def text(plan: Plan) -> str:
     best = plan.chosen or plan.nearest
     lines = ["", candidates.ESTIMATE.format(best.failed)] if best and best.failed else [""]
     lines += [
-        f"{candidates.machines(plan.ranks, plan.node)} x {plan.gpu.device_name}: {plan.gpu.memory_gib:.1f} GiB each, {plan.limit / GIB:.1f} GiB for tensors"
+        f"{candidates.machines(plan.ranks, plan.node)} x {plan.gpu.device_name}: {plan.gpu.memory_gib:.1f} GiB each, "
+        f"{plan.limit / GIB:.1f} GiB for tensors"
     ]
     lines += [f"  kept free: {name} {size / GIB:.2f} GiB" for name, size in plan.allowance.items() if size]
     lines += _rejected(plan)
@@ -62,8 +63,8 @@ def _adapter(plan: Plan) -> str:
     adapter = plan.adapter
     name = {"lora": "LoRA", "qlora": "QLoRA"}[adapter.method]
     return (
-        f"{name} would fit in {adapter.peak / GIB:.1f} GiB a GPU at {adapter.tokens_per_second:,.0f} tok/s (by formula, + 10 %; "
-        f"METHOD={adapter.method} simulates it): {candidates.command(adapter, plan.ranks)}"
+        f"{name} would fit in {adapter.peak / GIB:.1f} GiB a GPU at {adapter.tokens_per_second:,.0f} tok/s (by "
+        f"formula, + 10 %; METHOD={adapter.method} simulates it): {candidates.command(adapter, plan.ranks)}"
     )
 
 
@@ -80,8 +81,9 @@ def _warnings(candidate: Candidate, plan: Plan) -> list[str]:
         f"--save_total_limit {plan.kept}" if plan.kept else "without --save_total_limit, for two of those that are kept"
     )
     return [
-        f"warning: checkpoints take {_on_disk(each, plan) / GIB:.0f} GiB ({kept}; the new one is written before the oldest goes): "
-        f"{short}; --save_only_model true saves {2 * candidate.shape.parameters / GIB:.0f} GiB that cannot be resumed",
+        f"warning: checkpoints take {_on_disk(each, plan) / GIB:.0f} GiB ({kept}; the new one is written before the "
+        f"oldest goes): {short}; --save_only_model true saves {2 * candidate.shape.parameters / GIB:.0f} GiB that "
+        "cannot be resumed",
         "",
     ]
 
@@ -106,7 +108,8 @@ def facts(candidate: Candidate, plan: Plan) -> dict[str, str]:
     node = setting.of_a_node
     result = {
         "parameters": f"{shape.parameters / 1e9:.3g} billion, {shape.trainable / 1e9:.3g} of them train",
-        "batch": f"{setting.micro} rows x {setting.accumulation} steps x {plan.ranks} GPUs, {setting.tokens:,} tokens a micro batch",
+        "batch": f"{setting.micro} rows x {setting.accumulation} steps x {plan.ranks} GPUs, {setting.tokens:,} tokens "
+        "a micro batch",
         "closed forms": f"{sum(candidate.formula.values()) / GIB:.1f} GiB: "
         + ", ".join(
             f"{part} {size / GIB:.1f}"
@@ -128,7 +131,8 @@ def facts(candidate: Candidate, plan: Plan) -> dict[str, str]:
             "checkpoint": f"{formulas.checkpoint_bytes(shape.trainable, shape.parameters) / GIB:.1f} GiB each on disk",
             "sent by each GPU": _sent(candidate, plan),
             "estimate": f"{candidate.seconds:.2f} s a step, {candidate.tokens_per_second:,.0f} tokens/s "
-            f"({candidate.tokens_per_second / plan.ranks:,.0f} a GPU), from data sheets at {formulas.MATRIX_EFFICIENCY:.0%} of peak",
+            f"({candidate.tokens_per_second / plan.ranks:,.0f} a GPU), from data sheets at "
+            f"{formulas.MATRIX_EFFICIENCY:.0%} of peak",
         }
         | _hpz(candidate, plan)
     )
@@ -148,8 +152,8 @@ def _sent(candidate: Candidate, plan: Plan) -> str:
     if plan.nodes == 1:
         return f"{within / GIB:.1f} GiB a step"
     return (
-        f"{within / GIB:.1f} GiB a step within its node at {plan.gpu.link_gbs:g} GB/s and {across / GIB:.1f} GiB to other "
-        f"nodes at {plan.gpu.node_gbs:g} GB/s (--node_link_gbs)"
+        f"{within / GIB:.1f} GiB a step within its node at {plan.gpu.link_gbs:g} GB/s and {across / GIB:.1f} GiB to "
+        f"other nodes at {plan.gpu.node_gbs:g} GB/s (--node_link_gbs)"
     )
 
 
@@ -161,8 +165,8 @@ def _hpz(candidate: Candidate, plan: Plan) -> dict[str, str]:
     seconds = formulas.step_seconds(shape, replace(setting, hpz=plan.node), plan.gpu, setting.tokens // setting.micro)
     more = 2 * shape.parameters / plan.node / GIB
     return {
-        f"--zero_hpz_partition_size {plan.node}": f"would take about {more:.1f} GiB more of each GPU; estimate {seconds:.2f} s "
-        f"a step instead of {candidate.seconds:.2f} (ZeRO++ hpZ, docs/scaling.md)"
+        f"--zero_hpz_partition_size {plan.node}": f"would take about {more:.1f} GiB more of each GPU; estimate "
+        f"{seconds:.2f} s a step instead of {candidate.seconds:.2f} (ZeRO++ hpZ, docs/scaling.md)"
     }
 
 
@@ -175,14 +179,14 @@ def nothing_fits(plan: Plan) -> str:
     if nearest.peak <= plan.limit:
         need = f"{nearest.host_of_a_node / GIB:.0f} GiB of a node's host memory, of {plan.host_limit / GIB:.0f}"
         return (
-            f"nothing fits: {nearest.label} fits the GPU but needs {need}; --offload_path on a fast local disk takes it "
-            "from there, and so do more nodes."
+            f"nothing fits: {nearest.label} fits the GPU but needs {need}; --offload_path on a fast local disk takes "
+            "it from there, and so do more nodes."
         )
     do = f"{plan.would_do} GPUs would do by formula" if plan.would_do else "no number of these GPUs up to 4096 would do"
     shorter = f", and so would --max_length {plan.longest} on these" if plan.longest else ""
     return (
-        f"nothing fits: the nearest is {nearest.label} with {nearest.peak / GIB:.1f} GiB, {missing:.1f} GiB too much for "
-        f"{plan.gpu.device_name}; {do}{shorter}; --method auto also tries LoRA and QLoRA."
+        f"nothing fits: the nearest is {nearest.label} with {nearest.peak / GIB:.1f} GiB, {missing:.1f} GiB too much "
+        f"for {plan.gpu.device_name}; {do}{shorter}; --method auto also tries LoRA and QLoRA."
     )
 
 

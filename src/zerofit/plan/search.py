@@ -61,7 +61,8 @@ def _search(plan: candidates.Plan, methods: list[str], flags: list[str], say) ->
             continue  # the user's other flags do not go with it
         what = " ".join([method, *change])
         say(
-            f"plan: {len(tried)} settings of {what} on {candidates.machines(ranks, node)} x {gpu.device_name}; the fastest first"
+            f"plan: {len(tried)} settings of {what} on {candidates.machines(ranks, node)} x {gpu.device_name}; the "
+            "fastest first"
         )
         _decide(plan, tried, say)
         if plan.chosen:

@@ -60,8 +60,8 @@ class NanGuard:
             self.overflows += 1
             if self.overflows >= OVERFLOWS:
                 raise Diverged(
-                    f"step {self.trainer.state.global_step}: fp16 gradients overflowed in {OVERFLOWS} steps in a row and "
-                    "none was applied; use --bf16 true, or lower --learning_rate."
+                    f"step {self.trainer.state.global_step}: fp16 gradients overflowed in {OVERFLOWS} steps in a row "
+                    "and none was applied; use --bf16 true, or lower --learning_rate."
                 )
             return
         self.found += 1
@@ -85,8 +85,8 @@ class NanGuard:
             else "all of its losses were finite, no row stands out"
         )
         raise Diverged(
-            f"step {self.trainer.state.global_step}: the run ends on a step without a finite gradient, and {why}: the weights "
-            "are no longer usable. Lower --learning_rate, or start from an earlier checkpoint."
+            f"step {self.trainer.state.global_step}: the run ends on a step without a finite gradient, and {why}: the "
+            "weights are no longer usable. Lower --learning_rate, or start from an earlier checkpoint."
         )
 
     def _some_row_is_finite(self) -> bool:

@@ -46,9 +46,9 @@ def _bounded():
 
     def give_up():
         error = TimeoutError(
-            f"rank {distributed.rank()} (node {distributed.node()}, {socket.gethostname()}) had no answer from all ranks in {seconds:.0f} s before "
-            "the first step: see that the nodes reach each other on all ports, and name the interface between them with "
-            "--interface, GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME"
+            f"rank {distributed.rank()} (node {distributed.node()}, {socket.gethostname()}) had no answer from all "
+            f"ranks in {seconds:.0f} s before the first step: see that the nodes reach each other on all ports, and "
+            "name the interface between them with --interface, GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME"
         )
         rank_status.record(error)
         print(f"zerofit: error: {error}.", flush=True)
@@ -150,8 +150,9 @@ def check_disk(settings, folder: Path) -> None:
         raise UserError(f"--node_local_storage: all nodes see the same disk at {folder}; leave it out.")
     if blind and settings.save_strategy != "no" and not settings.node_local_storage:
         raise UserError(
-            f"--output_dir {folder}: {blind[0]} does not see the disk that node 0 has there, and its part of each checkpoint "
-            "would be missing; name a folder that all nodes share, or --node_local_storage true, or --save_strategy no."
+            f"--output_dir {folder}: {blind[0]} does not see the disk that node 0 has there, and its part of each "
+            "checkpoint would be missing; name a folder that all nodes share, or --node_local_storage true, or "
+            "--save_strategy no."
         )
 
 

@@ -313,7 +313,7 @@ def how_it_stopped(args, step: int) -> str:
     folder = shlex.quote(str(args.output_dir))
     if args.save_only_model:
         return (
-            f"stopped after step {step}; checkpoint-{step} holds the model without optimizer states (--save_only_model), so no run "
-            f"goes on from it; `make export RUN={folder}/checkpoint-{step}` keeps it"
+            f"stopped after step {step}; checkpoint-{step} holds the model without optimizer states "
+            f"(--save_only_model), so no run goes on from it; `make export RUN={folder}/checkpoint-{step}` keeps it"
         )
     return f"stopped after step {step}, checkpoint-{step} is saved; `make resume RUN={folder}` goes on"

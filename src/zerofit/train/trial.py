@@ -108,8 +108,8 @@ def _check_same_loss(before: float, after: float, precision: str, device: str) -
     note = ""
     if device == "cuda" and precision != "fp32":  # cuBLAS chooses a kernel for each product
         note = (
-            f"; a difference in the last digits can come from another cuBLAS kernel (split-K adds in another order, which {precision} "
-            "shows) instead of the checkpoint; --canary false trains without the comparison"
+            "; a difference in the last digits can come from another cuBLAS kernel (split-K adds in another order, "
+            f"which {precision} shows) instead of the checkpoint; --canary false trains without the comparison"
         )
     raise UserError(f"a checkpoint that was read back gives the loss {after:.9g} instead of {before:.9g}{note}.")
 

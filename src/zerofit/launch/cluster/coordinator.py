@@ -120,8 +120,8 @@ class Coordinator:
         now = self._read(store, key)
         if now and (now["id"], now["beat"]) != (before["id"], before["beat"]):
             raise UserError(
-                f"NODE_RANK={self.place.rank} is taken by {before['host']}, which is running; give each machine its own "
-                "number."
+                f"NODE_RANK={self.place.rank} is taken by {before['host']}, which is running; give each machine its "
+                "own number."
             )
 
     def _read(self, store, key: str) -> dict | None:
@@ -302,8 +302,8 @@ class Coordinator:
         missing = [str(r) for r in range(place.most) if r not in nodes]
         return (
             f"node {', '.join(missing)} of {place.most} did not come within {place.timeout:.0f} s (here: "
-            f"{', '.join(self.host(r) for r in nodes)}): start the same command there with its NODE_RANK, and see that it "
-            f"reaches {place.address}:{place.port}."
+            f"{', '.join(self.host(r) for r in nodes)}): start the same command there with its NODE_RANK, and see that "
+            f"it reaches {place.address}:{place.port}."
         )
 
     def _heed_ends(self) -> None:

@@ -78,7 +78,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--include", default="", help="only these: host1@host2:0,2 (DeepSpeed's form)")
     parser.add_argument("--exclude", default="", help="not these, in the same form")
     parser.add_argument("--gpus", default="", help="processes on each host (default: its slots)")
-    parser.add_argument("--master_addr", default="", help="name of the first host as the others reach it (default: as in the hostfile)")  # fmt: skip
+    parser.add_argument("--master_addr", default="", help="name of the first host as the others reach it (default: as "
+                                                          "in the hostfile)")  # fmt: skip
     parser.add_argument(
         "--port", default="", help=f"port on the first host; the next is used too (default {node_options.PORT})"
     )
@@ -102,7 +103,8 @@ def main(argv: list[str]) -> None:
     if given.show:
         for host, job in zip(hosts, jobs, strict=True):
             print(
-                f"{host.name}\n  zerofit {command_line.hide_secrets(job['argv'])}\n  environment: {', '.join(sorted(job['env'])) or '-'}"
+                f"{host.name}\n  zerofit {command_line.hide_secrets(job['argv'])}\n  environment: "
+                f"{', '.join(sorted(job['env'])) or '-'}"
             )
         return
     ssh = shlex.split(given.ssh)
@@ -124,7 +126,8 @@ def read(file: Path, include: str = "", exclude: str = "", gpus: str = "") -> li
         pool = runner.fetch_hostfile(str(file))
         slots_by_host = runner.parse_inclusion_exclusion(pool, include, exclude)
     except (ValueError, OSError) as error:
-        raise UserError(f"HOSTS={file}: {' '.join(str(error).split()).rstrip('.')}; a line for each machine: `host1 slots=8`.") from None  # fmt: skip
+        raise UserError(f"HOSTS={file}: {' '.join(str(error).split()).rstrip('.')}; a line for each machine: `host1 "
+                        "slots=8`.") from None  # fmt: skip
     finally:
         runner.logger.disabled = False
     if gpus and (not gpus.isdigit() or int(gpus) < 1):
@@ -183,13 +186,13 @@ def check(ssh: list[str], hosts: list[Host], file: str) -> None:
             reason = "no answer"
         if process.returncode == 1:
             message = message or (
-                f"HOSTS={file}: {host.name} has no {Path.cwd()} or no {sys.executable}; the hosts need the same folder and "
-                "environment at the same place (a shared disk, or the same installation)."
+                f"HOSTS={file}: {host.name} has no {Path.cwd()} or no {sys.executable}; the hosts need the same folder "
+                "and environment at the same place (a shared disk, or the same installation)."
             )
         elif process.returncode:
             message = message or (
-                f"HOSTS={file}: ssh to {host.name} without a password does not work ({reason}); try `ssh {host.name} true`, and "
-                f"`ssh-copy-id {host.name}`."
+                f"HOSTS={file}: ssh to {host.name} without a password does not work ({reason}); try `ssh {host.name} "
+                f"true`, and `ssh-copy-id {host.name}`."
             )
     if message:
         raise UserError(message)
@@ -198,8 +201,8 @@ def check(ssh: list[str], hosts: list[Host], file: str) -> None:
 def run(ssh: list[str], hosts: list[Host], jobs: list[dict]) -> int:
     """Run the jobs to their end and forward signals; return node 0's exit code."""
     remote_command = (
-        f"cd {shlex.quote(str(Path.cwd()))} && PYTHONPATH={shlex.quote(str(ROOT / 'src'))} exec {shlex.quote(sys.executable)} -m "
-        "zerofit join"
+        f"cd {shlex.quote(str(Path.cwd()))} && PYTHONPATH={shlex.quote(str(ROOT / 'src'))} exec "
+        f"{shlex.quote(sys.executable)} -m zerofit join"
     )
     options = ["-o", "BatchMode=yes", "-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4"]
     processes = []

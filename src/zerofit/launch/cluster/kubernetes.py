@@ -126,8 +126,8 @@ def _nodes(text: str, kind: str) -> tuple[int, int]:
     least, most = bounds
     if least != most and kind == "trainjob":
         raise UserError(
-            f"--nodes {text} --kind trainjob: a TrainJob is complete only when all its pods have ended well, so it cannot "
-            f"train with fewer; use --kind pytorchjob, or --nodes {most}."
+            f"--nodes {text} --kind trainjob: a TrainJob is complete only when all its pods have ended well, so it "
+            f"cannot train with fewer; use --kind pytorchjob, or --nodes {most}."
         )
     return bounds
 
@@ -161,8 +161,8 @@ def _check_secrets(flags: list[str]) -> None:
     """Refuse a token on the command line: the manifest would contain it. Raises: UserError."""
     if command_line.hide_secrets(flags) != shlex.join(flags):
         raise UserError(
-            "--hub_token would stand in the manifest for all to read; put it into a secret (kubectl create secret generic "
-            "zerofit --from-literal=HF_TOKEN=...) and name that with --secret."
+            "--hub_token would stand in the manifest for all to read; put it into a secret (kubectl create secret "
+            "generic zerofit --from-literal=HF_TOKEN=...) and name that with --secret."
         )
 
 
@@ -201,15 +201,15 @@ def _to_go_on(settings: Settings, run_folder: str) -> list[str]:
         added += ["--output_dir", run_folder]
     elif not folder.startswith(f"{mount}/"):
         raise UserError(
-            f"--output_dir {folder}: is not on the volume, and a pod's own disk is gone with it; name a folder in {mount} "
-            "(--volume CLAIM:/mount), or leave it out."
+            f"--output_dir {folder}: is not on the volume, and a pod's own disk is gone with it; name a folder in "
+            f"{mount} (--volume CLAIM:/mount), or leave it out."
         )
     if not resumed:
         added += ["--resume_from_checkpoint", "auto"]
     elif resumed != "auto":
         raise UserError(
-            f"--resume_from_checkpoint {resumed}: a pod that is started again would begin there again; use `auto` and the "
-            "run's folder as --output_dir."
+            f"--resume_from_checkpoint {resumed}: a pod that is started again would begin there again; use `auto` and "
+            "the run's folder as --output_dir."
         )
     return added
 
@@ -250,8 +250,8 @@ def _pod(kind: str, documents: list[dict]) -> dict:
 
 def _misses(kind: str, error: Exception) -> UserError:
     return UserError(
-        f"{TEMPLATES[kind]}: has been edited so that --options find no place in it ({type(error).__name__}: {error}); keep "
-        "its keys and the volume `runs` (git diff shows what was changed)."
+        f"{TEMPLATES[kind]}: has been edited so that --options find no place in it ({type(error).__name__}: {error}); "
+        "keep its keys and the volume `runs` (git diff shows what was changed)."
     )
 
 

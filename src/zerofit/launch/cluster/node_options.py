@@ -53,7 +53,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def add_meeting(parser: argparse.ArgumentParser) -> None:
     """Add the rendezvous options that are equal on all nodes."""
     parser.add_argument("--join_timeout", default="45", help="seconds that the nodes wait for each other at the start")
-    parser.add_argument("--interface", default="", help="network interface between the nodes (default: the one that leads there)")  # fmt: skip
+    parser.add_argument("--interface", default="", help="network interface between the nodes (default: the one that "
+                                                        "leads there)")  # fmt: skip
 
 
 def count(text: str) -> tuple[int, int] | None:
@@ -77,14 +78,16 @@ def of(given) -> Place | None:
         return None
     if not given.node_rank.isdigit() or int(given.node_rank) >= most:
         raise UserError(
-            f"NODE_RANK={given.node_rank or '(not given)'}: with NODES={given.nnodes} each machine needs its own, from 0 to "
-            f"{most - 1}; 0 is the machine that MASTER_ADDR names."
+            f"NODE_RANK={given.node_rank or '(not given)'}: with NODES={given.nnodes} each machine needs its own, from "
+            f"0 to {most - 1}; 0 is the machine that MASTER_ADDR names."
         )
     if not given.master_addr:
-        raise UserError(f"MASTER_ADDR is not given: with NODES={given.nnodes} name the machine with NODE_RANK=0 to all of them.")  # fmt: skip
+        raise UserError(f"MASTER_ADDR is not given: with NODES={given.nnodes} name the machine with NODE_RANK=0 to all "
+                        "of them.")  # fmt: skip
     port = given.port or str(PORT)
     if not port.isdigit() or not 1 <= int(port) < 65535:
-        raise UserError(f"PORT={port}: must be a number from 1 to 65534 (the next port is used too), the same on all nodes.")  # fmt: skip
+        raise UserError(f"PORT={port}: must be a number from 1 to 65534 (the next port is used too), the same on all "
+                        "nodes.")  # fmt: skip
     try:
         timeout = float(given.join_timeout)
     except ValueError:
@@ -182,5 +185,6 @@ def reach(place: Place) -> str:
         time.sleep(0.5)
     raise UserError(
         f"MASTER_ADDR={place.address} PORT={place.port}: cannot be reached from {socket.gethostname()} within "
-        f"{place.timeout:.0f} s ({reason}); start the same command there with NODE_RANK=0, and see that no firewall is between."
+        f"{place.timeout:.0f} s ({reason}); start the same command there with NODE_RANK=0, and see that no firewall is "
+        "between."
     )

@@ -134,8 +134,8 @@ def check(recipe: str, flags: list[str], ranks: int, on_cpu: bool) -> Settings:
     resume = command_line.value_of(flags, RESUME)
     if resume and resume.lower() not in ("auto", "true", "last"):
         raise UserError(
-            f"--resume_from_checkpoint {resume}: each start of the job goes on from the newest checkpoint of its own run "
-            "folder; name that folder with OUT=... and use auto."
+            f"--resume_from_checkpoint {resume}: each start of the job goes on from the newest checkpoint of its own "
+            "run folder; name that folder with OUT=... and use auto."
         )
     gpu = None if on_cpu else hardware.GPUS["a100-80g"]
     settings = resolve.resolve_settings(recipe, [*flags, "--gpus", str(ranks)], ranks, gpu)
@@ -249,8 +249,8 @@ def _check_secrets(script: str) -> None:
     for name, value in os.environ.items():
         if name.endswith(("_TOKEN", "_API_KEY", "_SECRET", "_PASSWORD")) and len(value) > 7 and value in script:
             raise UserError(
-                f"the batch script would hold the value of {name} for everybody to read; leave it out of the flags: sbatch "
-                "passes the environment on."
+                f"the batch script would hold the value of {name} for everybody to read; leave it out of the flags: "
+                "sbatch passes the environment on."
             )
 
 
@@ -264,7 +264,8 @@ def submit(request: Request, script: str) -> None:
     """
     folder = request.folder
     if active := [job for job in status.jobs(folder) if job.is_alive]:
-        raise UserError(f"{folder}: its job {active[0].id} is {active[0].state.lower()}; `zerofit cancel {shlex.quote(str(folder))}` ends it.")  # fmt: skip
+        raise UserError(f"{folder}: its job {active[0].id} is {active[0].state.lower()}; `zerofit cancel "
+                        f"{shlex.quote(str(folder))}` ends it.")  # fmt: skip
     if shutil.which("sbatch") is None:
         status.ask("sbatch")  # raises the UserError, before a folder is made
     folders = [folder / str(index) for index in range(len(request.sweep))] or [folder]
@@ -283,7 +284,8 @@ def submit(request: Request, script: str) -> None:
     name = shlex.quote(os.path.relpath(folder))
     processes = f"{request.nodes} machine{'s' * (request.nodes > 1)} with {request.gpus} process{'es' * (request.gpus > 1)} each"
     print(
-        f"job {job_id}{f': {len(folders)} runs' * bool(request.sweep)}: {processes}; run folder {os.path.relpath(folder)}"
+        f"job {job_id}{f': {len(folders)} runs' * bool(request.sweep)}: {processes}; run folder "
+        f"{os.path.relpath(folder)}"
     )
     print(
         f"  zerofit status {name}\n  zerofit cancel {name}\n  tail -F {shlex.quote(os.path.relpath(folders[0] / LOG))}"

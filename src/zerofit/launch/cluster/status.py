@@ -129,8 +129,8 @@ def ask(*words: str) -> str:
         result = subprocess.run(words, capture_output=True, text=True, timeout=ANSWER_SECONDS, check=False)
     except FileNotFoundError:
         raise UserError(
-            f"{words[0]} is not installed here: run this on a login node of the cluster (`module load slurm` where it has "
-            "modules), or see the batch script with --print."
+            f"{words[0]} is not installed here: run this on a login node of the cluster (`module load slurm` where it "
+            "has modules), or see the batch script with --print."
         ) from None
     except subprocess.TimeoutExpired:
         raise UserError(f"{words[0]} did not answer within {ANSWER_SECONDS:.0f} s; is slurmctld up (`scontrol ping`)?") from None  # fmt: skip

@@ -30,8 +30,8 @@ def check_resumable(settings, train_set) -> None:
         raise UserError(f"{flag}: was saved by recipes/{known['recipe']}.py; resume it with that recipe.")
     if known.get("unsaved"):
         raise UserError(
-            f"{flag}: was saved with {known['unsaved']}, whose optimizer states DeepSpeed leaves out; begin anew from its weights "
-            f"with --model (recipes/lora.py: `zerofit export {requested} --merge` first)."
+            f"{flag}: was saved with {known['unsaved']}, whose optimizer states DeepSpeed leaves out; begin anew from "
+            f"its weights with --model (recipes/lora.py: `zerofit export {requested} --merge` first)."
         )
     _decide_resharding(settings, known, Path(requested).name)
     if settings.resharded:
@@ -49,8 +49,9 @@ def _check_schedule(settings, checkpoint: Path, known: dict, where: str) -> None
     saved = pickles.load(file) if file.exists() else {"base_lrs": []}
     if settings.lr_scheduler_type == "reduce_lr_on_plateau" or "base_lrs" not in saved:
         raise UserError(
-            f"{where}: --lr_scheduler_type reduce_lr_on_plateau goes on only as it was saved, without a change of stage, ranks, "
-            f"offload, optimizer or precision; use --zero {known['zero']} --gpus {known['world_size']} --offload {known['offload']}."
+            f"{where}: --lr_scheduler_type reduce_lr_on_plateau goes on only as it was saved, without a change of "
+            f"stage, ranks, offload, optimizer or precision; use --zero {known['zero']} --gpus {known['world_size']} "
+            f"--offload {known['offload']}."
         )
 
 
@@ -122,8 +123,8 @@ def next_command(folder: Path) -> str:
     models = [f for f in run_folder.checkpoints(folder).values() if not integrity.damage(f)]
     if models:
         return (
-            f"{models[-1].name} holds the model without optimizer states (--save_only_model), so no run goes on from it. Keep it: "
-            f"make export RUN={shlex.quote(str(models[-1]))}; or begin again: {resume}"
+            f"{models[-1].name} holds the model without optimizer states (--save_only_model), so no run goes on from "
+            f"it. Keep it: make export RUN={shlex.quote(str(models[-1]))}; or begin again: {resume}"
         )
     return f"nothing is saved yet. Begin again: {resume}"
 
@@ -148,7 +149,8 @@ def find_checkpoint(settings: Settings, folder: Path) -> None:
             return
         if latest is None:
             raise UserError(
-                f"--resume_from_checkpoint {value}: {folder} holds no checkpoint-<step> folder that is whole; name a path."
+                f"--resume_from_checkpoint {value}: {folder} holds no checkpoint-<step> folder that is whole; name a "
+                "path."
             )
         value = str(latest)
     elif reason := integrity.find_corruption(Path(value)):

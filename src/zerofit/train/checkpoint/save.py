@@ -67,8 +67,8 @@ def _has_room(run: Path) -> bool:
     free = shutil.disk_usage(run).free
     if needed <= free:
         return True
-    print(f"WARNING: no checkpoint is saved: the last one took {needed / 1e9:.3g} GB and the disk has {free / 1e9:.3g} left; "
-          f"{previous[-1].name} stays the newest", flush=True)  # fmt: skip
+    print(f"WARNING: no checkpoint is saved: the last one took {needed / 1e9:.3g} GB and the disk has {free / 1e9:.3g} "
+          f"left; {previous[-1].name} stays the newest", flush=True)  # fmt: skip
     return False
 
 

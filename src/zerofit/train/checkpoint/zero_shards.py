@@ -42,8 +42,8 @@ class OptimizerStates:
         flat = pieces[0] if len(pieces) == 1 else torch.cat(pieces) if pieces else torch.empty(0)
         if flat.numel() < math.prod(shape):
             raise UserError(
-                f"{name}: the shards hold {flat.numel():,} of the {math.prod(shape):,} numbers of its {key}; the checkpoint "
-                "is not whole."
+                f"{name}: the shards hold {flat.numel():,} of the {math.prod(shape):,} numbers of its {key}; the "
+                "checkpoint is not whole."
             )
         return flat[: math.prod(shape)].view(shape)
 
@@ -73,7 +73,8 @@ def read(checkpoint: Path) -> OptimizerStates:
     shapes = {name: tuple(shape) for group in model_states["param_shapes"] for name, shape in group.items()}
     if _number(saved[0]["partition_count"]) != len(files):
         raise UserError(
-            f"{folder}: holds the optimizer states of {len(files)} ranks, it was saved by {_number(saved[0]['partition_count'])}."
+            f"{folder}: holds the optimizer states of {len(files)} ranks, it was saved by "
+            f"{_number(saved[0]['partition_count'])}."
         )
     states = OptimizerStates(shapes, {name: {} for name in shapes})
     (_of_partitions if "fp32_flat_groups" in saved[0] else _of_slices)(states, saved, folder)  # stage 3 has them
@@ -93,8 +94,9 @@ def check_whole(checkpoint: Path) -> None:
     elsewhere = (read_facts(checkpoint) or {}).get("elsewhere", {})
     if missing := [name for name in elsewhere if not (checkpoint / name).exists()]:
         raise UserError(
-            f"{checkpoint}: holds one machine's part (--node_local_storage), and {len(missing)} files of the others are missing, "
-            f"e.g. {missing[0]}; copy them in from each of them: rsync -a --ignore-existing HOST:{checkpoint.absolute()}/ {checkpoint}/."
+            f"{checkpoint}: holds one machine's part (--node_local_storage), and {len(missing)} files of the others "
+            f"are missing, e.g. {missing[0]}; copy them in from each of them: rsync -a --ignore-existing "
+            f"HOST:{checkpoint.absolute()}/ {checkpoint}/."
         )
 
 
@@ -167,8 +169,9 @@ def read_plain(checkpoint: Path, groups: list[list[str]], weights: dict[str, str
     saved = pickles.load(checkpoint / "optimizer.pt")
     if [len(group["params"]) for group in saved["param_groups"]] != [len(group) for group in groups]:
         raise UserError(
-            f"{checkpoint}: its optimizer has groups of {', '.join(str(len(g['params'])) for g in saved['param_groups'])} "
-            f"parameters, this run of {', '.join(str(len(g)) for g in groups)}: it was another model or recipe."
+            f"{checkpoint}: its optimizer has groups of "
+            f"{', '.join(str(len(g['params'])) for g in saved['param_groups'])} parameters, this run of "
+            f"{', '.join(str(len(g)) for g in groups)}: it was another model or recipe."
         )
     weights_in_files = Weights(checkpoint)
     states = OptimizerStates({}, {})
