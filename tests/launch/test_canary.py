@@ -88,8 +88,8 @@ def test_when_it_is_on(flag, planned, steps, expected):
 def test_a_disk_that_is_too_small(tmp_path):
     found = {"checkpoint_bytes": 2**60, "checkpoints": 3, "final_bytes": 2**40}
     with pytest.raises(UserError, match=r"3 checkpoints and final/ will take .* GB, the disk has .*--save_total_limit"):
-        canary._check_disk(found, SimpleNamespace(force=False), tmp_path / "run")
-    canary._check_disk(found, SimpleNamespace(force=True), tmp_path / "run")
+        canary._check_disk(found, SimpleNamespace(ignore_plan=False), tmp_path / "run")
+    canary._check_disk(found, SimpleNamespace(ignore_plan=True), tmp_path / "run")
 
 
 @pytest.mark.parametrize(("words", "epochs", "expected"), [

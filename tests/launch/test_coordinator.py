@@ -346,6 +346,7 @@ def test_flags_come_from_each_nodes_own_command_line(tmp_path):
 @pytest.mark.injection
 def test_the_secret_is_in_the_environment_or_beside_the_run_folder(port, tmp_path, monkeypatch):
     out = ["--output_dir", str(tmp_path / "runs" / "a")]
+    run_lock.release()  # locks that other tests left in this process
     monkeypatch.setenv(job_secret.VARIABLE, "sixteen letters.")
     with job_secret.of_job(at(port, 1), []) as secret:
         assert secret == b"sixteen letters." and job_secret.VARIABLE not in os.environ

@@ -117,7 +117,7 @@ def test_the_rendered_script(printed, tmp_path, monkeypatch):
         "gpus=8",
         f"recipe=({ROOT}/recipes/sft.py --zero 3 --learning_rate 1e-5 --run_name 'a; b')  # relative paths begin at "
         "--chdir",
-        "case ${SLURM_ARRAY_TASK_ID:-} in    # a sweep's further flags; its runs are in $out/0, $out/1 ...",
+        "case ${SLURM_ARRAY_TASK_ID:-} in    # further flags of each job of a sweep; its runs are in $out/0, $out/1 ...",
         "esac",
     ]
     template = slurm.TEMPLATE.read_text()
