@@ -16,7 +16,7 @@ from zerofit import run_folder
 from zerofit.config import parse
 from zerofit.errors import UserError
 from zerofit.train.checkpoint import integrity, resume, save
-from zerofit.train.checkpoint.facts import ASIDE, FACTS, read_facts
+from zerofit.train.checkpoint.facts import ASIDE, FACTS, digest_of, read_facts
 
 FLAGS = [
     "--data", str(TINY / "train.jsonl"), "--max_samples", "48", "--effective_batch_size", "8", "--num_samples", "0",
@@ -412,7 +412,8 @@ def check_same(flags, ranks=2, recipe="sft"):
 @pytest.mark.bad_input
 def test_states_that_were_not_saved_are_not_made_up(copied):
     file = copied / "checkpoint-4" / FACTS
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"unsaved": "--offload_path"}))
+    known = json.loads(file.read_text()) | {"unsaved": "--offload_path"}
+    file.write_text(json.dumps(known | {"digest": digest_of(known)}))
     with pytest.raises(UserError, match="was saved with --offload_path, whose optimizer states DeepSpeed leaves out"):
         check_same([*FLAGS, "--zero", "2", "--bf16", "true", "--resume_from_checkpoint", str(copied / "checkpoint-4")])
 
