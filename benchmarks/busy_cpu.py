@@ -16,6 +16,7 @@ import time
 SETTINGS = {
     "as it comes": {},
     "OMP_WAIT_POLICY=passive": {"OMP_WAIT_POLICY": "passive"},
+    "passive, 1,000 turns (zerofit's)": {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "1000"},
     "OMP_NUM_THREADS=1": {"OMP_NUM_THREADS": "1"},
 }
 

@@ -454,6 +454,7 @@ def test_how_threads_wait_is_the_users_to_say(monkeypatch):
     for name in names:
         monkeypatch.delenv(name, raising=False)
     assert prepare.environment(1)["OMP_WAIT_POLICY"] == "passive"
+    assert prepare.environment(1)["GOMP_SPINCOUNT"] == "1000"
     for name in names:
         with monkeypatch.context() as context:
             context.setenv(name, "active")

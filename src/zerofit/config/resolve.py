@@ -39,7 +39,7 @@ def resolve_settings(recipe: str, argv: list[str] | None = None, world_size: int
         )
     if argv is None and settings.use_cpu and os.environ.get("OMP_WAIT_POLICY") == "passive":
         settings.decisions.append(
-            "OMP_WAIT_POLICY passive: idle threads sleep, so that other work slows the run down less"
+            "OMP_WAIT_POLICY passive: idle threads sleep after 1,000 turns (GOMP_SPINCOUNT), so that other work slows the run down less"
         )
     _check(settings)
     if argv is None and settings.use_cpu:
