@@ -5,7 +5,6 @@ import sys
 import time
 
 from zerofit import distributed
-from zerofit.config import early_check
 from zerofit.errors import EXIT_CODES, DiskFull, OutOfMemory, Stopped, UserError, full_disk, printable
 
 
@@ -14,6 +13,8 @@ def check_early(name: str) -> None:
 
     `--help` prints the flags and exits the process.
     """
+    from zerofit.config import early_check  # imports transformers' names; `zerofit status` needs none of it
+
     os.environ.update(distributed.thread_waiting())
     guard(lambda: early_check.check(name, sys.argv[1:], here=True, own_folder=distributed.rank() == 0))
 

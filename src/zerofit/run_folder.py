@@ -26,6 +26,7 @@ def claim_folder(settings: Settings) -> None:
     Raises: UserError when another process trains into it.
     """
     settings.values["output_dir"] = str(name_folder(settings))
+    _check_writable(Path(settings.output_dir))
     run_lock.take(Path(settings.output_dir))
 
 
@@ -42,10 +43,9 @@ def check_folder(folder: Path, resumes: bool) -> None:
 
 
 def name_folder(settings: Settings) -> Path:
+    """Return --output_dir, or runs/<recipe>-<time>; nothing is checked or made."""
     folder = Path(settings.output_dir or Path("runs") / f"{settings.recipe}-{time.strftime('%Y%m%d-%H%M%S')}")
-    folder = folder.expanduser()
-    _check_writable(folder)
-    return folder
+    return folder.expanduser()
 
 
 def _check_writable(folder: Path) -> None:
