@@ -50,11 +50,14 @@ def clean_environment(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def signals_as_before():
-    """Restore SIGTERM, which a rank ignores (rank_status.Heartbeat): later tests' processes inherit it."""
-    before = signal.getsignal(signal.SIGTERM)
+def process_as_before():
+    """Restore SIGTERM, which a rank ignores (rank_status.Heartbeat), and the environment: processes inherit both."""
+    handler, environment = signal.getsignal(signal.SIGTERM), dict(os.environ)
     yield
-    signal.signal(signal.SIGTERM, before)
+    signal.signal(signal.SIGTERM, handler)
+    for name in os.environ.keys() - environment.keys():
+        del os.environ[name]
+    os.environ.update(environment)
 
 
 @dataclass
