@@ -1,5 +1,7 @@
 """Shared fixtures and helpers: environment, and real recipe runs on one or several ranks."""
 
+import atexit
+import functools
 import json
 import os
 import signal
@@ -9,6 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from fork_server import ForkServer
+
+from zerofit import distributed
 
 # `make test-gpu` runs only the tests marked `gpu`. All others expect the CPU's numbers, so a GPU of the machine is
 # hidden from them.
@@ -18,9 +23,16 @@ if not GPU_TESTS:
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ROOT / "examples" / "tiny"
+isolated = False
+
+
+def pytest_addoption(parser):
+    parser.addoption("--isolated", action="store_true", help="a fresh interpreter for every recipe; 3 times slower")
 
 
 def pytest_configure(config):
+    global isolated
+    isolated = config.getoption("isolated")
     if not GPU_TESTS:
         return
     import torch
@@ -90,21 +102,38 @@ def run_world(ranks: int, cases: dict[str, tuple[str, list[str]]], folder: Path)
     ]
     file = folder / f"cases-{ranks}.json"
     file.write_text(json.dumps(listed))
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks),
-         str(ROOT / "tests" / "world.py"), str(file)],
-        capture_output=True, text=True, timeout=1500, env=os.environ | {"OMP_NUM_THREADS": str(max(1, 2 // ranks))},
-    )  # fmt: skip
+    threads = str(max(1, 2 // ranks))
+    done = run_python([str(ROOT / "tests" / "world.py"), str(file)], ranks=ranks, timeout=1500, OMP_NUM_THREADS=threads)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     return {name: Run(folder / name) for name in cases}
 
 
 def recipe_process(recipe: str, *flags: str, cwd=None, **env) -> subprocess.CompletedProcess:
     """Run `python recipes/<recipe>.py flags` as a user would; env: added variables."""
-    return subprocess.run(
-        [sys.executable, str(ROOT / "recipes" / f"{recipe}.py"), *flags],
-        capture_output=True, text=True, timeout=300, cwd=cwd, env=os.environ | env,
-    )  # fmt: skip
+    return run_python([str(ROOT / "recipes" / f"{recipe}.py"), *flags], cwd=cwd, **env)
+
+
+def run_python(words: list[str], ranks: int = 0, cwd=None, timeout: float = 300, **env) -> subprocess.CompletedProcess:
+    """Run `python words`, on `ranks` ranks as torchrun would start them; env: added variables.
+
+    A fork of the process that has the libraries loaded; with --isolated a fresh interpreter, or torchrun.
+    """
+    environment = os.environ | env
+    if isolated:
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks else []
+        return subprocess.run([sys.executable, *launcher, *words], capture_output=True, text=True, timeout=timeout,
+                              cwd=cwd, env=environment)  # fmt: skip
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(distributed.free_port())}
+    size = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "TORCHELASTIC_RUN_ID": "test"}
+    of_ranks = [environment | place | size | {"RANK": str(r), "LOCAL_RANK": str(r)} for r in range(ranks)]
+    return fork_server().run(words, of_ranks or [environment], cwd, timeout)
+
+
+@functools.cache
+def fork_server() -> ForkServer:
+    server = ForkServer()
+    atexit.register(server.stop)
+    return server
 
 
 @pytest.fixture

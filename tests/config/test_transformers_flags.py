@@ -1,7 +1,9 @@
 """Every argument of transformers' TrainingArguments: it acts under this trainer, or it is refused with a sentence."""
 
 import importlib.util
+import json
 import os
+import re
 import sys
 from dataclasses import fields
 from types import SimpleNamespace
@@ -9,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from conftest import TINY, Run, recipe_process
-from transformers import TrainerCallback, TrainingArguments
+from conftest import ROOT, TINY, Run, recipe_process, run_world
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, TrainingArguments
 
 from zerofit import recipe
 from zerofit.config import parse as config_parse
@@ -21,63 +23,62 @@ from zerofit.errors import UserError
 from zerofit.model.load import load_model, load_tokenizer
 from zerofit.train.trainer import ZerofitTrainer
 
-_READ = "works: transformers' Trainer reads it in code that KitTrainer leaves as it is (read, not run)"
-_LOGS = "works: test_flags.py::test_log_levels"
-_HUB = "works: test_flags.py::test_what_a_hub_is_sent"
-_TRACKERS = "works: test_flags.py::test_what_a_tracker_is_told"
-_MANY = "works: test_flags.py::test_a_run_with_many_flags"
-_WORKERS = "works: test_flags.py::test_settings_of_the_data_loader"
-_DDP = "works: test_flags.py::test_settings_of_ddp; stages 1 to 3 have no such wrapper"
+_LOGS = "works: test_transformers_flags.py::test_log_levels"
+_HUB = "works: test_transformers_flags.py::test_what_a_hub_is_sent"
+_TRACKERS = "works: test_transformers_flags.py::test_what_a_tracker_is_told"
+_MANY = "works: test_transformers_flags.py::test_a_run_with_many_flags"
+_WORKERS = "works: test_transformers_flags.py::test_settings_of_the_data_loader"
+_DDP = "works: test_transformers_flags.py::test_settings_of_ddp; stages 1 to 3 have no such wrapper"
 _SCHEDULE = "works: the learning rate of each step line follows it"
-_BATCH = "works: test_args.py::test_batch"
-_RECOMPUTE = "works: recompute.choose folds both names into one; test_attention.py, test_memory.py"
+_BATCH = "works: test_parse.py::test_batch"
+_RECOMPUTE = "works: gradient_checkpointing.choose folds both names into one; test_attention.py, test_memory_tracker.py"
 FIELDS = {
     "output_dir": "works: test_launch.py::test_make_and_the_run_folder",
     "per_device_train_batch_size": _BATCH,
     "gradient_accumulation_steps": _BATCH,
-    "per_device_eval_batch_size": "works: KitTrainer._get_eval_sampler",
+    "per_device_eval_batch_size": "works: ZerofitTrainer._get_eval_sampler",
     "num_train_epochs": "works: test_training.py",
     "max_steps": "works: test_launch.py",
-    "learning_rate": "works: test_args.py::test_precedence_default_bundled_yaml_flag",
+    "learning_rate": "works: test_parse.py::test_precedence_default_bundled_yaml_flag",
     "lr_scheduler_type": _SCHEDULE,
     "lr_scheduler_kwargs": _SCHEDULE,
     "warmup_steps": _SCHEDULE,
     "optim": "works: test_optimizers.py",
     "optim_args": "works: test_optimizers.py",
-    "optim_target_modules": "works: optimizers.choose",
+    "optim_target_modules": "works: test_optimizers.py",
     "weight_decay": "works: test_optimizers.py",
     "adam_beta1": "works: test_optimizers.py",
     "adam_beta2": "works: test_optimizers.py",
     "adam_epsilon": "works: test_optimizers.py",
-    "average_tokens_across_devices": _READ,
-    "max_grad_norm": "works: test_zero.py",
-    "label_smoothing_factor": "works: test_loss.py",
-    "bf16": "works: test_args.py::test_cpu_trains_in_fp32_unless_told",
-    "fp16": "works: test_args.py::test_gpu_precision_follows_the_hardware_and_says_so",
-    "tf32": "refused: on a CPU; test_flags.py::test_what_the_trainer_decides; on a GPU transformers sets it (read, not "
+    "average_tokens_across_devices": "works: test_transformers_flags.py::test_tokens_counted_by_each_rank_alone",
+    "max_grad_norm": "works: test_deepspeed_json.py",
+    "label_smoothing_factor": "works: test_transformers_flags.py::test_label_smoothing",
+    "bf16": "works: test_parse.py::test_cpu_trains_in_fp32_unless_told",
+    "fp16": "works: test_parse.py::test_gpu_precision_follows_the_hardware_and_says_so",
+    "tf32": "refused: on a CPU; test_transformers_flags.py::test_what_the_trainer_decides; on a GPU transformers sets it (read, not "
     "run)",
     "activation_checkpointing": _RECOMPUTE,
     "activation_checkpointing_kwargs": _RECOMPUTE,
     "gradient_checkpointing": _RECOMPUTE,
     "gradient_checkpointing_kwargs": _RECOMPUTE,
-    "torch_compile": "works: test_flags.py::test_a_compiled_model",
-    "torch_compile_backend": "works: test_flags.py::test_a_compiled_model",
-    "torch_compile_mode": "works: test_flags.py::test_a_compiled_model",
-    "use_liger_kernel": "works: loss.py checks it; test_loss.py",
-    "liger_kernel_config": "works: loss.py; test_loss.py",
+    "torch_compile": "works: test_transformers_flags.py::test_a_compiled_model",
+    "torch_compile_backend": "works: test_transformers_flags.py::test_a_compiled_model",
+    "torch_compile_mode": "works: test_transformers_flags.py::test_a_compiled_model",
+    "use_liger_kernel": "works: fused_loss.py checks it; test_fused_loss.py",
+    "liger_kernel_config": "works: fused_loss.py; test_fused_loss.py",
     "use_cache": _MANY,
     "neftune_noise_alpha": _MANY,
     "torch_empty_cache_steps": _MANY,
-    "logging_strategy": "works: test_flags.py::test_a_run_that_goes_on",
+    "logging_strategy": "works: test_transformers_flags.py::test_a_run_that_goes_on",
     "logging_steps": "works: test_launch.py::test_make_and_the_run_folder",
     "logging_first_step": _MANY,
     "log_on_each_node": _LOGS,
     "log_level": _LOGS,
     "log_level_replica": _LOGS,
-    "logging_nan_inf_filter": "refused: true; test_flags.py::test_what_the_trainer_decides",
-    "include_num_input_tokens_seen": "works: test_flags.py::test_step_lines_with_the_tokens_seen",
+    "logging_nan_inf_filter": "refused: true; test_transformers_flags.py::test_what_the_trainer_decides",
+    "include_num_input_tokens_seen": "works: test_transformers_flags.py::test_step_lines_with_the_tokens_seen",
     "disable_tqdm": "works: test_launch.py::test_a_bar_never_shares_a_terminal_with_the_step_lines",
-    "report_to": "works: test_flags.py::test_a_tracker_that_is_missing_is_named",
+    "report_to": "works: test_transformers_flags.py::test_a_tracker_that_is_missing_is_named",
     "run_name": _TRACKERS,
     "project": _TRACKERS,
     "trackio_space_id": _TRACKERS,
@@ -87,28 +88,28 @@ FIELDS = {
     "eval_steps": _MANY,
     "eval_delay": _MANY,
     "eval_on_start": _MANY,
-    "do_train": "refused: false; test_flags.py::test_do_train_and_do_eval",
-    "do_eval": "refused: where it differs from the rows; test_flags.py::test_do_train_and_do_eval",
+    "do_train": "refused: false; test_transformers_flags.py::test_do_train_and_do_eval",
+    "do_eval": "refused: where it differs from the rows; test_transformers_flags.py::test_do_train_and_do_eval",
     "save_only_model": "works: saves no optimizer; a resume from such a checkpoint is refused (test_checkpoint.py)",
     "save_strategy": "works: test_checkpoint.py",
     "save_steps": "works: test_checkpoint.py",
     "save_total_limit": "works: test_checkpoint.py",
-    "push_to_hub": "works: transformers pushes; test_flags.py::test_a_push_that_cannot_work_is_refused",
+    "push_to_hub": "works: transformers pushes; test_transformers_flags.py::test_a_push_that_cannot_work_is_refused",
     "hub_token": _HUB,
     "hub_private_repo": _HUB,
     "hub_model_id": _HUB,
     "hub_strategy": _HUB,
     "hub_always_push": _HUB,
     "hub_revision": _HUB,
-    "load_best_model_at_end": "works: test_flags.py::test_the_best_model_and_its_loss",
+    "load_best_model_at_end": "works: test_transformers_flags.py::test_the_best_model_and_its_loss",
     "metric_for_best_model": _MANY,
-    "greater_is_better": "works: test_flags.py::test_the_best_model_and_its_loss",
-    "ignore_data_skip": "works: test_flags.py::test_a_run_that_goes_on",
-    "full_determinism": "works: test_flags.py::test_full_determinism",
-    "seed": "works: test_args.py::test_transformers_flags_work_unchanged",
-    "data_seed": "works: test_data.py",
+    "greater_is_better": "works: test_transformers_flags.py::test_the_best_model_and_its_loss",
+    "ignore_data_skip": "works: test_transformers_flags.py::test_a_run_that_goes_on",
+    "full_determinism": "works: test_transformers_flags.py::test_full_determinism",
+    "seed": "works: test_parse.py::test_transformers_flags_work_unchanged",
+    "data_seed": "works: test_dataset.py",
     "use_cpu": "works: every test",
-    "accelerator_config": "refused: all but non_blocking; test_flags.py::test_accelerator_config",
+    "accelerator_config": "refused: all but non_blocking; test_transformers_flags.py::test_accelerator_config",
     "dataloader_num_workers": _WORKERS,
     "dataloader_pin_memory": _WORKERS,
     "dataloader_persistent_workers": _WORKERS,
@@ -116,19 +117,19 @@ FIELDS = {
     "dataloader_multiprocessing_context": _WORKERS,
     "dataloader_in_order": _WORKERS,
     "remove_unused_columns": "works: the collator names exactly what the model gets, so nothing is left to remove",
-    "train_sampling_strategy": "works: test_data.py",
+    "train_sampling_strategy": "works: test_dataset.py",
     "ddp_find_unused_parameters": "works: test_training.py",
     "ddp_bucket_cap_mb": _DDP,
     "ddp_broadcast_buffers": _DDP,
     "ddp_static_graph": "works: test_optimizers.py::test_ddp_settings_reach_the_module",
-    "ddp_backend": "refused: another than the device's; test_flags.py::test_what_the_trainer_decides",
-    "ddp_timeout": "works: test_args.py::test_a_hang_is_found_before_collectives_give_up",
-    "deepspeed": "works: test_zero.py",
+    "ddp_backend": "refused: another than the device's; test_transformers_flags.py::test_what_the_trainer_decides",
+    "ddp_timeout": "works: test_parse.py::test_a_hang_is_found_before_collectives_give_up",
+    "deepspeed": "works: test_deepspeed_json.py",
     "debug": _MANY,
     "resume_from_checkpoint": "works: test_resume.py",
     "local_rank": "works: LOCAL_RANK of the launcher decides; transformers keeps the field for old launchers",
 }
-FIELDS |= dict.fromkeys(transformers_flags.REFUSED, "refused: test_flags.py::test_refused")
+FIELDS |= dict.fromkeys(transformers_flags.REFUSED, "refused: test_transformers_flags.py::test_refused")
 # A value of each refused argument that differs from its default.
 VALUES = {
     "fsdp": "full_shard",
@@ -151,6 +152,12 @@ def test_the_table_has_every_field():
     names = {field.name for field in fields(TrainingArguments) if field.init}
     assert set(FIELDS) == names
     assert all(said.startswith(("works: ", "refused: ")) for said in FIELDS.values())
+
+
+def test_the_tests_that_the_table_names_exist():
+    texts = {file.name: file.read_text() for file in (ROOT / "tests").glob("*/test_*.py")}
+    for file, test in re.findall(r"(test_\w+\.py)(?:::(\w+))?", " ".join(FIELDS.values())):
+        assert f"def {test}" in texts[file]
 
 
 @pytest.mark.bad_input
@@ -467,6 +474,55 @@ def test_what_the_trainer_decides(words, says):
     with pytest.raises(UserError, match=says):
         parse(*words)
     parse("--ddp_backend", "gloo", "--logging_nan_inf_filter", "false")
+
+
+def row_losses(file, smoothing: float = 0.0) -> list[tuple[float, int]]:
+    """Return (summed loss, supervised tokens) of each row of `file` under the bundled model, by torch's own function."""
+    tokenizer = AutoTokenizer.from_pretrained(TINY / "model")
+    model = AutoModelForCausalLM.from_pretrained(TINY / "model", dtype=torch.float32)
+    settings = parse("--data", str(file))
+    found = []
+    for row in load_datasets(settings, tokenizer)[0].dataset:
+        labels = torch.tensor(row["labels"])[1:]
+        logits = model(input_ids=torch.tensor([row["input_ids"]])).logits[0, :-1]
+        loss = torch.nn.functional.cross_entropy(logits, labels, reduction="sum", label_smoothing=smoothing)
+        found.append((loss.item(), int((labels != -100).sum())))
+    return found
+
+
+@pytest.fixture
+def three_rows(tmp_path):
+    """Three rows of different lengths: the second step of two ranks is half filler."""
+    answers = ("Hana has a parrot.", "Lima.", "Ada works as a nurse, and Enzo works as a baker.")
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"prompt": "Who?", "completion": answer}) + "\n" for answer in answers))
+    return file
+
+
+def few_steps(file, *words) -> list[str]:
+    """Return the flags of a run on the rows as they stand in the file, whose weights hardly move."""
+    return [
+        "--data", str(file), "--train_sampling_strategy", "sequential", "--effective_batch_size", "2", "--zero", "0",
+        "--per_device_train_batch_size", "1", "--max_steps", "2", "--num_samples", "0", "--save_strategy", "no",
+        "--logging_steps", "1", "--learning_rate", "1e-12", *words,
+    ]  # fmt: skip
+
+
+def test_tokens_counted_by_each_rank_alone(tmp_path, three_rows):
+    """With --average_tokens_across_devices false the loss is the mean of the ranks' means."""
+    cases = {
+        value: ("sft", few_steps(three_rows, "--average_tokens_across_devices", value)) for value in ("true", "false")
+    }
+    runs = run_world(2, cases, tmp_path)
+    (first, n), (second, m), (third, k) = row_losses(three_rows)
+    assert runs["true"].losses == pytest.approx([(first + second) / (n + m), third / k], rel=1e-4)
+    assert runs["false"].losses == pytest.approx([(first / n + second / m) / 2, third / k / 2], rel=1e-4)
+
+
+def test_label_smoothing(tmp_path, three_rows):
+    runs = run_world(1, {"run": ("sft", few_steps(three_rows, "--label_smoothing_factor", "0.2"))}, tmp_path)
+    (first, n), (second, m), (third, k) = row_losses(three_rows, 0.2)
+    assert runs["run"].losses == pytest.approx([(first + second) / (n + m), third / k], rel=1e-4)
 
 
 def test_what_a_hub_is_sent(tmp_path, monkeypatch):

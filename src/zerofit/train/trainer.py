@@ -245,8 +245,10 @@ class ZerofitTrainer(Trainer):
     def training_step(self, net, inputs, num_items_in_batch=None):
         mask = inputs.get("attention_mask")
         self.clock.tokens = self.clock.tokens + (mask.sum() if mask is not None else inputs["input_ids"].numel())
-        if self.tokens.stream is not None and num_items_in_batch is not None:
-            num_items_in_batch = num_items_in_batch.clamp(min=1)  # all rows of a step truncated away: loss 0, not NaN
+        if num_items_in_batch is not None:
+            # A stream's rows of a step may all be truncated away, and a rank that counts for itself may have only the
+            # filler of the last step: loss 0, not NaN.
+            num_items_in_batch = num_items_in_batch.clamp(min=1)
         loss = super().training_step(net, inputs, num_items_in_batch)
         self.guard.losses.append(loss)
         return loss
