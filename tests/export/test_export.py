@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, TINY, run_world
+from conftest import ROOT, TINY, run_python, run_world
 from safetensors.torch import load_file, save_file
 
 from zerofit.errors import UserError
@@ -288,9 +288,7 @@ def test_the_newest_good_checkpoint_of_an_unfinished_run(copied, tmp_path, capsy
 
 @pytest.mark.bad_input
 def test_the_command_ends_with_2_and_one_line(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "zerofit", "export", str(tmp_path / "none")], capture_output=True, text=True, check=False
-    )
+    done = run_python(["-m", "zerofit", "export", str(tmp_path / "none")])
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and done.stderr.startswith("zerofit: error: ")
 
 

@@ -4,15 +4,12 @@ Real recipes on one or two CPU ranks; ranks 8 to 512 run the real DeepSpeed engi
 """
 
 import json
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import model_states
 import pytest
 import torch
-from conftest import ROOT, TINY, recipe_process, run_world
+from conftest import ROOT, TINY, recipe_process, run_python, run_world
 
 from zerofit.config import parse
 from zerofit.train import memory_report, memory_tracker, tensor_owners
@@ -359,10 +356,8 @@ def test_out_of_memory_is_one_sentence(tmp_path):
         "0')\nZerofitTrainer.compute_loss = fail\n"
         "runpy.run_path(sys.argv.pop(1), run_name='__main__')\n"
     )
-    done = subprocess.run(
-        [sys.executable, str(script), str(ROOT / "recipes" / "sft.py"), *flags(), "--output_dir", str(tmp_path / "run")],
-        capture_output=True, text=True, timeout=300, env=os.environ,
-    )  # fmt: skip
+    words = [str(script), str(ROOT / "recipes" / "sft.py"), *flags(), "--output_dir", str(tmp_path / "run")]
+    done = run_python(words)
     assert done.returncode == 3, done.stderr[-2000:]
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("zerofit: error: rank 0 ran out of GPU memory in the")

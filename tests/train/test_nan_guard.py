@@ -3,12 +3,10 @@
 import json
 import math
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
-from conftest import ROOT, TINY, Run, recipe_process, run_world
+from conftest import ROOT, TINY, Run, recipe_process, run_python, run_world
 
 RARE, ROW, ROWS = "~", 17, 24
 SHORT = ["sft-0-fp32", "sft-2-fp32", "sft-3-fp32"]
@@ -96,8 +94,7 @@ def test_stop_and_replay(poisoned, tmp_path, recipe):
     assert done.returncode == 4 and "Traceback" not in done.stderr
     assert "1 steps in a row (--max_nan_steps) were not applied" in done.stderr and "zerofit replay" in done.stderr
     assert json.loads((folder / "result.json").read_text())["status"] == "failed"
-    again = subprocess.run([sys.executable, "-m", "zerofit", "replay", str(folder)], capture_output=True, text=True,
-                           timeout=200, cwd=ROOT)  # fmt: skip
+    again = run_python(["-m", "zerofit", "replay", str(folder)], cwd=ROOT)
     assert again.returncode == 4, again.stderr
     said = again.stdout.splitlines()
     bad = [i for i, line in enumerate(said) if "loss nan" in line]
@@ -108,5 +105,5 @@ def test_stop_and_replay(poisoned, tmp_path, recipe):
 @pytest.mark.bad_input
 def test_a_replay_of_nothing_is_one_sentence(tmp_path):
     shutil.copy(TINY / "train.jsonl", tmp_path)
-    done = subprocess.run([sys.executable, "-m", "zerofit", "replay", str(tmp_path)], capture_output=True, text=True)
+    done = run_python(["-m", "zerofit", "replay", str(tmp_path)])
     assert done.returncode == 2 and "holds no nan/step-<n>" in done.stderr and "Traceback" not in done.stderr

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, TINY, Run, run_world
+from conftest import ROOT, TINY, Run, run_python, run_world
 
 from zerofit.launch import resume
 
@@ -197,9 +197,8 @@ def test_make_resume_on_another_number_of_processes(runs, tmp_path):
 
 @pytest.mark.bad_input
 def test_an_effective_batch_that_cannot_be_dealt_out(runs):
-    words = [sys.executable, "-m", "zerofit", "resume", "--gpus", "3", str(runs["0"].folder)]
     (runs["0"].folder / "result.json").unlink()
-    done = subprocess.run(words, capture_output=True, text=True)
+    done = run_python(["-m", "zerofit", "resume", "--gpus", "3", str(runs["0"].folder)])
     assert done.returncode == 2 and "effective batch of 8 is no multiple of it" in done.stderr
     assert "use 1, 2, 4, 8 processes" in done.stderr and "Traceback" not in done.stderr
 

@@ -3,12 +3,9 @@
 Real recipes, real DeepSpeed, two CPU processes over gloo (one process where the test says so).
 """
 
-import subprocess
-import sys
-
 import pytest
 import torch
-from conftest import ROOT, TINY, Run, run_world
+from conftest import ROOT, TINY, Run, run_python, run_world
 
 STEPS, ROWS = 8, 60  # 60 rows in batches of 8: the last step of the epoch is half filler
 COMMON = [
@@ -239,8 +236,7 @@ def test_a_slow_loader_shows_in_the_speed(tmp_path):
     words = [*COMMON, "--zero", "0", "--per_device_train_batch_size", "4", "--max_steps", "4", "--eval_data",
              str(TINY / "eval.jsonl"), "--eval_strategy", "steps", "--eval_steps", "1", "--save_strategy", "steps",
              "--save_steps", "1", "--dataloader_num_workers", "0", "--output_dir", str(out)]  # fmt: skip
-    done = subprocess.run([sys.executable, str(script), str(ROOT / "recipes" / "sft.py"), *words],
-                          capture_output=True, text=True, timeout=300)  # fmt: skip
+    done = run_python([str(script), str(ROOT / "recipes" / "sft.py"), *words])
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     result = Run(out).json("result.json")
     assert result["steps"] == 4 and result["world_size"] == 1

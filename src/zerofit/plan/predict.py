@@ -141,7 +141,7 @@ def predict(settings, seconds: float | None = None) -> dict | None:
 
     Returns: {"peak_bytes", "limit_bytes", "phase", "peak", "step_seconds" (an estimate; None on a CPU), ...}; bytes on
         a CPU are those of a CPU run. If the simulation of a GPU fails, the closed forms are used and "by" holds the
-        reason; also if it takes more than `seconds`, but only if the job fits by them.
+        reason; also if it takes more than `seconds`, but only if the job fits by them. On a CPU it is waited for.
     Raises: SimulationFailed on a CPU, which the closed forms do not cover; UserError for the user's mistakes.
     """
     cpu = settings.use_cpu
@@ -157,8 +157,8 @@ def predict(settings, seconds: float | None = None) -> dict | None:
     flags, shape = candidates.flags_for_simulation(settings.flags), candidates.shape_of(settings)
     setting = candidates.setting_of(settings)
     parts = formulas.memory(shape, setting, settings, candidates.fused_losses(settings, shape))
-    if not cpu and candidates.peak_by_formula(parts) > limit:
-        seconds = None  # only a simulation may refuse a launch
+    if cpu or candidates.peak_by_formula(parts) > limit:
+        seconds = None  # only a simulation may refuse a launch, and only a simulation knows a CPU's peak
     answer = answer_of(settings.recipe, flags, ranks, [0], gpu, setting.zero, shape, setting.every, seconds)
     source = {}  # empty: by simulation
     if isinstance(answer, Exception):
