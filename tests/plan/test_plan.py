@@ -36,6 +36,9 @@ FEW = [
     ("sft", "--zero 2 --gradient_checkpointing true", 8),
     ("lora", "--zero 3 --load_in_4bit true", 2),
     ("sft", "--zero 3 --offload all", 2),
+    ("dpo", "--zero 2 --fused_loss true", 2),
+    ("dpo", "--zero 3 --adapter lora --eval_fraction 0.1", 2),
+    ("dpo", "--zero 0 --padding_free true", 1),
 ]
 
 
@@ -46,7 +49,7 @@ def errors_above(rows, bound):
 
 @pytest.mark.oracle
 def test_a_ghost_has_the_bytes_of_real_tensors(record_property):
-    """Every phase of five settings, through the kit's trainer and the real engine as one rank of N."""
+    """Every phase of eight settings, through the kit's trainer and the real engine as one rank of N."""
     rows = benchmark.compare(FEW)
     record_property("relative_difference", max(abs(row["error"]) for row in rows))
     assert errors_above(rows, 0) == {}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from zerofit import distributed
 from zerofit.config import accelerate_env, parse
 from zerofit.errors import UserError
-from zerofit.model import adapters, quantization
+from zerofit.model import adapters, preference_loss, quantization
 from zerofit.settings import Settings, decide
 
 
@@ -56,6 +56,7 @@ def _check(found: Settings) -> None:
     from zerofit.model import fused_loss, tiled_mlp
 
     check_exclusions(found)
+    preference_loss.resolve(found)
     adapters.resolve(found)
     _resolve_node_local(found)
     quantization.resolve(found)

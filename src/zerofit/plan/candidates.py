@@ -125,14 +125,14 @@ class NothingFits(UserError):
 def methods_to_try(method: str, recipe: str, flags: list[str]) -> list[str]:
     quantised = any(f.startswith(("--load_in_4bit", "--load-in-4bit")) for f in flags)
     if not method:
-        return ["qlora" if quantised else recipe]
-    if method not in ("sft", "lora", "qlora", "auto"):
-        raise UserError(f"--method {method}: must be one of sft, lora, qlora, auto.")
+        return ["qlora" if quantised and recipe != "dpo" else recipe]
+    if method not in ("sft", "lora", "qlora", "dpo", "auto"):
+        raise UserError(f"--method {method}: must be one of sft, lora, qlora, dpo, auto.")
     return ["sft", "lora", "qlora"] if method == "auto" else [method]
 
 
 def recipe_of(method: str) -> str:
-    return "sft" if method == "sft" else "lora"
+    return method if method in ("sft", "dpo") else "lora"
 
 
 def machines(ranks: int, node: int) -> str:
@@ -168,8 +168,8 @@ def candidates(
         except UserError as refused:
             error = error or refused
             continue
-        setting = Setting(zero, offload, every, micro, micro * base.max_length,
-                          base.effective_batch_size // (micro * ranks), ranks, offload_inputs, nvme, node, hpz)  # fmt: skip
+        setting = Setting(zero, offload, every, micro, micro * base.documents_per_row * base.max_length,
+                          base.effective_batch_size // (micro * ranks), ranks, offload_inputs, nvme, node, hpz, _runs_reference(base))  # fmt: skip
         by_part = formulas.memory(shape, setting, base, fused)
         seconds = formulas.step_seconds(shape, setting, gpu, base.max_length)
         result.append(Candidate(own_flags, method, setting, by_part, seconds, shape, change=change))
@@ -294,9 +294,16 @@ def setting_of(settings) -> Setting:
     every = settings.gradient_checkpointing_every if settings.gradient_checkpointing else 0
     micro = settings.per_device_train_batch_size
     node = int(os.environ.get("LOCAL_WORLD_SIZE") or formulas.GPUS_OF_A_NODE)
-    return Setting(int(settings.zero), settings.offload, every, micro, micro * settings.max_length,
+    return Setting(int(settings.zero), settings.offload, every, micro, micro * settings.documents_per_row * settings.max_length,
                    settings.gradient_accumulation_steps, settings.world_size, settings.activation_offload,
-                   bool(settings.offload_path), node, settings.zero_hpz_partition_size or 1)  # fmt: skip
+                   bool(settings.offload_path), node, settings.zero_hpz_partition_size or 1,
+                   _runs_reference(settings))  # fmt: skip
+
+
+def _runs_reference(settings) -> bool:
+    """Return whether each step runs the model once more with its adapter off (recipes/dpo.py)."""
+    precomputed = settings.values.get("precompute_ref_log_probs") or settings.values.get("loss_type") == "simpo"
+    return settings.recipe == "dpo" and settings.trains_adapter and not precomputed
 
 
 def flags_for_simulation(flags: list[str]) -> list[str]:

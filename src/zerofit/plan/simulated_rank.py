@@ -102,7 +102,7 @@ def _answer(recipe, flags, ranks, rank, gpu, device, fake, padded, overrides) ->
         if fake:
             fake_device.without_values(padded, settings.max_length)
             stack.enter_context(torch._subclasses.fake_tensor.FakeTensorMode(allow_non_fake_inputs=True))
-            micro = settings.per_device_train_batch_size
+            micro = settings.per_device_train_batch_size * settings.documents_per_row
             stack.enter_context(fake_device.answers_for_collectives(micro * settings.max_length, micro))
         host_tracker = _host_ledger(stack) if device == "gpu" else None
         stack.enter_context(tracker)
@@ -197,7 +197,10 @@ def _trainers_needs(settings, device: str):
     if device != "cuda":
         torch_device = torch.device("gpu:0" if device == "gpu" else "cpu")
         PartialState._shared_state["device"] = arguments.__dict__["_setup_devices"] = torch_device
-    row = {"input_ids": [5] * settings.max_length, "labels": [5] * settings.max_length}
+    documents = settings.documents_per_row
+    row = {"input_ids": [5] * settings.max_length * documents, "labels": [5] * settings.max_length * documents}
+    if documents > 1:
+        row["lengths"] = [settings.max_length] * documents
 
     def tokens(count):
         return TokenizedDataset(Dataset.from_list([row]).select([0] * count), {}, "ghost")
@@ -225,6 +228,7 @@ def _trainer(settings, arguments, rows, overrides, device, fake):
     from zerofit.config import offload
     from zerofit.model import adapters, fused_loss, load, quantization, tiled_mlp
     from zerofit.train import progress
+    from zerofit.train.preference import PreferenceTrainer
     from zerofit.train.trainer import ZerofitTrainer
 
     if overrides:
@@ -260,12 +264,13 @@ def _trainer(settings, arguments, rows, overrides, device, fake):
     with device_context:
         if not (bits and fake):
             model = load.load_model(settings, tokenizer)
-        if settings.recipe == "lora":
+        if settings.trains_adapter:
             model = adapters.add_adapter(model, settings)
     on_gpu = device == "gpu"
     torch.cuda.get_device_name = (lambda *_: "a ghost") if on_gpu else torch.cuda.get_device_name
     settings.values["use_cpu"] = settings.use_cpu and not on_gpu  # activations are then offloaded from the fake GPU
-    trainer = ZerofitTrainer(settings, model, tokenizer, arguments, train_rows, eval_rows)
+    trainer_class = PreferenceTrainer if settings.recipe == "dpo" else ZerofitTrainer
+    trainer = trainer_class(settings, model, tokenizer, arguments, train_rows, eval_rows)
     trainer.remove_callback(progress.Reporter)
     return trainer
 

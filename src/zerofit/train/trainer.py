@@ -21,7 +21,7 @@ from zerofit.errors import Stopped, UserError, first_line
 from zerofit.model import adapters, attention, ddp, fused_loss, gradient_checkpointing, patches, quantization, tiled_mlp
 from zerofit.optim import build, registry, sophia
 from zerofit.settings import order_seed
-from zerofit.train import memory_tracker, nan_guard, progress
+from zerofit.train import generation, memory_tracker, nan_guard, progress
 from zerofit.train.checkpoint import pickles, reshard, save
 
 
@@ -56,6 +56,8 @@ def training_arguments(settings) -> TrainingArguments:
 class ZerofitTrainer(Trainer):
     """A Trainer whose optimizer steps see the same rows, equally weighted, for every rank count and accumulation."""
 
+    score_name = "exact match"  # of `score`, which the bundled task shows before and after training
+
     def __init__(self, settings, net, tokenizer, arguments, train_set, eval_set):
         self.settings, self.tokens, self.eval_tokens = settings, train_set, eval_set
         self.clock = progress.ThroughputMeter(settings, net)
@@ -66,13 +68,13 @@ class ZerofitTrainer(Trainer):
         self.fused_loss = fused_loss.install(settings, net)
         self.router_loss = fused_loss.router_loss(net)
         gradient_checkpointing.enable(net, settings)
-        pad = tokenizer.pad_token_id
+        pad, documents = tokenizer.pad_token_id, settings.documents_per_row
         self.train_collator = TrainCollator(pad, settings.padding_free == "true")
         super().__init__(
             model=net,
             args=arguments,
-            train_dataset=train_set.stream or DatasetWithFiller(train_set.sequences(settings), pad),
-            eval_dataset=DatasetWithFiller(eval_set.dataset, pad) if eval_set else None,
+            train_dataset=train_set.stream or DatasetWithFiller(train_set.sequences(settings), pad, documents),
+            eval_dataset=DatasetWithFiller(eval_set.dataset, pad, documents) if eval_set else None,
             data_collator=Collator(pad),
             processing_class=tokenizer,
         )
@@ -263,14 +265,26 @@ class ZerofitTrainer(Trainer):
             loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
         if self.router_loss:
             # Scaled like the loss: gradients are averaged over the ranks, but the token count is that of all ranks.
-            ranks = self.args.world_size if self.args.average_tokens_across_devices else 1
-            loss = loss + ranks * self.router_loss.share(outputs, labels, num_items_in_batch)
+            supervised = (labels[..., 1:] != -100).sum()
+            loss = loss + self.counted_ranks * self.router_loss.share(outputs, supervised, num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
+
+    @property
+    def counted_ranks(self) -> int:
+        """Return the ranks whose items num_items_in_batch counts; a loss is multiplied by it, as DDP averages."""
+        return self.args.world_size if self.args.average_tokens_across_devices else 1
+
+    def before_first_step(self) -> None:
+        """Prepare what the first step needs, with the engine built. Collective."""
+
+    def score(self) -> float:
+        """Return how well the model does on the held-out rows of the bundled task. Collective."""
+        return generation.exact_match(self)
 
     def evaluation_loop(
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
     ):
-        """Return mean loss and perplexity over all supervised tokens, for any split into batches and ranks.
+        """Return the metrics of evaluation_metrics over all rows, for any split into batches and ranks.
 
         Under ZeRO-3 no_grad replaces inference_mode: parameters gathered in inference mode could not be trained
         afterwards.
@@ -278,27 +292,32 @@ class ZerofitTrainer(Trainer):
         model = self.model_wrapped if self.is_deepspeed_enabled else self.model
         was_training = model.training
         model.eval()
-        total = torch.zeros(2, dtype=torch.float64, device=self.args.device)  # summed loss, supervised tokens
+        total = torch.zeros((), dtype=torch.float64, device=self.args.device)
         zero3 = self.settings.deepspeed is not None and self.settings.zero == "3"
         with torch.no_grad() if zero3 else torch.inference_mode():
             for inputs in dataloader:
                 self.reporter.pulse.beat(self.state.global_step)
-                inputs = self._prepare_inputs(inputs)
-                count = (inputs["labels"][:, 1:] != -100).sum()
-                with self.compute_loss_context_manager(), self.without_logits():
-                    mean = model(**inputs, num_items_in_batch=count.clamp(min=1)).loss
-                total += torch.stack([mean.double() * count, count.double()])
+                with self.compute_loss_context_manager():
+                    total = total + self.evaluation_sums(model, self._prepare_inputs(inputs))
         model.train(was_training)
         if self.args.world_size > 1:
             torch.distributed.all_reduce(total)
-        mean = (total[0] / total[1]).item()
-        metrics = {
-            f"{metric_key_prefix}_loss": mean,
-            f"{metric_key_prefix}_perplexity": math.exp(min(mean, 700.0)),
-        }
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in self.evaluation_metrics(total).items()}
         return EvalLoopOutput(
             predictions=None, label_ids=None, metrics=metrics, num_samples=len(self.eval_tokens or ())
         )
+
+    def evaluation_sums(self, model, inputs) -> torch.Tensor:
+        """Return a batch's summed loss and its supervised tokens, float64."""
+        count = (inputs["labels"][:, 1:] != -100).sum()
+        with self.without_logits():
+            mean = model(**inputs, num_items_in_batch=count.clamp(min=1)).loss
+        return torch.stack([mean.double() * count, count.double()])
+
+    def evaluation_metrics(self, total: torch.Tensor) -> dict[str, float]:
+        """Return mean loss and perplexity over all supervised tokens from the sums of all batches and ranks."""
+        mean = (total[0] / total[1]).item()
+        return {"loss": mean, "perplexity": math.exp(min(mean, 700.0))}
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
