@@ -140,3 +140,25 @@ def test_the_reference_follows_from_the_adapter(flags, precomputed, rate):
     own_data = ["--model", str(settings.model), "--data", "p.jsonl", "--use_cpu", "true", *flags.split()]
     rate = 5e-6 if "lora" in flags else 1e-6
     assert resolve.resolve_settings("dpo", own_data, 1).learning_rate == rate
+
+
+def test_under_autocast_the_gradients_are_those_of_fp32_but_for_rounding():
+    generator = torch.Generator().manual_seed(4)
+    hidden = torch.randn(40, 16, generator=generator, requires_grad=True)
+    weight = torch.randn(60, 16, generator=generator, requires_grad=True)
+    labels, documents = torch.randint(0, 60, (40,), generator=generator), torch.arange(40) // 10
+
+    def gradients(autocast):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            sums = fused_loss.document_log_probs(hidden, weight, None, labels, documents, 4, rows=16)
+        assert sums.dtype == torch.float32
+        return torch.autograd.grad((sums * torch.tensor([1.0, -1.0, 3.0, 0.5])).sum(), (hidden, weight))
+
+    for half, whole in zip(gradients(True), gradients(False), strict=True):
+        assert half.dtype == torch.float32 and (half - whole).norm() < 0.02 * whole.norm()
+
+
+def test_a_model_loses_its_dropout():
+    model = torch.nn.ModuleDict({"a": torch.nn.Dropout(0.1), "b": torch.nn.Linear(2, 2)})
+    model["b"].attention_dropout = 0.2
+    assert preference_loss.disable_dropout(model)["a"].p == 0.0 and model["b"].attention_dropout == 0.0

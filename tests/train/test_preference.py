@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import TINY, recipe_process, run_world
+from conftest import ROOT, TINY, recipe_process, run_python, run_world
 from safetensors.torch import load_file
 
 MODEL = TINY / "preference" / "model"
@@ -270,6 +270,29 @@ def test_a_resumed_run_goes_on_bit_for_bit_with_the_reference_of_the_start(tmp_p
     assert done.returncode == 2 and "the reference cannot be computed from trained weights" in done.stderr
     done = run("fourth", "--resume_from_checkpoint", checkpoint, "--beta", "0.3")
     assert done.returncode == 2 and "was saved with beta 0.2, this run has 0.3; use --beta 0.2" in done.stderr
+
+
+@pytest.mark.slow
+def test_batch_search_canary_and_export_as_for_other_recipes(folder, tmp_path):
+    rows = [
+        "--model",
+        str(folder / "model"),
+        "--data",
+        str(folder / "pairs.jsonl"),
+        "--max_length",
+        "64",
+        "--use_cpu",
+        "true",
+    ]
+    small = [*rows, "--effective_batch_size", "4", "--num_samples", "0", "--max_steps", "2"]
+    found = run_python(["-m", "zerofit", "batch-size", "--recipe", "dpo", *small, "--memory_limit", "0.5"])
+    assert found.returncode == 0 and "largest micro batch that fits: " in found.stdout, found.stdout + found.stderr
+    run = tmp_path / "run"
+    words = ["-m", "zerofit", "launch", "--gpus", "1", str(ROOT / "recipes" / "dpo.py"), *small, *ADAPTER]
+    done = run_python([*words, "--canary", "true", "--output_dir", str(run)])
+    assert done.returncode == 0 and "canary: all well" in done.stdout, done.stdout + done.stderr
+    exported = run_python(["-m", "zerofit", "export", "--merge", "--output_dir", str(tmp_path / "whole"), str(run)])
+    assert exported.returncode == 0 and (tmp_path / "whole" / "model.safetensors").exists(), exported.stderr
 
 
 def test_the_bundled_task_goes_from_half_to_nine_tenths(tmp_path):
