@@ -158,8 +158,8 @@ install: ## install into .venv (PYTHON=python3.12) or the active environment (EN
 lint: $(DEV_STAMP) ## ruff
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check .
 
-test: $(DEV_STAMP) ## run the tests (real DeepSpeed on two CPU processes; about 30 minutes on two cores)
-	@$(PY) -m pytest
+test: $(DEV_STAMP) ## run the tests, two files at a time (real DeepSpeed on two CPU processes; TEST_MINUTES minutes on two cores)
+	@$(PY) -m pytest -n 2 --dist loadfile
 
 test-gpu: $(DEV_STAMP) ## run the tests that need a GPU (one is enough; 10 minutes)
 	@ZEROFIT_TEST_GPU=1 $(PY) -m pytest
@@ -167,8 +167,8 @@ test-gpu: $(DEV_STAMP) ## run the tests that need a GPU (one is enough; 10 minut
 test-cluster: $(DEV_STAMP) ## run the tests with several nodes and a real SLURM (root, Debian; installs what they need)
 	@tests/cluster/install.sh && tests/cluster/install_slurm.sh && $(PY) -m pytest -m cluster tests/cluster
 
-test-all: $(DEV_STAMP) ## run the long matrix too
-	@$(PY) -m pytest -m 'not cluster and not gpu'
+test-all: $(DEV_STAMP) ## run the long matrix too, each recipe in an interpreter of its own
+	@$(PY) -m pytest --isolated -m 'not cluster and not gpu'
 
 reliability: $(DEV_STAMP) ## count faults, bad inputs and attacks that the tests try (ARGS="--slow --write": into docs/reliability.md)
 	@set -f; $(PY) benchmarks/reliability.py $$ARGS

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from conftest import ROOT, TINY, Run, recipe_process
+from conftest import ROOT, TINY, Run, python, recipe_process
 
 from zerofit import command_line, distributed, log_filters, run_folder
 from zerofit.config import parse, show
@@ -71,7 +71,7 @@ def run(words, cwd=None, **env):
 
 
 def make(*words, **env):
-    return run(["make", "-C", ROOT, "ENV=active", f"PYTHON={sys.executable}", *words], **env)
+    return run(["make", "-C", ROOT, "ENV=active", f"PYTHON={python()}", *words], **env)
 
 
 @pytest.mark.injection
