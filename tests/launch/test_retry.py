@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from conftest import ROOT, TINY, Run
+from conftest import ROOT, TINY, Run, python, run_python
 
 from zerofit import rank_status
 from zerofit.config import parse as config_parse
@@ -31,17 +31,19 @@ COMMON = [
 
 def launch(folder, *flags, fault=None, gpus="2", zero="2", timeout=400, recipe="sft"):
     """The finished `zerofit launch` of two ranks; every process that it had started is gone."""
-    env = {**os.environ}
-    if fault:
-        marker = folder.with_suffix(".struck")
-        env["ZEROFIT_TEST_FAULT"] = json.dumps({"marker": str(marker), "rank": 1, "step": 3} | fault)
-        env["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests" / "faults"), env["PYTHONPATH"]])
     words = ["-m", "zerofit", "launch", "--gpus", gpus, f"recipes/{recipe}.py", *COMMON, "--zero", zero, *flags]
+    if not fault:
+        return run_python([*words, "--output_dir", str(folder)], cwd=ROOT, timeout=timeout)
+    marker = folder.with_suffix(".struck")
+    env = os.environ | {  # sitecustomize brings the fault, into a fresh interpreter
+        "ZEROFIT_TEST_FAULT": json.dumps({"marker": str(marker), "rank": 1, "step": 3} | fault),
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "tests" / "faults"), os.environ["PYTHONPATH"]]),
+    }
     done = subprocess.run(
         [sys.executable, *words, "--output_dir", str(folder)],
         capture_output=True, text=True, timeout=timeout, cwd=ROOT, env=env,
     )  # fmt: skip
-    assert not fault or fault["what"] == "limit" or marker.exists(), done.stderr
+    assert fault["what"] == "limit" or marker.exists(), done.stderr
     time.sleep(0.2)
     assert not [p for p in psutil.process_iter(["cmdline"]) if str(folder) in (p.info["cmdline"] or [])]
     return done
@@ -240,11 +242,11 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(tmp_path, number, zero):
     (saved,) = folder.glob("checkpoint-*")
     assert f"stopped after step {saved.name[11:]}, {saved.name} is saved; `make resume RUN={folder}` goes on" in said
     assert Run(folder).json("result.json")["status"] == "stopped" and not (folder / "report.json").exists()
-    done = subprocess.run(["make", "-C", str(ROOT), "ENV=active", f"PYTHON={sys.executable}", "resume", f"RUN={folder}"],
+    done = subprocess.run(["make", "-C", str(ROOT), "ENV=active", f"PYTHON={python()}", "resume", f"RUN={folder}"],
                           capture_output=True, text=True, timeout=300)  # fmt: skip
     assert done.returncode == 0, done.stdout[-1500:] + done.stderr[-1500:]
     assert Run(folder).losses == Run(tmp_path / "whole").losses
-    done = subprocess.run([sys.executable, "-m", "zerofit", "resume", str(folder)], capture_output=True, text=True)
+    done = run_python(["-m", "zerofit", "resume", str(folder)])
     assert done.returncode == 2 and "this run has finished" in done.stderr
 
 
@@ -261,7 +263,7 @@ def test_ranks_are_told_where_to_stop(monkeypatch, tmp_path):
 
 
 def test_what_cannot_be_resumed(tmp_path):
-    done = subprocess.run([sys.executable, "-m", "zerofit", "resume", str(tmp_path)], capture_output=True, text=True)
+    done = run_python(["-m", "zerofit", "resume", str(tmp_path)])
     assert done.returncode == 2 and "is no run folder" in done.stderr and "Traceback" not in done.stderr
 
 

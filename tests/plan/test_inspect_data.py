@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import ROOT, TINY, recipe_process
+from conftest import ROOT, TINY, python, recipe_process
 from datasets import Dataset
 
 from zerofit import cli
@@ -379,7 +379,7 @@ def test_an_odd_file_in_a_folder_is_named_and_the_others_are_counted(tmp_path, z
 
 def test_make_data(tmp_path):
     file = rows_file(tmp_path, "two words.jsonl", DUPLICATES)
-    words = ["make", "-C", str(ROOT), "ENV=active", f"PYTHON={sys.executable}", "data", f"DATA={file}"]
+    words = ["make", "-C", str(ROOT), "ENV=active", f"PYTHON={python()}", "data", f"DATA={file}"]
     words += [f"MODEL={TINY / 'model'}", f"OUT={tmp_path / 'out'}", "ARGS=--max_length 24 --max_truncated_fraction 0.2"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and "Error 2" in done.stderr  # make's own code, and the verb's

@@ -3,12 +3,11 @@
 import itertools
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, TINY, Run, run_python, run_world
+from conftest import ROOT, TINY, Run, python, run_python, run_world
 
 from zerofit.launch import resume
 
@@ -180,7 +179,7 @@ def test_make_resume_on_another_number_of_processes(runs, tmp_path):
         "-C",
         str(ROOT),
         "ENV=active",
-        f"PYTHON={sys.executable}",
+        f"PYTHON={python()}",
         "resume",
         f"RUN={folder}",
         "GPUS=1",
