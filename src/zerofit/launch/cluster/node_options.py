@@ -1,6 +1,7 @@
 """Options and checks of one node among several: rank, address, interface, ports."""
 
 import argparse
+import os
 import socket
 import time
 from dataclasses import dataclass
@@ -163,6 +164,21 @@ def interface_towards(address: str, port: int) -> str:
     except OSError:
         return ""
     return next((name for name, addresses in interfaces().items() if own_ip in addresses), "")
+
+
+def interface_variables(place: Place, addresses: dict[int, str]) -> dict[str, str]:
+    """Return the interface variables of gloo and NCCL; those of the user win, unless --interface is given.
+
+    Args: addresses: of the attempt's nodes, by node rank; "" for node 0.
+    """
+    name = place.interface
+    if not name:
+        others = [address for rank, address in addresses.items() if rank != place.rank and address]
+        name = interface_towards(others[0] if place.rank == 0 and others else place.address, place.port)
+    if not name:
+        return {}
+    variables = {"GLOO_SOCKET_IFNAME": name} | ({"NCCL_SOCKET_IFNAME": f"={name}"} if name != "lo" else {})
+    return {key: value for key, value in variables.items() if place.interface or key not in os.environ}
 
 
 def reach(place: Place) -> str:
