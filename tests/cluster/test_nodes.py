@@ -256,7 +256,7 @@ def test_a_link_that_is_cut_for_good(hosts, tmp_path):
     found = ends(*started, seconds=90)
     assert 0 not in found and time.monotonic() - began < 60
     assert "node 1 (host1) is gone" in first.text()
-    assert f"node 0 (host0) is not heard of for {membership.LOST_SECONDS:.0f} s" in second.text()
+    assert f"node 0 (host0) has sent no heartbeat for {membership.LOST_SECONDS:.0f} s" in second.text()
     nothing_is_left(bed)
 
 

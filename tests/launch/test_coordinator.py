@@ -37,8 +37,7 @@ SHORT = [
 def port(monkeypatch):
     for module in (transport, membership, coordinator):
         monkeypatch.setattr(module, "HEARTBEAT_SECONDS", 0.05)
-    for module in (membership, coordinator):
-        monkeypatch.setattr(module, "LOST_SECONDS", 1.0)
+    monkeypatch.setattr(membership, "LOST_SECONDS", 1.0)
     monkeypatch.setattr(membership, "LAST_CALL_SECONDS", 0.3)
     monkeypatch.setattr(membership, "LEAVE_SECONDS", 0.3)
     monkeypatch.setattr(coordinator, "GRACE_SECONDS", 0.3)

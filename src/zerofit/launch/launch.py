@@ -129,8 +129,8 @@ def _agree(coordinator: Coordinator, settings: Settings, train_set, eval_set, fo
     folder = coordinator.membership.agree(consistency.of_job(settings, train_set, eval_set), folder)
     coordinator.effective_batch_size = settings.effective_batch_size
     print(
-        f"{coordinator.name}: {coordinator.world_size} processes on {len(coordinator.job.nodes)} nodes, all with the same "
-        f"software, data and arguments; run folder {folder}",
+        f"{coordinator.name}: {coordinator.world_size} processes on {len(coordinator.job.nodes)} nodes, all with the "
+        f"same software, data and arguments; run folder {folder}",
         flush=True,
     )
     return folder

@@ -157,9 +157,8 @@ CLASSIFIERS = (_stopped, _interrupted, _finished, _hung, _killed, _lost_connecti
 def lost_node(who: str, where: Path) -> Outcome:
     """Return the outcome of an attempt that lost a node. who: its name; where: the attempt's folder."""
     step = max((step for _, step, _ in rank_status.pulses(where).values()), default=None)
-    return Outcome(
-        "lost rank", 1, None, f"lost: {who} is gone: it was not heard of any more, or started anew", step=step
-    )
+    error = f"lost: {who} is gone: it has left, sends no heartbeat or was started again"
+    return Outcome("lost rank", 1, None, error, step=step)
 
 
 def write(folder: Path, endings: list[Outcome], advice: str) -> None:
@@ -229,7 +228,7 @@ def advice(last: Outcome, folder: Path, settings, smaller: tuple | None) -> str:
     action = {
         "hang": "look where the ranks stand in attempts/*/stack*.txt: the one in another place than the rest holds "
         "them up",
-        "lost rank": "look into the kernel's log of that machine (dmesg -T | tail): its memory, its GPU (Xid), or "
+        "lost rank": "look into the kernel's log of that node (dmesg -T | tail): its memory, its GPU (Xid), or "
         "somebody's kill",
         "disk full": "make room",
         "crash": "read the traceback in report.md",

@@ -36,14 +36,14 @@ def without_token(flags: list[str]) -> tuple[list[str], dict[str, str]]:
 def check_for_nodes(flags: list[str], launcher: str = "torchrun") -> None:
     """Refuse flags that work on one node only. Raises: UserError."""
     if launcher != "torchrun":
-        raise UserError(f"LAUNCHER={launcher}: several machines are started by torchrun; leave LAUNCHER out.")
+        raise UserError(f"LAUNCHER={launcher}: several nodes are started by torchrun; leave LAUNCHER out.")
     expanded = command_line.with_auto_as_probe(flags)
     if command_line.value_of(expanded, ("--search_batch_size",)) not in (None, "false"):
         raise UserError(SEARCHES_ON_ONE_NODE)
     if command_line.value_of(expanded, ("--on_oom",)) == "ask":
-        raise UserError("--on_oom ask: there is no one terminal on several machines; use retry or fail.")
+        raise UserError("--on_oom ask: there is no one terminal on several nodes; use retry or fail.")
     if command_line.value_of(expanded, ("--canary",)) == "true":
-        raise UserError("--canary true rehearses on one machine; leave it out, or try with --max_steps 3 first.")
+        raise UserError("--canary true works on one node only; leave it out, or try with --max_steps 3 first.")
 
 
 def add_placement(parser: argparse.ArgumentParser, gpus: str) -> None:
@@ -51,7 +51,7 @@ def add_placement(parser: argparse.ArgumentParser, gpus: str) -> None:
     parser.add_argument("--gpus", default=gpus, help="processes; without a GPU they run on the CPU (gloo)")
     parser.add_argument("--launcher", default="torchrun", help=f"{', '.join(LAUNCHERS)} (one process needs none)")
     parser.add_argument(
-        "--port", default="", help="port of the rendezvous (default: a free one; on several machines 29500)"
+        "--port", default="", help="port of the rendezvous (default: a free one; on several nodes 29500)"
     )
     parser.add_argument("--args", default="", help="more recipe flags in one string, split like a shell would")
 

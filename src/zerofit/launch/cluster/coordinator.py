@@ -31,7 +31,7 @@ from zerofit.launch.cluster.documents import (
     read_files,
     write_files,
 )
-from zerofit.launch.cluster.membership import LOST_SECONDS, Membership
+from zerofit.launch.cluster.membership import Membership
 from zerofit.launch.cluster.transport import HEARTBEAT_SECONDS, Transport
 
 GRACE_SECONDS = 5.0  # for ranks to end by themselves after those of another node have failed
@@ -141,8 +141,7 @@ class Coordinator:
                     return End(EXIT_CODES["stopped"], "")
                 self.attempt = AttemptState(job.order)
                 print(f"{self.name}: not needed for attempt {job.order.attempt}; waiting", flush=True)
-            if self.membership.is_node_0_lost():
-                sentence = f"node 0 ({self.place.address}) is not heard of for {LOST_SECONDS:.0f} s"
+            if sentence := self.membership.loss_of_node_0():
                 return End(1, f"{sentence}; start again with --resume_from_checkpoint auto")
             time.sleep(HEARTBEAT_SECONDS / 2)
 
@@ -167,7 +166,7 @@ class Coordinator:
             if kill.stacks:
                 rank_status.write_stacks(records)
             end_ranks(kill.signal)
-        is_orphaned = self.membership.is_node_0_lost() or self.job.end is not None
+        is_orphaned = self.job.end is not None or self.membership.loss_of_node_0() != ""
         if not self.leads and is_orphaned and not attempt.killed:
             attempt.killed = True
             end_ranks(signal.SIGKILL)

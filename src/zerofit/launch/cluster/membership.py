@@ -56,9 +56,11 @@ class Membership:
             [(self.host(0), self.transport.node.ready), (self.host(rank), facts)]
         )
 
-    def is_node_0_lost(self) -> bool:
-        """Return whether node 0's heartbeat has stopped. For the other nodes."""
-        return time.monotonic() - self.transport.job_changed > LOST_SECONDS
+    def loss_of_node_0(self) -> str:
+        """Return a sentence if node 0's heartbeat has stopped, else "". For the other nodes."""
+        if time.monotonic() - self.transport.job_changed <= LOST_SECONDS:
+            return ""
+        return f"node 0 ({self.place.address}) has sent no heartbeat for {LOST_SECONDS:.0f} s"
 
     # --- the start ---
 
@@ -125,7 +127,7 @@ class Membership:
         nodes, present_nodes = self.transport.job.nodes, self.present()
         for rank in nodes:
             if rank not in present_nodes:
-                raise UserError(f"{self.host(rank)} has gone, or was not heard of for {LOST_SECONDS:.0f} s.")
+                raise UserError(f"{self.host(rank)} has left, or has sent no heartbeat for {LOST_SECONDS:.0f} s.")
         return [rank for rank in nodes if self.transport.nodes[rank].ready is None]
 
     def _check_job(self) -> None:
@@ -136,8 +138,8 @@ class Membership:
                     raise UserError(f"{self.host(rank)}: {node.error}")
         elif self.transport.job.end:
             raise UserError(self.transport.job.end.sentence or "node 0 has ended the job.")
-        elif self.is_node_0_lost():
-            raise UserError(f"node 0 ({self.place.address}) is not heard of for {LOST_SECONDS:.0f} s.")
+        elif sentence := self.loss_of_node_0():
+            raise UserError(f"{sentence}.")
 
     def _compare(self, facts: dict[int, dict]) -> None:
         """Check that these facts, by node rank, are equal. Raises: UserError, naming the first difference."""
