@@ -19,7 +19,7 @@ from conftest import ROOT, TINY, Run, run_world
 from torch.distributed import TCPStore
 
 from zerofit import distributed, rank_status, run_lock
-from zerofit.errors import UserError
+from zerofit.errors import EXIT_CODES, UserError
 from zerofit.launch import doctor_nodes, launch, prepare
 from zerofit.launch.cluster import coordinator, documents, hostfile, job_secret, membership, node_options, transport
 from zerofit.launch.cluster.documents import JOB_KEY, End, JobState, Kill, NodeState, Order, Report, Stop
@@ -95,6 +95,17 @@ def test_places_that_are_none(words):
         node_options.of(parser.parse_args(words))
 
 
+@pytest.mark.bad_input
+def test_a_search_for_the_batch_size_is_refused_on_several_nodes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "config.yaml"
+    file.write_text("per_device_train_batch_size: auto\n")
+    words = ["--nnodes", "2", "--node_rank", "0", "--master_addr", "127.0.0.1", str(ROOT / "recipes" / "sft.py")]
+    for flags in (["--config", str(file)], ["--per_device_train_batch_size", "auto"]):
+        with pytest.raises(UserError, match="auto searches on one node"):
+            launch.main([*words, *flags])
+
+
 def test_one_machine_needs_no_place_and_two_are_placed():
     parser = argparse.ArgumentParser()
     node_options.add_options(parser)
@@ -142,6 +153,23 @@ def test_a_signal_to_one_names_one_step_for_all(port, tmp_path):
         steps = [rank_status._STEP.unpack((folder / rank_status.STOP).read_bytes())[0] for folder in folders]
         time.sleep(0.05)
     assert steps[0] == steps[1] > 8
+    for node in (second, first):
+        node.membership.leave()
+
+
+@pytest.mark.fault
+def test_a_node_that_is_asked_to_leave_after_the_last_poll_leaves(port, tmp_path):
+    (first, _), (second, _) = together(lambda: come(port, 0), lambda: come(port, 1))
+    first.order(1, {0: 1, 1: 1}, [])
+    second.begin(second.next_order())
+    second.poll(tmp_path, [], pytest.fail)
+    second.report(EXIT_CODES["stopped"], [15], None, tmp_path)
+    first.report(EXIT_CODES["stopped"], [], None, tmp_path)
+    assert first.collect(tmp_path) == (EXIT_CODES["stopped"], [15], None)
+    first.place.timeout = 0.1
+    assert first.next_nodes() is None  # two are needed, and one of them leaves
+    first.order(2, {0: 1}, [])
+    assert second.next_order() == End(EXIT_CODES["stopped"], "")
     for node in (second, first):
         node.membership.leave()
 

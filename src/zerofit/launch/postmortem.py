@@ -72,7 +72,7 @@ class Evidence:
 
     @property
     def own_records(self) -> list[dict]:
-        """The errors other than a broken connection to another rank."""
+        """Errors other than a broken connection to another rank."""
         return [record for record in self.records if not record["of_a_peer"]]
 
 
@@ -88,14 +88,14 @@ def ending(code: int, where: Path, signals: list[int], hung: int | None, limit: 
 
 
 def _stopped(evidence: Evidence) -> Outcome | None:
-    """Saved and ended as a signal asked."""
+    """Recognize a save and end that a signal asked for."""
     if not (evidence.signals and evidence.records and evidence.records[0]["kind"] == "stopped"):
         return None
     return Outcome("stopped", EXIT_CODES["stopped"], error=evidence.records[0]["error"], step=evidence.step)
 
 
 def _interrupted(evidence: Evidence) -> Outcome | None:
-    """Ended by a signal without a save."""
+    """Recognize an end by a signal without a save."""
     if not (evidence.signals and evidence.code):
         return None
     name = signal.Signals(evidence.signals[0]).name
@@ -114,7 +114,7 @@ def _hung(evidence: Evidence) -> Outcome | None:
 
 
 def _killed(evidence: Evidence) -> Outcome | None:
-    """A rank was ended by a signal that neither the supervisor nor torchrun had sent, and no rank has an error."""
+    """Recognize a rank that was ended by a signal which neither the supervisor nor torchrun sent."""
     expected = (signal.SIGTERM, rank_status.ENDS_RANKS)
     killed = [(rank, -code) for rank, code in evidence.exits.items() if code < 0 and -code not in expected]
     if not killed or evidence.own_records:
@@ -128,7 +128,7 @@ def _killed(evidence: Evidence) -> Outcome | None:
 
 
 def _lost_connection(evidence: Evidence) -> Outcome | None:
-    """Ranks report broken connections only: the lost one wrote nothing."""
+    """Recognize a rank that was lost without a record: the others report broken connections only."""
     if not evidence.records or evidence.own_records:
         return None
     silent = sorted(set(evidence.steps) - {record["rank"] for record in evidence.records})
@@ -137,7 +137,7 @@ def _lost_connection(evidence: Evidence) -> Outcome | None:
 
 
 def _failed(evidence: Evidence) -> Outcome | None:
-    """A rank reported its error."""
+    """Recognize a rank that reported its error."""
     if not evidence.own_records:
         return None
     first = evidence.own_records[0]
