@@ -12,7 +12,7 @@ from conftest import ROOT, TINY, Run, run_world
 
 from zerofit import run_folder
 from zerofit.errors import UserError
-from zerofit.launch.cluster import coordinator
+from zerofit.launch.cluster import membership
 from zerofit.train.checkpoint import zero_shards
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
@@ -256,7 +256,7 @@ def test_a_link_that_is_cut_for_good(hosts, tmp_path):
     found = ends(*started, seconds=90)
     assert 0 not in found and time.monotonic() - began < 60
     assert "node 1 (host1) is gone" in first.text()
-    assert f"node 0 (host0) is not heard of for {coordinator.LOST_SECONDS:.0f} s" in second.text()
+    assert f"node 0 (host0) has sent no heartbeat for {membership.LOST_SECONDS:.0f} s" in second.text()
     nothing_is_left(bed)
 
 

@@ -167,7 +167,8 @@ def test_the_report_may_find_no_room(monkeypatch, tmp_path, capsys):
 
     monkeypatch.setattr(os, "fsync", full)
     last = postmortem.Outcome("disk full", 1, 0, "DiskFull: the disk of x is full", step=2)
-    supervisor._end(SimpleNamespace(folder=tmp_path), [last], tmp_path / "records", True, None, [])
+    job, attempt = SimpleNamespace(folder=tmp_path), supervisor.Attempt([], settings=None, nodes=None)
+    supervisor._write_report(job, attempt, [last], tmp_path / "records", opened=True)
     said = capsys.readouterr().err
     assert "rank 0 ended after step 2: the disk of x is full (report.md could not be written: No space left" in said
     assert not list(tmp_path.iterdir())

@@ -173,8 +173,10 @@ def _run(settings, flags: list[str], ladder: list[int], limit: int) -> dict[int,
 _OWN = ("--per_device_train_batch_size", "--gradient_accumulation_steps", "--effective_batch_size", "--max_steps",
         "--output_dir", "--gpus", "--search_batch_size", "--resume_from_checkpoint", "--lr_scaling")  # fmt: skip
 
-_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "GROUP_WORLD_SIZE",
-                   "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "LOCAL_SIZE")  # fmt: skip
+_RANK_VARIABLES = (
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "GROUP_WORLD_SIZE",
+    "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "LOCAL_SIZE",
+)  # fmt: skip
 
 
 def _records(file: Path) -> dict[int, dict]:
@@ -194,7 +196,7 @@ def resolve(settings, flags: list[str]) -> list[str]:
     """
     if settings.world_size > 1 and int(os.environ.get("LOCAL_WORLD_SIZE", settings.world_size)) != settings.world_size:
         raise UserError(
-            "--per_device_train_batch_size auto on several machines: search on one with `make batch-size`, then name "
+            "--per_device_train_batch_size auto on several nodes: search on one with `make batch-size`, then name "
             "the size."
         )
     folder = private_folder()

@@ -34,7 +34,7 @@ def wanted(settings, planned: dict | None, steps: int | None) -> bool:
 # --- in the process that starts ranks ---
 
 
-def rehearse(job: supervisor.Job, planned: dict | None) -> tuple[list[str], object]:
+def run(job: supervisor.Job, planned: dict | None) -> tuple[list[str], object]:
     """Run the canary; after an out-of-memory error try smaller settings, if --on_oom allows.
 
     Returns: (flags, Settings) of the attempt that succeeded.

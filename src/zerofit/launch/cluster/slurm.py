@@ -59,9 +59,9 @@ def main(argv: list[str]) -> None:
     Raises: UserError for the user's mistakes, also in the recipe's flags, before anything is written or submitted.
     """
     parser = argparse.ArgumentParser(prog="zerofit slurm", allow_abbrev=False, description=__doc__)
-    parser.add_argument("--nodes", default="1", help="machines")
+    parser.add_argument("--nodes", default="1", help="number of nodes")
     parser.add_argument("--gpus", default="1", help="GPUs, and so processes, on each (with --use_cpu true: processes)")
-    parser.add_argument("--cpus", default="", help=f"cores of each machine (default: {CORES_PER_GPU} per GPU)")
+    parser.add_argument("--cpus", default="", help=f"cores of each node (default: {CORES_PER_GPU} per GPU)")
     parser.add_argument("--time", default="24:00:00", help="limit of one start; the job goes on after it by itself")
     for name in ("partition", "account", "qos"):
         parser.add_argument(f"--{name}", default="", help="as sbatch's")
@@ -115,8 +115,9 @@ def request_of(given) -> Request:
         content = "runs" if taken else "a run that has finished"
         raise UserError(f"--output_dir {folder}: already holds {content}; name another folder (OUT=...).")
     return Request(
-        recipe.absolute(), command_line.drop(flags, "--output_dir", "--resume_from_checkpoint"), folder.absolute(), int(given.nodes),
-        gpus, int(cpus), on_cpu, given.time, given.partition, given.account, given.qos, sweep, _options(given.sbatch),
+        recipe.absolute(), command_line.drop(flags, "--output_dir", "--resume_from_checkpoint"), folder.absolute(),
+        int(given.nodes), gpus, int(cpus), on_cpu, given.time, given.partition, given.account, given.qos, sweep,
+        _options(given.sbatch),
     )  # fmt: skip
 
 
@@ -282,7 +283,8 @@ def submit(request: Request, script: str) -> None:
     for index, run_dir in enumerate(folders if request.sweep else []):
         run_folder.write_json(run_dir / JOB, record | {"job_id": f"{job_id}_{index}", "jobs": 0})
     name = shlex.quote(os.path.relpath(folder))
-    processes = f"{request.nodes} machine{'s' * (request.nodes > 1)} with {request.gpus} process{'es' * (request.gpus > 1)} each"
+    nodes = f"{request.nodes} node{'s' * (request.nodes > 1)}"
+    processes = f"{nodes} with {request.gpus} process{'es' * (request.gpus > 1)} each"
     print(
         f"job {job_id}{f': {len(folders)} runs' * bool(request.sweep)}: {processes}; run folder "
         f"{os.path.relpath(folder)}"

@@ -133,7 +133,9 @@ def ask(*words: str) -> str:
             "has modules), or see the batch script with --print."
         ) from None
     except subprocess.TimeoutExpired:
-        raise UserError(f"{words[0]} did not answer within {ANSWER_SECONDS:.0f} s; is slurmctld up (`scontrol ping`)?") from None  # fmt: skip
+        raise UserError(
+            f"{words[0]} did not answer within {ANSWER_SECONDS:.0f} s; is slurmctld up (`scontrol ping`)?"
+        ) from None
     if result.returncode:
         raise UserError(f"{words[0]}: {(result.stderr or result.stdout).strip() or f'exit code {result.returncode}'}")
     return result.stdout
