@@ -67,7 +67,7 @@ def start(settings) -> None:
         # accelerate would wrap the model in DistributedDataParallel, whose buckets hold every gradient all the time
         for name in LAUNCHER_SETS:
             os.environ.pop(name, None)
-        settings.values["ddp_backend"] = None  # with a backend set, accelerate would open a process group
+        settings.ddp_backend = None  # with a backend set, accelerate would open a process group
     else:
         single_process_defaults()
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1")

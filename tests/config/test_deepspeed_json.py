@@ -5,8 +5,7 @@ import re
 
 import pytest
 
-from zerofit.config import deepspeed_json
-from zerofit.config import parse as config_parse
+from zerofit.config import deepspeed_json, resolve
 from zerofit.errors import UserError
 from zerofit.settings import merge_json
 
@@ -22,7 +21,7 @@ def write(tmp_path):
 
 
 def parse(*flags, ranks=1):
-    return config_parse.parse("sft", list(flags), ranks)
+    return resolve.resolve_settings("sft", list(flags), ranks)
 
 
 BASE = {"zero_optimization": {"stage": 2}}

@@ -13,14 +13,13 @@ import pytest
 import torch
 from conftest import TINY, run_world
 
-from zerofit.config import deepspeed_json, nvme, offload
-from zerofit.config import parse as config_parse
+from zerofit.config import deepspeed_json, nvme, offload, resolve
 from zerofit.errors import UserError
 from zerofit.train import deepspeed_ops
 
 
 def parse(*flags, ranks=2):
-    return config_parse.parse("sft", list(flags), ranks)
+    return resolve.resolve_settings("sft", list(flags), ranks)
 
 
 @pytest.fixture
@@ -289,6 +288,7 @@ def test_what_depends_on_the_size(libaio, disk, monkeypatch):
     net = torch.nn.Sequential(torch.nn.Linear(100, 400, bias=False), torch.nn.Linear(400, 10, bias=False))
     net[1].weight.requires_grad = False
     found = parse("--offload", "all", "--offload_path", str(disk), "--bf16", "true")
+    found.thaw()
     wanted = 16 * 40000 + 2 * 44000  # both ranks are on this node
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(nvme.shutil, "disk_usage", lambda _: usage(0, 0, wanted - 1))
@@ -302,6 +302,7 @@ def test_what_depends_on_the_size(libaio, disk, monkeypatch):
     with pytest.raises(UserError, match="buffer_size is 19999, but the shard"):
         offload.check_sizes(found, net)
     found = parse("--offload", "optimizer", "--offload_ratio", "0.3")
+    found.thaw()
     offload.check_sizes(found, net)
     assert found.deepspeed["zero_optimization"]["sub_group_size"] == 1000
 

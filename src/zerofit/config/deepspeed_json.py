@@ -173,12 +173,11 @@ def _refuse_other_parallelism(config: dict, path: str | Path) -> None:
             )
 
 
-def choose(settings, explicit: dict[str, Any]) -> dict | None:
-    """Return the DeepSpeed configuration of this run, or None for stage 0 (plain DDP).
+def resolve(settings) -> None:
+    """Set settings.deepspeed: the DeepSpeed configuration of this run, or None for stage 0 (plain DDP).
 
     Literals of the JSON are copied into `settings` (source "deepspeed JSON").
 
-    Args: settings: `settings.Settings`, changed in place; explicit: the arguments that the user gave by flag or YAML.
     Raises: UserError for an illegal stage/offload pair or a contradiction, naming both places.
     """
     if settings.values.get("deepspeed"):
@@ -192,7 +191,7 @@ def choose(settings, explicit: dict[str, Any]) -> dict | None:
                     f"{' (3 for all)' if settings.offload == 'all' else ''} or --offload none."
                 )
             offload.refuse_at_stage_0(settings)
-            return None
+            return
         if settings.offload == "all" and settings.zero != "3":
             raise UserError(
                 f"--offload all needs stage 3: stage {settings.zero} keeps whole parameters on each GPU and "
@@ -202,8 +201,8 @@ def choose(settings, explicit: dict[str, Any]) -> dict | None:
         config = read_json(path)
     distributed.import_deepspeed(settings.use_cpu)  # for `lint`, which uses DeepSpeed's own configuration classes
     lint(config, path)
-    _match(config, path, settings, explicit)
-    _match_offload(config, path, settings, explicit)
+    _match(config, path, settings, settings.given)
+    _match_offload(config, path, settings, settings.given)
     if settings.offload != "none" and not _offload_of(config):
         overlay = CONFIGS / offload.overlay(settings)
         config = merge_json(config, read_json(overlay))
@@ -215,7 +214,7 @@ def choose(settings, explicit: dict[str, Any]) -> dict | None:
         )
     config = offload.with_flags(config, path, settings)
     offload.check(config, path, settings)
-    return _saving_whole_weights(config, path, settings)
+    settings.deepspeed = _saving_whole_weights(config, path, settings)
 
 
 def _saving_whole_weights(config: dict, path: Path, settings) -> dict:

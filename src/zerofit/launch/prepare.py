@@ -59,7 +59,7 @@ def prepare(settings: Settings, decides: bool = True) -> tuple[Path | None, obje
     Args: decides: whether this node chooses the run folder and the checkpoint to resume from (only node 0 does).
     Returns: the run folder to create (None if not `decides`), the training set, the evaluation set or None.
     """
-    from zerofit.config import offload
+    from zerofit.config import resolve
     from zerofit.data import hub
     from zerofit.data.load import load_datasets
     from zerofit.launch import doctor
@@ -70,11 +70,11 @@ def prepare(settings: Settings, decides: bool = True) -> tuple[Path | None, obje
 
     hub.check_push(settings)
     warnings = doctor.raise_or_warn(doctor.installation())
+    resolve.resolve_for_model(settings)
     model = check_model(settings)
     for sentence in [*warnings, *doctor.raise_or_warn(doctor.of_job(settings, model))]:
         print(f"note: {sentence}", flush=True)
     folder = resume.choose_folder(settings) if decides else None
-    offload.check_sizes(settings, model)
     deepspeed_ops.prepare(settings)  # compile ops now: a failing compiler is reported before ranks start
     tokenizer = load_tokenizer(settings)
     sets = load_datasets(settings, tokenizer)

@@ -69,7 +69,7 @@ def check_available(name: str, use_cpu: bool) -> None:
         raise UserError(f"--attn_implementation {name}: its package is not installed: {install}; or use sdpa.")
 
 
-def fit(settings, config) -> None:
+def resolve_for_model(settings, config) -> None:
     """Choose and validate the attention implementation from config.json, before loading weights.
 
     Args: config: of the model; settings: padding_free is turned off in it if documents cannot be kept apart.

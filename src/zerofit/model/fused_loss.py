@@ -312,7 +312,7 @@ def router_loss(model) -> RouterLoss | None:
     return RouterLoss(model) if getattr(config, "output_router_logits", False) else None
 
 
-def check_flags(settings) -> None:
+def resolve(settings) -> None:
     """Check --use_liger_kernel, before the model is known.
 
     Raises: UserError without liger-kernel or on a CPU.
@@ -325,7 +325,7 @@ def check_flags(settings) -> None:
         raise UserError("--use_liger_kernel: its Triton kernels need a GPU; leave the flag out on a CPU.")
 
 
-def choose(settings, config) -> None:
+def resolve_for_model(settings, config) -> None:
     """Decide `--fused_loss auto` from the model's config.json; if on, turn Liger's fused loss off.
 
     Raises: UserError for `true` with a flag that excludes it.

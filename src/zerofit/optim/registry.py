@@ -105,12 +105,12 @@ ALIASES = {"lion": "lion_32bit", "adamw": "adamw_torch_fused", "adamw_bnb_8bit":
 OURS = ("muon", "sophia")  # not in transformers' OptimizerNames
 
 
-def choose(settings, explicit: dict) -> None:
+def resolve(settings) -> None:
     """Check --optim and --pure_bf16 against the other arguments, and set those that follow from them.
 
-    Args: explicit: the arguments that the user gave by flag or YAML.
     Raises: UserError for a combination that cannot work or would silently save no memory.
     """
+    explicit = settings.given
     name = str(getattr(settings.optim, "value", settings.optim))
     settings.values["optim"] = name = ALIASES.get(name, name)
     entry = OPTIMIZERS.get(name)

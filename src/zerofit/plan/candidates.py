@@ -7,7 +7,7 @@ import shlex
 from dataclasses import dataclass, field
 
 from zerofit import command_line, hardware
-from zerofit.config import parse
+from zerofit.config import resolve
 from zerofit.errors import EXIT_CODES, UserError
 from zerofit.hardware import GIB
 from zerofit.plan import formulas
@@ -154,7 +154,7 @@ def candidates(
     """
     recipe, disk = recipe_of(method), command_line.value_of(flags, ("--offload_path",))
     flags = [*planned_flags(flags, method), *change]
-    base = parse.parse(recipe, flags, ranks, gpu)
+    base = resolve.resolve_settings(recipe, flags, ranks, gpu)
     hpz = _hpz(base, ranks, node)
     shape = shape_of(base)
     fused, result, error = fused_losses(base, shape), [], None
@@ -164,7 +164,7 @@ def candidates(
         own_flags = _flags(flags, base, zero, offload, every, offload_inputs, micro)
         own_flags = [*own_flags, "--offload_path", disk] if nvme else own_flags
         try:
-            parse.parse(recipe, own_flags, ranks, gpu)
+            resolve.resolve_settings(recipe, own_flags, ranks, gpu)
         except UserError as refused:
             error = error or refused
             continue
@@ -208,6 +208,7 @@ def shape_of(settings) -> Shape:
     from zerofit.model import quantization
     from zerofit.model.load import check_model, load_config, weight_dtype
 
+    resolve.resolve_for_model(settings)
     try:
         model = check_model(settings)
     except NotImplementedError as error:

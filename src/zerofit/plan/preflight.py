@@ -5,7 +5,7 @@ import os
 import re
 
 from zerofit import hardware
-from zerofit.config import parse
+from zerofit.config import resolve
 from zerofit.errors import UserError
 from zerofit.hardware import GIB
 from zerofit.plan import candidates, formulas, predict, search, simulate
@@ -78,7 +78,8 @@ def dry_run(settings) -> None:
     from zerofit.train import memory_report
 
     if settings.gpu_type != "detect":
-        settings = parse.parse(settings.recipe, settings.flags, settings.world_size, hardware.find(settings.gpu_type))
+        gpu = hardware.find(settings.gpu_type)
+        settings = resolve.resolve_settings(settings.recipe, settings.flags, settings.world_size, gpu)
     if settings.use_cpu and not settings.memory_limit:
         raise UserError(
             "--plan: there is no GPU here; name one with --gpu_type h100-80g, or a limit with --memory_limit."

@@ -6,7 +6,7 @@ which runs zerofit's trainer and the real engine on tensors without memory, deci
 
 import time
 
-from zerofit.config import parse
+from zerofit.config import resolve
 from zerofit.errors import UserError
 from zerofit.hardware import GIB
 from zerofit.plan import candidates, formulas, predict, simulate
@@ -36,7 +36,7 @@ def search(
     """
     began = time.perf_counter()
     allowance = predict.allowance_of(gpu, ranks)
-    settings = parse.parse(candidates.recipe_of(methods[0]), candidates.planned_flags(flags, methods[0]), ranks, gpu)
+    settings = _resolved(methods[0], flags, ranks, gpu)
     limit = int((settings.memory_limit or gpu.memory_gib) * GIB) - sum(allowance.values())
     kept = settings.save_total_limit
     plan = candidates.Plan(gpu, ranks, limit, allowance, None, [], host_limit=host_limit, node=node, kept=kept)
@@ -47,6 +47,11 @@ def search(
         plan.longest = _longest_that_fits(methods[-1], flags, ranks, gpu, plan.limit, node)
     plan.seconds = time.perf_counter() - began
     return plan
+
+
+def _resolved(method: str, flags: list[str], ranks: int, gpu):
+    planned = candidates.planned_flags(flags, method)
+    return resolve.resolve_settings(candidates.recipe_of(method), planned, ranks, gpu)
 
 
 def _search(plan: candidates.Plan, methods: list[str], flags: list[str], say) -> None:
@@ -187,9 +192,7 @@ def _gpus_that_would_do(method: str, flags: list[str], ranks: int, gpu, node: in
 
 def _longest_that_fits(method: str, flags: list[str], ranks: int, gpu, limit: int, node: int) -> int | None:
     """Return the largest halving of --max_length at which a setting fits by formula; None below 128."""
-    length = (
-        parse.parse(candidates.recipe_of(method), candidates.planned_flags(flags, method), ranks, gpu).max_length // 2
-    )
+    length = _resolved(method, flags, ranks, gpu).max_length // 2
     while length >= 128:
         tried = candidates.candidates(method, [*flags, "--max_length", str(length)], ranks, gpu, node=node)
         if any(candidate.peak <= limit for candidate in tried):
