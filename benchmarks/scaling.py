@@ -22,6 +22,7 @@ from machine import ROOT, describe, facts, save, versions
 
 from zerofit import hardware
 from zerofit.config import resolve
+from zerofit.model import fused_loss
 from zerofit.plan import candidates, command, formulas, predict
 
 GIB = 2**30
@@ -90,7 +91,7 @@ def measure(gpu, answers: dict) -> list[dict]:
                 settings = resolve.resolve_settings("sft", flags_of(model, way, ranks), ranks, gpu)
                 shape = shape or candidates.shape_of(settings)
                 setting = _setting(zero, hpz, ranks)
-                bare = formulas.memory(shape, setting, settings, candidates.fused_losses(settings, shape))
+                bare = formulas.memory(shape, setting, settings, shape.vocabulary >= fused_loss.LARGE_VOCABULARY)
                 answer = answers.get(f"{model} {way} {ranks}")
                 peak = max(answer["total"].values()) if answer else sum(bare.values())
                 peak += candidates.WORKSPACE_BYTES

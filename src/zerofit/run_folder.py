@@ -206,7 +206,7 @@ def write_run(settings: Settings, facts: dict) -> None:
                     "value": shown(name, value) if name.endswith("_token") else value,
                     "source": settings.source[name],
                 }
-                for name, value in sorted(settings.values.items())
+                for name, value in sorted(settings.written().items())
             },
             **facts,
         },

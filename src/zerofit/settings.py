@@ -2,7 +2,27 @@
 
 import copy
 from dataclasses import FrozenInstanceError, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # for an editor and a type checker: the arguments with their types, read as settings.<name>
+    from transformers import TrainingArguments
+
+    from zerofit.config import arguments
+
+    class _Arguments(
+        arguments.RunArguments,
+        arguments.SupervisionArguments,
+        arguments.OffloadArguments,
+        arguments.ModelArguments,
+        arguments.DataArguments,
+        arguments.MemoryArguments,
+        arguments.OptimizerArguments,
+        arguments.LoraArguments,
+        TrainingArguments,
+    ): ...
+
+else:
+    _Arguments = object
 
 # Argument or field -> why it is set after the resolvers of config/resolve.py; the settings are frozen for all others.
 AFTER_RESOLVING = {
@@ -14,6 +34,10 @@ AFTER_RESOLVING = {
     "fingerprints": "hashes of the data, which is read after resolving",
     "resharded": "follows from the facts in the checkpoint",
 }
+
+
+# Arguments whose values have another type than the words of the command line that files and --show have for them.
+WORDS = ("zero", "canary", "padding_free", "fused_loss")
 
 
 class FrozenDict(dict):
@@ -32,7 +56,7 @@ def _frozen(value):
     return FrozenDict({k: _frozen(v) for k, v in value.items()}) if isinstance(value, dict) else value
 
 
-class Settings:
+class Settings(_Arguments):
     """The resolved arguments of a job, read as `settings.zero`, `settings.learning_rate` ...
 
     values: argument -> value;  source: argument -> where it came from;  decisions: sentences to print once;
@@ -131,7 +155,16 @@ class Settings:
     def rows(self) -> list[tuple[str, Any, str]]:
         """Return (argument, value, source) of every argument that is not a plain transformers default."""
         shown = [k for k in self.values if self.source[k] != "transformers default"]
-        return [(k, self.values[k], self.source[k]) for k in shown if k not in ("show", "config")]
+        return [(k, written(k, self.values[k]), self.source[k]) for k in shown if k not in ("show", "config")]
+
+    def written(self) -> dict[str, Any]:
+        """Return the values as run.json, result.json and the checkpoints hold them."""
+        return {name: written(name, value) for name, value in self.values.items()}
+
+
+def written(name: str, value: Any) -> Any:
+    """Return an argument's value as files hold it: "2" for stage 2, "true" for --padding_free true."""
+    return str(value).lower() if name in WORDS else value
 
 
 def order_seed(settings) -> int | None:
@@ -145,7 +178,7 @@ def decide(settings: Settings, name: str, value: Any, why: str) -> None:
     """Set an argument for the user and record the sentence that explains it."""
     settings.values[name] = value
     settings.source[name] = "decided"
-    settings.decisions.append(f"{name} {value}: {why}")
+    settings.decisions.append(f"{name} {written(name, value)}: {why}")
 
 
 def json_value(config: dict, dotted: str, default: Any = None) -> Any:

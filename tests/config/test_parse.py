@@ -91,7 +91,7 @@ def test_transformers_flags_work_unchanged():
     assert found.lr_scheduler_type == "linear"
 
 
-@pytest.mark.parametrize(("ranks", "expected"), [(1, ("0", "none")), (2, ("2", "none")), (4, ("2", "none"))])
+@pytest.mark.parametrize(("ranks", "expected"), [(1, (0, "none")), (2, (2, "none")), (4, (2, "none"))])
 def test_zero_auto(ranks, expected):
     found = parse(ranks=ranks)
     assert (found.zero, found.offload) == expected

@@ -6,12 +6,14 @@ import json
 import pickle
 import re
 from dataclasses import FrozenInstanceError
+from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
 from conftest import ROOT
 
-from zerofit.config import resolve
-from zerofit.settings import AFTER_RESOLVING, decide
+from zerofit.config import arguments, resolve
+from zerofit.errors import UserError
+from zerofit.settings import AFTER_RESOLVING, WORDS, decide
 
 SRC = ROOT / "src" / "zerofit"
 
@@ -94,6 +96,65 @@ def test_the_model_is_resolved_once(settings):
     said = list(other.decisions)
     resolve.resolve_for_model(other)
     assert other.decisions == said and other.fused_loss != "auto"
+
+
+# --- types ---
+
+
+def test_an_editor_knows_every_argument():
+    """Settings inherits every group of arguments, as a type checker reads settings.py."""
+    body = ast.parse((SRC / "settings.py").read_text()).body
+    block = next(node for node in body if isinstance(node, ast.If) and node.test.id == "TYPE_CHECKING")
+    bases = [ast.unparse(base).removeprefix("arguments.") for base in block.body[-1].bases]
+    assert sorted(bases) == sorted(["TrainingArguments", *(g.__name__ for g in arguments.kit_groups("lora"))])
+
+
+def fits(value, kind) -> bool:
+    """Whether a value has the type of an annotation of config/arguments.py."""
+    if get_origin(kind) is Literal:
+        return any(value == choice and type(value) is type(choice) for choice in get_args(kind))
+    if get_origin(kind) is list:
+        return isinstance(value, list) and all(fits(item, get_args(kind)[0]) for item in value)
+    if get_args(kind):  # a union
+        return any(fits(value, each) for each in get_args(kind))
+    return isinstance(value, (int, float)) if kind is float else type(value) is (kind or type(None))
+
+
+COMMAND_LINES = [
+    ("sft", ""),
+    ("lora", "--zero 3 --offload all --padding_free false --fused_loss True --canary true"),
+    ("lora", "--adapter prompt_tuning --fused_loss auto --tiled_mlp auto"),
+    ("sft", "--deepspeed deepspeed_configs/zero2.json --packing true --preset gpu-24g"),
+]
+
+
+@pytest.mark.parametrize(("recipe", "flags"), COMMAND_LINES)
+def test_values_have_the_annotated_types(recipe, flags, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    settings = resolve.resolve_settings(recipe, flags.split(), 2)
+    resolve.resolve_for_model(settings)
+    for group in arguments.kit_groups(recipe):
+        for name, kind in get_type_hints(group).items():
+            if not name.startswith("_"):
+                assert fits(getattr(settings, name), kind), f"{name}: {getattr(settings, name)!r} is no {kind}"
+    assert type(settings.zero) is int and {type(settings.padding_free), type(settings.fused_loss)} == {bool}
+
+
+def test_files_hold_the_words_of_the_command_line():
+    """Run folders of earlier versions, and the checkpoints in them, are read with these words."""
+    kinds = {name: kind for group in arguments.kit_groups("lora") for name, kind in get_type_hints(group).items()}
+    typed = {n for n, kind in kinds.items() if get_origin(kind) is Literal and {*map(type, get_args(kind))} != {str}}
+    assert typed == set(WORDS)
+    words = resolve.resolve_settings("sft", "--zero 2 --padding_free true --fused_loss false".split(), 2).written()
+    assert [words[name] for name in WORDS] == ["2", "auto", "true", "false"]
+
+
+@pytest.mark.bad_input
+def test_a_wrong_word_is_refused_with_the_choices():
+    with pytest.raises(
+        UserError, match=r"--padding_free.*: invalid choice: 'yes' .choose from 'auto', 'true', 'false'."
+    ):
+        resolve.resolve_settings("sft", ["--padding_free", "yes"], 1)
 
 
 def test_every_resolver_is_in_one_list():

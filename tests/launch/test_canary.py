@@ -76,7 +76,7 @@ def test_a_run_is_not_started_over_it(tmp_path, fault, code, says):
 
 
 @pytest.mark.parametrize(("flag", "planned", "steps", "expected"), [
-    ("auto", None, 10**6, False), ("true", None, None, True), ("false", {"step_seconds": 9.0}, 10**6, False),
+    ("auto", None, 10**6, False), (True, None, None, True), (False, {"step_seconds": 9.0}, 10**6, False),
     ("auto", {"step_seconds": 2.0}, 299, False), ("auto", {"step_seconds": 2.0}, 301, True),
     ("auto", {"step_seconds": 2.0}, None, True), ("auto", {"step_seconds": None}, 10**6, False),
 ])  # fmt: skip

@@ -258,7 +258,7 @@ def test_refused_or_padded_before_the_weights_are_loaded(kind):
     found = settings("--padding_free", "true")
     attention.resolve_for_model(found, config)
     has_sdpa = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_sdpa
-    assert (found.padding_free, found.attn_implementation) == ("false", "sdpa" if has_sdpa else "eager")
+    assert (found.padding_free, found.attn_implementation) == (False, "sdpa" if has_sdpa else "eager")
 
 
 @pytest.mark.bad_input

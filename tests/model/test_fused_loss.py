@@ -334,16 +334,16 @@ def parsed(*flags, recipe="sft"):
 def test_auto_follows_the_vocabulary_and_what_speaks_against_it():
     small, large = (AutoConfig.for_model("llama", vocab_size=v) for v in (512, 128_256))
     for more, config, wanted in [
-        ((), small, "false"),
-        ((), large, "true"),
-        (("--fused_loss", "true"), small, "true"),
-        (("--label_smoothing_factor", "0.1"), large, "false"),
-        (("--torch_compile", "true"), large, "false"),
+        ((), small, False),
+        ((), large, True),
+        (("--fused_loss", "true"), small, True),
+        (("--label_smoothing_factor", "0.1"), large, False),
+        (("--torch_compile", "true"), large, False),
     ]:
         found = parsed(*more)
         fused_loss.resolve_for_model(found, config)
-        assert found.fused_loss == wanted
-        assert any(text.startswith(f"fused_loss {wanted}: ") for text in found.decisions) == (
+        assert found.fused_loss is wanted
+        assert any(text.startswith(f"fused_loss {str(wanted).lower()}: ") for text in found.decisions) == (
             "--fused_loss" not in more
         )
     for more in (("--label_smoothing_factor", "0.1"), ("--torch_compile", "true")):
@@ -364,7 +364,7 @@ def test_liger(monkeypatch):
         fused_loss.resolve(parsed("--use_liger_kernel", "true"))
     ours = parsed("--use_liger_kernel", "true")
     fused_loss.resolve_for_model(ours, AutoConfig.for_model("llama", vocab_size=128_256))
-    assert ours.fused_loss == "true" and ours.liger_kernel_config == {"fused_linear_cross_entropy": False}
+    assert ours.fused_loss is True and ours.liger_kernel_config == {"fused_linear_cross_entropy": False}
     theirs = parsed("--use_liger_kernel", "true", "--fused_loss", "false")
     fused_loss.resolve_for_model(theirs, AutoConfig.for_model("llama", vocab_size=128_256))
     assert theirs.liger_kernel_config is None

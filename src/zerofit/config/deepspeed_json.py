@@ -184,7 +184,7 @@ def resolve(settings) -> None:
         path = Path(settings.values["deepspeed"])
         config = read_json(path)
     else:
-        if settings.zero == "0":
+        if settings.zero == 0:
             if settings.offload != "none":
                 raise UserError(
                     f"--offload {settings.offload} needs ZeRO: stage 0 is plain DDP; use --zero 2"
@@ -192,7 +192,7 @@ def resolve(settings) -> None:
                 )
             offload.refuse_at_stage_0(settings)
             return
-        if settings.offload == "all" and settings.zero != "3":
+        if settings.offload == "all" and settings.zero != 3:
             raise UserError(
                 f"--offload all needs stage 3: stage {settings.zero} keeps whole parameters on each GPU and "
                 "DeepSpeed would ignore it in silence; use --zero 3, or --offload optimizer."
@@ -207,7 +207,7 @@ def resolve(settings) -> None:
         overlay = CONFIGS / offload.overlay(settings)
         config = merge_json(config, read_json(overlay))
         lint(config, overlay)
-    if json_value(config, "zero_optimization.offload_param.device", "none") != "none" and settings.zero != "3":
+    if json_value(config, "zero_optimization.offload_param.device", "none") != "none" and settings.zero != 3:
         raise UserError(
             f"{path}: zero_optimization.offload_param needs stage 3; DeepSpeed ignores it in silence at stage "
             f"{settings.zero}. Use stage 3 or delete the section."
@@ -223,7 +223,7 @@ def _saving_whole_weights(config: dict, path: Path, settings) -> dict:
     Raises: UserError if the file sets it to false: the trained model would not be saved.
     """
     dotted = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
-    if settings.zero != "3" or json_value(config, dotted):
+    if settings.zero != 3 or json_value(config, dotted):
         return config
     if json_value(config, dotted) is False:
         raise UserError(f"{path}: {dotted} is false, so final/ would hold no weights; write true, or delete the line.")
@@ -239,8 +239,6 @@ def _match(config: dict, path: Path, settings, explicit: dict[str, Any]) -> None
         literal = json_value(config, dotted)
         if literal is None or literal == "auto":
             continue
-        if isinstance(literal, int) and not isinstance(literal, bool) and name == "zero":
-            literal = str(literal)
         if name in explicit and explicit[name] not in (literal, "auto"):
             fix = 'change one of them, or write "auto" in the file.' if dotted in AUTO_KEYS else "change one of them."
             as_json = json.dumps(json_value(config, dotted))

@@ -169,7 +169,7 @@ def check(config: dict, path: Path, settings) -> None:
 
 
 def _check_stage(zero: dict, path: Path, settings) -> None:
-    if settings.zero == "3":
+    if settings.zero == 3:
         return
     for key in ("offload_optimizer", "offload_param"):
         if _device(zero, key) == "nvme":

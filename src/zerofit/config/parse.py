@@ -26,12 +26,19 @@ class _Parser(HfArgumentParser):
 
     origin = "command line"
 
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        for action in self._actions:
+            if any(choice is True for choice in action.choices or ()):  # else a choice would be the word "True"
+                action.type = lambda word: {"true": True, "false": False}.get(word.lower(), word)
+
     def print_help(self, file=None):
         from zerofit.config import help
 
         print(help.text(self.prog), file=file)
 
     def error(self, message: str):
+        message = message.replace("True, False)", "'true', 'false')")  # argparse prints the values, not their words
         raise UserError(f"{self.origin}: {message}{synonyms.of_value(message)} Every flag: --help all.")
 
 

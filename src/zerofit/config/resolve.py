@@ -82,9 +82,9 @@ def _padding_free(settings: Settings) -> None:
     attn, padding_free = settings.attn_implementation, settings.padding_free
     attention.check_available(attn, settings.use_cpu)
     keeps_apart = attn in ("sdpa", "flex_attention") or attention.is_flash(attn)
-    if settings.packing and padding_free == "false":
+    if settings.packing and padding_free is False:
         raise UserError("--packing --padding_free false: packed sequences are not padded; leave one of the two out.")
-    if (settings.packing or padding_free == "true") and not keeps_apart:
+    if (settings.packing or padding_free is True) and not keeps_apart:
         flag = "--packing" if settings.packing else "--padding_free true"
         raise UserError(
             f"{flag} with --attn_implementation {attn}: documents in one row would read each other; use sdpa, "
@@ -93,8 +93,11 @@ def _padding_free(settings: Settings) -> None:
     if padding_free == "auto":
         # On a CPU attention loops over documents, which costs more than the padding it saves on short rows.
         on = settings.packing or (keeps_apart and not settings.use_cpu)
-        decide(settings, "padding_free", str(on).lower(), "with --packing, or on a GPU") if on else None
-    if settings.padding_free == "true" and attn == "sdpa":
+        if on:
+            decide(settings, "padding_free", True, "with --packing, or on a GPU")
+        else:
+            settings.padding_free = False
+    if settings.padding_free and attn == "sdpa":
         name = attention.register()
         decide(settings, "attn_implementation", name, "plain sdpa would let the documents of a row read each other")
 

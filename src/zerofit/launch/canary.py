@@ -23,7 +23,7 @@ GIB = 2**30
 def wanted(settings, planned: dict | None, steps: int | None) -> bool:
     """Return whether to run the canary. planned: from preflight.check; steps: of the run, None if unknown."""
     if settings.canary != "auto":
-        return settings.canary == "true"
+        return settings.canary
     return bool(
         planned
         and planned["step_seconds"]

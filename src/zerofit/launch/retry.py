@@ -75,11 +75,11 @@ def next_smaller_setting(settings, flags: list[str], parse):
         bare = command_line.drop(kept, "--gradient_checkpointing", "--gradient_checkpointing_every")
         tries.append(("gradient checkpointing of every layer", [*bare, "--gradient_checkpointing", "true"]))
     bare = command_line.drop(kept, "--zero", "--offload")
-    stages = [] if settings.world_size == 1 else [z for z in (2, 3) if z > int(settings.zero)]
+    stages = [] if settings.world_size == 1 else [z for z in (2, 3) if z > settings.zero]
     tries += [(f"ZeRO-{z}", [*bare, "--zero", str(z), "--offload", settings.offload]) for z in stages]
     for offload in {"none": ["optimizer", "all"], "optimizer": ["all"]}.get(settings.offload, []):
-        zero = {"optimizer": max("2", settings.zero), "all": "3"}[offload]
-        tries.append((f"offload {offload}", [*bare, "--zero", zero, "--offload", offload]))
+        zero = {"optimizer": max(2, settings.zero), "all": 3}[offload]
+        tries.append((f"offload {offload}", [*bare, "--zero", str(zero), "--offload", offload]))
     for change, candidate in tries:
         try:
             return change, candidate, parse(candidate, settings.world_size)

@@ -122,7 +122,7 @@ def _with_the_nodes_there_are(job: Job, last, following: tuple):
             *command_line.drop(flags, "--gpus", "--zero", *retry.BATCH),
             *batch,
             "--zero",
-            settings.zero,
+            str(settings.zero),
             "--gpus",
             str(ranks),
         ]

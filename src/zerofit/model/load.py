@@ -122,7 +122,7 @@ def load_model(settings, tokenizer):
     set_seed(settings.seed)
     attention.avoid_wrong_kernels()
     kwargs = {"attn_implementation": settings.attn_implementation, "dtype": dtype}
-    sharded = settings.deepspeed is not None and settings.zero == "3"
+    sharded = settings.deepspeed is not None and settings.zero == 3
     # Load onto the GPU directly: N ranks with the model in host memory would need N times its size.
     device = None if sharded or settings.use_cpu else torch.device("cuda", torch.cuda.current_device())
     if settings.random_init:

@@ -157,7 +157,7 @@ def candidates(
     base = resolve.resolve_settings(recipe, flags, ranks, gpu)
     hpz = _hpz(base, ranks, node)
     shape = shape_of(base)
-    fused, result, error = fused_losses(base, shape), [], None
+    result, error = [], None
     for zero, (offload, nvme), (every, offload_inputs), micro in itertools.product(*_open(base, ranks, disk)):
         if not _sensible(zero, offload, ranks, base) or (nvme and zero != 3):
             continue
@@ -170,7 +170,7 @@ def candidates(
             continue
         setting = Setting(zero, offload, every, micro, micro * base.max_length,
                           base.effective_batch_size // (micro * ranks), ranks, offload_inputs, nvme, node, hpz)  # fmt: skip
-        by_part = formulas.memory(shape, setting, base, fused)
+        by_part = formulas.memory(shape, setting, base, base.fused_loss)
         seconds = formulas.step_seconds(shape, setting, gpu, base.max_length)
         result.append(Candidate(own_flags, method, setting, by_part, seconds, shape, change=change))
     if not result:
@@ -232,7 +232,7 @@ def _open(base, ranks: int, disk: str | None) -> tuple[list, list, list, list]:
         source = base.source[name]
         return source in _FIXED or source.startswith("preset") or source == base.config
 
-    stages = [int(base.zero)] if said("zero") else [0, 1, 2, 3]
+    stages = [base.zero] if said("zero") else [0, 1, 2, 3]
     if said("offload"):
         offloads = [(base.offload, bool(disk))]
     else:
@@ -286,16 +286,11 @@ def without_flags(flags: list[str], name: str, value: str) -> list[str]:
     return flags
 
 
-def fused_losses(settings, shape: Shape) -> bool:
-    """Return whether the loss is computed without materializing the logits."""
-    return settings.fused_loss != "false" and (settings.fused_loss == "true" or shape.vocabulary >= 32_000)
-
-
 def setting_of(settings) -> Setting:
     every = settings.gradient_checkpointing_every if settings.gradient_checkpointing else 0
     micro = settings.per_device_train_batch_size
     node = int(os.environ.get("LOCAL_WORLD_SIZE") or formulas.GPUS_OF_A_NODE)
-    return Setting(int(settings.zero), settings.offload, every, micro, micro * settings.max_length,
+    return Setting(settings.zero, settings.offload, every, micro, micro * settings.max_length,
                    settings.gradient_accumulation_steps, settings.world_size, settings.activation_offload,
                    bool(settings.offload_path), node, settings.zero_hpz_partition_size or 1)  # fmt: skip
 

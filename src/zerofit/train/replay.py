@@ -69,7 +69,7 @@ def _settings(facts: dict, folder: Path, model: str):
     settings = settings.replace(
         deepspeed=None,
         dtype=weight_dtype(settings),
-        zero="0",
+        zero=0,
         offload="none",
         use_cpu=not torch.cuda.is_available(),
     )

@@ -69,7 +69,7 @@ def _facts_of_files(checkpoint: Path, settings) -> dict:
 
 def _decide_resharding(settings, known: dict, name: str) -> None:
     """Decide whether DeepSpeed can load the checkpoint as it is or its states must be resharded."""
-    was, now = ({n: get(n) for n in ("zero", "world_size", "offload")} for get in (known.get, settings.values.get))
+    was, now = ({n: get(n) for n in ("zero", "world_size", "offload")} for get in (known.get, settings.written().get))
     now["world_size"] = settings.world_size
     if was["zero"] == now["zero"] == "0":
         settings.resharded = known.get("optim", settings.optim) != settings.optim
