@@ -173,8 +173,9 @@ def thread_waiting() -> dict[str, str]:
     """Return the variables that make idle OpenMP threads sleep after a short wait; {} if the user has set a policy.
 
     torch's libgomp spins by default, for 300,000 turns. On a busy machine a spinning thread takes the core that the
-    awaited thread needs, and small CPU steps take many times as long (benchmarks/busy_cpu.py). Without any turns an idle
-    machine loses up to half its speed; 1,000 turns lose little on either. libgomp reads both when torch is imported.
+    awaited thread needs, and small CPU steps take many times as long (benchmarks/busy_cpu.py). Without any turns an
+    idle machine loses up to half its speed; 1,000 turns lose little on either. libgomp reads both when torch is
+    imported.
     """
     chosen = any(os.environ.get(name) for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"))
     return {} if chosen else {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "1000"}

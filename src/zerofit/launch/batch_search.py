@@ -228,12 +228,5 @@ def resolve(settings, flags: list[str]) -> list[str]:
 
 def with_size(settings, flags: list[str], size: int) -> list[str]:
     """Return the flags with this micro batch; the effective batch stays, accumulation follows from both."""
-    kept = command_line.drop(
-        flags,
-        "--per_device_train_batch_size",
-        "--gradient_accumulation_steps",
-        "--effective_batch_size",
-        "--search_batch_size",
-    )
-    return [*kept, "--per_device_train_batch_size", str(size), "--effective_batch_size",
-            str(settings.effective_batch_size), "--search_batch_size", "false"]  # fmt: skip
+    batch = {"per_device_train_batch_size": size, "effective_batch_size": settings.effective_batch_size}
+    return command_line.put(command_line.drop(flags, "--gradient_accumulation_steps"), **batch, search_batch_size=False)

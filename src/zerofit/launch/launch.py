@@ -42,7 +42,7 @@ def main(argv: list[str]) -> None:
     prepare.without_a_launchers_variables()
     flags, token = prepare.without_token(flags)
     os.environ |= token
-    hardware.check_devices(count, use_cpu=any(f.startswith(("--use_cpu", "--use-cpu")) for f in flags))
+    hardware.check_devices(count, use_cpu="--use_cpu" in command_line.names(flags))
     if place is None:
         _launch(args, recipe, flags, count)
     elif args.show:

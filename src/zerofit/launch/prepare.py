@@ -23,7 +23,7 @@ def without_a_launchers_variables() -> None:
 
 def without_token(flags: list[str]) -> tuple[list[str], dict[str, str]]:
     """Return (flags without --hub_token, {"HF_TOKEN": token}): any user can read a command line."""
-    token = command_line.value_of(flags, ("--hub_token", "--hub-token"))
+    token = command_line.value_of(flags, ("--hub_token",))
     return command_line.drop(flags, "--hub_token"), {"HF_TOKEN": token} if token else {}
 
 

@@ -83,7 +83,7 @@ def run(job: Job) -> int:
 
 def _resumed(flags: list[str], checkpoint: Path | None, job: Job) -> list[str]:
     if checkpoint is not None:
-        return [*command_line.drop(flags, "--resume_from_checkpoint"), "--resume_from_checkpoint", str(checkpoint)]
+        return command_line.put(flags, resume_from_checkpoint=checkpoint)
     requested = job.settings.resume_from_checkpoint  # the user's flag; its checkpoint may have been archived
     if requested and not Path(requested).exists():
         return command_line.drop(flags, "--resume_from_checkpoint")
@@ -118,14 +118,8 @@ def _with_the_nodes_there_are(job: Job, last, following: tuple):
     ranks = sum(members.values())
     if ranks != settings.world_size:
         batch = retry.same_batch(settings.effective_batch_size, settings.per_device_train_batch_size, ranks)
-        flags = [
-            *command_line.drop(flags, "--gpus", "--zero", *retry.BATCH),
-            *batch,
-            "--zero",
-            str(settings.zero),
-            "--gpus",
-            str(ranks),
-        ]
+        flags = [*command_line.drop(flags, *retry.BATCH), *batch]
+        flags = command_line.put(flags, zero=settings.zero, gpus=ranks)
         settings = job.parse(flags, ranks)
     nodes = f"{len(members)} node{'s' * (len(members) > 1)} with {ranks} processes"
     return (f"{change}, on {nodes}" if change else nodes, flags, settings, counts), members

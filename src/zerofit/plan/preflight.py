@@ -4,7 +4,7 @@ import json
 import os
 import re
 
-from zerofit import hardware
+from zerofit import command_line, hardware
 from zerofit.config import resolve
 from zerofit.errors import UserError
 from zerofit.hardware import GIB
@@ -90,7 +90,7 @@ def dry_run(settings) -> None:
 
 def is_auto(flags: list[str]) -> bool:
     """Return whether --zero auto is explicit on the command line."""
-    return candidates.without_flags(flags, "--zero", "auto") != flags
+    return command_line.drop_value(flags, "--zero", "auto") != flags
 
 
 def chosen_flags(recipe: str, flags: list[str], ranks: int, node: int = formulas.GPUS_OF_A_NODE) -> list[str]:
@@ -102,7 +102,7 @@ def chosen_flags(recipe: str, flags: list[str], ranks: int, node: int = formulas
     if not hardware.torch_sees_some():
         return flags
     gpu = hardware.find("detect", min(ranks, node))
-    bare = candidates.without_flags(flags, "--zero", "auto")
+    bare = command_line.drop_value(flags, "--zero", "auto")
     plan = search.search(
         candidates.methods_to_try("", recipe, bare),
         bare,

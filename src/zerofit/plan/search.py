@@ -6,6 +6,7 @@ which runs zerofit's trainer and the real engine on tensors without memory, deci
 
 import time
 
+from zerofit import command_line
 from zerofit.config import resolve
 from zerofit.errors import UserError
 from zerofit.hardware import GIB
@@ -98,7 +99,8 @@ def _rungs(methods: list[str], flags: list[str]) -> list[tuple[str, tuple[str, .
     """Return (method, flags added to the user's) in order of preference.
 
     Those with smaller optimizer states, which train slightly differently, come after the unchanged method."""
-    chosen_by_user = any(f.replace("-", "_").startswith(("__optim", "__pure_bf16", "__preset")) for f in flags)
+    decide_states = ("--optim", "--pure_bf16", "--preset")
+    chosen_by_user = any(name.startswith(decide_states) for name in command_line.names(flags))
     smaller = [] if chosen_by_user else candidates.SMALLER_STATES
     return [(method, change) for method in methods for change in [(), *(smaller if method == "sft" else [])]]
 

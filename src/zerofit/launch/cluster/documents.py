@@ -6,7 +6,7 @@ import json
 import re
 from pathlib import Path
 
-from zerofit.command_line import drop
+from zerofit.command_line import by_flag, drop
 from zerofit.errors import UserError
 
 DIGITS = hashlib.sha256().digest_size * 2  # length of the signature in front of the JSON
@@ -91,16 +91,7 @@ def _check_shape(document, name: str) -> None:
 def decisions(flags: list[str]) -> dict[str, list[str] | None]:
     """Return {flag: its values, or None if it is absent} for the flags that node 0 decides."""
     values: dict[str, list[str] | None] = dict.fromkeys((*DECIDED, *PATHS))
-    name = ""
-    for word in flags:
-        if word.startswith("--"):
-            flag, equals, value = word.partition("=")
-            name = flag.replace("-", "_").replace("__", "--", 1)
-            if name in values:
-                values[name] = [value] if equals else []
-        elif values.get(name) is not None:
-            values[name] = [*values[name], word]
-    return values
+    return values | {name: given for name, given, _ in by_flag(flags) if name in values}
 
 
 def with_decisions(own: list[str], decided: dict, folder: Path | None = None) -> list[str]:
