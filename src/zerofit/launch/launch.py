@@ -51,7 +51,7 @@ def main(argv: list[str]) -> None:
         prepare.check_for_nodes(flags, args.launcher)
         if place.least == place.most:  # report a mistake in the flags before any node waits
             ranks = count * place.most
-            _settings(recipe.stem, [*flags, "--gpus", str(ranks)], ranks)
+            _settings(recipe.stem, command_line.put(flags, gpus=ranks), ranks)
         with job_secret.of_job(place, flags) as secret:
             crew = coordinator.Coordinator(place, count, consistency.software(recipe.stem), secret)
             with crew.telling():
@@ -66,7 +66,7 @@ def _launch(given, recipe: Path, flags: list[str], count: int, crew: coordinator
         flags, ranks = _members(crew, recipe.stem, flags)
     elif preflight.is_auto(flags):
         flags = preflight.chosen_flags(recipe.stem, flags, ranks)
-    flags += ["--gpus", str(ranks)]
+    flags = command_line.put(flags, gpus=ranks)
     settings = _settings(recipe.stem, flags, ranks)
     env = prepare.environment(count, hide_gpus=settings.use_cpu and settings.source["use_cpu"] != "decided")
     if given.show:
@@ -87,7 +87,7 @@ def _launch(given, recipe: Path, flags: list[str], count: int, crew: coordinator
         crew.batch = settings.effective_batch_size
         print(f"{crew.name}: {ranks} processes on {len(crew.board['members'])} nodes, all with the same software, data "
               f"and arguments; run folder {folder}", flush=True)  # fmt: skip
-    flags = [*flags, "--output_dir", str(folder)]
+    flags = command_line.put(flags, output_dir=folder)
 
     def words(flags):
         if crew and sum(crew.board["order"]["members"].values()) > 1:
@@ -141,7 +141,7 @@ def _members(crew: coordinator.Coordinator, recipe: str, flags: list[str]) -> tu
 def _show_nodes(here: node_options.Place, recipe: Path, flags: list[str], count: int) -> None:
     """Print what `--show` prints for one node of several, without contacting the other nodes."""
     ranks = count * here.most
-    settings = _settings(recipe.stem, [*flags, "--gpus", str(ranks)], ranks)
+    settings = _settings(recipe.stem, command_line.put(flags, gpus=ranks), ranks)
     _show(settings, coordinator.torchrun(here, dict.fromkeys(range(here.most), count), [str(recipe), *flags, "--gpus", str(ranks)]),
           prepare.environment(count))  # fmt: skip
 

@@ -196,7 +196,8 @@ def _longest_that_fits(method: str, flags: list[str], ranks: int, gpu, limit: in
     """Return the largest halving of --max_length at which a setting fits by formula; None below 128."""
     length = _resolved(method, flags, ranks, gpu).max_length // 2
     while length >= 128:
-        tried = candidates.candidates(method, [*flags, "--max_length", str(length)], ranks, gpu, node=node)
+        shorter = command_line.put(flags, max_length=length)
+        tried = candidates.candidates(method, shorter, ranks, gpu, node=node)
         if any(candidate.peak <= limit for candidate in tried):
             return length
         length //= 2

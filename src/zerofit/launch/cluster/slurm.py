@@ -103,7 +103,8 @@ def request_of(given) -> Request:
         prepare.check_for_nodes(flags)
     ranks = int(given.nodes) * gpus
     output_dir = given.output_dir or command_line.value_of(flags, ("--output_dir",))
-    settings = check(recipe.stem, [*flags, *(["--output_dir", output_dir] if output_dir else [])], ranks, on_cpu)
+    named = command_line.put(flags, output_dir=output_dir) if output_dir else flags
+    settings = check(recipe.stem, named, ranks, on_cpu)
     for number, added_flags in enumerate(sweep):
         try:
             check(recipe.stem, [*flags, *added_flags], ranks, on_cpu)
@@ -138,7 +139,7 @@ def check(recipe: str, flags: list[str], ranks: int, on_cpu: bool) -> Settings:
             "run folder; name that folder with OUT=... and use auto."
         )
     gpu = None if on_cpu else hardware.GPUS["a100-80g"]
-    settings = resolve.resolve_settings(recipe, [*flags, "--gpus", str(ranks)], ranks, gpu)
+    settings = resolve.resolve_settings(recipe, command_line.put(flags, gpus=ranks), ranks, gpu)
     preflight.only_print(settings)
     return settings
 
