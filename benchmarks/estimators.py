@@ -58,7 +58,7 @@ def others(candidate, settings, tokens: int, checkpointing: bool) -> dict[str, f
 
 
 def main() -> None:
-    from zerofit.config import parse
+    from zerofit.config import resolve
 
     gpu, rows = hardware.GPUS["h100-80g"], []
     for model, method, zero, offload, checkpointing, tokens, ranks in JOBS:
@@ -67,7 +67,7 @@ def main() -> None:
                  "--effective_batch_size", str(ranks)]  # fmt: skip
         (candidate,) = candidates.candidates(method, flags, ranks, gpu)
         predict.ask(candidate, ranks, gpu)
-        settings = parse.parse("sft" if method == "sft" else "lora", candidate.flags, ranks, gpu)
+        settings = resolve.resolve_settings("sft" if method == "sft" else "lora", candidate.flags, ranks, gpu)
         ghost = max(candidate.answer["total"].values())
         said = {"closed forms": sum(candidate.formula.values())} | others(
             candidate, settings, tokens, checkpointing == "true"

@@ -40,13 +40,13 @@ def zerofit(job: dict, path: str) -> tuple[Stopwatch, object, object]:
     import datasets  # noqa: F401  zerofit imports it when it needs it; TRL's is not timed either
     import filelock  # noqa: F401
 
-    from zerofit.config import parse
+    from zerofit.config import resolve
     from zerofit.data.load import load_datasets
     from zerofit.model.load import load_tokenizer
 
     flags = ["--model", str(machine.TINY_MODEL), "--data", path, "--max_length", str(job["max_length"])]
     flags += ["--preprocessing_num_workers", str(job["workers"])]
-    settings = parse.parse("sft", [*flags, *(["--packing"] if job["packing"] else []), *job["flags"]], 1)
+    settings = resolve.resolve_settings("sft", [*flags, *(["--packing"] if job["packing"] else []), *job["flags"]], 1)
     tokenizer = load_tokenizer(settings)
     watch = Stopwatch()
     with watch:

@@ -21,7 +21,8 @@ from dataclasses import replace
 from machine import ROOT, describe, facts, save, versions
 
 from zerofit import hardware
-from zerofit.config import parse
+from zerofit.config import resolve
+from zerofit.model import fused_loss
 from zerofit.plan import candidates, command, formulas, predict
 
 GIB = 2**30
@@ -63,7 +64,7 @@ def ghosts(gpu, name: str) -> dict[str, dict]:
             if key in kept:
                 continue
             flags = flags_of(model, way, ranks)
-            shape = candidates.shape_of(parse.parse("sft", flags, ranks, gpu))
+            shape = candidates.shape_of(resolve.resolve_settings("sft", flags, ranks, gpu))
             answer = predict.answer_of("sft", flags, ranks, [0], gpu, WAYS[way][0], shape, 1)
             if isinstance(answer, Exception):
                 raise SystemExit(f"{key}: {answer}")
@@ -87,10 +88,10 @@ def measure(gpu, answers: dict) -> list[dict]:
             for way, (zero, hpz) in WAYS.items():
                 if hpz > 1 and ranks <= NODE:
                     continue  # one node: nothing to gain
-                settings = parse.parse("sft", flags_of(model, way, ranks), ranks, gpu)
+                settings = resolve.resolve_settings("sft", flags_of(model, way, ranks), ranks, gpu)
                 shape = shape or candidates.shape_of(settings)
                 setting = _setting(zero, hpz, ranks)
-                bare = formulas.memory(shape, setting, settings, candidates.fused_losses(settings, shape))
+                bare = formulas.memory(shape, setting, settings, shape.vocabulary >= fused_loss.LARGE_VOCABULARY)
                 answer = answers.get(f"{model} {way} {ranks}")
                 peak = max(answer["total"].values()) if answer else sum(bare.values())
                 peak += candidates.WORKSPACE_BYTES
@@ -129,7 +130,7 @@ def networks(gpu) -> list[dict]:
     """Return the gain in speed of a step with hpZ over stage 3 without it, by network."""
     rows = []
     for model in MODELS:
-        shape = candidates.shape_of(parse.parse("sft", flags_of(model, "ZeRO-3", 16), 16, gpu))
+        shape = candidates.shape_of(resolve.resolve_settings("sft", flags_of(model, "ZeRO-3", 16), 16, gpu))
         for gbs in LINKS:
             other, row = replace(gpu, node_gbs=gbs), {"model": model, "node_gbs": gbs}
             for ranks in NETWORK_N:
@@ -147,7 +148,7 @@ def across_nodes(gpu) -> list[dict]:
     """Return GiB that one GPU of 64 sends to other nodes in a step, beside hybrid sharding (not in DeepSpeed 0.19.8)."""
     rows = []
     for model in MODELS:
-        shape = candidates.shape_of(parse.parse("sft", flags_of(model, "ZeRO-3", 64), 64, gpu))
+        shape = candidates.shape_of(resolve.resolve_settings("sft", flags_of(model, "ZeRO-3", 64), 64, gpu))
         for accumulation in (1, 4):
             row = {"model": model, "accumulation": accumulation}
             for way, (zero, hpz) in WAYS.items():
@@ -161,7 +162,7 @@ def across_nodes(gpu) -> list[dict]:
 
 def strong(gpu) -> list[dict]:
     """Predict BATCH rows a step for any number of GPUs, stage 3, 8B."""
-    rows, shape = [], candidates.shape_of(parse.parse("sft", flags_of("8B", "ZeRO-3", 16), 16, gpu))
+    rows, shape = [], candidates.shape_of(resolve.resolve_settings("sft", flags_of("8B", "ZeRO-3", 16), 16, gpu))
     for ranks in (8, 64, 256, 512):
         micro = min(MICRO, BATCH // ranks)
         setting = _setting(3, 1, ranks, BATCH // ranks // micro, micro)
@@ -234,7 +235,7 @@ def counts(gpu) -> list[dict]:
     rows = []
     for model, way, accumulation in COUNTED:
         found = count(model, way, accumulation)
-        settings = parse.parse("sft", flags_of(model, way, COUNT_N, accumulation, 1), COUNT_N, gpu)
+        settings = resolve.resolve_settings("sft", flags_of(model, way, COUNT_N, accumulation, 1), COUNT_N, gpu)
         shape = replace(candidates.shape_of(settings), trainable=found["parameters"], layers=COUNT_LAYERS)
         formula = sum(formulas.wire_bytes(shape, _setting(*WAYS[way], COUNT_N, accumulation, 1)))
         rows.append({"model": model, "way": way, "accumulation": accumulation, **found, "formula": formula})

@@ -15,7 +15,6 @@ from conftest import ROOT, TINY, Run, recipe_process, run_world
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, TrainingArguments
 
 from zerofit import recipe
-from zerofit.config import parse as config_parse
 from zerofit.config import resolve, transformers_flags
 from zerofit.data import hub
 from zerofit.data.load import load_datasets
@@ -145,7 +144,7 @@ VALUES = {
 
 
 def parse(*words):
-    return config_parse.parse("sft", list(words), 1)
+    return resolve.resolve_settings("sft", list(words), 1)
 
 
 def test_the_table_has_every_field():
@@ -404,7 +403,7 @@ def test_settings_of_the_data_loader(tmp_path):
     assert (loader.num_workers, loader.prefetch_factor, loader.persistent_workers) == (2, 3, True)
     assert loader.multiprocessing_context.get_start_method() == "fork" and loader.in_order is False
     assert loader.pin_memory is False  # of a CPU's run
-    gpu = config_parse.parse("sft", ["--dataloader_pin_memory", "false"], 1, args_gpu())
+    gpu = resolve.resolve_settings("sft", ["--dataloader_pin_memory", "false"], 1, args_gpu())
     assert gpu.training_values()["dataloader_pin_memory"] is False
 
 

@@ -13,7 +13,7 @@ from conftest import TINY
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zerofit.config import parse
+from zerofit.config import resolve
 from zerofit.data import conversations, dataset, encoding, sources
 from zerofit.data.batches import Collator, DatasetWithFiller, EpochSampler, best_fit_decreasing, rows_of_epoch
 from zerofit.data.load import load_datasets
@@ -22,7 +22,7 @@ from zerofit.train import deepspeed_ops
 
 
 def settings_for(path, *flags, recipe="sft"):
-    return parse.parse(recipe, ["--data", str(path), *flags], 1)
+    return resolve.resolve_settings(recipe, ["--data", str(path), *flags], 1)
 
 
 def supervised_text(tokenizer, ids, labels):
@@ -396,7 +396,7 @@ def test_a_folder_is_split_by_file_name(tmp_path):
 def test_several_sources_with_weights(tmp_path, tokenizer):
     a = write(tmp_path, "a.jsonl", [{"text": f"a{i}"} for i in range(10)])
     b = write(tmp_path, "b.jsonl", [{"question": f"b{i}", "answer": "x"} for i in range(4)])
-    found = parse.parse("sft", ["--data", f"{a}:0.5", f"{b}:2"], 1)
+    found = resolve.resolve_settings("sft", ["--data", f"{a}:0.5", f"{b}:2"], 1)
     train, _ = load_datasets(found, tokenizer)
     texts = [tokenizer.decode(row["input_ids"]) for row in train.dataset]
     assert sum("b1" in t for t in texts) == 2 and len(texts) == 5 + 8
@@ -881,7 +881,7 @@ def test_a_cached_copy_is_described_by_its_own_path(tmp_path, tokenizer):
 def test_the_cache_keeps_files_and_formats_apart(tmp_path, tokenizer):
     lines = [json.dumps({"text": f"row {i}"}) + "\n" for i in range(6)]
     a, b = write(tmp_path, "a.jsonl", "".join(lines[:3])), write(tmp_path, "b.jsonl", "".join(lines[3:]))
-    found = parse.parse("sft", ["--data", f"{a}:5", str(b)], 1)
+    found = resolve.resolve_settings("sft", ["--data", f"{a}:5", str(b)], 1)
     assert len(load_datasets(found, tokenizer)[0]) == 18
     write(tmp_path, "a.jsonl", lines[0])
     write(tmp_path, "b.jsonl", "".join(lines[1:]))  # the same bytes, the bound between the files elsewhere

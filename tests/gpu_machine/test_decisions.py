@@ -14,7 +14,7 @@ from conftest import ROOT
 
 from gpu_machine import Card, contexts, in_process, machine, submitted
 from zerofit import allocator, hardware, rank_status
-from zerofit.config import offload, parse
+from zerofit.config import offload, resolve
 from zerofit.errors import UserError
 from zerofit.launch import batch_search, doctor, prepare
 from zerofit.model import quantization
@@ -49,7 +49,7 @@ from zerofit import distributed
 from zerofit.config import resolve
 from zerofit.train.trainer import training_arguments
 settings = resolve.resolve_settings("sft", ["--per_device_train_batch_size", "8"])
-settings.values["output_dir"] = "unused"
+settings.output_dir = "unused"
 distributed.start(settings)
 arguments = training_arguments(settings)
 print("decided", arguments.n_gpu, arguments.train_batch_size, settings.precision, arguments.device)
@@ -61,7 +61,7 @@ print("decided", arguments.n_gpu, arguments.train_batch_size, settings.precision
 @pytest.mark.parametrize(("cards", "precision"), [([T4], "fp16"), ([RTX4090], "bf16"), ([], "fp32")])
 def test_precision_is_what_the_gpu_has(cards, precision, tmp_path, monkeypatch):
     in_process(monkeypatch, tmp_path, cards)
-    assert parse.parse("sft", [], 1).precision == precision
+    assert resolve.resolve_settings("sft", [], 1).precision == precision
 
 
 @pytest.mark.bad_input
@@ -129,7 +129,7 @@ def test_a_gpu_that_torch_cannot_use_is_named(name, tmp_path, monkeypatch):
     options, said = UNUSABLE[name]
     in_process(monkeypatch, tmp_path, [H100] * 2, **options)
     with pytest.raises(UserError) as error:
-        parse.parse("sft", ["--zero", "2"], 2)
+        resolve.resolve_settings("sft", ["--zero", "2"], 2)
     assert "this machine has a GPU (2 x NVIDIA H100 80GB HBM3" in str(error.value) and said in str(error.value)
 
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from packaging.specifiers import SpecifierSet
 
-from zerofit.config import parse
+from zerofit.config import resolve
 from zerofit.errors import UserError
 from zerofit.launch import doctor
 
@@ -183,7 +183,7 @@ def test_no_more_processes_than_the_machine_bears():
 
 
 def test_room_for_checkpoints(monkeypatch, tmp_path):
-    settings = parse.parse("sft", ["--save_total_limit", "2", "--output_dir", str(tmp_path / "new")], 1)
+    settings = resolve.resolve_settings("sft", ["--save_total_limit", "2", "--output_dir", str(tmp_path / "new")], 1)
     net = torch.nn.Linear(10**5, 10**5, bias=False, device="meta")
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(total=0, free=100 * 10**9))
     level, text = only(doctor.room(settings, net))  # 3 x 14 bytes x 1e10 and 2 bytes x 1e10
@@ -207,7 +207,7 @@ def test_a_job_is_told_what_concerns_it(monkeypatch):
     net = torch.nn.Linear(2, 2, device="meta")
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
     monkeypatch.setenv("DS_SKIP_CUDA_CHECK", "1")
-    found = doctor.of_job(parse.parse("sft", ["--zero", "2", "--offload", "optimizer"], 1), net)
+    found = doctor.of_job(resolve.resolve_settings("sft", ["--zero", "2", "--offload", "optimizer"], 1), net)
     assert "NCCL_P2P_DISABLE" not in {f.name for f in found}  # on a CPU
     assert {"DS_SKIP_CUDA_CHECK", "host memory"} <= {f.name for f in found}
     assert any("DS_SKIP_CUDA_CHECK is" in s or s.startswith("DS_SKIP_CUDA_CHECK") for s in doctor.raise_or_warn(found))

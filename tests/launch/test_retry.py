@@ -15,7 +15,7 @@ import pytest
 from conftest import ROOT, TINY, Run, python, run_python
 
 from zerofit import rank_status
-from zerofit.config import parse as config_parse
+from zerofit.config import resolve
 from zerofit.entrypoint import guard
 from zerofit.launch import postmortem, retry, supervisor
 from zerofit.train.checkpoint import integrity
@@ -269,7 +269,7 @@ def test_what_cannot_be_resumed(tmp_path):
 
 
 def parse(flags, ranks=2):
-    return config_parse.parse("sft", flags, ranks)
+    return resolve.resolve_settings("sft", flags, ranks)
 
 
 def test_rungs_down_to_the_last():

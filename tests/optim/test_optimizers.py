@@ -12,7 +12,7 @@ import torch
 from conftest import ROOT, TINY, Run, run_world
 from deepspeed.accelerator import get_accelerator
 
-from zerofit.config import parse as config_parse
+from zerofit.config import resolve
 from zerofit.errors import UserError
 from zerofit.optim import bf16_adamw, build, registry, sophia
 from zerofit.train import progress
@@ -83,7 +83,7 @@ def test_each_parameter_and_each_slice_of_zero_is_rounded_by_its_own_noise(kind)
 
 
 @pytest.mark.parametrize("name", ["adamw_torch_fused", "sophia"])
-@pytest.mark.parametrize(("zero", "part"), [("0", 0), ("2", 3), ("3", 3)])
+@pytest.mark.parametrize(("zero", "part"), [(0, 0), (2, 3), (3, 3)])
 def test_replicas_round_alike_and_slices_each_in_their_own_way(name, zero, part):
     settings = SimpleNamespace(optim=name, pure_bf16=True, zero=zero, optim_args=None)
     numbers = {"learning_rate": 1e-3, "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8, "weight_decay": 0.0}
@@ -212,7 +212,7 @@ CPU = ["--use_cpu", "true"]
 
 
 def parse(*flags, world=1):
-    return config_parse.parse("sft", [*COMMON, *CPU, *flags], world)
+    return resolve.resolve_settings("sft", [*COMMON, *CPU, *flags], world)
 
 
 @pytest.mark.bad_input
@@ -317,10 +317,10 @@ def test_what_is_decided_is_said():
 
 @pytest.mark.parametrize(("flags", "wanted"), [("none", 1e-3), ("linear", 4e-3), ("sqrt", 2e-3)])
 def test_learning_rate_scaling(flags, wanted):
-    found = config_parse.parse("sft", [*COMMON, *CPU, "--effective_batch_size", "128", "--lr_scaling", flags], 1)
+    found = resolve.resolve_settings("sft", [*COMMON, *CPU, "--effective_batch_size", "128", "--lr_scaling", flags], 1)
     assert found.learning_rate == pytest.approx(wanted)
     assert any("effective batch 128 against 32" in s for s in found.decisions) == (flags != "none")
-    halved = config_parse.parse(
+    halved = resolve.resolve_settings(
         "sft", [*COMMON, *CPU, "--lr_scaling", "linear", "--lr_scaling_base_batch_size", "16"], 1
     )
     assert halved.learning_rate == pytest.approx(0.5e-3)

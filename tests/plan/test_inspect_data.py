@@ -11,7 +11,7 @@ from conftest import ROOT, TINY, python, recipe_process
 from datasets import Dataset
 
 from zerofit import cli
-from zerofit.config import parse
+from zerofit.config import resolve
 from zerofit.data import conversations, encoding
 from zerofit.data.load import load_datasets
 from zerofit.errors import UserError
@@ -28,7 +28,7 @@ def rows_file(folder, name, pairs):
 
 
 def settings_for(*flags):
-    return parse.parse("sft", [str(f) for f in flags], 1)
+    return resolve.resolve_settings("sft", [str(f) for f in flags], 1)
 
 
 def loaded(*flags):
@@ -276,7 +276,7 @@ def test_the_costly_limits_are_off_by_default_and_the_idle_one_says_so(monkeypat
     with monkeypatch.context() as patched:
         patched.setattr(inspect_data, "scan", None)  # a call would fail
         inspect_data.check_data(settings, train_set, None, tokenizer)
-    settings.values["max_eval_overlap_fraction"] = 0.0
+    settings = settings.replace(max_eval_overlap_fraction=0.0)
     inspect_data.check_data(settings, train_set, None, tokenizer)
     assert settings.decisions[-1] == "max_eval_overlap_fraction is not checked: there are no eval rows"
 

@@ -14,7 +14,7 @@ import pytest
 from conftest import ROOT, TINY, recipe_process, run_world
 
 from zerofit import hardware
-from zerofit.config import accelerate_env, parse
+from zerofit.config import accelerate_env, resolve
 from zerofit.errors import UserError
 from zerofit.paths import cache_root, private_folder
 from zerofit.plan import candidates, command, formulas, predict, preflight, report, search, simulate
@@ -108,7 +108,7 @@ def test_layers_are_extended(zero, layers, tmp_path, monkeypatch):
     flags = ["--model", str(tmp_path), "--data", "none", "--zero", str(zero), "--max_length", "64",
              "--gradient_checkpointing", "true"]  # fmt: skip
     (whole,) = simulate.run_all([simulate.question("sft", flags, 8, gpu=GPU)])
-    shape = candidates.shape_of(parse.parse("sft", flags, 8, GPU))
+    shape = candidates.shape_of(resolve.resolve_settings("sft", flags, 8, GPU))
     extended = predict.answer_of("sft", flags, 8, [0], GPU, zero, shape, 1)
     assert extended["extended_from_layers"] == list(predict.LAYERS_MEASURED[zero == 2])
     assert extended["parameters"] == whole["parameters"]
@@ -172,7 +172,7 @@ def test_closed_forms_agree_with_the_ghost_in_fp32(tmp_path, record_property):
 def test_formulas_of_sharding():
     """16 bytes a parameter, shared out by stage (arXiv 1910.02054), where activations are nothing."""
     shape = formulas.Shape(8_000_000_000, 0, 1, 4096, 32, 32, 8, 128, 14336, 128256)
-    settings = parse.parse("sft", ["--bf16", "true", "--zero", "2"], 8, GPU)
+    settings = resolve.resolve_settings("sft", ["--bf16", "true", "--zero", "2"], 8, GPU)
     psi, states = shape.trainable, {}
     for zero in (0, 1, 2, 3):
         setting = formulas.Setting(zero, "none", 1, 1, 1, 1, 8)
@@ -220,7 +220,7 @@ def test_hpz_gathers_once_between_nodes(accumulation):
     _, plain = formulas.wire_bytes(SHAPE_8B, of_nodes(3, 64, accumulation=accumulation))
     _, hpz = formulas.wire_bytes(SHAPE_8B, of_nodes(3, 64, accumulation=accumulation, hpz=8))
     assert hpz / plain == pytest.approx((1 + accumulation) / (3 * accumulation))
-    settings = parse.parse("sft", ["--bf16", "true", "--zero", "3"], 64, GPU)
+    settings = resolve.resolve_settings("sft", ["--bf16", "true", "--zero", "3"], 64, GPU)
     memory = [formulas.memory(SHAPE_8B, of_nodes(3, 64, hpz=n), settings, True)["parameters"] for n in (1, 8)]
     assert memory[1] - memory[0] == 2 * SHAPE_8B.parameters / 8
 
@@ -464,7 +464,7 @@ def test_nothing_fits_is_said_by_a_simulation_only(monkeypatch):
 @pytest.mark.parametrize(("dtype", "bytes_each"), [("bfloat16", 8), ("float32", 16)])
 def test_weights_without_a_master_are_smaller_by_formula(dtype, bytes_each):
     """2 + 2 + 4 bytes a parameter in bf16, 4 + 4 + 8 in fp32, at stage 0."""
-    settings = parse.parse("sft", ["--zero", "0", "--dtype", dtype], 1, GPU)
+    settings = resolve.resolve_settings("sft", ["--zero", "0", "--dtype", dtype], 1, GPU)
     assert sum(formulas._widths(settings, 0)) == bytes_each
 
 
@@ -636,7 +636,7 @@ def test_a_gpu_of_the_users_own_goes_before_the_tables(tmp_path, monkeypatch):
 @pytest.mark.parametrize("size", ["0", "-5", "nan", "inf"])
 def test_a_memory_limit_that_is_none(size):
     with pytest.raises(UserError, match=f"--memory_limit is {float(size)}: it must be a number of GiB above 0"):
-        parse.parse("sft", ["--memory_limit", size], 1)
+        resolve.resolve_settings("sft", ["--memory_limit", size], 1)
 
 
 # --- the check before a launch ---
@@ -668,7 +668,7 @@ def test_dry_run_for_a_gpu_that_is_not_here():
     assert done.returncode == 0, done.stderr
     assert "plan: fits: " in done.stdout and "of 22.20 GiB a rank" in done.stdout
     with pytest.raises(UserError, match="name one with --gpu_type h100-80g"):
-        preflight.dry_run(parse.parse("sft", ["--plan", "true"], 1))
+        preflight.dry_run(resolve.resolve_settings("sft", ["--plan", "true"], 1))
 
 
 def test_zero_auto_on_a_cpu_goes_by_the_processes():
@@ -767,10 +767,9 @@ def test_the_make_line_of_several_files():
 
 
 def on_a_gpu(*flags):
-    settings = parse.parse("sft", ["--model", str(CONFIGS / "llama3.1-8b"), "--data", "none", "--zero", "3", *flags], 8,
+    settings = resolve.resolve_settings("sft", ["--model", str(CONFIGS / "llama3.1-8b"), "--data", "none", "--zero", "3", *flags], 8,
                           hardware.GPUS["h100-80g"])  # fmt: skip
-    settings.values["use_cpu"] = False
-    return settings
+    return settings.replace(use_cpu=False)
 
 
 def test_a_launch_does_not_wait_longer_for_a_simulation(monkeypatch, tmp_path, capsys):

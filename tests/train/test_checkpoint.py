@@ -13,7 +13,7 @@ import torch
 from conftest import TINY, recipe_process, run_world
 
 from zerofit import run_folder
-from zerofit.config import parse
+from zerofit.config import resolve
 from zerofit.errors import UserError
 from zerofit.train.checkpoint import integrity, resume, save
 from zerofit.train.checkpoint.facts import ASIDE, FACTS, digest_of, read_facts
@@ -90,7 +90,7 @@ def test_a_model_alone_is_no_checkpoint_to_resume(runs):
 
     folder = runs["model"].folder
     for name, zero in itertools.product((folder / "checkpoint-4", folder / "checkpoint-2"), "02"):
-        settings = parse.parse("sft", [*FLAGS, "--zero", zero, "--resume_from_checkpoint", str(name)], 2)
+        settings = resolve.resolve_settings("sft", [*FLAGS, "--zero", zero, "--resume_from_checkpoint", str(name)], 2)
         with pytest.raises(UserError, match="holds a model without optimizer states"):
             resume.find_checkpoint(settings, folder)
     assert integrity.latest_valid_checkpoint(folder) is None
@@ -176,8 +176,8 @@ def test_damage_is_named_and_passed_over(copied, capsys, harm, name, says):
         truncate(copied / "checkpoint-4" / name)  # the first byte was its line's end
     flags = [*FLAGS, "--zero", "2", "--output_dir", str(copied), "--resume_from_checkpoint"]
     with pytest.raises(UserError, match=rf"checkpoint-4: is no whole checkpoint: .*{says}"):
-        resume.choose_folder(parse.parse("sft", [*flags, str(copied / "checkpoint-4")], 2))
-    settings = parse.parse("sft", [*flags, "auto"], 2)
+        resume.choose_folder(resolve.resolve_settings("sft", [*flags, str(copied / "checkpoint-4")], 2))
+    settings = resolve.resolve_settings("sft", [*flags, "auto"], 2)
     resume.choose_folder(settings)
     assert settings.resume_from_checkpoint == str(copied / "checkpoint-2")
     assert "note: checkpoint-4 is passed over: " in capsys.readouterr().out
@@ -403,7 +403,7 @@ def check_same(flags, ranks=2, recipe="sft"):
     from zerofit.data.load import load_datasets
     from zerofit.model.load import load_tokenizer
 
-    settings = parse.parse(recipe, flags, ranks)
+    settings = resolve.resolve_settings(recipe, flags, ranks)
     train_set, _ = load_datasets(settings, load_tokenizer(settings))
     resume.check_resumable(settings, train_set)
     return settings.decisions

@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import ROOT, TINY, recipe_process, run_python, run_world
 
-from zerofit.config import parse
+from zerofit.config import parse, resolve
 from zerofit.train import memory_report, memory_tracker, tensor_owners
 
 COMMON = [
@@ -327,17 +327,21 @@ def test_report_of_a_run_with_offload_save_and_evaluation(runs):
 )
 def test_refused(given, said):
     with pytest.raises(parse.UserError, match=said):
-        parse.parse("sft", given, 1)
+        resolve.resolve_settings("sft", given, 1)
 
 
 def test_transformers_names_mean_the_same():
-    settings = parse.parse("sft", ["--gradient_checkpointing_kwargs", '{"every_n_layers": 2, "offload": true}'], 1)
+    settings = resolve.resolve_settings(
+        "sft", ["--gradient_checkpointing_kwargs", '{"every_n_layers": 2, "offload": true}'], 1
+    )
     assert settings.gradient_checkpointing_every == 2 and settings.activation_offload
     assert settings.gradient_checkpointing_kwargs == {"use_reentrant": False}
     if "activation_checkpointing" in settings.values:  # transformers 5.20 and later
-        assert not parse.parse("sft", ["--activation_checkpointing", "false"], 1).gradient_checkpointing
+        assert not resolve.resolve_settings("sft", ["--activation_checkpointing", "false"], 1).gradient_checkpointing
         with pytest.raises(parse.UserError, match="the same"):
-            parse.parse("sft", ["--activation_checkpointing", "false", "--gradient_checkpointing", "true"], 1)
+            resolve.resolve_settings(
+                "sft", ["--activation_checkpointing", "false", "--gradient_checkpointing", "true"], 1
+            )
 
 
 @pytest.mark.bad_input

@@ -44,7 +44,7 @@ def main(argv: list[str]) -> None:
     prepare.without_a_launchers_variables()
     flags, token = prepare.without_token(flags)
     os.environ |= token
-    hardware.check_devices(count, use_cpu=any(f.startswith(("--use_cpu", "--use-cpu")) for f in flags))
+    hardware.check_devices(count, use_cpu="--use_cpu" in command_line.names(flags))
     if place is None:
         _launch_on_one_node(args, recipe, flags, count)
     elif args.show:
@@ -65,7 +65,7 @@ def _launch_on_one_node(args, recipe: Path, flags: list[str], count: int) -> Non
     """Check everything, then run the job. count: its processes."""
     if preflight.is_auto(flags):
         flags = preflight.chosen_flags(recipe.stem, flags, count)
-    flags = [*flags, "--gpus", str(count)]
+    flags = command_line.put(flags, gpus=count)
     settings = _settings(recipe.stem, flags, count)
     env = _environment(settings, count)
 
@@ -82,11 +82,11 @@ def _launch_on_one_node(args, recipe: Path, flags: list[str], count: int) -> Non
     planned = None
     if settings.search_batch_size:
         flags = batch_search.with_size(settings, flags, batch_search.search(settings, flags).size)
-        settings = _settings(recipe.stem, [*flags, "--output_dir", str(folder)], count)
+        settings = _settings(recipe.stem, command_line.put(flags, output_dir=folder), count)
     else:
         planned = preflight.check(settings)
     preflight.publish(planned)
-    flags = [*flags, "--output_dir", str(folder)]
+    flags = command_line.put(flags, output_dir=folder)
     job = supervisor.Job(command, partial(_settings, recipe.stem), settings, flags, folder, env, count)
     if canary.wanted(settings, planned, prepare.number_of_steps(settings, train_set)):
         job.flags, job.settings = canary.run(job, planned)
@@ -145,7 +145,7 @@ def _job_on_nodes(
             return prepare.node_command(coordinator.place, nodes, recipe, flags)
         return prepare.command(args.launcher, count, node_options.port_of(""), recipe, flags)
 
-    flags = [*flags, "--gpus", str(coordinator.world_size), "--output_dir", str(folder)]
+    flags = command_line.put(flags, gpus=coordinator.world_size, output_dir=folder)
     env = _environment(settings, count)
     return supervisor.Job(command, partial(_settings, recipe.stem), settings, flags, folder, env, count, coordinator)
 
@@ -159,7 +159,7 @@ def _settings(recipe: str, flags: list[str], ranks: int) -> Settings:
 
 def _settings_on_nodes(recipe: str, flags: list[str], ranks: int) -> Settings:
     """Resolve the command line of `ranks` ranks on several nodes. Raises: UserError also for what works on one only."""
-    settings = _settings(recipe, [*flags, "--gpus", str(ranks)], ranks)
+    settings = _settings(recipe, command_line.put(flags, gpus=ranks), ranks)
     if settings.search_batch_size:
         raise UserError(prepare.SEARCHES_ON_ONE_NODE)
     return settings
@@ -191,7 +191,7 @@ def _choose_nodes(coordinator: Coordinator, recipe: str, flags: list[str]) -> tu
 def _show_nodes(place: node_options.Place, recipe: Path, flags: list[str], count: int) -> None:
     """Print what `--show` prints for one node of several, without contacting the other nodes."""
     ranks = count * place.most
-    flags = [*flags, "--gpus", str(ranks)]
+    flags = command_line.put(flags, gpus=ranks)
     command = prepare.node_command(place, dict.fromkeys(range(place.most), count), recipe, flags)
     _show(_settings(recipe.stem, flags, ranks), command, prepare.environment(count))
 

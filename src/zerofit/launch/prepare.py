@@ -29,7 +29,7 @@ def without_a_launchers_variables() -> None:
 
 def without_token(flags: list[str]) -> tuple[list[str], dict[str, str]]:
     """Return (flags without --hub_token, {"HF_TOKEN": token}): any user can read a command line."""
-    token = command_line.value_of(flags, ("--hub_token", "--hub-token"))
+    token = command_line.value_of(flags, ("--hub_token",))
     return command_line.drop(flags, "--hub_token"), {"HF_TOKEN": token} if token else {}
 
 
@@ -62,7 +62,7 @@ def prepare(settings: Settings, decides: bool = True) -> tuple[Path | None, obje
     Args: decides: whether this node chooses the run folder and the checkpoint to resume from (only node 0 does).
     Returns: the run folder to create (None if not `decides`), the training set, the evaluation set or None.
     """
-    from zerofit.config import offload
+    from zerofit.config import resolve
     from zerofit.data import hub
     from zerofit.data.load import load_datasets
     from zerofit.launch import doctor
@@ -73,11 +73,11 @@ def prepare(settings: Settings, decides: bool = True) -> tuple[Path | None, obje
 
     hub.check_push(settings)
     warnings = doctor.raise_or_warn(doctor.installation())
+    resolve.resolve_for_model(settings)
     model = check_model(settings)
     for sentence in [*warnings, *doctor.raise_or_warn(doctor.of_job(settings, model))]:
         print(f"note: {sentence}", flush=True)
     folder = resume.choose_folder(settings) if decides else None
-    offload.check_sizes(settings, model)
     deepspeed_ops.prepare(settings)  # compile ops now: a failing compiler is reported before ranks start
     tokenizer = load_tokenizer(settings)
     sets = load_datasets(settings, tokenizer)

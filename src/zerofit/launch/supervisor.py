@@ -152,8 +152,8 @@ def _on_present_nodes(job: Job, attempt: Attempt) -> Attempt | None:
     flags, settings, ranks = attempt.flags, attempt.settings, sum(nodes.values())
     if ranks != settings.world_size:
         batch = retry.same_batch(settings.effective_batch_size, settings.per_device_train_batch_size, ranks)
-        kept = command_line.drop(flags, "--gpus", "--zero", *retry.BATCH)
-        flags = [*kept, *batch, "--zero", settings.zero, "--gpus", str(ranks)]
+        flags = [*command_line.drop(flags, *retry.BATCH), *batch]
+        flags = command_line.put(flags, zero=settings.zero, gpus=ranks)
         settings = job.parse(flags, ranks)
     place = f"{len(nodes)} node{'s' * (len(nodes) > 1)} with {ranks} processes"
     change = f"{attempt.change}, on {place}" if attempt.change else place
@@ -162,7 +162,7 @@ def _on_present_nodes(job: Job, attempt: Attempt) -> Attempt | None:
 
 def _resumed(flags: list[str], checkpoint: Path | None, job: Job) -> list[str]:
     if checkpoint is not None:
-        return [*command_line.drop(flags, "--resume_from_checkpoint"), "--resume_from_checkpoint", str(checkpoint)]
+        return command_line.put(flags, resume_from_checkpoint=checkpoint)
     requested = job.settings.resume_from_checkpoint  # the user's flag; its checkpoint may have been archived
     if requested and not Path(requested).exists():
         return command_line.drop(flags, "--resume_from_checkpoint")

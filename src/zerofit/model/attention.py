@@ -69,7 +69,7 @@ def check_available(name: str, use_cpu: bool) -> None:
         raise UserError(f"--attn_implementation {name}: its package is not installed: {install}; or use sdpa.")
 
 
-def fit(settings, config) -> None:
+def resolve_for_model(settings, config) -> None:
     """Choose and validate the attention implementation from config.json, before loading weights.
 
     Args: config: of the model; settings: padding_free is turned off in it if documents cannot be kept apart.
@@ -86,12 +86,12 @@ def fit(settings, config) -> None:
             f"--attn_implementation {chosen}: has no dropout, and the model's config.json has {key} {dropout}; use "
             f"sdpa, or set {key} to 0 there."
         )
-    packed = settings.padding_free == "true"
+    packed = settings.padding_free
     why = _cannot_pack(config, chosen, settings.max_length) if packed else None
     if why and settings.packing:
         raise UserError(f"--packing: {why}; train without --packing.")
     if why:
-        decide(settings, "padding_free", "false", why)
+        decide(settings, "padding_free", False, why)
         if chosen == NAME:
             decide(settings, "attn_implementation", "sdpa", "batches are padded")
     elif packed and dropout and chosen == NAME and not settings.use_cpu:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from zerofit.data import conversations, hub
 from zerofit.errors import UserError, first_line
-from zerofit.model import adapters, attention, ddp, quantization
+from zerofit.model import adapters, attention, quantization
 
 
 def fingerprints(settings, train_set) -> dict[str, str]:
@@ -111,6 +111,7 @@ def load_model(settings, tokenizer):
     """Load the causal LM for training: sharded while loading under ZeRO-3, cache off.
 
     Create TrainingArguments before this call: it registers the ZeRO-3 configuration that from_pretrained reads.
+    Args: settings: after resolve.resolve_for_model.
     """
     import torch
     from transformers import AutoModelForCausalLM, set_seed
@@ -120,9 +121,8 @@ def load_model(settings, tokenizer):
         print(f"note: --dtype {settings.dtype} with stage 0 trains without an fp32 master copy", flush=True)
     set_seed(settings.seed)
     attention.avoid_wrong_kernels()
-    attention.fit(settings, load_config(settings))
     kwargs = {"attn_implementation": settings.attn_implementation, "dtype": dtype}
-    sharded = settings.deepspeed is not None and settings.zero == "3"
+    sharded = settings.deepspeed is not None and settings.zero == 3
     # Load onto the GPU directly: N ranks with the model in host memory would need N times its size.
     device = None if sharded or settings.use_cpu else torch.device("cuda", torch.cuda.current_device())
     if settings.random_init:
@@ -143,7 +143,6 @@ def load_model(settings, tokenizer):
     if settings.new_tokens:
         adapters.resize_embeddings(model, tokenizer, settings)
     model.config.use_cache = False
-    ddp.choose(settings, model.config)
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id
     if len(tokenizer) > model.config.get_text_config().vocab_size:
@@ -157,7 +156,7 @@ def load_model(settings, tokenizer):
 def check_model(settings):
     """Build the model and its adapter on the meta device, to find wrong names before ranks start.
 
-    Returns: the model, without memory for weights.
+    Args: settings: after resolve.resolve_for_model. Returns: the model, without memory for weights.
     Raises: UserError for an attention implementation or target modules that do not exist.
     """
     import torch
@@ -166,15 +165,11 @@ def check_model(settings):
 
     from zerofit.model import fused_loss, tiled_mlp
 
-    config = load_config(settings)
-    attention.fit(settings, config)
-    fused_loss.choose(settings, config)
-    tiled_mlp.choose(settings, config)
     unset_hf_deepspeed_config()  # one of an earlier run in this process would shard the model
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
-                config,
+                load_config(settings),
                 attn_implementation=settings.attn_implementation,
                 trust_remote_code=settings.trust_remote_code,
             )

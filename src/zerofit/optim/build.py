@@ -19,7 +19,7 @@ def create(trainer, model=None, groups: list[dict] | None = None):
     extra = registry.arguments(settings)
     common = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
     groups_given, groups = groups, groups or parameter_groups(trainer, model)
-    noise = {"seed": args.seed, "part": 0 if settings.zero == "0" else args.process_index}  # ZeRO: a slice per rank
+    noise = {"seed": args.seed, "part": 0 if settings.zero == 0 else args.process_index}  # ZeRO: a slice per rank
     if settings.optim == "sophia":
         from zerofit.optim.sophia import SophiaG
 

@@ -7,7 +7,7 @@ import shlex
 from dataclasses import dataclass, field
 
 from zerofit import command_line, hardware
-from zerofit.config import parse
+from zerofit.config import resolve
 from zerofit.errors import EXIT_CODES, UserError
 from zerofit.hardware import GIB
 from zerofit.plan import formulas
@@ -123,7 +123,7 @@ class NothingFits(UserError):
 
 
 def methods_to_try(method: str, recipe: str, flags: list[str]) -> list[str]:
-    quantised = any(f.startswith(("--load_in_4bit", "--load-in-4bit")) for f in flags)
+    quantised = "--load_in_4bit" in command_line.names(flags)
     if not method:
         return ["qlora" if quantised else recipe]
     if method not in ("sft", "lora", "qlora", "auto"):
@@ -154,23 +154,23 @@ def candidates(
     """
     recipe, disk = recipe_of(method), command_line.value_of(flags, ("--offload_path",))
     flags = [*planned_flags(flags, method), *change]
-    base = parse.parse(recipe, flags, ranks, gpu)
+    base = resolve.resolve_settings(recipe, flags, ranks, gpu)
     hpz = _hpz(base, ranks, node)
     shape = shape_of(base)
-    fused, result, error = fused_losses(base, shape), [], None
+    result, error = [], None
     for zero, (offload, nvme), (every, offload_inputs), micro in itertools.product(*_open(base, ranks, disk)):
         if not _sensible(zero, offload, ranks, base) or (nvme and zero != 3):
             continue
         own_flags = _flags(flags, base, zero, offload, every, offload_inputs, micro)
-        own_flags = [*own_flags, "--offload_path", disk] if nvme else own_flags
+        own_flags = command_line.put(own_flags, offload_path=disk) if nvme else own_flags
         try:
-            parse.parse(recipe, own_flags, ranks, gpu)
+            resolve.resolve_settings(recipe, own_flags, ranks, gpu)
         except UserError as refused:
             error = error or refused
             continue
         setting = Setting(zero, offload, every, micro, micro * base.max_length,
                           base.effective_batch_size // (micro * ranks), ranks, offload_inputs, nvme, node, hpz)  # fmt: skip
-        by_part = formulas.memory(shape, setting, base, fused)
+        by_part = formulas.memory(shape, setting, base, base.fused_loss)
         seconds = formulas.step_seconds(shape, setting, gpu, base.max_length)
         result.append(Candidate(own_flags, method, setting, by_part, seconds, shape, change=change))
     if not result:
@@ -194,13 +194,14 @@ def _hpz(settings, ranks: int, node: int) -> int:
 
 def planned_flags(flags: list[str], method: str) -> list[str]:
     """Return the flags with those that a plan of this method changes or adds."""
-    flags = without_flags(flags, "--zero", "auto")
-    if not _names(flags, "--offload"):  # candidates() adds it to the settings that offload to disk
+    flags = command_line.drop_value(flags, "--zero", "auto")
+    named = command_line.names(flags)
+    if "--offload" not in named:  # candidates() adds it to the settings that offload to disk
         flags = command_line.drop(flags, "--offload_path")
-    if method == "qlora" and not any(f.startswith(("--load_in_4bit", "--load-in-4bit")) for f in flags):
-        flags = [*flags, "--load_in_4bit", "true"]
-    if _names(flags, "--model") and not _names(flags, "--data"):
-        flags = [*flags, "--data", UNNAMED]  # a plan never opens the rows
+    if method == "qlora" and "--load_in_4bit" not in named:
+        flags = command_line.put(flags, load_in_4bit=True)
+    if "--model" in named and "--data" not in named:
+        flags = command_line.put(flags, data=UNNAMED)  # a plan never opens the rows
     return flags
 
 
@@ -208,6 +209,7 @@ def shape_of(settings) -> Shape:
     from zerofit.model import quantization
     from zerofit.model.load import check_model, load_config, weight_dtype
 
+    resolve.resolve_for_model(settings)
     try:
         model = check_model(settings)
     except NotImplementedError as error:
@@ -231,7 +233,7 @@ def _open(base, ranks: int, disk: str | None) -> tuple[list, list, list, list]:
         source = base.source[name]
         return source in _FIXED or source.startswith("preset") or source == base.config
 
-    stages = [int(base.zero)] if said("zero") else [0, 1, 2, 3]
+    stages = [base.zero] if said("zero") else [0, 1, 2, 3]
     if said("offload"):
         offloads = [(base.offload, bool(disk))]
     else:
@@ -260,41 +262,22 @@ def _sensible(zero: int, offload: str, ranks: int, base) -> bool:
 
 def _flags(flags: list[str], base, zero: int, offload: str, every: int, away: bool, micro: int) -> list[str]:
     """Return the recipe's flags for one candidate."""
-    result = command_line.drop(flags, "--zero", "--offload", "--per_device_train_batch_size", "--gradient_accumulation_steps",
-                     "--effective_batch_size", "--search_batch_size", "--offload_path")  # fmt: skip
-    result += ["--zero", str(zero), "--offload", offload, "--per_device_train_batch_size", str(micro),
-            "--effective_batch_size", str(base.effective_batch_size)]  # fmt: skip
-    if not any(f.replace("-", "_").startswith(("__gradient_checkpointing", "__activation_offload")) for f in result):
-        result += ["--gradient_checkpointing", str(bool(every)).lower()]
-        result += ["--gradient_checkpointing_every", str(every)] if every > 1 else []
-        result += ["--activation_offload", "true"] if away else []
+    result = command_line.drop(flags, "--gradient_accumulation_steps", "--search_batch_size", "--offload_path")
+    batch = {"per_device_train_batch_size": micro, "effective_batch_size": base.effective_batch_size}
+    result = command_line.put(result, zero=zero, offload=offload, **batch)
+    checkpointing = ("--gradient_checkpointing", "--activation_offload")
+    if not any(name.startswith(checkpointing) for name in command_line.names(result)):
+        more = {"gradient_checkpointing_every": every} if every > 1 else {}
+        more |= {"activation_offload": True} if away else {}
+        result = command_line.put(result, gradient_checkpointing=bool(every), **more)
     return result
-
-
-def _names(flags: list[str], name: str) -> bool:
-    return any(f == name or f.startswith(f"{name}=") for f in flags)
-
-
-def without_flags(flags: list[str], name: str, value: str) -> list[str]:
-    """Return the flags without `name value`, such as --zero auto, which a plan decides."""
-    for i, word in enumerate(flags):
-        if word == name and flags[i + 1 : i + 2] == [value]:
-            return [*flags[:i], *flags[i + 2 :]]
-        if word == f"{name}={value}":
-            return [*flags[:i], *flags[i + 1 :]]
-    return flags
-
-
-def fused_losses(settings, shape: Shape) -> bool:
-    """Return whether the loss is computed without materializing the logits."""
-    return settings.fused_loss != "false" and (settings.fused_loss == "true" or shape.vocabulary >= 32_000)
 
 
 def setting_of(settings) -> Setting:
     every = settings.gradient_checkpointing_every if settings.gradient_checkpointing else 0
     micro = settings.per_device_train_batch_size
     node = int(os.environ.get("LOCAL_WORLD_SIZE") or formulas.GPUS_OF_A_NODE)
-    return Setting(int(settings.zero), settings.offload, every, micro, micro * settings.max_length,
+    return Setting(settings.zero, settings.offload, every, micro, micro * settings.max_length,
                    settings.gradient_accumulation_steps, settings.world_size, settings.activation_offload,
                    bool(settings.offload_path), node, settings.zero_hpz_partition_size or 1)  # fmt: skip
 
@@ -304,16 +287,6 @@ def flags_for_simulation(flags: list[str]) -> list[str]:
     return command_line.drop(flags, "--plan", "--show", "--gpu_type", "--gpus", "--ignore_plan", "--output_dir", "--memory_limit",
                       "--resume_from_checkpoint", "--on_oom", "--max_restarts", "--hang_timeout", "--on_nan",
                       "--max_nan_steps", "--canary", "--ignore_resume_mismatch")  # fmt: skip
-
-
-def _with_values(flags: list[str]) -> list[list[str]]:
-    """Return the command line as a list of [flag, value, ...]."""
-    groups: list[list[str]] = []
-    for word in flags:
-        if word.startswith("--") or not groups:
-            groups.append([])
-        groups[-1].append(word)
-    return groups
 
 
 def command(candidate: Candidate, ranks: int) -> str:
@@ -327,13 +300,11 @@ def command(candidate: Candidate, ranks: int) -> str:
             "NODE_RANK": "0",
             "MASTER_ADDR": "name-of-node-0",
         }
-    for flag in _with_values(candidate.flags):
-        name, _, value = flag[0].partition("=")
-        name, values = name.lstrip("-").replace("-", "_"), [*([value] if value else []), *flag[1:]]
-        if name in ("zero", "offload", "model", "data", "config") and len(values) == 1:
-            variables[name.upper()] = values[0]
+    for name, values, words in command_line.by_flag(candidate.flags):
+        if name in ("--zero", "--offload", "--model", "--data", "--config") and len(values) == 1:
+            variables[name[2:].upper()] = values[0]
         else:  # also --data with several files, since a make variable holds one
-            rest += flag
+            rest += words
     if variables.get("DATA") == UNNAMED:
         variables["DATA"] = "your.jsonl"
     if variables.get("OFFLOAD") == "none":

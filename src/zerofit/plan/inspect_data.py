@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from zerofit.config import parse
+from zerofit.config import parse, resolve
 from zerofit.data.conversations import IGNORE
 from zerofit.errors import UserError, printable
 from zerofit.settings import order_seed
@@ -59,7 +59,8 @@ def main(argv: list[str]) -> None:
         return
     named = ["--output_dir", args.output_dir] if args.output_dir else []
     # --gpus first: a process count in the YAML file is for the run, not for this command
-    settings = parse.parse(args.recipe, ["--gpus", "1", *flags, *named], 1)
+    flags = ["--gpus", "1", *flags, *named]
+    settings = resolve.resolve_settings(args.recipe, flags, 1, resolvers=resolve.ARGUMENTS)
 
     from zerofit import run_folder
     from zerofit.config import show
@@ -71,10 +72,11 @@ def main(argv: list[str]) -> None:
         print(f"data for {settings.recipe}\n{show.summary(settings)}")
         return
     if settings.source["output_dir"] != "flag":
-        settings.values["output_dir"] = str(Path("runs") / f"data-{time.strftime('%Y%m%d-%H%M%S')}")
+        settings.output_dir = str(Path("runs") / f"data-{time.strftime('%Y%m%d-%H%M%S')}")
     folder = resume.choose_folder(settings)
     tokenizer = load_tokenizer(settings)
-    bad_rows, settings.values["bad_rows"] = settings.bad_rows, "drop"  # count all of them first, refuse below
+    bad_rows = settings.bad_rows
+    settings = settings.replace(bad_rows="drop")  # count all of them first, refuse below
     train_set, eval_set = load_datasets(settings, tokenizer)
     _note_positions(train_set, eval_set, settings)
     facts, scans = inspect(settings, train_set, eval_set, tokenizer)

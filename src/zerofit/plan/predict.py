@@ -156,7 +156,7 @@ def predict(settings, seconds: float | None = None) -> dict | None:
     began = time.perf_counter()
     flags, shape = candidates.flags_for_simulation(settings.flags), candidates.shape_of(settings)
     setting = candidates.setting_of(settings)
-    parts = formulas.memory(shape, setting, settings, candidates.fused_losses(settings, shape))
+    parts = formulas.memory(shape, setting, settings, settings.fused_loss)
     if cpu or candidates.peak_by_formula(parts) > limit:
         seconds = None  # only a simulation may refuse a launch, and only a simulation knows a CPU's peak
     answer = answer_of(settings.recipe, flags, ranks, [0], gpu, setting.zero, shape, setting.every, seconds)

@@ -4,8 +4,8 @@ import json
 import os
 import re
 
-from zerofit import hardware
-from zerofit.config import parse
+from zerofit import command_line, hardware
+from zerofit.config import resolve
 from zerofit.errors import UserError
 from zerofit.hardware import GIB
 from zerofit.plan import candidates, formulas, predict, search, simulate
@@ -78,7 +78,8 @@ def dry_run(settings) -> None:
     from zerofit.train import memory_report
 
     if settings.gpu_type != "detect":
-        settings = parse.parse(settings.recipe, settings.flags, settings.world_size, hardware.find(settings.gpu_type))
+        gpu = hardware.find(settings.gpu_type)
+        settings = resolve.resolve_settings(settings.recipe, settings.flags, settings.world_size, gpu)
     if settings.use_cpu and not settings.memory_limit:
         raise UserError(
             "--plan: there is no GPU here; name one with --gpu_type h100-80g, or a limit with --memory_limit."
@@ -89,7 +90,7 @@ def dry_run(settings) -> None:
 
 def is_auto(flags: list[str]) -> bool:
     """Return whether --zero auto is explicit on the command line."""
-    return candidates.without_flags(flags, "--zero", "auto") != flags
+    return command_line.drop_value(flags, "--zero", "auto") != flags
 
 
 def chosen_flags(recipe: str, flags: list[str], ranks: int, node: int = formulas.GPUS_OF_A_NODE) -> list[str]:
@@ -101,7 +102,7 @@ def chosen_flags(recipe: str, flags: list[str], ranks: int, node: int = formulas
     if not hardware.torch_sees_some():
         return flags
     gpu = hardware.find("detect", min(ranks, node))
-    bare = candidates.without_flags(flags, "--zero", "auto")
+    bare = command_line.drop_value(flags, "--zero", "auto")
     plan = search.search(
         candidates.methods_to_try("", recipe, bare),
         bare,

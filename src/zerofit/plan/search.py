@@ -6,7 +6,8 @@ which runs zerofit's trainer and the real engine on tensors without memory, deci
 
 import time
 
-from zerofit.config import parse
+from zerofit import command_line
+from zerofit.config import resolve
 from zerofit.errors import UserError
 from zerofit.hardware import GIB
 from zerofit.plan import candidates, formulas, predict, simulate
@@ -36,7 +37,7 @@ def search(
     """
     began = time.perf_counter()
     allowance = predict.allowance_of(gpu, ranks)
-    settings = parse.parse(candidates.recipe_of(methods[0]), candidates.planned_flags(flags, methods[0]), ranks, gpu)
+    settings = _resolved(methods[0], flags, ranks, gpu)
     limit = int((settings.memory_limit or gpu.memory_gib) * GIB) - sum(allowance.values())
     kept = settings.save_total_limit
     plan = candidates.Plan(gpu, ranks, limit, allowance, None, [], host_limit=host_limit, node=node, kept=kept)
@@ -47,6 +48,11 @@ def search(
         plan.longest = _longest_that_fits(methods[-1], flags, ranks, gpu, plan.limit, node)
     plan.seconds = time.perf_counter() - began
     return plan
+
+
+def _resolved(method: str, flags: list[str], ranks: int, gpu):
+    planned = candidates.planned_flags(flags, method)
+    return resolve.resolve_settings(candidates.recipe_of(method), planned, ranks, gpu)
 
 
 def _search(plan: candidates.Plan, methods: list[str], flags: list[str], say) -> None:
@@ -93,7 +99,8 @@ def _rungs(methods: list[str], flags: list[str]) -> list[tuple[str, tuple[str, .
     """Return (method, flags added to the user's) in order of preference.
 
     Those with smaller optimizer states, which train slightly differently, come after the unchanged method."""
-    chosen_by_user = any(f.replace("-", "_").startswith(("__optim", "__pure_bf16", "__preset")) for f in flags)
+    decide_states = ("--optim", "--pure_bf16", "--preset")
+    chosen_by_user = any(name.startswith(decide_states) for name in command_line.names(flags))
     smaller = [] if chosen_by_user else candidates.SMALLER_STATES
     return [(method, change) for method in methods for change in [(), *(smaller if method == "sft" else [])]]
 
@@ -187,11 +194,10 @@ def _gpus_that_would_do(method: str, flags: list[str], ranks: int, gpu, node: in
 
 def _longest_that_fits(method: str, flags: list[str], ranks: int, gpu, limit: int, node: int) -> int | None:
     """Return the largest halving of --max_length at which a setting fits by formula; None below 128."""
-    length = (
-        parse.parse(candidates.recipe_of(method), candidates.planned_flags(flags, method), ranks, gpu).max_length // 2
-    )
+    length = _resolved(method, flags, ranks, gpu).max_length // 2
     while length >= 128:
-        tried = candidates.candidates(method, [*flags, "--max_length", str(length)], ranks, gpu, node=node)
+        shorter = command_line.put(flags, max_length=length)
+        tried = candidates.candidates(method, shorter, ranks, gpu, node=node)
         if any(candidate.peak <= limit for candidate in tried):
             return length
         length //= 2

@@ -97,7 +97,7 @@ def _answer(recipe, flags, ranks, rank, gpu, device, fake, padded, overrides) ->
     if device == "gpu":
         fake_device.register_gpu(lambda: int(gpu["memory_gib"] * 2**30) - tracker.live_bytes)
     _one_rank_of(settings, rank)
-    arguments, *rows = _trainers_needs(settings, device)
+    settings, arguments, *rows = _trainers_needs(settings, device)
     with contextlib.ExitStack() as stack:
         if fake:
             fake_device.without_values(padded, settings.max_length)
@@ -169,7 +169,7 @@ def _evaluate_and_save(trainer, ledger) -> None:
 
 
 def _trainers_needs(settings, device: str):
-    """Return (TrainingArguments, tokenizer, rows, eval rows or None) for STEPS steps that write nothing."""
+    """Return (Settings, TrainingArguments, tokenizer, rows, eval rows or None) for STEPS steps that write nothing."""
     import torch
     from accelerate.state import PartialState
     from datasets import Dataset
@@ -179,20 +179,21 @@ def _trainers_needs(settings, device: str):
 
     accumulation = min(settings.gradient_accumulation_steps, 2)  # the second micro batch allocates like all later ones
     batch = settings.per_device_train_batch_size * accumulation * settings.world_size
-    settings.values |= {
+    changes = {
         "max_steps": simulate.STEPS, "save_strategy": "no", "eval_strategy": "no", "report_to": [], "push_to_hub": False, "logging_steps": 10**6,
         "random_init": True,
         "gradient_accumulation_steps": accumulation, "effective_batch_size": batch, "seed": 0,
         "output_dir": str(Path(tempfile.gettempdir()) / "zerofit-ghost"), "dataloader_num_workers": 0, "resume_from_checkpoint": None, "load_best_model_at_end": False,
     }  # fmt: skip
     if settings.fp16 and settings.deepspeed is None:
-        settings.values |= {"fp16": False, "bf16": True}  # accelerate's fp16 refuses device "gpu"; same bytes
+        changes |= {"fp16": False, "bf16": True}  # accelerate's fp16 refuses device "gpu"; same bytes
     if settings.deepspeed is not None:
-        for key, value in (("gradient_accumulation_steps", accumulation), ("train_batch_size", batch)):
-            if settings.deepspeed.get(key) not in (None, "auto"):
-                settings.deepspeed[key] = value
+        sizes = {"gradient_accumulation_steps": accumulation, "train_batch_size": batch}
+        literal = {k: v for k, v in sizes.items() if settings.deepspeed.get(k) not in (None, "auto")}
+        changes["deepspeed"] = settings.deepspeed | literal
     if device != "cuda":
-        settings.values |= {"use_cpu": True, "dataloader_pin_memory": False, "ddp_backend": None}
+        changes |= {"use_cpu": True, "dataloader_pin_memory": False, "ddp_backend": None}
+    settings = settings.replace(**changes)
     arguments = training_arguments(settings)
     if device != "cuda":
         torch_device = torch.device("gpu:0" if device == "gpu" else "cpu")
@@ -204,7 +205,7 @@ def _trainers_needs(settings, device: str):
 
     evaluates = settings.eval_data or settings.eval_fraction
     held_out = tokens(settings.per_device_eval_batch_size * settings.world_size) if evaluates else None
-    return arguments, _Tokenizer(), tokens(simulate.STEPS * batch), held_out
+    return settings, arguments, _Tokenizer(), tokens(simulate.STEPS * batch), held_out
 
 
 def _host_ledger(stack):
@@ -222,8 +223,8 @@ def _trainer(settings, arguments, rows, overrides, device, fake):
     import torch
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-    from zerofit.config import offload
-    from zerofit.model import adapters, fused_loss, load, quantization, tiled_mlp
+    from zerofit.config import resolve
+    from zerofit.model import adapters, load, quantization
     from zerofit.train import progress
     from zerofit.train.trainer import ZerofitTrainer
 
@@ -240,22 +241,17 @@ def _trainer(settings, arguments, rows, overrides, device, fake):
     if device == "gpu":
         fake_device.attention_stand_in(settings.attn_implementation)
     device_context = torch.device("gpu:0") if device == "gpu" else contextlib.nullcontext()
-    config = load.load_config(settings)
-    fused_loss.choose(settings, config)
-    tiled_mlp.choose(settings, config)
-    if offload.depends_on_size(settings.deepspeed):
-        offload.check_sizes(settings, load.check_model(settings))
+    resolve.resolve_for_model(settings)
     tokenizer, train_rows, eval_rows = rows
     bits = quantization.bits(settings)
     if bits == 8 and fake:
         raise simulate.SimulationFailed("a base in 8 bits cannot be simulated")
-    settings.values["random_init"] = bits is None or fake
+    settings = settings.replace(random_init=bits is None or fake)
     if bits and fake:
-        settings.values["load_in_4bit"] = False  # loading in 4 bits would read the weights
         unset_hf_deepspeed_config()  # the engine shards packed weights after loading, not while they are loaded
         with torch.device("meta"):
-            model = load.load_model(settings, tokenizer)
-        settings.values["load_in_4bit"] = True
+            # loading in 4 bits would read the weights
+            model = load.load_model(settings.replace(load_in_4bit=False), tokenizer)
         _quantise(model, "gpu:0" if device == "gpu" else "cpu")
     with device_context:
         if not (bits and fake):
@@ -264,7 +260,8 @@ def _trainer(settings, arguments, rows, overrides, device, fake):
             model = adapters.add_adapter(model, settings)
     on_gpu = device == "gpu"
     torch.cuda.get_device_name = (lambda *_: "a ghost") if on_gpu else torch.cuda.get_device_name
-    settings.values["use_cpu"] = settings.use_cpu and not on_gpu  # activations are then offloaded from the fake GPU
+    # not use_cpu: activations are then offloaded from the fake GPU
+    settings = settings.replace(use_cpu=settings.use_cpu and not on_gpu)
     trainer = ZerofitTrainer(settings, model, tokenizer, arguments, train_rows, eval_rows)
     trainer.remove_callback(progress.Reporter)
     return trainer

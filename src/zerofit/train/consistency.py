@@ -27,7 +27,7 @@ def of_job(settings, train_set, eval_set=None) -> dict[str, str]:
     """Return the data, the model and every argument that decides what is trained, as strings to compare."""
     from zerofit.model.load import model_fingerprint
 
-    values = {name: value for name, value in settings.values.items() if name not in MAY_DIFFER}
+    values = {name: value for name, value in settings.written().items() if name not in MAY_DIFFER}
     arguments = {f"argument --{name}": json.dumps(value, default=str) for name, value in sorted(values.items())}
     return {
         "data": train_set.fingerprint, "evaluation data": eval_set.fingerprint if eval_set else "none",

@@ -21,15 +21,15 @@ _ADVICE = {
         (lambda s: True, "a smaller --max_length"),
     ),
     "parameters": (
-        (lambda s: s.zero != "3" and s.world_size > 1, "--zero 3"),
+        (lambda s: s.zero != 3 and s.world_size > 1, "--zero 3"),
         (lambda s: s.offload != "all", "--zero 3 --offload all"),
     ),
     "gradients": (
-        (lambda s: s.zero in ("0", "1") and s.world_size > 1, "--zero 2"),
+        (lambda s: s.zero in (0, 1) and s.world_size > 1, "--zero 2"),
         (lambda s: s.recipe == "sft", "recipes/lora.py (make lora)"),
     ),
     "optimizer": (
-        (lambda s: s.zero == "0" and s.world_size > 1, "--zero 2"),
+        (lambda s: s.zero == 0 and s.world_size > 1, "--zero 2"),
         (lambda s: s.offload == "none", "--offload optimizer"),
         (lambda s: s.recipe == "sft", "recipes/lora.py (make lora)"),
     ),

@@ -9,6 +9,7 @@ from zerofit import rank_status, run_folder
 from zerofit.errors import DiskFull, Stopped, UserError, full_disk, printable
 from zerofit.model import adapters
 from zerofit.model.load import count_parameters, verify_saved
+from zerofit.settings import written
 from zerofit.train import generation, memory_history, memory_report, memory_tracker
 from zerofit.train.checkpoint import resume
 from zerofit.train.trainer import ZerofitTrainer
@@ -126,7 +127,7 @@ def _result(trainer: ZerofitTrainer) -> dict:
         "train_loss": next((entry["train_loss"] for entry in reversed(history) if "train_loss" in entry), None),
         "last_loss": losses[-1] if losses else None,
         "world_size": args.world_size,
-        "zero": settings.zero,
+        "zero": written("zero", settings.zero),
         "offload": settings.offload,
         "precision": settings.precision,
         "trainable_parameters": trainable,

@@ -60,14 +60,14 @@ class ZerofitTrainer(Trainer):
         self.settings, self.tokens, self.eval_tokens = settings, train_set, eval_set
         self.clock = progress.ThroughputMeter(settings, net)
         self.saving_to = None  # folder that a checkpoint is written to before it is renamed
-        if quantization.bits(settings) == 4 and settings.zero == "3":
+        if quantization.bits(settings) == 4 and settings.zero == 3:
             patches.release_gathered_4bit_weights()
         tiled_mlp.install(settings, net)
         self.fused_loss = fused_loss.install(settings, net)
         self.router_loss = fused_loss.router_loss(net)
         gradient_checkpointing.enable(net, settings)
         pad = tokenizer.pad_token_id
-        self.train_collator = TrainCollator(pad, settings.padding_free == "true")
+        self.train_collator = TrainCollator(pad, settings.padding_free)
         super().__init__(
             model=net,
             args=arguments,
@@ -279,7 +279,7 @@ class ZerofitTrainer(Trainer):
         was_training = model.training
         model.eval()
         total = torch.zeros(2, dtype=torch.float64, device=self.args.device)  # summed loss, supervised tokens
-        zero3 = self.settings.deepspeed is not None and self.settings.zero == "3"
+        zero3 = self.settings.deepspeed is not None and self.settings.zero == 3
         with torch.no_grad() if zero3 else torch.inference_mode():
             for inputs in dataloader:
                 self.reporter.pulse.beat(self.state.global_step)

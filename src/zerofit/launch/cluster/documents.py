@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from zerofit.command_line import drop
+from zerofit.command_line import by_flag, drop
 from zerofit.errors import UserError
 
 JOB_KEY = "job"
@@ -189,16 +189,7 @@ NEWEST = ("auto", "true", "last")  # values of --resume_from_checkpoint that are
 def decisions(flags: list[str]) -> dict[str, list[str] | None]:
     """Return {flag: its values, or None if it is absent} for the flags that node 0 decides."""
     values: dict[str, list[str] | None] = dict.fromkeys((*DECIDED, *PATHS))
-    name = ""
-    for word in flags:
-        if word.startswith("--"):
-            flag, equals, value = word.partition("=")
-            name = flag.replace("-", "_").replace("__", "--", 1)
-            if name in values:
-                values[name] = [value] if equals else []
-        elif values.get(name) is not None:
-            values[name] = [*values[name], word]
-    return values
+    return values | {name: given for name, given, _ in by_flag(flags) if name in values}
 
 
 def with_decisions(own: list[str], decided: dict, folder: Path | None = None) -> list[str]:

@@ -23,7 +23,7 @@ from zerofit.train.checkpoint.resume import choose_folder
 
 TEMPLATE = ROOT / "launchers" / "slurm.sbatch"
 
-RESUME = ("--resume_from_checkpoint", "--resume-from-checkpoint")
+RESUME = ("--resume_from_checkpoint",)
 
 SCRIPT = "slurm.sbatch"  # name of the filled-in script in the run folder
 
@@ -94,7 +94,7 @@ def request_of(given) -> Request:
         raise UserError(f"{given.recipe}: no such recipe; there are recipes/{', recipes/'.join(arguments.RECIPES)}.")
     if not given.nodes.isdigit() or int(given.nodes) < 1:
         raise UserError(f"NODES={given.nodes}: must be a whole number of 1 or more.")
-    on_cpu = (command_line.value_of(flags, ("--use_cpu", "--use-cpu")) or "false").lower() in ("true", "1", "yes")
+    on_cpu = (command_line.value_of(flags, ("--use_cpu",)) or "false").lower() in ("true", "1", "yes")
     cpus = given.cpus or str(gpus * (1 if on_cpu else CORES_PER_GPU))
     if not cpus.isdigit() or int(cpus) < 1:
         raise UserError(f"--cpus {cpus}: must be a whole number of 1 or more.")
@@ -102,8 +102,9 @@ def request_of(given) -> Request:
     if int(given.nodes) > 1:
         prepare.check_for_nodes(flags)
     ranks = int(given.nodes) * gpus
-    output_dir = given.output_dir or command_line.value_of(flags, ("--output_dir", "--output-dir"))
-    settings = check(recipe.stem, [*flags, *(["--output_dir", output_dir] if output_dir else [])], ranks, on_cpu)
+    output_dir = given.output_dir or command_line.value_of(flags, ("--output_dir",))
+    named = command_line.put(flags, output_dir=output_dir) if output_dir else flags
+    settings = check(recipe.stem, named, ranks, on_cpu)
     for number, added_flags in enumerate(sweep):
         try:
             check(recipe.stem, [*flags, *added_flags], ranks, on_cpu)
@@ -127,7 +128,7 @@ def check(recipe: str, flags: list[str], ranks: int, on_cpu: bool) -> Settings:
     A login node has no GPU; the job's GPU is assumed to be an A100, so to have bf16.
     Raises: UserError for what the recipe would reject, and for a secret in the flags.
     """
-    if command_line.value_of(flags, ("--hub_token", "--hub-token")) is not None:
+    if command_line.value_of(flags, ("--hub_token",)) is not None:
         raise UserError(
             "--hub_token: the batch script would hold it for everybody to read; leave it out and set HF_TOKEN in the "
             "environment, which sbatch passes on."
@@ -139,7 +140,7 @@ def check(recipe: str, flags: list[str], ranks: int, on_cpu: bool) -> Settings:
             "run folder; name that folder with OUT=... and use auto."
         )
     gpu = None if on_cpu else hardware.GPUS["a100-80g"]
-    settings = resolve.resolve_settings(recipe, [*flags, "--gpus", str(ranks)], ranks, gpu)
+    settings = resolve.resolve_settings(recipe, command_line.put(flags, gpus=ranks), ranks, gpu)
     preflight.only_print(settings)
     return settings
 
@@ -156,7 +157,7 @@ def read_sweep(file: Path) -> list[list[str]]:
             words = shlex.split(line, comments=True)
         except ValueError as error:
             raise UserError(f"{file}:{number}: cannot be split into words: {str(error).lower()}.") from None
-        if command_line.value_of(words, ("--output_dir", "--output-dir")):
+        if command_line.value_of(words, ("--output_dir",)):
             raise UserError(
                 f"{file}:{number}: --output_dir: the jobs of a sweep are in OUT/0, OUT/1 ...; leave it out."
             )

@@ -33,7 +33,7 @@ def load(trainer, checkpoint: Path) -> None:
     step = {} if states.step is None or not keys else {"step": _step(optimizer, states.step)}
     if engine is None:
         _into_parameters(optimizer, states, names, keys, step)
-    elif trainer.settings.zero == "3":
+    elif trainer.settings.zero == 3:
         _into_partitions(engine.optimizer, optimizer, states, names, keys, step)
     else:
         _into_slices(engine.optimizer, optimizer, states, names, keys, step)
