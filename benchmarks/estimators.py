@@ -2,10 +2,10 @@
 
     python benchmarks/estimators.py
 
-The reference is the simulation (which equals real tensors on a CPU to the byte, see plan.py), not a GPU. accelerate's and
-DeepSpeed's own functions are called; Korthikanti et al. (arXiv 2205.05198, equations 1 and 2: s b h (34 + 5 a s / h) a
-layer without recomputation, 2 s b h with; flash attention leaves the second term out) gives activations, to which 16-bit
-states by arXiv 1910.02054 are added. Writes benchmarks/results/estimators-<date>.md.
+The reference is the simulation (which equals real tensors on a CPU to the byte, see plan.py), not a GPU. accelerate's
+and DeepSpeed's own functions are called; Korthikanti et al. (arXiv 2205.05198, equations 1 and 2:
+s b h (34 + 5 a s / h) a layer without recomputation, 2 s b h with; flash attention leaves the second term out) gives
+activations, to which 16-bit states by arXiv 1910.02054 are added. Writes benchmarks/results/estimators-<date>.md.
 """
 
 import time
@@ -62,7 +62,8 @@ def main() -> None:
 
     gpu, rows = hardware.GPUS["h100-80g"], []
     for model, method, zero, offload, checkpointing, tokens, ranks in JOBS:
-        flags = ["--model", str(CONFIGS / model), "--max_length", str(tokens), "--gradient_checkpointing", checkpointing,
+        flags = ["--model", str(CONFIGS / model), "--max_length", str(tokens),
+                 "--gradient_checkpointing", checkpointing,
                  "--zero", str(zero), "--offload", offload, "--per_device_train_batch_size", "1",
                  "--effective_batch_size", str(ranks)]  # fmt: skip
         (candidate,) = candidates.candidates(method, flags, ranks, gpu)

@@ -1,14 +1,14 @@
-"""Predict how a job scales from 1 to 1,024 GPUs: memory, bytes on the wire, predicted efficiency; 8B and 70B, stages 2 and 3, hpZ.
+"""Predict how a job scales from 1 to 1,024 GPUs: memory, bytes sent, efficiency; 8B and 70B, stages 2 and 3, hpZ.
 
-    python benchmarks/scaling.py                          # about 25 minutes on 2 cores, nearly all of it simulations
-    python benchmarks/scaling.py --no_ghosts              # closed forms alone, seconds; prints and writes nothing
-    python benchmarks/scaling.py --gpu_type a100-80g --node_link_gbs 3.125    # other GPUs, another network between the nodes
-    python benchmarks/scaling.py --count                  # only what a few layers send, call by call, in simulations
+    python benchmarks/scaling.py                      # about 25 minutes on 2 cores, nearly all of it simulations
+    python benchmarks/scaling.py --no_ghosts          # closed forms alone, seconds; prints and writes nothing
+    python benchmarks/scaling.py --gpu_type a100-80g --node_link_gbs 3.125    # other GPUs, another network
+    python benchmarks/scaling.py --count              # only what a few layers send, call by call, in simulations
 
-No GPU takes part: memory is the planner's simulation (src/zerofit/plan/simulate.py) or, marked ~, its closed forms; bytes and time
-are closed forms (src/zerofit/plan/formulas.py), whose bytes are compared with every collective that a simulated engine calls.
-The simulations' answers are kept in runs/scaling-ghosts-<gpu>.json, so that a stopped run can continue; delete it when
-memory may have changed. Writes benchmarks/results/scaling-<date>.{json,md}.
+No GPU takes part: memory is the planner's simulation (src/zerofit/plan/simulate.py) or, marked ~, its closed forms;
+bytes and time are closed forms (src/zerofit/plan/formulas.py), whose bytes are compared with every collective that a
+simulated engine calls. The simulations' answers are kept in runs/scaling-ghosts-<gpu>.json, so that a stopped run can
+continue; delete it when memory may have changed. Writes benchmarks/results/scaling-<date>.{json,md}.
 """
 
 import argparse
@@ -97,7 +97,8 @@ def measure(gpu, answers: dict) -> list[dict]:
                 within, across = formulas.wire_bytes(shape, setting)
                 seconds = formulas.step_seconds(shape, setting, gpu, LENGTH)
                 rows.append({
-                    "model": model, "way": way, "gpus": ranks, "peak_bytes": int(peak), "by": "ghost" if answer else "formula",
+                    "model": model, "way": way, "gpus": ranks, "peak_bytes": int(peak),
+                    "by": "ghost" if answer else "formula",
                     "formula_bytes": int(sum(bare.values())) + candidates.WORKSPACE_BYTES,
                     "fits": peak <= limit(gpu, ranks), "within_bytes": int(within), "across_bytes": int(across),
                     "wire_seconds": round(formulas.wire_seconds(shape, setting, gpu), 3), "seconds": round(seconds, 3),
@@ -144,7 +145,7 @@ def networks(gpu) -> list[dict]:
 
 
 def across_nodes(gpu) -> list[dict]:
-    """Return GiB that one GPU of 64 sends to other nodes in a step, beside hybrid sharding (not in DeepSpeed 0.19.8)."""
+    """Return GiB that one GPU of 64 sends to other nodes in a step; hybrid sharding is not in DeepSpeed 0.19.8."""
     rows = []
     for model in MODELS:
         shape = candidates.shape_of(parse.parse("sft", flags_of(model, "ZeRO-3", 64), 64, gpu))
@@ -184,7 +185,8 @@ def counted(name):
     call = getattr(c10d, name)
     def function(*a, **k):
         tensors = [t for t in (*a, *k.values()) if isinstance(t, torch.Tensor)]
-        calls.append((name, max((t.numel() * t.element_size() for t in tensors), default=0), dist.get_world_size(k.get("group"))))
+        size = max((t.numel() * t.element_size() for t in tensors), default=0)
+        calls.append((name, size, dist.get_world_size(k.get("group"))))
         return call(*a, **k)
     setattr(c10d, name, function)
     setattr(dist, name, function)
@@ -205,7 +207,7 @@ question = simulate.question("sft", given["flags"], given["ranks"], gpu=hardware
                           overrides={"num_hidden_layers": given["layers"]})
 answer = simulated_rank._answer(**question)
 found = {}
-for name, size, ranks in calls[ends[-2]:ends[-1]]:  # the second step: in the first, DeepSpeed learns the order of layers
+for name, size, ranks in calls[ends[-2]:ends[-1]]:  # the second step: DeepSpeed learns the order of layers in the first
     entry = found.setdefault(f"{name} of {ranks}", [0, 0])
     entry[0] += 1
     entry[1] += size
@@ -214,10 +216,10 @@ print("counted: " + json.dumps({"parameters": answer["parameters"], "calls": fou
 
 
 def count(model: str, way: str, accumulation: int, ranks: int = COUNT_N, layers: int = COUNT_LAYERS) -> dict:
-    """Return {"parameters", "calls": {"kind of ranks": [calls, bytes]}, "sent": bytes of a GPU by these} of one step."""
+    """Return {"parameters", "calls": {"kind of ranks": [calls, bytes]}, "sent": bytes a GPU sends} of one step."""
     given = {"flags": flags_of(model, way, ranks, accumulation, 1), "ranks": ranks, "layers": layers}
-    env = os.environ | {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "ZEROFIT_GHOST": "1",
-                        "PYTHONPATH": str(ROOT / "src")}  # fmt: skip
+    env = os.environ | {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
+                        "ZEROFIT_GHOST": "1", "PYTHONPATH": str(ROOT / "src")}  # fmt: skip
     done = subprocess.run([sys.executable, "-c", COUNT, json.dumps(given)], capture_output=True, text=True, env=env)
     said = [line for line in done.stdout.splitlines() if line.startswith("counted: ")]
     if done.returncode or not said:
@@ -289,14 +291,16 @@ def markdown(record: dict, gpu, about: list[str]) -> list[str]:
              f"of {LENGTH:,} tokens on each GPU (weak scaling), no accumulation. **Nothing here was measured on a "
              "GPU.** Peak: ghost run, or closed form where it has a ~; (in brackets: above the "
              f"{limit(gpu, 2) / GIB:.1f} GiB that are for tensors). Bytes: what a GPU sends in a step, closed form. "
-             "Efficiency: predicted tokens a second of a GPU, as a share of the best on the fewest GPUs that fit.", *tables(record["rows"])]  # fmt: skip
+             "Efficiency: predicted tokens a second of a GPU, as a share of the best on the fewest GPUs that fit.",
+             *tables(record["rows"])]  # fmt: skip
     if commits := sorted({answer["commit"] for answer in record["ghosts"].values()}):
         lines += ["", f"The ghost runs were made at commit {' and '.join(commits)}."]
     lines += ["", "## Where hpZ pays", "", "Predicted gain in speed over stage 3 by the network between nodes:", "",
               *network_table(record["networks"]), ""]  # fmt: skip
     lines += ["GiB that one GPU of 64 sends to other nodes in a step; hybrid sharding (not in DeepSpeed 0.19.8) by "
               "formula:", "",
-              f"| model | micro batches | {' | '.join(WAYS)} | hybrid | hybrid's states, GiB a GPU |", "|---" * (len(WAYS) + 4) + "|"]  # fmt: skip
+              f"| model | micro batches | {' | '.join(WAYS)} | hybrid | hybrid's states, GiB a GPU |",
+              "|---" * (len(WAYS) + 4) + "|"]  # fmt: skip
     for row in record["across"]:
         cells = [f"{row[name]:.1f}" for name in (*WAYS, "hybrid", "hybrid_states")]
         lines.append(f"| {row['model']} | {row['accumulation']} | {' | '.join(cells)} |")

@@ -2,9 +2,9 @@
 
     python benchmarks/supervision.py          # about 4 minutes on 2 cores
 
-Three figures, each the median of interleaved rounds: seconds that watching a process adds to starting it and to its end;
-seconds that the launcher's checks (packages, model, data, folder) take before the job starts, as the difference of a
-two-step run with and without the launcher; microseconds that a rank's heartbeat and NaN guard take at a step. Writes
+Three figures, each the median of interleaved rounds: seconds that watching a process adds to starting it and to its
+end; seconds that the launcher's checks (packages, model, data, folder) take before the job starts, as the difference of
+a two-step run with and without the launcher; microseconds that a rank's heartbeat and NaN guard take at a step. Writes
 benchmarks/results/supervision-<date>.{json,md}.
 """
 
@@ -64,7 +64,7 @@ def checks() -> float:
 
 
 def at_a_step() -> dict[str, float]:
-    """Return the microseconds of a rank's heartbeat, and of the guard around a step of two micro batches that is applied."""
+    """Return the microseconds of a rank's heartbeat, and of the guard around an applied step of two micro batches."""
     import torch
 
     from zerofit import rank_status

@@ -88,7 +88,8 @@ def test_replicas_round_alike_and_slices_each_in_their_own_way(name, zero, part)
     settings = SimpleNamespace(optim=name, pure_bf16=True, zero=zero, optim_args=None)
     numbers = {"learning_rate": 1e-3, "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8, "weight_decay": 0.0}
     trainer = SimpleNamespace(
-        optimizer=None, settings=settings, model=torch.nn.Linear(2, 2), args=SimpleNamespace(process_index=3, seed=7, **numbers),
+        optimizer=None, settings=settings, model=torch.nn.Linear(2, 2),
+        args=SimpleNamespace(process_index=3, seed=7, **numbers),
         get_decay_parameter_names=lambda model: ["weight"],
     )  # fmt: skip
     noise = build.create(trainer).noise
@@ -128,7 +129,7 @@ def test_small_updates_arrive_in_bf16_only_with_stochastic_rounding():
 
 @pytest.mark.oracle
 def test_sophia_follows_algorithm_3():
-    """arXiv 2305.14342, by hand in plain floats: an estimate before steps 1 and 3 (k = 2), clipping and weight decay."""
+    """arXiv 2305.14342 by hand in plain floats: an estimate before steps 1 and 3 (k = 2), clipping, weight decay."""
     lr, b1, b2, gamma, eps, decay, tokens = 0.1, 0.96, 0.99, 0.05, 1e-12, 0.2, 50
     w, m, h = 1.5, 0.0, 0.0
     p = torch.nn.Parameter(torch.tensor([w]))

@@ -216,7 +216,7 @@ def test_bytes_within_and_between_nodes(zero, gathers_and_reduces):
 
 @pytest.mark.parametrize("accumulation", [1, 4])
 def test_hpz_gathers_once_between_nodes(accumulation):
-    """arXiv 2306.10209: 2 M between nodes instead of 3 M; with accumulation one gather in all, and a reduction each time."""
+    """arXiv 2306.10209: 2 M between nodes instead of 3 M; with accumulation one gather, and a reduction each time."""
     _, plain = formulas.wire_bytes(SHAPE_8B, of_nodes(3, 64, accumulation=accumulation))
     _, hpz = formulas.wire_bytes(SHAPE_8B, of_nodes(3, 64, accumulation=accumulation, hpz=8))
     assert hpz / plain == pytest.approx((1 + accumulation) / (3 * accumulation))
@@ -276,8 +276,8 @@ def fake_ghost(size_of, host=0):
             parts = dict.fromkeys(("parameters", "gradients", "optimizer", "activations", "logits", "buffers"), 0)
             total = {"load": 1, "forward": int(size * 2**30)}
             peak = {p: parts | {"parameters": n} for p, n in total.items()}
-            answers.append({"peak": peak, "total": total, "host": host, "host_saving": 0, "model_states": {}, "parameters": 1,
-                            "trainable": 1})  # fmt: skip
+            answers.append({"peak": peak, "total": total, "host": host, "host_saving": 0, "model_states": {},
+                            "parameters": 1, "trainable": 1})  # fmt: skip
         return answers
 
     return run_all
@@ -506,7 +506,7 @@ def test_pinned_blocks_are_rounded_in_a_plan(monkeypatch):
 
 
 def test_the_simulation_leaves_torch_usable_for_what_is_imported_later():
-    """A function in the place of torch.Generator broke DeepSpeed's import of Muon where nothing had loaded inductor before."""
+    """A function in the place of torch.Generator broke DeepSpeed's import of Muon where inductor was not loaded yet."""
     code = """
 import sys
 import torch
@@ -829,7 +829,8 @@ def test_an_unknown_model_fails_in_words(tmp_path):
 
 DEVICE_NAMES = {
     "NVIDIA H100 PCIe": "h100-80g-pcie", "NVIDIA H100 NVL": "h100-94g-nvl", "NVIDIA H100 80GB HBM3": "h100-80g",
-    "NVIDIA H200": "h200-141g", "NVIDIA GH200 480GB": "h200-141g", "NVIDIA B200": "b200-180g", "NVIDIA GB200": "b200-180g",
+    "NVIDIA H200": "h200-141g", "NVIDIA GH200 480GB": "h200-141g", "NVIDIA B200": "b200-180g",
+    "NVIDIA GB200": "b200-180g",
     "NVIDIA A100-SXM4-40GB": "a100-40g", "NVIDIA A100-PCIE-40GB": "a100-40g-pcie", "NVIDIA A100-SXM4-80GB": "a100-80g",
     "NVIDIA A100 80GB PCIe": "a100-80g", "NVIDIA L40S": "l40s-48g", "NVIDIA L40": "l40-48g", "NVIDIA L4": "l4-24g",
     "NVIDIA A10G": "a10g-24g", "NVIDIA A10": "a10-24g", "Tesla V100-SXM2-32GB": "v100-32g",
@@ -838,7 +839,8 @@ DEVICE_NAMES = {
     # Others, and parts of these: no peak is known.
     "NVIDIA RTX A1000": None, "NVIDIA RTX A1000 Laptop GPU": None, "NVIDIA H20": None, "NVIDIA T400 4GB": None,
     "NVIDIA T1000 8GB": None, "NVIDIA A100-SXM4-40GB MIG 3g.20gb": None, "NVIDIA H100 80GB HBM3 MIG 1g.10gb": None,
-    "NVIDIA GeForce RTX 4090 Laptop GPU": None, "NVIDIA GeForce RTX 4080": None, "NVIDIA RTX A5000": None, "Quadro M4000": None,
+    "NVIDIA GeForce RTX 4090 Laptop GPU": None, "NVIDIA GeForce RTX 4080": None, "NVIDIA RTX A5000": None,
+    "Quadro M4000": None,
 }  # fmt: skip
 
 

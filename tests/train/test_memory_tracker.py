@@ -360,7 +360,7 @@ def test_out_of_memory_is_one_sentence(tmp_path):
         "runpy.run_path(sys.argv.pop(1), run_name='__main__')\n"
     )
     done = subprocess.run(
-        [sys.executable, str(script), str(ROOT / "recipes" / "sft.py"), *flags(), "--output_dir", str(tmp_path / "run")],
+        [sys.executable, script, ROOT / "recipes" / "sft.py", *flags(), "--output_dir", tmp_path / "run"],
         capture_output=True, text=True, timeout=300, env=os.environ,
     )  # fmt: skip
     assert done.returncode == 3, done.stderr[-2000:]

@@ -69,7 +69,7 @@ def cases_of_one_rank():
     return cases
 
 
-# What `make test` runs: each stage, each offload, bf16, splits and checkpointing once; `make test-all`: all multiplied out.
+# `make test` runs each stage, each offload, bf16, splits and checkpointing once; `make test-all` all multiplied out.
 SHORT = """
     sft-0-none-fp32 sft-1-none-fp32 sft-2-none-fp32 sft-3-none-fp32 sft-2-optimizer-fp32 sft-3-all-fp32
     sft-0-none-bf16 sft-2-none-bf16 sft-3-none-bf16 sft-3-micro1 sft-3-no-checkpointing
@@ -233,7 +233,7 @@ runpy.run_path(sys.argv.pop(1), run_name="__main__")
 
 
 def test_a_slow_loader_shows_in_the_speed(tmp_path):
-    """On a clock that only the loader (2 s a micro batch), evaluation and saving move: the loader's seconds alone count."""
+    """On a clock that only loader (2 s a micro batch), evaluation and saving move: the loader's seconds alone count."""
     script, out = tmp_path / "slow.py", tmp_path / "run"
     script.write_text(SLOW_LOADER)
     words = [*COMMON, "--zero", "0", "--per_device_train_batch_size", "4", "--max_steps", "4", "--eval_data",

@@ -11,8 +11,12 @@ from pathlib import Path
 from zerofit.errors import UserError
 from zerofit.paths import PACKAGE
 
-PROMPTS = ("What is the capital of France?", "Write three words about the sea, then count from 1 to 20.",
-           "def mean(numbers):\n    return sum(numbers) / len(numbers)\n", "Grüße: 12,5 % of 80 = 10; 東京 — naïve.")  # fmt: skip
+PROMPTS = (
+    "What is the capital of France?",
+    "Write three words about the sea, then count from 1 to 20.",
+    "def mean(numbers):\n    return sum(numbers) / len(numbers)\n",
+    "Grüße: 12,5 % of 80 = 10; 東京 — naïve.",
+)
 
 ROWS, TOKENS = 4, 64  # rows of the run's data; most tokens per row
 
@@ -107,7 +111,8 @@ def _cast_to(given, found, told: dict) -> str:
 def in_words(result: dict) -> str:
     text = f"largest |logit difference| {result['max']:.2g}, mean {result['mean']:.2g}"
     if not result["exact"]:
-        text += f" (bounds {result['bound_max']:.2g} and {result['bound_mean']:.2g}; the logits' deviation is {result['deviation']:.2g})"
+        text += f" (bounds {result['bound_max']:.2g} and {result['bound_mean']:.2g}; "
+        text += f"the logits' deviation is {result['deviation']:.2g})"
     elif result["agrees"]:
         text = "every logit is bit for bit the same"
     differing = f"; {result['differing']} differs" if result.get("differing") else ""

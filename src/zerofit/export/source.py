@@ -123,9 +123,15 @@ def _holds(folder: Path) -> bool:
 
 def _why_not(folder: Path) -> str:
     if any(folder.glob("*model*.bin")):
-        return "its weights are pickles (.bin), which run what they name when they are loaded; save it as safetensors first"
+        return (
+            "its weights are pickles (.bin), which run what they name when they are loaded; "
+            "save it as safetensors first"
+        )
     if zero_shards.is_deepspeed(folder):
-        return "holds DeepSpeed's shards and no config.json of a model; put the model's config.json and tokenizer beside them"
+        return (
+            "holds DeepSpeed's shards and no config.json of a model; "
+            "put the model's config.json and tokenizer beside them"
+        )
     return "holds neither a model (config.json, model.safetensors) nor an adapter (adapter_model.safetensors)"
 
 

@@ -168,8 +168,9 @@ def candidates(
         except UserError as refused:
             error = error or refused
             continue
-        setting = Setting(zero, offload, every, micro, micro * base.max_length,
-                          base.effective_batch_size // (micro * ranks), ranks, offload_inputs, nvme, node, hpz)  # fmt: skip
+        accumulation = base.effective_batch_size // (micro * ranks)
+        setting = Setting(zero, offload, every, micro, micro * base.max_length, accumulation, ranks, offload_inputs,
+                          nvme, node, hpz)  # fmt: skip
         by_part = formulas.memory(shape, setting, base, fused)
         seconds = formulas.step_seconds(shape, setting, gpu, base.max_length)
         result.append(Candidate(own_flags, method, setting, by_part, seconds, shape, change=change))
@@ -260,10 +261,12 @@ def _sensible(zero: int, offload: str, ranks: int, base) -> bool:
 
 def _flags(flags: list[str], base, zero: int, offload: str, every: int, away: bool, micro: int) -> list[str]:
     """Return the recipe's flags for one candidate."""
-    result = command_line.drop(flags, "--zero", "--offload", "--per_device_train_batch_size", "--gradient_accumulation_steps",
-                     "--effective_batch_size", "--search_batch_size", "--offload_path")  # fmt: skip
+    result = command_line.drop(
+        flags, "--zero", "--offload", "--per_device_train_batch_size", "--gradient_accumulation_steps",
+        "--effective_batch_size", "--search_batch_size", "--offload_path",
+    )  # fmt: skip
     result += ["--zero", str(zero), "--offload", offload, "--per_device_train_batch_size", str(micro),
-            "--effective_batch_size", str(base.effective_batch_size)]  # fmt: skip
+               "--effective_batch_size", str(base.effective_batch_size)]  # fmt: skip
     if not any(f.replace("-", "_").startswith(("__gradient_checkpointing", "__activation_offload")) for f in result):
         result += ["--gradient_checkpointing", str(bool(every)).lower()]
         result += ["--gradient_checkpointing_every", str(every)] if every > 1 else []
@@ -301,9 +304,11 @@ def setting_of(settings) -> Setting:
 
 def flags_for_simulation(flags: list[str]) -> list[str]:
     """Return the flags without those that do not change memory, so that equal jobs share a cached answer."""
-    return command_line.drop(flags, "--plan", "--show", "--gpu_type", "--gpus", "--ignore_plan", "--output_dir", "--memory_limit",
-                      "--resume_from_checkpoint", "--on_oom", "--max_restarts", "--hang_timeout", "--on_nan",
-                      "--max_nan_steps", "--canary", "--ignore_resume_mismatch")  # fmt: skip
+    return command_line.drop(
+        flags, "--plan", "--show", "--gpu_type", "--gpus", "--ignore_plan", "--output_dir", "--memory_limit",
+        "--resume_from_checkpoint", "--on_oom", "--max_restarts", "--hang_timeout", "--on_nan",
+        "--max_nan_steps", "--canary", "--ignore_resume_mismatch",
+    )  # fmt: skip
 
 
 def _with_values(flags: list[str]) -> list[list[str]]:

@@ -31,8 +31,10 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--gpus", default="1", help="GPUs of all machines together; with --nodes those of each")
     parser.add_argument("--nodes", default="", help="machines with --gpus GPUs each (default: as many as --gpus needs "
                         f"at {formulas.GPUS_OF_A_NODE} each)")  # fmt: skip
-    parser.add_argument("--node_link_gbs", default="", help="GB/s one way that each GPU has to other nodes, all "
-                        f"adapters of a node over its GPUs (default {hardware.NODE_LINK_GBS:g}: 400 Gbit/s a GPU)")  # fmt: skip
+    parser.add_argument(
+        "--node_link_gbs", default="", help="GB/s one way that each GPU has to other nodes, all adapters of a node "
+        f"over its GPUs (default {hardware.NODE_LINK_GBS:g}: 400 Gbit/s a GPU)",
+    )  # fmt: skip
     parser.add_argument("--gpu_type", default="", help="a GPU of the table, or detect (default: this machine's)")
     parser.add_argument("--host_memory", default="", help="GiB of a node's host memory (default: this machine's with "
                         "--gpu_type detect, else not looked at)")  # fmt: skip

@@ -48,7 +48,8 @@ def check(settings, seconds: float | None = CHECK_SECONDS) -> dict | None:
         print(f"plan: {candidates.ESTIMATE.format(plan['by'])}\nplan: {fits} by formula: {size}", flush=True)
         return plan
     if peak > limit and not settings.ignore_plan:
-        learned = f", {plan['learned_bytes'] / GIB:.2f} GiB more kept free since {memory_history.history()} has runs above their plan"
+        learned = f", {plan['learned_bytes'] / GIB:.2f} GiB more kept free since "
+        learned += f"{memory_history.history()} has runs above their plan"
         raise candidates.NothingFits(
             f"this job does not fit: {size}{learned if plan['learned_bytes'] else ''}; `make plan` with the same "
             "arguments finds one that does, --ignore_plan true starts it anyway."

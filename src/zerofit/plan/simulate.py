@@ -51,8 +51,8 @@ def question(
         overrides: values that replace those of the model's config.json (fewer layers).
     """
     return {
-        "recipe": recipe, "flags": flags, "ranks": ranks, "rank": rank, "gpu": asdict(gpu) if gpu else None, "fake": fake,
-        "padded": padded, "device": device or ("gpu" if gpu else "cpu"), "overrides": overrides or {},
+        "recipe": recipe, "flags": flags, "ranks": ranks, "rank": rank, "gpu": asdict(gpu) if gpu else None,
+        "fake": fake, "padded": padded, "device": device or ("gpu" if gpu else "cpu"), "overrides": overrides or {},
     }  # fmt: skip
 
 

@@ -180,10 +180,11 @@ def _trainers_needs(settings, device: str):
     accumulation = min(settings.gradient_accumulation_steps, 2)  # the second micro batch allocates like all later ones
     batch = settings.per_device_train_batch_size * accumulation * settings.world_size
     settings.values |= {
-        "max_steps": simulate.STEPS, "save_strategy": "no", "eval_strategy": "no", "report_to": [], "push_to_hub": False, "logging_steps": 10**6,
-        "random_init": True,
+        "max_steps": simulate.STEPS, "save_strategy": "no", "eval_strategy": "no", "report_to": [],
+        "push_to_hub": False, "logging_steps": 10**6, "random_init": True,
         "gradient_accumulation_steps": accumulation, "effective_batch_size": batch, "seed": 0,
-        "output_dir": str(Path(tempfile.gettempdir()) / "zerofit-ghost"), "dataloader_num_workers": 0, "resume_from_checkpoint": None, "load_best_model_at_end": False,
+        "output_dir": str(Path(tempfile.gettempdir()) / "zerofit-ghost"), "dataloader_num_workers": 0,
+        "resume_from_checkpoint": None, "load_best_model_at_end": False,
     }  # fmt: skip
     if settings.fp16 and settings.deepspeed is None:
         settings.values |= {"fp16": False, "bf16": True}  # accelerate's fp16 refuses device "gpu"; same bytes

@@ -10,8 +10,9 @@ from zerofit.paths import PACKAGE, ROOT
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "peft")
 
 # Arguments that may differ between nodes without training a different model.
-MAY_DIFFER = {"output_dir", "logging_dir", "resume_from_checkpoint", "local_rank", "hub_token", "offload_path", "ignore_plan",
-              "preprocessing_num_workers", "dataloader_num_workers", "config", "deepspeed", "run_name"}  # fmt: skip
+MAY_DIFFER = {"output_dir", "logging_dir", "resume_from_checkpoint", "local_rank", "hub_token", "offload_path",
+              "ignore_plan", "preprocessing_num_workers", "dataloader_num_workers", "config", "deepspeed",
+              "run_name"}  # fmt: skip
 
 
 def software(recipe: str) -> dict[str, str]:
@@ -29,12 +30,14 @@ def of_job(settings, train_set, eval_set=None) -> dict[str, str]:
 
     values = {name: value for name, value in settings.values.items() if name not in MAY_DIFFER}
     arguments = {f"argument --{name}": json.dumps(value, default=str) for name, value in sorted(values.items())}
+    deepspeed = json.dumps(settings.deepspeed, sort_keys=True).encode()
     return {
-        "data": train_set.fingerprint, "evaluation data": eval_set.fingerprint if eval_set else "none",
+        "data": train_set.fingerprint,
+        "evaluation data": eval_set.fingerprint if eval_set else "none",
         "model": model_fingerprint(settings),
-        "DeepSpeed configuration": hashlib.sha256(json.dumps(settings.deepspeed, sort_keys=True).encode()).hexdigest()[:12],
+        "DeepSpeed configuration": hashlib.sha256(deepspeed).hexdigest()[:12],
         **arguments,
-    }  # fmt: skip
+    }
 
 
 def difference(found: list[tuple[str, dict]]) -> str:
@@ -48,5 +51,8 @@ def difference(found: list[tuple[str, dict]]) -> str:
         if others:
             node, value = others[0]
             more = f" (and {len(others) - 1} more)" if len(others) > 1 else ""
-            return f"{name} is not the same on all nodes: {first} has {facts[name]}, {node}{more} has {value}; make them equal."
+            return (
+                f"{name} is not the same on all nodes: {first} has {facts[name]}, {node}{more} has {value}; "
+                "make them equal."
+            )
     return ""
