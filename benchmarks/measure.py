@@ -3,8 +3,7 @@
 import time
 
 import torch
-
-from zerofit.train.tensor_owners import Allocations
+from allocations import Allocations
 
 
 def time_and_peak(run, device: str) -> tuple[float, int]:
