@@ -69,19 +69,19 @@ def main() -> None:
         (candidate,) = candidates.candidates(method, flags, ranks, gpu)
         predict.ask(candidate, ranks, gpu)
         settings = parse.parse("sft" if method == "sft" else "lora", candidate.flags, ranks, gpu)
-        ghost = max(candidate.answer["total"].values())
+        simulated = max(candidate.answer["total"].values())
         said = {"closed forms": sum(candidate.formula.values())} | others(
             candidate, settings, tokens, checkpointing == "true"
         )
         name = f"{model} {method} ZeRO-{zero}" + (f", offload {offload}" if offload != "none" else "")
-        rows.append((name + (", checkpointing" if checkpointing == "true" else ""), ghost, said))
+        rows.append((name + (", checkpointing" if checkpointing == "true" else ""), simulated, said))
     tools = list(rows[0][2])
     lines = ["# Estimators side by side", "", *describe(facts(), {"zerofit": versions()}), "",
-             "8 GPUs, one row of 4,096 tokens each. GiB on a GPU, and how far from the ghost run.", "",
-             f"| job | ghost run | {' | '.join(tools)} |", "|---" * (len(tools) + 2) + "|"]  # fmt: skip
-    for name, ghost, said in rows:
-        cells = [f"{said[tool] / GIB:.1f} ({said[tool] / ghost - 1:+.0%})" for tool in tools]
-        lines.append(f"| {name} | {ghost / GIB:.1f} | {' | '.join(cells)} |")
+             "8 GPUs, one row of 4,096 tokens each. GiB on a GPU, and how far from the simulation.", "",
+             f"| job | simulation | {' | '.join(tools)} |", "|---" * (len(tools) + 2) + "|"]  # fmt: skip
+    for name, simulated, said in rows:
+        cells = [f"{said[tool] / GIB:.1f} ({said[tool] / simulated - 1:+.0%})" for tool in tools]
+        lines.append(f"| {name} | {simulated / GIB:.1f} | {' | '.join(cells)} |")
     text = "\n".join(lines) + "\n"
     print(text)
     (ROOT / "benchmarks" / "results" / f"estimators-{time.strftime('%Y-%m-%d')}.md").write_text(text)

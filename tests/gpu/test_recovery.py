@@ -160,7 +160,7 @@ def test_launcher_leaves_no_context_on_the_gpu(tmp_path):
     assert before > 0 and grown < 50 * 2**20
 
 
-# --- killed, stopped, rehearsed ---
+# --- killed, stopped, tried beforehand ---
 
 
 def kinds_of(outcome) -> list[str]:
@@ -186,7 +186,7 @@ def test_sigterm_saves_and_ends(case, outcomes):
 
 
 @pytest.mark.parametrize("case", [cases.CANARY], ids=lambda case: case.name)
-def test_canary_rehearses_and_the_run_follows(case, outcomes):
+def test_canary_passes_and_the_run_follows(case, outcomes):
     outcome = outcomes[case.name]
     cases.check(case, outcome)
     assert [step["step"] for step in outcome.steps] == list(range(1, 7))

@@ -471,7 +471,7 @@ def test_a_batch_size_is_searched_after_the_proof_of_packing(monkeypatch):
     monkeypatch.setattr(quantization, "verify_shares", lambda trainer: None)
     monkeypatch.setattr(offload, "after_start", lambda trainer: "")
     monkeypatch.setattr(progress.sys.stderr, "isatty", lambda: False, raising=False)
-    reporter = SimpleNamespace(trainer=trainer, pulse=None)
+    reporter = SimpleNamespace(trainer=trainer, heartbeat=None)
     progress.Reporter.on_train_begin(reporter, SimpleNamespace(process_index=0), SimpleNamespace(global_step=0), None)
     assert order == ["proof", "search"]
 

@@ -92,7 +92,7 @@ def settings_of(*flags, recipe="lora", world_size=1):
 
 
 def reloaded(run, **kwargs):
-    """(model loaded by plain peft or transformers onto the original base, the trained model's witness)."""
+    """(model loaded by plain peft or transformers onto the original base, the trained model's record.json)."""
     from peft import AutoPeftModelForCausalLM
     from transformers import AutoModelForCausalLM
 
@@ -116,8 +116,8 @@ def assert_reloads(name, run, relative=1e-5):
 
 
 def assert_trained(name, run):
-    witness = run.json("witness.json")
-    assert witness["frozen_before"] == witness["frozen_after"], name
+    record = run.json("record.json")
+    assert record["frozen_before"] == record["frozen_after"], name
     assert all(math.isfinite(x) and x > 0 for x in run.grad_norms), name
     assert run.losses[-1] < run.losses[0], f"{name}: {run.losses}"
 

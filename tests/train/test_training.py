@@ -152,14 +152,14 @@ def test_pairs_that_are_bit_equal(runs, one, other):
 @pytest.mark.parametrize(("name",), marked([(n,) for n in ALL]))
 def test_world_size_engine_and_shares(runs, name):
     run, ranks = runs[name], 1 if "-one-" in name else 2
-    witness, result = run.json("witness.json"), run.json("result.json")
+    record, result = run.json("record.json"), run.json("result.json")
     zero = name.split("-")[2 if "-one-" in name else 1]
     assert result["status"] == "finished"
     assert result["world_size"] == ranks
     assert result["zero"] == zero
-    assert witness["engine"] == "DeepSpeedEngine" if zero != "0" else witness["engine"] != "DeepSpeedEngine"
-    assert sum(witness["rows_per_rank"]) == ROWS  # every row once, filler rows not counted
-    assert witness["shared_rows"] == 0
+    assert record["engine"] == "DeepSpeedEngine" if zero != "0" else record["engine"] != "DeepSpeedEngine"
+    assert sum(record["rows_per_rank"]) == ROWS  # every row once, filler rows not counted
+    assert record["shared_rows"] == 0
     if zero != "0":
         config = run.json("deepspeed.json")
         assert config["zero_optimization"]["stage"] == int(zero)
@@ -169,8 +169,8 @@ def test_world_size_engine_and_shares(runs, name):
 
 @pytest.mark.parametrize(("name",), marked([(n,) for n in ALL if n.startswith("lora")]))
 def test_lora_leaves_the_base_bit_identical(runs, name):
-    witness = runs[name].json("witness.json")
-    assert witness["frozen_before"] == witness["frozen_after"]
+    record = runs[name].json("record.json")
+    assert record["frozen_before"] == record["frozen_after"]
 
 
 @pytest.mark.oracle

@@ -135,7 +135,7 @@ def recipe_of(method: str) -> str:
     return "sft" if method == "sft" else "lora"
 
 
-def machines(ranks: int, node: int) -> str:
+def gpus_as_text(ranks: int, node: int) -> str:
     """Return the GPUs as text: "4", "2 nodes x 8", or "12 (2 nodes)" if the nodes differ."""
     nodes = math.ceil(ranks / node)
     if nodes == 1:

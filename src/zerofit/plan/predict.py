@@ -56,7 +56,7 @@ def answer_of(
             for d in reversed(depths)  # the longest first: they run in parallel
         ]
         seconds_left = None if seconds is None else seconds - (time.perf_counter() - began)
-        answers = simulate.run_all(questions, cache_root() / "ghosts", seconds_left)
+        answers = simulate.run_all(questions, cache_root() / "simulations", seconds_left)
         for answer in answers:
             if isinstance(answer, UserError):
                 raise answer

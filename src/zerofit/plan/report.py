@@ -17,7 +17,7 @@ def text(plan: Plan) -> str:
     best = plan.chosen or plan.nearest
     lines = ["", candidates.ESTIMATE.format(best.failed)] if best and best.failed else [""]
     lines += [
-        f"{candidates.machines(plan.ranks, plan.node)} x {plan.gpu.device_name}: {plan.gpu.memory_gib:.1f} GiB each, "
+        f"{candidates.gpus_as_text(plan.ranks, plan.node)} x {plan.gpu.device_name}: {plan.gpu.memory_gib:.1f} GiB each, "
         f"{plan.limit / GIB:.1f} GiB for tensors"
     ]
     lines += [f"  kept free: {name} {size / GIB:.2f} GiB" for name, size in plan.allowance.items() if size]

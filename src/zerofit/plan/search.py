@@ -11,7 +11,7 @@ from zerofit.errors import UserError
 from zerofit.hardware import GIB
 from zerofit.plan import candidates, formulas, predict, simulate
 
-GHOSTS = 8  # after this many simulations only settings that clearly fit by the closed forms are tried
+FIRST_SIMULATIONS = 8  # after this many simulations only settings that clearly fit by the closed forms are tried
 
 # Before the search ends with "nothing fits", it simulates the smallest settings by formula of up to LAST_TRIES pairs of
 # stage and offload, if they are below HOPELESS times the limit.
@@ -61,7 +61,7 @@ def _search(plan: candidates.Plan, methods: list[str], flags: list[str], say) ->
             continue  # the user's other flags do not go with it
         what = " ".join([method, *change])
         say(
-            f"plan: {len(tried)} settings of {what} on {candidates.machines(ranks, node)} x {gpu.device_name}; the "
+            f"plan: {len(tried)} settings of {what} on {candidates.gpus_as_text(ranks, node)} x {gpu.device_name}; the "
             "fastest first"
         )
         _decide(plan, tried, say)
@@ -102,7 +102,7 @@ def _decide(plan: candidates.Plan, found: list[candidates.Candidate], say) -> No
     """Simulate the fastest candidates until one fits; those far too large by formula come last."""
     simulated, large = 0, []
     for candidate in found:
-        share = candidates.CLEARLY_TOO_MUCH if simulated < GHOSTS else 0.9
+        share = candidates.CLEARLY_TOO_MUCH if simulated < FIRST_SIMULATIONS else 0.9
         if _by_formula(candidate) > share * plan.limit:
             large.append(candidate)
         elif not _host_is_short(candidate, plan):

@@ -94,7 +94,7 @@ def check_whole(checkpoint: Path) -> None:
     elsewhere = (read_facts(checkpoint) or {}).get("elsewhere", {})
     if missing := [name for name in elsewhere if not (checkpoint / name).exists()]:
         raise UserError(
-            f"{checkpoint}: holds one machine's part (--node_local_storage), and {len(missing)} files of the others "
+            f"{checkpoint}: holds one node's part (--node_local_storage), and {len(missing)} files of the others "
             f"are missing, e.g. {missing[0]}; copy them in from each of them: rsync -a --ignore-existing "
             f"HOST:{checkpoint.absolute()}/ {checkpoint}/."
         )
