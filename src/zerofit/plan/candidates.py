@@ -259,7 +259,7 @@ def _sensible(zero: int, offload: str, ranks: int, base) -> bool:
     return True
 
 
-def _flags(flags: list[str], base, zero: int, offload: str, every: int, away: bool, micro: int) -> list[str]:
+def _flags(flags: list[str], base, zero: int, offload: str, every: int, offload_inputs: bool, micro: int) -> list[str]:
     """Return the recipe's flags for one candidate."""
     result = command_line.drop(
         flags, "--zero", "--offload", "--per_device_train_batch_size", "--gradient_accumulation_steps",
@@ -270,7 +270,7 @@ def _flags(flags: list[str], base, zero: int, offload: str, every: int, away: bo
     if not any(f.replace("-", "_").startswith(("__gradient_checkpointing", "__activation_offload")) for f in result):
         result += ["--gradient_checkpointing", str(bool(every)).lower()]
         result += ["--gradient_checkpointing_every", str(every)] if every > 1 else []
-        result += ["--activation_offload", "true"] if away else []
+        result += ["--activation_offload", "true"] if offload_inputs else []
     return result
 
 

@@ -15,9 +15,9 @@ from zerofit.train import memory_history
 CHECK_SECONDS = 18  # that a launch waits for the simulation; the whole check then takes less than 20
 
 
-def publish(found: dict | None) -> None:
+def publish(plan: dict | None) -> None:
     """Store the prediction in an environment variable, so that no process of this job checks again."""
-    os.environ[memory_history.PLANNED] = json.dumps(found or {})
+    os.environ[memory_history.PLANNED] = json.dumps(plan or {})
 
 
 def prestart(settings) -> None:

@@ -16,9 +16,9 @@ def text(plan: Plan) -> str:
     """Return the plan as text for the terminal."""
     best = plan.chosen or plan.nearest
     lines = ["", candidates.ESTIMATE.format(best.failed)] if best and best.failed else [""]
+    gpus = candidates.gpus_as_text(plan.ranks, plan.node)
     lines += [
-        f"{candidates.gpus_as_text(plan.ranks, plan.node)} x {plan.gpu.device_name}: {plan.gpu.memory_gib:.1f} GiB each, "
-        f"{plan.limit / GIB:.1f} GiB for tensors"
+        f"{gpus} x {plan.gpu.device_name}: {plan.gpu.memory_gib:.1f} GiB each, {plan.limit / GIB:.1f} GiB for tensors"
     ]
     lines += [f"  kept free: {name} {size / GIB:.2f} GiB" for name, size in plan.allowance.items() if size]
     lines += _rejected(plan)

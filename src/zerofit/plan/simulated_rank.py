@@ -257,21 +257,22 @@ def _trainer(settings, arguments, rows, overrides, device, fake):
         with torch.device("meta"):
             model = load.load_model(settings, tokenizer)
         settings.values["load_in_4bit"] = True
-        _quantise(model, "gpu:0" if device == "gpu" else "cpu")
+        _quantize(model, "gpu:0" if device == "gpu" else "cpu")
     with device_context:
         if not (bits and fake):
             model = load.load_model(settings, tokenizer)
         if settings.recipe == "lora":
             model = adapters.add_adapter(model, settings)
     on_gpu = device == "gpu"
-    torch.cuda.get_device_name = (lambda *_: "simulated GPU") if on_gpu else torch.cuda.get_device_name
+    if on_gpu:
+        torch.cuda.get_device_name = lambda *_: "simulated GPU"
     settings.values["use_cpu"] = settings.use_cpu and not on_gpu  # activations are then offloaded from the fake GPU
     trainer = ZerofitTrainer(settings, model, tokenizer, arguments, train_rows, eval_rows)
     trainer.remove_callback(progress.Reporter)
     return trainer
 
 
-def _quantise(net, device: str) -> None:
+def _quantize(net, device: str) -> None:
     """Replace linear layers by bitsandbytes' NF4 layers with doubly quantized constants, without memory."""
     import bitsandbytes
     import torch

@@ -40,19 +40,19 @@ def of_job(settings, train_set, eval_set=None) -> dict[str, str]:
     }
 
 
-def difference(found: list[tuple[str, dict]]) -> str:
+def difference(nodes: list[tuple[str, dict]]) -> str:
     """Return a sentence about the first fact that differs from the first entry's; "" if none does.
 
-    Args: found: (name of the node, its facts) of all nodes.
+    Args: nodes: (name of the node, its facts) of all nodes.
     """
-    first, facts = found[0]
-    for name in facts:
-        others = [(node, theirs.get(name)) for node, theirs in found[1:] if theirs.get(name) != facts[name]]
+    first, expected = nodes[0]
+    for name in expected:
+        others = [(node, facts.get(name)) for node, facts in nodes[1:] if facts.get(name) != expected[name]]
         if others:
             node, value = others[0]
-            more = f" (and {len(others) - 1} more)" if len(others) > 1 else ""
+            and_more = f" (and {len(others) - 1} more)" if len(others) > 1 else ""
             return (
-                f"{name} is not the same on all nodes: {first} has {facts[name]}, {node}{more} has {value}; "
+                f"{name} is not the same on all nodes: {first} has {expected[name]}, {node}{and_more} has {value}; "
                 "make them equal."
             )
     return ""

@@ -143,7 +143,10 @@ class Reporter(TrainerCallback):
             with (Path(args.output_dir) / "metrics.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": state.global_step, **logs}) + "\n")
             line = self._line(state, logs)
-            self.bar.write(line) if self.bar is not None else print(line, flush=True)
+            if self.bar is not None:
+                self.bar.write(line)
+            else:
+                print(line, flush=True)
             if not math.isfinite(logs.get("eval_loss", 0.0)):
                 print(f"note: step {state.global_step}: the evaluation loss is {logs['eval_loss']}", flush=True)
 

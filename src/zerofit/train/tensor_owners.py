@@ -19,7 +19,7 @@ def owned(model, optimizer) -> dict[str, list[torch.Tensor]]:
         for parameter in model.parameters():
             sharded = hasattr(parameter, "ds_tensor")
             parts["parameters"] += [parameter.ds_tensor] if sharded else _inner(parameter.data)
-            parts["parameters"] += _quantisation(parameter)
+            parts["parameters"] += _quantization(parameter)
             parts["gradients"] += _tensors([parameter.grad, getattr(parameter, "grad_accum", None)])
             if sharded:
                 parts["buffers"].append(parameter.data)
@@ -68,7 +68,7 @@ _DEEPSPEED = {
 }
 
 
-def _quantisation(parameter) -> list[torch.Tensor]:
+def _quantization(parameter) -> list[torch.Tensor]:
     """Return the scales beside bitsandbytes' 4-bit weights, quantized once or twice."""
     state = getattr(parameter, "quant_state", None)
     states = [s for s in (state, getattr(state, "state2", None)) if s is not None]
