@@ -74,7 +74,7 @@ KNOBS = $(if $(ZERO),--zero="$$ZERO") $(if $(OFFLOAD),--offload="$$OFFLOAD") $(i
 # `make show sft ...` shows what `make sft ...` would run
 SHOW = $(if $(filter show,$(MAKECMDGOALS)),--show)
 BETWEEN = $(if $(JOIN_TIMEOUT),--join_timeout="$$JOIN_TIMEOUT") $(if $(INTERFACE),--interface="$$INTERFACE")
-# where it runs: on the hosts of HOSTS=, as one machine of NODES=, or here
+# where it runs: on the hosts of HOSTS=, as one node of NODES=, or here
 PLACE = $(if $(HOSTS),launchers/hostfile.sh --hosts="$$HOSTS" $(if $(INCLUDE),--include="$$INCLUDE") \
 	$(if $(EXCLUDE),--exclude="$$EXCLUDE") $(if $(GIVEN_GPUS),--gpus="$$GPUS") $(if $(MASTER_ADDR),--master_addr="$$MASTER_ADDR"),\
 	$(if $(filter-out 1,$(NODES)),launchers/multinode.sh --nnodes="$$NODES" --node_rank="$$NODE_RANK" --master_addr="$$MASTER_ADDR",\
@@ -87,7 +87,7 @@ help: ## this list
 	@echo; grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | awk -F'\t' '{printf "  make %-13s %s\n", $$1, $$2}'
 	@echo; echo '  GPUS=n  ZERO=0|1|2|3  OFFLOAD=none|optimizer|all  MODEL=folder-or-hub-id  DATA=file-folder-or-hub-id'
 	@echo '  CONFIG=file.yaml  OUT=run-folder  ARGS="--any_flag value"  PORT=n  LAUNCHER=torchrun|accelerate|deepspeed'
-	@echo '  several machines: NODES=2 NODE_RANK=0 MASTER_ADDR=host0 on each, or HOSTS=hostfile on one (docs/multinode.md)'
+	@echo '  several nodes: NODES=2 NODE_RANK=0 MASTER_ADDR=host0 on each, or HOSTS=hostfile on one (docs/multinode.md)'
 	@echo; echo '  make sft GPUS=4 ZERO=3 MODEL=Qwen/Qwen3-8B DATA=data.jsonl'
 	@echo '  flags: make sft ARGS=--help     every flag: make sft ARGS="--help all"'
 

@@ -3,10 +3,10 @@
     python benchmarks/plan_cost.py            # about 12 minutes on 2 cores: every case also with all of its layers
     python benchmarks/plan_cost.py --fast     # the seconds alone, about 4
 
-Each case runs in a fresh process without cached answers: the seconds that the check adds to a launch that waits for its end
-(its process imports while the launcher reads model and tokenizer code; a launch waits for 18 s and then uses the closed
-forms), the seconds of the whole process, the two depths it measured, and how far the extended peak is from that of the
-whole model. Then the search for a 70B model on 64 GPUs: seconds and the largest process's memory. Writes
+Each case runs in a fresh process without cached answers: the seconds that the check adds to a launch that waits for its
+end (its process imports while the launcher reads model and tokenizer code; a launch waits for 18 s and then uses the
+closed forms), the seconds of the whole process, the two depths it measured, and how far the extended peak is from that
+of the whole model. Then the search for a 70B model on 64 GPUs: seconds and the largest process's memory. Writes
 benchmarks/results/plan-cost-<date>.{json,md}.
 """
 

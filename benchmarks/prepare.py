@@ -1,4 +1,4 @@
-"""Make one measurement in one process: python prepare.py zerofit|trl '<job as JSON>'; the last line it prints is the result.
+"""Make one measurement in one process: python prepare.py zerofit|trl '<job as JSON>'; the last line is the result.
 
 Runs in zerofit's environment or in the peers', so only the standard library is imported at the top. Not timed:
 imports, the tokenizer, and for TRL the model and the rest of its trainer. Timed: from the path of a JSONL file to the

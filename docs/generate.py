@@ -29,15 +29,16 @@ FOLDERS = [
 
 FLAGS = """# Flags
 
-Both recipes take these flags and those of transformers' `TrainingArguments`; `python recipes/sft.py --help all` prints all of them.
-Flags of transformers that this trainer has no use for (`--fsdp`, `--dataloader_drop_last`, `--bf16_full_eval` ...) are
-refused with the reason, and so is a flag that nothing reads, with the name that was probably meant.
+Both recipes take these flags and those of transformers' `TrainingArguments`; `python recipes/sft.py --help all` prints
+all of them. Flags of transformers that this trainer has no use for (`--fsdp`, `--dataloader_drop_last`,
+`--bf16_full_eval` ...) are refused with the reason, and so is a flag that nothing reads, with the name that was
+probably meant.
 
-A value comes from, the later over the earlier: the default, the bundled task (only without `MODEL` and `DATA`), the YAML file of
-`--config`, the flag. `make show sft ...` prints every value with its source.
+A value comes from, the later over the earlier: the default, the bundled task (only without `MODEL` and `DATA`), the
+YAML file of `--config`, the flag. `make show sft ...` prints every value with its source.
 
-Defaults that differ from transformers': `--gradient_checkpointing` on (non-reentrant), `--learning_rate` 2e-5 (LoRA 2e-4),
-cosine schedule with 3 % warm-up, `--save_strategy epoch`, `--save_total_limit 1`, `--logging_steps 10`,
+Defaults that differ from transformers': `--gradient_checkpointing` on (non-reentrant), `--learning_rate` 2e-5 (LoRA
+2e-4), cosine schedule with 3 % warm-up, `--save_strategy epoch`, `--save_total_limit 1`, `--logging_steps 10`,
 `--logging_nan_inf_filter` off (a NaN stops the run), `--report_to none`. bf16 is on where the GPU has it, fp16 on GPUs
 that do not, fp32 on a CPU; a line says which.
 
@@ -47,18 +48,20 @@ that do not, fp32 on a CPU; a line says which.
 CODE = """# The code
 
 ```
-errors, settings, ... (files of the package) < data < model < optim < config < train < plan < export < launch < recipe.py < cli.py
+errors, settings, ... (files of the package)
+    < data < model < optim < config < train < plan < export < launch < recipe.py < cli.py
 ```
 
-A folder imports only what stands left of it, and no two files import each other (`tests/test_layers.py`). A file runs in one kind of
-process: the launcher (`launch/`), a rank (`train/`) or either.
+A folder imports only what stands left of it, and no two files import each other (`tests/test_layers.py`). A file runs
+in one kind of process: the launcher (`launch/`), a rank (`train/`) or either.
 
-How a run goes: `recipes/sft.py` → `recipe.parse` (`config/`: flags, YAML file and DeepSpeed JSON become `Settings`) → `data/` →
-`recipe.start_processes` (process group, checks, `plan/preflight.py`) → `model/load.py` → `train/trainer.py`. `make sft` starts
-`launch/launch.py`, which checks the same things first and then watches the ranks (`launch/supervisor.py`).
+How a run goes: `recipes/sft.py` → `recipe.parse` (`config/`: flags, YAML file and DeepSpeed JSON become `Settings`) →
+`data/` → `recipe.start_processes` (process group, checks, `plan/preflight.py`) → `model/load.py` → `train/trainer.py`.
+`make sft` starts `launch/launch.py`, which checks the same things first and then watches the ranks
+(`launch/supervisor.py`).
 
-Every change to a library stands in one of two files: `model/patches.py` (training) and `plan/fake_device.py` (simulated ranks),
-each with the library's version, the reason, and a test in `tests/model/test_patches.py`.
+Every change to a library stands in one of two files: `model/patches.py` (training) and `plan/fake_device.py`
+(simulated ranks), each with the library's version, the reason, and a test in `tests/model/test_patches.py`.
 
 <!-- made by docs/generate.py: edit the first line of each file -->
 """

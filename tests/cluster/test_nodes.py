@@ -297,7 +297,7 @@ def test_a_run_folder_that_is_not_shared(hosts, tmp_path):
     nothing_is_left(bed)
     # consolidated: one part says what is missing, all parts in one folder can be read at any rank count
     part, other = (host.seen(disk / "run") / "checkpoint-10" for host in bed)
-    with pytest.raises(UserError, match="holds one machine's part"):
+    with pytest.raises(UserError, match="holds one node's part"):
         zero_shards.read(part)
     shutil.copytree(
         other,

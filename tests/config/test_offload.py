@@ -1,4 +1,4 @@
-"""NVMe, the ratio, ZeRO++, ZenFlow and SuperOffload: what is refused and why, the JSON, and equal losses where it runs."""
+"""NVMe, the ratio, ZeRO++, ZenFlow and SuperOffload: refusals and reasons, the JSON, and equal losses where it runs."""
 
 import json
 import os

@@ -61,14 +61,21 @@ def test_formats_are_detected_and_give_the_same_tokens(tokenizer, kind):
         ({"prompt": TURNS[:1], "completion": TURNS[1:]}, TURNS),
         # FastChat / axolotl / LLaMA-Factory ShareGPT, with the roles that their files use
         (
-            {"id": "x", "system": "Be kind.", "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yo"}]},
-            [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}],
+            {
+                "id": "x", "system": "Be kind.",
+                "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yo"}],
+            },
+            [
+                {"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"},
+                {"role": "assistant", "content": "Yo"},
+            ],
         ),
         # LLaMA-Factory Alpaca with system and history
         (
             {"instruction": "c", "input": "d", "output": "e", "system": "s", "history": [["a", "b"]]},
             [
-                {"role": "system", "content": "s"}, {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"},
+                {"role": "system", "content": "s"},
+                {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"},
                 {"role": "user", "content": "c\n\nd"}, {"role": "assistant", "content": "e"},
             ],
         ),
@@ -626,7 +633,8 @@ BROKEN = [
      '"rejected": {"from": "gpt", "value": "z"}}\n', "are preference data (DPO)"),
     ("a.jsonl", '{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": '
      '[{"function": {"name": "f", "arguments": "' + "[" * 100000 + '"}}]}]}\n', "'tool_calls' is not a list of calls"),
-    ("a.jsonl", '{"tools": "' + "[" * 100000 + '", ' + turns(("user", "x"), ("assistant", "y"))[1:], "'tools' is not valid"),
+    ("a.jsonl", '{"tools": "' + "[" * 100000 + '", ' + turns(("user", "x"), ("assistant", "y"))[1:],
+     "'tools' is not valid"),
     ("a", "x", "no ending"),
 ]  # fmt: skip
 
@@ -974,8 +982,8 @@ def test_a_weight_below_one_takes_other_rows_in_each_epoch(tmp_path, tokenizer, 
     assert train.statistics["left_out_by_weight"] == 20 and (packing or len(train) == 27)
     sequences = train.sequences(settings)
     arguments = SimpleNamespace(
-        train_sampling_strategy=strategy, per_device_train_batch_size=2, gradient_accumulation_steps=2, world_size=1, seed=1,
-        data_seed=None,
+        train_sampling_strategy=strategy, per_device_train_batch_size=2, gradient_accumulation_steps=2, world_size=1,
+        seed=1, data_seed=None,
     )  # fmt: skip
     trainer = SimpleNamespace(train_dataset=DatasetWithFiller(sequences, 0), args=arguments, tokens=train)
     sampler = ZerofitTrainer._get_train_sampler(trainer)

@@ -175,8 +175,8 @@ EXPERTS = {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
 TWO_KINDS = ["sliding_attention", "full_attention"]
 APART = {
     "llama": {}, "qwen2": {}, "qwen3": {}, "mistral": {"sliding_window": 5}, "phi3": {"sliding_window": 5},
-    "gemma3_text": {"sliding_window": 5, "layer_types": TWO_KINDS}, "olmo2": {}, "smollm3": {}, "gpt2": {"n_positions": 256},
-    "qwen3_moe": EXPERTS | {"num_experts": 4}, "mixtral": {"num_local_experts": 4},
+    "gemma3_text": {"sliding_window": 5, "layer_types": TWO_KINDS}, "olmo2": {}, "smollm3": {},
+    "gpt2": {"n_positions": 256}, "qwen3_moe": EXPERTS | {"num_experts": 4}, "mixtral": {"num_local_experts": 4},
     "deepseek_v3": EXPERTS | {
         "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "q_lora_rank": 16, "kv_lora_rank": 16,
         "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4,

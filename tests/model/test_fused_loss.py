@@ -1,8 +1,10 @@
 """The loss without logits and the tiled MLP: numbers, bytes and refusals."""
 
+import sys
+
 import pytest
 import torch
-from conftest import run_world
+from conftest import ROOT, run_world
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_training import flags
@@ -12,7 +14,9 @@ from zerofit import recipe as zerofit_recipe
 from zerofit.config import resolve
 from zerofit.errors import UserError
 from zerofit.model import fused_loss, tiled_mlp
-from zerofit.train.tensor_owners import Allocations
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+from allocations import Allocations
 
 
 def apart(a, b) -> float:

@@ -141,7 +141,8 @@ def test_rows_longer_than_the_model_was_made_for_are_said(tmp_path, more, capfd)
     settings, train_set, eval_set, tokenizer = loaded(*flags)
     inspect_data.check_data(settings, train_set, eval_set, tokenizer)
     longest = len(train_set.dataset[0]["input_ids"])
-    wanted = f"rows have up to {longest:,} tokens, but the model was made for 1,024 (max_position_embeddings): use --max_length 1024"
+    wanted = f"rows have up to {longest:,} tokens, but the model was made for 1,024 (max_position_embeddings): "
+    wanted += "use --max_length 1024"
     assert longest > 1024 and settings.decisions[-1] == wanted
     assert "indexing errors" not in "".join(capfd.readouterr())
     settings, *sets_and_tokenizer = loaded(*flags, "--max_length", 1024)

@@ -45,7 +45,7 @@ def errors_above(rows, bound):
 
 
 @pytest.mark.oracle
-def test_a_ghost_has_the_bytes_of_real_tensors(record_property):
+def test_a_simulation_has_the_bytes_of_real_tensors(record_property):
     """Every phase of five settings, through the kit's trainer and the real engine as one rank of N."""
     rows = benchmark.compare(FEW)
     record_property("relative_difference", max(abs(row["error"]) for row in rows))
@@ -55,7 +55,7 @@ def test_a_ghost_has_the_bytes_of_real_tensors(record_property):
 @pytest.mark.oracle
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_a_ghost_has_the_bytes_of_real_tensors_everywhere():
+def test_a_simulation_has_the_bytes_of_real_tensors_everywhere():
     """`make plan-validate` on the CPU: over 60 settings."""
     rows = benchmark.compare(benchmark.cpu_cases())
     assert errors_above(rows, 0) == {}
@@ -76,8 +76,8 @@ def full_rows(tmp_path_factory):
 
 @pytest.mark.oracle
 @pytest.mark.slow
-def test_a_ghost_equals_two_real_ranks(full_rows, tmp_path):
-    """Recipes on two gloo processes, followed by --memory_report, against ghosts of both ranks."""
+def test_a_simulation_equals_two_real_ranks(full_rows, tmp_path):
+    """Recipes on two gloo processes, followed by --memory_report, against simulations of both ranks."""
     common = ["--model", str(TINY / "model"), "--data", str(full_rows), "--max_length", "64",
               "--per_device_train_batch_size", "1", "--effective_batch_size", "2"]  # fmt: skip
     run_only = ["--max_steps", "3", "--save_strategy", "no", "--num_samples", "0", "--memory_report", "true"]
@@ -142,7 +142,7 @@ def test_every_architecture_has_a_plan(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("zero", "every"), [(2, 1), (3, 0)])
-def test_closed_forms_agree_with_the_ghost(zero, every):
+def test_closed_forms_agree_with_the_simulation(zero, every):
     flags = ["--model", str(CONFIGS / "llama3.1-8b"), "--max_length", "8192", "--gradient_checkpointing",
              str(bool(every)).lower(), "--zero", str(zero), "--per_device_train_batch_size", "1",
              "--effective_batch_size", "8", "--fused_loss", "false", "--offload", "none"]  # fmt: skip
@@ -153,7 +153,7 @@ def test_closed_forms_agree_with_the_ghost(zero, every):
 
 
 @pytest.mark.oracle
-def test_closed_forms_agree_with_the_ghost_in_fp32(tmp_path, record_property):
+def test_closed_forms_agree_with_the_simulation_in_fp32(tmp_path, record_property):
     """A small model in fp32 under autocast: the fused loss multiplies half-precision factors into fp32 as on a
     GPU, without copies of them."""
     config = {"model_type": "llama", "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 4,
@@ -216,7 +216,7 @@ def test_bytes_within_and_between_nodes(zero, gathers_and_reduces):
 
 @pytest.mark.parametrize("accumulation", [1, 4])
 def test_hpz_gathers_once_between_nodes(accumulation):
-    """arXiv 2306.10209: 2 M between nodes instead of 3 M; with accumulation one gather in all, and a reduction each time."""
+    """arXiv 2306.10209: 2 M between nodes instead of 3 M; with accumulation one gather, and a reduction each time."""
     _, plain = formulas.wire_bytes(SHAPE_8B, of_nodes(3, 64, accumulation=accumulation))
     _, hpz = formulas.wire_bytes(SHAPE_8B, of_nodes(3, 64, accumulation=accumulation, hpz=8))
     assert hpz / plain == pytest.approx((1 + accumulation) / (3 * accumulation))
@@ -263,7 +263,7 @@ def test_what_stage_3_calls_is_what_the_formula_says_it_sends(way, accumulation)
 # --- the search ---
 
 
-def fake_ghost(size_of, host=0):
+def fake_simulation(size_of, host=0):
     """run_all that answers with `size_of(flags)` GiB, or fails where that is None; host: bytes of a rank."""
 
     def run_all(questions, cache=None, seconds=None):
@@ -276,8 +276,8 @@ def fake_ghost(size_of, host=0):
             parts = dict.fromkeys(("parameters", "gradients", "optimizer", "activations", "logits", "buffers"), 0)
             total = {"load": 1, "forward": int(size * 2**30)}
             peak = {p: parts | {"parameters": n} for p, n in total.items()}
-            answers.append({"peak": peak, "total": total, "host": host, "host_saving": 0, "model_states": {}, "parameters": 1,
-                            "trainable": 1})  # fmt: skip
+            answers.append({"peak": peak, "total": total, "host": host, "host_saving": 0, "model_states": {},
+                            "parameters": 1, "trainable": 1})  # fmt: skip
         return answers
 
     return run_all
@@ -291,7 +291,7 @@ def test_the_fastest_that_fits_is_chosen(monkeypatch, tmp_path):
         words = dict(zip(flags[::2], flags[1::2], strict=False))
         return 10 if words["--zero"] == "3" and words["--per_device_train_batch_size"] == "4" else 99
 
-    monkeypatch.setattr(simulate, "run_all", fake_ghost(size_of))
+    monkeypatch.setattr(simulate, "run_all", fake_simulation(size_of))
     plan = search.search(["sft"], FLAGS_1B, 4, GPU)
     assert plan.chosen.setting.zero == 3 and plan.chosen.setting.micro == 4
     assert all(c.seconds <= plan.chosen.seconds + 1e-3 for c, _ in plan.rejected)
@@ -306,7 +306,7 @@ def test_the_fastest_that_fits_is_chosen(monkeypatch, tmp_path):
 
 
 def test_a_plan_for_several_nodes(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(simulate, "run_all", fake_ghost(lambda flags: 10))
+    monkeypatch.setattr(simulate, "run_all", fake_simulation(lambda flags: 10))
     out = tmp_path / "plan"
     flags = [
         *FLAGS_1B,
@@ -342,7 +342,7 @@ def test_a_plan_for_several_nodes(monkeypatch, tmp_path, capsys):
     assert "2 nodes x 8 x H100: " in said and many["chosen"]["command"].startswith("make sft GPUS=8 NODES=2 ")
 
 
-def test_the_network_is_no_question_to_a_ghost(monkeypatch):
+def test_the_network_changes_no_simulation(monkeypatch):
     """Memory does not depend on it, and an answer that is kept is found again."""
     asked = []
     monkeypatch.setattr(
@@ -355,7 +355,7 @@ def test_the_network_is_no_question_to_a_ghost(monkeypatch):
 
 
 def test_what_is_fixed_is_not_searched(monkeypatch):
-    monkeypatch.setattr(simulate, "run_all", fake_ghost(lambda flags: 1))
+    monkeypatch.setattr(simulate, "run_all", fake_simulation(lambda flags: 1))
     flags = [*FLAGS_1B, "--zero", "2", "--offload", "optimizer", "--gradient_checkpointing", "true",
              "--per_device_train_batch_size", "2"]  # fmt: skip
     (only,) = candidates.candidates("sft", flags, 2, GPU)
@@ -363,7 +363,7 @@ def test_what_is_fixed_is_not_searched(monkeypatch):
 
 
 def test_nothing_fits_says_what_is_missing_and_what_would_do(monkeypatch):
-    monkeypatch.setattr(simulate, "run_all", fake_ghost(lambda flags: 30))
+    monkeypatch.setattr(simulate, "run_all", fake_simulation(lambda flags: 30))
     plan = search.search(
         ["sft"], ["--model", str(CONFIGS / "llama3.1-8b"), "--offload", "none"], 1, hardware.GPUS["t4-16g"]
     )
@@ -376,7 +376,7 @@ def test_nothing_fits_says_what_is_missing_and_what_would_do(monkeypatch):
 def test_a_disk_is_used_when_host_memory_is_short(monkeypatch):
     """12 GiB of states fit no GPU of 8; they fit a host of 64, and with 8 GiB of host memory only a disk."""
     monkeypatch.setattr(
-        simulate, "run_all", fake_ghost(lambda flags: 6 if "none" not in flags else 20, host=12 * 2**30)
+        simulate, "run_all", fake_simulation(lambda flags: 6 if "none" not in flags else 20, host=12 * 2**30)
     )
     fixed = [*FLAGS_1B, "--zero", "3", "--gradient_checkpointing", "true", "--per_device_train_batch_size", "1"]
     flags = [*fixed, "--offload_path", "/fast/disk"]
@@ -396,7 +396,7 @@ def test_a_disk_is_used_when_host_memory_is_short(monkeypatch):
 
 
 def test_auto_takes_the_first_method_that_fits(monkeypatch):
-    monkeypatch.setattr(simulate, "run_all", fake_ghost(lambda flags: 20 if "--load_in_4bit" in flags else 90))
+    monkeypatch.setattr(simulate, "run_all", fake_simulation(lambda flags: 20 if "--load_in_4bit" in flags else 90))
     flags = ["--model", str(CONFIGS / "qwen3-8b"), "--offload", "none"]
     plan = search.search(["sft", "lora", "qlora"], flags, 1, hardware.GPUS["rtx4090-24g"])
     assert plan.chosen.method == "qlora" and "make lora" in candidates.command(plan.chosen, 1)
@@ -404,7 +404,7 @@ def test_auto_takes_the_first_method_that_fits(monkeypatch):
 
 def test_what_a_plan_at_the_edge_says(monkeypatch):
     """4 x RTX 4090 and 8 billion parameters: the host's memory, the checkpoints' disk, and LoRA beside full tuning."""
-    monkeypatch.setattr(simulate, "run_all", fake_ghost(lambda flags: None))
+    monkeypatch.setattr(simulate, "run_all", fake_simulation(lambda flags: None))
     gpu, flags = hardware.GPUS["rtx4090-24g"], ["--model", str(CONFIGS / "qwen3-8b")]
     plan = search.search(["sft"], flags, 4, gpu)
     said = report.text(plan)
@@ -432,7 +432,7 @@ def test_what_a_plan_at_the_edge_says(monkeypatch):
 
 
 def test_a_simulation_that_fails_leaves_an_estimate_and_says_so_first(monkeypatch):
-    monkeypatch.setattr(simulate, "run_all", fake_ghost(lambda flags: None))
+    monkeypatch.setattr(simulate, "run_all", fake_simulation(lambda flags: None))
     plan = search.search(["sft"], FLAGS_1B, 2, GPU)
     assert plan.chosen.answer is None
     first, *_, text = report.text(plan).strip().partition("\n")
@@ -449,14 +449,14 @@ def test_nothing_fits_is_said_by_a_simulation_only(monkeypatch):
         asked.append((words["--zero"], words["--per_device_train_batch_size"]))
         return 9.0
 
-    monkeypatch.setattr(simulate, "run_all", fake_ghost(size_of))
+    monkeypatch.setattr(simulate, "run_all", fake_simulation(size_of))
     small = dataclasses.replace(GPU, memory_gib=11.0)
     flags = [*FLAGS_1B, "--offload", "none", "--gradient_checkpointing", "true", "--zero", "0"]
     found = candidates.candidates("sft", flags, 1, small)
     assert min(map(search._by_formula, found)) > candidates.CLEARLY_TOO_MUCH * 10 * 2**30
     plan = search.search(["sft"], flags, 1, small)
     assert plan.chosen is not None and plan.chosen.answer and asked
-    monkeypatch.setattr(simulate, "run_all", fake_ghost(lambda flags: 30))
+    monkeypatch.setattr(simulate, "run_all", fake_simulation(lambda flags: 30))
     plan = search.search(["sft"], flags, 1, small)
     assert plan.chosen is None and plan.nearest.answer and "with 30.1 GiB" in report.nothing_fits(plan)
 
@@ -506,7 +506,7 @@ def test_pinned_blocks_are_rounded_in_a_plan(monkeypatch):
 
 
 def test_the_simulation_leaves_torch_usable_for_what_is_imported_later():
-    """A function in the place of torch.Generator broke DeepSpeed's import of Muon where nothing had loaded inductor before."""
+    """A function in the place of torch.Generator broke DeepSpeed's import of Muon where inductor was not loaded yet."""
     code = """
 import sys
 import torch
@@ -523,7 +523,7 @@ import torch._inductor.decomposition
 def test_an_error_of_the_simulation_is_kept_in_a_file(monkeypatch, tmp_path):
     """What the user reads is a sentence; the traceback is in the file that it names."""
     monkeypatch.setattr(simulate, "_started", lambda *of: None)
-    said = '\nghost-answer: [0, {"trace": "Traceback ...\\nTypeError: unsupported"}]\n'
+    said = '\nsimulation-answer: [0, {"trace": "Traceback ...\\nTypeError: unsupported"}]\n'
     monkeypatch.setattr(simulate, "_ask", lambda *of, keep: (said, ""))
     (failed,) = simulate.run_all([simulate.question("sft", [], 2)], tmp_path)
     assert str(failed) == f"the simulation met an error of its own, which {tmp_path}/error.txt holds; please report it"
@@ -555,7 +555,7 @@ def test_a_real_plan_from_the_command_line(tmp_path):
     [
         (["--gpu_type", "h100"], "--gpu_type h100: not in the table; did you mean h100-80g?"),
         (["--gpu_type", "h100-80g", "--gpus", "many"], "GPUS=many: must be a whole number"),
-        (["--gpu_type", "h100-80g", "--nodes", "two"], "NODES=two: must be a whole number of 1 or more machines"),
+        (["--gpu_type", "h100-80g", "--nodes", "two"], "NODES=two: must be a whole number of 1 or more nodes"),
         (["--gpu_type", "h100-80g", "--nodes", "0", "--gpus", "4"], "NODES=0: must be a whole number"),
         (
             ["--gpu_type", "h100-80g", "--nodes", "2", "--node_link_gbs", "-1"],
@@ -579,7 +579,7 @@ def test_a_real_plan_from_the_command_line(tmp_path):
     ],
 )
 def test_mistakes(words, said, monkeypatch):
-    monkeypatch.setattr(simulate, "run_all", fake_ghost(lambda flags: 1))
+    monkeypatch.setattr(simulate, "run_all", fake_simulation(lambda flags: 1))
     words = words if "--model" in words else [*words, *FLAGS_1B]
     with pytest.raises(UserError) as error:
         command.main(words)
@@ -698,8 +698,8 @@ def test_a_cache_that_cannot_be_written_costs_no_run(monkeypatch, tmp_path, caps
     memory_history.remember({"gpu": "H100", "peak_bytes": 10}, 11, tmp_path)
     assert "note: /proc/cache/history.jsonl: the measured peak is not kept: No such file" in capsys.readouterr().out
     assert json.loads((tmp_path / "plan.json").read_text())["measured"]["measured_bytes"] == 11
-    simulate._keep(Path("/proc/cache/ghosts"), simulate.question("sft", [], 1), {"peak": {}})
-    assert "no such kernel" in str(simulate._as_exception({"trace": "no such kernel"}, Path("/proc/cache/ghosts")))
+    simulate._keep(Path("/proc/cache/simulations"), simulate.question("sft", [], 1), {"peak": {}})
+    assert "no such kernel" in str(simulate._as_exception({"trace": "no such kernel"}, Path("/proc/cache/simulations")))
 
 
 @pytest.mark.fault
@@ -767,8 +767,8 @@ def test_the_make_line_of_several_files():
 
 
 def on_a_gpu(*flags):
-    settings = resolve.resolve_settings("sft", ["--model", str(CONFIGS / "llama3.1-8b"), "--data", "none", "--zero", "3", *flags], 8,
-                          hardware.GPUS["h100-80g"])  # fmt: skip
+    flags = ["--model", str(CONFIGS / "llama3.1-8b"), "--data", "none", "--zero", "3", *flags]
+    settings = resolve.resolve_settings("sft", flags, 8, hardware.GPUS["h100-80g"])
     return settings.replace(use_cpu=False)
 
 
@@ -794,13 +794,13 @@ def test_a_launch_is_refused_by_a_simulation_only(monkeypatch, capsys):
 
     def run_all(questions, cache=None, seconds=None):
         waited.append(seconds)
-        return fake_ghost(lambda flags: 500)(questions)
+        return fake_simulation(lambda flags: 500)(questions)
 
     monkeypatch.setattr(simulate, "run_all", run_all)
     with pytest.raises(candidates.NothingFits, match="this job does not fit: 500"):
         preflight.check(on_a_gpu(*TOO_LARGE), seconds=1.0)
     assert set(waited) == {None}
-    monkeypatch.setattr(simulate, "run_all", fake_ghost(lambda flags: None))
+    monkeypatch.setattr(simulate, "run_all", fake_simulation(lambda flags: None))
     found = preflight.check(on_a_gpu(*TOO_LARGE), seconds=1.0)  # nobody knows: it starts, and this is said
     assert found["peak_bytes"] > found["limit_bytes"]
     said = capsys.readouterr().out
@@ -823,12 +823,12 @@ def test_an_unknown_model_fails_in_words(tmp_path):
     config.write_text(json.dumps({"model_type": "no-such-model"}))
     with pytest.raises(UserError):
         simulate.run("sft", ["--model", str(tmp_path), "--data", "none"], 2)
-    assert Path(config).exists() and "ZEROFIT_GHOST" not in os.environ
 
 
 DEVICE_NAMES = {
     "NVIDIA H100 PCIe": "h100-80g-pcie", "NVIDIA H100 NVL": "h100-94g-nvl", "NVIDIA H100 80GB HBM3": "h100-80g",
-    "NVIDIA H200": "h200-141g", "NVIDIA GH200 480GB": "h200-141g", "NVIDIA B200": "b200-180g", "NVIDIA GB200": "b200-180g",
+    "NVIDIA H200": "h200-141g", "NVIDIA GH200 480GB": "h200-141g", "NVIDIA B200": "b200-180g",
+    "NVIDIA GB200": "b200-180g",
     "NVIDIA A100-SXM4-40GB": "a100-40g", "NVIDIA A100-PCIE-40GB": "a100-40g-pcie", "NVIDIA A100-SXM4-80GB": "a100-80g",
     "NVIDIA A100 80GB PCIe": "a100-80g", "NVIDIA L40S": "l40s-48g", "NVIDIA L40": "l40-48g", "NVIDIA L4": "l4-24g",
     "NVIDIA A10G": "a10g-24g", "NVIDIA A10": "a10-24g", "Tesla V100-SXM2-32GB": "v100-32g",
@@ -837,7 +837,8 @@ DEVICE_NAMES = {
     # Others, and parts of these: no peak is known.
     "NVIDIA RTX A1000": None, "NVIDIA RTX A1000 Laptop GPU": None, "NVIDIA H20": None, "NVIDIA T400 4GB": None,
     "NVIDIA T1000 8GB": None, "NVIDIA A100-SXM4-40GB MIG 3g.20gb": None, "NVIDIA H100 80GB HBM3 MIG 1g.10gb": None,
-    "NVIDIA GeForce RTX 4090 Laptop GPU": None, "NVIDIA GeForce RTX 4080": None, "NVIDIA RTX A5000": None, "Quadro M4000": None,
+    "NVIDIA GeForce RTX 4090 Laptop GPU": None, "NVIDIA GeForce RTX 4080": None, "NVIDIA RTX A5000": None,
+    "Quadro M4000": None,
 }  # fmt: skip
 
 

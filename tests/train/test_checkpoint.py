@@ -218,8 +218,9 @@ def test_damage_to_any_file_is_found(copied, record_property):
 
 
 @pytest.mark.fault
-@pytest.mark.parametrize("content", ["null", "{}", "[]", "3", "", '{"files": null}', '{"files": {}}', '{"files": {"a": 1}}',
-                                     '{"files": {"a": [1, "b"]}}', '{"files": {"a": [1, "b"]}, "elsewhere": 3}',
+@pytest.mark.parametrize("content", ["null", "{}", "[]", "3", "", '{"files": null}', '{"files": {}}',
+                                     '{"files": {"a": 1}}', '{"files": {"a": [1, "b"]}}',
+                                     '{"files": {"a": [1, "b"]}, "elsewhere": 3}',
                                      '{"format": "x"}'])  # fmt: skip
 def test_other_content_of_the_facts_is_damage(copied, content):
     (copied / "checkpoint-4" / FACTS).write_text(content)
@@ -362,7 +363,7 @@ def test_another_run_is_refused(runs, tmp_path, more, says):
 
 
 def test_what_may_change_is_said(runs):
-    """Which of the two values is taken was measured: the rate is in the schedule's state, the decay in the optimizer's."""
+    """Which of the two values is taken was measured: the schedule's state has the rate, the optimizer's the decay."""
     flags = [*FLAGS, "--bf16", "true", "--resume_from_checkpoint", str(runs["2"].folder / "checkpoint-2")]
     more = ["--learning_rate", "1e-4", "--weight_decay", "0.5", "--max_steps", "6", "--lr_scheduler_type", "linear"]
     for zero, taken in (("2", "the checkpoint's goes on"), ("3", "this run's is taken")):
@@ -515,7 +516,7 @@ def test_a_rank_beats_while_it_saves(monkeypatch, name):
     trainer = object.__new__(ZerofitTrainer)
     trainer.state = SimpleNamespace(global_step=4)
     trainer.clock = SimpleNamespace(paused=lambda: noted("pause"))
-    trainer.reporter = SimpleNamespace(pulse=SimpleNamespace(beating=lambda step: noted("beat", step)))
+    trainer.reporter = SimpleNamespace(heartbeat=SimpleNamespace(beating=lambda step: noted("beat", step)))
     getattr(trainer, name)("folder")
     beating = [("beat", 4), "written and hashed" if name == "_save_checkpoint" else "written", ("end", "beat")]
     assert said == ([("pause",), *beating, ("end", "pause")] if name == "_save_checkpoint" else beating)

@@ -36,8 +36,8 @@ def poisoned(tmp_path_factory):
 
 def flags(poisoned, *more):
     return ["--model", str(poisoned / "model"), "--data", str(poisoned / "rows.jsonl"), "--effective_batch_size", "8",
-            "--per_device_train_batch_size", "2", "--learning_rate", "1e-3", "--num_samples", "0", "--save_strategy", "no",
-            "--logging_steps", "1", "--num_train_epochs", "2", *more]  # fmt: skip
+            "--per_device_train_batch_size", "2", "--learning_rate", "1e-3", "--num_samples", "0",
+            "--save_strategy", "no", "--logging_steps", "1", "--num_train_epochs", "2", *more]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -76,8 +76,8 @@ def test_the_step_is_not_applied_and_the_row_is_named(runs, name):
 
 def test_the_mean_of_several_steps_leaves_it_out(poisoned, runs, tmp_path):
     """logging_steps 3: each line is the mean of the two steps that were applied."""
-    done = recipe_process("sft", *flags(poisoned, "--zero", "0", "--bf16", "false", "--on_nan", "skip", "--logging_steps",
-                                        "3", "--output_dir", str(tmp_path / "run")))  # fmt: skip
+    done = recipe_process("sft", *flags(poisoned, "--zero", "0", "--bf16", "false", "--on_nan", "skip",
+                                        "--logging_steps", "3", "--output_dir", str(tmp_path / "run")))  # fmt: skip
     assert done.returncode == 0, done.stderr
     each = [m["loss"] for m in runs["sft-0-fp32"].metrics if "loss" in m]
     means = [sum(x for x in each[i : i + 3] if math.isfinite(x)) / 2 for i in (0, 3)]

@@ -1,4 +1,4 @@
-"""Checkpoints and model folders from elsewhere run no code: on resume at the same stage, at another one, and on export."""
+"""Checkpoints and model folders from elsewhere run no code: on resume at the same or another stage, and on export."""
 
 import os
 import pickle

@@ -132,8 +132,8 @@ def test_a_checkpoint_of_plain_transformers(tmp_path, zero):
 
     rows = [{"input_ids": torch.arange(5, 25) + i, "labels": torch.arange(5, 25) + i} for i in range(48)]
     arguments = TrainingArguments(
-        str(tmp_path / "plain"), max_steps=4, save_steps=4, use_cpu=True, report_to="none", learning_rate=1e-3, logging_steps=1,
-        per_device_train_batch_size=8, weight_decay=0.1,
+        str(tmp_path / "plain"), max_steps=4, save_steps=4, use_cpu=True, report_to="none", learning_rate=1e-3,
+        logging_steps=1, per_device_train_batch_size=8, weight_decay=0.1,
     )  # fmt: skip
     net = AutoModelForCausalLM.from_pretrained(TINY / "model", dtype=torch.float32)
     Trainer(net, arguments, train_dataset=rows).train()

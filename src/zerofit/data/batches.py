@@ -155,4 +155,6 @@ class TrainCollator:
         self.packed, self.pad, self.pack = packed, Collator(pad_token_id), PackedCollator()
 
     def __call__(self, batch: list[dict]) -> dict:
-        return (self.pack if self.packed else self.pad)(batch)
+        if self.packed:
+            return self.pack(batch)
+        return self.pad(batch)

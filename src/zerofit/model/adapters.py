@@ -13,8 +13,8 @@ import yaml
 from zerofit.errors import UserError, first_line
 from zerofit.settings import decide
 
-# Names are peft's PeftType in lower case; tests/model/test_adapters.py trains, saves and reloads each tuner at the stages
-# named there. prompt_tuning and prefix_tuning lengthen the input, the others change modules.
+# Names are peft's PeftType in lower case; tests/model/test_adapters.py trains, saves and reloads each tuner at the
+# stages named there. prompt_tuning and prefix_tuning lengthen the input, the others change modules.
 PROMPTS = ("prompt_tuning", "prefix_tuning")
 
 # Target modules come from peft's table of architectures (or are no linear layers).

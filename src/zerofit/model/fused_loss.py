@@ -212,7 +212,10 @@ def _attribute(module, name, value):
     try:
         yield
     finally:
-        delattr(module, name) if before is None else setattr(module, name, before)
+        if before is None:
+            delattr(module, name)
+        else:
+            setattr(module, name, before)
 
 
 @contextlib.contextmanager

@@ -75,7 +75,7 @@ def load_config(settings):
     return _load(AutoConfig.from_pretrained, settings, "config.json")
 
 
-def _load(load, settings, what: str, **kwargs):
+def _load(load, settings, part: str, **kwargs):
     name = settings.model
     folder = hub.model_folder(name)
     if folder is None:
@@ -88,10 +88,10 @@ def _load(load, settings, what: str, **kwargs):
             **kwargs,
         )
     except (OSError, ValueError) as error:
-        if what == "weights" and not isinstance(error, OSError):
+        if part == "weights" and not isinstance(error, OSError):
             raise
         first = first_line(error)
-        raise UserError(f"--model {name}: its {what} could not be loaded: {first}") from None
+        raise UserError(f"--model {name}: its {part} could not be loaded: {first}") from None
 
 
 def weight_dtype(settings) -> str:

@@ -135,7 +135,7 @@ def recipe_of(method: str) -> str:
     return "sft" if method == "sft" else "lora"
 
 
-def machines(ranks: int, node: int) -> str:
+def gpus_as_text(ranks: int, node: int) -> str:
     """Return the GPUs as text: "4", "2 nodes x 8", or "12 (2 nodes)" if the nodes differ."""
     nodes = math.ceil(ranks / node)
     if nodes == 1:
@@ -168,8 +168,9 @@ def candidates(
         except UserError as refused:
             error = error or refused
             continue
-        setting = Setting(zero, offload, every, micro, micro * base.max_length,
-                          base.effective_batch_size // (micro * ranks), ranks, offload_inputs, nvme, node, hpz)  # fmt: skip
+        accumulation = base.effective_batch_size // (micro * ranks)
+        setting = Setting(zero, offload, every, micro, micro * base.max_length, accumulation, ranks, offload_inputs,
+                          nvme, node, hpz)  # fmt: skip
         by_part = formulas.memory(shape, setting, base, base.fused_loss)
         seconds = formulas.step_seconds(shape, setting, gpu, base.max_length)
         result.append(Candidate(own_flags, method, setting, by_part, seconds, shape, change=change))
@@ -260,7 +261,7 @@ def _sensible(zero: int, offload: str, ranks: int, base) -> bool:
     return True
 
 
-def _flags(flags: list[str], base, zero: int, offload: str, every: int, away: bool, micro: int) -> list[str]:
+def _flags(flags: list[str], base, zero: int, offload: str, every: int, offload_inputs: bool, micro: int) -> list[str]:
     """Return the recipe's flags for one candidate."""
     result = command_line.drop(flags, "--gradient_accumulation_steps", "--search_batch_size", "--offload_path")
     batch = {"per_device_train_batch_size": micro, "effective_batch_size": base.effective_batch_size}
@@ -268,7 +269,7 @@ def _flags(flags: list[str], base, zero: int, offload: str, every: int, away: bo
     checkpointing = ("--gradient_checkpointing", "--activation_offload")
     if not any(name.startswith(checkpointing) for name in command_line.names(result)):
         more = {"gradient_checkpointing_every": every} if every > 1 else {}
-        more |= {"activation_offload": True} if away else {}
+        more |= {"activation_offload": True} if offload_inputs else {}
         result = command_line.put(result, gradient_checkpointing=bool(every), **more)
     return result
 
@@ -284,9 +285,11 @@ def setting_of(settings) -> Setting:
 
 def flags_for_simulation(flags: list[str]) -> list[str]:
     """Return the flags without those that do not change memory, so that equal jobs share a cached answer."""
-    return command_line.drop(flags, "--plan", "--show", "--gpu_type", "--gpus", "--ignore_plan", "--output_dir", "--memory_limit",
-                      "--resume_from_checkpoint", "--on_oom", "--max_restarts", "--hang_timeout", "--on_nan",
-                      "--max_nan_steps", "--canary", "--ignore_resume_mismatch")  # fmt: skip
+    return command_line.drop(
+        flags, "--plan", "--show", "--gpu_type", "--gpus", "--ignore_plan", "--output_dir", "--memory_limit",
+        "--resume_from_checkpoint", "--on_oom", "--max_restarts", "--hang_timeout", "--on_nan",
+        "--max_nan_steps", "--canary", "--ignore_resume_mismatch",
+    )  # fmt: skip
 
 
 def command(candidate: Candidate, ranks: int) -> str:

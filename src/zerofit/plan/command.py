@@ -28,11 +28,13 @@ def main(argv: list[str]) -> None:
     )  # fmt: skip
     parser.add_argument("--recipe", default="sft", help="sft or lora (default sft)")
     parser.add_argument("--method", default="", help="sft, lora, qlora or auto (the first of them that fits)")
-    parser.add_argument("--gpus", default="1", help="GPUs of all machines together; with --nodes those of each")
-    parser.add_argument("--nodes", default="", help="machines with --gpus GPUs each (default: as many as --gpus needs "
+    parser.add_argument("--gpus", default="1", help="GPUs of all nodes together; with --nodes those of each")
+    parser.add_argument("--nodes", default="", help="nodes with --gpus GPUs each (default: as many as --gpus needs "
                         f"at {formulas.GPUS_OF_A_NODE} each)")  # fmt: skip
-    parser.add_argument("--node_link_gbs", default="", help="GB/s one way that each GPU has to other nodes, all "
-                        f"adapters of a node over its GPUs (default {hardware.NODE_LINK_GBS:g}: 400 Gbit/s a GPU)")  # fmt: skip
+    parser.add_argument(
+        "--node_link_gbs", default="", help="GB/s one way that each GPU has to other nodes, all adapters of a node "
+        f"over its GPUs (default {hardware.NODE_LINK_GBS:g}: 400 Gbit/s a GPU)",
+    )  # fmt: skip
     parser.add_argument("--gpu_type", default="", help="a GPU of the table, or detect (default: this machine's)")
     parser.add_argument("--host_memory", default="", help="GiB of a node's host memory (default: this machine's with "
                         "--gpu_type detect, else not looked at)")  # fmt: skip
@@ -79,7 +81,7 @@ def _machines(nodes: str, gpus: int) -> tuple[int, int]:
     if not nodes:
         return gpus, formulas.GPUS_OF_A_NODE
     if not nodes.isdigit() or int(nodes) < 1:
-        raise UserError(f"NODES={nodes}: must be a whole number of 1 or more machines, each with GPUS={gpus} GPUs.")
+        raise UserError(f"NODES={nodes}: must be a whole number of 1 or more nodes, each with GPUS={gpus} GPUs.")
     return int(nodes) * gpus, gpus
 
 
@@ -92,7 +94,7 @@ def _with_node_link(gpu: hardware.Gpu, text: str) -> hardware.Gpu:
     except ValueError:
         pass
     raise UserError(
-        f"--node_link_gbs {text}: must be a number of GB/s above 0: what the network between the machines of NODES= "
+        f"--node_link_gbs {text}: must be a number of GB/s above 0: what the network between the nodes of NODES= "
         "gives each GPU, one way."
     )
 

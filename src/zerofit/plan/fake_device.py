@@ -71,16 +71,21 @@ def register_gpu(free_bytes) -> None:
             return super().__getattribute__(name)
 
     set_accelerator(Accelerator())
+    _patch_torch_tensor()
+
+
+def _patch_torch_tensor() -> None:
+    """Make torch.tensor return an empty tensor on device "gpu", which has no kernels to fill it."""
+    import torch
+    from deepspeed.runtime.zero import partition_parameters
+
     plain = torch.tensor
 
     def tensor(data, *args, device=None, **kwargs):
-        """Return an empty tensor of the data's shape on "gpu", which has no kernels."""
         if device is None or torch.device(device).type != "gpu":
             return plain(data, *args, device=device, **kwargs)
         shape = plain(data, *args, **kwargs)
         return torch.empty(shape.shape, dtype=shape.dtype, device="gpu:0")
-
-    from deepspeed.runtime.zero import partition_parameters
 
     torch.tensor = partition_parameters._orig_torch_tensor = tensor  # zero.Init saves and restores this one
 

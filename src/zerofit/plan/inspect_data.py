@@ -302,28 +302,28 @@ def inspect(settings, train_set, eval_set, tokenizer) -> tuple[dict, dict[str, S
     return facts, scans
 
 
-def _count(statistics: dict, found: Scan, tokenizer) -> dict:
-    ended = found.last == tokenizer.eos_token_id
-    others = Counter(found.last[~ended].tolist()).most_common(3)
-    quantiles = np.percentile(found.lengths, [50, 95], method="inverted_cdf")
+def _count(statistics: dict, scan: Scan, tokenizer) -> dict:
+    ended = scan.last == tokenizer.eos_token_id
+    others = Counter(scan.last[~ended].tolist()).most_common(3)
+    quantiles = np.percentile(scan.lengths, [50, 95], method="inverted_cdf")
     return {
         **statistics,
-        "kept": len(found.lengths),
+        "kept": len(scan.lengths),
         "length": {
-            "min": int(found.lengths.min()),
+            "min": int(scan.lengths.min()),
             "median": int(quantiles[0]),
             "p95": int(quantiles[1]),
-            "max": int(found.lengths.max()),
+            "max": int(scan.lengths.max()),
         },
-        "histogram": histogram(found.lengths),
-        "supervised_mean": float(found.supervised.mean()),
-        "supervised_few": int((found.supervised <= FEW).sum()),
-        "supervised_none": int((found.supervised == 0).sum()),
+        "histogram": histogram(scan.lengths),
+        "supervised_mean": float(scan.supervised.mean()),
+        "supervised_few": int((scan.supervised <= FEW).sum()),
+        "supervised_none": int((scan.supervised == 0).sum()),
         "end_supervised": int(ended.sum()),
         "other_last_tokens": {tokenizer.decode([i]) if i >= 0 else "nothing": n for i, n in others},
         # Each copy made for a weight counts as one more repeated row; subtract those.
-        "repeated_exact": repeats(found.exact) - statistics.get("repeated_by_weight", 0),
-        "repeated_normalised": repeats(found.normalised) - statistics.get("repeated_by_weight", 0),
+        "repeated_exact": repeats(scan.exact) - statistics.get("repeated_by_weight", 0),
+        "repeated_normalised": repeats(scan.normalised) - statistics.get("repeated_by_weight", 0),
     }
 
 

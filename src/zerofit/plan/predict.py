@@ -56,7 +56,7 @@ def answer_of(
             for d in reversed(depths)  # the longest first: they run in parallel
         ]
         seconds_left = None if seconds is None else seconds - (time.perf_counter() - began)
-        answers = simulate.run_all(questions, cache_root() / "ghosts", seconds_left)
+        answers = simulate.run_all(questions, cache_root() / "simulations", seconds_left)
         for answer in answers:
             if isinstance(answer, UserError):
                 raise answer
@@ -170,7 +170,8 @@ def predict(settings, seconds: float | None = None) -> dict | None:
     simulated = max(answer["total"].values()) + (0 if cpu else candidates.WORKSPACE_BYTES)
     return {
         "peak_bytes": candidates.peak_by_formula(parts) if source else simulated,
-        "limit_bytes": limit, "learned_bytes": allowance.get(memory_history.learned_from(), 0), "phase": max(answer["total"], key=answer["total"].get),
+        "limit_bytes": limit, "learned_bytes": allowance.get(memory_history.learned_from(), 0),
+        "phase": max(answer["total"], key=answer["total"].get),
         "peak": answer["peak"], "host": answer["host"], "gpu": gpu.device_name if gpu else "cpu",
         "step_seconds": gpu and formulas.step_seconds(shape, setting, gpu, settings.max_length),
         "seconds": round(time.perf_counter() - began, 1), **source,

@@ -15,9 +15,9 @@ from zerofit.train import memory_history
 CHECK_SECONDS = 18  # that a launch waits for the simulation; the whole check then takes less than 20
 
 
-def publish(found: dict | None) -> None:
+def publish(plan: dict | None) -> None:
     """Store the prediction in an environment variable, so that no process of this job checks again."""
-    os.environ[memory_history.PLANNED] = json.dumps(found or {})
+    os.environ[memory_history.PLANNED] = json.dumps(plan or {})
 
 
 def prestart(settings) -> None:
@@ -48,7 +48,8 @@ def check(settings, seconds: float | None = CHECK_SECONDS) -> dict | None:
         print(f"plan: {candidates.ESTIMATE.format(plan['by'])}\nplan: {fits} by formula: {size}", flush=True)
         return plan
     if peak > limit and not settings.ignore_plan:
-        learned = f", {plan['learned_bytes'] / GIB:.2f} GiB more kept free since {memory_history.history()} has runs above their plan"
+        learned = f", {plan['learned_bytes'] / GIB:.2f} GiB more kept free since "
+        learned += f"{memory_history.history()} has runs above their plan"
         raise candidates.NothingFits(
             f"this job does not fit: {size}{learned if plan['learned_bytes'] else ''}; `make plan` with the same "
             "arguments finds one that does, --ignore_plan true starts it anyway."

@@ -16,9 +16,9 @@ def text(plan: Plan) -> str:
     """Return the plan as text for the terminal."""
     best = plan.chosen or plan.nearest
     lines = ["", candidates.ESTIMATE.format(best.failed)] if best and best.failed else [""]
+    gpus = candidates.gpus_as_text(plan.ranks, plan.node)
     lines += [
-        f"{candidates.machines(plan.ranks, plan.node)} x {plan.gpu.device_name}: {plan.gpu.memory_gib:.1f} GiB each, "
-        f"{plan.limit / GIB:.1f} GiB for tensors"
+        f"{gpus} x {plan.gpu.device_name}: {plan.gpu.memory_gib:.1f} GiB each, {plan.limit / GIB:.1f} GiB for tensors"
     ]
     lines += [f"  kept free: {name} {size / GIB:.2f} GiB" for name, size in plan.allowance.items() if size]
     lines += _rejected(plan)
@@ -212,7 +212,8 @@ def as_json(plan: Plan) -> dict:
         if candidate is None:
             return None
         return {
-            "label": candidate.label, "method": candidate.method, **asdict(candidate.setting), "peak_bytes": candidate.peak,
+            "label": candidate.label, "method": candidate.method, **asdict(candidate.setting),
+            "peak_bytes": candidate.peak,
             "source": _source(candidate), "formula": {k: int(v) for k, v in candidate.formula.items()},
             "simulation": candidate.answer, "seconds_per_step": round(candidate.seconds, 4),
             "tokens_per_second": round(candidate.tokens_per_second), "why_not": why,
@@ -220,8 +221,10 @@ def as_json(plan: Plan) -> dict:
         }  # fmt: skip
 
     return {
-        "gpu": asdict(plan.gpu), "gpus": plan.ranks, "gpus_of_a_node": plan.node, "limit_bytes": plan.limit, "kept_free_bytes": plan.allowance,
+        "gpu": asdict(plan.gpu), "gpus": plan.ranks, "gpus_of_a_node": plan.node, "limit_bytes": plan.limit,
+        "kept_free_bytes": plan.allowance,
         "chosen": entry(plan.chosen), "facts": facts(plan.chosen, plan) if plan.chosen else None,
-        "nearest": entry(plan.nearest), "adapter_instead": entry(plan.adapter), "host_limit_bytes": plan.host_limit, "gpus_that_would_do": plan.would_do, "seconds": round(plan.seconds, 1),
+        "nearest": entry(plan.nearest), "adapter_instead": entry(plan.adapter), "host_limit_bytes": plan.host_limit,
+        "gpus_that_would_do": plan.would_do, "seconds": round(plan.seconds, 1),
         "rejected": [entry(candidate, why) for candidate, why in plan.rejected],
     }  # fmt: skip

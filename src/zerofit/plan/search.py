@@ -12,7 +12,7 @@ from zerofit.errors import UserError
 from zerofit.hardware import GIB
 from zerofit.plan import candidates, formulas, predict, simulate
 
-GHOSTS = 8  # after this many simulations only settings that clearly fit by the closed forms are tried
+FIRST_SIMULATIONS = 8  # after this many simulations only settings that clearly fit by the closed forms are tried
 
 # Before the search ends with "nothing fits", it simulates the smallest settings by formula of up to LAST_TRIES pairs of
 # stage and offload, if they are below HOPELESS times the limit.
@@ -65,11 +65,8 @@ def _search(plan: candidates.Plan, methods: list[str], flags: list[str], say) ->
             if not change:
                 raise
             continue  # the user's other flags do not go with it
-        what = " ".join([method, *change])
-        say(
-            f"plan: {len(tried)} settings of {what} on {candidates.machines(ranks, node)} x {gpu.device_name}; the "
-            "fastest first"
-        )
+        job, gpus = " ".join([method, *change]), candidates.gpus_as_text(ranks, node)
+        say(f"plan: {len(tried)} settings of {job} on {gpus} x {gpu.device_name}; the fastest first")
         _decide(plan, tried, say)
         if plan.chosen:
             return
@@ -105,11 +102,11 @@ def _rungs(methods: list[str], flags: list[str]) -> list[tuple[str, tuple[str, .
     return [(method, change) for method in methods for change in [(), *(smaller if method == "sft" else [])]]
 
 
-def _decide(plan: candidates.Plan, found: list[candidates.Candidate], say) -> None:
+def _decide(plan: candidates.Plan, tried: list[candidates.Candidate], say) -> None:
     """Simulate the fastest candidates until one fits; those far too large by formula come last."""
     simulated, large = 0, []
-    for candidate in found:
-        share = candidates.CLEARLY_TOO_MUCH if simulated < GHOSTS else 0.9
+    for candidate in tried:
+        share = candidates.CLEARLY_TOO_MUCH if simulated < FIRST_SIMULATIONS else 0.9
         if _by_formula(candidate) > share * plan.limit:
             large.append(candidate)
         elif not _host_is_short(candidate, plan):
@@ -118,12 +115,12 @@ def _decide(plan: candidates.Plan, found: list[candidates.Candidate], say) -> No
                 break
     else:
         _last_tries(plan, large, say)
-    for candidate in found:
+    for candidate in tried:
         if candidate is plan.chosen:
             break
         plan.rejected.append((candidate, _why_not(candidate, plan)))
     if plan.chosen is None:
-        plan.nearest = min([*found, *([plan.nearest] if plan.nearest else [])], key=lambda candidate: candidate.peak)
+        plan.nearest = min([*tried, *([plan.nearest] if plan.nearest else [])], key=lambda candidate: candidate.peak)
 
 
 def _last_tries(plan: candidates.Plan, large: list[candidates.Candidate], say) -> None:

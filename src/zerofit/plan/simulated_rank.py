@@ -104,7 +104,7 @@ def _answer(recipe, flags, ranks, rank, gpu, device, fake, padded, overrides) ->
             stack.enter_context(torch._subclasses.fake_tensor.FakeTensorMode(allow_non_fake_inputs=True))
             micro = settings.per_device_train_batch_size
             stack.enter_context(fake_device.answers_for_collectives(micro * settings.max_length, micro))
-        host_tracker = _host_ledger(stack) if device == "gpu" else None
+        host_tracker = _host_tracker(stack) if device == "gpu" else None
         stack.enter_context(tracker)
         trainer = _trainer(settings, arguments, rows, overrides, device, fake)
         trainer.train()
@@ -160,12 +160,12 @@ class _Tokenizer:
         return 0
 
 
-def _evaluate_and_save(trainer, ledger) -> None:
+def _evaluate_and_save(trainer, tracker) -> None:
     """Run one evaluation batch, if the run evaluates, and ZeRO-3's gathering of the weights for a save."""
     if trainer.eval_dataset is not None:
         trainer.evaluate()
     if trainer.is_deepspeed_enabled and trainer.accelerator.deepspeed_config["zero_optimization"]["stage"] == 3:
-        ledger._during("save", trainer.accelerator.get_state_dict)(trainer.deepspeed)
+        tracker._during("save", trainer.accelerator.get_state_dict)(trainer.deepspeed)
 
 
 def _trainers_needs(settings, device: str):
@@ -180,10 +180,11 @@ def _trainers_needs(settings, device: str):
     accumulation = min(settings.gradient_accumulation_steps, 2)  # the second micro batch allocates like all later ones
     batch = settings.per_device_train_batch_size * accumulation * settings.world_size
     changes = {
-        "max_steps": simulate.STEPS, "save_strategy": "no", "eval_strategy": "no", "report_to": [], "push_to_hub": False, "logging_steps": 10**6,
-        "random_init": True,
+        "max_steps": simulate.STEPS, "save_strategy": "no", "eval_strategy": "no", "report_to": [],
+        "push_to_hub": False, "logging_steps": 10**6, "random_init": True,
         "gradient_accumulation_steps": accumulation, "effective_batch_size": batch, "seed": 0,
-        "output_dir": str(Path(tempfile.gettempdir()) / "zerofit-ghost"), "dataloader_num_workers": 0, "resume_from_checkpoint": None, "load_best_model_at_end": False,
+        "output_dir": str(Path(tempfile.gettempdir()) / "zerofit-simulation"), "dataloader_num_workers": 0,
+        "resume_from_checkpoint": None, "load_best_model_at_end": False,
     }  # fmt: skip
     if settings.fp16 and settings.deepspeed is None:
         changes |= {"fp16": False, "bf16": True}  # accelerate's fp16 refuses device "gpu"; same bytes
@@ -201,14 +202,14 @@ def _trainers_needs(settings, device: str):
     row = {"input_ids": [5] * settings.max_length, "labels": [5] * settings.max_length}
 
     def tokens(count):
-        return TokenizedDataset(Dataset.from_list([row]).select([0] * count), {}, "ghost")
+        return TokenizedDataset(Dataset.from_list([row]).select([0] * count), {}, "simulated")
 
     evaluates = settings.eval_data or settings.eval_fraction
     held_out = tokens(settings.per_device_eval_batch_size * settings.world_size) if evaluates else None
     return settings, arguments, _Tokenizer(), tokens(simulate.STEPS * batch), held_out
 
 
-def _host_ledger(stack):
+def _host_tracker(stack):
     """Return a second memory tracker, entered on the stack, for tensors in host memory."""
     from zerofit.train import memory_tracker
 
@@ -252,14 +253,15 @@ def _trainer(settings, arguments, rows, overrides, device, fake):
         with torch.device("meta"):
             # loading in 4 bits would read the weights
             model = load.load_model(settings.replace(load_in_4bit=False), tokenizer)
-        _quantise(model, "gpu:0" if device == "gpu" else "cpu")
+        _quantize(model, "gpu:0" if device == "gpu" else "cpu")
     with device_context:
         if not (bits and fake):
             model = load.load_model(settings, tokenizer)
         if settings.recipe == "lora":
             model = adapters.add_adapter(model, settings)
     on_gpu = device == "gpu"
-    torch.cuda.get_device_name = (lambda *_: "a ghost") if on_gpu else torch.cuda.get_device_name
+    if on_gpu:
+        torch.cuda.get_device_name = lambda *_: "simulated GPU"
     # not use_cpu: activations are then offloaded from the fake GPU
     settings = settings.replace(use_cpu=settings.use_cpu and not on_gpu)
     trainer = ZerofitTrainer(settings, model, tokenizer, arguments, train_rows, eval_rows)
@@ -267,7 +269,7 @@ def _trainer(settings, arguments, rows, overrides, device, fake):
     return trainer
 
 
-def _quantise(net, device: str) -> None:
+def _quantize(net, device: str) -> None:
     """Replace linear layers by bitsandbytes' NF4 layers with doubly quantized constants, without memory."""
     import bitsandbytes
     import torch

@@ -71,7 +71,7 @@ def table(peak: dict[str, dict[str, int]]) -> str:
 
 def write(trainer) -> None:
     """Write memory.json and memory.png and print the table, of the rank with the highest peak. Collective."""
-    tracker, args = trainer.ledger, trainer.args
+    tracker, args = trainer.tracker, trainer.args
     tracker.pause()
     own_report = {
         "rank": args.process_index,
@@ -146,7 +146,7 @@ def explained(trainer):
             raise
         raise OutOfMemory(explain(error, trainer)) from error
     finally:
-        trainer.ledger.__exit__(None, None, None)
+        trainer.tracker.__exit__(None, None, None)
 
 
 def explain(error, trainer) -> str:
@@ -154,7 +154,7 @@ def explain(error, trainer) -> str:
 
     oom-rank<r>.txt: torch.cuda.memory_summary; oom-rank<r>.pickle: a snapshot for https://pytorch.org/memory_viz.
     """
-    settings, tracker, rank = trainer.settings, trainer.ledger, trainer.args.process_index
+    settings, tracker, rank = trainer.settings, trainer.tracker, trainer.args.process_index
     parts, files = parts_now(trainer), ""
     if tracker.device == "cuda":
         folder = Path(trainer.args.output_dir)
@@ -179,7 +179,7 @@ def explain(error, trainer) -> str:
 
 def parts_now(trainer) -> dict[str, int]:
     """Return bytes by part now, from the memory tracker if it tracks, else from model and optimizer."""
-    tracker = trainer.ledger
+    tracker = trainer.tracker
     if tracker.following:
         return tracker.alive()
     parts, counted = {}, set()

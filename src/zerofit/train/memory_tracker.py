@@ -49,22 +49,22 @@ class _Storage:
 class Watch(TorchDispatchMode):
     """Pass every tensor that an operation returns to the memory tracker."""
 
-    def __init__(self, ledger: "MemoryTracker"):
+    def __init__(self, tracker: "MemoryTracker"):
         super().__init__()
-        self.ledger = ledger
+        self.tracker = tracker
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         output = operation(*args, **(kwargs or {}))
         if operation.namespace == "c10d":  # a collective reads or writes buckets and gathered shards
             for value in tree_iter((args, kwargs, output)):
                 if isinstance(value, torch.Tensor):
-                    self.ledger.see(value, "buffers", _SEEN)
+                    self.tracker.see(value, "buffers", _SEEN)
         elif isinstance(output, torch.Tensor):
-            self.ledger.see(output)
+            self.tracker.see(output)
         elif isinstance(output, (tuple, list)):
             for value in tree_iter(output):
                 if isinstance(value, torch.Tensor):
-                    self.ledger.see(value)
+                    self.tracker.see(value)
         return output
 
 
@@ -316,37 +316,37 @@ class MemoryTracker:
 class _Phases(TrainerCallback):
     """Callback that marks in the memory tracker where a Trainer's steps begin and end."""
 
-    def __init__(self, ledger: MemoryTracker, trainer):
-        self.ledger, self.trainer = ledger, trainer
+    def __init__(self, tracker: MemoryTracker, trainer):
+        self.tracker, self.trainer = tracker, trainer
 
     def on_train_begin(self, args, state, control, **kwargs):
-        mem_tracker, trainer = self.ledger, self.trainer
-        mem_tracker.optimizer = trainer.optimizer
-        if mem_tracker.following:
-            mem_tracker.label()
+        tracker, trainer = self.tracker, self.trainer
+        tracker.optimizer = trainer.optimizer
+        if tracker.following:
+            tracker.label()
         engine = trainer.model_wrapped
         if trainer.is_deepspeed_enabled:  # accelerate's backward() also steps the engine
             step = engine.step
 
             def tracked_step(*args, **kwargs):
                 if engine.is_gradient_accumulation_boundary():
-                    mem_tracker.before_step()
+                    tracker.before_step()
                 return step(*args, **kwargs)
 
             engine.step = tracked_step
-        mem_tracker.pause()  # generation before the first step (exact match) is not part of the report
+        tracker.pause()  # generation before the first step (exact match) is not part of the report
 
     def on_step_begin(self, args, state, control, **kwargs):
-        if self.ledger is _open and self.ledger.steps < FOLLOWED_STEPS:
-            self.ledger._follow()
-        self.ledger.enter("forward")
+        if self.tracker is _open and self.tracker.steps < FOLLOWED_STEPS:
+            self.tracker._follow()
+        self.tracker.enter("forward")
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         if not self.trainer.is_deepspeed_enabled:
-            self.ledger.before_step()
+            self.tracker.before_step()
 
     def on_step_end(self, args, state, control, **kwargs):
-        self.ledger.after_step()
+        self.tracker.after_step()
 
 
 def current() -> MemoryTracker:

@@ -160,9 +160,10 @@ class NanGuard:
         save_file(tensors, folder / f"rank{rank}.safetensors")
         if rank:
             return
+        flags = command_line.without_secrets(settings.flags)
         facts = {
             "step": trainer.state.global_step, "recipe": settings.recipe, "world_size": trainer.args.world_size,
-            "flags": command_line.drop(command_line.without_secrets(settings.flags), "--output_dir", "--resume_from_checkpoint"),
+            "flags": command_line.drop(flags, "--output_dir", "--resume_from_checkpoint"),
             "losses": losses, "grad_norm": float(self.grad_norm), "rows": rows,
             "texts": _texts(trainer, sorted({i for r, m in bad for i in rows[r][m]})) if rows else {},
         }  # fmt: skip

@@ -73,7 +73,7 @@ class Reporter(TrainerCallback):
     def __init__(self, trainer: Trainer):
         self.trainer, self.began, self.first_step, self.bar = trainer, time.perf_counter(), 0, None
         self.skipped_steps = 0  # by stage 0's loss scaler; DeepSpeed's engine counts its own
-        self.pulse = rank_status.Heartbeat()
+        self.heartbeat = rank_status.Heartbeat()
         self.save_clock = save.SaveTimer(trainer.settings.save_every_minutes)
         self.stopping = False  # the supervisor was told to stop: this step is saved and is the last
         self.before = None  # exact match before training, on the bundled task
@@ -124,7 +124,7 @@ class Reporter(TrainerCallback):
         self.trainer.guard.hold_back()
 
     def on_step_end(self, args, state, control, **kwargs):
-        self.pulse.beat(state.global_step)
+        self.heartbeat.beat(state.global_step)
         self.skipped_steps += bool(self.trainer.accelerator.optimizer_step_was_skipped)
         if self.bar is not None:
             self.bar.update(state.global_step - self.bar.n)
@@ -133,7 +133,7 @@ class Reporter(TrainerCallback):
         self.trainer.guard.after_step()
         if self.save_clock.is_due(state.global_step):
             control.should_save = True
-        if self.pulse.is_last(state.global_step) and args.save_strategy != "no":
+        if self.heartbeat.is_last(state.global_step) and args.save_strategy != "no":
             control.should_save = control.should_training_stop = self.stopping = True
 
     def on_log(self, args, state, control, logs=None, **kwargs):
@@ -143,7 +143,10 @@ class Reporter(TrainerCallback):
             with (Path(args.output_dir) / "metrics.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": state.global_step, **logs}) + "\n")
             line = self._line(state, logs)
-            self.bar.write(line) if self.bar is not None else print(line, flush=True)
+            if self.bar is not None:
+                self.bar.write(line)
+            else:
+                print(line, flush=True)
             if not math.isfinite(logs.get("eval_loss", 0.0)):
                 print(f"note: step {state.global_step}: the evaluation loss is {logs['eval_loss']}", flush=True)
 

@@ -40,7 +40,7 @@ def failures_reported(trainer: ZerofitTrainer):
 
 
 def save_final(trainer: ZerofitTrainer) -> None:
-    """Save the trained model or adapter to final/ and verify its files. Collective: under ZeRO-3 every rank has a share."""
+    """Save the trained model or adapter to final/ and verify its files. Collective: under ZeRO-3 all have a share."""
     final = _final(trainer)
     trainer.model.config.use_cache = True  # off for training only
     trainer.save_model(str(final))
@@ -77,9 +77,10 @@ def evaluate(trainer: ZerofitTrainer) -> dict:
 
 
 def evaluation_of_saved(trainer: ZerofitTrainer) -> dict | None:
-    """Return the metrics of the model that final/ holds: the last evaluation's, or those of a new one. All ranks call it.
+    """Return the metrics of the model that final/ holds: the last evaluation's, or those of a new one.
 
-    With --load_best_model_at_end the weights are an earlier step's, which the last evaluation has not seen.
+    With --load_best_model_at_end the weights are an earlier step's, which the last evaluation has not seen. All ranks
+    call it.
     """
     state = trainer.state
     evaluations = [entry for entry in state.log_history if "eval_loss" in entry]

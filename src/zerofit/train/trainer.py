@@ -80,8 +80,8 @@ class ZerofitTrainer(Trainer):
         for callback in (PrinterCallback, ProgressCallback):
             self.remove_callback(callback)
         self.guard = nan_guard.NanGuard(self)
-        self.ledger = memory_tracker.current()
-        self.ledger.attach(self)
+        self.tracker = memory_tracker.current()
+        self.tracker.attach(self)
         self.reporter = progress.Reporter(self)
         self.add_callback(self.reporter)
 
@@ -102,11 +102,11 @@ class ZerofitTrainer(Trainer):
 
     def _save_checkpoint(self, model, trial=None) -> None:
         write = super()._save_checkpoint
-        with self.clock.paused(), self.reporter.pulse.beating(self.state.global_step):
+        with self.clock.paused(), self.reporter.heartbeat.beating(self.state.global_step):
             save.save(self, lambda: write(model, trial))
 
     def save_model(self, output_dir=None, _internal_call=False) -> None:
-        with self.reporter.pulse.beating(self.state.global_step):
+        with self.reporter.heartbeat.beating(self.state.global_step):
             super().save_model(output_dir, _internal_call)
 
     def evaluate(self, *args, **kwargs) -> dict[str, float]:
@@ -282,7 +282,7 @@ class ZerofitTrainer(Trainer):
         zero3 = self.settings.deepspeed is not None and self.settings.zero == 3
         with torch.no_grad() if zero3 else torch.inference_mode():
             for inputs in dataloader:
-                self.reporter.pulse.beat(self.state.global_step)
+                self.reporter.heartbeat.beat(self.state.global_step)
                 inputs = self._prepare_inputs(inputs)
                 count = (inputs["labels"][:, 1:] != -100).sum()
                 with self.compute_loss_context_manager(), self.without_logits():

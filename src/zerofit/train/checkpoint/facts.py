@@ -37,19 +37,19 @@ def read_facts(checkpoint: Path) -> dict | None:
     return facts if _are_facts(facts) else {}
 
 
-def _are_facts(found) -> bool:
+def _are_facts(facts) -> bool:
     """Return whether the fields that a resume reads are valid; of a newer format, only its number."""
-    if not isinstance(found, dict) or not isinstance(found.get("format", 1), int):
+    if not isinstance(facts, dict) or not isinstance(facts.get("format", 1), int):
         return False
-    if found.get("format", 1) > FORMAT:
+    if facts.get("format", 1) > FORMAT:
         return True
-    if "digest" in found and found["digest"] != digest_of(found):
+    if "digest" in facts and facts["digest"] != digest_of(facts):
         return False
-    files, others = found.get("files"), found.get("elsewhere", {})
+    files, others = facts.get("files"), facts.get("elsewhere", {})
     if not files or not all(isinstance(entries, dict) for entries in (files, others)):
         return False
     pairs = all(isinstance(e, list) and [type(n) for n in e] == [int, str] for e in (*files.values(), *others.values()))
-    return pairs and all(name in found for name in ("recipe", "zero", "world_size", "offload", "fingerprints"))
+    return pairs and all(name in facts for name in ("recipe", "zero", "world_size", "offload", "fingerprints"))
 
 
 def digest_of(facts: dict) -> str:

@@ -52,4 +52,4 @@ def agree(settings, folder: Path) -> None:
         return
     reason = integrity.find_corruption(Path(chosen)) if distributed.first_of_node() else ""
     if reasons := [f"node {i}: {text}" for i, text in enumerate(distributed.of_nodes(reason)) if text]:
-        raise UserError(f"--resume_from_checkpoint {chosen}: is not whole on every machine: {reasons[0]}.")
+        raise UserError(f"--resume_from_checkpoint {chosen}: is not whole on every node: {reasons[0]}.")

@@ -1,7 +1,8 @@
 """Load a checkpoint's states into an engine of another ZeRO stage, rank count or offload.
 
-No converted copy is written: each rank reads from the shards what its own share needs. (DeepSpeed's universal checkpoint
-supports only Adam's states at stage 3, not stage 0, and writes 12 bytes per parameter, which it then reads again.)
+No converted copy is written: each rank reads from the shards what its own share needs. (DeepSpeed's universal
+checkpoint supports only Adam's states at stage 3, not stage 0, and writes 12 bytes per parameter, which it then reads
+again.)
 """
 
 import json
