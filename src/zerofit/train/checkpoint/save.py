@@ -11,9 +11,9 @@ import zipfile
 from pathlib import Path
 
 from zerofit import __version__, distributed, run_folder
-from zerofit.paths import size_of
+from zerofit.paths import hash_file, size_of
 from zerofit.train.checkpoint import differences, node_local
-from zerofit.train.checkpoint.facts import ASIDE, FACTS, FORMAT, digest_of, hash_file
+from zerofit.train.checkpoint.facts import ASIDE, FACTS, FORMAT, digest_of
 
 # --- saving ---
 
