@@ -12,7 +12,8 @@ class Settings:
     deepspeed: the DeepSpeed configuration ("auto" is left for transformers to fill), None for stage 0;
     planned_gpu: the hardware.Gpu to plan for, None: this machine's;  flags: the command line;
     fingerprints: of model and data, for checkpoints;  resharded: the checkpoint to resume was saved at another stage,
-    rank count or offload (both: train/checkpoint/resume.py, check_resumable).
+    rank count or offload;  resumed: {"zero", "world_size", "to_step"} of each stretch that was trained before (all
+    three: train/checkpoint/resume.py, check_resumable).
     """
 
     recipe: str
@@ -25,6 +26,7 @@ class Settings:
     flags: list[str] = field(default_factory=list)
     fingerprints: dict[str, str] = field(default_factory=dict)
     resharded: bool = False
+    resumed: list[dict] = field(default_factory=list)
 
     def __getattr__(self, name: str):
         try:

@@ -167,7 +167,7 @@ def _facts(trainer, hashes: dict[str, list]) -> dict:
         "zerofit": __version__, "format": FORMAT, "step": trainer.state.global_step,
         **{name: getattr(settings, name) for name in names}, "precision": settings.precision,
         "unsaved": offload.unsaved(settings), "fingerprints": settings.fingerprints, "files": hashes,
-        "settings": differences.record(settings),
+        "settings": differences.record(settings), "resumed": settings.resumed,
         **({} if trainer.is_deepspeed_enabled else {"groups": reshard.group_names(trainer)}),
     }  # fmt: skip
 
