@@ -7,6 +7,7 @@ import json
 import re
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import bitsandbytes
 import pytest
@@ -14,7 +15,7 @@ import torch
 from conftest import ROOT, TINY
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from zerofit.model import patches
+from zerofit.model import load, patches
 from zerofit.plan import simulate
 
 PLAIN = bitsandbytes.matmul_4bit
@@ -146,8 +147,10 @@ def private_names(tree) -> set[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
             found |= {*node.module.split("."), *(alias.name for alias in node.names)}
-        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "cls"):
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) != "self":
             found.add(node.attr)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr"):
+            found |= {str(word.value) for word in node.args if isinstance(word, ast.Constant)}
     return {name for name in found if is_private(name)} - OWN - {"_exit"}  # os._exit is documented
 
 
@@ -189,3 +192,12 @@ def test_deepspeed_would_still_compile_its_inference_op():
     distributed.skip_inference_op()
     assert compatible["deepspeed_shm_comm"] is False
     assert "__compatible_ops__.get(builder.NAME" in source_of("deepspeed.comm.torch")
+
+
+def test_the_commit_of_a_hub_model_is_in_its_fingerprint(monkeypatch):
+    config = AutoConfig.from_pretrained(TINY / "model")
+    monkeypatch.setattr(load, "load_config", lambda settings: config)
+    found = set()
+    for config._commit_hash in (None, "5e1f3c", "0a9d27"):
+        found.add(load.model_fingerprint(SimpleNamespace(model="somebody/some-model", random_init=False)))
+    assert len(found) == 3

@@ -177,10 +177,11 @@ class ZerofitTrainer(Trainer):
 
     def get_eval_dataloader(self, eval_dataset=None):
         """Return the data loader of the evaluation set, built once: its order never changes."""
-        if self.eval_loader is None:
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if self.eval_loader is None or self.eval_loader.dataset is not dataset:
             micro = self.args.per_device_eval_batch_size
-            sampler = EpochSampler(len(self.eval_dataset), micro * self.args.world_size, None)
-            self.eval_loader = self._loader(self.eval_dataset, micro, sampler, self.data_collator)
+            sampler = EpochSampler(len(dataset), micro * self.args.world_size, None)
+            self.eval_loader = self._loader(dataset, micro, sampler, self.data_collator)
         return self.eval_loader
 
     def _loader(self, dataset, batch_size: int, sampler, collate) -> DataLoader:
