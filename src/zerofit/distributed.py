@@ -88,13 +88,19 @@ def start(settings) -> None:
         import deepspeed.comm
 
         if settings.use_cpu:
-            # Only DeepSpeed's inference uses this op; compiling it takes a minute at the first start.
-            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+            skip_inference_op()
         deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False, timeout=timeout)
     elif settings.world_size > 1 and not dist.is_initialized():
         # Without device_id, torch warns at each barrier that it guesses the device.
         device = None if settings.use_cpu else torch.device("cuda", local_rank)
         dist.init_process_group(backend, timeout=timeout, device_id=device)
+
+
+def skip_inference_op() -> None:
+    """Keep DeepSpeed (0.19.8) from compiling an op on a CPU, which takes a minute and serves only its inference."""
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def import_deepspeed(use_cpu: bool):

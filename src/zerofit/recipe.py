@@ -98,7 +98,8 @@ def open_run_folder(settings: Settings, train_set, eval_set) -> None:
             print(f"  - {printable(sentence)}", flush=True)
         facts = {name: {"fingerprint": rows.fingerprint, **rows.statistics} for name, rows in sets.items()}
         canary = os.environ.get(trial.CANARY_RESULT)
-        run_folder.write_run(settings, {"data": facts} | ({"canary": json.loads(canary)} if canary else {}))
+        more = {"canary": json.loads(canary)} if canary else {}
+        run_folder.write_run(settings, {"data": facts, "resumed": settings.resumed} | more)
 
 
 def _leave_newer_checkpoints(settings: Settings) -> None:

@@ -33,6 +33,7 @@ AFTER_RESOLVING = {
     "deepspeed": "nvme_path becomes a folder of this run on the disk, which all ranks agree on",
     "fingerprints": "hashes of the data, which is read after resolving",
     "resharded": "follows from the facts in the checkpoint",
+    "resumed": "the stretches that were trained before, from the facts in the checkpoint",
 }
 
 
@@ -64,8 +65,8 @@ class Settings(_Arguments):
     given: argument -> value, of those set by flag or YAML;  defaults: argument -> value that nobody set;
     planned_gpu: the hardware.Gpu to plan for, None: this machine's;  flags: the command line;
     fingerprints: of model and data, for checkpoints;  resharded: the checkpoint to resume was saved at another stage,
-    rank count or offload (both: train/checkpoint/resume.py, check_resumable);
-    knows_model: resolve.resolve_for_model is done.
+    rank count or offload;  resumed: {"zero", "world_size", "to_step"} of each stretch that was trained before (all
+    three: train/checkpoint/resume.py, check_resumable);  knows_model: resolve.resolve_for_model is done.
     """
 
     recipe: str
@@ -80,6 +81,7 @@ class Settings(_Arguments):
     defaults: dict[str, Any]
     fingerprints: dict[str, str]
     resharded: bool
+    resumed: list[dict]
     knows_model: bool
     frozen: bool
 
@@ -87,7 +89,7 @@ class Settings(_Arguments):
         self.__dict__.update(
             recipe=recipe, values=values, source=source, decisions=[], deepspeed=None, world_size=world_size,
             planned_gpu=planned_gpu, flags=list(flags), given=given or {}, defaults=defaults or {}, fingerprints={},
-            resharded=False, knows_model=False, frozen=False,
+            resharded=False, resumed=[], knows_model=False, frozen=False,
         )  # fmt: skip
 
     def __getattr__(self, name: str):

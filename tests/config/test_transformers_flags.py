@@ -35,7 +35,7 @@ FIELDS = {
     "output_dir": "works: test_launch.py::test_make_and_the_run_folder",
     "per_device_train_batch_size": _BATCH,
     "gradient_accumulation_steps": _BATCH,
-    "per_device_eval_batch_size": "works: ZerofitTrainer._get_eval_sampler",
+    "per_device_eval_batch_size": "works: ZerofitTrainer.get_eval_dataloader",
     "num_train_epochs": "works: test_training.py",
     "max_steps": "works: test_launch.py",
     "learning_rate": "works: test_parse.py::test_precedence_default_bundled_yaml_flag",
@@ -407,6 +407,17 @@ def test_settings_of_the_data_loader(tmp_path):
     assert loader.pin_memory is False  # of a CPU's run
     gpu = resolve.resolve_settings("sft", ["--dataloader_pin_memory", "false"], 1, args_gpu())
     assert gpu.training_values()["dataloader_pin_memory"] is False
+
+
+@pytest.mark.parametrize("more", [(), ("--streaming",)])
+def test_a_data_loader_draws_no_random_number(tmp_path, more):
+    """Dropout must not depend on how often a loader is opened: by an evaluation, a new epoch or a resumed run."""
+    words = ["--max_steps", "1", "--eval_data", str(TINY / "eval.jsonl"), *more]
+    trainer = trainer_of(tmp_path / "run", *words)
+    before = torch.get_rng_state()
+    for loader in (trainer.get_train_dataloader(), trainer.get_eval_dataloader()):
+        next(iter(loader))
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def args_gpu():

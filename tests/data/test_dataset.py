@@ -12,10 +12,20 @@ import torch
 from conftest import TINY
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import DataCollatorForSeq2Seq
 
 from zerofit.config import resolve
 from zerofit.data import conversations, dataset, encoding, sources
-from zerofit.data.batches import Collator, DatasetWithFiller, EpochSampler, best_fit_decreasing, rows_of_epoch
+from zerofit.data.batches import (
+    Collator,
+    DatasetWithFiller,
+    EpochSampler,
+    PackedCollator,
+    best_fit_decreasing,
+    join,
+    rows_of_epoch,
+    training_sampler,
+)
 from zerofit.data.load import load_datasets
 from zerofit.errors import UserError
 from zerofit.train import deepspeed_ops
@@ -918,7 +928,8 @@ def test_sampler_order_ignores_ranks_and_splits():
     assert len(sampler) == 12 and sorted(first[:10]) == list(range(10)) and first[10:] == [10, 10]
     assert list(EpochSampler(10, 4, seed=1)) == first
     sampler.set_epoch(1)
-    assert list(sampler) != first
+    assert list(sampler) == sampler.indices(1) != first
+    assert sampler.indices(0) == first and list(sampler) == sampler.indices(1)  # looking up an epoch moves nothing
     assert list(EpochSampler(3, 2, seed=None)) == [0, 1, 2, 3]
 
 
@@ -935,6 +946,29 @@ def test_collator_masks_padding_by_position_not_by_id():
     assert batch["input_ids"].shape == (2, 8)
     assert batch["labels"][0].tolist()[:3] == [-100, 1, -100]  # an end token that is also the pad token is trained
     assert batch["attention_mask"].sum(-1).tolist() == [2, 1]
+
+
+@pytest.mark.parametrize("lengths", [[3], [2, 40, 8, 17]])
+def test_the_collator_pads_as_transformers_does_on_the_right(tokenizer, lengths):
+    rows = [{"input_ids": [7 + n] * n, "labels": [-100] + [7 + n] * (n - 1)} for n in lengths]
+    theirs = DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=8)([dict(row) for row in rows])
+    ours = Collator(tokenizer.pad_token_id)(rows)
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    tokenizer.padding_side = "left"  # why it is not used: a tokenizer decides where it pads
+    left = DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=8)([dict(row) for row in rows])
+    assert not torch.equal(left["input_ids"], ours["input_ids"])
+
+
+def test_packs_are_flattened_document_by_document():
+    documents = [{"input_ids": [n] * n, "labels": [n] * n} for n in (3, 2, 4)]
+    pack = join(documents[:2])
+    batch = PackedCollator()([pack, documents[2]])
+    assert batch["input_ids"].tolist() == [[3, 3, 3, 2, 2, 4, 4, 4, 4]]
+    assert batch["labels"].tolist() == [[-100, 3, 3, -100, 2, -100, 4, 4, 4]]  # no document predicts the next one
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 0, 1, 2, 3]]
+    for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
+        assert batch[name].tolist() == [0, 3, 5, 9] and batch[name].dtype == torch.int32
+    assert batch["max_length_q"] == batch["max_length_k"] == 4
 
 
 def test_text_and_chat_in_one_run_keep_their_control_tokens(tmp_path, tokenizer):
@@ -973,8 +1007,6 @@ def test_weights_never_leak_into_the_eval_rows(tmp_path, tokenizer):
 @pytest.mark.parametrize("strategy", ["random", "sequential", "group_by_length"])
 @pytest.mark.parametrize("packing", [(), ("--packing", "--max_length", "64")])
 def test_a_weight_below_one_takes_other_rows_in_each_epoch(tmp_path, tokenizer, packing, strategy):
-    from zerofit.train.trainer import ZerofitTrainer
-
     whole = write(tmp_path, "whole.jsonl", [{"text": f"row {i}"} for i in range(7)])
     half = write(tmp_path, "half.jsonl", [{"text": f"{i} halves of some more words"} for i in range(40)])
     settings = settings_for(str(whole), f"{half}:0.5", *packing)
@@ -985,8 +1017,7 @@ def test_a_weight_below_one_takes_other_rows_in_each_epoch(tmp_path, tokenizer, 
         train_sampling_strategy=strategy, per_device_train_batch_size=2, gradient_accumulation_steps=2, world_size=1,
         seed=1, data_seed=None,
     )  # fmt: skip
-    trainer = SimpleNamespace(train_dataset=DatasetWithFiller(sequences, 0), args=arguments, tokens=train)
-    sampler = ZerofitTrainer._get_train_sampler(trainer)
+    sampler = training_sampler(DatasetWithFiller(sequences, 0), arguments, train.weights)
     packs = sequences.packs if packing else [[i] for i in range(len(sequences))]
 
     def rows_of(epoch):

@@ -11,8 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +18,7 @@ from conftest import ROOT, TINY, run_python, run_world
 from safetensors.torch import load_file, save_file
 
 from zerofit.errors import UserError
-from zerofit.export import chat, compare, export, merge, model_card
+from zerofit.export import chat, compare, export, merge
 from zerofit.export import source as export_source
 from zerofit.paths import size_of
 from zerofit.train.checkpoint import zero_shards
@@ -99,6 +97,9 @@ def assert_near_training(run, out, relative, **kwargs):
 def test_the_same_bits_come_back(runs, tmp_path, name, relative):
     text = exported(runs[name].folder, tmp_path / "out")
     assert "every logit is bit for bit the same" in text and str(ROOT) not in text and str(tmp_path) not in text
+    own = (runs[name].folder / "final" / "README.md").read_text()
+    assert f"# {name[:-1]} of zerofit's bundled tiny Llama" in own and "Trained by zerofit" in own
+    assert f"ZeRO stage {name[-1]} on 2 ranks" in own and "| steps | 4 |" in own and str(ROOT) not in own
     dtype = torch.float32 if name == "sft0" else torch.bfloat16
     assert_near_training(runs[name], tmp_path / "out", relative, as_trained=name == "lora2", dtype=dtype)
     if name != "lora2":
@@ -533,13 +534,3 @@ def test_updates_that_rounding_takes_back_are_told():
     assert "--dtype float32 keeps it" in compare._much_rounding(result)
     assert compare._much_rounding(result | {"effect": 0.3}) == ""
     assert "are rounded away" in compare._much_rounding(result | {"merged": False, "independent": 0.01})
-
-
-@pytest.mark.parametrize(("ranks", "said"), [(1, "1 rank,"), (2, "2 ranks,")])
-def test_a_card_of_the_bundled_task(ranks, said):
-    arguments = {"model": str(TINY / "model"), "zero": "0"}
-    found = SimpleNamespace(facts={"recipe": "sft", "world_size": ranks}, argument=arguments.get, adapter=None,
-                            bits=None, run=None, folder=Path("final"))  # fmt: skip
-    told = {"adapter": False, "merged": False, "dtype": "float32", "masters": False, "agreement": None, "notes": []}
-    text = model_card.text(found, told)
-    assert "# sft of zerofit's bundled tiny Llama" in text and f"ZeRO stage 0, {said}" in text

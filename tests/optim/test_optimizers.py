@@ -92,7 +92,7 @@ def test_replicas_round_alike_and_slices_each_in_their_own_way(name, zero, part)
         args=SimpleNamespace(process_index=3, seed=7, **numbers),
         get_decay_parameter_names=lambda model: ["weight"],
     )  # fmt: skip
-    noise = build.create(trainer).noise
+    noise = build.own_optimizer(trainer, trainer.model).noise
     assert (noise.seed, noise.part) == (7, part)
 
 
@@ -524,3 +524,20 @@ def test_noise_forks_no_other_ranks_generator(monkeypatch):
     before = torch.get_rng_state()
     optimizer.step()
     assert weight.tolist() == [0.5, 0.5] and torch.equal(torch.get_rng_state(), before)
+
+
+def test_replicas_draw_the_same_noise_in_a_step_and_other_noise_in_the_next():
+    class Noisy(torch.optim.SGD):
+        def step(self, closure=None):
+            drawn.append(torch.rand(3))
+
+    drawn = []
+    for rank in (0, 1):
+        torch.manual_seed(rank)  # dropout has advanced the generator of each rank
+        optimizer = Noisy([torch.nn.Parameter(torch.ones(2))], lr=0.5)
+        build._same_noise_on_all_ranks(optimizer, 7)
+        for _ in range(2):
+            optimizer.step()
+            torch.rand(1 + rank)
+    assert torch.equal(drawn[0], drawn[2]) and torch.equal(drawn[1], drawn[3])
+    assert not torch.equal(drawn[0], drawn[1])

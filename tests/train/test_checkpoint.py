@@ -517,6 +517,7 @@ def test_a_rank_beats_while_it_saves(monkeypatch, name):
     trainer.state = SimpleNamespace(global_step=4)
     trainer.clock = SimpleNamespace(paused=lambda: noted("pause"))
     trainer.reporter = SimpleNamespace(heartbeat=SimpleNamespace(beating=lambda step: noted("beat", step)))
+    trainer.tracker = SimpleNamespace(during=lambda phase: contextlib.nullcontext())
     getattr(trainer, name)("folder")
     beating = [("beat", 4), "written and hashed" if name == "_save_checkpoint" else "written", ("end", "beat")]
     assert said == ([("pause",), *beating, ("end", "pause")] if name == "_save_checkpoint" else beating)

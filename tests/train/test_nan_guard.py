@@ -3,10 +3,14 @@
 import json
 import math
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import ROOT, TINY, Run, recipe_process, run_python, run_world
+
+from zerofit.data.batches import DatasetWithFiller, EpochSampler
+from zerofit.train import nan_guard
 
 RARE, ROW, ROWS = "~", 17, 24
 SHORT = ["sft-0-fp32", "sft-2-fp32", "sft-3-fp32"]
@@ -100,6 +104,19 @@ def test_stop_and_replay(poisoned, tmp_path, recipe):
     bad = [i for i, line in enumerate(said) if "loss nan" in line]
     assert len(bad) == 1 and "embed_tokens" in said[bad[0] + 1]
     assert any(f"row {ROW}: " in line and RARE in line for line in said)
+
+
+def test_rows_of_a_step_are_looked_up_without_moving_the_sampler():
+    """Two ranks, micro batch 2, 10 rows and 2 fillers in an epoch: step 5 is the second one of the second epoch."""
+    sampler = EpochSampler(10, 4, seed=1)
+    sampler.set_epoch(2)  # the next epoch may have begun
+    trainer = SimpleNamespace(
+        tokens=SimpleNamespace(stream=None), train_dataset=DatasetWithFiller([{}] * 10, 0), train_sampler=sampler,
+        args=SimpleNamespace(per_device_train_batch_size=2, world_size=2), state=SimpleNamespace(global_step=5),
+    )  # fmt: skip
+    first, second = nan_guard.rows_of_step(trainer)
+    assert [*first[0], *second[0]] == sampler.indices(1)[4:8]
+    assert trainer.train_sampler is sampler and list(sampler) == sampler.indices(2)
 
 
 @pytest.mark.bad_input

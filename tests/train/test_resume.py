@@ -68,6 +68,10 @@ def test_it_goes_on(runs, name):
     check(before, runs[name], TOLERANCE["bf16" if name.startswith("1-2>") else "fp32"])
     said = runs[name].json("run.json")["decisions"]
     assert any("checkpoint-4 was saved with ZeRO" in line for line in said)
+    source, ranks = before.json("run.json"), 1 + ("1-2" not in name)
+    stage, now = source["arguments"]["zero"]["value"], runs[name].json("run.json")["arguments"]["zero"]["value"]
+    stretches = f"ZeRO stage {stage} on {ranks} rank{'s' * (ranks > 1)} to step 4, then stage {now} on 2 ranks"
+    assert stretches in (runs[name].folder / "final" / "README.md").read_text()
 
 
 def test_each_rank_draws_its_own_dropout_and_goes_on_with_it(runs):

@@ -1,5 +1,6 @@
 """Resolve the arguments of a job: the ordered lists of resolvers, and which arguments exclude each other."""
 
+import copy
 import os
 import sys
 from dataclasses import dataclass
@@ -44,14 +45,15 @@ def resolve_settings(
     return settings
 
 
-def resolve_for_model(settings: Settings) -> None:
+def resolve_for_model(settings: Settings, config=None) -> None:
     """Resolve the arguments that depend on the model's config.json; only the first call does anything.
 
+    Args: config: the model's, of a simulation with fewer layers; default: its config.json.
     Raises: UserError for a model that cannot be trained with these arguments.
     """
     if settings.knows_model:
         return
-    config = load.load_config(settings)
+    config = load.load_config(settings) if config is None else config
     settings.thaw()
     for resolve in FROM_MODEL_CONFIG:
         resolve(settings, config)
@@ -201,7 +203,7 @@ def _on(settings, name: str, values: tuple) -> bool:
 def _offload_sizes(settings, config) -> None:
     """Set the sizes in the DeepSpeed configuration that depend on the number of parameters; the model is counted."""
     if offload.depends_on_size(settings.deepspeed):
-        offload.check_sizes(settings, load.check_model(settings))
+        offload.check_sizes(settings, load.check_model(settings, copy.deepcopy(config)))
 
 
 # --- the order: a resolver may read what an earlier one has decided ---

@@ -107,11 +107,12 @@ def weight_dtype(settings) -> str:
     return precision_dtype if settings.deepspeed is not None or frozen_base or settings.pure_bf16 else "float32"
 
 
-def load_model(settings, tokenizer):
+def load_model(settings, tokenizer, config=None):
     """Load the causal LM for training: sharded while loading under ZeRO-3, cache off.
 
     Create TrainingArguments before this call: it registers the ZeRO-3 configuration that from_pretrained reads.
-    Args: settings: after resolve.resolve_for_model.
+    Args: settings: after resolve.resolve_for_model. config: the model's, to build another one with --random_init (a
+        simulation with fewer layers); default: its config.json.
     """
     import torch
     from transformers import AutoModelForCausalLM, set_seed
@@ -121,12 +122,13 @@ def load_model(settings, tokenizer):
         print(f"note: --dtype {settings.dtype} with stage 0 trains without an fp32 master copy", flush=True)
     set_seed(settings.seed)
     attention.avoid_wrong_kernels()
+    if settings.random_init and config is None:
+        config = load_config(settings)
     kwargs = {"attn_implementation": settings.attn_implementation, "dtype": dtype}
     sharded = settings.deepspeed is not None and settings.zero == 3
     # Load onto the GPU directly: N ranks with the model in host memory would need N times its size.
     device = None if sharded or settings.use_cpu else torch.device("cuda", torch.cuda.current_device())
     if settings.random_init:
-        config = load_config(settings)
         with device or contextlib.nullcontext():
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=settings.trust_remote_code, **kwargs)
     else:
@@ -153,10 +155,11 @@ def load_model(settings, tokenizer):
     return model
 
 
-def check_model(settings):
+def check_model(settings, config=None):
     """Build the model and its adapter on the meta device, to find wrong names before ranks start.
 
-    Args: settings: after resolve.resolve_for_model. Returns: the model, without memory for weights.
+    Args: settings: after resolve.resolve_for_model. config: the model's; default: its config.json.
+    Returns: the model, without memory for weights.
     Raises: UserError for an attention implementation or target modules that do not exist.
     """
     import torch
@@ -169,7 +172,7 @@ def check_model(settings):
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
-                load_config(settings),
+                load_config(settings) if config is None else config,
                 attn_implementation=settings.attn_implementation,
                 trust_remote_code=settings.trust_remote_code,
             )

@@ -1,10 +1,15 @@
-"""Patch torch, DeepSpeed and transformers for a simulated rank: no GPU, no other ranks, no values."""
+"""Patch torch, DeepSpeed, transformers, accelerate and bitsandbytes for a simulated rank.
+
+docs/patches.toml lists each patch with its reason and its test.
+"""
 
 import contextlib
 import importlib
 
+from zerofit import distributed
 
-def fake_other_ranks(deepspeed) -> None:
+
+def fake_other_ranks() -> None:
     """Turn off DeepSpeed's checks of ranks and norms: the fake group leaves arbitrary values in buffers."""
     from deepspeed.runtime.zero import partition_parameters, partitioned_param_coordinator, stage3, stage_1_and_2
 
@@ -12,7 +17,7 @@ def fake_other_ranks(deepspeed) -> None:
         module.assert_ints_same_as_other_ranks = lambda *args, **kwargs: None
     for module in (stage3, stage_1_and_2):
         module.is_invalid_grad_norm = lambda norm: False
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # an inference op, compiled for a minute
+    distributed.skip_inference_op()
 
 
 def register_gpu(free_bytes) -> None:
@@ -72,6 +77,7 @@ def register_gpu(free_bytes) -> None:
 
     set_accelerator(Accelerator())
     _patch_torch_tensor()
+    torch.cuda.get_device_name = lambda *_: "a simulated GPU"  # ThroughputMeter looks up its speed
 
 
 def _patch_torch_tensor() -> None:
@@ -88,6 +94,13 @@ def _patch_torch_tensor() -> None:
         return torch.empty(shape.shape, dtype=shape.dtype, device="gpu:0")
 
     torch.tensor = partition_parameters._orig_torch_tensor = tensor  # zero.Init saves and restores this one
+
+
+def train_on(arguments, device) -> None:
+    """Set the device of TrainingArguments and of accelerate, which know no device "gpu"."""
+    from accelerate.state import PartialState
+
+    PartialState._shared_state["device"] = arguments.__dict__["_setup_devices"] = device
 
 
 _HALF = ("linear", "matmul", "mm", "addmm", "bmm", "baddbmm", "mv", "addmv")
@@ -165,7 +178,6 @@ def without_values(padded: bool, row: int) -> None:
     import transformers.masking_utils as masks
 
     from zerofit.model import attention as model_attention
-    from zerofit.model import fused_loss
 
     torch.Generator = _generator_class(torch.Generator)
     # torch's optimizers choose their foreach implementation by the parameters' exact type.
@@ -176,8 +188,7 @@ def without_values(padded: bool, row: int) -> None:
     masks.find_packed_sequence_indices = lambda position_ids: None
     masks.is_tracing = lambda *args, **kwargs: False
     masks.fast_all = lambda mask: not padded
-    model_attention.spans = lambda bounds: [(i * row, (i + 1) * row) for i in range(bounds[1:].numel())]
-    fused_loss.logit_form = with_numbers(fused_loss.logit_form)
+    model_attention.register(lambda bounds: [(i * row, (i + 1) * row) for i in range(bounds[1:].numel())])
     torch.nn.Module._apply = _apply
     torch.nn.parallel.DistributedDataParallel = _distributed_data_parallel()
 
@@ -192,15 +203,11 @@ def _generator_class(plain):
     return Generator
 
 
-def with_numbers(function):
-    """Return `function` wrapped to run outside the fake modes, on real tensors that it creates itself."""
+def real_tensors():
+    """Return a context outside the fake modes, where new tensors have values."""
     from torch.utils._python_dispatch import _disable_current_modes
 
-    def run(*args, **kwargs):
-        with _disable_current_modes():
-            return function(*args, **kwargs)
-
-    return run
+    return _disable_current_modes()
 
 
 def _apply(module, change, recurse=True):
@@ -323,3 +330,48 @@ def attention_stand_in(name: str) -> None:
     AttentionInterface.register(name, attention)
     if name != "sdpa":
         AttentionMaskInterface.register(name, lambda *args, **kwargs: None)
+
+
+def quantize(net, device: str) -> None:
+    """Replace linear layers by bitsandbytes' NF4 layers with doubly quantized constants, without memory."""
+    import bitsandbytes
+    import torch
+
+    class Linear4bit(bitsandbytes.nn.Linear4bit):
+        """Linear4bit with a plain Parameter: bitsandbytes' Params4bit cannot wrap a tensor without memory."""
+
+        def __init__(self, linear):
+            torch.nn.Module.__init__(self)
+            self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
+            self.compute_dtype = linear.weight.dtype
+            packed, state = bitsandbytes.functional.quantize_4bit(
+                torch.empty_like(linear.weight, device=device), blocksize=64, compress_statistics=True,
+                quant_type="nf4", quant_storage=linear.weight.dtype,
+            )  # fmt: skip
+            self.weight = torch.nn.Parameter(packed, requires_grad=False)
+            self.weight.compress_statistics, self.weight.quant_type, self.weight.quant_state = True, "nf4", state
+
+        def forward(self, x):
+            state, bias = self.weight.quant_state, None if self.bias is None else self.bias.to(self.compute_dtype)
+            out = bitsandbytes.matmul_4bit(x.to(self.compute_dtype), self.weight, bias=bias, quant_state=state)
+            return out.to(x.dtype)
+
+    head = net.get_output_embeddings()
+    for parent in list(net.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is torch.nn.Linear and child is not head:
+                setattr(parent, name, Linear4bit(child))
+    replaced = {}  # a tied head stays tied
+    for module in net.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                replaced[id(parameter)] = (
+                    replaced[id(parameter)]
+                    if id(parameter) in replaced
+                    else torch.nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=False)
+                )
+                module._parameters[name] = replaced[id(parameter)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = torch.empty_like(buffer, device=device)
+    net.is_loaded_in_4bit = True

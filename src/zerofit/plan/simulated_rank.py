@@ -147,7 +147,7 @@ def _one_rank_of(settings, rank: int) -> None:
     import deepspeed
     import deepspeed.comm
 
-    fake_device.fake_other_ranks(deepspeed)
+    fake_device.fake_other_ranks()
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
 
 
@@ -165,13 +165,13 @@ def _evaluate_and_save(trainer, tracker) -> None:
     if trainer.eval_dataset is not None:
         trainer.evaluate()
     if trainer.is_deepspeed_enabled and trainer.accelerator.deepspeed_config["zero_optimization"]["stage"] == 3:
-        tracker._during("save", trainer.accelerator.get_state_dict)(trainer.deepspeed)
+        with tracker.during("save"):
+            trainer.accelerator.get_state_dict(trainer.deepspeed)
 
 
 def _trainers_needs(settings, device: str):
     """Return (Settings, TrainingArguments, tokenizer, rows, eval rows or None) for STEPS steps that write nothing."""
     import torch
-    from accelerate.state import PartialState
     from datasets import Dataset
 
     from zerofit.data.tokens import TokenizedDataset
@@ -197,8 +197,7 @@ def _trainers_needs(settings, device: str):
     settings = settings.replace(**changes)
     arguments = training_arguments(settings)
     if device != "cuda":
-        torch_device = torch.device("gpu:0" if device == "gpu" else "cpu")
-        PartialState._shared_state["device"] = arguments.__dict__["_setup_devices"] = torch_device
+        fake_device.train_on(arguments, torch.device("gpu:0" if device == "gpu" else "cpu"))
     row = {"input_ids": [5] * settings.max_length, "labels": [5] * settings.max_length}
 
     def tokens(count):
@@ -229,20 +228,12 @@ def _trainer(settings, arguments, rows, overrides, device, fake):
     from zerofit.train import progress
     from zerofit.train.trainer import ZerofitTrainer
 
-    if overrides:
-        plain_load_config = load.load_config
-
-        def load_config(settings):
-            config = plain_load_config(settings)
-            for name, value in overrides.items():
-                setattr(config.get_text_config(), name, value)
-            return config
-
-        load.load_config = load_config
     if device == "gpu":
         fake_device.attention_stand_in(settings.attn_implementation)
     device_context = torch.device("gpu:0") if device == "gpu" else contextlib.nullcontext()
-    resolve.resolve_for_model(settings)
+    config = load.load_config(settings)
+    config.get_text_config().update(overrides)
+    resolve.resolve_for_model(settings, config)
     tokenizer, train_rows, eval_rows = rows
     bits = quantization.bits(settings)
     if bits == 8 and fake:
@@ -252,63 +243,22 @@ def _trainer(settings, arguments, rows, overrides, device, fake):
         unset_hf_deepspeed_config()  # the engine shards packed weights after loading, not while they are loaded
         with torch.device("meta"):
             # loading in 4 bits would read the weights
-            model = load.load_model(settings.replace(load_in_4bit=False), tokenizer)
-        _quantize(model, "gpu:0" if device == "gpu" else "cpu")
+            model = load.load_model(settings.replace(load_in_4bit=False), tokenizer, config)
+        fake_device.quantize(model, "gpu:0" if device == "gpu" else "cpu")
     with device_context:
         if not (bits and fake):
-            model = load.load_model(settings, tokenizer)
+            model = load.load_model(settings, tokenizer, config)
         if settings.recipe == "lora":
             model = adapters.add_adapter(model, settings)
     on_gpu = device == "gpu"
-    if on_gpu:
-        torch.cuda.get_device_name = lambda *_: "simulated GPU"
     # not use_cpu: activations are then offloaded from the fake GPU
     settings = settings.replace(use_cpu=settings.use_cpu and not on_gpu)
-    trainer = ZerofitTrainer(settings, model, tokenizer, arguments, train_rows, eval_rows)
+
+    class SimulatedTrainer(ZerofitTrainer):
+        def fuse_loss(self, net):
+            with fake_device.real_tensors() if fake else contextlib.nullcontext():  # it computes test logits
+                return super().fuse_loss(net)
+
+    trainer = SimulatedTrainer(settings, model, tokenizer, arguments, train_rows, eval_rows)
     trainer.remove_callback(progress.Reporter)
     return trainer
-
-
-def _quantize(net, device: str) -> None:
-    """Replace linear layers by bitsandbytes' NF4 layers with doubly quantized constants, without memory."""
-    import bitsandbytes
-    import torch
-
-    class Linear4bit(bitsandbytes.nn.Linear4bit):
-        """Linear4bit with a plain Parameter: bitsandbytes' Params4bit cannot wrap a tensor without memory."""
-
-        def __init__(self, linear):
-            torch.nn.Module.__init__(self)
-            self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
-            self.compute_dtype = linear.weight.dtype
-            packed, state = bitsandbytes.functional.quantize_4bit(
-                torch.empty_like(linear.weight, device=device), blocksize=64, compress_statistics=True,
-                quant_type="nf4", quant_storage=linear.weight.dtype,
-            )  # fmt: skip
-            self.weight = torch.nn.Parameter(packed, requires_grad=False)
-            self.weight.compress_statistics, self.weight.quant_type, self.weight.quant_state = True, "nf4", state
-
-        def forward(self, x):
-            state, bias = self.weight.quant_state, None if self.bias is None else self.bias.to(self.compute_dtype)
-            out = bitsandbytes.matmul_4bit(x.to(self.compute_dtype), self.weight, bias=bias, quant_state=state)
-            return out.to(x.dtype)
-
-    head = net.get_output_embeddings()
-    for parent in list(net.modules()):
-        for name, child in list(parent.named_children()):
-            if type(child) is torch.nn.Linear and child is not head:
-                setattr(parent, name, Linear4bit(child))
-    replaced = {}  # a tied head stays tied
-    for module in net.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.is_meta:
-                replaced[id(parameter)] = (
-                    replaced[id(parameter)]
-                    if id(parameter) in replaced
-                    else torch.nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=False)
-                )
-                module._parameters[name] = replaced[id(parameter)]
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta:
-                module._buffers[name] = torch.empty_like(buffer, device=device)
-    net.is_loaded_in_4bit = True

@@ -9,7 +9,7 @@ allocator holds beyond tracked tensors (kernel workspaces) is `untracked`.
     tracker.peak     # {"forward": {"parameters": bytes, ..., "logits": bytes}, ...}
 """
 
-import functools
+import contextlib
 import resource
 import sys
 import time
@@ -264,32 +264,26 @@ class MemoryTracker:
     # --- transformers' Trainer ---
 
     def attach(self, trainer) -> None:
-        """Track a Trainer's phases through its callbacks, its saving and its evaluation."""
+        """Track the phases of a ZerofitTrainer's steps; its saving and its evaluation call `during`."""
         if self.model is None and not trainer.args.torch_compile:  # hooks would be compiled too
             self._adopt(trainer.model)
         self.enter("load")
         trainer.add_callback(_Phases(self, trainer))
-        for name, phase in (("_save_checkpoint", "save"), ("save_model", "save"), ("evaluation_loop", "eval")):
-            setattr(trainer, name, self._during(phase, getattr(trainer, name)))
 
-    def _during(self, phase: str, call):
-        """Wrap `call` as a phase, whose first call is tracked even while an open tracker is paused."""
-
-        @functools.wraps(call)
-        def run(*args, **kwargs):
-            before, paused = self.phase, not self.following
-            if paused and _open is self and phase not in self._once:
-                self._follow()
-            self._once.add(phase)
-            self.enter(phase)
-            try:
-                return call(*args, **kwargs)
-            finally:
-                self.enter(before)
-                if paused:
-                    self.pause()
-
-        return run
+    @contextlib.contextmanager
+    def during(self, phase: str):
+        """Count the body as a phase, whose first time is tracked even while an open tracker is paused."""
+        before, paused = self.phase, not self.following
+        if paused and _open is self and phase not in self._once:
+            self._follow()
+        self._once.add(phase)
+        self.enter(phase)
+        try:
+            yield
+        finally:
+            self.enter(before)
+            if paused:
+                self.pause()
 
     def before_step(self) -> None:
         """Label tensors and note the model states, between the last backward and the optimizer's step."""

@@ -115,9 +115,6 @@ class Reporter(TrainerCallback):
             trainer.train_sampler.set_epoch(state.global_step // steps)
 
     def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step == self.first_step and args.resume_from_checkpoint and args.ignore_data_skip:
-            # Opening the data loader draws from the generator that was just restored; restore it again for dropout.
-            self.trainer._load_rng_state(args.resume_from_checkpoint)
         self.trainer.clock.start()
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):

@@ -10,7 +10,7 @@ from zerofit.errors import DiskFull, Stopped, UserError, full_disk, printable
 from zerofit.model import adapters
 from zerofit.model.load import count_parameters, verify_saved
 from zerofit.settings import written
-from zerofit.train import generation, memory_history, memory_report, memory_tracker
+from zerofit.train import generation, memory_history, memory_report, memory_tracker, model_card
 from zerofit.train.checkpoint import resume
 from zerofit.train.trainer import ZerofitTrainer
 
@@ -40,7 +40,10 @@ def failures_reported(trainer: ZerofitTrainer):
 
 
 def save_final(trainer: ZerofitTrainer) -> None:
-    """Save the trained model or adapter to final/ and verify its files. Collective: under ZeRO-3 all have a share."""
+    """Save the trained model or adapter with its card to final/ and verify its files.
+
+    Collective: under ZeRO-3 every rank has a share.
+    """
     final = _final(trainer)
     trainer.model.config.use_cache = True  # off for training only
     trainer.save_model(str(final))
@@ -49,7 +52,24 @@ def save_final(trainer: ZerofitTrainer) -> None:
         adapters.convert_to_plain_lora(trainer.model, final)
         (final / "training_args.bin").unlink(missing_ok=True)  # a pickle that no loader needs
         verify_saved(final, trainable if trainer.settings.recipe == "lora" else total)
+        (final / "README.md").write_text(model_card.text(_card(trainer, final)), encoding="utf-8")
         run_folder.readable(final)
+
+
+def _card(trainer: ZerofitTrainer, final: Path) -> model_card.Card:
+    state, model, adapter = trainer.state, trainer.model, final / "adapter_config.json"
+    best = trainer.args.load_best_model_at_end and state.best_global_step
+    step = best or state.global_step
+    dtype = next(p.dtype for p in model.parameters() if p.requires_grad)
+    return model_card.Card(
+        facts=json.loads((final.parent / "run.json").read_text(encoding="utf-8")),
+        name=final.parent.name,
+        architecture=type(model.get_base_model() if adapter.exists() else model).__name__,
+        adapter=json.loads(adapter.read_text(encoding="utf-8")) if adapter.exists() else None,
+        steps=step,
+        losses=model_card.losses(state.log_history, step),
+        weights=str(dtype).removeprefix("torch."),
+    )
 
 
 def _final(trainer: ZerofitTrainer) -> Path:

@@ -234,7 +234,7 @@ def micro_batches(trainer, rows: list[dict], number: int) -> float:
     model.train()
     loss = torch.zeros((), device=trainer.args.device)
     for i in range(number):
-        accelerator.gradient_state._set_sync_gradients(i == number - 1)
+        accelerator.sync_gradients = i == number - 1
         loss += trainer.training_step(model, trainer.train_collator(rows), count)
     if not trainer.is_deepspeed_enabled:  # DeepSpeed's backward also steps
         if trainer.args.max_grad_norm:

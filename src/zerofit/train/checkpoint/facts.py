@@ -1,7 +1,6 @@
 """zerofit.json: what a checkpoint holds and how it was written."""
 
 import json
-import os
 from pathlib import Path
 
 FACTS = "zerofit.json"
@@ -9,18 +8,6 @@ FACTS = "zerofit.json"
 FORMAT = 1  # of that file; increase it when older versions could not resume from a new one
 
 ASIDE = ".saving"  # folder in the run folder that a checkpoint is written to before it is renamed
-
-
-def hash_file(file: Path, sync: bool = False) -> str:
-    import xxhash
-
-    digest = xxhash.xxh3_64()
-    with file.open("rb") as opened:
-        if sync:
-            os.fsync(opened.fileno())
-        while block := opened.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 # --- reading ---

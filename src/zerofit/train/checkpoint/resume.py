@@ -8,7 +8,7 @@ from zerofit.errors import UserError
 from zerofit.model.load import fingerprints
 from zerofit.settings import Settings
 from zerofit.train.checkpoint import differences, pickles
-from zerofit.train.checkpoint.facts import read_facts
+from zerofit.train.checkpoint.facts import read_facts, step_of
 
 
 def check_resumable(settings, train_set) -> None:
@@ -33,6 +33,8 @@ def check_resumable(settings, train_set) -> None:
             f"{flag}: was saved with {known['unsaved']}, whose optimizer states DeepSpeed leaves out; begin anew from "
             f"its weights with --model (recipes/lora.py: `zerofit export {requested} --merge` first)."
         )
+    stretch = {"zero": known["zero"], "world_size": known["world_size"], "to_step": step_of(Path(requested))}
+    settings.resumed = [*known.get("resumed", []), stretch]
     _decide_resharding(settings, known, Path(requested).name)
     if settings.resharded:
         zero_shards.check_whole(Path(requested))
