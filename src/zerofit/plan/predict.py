@@ -87,7 +87,7 @@ def _depths(zero: int, shape: Shape, every: int, ranks: int) -> list[tuple]:
     buckets, pattern = zero in (1, 2), max(1, every)
     first, second = LAYERS_MEASURED[buckets]
     distance = second - first
-    stored = 0.25 if shape.frozen_bytes < 1 else 1  # packed 4-bit weights: four in one 16-bit number
+    stored = _numbers_of_a_parameter(shape)
     if zero == 3 and shape.parameters * stored > candidates.KEPT_GATHERED:
         layer = (shape.parameters - 2 * shape.vocabulary * shape.hidden) / shape.layers
         first = max(first, math.ceil(candidates.KEPT_GATHERED / (layer * stored)))
@@ -104,6 +104,11 @@ def _depths(zero: int, shape: Shape, every: int, ranks: int) -> list[tuple]:
         pairs.append((small, small + distance))
         small += distance  # its answer is cached already
     return [*pairs, (None,)]
+
+
+def _numbers_of_a_parameter(shape: Shape) -> float:
+    """Return 0.25 for packed 4-bit weights, four of which are one 16-bit number of DeepSpeed's; else 1."""
+    return 0.25 if shape.frozen_bytes < 1 else 1
 
 
 def _same_moments(low: dict, high: dict) -> bool:
@@ -129,8 +134,10 @@ def _level(slopes: list[dict[str, float]], shape: Shape, ranks: int) -> bool:
     """Return whether stage 3's gathered parameters have stopped growing with the depth.
 
     A layer may add its shards to the step's buffers: at most 16 bytes a parameter over the ranks, gradients and states
-    in fp32. The layers that a forward or backward holds gathered must not grow.
+    in fp32. The layers that a forward or backward holds gathered must not grow, unless stage 3 keeps all of them.
     """
+    if shape.parameters * _numbers_of_a_parameter(shape) <= candidates.KEPT_GATHERED:
+        return True
     layer = shape.parameters / shape.layers
     gathered = layer * (shape.frozen_bytes if shape.frozen else 2.0)
     bounds = {"forward": 0.05 * gathered, "backward": 0.05 * gathered, "step": 16 * layer / ranks}
