@@ -3,23 +3,35 @@
 import itertools
 import math
 import os
+import re
 import shlex
 from dataclasses import dataclass, field
 
-from zerofit import command_line, hardware
-from zerofit.config import resolve
+from zerofit import allocator, command_line, hardware
+from zerofit.config import parse, resolve
 from zerofit.errors import EXIT_CODES, UserError
 from zerofit.hardware import GIB
 from zerofit.plan import formulas
 from zerofit.plan.formulas import Setting, Shape
 
-CONTEXT_BYTES = int(0.6 * GIB)  # CUDA context and kernels, outside the allocator (typical of CUDA 12/13)
+# CUDA context, kernels and libraries of one process, in GiB: what torch's out-of-memory messages call "non-PyTorch
+# memory", and for the T4 process memory minus reserved. Every message is in benchmarks/published/contexts.csv.
+CONTEXT_GIB = {"T4": 0.15, "L4": 0.25, "A10G": 0.65, "A100": 0.5, "L40S": 0.5, "L40": 0.5, "RTX 4090": 0.5,
+               "RTX 3090": 0.5, "RTX 5090": 0.6}  # fmt: skip
 
-NCCL_BYTES = int(0.4 * GIB)  # NCCL's channels and buffers
+UNKNOWN_CONTEXT_GIB = 0.6  # of a GPU for which no message was found
 
-WORKSPACE_BYTES = 72 * 2**20  # cuBLAS: 32 MiB for each of two handles, and its lt workspace; counted by the allocator
+# NCCL's channels and buffers: the same messages of jobs on several GPUs, minus the context. Four and five GPUs of one
+# node 0.6 to 0.9, 48 GPUs on six nodes 1.5.
+NCCL_GIB = {"within a node": 0.8, "across nodes": 1.5}
 
-FRAGMENTATION = 0.03  # share of the GPU that the allocator loses to fragmentation
+# cuBLAS has a workspace for each of two handles (the main thread's and autograd's), counted by the allocator:
+# aten/src/ATen/cuda/CublasHandlePool.cpp, 32 MiB from Hopper on, else 8 MiB and 128 KiB. cuBLASLt's is 1 MiB.
+WORKSPACE_BYTES = {"Hopper": 2 * 32 * 2**20, "older": 2 * (8 * 2**20 + 128 * 2**10)}
+
+SINCE_HOPPER = ("H100", "H200", "B200", "GH200", "GB200", "RTX 5090")
+
+FRAGMENTATION = 0.03  # of the allocated bytes: what the allocator loses to fragmentation where it is not simulated
 
 CLEARLY_TOO_MUCH = 1.25  # settings above this share of the limit by formula are simulated only if nothing else fits
 
@@ -44,6 +56,7 @@ class Candidate:
     formula: dict[str, float]
     seconds: float
     shape: Shape
+    gpu: hardware.Gpu
     answer: dict | None = None
     failed: str = ""  # why the simulation failed
     change: tuple[str, ...] = ()  # of SMALLER_STATES
@@ -59,11 +72,21 @@ class Candidate:
         return f"{self.method} ZeRO-{s.zero}{hpz}{offload}{checkpointing}{change}, micro batch {s.micro}"
 
     @property
-    def peak(self) -> int:
-        """Return the allocator's peak in bytes, by simulation, or else by the closed forms with a margin."""
+    def allocated(self) -> int:
+        """Return the peak of allocated bytes, by simulation, or else by the closed forms with a margin."""
         if self.answer:
-            return max(self.answer["total"].values()) + WORKSPACE_BYTES
-        return peak_by_formula(self.formula)
+            return max(self.answer["total"].values()) + workspace_bytes(self.gpu)
+        return peak_by_formula(self.formula, self.gpu)
+
+    @property
+    def reserved(self) -> int:
+        """Return the bytes that torch's allocator holds at its peak, on a GPU with room for them."""
+        return self.allocated + beyond_allocated(self.answer, self.allocated)["reserved"]
+
+    @property
+    def peak(self) -> int:
+        """Return the least bytes that torch's allocator must hold, which decides whether the job fits."""
+        return self.allocated + beyond_allocated(self.answer, self.allocated)["least"]
 
     @property
     def host_of_a_node(self) -> int:
@@ -79,9 +102,43 @@ class Candidate:
         return s.tokens * s.accumulation * s.ranks / self.seconds
 
 
-def peak_by_formula(parts: dict[str, float]) -> int:
-    """Return the allocator's peak in bytes by the closed forms, with their margin."""
-    return int(sum(parts.values()) * (1 + FORMULA_MARGIN)) + WORKSPACE_BYTES
+def peak_by_formula(parts: dict[str, float], gpu) -> int:
+    """Return the peak of allocated bytes by the closed forms, with their margin."""
+    return int(sum(parts.values()) * (1 + FORMULA_MARGIN)) + workspace_bytes(gpu)
+
+
+def workspace_bytes(gpu) -> int:
+    """Return the bytes of cuBLAS's workspaces on this GPU."""
+    return WORKSPACE_BYTES["Hopper" if _is_one_of(gpu, SINCE_HOPPER) else "older"]
+
+
+def context_bytes(gpu) -> int:
+    """Return the bytes of the CUDA context on this GPU."""
+    return int(next((size for name, size in CONTEXT_GIB.items() if _is_one_of(gpu, [name])), UNKNOWN_CONTEXT_GIB) * GIB)
+
+
+def nccl_bytes(ranks: int, node: int = formulas.GPUS_OF_A_NODE) -> int:
+    """Return the bytes of NCCL's buffers on each GPU."""
+    if ranks == 1:
+        return 0
+    return int(NCCL_GIB["within a node" if ranks <= node else "across nodes"] * GIB)
+
+
+def _is_one_of(gpu, names) -> bool:
+    """Return whether the GPU's device name has one of these names as whole words: A10G is no A10."""
+    return any(re.search(rf"(?<!\w){re.escape(name)}(?!\w)", gpu.device_name) for name in names)
+
+
+def beyond_allocated(answer: dict | None, allocated: int) -> dict[str, int]:
+    """Return the bytes that torch's allocator holds above the allocated peak.
+
+    Returns: {"reserved": on a GPU with room, "least": on a full one, where it returns unused segments}.
+    """
+    replayed = (answer or {}).get("allocator")
+    if not replayed:
+        return dict.fromkeys(("reserved", "least"), int(FRAGMENTATION * allocated))
+    mode = replayed["expandable" if allocator.expandable_segments() else "segments"]
+    return {name: mode[name] - mode["allocated"] for name in ("reserved", "least")}
 
 
 @dataclass
@@ -92,7 +149,7 @@ class Plan:
     rejected: faster candidates, and why; nearest: the smallest if nothing fits; would_do, longest: GPUs and
     --max_length at which something fits; host_limit: bytes of a node's host memory, None: unknown; node: GPUs of a
     node; adapter: LoRA or QLoRA by formula, if full fine-tuning is near the limit; disk_free: bytes for checkpoints,
-    None: unknown; kept: number of checkpoints, None: all."""
+    None: unknown; kept: number of checkpoints, None: all; rows: a sentence on the length of the rows."""
 
     gpu: hardware.Gpu
     ranks: int
@@ -110,6 +167,7 @@ class Plan:
     adapter: Candidate | None = None
     disk_free: int | None = None
     kept: int | None = None
+    rows: str = ""
 
     @property
     def nodes(self) -> int:
@@ -123,12 +181,28 @@ class NothingFits(UserError):
 
 
 def methods_to_try(method: str, recipe: str, flags: list[str]) -> list[str]:
-    quantised = "--load_in_4bit" in command_line.names(flags)
-    if not method:
-        return ["qlora" if quantised else recipe]
-    if method not in ("sft", "lora", "qlora", "auto"):
+    """Return the methods that --method, or else the recipe and --load_in_4bit, ask for.
+
+    Raises: UserError for an unknown method, or one that contradicts --load_in_4bit.
+    """
+    if method not in ("", "sft", "lora", "qlora", "auto"):
         raise UserError(f"--method {method}: must be one of sft, lora, qlora, auto.")
+    quantized = _load_in_4bit(flags)
+    if not method:
+        return ["qlora" if recipe == "lora" and quantized else recipe]
+    if quantized is False and method == "qlora":
+        raise UserError("--method qlora and --load_in_4bit false contradict each other: leave one out.")
+    if quantized and method in ("sft", "lora"):
+        raise UserError(f"--method {method} and --load_in_4bit true contradict each other: use --method qlora.")
     return ["sft", "lora", "qlora"] if method == "auto" else [method]
+
+
+def _load_in_4bit(flags: list[str]) -> bool | None:
+    """Return --load_in_4bit of the flags or their YAML file; None if neither has it."""
+    given = parse.explicit("lora", flags, "command line", early=True, strict=False)
+    if "load_in_4bit" not in given and given.get("config"):
+        given = parse.read_yaml(given["config"], "lora", early=True)
+    return given.get("load_in_4bit")
 
 
 def recipe_of(method: str) -> str:
@@ -173,7 +247,7 @@ def candidates(
                           nvme, node, hpz)  # fmt: skip
         by_part = formulas.memory(shape, setting, base, base.fused_loss)
         seconds = formulas.step_seconds(shape, setting, gpu, base.max_length)
-        result.append(Candidate(own_flags, method, setting, by_part, seconds, shape, change=change))
+        result.append(Candidate(own_flags, method, setting, by_part, seconds, shape, gpu, change=change))
     if not result:
         raise error or UserError("these flags leave no setting to plan.")
     return sorted(result, key=lambda c: (round(c.seconds, 4), c.setting.zero))
@@ -199,7 +273,7 @@ def planned_flags(flags: list[str], method: str) -> list[str]:
     named = command_line.names(flags)
     if "--offload" not in named:  # candidates() adds it to the settings that offload to disk
         flags = command_line.drop(flags, "--offload_path")
-    if method == "qlora" and "--load_in_4bit" not in named:
+    if method == "qlora" and not _load_in_4bit(flags):
         flags = command_line.put(flags, load_in_4bit=True)
     if "--model" in named and "--data" not in named:
         flags = command_line.put(flags, data=UNNAMED)  # a plan never opens the rows

@@ -7,8 +7,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from zerofit import hardware
-from zerofit.config import parse
+from zerofit import command_line, hardware
+from zerofit.config import parse, resolve
 from zerofit.errors import UserError
 from zerofit.hardware import GIB
 from zerofit.plan import candidates, formulas, search
@@ -60,7 +60,10 @@ def main(argv: list[str]) -> None:
         raise UserError(f"--output_dir {folder}: is a file; name a folder.")
     for_this_machine = args.gpu_type in ("", "detect")
     host_limit = _host_limit(args.host_memory, for_this_machine)
+    flags, rows = with_real_lengths(flags, candidates.recipe_of(methods[-1]), ranks, gpu)
+    print(f"rows: {rows}", flush=True)
     plan = search.search(methods, flags, ranks, gpu, lambda text: print(text, flush=True), host_limit, node)
+    plan.rows = rows
     plan.adapter = search.adapter_instead(plan, methods, flags)
     if for_this_machine:
         plan.disk_free = shutil.disk_usage(nearest_existing(folder)).free
@@ -74,6 +77,44 @@ def main(argv: list[str]) -> None:
     print(f"\n{folder}/plan.md, plan.json, plan.png")
     if plan.chosen is None:
         raise candidates.NothingFits(report.nothing_fits(plan))
+
+
+def with_real_lengths(flags: list[str], recipe: str, ranks: int, gpu) -> tuple[list[str], str]:
+    """Return (the flags with --max_length of the longest row or pack of --data, a sentence on the rows).
+
+    The tokenized rows are cached, so the run does not read them again. Rows that cannot be read are taken to be full.
+    """
+    settings = resolve.resolve_settings(recipe, candidates.planned_flags(flags, recipe), ranks, gpu)
+    length = settings.max_length
+    full = f"taken to be --max_length {length} tokens long"
+    if settings.data == [candidates.UNNAMED]:
+        return flags, f"{full}; with DATA= their real lengths are planned"
+    if settings.streaming:
+        return flags, f"{full}, since --streaming reads them later"
+    try:
+        longest = _longest(settings)
+    except UserError as error:
+        return flags, f"{full}, since they cannot be read: {error}"
+    width = min(length, -(-longest // 8) * 8)  # as the collator rounds
+    kind = "pack" if settings.packing else "row"
+    if width == length:
+        return flags, f"the longest {kind} of --data fills --max_length {length}"
+    return [*command_line.drop(flags, "--max_length"), "--max_length", str(width)], (
+        f"the longest {kind} of --data has {longest} tokens: planned with --max_length {width} instead of {length}"
+    )
+
+
+def _longest(settings) -> int:
+    """Return the tokens of the longest row of the training data, or of the longest pack."""
+    from zerofit.data.load import load_datasets
+    from zerofit.model.load import load_tokenizer
+
+    train_set, _ = load_datasets(settings, load_tokenizer(settings))
+    sequences = train_set.sequences(settings)
+    if not settings.packing:
+        return max(len(ids) for ids in sequences["input_ids"])
+    lengths = [len(ids) for ids in sequences.documents["input_ids"]]
+    return max(sum(lengths[i] for i in pack) for pack in sequences.packs)
 
 
 def _machines(nodes: str, gpus: int) -> tuple[int, int]:

@@ -20,12 +20,14 @@ def fake_other_ranks() -> None:
     distributed.skip_inference_op()
 
 
-def register_gpu(free_bytes) -> None:
+def register_gpu(tracker, total_bytes: int, overlaps: bool) -> None:
     """Register a fake torch device "gpu" and DeepSpeed accelerator; "cpu" counts as host memory.
 
-    Args: free_bytes: a function of no arguments that returns the free bytes of the planned GPU. DeepSpeed flattens the
-        weights of stages 1 and 2 on the GPU if they fit twice, else in host memory (runtime/zero/stage_1_and_2.py);
-        without this it would measure the memory of the planning machine.
+    Args: tracker: the MemoryTracker of the device, which is told when DeepSpeed empties the allocator's cache or
+        changes the stream; overlaps: DeepSpeed's overlap_comm, without which it uses one stream only.
+        total_bytes: the memory of the planned GPU. DeepSpeed flattens the weights of stages 1 and 2 on the GPU if they
+        fit twice, else in host memory (runtime/zero/stage_1_and_2.py); without this it would measure the memory of the
+        planning machine.
     """
     import torch
     from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
@@ -40,6 +42,7 @@ def register_gpu(free_bytes) -> None:
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
     from zerofit import allocator
+    from zerofit.plan import caching_allocator
 
     typed = {"ByteTensor": torch.uint8, "FloatTensor": torch.float32, "HalfTensor": torch.float16,
              "BFloat16Tensor": torch.bfloat16, "IntTensor": torch.int32, "LongTensor": torch.int64,
@@ -65,7 +68,18 @@ def register_gpu(free_bytes) -> None:
             return block[:size].view(tensor.dtype).view(tensor.shape)
 
         def available_memory(self, device_index=None):
-            return free_bytes()
+            return total_bytes - tracker.live_bytes
+
+        def empty_cache(self):
+            tracker.events.append((caching_allocator.EMPTY_CACHE, 0, 0))
+
+        @contextlib.contextmanager
+        def stream(self, stream):
+            before, tracker.stream = tracker.stream, int(overlaps)
+            try:
+                yield
+            finally:
+                tracker.stream = before
 
         def on_accelerator(self, tensor):
             return tensor.device.type == "gpu"
@@ -94,6 +108,42 @@ def _patch_torch_tensor() -> None:
         return torch.empty(shape.shape, dtype=shape.dtype, device="gpu:0")
 
     torch.tensor = partition_parameters._orig_torch_tensor = tensor  # zero.Init saves and restores this one
+    torch.nn.functional.softmax = _softmax_of_cuda(torch.nn.functional.softmax)
+
+
+def _softmax_of_cuda(plain, kind: str = "gpu"):
+    """Return a softmax whose backward, on tensors of device `kind`, allocates CUDA's temporary of the result's size.
+
+    aten/src/ATen/native/cuda/SoftMax.cu, softmax_backward_cuda_out: `Tensor tmp = grad * output;`
+    """
+    import torch
+
+    class Softmax(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, dim, stacklevel, dtype):
+            output = plain(x, dim, stacklevel, dtype)
+            ctx.save_for_backward(output)
+            ctx.dim, ctx.dtype = dim, x.dtype
+            return output
+
+        @staticmethod
+        def backward(ctx, gradient):
+            (output,) = ctx.saved_tensors
+            product = gradient * output
+            # CUDA reads a 16-bit input of an fp32 softmax directly (half_to_float) if it is fp16, else its fp32 copy
+            direct = ctx.dtype in (torch.float16, output.dtype)
+            result = torch.ops.aten._softmax_backward_data(
+                gradient, output, ctx.dim, ctx.dtype if direct else output.dtype
+            )
+            del product
+            return result.to(ctx.dtype), None, None, None
+
+    def softmax(input, dim=None, _stacklevel=3, dtype=None):
+        if input.device.type != kind or dim is None:
+            return plain(input, dim, _stacklevel, dtype)
+        return Softmax.apply(input, dim, _stacklevel, dtype)
+
+    return softmax
 
 
 def train_on(arguments, device) -> None:

@@ -36,7 +36,7 @@ def search(
     Raises: UserError for the user's mistakes.
     """
     began = time.perf_counter()
-    allowance = predict.allowance_of(gpu, ranks)
+    allowance = predict.allowance_of(gpu, ranks, node)
     settings = _resolved(methods[0], flags, ranks, gpu)
     limit = int((settings.memory_limit or gpu.memory_gib) * GIB) - sum(allowance.values())
     kept = settings.save_total_limit
@@ -145,12 +145,14 @@ def _last_tries(plan: candidates.Plan, large: list[candidates.Candidate], say) -
 
 
 def _by_formula(candidate: candidates.Candidate) -> float:
-    return sum(candidate.formula.values()) + candidates.WORKSPACE_BYTES
+    return sum(candidate.formula.values()) + candidates.workspace_bytes(candidate.gpu)
 
 
 def _fits(candidate: candidates.Candidate, plan: candidates.Plan, say) -> bool:
     """Simulate the candidate, report its peak, and choose it if it fits."""
     predict.ask(candidate, plan.ranks, plan.gpu)
+    if candidate.peak <= plan.limit < candidate.reserved and "extended_from_layers" in (candidate.answer or {}):
+        predict.ask(candidate, plan.ranks, plan.gpu, whole=True)  # unused segments decide: they depend on the depth
     how = (
         f"by formula, + {candidates.FORMULA_MARGIN:.0%}: the exact check failed"
         if candidate.failed
@@ -179,7 +181,7 @@ def _gpus_that_would_do(method: str, flags: list[str], ranks: int, gpu, node: in
     more = ranks
     while more < 4096:
         more *= 2
-        limit = int(gpu.memory_gib * GIB) - sum(predict.allowance_of(gpu, more).values())
+        limit = int(gpu.memory_gib * GIB) - sum(predict.allowance_of(gpu, more, node).values())
         try:
             tried = candidates.candidates(method, flags, more, gpu, node=node)
         except UserError:

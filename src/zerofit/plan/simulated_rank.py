@@ -93,9 +93,11 @@ def _answer(recipe, flags, ranks, rank, gpu, device, fake, padded, overrides) ->
 
     settings = resolve.resolve_settings(recipe, flags, ranks, hardware.Gpu(**gpu) if gpu else None)
     _launched(settings, rank)
-    tracker = memory_tracker.MemoryTracker(device=device, round_to=1 if device == "cpu" else 512)
-    if device == "gpu":
-        fake_device.register_gpu(lambda: int(gpu["memory_gib"] * 2**30) - tracker.live_bytes)
+    on_gpu = device == "gpu"
+    tracker = memory_tracker.MemoryTracker(device=device, round_to=1 if device == "cpu" else 512, keep_events=on_gpu)
+    if on_gpu:
+        overlaps = bool((settings.deepspeed or {}).get("zero_optimization", {}).get("overlap_comm"))
+        fake_device.register_gpu(tracker, int(gpu["memory_gib"] * 2**30), overlaps)
     _one_rank_of(settings, rank)
     settings, arguments, *rows = _trainers_needs(settings, device)
     with contextlib.ExitStack() as stack:
@@ -104,7 +106,7 @@ def _answer(recipe, flags, ranks, rank, gpu, device, fake, padded, overrides) ->
             stack.enter_context(torch._subclasses.fake_tensor.FakeTensorMode(allow_non_fake_inputs=True))
             micro = settings.per_device_train_batch_size
             stack.enter_context(fake_device.answers_for_collectives(micro * settings.max_length, micro))
-        host_tracker = _host_tracker(stack) if device == "gpu" else None
+        host_tracker = _host_tracker(stack) if on_gpu else None
         stack.enter_context(tracker)
         trainer = _trainer(settings, arguments, rows, overrides, device, fake)
         trainer.train()
@@ -121,8 +123,19 @@ def _answer(recipe, flags, ranks, rank, gpu, device, fake, padded, overrides) ->
             "parameters": sum(n for n, _ in sizes),
             "trainable": sum(n for n, trained in sizes if trained),
             "largest_block": tracker.largest,
+            "allocator": _allocator(tracker) if on_gpu else None,
             "seconds": round(time.perf_counter() - began, 2),
         }
+
+
+def _allocator(tracker) -> dict[str, dict[str, int]]:
+    """Return what torch's allocator needs for the job, with its usual segments and with expandable ones."""
+    from zerofit.plan import caching_allocator
+
+    return {
+        name: caching_allocator.needs(tracker.events, expandable)
+        for name, expandable in (("segments", False), ("expandable", True))
+    }
 
 
 def _launched(settings, rank: int) -> None:

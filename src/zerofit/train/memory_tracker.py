@@ -76,14 +76,16 @@ class MemoryTracker:
         optimizer: torch's, accelerate's or DeepSpeed's; a ZerofitTrainer provides its own.
         limit: bytes; more alive at once raise torch.OutOfMemoryError, as an allocator of that size would.
         round_to: bytes that a block is rounded up to; the CUDA allocator rounds to 512.
+        keep_events: record every allocation and release in `events`, in order.
     Attributes: phase, the current one (a caller without ZerofitTrainer sets it with `enter`); device, "cpu" or "cuda";
         model_states, bytes of parameters, gradients and optimizer at two moments of the last tracked step:
         "last_gradient", when the backward has computed all gradients, and "before_step", when they are reduced.
     """
 
     def __init__(
-        self, model=None, optimizer=None, round_to: int = 1, device: str | None = None, limit: int | None = None
-    ):
+        self, model=None, optimizer=None, round_to: int = 1, device: str | None = None, limit: int | None = None,
+        keep_events: bool = False,
+    ):  # fmt: skip
         self.model, self.optimizer, self.round_to = None, optimizer, round_to
         self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         self.phase, self.steps, self.following = "load", 0, False
@@ -94,6 +96,8 @@ class MemoryTracker:
         self._live, self._vocabulary, self._snapshot_due = 0, None, False
         self._best: dict[tuple[str, int], tuple[int, list[_Storage]]] = {}  # (phase, step) -> bytes, storages alive
         self._watch, self._hooks, self._gradient_hooks, self._once = None, [], [], set()
+        self.events: list[tuple] | None = [] if keep_events else None  # (key, bytes, stream); 0 bytes: released
+        self.stream = 0  # of new tensors
         if model is not None:
             self._adopt(model)
 
@@ -137,6 +141,8 @@ class MemoryTracker:
         size = -(-size // self.round_to) * self.round_to
         self._table[key] = _Storage(size, part, sure)
         weakref.finalize(storage, self._died, key).atexit = False
+        if self.events is not None:
+            self.events.append((key, size, self.stream))
         self._live += size
         self.highest, self.largest = max(self.highest, self._live), max(self.largest, size)
         if self.limit is not None and self._live > self.limit:
@@ -151,6 +157,8 @@ class MemoryTracker:
         storage = self._table.pop(key, None)
         if storage is not None:
             self._live -= storage.bytes
+            if self.events is not None:
+                self.events.append((key, 0, 0))
 
     def _keep_snapshot(self) -> None:
         """List a peak's storages only when one is freed or the phase ends: a rising peak costs nothing."""
