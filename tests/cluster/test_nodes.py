@@ -1,4 +1,4 @@
-"""Several machines, started by hand: the same training as on one, and no hang, orphan or half a job when something breaks."""
+"""Several machines, started by hand: train as one does; no hang, orphan or half a job when something breaks."""
 
 import re
 import shutil
@@ -122,8 +122,10 @@ def test_node_0_that_is_missing_and_a_name_that_nobody_knows(hosts, tmp_path):
     first, second = bed = hosts(2)
     flags = [*SHORT, "--output_dir", str(tmp_path / "run")]
     first.cut()
-    processes = [launch(second, 1, "sft", flags, more=["--join_timeout", "8"]),
-                 launch(second, 1, "sft", flags, address="nohost", more=["--join_timeout", "8"], log="name.txt")]  # fmt: skip
+    processes = [
+        launch(second, 1, "sft", flags, more=["--join_timeout", "8"]),
+        launch(second, 1, "sft", flags, address="nohost", more=["--join_timeout", "8"], log="name.txt"),
+    ]
     assert ends(*processes, seconds=60) == [2, 2]
     assert "MASTER_ADDR=host0 PORT=29500: cannot be reached from host1 within 8 s" in second.text()
     assert "does not know that name" in second.text("name.txt")
@@ -166,9 +168,9 @@ def test_torchrun_by_hand_finds_other_data_too(hosts, tmp_path):
     started = []
     for rank, host in enumerate(bed):
         flags = [str(other) if rank and word == str(TINY / "train.jsonl") else word for word in SHORT]
-        words = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node_rank", rank, "--nproc_per_node", "1",
-                 "--master_addr", "host0", "--master_port", "29500", ROOT / "recipes" / "sft.py", *flags, "--zero", "2",
-                 "--output_dir", tmp_path / "run"]  # fmt: skip
+        words = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node_rank", rank,
+                 "--nproc_per_node", "1", "--master_addr", "host0", "--master_port", "29500",
+                 ROOT / "recipes" / "sft.py", *flags, "--zero", "2", "--output_dir", tmp_path / "run"]  # fmt: skip
         started.append(host.popen(words, cwd=ROOT, env={"GLOO_SOCKET_IFNAME": host.interface}))
     assert 0 not in ends(*started, seconds=120)
     assert "data is not the same on all nodes: node 0 (host0) has" in bed[0].text() + bed[1].text()
@@ -180,8 +182,9 @@ def test_elastic_torchrun_by_hand_goes_on_with_the_machine_that_is_left(hosts, t
     first, second = bed = hosts(2)
     out = tmp_path / "run"
     flags = [*LONG[:-2], "--output_dir", str(out), "--resume_from_checkpoint", "auto"]
-    words = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc_per_node", "1", "--max_restarts", "3",
-             "--rdzv_backend", "c10d", "--rdzv_endpoint", "host0:29500", "--rdzv_conf", "last_call_timeout=20"]  # fmt: skip
+    words = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc_per_node", "1",
+             "--max_restarts", "3", "--rdzv_backend", "c10d", "--rdzv_endpoint", "host0:29500",
+             "--rdzv_conf", "last_call_timeout=20"]  # fmt: skip
     started = [
         host.popen([*words, "--local_addr", host.address, ROOT / "recipes" / "sft.py", *flags], cwd=ROOT,
                    env={"GLOO_SOCKET_IFNAME": host.interface}) for host in bed

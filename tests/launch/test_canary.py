@@ -116,8 +116,9 @@ def test_nothing_of_a_rehearsal_leaves_the_machine(tmp_path):
 
 
 def test_what_it_says():
-    found = {"device": "cuda", "peak_bytes": 60 * 2**30, "step_seconds": 4.0, "steps": 2000, "tokens_per_second": 12345.6,
-             "checkpoint_bytes": 112e9, "save_seconds": 31.0, "load_seconds": 40.0, "reloaded": True}  # fmt: skip
+    found = {"device": "cuda", "peak_bytes": 60 * 2**30, "step_seconds": 4.0, "steps": 2000,
+             "tokens_per_second": 12345.6, "checkpoint_bytes": 112e9, "save_seconds": 31.0,
+             "load_seconds": 40.0, "reloaded": True}  # fmt: skip
     text = "\n".join(canary.sentences(found, {"peak_bytes": 59 * 2**30, "limit_bytes": 76 * 2**30}, 95.0))
     assert "peak 60.00 GiB a rank; the plan said 59.00; 16.00 GiB are left" in text
     assert "12,346 tokens/s" in text and "2,000 steps take at most 2:13:20" in text and "112 GB in 31.0 s" in text

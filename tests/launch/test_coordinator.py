@@ -28,8 +28,9 @@ from zerofit.train import consistency, network_check
 FACTS = {"torch": "2", "recipe files": "abc"}
 SECRET = b"0123456789abcdef"
 SHORT = [
-    "--data", str(TINY / "train.jsonl"), "--max_samples", "24", "--effective_batch_size", "8", "--learning_rate", "1e-3",
-    "--num_train_epochs", "1", "--logging_steps", "1", "--save_strategy", "no", "--num_samples", "0",
+    "--data", str(TINY / "train.jsonl"), "--max_samples", "24", "--effective_batch_size", "8",
+    "--learning_rate", "1e-3", "--num_train_epochs", "1", "--logging_steps", "1", "--save_strategy", "no",
+    "--num_samples", "0",
 ]  # fmt: skip
 
 
@@ -82,8 +83,9 @@ def come(port, rank, facts=FACTS, ready=None, **more):
 
 @pytest.mark.bad_input
 @pytest.mark.parametrize("words", [
-    ["--nnodes", "two"], ["--nnodes", "3:2", "--node_rank", "0"], ["--nnodes", "2"], ["--nnodes", "2", "--node_rank", "2"],
-    ["--nnodes", "2", "--node_rank", "0"], ["--nnodes", "2", "--node_rank", "0", "--master_addr", "a", "--port", "65535"],
+    ["--nnodes", "two"], ["--nnodes", "3:2", "--node_rank", "0"], ["--nnodes", "2"],
+    ["--nnodes", "2", "--node_rank", "2"], ["--nnodes", "2", "--node_rank", "0"],
+    ["--nnodes", "2", "--node_rank", "0", "--master_addr", "a", "--port", "65535"],
     ["--nnodes", "2", "--node_rank", "0", "--master_addr", "a", "--join_timeout", "soon"],
     ["--nnodes", "2", "--node_rank", "0", "--master_addr", "a", "--interface", "nonet0"],
 ])  # fmt: skip
@@ -323,9 +325,10 @@ def test_a_signature_holds_for_one_key_and_documents_have_a_shape():
         documents.read(SECRET, "node/1", text)
     right = {"heartbeat": 1, "supervisors": {}}
     for wrong, said in (
-        ([], "document: "), ({"heartbeat": 1}, "supervisors: Field required"), (right | {"heartbeat": "1"}, "heartbeat: "),
-        (right | {"order": {"attempt": 1}}, "order.nodes: "), (right | {"end": []}, "end: "),
-        (right | {"nodes": {"x": 1}}, "nodes.x"), ("[" * 100_000, "document: "), ("\udcff", "document: "),
+        ([], "document: "), ({"heartbeat": 1}, "supervisors: Field required"),
+        (right | {"heartbeat": "1"}, "heartbeat: "), (right | {"order": {"attempt": 1}}, "order.nodes: "),
+        (right | {"end": []}, "end: "), (right | {"nodes": {"x": 1}}, "nodes.x"),
+        ("[" * 100_000, "document: "), ("\udcff", "document: "),
     ):  # fmt: skip
         text = (wrong if isinstance(wrong, str) else json.dumps(wrong)).encode(errors="surrogateescape")
         signature = documents._signature(SECRET, JOB_KEY, text).encode()
@@ -371,7 +374,8 @@ def test_flags_come_from_each_nodes_own_command_line(tmp_path):
     leading = ["--model", "evil", "--trust_remote_code", "true", "--zero=3", "--offload_path", "/disk0", "--gpus", "4",
                "--resume_from_checkpoint", str(tmp_path / "checkpoint-5"), "--gradient_checkpointing"]  # fmt: skip
     found = documents.with_decisions(own, documents.decisions(leading), tmp_path)
-    assert found == ["--model", "mine", "--zero", "3", "--gradient_checkpointing", "--gpus", "4", "--offload_path", "/disk1",
+    assert found == ["--model", "mine", "--zero", "3", "--gradient_checkpointing", "--gpus", "4",
+                     "--offload_path", "/disk1",
                      "--resume_from_checkpoint", str(tmp_path / "checkpoint-5")]  # fmt: skip
     assert documents.with_decisions(own, documents.decisions(own), tmp_path)[2:4] == ["--zero", "auto"]
     elsewhere = {"--resume_from_checkpoint": ["/elsewhere/checkpoint-5"]}
@@ -467,8 +471,8 @@ def test_what_each_host_would_run(tmp_path, capsys, monkeypatch):
     file = tmp_path / "hosts"
     file.write_text("one slots=4\ntwo slots=4\n")
     monkeypatch.setenv("HF_TOKEN", "hf_very_secret")
-    hostfile.main(["--hosts", str(file), "--exclude", "two:0", "--show", "recipes/sft.py", "--run_name", "it's a \"run\"",
-                   "--hub_token", "hf_other_secret"])  # fmt: skip
+    hostfile.main(["--hosts", str(file), "--exclude", "two:0", "--show", "recipes/sft.py",
+                   "--run_name", "it's a \"run\"", "--hub_token", "hf_other_secret"])  # fmt: skip
     said = capsys.readouterr().out
     assert said.splitlines()[1] == (
         "  zerofit launch --gpus 4 --nnodes 2 --node_rank 0 --master_addr one --join_timeout 45 recipes/sft.py "
@@ -480,13 +484,14 @@ def test_what_each_host_would_run(tmp_path, capsys, monkeypatch):
 
 def test_what_one_machine_of_two_would_run(capsys, monkeypatch):
     monkeypatch.setenv("PET_NODE_RANK", "7")  # an operator's, which is not for the ranks
-    launch.main(["--gpus", "2", "--nnodes", "2", "--node_rank", "1", "--master_addr", "10.0.0.1", "--port", "4000", "--show",
-                 "--args", "--run_name 'it is a \"run\"'", str(ROOT / "recipes" / "lora.py"), "--zero", "2"])  # fmt: skip
+    launch.main(["--gpus", "2", "--nnodes", "2", "--node_rank", "1", "--master_addr", "10.0.0.1", "--port", "4000",
+                 "--show", "--args", "--run_name 'it is a \"run\"'", str(ROOT / "recipes" / "lora.py"),
+                 "--zero", "2"])  # fmt: skip
     said = capsys.readouterr().out.splitlines()
     assert shlex.split(said[1])[1:] == [
-        "-m", "zerofit.launch.torchrun", "--nnodes", "2", "--node_rank", "1", "--nproc_per_node", "2", "--master_addr", "10.0.0.1",
-        "--master_port", "4001", "--rdzv_conf", "timeout=45", str(ROOT / "recipes" / "lora.py"), "--zero", "2", "--run_name",
-        'it is a "run"', "--gpus", "4",
+        "-m", "zerofit.launch.torchrun", "--nnodes", "2", "--node_rank", "1", "--nproc_per_node", "2",
+        "--master_addr", "10.0.0.1", "--master_port", "4001", "--rdzv_conf", "timeout=45",
+        str(ROOT / "recipes" / "lora.py"), "--zero", "2", "--run_name", 'it is a "run"', "--gpus", "4",
     ]  # fmt: skip
     assert "PET_NODE_RANK" not in os.environ
 
@@ -507,7 +512,7 @@ def test_a_disk_that_is_not_shared_is_seen(tmp_path):
 
 
 def disturb(port, folder, done) -> int:
-    """What a stranger sends to the supervisors' port while a job runs, each of it once a second; how often it was sent."""
+    """Send a stranger's messages to the supervisors' port once a second until `done` is set; return how often."""
     outside = dict.fromkeys(("../../outside", str(folder / "outside"), "rank0.json"), "x")
     node = NodeState(
         id="stranger", leader="x", heartbeat=10**6, host="h", address="", gpus=1, facts={}, report=ended_with(outside)
@@ -542,8 +547,10 @@ def disturb(port, folder, done) -> int:
 
 @pytest.mark.injection
 def test_two_machines_train_as_one_does(tmp_path):
-    """The line of docs/multinode.md: two supervisors at one address, the whole way but for a network between them, while a
-    stranger writes to their port."""
+    """The line of docs/multinode.md: two supervisors at one address, all but a network between them.
+
+    Meanwhile a stranger writes to their port.
+    """
     page, out = (ROOT / "docs" / "multinode.md").read_text(), tmp_path / "two"
     line = re.search(r"```bash\n(make sft NODES=2 NODE_RANK=1 .* & make sft NODES=2 .*)\n```", page)[1]
     port, done = distributed.free_port() // 2 * 2, threading.Event()

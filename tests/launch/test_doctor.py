@@ -275,7 +275,8 @@ def test_triton_needs_a_c_compiler_on_a_gpu(monkeypatch):
 
 
 @pytest.mark.parametrize(("nvcc", "torchs", "warns"), [
-    ("13.0", "13.0", False), ("13.1", "13.0", True), ("12.6", "12.8", False), ("12.4", "13.0", True), ("13.0", "12.9", True),
+    ("13.0", "13.0", False), ("13.1", "13.0", True), ("12.6", "12.8", False), ("12.4", "13.0", True),
+    ("13.0", "12.9", True),
 ])  # fmt: skip
 def test_nvcc_is_compared_as_deepspeed_does(monkeypatch, tmp_path, nvcc, torchs, warns):
     from deepspeed.ops.op_builder import builder

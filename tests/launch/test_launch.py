@@ -24,8 +24,9 @@ from zerofit.train.checkpoint import resume
 
 BIN = Path(sys.executable).parent
 SHORT = [
-    "--data", str(TINY / "train.jsonl"), "--max_samples", "24", "--effective_batch_size", "8", "--learning_rate", "1e-3",
-    "--num_train_epochs", "1", "--logging_steps", "1", "--save_strategy", "no", "--num_samples", "0",
+    "--data", str(TINY / "train.jsonl"), "--max_samples", "24", "--effective_batch_size", "8",
+    "--learning_rate", "1e-3", "--num_train_epochs", "1", "--logging_steps", "1", "--save_strategy", "no",
+    "--num_samples", "0",
 ]  # fmt: skip
 CACHED_CONFIGS = {
     "DEEPSPEED": """

@@ -195,8 +195,8 @@ def test_an_exception_in_a_data_worker(tmp_path):
 @pytest.mark.slow
 def test_memory_that_truly_runs_out(tmp_path):
     """Address space for a small micro batch only: the CPU's allocator fails, the next attempt fits."""
-    flags = ["--per_device_train_batch_size", "512", "--effective_batch_size", "512", "--max_steps", "2", "--max_samples",
-             "512", "--gradient_checkpointing", "false"]  # fmt: skip
+    flags = ["--per_device_train_batch_size", "512", "--effective_batch_size", "512", "--max_steps", "2",
+             "--max_samples", "512", "--gradient_checkpointing", "false"]  # fmt: skip
     fault = {"what": "limit", "where": "start", "rank": 0, "bytes": 600 * 2**20}
     done = launch(tmp_path / "run", *flags, fault=fault, gpus="1", zero="0")
     assert done.returncode == 0, done.stderr
