@@ -37,7 +37,7 @@ def main() -> None:
     if settings.adapter:
         model = add_adapter(model, settings, tokenizer)
 
-    # --- train; the reference is the model with its adapter off, or log-probabilities computed before the first step ---
+    # --- train; the reference: the model with its adapter off, or log-probabilities computed before the first step ---
     recipe.open_run_folder(settings, train_set, eval_set)
     trainer = PreferenceTrainer(settings, model, tokenizer, training_args, train_set, eval_set)
     with failures_reported(trainer):

@@ -3,7 +3,7 @@
     torchrun --nproc_per_node 2 tests/world.py cases.json
 
 cases.json: [{"recipe": "sft", "flags": [...]}, ...]. Every rank runs the real recipe file for each case; a case
-that raises ends the launch with its traceback. In addition to the recipe's files, each run folder gets `witness.json`
+that raises ends the launch with its traceback. In addition to the recipe's files, each run folder gets `record.json`
 (facts recorded by the ranks) and `logits.pt` (the trained model's logits on one batch, for comparison with final/).
 """
 
@@ -48,7 +48,7 @@ def frozen_hash(model) -> str:
 
 
 class Recording:
-    """What a trainer also does here: it records the rows that it trains on and a hash of the frozen parameters."""
+    """A trainer that also records the rows that it trains on and a hash of the frozen parameters."""
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -60,11 +60,11 @@ class Recording:
         return super().training_step(net, inputs, num_items_in_batch)
 
 
-class Witness(Recording, train_trainer.ZerofitTrainer):
+class RecordingTrainer(Recording, train_trainer.ZerofitTrainer):
     pass
 
 
-class PreferenceWitness(Recording, preference.PreferenceTrainer):
+class RecordingPreferenceTrainer(Recording, preference.PreferenceTrainer):
     pass
 
 
@@ -97,7 +97,7 @@ def innermost(optimizer):
     return innermost(optimizer.optimizer) if hasattr(optimizer, "optimizer") else optimizer
 
 
-def record(trainer: Witness) -> None:
+def record(trainer: RecordingTrainer) -> None:
     folder, model = Path(trainer.args.output_dir), trainer.model
     after = frozen_hash(model)  # first: a forward outside the engine may leave ZeRO-3's next parameter in flight
     ids = torch.tensor([trainer.tokens.dataset[0]["input_ids"]])
@@ -120,7 +120,7 @@ def record(trainer: Witness) -> None:
             "bytes": bytes_by_part(trainer),
             "optimizer": type(innermost(trainer.optimizer)).__name__,
         }
-        (folder / "witness.json").write_text(json.dumps(facts))
+        (folder / "record.json").write_text(json.dumps(facts))
 
 
 def main() -> None:
@@ -135,8 +135,8 @@ def main() -> None:
         write_result(trainer, metrics)
         record(trainer)
 
-    train_trainer.ZerofitTrainer, run.write_result = Witness, write_and_record
-    preference.PreferenceTrainer = PreferenceWitness
+    train_trainer.ZerofitTrainer, run.write_result = RecordingTrainer, write_and_record
+    preference.PreferenceTrainer = RecordingPreferenceTrainer
     launched = {name: os.environ[name] for name in distributed.LAUNCHER_SETS if name in os.environ}
     stop, distributed.stop = distributed.stop, lambda wait=True: None  # the process group is needed for the next case
     for case in json.loads(Path(sys.argv[1]).read_text()):

@@ -1,11 +1,12 @@
-"""Make the bundled preference task: pairs about the village of make_tiny.py, and the model that `make sft` trains there.
+"""Make the bundled preference task: pairs about the village of make_tiny.py, and the model of `make sft`.
 
     python examples/tiny/make_preferences.py     # rewrites preference/ beside this file
 
-The village likes an answer to have the form of what was said: a question gets a sentence ("Ada lives in Oslo."), a request
-("Name ...", "Tell me ...") the bare fact ("Oslo."). Both answers of a pair are right; the rejected one has the other
-form. The SFT model always answers with a sentence, so it prefers the chosen answer in half of the pairs, which are as
-many of each form. The held-out pairs use wordings of a fact that no training pair has. About 1 minute on 2 CPU cores.
+The village likes an answer to have the form of what was said: a question gets a sentence ("Ada lives in Oslo."), a
+request ("Name ...", "Tell me ...") the bare fact ("Oslo."). Both answers of a pair are right; the rejected one has the
+other form. The SFT model always answers with a sentence, so it prefers the chosen answer in half of the pairs, which
+are as many of each form. The held-out pairs use wordings of a fact that no training pair has. About 1 minute on 2 CPU
+cores.
 """
 
 import json

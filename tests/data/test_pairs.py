@@ -133,13 +133,13 @@ def test_padded_and_concatenated_batches_hold_the_same_documents(tokenizer):
 
 
 def test_a_cached_set_holds_lengths_and_is_not_that_of_sft(tmp_path, tokenizer):
-    from zerofit.config import parse
+    from zerofit.config import resolve
     from zerofit.data.load import load_datasets
 
     (tmp_path / "p.jsonl").write_text("\n".join(json.dumps(FORMS[name]) for name in FORMS if "question" not in name))
     flags = ["--data", str(tmp_path / "p.jsonl"), "--use_cpu", "true", "--max_length", "64"]
-    train, _ = load_datasets(parse.parse("dpo", flags, 1), tokenizer)
+    train, _ = load_datasets(resolve.resolve_settings("dpo", flags, 1), tokenizer)
     assert train.dataset.column_names == ["input_ids", "labels", "lengths"] and len(train) == 7
     assert train.statistics["longest"] == max(map(max, train.dataset["lengths"]))
     with pytest.raises(UserError, match=r"which recipes/dpo\.py trains on"):
-        load_datasets(parse.parse("sft", flags, 1), tokenizer)
+        load_datasets(resolve.resolve_settings("sft", flags, 1), tokenizer)

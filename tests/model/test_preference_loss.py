@@ -82,7 +82,8 @@ def test_log_probabilities_without_logits_are_those_of_the_logits(form):
         hidden.flatten(0, 1), weight, bias, targets, documents, 3, scale, softcap, rows=7
     )
     textbook = torch.stack([
-        sum((logits[i, t].log_softmax(-1)[labels[i, t + 1]] for t in range(19) if labels[i, t + 1] >= 0), logits.new_zeros(()))
+        sum((logits[i, t].log_softmax(-1)[labels[i, t + 1]] for t in range(19) if labels[i, t + 1] >= 0),
+            logits.new_zeros(()))
         for i in range(3)
     ])  # fmt: skip
     assert torch.allclose(dense, textbook, rtol=1e-12) and torch.allclose(fused, textbook, rtol=1e-12)

@@ -19,16 +19,18 @@ ADAPTER = ["--adapter", "lora", "--lora_r", "4", "--lora_alpha", "8"]
 
 def flags(folder, *more):
     return [
-        "--model", str(folder / "model"), "--data", str(folder / "pairs.jsonl"), "--eval_data", str(folder / "held_out.jsonl"),
+        "--model", str(folder / "model"), "--data", str(folder / "pairs.jsonl"),
+        "--eval_data", str(folder / "held_out.jsonl"),
         "--effective_batch_size", str(BATCH), "--per_device_train_batch_size", "2", "--learning_rate", str(RATE),
         "--lr_scheduler_type", "constant", "--warmup_steps", "0", "--beta", str(BETA), "--max_steps", str(STEPS),
-        "--train_sampling_strategy", "sequential", "--logging_steps", "1", "--eval_strategy", "no", "--save_strategy", "no",
-        "--num_samples", "0", "--max_length", "128", "--gradient_checkpointing", "false", *more,
+        "--train_sampling_strategy", "sequential", "--logging_steps", "1", "--eval_strategy", "no",
+        "--save_strategy", "no", "--num_samples", "0", "--max_length", "128", "--gradient_checkpointing", "false",
+        *more,
     ]  # fmt: skip
 
 
 def write_inputs(folder):
-    """Write 22 and 5 pairs of uneven lengths (the last batch of an epoch holds two fillers) and a small random model."""
+    """Write 22 and 5 pairs of uneven lengths (an epoch ends with two fillers) and a small random model."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(MODEL)
@@ -220,7 +222,7 @@ def test_the_first_loss_is_ln_2_and_all_metrics_are_written(run_of, name):
 
 
 def test_the_adapter_is_saved_and_the_frozen_base_stays(run_of):
-    seen = run_of("lora, ZeRO 2").json("witness.json")
+    seen = run_of("lora, ZeRO 2").json("record.json")
     assert seen["frozen_before"] == seen["frozen_after"]
     assert (run_of("lora, ZeRO 2").folder / "final" / "adapter_config.json").exists()
 

@@ -75,12 +75,12 @@ TRACKERS = {
 }
 
 
-def check(settings, given: dict[str, Any], defaults: dict[str, Any]) -> None:
-    """Refuse the arguments that have no effect, or a wrong one, under this trainer.
+def resolve(settings) -> None:
+    """Refuse the arguments that have no effect, or a wrong one, under this trainer; read --accelerator_config.
 
-    Args: settings: `settings.Settings`; given: arguments set by flag or YAML; defaults: the defaults of all arguments.
     Raises: UserError that names the argument, the reason and what to use instead.
     """
+    given, defaults = settings.given, settings.defaults
     for name, why in REFUSED.items():
         off = given.get(name) == defaults[name] or (not defaults[name] and str(given.get(name)).lower() in OFF)
         if name in given and not off:

@@ -83,8 +83,8 @@ def _side(place: str, name: str, value: Any, prompt: list[dict]) -> list[dict]:
             return [*prompt, {"role": "assistant", "content": conversations._string(place, name, value)}]
         if not value.startswith("\n\nHuman: "):
             raise UserError(
-                f"{place}: column 'prompt' is missing, and {name!r} is a string that holds no dialogue; add the prompt, "
-                "or map its column with --columns prompt=..."
+                f"{place}: column 'prompt' is missing, and {name!r} is a string that holds no dialogue; add the "
+                "prompt, or map its column with --columns prompt=..."
             )
         roles = ["user" if "Human" in mark else "assistant" for mark in DIALOGUE.findall(value)]
         return [{"role": r, "content": t.strip()} for r, t in zip(roles, DIALOGUE.split(value)[1:], strict=True)]

@@ -35,11 +35,11 @@ def main(argv: list[str]) -> None:
     if run_folder.finished(folder):
         raise UserError(f"{folder}: this run has finished; its model is in {folder / 'final'}.")
     new = [*args.flags, *shlex.split(args.args)]
-    overridden = ["--" + word[2:].partition("=")[0].replace("-", "_") for word in new if word.startswith("--")]
+    overridden = command_line.names(new)
     place = node_options.of(args)
     nodes = place.most if place else 1
     new_ranks = int(args.gpus) * nodes if args.gpus.isdigit() else ranks
-    if new_ranks not in (0, ranks) and not set(retry.BATCH) & set(overridden):
+    if new_ranks not in (0, ranks) and not overridden & {*retry.BATCH}:
         effective_batch, micro = (facts["arguments"][name[2:]]["value"] for name in retry.BATCH[:2])
         flags = [*command_line.drop(flags, *retry.BATCH), *retry.same_batch(effective_batch, micro, new_ranks)]
     flags = flags_without_offload(flags, new, facts["arguments"]["offload"]["value"])
@@ -67,4 +67,4 @@ def flags_without_offload(flags: list[str], new: list[str], offload: str) -> lis
         return flags
     print(f"note: ZeRO stage {stage} cannot offload {offload}: the run goes on with --offload {supported}", flush=True)
     dropped = ("--offload_path", "--offload_ratio", "--super_offload") if supported == "none" else ()
-    return [*command_line.drop(flags, "--offload", *dropped), "--offload", supported]
+    return command_line.put(command_line.drop(flags, *dropped), offload=supported)

@@ -82,14 +82,14 @@ def resolve(settings) -> None:
     if settings.loss_type == "simpo":
         if settings.precompute_ref_log_probs:
             raise UserError("--precompute_ref_log_probs with --loss_type simpo: it has no reference; leave it out.")
-        settings.values["precompute_ref_log_probs"] = False
+        settings.precompute_ref_log_probs = False
         settings.decisions.append("loss_type simpo: trains without a reference model")
     elif settings.trains_adapter and settings.precompute_ref_log_probs is None:
         decide(settings, "precompute_ref_log_probs", False, "the reference is the model with its adapter off")
     elif settings.precompute_ref_log_probs is False and not settings.trains_adapter:
         raise UserError(
-            "--precompute_ref_log_probs false: without --adapter the reference would be a second model in memory; leave "
-            "the flag out, or use --adapter lora."
+            "--precompute_ref_log_probs false: without --adapter the reference would be a second model in memory; "
+            "leave the flag out, or use --adapter lora."
         )
     elif settings.precompute_ref_log_probs is None:
         decide(settings, "precompute_ref_log_probs", True, "no second model in memory; 8 bytes a pair")
@@ -102,13 +102,13 @@ def _check_numbers(settings) -> None:
         raise UserError(f"--rpo_alpha is {settings.rpo_alpha}: it must be 0 or more.")
     if not 0 <= settings.label_smoothing < 0.5:
         raise UserError(
-            f"--label_smoothing is {settings.label_smoothing}: the share of pairs that are the wrong way round must be "
-            "at least 0 and below 0.5."
+            f"--label_smoothing is {settings.label_smoothing}: the share of pairs that are the wrong way round must "
+            "be at least 0 and below 0.5."
         )
     if settings.label_smoothing and settings.loss_type not in SMOOTHED:
         raise UserError(
-            f"--label_smoothing with --loss_type {settings.loss_type}: only {' and '.join(SMOOTHED)} have it; leave one "
-            "of the two out."
+            f"--label_smoothing with --loss_type {settings.loss_type}: only {' and '.join(SMOOTHED)} have it; leave "
+            "one of the two out."
         )
     if settings.source["simpo_gamma"] != "default" and settings.loss_type != "simpo":
         raise UserError(
@@ -140,10 +140,11 @@ def _check_adapter(settings) -> None:
                 )
     elif settings.adapter in adapters.PROMPTS:
         raise UserError(
-            f"--adapter {settings.adapter} with recipes/dpo.py: its virtual tokens shift the answers; use --adapter lora."
+            f"--adapter {settings.adapter} with recipes/dpo.py: its virtual tokens shift the answers; use "
+            "--adapter lora."
         )
     elif re.fullmatch(adapters.CHANGES_BASE, settings.init_lora_weights):
         raise UserError(
-            f"--init_lora_weights {settings.init_lora_weights} with recipes/dpo.py: it changes the base, so the model with "
-            "the adapter off is not the reference; use true, gaussian or orthogonal."
+            f"--init_lora_weights {settings.init_lora_weights} with recipes/dpo.py: it changes the base, so the model "
+            "with the adapter off is not the reference; use true, gaussian or orthogonal."
         )

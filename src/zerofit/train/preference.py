@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import torch
+from accelerate.utils import send_to_device
 
 from zerofit import distributed
 from zerofit.data.batches import document_of_each_token
@@ -177,11 +178,11 @@ class PreferenceTrainer(ZerofitTrainer):
         model.eval()
         with torch.no_grad(), self.adapter_off():
             for i in range(0, len(batches), args.world_size):
-                self.reporter.pulse.beat(self.state.global_step)
+                self.reporter.heartbeat.beat(self.state.global_step)
                 # A rank without pairs left computes the first ones again, to take part in ZeRO-3's gathers.
                 own = i + args.process_index < len(batches)
                 rows = batches[i + args.process_index] if own else batches[0]
-                inputs = self._prepare_inputs(self.train_collator([pairs[j] for j in rows]))
+                inputs = send_to_device(self.train_collator([pairs[j] for j in rows]), args.device)
                 with self.compute_loss_context_manager():
                     values = self.log_probs(model, inputs)[0]
                 if own:

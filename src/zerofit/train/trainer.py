@@ -9,19 +9,29 @@ import warnings
 from pathlib import Path
 
 import torch
+from accelerate.utils import send_to_device
+from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments, set_seed
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
-from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import EvalLoopOutput
 
 from zerofit import distributed, rank_status
 from zerofit.data import streaming
-from zerofit.data.batches import Collator, DatasetWithFiller, EpochSampler, TrainCollator
+from zerofit.data.batches import Collator, DatasetWithFiller, EpochSampler, TrainCollator, training_sampler
 from zerofit.errors import Stopped, UserError, first_line
-from zerofit.model import adapters, attention, ddp, fused_loss, gradient_checkpointing, patches, quantization, tiled_mlp
+from zerofit.model import (
+    adapters,
+    attention,
+    ddp,
+    fused_loss,
+    generation,
+    gradient_checkpointing,
+    patches,
+    quantization,
+    tiled_mlp,
+)
 from zerofit.optim import build, registry, sophia
-from zerofit.settings import order_seed
-from zerofit.train import generation, memory_tracker, nan_guard, progress
+from zerofit.train import memory_tracker, nan_guard, progress
 from zerofit.train.checkpoint import pickles, reshard, save
 
 
@@ -62,14 +72,14 @@ class ZerofitTrainer(Trainer):
         self.settings, self.tokens, self.eval_tokens = settings, train_set, eval_set
         self.clock = progress.ThroughputMeter(settings, net)
         self.saving_to = None  # folder that a checkpoint is written to before it is renamed
-        if quantization.bits(settings) == 4 and settings.zero == "3":
+        if quantization.bits(settings) == 4 and settings.zero == 3:
             patches.release_gathered_4bit_weights()
         tiled_mlp.install(settings, net)
-        self.fused_loss = fused_loss.install(settings, net)
+        self.fused_loss = self.fuse_loss(net)
         self.router_loss = fused_loss.router_loss(net)
         gradient_checkpointing.enable(net, settings)
         pad, documents = tokenizer.pad_token_id, settings.documents_per_row
-        self.train_collator = TrainCollator(pad, settings.padding_free == "true")
+        self.train_collator = TrainCollator(pad, settings.padding_free)
         super().__init__(
             model=net,
             args=arguments,
@@ -78,12 +88,17 @@ class ZerofitTrainer(Trainer):
             data_collator=Collator(pad),
             processing_class=tokenizer,
         )
+        # A stream shuffles its own rows.
+        self.train_sampler = (
+            None if train_set.stream else training_sampler(self.train_dataset, arguments, train_set.weights)
+        )
+        self.eval_loader = None
         ddp.apply(self)
         for callback in (PrinterCallback, ProgressCallback):
             self.remove_callback(callback)
         self.guard = nan_guard.NanGuard(self)
-        self.ledger = memory_tracker.current()
-        self.ledger.attach(self)
+        self.tracker = memory_tracker.current()
+        self.tracker.attach(self)
         self.reporter = progress.Reporter(self)
         self.add_callback(self.reporter)
 
@@ -104,11 +119,12 @@ class ZerofitTrainer(Trainer):
 
     def _save_checkpoint(self, model, trial=None) -> None:
         write = super()._save_checkpoint
-        with self.clock.paused(), self.reporter.pulse.beating(self.state.global_step):
+        during_save = self.tracker.during("save")
+        with during_save, self.clock.paused(), self.reporter.heartbeat.beating(self.state.global_step):
             save.save(self, lambda: write(model, trial))
 
     def save_model(self, output_dir=None, _internal_call=False) -> None:
-        with self.reporter.pulse.beating(self.state.global_step):
+        with self.tracker.during("save"), self.reporter.heartbeat.beating(self.state.global_step):
             super().save_model(output_dir, _internal_call)
 
     def evaluate(self, *args, **kwargs) -> dict[str, float]:
@@ -160,17 +176,45 @@ class ZerofitTrainer(Trainer):
     def create_optimizer(self, model=None):
         if self.optimizer is None and self.settings.values.get("loraplus_lr_ratio") is not None:
             self.optimizer = adapters.loraplus_optimizer(self)
-        return build.create(self, model)
+        elif self.optimizer is None:
+            self.optimizer = build.own_optimizer(self, self.model if model is None else model)
+            build.share_noise(self.settings, super().create_optimizer(model))
+        return self.optimizer
 
     def get_train_dataloader(self):
         """Build the training data loader, whose batches may be unpadded; evaluation stays padded."""
-        eval_collator, self.data_collator = self.data_collator, self.train_collator
+        collate = self.train_collator
         if self.tokens.stream is not None:
-            self.data_collator = streaming.TokenizingCollator(self.tokens.stream, self.train_collator)
-        try:
-            return super().get_train_dataloader()
-        finally:
-            self.data_collator = eval_collator
+            collate = streaming.TokenizingCollator(self.tokens.stream, collate)
+        return self._loader(self.train_dataset, self.args.per_device_train_batch_size, self.train_sampler, collate)
+
+    def get_eval_dataloader(self, eval_dataset=None):
+        """Return the data loader of the evaluation set, built once: its order never changes."""
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if self.eval_loader is None or self.eval_loader.dataset is not dataset:
+            micro = self.args.per_device_eval_batch_size
+            sampler = EpochSampler(len(dataset), micro * self.args.world_size, None)
+            self.eval_loader = self._loader(dataset, micro, sampler, self.data_collator)
+        return self.eval_loader
+
+    def _loader(self, dataset, batch_size: int, sampler, collate) -> DataLoader:
+        args = self.args
+        return self.accelerator.prepare(
+            DataLoader(
+                dataset,
+                batch_size,
+                sampler=sampler,
+                collate_fn=collate,
+                num_workers=args.dataloader_num_workers,
+                pin_memory=args.dataloader_pin_memory,
+                persistent_workers=args.dataloader_persistent_workers,
+                prefetch_factor=args.dataloader_prefetch_factor,
+                multiprocessing_context=args.dataloader_multiprocessing_context,
+                in_order=args.dataloader_in_order,
+                # Without one, opening a loader draws from torch's: dropout would change with each evaluation.
+                generator=torch.Generator().manual_seed(args.seed),
+            )
+        )
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         batches, count = super().get_batch_samples(epoch_iterator, num_batches, device)
@@ -219,31 +263,6 @@ class ZerofitTrainer(Trainer):
         if self.args.process_index == 0:
             print(f"note: padding_free is off: {problem}", flush=True)
 
-    def _get_train_sampler(self, train_dataset=None):
-        dataset, args = train_dataset or self.train_dataset, self.args
-        seed, lengths = order_seed(args), None
-        if args.train_sampling_strategy == "group_by_length":
-            lengths = [len(row["input_ids"]) for row in dataset.sequences]
-        elif args.train_sampling_strategy not in ("random", "sequential"):
-            raise UserError(
-                f"--train_sampling_strategy {args.train_sampling_strategy}: the row order would depend on the number "
-                "of ranks; use random, sequential or group_by_length."
-            )
-        effective = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
-        order = None
-        if lengths:
-
-            def order(rows, generator):
-                chosen = [lengths[i] for i in rows]
-                return [rows[i] for i in LengthGroupedSampler(effective, lengths=chosen, generator=generator)]
-
-        weights = getattr(dataset.sequences, "weights", self.tokens.weights)  # of packs, else of rows
-        self.train_sampler = EpochSampler(len(dataset), effective, seed, order, weights)
-        return self.train_sampler
-
-    def _get_eval_sampler(self, eval_dataset):
-        return EpochSampler(len(eval_dataset), self.args.per_device_eval_batch_size * self.args.world_size, None)
-
     def training_step(self, net, inputs, num_items_in_batch=None):
         mask = inputs.get("attention_mask")
         self.clock.tokens = self.clock.tokens + (mask.sum() if mask is not None else inputs["input_ids"].numel())
@@ -254,6 +273,10 @@ class ZerofitTrainer(Trainer):
         loss = super().training_step(net, inputs, num_items_in_batch)
         self.guard.losses.append(loss)
         return loss
+
+    def fuse_loss(self, net) -> fused_loss.FusedLoss | None:
+        """Fuse the loss of the model; a simulation does it among real tensors."""
+        return fused_loss.install(self.settings, net)
 
     def without_logits(self):
         """Return the context for a forward pass that needs the loss but not the logits."""
@@ -284,7 +307,16 @@ class ZerofitTrainer(Trainer):
     def evaluation_loop(
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
     ):
-        """Return the metrics of evaluation_metrics over all rows, for any split into batches and ranks.
+        """Return the metrics of evaluation_metrics over all rows, for any split into batches and ranks."""
+        with self.tracker.during("eval"):
+            total = self._evaluation_total(dataloader)
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in self.evaluation_metrics(total).items()}
+        return EvalLoopOutput(
+            predictions=None, label_ids=None, metrics=metrics, num_samples=len(self.eval_tokens or ())
+        )
+
+    def _evaluation_total(self, dataloader) -> torch.Tensor:
+        """Return evaluation_sums of all batches and ranks. Collective.
 
         Under ZeRO-3 no_grad replaces inference_mode: parameters gathered in inference mode could not be trained
         afterwards.
@@ -293,19 +325,17 @@ class ZerofitTrainer(Trainer):
         was_training = model.training
         model.eval()
         total = torch.zeros((), dtype=torch.float64, device=self.args.device)
-        zero3 = self.settings.deepspeed is not None and self.settings.zero == "3"
+        zero3 = self.settings.deepspeed is not None and self.settings.zero == 3
         with torch.no_grad() if zero3 else torch.inference_mode():
             for inputs in dataloader:
-                self.reporter.pulse.beat(self.state.global_step)
+                self.reporter.heartbeat.beat(self.state.global_step)
+                inputs = send_to_device(inputs, self.args.device)
                 with self.compute_loss_context_manager():
-                    total = total + self.evaluation_sums(model, self._prepare_inputs(inputs))
+                    total = total + self.evaluation_sums(model, inputs)
         model.train(was_training)
         if self.args.world_size > 1:
             torch.distributed.all_reduce(total)
-        metrics = {f"{metric_key_prefix}_{name}": value for name, value in self.evaluation_metrics(total).items()}
-        return EvalLoopOutput(
-            predictions=None, label_ids=None, metrics=metrics, num_samples=len(self.eval_tokens or ())
-        )
+        return total
 
     def evaluation_sums(self, model, inputs) -> torch.Tensor:
         """Return a batch's summed loss and its supervised tokens, float64."""

@@ -8,7 +8,8 @@ from zerofit.errors import UserError
 ROWS = ("seed", "data_seed", "packing", "eval_fraction", "train_sampling_strategy", "max_samples", "streaming",
         "shuffle_buffer_size", "max_length")  # fmt: skip
 
-# Arguments of an adapter or a preference loss: with another SHAPE the weights do not load; with another MEANING they compute something else.
+# Arguments of an adapter or a preference loss: with another SHAPE the weights do not load; with another MEANING they
+# compute something else.
 SHAPE = (
     "adapter",
     "adapter_config",
@@ -36,7 +37,8 @@ MAY_CHANGE = {
 
 def record(settings) -> dict:
     """Return the arguments that a later resume compares, for the checkpoint's facts."""
-    arguments = {name: settings.values.get(name) for name in (*ROWS, *SHAPE, *MEANING, *MAY_CHANGE)}
+    values = settings.written()
+    arguments = {name: values.get(name) for name in (*ROWS, *SHAPE, *MEANING, *MAY_CHANGE)}
     if arguments["data_seed"] is None:
         arguments["data_seed"] = arguments["seed"]
     if not arguments["streaming"]:
