@@ -147,7 +147,7 @@ def test_a_signal_to_one_names_one_step_for_all(port, tmp_path):
     for rank, folder in enumerate(folders):
         folder.mkdir()
         rank_status.write_stop(folder, 0)
-        (folder / f"pulse{rank}").write_bytes(rank_status._PULSE.pack(1, 7 + rank, time.time()))
+        (folder / f"heartbeat{rank}").write_bytes(rank_status._HEARTBEAT_FILE.pack(1, 7 + rank, time.time()))
     deadline, steps = time.monotonic() + 10, [0, 0]
     while 0 in steps and time.monotonic() < deadline:
         first.poll(folders[0], [], pytest.fail)
@@ -299,7 +299,7 @@ def test_an_order_and_files_of_a_stranger_have_no_effect(port, tmp_path):
 def test_files_of_a_node_have_names_of_a_list(tmp_path, record_property):
     records = tmp_path / "records"
     records.mkdir()
-    good = {"rank3.json": "{}", "stack3.txt": "a", "pulse3": "b", "exits.json": "{}"}
+    good = {"rank3.json": "{}", "stack3.txt": "a", "heartbeat3": "b", "exits.json": "{}"}
     bad = [
         "../out",
         "/tmp/../out",
