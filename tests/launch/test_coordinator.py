@@ -7,7 +7,6 @@ import re
 import shlex
 import socket
 import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +14,7 @@ from dataclasses import asdict, replace
 from datetime import timedelta
 
 import pytest
-from conftest import ROOT, TINY, Run, run_world
+from conftest import ROOT, TINY, Run, python, run_world
 from torch.distributed import TCPStore
 
 from zerofit import distributed, rank_status, run_lock
@@ -554,7 +553,7 @@ def test_two_machines_train_as_one_does(tmp_path):
     page, out = (ROOT / "docs" / "multinode.md").read_text(), tmp_path / "two"
     line = re.search(r"```bash\n(make sft NODES=2 NODE_RANK=1 .* & make sft NODES=2 .*)\n```", page)[1]
     port, done = distributed.free_port() // 2 * 2, threading.Event()
-    more = f"make sft ENV=active PYTHON={sys.executable} ZERO=3 PORT={port} ARGS={shlex.quote(shlex.join(SHORT))}"
+    more = f"make sft ENV=active PYTHON={python()} ZERO=3 PORT={port} ARGS={shlex.quote(shlex.join(SHORT))}"
     line = line.replace("make sft", more).replace("runs/two", str(out)).replace(" & ", " & first=$!; ")
     with ThreadPoolExecutor(1) as pool:
         sent = pool.submit(disturb, port, tmp_path, done)
