@@ -161,7 +161,7 @@ install: ## install into .venv (PYTHON=python3.12) or the active environment (EN
 lint: $(DEV_STAMP) ## ruff
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check .
 
-test: $(DEV_STAMP) ## run the tests, two files at a time (real DeepSpeed on two CPU processes; TEST_MINUTES minutes on two cores)
+test: $(DEV_STAMP) ## run the tests, two files at a time (real DeepSpeed on two CPU processes)
 	@$(PY) -m pytest -n 2 --dist loadfile
 
 test-gpu: $(DEV_STAMP) ## run the tests that need a GPU (one is enough; 10 minutes)

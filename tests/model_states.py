@@ -66,7 +66,7 @@ def measure(
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     import deepspeed
 
-    fake_device.fake_other_ranks(deepspeed)
+    fake_device.fake_other_ranks()
     kind = model_config["model_type"]
     config = AutoConfig.for_model(kind, **{k: v for k, v in model_config.items() if k != "model_type"})
     torch.manual_seed(0)

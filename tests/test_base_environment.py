@@ -16,6 +16,8 @@ import filelock
 import pytest
 from conftest import ROOT
 
+pytestmark = pytest.mark.slow  # makes a whole environment
+
 ONLY_FOR_DEVELOPMENT = ("pytest", "hypothesis", "ruff", "kubeflow_trainer_api")
 BUILDS = {"zerofit", "pip"}  # the project itself; what the Python that made the environment brings
 CONFIG = "tests/configs/qwen2.5-0.5b"

@@ -38,7 +38,7 @@ _STEP = struct.Struct("<q")
 
 # Process id, optimizer step, seconds of time.monotonic(): setting the clock or suspending the machine is no hang. On
 # Linux all processes of a machine share it, so the supervisor can compare; a heartbeat is read on its own node only.
-_PULSE = struct.Struct("<qqd")
+_HEARTBEAT_FILE = struct.Struct("<qqd")
 
 # Messages of gloo and NCCL in a rank that fails because another rank was lost.
 _OF_A_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "ncclRemoteError",
@@ -200,9 +200,9 @@ class Heartbeat:
         if attempt is None:
             return
         rank = int(os.environ.get("RANK", "0"))
-        with (attempt / f"pulse{rank}").open("w+b") as file:
-            file.truncate(_PULSE.size)
-            self.map = mmap.mmap(file.fileno(), _PULSE.size)
+        with (attempt / f"heartbeat{rank}").open("w+b") as file:
+            file.truncate(_HEARTBEAT_FILE.size)
+            self.map = mmap.mmap(file.fileno(), _HEARTBEAT_FILE.size)
         if (attempt / STOP).exists():
             with (attempt / STOP).open("r+b") as file:
                 self.stop = mmap.mmap(file.fileno(), _STEP.size)
@@ -212,7 +212,7 @@ class Heartbeat:
 
     def beat(self, step: int) -> None:
         if self.map is not None:
-            _PULSE.pack_into(self.map, 0, os.getpid(), step, time.monotonic())
+            _HEARTBEAT_FILE.pack_into(self.map, 0, os.getpid(), step, time.monotonic())
 
     @contextlib.contextmanager
     def beating(self, step: int):
@@ -230,7 +230,7 @@ class Heartbeat:
             while not done.wait(BEAT_SECONDS):
                 self.beat(step)
 
-        thread = threading.Thread(target=repeat, name="zerofit-pulse", daemon=True)
+        thread = threading.Thread(target=repeat, name="zerofit-heartbeat", daemon=True)
         thread.start()
         try:
             yield
@@ -250,19 +250,19 @@ def write_stop(where: Path, step: int) -> None:
         stream.write(_STEP.pack(step))
 
 
-def pulses(where: Path) -> dict[int, tuple[int, int, float]]:
+def heartbeats(where: Path) -> dict[int, tuple[int, int, float]]:
     """{rank: (process id, step, seconds of time.monotonic())} of the ranks that have sent a heartbeat."""
-    heartbeats = {}
-    for file in where.glob("pulse*"):
+    beats = {}
+    for file in where.glob("heartbeat*"):
         content = file.read_bytes()
-        if len(content) == _PULSE.size and any(content):
-            heartbeats[int(file.name.removeprefix("pulse"))] = _PULSE.unpack(content)
-    return heartbeats
+        if len(content) == _HEARTBEAT_FILE.size and any(content):
+            beats[int(file.name.removeprefix("heartbeat"))] = _HEARTBEAT_FILE.unpack(content)
+    return beats
 
 
 def write_stacks(where: Path) -> None:
     """Make every rank of this node write its stack, and wait STACK_SECONDS for it."""
-    for pid, _, _ in pulses(where).values():
+    for pid, _, _ in heartbeats(where).values():
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGUSR1)
     time.sleep(STACK_SECONDS)

@@ -7,7 +7,6 @@ import re
 import shlex
 import socket
 import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +14,7 @@ from dataclasses import asdict, replace
 from datetime import timedelta
 
 import pytest
-from conftest import ROOT, TINY, Run, run_world
+from conftest import ROOT, TINY, Run, python, run_world
 from torch.distributed import TCPStore
 
 from zerofit import distributed, rank_status, run_lock
@@ -147,7 +146,7 @@ def test_a_signal_to_one_names_one_step_for_all(port, tmp_path):
     for rank, folder in enumerate(folders):
         folder.mkdir()
         rank_status.write_stop(folder, 0)
-        (folder / f"pulse{rank}").write_bytes(rank_status._PULSE.pack(1, 7 + rank, time.time()))
+        (folder / f"heartbeat{rank}").write_bytes(rank_status._HEARTBEAT_FILE.pack(1, 7 + rank, time.time()))
     deadline, steps = time.monotonic() + 10, [0, 0]
     while 0 in steps and time.monotonic() < deadline:
         first.poll(folders[0], [], pytest.fail)
@@ -299,7 +298,7 @@ def test_an_order_and_files_of_a_stranger_have_no_effect(port, tmp_path):
 def test_files_of_a_node_have_names_of_a_list(tmp_path, record_property):
     records = tmp_path / "records"
     records.mkdir()
-    good = {"rank3.json": "{}", "stack3.txt": "a", "pulse3": "b", "exits.json": "{}"}
+    good = {"rank3.json": "{}", "stack3.txt": "a", "heartbeat3": "b", "exits.json": "{}"}
     bad = [
         "../out",
         "/tmp/../out",
@@ -554,7 +553,7 @@ def test_two_machines_train_as_one_does(tmp_path):
     page, out = (ROOT / "docs" / "multinode.md").read_text(), tmp_path / "two"
     line = re.search(r"```bash\n(make sft NODES=2 NODE_RANK=1 .* & make sft NODES=2 .*)\n```", page)[1]
     port, done = distributed.free_port() // 2 * 2, threading.Event()
-    more = f"make sft ENV=active PYTHON={sys.executable} ZERO=3 PORT={port} ARGS={shlex.quote(shlex.join(SHORT))}"
+    more = f"make sft ENV=active PYTHON={python()} ZERO=3 PORT={port} ARGS={shlex.quote(shlex.join(SHORT))}"
     line = line.replace("make sft", more).replace("runs/two", str(out)).replace(" & ", " & first=$!; ")
     with ThreadPoolExecutor(1) as pool:
         sent = pool.submit(disturb, port, tmp_path, done)

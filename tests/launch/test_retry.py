@@ -257,10 +257,10 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(tmp_path, number, zero):
 def test_ranks_are_told_where_to_stop(monkeypatch, tmp_path):
     rank_status.write_stop(tmp_path, 0)
     monkeypatch.setenv(rank_status.FOLDER, str(tmp_path))
-    pulse = rank_status.Heartbeat()
-    assert not pulse.is_last(10**6)
+    heartbeat = rank_status.Heartbeat()
+    assert not heartbeat.is_last(10**6)
     rank_status.write_stop(tmp_path, 9)
-    assert not pulse.is_last(8) and pulse.is_last(9) and pulse.is_last(10)
+    assert not heartbeat.is_last(8) and heartbeat.is_last(9) and heartbeat.is_last(10)
 
 
 def test_what_cannot_be_resumed(tmp_path):
@@ -374,15 +374,15 @@ def test_a_rank_beats_while_it_writes(monkeypatch, tmp_path):
     """A save that takes longer than --hang_timeout is no hang; its thread ends with it."""
     monkeypatch.setenv(rank_status.FOLDER, str(tmp_path))
     monkeypatch.setattr(rank_status, "BEAT_SECONDS", 0.01)
-    pulse, beats = rank_status.Heartbeat(), set()
+    heartbeat, beats = rank_status.Heartbeat(), set()
     threads = threading.active_count()
-    with pulse.beating(7):
+    with heartbeat.beating(7):
         deadline = time.monotonic() + 60
         while len(beats) < 5 and time.monotonic() < deadline:
-            beats |= {when for _, _, when in rank_status.pulses(tmp_path).values()}
+            beats |= {when for _, _, when in rank_status.heartbeats(tmp_path).values()}
     assert len(beats) >= 5 and threading.active_count() == threads
-    assert rank_status.pulses(tmp_path)[0][1] == 7
-    with pytest.raises(OSError, match="full"), pulse.beating(8):
+    assert rank_status.heartbeats(tmp_path)[0][1] == 7
+    with pytest.raises(OSError, match="full"), heartbeat.beating(8):
         raise OSError("full")
     assert threading.active_count() == threads
     monkeypatch.delenv(rank_status.FOLDER)

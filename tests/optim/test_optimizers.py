@@ -188,7 +188,7 @@ def test_the_estimator_is_the_gauss_newton_diagonal_on_average():
     optimizer = sophia.SophiaG(net.parameters(), betas=(0.96, 0.0))  # b2 = 0: h is the newest estimate
     trainer = SimpleNamespace(
         optimizer=optimizer, model_wrapped=net, is_deepspeed_enabled=False, state=SimpleNamespace(global_step=0),
-        args=SimpleNamespace(world_size=1, seed=0), _prepare_inputs=lambda batch: batch,
+        args=SimpleNamespace(world_size=1, seed=0, device="cpu"),
         compute_loss_context_manager=contextlib.nullcontext,
         accelerator=SimpleNamespace(no_sync=lambda net: contextlib.nullcontext()),
     )  # fmt: skip

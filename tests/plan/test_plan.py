@@ -535,20 +535,25 @@ def answers_for(questions):
     return answers
 
 
+FOUR_LAYERS = {"num_hidden_layers": 4}
+
+
 def test_a_plan_does_not_depend_on_the_planning_machines_memory():
     """DeepSpeed flattens weights on the GPU where they fit twice: the planned GPU, not the host that plans."""
     flags = [*FLAGS_1B, "--data", "none", "--zero", "2", "--offload", "optimizer", "--per_device_train_batch_size", "1",
              "--max_length", "64", "--effective_batch_size", "2"]  # fmt: skip
-    small = dataclasses.replace(GPU, memory_gib=4.0)  # 2.3 GiB of weights: once
-    large, little = answers_for([simulate.question("sft", flags, 2, gpu=gpu) for gpu in (GPU, small)])
-    assert little["total"]["load"] < 4 * 2**30 < large["total"]["load"]
+    small = dataclasses.replace(GPU, memory_gib=1.5)  # 0.94 GiB of weights: once
+    large, little = answers_for(
+        [simulate.question("sft", flags, 2, gpu=gpu, overrides=FOUR_LAYERS) for gpu in (GPU, small)]
+    )
+    assert little["total"]["load"] < 1.5 * 2**30 < large["total"]["load"]
 
 
 def test_a_foreach_optimizer_holds_one_more_copy(tmp_path):
     """torch's default AdamW makes temporaries of all weights at once: 10 bytes a parameter in bf16, not 8."""
     flags = [*FLAGS_1B, "--data", "none", "--zero", "0", "--dtype", "bfloat16", "--max_length", "64",
              "--per_device_train_batch_size", "1", "--effective_batch_size", "1", "--optim"]  # fmt: skip
-    fused, foreach = answers_for([simulate.question("sft", [*flags, optim], 1, gpu=GPU)
+    fused, foreach = answers_for([simulate.question("sft", [*flags, optim], 1, gpu=GPU, overrides=FOUR_LAYERS)
                                   for optim in ("adamw_torch_fused", "adamw_torch")])  # fmt: skip
     each = [answer["total"]["step"] / answer["parameters"] for answer in (fused, foreach)]
     assert each == pytest.approx([8.0, 10.0], rel=0.02)
@@ -561,8 +566,9 @@ def test_pinned_blocks_are_rounded_in_a_plan(monkeypatch):
     host = []
     for settings in ("pinned_max_round_threshold_mb:256", "pinned_max_round_threshold_mb:1000000"):
         monkeypatch.setenv("PYTORCH_ALLOC_CONF", settings)
-        host.append(answers_for([simulate.question("sft", flags, 2, gpu=GPU)])[0]["host"])
-    assert host[0] == pytest.approx(18 * 1_235_814_400 / 2, rel=0.02)
+        (answer,) = answers_for([simulate.question("sft", flags, 2, gpu=GPU, overrides={"num_hidden_layers": 6})])
+        host.append(answer["host"])
+    assert host[0] == pytest.approx(18 * answer["parameters"] / 2, rel=0.02)
     assert 1.1 * host[0] < host[1] < 2 * host[0]
 
 

@@ -81,7 +81,7 @@ def ending(code: int, where: Path, signals: list[int], hung: int | None, limit: 
 
     Args: where: the attempt's folder; the others: see Evidence.
     """
-    steps = {rank: step for rank, (_, step, _) in rank_status.pulses(where).items()}
+    steps = {rank: step for rank, (_, step, _) in rank_status.heartbeats(where).items()}
     evidence = Evidence(code, signals, hung, limit, host_kills, where, steps, rank_status.records(where))
     outcomes = (classify(evidence) for classify in CLASSIFIERS)
     return next(outcome for outcome in outcomes if outcome)
@@ -156,7 +156,7 @@ CLASSIFIERS = (_stopped, _interrupted, _finished, _hung, _killed, _lost_connecti
 
 def lost_node(who: str, where: Path) -> Outcome:
     """Return the outcome of an attempt that lost a node. who: its name; where: the attempt's folder."""
-    step = max((step for _, step, _ in rank_status.pulses(where).values()), default=None)
+    step = max((step for _, step, _ in rank_status.heartbeats(where).values()), default=None)
     error = f"lost: {who} is gone: it has left, sends no heartbeat or was started again"
     return Outcome("lost rank", 1, None, error, step=step)
 

@@ -293,7 +293,7 @@ def _asked_to_save(records: Path, count: int) -> bool:
 
     Ranks are less than two steps apart, since each step waits for the others: two more steps reach all of them.
     """
-    heartbeats = rank_status.pulses(records)
+    heartbeats = rank_status.heartbeats(records)
     if len(heartbeats) < count:
         return False
     rank_status.write_stop(records, max(step for _, step, _ in heartbeats.values()) + 2)
@@ -322,7 +322,7 @@ def _end_ranks(records: Path) -> None:
 
 def _hung(records: Path, limit: float, count: int) -> int | None:
     """Return the rank furthest behind if none has made a step for `limit` seconds, else None."""
-    heartbeats = rank_status.pulses(records) if limit else {}
+    heartbeats = rank_status.heartbeats(records) if limit else {}
     if len(heartbeats) < count or time.monotonic() - max(beat_time for _, _, beat_time in heartbeats.values()) < limit:
         return None
     return min(heartbeats, key=lambda rank: heartbeats[rank][1:])

@@ -151,7 +151,7 @@ class Coordinator:
         Args: records: the attempt's folder; signals: those that this supervisor received; end_ranks: called with the
             signal that shall end the ranks.
         """
-        steps = [step for _, step, _ in rank_status.pulses(records).values()]
+        steps = [step for _, step, _ in rank_status.heartbeats(records).values()]
         progress = Progress(len(steps), max(steps, default=0))
         self.transport.update_node(progress=progress, signal=signals[0] if signals else None)
         if self.leads:

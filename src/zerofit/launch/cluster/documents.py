@@ -20,7 +20,7 @@ JOB_KEY = "job"
 DIGITS = hashlib.sha256().digest_size * 2  # length of the signature in front of the JSON
 
 # Files of a node's ranks that its supervisor sends to node 0 (rank_status.py, launch/torchrun.py).
-FILES = re.compile(r"rank[0-9]+\.json|stack[0-9]+\.txt|pulse[0-9]+|exits\.json")
+FILES = re.compile(r"rank[0-9]+\.json|stack[0-9]+\.txt|heartbeat[0-9]+|exits\.json")
 
 STACK_BYTES = 100_000  # of each stack file that is sent
 
