@@ -81,7 +81,7 @@ PLACE = $(if $(HOSTS),launchers/hostfile.sh --hosts="$$HOSTS" $(if $(INCLUDE),--
 	launchers/local.sh) --gpus="$$GPUS" --launcher="$$LAUNCHER")
 LAUNCH = PYTHON="$(PY)" $(PLACE) $(BETWEEN) --port="$$PORT" --args="$$ARGS" $(SHOW)
 
-.PHONY: help sft lora resume export chat slurm status cancel show doctor plan plan-validate batch-size ledger data install lint test test-gpu test-cluster test-all reliability bench-peers clean docs docs-serve
+.PHONY: help sft lora dpo resume export chat slurm status cancel show doctor plan plan-validate batch-size ledger data install lint test test-gpu test-cluster test-all reliability bench-peers clean docs docs-serve
 help: ## this list
 	@echo 'zerofit: fine-tune language models with Accelerate and DeepSpeed ZeRO'
 	@echo; grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | awk -F'\t' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -96,6 +96,9 @@ sft: $(STAMP) ## fine-tune all weights (without MODEL and DATA: the bundled task
 
 lora: $(STAMP) ## fine-tune a LoRA adapter
 	@$(LAUNCH) recipes/lora.py $(KNOBS)
+
+dpo: $(STAMP) ## tune on preference pairs, after SFT (ARGS="--adapter lora --beta 0.1")
+	@$(LAUNCH) recipes/dpo.py $(KNOBS)
 
 resume: $(STAMP) ## resume RUN=runs/x from its latest valid checkpoint (GPUS= ZERO= OFFLOAD= may differ, ARGS="--more flags")
 	@test -n "$$RUN" || { echo 'zerofit: error: make resume: name the run folder with RUN=runs/...' >&2; exit 2; }
@@ -126,7 +129,7 @@ cancel: $(STAMP) ## end the job of RUN=runs/x after a save (ARGS=--now: at once)
 	@set -f; PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit cancel $$ARGS "$$RUN"
 
 show: $(STAMP) ## print command, environment and arguments (make show lora GPUS=2 ...) without starting anything
-	@$(if $(filter sft lora data slurm,$(MAKECMDGOALS)),true,$(LAUNCH) "recipes/$$RECIPE.py" $(KNOBS))
+	@$(if $(filter sft lora dpo data slurm,$(MAKECMDGOALS)),true,$(LAUNCH) "recipes/$$RECIPE.py" $(KNOBS))
 
 doctor: $(STAMP) ## check what would break or slow down a run on this machine, with fixes (NODES= ARGS=--json)
 	@set -f; PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit doctor \

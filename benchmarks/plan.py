@@ -63,6 +63,9 @@ def cpu_cases() -> list[tuple[str, str, int]]:
     found += [("lora", f"--load_in_4bit true --zero {zero} --offload optimizer", 2) for zero in (2, 3)]
     found += [("lora", f"--packing true --zero {zero}", 2) for zero in (0, 3)]
     found.append(("lora", "--load_in_4bit true --zero 3", 8))
+    for zero in range(4):
+        for more in ("", " --fused_loss true --eval_fraction 0.1", " --adapter lora", " --padding_free true"):
+            found.append(("dpo", f"--zero {zero}{more}", 2))
     return found
 
 

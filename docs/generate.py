@@ -30,7 +30,7 @@ FOLDERS = [
 
 FLAGS = """# Flags
 
-Both recipes take these flags and those of transformers' `TrainingArguments`; `python recipes/sft.py --help all` prints
+The recipes take these flags and those of transformers' `TrainingArguments`; `python recipes/sft.py --help all` prints
 all of them. Flags of transformers that this trainer has no use for (`--fsdp`, `--dataloader_drop_last`,
 `--bf16_full_eval` ...) are refused with the reason, and so is a flag that nothing reads, with the name that was
 probably meant.
@@ -39,9 +39,9 @@ A value comes from, the later over the earlier: the default, the bundled task (o
 YAML file of `--config`, the flag. `make show sft ...` prints every value with its source.
 
 Defaults that differ from transformers': `--gradient_checkpointing` on (non-reentrant), `--learning_rate` 2e-5 (LoRA
-2e-4), cosine schedule with 3 % warm-up, `--save_strategy epoch`, `--save_total_limit 1`, `--logging_steps 10`,
-`--logging_nan_inf_filter` off (a NaN stops the run), `--report_to none`. bf16 is on where the GPU has it, fp16 on GPUs
-that do not, fp32 on a CPU; a line says which.
+2e-4, DPO 1e-6), cosine schedule with 3 % warm-up, `--save_strategy epoch`, `--save_total_limit 1`, `--logging_steps
+10`, `--logging_nan_inf_filter` off (a NaN stops the run), `--report_to none`. bf16 is on where the GPU has
+it, fp16 on GPUs that do not, fp32 on a CPU; a line says which.
 
 <!-- made by docs/generate.py: edit src/zerofit/config/arguments.py -->
 """

@@ -42,7 +42,8 @@ def test_command(command, tmp_path):
     words, out = shlex.split(command), tmp_path / "run"
     needs_hub = "Qwen" in command
     # The bundled rows named by their path: exact match before and after is for the first command.
-    short = ["--max_steps", "4", "--eval_strategy", "no", "--data", str(TINY / "train.jsonl")]
+    rows = TINY / ("preference" if "dpo" in command else "") / "train.jsonl"
+    short = ["--max_steps", "4", "--eval_strategy", "no", "--data", str(rows)]
     short = short if command != "make sft" else []
     if words[0] == "make":
         words += [f"OUT={out}", "ENV=active", f"PYTHON={python()}"]

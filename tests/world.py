@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from zerofit import distributed
-from zerofit.train import run
+from zerofit.train import preference, run
 from zerofit.train import trainer as train_trainer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -47,8 +47,8 @@ def frozen_hash(model) -> str:
     return digest.hexdigest()
 
 
-class RecordingTrainer(train_trainer.ZerofitTrainer):
-    """ZerofitTrainer that also records the rows that it trains on and a hash of the frozen parameters."""
+class Recording:
+    """A trainer that also records the rows that it trains on and a hash of the frozen parameters."""
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -58,6 +58,14 @@ class RecordingTrainer(train_trainer.ZerofitTrainer):
         supervised = inputs["labels"].ne(-100).any(-1)
         self.rows_seen += [hash(tuple(row.tolist())) for row in inputs["labels"][supervised]]
         return super().training_step(net, inputs, num_items_in_batch)
+
+
+class RecordingTrainer(Recording, train_trainer.ZerofitTrainer):
+    pass
+
+
+class RecordingPreferenceTrainer(Recording, preference.PreferenceTrainer):
+    pass
 
 
 def storages(tensors) -> dict[int, int]:
@@ -128,6 +136,7 @@ def main() -> None:
         record(trainer)
 
     train_trainer.ZerofitTrainer, run.write_result = RecordingTrainer, write_and_record
+    preference.PreferenceTrainer = RecordingPreferenceTrainer
     launched = {name: os.environ[name] for name in distributed.LAUNCHER_SETS if name in os.environ}
     stop, distributed.stop = distributed.stop, lambda wait=True: None  # the process group is needed for the next case
     for case in json.loads(Path(sys.argv[1]).read_text()):

@@ -213,6 +213,36 @@ def write_run(settings: Settings, facts: dict) -> None:
     )
 
 
+def plot_rewards(metrics: Path, target: Path, title: str) -> None:
+    """Write rewards.png: rewards and accuracy of preference training, from metrics.jsonl; nothing for other recipes."""
+    lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    lines = [line for line in lines if "rewards/chosen" in line]
+    if not lines:
+        return
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), dpi=120)
+    for axes, name, color in (
+        (left, "rewards/chosen", "#16a34a"),
+        (left, "rewards/rejected", "#dc2626"),
+        (left, "rewards/margins", "#2563eb"),
+        (right, "rewards/accuracies", "#2563eb"),
+    ):
+        axes.plot([line["step"] for line in lines], [line[name] for line in lines], label=name, color=color, marker=".")
+    left.set(xlabel="optimizer step", ylabel="reward", title=title)
+    right.set(xlabel="optimizer step", ylabel="share of pairs", ylim=(0, 1.02))
+    for axes in (left, right):
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False)
+    figure.tight_layout()
+    figure.savefig(target)
+    plt.close(figure)
+
+
 def plot_loss(metrics: Path, target: Path, title: str) -> None:
     """Write loss.png: training loss per step and evaluation loss, from metrics.jsonl."""
     import matplotlib
@@ -229,7 +259,12 @@ def plot_loss(metrics: Path, target: Path, title: str) -> None:
     axes.plot(*zip(*train, strict=True), label="training", color="#2563eb", marker="." if len(train) < 60 else None)
     if held_out:
         axes.plot(*zip(*held_out, strict=True), label="evaluation", color="#ea580c", marker="o", linestyle="--")
-    axes.set(xlabel="optimizer step", ylabel="loss (nats per supervised token)", title=title, ylim=(0, None))
+    axes.set(
+        xlabel="optimizer step",
+        ylabel="loss" if "rewards/chosen" in lines[0] else "loss (nats per supervised token)",
+        title=title,
+        ylim=(0, None),
+    )
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # for an editor and a type checker: the arguments with their 
         arguments.MemoryArguments,
         arguments.OptimizerArguments,
         arguments.LoraArguments,
+        arguments.PreferenceArguments,
         TrainingArguments,
     ): ...
 
@@ -139,6 +140,16 @@ class Settings(_Arguments):
     def bundled(self) -> bool:
         """Return whether the run trains on the bundled default task."""
         return self.source["data"] == "bundled task"
+
+    @property
+    def trains_adapter(self) -> bool:
+        """Return whether an adapter trains and the model's own weights stay frozen."""
+        return self.values.get("adapter") is not None
+
+    @property
+    def documents_per_row(self) -> int:
+        """Return how many documents a training row is: 2 for preference pairs, else 1."""
+        return 2 if self.recipe == "dpo" else 1
 
     def training_values(self) -> dict[str, Any]:
         """Return the keyword arguments of transformers.TrainingArguments."""

@@ -53,18 +53,22 @@ def test_the_kits_own_flags_are_frozen():
         "OptimizerArguments": """
             pure_bf16 lr_scaling lr_scaling_base_batch_size
         """,
+        "PreferenceArguments": """
+            beta loss_type label_smoothing rpo_alpha simpo_gamma precompute_ref_log_probs
+        """,
         "LoraArguments": """
             adapter adapter_config load_in_4bit load_in_8bit lora_r lora_alpha lora_dropout
             lora_target_modules use_dora use_rslora init_lora_weights loraplus_lr_ratio
             num_virtual_tokens modules_to_save
         """,
     }
-    found = {group.__name__: [f.name for f in fields(group)] for group in arguments.kit_groups("lora")}
+    groups = [group for recipe in arguments.RECIPES for group in arguments.kit_groups(recipe)]
+    found = {group.__name__: [f.name for f in fields(group)] for group in groups}
     assert found == {name: words.split() for name, words in frozen.items()}
 
 
 def test_every_flag_has_a_help_text():
-    for group in arguments.kit_groups("lora"):
+    for group in arguments.kit_groups("dpo"):
         for field in fields(group):
             assert len(field.metadata.get("help", "")) > 10, field.name
 
@@ -220,7 +224,7 @@ def test_all_unknown_flags_are_told_at_once():
 
 def test_every_synonym_names_an_argument_that_exists():
     names = {f.name for f in fields(TrainingArguments)} | {
-        f.name for group in arguments.kit_groups("lora") for f in fields(group)
+        f.name for group in arguments.kit_groups("dpo") for f in fields(group)
     }
     for word, meant in synonyms.RENAMED.items():
         assert word not in names, word
@@ -344,7 +348,7 @@ def test_the_short_help_has_what_most_runs_need():
     assert 20 <= len(help_of["sft"]) <= 30 and set(help_of["sft"]) < set(help_of["lora"])
     assert help.text("sft").count("\n") < 60 and "--help all" in help.text("sft")
     for title, names in help.COMMON.items():
-        assert set(names.split()) <= set(help_of["lora"]), title
+        assert set(names.split()) <= set(help_of["dpo" if title == "preference" else "lora"]), title
 
 
 @pytest.mark.parametrize("recipe", arguments.RECIPES)

@@ -636,11 +636,11 @@ BROKEN = [
      '"function_call": {"name": "f", "arguments": "{}"}}]}\n', "a.jsonl:1: turn 2 has OpenAI's old `function_call`; "
                                                                "write"),
     ("a.jsonl", turns(("user", [{"type": "reasoning", "value": "x"}]), ("assistant", "y")), "than text ('reasoning')"),
-    ("a.jsonl", '{"prompt": "a", "chosen": "b", "rejected": "c"}\n', "preference data (DPO), but this kit does "
-     "supervised fine-tuning; --columns completion=chosen would"),
+    ("a.jsonl", '{"prompt": "a", "chosen": "b", "rejected": "c"}\n', "preference data, which recipes/dpo.py trains "
+     "on (make dpo); here --columns completion=chosen would"),
     ("a.jsonl", '{"chosen": "b", "rejected": "c"}\n', "--columns text=chosen would train on the chosen answers"),
     ("a.jsonl", '{"conversations": [{"from": "human", "value": "x"}], "chosen": {"from": "gpt", "value": "y"}, '
-     '"rejected": {"from": "gpt", "value": "z"}}\n', "are preference data (DPO)"),
+     '"rejected": {"from": "gpt", "value": "z"}}\n', "are preference data"),
     ("a.jsonl", '{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": '
      '[{"function": {"name": "f", "arguments": "' + "[" * 100000 + '"}}]}]}\n', "'tool_calls' is not a list of calls"),
     ("a.jsonl", '{"tools": "' + "[" * 100000 + '", ' + turns(("user", "x"), ("assistant", "y"))[1:],

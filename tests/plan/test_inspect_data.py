@@ -339,7 +339,7 @@ def test_a_limit_ends_the_verb_with_2_after_the_report(tmp_path, zerofit):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--recipe", "dpo"], "--recipe dpo: must be one of sft, lora."),
+        (["--recipe", "kto"], "--recipe kto: must be one of sft, lora, dpo."),
         (["--data", "nowhere.jsonl", "--model", str(TINY / "model")], "nowhere.jsonl"),
         (["--max_lenght", "8"], "did you mean --max_length"),
         (["--args", "'open"], "cannot be split into words"),
@@ -401,3 +401,38 @@ def test_no_line_runs_through_a_legend(tmp_path, monkeypatch):
     for axes in figure.axes:
         assert axes.get_legend().get_window_extent().y1 < axes.get_window_extent().y0
     plt.close(figure)
+
+
+def test_pairs_are_counted_by_side_and_shown_with_their_loss_spans(tmp_path, capsys):
+    pairs = [
+        {"prompt": "Hi?", "chosen": "Hello hello hello.", "rejected": "No."},
+        {"prompt": "Who?", "chosen": "Me.", "rejected": "Go away now."},
+        {"prompt": "Why?", "chosen": "Yes.", "rejected": "Yes."},
+        {"prompt": "Why?", "chosen": "Yes.", "rejected": ""},
+    ]
+    file = tmp_path / "pairs.jsonl"
+    file.write_text("\n".join(map(json.dumps, pairs)))
+    inspect_data.main(["--recipe", "dpo", "--data", str(file), "--model", str(TINY / "model"), "--use_cpu", "true",
+              "--max_length", "64", "--output_dir", str(tmp_path / "out")])  # fmt: skip
+    facts, text = json.loads((tmp_path / "out" / "data.json").read_text())["training"], capsys.readouterr().out
+    settings = resolve.resolve_settings(
+        "dpo", ["--data", str(file), "--model", str(TINY / "model"), "--max_length", "64"], 1
+    )
+    tokenizer = load_tokenizer(settings)
+    lengths = [
+        [len(tokenizer(f"{pair[side]}<|end|>")["input_ids"]) for side in ("chosen", "rejected")] for pair in pairs[:2]
+    ]
+    margins = [chosen - rejected for chosen, rejected in lengths]
+    answers = facts["answers"]
+    assert (facts["rows"], facts["kept"]) == (4, 2)
+    assert (facts["dropped_identical_sides"], facts["dropped_empty_side"]) == (1, 1)
+    assert (answers["chosen_longer"], answers["rejected_longer"], answers["ties"]) == (1, 1, 0)
+    assert answers["margin_mean"] == sum(margins) / 2
+    assert answers["chosen"]["p95"] == max(chosen for chosen, _ in lengths)
+    assert facts["supervised_tokens"] == sum(map(sum, lengths))
+    assert "pair 1, chosen" in text and "«Hello hello hello.<|end|>»" in text and "«No.<|end|>»" in text
+    assert (
+        "chosen is longer" in text
+        and "dropped, identical sides" in text
+        and "packed" not in text.replace("unpacked", "")
+    )

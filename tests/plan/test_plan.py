@@ -36,6 +36,9 @@ FEW = [
     ("sft", "--zero 2 --gradient_checkpointing true", 8),
     ("lora", "--zero 3 --load_in_4bit true", 2),
     ("sft", "--zero 3 --offload all", 2),
+    ("dpo", "--zero 2 --fused_loss true", 2),
+    ("dpo", "--zero 3 --adapter lora --eval_fraction 0.1", 2),
+    ("dpo", "--zero 0 --padding_free true", 1),
 ]
 
 
@@ -629,7 +632,10 @@ def test_a_real_plan_from_the_command_line(tmp_path):
             ["--gpu_type", "h100-80g", "--nodes", "4", "--gpus", "2", "--zero", "3", "--zero_hpz_partition_size", "8"],
             "it must divide the 2 GPUs of a node of this plan",
         ),
-        (["--gpu_type", "h100-80g", "--method", "magic"], "--method magic: must be one of sft, lora, qlora, auto."),
+        (
+            ["--gpu_type", "h100-80g", "--method", "magic"],
+            "--method magic: must be one of sft, lora, qlora, dpo, auto.",
+        ),
         (["--gpu_type", "h100-80g", "--zero", "0", "--offload", "optimizer"], "stage 0 is plain DDP"),
         (["--gpu_type", "h100-80g", "--model", "/no/such/folder"], "no such model folder"),
         (["--gpu_type", "h100-80g", "--zerro", "3"], "unknown flag --zerro"),

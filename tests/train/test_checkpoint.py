@@ -461,7 +461,7 @@ def saved_as(tmp_path, tensors, net, recipe="sft"):
     from safetensors.torch import save_file
 
     save_file(tensors, tmp_path / "model.safetensors")
-    save.verify(tmp_path, SimpleNamespace(model=net, settings=SimpleNamespace(recipe=recipe)))
+    save.verify(tmp_path, SimpleNamespace(model=net, settings=SimpleNamespace(trains_adapter=recipe == "lora")))
 
 
 @pytest.mark.fault

@@ -1,6 +1,7 @@
-"""The flags of both recipes: names, defaults and help texts."""
+"""The flags of the recipes: names, defaults and help texts."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from zerofit.config import batch_size
@@ -310,7 +311,7 @@ class OptimizerArguments:
 
 @dataclass
 class LoraArguments:
-    """Adapter and frozen base (recipes/lora.py); names and meaning as in peft.LoraConfig."""
+    """Adapter and frozen base (recipes/lora.py, or recipes/dpo.py --adapter lora); names as in peft.LoraConfig."""
 
     _argument_group_name = "lora"
     adapter: Literal[
@@ -349,6 +350,33 @@ class LoraArguments:
 
 
 @dataclass
+class PreferenceArguments:
+    """Preference loss (recipes/dpo.py); names and meaning as in trl.DPOConfig."""
+
+    _argument_group_name = "preference"
+    beta: float = field(
+        default=0.1, metadata={"help": "Strength of the pull to the reference; the margin is multiplied by it."}
+    )
+    loss_type: Literal["sigmoid", "sigmoid_norm", "ipo", "hinge", "robust", "apo_zero", "simpo"] = field(
+        default="sigmoid", metadata={"help": "Formula of the loss (docs/dpo.md). simpo needs no reference."}
+    )
+    label_smoothing: float = field(
+        default=0.0, metadata={"help": "Share of pairs taken to be the wrong way round (sigmoid and robust)."}
+    )
+    rpo_alpha: float = field(
+        default=0.0, metadata={"help": "Weight of the SFT loss of the chosen answer, added to the loss."}
+    )
+    simpo_gamma: float = field(default=0.5, metadata={"help": "Margin that simpo asks for."})
+    precompute_ref_log_probs: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Compute the reference's log-probabilities before the first step. Default: without an adapter; "
+            "with one the reference is the model with its adapter off, one more forward a step."
+        },
+    )
+
+
+@dataclass
 class MemoryArguments:
     """Memory techniques."""
 
@@ -381,7 +409,19 @@ SHARED_DEFAULTS = {
 RECIPES = {
     "sft": {"arguments": (), "defaults": {"learning_rate": 2e-5}},
     "lora": {"arguments": (LoraArguments,), "defaults": {"learning_rate": 2e-4}},
+    "dpo": {
+        "arguments": (PreferenceArguments, LoraArguments),
+        "defaults": {"learning_rate": 1e-6, "adapter": None},
+        "bundled": TINY / "preference",
+    },
 }
+
+DPO_LORA_LEARNING_RATE = 5e-6
+
+
+def bundled_folder(recipe: str) -> Path:
+    """Return the folder of the bundled model and rows of a recipe."""
+    return RECIPES[recipe].get("bundled", TINY)
 
 
 def kit_groups(recipe: str) -> tuple:

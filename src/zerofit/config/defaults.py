@@ -70,10 +70,12 @@ def hang_before_collectives(settings: Settings) -> None:
 def fill_defaults(settings: Settings) -> None:
 
     if settings.model is None:
-        settings.values["model"] = str(arguments.TINY / "model")
+        settings.values["model"] = str(arguments.bundled_folder(settings.recipe) / "model")
         settings.source["model"] = "bundled task"
     if settings.data is None and settings.source["model"] != "bundled task":
         raise UserError("--model is given but --data is not: name the rows to train on with --data.")
+    if settings.recipe == "dpo" and settings.trains_adapter and settings.source["learning_rate"] == "default":
+        decide(settings, "learning_rate", arguments.DPO_LORA_LEARNING_RATE, "an adapter trains")
     if settings.zero == "auto" and not settings.values.get("deepspeed"):  # else the file sets the stage
         if offload.asked(settings):
             decide(settings, "zero", 3, f"--{offload.asked(settings)[0]} needs it")
@@ -108,7 +110,7 @@ def choose_precision(settings: Settings) -> None:
 
         if not get_accelerator().is_fp16_supported():
             raise UserError("--fp16 true: this CPU has no fp16 arithmetic; use --bf16 true, or leave both out.")
-    if settings.deepspeed is None and settings.recipe == "sft" and settings.dtype == "float16" and settings.fp16:
+    if settings.deepspeed is None and not settings.trains_adapter and settings.dtype == "float16" and settings.fp16:
         raise UserError(
             "--dtype float16 --fp16 true with stage 0: the loss scaler needs fp32 weights; use --dtype auto."
         )

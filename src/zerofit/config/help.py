@@ -14,13 +14,14 @@ COMMON = {
     "memory": "zero offload gradient_checkpointing preset plan",
     "run": "config output_dir resume_from_checkpoint save_steps report_to show",
     "lora": "lora_r lora_alpha lora_target_modules load_in_4bit",
+    "preference": "beta loss_type label_smoothing rpo_alpha precompute_ref_log_probs adapter lora_r",
 }
 
 # Help of transformers' flags in COMMON, with zerofit's defaults.
 OF_TRANSFORMERS = {
     "num_train_epochs": "Passes over the training rows (default 3).",
     "max_steps": "Optimizer steps, instead of epochs.",
-    "learning_rate": "The highest of the schedule (default 2e-5, LoRA 2e-4; cosine with 3 % warm-up).",
+    "learning_rate": "The highest of the schedule (default 2e-5, LoRA 2e-4, DPO 1e-6; cosine with 3 % warm-up).",
     "per_device_train_batch_size": "Samples of a rank at once (micro batch); auto: the most that fit.",
     "seed": "Of the row order and of new weights (default 42).",
     "gradient_checkpointing": "Recompute activations in the backward: less memory, about a third more time (default "
@@ -46,7 +47,8 @@ def text(recipe: str, whole: bool = False) -> str:
         end = "The command line wins over --config, that over the defaults."
     else:
         kit = {field.name: field for group in groups.values() for field in group}
-        named = {title: names.split() for title, names in COMMON.items() if title != "lora" or recipe == "lora"}
+        hidden = {"lora", "preference"} - {{"lora": "lora", "dpo": "preference"}.get(recipe)}
+        named = {title: names.split() for title, names in COMMON.items() if title not in hidden}
         groups = {title: [kit.get(name, name) for name in names] for title, names in named.items()}
         end = f"All flags, transformers' TrainingArguments among them: python recipes/{recipe}.py --help all"
     lines = [f'usage: recipes/{recipe}.py [--flag value ...]      (make {recipe} ARGS="--flag value ...")']

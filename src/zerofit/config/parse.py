@@ -138,8 +138,8 @@ def command_line(recipe: str, flags: list[str], more: str = "", gpus: str = "1")
 def read(recipe: str, argv: list[str], world_size: int, gpu=None) -> Settings:
     """Return the Settings of flags, YAML, preset and defaults, for the resolvers of config/resolve.py to go on with.
 
-    Args: recipe: "sft" or "lora"; argv: the flags; world_size: number of ranks of the job; gpu: hardware.Gpu to plan
-        for, which this machine need not have; None: this machine's.
+    Args: recipe: "sft", "lora" or "dpo"; argv: the flags; world_size: number of ranks of the job; gpu: hardware.Gpu to
+        plan for, which this machine need not have; None: this machine's.
     Raises: UserError for anything unknown or malformed.
     """
     from_flags = explicit(recipe, argv, "command line")
@@ -148,7 +148,8 @@ def read(recipe: str, argv: list[str], world_size: int, gpu=None) -> Settings:
     bundled = {}
     if not given.get("model") and not given.get("data"):
         bundled = read_yaml(str(arguments.TINY / f"{recipe}.yaml"), recipe)
-        bundled |= {"data": [str(arguments.TINY / "train.jsonl")], "eval_data": [str(arguments.TINY / "eval.jsonl")]}
+        folder = arguments.bundled_folder(recipe)
+        bundled |= {"data": [str(folder / "train.jsonl")], "eval_data": [str(folder / "eval.jsonl")]}
 
     preset = explicit(recipe, presets.flags(given["preset"]), "preset") if given.get("preset") else {}
 

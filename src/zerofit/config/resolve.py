@@ -9,7 +9,17 @@ from zerofit import distributed
 from zerofit.config import accelerate_env, deepspeed_json, defaults, offload, parse, transformers_flags
 from zerofit.data import streaming
 from zerofit.errors import UserError
-from zerofit.model import adapters, attention, ddp, fused_loss, gradient_checkpointing, load, quantization, tiled_mlp
+from zerofit.model import (
+    adapters,
+    attention,
+    ddp,
+    fused_loss,
+    gradient_checkpointing,
+    load,
+    preference_loss,
+    quantization,
+    tiled_mlp,
+)
 from zerofit.optim import registry
 from zerofit.settings import Settings, decide
 
@@ -226,6 +236,7 @@ ARGUMENTS = (
 # What the arguments exclude and require of each other.
 COMBINATIONS = (
     check_exclusions,
+    preference_loss.resolve,
     adapters.resolve,  # turns padding_free off for prompts, so before _padding_free
     _node_local_storage,
     quantization.resolve,

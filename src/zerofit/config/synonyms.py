@@ -58,6 +58,13 @@ RENAMED = {
     "train_on_inputs": "--train_on all",
     "assistant_only_loss": "--train_on assistant",
     "completion_only_loss": "--train_on assistant",
+    # preference pairs
+    "pref_beta": "--beta",
+    "pref_loss": "--loss_type",
+    "pref_ftx": "--rpo_alpha",
+    "dpo_label_smoothing": "--label_smoothing",
+    "ref_model": "--precompute_ref_log_probs (the reference is the model before training)",
+    "reference_free": "--loss_type simpo",
     # steps
     "batch_size": "--per_device_train_batch_size (--effective_batch_size counts all ranks)",
     "train_batch_size": "--effective_batch_size",
@@ -141,11 +148,14 @@ def of_unknown(unknown: list[str], recipe: str, names: list[str], origin: str) -
 
 def _hint(name: str, recipe: str, names: list[str]) -> str | None:
     """Return the flag or recipe to use instead of an unknown argument; None if there is no guess."""
-    from zerofit.config.arguments import LoraArguments
+    from zerofit.config.arguments import LoraArguments, PreferenceArguments
 
     close = difflib.get_close_matches(name, names, 1, 0.75)
     hint = f"--{name}" if name in names else RENAMED.get(name) or (f"--{close[0]}" if close else None)
-    of_lora = {field.name for field in fields(LoraArguments)}
-    if recipe != "lora" and (name in of_lora or (hint or "").split()[:1] in [[f"--{n}"] for n in of_lora]):
-        return f"recipes/lora.py (make lora){f' with {hint}' if hint and name not in of_lora else ''}"
+    others = {"lora": LoraArguments} if recipe == "sft" else {}
+    others |= {"dpo": PreferenceArguments} if recipe != "dpo" else {}
+    for other, group in others.items():
+        of_other = {field.name for field in fields(group)}
+        if name in of_other or (hint or "").split()[:1] in [[f"--{n}"] for n in of_other]:
+            return f"recipes/{other}.py (make {other}){f' with {hint}' if hint and name not in of_other else ''}"
     return hint

@@ -109,7 +109,10 @@ def _check_best_metric(settings, given: dict[str, Any]) -> None:
     name = given.get("metric_for_best_model")
     if name is None:
         return
-    if name.removeprefix("eval_") not in ("loss", "perplexity"):
+    if settings.recipe == "dpo":
+        if name.removeprefix("eval_") != "loss":
+            raise UserError(f"--metric_for_best_model {name}: recipes/dpo.py compares eval_loss only.")
+    elif name.removeprefix("eval_") not in ("loss", "perplexity"):
         raise UserError(f"--metric_for_best_model {name}: an evaluation computes eval_loss and eval_perplexity.")
     if given.get("greater_is_better") is None:  # transformers' default is true for what does not end in "loss"
         settings.values["greater_is_better"] = False

@@ -1,5 +1,6 @@
 """Order rows, pack them and collate them into batches."""
 
+import itertools
 from collections.abc import Iterator
 
 import torch
@@ -26,22 +27,30 @@ def rows_of_epoch(weights: list[float], epoch: int) -> list[int]:
     return sorted(chosen)
 
 
-def filler(pad_token_id: int) -> dict:
+def filler(pad_token_id: int, documents: int = 1) -> dict:
     """Return a row without labels: it adds nothing to the loss."""
-    return {"input_ids": [pad_token_id] * 2, "labels": [conversations.IGNORE] * 2}
+    row = {"input_ids": [pad_token_id] * 2 * documents, "labels": [conversations.IGNORE] * 2 * documents}
+    return row if documents == 1 else row | {"lengths": [2] * documents}
 
 
 class DatasetWithFiller(torch.utils.data.Dataset):
-    """A dataset with a filler row at index len(dataset), with which samplers complete the last batch."""
+    """A dataset with a filler row at index len(dataset), with which samplers complete the last batch.
 
-    def __init__(self, sequences, pad_token_id: int):
-        self.sequences, self.filler = sequences, filler(pad_token_id)
+    reference: log-probabilities of the reference model, (pairs, 2), which go along with the rows of a preference set.
+    """
+
+    def __init__(self, sequences, pad_token_id: int, documents_per_row: int = 1):
+        self.sequences, self.filler, self.reference = sequences, filler(pad_token_id, documents_per_row), None
 
     def __len__(self) -> int:
         return len(self.sequences)
 
     def __getitem__(self, index: int) -> dict:
-        return self.filler if index == len(self.sequences) else self.sequences[index]
+        row = self.filler if index == len(self.sequences) else self.sequences[index]
+        if self.reference is None:
+            return row
+        of_row = self.reference[index] if index < len(self.sequences) else torch.zeros(2)
+        return row | {"reference": of_row}
 
 
 class EpochSampler(torch.utils.data.Sampler):
@@ -106,13 +115,15 @@ def training_sampler(dataset: DatasetWithFiller, args, weights: list[float] | No
 class Collator:
     """Pad rows on the right to (rows, longest rounded up); padding has mask 0 and label IGNORE.
 
-    transformers' DataCollatorForSeq2Seq pads as the tokenizer does, some on the left, and takes twice the time.
+    The documents of a row with `lengths` (the two sides of a pair) become rows of their own. transformers'
+    DataCollatorForSeq2Seq pads as the tokenizer does, some on the left, and takes twice the time.
     """
 
     def __init__(self, pad_token_id: int, multiple_of: int = 8):
         self.pad_token_id, self.multiple_of = pad_token_id, multiple_of
 
     def __call__(self, batch: list[dict]) -> dict[str, torch.Tensor]:
+        references, batch = _references(batch), [document for row in batch for document in documents(row)]
         longest = max(len(row["input_ids"]) for row in batch)
         width = -(-longest // self.multiple_of) * self.multiple_of  # tensor cores are fastest with multiples of 8
         ids = torch.full((len(batch), width), self.pad_token_id)
@@ -123,7 +134,29 @@ class Collator:
             ids[i, :length] = torch.tensor(row["input_ids"])
             labels[i, :length] = torch.tensor(row["labels"])
             mask[i, :length] = 1
-        return {"input_ids": ids, "labels": labels, "attention_mask": mask}
+        return {"input_ids": ids, "labels": labels, "attention_mask": mask} | references
+
+
+def documents(row: dict) -> list[dict]:
+    """Return the documents of a row as rows of their own; without `lengths` the row itself."""
+    if "lengths" not in row:
+        return [row]
+    ends = list(itertools.accumulate(row["lengths"], initial=0))
+    return [{k: row[k][a:b] for k in ("input_ids", "labels")} for a, b in itertools.pairwise(ends)]
+
+
+def _references(batch: list[dict]) -> dict[str, torch.Tensor]:
+    """Return {"reference": (pairs, 2)} if the rows have reference log-probabilities."""
+    return {"reference": torch.stack([row["reference"] for row in batch])} if "reference" in batch[0] else {}
+
+
+def document_of_each_token(inputs: dict) -> tuple[torch.Tensor, int]:
+    """Return (index of each token's document in a collated batch, flat; number of documents)."""
+    ids, bounds = inputs["input_ids"], inputs.get("cu_seq_lens_q")
+    if bounds is None:
+        return torch.arange(len(ids), device=ids.device).repeat_interleave(ids.shape[1]), len(ids)
+    numbers = torch.arange(len(bounds) - 1, device=ids.device)
+    return numbers.repeat_interleave(bounds.diff(), output_size=ids.numel()), len(bounds) - 1
 
 
 def join(documents: list[dict]) -> dict:
@@ -171,15 +204,7 @@ class PackedCollator:
         self.flatten = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
 
     def __call__(self, batch: list[dict]) -> dict:
-        return self.flatten([document for row in batch for document in _documents(row)])
-
-
-def _documents(row: dict) -> Iterator[dict]:
-    """Yield the documents of a pack, or the row itself."""
-    start = 0
-    for length in row.get("lengths", [len(row["input_ids"])]):
-        yield {name: row[name][start : start + length] for name in ("input_ids", "labels")}
-        start += length
+        return self.flatten([document for row in batch for document in documents(row)]) | _references(batch)
 
 
 class TrainCollator:

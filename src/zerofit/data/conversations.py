@@ -188,8 +188,8 @@ def _check_preference(place: str, row: dict[str, Any]) -> None:
     column = {str: "text", list: "messages"}.get(type(row["chosen"])) if "prompt" not in row else "completion"
     mend = f"--columns {column}=chosen would train on the chosen answers" if column else "keep the chosen answers only"
     raise UserError(
-        f"{place}: columns 'chosen' and 'rejected' are preference data (DPO), but this kit does supervised "
-        f"fine-tuning; {mend}."
+        f"{place}: columns 'chosen' and 'rejected' are preference data, which recipes/dpo.py trains on (make dpo); "
+        f"here {mend}."
     )
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from zerofit.data import conversations, encoding, reading
+from zerofit.data import conversations, encoding, pairs, reading
 from zerofit.data.batches import rows_of_epoch
 from zerofit.data.sources import Source, suffix
 from zerofit.data.tokens import CHUNK, TokenizedDataset
@@ -25,6 +25,8 @@ from zerofit.errors import UserError
 from zerofit.paths import cache_root, hash_file, private_folder
 
 CACHE_VERSION = 6  # raise it when the tokens of a row change
+
+COLUMNS = ("input_ids", "labels", "lengths")  # of a tokenized row; lengths: of a pair's two sides
 
 
 def _fingerprint(sources: list[Source], settings, tokenizer, limit: int | None) -> str:
@@ -50,7 +52,7 @@ def _fingerprint(sources: list[Source], settings, tokenizer, limit: int | None) 
     options = [
         CACHE_VERSION, [s.weight for s in sources], settings.max_length, limit, settings.data_format, settings.columns,
         settings.train_on, settings.truncation, tokenizer.chat_template, tokenizer.eos_token_id,
-        tokenizer.special_tokens_map,
+        tokenizer.special_tokens_map, *([pairs.KIND] if settings.documents_per_row == 2 else []),
     ]  # fmt: skip
     digest.update(json.dumps(options, default=str).encode())
     digest.update(tokenizer.backend_tokenizer.to_str().encode())
@@ -187,7 +189,7 @@ def _encode(chunk: list, kind: str) -> tuple[Counter, object]:
     if not kept:
         return count, None
     columns = [pa.array(column, pa.list_(pa.int32())) for column in zip(*kept, strict=True)]
-    return count, pa.record_batch(columns, names=["input_ids", "labels"])
+    return count, pa.record_batch(columns, names=COLUMNS[: len(columns)])
 
 
 def _encoded(chunks: Iterator[list], kind: str, pool, workers: int) -> Iterator[tuple[Counter, object]]:
@@ -241,7 +243,8 @@ def _write(table: Path, sources: list[Source], settings, encoder: encoding.Encod
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    schema = pa.schema({"input_ids": pa.list_(pa.int32()), "labels": pa.list_(pa.int32())})
+    names = COLUMNS if settings.documents_per_row == 2 else COLUMNS[:2]
+    schema = pa.schema(dict.fromkeys(names, pa.list_(pa.int32())))
     count: Counter = Counter()
     started = last_printed = time.monotonic()
     tmp_path = table.with_suffix(".tmp")
@@ -258,7 +261,10 @@ def _write(table: Path, sources: list[Source], settings, encoder: encoding.Encod
                 count.update(counted)
                 if batch is not None:
                     writer.write_batch(batch)
-                    longest = max(longest, pc.max(pc.list_value_length(batch["input_ids"])).as_py())
+                    lengths = (
+                        batch["lengths"].flatten() if len(names) == 3 else pc.list_value_length(batch["input_ids"])
+                    )
+                    longest = max(longest, pc.max(lengths).as_py())
                 if time.monotonic() - last_printed > 5:
                     last_printed = time.monotonic()
                     print(f"tokenising: {count['rows']:,} rows, {count['tokens']:,} tokens", flush=True)
@@ -287,7 +293,10 @@ def split(tokens: TokenizedDataset, settings) -> tuple[TokenizedDataset, Tokeniz
 def describe(name: str, tokens: TokenizedDataset) -> str:
     """Return one line about a dataset that counts its truncated and dropped rows."""
     stats = tokens.statistics
-    rows_of = f"a stream; of the first {stats['rows']:,} rows" if tokens.stream is not None else f"{len(tokens):,} rows"
+    unit = "pairs" if stats["format"] == pairs.KIND else "rows"
+    rows_of = (
+        f"a stream; of the first {stats['rows']:,} rows" if tokens.stream is not None else f"{len(tokens):,} {unit}"
+    )
     text = f"{name}: {rows_of} ({stats['format']}) from {stats['source']}"
     if stats["truncated"]:
         text += f", {stats['truncated']:,} cut at max_length"
@@ -295,6 +304,9 @@ def describe(name: str, tokens: TokenizedDataset) -> str:
         text += f", {stats['dropped_too_long']:,} dropped (longer than max_length)"
     if stats["dropped_bad"]:
         text += f", {stats['dropped_bad']:,} dropped (cannot be used)"
+    for name, why in ((pairs.EMPTY, "a side is empty"), (pairs.IDENTICAL, "both sides are the same")):
+        if stats.get(name):
+            text += f", {stats[name]:,} dropped ({why})"
     if stats["dropped_no_answer_left"]:
         text += f", {stats['dropped_no_answer_left']:,} dropped (no answer left after the cut)"
     return text + f"; {stats['supervised_tokens']:,} of {stats['tokens']:,} tokens are trained on"

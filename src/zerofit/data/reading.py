@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from zerofit.data import conversations, encoding
+from zerofit.data import conversations, encoding, pairs
 from zerofit.data.sources import Source, json_object, read_rows
 from zerofit.errors import UserError
 
@@ -34,12 +34,24 @@ COUNTS = (
 
 
 def tokenised(raw: Iterable[tuple], settings, encoder: encoding.Encoder, count: Counter) -> list[tuple | None]:
-    """Tokenize (place, row of sources.read_rows, format) into (input_ids, labels), None if dropped.
+    """Tokenize (place, row of sources.read_rows, format) into (input_ids, labels), None if dropped; pairs of a
+    preference set into (input_ids, labels, lengths).
 
     An empty format ("") is detected row by row.
     Raises: UserError for a row that cannot be used, unless --bad_rows drop.
     """
     names, tokenized, parsed, slots = _names(settings), [], [], []
+    if settings.documents_per_row == 2:
+        tokenized = pairs.tokenised(
+            ((place, row) for place, row, _ in raw),
+            lambda place, row: _renamed(place, row, names),
+            lambda ids, labels, of_sides: truncate(ids, labels, settings, of_sides),
+            lambda place, error: _refuse(place, error, settings, count),
+            encoder,
+            count,
+        )
+        _count_notes(encoder, count)
+        return tokenized
     for place, row, kind in raw:
         tokenized.append(None)
         count["rows"] += 1
@@ -56,9 +68,13 @@ def tokenised(raw: Iterable[tuple], settings, encoder: encoding.Encoder, count: 
     encoded = encoder.encode(parsed, lambda place, error: _refuse(place, error, settings, count))
     for i, pair in zip(slots, encoded, strict=True):
         tokenized[i] = None if pair is None else truncate(*pair, settings, count)
+    _count_notes(encoder, count)
+    return tokenized
+
+
+def _count_notes(encoder: encoding.Encoder, count: Counter) -> None:
     count.update({f"note {sentence}": rows_of for sentence, rows_of in encoder.notes.items() if rows_of})
     encoder.notes.clear()
-    return tokenized
 
 
 def _refuse(place: str, error: UserError, settings, count: Counter) -> None:
@@ -96,6 +112,8 @@ def kind_of(rows: Iterator, settings) -> tuple[str, Iterator]:
     The format is "" when none of the first LOOKED_AT rows has one, under --bad_rows drop.
     Raises: UserError when the first row has no known format, under --bad_rows error.
     """
+    if settings.documents_per_row == 2:
+        return pairs.KIND, rows
     if settings.data_format != "auto":
         return settings.data_format, rows
     looked_at: list = []
@@ -151,6 +169,8 @@ def summarize_counts(sources: list[Source], count: Counter, settings) -> dict:
         raise UserError(
             f"{first['first'][0]}: {first['exact'].rstrip('.')}; like it, none of the {count['rows']} rows can be used."
         )
+    if not count["kept"] and count[pairs.EMPTY] + count[pairs.IDENTICAL] == count["rows"]:
+        raise UserError(f"{names}: each of the {count['rows']} pairs has an empty side or two identical ones.")
     if not count["kept"]:
         raise UserError(
             f"{names}: in none of the {count['rows']} rows an answer fits into --max_length {settings.max_length}."
@@ -158,7 +178,10 @@ def summarize_counts(sources: list[Source], count: Counter, settings) -> dict:
     formats, notes = sorted(_counted(count, "format ")), _counted(count, "note ")
     return (
         {"source": names, "format": " + ".join(formats)}
-        | {name: count[name] for name in COUNTS}
+        | {
+            name: count[name]
+            for name in (*COUNTS, *((pairs.EMPTY, pairs.IDENTICAL) if formats == [pairs.KIND] else ()))
+        }
         | {"bad_rows": bad, "columns_not_used": _counted(count, "not used ")}
         | {"notes": [f"{sentence} ({rows_of:,} row{'s' * (rows_of > 1)})" for sentence, rows_of in notes.items()]}
     )

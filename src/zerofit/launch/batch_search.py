@@ -44,7 +44,7 @@ def main(argv: list[str]) -> None:
     Raises: UserError for the user's mistakes, or if not even one row fits.
     """
     parser = argparse.ArgumentParser(prog="zerofit batch-size", allow_abbrev=False, description=__doc__)
-    parser.add_argument("--recipe", default="sft", help="whose flags: sft or lora (default sft)")
+    parser.add_argument("--recipe", default="sft", help="whose flags: sft, lora or dpo (default sft)")
     parser.add_argument("--gpus", default="1", help="processes")
     parser.add_argument("--args", default="", help="more recipe flags in one string, split like a shell would")
     args, flags = parser.parse_known_args(argv)

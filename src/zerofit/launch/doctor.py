@@ -549,7 +549,7 @@ def room(settings, net) -> list[doctor_nodes.Finding]:
     trained_params, total_params = count_parameters(net)
     checkpoint_size = formulas.checkpoint_bytes(trained_params, total_params)
     kept = 0 if settings.save_strategy == "no" else (settings.save_total_limit or 1) + 1  # one is being written
-    needed = kept * checkpoint_size + 2 * (trained_params if settings.recipe == "lora" else total_params)
+    needed = kept * checkpoint_size + 2 * (trained_params if settings.trains_adapter else total_params)
     folder = nearest_existing(Path(settings.output_dir or "runs").expanduser().absolute())
     free = shutil.disk_usage(folder).free
     if needed <= free:

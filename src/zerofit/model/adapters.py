@@ -46,6 +46,8 @@ _FIELDS = {
     "num_virtual_tokens": ("num_virtual_tokens",),
 }
 
+FLAGS = (*_FIELDS, "adapter_config", "load_in_4bit", "load_in_8bit", "loraplus_lr_ratio")  # beside --adapter itself
+
 # Fields that --adapter_config must not set: they change which weights train, what is saved or the base itself.
 _NOT_BY_HAND = re.compile(
     "peft_type|task_type|auto_mapping|base_model_name_or_path|revision|inference_mode|peft_version|init_.*|.*_config|"
@@ -62,7 +64,7 @@ def resolve(settings) -> None:
 
     Raises: UserError naming flag, cause and fix, before a model is loaded.
     """
-    if settings.recipe != "lora":
+    if not settings.trains_adapter:
         return
     kind, init = settings.adapter, settings.init_lora_weights
     if init not in _KEEPS_BASE and not re.fullmatch(CHANGES_BASE, init):

@@ -44,6 +44,23 @@ def linear_cross_entropy(hidden, weight, bias, labels, scale=1.0, softcap=None, 
     return _Chunked.apply(hidden, weight, bias, labels, scale, softcap, rows, torch.is_grad_enabled())
 
 
+def document_log_probs(hidden, weight, bias, labels, documents, count, scale=1.0, softcap=None, rows=None):
+    """Return the summed log-probability of the labels of each document, (count,), in chunks like linear_cross_entropy.
+
+    Args: documents: (tokens), the index of each token's document; count: documents; others: as there.
+    """
+    rows = rows or rows_per_chunk(weight.shape[0])
+    return _PerDocument.apply(hidden, weight, bias, labels, documents, count, scale, softcap, rows)
+
+
+def dense_log_probs(logits, labels, documents, count):
+    """Return what document_log_probs returns, from the logits of a batch: (rows, tokens, vocabulary)."""
+    targets = torch.nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:].flatten()
+    precise = torch.promote_types(logits.dtype, torch.float32)
+    losses = torch.nn.functional.cross_entropy(logits.flatten(0, -2).to(precise), targets, reduction="none")
+    return losses.new_zeros(count).index_add(0, documents, -losses)
+
+
 class NotFused(Exception):
     """The reason why the loss of a model cannot be fused."""
 
@@ -71,7 +88,7 @@ class _Chunked(torch.autograd.Function):
             offset = None if bias is None else bias.to(dtype)
             for part in (labels != IGNORED).nonzero()[:, 0].split(rows):
                 states = hidden[part].to(dtype)
-                total += _chunk(states, part, labels[part, None], matrix, offset, scale, softcap, ctx.gradients)
+                total += _chunk(states, part, labels[part, None], matrix, offset, scale, softcap, ctx.gradients).sum()
         return total
 
     @staticmethod
@@ -86,8 +103,51 @@ class _Chunked(torch.autograd.Function):
         return *scaled, None, None, None, None, None
 
 
-def _chunk(hidden, part, target, weight, bias, scale, softcap, gradients):
-    """Return the summed loss of one chunk of rows, and add its gradients to `gradients`."""
+class _PerDocument(torch.autograd.Function):
+    """Log-probabilities summed by document. How the loss weighs a document is known only in the backward, which
+    computes the chunks again: one more product with the head, and still no logits.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, labels, documents, count, scale, softcap, rows):
+        device = hidden.device.type
+        ctx.dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+        ctx.form = scale, softcap, rows
+        ctx.save_for_backward(hidden, weight, bias, labels, documents)
+        precise = torch.promote_types(ctx.dtype, torch.float32)
+        total = torch.zeros(count, dtype=precise, device=hidden.device)
+        with torch.amp.autocast(device, enabled=False):
+            for part, loss in _PerDocument._chunks(ctx, hidden, weight, bias, labels, (None, None, None)):
+                total.index_add_(0, documents[part], -loss)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, upstream):
+        hidden, weight, bias, labels, documents = ctx.saved_tensors
+        kinds = (ctx.dtype, torch.promote_types(weight.dtype, ctx.dtype), torch.promote_types(ctx.dtype, torch.float32))
+        gradients = [
+            torch.zeros(t.shape, dtype=kind, device=t.device) if needed else None
+            for t, kind, needed in zip((hidden, weight, bias), kinds, ctx.needs_input_grad[:3], strict=True)
+        ]
+        for _ in _PerDocument._chunks(ctx, hidden, weight, bias, labels, gradients, -upstream[documents]):
+            pass
+        inputs = (hidden, weight, bias)
+        return *(None if g is None else g.to(t.dtype) for g, t in zip(gradients, inputs, strict=True)), *[None] * 6
+
+    @staticmethod
+    def _chunks(ctx, hidden, weight, bias, labels, gradients, weights=None):
+        """Yield (indices, losses) of each chunk of labelled tokens, and add its gradients to `gradients`."""
+        scale, softcap, rows = ctx.form
+        matrix, offset = weight.to(ctx.dtype), None if bias is None else bias.to(ctx.dtype)
+        for part in (labels != IGNORED).nonzero()[:, 0].split(rows):
+            of_part = None if weights is None else weights[part, None]
+            states = hidden[part].to(ctx.dtype)
+            yield part, _chunk(states, part, labels[part, None], matrix, offset, scale, softcap, gradients, of_part)
+
+
+def _chunk(hidden, part, target, weight, bias, scale, softcap, gradients, weights=None):
+    """Return the losses of one chunk of rows, and add their gradients, times `weights`, to `gradients`."""
     training = any(g is not None for g in gradients)
     products = hidden @ weight.t() if bias is None else torch.addmm(bias, hidden, weight.t())
     logits = products.to(torch.promote_types(products.dtype, torch.float32))  # the same tensor if already fp32
@@ -99,16 +159,16 @@ def _chunk(hidden, part, target, weight, bias, scale, softcap, gradients):
         slope = logits.square().neg_().add_(1) if training else None
         logits.mul_(softcap)
     logits.sub_(logits.amax(-1, keepdim=True))
-    loss = -logits.gather(1, target).sum()
+    loss = -logits.gather(1, target)[:, 0]
     sums = logits.exp_().sum(-1, keepdim=True)
-    loss += sums.log().sum()
+    loss += sums.log()[:, 0]
     if not training:
         return loss
     logits.scatter_add_(1, target, -sums)
     if slope is not None:
         logits.mul_(slope)
     # (softmax - one hot) in the dtype of the products, as in the backward of the dense loss.
-    gradient = torch.mul(logits, scale / sums, out=products)
+    gradient = torch.mul(logits, (scale if weights is None else scale * weights) / sums, out=products)
     of_hidden, of_weight, of_bias = gradients
     if of_hidden is not None:
         of_hidden[part] = _product(gradient, weight, of_hidden.dtype)
@@ -241,25 +301,29 @@ class FusedLoss:
         self.head, self.rows = find_head(base), rows
         self.scale, self.softcap = logit_form(base, self.head)
         self.dense_head, self.dense_loss = self.head.forward, base.loss_function
-        self.active, self.hidden = False, None
+        self.active, self.hidden, self.documents = False, None, None
         self.head.forward, base.loss_function = self._head, self._loss
 
     @contextlib.contextmanager
-    def on(self):
-        """Context in which the model computes its loss without logits."""
-        self.active = True
+    def on(self, documents=None):
+        """Context in which the model computes its loss without logits.
+
+        Args: documents: (index of each token's document, their number): the loss is then a vector, the summed
+            log-probability of each document; None: a mean over tokens.
+        """
+        self.active, self.documents = True, documents
         try:
             yield
         finally:
-            self.active, self.hidden = False, None
+            self.active, self.hidden, self.documents = False, None, None
 
     def _head(self, hidden, labels=None):
         if labels is not None:
             tokens = hidden.reshape(-1, hidden.shape[-1])
-            head = self.head
-            return linear_cross_entropy(
-                tokens, head.weight, head.bias, labels.reshape(-1), self.scale, self.softcap, self.rows
-            )
+            of_head, form = (self.head.weight, self.head.bias), (self.scale, self.softcap, self.rows)
+            if self.documents is not None:
+                return document_log_probs(tokens, *of_head, labels.reshape(-1), *self.documents, *form)
+            return linear_cross_entropy(tokens, *of_head, labels.reshape(-1), *form)
         if not self.active:
             return self.dense_head(hidden)
         self.hidden = hidden
@@ -278,6 +342,8 @@ class FusedLoss:
         assert ignore_index == IGNORED and targets.shape == hidden.shape[:-1]
         targets = targets.to(hidden.device)
         total = self.head(hidden, labels=targets)
+        if self.documents is not None:
+            return total
         if num_items_in_batch is None:
             return total / (targets != IGNORED).sum().clamp(min=1)
         return total / torch.as_tensor(num_items_in_batch, device=total.device)
@@ -303,9 +369,8 @@ class RouterLoss:
         self.coefficient = getattr(base, name)
         setattr(base, name, 0.0)
 
-    def share(self, outputs, labels, num_items_in_batch) -> torch.Tensor:
-        """Return a micro batch's router loss x its share of `num_items_in_batch`, the supervised tokens."""
-        supervised = (labels[..., 1:] != IGNORED).sum()
+    def share(self, outputs, supervised, num_items_in_batch) -> torch.Tensor:
+        """Return a micro batch's router loss x its share of `num_items_in_batch`: supervised tokens, or pairs."""
         return self.coefficient * outputs.aux_loss * (supervised / num_items_in_batch)
 
 

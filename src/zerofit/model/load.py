@@ -103,7 +103,7 @@ def weight_dtype(settings) -> str:
     if settings.dtype != "auto":
         return settings.dtype
     precision_dtype = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[settings.precision]
-    frozen_base = settings.recipe == "lora"
+    frozen_base = settings.trains_adapter
     return precision_dtype if settings.deepspeed is not None or frozen_base or settings.pure_bf16 else "float32"
 
 
@@ -118,7 +118,7 @@ def load_model(settings, tokenizer, config=None):
     from transformers import AutoModelForCausalLM, set_seed
 
     dtype = getattr(torch, weight_dtype(settings))
-    if settings.deepspeed is None and dtype != torch.float32 and settings.recipe == "sft" and not settings.pure_bf16:
+    if settings.deepspeed is None and dtype != torch.float32 and not settings.trains_adapter and not settings.pure_bf16:
         print(f"note: --dtype {settings.dtype} with stage 0 trains without an fp32 master copy", flush=True)
     set_seed(settings.seed)
     attention.avoid_wrong_kernels()
@@ -176,7 +176,7 @@ def check_model(settings, config=None):
                 attn_implementation=settings.attn_implementation,
                 trust_remote_code=settings.trust_remote_code,
             )
-            if settings.recipe == "lora":
+            if settings.trains_adapter:
                 adapters.add_adapter(model, settings)
         fused_loss.install(settings, model)
         fused_loss.router_loss(model)

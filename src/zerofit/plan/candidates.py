@@ -185,8 +185,8 @@ def methods_to_try(method: str, recipe: str, flags: list[str]) -> list[str]:
 
     Raises: UserError for an unknown method, or one that contradicts --load_in_4bit.
     """
-    if method not in ("", "sft", "lora", "qlora", "auto"):
-        raise UserError(f"--method {method}: must be one of sft, lora, qlora, auto.")
+    if method not in ("", "sft", "lora", "qlora", "dpo", "auto"):
+        raise UserError(f"--method {method}: must be one of sft, lora, qlora, dpo, auto.")
     quantized = _load_in_4bit(flags)
     if not method:
         return ["qlora" if recipe == "lora" and quantized else recipe]
@@ -206,7 +206,7 @@ def _load_in_4bit(flags: list[str]) -> bool | None:
 
 
 def recipe_of(method: str) -> str:
-    return "sft" if method == "sft" else "lora"
+    return method if method in ("sft", "dpo") else "lora"
 
 
 def gpus_as_text(ranks: int, node: int) -> str:
@@ -243,8 +243,9 @@ def candidates(
             error = error or refused
             continue
         accumulation = base.effective_batch_size // (micro * ranks)
-        setting = Setting(zero, offload, every, micro, micro * base.max_length, accumulation, ranks, offload_inputs,
-                          nvme, node, hpz)  # fmt: skip
+        tokens = micro * base.documents_per_row * base.max_length
+        setting = Setting(zero, offload, every, micro, tokens, accumulation, ranks, offload_inputs, nvme, node, hpz,
+                          _runs_reference(base))  # fmt: skip
         by_part = formulas.memory(shape, setting, base, base.fused_loss)
         seconds = formulas.step_seconds(shape, setting, gpu, base.max_length)
         result.append(Candidate(own_flags, method, setting, by_part, seconds, shape, gpu, change=change))
@@ -352,9 +353,17 @@ def setting_of(settings) -> Setting:
     every = settings.gradient_checkpointing_every if settings.gradient_checkpointing else 0
     micro = settings.per_device_train_batch_size
     node = int(os.environ.get("LOCAL_WORLD_SIZE") or formulas.GPUS_OF_A_NODE)
-    return Setting(settings.zero, settings.offload, every, micro, micro * settings.max_length,
+    tokens = micro * settings.documents_per_row * settings.max_length
+    return Setting(settings.zero, settings.offload, every, micro, tokens,
                    settings.gradient_accumulation_steps, settings.world_size, settings.activation_offload,
-                   bool(settings.offload_path), node, settings.zero_hpz_partition_size or 1)  # fmt: skip
+                   bool(settings.offload_path), node, settings.zero_hpz_partition_size or 1,
+                   _runs_reference(settings))  # fmt: skip
+
+
+def _runs_reference(settings) -> bool:
+    """Return whether each step runs the model once more with its adapter off (recipes/dpo.py)."""
+    precomputed = settings.values.get("precompute_ref_log_probs") or settings.values.get("loss_type") == "simpo"
+    return settings.recipe == "dpo" and settings.trains_adapter and not precomputed
 
 
 def flags_for_simulation(flags: list[str]) -> list[str]:

@@ -26,8 +26,10 @@ def main(argv: list[str]) -> None:
         description="Whether a job fits and what is fastest, before anything is downloaded or allocated. Only the "
         "model's config.json is needed. What you leave open is searched; every flag of the recipe works too.",
     )  # fmt: skip
-    parser.add_argument("--recipe", default="sft", help="sft or lora (default sft)")
-    parser.add_argument("--method", default="", help="sft, lora, qlora or auto (the first of them that fits)")
+    parser.add_argument("--recipe", default="sft", help="sft, lora or dpo (default sft)")
+    parser.add_argument(
+        "--method", default="", help="sft, lora, qlora, dpo or auto (the first of the first three that fits)"
+    )
     parser.add_argument("--gpus", default="1", help="GPUs of all nodes together; with --nodes those of each")
     parser.add_argument("--nodes", default="", help="nodes with --gpus GPUs each (default: as many as --gpus needs "
                         f"at {formulas.GPUS_OF_A_NODE} each)")  # fmt: skip

@@ -95,7 +95,8 @@ class Setting:
 
     every: recompute every n-th layer, 0: none; micro, tokens: rows and tokens of a micro batch; activation_offload: the
     inputs of recomputed layers are in host memory; nvme: offloaded states are on disk; node: GPUs of a node; hpz: ranks
-    that share ZeRO++'s secondary copy of the parameters, 1: there is none."""
+    that share ZeRO++'s secondary copy of the parameters, 1: there is none; reference: each step has one more forward,
+    of preference pairs with the adapter off."""
 
     zero: int
     offload: str
@@ -108,6 +109,7 @@ class Setting:
     nvme: bool = False
     node: int = GPUS_OF_A_NODE
     hpz: int = 1
+    reference: bool = False
 
     @property
     def nodes(self) -> int:
@@ -193,7 +195,7 @@ def _widths(settings, zero: int) -> tuple[float, float, float]:
     if settings.pure_bf16:
         return 2, 2, width / 2 if width == 8 else width
     if (
-        zero == 0 and settings.recipe == "sft" and settings.dtype in ("bfloat16", "float16")
+        zero == 0 and not settings.trains_adapter and settings.dtype in ("bfloat16", "float16")
     ):  # no fp32 master: states in the weights' type too
         return 2, 2, width / 2 if width == 8 else width
     if zero == 0:
@@ -327,6 +329,8 @@ def step_seconds(s: Shape, setting: Setting, gpu: Gpu, sequence: int) -> float:
     forward = 2 * s.parameters * tokens + attention / 3
     if setting.every:
         flops += forward / setting.every
+    if setting.reference:
+        flops += forward
     utilization = setting.tokens / (setting.tokens + 512)  # small matrix products leave the GPU idle
     arithmetic = (flops + attention) / (gpu.tflops * 1e12 * MATRIX_EFFICIENCY * utilization)
     wire = wire_seconds(s, setting, gpu)

@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from zerofit.config import parse, resolve
+from zerofit.data.batches import documents
 from zerofit.data.conversations import IGNORE
 from zerofit.errors import UserError, printable
 from zerofit.settings import order_seed
@@ -49,7 +50,7 @@ def main(argv: list[str]) -> None:
         description="Show what a run would train on, without a model or a GPU. Every flag of the recipe works too "
         "(`zerofit launch recipes/sft.py --help`).",
     )
-    parser.add_argument("--recipe", default="sft", help="whose flags and defaults: sft or lora (default sft)")
+    parser.add_argument("--recipe", default="sft", help="whose flags and defaults: sft, lora or dpo (default sft)")
     parser.add_argument("--output_dir", default="", help="folder for data.json and data.png (default runs/data-<time>)")
     parser.add_argument("--args", default="", help="more recipe flags in one string, split like a shell would")
     args, flags = parser.parse_known_args(argv)
@@ -253,20 +254,46 @@ def histogram(values: np.ndarray, bins: int = 12) -> list[tuple[int, int, int]]:
     return [(first + i * width, first + (i + 1) * width - 1, int(n)) for i, n in enumerate(counts)]
 
 
+def sides(dataset) -> dict:
+    """Return the lengths of the answers of preference pairs, and how often which one is longer."""
+    answers = []
+    for table in dataset.with_format("arrow").iter(batch_size=1000):
+        labels, bounds = _flat(table["labels"])
+        lengths, _ = _flat(table["lengths"])
+        ends = (bounds[:-1, None] + lengths.reshape(-1, 2).cumsum(1)).ravel()
+        before = np.concatenate([[0], np.cumsum(labels != IGNORE)])
+        answers.append(np.diff(before[np.concatenate([[bounds[0]], ends])]).reshape(-1, 2))
+    chosen, rejected = np.concatenate(answers).T
+    margin = chosen - rejected
+    return {
+        **{
+            name: {"median": int(np.median(tokens)), "p95": int(np.percentile(tokens, 95, method="inverted_cdf"))}
+            for name, tokens in (("chosen", chosen), ("rejected", rejected))
+        },
+        "margin_mean": float(margin.mean()),
+        "margin_percentiles": [int(p) for p in np.percentile(margin, [5, 50, 95], method="inverted_cdf")],
+        "chosen_longer": int((margin > 0).sum()),
+        "rejected_longer": int((margin < 0).sum()),
+        "ties": int((margin == 0).sum()),
+    }
+
+
 def packing(lengths: np.ndarray, settings) -> dict:
-    """Return how full packs would be, and the share of padding in the first epoch's unpacked batches."""
+    """Return how full packs would be, and the share of padding in the first epoch's unpacked batches.
+
+    Args: lengths: of the rows, or of both sides of the pairs, (pairs, 2)."""
     import torch
 
     from zerofit.data.batches import best_fit_decreasing
 
-    packs, tokens = len(best_fit_decreasing(lengths.tolist(), settings.max_length)), int(lengths.sum())
+    packs, tokens = len(best_fit_decreasing(lengths.ravel().tolist(), settings.max_length)), int(lengths.sum())
     seed, order = order_seed(settings), np.arange(len(lengths))
     if seed is not None:
         order = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(seed)).numpy()
     micro = settings.per_device_train_batch_size
-    starts = np.arange(0, len(lengths), micro)
-    widths = -(-np.maximum.reduceat(lengths[order], starts) // 8) * 8  # as the collator rounds
-    slots = int((widths * np.diff([*starts, len(lengths)])).sum())
+    starts = np.arange(0, lengths.size, micro * (lengths.size // len(lengths)))
+    widths = -(-np.maximum.reduceat(lengths[order].ravel(), starts) // 8) * 8  # as the collator rounds
+    slots = int((widths * np.diff([*starts, lengths.size])).sum())
     return {
         "packs": packs,
         "efficiency": tokens / (packs * settings.max_length),
@@ -280,6 +307,7 @@ def inspect(settings, train_set, eval_set, tokenizer) -> tuple[dict, dict[str, S
     from zerofit.data.dataset import notes
 
     sets = {"training": train_set} | ({"evaluation": eval_set} if eval_set is not None else {})
+    pairs = settings.documents_per_row == 2
     scans = {name: scan(rows.dataset, tokenizer) for name, rows in sets.items()}
     train, held_out = scans["training"], scans.get("evaluation")
     everything = train if held_out is None else _of_all_epochs(train_set, train, tokenizer)
@@ -289,13 +317,15 @@ def inspect(settings, train_set, eval_set, tokenizer) -> tuple[dict, dict[str, S
         "max_length": settings.max_length,
         "end_token": tokenizer.eos_token,
         **{name: _count(rows.statistics, scans[name], tokenizer) for name, rows in sets.items()},
-        "packing": packing(train.lengths, settings),
+        "packing": packing(np.array(train_set.dataset["lengths"]) if pairs else train.lengths, settings),
         "fractions": _fractions(train_set, train, held_out, everything),
         "limits": {flag: getattr(settings, flag) for flag in LIMITS},
         "decisions": [d for d in settings.decisions if d.startswith(("chat template", LONG_ROWS))]
         + _skipped(settings, eval_set)
         + notes(sets),
     }
+    for name in sets if pairs else ():
+        facts[name]["answers"] = sides(sets[name].dataset)
     if held_out is not None:
         facts["overlap"] = {k: overlap(getattr(held_out, k), getattr(everything, k)) for k in ("exact", "normalised")}
     facts["warnings"] = _warnings(facts)
@@ -356,7 +386,9 @@ def describe(settings, facts: dict) -> str:
     lines += [f"  {name:<10}  {_shorten(facts[name]['source'])} ({facts[name]['format']})" for name in sets]
     lines += [f"  - {printable(sentence)}" for sentence in facts["decisions"]]
     lines += ["", " " * 32 + "".join(f"{name:>18}" for name in sets)]
-    for title, value in _table(facts):
+    row = "pair" if "answers" in facts["training"] else "row"
+    for title, value in [*_table(facts), *(_table_of_answers() if row == "pair" else [])]:
+        title = title.replace("row", row)
         lines.append(f"  {title:<30}" + "".join(f"{value(facts[name]):>18}" for name in sets))
     for kind, count in facts.get("overlap", {}).items():
         share = _share(count, facts["evaluation"]["kept"])
@@ -364,12 +396,13 @@ def describe(settings, facts: dict) -> str:
 
     bars = facts["training"]["histogram"]
     most, width = max(n for *_, n in bars), len(f"{bars[-1][1]:,}")
-    lines += ["", "tokens a row, training"]
+    lines += ["", f"tokens a {row}, training"]
     lines += [f"  {low:>{width},} - {high:>{width},}  {bar(n / most):<40}  {n:,}" for low, high, n in bars if n]
     p = facts["packing"]
+    packed = f"packed    {p['packs']:,} sequences of {facts['max_length']:,} tokens, {p['efficiency']:.1%} full"
     lines += [
         "",
-        f"packed    {p['packs']:,} sequences of {facts['max_length']:,} tokens, {p['efficiency']:.1%} full",
+        *([packed] if row == "row" else []),
         f"unpacked  {p['unpacked_padding_fraction']:.1%} of the tokens are padding (micro batch {p['micro_batch']}, "
         "random order)",
     ]
@@ -410,6 +443,25 @@ def _table(facts: dict) -> list:
     ]
 
 
+def _table_of_answers() -> list:
+    """Return (title, function from the facts of a set to text) of each line on the two sides of the pairs."""
+
+    def of_side(name, key):
+        return f"answer, {name}, {key} tokens", lambda s: f"{s['answers'][name][key]:,}"
+
+    def count(title, name):
+        return title, lambda s: _share(s["answers"][name], s["kept"])
+
+    return [
+        *(of_side(name, key) for name in ("chosen", "rejected") for key in ("median", "p95")),
+        ("chosen - rejected, mean", lambda s: f"{s['answers']['margin_mean']:+,.1f}"),
+        ("chosen - rejected, p5 50 95", lambda s: " ".join(f"{p:+,}" for p in s["answers"]["margin_percentiles"])),
+        count("chosen is longer", "chosen_longer"),
+        count("rejected is longer", "rejected_longer"),
+        count("as long as each other", "ties"),
+    ]
+
+
 def _share(count: int, whole: int) -> str:
     return f"{count:,} ({count / whole:6.1%})"
 
@@ -428,9 +480,11 @@ def render_rows(dataset, tokenizer, coloured: bool) -> list[str]:
     """Return the first, middle and last row as text, with the loss spans green, or in «» without color."""
     texts, shown = [], sorted({0, len(dataset) // 2, len(dataset) - 1})
     for i in shown:
-        row = dataset[i]
-        body = render(row["input_ids"], row["labels"], tokenizer, coloured).replace("\n", "\n  | ")
-        texts.append(f"\nrow {i + 1:,}, trained on {'the green part' if coloured else 'what stands in «»'}\n  | {body}")
+        parts = documents(dataset[i])
+        for name, row in zip(("chosen", "rejected") if len(parts) == 2 else ("",), parts, strict=True):
+            body = render(row["input_ids"], row["labels"], tokenizer, coloured).replace("\n", "\n  | ")
+            which = f"pair {i + 1:,}, {name}" if name else f"row {i + 1:,}"
+            texts.append(f"\n{which}, trained on {'the green part' if coloured else 'what stands in «»'}\n  | {body}")
     if any(row["labels"][0] != IGNORE for row in (dataset[i] for i in shown)):
         texts.append("\nThe first token of a row is never trained on: nothing comes before it that could predict it.")
     return texts

@@ -104,7 +104,7 @@ def _answer(recipe, flags, ranks, rank, gpu, device, fake, padded, overrides) ->
         if fake:
             fake_device.without_values(padded, settings.max_length)
             stack.enter_context(torch._subclasses.fake_tensor.FakeTensorMode(allow_non_fake_inputs=True))
-            micro = settings.per_device_train_batch_size
+            micro = settings.per_device_train_batch_size * settings.documents_per_row
             stack.enter_context(fake_device.answers_for_collectives(micro * settings.max_length, micro))
         host_tracker = _host_tracker(stack) if on_gpu else None
         stack.enter_context(tracker)
@@ -211,7 +211,10 @@ def _trainers_needs(settings, device: str):
     arguments = training_arguments(settings)
     if device != "cuda":
         fake_device.train_on(arguments, torch.device("gpu:0" if device == "gpu" else "cpu"))
-    row = {"input_ids": [5] * settings.max_length, "labels": [5] * settings.max_length}
+    documents = settings.documents_per_row
+    row = {"input_ids": [5] * settings.max_length * documents, "labels": [5] * settings.max_length * documents}
+    if documents > 1:
+        row["lengths"] = [settings.max_length] * documents
 
     def tokens(count):
         return TokenizedDataset(Dataset.from_list([row]).select([0] * count), {}, "simulated")
@@ -239,6 +242,7 @@ def _trainer(settings, arguments, rows, overrides, device, fake):
     from zerofit.config import resolve
     from zerofit.model import adapters, load, quantization
     from zerofit.train import progress
+    from zerofit.train.preference import PreferenceTrainer
     from zerofit.train.trainer import ZerofitTrainer
 
     if device == "gpu":
@@ -261,13 +265,13 @@ def _trainer(settings, arguments, rows, overrides, device, fake):
     with device_context:
         if not (bits and fake):
             model = load.load_model(settings, tokenizer, config)
-        if settings.recipe == "lora":
+        if settings.trains_adapter:
             model = adapters.add_adapter(model, settings)
     on_gpu = device == "gpu"
     # not use_cpu: activations are then offloaded from the fake GPU
     settings = settings.replace(use_cpu=settings.use_cpu and not on_gpu)
 
-    class SimulatedTrainer(ZerofitTrainer):
+    class SimulatedTrainer(PreferenceTrainer if settings.recipe == "dpo" else ZerofitTrainer):
         def fuse_loss(self, net):
             with fake_device.real_tensors() if fake else contextlib.nullcontext():  # it computes test logits
                 return super().fuse_loss(net)

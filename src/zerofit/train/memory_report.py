@@ -27,11 +27,13 @@ _ADVICE = {
     "gradients": (
         (lambda s: s.zero in (0, 1) and s.world_size > 1, "--zero 2"),
         (lambda s: s.recipe == "sft", "recipes/lora.py (make lora)"),
+        (lambda s: s.recipe == "dpo" and not s.trains_adapter, "--adapter lora"),
     ),
     "optimizer": (
         (lambda s: s.zero == 0 and s.world_size > 1, "--zero 2"),
         (lambda s: s.offload == "none", "--offload optimizer"),
         (lambda s: s.recipe == "sft", "recipes/lora.py (make lora)"),
+        (lambda s: s.recipe == "dpo" and not s.trains_adapter, "--adapter lora"),
     ),
 }
 

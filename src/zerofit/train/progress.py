@@ -14,8 +14,10 @@ from zerofit import hardware, rank_status, run_folder
 from zerofit.config import offload
 from zerofit.model import quantization
 from zerofit.model.load import count_parameters
-from zerofit.train import generation, memory_tracker, trial
+from zerofit.train import memory_tracker, trial
 from zerofit.train.checkpoint import save
+
+SHOWN = ("perplexity", "rewards/margins", "rewards/accuracies", "preference_accuracy")  # in step lines, if measured
 
 
 class ThroughputMeter:
@@ -76,7 +78,7 @@ class Reporter(TrainerCallback):
         self.heartbeat = rank_status.Heartbeat()
         self.save_clock = save.SaveTimer(trainer.settings.save_every_minutes)
         self.stopping = False  # the supervisor was told to stop: this step is saved and is the last
-        self.before = None  # exact match before training, on the bundled task
+        self.before = None  # the score before training, on the bundled task
 
     def on_train_begin(self, args, state, control, **kwargs):
         trainer = self.trainer
@@ -93,10 +95,12 @@ class Reporter(TrainerCallback):
             trial.measure_batch(trainer)
         if trial.is_canary():
             trial.measure_canary(trainer)
+        trainer.before_first_step()
         if trainer.settings.bundled:
-            self.before = generation.exact_match(trainer)
+            self.before = trainer.score()
             if args.process_index == 0:
-                print(f"exact match before training: {self.before:.1%} of {len(trainer.eval_tokens)} held-out rows")
+                rows_of = f"{len(trainer.eval_tokens)} held-out rows"
+                print(f"{trainer.score_name} before training: {self.before:.1%} of {rows_of}")
         trainer.seed_this_rank()  # a resumed run loads the saved RNG states after this
         self.began, self.first_step = time.perf_counter(), state.global_step
         if args.process_index == 0 and wants_bar(trainer.settings):
@@ -155,10 +159,12 @@ class Reporter(TrainerCallback):
     def _line(self, state, logs) -> str:
         position = f"step {state.global_step}/{state.max_steps}"
         if "eval_loss" in logs:
-            return f"{position}  eval loss {logs['eval_loss']:.4f}  perplexity {logs['eval_perplexity']:.3f}"
+            shown = (f"{name.replace('_', ' ')} {logs[f'eval_{name}']:.3f}" for name in SHOWN if f"eval_{name}" in logs)
+            return "  ".join([f"{position}  eval loss {logs['eval_loss']:.4f}", *shown])
         fields = [position, f"loss {logs['loss']:.4f}", f"lr {logs['learning_rate']:.2e}"]
         if logs.get("grad_norm") is not None:
             fields.append(f"grad norm {logs['grad_norm']:.3f}")
+        fields += [f"{name} {logs[name]:.3f}" for name in SHOWN if name in logs]
         fields.append(f"{logs['tokens_per_second']:,.0f} tok/s ({logs['tokens_per_second_per_gpu']:,.0f} per rank)")
         if "mfu" in logs:
             fields.append(f"MFU {logs['mfu']:.1%}")

@@ -74,7 +74,7 @@ def _settings(facts: dict, folder: Path, model: str):
         use_cpu=not torch.cuda.is_available(),
     )
     weights = Path(model) if model else folder / "model"
-    if settings.recipe == "sft" and (model or weights.is_dir()):
+    if not settings.trains_adapter and (model or weights.is_dir()):
         settings = settings.replace(model=str(weights), random_init=False, new_tokens=None)
     return settings, autocast_dtype
 
@@ -88,7 +88,7 @@ def _model(settings, folder: Path, named: str):
     tokenizer = load_tokenizer(settings)
     resolve.resolve_for_model(settings)
     model = load_model(settings, tokenizer)
-    if settings.recipe == "lora":
+    if settings.trains_adapter:
         model = adapters.add_adapter(model, settings, tokenizer)
         adapter_file = Path(named or folder / "model") / "adapter_model.safetensors"
         if adapter_file.exists():
@@ -129,7 +129,7 @@ def _look(net, fused, batch: dict, autocast_dtype) -> dict:
         return hook
 
     hooks = [module.register_forward_hook(watch(name)) for name, module in net.named_modules() if name]
-    inputs = {k: v.to(net.device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+    inputs = {k: v.to(net.device) if isinstance(v, torch.Tensor) else v for k, v in batch.items() if k != "reference"}
     count = (inputs["labels"][:, 1:] != -100).sum().clamp(min=1)
     autocast = torch.autocast(net.device.type, autocast_dtype) if autocast_dtype else contextlib.nullcontext()
     with autocast, fused.on() if fused else contextlib.nullcontext():

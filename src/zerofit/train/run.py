@@ -7,10 +7,10 @@ from pathlib import Path
 
 from zerofit import rank_status, run_folder
 from zerofit.errors import DiskFull, Stopped, UserError, full_disk, printable
-from zerofit.model import adapters
+from zerofit.model import adapters, generation
 from zerofit.model.load import count_parameters, verify_saved
 from zerofit.settings import written
-from zerofit.train import generation, memory_history, memory_report, memory_tracker, model_card
+from zerofit.train import memory_history, memory_report, memory_tracker, model_card
 from zerofit.train.checkpoint import resume
 from zerofit.train.trainer import ZerofitTrainer
 
@@ -51,7 +51,7 @@ def save_final(trainer: ZerofitTrainer) -> None:
         trainable, total = count_parameters(trainer.model)
         adapters.convert_to_plain_lora(trainer.model, final)
         (final / "training_args.bin").unlink(missing_ok=True)  # a pickle that no loader needs
-        verify_saved(final, trainable if trainer.settings.recipe == "lora" else total)
+        verify_saved(final, trainable if trainer.settings.trains_adapter else total)
         (final / "README.md").write_text(model_card.text(_card(trainer, final)), encoding="utf-8")
         run_folder.readable(final)
 
@@ -80,20 +80,24 @@ def evaluate(trainer: ZerofitTrainer) -> dict:
     """Evaluate the saved model, show sample generations and return the metrics for result.json. Collective."""
     settings = trainer.settings
     evaluation = evaluation_of_saved(trainer)
-    metrics = {"eval_loss": evaluation["eval_loss"] if evaluation else None}
+    metrics = {"eval_loss": evaluation["eval_loss"] if evaluation else None} | _rewards(evaluation)
     if settings.bundled:
-        metrics |= {
-            "exact_match_before": trainer.reporter.before,
-            "exact_match_after": generation.exact_match(trainer),
-        }
+        name = trainer.score_name.replace(" ", "_")
+        metrics |= {f"{name}_before": trainer.reporter.before, f"{name}_after": trainer.score()}
     samples = generation.samples(trainer, settings.num_samples)
     if trainer.args.process_index == 0:
         for prompt, answer, expected in samples:
             print(printable(f"\n  asked     {prompt}\n  answered  {answer}\n  wanted    {expected}"))
         if settings.bundled:
-            before, after = metrics["exact_match_before"], metrics["exact_match_after"]
-            print(f"\nexact match on held-out rows: {before:.1%} before, {after:.1%} after")
+            before, after = metrics[f"{name}_before"], metrics[f"{name}_after"]
+            print(f"\n{trainer.score_name} on held-out rows: {before:.1%} before, {after:.1%} after")
     return metrics
+
+
+def _rewards(evaluation: dict | None) -> dict:
+    """Return the preference metrics of an evaluation; {} for other recipes."""
+    names = ("eval_rewards", "eval_logps", "eval_preference")
+    return {name: value for name, value in (evaluation or {}).items() if name.startswith(names)}
 
 
 def evaluation_of_saved(trainer: ZerofitTrainer) -> dict | None:
@@ -130,7 +134,8 @@ def write_result(trainer: ZerofitTrainer, metrics: dict) -> None:
     if (folder / "metrics.jsonl").exists():
         title = f"{settings.recipe} on {', '.join(Path(name).name for name in settings.data)}"
         run_folder.plot_loss(folder / "metrics.jsonl", folder / "loss.png", title)
-    print(f"{'adapter' if settings.recipe == 'lora' else 'model'}: {_final(trainer)}")
+        run_folder.plot_rewards(folder / "metrics.jsonl", folder / "rewards.png", title)
+    print(f"{'adapter' if settings.trains_adapter else 'model'}: {_final(trainer)}")
     run_folder.write_json(folder / "result.json", result)
 
 

@@ -19,7 +19,17 @@ from zerofit import distributed, rank_status
 from zerofit.data import streaming
 from zerofit.data.batches import Collator, DatasetWithFiller, EpochSampler, TrainCollator, training_sampler
 from zerofit.errors import Stopped, UserError, first_line
-from zerofit.model import adapters, attention, ddp, fused_loss, gradient_checkpointing, patches, quantization, tiled_mlp
+from zerofit.model import (
+    adapters,
+    attention,
+    ddp,
+    fused_loss,
+    generation,
+    gradient_checkpointing,
+    patches,
+    quantization,
+    tiled_mlp,
+)
 from zerofit.optim import build, registry, sophia
 from zerofit.train import memory_tracker, nan_guard, progress
 from zerofit.train.checkpoint import pickles, reshard, save
@@ -56,6 +66,8 @@ def training_arguments(settings) -> TrainingArguments:
 class ZerofitTrainer(Trainer):
     """A Trainer whose optimizer steps see the same rows, equally weighted, for every rank count and accumulation."""
 
+    score_name = "exact match"  # of `score`, which the bundled task shows before and after training
+
     def __init__(self, settings, net, tokenizer, arguments, train_set, eval_set):
         self.settings, self.tokens, self.eval_tokens = settings, train_set, eval_set
         self.clock = progress.ThroughputMeter(settings, net)
@@ -66,13 +78,13 @@ class ZerofitTrainer(Trainer):
         self.fused_loss = self.fuse_loss(net)
         self.router_loss = fused_loss.router_loss(net)
         gradient_checkpointing.enable(net, settings)
-        pad = tokenizer.pad_token_id
+        pad, documents = tokenizer.pad_token_id, settings.documents_per_row
         self.train_collator = TrainCollator(pad, settings.padding_free)
         super().__init__(
             model=net,
             args=arguments,
-            train_dataset=train_set.stream or DatasetWithFiller(train_set.sequences(settings), pad),
-            eval_dataset=DatasetWithFiller(eval_set.dataset, pad) if eval_set else None,
+            train_dataset=train_set.stream or DatasetWithFiller(train_set.sequences(settings), pad, documents),
+            eval_dataset=DatasetWithFiller(eval_set.dataset, pad, documents) if eval_set else None,
             data_collator=Collator(pad),
             processing_class=tokenizer,
         )
@@ -276,26 +288,35 @@ class ZerofitTrainer(Trainer):
             loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
         if self.router_loss:
             # Scaled like the loss: gradients are averaged over the ranks, but the token count is that of all ranks.
-            ranks = self.args.world_size if self.args.average_tokens_across_devices else 1
-            loss = loss + ranks * self.router_loss.share(outputs, labels, num_items_in_batch)
+            supervised = (labels[..., 1:] != -100).sum()
+            loss = loss + self.counted_ranks * self.router_loss.share(outputs, supervised, num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
+
+    @property
+    def counted_ranks(self) -> int:
+        """Return the ranks whose items num_items_in_batch counts; a loss is multiplied by it, as DDP averages."""
+        return self.args.world_size if self.args.average_tokens_across_devices else 1
+
+    def before_first_step(self) -> None:
+        """Prepare what the first step needs, with the engine built. Collective."""
+
+    def score(self) -> float:
+        """Return how well the model does on the held-out rows of the bundled task. Collective."""
+        return generation.exact_match(self)
 
     def evaluation_loop(
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
     ):
-        """Return mean loss and perplexity over all supervised tokens, for any split into batches and ranks."""
+        """Return the metrics of evaluation_metrics over all rows, for any split into batches and ranks."""
         with self.tracker.during("eval"):
-            mean = self._mean_loss(dataloader)
-        metrics = {
-            f"{metric_key_prefix}_loss": mean,
-            f"{metric_key_prefix}_perplexity": math.exp(min(mean, 700.0)),
-        }
+            total = self._evaluation_total(dataloader)
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in self.evaluation_metrics(total).items()}
         return EvalLoopOutput(
             predictions=None, label_ids=None, metrics=metrics, num_samples=len(self.eval_tokens or ())
         )
 
-    def _mean_loss(self, dataloader) -> float:
-        """Return the mean loss over all supervised tokens. Collective.
+    def _evaluation_total(self, dataloader) -> torch.Tensor:
+        """Return evaluation_sums of all batches and ranks. Collective.
 
         Under ZeRO-3 no_grad replaces inference_mode: parameters gathered in inference mode could not be trained
         afterwards.
@@ -303,20 +324,30 @@ class ZerofitTrainer(Trainer):
         model = self.model_wrapped if self.is_deepspeed_enabled else self.model
         was_training = model.training
         model.eval()
-        total = torch.zeros(2, dtype=torch.float64, device=self.args.device)  # summed loss, supervised tokens
+        total = torch.zeros((), dtype=torch.float64, device=self.args.device)
         zero3 = self.settings.deepspeed is not None and self.settings.zero == 3
         with torch.no_grad() if zero3 else torch.inference_mode():
             for inputs in dataloader:
                 self.reporter.heartbeat.beat(self.state.global_step)
                 inputs = send_to_device(inputs, self.args.device)
-                count = (inputs["labels"][:, 1:] != -100).sum()
-                with self.compute_loss_context_manager(), self.without_logits():
-                    mean = model(**inputs, num_items_in_batch=count.clamp(min=1)).loss
-                total += torch.stack([mean.double() * count, count.double()])
+                with self.compute_loss_context_manager():
+                    total = total + self.evaluation_sums(model, inputs)
         model.train(was_training)
         if self.args.world_size > 1:
             torch.distributed.all_reduce(total)
-        return (total[0] / total[1]).item()
+        return total
+
+    def evaluation_sums(self, model, inputs) -> torch.Tensor:
+        """Return a batch's summed loss and its supervised tokens, float64."""
+        count = (inputs["labels"][:, 1:] != -100).sum()
+        with self.without_logits():
+            mean = model(**inputs, num_items_in_batch=count.clamp(min=1)).loss
+        return torch.stack([mean.double() * count, count.double()])
+
+    def evaluation_metrics(self, total: torch.Tensor) -> dict[str, float]:
+        """Return mean loss and perplexity over all supervised tokens from the sums of all batches and ranks."""
+        mean = (total[0] / total[1]).item()
+        return {"loss": mean, "perplexity": math.exp(min(mean, 700.0))}
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:

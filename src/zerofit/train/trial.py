@@ -122,7 +122,7 @@ def _load(trainer, checkpoint: str) -> None:
     if trainer.is_deepspeed_enabled:
         from transformers.integrations.deepspeed import deepspeed_load_checkpoint
 
-        strict = trainer.settings.recipe != "lora"  # an adapter's checkpoint has no frozen base
+        strict = not trainer.settings.trains_adapter  # an adapter's checkpoint has no frozen base
         deepspeed_load_checkpoint(trainer.model_wrapped, checkpoint, load_module_strict=strict)
     else:
         trainer._load_from_checkpoint(checkpoint)

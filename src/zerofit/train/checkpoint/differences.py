@@ -8,7 +8,8 @@ from zerofit.errors import UserError
 ROWS = ("seed", "data_seed", "packing", "eval_fraction", "train_sampling_strategy", "max_samples", "streaming",
         "shuffle_buffer_size", "max_length")  # fmt: skip
 
-# Adapter arguments: with another SHAPE the weights do not load; with another MEANING they compute something else.
+# Arguments of an adapter or a preference loss: with another SHAPE the weights do not load; with another MEANING they
+# compute something else.
 SHAPE = (
     "adapter",
     "adapter_config",
@@ -19,7 +20,8 @@ SHAPE = (
     "modules_to_save",
 )
 
-MEANING = ("lora_alpha", "use_rslora", "init_lora_weights", "load_in_4bit", "load_in_8bit")
+MEANING = ("lora_alpha", "use_rslora", "init_lora_weights", "load_in_4bit", "load_in_8bit", "beta", "loss_type",
+           "label_smoothing", "rpo_alpha", "simpo_gamma", "precompute_ref_log_probs")  # fmt: skip
 
 # Arguments that may change on resume, and whose value is used then.
 THIS_RUNS = "this run's is taken"

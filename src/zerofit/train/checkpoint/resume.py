@@ -26,7 +26,7 @@ def check_resumable(settings, train_set) -> None:
         return
     known = read_facts(Path(requested)) or _facts_of_files(Path(requested), settings)
     flag = f"--resume_from_checkpoint {requested}"
-    if known["recipe"] != settings.recipe:
+    if known["recipe"] != settings.recipe and (settings.recipe != "dpo" or "settings" in known):
         raise UserError(f"{flag}: was saved by recipes/{known['recipe']}.py; resume it with that recipe.")
     if known.get("unsaved"):
         raise UserError(

@@ -132,7 +132,7 @@ def verify(folder: Path, trainer) -> None:
     from zerofit.model.load import count_parameters, verify_saved
     from zerofit.train.checkpoint import reshard, zero_shards
 
-    lora, weights = trainer.settings.recipe == "lora", zero_shards.Weights(folder)
+    lora, weights = trainer.settings.trains_adapter, zero_shards.Weights(folder)
     trainable_params, total_params = count_parameters(trainer.model)
     verify_saved(folder, trainable_params if lora else total_params)
     parameters, names = dict(trainer.model.named_parameters()), reshard.file_names(trainer.model)

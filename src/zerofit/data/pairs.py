@@ -1,0 +1,166 @@
+"""Parse and tokenize preference pairs: a prompt with a chosen and a rejected answer.
+
+A tokenized pair is one row of two documents: input_ids and labels of the chosen side, followed by those of the rejected
+side, and `lengths` of both. Only the answers are labelled; turns that both sides share are the prompt.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from zerofit.data import conversations, encoding
+from zerofit.data.conversations import Conversation
+from zerofit.errors import UserError
+
+KIND = "preference"
+
+SIDES = ("chosen", "rejected")
+
+ASKED = ("instruction", "question")  # columns that hold the prompt where there is no `prompt`
+
+CONVERSATION = ("conversations", "messages")  # columns that hold the prompt as turns (LLaMA-Factory, ShareGPT)
+
+USED = {*SIDES, "prompt", *ASKED, *CONVERSATION, "input", "system", "tools", "history"}
+
+SCORES = ("score_chosen", "score_rejected", "chosen_score", "rejected_score", "margin")  # beside many published pairs
+
+DIALOGUE = re.compile(
+    r"\n\nHuman: |\n\nAssistant: ?"
+)  # Anthropic's hh-rlhf: both sides are whole dialogues in a string
+
+EMPTY, IDENTICAL = "dropped_empty_side", "dropped_identical_sides"
+
+
+def parse(place: str, row: dict[str, Any]) -> tuple[Conversation, Conversation]:
+    """Parse a row into the conversations of the chosen and of the rejected side.
+
+    Raises: UserError naming the place for a missing column, a wrong type or sides that answer different prompts.
+    """
+    for name in SIDES:
+        if row.get(name) is None:
+            present = ", ".join(k for k, v in row.items() if v is not None) or "none"
+            raise UserError(
+                f"{place}: column {name!r} is missing or null; a preference pair needs `chosen` and `rejected` (and a "
+                f"`prompt`, unless both are whole conversations); columns here: {present}."
+            )
+    prompt = _prompt(place, row)
+    turns = [_side(place, name, row[name], prompt) for name in SIDES]
+    shared = _shared(*turns)
+    both = []
+    for name, side in zip(SIDES, turns, strict=True):
+        conversation = conversations._turns(f"{place}, {name}", side, row)
+        own_turns = len(conversation.turns) - len(side) + shared  # the system prompt of its column comes first
+        conversation.trained = [trained and i >= own_turns for i, trained in enumerate(conversation.trained)]
+        if shared == 0 or (len(side) > shared and conversation.turns[own_turns]["role"] != "assistant"):
+            raise UserError(
+                f"{place}: the chosen and the rejected side answer different prompts; mend or remove the row."
+            )
+        both.append(conversation)
+    return both[0], both[1]
+
+
+def _prompt(place: str, row: dict[str, Any]) -> list[dict]:
+    """Return the turns before the answers; [] if both sides are whole conversations."""
+    name = next((n for n in ("prompt", *CONVERSATION, *ASKED) if row.get(n) is not None), None)
+    if name is None:
+        return []
+    value = row[name]
+    if isinstance(value, list):
+        return value
+    text = conversations._string(place, name, value)
+    if name == "instruction" and row.get("input"):
+        text = f"{text}\n\n{conversations._string(place, 'input', row['input'])}"
+    return [*conversations._history(place, row.get("history")), {"role": "user", "content": text}]
+
+
+def _side(place: str, name: str, value: Any, prompt: list[dict]) -> list[dict]:
+    """Return all turns of one side: the prompt and its answer, or the whole conversation that it holds."""
+    if isinstance(value, dict):
+        value = [value]
+    if isinstance(value, str):
+        if prompt:
+            return [*prompt, {"role": "assistant", "content": conversations._string(place, name, value)}]
+        if not value.startswith("\n\nHuman: "):
+            raise UserError(
+                f"{place}: column 'prompt' is missing, and {name!r} is a string that holds no dialogue; add the "
+                "prompt, or map its column with --columns prompt=..."
+            )
+        roles = ["user" if "Human" in mark else "assistant" for mark in DIALOGUE.findall(value)]
+        return [{"role": r, "content": t.strip()} for r, t in zip(roles, DIALOGUE.split(value)[1:], strict=True)]
+    if not isinstance(value, list) or not value:
+        raise UserError(f"{place}: column {name!r} must be a string, a turn or a list of turns that is not empty.")
+    first = value[0].get("role", value[0].get("from")) if isinstance(value[0], dict) else None
+    whole = conversations.ROLES.get(first) in ("system", "user") if isinstance(first, str) else False
+    return value if whole else [*prompt, *value]  # UltraFeedback repeats the prompt inside
+
+
+def _shared(chosen: list[dict], rejected: list[dict]) -> int:
+    """Return how many turns both sides begin with; never their last answer."""
+    most = min(len(chosen), len(rejected)) - 1
+    return next((i for i in range(most) if chosen[i] != rejected[i]), most)
+
+
+def _is_empty(conversation: Conversation) -> bool:
+    """Return whether no turn that is trained has a text or a tool call."""
+    answers = [turn for turn, trained in zip(conversation.turns, conversation.trained, strict=True) if trained]
+    return not any(turn["content"].strip() or turn.get("tool_calls") for turn in answers)
+
+
+def tokenised(
+    raw: Iterable[tuple[str, Any]],
+    parsed_row: Callable[[str, Any], dict],
+    cut: Callable[[list[int], list[int], Counter], tuple | None],
+    refuse: Callable[[str, UserError], None],
+    encoder: encoding.Encoder,
+    count: Counter,
+) -> list[tuple[list[int], list[int], list[int]] | None]:
+    """Tokenize (place, row) into (input_ids, labels, lengths) of a pair, None if dropped; updates `count`.
+
+    Args: parsed_row: applies --columns; cut: truncates a side, or returns None; refuse: takes an unusable row's error.
+    """
+    pairs: list[Any] = []
+    for place, row in raw:
+        pairs.append(None)
+        count["rows"] += 1
+        try:
+            columns = parsed_row(place, row)
+            both = parse(place, columns)
+        except UserError as error:
+            refuse(place, error)
+            continue
+        count[f"format {KIND}"] += 1
+        count.update(f"not used {name}" for name in _not_used(columns))
+        if any(map(_is_empty, both)):
+            count[EMPTY] += 1
+        else:
+            pairs[-1] = place, both
+    errors: dict[str, UserError] = {}
+    flat = [(place, side) for place, both in filter(None, pairs) for side in both]
+    encoded = iter(encoder.encode(flat, lambda place, error: errors.setdefault(place, error)))
+    return [None if pair is None else _pair(pair[0], next(encoded), next(encoded), cut, refuse, errors, count)
+            for pair in pairs]  # fmt: skip
+
+
+def _pair(place, chosen, rejected, cut, refuse, errors: dict, count: Counter):
+    """Return both encoded sides as one row, truncated; None for a pair that cannot teach anything."""
+    if chosen is None or rejected is None:
+        refuse(place, errors[place])
+        return None
+    of_sides: Counter = Counter()
+    sides = [cut(*side, of_sides) for side in (chosen, rejected)]
+    if None in sides:
+        count.update({name: 1 for name in of_sides if name.startswith("dropped_")})
+        return None
+    if sides[0] == sides[1]:
+        count[IDENTICAL] += 1
+        return None
+    count["kept"] += 1
+    count["truncated"] += of_sides["truncated"] > 0
+    count.update({name: of_sides[name] for name in ("tokens", "supervised_tokens")})
+    (ids, labels), (other_ids, other_labels) = sides
+    return [*ids, *other_ids], [*labels, *other_labels], [len(ids), len(other_ids)]
+
+
+def _not_used(row: dict[str, Any]) -> list[str]:
+    return [str(k) for k, v in row.items() if k not in USED and k not in SCORES and v not in (None, "", [])]

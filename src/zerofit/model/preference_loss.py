@@ -1,0 +1,150 @@
+"""Preference losses: their formulas and their flags.
+
+x: difference of the rewards over beta, (log pi(chosen) / ref(chosen)) - (log pi(rejected) / ref(rejected)).
+
+    sigmoid       -log sigmoid(beta x)                            DPO, arXiv 2305.18290, equation 7
+    sigmoid_norm  the same with log-probabilities per token       Tulu 3, arXiv 2411.15124
+    ipo           (x - 1 / (2 beta))^2, per token                 arXiv 2310.12036, equation 17
+    hinge         max(0, 1 - beta x)                              SLiC, arXiv 2305.10425; RSO, arXiv 2309.06657
+    robust        unbiased under flipped labels                   rDPO, arXiv 2403.00409
+    apo_zero      1 - sigmoid(r chosen) + sigmoid(r rejected)     APO, arXiv 2408.06266, equation 7
+    simpo         -log sigmoid(beta x - gamma), per token,        SimPO, arXiv 2405.14734, equation 6
+                  without a reference model
+
+sigmoid with --label_smoothing e is the conservative DPO: (1 - e) of the loss, and e of that of the swapped pair. The
+names and the use of tokens follow TRL 1.16 (of its CPOTrainer for simpo).
+"""
+
+import re
+
+import torch
+from torch.nn.functional import logsigmoid
+
+from zerofit.errors import UserError
+from zerofit.model import adapters, attention
+from zerofit.settings import decide
+
+PER_TOKEN = ("sigmoid_norm", "ipo", "simpo")
+
+SMOOTHED = ("sigmoid", "robust")
+
+
+def losses(settings, own, reference, tokens):
+    """Return (loss, reward of chosen and rejected, scores that rank the two) of each pair: (n,), (n, 2), (n, 2).
+
+    Args: own, reference: summed log-probabilities of the answers, (n, 2): chosen, rejected; tokens: their lengths.
+    """
+    kind, beta, smoothing = settings.loss_type, settings.beta, settings.label_smoothing
+    ratios = own if kind == "simpo" else own - reference
+    scores = own
+    if kind in PER_TOKEN:
+        ratios, scores = ratios / tokens, own / tokens
+    rewards = beta * ratios
+    margin = rewards[:, 0] - rewards[:, 1]
+    if kind == "ipo":
+        loss = (margin / beta - 1 / (2 * beta)) ** 2
+    elif kind == "hinge":
+        loss = torch.relu(1 - margin)
+    elif kind == "apo_zero":
+        loss = 1 - rewards[:, 0].sigmoid() + rewards[:, 1].sigmoid()
+    elif kind == "robust":
+        loss = (smoothing * logsigmoid(-margin) - (1 - smoothing) * logsigmoid(margin)) / (1 - 2 * smoothing)
+    elif kind == "simpo":
+        loss = -logsigmoid(margin - settings.simpo_gamma)
+    else:
+        loss = -(1 - smoothing) * logsigmoid(margin) - smoothing * logsigmoid(-margin)
+    if settings.rpo_alpha:  # RPO, arXiv 2404.19733: the SFT loss of the chosen answer, per token
+        loss = loss - settings.rpo_alpha * own[:, 0] / tokens[:, 0]
+    return loss, rewards.detach(), scores.detach()
+
+
+def disable_dropout(model):
+    """Return the model without dropout, which would draw other masks for the reference than for the model."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        for name in attention.DROPOUT_KEYS:
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+    return model
+
+
+def resolve(settings) -> None:
+    """Check the flags of recipes/dpo.py, and set those that follow from others.
+
+    Raises: UserError naming flag, cause and fix.
+    """
+    if settings.recipe != "dpo":
+        return
+    _check_numbers(settings)
+    _check_excluded(settings)
+    _check_adapter(settings)
+    if settings.loss_type == "simpo":
+        if settings.precompute_ref_log_probs:
+            raise UserError("--precompute_ref_log_probs with --loss_type simpo: it has no reference; leave it out.")
+        settings.precompute_ref_log_probs = False
+        settings.decisions.append("loss_type simpo: trains without a reference model")
+    elif settings.trains_adapter and settings.precompute_ref_log_probs is None:
+        decide(settings, "precompute_ref_log_probs", False, "the reference is the model with its adapter off")
+    elif settings.precompute_ref_log_probs is False and not settings.trains_adapter:
+        raise UserError(
+            "--precompute_ref_log_probs false: without --adapter the reference would be a second model in memory; "
+            "leave the flag out, or use --adapter lora."
+        )
+    elif settings.precompute_ref_log_probs is None:
+        decide(settings, "precompute_ref_log_probs", True, "no second model in memory; 8 bytes a pair")
+
+
+def _check_numbers(settings) -> None:
+    if not settings.beta > 0:
+        raise UserError(f"--beta is {settings.beta}: it must be above 0.")
+    if settings.rpo_alpha < 0:
+        raise UserError(f"--rpo_alpha is {settings.rpo_alpha}: it must be 0 or more.")
+    if not 0 <= settings.label_smoothing < 0.5:
+        raise UserError(
+            f"--label_smoothing is {settings.label_smoothing}: the share of pairs that are the wrong way round must "
+            "be at least 0 and below 0.5."
+        )
+    if settings.label_smoothing and settings.loss_type not in SMOOTHED:
+        raise UserError(
+            f"--label_smoothing with --loss_type {settings.loss_type}: only {' and '.join(SMOOTHED)} have it; leave "
+            "one of the two out."
+        )
+    if settings.source["simpo_gamma"] != "default" and settings.loss_type != "simpo":
+        raise UserError(
+            f"--simpo_gamma with --loss_type {settings.loss_type}: only simpo has it; leave one of the two out."
+        )
+
+
+def _check_excluded(settings) -> None:
+    """Refuse what is made for rows of one document, or for a mean over tokens."""
+    excluded = {
+        "packing": (settings.packing, "the two sides of a pair are one row already; leave it out"),
+        "streaming": (settings.streaming, "the pairs and their reference are kept by row; leave it out"),
+        "train_on": (settings.train_on != "assistant", "the loss is on the answers; leave it out"),
+        "data_format": (settings.data_format != "auto", "rows are preference pairs; leave it out, or use --columns"),
+        "label_smoothing_factor": (settings.label_smoothing_factor, "smooths tokens; for pairs use --label_smoothing"),
+        "optim": (settings.optim == "sophia", "it samples tokens for its Hessian; use an AdamW"),
+    }
+    for name, (on, why) in excluded.items():
+        if on:
+            raise UserError(f"--{name} {settings.values[name]} with recipes/dpo.py: {why}.")
+
+
+def _check_adapter(settings) -> None:
+    if not settings.trains_adapter:
+        for name in adapters.FLAGS:
+            if settings.source[name] != "default":
+                raise UserError(
+                    f"--{name} without --adapter: it belongs to an adapter; add --adapter lora, or leave it out."
+                )
+    elif settings.adapter in adapters.PROMPTS:
+        raise UserError(
+            f"--adapter {settings.adapter} with recipes/dpo.py: its virtual tokens shift the answers; use "
+            "--adapter lora."
+        )
+    elif re.fullmatch(adapters.CHANGES_BASE, settings.init_lora_weights):
+        raise UserError(
+            f"--init_lora_weights {settings.init_lora_weights} with recipes/dpo.py: it changes the base, so the model "
+            "with the adapter off is not the reference; use true, gaussian or orthogonal."
+        )

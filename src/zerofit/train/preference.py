@@ -1,0 +1,236 @@
+"""PreferenceTrainer: a ZerofitTrainer on preference pairs (DPO and its kin), without a second model in memory."""
+
+import contextlib
+import os
+import time
+from pathlib import Path
+
+import torch
+from accelerate.utils import send_to_device
+
+from zerofit import distributed
+from zerofit.data.batches import document_of_each_token
+from zerofit.data.dataset import cache_folder
+from zerofit.errors import UserError
+from zerofit.model import fused_loss, preference_loss
+from zerofit.model.load import model_fingerprint
+from zerofit.train.trainer import ZerofitTrainer
+
+NAMES = (
+    "rewards/chosen",
+    "rewards/rejected",
+    "rewards/margins",
+    "rewards/accuracies",
+    "logps/chosen",
+    "logps/rejected",
+)
+
+SUMS = ("pairs", "loss", *NAMES, "preference_accuracy")  # what _sums adds up
+
+
+class PreferenceTrainer(ZerofitTrainer):
+    """A ZerofitTrainer whose loss is a mean over the pairs of a step.
+
+    The reference is the model with its adapter off, or log-probabilities computed before the first step
+    (--precompute_ref_log_probs) and kept in the cache and in the run folder.
+    """
+
+    score_name = "preference accuracy"
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.model_accepts_loss_kwargs = True  # compute_loss scales by the pairs of the step
+        self.sums = torch.zeros(len(SUMS), dtype=torch.float64, device=self.args.device)
+
+    def log_probs(self, model, inputs):
+        """Return (summed log-probabilities of chosen and rejected answers, (pairs, 2); the model's outputs)."""
+        documents = document_of_each_token(inputs)
+        if self.fused_loss:
+            with self.fused_loss.on(documents):
+                outputs = model(**inputs)
+            return outputs.loss.view(-1, 2), outputs
+        outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
+        return fused_loss.dense_log_probs(outputs.logits, inputs["labels"], *documents).view(-1, 2), outputs
+
+    def pair_losses(self, model, inputs):
+        """Return (losses of the pairs, their sums for the metrics, pairs that are no filler, the model's outputs)."""
+        tokens = _answer_tokens(inputs)
+        inputs, reference = dict(inputs), self._reference(model, inputs)
+        inputs.pop("reference", None)
+        own, outputs = self.log_probs(model, inputs)
+        losses, rewards, scores = preference_loss.losses(self.settings, own, reference.to(own), tokens.clamp(min=1))
+        real = tokens[:, 0] > 0
+        losses = losses.where(real, 0.0)
+        return losses, _sums(losses.detach(), rewards, scores, own.detach(), real), real.sum(), outputs
+
+    def _reference(self, model, inputs) -> torch.Tensor:
+        """Return the log-probabilities of the reference, (pairs, 2).
+
+        Zeros for simpo, which has none, and in trials, whose rows come without.
+        """
+        if "reference" in inputs:
+            return inputs["reference"]
+        settings = self.settings
+        if settings.loss_type == "simpo" or not settings.trains_adapter or settings.precompute_ref_log_probs:
+            return torch.zeros((), device=self.args.device)
+        with torch.no_grad(), self.adapter_off():
+            return self.log_probs(model, inputs)[0]
+
+    def adapter_off(self):
+        """Return a context in which the model is the one that training started from."""
+        return self.model.disable_adapter() if self.settings.trains_adapter else contextlib.nullcontext()
+
+    def _get_num_items_in_batch(self, batch_samples, device):
+        """Return the pairs of a step over all ranks."""
+        if not batch_samples:
+            return None
+        count = sum((_answer_tokens(batch)[:, 0] > 0).sum() for batch in batch_samples).to(device)
+        if self.counted_ranks > 1:
+            torch.distributed.all_reduce(count)
+        return count
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        losses, sums, pairs, outputs = self.pair_losses(model, inputs)
+        self.sums += sums.where(sums.isfinite().all(), 0.0)
+        count = pairs.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+        loss = losses.sum() / count
+        if self.router_loss:
+            loss = loss + self.router_loss.share(outputs, pairs, count)
+        loss = loss * (1 if num_items_in_batch is None else self.counted_ranks)
+        return (loss, outputs) if return_outputs else loss
+
+    def evaluation_sums(self, model, inputs) -> torch.Tensor:
+        return self.pair_losses(model, inputs)[1]
+
+    def evaluation_metrics(self, total: torch.Tensor) -> dict[str, float]:
+        """Return the means over all pairs of loss, rewards and log-probabilities."""
+        means = dict(zip(SUMS, (total / total[0]).tolist(), strict=True))
+        return {name: means[name] for name in SUMS[1:]}
+
+    def score(self) -> float:
+        """Return the share of held-out pairs whose chosen answer the model finds more likely. Collective."""
+        latest = next((line for line in reversed(self.state.log_history) if "eval_loss" in line), {"step": -1})
+        metrics = latest if latest["step"] == self.state.global_step else self.evaluate()
+        return metrics["eval_preference_accuracy"]
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "loss" in logs:
+            total, self.sums = self.sums, torch.zeros_like(self.sums)
+            if self.args.world_size > 1:
+                torch.distributed.all_reduce(total)
+            means = self.evaluation_metrics(total)
+            logs.update({name: means[name] for name in NAMES})
+        super().log(logs, start_time)
+
+    # --- reference log-probabilities before the first step ---
+
+    def before_first_step(self) -> None:
+        if not self.settings.precompute_ref_log_probs:
+            return
+        for name, dataset in (("training", self.train_dataset), ("evaluation", self.eval_dataset)):
+            if dataset is not None:
+                dataset.reference = self._kept_reference(name, dataset)
+
+    def _kept_reference(self, name: str, dataset) -> torch.Tensor:
+        """Return the reference log-probabilities of a set's pairs, (pairs, 2), computed only if no file holds them.
+
+        Raises: UserError when a resumed run finds none: its weights are no longer the reference's.
+        """
+        resumed, name_of_file = self.settings.resume_from_checkpoint, f"{self._key(dataset.sequences)}.safetensors"
+        files = [Path(self.args.output_dir) / "reference" / name_of_file]
+        if resumed:
+            files.append(Path(resumed).parent / "reference" / name_of_file)
+        first = self.args.process_index == 0
+        if first:
+            files.append(cache_folder() / name_of_file)
+        found = distributed.broadcast(_read(*files) if first else None)
+        if found is None and resumed:
+            raise UserError(
+                f"--resume_from_checkpoint {resumed}: {files[1]} is missing, and the reference cannot be computed from "
+                "trained weights; restore the file, or begin a new run."
+            )
+        if found is None:
+            found = self._compute_reference(name, dataset)
+        if first:
+            for file in files:
+                _write(file, found)
+        return found
+
+    def _key(self, pairs) -> str:
+        """Return a hash of the pairs' tokens, the model and the precision."""
+        import xxhash
+
+        digest = xxhash.xxh3_128(f"{model_fingerprint(self.settings)} {self.settings.precision}".encode())
+        if self.settings.random_init or self.settings.new_tokens:
+            digest.update(f"{self.settings.seed} {self.settings.new_tokens}".encode())
+        for table in pairs.with_format("arrow").iter(batch_size=1000):
+            for column in ("input_ids", "labels", "lengths"):
+                digest.update(table[column].combine_chunks().flatten().to_numpy(zero_copy_only=False).tobytes())
+        return f"reference-{digest.hexdigest()}"
+
+    def _compute_reference(self, name: str, dataset) -> torch.Tensor:
+        """Compute the log-probabilities of all pairs under the untrained model. Collective: the ranks share them."""
+        args, pairs = self.args, dataset.sequences
+        model = self.model_wrapped if self.is_deepspeed_enabled else self.model
+        found, began = torch.zeros(len(pairs), 2, dtype=torch.float32, device=args.device), time.monotonic()
+        size = args.per_device_eval_batch_size
+        batches = [range(i, min(i + size, len(pairs))) for i in range(0, len(pairs), size)]
+        model.eval()
+        with torch.no_grad(), self.adapter_off():
+            for i in range(0, len(batches), args.world_size):
+                self.reporter.heartbeat.beat(self.state.global_step)
+                # A rank without pairs left computes the first ones again, to take part in ZeRO-3's gathers.
+                own = i + args.process_index < len(batches)
+                rows = batches[i + args.process_index] if own else batches[0]
+                inputs = send_to_device(self.train_collator([pairs[j] for j in rows]), args.device)
+                with self.compute_loss_context_manager():
+                    values = self.log_probs(model, inputs)[0]
+                if own:
+                    found[rows.start : rows.stop] = values.float()
+        model.train()
+        if args.world_size > 1:
+            torch.distributed.all_reduce(found)
+        if args.process_index == 0:
+            seconds = time.monotonic() - began
+            print(f"reference log-probabilities of {len(pairs):,} {name} pairs: {seconds:.1f} s", flush=True)
+        return found.cpu()
+
+
+def _answer_tokens(inputs) -> torch.Tensor:
+    """Return the supervised tokens of the chosen and rejected side of each pair, (pairs, 2); 0 for fillers."""
+    documents, count = document_of_each_token(inputs)
+    labelled = (
+        torch.nn.functional.pad(inputs["labels"][..., 1:], (0, 1), value=fused_loss.IGNORED) != fused_loss.IGNORED
+    )
+    zeros = torch.zeros(count, dtype=torch.long, device=labelled.device)
+    return zeros.index_add(0, documents, labelled.flatten().long()).view(-1, 2)
+
+
+def _sums(losses, rewards, scores, own, real) -> torch.Tensor:
+    """Return SUMS over the pairs of a batch; fillers do not count."""
+    chosen, rejected = rewards.unbind(1)
+    values = [torch.ones_like(losses), losses, chosen, rejected, chosen - rejected, chosen > rejected,
+              *own.unbind(1), scores[:, 0] > scores[:, 1]]  # fmt: skip
+    return torch.stack([v.double() for v in values], 1).where(real[:, None], 0.0).sum(0)
+
+
+def _read(*files: Path) -> torch.Tensor | None:
+    """Return the tensor of the first file that exists and can be read."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    for file in files:
+        with contextlib.suppress(OSError, SafetensorError, KeyError):
+            return load_file(file)["log_probs"]
+    return None
+
+
+def _write(file: Path, values: torch.Tensor) -> None:
+    """Write the file atomically, if it is not there."""
+    from safetensors.torch import save_file
+
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        tmp_path = file.with_suffix(f".{os.getpid()}.tmp")
+        save_file({"log_probs": values}, tmp_path)
+        os.replace(tmp_path, file)

@@ -1,0 +1,305 @@
+"""recipes/dpo.py: equal to a textbook loop with a second model, for every stage, rank count and accumulation."""
+
+import functools
+import json
+import math
+import random
+import shutil
+
+import pytest
+import torch
+from conftest import ROOT, TINY, recipe_process, run_python, run_world
+from safetensors.torch import load_file
+
+MODEL = TINY / "preference" / "model"
+STEPS, BATCH, RATE, BETA = 20, 4, 1e-3, 0.2
+FEW = 7  # steps where 20 are not needed: over the end of an epoch, whose last batch holds fillers
+ADAPTER = ["--adapter", "lora", "--lora_r", "4", "--lora_alpha", "8"]
+
+
+def flags(folder, *more):
+    return [
+        "--model", str(folder / "model"), "--data", str(folder / "pairs.jsonl"),
+        "--eval_data", str(folder / "held_out.jsonl"),
+        "--effective_batch_size", str(BATCH), "--per_device_train_batch_size", "2", "--learning_rate", str(RATE),
+        "--lr_scheduler_type", "constant", "--warmup_steps", "0", "--beta", str(BETA), "--max_steps", str(STEPS),
+        "--train_sampling_strategy", "sequential", "--logging_steps", "1", "--eval_strategy", "no",
+        "--save_strategy", "no", "--num_samples", "0", "--max_length", "128", "--gradient_checkpointing", "false",
+        *more,
+    ]  # fmt: skip
+
+
+def write_inputs(folder):
+    """Write 22 and 5 pairs of uneven lengths (an epoch ends with two fillers) and a small random model."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(MODEL)
+    config.num_hidden_layers, config.hidden_size, config.intermediate_size, config.initializer_range = 2, 64, 96, 0.1
+    torch.manual_seed(2)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder / "model")
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(MODEL / file, folder / "model" / file)
+    rng = random.Random(3)
+    words = "Ada Bo Cleo lives works likes has a the red cat pilot Oslo Rome where what".split()
+
+    def text(low, high):
+        return " ".join(rng.choices(words, k=rng.randint(low, high)))
+
+    for name, count in (("pairs", 22), ("held_out", 5)):
+        rows = [{"prompt": text(2, 6), "chosen": text(1, 10), "rejected": text(1, 10)} for _ in range(count)]
+        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("preference")
+    write_inputs(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def on_one_rank(folder):
+    """Full tuning and LoRA: three splits, without logits, concatenated, with computed log-probabilities."""
+    f, few = flags(folder), ["--max_steps", str(FEW)]
+    cases = {
+        "full": ("dpo", f),
+        "full, micro 4": ("dpo", [*f, *few, "--per_device_train_batch_size", "4"]),
+        "full, micro 1, fused": ("dpo", [*f, *few, "--per_device_train_batch_size", "1", "--fused_loss", "true"]),
+        "full, concatenated": ("dpo", [*f, *few, "--padding_free", "true"]),
+        "lora": ("dpo", [*f, *ADAPTER]),
+        "lora, fused, concatenated": ("dpo", [*f, *few, *ADAPTER, "--fused_loss", "true", "--padding_free", "true"]),
+        "lora, precomputed": ("dpo", [*f, *few, *ADAPTER, "--precompute_ref_log_probs", "true"]),
+    }
+    return run_world(1, cases, folder)
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(folder):
+    """Full tuning and LoRA at each stage, half of them without logits."""
+    f, cases = flags(folder), {}
+    for zero in "0123":
+        fused = "true" if zero in "13" else "false"
+        few = [] if zero == "3" else ["--max_steps", str(FEW)]
+        split = [
+            "--gradient_checkpointing",
+            str(zero == "3").lower(),
+            "--zero",
+            zero,
+            "--per_device_train_batch_size",
+            "1",
+            "--fused_loss",
+            fused,
+            *few,
+        ]
+        cases[f"full, ZeRO {zero}"] = ("dpo", [*f, *split])
+        if zero != "1":
+            cases[f"lora, ZeRO {zero}"] = ("dpo", [*f, *split, *ADAPTER])
+    cases["full, ZeRO 3, offloaded"] = ("dpo", [*f, "--zero", "3", "--offload", "all", "--max_steps", str(FEW)])
+    return run_world(2, cases, folder)
+
+
+@pytest.fixture(scope="module")
+def run_of(request):
+    """Return a function from a case's name to its run."""
+    return lambda name: request.getfixturevalue("on_two_ranks" if "ZeRO" in name else "on_one_rank")[name]
+
+
+@pytest.fixture(scope="module")
+def initial_adapter(folder):
+    case = ("dpo", [*flags(folder), *ADAPTER, "--learning_rate", "0", "--max_steps", "1"])
+    return run_world(1, {"initial": case}, folder)["initial"].folder / "final" / "adapter_model.safetensors"
+
+
+# --- the textbook: whole logits, row by row, and the reference as a second model ---
+
+
+def encoded(tokenizer, folder, name):
+    """Return [(ids, first answer token) of chosen and rejected] of each pair."""
+    rows = [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+    pairs = []
+    for row in rows:
+        prompt = f"<|user|>\n{row['prompt']}<|end|>\n<|assistant|>\n"
+        start = len(tokenizer(prompt)["input_ids"])
+        sides = [tokenizer(f"{prompt}{row[side]}<|end|>")["input_ids"] for side in ("chosen", "rejected")]
+        pairs.append([(ids, start) for ids in sides])
+    return pairs
+
+
+def log_prob(model, ids, start):
+    logits = model(input_ids=torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+    return logits.gather(1, torch.tensor(ids[1:])[:, None])[start - 1 :].sum()
+
+
+def load(folder):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).eval()
+
+
+def textbook(folder, tokenizer, adapter=None) -> dict:
+    """Return losses, gradient norms, margins and eval loss of a loop in plain PyTorch."""
+    from peft import LoraConfig, get_peft_model
+
+    model, second = load(folder), load(folder)
+    if adapter:
+        model = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM"))
+        initial = load_file(adapter)
+        for name, p in model.named_parameters():
+            if p.requires_grad:
+                p.data = initial[name.replace(".default", "")].clone()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, RATE, weight_decay=0.0)
+    pairs, held_out = (encoded(tokenizer, folder, name) for name in ("pairs", "held_out"))
+    epoch = [*range(len(pairs)), *[None] * (-len(pairs) % BATCH)]
+
+    def margin(pair):
+        (chosen, c), (rejected, r) = pair
+        with torch.no_grad():
+            reference = log_prob(second, chosen, c) - log_prob(second, rejected, r)
+        return BETA * (log_prob(model, chosen, c) - log_prob(model, rejected, r) - reference)
+
+    found = {"loss": [], "grad_norm": [], "rewards/margins": [], "rewards/accuracies": []}
+    for step in range(STEPS):
+        at = step * BATCH % len(epoch)
+        batch = [pairs[i] for i in epoch[at : at + BATCH] if i is not None]
+        margins = torch.stack([margin(pair) for pair in batch])
+        loss = -torch.nn.functional.logsigmoid(margins).mean()
+        loss.backward()
+        found["grad_norm"].append(torch.nn.utils.clip_grad_norm_(trained, 1.0).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        found["loss"].append(loss.item())
+        found["rewards/margins"].append(margins.mean().item())
+        found["rewards/accuracies"].append((margins > 0).double().mean().item())
+    with torch.no_grad():
+        margins = torch.stack([margin(pair) for pair in held_out])
+    return found | {"eval_loss": -torch.nn.functional.logsigmoid(margins).mean().item()}
+
+
+@pytest.fixture(scope="module")
+def textbook_of(request, folder):
+    """Return a function from "full" or "lora" to its textbook's numbers."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+
+    @functools.cache
+    def numbers(kind):
+        return textbook(folder, tokenizer, request.getfixturevalue("initial_adapter") if kind == "lora" else None)
+
+    return numbers
+
+
+NAMES = """full|full, micro 4|full, micro 1, fused|full, concatenated|lora|lora, fused, concatenated|lora, precomputed|
+full, ZeRO 0|full, ZeRO 1|full, ZeRO 2|full, ZeRO 3|full, ZeRO 3, offloaded|lora, ZeRO 0|lora, ZeRO 2|lora, ZeRO 3
+""".replace("\n", "").split("|")
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("name", NAMES)
+def test_20_steps_are_those_of_a_textbook_loop_with_a_second_model(run_of, textbook_of, name, record_property):
+    run, wanted = run_of(name), textbook_of(name[:4])
+    lines = [line for line in run.metrics if "loss" in line]
+    steps = len(lines)
+    assert steps in (FEW, STEPS)
+    assert run.losses == pytest.approx(wanted["loss"][:steps], abs=1e-5)
+    assert run.grad_norms == pytest.approx(wanted["grad_norm"][:steps], rel=1e-3)
+    for key, first in (("rewards/margins", 0), ("rewards/accuracies", 1)):  # step 1: margins of 0, but for rounding
+        assert [line[key] for line in lines[first:]] == pytest.approx(wanted[key][first:steps], abs=1e-4)
+    if steps == STEPS:
+        assert run.json("result.json")["eval_loss"] == pytest.approx(wanted["eval_loss"], abs=1e-5)
+    record_property("difference", max(abs(a - b) for a, b in zip(run.losses, wanted["loss"], strict=False)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_first_loss_is_ln_2_and_all_metrics_are_written(run_of, name):
+    run, first = run_of(name), run_of(name).metrics[0]
+    assert first["loss"] == pytest.approx(math.log(2), abs=5e-7)
+    assert first["rewards/margins"] == first["rewards/chosen"] - first["rewards/rejected"]
+    assert first["logps/chosen"] < 0 > first["logps/rejected"]
+    assert (run.folder / "rewards.png").exists() and (run.folder / "loss.png").exists()
+    assert {"eval_rewards/accuracies", "eval_preference_accuracy"} <= run.json("result.json").keys()
+
+
+def test_the_adapter_is_saved_and_the_frozen_base_stays(run_of):
+    seen = run_of("lora, ZeRO 2").json("record.json")
+    assert seen["frozen_before"] == seen["frozen_after"]
+    assert (run_of("lora, ZeRO 2").folder / "final" / "adapter_config.json").exists()
+
+
+SAVING = "--max_steps 6 --save_strategy steps --save_steps 4 --save_total_limit 2 --seed 5 --zero 0".split()
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("more", [[], [*ADAPTER, "--lora_dropout", "0.1"]], ids=["full", "lora"])
+def test_a_resumed_run_goes_on_bit_for_bit_with_the_reference_of_the_start(tmp_path, folder, more):
+    words = [*flags(folder), *SAVING, "--train_sampling_strategy", "random", "--eval_strategy", "steps", *more]
+
+    def run(name, *others):
+        caches = {"ZEROFIT_CACHE": str(tmp_path / f"cache-{name}")}  # without the other's reference
+        return recipe_process("dpo", *words, *others, "--output_dir", str(tmp_path / name), **caches)
+
+    done = run("whole")
+    assert done.returncode == 0, done.stdout + done.stderr
+    checkpoint = str(tmp_path / "whole" / "checkpoint-4")
+    done = run("resumed", "--resume_from_checkpoint", checkpoint)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "reference log-probabilities of" not in done.stdout
+    lines = {}
+    for name in ("whole", "resumed"):
+        read = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        kept = (
+            "loss",
+            "grad_norm",
+            "eval_loss",
+            "rewards/",
+            "eval_rewards",
+            "logps/",
+            "eval_logps",
+            "learning_rate",
+            "step",
+        )
+        lines[name] = [{k: v for k, v in line.items() if k.startswith(kept)} for line in read if line["step"] > 4]
+    assert lines["whole"] == lines["resumed"] != []
+    file = "adapter_model.safetensors" if more else "model.safetensors"
+    weights = [load_file(tmp_path / name / "final" / file) for name in lines]
+    assert all(weights[0][name].equal(weights[1][name]) for name in weights[0])
+    if more:
+        return
+    for kept in (tmp_path / "whole" / "reference").iterdir():
+        kept.unlink()
+    done = run("third", "--resume_from_checkpoint", checkpoint)
+    assert done.returncode == 2 and "the reference cannot be computed from trained weights" in done.stderr
+    done = run("fourth", "--resume_from_checkpoint", checkpoint, "--beta", "0.3")
+    assert done.returncode == 2 and "was saved with beta 0.2, this run has 0.3; use --beta 0.2" in done.stderr
+
+
+@pytest.mark.slow
+def test_batch_search_canary_and_export_as_for_other_recipes(folder, tmp_path):
+    rows = [
+        "--model",
+        str(folder / "model"),
+        "--data",
+        str(folder / "pairs.jsonl"),
+        "--max_length",
+        "64",
+        "--use_cpu",
+        "true",
+    ]
+    small = [*rows, "--effective_batch_size", "4", "--num_samples", "0", "--max_steps", "2"]
+    found = run_python(["-m", "zerofit", "batch-size", "--recipe", "dpo", *small, "--memory_limit", "0.5"])
+    assert found.returncode == 0 and "largest micro batch that fits: " in found.stdout, found.stdout + found.stderr
+    run = tmp_path / "run"
+    words = ["-m", "zerofit", "launch", "--gpus", "1", str(ROOT / "recipes" / "dpo.py"), *small, *ADAPTER]
+    done = run_python([*words, "--canary", "true", "--output_dir", str(run)])
+    assert done.returncode == 0 and "canary: all well" in done.stdout, done.stdout + done.stderr
+    exported = run_python(["-m", "zerofit", "export", "--merge", "--output_dir", str(tmp_path / "whole"), str(run)])
+    assert exported.returncode == 0 and (tmp_path / "whole" / "model.safetensors").exists(), exported.stderr
+
+
+def test_the_bundled_task_goes_from_half_to_nine_tenths(tmp_path):
+    done = recipe_process("dpo", "--output_dir", str(tmp_path / "run"), "--num_samples", "0")
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert result["preference_accuracy_before"] == 0.5 and result["preference_accuracy_after"] > 0.9
+    assert "preference accuracy on held-out rows: 50.0% before" in done.stdout
