@@ -5,6 +5,7 @@ import json
 import math
 import os
 import pwd
+import re
 import subprocess
 import sys
 import tempfile
@@ -15,7 +16,9 @@ from conftest import ROOT, TINY, recipe_process, run_world
 
 from zerofit import hardware
 from zerofit.config import accelerate_env, resolve
+from zerofit.data.load import load_datasets
 from zerofit.errors import UserError
+from zerofit.model.load import load_tokenizer
 from zerofit.paths import cache_root, private_folder
 from zerofit.plan import candidates, command, formulas, predict, preflight, report, search, simulate
 from zerofit.train import memory_history
@@ -49,7 +52,7 @@ def errors_above(rows, bound):
 
 @pytest.mark.oracle
 def test_a_simulation_has_the_bytes_of_real_tensors(record_property):
-    """Every phase of five settings, through the kit's trainer and the real engine as one rank of N."""
+    """Every phase of eight settings, through the kit's trainer and the real engine as one rank of N."""
     rows = benchmark.compare(FEW)
     record_property("relative_difference", max(abs(row["error"]) for row in rows))
     assert errors_above(rows, 0) == {}
@@ -460,6 +463,23 @@ def test_rows_are_planned_at_their_real_length(flags, planned, says, tmp_path, m
     assert sentence.startswith(says), sentence
     assert resolve.resolve_settings("sft", candidates.planned_flags(changed, "sft"), 2, GPU).max_length == (
         planned or 512
+    )
+
+
+def test_pairs_are_planned_at_the_length_of_their_longer_side(tmp_path):
+    rows = [{"prompt": "a", "chosen": "b " * n, "rejected": "c " * m} for n, m in ((40, 90), (70, 20))]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    flags = ["--model", str(TINY / "preference" / "model"), "--data", str(tmp_path / "pairs.jsonl")]
+    changed, sentence = command.with_real_lengths([*flags, "--max_length", "512"], "dpo", 2, GPU)
+    planned = resolve.resolve_settings("dpo", candidates.planned_flags(changed, "dpo"), 2, GPU)
+    longest = int(re.match(r"the longest side of a pair of --data has (\d+) tokens", sentence)[1])
+    assert planned.max_length == -(-longest // 8) * 8
+    settings = resolve.resolve_settings("dpo", [*flags, "--max_length", "512"], 1)
+    train_set, _ = load_datasets(settings, load_tokenizer(settings))
+    assert (
+        longest
+        == max(max(lengths) for lengths in train_set.dataset["lengths"])
+        < max(len(ids) for ids in train_set.dataset["input_ids"])
     )
 
 

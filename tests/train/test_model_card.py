@@ -22,6 +22,7 @@ def card(model, ranks=1, zero="0", steps=8, **more) -> model_card.Card:
         ("runs/pets/final", "pets", None),
         ("~/runs/pets/checkpoint-40", "pets", None),  # a folder within a run
         (TINY / "model", "zerofit's bundled tiny Llama", None),
+        (TINY / "preference" / "model", "zerofit's bundled tiny Llama", None),
     ],
 )
 def test_the_title_names_the_base_and_no_local_path(model, title, base):

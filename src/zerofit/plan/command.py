@@ -98,7 +98,7 @@ def with_real_lengths(flags: list[str], recipe: str, ranks: int, gpu) -> tuple[l
     except UserError as error:
         return flags, f"{full}, since they cannot be read: {error}"
     width = min(length, -(-longest // 8) * 8)  # as the collator rounds
-    kind = "pack" if settings.packing else "row"
+    kind = "pack" if settings.packing else "side of a pair" if settings.documents_per_row == 2 else "row"
     if width == length:
         return flags, f"the longest {kind} of --data fills --max_length {length}"
     return [*command_line.drop(flags, "--max_length"), "--max_length", str(width)], (
@@ -107,12 +107,14 @@ def with_real_lengths(flags: list[str], recipe: str, ranks: int, gpu) -> tuple[l
 
 
 def _longest(settings) -> int:
-    """Return the tokens of the longest row of the training data, or of the longest pack."""
+    """Return the tokens of the longest row of the training data, or of its longest pack or side of a pair."""
     from zerofit.data.load import load_datasets
     from zerofit.model.load import load_tokenizer
 
     train_set, _ = load_datasets(settings, load_tokenizer(settings))
     sequences = train_set.sequences(settings)
+    if settings.documents_per_row == 2:
+        return max(map(max, sequences["lengths"]))
     if not settings.packing:
         return max(len(ids) for ids in sequences["input_ids"])
     lengths = [len(ids) for ids in sequences.documents["input_ids"]]
