@@ -61,6 +61,10 @@ def cpu_cases() -> list[tuple[str, str, int]]:
     found += [("lora", f"--load_in_4bit true --zero {zero} --offload optimizer", 2) for zero in (2, 3)]
     found += [("lora", f"--packing true --zero {zero}", 2) for zero in (0, 3)]
     found.append(("lora", "--load_in_4bit true --zero 3", 8))
+    for zero in (1, 2, 3):
+        for more in ("--gradient_checkpointing true", "--packing true", "--fused_loss true --max_length 128"):
+            found.append(("sft", f"--zero {zero} --sp_size 2 {more}", 4))
+        found.append(("lora", f"--zero {zero} --sp_size 4", 4))
     return found
 
 

@@ -46,13 +46,14 @@ def start_processes(settings: Settings, train_set, eval_set):
     """
     from zerofit import rank_status, run_folder
     from zerofit.config import nvme, offload
-    from zerofit.model import attention, fused_loss, tiled_mlp
+    from zerofit.model import attention, fused_loss, sequence_parallel, tiled_mlp
     from zerofit.model.load import check_model, load_config
     from zerofit.train import deepspeed_ops, memory_report, network_check
     from zerofit.train.checkpoint import node_local, resume
     from zerofit.train.trainer import training_arguments
 
     config = load_config(settings)
+    sequence_parallel.fit(settings, config)
     fused_loss.choose(settings, config)
     tiled_mlp.choose(settings, config)
     if offload.depends_on_size(settings.deepspeed):

@@ -977,7 +977,12 @@ def test_a_weight_below_one_takes_other_rows_in_each_epoch(tmp_path, tokenizer, 
         train_sampling_strategy=strategy, per_device_train_batch_size=2, gradient_accumulation_steps=2, world_size=1, seed=1,
         data_seed=None,
     )  # fmt: skip
-    trainer = SimpleNamespace(train_dataset=DatasetWithFiller(sequences, 0), args=arguments, tokens=train)
+    trainer = SimpleNamespace(
+        train_dataset=DatasetWithFiller(sequences, 0),
+        args=arguments,
+        tokens=train,
+        settings=SimpleNamespace(data_ranks=1),
+    )
     sampler = ZerofitTrainer._get_train_sampler(trainer)
     packs = sequences.packs if packing else [[i] for i in range(len(sequences))]
 

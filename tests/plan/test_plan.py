@@ -36,6 +36,7 @@ FEW = [
     ("sft", "--zero 2 --gradient_checkpointing true", 8),
     ("lora", "--zero 3 --load_in_4bit true", 2),
     ("sft", "--zero 3 --offload all", 2),
+    ("sft", "--zero 2 --sp_size 4 --gradient_checkpointing true", 4),
 ]
 
 

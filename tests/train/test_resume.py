@@ -55,6 +55,8 @@ def runs(tmp_path_factory):
         "1-2>2": resuming(folder / "1-2", "sft", "2", *bf16),
         "1-2>foreign>3": resuming(folder / "foreign", "sft", "3", *bf16),
         "1-2>1-offload": resuming(folder / "1-2", "sft", "1", *bf16, "--offload", "optimizer"),
+        "3>3-sp": resuming(folder / "3", "sft", "3", "--sp_size", "2"), "lora-sp": saving("lora", "2", "--sp_size", "2"),
+        "lora-sp>1": resuming(folder / "lora-sp", "lora", "1"),
         "dropout": saving("lora", "2", *dropout), "dropout>": resuming(folder / "dropout", "lora", "2", *dropout),
     }  # fmt: skip
     return one | run_world(2, cases, folder)
@@ -69,6 +71,11 @@ def test_it_goes_on(runs, name):
     check(before, runs[name], TOLERANCE["bf16" if name.startswith("1-2>") else "fp32"])
     said = runs[name].json("run.json")["decisions"]
     assert any("checkpoint-4 was saved with ZeRO" in line for line in said)
+
+
+@pytest.mark.parametrize("name", ["3>3-sp", "lora-sp>1"])
+def test_it_goes_on_at_another_sp_size(runs, name):
+    check(runs[name.split(">")[0]], runs[name])
 
 
 def test_each_rank_draws_its_own_dropout_and_goes_on_with_it(runs):

@@ -169,7 +169,8 @@ def _refuse_other_parallelism(config: dict, path: str | Path) -> None:
             section, as_json = dotted.partition(".")[0], json.dumps(value)
             raise UserError(
                 f"{path}: {dotted} = {as_json}: the recipes split a model by ZeRO only, and the batch would be counted "
-                f"wrongly; delete {section}, and use stage 3 for a model that is larger than a GPU."
+                f"wrongly; delete {section}, and use "
+                f"{'--sp_size' if section == 'sequence_parallel_size' else 'stage 3 for a model that is larger than a GPU'}."
             )
 
 

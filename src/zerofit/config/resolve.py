@@ -53,13 +53,14 @@ def _check(found: Settings) -> None:
     Raises: UserError for combinations that cannot work or would be silently wrong.
     """
     from zerofit.data import streaming
-    from zerofit.model import fused_loss, tiled_mlp
+    from zerofit.model import fused_loss, sequence_parallel, tiled_mlp
 
     check_exclusions(found)
     adapters.resolve(found)
     _resolve_node_local(found)
     quantization.resolve(found)
     _choose_batches(found)
+    sequence_parallel.choose(found)
     streaming.choose(found)
     fused_loss.check_flags(found)
     tiled_mlp.check_flags(found)

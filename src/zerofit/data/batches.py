@@ -129,9 +129,16 @@ class PackedCollator:
     """Concatenate packs or rows into a single row with document boundaries, without padding.
 
     input_ids, labels, position_ids: (1, tokens); cu_seq_lens_q/k: int32 (documents + 1); max_length_q/k: the longest.
+    A last document of padding makes the number of tokens a multiple of `multiple_of`.
     """
 
+    def __init__(self, pad_token_id: int = 0, multiple_of: int = 1):
+        self.pad_token_id, self.multiple_of = pad_token_id, multiple_of
+
     def __call__(self, batch: list[dict]) -> dict:
+        if missing := -sum(len(row["input_ids"]) for row in batch) % self.multiple_of:
+            padding = {"input_ids": [self.pad_token_id] * missing, "labels": [conversations.IGNORE] * missing}
+            batch = [*batch, padding]
         lengths = [n for row in batch for n in row.get("lengths", [len(row["input_ids"])])]
         bounds = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
         labels = torch.tensor([[t for row in batch for t in row["labels"]]])
@@ -149,10 +156,14 @@ class PackedCollator:
 
 
 class TrainCollator:
-    """Collate training batches: concatenated if `packed`, else padded."""
+    """Collate training batches: concatenated if `packed`, else padded.
 
-    def __init__(self, pad_token_id: int, packed: bool):
-        self.packed, self.pad, self.pack = packed, Collator(pad_token_id), PackedCollator()
+    Their number of tokens is a multiple of `slices`, the ranks that they are split over.
+    """
+
+    def __init__(self, pad_token_id: int, packed: bool, slices: int = 1):
+        self.packed, self.pad = packed, Collator(pad_token_id, 8 * slices)
+        self.pack = PackedCollator(pad_token_id, slices)
 
     def __call__(self, batch: list[dict]) -> dict:
         return (self.pack if self.packed else self.pad)(batch)

@@ -117,7 +117,9 @@ def _with_the_nodes_there_are(job: Job, last, following: tuple):
     change, flags, settings, counts = following
     ranks = sum(members.values())
     if ranks != settings.world_size:
-        batch = retry.same_batch(settings.effective_batch_size, settings.per_device_train_batch_size, ranks)
+        batch = retry.same_batch(
+            settings.effective_batch_size, settings.per_device_train_batch_size, ranks, settings.sp_size
+        )
         flags = [
             *command_line.drop(flags, "--gpus", "--zero", *retry.BATCH),
             *batch,

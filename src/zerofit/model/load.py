@@ -10,7 +10,7 @@ from pathlib import Path
 
 from zerofit.data import conversations, hub
 from zerofit.errors import UserError, first_line
-from zerofit.model import adapters, attention, ddp, quantization
+from zerofit.model import adapters, attention, ddp, quantization, sequence_parallel
 
 
 def fingerprints(settings, train_set) -> dict[str, str]:
@@ -120,7 +120,9 @@ def load_model(settings, tokenizer):
         print(f"note: --dtype {settings.dtype} with stage 0 trains without an fp32 master copy", flush=True)
     set_seed(settings.seed)
     attention.avoid_wrong_kernels()
-    attention.fit(settings, load_config(settings))
+    config = load_config(settings)
+    attention.fit(settings, config)
+    sequence_parallel.fit(settings, config)
     kwargs = {"attn_implementation": settings.attn_implementation, "dtype": dtype}
     sharded = settings.deepspeed is not None and settings.zero == "3"
     # Load onto the GPU directly: N ranks with the model in host memory would need N times its size.
@@ -168,6 +170,7 @@ def check_model(settings):
 
     config = load_config(settings)
     attention.fit(settings, config)
+    sequence_parallel.fit(settings, config)
     fused_loss.choose(settings, config)
     tiled_mlp.choose(settings, config)
     unset_hf_deepspeed_config()  # one of an earlier run in this process would shard the model

@@ -56,7 +56,8 @@ class Candidate:
         hpz = f" with hpZ {s.hpz}" if s.hpz > 1 else ""
         offload = "" if s.offload == "none" else f", offload {s.offload}{' to NVMe' * s.nvme}"
         change = f", {' '.join(self.change)}" if self.change else ""
-        return f"{self.method} ZeRO-{s.zero}{hpz}{offload}{checkpointing}{change}, micro batch {s.micro}"
+        sp = f", sp_size {s.sp}" if s.sp > 1 else ""
+        return f"{self.method} ZeRO-{s.zero}{hpz}{offload}{checkpointing}{change}, micro batch {s.micro}{sp}"
 
     @property
     def peak(self) -> int:
@@ -152,30 +153,86 @@ def candidates(
     Args: change: a pair of SMALLER_STATES to add to the flags, or (); node: GPUs of a node.
     Raises: UserError if the flags themselves are wrong, or no setting is left.
     """
-    recipe, disk = recipe_of(method), command_line.value_of(flags, ("--offload_path",))
+    recipe = recipe_of(method)
     flags = [*planned_flags(flags, method), *change]
-    base = parse.parse(recipe, flags, ranks, gpu)
-    hpz = _hpz(base, ranks, node)
-    shape = shape_of(base)
-    fused, result, error = fused_losses(base, shape), [], None
-    for zero, (offload, nvme), (every, offload_inputs), micro in itertools.product(*_open(base, ranks, disk)):
+    result, error, first = [], None, None
+    for sp_flags in _open_sp_sizes(flags, ranks, node):
+        same_batch = ["--effective_batch_size", str(first.effective_batch_size)] if first else []
+        own_flags = [*flags, *sp_flags, *same_batch]
+        try:
+            base = parse.parse(recipe, own_flags, ranks, gpu)
+            _check_sp(base, ranks, node)
+            if first is None:
+                first, hpz, shape = base, _hpz(base, ranks, node), shape_of(base)
+            result += _of_sp_size(base, own_flags, method, change, Place(gpu, node, hpz), shape, bool(sp_flags))
+        except UserError as refused:
+            error = error or refused
+    if not result:
+        raise error
+    return sorted(result, key=lambda c: (round(c.seconds, 4), c.setting.zero))
+
+
+@dataclass
+class Place:
+    """What candidates run on: GPUs of a kind, `node` of them a node, `hpz` of them with one more copy of the weights."""
+
+    gpu: hardware.Gpu
+    node: int
+    hpz: int
+
+
+def _of_sp_size(
+    base, flags: list[str], method: str, change: tuple[str, ...], place: Place, shape: Shape, splits: bool
+) -> list:
+    """Return the candidates with the --sp_size of `base`, the Settings of `flags`. splits: see `_open`.
+
+    Raises: UserError if the flags leave none.
+    """
+    ranks, sp, disk = base.world_size, base.sp_size, command_line.value_of(base.flags, ("--offload_path",))
+    found, error, fused = [], UserError("these flags leave no setting to plan."), fused_losses(base, shape)
+    for zero, (offload, nvme), (every, offload_inputs), micro in itertools.product(*_open(base, ranks, disk, splits)):
         if not _sensible(zero, offload, ranks, base) or (nvme and zero != 3):
             continue
         own_flags = _flags(flags, base, zero, offload, every, offload_inputs, micro)
         own_flags = [*own_flags, "--offload_path", disk] if nvme else own_flags
         try:
-            parse.parse(recipe, own_flags, ranks, gpu)
+            parse.parse(recipe_of(method), own_flags, ranks, place.gpu)
         except UserError as refused:
-            error = error or refused
+            error = refused
             continue
-        setting = Setting(zero, offload, every, micro, micro * base.max_length,
-                          base.effective_batch_size // (micro * ranks), ranks, offload_inputs, nvme, node, hpz)  # fmt: skip
+        setting = Setting(zero, offload, every, micro, micro * base.max_length // sp,
+                          base.effective_batch_size // (micro * base.data_ranks), ranks, offload_inputs, nvme,
+                          place.node, place.hpz, sp)  # fmt: skip
         by_part = formulas.memory(shape, setting, base, fused)
-        seconds = formulas.step_seconds(shape, setting, gpu, base.max_length)
-        result.append(Candidate(own_flags, method, setting, by_part, seconds, shape, change=change))
-    if not result:
-        raise error or UserError("these flags leave no setting to plan.")
-    return sorted(result, key=lambda c: (round(c.seconds, 4), c.setting.zero))
+        seconds = formulas.step_seconds(shape, setting, place.gpu, base.max_length)
+        found.append(Candidate(own_flags, method, setting, by_part, seconds, shape, change=change))
+    if not found:
+        raise error
+    return found
+
+
+def _open_sp_sizes(flags: list[str], ranks: int, node: int) -> list[list[str]]:
+    """Return the flags of each --sp_size to try; [[]] where the user set it."""
+    if _names(flags, "--sp_size") or _names(flags, "--sp-size"):
+        return [[]]
+    local = min(ranks, node)
+    return [[], *(["--sp_size", str(n)] for n in (2, 4, 8, 16) if local % n == 0 and ranks % n == 0)]
+
+
+def _check_sp(settings, ranks: int, node: int) -> None:
+    """Check --sp_size against the other arguments, the model and the GPUs of a node. Raises: UserError."""
+    from zerofit.model import sequence_parallel
+    from zerofit.model.load import load_config
+
+    size, local = settings.sp_size, min(ranks, node)
+    if local % size:
+        raise UserError(
+            f"--sp_size {size}: a group must be on one node, so it must divide the {local} GPUs of a node of this plan; "
+            "NODES= and GPUS= say which these are."
+        )
+    if size > 1:
+        sequence_parallel.check_flags(settings)
+        sequence_parallel.fit(settings, load_config(settings))
 
 
 def _hpz(settings, ranks: int, node: int) -> int:
@@ -220,8 +277,10 @@ def shape_of(settings) -> Shape:
 _FIXED = ("flag", "deepspeed JSON")
 
 
-def _open(base, ranks: int, disk: str | None) -> tuple[list, list, list, list]:
+def _open(base, ranks: int, disk: str | None, splits: bool) -> tuple[list, list, list, list]:
     """Return (stages, offloads, checkpointing, micro batches) to try; one each where the user set it.
+
+    Args: splits: --sp_size is searched and above 1: then only the smallest micro batch, with checkpointing.
 
     An offload is (what, whether to the disk of --offload_path); checkpointing is (every n-th layer, 0: none; whether
     the kept inputs are offloaded to host memory).
@@ -242,11 +301,14 @@ def _open(base, ranks: int, disk: str | None) -> tuple[list, list, list, list]:
         checkpointing = [(every, base.activation_offload)]
     else:
         checkpointing = [(0, False), (2, False), (1, False), (1, True)]
-    per_rank = base.effective_batch_size // ranks
+    per_rank = base.effective_batch_size // base.data_ranks
     if said("per_device_train_batch_size"):
         micros = [base.per_device_train_batch_size]
     else:
         micros = [n for n in range(1, min(per_rank, 64) + 1) if per_rank % n == 0]
+    if splits:
+        micros = micros[:1]
+        checkpointing = [pair for pair in checkpointing if pair[0] == 1] or checkpointing
     return stages, offloads, checkpointing, micros
 
 
@@ -294,9 +356,9 @@ def setting_of(settings) -> Setting:
     every = settings.gradient_checkpointing_every if settings.gradient_checkpointing else 0
     micro = settings.per_device_train_batch_size
     node = int(os.environ.get("LOCAL_WORLD_SIZE") or formulas.GPUS_OF_A_NODE)
-    return Setting(int(settings.zero), settings.offload, every, micro, micro * settings.max_length,
+    return Setting(int(settings.zero), settings.offload, every, micro, micro * settings.max_length // settings.sp_size,
                    settings.gradient_accumulation_steps, settings.world_size, settings.activation_offload,
-                   bool(settings.offload_path), node, settings.zero_hpz_partition_size or 1)  # fmt: skip
+                   bool(settings.offload_path), node, settings.zero_hpz_partition_size or 1, settings.sp_size)  # fmt: skip
 
 
 def flags_for_simulation(flags: list[str]) -> list[str]:
@@ -330,8 +392,8 @@ def command(candidate: Candidate, ranks: int) -> str:
     for flag in _with_values(candidate.flags):
         name, _, value = flag[0].partition("=")
         name, values = name.lstrip("-").replace("-", "_"), [*([value] if value else []), *flag[1:]]
-        if name in ("zero", "offload", "model", "data", "config") and len(values) == 1:
-            variables[name.upper()] = values[0]
+        if name in ("zero", "offload", "model", "data", "config", "sp_size") and len(values) == 1:
+            variables[name.removesuffix("_size").upper()] = values[0]
         else:  # also --data with several files, since a make variable holds one
             rest += flag
     if variables.get("DATA") == UNNAMED:

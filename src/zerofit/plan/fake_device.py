@@ -285,6 +285,9 @@ def attention_stand_in(name: str) -> None:
     import torch
     from transformers import AttentionInterface, AttentionMaskInterface
 
+    from zerofit.model import attention as model_attention
+    from zerofit.model import sequence_parallel
+
     if name == "eager":
         return
 
@@ -315,6 +318,9 @@ def attention_stand_in(name: str) -> None:
         out = Flash.apply(query.to(dtype), key.to(dtype), value.to(dtype))
         return out.transpose(1, 2).contiguous(), None
 
+    if name == sequence_parallel.NAME:  # its exchanges are simulated as they are
+        model_attention.packed_attention = attention
+        return
     AttentionInterface.register(name, attention)
     if name != "sdpa":
         AttentionMaskInterface.register(name, lambda *args, **kwargs: None)

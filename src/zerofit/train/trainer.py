@@ -6,6 +6,7 @@ import shlex
 import time
 import traceback
 import warnings
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -18,7 +19,17 @@ from zerofit import distributed, rank_status
 from zerofit.data import streaming
 from zerofit.data.batches import Collator, DatasetWithFiller, EpochSampler, TrainCollator
 from zerofit.errors import Stopped, UserError, first_line
-from zerofit.model import adapters, attention, ddp, fused_loss, gradient_checkpointing, patches, quantization, tiled_mlp
+from zerofit.model import (
+    adapters,
+    attention,
+    ddp,
+    fused_loss,
+    gradient_checkpointing,
+    patches,
+    quantization,
+    sequence_parallel,
+    tiled_mlp,
+)
 from zerofit.optim import build, registry, sophia
 from zerofit.settings import order_seed
 from zerofit.train import memory_tracker, nan_guard, progress
@@ -67,13 +78,14 @@ class ZerofitTrainer(Trainer):
         self.router_loss = fused_loss.router_loss(net)
         gradient_checkpointing.enable(net, settings)
         pad = tokenizer.pad_token_id
-        self.train_collator = TrainCollator(pad, settings.padding_free == "true")
+        self.sequence = sequence_parallel.SequenceParallel(settings)
+        self.train_collator = TrainCollator(pad, settings.padding_free == "true", settings.sp_size)
         super().__init__(
             model=net,
             args=arguments,
             train_dataset=train_set.stream or DatasetWithFiller(train_set.sequences(settings), pad),
             eval_dataset=DatasetWithFiller(eval_set.dataset, pad) if eval_set else None,
-            data_collator=Collator(pad),
+            data_collator=Collator(pad, 8 * settings.sp_size),
             processing_class=tokenizer,
         )
         ddp.apply(self)
@@ -166,12 +178,17 @@ class ZerofitTrainer(Trainer):
         if self.tokens.stream is not None:
             self.data_collator = streaming.TokenizingCollator(self.tokens.stream, self.train_collator)
         try:
-            return super().get_train_dataloader()
+            return self.sequence.share_rows(super().get_train_dataloader())
         finally:
             self.data_collator = eval_collator
 
+    def get_eval_dataloader(self, eval_dataset=None):
+        return self.sequence.share_rows(super().get_eval_dataloader(eval_dataset))
+
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         batches, count = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if count is not None:
+            count = count / self.sequence.size  # each rank of a group has counted the same rows
         if self.settings.optim == "sophia" and batches:
             sophia.estimate_if_due(self, batches)
         self.guard.begin(batches)
@@ -217,6 +234,25 @@ class ZerofitTrainer(Trainer):
         if self.args.process_index == 0:
             print(f"note: padding_free is off: {problem}", flush=True)
 
+    def prove_slices(self) -> None:
+        """Check with the real model that ranks which split a row compute what one rank computes for the whole row.
+
+        Raises: UserError if they do not.
+        """
+        if not self.model_accepts_loss_kwargs:
+            raise UserError(
+                f"--sp_size {self.sequence.size}: {type(self.model).__name__} cannot divide its loss by the tokens of "
+                "the step; train it without --sp_size."
+            )
+        rows = [{name: row[name][:128] for name in ("input_ids", "labels")} for row in islice(self.tokens.dataset, 3)]
+        error = self.sequence.logit_error(self.model_wrapped, self._prepare_inputs(self.train_collator(rows)))
+        bound = 1e-3 if self.settings.precision == "fp32" else 0.05
+        if not error <= bound:
+            raise UserError(
+                f"--sp_size {self.sequence.size}: this model's logits of split rows are {error:.1%} off those of whole "
+                f"rows (bound {bound:.1%}); train it without --sp_size."
+            )
+
     def _get_train_sampler(self, train_dataset=None):
         dataset, args = train_dataset or self.train_dataset, self.args
         seed, lengths = order_seed(args), None
@@ -227,7 +263,7 @@ class ZerofitTrainer(Trainer):
                 f"--train_sampling_strategy {args.train_sampling_strategy}: the row order would depend on the number "
                 "of ranks; use random, sequential or group_by_length."
             )
-        effective = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+        effective = args.per_device_train_batch_size * args.gradient_accumulation_steps * self.settings.data_ranks
         order = None
         if lengths:
 
@@ -240,7 +276,7 @@ class ZerofitTrainer(Trainer):
         return self.train_sampler
 
     def _get_eval_sampler(self, eval_dataset):
-        return EpochSampler(len(eval_dataset), self.args.per_device_eval_batch_size * self.args.world_size, None)
+        return EpochSampler(len(eval_dataset), self.args.per_device_eval_batch_size * self.settings.data_ranks, None)
 
     def training_step(self, net, inputs, num_items_in_batch=None):
         mask = inputs.get("attention_mask")
@@ -249,7 +285,8 @@ class ZerofitTrainer(Trainer):
             # A stream's rows of a step may all be truncated away, and a rank that counts for itself may have only the
             # filler of the last step: loss 0, not NaN.
             num_items_in_batch = num_items_in_batch.clamp(min=1)
-        loss = super().training_step(net, inputs, num_items_in_batch)
+        with self.sequence.split(self._prepare_inputs(inputs)) as inputs:
+            loss = super().training_step(net, inputs, num_items_in_batch)
         self.guard.losses.append(loss)
         return loss
 
@@ -283,10 +320,10 @@ class ZerofitTrainer(Trainer):
         with torch.no_grad() if zero3 else torch.inference_mode():
             for inputs in dataloader:
                 self.reporter.pulse.beat(self.state.global_step)
-                inputs = self._prepare_inputs(inputs)
-                count = (inputs["labels"][:, 1:] != -100).sum()
-                with self.compute_loss_context_manager(), self.without_logits():
-                    mean = model(**inputs, num_items_in_batch=count.clamp(min=1)).loss
+                with self.sequence.split(self._prepare_inputs(inputs)) as inputs:
+                    count = sequence_parallel.supervised(inputs)
+                    with self.compute_loss_context_manager(), self.without_logits():
+                        mean = model(**inputs, num_items_in_batch=count.clamp(min=1)).loss
                 total += torch.stack([mean.double() * count, count.double()])
         model.train(was_training)
         if self.args.world_size > 1:
