@@ -1,6 +1,7 @@
 """--sp_size: ranks that split rows compute what one rank computes for whole rows."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,9 +9,12 @@ from conftest import ROOT, TINY, run_python, run_world
 
 from zerofit import command_line
 from zerofit.config import resolve
+from zerofit.data.batches import EpochSampler
 from zerofit.errors import UserError
+from zerofit.launch import resume, retry
 from zerofit.model import attention, sequence_parallel
 from zerofit.model.load import check_model
+from zerofit.train import nan_guard
 
 # --- the whole runs ---
 
@@ -228,6 +232,25 @@ def test_what_is_refused_before_anything_loads(flags, said):
     with pytest.raises(UserError) as error:
         settings_of(*flags, recipe="lora" if "--adapter" in flags else "sft")
     assert str(error.value).startswith(said) and str(error.value).count(". ") == 0
+
+
+def test_rows_of_a_step_are_shared_by_a_group():
+    trainer = SimpleNamespace(
+        tokens=SimpleNamespace(stream=None), args=SimpleNamespace(per_device_train_batch_size=1, world_size=4),
+        settings=SimpleNamespace(sp_size=2, data_ranks=2), _get_train_sampler=lambda: EpochSampler(4, 4, None),
+        train_dataset=SimpleNamespace(sequences=range(4)), state=SimpleNamespace(global_step=1),
+    )  # fmt: skip
+    assert nan_guard.rows_of_step(trainer) == [[[0], [2]], [[0], [2]], [[1], [3]], [[1], [3]]]
+
+
+def test_a_resumed_run_keeps_its_effective_batch():
+    batch = ["--effective_batch_size", "8", "--per_device_train_batch_size", "2"]
+    assert retry.same_batch(8, 2, 4, 2) == batch and retry.same_batch(8, 2, 4) == batch
+    for ranks, said in ((3, "--gpus 3: is no multiple of the run's --sp_size 2"), (6, "use 2, 4, 8, 16 processes")):
+        with pytest.raises(UserError, match=said):
+            retry.same_batch(8, 2, ranks, 2)
+    assert resume._sp_size(["--sp_size", "4"], 2) == resume._sp_size(["--sp-size=4"], 2) == 4
+    assert resume._sp_size(["--zero", "3"], 2) == 2
 
 
 @pytest.mark.bad_input

@@ -99,9 +99,7 @@ def same_batch(whole: int, micro: int, ranks: int, sp_size: int = 1) -> list[str
     Raises: UserError if `sp_size` does not divide `ranks`, or the effective batch is no multiple of the data ranks.
     """
     if ranks % sp_size:
-        raise UserError(
-            f"--gpus {ranks}: is no multiple of the run's --sp_size {sp_size}; name another of one of them."
-        )
+        raise UserError(f"--gpus {ranks}: is no multiple of the run's --sp_size {sp_size}; change one of the two.")
     ranks //= sp_size
     if whole % ranks:
         raise UserError(

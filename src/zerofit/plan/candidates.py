@@ -280,7 +280,7 @@ _FIXED = ("flag", "deepspeed JSON")
 def _open(base, ranks: int, disk: str | None, splits: bool) -> tuple[list, list, list, list]:
     """Return (stages, offloads, checkpointing, micro batches) to try; one each where the user set it.
 
-    Args: splits: --sp_size is searched and above 1: then only the smallest micro batch, with checkpointing.
+    Args: splits: --sp_size is searched and above 1: then only micro batch 1 with checkpointing.
 
     An offload is (what, whether to the disk of --offload_path); checkpointing is (every n-th layer, 0: none; whether
     the kept inputs are offloaded to host memory).
@@ -307,7 +307,7 @@ def _open(base, ranks: int, disk: str | None, splits: bool) -> tuple[list, list,
     else:
         micros = [n for n in range(1, min(per_rank, 64) + 1) if per_rank % n == 0]
     if splits:
-        micros = micros[:1]
+        micros = [n for n in micros if n == 1]
         checkpointing = [pair for pair in checkpointing if pair[0] == 1] or checkpointing
     return stages, offloads, checkpointing, micros
 
