@@ -267,7 +267,11 @@ def test_a_group_stays_on_one_node(monkeypatch):
     ("name", "size", "said"),
     [
         ("qwen2.5-0.5b", 4, "--sp_size 4: must divide the model's 14 attention heads; use one of 1, 2, 7, 14."),
-        ("gemma2-2b", 2, "--sp_size 2: Gemma2ForCausalLM cannot keep documents of one row apart with sdpa"),
+        (
+            "gemma2-2b",
+            2,
+            "--sp_size 2: Gemma2ForCausalLM cannot keep documents of one row apart with sdpa; train this model without it.",
+        ),
     ],
 )
 def test_models_that_are_refused_by_their_config(name, size, said):
@@ -294,6 +298,14 @@ def test_configs_that_are_refused(change, why):
         setattr(config, name, value)
     with pytest.raises(UserError, match=f"--sp_size 2: {why}"):
         sequence_parallel.fit(settings_of("--sp_size", "2"), config)
+
+
+@pytest.mark.bad_input
+def test_a_model_without_attention_is_refused():
+    from transformers import MambaConfig
+
+    with pytest.raises(UserError, match="--sp_size 2: its linear_attention layers need the tokens before a slice"):
+        sequence_parallel.fit(settings_of("--sp_size", "2"), MambaConfig())
 
 
 def test_attention_outside_of_split_rows_is_the_packed_one():

@@ -85,10 +85,6 @@ def fit(settings, config) -> None:
     size, text = settings.sp_size, config.get_text_config()
     if size == 1:
         return
-    heads = text.num_attention_heads
-    if heads % size:
-        divisors = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
-        raise UserError(f"--sp_size {size}: must divide the model's {heads} attention heads; use one of {divisors}.")
     other_layers = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     why = attention.cannot_pack(config, attention.NAME, settings.max_length)
     if other_layers:
@@ -97,8 +93,15 @@ def fit(settings, config) -> None:
         why = "its layers keep a state of the tokens before a slice"
     elif getattr(text, "output_router_logits", False):
         why = "its router loss (output_router_logits in config.json) is not a sum over tokens"
+    heads = getattr(text, "num_attention_heads", None)
+    if not why and not isinstance(heads, int):
+        why = "its config.json has no number of attention heads"
     if why:
+        why = why.partition(", but with --attn_implementation")[0]  # which --sp_size excludes
         raise UserError(f"--sp_size {size}: {why}; train this model without it.")
+    if heads % size:
+        divisors = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+        raise UserError(f"--sp_size {size}: must divide the model's {heads} attention heads; use one of {divisors}.")
 
 
 # --- training ---
