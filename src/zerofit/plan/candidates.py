@@ -153,7 +153,7 @@ def candidates(
     Args: change: a pair of SMALLER_STATES to add to the flags, or (); node: GPUs of a node.
     Raises: UserError if the flags themselves are wrong, or no setting is left.
     """
-    recipe = recipe_of(method)
+    recipe, disk = recipe_of(method), command_line.value_of(flags, ("--offload_path",))
     flags = [*planned_flags(flags, method), *change]
     result, error, first = [], None, None
     for sp_flags in _open_sp_sizes(flags, ranks, node):
@@ -164,7 +164,7 @@ def candidates(
             _check_sp(base, ranks, node)
             if first is None:
                 first, hpz, shape = base, _hpz(base, ranks, node), shape_of(base)
-            result += _of_sp_size(base, own_flags, method, change, Place(gpu, node, hpz), shape, bool(sp_flags))
+            result += _of_sp_size(base, own_flags, method, change, Place(gpu, node, hpz, disk), shape, bool(sp_flags))
         except UserError as refused:
             error = error or refused
     if not result:
@@ -174,11 +174,12 @@ def candidates(
 
 @dataclass
 class Place:
-    """What candidates run on: GPUs of a kind, `node` of them a node, `hpz` of them with one more copy of the weights."""
+    """What candidates run on. node: GPUs of a node; hpz: ranks that share ZeRO++'s copy; disk: --offload_path, or None."""
 
     gpu: hardware.Gpu
     node: int
     hpz: int
+    disk: str | None
 
 
 def _of_sp_size(
@@ -188,8 +189,8 @@ def _of_sp_size(
 
     Raises: UserError if the flags leave none.
     """
-    ranks, sp, disk = base.world_size, base.sp_size, command_line.value_of(base.flags, ("--offload_path",))
-    found, error, fused = [], UserError("these flags leave no setting to plan."), fused_losses(base, shape)
+    ranks, sp, disk = base.world_size, base.sp_size, place.disk
+    found, error, fused = [], None, fused_losses(base, shape)
     for zero, (offload, nvme), (every, offload_inputs), micro in itertools.product(*_open(base, ranks, disk, splits)):
         if not _sensible(zero, offload, ranks, base) or (nvme and zero != 3):
             continue
@@ -198,7 +199,7 @@ def _of_sp_size(
         try:
             parse.parse(recipe_of(method), own_flags, ranks, place.gpu)
         except UserError as refused:
-            error = refused
+            error = error or refused
             continue
         setting = Setting(zero, offload, every, micro, micro * base.max_length // sp,
                           base.effective_batch_size // (micro * base.data_ranks), ranks, offload_inputs, nvme,
@@ -207,7 +208,7 @@ def _of_sp_size(
         seconds = formulas.step_seconds(shape, setting, place.gpu, base.max_length)
         found.append(Candidate(own_flags, method, setting, by_part, seconds, shape, change=change))
     if not found:
-        raise error
+        raise error or UserError("these flags leave no setting to plan.")
     return found
 
 
