@@ -75,7 +75,7 @@ KNOBS = $(if $(ZERO),--zero="$$ZERO") $(if $(OFFLOAD),--offload="$$OFFLOAD") $(i
 # `make show sft ...` shows what `make sft ...` would run
 SHOW = $(if $(filter show,$(MAKECMDGOALS)),--show)
 BETWEEN = $(if $(JOIN_TIMEOUT),--join_timeout="$$JOIN_TIMEOUT") $(if $(INTERFACE),--interface="$$INTERFACE")
-# where it runs: on the hosts of HOSTS=, as one machine of NODES=, or here
+# where it runs: on the hosts of HOSTS=, as one node of NODES=, or here
 PLACE = $(if $(HOSTS),launchers/hostfile.sh --hosts="$$HOSTS" $(if $(INCLUDE),--include="$$INCLUDE") \
 	$(if $(EXCLUDE),--exclude="$$EXCLUDE") $(if $(GIVEN_GPUS),--gpus="$$GPUS") $(if $(MASTER_ADDR),--master_addr="$$MASTER_ADDR"),\
 	$(if $(filter-out 1,$(NODES)),launchers/multinode.sh --nnodes="$$NODES" --node_rank="$$NODE_RANK" --master_addr="$$MASTER_ADDR",\
@@ -88,7 +88,7 @@ help: ## this list
 	@echo; grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | awk -F'\t' '{printf "  make %-13s %s\n", $$1, $$2}'
 	@echo; echo '  GPUS=n  ZERO=0|1|2|3  OFFLOAD=none|optimizer|all  SP=n  MODEL=folder-or-hub-id  DATA=file-folder-or-hub-id'
 	@echo '  CONFIG=file.yaml  OUT=run-folder  ARGS="--any_flag value"  PORT=n  LAUNCHER=torchrun|accelerate|deepspeed'
-	@echo '  several machines: NODES=2 NODE_RANK=0 MASTER_ADDR=host0 on each, or HOSTS=hostfile on one (docs/multinode.md)'
+	@echo '  several nodes: NODES=2 NODE_RANK=0 MASTER_ADDR=host0 on each, or HOSTS=hostfile on one (docs/multinode.md)'
 	@echo; echo '  make sft GPUS=4 ZERO=3 MODEL=Qwen/Qwen3-8B DATA=data.jsonl'
 	@echo '  flags: make sft ARGS=--help     every flag: make sft ARGS="--help all"'
 
@@ -159,8 +159,8 @@ install: ## install into .venv (PYTHON=python3.12) or the active environment (EN
 lint: $(DEV_STAMP) ## ruff
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check .
 
-test: $(DEV_STAMP) ## run the tests (real DeepSpeed on two CPU processes; about 30 minutes on two cores)
-	@$(PY) -m pytest
+test: $(DEV_STAMP) ## run the tests, two files at a time (real DeepSpeed on two CPU processes; TEST_MINUTES minutes on two cores)
+	@$(PY) -m pytest -n 2 --dist loadfile
 
 test-gpu: $(DEV_STAMP) ## run the tests that need a GPU (one is enough; 10 minutes)
 	@ZEROFIT_TEST_GPU=1 $(PY) -m pytest
@@ -168,8 +168,8 @@ test-gpu: $(DEV_STAMP) ## run the tests that need a GPU (one is enough; 10 minut
 test-cluster: $(DEV_STAMP) ## run the tests with several nodes and a real SLURM (root, Debian; installs what they need)
 	@tests/cluster/install.sh && tests/cluster/install_slurm.sh && $(PY) -m pytest -m cluster tests/cluster
 
-test-all: $(DEV_STAMP) ## run the long matrix too
-	@$(PY) -m pytest -m 'not cluster and not gpu'
+test-all: $(DEV_STAMP) ## run the long matrix too, each recipe in an interpreter of its own
+	@$(PY) -m pytest --isolated -m 'not cluster and not gpu'
 
 reliability: $(DEV_STAMP) ## count faults, bad inputs and attacks that the tests try (ARGS="--slow --write": into docs/reliability.md)
 	@set -f; $(PY) benchmarks/reliability.py $$ARGS

@@ -3,10 +3,10 @@
 python benchmarks/attention.py                      # CUDA: 32 heads of 128, 2,048 to 16,384 tokens, bf16
 python benchmarks/attention.py --tokens 512 1024    # CPU: 8 heads of 64, fp32
 
-Causal, one forward and backward from q, k, v to their gradients. Rounds are interleaved, medians are given. Memory is the
-peak above the inputs: the allocator's on CUDA, exact tensor bytes on a CPU (a fused kernel is one operator there).
-`make ledger` has a row for the whole training step with either attention. This file tests the claim "FlashAttention-2 is 2 to 4
-times faster" (arXiv 2205.14135, 2307.08691), which is about the operation.
+Causal, one forward and backward from q, k, v to their gradients. Rounds are interleaved, medians are given. Memory is
+the peak above the inputs: the allocator's on CUDA, exact tensor bytes on a CPU (a fused kernel is one operator there).
+`make ledger` has a row for the whole training step with either attention. This file tests the claim "FlashAttention-2
+is 2 to 4 times faster" (arXiv 2205.14135, 2307.08691), which is about the operation.
 """
 
 import argparse

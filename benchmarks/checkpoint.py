@@ -1,9 +1,9 @@
-"""Measure the cost of checkpoints: save, verify, load, convert and export, against plain Trainer, DeepSpeed and zero_to_fp32.
+"""Measure the cost of checkpoints (save, verify, load, convert, export), against Trainer, DeepSpeed and zero_to_fp32.
 
-    python benchmarks/checkpoint.py           # 207 M parameters, two ranks, ZeRO-3: about 4 minutes on 2 cores, 15 GB of disk
+    python benchmarks/checkpoint.py     # 207 M parameters, two ranks, ZeRO-3: about 4 minutes on 2 cores, 15 GB of disk
 
-Saves alternate in one process, medians of the rounds. Loads and conversions are processes of their own; their peak is the
-resident memory of the largest rank. Writes benchmarks/results/checkpoint-<date>.{json,md}.
+Saves alternate in one process, medians of the rounds. Loads and conversions are processes of their own; their peak is
+the resident memory of the largest rank. Writes benchmarks/results/checkpoint-<date>.{json,md}.
 """
 
 import argparse
@@ -103,7 +103,7 @@ def inside() -> None:
 
 
 def saves(trainer) -> dict:
-    """Return the seconds of transformers' save (synced here; it does not sync itself) and of the kit's, and the bytes."""
+    """Return the seconds of transformers' save (synced here; it does not sync) and of the kit's, and the bytes."""
     from transformers import Trainer
 
     from zerofit import distributed, run_folder
@@ -145,8 +145,8 @@ def measure(folder: Path, shape: dict) -> dict:
 
     model = model_folder(folder / "model", shape)
     flags = ["--model", str(model), "--data", str(ROOT / "examples" / "tiny" / "train.jsonl"), "--max_samples", "64",
-             "--effective_batch_size", "2", "--per_device_train_batch_size", "1", "--num_samples", "0", "--bf16", "true",
-             "--learning_rate", "1e-4", "--logging_steps", "1", "--ignore_plan", "true"]  # fmt: skip
+             "--effective_batch_size", "2", "--per_device_train_batch_size", "1", "--num_samples", "0",
+             "--bf16", "true", "--learning_rate", "1e-4", "--logging_steps", "1", "--ignore_plan", "true"]  # fmt: skip
     found = world(
         RANKS, [*flags, "--max_steps", "1", "--zero", "3", "--output_dir", str(folder / "run")], folder / "save.json"
     )
@@ -165,12 +165,13 @@ def measure(folder: Path, shape: dict) -> dict:
         found["resume"][name] = world(ranks, [*again, *place], folder / "load.json")
         shutil.rmtree(folder / name.replace(" ", "-"))
     step = next(saved.glob("global_step*"))
-    found["universal"] = launched([sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--input_folder", str(step),
+    found["universal"] = launched([sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal",
+                                   "--input_folder", str(step),
                                    "--output_folder", str(folder / "universal")])  # fmt: skip
     found["universal"]["bytes"] = size_of(folder / "universal")
     shutil.rmtree(folder / "universal")
-    found["zero_to_fp32"] = launched([sys.executable, "-m", "deepspeed.utils.zero_to_fp32", str(saved), str(folder / "fp32"),
-                                      "--safe_serialization"])  # fmt: skip
+    found["zero_to_fp32"] = launched([sys.executable, "-m", "deepspeed.utils.zero_to_fp32", str(saved),
+                                      str(folder / "fp32"), "--safe_serialization"])  # fmt: skip
     shutil.rmtree(folder / "fp32")
     export = [sys.executable, "-m", "zerofit", "export", "--dtype", "float32", "--output_dir"]
     found["export"] = launched([*export, str(folder / "a"), "--check", "false", str(saved)])
@@ -194,8 +195,9 @@ def table(found: dict) -> list[str]:
     ]
     for name in [n for n in resume if n != "same"]:
         rows.append((f"load, {name}", f"{resume[name]['loads']['zerofit']:.1f} s, nothing written", "", resume[name]))
-    other = f"{found['universal']['seconds']:.1f} s and {found['universal']['bytes'] / 1e9:.2f} GB for ds_to_universal, peak "
-    other += f"{found['universal']['peak_gb']:.2f} GB; its load comes on top"
+    universal = found["universal"]
+    other = f"{universal['seconds']:.1f} s and {universal['bytes'] / 1e9:.2f} GB for ds_to_universal, peak "
+    other += f"{universal['peak_gb']:.2f} GB; its load comes on top"
     rows[3] = (*rows[3][:2], other, rows[3][3])
     fp32 = f"{found['zero_to_fp32']['seconds']:.1f} s, zero_to_fp32, peak {found['zero_to_fp32']['peak_gb']:.2f} GB"
     rows.append(("export in fp32", f"{found['export']['seconds']:.1f} s", fp32, found["export"]))

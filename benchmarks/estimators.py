@@ -2,10 +2,10 @@
 
     python benchmarks/estimators.py
 
-The reference is the simulation (which equals real tensors on a CPU to the byte, see plan.py), not a GPU. accelerate's and
-DeepSpeed's own functions are called; Korthikanti et al. (arXiv 2205.05198, equations 1 and 2: s b h (34 + 5 a s / h) a
-layer without recomputation, 2 s b h with; flash attention leaves the second term out) gives activations, to which 16-bit
-states by arXiv 1910.02054 are added. Writes benchmarks/results/estimators-<date>.md.
+The reference is the simulation (which equals real tensors on a CPU to the byte, see plan.py), not a GPU. accelerate's
+and DeepSpeed's own functions are called; Korthikanti et al. (arXiv 2205.05198, equations 1 and 2:
+s b h (34 + 5 a s / h) a layer without recomputation, 2 s b h with; flash attention leaves the second term out) gives
+activations, to which 16-bit states by arXiv 1910.02054 are added. Writes benchmarks/results/estimators-<date>.md.
 """
 
 import time
@@ -58,29 +58,30 @@ def others(candidate, settings, tokens: int, checkpointing: bool) -> dict[str, f
 
 
 def main() -> None:
-    from zerofit.config import parse
+    from zerofit.config import resolve
 
     gpu, rows = hardware.GPUS["h100-80g"], []
     for model, method, zero, offload, checkpointing, tokens, ranks in JOBS:
-        flags = ["--model", str(CONFIGS / model), "--max_length", str(tokens), "--gradient_checkpointing", checkpointing,
+        flags = ["--model", str(CONFIGS / model), "--max_length", str(tokens),
+                 "--gradient_checkpointing", checkpointing,
                  "--zero", str(zero), "--offload", offload, "--per_device_train_batch_size", "1",
                  "--effective_batch_size", str(ranks)]  # fmt: skip
         (candidate,) = candidates.candidates(method, flags, ranks, gpu)
         predict.ask(candidate, ranks, gpu)
-        settings = parse.parse("sft" if method == "sft" else "lora", candidate.flags, ranks, gpu)
-        ghost = max(candidate.answer["total"].values())
+        settings = resolve.resolve_settings("sft" if method == "sft" else "lora", candidate.flags, ranks, gpu)
+        simulated = max(candidate.answer["total"].values())
         said = {"closed forms": sum(candidate.formula.values())} | others(
             candidate, settings, tokens, checkpointing == "true"
         )
         name = f"{model} {method} ZeRO-{zero}" + (f", offload {offload}" if offload != "none" else "")
-        rows.append((name + (", checkpointing" if checkpointing == "true" else ""), ghost, said))
+        rows.append((name + (", checkpointing" if checkpointing == "true" else ""), simulated, said))
     tools = list(rows[0][2])
     lines = ["# Estimators side by side", "", *describe(facts(), {"zerofit": versions()}), "",
-             "8 GPUs, one row of 4,096 tokens each. GiB on a GPU, and how far from the ghost run.", "",
-             f"| job | ghost run | {' | '.join(tools)} |", "|---" * (len(tools) + 2) + "|"]  # fmt: skip
-    for name, ghost, said in rows:
-        cells = [f"{said[tool] / GIB:.1f} ({said[tool] / ghost - 1:+.0%})" for tool in tools]
-        lines.append(f"| {name} | {ghost / GIB:.1f} | {' | '.join(cells)} |")
+             "8 GPUs, one row of 4,096 tokens each. GiB on a GPU, and how far from the simulation.", "",
+             f"| job | simulation | {' | '.join(tools)} |", "|---" * (len(tools) + 2) + "|"]  # fmt: skip
+    for name, simulated, said in rows:
+        cells = [f"{said[tool] / GIB:.1f} ({said[tool] / simulated - 1:+.0%})" for tool in tools]
+        lines.append(f"| {name} | {simulated / GIB:.1f} | {' | '.join(cells)} |")
     text = "\n".join(lines) + "\n"
     print(text)
     (ROOT / "benchmarks" / "results" / f"estimators-{time.strftime('%Y-%m-%d')}.md").write_text(text)

@@ -5,9 +5,9 @@ python benchmarks/gpu_8b.py full --only 'pure-default|pure-liger'
 python benchmarks/gpu_8b.py qlora --out runs/qlora-8b   # saves a base of 16 GB into runs/gpu-8b-files first
 
 Settings run one at a time, each ended after 7 steps, so no model is saved. An optimizer step takes 16 rows of 2,048
-tokens, or (mixed) of 200 to 2,048. "tok/s" is the median of the run's own lines without the first three, "tok/s wall" is
-by the wall clock; "held" is what nvidia-smi shows, with the context and unused blocks. FLOPs a token without attention:
-LoRA 4 N, all weights 6 N, with full recomputation a third more; the MFU counts no recomputation.
+tokens, or (mixed) of 200 to 2,048. "tok/s" is the median of the run's own lines without the first three, "tok/s wall"
+is by the wall clock; "held" is what nvidia-smi shows, with the context and unused blocks. FLOPs a token without
+attention: LoRA 4 N, all weights 6 N, with full recomputation a third more; the MFU counts no recomputation.
 """
 
 import random
@@ -170,7 +170,8 @@ def row(result: dict) -> list:
     return [
         result["setting"], *speeds, result.get("mfu") and f"{result['mfu']:.1%}", *gib[:2],
         f"{planned / peak:.3f}" if planned and peak else None, gib[2],
-        f"{result['losses'][-1]:.4f}" if result["losses"] else None, "; ".join(filter(None, (result.get("failed"), why_no_plan))),
+        f"{result['losses'][-1]:.4f}" if result["losses"] else None,
+        "; ".join(filter(None, (result.get("failed"), why_no_plan))),
     ]  # fmt: skip
 
 

@@ -114,7 +114,8 @@ def trl(lora: bool, checkpointing: bool, liger: bool, micro: int) -> tuple[list[
         ids = [json.loads(line)["input_ids"] for line in file]
     trainer = SFTTrainer(
         build(False), arguments, train_dataset=datasets.Dataset.from_dict({"input_ids": ids}), callbacks=[Times()],
-        processing_class=AutoTokenizer.from_pretrained(gpu_8b.FILES / "random"), peft_config=adapter() if lora else None,
+        processing_class=AutoTokenizer.from_pretrained(gpu_8b.FILES / "random"),
+        peft_config=adapter() if lora else None,
     )  # fmt: skip
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

@@ -104,7 +104,7 @@ def write_model(folder: Path) -> None:
 
 
 def write_data(file: Path, longest: int, count: int = 4000) -> None:
-    """Write token rows with the length distribution of gsm8k's (median a third of the longest), each an arithmetic series."""
+    """Write token rows, each an arithmetic series, as long as those of gsm8k (the median a third of the longest)."""
     draw = random.Random(0)
     with file.open("w") as out:
         for _ in range(count):

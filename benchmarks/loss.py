@@ -5,8 +5,8 @@ python benchmarks/loss.py --rounds 9 --supervised 0.4
 
 One forward and backward from hidden states to the gradients of hidden states and head ("frozen": hidden states only).
 Rounds are interleaved, medians are given. Memory is the peak above the bytes before: the allocator's on CUDA,
-exact tensor bytes on a CPU (torch's own loss is one operator, whose inside is not counted there). Without a GPU the sizes
-are small, and the times do not carry over to a GPU.
+exact tensor bytes on a CPU (torch's own loss is one operator, whose inside is not counted there). Without a GPU the
+sizes are small, and the times do not carry over to a GPU.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Describe the node and write result files. Only the standard library, because the peers' environment imports it too."""
+"""Describe the node and write result files. Imports only the standard library, for the peers' environment too."""
 
 import datetime
 import importlib.metadata

@@ -3,12 +3,11 @@
 import time
 
 import torch
-
-from zerofit.train.tensor_owners import Allocations
+from allocations import Allocations
 
 
 def time_and_peak(run, device: str) -> tuple[float, int]:
-    """Return (seconds, peak bytes above the bytes before) of `run()`: the allocator's on CUDA, tensor bytes on a CPU."""
+    """Return (seconds, peak bytes above those before) of `run()`: the allocator's on CUDA, tensor bytes on a CPU."""
     if device == "cpu":
         with Allocations() as made:  # counting costs time, so another run is timed
             run()

@@ -3,10 +3,10 @@
 python benchmarks/oracle.py                      # all 44 cases
 python benchmarks/oracle.py --only lora experts  # those whose names hold one of the words
 
-The loop takes one row after another, without padding, in the order that docs/equality.md gives; cross entropy, router loss,
-LoRA, clipping, AdamW and the schedule are written out here. transformers builds the models, which give logits and router
-logits. Compared are loss, gradient norm and learning rate of each step, the final weights, and the eval loss. Prints the
-largest relative difference of each and exits with 1 when one is beyond its bound.
+The loop takes one row after another, without padding, in the order that docs/equality.md gives; cross entropy, router
+loss, LoRA, clipping, AdamW and the schedule are written out here. transformers builds the models, which give logits and
+router logits. Compared are loss, gradient norm and learning rate of each step, the final weights, and the eval loss.
+Prints the largest relative difference of each and exits with 1 when one is beyond its bound.
 """
 
 import argparse
@@ -33,8 +33,8 @@ RANK, ALPHA = 8, 32  # of the adapter
 ROUTER = 0.5  # the router loss's coefficient: 50 times the usual one, so that an error in it shows
 # fp32 adds in another order: a few units of 2^-24 a sum, through some hundred sums.
 # bf16 keeps 8 bits, so each rounding is off by up to 2^-9 = 0.2 %. A padded batch rounds differently from single rows;
-# a loss is a mean over hundreds of tokens, a gradient a sum of errors, and Adam's first steps follow a gradient's sign, however
-# small it is: the movement of the weights agrees least.
+# a loss is a mean over hundreds of tokens, a gradient a sum of errors, and Adam's first steps follow a gradient's sign,
+# however small it is: the movement of the weights agrees least.
 BOUNDS = {
     "fp32": {"loss": 2e-6, "gradient norm": 1e-5, "learning rate": 1e-9, "weights": 1e-4, "eval loss": 2e-6},
     "bf16": {"loss": 2e-3, "gradient norm": 2e-2, "learning rate": 1e-9, "weights": 0.15, "eval loss": 2e-3},
@@ -57,10 +57,12 @@ class Case:
 
     def flags(self, folder: Path) -> list[str]:
         words = {
-            "model": folder / self.model, "data": folder / "train.jsonl", "eval_data": folder / "eval.jsonl", "zero": self.zero,
+            "model": folder / self.model, "data": folder / "train.jsonl", "eval_data": folder / "eval.jsonl",
+            "zero": self.zero,
             "offload": self.offload, "bf16": str(self.precision == "bf16").lower(), "seed": SEED, "num_samples": 0,
             "effective_batch_size": BATCH, "per_device_train_batch_size": self.micro, "num_train_epochs": EPOCHS,
-            "learning_rate": self.learning_rate, "lr_scheduler_type": "linear", "warmup_steps": WARMUP, "weight_decay": DECAY,
+            "learning_rate": self.learning_rate, "lr_scheduler_type": "linear", "warmup_steps": WARMUP,
+            "weight_decay": DECAY,
             "max_grad_norm": CLIP, "logging_steps": 1, "save_strategy": "no", "eval_strategy": "no", "gpus": self.ranks,
             "adam_beta1": BETAS[0], "adam_beta2": BETAS[1], "adam_epsilon": EPSILON, "output_dir": folder / self.name,
         }  # fmt: skip
@@ -103,7 +105,8 @@ def prepare(folder: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     sizes = {
-        "vocab_size": 512, "hidden_size": 48, "intermediate_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 2,
+        "vocab_size": 512, "hidden_size": 48, "intermediate_size": 64, "moe_intermediate_size": 32,
+        "num_hidden_layers": 2,
         "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 24, "num_experts": 4, "num_local_experts": 4,
         "num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": ROUTER, "pad_token_id": 0,
         "bos_token_id": None, "eos_token_id": 1,
@@ -267,7 +270,10 @@ class Oracle:
 
 
 def balance(logits: list[list[torch.Tensor]], top: int) -> torch.Tensor:
-    """Return the load-balancing loss (arXiv 2101.03961, equations 4 to 6) of [row][layer] router logits (tokens, experts)."""
+    """Return the load-balancing loss (arXiv 2101.03961, equations 4 to 6).
+
+    router_logits: by row and layer, of shape (tokens, experts).
+    """
     flat = torch.cat([layer for row in logits for layer in row])
     probabilities = flat.softmax(-1)
     used = torch.zeros_like(flat).scatter(1, probabilities.topk(top).indices, 1.0)

@@ -26,8 +26,10 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 def cpu_cases() -> list[tuple[str, str, int]]:
-    """Return (recipe, flags, ranks): {full, LoRA} x stage x checkpointing x length, and each other choice at its stages, with
-    QLoRA (real packed weights of the bundled model) and packing."""
+    """Return (recipe, flags, ranks) of {full, LoRA} x stage x checkpointing x length, and of the other choices.
+
+    These include QLoRA (real packed weights of the bundled model) and packing.
+    """
     found = []
     for recipe in ("sft", "lora"):
         for zero in range(4):
@@ -110,7 +112,7 @@ def questions(cases, gpu) -> list[dict]:
         micro = int(words[words.index("--per_device_train_batch_size") + 1])
         accumulation = 2 if "--gradient_accumulation_steps" in words else 1
         if words[words.index("--zero") + 1] == "0":
-            ranks = 1  # DistributedDataParallel cannot take the fake group; tests/plan/test_plan.py has it on two real ranks
+            ranks = 1  # DistributedDataParallel needs a real group; tests/plan/test_plan.py has two real ranks
         words += ["--effective_batch_size", str(micro * accumulation * ranks)]
         found.append(simulate.question(recipe, words, ranks, gpu=gpu, device="gpu" if gpu else "cpu"))
         found.append(simulate.question(recipe, words, ranks, gpu=gpu, device="cuda" if gpu else "cpu", fake=False))
@@ -118,7 +120,7 @@ def questions(cases, gpu) -> list[dict]:
 
 
 def compare(cases, gpu=None) -> list[dict]:
-    """Return {"case", "predicted", "measured", "error": largest relative difference of a phase that matters} of each case."""
+    """Return {"case", "predicted", "measured", "error": largest relative difference of a phase that matters} a case."""
     asked, rows = questions(cases, gpu), []
     fake = simulate.run_all(asked[::2])
     real = simulate.run_all(asked[1::2])

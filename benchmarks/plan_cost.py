@@ -3,10 +3,10 @@
     python benchmarks/plan_cost.py            # about 12 minutes on 2 cores: every case also with all of its layers
     python benchmarks/plan_cost.py --fast     # the seconds alone, about 4
 
-Each case runs in a fresh process without cached answers: the seconds that the check adds to a launch that waits for its end
-(its process imports while the launcher reads model and tokenizer code; a launch waits for 18 s and then uses the closed
-forms), the seconds of the whole process, the two depths it measured, and how far the extended peak is from that of the
-whole model. Then the search for a 70B model on 64 GPUs: seconds and the largest process's memory. Writes
+Each case runs in a fresh process without cached answers: the seconds that the check adds to a launch that waits for its
+end (its process imports while the launcher reads model and tokenizer code; a launch waits for 18 s and then uses the
+closed forms), the seconds of the whole process, the two depths it measured, and how far the extended peak is from that
+of the whole model. Then the search for a 70B model on 64 GPUs: seconds and the largest process's memory. Writes
 benchmarks/results/plan-cost-<date>.{json,md}.
 """
 
@@ -37,7 +37,7 @@ CASES = [  # (model, recipe, flags), 8 GPUs
 CHECK = """
 import json, sys, time
 from zerofit import hardware
-from zerofit.config import parse
+from zerofit.config import resolve
 from zerofit.launch import doctor
 from zerofit.model.load import check_model
 from zerofit.plan import predict
@@ -45,12 +45,12 @@ from zerofit.plan import preflight
 given = json.loads(sys.argv[1])
 if given["whole"]:
     predict._depths = lambda *a: [(None,)]
-settings = parse.parse(given["recipe"], given["flags"], 8, hardware.GPUS["h100-80g"])
-settings.values["ignore_plan"] = True
-settings.values["use_cpu"] = False
+settings = resolve.resolve_settings(given["recipe"], given["flags"], 8, hardware.GPUS["h100-80g"])
+settings = settings.replace(ignore_plan=True, use_cpu=False)
 preflight.prestart(settings)
   # what the launcher does meanwhile
 doctor.raise_or_warn(doctor.installation())
+resolve.resolve_for_model(settings)
 doctor.raise_or_warn(doctor.of_job(settings, check_model(settings)))
 asked = predict.answer_of
 def answer_of(*a):

@@ -1,4 +1,4 @@
-"""Make one measurement in one process: python prepare.py zerofit|trl '<job as JSON>'; the last line it prints is the result.
+"""Make one measurement in one process: python prepare.py zerofit|trl '<job as JSON>'; the last line is the result.
 
 Runs in zerofit's environment or in the peers', so only the standard library is imported at the top. Not timed:
 imports, the tokenizer, and for TRL the model and the rest of its trainer. Timed: from the path of a JSONL file to the
@@ -40,13 +40,13 @@ def zerofit(job: dict, path: str) -> tuple[Stopwatch, object, object]:
     import datasets  # noqa: F401  zerofit imports it when it needs it; TRL's is not timed either
     import filelock  # noqa: F401
 
-    from zerofit.config import parse
+    from zerofit.config import resolve
     from zerofit.data.load import load_datasets
     from zerofit.model.load import load_tokenizer
 
     flags = ["--model", str(machine.TINY_MODEL), "--data", path, "--max_length", str(job["max_length"])]
     flags += ["--preprocessing_num_workers", str(job["workers"])]
-    settings = parse.parse("sft", [*flags, *(["--packing"] if job["packing"] else []), *job["flags"]], 1)
+    settings = resolve.resolve_settings("sft", [*flags, *(["--packing"] if job["packing"] else []), *job["flags"]], 1)
     tokenizer = load_tokenizer(settings)
     watch = Stopwatch()
     with watch:

@@ -4,9 +4,9 @@ python benchmarks/reliability.py                              # the part that `m
 python benchmarks/reliability.py --slow --write               # the long tests too; into docs/reliability.md
 python benchmarks/reliability.py --kinds bad_input injection  # two kinds only
 
-Runs the tests that are marked fault, bad_input, injection or oracle. A test that tries several things reports their number with
-record_property("cases", n); an oracle its largest difference with record_property("relative_difference", x). The exit code
-is 1 if anything failed.
+Runs the tests that are marked fault, bad_input, injection or oracle. A test that tries several things reports their
+number with record_property("cases", n); an oracle its largest difference with record_property("relative_difference",
+x). The exit code is 1 if anything failed.
 """
 
 import argparse

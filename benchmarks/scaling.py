@@ -1,14 +1,14 @@
-"""Predict how a job scales from 1 to 1,024 GPUs: memory, bytes on the wire, predicted efficiency; 8B and 70B, stages 2 and 3, hpZ.
+"""Predict how a job scales from 1 to 1,024 GPUs: memory, bytes sent, efficiency; 8B and 70B, stages 2 and 3, hpZ.
 
-    python benchmarks/scaling.py                          # about 25 minutes on 2 cores, nearly all of it simulations
-    python benchmarks/scaling.py --no_ghosts              # closed forms alone, seconds; prints and writes nothing
-    python benchmarks/scaling.py --gpu_type a100-80g --node_link_gbs 3.125    # other GPUs, another network between the nodes
-    python benchmarks/scaling.py --count                  # only what a few layers send, call by call, in simulations
+    python benchmarks/scaling.py                      # about 25 minutes on 2 cores, nearly all of it simulations
+    python benchmarks/scaling.py --no_simulations     # closed forms alone, seconds; prints and writes nothing
+    python benchmarks/scaling.py --gpu_type a100-80g --node_link_gbs 3.125    # other GPUs, another network
+    python benchmarks/scaling.py --count              # only what a few layers send, call by call, in simulations
 
-No GPU takes part: memory is the planner's simulation (src/zerofit/plan/simulate.py) or, marked ~, its closed forms; bytes and time
-are closed forms (src/zerofit/plan/formulas.py), whose bytes are compared with every collective that a simulated engine calls.
-The simulations' answers are kept in runs/scaling-ghosts-<gpu>.json, so that a stopped run can continue; delete it when
-memory may have changed. Writes benchmarks/results/scaling-<date>.{json,md}.
+No GPU takes part: memory is the planner's simulation (src/zerofit/plan/simulate.py) or, marked ~, its closed forms;
+bytes and time are closed forms (src/zerofit/plan/formulas.py), whose bytes are compared with every collective that a
+simulated engine calls. The simulations' answers are kept in runs/scaling-simulations-<gpu>.json, so that a stopped run
+can continue; delete it when memory may have changed. Writes benchmarks/results/scaling-<date>.{json,md}.
 """
 
 import argparse
@@ -21,7 +21,8 @@ from dataclasses import replace
 from machine import ROOT, describe, facts, save, versions
 
 from zerofit import hardware
-from zerofit.config import parse
+from zerofit.config import resolve
+from zerofit.model import fused_loss
 from zerofit.plan import candidates, command, formulas, predict
 
 GIB = 2**30
@@ -30,7 +31,7 @@ LENGTH, MICRO = 4096, 2
 EVERY_N = [2**i for i in range(11)]
 MODELS = {"8B": "llama3.1-8b", "70B": "llama3.1-70b"}
 WAYS = {"ZeRO-2": (2, 1), "ZeRO-3": (3, 1), "ZeRO-3 + hpZ": (3, NODE)}  # (stage, ranks of the second copy)
-GHOSTS = {  # numbers of GPUs that are simulated; the others are closed forms
+SIMULATED = {  # numbers of GPUs that are simulated; the others are closed forms
     ("8B", "ZeRO-2"): [2, 8, 64, 1024], ("8B", "ZeRO-3"): EVERY_N, ("8B", "ZeRO-3 + hpZ"): [16, 64],
     ("70B", "ZeRO-2"): [], ("70B", "ZeRO-3"): [8, 64, 512, 1024], ("70B", "ZeRO-3 + hpZ"): [64],
 }  # fmt: skip
@@ -53,17 +54,17 @@ def flags_of(model: str, way: str, ranks: int, accumulation: int = 1, micro: int
 # --- memory ---
 
 
-def ghosts(gpu, name: str) -> dict[str, dict]:
+def simulations(gpu, name: str) -> dict[str, dict]:
     """Return {"model way ranks": {"total": bytes by phase, "layers": measured, "commit"}}; simulate what is missing."""
-    file = ROOT / "runs" / f"scaling-ghosts-{name}.json"
+    file = ROOT / "runs" / f"scaling-simulations-{name}.json"
     kept = json.loads(file.read_text()) if file.exists() else {}
-    for (model, way), counts in GHOSTS.items():
+    for (model, way), counts in SIMULATED.items():
         for ranks in counts:
             key = f"{model} {way} {ranks}"
             if key in kept:
                 continue
             flags = flags_of(model, way, ranks)
-            shape = candidates.shape_of(parse.parse("sft", flags, ranks, gpu))
+            shape = candidates.shape_of(resolve.resolve_settings("sft", flags, ranks, gpu))
             answer = predict.answer_of("sft", flags, ranks, [0], gpu, WAYS[way][0], shape, 1)
             if isinstance(answer, Exception):
                 raise SystemExit(f"{key}: {answer}")
@@ -87,18 +88,19 @@ def measure(gpu, answers: dict) -> list[dict]:
             for way, (zero, hpz) in WAYS.items():
                 if hpz > 1 and ranks <= NODE:
                     continue  # one node: nothing to gain
-                settings = parse.parse("sft", flags_of(model, way, ranks), ranks, gpu)
+                settings = resolve.resolve_settings("sft", flags_of(model, way, ranks), ranks, gpu)
                 shape = shape or candidates.shape_of(settings)
                 setting = _setting(zero, hpz, ranks)
-                bare = formulas.memory(shape, setting, settings, candidates.fused_losses(settings, shape))
+                bare = formulas.memory(shape, setting, settings, shape.vocabulary >= fused_loss.LARGE_VOCABULARY)
                 answer = answers.get(f"{model} {way} {ranks}")
                 peak = max(answer["total"].values()) if answer else sum(bare.values())
-                peak += candidates.WORKSPACE_BYTES
+                peak += candidates.workspace_bytes(gpu)
                 within, across = formulas.wire_bytes(shape, setting)
                 seconds = formulas.step_seconds(shape, setting, gpu, LENGTH)
                 rows.append({
-                    "model": model, "way": way, "gpus": ranks, "peak_bytes": int(peak), "by": "ghost" if answer else "formula",
-                    "formula_bytes": int(sum(bare.values())) + candidates.WORKSPACE_BYTES,
+                    "model": model, "way": way, "gpus": ranks, "peak_bytes": int(peak),
+                    "by": "simulation" if answer else "formula",
+                    "formula_bytes": int(sum(bare.values())) + candidates.workspace_bytes(gpu),
                     "fits": peak <= limit(gpu, ranks), "within_bytes": int(within), "across_bytes": int(across),
                     "wire_seconds": round(formulas.wire_seconds(shape, setting, gpu), 3), "seconds": round(seconds, 3),
                     "tokens_per_second_a_gpu": round(setting.tokens / seconds),
@@ -113,8 +115,8 @@ def _setting(zero: int, hpz: int, ranks: int, accumulation: int = 1, micro: int 
 
 def limit(gpu, ranks: int) -> int:
     """Return the bytes that tensors may take, as in a plan on a node without a history."""
-    free = candidates.CONTEXT_BYTES + (candidates.NCCL_BYTES if ranks > 1 else 0)
-    return int(gpu.memory_gib * GIB * (1 - candidates.FRAGMENTATION)) - free
+    free = candidates.context_bytes(gpu) + candidates.nccl_bytes(ranks, NODE)
+    return int((gpu.memory_gib * GIB - free) / (1 + candidates.FRAGMENTATION))
 
 
 def _efficiency(rows: list[dict]) -> None:
@@ -129,7 +131,7 @@ def networks(gpu) -> list[dict]:
     """Return the gain in speed of a step with hpZ over stage 3 without it, by network."""
     rows = []
     for model in MODELS:
-        shape = candidates.shape_of(parse.parse("sft", flags_of(model, "ZeRO-3", 16), 16, gpu))
+        shape = candidates.shape_of(resolve.resolve_settings("sft", flags_of(model, "ZeRO-3", 16), 16, gpu))
         for gbs in LINKS:
             other, row = replace(gpu, node_gbs=gbs), {"model": model, "node_gbs": gbs}
             for ranks in NETWORK_N:
@@ -144,10 +146,10 @@ def networks(gpu) -> list[dict]:
 
 
 def across_nodes(gpu) -> list[dict]:
-    """Return GiB that one GPU of 64 sends to other nodes in a step, beside hybrid sharding (not in DeepSpeed 0.19.8)."""
+    """Return GiB that one GPU of 64 sends to other nodes in a step; hybrid sharding is not in DeepSpeed 0.19.8."""
     rows = []
     for model in MODELS:
-        shape = candidates.shape_of(parse.parse("sft", flags_of(model, "ZeRO-3", 64), 64, gpu))
+        shape = candidates.shape_of(resolve.resolve_settings("sft", flags_of(model, "ZeRO-3", 64), 64, gpu))
         for accumulation in (1, 4):
             row = {"model": model, "accumulation": accumulation}
             for way, (zero, hpz) in WAYS.items():
@@ -161,7 +163,7 @@ def across_nodes(gpu) -> list[dict]:
 
 def strong(gpu) -> list[dict]:
     """Predict BATCH rows a step for any number of GPUs, stage 3, 8B."""
-    rows, shape = [], candidates.shape_of(parse.parse("sft", flags_of("8B", "ZeRO-3", 16), 16, gpu))
+    rows, shape = [], candidates.shape_of(resolve.resolve_settings("sft", flags_of("8B", "ZeRO-3", 16), 16, gpu))
     for ranks in (8, 64, 256, 512):
         micro = min(MICRO, BATCH // ranks)
         setting = _setting(3, 1, ranks, BATCH // ranks // micro, micro)
@@ -184,7 +186,8 @@ def counted(name):
     call = getattr(c10d, name)
     def function(*a, **k):
         tensors = [t for t in (*a, *k.values()) if isinstance(t, torch.Tensor)]
-        calls.append((name, max((t.numel() * t.element_size() for t in tensors), default=0), dist.get_world_size(k.get("group"))))
+        size = max((t.numel() * t.element_size() for t in tensors), default=0)
+        calls.append((name, size, dist.get_world_size(k.get("group"))))
         return call(*a, **k)
     setattr(c10d, name, function)
     setattr(dist, name, function)
@@ -205,7 +208,7 @@ question = simulate.question("sft", given["flags"], given["ranks"], gpu=hardware
                           overrides={"num_hidden_layers": given["layers"]})
 answer = simulated_rank._answer(**question)
 found = {}
-for name, size, ranks in calls[ends[-2]:ends[-1]]:  # the second step: in the first, DeepSpeed learns the order of layers
+for name, size, ranks in calls[ends[-2]:ends[-1]]:  # the second step: DeepSpeed learns the order of layers in the first
     entry = found.setdefault(f"{name} of {ranks}", [0, 0])
     entry[0] += 1
     entry[1] += size
@@ -214,9 +217,9 @@ print("counted: " + json.dumps({"parameters": answer["parameters"], "calls": fou
 
 
 def count(model: str, way: str, accumulation: int, ranks: int = COUNT_N, layers: int = COUNT_LAYERS) -> dict:
-    """Return {"parameters", "calls": {"kind of ranks": [calls, bytes]}, "sent": bytes of a GPU by these} of one step."""
+    """Return {"parameters", "calls": {"kind of ranks": [calls, bytes]}, "sent": bytes a GPU sends} of one step."""
     given = {"flags": flags_of(model, way, ranks, accumulation, 1), "ranks": ranks, "layers": layers}
-    env = os.environ | {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "ZEROFIT_GHOST": "1",
+    env = os.environ | {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
                         "PYTHONPATH": str(ROOT / "src")}  # fmt: skip
     done = subprocess.run([sys.executable, "-c", COUNT, json.dumps(given)], capture_output=True, text=True, env=env)
     said = [line for line in done.stdout.splitlines() if line.startswith("counted: ")]
@@ -234,7 +237,7 @@ def counts(gpu) -> list[dict]:
     rows = []
     for model, way, accumulation in COUNTED:
         found = count(model, way, accumulation)
-        settings = parse.parse("sft", flags_of(model, way, COUNT_N, accumulation, 1), COUNT_N, gpu)
+        settings = resolve.resolve_settings("sft", flags_of(model, way, COUNT_N, accumulation, 1), COUNT_N, gpu)
         shape = replace(candidates.shape_of(settings), trainable=found["parameters"], layers=COUNT_LAYERS)
         formula = sum(formulas.wire_bytes(shape, _setting(*WAYS[way], COUNT_N, accumulation, 1)))
         rows.append({"model": model, "way": way, "accumulation": accumulation, **found, "formula": formula})
@@ -287,16 +290,18 @@ def markdown(record: dict, gpu, about: list[str]) -> list[str]:
              f"{gpu.device_name}, {NODE} GPUs a node, {gpu.link_gbs:g} GB/s within a node and {gpu.node_gbs:g} GB/s a "
              f"GPU between nodes, one way. Full fine-tuning with AdamW in bf16, gradient checkpointing, {MICRO} rows "
              f"of {LENGTH:,} tokens on each GPU (weak scaling), no accumulation. **Nothing here was measured on a "
-             "GPU.** Peak: ghost run, or closed form where it has a ~; (in brackets: above the "
+             "GPU.** Peak: simulation, or closed form where it has a ~; (in brackets: above the "
              f"{limit(gpu, 2) / GIB:.1f} GiB that are for tensors). Bytes: what a GPU sends in a step, closed form. "
-             "Efficiency: predicted tokens a second of a GPU, as a share of the best on the fewest GPUs that fit.", *tables(record["rows"])]  # fmt: skip
-    if commits := sorted({answer["commit"] for answer in record["ghosts"].values()}):
-        lines += ["", f"The ghost runs were made at commit {' and '.join(commits)}."]
+             "Efficiency: predicted tokens a second of a GPU, as a share of the best on the fewest GPUs that fit.",
+             *tables(record["rows"])]  # fmt: skip
+    if commits := sorted({answer["commit"] for answer in record["simulations"].values()}):
+        lines += ["", f"The simulations were made at commit {' and '.join(commits)}."]
     lines += ["", "## Where hpZ pays", "", "Predicted gain in speed over stage 3 by the network between nodes:", "",
               *network_table(record["networks"]), ""]  # fmt: skip
     lines += ["GiB that one GPU of 64 sends to other nodes in a step; hybrid sharding (not in DeepSpeed 0.19.8) by "
               "formula:", "",
-              f"| model | micro batches | {' | '.join(WAYS)} | hybrid | hybrid's states, GiB a GPU |", "|---" * (len(WAYS) + 4) + "|"]  # fmt: skip
+              f"| model | micro batches | {' | '.join(WAYS)} | hybrid | hybrid's states, GiB a GPU |",
+              "|---" * (len(WAYS) + 4) + "|"]  # fmt: skip
     for row in record["across"]:
         cells = [f"{row[name]:.1f}" for name in (*WAYS, "hybrid", "hybrid_states")]
         lines.append(f"| {row['model']} | {row['accumulation']} | {' | '.join(cells)} |")
@@ -311,21 +316,19 @@ def markdown(record: dict, gpu, about: list[str]) -> list[str]:
         "",
     ]
     lines += ["## Formula and engine", "", f"What one GPU of {COUNT_N} sends in a step, {COUNT_LAYERS} layers, one "
-              "row: by formula, and by adding up the collectives that DeepSpeed's engine calls in a ghost run. Stage 3 "
-              "keeps up to 1e9 parameters gathered, which the formula does not take off:", "", "| job | micro batches "
-                                                                                               "| formula, GiB | "
-                                                                                               "engine, GiB | calls |",
-              "|---|---|---|---|---|"]  # fmt: skip
+              "row: by formula, and by adding up the collectives that DeepSpeed's engine calls in a simulation. "
+              "Stage 3 keeps up to 1e9 parameters gathered, which the formula does not take off:", "",
+              "| job | micro batches | formula, GiB | engine, GiB | calls |", "|---|---|---|---|---|"]  # fmt: skip
     for row in record["counted"]:
         calls = ", ".join(f"{n} {kind}" for kind, (n, _) in sorted(row["calls"].items()))
         lines.append(f"| {row['model']} {row['way']} | {row['accumulation']} | {row['formula'] / GIB:.2f} | "
                      f"{row['sent'] / GIB:.2f} | {calls} |")  # fmt: skip
-    pairs = [row for row in record["rows"] if row["by"] == "ghost"]
+    pairs = [row for row in record["rows"] if row["by"] == "simulation"]
     worst = max(pairs, key=lambda row: abs(row["formula_bytes"] / row["peak_bytes"] - 1), default=None)
     if worst:
         off = worst["formula_bytes"] / worst["peak_bytes"] - 1
         lines.append(
-            f"\nPeak by closed form against the {len(pairs)} ghost runs: at most {off:+.1%} off ({worst['model']} "
+            f"\nPeak by closed form against the {len(pairs)} simulations: at most {off:+.1%} off ({worst['model']} "
             f"{worst['way']}, {worst['gpus']} GPUs)."
         )
     return lines
@@ -335,7 +338,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpu_type", default="h100-80g", help="a GPU of `zerofit plan`'s table")
     parser.add_argument("--node_link_gbs", default="", help="GB/s one way of a GPU to other nodes")
-    parser.add_argument("--no_ghosts", action="store_true", help="closed forms alone")
+    parser.add_argument("--no_simulations", action="store_true", help="closed forms alone")
     parser.add_argument("--count", action="store_true", help="only count what an engine sends")
     given = parser.parse_args()
     gpu = command._with_node_link(hardware.find(given.gpu_type), given.node_link_gbs)
@@ -343,12 +346,12 @@ def main() -> None:
         counts(gpu)
         return
     machine = facts()
-    answers = {} if given.no_ghosts else ghosts(gpu, given.gpu_type)
+    answers = {} if given.no_simulations else simulations(gpu, given.gpu_type)
     record = {"machine": machine, "gpu": given.gpu_type, "node_gbs": gpu.node_gbs, "rows": measure(gpu, answers),
               "networks": networks(gpu), "across": across_nodes(gpu), "strong": strong(gpu),
-              "counted": [] if given.no_ghosts else counts(gpu), "ghosts": answers}  # fmt: skip
+              "counted": [] if given.no_simulations else counts(gpu), "simulations": answers}  # fmt: skip
     lines = markdown(record, gpu, describe(machine, {"zerofit": versions()}))
-    if given.no_ghosts:
+    if given.no_simulations:
         print("\n".join(lines))
     else:
         save("scaling", lines, record)

@@ -2,9 +2,9 @@
 
     python benchmarks/supervision.py          # about 4 minutes on 2 cores
 
-Three figures, each the median of interleaved rounds: seconds that watching a process adds to starting it and to its end;
-seconds that the launcher's checks (packages, model, data, folder) take before the job starts, as the difference of a
-two-step run with and without the launcher; microseconds that a rank's heartbeat and NaN guard take at a step. Writes
+Three figures, each the median of interleaved rounds: seconds that watching a process adds to starting it and to its
+end; seconds that the launcher's checks (packages, model, data, folder) take before the job starts, as the difference of
+a two-step run with and without the launcher; microseconds that a rank's heartbeat and NaN guard take at a step. Writes
 benchmarks/results/supervision-<date>.{json,md}.
 """
 
@@ -64,7 +64,7 @@ def checks() -> float:
 
 
 def at_a_step() -> dict[str, float]:
-    """Return the microseconds of a rank's heartbeat, and of the guard around a step of two micro batches that is applied."""
+    """Return the microseconds of a rank's heartbeat, and of the guard around an applied step of two micro batches."""
     import torch
 
     from zerofit import rank_status
@@ -72,9 +72,9 @@ def at_a_step() -> dict[str, float]:
 
     with tempfile.TemporaryDirectory() as records:
         os.environ[rank_status.FOLDER] = records
-        pulse = rank_status.Heartbeat()
+        heartbeat = rank_status.Heartbeat()
         del os.environ[rank_status.FOLDER]
-        beat = min(timeit.repeat(lambda: pulse.beat(7), number=10_000, repeat=ROUNDS)) / 10_000
+        beat = min(timeit.repeat(lambda: heartbeat.beat(7), number=10_000, repeat=ROUNDS)) / 10_000
     trainer = SimpleNamespace(
         settings=None, _tr_loss=torch.zeros(()), is_deepspeed_enabled=False,
         accelerator=SimpleNamespace(scaler=None, optimizer_step_was_skipped=False), optimizer=SimpleNamespace(),
@@ -88,7 +88,7 @@ def at_a_step() -> dict[str, float]:
         guard.hold_back()
         guard.after_step()
 
-    return {"pulse": beat * 1e6, "guard": min(timeit.repeat(step, number=10_000, repeat=ROUNDS)) / 10_000 * 1e6}
+    return {"heartbeat": beat * 1e6, "guard": min(timeit.repeat(step, number=10_000, repeat=ROUNDS)) / 10_000 * 1e6}
 
 
 def main() -> None:
@@ -99,7 +99,7 @@ def main() -> None:
         "# What supervision costs", "", *describe(machine, {"zerofit": versions()}), "",
         f"- watching a process, start and end together: {found['watching_seconds']:.2f} s",
         f"- the launcher's checks before the job, imports and all: {found['checks_seconds']:.1f} s",
-        f"- at a step: pulse {found['step_microseconds']['pulse']:.1f} us, NaN guard "
+        f"- at a step: heartbeat {found['step_microseconds']['heartbeat']:.1f} us, NaN guard "
         f"{found['step_microseconds']['guard']:.1f} us",
     ]  # fmt: skip
     print(json.dumps(found))

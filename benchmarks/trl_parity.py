@@ -3,8 +3,8 @@
 python benchmarks/trl_parity.py --peers .venv-peers/bin/python                      # generated word problems
 python benchmarks/trl_parity.py --peers .venv-peers/bin/python --data gsm8k.jsonl   # question/answer rows of yours
 
-`make bench-peers` makes .venv-peers. TRL runs twice: trained on the same tokens (assistant_only_loss), and with its default
-for prompt/completion rows, which also trains on what the chat template puts after the answer's end token.
+`make bench-peers` makes .venv-peers. TRL runs twice: trained on the same tokens (assistant_only_loss), and with its
+default for prompt/completion rows, which also trains on what the chat template puts after the answer's end token.
 """
 
 import argparse

@@ -34,8 +34,10 @@ def verdict(names: tuple[str, ...], zero: str, base: list[str], ranks: int = 1) 
 
 
 def table(base: list[str]) -> str:
-    """The Markdown table of docs/compatibility.md: for each pair the stages at which both go together, or a letter that names
-    the reason below the table."""
+    """Return the Markdown table of docs/compatibility.md.
+
+    It has for each pair the stages at which both go together, or a letter that names the reason below the table.
+    """
     names = [n for n, t in TECHNIQUES.items() if not t.cuda]
     reasons: dict[str, int] = {}
     lines = ["| | " + " | ".join(str(i + 1) for i in range(len(names))) + " |", "|---" * (len(names) + 1) + "|"]

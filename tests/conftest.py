@@ -1,17 +1,22 @@
 """Shared fixtures and helpers: environment, and real recipe runs on one or several ranks."""
 
 import atexit
+import contextlib
 import functools
 import json
 import os
+import select
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from fork_server import ForkServer
+from fork_server import ForkServer, start
 
 from zerofit import distributed
 
@@ -116,7 +121,8 @@ def recipe_process(recipe: str, *flags: str, cwd=None, **env) -> subprocess.Comp
 def run_python(words: list[str], ranks: int = 0, cwd=None, timeout: float = 300, **env) -> subprocess.CompletedProcess:
     """Run `python words`, on `ranks` ranks as torchrun would start them; env: added variables.
 
-    A fork of the process that has the libraries loaded; with --isolated a fresh interpreter, or torchrun.
+    Forks of the process that has the libraries loaded; with --isolated a fresh interpreter, or torchrun.
+    A rank that fails ends the others. Raises: subprocess.TimeoutExpired after `timeout` seconds.
     """
     environment = os.environ | env
     if isolated:
@@ -124,16 +130,50 @@ def run_python(words: list[str], ranks: int = 0, cwd=None, timeout: float = 300,
         return subprocess.run([sys.executable, *launcher, *words], capture_output=True, text=True, timeout=timeout,
                               cwd=cwd, env=environment)  # fmt: skip
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(distributed.free_port())}
-    size = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "TORCHELASTIC_RUN_ID": "test"}
+    size = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     of_ranks = [environment | place | size | {"RANK": str(r), "LOCAL_RANK": str(r)} for r in range(ranks)]
-    return fork_server().run(words, of_ranks or [environment], cwd, timeout)
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors, Path(os.devnull).open() as nothing:
+        streams = [nothing.fileno(), out.fileno(), errors.fileno()]
+        folder, server = str(cwd or Path.cwd()), fork_server().address
+        programs = [start(server, words, of_rank, folder, streams) for of_rank in of_ranks or [environment]]
+        codes = exit_codes(programs, time.monotonic() + timeout)
+        out.seek(0)
+        errors.seek(0)
+        done = out.read().decode(errors="replace"), errors.read().decode(errors="replace")
+    if codes is None:
+        raise subprocess.TimeoutExpired(words, timeout, *done)
+    return subprocess.CompletedProcess(words, next((code for code in codes if code), 0), *done)
+
+
+def exit_codes(programs: list, deadline: float) -> list[int] | None:
+    """Return the exit codes in the order of ending, up to the first that is not 0; None after the deadline."""
+    codes, answers = [], dict.fromkeys(programs, b"")
+    with contextlib.ExitStack() as stack:
+        for program in programs:
+            stack.enter_context(program)
+        while answers and not any(codes):
+            ready = select.select(list(answers), [], [], max(0.0, deadline - time.monotonic()))[0]
+            if not ready:
+                return None
+            for program in ready:
+                answer = program.recv(64)
+                answers[program] += answer
+                if not answer or answers[program].count(b"\n") == 2:  # its process id, its exit code
+                    codes.append(int([*answers.pop(program).split(), b"-9"][1]))
+    return codes
 
 
 @functools.cache
 def fork_server() -> ForkServer:
-    server = ForkServer()
-    atexit.register(server.stop)
+    folder = Path(tempfile.mkdtemp(prefix="zerofit-tests-"))
+    server = ForkServer(folder)
+    atexit.register(lambda: (server.stop(), shutil.rmtree(folder)))
     return server
+
+
+def python() -> str:
+    """Return the interpreter to give to make or a launcher: one whose programs are forks, if not --isolated."""
+    return sys.executable if isolated else fork_server().python
 
 
 @pytest.fixture

@@ -1,132 +1,138 @@
 """Start Python programs as forks of one process that has imported the libraries, so that none imports them again.
 
-    server = ForkServer(environment)
-    done = server.run(["recipes/sft.py", "--zero", "2"], ranks=2)
-
-Imports take 5 to 10 s a process, most of a short test. `pytest --isolated` starts a fresh interpreter for each program
-instead (conftest.run_python). Neither is used for tests that kill processes or read /proc: a fork is the server's child.
+Imports take 5 to 10 s a process, most of a short test. `conftest.run_python` asks the server directly; a program that
+starts others (make, a launcher, torchrun) is given `server.python` as its interpreter, a script that asks the server.
+`pytest --isolated` uses neither. Tests that kill processes or read /proc do not either: a fork is the server's child.
 """
 
-import atexit
 import json
 import os
-import runpy
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
 
-LIBRARIES = "torch transformers.trainer datasets peft accelerate deepspeed bitsandbytes".split()
-OWN = "zerofit.recipe zerofit.data.load zerofit.model.load zerofit.plan.inspect_data zerofit.train.run zerofit.train.trainer"
+LIBRARIES = "torch transformers.trainer datasets peft accelerate deepspeed bitsandbytes"
+OWN = "zerofit.recipe zerofit.launch.launch zerofit.plan.inspect_data zerofit.train.run zerofit.train.trainer"
+ADDRESS = "ZEROFIT_FORK_SERVER"
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 class ForkServer:
-    """The client's side: starts the server's process and sends it programs to run."""
+    """The server's process. address: of its socket; python: a script to use in place of the interpreter."""
 
-    def __init__(self):
-        ours, theirs = socket.socketpair()
-        self.requests = ours
-        self.process = subprocess.Popen(
-            [sys.executable, __file__, str(theirs.fileno())], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
-        )
-        theirs.close()
+    def __init__(self, folder: Path):
+        self.address, self.python = str(folder / "socket"), str(folder / "python")
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(self.address)
+        listener.listen(64)
+        with listener:
+            words = [sys.executable, __file__, "serve", str(listener.fileno()), self.python]
+            self.process = subprocess.Popen(words, pass_fds=[listener.fileno()], stdin=subprocess.DEVNULL)
+        script = f'#!/bin/sh\n{ADDRESS}={self.address} exec {sys.executable} -SE {__file__} ask {sys.executable} "$@"\n'
+        Path(self.python).write_text(script)
+        Path(self.python).chmod(0o755)
 
     def stop(self) -> None:
-        self.requests.close()
+        self.process.terminate()
         self.process.wait(timeout=30)
 
-    def run(self, words: list[str], environments: list[dict], cwd, timeout: float) -> subprocess.CompletedProcess:
-        """Run `python words` once per environment, side by side; return the first exit code that is not 0, and the output.
 
-        A failed program ends the others. Raises: subprocess.TimeoutExpired after `timeout` seconds.
-        """
-        with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
-            running = [self._start(words, env, cwd, out, errors) for env in environments]
-            codes, deadline = [], time.monotonic() + timeout
-            while running:
-                for connection in list(running):
-                    connection.settimeout(0.02)
-                    with suppress(TimeoutError):
-                        code = connection.recv(64)
-                        running.remove(connection)
-                        connection.close()
-                        codes.append(int(code or b"-9"))
-                if any(codes) or time.monotonic() > deadline:
-                    for connection in running:
-                        connection.close()  # the fork's parent kills it
-                    break
-            stdout, stderr = (stream.seek(0) or stream.read().decode(errors="replace") for stream in (out, errors))
-        if running and not any(codes):
-            raise subprocess.TimeoutExpired(words, timeout, stdout, stderr)
-        return subprocess.CompletedProcess(words, next((code for code in codes if code), 0), stdout, stderr)
+def start(address: str, words: list[str], environment: dict, cwd: str, streams: list[int]) -> socket.socket:
+    """Start `python words`; return the connection that delivers its process id, then its exit code, a line each.
 
-    def _start(self, words, environment, cwd, out, errors) -> socket.socket:
-        ours, theirs = socket.socketpair()
-        request = json.dumps({"words": words, "environment": environment, "cwd": str(cwd or Path.cwd())}).encode()
-        with theirs:
-            socket.send_fds(self.requests, [len(request).to_bytes(4, "big")],
-                            [theirs.fileno(), out.fileno(), errors.fileno()])  # fmt: skip
-        self.requests.sendall(request)
-        return ours
+    The program is killed when the connection is closed. streams: descriptors of its stdin, stdout and stderr.
+    """
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(address)
+    request = json.dumps({"words": words, "environment": environment, "cwd": cwd}).encode()
+    socket.send_fds(connection, [len(request).to_bytes(4, "big")], streams)
+    connection.sendall(request)
+    return connection
 
 
-def serve(requests: socket.socket) -> None:
-    """Import the libraries, then fork for each request until the client closes its end."""
-    sys.path.insert(0, str(Path(__file__).parent))
-    for name in [*LIBRARIES, *OWN.split()]:
+def ask(python: str, words: list[str]) -> int:
+    """Run `python words` as a fork if the server has its libraries, else in the interpreter; return the exit code."""
+    options = [word for word in words if word != "-u"]
+    module = options[1] if options[:1] == ["-m"] else ""
+    forked = Path(options[0] if options else "").parent.name == "recipes" or module in (
+        "zerofit", "zerofit.launch.torchrun", "torch.distributed.run",
+    )  # fmt: skip
+    address = os.environ.pop(ADDRESS)
+    if not forked or "simulated-rank" in options:  # a simulation replaces parts of torch before anything uses them
+        os.execv(python, [python, *words])
+    answers = start(address, options, dict(os.environ), str(Path.cwd()), [0, 1, 2]).makefile()
+    program = int(answers.readline())
+    for number in SIGNALS:
+        signal.signal(number, lambda number, _frame: os.kill(program, number))
+    return int(answers.readline() or -signal.SIGKILL)
+
+
+def serve(listener: socket.socket, python: str) -> None:
+    """Import the libraries, then fork for each connection until this process is ended."""
+    import ctypes
+
+    from zerofit import distributed
+
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: end with the tests
+    os.environ.update(distributed.thread_waiting())
+    for name in f"{LIBRARIES} {OWN}".split():
         with suppress(ImportError):  # a broken module is reported by the program that imports it
             __import__(name)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the parents of the forks
+    sys.executable = python
     while True:
-        head, descriptors, _, _ = socket.recv_fds(requests, 4, 3)
-        if not head:
-            return
-        length, request = int.from_bytes(head, "big"), b""
-        while len(request) < length:
-            request += requests.recv(length - len(request))
+        connection, _ = listener.accept()
         if os.fork() == 0:
-            requests.close()
-            _watch(*descriptors, json.loads(request))
-        for descriptor in descriptors:
-            os.close(descriptor)
+            listener.close()
+            _watch(connection)
+        connection.close()
 
 
-def _watch(connection: int, out: int, errors: int, request: dict) -> None:
-    """Fork the program, and report its exit code; kill it when the client closes the connection."""
+def _watch(connection: socket.socket) -> None:
+    """Fork the program and report its exit code; kill it when the client closes the connection."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    client = socket.socket(fileno=connection)
+    head, streams, _, _ = socket.recv_fds(connection, 4, 3)
+    length, request = int.from_bytes(head, "big"), b""
+    while len(request) < length:
+        request += connection.recv(length - len(request))
     if (program := os.fork()) == 0:
-        client.close()
+        connection.close()
         os.setsid()
-        os.dup2(out, 1)
-        os.dup2(errors, 2)
-        _become(request)
-    client.setblocking(False)
+        for number, stream in enumerate(streams):
+            os.dup2(stream, number)
+            os.close(stream)
+        _become(**json.loads(request))
+    for stream in streams:
+        os.close(stream)
+    connection.sendall(f"{program}\n".encode())
+    connection.setblocking(False)
     while True:
         done, status = os.waitpid(program, os.WNOHANG)
-        if done:
-            with suppress(OSError):
-                client.sendall(str(os.waitstatus_to_exitcode(status)).encode())
-            os._exit(0)
-        with suppress(BlockingIOError):
-            if not client.recv(1):
+        with suppress(BlockingIOError, OSError):
+            if done:
+                connection.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
+            elif not connection.recv(1):
                 os.killpg(program, signal.SIGKILL)
-                os._exit(0)
+                done = program
+        if done:
+            os._exit(0)
         time.sleep(0.01)
 
 
-def _become(request: dict) -> None:
+def _become(words: list[str], environment: dict, cwd: str) -> None:
     """Run the program as the interpreter would, and exit."""
+    import atexit
+    import runpy
+
     import torch
 
-    words = request["words"]
     os.environ.clear()
-    os.environ.update(request["environment"])
-    os.chdir(request["cwd"])
+    os.environ.update(environment)
+    os.chdir(cwd)
     if threads := os.environ.get("OMP_NUM_THREADS"):  # libgomp has read it at import
         torch.set_num_threads(int(threads))
     code = 0
@@ -152,4 +158,6 @@ def _become(request: dict) -> None:
 
 
 if __name__ == "__main__":
-    serve(socket.socket(fileno=int(sys.argv[1])))
+    if sys.argv[1] == "ask":
+        raise SystemExit(ask(sys.argv[2], sys.argv[3:]) & 0xFF)
+    serve(socket.socket(fileno=int(sys.argv[2])), sys.argv[3])

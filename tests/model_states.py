@@ -19,8 +19,8 @@ from zerofit.train import memory_tracker
 def formula(zero: int, ranks: int) -> dict[str, float]:
     """Bytes per trained parameter on one rank, bf16 with fp32 master and Adam (arXiv 1910.02054, section 5).
 
-    The sums are 16 (stage 0), 4 + 12/N, 2 + 14/N, 16/N. Stage 1 describes "last_gradient" of Ledger.model_states, the
-    others "before_step".
+    The sums are 16 (stage 0), 4 + 12/N, 2 + 14/N, 16/N. Stage 1 describes "last_gradient" of
+    MemoryTracker.model_states, the others "before_step".
     """
     share = [1 / ranks if zero >= stage else 1 for stage in (3, 2, 1)]
     return dict(zip(("parameters", "gradients", "optimizer"), (2 * share[0], 2 * share[1], 12 * share[2]), strict=True))
@@ -73,10 +73,10 @@ def measure(
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
     model.config.use_cache = False
     numel = sum(p.numel() for p in model.parameters())
-    with memory_tracker.MemoryTracker(model, device="cpu") as ledger:
+    with memory_tracker.MemoryTracker(model, device="cpu") as tracker:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
         settings = _deepspeed_config(zero_stage, offload, config.hidden_size, micro_batch, accumulation)
-        engine, ledger.optimizer, *_ = deepspeed.initialize(
+        engine, tracker.optimizer, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=settings, dist_init_required=False
         )
         ids = torch.randint(0, config.vocab_size, (micro_batch, sequence))
@@ -86,11 +86,11 @@ def measure(
                 engine.backward(loss)
                 del loss
                 if micro_step + 1 == accumulation:
-                    ledger.before_step()
+                    tracker.before_step()
                 engine.step()
-            ledger.after_step()
-        ledger.pause()
-        return {"numel": numel, "model_states": ledger.model_states, "peak": ledger.peak, "host": ledger.host}
+            tracker.after_step()
+        tracker.pause()
+        return {"numel": numel, "model_states": tracker.model_states, "peak": tracker.peak, "host": tracker.host}
 
 
 def _deepspeed_config(stage: int, offload: str, hidden: int, micro_batch: int, accumulation: int) -> dict:

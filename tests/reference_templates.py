@@ -1,4 +1,4 @@
-"""The chat formats of the model families, written out by hand in Python without jinja, to compare built-in templates with.
+"""The chat formats of the model families, by hand in Python without jinja, to compare the built-in templates with.
 
 A format is a function (turns, tools) -> pieces [(text, whether it is a control token, the assistant turn that has to
 learn it or None)]. Their joined texts are the conversation as the model reads it.
@@ -22,8 +22,8 @@ For each function call, return a json object with function name and arguments wi
 {{"name": <function-name>, "arguments": <args-json-object>}}
 </tool_call>"""
 
-LLAMA_TOOLS = """Given the following functions, please respond with a JSON for a function call with its proper arguments \
-that best answers the given prompt.
+LLAMA_TOOLS = """Given the following functions, please respond with a JSON for a function call with its proper \
+arguments that best answers the given prompt.
 
 Respond in the format {{"name": function name, "parameters": dictionary of argument name and its value}}.Do not use \
 variables.
@@ -134,8 +134,10 @@ def mistral(turns, tools):
         elif role == "user":
             if tools and not any(t["role"] == "user" for t in turns[:i]):
                 pieces += [
-                    ("[AVAILABLE_TOOLS]", True, None), (as_json(tools), False, None), ("[/AVAILABLE_TOOLS]", True, None),
-                ]  # fmt: skip
+                    ("[AVAILABLE_TOOLS]", True, None),
+                    (as_json(tools), False, None),
+                    ("[/AVAILABLE_TOOLS]", True, None),
+                ]
             pieces += [("[INST]", True, None), (text, False, None), ("[/INST]", True, None)]
         elif role == "tool":
             pieces += [

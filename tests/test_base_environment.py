@@ -87,7 +87,7 @@ def test_every_module_can_be_imported(environment):
 
 
 def test_every_stage_of_every_method_is_simulated(environment):
-    """In a process that has imported nothing before: what one library needs must not have been another's side effect."""
+    """In a process that has imported nothing: what one library needs must not have been another's side effect."""
     answers = json.loads(python(environment, SIMULATED))
     assert len(answers) == 12 and all(isinstance(answer, int) for answer in answers.values()), answers
 

@@ -19,9 +19,17 @@ def module_name(file):
 MODULES = {module_name(file): file for file in FILES}
 
 
+def nodes_that_run(tree):
+    """All nodes but those below `if TYPE_CHECKING:`, which no process imports."""
+    for node in ast.iter_child_nodes(tree):
+        if not (isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"):
+            yield node
+            yield from nodes_that_run(node)
+
+
 def imports(file):
     """The package's modules that a file imports, anywhere in it."""
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in nodes_that_run(ast.parse(file.read_text())):
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{file}: relative import"
             package, _, module = (node.module or "").partition(".")

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, TINY, Run, run_world
+from conftest import ROOT, TINY, Run, python, run_world
 
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```bash\n(.*?)```", README, re.S)
@@ -45,7 +45,7 @@ def test_command(command, tmp_path):
     short = ["--max_steps", "4", "--eval_strategy", "no", "--data", str(TINY / "train.jsonl")]
     short = short if command != "make sft" else []
     if words[0] == "make":
-        words += [f"OUT={out}", "ENV=active", f"PYTHON={sys.executable}"]
+        words += [f"OUT={out}", "ENV=active", f"PYTHON={python()}"]
         given = next((w for w in words if w.startswith("ARGS=")), "ARGS=")
         words = [w for w in words if w != given] + [f"{given} {shlex.join(short)}"]
         words[1:1] = ["show"] if needs_hub and "show" not in words else []

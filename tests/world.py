@@ -3,7 +3,7 @@
     torchrun --nproc_per_node 2 tests/world.py cases.json
 
 cases.json: [{"recipe": "sft", "flags": [...]}, ...]. Every rank runs the real recipe file for each case; a case
-that raises ends the launch with its traceback. In addition to the recipe's files, each run folder gets `witness.json`
+that raises ends the launch with its traceback. In addition to the recipe's files, each run folder gets `record.json`
 (facts recorded by the ranks) and `logits.pt` (the trained model's logits on one batch, for comparison with final/).
 """
 
@@ -47,7 +47,7 @@ def frozen_hash(model) -> str:
     return digest.hexdigest()
 
 
-class Witness(train_trainer.ZerofitTrainer):
+class RecordingTrainer(train_trainer.ZerofitTrainer):
     """ZerofitTrainer that also records the rows that it trains on and a hash of the frozen parameters."""
 
     def __init__(self, *args):
@@ -89,7 +89,7 @@ def innermost(optimizer):
     return innermost(optimizer.optimizer) if hasattr(optimizer, "optimizer") else optimizer
 
 
-def record(trainer: Witness) -> None:
+def record(trainer: RecordingTrainer) -> None:
     folder, model = Path(trainer.args.output_dir), trainer.model
     after = frozen_hash(model)  # first: a forward outside the engine may leave ZeRO-3's next parameter in flight
     ids = torch.tensor([trainer.tokens.dataset[0]["input_ids"]])
@@ -112,7 +112,7 @@ def record(trainer: Witness) -> None:
             "bytes": bytes_by_part(trainer),
             "optimizer": type(innermost(trainer.optimizer)).__name__,
         }
-        (folder / "witness.json").write_text(json.dumps(facts))
+        (folder / "record.json").write_text(json.dumps(facts))
 
 
 def main() -> None:
@@ -127,7 +127,7 @@ def main() -> None:
         write_result(trainer, metrics)
         record(trainer)
 
-    train_trainer.ZerofitTrainer, run.write_result = Witness, write_and_record
+    train_trainer.ZerofitTrainer, run.write_result = RecordingTrainer, write_and_record
     launched = {name: os.environ[name] for name in distributed.LAUNCHER_SETS if name in os.environ}
     stop, distributed.stop = distributed.stop, lambda wait=True: None  # the process group is needed for the next case
     for case in json.loads(Path(sys.argv[1]).read_text()):

@@ -37,6 +37,12 @@ def pinned_bytes(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
+def expandable_segments() -> bool:
+    """Return whether the environment turns on the CUDA allocator's expandable segments."""
+    settings = ",".join(os.environ.get(name, "") for name in VARIABLES)
+    return "expandable_segments:true" in settings.replace(" ", "").lower()
+
+
 def _has_threshold() -> bool:
     return tuple(int(part) for part in metadata.version("torch").split("+")[0].split(".")[:2]) >= (2, 13)
 

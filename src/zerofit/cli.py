@@ -10,7 +10,7 @@ from zerofit.errors import UserError
 USAGE = """usage: zerofit launch [--gpus N] [--show] recipes/sft.py [flags]     start a recipe on N processes
        zerofit launch recipes/sft.py --help                          a recipe's flags; --help all: every one
        zerofit launch --nnodes 2 --node_rank 0 --master_addr HOST    this node's part of a job on several
-       zerofit hosts --hosts FILE recipes/sft.py [flags]             a job on the hosts of a DeepSpeed hostfile, over ssh
+       zerofit hosts --hosts FILE recipes/sft.py [flags]             a job on a DeepSpeed hostfile's hosts, over ssh
        zerofit slurm --nodes N --gpus G recipes/sft.py [flags]       submit a SLURM job (--print: only show the file)
        zerofit kubernetes --nodes N --image I ... recipes/sft.py     print a manifest for Kubeflow
        zerofit status|cancel runs/<run>                              show how a job stands; end it
@@ -25,11 +25,25 @@ USAGE = """usage: zerofit launch [--gpus N] [--show] recipes/sft.py [flags]     
        zerofit --version"""
 
 # verb: the module whose main() (or the function after the colon) runs it; imported on use, since libraries take seconds
-VERBS = {"launch": "launch.launch", "data": "plan.inspect_data", "batch-size": "launch.batch_search", "plan": "plan.command",
-         "doctor": "launch.doctor", "replay": "train.replay", "resume": "launch.resume", "export": "export.export",
-         "chat": "export.chat", "hosts": "launch.cluster.hostfile", "join": "launch.cluster.hostfile:join",
-         "kubernetes": "launch.cluster.kubernetes", "slurm": "launch.cluster.slurm", "status": "launch.cluster.status",
-         "cancel": "launch.cluster.cancel", "simulated-rank": "plan.simulated_rank", "compare": "export.compare"}  # fmt: skip
+VERBS = {
+    "launch": "launch.launch",
+    "data": "plan.inspect_data",
+    "batch-size": "launch.batch_search",
+    "plan": "plan.command",
+    "doctor": "launch.doctor",
+    "replay": "train.replay",
+    "resume": "launch.resume",
+    "export": "export.export",
+    "chat": "export.chat",
+    "hosts": "launch.cluster.hostfile",
+    "join": "launch.cluster.hostfile:join",
+    "kubernetes": "launch.cluster.kubernetes",
+    "slurm": "launch.cluster.slurm",
+    "status": "launch.cluster.status",
+    "cancel": "launch.cluster.cancel",
+    "simulated-rank": "plan.simulated_rank",
+    "compare": "export.compare",
+}
 
 
 LIGHT = ("status", "cancel")  # verbs that must start fast and need no torch

@@ -20,15 +20,48 @@ def with_auto_as_probe(argv: list[str]) -> list[str]:
     return flags
 
 
-def drop(flags: list[str], *names: str) -> list[str]:
-    """Return the command line without these flags and their values; `-` and `_` in names are the same."""
-    kept, skipping = [], False
+def by_flag(flags: list[str]) -> list[tuple[str, list[str], list[str]]]:
+    """Return (name, values, words) of each flag: --max-steps=2 is ("--max_steps", ["2"], ["--max-steps=2"]).
+
+    Words before the first flag have the name "".
+    """
+    parts: list[tuple[str, list[str], list[str]]] = []
     for word in flags:
         if word.startswith("--"):
-            skipping = word.split("=")[0].replace("-", "_") in {n.replace("-", "_") for n in names}
-        if not skipping:
-            kept.append(word)
-    return kept
+            name, sign, value = word.partition("=")
+            parts.append(("--" + name[2:].replace("-", "_"), [value] if sign else [], [word]))
+        else:
+            if not parts:
+                parts.append(("", [], []))
+            parts[-1][1].append(word)
+            parts[-1][2].append(word)
+    return parts
+
+
+def names(flags: list[str]) -> set[str]:
+    """Return the names of the flags, with `_` for `-`."""
+    return {name for name, _, _ in by_flag(flags) if name}
+
+
+def drop(flags: list[str], *names: str) -> list[str]:
+    """Return the command line without these flags and their values; `-` and `_` in names are the same."""
+    dropped = {name.replace("-", "_") for name in names}
+    return [word for name, _, words in by_flag(flags) if name.replace("-", "_") not in dropped for word in words]
+
+
+def drop_value(flags: list[str], name: str, value: str) -> list[str]:
+    """Return the command line without `name value`, such as --zero auto; other values of the flag stay."""
+    return [word for n, values, words in by_flag(flags) if (n, values) != (name, [value]) for word in words]
+
+
+def put(flags: list[str], **values) -> list[str]:
+    """Return the command line with these flags and values at its end, instead of those that it has of the same names.
+
+    Args: values: the name without `--` -> its value; True and False become true and false.
+    """
+    kept = drop(flags, *(f"--{name}" for name in values))
+    texts = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in values.items()}
+    return [*kept, *(word for name, text in texts.items() for word in (f"--{name}", text))]
 
 
 def without_secrets(flags: list[str]) -> list[str]:
@@ -51,9 +84,13 @@ def hide_secrets(words: list[str]) -> str:
 
 
 def value_of(words: list[str], names: tuple[str, ...]) -> str | None:
-    """Return the value of the first of these flags (`--flag value` or `--flag=value`); None if absent."""
+    """Return the value of the first of these flags (`--flag value` or `--flag=value`); None if absent.
+
+    `-` and `_` in names are the same.
+    """
+    spelled = {name.replace("-", "_") for name in names}
     for i, word in enumerate(words):
         name, sign, value = word.partition("=")
-        if name in names:
+        if name.replace("-", "_") in spelled:
             return value if sign else next(iter(words[i + 1 :]), None)
     return None

@@ -67,7 +67,7 @@ def start(settings) -> None:
         # accelerate would wrap the model in DistributedDataParallel, whose buckets hold every gradient all the time
         for name in LAUNCHER_SETS:
             os.environ.pop(name, None)
-        settings.values["ddp_backend"] = None  # with a backend set, accelerate would open a process group
+        settings.ddp_backend = None  # with a backend set, accelerate would open a process group
     else:
         single_process_defaults()
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1")
@@ -88,13 +88,19 @@ def start(settings) -> None:
         import deepspeed.comm
 
         if settings.use_cpu:
-            # Only DeepSpeed's inference uses this op; compiling it takes a minute at the first start.
-            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+            skip_inference_op()
         deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False, timeout=timeout)
     elif settings.world_size > 1 and not dist.is_initialized():
         # Without device_id, torch warns at each barrier that it guesses the device.
         device = None if settings.use_cpu else torch.device("cuda", local_rank)
         dist.init_process_group(backend, timeout=timeout, device_id=device)
+
+
+def skip_inference_op() -> None:
+    """Keep DeepSpeed (0.19.8) from compiling an op on a CPU, which takes a minute and serves only its inference."""
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def import_deepspeed(use_cpu: bool):
@@ -173,8 +179,9 @@ def thread_waiting() -> dict[str, str]:
     """Return the variables that make idle OpenMP threads sleep after a short wait; {} if the user has set a policy.
 
     torch's libgomp spins by default, for 300,000 turns. On a busy machine a spinning thread takes the core that the
-    awaited thread needs, and small CPU steps take many times as long (benchmarks/busy_cpu.py). Without any turns an idle
-    machine loses up to half its speed; 1,000 turns lose little on either. libgomp reads both when torch is imported.
+    awaited thread needs, and small CPU steps take many times as long (benchmarks/busy_cpu.py). Without any turns an
+    idle machine loses up to half its speed; 1,000 turns lose little on either. libgomp reads both when torch is
+    imported.
     """
     chosen = any(os.environ.get(name) for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"))
     return {} if chosen else {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "1000"}

@@ -56,7 +56,10 @@ class DiskFull(UserError):
 
 def full_disk(place) -> str:
     """Return the error sentence for a file or folder whose disk is full."""
-    return f"the disk of {place} is full (No space left on device); make room, or name a folder on another disk with --output_dir"
+    return (
+        f"the disk of {place} is full (No space left on device); make room, or name a folder on another disk with "
+        "--output_dir"
+    )
 
 
 def bytes_asked_for(error) -> str:

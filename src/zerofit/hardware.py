@@ -97,7 +97,8 @@ def tightest(count: int | None = None) -> tuple[Device, str | None]:
         return device, None
     text = f"GPU {device.index} ({device.name}) has the least memory of the job's {len(devices)}"
     if device.usable_bytes < device.total_bytes:
-        text += f", {device.usable_bytes / GIB:.1f} of {device.total_bytes / GIB:.1f} GiB free (nvidia-smi shows who uses it)"
+        free = f"{device.usable_bytes / GIB:.1f} of {device.total_bytes / GIB:.1f} GiB free"
+        text += f", {free} (nvidia-smi shows who uses it)"
     return device, f"{text}: the plan is for {device.usable_bytes / GIB:.1f} GiB"
 
 

@@ -1,6 +1,7 @@
-"""Find folders: the repository, the package, the cache; sizes and nearest existing parents of paths."""
+"""Find folders: the repository, the package, the cache; sizes, hashes and nearest existing parents of paths."""
 
 import contextlib
+import hashlib
 import os
 import stat
 import tempfile
@@ -23,6 +24,16 @@ def nearest_existing(folder: Path) -> Path:
 def size_of(folder: Path) -> int:
     """Return the bytes of all files below the folder."""
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def hash_file(file: Path, sync: bool = False) -> str:
+    """Return the xxh3 hash of a file; with `sync`, once it is on the disk."""
+    import xxhash
+
+    with file.open("rb") as opened:
+        if sync:
+            os.fsync(opened.fileno())
+        return hashlib.file_digest(opened, xxhash.xxh3_64).hexdigest()
 
 
 def cache_root() -> Path:

@@ -41,8 +41,9 @@ _STEP = struct.Struct("<q")
 _PULSE = struct.Struct("<qqd")
 
 # Messages of gloo and NCCL in a rank that fails because another rank was lost.
-_OF_A_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "ncclRemoteError", "Connection refused",
-              "NCCL communicator was aborted", "Socket Timeout", "Timed out waiting")  # fmt: skip
+_OF_A_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "ncclRemoteError",
+              "Connection refused", "NCCL communicator was aborted", "Socket Timeout",
+              "Timed out waiting")  # fmt: skip
 
 
 # Out-of-memory messages of CUDA and its libraries, beside torch.OutOfMemoryError: near the limit the allocation that

@@ -45,19 +45,13 @@ def start_processes(settings: Settings, train_set, eval_set):
     incomplete run behind.
     """
     from zerofit import rank_status, run_folder
-    from zerofit.config import nvme, offload
-    from zerofit.model import attention, fused_loss, sequence_parallel, tiled_mlp
-    from zerofit.model.load import check_model, load_config
+    from zerofit.config import nvme
+    from zerofit.model import attention
     from zerofit.train import deepspeed_ops, memory_report, network_check
     from zerofit.train.checkpoint import node_local, resume
     from zerofit.train.trainer import training_arguments
 
-    config = load_config(settings)
-    sequence_parallel.fit(settings, config)
-    fused_loss.choose(settings, config)
-    tiled_mlp.choose(settings, config)
-    if offload.depends_on_size(settings.deepspeed):
-        offload.check_sizes(settings, check_model(settings))
+    resolve.resolve_for_model(settings)
     if _is_to_check(settings):
         preflight.publish(preflight.check(settings))  # the other ranks wait in distributed.start
     attention.avoid_wrong_kernels(settings)
@@ -69,7 +63,7 @@ def start_processes(settings: Settings, train_set, eval_set):
         run_folder.claim_folder(settings)
     folder = str(resume.choose_folder(settings)) if distributed.rank() == 0 else None  # sets the checkpoint too
     run_of_rank_0 = distributed.broadcast((folder, settings.resume_from_checkpoint))
-    settings.values["output_dir"], settings.values["resume_from_checkpoint"] = run_of_rank_0
+    settings.output_dir, settings.resume_from_checkpoint = run_of_rank_0
     network_check.check_disk(settings, Path(run_of_rank_0[0]))
     if settings.node_local_storage and distributed.several_nodes():
         node_local.agree(settings, Path(run_of_rank_0[0]))
@@ -104,7 +98,8 @@ def open_run_folder(settings: Settings, train_set, eval_set) -> None:
             print(f"  - {printable(sentence)}", flush=True)
         facts = {name: {"fingerprint": rows.fingerprint, **rows.statistics} for name, rows in sets.items()}
         canary = os.environ.get(trial.CANARY_RESULT)
-        run_folder.write_run(settings, {"data": facts} | ({"canary": json.loads(canary)} if canary else {}))
+        more = {"canary": json.loads(canary)} if canary else {}
+        run_folder.write_run(settings, {"data": facts, "resumed": settings.resumed} | more)
 
 
 def _leave_newer_checkpoints(settings: Settings) -> None:

@@ -25,7 +25,7 @@ def claim_folder(settings: Settings) -> None:
 
     Raises: UserError when another process trains into it.
     """
-    settings.values["output_dir"] = str(name_folder(settings))
+    settings.output_dir = str(name_folder(settings))
     _check_writable(Path(settings.output_dir))
     run_lock.take(Path(settings.output_dir))
 
@@ -206,7 +206,7 @@ def write_run(settings: Settings, facts: dict) -> None:
                     "value": shown(name, value) if name.endswith("_token") else value,
                     "source": settings.source[name],
                 }
-                for name, value in sorted(settings.values.items())
+                for name, value in sorted(settings.written().items())
             },
             **facts,
         },

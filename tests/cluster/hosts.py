@@ -198,7 +198,7 @@ class Host:
         return [*enter, "env", "-C", str(cwd or Path.cwd()), *map(str, words)]
 
     def popen(self, words: list, env: dict | None = None, cwd=None, log="log.txt", **options) -> subprocess.Popen:
-        """Start `words` in a session of its own; stdout and stderr are appended to folder/log. `env` is added to ours."""
+        """Start `words` in their own session, `env` added to ours; append stdout and stderr to folder/log."""
         options = {"stdin": subprocess.DEVNULL, "start_new_session": True, "env": os.environ | (env or {})} | options
         with (self.folder / log).open("a") as file:
             options = {"stdout": file, "stderr": subprocess.STDOUT} | options
@@ -303,8 +303,11 @@ class Host:
 
     # --- ssh ---
     def sshd(self) -> None:
-        """Start an sshd on port 22 that takes the bed's key (as root). From here on plain `ssh` and `pdsh -R ssh` on this
-        host use the bed's client configuration, `bed.ssh_config`: nothing of the user's ~/.ssh is written."""
+        """Start an sshd on port 22 that takes the bed's key (as root).
+
+        From here on plain `ssh` and `pdsh -R ssh` on this host use the bed's client configuration, `bed.ssh_config`;
+        nothing in the user's ~/.ssh is written.
+        """
         if self.server:
             return
         Path("/run/sshd").mkdir(exist_ok=True)

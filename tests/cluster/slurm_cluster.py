@@ -3,8 +3,8 @@
     with Cluster(folder) as cluster:
         cluster.ask("sbatch", "--parsable", "job.sbatch")
 
-Both slurmd are of this host (`-N n1`, `-N n2`); n1 and n2 are names of it in /etc/hosts while the cluster is up. Jobs in
-the partition `high` preempt those in `low`, which get GRACE_S to end. Needs root; `why_not()` says what is missing.
+Both slurmd run on this host (`-N n1`, `-N n2`); n1 and n2 are names of it in /etc/hosts while the cluster is up. Jobs
+in the partition `high` preempt those in `low`, which get GRACE_S to end. Needs root; `why_not()` says what is missing.
 """
 
 import contextlib
@@ -86,7 +86,8 @@ class Cluster:
         try:
             self._name_nodes()
             self.ask("munged", "--force", *(f"--{what}={folder}/munge.{end}" for what, end in (
-                ("key-file", "key"), ("socket", "socket"), ("pid-file", "pid"), ("log-file", "log"), ("seed-file", "seed"))))  # fmt: skip
+                ("key-file", "key"), ("socket", "socket"), ("pid-file", "pid"), ("log-file", "log"),
+                ("seed-file", "seed"))))  # fmt: skip
             self.ask("slurmctld", "-f", str(configuration))
             for node in ("n1", "n2"):
                 self.ask("slurmd", "-f", str(configuration), "-N", node)
@@ -137,7 +138,7 @@ class Cluster:
         return dict(word.split("=", 1) for word in said if "=" in word)
 
     def start_now(self, number: str) -> None:
-        """SLURM holds a job that was requeued for two minutes. Not so here, but what is left of its start has to go first."""
+        """Start a requeued job once its first start has gone, without the two minutes for which SLURM holds it."""
         self.until(lambda: int(self.job(number)["Restarts"]) > 0, f"job {number} is queued again", 2 * WAIT_S)
         self.until(lambda: not _steps(number), f"the first start of job {number} has gone", 2 * WAIT_S)
         time.sleep(2)  # slurmd refuses a start in the second in which it was told to forget the job

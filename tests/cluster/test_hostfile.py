@@ -1,4 +1,4 @@
-"""HOSTS=hostfile: one line starts the job on several machines over ssh; DeepSpeed's own launcher over pdsh beside it."""
+"""HOSTS=hostfile: one line starts the job on several machines over ssh. Also DeepSpeed's own launcher over pdsh."""
 
 import os
 import signal
@@ -104,8 +104,8 @@ def test_deepspeeds_own_launcher_over_pdsh(beside, tmp_path):
     out = tmp_path / "run"
     plain = tmp_path / "hostfile"
     plain.write_text(file.read_text())
-    words = ["deepspeed", "--hostfile", plain, "--master_addr", bed[0].address, ROOT / "recipes" / "sft.py", *SHORT, "--zero", "2",
-             "--output_dir", out]  # fmt: skip
+    words = ["deepspeed", "--hostfile", plain, "--master_addr", bed[0].address, ROOT / "recipes" / "sft.py", *SHORT,
+             "--zero", "2", "--output_dir", out]  # fmt: skip
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = bed[0].run(words, timeout=200, cwd=tmp_path, env={"PATH": path, "GLOO_SOCKET_IFNAME": bed[0].interface})
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -274,9 +274,15 @@ def test_nothing_is_left(namespaces, how):
 
 
 def test_a_killed_test_process_is_cleaned_up_after(namespaces, tmp_path):
-    script = f"import os, sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r})\n" \
-             f"from cluster.hosts import Hosts\nfrom pathlib import Path\nbed = Hosts(2, folder=Path({str(tmp_path / 'bed')!r}))\n" \
-             "bed.__enter__()[0].popen(['sleep', '1000'])\nprint(bed.name, flush=True)\nos.kill(os.getpid(), 9)"  # fmt: skip
+    script = (
+        f"import os, sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r})\n"
+        "from cluster.hosts import Hosts\n"
+        "from pathlib import Path\n"
+        f"bed = Hosts(2, folder=Path({str(tmp_path / 'bed')!r}))\n"
+        "bed.__enter__()[0].popen(['sleep', '1000'])\n"
+        "print(bed.name, flush=True)\n"
+        "os.kill(os.getpid(), 9)"
+    )
     name = subprocess.run([PY, "-c", script], capture_output=True, text=True, timeout=60).stdout.strip()
     assert len(list(NAMESPACES.glob(f"{name}-*"))) == 3
     with Hosts(2):

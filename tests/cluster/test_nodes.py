@@ -1,4 +1,4 @@
-"""Several machines, started by hand: the same training as on one, and no hang, orphan or half a job when something breaks."""
+"""Several machines, started by hand: train as one does; no hang, orphan or half a job when something breaks."""
 
 import re
 import shutil
@@ -12,7 +12,7 @@ from conftest import ROOT, TINY, Run, run_world
 
 from zerofit import run_folder
 from zerofit.errors import UserError
-from zerofit.launch.cluster import coordinator
+from zerofit.launch.cluster import membership
 from zerofit.train.checkpoint import zero_shards
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
@@ -122,8 +122,10 @@ def test_node_0_that_is_missing_and_a_name_that_nobody_knows(hosts, tmp_path):
     first, second = bed = hosts(2)
     flags = [*SHORT, "--output_dir", str(tmp_path / "run")]
     first.cut()
-    processes = [launch(second, 1, "sft", flags, more=["--join_timeout", "8"]),
-                 launch(second, 1, "sft", flags, address="nohost", more=["--join_timeout", "8"], log="name.txt")]  # fmt: skip
+    processes = [
+        launch(second, 1, "sft", flags, more=["--join_timeout", "8"]),
+        launch(second, 1, "sft", flags, address="nohost", more=["--join_timeout", "8"], log="name.txt"),
+    ]
     assert ends(*processes, seconds=60) == [2, 2]
     assert "MASTER_ADDR=host0 PORT=29500: cannot be reached from host1 within 8 s" in second.text()
     assert "does not know that name" in second.text("name.txt")
@@ -166,9 +168,9 @@ def test_torchrun_by_hand_finds_other_data_too(hosts, tmp_path):
     started = []
     for rank, host in enumerate(bed):
         flags = [str(other) if rank and word == str(TINY / "train.jsonl") else word for word in SHORT]
-        words = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node_rank", rank, "--nproc_per_node", "1",
-                 "--master_addr", "host0", "--master_port", "29500", ROOT / "recipes" / "sft.py", *flags, "--zero", "2",
-                 "--output_dir", tmp_path / "run"]  # fmt: skip
+        words = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node_rank", rank,
+                 "--nproc_per_node", "1", "--master_addr", "host0", "--master_port", "29500",
+                 ROOT / "recipes" / "sft.py", *flags, "--zero", "2", "--output_dir", tmp_path / "run"]  # fmt: skip
         started.append(host.popen(words, cwd=ROOT, env={"GLOO_SOCKET_IFNAME": host.interface}))
     assert 0 not in ends(*started, seconds=120)
     assert "data is not the same on all nodes: node 0 (host0) has" in bed[0].text() + bed[1].text()
@@ -180,8 +182,9 @@ def test_elastic_torchrun_by_hand_goes_on_with_the_machine_that_is_left(hosts, t
     first, second = bed = hosts(2)
     out = tmp_path / "run"
     flags = [*LONG[:-2], "--output_dir", str(out), "--resume_from_checkpoint", "auto"]
-    words = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc_per_node", "1", "--max_restarts", "3",
-             "--rdzv_backend", "c10d", "--rdzv_endpoint", "host0:29500", "--rdzv_conf", "last_call_timeout=20"]  # fmt: skip
+    words = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc_per_node", "1",
+             "--max_restarts", "3", "--rdzv_backend", "c10d", "--rdzv_endpoint", "host0:29500",
+             "--rdzv_conf", "last_call_timeout=20"]  # fmt: skip
     started = [
         host.popen([*words, "--local_addr", host.address, ROOT / "recipes" / "sft.py", *flags], cwd=ROOT,
                    env={"GLOO_SOCKET_IFNAME": host.interface}) for host in bed
@@ -256,7 +259,7 @@ def test_a_link_that_is_cut_for_good(hosts, tmp_path):
     found = ends(*started, seconds=90)
     assert 0 not in found and time.monotonic() - began < 60
     assert "node 1 (host1) is gone" in first.text()
-    assert f"node 0 (host0) is not heard of for {coordinator.LOST_SECONDS:.0f} s" in second.text()
+    assert f"node 0 (host0) has sent no heartbeat for {membership.LOST_SECONDS:.0f} s" in second.text()
     nothing_is_left(bed)
 
 
@@ -297,7 +300,7 @@ def test_a_run_folder_that_is_not_shared(hosts, tmp_path):
     nothing_is_left(bed)
     # consolidated: one part says what is missing, all parts in one folder can be read at any rank count
     part, other = (host.seen(disk / "run") / "checkpoint-10" for host in bed)
-    with pytest.raises(UserError, match="holds one machine's part"):
+    with pytest.raises(UserError, match="holds one node's part"):
         zero_shards.read(part)
     shutil.copytree(
         other,

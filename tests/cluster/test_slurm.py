@@ -21,9 +21,9 @@ SECRET = "hf_0123456789abcdef"
 RANK_S = 240  # in which ranks come up and make their steps on a busy machine
 STEPS = 120
 FLAGS = [
-    "--data", str(TINY / "train.jsonl"), "--max_samples", "64", "--effective_batch_size", "8", "--learning_rate", "1e-4",
-    "--logging_steps", "1", "--num_samples", "0", "--eval_strategy", "no", "--use_cpu", "true", "--save_strategy", "steps",
-    "--save_steps", "100000",
+    "--data", str(TINY / "train.jsonl"), "--max_samples", "64", "--effective_batch_size", "8",
+    "--learning_rate", "1e-4", "--logging_steps", "1", "--num_samples", "0", "--eval_strategy", "no",
+    "--use_cpu", "true", "--save_strategy", "steps", "--save_steps", "100000",
 ]  # fmt: skip
 
 
@@ -56,8 +56,11 @@ def said(folder: Path) -> str:
 
 def at_step(cluster: Cluster, folder: Path, step: int) -> None:
     metrics = folder / "metrics.jsonl"
-    cluster.until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= step, f"step {step}: "
-                                                                                              f"{said(folder)}", RANK_S)  # fmt: skip
+    cluster.until(
+        lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= step,
+        f"step {step}: {said(folder)}",
+        RANK_S,
+    )
 
 
 def ended(cluster: Cluster, number: str, folder: Path) -> str:

@@ -20,7 +20,7 @@ QUEUE = 1000  # frames under way in one direction, netem's default; what comes b
 
 
 def tap(interface: str) -> socket.socket:
-    """A socket that gets and sends whole frames, large offloaded ones and open checksums included (the 10-byte header)."""
+    """Return a socket for whole frames behind a 10-byte header, also large offloaded ones and open checksums."""
     sock = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
     sock.setsockopt(SOL_PACKET, PACKET_VNET_HDR, 1)
     sock.setsockopt(SOL_PACKET, PACKET_IGNORE_OUTGOING, 1)

@@ -5,8 +5,7 @@ import re
 
 import pytest
 
-from zerofit.config import deepspeed_json
-from zerofit.config import parse as config_parse
+from zerofit.config import deepspeed_json, resolve
 from zerofit.errors import UserError
 from zerofit.settings import merge_json
 
@@ -22,7 +21,7 @@ def write(tmp_path):
 
 
 def parse(*flags, ranks=1):
-    return config_parse.parse("sft", list(flags), ranks)
+    return resolve.resolve_settings("sft", list(flags), ranks)
 
 
 BASE = {"zero_optimization": {"stage": 2}}
@@ -61,7 +60,7 @@ def test_literals_in_the_file_win_over_defaults_and_are_said(write):
         BASE | {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3, "gradient_clipping": 0.5}
     )
     found = parse("--deepspeed", path)
-    assert (found.zero, found.per_device_train_batch_size, found.gradient_accumulation_steps) == ("2", 2, 3)
+    assert (found.zero, found.per_device_train_batch_size, found.gradient_accumulation_steps) == (2, 2, 3)
     assert (found.effective_batch_size, found.max_grad_norm) == (6, 0.5)
     assert found.source["max_grad_norm"] == "deepspeed JSON"
     assert any("gradient_clipping" in d for d in found.decisions)
@@ -70,7 +69,7 @@ def test_literals_in_the_file_win_over_defaults_and_are_said(write):
 def test_offload_in_the_file_is_what_runs(write):
     path = write({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}})
     found = parse("--deepspeed", path)
-    assert (found.zero, found.offload) == ("3", "optimizer")
+    assert (found.zero, found.offload) == (3, "optimizer")
     assert "offload_param" not in found.deepspeed["zero_optimization"]
 
 

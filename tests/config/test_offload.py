@@ -1,4 +1,4 @@
-"""NVMe, the ratio, ZeRO++, ZenFlow and SuperOffload: what is refused and why, the JSON, and equal losses where it runs."""
+"""NVMe, the ratio, ZeRO++, ZenFlow and SuperOffload: refusals and reasons, the JSON, and equal losses where it runs."""
 
 import json
 import os
@@ -13,14 +13,13 @@ import pytest
 import torch
 from conftest import TINY, run_world
 
-from zerofit.config import deepspeed_json, nvme, offload
-from zerofit.config import parse as config_parse
+from zerofit.config import deepspeed_json, nvme, offload, resolve
 from zerofit.errors import UserError
 from zerofit.train import deepspeed_ops
 
 
 def parse(*flags, ranks=2):
-    return config_parse.parse("sft", list(flags), ranks)
+    return resolve.resolve_settings("sft", list(flags), ranks)
 
 
 @pytest.fixture
@@ -188,7 +187,7 @@ def test_an_aio_section_that_is_none(tmp_path, libaio, disk, aio, says):
     section = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": str(disk)}}
     file = written(tmp_path, section, aio=aio)
     if says is None:
-        assert parse("--deepspeed", file).zero == "3"
+        assert parse("--deepspeed", file).zero == 3
         return
     with pytest.raises(UserError, match=says):
         parse("--deepspeed", file)
@@ -202,7 +201,7 @@ def test_harmless_literals_need_no_stage_3(tmp_path):
         "zero_hpz_partition_size": 1,
     }
     found = parse("--deepspeed", written(tmp_path, section, zero_force_ds_cpu_optimizer=False))
-    assert offload.asked(found) == [] and found.zero == "2"
+    assert offload.asked(found) == [] and found.zero == 2
 
 
 @pytest.mark.bad_input
@@ -245,7 +244,7 @@ def test_file_system_without_direct_io_is_refused(monkeypatch, tmp_path):
 @pytest.mark.parametrize("what", ["optimizer", "all"])
 def test_nvme_json(libaio, disk, what):
     found = parse("--offload", what, "--offload_path", str(disk))
-    assert found.zero == "3" and found.source["zero"] == "decided"
+    assert found.zero == 3 and found.source["zero"] == "decided"
     overlay = deepspeed_json.read_json(deepspeed_json.CONFIGS / f"offload_{what}_nvme.json")
     keys = [k for k in overlay["zero_optimization"] if k.startswith("offload_")]
     assert keys == (["offload_optimizer"] if what == "optimizer" else ["offload_optimizer", "offload_param"])
@@ -278,7 +277,7 @@ def test_nvme_from_the_file(libaio, disk, tmp_path):
 
 def test_ratio_json():
     found = parse("--offload", "optimizer", "--offload_ratio", "0.3")
-    assert found.zero == "3" and found.deepspeed["zero_optimization"]["offload_optimizer"]["ratio"] == 0.3
+    assert found.zero == 3 and found.deepspeed["zero_optimization"]["offload_optimizer"]["ratio"] == 0.3
     assert found.deepspeed["zero_force_ds_cpu_optimizer"] is True
     assert any("checkpoints cannot be resumed" in d for d in found.decisions)
     assert deepspeed_ops.names_of(found.deepspeed) == ["CPUAdamBuilder"]
@@ -289,6 +288,7 @@ def test_what_depends_on_the_size(libaio, disk, monkeypatch):
     net = torch.nn.Sequential(torch.nn.Linear(100, 400, bias=False), torch.nn.Linear(400, 10, bias=False))
     net[1].weight.requires_grad = False
     found = parse("--offload", "all", "--offload_path", str(disk), "--bf16", "true")
+    found.thaw()
     wanted = 16 * 40000 + 2 * 44000  # both ranks are on this node
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(nvme.shutil, "disk_usage", lambda _: usage(0, 0, wanted - 1))
@@ -302,6 +302,7 @@ def test_what_depends_on_the_size(libaio, disk, monkeypatch):
     with pytest.raises(UserError, match="buffer_size is 19999, but the shard"):
         offload.check_sizes(found, net)
     found = parse("--offload", "optimizer", "--offload_ratio", "0.3")
+    found.thaw()
     offload.check_sizes(found, net)
     assert found.deepspeed["zero_optimization"]["sub_group_size"] == 1000
 

@@ -15,7 +15,6 @@ from conftest import ROOT, TINY, Run, recipe_process, run_world
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, TrainingArguments
 
 from zerofit import recipe
-from zerofit.config import parse as config_parse
 from zerofit.config import resolve, transformers_flags
 from zerofit.data import hub
 from zerofit.data.load import load_datasets
@@ -36,7 +35,7 @@ FIELDS = {
     "output_dir": "works: test_launch.py::test_make_and_the_run_folder",
     "per_device_train_batch_size": _BATCH,
     "gradient_accumulation_steps": _BATCH,
-    "per_device_eval_batch_size": "works: ZerofitTrainer._get_eval_sampler",
+    "per_device_eval_batch_size": "works: ZerofitTrainer.get_eval_dataloader",
     "num_train_epochs": "works: test_training.py",
     "max_steps": "works: test_launch.py",
     "learning_rate": "works: test_parse.py::test_precedence_default_bundled_yaml_flag",
@@ -55,8 +54,8 @@ FIELDS = {
     "label_smoothing_factor": "works: test_transformers_flags.py::test_label_smoothing",
     "bf16": "works: test_parse.py::test_cpu_trains_in_fp32_unless_told",
     "fp16": "works: test_parse.py::test_gpu_precision_follows_the_hardware_and_says_so",
-    "tf32": "refused: on a CPU; test_transformers_flags.py::test_what_the_trainer_decides; on a GPU transformers sets it (read, not "
-    "run)",
+    "tf32": "refused: on a CPU; test_transformers_flags.py::test_what_the_trainer_decides; on a GPU transformers sets "
+    "it (read, not run)",
     "activation_checkpointing": _RECOMPUTE,
     "activation_checkpointing_kwargs": _RECOMPUTE,
     "gradient_checkpointing": _RECOMPUTE,
@@ -145,7 +144,7 @@ VALUES = {
 
 
 def parse(*words):
-    return config_parse.parse("sft", list(words), 1)
+    return resolve.resolve_settings("sft", list(words), 1)
 
 
 def test_the_table_has_every_field():
@@ -277,8 +276,9 @@ def test_step_lines_with_the_tokens_seen(tmp_path):
 def test_the_best_model_and_its_loss(tmp_path):
     """The first evaluation is the best, since a larger loss is said to be better here."""
     words = [
-        "--load_best_model_at_end", "true", "--eval_data", str(TINY / "eval.jsonl"), "--eval_strategy", "steps", "--eval_steps",
-        "1", "--save_strategy", "steps", "--save_steps", "1", "--learning_rate", "1e-3", "--warmup_steps", "0",
+        "--load_best_model_at_end", "true", "--eval_data", str(TINY / "eval.jsonl"),
+        "--eval_strategy", "steps", "--eval_steps", "1", "--save_strategy", "steps", "--save_steps", "1",
+        "--learning_rate", "1e-3", "--warmup_steps", "0",
         "--greater_is_better", "true", "--output_dir", str(tmp_path / "run"),
     ]  # fmt: skip
     done = recipe_process("sft", *SHORT, *words)
@@ -326,9 +326,9 @@ class Watch(TrainerCallback):
 
 MANY = """--max_steps 6 --logging_steps 2 --logging_first_step true --eval_strategy steps --eval_steps 2 --eval_delay 3
 --eval_on_start true --save_strategy steps --save_steps 2 --save_total_limit 3 --neftune_noise_alpha 5 --use_cache true
---torch_empty_cache_steps 3 --debug underflow_overflow --load_best_model_at_end true --metric_for_best_model eval_perplexity
---learning_rate 1e-3 --warmup_steps 2 --lr_scheduler_type linear --gradient_checkpointing false --adam_beta1 0.8
---weight_decay 0.1"""
+--torch_empty_cache_steps 3 --debug underflow_overflow --load_best_model_at_end true
+--metric_for_best_model eval_perplexity --learning_rate 1e-3 --warmup_steps 2 --lr_scheduler_type linear
+--gradient_checkpointing false --adam_beta1 0.8 --weight_decay 0.1"""
 
 
 @pytest.fixture(scope="module")
@@ -398,14 +398,26 @@ def test_no_step_is_left(many, tmp_path):
 
 
 def test_settings_of_the_data_loader(tmp_path):
-    words = """--max_steps 1 --dataloader_num_workers 2 --dataloader_prefetch_factor 3 --dataloader_persistent_workers true
-    --dataloader_multiprocessing_context fork --dataloader_in_order false""".split()
+    words = """--max_steps 1 --dataloader_num_workers 2 --dataloader_prefetch_factor 3
+    --dataloader_persistent_workers true --dataloader_multiprocessing_context fork
+    --dataloader_in_order false""".split()
     loader = trainer_of(tmp_path / "run", *words).get_train_dataloader()
     assert (loader.num_workers, loader.prefetch_factor, loader.persistent_workers) == (2, 3, True)
     assert loader.multiprocessing_context.get_start_method() == "fork" and loader.in_order is False
     assert loader.pin_memory is False  # of a CPU's run
-    gpu = config_parse.parse("sft", ["--dataloader_pin_memory", "false"], 1, args_gpu())
+    gpu = resolve.resolve_settings("sft", ["--dataloader_pin_memory", "false"], 1, args_gpu())
     assert gpu.training_values()["dataloader_pin_memory"] is False
+
+
+@pytest.mark.parametrize("more", [(), ("--streaming",)])
+def test_a_data_loader_draws_no_random_number(tmp_path, more):
+    """Dropout must not depend on how often a loader is opened: by an evaluation, a new epoch or a resumed run."""
+    words = ["--max_steps", "1", "--eval_data", str(TINY / "eval.jsonl"), *more]
+    trainer = trainer_of(tmp_path / "run", *words)
+    before = torch.get_rng_state()
+    for loader in (trainer.get_train_dataloader(), trainer.get_eval_dataloader()):
+        next(iter(loader))
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def args_gpu():
@@ -477,7 +489,7 @@ def test_what_the_trainer_decides(words, says):
 
 
 def row_losses(file, smoothing: float = 0.0) -> list[tuple[float, int]]:
-    """Return (summed loss, supervised tokens) of each row of `file` under the bundled model, by torch's own function."""
+    """Return (summed loss, supervised tokens) of each row of `file` under the bundled model."""
     tokenizer = AutoTokenizer.from_pretrained(TINY / "model")
     model = AutoModelForCausalLM.from_pretrained(TINY / "model", dtype=torch.float32)
     settings = parse("--data", str(file))
@@ -566,7 +578,8 @@ def test_what_a_tracker_is_told(tmp_path, monkeypatch):
     )
     monkeypatch.setitem(sys.modules, "trackio", stub)
     monkeypatch.setattr("transformers.integrations.integration_utils.is_trackio_available", lambda: True)
-    words = """--max_steps 1 --run_name mine --project kit --trackio_space_id me/space --trackio_bucket_id me/bucket""".split()
+    words = """--max_steps 1 --run_name mine --project kit --trackio_space_id me/space
+    --trackio_bucket_id me/bucket""".split()
     trainer = trainer_of(tmp_path / "run", *words)
     callback = transformers.integrations.TrackioCallback()
     callback.setup(trainer.args, trainer.state, trainer.model)

@@ -8,7 +8,7 @@ import reference_templates
 from zerofit.data import conversations, encoding
 from zerofit.errors import UserError
 
-# family -> special tokens (begin, end of text first), and added tokens that are ordinary vocabulary, as in its tokenizer
+# family -> special tokens (begin, end of text first), and added tokens that are ordinary vocabulary in its tokenizer
 VOCABULARY = {
     "plain": (["", "</s>"], []),
     "chatml": (["", "<|im_end|>", "<|im_start|>"], []),
@@ -119,8 +119,13 @@ CASES = {
         user("Four?"),
         says("<think>\nIn the text.\n</think>\n\nFourth."),
     ],
-    "weight-0 turns": [user("One?"), says("Wrong.", weight=0), user("Two?"), says("Right."), user("3?"), says("?", train=False)],
-    "unicode": [system("سلام"), user("e\u0301 🙂\u200d👩 \ue000 \U0001d518?"), says("日本語 🏳️‍🌈 \u2028 ß"), user("\t"), says("\ufeffÿ")],
+    "weight-0 turns": [
+        user("One?"), says("Wrong.", weight=0), user("Two?"), says("Right."), user("3?"), says("?", train=False),
+    ],
+    "unicode": [
+        system("سلام"), user("e\u0301 🙂\u200d👩 \ue000 \U0001d518?"), says("日本語 🏳️‍🌈 \u2028 ß"), user("\t"),
+        says("\ufeffÿ"),
+    ],
 }  # fmt: skip
 WITHOUT_TOOLS = ("plain", "chatml", "llama3", "gemma", "phi4")
 REFUSED = {  # (template, case): what its family cannot carry

@@ -12,17 +12,27 @@ import torch
 from conftest import TINY
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import DataCollatorForSeq2Seq
 
-from zerofit.config import parse
+from zerofit.config import resolve
 from zerofit.data import conversations, dataset, encoding, sources
-from zerofit.data.batches import Collator, DatasetWithFiller, EpochSampler, best_fit_decreasing, rows_of_epoch
+from zerofit.data.batches import (
+    Collator,
+    DatasetWithFiller,
+    EpochSampler,
+    PackedCollator,
+    best_fit_decreasing,
+    join,
+    rows_of_epoch,
+    training_sampler,
+)
 from zerofit.data.load import load_datasets
 from zerofit.errors import UserError
 from zerofit.train import deepspeed_ops
 
 
 def settings_for(path, *flags, recipe="sft"):
-    return parse.parse(recipe, ["--data", str(path), *flags], 1)
+    return resolve.resolve_settings(recipe, ["--data", str(path), *flags], 1)
 
 
 def supervised_text(tokenizer, ids, labels):
@@ -61,14 +71,21 @@ def test_formats_are_detected_and_give_the_same_tokens(tokenizer, kind):
         ({"prompt": TURNS[:1], "completion": TURNS[1:]}, TURNS),
         # FastChat / axolotl / LLaMA-Factory ShareGPT, with the roles that their files use
         (
-            {"id": "x", "system": "Be kind.", "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yo"}]},
-            [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}],
+            {
+                "id": "x", "system": "Be kind.",
+                "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yo"}],
+            },
+            [
+                {"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"},
+                {"role": "assistant", "content": "Yo"},
+            ],
         ),
         # LLaMA-Factory Alpaca with system and history
         (
             {"instruction": "c", "input": "d", "output": "e", "system": "s", "history": [["a", "b"]]},
             [
-                {"role": "system", "content": "s"}, {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"},
+                {"role": "system", "content": "s"},
+                {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"},
                 {"role": "user", "content": "c\n\nd"}, {"role": "assistant", "content": "e"},
             ],
         ),
@@ -396,7 +413,7 @@ def test_a_folder_is_split_by_file_name(tmp_path):
 def test_several_sources_with_weights(tmp_path, tokenizer):
     a = write(tmp_path, "a.jsonl", [{"text": f"a{i}"} for i in range(10)])
     b = write(tmp_path, "b.jsonl", [{"question": f"b{i}", "answer": "x"} for i in range(4)])
-    found = parse.parse("sft", ["--data", f"{a}:0.5", f"{b}:2"], 1)
+    found = resolve.resolve_settings("sft", ["--data", f"{a}:0.5", f"{b}:2"], 1)
     train, _ = load_datasets(found, tokenizer)
     texts = [tokenizer.decode(row["input_ids"]) for row in train.dataset]
     assert sum("b1" in t for t in texts) == 2 and len(texts) == 5 + 8
@@ -626,7 +643,8 @@ BROKEN = [
      '"rejected": {"from": "gpt", "value": "z"}}\n', "are preference data (DPO)"),
     ("a.jsonl", '{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": '
      '[{"function": {"name": "f", "arguments": "' + "[" * 100000 + '"}}]}]}\n', "'tool_calls' is not a list of calls"),
-    ("a.jsonl", '{"tools": "' + "[" * 100000 + '", ' + turns(("user", "x"), ("assistant", "y"))[1:], "'tools' is not valid"),
+    ("a.jsonl", '{"tools": "' + "[" * 100000 + '", ' + turns(("user", "x"), ("assistant", "y"))[1:],
+     "'tools' is not valid"),
     ("a", "x", "no ending"),
 ]  # fmt: skip
 
@@ -881,7 +899,7 @@ def test_a_cached_copy_is_described_by_its_own_path(tmp_path, tokenizer):
 def test_the_cache_keeps_files_and_formats_apart(tmp_path, tokenizer):
     lines = [json.dumps({"text": f"row {i}"}) + "\n" for i in range(6)]
     a, b = write(tmp_path, "a.jsonl", "".join(lines[:3])), write(tmp_path, "b.jsonl", "".join(lines[3:]))
-    found = parse.parse("sft", ["--data", f"{a}:5", str(b)], 1)
+    found = resolve.resolve_settings("sft", ["--data", f"{a}:5", str(b)], 1)
     assert len(load_datasets(found, tokenizer)[0]) == 18
     write(tmp_path, "a.jsonl", lines[0])
     write(tmp_path, "b.jsonl", "".join(lines[1:]))  # the same bytes, the bound between the files elsewhere
@@ -910,7 +928,8 @@ def test_sampler_order_ignores_ranks_and_splits():
     assert len(sampler) == 12 and sorted(first[:10]) == list(range(10)) and first[10:] == [10, 10]
     assert list(EpochSampler(10, 4, seed=1)) == first
     sampler.set_epoch(1)
-    assert list(sampler) != first
+    assert list(sampler) == sampler.indices(1) != first
+    assert sampler.indices(0) == first and list(sampler) == sampler.indices(1)  # looking up an epoch moves nothing
     assert list(EpochSampler(3, 2, seed=None)) == [0, 1, 2, 3]
 
 
@@ -927,6 +946,29 @@ def test_collator_masks_padding_by_position_not_by_id():
     assert batch["input_ids"].shape == (2, 8)
     assert batch["labels"][0].tolist()[:3] == [-100, 1, -100]  # an end token that is also the pad token is trained
     assert batch["attention_mask"].sum(-1).tolist() == [2, 1]
+
+
+@pytest.mark.parametrize("lengths", [[3], [2, 40, 8, 17]])
+def test_the_collator_pads_as_transformers_does_on_the_right(tokenizer, lengths):
+    rows = [{"input_ids": [7 + n] * n, "labels": [-100] + [7 + n] * (n - 1)} for n in lengths]
+    theirs = DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=8)([dict(row) for row in rows])
+    ours = Collator(tokenizer.pad_token_id)(rows)
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    tokenizer.padding_side = "left"  # why it is not used: a tokenizer decides where it pads
+    left = DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=8)([dict(row) for row in rows])
+    assert not torch.equal(left["input_ids"], ours["input_ids"])
+
+
+def test_packs_are_flattened_document_by_document():
+    documents = [{"input_ids": [n] * n, "labels": [n] * n} for n in (3, 2, 4)]
+    pack = join(documents[:2])
+    batch = PackedCollator()([pack, documents[2]])
+    assert batch["input_ids"].tolist() == [[3, 3, 3, 2, 2, 4, 4, 4, 4]]
+    assert batch["labels"].tolist() == [[-100, 3, 3, -100, 2, -100, 4, 4, 4]]  # no document predicts the next one
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 0, 1, 2, 3]]
+    for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
+        assert batch[name].tolist() == [0, 3, 5, 9] and batch[name].dtype == torch.int32
+    assert batch["max_length_q"] == batch["max_length_k"] == 4
 
 
 def test_text_and_chat_in_one_run_keep_their_control_tokens(tmp_path, tokenizer):
@@ -965,8 +1007,6 @@ def test_weights_never_leak_into_the_eval_rows(tmp_path, tokenizer):
 @pytest.mark.parametrize("strategy", ["random", "sequential", "group_by_length"])
 @pytest.mark.parametrize("packing", [(), ("--packing", "--max_length", "64")])
 def test_a_weight_below_one_takes_other_rows_in_each_epoch(tmp_path, tokenizer, packing, strategy):
-    from zerofit.train.trainer import ZerofitTrainer
-
     whole = write(tmp_path, "whole.jsonl", [{"text": f"row {i}"} for i in range(7)])
     half = write(tmp_path, "half.jsonl", [{"text": f"{i} halves of some more words"} for i in range(40)])
     settings = settings_for(str(whole), f"{half}:0.5", *packing)
@@ -974,16 +1014,10 @@ def test_a_weight_below_one_takes_other_rows_in_each_epoch(tmp_path, tokenizer, 
     assert train.statistics["left_out_by_weight"] == 20 and (packing or len(train) == 27)
     sequences = train.sequences(settings)
     arguments = SimpleNamespace(
-        train_sampling_strategy=strategy, per_device_train_batch_size=2, gradient_accumulation_steps=2, world_size=1, seed=1,
-        data_seed=None,
+        train_sampling_strategy=strategy, per_device_train_batch_size=2, gradient_accumulation_steps=2, world_size=1,
+        seed=1, data_seed=None,
     )  # fmt: skip
-    trainer = SimpleNamespace(
-        train_dataset=DatasetWithFiller(sequences, 0),
-        args=arguments,
-        tokens=train,
-        settings=SimpleNamespace(data_ranks=1),
-    )
-    sampler = ZerofitTrainer._get_train_sampler(trainer)
+    sampler = training_sampler(DatasetWithFiller(sequences, 0), arguments, train.weights, 1)
     packs = sequences.packs if packing else [[i] for i in range(len(sequences))]
 
     def rows_of(epoch):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from accelerate.data_loader import prepare_data_loader, skip_first_batches
 
-from zerofit.config import parse
+from zerofit.config import resolve
 from zerofit.data import conversations, dataset, encoding, sources
 from zerofit.data.batches import EpochSampler
 from zerofit.data.load import load_datasets
@@ -21,7 +21,7 @@ FORK = multiprocessing.get_context("fork")
 
 
 def settings_for(*flags):
-    return parse.parse("sft", ["--data", *map(str, flags)], 1)
+    return resolve.resolve_settings("sft", ["--data", *map(str, flags)], 1)
 
 
 def write(file, content):
@@ -159,13 +159,13 @@ def test_odd_paths_are_one_sentence(tmp_path, tokenizer, record_property):
     for value, says in wrong:
         for flags in (["--data", value], ["--data", str(tmp_path / "a.jsonl"), "--eval_data", value]):
             with pytest.raises(UserError) as caught:
-                load_datasets(parse.parse("sft", flags, 1), tokenizer)
+                load_datasets(resolve.resolve_settings("sft", flags, 1), tokenizer)
             assert says in str(caught.value) and "\n" not in str(caught.value), value
     assert len(load_datasets(settings_for(f"{tmp_path}/**/a.jsonl"), tokenizer)[0]) == 1
     with pytest.raises(UserError, match="--chat_template"):
         conversations.choose_template("{% for m in messages %}" * 50, tokenizer)
     with pytest.raises(UserError, match="--config ~nouser"):
-        parse.parse("sft", ["--config", "~nouser/a.yaml"], 1)
+        resolve.resolve_settings("sft", ["--config", "~nouser/a.yaml"], 1)
 
 
 @pytest.mark.bad_input

@@ -1,6 +1,6 @@
 """Exports compute what was trained, from every stage; a spoilt one is refused; nothing is left of what fails.
 
-One world of two ranks trains the sources. `python -m pytest tests/export/test_export.py -m ''` adds every adapter and stage.
+One world of two ranks trains the sources; `pytest tests/export/test_export.py -m ''` adds every adapter and stage.
 """
 
 import io
@@ -11,8 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +18,7 @@ from conftest import ROOT, TINY, run_python, run_world
 from safetensors.torch import load_file, save_file
 
 from zerofit.errors import UserError
-from zerofit.export import chat, compare, export, merge, model_card
+from zerofit.export import chat, compare, export, merge
 from zerofit.export import source as export_source
 from zerofit.paths import size_of
 from zerofit.train.checkpoint import zero_shards
@@ -99,6 +97,9 @@ def assert_near_training(run, out, relative, **kwargs):
 def test_the_same_bits_come_back(runs, tmp_path, name, relative):
     text = exported(runs[name].folder, tmp_path / "out")
     assert "every logit is bit for bit the same" in text and str(ROOT) not in text and str(tmp_path) not in text
+    own = (runs[name].folder / "final" / "README.md").read_text()
+    assert f"# {name[:-1]} of zerofit's bundled tiny Llama" in own and "Trained by zerofit" in own
+    assert f"ZeRO stage {name[-1]} on 2 ranks" in own and "| steps | 4 |" in own and str(ROOT) not in own
     dtype = torch.float32 if name == "sft0" else torch.bfloat16
     assert_near_training(runs[name], tmp_path / "out", relative, as_trained=name == "lora2", dtype=dtype)
     if name != "lora2":
@@ -184,10 +185,13 @@ def test_a_spoilt_export_is_refused(runs, tmp_path, monkeypatch, name, flags, sp
 @pytest.mark.fault
 @pytest.mark.slow
 def test_a_wrong_scale_is_refused(runs, tmp_path, monkeypatch):
-    one = merge.merge_tensor
-    monkeypatch.setattr(
-        merge, "merge_tensor", lambda found, *rest: one(export_source.Saved(found.folder, found.run, found.facts, found.adapter | {"lora_alpha": 31}), *rest)
-    )  # fmt: skip
+    merge_tensor = merge.merge_tensor
+
+    def merge_with_another_scale(source, *arguments):
+        adapter = source.adapter | {"lora_alpha": 31}
+        return merge_tensor(export_source.Saved(source.folder, source.run, source.facts, adapter), *arguments)
+
+    monkeypatch.setattr(merge, "merge_tensor", merge_with_another_scale)
     with pytest.raises(UserError, match="the export does not compute"):
         exported(runs["lora2"].folder, tmp_path / "out", "--merge", "--dtype", "float32")
 
@@ -366,7 +370,8 @@ def test_writing_holds_one_file_not_the_model(tmp_path, merged):
         source, flags = tmp_path / "adapter", ["--merge"]
     assert size_of(tmp_path / "model") > 200e6
     done = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(source), "--output_dir", str(tmp_path / "out"), "--max_shard_size", "20MB", "--check", "false", *flags],
+        [sys.executable, "-c", MEASURE, str(source), "--output_dir", str(tmp_path / "out"),
+         "--max_shard_size", "20MB", "--check", "false", *flags],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
@@ -456,8 +461,10 @@ def test_chat_from_a_pipe(runs, monkeypatch, capsys, name):
 def test_chat_ends_without_a_traceback_on_ctrl_c(runs):
     import signal
 
-    process = subprocess.Popen([sys.executable, "-m", "zerofit", "chat", str(runs["sft0"].folder), "--max_new_tokens", "4"],
-                               stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)  # fmt: skip
+    process = subprocess.Popen(
+        [sys.executable, "-m", "zerofit", "chat", str(runs["sft0"].folder), "--max_new_tokens", "4"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
     process.stdin.write("Hello\n")
     process.stdin.flush()
     threading.Timer(120, process.kill).start()
@@ -527,13 +534,3 @@ def test_updates_that_rounding_takes_back_are_told():
     assert "--dtype float32 keeps it" in compare._much_rounding(result)
     assert compare._much_rounding(result | {"effect": 0.3}) == ""
     assert "are rounded away" in compare._much_rounding(result | {"merged": False, "independent": 0.01})
-
-
-@pytest.mark.parametrize(("ranks", "said"), [(1, "1 rank,"), (2, "2 ranks,")])
-def test_a_card_of_the_bundled_task(ranks, said):
-    arguments = {"model": str(TINY / "model"), "zero": "0"}
-    found = SimpleNamespace(facts={"recipe": "sft", "world_size": ranks}, argument=arguments.get, adapter=None, bits=None,
-                            run=None, folder=Path("final"))  # fmt: skip
-    told = {"adapter": False, "merged": False, "dtype": "float32", "masters": False, "agreement": None, "notes": []}
-    text = model_card.text(found, told)
-    assert "# sft of zerofit's bundled tiny Llama" in text and f"ZeRO stage 0, {said}" in text

@@ -29,9 +29,9 @@ class Case:
     """One run on the bundled model.
 
     group: its losses must agree with those of the first case of the group, `within` relative.
-    must_print, must_not_print: patterns of its output. package: has to be installed. by: "recipe" starts the recipe itself,
-    "launcher" `zerofit launch`, "make" `make sft`. after: goes on from that case's checkpoint. interrupt: SIGKILL for the
-    rank or SIGTERM for the launcher, after 2 x SAVED_STEP steps. why: what a failure may mean.
+    must_print, must_not_print: patterns of its output. package: has to be installed. by: "recipe" starts the recipe
+    itself, "launcher" `zerofit launch`, "make" `make sft`. after: goes on from that case's checkpoint. interrupt:
+    SIGKILL for the rank or SIGTERM for the launcher, after 2 x SAVED_STEP steps. why: what a failure may mean.
     """
 
     name: str

@@ -71,8 +71,10 @@ def model_and_rows(folder, lengths: list[int]) -> str:
     """Write a model folder and rows of these lengths; return the flags that use them."""
     write_model(folder / "model", json.dumps(CONFIG))
     write_rows(folder / "rows.jsonl", lengths)
-    return f"--model {folder / 'model'} --random_init true --data {folder / 'rows.jsonl'} --max_length {max(lengths)} " \
-           "--logging_steps 1 --gradient_checkpointing false --num_samples 0 "  # fmt: skip
+    return (
+        f"--model {folder / 'model'} --random_init true --data {folder / 'rows.jsonl'} --max_length {max(lengths)} "
+        "--logging_steps 1 --gradient_checkpointing false --num_samples 0 "
+    )
 
 
 def launch_words(folder, flags: str) -> list[str]:
@@ -103,7 +105,8 @@ def test_out_of_memory_goes_on_from_the_checkpoint(tmp_path, start, fill):
     flags = (
         model_and_rows(tmp_path, [128] * 64 + [2048] * 24) + "--train_sampling_strategy sequential --ignore_plan true "
     )
-    flags += "--per_device_train_batch_size 8 --effective_batch_size 8 --max_steps 11 --save_strategy steps --save_steps 4"  # fmt: skip
+    flags += "--per_device_train_batch_size 8 --effective_batch_size 8 --max_steps 11 "
+    flags += "--save_strategy steps --save_steps 4"
     fill(FREE_MIB)
     job = start(launch_words(tmp_path, flags))
     assert job.finish(240) == 0, job.output[-4000:]
@@ -157,7 +160,7 @@ def test_launcher_leaves_no_context_on_the_gpu(tmp_path):
     assert before > 0 and grown < 50 * 2**20
 
 
-# --- killed, stopped, rehearsed ---
+# --- killed, stopped, tried beforehand ---
 
 
 def kinds_of(outcome) -> list[str]:
@@ -183,7 +186,7 @@ def test_sigterm_saves_and_ends(case, outcomes):
 
 
 @pytest.mark.parametrize("case", [cases.CANARY], ids=lambda case: case.name)
-def test_canary_rehearses_and_the_run_follows(case, outcomes):
+def test_canary_passes_and_the_run_follows(case, outcomes):
     outcome = outcomes[case.name]
     cases.check(case, outcome)
     assert [step["step"] for step in outcome.steps] == list(range(1, 7))

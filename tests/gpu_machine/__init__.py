@@ -1,9 +1,9 @@
 """Describe a GPU machine that is not there, so that what the kit decides on one can be tested on a CPU.
 
 `machine` returns the environment of a subprocess on such a machine, `in_process` puts the running test on one. There,
-`nvidia-smi`, `nvcc` and SLURM's commands answer from a specification (a JSON file that GPU_MACHINE names), and so do the
-C functions below torch.cuda; torch's own Python code above them runs as it is. Nothing computes: an allocation on "cuda"
-raises RuntimeError("the stand-in GPU computes nothing: ..."), and NCCL is not there.
+`nvidia-smi`, `nvcc` and SLURM's commands answer from a specification (a JSON file that GPU_MACHINE names), and so do
+the C functions below torch.cuda; torch's own Python code above them runs as it is. Nothing computes: an allocation on
+"cuda" raises RuntimeError("the stand-in GPU computes nothing: ..."), and NCCL is not there.
 """
 
 import functools
@@ -60,21 +60,22 @@ class Card:
         if self.free_mib is None:
             card["free_mib"] = self.total_mib - reserved
         slices = [{"name": f"{self.name} MIG {profile}", "uuid": f"MIG-{made(i)}", "total_mib": size, "free_mib": size,
-                   "reserved_mib": 0, "profile": profile, "slices": []} for i, (profile, size) in enumerate(self.slices)]  # fmt: skip
+                   "reserved_mib": 0, "profile": profile, "slices": []}
+                  for i, (profile, size) in enumerate(self.slices)]  # fmt: skip
         return card | {"slices": [card | part for part in slices]}
 
 
 def machine(
-    folder: Path, gpus: Sequence[Card] = (), *, driver: str = "580.65.06", cuda: str | None = "13.0", torch_usable: bool = True,
-    nvml: bool = True, toolkit: bool = False, compute_mode: str = "Default", visible: str | None = None, sbatch: bool = False,
-    **variables: str,
+    folder: Path, gpus: Sequence[Card] = (), *, driver: str = "580.65.06", cuda: str | None = "13.0",
+    torch_usable: bool = True, nvml: bool = True, toolkit: bool = False, compute_mode: str = "Default",
+    visible: str | None = None, sbatch: bool = False, **variables: str,
 ) -> dict[str, str]:  # fmt: skip
     """Return the complete environment of a process on such a machine; files that it needs go into `folder`.
 
     gpus: in nvidia-smi's order; none: no driver and no nvidia-smi, as on a login node. driver: one that is too old for
     `cuda`, torch's CUDA version, makes torch unusable too. cuda: None is a CPU build of torch. torch_usable: False is a
     driver that fails to initialize. nvml: whether torch finds NVML (without it, it counts no GPU where it is unusable).
-    compute_mode: "Default", "Exclusive_Process" or "Prohibited". visible: CUDA_VISIBLE_DEVICES. variables: more of them.
+    compute_mode: "Default", "Exclusive_Process" or "Prohibited". visible: CUDA_VISIBLE_DEVICES. variables: more.
     """
     folder = Path(tempfile.mkdtemp(prefix="gpu-machine-", dir=folder))
     (folder / "bin").mkdir()
@@ -101,9 +102,9 @@ def machine(
 
 
 def in_process(monkeypatch, folder: Path, gpus: Sequence[Card] = (), **options) -> None:
-    """Put the running test on such a machine, environment and torch.cuda; once in a test. See `machine` for the arguments.
+    """Put the running test on such a machine, environment and torch.cuda; once in a test.
 
-    The accelerator that DeepSpeed has chosen at an earlier import stays.
+    See `machine` for the arguments. The accelerator that DeepSpeed has chosen at an earlier import stays.
     """
     import torch.utils.cpp_extension
 
@@ -121,7 +122,7 @@ def in_process(monkeypatch, folder: Path, gpus: Sequence[Card] = (), **options) 
 
 
 def contexts(env: dict[str, str]) -> list[Context]:
-    """Return the CUDA contexts that processes of this machine have opened so far, a line for each call that opens one."""
+    """Return the CUDA contexts that processes of this machine have opened so far, one entry a call that opens one."""
     return read_contexts(read_spec(env))
 
 

@@ -76,7 +76,8 @@ class Runtime:
         device = self.devices[index]
         major, minor = device["capability"]
         return SimpleNamespace(
-            name=device["name"], total_memory=(device["total_mib"] - device["reserved_mib"]) * MIB, major=major, minor=minor,
+            name=device["name"], total_memory=(device["total_mib"] - device["reserved_mib"]) * MIB, major=major,
+            minor=minor,
             multi_processor_count=device["multi_processor_count"], uuid=device["uuid"].partition("-")[2], warp_size=32,
             max_threads_per_multi_processor=2048, is_integrated=0, is_multi_gpu_board=0, pci_bus_id=device["index"] + 1,
         )  # fmt: skip
@@ -138,7 +139,7 @@ class Runtime:
 
 
 def install(patch=setattr) -> None:
-    """Make the imported torch a CUDA build on this machine. patch: sets an attribute, so that a test can take it back."""
+    """Make the imported torch a CUDA build on this machine. patch: sets an attribute that a test can set back."""
     import torch
 
     cuda, runtime = torch.cuda, Runtime(torch)
@@ -161,13 +162,15 @@ def install(patch=setattr) -> None:
             patch(torch._C, name, getattr(runtime, name))
     patch(cuda.nccl, "version", lambda: (2, 29, 7))
     for name, value in {
-        "_lazy_init": lazy_init, "_is_in_bad_fork": runtime._cuda_isInBadFork, "_get_device_properties": runtime.properties,
+        "_lazy_init": lazy_init, "_is_in_bad_fork": runtime._cuda_isInBadFork,
+        "_get_device_properties": runtime.properties,
         "_exchange_device": runtime._cuda_exchangeDevice, "_maybe_exchange_device": runtime._cuda_maybeExchangeDevice,
         "_cudart": SimpleNamespace(cudaMemGetInfo=runtime.mem_get_info), "_raw_device_uuid_nvml": runtime.nvml_uuids,
         "_raw_device_count_nvml": lambda: len(runtime.nvml_uuids()),
         "_check_bf16_tensor_supported": lambda device: True,  # torch tries it with a tensor
         # what torch itself changes when it initializes CUDA
-        "_initialized": False, "_cached_device_count": None, "_queued_calls": [*cuda._queued_calls], "default_generators": (),
+        "_initialized": False, "_cached_device_count": None, "_queued_calls": [*cuda._queued_calls],
+        "default_generators": (),
     }.items():  # fmt: skip
         patch(cuda, name, value)
     for kind in (cuda.Stream, cuda.Event, cuda.CUDAGraph):

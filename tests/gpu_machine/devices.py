@@ -18,7 +18,7 @@ CUDA_OF_DRIVER = {470: 11040, 510: 11060, 525: 12000, 535: 12020, 545: 12030, 55
 
 @dataclass(frozen=True)
 class Context:
-    """A call that opened a context. device: index as nvidia-smi counts, "?" for an allocation, whose device is unknown."""
+    """A call that opened a context. device: index as nvidia-smi counts, "?" for an allocation (device unknown)."""
 
     pid: int
     argv: str
@@ -50,7 +50,7 @@ def visible(spec: dict, env=os.environ) -> list[dict]:
 
 
 def _named(wanted: str, cards: list[dict]) -> list[dict]:
-    """Return what CUDA_VISIBLE_DEVICES names: what follows the first wrong word is ignored, a repetition leaves nothing."""
+    """Return what CUDA_VISIBLE_DEVICES names: up to the first wrong word, and nothing where a device is repeated."""
     found, by_uuid = [], [*cards, *(part for card in cards for part in card["slices"])]
     for word in map(str.strip, wanted.split(",")):
         if word.startswith(("GPU-", "MIG-")):

@@ -10,7 +10,8 @@ def gpu(spec: dict, card: dict) -> dict[str, tuple]:
     free, reserved = devices.free_mib(spec, card), card["reserved_mib"]
     has_mig = card["capability"] in ([8, 0], [9, 0], [10, 0])
     return {
-        "index": (card["index"], ""), "uuid": (card["uuid"], ""), "name": (card["name"], ""), "count": (len(spec["gpus"]), ""),
+        "index": (card["index"], ""), "uuid": (card["uuid"], ""), "name": (card["name"], ""),
+        "count": (len(spec["gpus"]), ""),
         "memory.total": (card["total_mib"], "MiB"), "memory.free": (free, "MiB"), "memory.reserved": (reserved, "MiB"),
         "memory.used": (card["total_mib"] - reserved - free, "MiB"), "driver_version": (spec["driver"], ""),
         "compute_mode": (spec["compute_mode"], ""), "compute_cap": (".".join(map(str, card["capability"])), ""),

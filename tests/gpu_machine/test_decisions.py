@@ -1,4 +1,4 @@
-"""What the kit decides on GPU machines of many kinds, with the stand-in: devices, precision, processes, memory, failures."""
+"""What the kit decides on stand-in GPU machines of many kinds: devices, precision, processes, memory, failures."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from conftest import ROOT
 
 from gpu_machine import Card, contexts, in_process, machine, submitted
 from zerofit import allocator, hardware, rank_status
-from zerofit.config import offload, parse
+from zerofit.config import offload, resolve
 from zerofit.errors import UserError
 from zerofit.launch import batch_search, doctor, prepare
 from zerofit.model import quantization
@@ -49,7 +49,7 @@ from zerofit import distributed
 from zerofit.config import resolve
 from zerofit.train.trainer import training_arguments
 settings = resolve.resolve_settings("sft", ["--per_device_train_batch_size", "8"])
-settings.values["output_dir"] = "unused"
+settings.output_dir = "unused"
 distributed.start(settings)
 arguments = training_arguments(settings)
 print("decided", arguments.n_gpu, arguments.train_batch_size, settings.precision, arguments.device)
@@ -61,7 +61,7 @@ print("decided", arguments.n_gpu, arguments.train_batch_size, settings.precision
 @pytest.mark.parametrize(("cards", "precision"), [([T4], "fp16"), ([RTX4090], "bf16"), ([], "fp32")])
 def test_precision_is_what_the_gpu_has(cards, precision, tmp_path, monkeypatch):
     in_process(monkeypatch, tmp_path, cards)
-    assert parse.parse("sft", [], 1).precision == precision
+    assert resolve.resolve_settings("sft", [], 1).precision == precision
 
 
 @pytest.mark.bad_input
@@ -90,7 +90,8 @@ def deepspeed_source(tmp_path_factory):
     folder = tmp_path_factory.mktemp("deepspeed")
     pin = next(line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("deepspeed=="))
     done = subprocess.run(
-        [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-build-isolation", "--no-binary", ":all:",
+        [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-build-isolation",
+         "--no-binary", ":all:",
          "-d", str(folder), pin], capture_output=True, text=True, env=os.environ | {"DS_IGNORE_CUDA_DETECTION": "1"},
     )  # fmt: skip
     files = list(folder.glob("*.tar.gz"))
@@ -129,7 +130,7 @@ def test_a_gpu_that_torch_cannot_use_is_named(name, tmp_path, monkeypatch):
     options, said = UNUSABLE[name]
     in_process(monkeypatch, tmp_path, [H100] * 2, **options)
     with pytest.raises(UserError) as error:
-        parse.parse("sft", ["--zero", "2"], 2)
+        resolve.resolve_settings("sft", ["--zero", "2"], 2)
     assert "this machine has a GPU (2 x NVIDIA H100 80GB HBM3" in str(error.value) and said in str(error.value)
 
 
@@ -154,7 +155,8 @@ def test_the_cpu_is_used_where_it_was_asked_for(tmp_path):
         ).returncode
         == 0
     )
-    done = zerofit(old, "launch", "--gpus", "2", "recipes/sft.py", "--use_cpu", "true", "--zero", "2", "--max_steps", "2",
+    done = zerofit(old, "launch", "--gpus", "2", "recipes/sft.py", "--use_cpu", "true", "--zero", "2",
+                   "--max_steps", "2",
                    "--num_samples", "0", "--save_strategy", "no", "--output_dir", str(tmp_path / "run"))  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     assert json.loads((tmp_path / "run" / "result.json").read_text())["world_size"] == 2
@@ -461,14 +463,15 @@ def test_a_batch_size_is_searched_after_the_proof_of_packing(monkeypatch):
     order = []
     trainer = SimpleNamespace(
         tokens=SimpleNamespace(stream=None), is_deepspeed_enabled=False, train_collator=SimpleNamespace(packed=True),
-        prove_documents_apart=lambda: order.append("proof"), seed_this_rank=lambda: None, settings=SimpleNamespace(bundled=False),
+        prove_documents_apart=lambda: order.append("proof"), seed_this_rank=lambda: None,
+        settings=SimpleNamespace(bundled=False),
     )  # fmt: skip
     monkeypatch.setattr(trial, "is_batch_search", lambda: True)
     monkeypatch.setattr(trial, "measure_batch", lambda trainer: order.append("search"))
     monkeypatch.setattr(quantization, "verify_shares", lambda trainer: None)
     monkeypatch.setattr(offload, "after_start", lambda trainer: "")
     monkeypatch.setattr(progress.sys.stderr, "isatty", lambda: False, raising=False)
-    reporter = SimpleNamespace(trainer=trainer, pulse=None)
+    reporter = SimpleNamespace(trainer=trainer, heartbeat=None)
     progress.Reporter.on_train_begin(reporter, SimpleNamespace(process_index=0), SimpleNamespace(global_step=0), None)
     assert order == ["proof", "search"]
 

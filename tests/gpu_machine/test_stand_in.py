@@ -1,4 +1,4 @@
-"""The stand-in GPU machine itself: what torch, nvidia-smi and SLURM's commands answer on it, and that nothing computes."""
+"""The stand-in GPU machine: what torch, nvidia-smi and SLURM's commands answer on it, and that nothing computes."""
 
 import json
 import os
@@ -13,8 +13,10 @@ import torch
 from . import Card, contexts, in_process, machine, submitted
 
 MIB = 2**20
-UNEQUAL = [Card("NVIDIA GeForce RTX 4060 Ti", 16380, capability=(8, 9), multi_processor_count=34),
-           Card("NVIDIA GeForce RTX 4090", 24564, free_mib=20000, capability=(8, 9), multi_processor_count=128)]  # fmt: skip
+UNEQUAL = [
+    Card("NVIDIA GeForce RTX 4060 Ti", 16380, capability=(8, 9), multi_processor_count=34),
+    Card("NVIDIA GeForce RTX 4090", 24564, free_mib=20000, capability=(8, 9), multi_processor_count=128),
+]
 SLICED = Card(slices=(("3g.40gb", 40448), ("3g.40gb", 40448)))
 
 
@@ -275,8 +277,8 @@ import torch._inductor.compile_fx
 from deepspeed.accelerator import get_accelerator
 from accelerate import PartialState
 a = get_accelerator()
-print(json.dumps([a.device_name(), a.communication_backend_name(), a.device_count(), a.is_bf16_supported(), a.is_available(),
-                  a.total_memory(1), str(PartialState().device)]))
+print(json.dumps([a.device_name(), a.communication_backend_name(), a.device_count(), a.is_bf16_supported(),
+                  a.is_available(), a.total_memory(1), str(PartialState().device)]))
 """
     env = machine(tmp_path, [Card()] * 2)
     total = (81559 - 489) * MIB

@@ -8,7 +8,7 @@ import sys
 import pytest
 from conftest import ROOT, TINY, Run, recipe_process
 
-from zerofit.config import parse, presets, resolve
+from zerofit.config import presets, resolve
 from zerofit.errors import UserError
 from zerofit.launch import batch_search
 
@@ -114,7 +114,7 @@ def test_presets_train(tmp_path):
 @pytest.mark.bad_input
 def test_unknown_preset():
     with pytest.raises(UserError, match="--preset gpu-7g: there are gpu-12g"):
-        parse.parse("sft", ["--preset", "gpu-7g"], 1)
+        resolve.resolve_settings("sft", ["--preset", "gpu-7g"], 1)
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import pytest
 from conftest import TINY, Run
 from test_retry import launch
 
-from zerofit.config import parse
+from zerofit.config import resolve
 from zerofit.errors import UserError
 from zerofit.launch import canary
 from zerofit.train import trial
@@ -76,7 +76,7 @@ def test_a_run_is_not_started_over_it(tmp_path, fault, code, says):
 
 
 @pytest.mark.parametrize(("flag", "planned", "steps", "expected"), [
-    ("auto", None, 10**6, False), ("true", None, None, True), ("false", {"step_seconds": 9.0}, 10**6, False),
+    ("auto", None, 10**6, False), (True, None, None, True), (False, {"step_seconds": 9.0}, 10**6, False),
     ("auto", {"step_seconds": 2.0}, 299, False), ("auto", {"step_seconds": 2.0}, 301, True),
     ("auto", {"step_seconds": 2.0}, None, True), ("auto", {"step_seconds": None}, 10**6, False),
 ])  # fmt: skip
@@ -110,14 +110,15 @@ def test_nothing_of_a_rehearsal_leaves_the_machine(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("push_to_hub: true\nresume_from_checkpoint: auto\nreport_to: tensorboard\n")
     given = ["--config", str(file), "--output_dir", "run", "--resume_from_checkpoint", "auto"]
-    settings = parse.parse("sft", canary._flags(given, tmp_path), 1)
+    settings = resolve.resolve_settings("sft", canary._flags(given, tmp_path), 1)
     assert (settings.push_to_hub, settings.report_to, settings.output_dir) == (False, "none", str(tmp_path))
     assert settings.resume_from_checkpoint == "false"
 
 
 def test_what_it_says():
-    found = {"device": "cuda", "peak_bytes": 60 * 2**30, "step_seconds": 4.0, "steps": 2000, "tokens_per_second": 12345.6,
-             "checkpoint_bytes": 112e9, "save_seconds": 31.0, "load_seconds": 40.0, "reloaded": True}  # fmt: skip
+    found = {"device": "cuda", "peak_bytes": 60 * 2**30, "step_seconds": 4.0, "steps": 2000,
+             "tokens_per_second": 12345.6, "checkpoint_bytes": 112e9, "save_seconds": 31.0,
+             "load_seconds": 40.0, "reloaded": True}  # fmt: skip
     text = "\n".join(canary.sentences(found, {"peak_bytes": 59 * 2**30, "limit_bytes": 76 * 2**30}, 95.0))
     assert "peak 60.00 GiB a rank; the plan said 59.00; 16.00 GiB are left" in text
     assert "12,346 tokens/s" in text and "2,000 steps take at most 2:13:20" in text and "112 GB in 31.0 s" in text

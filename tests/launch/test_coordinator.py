@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
 from datetime import timedelta
 
 import pytest
@@ -18,24 +19,28 @@ from conftest import ROOT, TINY, Run, run_world
 from torch.distributed import TCPStore
 
 from zerofit import distributed, rank_status, run_lock
-from zerofit.errors import UserError
-from zerofit.launch import doctor_nodes, launch
-from zerofit.launch.cluster import coordinator, documents, hostfile, job_secret, node_options
+from zerofit.errors import EXIT_CODES, UserError
+from zerofit.launch import doctor_nodes, launch, prepare
+from zerofit.launch.cluster import coordinator, documents, hostfile, job_secret, membership, node_options, transport
+from zerofit.launch.cluster.documents import JOB_KEY, End, JobState, Kill, NodeState, Order, Report, Stop
 from zerofit.train import consistency, network_check
 
 FACTS = {"torch": "2", "recipe files": "abc"}
 SECRET = b"0123456789abcdef"
 SHORT = [
-    "--data", str(TINY / "train.jsonl"), "--max_samples", "24", "--effective_batch_size", "8", "--learning_rate", "1e-3",
-    "--num_train_epochs", "1", "--logging_steps", "1", "--save_strategy", "no", "--num_samples", "0",
+    "--data", str(TINY / "train.jsonl"), "--max_samples", "24", "--effective_batch_size", "8",
+    "--learning_rate", "1e-3", "--num_train_epochs", "1", "--logging_steps", "1", "--save_strategy", "no",
+    "--num_samples", "0",
 ]  # fmt: skip
 
 
 @pytest.fixture
 def port(monkeypatch):
-    monkeypatch.setattr(coordinator, "BEAT_SECONDS", 0.05)
-    monkeypatch.setattr(coordinator, "LOST_SECONDS", 1.0)
-    monkeypatch.setattr(coordinator, "LAST_CALL_SECONDS", 0.3)
+    for module in (transport, membership, coordinator):
+        monkeypatch.setattr(module, "HEARTBEAT_SECONDS", 0.05)
+    monkeypatch.setattr(membership, "LOST_SECONDS", 1.0)
+    monkeypatch.setattr(membership, "LAST_CALL_SECONDS", 0.3)
+    monkeypatch.setattr(membership, "LEAVE_SECONDS", 0.3)
     monkeypatch.setattr(coordinator, "GRACE_SECONDS", 0.3)
     return distributed.free_port()
 
@@ -65,21 +70,22 @@ def together(*functions):
 
 def come(port, rank, facts=FACTS, ready=None, **more):
     """One node's way to an agreed job; its view of it."""
-    crew = coordinator.Coordinator(at(port, rank, **more), 1, facts, SECRET)
+    node = coordinator.Coordinator(at(port, rank, **more), 1, facts, SECRET)
     try:
-        crew.gather()
-        if crew.leads:
-            crew.begin_with(crew.here(), ["--zero", "2"])
-        return crew, crew.agree(ready or {"data": "x"}, ROOT / "runs" / "a" if crew.leads else None)
+        node.membership.gather()
+        if node.leads:
+            node.begin_with(node.membership.processes(), ["--zero", "2"])
+        return node, node.membership.agree(ready or {"data": "x"}, ROOT / "runs" / "a" if node.leads else None)
     except UserError as error:
-        crew.close(str(error))
+        node.membership.leave(str(error))
         raise
 
 
 @pytest.mark.bad_input
 @pytest.mark.parametrize("words", [
-    ["--nnodes", "two"], ["--nnodes", "3:2", "--node_rank", "0"], ["--nnodes", "2"], ["--nnodes", "2", "--node_rank", "2"],
-    ["--nnodes", "2", "--node_rank", "0"], ["--nnodes", "2", "--node_rank", "0", "--master_addr", "a", "--port", "65535"],
+    ["--nnodes", "two"], ["--nnodes", "3:2", "--node_rank", "0"], ["--nnodes", "2"],
+    ["--nnodes", "2", "--node_rank", "2"], ["--nnodes", "2", "--node_rank", "0"],
+    ["--nnodes", "2", "--node_rank", "0", "--master_addr", "a", "--port", "65535"],
     ["--nnodes", "2", "--node_rank", "0", "--master_addr", "a", "--join_timeout", "soon"],
     ["--nnodes", "2", "--node_rank", "0", "--master_addr", "a", "--interface", "nonet0"],
 ])  # fmt: skip
@@ -89,6 +95,17 @@ def test_places_that_are_none(words):
     parser.add_argument("--port", default="")
     with pytest.raises(UserError, match=r"NODES|NODE_RANK|MASTER_ADDR|PORT|--join_timeout|--interface"):
         node_options.of(parser.parse_args(words))
+
+
+@pytest.mark.bad_input
+def test_a_search_for_the_batch_size_is_refused_on_several_nodes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "config.yaml"
+    file.write_text("per_device_train_batch_size: auto\n")
+    words = ["--nnodes", "2", "--node_rank", "0", "--master_addr", "127.0.0.1", str(ROOT / "recipes" / "sft.py")]
+    for flags in (["--config", str(file)], ["--per_device_train_batch_size", "auto"]):
+        with pytest.raises(UserError, match="auto searches on one node"):
+            launch.main([*words, *flags])
 
 
 def test_one_machine_needs_no_place_and_two_are_placed():
@@ -103,31 +120,29 @@ def test_one_machine_needs_no_place_and_two_are_placed():
 @pytest.mark.fault
 def test_agreed_and_lost(port, tmp_path):
     (first, folder), (second, theirs) = together(lambda: come(port, 0), lambda: come(port, 1))
-    assert folder == theirs == ROOT / "runs" / "a" and first.processes == second.processes == 2
+    assert folder == theirs == ROOT / "runs" / "a" and first.world_size == second.world_size == 2
     first.order(1, {0: 1, 1: 1}, ["--zero", "2"])
-    decided = second.next_order()["order"]["flags"]
-    assert decided["--zero"] == ["2"] and "--model" not in decided
-    second.begin()
-    words = second.torchrun(["recipe.py"])
+    order = second.next_order()
+    assert order.flags["--zero"] == ["2"] and "--model" not in order.flags
+    second.begin(order)
+    words = prepare.node_command(second.place, second.attempt.order.nodes, "recipe.py", [])
     assert words[words.index("--node_rank") + 1] == "1" and words[words.index("--master_port") + 1] == str(port + 1)
-    second.closing.set()  # as when its machine dies
-    second.thread.join()
+    second.transport.close()  # as when its node dies
     ended, told = [], time.monotonic()
     while not ended and time.monotonic() - told < 10:
-        first.look(tmp_path, [], ended.append)
+        first.poll(tmp_path, [], ended.append)
         time.sleep(0.05)
-    assert ended == [9] and first.lost == [1]
+    assert ended == [9] and first.attempt.lost == [1]
     first.report(-9, [], None, tmp_path)
     assert first.collect(tmp_path)[0] != 0
-    first.close()
+    first.membership.leave()
 
 
 @pytest.mark.fault
 def test_a_signal_to_one_names_one_step_for_all(port, tmp_path):
     (first, _), (second, _) = together(lambda: come(port, 0), lambda: come(port, 1))
     first.order(1, {0: 1, 1: 1}, [])
-    second.next_order()
-    second.begin()
+    second.begin(second.next_order())
     folders = [tmp_path / "a", tmp_path / "b"]
     for rank, folder in enumerate(folders):
         folder.mkdir()
@@ -135,13 +150,30 @@ def test_a_signal_to_one_names_one_step_for_all(port, tmp_path):
         (folder / f"pulse{rank}").write_bytes(rank_status._PULSE.pack(1, 7 + rank, time.time()))
     deadline, steps = time.monotonic() + 10, [0, 0]
     while 0 in steps and time.monotonic() < deadline:
-        first.look(folders[0], [], pytest.fail)
-        second.look(folders[1], [15], pytest.fail)
+        first.poll(folders[0], [], pytest.fail)
+        second.poll(folders[1], [15], pytest.fail)
         steps = [rank_status._STEP.unpack((folder / rank_status.STOP).read_bytes())[0] for folder in folders]
         time.sleep(0.05)
     assert steps[0] == steps[1] > 8
-    for crew in (second, first):
-        crew.close()
+    for node in (second, first):
+        node.membership.leave()
+
+
+@pytest.mark.fault
+def test_a_node_that_is_asked_to_leave_after_the_last_poll_leaves(port, tmp_path):
+    (first, _), (second, _) = together(lambda: come(port, 0), lambda: come(port, 1))
+    first.order(1, {0: 1, 1: 1}, [])
+    second.begin(second.next_order())
+    second.poll(tmp_path, [], pytest.fail)
+    second.report(EXIT_CODES["stopped"], [15], None, tmp_path)
+    first.report(EXIT_CODES["stopped"], [], None, tmp_path)
+    assert first.collect(tmp_path) == (EXIT_CODES["stopped"], [15], None)
+    first.place.timeout = 0.1
+    assert first.next_nodes() is None  # two are needed, and one of them leaves
+    first.order(2, {0: 1}, [])
+    assert second.next_order() == End(EXIT_CODES["stopped"], "")
+    for node in (second, first):
+        node.membership.leave()
 
 
 @pytest.mark.fault
@@ -159,12 +191,11 @@ def test_the_nodes_that_do_not_come_are_named(port):
 
 def test_elastic_begins_with_those_that_are_there(port):
     ((first, _),) = together(lambda: come(port, 0, most=4, least=1))
-    assert first.processes == 1
-    first.batch = 8
-    first.documents = {r: {"gpus": 1, "host": "h"} for r in range(4)}
-    assert first.usable([0, 1, 2]) == [0, 1] and first.usable([0, 1, 2, 3]) == [0, 1, 2, 3]  # 8 is no multiple of 3
-    first.documents = {0: first.mine}
-    first.close()
+    assert first.world_size == 1
+    first.effective_batch_size = 8
+    two, four = dict.fromkeys(range(2), 1), dict.fromkeys(range(4), 1)
+    assert first.usable(two | {2: 1}) == two and first.usable(four) == four  # 8 is no multiple of 3
+    first.membership.leave()
 
 
 @pytest.mark.bad_input
@@ -186,8 +217,8 @@ def test_a_number_that_is_taken_and_a_port_in_use(port):
         coordinator.Coordinator(at(port, 1, most=3), 1, FACTS, SECRET)
     with pytest.raises(UserError, match=f"PORT={port} is in use"):
         coordinator.Coordinator(at(port, 0, most=3), 1, FACTS, SECRET)
-    second.close()
-    first.close()
+    second.membership.leave()
+    first.membership.leave()
 
 
 @pytest.mark.fault
@@ -209,7 +240,7 @@ def stranger(port):
 
 
 def ended_with(files):
-    return {"number": 1, "code": 1, "hung": None, "killed": False, "files": files}
+    return Report(attempt=1, code=1, hung=None, killed=False, files=files)
 
 
 @pytest.mark.injection
@@ -219,42 +250,49 @@ def test_what_is_not_signed_is_ignored_and_said_once(port, capfd, content):
     first.order(1, {0: 1, 1: 1}, ["--zero", "2"])
     store = stranger(port)
     deadline = time.monotonic() + 10
-    while not ("node/1" in first.said_of and "board" in second.said_of) and time.monotonic() < deadline:
-        for key in ("node/1", "board"):
+    while (
+        not ("node/1" in first.transport._reported and JOB_KEY in second.transport._reported)
+        and time.monotonic() < deadline
+    ):
+        for key in ("node/1", JOB_KEY):
             store.set(key, content.encode(errors="surrogateescape"))
         time.sleep(0.01)
-    for key in ("node/1", "board"):
+    for key in ("node/1", JOB_KEY):
         store.set(key, content.encode(errors="surrogateescape"))
     time.sleep(0.3)
-    assert first.thread.is_alive() and second.thread.is_alive()
-    assert first.present() == [0, 1] and second.next_order()["order"]["number"] == 1
+    assert first.transport._thread.is_alive() and second.transport._thread.is_alive()
+    assert first.membership.present() == [0, 1] and second.next_order().attempt == 1
     told = capfd.readouterr().err
-    for key in ("node/1", "board"):
+    for key in ("node/1", JOB_KEY):
         assert told.count(f"'{key}' is ignored: it is not signed with this job's secret") == 1
-    for crew in (second, first):
-        crew.close()
+    for node in (second, first):
+        node.membership.leave()
 
 
 @pytest.mark.injection
 def test_an_order_and_files_of_a_stranger_have_no_effect(port, tmp_path):
     (first, _), (second, _) = together(lambda: come(port, 0), lambda: come(port, 1))
     first.order(1, {0: 1, 1: 1}, ["--zero", "2"])
-    second.next_order()
-    second.begin()
-    second.closing.set()  # so that nothing is written over what the stranger puts there
-    second.thread.join()
+    second.begin(second.next_order())
+    second.transport.close()  # so that nothing is written over what the stranger puts there
     store, records = stranger(port), tmp_path / "records"
     records.mkdir()
-    forged = second.mine | {"beat": 10**6, "ended": ended_with({"../outside": "x", str(tmp_path / "absolute"): "x"})}
-    store.set("node/1", documents.signed(b"another secret of a stranger", "node/1", forged))
-    store.set("board", documents.signed(b"another secret of a stranger", "board", first.board | {"beat": 10**6, "nodes": {
-        "1": second.mine["id"]}, "order": first.board["order"] | {"number": 2}}))  # fmt: skip
-    second._read_board()
-    assert second.board.get("order", {"number": 1})["number"] == 1
+    report = ended_with({"../outside": "x", str(tmp_path / "absolute"): "x"})
+    node = replace(second.transport.node, heartbeat=10**6, report=report)
+    job = replace(
+        first.job, heartbeat=10**6, supervisors={1: second.transport.node.id}, order=replace(first.job.order, attempt=2)
+    )
+    for key, document in (("node/1", node), (JOB_KEY, job)):
+        store.set(key, documents.signed(b"another secret of a stranger", key, document))
+    second.transport._read_job()
+    assert second.job.order.attempt == 1
+    store.set(JOB_KEY, documents.signed(SECRET, JOB_KEY, job))  # the same, by a node
+    second.transport._read_job()
+    assert second.job.order.attempt == 2
     first.report(0, [], None, records)
     first.collect(records)
-    assert first.lost == [1] and [file.name for file in tmp_path.rglob("*")] == ["records"]
-    first.close()
+    assert first.attempt.lost == [1] and [file.name for file in tmp_path.rglob("*")] == ["records"]
+    first.membership.leave()
 
 
 @pytest.mark.injection
@@ -274,21 +312,28 @@ def test_files_of_a_node_have_names_of_a_list(tmp_path, record_property):
         "",
     ]
     record_property("cases", len(bad))
-    coordinator._put(good | dict.fromkeys(bad, "x"), records)
+    documents.write_files(good | dict.fromkeys(bad, "x"), records)
     assert sorted(file.name for file in tmp_path.rglob("*")) == sorted([*good, "records"])
 
 
 @pytest.mark.injection
 def test_a_signature_holds_for_one_key_and_documents_have_a_shape():
-    board = {"beat": 1, "nodes": {}}
-    text = documents.signed(SECRET, "board", board).encode()
-    assert documents.read(SECRET, "board", text) == board
+    job = JobState(heartbeat=1, supervisors={1: "id"}, order=Order(1, {0: 2, 1: 2}, {"--zero": ["2"]}, {}))
+    text = documents.signed(SECRET, JOB_KEY, job).encode()
+    assert documents.read(SECRET, JOB_KEY, text) == job
     with pytest.raises(ValueError, match="not signed"):
         documents.read(SECRET, "node/1", text)
-    for wrong in ([], {"beat": 1}, board | {"beat": "1"}, board | {"order": {"number": 1}}, board | {"end": []},
-                  board | {"members": {"x": 1}}):  # fmt: skip
-        with pytest.raises(ValueError, match=r"no right|no object"):
-            documents.read(SECRET, "board", documents.signed(SECRET, "board", wrong).encode())
+    right = {"heartbeat": 1, "supervisors": {}}
+    for wrong, said in (
+        ([], "document: "), ({"heartbeat": 1}, "supervisors: Field required"),
+        (right | {"heartbeat": "1"}, "heartbeat: "), (right | {"order": {"attempt": 1}}, "order.nodes: "),
+        (right | {"end": []}, "end: "), (right | {"nodes": {"x": 1}}, "nodes.x"),
+        ("[" * 100_000, "document: "), ("\udcff", "document: "),
+    ):  # fmt: skip
+        text = (wrong if isinstance(wrong, str) else json.dumps(wrong)).encode(errors="surrogateescape")
+        signature = documents._signature(SECRET, JOB_KEY, text).encode()
+        with pytest.raises(ValueError, match=said):
+            documents.read(SECRET, JOB_KEY, signature + text)
 
 
 @pytest.mark.injection
@@ -298,19 +343,18 @@ def test_a_document_of_earlier_is_no_news(port):
         lambda: coordinator.Coordinator(at(port, 1), 1, FACTS, SECRET),
     )
     deadline = time.monotonic() + 5
-    while 1 not in first.present() and time.monotonic() < deadline:
+    while 1 not in first.membership.present() and time.monotonic() < deadline:
         time.sleep(0.05)
     before = stranger(port).get("node/1").decode()[documents.DIGITS :]
-    second.closing.set()
-    second.thread.join()
+    second.transport.close()
     again = coordinator.Coordinator(at(port, 1), 1, FACTS, SECRET)
-    while first.documents[1]["id"] != again.mine["id"] and time.monotonic() < deadline + 5:
+    while first.transport.nodes[1].id != again.transport.node.id and time.monotonic() < deadline + 5:
         time.sleep(0.05)
-    old = json.loads(before)
-    assert first._is_old(old, first.documents[1]) and not first._is_old(first.documents[1], first.documents[1])
-    assert first._is_old(first.documents[1] | {"leader": "another job's"}, first.documents[1])
-    again.close()
-    first.close()
+    old, now = NodeState(**json.loads(before)), first.transport.nodes[1]
+    assert first.transport._is_old(old, now) and not first.transport._is_old(now, now)
+    assert first.transport._is_old(replace(now, leader="another job's"), now)
+    again.membership.leave()
+    first.membership.leave()
 
 
 @pytest.mark.injection
@@ -330,7 +374,8 @@ def test_flags_come_from_each_nodes_own_command_line(tmp_path):
     leading = ["--model", "evil", "--trust_remote_code", "true", "--zero=3", "--offload_path", "/disk0", "--gpus", "4",
                "--resume_from_checkpoint", str(tmp_path / "checkpoint-5"), "--gradient_checkpointing"]  # fmt: skip
     found = documents.with_decisions(own, documents.decisions(leading), tmp_path)
-    assert found == ["--model", "mine", "--zero", "3", "--gradient_checkpointing", "--gpus", "4", "--offload_path", "/disk1",
+    assert found == ["--model", "mine", "--zero", "3", "--gradient_checkpointing", "--gpus", "4",
+                     "--offload_path", "/disk1",
                      "--resume_from_checkpoint", str(tmp_path / "checkpoint-5")]  # fmt: skip
     assert documents.with_decisions(own, documents.decisions(own), tmp_path)[2:4] == ["--zero", "auto"]
     elsewhere = {"--resume_from_checkpoint": ["/elsewhere/checkpoint-5"]}
@@ -377,12 +422,12 @@ def test_the_secret_is_in_the_environment_or_beside_the_run_folder(port, tmp_pat
 
 @pytest.mark.injection
 def test_the_store_listens_on_the_address_of_node_0_only(port):
-    crew = coordinator.Coordinator(at(port, 0), 1, FACTS, SECRET)
+    node = coordinator.Coordinator(at(port, 0), 1, FACTS, SECRET)
     others = [a for found in node_options.interfaces().values() for a in found if "." in a and not a.startswith("127.")]
     for address in ["127.0.0.2", *others]:
         with pytest.raises(OSError, match="refused"):
             socket.create_connection((address, port), timeout=2)
-    crew.close()
+    node.membership.leave()
     theirs = {"127.0.0.1": "127.0.0.1", "localhost": "", "no-such-host.invalid": "", "192.0.2.1": ""}
     for address, own in (theirs | {address: address for address in others}).items():
         assert node_options.own_address(node_options.Place(2, 2, 0, address, port, 1.0)) == own
@@ -426,8 +471,8 @@ def test_what_each_host_would_run(tmp_path, capsys, monkeypatch):
     file = tmp_path / "hosts"
     file.write_text("one slots=4\ntwo slots=4\n")
     monkeypatch.setenv("HF_TOKEN", "hf_very_secret")
-    hostfile.main(["--hosts", str(file), "--exclude", "two:0", "--show", "recipes/sft.py", "--run_name", "it's a \"run\"",
-                   "--hub_token", "hf_other_secret"])  # fmt: skip
+    hostfile.main(["--hosts", str(file), "--exclude", "two:0", "--show", "recipes/sft.py",
+                   "--run_name", "it's a \"run\"", "--hub_token", "hf_other_secret"])  # fmt: skip
     said = capsys.readouterr().out
     assert said.splitlines()[1] == (
         "  zerofit launch --gpus 4 --nnodes 2 --node_rank 0 --master_addr one --join_timeout 45 recipes/sft.py "
@@ -439,13 +484,14 @@ def test_what_each_host_would_run(tmp_path, capsys, monkeypatch):
 
 def test_what_one_machine_of_two_would_run(capsys, monkeypatch):
     monkeypatch.setenv("PET_NODE_RANK", "7")  # an operator's, which is not for the ranks
-    launch.main(["--gpus", "2", "--nnodes", "2", "--node_rank", "1", "--master_addr", "10.0.0.1", "--port", "4000", "--show",
-                 "--args", "--run_name 'it is a \"run\"'", str(ROOT / "recipes" / "lora.py"), "--zero", "2"])  # fmt: skip
+    launch.main(["--gpus", "2", "--nnodes", "2", "--node_rank", "1", "--master_addr", "10.0.0.1", "--port", "4000",
+                 "--show", "--args", "--run_name 'it is a \"run\"'", str(ROOT / "recipes" / "lora.py"),
+                 "--zero", "2"])  # fmt: skip
     said = capsys.readouterr().out.splitlines()
     assert shlex.split(said[1])[1:] == [
-        "-m", "zerofit.launch.torchrun", "--nnodes", "2", "--node_rank", "1", "--nproc_per_node", "2", "--master_addr", "10.0.0.1",
-        "--master_port", "4001", "--rdzv_conf", "timeout=45", str(ROOT / "recipes" / "lora.py"), "--zero", "2", "--run_name",
-        'it is a "run"', "--gpus", "4",
+        "-m", "zerofit.launch.torchrun", "--nnodes", "2", "--node_rank", "1", "--nproc_per_node", "2",
+        "--master_addr", "10.0.0.1", "--master_port", "4001", "--rdzv_conf", "timeout=45",
+        str(ROOT / "recipes" / "lora.py"), "--zero", "2", "--run_name", 'it is a "run"', "--gpus", "4",
     ]  # fmt: skip
     assert "PET_NODE_RANK" not in os.environ
 
@@ -466,36 +512,30 @@ def test_a_disk_that_is_not_shared_is_seen(tmp_path):
 
 
 def disturb(port, folder, done) -> int:
-    """What a stranger sends to the supervisors' port while a job runs, each of it once a second; how often it was sent."""
+    """Send a stranger's messages to the supervisors' port once a second until `done` is set; return how often."""
     outside = dict.fromkeys(("../../outside", str(folder / "outside"), "rank0.json"), "x")
-    node = {
-        "id": "stranger",
-        "host": "h",
-        "gpus": 1,
-        "facts": {},
-        "beat": 10**6,
-        "address": "",
-        "leader": "x",
-        "ended": ended_with(outside),
-    }
+    node = NodeState(
+        id="stranger", leader="x", heartbeat=10**6, host="h", address="", gpus=1, facts={}, report=ended_with(outside)
+    )
     flags = {
         "--model": [str(folder / "evil")],
         "--trust_remote_code": ["true"],
         "--output_dir": [str(folder / "outside")],
     }
-    order = {"number": 9, "members": {"0": 1, "1": 1}, "flags": flags, "addresses": {}}
-    board = {"beat": 10**6, "nodes": {"1": "stranger"}, "order": order, "stop": {"number": 1, "step": 1},
-             "kill": {"number": 1, "signal": 9, "stacks": False}, "end": {"code": 0, "sentence": "ended"}}  # fmt: skip
+    job = JobState(
+        heartbeat=10**6, supervisors={1: "stranger"}, order=Order(9, {0: 1, 1: 1}, flags, {}), stop=Stop(1, 1),
+        kill=Kill(1, 9, stacks=False), end=End(0, "ended"),
+    )  # fmt: skip
     sent = 0
     while not done.wait(1.0):
         try:
             with socket.create_connection(("127.0.0.1", port), timeout=1) as raw:
                 raw.sendall(os.urandom(300))
             store = stranger(port)
-            for key, document in (("node/1", node), ("board", board)):
+            for key, document in (("node/1", node), (JOB_KEY, job)):
                 for text in (
                     os.urandom(3),
-                    json.dumps(document),
+                    json.dumps(asdict(document)),
                     documents.signed(b"of a stranger, 16 bytes", key, document),
                 ):
                     store.set(key, text)
@@ -507,8 +547,10 @@ def disturb(port, folder, done) -> int:
 
 @pytest.mark.injection
 def test_two_machines_train_as_one_does(tmp_path):
-    """The line of docs/multinode.md: two supervisors at one address, the whole way but for a network between them, while a
-    stranger writes to their port."""
+    """The line of docs/multinode.md: two supervisors at one address, all but a network between them.
+
+    Meanwhile a stranger writes to their port.
+    """
     page, out = (ROOT / "docs" / "multinode.md").read_text(), tmp_path / "two"
     line = re.search(r"```bash\n(make sft NODES=2 NODE_RANK=1 .* & make sft NODES=2 .*)\n```", page)[1]
     port, done = distributed.free_port() // 2 * 2, threading.Event()

@@ -19,14 +19,16 @@ from zerofit.train.checkpoint.facts import ASIDE
 KILLS = int(os.environ.get("ZEROFIT_KILLS", 100))
 FLAGS = [
     "--data", str(TINY / "train.jsonl"), "--max_samples", "64", "--effective_batch_size", "8", "--num_samples", "0",
-    "--per_device_train_batch_size", "4", "--learning_rate", "1e-4", "--max_steps", str(8 * KILLS), "--logging_steps", "1",
-    "--save_strategy", "steps", "--save_steps", "1", "--save_total_limit", "2", "--zero", "2", "--gpus", "2",
+    "--per_device_train_batch_size", "4", "--learning_rate", "1e-4", "--max_steps", str(8 * KILLS),
+    "--logging_steps", "1", "--save_strategy", "steps", "--save_steps", "1", "--save_total_limit", "2",
+    "--zero", "2", "--gpus", "2",
 ]  # fmt: skip
 
 
 def started(folder) -> subprocess.Popen:
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
-             str(ROOT / "recipes" / "sft.py"), *FLAGS, "--output_dir", str(folder), "--resume_from_checkpoint", "auto"]  # fmt: skip
+             str(ROOT / "recipes" / "sft.py"), *FLAGS, "--output_dir", str(folder),
+             "--resume_from_checkpoint", "auto"]  # fmt: skip
     with Path(os.devnull).open("w") as nowhere, Path(f"{folder}.err").open("w") as errors:
         return subprocess.Popen(words, stdout=nowhere, stderr=errors, env=os.environ | {"OMP_NUM_THREADS": "1"})
 

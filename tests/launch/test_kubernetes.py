@@ -1,4 +1,4 @@
-"""The manifests: the words reach the recipe as they are, the published schemas take them, mistakes are refused before."""
+"""The manifests: the words reach the recipe as they are, the published schemas take them, mistakes are refused."""
 
 import json
 import os
@@ -19,12 +19,13 @@ ROOT = Path(__file__).resolve().parents[2]
 KINDS = list(kubernetes.TEMPLATES)
 # Words that a shell, YAML or Kubernetes would each read its own way.
 HOSTILE = [
-    "--run_name", "two words", "--model_revision", 'a "quoted" \'name\'', "--system_prompt", "cost: $5, $(HOME) $$ "
-                                                                                             "${X} `id` \\",
+    "--run_name", "two words", "--model_revision", 'a "quoted" \'name\'',
+    "--system_prompt", "cost: $5, $(HOME) $$ ${X} `id` \\",
     "--learning_rate", "5e-5", "--seed", "0o17", "--project", "yes", "--trackio_space_id", "y", "--logging_dir_", "",
-    "--chat", "{{ x }} # no comment: \n\tnew line, ümläut, 日本", "--more", "1e3", "~", "null", "- a", ".5", "0x1f", "1_000",
+    "--chat", "{{ x }} # no comment: \n\tnew line, ümläut, 日本",
+    "--more", "1e3", "~", "null", "- a", ".5", "0x1f", "1_000",
 ]  # fmt: skip
-# What the operators put into each pod (training-operator 1.9: envvar.go, master.go; trainer 2.x: plugins/torch/torch.go).
+# What the operators put into each pod (training-operator 1.9: envvar.go, master.go; trainer 2: plugins/torch/torch.go)
 OPERATOR = {
     "pytorchjob": {
         "PYTHONUNBUFFERED": "0", "MASTER_PORT": "23456", "MASTER_ADDR": "demo-master-0", "WORLD_SIZE": "4", "RANK": "1",
@@ -72,7 +73,7 @@ def container(found: list[dict]) -> dict:
 
 
 def expanded(words: list[str], env: dict[str, str]) -> list[str]:
-    """The words as a kubelet makes them: $(NAME) filled in where the container has that variable, $$ one dollar sign."""
+    """Return the words as a kubelet makes them: $(NAME) filled in if the container has it, $$ one dollar sign."""
 
     def one(match):
         return "$" if match[0] == "$$" else env.get(match[1], match[0])
@@ -335,7 +336,8 @@ def test_the_launch_takes_a_pods_command_line(capsys):
     found = rendered(
         capsys, "--gpus", "2", "recipes/sft.py", "--use_cpu", "true", "--run_name", "two $words 'and' \"quotes\""
     )
-    env = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "demo-master-0", "MASTER_PORT": str(distributed.free_port()), "PET_NNODES": "1",
+    env = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "demo-master-0",
+           "MASTER_PORT": str(distributed.free_port()), "PET_NNODES": "1",
            "PET_NODE_RANK": "0", "PET_NPROC_PER_NODE": "2"}  # fmt: skip
     one = container(found)
     words = expanded(one["command"] + one["args"], env)

@@ -13,10 +13,10 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from conftest import ROOT, TINY, Run, recipe_process
+from conftest import ROOT, TINY, Run, python, recipe_process
 
 from zerofit import command_line, distributed, log_filters, run_folder
-from zerofit.config import parse, show
+from zerofit.config import resolve, show
 from zerofit.errors import UserError
 from zerofit.launch import prepare
 from zerofit.train import progress
@@ -24,8 +24,9 @@ from zerofit.train.checkpoint import resume
 
 BIN = Path(sys.executable).parent
 SHORT = [
-    "--data", str(TINY / "train.jsonl"), "--max_samples", "24", "--effective_batch_size", "8", "--learning_rate", "1e-3",
-    "--num_train_epochs", "1", "--logging_steps", "1", "--save_strategy", "no", "--num_samples", "0",
+    "--data", str(TINY / "train.jsonl"), "--max_samples", "24", "--effective_batch_size", "8",
+    "--learning_rate", "1e-3", "--num_train_epochs", "1", "--logging_steps", "1", "--save_strategy", "no",
+    "--num_samples", "0",
 ]  # fmt: skip
 CACHED_CONFIGS = {
     "DEEPSPEED": """
@@ -71,7 +72,7 @@ def run(words, cwd=None, **env):
 
 
 def make(*words, **env):
-    return run(["make", "-C", ROOT, "ENV=active", f"PYTHON={sys.executable}", *words], **env)
+    return run(["make", "-C", ROOT, "ENV=active", f"PYTHON={python()}", *words], **env)
 
 
 @pytest.mark.injection
@@ -360,7 +361,7 @@ def test_resume_continues_where_the_run_stopped(tmp_path):
 def test_there_is_nothing_to_resume(tmp_path, value, says):
     flags = [*SHORT, "--output_dir", str(tmp_path / "new"), "--resume_from_checkpoint", value]
     with pytest.raises(UserError, match=says):
-        resume.choose_folder(parse.parse("sft", flags, 1))
+        resume.choose_folder(resolve.resolve_settings("sft", flags, 1))
     assert not (tmp_path / "new").exists()
 
 
@@ -434,7 +435,7 @@ def test_interrupt_leaves_no_process_and_says_how_to_go_on(tmp_path):
     ],
 )
 def test_a_bar_never_shares_a_terminal_with_the_step_lines(monkeypatch, out, err, flags, wanted):
-    settings = parse.parse("sft", list(flags), 1)
+    settings = resolve.resolve_settings("sft", list(flags), 1)
     monkeypatch.setattr(progress.sys, "stdout", SimpleNamespace(isatty=lambda: out, write=len, flush=lambda: None))
     monkeypatch.setattr(progress.sys, "stderr", SimpleNamespace(isatty=lambda: err, write=len, flush=lambda: None))
     assert progress.wants_bar(settings) is wanted
@@ -479,17 +480,19 @@ def test_files_are_readable_by_whom_the_umask_says(tmp_path):
 
 def test_the_arguments_are_shown_by_group(tmp_path):
     missing = tmp_path / "none.jsonl"
-    text = show.summary(parse.parse("lora", ["--model", "org/model", "--data", str(missing), "--lora_r", "4"], 1))
+    text = show.summary(
+        resolve.resolve_settings("lora", ["--model", "org/model", "--data", str(missing), "--lora_r", "4"], 1)
+    )
     lines = text.splitlines()
     headings = [line.strip() for line in lines if line.startswith(" ") and not line.startswith("  ")]
     assert headings == ["run", "supervision", "offload", "model", "data", "memory", "optimizer", "lora", "transformers"]
     assert re.search(r"^  warmup_steps +0\.03 of all steps +default$", text, re.M)
     assert re.search(r"^  effective_batch_size +32 +default$", text, re.M)
     assert f"  note: --data {missing}: no such file or folder." in lines
-    assert not any("note: " in line for line in show.summary(parse.parse("sft", [], 1)).splitlines())
+    assert not any("note: " in line for line in show.summary(resolve.resolve_settings("sft", [], 1)).splitlines())
 
 
 @pytest.mark.bad_input
 def test_a_folder_that_takes_no_file_is_refused():
     with pytest.raises(UserError, match=r"--output_dir /proc/x: /proc cannot be written to: "):
-        resume.choose_folder(parse.parse("sft", ["--output_dir", "/proc/x"], 1))
+        resume.choose_folder(resolve.resolve_settings("sft", ["--output_dir", "/proc/x"], 1))

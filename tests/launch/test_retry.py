@@ -12,10 +12,10 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from conftest import ROOT, TINY, Run
+from conftest import ROOT, TINY, Run, python, run_python
 
 from zerofit import rank_status
-from zerofit.config import parse as config_parse
+from zerofit.config import resolve
 from zerofit.entrypoint import guard
 from zerofit.launch import postmortem, retry, supervisor
 from zerofit.train.checkpoint import integrity
@@ -31,17 +31,19 @@ COMMON = [
 
 def launch(folder, *flags, fault=None, gpus="2", zero="2", timeout=400, recipe="sft"):
     """The finished `zerofit launch` of two ranks; every process that it had started is gone."""
-    env = {**os.environ}
-    if fault:
-        marker = folder.with_suffix(".struck")
-        env["ZEROFIT_TEST_FAULT"] = json.dumps({"marker": str(marker), "rank": 1, "step": 3} | fault)
-        env["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests" / "faults"), env["PYTHONPATH"]])
     words = ["-m", "zerofit", "launch", "--gpus", gpus, f"recipes/{recipe}.py", *COMMON, "--zero", zero, *flags]
+    if not fault:
+        return run_python([*words, "--output_dir", str(folder)], cwd=ROOT, timeout=timeout)
+    marker = folder.with_suffix(".struck")
+    env = os.environ | {  # sitecustomize brings the fault, into a fresh interpreter
+        "ZEROFIT_TEST_FAULT": json.dumps({"marker": str(marker), "rank": 1, "step": 3} | fault),
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "tests" / "faults"), os.environ["PYTHONPATH"]]),
+    }
     done = subprocess.run(
         [sys.executable, *words, "--output_dir", str(folder)],
         capture_output=True, text=True, timeout=timeout, cwd=ROOT, env=env,
     )  # fmt: skip
-    assert not fault or fault["what"] == "limit" or marker.exists(), done.stderr
+    assert fault["what"] == "limit" or marker.exists(), done.stderr
     time.sleep(0.2)
     assert not [p for p in psutil.process_iter(["cmdline"]) if str(folder) in (p.info["cmdline"] or [])]
     return done
@@ -165,7 +167,8 @@ def test_the_report_may_find_no_room(monkeypatch, tmp_path, capsys):
 
     monkeypatch.setattr(os, "fsync", full)
     last = postmortem.Outcome("disk full", 1, 0, "DiskFull: the disk of x is full", step=2)
-    supervisor._end(SimpleNamespace(folder=tmp_path), [last], tmp_path / "records", True, None, [])
+    job, attempt = SimpleNamespace(folder=tmp_path), supervisor.Attempt([], settings=None, nodes=None)
+    supervisor._write_report(job, attempt, [last], tmp_path / "records", opened=True)
     said = capsys.readouterr().err
     assert "rank 0 ended after step 2: the disk of x is full (report.md could not be written: No space left" in said
     assert not list(tmp_path.iterdir())
@@ -192,8 +195,8 @@ def test_an_exception_in_a_data_worker(tmp_path):
 @pytest.mark.slow
 def test_memory_that_truly_runs_out(tmp_path):
     """Address space for a small micro batch only: the CPU's allocator fails, the next attempt fits."""
-    flags = ["--per_device_train_batch_size", "512", "--effective_batch_size", "512", "--max_steps", "2", "--max_samples",
-             "512", "--gradient_checkpointing", "false"]  # fmt: skip
+    flags = ["--per_device_train_batch_size", "512", "--effective_batch_size", "512", "--max_steps", "2",
+             "--max_samples", "512", "--gradient_checkpointing", "false"]  # fmt: skip
     fault = {"what": "limit", "where": "start", "rank": 0, "bytes": 600 * 2**20}
     done = launch(tmp_path / "run", *flags, fault=fault, gpus="1", zero="0")
     assert done.returncode == 0, done.stderr
@@ -240,11 +243,11 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(tmp_path, number, zero):
     (saved,) = folder.glob("checkpoint-*")
     assert f"stopped after step {saved.name[11:]}, {saved.name} is saved; `make resume RUN={folder}` goes on" in said
     assert Run(folder).json("result.json")["status"] == "stopped" and not (folder / "report.json").exists()
-    done = subprocess.run(["make", "-C", str(ROOT), "ENV=active", f"PYTHON={sys.executable}", "resume", f"RUN={folder}"],
+    done = subprocess.run(["make", "-C", str(ROOT), "ENV=active", f"PYTHON={python()}", "resume", f"RUN={folder}"],
                           capture_output=True, text=True, timeout=300)  # fmt: skip
     assert done.returncode == 0, done.stdout[-1500:] + done.stderr[-1500:]
     assert Run(folder).losses == Run(tmp_path / "whole").losses
-    done = subprocess.run([sys.executable, "-m", "zerofit", "resume", str(folder)], capture_output=True, text=True)
+    done = run_python(["-m", "zerofit", "resume", str(folder)])
     assert done.returncode == 2 and "this run has finished" in done.stderr
 
 
@@ -261,12 +264,12 @@ def test_ranks_are_told_where_to_stop(monkeypatch, tmp_path):
 
 
 def test_what_cannot_be_resumed(tmp_path):
-    done = subprocess.run([sys.executable, "-m", "zerofit", "resume", str(tmp_path)], capture_output=True, text=True)
+    done = run_python(["-m", "zerofit", "resume", str(tmp_path)])
     assert done.returncode == 2 and "is no run folder" in done.stderr and "Traceback" not in done.stderr
 
 
 def parse(flags, ranks=2):
-    return config_parse.parse("sft", flags, ranks)
+    return resolve.resolve_settings("sft", flags, ranks)
 
 
 def test_rungs_down_to_the_last():

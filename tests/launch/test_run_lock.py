@@ -1,4 +1,4 @@
-"""One writer for each run folder, no orphans: real processes that start at once, are resumed while they run, and are killed."""
+"""One writer for each run folder, no orphans: real processes started at once, resumed while they run, and killed."""
 
 import errno
 import fcntl
@@ -28,10 +28,13 @@ from zerofit.train.checkpoint.facts import step_of
 
 FLAGS = [
     "--data", str(TINY / "train.jsonl"), "--max_samples", "64", "--max_length", "64", "--effective_batch_size", "8",
-    "--per_device_train_batch_size", "4", "--max_steps", "100000", "--logging_steps", "1", "--num_samples", "0", "--save_steps", "5",
-    "--save_strategy", "steps", "--zero", "2",
+    "--per_device_train_batch_size", "4", "--max_steps", "100000", "--logging_steps", "1", "--num_samples", "0",
+    "--save_steps", "5", "--save_strategy", "steps", "--zero", "2",
 ]  # fmt: skip
-HOLDS = "import sys, time; from pathlib import Path; from zerofit import run_lock; run_lock.take(Path(sys.argv[1])); print(1, flush=True); time.sleep(600)"
+HOLDS = (
+    "import sys, time; from pathlib import Path; from zerofit import run_lock; "
+    "run_lock.take(Path(sys.argv[1])); print(1, flush=True); time.sleep(600)"
+)
 
 
 @pytest.fixture
@@ -59,7 +62,7 @@ def again(folder, *flags) -> subprocess.CompletedProcess:
 
 
 def processes_of(folder) -> list[psutil.Process]:
-    """Those with the folder on their command line: supervisor, launcher, ranks, and the data workers that they forked."""
+    """Return those with the folder on their command line: supervisor, launcher, ranks and their data workers."""
     return [p for p in psutil.process_iter(["cmdline"]) if str(folder) in (p.info["cmdline"] or [])]
 
 
@@ -121,8 +124,9 @@ def test_of_two_launches_one_trains_and_a_resume_of_it_is_refused(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.fault
-@pytest.mark.parametrize(("who", "launcher"), [("torchrun", "torchrun"), ("rank 1", "torchrun"), ("supervisor", "deepspeed"),
-                                               ("supervisor", "accelerate")])  # fmt: skip
+@pytest.mark.parametrize(("who", "launcher"), [
+    ("torchrun", "torchrun"), ("rank 1", "torchrun"), ("supervisor", "deepspeed"), ("supervisor", "accelerate"),
+])  # fmt: skip
 def test_whichever_process_is_killed_nothing_is_left(tmp_path, who, launcher):
     folder = tmp_path / "run"
     words = ("-m", "zerofit", "launch", "--gpus", "2", "--launcher", launcher, "recipes/sft.py", *FLAGS)
@@ -279,7 +283,10 @@ def test_what_only_looks_takes_no_lock(owner, monkeypatch):
 @pytest.mark.fault
 def test_a_process_ends_with_its_supervisor(tmp_path):
     """Also where a process is in between that outlives it; and nobody reaps the supervisor yet."""
-    rank = f"import time; from pathlib import Path; import zerofit; Path({str(tmp_path / 'up')!r}).touch(); time.sleep(600)"
+    rank = (
+        "import time; from pathlib import Path; import zerofit; "
+        f"Path({str(tmp_path / 'up')!r}).touch(); time.sleep(600)"
+    )
     between = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {rank!r}])"
     above = (
         "import os, subprocess, sys; from zerofit import rank_status; os.environ[rank_status.SUPERVISOR] = "

@@ -29,7 +29,8 @@ if name == "scontrol" and sys.argv[1] == "show":
 if name == "srun":
     time.sleep(float(os.environ.get("LASTS", "0")))
     os.environ["SLURM_NODEID"] = "1"
-    os.execvp("bash", sys.argv[sys.argv.index("bash"):]) if "CODE" not in os.environ else sys.exit(int(os.environ["CODE"]))
+    os.execvp("bash", sys.argv[sys.argv.index("bash"):]) if "CODE" not in os.environ else \
+sys.exit(int(os.environ["CODE"]))
 """
 TELLS = """#!{python}
 import json, sys
@@ -50,7 +51,7 @@ def printed(capsys):
 
 @pytest.fixture
 def bash(tmp_path):
-    """Run a batch script with SLURM's commands put on. Returns: exit code, output, what the commands were called with."""
+    """Run a batch script with SLURM's commands put on; return its exit code, its output and the commands' words."""
     bin, said = tmp_path / "bin", tmp_path / "said"
     bin.mkdir()
     for name in ("srun", "scontrol", "scancel"):
@@ -85,9 +86,9 @@ def bash(tmp_path):
 def test_the_rendered_script(printed, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = printed(
-        "--nodes", 4, "--gpus", 8, "--time", "2-00:00:00", "--partition", "gpu", "--account", "it's \"us\"", "--sbatch",
-        "--mem=0 -C 'a b' --signal=USR1@600 --exclusive", "--output_dir", 'my runs/50% "x"', "--args", "--run_name 'a; b'",
-        RECIPE, "--zero", "3", "--learning_rate", "1e-5",
+        "--nodes", 4, "--gpus", 8, "--time", "2-00:00:00", "--partition", "gpu", "--account", "it's \"us\"",
+        "--sbatch", "--mem=0 -C 'a b' --signal=USR1@600 --exclusive", "--output_dir", 'my runs/50% "x"',
+        "--args", "--run_name 'a; b'", RECIPE, "--zero", "3", "--learning_rate", "1e-5",
     )  # fmt: skip
     lines = text.splitlines()
     assert [line.split("  ")[0] for line in lines if line.startswith("#SBATCH")] == [
@@ -117,7 +118,8 @@ def test_the_rendered_script(printed, tmp_path, monkeypatch):
         "gpus=8",
         f"recipe=({ROOT}/recipes/sft.py --zero 3 --learning_rate 1e-5 --run_name 'a; b')  # relative paths begin at "
         "--chdir",
-        "case ${SLURM_ARRAY_TASK_ID:-} in    # further flags of each job of a sweep; its runs are in $out/0, $out/1 ...",
+        "case ${SLURM_ARRAY_TASK_ID:-} in    # further flags of each job of a sweep; its runs are in $out/0, "
+        "$out/1 ...",
         "esac",
     ]
     template = slurm.TEMPLATE.read_text()
@@ -170,7 +172,10 @@ def test_the_template_itself_is_a_batch_script(bash, tmp_path):
 @pytest.mark.fault
 @pytest.mark.parametrize(
     ("code", "restarts", "again"),
-    [(0, 0, False), (1, 0, False), (2, 0, False), (3, 0, False), (75, 99, True), (143, 0, True), (138, 9, True), (143, 10, False)],
+    [
+        (0, 0, False), (1, 0, False), (2, 0, False), (3, 0, False),
+        (75, 99, True), (143, 0, True), (138, 9, True), (143, 10, False),
+    ],
 )  # fmt: skip
 def test_what_is_queued_again(printed, bash, tmp_path, code, restarts, again):
     text = printed("--output_dir", tmp_path / "run", RECIPE)

@@ -1,7 +1,7 @@
 """Every adapter: what is trained, what is saved, at every stage; the 4-bit base byte for byte; what is refused.
 
-Real recipes on the bundled model, two CPU processes. `python -m pytest tests/model/test_adapters.py -m ''` adds the matrix of
-all adapters and stages, and QLoRA on the whole bundled task.
+Real recipes on the bundled model, two CPU processes. `python -m pytest tests/model/test_adapters.py -m ''` adds the
+matrix of all adapters and stages, and QLoRA on the whole bundled task.
 """
 
 import json
@@ -19,8 +19,8 @@ from zerofit.model.load import check_model, count_parameters, load_model, load_t
 
 LEARNING_RATE, RATIO = 5e-3, 8
 COMMON = [
-    "--data", str(TINY / "train.jsonl"), "--max_samples", "8", "--max_steps", "4",  # the same 8 rows every step: a falling loss is learning
-     "--effective_batch_size", "8",
+    # the same 8 rows every step: a falling loss is learning
+    "--data", str(TINY / "train.jsonl"), "--max_samples", "8", "--max_steps", "4", "--effective_batch_size", "8",
     "--per_device_train_batch_size", "4", "--logging_steps", "1", "--save_strategy", "no", "--num_samples", "0",
     "--learning_rate", str(LEARNING_RATE), "--lr_scheduler_type", "constant", "--warmup_steps", "0",
 ]  # fmt: skip
@@ -92,7 +92,7 @@ def settings_of(*flags, recipe="lora", world_size=1):
 
 
 def reloaded(run, **kwargs):
-    """(model loaded by plain peft or transformers onto the original base, the trained model's witness)."""
+    """(model loaded by plain peft or transformers onto the original base, the trained model's record.json)."""
     from peft import AutoPeftModelForCausalLM
     from transformers import AutoModelForCausalLM
 
@@ -116,8 +116,8 @@ def assert_reloads(name, run, relative=1e-5):
 
 
 def assert_trained(name, run):
-    witness = run.json("witness.json")
-    assert witness["frozen_before"] == witness["frozen_after"], name
+    record = run.json("record.json")
+    assert record["frozen_before"] == record["frozen_after"], name
     assert all(math.isfinite(x) and x > 0 for x in run.grad_norms), name
     assert run.losses[-1] < run.losses[0], f"{name}: {run.losses}"
 

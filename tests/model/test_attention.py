@@ -15,12 +15,12 @@ from transformers import (
     TrainingArguments,
 )
 
-from zerofit.config import parse, resolve
+from zerofit.config import resolve
 from zerofit.data.batches import Collator, PackedCollator
 from zerofit.data.tokens import PackedDataset
 from zerofit.errors import UserError
 from zerofit.model import attention
-from zerofit.model.load import load_config, load_model, load_tokenizer
+from zerofit.model.load import load_model, load_tokenizer
 
 SHAPE = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -175,8 +175,8 @@ EXPERTS = {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
 TWO_KINDS = ["sliding_attention", "full_attention"]
 APART = {
     "llama": {}, "qwen2": {}, "qwen3": {}, "mistral": {"sliding_window": 5}, "phi3": {"sliding_window": 5},
-    "gemma3_text": {"sliding_window": 5, "layer_types": TWO_KINDS}, "olmo2": {}, "smollm3": {}, "gpt2": {"n_positions": 256},
-    "qwen3_moe": EXPERTS | {"num_experts": 4}, "mixtral": {"num_local_experts": 4},
+    "gemma3_text": {"sliding_window": 5, "layer_types": TWO_KINDS}, "olmo2": {}, "smollm3": {},
+    "gpt2": {"n_positions": 256}, "qwen3_moe": EXPERTS | {"num_experts": 4}, "mixtral": {"num_local_experts": 4},
     "deepseek_v3": EXPERTS | {
         "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "q_lora_rank": 16, "kv_lora_rank": 16,
         "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4,
@@ -243,7 +243,10 @@ def test_architectures_that_the_attention_cannot_serve_raise(kind):
 
 
 def settings(*flags):
-    return resolve.resolve_settings("sft", ["--data", str(TINY / "train.jsonl"), "--model", "m", *flags], 1)
+    """Settings that only attention.resolve_for_model is missing in."""
+    found = resolve.resolve_settings("sft", ["--data", str(TINY / "train.jsonl"), "--model", "m", *flags], 1)
+    found.thaw()
+    return found
 
 
 @pytest.mark.bad_input
@@ -251,19 +254,19 @@ def settings(*flags):
 def test_refused_or_padded_before_the_weights_are_loaded(kind):
     config = AutoConfig.for_model(kind)
     with pytest.raises(UserError, match=r"^--packing: .*; train without --packing"):
-        attention.fit(settings("--packing"), config)
+        attention.resolve_for_model(settings("--packing"), config)
     found = settings("--padding_free", "true")
-    attention.fit(found, config)
+    attention.resolve_for_model(found, config)
     has_sdpa = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_sdpa
-    assert (found.padding_free, found.attn_implementation) == ("false", "sdpa" if has_sdpa else "eager")
+    assert (found.padding_free, found.attn_implementation) == (False, "sdpa" if has_sdpa else "eager")
 
 
 @pytest.mark.bad_input
 def test_a_window_that_only_the_mask_knows():
     config = AutoConfig.for_model("qwen2_moe", use_sliding_window=True, sliding_window=64)
     with pytest.raises(UserError, match="only its mask about the window of 64 tokens"):
-        attention.fit(settings("--packing", "--max_length", "128"), config)
-    attention.fit(settings("--packing", "--max_length", "64"), config)
+        attention.resolve_for_model(settings("--packing", "--max_length", "128"), config)
+    attention.resolve_for_model(settings("--packing", "--max_length", "64"), config)
 
 
 @pytest.mark.bad_input
@@ -291,10 +294,10 @@ def test_eager_is_refused_for_packed_rows():
 @pytest.mark.parametrize("name", ["flex_attention", "flash_attention_3"])
 def test_dropout_is_never_left_out(name):
     found = settings()
-    found.values["attn_implementation"] = name
-    attention.fit(found, LlamaConfig(**SHAPE))
+    found.attn_implementation = name
+    attention.resolve_for_model(found, LlamaConfig(**SHAPE))
     with pytest.raises(UserError, match=r"has no dropout, and the model's config.json has attention_dropout 0.1"):
-        attention.fit(found, LlamaConfig(**SHAPE, attention_dropout=0.1))
+        attention.resolve_for_model(found, LlamaConfig(**SHAPE, attention_dropout=0.1))
 
 
 def test_dropout_keeps_documents_apart_in_the_loop():
@@ -362,13 +365,13 @@ def test_the_proof_leaves_training_alone_in_every_stage(tmp_path):
 
 def test_a_class_without_sdpa_gets_eager():
     flags = ["--model", str(ROOT / "tests" / "configs" / "gemma2-2b"), "--data", "none"]
-    settings = parse.parse("sft", flags, 1)
-    attention.fit(settings, load_config(settings))
+    settings = resolve.resolve_settings("sft", flags, 1)
+    resolve.resolve_for_model(settings)
     assert settings.attn_implementation == "eager"
     assert "attn_implementation eager: Gemma2ForCausalLM has no sdpa" in settings.decisions
-    settings = parse.parse("sft", [*flags, "--attn_implementation", "sdpa"], 1)
+    settings = resolve.resolve_settings("sft", [*flags, "--attn_implementation", "sdpa"], 1)
     with pytest.raises(UserError, match="--attn_implementation sdpa: Gemma2ForCausalLM has none; use eager"):
-        attention.fit(settings, load_config(settings))
+        resolve.resolve_for_model(settings)
 
 
 def test_cudnn_is_left_out_where_it_is_wrong(monkeypatch):
@@ -414,7 +417,7 @@ def test_whatever_loads_a_model_leaves_cudnn_out(monkeypatch):
     from zerofit.export import source
 
     monkeypatch.setattr(torch, "__version__", "2.13.0+cu130")
-    settings = parse.parse("sft", [], 1)
+    settings = resolve.resolve_settings("sft", [], 1)
     for load in (
         lambda: load_model(settings, load_tokenizer(settings)),
         lambda: source.load(source.Saved(TINY / "model")),

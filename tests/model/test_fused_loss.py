@@ -1,18 +1,22 @@
 """The loss without logits and the tiled MLP: numbers, bytes and refusals."""
 
+import sys
+
 import pytest
 import torch
-from conftest import run_world
+from conftest import ROOT, run_world
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_training import flags
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from zerofit import recipe as zerofit_recipe
-from zerofit.config import parse, resolve
+from zerofit.config import resolve
 from zerofit.errors import UserError
 from zerofit.model import fused_loss, tiled_mlp
-from zerofit.train.tensor_owners import Allocations
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+from allocations import Allocations
 
 
 def apart(a, b) -> float:
@@ -325,54 +329,59 @@ def test_a_router_loss_whose_coefficient_is_not_known_is_refused():
 
 
 def parsed(*flags, recipe="sft"):
-    return parse.parse(recipe, list(flags), 1)
+    """Settings without fused_loss.resolve and the resolvers after it."""
+    found = resolve.resolve_settings(recipe, list(flags), 1, resolvers=resolve.ARGUMENTS)
+    found.thaw()
+    return found
 
 
 def test_auto_follows_the_vocabulary_and_what_speaks_against_it():
     small, large = (AutoConfig.for_model("llama", vocab_size=v) for v in (512, 128_256))
     for more, config, wanted in [
-        ((), small, "false"),
-        ((), large, "true"),
-        (("--fused_loss", "true"), small, "true"),
-        (("--label_smoothing_factor", "0.1"), large, "false"),
-        (("--torch_compile", "true"), large, "false"),
+        ((), small, False),
+        ((), large, True),
+        (("--fused_loss", "true"), small, True),
+        (("--label_smoothing_factor", "0.1"), large, False),
+        (("--torch_compile", "true"), large, False),
     ]:
         found = parsed(*more)
-        fused_loss.choose(found, config)
-        assert found.fused_loss == wanted
-        assert any(text.startswith(f"fused_loss {wanted}: ") for text in found.decisions) == (
+        fused_loss.resolve_for_model(found, config)
+        assert found.fused_loss is wanted
+        assert any(text.startswith(f"fused_loss {str(wanted).lower()}: ") for text in found.decisions) == (
             "--fused_loss" not in more
         )
     for more in (("--label_smoothing_factor", "0.1"), ("--torch_compile", "true")):
         with pytest.raises(UserError, match=f"--fused_loss true: {more[0]}"):
-            fused_loss.choose(parsed("--fused_loss", "true", *more), large)
+            fused_loss.resolve_for_model(parsed("--fused_loss", "true", *more), large)
     with pytest.raises(UserError, match="adapts the head"):
-        fused_loss.choose(parsed("--fused_loss", "true", "--lora_target_modules", "lm_head", recipe="lora"), large)
+        fused_loss.resolve_for_model(
+            parsed("--fused_loss", "true", "--lora_target_modules", "lm_head", recipe="lora"), large
+        )
 
 
 def test_liger(monkeypatch):
     monkeypatch.setattr(fused_loss.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"liger-kernel is not installed .*: make install"):
-        fused_loss.check_flags(parsed("--use_liger_kernel", "true"))
+        fused_loss.resolve(parsed("--use_liger_kernel", "true"))
     monkeypatch.setattr(fused_loss.importlib.util, "find_spec", lambda name: object())
     with pytest.raises(UserError, match="need a GPU"):
-        fused_loss.check_flags(parsed("--use_liger_kernel", "true"))
+        fused_loss.resolve(parsed("--use_liger_kernel", "true"))
     ours = parsed("--use_liger_kernel", "true")
-    fused_loss.choose(ours, AutoConfig.for_model("llama", vocab_size=128_256))
-    assert ours.fused_loss == "true" and ours.liger_kernel_config == {"fused_linear_cross_entropy": False}
+    fused_loss.resolve_for_model(ours, AutoConfig.for_model("llama", vocab_size=128_256))
+    assert ours.fused_loss is True and ours.liger_kernel_config == {"fused_linear_cross_entropy": False}
     theirs = parsed("--use_liger_kernel", "true", "--fused_loss", "false")
-    fused_loss.choose(theirs, AutoConfig.for_model("llama", vocab_size=128_256))
+    fused_loss.resolve_for_model(theirs, AutoConfig.for_model("llama", vocab_size=128_256))
     assert theirs.liger_kernel_config is None
 
 
 def test_tile_flags():
     for wrong in ("0", "x", "-1"):
         with pytest.raises(UserError, match="number of tiles"):
-            tiled_mlp.check_flags(parsed("--tiled_mlp", wrong))
+            tiled_mlp.resolve(parsed("--tiled_mlp", wrong))
     with pytest.raises(UserError, match="Liger replaces the MLP"):
-        tiled_mlp.check_flags(parsed("--tiled_mlp", "4", "--use_liger_kernel", "true"))
+        tiled_mlp.resolve(parsed("--tiled_mlp", "4", "--use_liger_kernel", "true"))
     found = parsed("--tiled_mlp", "auto", "--max_length", "8192", "--per_device_train_batch_size", "2")
-    tiled_mlp.choose(found, AutoConfig.for_model("llama", hidden_size=4096))
+    tiled_mlp.resolve_for_model(found, AutoConfig.for_model("llama", hidden_size=4096))
     assert found.tiled_mlp == "4"
 
 

@@ -1,14 +1,21 @@
 """Each change to a library does what it is for, computes the same, and is still needed."""
 
+import ast
+import functools
+import importlib.util
 import json
+import re
+import tomllib
+from pathlib import Path
+from types import SimpleNamespace
 
 import bitsandbytes
 import pytest
 import torch
-from conftest import TINY
+from conftest import ROOT, TINY
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from zerofit.model import patches
+from zerofit.model import load, patches
 from zerofit.plan import simulate
 
 PLAIN = bitsandbytes.matmul_4bit
@@ -108,3 +115,89 @@ def test_a_qlora_step_at_stage_3_holds_no_gathered_layer(checkpointing, tmp_path
         few, many = (answer["peak"][phase]["buffers"] for answer in answers)
         grows = (many - few) / (LAYERS[1] - LAYERS[0])
         assert grows < 0.25 * PACKED_LAYER_BYTES, (phase, grows, PACKED_LAYER_BYTES)
+
+
+# --- the list of all patches and private names, docs/patches.toml ---
+
+SRC = ROOT / "src" / "zerofit"
+LISTED = tomllib.loads((ROOT / "docs" / "patches.toml").read_text())["patch"]
+TREES = {file.relative_to(SRC).as_posix(): ast.parse(file.read_text()) for file in sorted(SRC.rglob("*.py"))}
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def own_names() -> set[str]:
+    """The private functions and classes of the package, without those that override a library's."""
+    nodes = [node for tree in TREES.values() for node in ast.walk(tree)]
+    defined = {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    overridden = {
+        node.attr for node in nodes if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "super()"
+    }
+    return defined - overridden
+
+
+OWN = own_names()
+
+
+def private_names(tree) -> set[str]:
+    """The private names of other modules that a file imports, reads or sets."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            found |= {*node.module.split("."), *(alias.name for alias in node.names)}
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) != "self":
+            found.add(node.attr)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr"):
+            found |= {str(word.value) for word in node.args if isinstance(word, ast.Constant)}
+    return {name for name in found if is_private(name)} - OWN - {"_exit"}  # os._exit is documented
+
+
+@pytest.mark.parametrize("file", TREES)
+def test_every_private_name_of_a_library_is_listed(file):
+    listed = {name for patch in LISTED if patch["file"] == file for name in patch["names"]}
+    assert private_names(TREES[file]) <= listed, "list it in docs/patches.toml, with the reason"
+
+
+@functools.cache
+def source_of(module: str) -> str:
+    """The text of a library's module; of a package, of all its files with their names."""
+    origin = Path(importlib.util.find_spec(module).origin)
+    files = [origin] if origin.name != "__init__.py" else sorted(origin.parent.rglob("*.py*"))
+    return "\n".join(f"{file}\n{file.read_text(errors='replace')}" for file in files if file.suffix in (".py", ".pyi"))
+
+
+@pytest.mark.parametrize("patch", LISTED, ids=lambda patch: f"{patch['file']}-{patch['names'][0]}")
+def test_what_is_listed_is_still_needed_and_still_there(patch):
+    ours, theirs = (SRC / patch["file"]).read_text(), source_of(patch["of"])
+    for name in patch["names"]:
+        assert name in ours, f"{patch['file']} has no {name}: take it off the list"
+        last = name.rpartition(".")[2]
+        assert last in theirs, f"{patch['of']} has no {last} any more"
+        if is_private(last) and theirs.count("\n") < 10_000:  # of a module, not of a whole package
+            public = last.lstrip("_")
+            assert not re.search(rf"(?<!@property\n    )def {public}\(", theirs), f"{patch['of']} has a public {public}"
+    file, _, function = patch["test"].partition("::")
+    assert f"def {function}(" in (ROOT / file).read_text(), f"there is no {patch['test']}"
+
+
+def test_deepspeed_would_still_compile_its_inference_op():
+    """When this fails, distributed.skip_inference_op can go."""
+    import deepspeed
+
+    from zerofit import distributed
+
+    compatible = deepspeed.ops.__compatible_ops__
+    distributed.skip_inference_op()
+    assert compatible["deepspeed_shm_comm"] is False
+    assert "__compatible_ops__.get(builder.NAME" in source_of("deepspeed.comm.torch")
+
+
+def test_the_commit_of_a_hub_model_is_in_its_fingerprint(monkeypatch):
+    config = AutoConfig.from_pretrained(TINY / "model")
+    monkeypatch.setattr(load, "load_config", lambda settings: config)
+    found = set()
+    for config._commit_hash in (None, "5e1f3c", "0a9d27"):
+        found.add(load.model_fingerprint(SimpleNamespace(model="somebody/some-model", random_init=False)))
+    assert len(found) == 3

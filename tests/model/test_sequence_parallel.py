@@ -13,15 +13,14 @@ from zerofit.data.batches import EpochSampler
 from zerofit.errors import UserError
 from zerofit.launch import resume, retry
 from zerofit.model import attention, sequence_parallel
-from zerofit.model.load import check_model
 from zerofit.train import nan_guard
 
 # --- the whole runs ---
 
 COMMON = [
-    "--data", str(TINY / "train.jsonl"), "--max_samples", "18", "--num_train_epochs", "1", "--effective_batch_size", "4",
-    "--logging_steps", "1", "--save_strategy", "no", "--eval_fraction", "0.25", "--per_device_eval_batch_size", "2",
-    "--num_samples", "1", "--max_tokens_per_sample", "4",
+    "--data", str(TINY / "train.jsonl"), "--max_samples", "18", "--num_train_epochs", "1",
+    "--effective_batch_size", "4", "--logging_steps", "1", "--save_strategy", "no", "--eval_fraction", "0.25",
+    "--per_device_eval_batch_size", "2", "--num_samples", "1", "--max_tokens_per_sample", "4",
 ]  # fmt: skip
 WAYS = {"padded": ["--padding_free", "false"], "packed": ["--packing", "true", "--max_length", "64"]}
 RATE = {"sft": "1e-4", "lora": "2e-3"}
@@ -237,7 +236,7 @@ def test_what_is_refused_before_anything_loads(flags, said):
 def test_rows_of_a_step_are_shared_by_a_group():
     trainer = SimpleNamespace(
         tokens=SimpleNamespace(stream=None), args=SimpleNamespace(per_device_train_batch_size=1, world_size=4),
-        settings=SimpleNamespace(sp_size=2, data_ranks=2), _get_train_sampler=lambda: EpochSampler(4, 4, None),
+        settings=SimpleNamespace(sp_size=2, data_ranks=2), train_sampler=EpochSampler(4, 4, None),
         train_dataset=SimpleNamespace(sequences=range(4)), state=SimpleNamespace(global_step=1),
     )  # fmt: skip
     assert nan_guard.rows_of_step(trainer) == [[[0], [2]], [[0], [2]], [[1], [3]], [[1], [3]]]
@@ -270,14 +269,15 @@ def test_a_group_stays_on_one_node(monkeypatch):
         (
             "gemma2-2b",
             2,
-            "--sp_size 2: Gemma2ForCausalLM cannot keep documents of one row apart with sdpa; train this model without it.",
+            "--sp_size 2: Gemma2ForCausalLM cannot keep documents of one row apart with sdpa; train this model without "
+            "it.",
         ),
     ],
 )
 def test_models_that_are_refused_by_their_config(name, size, said):
     model = str(ROOT / "tests" / "configs" / name)
     with pytest.raises(UserError) as error:
-        check_model(settings_of("--model", model, "--data", "unread", "--sp_size", str(size)))
+        resolve.resolve_for_model(settings_of("--model", model, "--data", "unread", "--sp_size", str(size)))
     assert str(error.value).startswith(said)
 
 
@@ -297,15 +297,23 @@ def test_configs_that_are_refused(change, why):
     for name, value in change.items():
         setattr(config, name, value)
     with pytest.raises(UserError, match=f"--sp_size 2: {why}"):
-        sequence_parallel.fit(settings_of("--sp_size", "2"), config)
+        sequence_parallel.resolve_for_model(settings_of("--sp_size", "2"), config)
 
 
 @pytest.mark.bad_input
-def test_a_model_without_attention_is_refused():
-    from transformers import MambaConfig
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("mamba", "its linear_attention layers need the tokens before a slice"),
+        ("recurrent_gemma", "its linear_attention layers need the tokens before a slice"),
+        ("rwkv", "RwkvForCausalLM cannot keep documents of one row apart"),
+    ],
+)
+def test_a_model_whose_layers_keep_a_state_is_refused(kind, why):
+    from transformers import AutoConfig
 
-    with pytest.raises(UserError, match="--sp_size 2: its linear_attention layers need the tokens before a slice"):
-        sequence_parallel.fit(settings_of("--sp_size", "2"), MambaConfig())
+    with pytest.raises(UserError, match=f"--sp_size 2: {why}"):
+        sequence_parallel.resolve_for_model(settings_of("--sp_size", "2"), AutoConfig.for_model(kind))
 
 
 def test_attention_outside_of_split_rows_is_the_packed_one():

@@ -12,7 +12,7 @@ import torch
 from conftest import ROOT, TINY, Run, run_world
 from deepspeed.accelerator import get_accelerator
 
-from zerofit.config import parse as config_parse
+from zerofit.config import resolve
 from zerofit.errors import UserError
 from zerofit.optim import bf16_adamw, build, registry, sophia
 from zerofit.train import progress
@@ -83,15 +83,16 @@ def test_each_parameter_and_each_slice_of_zero_is_rounded_by_its_own_noise(kind)
 
 
 @pytest.mark.parametrize("name", ["adamw_torch_fused", "sophia"])
-@pytest.mark.parametrize(("zero", "part"), [("0", 0), ("2", 3), ("3", 3)])
+@pytest.mark.parametrize(("zero", "part"), [(0, 0), (2, 3), (3, 3)])
 def test_replicas_round_alike_and_slices_each_in_their_own_way(name, zero, part):
     settings = SimpleNamespace(optim=name, pure_bf16=True, zero=zero, optim_args=None)
     numbers = {"learning_rate": 1e-3, "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8, "weight_decay": 0.0}
     trainer = SimpleNamespace(
-        optimizer=None, settings=settings, model=torch.nn.Linear(2, 2), args=SimpleNamespace(process_index=3, seed=7, **numbers),
+        optimizer=None, settings=settings, model=torch.nn.Linear(2, 2),
+        args=SimpleNamespace(process_index=3, seed=7, **numbers),
         get_decay_parameter_names=lambda model: ["weight"],
     )  # fmt: skip
-    noise = build.create(trainer).noise
+    noise = build.own_optimizer(trainer, trainer.model).noise
     assert (noise.seed, noise.part) == (7, part)
 
 
@@ -128,7 +129,7 @@ def test_small_updates_arrive_in_bf16_only_with_stochastic_rounding():
 
 @pytest.mark.oracle
 def test_sophia_follows_algorithm_3():
-    """arXiv 2305.14342, by hand in plain floats: an estimate before steps 1 and 3 (k = 2), clipping and weight decay."""
+    """arXiv 2305.14342 by hand in plain floats: an estimate before steps 1 and 3 (k = 2), clipping, weight decay."""
     lr, b1, b2, gamma, eps, decay, tokens = 0.1, 0.96, 0.99, 0.05, 1e-12, 0.2, 50
     w, m, h = 1.5, 0.0, 0.0
     p = torch.nn.Parameter(torch.tensor([w]))
@@ -212,7 +213,7 @@ CPU = ["--use_cpu", "true"]
 
 
 def parse(*flags, world=1):
-    return config_parse.parse("sft", [*COMMON, *CPU, *flags], world)
+    return resolve.resolve_settings("sft", [*COMMON, *CPU, *flags], world)
 
 
 @pytest.mark.bad_input
@@ -317,10 +318,10 @@ def test_what_is_decided_is_said():
 
 @pytest.mark.parametrize(("flags", "wanted"), [("none", 1e-3), ("linear", 4e-3), ("sqrt", 2e-3)])
 def test_learning_rate_scaling(flags, wanted):
-    found = config_parse.parse("sft", [*COMMON, *CPU, "--effective_batch_size", "128", "--lr_scaling", flags], 1)
+    found = resolve.resolve_settings("sft", [*COMMON, *CPU, "--effective_batch_size", "128", "--lr_scaling", flags], 1)
     assert found.learning_rate == pytest.approx(wanted)
     assert any("effective batch 128 against 32" in s for s in found.decisions) == (flags != "none")
-    halved = config_parse.parse(
+    halved = resolve.resolve_settings(
         "sft", [*COMMON, *CPU, "--lr_scaling", "linear", "--lr_scaling_base_batch_size", "16"], 1
     )
     assert halved.learning_rate == pytest.approx(0.5e-3)
@@ -371,7 +372,7 @@ def test_sophia_is_one_curve_over_stages_ranks_and_splits(two_ranks, tmp_path):
     runs = {"one": run("sophia", "0", "--per_device_train_batch_size", "8"), "adamw": run("adamw_torch_fused", "0")}
     one = run_world(1, runs, tmp_path)
     for name in ("sophia-0", "sophia-2"):
-        assert two_ranks[name].json("witness.json")["optimizer"] == "SophiaG"
+        assert two_ranks[name].json("record.json")["optimizer"] == "SophiaG"
         torch.testing.assert_close(
             torch.tensor(two_ranks[name].losses), torch.tensor(one["one"].losses), rtol=1e-3, atol=0
         )
@@ -380,15 +381,15 @@ def test_sophia_is_one_curve_over_stages_ranks_and_splits(two_ranks, tmp_path):
 
 
 def test_eight_bit_states_take_two_bytes(two_ranks):
-    states = two_ranks["8bit-2"].json("witness.json")["bytes"]["states"]
+    states = two_ranks["8bit-2"].json("record.json")["bytes"]["states"]
     assert states / (PARAMETERS / 2) == pytest.approx(2, rel=0.05)
 
 
 def test_pure_bf16_bytes_are_exact(two_ranks):
     """Stage 0: 2 + 4 bytes a parameter (8 with the gradients); stage 2 adds DeepSpeed's copy in bf16 and shards."""
-    whole = two_ranks["pure-0"].json("witness.json")["bytes"]
+    whole = two_ranks["pure-0"].json("record.json")["bytes"]
     assert whole == {"parameters": 2 * PARAMETERS, "master": 0, "states": 4 * PARAMETERS}
-    shard = two_ranks["pure-2"].json("witness.json")["bytes"]
+    shard = two_ranks["pure-2"].json("record.json")["bytes"]
     assert shard == {"parameters": 2 * PARAMETERS, "master": PARAMETERS, "states": 2 * PARAMETERS}
 
 
@@ -400,9 +401,9 @@ def test_pure_bf16_follows_fp32(two_ranks):
 
 def test_ddp_settings_reach_the_module(two_ranks):
     wanted = {"find_unused_parameters": False, "gradient_as_bucket_view": True}
-    assert two_ranks["static-0"].json("witness.json")["ddp"] == {**wanted, "static_graph": True}
+    assert two_ranks["static-0"].json("record.json")["ddp"] == {**wanted, "static_graph": True}
     assert two_ranks["pure-0"].json("run.json")["arguments"]["ddp_static_graph"]["value"] is True
-    assert two_ranks["sophia-0"].json("witness.json")["ddp"] == {**wanted, "static_graph": False}  # it accumulates
+    assert two_ranks["sophia-0"].json("record.json")["ddp"] == {**wanted, "static_graph": False}  # it accumulates
 
 
 FP16_ON_ANY_CPU = """
@@ -462,7 +463,7 @@ def test_every_supported_pair_trains_as_stage_0_does(every_pair, pair):
     torch.testing.assert_close(
         torch.tensor(found.losses), torch.tensor(reference.losses), rtol=LOOSE.get(pair[0], 1e-3), atol=0
     )
-    states = found.json("witness.json")["bytes"]["states"] * (2 if pair[1] != "0" else 1)
+    states = found.json("record.json")["bytes"]["states"] * (2 if pair[1] != "0" else 1)
     stated = {"~0": 0.075, "4 (matrices), 8 (rest)": 4.5}.get(entry := registry.OPTIMIZERS[pair[0]].state_bytes)
     assert states / PARAMETERS == pytest.approx(stated or float(entry), rel=0.35)  # embeddings: 32 bits at stage 0
 
@@ -523,3 +524,20 @@ def test_noise_forks_no_other_ranks_generator(monkeypatch):
     before = torch.get_rng_state()
     optimizer.step()
     assert weight.tolist() == [0.5, 0.5] and torch.equal(torch.get_rng_state(), before)
+
+
+def test_replicas_draw_the_same_noise_in_a_step_and_other_noise_in_the_next():
+    class Noisy(torch.optim.SGD):
+        def step(self, closure=None):
+            drawn.append(torch.rand(3))
+
+    drawn = []
+    for rank in (0, 1):
+        torch.manual_seed(rank)  # dropout has advanced the generator of each rank
+        optimizer = Noisy([torch.nn.Parameter(torch.ones(2))], lr=0.5)
+        build._same_noise_on_all_ranks(optimizer, 7)
+        for _ in range(2):
+            optimizer.step()
+            torch.rand(1 + rank)
+    assert torch.equal(drawn[0], drawn[2]) and torch.equal(drawn[1], drawn[3])
+    assert not torch.equal(drawn[0], drawn[1])

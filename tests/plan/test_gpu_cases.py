@@ -27,7 +27,7 @@ def test_every_flag_is_accepted(case, monkeypatch):
     settings = resolve.resolve_settings(case.recipe, [*flags, "--output_dir", "unused"], 1, GPU)
     assert not settings.use_cpu and settings.effective_batch_size == 32
     if "--zero" in flags:
-        assert settings.zero == flags[flags.index("--zero") + 1]
+        assert str(settings.zero) == flags[flags.index("--zero") + 1]
 
 
 @pytest.mark.parametrize("kind", gpu_8b.KINDS)

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import ROOT, TINY, recipe_process
+from conftest import ROOT, TINY, python, recipe_process
 from datasets import Dataset
 
 from zerofit import cli
-from zerofit.config import parse
+from zerofit.config import resolve
 from zerofit.data import conversations, encoding
 from zerofit.data.load import load_datasets
 from zerofit.errors import UserError
@@ -28,7 +28,7 @@ def rows_file(folder, name, pairs):
 
 
 def settings_for(*flags):
-    return parse.parse("sft", [str(f) for f in flags], 1)
+    return resolve.resolve_settings("sft", [str(f) for f in flags], 1)
 
 
 def loaded(*flags):
@@ -141,7 +141,8 @@ def test_rows_longer_than_the_model_was_made_for_are_said(tmp_path, more, capfd)
     settings, train_set, eval_set, tokenizer = loaded(*flags)
     inspect_data.check_data(settings, train_set, eval_set, tokenizer)
     longest = len(train_set.dataset[0]["input_ids"])
-    wanted = f"rows have up to {longest:,} tokens, but the model was made for 1,024 (max_position_embeddings): use --max_length 1024"
+    wanted = f"rows have up to {longest:,} tokens, but the model was made for 1,024 (max_position_embeddings): "
+    wanted += "use --max_length 1024"
     assert longest > 1024 and settings.decisions[-1] == wanted
     assert "indexing errors" not in "".join(capfd.readouterr())
     settings, *sets_and_tokenizer = loaded(*flags, "--max_length", 1024)
@@ -276,7 +277,7 @@ def test_the_costly_limits_are_off_by_default_and_the_idle_one_says_so(monkeypat
     with monkeypatch.context() as patched:
         patched.setattr(inspect_data, "scan", None)  # a call would fail
         inspect_data.check_data(settings, train_set, None, tokenizer)
-    settings.values["max_eval_overlap_fraction"] = 0.0
+    settings = settings.replace(max_eval_overlap_fraction=0.0)
     inspect_data.check_data(settings, train_set, None, tokenizer)
     assert settings.decisions[-1] == "max_eval_overlap_fraction is not checked: there are no eval rows"
 
@@ -379,7 +380,7 @@ def test_an_odd_file_in_a_folder_is_named_and_the_others_are_counted(tmp_path, z
 
 def test_make_data(tmp_path):
     file = rows_file(tmp_path, "two words.jsonl", DUPLICATES)
-    words = ["make", "-C", str(ROOT), "ENV=active", f"PYTHON={sys.executable}", "data", f"DATA={file}"]
+    words = ["make", "-C", str(ROOT), "ENV=active", f"PYTHON={python()}", "data", f"DATA={file}"]
     words += [f"MODEL={TINY / 'model'}", f"OUT={tmp_path / 'out'}", "ARGS=--max_length 24 --max_truncated_fraction 0.2"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and "Error 2" in done.stderr  # make's own code, and the verb's

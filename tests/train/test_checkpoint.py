@@ -13,7 +13,7 @@ import torch
 from conftest import TINY, recipe_process, run_world
 
 from zerofit import run_folder
-from zerofit.config import parse
+from zerofit.config import resolve
 from zerofit.errors import UserError
 from zerofit.train.checkpoint import integrity, resume, save
 from zerofit.train.checkpoint.facts import ASIDE, FACTS, digest_of, read_facts
@@ -90,7 +90,7 @@ def test_a_model_alone_is_no_checkpoint_to_resume(runs):
 
     folder = runs["model"].folder
     for name, zero in itertools.product((folder / "checkpoint-4", folder / "checkpoint-2"), "02"):
-        settings = parse.parse("sft", [*FLAGS, "--zero", zero, "--resume_from_checkpoint", str(name)], 2)
+        settings = resolve.resolve_settings("sft", [*FLAGS, "--zero", zero, "--resume_from_checkpoint", str(name)], 2)
         with pytest.raises(UserError, match="holds a model without optimizer states"):
             resume.find_checkpoint(settings, folder)
     assert integrity.latest_valid_checkpoint(folder) is None
@@ -176,8 +176,8 @@ def test_damage_is_named_and_passed_over(copied, capsys, harm, name, says):
         truncate(copied / "checkpoint-4" / name)  # the first byte was its line's end
     flags = [*FLAGS, "--zero", "2", "--output_dir", str(copied), "--resume_from_checkpoint"]
     with pytest.raises(UserError, match=rf"checkpoint-4: is no whole checkpoint: .*{says}"):
-        resume.choose_folder(parse.parse("sft", [*flags, str(copied / "checkpoint-4")], 2))
-    settings = parse.parse("sft", [*flags, "auto"], 2)
+        resume.choose_folder(resolve.resolve_settings("sft", [*flags, str(copied / "checkpoint-4")], 2))
+    settings = resolve.resolve_settings("sft", [*flags, "auto"], 2)
     resume.choose_folder(settings)
     assert settings.resume_from_checkpoint == str(copied / "checkpoint-2")
     assert "note: checkpoint-4 is passed over: " in capsys.readouterr().out
@@ -218,8 +218,9 @@ def test_damage_to_any_file_is_found(copied, record_property):
 
 
 @pytest.mark.fault
-@pytest.mark.parametrize("content", ["null", "{}", "[]", "3", "", '{"files": null}', '{"files": {}}', '{"files": {"a": 1}}',
-                                     '{"files": {"a": [1, "b"]}}', '{"files": {"a": [1, "b"]}, "elsewhere": 3}',
+@pytest.mark.parametrize("content", ["null", "{}", "[]", "3", "", '{"files": null}', '{"files": {}}',
+                                     '{"files": {"a": 1}}', '{"files": {"a": [1, "b"]}}',
+                                     '{"files": {"a": [1, "b"]}, "elsewhere": 3}',
                                      '{"format": "x"}'])  # fmt: skip
 def test_other_content_of_the_facts_is_damage(copied, content):
     (copied / "checkpoint-4" / FACTS).write_text(content)
@@ -362,7 +363,7 @@ def test_another_run_is_refused(runs, tmp_path, more, says):
 
 
 def test_what_may_change_is_said(runs):
-    """Which of the two values is taken was measured: the rate is in the schedule's state, the decay in the optimizer's."""
+    """Which of the two values is taken was measured: the schedule's state has the rate, the optimizer's the decay."""
     flags = [*FLAGS, "--bf16", "true", "--resume_from_checkpoint", str(runs["2"].folder / "checkpoint-2")]
     more = ["--learning_rate", "1e-4", "--weight_decay", "0.5", "--max_steps", "6", "--lr_scheduler_type", "linear"]
     for zero, taken in (("2", "the checkpoint's goes on"), ("3", "this run's is taken")):
@@ -403,7 +404,7 @@ def check_same(flags, ranks=2, recipe="sft"):
     from zerofit.data.load import load_datasets
     from zerofit.model.load import load_tokenizer
 
-    settings = parse.parse(recipe, flags, ranks)
+    settings = resolve.resolve_settings(recipe, flags, ranks)
     train_set, _ = load_datasets(settings, load_tokenizer(settings))
     resume.check_resumable(settings, train_set)
     return settings.decisions
@@ -515,7 +516,8 @@ def test_a_rank_beats_while_it_saves(monkeypatch, name):
     trainer = object.__new__(ZerofitTrainer)
     trainer.state = SimpleNamespace(global_step=4)
     trainer.clock = SimpleNamespace(paused=lambda: noted("pause"))
-    trainer.reporter = SimpleNamespace(pulse=SimpleNamespace(beating=lambda step: noted("beat", step)))
+    trainer.reporter = SimpleNamespace(heartbeat=SimpleNamespace(beating=lambda step: noted("beat", step)))
+    trainer.tracker = SimpleNamespace(during=lambda phase: contextlib.nullcontext())
     getattr(trainer, name)("folder")
     beating = [("beat", 4), "written and hashed" if name == "_save_checkpoint" else "written", ("end", "beat")]
     assert said == ([("pause",), *beating, ("end", "pause")] if name == "_save_checkpoint" else beating)

@@ -1,4 +1,4 @@
-"""Where the bytes are: the ledger against known tensors and formulas, gradient checkpointing, accumulation, diagnosis.
+"""The memory tracker against known tensors and formulas, gradient checkpointing, accumulation, diagnosis.
 
 Real recipes on one or two CPU ranks; ranks 8 to 512 run the real DeepSpeed engine under torch's fake process group.
 """
@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import ROOT, TINY, recipe_process, run_python, run_world
 
-from zerofit.config import parse
+from zerofit.config import parse, resolve
 from zerofit.train import memory_report, memory_tracker, tensor_owners
 
 COMMON = [
@@ -37,36 +37,36 @@ def flags(zero="0", bf16=False, steps=2, micro=4, accumulation=1, ranks=1, more=
     ]  # fmt: skip
 
 
-# --- the ledger itself ---
+# --- the tracker itself ---
 
 
-def test_ledger_counts_storages_until_they_die():
-    with memory_tracker.MemoryTracker() as ledger:
-        ledger.model = SimpleNamespace(parameters=list, buffers=list)
-        ledger.enter("forward")
+def test_tracker_counts_storages_until_they_die():
+    with memory_tracker.MemoryTracker() as tracker:
+        tracker.model = SimpleNamespace(parameters=list, buffers=list)
+        tracker.enter("forward")
         a = torch.empty(1000, dtype=torch.float32)
         view = a[10:].view(-1)  # no new storage
         b = a + 1
         del a
-        assert ledger.alive()["activations"] == 8000  # the view keeps the first alive
+        assert tracker.alive()["activations"] == 8000  # the view keeps the first alive
         del view
-        assert ledger.alive()["activations"] == 4000
+        assert tracker.alive()["activations"] == 4000
         c = torch.empty(10, dtype=torch.float64)
         del b, c
-        assert ledger.alive()["activations"] == 0
-    assert ledger.peak["forward"]["activations"] == 8000
-    assert not ledger.following
+        assert tracker.alive()["activations"] == 0
+    assert tracker.peak["forward"]["activations"] == 8000
+    assert not tracker.following
 
 
-def test_ledger_rounds_as_the_allocator_does():
-    with memory_tracker.MemoryTracker(round_to=512) as ledger:
+def test_tracker_rounds_as_the_allocator_does():
+    with memory_tracker.MemoryTracker(round_to=512) as tracker:
         kept = torch.ones(1), torch.ones(129)
-        assert sum(ledger.alive().values()) == 512 + 1024
+        assert sum(tracker.alive().values()) == 512 + 1024
     del kept
 
 
 @pytest.mark.oracle
-def test_ledger_agrees_with_the_allocator_of_the_cpu(record_property):
+def test_tracker_agrees_with_the_allocator_of_the_cpu(record_property):
     """Live bytes of every moment, from the profiler's own record of the CPU allocator, have the same peak."""
     from transformers import AutoModelForCausalLM
 
@@ -78,10 +78,10 @@ def test_ledger_agrees_with_the_allocator_of_the_cpu(record_property):
         model.zero_grad(set_to_none=True)
 
     step()  # rotary tables and the like exist from here on
-    with memory_tracker.MemoryTracker(model) as ledger:
-        known = sum(ledger.alive().values())
+    with memory_tracker.MemoryTracker(model) as tracker:
+        known = sum(tracker.alive().values())
         step()
-    followed = max(sum(row.values()) for row in ledger.peak.values()) - known
+    followed = max(sum(row.values()) for row in tracker.peak.values()) - known
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         step()
     live = peak = 0
@@ -101,29 +101,29 @@ def _memory_events(profile):
     ]
 
 
-def test_ledger_splits_a_plain_training_loop():
+def test_tracker_splits_a_plain_training_loop():
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(TINY / "model", dtype=torch.float32).train()
     numel = sum(p.numel() for p in model.parameters())
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     ids = torch.randint(2, 500, (4, 48))
-    with memory_tracker.MemoryTracker(model) as ledger:
-        ledger.optimizer = optimizer
+    with memory_tracker.MemoryTracker(model) as tracker:
+        tracker.optimizer = optimizer
         for _ in range(2):
             model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-            ledger.before_step()
+            tracker.before_step()
             optimizer.step()
             optimizer.zero_grad()
-            ledger.after_step()
-    parts = ledger.peak["backward"]
-    assert list(ledger.peak) == ["load", "forward", "backward", "step"]
+            tracker.after_step()
+    parts = tracker.peak["backward"]
+    assert list(tracker.peak) == ["load", "forward", "backward", "step"]
     assert parts["parameters"] == pytest.approx(4 * numel, rel=0.001)
     assert parts["optimizer"] == pytest.approx(8 * numel, rel=0.001)
-    assert ledger.peak["step"]["gradients"] == 4 * numel
+    assert tracker.peak["step"]["gradients"] == 4 * numel
     # The loss holds the logits of 4 x 48 tokens in fp32 at least twice.
-    assert ledger.peak["forward"]["logits"] >= 2 * 4 * 48 * 512 * 4
-    assert ledger.model_states["before_step"] == ledger.model_states["last_gradient"]
+    assert tracker.peak["forward"]["logits"] >= 2 * 4 * 48 * 512 * 4
+    assert tracker.model_states["before_step"] == tracker.model_states["last_gradient"]
 
 
 # --- runs ---
@@ -327,17 +327,21 @@ def test_report_of_a_run_with_offload_save_and_evaluation(runs):
 )
 def test_refused(given, said):
     with pytest.raises(parse.UserError, match=said):
-        parse.parse("sft", given, 1)
+        resolve.resolve_settings("sft", given, 1)
 
 
 def test_transformers_names_mean_the_same():
-    settings = parse.parse("sft", ["--gradient_checkpointing_kwargs", '{"every_n_layers": 2, "offload": true}'], 1)
+    settings = resolve.resolve_settings(
+        "sft", ["--gradient_checkpointing_kwargs", '{"every_n_layers": 2, "offload": true}'], 1
+    )
     assert settings.gradient_checkpointing_every == 2 and settings.activation_offload
     assert settings.gradient_checkpointing_kwargs == {"use_reentrant": False}
     if "activation_checkpointing" in settings.values:  # transformers 5.20 and later
-        assert not parse.parse("sft", ["--activation_checkpointing", "false"], 1).gradient_checkpointing
+        assert not resolve.resolve_settings("sft", ["--activation_checkpointing", "false"], 1).gradient_checkpointing
         with pytest.raises(parse.UserError, match="the same"):
-            parse.parse("sft", ["--activation_checkpointing", "false", "--gradient_checkpointing", "true"], 1)
+            resolve.resolve_settings(
+                "sft", ["--activation_checkpointing", "false", "--gradient_checkpointing", "true"], 1
+            )
 
 
 @pytest.mark.bad_input

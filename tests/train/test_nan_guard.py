@@ -3,10 +3,14 @@
 import json
 import math
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import ROOT, TINY, Run, recipe_process, run_python, run_world
+
+from zerofit.data.batches import DatasetWithFiller, EpochSampler
+from zerofit.train import nan_guard
 
 RARE, ROW, ROWS = "~", 17, 24
 SHORT = ["sft-0-fp32", "sft-2-fp32", "sft-3-fp32"]
@@ -36,8 +40,8 @@ def poisoned(tmp_path_factory):
 
 def flags(poisoned, *more):
     return ["--model", str(poisoned / "model"), "--data", str(poisoned / "rows.jsonl"), "--effective_batch_size", "8",
-            "--per_device_train_batch_size", "2", "--learning_rate", "1e-3", "--num_samples", "0", "--save_strategy", "no",
-            "--logging_steps", "1", "--num_train_epochs", "2", *more]  # fmt: skip
+            "--per_device_train_batch_size", "2", "--learning_rate", "1e-3", "--num_samples", "0",
+            "--save_strategy", "no", "--logging_steps", "1", "--num_train_epochs", "2", *more]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -76,8 +80,8 @@ def test_the_step_is_not_applied_and_the_row_is_named(runs, name):
 
 def test_the_mean_of_several_steps_leaves_it_out(poisoned, runs, tmp_path):
     """logging_steps 3: each line is the mean of the two steps that were applied."""
-    done = recipe_process("sft", *flags(poisoned, "--zero", "0", "--bf16", "false", "--on_nan", "skip", "--logging_steps",
-                                        "3", "--output_dir", str(tmp_path / "run")))  # fmt: skip
+    done = recipe_process("sft", *flags(poisoned, "--zero", "0", "--bf16", "false", "--on_nan", "skip",
+                                        "--logging_steps", "3", "--output_dir", str(tmp_path / "run")))  # fmt: skip
     assert done.returncode == 0, done.stderr
     each = [m["loss"] for m in runs["sft-0-fp32"].metrics if "loss" in m]
     means = [sum(x for x in each[i : i + 3] if math.isfinite(x)) / 2 for i in (0, 3)]
@@ -100,6 +104,20 @@ def test_stop_and_replay(poisoned, tmp_path, recipe):
     bad = [i for i, line in enumerate(said) if "loss nan" in line]
     assert len(bad) == 1 and "embed_tokens" in said[bad[0] + 1]
     assert any(f"row {ROW}: " in line and RARE in line for line in said)
+
+
+def test_rows_of_a_step_are_looked_up_without_moving_the_sampler():
+    """Two ranks, micro batch 2, 10 rows and 2 fillers in an epoch: step 5 is the second one of the second epoch."""
+    sampler = EpochSampler(10, 4, seed=1)
+    sampler.set_epoch(2)  # the next epoch may have begun
+    trainer = SimpleNamespace(
+        tokens=SimpleNamespace(stream=None), train_dataset=DatasetWithFiller([{}] * 10, 0), train_sampler=sampler,
+        args=SimpleNamespace(per_device_train_batch_size=2, world_size=2), state=SimpleNamespace(global_step=5),
+        settings=SimpleNamespace(sp_size=1, data_ranks=2),
+    )  # fmt: skip
+    first, second = nan_guard.rows_of_step(trainer)
+    assert [*first[0], *second[0]] == sampler.indices(1)[4:8]
+    assert trainer.train_sampler is sampler and list(sampler) == sampler.indices(2)
 
 
 @pytest.mark.bad_input

@@ -1,4 +1,4 @@
-"""Checkpoints and model folders from elsewhere run no code: on resume at the same stage, at another one, and on export."""
+"""Checkpoints and model folders from elsewhere run no code: on resume at the same or another stage, and on export."""
 
 import os
 import pickle
@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import TINY
 
-from zerofit.config import parse
+from zerofit.config import resolve
 from zerofit.errors import UserError
 from zerofit.export import export
 from zerofit.train.checkpoint import integrity, pickles, resume, zero_shards
@@ -111,7 +111,7 @@ def test_an_honest_one_is_taken(saved):
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_nothing_runs(saved, attack):
     attack(saved)
-    settings = parse.parse("sft", ["--resume_from_checkpoint", str(saved)], 1)
+    settings = resolve.resolve_settings("sft", ["--resume_from_checkpoint", str(saved)], 1)
     with pytest.raises(UserError, match=ATTACKS[attack]):  # at every stage
         resume.find_checkpoint(settings, saved.parent)
     with pytest.raises(UserError, match=ATTACKS[attack]):

@@ -3,12 +3,11 @@
 import itertools
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, TINY, Run, run_python, run_world
+from conftest import ROOT, TINY, Run, python, run_python, run_world
 
 from zerofit.launch import resume
 
@@ -55,8 +54,8 @@ def runs(tmp_path_factory):
         "1-2>2": resuming(folder / "1-2", "sft", "2", *bf16),
         "1-2>foreign>3": resuming(folder / "foreign", "sft", "3", *bf16),
         "1-2>1-offload": resuming(folder / "1-2", "sft", "1", *bf16, "--offload", "optimizer"),
-        "3>3-sp": resuming(folder / "3", "sft", "3", "--sp_size", "2"), "lora-sp": saving("lora", "2", "--sp_size", "2"),
-        "lora-sp>1": resuming(folder / "lora-sp", "lora", "1"),
+        "3>3-sp": resuming(folder / "3", "sft", "3", "--sp_size", "2"),
+        "lora-sp": saving("lora", "2", "--sp_size", "2"), "lora-sp>1": resuming(folder / "lora-sp", "lora", "1"),
         "dropout": saving("lora", "2", *dropout), "dropout>": resuming(folder / "dropout", "lora", "2", *dropout),
     }  # fmt: skip
     return one | run_world(2, cases, folder)
@@ -71,6 +70,10 @@ def test_it_goes_on(runs, name):
     check(before, runs[name], TOLERANCE["bf16" if name.startswith("1-2>") else "fp32"])
     said = runs[name].json("run.json")["decisions"]
     assert any("checkpoint-4 was saved with ZeRO" in line for line in said)
+    source, ranks = before.json("run.json"), 1 + ("1-2" not in name)
+    stage, now = source["arguments"]["zero"]["value"], runs[name].json("run.json")["arguments"]["zero"]["value"]
+    stretches = f"ZeRO stage {stage} on {ranks} rank{'s' * (ranks > 1)} to step 4, then stage {now} on 2 ranks"
+    assert stretches in (runs[name].folder / "final" / "README.md").read_text()
 
 
 @pytest.mark.parametrize("name", ["3>3-sp", "lora-sp>1"])
@@ -140,8 +143,8 @@ def test_a_checkpoint_of_plain_transformers(tmp_path, zero):
 
     rows = [{"input_ids": torch.arange(5, 25) + i, "labels": torch.arange(5, 25) + i} for i in range(48)]
     arguments = TrainingArguments(
-        str(tmp_path / "plain"), max_steps=4, save_steps=4, use_cpu=True, report_to="none", learning_rate=1e-3, logging_steps=1,
-        per_device_train_batch_size=8, weight_decay=0.1,
+        str(tmp_path / "plain"), max_steps=4, save_steps=4, use_cpu=True, report_to="none", learning_rate=1e-3,
+        logging_steps=1, per_device_train_batch_size=8, weight_decay=0.1,
     )  # fmt: skip
     net = AutoModelForCausalLM.from_pretrained(TINY / "model", dtype=torch.float32)
     Trainer(net, arguments, train_dataset=rows).train()
@@ -187,7 +190,7 @@ def test_make_resume_on_another_number_of_processes(runs, tmp_path):
         "-C",
         str(ROOT),
         "ENV=active",
-        f"PYTHON={sys.executable}",
+        f"PYTHON={python()}",
         "resume",
         f"RUN={folder}",
         "GPUS=1",

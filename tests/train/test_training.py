@@ -66,7 +66,7 @@ def cases_of_one_rank():
     return cases
 
 
-# What `make test` runs: each stage, each offload, bf16, splits and checkpointing once; `make test-all`: all multiplied out.
+# `make test` runs each stage, each offload, bf16, splits and checkpointing once; `make test-all` all multiplied out.
 SHORT = """
     sft-0-none-fp32 sft-1-none-fp32 sft-2-none-fp32 sft-3-none-fp32 sft-2-optimizer-fp32 sft-3-all-fp32
     sft-0-none-bf16 sft-2-none-bf16 sft-3-none-bf16 sft-3-micro1 sft-3-no-checkpointing
@@ -149,14 +149,14 @@ def test_pairs_that_are_bit_equal(runs, one, other):
 @pytest.mark.parametrize(("name",), marked([(n,) for n in ALL]))
 def test_world_size_engine_and_shares(runs, name):
     run, ranks = runs[name], 1 if "-one-" in name else 2
-    witness, result = run.json("witness.json"), run.json("result.json")
+    record, result = run.json("record.json"), run.json("result.json")
     zero = name.split("-")[2 if "-one-" in name else 1]
     assert result["status"] == "finished"
     assert result["world_size"] == ranks
     assert result["zero"] == zero
-    assert witness["engine"] == "DeepSpeedEngine" if zero != "0" else witness["engine"] != "DeepSpeedEngine"
-    assert sum(witness["rows_per_rank"]) == ROWS  # every row once, filler rows not counted
-    assert witness["shared_rows"] == 0
+    assert record["engine"] == "DeepSpeedEngine" if zero != "0" else record["engine"] != "DeepSpeedEngine"
+    assert sum(record["rows_per_rank"]) == ROWS  # every row once, filler rows not counted
+    assert record["shared_rows"] == 0
     if zero != "0":
         config = run.json("deepspeed.json")
         assert config["zero_optimization"]["stage"] == int(zero)
@@ -166,8 +166,8 @@ def test_world_size_engine_and_shares(runs, name):
 
 @pytest.mark.parametrize(("name",), marked([(n,) for n in ALL if n.startswith("lora")]))
 def test_lora_leaves_the_base_bit_identical(runs, name):
-    witness = runs[name].json("witness.json")
-    assert witness["frozen_before"] == witness["frozen_after"]
+    record = runs[name].json("record.json")
+    assert record["frozen_before"] == record["frozen_after"]
 
 
 @pytest.mark.oracle
@@ -230,7 +230,7 @@ runpy.run_path(sys.argv.pop(1), run_name="__main__")
 
 
 def test_a_slow_loader_shows_in_the_speed(tmp_path):
-    """On a clock that only the loader (2 s a micro batch), evaluation and saving move: the loader's seconds alone count."""
+    """On a clock that only loader (2 s a micro batch), evaluation and saving move: the loader's seconds alone count."""
     script, out = tmp_path / "slow.py", tmp_path / "run"
     script.write_text(SLOW_LOADER)
     words = [*COMMON, "--zero", "0", "--per_device_train_batch_size", "4", "--max_steps", "4", "--eval_data",

@@ -73,13 +73,13 @@ def check_size() -> str | None:
     argv = _accelerate_command()
     if argv is None:
         return None
-    count = command_line.value_of(argv, ("--num_processes", "--num-processes"))
+    count = command_line.value_of(argv, ("--num_processes",))
     if count and count.isdigit() and int(count) != distributed.size():
         raise UserError(
             f"accelerate launch was asked for {count} processes but started {distributed.size()} (on a CPU it needs "
             f"--use_deepspeed for more than one): use `torchrun --nproc_per_node {count}` or `make GPUS={count}`."
         )
-    file = command_line.value_of(argv, ("--config_file", "--config-file"))
+    file = command_line.value_of(argv, ("--config_file",))
     file = Path(file) if file else cached_accelerate_config()
     if not count and file.is_file():
         try:
@@ -87,5 +87,6 @@ def check_size() -> str | None:
         except (OSError, yaml.YAMLError, AttributeError):
             return None  # accelerate started without an error, so the file is not checked here
         if in_file and in_file != distributed.size():
-            return f"{distributed.size()} process: {file} asks accelerate for {in_file}, but it started {distributed.size()}"
+            started = distributed.size()
+            return f"{started} process: {file} asks accelerate for {in_file}, but it started {started}"
     return None

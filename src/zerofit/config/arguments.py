@@ -15,7 +15,7 @@ class RunArguments:
 
     _argument_group_name = "run"
     config: str | None = field(default=None, metadata={"help": "YAML file with any of these arguments."})
-    zero: Literal["auto", "0", "1", "2", "3"] = field(
+    zero: Literal["auto", 0, 1, 2, 3] = field(
         default="auto",
         metadata={
             "help": "ZeRO stage. 0: plain DDP or one process. Default: 0 for one process, 2 for more. `auto` by name "
@@ -131,7 +131,7 @@ class SupervisionArguments:
             "effective batch, then gradient checkpointing, a higher stage, offload."
         },
     )
-    canary: Literal["auto", "true", "false"] = field(
+    canary: Literal["auto", True, False] = field(
         default="auto",
         metadata={
             "help": "Before the run, in processes of their own: two steps on the longest rows, an evaluation batch, "
@@ -266,7 +266,7 @@ class DataArguments:
     packing: bool = field(
         default=False, metadata={"help": "Several rows per sequence of max_length; they never see each other."}
     )
-    padding_free: Literal["auto", "true", "false"] = field(
+    padding_free: Literal["auto", True, False] = field(
         default="auto",
         metadata={
             "help": "A batch is one long row without padding. auto: with packing, and on a GPU where it is proven."
@@ -360,7 +360,7 @@ class MemoryArguments:
     """Memory techniques."""
 
     _argument_group_name = "memory"
-    fused_loss: Literal["auto", "true", "false"] = field(
+    fused_loss: Literal["auto", True, False] = field(
         default="auto",
         metadata={"help": "Loss without the logits, in chunks of tokens. auto: for vocabularies from 32,000 words."},
     )

@@ -167,34 +167,35 @@ def _refuse_other_parallelism(config: dict, path: str | Path) -> None:
         value = json_value(config, dotted)
         if value is not None and value not in off:
             section, as_json = dotted.partition(".")[0], json.dumps(value)
+            instead = "stage 3 for a model that is larger than a GPU"
+            if section == "sequence_parallel_size":
+                instead = "--sp_size"
             raise UserError(
                 f"{path}: {dotted} = {as_json}: the recipes split a model by ZeRO only, and the batch would be counted "
-                f"wrongly; delete {section}, and use "
-                f"{'--sp_size' if section == 'sequence_parallel_size' else 'stage 3 for a model that is larger than a GPU'}."
+                f"wrongly; delete {section}, and use {instead}."
             )
 
 
-def choose(settings, explicit: dict[str, Any]) -> dict | None:
-    """Return the DeepSpeed configuration of this run, or None for stage 0 (plain DDP).
+def resolve(settings) -> None:
+    """Set settings.deepspeed: the DeepSpeed configuration of this run, or None for stage 0 (plain DDP).
 
     Literals of the JSON are copied into `settings` (source "deepspeed JSON").
 
-    Args: settings: `settings.Settings`, changed in place; explicit: the arguments that the user gave by flag or YAML.
     Raises: UserError for an illegal stage/offload pair or a contradiction, naming both places.
     """
     if settings.values.get("deepspeed"):
         path = Path(settings.values["deepspeed"])
         config = read_json(path)
     else:
-        if settings.zero == "0":
+        if settings.zero == 0:
             if settings.offload != "none":
                 raise UserError(
                     f"--offload {settings.offload} needs ZeRO: stage 0 is plain DDP; use --zero 2"
                     f"{' (3 for all)' if settings.offload == 'all' else ''} or --offload none."
                 )
             offload.refuse_at_stage_0(settings)
-            return None
-        if settings.offload == "all" and settings.zero != "3":
+            return
+        if settings.offload == "all" and settings.zero != 3:
             raise UserError(
                 f"--offload all needs stage 3: stage {settings.zero} keeps whole parameters on each GPU and "
                 "DeepSpeed would ignore it in silence; use --zero 3, or --offload optimizer."
@@ -203,20 +204,20 @@ def choose(settings, explicit: dict[str, Any]) -> dict | None:
         config = read_json(path)
     distributed.import_deepspeed(settings.use_cpu)  # for `lint`, which uses DeepSpeed's own configuration classes
     lint(config, path)
-    _match(config, path, settings, explicit)
-    _match_offload(config, path, settings, explicit)
+    _match(config, path, settings, settings.given)
+    _match_offload(config, path, settings, settings.given)
     if settings.offload != "none" and not _offload_of(config):
         overlay = CONFIGS / offload.overlay(settings)
         config = merge_json(config, read_json(overlay))
         lint(config, overlay)
-    if json_value(config, "zero_optimization.offload_param.device", "none") != "none" and settings.zero != "3":
+    if json_value(config, "zero_optimization.offload_param.device", "none") != "none" and settings.zero != 3:
         raise UserError(
             f"{path}: zero_optimization.offload_param needs stage 3; DeepSpeed ignores it in silence at stage "
             f"{settings.zero}. Use stage 3 or delete the section."
         )
     config = offload.with_flags(config, path, settings)
     offload.check(config, path, settings)
-    return _saving_whole_weights(config, path, settings)
+    settings.deepspeed = _saving_whole_weights(config, path, settings)
 
 
 def _saving_whole_weights(config: dict, path: Path, settings) -> dict:
@@ -225,7 +226,7 @@ def _saving_whole_weights(config: dict, path: Path, settings) -> dict:
     Raises: UserError if the file sets it to false: the trained model would not be saved.
     """
     dotted = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
-    if settings.zero != "3" or json_value(config, dotted):
+    if settings.zero != 3 or json_value(config, dotted):
         return config
     if json_value(config, dotted) is False:
         raise UserError(f"{path}: {dotted} is false, so final/ would hold no weights; write true, or delete the line.")
@@ -241,8 +242,6 @@ def _match(config: dict, path: Path, settings, explicit: dict[str, Any]) -> None
         literal = json_value(config, dotted)
         if literal is None or literal == "auto":
             continue
-        if isinstance(literal, int) and not isinstance(literal, bool) and name == "zero":
-            literal = str(literal)
         if name in explicit and explicit[name] not in (literal, "auto"):
             fix = 'change one of them, or write "auto" in the file.' if dotted in AUTO_KEYS else "change one of them."
             as_json = json.dumps(json_value(config, dotted))

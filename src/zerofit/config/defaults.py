@@ -89,12 +89,12 @@ def fill_defaults(settings: Settings) -> None:
         raise UserError("--model is given but --data is not: name the rows to train on with --data.")
     if settings.zero == "auto" and not settings.values.get("deepspeed"):  # else the file sets the stage
         if offload.asked(settings):
-            decide(settings, "zero", "3", f"--{offload.asked(settings)[0]} needs it")
+            decide(settings, "zero", 3, f"--{offload.asked(settings)[0]} needs it")
         elif settings.offload == "none":
-            stage = "0" if settings.world_size == 1 else "2"
+            stage = 0 if settings.world_size == 1 else 2
             decide(settings, "zero", stage, f"{settings.world_size} process{'es' * (settings.world_size > 1)}")
         else:
-            stage = "3" if settings.offload == "all" else "2"
+            stage = 3 if settings.offload == "all" else 2
             decide(settings, "zero", stage, f"the lowest stage that can offload {settings.offload}")
     if not settings.use_cpu and settings.planned_gpu is None and not hardware.torch_sees_some():
         if why := hardware.why_torch_sees_none():

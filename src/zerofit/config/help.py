@@ -5,6 +5,7 @@ from dataclasses import MISSING, Field, fields
 from typing import Literal, get_args, get_origin
 
 from zerofit.config import arguments, transformers_flags
+from zerofit.settings import written
 
 # Heading -> flags of the short help.
 COMMON = {
@@ -71,7 +72,9 @@ def _entry(field: Field | str, recipe: str) -> str:
 
 def _values(field: Field) -> str:
     """Return the choices of a Literal argument as " a|b|c"; "" for any other."""
-    return f" {'|'.join(get_args(field.type))}" if get_origin(field.type) is Literal else ""
+    if get_origin(field.type) is not Literal:
+        return ""
+    return f" {'|'.join(written(field.name, choice) for choice in get_args(field.type))}"
 
 
 def _default(field: Field, recipe: str) -> str:

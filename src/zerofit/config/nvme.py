@@ -11,6 +11,7 @@ from collections import Counter
 from pathlib import Path
 
 from zerofit.errors import UserError
+from zerofit.settings import merge_json
 
 LIBAIO = "install libaio (apt install libaio-dev, or dnf install libaio-devel), or leave --offload_path out"
 
@@ -147,8 +148,8 @@ def reserve_folder(settings) -> None:
     if not paths:
         return
     name = distributed.broadcast(f"zerofit-{uuid.uuid4().hex[:8]}")
-    for key, folder in paths.items():
-        settings.deepspeed["zero_optimization"][key]["nvme_path"] = str(Path(folder) / name)
+    own = {key: {"nvme_path": str(Path(folder) / name)} for key, folder in paths.items()}
+    settings.deepspeed = merge_json(settings.deepspeed, {"zero_optimization": own})
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
         for folder in {Path(f) for f in paths.values()}:
             _clear_left(folder)

@@ -169,7 +169,7 @@ def check(config: dict, path: Path, settings) -> None:
 
 
 def _check_stage(zero: dict, path: Path, settings) -> None:
-    if settings.zero == "3":
+    if settings.zero == 3:
         return
     for key in ("offload_optimizer", "offload_param"):
         if _device(zero, key) == "nvme":
@@ -217,7 +217,8 @@ def check_sizes(settings, net) -> None:
     sizes = [p.numel() for p in net.parameters()]
     trainable, every = sum(p.numel() for p in net.parameters() if p.requires_grad), sum(sizes)
     resolved = {**config, "bf16": {"enabled": settings.bf16}, "fp16": {"enabled": settings.fp16}}
-    nvme.check_room(resolved, trainable, every, ranks, ranks_of_node(settings))
+    if settings.planned_gpu is None:  # a plan may be for another machine
+        nvme.check_room(resolved, trainable, every, ranks, ranks_of_node(settings))
     zero = config["zero_optimization"]
     if "offload_param" in nvme.paths_of(config):
         nvme.fit_buffers(zero["offload_param"], net, ranks, settings)

@@ -14,18 +14,8 @@ import yaml
 from transformers import HfArgumentParser  # without torch; TrainingArguments brings it and takes seconds
 
 from zerofit.command_line import with_auto_as_probe
-from zerofit.config import arguments, deepspeed_json, presets, synonyms, transformers_flags
-from zerofit.config.defaults import (
-    check_ranges,
-    choose_precision,
-    fill_defaults,
-    hang_before_collectives,
-    one_shuffle_seed,
-    scale_learning_rate,
-    solve_batch,
-)
+from zerofit.config import arguments, presets, synonyms
 from zerofit.errors import UserError
-from zerofit.optim import registry
 from zerofit.settings import Settings
 
 _UNSET = object()
@@ -36,12 +26,19 @@ class _Parser(HfArgumentParser):
 
     origin = "command line"
 
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        for action in self._actions:
+            if any(choice is True for choice in action.choices or ()):  # else a choice would be the word "True"
+                action.type = lambda word: {"true": True, "false": False}.get(word.lower(), word)
+
     def print_help(self, file=None):
         from zerofit.config import help
 
         print(help.text(self.prog), file=file)
 
     def error(self, message: str):
+        message = message.replace("True, False)", "'true', 'false')")  # argparse prints the values, not their words
         raise UserError(f"{self.origin}: {message}{synonyms.of_value(message)} Every flag: --help all.")
 
 
@@ -55,7 +52,7 @@ def build_parser(recipe: str) -> _Parser:
     parallelism = next(action for action in parser._actions if action.dest == "parallelism_config")
     parallelism.type = str  # an accelerate object, not text: transformers_flags.check refuses it with the reason
     optim = next(action for action in parser._actions if action.dest == "optim")
-    optim.choices, optim.metavar = None, "OPTIM"  # registry.choose checks it: there are more than transformers has
+    optim.choices, optim.metavar = None, "OPTIM"  # registry.resolve checks it: there are more than transformers has
     return parser
 
 
@@ -138,15 +135,13 @@ def command_line(recipe: str, flags: list[str], more: str = "", gpus: str = "1")
         raise UserError(f"ARGS={more}: cannot be split into words: {str(error).lower()}.") from None
 
 
-def parse(recipe: str, argv: list[str], world_size: int, gpu=None) -> Settings:
-    """Return the Settings of flags, YAML and DeepSpeed JSON, before a GPU or a process group is used.
+def read(recipe: str, argv: list[str], world_size: int, gpu=None) -> Settings:
+    """Return the Settings of flags, YAML, preset and defaults, for the resolvers of config/resolve.py to go on with.
 
     Args: recipe: "sft" or "lora"; argv: the flags; world_size: number of ranks of the job; gpu: hardware.Gpu to plan
         for, which this machine need not have; None: this machine's.
-    Raises: UserError for anything unknown, malformed or contradictory.
+    Raises: UserError for anything unknown or malformed.
     """
-    from zerofit.model import gradient_checkpointing  # it imports torch
-
     from_flags = explicit(recipe, argv, "command line")
     from_yaml = read_yaml(from_flags["config"], recipe) if from_flags.get("config") else {}
     given = {**from_yaml, **from_flags}
@@ -171,18 +166,7 @@ def parse(recipe: str, argv: list[str], world_size: int, gpu=None) -> Settings:
         source |= dict.fromkeys(layer, origin)
     kit = {f.name for group in arguments.kit_groups(recipe) for f in fields(group)}
     source |= {name: "default" for name in kit if source[name] == "transformers default"}
-    settings = Settings(recipe, values, source, [], None, world_size, gpu, list(argv))
+    settings = Settings(recipe, values, source, world_size, planned_gpu=gpu, flags=argv, given=given, defaults=defaults)
     if preset:
         settings.decisions.append(f"preset {given['preset']}: {' '.join(presets.flags(given['preset']))}")
-    check_ranges(settings)
-    one_shuffle_seed(settings)
-    hang_before_collectives(settings)
-    fill_defaults(settings)
-    transformers_flags.check(settings, given, defaults)
-    settings.deepspeed = deepspeed_json.choose(settings, given)
-    gradient_checkpointing.choose(settings)
-    choose_precision(settings)
-    solve_batch(settings)
-    registry.choose(settings, given)
-    scale_learning_rate(settings)
     return settings

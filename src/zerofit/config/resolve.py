@@ -1,17 +1,80 @@
-"""Resolve the arguments of a job: read, fill in defaults, refuse combinations that cannot work."""
+"""Resolve the arguments of a job: the ordered lists of resolvers, and which arguments exclude each other."""
 
+import copy
 import os
 import sys
 from dataclasses import dataclass
 
 from zerofit import distributed
-from zerofit.config import accelerate_env, parse
+from zerofit.config import accelerate_env, deepspeed_json, defaults, offload, parse, transformers_flags
+from zerofit.data import streaming
 from zerofit.errors import UserError
-from zerofit.model import adapters, quantization
+from zerofit.model import (
+    adapters,
+    attention,
+    ddp,
+    fused_loss,
+    gradient_checkpointing,
+    load,
+    quantization,
+    sequence_parallel,
+    tiled_mlp,
+)
+from zerofit.optim import registry
 from zerofit.settings import Settings, decide
 
 
-def _resolve_node_local(settings) -> None:
+def resolve_settings(
+    recipe: str, argv: list[str] | None = None, world_size: int | None = None, gpu=None, resolvers=None
+) -> Settings:
+    """Return the settings of a command line, resolved, checked and frozen.
+
+    Args: argv, world_size: of a job to be started; default: this process's own. gpu: see `config.parse.read`.
+        resolvers: default: FROM_FLAGS.
+    Raises: UserError for the user's mistakes, before a GPU or a process group is used.
+    """
+    dropped = accelerate_env.drop_accelerate_env()
+    other_size = accelerate_env.check_size() if argv is None else None
+    settings = parse.read(recipe, sys.argv[1:] if argv is None else argv, world_size or distributed.size(), gpu)
+    for resolve in FROM_FLAGS if resolvers is None else resolvers:
+        resolve(settings)
+    settings.freeze()
+    if other_size:
+        settings.decisions.append(other_size)
+    if dropped:
+        settings.decisions.append(
+            f"accelerate's own settings are not used ({', '.join(dropped)}): the recipe decides; see --zero, --bf16"
+        )
+    if argv is None and settings.use_cpu and os.environ.get("OMP_WAIT_POLICY") == "passive":
+        settings.decisions.append(
+            "OMP_WAIT_POLICY passive: idle threads sleep after 1,000 turns (GOMP_SPINCOUNT), so that other work slows "
+            "the run down less"
+        )
+    if argv is None and settings.use_cpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # also for libraries that search for GPUs later
+    return settings
+
+
+def resolve_for_model(settings: Settings, config=None) -> None:
+    """Resolve the arguments that depend on the model's config.json; only the first call does anything.
+
+    Args: config: the model's, of a simulation with fewer layers; default: its config.json.
+    Raises: UserError for a model that cannot be trained with these arguments.
+    """
+    if settings.knows_model:
+        return
+    config = load.load_config(settings) if config is None else config
+    settings.thaw()
+    for resolve in FROM_MODEL_CONFIG:
+        resolve(settings, config)
+    settings.knows_model = True
+    settings.freeze()
+
+
+# --- resolvers that are too short for a module of their own ---
+
+
+def _node_local_storage(settings) -> None:
     """Turn DeepSpeed's use_node_local_storage on for --node_local_storage.
 
     Raises: UserError at stage 0, where every rank reads the same optimizer file."""
@@ -22,65 +85,18 @@ def _resolve_node_local(settings) -> None:
     settings.deepspeed.setdefault("checkpoint", {})["use_node_local_storage"] = True
 
 
-def resolve_settings(recipe: str, argv: list[str] | None = None, world_size: int | None = None, gpu=None) -> Settings:
-    """Return the settings of a command line, resolved and checked.
-
-    Args: argv, world_size: of a job to be started; default: this process's own. gpu: see `config.parse.parse`.
-    Raises: UserError for the user's mistakes, before a GPU or a process group is used.
-    """
-    dropped = accelerate_env.drop_accelerate_env()
-    other_size = accelerate_env.check_size() if argv is None else None
-    settings = parse.parse(recipe, sys.argv[1:] if argv is None else argv, world_size or distributed.size(), gpu)
-    if other_size:
-        settings.decisions.append(other_size)
-    if dropped:
-        settings.decisions.append(
-            f"accelerate's own settings are not used ({', '.join(dropped)}): the recipe decides; see --zero, --bf16"
-        )
-    if argv is None and settings.use_cpu and os.environ.get("OMP_WAIT_POLICY") == "passive":
-        settings.decisions.append(
-            "OMP_WAIT_POLICY passive: idle threads sleep after 1,000 turns (GOMP_SPINCOUNT), so that other work slows the run down less"
-        )
-    _check(settings)
-    if argv is None and settings.use_cpu:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # also for libraries that search for GPUs later
-    return settings
-
-
-def _check(found: Settings) -> None:
-    """Resolve the arguments that depend on each other, module by module.
-
-    Raises: UserError for combinations that cannot work or would be silently wrong.
-    """
-    from zerofit.data import streaming
-    from zerofit.model import fused_loss, sequence_parallel, tiled_mlp
-
-    check_exclusions(found)
-    adapters.resolve(found)
-    _resolve_node_local(found)
-    quantization.resolve(found)
-    _choose_batches(found)
-    sequence_parallel.choose(found)
-    streaming.choose(found)
-    fused_loss.check_flags(found)
-    tiled_mlp.check_flags(found)
-    _check_memory_report(found)
-
-
-def _choose_batches(settings: Settings) -> None:
+def _padding_free(settings: Settings) -> None:
     """Decide --padding_free and register the attention that keeps the documents of a row apart.
 
     Raises: UserError for an attention implementation with which packed documents would read each other, and for
         contradictory flags.
     """
-    from zerofit.model import attention
-
     attn, padding_free = settings.attn_implementation, settings.padding_free
     attention.check_available(attn, settings.use_cpu)
     keeps_apart = attn in ("sdpa", "flex_attention") or attention.is_flash(attn)
-    if settings.packing and padding_free == "false":
+    if settings.packing and padding_free is False:
         raise UserError("--packing --padding_free false: packed sequences are not padded; leave one of the two out.")
-    if (settings.packing or padding_free == "true") and not keeps_apart:
+    if (settings.packing or padding_free is True) and not keeps_apart:
         flag = "--packing" if settings.packing else "--padding_free true"
         raise UserError(
             f"{flag} with --attn_implementation {attn}: documents in one row would read each other; use sdpa, "
@@ -89,13 +105,16 @@ def _choose_batches(settings: Settings) -> None:
     if padding_free == "auto":
         # On a CPU attention loops over documents, which costs more than the padding it saves on short rows.
         on = settings.packing or (keeps_apart and not settings.use_cpu)
-        decide(settings, "padding_free", str(on).lower(), "with --packing, or on a GPU") if on else None
-    if settings.padding_free == "true" and attn == "sdpa":
+        if on:
+            decide(settings, "padding_free", True, "with --packing, or on a GPU")
+        else:
+            settings.padding_free = False
+    if settings.padding_free and attn == "sdpa":
         name = attention.register()
         decide(settings, "attn_implementation", name, "plain sdpa would let the documents of a row read each other")
 
 
-def _check_memory_report(settings: Settings) -> None:
+def _memory_report(settings: Settings) -> None:
     """Add the decision for --memory_report, which slows the first steps down.
 
     Raises: UserError with torch_compile: tensors in compiled code cannot be tracked.
@@ -189,3 +208,53 @@ def check_exclusions(settings) -> None:
 def _on(settings, name: str, values: tuple) -> bool:
     value = settings.values.get(name)
     return value in values or (values == ("*",) and value is not None)
+
+
+def _offload_sizes(settings, config) -> None:
+    """Set the sizes in the DeepSpeed configuration that depend on the number of parameters; the model is counted."""
+    if offload.depends_on_size(settings.deepspeed):
+        offload.check_sizes(settings, load.check_model(settings, copy.deepcopy(config)))
+
+
+# --- the order: a resolver may read what an earlier one has decided ---
+
+# What the arguments are, one by one; `zerofit data` needs no more.
+ARGUMENTS = (
+    defaults.check_ranges,  # what the user has set, before anything is derived from it
+    defaults.one_shuffle_seed,
+    defaults.hang_before_collectives,
+    defaults.fill_defaults,  # model, data, stage, device, evaluation: the others read them
+    transformers_flags.resolve,  # reads use_cpu and whether there are eval rows
+    deepspeed_json.resolve,  # reads stage and offload; the file's literals then replace arguments
+    gradient_checkpointing.resolve,
+    defaults.choose_precision,  # after the JSON, whose bf16 and fp16 sections decide
+    defaults.solve_batch,  # after the JSON, which may hold batch sizes
+    registry.resolve,  # reads stage, offload and precision; adds to the DeepSpeed configuration
+    defaults.scale_learning_rate,  # by the solved batch
+)
+
+# What the arguments exclude and require of each other.
+COMBINATIONS = (
+    check_exclusions,
+    adapters.resolve,  # turns padding_free off for prompts, so before _padding_free
+    _node_local_storage,
+    quantization.resolve,
+    _padding_free,  # decides the attention too
+    sequence_parallel.resolve,  # wraps that attention, so after _padding_free
+    streaming.resolve,
+    fused_loss.resolve,
+    tiled_mlp.resolve,
+    _memory_report,
+)
+
+FROM_FLAGS = (*ARGUMENTS, *COMBINATIONS)
+
+# Each is called with (settings, the model's configuration), by resolve_for_model.
+FROM_MODEL_CONFIG = (
+    attention.resolve_for_model,
+    sequence_parallel.resolve_for_model,
+    fused_loss.resolve_for_model,
+    tiled_mlp.resolve_for_model,
+    ddp.resolve_for_model,
+    _offload_sizes,  # builds the model without weights, with the attention, the loss and the tiles decided above
+)

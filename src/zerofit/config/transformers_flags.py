@@ -20,7 +20,8 @@ _SHARDING = "the model would stay whole on each GPU, ZeRO shards it here; use --
 REFUSED = {
     "fsdp": _SHARDING,
     "fsdp_config": _SHARDING,
-    "parallelism_config": "tensor and context parallelism are not part of this trainer, and sequence parallelism is --sp_size; leave it out",
+    "parallelism_config": "tensor and context parallelism are not part of this trainer, and sequence parallelism is "
+    "--sp_size; leave it out",
     "do_predict": "there is no test set to predict; give it as --eval_data",
     "dataloader_drop_last": "an epoch's last step is filled up with rows without loss, so that each row counts once; "
     "leave it out",
@@ -75,12 +76,12 @@ TRACKERS = {
 }
 
 
-def check(settings, given: dict[str, Any], defaults: dict[str, Any]) -> None:
-    """Refuse the arguments that have no effect, or a wrong one, under this trainer.
+def resolve(settings) -> None:
+    """Refuse the arguments that have no effect, or a wrong one, under this trainer; read --accelerator_config.
 
-    Args: settings: `settings.Settings`; given: arguments set by flag or YAML; defaults: the defaults of all arguments.
     Raises: UserError that names the argument, the reason and what to use instead.
     """
+    given, defaults = settings.given, settings.defaults
     for name, why in REFUSED.items():
         off = given.get(name) == defaults[name] or (not defaults[name] and str(given.get(name)).lower() in OFF)
         if name in given and not off:

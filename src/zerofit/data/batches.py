@@ -5,6 +5,8 @@ from collections.abc import Iterator
 import torch
 
 from zerofit.data import conversations
+from zerofit.errors import UserError
+from zerofit.settings import order_seed
 
 
 def rows_of_epoch(weights: list[float], epoch: int) -> list[int]:
@@ -63,17 +65,49 @@ class EpochSampler(torch.utils.data.Sampler):
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
-        rows = range(self.length) if self.weights is None else rows_of_epoch(self.weights, self.epoch)
+        return iter(self.indices(self.epoch))
+
+    def indices(self, epoch: int) -> list[int]:
+        """Return the indices of any epoch."""
+        rows = range(self.length) if self.weights is None else rows_of_epoch(self.weights, epoch)
         if self.seed is not None:
-            generator = torch.Generator().manual_seed(self.seed + self.epoch)
+            generator = torch.Generator().manual_seed(self.seed + epoch)
             shuffled = torch.randperm(self.rows, generator=generator).tolist()
             rows = self.order(rows, generator) if self.order else [rows[i] for i in shuffled]
-        yield from rows
-        yield from [self.length] * (len(self) - self.rows)
+        return [*rows, *[self.length] * (len(self) - self.rows)]
+
+
+def training_sampler(dataset: DatasetWithFiller, args, weights: list[float] | None, data_ranks: int) -> EpochSampler:
+    """Return the sampler of a training set: an optimizer step has the same rows for every rank count.
+
+    Args: args: TrainingArguments; weights: of rows; packs have weights of their own. data_ranks: of Settings.
+    Raises: UserError for a --train_sampling_strategy that depends on the number of ranks.
+    """
+    effective, order = args.per_device_train_batch_size * args.gradient_accumulation_steps * data_ranks, None
+    if args.train_sampling_strategy == "group_by_length":
+        from transformers.trainer_pt_utils import LengthGroupedSampler
+
+        lengths = [len(row["input_ids"]) for row in dataset.sequences]
+
+        def order(rows, generator):
+            chosen = [lengths[i] for i in rows]
+            return [rows[i] for i in LengthGroupedSampler(effective, lengths=chosen, generator=generator)]
+
+    elif args.train_sampling_strategy not in ("random", "sequential"):
+        raise UserError(
+            f"--train_sampling_strategy {args.train_sampling_strategy}: the row order would depend on the number of "
+            "ranks; use random, sequential or group_by_length."
+        )
+    return EpochSampler(
+        len(dataset), effective, order_seed(args), order, getattr(dataset.sequences, "weights", weights)
+    )
 
 
 class Collator:
-    """Pad rows on the right to (rows, longest rounded up); padding has mask 0 and label IGNORE."""
+    """Pad rows on the right to (rows, longest rounded up); padding has mask 0 and label IGNORE.
+
+    transformers' DataCollatorForSeq2Seq pads as the tokenizer does, some on the left, and takes twice the time.
+    """
 
     def __init__(self, pad_token_id: int, multiple_of: int = 8):
         self.pad_token_id, self.multiple_of = pad_token_id, multiple_of
@@ -133,26 +167,25 @@ class PackedCollator:
     """
 
     def __init__(self, pad_token_id: int = 0, multiple_of: int = 1):
+        from transformers import DataCollatorWithFlattening
+
         self.pad_token_id, self.multiple_of = pad_token_id, multiple_of
+        self.flatten = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
 
     def __call__(self, batch: list[dict]) -> dict:
-        if missing := -sum(len(row["input_ids"]) for row in batch) % self.multiple_of:
+        documents = [document for row in batch for document in _documents(row)]
+        if missing := -sum(len(document["input_ids"]) for document in documents) % self.multiple_of:
             padding = {"input_ids": [self.pad_token_id] * missing, "labels": [conversations.IGNORE] * missing}
-            batch = [*batch, padding]
-        lengths = [n for row in batch for n in row.get("lengths", [len(row["input_ids"])])]
-        bounds = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-        labels = torch.tensor([[t for row in batch for t in row["labels"]]])
-        # The last token of the previous document must not predict the first one of the next.
-        labels[0, bounds[:-1].long()] = conversations.IGNORE
-        return {
-            "input_ids": torch.tensor([[t for row in batch for t in row["input_ids"]]]),
-            "labels": labels,
-            "position_ids": torch.cat([torch.arange(n) for n in lengths])[None],
-            "cu_seq_lens_q": bounds,
-            "cu_seq_lens_k": bounds,
-            "max_length_q": max(lengths),
-            "max_length_k": max(lengths),
-        }
+            documents.append(padding)
+        return self.flatten(documents)
+
+
+def _documents(row: dict) -> Iterator[dict]:
+    """Yield the documents of a pack, or the row itself."""
+    start = 0
+    for length in row.get("lengths", [len(row["input_ids"])]):
+        yield {name: row[name][start : start + length] for name in ("input_ids", "labels")}
+        start += length
 
 
 class TrainCollator:
@@ -166,4 +199,6 @@ class TrainCollator:
         self.pack = PackedCollator(pad_token_id, slices)
 
     def __call__(self, batch: list[dict]) -> dict:
-        return (self.pack if self.packed else self.pad)(batch)
+        if self.packed:
+            return self.pack(batch)
+        return self.pad(batch)

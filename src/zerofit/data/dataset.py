@@ -22,7 +22,7 @@ from zerofit.data.batches import rows_of_epoch
 from zerofit.data.sources import Source, suffix
 from zerofit.data.tokens import CHUNK, TokenizedDataset
 from zerofit.errors import UserError
-from zerofit.paths import cache_root, private_folder
+from zerofit.paths import cache_root, hash_file, private_folder
 
 CACHE_VERSION = 6  # raise it when the tokens of a row change
 
@@ -44,8 +44,7 @@ def _fingerprint(sources: list[Source], settings, tokenizer, limit: int | None) 
                 form = [suffix(file), file.suffix.lower(), file.stat().st_size]
                 digest.update((json.dumps(form) + "\n").encode())
                 with file.open("rb") as opened:
-                    while block := opened.read(1 << 22):
-                        digest.update(block)
+                    hashlib.file_digest(opened, lambda: digest)  # goes on with this digest
         except OSError as error:
             raise UserError(f"{error.filename or source}: cannot be read: {error.strerror}.") from None
     options = [
@@ -87,16 +86,6 @@ def cache_folder() -> Path:
     return fallback / "data"
 
 
-def _checksum(file: Path) -> str:
-    import xxhash
-
-    digest = xxhash.xxh3_64()
-    with file.open("rb") as opened:
-        while block := opened.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()
-
-
 def prepare(sources: list[Source], settings, encoder: encoding.Encoder, limit: int | None) -> TokenizedDataset:
     # Tokenize the sources, at most `limit` rows, or map the cached table; safe on several ranks at once.
     from datasets import Dataset
@@ -123,7 +112,7 @@ def prepare(sources: list[Source], settings, encoder: encoding.Encoder, limit: i
 def _build(table: Path, facts: Path, sources: list[Source], settings, encoder: encoding.Encoder, limit) -> dict:
     """Write the table, then its statistics with a checksum: an incomplete table is never used."""
     statistics = _write(table, sources, settings, encoder, limit)
-    statistics["checksum"] = _checksum(table)
+    statistics["checksum"] = hash_file(table)
     tmp_path = facts.with_suffix(".facts")
     tmp_path.write_text(json.dumps(statistics))
     os.replace(tmp_path, facts)
@@ -143,7 +132,7 @@ def _verified(table: Path, facts: Path, settings) -> dict | None:
     """Return the statistics of a cached table whose checksum is right; None if it is missing or damaged."""
     statistics = _read_facts(facts, settings)
     try:
-        return statistics if statistics and _checksum(table) == statistics["checksum"] else None
+        return statistics if statistics and hash_file(table) == statistics["checksum"] else None
     except FileNotFoundError:
         return None
 

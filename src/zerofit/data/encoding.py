@@ -196,7 +196,8 @@ class Encoder:
 
         with _template_errors(place):
             texts, marks = render_jinja_template(
-                conversations=[conversation.turns], tools=conversation.tools, chat_template=self.tokenizer.chat_template,
+                conversations=[conversation.turns], tools=conversation.tools,
+                chat_template=self.tokenizer.chat_template,
                 return_assistant_tokens_mask=True, **self.tokenizer.special_tokens_map,
             )  # fmt: skip
         return texts[0], marks[0]

@@ -90,16 +90,16 @@ def read(source: Source, settings) -> Iterator[tuple]:
         yield place, error
 
 
-def kind_of(found: Iterator, settings) -> tuple[str, Iterator]:
+def kind_of(rows: Iterator, settings) -> tuple[str, Iterator]:
     """Return (format, all rows): --data_format, or the format of the first row that has one.
 
     The format is "" when none of the first LOOKED_AT rows has one, under --bad_rows drop.
     Raises: UserError when the first row has no known format, under --bad_rows error.
     """
     if settings.data_format != "auto":
-        return settings.data_format, found
+        return settings.data_format, rows
     looked_at: list = []
-    for place, row in itertools.islice(found, LOOKED_AT):
+    for place, row in itertools.islice(rows, LOOKED_AT):
         looked_at.append((place, row))
         try:
             kind = conversations.detect(place, _renamed(place, row, _names(settings)))
@@ -107,8 +107,8 @@ def kind_of(found: Iterator, settings) -> tuple[str, Iterator]:
             if settings.bad_rows == "error":
                 raise
         else:
-            return kind, itertools.chain(looked_at, found)
-    return "", itertools.chain(looked_at, found)
+            return kind, itertools.chain(looked_at, rows)
+    return "", itertools.chain(looked_at, rows)
 
 
 def _names(settings) -> dict[str, str]:

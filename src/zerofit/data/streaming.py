@@ -22,7 +22,7 @@ from zerofit.settings import order_seed
 PREVIEW = 500  # rows tokenized before the start: for statistics, limits, the packing check, sample answers
 
 
-def choose(settings) -> None:
+def resolve(settings) -> None:
     """Set the arguments that streaming depends on.
 
     Raises: UserError for arguments that need all rows at once.

@@ -25,20 +25,20 @@ def main(argv: list[str]) -> None:
     talk(args, source.find(args.run, args.base, args.trust_remote_code))
 
 
-def talk(given, found) -> None:
+def talk(given, saved) -> None:
     """Answer each line of the input with a turn of the model, until the input ends."""
     import torch
     from transformers import TextStreamer
 
-    tokenizer = source.tokenizer(found)
+    tokenizer = source.tokenizer(saved)
     if tokenizer is None:
-        raise UserError(f"{found.folder}: has no tokenizer to talk through; put the model's tokenizer beside it.")
+        raise UserError(f"{saved.folder}: has no tokenizer to talk through; put the model's tokenizer beside it.")
     device = given.device if given.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    model = source.load(found, device)
+    model = source.load(saved, device)
     model.config.use_cache = True
     terminal = sys.stdin.isatty()
     if terminal:
-        print(f"{found.folder}  ({HELP})", flush=True)
+        print(f"{saved.folder}  ({HELP})", flush=True)
     start = [{"role": "system", "content": given.system}] if given.system else []
     turns = list(start)
     for line in _lines("> " if terminal else ""):

@@ -11,8 +11,12 @@ from pathlib import Path
 from zerofit.errors import UserError
 from zerofit.paths import PACKAGE
 
-PROMPTS = ("What is the capital of France?", "Write three words about the sea, then count from 1 to 20.",
-           "def mean(numbers):\n    return sum(numbers) / len(numbers)\n", "Grüße: 12,5 % of 80 = 10; 東京 — naïve.")  # fmt: skip
+PROMPTS = (
+    "What is the capital of France?",
+    "Write three words about the sea, then count from 1 to 20.",
+    "def mean(numbers):\n    return sum(numbers) / len(numbers)\n",
+    "Grüße: 12,5 % of 80 = 10; 東京 — naïve.",
+)
 
 ROWS, TOKENS = 4, 64  # rows of the run's data; most tokens per row
 
@@ -25,7 +29,7 @@ FP32 = 1e-4  # of the largest logit: another order of summation, with a margin
 INT8 = 2**-7  # LLM.int8 rounds activations too, to 8 bits
 
 
-def check(given, found, out: Path, told: dict) -> dict | None:
+def check(given, saved, out: Path, report: dict) -> dict | None:
     """Compare the export with the trained model in a clean process; return None for --check false.
 
     Raises: UserError when the logits are further apart than the bound, or the export cannot be loaded.
@@ -34,9 +38,9 @@ def check(given, found, out: Path, told: dict) -> dict | None:
         print("  not compared with what was trained (--check false)", flush=True)
         return None
     request = {
-        "path": str(found.folder), "base": given.base, "remote": found.remote, "device": given.device, "out": str(out),
-        "merged": told["merged"], "unit": _unit(given, found, told), "bits": found.bits,
-        "cast_to": _cast_to(given, found, told),
+        "path": str(saved.folder), "base": given.base, "remote": saved.remote, "device": given.device, "out": str(out),
+        "merged": report["merged"], "unit": _unit(given, saved, report), "bits": saved.bits,
+        "cast_to": _cast_to(given, saved, report),
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "asked.json"
@@ -54,12 +58,12 @@ def check(given, found, out: Path, told: dict) -> dict | None:
         result = json.loads((Path(folder) / "result.json").read_text(encoding="utf-8"))
     print(f"  reloaded and compared: {in_words(result)}", flush=True)
     if not result["agrees"]:
-        fix = f" (rounding to {told['dtype']}? --dtype float32 does without)" if told["dtype"] != "float32" else ""
+        fix = f" (rounding to {report['dtype']}? --dtype float32 does without)" if report["dtype"] != "float32" else ""
         raise UserError(
-            f"the export does not compute what {found.folder} computes: {in_words(result)}; nothing is kept{fix}."
+            f"the export does not compute what {saved.folder} computes: {in_words(result)}; nothing is kept{fix}."
         )
     if request["unit"] > UNIT["float32"] and (note := _much_rounding(result)):
-        told["notes"].append(note)
+        report["notes"].append(note)
         print(f"  note: {note}", flush=True)
     return result
 
@@ -79,35 +83,36 @@ def _much_rounding(result: dict) -> str:
     return ""
 
 
-def _unit(given, found, told: dict) -> float:
+def _unit(given, saved, report: dict) -> float:
     """Return the coarsest rounding between what was trained and the export; 0 for none."""
     import torch
 
-    if found.weights and not told["merged"] and not told["masters"] and given.dtype in (None, found.dtype):
+    if saved.weights and not report["merged"] and not report["masters"] and given.dtype in (None, saved.dtype):
         return 0.0
-    if found.bits == 8 and told["merged"]:
+    if saved.bits == 8 and report["merged"]:
         return INT8
-    dtypes = [told["dtype"]]
-    if told["masters"] or not told["merged"]:
-        dtypes.append(found.dtype)
-    if found.bits:  # bitsandbytes dequantizes to this dtype, in the forward too
-        dtypes.append(found.base_dtype or torch.float32)
+    dtypes = [report["dtype"]]
+    if report["masters"] or not report["merged"]:
+        dtypes.append(saved.dtype)
+    if saved.bits:  # bitsandbytes dequantizes to this dtype, in the forward too
+        dtypes.append(saved.base_dtype or torch.float32)
     return max(UNIT[str(name).removeprefix("torch.")] for name in dtypes)
 
 
-def _cast_to(given, found, told: dict) -> str:
+def _cast_to(given, saved, report: dict) -> str:
     """Return the dtype in which files must agree bit for bit: masters rounded, else saved weights cast."""
-    if told["merged"] or not found.weights:
+    if report["merged"] or not saved.weights:
         return ""
     if given.dtype is None:
         return "as saved"
-    return str(found.dtype).removeprefix("torch.") if told["masters"] else told["dtype"]
+    return str(saved.dtype).removeprefix("torch.") if report["masters"] else report["dtype"]
 
 
 def in_words(result: dict) -> str:
     text = f"largest |logit difference| {result['max']:.2g}, mean {result['mean']:.2g}"
     if not result["exact"]:
-        text += f" (bounds {result['bound_max']:.2g} and {result['bound_mean']:.2g}; the logits' deviation is {result['deviation']:.2g})"
+        text += f" (bounds {result['bound_max']:.2g} and {result['bound_mean']:.2g}; "
+        text += f"the logits' deviation is {result['deviation']:.2g})"
     elif result["agrees"]:
         text = "every logit is bit for bit the same"
     differing = f"; {result['differing']} differs" if result.get("differing") else ""
@@ -200,19 +205,19 @@ def _mean(rows: list) -> float:
     return sum(row.abs().sum().item() for row in rows) / sum(row.numel() for row in rows)
 
 
-def _rows(found) -> list[list[int]]:
+def _rows(saved) -> list[list[int]]:
     """Return token ids of the prompts and of rows of the run's data, if it still exists."""
     from zerofit.export import source
 
-    tokenizer = source.tokenizer(found)
+    tokenizer = source.tokenizer(saved)
     if tokenizer is None:
         return []
-    texts = [*PROMPTS, *_data(found)]
+    texts = [*PROMPTS, *_data(saved)]
     return [ids[:TOKENS] for text in texts if (ids := tokenizer(text)["input_ids"])]
 
 
-def _data(found) -> list[str]:
-    for name in found.argument("data") or []:
+def _data(saved) -> list[str]:
+    for name in saved.argument("data") or []:
         path = Path(name).expanduser()
         if path.is_file() and path.suffix == ".jsonl":
             with path.open(encoding="utf-8") as lines:
@@ -227,7 +232,7 @@ def _texts(value) -> list[str]:
     return [text for part in parts for text in _texts(part)]
 
 
-def _differing(found, exported, dtype) -> str:
+def _differing(saved, exported, dtype) -> str:
     """Return the first tensor whose bits differ from the saved ones, else "".
 
     The logits of a few rows do not use every row of an embedding.
@@ -237,14 +242,14 @@ def _differing(found, exported, dtype) -> str:
 
     from zerofit.train.checkpoint import zero_shards
 
-    saved, written = zero_shards.Weights(found.folder), zero_shards.Weights(exported.folder)
-    for name in saved.where:
+    original, written = zero_shards.Weights(saved.folder), zero_shards.Weights(exported.folder)
+    for name in original.where:
         tensor = written.get(name)
         if tensor is None:
             if not name.startswith("lm_head"):  # the second copy of a tied weight is left out
                 return name
             continue
-        pair = [t.to(dtype) if dtype and t.is_floating_point() else t for t in (tensor, saved.get(name))]
+        pair = [t.to(dtype) if dtype and t.is_floating_point() else t for t in (tensor, original.get(name))]
         if pair[0].dtype != pair[1].dtype or not torch.equal(*pair):
             return name
     return ""

@@ -67,24 +67,24 @@ def main(argv: list[str]) -> None:
         _push(out, args.push)
 
 
-def _check_asked(given, found) -> None:
-    if given.merge and not found.adapter:
-        raise UserError(f"--merge: {found.folder} holds a whole model, there is nothing to merge; leave --merge out.")
+def _check_asked(given, saved) -> None:
+    if given.merge and not saved.adapter:
+        raise UserError(f"--merge: {saved.folder} holds a whole model, there is nothing to merge; leave --merge out.")
     if given.device == "auto":
         given.device = "cuda" if torch.cuda.is_available() else "cpu"
     given.dtype = DTYPES.get(given.dtype)
-    kind = "adapter" if found.adapter else "model"
-    base_note = f" on {_shown_base(found)}" if found.adapter else ""
-    print(f"export of {found.folder}: {kind}{base_note}{', merged' if given.merge else ''}", flush=True)
+    kind = "adapter" if saved.adapter else "model"
+    base_note = f" on {_shown_base(saved)}" if saved.adapter else ""
+    print(f"export of {saved.folder}: {kind}{base_note}{', merged' if given.merge else ''}", flush=True)
 
 
-def _shown_base(found) -> str:
-    return found.adapter.get("base_model_name_or_path") or found.base
+def _shown_base(saved) -> str:
+    return saved.adapter.get("base_model_name_or_path") or saved.base
 
 
-def _choose_out(given, found) -> Path:
+def _choose_out(given, saved) -> Path:
     name = "export-merged" if given.merge else "export"
-    default = found.run / name if found.run else found.folder.with_name(f"{found.folder.name}-{name}")
+    default = saved.run / name if saved.run else saved.folder.with_name(f"{saved.folder.name}-{name}")
     out = Path(given.output_dir).expanduser() if given.output_dir else default
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(
@@ -99,53 +99,53 @@ def _choose_out(given, found) -> Path:
 # --- writing ---
 
 
-def _write(given, found, out: Path) -> dict:
+def _write(given, saved, out: Path) -> dict:
     """Write everything but the card; return what was done, for the comparison and the card."""
-    masters = _masters(given, found)
+    masters = _masters(given, saved)
     done = {
-        "adapter": bool(found.adapter) and not given.merge, "merged": given.merge, "masters": bool(masters),
+        "adapter": bool(saved.adapter) and not given.merge, "merged": given.merge, "masters": bool(masters),
         "asked": given.dtype, "notes": [],
     }  # fmt: skip
-    if given.dtype == torch.float32 and not masters and found.dtype != torch.float32:
+    if given.dtype == torch.float32 and not masters and saved.dtype != torch.float32:
         done["notes"].append(
             "no fp32 master copy is beside these weights: the saved ones are widened, no digit is gained"
         )
-    reason = merge.reason_for_full_merge(found) if given.merge else ""
+    reason = merge.reason_for_full_merge(saved) if given.merge else ""
     if reason:
         done["notes"].append(f"merged by peft on the whole model in memory, in fp32 ({reason})")
     for note in done["notes"]:
         print(f"  note: {note}", flush=True)
     if reason:
-        _write_whole(given, found, masters, out, done)
+        _write_whole(given, saved, masters, out, done)
     else:
-        names, get = _tensors(given, found, masters)
+        names, get = _tensors(given, saved, masters)
         done["dtype"] = _write_tensors(names, get, given, out, "adapter_model" if done["adapter"] else "model")
-    _write_small(found, out, done)
+    _write_small(saved, out, done)
     run_folder.readable(out)
     return done
 
 
-def _tensors(given, found, masters: dict):
+def _tensors(given, saved, masters: dict):
     """Return ({tensor name: bytes}, function from name to tensor that reads one at a time)."""
-    held_weights = zero_shards.Weights(found.folder)
+    held_weights = zero_shards.Weights(saved.folder)
     if given.merge:
-        held_weights = zero_shards.Weights(Path(found.base))
+        held_weights = zero_shards.Weights(Path(saved.base))
 
         def adapter(name):
             return masters[name]() if name in masters else own_weights.get(name)
 
-        own_weights, to_dtype = zero_shards.Weights(found.folder), given.dtype or found.base_dtype
+        own_weights, to_dtype = zero_shards.Weights(saved.folder), given.dtype or saved.base_dtype
         names = {name: _size(held_weights, name, to_dtype) for name in held_weights.where}
         return names, lambda name: _cast(
-            merge.merge_tensor(found, adapter, held_weights, name), to_dtype or held_weights.get(name).dtype
+            merge.merge_tensor(saved, adapter, held_weights, name), to_dtype or held_weights.get(name).dtype
         )
-    if not found.weights:  # DeepSpeed's shards only
-        to_dtype = given.dtype or _dtype_of_config(found.folder)
-        states = zero_shards.read(found.folder)
+    if not saved.weights:  # DeepSpeed's shards only
+        to_dtype = given.dtype or _dtype_of_config(saved.folder)
+        states = zero_shards.read(saved.folder)
         names = {name: states.whole(name).numel() * to_dtype.itemsize for name in states.shapes}
-        _check_complete(found, set(names))
+        _check_complete(saved, set(names))
         return names, lambda name: _cast(states.whole(name), to_dtype)
-    twins = {} if found.adapter else _tied_twins(found, held_weights)
+    twins = {} if saved.adapter else _tied_twins(saved, held_weights)
     names = {name: _size(held_weights, name, given.dtype) for name in held_weights.where if name not in twins}
 
     def get(name):
@@ -205,68 +205,68 @@ def _check_room(needed: int, out: Path) -> None:
         )
 
 
-def _write_whole(given, found, masters: dict, out: Path, told: dict) -> None:
+def _write_whole(given, saved, masters: dict, out: Path, report: dict) -> None:
     """Merge with PEFT on the whole model in memory, and write it with transformers."""
     adapter = (lambda name: masters[name]() if name in masters else None) if masters else None
-    model = merge.merge_model(found, adapter, given.device)
-    dtype = given.dtype or found.base_dtype or source.dtype_of(sorted(Path(found.base).glob("*.safetensors")))
+    model = merge.merge_model(saved, adapter, given.device)
+    dtype = given.dtype or saved.base_dtype or source.dtype_of(sorted(Path(saved.base).glob("*.safetensors")))
     model = model.to(dtype)
     _check_room(sum(p.numel() * p.element_size() for p in model.parameters()), out)
     model.config.use_cache = True
     model.save_pretrained(out, max_shard_size=given.max_shard_size)
     for file in sorted(out.glob("*.safetensors")):
         print(f"  {file.name}  {file.stat().st_size / 1e9:.3g} GB", flush=True)
-    told["dtype"] = str(dtype).removeprefix("torch.")
+    report["dtype"] = str(dtype).removeprefix("torch.")
 
 
-def _write_small(found, out: Path, told: dict) -> None:
+def _write_small(saved, out: Path, report: dict) -> None:
     """Write configuration, tokenizer, chat template and generation settings."""
-    for folder in filter(None, (found.base if told["merged"] else "", found.folder)):  # the later folder wins
+    for folder in filter(None, (saved.base if report["merged"] else "", saved.folder)):  # the later folder wins
         for file in {file for pattern in SMALL for file in Path(folder).glob(pattern)}:
             if file.is_dir():
                 shutil.copytree(file, out / file.name, dirs_exist_ok=True)
             else:
                 shutil.copyfile(file, out / file.name)
-    tokenizer = source.tokenizer(found)
+    tokenizer = source.tokenizer(saved)
     if tokenizer is None:
-        told["notes"].append("there is no tokenizer in the folder, so none is written")
-        print(f"  note: {told['notes'][-1]}", flush=True)
+        report["notes"].append("there is no tokenizer in the folder, so none is written")
+        print(f"  note: {report['notes'][-1]}", flush=True)
     elif not any(out.glob("tokenizer*")):
         tokenizer.save_pretrained(out)
-    if told["adapter"]:
-        config = found.adapter | {"inference_mode": True}
+    if report["adapter"]:
+        config = saved.adapter | {"inference_mode": True}
         run_folder.write_json(out / "adapter_config.json", config)
         (out / "generation_config.json").unlink(missing_ok=True)
         return
-    config_folder = out if (out / "config.json").exists() else Path(found.base) if told["merged"] else found.folder
+    config_folder = out if (out / "config.json").exists() else Path(saved.base) if report["merged"] else saved.folder
     config = json.loads((config_folder / "config.json").read_text(encoding="utf-8"))
     config = {k: v for k, v in config.items() if k not in ("torch_dtype", "_name_or_path", "quantization_config")}
-    config |= {"dtype": told["dtype"], "use_cache": True}
-    config["architectures"] = config.get("architectures") or [type(_skeleton(config_folder, found.remote)).__name__]
+    config |= {"dtype": report["dtype"], "use_cache": True}
+    config["architectures"] = config.get("architectures") or [type(_skeleton(config_folder, saved.remote)).__name__]
     run_folder.write_json(out / "config.json", config)
     if not (out / "generation_config.json").exists():
         from transformers import AutoConfig, GenerationConfig
 
         with contextlib.suppress(ValueError):  # a configuration with settings that contradict each other
             GenerationConfig.from_model_config(
-                AutoConfig.from_pretrained(out, trust_remote_code=found.remote)
+                AutoConfig.from_pretrained(out, trust_remote_code=saved.remote)
             ).save_pretrained(out)
 
 
 # --- what the weights are ---
 
 
-def _masters(given, found) -> dict:
+def _masters(given, saved) -> dict:
     """Return {name in the files: function that reads its fp32 master}; {} unless --dtype float32.
 
     From the checkpoint itself; for final/, from the newest checkpoint whose masters round to the saved weights.
     """
-    if given.dtype != torch.float32 or not found.weights or found.dtype == torch.float32:
+    if given.dtype != torch.float32 or not saved.weights or saved.dtype == torch.float32:
         return {}
-    folders = [found.folder, *reversed(run_folder.checkpoints(found.run).values())] if found.run else [found.folder]
-    held_weights = zero_shards.Weights(found.folder)
+    folders = [saved.folder, *reversed(run_folder.checkpoints(saved.run).values())] if saved.run else [saved.folder]
+    held_weights = zero_shards.Weights(saved.folder)
     for folder in filter(zero_shards.is_deepspeed, folders):
-        if found.run and folder != found.folder and integrity.find_corruption(folder):
+        if saved.run and folder != saved.folder and integrity.find_corruption(folder):
             continue
         states = zero_shards.read(folder)
         names = {merge.plain_name(name): name for name in states.shapes}
@@ -305,9 +305,9 @@ def _skeleton(folder: Path, remote: bool):
         return AutoModelForCausalLM.from_config(config, trust_remote_code=remote)
 
 
-def _tied_twins(found, held: zero_shards.Weights) -> dict[str, str]:
+def _tied_twins(saved, held: zero_shards.Weights) -> dict[str, str]:
     """Return {tied weight saved a second time (ZeRO does): the first one}, where they are bit-equal."""
-    tied = getattr(_skeleton(found.folder, found.remote), "all_tied_weights_keys", {})
+    tied = getattr(_skeleton(saved.folder, saved.remote), "all_tied_weights_keys", {})
     return {
         name: first
         for name, first in tied.items()
@@ -315,13 +315,13 @@ def _tied_twins(found, held: zero_shards.Weights) -> dict[str, str]:
     }
 
 
-def _check_complete(found, names: set[str]) -> None:
+def _check_complete(saved, names: set[str]) -> None:
     """Check that the shards hold every weight. Raises: UserError for missing (frozen) ones."""
-    model = _skeleton(found.folder, found.remote)
+    model = _skeleton(saved.folder, saved.remote)
     expected = set(model.state_dict()) - set(getattr(model, "all_tied_weights_keys", {}))
     if missing := sorted(expected - names):
         raise UserError(
-            f"{found.folder}: has no model.safetensors, and its shards lack {missing[0]} and {len(missing) - 1} more "
+            f"{saved.folder}: has no model.safetensors, and its shards lack {missing[0]} and {len(missing) - 1} more "
             "(DeepSpeed's shards hold what is trained); save the whole model with trainer.save_model()."
         )
 
@@ -329,7 +329,7 @@ def _check_complete(found, names: set[str]) -> None:
 # --- the hub ---
 
 
-def _check_push(repo: str, found, merged: bool) -> None:
+def _check_push(repo: str, saved, merged: bool) -> None:
     """Check before the work what would make the upload fail after it. Raises: UserError."""
     from huggingface_hub import get_token
     from huggingface_hub.utils import HFValidationError, validate_repo_id
@@ -344,7 +344,7 @@ def _check_push(repo: str, found, merged: bool) -> None:
         raise UserError(f"--push {repo}: HF_HUB_OFFLINE is set, so nothing can be uploaded; unset it.")
     if not get_token():
         raise UserError(f"--push {repo}: there is no token of the hub; run `hf auth login`, or set HF_TOKEN.")
-    if found.adapter and not merged and Path(_shown_base(found)).is_absolute():
+    if saved.adapter and not merged and Path(_shown_base(saved)).is_absolute():
         raise UserError(
             f"--push {repo}: the adapter's base is a folder of this machine, where nobody else finds it; push it with "
             "--merge."

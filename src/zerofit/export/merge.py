@@ -17,21 +17,21 @@ _PLAIN = {"base_model_name_or_path", "exclude_modules", "inference_mode", "init_
           "task_type", "use_rslora", "auto_mapping"}  # fmt: skip
 
 
-def reason_for_full_merge(found: Saved) -> str:
+def reason_for_full_merge(saved: Saved) -> str:
     """Return why this adapter cannot be merged tensor by tensor; "" if it can."""
     from peft import LoraConfig
 
-    config = found.adapter
-    if found.bits:
-        return f"its base was packed in {found.bits} bits"
+    config = saved.adapter
+    if saved.bits:
+        return f"its base was packed in {saved.bits} bits"
     if config["peft_type"] != "LORA":
         return f"it is {config['peft_type']}"
     plain = LoraConfig().to_dict()
     other = [key for key, value in config.items() if key not in _PLAIN and value != plain.get(key)]
     if other or config.get("init_lora_weights") not in (True, False, "gaussian", "orthogonal"):
         return f"it has {', '.join(other) or config['init_lora_weights']}"
-    base, tied = zero_shards.Weights(Path(found.base)), _is_tied(found)
-    for name in zero_shards.Weights(found.folder).where:
+    base, tied = zero_shards.Weights(Path(saved.base)), _is_tied(saved)
+    for name in zero_shards.Weights(saved.folder).where:
         match = re.fullmatch(r"base_model\.model\.(.+)\.lora_[AB]\.weight", name)
         if not match or f"{match[1]}.weight" not in base.where:
             return f"{name} has no weight of its own in the base's files"
@@ -40,31 +40,31 @@ def reason_for_full_merge(found: Saved) -> str:
     return ""
 
 
-def _is_tied(found: Saved) -> bool:
+def _is_tied(saved: Saved) -> bool:
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(found.base, trust_remote_code=found.remote)
+    config = AutoConfig.from_pretrained(saved.base, trust_remote_code=saved.remote)
     return bool(getattr(config, "tie_word_embeddings", False))
 
 
-def merge_tensor(found: Saved, adapter, base: zero_shards.Weights, name: str) -> torch.Tensor:
+def merge_tensor(saved: Saved, adapter, base: zero_shards.Weights, name: str) -> torch.Tensor:
     """Return the base's tensor as it was in training, plus s B A in fp32 where the adapter has one.
 
     Args: adapter: name -> a tensor of the adapter.
     """
     weight = base.get(name)
-    if found.base_dtype and weight.is_floating_point():
-        weight = weight.to(found.base_dtype)
+    if saved.base_dtype and weight.is_floating_point():
+        weight = weight.to(saved.base_dtype)
     key = f"base_model.model.{name.removesuffix('.weight')}.lora_"
     down, up = adapter(f"{key}A.weight"), adapter(f"{key}B.weight")
     if down is None or not name.endswith(".weight"):
         return weight
-    rank, config = down.shape[0], found.adapter
+    rank, config = down.shape[0], saved.adapter
     scale = config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank)
     return torch.addmm(weight.float(), up.float(), down.float(), alpha=scale)
 
 
-def merge_model(found: Saved, adapter, device: str):
+def merge_model(saved: Saved, adapter, device: str):
     """Return the merged model in fp32: load the base as in training, dequantize it, merge with PEFT.
 
     Args: adapter: name -> a tensor of the adapter that replaces the file's, else None.
@@ -72,17 +72,17 @@ def merge_model(found: Saved, adapter, device: str):
     """
     from peft import PeftModel
 
-    kind = found.adapter["peft_type"]
-    model = load_base(found, device)
-    if found.bits:
+    kind = saved.adapter["peft_type"]
+    model = load_base(saved, device)
+    if saved.bits:
         logging.getLogger("transformers.integrations.bitsandbytes").setLevel(logging.ERROR)  # logs the dtype, as we do
         model = model.dequantize(dtype=torch.float32)  # the quantized values that the adapter was trained on
     model = model.float()
-    if getattr(model.config, "tie_word_embeddings", False) and _on_a_table(found):
+    if getattr(model.config, "tie_word_embeddings", False) and _on_a_table(saved):
         head = model.get_output_embeddings()
         head.weight = torch.nn.Parameter(head.weight.detach().clone())  # else the embedding would change too
         model.config.tie_word_embeddings = False
-    model = wrong_base_in_words(found, lambda: PeftModel.from_pretrained(model, found.folder))
+    model = wrong_base_in_words(saved, lambda: PeftModel.from_pretrained(model, saved.folder))
     if not hasattr(model.base_model, "merge_and_unload"):
         raise UserError(
             f"--merge: a {kind} adapter lengthens the input instead of changing weights; export it without."
@@ -92,9 +92,9 @@ def merge_model(found: Saved, adapter, device: str):
     return model.merge_and_unload()
 
 
-def _on_a_table(found: Saved) -> bool:
+def _on_a_table(saved: Saved) -> bool:
     """Return whether the adapter has factors for embedding or head: LoRA names without a layer number."""
-    names = zero_shards.Weights(found.folder).where
+    names = zero_shards.Weights(saved.folder).where
     return any("lora_" in name and not re.search(r"\.\d+\.", name) for name in names)
 
 

@@ -123,9 +123,15 @@ def _holds(folder: Path) -> bool:
 
 def _why_not(folder: Path) -> str:
     if any(folder.glob("*model*.bin")):
-        return "its weights are pickles (.bin), which run what they name when they are loaded; save it as safetensors first"
+        return (
+            "its weights are pickles (.bin), which run what they name when they are loaded; "
+            "save it as safetensors first"
+        )
     if zero_shards.is_deepspeed(folder):
-        return "holds DeepSpeed's shards and no config.json of a model; put the model's config.json and tokenizer beside them"
+        return (
+            "holds DeepSpeed's shards and no config.json of a model; "
+            "put the model's config.json and tokenizer beside them"
+        )
     return "holds neither a model (config.json, model.safetensors) nor an adapter (adapter_model.safetensors)"
 
 
@@ -150,11 +156,11 @@ def _of_run(run: Path, facts: dict) -> Path:
     return newest
 
 
-def _check_whole(found: Saved) -> None:
+def _check_whole(saved: Saved) -> None:
     """Refuse damaged files: by hash if zerofit saved them, else by length. Raises: UserError."""
     from safetensors import SafetensorError, safe_open
 
-    folder = found.folder
+    folder = saved.folder
     is_ours = folder.name.startswith("checkpoint-") and is_of_this_kit(folder.parent)
     if (is_ours or read_facts(folder) is not None) and (reason := integrity.damage(folder)):
         raise UserError(f"{folder}: is no whole checkpoint: {reason}; name another one.")
@@ -172,58 +178,58 @@ def _check_whole(found: Saved) -> None:
         raise UserError(f"{folder}: {reason}.")
 
 
-def _find_base(found: Saved, given: str) -> str:
+def _find_base(saved: Saved, given: str) -> str:
     """Return the folder of the adapter's base; a hub id is downloaded, or found in the cache.
 
     Raises: UserError when it does not exist, or is not the one that the adapter was trained on.
     """
-    kind, init = found.adapter.get("peft_type", ""), str(found.adapter.get("init_lora_weights"))
-    if found.run and found.folder.name.startswith("checkpoint-") and re.fullmatch(adapters.CHANGES_BASE, init):
+    kind, init = saved.adapter.get("peft_type", ""), str(saved.adapter.get("init_lora_weights"))
+    if saved.run and saved.folder.name.startswith("checkpoint-") and re.fullmatch(adapters.CHANGES_BASE, init):
         raise UserError(
-            f"{found.folder}: in training, {init} has changed the base that this adapter is for, and only final/ is "
+            f"{saved.folder}: in training, {init} has changed the base that this adapter is for, and only final/ is "
             "converted to fit the original one; finish the run (make resume) and take that."
         )
-    name = given or found.adapter.get("base_model_name_or_path") or ""
-    place = f"--base {given}" if given else f"{found.folder}: its base {name or 'is not named'}"
+    name = given or saved.adapter.get("base_model_name_or_path") or ""
+    place = f"--base {given}" if given else f"{saved.folder}: its base {name or 'is not named'}"
     path = Path(name).expanduser()
     if not path.is_dir():
         if not name or path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
             raise UserError(f"{place}: no such folder; say where the base of this {kind} adapter is with --base.")
-        path = _from_hub(name, found, place)
+        path = _from_hub(name, saved, place)
     if not (path / "config.json").exists():
         raise UserError(f"{place}: has no config.json; say where the base of this {kind} adapter is with --base.")
-    _check_base(found, path, place)
+    _check_base(saved, path, place)
     return str(path)
 
 
-def _from_hub(name: str, found: Saved, place: str) -> Path:
+def _from_hub(name: str, saved: Saved, place: str) -> Path:
     from huggingface_hub import snapshot_download
 
     hub.check_reachable(place)
     try:
-        revision = found.adapter.get("revision")
+        revision = saved.adapter.get("revision")
         return Path(snapshot_download(name, revision=revision, ignore_patterns=["*.bin", "*.pt", "*.pth", "*.gguf"]))
     except (OSError, ValueError) as error:
         raise UserError(f"{place}: cannot be had: {first_line(error)}") from None
 
 
-def _check_base(found: Saved, base: Path, place: str) -> None:
+def _check_base(saved: Saved, base: Path, place: str) -> None:
     """Compare the base with the run's recorded hash and the adapter's shapes. Raises: UserError."""
-    if found.argument("random_init"):
+    if saved.argument("random_init"):
         raise UserError(
-            f"{found.folder}: was trained with --random_init, its base was never saved; nothing to load it on."
+            f"{saved.folder}: was trained with --random_init, its base was never saved; nothing to load it on."
         )
-    folders = [found.folder, *reversed(run_folder.checkpoints(found.run).values())] if found.run else [found.folder]
+    folders = [saved.folder, *reversed(run_folder.checkpoints(saved.run).values())] if saved.run else [saved.folder]
     known = next((facts for folder in folders if (facts := read_facts(folder))), {})
-    if known and _comparable(found) and known["fingerprints"]["model"] != model_fingerprint(_as_settings(found, base)):
+    if known and _comparable(saved) and known["fingerprints"]["model"] != model_fingerprint(_as_settings(saved, base)):
         raise UserError(
             f"{place}: is not the model that this adapter was trained on (its hash is another); name it with --base."
         )
-    adapter_weights, base_weights = zero_shards.Weights(found.folder), zero_shards.Weights(base)
+    adapter_weights, base_weights = zero_shards.Weights(saved.folder), zero_shards.Weights(base)
     for name, file in adapter_weights.where.items():
         module = name.removeprefix("base_model.model.").rpartition(".lora_A")[0]
         target = base_weights.where.get(f"{module}.weight")
-        if not module or target is None or found.adapter.get("fan_in_fan_out"):
+        if not module or target is None or saved.adapter.get("fan_in_fan_out"):
             continue
         columns, width = target.get_slice(f"{module}.weight").get_shape()[1], file.get_slice(name).get_shape()[1]
         if columns != width:
@@ -233,87 +239,87 @@ def _check_base(found: Saved, base: Path, place: str) -> None:
             )
 
 
-def _comparable(found: Saved) -> bool:
+def _comparable(saved: Saved) -> bool:
     """Return whether the base's hash compares: a local base, and the same transformers (in its config)."""
     from transformers import __version__
 
-    local = Path(found.adapter.get("base_model_name_or_path") or "").is_absolute()
-    return local and found.facts.get("versions", {}).get("transformers") == __version__
+    local = Path(saved.adapter.get("base_model_name_or_path") or "").is_absolute()
+    return local and saved.facts.get("versions", {}).get("transformers") == __version__
 
 
-def _as_settings(found: Saved, base: Path) -> SimpleNamespace:
-    return SimpleNamespace(model=str(base), model_revision=None, trust_remote_code=found.remote, random_init=False)
+def _as_settings(saved: Saved, base: Path) -> SimpleNamespace:
+    return SimpleNamespace(model=str(base), model_revision=None, trust_remote_code=saved.remote, random_init=False)
 
 
 # --- loading ---
 
 
-def tokenizer(found: Saved):
+def tokenizer(saved: Saved):
     """Load the folder's tokenizer, else its base's; None if neither has one."""
     from transformers import AutoTokenizer
 
-    for folder in filter(None, (found.folder, found.base)):
+    for folder in filter(None, (saved.folder, saved.base)):
         if any(Path(folder).glob("tokenizer*")):
-            return AutoTokenizer.from_pretrained(folder, trust_remote_code=found.remote)
+            return AutoTokenizer.from_pretrained(folder, trust_remote_code=saved.remote)
     return None
 
 
-def load(found: Saved, device: str = "cpu"):
+def load(saved: Saved, device: str = "cpu"):
     """Load the model as it was trained: an adapter unmerged, on its base in its dtype and quantization."""
     from peft import PeftModel
 
     from zerofit.model import attention
 
     attention.avoid_wrong_kernels()
-    if not found.adapter:
-        return (_model(found.folder, found, "auto", device) if found.weights else _of_shards(found, device)).eval()
-    model = load_base(found, device)
+    if not saved.adapter:
+        return (_model(saved.folder, saved, "auto", device) if saved.weights else _of_shards(saved, device)).eval()
+    model = load_base(saved, device)
     # DeepSpeed trains an adapter in the base's dtype; PEFT would compute it in fp32.
-    as_trained = {"autocast_adapter_dtype": found.dtype == torch.float32}
-    model = wrong_base_in_words(found, lambda: PeftModel.from_pretrained(model, found.folder, **as_trained))
+    as_trained = {"autocast_adapter_dtype": saved.dtype == torch.float32}
+    model = wrong_base_in_words(saved, lambda: PeftModel.from_pretrained(model, saved.folder, **as_trained))
     return model.eval()
 
 
-def load_base(found: Saved, device: str = "cpu"):
+def load_base(saved: Saved, device: str = "cpu"):
     """Load an adapter's base, with embedding rows for the adapter's tokens."""
-    dtype, options = found.base_dtype or "auto", {}
-    if found.bits:
-        values = {f"load_in_{found.bits}bit": True}
+    dtype, options = saved.base_dtype or "auto", {}
+    if saved.bits:
+        values = {f"load_in_{saved.bits}bit": True}
         options["quantization_config"] = quantization.config(SimpleNamespace(values=values), dtype)
-    model = _model(Path(found.base), found, dtype, device, **options)
-    if found.bits:
+    model = _model(Path(saved.base), saved, dtype, device, **options)
+    if saved.bits:
         quantization.keep_layout(model)
-    own_tokenizer = tokenizer(found)
+    own_tokenizer = tokenizer(saved)
     if own_tokenizer is not None and len(own_tokenizer) > model.get_input_embeddings().num_embeddings:
         model.resize_token_embeddings(len(own_tokenizer), mean_resizing=False)
     return model
 
 
-def wrong_base_in_words(found: Saved, load_adapter):
+def wrong_base_in_words(saved: Saved, load_adapter):
     try:
         return load_adapter()
     except (RuntimeError, ValueError) as error:  # size mismatch, target modules not found
         reason = " ".join(str(error).split())[:200]
-        raise UserError(f"{found.base}: is not the base of the adapter in {found.folder}: {reason}") from None
+        raise UserError(f"{saved.base}: is not the base of the adapter in {saved.folder}: {reason}") from None
 
 
-def _model(folder: Path, found: Saved, dtype, device: str, **more):
+def _model(folder: Path, saved: Saved, dtype, device: str, **more):
     from transformers import AutoModelForCausalLM
 
     if device != "cpu":
         more["device_map"] = {"": device}
     return AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, trust_remote_code=found.remote, use_safetensors=True, **more
+        folder, dtype=dtype, trust_remote_code=saved.remote, use_safetensors=True, **more
     )
 
 
-def _of_shards(found: Saved, device: str):
+def _of_shards(saved: Saved, device: str):
     """Load a folder with only DeepSpeed's shards, through DeepSpeed's own converter."""
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(found.folder, trust_remote_code=found.remote)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=found.remote)
+    config = AutoConfig.from_pretrained(saved.folder, trust_remote_code=saved.remote)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=saved.remote)
     with pickles.only_known():
-        model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(str(found.folder)), strict=False)
+        model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(str(saved.folder)), strict=False)
     return model.to(device)

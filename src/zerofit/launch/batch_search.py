@@ -147,11 +147,11 @@ def _run(settings, flags: list[str], ladder: list[int], limit: int) -> dict[int,
         job = folder / "job.json"
         job.write_text(json.dumps({"sizes": ladder, "limit_bytes": limit, "folder": str(folder)}))
         # Two micro batches per step: the gradients accumulated from the first one are part of the peak.
-        trial_flags = [*command_line.drop(flags, *_OWN), "--gpus", str(ranks), "--output_dir", str(folder / "run"),
-                 "--search_batch_size", "false",
-                 *trial.NOTHING_OUTSIDE,
-                 "--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "2",
-                 "--effective_batch_size", str(2 * settings.data_ranks), "--max_steps", "2"]  # fmt: skip
+        trial_flags = command_line.put(
+            [*command_line.drop(flags, "--resume_from_checkpoint", "--lr_scaling"), *trial.NOTHING_OUTSIDE],
+            gpus=ranks, output_dir=folder / "run", search_batch_size=False, per_device_train_batch_size=1,
+            gradient_accumulation_steps=2, effective_batch_size=2 * settings.data_ranks, max_steps=2,
+        )  # fmt: skip
         recipe = ROOT / "recipes" / f"{settings.recipe}.py"
         command = prepare.command("torchrun", ranks, distributed.free_port(), recipe, trial_flags)
         env = {k: v for k, v in os.environ.items() if k not in _RANK_VARIABLES and not k.startswith("TORCHELASTIC_")}
@@ -170,11 +170,10 @@ def _run(settings, flags: list[str], ladder: list[int], limit: int) -> dict[int,
 
 
 # Flags that the search sets itself; variables of an enclosing launch, which its processes must not inherit.
-_OWN = ("--per_device_train_batch_size", "--gradient_accumulation_steps", "--effective_batch_size", "--max_steps",
-        "--output_dir", "--gpus", "--search_batch_size", "--resume_from_checkpoint", "--lr_scaling")  # fmt: skip
-
-_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "GROUP_WORLD_SIZE",
-                   "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "LOCAL_SIZE")  # fmt: skip
+_RANK_VARIABLES = (
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "GROUP_WORLD_SIZE",
+    "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "LOCAL_SIZE",
+)  # fmt: skip
 
 
 def _records(file: Path) -> dict[int, dict]:
@@ -194,7 +193,7 @@ def resolve(settings, flags: list[str]) -> list[str]:
     """
     if settings.world_size > 1 and int(os.environ.get("LOCAL_WORLD_SIZE", settings.world_size)) != settings.world_size:
         raise UserError(
-            "--per_device_train_batch_size auto on several machines: search on one with `make batch-size`, then name "
+            "--per_device_train_batch_size auto on several nodes: search on one with `make batch-size`, then name "
             "the size."
         )
     folder = private_folder()
@@ -228,12 +227,5 @@ def resolve(settings, flags: list[str]) -> list[str]:
 
 def with_size(settings, flags: list[str], size: int) -> list[str]:
     """Return the flags with this micro batch; the effective batch stays, accumulation follows from both."""
-    kept = command_line.drop(
-        flags,
-        "--per_device_train_batch_size",
-        "--gradient_accumulation_steps",
-        "--effective_batch_size",
-        "--search_batch_size",
-    )
-    return [*kept, "--per_device_train_batch_size", str(size), "--effective_batch_size",
-            str(settings.effective_batch_size), "--search_batch_size", "false"]  # fmt: skip
+    batch = {"per_device_train_batch_size": size, "effective_batch_size": settings.effective_batch_size}
+    return command_line.put(command_line.drop(flags, "--gradient_accumulation_steps"), **batch, search_batch_size=False)

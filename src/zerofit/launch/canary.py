@@ -23,7 +23,7 @@ GIB = 2**30
 def wanted(settings, planned: dict | None, steps: int | None) -> bool:
     """Return whether to run the canary. planned: from preflight.check; steps: of the run, None if unknown."""
     if settings.canary != "auto":
-        return settings.canary == "true"
+        return settings.canary
     return bool(
         planned
         and planned["step_seconds"]
@@ -34,7 +34,7 @@ def wanted(settings, planned: dict | None, steps: int | None) -> bool:
 # --- in the process that starts ranks ---
 
 
-def rehearse(job: supervisor.Job, planned: dict | None) -> tuple[list[str], object]:
+def run(job: supervisor.Job, planned: dict | None) -> tuple[list[str], object]:
     """Run the canary; after an out-of-memory error try smaller settings, if --on_oom allows.
 
     Returns: (flags, Settings) of the attempt that succeeded.
@@ -81,8 +81,7 @@ def _flags(flags: list[str], folder: Path) -> list[str]:
     """Return the canary's flags: the run's, but own folder, no resume, nothing to the Hub or a tracker."""
     from zerofit import command_line
 
-    kept = command_line.drop(flags, "--output_dir", "--resume_from_checkpoint")
-    return [*kept, *trial.NOTHING_OUTSIDE, "--resume_from_checkpoint", "false", "--output_dir", str(folder)]
+    return command_line.put([*flags, *trial.NOTHING_OUTSIDE], resume_from_checkpoint=False, output_dir=folder)
 
 
 def sentences(found: dict, planned: dict | None, seconds: float) -> list[str]:

@@ -32,8 +32,8 @@ RULES = Path(__file__).parent / "known_problems.json"
 # {environment variable that changes how a job runs: its effect}
 CHANGES_BEHAVIOUR = {
     "CUDA_LAUNCH_BLOCKING": "every kernel is waited for: training is several times slower",
-    "NCCL_P2P_DISABLE": "GPUs of a machine talk through host memory: slower collectives",
-    "NCCL_IB_DISABLE": "machines talk over TCP: slower collectives",
+    "NCCL_P2P_DISABLE": "GPUs of a node talk through host memory: slower collectives",
+    "NCCL_IB_DISABLE": "nodes talk over TCP: slower collectives",
     "DS_ACCELERATOR": "DeepSpeed uses this accelerator whatever the machine has",
     "DS_SKIP_CUDA_CHECK": "ops are compiled though nvcc and torch are of different CUDA versions",
     "TORCH_EXTENSIONS_DIR": "compiled ops are taken from here, also when another machine made them",
@@ -52,7 +52,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--gpus", default="", help="processes that shall exchange a tensor (default: GPUs, else 2)")
     parser.add_argument("--output_dir", default="runs", help="folder that runs will be written to")
     parser.add_argument("--port", default="", help="port of the rendezvous to look at")
-    parser.add_argument("--nodes", default="1", help="machines of the job: looks at what several need")
+    parser.add_argument("--nodes", default="1", help="nodes of the job: looks at what several need")
     given = parser.parse_args(argv)
     if given.gpus and (not given.gpus.isdecimal() or not int(given.gpus)):
         raise UserError(f"--gpus {given.gpus}: must be a whole number from 1.")
@@ -62,8 +62,9 @@ def main(argv: list[str]) -> None:
         hardware.check_devices(int(given.gpus), use_cpu=False)
     began, findings = time.perf_counter(), []
     for check in (python_and_packages, known_problems, compilers, compiled_ops, variables, launcher_files, gpus,
-                  lambda: host_memory(nodes=int(given.nodes)), lambda: disk(Path(given.output_dir)), lambda: port(given.port),
-                  hub_access, json_files, lambda: exchange(int(given.gpus or 0)), lambda: _of_nodes(given)):  # fmt: skip
+                  lambda: host_memory(nodes=int(given.nodes)), lambda: disk(Path(given.output_dir)),
+                  lambda: port(given.port), hub_access, json_files, lambda: exchange(int(given.gpus or 0)),
+                  lambda: _of_nodes(given)):  # fmt: skip
         findings += (latest := check())
         if not given.json:
             _print(latest)
@@ -185,8 +186,11 @@ def _c_compiler() -> list[doctor_nodes.Finding]:
         missing.append(f"no {header}")
     if not missing:
         return []
-    return [doctor_nodes.Finding("C compiler", "warn", f"{' and '.join(missing)}: Triton cannot start a kernel (Liger, "
-                    "flex_attention, torch.compile and with it --optim muon, torchao)", "apt install gcc python3-dev")]  # fmt: skip
+    text = (
+        f"{' and '.join(missing)}: Triton cannot start a kernel (Liger, flex_attention, torch.compile and with it "
+        "--optim muon, torchao)"
+    )
+    return [doctor_nodes.Finding("C compiler", "warn", text, "apt install gcc python3-dev")]
 
 
 def _nvcc() -> list[doctor_nodes.Finding]:
@@ -259,14 +263,15 @@ def launcher_files() -> list[doctor_nodes.Finding]:
 
     findings, cached = [], accelerate_env.cached_accelerate_config()
     if cached.exists():
-        findings.append(doctor_nodes.Finding("accelerate", "warn",
-                             f"{cached} sets the number of processes of a bare `accelerate launch`; "
-                             "its stage and precision are not used", f"rm {cached}, or name --num_processes"))  # fmt: skip
+        text = (
+            f"{cached} sets the number of processes of a bare `accelerate launch`; its stage and precision are not used"
+        )
+        findings.append(doctor_nodes.Finding("accelerate", "warn", text, f"rm {cached}, or name --num_processes"))
     for folder in {Path.cwd(), distributed.home()}:
         if (folder / ".deepspeed_env").exists():
-            findings.append(doctor_nodes.Finding("deepspeed", "warn",
-                                 f"{folder / '.deepspeed_env'} holds an environment, often with tokens, "
-                                 "that DeepSpeed's launcher sends to every machine", f"rm {folder / '.deepspeed_env'}"))  # fmt: skip
+            file = folder / ".deepspeed_env"
+            text = f"{file} holds an environment, often with tokens, that DeepSpeed's launcher sends to every node"
+            findings.append(doctor_nodes.Finding("deepspeed", "warn", text, f"rm {file}"))
     return findings or [doctor_nodes.Finding("launchers", "ok", "no cached configuration")]
 
 
@@ -349,10 +354,12 @@ def _pinned_memory() -> list[doctor_nodes.Finding]:
     """Warn of WSL2's limit on pinned memory (0.5 GiB in microsoft/WSL issue 14078), which no ulimit shows."""
     if "microsoft" not in _kernel().lower() or not hardware.torch_sees_some():
         return []
-    return [doctor_nodes.Finding("pinned memory", "warn", "WSL2 pins little memory, sometimes 0.5 GiB: --offload and "
-                                                          "--activation_offload "
-                    'can end in "CUDA error: out of memory" while the GPU is empty',
-                    "train without them, or on Linux itself; --dataloader_pin_memory false where loading fails")]  # fmt: skip
+    text = (
+        "WSL2 pins little memory, sometimes 0.5 GiB: --offload and --activation_offload can end in "
+        '"CUDA error: out of memory" while the GPU is empty'
+    )
+    fix = "train without them, or on Linux itself; --dataloader_pin_memory false where loading fails"
+    return [doctor_nodes.Finding("pinned memory", "warn", text, fix)]
 
 
 def _kernel() -> str:
@@ -428,7 +435,8 @@ import torch, torch.distributed as dist
 cuda = torch.cuda.is_available()
 if cuda:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-dist.init_process_group("nccl" if cuda else "gloo", timeout=datetime.timedelta(seconds=80))  # before exchange() gives up
+timeout = datetime.timedelta(seconds=80)  # before exchange() gives up
+dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout)
 x = torch.ones(16 * 2**20, device="cuda" if cuda else "cpu")
 dist.all_reduce(x)
 began = time.perf_counter()

@@ -121,13 +121,14 @@ def shared(folder: Path, count: int) -> list[Finding]:
     candidates = [m for m in mounts if parent.is_relative_to(m.mountpoint)]
     kind = candidates[-1].fstype if candidates else "an unknown file system"
     if kind in SHARED or kind.startswith("fuse."):
-        return [Finding("run folder", "ok", f"{parent} is on {kind}, which several machines can share")]
-    return [Finding("run folder", "warn", f"{parent} is on {kind}: {count} machines would each have their own",
-                    "OUT on a disk that all machines mount at the same place (checked again when ranks start)")]  # fmt: skip
+        return [Finding("run folder", "ok", f"{parent} is on {kind}, which several nodes can share")]
+    text = f"{parent} is on {kind}: {count} nodes would each have their own"
+    fix = "OUT on a disk that all nodes mount at the same place (checked again when ranks start)"
+    return [Finding("run folder", "warn", text, fix)]
 
 
 def starters() -> list[Finding]:
     ways = [f"{tool} ({use})" for tool, use in STARTERS.items() if shutil.which(tool)]
     return [
-        Finding("starting", "ok", f"{', '.join([*ways, 'one line on each machine (NODES= NODE_RANK= MASTER_ADDR=)'])}")
+        Finding("starting", "ok", f"{', '.join([*ways, 'one line on each node (NODES= NODE_RANK= MASTER_ADDR=)'])}")
     ]

@@ -2,13 +2,15 @@
 
 import argparse
 import os
+from functools import partial
 from pathlib import Path
 
 from zerofit import command_line, hardware, run_folder
 from zerofit.config import arguments, parse, resolve, show
 from zerofit.errors import UserError
 from zerofit.launch import batch_search, canary, prepare, supervisor
-from zerofit.launch.cluster import coordinator, documents, job_secret, node_options
+from zerofit.launch.cluster import documents, job_secret, node_options
+from zerofit.launch.cluster.coordinator import Coordinator
 from zerofit.paths import ROOT
 from zerofit.plan import preflight
 from zerofit.settings import Settings
@@ -42,67 +44,110 @@ def main(argv: list[str]) -> None:
     prepare.without_a_launchers_variables()
     flags, token = prepare.without_token(flags)
     os.environ |= token
-    hardware.check_devices(count, use_cpu=any(f.startswith(("--use_cpu", "--use-cpu")) for f in flags))
+    hardware.check_devices(count, use_cpu="--use_cpu" in command_line.names(flags))
     if place is None:
-        _launch(args, recipe, flags, count)
+        _launch_on_one_node(args, recipe, flags, count)
     elif args.show:
         _show_nodes(place, recipe, flags, count)
     else:
         prepare.check_for_nodes(flags, args.launcher)
         if place.least == place.most:  # report a mistake in the flags before any node waits
-            ranks = count * place.most
-            _settings(recipe.stem, [*flags, "--gpus", str(ranks)], ranks)
-        with job_secret.of_job(place, flags) as secret:
-            crew = coordinator.Coordinator(place, count, consistency.software(recipe.stem), secret)
-            with crew.telling():
-                _launch(args, recipe, flags, count, crew)
+            _settings_on_nodes(recipe.stem, flags, count * place.most)
+        with (
+            job_secret.of_job(place, flags) as secret,
+            Coordinator(place, count, consistency.software(recipe.stem), secret) as coordinator,
+        ):
+            launch_as = _launch_as_leader if coordinator.leads else _launch_as_follower
+            launch_as(coordinator, args, recipe, flags, count)
 
 
-def _launch(given, recipe: Path, flags: list[str], count: int, crew: coordinator.Coordinator | None = None) -> None:
-    """Check everything, then run the job. count: processes of this node; crew: None for one node."""
-    ranks = count
-    if crew:
-        crew.gather()
-        flags, ranks = _members(crew, recipe.stem, flags)
-    elif preflight.is_auto(flags):
-        flags = preflight.chosen_flags(recipe.stem, flags, ranks)
-    flags += ["--gpus", str(ranks)]
-    settings = _settings(recipe.stem, flags, ranks)
-    env = prepare.environment(count, hide_gpus=settings.use_cpu and settings.source["use_cpu"] != "decided")
-    if given.show:
-        _show(settings, prepare.command(given.launcher, count, node_options.port_of(given.port), recipe, flags), env)
+def _launch_on_one_node(args, recipe: Path, flags: list[str], count: int) -> None:
+    """Check everything, then run the job. count: its processes."""
+    if preflight.is_auto(flags):
+        flags = preflight.chosen_flags(recipe.stem, flags, count)
+    flags = command_line.put(flags, gpus=count)
+    settings = _settings(recipe.stem, flags, count)
+    env = _environment(settings, count)
+
+    def command(flags):
+        return prepare.command(args.launcher, count, node_options.port_of(args.port), recipe, flags)
+
+    if args.show:
+        _show(settings, command(flags), env)
         return
-    decides = crew is None or crew.leads
-    if decides:
-        run_folder.claim_folder(settings)
-    if not settings.search_batch_size and decides:
+    run_folder.claim_folder(settings)
+    if not settings.search_batch_size:
         preflight.prestart(settings)
-    folder, train_set, eval_set = prepare.prepare(settings, decides)
-    planned = preflight.check(settings) if decides and not settings.search_batch_size else None
+    folder, train_set, _ = prepare.prepare(settings)
+    planned = None
     if settings.search_batch_size:
         flags = batch_search.with_size(settings, flags, batch_search.search(settings, flags).size)
+        settings = _settings(recipe.stem, command_line.put(flags, output_dir=folder), count)
+    else:
+        planned = preflight.check(settings)
     preflight.publish(planned)
-    if crew:
-        folder = crew.agree(consistency.of_job(settings, train_set, eval_set), folder)
-        crew.batch = settings.effective_batch_size
-        print(f"{crew.name}: {ranks} processes on {len(crew.board['members'])} nodes, all with the same software, data "
-              f"and arguments; run folder {folder}", flush=True)  # fmt: skip
-    flags = [*flags, "--output_dir", str(folder)]
+    flags = command_line.put(flags, output_dir=folder)
+    job = supervisor.Job(command, partial(_settings, recipe.stem), settings, flags, folder, env, count)
+    if canary.wanted(settings, planned, prepare.number_of_steps(settings, train_set)):
+        job.flags, job.settings = canary.run(job, planned)
+    raise SystemExit(supervisor.run(job))
 
-    def words(flags):
-        if crew and sum(crew.board["order"]["members"].values()) > 1:
-            return crew.torchrun([str(recipe), *flags])
-        return prepare.command(given.launcher, count, node_options.port_of("" if crew else given.port), recipe, flags)
 
-    parsed = _settings(recipe.stem, flags, ranks) if settings.search_batch_size else settings
-    job = supervisor.Job(words, lambda f, n: _settings(recipe.stem, f, n), parsed, flags, folder, env, count,
-                        crew)  # fmt: skip
-    if decides and canary.wanted(parsed, planned, prepare.number_of_steps(parsed, train_set)):
-        if crew:
-            print("note: no rehearsal (--canary) is made on several machines", flush=True)
-        else:
-            job.flags, job.settings = canary.rehearse(job, planned)
-    raise SystemExit(supervisor.run(job) if decides else supervisor.follow(job))
+def _launch_as_leader(coordinator: Coordinator, args, recipe: Path, flags: list[str], count: int) -> None:
+    """Run the job as node 0, which decides: the nodes, the run folder, each attempt. count: processes of this node."""
+    coordinator.membership.gather()
+    nodes, flags = _choose_nodes(coordinator, recipe.stem, flags)
+    coordinator.begin_with(nodes, flags)
+    settings = _settings_on_nodes(recipe.stem, flags, coordinator.world_size)
+    run_folder.claim_folder(settings)
+    preflight.prestart(settings)
+    folder, train_set, eval_set = prepare.prepare(settings)
+    planned = preflight.check(settings)
+    preflight.publish(planned)
+    folder = _agree(coordinator, settings, train_set, eval_set, folder)
+    job = _job_on_nodes(coordinator, args, recipe, flags, settings, folder, count)
+    if canary.wanted(settings, planned, prepare.number_of_steps(settings, train_set)):
+        print("note: --canary is skipped: it runs on one node only", flush=True)
+    raise SystemExit(supervisor.run(job))
+
+
+def _launch_as_follower(coordinator: Coordinator, args, recipe: Path, flags: list[str], count: int) -> None:
+    """Run this node's part of a job that node 0 leads. count: processes of this node."""
+    coordinator.membership.gather()
+    if preflight.is_auto(flags):
+        flags = documents.with_decisions(flags, coordinator.job.flags)
+    settings = _settings_on_nodes(recipe.stem, flags, coordinator.world_size)
+    _, train_set, eval_set = prepare.prepare(settings, decides=False)
+    preflight.publish(None)
+    folder = _agree(coordinator, settings, train_set, eval_set, None)
+    job = _job_on_nodes(coordinator, args, recipe, flags, settings, folder, count)
+    raise SystemExit(supervisor.follow(job))
+
+
+def _agree(coordinator: Coordinator, settings: Settings, train_set, eval_set, folder: Path | None) -> Path:
+    """Wait until all nodes are ready, with the same data and arguments; return the run folder."""
+    folder = coordinator.membership.agree(consistency.of_job(settings, train_set, eval_set), folder)
+    coordinator.effective_batch_size = settings.effective_batch_size
+    print(
+        f"{coordinator.name}: {coordinator.world_size} processes on {len(coordinator.job.nodes)} nodes, all with the "
+        f"same software, data and arguments; run folder {folder}",
+        flush=True,
+    )
+    return folder
+
+
+def _job_on_nodes(
+    coordinator: Coordinator, args, recipe: Path, flags: list[str], settings: Settings, folder: Path, count: int
+) -> supervisor.Job:
+    def command(flags):
+        nodes = coordinator.attempt.order.nodes
+        if sum(nodes.values()) > 1:
+            return prepare.node_command(coordinator.place, nodes, recipe, flags)
+        return prepare.command(args.launcher, count, node_options.port_of(""), recipe, flags)
+
+    flags = command_line.put(flags, gpus=coordinator.world_size, output_dir=folder)
+    env = _environment(settings, count)
+    return supervisor.Job(command, partial(_settings, recipe.stem), settings, flags, folder, env, count, coordinator)
 
 
 def _settings(recipe: str, flags: list[str], ranks: int) -> Settings:
@@ -112,38 +157,43 @@ def _settings(recipe: str, flags: list[str], ranks: int) -> Settings:
     return settings
 
 
-def _members(crew: coordinator.Coordinator, recipe: str, flags: list[str]) -> tuple[list[str], int]:
-    """Choose the nodes that the job starts with; node 0 chooses, the others read its choice.
+def _settings_on_nodes(recipe: str, flags: list[str], ranks: int) -> Settings:
+    """Resolve the command line of `ranks` ranks on several nodes. Raises: UserError also for what works on one only."""
+    settings = _settings(recipe, command_line.put(flags, gpus=ranks), ranks)
+    if settings.search_batch_size:
+        raise UserError(prepare.SEARCHES_ON_ONE_NODE)
+    return settings
 
-    It takes the most of the nodes present among which the batch can be divided evenly.
-    Returns: the recipe's flags (with --zero auto resolved), the number of processes of the job.
+
+def _environment(settings: Settings, count: int) -> dict[str, str]:
+    return prepare.environment(count, hide_gpus=settings.use_cpu and settings.source["use_cpu"] != "decided")
+
+
+def _choose_nodes(coordinator: Coordinator, recipe: str, flags: list[str]) -> tuple[dict[int, int], list[str]]:
+    """Return the nodes that the job begins with, {node rank: processes}, and the flags with --zero auto resolved.
+
+    They are the most of the nodes present among which the batch can be divided evenly.
+    Raises: UserError if that is not possible with the minimum of nodes either.
     """
-    if not crew.leads:
-        chosen = documents.with_decisions(flags, crew.board["flags"]) if preflight.is_auto(flags) else flags
-        return chosen, crew.processes
-    nodes = crew.here()
+    nodes = coordinator.membership.processes()
     while True:
-        ranks = sum(gpus for _, gpus in nodes)
+        ranks = sum(nodes.values())
         try:
-            chosen = (
-                preflight.chosen_flags(recipe, flags, ranks, node=nodes[0][1]) if preflight.is_auto(flags) else flags
-            )
-            _settings(recipe, [*chosen, "--gpus", str(ranks)], ranks)
-            break
+            chosen = preflight.chosen_flags(recipe, flags, ranks, node=nodes[0]) if preflight.is_auto(flags) else flags
+            _settings_on_nodes(recipe, chosen, ranks)
+            return nodes, chosen
         except UserError:
-            if len(nodes) == crew.place.least:
+            if len(nodes) == coordinator.place.least:
                 raise
-            nodes = nodes[:-1]
-    crew.begin_with(nodes, chosen)
-    return chosen, ranks
+            nodes.popitem()
 
 
-def _show_nodes(here: node_options.Place, recipe: Path, flags: list[str], count: int) -> None:
+def _show_nodes(place: node_options.Place, recipe: Path, flags: list[str], count: int) -> None:
     """Print what `--show` prints for one node of several, without contacting the other nodes."""
-    ranks = count * here.most
-    settings = _settings(recipe.stem, [*flags, "--gpus", str(ranks)], ranks)
-    _show(settings, coordinator.torchrun(here, dict.fromkeys(range(here.most), count), [str(recipe), *flags, "--gpus", str(ranks)]),
-          prepare.environment(count))  # fmt: skip
+    ranks = count * place.most
+    flags = command_line.put(flags, gpus=ranks)
+    command = prepare.node_command(place, dict.fromkeys(range(place.most), count), recipe, flags)
+    _show(_settings(recipe.stem, flags, ranks), command, prepare.environment(count))
 
 
 def _show(settings: Settings, words: list[str], env: dict[str, str]) -> None:

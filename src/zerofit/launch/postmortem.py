@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from zerofit import rank_status
-from zerofit.errors import UserError
+from zerofit.errors import EXIT_CODES, UserError
 
 EXITS = "exits.json"  # {rank: exit code}, written by launch/torchrun.py
 
@@ -40,60 +40,125 @@ class Outcome:
         )
 
 
-def ending(code: int, where: Path, heard: list[int], hung: int | None, limit: float, host_kills: int) -> Outcome:
-    """Classify how an attempt ended, from exit codes, error records and heartbeats; first match wins.
+@dataclass
+class Evidence:
+    """What an attempt has left behind.
 
-    Args: code: exit code of the launcher; where: the attempt's folder; heard: signals that the supervisor received;
-        hung: the rank furthest behind when no rank made a step for `limit` seconds; host_kills: processes that the
-        kernel killed for lack of memory during the attempt.
+    code: exit code of the launcher; signals: those that the supervisor received; hung: the rank furthest behind when no
+    rank made a step for `limit` seconds; host_kills: processes that the kernel killed for lack of memory; where: the
+    attempt's folder; steps: {rank: its last step}; records: the ranks' errors, the first one first.
     """
-    pulses = rank_status.pulses(where)
-    step = max((step for _, step, _ in pulses.values()), default=None)
-    records = rank_status.records(where)
-    if heard and records and records[0]["kind"] == "stopped":
-        return Outcome("stopped", rank_status.exit_code("stopped"), error=records[0]["error"], step=step)
-    if heard and code:
-        return Outcome(
-            "interrupted", rank_status.exit_code("interrupted"), signal=signal.Signals(heard[0]).name, step=step
-        )
-    if code == 0:
-        return Outcome("finished", 0, step=step)
-    if hung is not None:
-        error = f"no step for {limit:.0f} s; the stacks of all ranks are in stack<rank>.txt"
-        return Outcome("hang", rank_status.exit_code("hang"), hung, error, step=pulses[hung][1])
-    exits = {int(r): c for r, c in json.loads((where / EXITS).read_text()).items()} if (where / EXITS).exists() else {}
-    if not exits:  # not launch/torchrun.py: 128 + n means signal n
-        exits = {None: 128 - code if 128 < code < 160 else code}
-    own_records = [entry for entry in records if not entry["of_a_peer"]]
-    killed = [(r, -c) for r, c in exits.items() if c < 0 and -c not in (signal.SIGTERM, rank_status.ENDS_RANKS)]
-    if killed and not own_records:
-        rank, number = killed[0]
-        if host_kills and number == signal.SIGKILL:
-            kind, result, error = (
-                "out of memory",
-                rank_status.exit_code("out of memory"),
-                "the kernel: host memory was full",
-            )
-        else:
-            kind, result, error = "lost rank", 128 + number, ""
-        return Outcome(kind, result, rank, error, signal.Signals(number).name, step)
-    if records and not own_records:  # ranks reported broken connections only: the lost one wrote nothing
-        silent = sorted(set(pulses) - {entry["rank"] for entry in records})
-        return Outcome("lost rank", 1, silent[0] if silent else None, f"lost: {records[0]['error']}", step=step)
-    if records:
-        first = (own_records or records)[0]
-        result = code if 0 < code < 128 else rank_status.exit_code(first["kind"])
-        step = pulses[first["rank"]][1] if first["rank"] in pulses else step
-        return Outcome(first["kind"], result, first["rank"], first["error"], "", step, first["traceback"])
-    return Outcome("crash", code if code > 0 else 1, error=f"exit code {code}", step=step)
+
+    code: int
+    signals: list[int]
+    hung: int | None
+    limit: float
+    host_kills: int
+    where: Path
+    steps: dict[int, int]
+    records: list[dict]
+
+    @property
+    def step(self) -> int | None:
+        return max(self.steps.values(), default=None)
+
+    @property
+    def exits(self) -> dict[int | None, int]:
+        """Exit codes by rank, as far as they are known; -n for signal n."""
+        if (self.where / EXITS).exists():
+            return {int(rank): code for rank, code in json.loads((self.where / EXITS).read_text()).items()}
+        # Not launch/torchrun.py: 128 + n means signal n.
+        return {None: 128 - self.code if 128 < self.code < 160 else self.code}
+
+    @property
+    def own_records(self) -> list[dict]:
+        """Errors other than a broken connection to another rank."""
+        return [record for record in self.records if not record["of_a_peer"]]
+
+
+def ending(code: int, where: Path, signals: list[int], hung: int | None, limit: float, host_kills: int) -> Outcome:
+    """Classify how an attempt ended, from exit codes, error records and heartbeats; the first classifier wins.
+
+    Args: where: the attempt's folder; the others: see Evidence.
+    """
+    steps = {rank: step for rank, (_, step, _) in rank_status.pulses(where).items()}
+    evidence = Evidence(code, signals, hung, limit, host_kills, where, steps, rank_status.records(where))
+    outcomes = (classify(evidence) for classify in CLASSIFIERS)
+    return next(outcome for outcome in outcomes if outcome)
+
+
+def _stopped(evidence: Evidence) -> Outcome | None:
+    """Recognize a save and end that a signal asked for."""
+    if not (evidence.signals and evidence.records and evidence.records[0]["kind"] == "stopped"):
+        return None
+    return Outcome("stopped", EXIT_CODES["stopped"], error=evidence.records[0]["error"], step=evidence.step)
+
+
+def _interrupted(evidence: Evidence) -> Outcome | None:
+    """Recognize an end by a signal without a save."""
+    if not (evidence.signals and evidence.code):
+        return None
+    name = signal.Signals(evidence.signals[0]).name
+    return Outcome("interrupted", EXIT_CODES["interrupted"], signal=name, step=evidence.step)
+
+
+def _finished(evidence: Evidence) -> Outcome | None:
+    return None if evidence.code else Outcome("finished", 0, step=evidence.step)
+
+
+def _hung(evidence: Evidence) -> Outcome | None:
+    if evidence.hung is None:
+        return None
+    error = f"no step for {evidence.limit:.0f} s; the stacks of all ranks are in stack<rank>.txt"
+    return Outcome("hang", EXIT_CODES["hang"], evidence.hung, error, step=evidence.steps[evidence.hung])
+
+
+def _killed(evidence: Evidence) -> Outcome | None:
+    """Recognize a rank that was ended by a signal which neither the supervisor nor torchrun sent."""
+    expected = (signal.SIGTERM, rank_status.ENDS_RANKS)
+    killed = [(rank, -code) for rank, code in evidence.exits.items() if code < 0 and -code not in expected]
+    if not killed or evidence.own_records:
+        return None
+    rank, number = killed[0]
+    name = signal.Signals(number).name
+    if evidence.host_kills and number == signal.SIGKILL:
+        error = "the kernel: host memory was full"
+        return Outcome("out of memory", EXIT_CODES["out of memory"], rank, error, name, evidence.step)
+    return Outcome("lost rank", 128 + number, rank, "", name, evidence.step)
+
+
+def _lost_connection(evidence: Evidence) -> Outcome | None:
+    """Recognize a rank that was lost without a record: the others report broken connections only."""
+    if not evidence.records or evidence.own_records:
+        return None
+    silent = sorted(set(evidence.steps) - {record["rank"] for record in evidence.records})
+    error = f"lost: {evidence.records[0]['error']}"
+    return Outcome("lost rank", 1, silent[0] if silent else None, error, step=evidence.step)
+
+
+def _failed(evidence: Evidence) -> Outcome | None:
+    """Recognize a rank that reported its error."""
+    if not evidence.own_records:
+        return None
+    first = evidence.own_records[0]
+    code = evidence.code if 0 < evidence.code < 128 else rank_status.exit_code(first["kind"])
+    step = evidence.steps.get(first["rank"], evidence.step)
+    return Outcome(first["kind"], code, first["rank"], first["error"], "", step, first["traceback"])
+
+
+def _crashed(evidence: Evidence) -> Outcome:
+    code = evidence.code
+    return Outcome("crash", code if code > 0 else 1, error=f"exit code {code}", step=evidence.step)
+
+
+CLASSIFIERS = (_stopped, _interrupted, _finished, _hung, _killed, _lost_connection, _failed, _crashed)
 
 
 def lost_node(who: str, where: Path) -> Outcome:
     """Return the outcome of an attempt that lost a node. who: its name; where: the attempt's folder."""
     step = max((step for _, step, _ in rank_status.pulses(where).values()), default=None)
-    return Outcome(
-        "lost rank", 1, None, f"lost: {who} is gone: it was not heard of any more, or started anew", step=step
-    )
+    error = f"lost: {who} is gone: it has left, sends no heartbeat or was started again"
+    return Outcome("lost rank", 1, None, error, step=step)
 
 
 def write(folder: Path, endings: list[Outcome], advice: str) -> None:
@@ -163,7 +228,7 @@ def advice(last: Outcome, folder: Path, settings, smaller: tuple | None) -> str:
     action = {
         "hang": "look where the ranks stand in attempts/*/stack*.txt: the one in another place than the rest holds "
         "them up",
-        "lost rank": "look into the kernel's log of that machine (dmesg -T | tail): its memory, its GPU (Xid), or "
+        "lost rank": "look into the kernel's log of that node (dmesg -T | tail): its memory, its GPU (Xid), or "
         "somebody's kill",
         "disk full": "make room",
         "crash": "read the traceback in report.md",

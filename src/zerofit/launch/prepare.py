@@ -8,10 +8,16 @@ from pathlib import Path
 
 from zerofit import command_line, distributed
 from zerofit.errors import UserError
+from zerofit.launch.cluster import node_options
 from zerofit.paths import ROOT
 from zerofit.settings import Settings
 
 LAUNCHERS = ("torchrun", "accelerate", "deepspeed")
+
+SEARCHES_ON_ONE_NODE = (
+    "--per_device_train_batch_size auto searches on one node: run `make batch-size` there with its GPUS, and name the "
+    "size that it finds."
+)
 
 
 def without_a_launchers_variables() -> None:
@@ -23,24 +29,21 @@ def without_a_launchers_variables() -> None:
 
 def without_token(flags: list[str]) -> tuple[list[str], dict[str, str]]:
     """Return (flags without --hub_token, {"HF_TOKEN": token}): any user can read a command line."""
-    token = command_line.value_of(flags, ("--hub_token", "--hub-token"))
+    token = command_line.value_of(flags, ("--hub_token",))
     return command_line.drop(flags, "--hub_token"), {"HF_TOKEN": token} if token else {}
 
 
 def check_for_nodes(flags: list[str], launcher: str = "torchrun") -> None:
     """Refuse flags that work on one node only. Raises: UserError."""
     if launcher != "torchrun":
-        raise UserError(f"LAUNCHER={launcher}: several machines are started by torchrun; leave LAUNCHER out.")
+        raise UserError(f"LAUNCHER={launcher}: several nodes are started by torchrun; leave LAUNCHER out.")
     expanded = command_line.with_auto_as_probe(flags)
     if command_line.value_of(expanded, ("--search_batch_size",)) not in (None, "false"):
-        raise UserError(
-            "--per_device_train_batch_size auto searches on one machine: run `make batch-size` there with its GPUS, "
-            "and name the size that it finds."
-        )
+        raise UserError(SEARCHES_ON_ONE_NODE)
     if command_line.value_of(expanded, ("--on_oom",)) == "ask":
-        raise UserError("--on_oom ask: there is no one terminal on several machines; use retry or fail.")
+        raise UserError("--on_oom ask: there is no one terminal on several nodes; use retry or fail.")
     if command_line.value_of(expanded, ("--canary",)) == "true":
-        raise UserError("--canary true rehearses on one machine; leave it out, or try with --max_steps 3 first.")
+        raise UserError("--canary true works on one node only; leave it out, or try with --max_steps 3 first.")
 
 
 def add_placement(parser: argparse.ArgumentParser, gpus: str) -> None:
@@ -48,7 +51,7 @@ def add_placement(parser: argparse.ArgumentParser, gpus: str) -> None:
     parser.add_argument("--gpus", default=gpus, help="processes; without a GPU they run on the CPU (gloo)")
     parser.add_argument("--launcher", default="torchrun", help=f"{', '.join(LAUNCHERS)} (one process needs none)")
     parser.add_argument(
-        "--port", default="", help="port of the rendezvous (default: a free one; on several machines 29500)"
+        "--port", default="", help="port of the rendezvous (default: a free one; on several nodes 29500)"
     )
     parser.add_argument("--args", default="", help="more recipe flags in one string, split like a shell would")
 
@@ -59,7 +62,7 @@ def prepare(settings: Settings, decides: bool = True) -> tuple[Path | None, obje
     Args: decides: whether this node chooses the run folder and the checkpoint to resume from (only node 0 does).
     Returns: the run folder to create (None if not `decides`), the training set, the evaluation set or None.
     """
-    from zerofit.config import offload
+    from zerofit.config import resolve
     from zerofit.data import hub
     from zerofit.data.load import load_datasets
     from zerofit.launch import doctor
@@ -70,11 +73,11 @@ def prepare(settings: Settings, decides: bool = True) -> tuple[Path | None, obje
 
     hub.check_push(settings)
     warnings = doctor.raise_or_warn(doctor.installation())
+    resolve.resolve_for_model(settings)
     model = check_model(settings)
     for sentence in [*warnings, *doctor.raise_or_warn(doctor.of_job(settings, model))]:
         print(f"note: {sentence}", flush=True)
     folder = resume.choose_folder(settings) if decides else None
-    offload.check_sizes(settings, model)
     deepspeed_ops.prepare(settings)  # compile ops now: a failing compiler is reported before ranks start
     tokenizer = load_tokenizer(settings)
     sets = load_datasets(settings, tokenizer)
@@ -131,6 +134,16 @@ def command(launcher: str, count: int, port: int, recipe: Path, flags: list[str]
         ],
     }  # fmt: skip
     return [python, *start[launcher], str(recipe), *flags]
+
+
+def node_command(here: node_options.Place, nodes: dict[int, int], recipe: Path, flags: list[str]) -> list[str]:
+    """Return the command that starts one node's ranks of several. nodes: {node rank: its processes}."""
+    return [
+        sys.executable, "-m", "zerofit.launch.torchrun", "--nnodes", str(len(nodes)),
+        "--node_rank", str(sorted(nodes).index(here.rank)), "--nproc_per_node", str(nodes[here.rank]),
+        "--master_addr", here.address, "--master_port", str(here.port + 1),
+        "--rdzv_conf", f"timeout={int(here.timeout)}", str(recipe), *flags,
+    ]  # fmt: skip
 
 
 def _deepspeed_places(count: int) -> list[str]:

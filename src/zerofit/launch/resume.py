@@ -35,13 +35,13 @@ def main(argv: list[str]) -> None:
     if run_folder.finished(folder):
         raise UserError(f"{folder}: this run has finished; its model is in {folder / 'final'}.")
     new = [*args.flags, *shlex.split(args.args)]
-    overridden = ["--" + word[2:].partition("=")[0].replace("-", "_") for word in new if word.startswith("--")]
+    overridden = command_line.names(new)
     place = node_options.of(args)
     nodes = place.most if place else 1
     new_ranks = int(args.gpus) * nodes if args.gpus.isdigit() else ranks
     old_size = facts["arguments"].get("sp_size", {"value": 1})["value"]
     sp_size = _sp_size(new, old_size)
-    if (new_ranks or ranks, sp_size) != (ranks, old_size) and not set(retry.BATCH) & set(overridden):
+    if (new_ranks or ranks, sp_size) != (ranks, old_size) and not overridden & {*retry.BATCH}:
         effective_batch, micro = (facts["arguments"][name[2:]]["value"] for name in retry.BATCH[:2])
         batch = retry.same_batch(effective_batch, micro, new_ranks or ranks, sp_size)
         flags = [*command_line.drop(flags, *retry.BATCH), *batch]
@@ -59,7 +59,7 @@ def main(argv: list[str]) -> None:
 
 def _sp_size(new: list[str], old: int) -> int:
     """Return --sp_size of the new flags, else the run's; a wrong one is refused by the recipe's own parser."""
-    said = command_line.value_of(new, ("--sp_size", "--sp-size"))
+    said = command_line.value_of(new, ("--sp_size",))
     return int(said) if said and said.isdigit() and int(said) else old
 
 
@@ -76,4 +76,4 @@ def flags_without_offload(flags: list[str], new: list[str], offload: str) -> lis
         return flags
     print(f"note: ZeRO stage {stage} cannot offload {offload}: the run goes on with --offload {supported}", flush=True)
     dropped = ("--offload_path", "--offload_ratio", "--super_offload") if supported == "none" else ()
-    return [*command_line.drop(flags, "--offload", *dropped), "--offload", supported]
+    return command_line.put(command_line.drop(flags, *dropped), offload=supported)

@@ -61,25 +61,25 @@ def next_smaller_setting(settings, flags: list[str], parse):
     """
     from zerofit import command_line
 
-    other_flags = command_line.drop(flags, "--per_device_train_batch_size", "--gradient_accumulation_steps",
-                                    "--effective_batch_size", "--search_batch_size")  # fmt: skip
     micro, effective_batch = settings.per_device_train_batch_size, settings.effective_batch_size
-    kept = [*other_flags, "--effective_batch_size", str(effective_batch), "--per_device_train_batch_size"]
+    kept = command_line.drop(flags, "--gradient_accumulation_steps", "--search_batch_size")
+    kept = command_line.put(kept, effective_batch_size=effective_batch, per_device_train_batch_size=micro)
     tries = []
     per_rank = effective_batch // settings.data_ranks
     half = max((n for n in range(1, micro // 2 + 1) if per_rank % n == 0), default=None)
     if half:
-        tries.append((f"micro batch {half} instead of {micro}", [*kept, str(half)]))
-    kept = [*kept, str(micro)]
+        tries.append(
+            (f"micro batch {half} instead of {micro}", command_line.put(kept, per_device_train_batch_size=half))
+        )
     if not settings.gradient_checkpointing or settings.gradient_checkpointing_every > 1:
-        bare = command_line.drop(kept, "--gradient_checkpointing", "--gradient_checkpointing_every")
-        tries.append(("gradient checkpointing of every layer", [*bare, "--gradient_checkpointing", "true"]))
-    bare = command_line.drop(kept, "--zero", "--offload")
-    stages = [] if settings.world_size == 1 else [z for z in (2, 3) if z > int(settings.zero)]
-    tries += [(f"ZeRO-{z}", [*bare, "--zero", str(z), "--offload", settings.offload]) for z in stages]
+        bare = command_line.drop(kept, "--gradient_checkpointing_every")
+        every_layer = command_line.put(bare, gradient_checkpointing=True)
+        tries.append(("gradient checkpointing of every layer", every_layer))
+    stages = [] if settings.world_size == 1 else [z for z in (2, 3) if z > settings.zero]
+    tries += [(f"ZeRO-{z}", command_line.put(kept, zero=z, offload=settings.offload)) for z in stages]
     for offload in {"none": ["optimizer", "all"], "optimizer": ["all"]}.get(settings.offload, []):
-        zero = {"optimizer": max("2", settings.zero), "all": "3"}[offload]
-        tries.append((f"offload {offload}", [*bare, "--zero", zero, "--offload", offload]))
+        zero = {"optimizer": max(2, settings.zero), "all": 3}[offload]
+        tries.append((f"offload {offload}", command_line.put(kept, zero=zero, offload=offload)))
     for change, candidate in tries:
         try:
             return change, candidate, parse(candidate, settings.world_size)

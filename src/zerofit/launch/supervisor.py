@@ -9,14 +9,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zerofit import command_line, rank_status, run_folder
 from zerofit.errors import EXIT_CODES
 from zerofit.launch import postmortem, retry
-from zerofit.launch.cluster import documents
+from zerofit.launch.cluster import documents, node_options
 from zerofit.launch.cluster.coordinator import Coordinator
+from zerofit.launch.cluster.documents import End
 from zerofit.plan import preflight
 from zerofit.settings import Settings
 from zerofit.train.checkpoint import resume
@@ -30,7 +31,7 @@ class Job:
     """What `run` needs to start attempts.
 
     command: flags -> argv; parse: (flags, ranks) -> Settings; flags: with --output_dir; count: processes of this node;
-    crew: the nodes of a job with several, else None.
+    coordinator: None for a job on one node.
     """
 
     command: Callable[[list[str]], list[str]]
@@ -40,129 +41,134 @@ class Job:
     folder: Path
     env: dict[str, str]
     count: int
-    crew: Coordinator | None = None
+    coordinator: Coordinator | None = None
+
+
+@dataclass
+class Attempt:
+    """One attempt to start. change: from the one before; nodes: {node rank: processes} on several nodes, else None."""
+
+    flags: list[str]
+    settings: Settings
+    nodes: dict[int, int] | None
+    change: str = ""
+    is_restart: bool = False
 
 
 def run(job: Job) -> int:
     """Run the job, with new attempts as far as --on_oom and --max_restarts allow; return the exit code."""
-    endings, restarts, flags, settings = [], 0, job.flags, job.settings
-    members = {int(r): gpus for r, gpus in job.crew.board["members"].items()} if job.crew else None
+    endings, restarts = [], 0
+    attempt = Attempt(job.flags, job.settings, job.coordinator.job.nodes if job.coordinator else None)
     while True:
-        if job.crew:
-            job.crew.order(len(endings) + 1, members, flags)
         records = Path(tempfile.mkdtemp(prefix="zerofit-attempt-"))
         try:
-            last = _attempt(job, flags, settings, records)
+            last = _run_attempt(job, attempt, len(endings) + 1, records)
             endings.append(last)
-            if last.kind == "out of memory":
-                preflight.record_oom([record["traceback"] for record in rank_status.records(records)])
-            next_attempt = _following(job, last, flags, settings, restarts)
-            if next_attempt and job.crew:
-                next_attempt, members = _with_the_nodes_there_are(job, last, next_attempt)
+            following = _next_attempt(job, attempt, last, restarts)
+            if following and job.coordinator:
+                following = _on_present_nodes(job, following)
             opened = (job.folder / "run.json").exists()
-            if next_attempt is None:
-                if last.kind == "stopped" and settings.save_only_model:
-                    last.code = EXIT_CODES["interrupted"]  # with 75, SLURM would requeue it for ever
-                _end(job, endings, records, opened, settings, flags)
-                if job.crew:
-                    job.crew.announce(
-                        end={"code": last.code, "sentence": "" if last.kind == "finished" else last.sentence}
-                    )
-                return last.code
-            last.what_next, flags, settings, counts = next_attempt
-            restarts += counts
+            if following is None:
+                return _end_job(job, attempt, endings, records, opened)
+            last.what_next = following.change
+            restarts += following.is_restart
             checkpoint = retry.archive_attempt(job.folder, len(endings), records) if opened else None
         finally:
             shutil.rmtree(records, ignore_errors=True)
-        flags = _resumed(flags, checkpoint, job)
+        following.flags = _resumed(following.flags, checkpoint, job)
+        attempt = following
         where = f"from {checkpoint.name}" if checkpoint else "from the start"
         print(
             f"zerofit: {last.sentence}\nzerofit: attempt {len(endings) + 1}, {where}: {last.what_next}", file=sys.stderr
         )
 
 
-def _resumed(flags: list[str], checkpoint: Path | None, job: Job) -> list[str]:
-    if checkpoint is not None:
-        return [*command_line.drop(flags, "--resume_from_checkpoint"), "--resume_from_checkpoint", str(checkpoint)]
-    requested = job.settings.resume_from_checkpoint  # the user's flag; its checkpoint may have been archived
-    if requested and not Path(requested).exists():
-        return command_line.drop(flags, "--resume_from_checkpoint")
-    return flags
-
-
 def follow(job: Job) -> int:
     """Run this node's part of each attempt that node 0 orders; return the job's exit code."""
-    crew = job.crew
+    coordinator = job.coordinator
     while True:
-        message = crew.next_order()
-        if end := message.get("end"):
-            if end["sentence"] and end["code"]:
-                print(f"{crew.name}: zerofit: {end['sentence']}", file=sys.stderr)
-            return end["code"]
-        crew.begin()
-        flags = documents.with_decisions(job.flags, message["order"]["flags"], job.folder)
+        order = coordinator.next_order()
+        if isinstance(order, End):
+            if order.sentence and order.code:
+                print(f"{coordinator.name}: zerofit: {order.sentence}", file=sys.stderr)
+            return order.code
+        coordinator.begin(order)
+        flags = documents.with_decisions(job.flags, order.flags, job.folder)
+        settings = job.parse(flags, coordinator.world_size)
         with tempfile.TemporaryDirectory(prefix="zerofit-attempt-") as folder:
-            crew.report(*_watch(job, flags, job.parse(flags, crew.processes), Path(folder)), Path(folder))
+            coordinator.report(*_watch(job, flags, settings, Path(folder)), Path(folder))
 
 
-def _with_the_nodes_there_are(job: Job, last, following: tuple):
-    """Adapt `following` to the nodes present now, with the same effective batch.
+def _run_attempt(job: Job, attempt: Attempt, number: int, records: Path) -> postmortem.Outcome:
+    if job.coordinator:
+        job.coordinator.order(number, attempt.nodes, attempt.flags)
+    kills = _host_kills()
+    code, signals, hung = _watch(job, attempt.flags, attempt.settings, records)
+    kills = _host_kills() - kills
+    if job.coordinator:
+        job.coordinator.report(code, signals, hung, records)
+        code, signals, hung = job.coordinator.collect(records)
+        if lost := job.coordinator.attempt.lost:
+            return postmortem.lost_node(", ".join(map(job.coordinator.membership.host, lost)), records)
+    last = postmortem.ending(code, records, signals, hung, attempt.settings.hang_timeout, kills)
+    if last.kind == "out of memory":
+        preflight.record_oom([record["traceback"] for record in rank_status.records(records)])
+    return last
 
-    Returns: (following, {node: processes}); (None, None) if too few nodes are present.
-    """
-    members = job.crew.muster()
-    if members is None:
-        last.what_next = ""
-        return None, None
-    change, flags, settings, counts = following
-    ranks = sum(members.values())
+
+def _watch(job: Job, flags: list[str], settings: Settings, records: Path) -> tuple[int, list[int], int | None]:
+    command = job.command(flags)
+    added_env = {rank_status.FOLDER: str(records), "ZEROFIT_COMMAND": command_line.hide_secrets(command)}
+    if coordinator := job.coordinator:
+        added_env |= node_options.interface_variables(coordinator.place, coordinator.attempt.order.addresses)
+    env = os.environ | job.env | added_env
+    return watch(command, env, records, settings.hang_timeout, job.count, coordinator=coordinator)
+
+
+# --- between attempts ---
+
+
+def _next_attempt(job: Job, attempt: Attempt, last: postmortem.Outcome, restarts: int) -> Attempt | None:
+    """Return the attempt to make after one that ended like `last`; None to end the job."""
+    settings = attempt.settings
+    if last.kind == "out of memory" and settings.on_oom != "fail":
+        smaller = retry.next_smaller_setting(settings, attempt.flags, job.parse)
+        if smaller and (settings.on_oom == "retry" or _agreed(last, smaller[0])):
+            change, flags, settings = smaller
+            return replace(attempt, flags=flags, settings=settings, change=change, is_restart=False)
+    if last.kind == "stopped" and job.coordinator and (change := job.coordinator.attempt.change):
+        return replace(attempt, change=change, is_restart=False)
+    if last.kind in ("lost rank", "hang") and restarts < settings.max_restarts:
+        change = f"the same again ({restarts + 1} of {settings.max_restarts} restarts)"
+        return replace(attempt, change=change, is_restart=True)
+    return None
+
+
+def _on_present_nodes(job: Job, attempt: Attempt) -> Attempt | None:
+    """Return the attempt on the nodes present now, with the same effective batch; None if they are too few."""
+    nodes = job.coordinator.next_nodes()
+    if nodes is None:
+        return None
+    flags, settings, ranks = attempt.flags, attempt.settings, sum(nodes.values())
     if ranks != settings.world_size:
         batch = retry.same_batch(
             settings.effective_batch_size, settings.per_device_train_batch_size, ranks, settings.sp_size
         )
-        flags = [
-            *command_line.drop(flags, "--gpus", "--zero", *retry.BATCH),
-            *batch,
-            "--zero",
-            settings.zero,
-            "--gpus",
-            str(ranks),
-        ]
+        flags = [*command_line.drop(flags, *retry.BATCH), *batch]
+        flags = command_line.put(flags, zero=settings.zero, gpus=ranks)
         settings = job.parse(flags, ranks)
-    nodes = f"{len(members)} node{'s' * (len(members) > 1)} with {ranks} processes"
-    return (f"{change}, on {nodes}" if change else nodes, flags, settings, counts), members
+    place = f"{len(nodes)} node{'s' * (len(nodes) > 1)} with {ranks} processes"
+    change = f"{attempt.change}, on {place}" if attempt.change else place
+    return replace(attempt, flags=flags, settings=settings, nodes=nodes, change=change)
 
 
-def _attempt(job: Job, flags: list[str], settings, records: Path) -> postmortem.Outcome:
-    kills = _host_kills()
-    code, signals_received, hung = _watch(job, flags, settings, records)
-    kills = _host_kills() - kills
-    if job.crew:
-        job.crew.report(code, signals_received, hung, records)
-        code, signals_received, hung = job.crew.collect(records)
-        if job.crew.lost:
-            return postmortem.lost_node(", ".join(job.crew.host(r) for r in job.crew.lost), records)
-    return postmortem.ending(code, records, signals_received, hung, settings.hang_timeout, kills)
-
-
-def _watch(job: Job, flags: list[str], settings, records: Path) -> tuple[int, list[int], int | None]:
-    command = job.command(flags)
-    added_env = {rank_status.FOLDER: str(records), "ZEROFIT_COMMAND": command_line.hide_secrets(command)}
-    added_env |= job.crew.environment() if job.crew else {}
-    return watch(command, os.environ | job.env | added_env, records, settings.hang_timeout, job.count, crew=job.crew)
-
-
-def _following(job: Job, last, flags, settings, restarts: int):
-    """Return the next attempt: (change, flags, settings, 1 for a restart else 0); None to end the job."""
-    if last.kind == "out of memory" and settings.on_oom != "fail":
-        smaller = retry.next_smaller_setting(settings, flags, job.parse)
-        if smaller and (settings.on_oom == "retry" or _agreed(last, smaller[0])):
-            return (*smaller, 0)
-    if last.kind == "stopped" and job.crew and job.crew.change:
-        return job.crew.change, flags, settings, 0
-    if last.kind in ("lost rank", "hang") and restarts < settings.max_restarts:
-        return f"the same again ({restarts + 1} of {settings.max_restarts} restarts)", flags, settings, 1
-    return None
+def _resumed(flags: list[str], checkpoint: Path | None, job: Job) -> list[str]:
+    if checkpoint is not None:
+        return command_line.put(flags, resume_from_checkpoint=checkpoint)
+    requested = job.settings.resume_from_checkpoint  # the user's flag; its checkpoint may have been archived
+    if requested and not Path(requested).exists():
+        return command_line.drop(flags, "--resume_from_checkpoint")
+    return flags
 
 
 def _agreed(last, what: str) -> bool:
@@ -172,7 +178,18 @@ def _agreed(last, what: str) -> bool:
     return input(f"{last.sentence}\nstart again with {what}? [y/N] ").strip().lower() in ("y", "yes")
 
 
-def _end(job: Job, endings: list, records: Path, opened: bool, settings, flags: list[str]) -> None:
+def _end_job(job: Job, attempt: Attempt, endings: list[postmortem.Outcome], records: Path, opened: bool) -> int:
+    """End the job after its last attempt, on the other nodes too; return its exit code."""
+    last = endings[-1]
+    if last.kind == "stopped" and attempt.settings.save_only_model:
+        last.code = EXIT_CODES["interrupted"]  # with 75, SLURM would requeue it for ever
+    _write_report(job, attempt, endings, records, opened)
+    if job.coordinator:
+        job.coordinator.end(last.code, "" if last.kind == "finished" else last.sentence)
+    return last.code
+
+
+def _write_report(job: Job, attempt: Attempt, endings: list[postmortem.Outcome], records: Path, opened: bool) -> None:
     """Write report.json and report.md and print the cause, if there is something to report.
 
     Nothing is written before the run folder is opened, or if the only attempt ended as intended or by a user error.
@@ -182,8 +199,10 @@ def _end(job: Job, endings: list, records: Path, opened: bool, settings, flags: 
         _tell_interrupted(job.folder, last, opened)
     if not opened or (last.kind in ("finished", "stopped", "interrupted", "user error") and len(endings) == 1):
         return
-    smaller = retry.next_smaller_setting(settings, flags, job.parse) if last.kind == "out of memory" else None
-    advice = postmortem.advice(last, job.folder, settings, smaller)
+    smaller = None
+    if last.kind == "out of memory":
+        smaller = retry.next_smaller_setting(attempt.settings, attempt.flags, job.parse)
+    advice = postmortem.advice(last, job.folder, attempt.settings, smaller)
     report_note = f"; {job.folder}/report.md"
     # An incomplete checkpoint; on a full disk the report needs the space.
     shutil.rmtree(job.folder / ASIDE, ignore_errors=True)
@@ -220,7 +239,13 @@ def _tell_interrupted(folder: Path, last: postmortem.Outcome, opened: bool) -> N
 
 
 def watch(
-    words: list[str], env: dict, records: Path, limit: float, count: int, stdout=None, crew: Coordinator | None = None
+    command: list[str],
+    env: dict,
+    records: Path,
+    limit: float,
+    count: int,
+    stdout=None,
+    coordinator: Coordinator | None = None,
 ) -> tuple[int, list[int], int | None]:
     """Run the command in a new session, forward signals to it, leave no process behind.
 
@@ -228,22 +253,23 @@ def watch(
     signal kills them. On several nodes, node 0 decides on the first signal.
 
     Args: limit: seconds without a step of any rank after which the job is killed, 0 for no limit; count: ranks that
-        must have made a step before `limit` or a save applies; stdout: a file instead of this process's.
+        must have made a step before `limit` or a save applies; stdout: a file instead of this process's;
+        coordinator: None on one node.
     Returns: exit code (128 + n for signal n), signals received, the rank furthest behind if the job hung, else None.
     """
     rank_status.write_stop(records, 0)
     env = env | {rank_status.SUPERVISOR: str(os.getpid())}
-    child = subprocess.Popen(words, env=env, start_new_session=True, stdout=stdout)
-    heard: list[int] = []
+    child = subprocess.Popen(command, env=env, start_new_session=True, stdout=stdout)
+    signals: list[int] = []
     hung = None
 
     def pass_on(number, _frame):
-        heard.append(number)
-        if len(heard) == 1 and crew:
-            return  # crew.look reports it to node 0, which decides for all nodes
-        if len(heard) == 1 and number in rank_status.ASKS_TO_SAVE and _asked_to_save(records, count):
+        signals.append(number)
+        if len(signals) == 1 and coordinator:
+            return  # coordinator.poll reports it to node 0, which decides for all nodes
+        if len(signals) == 1 and number in rank_status.ASKS_TO_SAVE and _asked_to_save(records, count):
             return
-        signal_group(child.pid, signal.SIGKILL if len(heard) > 1 else number)
+        signal_group(child.pid, signal.SIGKILL if len(signals) > 1 else number)
 
     before = {n: signal.signal(n, pass_on) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)}
     try:
@@ -252,16 +278,16 @@ def watch(
                 code = child.wait(POLL_SECONDS)
                 break
             except subprocess.TimeoutExpired:
-                if crew:
-                    crew.look(records, heard, lambda number: signal_group(child.pid, number))
-                if not heard and hung is None and (hung := _hung(records, limit, count)) is not None:
+                if coordinator:
+                    coordinator.poll(records, signals, lambda number: signal_group(child.pid, number))
+                if not signals and hung is None and (hung := _hung(records, limit, count)) is not None:
                     rank_status.write_stacks(records)
                     signal_group(child.pid, signal.SIGKILL)
     finally:
         _end_ranks(records)
         for number, handler in before.items():
             signal.signal(number, handler)
-    return (code if code >= 0 else 128 - code), heard, hung
+    return (code if code >= 0 else 128 - code), signals, hung
 
 
 def _asked_to_save(records: Path, count: int) -> bool:
@@ -269,10 +295,10 @@ def _asked_to_save(records: Path, count: int) -> bool:
 
     Ranks are less than two steps apart, since each step waits for the others: two more steps reach all of them.
     """
-    pulses = rank_status.pulses(records)
-    if len(pulses) < count:
+    heartbeats = rank_status.pulses(records)
+    if len(heartbeats) < count:
         return False
-    rank_status.write_stop(records, max(step for _, step, _ in pulses.values()) + 2)
+    rank_status.write_stop(records, max(step for _, step, _ in heartbeats.values()) + 2)
     return True
 
 
@@ -298,10 +324,10 @@ def _end_ranks(records: Path) -> None:
 
 def _hung(records: Path, limit: float, count: int) -> int | None:
     """Return the rank furthest behind if none has made a step for `limit` seconds, else None."""
-    pulses = rank_status.pulses(records) if limit else {}
-    if len(pulses) < count or time.monotonic() - max(beat_time for _, _, beat_time in pulses.values()) < limit:
+    heartbeats = rank_status.pulses(records) if limit else {}
+    if len(heartbeats) < count or time.monotonic() - max(beat_time for _, _, beat_time in heartbeats.values()) < limit:
         return None
-    return min(pulses, key=lambda rank: pulses[rank][1:])
+    return min(heartbeats, key=lambda rank: heartbeats[rank][1:])
 
 
 def signal_group(group: int, number: int) -> None:

@@ -13,8 +13,8 @@ import yaml
 from zerofit.errors import UserError, first_line
 from zerofit.settings import decide
 
-# Names are peft's PeftType in lower case; tests/model/test_adapters.py trains, saves and reloads each tuner at the stages
-# named there. prompt_tuning and prefix_tuning lengthen the input, the others change modules.
+# Names are peft's PeftType in lower case; tests/model/test_adapters.py trains, saves and reloads each tuner at the
+# stages named there. prompt_tuning and prefix_tuning lengthen the input, the others change modules.
 PROMPTS = ("prompt_tuning", "prefix_tuning")
 
 # Target modules come from peft's table of architectures (or are no linear layers).
@@ -78,7 +78,7 @@ def resolve(settings) -> None:
         )
     if kind in PROMPTS:
         _resolve_prompts(settings)
-    if kind in NO_ZERO3 and settings.zero == "3":
+    if kind in NO_ZERO3 and settings.zero == 3:
         raise UserError(f"--adapter {kind} with stage 3: {NO_ZERO3[kind]}; use --zero 2, or --adapter lora.")
     if init == "orthogonal" and settings.lora_r % 2:
         raise UserError(f"--init_lora_weights orthogonal needs an even --lora_r, not {settings.lora_r}.")
@@ -99,13 +99,13 @@ def resolve(settings) -> None:
 
 def _resolve_prompts(settings) -> None:
     kind = settings.adapter
-    for flag, on in (("--packing", settings.packing), ("--padding_free true", settings.padding_free == "true")):
+    for flag, on in (("--packing", settings.packing), ("--padding_free true", settings.padding_free is True)):
         if on:
             raise UserError(
                 f"{flag} with --adapter {kind}: a row has one prompt, so only the first of its documents would see it; "
                 f"leave {flag} out, or use --adapter lora."
             )
-    settings.values["padding_free"] = "false"
+    settings.padding_free = False
     if settings.num_virtual_tokens < 1:
         raise UserError(f"--num_virtual_tokens is {settings.num_virtual_tokens}: it must be 1 or more.")
     if kind == "prefix_tuning":
@@ -135,7 +135,7 @@ def _check_loraplus(settings) -> None:
 def _check_new_tokens(settings) -> None:
     if settings.adapter != "lora":
         raise UserError(f"--new_tokens with --adapter {settings.adapter}: only --adapter lora saves them; use it.")
-    if settings.zero == "3":
+    if settings.zero == 3:
         raise UserError(
             "--new_tokens with stage 3: peft would save the adapter without the new rows; use --zero 2, or "
             "recipes/sft.py, which trains and saves all rows."

@@ -9,10 +9,12 @@ transformers' own flash and flex implementations keep documents apart by cu_seq_
 checks this on the loaded model before the first step: `packed_logit_error` and `cross_document_gradient`.
 """
 
+import functools
 import inspect
 import sys
 
 import torch
+from accelerate.utils import send_to_device
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -69,7 +71,7 @@ def check_available(name: str, use_cpu: bool) -> None:
         raise UserError(f"--attn_implementation {name}: its package is not installed: {install}; or use sdpa.")
 
 
-def fit(settings, config) -> None:
+def resolve_for_model(settings, config) -> None:
     """Choose and validate the attention implementation from config.json, before loading weights.
 
     Args: config: of the model; settings: padding_free is turned off in it if documents cannot be kept apart.
@@ -86,12 +88,12 @@ def fit(settings, config) -> None:
             f"--attn_implementation {chosen}: has no dropout, and the model's config.json has {key} {dropout}; use "
             f"sdpa, or set {key} to 0 there."
         )
-    packed = settings.padding_free == "true"
+    packed = settings.padding_free
     why = cannot_pack(config, chosen, settings.max_length) if packed else None
     if why and settings.packing:
         raise UserError(f"--packing: {why}; train without --packing.")
     if why:
-        decide(settings, "padding_free", "false", why)
+        decide(settings, "padding_free", False, why)
         if chosen == NAME:
             decide(settings, "attn_implementation", "sdpa", "batches are padded")
     elif packed and dropout and chosen == NAME and not settings.use_cpu:
@@ -145,7 +147,7 @@ def cannot_pack(config, chosen: str, max_length: int) -> str | None:
     return None
 
 
-def packed_attention(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **kwargs):
+def packed_attention(module, query, key, value, attention_mask, dropout=0.0, scaling=None, documents=None, **kwargs):
     """Compute causal attention within each document.
 
     Args:
@@ -153,6 +155,7 @@ def packed_attention(module, query, key, value, attention_mask, dropout=0.0, sca
             smaller (multi-head latent attention).
         kwargs: cu_seq_lens_q, int32 (documents + 1), the documents' boundaries on the token axis, and max_length_q;
             without them the call goes to transformers' sdpa. sliding_window as the model sets it.
+        documents: replaces `spans` where the boundaries have no values (a simulation).
     Returns: (1, tokens, heads, head_dim) and None, as transformers' attention functions do.
     """
     if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
@@ -168,7 +171,7 @@ def packed_attention(module, query, key, value, attention_mask, dropout=0.0, sca
     if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and not dropout:
         return _varlen(query, key, value, bounds, int(kwargs["max_length_q"]), window, scaling), None
     out = query.new_empty(*query.shape[:-1], value.shape[-1])
-    for start, end in spans(bounds):
+    for start, end in (documents or spans)(bounds):
         mask = None
         if window and end - start > window:
             mask = _window_mask(end - start, window, query.device)
@@ -225,9 +228,12 @@ def mask(*args, attention_mask=None, **kwargs):
     return None if attention_mask is None else sdpa_mask(*args, attention_mask=attention_mask, **kwargs)
 
 
-def register() -> str:
-    # transformers looks up both by the name in attn_implementation.
-    AttentionInterface.register(NAME, packed_attention)
+def register(documents=None) -> str:
+    """Register packed_attention, and its mask, under NAME with transformers; return NAME.
+
+    Args: documents: see packed_attention.
+    """
+    AttentionInterface.register(NAME, functools.partial(packed_attention, documents=documents))
     AttentionMaskInterface.register(NAME, mask)
     return NAME
 
@@ -235,10 +241,6 @@ def register() -> str:
 def _few(documents, count, longest):
     return [{"input_ids": documents[i]["input_ids"][:longest], "labels": documents[i]["labels"][:longest]}
             for i in range(min(count, len(documents)))]  # fmt: skip
-
-
-def _on(args, batch):
-    return {k: v.to(args.device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
 
 
 @torch.no_grad()
@@ -253,13 +255,13 @@ def packed_logit_error(model, documents, pad_token_id: int, args, count: int = 3
 
     rows, training = _few(documents, count, longest), model.training
     model.eval()
-    packed = model(**_on(args, PackedCollator()(rows)), use_cache=False).logits[0].float()
-    single = [
-        model(**_on(args, Collator(pad_token_id)([row])), use_cache=False).logits[0, : len(row["input_ids"])]
-        for row in rows
-    ]
+
+    def logits(batch):
+        return model(**send_to_device(batch, args.device), use_cache=False).logits[0].float()
+
+    packed = logits(PackedCollator()(rows))
+    single = torch.cat([logits(Collator(pad_token_id)([row]))[: len(row["input_ids"])] for row in rows])
     model.train(training)
-    single = torch.cat(single).float()
     return ((packed - single).abs().max() / single.abs().max()).item()
 
 
@@ -287,7 +289,7 @@ def cross_document_gradient(model, documents, args, count: int = 3, longest: int
         # Without `devices` fork_rng initializes every GPU of the node and warns.
         devices = [torch.cuda.current_device()] if args.device.type == "cuda" else []
         with torch.random.fork_rng(devices), torch.enable_grad():
-            batch = _on(args, PackedCollator()(rows))
+            batch = send_to_device(PackedCollator()(rows), args.device)
             logits = model(**batch, use_cache=False).logits[0, start:end].float()
             loss = torch.nn.functional.cross_entropy(logits, batch["input_ids"][0, start:end], reduction="sum")
             (gradient,) = torch.autograd.grad(loss, seen[0])

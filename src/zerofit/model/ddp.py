@@ -4,7 +4,7 @@ from zerofit.errors import UserError
 from zerofit.settings import decide
 
 
-def choose(settings, config) -> None:
+def resolve_for_model(settings, config) -> None:
     """Decide --ddp_static_graph: on if every step has the same autograd graph.
 
     Off with gradient accumulation (torch 2.13 fails an internal assert of no_sync), for mixtures of experts (a step

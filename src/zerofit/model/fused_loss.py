@@ -212,7 +212,10 @@ def _attribute(module, name, value):
     try:
         yield
     finally:
-        delattr(module, name) if before is None else setattr(module, name, before)
+        if before is None:
+            delattr(module, name)
+        else:
+            setattr(module, name, before)
 
 
 @contextlib.contextmanager
@@ -312,7 +315,7 @@ def router_loss(model) -> RouterLoss | None:
     return RouterLoss(model) if getattr(config, "output_router_logits", False) else None
 
 
-def check_flags(settings) -> None:
+def resolve(settings) -> None:
     """Check --use_liger_kernel, before the model is known.
 
     Raises: UserError without liger-kernel or on a CPU.
@@ -325,7 +328,7 @@ def check_flags(settings) -> None:
         raise UserError("--use_liger_kernel: its Triton kernels need a GPU; leave the flag out on a CPU.")
 
 
-def choose(settings, config) -> None:
+def resolve_for_model(settings, config) -> None:
     """Decide `--fused_loss auto` from the model's config.json; if on, turn Liger's fused loss off.
 
     Raises: UserError for `true` with a flag that excludes it.
@@ -337,13 +340,13 @@ def choose(settings, config) -> None:
         "--lora_target_modules adapts the head": "lm_head" in (settings.values.get("lora_target_modules") or ()),
     }
     excluded_by = [text for text, holds in reasons.items() if holds]
-    if settings.fused_loss == "true" and excluded_by:
+    if settings.fused_loss is True and excluded_by:
         raise UserError(f"--fused_loss true: {excluded_by[0]}; leave one of the two out.")
     if settings.fused_loss == "auto":
         on = vocabulary >= LARGE_VOCABULARY and not excluded_by
         size = f"{vocabulary:,} words, {'from' if vocabulary >= LARGE_VOCABULARY else 'below'} {LARGE_VOCABULARY:,}"
-        decide(settings, "fused_loss", str(on).lower(), excluded_by[0] if excluded_by else f"a vocabulary of {size}")
-    if settings.fused_loss == "true" and settings.use_liger_kernel:
+        decide(settings, "fused_loss", on, excluded_by[0] if excluded_by else f"a vocabulary of {size}")
+    if settings.fused_loss and settings.use_liger_kernel:
         # Liger's chunks are far smaller. (Users cannot set this flag: argparse parses no dict.)
         decide(settings, "liger_kernel_config", {"fused_linear_cross_entropy": False}, "the loss is the kit's")
 
@@ -353,7 +356,7 @@ def install(settings, model) -> FusedLoss | None:
 
     Raises: UserError for `--fused_loss true` with an unsuitable model; `auto` prints a note and stays dense.
     """
-    if settings.fused_loss != "true":
+    if not settings.fused_loss:
         return None
     try:
         return FusedLoss(model)

@@ -20,7 +20,7 @@ SAVED_OPERATIONS = frozenset(
 )
 
 
-def choose(settings) -> None:
+def resolve(settings) -> None:
     """Merge both names of each argument into gradient_checkpointing*, and check the combination.
 
     transformers 5.20 renamed gradient_checkpointing* to activation_checkpointing*.

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from zerofit.data import conversations, hub
 from zerofit.errors import UserError, first_line
-from zerofit.model import adapters, attention, ddp, quantization, sequence_parallel
+from zerofit.model import adapters, attention, quantization
 
 
 def fingerprints(settings, train_set) -> dict[str, str]:
@@ -75,7 +75,7 @@ def load_config(settings):
     return _load(AutoConfig.from_pretrained, settings, "config.json")
 
 
-def _load(load, settings, what: str, **kwargs):
+def _load(load, settings, part: str, **kwargs):
     name = settings.model
     folder = hub.model_folder(name)
     if folder is None:
@@ -88,10 +88,10 @@ def _load(load, settings, what: str, **kwargs):
             **kwargs,
         )
     except (OSError, ValueError) as error:
-        if what == "weights" and not isinstance(error, OSError):
+        if part == "weights" and not isinstance(error, OSError):
             raise
         first = first_line(error)
-        raise UserError(f"--model {name}: its {what} could not be loaded: {first}") from None
+        raise UserError(f"--model {name}: its {part} could not be loaded: {first}") from None
 
 
 def weight_dtype(settings) -> str:
@@ -107,10 +107,12 @@ def weight_dtype(settings) -> str:
     return precision_dtype if settings.deepspeed is not None or frozen_base or settings.pure_bf16 else "float32"
 
 
-def load_model(settings, tokenizer):
+def load_model(settings, tokenizer, config=None):
     """Load the causal LM for training: sharded while loading under ZeRO-3, cache off.
 
     Create TrainingArguments before this call: it registers the ZeRO-3 configuration that from_pretrained reads.
+    Args: settings: after resolve.resolve_for_model. config: the model's, to build another one with --random_init (a
+        simulation with fewer layers); default: its config.json.
     """
     import torch
     from transformers import AutoModelForCausalLM, set_seed
@@ -120,15 +122,13 @@ def load_model(settings, tokenizer):
         print(f"note: --dtype {settings.dtype} with stage 0 trains without an fp32 master copy", flush=True)
     set_seed(settings.seed)
     attention.avoid_wrong_kernels()
-    config = load_config(settings)
-    attention.fit(settings, config)
-    sequence_parallel.fit(settings, config)
+    if settings.random_init and config is None:
+        config = load_config(settings)
     kwargs = {"attn_implementation": settings.attn_implementation, "dtype": dtype}
-    sharded = settings.deepspeed is not None and settings.zero == "3"
+    sharded = settings.deepspeed is not None and settings.zero == 3
     # Load onto the GPU directly: N ranks with the model in host memory would need N times its size.
     device = None if sharded or settings.use_cpu else torch.device("cuda", torch.cuda.current_device())
     if settings.random_init:
-        config = load_config(settings)
         with device or contextlib.nullcontext():
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=settings.trust_remote_code, **kwargs)
     else:
@@ -145,7 +145,6 @@ def load_model(settings, tokenizer):
     if settings.new_tokens:
         adapters.resize_embeddings(model, tokenizer, settings)
     model.config.use_cache = False
-    ddp.choose(settings, model.config)
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id
     if len(tokenizer) > model.config.get_text_config().vocab_size:
@@ -156,9 +155,10 @@ def load_model(settings, tokenizer):
     return model
 
 
-def check_model(settings):
+def check_model(settings, config=None):
     """Build the model and its adapter on the meta device, to find wrong names before ranks start.
 
+    Args: settings: after resolve.resolve_for_model. config: the model's; default: its config.json.
     Returns: the model, without memory for weights.
     Raises: UserError for an attention implementation or target modules that do not exist.
     """
@@ -168,16 +168,11 @@ def check_model(settings):
 
     from zerofit.model import fused_loss, tiled_mlp
 
-    config = load_config(settings)
-    attention.fit(settings, config)
-    sequence_parallel.fit(settings, config)
-    fused_loss.choose(settings, config)
-    tiled_mlp.choose(settings, config)
     unset_hf_deepspeed_config()  # one of an earlier run in this process would shard the model
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
-                config,
+                load_config(settings) if config is None else config,
                 attn_implementation=settings.attn_implementation,
                 trust_remote_code=settings.trust_remote_code,
             )

@@ -1,6 +1,7 @@
 """Patch libraries on the training path, each patch with the library's version and the reason.
 
-tests/model/test_patches.py fails when a patch is no longer needed. (Those of simulated ranks are in plan/fake_device.py.)
+tests/model/test_patches.py fails when a patch is no longer needed. Those of simulated ranks are in plan/fake_device.py;
+docs/patches.toml lists all, with the private names that are used elsewhere.
 """
 
 

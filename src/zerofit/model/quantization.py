@@ -49,7 +49,7 @@ def resolve(settings) -> None:
             "--load_in_8bit with --use_dora: DoRA unpacks the weights, and the first step loses the scales that this "
             "takes; use --load_in_4bit, or leave --use_dora out."
         )
-    if settings.values.get("use_dora") and settings.zero == "3":
+    if settings.values.get("use_dora") and settings.zero == 3:
         raise UserError(
             f"{flag} with --use_dora at stage 3: DoRA measures whole base weights, and peft gathers packed ones in a "
             "way that DeepSpeed does not offer; use --zero 2, or leave --use_dora out."
@@ -59,7 +59,7 @@ def resolve(settings) -> None:
             f"{flag} with --offload all: DeepSpeed moves parameters without the constants that unpack them; use "
             "--offload optimizer."
         )
-    if width == 8 and settings.zero == "3":
+    if width == 8 and settings.zero == 3:
         raise UserError(
             "--load_in_8bit with stage 3: its layers keep a whole copy beside what DeepSpeed shares out, so every rank "
             "would hold the whole base; use --load_in_4bit, or --zero 2."
@@ -157,7 +157,7 @@ def verify_shares(trainer) -> None:
     if bits(settings) is None:
         return
     base = frozen_bytes(trainer.model)
-    if settings.zero == "3" and ranks > 1:
+    if settings.zero == 3 and ranks > 1:
         unsharded = [n for n, p in trainer.model.named_parameters() if _is_packed(p) and not _shared_out(p, ranks)]
         if unsharded:
             raise UserError(

@@ -9,6 +9,7 @@ which scales the gradients by sp_size at stages 1 and 2: DeepSpeed issues 5248 a
 """
 
 import contextlib
+import functools
 import math
 from dataclasses import dataclass
 
@@ -46,7 +47,7 @@ REFUSED = {
 # --- checks ---
 
 
-def check_flags(settings) -> None:
+def _check_flags(settings) -> None:
     """Raise UserError for an argument that --sp_size above 1 excludes."""
     size = settings.sp_size
     for name, (values, why, fix) in REFUSED.items():
@@ -60,7 +61,7 @@ def check_flags(settings) -> None:
         )
 
 
-def choose(settings) -> None:
+def resolve(settings) -> None:
     """Check the arguments that --sp_size excludes, and choose its attention.
 
     Raises: UserError for such an argument.
@@ -68,15 +69,14 @@ def choose(settings) -> None:
     size = settings.sp_size
     if size == 1:
         return
-    check_flags(settings)
+    _check_flags(settings)
     if settings.deepspeed is not None and "train_batch_size" in settings.deepspeed:
         settings.deepspeed["train_batch_size"] = "auto"  # DeepSpeed counts a group's rows once for each rank
-    AttentionInterface.register(NAME, sequence_attention)
-    AttentionMaskInterface.register(NAME, attention.mask)
+    register()
     decide(settings, "attn_implementation", NAME, f"the {size} ranks of a group exchange tokens for heads around it")
 
 
-def fit(settings, config) -> None:
+def resolve_for_model(settings, config) -> None:
     """Check that the layers of a model can be computed on slices of the tokens, before loading weights.
 
     Args: config: of the model.
@@ -89,8 +89,8 @@ def fit(settings, config) -> None:
     why = attention.cannot_pack(config, attention.NAME, settings.max_length)
     if other_layers:
         why = f"its {min(other_layers)} layers need the tokens before a slice"
-    elif getattr(config, "is_encoder_decoder", False) or getattr(attention.class_of(config), "_is_stateful", False):
-        why = "its layers keep a state of the tokens before a slice"
+    elif getattr(config, "is_encoder_decoder", False):
+        why = "it has an encoder"
     elif getattr(text, "output_router_logits", False):
         why = "its router loss (output_router_logits in config.json) is not a sum over tokens"
     heads = getattr(text, "num_attention_heads", None)
@@ -207,6 +207,15 @@ def supervised(inputs: dict) -> torch.Tensor:
 # --- attention ---
 
 
+def register(documents=None) -> None:
+    """Register sequence_attention, and the mask of packed attention, under NAME with transformers.
+
+    Args: documents: see attention.packed_attention.
+    """
+    AttentionInterface.register(NAME, functools.partial(sequence_attention, documents=documents))
+    AttentionMaskInterface.register(NAME, attention.mask)
+
+
 class _Exchange(torch.autograd.Function):
     """Scatter dimension `out` of a tensor over the group and gather dimension `into`; the backward is the opposite."""
 
@@ -238,7 +247,7 @@ def sequence_attention(module, query, key, value, attention_mask, dropout=0.0, s
     if row is None:
         return attention.packed_attention(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     query, key, value = attention.in_autocast_dtype(query, key, value)
-    # Each rank needs the same number of key heads; all ranks have whole query heads (fit), so repeated ones match them.
+    # Each rank needs the same number of key heads, repeated if need be; resolve_for_model has checked the query heads.
     repeats = row.size // math.gcd(key.shape[1], row.size)
     if repeats > 1:
         key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)

@@ -17,7 +17,7 @@ from zerofit.settings import decide
 NAMES = ("mlp", "feed_forward", "ffn")
 
 
-def check_flags(settings) -> None:
+def resolve(settings) -> None:
     """Check --tiled_mlp, before the model is known.
 
     Raises: UserError for a bad number, or with --use_liger_kernel.
@@ -29,7 +29,7 @@ def check_flags(settings) -> None:
         raise UserError("--tiled_mlp with --use_liger_kernel: Liger replaces the MLP; leave one of the two out.")
 
 
-def choose(settings, config) -> None:
+def resolve_for_model(settings, config) -> None:
     """Decide `--tiled_mlp auto`: about as many tokens per tile as hidden features (arXiv 2506.13996)."""
     if settings.tiled_mlp == "auto":
         tokens = settings.per_device_train_batch_size * settings.max_length // settings.sp_size

@@ -1,52 +1,38 @@
 """Build the optimizer: parameter groups, Muon, equal rounding on all ranks."""
 
+import contextlib
+import itertools
 import math
 
 from zerofit.optim import registry
 
 
-def create(trainer, model=None, groups: list[dict] | None = None):
-    """Build the optimizer of --optim into trainer.optimizer and return it.
-
-    Args: model: default the trainer's; groups: parameter groups with their own lr or weight_decay, default
-        parameter_groups.
-    """
-    from transformers import Trainer
-
-    if trainer.optimizer is not None:
-        return trainer.optimizer
-    settings, args, model = trainer.settings, trainer.args, trainer.model if model is None else model
+def own_optimizer(trainer, model):
+    """Return the optimizer of --optim if it is built here; None if transformers builds it."""
+    settings, args = trainer.settings, trainer.args
     extra = registry.arguments(settings)
     common = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
-    groups_given, groups = groups, groups or parameter_groups(trainer, model)
-    noise = {"seed": args.seed, "part": 0 if settings.zero == "0" else args.process_index}  # ZeRO: a slice per rank
+    noise = {"seed": args.seed, "part": 0 if settings.zero == 0 else args.process_index}  # ZeRO: a slice per rank
     if settings.optim == "sophia":
         from zerofit.optim.sophia import SophiaG
 
         numbers = {k: float(v) for k, v in extra.items() if k in ("gamma", "eps")}
         betas = (float(extra.get("beta1", 0.96)), float(extra.get("beta2", 0.99)))
-        trainer.optimizer = SophiaG(groups, args.learning_rate, betas, k=int(extra.get("k", 10)), **noise, **numbers)
-    elif settings.optim == "muon":
-        trainer.optimizer = _muon(model, groups, common, float(extra.get("momentum", 0.95)))
-    elif settings.pure_bf16 and settings.optim in ("adamw_torch", "adamw_torch_fused"):
+        k, groups = int(extra.get("k", 10)), parameter_groups(trainer, model)
+        return SophiaG(groups, args.learning_rate, betas, k=k, **noise, **numbers)
+    if settings.optim == "muon":
+        return _muon(model, parameter_groups(trainer, model), common, float(extra.get("momentum", 0.95)))
+    if settings.pure_bf16 and settings.optim in ("adamw_torch", "adamw_torch_fused"):
         from zerofit.optim.bf16_adamw import AdamW
 
-        trainer.optimizer = AdamW(groups, **common, **noise)
-    elif groups_given is None:
-        if registry.OPTIMIZERS.get(settings.optim, registry.NONE).module == "bitsandbytes":
-            import bitsandbytes
+        return AdamW(parameter_groups(trainer, model), **common, **noise)
+    if registry.OPTIMIZERS.get(settings.optim, registry.NONE).module == "bitsandbytes":
+        import bitsandbytes
 
-            # Its table of parameters with 32-bit states is global and indexed by position: under ZeRO, the partition of
-            # the next trainer in this process would match the last one's entry for the embeddings.
-            bitsandbytes.optim.GlobalOptimManager.get_instance().initialize()
-        Trainer.create_optimizer(trainer, model)
-    else:
-        optimizer_class, kwargs = trainer.get_optimizer_cls_and_kwargs(args, model)
-        kwargs.pop("params", None)
-        trainer.optimizer = optimizer_class(groups, **kwargs)
-    if settings.pure_bf16 and settings.optim.startswith("adamw_torch_") and settings.optim.endswith("bit"):
-        _same_noise_on_all_ranks(trainer.optimizer, args.seed)
-    return trainer.optimizer
+        # Its table of parameters with 32-bit states is global and indexed by position: under ZeRO, the partition of
+        # the next trainer in this process would match the last one's entry for the embeddings.
+        bitsandbytes.optim.GlobalOptimManager.get_instance().initialize()
+    return None
 
 
 def parameter_groups(trainer, model) -> list[dict]:
@@ -93,19 +79,22 @@ def _muon(model, groups: list[dict], common: dict, momentum: float):
     return MuonWithAuxAdam(param_groups, adam_optimizer=torch.optim.AdamW, adam_optimizer_kwargs={"lr": common["lr"]})
 
 
-def _same_noise_on_all_ranks(optimizer, seed: int) -> None:
+def share_noise(settings, optimizer) -> None:
     """Seed torchao's rounding equally on all ranks: it uses the global generator, which dropout advances."""
+    if settings.pure_bf16 and settings.optim in ("adamw_torch_8bit", "adamw_torch_4bit"):
+        _same_noise_on_all_ranks(optimizer, settings.seed)
+
+
+def _same_noise_on_all_ranks(optimizer, seed: int) -> None:
     import torch
 
-    plain_step, steps = optimizer.step, 0
+    steps, forked = itertools.count(1), contextlib.ExitStack()
 
-    def step(closure=None):
-        nonlocal steps
-        steps += 1
+    def seed_this_step(*_) -> None:
         device = optimizer.param_groups[0]["params"][0].device
         # Without `devices` fork_rng initializes every GPU of the node and warns.
-        with torch.random.fork_rng([torch.cuda.current_device()] if device.type == "cuda" else []):
-            torch.manual_seed(seed * 1_000_003 + steps)
-            return plain_step(closure)
+        forked.enter_context(torch.random.fork_rng([torch.cuda.current_device()] if device.type == "cuda" else []))
+        torch.manual_seed(seed * 1_000_003 + next(steps))
 
-    optimizer.step = step
+    optimizer.register_step_pre_hook(seed_this_step)
+    optimizer.register_step_post_hook(lambda *_: forked.close())

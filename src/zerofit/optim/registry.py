@@ -105,12 +105,12 @@ ALIASES = {"lion": "lion_32bit", "adamw": "adamw_torch_fused", "adamw_bnb_8bit":
 OURS = ("muon", "sophia")  # not in transformers' OptimizerNames
 
 
-def choose(settings, explicit: dict) -> None:
+def resolve(settings) -> None:
     """Check --optim and --pure_bf16 against the other arguments, and set those that follow from them.
 
-    Args: explicit: the arguments that the user gave by flag or YAML.
     Raises: UserError for a combination that cannot work or would silently save no memory.
     """
+    explicit = settings.given
     name = str(getattr(settings.optim, "value", settings.optim))
     settings.values["optim"] = name = ALIASES.get(name, name)
     entry = OPTIMIZERS.get(name)
@@ -132,7 +132,7 @@ def _check(settings, name: str, entry: OptimizerSpec) -> None:
         raise UserError(f"--optim {name}: {entry.module} is not installed: {install}.")
     if entry.needs_cuda and settings.use_cpu:
         raise UserError(f"--optim {name}: needs a GPU; use {name.removeprefix('paged_')} or adamw_torch_fused here.")
-    if settings.zero not in entry.stages:
+    if str(settings.zero) not in entry.stages:
         raise UserError(
             f"--optim {name} with ZeRO stage {settings.zero}: {entry.why_not or 'does not work'} (works at stage "
             f"{', '.join(entry.stages)})."
@@ -172,8 +172,8 @@ def _choose_unlisted(settings, name: str) -> None:
             f"--optim {name}: no such optimizer{f'; did you mean {close[0]}?' if close else ''} (docs/optimizers.md "
             "lists those that are tested here)."
         )
-    if settings.zero != "0":
-        listed = ", ".join(n for n, e in OPTIMIZERS.items() if settings.zero in e.stages)
+    if settings.zero != 0:
+        listed = ", ".join(n for n, e in OPTIMIZERS.items() if str(settings.zero) in e.stages)
         raise UserError(f"--optim {name}: is not tested with ZeRO stage {settings.zero}; tested are {listed}.")
     settings.decisions.append(f"optim {name}: transformers knows it, but it is not tested here")
 
@@ -194,7 +194,7 @@ def _choose_arguments(settings, name: str, explicit: dict) -> None:
         )
     if (
         name == "muon"
-        and settings.zero == "3"
+        and settings.zero == 3
         and json_value(settings.deepspeed, "zero_optimization.reduce_scatter", True)
     ):
         settings.deepspeed = merge_json(settings.deepspeed, {"zero_optimization": {"reduce_scatter": False}})

@@ -8,6 +8,7 @@ the mean loss over these B tokens.
 import contextlib
 
 import torch
+from accelerate.utils import send_to_device
 
 from zerofit.optim import bf16_adamw
 
@@ -97,7 +98,7 @@ def estimate(trainer, batches: list[dict]) -> None:
     """
     optimizer, model = unwrapped(trainer.optimizer), trainer.model_wrapped
     ranks, steps = trainer.args.world_size, trainer.state.global_step
-    batches = [trainer._prepare_inputs(batch) for batch in batches]
+    batches = [send_to_device(batch, trainer.args.device) for batch in batches]
     tokens = sum((batch["labels"][:, 1:] != -100).sum() for batch in batches)
     if ranks > 1:
         torch.distributed.all_reduce(tokens)

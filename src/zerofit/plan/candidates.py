@@ -3,23 +3,35 @@
 import itertools
 import math
 import os
+import re
 import shlex
 from dataclasses import dataclass, field
 
-from zerofit import command_line, hardware
-from zerofit.config import parse
+from zerofit import allocator, command_line, hardware
+from zerofit.config import parse, resolve
 from zerofit.errors import EXIT_CODES, UserError
 from zerofit.hardware import GIB
 from zerofit.plan import formulas
 from zerofit.plan.formulas import Setting, Shape
 
-CONTEXT_BYTES = int(0.6 * GIB)  # CUDA context and kernels, outside the allocator (typical of CUDA 12/13)
+# CUDA context, kernels and libraries of one process, in GiB: what torch's out-of-memory messages call "non-PyTorch
+# memory", and for the T4 process memory minus reserved. Every message is in benchmarks/published/contexts.csv.
+CONTEXT_GIB = {"T4": 0.15, "L4": 0.25, "A10G": 0.65, "A100": 0.5, "L40S": 0.5, "L40": 0.5, "RTX 4090": 0.5,
+               "RTX 3090": 0.5, "RTX 5090": 0.6}  # fmt: skip
 
-NCCL_BYTES = int(0.4 * GIB)  # NCCL's channels and buffers
+UNKNOWN_CONTEXT_GIB = 0.6  # of a GPU for which no message was found
 
-WORKSPACE_BYTES = 72 * 2**20  # cuBLAS: 32 MiB for each of two handles, and its lt workspace; counted by the allocator
+# NCCL's channels and buffers: the same messages of jobs on several GPUs, minus the context. Four and five GPUs of one
+# node 0.6 to 0.9, 48 GPUs on six nodes 1.5.
+NCCL_GIB = {"within a node": 0.8, "across nodes": 1.5}
 
-FRAGMENTATION = 0.03  # share of the GPU that the allocator loses to fragmentation
+# cuBLAS has a workspace for each of two handles (the main thread's and autograd's), counted by the allocator:
+# aten/src/ATen/cuda/CublasHandlePool.cpp, 32 MiB from Hopper on, else 8 MiB and 128 KiB. cuBLASLt's is 1 MiB.
+WORKSPACE_BYTES = {"Hopper": 2 * 32 * 2**20, "older": 2 * (8 * 2**20 + 128 * 2**10)}
+
+SINCE_HOPPER = ("H100", "H200", "B200", "GH200", "GB200", "RTX 5090")
+
+FRAGMENTATION = 0.03  # of the allocated bytes: what the allocator loses to fragmentation where it is not simulated
 
 CLEARLY_TOO_MUCH = 1.25  # settings above this share of the limit by formula are simulated only if nothing else fits
 
@@ -44,6 +56,7 @@ class Candidate:
     formula: dict[str, float]
     seconds: float
     shape: Shape
+    gpu: hardware.Gpu
     answer: dict | None = None
     failed: str = ""  # why the simulation failed
     change: tuple[str, ...] = ()  # of SMALLER_STATES
@@ -60,11 +73,21 @@ class Candidate:
         return f"{self.method} ZeRO-{s.zero}{hpz}{offload}{checkpointing}{change}, micro batch {s.micro}{sp}"
 
     @property
-    def peak(self) -> int:
-        """Return the allocator's peak in bytes, by simulation, or else by the closed forms with a margin."""
+    def allocated(self) -> int:
+        """Return the peak of allocated bytes, by simulation, or else by the closed forms with a margin."""
         if self.answer:
-            return max(self.answer["total"].values()) + WORKSPACE_BYTES
-        return peak_by_formula(self.formula)
+            return max(self.answer["total"].values()) + workspace_bytes(self.gpu)
+        return peak_by_formula(self.formula, self.gpu)
+
+    @property
+    def reserved(self) -> int:
+        """Return the bytes that torch's allocator holds at its peak, on a GPU with room for them."""
+        return self.allocated + beyond_allocated(self.answer, self.allocated)["reserved"]
+
+    @property
+    def peak(self) -> int:
+        """Return the least bytes that torch's allocator must hold, which decides whether the job fits."""
+        return self.allocated + beyond_allocated(self.answer, self.allocated)["least"]
 
     @property
     def host_of_a_node(self) -> int:
@@ -80,9 +103,43 @@ class Candidate:
         return s.tokens * s.accumulation * s.ranks / self.seconds
 
 
-def peak_by_formula(parts: dict[str, float]) -> int:
-    """Return the allocator's peak in bytes by the closed forms, with their margin."""
-    return int(sum(parts.values()) * (1 + FORMULA_MARGIN)) + WORKSPACE_BYTES
+def peak_by_formula(parts: dict[str, float], gpu) -> int:
+    """Return the peak of allocated bytes by the closed forms, with their margin."""
+    return int(sum(parts.values()) * (1 + FORMULA_MARGIN)) + workspace_bytes(gpu)
+
+
+def workspace_bytes(gpu) -> int:
+    """Return the bytes of cuBLAS's workspaces on this GPU."""
+    return WORKSPACE_BYTES["Hopper" if _is_one_of(gpu, SINCE_HOPPER) else "older"]
+
+
+def context_bytes(gpu) -> int:
+    """Return the bytes of the CUDA context on this GPU."""
+    return int(next((size for name, size in CONTEXT_GIB.items() if _is_one_of(gpu, [name])), UNKNOWN_CONTEXT_GIB) * GIB)
+
+
+def nccl_bytes(ranks: int, node: int = formulas.GPUS_OF_A_NODE) -> int:
+    """Return the bytes of NCCL's buffers on each GPU."""
+    if ranks == 1:
+        return 0
+    return int(NCCL_GIB["within a node" if ranks <= node else "across nodes"] * GIB)
+
+
+def _is_one_of(gpu, names) -> bool:
+    """Return whether the GPU's device name has one of these names as whole words: A10G is no A10."""
+    return any(re.search(rf"(?<!\w){re.escape(name)}(?!\w)", gpu.device_name) for name in names)
+
+
+def beyond_allocated(answer: dict | None, allocated: int) -> dict[str, int]:
+    """Return the bytes that torch's allocator holds above the allocated peak.
+
+    Returns: {"reserved": on a GPU with room, "least": on a full one, where it returns unused segments}.
+    """
+    replayed = (answer or {}).get("allocator")
+    if not replayed:
+        return dict.fromkeys(("reserved", "least"), int(FRAGMENTATION * allocated))
+    mode = replayed["expandable" if allocator.expandable_segments() else "segments"]
+    return {name: mode[name] - mode["allocated"] for name in ("reserved", "least")}
 
 
 @dataclass
@@ -93,7 +150,7 @@ class Plan:
     rejected: faster candidates, and why; nearest: the smallest if nothing fits; would_do, longest: GPUs and
     --max_length at which something fits; host_limit: bytes of a node's host memory, None: unknown; node: GPUs of a
     node; adapter: LoRA or QLoRA by formula, if full fine-tuning is near the limit; disk_free: bytes for checkpoints,
-    None: unknown; kept: number of checkpoints, None: all."""
+    None: unknown; kept: number of checkpoints, None: all; rows: a sentence on the length of the rows."""
 
     gpu: hardware.Gpu
     ranks: int
@@ -111,6 +168,7 @@ class Plan:
     adapter: Candidate | None = None
     disk_free: int | None = None
     kept: int | None = None
+    rows: str = ""
 
     @property
     def nodes(self) -> int:
@@ -124,19 +182,35 @@ class NothingFits(UserError):
 
 
 def methods_to_try(method: str, recipe: str, flags: list[str]) -> list[str]:
-    quantised = any(f.startswith(("--load_in_4bit", "--load-in-4bit")) for f in flags)
-    if not method:
-        return ["qlora" if quantised else recipe]
-    if method not in ("sft", "lora", "qlora", "auto"):
+    """Return the methods that --method, or else the recipe and --load_in_4bit, ask for.
+
+    Raises: UserError for an unknown method, or one that contradicts --load_in_4bit.
+    """
+    if method not in ("", "sft", "lora", "qlora", "auto"):
         raise UserError(f"--method {method}: must be one of sft, lora, qlora, auto.")
+    quantized = _load_in_4bit(flags)
+    if not method:
+        return ["qlora" if recipe == "lora" and quantized else recipe]
+    if quantized is False and method == "qlora":
+        raise UserError("--method qlora and --load_in_4bit false contradict each other: leave one out.")
+    if quantized and method in ("sft", "lora"):
+        raise UserError(f"--method {method} and --load_in_4bit true contradict each other: use --method qlora.")
     return ["sft", "lora", "qlora"] if method == "auto" else [method]
+
+
+def _load_in_4bit(flags: list[str]) -> bool | None:
+    """Return --load_in_4bit of the flags or their YAML file; None if neither has it."""
+    given = parse.explicit("lora", flags, "command line", early=True, strict=False)
+    if "load_in_4bit" not in given and given.get("config"):
+        given = parse.read_yaml(given["config"], "lora", early=True)
+    return given.get("load_in_4bit")
 
 
 def recipe_of(method: str) -> str:
     return "sft" if method == "sft" else "lora"
 
 
-def machines(ranks: int, node: int) -> str:
+def gpus_as_text(ranks: int, node: int) -> str:
     """Return the GPUs as text: "4", "2 nodes x 8", or "12 (2 nodes)" if the nodes differ."""
     nodes = math.ceil(ranks / node)
     if nodes == 1:
@@ -156,15 +230,18 @@ def candidates(
     recipe, disk = recipe_of(method), command_line.value_of(flags, ("--offload_path",))
     flags = [*planned_flags(flags, method), *change]
     result, error, first = [], None, None
-    for sp_flags in _open_sp_sizes(flags, ranks, node):
-        same_batch = ["--effective_batch_size", str(first.effective_batch_size)] if first else []
-        own_flags = [*flags, *sp_flags, *same_batch]
+    for sp_size in _open_sp_sizes(flags, ranks, node):
+        own_flags = flags if sp_size is None else command_line.put(flags, sp_size=sp_size)
+        if first:
+            own_flags = command_line.put(own_flags, effective_batch_size=first.effective_batch_size)
         try:
-            base = parse.parse(recipe, own_flags, ranks, gpu)
-            _check_sp(base, ranks, node)
+            base = resolve.resolve_settings(recipe, own_flags, ranks, gpu)
+            _check_sp_size(base, node)
+            resolve.resolve_for_model(base)
             if first is None:
                 first, hpz, shape = base, _hpz(base, ranks, node), shape_of(base)
-            result += _of_sp_size(base, own_flags, method, change, Place(gpu, node, hpz, disk), shape, bool(sp_flags))
+            place = Place(gpu, node, hpz, disk)
+            result += _of_sp_size(base, own_flags, method, change, place, shape, sp_size is not None)
         except UserError as refused:
             error = error or refused
     if not result:
@@ -174,7 +251,9 @@ def candidates(
 
 @dataclass
 class Place:
-    """What candidates run on. node: GPUs of a node; hpz: ranks that share ZeRO++'s copy; disk: --offload_path, or None."""
+    """What candidates run on.
+
+    node: GPUs of a node; hpz: ranks that share ZeRO++'s copy; disk: --offload_path, or None."""
 
     gpu: hardware.Gpu
     node: int
@@ -184,56 +263,49 @@ class Place:
 
 def _of_sp_size(
     base, flags: list[str], method: str, change: tuple[str, ...], place: Place, shape: Shape, splits: bool
-) -> list:
+) -> list[Candidate]:
     """Return the candidates with the --sp_size of `base`, the Settings of `flags`. splits: see `_open`.
 
     Raises: UserError if the flags leave none.
     """
     ranks, sp, disk = base.world_size, base.sp_size, place.disk
-    found, error, fused = [], None, fused_losses(base, shape)
+    found, error = [], None
     for zero, (offload, nvme), (every, offload_inputs), micro in itertools.product(*_open(base, ranks, disk, splits)):
         if not _sensible(zero, offload, ranks, base) or (nvme and zero != 3):
             continue
         own_flags = _flags(flags, base, zero, offload, every, offload_inputs, micro)
-        own_flags = [*own_flags, "--offload_path", disk] if nvme else own_flags
+        own_flags = command_line.put(own_flags, offload_path=disk) if nvme else own_flags
         try:
-            parse.parse(recipe_of(method), own_flags, ranks, place.gpu)
+            resolve.resolve_settings(recipe_of(method), own_flags, ranks, place.gpu)
         except UserError as refused:
             error = error or refused
             continue
-        setting = Setting(zero, offload, every, micro, micro * base.max_length // sp,
-                          base.effective_batch_size // (micro * base.data_ranks), ranks, offload_inputs, nvme,
-                          place.node, place.hpz, sp)  # fmt: skip
-        by_part = formulas.memory(shape, setting, base, fused)
+        accumulation = base.effective_batch_size // (micro * base.data_ranks)
+        setting = Setting(zero, offload, every, micro, micro * base.max_length // sp, accumulation, ranks,
+                          offload_inputs, nvme, place.node, place.hpz, sp)  # fmt: skip
+        by_part = formulas.memory(shape, setting, base, base.fused_loss)
         seconds = formulas.step_seconds(shape, setting, place.gpu, base.max_length)
-        found.append(Candidate(own_flags, method, setting, by_part, seconds, shape, change=change))
+        found.append(Candidate(own_flags, method, setting, by_part, seconds, shape, place.gpu, change=change))
     if not found:
         raise error or UserError("these flags leave no setting to plan.")
     return found
 
 
-def _open_sp_sizes(flags: list[str], ranks: int, node: int) -> list[list[str]]:
-    """Return the flags of each --sp_size to try; [[]] where the user set it."""
-    if _names(flags, "--sp_size") or _names(flags, "--sp-size"):
-        return [[]]
-    local = min(ranks, node)
-    return [[], *(["--sp_size", str(n)] for n in (2, 4, 8, 16) if local % n == 0 and ranks % n == 0)]
+def _open_sp_sizes(flags: list[str], ranks: int, node: int) -> list[int | None]:
+    """Return each --sp_size to try; None: as the flags have it."""
+    if "--sp_size" in command_line.names(flags):
+        return [None]
+    return [None, *(n for n in (2, 4, 8, 16) if min(ranks, node) % n == 0 and ranks % n == 0)]
 
 
-def _check_sp(settings, ranks: int, node: int) -> None:
-    """Check --sp_size against the other arguments, the model and the GPUs of a node. Raises: UserError."""
-    from zerofit.model import sequence_parallel
-    from zerofit.model.load import load_config
-
-    size, local = settings.sp_size, min(ranks, node)
+def _check_sp_size(settings, node: int) -> None:
+    """Raise UserError for a --sp_size that does not divide the GPUs of a node."""
+    size, local = settings.sp_size, min(settings.world_size, node)
     if local % size:
         raise UserError(
-            f"--sp_size {size}: a group must be on one node, so it must divide the {local} GPUs of a node of this plan; "
-            "NODES= and GPUS= say which these are."
+            f"--sp_size {size}: a group must be on one node, so it must divide the {local} GPUs of a node of this "
+            "plan; NODES= and GPUS= say which these are."
         )
-    if size > 1:
-        sequence_parallel.check_flags(settings)
-        sequence_parallel.fit(settings, load_config(settings))
 
 
 def _hpz(settings, ranks: int, node: int) -> int:
@@ -252,13 +324,14 @@ def _hpz(settings, ranks: int, node: int) -> int:
 
 def planned_flags(flags: list[str], method: str) -> list[str]:
     """Return the flags with those that a plan of this method changes or adds."""
-    flags = without_flags(flags, "--zero", "auto")
-    if not _names(flags, "--offload"):  # candidates() adds it to the settings that offload to disk
+    flags = command_line.drop_value(flags, "--zero", "auto")
+    named = command_line.names(flags)
+    if "--offload" not in named:  # candidates() adds it to the settings that offload to disk
         flags = command_line.drop(flags, "--offload_path")
-    if method == "qlora" and not any(f.startswith(("--load_in_4bit", "--load-in-4bit")) for f in flags):
-        flags = [*flags, "--load_in_4bit", "true"]
-    if _names(flags, "--model") and not _names(flags, "--data"):
-        flags = [*flags, "--data", UNNAMED]  # a plan never opens the rows
+    if method == "qlora" and not _load_in_4bit(flags):
+        flags = command_line.put(flags, load_in_4bit=True)
+    if "--model" in named and "--data" not in named:
+        flags = command_line.put(flags, data=UNNAMED)  # a plan never opens the rows
     return flags
 
 
@@ -266,6 +339,7 @@ def shape_of(settings) -> Shape:
     from zerofit.model import quantization
     from zerofit.model.load import check_model, load_config, weight_dtype
 
+    resolve.resolve_for_model(settings)
     try:
         model = check_model(settings)
     except NotImplementedError as error:
@@ -291,7 +365,7 @@ def _open(base, ranks: int, disk: str | None, splits: bool) -> tuple[list, list,
         source = base.source[name]
         return source in _FIXED or source.startswith("preset") or source == base.config
 
-    stages = [int(base.zero)] if said("zero") else [0, 1, 2, 3]
+    stages = [base.zero] if said("zero") else [0, 1, 2, 3]
     if said("offload"):
         offloads = [(base.offload, bool(disk))]
     else:
@@ -321,62 +395,36 @@ def _sensible(zero: int, offload: str, ranks: int, base) -> bool:
     return True
 
 
-def _flags(flags: list[str], base, zero: int, offload: str, every: int, away: bool, micro: int) -> list[str]:
+def _flags(flags: list[str], base, zero: int, offload: str, every: int, offload_inputs: bool, micro: int) -> list[str]:
     """Return the recipe's flags for one candidate."""
-    result = command_line.drop(flags, "--zero", "--offload", "--per_device_train_batch_size", "--gradient_accumulation_steps",
-                     "--effective_batch_size", "--search_batch_size", "--offload_path")  # fmt: skip
-    result += ["--zero", str(zero), "--offload", offload, "--per_device_train_batch_size", str(micro),
-            "--effective_batch_size", str(base.effective_batch_size)]  # fmt: skip
-    if not any(f.replace("-", "_").startswith(("__gradient_checkpointing", "__activation_offload")) for f in result):
-        result += ["--gradient_checkpointing", str(bool(every)).lower()]
-        result += ["--gradient_checkpointing_every", str(every)] if every > 1 else []
-        result += ["--activation_offload", "true"] if away else []
+    result = command_line.drop(flags, "--gradient_accumulation_steps", "--search_batch_size", "--offload_path")
+    batch = {"per_device_train_batch_size": micro, "effective_batch_size": base.effective_batch_size}
+    result = command_line.put(result, zero=zero, offload=offload, **batch)
+    checkpointing = ("--gradient_checkpointing", "--activation_offload")
+    if not any(name.startswith(checkpointing) for name in command_line.names(result)):
+        more = {"gradient_checkpointing_every": every} if every > 1 else {}
+        more |= {"activation_offload": True} if offload_inputs else {}
+        result = command_line.put(result, gradient_checkpointing=bool(every), **more)
     return result
-
-
-def _names(flags: list[str], name: str) -> bool:
-    return any(f == name or f.startswith(f"{name}=") for f in flags)
-
-
-def without_flags(flags: list[str], name: str, value: str) -> list[str]:
-    """Return the flags without `name value`, such as --zero auto, which a plan decides."""
-    for i, word in enumerate(flags):
-        if word == name and flags[i + 1 : i + 2] == [value]:
-            return [*flags[:i], *flags[i + 2 :]]
-        if word == f"{name}={value}":
-            return [*flags[:i], *flags[i + 1 :]]
-    return flags
-
-
-def fused_losses(settings, shape: Shape) -> bool:
-    """Return whether the loss is computed without materializing the logits."""
-    return settings.fused_loss != "false" and (settings.fused_loss == "true" or shape.vocabulary >= 32_000)
 
 
 def setting_of(settings) -> Setting:
     every = settings.gradient_checkpointing_every if settings.gradient_checkpointing else 0
     micro = settings.per_device_train_batch_size
     node = int(os.environ.get("LOCAL_WORLD_SIZE") or formulas.GPUS_OF_A_NODE)
-    return Setting(int(settings.zero), settings.offload, every, micro, micro * settings.max_length // settings.sp_size,
-                   settings.gradient_accumulation_steps, settings.world_size, settings.activation_offload,
-                   bool(settings.offload_path), node, settings.zero_hpz_partition_size or 1, settings.sp_size)  # fmt: skip
+    tokens, hpz = micro * settings.max_length // settings.sp_size, settings.zero_hpz_partition_size or 1
+    return Setting(settings.zero, settings.offload, every, micro, tokens, settings.gradient_accumulation_steps,
+                   settings.world_size, settings.activation_offload, bool(settings.offload_path), node, hpz,
+                   settings.sp_size)  # fmt: skip
 
 
 def flags_for_simulation(flags: list[str]) -> list[str]:
     """Return the flags without those that do not change memory, so that equal jobs share a cached answer."""
-    return command_line.drop(flags, "--plan", "--show", "--gpu_type", "--gpus", "--ignore_plan", "--output_dir", "--memory_limit",
-                      "--resume_from_checkpoint", "--on_oom", "--max_restarts", "--hang_timeout", "--on_nan",
-                      "--max_nan_steps", "--canary", "--ignore_resume_mismatch")  # fmt: skip
-
-
-def _with_values(flags: list[str]) -> list[list[str]]:
-    """Return the command line as a list of [flag, value, ...]."""
-    groups: list[list[str]] = []
-    for word in flags:
-        if word.startswith("--") or not groups:
-            groups.append([])
-        groups[-1].append(word)
-    return groups
+    return command_line.drop(
+        flags, "--plan", "--show", "--gpu_type", "--gpus", "--ignore_plan", "--output_dir", "--memory_limit",
+        "--resume_from_checkpoint", "--on_oom", "--max_restarts", "--hang_timeout", "--on_nan",
+        "--max_nan_steps", "--canary", "--ignore_resume_mismatch",
+    )  # fmt: skip
 
 
 def command(candidate: Candidate, ranks: int) -> str:
@@ -390,13 +438,11 @@ def command(candidate: Candidate, ranks: int) -> str:
             "NODE_RANK": "0",
             "MASTER_ADDR": "name-of-node-0",
         }
-    for flag in _with_values(candidate.flags):
-        name, _, value = flag[0].partition("=")
-        name, values = name.lstrip("-").replace("-", "_"), [*([value] if value else []), *flag[1:]]
-        if name in ("zero", "offload", "model", "data", "config", "sp_size") and len(values) == 1:
-            variables[name.removesuffix("_size").upper()] = values[0]
+    for name, values, words in command_line.by_flag(candidate.flags):
+        if name in ("--zero", "--offload", "--model", "--data", "--config", "--sp_size") and len(values) == 1:
+            variables[name[2:].removesuffix("_size").upper()] = values[0]
         else:  # also --data with several files, since a make variable holds one
-            rest += flag
+            rest += words
     if variables.get("DATA") == UNNAMED:
         variables["DATA"] = "your.jsonl"
     if variables.get("OFFLOAD") == "none":

@@ -7,8 +7,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from zerofit import hardware
-from zerofit.config import parse
+from zerofit import command_line, hardware
+from zerofit.config import parse, resolve
 from zerofit.errors import UserError
 from zerofit.hardware import GIB
 from zerofit.plan import candidates, formulas, search
@@ -28,11 +28,13 @@ def main(argv: list[str]) -> None:
     )  # fmt: skip
     parser.add_argument("--recipe", default="sft", help="sft or lora (default sft)")
     parser.add_argument("--method", default="", help="sft, lora, qlora or auto (the first of them that fits)")
-    parser.add_argument("--gpus", default="1", help="GPUs of all machines together; with --nodes those of each")
-    parser.add_argument("--nodes", default="", help="machines with --gpus GPUs each (default: as many as --gpus needs "
+    parser.add_argument("--gpus", default="1", help="GPUs of all nodes together; with --nodes those of each")
+    parser.add_argument("--nodes", default="", help="nodes with --gpus GPUs each (default: as many as --gpus needs "
                         f"at {formulas.GPUS_OF_A_NODE} each)")  # fmt: skip
-    parser.add_argument("--node_link_gbs", default="", help="GB/s one way that each GPU has to other nodes, all "
-                        f"adapters of a node over its GPUs (default {hardware.NODE_LINK_GBS:g}: 400 Gbit/s a GPU)")  # fmt: skip
+    parser.add_argument(
+        "--node_link_gbs", default="", help="GB/s one way that each GPU has to other nodes, all adapters of a node "
+        f"over its GPUs (default {hardware.NODE_LINK_GBS:g}: 400 Gbit/s a GPU)",
+    )  # fmt: skip
     parser.add_argument("--gpu_type", default="", help="a GPU of the table, or detect (default: this machine's)")
     parser.add_argument("--host_memory", default="", help="GiB of a node's host memory (default: this machine's with "
                         "--gpu_type detect, else not looked at)")  # fmt: skip
@@ -58,7 +60,10 @@ def main(argv: list[str]) -> None:
         raise UserError(f"--output_dir {folder}: is a file; name a folder.")
     for_this_machine = args.gpu_type in ("", "detect")
     host_limit = _host_limit(args.host_memory, for_this_machine)
+    flags, rows = with_real_lengths(flags, candidates.recipe_of(methods[-1]), ranks, gpu)
+    print(f"rows: {rows}", flush=True)
     plan = search.search(methods, flags, ranks, gpu, lambda text: print(text, flush=True), host_limit, node)
+    plan.rows = rows
     plan.adapter = search.adapter_instead(plan, methods, flags)
     if for_this_machine:
         plan.disk_free = shutil.disk_usage(nearest_existing(folder)).free
@@ -74,12 +79,50 @@ def main(argv: list[str]) -> None:
         raise candidates.NothingFits(report.nothing_fits(plan))
 
 
+def with_real_lengths(flags: list[str], recipe: str, ranks: int, gpu) -> tuple[list[str], str]:
+    """Return (the flags with --max_length of the longest row or pack of --data, a sentence on the rows).
+
+    The tokenized rows are cached, so the run does not read them again. Rows that cannot be read are taken to be full.
+    """
+    settings = resolve.resolve_settings(recipe, candidates.planned_flags(flags, recipe), ranks, gpu)
+    length = settings.max_length
+    full = f"taken to be --max_length {length} tokens long"
+    if settings.data == [candidates.UNNAMED]:
+        return flags, f"{full}; with DATA= their real lengths are planned"
+    if settings.streaming:
+        return flags, f"{full}, since --streaming reads them later"
+    try:
+        longest = _longest(settings)
+    except UserError as error:
+        return flags, f"{full}, since they cannot be read: {error}"
+    width = min(length, -(-longest // 8) * 8)  # as the collator rounds
+    kind = "pack" if settings.packing else "row"
+    if width == length:
+        return flags, f"the longest {kind} of --data fills --max_length {length}"
+    return [*command_line.drop(flags, "--max_length"), "--max_length", str(width)], (
+        f"the longest {kind} of --data has {longest} tokens: planned with --max_length {width} instead of {length}"
+    )
+
+
+def _longest(settings) -> int:
+    """Return the tokens of the longest row of the training data, or of the longest pack."""
+    from zerofit.data.load import load_datasets
+    from zerofit.model.load import load_tokenizer
+
+    train_set, _ = load_datasets(settings, load_tokenizer(settings))
+    sequences = train_set.sequences(settings)
+    if not settings.packing:
+        return max(len(ids) for ids in sequences["input_ids"])
+    lengths = [len(ids) for ids in sequences.documents["input_ids"]]
+    return max(sum(lengths[i] for i in pack) for pack in sequences.packs)
+
+
 def _machines(nodes: str, gpus: int) -> tuple[int, int]:
     """Return (GPUs of all nodes, GPUs of one node)."""
     if not nodes:
         return gpus, formulas.GPUS_OF_A_NODE
     if not nodes.isdigit() or int(nodes) < 1:
-        raise UserError(f"NODES={nodes}: must be a whole number of 1 or more machines, each with GPUS={gpus} GPUs.")
+        raise UserError(f"NODES={nodes}: must be a whole number of 1 or more nodes, each with GPUS={gpus} GPUs.")
     return int(nodes) * gpus, gpus
 
 
@@ -92,7 +135,7 @@ def _with_node_link(gpu: hardware.Gpu, text: str) -> hardware.Gpu:
     except ValueError:
         pass
     raise UserError(
-        f"--node_link_gbs {text}: must be a number of GB/s above 0: what the network between the machines of NODES= "
+        f"--node_link_gbs {text}: must be a number of GB/s above 0: what the network between the nodes of NODES= "
         "gives each GPU, one way."
     )
 

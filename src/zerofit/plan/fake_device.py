@@ -1,10 +1,15 @@
-"""Patch torch, DeepSpeed and transformers for a simulated rank: no GPU, no other ranks, no values."""
+"""Patch torch, DeepSpeed, transformers, accelerate and bitsandbytes for a simulated rank.
+
+docs/patches.toml lists each patch with its reason and its test.
+"""
 
 import contextlib
 import importlib
 
+from zerofit import distributed
 
-def fake_other_ranks(deepspeed) -> None:
+
+def fake_other_ranks() -> None:
     """Turn off DeepSpeed's checks of ranks and norms: the fake group leaves arbitrary values in buffers."""
     from deepspeed.runtime.zero import partition_parameters, partitioned_param_coordinator, stage3, stage_1_and_2
 
@@ -12,15 +17,17 @@ def fake_other_ranks(deepspeed) -> None:
         module.assert_ints_same_as_other_ranks = lambda *args, **kwargs: None
     for module in (stage3, stage_1_and_2):
         module.is_invalid_grad_norm = lambda norm: False
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # an inference op, compiled for a minute
+    distributed.skip_inference_op()
 
 
-def register_gpu(free_bytes) -> None:
+def register_gpu(tracker, total_bytes: int, overlaps: bool) -> None:
     """Register a fake torch device "gpu" and DeepSpeed accelerator; "cpu" counts as host memory.
 
-    Args: free_bytes: a function of no arguments that returns the free bytes of the planned GPU. DeepSpeed flattens the
-        weights of stages 1 and 2 on the GPU if they fit twice, else in host memory (runtime/zero/stage_1_and_2.py);
-        without this it would measure the memory of the planning machine.
+    Args: tracker: the MemoryTracker of the device, which is told when DeepSpeed empties the allocator's cache or
+        changes the stream; overlaps: DeepSpeed's overlap_comm, without which it uses one stream only.
+        total_bytes: the memory of the planned GPU. DeepSpeed flattens the weights of stages 1 and 2 on the GPU if they
+        fit twice, else in host memory (runtime/zero/stage_1_and_2.py); without this it would measure the memory of the
+        planning machine.
     """
     import torch
     from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
@@ -35,6 +42,7 @@ def register_gpu(free_bytes) -> None:
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
     from zerofit import allocator
+    from zerofit.plan import caching_allocator
 
     typed = {"ByteTensor": torch.uint8, "FloatTensor": torch.float32, "HalfTensor": torch.float16,
              "BFloat16Tensor": torch.bfloat16, "IntTensor": torch.int32, "LongTensor": torch.int64,
@@ -60,7 +68,18 @@ def register_gpu(free_bytes) -> None:
             return block[:size].view(tensor.dtype).view(tensor.shape)
 
         def available_memory(self, device_index=None):
-            return free_bytes()
+            return total_bytes - tracker.live_bytes
+
+        def empty_cache(self):
+            tracker.events.append((caching_allocator.EMPTY_CACHE, 0, 0))
+
+        @contextlib.contextmanager
+        def stream(self, stream):
+            before, tracker.stream = tracker.stream, int(overlaps)
+            try:
+                yield
+            finally:
+                tracker.stream = before
 
         def on_accelerator(self, tensor):
             return tensor.device.type == "gpu"
@@ -71,18 +90,67 @@ def register_gpu(free_bytes) -> None:
             return super().__getattribute__(name)
 
     set_accelerator(Accelerator())
+    _patch_torch_tensor()
+    torch.cuda.get_device_name = lambda *_: "a simulated GPU"  # ThroughputMeter looks up its speed
+
+
+def _patch_torch_tensor() -> None:
+    """Make torch.tensor return an empty tensor on device "gpu", which has no kernels to fill it."""
+    import torch
+    from deepspeed.runtime.zero import partition_parameters
+
     plain = torch.tensor
 
     def tensor(data, *args, device=None, **kwargs):
-        """Return an empty tensor of the data's shape on "gpu", which has no kernels."""
         if device is None or torch.device(device).type != "gpu":
             return plain(data, *args, device=device, **kwargs)
         shape = plain(data, *args, **kwargs)
         return torch.empty(shape.shape, dtype=shape.dtype, device="gpu:0")
 
-    from deepspeed.runtime.zero import partition_parameters
-
     torch.tensor = partition_parameters._orig_torch_tensor = tensor  # zero.Init saves and restores this one
+    torch.nn.functional.softmax = _softmax_of_cuda(torch.nn.functional.softmax)
+
+
+def _softmax_of_cuda(plain, kind: str = "gpu"):
+    """Return a softmax whose backward, on tensors of device `kind`, allocates CUDA's temporary of the result's size.
+
+    aten/src/ATen/native/cuda/SoftMax.cu, softmax_backward_cuda_out: `Tensor tmp = grad * output;`
+    """
+    import torch
+
+    class Softmax(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, dim, stacklevel, dtype):
+            output = plain(x, dim, stacklevel, dtype)
+            ctx.save_for_backward(output)
+            ctx.dim, ctx.dtype = dim, x.dtype
+            return output
+
+        @staticmethod
+        def backward(ctx, gradient):
+            (output,) = ctx.saved_tensors
+            product = gradient * output
+            # CUDA reads a 16-bit input of an fp32 softmax directly (half_to_float) if it is fp16, else its fp32 copy
+            direct = ctx.dtype in (torch.float16, output.dtype)
+            result = torch.ops.aten._softmax_backward_data(
+                gradient, output, ctx.dim, ctx.dtype if direct else output.dtype
+            )
+            del product
+            return result.to(ctx.dtype), None, None, None
+
+    def softmax(input, dim=None, _stacklevel=3, dtype=None):
+        if input.device.type != kind or dim is None:
+            return plain(input, dim, _stacklevel, dtype)
+        return Softmax.apply(input, dim, _stacklevel, dtype)
+
+    return softmax
+
+
+def train_on(arguments, device) -> None:
+    """Set the device of TrainingArguments and of accelerate, which know no device "gpu"."""
+    from accelerate.state import PartialState
+
+    PartialState._shared_state["device"] = arguments.__dict__["_setup_devices"] = device
 
 
 _HALF = ("linear", "matmul", "mm", "addmm", "bmm", "baddbmm", "mv", "addmv")
@@ -160,7 +228,7 @@ def without_values(padded: bool, row: int) -> None:
     import transformers.masking_utils as masks
 
     from zerofit.model import attention as model_attention
-    from zerofit.model import fused_loss
+    from zerofit.model import sequence_parallel
 
     torch.Generator = _generator_class(torch.Generator)
     # torch's optimizers choose their foreach implementation by the parameters' exact type.
@@ -171,8 +239,8 @@ def without_values(padded: bool, row: int) -> None:
     masks.find_packed_sequence_indices = lambda position_ids: None
     masks.is_tracing = lambda *args, **kwargs: False
     masks.fast_all = lambda mask: not padded
-    model_attention.spans = lambda bounds: [(i * row, (i + 1) * row) for i in range(bounds[1:].numel())]
-    fused_loss.logit_form = with_numbers(fused_loss.logit_form)
+    for register in (model_attention.register, sequence_parallel.register):
+        register(lambda bounds: [(i * row, (i + 1) * row) for i in range(bounds[1:].numel())])
     torch.nn.Module._apply = _apply
     torch.nn.parallel.DistributedDataParallel = _distributed_data_parallel()
 
@@ -187,15 +255,11 @@ def _generator_class(plain):
     return Generator
 
 
-def with_numbers(function):
-    """Return `function` wrapped to run outside the fake modes, on real tensors that it creates itself."""
+def real_tensors():
+    """Return a context outside the fake modes, where new tensors have values."""
     from torch.utils._python_dispatch import _disable_current_modes
 
-    def run(*args, **kwargs):
-        with _disable_current_modes():
-            return function(*args, **kwargs)
-
-    return run
+    return _disable_current_modes()
 
 
 def _apply(module, change, recurse=True):
@@ -324,3 +388,48 @@ def attention_stand_in(name: str) -> None:
     AttentionInterface.register(name, attention)
     if name != "sdpa":
         AttentionMaskInterface.register(name, lambda *args, **kwargs: None)
+
+
+def quantize(net, device: str) -> None:
+    """Replace linear layers by bitsandbytes' NF4 layers with doubly quantized constants, without memory."""
+    import bitsandbytes
+    import torch
+
+    class Linear4bit(bitsandbytes.nn.Linear4bit):
+        """Linear4bit with a plain Parameter: bitsandbytes' Params4bit cannot wrap a tensor without memory."""
+
+        def __init__(self, linear):
+            torch.nn.Module.__init__(self)
+            self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
+            self.compute_dtype = linear.weight.dtype
+            packed, state = bitsandbytes.functional.quantize_4bit(
+                torch.empty_like(linear.weight, device=device), blocksize=64, compress_statistics=True,
+                quant_type="nf4", quant_storage=linear.weight.dtype,
+            )  # fmt: skip
+            self.weight = torch.nn.Parameter(packed, requires_grad=False)
+            self.weight.compress_statistics, self.weight.quant_type, self.weight.quant_state = True, "nf4", state
+
+        def forward(self, x):
+            state, bias = self.weight.quant_state, None if self.bias is None else self.bias.to(self.compute_dtype)
+            out = bitsandbytes.matmul_4bit(x.to(self.compute_dtype), self.weight, bias=bias, quant_state=state)
+            return out.to(x.dtype)
+
+    head = net.get_output_embeddings()
+    for parent in list(net.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is torch.nn.Linear and child is not head:
+                setattr(parent, name, Linear4bit(child))
+    replaced = {}  # a tied head stays tied
+    for module in net.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                replaced[id(parameter)] = (
+                    replaced[id(parameter)]
+                    if id(parameter) in replaced
+                    else torch.nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=False)
+                )
+                module._parameters[name] = replaced[id(parameter)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = torch.empty_like(buffer, device=device)
+    net.is_loaded_in_4bit = True

@@ -43,7 +43,7 @@ class Shape:
     """The dimensions of a model.
 
     trainable, frozen: parameters; largest: parameters of the largest trainable tensor; frozen_bytes: bytes per frozen
-    parameter as stored."""
+    parameter as stored; experts: of a mixture's layer, 0: no mixture."""
 
     trainable: int
     frozen: int
@@ -56,6 +56,7 @@ class Shape:
     intermediate: int
     vocabulary: int
     frozen_bytes: float = 2.0
+    experts: int = 0
 
     @property
     def parameters(self) -> int:
@@ -84,6 +85,7 @@ def shape(config, net, frozen_bytes: float = 2.0) -> Shape:
         intermediate=first("intermediate_size", "n_inner", "ffn_dim", default=4 * hidden),
         vocabulary=text.vocab_size,
         frozen_bytes=frozen_bytes,
+        experts=first("num_experts", "num_local_experts", "n_routed_experts", default=0),
     )
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from zerofit.config import parse
+from zerofit.config import parse, resolve
 from zerofit.data.conversations import IGNORE
 from zerofit.errors import UserError, printable
 from zerofit.settings import order_seed
@@ -59,7 +59,8 @@ def main(argv: list[str]) -> None:
         return
     named = ["--output_dir", args.output_dir] if args.output_dir else []
     # --gpus first: a process count in the YAML file is for the run, not for this command
-    settings = parse.parse(args.recipe, ["--gpus", "1", *flags, *named], 1)
+    flags = ["--gpus", "1", *flags, *named]
+    settings = resolve.resolve_settings(args.recipe, flags, 1, resolvers=resolve.ARGUMENTS)
 
     from zerofit import run_folder
     from zerofit.config import show
@@ -71,10 +72,11 @@ def main(argv: list[str]) -> None:
         print(f"data for {settings.recipe}\n{show.summary(settings)}")
         return
     if settings.source["output_dir"] != "flag":
-        settings.values["output_dir"] = str(Path("runs") / f"data-{time.strftime('%Y%m%d-%H%M%S')}")
+        settings.output_dir = str(Path("runs") / f"data-{time.strftime('%Y%m%d-%H%M%S')}")
     folder = resume.choose_folder(settings)
     tokenizer = load_tokenizer(settings)
-    bad_rows, settings.values["bad_rows"] = settings.bad_rows, "drop"  # count all of them first, refuse below
+    bad_rows = settings.bad_rows
+    settings = settings.replace(bad_rows="drop")  # count all of them first, refuse below
     train_set, eval_set = load_datasets(settings, tokenizer)
     _note_positions(train_set, eval_set, settings)
     facts, scans = inspect(settings, train_set, eval_set, tokenizer)
@@ -300,28 +302,28 @@ def inspect(settings, train_set, eval_set, tokenizer) -> tuple[dict, dict[str, S
     return facts, scans
 
 
-def _count(statistics: dict, found: Scan, tokenizer) -> dict:
-    ended = found.last == tokenizer.eos_token_id
-    others = Counter(found.last[~ended].tolist()).most_common(3)
-    quantiles = np.percentile(found.lengths, [50, 95], method="inverted_cdf")
+def _count(statistics: dict, scan: Scan, tokenizer) -> dict:
+    ended = scan.last == tokenizer.eos_token_id
+    others = Counter(scan.last[~ended].tolist()).most_common(3)
+    quantiles = np.percentile(scan.lengths, [50, 95], method="inverted_cdf")
     return {
         **statistics,
-        "kept": len(found.lengths),
+        "kept": len(scan.lengths),
         "length": {
-            "min": int(found.lengths.min()),
+            "min": int(scan.lengths.min()),
             "median": int(quantiles[0]),
             "p95": int(quantiles[1]),
-            "max": int(found.lengths.max()),
+            "max": int(scan.lengths.max()),
         },
-        "histogram": histogram(found.lengths),
-        "supervised_mean": float(found.supervised.mean()),
-        "supervised_few": int((found.supervised <= FEW).sum()),
-        "supervised_none": int((found.supervised == 0).sum()),
+        "histogram": histogram(scan.lengths),
+        "supervised_mean": float(scan.supervised.mean()),
+        "supervised_few": int((scan.supervised <= FEW).sum()),
+        "supervised_none": int((scan.supervised == 0).sum()),
         "end_supervised": int(ended.sum()),
         "other_last_tokens": {tokenizer.decode([i]) if i >= 0 else "nothing": n for i, n in others},
         # Each copy made for a weight counts as one more repeated row; subtract those.
-        "repeated_exact": repeats(found.exact) - statistics.get("repeated_by_weight", 0),
-        "repeated_normalised": repeats(found.normalised) - statistics.get("repeated_by_weight", 0),
+        "repeated_exact": repeats(scan.exact) - statistics.get("repeated_by_weight", 0),
+        "repeated_normalised": repeats(scan.normalised) - statistics.get("repeated_by_weight", 0),
     }
 
 

@@ -22,15 +22,20 @@ LAYERS_WHOLE = {True: 40, False: 12}
 STEPPED_AT_ONCE = 1e9  # numbers (stage 3's sub_group_size); the fp32 copy of a rank's share grows only up to it
 
 
-def ask(candidate: candidates.Candidate, ranks: int, gpu) -> None:
-    """Store the simulation's answer (the higher of first and last rank) or failure in the candidate."""
+def ask(candidate: candidates.Candidate, ranks: int, gpu, whole: bool = False) -> None:
+    """Store the simulation's answer (the higher of first and last rank) or failure in the candidate.
+
+    Args: whole: simulate all layers. Extended answers have the unused segments of the deeper of their two models.
+    """
     from zerofit import command_line
 
     recipe = candidates.recipe_of(candidate.method)
     ranks_to_simulate = sorted({0, ranks - 1})
     setting = candidate.setting
     flags = command_line.drop(candidate.flags, "--offload_path")  # disk or host memory: the GPU's is the same
-    answer = answer_of(recipe, flags, ranks, ranks_to_simulate, gpu, setting.zero, candidate.shape, setting.every)
+    answer = answer_of(
+        recipe, flags, ranks, ranks_to_simulate, gpu, setting.zero, candidate.shape, setting.every, whole=whole
+    )
     if isinstance(answer, Exception):
         candidate.failed = str(answer)
     else:
@@ -39,24 +44,24 @@ def ask(candidate: candidates.Candidate, ranks: int, gpu) -> None:
 
 def answer_of(
     recipe: str, flags: list[str], ranks: int, asked: list[int], gpu, zero: int, shape: Shape, every: int,
-    seconds: float | None = None,
+    seconds: float | None = None, whole: bool = False,
 ):  # fmt: skip
     """Return the simulation's answer of the rank in `asked` with the highest peak, or a SimulationFailed.
 
-    Args: every: every n-th layer is checkpointed, 0: none. seconds: time limit, None: no limit.
+    Args: every: every n-th layer is checkpointed, 0: none. seconds: time limit, None: no limit. whole: all layers.
     Raises: UserError for the user's mistakes.
     """
-    began = time.perf_counter()
+    began, before = time.perf_counter(), None
     if gpu is not None:
         gpu = replace(gpu, node_gbs=hardware.NODE_LINK_GBS)  # no effect on memory: equal questions share an answer
-    for depths in _depths(zero, shape, every, ranks):
+    for depths in [(None,)] if whole else _depths(zero, shape, every, ranks):
         questions = [
             simulate.question(recipe, flags, ranks, rank, gpu=gpu, overrides={"num_hidden_layers": d} if d else None)
             for rank in asked
             for d in reversed(depths)  # the longest first: they run in parallel
         ]
         seconds_left = None if seconds is None else seconds - (time.perf_counter() - began)
-        answers = simulate.run_all(questions, cache_root() / "ghosts", seconds_left)
+        answers = simulate.run_all(questions, cache_root() / "simulations", seconds_left)
         for answer in answers:
             if isinstance(answer, UserError):
                 raise answer
@@ -65,9 +70,13 @@ def answer_of(
         if len(depths) == 1:
             break
         pairs = list(zip(answers[1::2], answers[::2], strict=True))
-        if all(_same_moments(low, high) for low, high in pairs):
+        slopes = [_slopes(low, high, depths) for low, high in pairs]
+        if all(_same_moments(low, high) for low, high in pairs) and (
+            zero != 3 or _level(slopes, shape, ranks) or (shape.frozen_bytes < 1 and _alike(slopes, before))
+        ):
             answers = [_extended(low, high, depths, shape.layers) for low, high in pairs]
             break
+        before = slopes
     return max(answers, key=lambda answer: max(answer["total"].values()))
 
 
@@ -78,7 +87,7 @@ def _depths(zero: int, shape: Shape, every: int, ranks: int) -> list[tuple]:
     buckets, pattern = zero in (1, 2), max(1, every)
     first, second = LAYERS_MEASURED[buckets]
     distance = second - first
-    stored = 0.25 if shape.frozen_bytes < 1 else 1  # packed 4-bit weights: four in one 16-bit number
+    stored = _numbers_of_a_parameter(shape)
     if zero == 3 and shape.parameters * stored > candidates.KEPT_GATHERED:
         layer = (shape.parameters - 2 * shape.vocabulary * shape.hidden) / shape.layers
         first = max(first, math.ceil(candidates.KEPT_GATHERED / (layer * stored)))
@@ -97,6 +106,11 @@ def _depths(zero: int, shape: Shape, every: int, ranks: int) -> list[tuple]:
     return [*pairs, (None,)]
 
 
+def _numbers_of_a_parameter(shape: Shape) -> float:
+    """Return 0.25 for packed 4-bit weights, four of which are one 16-bit number of DeepSpeed's; else 1."""
+    return 0.25 if shape.frozen_bytes < 1 else 1
+
+
 def _same_moments(low: dict, high: dict) -> bool:
     """Return whether two depths peak at the same moment of training: no part shrinks with more layers."""
     return all(
@@ -104,6 +118,42 @@ def _same_moments(low: dict, high: dict) -> bool:
         for phase, parts in high["peak"].items()
         if phase in ("forward", "backward", "step")
         for part, size in parts.items()
+    )
+
+
+def _slopes(low: dict, high: dict, depths: tuple[int, int]) -> dict[str, float]:
+    """Return the bytes by which each phase's buffers grow with a layer."""
+    return {
+        phase: (parts["buffers"] - low["peak"][phase]["buffers"]) / (depths[1] - depths[0])
+        for phase, parts in high["peak"].items()
+        if phase in ("forward", "backward", "step")
+    }
+
+
+def _level(slopes: list[dict[str, float]], shape: Shape, ranks: int) -> bool:
+    """Return whether stage 3's gathered parameters have stopped growing with the depth.
+
+    A layer may add its shards to the step's buffers: at most 16 bytes a parameter over the ranks, gradients and states
+    in fp32. The layers that a forward or backward holds gathered must not grow, unless stage 3 keeps all of them.
+    """
+    if shape.parameters * _numbers_of_a_parameter(shape) <= candidates.KEPT_GATHERED:
+        return True
+    layer = shape.parameters / shape.layers
+    gathered = layer * (shape.frozen_bytes if shape.frozen else 2.0)
+    bounds = {"forward": 0.05 * gathered, "backward": 0.05 * gathered, "step": 16 * layer / ranks}
+    return all(slope <= bounds[phase] for by_phase in slopes for phase, slope in by_phase.items())
+
+
+def _alike(slopes: list[dict[str, float]], before: list[dict[str, float]] | None) -> bool:
+    """Return whether buffers grow as they did between the two depths before: linear, however steep.
+
+    So does a packed base, whose gathered weights bitsandbytes keeps until the graph is freed.
+    """
+    return before is not None and all(
+        abs(slope - earlier[phase]) <= 0.02 * max(slope, earlier[phase])
+        for by_phase, earlier in zip(slopes, before, strict=True)
+        for phase, slope in by_phase.items()
+        if max(slope, earlier[phase]) > 0
     )
 
 
@@ -125,13 +175,9 @@ def _extended(low: dict, high: dict, depths: tuple[int, int], layers: int) -> di
     return high | {"peak": peak, "total": total, "extended_from_layers": [small, large]} | numbers
 
 
-def allowance_of(gpu, ranks: int) -> dict[str, int]:
-    """Return {reason: bytes} of the GPU memory that is kept free of tensors."""
-    kept_free = {
-        "CUDA context": candidates.CONTEXT_BYTES,
-        "NCCL buffers": candidates.NCCL_BYTES if ranks > 1 else 0,
-        f"fragmentation, {candidates.FRAGMENTATION:.0%}": int(gpu.memory_gib * GIB * candidates.FRAGMENTATION),
-    }
+def allowance_of(gpu, ranks: int, node: int = formulas.GPUS_OF_A_NODE) -> dict[str, int]:
+    """Return {reason: bytes} of the GPU memory outside torch's allocator."""
+    kept_free = {"CUDA context": candidates.context_bytes(gpu), "NCCL buffers": candidates.nccl_bytes(ranks, node)}
     learned = memory_history.learned_allowance(gpu.device_name, gpu.memory_gib)
     return kept_free | ({memory_history.learned_from(): learned} if learned else {})
 
@@ -150,14 +196,14 @@ def predict(settings, seconds: float | None = None) -> dict | None:
     ranks = settings.world_size
     local_ranks = min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE") or ranks))
     gpu = None if cpu else settings.planned_gpu or hardware.find("detect", local_ranks)
-    allowance = {} if cpu else allowance_of(gpu, ranks)
+    allowance = {} if cpu else allowance_of(gpu, ranks, local_ranks)
     total = int(settings.memory_limit * GIB) if settings.memory_limit else int(gpu.memory_gib * GIB)
     limit = total - sum(allowance.values())
     began = time.perf_counter()
     flags, shape = candidates.flags_for_simulation(settings.flags), candidates.shape_of(settings)
     setting = candidates.setting_of(settings)
-    parts = formulas.memory(shape, setting, settings, candidates.fused_losses(settings, shape))
-    if cpu or candidates.peak_by_formula(parts) > limit:
+    parts = formulas.memory(shape, setting, settings, settings.fused_loss)
+    if cpu or candidates.peak_by_formula(parts, gpu) > limit:
         seconds = None  # only a simulation may refuse a launch, and only a simulation knows a CPU's peak
     answer = answer_of(settings.recipe, flags, ranks, [0], gpu, setting.zero, shape, setting.every, seconds)
     source = {}  # empty: by simulation
@@ -167,10 +213,14 @@ def predict(settings, seconds: float | None = None) -> dict | None:
         source = {"by": str(answer)}
         parts = {part: int(size) for part, size in parts.items()}
         answer = {"total": {"backward": sum(parts.values())}, "peak": {"backward": parts}, "host": 0}
-    simulated = max(answer["total"].values()) + (0 if cpu else candidates.WORKSPACE_BYTES)
+    peak = max(answer["total"].values()) + (0 if cpu else candidates.workspace_bytes(gpu))
+    peak = candidates.peak_by_formula(parts, gpu) if source else peak
+    beyond = dict.fromkeys(("reserved", "least"), 0) if cpu else candidates.beyond_allocated(answer, peak)
     return {
-        "peak_bytes": candidates.peak_by_formula(parts) if source else simulated,
-        "limit_bytes": limit, "learned_bytes": allowance.get(memory_history.learned_from(), 0), "phase": max(answer["total"], key=answer["total"].get),
+        "peak_bytes": peak, "limit_bytes": limit - beyond["least"],
+        "reserved_bytes": min(peak + beyond["reserved"], limit), "outside_bytes": sum(allowance.values()),
+        "learned_bytes": allowance.get(memory_history.learned_from(), 0),
+        "phase": max(answer["total"], key=answer["total"].get),
         "peak": answer["peak"], "host": answer["host"], "gpu": gpu.device_name if gpu else "cpu",
         "step_seconds": gpu and formulas.step_seconds(shape, setting, gpu, settings.max_length),
         "seconds": round(time.perf_counter() - began, 1), **source,

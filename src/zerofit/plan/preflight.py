@@ -4,8 +4,8 @@ import json
 import os
 import re
 
-from zerofit import hardware
-from zerofit.config import parse
+from zerofit import command_line, hardware
+from zerofit.config import resolve
 from zerofit.errors import UserError
 from zerofit.hardware import GIB
 from zerofit.plan import candidates, formulas, predict, search, simulate
@@ -15,9 +15,9 @@ from zerofit.train import memory_history
 CHECK_SECONDS = 18  # that a launch waits for the simulation; the whole check then takes less than 20
 
 
-def publish(found: dict | None) -> None:
+def publish(plan: dict | None) -> None:
     """Store the prediction in an environment variable, so that no process of this job checks again."""
-    os.environ[memory_history.PLANNED] = json.dumps(found or {})
+    os.environ[memory_history.PLANNED] = json.dumps(plan or {})
 
 
 def prestart(settings) -> None:
@@ -48,7 +48,8 @@ def check(settings, seconds: float | None = CHECK_SECONDS) -> dict | None:
         print(f"plan: {candidates.ESTIMATE.format(plan['by'])}\nplan: {fits} by formula: {size}", flush=True)
         return plan
     if peak > limit and not settings.ignore_plan:
-        learned = f", {plan['learned_bytes'] / GIB:.2f} GiB more kept free since {memory_history.history()} has runs above their plan"
+        learned = f", {plan['learned_bytes'] / GIB:.2f} GiB more kept free since "
+        learned += f"{memory_history.history()} has runs above their plan"
         raise candidates.NothingFits(
             f"this job does not fit: {size}{learned if plan['learned_bytes'] else ''}; `make plan` with the same "
             "arguments finds one that does, --ignore_plan true starts it anyway."
@@ -78,7 +79,8 @@ def dry_run(settings) -> None:
     from zerofit.train import memory_report
 
     if settings.gpu_type != "detect":
-        settings = parse.parse(settings.recipe, settings.flags, settings.world_size, hardware.find(settings.gpu_type))
+        gpu = hardware.find(settings.gpu_type)
+        settings = resolve.resolve_settings(settings.recipe, settings.flags, settings.world_size, gpu)
     if settings.use_cpu and not settings.memory_limit:
         raise UserError(
             "--plan: there is no GPU here; name one with --gpu_type h100-80g, or a limit with --memory_limit."
@@ -89,7 +91,7 @@ def dry_run(settings) -> None:
 
 def is_auto(flags: list[str]) -> bool:
     """Return whether --zero auto is explicit on the command line."""
-    return candidates.without_flags(flags, "--zero", "auto") != flags
+    return command_line.drop_value(flags, "--zero", "auto") != flags
 
 
 def chosen_flags(recipe: str, flags: list[str], ranks: int, node: int = formulas.GPUS_OF_A_NODE) -> list[str]:
@@ -101,7 +103,7 @@ def chosen_flags(recipe: str, flags: list[str], ranks: int, node: int = formulas
     if not hardware.torch_sees_some():
         return flags
     gpu = hardware.find("detect", min(ranks, node))
-    bare = candidates.without_flags(flags, "--zero", "auto")
+    bare = command_line.drop_value(flags, "--zero", "auto")
     plan = search.search(
         candidates.methods_to_try("", recipe, bare),
         bare,

@@ -9,6 +9,14 @@ from zerofit.plan import candidates, formulas
 from zerofit.plan.candidates import Candidate, Plan
 from zerofit.train import memory_report
 
+SPEED_ERROR = (
+    "12 published runs on one A100: -21 to +49 %; links and offload, which order the settings too, never measured"
+)
+
+_EXPERTS = (
+    "{} in a layer; how tokens spread over them is not known before a run and may change activations by a quarter"
+)
+
 LARGE_CHECKPOINT = 100 * GIB  # above it a plan warns about the disk
 
 
@@ -16,18 +24,18 @@ def text(plan: Plan) -> str:
     """Return the plan as text for the terminal."""
     best = plan.chosen or plan.nearest
     lines = ["", candidates.ESTIMATE.format(best.failed)] if best and best.failed else [""]
+    gpus = candidates.gpus_as_text(plan.ranks, plan.node)
     lines += [
-        f"{candidates.machines(plan.ranks, plan.node)} x {plan.gpu.device_name}: {plan.gpu.memory_gib:.1f} GiB each, "
-        f"{plan.limit / GIB:.1f} GiB for tensors"
+        f"{gpus} x {plan.gpu.device_name}: {plan.gpu.memory_gib:.1f} GiB each, "
+        f"{plan.limit / GIB:.1f} GiB for torch's allocator"
     ]
-    lines += [f"  kept free: {name} {size / GIB:.2f} GiB" for name, size in plan.allowance.items() if size]
+    lines += [f"  outside it: {name} {size / GIB:.2f} GiB" for name, size in plan.allowance.items() if size]
     lines += _rejected(plan)
     instead = [_adapter(plan)] if plan.adapter else []
     if plan.chosen is None:
         return "\n".join([*lines, "", nothing_fits(plan), *instead])
     chosen = plan.chosen
-    lines += ["", f"chosen: {chosen.label}", f"  peak {chosen.peak / GIB:.1f} of {plan.limit / GIB:.1f} GiB a GPU"]
-    lines[-1] += f", {_source(chosen)}"
+    lines += ["", f"chosen: {chosen.label}", *_three_figures(chosen, plan)]
     if chosen.answer:
         lines += ["", memory_report.table(chosen.answer["peak"]), ""]
     lines += [f"  {name}: {value}" for name, value in facts(chosen, plan).items()]
@@ -40,6 +48,31 @@ def text(plan: Plan) -> str:
         f"\nplanned in {plan.seconds:.0f} s",
     ]
     return "\n".join(lines)
+
+
+def figures(candidate: Candidate, plan: Plan) -> dict[str, int]:
+    """Return the bytes of a GPU by three ways to look at it.
+
+    Returns: {"allocated", "reserved": torch.cuda's maxima; "nvidia_smi": with what is outside the allocator; "least":
+        the last on a full GPU, whose allocator returns unused segments: it decides whether the job fits}.
+    """
+    outside = sum(plan.allowance.values())
+    reserved = min(candidate.reserved, max(plan.limit, candidate.peak))
+    return {
+        "allocated": candidate.allocated, "reserved": reserved, "nvidia_smi": reserved + outside,
+        "least": candidate.peak + outside,
+    }  # fmt: skip
+
+
+def _three_figures(candidate: Candidate, plan: Plan) -> list[str]:
+    size = {name: f"{value / GIB:.1f}" for name, value in figures(candidate, plan).items()}
+    total = (plan.limit + sum(plan.allowance.values())) / GIB
+    return [
+        f"  peak of a GPU, {_source(candidate)}:",
+        f"    allocated   {size['allocated']:>6} GiB (torch.cuda.max_memory_allocated)",
+        f"    reserved    {size['reserved']:>6} GiB (torch.cuda.max_memory_reserved: with unused parts of segments)",
+        f"    nvidia-smi  {size['nvidia_smi']:>6} of {total:.1f} GiB; on a fuller GPU {size['least']} would do",
+    ]
 
 
 def _rejected(plan: Plan) -> list[str]:
@@ -108,6 +141,8 @@ def facts(candidate: Candidate, plan: Plan) -> dict[str, str]:
     node = setting.of_a_node
     result = {
         "parameters": f"{shape.parameters / 1e9:.3g} billion, {shape.trainable / 1e9:.3g} of them train",
+        **({"rows": plan.rows} if plan.rows else {}),
+        **({"experts": _EXPERTS.format(shape.experts)} if shape.experts else {}),
         "batch": f"{setting.micro} rows x {setting.accumulation} steps x {_data_ranks(setting)}, {setting.tokens:,} "
         "tokens a micro batch on a GPU",
         "closed forms": f"{sum(candidate.formula.values()) / GIB:.1f} GiB: "
@@ -132,7 +167,7 @@ def facts(candidate: Candidate, plan: Plan) -> dict[str, str]:
             "sent by each GPU": _sent(candidate, plan),
             "estimate": f"{candidate.seconds:.2f} s a step, {candidate.tokens_per_second:,.0f} tokens/s "
             f"({candidate.tokens_per_second / plan.ranks:,.0f} a GPU), from data sheets at "
-            f"{formulas.MATRIX_EFFICIENCY:.0%} of peak",
+            f"{formulas.MATRIX_EFFICIENCY:.0%} of peak ({SPEED_ERROR})",
         }
         | _hpz(candidate, plan)
         | _sp(candidate, plan)
@@ -188,8 +223,8 @@ def _sp(candidate: Candidate, plan: Plan) -> dict[str, str]:
     seconds = formulas.step_seconds(shape, halved, plan.gpu, setting.tokens)
     saved = (candidate.formula["activations"] + candidate.formula["logits"]) / 2 / GIB
     return {
-        "--sp_size 2": f"would save about {saved:.1f} GiB of each GPU by formula; estimate {seconds:.2f} s a step instead "
-        f"of {candidate.seconds:.2f} (docs/long_context.md)"
+        "--sp_size 2": f"would save about {saved:.1f} GiB of each GPU by formula; estimate {seconds:.2f} s a step "
+        f"instead of {candidate.seconds:.2f} (docs/long_context.md)"
     }
 
 
@@ -235,7 +270,9 @@ def as_json(plan: Plan) -> dict:
         if candidate is None:
             return None
         return {
-            "label": candidate.label, "method": candidate.method, **asdict(candidate.setting), "peak_bytes": candidate.peak,
+            "label": candidate.label, "method": candidate.method, **asdict(candidate.setting),
+            "peak_bytes": candidate.peak,
+            **{f"{name}_bytes": size for name, size in figures(candidate, plan).items()},
             "source": _source(candidate), "formula": {k: int(v) for k, v in candidate.formula.items()},
             "simulation": candidate.answer, "seconds_per_step": round(candidate.seconds, 4),
             "tokens_per_second": round(candidate.tokens_per_second), "why_not": why,
@@ -243,8 +280,10 @@ def as_json(plan: Plan) -> dict:
         }  # fmt: skip
 
     return {
-        "gpu": asdict(plan.gpu), "gpus": plan.ranks, "gpus_of_a_node": plan.node, "limit_bytes": plan.limit, "kept_free_bytes": plan.allowance,
+        "gpu": asdict(plan.gpu), "gpus": plan.ranks, "gpus_of_a_node": plan.node, "limit_bytes": plan.limit,
+        "kept_free_bytes": plan.allowance,
         "chosen": entry(plan.chosen), "facts": facts(plan.chosen, plan) if plan.chosen else None,
-        "nearest": entry(plan.nearest), "adapter_instead": entry(plan.adapter), "host_limit_bytes": plan.host_limit, "gpus_that_would_do": plan.would_do, "seconds": round(plan.seconds, 1),
+        "nearest": entry(plan.nearest), "adapter_instead": entry(plan.adapter), "host_limit_bytes": plan.host_limit,
+        "gpus_that_would_do": plan.would_do, "seconds": round(plan.seconds, 1),
         "rejected": [entry(candidate, why) for candidate, why in plan.rejected],
     }  # fmt: skip

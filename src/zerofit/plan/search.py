@@ -6,12 +6,13 @@ which runs zerofit's trainer and the real engine on tensors without memory, deci
 
 import time
 
-from zerofit.config import parse
+from zerofit import command_line
+from zerofit.config import resolve
 from zerofit.errors import UserError
 from zerofit.hardware import GIB
 from zerofit.plan import candidates, formulas, predict, simulate
 
-GHOSTS = 8  # after this many simulations only settings that clearly fit by the closed forms are tried
+FIRST_SIMULATIONS = 8  # after this many simulations only settings that clearly fit by the closed forms are tried
 
 # Before the search ends with "nothing fits", it simulates the smallest settings by formula of up to LAST_TRIES pairs of
 # stage and offload, if they are below HOPELESS times the limit.
@@ -35,8 +36,8 @@ def search(
     Raises: UserError for the user's mistakes.
     """
     began = time.perf_counter()
-    allowance = predict.allowance_of(gpu, ranks)
-    settings = parse.parse(candidates.recipe_of(methods[0]), candidates.planned_flags(flags, methods[0]), ranks, gpu)
+    allowance = predict.allowance_of(gpu, ranks, node)
+    settings = _resolved(methods[0], flags, ranks, gpu)
     limit = int((settings.memory_limit or gpu.memory_gib) * GIB) - sum(allowance.values())
     kept = settings.save_total_limit
     plan = candidates.Plan(gpu, ranks, limit, allowance, None, [], host_limit=host_limit, node=node, kept=kept)
@@ -49,6 +50,11 @@ def search(
     return plan
 
 
+def _resolved(method: str, flags: list[str], ranks: int, gpu):
+    planned = candidates.planned_flags(flags, method)
+    return resolve.resolve_settings(candidates.recipe_of(method), planned, ranks, gpu)
+
+
 def _search(plan: candidates.Plan, methods: list[str], flags: list[str], say) -> None:
     """Search each (method, change) of `_rungs` until a setting fits; write the result into the plan."""
     ranks, gpu, node = plan.ranks, plan.gpu, plan.node
@@ -59,11 +65,8 @@ def _search(plan: candidates.Plan, methods: list[str], flags: list[str], say) ->
             if not change:
                 raise
             continue  # the user's other flags do not go with it
-        what = " ".join([method, *change])
-        say(
-            f"plan: {len(tried)} settings of {what} on {candidates.machines(ranks, node)} x {gpu.device_name}; the "
-            "fastest first"
-        )
+        job, gpus = " ".join([method, *change]), candidates.gpus_as_text(ranks, node)
+        say(f"plan: {len(tried)} settings of {job} on {gpus} x {gpu.device_name}; the fastest first")
         _decide(plan, tried, say)
         if plan.chosen:
             return
@@ -93,16 +96,17 @@ def _rungs(methods: list[str], flags: list[str]) -> list[tuple[str, tuple[str, .
     """Return (method, flags added to the user's) in order of preference.
 
     Those with smaller optimizer states, which train slightly differently, come after the unchanged method."""
-    chosen_by_user = any(f.replace("-", "_").startswith(("__optim", "__pure_bf16", "__preset")) for f in flags)
+    decide_states = ("--optim", "--pure_bf16", "--preset")
+    chosen_by_user = any(name.startswith(decide_states) for name in command_line.names(flags))
     smaller = [] if chosen_by_user else candidates.SMALLER_STATES
     return [(method, change) for method in methods for change in [(), *(smaller if method == "sft" else [])]]
 
 
-def _decide(plan: candidates.Plan, found: list[candidates.Candidate], say) -> None:
+def _decide(plan: candidates.Plan, tried: list[candidates.Candidate], say) -> None:
     """Simulate the fastest candidates until one fits; those far too large by formula come last."""
     simulated, large = 0, []
-    for candidate in found:
-        share = candidates.CLEARLY_TOO_MUCH if simulated < GHOSTS else 0.9
+    for candidate in tried:
+        share = candidates.CLEARLY_TOO_MUCH if simulated < FIRST_SIMULATIONS else 0.9
         if _by_formula(candidate) > share * plan.limit:
             large.append(candidate)
         elif not _host_is_short(candidate, plan):
@@ -111,12 +115,12 @@ def _decide(plan: candidates.Plan, found: list[candidates.Candidate], say) -> No
                 break
     else:
         _last_tries(plan, large, say)
-    for candidate in found:
+    for candidate in tried:
         if candidate is plan.chosen:
             break
         plan.rejected.append((candidate, _why_not(candidate, plan)))
     if plan.chosen is None:
-        plan.nearest = min([*found, *([plan.nearest] if plan.nearest else [])], key=lambda candidate: candidate.peak)
+        plan.nearest = min([*tried, *([plan.nearest] if plan.nearest else [])], key=lambda candidate: candidate.peak)
 
 
 def _last_tries(plan: candidates.Plan, large: list[candidates.Candidate], say) -> None:
@@ -141,12 +145,14 @@ def _last_tries(plan: candidates.Plan, large: list[candidates.Candidate], say) -
 
 
 def _by_formula(candidate: candidates.Candidate) -> float:
-    return sum(candidate.formula.values()) + candidates.WORKSPACE_BYTES
+    return sum(candidate.formula.values()) + candidates.workspace_bytes(candidate.gpu)
 
 
 def _fits(candidate: candidates.Candidate, plan: candidates.Plan, say) -> bool:
     """Simulate the candidate, report its peak, and choose it if it fits."""
     predict.ask(candidate, plan.ranks, plan.gpu)
+    if candidate.peak <= plan.limit < candidate.reserved and "extended_from_layers" in (candidate.answer or {}):
+        predict.ask(candidate, plan.ranks, plan.gpu, whole=True)  # unused segments decide: they depend on the depth
     how = (
         f"by formula, + {candidates.FORMULA_MARGIN:.0%}: the exact check failed"
         if candidate.failed
@@ -175,7 +181,7 @@ def _gpus_that_would_do(method: str, flags: list[str], ranks: int, gpu, node: in
     more = ranks
     while more < 4096:
         more *= 2
-        limit = int(gpu.memory_gib * GIB) - sum(predict.allowance_of(gpu, more).values())
+        limit = int(gpu.memory_gib * GIB) - sum(predict.allowance_of(gpu, more, node).values())
         try:
             tried = candidates.candidates(method, flags, more, gpu, node=node)
         except UserError:
@@ -187,11 +193,10 @@ def _gpus_that_would_do(method: str, flags: list[str], ranks: int, gpu, node: in
 
 def _longest_that_fits(method: str, flags: list[str], ranks: int, gpu, limit: int, node: int) -> int | None:
     """Return the largest halving of --max_length at which a setting fits by formula; None below 128."""
-    length = (
-        parse.parse(candidates.recipe_of(method), candidates.planned_flags(flags, method), ranks, gpu).max_length // 2
-    )
+    length = _resolved(method, flags, ranks, gpu).max_length // 2
     while length >= 128:
-        tried = candidates.candidates(method, [*flags, "--max_length", str(length)], ranks, gpu, node=node)
+        shorter = command_line.put(flags, max_length=length)
+        tried = candidates.candidates(method, shorter, ranks, gpu, node=node)
         if any(candidate.peak <= limit for candidate in tried):
             return length
         length //= 2

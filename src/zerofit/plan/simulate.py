@@ -51,8 +51,8 @@ def question(
         overrides: values that replace those of the model's config.json (fewer layers).
     """
     return {
-        "recipe": recipe, "flags": flags, "ranks": ranks, "rank": rank, "gpu": asdict(gpu) if gpu else None, "fake": fake,
-        "padded": padded, "device": device or ("gpu" if gpu else "cpu"), "overrides": overrides or {},
+        "recipe": recipe, "flags": flags, "ranks": ranks, "rank": rank, "gpu": asdict(gpu) if gpu else None,
+        "fake": fake, "padded": padded, "device": device or ("gpu" if gpu else "cpu"), "overrides": overrides or {},
     }  # fmt: skip
 
 
@@ -105,11 +105,9 @@ def run_all(questions: list[dict], cache: Path | None = None, seconds: float | N
     return answers
 
 
-INSIDE = "ZEROFIT_GHOST"  # environment variable: set in the process of simulated ranks
+MARK = "simulation-answer: "
 
-MARK = "ghost-answer: "
-
-DONE = "ghost-done"  # a line after the answers to one list of questions
+DONE = "simulation-done"  # a line after the answers to one list of questions
 
 _ready: list[subprocess.Popen] = []  # processes that import, or have imported, the libraries and wait for questions
 
@@ -199,7 +197,7 @@ def _needs_no_device(question: dict) -> bool:
 
 def _started(fake: bool, cuda: bool) -> subprocess.Popen:
     env = {k: v for k, v in os.environ.items() if k not in _OF_A_LAUNCHER and not k.startswith("TORCHELASTIC_")}
-    env |= {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "TOKENIZERS_PARALLELISM": "false", INSIDE: "1"}
+    env |= {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "TOKENIZERS_PARALLELISM": "false"}
     env |= {"OMP_NUM_THREADS": "1"} if fake else {}
     env |= {} if cuda else {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     pipe = subprocess.PIPE

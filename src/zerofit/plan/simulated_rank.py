@@ -93,11 +93,13 @@ def _answer(recipe, flags, ranks, rank, gpu, device, fake, padded, overrides) ->
 
     settings = resolve.resolve_settings(recipe, flags, ranks, hardware.Gpu(**gpu) if gpu else None)
     _launched(settings, rank)
-    tracker = memory_tracker.MemoryTracker(device=device, round_to=1 if device == "cpu" else 512)
-    if device == "gpu":
-        fake_device.register_gpu(lambda: int(gpu["memory_gib"] * 2**30) - tracker.live_bytes)
+    on_gpu = device == "gpu"
+    tracker = memory_tracker.MemoryTracker(device=device, round_to=1 if device == "cpu" else 512, keep_events=on_gpu)
+    if on_gpu:
+        overlaps = bool((settings.deepspeed or {}).get("zero_optimization", {}).get("overlap_comm"))
+        fake_device.register_gpu(tracker, int(gpu["memory_gib"] * 2**30), overlaps)
     _one_rank_of(settings, rank)
-    arguments, *rows = _trainers_needs(settings, device)
+    settings, arguments, *rows = _trainers_needs(settings, device)
     with contextlib.ExitStack() as stack:
         if fake:
             fake_device.without_values(padded, settings.max_length)
@@ -105,7 +107,7 @@ def _answer(recipe, flags, ranks, rank, gpu, device, fake, padded, overrides) ->
             micro = settings.per_device_train_batch_size
             tokens = micro * settings.max_length if settings.sp_size == 1 else 0  # of a slice all labels count
             stack.enter_context(fake_device.answers_for_collectives(tokens, micro))
-        host_tracker = _host_ledger(stack) if device == "gpu" else None
+        host_tracker = _host_tracker(stack) if on_gpu else None
         stack.enter_context(tracker)
         trainer = _trainer(settings, arguments, rows, overrides, device, fake)
         trainer.train()
@@ -122,8 +124,19 @@ def _answer(recipe, flags, ranks, rank, gpu, device, fake, padded, overrides) ->
             "parameters": sum(n for n, _ in sizes),
             "trainable": sum(n for n, trained in sizes if trained),
             "largest_block": tracker.largest,
+            "allocator": _allocator(tracker) if on_gpu else None,
             "seconds": round(time.perf_counter() - began, 2),
         }
+
+
+def _allocator(tracker) -> dict[str, dict[str, int]]:
+    """Return what torch's allocator needs for the job, with its usual segments and with expandable ones."""
+    from zerofit.plan import caching_allocator
+
+    return {
+        name: caching_allocator.needs(tracker.events, expandable)
+        for name, expandable in (("segments", False), ("expandable", True))
+    }
 
 
 def _launched(settings, rank: int) -> None:
@@ -148,7 +161,7 @@ def _one_rank_of(settings, rank: int) -> None:
     import deepspeed
     import deepspeed.comm
 
-    fake_device.fake_other_ranks(deepspeed)
+    fake_device.fake_other_ranks()
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
 
 
@@ -161,18 +174,18 @@ class _Tokenizer:
         return 0
 
 
-def _evaluate_and_save(trainer, ledger) -> None:
+def _evaluate_and_save(trainer, tracker) -> None:
     """Run one evaluation batch, if the run evaluates, and ZeRO-3's gathering of the weights for a save."""
     if trainer.eval_dataset is not None:
         trainer.evaluate()
     if trainer.is_deepspeed_enabled and trainer.accelerator.deepspeed_config["zero_optimization"]["stage"] == 3:
-        ledger._during("save", trainer.accelerator.get_state_dict)(trainer.deepspeed)
+        with tracker.during("save"):
+            trainer.accelerator.get_state_dict(trainer.deepspeed)
 
 
 def _trainers_needs(settings, device: str):
-    """Return (TrainingArguments, tokenizer, rows, eval rows or None) for STEPS steps that write nothing."""
+    """Return (Settings, TrainingArguments, tokenizer, rows, eval rows or None) for STEPS steps that write nothing."""
     import torch
-    from accelerate.state import PartialState
     from datasets import Dataset
 
     from zerofit.data.tokens import TokenizedDataset
@@ -180,35 +193,36 @@ def _trainers_needs(settings, device: str):
 
     accumulation = min(settings.gradient_accumulation_steps, 2)  # the second micro batch allocates like all later ones
     batch = settings.per_device_train_batch_size * accumulation * settings.data_ranks
-    settings.values |= {
-        "max_steps": simulate.STEPS, "save_strategy": "no", "eval_strategy": "no", "report_to": [], "push_to_hub": False, "logging_steps": 10**6,
-        "random_init": True,
+    changes = {
+        "max_steps": simulate.STEPS, "save_strategy": "no", "eval_strategy": "no", "report_to": [],
+        "push_to_hub": False, "logging_steps": 10**6, "random_init": True,
         "gradient_accumulation_steps": accumulation, "effective_batch_size": batch, "seed": 0,
-        "output_dir": str(Path(tempfile.gettempdir()) / "zerofit-ghost"), "dataloader_num_workers": 0, "resume_from_checkpoint": None, "load_best_model_at_end": False,
+        "output_dir": str(Path(tempfile.gettempdir()) / "zerofit-simulation"), "dataloader_num_workers": 0,
+        "resume_from_checkpoint": None, "load_best_model_at_end": False,
     }  # fmt: skip
     if settings.fp16 and settings.deepspeed is None:
-        settings.values |= {"fp16": False, "bf16": True}  # accelerate's fp16 refuses device "gpu"; same bytes
+        changes |= {"fp16": False, "bf16": True}  # accelerate's fp16 refuses device "gpu"; same bytes
     if settings.deepspeed is not None:
-        for key, value in (("gradient_accumulation_steps", accumulation), ("train_batch_size", batch)):
-            if settings.deepspeed.get(key) not in (None, "auto"):
-                settings.deepspeed[key] = value
+        sizes = {"gradient_accumulation_steps": accumulation, "train_batch_size": batch}
+        literal = {k: v for k, v in sizes.items() if settings.deepspeed.get(k) not in (None, "auto")}
+        changes["deepspeed"] = settings.deepspeed | literal
     if device != "cuda":
-        settings.values |= {"use_cpu": True, "dataloader_pin_memory": False, "ddp_backend": None}
+        changes |= {"use_cpu": True, "dataloader_pin_memory": False, "ddp_backend": None}
+    settings = settings.replace(**changes)
     arguments = training_arguments(settings)
     if device != "cuda":
-        torch_device = torch.device("gpu:0" if device == "gpu" else "cpu")
-        PartialState._shared_state["device"] = arguments.__dict__["_setup_devices"] = torch_device
+        fake_device.train_on(arguments, torch.device("gpu:0" if device == "gpu" else "cpu"))
     row = {"input_ids": [5] * settings.max_length, "labels": [5] * settings.max_length}
 
     def tokens(count):
-        return TokenizedDataset(Dataset.from_list([row]).select([0] * count), {}, "ghost")
+        return TokenizedDataset(Dataset.from_list([row]).select([0] * count), {}, "simulated")
 
     evaluates = settings.eval_data or settings.eval_fraction
     held_out = tokens(settings.per_device_eval_batch_size * settings.data_ranks) if evaluates else None
-    return arguments, _Tokenizer(), tokens(simulate.STEPS * batch), held_out
+    return settings, arguments, _Tokenizer(), tokens(simulate.STEPS * batch), held_out
 
 
-def _host_ledger(stack):
+def _host_tracker(stack):
     """Return a second memory tracker, entered on the stack, for tensors in host memory."""
     from zerofit.train import memory_tracker
 
@@ -223,94 +237,42 @@ def _trainer(settings, arguments, rows, overrides, device, fake):
     import torch
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-    from zerofit.config import offload
-    from zerofit.model import adapters, fused_loss, load, quantization, tiled_mlp
+    from zerofit.config import resolve
+    from zerofit.model import adapters, load, quantization
     from zerofit.train import progress
     from zerofit.train.trainer import ZerofitTrainer
 
-    if overrides:
-        plain_load_config = load.load_config
-
-        def load_config(settings):
-            config = plain_load_config(settings)
-            for name, value in overrides.items():
-                setattr(config.get_text_config(), name, value)
-            return config
-
-        load.load_config = load_config
     if device == "gpu":
         fake_device.attention_stand_in(settings.attn_implementation)
     device_context = torch.device("gpu:0") if device == "gpu" else contextlib.nullcontext()
     config = load.load_config(settings)
-    fused_loss.choose(settings, config)
-    tiled_mlp.choose(settings, config)
-    if offload.depends_on_size(settings.deepspeed):
-        offload.check_sizes(settings, load.check_model(settings))
+    config.get_text_config().update(overrides)
+    resolve.resolve_for_model(settings, config)
     tokenizer, train_rows, eval_rows = rows
     bits = quantization.bits(settings)
     if bits == 8 and fake:
         raise simulate.SimulationFailed("a base in 8 bits cannot be simulated")
-    settings.values["random_init"] = bits is None or fake
+    settings = settings.replace(random_init=bits is None or fake)
     if bits and fake:
-        settings.values["load_in_4bit"] = False  # loading in 4 bits would read the weights
         unset_hf_deepspeed_config()  # the engine shards packed weights after loading, not while they are loaded
         with torch.device("meta"):
-            model = load.load_model(settings, tokenizer)
-        settings.values["load_in_4bit"] = True
-        _quantise(model, "gpu:0" if device == "gpu" else "cpu")
+            # loading in 4 bits would read the weights
+            model = load.load_model(settings.replace(load_in_4bit=False), tokenizer, config)
+        fake_device.quantize(model, "gpu:0" if device == "gpu" else "cpu")
     with device_context:
         if not (bits and fake):
-            model = load.load_model(settings, tokenizer)
+            model = load.load_model(settings, tokenizer, config)
         if settings.recipe == "lora":
             model = adapters.add_adapter(model, settings)
     on_gpu = device == "gpu"
-    torch.cuda.get_device_name = (lambda *_: "a ghost") if on_gpu else torch.cuda.get_device_name
-    settings.values["use_cpu"] = settings.use_cpu and not on_gpu  # activations are then offloaded from the fake GPU
-    trainer = ZerofitTrainer(settings, model, tokenizer, arguments, train_rows, eval_rows)
+    # not use_cpu: activations are then offloaded from the fake GPU
+    settings = settings.replace(use_cpu=settings.use_cpu and not on_gpu)
+
+    class SimulatedTrainer(ZerofitTrainer):
+        def fuse_loss(self, net):
+            with fake_device.real_tensors() if fake else contextlib.nullcontext():  # it computes test logits
+                return super().fuse_loss(net)
+
+    trainer = SimulatedTrainer(settings, model, tokenizer, arguments, train_rows, eval_rows)
     trainer.remove_callback(progress.Reporter)
     return trainer
-
-
-def _quantise(net, device: str) -> None:
-    """Replace linear layers by bitsandbytes' NF4 layers with doubly quantized constants, without memory."""
-    import bitsandbytes
-    import torch
-
-    class Linear4bit(bitsandbytes.nn.Linear4bit):
-        """Linear4bit with a plain Parameter: bitsandbytes' Params4bit cannot wrap a tensor without memory."""
-
-        def __init__(self, linear):
-            torch.nn.Module.__init__(self)
-            self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
-            self.compute_dtype = linear.weight.dtype
-            packed, state = bitsandbytes.functional.quantize_4bit(
-                torch.empty_like(linear.weight, device=device), blocksize=64, compress_statistics=True,
-                quant_type="nf4", quant_storage=linear.weight.dtype,
-            )  # fmt: skip
-            self.weight = torch.nn.Parameter(packed, requires_grad=False)
-            self.weight.compress_statistics, self.weight.quant_type, self.weight.quant_state = True, "nf4", state
-
-        def forward(self, x):
-            state, bias = self.weight.quant_state, None if self.bias is None else self.bias.to(self.compute_dtype)
-            out = bitsandbytes.matmul_4bit(x.to(self.compute_dtype), self.weight, bias=bias, quant_state=state)
-            return out.to(x.dtype)
-
-    head = net.get_output_embeddings()
-    for parent in list(net.modules()):
-        for name, child in list(parent.named_children()):
-            if type(child) is torch.nn.Linear and child is not head:
-                setattr(parent, name, Linear4bit(child))
-    replaced = {}  # a tied head stays tied
-    for module in net.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.is_meta:
-                replaced[id(parameter)] = (
-                    replaced[id(parameter)]
-                    if id(parameter) in replaced
-                    else torch.nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=False)
-                )
-                module._parameters[name] = replaced[id(parameter)]
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta:
-                module._buffers[name] = torch.empty_like(buffer, device=device)
-    net.is_loaded_in_4bit = True

@@ -10,8 +10,9 @@ from zerofit.paths import PACKAGE, ROOT
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "peft")
 
 # Arguments that may differ between nodes without training a different model.
-MAY_DIFFER = {"output_dir", "logging_dir", "resume_from_checkpoint", "local_rank", "hub_token", "offload_path", "ignore_plan",
-              "preprocessing_num_workers", "dataloader_num_workers", "config", "deepspeed", "run_name"}  # fmt: skip
+MAY_DIFFER = {"output_dir", "logging_dir", "resume_from_checkpoint", "local_rank", "hub_token", "offload_path",
+              "ignore_plan", "preprocessing_num_workers", "dataloader_num_workers", "config", "deepspeed",
+              "run_name"}  # fmt: skip
 
 
 def software(recipe: str) -> dict[str, str]:
@@ -27,26 +28,31 @@ def of_job(settings, train_set, eval_set=None) -> dict[str, str]:
     """Return the data, the model and every argument that decides what is trained, as strings to compare."""
     from zerofit.model.load import model_fingerprint
 
-    values = {name: value for name, value in settings.values.items() if name not in MAY_DIFFER}
+    values = {name: value for name, value in settings.written().items() if name not in MAY_DIFFER}
     arguments = {f"argument --{name}": json.dumps(value, default=str) for name, value in sorted(values.items())}
+    deepspeed = json.dumps(settings.deepspeed, sort_keys=True).encode()
     return {
-        "data": train_set.fingerprint, "evaluation data": eval_set.fingerprint if eval_set else "none",
+        "data": train_set.fingerprint,
+        "evaluation data": eval_set.fingerprint if eval_set else "none",
         "model": model_fingerprint(settings),
-        "DeepSpeed configuration": hashlib.sha256(json.dumps(settings.deepspeed, sort_keys=True).encode()).hexdigest()[:12],
+        "DeepSpeed configuration": hashlib.sha256(deepspeed).hexdigest()[:12],
         **arguments,
-    }  # fmt: skip
+    }
 
 
-def difference(found: list[tuple[str, dict]]) -> str:
+def difference(nodes: list[tuple[str, dict]]) -> str:
     """Return a sentence about the first fact that differs from the first entry's; "" if none does.
 
-    Args: found: (name of the node, its facts) of all nodes.
+    Args: nodes: (name of the node, its facts) of all nodes.
     """
-    first, facts = found[0]
-    for name in facts:
-        others = [(node, theirs.get(name)) for node, theirs in found[1:] if theirs.get(name) != facts[name]]
+    first, expected = nodes[0]
+    for name in expected:
+        others = [(node, facts.get(name)) for node, facts in nodes[1:] if facts.get(name) != expected[name]]
         if others:
             node, value = others[0]
-            more = f" (and {len(others) - 1} more)" if len(others) > 1 else ""
-            return f"{name} is not the same on all nodes: {first} has {facts[name]}, {node}{more} has {value}; make them equal."
+            and_more = f" (and {len(others) - 1} more)" if len(others) > 1 else ""
+            return (
+                f"{name} is not the same on all nodes: {first} has {expected[name]}, {node}{and_more} has {value}; "
+                "make them equal."
+            )
     return ""

@@ -22,15 +22,15 @@ _ADVICE = {
         (lambda s: True, "a smaller --max_length"),
     ),
     "parameters": (
-        (lambda s: s.zero != "3" and s.world_size > 1, "--zero 3"),
+        (lambda s: s.zero != 3 and s.world_size > 1, "--zero 3"),
         (lambda s: s.offload != "all", "--zero 3 --offload all"),
     ),
     "gradients": (
-        (lambda s: s.zero in ("0", "1") and s.world_size > 1, "--zero 2"),
+        (lambda s: s.zero in (0, 1) and s.world_size > 1, "--zero 2"),
         (lambda s: s.recipe == "sft", "recipes/lora.py (make lora)"),
     ),
     "optimizer": (
-        (lambda s: s.zero == "0" and s.world_size > 1, "--zero 2"),
+        (lambda s: s.zero == 0 and s.world_size > 1, "--zero 2"),
         (lambda s: s.offload == "none", "--offload optimizer"),
         (lambda s: s.recipe == "sft", "recipes/lora.py (make lora)"),
     ),
@@ -72,7 +72,7 @@ def table(peak: dict[str, dict[str, int]]) -> str:
 
 def write(trainer) -> None:
     """Write memory.json and memory.png and print the table, of the rank with the highest peak. Collective."""
-    tracker, args = trainer.ledger, trainer.args
+    tracker, args = trainer.tracker, trainer.args
     tracker.pause()
     own_report = {
         "rank": args.process_index,
@@ -147,7 +147,7 @@ def explained(trainer):
             raise
         raise OutOfMemory(explain(error, trainer)) from error
     finally:
-        trainer.ledger.__exit__(None, None, None)
+        trainer.tracker.__exit__(None, None, None)
 
 
 def explain(error, trainer) -> str:
@@ -155,7 +155,7 @@ def explain(error, trainer) -> str:
 
     oom-rank<r>.txt: torch.cuda.memory_summary; oom-rank<r>.pickle: a snapshot for https://pytorch.org/memory_viz.
     """
-    settings, tracker, rank = trainer.settings, trainer.ledger, trainer.args.process_index
+    settings, tracker, rank = trainer.settings, trainer.tracker, trainer.args.process_index
     parts, files = parts_now(trainer), ""
     if tracker.device == "cuda":
         folder = Path(trainer.args.output_dir)
@@ -180,7 +180,7 @@ def explain(error, trainer) -> str:
 
 def parts_now(trainer) -> dict[str, int]:
     """Return bytes by part now, from the memory tracker if it tracks, else from model and optimizer."""
-    tracker = trainer.ledger
+    tracker = trainer.tracker
     if tracker.following:
         return tracker.alive()
     parts, counted = {}, set()

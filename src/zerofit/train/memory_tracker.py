@@ -9,7 +9,7 @@ allocator holds beyond tracked tensors (kernel workspaces) is `untracked`.
     tracker.peak     # {"forward": {"parameters": bytes, ..., "logits": bytes}, ...}
 """
 
-import functools
+import contextlib
 import resource
 import sys
 import time
@@ -49,22 +49,22 @@ class _Storage:
 class Watch(TorchDispatchMode):
     """Pass every tensor that an operation returns to the memory tracker."""
 
-    def __init__(self, ledger: "MemoryTracker"):
+    def __init__(self, tracker: "MemoryTracker"):
         super().__init__()
-        self.ledger = ledger
+        self.tracker = tracker
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         output = operation(*args, **(kwargs or {}))
         if operation.namespace == "c10d":  # a collective reads or writes buckets and gathered shards
             for value in tree_iter((args, kwargs, output)):
                 if isinstance(value, torch.Tensor):
-                    self.ledger.see(value, "buffers", _SEEN)
+                    self.tracker.see(value, "buffers", _SEEN)
         elif isinstance(output, torch.Tensor):
-            self.ledger.see(output)
+            self.tracker.see(output)
         elif isinstance(output, (tuple, list)):
             for value in tree_iter(output):
                 if isinstance(value, torch.Tensor):
-                    self.ledger.see(value)
+                    self.tracker.see(value)
         return output
 
 
@@ -76,14 +76,16 @@ class MemoryTracker:
         optimizer: torch's, accelerate's or DeepSpeed's; a ZerofitTrainer provides its own.
         limit: bytes; more alive at once raise torch.OutOfMemoryError, as an allocator of that size would.
         round_to: bytes that a block is rounded up to; the CUDA allocator rounds to 512.
+        keep_events: record every allocation and release in `events`, in order.
     Attributes: phase, the current one (a caller without ZerofitTrainer sets it with `enter`); device, "cpu" or "cuda";
         model_states, bytes of parameters, gradients and optimizer at two moments of the last tracked step:
         "last_gradient", when the backward has computed all gradients, and "before_step", when they are reduced.
     """
 
     def __init__(
-        self, model=None, optimizer=None, round_to: int = 1, device: str | None = None, limit: int | None = None
-    ):
+        self, model=None, optimizer=None, round_to: int = 1, device: str | None = None, limit: int | None = None,
+        keep_events: bool = False,
+    ):  # fmt: skip
         self.model, self.optimizer, self.round_to = None, optimizer, round_to
         self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         self.phase, self.steps, self.following = "load", 0, False
@@ -94,6 +96,8 @@ class MemoryTracker:
         self._live, self._vocabulary, self._snapshot_due = 0, None, False
         self._best: dict[tuple[str, int], tuple[int, list[_Storage]]] = {}  # (phase, step) -> bytes, storages alive
         self._watch, self._hooks, self._gradient_hooks, self._once = None, [], [], set()
+        self.events: list[tuple] | None = [] if keep_events else None  # (key, bytes, stream); 0 bytes: released
+        self.stream = 0  # of new tensors
         if model is not None:
             self._adopt(model)
 
@@ -137,6 +141,8 @@ class MemoryTracker:
         size = -(-size // self.round_to) * self.round_to
         self._table[key] = _Storage(size, part, sure)
         weakref.finalize(storage, self._died, key).atexit = False
+        if self.events is not None:
+            self.events.append((key, size, self.stream))
         self._live += size
         self.highest, self.largest = max(self.highest, self._live), max(self.largest, size)
         if self.limit is not None and self._live > self.limit:
@@ -151,6 +157,8 @@ class MemoryTracker:
         storage = self._table.pop(key, None)
         if storage is not None:
             self._live -= storage.bytes
+            if self.events is not None:
+                self.events.append((key, 0, 0))
 
     def _keep_snapshot(self) -> None:
         """List a peak's storages only when one is freed or the phase ends: a rising peak costs nothing."""
@@ -264,32 +272,26 @@ class MemoryTracker:
     # --- transformers' Trainer ---
 
     def attach(self, trainer) -> None:
-        """Track a Trainer's phases through its callbacks, its saving and its evaluation."""
+        """Track the phases of a ZerofitTrainer's steps; its saving and its evaluation call `during`."""
         if self.model is None and not trainer.args.torch_compile:  # hooks would be compiled too
             self._adopt(trainer.model)
         self.enter("load")
         trainer.add_callback(_Phases(self, trainer))
-        for name, phase in (("_save_checkpoint", "save"), ("save_model", "save"), ("evaluation_loop", "eval")):
-            setattr(trainer, name, self._during(phase, getattr(trainer, name)))
 
-    def _during(self, phase: str, call):
-        """Wrap `call` as a phase, whose first call is tracked even while an open tracker is paused."""
-
-        @functools.wraps(call)
-        def run(*args, **kwargs):
-            before, paused = self.phase, not self.following
-            if paused and _open is self and phase not in self._once:
-                self._follow()
-            self._once.add(phase)
-            self.enter(phase)
-            try:
-                return call(*args, **kwargs)
-            finally:
-                self.enter(before)
-                if paused:
-                    self.pause()
-
-        return run
+    @contextlib.contextmanager
+    def during(self, phase: str):
+        """Count the body as a phase, whose first time is tracked even while an open tracker is paused."""
+        before, paused = self.phase, not self.following
+        if paused and _open is self and phase not in self._once:
+            self._follow()
+        self._once.add(phase)
+        self.enter(phase)
+        try:
+            yield
+        finally:
+            self.enter(before)
+            if paused:
+                self.pause()
 
     def before_step(self) -> None:
         """Label tensors and note the model states, between the last backward and the optimizer's step."""
@@ -316,37 +318,37 @@ class MemoryTracker:
 class _Phases(TrainerCallback):
     """Callback that marks in the memory tracker where a Trainer's steps begin and end."""
 
-    def __init__(self, ledger: MemoryTracker, trainer):
-        self.ledger, self.trainer = ledger, trainer
+    def __init__(self, tracker: MemoryTracker, trainer):
+        self.tracker, self.trainer = tracker, trainer
 
     def on_train_begin(self, args, state, control, **kwargs):
-        mem_tracker, trainer = self.ledger, self.trainer
-        mem_tracker.optimizer = trainer.optimizer
-        if mem_tracker.following:
-            mem_tracker.label()
+        tracker, trainer = self.tracker, self.trainer
+        tracker.optimizer = trainer.optimizer
+        if tracker.following:
+            tracker.label()
         engine = trainer.model_wrapped
         if trainer.is_deepspeed_enabled:  # accelerate's backward() also steps the engine
             step = engine.step
 
             def tracked_step(*args, **kwargs):
                 if engine.is_gradient_accumulation_boundary():
-                    mem_tracker.before_step()
+                    tracker.before_step()
                 return step(*args, **kwargs)
 
             engine.step = tracked_step
-        mem_tracker.pause()  # generation before the first step (exact match) is not part of the report
+        tracker.pause()  # generation before the first step (exact match) is not part of the report
 
     def on_step_begin(self, args, state, control, **kwargs):
-        if self.ledger is _open and self.ledger.steps < FOLLOWED_STEPS:
-            self.ledger._follow()
-        self.ledger.enter("forward")
+        if self.tracker is _open and self.tracker.steps < FOLLOWED_STEPS:
+            self.tracker._follow()
+        self.tracker.enter("forward")
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         if not self.trainer.is_deepspeed_enabled:
-            self.ledger.before_step()
+            self.tracker.before_step()
 
     def on_step_end(self, args, state, control, **kwargs):
-        self.ledger.after_step()
+        self.tracker.after_step()
 
 
 def current() -> MemoryTracker:

@@ -160,9 +160,10 @@ class NanGuard:
         save_file(tensors, folder / f"rank{rank}.safetensors")
         if rank:
             return
+        flags = command_line.without_secrets(settings.flags)
         facts = {
             "step": trainer.state.global_step, "recipe": settings.recipe, "world_size": trainer.args.world_size,
-            "flags": command_line.drop(command_line.without_secrets(settings.flags), "--output_dir", "--resume_from_checkpoint"),
+            "flags": command_line.drop(flags, "--output_dir", "--resume_from_checkpoint"),
             "losses": losses, "grad_norm": float(self.grad_norm), "rows": rows,
             "texts": _texts(trainer, sorted({i for r, m in bad for i in rows[r][m]})) if rows else {},
         }  # fmt: skip
@@ -176,11 +177,10 @@ def rows_of_step(trainer) -> list[list[list[int]]] | None:
     """
     if trainer.tokens.stream is not None:
         return None
-    args, sampler, sequences = trainer.args, trainer._get_train_sampler(), trainer.train_dataset.sequences
+    args, sampler, sequences = trainer.args, trainer.train_sampler, trainer.train_dataset.sequences
     micro, effective = args.per_device_train_batch_size, sampler.multiple
     epoch, step = divmod(trainer.state.global_step - 1, len(sampler) // effective)
-    sampler.set_epoch(epoch)
-    order = list(sampler)[step * effective : (step + 1) * effective]
+    order = sampler.indices(epoch)[step * effective : (step + 1) * effective]
     documents = [_documents(sequences, i) for i in order]
     batches = [list(itertools.chain(*documents[i : i + micro])) for i in range(0, effective, micro)]
     size, data_ranks = trainer.settings.sp_size, trainer.settings.data_ranks

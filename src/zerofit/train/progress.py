@@ -75,7 +75,7 @@ class Reporter(TrainerCallback):
     def __init__(self, trainer: Trainer):
         self.trainer, self.began, self.first_step, self.bar = trainer, time.perf_counter(), 0, None
         self.skipped_steps = 0  # by stage 0's loss scaler; DeepSpeed's engine counts its own
-        self.pulse = rank_status.Heartbeat()
+        self.heartbeat = rank_status.Heartbeat()
         self.save_clock = save.SaveTimer(trainer.settings.save_every_minutes)
         self.stopping = False  # the supervisor was told to stop: this step is saved and is the last
         self.before = None  # exact match before training, on the bundled task
@@ -119,16 +119,13 @@ class Reporter(TrainerCallback):
             trainer.train_sampler.set_epoch(state.global_step // steps)
 
     def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step == self.first_step and args.resume_from_checkpoint and args.ignore_data_skip:
-            # Opening the data loader draws from the generator that was just restored; restore it again for dropout.
-            self.trainer._load_rng_state(args.resume_from_checkpoint)
         self.trainer.clock.start()
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         self.trainer.guard.hold_back()
 
     def on_step_end(self, args, state, control, **kwargs):
-        self.pulse.beat(state.global_step)
+        self.heartbeat.beat(state.global_step)
         self.skipped_steps += bool(self.trainer.accelerator.optimizer_step_was_skipped)
         if self.bar is not None:
             self.bar.update(state.global_step - self.bar.n)
@@ -137,7 +134,7 @@ class Reporter(TrainerCallback):
         self.trainer.guard.after_step()
         if self.save_clock.is_due(state.global_step):
             control.should_save = True
-        if self.pulse.is_last(state.global_step) and args.save_strategy != "no":
+        if self.heartbeat.is_last(state.global_step) and args.save_strategy != "no":
             control.should_save = control.should_training_stop = self.stopping = True
 
     def on_log(self, args, state, control, logs=None, **kwargs):
@@ -147,7 +144,10 @@ class Reporter(TrainerCallback):
             with (Path(args.output_dir) / "metrics.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": state.global_step, **logs}) + "\n")
             line = self._line(state, logs)
-            self.bar.write(line) if self.bar is not None else print(line, flush=True)
+            if self.bar is not None:
+                self.bar.write(line)
+            else:
+                print(line, flush=True)
             if not math.isfinite(logs.get("eval_loss", 0.0)):
                 print(f"note: step {state.global_step}: the evaluation loss is {logs['eval_loss']}", flush=True)
 

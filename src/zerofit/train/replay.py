@@ -24,7 +24,7 @@ def main(argv: list[str]) -> None:
         facts = nan_guard.read(folder)
     except (OSError, ValueError) as error:
         raise UserError(f"{folder}: is no kept step ({error}); name a nan/step-<n> of a run folder.") from None
-    settings = _settings(facts, folder, args.model)
+    settings, autocast_dtype = _settings(facts, folder, args.model)
     model, fused = _model(settings, folder, args.model)
     weights_note = "" if args.model or (folder / "model").is_dir() else " (the run's first ones; --model names others)"
     print(
@@ -36,7 +36,7 @@ def main(argv: list[str]) -> None:
         for index, batch in enumerate(_batches(folder / f"rank{rank}.safetensors")):
             rows = facts["rows"][rank][index] if facts["rows"] else []
             bad_batches += _say(
-                f"rank {rank} micro batch {index}", _look(model, fused, batch, settings), rows, facts["texts"]
+                f"rank {rank} micro batch {index}", _look(model, fused, batch, autocast_dtype), rows, facts["texts"]
             )
     if not bad_batches:
         print("all is finite here: the fault was of that moment (a device, a rank, a precision), or of other weights")
@@ -53,38 +53,40 @@ def _folder(given: Path) -> Path:
 
 
 def _settings(facts: dict, folder: Path, model: str):
-    """Return the run's settings for one process without DeepSpeed, with the run's weight dtype."""
+    """Return (the run's settings for one process without DeepSpeed, with the run's weight dtype; autocast's dtype).
+
+    The second is None where nothing is cast: in fp32, with --pure_bf16, and under DeepSpeed, which computes in the
+    weights' type.
+    """
     import torch
 
     from zerofit.config import resolve
     from zerofit.model.load import weight_dtype
 
     settings = resolve.resolve_settings(facts["recipe"], facts["flags"], facts["world_size"])
-    dtype = weight_dtype(settings)
-    autocast = settings.deepspeed is None and not settings.pure_bf16  # DeepSpeed computes in the weights' type
-    settings.deepspeed = None
-    settings.values |= {
-        "dtype": dtype,
-        "autocast": autocast,
-        "zero": "0",
-        "offload": "none",
-        "use_cpu": not torch.cuda.is_available(),
-    }
+    casts = settings.deepspeed is None and not settings.pure_bf16
+    autocast_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(settings.precision) if casts else None
+    settings = settings.replace(
+        deepspeed=None,
+        dtype=weight_dtype(settings),
+        zero=0,
+        offload="none",
+        use_cpu=not torch.cuda.is_available(),
+    )
     weights = Path(model) if model else folder / "model"
     if settings.recipe == "sft" and (model or weights.is_dir()):
-        settings.values |= {"model": str(weights), "random_init": False, "new_tokens": None}
-    return settings
+        settings = settings.replace(model=str(weights), random_init=False, new_tokens=None)
+    return settings, autocast_dtype
 
 
 def _model(settings, folder: Path, named: str):
     """Return (the model as the run built it, in training mode; its fused loss or None)."""
+    from zerofit.config import resolve
     from zerofit.model import adapters, fused_loss, tiled_mlp
-    from zerofit.model.load import load_config, load_model, load_tokenizer
+    from zerofit.model.load import load_model, load_tokenizer
 
     tokenizer = load_tokenizer(settings)
-    config = load_config(settings)
-    fused_loss.choose(settings, config)
-    tiled_mlp.choose(settings, config)
+    resolve.resolve_for_model(settings)
     model = load_model(settings, tokenizer)
     if settings.recipe == "lora":
         model = adapters.add_adapter(model, settings, tokenizer)
@@ -112,7 +114,7 @@ def _batches(file: Path) -> list[dict]:
     return [batches[i] for i in sorted(batches)]
 
 
-def _look(net, fused, batch: dict, settings) -> dict:
+def _look(net, fused, batch: dict, autocast_dtype) -> dict:
     """Return {"loss", "module": first with a non-finite output, "gradients": non-finite ones' names}."""
     import torch
 
@@ -129,10 +131,7 @@ def _look(net, fused, batch: dict, settings) -> dict:
     hooks = [module.register_forward_hook(watch(name)) for name, module in net.named_modules() if name]
     inputs = {k: v.to(net.device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
     count = (inputs["labels"][:, 1:] != -100).sum().clamp(min=1)
-    half_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(settings.precision)
-    autocast = (
-        torch.autocast(net.device.type, half_dtype) if half_dtype and settings.autocast else contextlib.nullcontext()
-    )
+    autocast = torch.autocast(net.device.type, autocast_dtype) if autocast_dtype else contextlib.nullcontext()
     with autocast, fused.on() if fused else contextlib.nullcontext():
         loss = net(**inputs, num_items_in_batch=count).loss
     loss.backward()

@@ -9,7 +9,8 @@ from zerofit import rank_status, run_folder
 from zerofit.errors import DiskFull, Stopped, UserError, full_disk, printable
 from zerofit.model import adapters
 from zerofit.model.load import count_parameters, verify_saved
-from zerofit.train import generation, memory_history, memory_report, memory_tracker
+from zerofit.settings import written
+from zerofit.train import generation, memory_history, memory_report, memory_tracker, model_card
 from zerofit.train.checkpoint import resume
 from zerofit.train.trainer import ZerofitTrainer
 
@@ -39,7 +40,10 @@ def failures_reported(trainer: ZerofitTrainer):
 
 
 def save_final(trainer: ZerofitTrainer) -> None:
-    """Save the trained model or adapter to final/ and verify its files. Collective: under ZeRO-3 every rank has a share."""
+    """Save the trained model or adapter with its card to final/ and verify its files.
+
+    Collective: under ZeRO-3 every rank has a share.
+    """
     final = _final(trainer)
     trainer.model.config.use_cache = True  # off for training only
     trainer.save_model(str(final))
@@ -48,7 +52,24 @@ def save_final(trainer: ZerofitTrainer) -> None:
         adapters.convert_to_plain_lora(trainer.model, final)
         (final / "training_args.bin").unlink(missing_ok=True)  # a pickle that no loader needs
         verify_saved(final, trainable if trainer.settings.recipe == "lora" else total)
+        (final / "README.md").write_text(model_card.text(_card(trainer, final)), encoding="utf-8")
         run_folder.readable(final)
+
+
+def _card(trainer: ZerofitTrainer, final: Path) -> model_card.Card:
+    state, model, adapter = trainer.state, trainer.model, final / "adapter_config.json"
+    best = trainer.args.load_best_model_at_end and state.best_global_step
+    step = best or state.global_step
+    dtype = next(p.dtype for p in model.parameters() if p.requires_grad)
+    return model_card.Card(
+        facts=json.loads((final.parent / "run.json").read_text(encoding="utf-8")),
+        name=final.parent.name,
+        architecture=type(model.get_base_model() if adapter.exists() else model).__name__,
+        adapter=json.loads(adapter.read_text(encoding="utf-8")) if adapter.exists() else None,
+        steps=step,
+        losses=model_card.losses(state.log_history, step),
+        weights=str(dtype).removeprefix("torch."),
+    )
 
 
 def _final(trainer: ZerofitTrainer) -> Path:
@@ -76,9 +97,10 @@ def evaluate(trainer: ZerofitTrainer) -> dict:
 
 
 def evaluation_of_saved(trainer: ZerofitTrainer) -> dict | None:
-    """Return the metrics of the model that final/ holds: the last evaluation's, or those of a new one. All ranks call it.
+    """Return the metrics of the model that final/ holds: the last evaluation's, or those of a new one.
 
-    With --load_best_model_at_end the weights are an earlier step's, which the last evaluation has not seen.
+    With --load_best_model_at_end the weights are an earlier step's, which the last evaluation has not seen. All ranks
+    call it.
     """
     state = trainer.state
     evaluations = [entry for entry in state.log_history if "eval_loss" in entry]
@@ -126,7 +148,7 @@ def _result(trainer: ZerofitTrainer) -> dict:
         "train_loss": next((entry["train_loss"] for entry in reversed(history) if "train_loss" in entry), None),
         "last_loss": losses[-1] if losses else None,
         "world_size": args.world_size,
-        "zero": settings.zero,
+        "zero": written("zero", settings.zero),
         "offload": settings.offload,
         "precision": settings.precision,
         "trainable_parameters": trainable,

@@ -10,14 +10,15 @@ from itertools import islice
 from pathlib import Path
 
 import torch
+from accelerate.utils import send_to_device
+from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments, set_seed
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
-from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import EvalLoopOutput
 
 from zerofit import distributed, rank_status
 from zerofit.data import streaming
-from zerofit.data.batches import Collator, DatasetWithFiller, EpochSampler, TrainCollator
+from zerofit.data.batches import Collator, DatasetWithFiller, EpochSampler, TrainCollator, training_sampler
 from zerofit.errors import Stopped, UserError, first_line
 from zerofit.model import (
     adapters,
@@ -31,7 +32,6 @@ from zerofit.model import (
     tiled_mlp,
 )
 from zerofit.optim import build, registry, sophia
-from zerofit.settings import order_seed
 from zerofit.train import memory_tracker, nan_guard, progress
 from zerofit.train.checkpoint import pickles, reshard, save
 
@@ -71,15 +71,15 @@ class ZerofitTrainer(Trainer):
         self.settings, self.tokens, self.eval_tokens = settings, train_set, eval_set
         self.clock = progress.ThroughputMeter(settings, net)
         self.saving_to = None  # folder that a checkpoint is written to before it is renamed
-        if quantization.bits(settings) == 4 and settings.zero == "3":
+        if quantization.bits(settings) == 4 and settings.zero == 3:
             patches.release_gathered_4bit_weights()
         tiled_mlp.install(settings, net)
-        self.fused_loss = fused_loss.install(settings, net)
+        self.fused_loss = self.fuse_loss(net)
         self.router_loss = fused_loss.router_loss(net)
         gradient_checkpointing.enable(net, settings)
         pad = tokenizer.pad_token_id
         self.sequence = sequence_parallel.SequenceParallel(settings)
-        self.train_collator = TrainCollator(pad, settings.padding_free == "true", settings.sp_size)
+        self.train_collator = TrainCollator(pad, settings.padding_free, settings.sp_size)
         super().__init__(
             model=net,
             args=arguments,
@@ -88,12 +88,19 @@ class ZerofitTrainer(Trainer):
             data_collator=Collator(pad, 8 * settings.sp_size),
             processing_class=tokenizer,
         )
+        # A stream shuffles its own rows.
+        self.train_sampler = (
+            None
+            if train_set.stream
+            else training_sampler(self.train_dataset, arguments, train_set.weights, settings.data_ranks)
+        )
+        self.eval_loader = None
         ddp.apply(self)
         for callback in (PrinterCallback, ProgressCallback):
             self.remove_callback(callback)
         self.guard = nan_guard.NanGuard(self)
-        self.ledger = memory_tracker.current()
-        self.ledger.attach(self)
+        self.tracker = memory_tracker.current()
+        self.tracker.attach(self)
         self.reporter = progress.Reporter(self)
         self.add_callback(self.reporter)
 
@@ -114,11 +121,12 @@ class ZerofitTrainer(Trainer):
 
     def _save_checkpoint(self, model, trial=None) -> None:
         write = super()._save_checkpoint
-        with self.clock.paused(), self.reporter.pulse.beating(self.state.global_step):
+        during_save = self.tracker.during("save")
+        with during_save, self.clock.paused(), self.reporter.heartbeat.beating(self.state.global_step):
             save.save(self, lambda: write(model, trial))
 
     def save_model(self, output_dir=None, _internal_call=False) -> None:
-        with self.reporter.pulse.beating(self.state.global_step):
+        with self.tracker.during("save"), self.reporter.heartbeat.beating(self.state.global_step):
             super().save_model(output_dir, _internal_call)
 
     def evaluate(self, *args, **kwargs) -> dict[str, float]:
@@ -170,20 +178,46 @@ class ZerofitTrainer(Trainer):
     def create_optimizer(self, model=None):
         if self.optimizer is None and self.settings.values.get("loraplus_lr_ratio") is not None:
             self.optimizer = adapters.loraplus_optimizer(self)
-        return build.create(self, model)
+        elif self.optimizer is None:
+            self.optimizer = build.own_optimizer(self, self.model if model is None else model)
+            build.share_noise(self.settings, super().create_optimizer(model))
+        return self.optimizer
 
     def get_train_dataloader(self):
         """Build the training data loader, whose batches may be unpadded; evaluation stays padded."""
-        eval_collator, self.data_collator = self.data_collator, self.train_collator
+        collate = self.train_collator
         if self.tokens.stream is not None:
-            self.data_collator = streaming.TokenizingCollator(self.tokens.stream, self.train_collator)
-        try:
-            return self.sequence.share_rows(super().get_train_dataloader())
-        finally:
-            self.data_collator = eval_collator
+            collate = streaming.TokenizingCollator(self.tokens.stream, collate)
+        return self._loader(self.train_dataset, self.args.per_device_train_batch_size, self.train_sampler, collate)
 
     def get_eval_dataloader(self, eval_dataset=None):
-        return self.sequence.share_rows(super().get_eval_dataloader(eval_dataset))
+        """Return the data loader of the evaluation set, built once: its order never changes."""
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if self.eval_loader is None or self.eval_loader.dataset is not dataset:
+            micro = self.args.per_device_eval_batch_size
+            sampler = EpochSampler(len(dataset), micro * self.settings.data_ranks, None)
+            self.eval_loader = self._loader(dataset, micro, sampler, self.data_collator)
+        return self.eval_loader
+
+    def _loader(self, dataset, batch_size: int, sampler, collate) -> DataLoader:
+        args = self.args
+        loader = self.accelerator.prepare(
+            DataLoader(
+                dataset,
+                batch_size,
+                sampler=sampler,
+                collate_fn=collate,
+                num_workers=args.dataloader_num_workers,
+                pin_memory=args.dataloader_pin_memory,
+                persistent_workers=args.dataloader_persistent_workers,
+                prefetch_factor=args.dataloader_prefetch_factor,
+                multiprocessing_context=args.dataloader_multiprocessing_context,
+                in_order=args.dataloader_in_order,
+                # Without one, opening a loader draws from torch's: dropout would change with each evaluation.
+                generator=torch.Generator().manual_seed(args.seed),
+            )
+        )
+        return self.sequence.share_rows(loader)
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         batches, count = super().get_batch_samples(epoch_iterator, num_batches, device)
@@ -245,38 +279,15 @@ class ZerofitTrainer(Trainer):
                 "the step; train it without --sp_size."
             )
         rows = [{name: row[name][:128] for name in ("input_ids", "labels")} for row in islice(self.tokens.dataset, 3)]
-        error = self.sequence.logit_error(self.model_wrapped, self._prepare_inputs(self.train_collator(rows)))
+        error = self.sequence.logit_error(
+            self.model_wrapped, send_to_device(self.train_collator(rows), self.args.device)
+        )
         bound = 1e-3 if self.settings.precision == "fp32" else 0.05
         if not error <= bound:
             raise UserError(
                 f"--sp_size {self.sequence.size}: this model's logits of split rows are {error:.1%} off those of whole "
                 f"rows (bound {bound:.1%}); train it without --sp_size."
             )
-
-    def _get_train_sampler(self, train_dataset=None):
-        dataset, args = train_dataset or self.train_dataset, self.args
-        seed, lengths = order_seed(args), None
-        if args.train_sampling_strategy == "group_by_length":
-            lengths = [len(row["input_ids"]) for row in dataset.sequences]
-        elif args.train_sampling_strategy not in ("random", "sequential"):
-            raise UserError(
-                f"--train_sampling_strategy {args.train_sampling_strategy}: the row order would depend on the number "
-                "of ranks; use random, sequential or group_by_length."
-            )
-        effective = args.per_device_train_batch_size * args.gradient_accumulation_steps * self.settings.data_ranks
-        order = None
-        if lengths:
-
-            def order(rows, generator):
-                chosen = [lengths[i] for i in rows]
-                return [rows[i] for i in LengthGroupedSampler(effective, lengths=chosen, generator=generator)]
-
-        weights = getattr(dataset.sequences, "weights", self.tokens.weights)  # of packs, else of rows
-        self.train_sampler = EpochSampler(len(dataset), effective, seed, order, weights)
-        return self.train_sampler
-
-    def _get_eval_sampler(self, eval_dataset):
-        return EpochSampler(len(eval_dataset), self.args.per_device_eval_batch_size * self.settings.data_ranks, None)
 
     def training_step(self, net, inputs, num_items_in_batch=None):
         mask = inputs.get("attention_mask")
@@ -285,10 +296,14 @@ class ZerofitTrainer(Trainer):
             # A stream's rows of a step may all be truncated away, and a rank that counts for itself may have only the
             # filler of the last step: loss 0, not NaN.
             num_items_in_batch = num_items_in_batch.clamp(min=1)
-        with self.sequence.split(self._prepare_inputs(inputs)) as inputs:
+        with self.sequence.split(send_to_device(inputs, self.args.device)) as inputs:
             loss = super().training_step(net, inputs, num_items_in_batch)
         self.guard.losses.append(loss)
         return loss
+
+    def fuse_loss(self, net) -> fused_loss.FusedLoss | None:
+        """Fuse the loss of the model; a simulation does it among real tensors."""
+        return fused_loss.install(self.settings, net)
 
     def without_logits(self):
         """Return the context for a forward pass that needs the loss but not the logits."""
@@ -307,7 +322,19 @@ class ZerofitTrainer(Trainer):
     def evaluation_loop(
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
     ):
-        """Return mean loss and perplexity over all supervised tokens, for any split into batches and ranks.
+        """Return mean loss and perplexity over all supervised tokens, for any split into batches and ranks."""
+        with self.tracker.during("eval"):
+            mean = self._mean_loss(dataloader)
+        metrics = {
+            f"{metric_key_prefix}_loss": mean,
+            f"{metric_key_prefix}_perplexity": math.exp(min(mean, 700.0)),
+        }
+        return EvalLoopOutput(
+            predictions=None, label_ids=None, metrics=metrics, num_samples=len(self.eval_tokens or ())
+        )
+
+    def _mean_loss(self, dataloader) -> float:
+        """Return the mean loss over all supervised tokens. Collective.
 
         Under ZeRO-3 no_grad replaces inference_mode: parameters gathered in inference mode could not be trained
         afterwards.
@@ -316,11 +343,11 @@ class ZerofitTrainer(Trainer):
         was_training = model.training
         model.eval()
         total = torch.zeros(2, dtype=torch.float64, device=self.args.device)  # summed loss, supervised tokens
-        zero3 = self.settings.deepspeed is not None and self.settings.zero == "3"
+        zero3 = self.settings.deepspeed is not None and self.settings.zero == 3
         with torch.no_grad() if zero3 else torch.inference_mode():
             for inputs in dataloader:
-                self.reporter.pulse.beat(self.state.global_step)
-                with self.sequence.split(self._prepare_inputs(inputs)) as inputs:
+                self.reporter.heartbeat.beat(self.state.global_step)
+                with self.sequence.split(send_to_device(inputs, self.args.device)) as inputs:
                     count = sequence_parallel.supervised(inputs)
                     with self.compute_loss_context_manager(), self.without_logits():
                         mean = model(**inputs, num_items_in_batch=count.clamp(min=1)).loss
@@ -328,14 +355,7 @@ class ZerofitTrainer(Trainer):
         model.train(was_training)
         if self.args.world_size > 1:
             torch.distributed.all_reduce(total)
-        mean = (total[0] / total[1]).item()
-        metrics = {
-            f"{metric_key_prefix}_loss": mean,
-            f"{metric_key_prefix}_perplexity": math.exp(min(mean, 700.0)),
-        }
-        return EvalLoopOutput(
-            predictions=None, label_ids=None, metrics=metrics, num_samples=len(self.eval_tokens or ())
-        )
+        return (total[0] / total[1]).item()
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:

@@ -208,21 +208,21 @@ def longest(rows, count: int) -> list[dict]:
     return [rows[i] for i in sorted(range(len(lengths)), key=lambda i: -lengths[i])[:count]]
 
 
-def _step(trainer, rows: list[dict], ledger) -> dict:
+def _step(trainer, rows: list[dict], tracker) -> dict:
     """Take one optimizer step of two micro batches of these rows; return {"peak_bytes", "seconds"}."""
-    if ledger is None:
+    if tracker is None:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     started = time.perf_counter()
-    if ledger is None:
+    if tracker is None:
         micro_batches(trainer, rows, 2)
         torch.cuda.synchronize()
         peak = torch.cuda.max_memory_reserved()
     else:
-        ledger.highest = 0
-        with ledger:
+        tracker.highest = 0
+        with tracker:
             micro_batches(trainer, rows, 2)
-        peak = ledger.highest
+        peak = tracker.highest
     return {"peak_bytes": peak, "seconds": time.perf_counter() - started}
 
 
@@ -234,7 +234,7 @@ def micro_batches(trainer, rows: list[dict], number: int) -> float:
     model.train()
     loss = torch.zeros((), device=trainer.args.device)
     for i in range(number):
-        accelerator.gradient_state._set_sync_gradients(i == number - 1)
+        accelerator.sync_gradients = i == number - 1
         loss += trainer.training_step(model, trainer.train_collator(rows), count)
     if not trainer.is_deepspeed_enabled:  # DeepSpeed's backward also steps
         if trainer.args.max_grad_norm:

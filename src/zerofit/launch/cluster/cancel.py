@@ -20,7 +20,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument(
         "--now", action="store_true", help="end it at once; what it made since its last checkpoint is lost"
     )
-    parser.add_argument("--wait", type=float, default=600.0, metavar="SECONDS", help="that it gets to save")  # fmt: skip
+    parser.add_argument("--wait", type=float, default=600.0, metavar="SECONDS", help="that it gets to save")
     parser.add_argument("run", help="the run folder")
     args = parser.parse_args(argv)
     folder = status.find(args.run)

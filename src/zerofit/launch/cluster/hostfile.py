@@ -41,7 +41,7 @@ PASSED_ON = (
     "ZEROFIT_",
 )
 
-# No prefix CUDA_: CUDA_VISIBLE_DEVICES, CUDA_MPS_PIPE_DIRECTORY and others are valid on one machine only.
+# No prefix CUDA_: CUDA_VISIBLE_DEVICES, CUDA_MPS_PIPE_DIRECTORY and others are valid on one node only.
 PASSED_BY_NAME = (
     "OMP_NUM_THREADS",
     "HTTPS_PROXY",
@@ -74,7 +74,7 @@ def main(argv: list[str]) -> None:
     Raises: UserError for the user's mistakes and for unusable hosts, before anything is started.
     """
     parser = argparse.ArgumentParser(prog="zerofit hosts", allow_abbrev=False, description=__doc__)
-    parser.add_argument("--hosts", required=True, help="DeepSpeed's hostfile: a line `host slots=8` for each machine")
+    parser.add_argument("--hosts", required=True, help="DeepSpeed's hostfile: a line `host slots=8` for each node")
     parser.add_argument("--include", default="", help="only these: host1@host2:0,2 (DeepSpeed's form)")
     parser.add_argument("--exclude", default="", help="not these, in the same form")
     parser.add_argument("--gpus", default="", help="processes on each host (default: its slots)")
@@ -118,7 +118,7 @@ def read(file: Path, include: str = "", exclude: str = "", gpus: str = "") -> li
     Raises: UserError for a missing or invalid file (DeepSpeed's launcher would run on this machine instead).
     """
     if not file.is_file():
-        raise UserError(f"HOSTS={file}: there is no such file; a line for each machine: `host1 slots=8`.")
+        raise UserError(f"HOSTS={file}: there is no such file; a line for each node: `host1 slots=8`.")
     from deepspeed.launcher import runner
 
     runner.logger.disabled = True  # it logs what the error below contains
@@ -126,7 +126,7 @@ def read(file: Path, include: str = "", exclude: str = "", gpus: str = "") -> li
         pool = runner.fetch_hostfile(str(file))
         slots_by_host = runner.parse_inclusion_exclusion(pool, include, exclude)
     except (ValueError, OSError) as error:
-        raise UserError(f"HOSTS={file}: {' '.join(str(error).split()).rstrip('.')}; a line for each machine: `host1 "
+        raise UserError(f"HOSTS={file}: {' '.join(str(error).split()).rstrip('.')}; a line for each node: `host1 "
                         "slots=8`.") from None  # fmt: skip
     finally:
         runner.logger.disabled = False
@@ -168,9 +168,15 @@ def check(ssh: list[str], hosts: list[Host], file: str) -> None:
     options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={SSH_SECONDS}"]
     try:
         attempts = [
-            subprocess.Popen([*ssh, *options, "--", host.name, test], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                             stderr=subprocess.PIPE, text=True) for host in hosts
-        ]  # fmt: skip
+            subprocess.Popen(
+                [*ssh, *options, "--", host.name, test],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for host in hosts
+        ]
     except OSError as error:
         raise UserError(
             f"--ssh {shlex.join(ssh)}: cannot be started: {error.strerror}; install an ssh client."
@@ -218,11 +224,11 @@ def run(ssh: list[str], hosts: list[Host], jobs: list[dict]) -> int:
     ]
     for thread in printers:
         thread.start()
-    heard: list[int] = []
+    signals: list[int] = []
 
     def pass_on(number, _frame):
-        heard.append(number)
-        for process in processes if number == signal.SIGINT or len(heard) > 1 else processes[:1]:
+        signals.append(number)
+        for process in processes if number == signal.SIGINT or len(signals) > 1 else processes[:1]:
             _tell(process, signal.Signals(number).name)
 
     before = {n: signal.signal(n, pass_on) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)}

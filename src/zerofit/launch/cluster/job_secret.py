@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from zerofit import run_lock
+from zerofit import command_line, run_lock
 from zerofit.errors import UserError
 from zerofit.launch.cluster import node_options
 
@@ -62,12 +62,8 @@ def file_beside(flags: list[str]) -> Path | None:
 
 def folder_of(flags: list[str]) -> Path | None:
     """Return the absolute path of --output_dir (the last one counts); None without it."""
-    folder = None
-    for i, flag in enumerate(flags):
-        name, equals, value = flag.partition("=")
-        if name in ("--output_dir", "--output-dir"):
-            folder = value if equals else "".join(flags[i + 1 : i + 2])
-    return Path(folder).expanduser().absolute() if folder else None
+    given = [values for name, values, _ in command_line.by_flag(flags) if name == "--output_dir"]
+    return Path(given[-1][0]).expanduser().absolute() if given and any(given[-1]) else None
 
 
 def _write(file: Path) -> bytes:

@@ -176,7 +176,9 @@ def _check_flags(recipe: str, flags: list[str], sizes: set[int], gpu: hardware.G
             raise UserError(
                 f"{name}: prints and trains nothing; a job needs no pods for it (zerofit launch {name} does it here)."
             )
-    per_size = [resolve.resolve_settings(recipe, [*flags, "--gpus", str(ranks)], ranks, gpu) for ranks in sorted(sizes)]
+    per_size = [
+        resolve.resolve_settings(recipe, command_line.put(flags, gpus=ranks), ranks, gpu) for ranks in sorted(sizes)
+    ]
     smallest, largest = per_size[0], per_size[-1]
     if smallest.effective_batch_size != largest.effective_batch_size:
         raise UserError(

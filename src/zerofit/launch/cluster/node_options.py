@@ -1,6 +1,7 @@
 """Options and checks of one node among several: rank, address, interface, ports."""
 
 import argparse
+import os
 import socket
 import time
 from dataclasses import dataclass
@@ -42,7 +43,7 @@ class Place:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that place this node in a job."""
-    parser.add_argument("--nnodes", default="1", help="machines of the job, or MIN:MAX of an elastic one")
+    parser.add_argument("--nnodes", default="1", help="nodes of the job, or MIN:MAX of an elastic one")
     parser.add_argument(
         "--node_rank", default="", help="which of them this one is: 0 is the one named by --master_addr"
     )
@@ -72,17 +73,17 @@ def of(given) -> Place | None:
     Raises: UserError for invalid or contradictory values.
     """
     if (bounds := count(given.nnodes)) is None:
-        raise UserError(f"NODES={given.nnodes}: must be a number of machines, or MIN:MAX for an elastic job.")
+        raise UserError(f"NODES={given.nnodes}: must be a number of nodes, or MIN:MAX for an elastic job.")
     least, most = bounds
     if most == 1:
         return None
     if not given.node_rank.isdigit() or int(given.node_rank) >= most:
         raise UserError(
-            f"NODE_RANK={given.node_rank or '(not given)'}: with NODES={given.nnodes} each machine needs its own, from "
-            f"0 to {most - 1}; 0 is the machine that MASTER_ADDR names."
+            f"NODE_RANK={given.node_rank or '(not given)'}: with NODES={given.nnodes} each node needs its own, from "
+            f"0 to {most - 1}; 0 is the node that MASTER_ADDR names."
         )
     if not given.master_addr:
-        raise UserError(f"MASTER_ADDR is not given: with NODES={given.nnodes} name the machine with NODE_RANK=0 to all "
+        raise UserError(f"MASTER_ADDR is not given: with NODES={given.nnodes} name the node with NODE_RANK=0 to all "
                         "of them.")  # fmt: skip
     port = given.port or str(PORT)
     if not port.isdigit() or not 1 <= int(port) < 65535:
@@ -163,6 +164,21 @@ def interface_towards(address: str, port: int) -> str:
     except OSError:
         return ""
     return next((name for name, addresses in interfaces().items() if own_ip in addresses), "")
+
+
+def interface_variables(place: Place, addresses: dict[int, str]) -> dict[str, str]:
+    """Return the interface variables of gloo and NCCL; those of the user win, unless --interface is given.
+
+    Args: addresses: of the attempt's nodes, by node rank; "" for node 0.
+    """
+    name = place.interface
+    if not name:
+        others = [address for rank, address in addresses.items() if rank != place.rank and address]
+        name = interface_towards(others[0] if place.rank == 0 and others else place.address, place.port)
+    if not name:
+        return {}
+    variables = {"GLOO_SOCKET_IFNAME": name} | ({"NCCL_SOCKET_IFNAME": f"={name}"} if name != "lo" else {})
+    return {key: value for key, value in variables.items() if place.interface or key not in os.environ}
 
 
 def reach(place: Place) -> str:

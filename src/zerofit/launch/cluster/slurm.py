@@ -23,7 +23,7 @@ from zerofit.train.checkpoint.resume import choose_folder
 
 TEMPLATE = ROOT / "launchers" / "slurm.sbatch"
 
-RESUME = ("--resume_from_checkpoint", "--resume-from-checkpoint")
+RESUME = ("--resume_from_checkpoint",)
 
 SCRIPT = "slurm.sbatch"  # name of the filled-in script in the run folder
 
@@ -59,9 +59,9 @@ def main(argv: list[str]) -> None:
     Raises: UserError for the user's mistakes, also in the recipe's flags, before anything is written or submitted.
     """
     parser = argparse.ArgumentParser(prog="zerofit slurm", allow_abbrev=False, description=__doc__)
-    parser.add_argument("--nodes", default="1", help="machines")
+    parser.add_argument("--nodes", default="1", help="number of nodes")
     parser.add_argument("--gpus", default="1", help="GPUs, and so processes, on each (with --use_cpu true: processes)")
-    parser.add_argument("--cpus", default="", help=f"cores of each machine (default: {CORES_PER_GPU} per GPU)")
+    parser.add_argument("--cpus", default="", help=f"cores of each node (default: {CORES_PER_GPU} per GPU)")
     parser.add_argument("--time", default="24:00:00", help="limit of one start; the job goes on after it by itself")
     for name in ("partition", "account", "qos"):
         parser.add_argument(f"--{name}", default="", help="as sbatch's")
@@ -94,7 +94,7 @@ def request_of(given) -> Request:
         raise UserError(f"{given.recipe}: no such recipe; there are recipes/{', recipes/'.join(arguments.RECIPES)}.")
     if not given.nodes.isdigit() or int(given.nodes) < 1:
         raise UserError(f"NODES={given.nodes}: must be a whole number of 1 or more.")
-    on_cpu = (command_line.value_of(flags, ("--use_cpu", "--use-cpu")) or "false").lower() in ("true", "1", "yes")
+    on_cpu = (command_line.value_of(flags, ("--use_cpu",)) or "false").lower() in ("true", "1", "yes")
     cpus = given.cpus or str(gpus * (1 if on_cpu else CORES_PER_GPU))
     if not cpus.isdigit() or int(cpus) < 1:
         raise UserError(f"--cpus {cpus}: must be a whole number of 1 or more.")
@@ -102,8 +102,9 @@ def request_of(given) -> Request:
     if int(given.nodes) > 1:
         prepare.check_for_nodes(flags)
     ranks = int(given.nodes) * gpus
-    output_dir = given.output_dir or command_line.value_of(flags, ("--output_dir", "--output-dir"))
-    settings = check(recipe.stem, [*flags, *(["--output_dir", output_dir] if output_dir else [])], ranks, on_cpu)
+    output_dir = given.output_dir or command_line.value_of(flags, ("--output_dir",))
+    named = command_line.put(flags, output_dir=output_dir) if output_dir else flags
+    settings = check(recipe.stem, named, ranks, on_cpu)
     for number, added_flags in enumerate(sweep):
         try:
             check(recipe.stem, [*flags, *added_flags], ranks, on_cpu)
@@ -115,8 +116,9 @@ def request_of(given) -> Request:
         content = "runs" if taken else "a run that has finished"
         raise UserError(f"--output_dir {folder}: already holds {content}; name another folder (OUT=...).")
     return Request(
-        recipe.absolute(), command_line.drop(flags, "--output_dir", "--resume_from_checkpoint"), folder.absolute(), int(given.nodes),
-        gpus, int(cpus), on_cpu, given.time, given.partition, given.account, given.qos, sweep, _options(given.sbatch),
+        recipe.absolute(), command_line.drop(flags, "--output_dir", "--resume_from_checkpoint"), folder.absolute(),
+        int(given.nodes), gpus, int(cpus), on_cpu, given.time, given.partition, given.account, given.qos, sweep,
+        _options(given.sbatch),
     )  # fmt: skip
 
 
@@ -126,7 +128,7 @@ def check(recipe: str, flags: list[str], ranks: int, on_cpu: bool) -> Settings:
     A login node has no GPU; the job's GPU is assumed to be an A100, so to have bf16.
     Raises: UserError for what the recipe would reject, and for a secret in the flags.
     """
-    if command_line.value_of(flags, ("--hub_token", "--hub-token")) is not None:
+    if command_line.value_of(flags, ("--hub_token",)) is not None:
         raise UserError(
             "--hub_token: the batch script would hold it for everybody to read; leave it out and set HF_TOKEN in the "
             "environment, which sbatch passes on."
@@ -138,7 +140,7 @@ def check(recipe: str, flags: list[str], ranks: int, on_cpu: bool) -> Settings:
             "run folder; name that folder with OUT=... and use auto."
         )
     gpu = None if on_cpu else hardware.GPUS["a100-80g"]
-    settings = resolve.resolve_settings(recipe, [*flags, "--gpus", str(ranks)], ranks, gpu)
+    settings = resolve.resolve_settings(recipe, command_line.put(flags, gpus=ranks), ranks, gpu)
     preflight.only_print(settings)
     return settings
 
@@ -155,7 +157,7 @@ def read_sweep(file: Path) -> list[list[str]]:
             words = shlex.split(line, comments=True)
         except ValueError as error:
             raise UserError(f"{file}:{number}: cannot be split into words: {str(error).lower()}.") from None
-        if command_line.value_of(words, ("--output_dir", "--output-dir")):
+        if command_line.value_of(words, ("--output_dir",)):
             raise UserError(
                 f"{file}:{number}: --output_dir: the jobs of a sweep are in OUT/0, OUT/1 ...; leave it out."
             )
@@ -282,7 +284,8 @@ def submit(request: Request, script: str) -> None:
     for index, run_dir in enumerate(folders if request.sweep else []):
         run_folder.write_json(run_dir / JOB, record | {"job_id": f"{job_id}_{index}", "jobs": 0})
     name = shlex.quote(os.path.relpath(folder))
-    processes = f"{request.nodes} machine{'s' * (request.nodes > 1)} with {request.gpus} process{'es' * (request.gpus > 1)} each"
+    nodes = f"{request.nodes} node{'s' * (request.nodes > 1)}"
+    processes = f"{nodes} with {request.gpus} process{'es' * (request.gpus > 1)} each"
     print(
         f"job {job_id}{f': {len(folders)} runs' * bool(request.sweep)}: {processes}; run folder "
         f"{os.path.relpath(folder)}"

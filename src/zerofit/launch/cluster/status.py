@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from zerofit import rank_status
+from zerofit import command_line, rank_status
 from zerofit.errors import UserError
 
 JOB, LOG, CANCELLED = "slurm.json", "slurm.log", "cancelled"  # files in the run folder of a SLURM job
@@ -133,7 +133,9 @@ def ask(*words: str) -> str:
             "has modules), or see the batch script with --print."
         ) from None
     except subprocess.TimeoutExpired:
-        raise UserError(f"{words[0]} did not answer within {ANSWER_SECONDS:.0f} s; is slurmctld up (`scontrol ping`)?") from None  # fmt: skip
+        raise UserError(
+            f"{words[0]} did not answer within {ANSWER_SECONDS:.0f} s; is slurmctld up (`scontrol ping`)?"
+        ) from None
     if result.returncode:
         raise UserError(f"{words[0]}: {(result.stderr or result.stdout).strip() or f'exit code {result.returncode}'}")
     return result.stdout
@@ -208,9 +210,5 @@ def _runs(words: list[str], process, folder: Path) -> bool:
     """Return whether a Python command line has --output_dir with this folder."""
     if not words or not Path(words[0]).name.startswith("python"):
         return False
-    for i, word in enumerate(words):
-        name, equals, value = word.partition("=")
-        if name.replace("-", "_") == "__output_dir":
-            value = value if equals else "".join(words[i + 1 : i + 2])
-            return (Path(process.cwd()) / Path(value).expanduser()).resolve() == folder.resolve()
-    return False
+    named = command_line.value_of(words, ("--output_dir",))
+    return named is not None and (Path(process.cwd()) / Path(named).expanduser()).resolve() == folder.resolve()

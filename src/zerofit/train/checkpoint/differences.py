@@ -35,7 +35,8 @@ MAY_CHANGE = {
 
 def record(settings) -> dict:
     """Return the arguments that a later resume compares, for the checkpoint's facts."""
-    arguments = {name: settings.values.get(name) for name in (*ROWS, *SHAPE, *MEANING, *MAY_CHANGE)}
+    values = settings.written()
+    arguments = {name: values.get(name) for name in (*ROWS, *SHAPE, *MEANING, *MAY_CHANGE)}
     if arguments["data_seed"] is None:
         arguments["data_seed"] = arguments["seed"]
     if not arguments["streaming"]:

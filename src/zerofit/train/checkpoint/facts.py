@@ -1,7 +1,6 @@
 """zerofit.json: what a checkpoint holds and how it was written."""
 
 import json
-import os
 from pathlib import Path
 
 FACTS = "zerofit.json"
@@ -9,18 +8,6 @@ FACTS = "zerofit.json"
 FORMAT = 1  # of that file; increase it when older versions could not resume from a new one
 
 ASIDE = ".saving"  # folder in the run folder that a checkpoint is written to before it is renamed
-
-
-def hash_file(file: Path, sync: bool = False) -> str:
-    import xxhash
-
-    digest = xxhash.xxh3_64()
-    with file.open("rb") as opened:
-        if sync:
-            os.fsync(opened.fileno())
-        while block := opened.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 # --- reading ---
@@ -37,19 +24,19 @@ def read_facts(checkpoint: Path) -> dict | None:
     return facts if _are_facts(facts) else {}
 
 
-def _are_facts(found) -> bool:
+def _are_facts(facts) -> bool:
     """Return whether the fields that a resume reads are valid; of a newer format, only its number."""
-    if not isinstance(found, dict) or not isinstance(found.get("format", 1), int):
+    if not isinstance(facts, dict) or not isinstance(facts.get("format", 1), int):
         return False
-    if found.get("format", 1) > FORMAT:
+    if facts.get("format", 1) > FORMAT:
         return True
-    if "digest" in found and found["digest"] != digest_of(found):
+    if "digest" in facts and facts["digest"] != digest_of(facts):
         return False
-    files, others = found.get("files"), found.get("elsewhere", {})
+    files, others = facts.get("files"), facts.get("elsewhere", {})
     if not files or not all(isinstance(entries, dict) for entries in (files, others)):
         return False
     pairs = all(isinstance(e, list) and [type(n) for n in e] == [int, str] for e in (*files.values(), *others.values()))
-    return pairs and all(name in found for name in ("recipe", "zero", "world_size", "offload", "fingerprints"))
+    return pairs and all(name in facts for name in ("recipe", "zero", "world_size", "offload", "fingerprints"))
 
 
 def digest_of(facts: dict) -> str:

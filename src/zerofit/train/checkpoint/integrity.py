@@ -5,8 +5,9 @@ from pathlib import Path
 
 from zerofit import __version__, run_folder
 from zerofit.errors import UserError
+from zerofit.paths import hash_file
 from zerofit.train.checkpoint import pickles
-from zerofit.train.checkpoint.facts import FACTS, FORMAT, hash_file, is_of_this_kit, read_facts
+from zerofit.train.checkpoint.facts import FACTS, FORMAT, is_of_this_kit, read_facts
 
 
 def latest_valid_checkpoint(folder: Path, say=lambda text: None) -> Path | None:

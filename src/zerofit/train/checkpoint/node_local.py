@@ -48,10 +48,8 @@ def agree(settings, folder: Path) -> None:
         checkpoints = run_folder.checkpoints(folder) if distributed.first_of_node() else {}
         valid_steps = [step for step, checkpoint in checkpoints.items() if not integrity.find_corruption(checkpoint)]
         common_steps = set.intersection(*map(set, distributed.of_nodes(valid_steps)))
-        settings.values["resume_from_checkpoint"] = (
-            str(folder / f"checkpoint-{max(common_steps)}") if common_steps else None
-        )
+        settings.resume_from_checkpoint = str(folder / f"checkpoint-{max(common_steps)}") if common_steps else None
         return
     reason = integrity.find_corruption(Path(chosen)) if distributed.first_of_node() else ""
     if reasons := [f"node {i}: {text}" for i, text in enumerate(distributed.of_nodes(reason)) if text]:
-        raise UserError(f"--resume_from_checkpoint {chosen}: is not whole on every machine: {reasons[0]}.")
+        raise UserError(f"--resume_from_checkpoint {chosen}: is not whole on every node: {reasons[0]}.")

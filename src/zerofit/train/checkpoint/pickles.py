@@ -115,4 +115,7 @@ def only_known():
             yield
     finally:
         for name, value in before.items():
-            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -1,7 +1,8 @@
 """Load a checkpoint's states into an engine of another ZeRO stage, rank count or offload.
 
-No converted copy is written: each rank reads from the shards what its own share needs. (DeepSpeed's universal checkpoint
-supports only Adam's states at stage 3, not stage 0, and writes 12 bytes per parameter, which it then reads again.)
+No converted copy is written: each rank reads from the shards what its own share needs. (DeepSpeed's universal
+checkpoint supports only Adam's states at stage 3, not stage 0, and writes 12 bytes per parameter, which it then reads
+again.)
 """
 
 import json
@@ -33,7 +34,7 @@ def load(trainer, checkpoint: Path) -> None:
     step = {} if states.step is None or not keys else {"step": _step(optimizer, states.step)}
     if engine is None:
         _into_parameters(optimizer, states, names, keys, step)
-    elif trainer.settings.zero == "3":
+    elif trainer.settings.zero == 3:
         _into_partitions(engine.optimizer, optimizer, states, names, keys, step)
     else:
         _into_slices(engine.optimizer, optimizer, states, names, keys, step)

@@ -8,7 +8,7 @@ from zerofit.errors import UserError
 from zerofit.model.load import fingerprints
 from zerofit.settings import Settings
 from zerofit.train.checkpoint import differences, pickles
-from zerofit.train.checkpoint.facts import read_facts
+from zerofit.train.checkpoint.facts import read_facts, step_of
 
 
 def check_resumable(settings, train_set) -> None:
@@ -33,6 +33,8 @@ def check_resumable(settings, train_set) -> None:
             f"{flag}: was saved with {known['unsaved']}, whose optimizer states DeepSpeed leaves out; begin anew from "
             f"its weights with --model (recipes/lora.py: `zerofit export {requested} --merge` first)."
         )
+    stretch = {"zero": known["zero"], "world_size": known["world_size"], "to_step": step_of(Path(requested))}
+    settings.resumed = [*known.get("resumed", []), stretch]
     _decide_resharding(settings, known, Path(requested).name)
     if settings.resharded:
         zero_shards.check_whole(Path(requested))
@@ -69,7 +71,7 @@ def _facts_of_files(checkpoint: Path, settings) -> dict:
 
 def _decide_resharding(settings, known: dict, name: str) -> None:
     """Decide whether DeepSpeed can load the checkpoint as it is or its states must be resharded."""
-    was, now = ({n: get(n) for n in ("zero", "world_size", "offload")} for get in (known.get, settings.values.get))
+    was, now = ({n: get(n) for n in ("zero", "world_size", "offload")} for get in (known.get, settings.written().get))
     now["world_size"] = settings.world_size
     if was["zero"] == now["zero"] == "0":
         settings.resharded = known.get("optim", settings.optim) != settings.optim
@@ -139,13 +141,13 @@ def find_checkpoint(settings: Settings, folder: Path) -> None:
 
     value = settings.resume_from_checkpoint
     if value is None or value.lower() == "false":
-        settings.values["resume_from_checkpoint"] = None
+        settings.resume_from_checkpoint = None
         return
     if value.lower() in ("true", "last", "auto"):
         latest = integrity.latest_valid_checkpoint(folder, say=lambda text: print(f"note: {text}", flush=True))
         if latest is None and value.lower() == "auto":
             print(f"note: {folder} holds no whole checkpoint: the run begins at the start", flush=True)
-            settings.values["resume_from_checkpoint"] = None
+            settings.resume_from_checkpoint = None
             return
         if latest is None:
             raise UserError(
@@ -155,4 +157,4 @@ def find_checkpoint(settings: Settings, folder: Path) -> None:
         value = str(latest)
     elif reason := integrity.find_corruption(Path(value)):
         raise UserError(f"--resume_from_checkpoint {value}: is no whole checkpoint: {reason}; name another one.")
-    settings.values["resume_from_checkpoint"] = value
+    settings.resume_from_checkpoint = value

@@ -11,9 +11,10 @@ import zipfile
 from pathlib import Path
 
 from zerofit import __version__, distributed, run_folder
-from zerofit.paths import size_of
+from zerofit.paths import hash_file, size_of
+from zerofit.settings import written
 from zerofit.train.checkpoint import differences, node_local
-from zerofit.train.checkpoint.facts import ASIDE, FACTS, FORMAT, digest_of, hash_file
+from zerofit.train.checkpoint.facts import ASIDE, FACTS, FORMAT, digest_of
 
 # --- saving ---
 
@@ -165,9 +166,9 @@ def _facts(trainer, hashes: dict[str, list]) -> dict:
     names = ("recipe", "zero", "offload", "world_size", "effective_batch_size", "optim", "model")
     return {
         "zerofit": __version__, "format": FORMAT, "step": trainer.state.global_step,
-        **{name: getattr(settings, name) for name in names}, "precision": settings.precision,
+        **{name: written(name, getattr(settings, name)) for name in names}, "precision": settings.precision,
         "unsaved": offload.unsaved(settings), "fingerprints": settings.fingerprints, "files": hashes,
-        "settings": differences.record(settings),
+        "settings": differences.record(settings), "resumed": settings.resumed,
         **({} if trainer.is_deepspeed_enabled else {"groups": reshard.group_names(trainer)}),
     }  # fmt: skip
 

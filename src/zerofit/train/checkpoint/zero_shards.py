@@ -77,7 +77,10 @@ def read(checkpoint: Path) -> OptimizerStates:
             f"{_number(saved[0]['partition_count'])}."
         )
     states = OptimizerStates(shapes, {name: {} for name in shapes})
-    (_of_partitions if "fp32_flat_groups" in saved[0] else _of_slices)(states, saved, folder)  # stage 3 has them
+    if "fp32_flat_groups" in saved[0]:  # stage 3
+        _of_partitions(states, saved, folder)
+    else:
+        _of_slices(states, saved, folder)
     scaler = saved[0].get("loss_scaler")
     if saved[0].get("dynamic_loss_scale"):
         states.loss_scale = float(scaler.cur_scale)
@@ -94,7 +97,7 @@ def check_whole(checkpoint: Path) -> None:
     elsewhere = (read_facts(checkpoint) or {}).get("elsewhere", {})
     if missing := [name for name in elsewhere if not (checkpoint / name).exists()]:
         raise UserError(
-            f"{checkpoint}: holds one machine's part (--node_local_storage), and {len(missing)} files of the others "
+            f"{checkpoint}: holds one node's part (--node_local_storage), and {len(missing)} files of the others "
             f"are missing, e.g. {missing[0]}; copy them in from each of them: rsync -a --ignore-existing "
             f"HOST:{checkpoint.absolute()}/ {checkpoint}/."
         )

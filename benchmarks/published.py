@@ -1,0 +1,294 @@
+"""Compare plans with published measurements on real GPUs, point by point.
+
+    python benchmarks/published.py                     # plan every point, write benchmarks/results/published-<date>.*
+    python benchmarks/published.py --only fms-lora     # the points whose id contains this; nothing is written
+    python benchmarks/published.py --again file.json   # the tables, from the plans of an earlier result; --missing
+                                                       # also plans the points that it lacks
+
+published/points.csv has the points: where a figure is from, what was run, and the flags of `zerofit plan` that stand
+for it; published/models their config.json files, published/contexts.csv what processes hold outside torch's allocator,
+published/speeds.csv tokens per second.
+A point is compared as what it measures: allocated or reserved by torch, or the driver's figure (nvidia-smi); "unknown"
+is compared with the last. Class A: the publication states all that matters; B: something is not stated; C: it used
+kernels or code that zerofit does not have, or contradicts itself; fit: only that it ran, or ran out of memory.
+"""
+
+import argparse
+import csv
+import json
+import shlex
+import statistics
+import time
+from pathlib import Path
+
+from zerofit import hardware
+from zerofit.config import resolve
+from zerofit.hardware import GIB
+from zerofit.model import load
+from zerofit.plan import candidates, predict, simulate
+
+HERE = Path(__file__).resolve().parent
+DATA = HERE / "published"
+RESULTS = HERE / "results"
+
+KINDS = ("allocated", "reserved", "driver", "unknown")
+
+ABOUT = (
+    "`python benchmarks/published.py`. The measurements are those of the publications named below, on GPUs; the plans "
+    "were made on a CPU. No constant was fitted to them; the context of a T4 is from the archive of its points."
+)
+
+LARGE = 0.10  # errors above this need a reason
+
+# What other code held that zerofit does not: (text, whether it is memory that the plan also has, but freed earlier).
+# Such memory stays in the allocator's cache, so reserved figures have it anyway.
+DIFFERENCES = {
+    "L": ("transformers 4.48 copied the shifted logits: 2 bytes a logit (loss/loss_utils.py)", False),
+    "O": ("the measuring loop keeps the model's outputs during the backward: 2 bytes a logit", True),
+    "S": ("fp32 logits stay alive in transformers before 4.45 (supposed): 4 bytes a logit", True),
+    "N": ("autograd keeps gathered weights without zero.Init before DeepSpeed PR 8189: 2 bytes a parameter", False),
+    "P": ("prepare_model_for_kbit_training: fp32 head, embedding and logits", False),
+    "Q": ("no double quantization: 0.0466 bytes a quantized parameter more", False),
+}
+
+REASONS = {
+    "K": "fused Triton kernels (RMSNorm, RoPE, LoRA, cross entropy in place) that zerofit does not have",
+    "V": "the model's own code of 2023, other versions",
+    "U": "something that matters is not stated",
+    "D": "the page contradicts itself or another page",
+    "R": "rows of mixed length, which leave more unused segments than equal rows",
+    "W": "the peak is at load",
+}
+
+
+def points() -> list[dict]:
+    with (DATA / "points.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def contexts() -> list[dict]:
+    """Return what processes hold outside torch's allocator, by published messages."""
+    with (DATA / "contexts.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def speeds() -> list[dict]:
+    """Return published tokens per second, each with {"plan", "error"} of the time estimate."""
+    with (DATA / "speeds.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    for row in rows:
+        gpu, ranks = hardware.find(row["gpu"]), int(row["gpus"])
+        (candidate,) = candidates.candidates(row["method"], flags_of(row), ranks, gpu)
+        row["plan"] = candidate.tokens_per_second
+        row["error"] = row["plan"] / float(row["tokens_per_second"]) - 1
+    return rows
+
+
+def flags_of(point: dict) -> list[str]:
+    """Return the flags of `zerofit plan`, with the files that they name."""
+    words = ["--model", str(DATA / "models" / point["model"]), *shlex.split(point["flags"])]
+    if "--deepspeed" in words:
+        place = words.index("--deepspeed") + 1
+        words[place] = str(DATA / words[place])
+    return words
+
+
+def plan(point: dict) -> dict:
+    """Return {"allocated", "reserved", "driver", "least": bytes, ...} of the point by simulation, or {"failed"}."""
+    gpu, ranks = hardware.find(point["gpu"]), int(point["gpus"])
+    (candidate,) = candidates.candidates(point["method"], flags_of(point), ranks, gpu)
+    recipe, setting = candidates.recipe_of(point["method"]), candidate.setting
+    began = time.perf_counter()
+    answer = predict.answer_of(recipe, candidate.flags, ranks, [0], gpu, setting.zero, candidate.shape, setting.every)
+    if isinstance(answer, Exception):
+        return {"failed": str(answer)}
+    candidate.answer = answer
+    outside = candidates.context_bytes(gpu) + candidates.nccl_bytes(ranks)
+    room = int(gpu.memory_gib * GIB) - outside
+    reserved = max(candidate.peak, min(candidate.reserved, room))
+    return {
+        "allocated": candidate.allocated, "reserved": reserved, "driver": reserved + outside,
+        "least": candidate.peak + outside,
+        "phase": max(answer["total"], key=answer["total"].get), "total": answer["total"],
+        "extended_from_layers": answer.get("extended_from_layers"), "differences": _differences(point, candidate, gpu),
+        "seconds_per_step": candidate.seconds, "seconds": round(time.perf_counter() - began, 1),
+    }  # fmt: skip
+
+
+def _differences(point: dict, candidate, gpu) -> dict[str, int]:
+    """Return the bytes of each known difference between the published code and zerofit."""
+    shape = candidate.shape
+    logits = candidate.setting.tokens * shape.vocabulary
+    recipe = candidates.recipe_of(point["method"])
+    settings = resolve.resolve_settings(
+        recipe, candidates.planned_flags(candidate.flags, point["method"]), int(point["gpus"]), gpu
+    )
+    tied = load.load_config(settings).get_text_config().tie_word_embeddings
+    outer = shape.vocabulary * shape.hidden * (1 if tied else 2)
+    sizes = {
+        "L": 2 * logits, "O": 2 * logits, "S": 4 * logits, "N": 2 * shape.parameters, "P": 2 * outer + 4 * logits,
+        "Q": 0.0466 * (shape.frozen - outer),
+    }  # fmt: skip
+    return {letter: int(sizes[letter]) for letter in point["differences"].split()}
+
+
+# --- comparing ---
+
+
+def compare(point: dict, planned: dict) -> list[dict]:
+    """Return a row for each figure of the point: {"kind", "measured", "plan", "error", "after", "error_after"}."""
+    rows = []
+    for kind in KINDS:
+        if not point[kind] or point["class"] == "fit" or "failed" in planned:
+            continue
+        size = planned["driver" if kind == "unknown" else kind]
+        more = sum(
+            bytes_more
+            for letter, bytes_more in planned["differences"].items()
+            if kind == "allocated" or not DIFFERENCES[letter][1]
+        )
+        after = size + more
+        if kind != "allocated":  # a full GPU returns unused segments
+            after = max(size, min(after, int(hardware.find(point["gpu"]).memory_gib * GIB)))
+        measured = float(point[kind])
+        rows.append({
+            "id": point["id"], "class": point["class"], "job": job_of(point), "kind": kind, "measured": measured,
+            "plan": size / GIB, "error": size / GIB / measured - 1, "after": after / GIB,
+            "error_after": after / GIB / measured - 1,
+            "why": _why(point),
+        })  # fmt: skip
+    return rows
+
+
+def job_of(point: dict) -> str:
+    words = shlex.split(point["flags"])
+    zero = words[words.index("--zero") + 1] if "--zero" in words else ""
+    method = {"sft": "full", "lora": "LoRA", "qlora": "QLoRA"}[point["method"]]
+    if not zero.isdigit():
+        zero = str(json.loads((DATA / words[words.index("--deepspeed") + 1]).read_text())["zero_optimization"]["stage"])
+    return f"{method}, {'one GPU' if zero == '0' else f'ZeRO-{zero}'}"
+
+
+def _why(point: dict) -> str:
+    letters = [*point["differences"].split(), *point["reasons"].split()]
+    return "; ".join([*letters, *([point["note"]] if point["note"] else [])])
+
+
+def summary(rows: list[dict]) -> list[str]:
+    """Return a table of errors by class, kind of figure and kind of job."""
+    lines = ["| figures | n | median error | median size | worst | after known differences | median size | worst |"]
+    lines += ["|---|---|---|---|---|---|---|---|"]
+    groups = {"A, all": lambda r: r["class"] == "A", "A and B, all": lambda r: r["class"] in "AB"}
+    for kind in KINDS:
+        groups[f"A, {kind}"] = lambda r, kind=kind: r["class"] == "A" and r["kind"] == kind
+    for kind in KINDS:
+        groups[f"A and B, {kind}"] = lambda r, kind=kind: r["class"] in "AB" and r["kind"] == kind
+    for job in sorted({row["job"] for row in rows}):
+        groups[f"A and B, {job}"] = lambda r, job=job: r["class"] in "AB" and r["job"] == job
+    groups["C: not comparable"] = lambda r: r["class"] == "C"
+    for name, belongs in groups.items():
+        group = [row for row in rows if belongs(row)]
+        if group:
+            plain, after = ([row[key] for row in group] for key in ("error", "error_after"))
+            lines.append(f"| {name} | {len(group)} | {_three(plain)} | {_three(after)} |")
+    return lines
+
+
+def _three(errors: list[float]) -> str:
+    sizes = [abs(error) for error in errors]
+    return f"{statistics.median(errors):+.1%} | {statistics.median(sizes):.1%} | {max(errors, key=abs):+.1%}"
+
+
+def fits(found: list[tuple[dict, dict]]) -> list[str]:
+    """Return a table of what ran and what did not, for the points near the GPU's size."""
+    lines = ["| point | GPU, GiB | needs at least, GiB | plan | published |", "|---|---|---|---|---|"]
+    for point, planned in found:
+        if "failed" in planned:
+            continue
+        total = hardware.find(point["gpu"]).memory_gib
+        if point["ran"] == "yes" and planned["least"] / GIB < 0.8 * total:
+            continue
+        needs = (planned["least"] + sum(planned["differences"].values())) / GIB
+        said = "fits" if needs <= total else "does not fit"
+        known = "ran" if point["ran"] == "yes" else "out of memory"
+        reasons = f" ({point['reasons']})" if point["reasons"] else ""
+        lines.append(f"| {point['id']} | {total:.1f} | {needs:.1f} | {said} | {known}{reasons} |")
+    return lines
+
+
+def markdown(found: list[tuple[dict, dict]]) -> str:
+    rows = [row for point, planned in found for row in compare(point, planned)]
+    lines = ["# Plans against published measurements", "", ABOUT, "", *summary(rows), "", "## Points", ""]
+    lines += ["Errors: plan / measured - 1, without and with what is known to differ (letters below).", ""]
+    lines += ["| point | class | job | figure | measured, GiB | plan | error | with differences | error | why |"]
+    lines += ["|---|---|---|---|---|---|---|---|---|---|"]
+    for row in rows:
+        after = f"{row['after']:.2f} | {row['error_after']:+.1%}"
+        lines.append(
+            f"| {row['id']} | {row['class']} | {row['job']} | {row['kind']} | {row['measured']:.2f} | "
+            f"{row['plan']:.2f} | {row['error']:+.1%} | {after} | {row['why']} |"
+        )
+    lines += ["", *(f"- {letter}: {text}." for letter, (text, _) in DIFFERENCES.items())]
+    lines += [f"- {letter}: {text}." for letter, text in REASONS.items()]
+    lines += ["", "## Fits or does not", "", *fits(found)]
+    measured = speeds()
+    errors = [row["error"] for row in measured]
+    lines += [
+        "", "## Speed", "",
+        f"One GPU, without communication: the estimate's error is median | median size | worst: {_three(errors)}.", "",
+        "| job | GPU | tokens a second | estimate | error |", "|---|---|---|---|---|",
+    ]  # fmt: skip
+    for row in measured:
+        rows_a_batch = row["flags"].partition("--per_device_train_batch_size ")[2].split()[0]
+        lines.append(
+            f"| [{row['model']} {row['method']}, {rows_a_batch} x 4096]({row['url']}) | {row['gpu']} | "
+            f"{float(row['tokens_per_second']):,.0f} | {row['plan']:,.0f} | {row['error']:+.1%} |"
+        )
+    planned_ids = {point["id"] for point, _ in found}
+    failed = [f"- {point['id']}: not planned yet" for point in points() if point["id"] not in planned_ids]
+    failed += [f"- {point['id']}: {planned['failed']}" for point, planned in found if "failed" in planned]
+    lines += ["", "## Not planned", "", *failed] if failed else []
+    lines += ["", "## Sources", "", "| point | source | what was run | command |", "|---|---|---|---|"]
+    for point, _ in found:
+        command = (
+            f"zerofit plan --gpu_type {point['gpu']} --gpus {point['gpus']} --method {point['method']} --model "
+            f"benchmarks/published/models/{point['model']} {point['flags']}"
+        )
+        lines.append(f"| {point['id']} | [{point['source']}]({point['url']}) | {point['stack']} | `{command}` |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="part of the ids; nothing is written")
+    parser.add_argument("--classes", default="A,B,C,fit")
+    parser.add_argument("--again", default="", help="a result's JSON file, whose plans are taken")
+    parser.add_argument("--missing", action="store_true", help="with --again: plan what the file does not have")
+    given = parser.parse_args()
+    chosen = [p for p in points() if given.only in p["id"] and p["class"] in given.classes.split(",")]
+    plans = json.loads(Path(given.again).read_text())["plans"] if given.again else {}
+    target = RESULTS / f"published-{time.strftime('%Y-%m-%d')}"
+    with simulate.reused():
+        for point in chosen if given.missing or not given.again else []:
+            if point["id"] in plans:
+                continue
+            plans[point["id"]] = plan(point)
+            for row in compare(point, plans[point["id"]]):
+                print(
+                    f"{row['id']}: {row['kind']} {row['measured']:.2f}, plan {row['plan']:.2f} ({row['error']:+.1%}), "
+                    f"with differences {row['after']:.2f} ({row['error_after']:+.1%})",
+                    flush=True,
+                )
+            if not given.only:  # after every point: all of them take an hour
+                target.with_suffix(".json").write_text(json.dumps({"plans": plans}, indent=1) + "\n")
+    text = markdown([(point, plans[point["id"]]) for point in chosen if point["id"] in plans])
+    if given.only:
+        print(text)
+        return
+    target.with_suffix(".md").write_text(text)
+    target.with_suffix(".json").write_text(json.dumps({"plans": plans}, indent=1) + "\n")
+    print(text.partition("## Points")[0])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""Write the model card of a trained model: final/ of a run, or an export."""
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from zerofit import __version__
+from zerofit.config.arguments import TINY
+
+# Names of zerofit's own folders, which are shown with the run folder's; and names that say nothing of a model.
+OWN_FOLDERS = r"final|export|export-merged|checkpoint-\d+"
+NO_NAMES = ("model", "base", "weights", "snapshot")
+
+
+@dataclass
+class Card:
+    """What a model card says.
+
+    facts: run.json, {} for a folder of another program;  name: a title without facts;  architecture: the model's class;
+    adapter: adapter_config.json of what was trained, None for a full model;  merged: the adapter is in its base;
+    steps, losses: of these weights;  weights: their dtype, in words;  made: what zerofit did;  body: sentences below
+    the table.
+    """
+
+    facts: dict
+    name: str
+    architecture: str
+    adapter: dict | None
+    steps: int | None
+    losses: str
+    weights: str
+    merged: bool = False
+    made: str = "Trained"
+    body: list[str] = field(default_factory=list)
+
+    def argument(self, name: str):
+        """Return the run's value of an argument; None without facts."""
+        return self.facts.get("arguments", {}).get(name, {}).get("value")
+
+    @property
+    def base(self) -> str:
+        """Return the base model's hub id, or the name of its folder."""
+        if self.argument("model") == str(TINY / "model"):
+            return "zerofit's bundled tiny Llama"
+        return _public(self._base_path())
+
+    def hub_base(self) -> str | None:
+        """Return the base model's hub id; the hub refuses a card with any other base."""
+        name = self._base_path()
+        return name if "/" in name and not _is_path(name) else None
+
+    def _base_path(self) -> str:
+        return str(self.argument("model") or (self.adapter or {}).get("base_model_name_or_path") or "")
+
+
+def text(card: Card) -> str:
+    """Return the text of the model card."""
+    from huggingface_hub import ModelCardData
+
+    holds_adapter = card.adapter is not None and not card.merged
+    library, recipe = "peft" if holds_adapter else "transformers", card.facts.get("recipe")
+    head = ModelCardData(
+        library_name=library,
+        pipeline_tag="text-generation",
+        tags=["zerofit", recipe or "export"],
+        base_model=card.hub_base(),
+    )
+    base = card.base.rpartition("/")[2] if card.hub_base() else card.base
+    title = f"{recipe or 'model'} of {card.architecture if base in NO_NAMES else base}" if base else card.name
+    rows = "\n".join(f"| {name} | {value} |" for name, value in _rows(card) if value not in (None, ""))
+    body = "".join(f"{paragraph}\n\n" for paragraph in card.body)
+    loader = "AutoPeftModelForCausalLM" if holds_adapter else "AutoModelForCausalLM"
+    return (
+        f"---\n{head.to_yaml()}\n---\n\n# {title}\n\n{card.made} by zerofit {__version__}.\n\n"
+        f"| | |\n|---|---|\n{rows}\n\n"
+        f"{body}## Use\n\n```python\nfrom {library} import {loader}\nfrom transformers import AutoTokenizer\n\n"
+        f'model = {loader}.from_pretrained(".")\ntokenizer = AutoTokenizer.from_pretrained(".")\n```\n'
+    )
+
+
+def _rows(card: Card):
+    facts, argument = card.facts, card.argument
+    yield "base model", card.base
+    yield "recipe", facts.get("recipe")
+    if card.adapter:
+        config = card.adapter
+        size = f", r {config['r']}, alpha {config['lora_alpha']}" if config.get("peft_type") == "LORA" else ""
+        bits = 4 if argument("load_in_4bit") else 8 if argument("load_in_8bit") else None
+        packed = f", on a base in {bits} bits" if bits else ""
+        merged = ", merged" if card.merged else ""
+        yield "adapter", f"{'DoRA' if config.get('use_dora') else config.get('peft_type')}{size}{packed}{merged}"
+    if facts:
+        precision = next((name for name in ("bf16", "fp16") if argument(name)), "fp32")
+        yield "trained with", f"ZeRO {stretches(facts, card.steps)}, {precision}"
+        yield "effective batch, learning rate", f"{argument('effective_batch_size')}, {argument('learning_rate')}"
+    for split, data in facts.get("data", {}).items():
+        names = ", ".join(_public(name) for name in str(data.get("source", "")).split(", "))
+        yield (
+            f"{split} data",
+            f"{names}, {data.get('kept', data.get('rows'))} rows (fingerprint {data.get('fingerprint')})",
+        )
+    yield "steps", card.steps
+    yield "loss", card.losses
+    yield "weights", card.weights
+    yield "versions", ", ".join(f"{name} {version}" for name, version in facts.get("versions", {}).items())
+
+
+def stretches(facts: dict, steps: int | None) -> str:
+    """Return stage and ranks of each stretch of a run: "stage 2 on 2 ranks to step 40, then stage 0 on 1 rank".
+
+    Args: facts: run.json, whose "resumed" lists what was trained before; steps: of the weights, None if unknown.
+    """
+    now = {"zero": facts.get("arguments", {}).get("zero", {}).get("value"), "world_size": facts.get("world_size")}
+    shown = []
+    for stretch in [*facts.get("resumed", []), now]:
+        if shown and all(shown[-1][name] == stretch[name] for name in now):  # only interrupted in between
+            shown.pop()
+        shown.append(stretch)
+        if steps is not None and stretch.get("to_step", 0) >= steps:
+            break
+    words = [f"stage {s['zero']} on {s['world_size']} rank{'s' * (s['world_size'] != 1)}" for s in shown]
+    return ", then ".join(
+        [*(f"{w} to step {s['to_step']}" for w, s in zip(words, shown[:-1], strict=False)), words[-1]]
+    )
+
+
+def losses(history: list[dict], step: int) -> str:
+    """Return the last losses up to a step, in words. Args: history: transformers' log_history."""
+    seen = [entry for entry in history if entry.get("step", 0) <= step]
+    train, held_out = (next((e[name] for e in reversed(seen) if name in e), None) for name in ("loss", "eval_loss"))
+    return losses_in_words(train, held_out)
+
+
+def losses_in_words(train: float | None, held_out: float | None) -> str:
+    pairs = ((train, "training"), (held_out, "held out"))
+    return ", ".join(f"{value:.4f} {where}" for value, where in pairs if value is not None)
+
+
+def _is_path(name: str) -> bool:
+    path = Path(name).expanduser()
+    return path.exists() or path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
+
+
+def _public(name: str) -> str:
+    """Return a hub id as it is, of a path only the folder's name (the run's, for a folder within a run)."""
+    if not _is_path(name):
+        return name
+    parts = Path(name).expanduser().parts
+    return next((part for part in reversed(parts) if not re.fullmatch(OWN_FOLDERS, part)), "")

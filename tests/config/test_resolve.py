@@ -1,0 +1,170 @@
+"""The order of the resolvers, and settings that nothing else changes."""
+
+import ast
+import copy
+import json
+import pickle
+import re
+from dataclasses import FrozenInstanceError
+from typing import Literal, get_args, get_origin, get_type_hints
+
+import pytest
+from conftest import ROOT
+
+from zerofit.config import arguments, resolve
+from zerofit.errors import UserError
+from zerofit.settings import AFTER_RESOLVING, WORDS, decide
+
+SRC = ROOT / "src" / "zerofit"
+
+
+@pytest.fixture(scope="module", params=["flags", "model"])
+def settings(request):
+    found = resolve.resolve_settings("sft", ["--zero", "2"], 2)
+    if request.param == "model":
+        resolve.resolve_for_model(found)
+    return found
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda s: decide(s, "bf16", True, "a test"),
+        lambda s: setattr(s, "learning_rate", 1.0),
+        lambda s: setattr(s, "world_size", 3),
+        lambda s: s.values.update(seed=3),
+        lambda s: s.values.__setitem__("seed", 3),
+        lambda s: s.source.pop("seed"),
+        lambda s: s.deepspeed.setdefault("checkpoint", {}),
+        lambda s: s.deepspeed["zero_optimization"].__setitem__("stage", 3),
+    ],
+)
+def test_nothing_changes_resolved_settings(settings, write):
+    before = json.dumps([settings.values, settings.source, settings.deepspeed, settings.decisions], default=str)
+    with pytest.raises(FrozenInstanceError):
+        write(settings)
+    assert json.dumps([settings.values, settings.source, settings.deepspeed, settings.decisions], default=str) == before
+
+
+def test_the_exceptions_are_written_and_an_unknown_name_is_refused(settings):
+    other = settings.replace(output_dir="first")
+    for name in AFTER_RESOLVING:
+        setattr(other, name, getattr(settings, name))
+    assert other.output_dir == settings.output_dir and other.deepspeed == settings.deepspeed
+    with pytest.raises(FrozenInstanceError):
+        other.deepspeed["zero_optimization"]["stage"] = 3
+    other.thaw()
+    with pytest.raises(AttributeError, match="leraning_rate is no argument of recipes"):
+        other.leraning_rate = 1.0
+
+
+def test_every_exception_has_a_writer():
+    """Each name of AFTER_RESOLVING is assigned outside of the resolvers; a name that nobody needs is taken out."""
+    text = "\n".join(file.read_text() for file in SRC.rglob("*.py"))
+    for name in AFTER_RESOLVING:
+        assert re.search(rf"settings\.{name}(, settings\.\w+)? \+?= ", text), name
+
+
+def test_only_the_list_thaws_settings():
+    thawing = {
+        str(file.relative_to(SRC))
+        for file in SRC.rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr == "thaw"
+    }
+    assert thawing == {"config/resolve.py", "settings.py"}
+
+
+def test_another_job_is_a_copy(settings):
+    other = settings.replace(deepspeed=None, per_device_train_batch_size=7)
+    other.decisions.append("of the other")
+    assert (other.deepspeed, other.per_device_train_batch_size) == (None, 7)
+    assert settings.deepspeed is not None and settings.per_device_train_batch_size != 7
+    assert "of the other" not in settings.decisions
+
+
+def test_copies_and_pickles_of_frozen_values_are_plain():
+    """DeepSpeed and transformers fill in the "auto" of their copy."""
+    config = resolve.resolve_settings("sft", ["--zero", "3"], 2).deepspeed
+    for plain in (copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
+        assert type(plain) is type(plain["zero_optimization"]) is dict and plain == config
+
+
+def test_the_model_is_resolved_once(settings):
+    other = settings.replace()
+    resolve.resolve_for_model(other)
+    said = list(other.decisions)
+    resolve.resolve_for_model(other)
+    assert other.decisions == said and other.fused_loss != "auto"
+
+
+# --- types ---
+
+
+def test_an_editor_knows_every_argument():
+    """Settings inherits every group of arguments, as a type checker reads settings.py."""
+    body = ast.parse((SRC / "settings.py").read_text()).body
+    block = next(node for node in body if isinstance(node, ast.If) and node.test.id == "TYPE_CHECKING")
+    bases = [ast.unparse(base).removeprefix("arguments.") for base in block.body[-1].bases]
+    assert sorted(bases) == sorted(["TrainingArguments", *(g.__name__ for g in arguments.kit_groups("lora"))])
+
+
+def fits(value, kind) -> bool:
+    """Whether a value has the type of an annotation of config/arguments.py."""
+    if get_origin(kind) is Literal:
+        return any(value == choice and type(value) is type(choice) for choice in get_args(kind))
+    if get_origin(kind) is list:
+        return isinstance(value, list) and all(fits(item, get_args(kind)[0]) for item in value)
+    if get_args(kind):  # a union
+        return any(fits(value, each) for each in get_args(kind))
+    return isinstance(value, (int, float)) if kind is float else type(value) is (kind or type(None))
+
+
+COMMAND_LINES = [
+    ("sft", ""),
+    ("lora", "--zero 3 --offload all --padding_free false --fused_loss True --canary true"),
+    ("lora", "--adapter prompt_tuning --fused_loss auto --tiled_mlp auto"),
+    ("sft", "--deepspeed deepspeed_configs/zero2.json --packing true --preset gpu-24g"),
+]
+
+
+@pytest.mark.parametrize(("recipe", "flags"), COMMAND_LINES)
+def test_values_have_the_annotated_types(recipe, flags, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    settings = resolve.resolve_settings(recipe, flags.split(), 2)
+    resolve.resolve_for_model(settings)
+    for group in arguments.kit_groups(recipe):
+        for name, kind in get_type_hints(group).items():
+            if not name.startswith("_"):
+                assert fits(getattr(settings, name), kind), f"{name}: {getattr(settings, name)!r} is no {kind}"
+    assert type(settings.zero) is int and {type(settings.padding_free), type(settings.fused_loss)} == {bool}
+
+
+def test_files_hold_the_words_of_the_command_line():
+    """Run folders of earlier versions, and the checkpoints in them, are read with these words."""
+    kinds = {name: kind for group in arguments.kit_groups("lora") for name, kind in get_type_hints(group).items()}
+    typed = {n for n, kind in kinds.items() if get_origin(kind) is Literal and {*map(type, get_args(kind))} != {str}}
+    assert typed == set(WORDS)
+    words = resolve.resolve_settings("sft", "--zero 2 --padding_free true --fused_loss false".split(), 2).written()
+    assert [words[name] for name in WORDS] == ["2", "auto", "true", "false"]
+
+
+@pytest.mark.bad_input
+def test_a_wrong_word_is_refused_with_the_choices():
+    with pytest.raises(
+        UserError, match=r"--padding_free.*: invalid choice: 'yes' .choose from 'auto', 'true', 'false'."
+    ):
+        resolve.resolve_settings("sft", ["--padding_free", "yes"], 1)
+
+
+def test_every_resolver_is_in_one_list():
+    """A function called resolve or resolve_for_model that no list holds would never run."""
+    listed = {f"{f.__module__}.{f.__name__}" for f in (*resolve.FROM_FLAGS, *resolve.FROM_MODEL_CONFIG)}
+    defined = {
+        f"zerofit.{'.'.join(file.relative_to(SRC).with_suffix('').parts)}.{node.name}"
+        for folder in ("config", "data", "model", "optim", "train")
+        for file in (SRC / folder).glob("*.py")
+        for node in ast.parse(file.read_text()).body
+        if isinstance(node, ast.FunctionDef) and node.name in ("resolve", "resolve_for_model")
+    } - {"zerofit.config.resolve.resolve_for_model"}
+    assert defined <= listed and len(listed) == len(resolve.FROM_FLAGS) + len(resolve.FROM_MODEL_CONFIG)

@@ -1,0 +1,88 @@
+"""The published points are complete, and the stored comparison with them is within its bounds."""
+
+import json
+import re
+import statistics
+import sys
+
+import pytest
+from conftest import ROOT
+
+from zerofit import hardware
+from zerofit.config import resolve
+from zerofit.plan import candidates, report
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import published
+
+POINTS = published.points()
+LATEST = sorted(published.RESULTS.glob("published-*.json"))[-1]
+
+
+def test_points_are_complete():
+    assert len({point["id"] for point in POINTS}) == len(POINTS) >= 77
+    for point in POINTS:
+        assert point["url"].startswith("https://") and point["stack"], point["id"]
+        assert point["class"] == "fit" or any(point[kind] for kind in published.KINDS), point["id"]
+        assert set(point["differences"].split()) <= set(published.DIFFERENCES), point["id"]
+        assert set(point["reasons"].split()) <= set(published.REASONS), point["id"]
+        assert point["ran"] in ("yes", "no") and int(point["gpus"]) >= 1
+
+
+@pytest.mark.parametrize("point", POINTS, ids=lambda point: point["id"])
+def test_every_flag_is_accepted(point):
+    flags = candidates.planned_flags(published.flags_of(point), point["method"])
+    gpu = hardware.find(point["gpu"])
+    settings = resolve.resolve_settings(candidates.recipe_of(point["method"]), flags, int(point["gpus"]), gpu)
+    assert candidates.methods_to_try(point["method"], "sft", flags) == [point["method"]]
+    assert (settings.source["zero"] == "flag") == ("--zero" in flags)
+
+
+def test_contexts_are_the_constants():
+    """Every constant is near the median of its messages (two of the RTX 5090 differ by 0.3 GiB)."""
+    sizes = {}
+    for row in published.contexts():
+        if row["gpus"] == "1" and row["gpu"]:
+            sizes.setdefault(row["gpu"], []).append(float(row["gib"]))
+    for name, measured in sizes.items():
+        planned = candidates.context_bytes(hardware.GPUS[name]) / 2**30
+        assert abs(planned - statistics.median(measured)) <= 0.17, name
+    of_a_node = [float(r["gib"]) - 0.5 for r in published.contexts() if 1 < int(r["gpus"]) <= 8]
+    assert min(of_a_node) <= candidates.NCCL_GIB["within a node"] <= max(of_a_node)
+    assert candidates.nccl_bytes(1) == 0 < candidates.nccl_bytes(8, 8) < candidates.nccl_bytes(16, 8)
+
+
+def test_the_estimates_error_is_the_one_that_plans_name():
+    """The bounds in report.SPEED_ERROR and docs/planning.md."""
+    errors = [row["error"] for row in published.speeds()]
+    low, high = (int(number) for number in re.search(r"(-\d+) to \+(\d+) %", report.SPEED_ERROR).groups())
+    assert f"{len(errors)} published runs" in report.SPEED_ERROR
+    assert round(100 * min(errors)) == low and round(100 * max(errors)) == high
+
+
+def compared(*classes):
+    plans = json.loads(LATEST.read_text())["plans"]
+    found = [(point, plans[point["id"]]) for point in POINTS if point["class"] in classes and point["id"] in plans]
+    return [row for point, planned in found for row in published.compare(point, planned)]
+
+
+def test_the_stored_comparison_is_within_its_bounds():
+    """Bounds of this comparison, not of the next point; each large error has a reason."""
+    stated = [row for row in compared("A") if row["kind"] == "allocated"]
+    assert len(stated) >= 15
+    assert max(abs(row["error_after"]) for row in stated) <= 0.08
+    assert statistics.median(abs(row["error_after"]) for row in stated) <= 0.02
+    for row in compared("A", "B"):
+        assert abs(row["error"]) <= published.LARGE or row["why"], row["id"]
+
+
+def test_differences_are_left_out_of_reserved_figures_where_the_cache_has_them():
+    point = dict.fromkeys(("allocated", "reserved", "driver", "unknown", "note", "reasons"), "") | {
+        "id": "x", "class": "A", "allocated": "10", "reserved": "12", "differences": "L O", "gpu": "a100-80g",
+        "method": "sft", "flags": "--zero 0",
+    }  # fmt: skip
+    sizes = {"allocated": 8, "reserved": 11, "driver": 12}
+    planned = {name: size * 2**30 for name, size in sizes.items()} | {"differences": {"L": 2**30, "O": 2**30}}
+    rows = {row["kind"]: row for row in published.compare(point, planned)}
+    assert rows["allocated"]["after"] == 10 and rows["reserved"]["after"] == 12
+    assert rows["allocated"]["error"] == pytest.approx(-0.2) and re.match("L; O", rows["reserved"]["why"])

@@ -1,0 +1,35 @@
+"""Reading and changing command lines."""
+
+import pytest
+
+from zerofit import command_line
+
+LINE = ["run.py", "--max-steps=2", "--data", "a.jsonl", "b.jsonl", "--packing", "--zero", "auto"]
+
+
+def test_each_flag_with_its_values_and_words():
+    assert command_line.by_flag(LINE) == [
+        ("", ["run.py"], ["run.py"]),
+        ("--max_steps", ["2"], ["--max-steps=2"]),
+        ("--data", ["a.jsonl", "b.jsonl"], ["--data", "a.jsonl", "b.jsonl"]),
+        ("--packing", [], ["--packing"]),
+        ("--zero", ["auto"], ["--zero", "auto"]),
+    ]
+    assert command_line.names(LINE) == {"--max_steps", "--data", "--packing", "--zero"}
+
+
+@pytest.mark.parametrize("name", ["--max_steps", "--max-steps"])
+def test_a_flag_is_read_and_dropped_in_both_spellings(name):
+    assert command_line.value_of(LINE, (name,)) == "2"
+    assert command_line.drop(LINE, name, "--data") == ["run.py", "--packing", "--zero", "auto"]
+
+
+def test_only_the_named_value_is_dropped():
+    assert command_line.drop_value(LINE, "--zero", "auto") == LINE[:-2]
+    assert command_line.drop_value(["--zero=auto", "--seed", "1"], "--zero", "auto") == ["--seed", "1"]
+    assert command_line.drop_value(LINE, "--zero", "2") == LINE
+
+
+def test_put_replaces_a_flag():
+    changed = command_line.put(LINE, max_steps=3, packing=False, output_dir="x")
+    assert changed == ["run.py", *LINE[2:5], "--zero", "auto", *"--max_steps 3 --packing false --output_dir x".split()]
