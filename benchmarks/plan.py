@@ -66,6 +66,10 @@ def cpu_cases() -> list[tuple[str, str, int]]:
     for zero in range(4):
         for more in ("", " --fused_loss true --eval_fraction 0.1", " --adapter lora", " --padding_free true"):
             found.append(("dpo", f"--zero {zero}{more}", 2))
+    for zero in (1, 2, 3):
+        for more in ("--gradient_checkpointing true", "--packing true", "--fused_loss true --max_length 128"):
+            found.append(("sft", f"--zero {zero} --sp_size 2 {more}", 4))
+        found.append(("lora", f"--zero {zero} --sp_size 4", 4))
     return found
 
 

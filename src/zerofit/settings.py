@@ -137,6 +137,11 @@ class Settings(_Arguments):
         return "bf16" if self.values["bf16"] else "fp16" if self.values["fp16"] else "fp32"
 
     @property
+    def data_ranks(self) -> int:
+        """Return the number of ranks that train on different rows: the --sp_size ranks of a group share theirs."""
+        return self.world_size // self.values["sp_size"]
+
+    @property
     def bundled(self) -> bool:
         """Return whether the run trains on the bundled default task."""
         return self.source["data"] == "bundled task"

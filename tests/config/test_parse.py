@@ -26,7 +26,7 @@ def test_the_kits_own_flags_are_frozen():
     """A flag that vanishes or is renamed breaks somebody's script: change this list on purpose only."""
     frozen = {
         "RunArguments": """
-            config zero offload effective_batch_size preset search_batch_size memory_limit plan ignore_plan
+            config zero offload effective_batch_size sp_size preset search_batch_size memory_limit plan ignore_plan
             gpu_type gpus show gradient_checkpointing_every gradient_checkpointing_policy activation_offload
             memory_report save_every_minutes node_local_storage ignore_resume_mismatch on_nan max_nan_steps
             max_tokens_per_sample num_samples

@@ -1017,7 +1017,7 @@ def test_a_weight_below_one_takes_other_rows_in_each_epoch(tmp_path, tokenizer, 
         train_sampling_strategy=strategy, per_device_train_batch_size=2, gradient_accumulation_steps=2, world_size=1,
         seed=1, data_seed=None,
     )  # fmt: skip
-    sampler = training_sampler(DatasetWithFiller(sequences, 0), arguments, train.weights)
+    sampler = training_sampler(DatasetWithFiller(sequences, 0), arguments, train.weights, 1)
     packs = sequences.packs if packing else [[i] for i in range(len(sequences))]
 
     def rows_of(epoch):

@@ -95,7 +95,7 @@ def test_architecture_keeps_documents_apart(name, implementation):
     for key in ("layer_types", "no_rope_layers"):
         if isinstance(getattr(config, key, None), list):
             setattr(config, key, getattr(config, key)[:2])
-    if implementation == attention.NAME and (why := attention._cannot_pack(config, implementation, 2048)):
+    if implementation == attention.NAME and (why := attention.cannot_pack(config, implementation, 2048)):
         pytest.skip(f"the kit does not pack it: {why}")
     with torch.device("cuda"):
         net = AutoModelForCausalLM.from_config(

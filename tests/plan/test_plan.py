@@ -42,6 +42,7 @@ FEW = [
     ("dpo", "--zero 2 --fused_loss true", 2),
     ("dpo", "--zero 3 --adapter lora --eval_fraction 0.1", 2),
     ("dpo", "--zero 0 --padding_free true", 1),
+    ("sft", "--zero 2 --sp_size 4 --gradient_checkpointing true", 4),
 ]
 
 
@@ -366,6 +367,40 @@ def test_what_is_fixed_is_not_searched(monkeypatch):
              "--per_device_train_batch_size", "2"]  # fmt: skip
     (only,) = candidates.candidates("sft", flags, 2, GPU)
     assert (only.setting.zero, only.setting.offload, only.setting.every, only.setting.micro) == (2, "optimizer", 1, 2)
+
+
+def test_rows_are_split_where_one_does_not_fit(monkeypatch):
+    """Micro batch 1 and checkpointing come first; --sp_size is searched among what is left, and said."""
+    monkeypatch.setattr(simulate, "run_all", fake_simulation(lambda flags: None))
+    flags = ["--model", str(CONFIGS / "llama3.1-8b"), "--offload", "none", "--activation_offload", "false",
+             "--effective_batch_size", "8", "--max_length", "262144"]  # fmt: skip
+    chosen = search.search(["sft"], flags, 8, GPU).chosen
+    assert (chosen.setting.sp, chosen.setting.micro, chosen.setting.every) == (4, 1, 1)
+    assert chosen.label.endswith(", micro batch 1, sp_size 4") and " SP=4 " in candidates.command(chosen, 8)
+    assert (chosen.setting.tokens, chosen.setting.accumulation) == (65536, 4)
+    short = search.search(["sft"], [*flags[:-1], "4096"], 8, GPU)
+    assert short.chosen.setting.sp == 1
+    with pytest.raises(
+        UserError, match="--sp_size 4: a group must be on one node, so it must divide the 2 GPUs of a node"
+    ):
+        candidates.candidates("sft", [*flags, "--sp_size", "4"], 8, GPU, node=2)
+    few = candidates.candidates("sft", [*flags, "--effective_batch_size", "2"], 8, GPU)  # less than the GPUs
+    assert {c.setting.sp for c in few} == {4, 8}
+
+
+def test_split_rows_by_formula():
+    """1/sp_size of activations and logits, the same model states; four exchanges for each pass through an attention."""
+    whole = formulas.Setting(3, "none", 1, 1, 8192, 1, 8)
+    split = dataclasses.replace(whole, sp=8, tokens=1024)
+    one, part = (formulas.activations(SHAPE_8B, s, False) for s in (whole, split))
+    assert part[0]["logits"] == one[0]["logits"] / 8 and part[0]["activations"] == one[0]["activations"] / 8
+    assert formulas.exchanges(SHAPE_8B, whole) == []
+    (calls,) = formulas.exchanges(SHAPE_8B, split)
+    passes = 3 * SHAPE_8B.layers  # forward, recomputation, backward
+    width = 2 * (SHAPE_8B.heads + SHAPE_8B.kv_heads) * SHAPE_8B.head_dim  # q, k, v and output
+    assert (calls.calls, calls.ranks) == (4 * passes, 8)
+    assert calls.sent == 2 * 1024 * width * passes * 7 / 8
+    assert formulas.wire_bytes(SHAPE_8B, split)[0] == formulas.wire_bytes(SHAPE_8B, whole)[0] + calls.sent
 
 
 def test_nothing_fits_says_what_is_missing_and_what_would_do(monkeypatch):

@@ -54,6 +54,8 @@ def runs(tmp_path_factory):
         "1-2>2": resuming(folder / "1-2", "sft", "2", *bf16),
         "1-2>foreign>3": resuming(folder / "foreign", "sft", "3", *bf16),
         "1-2>1-offload": resuming(folder / "1-2", "sft", "1", *bf16, "--offload", "optimizer"),
+        "3>3-sp": resuming(folder / "3", "sft", "3", "--sp_size", "2"),
+        "lora-sp": saving("lora", "2", "--sp_size", "2"), "lora-sp>1": resuming(folder / "lora-sp", "lora", "1"),
         "dropout": saving("lora", "2", *dropout), "dropout>": resuming(folder / "dropout", "lora", "2", *dropout),
     }  # fmt: skip
     return one | run_world(2, cases, folder)
@@ -72,6 +74,11 @@ def test_it_goes_on(runs, name):
     stage, now = source["arguments"]["zero"]["value"], runs[name].json("run.json")["arguments"]["zero"]["value"]
     stretches = f"ZeRO stage {stage} on {ranks} rank{'s' * (ranks > 1)} to step 4, then stage {now} on 2 ranks"
     assert stretches in (runs[name].folder / "final" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("name", ["3>3-sp", "lora-sp>1"])
+def test_it_goes_on_at_another_sp_size(runs, name):
+    check(runs[name.split(">")[0]], runs[name])
 
 
 def test_each_rank_draws_its_own_dropout_and_goes_on_with_it(runs):

@@ -31,7 +31,14 @@ class RunArguments:
         default=None,
         metadata={
             "help": "Samples per optimizer step over all ranks (default 32); accumulation is derived: "
-            "micro batch x accumulation x ranks."
+            "micro batch x accumulation x ranks / sp_size."
+        },
+    )
+    sp_size: int = field(
+        default=1,
+        metadata={
+            "help": "Sequence parallel: this many ranks of a node share each row and split its tokens "
+            "(docs/long_context.md)."
         },
     )
     preset: str | None = field(

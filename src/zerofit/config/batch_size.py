@@ -1,4 +1,4 @@
-"""Solve effective batch = micro batch x accumulation x ranks for the numbers that were not given."""
+"""Solve effective batch = micro batch x accumulation x data ranks for the numbers that were not given."""
 
 from zerofit.errors import UserError
 
@@ -20,7 +20,7 @@ def solve(
 ) -> tuple[int, int, int]:
     """Return (effective, micro, accumulation) with effective = micro x accumulation x ranks.
 
-    Args: effective, micro, accumulation: in samples, None: not given; ranks: data-parallel ranks; max_micro: the
+    Args: effective, micro, accumulation: in samples, None: not given; ranks: Settings.data_ranks; max_micro: the
         largest micro batch to choose if it is not given. If none is given the effective batch is about 32 samples.
     Raises: UserError for a number below 1 or for numbers that do not multiply up.
     """

@@ -167,9 +167,12 @@ def _refuse_other_parallelism(config: dict, path: str | Path) -> None:
         value = json_value(config, dotted)
         if value is not None and value not in off:
             section, as_json = dotted.partition(".")[0], json.dumps(value)
+            instead = "stage 3 for a model that is larger than a GPU"
+            if section == "sequence_parallel_size":
+                instead = "--sp_size"
             raise UserError(
                 f"{path}: {dotted} = {as_json}: the recipes split a model by ZeRO only, and the batch would be counted "
-                f"wrongly; delete {section}, and use stage 3 for a model that is larger than a GPU."
+                f"wrongly; delete {section}, and use {instead}."
             )
 
 

@@ -15,6 +15,7 @@ def check_ranges(settings: Settings) -> None:
         "shuffle_buffer_size": 1,
         "lora_r": 1,
         "gpus": 1,
+        "sp_size": 1,
         "preprocessing_num_workers": 1,
         "num_samples": 0,
         "logging_steps": 0,
@@ -43,8 +44,20 @@ def check_ranges(settings: Settings) -> None:
             f"--gpus asks for {settings.gpus} processes, but this job has {settings.world_size}: start it with "
             f"`make {settings.recipe} GPUS={settings.gpus}` or `torchrun --nproc_per_node {settings.gpus}`."
         )
+    _check_sp_size(settings)
     if settings.bf16 and settings.fp16:
         raise UserError("--bf16 and --fp16 are both on: choose one.")
+
+
+def _check_sp_size(settings: Settings) -> None:
+    size, ranks, local = settings.sp_size, settings.world_size, offload.ranks_of_node(settings)
+    if ranks % size:
+        raise UserError(f"--sp_size {size}: must divide the {ranks} rank{'s' * (ranks > 1)} of this job.")
+    if local % size:
+        raise UserError(
+            f"--sp_size {size}: a group exchanges its rows in every layer and must be on one node, so it must divide "
+            f"the {local} ranks of this node."
+        )
 
 
 def one_shuffle_seed(settings: Settings) -> None:
@@ -143,10 +156,10 @@ def solve_batch(settings: Settings) -> None:
     fixed = [None if settings.source[n] in open_sources else settings.values[n] for n in names]
     max_micro = batch_size.DEFAULT_MAX_MICRO_BATCH
     if settings.source[names[0]] == "bundled task" and fixed[1:] == [None, None]:
-        ranks = settings.world_size
+        ranks = settings.data_ranks
         fixed[0] = max(1, round(settings.effective_batch_size / ranks)) * ranks  # 32 is not the user's choice
         max_micro = settings.per_device_train_batch_size
-    solved = batch_size.solve(*fixed, settings.world_size, max_micro)
+    solved = batch_size.solve(*fixed, settings.data_ranks, max_micro)
     for name, given, value in zip(names, fixed, solved, strict=True):
         settings.values[name] = value
         settings.source[name] = settings.source[name] if given is not None else "decided"
@@ -155,8 +168,15 @@ def solve_batch(settings: Settings) -> None:
         settings.source[names[0]] = "default"
     settings.decisions.append(
         f"effective batch {effective} = per_device_train_batch_size {micro} x gradient_accumulation_steps "
-        f"{accumulation} x {settings.world_size} rank{'s' * (settings.world_size > 1)}"
+        f"{accumulation} x {_data_ranks_in_words(settings)}"
     )
+
+
+def _data_ranks_in_words(settings: Settings) -> str:
+    ranks, count = settings.world_size, settings.data_ranks
+    if count == ranks:
+        return f"{ranks} rank{'s' * (ranks > 1)}"
+    return f"{count} data rank{'s' * (count > 1)} ({ranks} ranks / sp_size {settings.sp_size})"
 
 
 def scale_learning_rate(settings: Settings) -> None:

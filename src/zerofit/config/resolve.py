@@ -18,6 +18,7 @@ from zerofit.model import (
     load,
     preference_loss,
     quantization,
+    sequence_parallel,
     tiled_mlp,
 )
 from zerofit.optim import registry
@@ -241,6 +242,7 @@ COMBINATIONS = (
     _node_local_storage,
     quantization.resolve,
     _padding_free,  # decides the attention too
+    sequence_parallel.resolve,  # wraps that attention, so after _padding_free
     streaming.resolve,
     fused_loss.resolve,
     tiled_mlp.resolve,
@@ -252,6 +254,7 @@ FROM_FLAGS = (*ARGUMENTS, *COMBINATIONS)
 # Each is called with (settings, the model's configuration), by resolve_for_model.
 FROM_MODEL_CONFIG = (
     attention.resolve_for_model,
+    sequence_parallel.resolve_for_model,
     fused_loss.resolve_for_model,
     tiled_mlp.resolve_for_model,
     ddp.resolve_for_model,

@@ -86,13 +86,13 @@ class EpochSampler(torch.utils.data.Sampler):
         return [*rows, *[self.length] * (len(self) - self.rows)]
 
 
-def training_sampler(dataset: DatasetWithFiller, args, weights: list[float] | None) -> EpochSampler:
+def training_sampler(dataset: DatasetWithFiller, args, weights: list[float] | None, data_ranks: int) -> EpochSampler:
     """Return the sampler of a training set: an optimizer step has the same rows for every rank count.
 
-    Args: args: TrainingArguments; weights: of rows; packs have weights of their own.
+    Args: args: TrainingArguments; weights: of rows; packs have weights of their own. data_ranks: of Settings.
     Raises: UserError for a --train_sampling_strategy that depends on the number of ranks.
     """
-    effective, order = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size, None
+    effective, order = args.per_device_train_batch_size * args.gradient_accumulation_steps * data_ranks, None
     if args.train_sampling_strategy == "group_by_length":
         from transformers.trainer_pt_utils import LengthGroupedSampler
 
@@ -196,22 +196,31 @@ class PackedCollator:
     """Concatenate packs or rows into a single row with document boundaries, without padding.
 
     input_ids, labels, position_ids: (1, tokens); cu_seq_lens_q/k: int32 (documents + 1); max_length_q/k: the longest.
+    A last document of padding makes the number of tokens a multiple of `multiple_of`.
     """
 
-    def __init__(self):
+    def __init__(self, pad_token_id: int = 0, multiple_of: int = 1):
         from transformers import DataCollatorWithFlattening
 
+        self.pad_token_id, self.multiple_of = pad_token_id, multiple_of
         self.flatten = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
 
     def __call__(self, batch: list[dict]) -> dict:
-        return self.flatten([document for row in batch for document in documents(row)]) | _references(batch)
+        flat = [document for row in batch for document in documents(row)]
+        if missing := -sum(len(document["input_ids"]) for document in flat) % self.multiple_of:
+            flat.append({"input_ids": [self.pad_token_id] * missing, "labels": [conversations.IGNORE] * missing})
+        return self.flatten(flat) | _references(batch)
 
 
 class TrainCollator:
-    """Collate training batches: concatenated if `packed`, else padded."""
+    """Collate training batches: concatenated if `packed`, else padded.
 
-    def __init__(self, pad_token_id: int, packed: bool):
-        self.packed, self.pad, self.pack = packed, Collator(pad_token_id), PackedCollator()
+    Their number of tokens is a multiple of `slices`, the ranks that they are split over.
+    """
+
+    def __init__(self, pad_token_id: int, packed: bool, slices: int = 1):
+        self.packed, self.pad = packed, Collator(pad_token_id, 8 * slices)
+        self.pack = PackedCollator(pad_token_id, slices)
 
     def __call__(self, batch: list[dict]) -> dict:
         if self.packed:

@@ -60,7 +60,7 @@ def main(argv: list[str]) -> None:
     preflight.only_print(settings)
     prepare.prepare(settings)
     result = search(settings, flags)
-    accumulation = settings.effective_batch_size // (result.size * settings.world_size)
+    accumulation = settings.effective_batch_size // (result.size * settings.data_ranks)
     print(
         f"\nlargest micro batch that fits: {result.size}\n  --per_device_train_batch_size {result.size} "
         f"--effective_batch_size {settings.effective_batch_size}  (gradient_accumulation_steps {accumulation})"
@@ -76,7 +76,7 @@ def search(settings, flags: list[str]) -> SearchResult:
     Raises: UserError if not even a micro batch of 1 fits, or if the steps fail for another reason.
     """
     limit = limit_bytes(settings)
-    per_rank = settings.effective_batch_size // settings.world_size
+    per_rank = settings.effective_batch_size // settings.data_ranks
     sizes = [n for n in range(1, per_rank + 1) if per_rank % n == 0]
     print(
         f"probe: micro batches up to {per_rank} within {memory_report.size(limit)} a rank ({MARGIN:.0%} left free)",
@@ -150,7 +150,7 @@ def _run(settings, flags: list[str], ladder: list[int], limit: int) -> dict[int,
         trial_flags = command_line.put(
             [*command_line.drop(flags, "--resume_from_checkpoint", "--lr_scaling"), *trial.NOTHING_OUTSIDE],
             gpus=ranks, output_dir=folder / "run", search_batch_size=False, per_device_train_batch_size=1,
-            gradient_accumulation_steps=2, effective_batch_size=2 * ranks, max_steps=2,
+            gradient_accumulation_steps=2, effective_batch_size=2 * settings.data_ranks, max_steps=2,
         )  # fmt: skip
         recipe = ROOT / "recipes" / f"{settings.recipe}.py"
         command = prepare.command("torchrun", ranks, distributed.free_port(), recipe, trial_flags)

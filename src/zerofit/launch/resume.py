@@ -39,9 +39,12 @@ def main(argv: list[str]) -> None:
     place = node_options.of(args)
     nodes = place.most if place else 1
     new_ranks = int(args.gpus) * nodes if args.gpus.isdigit() else ranks
-    if new_ranks not in (0, ranks) and not overridden & {*retry.BATCH}:
+    old_size = facts["arguments"].get("sp_size", {"value": 1})["value"]
+    sp_size = _sp_size(new, old_size)
+    if (new_ranks or ranks, sp_size) != (ranks, old_size) and not overridden & {*retry.BATCH}:
         effective_batch, micro = (facts["arguments"][name[2:]]["value"] for name in retry.BATCH[:2])
-        flags = [*command_line.drop(flags, *retry.BATCH), *retry.same_batch(effective_batch, micro, new_ranks)]
+        batch = retry.same_batch(effective_batch, micro, new_ranks or ranks, sp_size)
+        flags = [*command_line.drop(flags, *retry.BATCH), *batch]
     flags = flags_without_offload(flags, new, facts["arguments"]["offload"]["value"])
     kept_flags = command_line.drop(flags, "--resume_from_checkpoint", "--output_dir", "--gpus", *overridden)
     launch.main([
@@ -52,6 +55,12 @@ def main(argv: list[str]) -> None:
         str(ROOT / "recipes" / f"{recipe}.py"), *kept_flags, *args.flags, "--output_dir", str(folder),
         "--resume_from_checkpoint", "auto",
     ])  # fmt: skip
+
+
+def _sp_size(new: list[str], old: int) -> int:
+    """Return --sp_size of the new flags, else the run's; a wrong one is refused by the recipe's own parser."""
+    said = command_line.value_of(new, ("--sp_size",))
+    return int(said) if said and said.isdigit() and int(said) else old
 
 
 def flags_without_offload(flags: list[str], new: list[str], offload: str) -> list[str]:

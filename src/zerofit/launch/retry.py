@@ -65,7 +65,7 @@ def next_smaller_setting(settings, flags: list[str], parse):
     kept = command_line.drop(flags, "--gradient_accumulation_steps", "--search_batch_size")
     kept = command_line.put(kept, effective_batch_size=effective_batch, per_device_train_batch_size=micro)
     tries = []
-    per_rank = effective_batch // settings.world_size
+    per_rank = effective_batch // settings.data_ranks
     half = max((n for n in range(1, micro // 2 + 1) if per_rank % n == 0), default=None)
     if half:
         tries.append(
@@ -91,17 +91,21 @@ def next_smaller_setting(settings, flags: list[str], parse):
 BATCH = ("--effective_batch_size", "--per_device_train_batch_size", "--gradient_accumulation_steps")
 
 
-def same_batch(whole: int, micro: int, ranks: int) -> list[str]:
+def same_batch(whole: int, micro: int, ranks: int, sp_size: int = 1) -> list[str]:
     """Return flags for the same effective batch on another number of ranks; the micro batch never grows.
 
     Args: whole: the effective batch; micro: the run's per_device_train_batch_size.
 
-    Raises: UserError if the effective batch is no multiple of `ranks`.
+    Raises: UserError if `sp_size` does not divide `ranks`, or the effective batch is no multiple of the data ranks.
     """
+    if ranks % sp_size:
+        raise UserError(f"--gpus {ranks}: is no multiple of the run's --sp_size {sp_size}; change one of the two.")
+    ranks //= sp_size
     if whole % ranks:
         raise UserError(
-            f"--gpus {ranks}: the run's effective batch of {whole} is no multiple of it, and its steps must stay the "
-            f"same; use {', '.join(str(n) for n in range(1, whole + 1) if whole % n == 0 and n <= 64)} processes."
+            f"--gpus {ranks * sp_size}: the run's effective batch of {whole} is no multiple of "
+            f"{'it' if sp_size == 1 else f'its {ranks} data ranks'}, and its steps must stay the same; use "
+            f"{', '.join(str(n * sp_size) for n in range(1, whole + 1) if whole % n == 0 and n <= 64)} processes."
         )
     per_rank = whole // ranks
     micro = max(n for n in range(1, min(micro, per_rank) + 1) if per_rank % n == 0)

@@ -89,7 +89,7 @@ def resolve_for_model(settings, config) -> None:
             f"sdpa, or set {key} to 0 there."
         )
     packed = settings.padding_free
-    why = _cannot_pack(config, chosen, settings.max_length) if packed else None
+    why = cannot_pack(config, chosen, settings.max_length) if packed else None
     if why and settings.packing:
         raise UserError(f"--packing: {why}; train without --packing.")
     if why:
@@ -103,7 +103,7 @@ def resolve_for_model(settings, config) -> None:
     _eager_where_sdpa_is_missing(settings, config)
 
 
-def _class_of(config):
+def class_of(config):
     """Return transformers' causal LM class for the config; None if it has none (remote code)."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -117,7 +117,7 @@ def _eager_where_sdpa_is_missing(settings, config) -> None:
     """
     from zerofit.settings import decide
 
-    cls = _class_of(config)
+    cls = class_of(config)
     if settings.attn_implementation != "sdpa" or cls is None or cls._supports_sdpa:
         return
     if settings.source["attn_implementation"] not in ("default", "decided"):
@@ -125,7 +125,7 @@ def _eager_where_sdpa_is_missing(settings, config) -> None:
     decide(settings, "attn_implementation", "eager", f"{cls.__name__} has no sdpa")
 
 
-def _cannot_pack(config, chosen: str, max_length: int) -> str | None:
+def cannot_pack(config, chosen: str, max_length: int) -> str | None:
     """Return why this architecture cannot train on packed documents; None if no reason is known.
 
     The check on the loaded model uses short documents, so it misses errors of a longer sliding window.
@@ -133,7 +133,7 @@ def _cannot_pack(config, chosen: str, max_length: int) -> str | None:
     text = config.get_text_config()
     if getattr(text, "attention_chunk_size", None):  # Llama-4
         return "the chunks of its attention are counted from the start of a row, not of a document"
-    cls = _class_of(config)
+    cls = class_of(config)
     if chosen != NAME or cls is None:  # remote code is left to the check on the loaded model
         return None
     # Without sdpa: a soft cap or sinks (Gemma-2, gpt-oss); without the interface: Mamba, Falcon-H1, BLOOM, GPT-J ...
@@ -166,12 +166,9 @@ def packed_attention(module, query, key, value, attention_mask, dropout=0.0, sca
         if attention_mask is None and query.shape[2] == key.shape[2] > window > 0:
             attention_mask = _window_mask(query.shape[2], window, query.device)
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-    autocast = torch.is_autocast_enabled(query.device.type)
-    # Under autocast rotary embeddings leave q and k in fp32; plain sdpa casts them, the kernels here would not.
-    dtype = torch.get_autocast_dtype(query.device.type) if autocast else value.dtype
-    query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    query, key, value = in_autocast_dtype(query, key, value)
     # The varlen kernel supports no other dtype and no dropout.
-    if query.is_cuda and dtype in (torch.float16, torch.bfloat16) and not dropout:
+    if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and not dropout:
         return _varlen(query, key, value, bounds, int(kwargs["max_length_q"]), window, scaling), None
     out = query.new_empty(*query.shape[:-1], value.shape[-1])
     for start, end in (documents or spans)(bounds):
@@ -183,6 +180,16 @@ def packed_attention(module, query, key, value, attention_mask, dropout=0.0, sca
             dropout_p=dropout, is_causal=mask is None, scale=scaling, enable_gqa=True,
         )  # fmt: skip
     return out.transpose(1, 2).contiguous(), None
+
+
+def in_autocast_dtype(query, key, value) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the three in the dtype of autocast, else in that of `value`.
+
+    Under autocast rotary embeddings leave q and k in fp32; plain sdpa casts them, the kernels here would not.
+    """
+    device = query.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
+    return query.to(dtype), key.to(dtype), value.to(dtype)
 
 
 def spans(bounds: torch.Tensor) -> list[tuple[int, int]]:
@@ -216,7 +223,7 @@ def _varlen(query, key, value, bounds, longest, window, scaling):
     return out[None, ..., :size]
 
 
-def _mask(*args, attention_mask=None, **kwargs):
+def mask(*args, attention_mask=None, **kwargs):
     """Return no mask for packed documents; sdpa's for padded batches (evaluation, generation)."""
     return None if attention_mask is None else sdpa_mask(*args, attention_mask=attention_mask, **kwargs)
 
@@ -227,7 +234,7 @@ def register(documents=None) -> str:
     Args: documents: see packed_attention.
     """
     AttentionInterface.register(NAME, functools.partial(packed_attention, documents=documents))
-    AttentionMaskInterface.register(NAME, _mask)
+    AttentionMaskInterface.register(NAME, mask)
     return NAME
 
 

@@ -121,6 +121,7 @@ def _check_excluded(settings) -> None:
     excluded = {
         "packing": (settings.packing, "the two sides of a pair are one row already; leave it out"),
         "streaming": (settings.streaming, "the pairs and their reference are kept by row; leave it out"),
+        "sp_size": (settings.sp_size > 1, "no rank has the whole answer whose log-probability counts; leave it out"),
         "train_on": (settings.train_on != "assistant", "the loss is on the answers; leave it out"),
         "data_format": (settings.data_format != "auto", "rows are preference pairs; leave it out, or use --columns"),
         "label_smoothing_factor": (settings.label_smoothing_factor, "smooths tokens; for pairs use --label_smoothing"),

@@ -69,7 +69,8 @@ class Candidate:
         hpz = f" with hpZ {s.hpz}" if s.hpz > 1 else ""
         offload = "" if s.offload == "none" else f", offload {s.offload}{' to NVMe' * s.nvme}"
         change = f", {' '.join(self.change)}" if self.change else ""
-        return f"{self.method} ZeRO-{s.zero}{hpz}{offload}{checkpointing}{change}, micro batch {s.micro}"
+        sp = f", sp_size {s.sp}" if s.sp > 1 else ""
+        return f"{self.method} ZeRO-{s.zero}{hpz}{offload}{checkpointing}{change}, micro batch {s.micro}{sp}"
 
     @property
     def allocated(self) -> int:
@@ -228,30 +229,84 @@ def candidates(
     """
     recipe, disk = recipe_of(method), command_line.value_of(flags, ("--offload_path",))
     flags = [*planned_flags(flags, method), *change]
-    base = resolve.resolve_settings(recipe, flags, ranks, gpu)
-    hpz = _hpz(base, ranks, node)
-    shape = shape_of(base)
-    result, error = [], None
-    for zero, (offload, nvme), (every, offload_inputs), micro in itertools.product(*_open(base, ranks, disk)):
+    result, error, first = [], None, None
+    for sp_size in _open_sp_sizes(flags, ranks, node):
+        own_flags = flags if sp_size is None else command_line.put(flags, sp_size=sp_size)
+        if first:
+            own_flags = command_line.put(own_flags, effective_batch_size=first.effective_batch_size)
+        try:
+            base = resolve.resolve_settings(recipe, own_flags, ranks, gpu)
+            _check_sp_size(base, node)
+            resolve.resolve_for_model(base)
+            if first is None:
+                first, hpz, shape = base, _hpz(base, ranks, node), shape_of(base)
+            place = Place(gpu, node, hpz, disk)
+            result += _of_sp_size(base, own_flags, method, change, place, shape, sp_size is not None)
+        except UserError as refused:
+            error = error or refused
+    if not result:
+        raise error
+    return sorted(result, key=lambda c: (round(c.seconds, 4), c.setting.zero))
+
+
+@dataclass
+class Place:
+    """What candidates run on.
+
+    node: GPUs of a node; hpz: ranks that share ZeRO++'s copy; disk: --offload_path, or None."""
+
+    gpu: hardware.Gpu
+    node: int
+    hpz: int
+    disk: str | None
+
+
+def _of_sp_size(
+    base, flags: list[str], method: str, change: tuple[str, ...], place: Place, shape: Shape, splits: bool
+) -> list[Candidate]:
+    """Return the candidates with the --sp_size of `base`, the Settings of `flags`. splits: see `_open`.
+
+    Raises: UserError if the flags leave none.
+    """
+    ranks, sp, disk = base.world_size, base.sp_size, place.disk
+    found, error = [], None
+    for zero, (offload, nvme), (every, offload_inputs), micro in itertools.product(*_open(base, ranks, disk, splits)):
         if not _sensible(zero, offload, ranks, base) or (nvme and zero != 3):
             continue
         own_flags = _flags(flags, base, zero, offload, every, offload_inputs, micro)
         own_flags = command_line.put(own_flags, offload_path=disk) if nvme else own_flags
         try:
-            resolve.resolve_settings(recipe, own_flags, ranks, gpu)
+            resolve.resolve_settings(recipe_of(method), own_flags, ranks, place.gpu)
         except UserError as refused:
             error = error or refused
             continue
-        accumulation = base.effective_batch_size // (micro * ranks)
-        tokens = micro * base.documents_per_row * base.max_length
-        setting = Setting(zero, offload, every, micro, tokens, accumulation, ranks, offload_inputs, nvme, node, hpz,
-                          _runs_reference(base))  # fmt: skip
+        accumulation = base.effective_batch_size // (micro * base.data_ranks)
+        tokens = micro * base.documents_per_row * base.max_length // sp
+        setting = Setting(zero, offload, every, micro, tokens, accumulation, ranks, offload_inputs, nvme, place.node,
+                          place.hpz, sp, _runs_reference(base))  # fmt: skip
         by_part = formulas.memory(shape, setting, base, base.fused_loss)
-        seconds = formulas.step_seconds(shape, setting, gpu, base.max_length)
-        result.append(Candidate(own_flags, method, setting, by_part, seconds, shape, gpu, change=change))
-    if not result:
+        seconds = formulas.step_seconds(shape, setting, place.gpu, base.max_length)
+        found.append(Candidate(own_flags, method, setting, by_part, seconds, shape, place.gpu, change=change))
+    if not found:
         raise error or UserError("these flags leave no setting to plan.")
-    return sorted(result, key=lambda c: (round(c.seconds, 4), c.setting.zero))
+    return found
+
+
+def _open_sp_sizes(flags: list[str], ranks: int, node: int) -> list[int | None]:
+    """Return each --sp_size to try; None: as the flags have it."""
+    if "--sp_size" in command_line.names(flags):
+        return [None]
+    return [None, *(n for n in (2, 4, 8, 16) if min(ranks, node) % n == 0 and ranks % n == 0)]
+
+
+def _check_sp_size(settings, node: int) -> None:
+    """Raise UserError for a --sp_size that does not divide the GPUs of a node."""
+    size, local = settings.sp_size, min(settings.world_size, node)
+    if local % size:
+        raise UserError(
+            f"--sp_size {size}: a group must be on one node, so it must divide the {local} GPUs of a node of this "
+            "plan; NODES= and GPUS= say which these are."
+        )
 
 
 def _hpz(settings, ranks: int, node: int) -> int:
@@ -298,8 +353,10 @@ def shape_of(settings) -> Shape:
 _FIXED = ("flag", "deepspeed JSON")
 
 
-def _open(base, ranks: int, disk: str | None) -> tuple[list, list, list, list]:
+def _open(base, ranks: int, disk: str | None, splits: bool) -> tuple[list, list, list, list]:
     """Return (stages, offloads, checkpointing, micro batches) to try; one each where the user set it.
+
+    Args: splits: --sp_size is searched and above 1: then only micro batch 1 with checkpointing.
 
     An offload is (what, whether to the disk of --offload_path); checkpointing is (every n-th layer, 0: none; whether
     the kept inputs are offloaded to host memory).
@@ -320,11 +377,14 @@ def _open(base, ranks: int, disk: str | None) -> tuple[list, list, list, list]:
         checkpointing = [(every, base.activation_offload)]
     else:
         checkpointing = [(0, False), (2, False), (1, False), (1, True)]
-    per_rank = base.effective_batch_size // ranks
+    per_rank = base.effective_batch_size // base.data_ranks
     if said("per_device_train_batch_size"):
         micros = [base.per_device_train_batch_size]
     else:
         micros = [n for n in range(1, min(per_rank, 64) + 1) if per_rank % n == 0]
+    if splits:
+        micros = [n for n in micros if n == 1]
+        checkpointing = [pair for pair in checkpointing if pair[0] == 1] or checkpointing
     return stages, offloads, checkpointing, micros
 
 
@@ -353,11 +413,10 @@ def setting_of(settings) -> Setting:
     every = settings.gradient_checkpointing_every if settings.gradient_checkpointing else 0
     micro = settings.per_device_train_batch_size
     node = int(os.environ.get("LOCAL_WORLD_SIZE") or formulas.GPUS_OF_A_NODE)
-    tokens = micro * settings.documents_per_row * settings.max_length
-    return Setting(settings.zero, settings.offload, every, micro, tokens,
-                   settings.gradient_accumulation_steps, settings.world_size, settings.activation_offload,
-                   bool(settings.offload_path), node, settings.zero_hpz_partition_size or 1,
-                   _runs_reference(settings))  # fmt: skip
+    tokens = micro * settings.documents_per_row * settings.max_length // settings.sp_size
+    return Setting(settings.zero, settings.offload, every, micro, tokens, settings.gradient_accumulation_steps,
+                   settings.world_size, settings.activation_offload, bool(settings.offload_path), node,
+                   settings.zero_hpz_partition_size or 1, settings.sp_size, _runs_reference(settings))  # fmt: skip
 
 
 def _runs_reference(settings) -> bool:
@@ -387,8 +446,8 @@ def command(candidate: Candidate, ranks: int) -> str:
             "MASTER_ADDR": "name-of-node-0",
         }
     for name, values, words in command_line.by_flag(candidate.flags):
-        if name in ("--zero", "--offload", "--model", "--data", "--config") and len(values) == 1:
-            variables[name[2:].upper()] = values[0]
+        if name in ("--zero", "--offload", "--model", "--data", "--config", "--sp_size") and len(values) == 1:
+            variables[name[2:].removesuffix("_size").upper()] = values[0]
         else:  # also --data with several files, since a make variable holds one
             rest += words
     if variables.get("DATA") == UNNAMED:

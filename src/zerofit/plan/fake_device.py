@@ -228,6 +228,7 @@ def without_values(padded: bool, row: int) -> None:
     import transformers.masking_utils as masks
 
     from zerofit.model import attention as model_attention
+    from zerofit.model import sequence_parallel
 
     torch.Generator = _generator_class(torch.Generator)
     # torch's optimizers choose their foreach implementation by the parameters' exact type.
@@ -238,7 +239,8 @@ def without_values(padded: bool, row: int) -> None:
     masks.find_packed_sequence_indices = lambda position_ids: None
     masks.is_tracing = lambda *args, **kwargs: False
     masks.fast_all = lambda mask: not padded
-    model_attention.register(lambda bounds: [(i * row, (i + 1) * row) for i in range(bounds[1:].numel())])
+    for register in (model_attention.register, sequence_parallel.register):
+        register(lambda bounds: [(i * row, (i + 1) * row) for i in range(bounds[1:].numel())])
     torch.nn.Module._apply = _apply
     torch.nn.parallel.DistributedDataParallel = _distributed_data_parallel()
 
@@ -347,6 +349,9 @@ def attention_stand_in(name: str) -> None:
     import torch
     from transformers import AttentionInterface, AttentionMaskInterface
 
+    from zerofit.model import attention as model_attention
+    from zerofit.model import sequence_parallel
+
     if name == "eager":
         return
 
@@ -377,6 +382,9 @@ def attention_stand_in(name: str) -> None:
         out = Flash.apply(query.to(dtype), key.to(dtype), value.to(dtype))
         return out.transpose(1, 2).contiguous(), None
 
+    if name == sequence_parallel.NAME:  # its exchanges are simulated as they are
+        model_attention.packed_attention = attention
+        return
     AttentionInterface.register(name, attention)
     if name != "sdpa":
         AttentionMaskInterface.register(name, lambda *args, **kwargs: None)

@@ -93,10 +93,10 @@ def shape(config, net, frozen_bytes: float = 2.0) -> Shape:
 class Setting:
     """The settings that a plan searches.
 
-    every: recompute every n-th layer, 0: none; micro, tokens: rows and tokens of a micro batch; activation_offload: the
-    inputs of recomputed layers are in host memory; nvme: offloaded states are on disk; node: GPUs of a node; hpz: ranks
-    that share ZeRO++'s secondary copy of the parameters, 1: there is none; reference: each step has one more forward,
-    of preference pairs with the adapter off."""
+    every: recompute every n-th layer, 0: none; micro: rows of a micro batch; tokens: of a micro batch on one GPU;
+    activation_offload: the inputs of recomputed layers are in host memory; nvme: offloaded states are on disk; node:
+    GPUs of a node; hpz: ranks that share ZeRO++'s secondary copy of the parameters, 1: there is none; sp: ranks that
+    split a row, 1: none; reference: each step has one more forward, of preference pairs with the adapter off."""
 
     zero: int
     offload: str
@@ -109,6 +109,7 @@ class Setting:
     nvme: bool = False
     node: int = GPUS_OF_A_NODE
     hpz: int = 1
+    sp: int = 1
     reference: bool = False
 
     @property
@@ -126,10 +127,12 @@ def activations(s: Shape, setting: Setting, fused: bool) -> tuple[dict[str, floa
 
     Returns: {"activations", "logits"} and {"activations"}, for Llama-like layers in 16 bits without dropout.
     """
-    q, k = s.heads * s.head_dim, s.kv_heads * s.head_dim
+    q, k = s.heads * s.head_dim, _key_heads(s, setting) * s.head_dim
     layer = 16 * s.hidden + 4 * q + 4 * k + 4 * s.heads + 8 + 8 * s.intermediate
     if s.frozen:  # a frozen matrix product saves no input; an adapted one does
         layer -= 2 * s.hidden
+    if setting.sp > 1:
+        layer += 2 * q  # the attention's output before it is exchanged
     recomputed = math.ceil(s.layers / setting.every) if setting.every else 0
     stored = 0 if setting.activation_offload else 2 * s.hidden
     kept = recomputed * stored + (s.layers - recomputed) * layer
@@ -239,7 +242,30 @@ class Collective:
     reduces: bool = False
 
 
+def _key_heads(s: Shape, setting: Setting) -> int:
+    """Return the key heads of an attention, repeated for the ranks that split a row."""
+    return math.lcm(s.kv_heads, setting.sp)
+
+
+def exchanges(s: Shape, setting: Setting) -> list[Collective]:
+    """Return the all-to-alls of sequence parallelism in an optimizer step: q, k, v and output of each attention.
+
+    A rank keeps 1/sp of its slice and sends the rest; the backward sends as much again, and so does recomputation.
+    """
+    if setting.sp == 1:
+        return []
+    size = 2.0 * setting.tokens * 2 * s.head_dim * (s.heads + _key_heads(s, setting))
+    recomputed = math.ceil(s.layers / setting.every) if setting.every else 0
+    passes = (2 * s.layers + recomputed) * setting.accumulation
+    return [Collective(4 * passes, size * passes * (setting.sp - 1) / setting.sp, setting.sp)]
+
+
 def collectives(s: Shape, setting: Setting) -> list[Collective]:
+    """Return the collectives of an optimizer step, those of model states and those of sequence parallelism."""
+    return _of_states(s, setting) + exchanges(s, setting)
+
+
+def _of_states(s: Shape, setting: Setting) -> list[Collective]:
     """Return the collectives of an optimizer step under DeepSpeed 0.19.8 or DistributedDataParallel.
 
     A GPU sends M (n-1)/n bytes to gather or to reduce-scatter M bytes over n GPUs, and twice that to all-reduce them
@@ -301,8 +327,12 @@ def wire_seconds(s: Shape, setting: Setting, gpu: Gpu) -> float:
     Within a call only the slower kind of link counts: the ring is a pipeline, and NCCL builds as many rings as it needs
     to use every adapter of a node (nccl-tests, doc/PERFORMANCE.md: bus bandwidth).
     """
+    return _seconds(collectives(s, setting), setting, gpu)
+
+
+def _seconds(calls: list[Collective], setting: Setting, gpu: Gpu) -> float:
     seconds = 0.0
-    for c in collectives(s, setting):
+    for c in calls:
         within, across = _split(c, setting)
         moved = max(within / gpu.link_gbs, across / gpu.node_gbs) / (1e9 * LINK_EFFICIENCY)
         seconds += moved + c.calls * _call_seconds(c, setting)
@@ -322,7 +352,10 @@ def _call_seconds(c: Collective, setting: Setting) -> float:
 
 
 def step_seconds(s: Shape, setting: Setting, gpu: Gpu, sequence: int) -> float:
-    """Return the estimated seconds of an optimizer step: arithmetic, memory traffic, links and offload."""
+    """Return the estimated seconds of an optimizer step: arithmetic, memory traffic, links and offload.
+
+    Args: sequence: tokens of a row.
+    """
     tokens = setting.tokens * setting.accumulation
     flops = (4 * s.parameters + 2 * s.trainable) * tokens
     attention = 6 * s.layers * s.heads * s.head_dim * sequence * tokens  # causal: half of 12
@@ -333,8 +366,10 @@ def step_seconds(s: Shape, setting: Setting, gpu: Gpu, sequence: int) -> float:
         flops += forward
     utilization = setting.tokens / (setting.tokens + 512)  # small matrix products leave the GPU idle
     arithmetic = (flops + attention) / (gpu.tflops * 1e12 * MATRIX_EFFICIENCY * utilization)
-    wire = wire_seconds(s, setting, gpu)
+    exchanged = _seconds(exchanges(s, setting), setting, gpu)  # an attention waits for its exchange
+    wire = wire_seconds(s, setting, gpu) - exchanged
     wire -= OVERLAPPED * min(wire, arithmetic)  # communication can only overlap as much arithmetic as there is
+    wire += exchanged
     shard = s.trainable / (setting.ranks if setting.zero else 1)
     if setting.offload == "none":
         update = 30 * shard / (gpu.memory_gbs * 1e9)

@@ -143,8 +143,8 @@ def facts(candidate: Candidate, plan: Plan) -> dict[str, str]:
         "parameters": f"{shape.parameters / 1e9:.3g} billion, {shape.trainable / 1e9:.3g} of them train",
         **({"rows": plan.rows} if plan.rows else {}),
         **({"experts": _EXPERTS.format(shape.experts)} if shape.experts else {}),
-        "batch": f"{setting.micro} rows x {setting.accumulation} steps x {plan.ranks} GPUs, {setting.tokens:,} tokens "
-        "a micro batch",
+        "batch": f"{setting.micro} rows x {setting.accumulation} steps x {_data_ranks(setting)}, {setting.tokens:,} "
+        "tokens a micro batch on a GPU",
         "closed forms": f"{sum(candidate.formula.values()) / GIB:.1f} GiB: "
         + ", ".join(
             f"{part} {size / GIB:.1f}"
@@ -170,7 +170,14 @@ def facts(candidate: Candidate, plan: Plan) -> dict[str, str]:
             f"{formulas.MATRIX_EFFICIENCY:.0%} of peak ({SPEED_ERROR})",
         }
         | _hpz(candidate, plan)
+        | _sp(candidate, plan)
     )
+
+
+def _data_ranks(setting: formulas.Setting) -> str:
+    if setting.sp == 1:
+        return f"{setting.ranks} GPUs"
+    return f"{setting.ranks // setting.sp} groups of {setting.sp} GPUs that split rows"
 
 
 def _host(candidate: Candidate, plan: Plan) -> str:
@@ -197,11 +204,27 @@ def _hpz(candidate: Candidate, plan: Plan) -> dict[str, str]:
     setting, shape = candidate.setting, candidate.shape
     if setting.zero != 3 or setting.hpz > 1 or plan.nodes == 1 or setting.offload == "all" or plan.ranks % plan.node:
         return {}
-    seconds = formulas.step_seconds(shape, replace(setting, hpz=plan.node), plan.gpu, setting.tokens // setting.micro)
+    seconds = formulas.step_seconds(
+        shape, replace(setting, hpz=plan.node), plan.gpu, setting.tokens * setting.sp // setting.micro
+    )
     more = 2 * shape.parameters / plan.node / GIB
     return {
         f"--zero_hpz_partition_size {plan.node}": f"would take about {more:.1f} GiB more of each GPU; estimate "
         f"{seconds:.2f} s a step instead of {candidate.seconds:.2f} (ZeRO++ hpZ, docs/scaling.md)"
+    }
+
+
+def _sp(candidate: Candidate, plan: Plan) -> dict[str, str]:
+    """Return {flag: text} on what rows split over two GPUs would change; {} if a smaller micro batch comes first."""
+    setting, shape = candidate.setting, candidate.shape
+    if setting.sp > 1 or setting.micro > 1 or setting.of_a_node % 2 or shape.heads % 2:
+        return {}
+    halved = replace(setting, sp=2, tokens=setting.tokens // 2, accumulation=2 * setting.accumulation)
+    seconds = formulas.step_seconds(shape, halved, plan.gpu, setting.tokens)
+    saved = (candidate.formula["activations"] + candidate.formula["logits"]) / 2 / GIB
+    return {
+        "--sp_size 2": f"would save about {saved:.1f} GiB of each GPU by formula; estimate {seconds:.2f} s a step "
+        f"instead of {candidate.seconds:.2f} (docs/long_context.md)"
     }
 
 

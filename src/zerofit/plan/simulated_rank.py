@@ -105,7 +105,8 @@ def _answer(recipe, flags, ranks, rank, gpu, device, fake, padded, overrides) ->
             fake_device.without_values(padded, settings.max_length)
             stack.enter_context(torch._subclasses.fake_tensor.FakeTensorMode(allow_non_fake_inputs=True))
             micro = settings.per_device_train_batch_size * settings.documents_per_row
-            stack.enter_context(fake_device.answers_for_collectives(micro * settings.max_length, micro))
+            tokens = micro * settings.max_length if settings.sp_size == 1 else 0  # of a slice all labels count
+            stack.enter_context(fake_device.answers_for_collectives(tokens, micro))
         host_tracker = _host_tracker(stack) if on_gpu else None
         stack.enter_context(tracker)
         trainer = _trainer(settings, arguments, rows, overrides, device, fake)
@@ -191,7 +192,7 @@ def _trainers_needs(settings, device: str):
     from zerofit.train.trainer import training_arguments
 
     accumulation = min(settings.gradient_accumulation_steps, 2)  # the second micro batch allocates like all later ones
-    batch = settings.per_device_train_batch_size * accumulation * settings.world_size
+    batch = settings.per_device_train_batch_size * accumulation * settings.data_ranks
     changes = {
         "max_steps": simulate.STEPS, "save_strategy": "no", "eval_strategy": "no", "report_to": [],
         "push_to_hub": False, "logging_steps": 10**6, "random_init": True,
@@ -220,7 +221,7 @@ def _trainers_needs(settings, device: str):
         return TokenizedDataset(Dataset.from_list([row]).select([0] * count), {}, "simulated")
 
     evaluates = settings.eval_data or settings.eval_fraction
-    held_out = tokens(settings.per_device_eval_batch_size * settings.world_size) if evaluates else None
+    held_out = tokens(settings.per_device_eval_batch_size * settings.data_ranks) if evaluates else None
     return settings, arguments, _Tokenizer(), tokens(simulate.STEPS * batch), held_out
 
 

@@ -173,7 +173,7 @@ class NanGuard:
 def rows_of_step(trainer) -> list[list[list[int]]] | None:
     """Return the row indices of the last step by [rank][micro batch]; None for a stream.
 
-    The ranks take the batches of the sampler's order in turn (accelerate's BatchSamplerShard).
+    The data ranks take the batches of the sampler's order in turn (accelerate's BatchSamplerShard).
     """
     if trainer.tokens.stream is not None:
         return None
@@ -183,7 +183,8 @@ def rows_of_step(trainer) -> list[list[list[int]]] | None:
     order = sampler.indices(epoch)[step * effective : (step + 1) * effective]
     documents = [_documents(sequences, i) for i in order]
     batches = [list(itertools.chain(*documents[i : i + micro])) for i in range(0, effective, micro)]
-    return [batches[rank :: args.world_size] for rank in range(args.world_size)]
+    size, data_ranks = trainer.settings.sp_size, trainer.settings.data_ranks
+    return [batches[rank // size :: data_ranks] for rank in range(args.world_size)]
 
 
 def _documents(sequences, index: int) -> list[int]:

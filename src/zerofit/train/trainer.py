@@ -6,6 +6,7 @@ import shlex
 import time
 import traceback
 import warnings
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -28,6 +29,7 @@ from zerofit.model import (
     gradient_checkpointing,
     patches,
     quantization,
+    sequence_parallel,
     tiled_mlp,
 )
 from zerofit.optim import build, registry, sophia
@@ -79,18 +81,21 @@ class ZerofitTrainer(Trainer):
         self.router_loss = fused_loss.router_loss(net)
         gradient_checkpointing.enable(net, settings)
         pad, documents = tokenizer.pad_token_id, settings.documents_per_row
-        self.train_collator = TrainCollator(pad, settings.padding_free)
+        self.sequence = sequence_parallel.SequenceParallel(settings)
+        self.train_collator = TrainCollator(pad, settings.padding_free, settings.sp_size)
         super().__init__(
             model=net,
             args=arguments,
             train_dataset=train_set.stream or DatasetWithFiller(train_set.sequences(settings), pad, documents),
             eval_dataset=DatasetWithFiller(eval_set.dataset, pad, documents) if eval_set else None,
-            data_collator=Collator(pad),
+            data_collator=Collator(pad, 8 * settings.sp_size),
             processing_class=tokenizer,
         )
         # A stream shuffles its own rows.
         self.train_sampler = (
-            None if train_set.stream else training_sampler(self.train_dataset, arguments, train_set.weights)
+            None
+            if train_set.stream
+            else training_sampler(self.train_dataset, arguments, train_set.weights, settings.data_ranks)
         )
         self.eval_loader = None
         ddp.apply(self)
@@ -193,13 +198,13 @@ class ZerofitTrainer(Trainer):
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if self.eval_loader is None or self.eval_loader.dataset is not dataset:
             micro = self.args.per_device_eval_batch_size
-            sampler = EpochSampler(len(dataset), micro * self.args.world_size, None)
+            sampler = EpochSampler(len(dataset), micro * self.settings.data_ranks, None)
             self.eval_loader = self._loader(dataset, micro, sampler, self.data_collator)
         return self.eval_loader
 
     def _loader(self, dataset, batch_size: int, sampler, collate) -> DataLoader:
         args = self.args
-        return self.accelerator.prepare(
+        loader = self.accelerator.prepare(
             DataLoader(
                 dataset,
                 batch_size,
@@ -215,9 +220,12 @@ class ZerofitTrainer(Trainer):
                 generator=torch.Generator().manual_seed(args.seed),
             )
         )
+        return self.sequence.share_rows(loader)
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         batches, count = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if count is not None:
+            count = count / self.sequence.size  # each rank of a group has counted the same rows
         if self.settings.optim == "sophia" and batches:
             sophia.estimate_if_due(self, batches)
         self.guard.begin(batches)
@@ -263,6 +271,27 @@ class ZerofitTrainer(Trainer):
         if self.args.process_index == 0:
             print(f"note: padding_free is off: {problem}", flush=True)
 
+    def prove_slices(self) -> None:
+        """Check with the real model that ranks which split a row compute what one rank computes for the whole row.
+
+        Raises: UserError if they do not.
+        """
+        if not self.model_accepts_loss_kwargs:
+            raise UserError(
+                f"--sp_size {self.sequence.size}: {type(self.model).__name__} cannot divide its loss by the tokens of "
+                "the step; train it without --sp_size."
+            )
+        rows = [{name: row[name][:128] for name in ("input_ids", "labels")} for row in islice(self.tokens.dataset, 3)]
+        error = self.sequence.logit_error(
+            self.model_wrapped, send_to_device(self.train_collator(rows), self.args.device)
+        )
+        bound = 1e-3 if self.settings.precision == "fp32" else 0.05
+        if not error <= bound:
+            raise UserError(
+                f"--sp_size {self.sequence.size}: this model's logits of split rows are {error:.1%} off those of whole "
+                f"rows (bound {bound:.1%}); train it without --sp_size."
+            )
+
     def training_step(self, net, inputs, num_items_in_batch=None):
         mask = inputs.get("attention_mask")
         self.clock.tokens = self.clock.tokens + (mask.sum() if mask is not None else inputs["input_ids"].numel())
@@ -270,7 +299,8 @@ class ZerofitTrainer(Trainer):
             # A stream's rows of a step may all be truncated away, and a rank that counts for itself may have only the
             # filler of the last step: loss 0, not NaN.
             num_items_in_batch = num_items_in_batch.clamp(min=1)
-        loss = super().training_step(net, inputs, num_items_in_batch)
+        with self.sequence.split(send_to_device(inputs, self.args.device)) as inputs:
+            loss = super().training_step(net, inputs, num_items_in_batch)
         self.guard.losses.append(loss)
         return loss
 
@@ -330,7 +360,7 @@ class ZerofitTrainer(Trainer):
             for inputs in dataloader:
                 self.reporter.heartbeat.beat(self.state.global_step)
                 inputs = send_to_device(inputs, self.args.device)
-                with self.compute_loss_context_manager():
+                with self.sequence.split(inputs) as inputs, self.compute_loss_context_manager():
                     total = total + self.evaluation_sums(model, inputs)
         model.train(was_training)
         if self.args.world_size > 1:
@@ -339,7 +369,7 @@ class ZerofitTrainer(Trainer):
 
     def evaluation_sums(self, model, inputs) -> torch.Tensor:
         """Return a batch's summed loss and its supervised tokens, float64."""
-        count = (inputs["labels"][:, 1:] != -100).sum()
+        count = sequence_parallel.supervised(inputs)
         with self.without_logits():
             mean = model(**inputs, num_items_in_batch=count.clamp(min=1)).loss
         return torch.stack([mean.double() * count, count.double()])

@@ -44,7 +44,7 @@ def measure_canary(trainer) -> None:
     }  # fmt: skip
     result |= {
         "device": args.device.type, "peak_bytes": memory_tracker.peak_memory_bytes(args), "step_seconds": seconds,
-        "tokens_per_second": tokens * args.gradient_accumulation_steps * args.world_size / seconds,
+        "tokens_per_second": tokens * args.gradient_accumulation_steps * trainer.settings.data_ranks / seconds,
         "steps": trainer.state.max_steps, "checkpoints": _checkpoints(trainer),
     }  # fmt: skip
     if args.process_index == 0:
