@@ -292,15 +292,21 @@ REFUSED = {
     "batch by size": (["--nodes", "3:4", "--gpus", "8"], [], "would be 24 on 24 ranks and 32 on 32"),
     "unknown flag": ([], ["--zeero", "3"], "did you mean --zero?"),
     "show": ([], ["--show"], "--show: prints and trains nothing"),
-    "recipe": ([], None, "--recipe dpo"),
+    "recipe": ([], None, "--recipe ppo"),
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def deepspeed_is_imported():
+    """Its first import prints to stdout, which the command line of zerofit sends elsewhere."""
+    distributed.import_deepspeed(use_cpu=True)
 
 
 @pytest.mark.bad_input
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_mistake_is_refused_before_anything_is_printed(case, capsys):
     options, flags, sentence = REFUSED[case]
-    recipe = ["recipes/dpo.py"] if flags is None else ["recipes/sft.py", *flags]
+    recipe = ["recipes/ppo.py"] if flags is None else ["recipes/sft.py", *flags]
     with pytest.raises(UserError, match=re.escape(sentence)) as caught:
         kubernetes.main(["--name", "demo", "--image", "i", *options, *recipe])
     assert "hf_x" not in str(caught.value) and capsys.readouterr().out == ""

@@ -1083,7 +1083,7 @@ def test_unused_segments_that_decide_are_simulated_with_all_layers(monkeypatch):
     """Extended, the job fits only on a GPU that returns segments; with all layers it does not fit."""
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     flags = ["--model", str(CONFIGS / "llama3.1-8b"), *ONE_SETTING[2:], "--zero", "3"]
-    flags += ["--per_device_train_batch_size", "1"]
+    flags += ["--per_device_train_batch_size", "1", "--sp_size", "1"]
     monkeypatch.setattr(simulate, "run_all", with_allocator(74, replayed(20, 26, 21), replayed(74, 90, 85)))
     (candidate,) = candidates.candidates("sft", flags, 8, GPU)
     plan = candidates.Plan(GPU, 8, int(78.2 * 2**30), {}, None, [])
