@@ -234,13 +234,7 @@ def plot_rewards(metrics: Path, target: Path, title: str) -> None:
         axes.plot([line["step"] for line in lines], [line[name] for line in lines], label=name, color=color, marker=".")
     left.set(xlabel="optimizer step", ylabel="reward", title=title)
     right.set(xlabel="optimizer step", ylabel="share of pairs", ylim=(0, 1.02))
-    for axes in (left, right):
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False)
-    figure.tight_layout()
-    figure.savefig(target)
-    plt.close(figure)
+    _write_figure(figure, target)
 
 
 def plot_loss(metrics: Path, target: Path, title: str) -> None:
@@ -265,9 +259,17 @@ def plot_loss(metrics: Path, target: Path, title: str) -> None:
         title=title,
         ylim=(0, None),
     )
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
+    _write_figure(figure, target)
+
+
+def _write_figure(figure, target: Path) -> None:
+    """Give all axes of a figure a grid, a legend and no frame, write it and close it."""
+    from matplotlib import pyplot as plt
+
+    for axes in figure.axes:
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False)
     figure.tight_layout()
     figure.savefig(target)
     plt.close(figure)

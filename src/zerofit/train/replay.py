@@ -117,6 +117,7 @@ def _batches(file: Path) -> list[dict]:
 def _look(net, fused, batch: dict, autocast_dtype) -> dict:
     """Return {"loss", "module": first with a non-finite output, "gradients": non-finite ones' names}."""
     import torch
+    from accelerate.utils import send_to_device
 
     first: list[str] = []
 
@@ -129,7 +130,7 @@ def _look(net, fused, batch: dict, autocast_dtype) -> dict:
         return hook
 
     hooks = [module.register_forward_hook(watch(name)) for name, module in net.named_modules() if name]
-    inputs = {k: v.to(net.device) if isinstance(v, torch.Tensor) else v for k, v in batch.items() if k != "reference"}
+    inputs = send_to_device({k: v for k, v in batch.items() if k != "reference"}, net.device)
     count = (inputs["labels"][:, 1:] != -100).sum().clamp(min=1)
     autocast = torch.autocast(net.device.type, autocast_dtype) if autocast_dtype else contextlib.nullcontext()
     with autocast, fused.on() if fused else contextlib.nullcontext():
