@@ -122,7 +122,12 @@ def prepare(folder: Path) -> None:
             shutil.copy(machine.TINY_MODEL / file, folder / kind / file)
 
 
-def run_kit(cases: list[Case], folder: Path) -> None:
+def torchrun(words: list[str], ranks: int, **variables) -> subprocess.CompletedProcess:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+    return subprocess.run([sys.executable, *launcher, *words], capture_output=True, text=True, env=variables)
+
+
+def run_kit(cases: list[Case], folder: Path, launch=torchrun) -> None:
     """Run the recipes, all cases of a rank count in one launch."""
     for ranks in sorted({case.ranks for case in cases}):
         mine = [case for case in cases if case.ranks == ranks]
@@ -131,11 +136,8 @@ def run_kit(cases: list[Case], folder: Path) -> None:
         file.write_text(json.dumps(listed))
         variables = machine.environment(str(folder / "cache"), ours=True)
         variables |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks),
-             str(machine.ROOT / "benchmarks" / "ledger_world.py"), str(file)],
-            capture_output=True, text=True, env=variables,
-        )  # fmt: skip
+        words = [str(machine.ROOT / "benchmarks" / "ledger_world.py"), str(file)]
+        done = launch(words, ranks=ranks, **variables)
         failed = [case.name for case in mine if not (folder / case.name / "result.json").exists()]
         if done.returncode or failed:
             said = [file.read_text() for file in folder.glob("*/error.txt")]
@@ -328,11 +330,14 @@ def compare(case: Case, folder: Path, oracle: Oracle, wanted: dict[str, list[flo
     return apart | {"weights": math.sqrt(off / moved)}
 
 
-def largest_differences(cases: list[Case], folder: Path) -> dict[str, dict[str, float]]:
-    """Run both sides and return {case's name: {quantity: largest relative difference}}."""
+def largest_differences(cases: list[Case], folder: Path, launch=torchrun) -> dict[str, dict[str, float]]:
+    """Run both sides and return {case's name: {quantity: largest relative difference}}.
+
+    Args: launch: starts `python words` on `ranks` ranks with these variables and returns the CompletedProcess.
+    """
     prepare(folder)
     initial = [Case("initial", recipe="lora", learning_rate=0.0)] if any(c.recipe == "lora" for c in cases) else []
-    run_kit(initial + cases, folder)
+    run_kit(initial + cases, folder, launch)
     torch.set_num_threads(1)  # the tensors are small
     done: dict[tuple, tuple] = {}  # the loop has no stages, ranks or offload: one training serves many cases
     found = {}

@@ -66,7 +66,7 @@ def clean_environment(tmp_path_factory):
     os.environ["PYTHONPATH"] = str(ROOT / "src")
 
 
-@pytest.fixture(autouse=True)
+@contextlib.contextmanager
 def process_as_before():
     """Restore SIGTERM, which a rank ignores (rank_status.Heartbeat), and the environment: processes inherit both."""
     handler, environment = signal.getsignal(signal.SIGTERM), dict(os.environ)
@@ -75,6 +75,12 @@ def process_as_before():
     for name in os.environ.keys() - environment.keys():
         del os.environ[name]
     os.environ.update(environment)
+
+
+@pytest.fixture(autouse=True)
+def isolated_test():
+    with process_as_before():
+        yield
 
 
 @dataclass
@@ -99,7 +105,7 @@ class Run:
         return json.loads((self.folder / name).read_text())
 
 
-def run_world(ranks: int, cases: dict[str, tuple[str, list[str]]], folder: Path) -> dict[str, Run]:
+def run_world(ranks: int, cases: dict[str, tuple[str, list[str]]], folder: Path, plots=False) -> dict[str, Run]:
     """Run {name: (recipe, flags)} one by one in a single launch of `ranks` processes; return {name: Run}."""
     listed = [
         {"recipe": recipe, "flags": [*flags, "--gpus", str(ranks), "--output_dir", str(folder / name)]}
@@ -108,7 +114,8 @@ def run_world(ranks: int, cases: dict[str, tuple[str, list[str]]], folder: Path)
     file = folder / f"cases-{ranks}.json"
     file.write_text(json.dumps(listed))
     threads = str(max(1, 2 // ranks))
-    done = run_python([str(ROOT / "tests" / "world.py"), str(file)], ranks=ranks, timeout=1500, OMP_NUM_THREADS=threads)
+    variables = {"OMP_NUM_THREADS": threads, "ZEROFIT_TEST_PLOTS": "1" if plots else ""}
+    done = run_python([str(ROOT / "tests" / "world.py"), str(file)], ranks=ranks, timeout=1500, **variables)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     return {name: Run(folder / name) for name in cases}
 

@@ -5,6 +5,7 @@ starts others (make, a launcher, torchrun) is given `server.python` as its inter
 `pytest --isolated` uses neither. Tests that kill processes or read /proc do not either: a fork is the server's child.
 """
 
+import gc
 import json
 import os
 import signal
@@ -15,8 +16,16 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-LIBRARIES = "torch transformers.trainer datasets peft accelerate deepspeed bitsandbytes"
-OWN = "zerofit.recipe zerofit.launch.launch zerofit.plan.inspect_data zerofit.train.run zerofit.train.trainer"
+LIBRARIES = """
+    torch transformers.trainer transformers.models.llama.modeling_llama datasets peft accelerate deepspeed bitsandbytes
+    deepspeed.ops.op_builder.all_ops deepspeed.module_inject.auto_ep_presets deepspeed.runtime.zero.muon.muon_optimizer
+    matplotlib.pyplot matplotlib.backends.backend_agg setuptools
+"""
+OWN = """
+    zerofit.cli zerofit.recipe zerofit.data.dataset zerofit.data.load zerofit.export.export zerofit.launch.launch
+    zerofit.plan.inspect_data zerofit.plan.search zerofit.plan.simulated_rank zerofit.train.deepspeed_ops
+    zerofit.train.network_check zerofit.train.preference zerofit.train.run zerofit.train.trainer
+"""
 ADDRESS = "ZEROFIT_FORK_SERVER"
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
@@ -62,7 +71,7 @@ def ask(python: str, words: list[str]) -> int:
         "zerofit", "zerofit.launch.torchrun", "torch.distributed.run",
     )  # fmt: skip
     address = os.environ.pop(ADDRESS)
-    if not forked or "simulated-rank" in options:  # a simulation replaces parts of torch before anything uses them
+    if not forked or os.environ.get("DS_ACCELERATOR") != "cpu":  # the server's DeepSpeed has chosen the CPU
         os.execv(python, [python, *words])
     answers = start(address, options, dict(os.environ), str(Path.cwd()), [0, 1, 2]).makefile()
     program = int(answers.readline())
@@ -82,6 +91,11 @@ def serve(listener: socket.socket, python: str) -> None:
     for name in f"{LIBRARIES} {OWN}".split():
         with suppress(ImportError):  # a broken module is reported by the program that imports it
             __import__(name)
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    get_checkpoint_conversion_mapping("llama")  # builds the table of all models, kept for every load
+    gc.collect()
+    gc.freeze()  # a collection in a fork takes 0.3 s otherwise, and copies the pages it looks at
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the parents of the forks
     sys.executable = python
     while True:

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from zerofit import distributed
+from zerofit import distributed, run_folder
 from zerofit.train import preference, run
 from zerofit.train import trainer as train_trainer
 
@@ -135,6 +135,8 @@ def main() -> None:
         write_result(trainer, metrics)
         record(trainer)
 
+    if not os.environ.get("ZEROFIT_TEST_PLOTS"):
+        run_folder._write_figure = lambda _figure, target: target.touch()  # drawing takes half a second
     train_trainer.ZerofitTrainer, run.write_result = RecordingTrainer, write_and_record
     preference.PreferenceTrainer = RecordingPreferenceTrainer
     launched = {name: os.environ[name] for name in distributed.LAUNCHER_SETS if name in os.environ}

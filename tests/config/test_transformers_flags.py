@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import os
 import re
 import sys
 from dataclasses import fields
@@ -11,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from conftest import ROOT, TINY, Run, recipe_process, run_world
+from conftest import ROOT, TINY, Run, process_as_before, recipe_process, run_world
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, TrainingArguments
 
 from zerofit import recipe
@@ -292,15 +291,6 @@ def test_the_best_model_and_its_loss(tmp_path):
 # --- what the others do, in this process ---
 
 
-@pytest.fixture(autouse=True)
-def environment_as_before():
-    """A trainer's arguments set variables, for accelerate and for the job's processes."""
-    before = dict(os.environ)
-    yield
-    os.environ.clear()
-    os.environ.update(before)
-
-
 def trainer_of(folder, *words, ranks=1) -> ZerofitTrainer:
     """The trainer of a recipe's command line, before its first step."""
     settings = resolve.resolve_settings(
@@ -335,7 +325,7 @@ MANY = """--max_steps 6 --logging_steps 2 --logging_first_step true --eval_strat
 def many(tmp_path_factory):
     """(trainer after a run with many flags at once, what was on in its steps, the cache's clearings, its folder)."""
     folder, cleared = tmp_path_factory.mktemp("many"), []
-    with pytest.MonkeyPatch.context() as patch:
+    with process_as_before(), pytest.MonkeyPatch.context() as patch:
         patch.setattr("transformers.trainer.clear_device_cache", lambda *a, **kw: cleared.append(1))
         rows = (TINY / "eval.jsonl").read_text().splitlines(keepends=True)
         (folder / "eval.jsonl").write_text("".join(rows[:8]))

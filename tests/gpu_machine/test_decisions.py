@@ -101,6 +101,7 @@ def deepspeed_source(tmp_path_factory):
     return next(path for path in folder.iterdir() if path.is_dir())
 
 
+@pytest.mark.slow
 def test_deepspeed_installs_with_a_gpu_and_without_the_cuda_toolkit(deepspeed_source, tmp_path):
     """By what the Makefile sets; without it DeepSpeed's setup.py ends (when that no longer happens, the Makefile's
     DS_IGNORE_CUDA_DETECTION can go)."""
@@ -155,15 +156,20 @@ def test_the_cpu_is_used_where_it_was_asked_for(tmp_path):
         ).returncode
         == 0
     )
+    hidden = machine(tmp_path, [H100], driver="550.54.14", visible="")
+    done = python(hidden, 'from zerofit import recipe; print(recipe.parse("sft").use_cpu)')
+    assert done.stdout.strip().endswith("True"), done.stderr[-2000:]
+
+
+@pytest.mark.slow
+def test_a_launch_on_the_cpu_of_a_gpu_machine(tmp_path):
+    old = machine(tmp_path, [H100], driver="550.54.14")
     done = zerofit(old, "launch", "--gpus", "2", "recipes/sft.py", "--use_cpu", "true", "--zero", "2",
                    "--max_steps", "2",
                    "--num_samples", "0", "--save_strategy", "no", "--output_dir", str(tmp_path / "run"))  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     assert json.loads((tmp_path / "run" / "result.json").read_text())["world_size"] == 2
     assert contexts(old) == []
-    hidden = machine(tmp_path, [H100], driver="550.54.14", visible="")
-    done = python(hidden, 'from zerofit import recipe; print(recipe.parse("sft").use_cpu)')
-    assert done.stdout.strip().endswith("True"), done.stderr[-2000:]
 
 
 def test_an_import_of_deepspeed_makes_no_gpu_usable(tmp_path, monkeypatch):

@@ -419,7 +419,7 @@ def test_recipes_give_the_dense_curve(tmp_path):
     """Two ranks, two accumulation steps, gradient checkpointing, evaluation: fused and tiled at once."""
     evaluated = ("--eval_fraction", "0.1")
     variants = {"dense": (*DENSE, *evaluated), "both": (*FUSED, *TILED, *evaluated)}
-    runs = run_world(2, cases(("sft",), "0", variants) | cases(("lora",), "3", variants), tmp_path)
+    runs = run_world(2, cases(("lora",), "0", variants) | cases(("sft",), "3", variants), tmp_path)
     assert all(run.json("result.json")["eval_loss"] for run in runs.values())
     check(runs, "dense", 1e-5)
 

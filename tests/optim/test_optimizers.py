@@ -359,7 +359,6 @@ def two_ranks(tmp_path_factory):
     short = ("--max_samples", "16")
     cases = {
         "sophia-0": run("sophia", "0", "--per_device_train_batch_size", "2"),
-        "sophia-2": run("sophia", "2"),
         "8bit-2": run("adamw_8bit", "2", *short),
         "pure-0": run("adamw_torch_fused", "0", "--pure_bf16"),
         "pure-2": run("adamw_torch_fused", "2", "--pure_bf16"),
@@ -368,14 +367,13 @@ def two_ranks(tmp_path_factory):
     return run_world(2, cases, folder)
 
 
+@pytest.mark.slow
 def test_sophia_is_one_curve_over_stages_ranks_and_splits(two_ranks, tmp_path):
     runs = {"one": run("sophia", "0", "--per_device_train_batch_size", "8"), "adamw": run("adamw_torch_fused", "0")}
     one = run_world(1, runs, tmp_path)
-    for name in ("sophia-0", "sophia-2"):
-        assert two_ranks[name].json("record.json")["optimizer"] == "SophiaG"
-        torch.testing.assert_close(
-            torch.tensor(two_ranks[name].losses), torch.tensor(one["one"].losses), rtol=1e-3, atol=0
-        )
+    for found in (two_ranks["sophia-0"], run_world(2, {"2": run("sophia", "2")}, tmp_path)["2"]):
+        assert found.json("record.json")["optimizer"] == "SophiaG"
+        torch.testing.assert_close(torch.tensor(found.losses), torch.tensor(one["one"].losses), rtol=1e-3, atol=0)
     assert one["one"].losses[-1] < 0.5 * one["one"].losses[0]
     assert one["one"].losses[1:] != one["adamw"].losses[1:]
 

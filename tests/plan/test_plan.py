@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, TINY, recipe_process, run_world
+from conftest import ROOT, TINY, python, recipe_process, run_world
 
 from zerofit import hardware
 from zerofit.config import accelerate_env, resolve
@@ -29,6 +29,12 @@ import scaling
 
 CONFIGS = ROOT / "tests" / "configs"
 GPU = hardware.GPUS["h100-80g"]
+
+
+@pytest.fixture(autouse=True)
+def forked_simulations(monkeypatch):
+    """Start the processes of simulations as forks."""
+    monkeypatch.setattr(sys, "executable", python())
 
 
 # --- without memory = with memory ---
@@ -614,6 +620,7 @@ def test_a_foreach_optimizer_holds_one_more_copy(tmp_path):
     assert each == pytest.approx([8.0, 10.0], rel=0.02)
 
 
+@pytest.mark.slow
 def test_pinned_blocks_are_rounded_in_a_plan(monkeypatch):
     """Offload pins fp32 weights and gradients; torch before 2.13 rounds each block up to a power of two."""
     flags = [*FLAGS_1B, "--data", "none", "--zero", "3", "--offload", "optimizer", "--max_length", "64",
@@ -652,7 +659,6 @@ def test_an_error_of_the_simulation_is_kept_in_a_file(monkeypatch, tmp_path):
     assert (tmp_path / "error.txt").read_text().endswith("TypeError: unsupported")
 
 
-@pytest.mark.slow  # the README has one more, by make
 def test_a_real_plan_from_the_command_line(tmp_path):
     """make's own path: prints the choice, writes the files; the printed flags are taken by the recipe."""
     done = subprocess.run(

@@ -1,23 +1,26 @@
 """Numbers of the recipes against a training loop in plain PyTorch (benchmarks/oracle.py holds it and all cases)."""
 
+import functools
 import sys
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, run_python
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import oracle
 
 CASES = """
-    sft-0-ranks1 lora-0-ranks1 experts-qwen3_moe-micro8-ranks1 experts-mixtral-micro1-ranks1
-    offload-3-all-ranks2 lora-2-ranks2 sft-2-bf16-ranks2 experts-qwen3_moe-micro4-ranks2
+    sft-0-ranks1 lora-0-ranks1 experts-mixtral-micro1-ranks1
+    offload-3-all-ranks2 sft-2-bf16-ranks2 experts-qwen3_moe-micro4-ranks2
 """.split()
 
 
 @pytest.fixture(scope="module")
 def differences(tmp_path_factory):
     cases = [case for case in oracle.all_cases() if case.name in CASES]
-    return oracle.largest_differences(cases, tmp_path_factory.mktemp("oracle"))
+    return oracle.largest_differences(
+        cases, tmp_path_factory.mktemp("oracle"), functools.partial(run_python, timeout=900)
+    )
 
 
 @pytest.mark.oracle

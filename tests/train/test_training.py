@@ -3,11 +3,14 @@
 Real recipes, real DeepSpeed, two CPU processes over gloo (one process where the test says so).
 """
 
+import math
+
 import pytest
 import torch
 from conftest import ROOT, TINY, Run, run_python, run_world
 
-STEPS, ROWS = 8, 60  # 60 rows in batches of 8: the last step of the epoch is half filler
+ROWS = 60  # in batches of 8: the last step of the epoch is half filler
+FEWER = ["--max_samples", "28"]  # `make test`: half filler too
 COMMON = [
     "--data", str(TINY / "train.jsonl"), "--max_samples", str(ROWS), "--num_train_epochs", "1",
     "--effective_batch_size", "8", "--logging_steps", "1", "--save_strategy", "no",
@@ -87,9 +90,15 @@ def marked(names):
 def runs(tmp_path_factory, request):
     folder = tmp_path_factory.mktemp("runs")
     everything = "not slow" not in request.config.getoption("markexpr").replace("slow or not slow", "")
-    worlds = {ranks: {n: case for n, case in cases.items() if everything or not is_long(n)}
-              for ranks, cases in ((2, cases_of_two_ranks()), (1, cases_of_one_rank()))}  # fmt: skip
-    return run_world(2, worlds[2], folder) | run_world(1, worlds[1], folder)
+    found = {}
+    for ranks, cases in ((2, cases_of_two_ranks()), (1, cases_of_one_rank())):
+        short = {name: (recipe, [*words, *FEWER]) for name, (recipe, words) in cases.items() if not is_long(name)}
+        found |= run_world(ranks, cases if everything else short, folder)
+    return found
+
+
+def rows_of(run) -> int:
+    return run.json("run.json")["arguments"]["max_samples"]["value"]
 
 
 def precision_of(name: str) -> str:
@@ -124,13 +133,15 @@ def test_largest_differences(runs):
 def test_loss_curve_equals_the_reference(runs, name):
     precision = precision_of(name)
     run, reference = runs[name], runs[reference_of(name)]
-    assert len(run.losses) == STEPS
+    assert len(run.losses) == math.ceil(rows_of(run) / 8)
     torch.testing.assert_close(
         torch.tensor(run.losses), torch.tensor(reference.losses), rtol=TOLERANCE[precision], atol=0
     )
     if precision == "fp32":
         torch.testing.assert_close(torch.tensor(run.grad_norms), torch.tensor(reference.grad_norms), rtol=1e-3, atol=0)
-    assert sum(run.losses[-2:]) < 0.85 * sum(run.losses[:2])  # it trains at all
+    assert run.losses[-1] < run.losses[0]  # it trains at all
+    if rows_of(run) == ROWS:
+        assert sum(run.losses[-2:]) < 0.85 * sum(run.losses[:2])
 
 
 PAIRS = [
@@ -155,7 +166,7 @@ def test_world_size_engine_and_shares(runs, name):
     assert result["world_size"] == ranks
     assert result["zero"] == zero
     assert record["engine"] == "DeepSpeedEngine" if zero != "0" else record["engine"] != "DeepSpeedEngine"
-    assert sum(record["rows_per_rank"]) == ROWS  # every row once, filler rows not counted
+    assert sum(record["rows_per_rank"]) == rows_of(run)  # every row once, filler rows not counted
     assert record["shared_rows"] == 0
     if zero != "0":
         config = run.json("deepspeed.json")
@@ -199,7 +210,7 @@ def test_final_loads_in_plain_libraries_with_the_same_logits(runs, name, record_
 def test_learning_reaches_ninety_percent_in_one_process(tmp_path):
     """The embedded default task, whole: near 0 before, over 90 % after (SFT: test_readme runs `make sft`)."""
     cases = {"lora": ("lora", ["--save_strategy", "no", "--eval_strategy", "no"])}
-    for recipe, run in run_world(1, cases, tmp_path).items():
+    for recipe, run in run_world(1, cases, tmp_path, plots=True).items():
         result = run.json("result.json")
         assert result["exact_match_before"] < 0.05, recipe
         assert result["exact_match_after"] > 0.9, recipe

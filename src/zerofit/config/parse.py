@@ -2,6 +2,8 @@
 
 import argparse
 import ast
+import copy
+import functools
 import importlib.util
 import json
 import shlex
@@ -42,7 +44,9 @@ class _Parser(HfArgumentParser):
         raise UserError(f"{self.origin}: {message}{synonyms.of_value(message)} Every flag: --help all.")
 
 
+@functools.cache
 def build_parser(recipe: str) -> _Parser:
+    """Return the parser of all flags of a recipe; built once, as a plan reads the flags of hundreds of settings."""
     from transformers import TrainingArguments
 
     groups = (*arguments.kit_groups(recipe), TrainingArguments)
@@ -154,7 +158,7 @@ def read(recipe: str, argv: list[str], world_size: int, gpu=None) -> Settings:
     preset = explicit(recipe, presets.flags(given["preset"]), "preset") if given.get("preset") else {}
 
     values, source = {}, {}
-    defaults = vars(build_parser(recipe).parse_args([]))
+    defaults = copy.deepcopy(vars(build_parser(recipe).parse_args([])))  # lists and dicts are the parser's own
     for layer, origin in (
         (defaults, "transformers default"),
         ({**arguments.SHARED_DEFAULTS, **arguments.RECIPES[recipe]["defaults"]}, "default"),
