@@ -117,6 +117,33 @@ def test_a_qlora_step_at_stage_3_holds_no_gathered_layer(checkpointing, tmp_path
         assert grows < 0.25 * PACKED_LAYER_BYTES, (phase, grows, PACKED_LAYER_BYTES)
 
 
+def test_deepspeed_still_names_parameters_to_list_them(monkeypatch):
+    """When this fails, patches.list_own_parameters_directly can go."""
+    from deepspeed.runtime.zero import parameter_offload, partition_parameters, partitioned_param_coordinator
+
+    plain = partitioned_param_coordinator.iter_params
+    monkeypatch.setattr(partitioned_param_coordinator, "iter_params", plain)
+    monkeypatch.setattr(parameter_offload, "iter_params", plain)
+    net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 3, bias=False), torch.nn.ReLU())
+    for module in net.modules():
+        partition_parameters._init_external_params(module)
+    net[2]._external_params[0] = net[0].weight
+    calls = []
+    named = torch.nn.Module.named_parameters
+    monkeypatch.setattr(torch.nn.Module, "named_parameters", lambda *a, **kw: calls.append(a) or named(*a, **kw))
+    wanted = {module: [list(plain(module, recurse)) for recurse in (False, True)] for module in net.modules()}
+    assert len(calls) == 8
+    patches.list_own_parameters_directly()
+    ours = parameter_offload.iter_params
+    assert ours is partitioned_param_coordinator.iter_params is not plain
+    for module, (own, every) in wanted.items():
+        assert all(a is b for a, b in zip(ours(module), own, strict=True))
+        assert all(a is b for a, b in zip(ours(module, recurse=True), every, strict=True))
+    assert len(calls) == 12 and len(wanted[net[2]][0]) == 1
+    patches.list_own_parameters_directly()
+    assert parameter_offload.iter_params is ours
+
+
 # --- the list of all patches and private names, docs/patches.toml ---
 
 SRC = ROOT / "src" / "zerofit"

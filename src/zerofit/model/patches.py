@@ -39,3 +39,24 @@ def release_gathered_4bit_weights() -> None:
         return Product.apply(A, B, bias, quant_state)
 
     bitsandbytes.matmul_4bit = matmul_gathered_4bit
+
+
+def list_own_parameters_directly() -> None:
+    """Make ZeRO-3's coordinator (DeepSpeed 0.19.8) read a module's parameters from its own dictionaries.
+
+    `iter_params` walks `named_parameters`, which builds prefixes and a set of what was seen: 40 microseconds, several
+    times for each use of a module in a step, and for each pair of uses in the first step after the trace. A LoRA step
+    of 4 layers with 7 adapters each took 1.3 s of Python on one core, 0.8 s with this.
+    """
+    from deepspeed.runtime.zero import parameter_offload, partitioned_param_coordinator
+
+    plain = partitioned_param_coordinator.iter_params
+    if plain.__name__ == "own_parameters":
+        return
+
+    def own_parameters(module, recurse=False):
+        if recurse:
+            return plain(module, recurse=True)
+        return [p for p in (*module._parameters.values(), *module._external_params.values()) if p is not None]
+
+    partitioned_param_coordinator.iter_params = parameter_offload.iter_params = own_parameters

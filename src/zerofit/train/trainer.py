@@ -74,6 +74,8 @@ class ZerofitTrainer(Trainer):
         self.settings, self.tokens, self.eval_tokens = settings, train_set, eval_set
         self.clock = progress.ThroughputMeter(settings, net)
         self.saving_to = None  # folder that a checkpoint is written to before it is renamed
+        if settings.zero == 3:
+            patches.list_own_parameters_directly()
         if quantization.bits(settings) == 4 and settings.zero == 3:
             patches.release_gathered_4bit_weights()
         tiled_mlp.install(settings, net)
