@@ -53,9 +53,7 @@ def test_packed_and_streamed(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("zero", "more"), [("0", []), ("3", []), ("2", ["--adapter", "lora"]), ("3", ["--adapter", "lora"])]
-)
+@pytest.mark.parametrize(("zero", "more"), [("2", []), ("3", ["--adapter", "lora"])])
 def test_preference_pairs(tmp_path, zero, more):
     pairs = TINY / "preference"
     files = ["--data", str(pairs / "train.jsonl"), "--eval_data", str(pairs / "eval.jsonl")]
