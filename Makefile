@@ -183,8 +183,9 @@ docs: $(STAMP) ## write the pages that are made from the code (docs/flags.md, do
 docs-serve: $(DEV_STAMP) ## serve the pages at http://127.0.0.1:8000
 	@$(PY) docs/generate.py && $(PY) -m mkdocs serve
 
-bench-peers: $(STAMP) $(PEERS_STAMP) ## prepare data side by side with TRL, installed into .venv-peers (ARGS="--data x.jsonl")
-	@set -f; $(PY) benchmarks/data.py --peers .venv-peers/bin/python $$ARGS
+bench-peers: $(STAMP) $(PEERS_STAMP) ## compare losses of SFT and DPO, then the speed of preparing data (ARGS=), with TRL in .venv-peers
+	@set -f; peers=.venv-peers/bin/python; $(PY) benchmarks/trl_parity.py --peers $$peers \
+		&& $(PY) benchmarks/trl_dpo.py --peers $$peers && $(PY) benchmarks/data.py --peers $$peers $$ARGS
 
 clean: ## remove .venv, .venv-peers and caches (runs/ stays)
 	rm -rf .venv .venv-peers .pytest_cache .ruff_cache src/*.egg-info
@@ -212,6 +213,6 @@ $(DEV_STAMP): $(STAMP)
 $(PEERS_STAMP): constraints.txt
 	@test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
 	@echo 'installing TRL into .venv-peers (a few minutes, once)'
-	@.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch 'trl==1.16.*' transformers
+	@.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch 'trl==1.16.*' transformers peft
 	@touch "$@"
 endif

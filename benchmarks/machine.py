@@ -15,7 +15,8 @@ TINY_MODEL = ROOT / "examples" / "tiny" / "model"
 def versions() -> dict[str, str]:
     """Return the versions of the relevant packages in the calling environment."""
     found = {"python": platform.python_version()}
-    for name in ("trl", "torch", "transformers", "tokenizers", "datasets", "accelerate", "deepspeed", "pyarrow"):
+    names = ("trl", "torch", "transformers", "tokenizers", "datasets", "accelerate", "deepspeed", "peft", "pyarrow")
+    for name in names:
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

@@ -213,15 +213,22 @@ def write_run(settings: Settings, facts: dict) -> None:
     )
 
 
-def plot_rewards(metrics: Path, target: Path, title: str) -> None:
-    """Write rewards.png: rewards and accuracy of preference training, from metrics.jsonl; nothing for other recipes."""
-    lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
-    lines = [line for line in lines if "rewards/chosen" in line]
-    if not lines:
+def plot_metrics(folder: Path, title: str) -> None:
+    """Write loss.png and, of preference training, rewards.png from metrics.jsonl, as far as it has lines."""
+    if not (folder / "metrics.jsonl").exists():
         return
     import matplotlib
 
     matplotlib.use("Agg")
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    if trained := [line for line in lines if "loss" in line]:
+        _plot_loss(trained, [line for line in lines if "eval_loss" in line], folder / "loss.png", title)
+    if rewarded := [line for line in trained if "rewards/chosen" in line]:
+        _plot_rewards(rewarded, folder / "rewards.png", title)
+
+
+def _plot_rewards(lines: list[dict], target: Path, title: str) -> None:
+    """Write the rewards and the accuracy by step."""
     from matplotlib import pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), dpi=120)
@@ -237,25 +244,19 @@ def plot_rewards(metrics: Path, target: Path, title: str) -> None:
     _write_figure(figure, target)
 
 
-def plot_loss(metrics: Path, target: Path, title: str) -> None:
-    """Write loss.png: training loss per step and evaluation loss, from metrics.jsonl."""
-    import matplotlib
-
-    matplotlib.use("Agg")
+def _plot_loss(trained: list[dict], evaluated: list[dict], target: Path, title: str) -> None:
+    """Write training loss and evaluation loss by step."""
     from matplotlib import pyplot as plt
 
-    lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
-    train = [(m["step"], m["loss"]) for m in lines if "loss" in m]
-    held_out = [(m["step"], m["eval_loss"]) for m in lines if "eval_loss" in m]
-    if not train:
-        return
+    train = [(line["step"], line["loss"]) for line in trained]
+    held_out = [(line["step"], line["eval_loss"]) for line in evaluated]
     figure, axes = plt.subplots(figsize=(7, 4), dpi=120)
     axes.plot(*zip(*train, strict=True), label="training", color="#2563eb", marker="." if len(train) < 60 else None)
     if held_out:
         axes.plot(*zip(*held_out, strict=True), label="evaluation", color="#ea580c", marker="o", linestyle="--")
     axes.set(
         xlabel="optimizer step",
-        ylabel="loss" if "rewards/chosen" in lines[0] else "loss (nats per supervised token)",
+        ylabel="loss" if "rewards/chosen" in trained[0] else "loss (nats per supervised token)",
         title=title,
         ylim=(0, None),
     )

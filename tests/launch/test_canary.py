@@ -18,7 +18,7 @@ CASES = [("0", "sft"), ("1", "sft"), ("2", "sft"), ("3", "sft"), ("0", "lora"), 
 
 
 def check_same_as_without(tmp_path, zero, recipe, more=()):
-    more = [*more, *(EVAL if recipe == "lora" else EVAL[:2])]
+    more = [*(EVAL if recipe == "lora" else EVAL[:2]), *more]
     plain = launch(tmp_path / "plain", *more, zero=zero, recipe=recipe)
     done = launch(tmp_path / "run", *more, "--canary", "true", zero=zero, recipe=recipe)
     assert plain.returncode == done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
@@ -50,6 +50,14 @@ def test_every_stage(tmp_path, zero, recipe):
 def test_packed_and_streamed(tmp_path):
     check_same_as_without(tmp_path / "packed", "0", "sft", ["--packing", "true"])
     check_same_as_without(tmp_path / "streamed", "0", "sft", ["--streaming", "true"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("zero", "more"), [("2", []), ("3", ["--adapter", "lora"])])
+def test_preference_pairs(tmp_path, zero, more):
+    pairs = TINY / "preference"
+    files = ["--data", str(pairs / "train.jsonl"), "--eval_data", str(pairs / "eval.jsonl")]
+    check_same_as_without(tmp_path, zero, "dpo", ["--model", str(pairs / "model"), *files, *more])
 
 
 @pytest.mark.fault

@@ -5,10 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from test_adapters import ALL_ADAPTERS, MORE
 
 from zerofit.config import resolve
 from zerofit.errors import UserError
-from zerofit.model import fused_loss, preference_loss
+from zerofit.model import adapters, fused_loss, preference_loss
 
 OWN = [[-12.0, -15.5], [-40.25, -33.0], [-7.0, -7.0]]
 REFERENCE = [[-13.0, -14.0], [-41.0, -35.5], [-7.0, -7.0]]
@@ -24,6 +25,10 @@ def log_sigmoid(x):
     return math.log(sigmoid(x))
 
 
+def odds(p):
+    return p / (1 - p)
+
+
 # kind -> formula of its paper, from log-probabilities p (policy) and r (reference), lengths n; w: chosen, l: rejected
 PAPERS = {
     "sigmoid": lambda b, e, pw, pl, rw, rl, nw, nl: (
@@ -37,6 +42,9 @@ PAPERS = {
     ),
     "apo_zero": lambda b, e, pw, pl, rw, rl, nw, nl: (1 - sigmoid(b * (pw - rw))) + sigmoid(b * (pl - rl)),
     "simpo": lambda b, e, pw, pl, rw, rl, nw, nl: -log_sigmoid(b / nw * pw - b / nl * pl - 0.5),
+    "orpo": lambda b, e, pw, pl, rw, rl, nw, nl: (
+        -pw / nw + b * -math.log(sigmoid(math.log(odds(math.exp(pw / nw)) / odds(math.exp(pl / nl)))))
+    ),
 }
 
 
@@ -53,6 +61,15 @@ def test_a_loss_is_the_formula_of_its_paper(kind, alpha):
     assert found.tolist() == pytest.approx(wanted, rel=1e-12)
     if kind in ("sigmoid", "hinge", "robust", "apo_zero"):
         assert rewards[0].tolist() == pytest.approx([0.3 * 1.0, 0.3 * -1.5])
+
+
+def test_a_filler_has_no_gradient():
+    """Its log-probabilities are 0, where the odds are infinite; PreferenceTrainer multiplies its loss by 0."""
+    own = torch.zeros(1, 2, requires_grad=True)
+    for kind in PAPERS:
+        settings = SimpleNamespace(**DEFAULTS | {"loss_type": kind})
+        loss, _, _ = preference_loss.losses(settings, own, torch.zeros(1, 2), torch.ones(1, 2))
+        assert torch.autograd.grad(loss.where(torch.tensor([False]), 0.0).sum(), own)[0].tolist() == [[0.0, 0.0]], kind
 
 
 def test_the_first_loss_of_sigmoid_is_ln_2():
@@ -118,6 +135,8 @@ def test_a_frozen_head_gets_no_gradient_and_needs_none():
         ("--optim sophia", "samples tokens"),
         ("--precompute_ref_log_probs false", "a second model in memory"),
         ("--precompute_ref_log_probs true --loss_type simpo", "it has no reference"),
+        ("--precompute_ref_log_probs true --loss_type orpo", "it has no reference"),
+        ("--adapter lora --adapter_config bias=all", "add --precompute_ref_log_probs true"),
         ("--lora_r 4", "add --adapter lora"),
         ("--load_in_4bit true", "add --adapter lora"),
         ("--adapter prompt_tuning", "virtual tokens"),
@@ -133,7 +152,14 @@ def test_what_cannot_work_is_refused_in_one_sentence(flags, cause):
 
 @pytest.mark.parametrize(
     ("flags", "precomputed", "rate"),
-    [("", True, 1e-3), ("--adapter lora", False, 1e-3), ("--loss_type simpo", False, 1e-3)],
+    [
+        ("", True, 1e-3),
+        ("--adapter lora", False, 1e-3),
+        ("--loss_type simpo", False, 1e-3),
+        ("--loss_type orpo", False, 1e-3),
+        ("--adapter lora --loss_type orpo --adapter_config bias=all", False, 1e-3),
+        ("--adapter lora --precompute_ref_log_probs true --adapter_config bias=all", True, 1e-3),
+    ],
 )
 def test_the_reference_follows_from_the_adapter(flags, precomputed, rate):
     settings = resolve.resolve_settings("dpo", ["--use_cpu", "true", *flags.split()], 1)
@@ -141,6 +167,33 @@ def test_the_reference_follows_from_the_adapter(flags, precomputed, rate):
     own_data = ["--model", str(settings.model), "--data", "p.jsonl", "--use_cpu", "true", *flags.split()]
     rate = 5e-6 if "lora" in flags else 1e-6
     assert resolve.resolve_settings("dpo", own_data, 1).learning_rate == rate
+
+
+OFF = [kind for kind in ALL_ADAPTERS if kind not in adapters.PROMPTS]
+VARIANTS = ["lora --use_dora true", "lora --modules_to_save lm_head", "lora --init_lora_weights orthogonal"]
+
+
+@pytest.mark.parametrize("adapter", [*OFF, "lora", *VARIANTS])
+def test_whatever_an_adapter_has_learned_it_can_be_turned_off(adapter):
+    """The model with the adapter off is the one that training started from."""
+    from transformers import AutoModelForCausalLM
+
+    kind = adapter.split()[0]
+    flags = ["--use_cpu", "true", "--adapter", *adapter.split(), *MORE.get(kind, [])]
+    settings = resolve.resolve_settings("dpo", flags, 1)
+    model = AutoModelForCausalLM.from_pretrained(settings.model, dtype=torch.float32)
+    ids = torch.arange(5, 25)[None]
+    with torch.no_grad():
+        base = model(input_ids=ids).logits
+        model = adapters.add_adapter(model, settings)
+        torch.manual_seed(0)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter))
+        changed = model(input_ids=ids).logits
+        with model.disable_adapter():
+            off = model(input_ids=ids).logits
+    assert not torch.allclose(changed, base, atol=1e-2) and torch.allclose(off, base, atol=1e-5)
 
 
 def test_under_autocast_the_gradients_are_those_of_fp32_but_for_rounding():

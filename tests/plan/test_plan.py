@@ -75,7 +75,10 @@ def test_a_simulation_has_the_bytes_of_real_tensors_everywhere():
     assert len(rows) >= 60
 
 
-TWO_RANKS = {"sft-0": ("sft", "--zero 0"), "sft-2": ("sft", "--zero 2"), "lora-3": ("lora", "--zero 3")}
+TWO_RANKS = {
+    "sft-0": ("sft", "--zero 0"), "sft-2": ("sft", "--zero 2"), "lora-3": ("lora", "--zero 3"),
+    "dpo-0": ("dpo", "--zero 0"), "dpo-2": ("dpo", "--zero 2"), "dpo-3": ("dpo", "--zero 3 --adapter lora"),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +87,8 @@ def full_rows(tmp_path_factory):
     file = tmp_path_factory.mktemp("rows") / "rows.jsonl"
     row = {"input_ids": [5 + i % 50 for i in range(64)], "labels": [5 + i % 50 for i in range(64)]}
     file.write_text((json.dumps(row) + "\n") * 16)
+    pair = {"prompt": "a", "chosen": "b " * 100, "rejected": "c " * 100}  # cut to 64 tokens a side
+    (file.parent / "pairs.jsonl").write_text((json.dumps(pair) + "\n") * 16)
     return file
 
 
@@ -91,16 +96,15 @@ def full_rows(tmp_path_factory):
 @pytest.mark.slow
 def test_a_simulation_equals_two_real_ranks(full_rows, tmp_path):
     """Recipes on two gloo processes, followed by --memory_report, against simulations of both ranks."""
-    common = ["--model", str(TINY / "model"), "--data", str(full_rows), "--max_length", "64",
-              "--per_device_train_batch_size", "1", "--effective_batch_size", "2"]  # fmt: skip
+    common = ["--model", str(TINY / "model"), "--max_length", "64", "--per_device_train_batch_size", "1",
+              "--effective_batch_size", "2"]  # fmt: skip
     run_only = ["--max_steps", "3", "--save_strategy", "no", "--num_samples", "0", "--memory_report", "true"]
-    cases = {name: (recipe, [*common, *flags.split(), *run_only]) for name, (recipe, flags) in TWO_RANKS.items()}
-    runs = run_world(2, cases, tmp_path)
-    asked = [
-        simulate.question(recipe, [*common, *flags.split()], 2, rank)
-        for recipe, flags in TWO_RANKS.values()
-        for rank in (0, 1)
-    ]
+    cases = {}
+    for name, (recipe, flags) in TWO_RANKS.items():
+        rows = full_rows.with_name("pairs.jsonl") if recipe == "dpo" else full_rows
+        cases[name] = (recipe, [*common, *flags.split(), "--data", str(rows)])
+    runs = run_world(2, {name: (recipe, [*flags, *run_only]) for name, (recipe, flags) in cases.items()}, tmp_path)
+    asked = [simulate.question(recipe, flags, 2, rank) for recipe, flags in cases.values() for rank in (0, 1)]
     answers = iter(simulate.run_all(asked))
     for name, run in runs.items():
         measured = {rank["rank"]: rank["peak"] for rank in run.json("memory.json")["ranks"]}

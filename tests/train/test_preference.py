@@ -8,8 +8,13 @@ import shutil
 
 import pytest
 import torch
-from conftest import ROOT, TINY, recipe_process, run_python, run_world
-from safetensors.torch import load_file
+from conftest import ROOT, TINY, Run, recipe_process, run_python, run_world
+from safetensors.torch import load_file, save_file
+from test_retry import launch
+
+from zerofit.config import resolve
+from zerofit.model.load import model_fingerprint
+from zerofit.train import preference
 
 MODEL = TINY / "preference" / "model"
 STEPS, BATCH, RATE, BETA = 20, 4, 1e-3, 0.2
@@ -272,6 +277,96 @@ def test_a_resumed_run_goes_on_bit_for_bit_with_the_reference_of_the_start(tmp_p
     assert done.returncode == 2 and "the reference cannot be computed from trained weights" in done.stderr
     done = run("fourth", "--resume_from_checkpoint", checkpoint, "--beta", "0.3")
     assert done.returncode == 2 and "was saved with beta 0.2, this run has 0.3; use --beta 0.2" in done.stderr
+
+
+PAIRS = ["--model", str(MODEL), "--data", str(TINY / "preference" / "train.jsonl")]
+
+
+@pytest.mark.fault
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "more", [["--zero", "3"], [*ADAPTER, "--lora_dropout", "0.1"], [*ADAPTER, "--precompute_ref_log_probs", "true"]],
+    ids=["full", "lora", "lora, precomputed"],
+)  # fmt: skip
+def test_a_killed_run_goes_on_bit_for_bit_and_never_computes_its_reference_again(tmp_path, monkeypatch, more):
+    monkeypatch.setenv("ZEROFIT_CACHE", str(tmp_path / "cache"))
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert launch(whole, *PAIRS, *more, recipe="dpo").returncode == 0
+    shutil.rmtree(tmp_path / "cache")
+    fault = {"what": "kill", "where": "step", "step": 5}
+    done = launch(killed, *PAIRS, *more, "--max_restarts", "0", fault=fault, recipe="dpo")
+    assert done.returncode == 137 and not (killed / "final").exists(), done.stderr
+    shutil.rmtree(tmp_path / "cache")  # the run folder alone must do
+    done = run_python(["-m", "zerofit", "resume", str(killed)])
+    assert done.returncode == 0 and "reference log-probabilities" not in done.stdout, done.stdout + done.stderr
+    runs = [Run(whole), Run(killed)]
+    for name in ("loss", "grad_norm", *preference.NAMES):
+        values = [[line[name] for line in run.metrics] for run in runs]
+        assert values[0] == values[1] and len(values[0]) == 6, name
+    (file,) = (whole / "final").glob("*.safetensors")
+    assert file.read_bytes() == (killed / "final" / file.name).read_bytes()
+
+
+@pytest.mark.fault
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [[], ADAPTER], ids=["full", "lora"])
+def test_out_of_memory_goes_on_with_half_the_micro_batch(tmp_path, monkeypatch, more):
+    monkeypatch.setenv("ZEROFIT_CACHE", str(tmp_path / "cache"))
+    whole, folder = tmp_path / "whole", tmp_path / "run"
+    assert launch(whole, *PAIRS, *more, recipe="dpo").returncode == 0
+    shutil.rmtree(tmp_path / "cache")
+    done = launch(folder, *PAIRS, *more, fault={"what": "oom", "where": "backward"}, recipe="dpo")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "attempt 2, from checkpoint-2: micro batch 2 instead of 4" in done.stderr
+    assert done.stdout.count("reference log-probabilities of") == (not more)
+    assert Run(folder).losses == pytest.approx(Run(whole).losses, rel=1e-3)
+    assert Run(folder).json("run.json")["arguments"]["effective_batch_size"]["value"] == 8
+
+
+def test_the_cached_reference_of_another_model_is_not_taken(tmp_path):
+    """Two models that differ in a tensor at the start of the file only, as merges of adapters on one layer may."""
+    settings, keys = [], set()
+    weights = load_file(MODEL / "model.safetensors")
+    first = min(weights)
+    for name in ("one", "other"):
+        folder = shutil.copytree(MODEL, tmp_path / name)
+        save_file(weights | {first: weights[first] * (1 + (name == "other"))}, folder / "model.safetensors")
+        flags = ["--model", str(folder), *PAIRS[2:], "--use_cpu", "true"]
+        settings.append(resolve.resolve_settings("dpo", flags, 1))
+        settings.append(resolve.resolve_settings("dpo", [*flags, *ADAPTER, "--load_in_4bit", "true"], 1))
+    keys = {preference._model_key(each) for each in settings}
+    assert len(keys) == 4 and len({model_fingerprint(each) for each in settings}) == 1
+
+
+@pytest.mark.fault
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [[], ADAPTER], ids=["full", "lora"])
+def test_a_pair_whose_loss_is_not_a_number_is_left_out_and_named(tmp_path, folder, more):
+    """A word of one pair has an embedding of NaN; its reference is NaN as well."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    shutil.copytree(folder / "model", tmp_path / "model")
+    config = AutoConfig.from_pretrained(folder / "model")
+    config.tie_word_embeddings = False  # a tied head would spoil every pair
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.get_input_embeddings().weight.data[tokenizer("~", add_special_tokens=False)["input_ids"]] = math.nan
+    model.save_pretrained(tmp_path / "model")
+    rows = (folder / "pairs.jsonl").read_text().splitlines()
+    row = json.loads(rows[9])
+    rows[9] = json.dumps(row | {"chosen": row["chosen"] + " ~"})
+    (tmp_path / "pairs.jsonl").write_text("\n".join(rows))
+    words = [*flags(folder), *more, "--model", str(tmp_path / "model"), "--data", str(tmp_path / "pairs.jsonl"),
+             "--max_steps", "5", "--on_nan", "skip", "--output_dir", str(tmp_path / "run")]  # fmt: skip
+    done = recipe_process("dpo", *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = Run(tmp_path / "run")
+    assert run.json("result.json")["steps_not_applied"] == 1
+    assert [math.isfinite(loss) for loss in run.losses] == [True, True, False, True, True]  # pair 9 is in step 3
+    trained = [line for line in run.metrics if "loss" in line and line["step"] != 3]
+    assert all(math.isfinite(line["rewards/margins"]) for line in trained)
+    again = run_python(["-m", "zerofit", "replay", str(tmp_path / "run")])
+    assert again.returncode == 4 and "row 9: " in again.stdout and "embed_tokens" in again.stdout, again.stdout
 
 
 @pytest.mark.slow

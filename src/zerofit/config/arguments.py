@@ -364,8 +364,8 @@ class PreferenceArguments:
     beta: float = field(
         default=0.1, metadata={"help": "Strength of the pull to the reference; the margin is multiplied by it."}
     )
-    loss_type: Literal["sigmoid", "sigmoid_norm", "ipo", "hinge", "robust", "apo_zero", "simpo"] = field(
-        default="sigmoid", metadata={"help": "Formula of the loss (docs/dpo.md). simpo needs no reference."}
+    loss_type: Literal["sigmoid", "sigmoid_norm", "ipo", "hinge", "robust", "apo_zero", "simpo", "orpo"] = field(
+        default="sigmoid", metadata={"help": "Formula of the loss (docs/dpo.md). simpo and orpo need no reference."}
     )
     label_smoothing: float = field(
         default=0.0, metadata={"help": "Share of pairs taken to be the wrong way round (sigmoid and robust)."}

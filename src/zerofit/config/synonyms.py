@@ -68,7 +68,7 @@ RENAMED = {
     "pref_ftx": "--rpo_alpha",
     "dpo_label_smoothing": "--label_smoothing",
     "ref_model": "--precompute_ref_log_probs (the reference is the model before training)",
-    "reference_free": "--loss_type simpo",
+    "reference_free": "--loss_type simpo (or orpo)",
     # steps
     "batch_size": "--per_device_train_batch_size (--effective_batch_size counts all ranks)",
     "train_batch_size": "--effective_batch_size",

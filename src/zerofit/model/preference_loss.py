@@ -10,6 +10,8 @@ x: difference of the rewards over beta, (log pi(chosen) / ref(chosen)) - (log pi
     apo_zero      1 - sigmoid(r chosen) + sigmoid(r rejected)     APO, arXiv 2408.06266, equation 7
     simpo         -log sigmoid(beta x - gamma), per token,        SimPO, arXiv 2405.14734, equation 6
                   without a reference model
+    orpo          -log p - beta log sigmoid(log odds ratio)       ORPO, arXiv 2403.07691, equations 3 to 7
+                  per token, without a reference model: SFT and preference in one
 
 sigmoid with --label_smoothing e is the conservative DPO: (1 - e) of the loss, and e of that of the swapped pair. The
 names and the use of tokens follow TRL 1.16 (of its CPOTrainer for simpo).
@@ -24,7 +26,9 @@ from zerofit.errors import UserError
 from zerofit.model import adapters, attention
 from zerofit.settings import decide
 
-PER_TOKEN = ("sigmoid_norm", "ipo", "simpo")
+PER_TOKEN = ("sigmoid_norm", "ipo", "simpo", "orpo")
+
+REFERENCE_FREE = ("simpo", "orpo")
 
 SMOOTHED = ("sigmoid", "robust")
 
@@ -35,7 +39,7 @@ def losses(settings, own, reference, tokens):
     Args: own, reference: summed log-probabilities of the answers, (n, 2): chosen, rejected; tokens: their lengths.
     """
     kind, beta, smoothing = settings.loss_type, settings.beta, settings.label_smoothing
-    ratios = own if kind == "simpo" else own - reference
+    ratios = own if kind in REFERENCE_FREE else own - reference
     scores = own
     if kind in PER_TOKEN:
         ratios, scores = ratios / tokens, own / tokens
@@ -51,11 +55,20 @@ def losses(settings, own, reference, tokens):
         loss = (smoothing * logsigmoid(-margin) - (1 - smoothing) * logsigmoid(margin)) / (1 - 2 * smoothing)
     elif kind == "simpo":
         loss = -logsigmoid(margin - settings.simpo_gamma)
+    elif kind == "orpo":
+        chosen, rejected = _log_odds(scores).unbind(1)
+        loss = -scores[:, 0] - beta * logsigmoid(chosen - rejected)
     else:
         loss = -(1 - smoothing) * logsigmoid(margin) - smoothing * logsigmoid(-margin)
     if settings.rpo_alpha:  # RPO, arXiv 2404.19733: the SFT loss of the chosen answer, per token
         loss = loss - settings.rpo_alpha * own[:, 0] / tokens[:, 0]
     return loss, rewards.detach(), scores.detach()
+
+
+def _log_odds(log_probs):
+    """Return log(p / (1 - p)) of log p; p is at most 1 - 1e-6, as a certain answer (and a filler) has infinite odds."""
+    log_probs = log_probs.clamp(max=-1e-6)
+    return log_probs - torch.log(-torch.expm1(log_probs))
 
 
 def disable_dropout(model):
@@ -79,11 +92,12 @@ def resolve(settings) -> None:
     _check_numbers(settings)
     _check_excluded(settings)
     _check_adapter(settings)
-    if settings.loss_type == "simpo":
+    kind = settings.loss_type
+    if kind in REFERENCE_FREE:
         if settings.precompute_ref_log_probs:
-            raise UserError("--precompute_ref_log_probs with --loss_type simpo: it has no reference; leave it out.")
+            raise UserError(f"--precompute_ref_log_probs with --loss_type {kind}: it has no reference; leave it out.")
         settings.precompute_ref_log_probs = False
-        settings.decisions.append("loss_type simpo: trains without a reference model")
+        settings.decisions.append(f"loss_type {kind}: trains without a reference model")
     elif settings.trains_adapter and settings.precompute_ref_log_probs is None:
         decide(settings, "precompute_ref_log_probs", False, "the reference is the model with its adapter off")
     elif settings.precompute_ref_log_probs is False and not settings.trains_adapter:
@@ -149,3 +163,10 @@ def _check_adapter(settings) -> None:
             f"--init_lora_weights {settings.init_lora_weights} with recipes/dpo.py: it changes the base, so the model "
             "with the adapter off is not the reference; use true, gaussian or orthogonal."
         )
+    elif not settings.precompute_ref_log_probs and settings.loss_type not in REFERENCE_FREE:
+        for pair in settings.adapter_config or []:
+            if re.match("bias=(?!none)", pair):
+                raise UserError(
+                    f"--adapter_config {pair} with recipes/dpo.py: trained biases stay when the adapter is off, which "
+                    "then is not the reference; add --precompute_ref_log_probs true."
+                )

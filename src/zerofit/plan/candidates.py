@@ -11,6 +11,7 @@ from zerofit import allocator, command_line, hardware
 from zerofit.config import parse, resolve
 from zerofit.errors import EXIT_CODES, UserError
 from zerofit.hardware import GIB
+from zerofit.model import preference_loss
 from zerofit.plan import formulas
 from zerofit.plan.formulas import Setting, Shape
 
@@ -421,8 +422,9 @@ def setting_of(settings) -> Setting:
 
 def _runs_reference(settings) -> bool:
     """Return whether each step runs the model once more with its adapter off (recipes/dpo.py)."""
-    precomputed = settings.values.get("precompute_ref_log_probs") or settings.values.get("loss_type") == "simpo"
-    return settings.recipe == "dpo" and settings.trains_adapter and not precomputed
+    if settings.recipe != "dpo" or not settings.trains_adapter:
+        return False
+    return not settings.precompute_ref_log_probs and settings.loss_type not in preference_loss.REFERENCE_FREE
 
 
 def flags_for_simulation(flags: list[str]) -> list[str]:

@@ -179,8 +179,9 @@ def _evaluate_and_save(trainer, tracker) -> None:
     if trainer.eval_dataset is not None:
         trainer.evaluate()
     if trainer.is_deepspeed_enabled and trainer.accelerator.deepspeed_config["zero_optimization"]["stage"] == 3:
-        with tracker.during("save"):
-            trainer.accelerator.get_state_dict(trainer.deepspeed)
+        without_base = trainer.settings.trains_adapter
+        with tracker.during("save"):  # as Trainer.save_model does
+            trainer.deepspeed._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=without_base)
 
 
 def _trainers_needs(settings, device: str):

@@ -1,6 +1,7 @@
 """PreferenceTrainer: a ZerofitTrainer on preference pairs (DPO and its kin), without a second model in memory."""
 
 import contextlib
+import hashlib
 import os
 import time
 from pathlib import Path
@@ -12,7 +13,7 @@ from zerofit import distributed
 from zerofit.data.batches import document_of_each_token
 from zerofit.data.dataset import cache_folder
 from zerofit.errors import UserError
-from zerofit.model import fused_loss, preference_loss
+from zerofit.model import fused_loss, preference_loss, quantization
 from zerofit.model.load import model_fingerprint
 from zerofit.train.trainer import ZerofitTrainer
 
@@ -66,12 +67,13 @@ class PreferenceTrainer(ZerofitTrainer):
     def _reference(self, model, inputs) -> torch.Tensor:
         """Return the log-probabilities of the reference, (pairs, 2).
 
-        Zeros for simpo, which has none, and in trials, whose rows come without.
+        Zeros for losses that have none, and in trials, whose rows come without.
         """
         if "reference" in inputs:
             return inputs["reference"]
         settings = self.settings
-        if settings.loss_type == "simpo" or not settings.trains_adapter or settings.precompute_ref_log_probs:
+        adapter_off = settings.trains_adapter and not settings.precompute_ref_log_probs
+        if settings.loss_type in preference_loss.REFERENCE_FREE or not adapter_off:
             return torch.zeros((), device=self.args.device)
         with torch.no_grad(), self.adapter_off():
             return self.log_probs(model, inputs)[0]
@@ -127,54 +129,44 @@ class PreferenceTrainer(ZerofitTrainer):
     def before_first_step(self) -> None:
         if not self.settings.precompute_ref_log_probs:
             return
+        model_key = _model_key(self.settings) if self.args.process_index == 0 else ""
         for name, dataset in (("training", self.train_dataset), ("evaluation", self.eval_dataset)):
             if dataset is not None:
-                dataset.reference = self._kept_reference(name, dataset)
+                dataset.reference = self._kept_reference(name, dataset, model_key)
 
-    def _kept_reference(self, name: str, dataset) -> torch.Tensor:
+    def _kept_reference(self, name: str, dataset, model_key: str) -> torch.Tensor:
         """Return the reference log-probabilities of a set's pairs, (pairs, 2), computed only if no file holds them.
 
+        Args: model_key: on rank 0, which reads and writes the files.
         Raises: UserError when a resumed run finds none: its weights are no longer the reference's.
         """
-        resumed, name_of_file = self.settings.resume_from_checkpoint, f"{self._key(dataset.sequences)}.safetensors"
-        files = [Path(self.args.output_dir) / "reference" / name_of_file]
-        if resumed:
-            files.append(Path(resumed).parent / "reference" / name_of_file)
-        first = self.args.process_index == 0
+        resumed, first, files = self.settings.resume_from_checkpoint, self.args.process_index == 0, []
         if first:
-            files.append(cache_folder() / name_of_file)
-        found = distributed.broadcast(_read(*files) if first else None)
-        if found is None and resumed:
+            name_of_file = f"reference-{model_key}-{_pairs_key(dataset.sequences)}.safetensors"
+            runs = [Path(self.args.output_dir), *([Path(resumed).parent] if resumed else [])]
+            files = [*(run / "reference" / name_of_file for run in runs), cache_folder() / name_of_file]
+        log_probs, missing = distributed.broadcast((_read(*files), str(files[-2])) if first else None)
+        if log_probs is None and resumed:
             raise UserError(
-                f"--resume_from_checkpoint {resumed}: {files[1]} is missing, and the reference cannot be computed from "
+                f"--resume_from_checkpoint {resumed}: {missing} is missing, and the reference cannot be computed from "
                 "trained weights; restore the file, or begin a new run."
             )
-        if found is None:
-            found = self._compute_reference(name, dataset)
-        if first:
-            for file in files:
-                _write(file, found)
-        return found
-
-    def _key(self, pairs) -> str:
-        """Return a hash of the pairs' tokens, the model and the precision."""
-        import xxhash
-
-        digest = xxhash.xxh3_128(f"{model_fingerprint(self.settings)} {self.settings.precision}".encode())
-        if self.settings.random_init or self.settings.new_tokens:
-            digest.update(f"{self.settings.seed} {self.settings.new_tokens}".encode())
-        for table in pairs.with_format("arrow").iter(batch_size=1000):
-            for column in ("input_ids", "labels", "lengths"):
-                digest.update(table[column].combine_chunks().flatten().to_numpy(zero_copy_only=False).tobytes())
-        return f"reference-{digest.hexdigest()}"
+        if log_probs is None:
+            log_probs = self._compute_reference(name, dataset)
+        for file in files:
+            _write(file, log_probs)
+        return log_probs
 
     def _compute_reference(self, name: str, dataset) -> torch.Tensor:
         """Compute the log-probabilities of all pairs under the untrained model. Collective: the ranks share them."""
         args, pairs = self.args, dataset.sequences
         model = self.model_wrapped if self.is_deepspeed_enabled else self.model
-        found, began = torch.zeros(len(pairs), 2, dtype=torch.float32, device=args.device), time.monotonic()
-        size = args.per_device_eval_batch_size
-        batches = [range(i, min(i + size, len(pairs))) for i in range(0, len(pairs), size)]
+        log_probs = torch.zeros(len(pairs), 2, dtype=torch.float32, device=args.device)
+        # Longest first: sides of like lengths need little padding, and a step with as many needs more memory than this.
+        order = torch.tensor(pairs["lengths"][:]).amax(1).argsort(descending=True, stable=True).tolist()
+        size = args.per_device_train_batch_size
+        batches = [order[i : i + size] for i in range(0, len(pairs), size)]
+        began = last_line = time.monotonic()
         model.eval()
         with torch.no_grad(), self.adapter_off():
             for i in range(0, len(batches), args.world_size):
@@ -186,14 +178,43 @@ class PreferenceTrainer(ZerofitTrainer):
                 with self.compute_loss_context_manager():
                     values = self.log_probs(model, inputs)[0]
                 if own:
-                    found[rows.start : rows.stop] = values.float()
+                    log_probs[rows] = values.float()
+                if args.process_index == 0 and time.monotonic() - last_line > 60:
+                    last_line = time.monotonic()
+                    print(f"reference log-probabilities: {i * size:,} of {len(pairs):,} {name} pairs", flush=True)
         model.train()
         if args.world_size > 1:
-            torch.distributed.all_reduce(found)
+            torch.distributed.all_reduce(log_probs)
         if args.process_index == 0:
             seconds = time.monotonic() - began
             print(f"reference log-probabilities of {len(pairs):,} {name} pairs: {seconds:.1f} s", flush=True)
-        return found.cpu()
+        return log_probs.cpu()
+
+
+def _model_key(settings) -> str:
+    """Return a hash of the model, its weights and their precision."""
+    import xxhash
+
+    parts = [model_fingerprint(settings), settings.precision, quantization.bits(settings)]
+    if settings.random_init or settings.new_tokens:
+        parts += [settings.seed, settings.new_tokens]
+    digest = xxhash.xxh3_64(str(parts).encode())
+    # The fingerprint has only the files' ends, which two models that were tuned from one base may share.
+    for path in sorted(Path(settings.model).expanduser().glob("*.safetensors")):
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, xxhash.xxh3_128).digest())
+    return digest.hexdigest()
+
+
+def _pairs_key(pairs) -> str:
+    """Return a hash of the pairs' tokens, which hold the template and the cut."""
+    import xxhash
+
+    digest = xxhash.xxh3_64()
+    for table in pairs.with_format("arrow").iter(batch_size=1000):
+        for column in ("input_ids", "labels", "lengths"):
+            digest.update(table[column].combine_chunks().flatten().to_numpy(zero_copy_only=False).tobytes())
+    return digest.hexdigest()
 
 
 def _answer_tokens(inputs) -> torch.Tensor:

@@ -119,6 +119,8 @@ def _look(net, fused, batch: dict, autocast_dtype) -> dict:
     import torch
     from accelerate.utils import send_to_device
 
+    from zerofit.model import sequence_parallel
+
     first: list[str] = []
 
     def watch(name):
@@ -131,7 +133,7 @@ def _look(net, fused, batch: dict, autocast_dtype) -> dict:
 
     hooks = [module.register_forward_hook(watch(name)) for name, module in net.named_modules() if name]
     inputs = send_to_device({k: v for k, v in batch.items() if k != "reference"}, net.device)
-    count = (inputs["labels"][:, 1:] != -100).sum().clamp(min=1)
+    count = sequence_parallel.supervised(inputs).clamp(min=1)
     autocast = torch.autocast(net.device.type, autocast_dtype) if autocast_dtype else contextlib.nullcontext()
     with autocast, fused.on() if fused else contextlib.nullcontext():
         loss = net(**inputs, num_items_in_batch=count).loss

@@ -131,10 +131,7 @@ def write_result(trainer: ZerofitTrainer, metrics: dict) -> None:
         memory_report.write(trainer)
     if not first:
         return
-    if (folder / "metrics.jsonl").exists():
-        title = f"{settings.recipe} on {', '.join(Path(name).name for name in settings.data)}"
-        run_folder.plot_loss(folder / "metrics.jsonl", folder / "loss.png", title)
-        run_folder.plot_rewards(folder / "metrics.jsonl", folder / "rewards.png", title)
+    run_folder.plot_metrics(folder, f"{settings.recipe} on {', '.join(Path(name).name for name in settings.data)}")
     print(f"{'adapter' if settings.trains_adapter else 'model'}: {_final(trainer)}")
     run_folder.write_json(folder / "result.json", result)
 

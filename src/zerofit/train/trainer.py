@@ -315,12 +315,12 @@ class ZerofitTrainer(Trainer):
         return self.fused_loss.on() if self.fused_loss else contextlib.nullcontext()
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        labels = inputs["labels"]  # label smoothing removes them from inputs
+        # Before label smoothing removes the labels from inputs.
+        supervised = sequence_parallel.supervised(inputs) if self.router_loss else None
         with self.without_logits():
             loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
         if self.router_loss:
             # Scaled like the loss: gradients are averaged over the ranks, but the token count is that of all ranks.
-            supervised = (labels[..., 1:] != -100).sum()
             loss = loss + self.counted_ranks * self.router_loss.share(outputs, supervised, num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
 
