@@ -3,12 +3,15 @@
 import importlib
 import sys
 
-from zerofit import __version__
+from zerofit import __version__, command_line
 from zerofit.entrypoint import guard
 from zerofit.errors import UserError
+from zerofit.paths import PROJECT
 
-USAGE = """usage: zerofit launch [--gpus N] [--show] recipes/sft.py [flags]     start a recipe on N processes
-       zerofit launch recipes/sft.py --help                          a recipe's flags; --help all: every one
+USAGE = """usage: zerofit sft|lora|dpo [--gpus N] [--show] [flags]              train on N processes, in any folder
+       zerofit sft --help                                            a recipe's flags; --help all: every one
+       zerofit init DIR                                              lay recipes, DeepSpeed files and a Makefile down
+       zerofit launch [--gpus N] [--show] recipes/sft.py [flags]     train with a recipe of your own
        zerofit launch --nnodes 2 --node_rank 0 --master_addr HOST    this node's part of a job on several
        zerofit hosts --hosts FILE recipes/sft.py [flags]             a job on a DeepSpeed hostfile's hosts, over ssh
        zerofit slurm --nodes N --gpus G recipes/sft.py [flags]       submit a SLURM job (--print: only show the file)
@@ -27,6 +30,7 @@ USAGE = """usage: zerofit launch [--gpus N] [--show] recipes/sft.py [flags]     
 # verb: the module whose main() (or the function after the colon) runs it; imported on use, since libraries take seconds
 VERBS = {
     "launch": "launch.launch",
+    "init": "launch.init",
     "data": "plan.inspect_data",
     "batch-size": "launch.batch_search",
     "plan": "plan.command",
@@ -46,7 +50,9 @@ VERBS = {
 }
 
 
-LIGHT = ("status", "cancel")  # verbs that must start fast and need no torch
+LIGHT = ("status", "cancel", "init")  # verbs that must start fast and need no torch
+
+RECIPES = ("sft", "lora", "dpo")  # `zerofit sft ...` is `zerofit launch recipes/sft.py ...`
 
 
 def main() -> None:
@@ -55,6 +61,8 @@ def main() -> None:
 
 def _main() -> None:
     argv = sys.argv[1:]
+    if argv and argv[0] in RECIPES:
+        argv = ["launch", *command_line.for_launch(str(PROJECT / "recipes" / f"{argv[0]}.py"), argv[1:])]
     if argv in (["--version"], ["-V"]):
         print(f"zerofit {__version__}")
     elif argv and argv[0] in VERBS:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from zerofit import __version__, command_line, distributed, run_lock
 from zerofit.errors import UserError
-from zerofit.paths import ROOT, nearest_existing
+from zerofit.paths import IN_WHEEL, PROJECT, nearest_existing
 from zerofit.settings import Settings
 
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "peft", "datasets")
@@ -167,9 +167,12 @@ def write_json(path: Path, value: dict) -> None:
 
 
 def git_commit() -> str | None:
+    """Return the commit of the project; None where there is none."""
+    if PROJECT == IN_WHEEL:  # an environment inside somebody's repository
+        return None
     try:
         result = subprocess.run(
-            ["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+            ["git", "-C", str(PROJECT), "rev-parse", "HEAD"], capture_output=True, text=True, check=False
         )
     except OSError:  # no git on this machine
         return None

@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-import shlex
 import time
 import traceback
 import warnings
@@ -16,7 +15,7 @@ from transformers import Trainer, TrainingArguments, set_seed
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import EvalLoopOutput
 
-from zerofit import distributed, rank_status
+from zerofit import command_line, distributed, rank_status
 from zerofit.data import streaming
 from zerofit.data.batches import Collator, DatasetWithFiller, EpochSampler, TrainCollator, training_sampler
 from zerofit.errors import Stopped, UserError, first_line
@@ -391,10 +390,13 @@ class ZerofitTrainer(Trainer):
 
 def how_it_stopped(args, step: int) -> str:
     """Return the message of a run that was told to save and stop."""
-    folder = shlex.quote(str(args.output_dir))
+    folder = Path(args.output_dir)
     if args.save_only_model:
+        export = command_line.next_step("export", folder / f"checkpoint-{step}")
         return (
             f"stopped after step {step}; checkpoint-{step} holds the model without optimizer states "
-            f"(--save_only_model), so no run goes on from it; `make export RUN={folder}/checkpoint-{step}` keeps it"
+            f"(--save_only_model), so no run goes on from it; `{export}` keeps it"
         )
-    return f"stopped after step {step}, checkpoint-{step} is saved; `make resume RUN={folder}` goes on"
+    return (
+        f"stopped after step {step}, checkpoint-{step} is saved; `{command_line.next_step('resume', folder)}` goes on"
+    )
