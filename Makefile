@@ -82,7 +82,7 @@ PLACE = $(if $(HOSTS),launchers/hostfile.sh --hosts="$$HOSTS" $(if $(INCLUDE),--
 	launchers/local.sh) --gpus="$$GPUS" --launcher="$$LAUNCHER")
 LAUNCH = PYTHON="$(PY)" $(PLACE) $(BETWEEN) --port="$$PORT" --args="$$ARGS" $(SHOW)
 
-.PHONY: help sft lora dpo resume export chat slurm status cancel show doctor plan batch-size data
+.PHONY: help sft lora dpo resume export chat report slurm status cancel show doctor plan batch-size data
 help: ## this list
 	@echo 'zerofit: fine-tune language models with Accelerate and DeepSpeed ZeRO'
 	@echo; grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | awk -F'\t' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -116,6 +116,10 @@ export: $(STAMP) ## write RUN=runs/x as a Hugging Face folder, compared with wha
 chat: $(STAMP) ## chat with RUN=runs/x in the terminal (ARGS="--temperature 0.7")
 	@test -n "$$RUN" || { echo 'zerofit: error: make chat: name what to talk to with RUN=runs/...' >&2; exit 2; }
 	@set -f; PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit chat $$ARGS "$$RUN"
+
+report: $(STAMP) ## write report.html of RUN=runs/x, or of several side by side: RUN="runs/a runs/b"
+	@test -n "$$RUN" || { echo 'zerofit: error: make report: name the run folders with RUN="runs/..."' >&2; exit 2; }
+	@set -f; PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit report $$ARGS "$$RUN"
 
 slurm: $(STAMP) ## submit a SLURM job that saves, is requeued and resumes (NODES=4 GPUS=8 RECIPE= SBATCH="--partition=x" SWEEP=file)
 	@PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit slurm --nodes="$${NODES:-1}" --gpus="$$GPUS" \

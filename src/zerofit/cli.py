@@ -23,6 +23,7 @@ USAGE = """usage: zerofit sft|lora|dpo [--gpus N] [--show] [flags]              
        zerofit doctor [--json]                                       check what would break or slow down a run here
        zerofit resume runs/<run> [--gpus N] [flags]                  resume from the latest valid checkpoint
        zerofit export runs/<run> [--merge] [--dtype bf16]            write a plain Hugging Face folder
+       zerofit report runs/<run> [runs/<other> ...]                  write a page with its plots; runs side by side
        zerofit chat runs/<run>                                       chat with the trained model in the terminal
        zerofit replay runs/<run>                                     repeat a step whose loss was not finite
        zerofit --version"""
@@ -39,6 +40,7 @@ VERBS = {
     "resume": "launch.resume",
     "export": "export.export",
     "chat": "export.chat",
+    "report": "export.report",
     "hosts": "launch.cluster.hostfile",
     "join": "launch.cluster.hostfile:join",
     "kubernetes": "launch.cluster.kubernetes",

@@ -127,6 +127,11 @@ class _Tee:
         return getattr(self.terminal, name)
 
 
+def opened() -> Path | None:
+    """Return the run folder whose log rank 0, this process, writes to; None on other ranks and before it is opened."""
+    return Path(sys.stdout.log.name).parents[1] if isinstance(sys.stdout, _Tee) else None
+
+
 def terminal():
     """Return the real stderr, without the log."""
     return getattr(sys.stderr, "terminal", sys.stderr)

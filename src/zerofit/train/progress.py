@@ -12,7 +12,7 @@ from transformers import Trainer, TrainerCallback
 
 from zerofit import hardware, rank_status, run_folder
 from zerofit.config import offload
-from zerofit.model import quantization
+from zerofit.model import generation, quantization
 from zerofit.model.load import count_parameters
 from zerofit.train import memory_tracker, trial
 from zerofit.train.checkpoint import save
@@ -81,6 +81,7 @@ class Reporter(TrainerCallback):
         self.save_clock = save.SaveTimer(trainer.settings.save_every_minutes)
         self.stopping = False  # the supervisor was told to stop: this step is saved and is the last
         self.before = None  # the score before training, on the bundled task
+        self.samples_before = {}  # {prompt: answer before training}
 
     def on_train_begin(self, args, state, control, **kwargs):
         trainer = self.trainer
@@ -105,6 +106,9 @@ class Reporter(TrainerCallback):
             if args.process_index == 0:
                 rows_of = f"{len(trainer.eval_tokens)} held-out rows"
                 print(f"{trainer.score_name} before training: {self.before:.1%} of {rows_of}")
+        if trainer.settings.zero != 3 and state.global_step == 0:  # stage 3 would gather all weights for each token
+            answered = generation.samples(trainer, trainer.settings.num_samples)
+            self.samples_before = {prompt: answer for prompt, answer, _ in answered}
         trainer.seed_this_rank()  # a resumed run loads the saved RNG states after this
         self.began, self.first_step = time.perf_counter(), state.global_step
         if args.process_index == 0 and wants_bar(trainer.settings):
