@@ -112,7 +112,10 @@ class ZerofitTrainer(Trainer):
         Raises: Stopped after the save that a signal asked for.
         """
         started = time.perf_counter()
-        output = super().train(*args, **kwargs)
+        try:
+            output = super().train(*args, **kwargs)
+        finally:
+            self.reporter.close_bar()
         self.train_seconds = time.perf_counter() - started
         if self.reporter.stopping:
             raise Stopped(how_it_stopped(self.args, self.state.global_step))
