@@ -1,6 +1,7 @@
 """transformers' Trainer with the kit's data order, loss scale, evaluation and checkpoints."""
 
 import contextlib
+import json
 import math
 import time
 import traceback
@@ -39,8 +40,19 @@ from zerofit.train.checkpoint import pickles, reshard, save
 class Arguments(TrainingArguments):
     """transformers' TrainingArguments, pickled without their tokens: a push uploads training_args.bin."""
 
+    settings = None  # of the run
+
     def __getstate__(self) -> dict:
-        return {name: None if name.endswith("_token") else value for name, value in vars(self).items()}
+        hidden = {name: None for name in vars(self) if name.endswith("_token") or name == "settings"}
+        return vars(self) | hidden
+
+    def to_dict(self) -> dict:
+        """Return the arguments as trackers (--report_to) record them: the kit's and its decisions too."""
+        if (settings := self.settings) is None:
+            return super().to_dict()
+        kit = {name: value for name, value in settings.written().items() if not name.endswith("_token")}
+        kit |= {"recipe": settings.recipe, "world_size": settings.world_size, "precision": settings.precision}
+        return super().to_dict() | json.loads(json.dumps(kit | {"decisions": settings.decisions}, default=str))
 
 
 def training_arguments(settings) -> TrainingArguments:
@@ -57,6 +69,9 @@ def training_arguments(settings) -> TrainingArguments:
             arguments = Arguments(**settings.training_values() | {"optim": registry.name_for_transformers(settings)})
     except (ValueError, ImportError) as error:
         raise UserError(f"transformers refuses these arguments: {' '.join(str(error).split())}") from None
+    arguments.settings = settings
+    if settings.output_dir:
+        arguments.run_name = arguments.run_name or Path(settings.output_dir).name
     arguments.disable_tqdm = True  # our own step lines
     # One process that sees several GPUs would use nn.DataParallel, which multiplies the micro batch.
     arguments._n_gpu = min(1, arguments.n_gpu)
