@@ -178,7 +178,8 @@ def _charts(runs: list[Run]) -> dict[str, str]:
             for place, (metric, label) in enumerate(metrics.items()):
                 color, name = (number, f"{run.name}, {label}") if len(runs) > 1 else (place, label)
                 lines.append(Line(name, run.points(metric), color, dashed=place > 0))
-        drawn[title] = report_plots.chart(title, unit, lines, from_zero)
+        is_dpo = any(run.facts.get("recipe") == "dpo" for run in runs)  # its loss is of pairs
+        drawn[title] = report_plots.chart(title, "" if is_dpo and title == "Loss" else unit, lines, from_zero)
     return drawn
 
 
@@ -296,8 +297,8 @@ def _read(file: Path) -> dict:
 
 
 def _text(value) -> str:
-    if isinstance(value, str):
-        return value
+    if value is None or isinstance(value, str):
+        return value or ""
     return ", ".join(map(str, value)) if isinstance(value, list) else json.dumps(value)
 
 

@@ -40,6 +40,7 @@ def chart(title: str, unit: str, lines: list[Line], from_zero: bool = False) -> 
             marker="." if len(points) < 40 else None,
         )
     axes.set(xlabel="optimizer step", ylabel=unit)
+    axes.xaxis.get_major_locator().set_params(integer=True)
     if from_zero:
         axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
     if len(lines) > 1:
