@@ -154,7 +154,7 @@ data: $(STAMP) ## show what a run would train on (DATA= MODEL= ARGS=): lengths, 
 		$(if $(OUT),--output_dir="$$OUT") $(SHOW)
 
 # --- of the repository; `zerofit init` lays down what stands above ---
-.PHONY: install plan-validate ledger lint test test-gpu test-cluster test-all reliability bench-peers clean docs docs-serve
+.PHONY: install plan-validate ledger lint test test-gpu test-cluster test-all reliability bench-peers clean docs docs-serve examples
 install: ## install into .venv (PYTHON=python3.12) or the active environment (ENV=active); EXTRAS=dev
 	@rm -f "$(STAMP)"; $(MAKE) --no-print-directory "$(STAMP)"
 
@@ -185,6 +185,9 @@ reliability: $(DEV_STAMP) ## count faults, bad inputs and attacks that the tests
 
 docs: $(STAMP) ## write the pages that are made from the code (docs/flags.md, docs/code.md)
 	@$(PY) docs/generate.py
+
+examples: $(STAMP) ## plan every file of examples/ and write the table of examples/README.md
+	@$(PY) examples/generate.py
 
 docs-serve: $(DEV_STAMP) ## serve the pages at http://127.0.0.1:8000
 	@$(PY) docs/generate.py && $(PY) -m mkdocs serve
