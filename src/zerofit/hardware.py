@@ -196,7 +196,7 @@ GPUS = {
 }
 
 
-OTHER_CHIPS = {"MIG", "Laptop"}  # words of a device name: a slice of the GPU, a smaller chip of the same name
+OTHER_CHIPS = {"MIG", "Laptop", "Ti"}  # words of a device name: a slice of the GPU, another chip of the same name
 
 BEFORE_SM_75 = ("V100", "P100", "P40")  # in device names: GPUs for which CUDA 13 has no kernels
 
