@@ -53,7 +53,7 @@ $(foreach v,$(UNKNOWN_VARIABLES),$(eval override $(v) := $$(value $(v))))
 export VARIABLES UNKNOWN_VARIABLES $(UNKNOWN_VARIABLES)
 .PHONY: $(or $(MAKECMDGOALS),help)
 $(or $(MAKECMDGOALS),help):
-	@"$(PYTHON)" src/zerofit/launch/make_variables.py
+	@"$(PYTHON)" $(or $(wildcard src/zerofit/launch/make_variables.py),-m zerofit.launch.make_variables)
 else
 
 # --- the environment: .venv, or the active one with ENV=active ---
@@ -82,7 +82,7 @@ PLACE = $(if $(HOSTS),launchers/hostfile.sh --hosts="$$HOSTS" $(if $(INCLUDE),--
 	launchers/local.sh) --gpus="$$GPUS" --launcher="$$LAUNCHER")
 LAUNCH = PYTHON="$(PY)" $(PLACE) $(BETWEEN) --port="$$PORT" --args="$$ARGS" $(SHOW)
 
-.PHONY: help sft lora dpo resume export chat slurm status cancel show doctor plan plan-validate batch-size ledger data install lint test test-gpu test-cluster test-all reliability bench-peers clean docs docs-serve
+.PHONY: help sft lora dpo resume export chat report slurm status cancel show doctor plan batch-size data
 help: ## this list
 	@echo 'zerofit: fine-tune language models with Accelerate and DeepSpeed ZeRO'
 	@echo; grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | awk -F'\t' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -117,6 +117,10 @@ chat: $(STAMP) ## chat with RUN=runs/x in the terminal (ARGS="--temperature 0.7"
 	@test -n "$$RUN" || { echo 'zerofit: error: make chat: name what to talk to with RUN=runs/...' >&2; exit 2; }
 	@set -f; PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit chat $$ARGS "$$RUN"
 
+report: $(STAMP) ## write report.html of RUN=runs/x, or of several side by side: RUN="runs/a runs/b"
+	@test -n "$$RUN" || { echo 'zerofit: error: make report: name the run folders with RUN="runs/..."' >&2; exit 2; }
+	@set -f; PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit report $$ARGS "$$RUN"
+
 slurm: $(STAMP) ## submit a SLURM job that saves, is requeued and resumes (NODES=4 GPUS=8 RECIPE= SBATCH="--partition=x" SWEEP=file)
 	@PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit slurm --nodes="$${NODES:-1}" --gpus="$$GPUS" \
 		--sbatch="$$SBATCH" --sweep="$$SWEEP" --args="$$ARGS" $(if $(SHOW),--print) "recipes/$$RECIPE.py" $(KNOBS)
@@ -140,24 +144,26 @@ plan: $(STAMP) ## find the fastest setting that fits, without weights or GPU (MO
 	@PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit plan --recipe="$$RECIPE" --gpus="$$GPUS" \
 		--nodes="$$NODES" --gpu_type="$$GPU_TYPE" --method="$$METHOD" --host_memory="$$HOST_MEMORY" --args="$$ARGS" --output_dir="$$OUT" $(filter-out --output_dir%,$(KNOBS))
 
-plan-validate: $(STAMP) ## compare plans with real runs (GPU: the allocator; CPU: every tensor)
-	@set -f; $(PY) benchmarks/plan.py $$ARGS
-
 batch-size: $(STAMP) ## find the largest micro batch that fits, by real steps on the longest rows (RECIPE= GPUS= MODEL= DATA= ARGS=)
 	@PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit batch-size --recipe="$$RECIPE" --gpus="$$GPUS" \
 		--args="$$ARGS" $(KNOBS)
-
-ledger: $(STAMP) ## measure each memory technique beside its claim (MODEL= GPUS= SEQ= ARGS="--rounds 5")
-	@set -f; $(PY) benchmarks/ledger.py $(if $(MODEL),--model="$$MODEL") $(if $(filter-out 1,$(GPUS)),--gpus="$$GPUS") \
-		$(if $(SEQ),--seq="$$SEQ") $$ARGS
 
 data: $(STAMP) ## show what a run would train on (DATA= MODEL= ARGS=): lengths, loss spans, repeated rows
 	@PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit data --recipe="$$RECIPE" --args="$$ARGS" \
 		$(if $(MODEL),--model="$$MODEL") $(if $(DATA),--data="$$DATA") $(if $(CONFIG),--config="$$CONFIG") \
 		$(if $(OUT),--output_dir="$$OUT") $(SHOW)
 
+# --- of the repository; `zerofit init` lays down what stands above ---
+.PHONY: install plan-validate ledger lint test test-gpu test-cluster test-all reliability bench-peers clean docs docs-serve examples
 install: ## install into .venv (PYTHON=python3.12) or the active environment (ENV=active); EXTRAS=dev
 	@rm -f "$(STAMP)"; $(MAKE) --no-print-directory "$(STAMP)"
+
+plan-validate: $(STAMP) ## compare plans with real runs (GPU: the allocator; CPU: every tensor)
+	@set -f; $(PY) benchmarks/plan.py $$ARGS
+
+ledger: $(STAMP) ## measure each memory technique beside its claim (MODEL= GPUS= SEQ= ARGS="--rounds 5")
+	@set -f; $(PY) benchmarks/ledger.py $(if $(MODEL),--model="$$MODEL") $(if $(filter-out 1,$(GPUS)),--gpus="$$GPUS") \
+		$(if $(SEQ),--seq="$$SEQ") $$ARGS
 
 lint: $(DEV_STAMP) ## ruff
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check .
@@ -179,6 +185,9 @@ reliability: $(DEV_STAMP) ## count faults, bad inputs and attacks that the tests
 
 docs: $(STAMP) ## write the pages that are made from the code (docs/flags.md, docs/code.md)
 	@$(PY) docs/generate.py
+
+examples: $(STAMP) ## plan every file of examples/ and write the table of examples/README.md
+	@$(PY) examples/generate.py
 
 docs-serve: $(DEV_STAMP) ## serve the pages at http://127.0.0.1:8000
 	@$(PY) docs/generate.py && $(PY) -m mkdocs serve

@@ -3,12 +3,15 @@
 import importlib
 import sys
 
-from zerofit import __version__
+from zerofit import __version__, command_line
 from zerofit.entrypoint import guard
 from zerofit.errors import UserError
+from zerofit.paths import PROJECT
 
-USAGE = """usage: zerofit launch [--gpus N] [--show] recipes/sft.py [flags]     start a recipe on N processes
-       zerofit launch recipes/sft.py --help                          a recipe's flags; --help all: every one
+USAGE = """usage: zerofit sft|lora|dpo [--gpus N] [--show] [flags]              train on N processes, in any folder
+       zerofit sft --help                                            a recipe's flags; --help all: every one
+       zerofit init DIR                                              lay recipes, DeepSpeed files and a Makefile down
+       zerofit launch [--gpus N] [--show] recipes/sft.py [flags]     train with a recipe of your own
        zerofit launch --nnodes 2 --node_rank 0 --master_addr HOST    this node's part of a job on several
        zerofit hosts --hosts FILE recipes/sft.py [flags]             a job on a DeepSpeed hostfile's hosts, over ssh
        zerofit slurm --nodes N --gpus G recipes/sft.py [flags]       submit a SLURM job (--print: only show the file)
@@ -20,6 +23,7 @@ USAGE = """usage: zerofit launch [--gpus N] [--show] recipes/sft.py [flags]     
        zerofit doctor [--json]                                       check what would break or slow down a run here
        zerofit resume runs/<run> [--gpus N] [flags]                  resume from the latest valid checkpoint
        zerofit export runs/<run> [--merge] [--dtype bf16]            write a plain Hugging Face folder
+       zerofit report runs/<run> [runs/<other> ...]                  write a page with its plots; runs side by side
        zerofit chat runs/<run>                                       chat with the trained model in the terminal
        zerofit replay runs/<run>                                     repeat a step whose loss was not finite
        zerofit --version"""
@@ -27,6 +31,7 @@ USAGE = """usage: zerofit launch [--gpus N] [--show] recipes/sft.py [flags]     
 # verb: the module whose main() (or the function after the colon) runs it; imported on use, since libraries take seconds
 VERBS = {
     "launch": "launch.launch",
+    "init": "launch.init",
     "data": "plan.inspect_data",
     "batch-size": "launch.batch_search",
     "plan": "plan.command",
@@ -35,6 +40,7 @@ VERBS = {
     "resume": "launch.resume",
     "export": "export.export",
     "chat": "export.chat",
+    "report": "export.report",
     "hosts": "launch.cluster.hostfile",
     "join": "launch.cluster.hostfile:join",
     "kubernetes": "launch.cluster.kubernetes",
@@ -46,7 +52,9 @@ VERBS = {
 }
 
 
-LIGHT = ("status", "cancel")  # verbs that must start fast and need no torch
+LIGHT = ("status", "cancel", "init")  # verbs that must start fast and need no torch
+
+RECIPES = ("sft", "lora", "dpo")  # `zerofit sft ...` is `zerofit launch recipes/sft.py ...`
 
 
 def main() -> None:
@@ -55,6 +63,8 @@ def main() -> None:
 
 def _main() -> None:
     argv = sys.argv[1:]
+    if argv and argv[0] in RECIPES:
+        argv = ["launch", *command_line.for_launch(str(PROJECT / "recipes" / f"{argv[0]}.py"), argv[1:])]
     if argv in (["--version"], ["-V"]):
         print(f"zerofit {__version__}")
     elif argv and argv[0] in VERBS:

@@ -1,6 +1,36 @@
 """Read, change and drop flags of a command line; hide secrets in it."""
 
 import shlex
+from pathlib import Path
+
+from zerofit.paths import IN_WHEEL, PROJECT
+
+# Options of `zerofit launch` that stand before the recipe; among a recipe's flags they mean the same.
+PLACING = (
+    "--gpus",
+    "--launcher",
+    "--port",
+    "--nnodes",
+    "--node_rank",
+    "--master_addr",
+    "--join_timeout",
+    "--interface",
+)
+
+
+def for_launch(recipe: str, words: list[str]) -> list[str]:
+    """Return what `zerofit launch` takes for a recipe's file and options and flags in any order."""
+    placing = [f"{name}={' '.join(values)}" for name, values, _ in by_flag(words) if name in PLACING]
+    flags = drop(words, *PLACING)
+    if "--show" in flags:
+        placing, flags = [*placing, "--show"], drop(flags, "--show")
+    return [*placing, recipe, *flags]
+
+
+def next_step(verb: str, folder: Path) -> str:
+    """Return the command of a verb for a run folder or checkpoint, to be typed next: of make where a Makefile is."""
+    name = shlex.quote(str(folder))
+    return f"zerofit {verb} {name}" if PROJECT == IN_WHEEL else f"make {verb} RUN={name}"
 
 
 def with_auto_as_probe(argv: list[str]) -> list[str]:

@@ -56,7 +56,18 @@ def guard(main) -> None:
             raise SystemExit(1) from None
         raise
     finally:
+        report()
         run_lock.release()
+
+
+def report() -> None:
+    """Write report.html if this process has trained; under a supervisor, that one writes it."""
+    from zerofit import rank_status, run_folder
+
+    if (folder := run_folder.opened()) and not rank_status.folder():
+        from zerofit.export import report
+
+        report.write(folder)
 
 
 def _interrupted() -> str:

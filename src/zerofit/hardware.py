@@ -191,10 +191,12 @@ GPUS = {
     "rtx5090-32g": Gpu("RTX 5090", 31.4, 209.5, 1792, 56, 56),
     "rtx4090-24g": Gpu("RTX 4090", 23.5, 165.2, 1008, 25, 25),
     "rtx3090-24g": Gpu("RTX 3090", 23.6, 71.0, 936, 25, 25),
+    "rtx4060ti-16g": Gpu("RTX 4060 Ti", 15.6, 44.1, 288, 12, 12),
+    "rtx3060-12g": Gpu("RTX 3060", 11.6, 25.5, 360, 25, 25),
 }
 
 
-OTHER_CHIPS = {"MIG", "Laptop"}  # words of a device name: a slice of the GPU, a smaller chip of the same name
+OTHER_CHIPS = {"MIG", "Laptop", "Ti"}  # words of a device name: a slice of the GPU, another chip of the same name
 
 BEFORE_SM_75 = ("V100", "P100", "P40")  # in device names: GPUs for which CUDA 13 has no kernels
 

@@ -1,17 +1,41 @@
-"""Find folders: the repository, the package, the cache; sizes, hashes and nearest existing parents of paths."""
+"""Find folders: the project, the package, the cache; sizes, hashes and nearest existing parents of paths."""
 
 import contextlib
 import hashlib
 import os
 import stat
+import sys
 import tempfile
 from pathlib import Path
 
 from zerofit.errors import UserError
 
-ROOT = Path(__file__).resolve().parents[2]  # of the repository
-
 PACKAGE = Path(__file__).resolve().parent
+
+IN_WHEEL = PACKAGE / "project"  # setup.py puts recipes/, deepspeed_configs/, launchers/ and examples/ there
+
+ROOT = IN_WHEEL if IN_WHEEL.is_dir() else PACKAGE.parents[1]  # those folders as they came with the package
+
+
+def is_project(folder: Path) -> bool:
+    """Return whether the folder has recipes and DeepSpeed files: a checkout, or made by `zerofit init`."""
+    return (folder / "recipes" / "sft.py").is_file() and (folder / "deepspeed_configs" / "zero3.json").is_file()
+
+
+def _project() -> Path:
+    """Return the folder whose recipes and DeepSpeed files are used: the running recipe's, this one, else ROOT."""
+    program = Path(sys.argv[0]).resolve()
+    if program.parent.name == "recipes" and is_project(program.parents[1]):
+        return program.parents[1]
+    return Path.cwd() if is_project(Path()) else ROOT
+
+
+PROJECT = _project()
+
+
+def import_path() -> list[str]:
+    """Return what PYTHONPATH needs so that a process imports this package: nothing for an installed one."""
+    return [] if ROOT == IN_WHEEL else [str(ROOT / "src")]
 
 
 def nearest_existing(folder: Path) -> Path:

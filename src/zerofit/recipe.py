@@ -99,8 +99,8 @@ def open_run_folder(settings: Settings, train_set, eval_set) -> None:
         for sentence in [*settings.decisions, *described, *dataset.notes(sets)]:
             print(f"  - {printable(sentence)}", flush=True)
         facts = {name: {"fingerprint": rows.fingerprint, **rows.statistics} for name, rows in sets.items()}
-        canary = os.environ.get(trial.CANARY_RESULT)
-        more = {"canary": json.loads(canary)} if canary else {}
+        said = {"canary": os.environ.get(trial.CANARY_RESULT), "plan": os.environ.get(memory_history.PLANNED)}
+        more = {name: json.loads(text) for name, text in said.items() if text not in (None, "", "{}")}
         run_folder.write_run(settings, {"data": facts, "resumed": settings.resumed} | more)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from zerofit import __version__, command_line, distributed, run_lock
 from zerofit.errors import UserError
-from zerofit.paths import ROOT, nearest_existing
+from zerofit.paths import IN_WHEEL, PROJECT, nearest_existing
 from zerofit.settings import Settings
 
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "peft", "datasets")
@@ -108,7 +108,10 @@ def keep_metrics(folder: Path, step: int) -> None:
 
 
 class _Tee:
-    """A stream that writes to the terminal and to the log."""
+    """A stream that writes to the terminal, above the live progress line if there is one, and to the log."""
+
+    bar = None  # of stdout and stderr, which share the terminal
+    at_line_start = True
 
     def __init__(self, terminal, log):
         self.terminal, self.log = terminal, log
@@ -116,7 +119,16 @@ class _Tee:
     def write(self, text: str) -> int:
         with contextlib.suppress(OSError):  # on a full disk the terminal still gets the line
             self.log.write(text)
-        return self.terminal.write(text)
+        if _Tee.bar is None or not text:
+            return self.terminal.write(text)
+        if _Tee.at_line_start:
+            _Tee.bar.clear()
+        written = self.terminal.write(text)
+        _Tee.at_line_start = text.endswith("\n")  # print() writes a line and its end in two pieces
+        if _Tee.at_line_start:
+            self.terminal.flush()
+            _Tee.bar.refresh()
+        return written
 
     def flush(self) -> None:
         with contextlib.suppress(OSError):
@@ -125,6 +137,16 @@ class _Tee:
 
     def __getattr__(self, name):
         return getattr(self.terminal, name)
+
+
+def opened() -> Path | None:
+    """Return the run folder whose log rank 0, this process, writes to; None on other ranks and before it is opened."""
+    return Path(sys.stdout.log.name).parents[1] if isinstance(sys.stdout, _Tee) else None
+
+
+def keep_below(bar) -> None:
+    """Keep a tqdm bar below all further lines of this process; None: there is none any more."""
+    _Tee.bar, _Tee.at_line_start = bar, True
 
 
 def terminal():
@@ -167,9 +189,12 @@ def write_json(path: Path, value: dict) -> None:
 
 
 def git_commit() -> str | None:
+    """Return the commit of the project; None where there is none."""
+    if PROJECT == IN_WHEEL:  # an environment inside somebody's repository
+        return None
     try:
         result = subprocess.run(
-            ["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+            ["git", "-C", str(PROJECT), "rev-parse", "HEAD"], capture_output=True, text=True, check=False
         )
     except OSError:  # no git on this machine
         return None

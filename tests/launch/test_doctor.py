@@ -151,7 +151,7 @@ def test_a_key_that_deepspeed_ignores(monkeypatch, tmp_path):
     (tmp_path / "deepspeed_configs" / "mine.json").write_text(
         '{"zero_optimization": {"stage": 2}, "gradient_cliping": 1}'
     )
-    monkeypatch.setattr(paths, "ROOT", tmp_path)
+    monkeypatch.setattr(paths, "PROJECT", tmp_path)
     level, text = only(doctor.json_files())
     assert level == "fail" and "gradient_cliping" in text
 

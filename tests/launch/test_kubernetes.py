@@ -323,7 +323,7 @@ def test_a_token_in_the_config_file_is_refused(tmp_path):
 def test_a_template_edited_beyond_use_is_named(monkeypatch, tmp_path):
     (tmp_path / "launchers").mkdir()
     text = (ROOT / "launchers/pytorchjob.yaml").read_text()
-    monkeypatch.setattr(kubernetes, "ROOT", tmp_path)
+    monkeypatch.setattr(kubernetes, "PROJECT", tmp_path)
     for broken, place in (
         (text.replace("Master:", "Boss:"), "no place in it (KeyError: 'Master')"),
         (text.replace("name: runs,", "name: data,"), "keep its keys and the volume `runs`"),

@@ -428,13 +428,13 @@ def test_interrupt_leaves_no_process_and_says_how_to_go_on(tmp_path):
 @pytest.mark.parametrize(
     ("out", "err", "flags", "wanted"),
     [
-        (True, True, (), False),
+        (True, True, (), True),
         (False, True, (), True),
         (False, True, ("--disable_tqdm", "true"), False),
         (True, False, (), False),
     ],
 )
-def test_a_bar_never_shares_a_terminal_with_the_step_lines(monkeypatch, out, err, flags, wanted):
+def test_a_progress_line_is_drawn_on_a_terminal(monkeypatch, out, err, flags, wanted):
     settings = resolve.resolve_settings("sft", list(flags), 1)
     monkeypatch.setattr(progress.sys, "stdout", SimpleNamespace(isatty=lambda: out, write=len, flush=lambda: None))
     monkeypatch.setattr(progress.sys, "stderr", SimpleNamespace(isatty=lambda: err, write=len, flush=lambda: None))

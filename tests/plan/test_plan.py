@@ -969,11 +969,12 @@ DEVICE_NAMES = {
     "NVIDIA A10G": "a10g-24g", "NVIDIA A10": "a10-24g", "Tesla V100-SXM2-32GB": "v100-32g",
     "Tesla V100-SXM2-16GB": "v100-16g", "Tesla T4": "t4-16g", "NVIDIA GeForce RTX 5090": "rtx5090-32g",
     "NVIDIA GeForce RTX 4090": "rtx4090-24g", "NVIDIA GeForce RTX 3090": "rtx3090-24g",
+    "NVIDIA GeForce RTX 4060 Ti": "rtx4060ti-16g", "NVIDIA GeForce RTX 3060": "rtx3060-12g",
     # Others, and parts of these: no peak is known.
     "NVIDIA RTX A1000": None, "NVIDIA RTX A1000 Laptop GPU": None, "NVIDIA H20": None, "NVIDIA T400 4GB": None,
     "NVIDIA T1000 8GB": None, "NVIDIA A100-SXM4-40GB MIG 3g.20gb": None, "NVIDIA H100 80GB HBM3 MIG 1g.10gb": None,
     "NVIDIA GeForce RTX 4090 Laptop GPU": None, "NVIDIA GeForce RTX 4080": None, "NVIDIA RTX A5000": None,
-    "Quadro M4000": None,
+    "Quadro M4000": None, "NVIDIA GeForce RTX 3060 Ti": None, "NVIDIA GeForce RTX 3090 Ti": None,
 }  # fmt: skip
 
 

@@ -116,7 +116,10 @@ class RunArguments:
     )
     max_tokens_per_sample: int = field(default=48, metadata={"help": "New tokens per sample generation."})
     num_samples: int = field(
-        default=3, metadata={"help": "Generations from the eval (else training) rows, shown at the end."}
+        default=3,
+        metadata={
+            "help": "Generations from the eval (else training) rows, before (not at stage 3) and after training."
+        },
     )
 
 

@@ -8,10 +8,10 @@ from typing import Any
 from zerofit import distributed
 from zerofit.config import offload, synonyms
 from zerofit.errors import UserError
-from zerofit.paths import ROOT
+from zerofit.paths import PROJECT
 from zerofit.settings import json_value, merge_json
 
-CONFIGS = ROOT / "deepspeed_configs"
+CONFIGS = PROJECT / "deepspeed_configs"
 
 
 # Every top-level key that deepspeed 0.19 reads (runtime/config.py and the modules that it calls). DeepSpeed silently

@@ -20,7 +20,7 @@ import torch
 from zerofit import command_line, distributed, hardware, rank_status
 from zerofit.config import parse
 from zerofit.errors import UserError
-from zerofit.paths import ROOT, private_folder
+from zerofit.paths import PROJECT, private_folder
 from zerofit.train import memory_report, trial
 
 MARGIN = 0.08  # fraction of device memory kept free: fragmentation, and rows that differ a little between ranks
@@ -152,7 +152,7 @@ def _run(settings, flags: list[str], ladder: list[int], limit: int) -> dict[int,
             gpus=ranks, output_dir=folder / "run", search_batch_size=False, per_device_train_batch_size=1,
             gradient_accumulation_steps=2, effective_batch_size=2 * settings.data_ranks, max_steps=2,
         )  # fmt: skip
-        recipe = ROOT / "recipes" / f"{settings.recipe}.py"
+        recipe = PROJECT / "recipes" / f"{settings.recipe}.py"
         command = prepare.command("torchrun", ranks, distributed.free_port(), recipe, trial_flags)
         env = {k: v for k, v in os.environ.items() if k not in _RANK_VARIABLES and not k.startswith("TORCHELASTIC_")}
         env |= prepare.environment(ranks) | {trial.BATCH_SEARCH_JOB: str(job), rank_status.SUPERVISOR: str(os.getpid())}

@@ -414,9 +414,9 @@ def port(text: str) -> list[doctor_nodes.Finding]:
 def json_files() -> list[doctor_nodes.Finding]:
     """Check each JSON of deepspeed_configs/ for keys that DeepSpeed removed or ignores."""
     from zerofit.config import deepspeed_json
-    from zerofit.paths import ROOT
+    from zerofit.paths import PROJECT
 
-    findings, files = [], sorted((ROOT / "deepspeed_configs").glob("*.json"))
+    findings, files = [], sorted((PROJECT / "deepspeed_configs").glob("*.json"))
     for file in files:
         try:
             config = deepspeed_json.read_json(file)

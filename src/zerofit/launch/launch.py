@@ -11,7 +11,7 @@ from zerofit.errors import UserError
 from zerofit.launch import batch_search, canary, prepare, supervisor
 from zerofit.launch.cluster import documents, job_secret, node_options
 from zerofit.launch.cluster.coordinator import Coordinator
-from zerofit.paths import ROOT
+from zerofit.paths import PROJECT, is_project
 from zerofit.plan import preflight
 from zerofit.settings import Settings
 from zerofit.train import consistency
@@ -31,11 +31,16 @@ def main(argv: list[str]) -> None:
     args = parser.parse_args(argv)
 
     recipe = Path(args.recipe)
-    if not recipe.is_file() and (ROOT / recipe).is_file():
-        recipe = ROOT / recipe  # started from another folder
+    if not recipe.is_file() and (PROJECT / recipe).is_file():
+        recipe = PROJECT / recipe  # started from another folder
     if recipe.stem not in arguments.RECIPES or not recipe.is_file():
         raise UserError(
             f"{args.recipe}: no such recipe; there are {', '.join(f'recipes/{r}.py' for r in arguments.RECIPES)}."
+        )
+    project = recipe.resolve().parents[1]
+    if is_project(project) and project != PROJECT.resolve():
+        raise UserError(
+            f"{args.recipe}: is of another project; start it in {project}, whose deepspeed_configs it reads."
         )
     if args.launcher not in prepare.LAUNCHERS:
         raise UserError(f"LAUNCHER={args.launcher}: must be one of {', '.join(prepare.LAUNCHERS)}.")

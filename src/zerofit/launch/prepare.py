@@ -9,7 +9,7 @@ from pathlib import Path
 from zerofit import command_line, distributed
 from zerofit.errors import UserError
 from zerofit.launch.cluster import node_options
-from zerofit.paths import ROOT
+from zerofit.paths import import_path
 from zerofit.settings import Settings
 
 LAUNCHERS = ("torchrun", "accelerate", "deepspeed")
@@ -102,8 +102,8 @@ def environment(count: int, hide_gpus: bool = False) -> dict[str, str]:
 
     Args: hide_gpus: set CUDA_VISIBLE_DEVICES to "", so that libraries find no GPU in a --use_cpu job.
     """
-    paths = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and p != str(ROOT / "src")]
-    added = {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), *paths]), "PYTHONUNBUFFERED": "1"}
+    paths = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and p not in import_path()]
+    added = {"PYTHONPATH": os.pathsep.join([*import_path(), *paths]), "PYTHONUNBUFFERED": "1"}
     added |= distributed.thread_waiting()
     if "OMP_NUM_THREADS" not in os.environ:
         # Launchers set 1, which makes CPU training and the offloaded optimizer very slow.

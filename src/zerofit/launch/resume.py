@@ -9,7 +9,7 @@ from zerofit import command_line, run_folder
 from zerofit.errors import UserError
 from zerofit.launch import launch, prepare, retry
 from zerofit.launch.cluster import node_options
-from zerofit.paths import ROOT
+from zerofit.paths import PROJECT
 
 
 def main(argv: list[str]) -> None:
@@ -52,7 +52,7 @@ def main(argv: list[str]) -> None:
         "--args", args.args,
         "--nnodes", args.nnodes, "--node_rank", args.node_rank, "--master_addr", args.master_addr,
         "--join_timeout", args.join_timeout, "--interface", args.interface,
-        str(ROOT / "recipes" / f"{recipe}.py"), *kept_flags, *args.flags, "--output_dir", str(folder),
+        str(PROJECT / "recipes" / f"{recipe}.py"), *kept_flags, *args.flags, "--output_dir", str(folder),
         "--resume_from_checkpoint", "auto",
     ])  # fmt: skip
 

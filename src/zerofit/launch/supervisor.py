@@ -14,6 +14,7 @@ from pathlib import Path
 
 from zerofit import command_line, rank_status, run_folder
 from zerofit.errors import EXIT_CODES
+from zerofit.export import report
 from zerofit.launch import postmortem, retry
 from zerofit.launch.cluster import documents, node_options
 from zerofit.launch.cluster.coordinator import Coordinator
@@ -184,6 +185,8 @@ def _end_job(job: Job, attempt: Attempt, endings: list[postmortem.Outcome], reco
     if last.kind == "stopped" and attempt.settings.save_only_model:
         last.code = EXIT_CODES["interrupted"]  # with 75, SLURM would requeue it for ever
     _write_report(job, attempt, endings, records, opened)
+    if opened:
+        report.write(job.folder)
     if job.coordinator:
         job.coordinator.end(last.code, "" if last.kind == "finished" else last.sentence)
     return last.code

@@ -5,7 +5,7 @@ import json
 import platform
 from importlib import metadata
 
-from zerofit.paths import PACKAGE, ROOT
+from zerofit.paths import PACKAGE, PROJECT
 
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "peft")
 
@@ -19,7 +19,7 @@ def software(recipe: str) -> dict[str, str]:
     """Return library versions, and a hash of the recipe and of this package."""
     versions = {"python": platform.python_version()[:4]} | {name: metadata.version(name) for name in PACKAGES}
     digest = hashlib.sha256()
-    for file in [ROOT / "recipes" / f"{recipe}.py", *sorted(PACKAGE.rglob("*.py"))]:
+    for file in [PROJECT / "recipes" / f"{recipe}.py", *sorted(PACKAGE.rglob("*.py"))]:
         digest.update(file.name.encode() + file.read_bytes())
     return versions | {"recipe files": digest.hexdigest()[:12]}
 

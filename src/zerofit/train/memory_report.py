@@ -38,7 +38,7 @@ _ADVICE = {
     ),
 }
 
-_COLOURS = {
+COLORS = {
     "parameters": "#1d4ed8", "gradients": "#0891b2", "optimizer": "#7c3aed", "activations": "#ea580c",
     "logits": "#facc15", "buffers": "#94a3b8", "untracked": "#e2e8f0",
 }  # fmt: skip
@@ -62,7 +62,7 @@ def size(count: int) -> str:
 
 def table(peak: dict[str, dict[str, int]]) -> str:
     """Format peaks as a table: a row per phase, a column per part, the phase's total last."""
-    parts = [part for part in _COLOURS if any(part in row for row in peak.values())]
+    parts = [part for part in COLORS if any(part in row for row in peak.values())]
     rows = [[phase, *(size(row.get(p, 0)) for p in parts), size(sum(row.values()))] for phase, row in peak.items()]
     head = ["phase", *parts, "total"]
     widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
@@ -116,7 +116,7 @@ def plot(peak: dict[str, dict[str, int]], target: Path, title: str, limit: tuple
     unit, scale = ("GiB", 2**30) if largest >= 2**30 else ("MiB", 2**20)
     figure, axes = plt.subplots(figsize=(8, 4.5), dpi=120)
     phases, bottom = list(peak), [0.0] * len(peak)
-    for part, color in _COLOURS.items():
+    for part, color in COLORS.items():
         heights = [peak[phase].get(part, 0) / scale for phase in phases]
         if any(heights):
             axes.bar(phases, heights, 0.62, bottom=bottom, color=color, label=part, edgecolor="white", linewidth=0.6)

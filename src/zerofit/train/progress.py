@@ -12,7 +12,7 @@ from transformers import Trainer, TrainerCallback
 
 from zerofit import hardware, rank_status, run_folder
 from zerofit.config import offload
-from zerofit.model import quantization
+from zerofit.model import generation, quantization
 from zerofit.model.load import count_parameters
 from zerofit.train import memory_tracker, trial
 from zerofit.train.checkpoint import save
@@ -81,6 +81,7 @@ class Reporter(TrainerCallback):
         self.save_clock = save.SaveTimer(trainer.settings.save_every_minutes)
         self.stopping = False  # the supervisor was told to stop: this step is saved and is the last
         self.before = None  # the score before training, on the bundled task
+        self.samples_before = {}  # {prompt: answer before training}
 
     def on_train_begin(self, args, state, control, **kwargs):
         trainer = self.trainer
@@ -105,14 +106,24 @@ class Reporter(TrainerCallback):
             if args.process_index == 0:
                 rows_of = f"{len(trainer.eval_tokens)} held-out rows"
                 print(f"{trainer.score_name} before training: {self.before:.1%} of {rows_of}")
+        if trainer.settings.zero != 3 and state.global_step == 0:  # stage 3 would gather all weights for each token
+            answered = generation.samples(trainer, trainer.settings.num_samples)
+            self.samples_before = {prompt: answer for prompt, answer, _ in answered}
         trainer.seed_this_rank()  # a resumed run loads the saved RNG states after this
         self.began, self.first_step = time.perf_counter(), state.global_step
         if args.process_index == 0 and wants_bar(trainer.settings):
             from tqdm import tqdm
 
+            tqdm.monitor_interval = 0  # no thread of its own that draws between two pieces of a line
             self.bar = tqdm(
-                total=state.max_steps, initial=state.global_step, unit="step", leave=False, file=run_folder.terminal()
+                total=state.max_steps,
+                initial=state.global_step,
+                leave=False,
+                file=run_folder.terminal(),
+                dynamic_ncols=True,
+                bar_format="{percentage:3.0f}% |{bar:30}| step {n}/{total}  {remaining} left{postfix}",
             )
+            run_folder.keep_below(self.bar)
 
     def on_epoch_begin(self, args, state, control, **kwargs):
         # A run resumed within an epoch skips its first batches through a wrapper of accelerate's that does not set the
@@ -147,18 +158,21 @@ class Reporter(TrainerCallback):
         if args.process_index == 0:
             with (Path(args.output_dir) / "metrics.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": state.global_step, **logs}) + "\n")
-            line = self._line(state, logs)
-            if self.bar is not None:
-                self.bar.write(line)
-            else:
-                print(line, flush=True)
+            if self.bar is not None and "loss" in logs:
+                self.bar.set_postfix_str(f"loss {logs['loss']:.4f}", refresh=False)
+            print(self._line(state, logs), flush=True)
             if not math.isfinite(logs.get("eval_loss", 0.0)):
                 print(f"note: step {state.global_step}: the evaluation loss is {logs['eval_loss']}", flush=True)
 
     def on_train_end(self, args, state, control, **kwargs):
-        if self.bar is not None:
-            self.bar.close()
         self.trainer.guard.at_end()
+
+    def close_bar(self) -> None:
+        """Remove the progress line; what follows is printed as usual."""
+        if self.bar is not None:
+            run_folder.keep_below(None)
+            self.bar.close()
+            self.bar = None
 
     def _line(self, state, logs) -> str:
         position = f"step {state.global_step}/{state.max_steps}"
@@ -183,8 +197,8 @@ class Reporter(TrainerCallback):
 
 
 def wants_bar(settings) -> bool:
-    """Return whether to draw a progress bar: only where it does not share a terminal with the step lines."""
-    return sys.stderr.isatty() and not sys.stdout.isatty() and not settings.disable_tqdm
+    """Return whether to draw a live progress line, on a terminal."""
+    return sys.stderr.isatty() and not settings.disable_tqdm
 
 
 def is_summary(logs: dict) -> bool:

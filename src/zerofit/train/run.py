@@ -84,14 +84,24 @@ def evaluate(trainer: ZerofitTrainer) -> dict:
     if settings.bundled:
         name = trainer.score_name.replace(" ", "_")
         metrics |= {f"{name}_before": trainer.reporter.before, f"{name}_after": trainer.score()}
-    samples = generation.samples(trainer, settings.num_samples)
+    before = trainer.reporter.samples_before
+    samples = [
+        {"prompt": prompt, "before": before.get(prompt), "after": answer, "wanted": wanted}
+        for prompt, answer, wanted in generation.samples(trainer, settings.num_samples)
+    ]
+    metrics["samples"] = samples
     if trainer.args.process_index == 0:
-        for prompt, answer, expected in samples:
-            print(printable(f"\n  asked     {prompt}\n  answered  {answer}\n  wanted    {expected}"))
+        for sample in samples:
+            print(printable("\n".join(["", *(f"  {n:<8}  {t}" for n, t in _in_words(sample).items())])))
         if settings.bundled:
             before, after = metrics[f"{name}_before"], metrics[f"{name}_after"]
             print(f"\n{trainer.score_name} on held-out rows: {before:.1%} before, {after:.1%} after")
     return metrics
+
+
+def _in_words(sample: dict) -> dict[str, str]:
+    before = {} if sample["before"] is None else {"before": sample["before"]}
+    return {"asked": sample["prompt"], **before, "answered": sample["after"], "wanted": sample["wanted"]}
 
 
 def _rewards(evaluation: dict | None) -> dict:

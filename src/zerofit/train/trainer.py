@@ -1,8 +1,8 @@
 """transformers' Trainer with the kit's data order, loss scale, evaluation and checkpoints."""
 
 import contextlib
+import json
 import math
-import shlex
 import time
 import traceback
 import warnings
@@ -16,7 +16,7 @@ from transformers import Trainer, TrainingArguments, set_seed
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import EvalLoopOutput
 
-from zerofit import distributed, rank_status
+from zerofit import command_line, distributed, rank_status
 from zerofit.data import streaming
 from zerofit.data.batches import Collator, DatasetWithFiller, EpochSampler, TrainCollator, training_sampler
 from zerofit.errors import Stopped, UserError, first_line
@@ -40,8 +40,19 @@ from zerofit.train.checkpoint import pickles, reshard, save
 class Arguments(TrainingArguments):
     """transformers' TrainingArguments, pickled without their tokens: a push uploads training_args.bin."""
 
+    settings = None  # of the run
+
     def __getstate__(self) -> dict:
-        return {name: None if name.endswith("_token") else value for name, value in vars(self).items()}
+        hidden = {name: None for name in vars(self) if name.endswith("_token") or name == "settings"}
+        return vars(self) | hidden
+
+    def to_dict(self) -> dict:
+        """Return the arguments as trackers (--report_to) record them: the kit's and its decisions too."""
+        if (settings := self.settings) is None:
+            return super().to_dict()
+        kit = {name: value for name, value in settings.written().items() if not name.endswith("_token")}
+        kit |= {"recipe": settings.recipe, "world_size": settings.world_size, "precision": settings.precision}
+        return super().to_dict() | json.loads(json.dumps(kit | {"decisions": settings.decisions}, default=str))
 
 
 def training_arguments(settings) -> TrainingArguments:
@@ -58,6 +69,9 @@ def training_arguments(settings) -> TrainingArguments:
             arguments = Arguments(**settings.training_values() | {"optim": registry.name_for_transformers(settings)})
     except (ValueError, ImportError) as error:
         raise UserError(f"transformers refuses these arguments: {' '.join(str(error).split())}") from None
+    arguments.settings = settings
+    if settings.output_dir:
+        arguments.run_name = arguments.run_name or Path(settings.output_dir).name
     arguments.disable_tqdm = True  # our own step lines
     # One process that sees several GPUs would use nn.DataParallel, which multiplies the micro batch.
     arguments._n_gpu = min(1, arguments.n_gpu)
@@ -115,7 +129,10 @@ class ZerofitTrainer(Trainer):
         Raises: Stopped after the save that a signal asked for.
         """
         started = time.perf_counter()
-        output = super().train(*args, **kwargs)
+        try:
+            output = super().train(*args, **kwargs)
+        finally:
+            self.reporter.close_bar()
         self.train_seconds = time.perf_counter() - started
         if self.reporter.stopping:
             raise Stopped(how_it_stopped(self.args, self.state.global_step))
@@ -393,10 +410,13 @@ class ZerofitTrainer(Trainer):
 
 def how_it_stopped(args, step: int) -> str:
     """Return the message of a run that was told to save and stop."""
-    folder = shlex.quote(str(args.output_dir))
+    folder = Path(args.output_dir)
     if args.save_only_model:
+        export = command_line.next_step("export", folder / f"checkpoint-{step}")
         return (
             f"stopped after step {step}; checkpoint-{step} holds the model without optimizer states "
-            f"(--save_only_model), so no run goes on from it; `make export RUN={folder}/checkpoint-{step}` keeps it"
+            f"(--save_only_model), so no run goes on from it; `{export}` keeps it"
         )
-    return f"stopped after step {step}, checkpoint-{step} is saved; `make resume RUN={folder}` goes on"
+    return (
+        f"stopped after step {step}, checkpoint-{step} is saved; `{command_line.next_step('resume', folder)}` goes on"
+    )

@@ -24,7 +24,7 @@ from zerofit.config import parse
 from zerofit.errors import UserError
 from zerofit.launch import launch, prepare
 from zerofit.launch.cluster import job_secret, node_options
-from zerofit.paths import ROOT
+from zerofit.paths import import_path
 
 # Prefixes of the environment variables that are sent to the hosts.
 PASSED_ON = (
@@ -207,7 +207,7 @@ def check(ssh: list[str], hosts: list[Host], file: str) -> None:
 def run(ssh: list[str], hosts: list[Host], jobs: list[dict]) -> int:
     """Run the jobs to their end and forward signals; return node 0's exit code."""
     remote_command = (
-        f"cd {shlex.quote(str(Path.cwd()))} && PYTHONPATH={shlex.quote(str(ROOT / 'src'))} exec "
+        f"cd {shlex.quote(str(Path.cwd()))} && PYTHONPATH={shlex.quote(os.pathsep.join(import_path()))} exec "
         f"{shlex.quote(sys.executable)} -m zerofit join"
     )
     options = ["-o", "BatchMode=yes", "-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4"]

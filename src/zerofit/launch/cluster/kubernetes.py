@@ -14,7 +14,7 @@ from zerofit.config import parse, resolve
 from zerofit.errors import UserError
 from zerofit.launch import prepare
 from zerofit.launch.cluster import node_options
-from zerofit.paths import ROOT
+from zerofit.paths import PROJECT
 from zerofit.settings import Settings
 
 TEMPLATES = {"pytorchjob": "launchers/pytorchjob.yaml", "trainjob": "launchers/trainjob.yaml"}
@@ -232,7 +232,7 @@ def render(job: Job) -> str:
 
 def _template(kind: str) -> list[dict]:
     """Read the template. Raises: UserError if it is no longer valid YAML."""
-    file = ROOT / TEMPLATES[kind]
+    file = PROJECT / TEMPLATES[kind]
     try:
         return list(yaml.safe_load_all(file.read_text(encoding="utf-8")))
     except OSError as error:

@@ -16,12 +16,12 @@ from zerofit.errors import UserError
 from zerofit.launch import prepare
 from zerofit.launch.cluster import status
 from zerofit.launch.cluster.status import CANCELLED, JOB, LOG
-from zerofit.paths import ROOT
+from zerofit.paths import PROJECT
 from zerofit.plan import preflight
 from zerofit.settings import Settings
 from zerofit.train.checkpoint.resume import choose_folder
 
-TEMPLATE = ROOT / "launchers" / "slurm.sbatch"
+TEMPLATE = PROJECT / "launchers" / "slurm.sbatch"
 
 RESUME = ("--resume_from_checkpoint",)
 
@@ -88,7 +88,7 @@ def request_of(given) -> Request:
     """Check the options as far as possible on a login node and return the request. Raises: UserError."""
     recipe = Path(given.recipe)
     if not recipe.is_file():
-        recipe = ROOT / recipe
+        recipe = PROJECT / recipe
     flags, gpus = parse.command_line(recipe.stem, given.flags, given.args, given.gpus)
     if not recipe.is_file():
         raise UserError(f"{given.recipe}: no such recipe; there are recipes/{', recipes/'.join(arguments.RECIPES)}.")
@@ -214,7 +214,7 @@ def render(request: Request) -> str:
         script = _fill(script, rf"##?SBATCH --{name}=", _option(f"--{name}", value) if value else "")
     script = _fill(script, r"set -u$", "".join(_option(*option) + "\n" for option in request.more) + "set -u")
     for name, value in {
-        "root": shlex.quote(str(ROOT)),
+        "root": shlex.quote(str(PROJECT)),
         "python": shlex.quote(sys.executable),
         "out": shlex.quote(str(request.folder)),
         "gpus": str(request.gpus),

@@ -1,9 +1,8 @@
 """Choose the run folder and the checkpoint to resume from, and refuse one of another job."""
 
-import shlex
 from pathlib import Path
 
-from zerofit import run_folder
+from zerofit import command_line, run_folder
 from zerofit.errors import UserError
 from zerofit.model.load import fingerprints
 from zerofit.settings import Settings
@@ -119,14 +118,14 @@ def next_command(folder: Path) -> str:
 
     if not (folder / "run.json").exists():
         return "no run was begun. Give the same command again"
-    resume = f"make resume RUN={shlex.quote(str(folder))}"
+    resume = command_line.next_step("resume", folder)
     if saved := integrity.latest_valid_checkpoint(folder):
         return f"saved up to step {saved.name.rpartition('-')[2]}. Go on: {resume}"
     models = [f for f in run_folder.checkpoints(folder).values() if not integrity.damage(f)]
     if models:
         return (
             f"{models[-1].name} holds the model without optimizer states (--save_only_model), so no run goes on from "
-            f"it. Keep it: make export RUN={shlex.quote(str(models[-1]))}; or begin again: {resume}"
+            f"it. Keep it: {command_line.next_step('export', models[-1])}; or begin again: {resume}"
         )
     return f"nothing is saved yet. Begin again: {resume}"
 

@@ -1,0 +1,204 @@
+"""report.html: what a run was, its plots and how to go on; several runs side by side."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+
+import pytest
+from conftest import TINY, recipe_process
+
+from zerofit.errors import UserError
+from zerofit.export import report
+from zerofit.export.report import Run
+
+VOID = {"meta", "br", "use", "path"}
+SHORT = ["--data", str(TINY / "train.jsonl"), "--eval_data", str(TINY / "eval.jsonl"), "--max_samples", "48",
+         "--effective_batch_size", "8", "--max_steps", "4", "--logging_steps", "1", "--num_samples", "1",
+         "--max_tokens_per_sample", "4", "--eval_strategy", "steps", "--eval_steps", "2"]  # fmt: skip
+
+
+class Page(HTMLParser):
+    """The text of a page by tag, its ids and what it loads; an element that is not closed is an error."""
+
+    def __init__(self, text):
+        super().__init__(convert_charrefs=True)
+        self.open, self.texts, self.ids, self.loads, self.labels = [], [], [], [], []
+        self.feed(text)
+        self.close()
+        assert self.open == [], self.open
+
+    def handle_starttag(self, tag, attributes):
+        attributes = dict(attributes)
+        self.open += [] if tag in VOID else [tag]
+        self.ids += [attributes["id"]] if "id" in attributes else []
+        self.labels += [attributes["aria-label"]] if "aria-label" in attributes else []
+        links = [attributes.get(name) for name in ("src", "href", "xlink:href")]
+        self.loads += [link for link in links if link and not link.startswith("#")]
+
+    def handle_startendtag(self, tag, attributes):
+        self.handle_starttag(tag, attributes)
+        if tag not in VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag):
+        if tag not in VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] not in ("style", "script"):
+            self.texts += [data.strip()] if data.strip() else []
+        assert "script" not in self.open
+
+    def has(self, *texts):
+        return all(any(text in own for own in self.texts) for text in texts)
+
+
+def argument(value, source="flag"):
+    return {"value": value, "source": source}
+
+
+def make_run(folder, rate=1e-4, **result):
+    """A run folder without weights, as a recipe leaves it."""
+    folder.mkdir()
+    arguments = {"model": argument("m/tiny"), "learning_rate": argument(rate), "zero": argument("2"),
+                 "offload": argument("none"), "seed": argument(42, "transformers default"),
+                 "output_dir": argument(str(folder))}  # fmt: skip
+    facts = {"recipe": "sft", "started": "2026-01-01", "command": "python recipes/sft.py", "world_size": 2,
+             "device": "H100", "decisions": ["zero 2: 2 processes"], "arguments": arguments,
+             "data": {"training": {"source": "a.jsonl", "rows": 9, "kept": 8, "fingerprint": "f00"}},
+             "plan": {"peak": {"backward": {"parameters": 2**30, "activations": 2**31}}, "limit_bytes": 4 * 2**30},
+             "versions": {"torch": "2.13.0"}}  # fmt: skip
+    (folder / "run.json").write_text(json.dumps(facts))
+    lines = [{"step": i, "loss": 3 - i / 10, "learning_rate": rate, "grad_norm": 1.0, "tokens_per_second": 100.0 * i,
+              "peak_memory_bytes": 3 * 2**30} for i in range(1, 9)]  # fmt: skip
+    lines.append({"step": 8, "eval_loss": 2.5})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    if result:
+        (folder / "result.json").write_text(json.dumps(result))
+    return folder
+
+
+def test_a_finished_run(tmp_path):
+    sample = {"prompt": "asked this", "before": "no", "after": "yes", "wanted": "yes"}
+    folder = make_run(tmp_path / "a", status="finished", steps=8, train_seconds=90, samples=[sample],
+                      exact_match_before=0.0, exact_match_after=0.5)  # fmt: skip
+    (folder / "checkpoint-8").mkdir()
+    (folder / "checkpoint-8" / "weights").write_bytes(b"0" * 2**20)
+    page = Page(report.of_one(Run(folder)))
+    assert page.has("sft of m/tiny", "finished", "2.2000", "2.5000", "0.0% → 50.0%", "3.00 GiB", "1 min 30 s")
+    assert page.has("asked this", "no", "checkpoint-8", "1.0 MiB", f"make chat RUN={folder}", "zero 2: 2 processes")
+    assert page.has("python recipes/sft.py", "0.0001", "torch 2.13.0") and not page.has("transformers default")
+    assert page.labels == [
+        "Loss", "Learning rate", "Gradient norm", "Speed", "Peak memory of a rank, planned and measured",
+    ]  # fmt: skip
+    assert len(page.ids) == len(set(page.ids)) and page.loads == []
+
+
+def test_a_failed_run_says_why_and_how_to_go_on(tmp_path):
+    folder = make_run(tmp_path / "a", status="failed", error="OutOfMemory: full", steps=3)
+    assert Page(report.of_one(Run(folder))).has("failed", "OutOfMemory: full", f"make resume RUN={folder}")
+    (folder / "report.json").write_text(json.dumps({"cause": "rank 1 ended", "try": "--zero 3"}))
+    (folder / "metrics.jsonl").open("a").write('{"step": 9, "lo')  # killed while it wrote
+    assert Page(report.of_one(Run(folder))).has("rank 1 ended", "Try: --zero 3")
+
+
+def test_a_run_that_was_killed_before_its_first_step(tmp_path):
+    folder = make_run(tmp_path / "a")
+    (folder / "metrics.jsonl").unlink()
+    page = Page(report.of_one(Run(folder)))
+    assert page.has("not finished", f"make resume RUN={folder}") and "Loss" not in page.labels
+
+
+def test_runs_side_by_side(tmp_path, capsys):
+    runs = [make_run(tmp_path / "a", 1e-4, status="finished"), make_run(tmp_path / "b c", 2e-4, status="failed")]
+    report.main([f"{runs[0]} '{runs[1]}'"])  # as make passes them
+    file = tmp_path / "report-a-b c.html"
+    assert capsys.readouterr().out == f"report: {file}\n"
+    page = Page(file.read_text())
+    assert page.has("a and b c", "learning_rate", "0.0001", "0.0002", "b c, training", "finished", "failed")
+    assert not page.has("output_dir") and not page.has("offload none")
+    assert [row[0] for row in report.differences([Run(run) for run in runs])] == ["learning_rate"]
+
+
+@pytest.mark.injection
+def test_texts_of_data_and_flags_are_no_markup(tmp_path):
+    bad = "<script>alert(1)</script><img src=x onerror=y>"
+    folder = make_run(tmp_path / "a<b>&", status="failed", error=bad,
+                      samples=[{"prompt": bad + "\x1b[2J", "before": bad, "after": bad, "wanted": bad}])  # fmt: skip
+    facts = json.loads((folder / "run.json").read_text())
+    facts |= {"command": bad, "decisions": [bad], "recipe": bad, "device": bad, "started": bad}
+    facts["arguments"]["model"] = argument(bad)
+    (folder / "run.json").write_text(json.dumps(facts))
+    for page in (report.of_one(Run(folder)), report.of_several([Run(folder), Run(make_run(tmp_path / "b"))])):
+        assert Page(page).has("<script>alert(1)") and "<script" not in page and "<img" not in page
+        assert "\x1b" not in page
+
+
+def test_long_runs_are_thinned_and_gaps_kept(tmp_path):
+    folder = make_run(tmp_path / "a")
+    with (folder / "metrics.jsonl").open("w") as file:
+        for step in range(1, 50_001):
+            file.write(json.dumps({"step": step, "loss": float("nan") if step == 7 else 1.0}) + "\n")
+    text = report.of_one(Run(folder))
+    assert Page(text).has("50,000") and len(text) < 200_000
+
+
+@pytest.mark.bad_input
+def test_a_folder_without_a_run_is_refused(tmp_path):
+    with pytest.raises(UserError, match="is no run folder"):
+        report.main([str(tmp_path)])
+
+
+def test_a_run_never_fails_for_its_report(tmp_path, capsys):
+    folder = make_run(tmp_path / "a")
+    (folder / report.FILE).mkdir()
+    report.write(folder)
+    assert "note: " in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_recipe_writes_it_at_the_end_and_on_failure(tmp_path):
+    done = recipe_process("sft", *SHORT, "--output_dir", str(tmp_path / "a"))
+    assert done.returncode == 0, done.stderr
+    assert f"report: {tmp_path / 'a' / 'report.html'}" in done.stdout
+    page = Page((tmp_path / "a" / "report.html").read_text())
+    assert page.has("finished", "before", "evaluation loss") and {"Loss", "Speed"} <= set(page.labels)
+    nan = ["--max_grad_norm", "1", "--learning_rate", "1e30", "--max_nan_steps", "1", "--max_steps", "20"]
+    failed = recipe_process("sft", *SHORT, *nan, "--output_dir", str(tmp_path / "b"))
+    assert failed.returncode != 0
+    assert Page((tmp_path / "b" / "report.html").read_text()).has("failed", "make resume")
+
+
+@pytest.mark.slow
+def test_the_supervisor_writes_it_too(tmp_path):
+    words = [sys.executable, "-m", "zerofit", "sft", *SHORT, "--output_dir", str(tmp_path / "a")]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and done.stdout.count("report: ") == 1, done.stdout + done.stderr
+    assert Page((tmp_path / "a" / "report.html").read_text()).has("finished")
+
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium here: apt-get install chromium")
+@pytest.mark.parametrize("width", [1200, 400])
+def test_a_browser_shows_it(tmp_path, width):
+    """Nothing is wider than the window, every chart has a size, and nothing is loaded."""
+    folder = make_run(tmp_path / "a", status="finished", error="")
+    text = report.of_one(Run(folder))
+    probe = (
+        "<script>addEventListener('load', () => { const sizes = [...document.querySelectorAll('svg')].map("
+        "s => s.getBoundingClientRect()); document.title = JSON.stringify([document.documentElement.scrollWidth, "
+        "innerWidth, sizes.filter(s => s.width > 200 && s.height > 80).length, "
+        "performance.getEntriesByType('resource').length]); });</script></body>"
+    )
+    (tmp_path / "page.html").write_text(text.replace("</body>", probe))
+    words = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'browser'}",
+             f"--window-size={width},900", "--dump-dom", (tmp_path / "page.html").as_uri()]  # fmt: skip
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, env=os.environ | {"HOME": str(tmp_path)})
+    title = done.stdout.partition("<title>")[2].partition("</title>")[0]
+    scroll, inner, charts, loaded = json.loads(title)
+    assert scroll <= inner and charts == 5 and loaded == 0, title

@@ -1,0 +1,80 @@
+"""`zerofit init` and `zerofit sft ...`: a project to edit, and recipes without their file's name."""
+
+import argparse
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+from zerofit import cli, command_line, paths
+from zerofit.config import arguments
+from zerofit.errors import UserError
+from zerofit.launch import init, launch, prepare
+from zerofit.launch.cluster import node_options
+
+
+def test_a_project_has_what_a_run_reads(tmp_path):
+    init.main([str(tmp_path / "new")])
+    for name in ("recipes/lora.py", "deepspeed_configs/zero3.json", "launchers/local.sh", "examples/my_run.yaml"):
+        assert (tmp_path / "new" / name).read_bytes() == (ROOT / name).read_bytes()
+    assert paths.is_project(tmp_path / "new") and not (tmp_path / "new" / "examples" / "tiny").exists()
+
+
+def test_the_makefile_of_a_project_uses_this_interpreter_and_installs_nothing(tmp_path):
+    (tmp_path / "Makefile").write_text(init.makefile())
+    done = subprocess.run(["make", "-n", "lora", "GPUS=2"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and "pip" not in done.stdout, done.stdout + done.stderr
+    assert f'PYTHON="{sys.executable}"' in done.stdout and "recipes/lora.py" in done.stdout
+    unknown = subprocess.run(["make", "lora", "STAGE=2"], cwd=tmp_path, capture_output=True, text=True)
+    assert "did you mean ZERO?" in unknown.stderr
+    for verb in ("test", "install", "ledger"):
+        assert "No rule" in subprocess.run(["make", verb], cwd=tmp_path, capture_output=True, text=True).stderr
+
+
+@pytest.mark.bad_input
+def test_a_folder_in_use_is_refused(tmp_path):
+    (tmp_path / "mine").write_text("")
+    with pytest.raises(UserError, match="not an empty folder; name a new one"):
+        init.main([str(tmp_path)])
+    with pytest.raises(UserError, match="not an empty folder"):
+        init.main([str(tmp_path / "mine")])
+
+
+def test_the_project_is_found_from_its_folder_and_its_recipes(tmp_path, monkeypatch):
+    init.main([str(tmp_path / "new")])
+    monkeypatch.setattr(sys, "argv", ["zerofit"])
+    assert paths._project() == ROOT
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "new" / "recipes" / "sft.py")])
+    assert paths._project() == tmp_path / "new"
+    monkeypatch.setattr(sys, "argv", ["zerofit"])
+    monkeypatch.chdir(tmp_path / "new")
+    assert paths._project() == tmp_path / "new"
+
+
+@pytest.mark.bad_input
+def test_a_recipe_of_another_project_is_refused(tmp_path):
+    init.main([str(tmp_path / "new")])
+    with pytest.raises(UserError, match=f"is of another project; start it in {tmp_path / 'new'}"):
+        launch.main(["--show", str(tmp_path / "new" / "recipes" / "sft.py")])
+
+
+def test_options_and_flags_stand_in_any_order():
+    words = ["--zero", "3", "--gpus", "4", "--data", "a", "b", "--show", "--node-rank=1", "--packing"]
+    assert command_line.for_launch("sft.py", words) == [
+        "--gpus=4", "--node_rank=1", "--show", "sft.py", "--zero", "3", "--data", "a", "b", "--packing",
+    ]  # fmt: skip
+
+
+def test_the_short_verbs_know_all_recipes_and_options():
+    assert set(cli.RECIPES) == set(arguments.RECIPES)
+    parser = argparse.ArgumentParser(add_help=False)
+    prepare.add_placement(parser, gpus="1")
+    node_options.add_options(parser)
+    assert {action.option_strings[0] for action in parser._actions} == {*command_line.PLACING, "--args"}
+
+
+def test_the_next_step_is_said_in_the_words_of_its_user(tmp_path, monkeypatch):
+    assert command_line.next_step("chat", tmp_path / "my run") == f"make chat RUN='{tmp_path}/my run'"
+    monkeypatch.setattr(command_line, "PROJECT", command_line.IN_WHEEL)
+    assert command_line.next_step("chat", tmp_path) == f"zerofit chat {tmp_path}"
