@@ -357,7 +357,7 @@ def shape_of(settings) -> Shape:
     packed = {4: 0.55, 8: 1.0}.get(quantization.bits(settings))
     if packed is None:
         return formulas.shape(config, model, 4.0 if fp32 else 2.0)
-    fused = experts.fused_weights(model) / sum(p.numel() for p in model.parameters())
+    fused = experts.fused_weights(model) / sum(p.numel() for p in model.parameters() if not p.requires_grad)
     return formulas.shape(config, model, packed * (1 - fused) + 2.0 * fused)
 
 
