@@ -9,6 +9,7 @@ GPUS ?= 1
 ZERO ?=
 OFFLOAD ?=
 SP ?=
+TP ?=
 MODEL ?=
 DATA ?=
 CONFIG ?=
@@ -38,7 +39,7 @@ RUN ?=
 MERGE ?=
 DTYPE ?=
 PUSH ?=
-VARIABLES := NODE_RANK MASTER_ADDR JOIN_TIMEOUT INTERFACE HOSTS INCLUDE EXCLUDE NODES SBATCH SWEEP RUN MERGE DTYPE PUSH GPUS ZERO OFFLOAD SP MODEL DATA CONFIG OUT ARGS PORT LAUNCHER EXTRAS SEQ GPU_TYPE METHOD HOST_MEMORY RECIPE
+VARIABLES := NODE_RANK MASTER_ADDR JOIN_TIMEOUT INTERFACE HOSTS INCLUDE EXCLUDE NODES SBATCH SWEEP RUN MERGE DTYPE PUSH GPUS ZERO OFFLOAD SP TP MODEL DATA CONFIG OUT ARGS PORT LAUNCHER EXTRAS SEQ GPU_TYPE METHOD HOST_MEMORY RECIPE
 # taken literally: a $ in a value stays a $
 $(foreach v,$(VARIABLES),$(eval override $(v) := $$(value $(v))))
 export $(VARIABLES)
@@ -70,7 +71,7 @@ PEERS_STAMP := .venv-peers/.installed
 export PATH := $(abspath $(PREFIX))/bin:$(PATH)
 
 # one variable -> one flag of the same name; OUT is transformers' output_dir
-KNOBS = $(if $(ZERO),--zero="$$ZERO") $(if $(OFFLOAD),--offload="$$OFFLOAD") $(if $(SP),--sp_size="$$SP") $(if $(MODEL),--model="$$MODEL") \
+KNOBS = $(if $(ZERO),--zero="$$ZERO") $(if $(OFFLOAD),--offload="$$OFFLOAD") $(if $(SP),--sp_size="$$SP") $(if $(TP),--tp_size="$$TP") $(if $(MODEL),--model="$$MODEL") \
 	$(if $(DATA),--data="$$DATA") $(if $(CONFIG),--config="$$CONFIG") $(if $(OUT),--output_dir="$$OUT")
 # `make show sft ...` shows what `make sft ...` would run
 SHOW = $(if $(filter show,$(MAKECMDGOALS)),--show)
@@ -86,7 +87,7 @@ LAUNCH = PYTHON="$(PY)" $(PLACE) $(BETWEEN) --port="$$PORT" --args="$$ARGS" $(SH
 help: ## this list
 	@echo 'zerofit: fine-tune language models with Accelerate and DeepSpeed ZeRO'
 	@echo; grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | awk -F'\t' '{printf "  make %-13s %s\n", $$1, $$2}'
-	@echo; echo '  GPUS=n  ZERO=0|1|2|3  OFFLOAD=none|optimizer|all  SP=n  MODEL=folder-or-hub-id  DATA=file-folder-or-hub-id'
+	@echo; echo '  GPUS=n  ZERO=0|1|2|3  OFFLOAD=none|optimizer|all  SP=n  TP=n  MODEL=folder-or-hub-id  DATA=file-folder-or-hub-id'
 	@echo '  CONFIG=file.yaml  OUT=run-folder  ARGS="--any_flag value"  PORT=n  LAUNCHER=torchrun|accelerate|deepspeed'
 	@echo '  several nodes: NODES=2 NODE_RANK=0 MASTER_ADDR=host0 on each, or HOSTS=hostfile on one (docs/multinode.md)'
 	@echo; echo '  make sft GPUS=4 ZERO=3 MODEL=Qwen/Qwen3-8B DATA=data.jsonl'
@@ -106,7 +107,7 @@ resume: $(STAMP) ## resume RUN=runs/x from its latest valid checkpoint (GPUS= ZE
 	@PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit resume --launcher="$$LAUNCHER" \
 		--port="$$PORT" $(if $(GIVEN_GPUS),--gpus="$$GPUS") --args="$$ARGS" $(if $(filter-out 1,$(NODES)),--nnodes="$$NODES" \
 		--node_rank="$$NODE_RANK" --master_addr="$$MASTER_ADDR" $(BETWEEN)) "$$RUN" \
-		$(if $(ZERO),--zero="$$ZERO") $(if $(OFFLOAD),--offload="$$OFFLOAD") $(if $(SP),--sp_size="$$SP")
+		$(if $(ZERO),--zero="$$ZERO") $(if $(OFFLOAD),--offload="$$OFFLOAD") $(if $(SP),--sp_size="$$SP") $(if $(TP),--tp_size="$$TP")
 
 export: $(STAMP) ## write RUN=runs/x as a Hugging Face folder, compared with what was trained (MERGE=1 DTYPE=bf16 OUT= PUSH=user/name)
 	@test -n "$$RUN" || { echo 'zerofit: error: make export: name what to export with RUN=runs/...' >&2; exit 2; }

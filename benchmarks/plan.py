@@ -70,6 +70,9 @@ def cpu_cases() -> list[tuple[str, str, int]]:
         for more in ("--gradient_checkpointing true", "--packing true", "--fused_loss true --max_length 128"):
             found.append(("sft", f"--zero {zero} --sp_size 2 {more}", 4))
         found.append(("lora", f"--zero {zero} --sp_size 4", 4))
+    for zero in (1, 2):
+        for more in ("", " --gradient_checkpointing true", " --packing true", " --bf16 true"):
+            found.append(("sft", f"--zero {zero} --tp_size 2{more}", 4))
     return found
 
 

@@ -138,8 +138,13 @@ class Settings(_Arguments):
 
     @property
     def data_ranks(self) -> int:
-        """Return the number of ranks that train on different rows: the --sp_size ranks of a group share theirs."""
-        return self.world_size // self.values["sp_size"]
+        """Return the number of ranks that train on different rows."""
+        return self.world_size // self.ranks_per_row
+
+    @property
+    def ranks_per_row(self) -> int:
+        """Return the number of ranks that share their rows: those of a group of --sp_size or --tp_size."""
+        return self.values["sp_size"] * self.values["tp_size"]
 
     @property
     def bundled(self) -> bool:

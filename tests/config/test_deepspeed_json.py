@@ -106,9 +106,9 @@ def test_same_value_in_both_places_is_no_contradiction(write):
     ("config", "flags", "says"),
     [
         (BASE | {"gradient_cliping": 1}, [], "unknown key 'gradient_cliping'; did you mean 'gradient_clipping'"),
-        (BASE | {"tensor_parallel": {"autotp_size": 2}}, [], "tensor_parallel.autotp_size = 2: the recipes split"),
+        (BASE | {"tensor_parallel": {"autotp_size": 2}}, [], "tensor_parallel.autotp_size = 2: the batch would be"),
         (BASE | {"tensor_parallel": {"tp": {"tp_size": 4}}}, [], "tensor_parallel.tp.tp_size = 4"),
-        (BASE | {"expert_parallel": {"enabled": True}}, [], "expert_parallel.enabled = true"),
+        (BASE | {"expert_parallel": {"enabled": True}}, [], "expert_parallel.enabled = true: DeepSpeed's AutoEP"),
         (BASE | {"pipeline": {"stages": 2}}, [], "pipeline.stages = 2"),
         (BASE | {"sequence_parallel_size": 2}, [], "sequence_parallel_size = 2"),
         (BASE | {"amp": {"enabled": True}}, [], "amp: NVIDIA Apex"),

@@ -26,8 +26,8 @@ def test_the_kits_own_flags_are_frozen():
     """A flag that vanishes or is renamed breaks somebody's script: change this list on purpose only."""
     frozen = {
         "RunArguments": """
-            config zero offload effective_batch_size sp_size preset search_batch_size memory_limit plan ignore_plan
-            gpu_type gpus show gradient_checkpointing_every gradient_checkpointing_policy activation_offload
+            config zero offload effective_batch_size sp_size tp_size preset search_batch_size memory_limit plan
+            ignore_plan gpu_type gpus show gradient_checkpointing_every gradient_checkpointing_policy activation_offload
             memory_report save_every_minutes node_local_storage ignore_resume_mismatch on_nan max_nan_steps
             max_tokens_per_sample num_samples
         """,
@@ -39,7 +39,8 @@ def test_the_kits_own_flags_are_frozen():
             zero_quantized_weights zero_quantized_gradients
         """,
         "ModelArguments": """
-            model model_revision dtype attn_implementation trust_remote_code random_init new_tokens
+            model model_revision dtype attn_implementation experts_implementation trust_remote_code random_init
+            new_tokens
         """,
         "DataArguments": """
             data eval_data eval_fraction data_format columns data_config data_split chat_template

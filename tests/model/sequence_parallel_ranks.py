@@ -58,8 +58,8 @@ def main() -> None:
     attention.register()
     found = {}
     for size in (2, 4):
-        flags = SimpleNamespace(sp_size=size, world_size=4, data_ranks=4 // size, values={}, deepspeed=None, source={},
-                                attn_implementation="sdpa", decisions=[])  # fmt: skip
+        flags = SimpleNamespace(sp_size=size, ranks_per_row=size, world_size=4, data_ranks=4 // size, values={},
+                                deepspeed=None, source={}, attn_implementation="sdpa", decisions=[])  # fmt: skip
         sequence_parallel.resolve(flags)
         group = sequence_parallel.SequenceParallel(flags)
         for heads, key_heads in ((4, 4), (4, 2), (4, 1), (12, 6)):

@@ -74,6 +74,7 @@ def marked(name: str):
     return name if short else pytest.param(name, marks=pytest.mark.slow)
 
 
+@pytest.mark.timeout(1800)  # the first of them makes all runs
 @pytest.mark.parametrize("name", [marked(name) for name in ALL])
 def test_losses_norms_and_evaluation_are_those_of_one_rank(runs, name):
     run, reference = runs[name], runs["-".join(name.split("-")[:2])]
@@ -236,7 +237,7 @@ def test_what_is_refused_before_anything_loads(flags, said):
 def test_rows_of_a_step_are_shared_by_a_group():
     trainer = SimpleNamespace(
         tokens=SimpleNamespace(stream=None), args=SimpleNamespace(per_device_train_batch_size=1, world_size=4),
-        settings=SimpleNamespace(sp_size=2, data_ranks=2), train_sampler=EpochSampler(4, 4, None),
+        settings=SimpleNamespace(ranks_per_row=2, data_ranks=2), train_sampler=EpochSampler(4, 4, None),
         train_dataset=SimpleNamespace(sequences=range(4)), state=SimpleNamespace(global_step=1),
     )  # fmt: skip
     assert nan_guard.rows_of_step(trainer) == [[[0], [2]], [[0], [2]], [[1], [3]], [[1], [3]]]
@@ -245,7 +246,10 @@ def test_rows_of_a_step_are_shared_by_a_group():
 def test_a_resumed_run_keeps_its_effective_batch():
     batch = ["--effective_batch_size", "8", "--per_device_train_batch_size", "2"]
     assert retry.same_batch(8, 2, 4, 2) == batch and retry.same_batch(8, 2, 4) == batch
-    for ranks, said in ((3, "--gpus 3: is no multiple of the run's --sp_size 2"), (6, "use 2, 4, 8, 16 processes")):
+    for ranks, said in (
+        (3, "--gpus 3: is no multiple of the 2 ranks that share each row"),
+        (6, "use 2, 4, 8, 16 processes"),
+    ):
         with pytest.raises(UserError, match=said):
             retry.same_batch(8, 2, ranks, 2)
     assert resume._sp_size(["--sp_size", "4"], 2) == resume._sp_size(["--sp-size=4"], 2) == 4

@@ -49,6 +49,7 @@ FEW = [
     ("dpo", "--zero 3 --adapter lora --eval_fraction 0.1", 2),
     ("dpo", "--zero 0 --padding_free true", 1),
     ("sft", "--zero 2 --sp_size 4 --gradient_checkpointing true", 4),
+    ("sft", "--zero 2 --tp_size 2 --gradient_checkpointing true", 4),
 ]
 
 
@@ -395,7 +396,23 @@ def test_rows_are_split_where_one_does_not_fit(monkeypatch):
     ):
         candidates.candidates("sft", [*flags, "--sp_size", "4"], 8, GPU, node=2)
     few = candidates.candidates("sft", [*flags, "--effective_batch_size", "2"], 8, GPU)  # less than the GPUs
-    assert {c.setting.sp for c in few} == {4, 8}
+    assert {(c.setting.sp, c.setting.tp) for c in few} == {(4, 1), (8, 1), (1, 4), (1, 8)}
+
+
+def test_matrices_are_split_on_request_and_in_the_search(monkeypatch):
+    monkeypatch.setattr(simulate, "run_all", fake_simulation(lambda flags: None))
+    flags = ["--model", str(CONFIGS / "llama3.1-8b"), "--effective_batch_size", "8", "--max_length", "2048"]
+    chosen = search.search(["sft"], [*flags, "--tp_size", "2"], 8, GPU).chosen
+    assert chosen.setting.tp == 2 and chosen.setting.zero in (1, 2) and chosen.setting.offload == "none"
+    assert chosen.label.endswith(", tp_size 2") and " TP=2 " in candidates.command(chosen, 8)
+    assert chosen.host_of_a_node == 8 * 2 * chosen.shape.parameters  # each rank loads the whole model
+    assert chosen.tokens_per_second == pytest.approx(8 * 2048 / chosen.seconds)
+    searched = candidates.candidates("sft", flags, 8, GPU)
+    assert {c.setting.tp for c in searched} == {1, 2, 4, 8} and searched[0].setting.tp == 1
+    assert {c.setting.zero for c in searched if c.setting.tp > 1} == {1, 2}
+    assert {c.setting.tp for c in candidates.candidates("lora", flags, 8, GPU)} == {1}
+    with pytest.raises(UserError, match="--tp_size 4: a group must be on one node, so it must divide the 2 GPUs"):
+        candidates.candidates("sft", [*flags, "--tp_size", "4"], 8, GPU, node=2)
 
 
 def test_split_rows_by_formula():

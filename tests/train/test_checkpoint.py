@@ -15,6 +15,7 @@ from conftest import TINY, recipe_process, run_world
 from zerofit import run_folder
 from zerofit.config import resolve
 from zerofit.errors import UserError
+from zerofit.model.load import count_parameters
 from zerofit.train.checkpoint import integrity, resume, save
 from zerofit.train.checkpoint.facts import ASIDE, FACTS, digest_of, read_facts
 
@@ -461,7 +462,9 @@ def saved_as(tmp_path, tensors, net, recipe="sft"):
     from safetensors.torch import save_file
 
     save_file(tensors, tmp_path / "model.safetensors")
-    save.verify(tmp_path, SimpleNamespace(model=net, settings=SimpleNamespace(trains_adapter=recipe == "lora")))
+    numel, shapes = count_parameters(net), {name: tuple(p.shape) for name, p in net.named_parameters()}
+    settings = SimpleNamespace(trains_adapter=recipe == "lora")
+    save.verify(tmp_path, SimpleNamespace(model=net, numel=numel, shapes=shapes, settings=settings))
 
 
 @pytest.mark.fault

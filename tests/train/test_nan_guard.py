@@ -113,7 +113,7 @@ def test_rows_of_a_step_are_looked_up_without_moving_the_sampler():
     trainer = SimpleNamespace(
         tokens=SimpleNamespace(stream=None), train_dataset=DatasetWithFiller([{}] * 10, 0), train_sampler=sampler,
         args=SimpleNamespace(per_device_train_batch_size=2, world_size=2), state=SimpleNamespace(global_step=5),
-        settings=SimpleNamespace(sp_size=1, data_ranks=2),
+        settings=SimpleNamespace(ranks_per_row=1, data_ranks=2),
     )  # fmt: skip
     first, second = nan_guard.rows_of_step(trainer)
     assert [*first[0], *second[0]] == sampler.indices(1)[4:8]

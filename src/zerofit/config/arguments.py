@@ -31,7 +31,7 @@ class RunArguments:
         default=None,
         metadata={
             "help": "Samples per optimizer step over all ranks (default 32); accumulation is derived: "
-            "micro batch x accumulation x ranks / sp_size."
+            "micro batch x accumulation x ranks / (sp_size x tp_size)."
         },
     )
     sp_size: int = field(
@@ -39,6 +39,13 @@ class RunArguments:
         metadata={
             "help": "Sequence parallel: this many ranks of a node share each row and split its tokens "
             "(docs/long_context.md)."
+        },
+    )
+    tp_size: int = field(
+        default=1,
+        metadata={
+            "help": "Tensor parallel: this many ranks of a node share each row and split the matrices of each layer "
+            "(full fine-tuning, ZeRO 1 and 2; docs/tensor_parallel.md)."
         },
     )
     preset: str | None = field(
@@ -199,6 +206,10 @@ class ModelArguments:
         },
     )
     attn_implementation: str = field(default="sdpa", metadata={"help": "sdpa, flash_attention_2, eager, ..."})
+    experts_implementation: Literal["auto", "eager", "grouped_mm", "batched_mm"] = field(
+        default="auto",
+        metadata={"help": "How a mixture of experts computes its products. auto: grouped_mm, or eager under autocast."},
+    )
     trust_remote_code: bool = field(default=False, metadata={"help": "Run Python code that comes with the model."})
     random_init: bool = field(
         default=False, metadata={"help": "Random weights from the model's config.json (benchmarks, pretraining)."}

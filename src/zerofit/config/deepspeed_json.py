@@ -41,6 +41,17 @@ OTHER_PARALLELISM = {
     "sequence_parallel_size": (0, 1),
 }
 
+# Their section -> what to do instead.
+INSTEAD = {
+    "tensor_parallel": "the batch would be counted wrongly; delete it, and use --tp_size",
+    "sequence_parallel_size": "the gradients would be scaled wrongly; delete it, and use --sp_size",
+    "expert_parallel": "DeepSpeed's AutoEP fails with transformers 5 (deepspeed/module_inject/auto_ep_presets/base.py "
+    "calls its registry of outputs with one argument too many), and ZeRO then refuses the optimizer's groups; delete "
+    "it, and use --zero 3, which shards the experts too",
+    "pipeline": "the recipes train whole layers on each rank and would ignore it; delete it, and use stage 3 for a "
+    "model that is larger than a GPU",
+}
+
 # JSON key -> the argument with the same meaning; "auto" in the JSON takes the argument's value.
 SAME_AS_ARGUMENT = {
     "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
@@ -166,14 +177,7 @@ def _refuse_other_parallelism(config: dict, path: str | Path) -> None:
     for dotted, off in OTHER_PARALLELISM.items():
         value = json_value(config, dotted)
         if value is not None and value not in off:
-            section, as_json = dotted.partition(".")[0], json.dumps(value)
-            instead = "stage 3 for a model that is larger than a GPU"
-            if section == "sequence_parallel_size":
-                instead = "--sp_size"
-            raise UserError(
-                f"{path}: {dotted} = {as_json}: the recipes split a model by ZeRO only, and the batch would be counted "
-                f"wrongly; delete {section}, and use {instead}."
-            )
+            raise UserError(f"{path}: {dotted} = {json.dumps(value)}: {INSTEAD[dotted.partition('.')[0]]}.")
 
 
 def resolve(settings) -> None:
@@ -217,7 +221,17 @@ def resolve(settings) -> None:
         )
     config = offload.with_flags(config, path, settings)
     offload.check(config, path, settings)
-    settings.deepspeed = _saving_whole_weights(config, path, settings)
+    settings.deepspeed = _with_tensor_parallel(_saving_whole_weights(config, path, settings), settings)
+
+
+def _with_tensor_parallel(config: dict, settings) -> dict:
+    """Return the configuration with the overlay of --tp_size."""
+    if settings.tp_size == 1:
+        return config
+    config = merge_json(config, read_json(CONFIGS / "tensor_parallel.json"))
+    config["tensor_parallel"]["autotp_size"] = settings.tp_size
+    config.pop("train_batch_size", None)  # transformers would count a group's rows once for each rank
+    return config
 
 
 def _saving_whole_weights(config: dict, path: Path, settings) -> dict:

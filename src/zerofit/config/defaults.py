@@ -16,6 +16,7 @@ def check_ranges(settings: Settings) -> None:
         "lora_r": 1,
         "gpus": 1,
         "sp_size": 1,
+        "tp_size": 1,
         "preprocessing_num_workers": 1,
         "num_samples": 0,
         "logging_steps": 0,
@@ -44,18 +45,21 @@ def check_ranges(settings: Settings) -> None:
             f"--gpus asks for {settings.gpus} processes, but this job has {settings.world_size}: start it with "
             f"`make {settings.recipe} GPUS={settings.gpus}` or `torchrun --nproc_per_node {settings.gpus}`."
         )
-    _check_sp_size(settings)
+    for name in ("sp_size", "tp_size"):
+        _check_group(settings, name)
     if settings.bf16 and settings.fp16:
         raise UserError("--bf16 and --fp16 are both on: choose one.")
 
 
-def _check_sp_size(settings: Settings) -> None:
-    size, ranks, local = settings.sp_size, settings.world_size, offload.ranks_of_node(settings)
+def _check_group(settings: Settings, name: str) -> None:
+    """Raise UserError for an --sp_size or --tp_size that does not divide the ranks of the job and of this node."""
+    size, ranks, local = settings.values[name], settings.world_size, offload.ranks_of_node(settings)
     if ranks % size:
-        raise UserError(f"--sp_size {size}: must divide the {ranks} rank{'s' * (ranks > 1)} of this job.")
+        raise UserError(f"--{name} {size}: must divide the {ranks} rank{'s' * (ranks > 1)} of this job.")
     if local % size:
+        exchanged = "its rows" if name == "sp_size" else "sums"
         raise UserError(
-            f"--sp_size {size}: a group exchanges its rows in every layer and must be on one node, so it must divide "
+            f"--{name} {size}: a group exchanges {exchanged} in every layer and must be on one node, so it must divide "
             f"the {local} ranks of this node."
         )
 
@@ -176,7 +180,8 @@ def _data_ranks_in_words(settings: Settings) -> str:
     ranks, count = settings.world_size, settings.data_ranks
     if count == ranks:
         return f"{ranks} rank{'s' * (ranks > 1)}"
-    return f"{count} data rank{'s' * (count > 1)} ({ranks} ranks / sp_size {settings.sp_size})"
+    name = "sp_size" if settings.sp_size > 1 else "tp_size"
+    return f"{count} data rank{'s' * (count > 1)} ({ranks} ranks / {name} {settings.values[name]})"
 
 
 def scale_learning_rate(settings: Settings) -> None:

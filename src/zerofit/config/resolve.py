@@ -13,12 +13,14 @@ from zerofit.model import (
     adapters,
     attention,
     ddp,
+    experts,
     fused_loss,
     gradient_checkpointing,
     load,
     preference_loss,
     quantization,
     sequence_parallel,
+    tensor_parallel,
     tiled_mlp,
 )
 from zerofit.optim import registry
@@ -217,6 +219,12 @@ def _offload_sizes(settings, config) -> None:
         offload.check_sizes(settings, load.check_model(settings, copy.deepcopy(config)))
 
 
+def _unpacked_experts(settings, config) -> None:
+    """Say how much of a quantized mixture of experts stays in 16 bits."""
+    if quantization.bits(settings) and experts.count(config):
+        experts.say_unpacked(settings, load.check_model(settings, copy.deepcopy(config)))
+
+
 # --- the order: a resolver may read what an earlier one has decided ---
 
 # What the arguments are, one by one; `zerofit data` needs no more.
@@ -242,6 +250,7 @@ COMBINATIONS = (
     _node_local_storage,
     quantization.resolve,
     _padding_free,  # decides the attention too
+    tensor_parallel.resolve,
     sequence_parallel.resolve,  # wraps that attention, so after _padding_free
     streaming.resolve,
     fused_loss.resolve,
@@ -255,8 +264,11 @@ FROM_FLAGS = (*ARGUMENTS, *COMBINATIONS)
 FROM_MODEL_CONFIG = (
     attention.resolve_for_model,
     sequence_parallel.resolve_for_model,
+    tensor_parallel.resolve_for_model,
     fused_loss.resolve_for_model,
     tiled_mlp.resolve_for_model,
     ddp.resolve_for_model,
+    experts.resolve_for_model,
     _offload_sizes,  # builds the model without weights, with the attention, the loss and the tiles decided above
+    _unpacked_experts,  # builds it too
 )

@@ -91,21 +91,24 @@ def next_smaller_setting(settings, flags: list[str], parse):
 BATCH = ("--effective_batch_size", "--per_device_train_batch_size", "--gradient_accumulation_steps")
 
 
-def same_batch(whole: int, micro: int, ranks: int, sp_size: int = 1) -> list[str]:
+def same_batch(whole: int, micro: int, ranks: int, ranks_per_row: int = 1) -> list[str]:
     """Return flags for the same effective batch on another number of ranks; the micro batch never grows.
 
     Args: whole: the effective batch; micro: the run's per_device_train_batch_size.
 
-    Raises: UserError if `sp_size` does not divide `ranks`, or the effective batch is no multiple of the data ranks.
+    Raises: UserError if `ranks_per_row` does not divide `ranks`, or the data ranks do not divide the effective batch.
     """
-    if ranks % sp_size:
-        raise UserError(f"--gpus {ranks}: is no multiple of the run's --sp_size {sp_size}; change one of the two.")
-    ranks //= sp_size
+    if ranks % ranks_per_row:
+        raise UserError(
+            f"--gpus {ranks}: is no multiple of the {ranks_per_row} ranks that share each row of this run (--sp_size, "
+            "--tp_size); change one of the two."
+        )
+    ranks //= ranks_per_row
     if whole % ranks:
         raise UserError(
-            f"--gpus {ranks * sp_size}: the run's effective batch of {whole} is no multiple of "
-            f"{'it' if sp_size == 1 else f'its {ranks} data ranks'}, and its steps must stay the same; use "
-            f"{', '.join(str(n * sp_size) for n in range(1, whole + 1) if whole % n == 0 and n <= 64)} processes."
+            f"--gpus {ranks * ranks_per_row}: the run's effective batch of {whole} is no multiple of "
+            f"{'it' if ranks_per_row == 1 else f'its {ranks} data ranks'}, and its steps must stay the same; use "
+            f"{', '.join(str(n * ranks_per_row) for n in range(1, whole + 1) if whole % n == 0 and n <= 64)} processes."
         )
     per_rank = whole // ranks
     micro = max(n for n in range(1, min(micro, per_rank) + 1) if per_rank % n == 0)

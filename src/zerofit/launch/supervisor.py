@@ -153,7 +153,7 @@ def _on_present_nodes(job: Job, attempt: Attempt) -> Attempt | None:
     flags, settings, ranks = attempt.flags, attempt.settings, sum(nodes.values())
     if ranks != settings.world_size:
         batch = retry.same_batch(
-            settings.effective_batch_size, settings.per_device_train_batch_size, ranks, settings.sp_size
+            settings.effective_batch_size, settings.per_device_train_batch_size, ranks, settings.ranks_per_row
         )
         flags = [*command_line.drop(flags, *retry.BATCH), *batch]
         flags = command_line.put(flags, zero=settings.zero, gpus=ranks)

@@ -125,9 +125,13 @@ def load_model(settings, tokenizer, config=None):
     if settings.random_init and config is None:
         config = load_config(settings)
     kwargs = {"attn_implementation": settings.attn_implementation, "dtype": dtype}
+    if settings.experts_implementation != "auto":  # a mixture of experts
+        kwargs["experts_implementation"] = settings.experts_implementation
     sharded = settings.deepspeed is not None and settings.zero == 3
     # Load onto the GPU directly: N ranks with the model in host memory would need N times its size.
-    device = None if sharded or settings.use_cpu else torch.device("cuda", torch.cuda.current_device())
+    # --tp_size: whole matrices need not fit the GPU, DeepSpeed cuts them in host memory.
+    in_host = sharded or settings.use_cpu or settings.tp_size > 1
+    device = None if in_host else torch.device("cuda", torch.cuda.current_device())
     if settings.random_init:
         with device or contextlib.nullcontext():
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=settings.trust_remote_code, **kwargs)

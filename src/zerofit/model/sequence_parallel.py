@@ -126,18 +126,19 @@ class SequenceParallel:
     def __init__(self, settings):
         """Open the process groups; collective."""
         self.size, self.data_ranks = settings.sp_size, settings.data_ranks
-        self.index, self.data_rank, self.group = 0, distributed.rank(), None
+        self.shares_rows = settings.ranks_per_row > 1
+        self.data_rank, self.index = divmod(distributed.rank(), settings.ranks_per_row)
+        self.group = None
         if self.size == 1:
             return
-        self.data_rank, self.index = divmod(distributed.rank(), self.size)
         for first in range(0, settings.world_size, self.size):
             group = dist.new_group(list(range(first, first + self.size)))
             if first // self.size == self.data_rank:
                 self.group = group
 
     def share_rows(self, loader):
-        """Let all ranks of a group read the same batches from a loader of accelerate; return it."""
-        if self.size > 1:
+        """Let all ranks of a group (also of --tp_size) read the same batches from a loader of accelerate; return it."""
+        if self.shares_rows:
             # accelerate's BatchSamplerShard, for a stream IterableDatasetShard
             shard = loader.batch_sampler if hasattr(loader.batch_sampler, "num_processes") else loader.dataset
             shard.num_processes, shard.process_index = self.data_ranks, self.data_rank

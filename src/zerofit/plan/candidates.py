@@ -44,6 +44,9 @@ ESTIMATE = f"the exact check failed: {{}}; this is an estimate by formula, with 
 
 SMALLER_STATES = [("--optim", "adamw_bnb_8bit"), ("--pure_bf16", "true")]
 
+# Flags that have a make variable.
+WITH_VARIABLE = ("--zero", "--offload", "--model", "--data", "--config", "--sp_size", "--tp_size")
+
 UNNAMED = "not-named-yet"  # placeholder for --data, which a plan does not need
 
 
@@ -70,7 +73,7 @@ class Candidate:
         hpz = f" with hpZ {s.hpz}" if s.hpz > 1 else ""
         offload = "" if s.offload == "none" else f", offload {s.offload}{' to NVMe' * s.nvme}"
         change = f", {' '.join(self.change)}" if self.change else ""
-        sp = f", sp_size {s.sp}" if s.sp > 1 else ""
+        sp = f", sp_size {s.sp}" if s.sp > 1 else f", tp_size {s.tp}" if s.tp > 1 else ""
         return f"{self.method} ZeRO-{s.zero}{hpz}{offload}{checkpointing}{change}, micro batch {s.micro}{sp}"
 
     @property
@@ -92,16 +95,18 @@ class Candidate:
 
     @property
     def host_of_a_node(self) -> int:
-        """Return the bytes of host memory that a node's ranks need for offloaded states while training."""
+        """Return the bytes of host memory that a node's ranks need: for offloaded states, or to load split matrices."""
         # fp32 weights, gradients and Adam's states, and a 16-bit buffer (stage_1_and_2.py, stage3.py); 16-bit weights
         each = {"none": 0, "optimizer": 18, "all": 20}[self.setting.offload] * self.shape.trainable / self.setting.ranks
         each = self.answer["host"] if self.answer else each
+        if self.setting.tp > 1:  # each rank loads the whole model before DeepSpeed cuts it
+            each = max(each, self.shape.frozen_bytes * self.shape.parameters)
         return 0 if self.setting.nvme else int(each * self.setting.of_a_node)
 
     @property
     def tokens_per_second(self) -> float:
         s = self.setting
-        return s.tokens * s.accumulation * s.ranks / self.seconds
+        return s.tokens * s.accumulation * s.ranks / s.tp / self.seconds
 
 
 def peak_by_formula(parts: dict[str, float], gpu) -> int:
@@ -231,18 +236,19 @@ def candidates(
     recipe, disk = recipe_of(method), command_line.value_of(flags, ("--offload_path",))
     flags = [*planned_flags(flags, method), *change]
     result, error, first = [], None, None
-    for sp_size in _open_sp_sizes(flags, ranks, node):
-        own_flags = flags if sp_size is None else command_line.put(flags, sp_size=sp_size)
+    for group in _open_groups(flags, ranks, node):
+        own_flags = command_line.put(flags, **group)
         if first:
             own_flags = command_line.put(own_flags, effective_batch_size=first.effective_batch_size)
         try:
             base = resolve.resolve_settings(recipe, own_flags, ranks, gpu)
-            _check_sp_size(base, node)
+            _check_group(base, "sp_size", node)
+            _check_group(base, "tp_size", node)
             resolve.resolve_for_model(base)
             if first is None:
                 first, hpz, shape = base, _hpz(base, ranks, node), shape_of(base)
             place = Place(gpu, node, hpz, disk)
-            result += _of_sp_size(base, own_flags, method, change, place, shape, sp_size is not None)
+            result += _of_group(base, own_flags, method, change, place, shape, bool(group))
         except UserError as refused:
             error = error or refused
     if not result:
@@ -262,10 +268,10 @@ class Place:
     disk: str | None
 
 
-def _of_sp_size(
+def _of_group(
     base, flags: list[str], method: str, change: tuple[str, ...], place: Place, shape: Shape, splits: bool
 ) -> list[Candidate]:
-    """Return the candidates with the --sp_size of `base`, the Settings of `flags`. splits: see `_open`.
+    """Return the candidates with the --sp_size and --tp_size of `base`, the Settings of `flags`. splits: see `_open`.
 
     Raises: UserError if the flags leave none.
     """
@@ -284,7 +290,7 @@ def _of_sp_size(
         accumulation = base.effective_batch_size // (micro * base.data_ranks)
         tokens = micro * base.documents_per_row * base.max_length // sp
         setting = Setting(zero, offload, every, micro, tokens, accumulation, ranks, offload_inputs, nvme, place.node,
-                          place.hpz, sp, _runs_reference(base))  # fmt: skip
+                          place.hpz, sp, _runs_reference(base), base.tp_size)  # fmt: skip
         by_part = formulas.memory(shape, setting, base, base.fused_loss)
         seconds = formulas.step_seconds(shape, setting, place.gpu, base.max_length)
         found.append(Candidate(own_flags, method, setting, by_part, seconds, shape, place.gpu, change=change))
@@ -293,19 +299,20 @@ def _of_sp_size(
     return found
 
 
-def _open_sp_sizes(flags: list[str], ranks: int, node: int) -> list[int | None]:
-    """Return each --sp_size to try; None: as the flags have it."""
-    if "--sp_size" in command_line.names(flags):
-        return [None]
-    return [None, *(n for n in (2, 4, 8, 16) if min(ranks, node) % n == 0 and ranks % n == 0)]
+def _open_groups(flags: list[str], ranks: int, node: int) -> list[dict[str, int]]:
+    """Return each --sp_size and --tp_size to try, as arguments; {}: as the flags have them."""
+    if {"--sp_size", "--tp_size"} & set(command_line.names(flags)):
+        return [{}]
+    sizes = [n for n in (2, 4, 8, 16) if min(ranks, node) % n == 0 and ranks % n == 0]
+    return [{}, *({name: size} for name in ("sp_size", "tp_size") for size in sizes)]
 
 
-def _check_sp_size(settings, node: int) -> None:
-    """Raise UserError for a --sp_size that does not divide the GPUs of a node."""
-    size, local = settings.sp_size, min(settings.world_size, node)
+def _check_group(settings, name: str, node: int) -> None:
+    """Raise UserError for an --sp_size or --tp_size that does not divide the GPUs of a node."""
+    size, local = settings.values[name], min(settings.world_size, node)
     if local % size:
         raise UserError(
-            f"--sp_size {size}: a group must be on one node, so it must divide the {local} GPUs of a node of this "
+            f"--{name} {size}: a group must be on one node, so it must divide the {local} GPUs of a node of this "
             "plan; NODES= and GPUS= say which these are."
         )
 
@@ -338,7 +345,7 @@ def planned_flags(flags: list[str], method: str) -> list[str]:
 
 
 def shape_of(settings) -> Shape:
-    from zerofit.model import quantization
+    from zerofit.model import experts, quantization
     from zerofit.model.load import check_model, load_config, weight_dtype
 
     resolve.resolve_for_model(settings)
@@ -348,7 +355,11 @@ def shape_of(settings) -> Shape:
         raise UserError(f"--model {settings.model}: cannot be built without weights: {error}.") from None
     config = load_config(settings)
     fp32 = settings.precision == "fp32" or (settings.deepspeed is None and weight_dtype(settings) == "float32")
-    return formulas.shape(config, model, {4: 0.55, 8: 1.0}.get(quantization.bits(settings), 4.0 if fp32 else 2.0))
+    packed = {4: 0.55, 8: 1.0}.get(quantization.bits(settings))
+    if packed is None:
+        return formulas.shape(config, model, 4.0 if fp32 else 2.0)
+    fused = experts.fused_weights(model) / sum(p.numel() for p in model.parameters() if not p.requires_grad)
+    return formulas.shape(config, model, packed * (1 - fused) + 2.0 * fused)
 
 
 _FIXED = ("flag", "deepspeed JSON")
@@ -357,7 +368,7 @@ _FIXED = ("flag", "deepspeed JSON")
 def _open(base, ranks: int, disk: str | None, splits: bool) -> tuple[list, list, list, list]:
     """Return (stages, offloads, checkpointing, micro batches) to try; one each where the user set it.
 
-    Args: splits: --sp_size is searched and above 1: then only micro batch 1 with checkpointing.
+    Args: splits: --sp_size or --tp_size is searched and above 1: then only micro batch 1 with checkpointing.
 
     An offload is (what, whether to the disk of --offload_path); checkpointing is (every n-th layer, 0: none; whether
     the kept inputs are offloaded to host memory).
@@ -417,7 +428,8 @@ def setting_of(settings) -> Setting:
     tokens = micro * settings.documents_per_row * settings.max_length // settings.sp_size
     return Setting(settings.zero, settings.offload, every, micro, tokens, settings.gradient_accumulation_steps,
                    settings.world_size, settings.activation_offload, bool(settings.offload_path), node,
-                   settings.zero_hpz_partition_size or 1, settings.sp_size, _runs_reference(settings))  # fmt: skip
+                   settings.zero_hpz_partition_size or 1, settings.sp_size, _runs_reference(settings),
+                   settings.tp_size)  # fmt: skip
 
 
 def _runs_reference(settings) -> bool:
@@ -448,7 +460,7 @@ def command(candidate: Candidate, ranks: int) -> str:
             "MASTER_ADDR": "name-of-node-0",
         }
     for name, values, words in command_line.by_flag(candidate.flags):
-        if name in ("--zero", "--offload", "--model", "--data", "--config", "--sp_size") and len(values) == 1:
+        if name in WITH_VARIABLE and len(values) == 1:
             variables[name[2:].removesuffix("_size").upper()] = values[0]
         else:  # also --data with several files, since a make variable holds one
             rest += words

@@ -17,7 +17,35 @@ def fake_other_ranks() -> None:
         module.assert_ints_same_as_other_ranks = lambda *args, **kwargs: None
     for module in (stage3, stage_1_and_2):
         module.is_invalid_grad_norm = lambda norm: False
+    _make_meshes_of_real_tensors()
+    _skip_check_of_rows()
     distributed.skip_inference_op()
+
+
+def _make_meshes_of_real_tensors() -> None:
+    """Let torch read the ranks of a --tp_size group from tensors that have values."""
+    from torch.distributed import device_mesh
+
+    make = device_mesh.init_device_mesh
+
+    def init_device_mesh(device_type, *args, **kwargs):
+        with real_tensors():
+            return make("cpu", *args, **kwargs)
+
+    device_mesh.init_device_mesh = init_device_mesh
+
+
+def _skip_check_of_rows() -> None:
+    """Leave out AutoTP's check that the ranks of a group have the same rows: it compares values."""
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    configure = DeepSpeedEngine._configure_tensor_parallel_states
+
+    def without_check(self, model):
+        configure(self, model)
+        self.first_dataloader_check.remove()
+
+    DeepSpeedEngine._configure_tensor_parallel_states = without_check
 
 
 def register_gpu(tracker, total_bytes: int, overlaps: bool) -> None:

@@ -5,9 +5,10 @@ decides. Times are estimates from data sheets and the efficiencies below.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zerofit.hardware import Gpu
+from zerofit.model import experts
 from zerofit.optim import registry
 
 # Share of the data sheet's numbers that a training step reaches. Rough on purpose: they only order the candidates.
@@ -43,7 +44,8 @@ class Shape:
     """The dimensions of a model.
 
     trainable, frozen: parameters; largest: parameters of the largest trainable tensor; frozen_bytes: bytes per frozen
-    parameter as stored; experts: of a mixture's layer, 0: no mixture."""
+    parameter as stored; experts: of a mixture's layer, 0: no mixture; idle: weights of experts that a token does not
+    use; embedding: its weights."""
 
     trainable: int
     frozen: int
@@ -57,6 +59,8 @@ class Shape:
     vocabulary: int
     frozen_bytes: float = 2.0
     experts: int = 0
+    idle: int = 0
+    embedding: int = 0
 
     @property
     def parameters(self) -> int:
@@ -85,7 +89,9 @@ def shape(config, net, frozen_bytes: float = 2.0) -> Shape:
         intermediate=first("intermediate_size", "n_inner", "ffn_dim", default=4 * hidden),
         vocabulary=text.vocab_size,
         frozen_bytes=frozen_bytes,
-        experts=first("num_experts", "num_local_experts", "n_routed_experts", default=0),
+        experts=experts.count(config),
+        idle=experts.idle_weights(net, config),
+        embedding=hidden * text.vocab_size,
     )
 
 
@@ -96,7 +102,8 @@ class Setting:
     every: recompute every n-th layer, 0: none; micro: rows of a micro batch; tokens: of a micro batch on one GPU;
     activation_offload: the inputs of recomputed layers are in host memory; nvme: offloaded states are on disk; node:
     GPUs of a node; hpz: ranks that share ZeRO++'s secondary copy of the parameters, 1: there is none; sp: ranks that
-    split a row, 1: none; reference: each step has one more forward, of preference pairs with the adapter off."""
+    split a row, 1: none; reference: each step has one more forward, of preference pairs with the adapter off; tp: ranks
+    that split each matrix, 1: none."""
 
     zero: int
     offload: str
@@ -111,6 +118,7 @@ class Setting:
     hpz: int = 1
     sp: int = 1
     reference: bool = False
+    tp: int = 1
 
     @property
     def nodes(self) -> int:
@@ -127,8 +135,11 @@ def activations(s: Shape, setting: Setting, fused: bool) -> tuple[dict[str, floa
 
     Returns: {"activations", "logits"} and {"activations"}, for Llama-like layers in 16 bits without dropout.
     """
-    q, k = s.heads * s.head_dim, _key_heads(s, setting) * s.head_dim
-    layer = 16 * s.hidden + 4 * q + 4 * k + 4 * s.heads + 8 + 8 * s.intermediate
+    q, k, heads, intermediate = (
+        size / setting.tp
+        for size in (s.heads * s.head_dim, _key_heads(s, setting) * s.head_dim, s.heads, s.intermediate)
+    )
+    layer = 16 * s.hidden + 4 * q + 4 * k + 4 * heads + 8 + 8 * intermediate
     if s.frozen:  # a frozen matrix product saves no input; an adapted one does
         layer -= 2 * s.hidden
     if setting.sp > 1:
@@ -142,7 +153,7 @@ def activations(s: Shape, setting: Setting, fused: bool) -> tuple[dict[str, floa
         rows = max(256, min(4096, 2**30 // (4 * s.vocabulary) // 64 * 64, setting.tokens))
         logits = 6 * rows * s.vocabulary + 2 * setting.tokens * s.hidden
         logits += 0 if s.frozen else 2 * s.vocabulary * s.hidden
-    recomputation = setting.tokens * (layer + 4 * s.intermediate + 4 * s.hidden) if recomputed else 0
+    recomputation = setting.tokens * (layer + 4 * intermediate + 4 * s.hidden) if recomputed else 0
     return {"activations": at_loss, "logits": logits}, {"activations": setting.tokens * kept + recomputation}
 
 
@@ -151,7 +162,8 @@ def memory(s: Shape, setting: Setting, settings, fused: bool) -> dict[str, float
 
     Returns: {"parameters", "gradients", "optimizer", "activations", "logits", "buffers"}.
     """
-    n, zero, trained = setting.ranks, setting.zero, s.trainable
+    s = _split_shape(s, setting.tp)
+    n, zero, trained = setting.ranks // setting.tp, setting.zero, s.trainable
     weight, gradient, optimizer = _widths(settings, zero)
     share = [1 / n if zero >= stage else 1 for stage in (3, 2, 1)]
     states = {
@@ -189,6 +201,14 @@ def memory(s: Shape, setting: Setting, settings, fused: bool) -> dict[str, float
             moments.append({"parameters": flat})
     highest = max(moments, key=lambda parts: sum(parts.values()))
     return {part: highest.get(part, 0.0) for part in PARTS}
+
+
+def _split_shape(s: Shape, tp: int) -> Shape:
+    """Return the shape of one rank of `tp` that split the matrices; the embedding stays whole."""
+    if tp == 1:
+        return s
+    split = (s.trainable - s.embedding) // tp + s.embedding
+    return replace(s, trainable=split, largest=max(s.largest // tp, s.embedding))
 
 
 def _widths(settings, zero: int) -> tuple[float, float, float]:
@@ -248,21 +268,25 @@ def _key_heads(s: Shape, setting: Setting) -> int:
 
 
 def exchanges(s: Shape, setting: Setting) -> list[Collective]:
-    """Return the all-to-alls of sequence parallelism in an optimizer step: q, k, v and output of each attention.
+    """Return the collectives that a layer waits for in an optimizer step.
 
-    A rank keeps 1/sp of its slice and sends the rest; the backward sends as much again, and so does recomputation.
+    Sequence parallelism: all-to-alls of q, k, v and output of each attention. A rank keeps 1/sp of its slice and sends
+    the rest. Tensor parallelism: an all-reduce of what each attention and each MLP adds to the hidden states. The
+    backward sends as much again, and so does recomputation.
     """
+    recomputed = math.ceil(s.layers / setting.every) if setting.every else 0
+    passes = (2 * s.layers + recomputed) * setting.accumulation
+    if setting.tp > 1:
+        return [_all_reduced(2 * 2.0 * setting.tokens * s.hidden * passes, setting.tp, 2 * passes)]
     if setting.sp == 1:
         return []
     size = 2.0 * setting.tokens * 2 * s.head_dim * (s.heads + _key_heads(s, setting))
-    recomputed = math.ceil(s.layers / setting.every) if setting.every else 0
-    passes = (2 * s.layers + recomputed) * setting.accumulation
     return [Collective(4 * passes, size * passes * (setting.sp - 1) / setting.sp, setting.sp)]
 
 
 def collectives(s: Shape, setting: Setting) -> list[Collective]:
-    """Return the collectives of an optimizer step, those of model states and those of sequence parallelism."""
-    return _of_states(s, setting) + exchanges(s, setting)
+    """Return the collectives of an optimizer step: of model states, and of sequence or tensor parallelism."""
+    return _of_states(_split_shape(s, setting.tp), setting) + exchanges(s, setting)
 
 
 def _of_states(s: Shape, setting: Setting) -> list[Collective]:
@@ -274,7 +298,7 @@ def _of_states(s: Shape, setting: Setting) -> list[Collective]:
     gathers twice, whether layers are recomputed or not. The 1e9 numbers that it keeps gathered are not subtracted.
     With hpZ (arXiv 2306.10209) the first forward creates a copy within the node, which serves every later gather.
     """
-    n, accumulation = setting.ranks, setting.accumulation
+    n, accumulation = setting.ranks // setting.tp, setting.accumulation
     if n == 1:
         return []
     trained = 2.0 * s.trainable
@@ -357,20 +381,21 @@ def step_seconds(s: Shape, setting: Setting, gpu: Gpu, sequence: int) -> float:
     Args: sequence: tokens of a row.
     """
     tokens = setting.tokens * setting.accumulation
-    flops = (4 * s.parameters + 2 * s.trainable) * tokens
+    used, trained = s.parameters - s.idle, s.trainable - (0 if s.frozen else s.idle)
+    flops = (4 * used + 2 * trained) * tokens
     attention = 6 * s.layers * s.heads * s.head_dim * sequence * tokens  # causal: half of 12
-    forward = 2 * s.parameters * tokens + attention / 3
+    forward = 2 * used * tokens + attention / 3
     if setting.every:
         flops += forward / setting.every
     if setting.reference:
         flops += forward
     utilization = setting.tokens / (setting.tokens + 512)  # small matrix products leave the GPU idle
-    arithmetic = (flops + attention) / (gpu.tflops * 1e12 * MATRIX_EFFICIENCY * utilization)
+    arithmetic = (flops + attention) / setting.tp / (gpu.tflops * 1e12 * MATRIX_EFFICIENCY * utilization)
     exchanged = _seconds(exchanges(s, setting), setting, gpu)  # an attention waits for its exchange
     wire = wire_seconds(s, setting, gpu) - exchanged
     wire -= OVERLAPPED * min(wire, arithmetic)  # communication can only overlap as much arithmetic as there is
     wire += exchanged
-    shard = s.trainable / (setting.ranks if setting.zero else 1)
+    shard = _split_shape(s, setting.tp).trainable / (setting.ranks // setting.tp if setting.zero else 1)
     if setting.offload == "none":
         update = 30 * shard / (gpu.memory_gbs * 1e9)
     else:

@@ -175,6 +175,8 @@ def facts(candidate: Candidate, plan: Plan) -> dict[str, str]:
 
 
 def _data_ranks(setting: formulas.Setting) -> str:
+    if setting.tp > 1:
+        return f"{setting.ranks // setting.tp} groups of {setting.tp} GPUs that split matrices"
     if setting.sp == 1:
         return f"{setting.ranks} GPUs"
     return f"{setting.ranks // setting.sp} groups of {setting.sp} GPUs that split rows"
@@ -186,7 +188,8 @@ def _host(candidate: Candidate, plan: Plan) -> str:
         f", {candidate.answer['host_saving'] / GIB:.1f} more on the first node while saving" if candidate.answer else ""
     )
     checked = f"of {plan.host_limit / GIB:.0f} GiB" if plan.host_limit else "not checked; HOST_MEMORY=GiB checks it"
-    return f"{candidate.host_of_a_node / GIB:.0f} GiB a node while training{saving} ({checked})"
+    when = "training" if candidate.setting.tp == 1 else "each rank loads the whole model"
+    return f"{candidate.host_of_a_node / GIB:.0f} GiB a node while {when}{saving} ({checked})"
 
 
 def _sent(candidate: Candidate, plan: Plan) -> str:
@@ -217,7 +220,7 @@ def _hpz(candidate: Candidate, plan: Plan) -> dict[str, str]:
 def _sp(candidate: Candidate, plan: Plan) -> dict[str, str]:
     """Return {flag: text} on what rows split over two GPUs would change; {} if a smaller micro batch comes first."""
     setting, shape = candidate.setting, candidate.shape
-    if setting.sp > 1 or setting.micro > 1 or setting.of_a_node % 2 or shape.heads % 2:
+    if setting.sp * setting.tp > 1 or setting.micro > 1 or setting.of_a_node % 2 or shape.heads % 2:
         return {}
     halved = replace(setting, sp=2, tokens=setting.tokens // 2, accumulation=2 * setting.accumulation)
     seconds = formulas.step_seconds(shape, halved, plan.gpu, setting.tokens)

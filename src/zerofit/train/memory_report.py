@@ -18,7 +18,7 @@ _ADVICE = {
         (lambda s: s.gradient_checkpointing_every > 1, "--gradient_checkpointing_every 1"),
         (lambda s: s.gradient_checkpointing_policy == "selective", "--gradient_checkpointing_policy full"),
         (lambda s: not s.activation_offload, "--activation_offload true"),
-        (lambda s: s.world_size > 1 and s.sp_size == 1, "--sp_size 2"),
+        (lambda s: s.world_size > 1 and s.ranks_per_row == 1, "--sp_size 2"),
         (lambda s: True, "a smaller --max_length"),
     ),
     "parameters": (

@@ -183,7 +183,7 @@ def rows_of_step(trainer) -> list[list[list[int]]] | None:
     order = sampler.indices(epoch)[step * effective : (step + 1) * effective]
     documents = [_documents(sequences, i) for i in order]
     batches = [list(itertools.chain(*documents[i : i + micro])) for i in range(0, effective, micro)]
-    size, data_ranks = trainer.settings.sp_size, trainer.settings.data_ranks
+    size, data_ranks = trainer.settings.ranks_per_row, trainer.settings.data_ranks
     return [batches[rank // size :: data_ranks] for rank in range(args.world_size)]
 
 

@@ -29,7 +29,7 @@ class ThroughputMeter:
 
     def __init__(self, settings, net):
         self.tokens, self.started = 0, None  # tokens: a device tensor after the first batch; no sync per step
-        self.sp_size = settings.sp_size  # ranks that count the same rows
+        self.ranks_per_row = settings.ranks_per_row  # they count the same rows
         self.total_tokens, self.total_seconds = 0, 0.0
         trainable_params, total_params = count_parameters(net)
         # Per weight: forward 2, backward 2 for the inputs and 2 for trainable weights (arXiv 2001.08361, section 2.1).
@@ -60,7 +60,7 @@ class ThroughputMeter:
         count = torch.as_tensor(self.tokens, dtype=torch.long, device=args.device).clone()
         if args.world_size > 1:
             torch.distributed.all_reduce(count)
-        count = count // self.sp_size
+        count = count // self.ranks_per_row
         self.tokens, self.started = 0, now
         self.total_tokens += int(count)
         self.total_seconds += seconds

@@ -8,7 +8,7 @@ from pathlib import Path
 from zerofit import rank_status, run_folder
 from zerofit.errors import DiskFull, Stopped, UserError, full_disk, printable
 from zerofit.model import adapters, generation
-from zerofit.model.load import count_parameters, verify_saved
+from zerofit.model.load import verify_saved
 from zerofit.settings import written
 from zerofit.train import memory_history, memory_report, memory_tracker, model_card
 from zerofit.train.checkpoint import resume
@@ -48,7 +48,7 @@ def save_final(trainer: ZerofitTrainer) -> None:
     trainer.model.config.use_cache = True  # off for training only
     trainer.save_model(str(final))
     if trainer.args.process_index == 0:
-        trainable, total = count_parameters(trainer.model)
+        trainable, total = trainer.numel
         adapters.convert_to_plain_lora(trainer.model, final)
         (final / "training_args.bin").unlink(missing_ok=True)  # a pickle that no loader needs
         verify_saved(final, trainable if trainer.settings.trains_adapter else total)
@@ -149,7 +149,7 @@ def write_result(trainer: ZerofitTrainer, metrics: dict) -> None:
 def _result(trainer: ZerofitTrainer) -> dict:
     """Return what result.json says of the training itself."""
     args, settings, meter = trainer.args, trainer.settings, trainer.clock
-    trainable, total = count_parameters(trainer.model)
+    trainable, total = trainer.numel
     history = trainer.state.log_history
     losses = [entry["loss"] for entry in history if "loss" in entry]
     return {

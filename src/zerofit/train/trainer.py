@@ -24,6 +24,7 @@ from zerofit.model import (
     adapters,
     attention,
     ddp,
+    experts,
     fused_loss,
     generation,
     gradient_checkpointing,
@@ -32,6 +33,7 @@ from zerofit.model import (
     sequence_parallel,
     tiled_mlp,
 )
+from zerofit.model.load import count_parameters
 from zerofit.optim import build, registry, sophia
 from zerofit.train import memory_tracker, nan_guard, progress
 from zerofit.train.checkpoint import pickles, reshard, save
@@ -87,11 +89,14 @@ class ZerofitTrainer(Trainer):
     def __init__(self, settings, net, tokenizer, arguments, train_set, eval_set):
         self.settings, self.tokens, self.eval_tokens = settings, train_set, eval_set
         self.clock = progress.ThroughputMeter(settings, net)
+        self.numel = count_parameters(net)  # trainable, all; DeepSpeed's tensor parallelism replaces them by shards
+        self.shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in net.named_parameters()}
         self.saving_to = None  # folder that a checkpoint is written to before it is renamed
         if settings.zero == 3:
             patches.list_own_parameters_directly()
         if quantization.bits(settings) == 4 and settings.zero == 3:
             patches.release_gathered_4bit_weights()
+        experts.prepare(settings, net)
         tiled_mlp.install(settings, net)
         self.fused_loss = self.fuse_loss(net)
         self.router_loss = fused_loss.router_loss(net)
@@ -188,9 +193,12 @@ class ZerofitTrainer(Trainer):
     def seed_this_rank(self) -> None:
         """Seed torch, numpy and Python from --seed, step and rank, so that dropout masks differ between ranks.
 
+        The ranks of a --tp_size group draw the same numbers.
+
         Draws that all ranks must share (initial weights, row order) come earlier or have a generator of their own.
         """
-        step_and_rank = self.state.global_step * self.args.world_size + self.args.process_index
+        rank = self.args.process_index // self.settings.tp_size
+        step_and_rank = self.state.global_step * self.args.world_size + rank
         set_seed((self.args.seed + 1_000_003 * step_and_rank) % 2**32)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:

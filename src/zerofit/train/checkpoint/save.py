@@ -129,18 +129,18 @@ def verify(folder: Path, trainer) -> None:
 
     Raises: RuntimeError.
     """
-    from zerofit.model.load import count_parameters, verify_saved
+    from zerofit.model.load import verify_saved
     from zerofit.train.checkpoint import reshard, zero_shards
 
     lora, weights = trainer.settings.trains_adapter, zero_shards.Weights(folder)
-    trainable_params, total_params = count_parameters(trainer.model)
+    trainable_params, total_params = trainer.numel
     verify_saved(folder, trainable_params if lora else total_params)
-    parameters, names = dict(trainer.model.named_parameters()), reshard.file_names(trainer.model)
+    names = reshard.file_names(trainer.model) if lora else {name: name for name in trainer.shapes}
     renamed = not lora and set(weights.where) - set(
         trainer.model.state_dict()
     )  # e.g. experts, which transformers splits
-    for name, saved in names.items() if lora else zip(parameters, parameters, strict=True):
-        expected = tuple(getattr(parameters[name], "ds_shape", parameters[name].shape))
+    for name, saved in names.items():
+        expected = trainer.shapes[name]
         if saved not in weights.where and renamed:
             continue
         if saved not in weights.where:
@@ -163,7 +163,7 @@ def _facts(trainer, hashes: dict[str, list]) -> dict:
     from zerofit.train.checkpoint import reshard
 
     settings = trainer.settings
-    names = ("recipe", "zero", "offload", "world_size", "effective_batch_size", "optim", "model")
+    names = ("recipe", "zero", "offload", "world_size", "tp_size", "effective_batch_size", "optim", "model")
     return {
         "zerofit": __version__, "format": FORMAT, "step": trainer.state.global_step,
         **{name: written(name, getattr(settings, name)) for name in names}, "precision": settings.precision,

@@ -1,0 +1,118 @@
+"""Train a mixture of experts: leaf modules of ZeRO-3, the experts' implementation, what a quantized base leaves."""
+
+import torch
+
+from zerofit.errors import UserError
+from zerofit.model import quantization
+from zerofit.settings import decide
+
+# Names that config.json files have for the experts of a layer, and for how many of them a token selects.
+COUNT = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+SELECTED = ("num_experts_per_tok", "moe_topk", "moe_top_k", "top_k_experts")
+
+
+def _first(config, names: tuple[str, ...]) -> int:
+    values = (getattr(config.get_text_config(), name, None) for name in names)
+    return next((value for value in values if isinstance(value, int) and value > 0), 0)
+
+
+def count(config) -> int:
+    """Return the number of experts of a layer; 0 for a dense model."""
+    return _first(config, COUNT)
+
+
+def weights(model) -> int:
+    """Return the number of weights of all experts that a router selects; shared experts are not counted."""
+    routed = [m for name, m in model.named_modules() if _is_routed(name)]
+    return sum(p.numel() for p in {p for module in routed for p in module.parameters()})
+
+
+def idle_weights(model, config) -> int:
+    """Return the number of expert weights that a token does not use; 0 if config.json does not say how many it does."""
+    selected = _first(config, SELECTED)
+    return round(weights(model) * (1 - selected / count(config))) if selected and count(config) else 0
+
+
+def fused_weights(model) -> int:
+    """Return the number of expert weights in tensors that hold all experts of a layer; none is a linear layer."""
+    routed = [m for name, m in model.named_modules() if _is_routed(name)]
+    return sum(p.numel() for p in {p for module in routed for p in module.parameters() if p.ndim == 3})
+
+
+def _is_routed(name: str) -> bool:
+    """Return whether a module of this name is the experts of a layer: model.layers.0.mlp.experts."""
+    last = name.rpartition(".")[2]
+    return "experts" in last and "shared" not in last
+
+
+# --- ranks that select other experts ---
+
+
+def blocks(model) -> list[torch.nn.Module]:
+    """Return the modules of a model whose experts are modules of their own; fused experts are one module."""
+    lists = torch.nn.ModuleList, torch.nn.ModuleDict
+    return [
+        module
+        for module in model.modules()
+        if any(_is_routed(name) and isinstance(child, lists) for name, child in module.named_children())
+    ]
+
+
+def prepare(settings, model) -> None:
+    """Make the ranks gather and reduce the same experts, where each calls only those that its tokens select.
+
+    ZeRO-3 gathers the weights of a module when it is called, so the ranks would wait for each other forever. The
+    weights of a leaf module are gathered together, and its unused experts get a gradient of zeros.
+    Raises: UserError at a stage that reduces only the gradients that a rank has.
+    """
+    alike = settings.world_size == 1 or (settings.deepspeed is None and settings.ddp_find_unused_parameters)
+    found = [] if alike else blocks(model)
+    if found and settings.zero != 3:
+        instead = "--zero 3" + ("" if settings.deepspeed else ", or --ddp_find_unused_parameters true")
+        raise UserError(
+            f"--zero {settings.zero}: the experts of {type(model).__name__} are modules of their own, and ranks that "
+            f"select other experts would reduce other gradients; use {instead}."
+        )
+    for block in found:
+        from deepspeed.utils import set_z3_leaf_module
+
+        set_z3_leaf_module(block, True)
+
+
+# --- arguments ---
+
+
+def resolve_for_model(settings, config) -> None:
+    """Choose `--experts_implementation auto` for a mixture of experts.
+
+    Args: config: of the model.
+    """
+    if settings.experts_implementation != "auto" or not count(config):
+        return
+    fp32_weights = settings.deepspeed is None and not settings.trains_adapter and not settings.pure_bf16
+    if fp32_weights and settings.precision != "fp32" and settings.dtype == "auto":
+        why = "autocast does not reach grouped products, and stage 0 keeps fp32 weights"
+        decide(settings, "experts_implementation", "eager", why)
+    else:  # not asked for by name, which transformers refuses for models without it
+        settings.decisions.append(
+            f"experts_implementation auto: grouped_mm, one product for the {count(config)} experts of a layer, in "
+            "transformers' own classes"
+        )
+
+
+def say_unpacked(settings, model) -> None:
+    """Add the decision that fused experts of a quantized base stay in 16 bits, if the model has any.
+
+    Args: model: on the meta device.
+    """
+    fused, width = fused_weights(model), quantization.bits(settings)
+    if not fused:
+        return
+    head, frozen = model.get_output_embeddings(), [p for p in model.parameters() if not p.requires_grad]
+    linear = [m.weight for m in model.modules() if type(m) is torch.nn.Linear and m is not head]
+    packed = sum(weight.numel() for weight in linear if not weight.requires_grad)
+    share = 2 * fused / (2 * (sum(p.numel() for p in frozen) - packed) + width / 8 * packed)
+    settings.decisions.append(
+        f"load_in_{width}bit: {share:.0%} of the base's bytes are fused experts, which stay in 16 bits, because "
+        "bitsandbytes packs linear layers only"
+    )

@@ -1,0 +1,209 @@
+"""Mixtures of experts: ranks whose tokens select other experts, --experts_implementation, a quantized base."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, TINY, run_world
+from transformers import LlamaConfig
+
+from zerofit import hardware
+from zerofit.config import resolve
+from zerofit.errors import UserError
+from zerofit.model import experts
+from zerofit.plan import candidates, formulas
+
+# A block whose experts are modules of their own, as models that bring their own code have it.
+ROUTED = """
+import torch
+from transformers import LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+
+class Block(torch.nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.gate = torch.nn.Linear(config.hidden_size, 32, bias=False)
+        self.experts = torch.nn.ModuleList(LlamaMLP(config) for _ in range(32))
+
+    def forward(self, hidden):
+        tokens = hidden.flatten(0, 1)
+        weight, chosen = self.gate(tokens).softmax(-1).max(-1)
+        out = torch.zeros_like(tokens)
+        for number in chosen.unique().tolist():
+            at = (chosen == number).nonzero()[:, 0]
+            out = out.index_add(0, at, self.experts[number](tokens[at]) * weight[at, None])
+        return out.view_as(hidden)
+
+
+class RoutedForCausalLM(LlamaForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.mlp = Block(config)
+        self.post_init()
+"""
+SIZES = {"vocab_size": 512, "hidden_size": 48, "intermediate_size": 32, "moe_intermediate_size": 32,
+         "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 24,
+         "num_experts": 16, "num_local_experts": 16, "num_experts_per_tok": 2, "pad_token_id": 0,
+         "bos_token_id": None, "eos_token_id": 1, "initializer_range": 0.2}  # fmt: skip
+
+
+def save_model(kind: str, folder: Path) -> str:
+    """Write a tiny mixture of experts; kind: a model type of transformers, or "routed" for the class above."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder.mkdir()
+    torch.manual_seed(0)
+    if kind == "routed":
+        scope = {"__name__": "routed"}
+        exec(ROUTED, scope)
+        scope["RoutedForCausalLM"](AutoConfig.for_model("llama", **SIZES)).save_pretrained(folder)
+        (folder / "modeling_routed.py").write_text(ROUTED)
+        config = json.loads((folder / "config.json").read_text())
+        config["auto_map"] = {"AutoModelForCausalLM": "modeling_routed.RoutedForCausalLM"}
+        (folder / "config.json").write_text(json.dumps(config))
+    else:
+        AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES)).save_pretrained(folder)
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(TINY / "model" / file, folder / file)
+    return str(folder)
+
+
+COMMON = [
+    "--data", str(TINY / "train.jsonl"), "--max_samples", "12", "--max_steps", "3", "--effective_batch_size", "2",
+    "--per_device_train_batch_size", "1", "--logging_steps", "1", "--save_strategy", "no", "--num_samples", "0",
+    "--trust_remote_code", "true",
+    # AdamW's momentum moves an expert whose gradient is 0 (stage 3) and not one that has none (stage 0).
+    "--optim", "sgd", "--optim_args", "momentum=0", "--learning_rate", "0.1",
+]  # fmt: skip
+
+
+KINDS = ("routed", "qwen3_moe", "mixtral")
+# {name: (recipe, kind of model, stage)}; each against one rank at stage 0
+CASES = {
+    f"{recipe}-{kind}-{zero}": (recipe, kind, zero)
+    for recipe, zero in (("sft", "3"), ("lora", "3"), ("sft", "2"), ("sft", "0"))
+    for kind in KINDS
+    if (kind, zero) != ("routed", "2")  # refused
+}  # fmt: skip
+UNUSED = ["--ddp_find_unused_parameters", "true"]
+SHORT = ("sft-routed-3",)  # what `make test` runs
+
+
+def marked(name: str):
+    return name if name in SHORT else pytest.param(name, marks=pytest.mark.slow)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, request):
+    folder = tmp_path_factory.mktemp("experts")
+    everything = "not slow" not in request.config.getoption("markexpr").replace("slow or not slow", "")
+    chosen = {name: case for name, case in CASES.items() if everything or name in SHORT}
+    models = {kind: save_model(kind, folder / f"model-{kind}") for kind in {kind for _, kind, _ in chosen.values()}}
+    flags = {kind: [*COMMON, "--model", model] for kind, model in models.items()}
+    alone = {f"{recipe}-{kind}": (recipe, [*flags[kind], "--zero", "0"]) for recipe, kind, _ in chosen.values()}
+    two = {
+        name: (recipe, [*flags[kind], "--zero", zero, *(UNUSED if (kind, zero) == ("routed", "0") else [])])
+        for name, (recipe, kind, zero) in chosen.items()
+    }
+    return run_world(1, alone, folder) | run_world(2, two, folder)
+
+
+@pytest.mark.parametrize("name", [marked(name) for name in CASES])
+def test_ranks_that_select_other_experts_train_what_one_rank_trains(runs, name):
+    one, two = runs[name.rpartition("-")[0]], runs[name]
+    assert two.losses == pytest.approx(one.losses, rel=1e-5)
+    assert two.grad_norms == pytest.approx(one.grad_norms, rel=1e-4)
+
+
+# --- which modules, how many weights ---
+
+
+def mixture(kind: str = "qwen3_moe", **changes):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES | changes))
+
+
+def routed():
+    from transformers import AutoConfig
+
+    scope = {"__name__": "routed"}
+    exec(ROUTED, scope)
+    return scope["RoutedForCausalLM"](AutoConfig.for_model("llama", **SIZES))
+
+
+def test_blocks_with_experts_of_their_own_are_leaves():
+    from deepspeed.utils import get_z3_leaf_modules
+
+    model = routed()
+    experts.prepare(resolve.resolve_settings("sft", ["--zero", "3"], 2), model)
+    assert experts.blocks(model) == get_z3_leaf_modules(model) == [layer.mlp for layer in model.model.layers]
+    assert experts.blocks(mixture()) == []  # one module for all experts
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("zero", ["0", "1", "2"])
+def test_stages_that_reduce_only_the_gradients_of_a_rank_are_refused(zero):
+    settings = resolve.resolve_settings("sft", ["--zero", zero], 2)
+    with pytest.raises(UserError, match=f"--zero {zero}: the experts of RoutedForCausalLM are modules of their own"):
+        experts.prepare(settings, routed())
+    experts.prepare(settings, mixture())
+
+
+def test_weights_that_a_token_does_not_use():
+    model = mixture()
+    assert experts.count(model.config) == 16
+    assert experts.weights(model) == experts.fused_weights(model) == 2 * 16 * 3 * 48 * 32
+    assert experts.idle_weights(model, model.config) == experts.weights(model) * 14 // 16
+    assert experts.weights(routed()) == 2 * 32 * 3 * 48 * 32 and experts.fused_weights(routed()) == 0
+    assert experts.count(LlamaConfig()) == 0
+
+
+def test_a_plan_counts_the_arithmetic_of_the_selected_experts():
+    dense = formulas.Shape(30_000_000_000, 0, 10**9, 2048, 48, 32, 4, 128, 6144, 151936)
+    setting, gpu = formulas.Setting(3, "none", 1, 1, 2048, 1, 1), hardware.GPUS["h100-80g"]
+    times = [formulas.step_seconds(shape, setting, gpu, 2048) for shape in (dense, replace(dense, idle=27 * 10**9))]
+    assert times[1] < times[0] / 3
+
+
+# --- arguments ---
+
+QWEN = ["--model", str(ROOT / "tests" / "configs" / "qwen3-moe-30b"), "--data", "unread"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "chosen"),
+    [
+        (["--zero", "2", "--bf16", "true"], "auto"),
+        (["--zero", "0"], "auto"),
+        (["--zero", "0", "--bf16", "true"], "eager"),
+        (["--zero", "0", "--bf16", "true", "--pure_bf16", "true"], "auto"),
+        (["--zero", "2", "--experts_implementation", "eager"], "eager"),
+    ],
+)
+def test_the_implementation_is_chosen_and_said(flags, chosen):
+    settings = resolve.resolve_settings("sft", [*QWEN, *flags], 2)
+    resolve.resolve_for_model(settings)
+    assert settings.experts_implementation == chosen
+    said = any(sentence.startswith(f"experts_implementation {chosen}: ") for sentence in settings.decisions)
+    assert said == ("--experts_implementation" not in flags)
+
+
+def test_nothing_is_said_of_experts_in_a_dense_model():
+    settings = resolve.resolve_settings("sft", ["--zero", "0", "--bf16", "true"], 2)
+    resolve.resolve_for_model(settings)
+    assert settings.experts_implementation == "auto" and not any("experts" in said for said in settings.decisions)
+
+
+def test_qlora_says_what_stays_in_16_bits():
+    settings = resolve.resolve_settings("lora", [*QWEN, "--zero", "3", "--load_in_4bit", "true", "--bf16", "true"], 2)
+    resolve.resolve_for_model(settings)
+    (said,) = [sentence for sentence in settings.decisions if "fused experts" in sentence]
+    assert said.startswith("load_in_4bit: 97% of the base's bytes are fused experts, which stay in 16 bits")
+    assert candidates.shape_of(settings).frozen_bytes > 1.9  # not the 0.55 of packed weights
