@@ -1,9 +1,10 @@
 """Dispatch `zerofit VERB ...` and `python -m zerofit VERB ...` to the module of the verb."""
 
 import importlib
+import os
 import sys
 
-from zerofit import __version__
+from zerofit import __version__, distributed
 from zerofit.entrypoint import guard
 from zerofit.errors import UserError
 
@@ -63,6 +64,11 @@ def _main() -> None:
             from zerofit.config import early_check
 
             early_check.command(argv[0], argv[1:])
+            if argv[0] == "launch":
+                from zerofit.launch import prepare
+
+                prepare.launch_arguments(argv[1:])
+            os.environ.update(distributed.thread_waiting())  # before torch is imported
             log_filters.libraries()
         module, _, function = VERBS[argv[0]].partition(":")
         getattr(importlib.import_module(f".{module}", __package__), function or "main")(argv[1:])
