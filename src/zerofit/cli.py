@@ -68,7 +68,7 @@ def _main() -> None:
                 from zerofit.launch import prepare
 
                 prepare.launch_arguments(argv[1:])
-            os.environ.update(distributed.thread_waiting())  # before torch is imported
+            os.environ.update(distributed.thread_waiting())  # before torch is imported: ranks may be forks
             log_filters.libraries()
         module, _, function = VERBS[argv[0]].partition(":")
         getattr(importlib.import_module(f".{module}", __package__), function or "main")(argv[1:])

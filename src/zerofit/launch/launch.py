@@ -7,7 +7,7 @@ from pathlib import Path
 from zerofit import command_line, hardware, run_folder
 from zerofit.config import resolve, show
 from zerofit.errors import UserError
-from zerofit.launch import batch_search, canary, prepare, supervisor
+from zerofit.launch import batch_search, canary, prepare, standby, supervisor
 from zerofit.launch.cluster import documents, job_secret, node_options
 from zerofit.launch.cluster.coordinator import Coordinator
 from zerofit.plan import preflight
@@ -22,6 +22,8 @@ def main(argv: list[str]) -> None:
     """
     args, recipe, flags, count = prepare.launch_arguments(argv)
     place = node_options.of(args)
+    if place is None and not args.show:
+        standby.prefork()
     prepare.without_a_launchers_variables()
     flags, token = prepare.without_token(flags)
     os.environ |= token

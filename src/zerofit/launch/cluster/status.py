@@ -5,12 +5,14 @@ import contextlib
 import json
 import os
 import re
+import socket
 import subprocess
 import time
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
-from zerofit import command_line, rank_status
+from zerofit import command_line, rank_status, run_lock
 from zerofit.errors import UserError
 
 JOB, LOG, CANCELLED = "slurm.json", "slurm.log", "cancelled"  # files in the run folder of a SLURM job
@@ -194,6 +196,8 @@ def supervisor(folder: Path):
     """Return this machine's psutil.Process that supervises the run, or is the run itself; None if none."""
     import psutil
 
+    if (process := _lock_owner(folder)) is not None:
+        return process
     for process in psutil.process_iter():
         try:
             if process.pid == os.getpid() or not _runs(process.cmdline(), process, folder):
@@ -203,6 +207,21 @@ def supervisor(folder: Path):
             return process
         except (psutil.Error, AttributeError):
             continue
+    return None
+
+
+def _lock_owner(folder: Path):
+    """Return the psutil.Process that has locked the run folder, if it is one of this machine; else None."""
+    import psutil
+
+    owner = run_lock.owner(folder) if (folder / run_lock.FILE).exists() else {}
+    if owner.get("host") != socket.gethostname():
+        return None
+    with contextlib.suppress(psutil.Error, KeyError, ValueError):
+        process = psutil.Process(owner["process"])
+        since = datetime.strptime(owner["since"], run_lock.SINCE).timestamp()
+        if rank_status.is_there(process) and process.create_time() < since + 1:  # else the number is used again
+            return process
     return None
 
 
