@@ -1,7 +1,6 @@
 """Which libraries a command imports: nothing that it does not need, since each takes seconds of every process."""
 
 import json
-import os
 import subprocess
 import sys
 
@@ -22,52 +21,45 @@ NOT_OF_A_LAUNCH = {
     "deepspeed": "it chooses its accelerator when it is imported, and a launch does not know the ranks' yet",
     "matplotlib": "plots are drawn at the end of a run",
 }
+REFUSED = ["launch recipes/sft.py --zero 7", "launch recipes/sft.py --data missing.jsonl", "launch recipes/sfd.py",
+           "launch --gpus none recipes/sft.py", "status runs/none"]  # fmt: skip
 CODE = """
 import json, sys
-names, sys.argv = json.loads(sys.argv[1]), ["zerofit", *sys.argv[2:]]
-import zerofit
+commands, names = json.loads(sys.argv[1]), json.loads(sys.argv[2])
 from zerofit import cli
-try:
-    cli.main()
-except SystemExit as stop:
-    print(json.dumps([stop.code, [name for name in names if name in sys.modules]]))
+codes = []
+for words in commands:
+    sys.argv = ["zerofit", *words]
+    try:
+        cli.main()
+    except SystemExit as stop:
+        codes.append(stop.code)
+print(json.dumps([codes, [name for name in names if name in sys.modules]]))
 """
-
-
-def imported(words: list[str], names) -> tuple[int, list[str]]:
-    """Return the exit code of `zerofit words`, and which of the modules it has imported."""
-    env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    words = [sys.executable, "-c", CODE, json.dumps([*names]), *words]
-    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, env=env)
-    return tuple(json.loads(done.stdout.splitlines()[-1]))
-
-
-@pytest.mark.bad_input
-@pytest.mark.parametrize("words", [
-    "launch recipes/sft.py --zero 7", "launch recipes/sft.py --data missing.jsonl", "launch recipes/sfd.py",
-    "launch --gpus none recipes/sft.py", "status runs/none",
-])  # fmt: skip
-def test_a_mistake_is_refused_before_the_libraries_are_imported(words):
-    assert imported(words.split(), SLOW) == (2, [])
-
-
-def test_a_launch_imports_no_more_than_its_checks_need(tmp_path):
-    """--gpus: refused by a check that needs torch."""
-    words = ["launch", "--gpus", "1000", "recipes/sft.py", "--output_dir", str(tmp_path / "run")]
-    assert imported(words, NOT_OF_A_LAUNCH) == (2, [])
-    assert imported(words, SLOW) == (2, [*SLOW])  # the names are those of today's libraries
-
-
-def test_bitsandbytes_loads_when_it_is_used():
-    code = """
-import sys, zerofit, peft
-assert "bitsandbytes.functional" not in sys.modules
+USE = """
 import bitsandbytes.nn
 assert bitsandbytes.nn.Linear4bit is sys.modules["bitsandbytes.nn.modules"].Linear4bit
 from peft.import_utils import is_bnb_4bit_available
 assert is_bnb_4bit_available() and not hasattr(bitsandbytes, "nothing") and bitsandbytes.__version__
 from peft.tuners.lora import bnb
-assert issubclass(bnb.Linear4bit, object) and bnb.bnb.nn.Linear4bit is bitsandbytes.nn.Linear4bit
+assert bnb.bnb.nn.Linear4bit is bitsandbytes.nn.Linear4bit and sys.modules["peft.helpers"].bnb is bitsandbytes
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+
+
+def imported(commands: list[list[str]], then: str = "") -> tuple[list[int], list[str]]:
+    """Return the exit codes of `zerofit` commands, and which of the modules above they have imported."""
+    words = [sys.executable, "-c", CODE + then, json.dumps(commands), json.dumps([*SLOW, *NOT_OF_A_LAUNCH])]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
+    return tuple(json.loads(done.stdout.splitlines()[-1]))
+
+
+@pytest.mark.bad_input
+def test_a_mistake_is_refused_before_the_libraries_are_imported():
+    assert imported([words.split() for words in REFUSED]) == ([2] * len(REFUSED), [])
+
+
+def test_a_launch_imports_no_more_than_its_checks_need(tmp_path):
+    """A check that needs torch refuses --gpus. bitsandbytes then loads at its first use, for peft too."""
+    words = ["launch", "--gpus", "1000", "recipes/sft.py", "--output_dir", str(tmp_path / "run")]
+    assert imported([words], then=USE) == ([2], [*SLOW])

@@ -4,7 +4,7 @@ import importlib
 import os
 import sys
 
-from zerofit import __version__, distributed
+from zerofit import __version__, distributed, hardware
 from zerofit.entrypoint import guard
 from zerofit.errors import UserError
 
@@ -49,6 +49,8 @@ VERBS = {
 
 LIGHT = ("status", "cancel")  # verbs that must start fast and need no torch
 
+STARTS_RANKS = ("launch", "resume")
+
 
 def main() -> None:
     guard(_main)
@@ -68,7 +70,11 @@ def _main() -> None:
                 from zerofit.launch import prepare
 
                 prepare.launch_arguments(argv[1:])
-            os.environ.update(distributed.thread_waiting())  # before torch is imported: ranks may be forks
+            if argv[0] in STARTS_RANKS:
+                # Read when torch is imported. With the second, libraries that look for a GPU as they are imported do
+                # not initialize CUDA, after which the ranks could not be forks (launch/standby.py).
+                os.environ.update(distributed.thread_waiting())
+                os.environ.setdefault(hardware.NVML_CHECK, "1")
             log_filters.libraries()
         module, _, function = VERBS[argv[0]].partition(":")
         getattr(importlib.import_module(f".{module}", __package__), function or "main")(argv[1:])

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from zerofit import rank_status, run_lock
 from zerofit.launch import forked_ranks, prepare, standby, supervisor
@@ -24,26 +25,26 @@ where, then = Path(sys.argv[1]), json.loads(sys.argv[2])
 rank = os.environ.get("RANK", "0")
 facts = {name: os.environ.get(name) for name in names} | {
     "argv": sys.argv[1:], "session": os.getsid(0) == os.getpid(), "name": __name__, "pid": os.getpid(),
-    "ignores": signal.getsignal(signal.SIGTERM) == signal.SIG_IGN, "torch": "torch" in sys.modules,
+    "ignores": signal.getsignal(signal.SIGTERM) == signal.SIG_IGN, "forked": "zerofit.launch.standby" in sys.modules,
 }
 (where / f"facts{rank}.json").write_text(json.dumps(facts))
 print("said by a rank")
 exec(then[int(rank)])
 """
-# What the launcher does, without the libraries: this program is the supervisor of the ranks of SCRIPT.
+# The part of a launcher that starts the ranks of SCRIPT.
 LAUNCHER = """
 import os, sys
 from pathlib import Path
-from zerofit.launch import standby, supervisor
+from zerofit.launch import standby
 standby.OF_RANKS = ()
 standby.prefork()
-assert len(standby._waiting) == int(sys.argv[3])
-where, command = Path(sys.argv[1]), sys.argv[4:]
-env = os.environ | {"ZEROFIT_ATTEMPT": str(where), "EXTRA": "given", "OMP_NUM_THREADS": "1"}
+assert len(standby._waiting) == int(sys.argv[2])
+where, command = Path(sys.argv[1]), sys.argv[3:]
+env = os.environ | {"ZEROFIT_ATTEMPT": str(where), "ZEROFIT_SUPERVISOR": str(os.getpid()), "EXTRA": "given"}
+env.pop("OMP_NUM_THREADS", None)
 with (where / "log").open("w") as log:
-    code, signals, hung = supervisor.watch(command, env, where, 0, int(sys.argv[2]), stdout=log)
-assert not standby._waiting
-raise SystemExit(code)
+    code = standby.popen(command, env, log).wait()
+raise SystemExit(code if code >= 0 else 128 - code)
 """
 
 
@@ -52,7 +53,7 @@ def launched(folder: Path, then: list[str], forks: bool = True, **env) -> subpro
     script = folder / "script.py"
     script.write_text(SCRIPT)
     command = prepare.command("torchrun", len(then), 29_999, script, [str(folder), json.dumps(then)])
-    words = [sys.executable, "-c", LAUNCHER, str(folder), str(len(then)), str(int(forks)), *command]
+    words = [sys.executable, "-c", LAUNCHER, str(folder), str(int(forks)), *command]
     return subprocess.Popen(words, env=os.environ | env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
@@ -74,7 +75,7 @@ def test_ranks_are_what_torchrun_makes_them(tmp_path):
     assert job.wait(timeout=60) == 7, job.stderr.read()
     for rank in range(3):
         found = facts(tmp_path, rank)
-        assert found["argv"][0] == str(tmp_path) and found["name"] == "__main__" and found["torch"]
+        assert found["argv"][0] == str(tmp_path) and found["name"] == "__main__" and found["forked"]
         assert found["session"] and found["ignores"] and found["EXTRA"] == "given"
         assert (found["RANK"], found["LOCAL_RANK"], found["WORLD_SIZE"]) == (str(rank), str(rank), "3")
         assert (found["LOCAL_WORLD_SIZE"], found["GROUP_RANK"]) == ("3", "0")
@@ -101,19 +102,26 @@ def test_ranks_end_with_what_started_them(tmp_path, who):
 
 
 @pytest.mark.fault
-def test_what_a_fork_leaves_behind_is_ended(tmp_path):
+def test_what_a_fork_leaves_behind_is_ended(tmp_path, monkeypatch):
     """A process in a session of its own is found by the file that it has inherited."""
-    code = "os.fork() or (os.setsid(), (where / f'left{os.getpid()}').touch(), time.sleep(600))"
-    job = launched(tmp_path, [code])
-    assert job.wait(timeout=60) == 0, job.stderr.read()
-    (left,) = tmp_path.glob("left*")
-    assert not psutil.pid_exists(int(left.name.removeprefix("left")))
+    monkeypatch.setenv(rank_status.FOLDER, str(tmp_path))
+    if (left := os.fork()) == 0:
+        try:
+            os.setsid()
+            rank_status.mark()
+            time.sleep(600)
+        finally:
+            os._exit(0)
+    wait_for((tmp_path / rank_status.FORKS).exists)
+    monkeypatch.delenv(rank_status.FOLDER)
+    supervisor._end_ranks(tmp_path)  # and not this process
+    assert not psutil.pid_exists(left)
 
 
 def test_where_a_fork_is_unsafe_the_ranks_are_fresh_processes(tmp_path, monkeypatch):
     job = launched(tmp_path, ["sys.exit(3)"], forks=False, ZEROFIT_FORK="0")
     assert job.wait(timeout=60) == 3, job.stderr.read()
-    assert not facts(tmp_path, 0)["torch"] and facts(tmp_path, 0)["EXTRA"] == "given"
+    assert not facts(tmp_path, 0)["forked"] and facts(tmp_path, 0)["EXTRA"] == "given"
     assert not standby._driver_is_loaded()
     driver = tmp_path / "libcuda.so.1"
     driver.write_bytes(b"\0" * 4096)
@@ -121,6 +129,14 @@ def test_where_a_fork_is_unsafe_the_ranks_are_fresh_processes(tmp_path, monkeypa
         assert standby._driver_is_loaded()
         standby.prefork()
         assert not standby._waiting
+
+
+def test_libraries_that_have_seen_other_gpus_are_imported_anew(monkeypatch):
+    monkeypatch.setattr(standby.Path, "iterdir", lambda self: iter(["this thread"]))
+    same = dict(os.environ)
+    assert standby._may_become_ranks(same) and standby._may_become_ranks(same | {"CUDA_VISIBLE_DEVICES": "1"})
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    assert standby._may_become_ranks(same) and not standby._may_become_ranks(same | {"CUDA_VISIBLE_DEVICES": "1"})
 
 
 def test_commands_that_become_forks():
@@ -135,7 +151,7 @@ def test_commands_that_become_forks():
                                     "0", "--nproc_per_node", "2", "recipes/sft.py"]) is None  # fmt: skip
 
 
-def test_the_owner_of_the_lock_supervises_the_run(tmp_path):
+def test_a_job_is_found_by_its_lock_and_by_the_process_above_its_forks(tmp_path):
     """The command line of a fork is its launcher's, which need not name the run folder."""
     run_lock.take(tmp_path / "run")
     try:
@@ -145,7 +161,14 @@ def test_the_owner_of_the_lock_supervises_the_run(tmp_path):
         assert status.supervisor(tmp_path / "run") is None
     finally:
         run_lock.release()
-
-
-def test_the_supervisor_does_not_end_itself(tmp_path):
-    supervisor._end_ranks(tmp_path)
+    code = "import os, time; child = os.fork(); child and print(child, flush=True); time.sleep(600)"
+    words = [sys.executable, "-c", code, "--output_dir", str(tmp_path / "other")]
+    parent = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+    child = psutil.Process(int(parent.stdout.readline()))
+    try:
+        assert status.supervisor(tmp_path / "other").pid == parent.pid
+        assert status._has_supervisor(child) and not status._has_supervisor(psutil.Process(parent.pid))
+    finally:
+        parent.kill()
+        child.kill()
+        parent.communicate()

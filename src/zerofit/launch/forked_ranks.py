@@ -88,10 +88,10 @@ def _become_rank(job: Job, rank: int, parent: int) -> None:
 
 def _run_script(job: Job) -> None:
     """Run the recipe as `python recipe.py flags` would. Raises: SystemExit at its end."""
-    import torch
-
     threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     if threads.isdigit():  # OpenMP has read the launcher's at import
+        import torch
+
         torch.set_num_threads(int(threads))
     if os.environ.get("PYTHONUNBUFFERED"):
         sys.stdout.reconfigure(line_buffering=True)

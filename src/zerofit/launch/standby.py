@@ -25,7 +25,7 @@ TURN_OFF = "ZEROFIT_FORK"  # environment variable: 0 starts every process in an 
 
 POLL_SECONDS = 0.02
 
-# What a rank imports beside the launcher. Not DeepSpeed, which chooses its accelerator when it is imported.
+# What a rank imports beside the launcher.
 OF_RANKS = ("transformers.trainer", "zerofit.recipe", "zerofit.train.run", "zerofit.train.trainer")
 
 _waiting: list["Standby"] = []  # at most one
@@ -50,7 +50,7 @@ class Standby:
     def begin(self, command: list[str], env: dict[str, str], stdout=None) -> None:
         """Make the process run the command; stdout: a file instead of this process's."""
         files = array.array("i", [stdout.fileno()] if stdout else [])
-        with contextlib.suppress(BrokenPipeError):  # it has ended, which `wait` reports
+        with contextlib.suppress(ConnectionError):  # it has ended, which `wait` reports
             self._connection.sendmsg([b"\n"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, files)] if stdout else [])
             self._connection.sendall(json.dumps({"command": command, "env": env}).encode())
         self.dismiss()
@@ -114,7 +114,7 @@ def _wait_and_run(connection: socket.socket, launcher: int) -> None:
     os.setsid()
     rank_status.end_with_parent(launcher)
     for name in OF_RANKS:
-        with contextlib.suppress(ImportError):  # the rank reports it
+        with contextlib.suppress(Exception):  # the rank reports it
             importlib.import_module(name)
     _, files, _, _ = socket.recv_fds(connection, 1, 1)
     with connection.makefile("rb") as stream:
@@ -126,11 +126,24 @@ def _wait_and_run(connection: socket.socket, launcher: int) -> None:
     for file in files:
         os.dup2(file, 1)
         os.close(file)
+    job = forked_ranks.of_command(command)
+    if job is None or not _may_become_ranks(env):
+        os.execve(command[0], command, env)
     os.environ.clear()
     os.environ.update(env)
-    job = forked_ranks.of_command(command)
-    # Threads do not survive a fork either; imports may have started some, though none is known to.
-    if job is None or len([*Path("/proc/self/task").iterdir()]) > 1 or _driver_is_loaded():
-        os.execve(command[0], command, env)
     rank_status.mark()
     forked_ranks.run(job)
+
+
+def _may_become_ranks(env: dict[str, str]) -> bool:
+    """Return whether forks of this process can train: no threads, no CUDA driver, and libraries that see their GPUs.
+
+    env: of the ranks. Libraries, DeepSpeed among them, may have looked for GPUs when they were imported.
+    """
+    if len([*Path("/proc/self/task").iterdir()]) > 1 or _driver_is_loaded():
+        return False
+    if all(env.get(name) == os.environ.get(name) for name in ("CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR")):
+        return True
+    import torch
+
+    return not torch.backends.cuda.is_built()

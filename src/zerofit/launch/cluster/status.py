@@ -196,22 +196,28 @@ def supervisor(folder: Path):
     """Return this machine's psutil.Process that supervises the run, or is the run itself; None if none."""
     import psutil
 
-    if (process := _lock_owner(folder)) is not None:
-        return process
     for process in psutil.process_iter():
         try:
             if process.pid == os.getpid() or not _runs(process.cmdline(), process, folder):
                 continue
-            while rank_status.FOLDER in process.environ():  # a rank or its launcher: go up to the supervisor
+            while _has_supervisor(process):
                 process = process.parent()
             return process
         except (psutil.Error, AttributeError):
             continue
-    return None
+    return _lock_owner(folder)
+
+
+def _has_supervisor(process) -> bool:
+    """Return whether a psutil process is a rank of a supervised job, or the parent of its ranks."""
+    parent = process.parent()  # of a fork: a process with the same command line
+    return rank_status.FOLDER in process.environ() or (parent is not None and parent.cmdline() == process.cmdline())
 
 
 def _lock_owner(folder: Path):
-    """Return the psutil.Process that has locked the run folder, if it is one of this machine; else None."""
+    """Return the psutil.Process that has locked the run folder, if it is one of this machine; else None.
+
+    The command line of forked ranks is their launcher's, which names no run folder when that is the default."""
     import psutil
 
     owner = run_lock.owner(folder) if (folder / run_lock.FILE).exists() else {}
