@@ -139,6 +139,19 @@ def test_libraries_that_have_seen_other_gpus_are_imported_anew(monkeypatch):
     assert standby._may_become_ranks(same) and not standby._may_become_ranks(same | {"CUDA_VISIBLE_DEVICES": "1"})
 
 
+def test_a_launch_that_is_refused_leaves_no_process():
+    code = """
+import psutil
+from zerofit.launch import standby
+standby.OF_RANKS = ()
+standby.prefork()
+assert len(psutil.Process().children()) == 1
+standby.dismiss()
+assert not psutil.Process().children() and not standby._waiting
+"""
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
 def test_commands_that_become_forks():
     script, flags = Path("recipes/sft.py"), ["--zero", "2"]
     one = forked_ranks.of_command(prepare.command("torchrun", 1, 29_500, script, flags))

@@ -21,9 +21,17 @@ def main(argv: list[str]) -> None:
     Raises: UserError for the user's mistakes, before any process is started and before a run folder is made.
     """
     args, recipe, flags, count = prepare.launch_arguments(argv)
+    try:
+        if node_options.of(args) is None and not args.show:
+            standby.prefork()
+        _launch(args, recipe, flags, count)
+    finally:
+        standby.dismiss()
+
+
+def _launch(args, recipe: Path, flags: list[str], count: int) -> None:
+    """Launch on one node, or as one node of several. count: processes of this node."""
     place = node_options.of(args)
-    if place is None and not args.show:
-        standby.prefork()
     prepare.without_a_launchers_variables()
     flags, token = prepare.without_token(flags)
     os.environ |= token

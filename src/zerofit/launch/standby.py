@@ -11,6 +11,7 @@ import contextlib
 import importlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -90,6 +91,15 @@ def popen(command: list[str], env: dict[str, str], stdout=None) -> Standby | sub
     process = _waiting.pop()
     process.begin(command, env, stdout)
     return process
+
+
+def dismiss() -> None:
+    """End the process that waits for a command, if there is one."""
+    while _waiting:
+        process = _waiting.pop()
+        process.dismiss()
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def _driver_is_loaded() -> bool:
