@@ -1,9 +1,10 @@
 """Dispatch `zerofit VERB ...` and `python -m zerofit VERB ...` to the module of the verb."""
 
 import importlib
+import os
 import sys
 
-from zerofit import __version__, command_line
+from zerofit import __version__, command_line, distributed, hardware
 from zerofit.entrypoint import guard
 from zerofit.errors import UserError
 from zerofit.paths import PROJECT
@@ -56,6 +57,8 @@ LIGHT = ("status", "cancel", "init")  # verbs that must start fast and need no t
 
 RECIPES = ("sft", "lora", "dpo")  # `zerofit sft ...` is `zerofit launch recipes/sft.py ...`
 
+STARTS_RANKS = ("launch", "resume")
+
 
 def main() -> None:
     guard(_main)
@@ -73,6 +76,15 @@ def _main() -> None:
             from zerofit.config import early_check
 
             early_check.command(argv[0], argv[1:])
+            if argv[0] == "launch":
+                from zerofit.launch import prepare
+
+                prepare.launch_arguments(argv[1:])
+            if argv[0] in STARTS_RANKS:
+                # Read when torch is imported. With the second, libraries that look for a GPU as they are imported do
+                # not initialize CUDA, after which the ranks could not be forks (launch/standby.py).
+                os.environ.update(distributed.thread_waiting())
+                os.environ.setdefault(hardware.NVML_CHECK, "1")
             log_filters.libraries()
         module, _, function = VERBS[argv[0]].partition(":")
         getattr(importlib.import_module(f".{module}", __package__), function or "main")(argv[1:])

@@ -183,8 +183,10 @@ def thread_waiting() -> dict[str, str]:
     idle machine loses up to half its speed; 1,000 turns lose little on either. libgomp reads both when torch is
     imported.
     """
-    chosen = any(os.environ.get(name) for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"))
-    return {} if chosen else {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "1000"}
+    chosen = {name: os.environ.get(name) for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")}
+    chosen = {name: value for name, value in chosen.items() if value}
+    ours = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "1000"}
+    return ours if chosen in ({}, ours) else {}
 
 
 def cores() -> int:

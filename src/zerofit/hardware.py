@@ -316,7 +316,7 @@ def check_devices(count: int, use_cpu: bool) -> None:
     """
     import torch
 
-    if use_cpu or not torch.cuda.is_available():
+    if use_cpu or not torch_sees_some():
         cores = distributed.cores()
         if count > 8 * cores:
             raise UserError(f"GPUS={count}: this machine has no GPU and only {cores} CPU cores.")

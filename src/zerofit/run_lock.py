@@ -12,6 +12,8 @@ from zerofit.errors import UserError
 
 FILE = "run.lock"
 
+SINCE = "%Y-%m-%d %H:%M:%S %z"
+
 LEASE_SECONDS = 100.0  # a file server drops the locks of a dead machine by then (NFS: 90 s)
 
 
@@ -55,7 +57,7 @@ def take(folder: Path) -> None:
             break
         os.close(descriptor)  # removed by its last owner between open and flock
     _held[folder] = descriptor, created
-    facts = {"process": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S %z")}
+    facts = {"process": os.getpid(), "host": socket.gethostname(), "since": time.strftime(SINCE)}
     with contextlib.suppress(OSError):  # a full disk: the lock holds without its owner's name
         os.ftruncate(descriptor, 0)
         os.write(descriptor, json.dumps(facts).encode())
@@ -81,7 +83,7 @@ def release() -> None:
 
 def _patience(folder: Path) -> float:
     """Return the time.monotonic() until which to retry: 0 if the owner is local, else a lease from now."""
-    host = _owner(folder).get("host", socket.gethostname())
+    host = owner(folder).get("host", socket.gethostname())
     if host == socket.gethostname():
         return 0.0
     print(
@@ -91,16 +93,16 @@ def _patience(folder: Path) -> float:
 
 
 def _refusal(folder: Path) -> str:
-    owner = _owner(folder)
-    who = "process {process} on {host} since {since}".format(**owner) if owner else "another process"
+    facts = owner(folder)
+    who = "process {process} on {host} since {since}".format(**facts) if facts else "another process"
     return (
         f"{folder} is being trained by {who}: wait for its end (`zerofit status {folder}`), or end it there with "
         f"`zerofit cancel {folder}`; for another run name another folder with --output_dir (OUT=...)."
     )
 
 
-def _owner(folder: Path) -> dict:
-    """Return the facts that the lock's owner wrote; {} if it has not written them."""
+def owner(folder: Path) -> dict:
+    """Return what the lock's owner wrote: process, host, since; {} if it has not written them."""
     for _ in range(10):
         with contextlib.suppress(OSError, ValueError):
             return json.loads((folder / FILE).read_text(encoding="utf-8"))

@@ -15,11 +15,16 @@ from pathlib import Path
 FAULT = json.loads(os.environ.get("ZEROFIT_TEST_FAULT", "null"))
 
 
+def is_for_this_rank() -> bool:
+    """Asked when it strikes: the ranks may be forks of a launcher, which has no rank."""
+    return os.environ.get("RANK", "0") == str(FAULT["rank"])
+
+
 def strike(trainer) -> None:
     import torch
 
     marker = Path(FAULT["marker"])
-    if trainer.state.global_step != FAULT["step"] or marker.exists():
+    if not is_for_this_rank() or trainer.state.global_step != FAULT["step"] or marker.exists():
         return
     marker.touch()
     if FAULT["what"] == "oom":
@@ -37,6 +42,8 @@ def limit_memory(trainer) -> None:
     """From here on this process gets FAULT["bytes"] more address space, and no more."""
     import resource
 
+    if not is_for_this_rank():
+        return
     used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     resource.setrlimit(resource.RLIMIT_AS, (used + FAULT["bytes"], resource.RLIM_INFINITY))
 
@@ -82,7 +89,7 @@ def inject(module) -> None:
         def collate(self, batch):
             import torch
 
-            if torch.utils.data.get_worker_info() and not Path(FAULT["marker"]).exists():
+            if is_for_this_rank() and torch.utils.data.get_worker_info() and not Path(FAULT["marker"]).exists():
                 Path(FAULT["marker"]).touch()
                 raise RuntimeError("injected")
             return plain(self, batch)
@@ -108,5 +115,5 @@ class Finder:
         return spec
 
 
-if FAULT and os.environ.get("RANK", "0") == str(FAULT["rank"]):
+if FAULT:
     sys.meta_path.insert(0, Finder())

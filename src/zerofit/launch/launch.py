@@ -1,17 +1,15 @@
 """`zerofit launch`: check a job, then start its processes and supervise them."""
 
-import argparse
 import os
 from functools import partial
 from pathlib import Path
 
 from zerofit import command_line, hardware, run_folder
-from zerofit.config import arguments, parse, resolve, show
+from zerofit.config import resolve, show
 from zerofit.errors import UserError
-from zerofit.launch import batch_search, canary, prepare, supervisor
+from zerofit.launch import batch_search, canary, prepare, standby, supervisor
 from zerofit.launch.cluster import documents, job_secret, node_options
 from zerofit.launch.cluster.coordinator import Coordinator
-from zerofit.paths import PROJECT, is_project
 from zerofit.plan import preflight
 from zerofit.settings import Settings
 from zerofit.train import consistency
@@ -22,29 +20,17 @@ def main(argv: list[str]) -> None:
 
     Raises: UserError for the user's mistakes, before any process is started and before a run folder is made.
     """
-    parser = argparse.ArgumentParser(prog="zerofit launch", allow_abbrev=False, description=__doc__)
-    prepare.add_placement(parser, gpus="1")
-    node_options.add_options(parser)
-    parser.add_argument("--show", action="store_true", help="print command, environment and arguments; start nothing")
-    parser.add_argument("recipe", help="recipes/sft.py, recipes/lora.py or recipes/dpo.py")
-    parser.add_argument("flags", nargs=argparse.REMAINDER, help="the recipe's flags")
-    args = parser.parse_args(argv)
+    args, recipe, flags, count = prepare.launch_arguments(argv)
+    try:
+        if node_options.of(args) is None and not args.show:
+            standby.prefork()
+        _launch(args, recipe, flags, count)
+    finally:
+        standby.dismiss()
 
-    recipe = Path(args.recipe)
-    if not recipe.is_file() and (PROJECT / recipe).is_file():
-        recipe = PROJECT / recipe  # started from another folder
-    if recipe.stem not in arguments.RECIPES or not recipe.is_file():
-        raise UserError(
-            f"{args.recipe}: no such recipe; there are {', '.join(f'recipes/{r}.py' for r in arguments.RECIPES)}."
-        )
-    project = recipe.resolve().parents[1]
-    if is_project(project) and project != PROJECT.resolve():
-        raise UserError(
-            f"{args.recipe}: is of another project; start it in {project}, whose deepspeed_configs it reads."
-        )
-    if args.launcher not in prepare.LAUNCHERS:
-        raise UserError(f"LAUNCHER={args.launcher}: must be one of {', '.join(prepare.LAUNCHERS)}.")
-    flags, count = parse.command_line(recipe.stem, args.flags, args.args, args.gpus)
+
+def _launch(args, recipe: Path, flags: list[str], count: int) -> None:
+    """Launch on one node, or as one node of several. count: processes of this node."""
     place = node_options.of(args)
     prepare.without_a_launchers_variables()
     flags, token = prepare.without_token(flags)

@@ -7,9 +7,10 @@ import sys
 from pathlib import Path
 
 from zerofit import command_line, distributed
+from zerofit.config import arguments, parse
 from zerofit.errors import UserError
 from zerofit.launch.cluster import node_options
-from zerofit.paths import import_path
+from zerofit.paths import PROJECT, import_path, is_project
 from zerofit.settings import Settings
 
 LAUNCHERS = ("torchrun", "accelerate", "deepspeed")
@@ -54,6 +55,37 @@ def add_placement(parser: argparse.ArgumentParser, gpus: str) -> None:
         "--port", default="", help="port of the rendezvous (default: a free one; on several nodes 29500)"
     )
     parser.add_argument("--args", default="", help="more recipe flags in one string, split like a shell would")
+
+
+def launch_arguments(argv: list[str]) -> tuple[argparse.Namespace, Path, list[str], int]:
+    """Return the options of `zerofit launch`, the recipe's file and flags, and the number of processes of this node.
+
+    It refuses a mistake within a second: neither torch nor transformers' models are imported.
+    Raises: UserError for a recipe or launcher that there is not, and as parse.command_line.
+    """
+    description = "`zerofit launch`: check a job, then start its processes and supervise them."
+    parser = argparse.ArgumentParser(prog="zerofit launch", allow_abbrev=False, description=description)
+    add_placement(parser, gpus="1")
+    node_options.add_options(parser)
+    parser.add_argument("--show", action="store_true", help="print command, environment and arguments; start nothing")
+    parser.add_argument("recipe", help="recipes/sft.py, recipes/lora.py or recipes/dpo.py")
+    parser.add_argument("flags", nargs=argparse.REMAINDER, help="the recipe's flags")
+    args = parser.parse_args(argv)
+    recipe = Path(args.recipe)
+    if not recipe.is_file() and (PROJECT / recipe).is_file():
+        recipe = PROJECT / recipe  # started from another folder
+    if recipe.stem not in arguments.RECIPES or not recipe.is_file():
+        raise UserError(
+            f"{args.recipe}: no such recipe; there are {', '.join(f'recipes/{r}.py' for r in arguments.RECIPES)}."
+        )
+    project = recipe.resolve().parents[1]
+    if is_project(project) and project != PROJECT.resolve():
+        raise UserError(
+            f"{args.recipe}: is of another project; start it in {project}, whose deepspeed_configs it reads."
+        )
+    if args.launcher not in LAUNCHERS:
+        raise UserError(f"LAUNCHER={args.launcher}: must be one of {', '.join(LAUNCHERS)}.")
+    return args, recipe, *parse.command_line(recipe.stem, args.flags, args.args, args.gpus)
 
 
 def prepare(settings: Settings, decides: bool = True) -> tuple[Path | None, object, object]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from zerofit import command_line, rank_status, run_folder
 from zerofit.errors import EXIT_CODES
 from zerofit.export import report
-from zerofit.launch import postmortem, retry
+from zerofit.launch import postmortem, retry, standby
 from zerofit.launch.cluster import documents, node_options
 from zerofit.launch.cluster.coordinator import Coordinator
 from zerofit.launch.cluster.documents import End
@@ -262,7 +262,7 @@ def watch(
     """
     rank_status.write_stop(records, 0)
     env = env | {rank_status.SUPERVISOR: str(os.getpid())}
-    child = subprocess.Popen(command, env=env, start_new_session=True, stdout=stdout)
+    child = standby.popen(command, env, stdout)
     signals: list[int] = []
     hung = None
 
@@ -306,16 +306,13 @@ def _asked_to_save(records: Path, count: int) -> bool:
 
 
 def _end_ranks(records: Path) -> None:
-    """End the ranks that outlived the launcher.
-
-    torchrun starts each rank in its own session, so they are found by an environment variable.
-    """
+    """End the ranks that outlived the launcher; each has a session of its own, so its group does not reach them."""
     import psutil
 
     remaining = []
     for process in psutil.process_iter():
         try:
-            if process.environ().get(rank_status.FOLDER) == str(records):
+            if rank_status.is_of(process, records):
                 remaining.append(process)
                 process.send_signal(rank_status.ENDS_RANKS)
         except psutil.Error:

@@ -4,6 +4,35 @@ tests/model/test_patches.py fails when a patch is no longer needed. Those of sim
 docs/patches.toml lists all, with the private names that are used elsewhere.
 """
 
+import importlib.util
+import sys
+import threading
+
+
+def load_bitsandbytes_on_use() -> None:
+    """Make `import bitsandbytes` (0.50.2) return a module that loads when one of its attributes is first used.
+
+    transformers' trainer imports peft (0.21.2), and peft imports bitsandbytes, which few runs use. It calls
+    torch.compile when it is imported, and with that imports torch._inductor: seconds in every process. It also
+    initializes CUDA, whose state does not survive a fork (launch/standby.py).
+    """
+    if "bitsandbytes" in sys.modules or (spec := importlib.util.find_spec("bitsandbytes")) is None:
+        return
+    module, lock = importlib.util.module_from_spec(spec), threading.RLock()
+    path = vars(module).pop("__path__")  # absent until loaded: `import bitsandbytes.nn` reads it, and so loads first
+
+    def load(name: str):
+        with lock:
+            if "__path__" in vars(module) and name not in vars(module):  # in the middle of loading, or loaded
+                raise AttributeError(f"module 'bitsandbytes' has no attribute {name!r}")
+            if "__path__" not in vars(module):
+                module.__path__ = path
+                spec.loader.exec_module(module)
+            return getattr(module, name)
+
+    module.__getattr__ = load
+    sys.modules["bitsandbytes"] = module
+
 
 def release_gathered_4bit_weights() -> None:
     """Make bitsandbytes (0.50.2) save the ZeRO-3 parameter for the backward, not its gathered data.

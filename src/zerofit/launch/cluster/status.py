@@ -5,12 +5,14 @@ import contextlib
 import json
 import os
 import re
+import socket
 import subprocess
 import time
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
-from zerofit import command_line, rank_status
+from zerofit import command_line, rank_status, run_lock
 from zerofit.errors import UserError
 
 JOB, LOG, CANCELLED = "slurm.json", "slurm.log", "cancelled"  # files in the run folder of a SLURM job
@@ -198,11 +200,34 @@ def supervisor(folder: Path):
         try:
             if process.pid == os.getpid() or not _runs(process.cmdline(), process, folder):
                 continue
-            while rank_status.FOLDER in process.environ():  # a rank or its launcher: go up to the supervisor
+            while _has_supervisor(process):
                 process = process.parent()
             return process
         except (psutil.Error, AttributeError):
             continue
+    return _lock_owner(folder)
+
+
+def _has_supervisor(process) -> bool:
+    """Return whether a psutil process is a rank of a supervised job, or the parent of its ranks."""
+    parent = process.parent()  # of a fork: a process with the same command line
+    return rank_status.FOLDER in process.environ() or (parent is not None and parent.cmdline() == process.cmdline())
+
+
+def _lock_owner(folder: Path):
+    """Return the psutil.Process that has locked the run folder, if it is one of this machine; else None.
+
+    The command line of forked ranks is their launcher's, which names no run folder when that is the default."""
+    import psutil
+
+    owner = run_lock.owner(folder) if (folder / run_lock.FILE).exists() else {}
+    if owner.get("host") != socket.gethostname():
+        return None
+    with contextlib.suppress(psutil.Error, KeyError, ValueError):
+        process = psutil.Process(owner["process"])
+        since = datetime.strptime(owner["since"], run_lock.SINCE).timestamp()
+        if rank_status.is_there(process) and process.create_time() < since + 1:  # else the number is used again
+            return process
     return None
 
 

@@ -1,0 +1,159 @@
+"""Run the ranks in forks of the launcher, which has the libraries loaded, so that no rank imports them again.
+
+Imports take seconds of a core in every process, and minutes where eight ranks read them from a busy file server. The
+launcher calls `prefork` once it has imported them and before it uses a device, a thread or a file of the run. The fork
+imports what ranks need besides and waits, until `popen` makes it the one rank of a job, or the parent of its ranks
+(launch/forked_ranks.py). Where a fork would not be safe, `popen` starts a fresh interpreter.
+"""
+
+import array
+import contextlib
+import importlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from zerofit import rank_status
+from zerofit.launch import forked_ranks
+
+TURN_OFF = "ZEROFIT_FORK"  # environment variable: 0 starts every process in an interpreter of its own
+
+POLL_SECONDS = 0.02
+
+# What a rank imports beside the launcher.
+OF_RANKS = ("transformers.trainer", "zerofit.recipe", "zerofit.train.run", "zerofit.train.trainer")
+
+_waiting: list["Standby"] = []  # at most one
+
+
+class Standby:
+    """A forked process that waits for a command. pid and wait: as of subprocess.Popen."""
+
+    def __init__(self):
+        ours, theirs = socket.socketpair()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.returncode = None
+        launcher = os.getpid()
+        self.pid = os.fork()
+        if self.pid == 0:
+            ours.close()
+            _wait_and_run(theirs, launcher)
+        theirs.close()
+        self._connection = ours
+
+    def begin(self, command: list[str], env: dict[str, str], stdout=None) -> None:
+        """Make the process run the command; stdout: a file instead of this process's."""
+        files = array.array("i", [stdout.fileno()] if stdout else [])
+        with contextlib.suppress(ConnectionError):  # it has ended, which `wait` reports
+            self._connection.sendmsg([b"\n"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, files)] if stdout else [])
+            self._connection.sendall(json.dumps({"command": command, "env": env}).encode())
+        self.dismiss()
+
+    def dismiss(self) -> None:
+        """Let the process end, if it has no command."""
+        self._connection.close()
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return the exit code, -n for signal n. Raises: subprocess.TimeoutExpired."""
+        deadline = time.monotonic() + timeout if timeout is not None else None
+        while self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG if deadline else 0)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+            elif time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("forked ranks", timeout)
+            else:
+                time.sleep(POLL_SECONDS)
+        return self.returncode
+
+
+def prefork() -> None:
+    """Fork the process that waits for the next command, where that is safe.
+
+    The fork leaves this function by SystemExit: no caller may have anything to clean up.
+    """
+    if os.environ.get(TURN_OFF) != "0" and sys.platform == "linux" and not _waiting:
+        if threading.active_count() == 1 and not _driver_is_loaded():
+            _waiting.append(Standby())
+
+
+def popen(command: list[str], env: dict[str, str], stdout=None) -> Standby | subprocess.Popen:
+    """Start the command in a session of its own, in the process that waits for it if there is one."""
+    if not _waiting:
+        return subprocess.Popen(command, env=env, start_new_session=True, stdout=stdout)
+    process = _waiting.pop()
+    process.begin(command, env, stdout)
+    return process
+
+
+def dismiss() -> None:
+    """End the process that waits for a command, if there is one."""
+    while _waiting:
+        process = _waiting.pop()
+        process.dismiss()
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _driver_is_loaded() -> bool:
+    """Return whether CUDA's driver is loaded: its state does not survive a fork."""
+    return "libcuda.so" in Path("/proc/self/maps").read_text()
+
+
+def _forget() -> None:
+    for process in _waiting:
+        process.dismiss()
+    _waiting.clear()
+
+
+os.register_at_fork(after_in_child=_forget)  # else a child could keep the waiting process after the launcher's end
+
+
+# --- in the forked process ---
+
+
+def _wait_and_run(connection: socket.socket, launcher: int) -> None:
+    """Wait for a command and run it. Raises: SystemExit at its end."""
+    os.setsid()
+    rank_status.end_with_parent(launcher)
+    for name in OF_RANKS:
+        with contextlib.suppress(Exception):  # the rank reports it
+            importlib.import_module(name)
+    _, files, _, _ = socket.recv_fds(connection, 1, 1)
+    with connection.makefile("rb") as stream:
+        request = stream.read()
+    connection.close()
+    if not request:
+        os._exit(0)
+    command, env = json.loads(request).values()
+    for file in files:
+        os.dup2(file, 1)
+        os.close(file)
+    job = forked_ranks.of_command(command)
+    if job is None or not _may_become_ranks(env):
+        os.execve(command[0], command, env)
+    os.environ.clear()
+    os.environ.update(env)
+    rank_status.mark()
+    forked_ranks.run(job)
+
+
+def _may_become_ranks(env: dict[str, str]) -> bool:
+    """Return whether forks of this process can train: no threads, no CUDA driver, and libraries that see their GPUs.
+
+    env: of the ranks. Libraries, DeepSpeed among them, may have looked for GPUs when they were imported.
+    """
+    if len([*Path("/proc/self/task").iterdir()]) > 1 or _driver_is_loaded():
+        return False
+    if all(env.get(name) == os.environ.get(name) for name in ("CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR")):
+        return True
+    import torch
+
+    return not torch.backends.cuda.is_built()

@@ -1,0 +1,65 @@
+"""Which libraries a command imports: nothing that it does not need, since each takes seconds of every process."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+# Module -> what imports it without need if it turns up.
+SLOW = {
+    "torch": "everything",
+    "transformers.modeling_utils": "the models",
+    "transformers.training_args": "TrainingArguments",
+    "datasets": "the rows",
+    "peft": "the adapters",
+}
+NOT_OF_A_LAUNCH = {
+    "bitsandbytes.functional": "peft imports bitsandbytes (model/patches.load_bitsandbytes_on_use)",
+    "torch._inductor.select_algorithm": "torch.compile as bitsandbytes is imported",
+    "deepspeed": "it chooses its accelerator when it is imported, and a launch does not know the ranks' yet",
+    "matplotlib": "plots are drawn at the end of a run",
+}
+REFUSED = ["launch recipes/sft.py --zero 7", "launch recipes/sft.py --data missing.jsonl", "launch recipes/sfd.py",
+           "launch --gpus none recipes/sft.py", "status runs/none"]  # fmt: skip
+CODE = """
+import json, sys
+commands, names = json.loads(sys.argv[1]), json.loads(sys.argv[2])
+from zerofit import cli
+codes = []
+for words in commands:
+    sys.argv = ["zerofit", *words]
+    try:
+        cli.main()
+    except SystemExit as stop:
+        codes.append(stop.code)
+print(json.dumps([codes, [name for name in names if name in sys.modules]]))
+"""
+USE = """
+import bitsandbytes.nn
+assert bitsandbytes.nn.Linear4bit is sys.modules["bitsandbytes.nn.modules"].Linear4bit
+from peft.import_utils import is_bnb_4bit_available
+assert is_bnb_4bit_available() and not hasattr(bitsandbytes, "nothing") and bitsandbytes.__version__
+from peft.tuners.lora import bnb
+assert bnb.bnb.nn.Linear4bit is bitsandbytes.nn.Linear4bit and sys.modules["peft.helpers"].bnb is bitsandbytes
+"""
+
+
+def imported(commands: list[list[str]], then: str = "") -> tuple[list[int], list[str]]:
+    """Return the exit codes of `zerofit` commands, and which of the modules above they have imported."""
+    words = [sys.executable, "-c", CODE + then, json.dumps(commands), json.dumps([*SLOW, *NOT_OF_A_LAUNCH])]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return tuple(json.loads(done.stdout.splitlines()[-1]))
+
+
+@pytest.mark.bad_input
+def test_a_mistake_is_refused_before_the_libraries_are_imported():
+    assert imported([words.split() for words in REFUSED]) == ([2] * len(REFUSED), [])
+
+
+def test_a_launch_imports_no_more_than_its_checks_need(tmp_path):
+    """A check that needs torch refuses --gpus. bitsandbytes then loads at its first use, for peft too."""
+    words = ["launch", "--gpus", "1000", "recipes/sft.py", "--output_dir", str(tmp_path / "run")]
+    assert imported([words], then=USE) == ([2], [*SLOW])
