@@ -388,6 +388,24 @@ def test_rows_are_split_where_one_does_not_fit(monkeypatch):
     assert {c.setting.sp for c in few} == {4, 8}
 
 
+def test_sp_size_in_a_config_file_is_kept(tmp_path):
+    (tmp_path / "run.yaml").write_text("sp_size: 1\n")
+    flags = ["--model", str(TINY / "model"), "--effective_batch_size", "8"]
+    assert {c.setting.sp for c in candidates.candidates("sft", flags, 4, GPU)} == {1, 2, 4}
+    with_file = [*flags, "--config", str(tmp_path / "run.yaml")]
+    assert {c.setting.sp for c in candidates.candidates("sft", with_file, 4, GPU)} == {1}
+
+
+def test_fewer_rows_than_gpus_are_split(monkeypatch):
+    """An effective batch that no rank of its own can have is planned with the --sp_size that it allows."""
+    monkeypatch.setattr(simulate, "run_all", fake_simulation(lambda flags: 1))
+    flags = ["--model", str(TINY / "model"), "--max_length", "512", "--effective_batch_size", "2"]
+    flags, _ = command.with_real_lengths(flags, "sft", 4, GPU)
+    assert search.search(["sft"], flags, 4, GPU).chosen.setting.sp == 2
+    with pytest.raises(UserError, match="--effective_batch_size 2 is not a multiple of 4 ranks"):
+        search.search(["sft"], [*flags, "--sp_size", "1"], 4, GPU)
+
+
 def test_split_rows_by_formula():
     """1/sp_size of activations and logits, the same model states; four exchanges for each pass through an attention."""
     whole = formulas.Setting(3, "none", 1, 1, 8192, 1, 8)
@@ -612,6 +630,17 @@ def test_a_foreach_optimizer_holds_one_more_copy(tmp_path):
                                   for optim in ("adamw_torch_fused", "adamw_torch")])  # fmt: skip
     each = [answer["total"]["step"] / answer["parameters"] for answer in (fused, foreach)]
     assert each == pytest.approx([8.0, 10.0], rel=0.02)
+
+
+def test_the_share_of_offload_ratio_is_on_the_gpu():
+    """The sub-groups that depend on the model's size reach the engine: 60 % of Adam's 12 bytes a parameter stay."""
+    flags = ["--model", str(TINY / "model"), "--data", "none", "--zero", "3", "--offload", "optimizer", "--max_length",
+             "64", "--per_device_train_batch_size", "1", "--effective_batch_size", "2"]  # fmt: skip
+    whole, split = answers_for(
+        [simulate.question("sft", [*flags, *ratio], 2, gpu=GPU) for ratio in ([], ["--offload_ratio", "0.4"])]
+    )
+    more = split["total"]["step"] - whole["total"]["step"]
+    assert more / (split["parameters"] / 2) == pytest.approx(0.6 * 12, rel=0.1)
 
 
 def test_pinned_blocks_are_rounded_in_a_plan(monkeypatch):

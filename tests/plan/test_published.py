@@ -78,11 +78,12 @@ def test_the_stored_comparison_is_within_its_bounds():
 
 def test_differences_are_left_out_of_reserved_figures_where_the_cache_has_them():
     point = dict.fromkeys(("allocated", "reserved", "driver", "unknown", "note", "reasons"), "") | {
-        "id": "x", "class": "A", "allocated": "10", "reserved": "12", "differences": "L O", "gpu": "a100-80g",
+        "id": "x", "class": "A", "allocated": "10", "reserved": "13", "differences": "N S O", "gpu": "a100-80g",
         "method": "sft", "flags": "--zero 0",
     }  # fmt: skip
-    sizes = {"allocated": 8, "reserved": 11, "driver": 12}
-    planned = {name: size * 2**30 for name, size in sizes.items()} | {"differences": {"L": 2**30, "O": 2**30}}
+    sizes = {name: size * 2**30 for name, size in {"allocated": 7, "reserved": 11, "driver": 12}.items()}
+    alike = {name: size + 2**30 for name, size in sizes.items()}  # with the outputs kept
+    planned = sizes | {"alike": alike, "differences": {"N": 2**30, "S": 2**30}}
     rows = {row["kind"]: row for row in published.compare(point, planned)}
-    assert rows["allocated"]["after"] == 10 and rows["reserved"]["after"] == 12
-    assert rows["allocated"]["error"] == pytest.approx(-0.2) and re.match("L; O", rows["reserved"]["why"])
+    assert rows["allocated"]["after"] == 10 and rows["reserved"]["after"] == 13
+    assert rows["allocated"]["error"] == pytest.approx(-0.3) and re.match("N; S; O", rows["reserved"]["why"])
