@@ -1,7 +1,10 @@
 """The extended trace of few layers is that of all layers, and what does not repeat is not extended."""
 
 import pytest
+from conftest import ROOT
 
+from zerofit import hardware
+from zerofit.plan import simulate
 from zerofit.plan.caching_allocator import EMPTY_CACHE, LAYER, needs
 from zerofit.plan.extended_trace import OUTSIDE, NotRegular, extend
 
@@ -97,5 +100,25 @@ def test_what_does_not_repeat_is_not_extended():
     no_pass = [event for event in Job(7).events if event[:2] != (LAYER, 5)]
     with pytest.raises(NotRegular, match="a pass does not run all layers"):
         extend(Job(6).events, no_pass, (6, 7), 12)
+    with pytest.raises(NotRegular, match="no layer was seen to run"):
+        extend(*([(1, 512, 0), (1, 0, 0)] for _ in range(2)), (6, 7), 12)
     with pytest.raises(NotRegular, match="different passes"):
         extend(Job(6).events[: len(Job(6).events) // 2], Job(7).events, (6, 7), 12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("recipe", "flags"),
+    [("sft", "--optim adamw_torch"), ("lora", ""), ("lora", "--load_in_4bit true")],
+)
+def test_an_extended_trace_reserves_what_all_layers_do(recipe, flags):
+    words = ["--model", str(ROOT / "tests" / "configs" / "llama3.2-1b"), "--data", "none", "--max_length", "1024",
+             "--per_device_train_batch_size", "1", "--effective_batch_size", "2", "--offload", "none", "--zero", "0",
+             "--gradient_checkpointing", "true", *flags.split()]  # fmt: skip
+    gpu = hardware.GPUS["h100-80g"]
+    small, large, whole = simulate.run_all(
+        [simulate.question(recipe, words, 1, gpu=gpu, overrides={"num_hidden_layers": n}) for n in (6, 7, 11)]
+    )
+    extended = needs(extend(small["events"], large["events"], (6, 7), 11))
+    assert extended == pytest.approx(whole["allocator"]["segments"], rel=0.02)
+    assert large["allocator"]["segments"]["reserved"] < 0.95 * extended["reserved"]

@@ -42,7 +42,7 @@ def extend(small: list, large: list, depths: tuple[int, int], layers: int) -> li
     blocks, fewer = _blocks(large), _blocks(small)
     first = (depths[1] - unit) // 2  # of the unit that is repeated
     _check_middle(blocks, first, unit, depths[1])
-    return _Writer(blocks, fewer, first, unit, missing, depths).write()
+    return _Writer(blocks, fewer, first, unit, missing).write()
 
 
 def _blocks(events: list) -> list[_Block]:
@@ -79,7 +79,10 @@ def _check_middle(blocks: list[_Block], first: int, unit: int, layers: int) -> N
     by_place = {(block.section, block.layer): block for block in blocks}
     if len(by_place) != len(blocks):
         raise NotRegular("a layer runs twice in a pass")
-    for section in {block.section for block in blocks if block.layer != OUTSIDE}:
+    sections = {block.section for block in blocks if block.layer != OUTSIDE}
+    if not sections:
+        raise NotRegular("no layer was seen to run")
+    for section in sections:
         if {block.layer for block in blocks if block.section == section} - {OUTSIDE} != set(range(layers)):
             raise NotRegular("a pass does not run all layers")
         for layer in range(first, first + unit):
@@ -91,10 +94,13 @@ def _check_middle(blocks: list[_Block], first: int, unit: int, layers: int) -> N
 
 
 class _Writer:
-    """Writes the events of all layers; the copies of a unit follow it."""
+    """Writes the events of all layers; the copies of a unit follow it.
 
-    def __init__(self, blocks, fewer, first: int, unit: int, missing: int, depths: tuple[int, int]):
-        self.blocks, self.first, self.unit, self.missing, self.depths = blocks, first, unit, missing, depths
+    fewer: the blocks of the smaller job; first: layer of the unit that is repeated; missing: number of its copies.
+    """
+
+    def __init__(self, blocks: list[_Block], fewer: list[_Block], first: int, unit: int, missing: int):
+        self.blocks, self.first, self.unit, self.missing = blocks, first, unit, missing
         self.end = first + unit
         outside = [[b for b in of if b.layer == OUTSIDE] for of in (blocks, fewer)]
         if len(outside[0]) != len(outside[1]):
@@ -107,6 +113,7 @@ class _Writer:
         self.events, self.keys = [], {}
 
     def _compare(self, large: _Block, small: _Block) -> None:
+        """Note the sizes of a block's allocations with all layers, and which of them each unit repeats."""
         places, tokens = _tokens(large)
         _, before = _tokens(small)
         if max(len(tokens), len(before)) > COMPARED_AT_MOST:
@@ -120,8 +127,7 @@ class _Writer:
                 self.repeated.add((large.section, place))
                 self.repeated_allocations.add((large.section, index))
             else:
-                size += (size - other[1]) // self.unit * self.unit * self.missing
-                size = max(MIN_BLOCK, -(-size // MIN_BLOCK) * MIN_BLOCK)
+                size = max(MIN_BLOCK, size + (size - other[1]) * self.missing)  # multiples of MIN_BLOCK
             self.sizes[large.section, index] = size
 
     def write(self) -> list[tuple]:

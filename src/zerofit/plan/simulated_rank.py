@@ -119,7 +119,7 @@ def _answer(recipe, flags, ranks, rank, gpu, device, fake, padded, overrides, ha
         for habit in habits:
             HABITS[habit](trainer)
         if on_gpu and overrides:
-            _mark_layers(trainer.model, tracker)
+            _mark_layers(trainer.model, tracker, overrides.get("num_hidden_layers", 0))
         trainer.train()
         in_host = host_tracker.highest if host_tracker else tracker.host
         _evaluate_and_save(trainer, tracker)
@@ -153,7 +153,7 @@ def _tracker(device: str):
     return Tracker(device=device, round_to=1 if device == "cpu" else 512, keep_events=device == "gpu")
 
 
-def _mark_layers(model, tracker) -> None:
+def _mark_layers(model, tracker, count: int) -> None:
     """Mark in the tracker's events which layer runs, forward and backward."""
 
     def mark(number):
@@ -177,18 +177,21 @@ def _mark_layers(model, tracker) -> None:
 
         return hook
 
-    layers = _layers(model)
+    layers = _layers(model, count)
     for number, layer in enumerate(layers):
         layer.register_forward_pre_hook(before(number))
         layer.register_forward_hook(after(number, layer is layers[-1]))
 
 
-def _layers(model) -> list:
-    """Return the model's layers: the longest list of modules."""
+def _layers(model, count: int) -> list:
+    """Return the model's `count` layers, which are its largest list of so many modules; [] without one."""
     import torch
 
-    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
-    return list(max(lists, key=len, default=[]))
+    def size(modules) -> int:
+        return sum(getattr(p, "ds_numel", p.numel()) for p in modules.parameters())
+
+    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList) and len(module) == count]
+    return list(max(lists, key=size, default=[]))
 
 
 def _numbered(events: list[tuple]) -> list[tuple]:
