@@ -53,8 +53,8 @@ doctor.raise_or_warn(doctor.installation())
 resolve.resolve_for_model(settings)
 doctor.raise_or_warn(doctor.of_job(settings, check_model(settings)))
 asked = predict.answer_of
-def answer_of(*a):
-    found = asked(*a)
+def answer_of(*a, **k):
+    found = asked(*a, **k)
     print("answer " + json.dumps({"total": found["total"], "layers": found.get("extended_from_layers")}))
     return found
 predict.answer_of = answer_of

@@ -3,7 +3,7 @@
     python benchmarks/published.py                     # plan every point, write benchmarks/results/published-<date>.*
     python benchmarks/published.py --only fms-lora     # the points whose id contains this; nothing is written
     python benchmarks/published.py --again file.json   # the tables, from the plans of an earlier result; --missing
-                                                       # also plans the points that it lacks
+                                                       # also plans the points that it lacks and adds them to it
 
 published/points.csv has the points: where a figure is from, what was run, and the flags of `zerofit plan` that stand
 for it; published/models their config.json files, published/contexts.csv what processes hold outside torch's allocator,
@@ -40,16 +40,22 @@ ABOUT = (
 
 LARGE = 0.10  # errors above this need a reason
 
+# (figures, classes, bound of the median size, of the largest), after known differences: without them the plan is of
+# another program than the measured one.
+BOUNDS = (("All is stated (A)", "A", 0.02, 0.08), ("all usable (A and B)", "AB", 0.05, 0.20))
+
 # What other code held that zerofit does not: (text, whether it is memory that the plan also has, but freed earlier).
 # Such memory stays in the allocator's cache, so reserved figures have it anyway.
 DIFFERENCES = {
-    "L": ("transformers 4.48 copied the shifted logits: 2 bytes a logit (loss/loss_utils.py)", False),
-    "O": ("the measuring loop keeps the model's outputs during the backward: 2 bytes a logit", True),
+    "L": ("transformers 4.48 copied the shifted logits (loss/loss_utils.py): simulated", False),
+    "O": ("the measuring loop keeps the model's outputs until the step's end: simulated", True),
     "S": ("fp32 logits stay alive in transformers before 4.45 (supposed): 4 bytes a logit", True),
     "N": ("autograd keeps gathered weights without zero.Init before DeepSpeed PR 8189: 2 bytes a parameter", False),
     "P": ("prepare_model_for_kbit_training: fp32 head, embedding and logits", False),
     "Q": ("no double quantization: 0.0466 bytes a quantized parameter more", False),
 }
+
+SIMULATED = {"L": "copies logits", "O": "keeps outputs"}  # differences that the simulation can have too
 
 REASONS = {
     "K": "fused Triton kernels (RMSNorm, RoPE, LoRA, cross entropy in place) that zerofit does not have",
@@ -86,20 +92,46 @@ def speeds() -> list[dict]:
 
 def flags_of(point: dict) -> list[str]:
     """Return the flags of `zerofit plan`, with the files that they name."""
-    words = ["--model", str(DATA / "models" / point["model"]), *shlex.split(point["flags"])]
+    words = ["--model", str(DATA / "models" / point["model"]), *shlex.split(point["flags"]), *_whole_rows(point)]
     if "--deepspeed" in words:
         place = words.index("--deepspeed") + 1
         words[place] = str(DATA / words[place])
     return words
 
 
+def _whole_rows(point: dict) -> list[str]:
+    return ["--sp_size", "1"] if int(point["gpus"]) > 1 else []  # a plan would also try to split rows
+
+
 def plan(point: dict) -> dict:
-    """Return {"allocated", "reserved", "driver", "least": bytes, ...} of the point by simulation, or {"failed"}."""
+    """Return {"allocated", "reserved", "driver", "least": bytes, ...} of the point by simulation, or {"failed"}.
+
+    "alike": the same figures with the measuring loop's habits, as far as they are simulated.
+    """
     gpu, ranks = hardware.find(point["gpu"]), int(point["gpus"])
     (candidate,) = candidates.candidates(point["method"], flags_of(point), ranks, gpu)
-    recipe, setting = candidates.recipe_of(point["method"]), candidate.setting
     began = time.perf_counter()
-    answer = predict.answer_of(recipe, candidate.flags, ranks, [0], gpu, setting.zero, candidate.shape, setting.every)
+    figures = _simulated(candidate, ranks, gpu)
+    if "failed" in figures:
+        return figures
+    answer = candidate.answer
+    few = None if answer.get("all_layers_replayed") else answer.get("extended_from_layers")
+    habits = tuple(SIMULATED[letter] for letter in point["differences"].split() if letter in SIMULATED)
+    alike = _simulated(candidate, ranks, gpu, habits) if habits else None
+    return figures | {
+        "phase": max(answer["total"], key=answer["total"].get), "total": answer["total"], "alike": alike,
+        "extended_from_layers": few, "differences": _differences(point, candidate, gpu),
+        "seconds_per_step": candidate.seconds, "seconds": round(time.perf_counter() - began, 1),
+    }  # fmt: skip
+
+
+def _simulated(candidate, ranks: int, gpu, habits: tuple[str, ...] = ()) -> dict:
+    """Simulate rank 0 with as many layers as a plan simulates of its chosen setting; return its figures."""
+    setting, shape = candidate.setting, candidate.shape
+    answer = predict.answer_of(
+        candidates.recipe_of(candidate.method), candidate.flags, ranks, [0], gpu, setting.zero, shape, setting.every,
+        whole=shape.layers <= predict.LAYERS_OF_CHOSEN, habits=habits,
+    )  # fmt: skip
     if isinstance(answer, Exception):
         return {"failed": str(answer)}
     candidate.answer = answer
@@ -109,9 +141,6 @@ def plan(point: dict) -> dict:
     return {
         "allocated": candidate.allocated, "reserved": reserved, "driver": reserved + outside,
         "least": candidate.peak + outside,
-        "phase": max(answer["total"], key=answer["total"].get), "total": answer["total"],
-        "extended_from_layers": answer.get("extended_from_layers"), "differences": _differences(point, candidate, gpu),
-        "seconds_per_step": candidate.seconds, "seconds": round(time.perf_counter() - began, 1),
     }  # fmt: skip
 
 
@@ -126,10 +155,10 @@ def _differences(point: dict, candidate, gpu) -> dict[str, int]:
     tied = load.load_config(settings).get_text_config().tie_word_embeddings
     outer = shape.vocabulary * shape.hidden * (1 if tied else 2)
     sizes = {
-        "L": 2 * logits, "O": 2 * logits, "S": 4 * logits, "N": 2 * shape.parameters, "P": 2 * outer + 4 * logits,
+        "S": 4 * logits, "N": 2 * shape.parameters, "P": 2 * outer + 4 * logits,
         "Q": 0.0466 * (shape.frozen - outer),
     }  # fmt: skip
-    return {letter: int(sizes[letter]) for letter in point["differences"].split()}
+    return {letter: int(sizes[letter]) for letter in point["differences"].split() if letter in sizes}
 
 
 # --- comparing ---
@@ -147,7 +176,7 @@ def compare(point: dict, planned: dict) -> list[dict]:
             for letter, bytes_more in planned["differences"].items()
             if kind == "allocated" or not DIFFERENCES[letter][1]
         )
-        after = size + more
+        after = (planned.get("alike") or planned)["driver" if kind == "unknown" else kind] + more
         if kind != "allocated":  # a full GPU returns unused segments
             after = max(size, min(after, int(hardware.find(point["gpu"]).memory_gib * GIB)))
         measured = float(point[kind])
@@ -194,6 +223,26 @@ def summary(rows: list[dict]) -> list[str]:
     return lines
 
 
+def against_bounds(rows: list[dict]) -> list[str]:
+    """Return a line for each of BOUNDS: what the errors are, and which points are beyond it."""
+    lines = []
+    for name, classes, median_bound, bound in BOUNDS:
+        group = [row for row in rows if row["class"] in classes]
+        if not group:
+            continue
+        sizes = [abs(row["error_after"]) for row in group]
+        beyond = [
+            f"{row['id']} {row['kind']} {row['error_after']:+.1%} ({row['why'] or 'no reason known'})"
+            for row in group
+            if abs(row["error_after"]) > bound
+        ]
+        lines.append(
+            f"- {name}: median size {statistics.median(sizes):.1%} (bound {median_bound:.0%}), worst {max(sizes):.1%} "
+            f"(bound {bound:.0%}){'; beyond it: ' + ', '.join(beyond) if beyond else ''}."
+        )
+    return ["Bounds, on the errors after known differences:", "", *lines]
+
+
 def _three(errors: list[float]) -> str:
     sizes = [abs(error) for error in errors]
     return f"{statistics.median(errors):+.1%} | {statistics.median(sizes):.1%} | {max(errors, key=abs):+.1%}"
@@ -208,7 +257,7 @@ def fits(found: list[tuple[dict, dict]]) -> list[str]:
         total = hardware.find(point["gpu"]).memory_gib
         if point["ran"] == "yes" and planned["least"] / GIB < 0.8 * total:
             continue
-        needs = (planned["least"] + sum(planned["differences"].values())) / GIB
+        needs = ((planned.get("alike") or planned)["least"] + sum(planned["differences"].values())) / GIB
         said = "fits" if needs <= total else "does not fit"
         known = "ran" if point["ran"] == "yes" else "out of memory"
         reasons = f" ({point['reasons']})" if point["reasons"] else ""
@@ -218,7 +267,18 @@ def fits(found: list[tuple[dict, dict]]) -> list[str]:
 
 def markdown(found: list[tuple[dict, dict]]) -> str:
     rows = [row for point, planned in found for row in compare(point, planned)]
-    lines = ["# Plans against published measurements", "", ABOUT, "", *summary(rows), "", "## Points", ""]
+    lines = [
+        "# Plans against published measurements",
+        "",
+        ABOUT,
+        "",
+        *summary(rows),
+        "",
+        *against_bounds(rows),
+        "",
+        "## Points",
+        "",
+    ]
     lines += ["Errors: plan / measured - 1, without and with what is known to differ (letters below).", ""]
     lines += ["| point | class | job | figure | measured, GiB | plan | error | with differences | error | why |"]
     lines += ["|---|---|---|---|---|---|---|---|---|---|"]
@@ -228,6 +288,9 @@ def markdown(found: list[tuple[dict, dict]]) -> str:
             f"| {row['id']} | {row['class']} | {row['job']} | {row['kind']} | {row['measured']:.2f} | "
             f"{row['plan']:.2f} | {row['error']:+.1%} | {after} | {row['why']} |"
         )
+    few = [point["id"] for point, planned in found if planned.get("extended_from_layers")]
+    if few:
+        lines += ["", f"Replayed with few layers for all, so that reserved figures are less sure: {', '.join(few)}."]
     lines += ["", *(f"- {letter}: {text}." for letter, (text, _) in DIFFERENCES.items())]
     lines += [f"- {letter}: {text}." for letter, text in REASONS.items()]
     lines += ["", "## Fits or does not", "", *fits(found)]
@@ -252,7 +315,7 @@ def markdown(found: list[tuple[dict, dict]]) -> str:
     for point, _ in found:
         command = (
             f"zerofit plan --gpu_type {point['gpu']} --gpus {point['gpus']} --method {point['method']} --model "
-            f"benchmarks/published/models/{point['model']} {point['flags']}"
+            f"benchmarks/published/models/{' '.join([point['model'], point['flags'], *_whole_rows(point)])}"
         )
         lines.append(f"| {point['id']} | [{point['source']}]({point['url']}) | {point['stack']} | `{command}` |")
     return "\n".join(lines) + "\n"
@@ -268,6 +331,7 @@ def main() -> None:
     chosen = [p for p in points() if given.only in p["id"] and p["class"] in given.classes.split(",")]
     plans = json.loads(Path(given.again).read_text())["plans"] if given.again else {}
     target = RESULTS / f"published-{time.strftime('%Y-%m-%d')}"
+    store = Path(given.again) if given.again else target.with_suffix(".json")
     with simulate.reused():
         for point in chosen if given.missing or not given.again else []:
             if point["id"] in plans:
@@ -279,8 +343,8 @@ def main() -> None:
                     f"with differences {row['after']:.2f} ({row['error_after']:+.1%})",
                     flush=True,
                 )
-            if not given.only:  # after every point: all of them take an hour
-                target.with_suffix(".json").write_text(json.dumps({"plans": plans}, indent=1) + "\n")
+            if given.again or not given.only:  # after every point: all of them take an hour
+                store.write_text(json.dumps({"plans": plans}, indent=1) + "\n")
     text = markdown([(point, plans[point["id"]]) for point in chosen if point["id"] in plans])
     if given.only:
         print(text)

@@ -139,20 +139,25 @@ def test_layers_are_extended(zero, layers, tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", sorted(f.name for f in CONFIGS.iterdir()))
 def test_every_architecture_has_a_plan(name):
     """Two layers of each config.json: fake = real on the CPU."""
+    fake, real = two_small_layers("sft", name)
+    assert fake["parameters"] == real["parameters"]
+    bound = 0.25 if "moe" in name else 0.005  # which expert a token takes is not known without numbers
+    for phase, size in real["total"].items():
+        assert fake["total"][phase] == pytest.approx(size, rel=bound), phase
+
+
+def two_small_layers(recipe, name, *flags):
+    """The answers of a simulation and of real tensors on the CPU."""
     own = ["--bf16", "true"] if "moe" in name else []  # without numbers, experts' grouped products are bf16 only
     small = {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 256, "vocab_size": 512,
              "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "num_experts": 4,
              "moe_intermediate_size": 64, "num_experts_per_tok": 2, "n_layer": 2, "pad_token_id": 0}  # fmt: skip
     config = json.loads((CONFIGS / name / "config.json").read_text())
     overrides = {k: v for k, v in small.items() if k in config}
-    flags = ["--model", str(CONFIGS / name), "--data", "none", "--zero", "2", "--max_length", "64",
-             "--per_device_train_batch_size", "1", "--effective_batch_size", "2", *own]  # fmt: skip
-    asked = [simulate.question("sft", flags, 2, fake=fake, overrides=overrides) for fake in (True, False)]
-    fake, real = simulate.run_all(asked[:1]) + simulate.run_all(asked[1:])
-    assert fake["parameters"] == real["parameters"]
-    bound = 0.25 if "moe" in name else 0.005  # which expert a token takes is not known without numbers
-    for phase, size in real["total"].items():
-        assert fake["total"][phase] == pytest.approx(size, rel=bound), phase
+    words = ["--model", str(CONFIGS / name), "--data", "none", "--zero", "2", "--max_length", "64",
+             "--per_device_train_batch_size", "1", "--effective_batch_size", "2", *own, *flags]  # fmt: skip
+    asked = [simulate.question(recipe, words, 2, fake=fake, overrides=overrides) for fake in (True, False)]
+    return simulate.run_all(asked[:1]) + simulate.run_all(asked[1:])
 
 
 # --- closed forms ---
@@ -415,6 +420,24 @@ def test_matrices_are_split_on_request_and_in_the_search(monkeypatch):
         candidates.candidates("sft", [*flags, "--tp_size", "4"], 8, GPU, node=2)
 
 
+def test_sp_size_in_a_config_file_is_kept(tmp_path):
+    (tmp_path / "run.yaml").write_text("sp_size: 1\n")
+    flags = ["--model", str(TINY / "model"), "--effective_batch_size", "8"]
+    assert {c.setting.sp for c in candidates.candidates("sft", flags, 4, GPU)} == {1, 2, 4}
+    with_file = [*flags, "--config", str(tmp_path / "run.yaml")]
+    assert {c.setting.sp for c in candidates.candidates("sft", with_file, 4, GPU)} == {1}
+
+
+def test_fewer_rows_than_gpus_are_split(monkeypatch):
+    """An effective batch that no rank of its own can have is planned with the --sp_size that it allows."""
+    monkeypatch.setattr(simulate, "run_all", fake_simulation(lambda flags: 1))
+    flags = ["--model", str(TINY / "model"), "--max_length", "512", "--effective_batch_size", "2"]
+    flags, _ = command.with_real_lengths(flags, "sft", 4, GPU)
+    assert search.search(["sft"], flags, 4, GPU).chosen.setting.sp == 2
+    with pytest.raises(UserError, match="--effective_batch_size 2 is not a multiple of 4 ranks"):
+        search.search(["sft"], [*flags, "--sp_size", "1"], 4, GPU)
+
+
 def test_split_rows_by_formula():
     """1/sp_size of activations and logits, the same model states; four exchanges for each pass through an attention."""
     whole = formulas.Setting(3, "none", 1, 1, 8192, 1, 8)
@@ -639,6 +662,17 @@ def test_a_foreach_optimizer_holds_one_more_copy(tmp_path):
                                   for optim in ("adamw_torch_fused", "adamw_torch")])  # fmt: skip
     each = [answer["total"]["step"] / answer["parameters"] for answer in (fused, foreach)]
     assert each == pytest.approx([8.0, 10.0], rel=0.02)
+
+
+def test_the_share_of_offload_ratio_is_on_the_gpu():
+    """The sub-groups that depend on the model's size reach the engine: 60 % of Adam's 12 bytes a parameter stay."""
+    flags = ["--model", str(TINY / "model"), "--data", "none", "--zero", "3", "--offload", "optimizer", "--max_length",
+             "64", "--per_device_train_batch_size", "1", "--effective_batch_size", "2"]  # fmt: skip
+    whole, split = answers_for(
+        [simulate.question("sft", [*flags, *ratio], 2, gpu=GPU) for ratio in ([], ["--offload_ratio", "0.4"])]
+    )
+    more = split["total"]["step"] - whole["total"]["step"]
+    assert more / (split["parameters"] / 2) == pytest.approx(0.6 * 12, rel=0.1)
 
 
 @pytest.mark.slow
@@ -1117,6 +1151,42 @@ def test_unused_segments_that_decide_are_simulated_with_all_layers(monkeypatch):
     plan = candidates.Plan(GPU, 8, int(78.2 * 2**30), {}, None, [])
     assert not search._fits(candidate, plan, lambda text: None)
     assert candidate.allocated < plan.limit < candidate.peak and "extended_from_layers" not in candidate.answer
+
+
+@pytest.mark.parametrize(("least", "with_all_layers", "fits"), [(25, 74, True), (20, 85, False)])
+def test_a_launch_near_the_limit_asks_for_all_layers(least, with_all_layers, fits, monkeypatch):
+    """Unused segments of few layers neither refuse a job that fits nor start one that does not."""
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    few, all_layers = replayed(20, 26, least), replayed(74, 90, with_all_layers)
+    monkeypatch.setattr(simulate, "run_all", with_allocator(74, few, all_layers))
+    plan = predict.predict(on_a_gpu("--per_device_train_batch_size", "1"), seconds=10)
+    assert (plan["peak_bytes"] <= plan["limit_bytes"]) is fits
+
+
+def test_the_error_of_plans_is_kept_free_if_something_fits_so(monkeypatch):
+    flags = [*FLAGS_1B, *ONE_SETTING[2:], "--zero", "0", "--per_device_train_batch_size", "1"]
+    plans = {}
+    for size in (60, 76.5, 77):  # 79.6 GiB, 0.6 of them for the context; 3 % more than the size without a replay
+        monkeypatch.setattr(simulate, "run_all", fake_simulation(lambda flags, size=size: size))
+        plans[size] = search.search(["sft"], flags, 1, GPU)
+    assert plans[60].margin == pytest.approx(0.01 * GPU.memory_gib * 2**30, abs=2) and plans[60].chosen
+    assert "kept free: 0.80 GiB, 1%: the largest error of allocated bytes against" in report.text(plans[60])
+    assert plans[76.5].chosen and not plans[76.5].margin and plans[76.5].nearest is None
+    assert "nothing is kept free for the error of plans" in report.text(plans[76.5])
+    assert "of 79.6 GiB; on a fuller GPU" in report.text(plans[60]) and "of 79.6 GiB" in report.text(plans[76.5])
+    assert plans[77].chosen is None and plans[77].nearest
+
+
+def test_speeds_without_a_measurement_are_named_where_they_order_settings(monkeypatch):
+    monkeypatch.setattr(simulate, "run_all", fake_simulation(lambda flags: 1))
+    fixed = [*FLAGS_1B, *ONE_SETTING, "--per_device_train_batch_size", "1", "--sp_size", "1"]
+    wanted = {4: "also by the speed of links and offload, which was never measured",
+              1: "also by the speed of offload, which was never measured"}  # fmt: skip
+    for gpus, sentence in wanted.items():
+        plan = search.search(["sft"], FLAGS_1B, gpus, GPU)
+        assert report.facts(plan.chosen, plan)["order of the settings"] == sentence
+    plan = search.search(["sft"], fixed, 4, GPU)
+    assert "order of the settings" not in report.facts(plan.chosen, plan)
 
 
 def test_a_fuller_limit_says_what_tensors_may_take(monkeypatch):

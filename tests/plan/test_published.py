@@ -66,23 +66,40 @@ def compared(*classes):
     return [row for point, planned in found for row in published.compare(point, planned)]
 
 
-def test_the_stored_comparison_is_within_its_bounds():
+# Beyond the bounds of published.BOUNDS; docs/planning.md has their reasons.
+BEYOND = {
+    "A": {"fms-full-mistral7b-bs8", "swiftex-full-7b-z3x4-16k-liger", "swiftex-full-14b-z3x8-8k", "swiftex-lora-7b-2k",
+          "swiftex-full-3b-1gpu-8k-liger"},
+    "AB": {"swift-lora-7b-2048", "swift-lora-7b-4096", "swift-lora-7b-8192", "swift-lora-7b-2048-bs4",
+           "swift-full-1.8b-8192", "swiftex-lora-7b-z3x2-short"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("classes", "median_bound", "bound"), [bounds[1:] for bounds in published.BOUNDS])
+def test_the_stored_comparison_is_within_its_bounds(classes, median_bound, bound):
     """Bounds of this comparison, not of the next point; each large error has a reason."""
-    stated = [row for row in compared("A") if row["kind"] == "allocated"]
-    assert len(stated) >= 15
-    assert max(abs(row["error_after"]) for row in stated) <= 0.08
-    assert statistics.median(abs(row["error_after"]) for row in stated) <= 0.02
-    for row in compared("A", "B"):
+    rows = compared(*classes)
+    assert len(rows) >= 78
+    assert statistics.median(abs(row["error_after"]) for row in rows) <= median_bound
+    assert {row["id"] for row in rows if abs(row["error_after"]) > bound} <= BEYOND[classes]
+    for row in rows:
         assert abs(row["error"]) <= published.LARGE or row["why"], row["id"]
+
+
+def test_what_is_kept_free_covers_the_error_of_allocated_bytes():
+    stated = [row for row in compared("A") if row["kind"] == "allocated"]
+    assert len(stated) >= 25
+    assert max(abs(row["error_after"]) for row in stated) <= candidates.MARGIN
 
 
 def test_differences_are_left_out_of_reserved_figures_where_the_cache_has_them():
     point = dict.fromkeys(("allocated", "reserved", "driver", "unknown", "note", "reasons"), "") | {
-        "id": "x", "class": "A", "allocated": "10", "reserved": "12", "differences": "L O", "gpu": "a100-80g",
+        "id": "x", "class": "A", "allocated": "10", "reserved": "13", "differences": "N S O", "gpu": "a100-80g",
         "method": "sft", "flags": "--zero 0",
     }  # fmt: skip
-    sizes = {"allocated": 8, "reserved": 11, "driver": 12}
-    planned = {name: size * 2**30 for name, size in sizes.items()} | {"differences": {"L": 2**30, "O": 2**30}}
+    sizes = {name: size * 2**30 for name, size in {"allocated": 7, "reserved": 11, "driver": 12}.items()}
+    alike = {name: size + 2**30 for name, size in sizes.items()}  # with the outputs kept
+    planned = sizes | {"alike": alike, "differences": {"N": 2**30, "S": 2**30}}
     rows = {row["kind"]: row for row in published.compare(point, planned)}
-    assert rows["allocated"]["after"] == 10 and rows["reserved"]["after"] == 12
-    assert rows["allocated"]["error"] == pytest.approx(-0.2) and re.match("L; O", rows["reserved"]["why"])
+    assert rows["allocated"]["after"] == 10 and rows["reserved"]["after"] == 13
+    assert rows["allocated"]["error"] == pytest.approx(-0.3) and re.match("N; S; O", rows["reserved"]["why"])

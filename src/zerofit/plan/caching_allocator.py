@@ -22,7 +22,7 @@ SMALL_SEGMENT, LARGE_SEGMENT, OWN_SEGMENT = 2 * MIB, 20 * MIB, 10 * MIB  # from 
 
 ROUND_LARGE = 2 * MIB
 
-EMPTY_CACHE = -1  # as the key of an event
+EMPTY_CACHE, LAYER = -1, -2  # as the key of an event: the cache is emptied; a layer (its size) runs from here on
 
 
 class OutOfMemory(Exception):
@@ -160,13 +160,16 @@ class CachingAllocator:
 def replay(events: list[tuple], capacity: int | None = None, expandable: bool = False) -> dict:
     """Return {"reserved", "allocated": highest bytes, "fits": False if the capacity did not suffice}.
 
-    Args: events: (key, bytes, stream) for an allocation, (key, 0, 0) for its release, (EMPTY_CACHE, 0, 0).
+    Args: events: (key, bytes, stream) for an allocation, (key, 0, 0) for its release, (EMPTY_CACHE, 0, 0), and
+        (LAYER, number, 0), which is ignored.
     """
     allocator, blocks = CachingAllocator(capacity, expandable), {}
     try:
         for key, size, stream in events:
             if key == EMPTY_CACHE:
                 allocator.empty_cache()
+            elif key == LAYER:
+                continue
             elif size:
                 blocks[key] = allocator.allocate(size, stream)
             else:
@@ -188,3 +191,8 @@ def needs(events: list[tuple], expandable: bool = False) -> dict[str, int]:
         middle = (low + high) // 2
         low, high = (low, middle) if replay(events, middle)["fits"] else (middle, high)
     return {"allocated": roomy["allocated"], "reserved": roomy["reserved"], "least": high}
+
+
+def of_both_kinds(events: list[tuple]) -> dict[str, dict[str, int]]:
+    """Return `needs` with torch's usual segments and with expandable ones."""
+    return {"segments": needs(events), "expandable": needs(events, expandable=True)}

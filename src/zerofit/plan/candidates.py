@@ -34,6 +34,8 @@ SINCE_HOPPER = ("H100", "H200", "B200", "GH200", "GB200", "RTX 5090")
 
 FRAGMENTATION = 0.03  # of the allocated bytes: what the allocator loses to fragmentation where it is not simulated
 
+MARGIN = 0.01  # of a GPU's memory: the largest error of allocated bytes in benchmarks/published, where all is stated
+
 CLEARLY_TOO_MUCH = 1.25  # settings above this share of the limit by formula are simulated only if nothing else fits
 
 KEPT_GATHERED = 1e9  # parameters that stage 3 keeps gathered (stage3_max_live_parameters): linear below and above
@@ -152,11 +154,13 @@ def beyond_allocated(answer: dict | None, allocated: int) -> dict[str, int]:
 class Plan:
     """The result of a search.
 
-    limit: bytes that tensors may take on a GPU; allowance: bytes kept free, by reason; chosen: None if nothing fits;
+    limit: bytes that tensors may take on a GPU; allowance: bytes outside torch's allocator, by reason; margin: bytes
+    kept free for the error of plans, 0: none is left; chosen: None if nothing fits;
     rejected: faster candidates, and why; nearest: the smallest if nothing fits; would_do, longest: GPUs and
     --max_length at which something fits; host_limit: bytes of a node's host memory, None: unknown; node: GPUs of a
     node; adapter: LoRA or QLoRA by formula, if full fine-tuning is near the limit; disk_free: bytes for checkpoints,
-    None: unknown; kept: number of checkpoints, None: all; rows: a sentence on the length of the rows."""
+    None: unknown; kept: number of checkpoints, None: all; rows: a sentence on the length of the rows; unmeasured: what
+    has a speed that orders the settings and that no measurement supports."""
 
     gpu: hardware.Gpu
     ranks: int
@@ -175,6 +179,8 @@ class Plan:
     disk_free: int | None = None
     kept: int | None = None
     rows: str = ""
+    margin: int = 0
+    unmeasured: list[str] = field(default_factory=list)
 
     @property
     def nodes(self) -> int:
@@ -194,7 +200,7 @@ def methods_to_try(method: str, recipe: str, flags: list[str]) -> list[str]:
     """
     if method not in ("", "sft", "lora", "qlora", "dpo", "auto"):
         raise UserError(f"--method {method}: must be one of sft, lora, qlora, dpo, auto.")
-    quantized = _load_in_4bit(flags)
+    quantized = _given("lora", flags, "load_in_4bit")
     if not method:
         return ["qlora" if recipe == "lora" and quantized else recipe]
     if quantized is False and method == "qlora":
@@ -204,12 +210,12 @@ def methods_to_try(method: str, recipe: str, flags: list[str]) -> list[str]:
     return ["sft", "lora", "qlora"] if method == "auto" else [method]
 
 
-def _load_in_4bit(flags: list[str]) -> bool | None:
-    """Return --load_in_4bit of the flags or their YAML file; None if neither has it."""
-    given = parse.explicit("lora", flags, "command line", early=True, strict=False)
-    if "load_in_4bit" not in given and given.get("config"):
-        given = parse.read_yaml(given["config"], "lora", early=True)
-    return given.get("load_in_4bit")
+def _given(recipe: str, flags: list[str], name: str):
+    """Return an argument's value in the flags or their YAML file; None if neither has it."""
+    given = parse.explicit(recipe, flags, "command line", early=True, strict=False)
+    if name not in given and given.get("config"):
+        given = parse.read_yaml(given["config"], recipe, early=True)
+    return given.get(name)
 
 
 def recipe_of(method: str) -> str:
@@ -236,7 +242,7 @@ def candidates(
     recipe, disk = recipe_of(method), command_line.value_of(flags, ("--offload_path",))
     flags = [*planned_flags(flags, method), *change]
     result, error, first = [], None, None
-    for group in _open_groups(flags, ranks, node):
+    for group in _open_groups(recipe, flags, ranks, node):
         own_flags = command_line.put(flags, **group)
         if first:
             own_flags = command_line.put(own_flags, effective_batch_size=first.effective_batch_size)
@@ -299,9 +305,23 @@ def _of_group(
     return found
 
 
-def _open_groups(flags: list[str], ranks: int, node: int) -> list[dict[str, int]]:
-    """Return each --sp_size and --tp_size to try, as arguments; {}: as the flags have them."""
-    if {"--sp_size", "--tp_size"} & set(command_line.names(flags)):
+def first_settings(method: str, flags: list[str], ranks: int, gpu, node: int):
+    """Return the Settings of the flags, with the first group of those that a plan tries that they allow.
+
+    Raises: UserError if they allow none.
+    """
+    recipe, flags, error = recipe_of(method), planned_flags(flags, method), None
+    for group in _open_groups(recipe, flags, ranks, node):
+        try:
+            return resolve.resolve_settings(recipe, command_line.put(flags, **group), ranks, gpu)
+        except UserError as refused:
+            error = error or refused
+    raise error
+
+
+def _open_groups(recipe: str, flags: list[str], ranks: int, node: int) -> list[dict[str, int]]:
+    """Return each --sp_size and --tp_size to try, as arguments; {}: as the flags or their YAML file have them."""
+    if any(_given(recipe, flags, name) is not None for name in ("sp_size", "tp_size")):
         return [{}]
     sizes = [n for n in (2, 4, 8, 16) if min(ranks, node) % n == 0 and ranks % n == 0]
     return [{}, *({name: size} for name in ("sp_size", "tp_size") for size in sizes)]
@@ -337,7 +357,7 @@ def planned_flags(flags: list[str], method: str) -> list[str]:
     named = command_line.names(flags)
     if "--offload" not in named:  # candidates() adds it to the settings that offload to disk
         flags = command_line.drop(flags, "--offload_path")
-    if method == "qlora" and not _load_in_4bit(flags):
+    if method == "qlora" and not _given("lora", flags, "load_in_4bit"):
         flags = command_line.put(flags, load_in_4bit=True)
     if "--model" in named and "--data" not in named:
         flags = command_line.put(flags, data=UNNAMED)  # a plan never opens the rows

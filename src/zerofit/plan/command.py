@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from zerofit import command_line, hardware
-from zerofit.config import parse, resolve
+from zerofit.config import parse
 from zerofit.errors import UserError
 from zerofit.hardware import GIB
 from zerofit.plan import candidates, formulas, search
@@ -62,7 +62,7 @@ def main(argv: list[str]) -> None:
         raise UserError(f"--output_dir {folder}: is a file; name a folder.")
     for_this_machine = args.gpu_type in ("", "detect")
     host_limit = _host_limit(args.host_memory, for_this_machine)
-    flags, rows = with_real_lengths(flags, candidates.recipe_of(methods[-1]), ranks, gpu)
+    flags, rows = with_real_lengths(flags, candidates.recipe_of(methods[-1]), ranks, gpu, node)
     print(f"rows: {rows}", flush=True)
     plan = search.search(methods, flags, ranks, gpu, lambda text: print(text, flush=True), host_limit, node)
     plan.rows = rows
@@ -81,12 +81,14 @@ def main(argv: list[str]) -> None:
         raise candidates.NothingFits(report.nothing_fits(plan))
 
 
-def with_real_lengths(flags: list[str], recipe: str, ranks: int, gpu) -> tuple[list[str], str]:
+def with_real_lengths(
+    flags: list[str], recipe: str, ranks: int, gpu, node: int = formulas.GPUS_OF_A_NODE
+) -> tuple[list[str], str]:
     """Return (the flags with --max_length of the longest row or pack of --data, a sentence on the rows).
 
     The tokenized rows are cached, so the run does not read them again. Rows that cannot be read are taken to be full.
     """
-    settings = resolve.resolve_settings(recipe, candidates.planned_flags(flags, recipe), ranks, gpu)
+    settings = candidates.first_settings(recipe, flags, ranks, gpu, node)
     length = settings.max_length
     full = f"taken to be --max_length {length} tokens long"
     if settings.data == [candidates.UNNAMED]:

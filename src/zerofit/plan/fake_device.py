@@ -48,6 +48,23 @@ def _skip_check_of_rows() -> None:
     DeepSpeedEngine._configure_tensor_parallel_states = without_check
 
 
+def fake_cpu_adam() -> None:
+    """Replace the C++ of DeepSpeed's CPU Adam (--offload_ratio), which would read memory that fake tensors do not have.
+
+    It updates in place and allocates nothing; the states are allocated in Python (deepspeed/ops/adam/cpu_adam.py).
+    """
+    from types import SimpleNamespace
+
+    from deepspeed.ops.op_builder import CPUAdamBuilder
+
+    def nothing(*args) -> None:
+        pass
+
+    CPUAdamBuilder.load = lambda self, verbose=True: SimpleNamespace(
+        create_adam=nothing, adam_update=nothing, destroy_adam=nothing
+    )
+
+
 def register_gpu(tracker, total_bytes: int, overlaps: bool) -> None:
     """Register a fake torch device "gpu" and DeepSpeed accelerator; "cpu" counts as host memory.
 
@@ -77,6 +94,10 @@ def register_gpu(tracker, total_bytes: int, overlaps: bool) -> None:
              "DoubleTensor": torch.float64}  # fmt: skip
 
     class Accelerator(CPU_Accelerator):
+        def __init__(self):
+            super().__init__()
+            self._name = "gpu"  # stage3.py steps the sub-groups that --offload_ratio leaves on the GPU there
+
         def device_name(self, device_index=None):
             return "gpu" if device_index is None else "gpu:0"
 
@@ -140,16 +161,19 @@ def _patch_torch_tensor() -> None:
 
 
 def _softmax_of_cuda(plain, kind: str = "gpu"):
-    """Return a softmax whose backward, on tensors of device `kind`, allocates CUDA's temporary of the result's size.
+    """Return a softmax that allocates on tensors of device `kind` what CUDA's does, which is not what a CPU's does.
 
-    aten/src/ATen/native/cuda/SoftMax.cu, softmax_backward_cuda_out: `Tensor tmp = grad * output;`
+    aten/src/ATen/native/cuda/SoftMax.cu, softmax_backward_cuda_out: `Tensor tmp = grad * output;`, after the result is
+    allocated. An fp32 softmax reads an fp16 input directly (half_to_float), other inputs from an fp32 copy
+    (aten/src/ATen/native/SoftMax.cpp).
     """
     import torch
 
     class Softmax(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x, dim, stacklevel, dtype):
-            output = plain(x, dim, stacklevel, dtype)
+            direct = x.dtype == torch.float16 and dtype == torch.float32
+            output = torch._softmax(x, dim, True) if direct else plain(x, dim, stacklevel, dtype)
             ctx.save_for_backward(output)
             ctx.dim, ctx.dtype = dim, x.dtype
             return output
@@ -157,12 +181,11 @@ def _softmax_of_cuda(plain, kind: str = "gpu"):
         @staticmethod
         def backward(ctx, gradient):
             (output,) = ctx.saved_tensors
-            product = gradient * output
-            # CUDA reads a 16-bit input of an fp32 softmax directly (half_to_float) if it is fp16, else its fp32 copy
             direct = ctx.dtype in (torch.float16, output.dtype)
             result = torch.ops.aten._softmax_backward_data(
                 gradient, output, ctx.dim, ctx.dtype if direct else output.dtype
             )
+            product = gradient * output
             del product
             return result.to(ctx.dtype), None, None, None
 

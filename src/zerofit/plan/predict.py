@@ -9,7 +9,7 @@ from zerofit import hardware
 from zerofit.errors import UserError
 from zerofit.hardware import GIB
 from zerofit.paths import cache_root
-from zerofit.plan import candidates, formulas, simulate
+from zerofit.plan import caching_allocator, candidates, extended_trace, formulas, simulate
 from zerofit.plan.formulas import Shape
 from zerofit.train import memory_history
 
@@ -19,23 +19,40 @@ LAYERS_MEASURED = {True: (16, 24), False: (6, 7)}  # {stage 1 or 2: the first pa
 
 LAYERS_WHOLE = {True: 40, False: 12}
 
+LAYERS_OF_CHOSEN = 48  # up to here all layers of a setting that fits are simulated: 8B 20 s, 80 layers would take 50 s
+
+UNUSED_AT_MOST = 1.25  # least bytes that do / allocated ones: 1.22 in the worst of benchmarks/published
+
+TRACE_ERROR = 0.005  # of the peak: an extended trace that differs more from the extended peak is not used
+
 STEPPED_AT_ONCE = 1e9  # numbers (stage 3's sub_group_size); the fp32 copy of a rank's share grows only up to it
 
 
-def ask(candidate: candidates.Candidate, ranks: int, gpu, whole: bool = False) -> None:
+def ask(candidate: candidates.Candidate, ranks: int, gpu, limit: int = 0) -> None:
     """Store the simulation's answer (the higher of first and last rank) or failure in the candidate.
 
-    Args: whole: simulate all layers. Extended answers have the unused segments of the deeper of their two models.
+    An extended answer has the unused segments of the deeper of its two models if its trace could not be extended. Then
+    a candidate whose tensors fit is simulated with all layers, unless it has many and does not come near the limit.
+    Args: limit: bytes of torch's allocator; 0: unused segments do not matter.
     """
+    _ask(candidate, ranks, sorted({0, ranks - 1}), gpu)
+    if candidate.answer is None or not _lacks_layers(candidate.answer) or candidate.allocated > limit:
+        return
+    if candidate.shape.layers <= LAYERS_OF_CHOSEN or UNUSED_AT_MOST * candidate.allocated > limit:
+        _ask(candidate, ranks, [candidate.answer["rank"]], gpu, whole=True)
+
+
+def _lacks_layers(answer: dict) -> bool:
+    """Return whether the allocator's replay had fewer layers than the model."""
+    return "extended_from_layers" in answer and not answer.get("all_layers_replayed")
+
+
+def _ask(candidate: candidates.Candidate, ranks: int, asked: list[int], gpu, whole: bool = False) -> None:
     from zerofit import command_line
 
-    recipe = candidates.recipe_of(candidate.method)
-    ranks_to_simulate = sorted({0, ranks - 1})
-    setting = candidate.setting
+    recipe, setting = candidates.recipe_of(candidate.method), candidate.setting
     flags = command_line.drop(candidate.flags, "--offload_path")  # disk or host memory: the GPU's is the same
-    answer = answer_of(
-        recipe, flags, ranks, ranks_to_simulate, gpu, setting.zero, candidate.shape, setting.every, whole=whole
-    )
+    answer = answer_of(recipe, flags, ranks, asked, gpu, setting.zero, candidate.shape, setting.every, whole=whole)
     if isinstance(answer, Exception):
         candidate.failed = str(answer)
     else:
@@ -44,11 +61,12 @@ def ask(candidate: candidates.Candidate, ranks: int, gpu, whole: bool = False) -
 
 def answer_of(
     recipe: str, flags: list[str], ranks: int, asked: list[int], gpu, zero: int, shape: Shape, every: int,
-    seconds: float | None = None, whole: bool = False,
+    seconds: float | None = None, whole: bool = False, habits: tuple[str, ...] = (),
 ):  # fmt: skip
     """Return the simulation's answer of the rank in `asked` with the highest peak, or a SimulationFailed.
 
-    Args: every: every n-th layer is checkpointed, 0: none. seconds: time limit, None: no limit. whole: all layers.
+    Args: every: every n-th layer is checkpointed, 0: none. seconds: time limit, None: no limit. whole: all layers;
+        habits: see `simulate.question`.
     Raises: UserError for the user's mistakes.
     """
     began, before = time.perf_counter(), None
@@ -56,10 +74,11 @@ def answer_of(
         gpu = replace(gpu, node_gbs=hardware.NODE_LINK_GBS)  # no effect on memory: equal questions share an answer
     for depths in [(None,)] if whole else _depths(zero, shape, every, ranks):
         questions = [
-            simulate.question(recipe, flags, ranks, rank, gpu=gpu, overrides={"num_hidden_layers": d} if d else None)
+            simulate.question(recipe, flags, ranks, rank, gpu=gpu, habits=habits,
+                              overrides={"num_hidden_layers": d} if d else None)
             for rank in asked
             for d in reversed(depths)  # the longest first: they run in parallel
-        ]
+        ]  # fmt: skip
         seconds_left = None if seconds is None else seconds - (time.perf_counter() - began)
         answers = simulate.run_all(questions, cache_root() / "simulations", seconds_left)
         for answer in answers:
@@ -77,7 +96,8 @@ def answer_of(
             answers = [_extended(low, high, depths, shape.layers) for low, high in pairs]
             break
         before = slopes
-    return max(answers, key=lambda answer: max(answer["total"].values()))
+    by_rank = [answer | {"rank": rank} for rank, answer in zip(asked, answers, strict=True)]
+    return max(by_rank, key=lambda answer: max(answer["total"].values()))
 
 
 def _depths(zero: int, shape: Shape, every: int, ranks: int) -> list[tuple]:
@@ -172,7 +192,26 @@ def _extended(low: dict, high: dict, depths: tuple[int, int], layers: int) -> di
         too_much = sum(parts.values()) / max(1, total[phase])
         peak[phase] = {part: int(value / too_much) for part, value in parts.items()}
     numbers = {name: line(low[name], high[name]) for name in ("host", "host_saving", "parameters", "trainable")}
-    return high | {"peak": peak, "total": total, "extended_from_layers": [small, large]} | numbers
+    answer = high | {"peak": peak, "total": total, "extended_from_layers": [small, large]} | numbers
+    return answer | _replayed(low, high, depths, layers, max(total.values()))
+
+
+def _replayed(low: dict, high: dict, depths: tuple[int, int], layers: int, allocated: int) -> dict:
+    """Return {"allocator": what it needs with all layers, "all_layers_replayed": whether the trace could be extended}.
+
+    Otherwise it is what the deeper of the two needs.
+    """
+    without = {"events": None, "all_layers_replayed": False}
+    if not high.get("events"):  # of a CPU
+        return without
+    try:
+        events = extended_trace.extend(low["events"], high["events"], depths, layers)
+    except extended_trace.NotRegular:
+        return without
+    needs = caching_allocator.of_both_kinds(events)
+    if abs(needs["segments"]["allocated"] - allocated) > TRACE_ERROR * allocated:
+        return without
+    return {"events": None, "all_layers_replayed": True, "allocator": needs}
 
 
 def allowance_of(gpu, ranks: int, node: int = formulas.GPUS_OF_A_NODE) -> dict[str, int]:
@@ -180,6 +219,21 @@ def allowance_of(gpu, ranks: int, node: int = formulas.GPUS_OF_A_NODE) -> dict[s
     kept_free = {"CUDA context": candidates.context_bytes(gpu), "NCCL buffers": candidates.nccl_bytes(ranks, node)}
     learned = memory_history.learned_allowance(gpu.device_name, gpu.memory_gib)
     return kept_free | ({memory_history.learned_from(): learned} if learned else {})
+
+
+def _with_all_layers(answer: dict, job: tuple, limit: int, seconds: float | None) -> dict:
+    """Return the answer with all layers if unused segments decide, and if there is time; else the given one.
+
+    Without them it is waited for: only that simulation may refuse a job whose tensors fit.
+    """
+    gpu = job[4]
+    allocated = max(answer["total"].values()) + candidates.workspace_bytes(gpu)
+    if not _lacks_layers(answer) or not allocated <= limit < UNUSED_AT_MOST * allocated:
+        return answer
+    if allocated + candidates.beyond_allocated(answer, allocated)["least"] > limit:
+        seconds = None
+    whole = answer_of(*job, seconds, whole=True)
+    return answer if isinstance(whole, Exception) else whole
 
 
 def predict(settings, seconds: float | None = None) -> dict | None:
@@ -205,7 +259,10 @@ def predict(settings, seconds: float | None = None) -> dict | None:
     parts = formulas.memory(shape, setting, settings, settings.fused_loss)
     if cpu or candidates.peak_by_formula(parts, gpu) > limit:
         seconds = None  # only a simulation may refuse a launch, and only a simulation knows a CPU's peak
-    answer = answer_of(settings.recipe, flags, ranks, [0], gpu, setting.zero, shape, setting.every, seconds)
+    job = (settings.recipe, flags, ranks, [0], gpu, setting.zero, shape, setting.every)
+    answer = answer_of(*job, seconds)
+    if not cpu and not isinstance(answer, Exception):
+        answer = _with_all_layers(answer, job, limit, seconds and seconds - (time.perf_counter() - began))
     source = {}  # empty: by simulation
     if isinstance(answer, Exception):
         if cpu:

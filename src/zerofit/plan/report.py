@@ -9,9 +9,7 @@ from zerofit.plan import candidates, formulas
 from zerofit.plan.candidates import Candidate, Plan
 from zerofit.train import memory_report
 
-SPEED_ERROR = (
-    "12 published runs on one A100: -21 to +49 %; links and offload, which order the settings too, never measured"
-)
+SPEED_ERROR = "12 published runs on one A100: -21 to +49 %"
 
 _EXPERTS = (
     "{} in a layer; how tokens spread over them is not known before a run and may change activations by a quarter"
@@ -30,6 +28,7 @@ def text(plan: Plan) -> str:
         f"{plan.limit / GIB:.1f} GiB for torch's allocator"
     ]
     lines += [f"  outside it: {name} {size / GIB:.2f} GiB" for name, size in plan.allowance.items() if size]
+    lines += [_margin(plan)]
     lines += _rejected(plan)
     instead = [_adapter(plan)] if plan.adapter else []
     if plan.chosen is None:
@@ -50,6 +49,16 @@ def text(plan: Plan) -> str:
     return "\n".join(lines)
 
 
+def _margin(plan: Plan) -> str:
+    """Return a line on what is kept free for the error of plans."""
+    if not plan.margin:
+        return "  nothing is kept free for the error of plans: only so a setting fits; see docs/planning.md"
+    return (
+        f"  kept free: {plan.margin / GIB:.2f} GiB, {candidates.MARGIN:.0%}: the largest error of allocated bytes "
+        "against published measurements (docs/planning.md)"
+    )
+
+
 def figures(candidate: Candidate, plan: Plan) -> dict[str, int]:
     """Return the bytes of a GPU by three ways to look at it.
 
@@ -57,7 +66,7 @@ def figures(candidate: Candidate, plan: Plan) -> dict[str, int]:
         the last on a full GPU, whose allocator returns unused segments: it decides whether the job fits}.
     """
     outside = sum(plan.allowance.values())
-    reserved = min(candidate.reserved, max(plan.limit, candidate.peak))
+    reserved = min(candidate.reserved, max(plan.limit + plan.margin, candidate.peak))
     return {
         "allocated": candidate.allocated, "reserved": reserved, "nvidia_smi": reserved + outside,
         "least": candidate.peak + outside,
@@ -66,7 +75,7 @@ def figures(candidate: Candidate, plan: Plan) -> dict[str, int]:
 
 def _three_figures(candidate: Candidate, plan: Plan) -> list[str]:
     size = {name: f"{value / GIB:.1f}" for name, value in figures(candidate, plan).items()}
-    total = (plan.limit + sum(plan.allowance.values())) / GIB
+    total = (plan.limit + plan.margin + sum(plan.allowance.values())) / GIB
     return [
         f"  peak of a GPU, {_source(candidate)}:",
         f"    allocated   {size['allocated']:>6} GiB (torch.cuda.max_memory_allocated)",
@@ -169,6 +178,7 @@ def facts(candidate: Candidate, plan: Plan) -> dict[str, str]:
             f"({candidate.tokens_per_second / plan.ranks:,.0f} a GPU), from data sheets at "
             f"{formulas.MATRIX_EFFICIENCY:.0%} of peak ({SPEED_ERROR})",
         }
+        | _order(plan)
         | _hpz(candidate, plan)
         | _sp(candidate, plan)
     )
@@ -200,6 +210,13 @@ def _sent(candidate: Candidate, plan: Plan) -> str:
         f"{within / GIB:.1f} GiB a step within its node at {plan.gpu.link_gbs:g} GB/s and {across / GIB:.1f} GiB to "
         f"other nodes at {plan.gpu.node_gbs:g} GB/s (--node_link_gbs)"
     )
+
+
+def _order(plan: Plan) -> dict[str, str]:
+    """Return {title: text} on constants that order the settings and were never compared with a measurement."""
+    if not plan.unmeasured:
+        return {}
+    return {"order of the settings": f"also by the speed of {' and '.join(plan.unmeasured)}, which was never measured"}
 
 
 def _hpz(candidate: Candidate, plan: Plan) -> dict[str, str]:
@@ -284,7 +301,7 @@ def as_json(plan: Plan) -> dict:
 
     return {
         "gpu": asdict(plan.gpu), "gpus": plan.ranks, "gpus_of_a_node": plan.node, "limit_bytes": plan.limit,
-        "kept_free_bytes": plan.allowance,
+        "kept_free_bytes": plan.allowance, "margin_bytes": plan.margin,
         "chosen": entry(plan.chosen), "facts": facts(plan.chosen, plan) if plan.chosen else None,
         "nearest": entry(plan.nearest), "adapter_instead": entry(plan.adapter), "host_limit_bytes": plan.host_limit,
         "gpus_that_would_do": plan.would_do, "seconds": round(plan.seconds, 1),

@@ -7,7 +7,6 @@ which runs zerofit's trainer and the real engine on tensors without memory, deci
 import time
 
 from zerofit import command_line
-from zerofit.config import resolve
 from zerofit.errors import UserError
 from zerofit.hardware import GIB
 from zerofit.plan import candidates, formulas, predict, simulate
@@ -37,12 +36,17 @@ def search(
     """
     began = time.perf_counter()
     allowance = predict.allowance_of(gpu, ranks, node)
-    settings = _resolved(methods[0], flags, ranks, gpu)
-    limit = int((settings.memory_limit or gpu.memory_gib) * GIB) - sum(allowance.values())
-    kept = settings.save_total_limit
-    plan = candidates.Plan(gpu, ranks, limit, allowance, None, [], host_limit=host_limit, node=node, kept=kept)
+    settings = candidates.first_settings(methods[0], flags, ranks, gpu, node)
+    total = int((settings.memory_limit or gpu.memory_gib) * GIB)
+    margin = int(candidates.MARGIN * total)
+    limit, kept = total - margin - sum(allowance.values()), settings.save_total_limit
+    plan = candidates.Plan(gpu, ranks, limit, allowance, None, [], host_limit=host_limit, node=node, kept=kept,
+                           margin=margin)  # fmt: skip
     with simulate.reused():
         _search(plan, methods, flags, say)
+    if plan.chosen is None and _fits_into_the_margin(plan):
+        plan.limit, plan.margin, plan.chosen, plan.nearest = limit + margin, 0, plan.nearest, None
+        plan.rejected = [(candidate, why) for candidate, why in plan.rejected if candidate is not plan.chosen]
     if plan.chosen is None and plan.nearest is not None:
         plan.would_do = _gpus_that_would_do(methods[-1], flags, ranks, gpu, node)
         plan.longest = _longest_that_fits(methods[-1], flags, ranks, gpu, plan.limit, node)
@@ -50,9 +54,11 @@ def search(
     return plan
 
 
-def _resolved(method: str, flags: list[str], ranks: int, gpu):
-    planned = candidates.planned_flags(flags, method)
-    return resolve.resolve_settings(candidates.recipe_of(method), planned, ranks, gpu)
+def _fits_into_the_margin(plan: candidates.Plan) -> bool:
+    nearest = plan.nearest
+    return bool(nearest and nearest.answer and nearest.peak <= plan.limit + plan.margin) and not _host_is_short(
+        nearest, plan
+    )
 
 
 def _search(plan: candidates.Plan, methods: list[str], flags: list[str], say) -> None:
@@ -105,6 +111,7 @@ def _rungs(methods: list[str], flags: list[str]) -> list[tuple[str, tuple[str, .
 def _decide(plan: candidates.Plan, tried: list[candidates.Candidate], say) -> None:
     """Simulate the fastest candidates until one fits; those far too large by formula come last."""
     simulated, large = 0, []
+    plan.unmeasured = _unmeasured(tried)
     for candidate in tried:
         share = candidates.CLEARLY_TOO_MUCH if simulated < FIRST_SIMULATIONS else 0.9
         if _by_formula(candidate) > share * plan.limit:
@@ -121,6 +128,14 @@ def _decide(plan: candidates.Plan, tried: list[candidates.Candidate], say) -> No
         plan.rejected.append((candidate, _why_not(candidate, plan)))
     if plan.chosen is None:
         plan.nearest = min([*tried, *([plan.nearest] if plan.nearest else [])], key=lambda candidate: candidate.peak)
+
+
+def _unmeasured(tried: list[candidates.Candidate]) -> list[str]:
+    """Return what the candidates differ in whose speed was never compared with a measurement."""
+    settings = [candidate.setting for candidate in tried]
+    links = any(s.ranks > 1 for s in settings) and len({(s.zero, s.accumulation, s.sp) for s in settings}) > 1
+    offload = len({(s.offload, s.nvme, s.activation_offload) for s in settings}) > 1
+    return ["links"] * links + ["offload"] * offload
 
 
 def _last_tries(plan: candidates.Plan, large: list[candidates.Candidate], say) -> None:
@@ -150,9 +165,7 @@ def _by_formula(candidate: candidates.Candidate) -> float:
 
 def _fits(candidate: candidates.Candidate, plan: candidates.Plan, say) -> bool:
     """Simulate the candidate, report its peak, and choose it if it fits."""
-    predict.ask(candidate, plan.ranks, plan.gpu)
-    if candidate.peak <= plan.limit < candidate.reserved and "extended_from_layers" in (candidate.answer or {}):
-        predict.ask(candidate, plan.ranks, plan.gpu, whole=True)  # unused segments decide: they depend on the depth
+    predict.ask(candidate, plan.ranks, plan.gpu, plan.limit)
     how = (
         f"by formula, + {candidates.FORMULA_MARGIN:.0%}: the exact check failed"
         if candidate.failed
@@ -193,7 +206,7 @@ def _gpus_that_would_do(method: str, flags: list[str], ranks: int, gpu, node: in
 
 def _longest_that_fits(method: str, flags: list[str], ranks: int, gpu, limit: int, node: int) -> int | None:
     """Return the largest halving of --max_length at which a setting fits by formula; None below 128."""
-    length = _resolved(method, flags, ranks, gpu).max_length // 2
+    length = candidates.first_settings(method, flags, ranks, gpu, node).max_length // 2
     while length >= 128:
         shorter = command_line.put(flags, max_length=length)
         tried = candidates.candidates(method, shorter, ranks, gpu, node=node)

@@ -1,6 +1,7 @@
 """Run one rank of a job on tensors without storage: the real trainer and the real engine."""
 
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -8,7 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from zerofit.plan import fake_device, simulate
+from zerofit.plan import caching_allocator, extended_trace, fake_device, simulate
 
 # --- the answer, in a process of its own ---
 
@@ -20,6 +21,7 @@ def main(_: list[str]) -> None:
     from zerofit.model import load  # noqa: F401
     from zerofit.train import trainer  # noqa: F401
 
+    gc.freeze()  # the libraries' objects: no collection of a fork scans them
     for line in sys.stdin:
         questions = json.loads(line)
         if questions[0]["device"] == "cuda":  # run_all sends such a question alone
@@ -80,7 +82,7 @@ def _answer_and_end(number: int, question: dict) -> None:
         os._exit(0)
 
 
-def _answer(recipe, flags, ranks, rank, gpu, device, fake, padded, overrides) -> dict:
+def _answer(recipe, flags, ranks, rank, gpu, device, fake, padded, overrides, habits) -> dict:
     import time
 
     import torch
@@ -89,12 +91,15 @@ def _answer(recipe, flags, ranks, rank, gpu, device, fake, padded, overrides) ->
     os.environ |= {"LOCAL_WORLD_SIZE": str(ranks)}
     from zerofit import hardware
     from zerofit.config import resolve
-    from zerofit.train import memory_tracker
+    from zerofit.model import load
 
     settings = resolve.resolve_settings(recipe, flags, ranks, hardware.Gpu(**gpu) if gpu else None)
+    config = load.load_config(settings)
+    config.get_text_config().update(overrides)
+    resolve.resolve_for_model(settings, config)  # before TrainingArguments, which copy the DeepSpeed JSON
     _launched(settings, rank)
     on_gpu = device == "gpu"
-    tracker = memory_tracker.MemoryTracker(device=device, round_to=1 if device == "cpu" else 512, keep_events=on_gpu)
+    tracker = _tracker(device)
     if on_gpu:
         overlaps = bool((settings.deepspeed or {}).get("zero_optimization", {}).get("overlap_comm"))
         fake_device.register_gpu(tracker, int(gpu["memory_gib"] * 2**30), overlaps)
@@ -102,6 +107,7 @@ def _answer(recipe, flags, ranks, rank, gpu, device, fake, padded, overrides) ->
     settings, arguments, *rows = _trainers_needs(settings, device)
     with contextlib.ExitStack() as stack:
         if fake:
+            fake_device.fake_cpu_adam()
             fake_device.without_values(padded, settings.max_length)
             stack.enter_context(torch._subclasses.fake_tensor.FakeTensorMode(allow_non_fake_inputs=True))
             micro = settings.per_device_train_batch_size * settings.documents_per_row
@@ -109,7 +115,11 @@ def _answer(recipe, flags, ranks, rank, gpu, device, fake, padded, overrides) ->
             stack.enter_context(fake_device.answers_for_collectives(tokens, micro))
         host_tracker = _host_tracker(stack) if on_gpu else None
         stack.enter_context(tracker)
-        trainer = _trainer(settings, arguments, rows, overrides, device, fake)
+        trainer = _trainer(settings, arguments, rows, config, device, fake)
+        for habit in habits:
+            HABITS[habit](trainer)
+        if on_gpu and overrides:
+            _mark_layers(trainer.model, tracker, overrides.get("num_hidden_layers", 0))
         trainer.train()
         in_host = host_tracker.highest if host_tracker else tracker.host
         _evaluate_and_save(trainer, tracker)
@@ -124,19 +134,74 @@ def _answer(recipe, flags, ranks, rank, gpu, device, fake, padded, overrides) ->
             "parameters": sum(n for n, _ in sizes),
             "trainable": sum(n for n, trained in sizes if trained),
             "largest_block": tracker.largest,
-            "allocator": _allocator(tracker) if on_gpu else None,
+            "allocator": caching_allocator.of_both_kinds(tracker.events) if on_gpu else None,
+            "events": _numbered(tracker.events) if on_gpu and overrides else None,
             "seconds": round(time.perf_counter() - began, 2),
         }
 
 
-def _allocator(tracker) -> dict[str, dict[str, int]]:
-    """Return what torch's allocator needs for the job, with its usual segments and with expandable ones."""
-    from zerofit.plan import caching_allocator
+def _tracker(device: str):
+    """Return the rank's memory tracker, which marks in its events where a phase begins."""
+    from zerofit.train.memory_tracker import MemoryTracker
 
-    return {
-        name: caching_allocator.needs(tracker.events, expandable)
-        for name, expandable in (("segments", False), ("expandable", True))
-    }
+    class Tracker(MemoryTracker):
+        def enter(self, phase):
+            super().enter(phase)
+            if self.events is not None:
+                self.events.append((caching_allocator.LAYER, extended_trace.OUTSIDE, 0))
+
+    return Tracker(device=device, round_to=1 if device == "cpu" else 512, keep_events=device == "gpu")
+
+
+def _mark_layers(model, tracker, count: int) -> None:
+    """Mark in the tracker's events which layer runs, forward and backward."""
+
+    def mark(number):
+        tracker.events.append((caching_allocator.LAYER, number, 0))
+
+    def before(number):
+        def hook(module, args):
+            if number == 0 and tracker.phase == "forward" and args[0].requires_grad:
+                args[0].register_hook(lambda gradient: mark(extended_trace.OUTSIDE))
+            mark(number)
+
+        return hook
+
+    def after(number, last):
+        def hook(module, args, output):
+            output = output[0] if isinstance(output, tuple) else output
+            if output.requires_grad:
+                output.register_hook(lambda gradient: mark(number))
+            if last and tracker.phase != "backward":
+                mark(extended_trace.OUTSIDE)
+
+        return hook
+
+    layers = _layers(model, count)
+    for number, layer in enumerate(layers):
+        layer.register_forward_pre_hook(before(number))
+        layer.register_forward_hook(after(number, layer is layers[-1]))
+
+
+def _layers(model, count: int) -> list:
+    """Return the model's `count` layers, which are its largest list of so many modules; [] without one."""
+    import torch
+
+    def size(modules) -> int:
+        return sum(getattr(p, "ds_numel", p.numel()) for p in modules.parameters())
+
+    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList) and len(module) == count]
+    return list(max(lists, key=size, default=[]))
+
+
+def _numbered(events: list[tuple]) -> list[tuple]:
+    """Return the events with small numbers as keys, which addresses are not."""
+    numbers, result = {}, []
+    for key, size, stream in events:
+        if key >= 0:
+            key = numbers.setdefault(key, len(numbers)) if size else numbers[key]
+        result.append((key, size, stream))
+    return result
 
 
 def _launched(settings, rank: int) -> None:
@@ -172,6 +237,45 @@ class _Tokenizer:
 
     def __len__(self) -> int:
         return 0
+
+
+def _keep_outputs(trainer) -> None:
+    """Hold the model's outputs until the next forward or the end of the step."""
+    from transformers import TrainerCallback
+
+    kept = [None]
+
+    class Release(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            kept[0] = None
+
+    def keep(module, args, output):
+        kept[0] = output
+
+    trainer.model.register_forward_hook(keep)
+    trainer.add_callback(Release())
+
+
+def _copy_shifted_logits(trainer) -> None:
+    """Compute the loss as transformers 4.48 did for several rows: from a contiguous fp32 copy without each row's last.
+
+    loss/loss_utils.py, ForCausalLMLoss. Rows that lie in one, without padding, would not need the copy.
+    """
+    from transformers.loss.loss_utils import fixed_cross_entropy
+
+    def loss(logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, **kwargs):
+        logits = logits.float()
+        shifted = logits[..., :-1, :].clone()
+        target = labels[..., 1:].contiguous()
+        return fixed_cross_entropy(
+            shifted.view(-1, vocab_size), target.view(-1), num_items_in_batch, ignore_index, **kwargs
+        )
+
+    model = trainer.model
+    (model.get_base_model() if hasattr(model, "get_base_model") else model).loss_function = loss
+
+
+HABITS = {"keeps outputs": _keep_outputs, "copies logits": _copy_shifted_logits}  # of other training loops
 
 
 def _evaluate_and_save(trainer, tracker) -> None:
@@ -236,12 +340,11 @@ def _host_tracker(stack):
     return tracker
 
 
-def _trainer(settings, arguments, rows, overrides, device, fake):
+def _trainer(settings, arguments, rows, config, device, fake):
     """Return the trainer and model as the recipe builds them. rows: tokenizer, training and eval rows."""
     import torch
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-    from zerofit.config import resolve
     from zerofit.model import adapters, load, quantization
     from zerofit.train import progress
     from zerofit.train.preference import PreferenceTrainer
@@ -250,9 +353,6 @@ def _trainer(settings, arguments, rows, overrides, device, fake):
     if device == "gpu":
         fake_device.attention_stand_in(settings.attn_implementation)
     device_context = torch.device("gpu:0") if device == "gpu" else contextlib.nullcontext()
-    config = load.load_config(settings)
-    config.get_text_config().update(overrides)
-    resolve.resolve_for_model(settings, config)
     tokenizer, train_rows, eval_rows = rows
     bits = quantization.bits(settings)
     if bits == 8 and fake:
