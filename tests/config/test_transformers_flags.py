@@ -75,7 +75,7 @@ FIELDS = {
     "log_level_replica": _LOGS,
     "logging_nan_inf_filter": "refused: true; test_transformers_flags.py::test_what_the_trainer_decides",
     "include_num_input_tokens_seen": "works: test_transformers_flags.py::test_step_lines_with_the_tokens_seen",
-    "disable_tqdm": "works: test_launch.py::test_a_bar_never_shares_a_terminal_with_the_step_lines",
+    "disable_tqdm": "works: test_progress.py::test_lines_stand_above_the_progress_line",
     "report_to": "works: test_transformers_flags.py::test_a_tracker_that_is_missing_is_named",
     "run_name": _TRACKERS,
     "project": _TRACKERS,
