@@ -139,6 +139,14 @@ def test_libraries_that_have_seen_other_gpus_are_imported_anew(monkeypatch):
     assert standby._may_become_ranks(same) and not standby._may_become_ranks(same | {"CUDA_VISIBLE_DEVICES": "1"})
 
 
+def test_ranks_on_gpus_are_forks_on_request_only(monkeypatch):
+    monkeypatch.setattr(standby.Path, "iterdir", lambda self: iter(["this thread"]))
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert not standby._may_become_ranks(dict(os.environ))
+    assert standby._may_become_ranks(os.environ | {"ZEROFIT_FORK": "1"})
+
+
 def test_a_launch_that_is_refused_leaves_no_process():
     code = """
 import psutil

@@ -22,7 +22,9 @@ from pathlib import Path
 from zerofit import rank_status
 from zerofit.launch import forked_ranks
 
-TURN_OFF = "ZEROFIT_FORK"  # environment variable: 0 starts every process in an interpreter of its own
+# Environment variable. 0: every rank starts in an interpreter of its own. 1: forks on GPUs too, where nobody has
+# tried them yet. Default: forks where torch sees no GPU.
+FORKS = "ZEROFIT_FORK"
 
 POLL_SECONDS = 0.02
 
@@ -79,7 +81,7 @@ def prefork() -> None:
 
     The fork leaves this function by SystemExit: no caller may have anything to clean up.
     """
-    if os.environ.get(TURN_OFF) != "0" and sys.platform == "linux" and not _waiting:
+    if os.environ.get(FORKS) != "0" and sys.platform == "linux" and not _waiting:
         if threading.active_count() == 1 and not _driver_is_loaded():
             _waiting.append(Standby())
 
@@ -152,8 +154,10 @@ def _may_become_ranks(env: dict[str, str]) -> bool:
     """
     if len([*Path("/proc/self/task").iterdir()]) > 1 or _driver_is_loaded():
         return False
-    if all(env.get(name) == os.environ.get(name) for name in ("CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR")):
-        return True
     import torch
 
-    return not torch.backends.cuda.is_built()
+    if not torch.backends.cuda.is_built():
+        return True
+    if env.get(FORKS) != "1" and torch.cuda.is_available():  # by NVML (cli.py): CUDA stays uninitialized
+        return False
+    return all(env.get(name) == os.environ.get(name) for name in ("CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR"))
