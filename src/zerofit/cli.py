@@ -81,10 +81,11 @@ def _main() -> None:
 
                 prepare.launch_arguments(argv[1:])
             if argv[0] in STARTS_RANKS:
-                # Read when torch is imported. With the second, libraries that look for a GPU as they are imported do
-                # not initialize CUDA, after which the ranks could not be forks (launch/standby.py).
-                os.environ.update(distributed.thread_waiting())
-                os.environ.setdefault(hardware.NVML_CHECK, "1")
+                os.environ.update(distributed.thread_waiting())  # read when torch is imported
+                if os.environ.get("ZEROFIT_FORK") == "1":
+                    # Libraries that look for a GPU as they are imported then do not initialize CUDA, after which the
+                    # ranks could not be forks (launch/standby.py).
+                    os.environ.setdefault(hardware.NVML_CHECK, "1")
             log_filters.libraries()
         module, _, function = VERBS[argv[0]].partition(":")
         getattr(importlib.import_module(f".{module}", __package__), function or "main")(argv[1:])

@@ -470,7 +470,8 @@ def test_a_batch_size_is_searched_after_the_proof_of_packing(monkeypatch):
     trainer = SimpleNamespace(
         tokens=SimpleNamespace(stream=None), is_deepspeed_enabled=False, train_collator=SimpleNamespace(packed=True),
         prove_documents_apart=lambda: order.append("proof"), seed_this_rank=lambda: None,
-        settings=SimpleNamespace(bundled=False), before_first_step=lambda: None, sequence=SimpleNamespace(size=1),
+        settings=SimpleNamespace(bundled=False, zero=3), before_first_step=lambda: None,
+        sequence=SimpleNamespace(size=1),
     )  # fmt: skip
     monkeypatch.setattr(trial, "is_batch_search", lambda: True)
     monkeypatch.setattr(trial, "measure_batch", lambda trainer: order.append("search"))
