@@ -83,6 +83,11 @@ def isolated_test():
         yield
 
 
+def runs_slow(request) -> bool:
+    """Return whether tests marked slow are selected: fixtures that serve both make their runs only then."""
+    return "not slow" not in request.config.getoption("markexpr").replace("slow or not slow", "")
+
+
 @dataclass
 class Run:
     """The run folder of a finished recipe run."""
@@ -181,6 +186,12 @@ def fork_server() -> ForkServer:
 def python() -> str:
     """Return the interpreter to give to make or a launcher: one whose programs are forks, if not --isolated."""
     return sys.executable if isolated else fork_server().python
+
+
+@pytest.fixture
+def forks(monkeypatch):
+    """Make forks of the processes that the code under test starts with sys.executable."""
+    monkeypatch.setattr(sys, "executable", python())
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ from zerofit.export import source as export_source
 from zerofit.paths import size_of
 from zerofit.train.checkpoint import zero_shards
 
+pytestmark = pytest.mark.usefixtures("forks")
 FLAGS = [
     "--data", str(TINY / "train.jsonl"), "--max_samples", "32", "--effective_batch_size", "8", "--num_samples", "0",
     "--per_device_train_batch_size", "4", "--max_steps", "4", "--logging_steps", "1", "--warmup_steps", "0",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, TINY, run_world
+from conftest import ROOT, TINY, run_world, runs_slow
 from transformers import LlamaConfig
 
 from zerofit import hardware
@@ -101,7 +101,7 @@ def marked(name: str):
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, request):
     folder = tmp_path_factory.mktemp("experts")
-    everything = "not slow" not in request.config.getoption("markexpr").replace("slow or not slow", "")
+    everything = runs_slow(request)
     chosen = {name: case for name, case in CASES.items() if everything or name in SHORT}
     models = {kind: save_model(kind, folder / f"model-{kind}") for kind in {kind for _, kind, _ in chosen.values()}}
     flags = {kind: [*COMMON, "--model", model] for kind, model in models.items()}

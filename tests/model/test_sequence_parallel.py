@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, TINY, run_python, run_world
+from conftest import ROOT, TINY, run_python, run_world, runs_slow
 
 from zerofit import command_line
 from zerofit.config import resolve
@@ -51,8 +51,8 @@ def cases(ranks: int) -> dict[str, tuple[str, list[str]]]:
 SHORT = {
     1: ["sft-padded", "lora-packed"],
     2: ["sft-padded-0-2ranks-sp2-accumulation2", "lora-packed-1-2ranks-sp2-accumulation1",
-        "sft-padded-2-2ranks-sp2-accumulation1", "lora-packed-3-2ranks-sp2-accumulation2"],
-    4: ["lora-packed-0-4ranks-sp4-accumulation1", "sft-padded-3-4ranks-sp2-accumulation2"],
+        "sft-padded-2-2ranks-sp2-accumulation1"],
+    4: ["sft-padded-3-4ranks-sp2-accumulation2"],
 }  # fmt: skip
 REFERENCES = {f"{recipe}-{way}": case(recipe, "0", way, 4, 1) for recipe in RATE for way in WAYS}
 WORLDS = {1: REFERENCES, 2: cases(2), 4: cases(4)}
@@ -62,7 +62,7 @@ ALL = [name for ranks in (2, 4) for name in WORLDS[ranks]]
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, request):
     folder = tmp_path_factory.mktemp("runs")
-    everything = "not slow" not in request.config.getoption("markexpr").replace("slow or not slow", "")
+    everything = runs_slow(request)
     found = {}
     for ranks, world in WORLDS.items():
         found |= run_world(ranks, {n: c for n, c in world.items() if everything or n in SHORT[ranks]}, folder)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import ROOT, TINY, run_world
+from conftest import ROOT, TINY, run_world, runs_slow
 from safetensors.torch import load_file
 from transformers import LlamaConfig
 
@@ -70,7 +70,7 @@ def marked(name: str):
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, request):
     folder = tmp_path_factory.mktemp("runs")
-    everything = "not slow" not in request.config.getoption("markexpr").replace("slow or not slow", "")
+    everything = runs_slow(request)
     chosen = {ranks: {n: c for n, c in cases.items() if everything or n in SHORT} for ranks, cases in CASES.items()}
     kinds = dict.fromkeys(kind for cases in chosen.values() for kind, *_ in cases.values())
     models = {kind: save_model(kind, folder / f"model-{kind}") for kind in kinds}

@@ -14,6 +14,7 @@ from zerofit.plan import candidates
 sys.path.append(str(ROOT / "examples"))
 import generate
 
+pytestmark = pytest.mark.usefixtures("forks")
 EXAMPLES = generate.all_examples()
 QUICK = ("qwen2.5-0.5b-sft-12g",)  # planned by `make test` too
 

@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, TINY, python, recipe_process, run_world
+from conftest import ROOT, TINY, recipe_process, run_world
 
 from zerofit import hardware
 from zerofit.config import accelerate_env, resolve
@@ -27,14 +27,9 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import plan as benchmark
 import scaling
 
+pytestmark = pytest.mark.usefixtures("forks")
 CONFIGS = ROOT / "tests" / "configs"
 GPU = hardware.GPUS["h100-80g"]
-
-
-@pytest.fixture(autouse=True)
-def forked_simulations(monkeypatch):
-    """Start the processes of simulations as forks."""
-    monkeypatch.setattr(sys, "executable", python())
 
 
 # --- without memory = with memory ---
@@ -711,6 +706,7 @@ def test_an_error_of_the_simulation_is_kept_in_a_file(monkeypatch, tmp_path):
     assert (tmp_path / "error.txt").read_text().endswith("TypeError: unsupported")
 
 
+@pytest.mark.slow  # the README has one more, by make
 def test_a_real_plan_from_the_command_line(tmp_path):
     """make's own path: prints the choice, writes the files; the printed flags are taken by the recipe."""
     done = subprocess.run(

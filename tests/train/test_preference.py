@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import ROOT, TINY, Run, recipe_process, run_python, run_world
+from conftest import ROOT, TINY, Run, recipe_process, run_python, run_world, runs_slow
 from safetensors.torch import load_file, save_file
 from test_retry import launch
 
@@ -78,8 +78,11 @@ def on_one_rank(folder):
     return run_world(1, cases, folder)
 
 
+LONG = ("full, ZeRO 1", "lora, ZeRO 0")
+
+
 @pytest.fixture(scope="module")
-def on_two_ranks(folder):
+def on_two_ranks(folder, request):
     """Full tuning and LoRA at each stage, half of them without logits."""
     f, cases = flags(folder), {}
     for zero in "0123":
@@ -99,6 +102,8 @@ def on_two_ranks(folder):
         cases[f"full, ZeRO {zero}"] = ("dpo", [*f, *split])
         if zero != "1":
             cases[f"lora, ZeRO {zero}"] = ("dpo", [*f, *split, *ADAPTER])
+    if not runs_slow(request):
+        cases = {name: case for name, case in cases.items() if name not in LONG}
     cases["full, ZeRO 3, offloaded"] = ("dpo", [*f, "--zero", "3", "--offload", "all", "--max_steps", str(FEW)])
     return run_world(2, cases, folder)
 
@@ -198,6 +203,7 @@ def textbook_of(request, folder):
 NAMES = """full|full, micro 4|full, micro 1, fused|full, concatenated|lora|lora, fused, concatenated|lora, precomputed|
 full, ZeRO 0|full, ZeRO 1|full, ZeRO 2|full, ZeRO 3|full, ZeRO 3, offloaded|lora, ZeRO 0|lora, ZeRO 2|lora, ZeRO 3
 """.replace("\n", "").split("|")
+NAMES = [pytest.param(name, marks=pytest.mark.slow) if name in LONG else name for name in NAMES]
 
 
 @pytest.mark.oracle

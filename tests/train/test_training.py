@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from conftest import ROOT, TINY, Run, run_python, run_world
+from conftest import ROOT, TINY, Run, run_python, run_world, runs_slow
 
 ROWS = 60  # in batches of 8: the last step of the epoch is half filler
 FEWER = ["--max_samples", "28"]  # `make test`: half filler too
@@ -89,7 +89,7 @@ def marked(names):
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, request):
     folder = tmp_path_factory.mktemp("runs")
-    everything = "not slow" not in request.config.getoption("markexpr").replace("slow or not slow", "")
+    everything = runs_slow(request)
     found = {}
     for ranks, cases in ((2, cases_of_two_ranks()), (1, cases_of_one_rank())):
         short = {name: (recipe, [*words, *FEWER]) for name, (recipe, words) in cases.items() if not is_long(name)}
