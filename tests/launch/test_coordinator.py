@@ -1,8 +1,10 @@
 """Supervisors of several machines on one: who is missing, who differs, who is lost; and a job on two of them."""
 
 import argparse
+import contextlib
 import json
 import os
+import random
 import re
 import shlex
 import socket
@@ -17,7 +19,7 @@ import pytest
 from conftest import ROOT, TINY, Run, python, run_world
 from torch.distributed import TCPStore
 
-from zerofit import distributed, rank_status, run_lock
+from zerofit import rank_status, run_lock
 from zerofit.errors import EXIT_CODES, UserError
 from zerofit.launch import doctor_nodes, launch, prepare
 from zerofit.launch.cluster import coordinator, documents, hostfile, job_secret, membership, node_options, transport
@@ -41,7 +43,16 @@ def port(monkeypatch):
     monkeypatch.setattr(membership, "LAST_CALL_SECONDS", 0.3)
     monkeypatch.setattr(membership, "LEAVE_SECONDS", 0.3)
     monkeypatch.setattr(coordinator, "GRACE_SECONDS", 0.3)
-    return distributed.free_port()
+    return two_free_ports()
+
+
+def two_free_ports() -> int:
+    """Return an even port that is free, as the next is: below those that the system gives to connections."""
+    while True:
+        first = random.randrange(20_000, 30_000, 2)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", first)):
+            socket.create_server(("127.0.0.1", first + 1)).close()
+            return first
 
 
 def at(port, rank, most=2, least=None, timeout=5.0):
@@ -552,7 +563,7 @@ def test_two_machines_train_as_one_does(tmp_path):
     """
     page, out = (ROOT / "docs" / "multinode.md").read_text(), tmp_path / "two"
     line = re.search(r"```bash\n(make sft NODES=2 NODE_RANK=1 .* & make sft NODES=2 .*)\n```", page)[1]
-    port, done = distributed.free_port() // 2 * 2, threading.Event()
+    port, done = two_free_ports(), threading.Event()
     more = f"make sft ENV=active PYTHON={python()} ZERO=3 PORT={port} ARGS={shlex.quote(shlex.join(SHORT))}"
     line = line.replace("make sft", more).replace("runs/two", str(out)).replace(" & ", " & first=$!; ")
     with ThreadPoolExecutor(1) as pool:

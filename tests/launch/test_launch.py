@@ -276,6 +276,7 @@ def test_recipe_refuses_without_traceback_and_folder(tmp_path, recipe, flags, sa
     assert done.stderr.count("\n") == 1 and not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.bad_input
 def test_accelerate_starting_fewer_processes_than_asked_is_refused(tmp_path):
     command = [BIN / "accelerate", "launch", "--cpu", "--num_processes", "2", ROOT / "recipes" / "sft.py"]
@@ -392,6 +393,10 @@ def test_interrupt_leaves_no_process_and_says_how_to_go_on(tmp_path):
         "--gpus",
         "2",
         "recipes/sft.py",
+        "--data",
+        str(TINY / "train.jsonl"),
+        "--num_samples",
+        "0",
         "--num_train_epochs",
         "500",
         "--save_strategy",

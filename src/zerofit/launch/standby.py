@@ -156,9 +156,9 @@ def _may_become_ranks(env: dict[str, str]) -> bool:
         return False
     import torch
 
-    if not torch.backends.cuda.is_built():
-        return True
     if env.get(FORKS) != "1" and torch.cuda.is_available():
         return False
+    if not torch.backends.cuda.is_built():
+        return True
     unchanged = all(env.get(name) == os.environ.get(name) for name in ("CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR"))
     return unchanged and not _driver_is_loaded()  # the question above may have loaded it
