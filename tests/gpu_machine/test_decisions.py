@@ -329,7 +329,12 @@ def test_a_login_node_does_not_choose_the_accelerator_of_the_gpu_nodes(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("cards", "use_cpu", "name"), [([H100], False, "cuda"), ([H100], True, "cpu"), ([], True, "cpu")]
+    ("cards", "use_cpu", "name"),
+    [
+        ([H100], True, "cpu"),
+        pytest.param([H100], False, "cuda", marks=pytest.mark.slow),
+        pytest.param([], True, "cpu", marks=pytest.mark.slow),
+    ],
 )
 def test_deepspeed_takes_the_jobs_device(cards, use_cpu, name, tmp_path):
     """Also where DS_ACCELERATOR=cpu came along from another machine; and it is not left behind for child processes."""

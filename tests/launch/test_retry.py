@@ -151,6 +151,7 @@ def test_what_cannot_be_survived_is_explained(tmp_path, fault, code, says):
         assert "zerofit: try: micro batch 2 instead of 4 (saves 0.0" in done.stderr and ": fits)" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_full_disk_at_the_first_save_is_one_sentence(tmp_path):
     folder = tmp_path / "run"
     done = launch(folder, fault={"what": "disk full", "where": "save", "step": 2})

@@ -101,7 +101,7 @@ def on_two_ranks(folder, request):
         ]
         cases[f"full, ZeRO {zero}"] = ("dpo", [*f, *split])
         if zero != "1":
-            cases[f"lora, ZeRO {zero}"] = ("dpo", [*f, *split, *ADAPTER])
+            cases[f"lora, ZeRO {zero}"] = ("dpo", [*f, *split, *ADAPTER, "--max_steps", str(FEW)])
     if not runs_slow(request):
         cases = {name: case for name, case in cases.items() if name not in LONG}
     cases["full, ZeRO 3, offloaded"] = ("dpo", [*f, "--zero", "3", "--offload", "all", "--max_steps", str(FEW)])
@@ -398,6 +398,7 @@ def test_batch_search_canary_and_export_as_for_other_recipes(folder, tmp_path):
     assert exported.returncode == 0 and (tmp_path / "whole" / "model.safetensors").exists(), exported.stderr
 
 
+@pytest.mark.slow  # the README's `make dpo` runs four steps of it
 def test_the_bundled_task_goes_from_half_to_nine_tenths(tmp_path):
     done = recipe_process("dpo", "--output_dir", str(tmp_path / "run"), "--num_samples", "0")
     assert done.returncode == 0, done.stdout + done.stderr
