@@ -60,8 +60,9 @@ def build_parser(recipe: str) -> _Parser:
     return parser
 
 
+@functools.cache
 def _early_parser(recipe: str) -> _Parser:
-    """Return a parser, made without torch, that checks zerofit's flags and knows transformers' by name."""
+    """Return a parser, made without torch, that checks zerofit's flags and knows transformers' by name; built once."""
     parser = _Parser(arguments.kit_groups(recipe), prog=recipe, allow_abbrev=False)
     for name in training_argument_names():
         spellings = [f"--{name}", f"--no_{name}"]
