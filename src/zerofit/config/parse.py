@@ -95,6 +95,14 @@ def explicit(recipe: str, argv: list[str], origin: str, early: bool = False, str
     return {k: v for k, v in vars(namespace).items() if v is not _UNSET}
 
 
+def given(recipe: str, flags: list[str], name: str) -> Any:
+    """Return an argument's value in the flags or their YAML file; None if neither has it."""
+    values = explicit(recipe, flags, "command line", early=True, strict=False)
+    if name not in values and values.get("config"):
+        values = read_yaml(values["config"], recipe, early=True)
+    return values.get(name)
+
+
 def read_yaml(path: str, recipe: str, early: bool = False) -> dict[str, Any]:
     """Return the arguments in a YAML file, checked like flags; early: as in `explicit`.
 
