@@ -3,7 +3,7 @@
 python benchmarks/data.py                                    # zerofit on a synthetic chat set
 python benchmarks/data.py --data gsm8k.jsonl --packing       # on a file too, with packing
 make bench-peers ARGS="--data gsm8k.jsonl"                   # side by side with TRL, in an environment of its own
-python benchmarks/data.py --big 2                            # peak memory while preparing 2 GB of JSONL
+python benchmarks/data.py --big 0.5 1 2                      # peak memory while preparing JSONL files of these GB
 
 Every measurement is a fresh process with an empty cache, pinned to as many cores as it has workers; rounds alternate
 between the tools; medians are shown. Tokenizer: examples/tiny/model. Results: benchmarks/results/.
@@ -295,16 +295,38 @@ def markdown(record: dict) -> list[str]:
 
 
 def big(options) -> None:
-    """Prepare a generated JSONL of that many gigabytes and return the highest memory of the processes."""
+    """Prepare a generated JSONL of each size in gigabytes, and write down the highest memory of the processes."""
+    record = {"machine": machine.facts(), "packing": options.packing, "workers": options.workers[-1], "files": []}
+    for gigabytes in options.big:
+        entry = _prepare_big(gigabytes, options)
+        record["versions"] = {"zerofit": entry.pop("versions")}
+        record["files"].append(entry)
+        print(f"{gigabytes:g} GB: {entry['seconds']:.1f} s, {entry['peak_bytes'] / 1e9:.2f} GB", flush=True)
+    lines = ["# Memory while preparing large files", "", *machine.describe(record["machine"], record["versions"]), ""]
+    packed = ", packed" if options.packing else ""
+    lines.append(
+        f"Synthetic chat rows{packed}, {record['workers']} workers. Memory: the highest sum of the anonymous resident "
+        "memory of all processes; pages that forks share count in each, pages of mapped files do not."
+    )
+    lines += ["", "| JSONL, GB | rows | seconds | memory, GB |", "|---:|---:|---:|---:|"]
+    for entry in record["files"]:
+        size, peak = entry["bytes"] / 1e9, entry["peak_bytes"] / 1e9
+        lines.append(f"| {size:g} | {entry['rows']:,} | {entry['seconds']:.0f} | {peak:.2f} |")
+    machine.save("data-big", lines, record)
+
+
+def _prepare_big(gigabytes: float, options) -> dict:
+    """Prepare a generated JSONL in a process of its own; return its result, with the peak of all its processes."""
     import psutil
 
-    facts, size = machine.facts(), int(options.big * 1e9)
+    size = int(gigabytes * 1e9)
     with tempfile.TemporaryDirectory() as name:
         path, seed = Path(name) / "big.jsonl", 0
+        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in chat_rows(10_000)]
         with path.open("w", encoding="utf-8") as file:
             while file.tell() < size:
                 seed += 1
-                file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in chat_rows(1000, seed))
+                file.writelines(random.Random(seed).sample(lines, 1000))
         job = {"paths": [str(path)], "max_length": options.max_length, "packing": options.packing, "dump": None}
         job |= {
             "workers": options.workers[-1],
@@ -320,29 +342,27 @@ def big(options) -> None:
         )
         tree_peak = 0
         while process.poll() is None:
-            resident = 0
-            for member in [process, *process.children(recursive=True)]:
-                try:
-                    resident += member.memory_info().rss
-                except psutil.NoSuchProcess:
-                    continue
-            tree_peak = max(tree_peak, resident)
+            tree_peak = max(tree_peak, _resident([process, *process.children(recursive=True)]))
             time.sleep(0.1)
         output = process.stdout.read()
     if process.returncode:
         sys.exit(f"zerofit failed:\n{output[-2000:]}")
     result = json.loads(output.strip().splitlines()[-1])
-    found = result.pop("versions")
-    peak = max(tree_peak, result["peak_bytes"])
-    record = {"machine": facts, "versions": {"zerofit": found}, "bytes": size, "rows": seed * 1000, **result}
-    record |= {"peak_bytes": peak, "packing": options.packing}
-    lines = ["# Memory while preparing a large file", "", *machine.describe(facts, record["versions"]), ""]
-    lines.append(
-        f"{size / 1e9:g} GB of JSONL, {seed * 1000:,} rows"
-        f"{', packed' if options.packing else ''}: {result['seconds']:.1f} s, "
-        f"peak resident memory of all its processes {peak / 1e9:.2f} GB ({peak / size:.2f} x the file)."
-    )
-    machine.save("data-big", lines, record)
+    return {"bytes": size, "rows": seed * 1000, **result} | {"peak_bytes": tree_peak}
+
+
+def _resident(processes: list) -> int:
+    """Return the bytes of anonymous memory that the processes hold."""
+    import psutil
+
+    total = 0
+    for process in processes:
+        try:
+            memory = process.memory_info()
+        except psutil.NoSuchProcess:
+            continue
+        total += memory.rss - memory.shared
+    return total
 
 
 def main() -> None:
@@ -357,7 +377,9 @@ def main() -> None:
     parser.add_argument("--packing", action="store_true")
     parser.add_argument("--flags", default="", help="more flags for zerofit, in one string")
     parser.add_argument("--peers", help="python of an environment with TRL: measure it side by side and compare labels")
-    parser.add_argument("--big", type=float, metavar="GIGABYTES", help="only this: peak memory for a file of this size")
+    parser.add_argument(
+        "--big", type=float, nargs="+", metavar="GIGABYTES", help="only this: peak memory for files of these sizes"
+    )
     options = parser.parse_args()
     big(options) if options.big else run(options)
 

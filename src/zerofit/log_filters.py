@@ -28,9 +28,8 @@ def libraries() -> None:
         # DeepSpeed owns the accumulation; accelerate's own plugin is not used.
         lambda record: "radient accumulation steps mismatch" not in record.getMessage()
     )
-    import datasets
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()  # one for each model load and checkpoint, between the step lines
     if not sys.stderr.isatty():  # progress bars fill a log file with one endless line
-        datasets.disable_progress_bars()
+        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")  # read when datasets is imported

@@ -1,5 +1,6 @@
 """Rows to tokens: formats, loss mask, order, cache, packing, and a sentence with file:line for what is broken."""
 
+import copy
 import functools
 import gzip
 import json
@@ -359,6 +360,47 @@ def test_any_conversation_trains_exactly_the_answers(pairs, marks):
     wanted = "".join(t["content"] + "<|end|>" for t in turns if t["role"] == "assistant")
     assert supervised_text(tokenizer, ids, labels) == wanted
     assert sum(i in tokenizer.all_special_ids for i in ids) == 2 * len(turns)
+
+
+@pytest.mark.oracle
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.tuples(words, words), min_size=1, max_size=3),
+    st.sampled_from(conversations.TRAIN_ON),
+    st.booleans(),
+)
+def test_labels_placed_by_the_bytes_of_tokens_are_those_of_their_offsets(pairs, train_on, nfc):
+    """Also of texts that the normalizer changes, where the bytes of the tokens are not those of the text."""
+    from tokenizers import normalizers
+
+    tokenizer = copy.deepcopy(shared_tokenizer(True))
+    tokenizer.backend_tokenizer.normalizer = normalizers.NFC() if nfc else None
+    turns = [{"role": r, "content": c} for ask, say in pairs for r, c in (("user", ask), ("assistant", say))]
+    parsed = [("here", conversations.parse("here", {"messages": turns}, "messages"))]
+    by_bytes, by_offsets = encoding.Encoder(tokenizer, train_on), encoding.Encoder(tokenizer, train_on)
+    by_offsets.token_bytes = None
+    assert by_bytes.token_bytes is not None
+    assert by_bytes.encode(parsed) == by_offsets.encode(parsed)
+
+
+def test_tokens_that_are_not_the_bytes_of_the_text_are_placed_by_their_offsets(tokenizer):
+    from tokenizers import AddedToken, normalizers, pre_tokenizers, processors
+
+    changes = [
+        {"pre_tokenizer": pre_tokenizers.ByteLevel(add_prefix_space=True)},
+        {"pre_tokenizer": pre_tokenizers.Metaspace()},
+        {"pre_tokenizer": pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.ByteLevel()])},
+        {"post_processor": processors.ByteLevel(trim_offsets=True)},
+        {"normalizer": normalizers.Lowercase()},
+    ]
+    for change in changes:
+        changed = copy.deepcopy(tokenizer)
+        for name, part in change.items():
+            setattr(changed.backend_tokenizer, name, part)
+        assert encoding.Encoder(changed).token_bytes is None, change
+    assert encoding.Encoder(tokenizer).token_bytes is not None
+    tokenizer.add_tokens([AddedToken("<stop>", rstrip=True)])
+    assert encoding.Encoder(tokenizer).token_bytes is None
 
 
 @functools.cache

@@ -10,11 +10,12 @@ import os
 import tempfile
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from zerofit.data import conversations, encoding, pairs, reading
@@ -105,10 +106,10 @@ def prepare(sources: list[Source], settings, encoder: encoding.Encoder, limit: i
                 statistics = _read_facts(facts, settings)
             statistics = statistics or _build(table, facts, sources, settings, encoder, limit)
     statistics["source"] = ", ".join(map(str, sources))  # the cache may be of a copy in another folder
-    weights = [weight for kept, weight in statistics["sources"] for _ in range(kept)]
-    return TokenizedDataset(
-        Dataset.from_file(str(table)), statistics, fingerprint, weights if set(weights) != {1.0} else None
-    )
+    weights = None
+    if any(weight != 1.0 for kept, weight in statistics["sources"] if kept):
+        weights = [weight for kept, weight in statistics["sources"] for _ in range(kept)]
+    return TokenizedDataset(Dataset.from_file(str(table)), statistics, fingerprint, weights)
 
 
 def _build(table: Path, facts: Path, sources: list[Source], settings, encoder: encoding.Encoder, limit) -> dict:
@@ -188,8 +189,16 @@ def _encode(chunk: list, kind: str) -> tuple[Counter, object]:
     kept = [row for row in encoded if row is not None]
     if not kept:
         return count, None
-    columns = [pa.array(column, pa.list_(pa.int32())) for column in zip(*kept, strict=True)]
+    columns = [_list_array(column) for column in zip(*kept, strict=True)]
     return count, pa.record_batch(columns, names=COLUMNS[: len(columns)])
+
+
+def _list_array(rows: Sequence[list[int]]):
+    """Return the rows as an Arrow array of lists, in less time than pa.array takes for lists of Python numbers."""
+    import pyarrow as pa
+
+    offsets = np.cumsum([0, *map(len, rows)], dtype=np.int32)
+    return pa.ListArray.from_arrays(offsets, np.concatenate([np.array(row, dtype=np.int32) for row in rows]))
 
 
 def _encoded(chunks: Iterator[list], kind: str, pool, workers: int) -> Iterator[tuple[Counter, object]]:

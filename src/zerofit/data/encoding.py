@@ -1,16 +1,22 @@
 """Encode conversations as token ids, with labels on the parts that are trained."""
 
 import contextlib
+import functools
 import itertools
 import re
 import signal
 import threading
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
+
 from zerofit.data import conversations
 from zerofit.errors import UserError
+
+PROBE = "Größe\n\n 東京 🙂\t3.14 'll  x\n"  # text on which a tokenizer shows whether its tokens are its bytes
 
 
 class Encoder:
@@ -38,7 +44,13 @@ class Encoder:
         # An end-of-turn token need not be special: any added token in the template counts.
         ends = {t.content for t in tokenizer.added_tokens_decoder.values() if t.content in tokenizer.chat_template}
         ends = {w for w in words | ends if w.strip()}
-        self.ends = re.compile("|".join(map(re.escape, sorted(ends, key=len, reverse=True))))
+        self.end_words = tuple(sorted(ends, key=len, reverse=True))
+        self.ends = re.compile("|".join(map(re.escape, self.end_words)))
+
+    @functools.cached_property
+    def token_bytes(self) -> np.ndarray | None:
+        """Return the bytes of text of each token, if labels can be placed by them."""
+        return _token_bytes(self.tokenizer)
 
     def encode(
         self,
@@ -73,10 +85,23 @@ class Encoder:
             backend.encode_special_tokens = False  # calls with split_special_tokens leave it on
             backend.no_truncation()  # tokenizer.json may set both
             backend.no_padding()
-            encodings = backend.encode_batch(texts, add_special_tokens=False)
-            for i, encoding, text, row_spans in zip(slots, encodings, texts, spans, strict=True):
-                encoded[i] = _labelled(encoding, len(text), row_spans, self.special_ids)
+            for i, row in zip(slots, self._labelled_texts(texts, spans), strict=True):
+                encoded[i] = row
         return encoded
+
+    def _labelled_texts(
+        self, texts: list[str], spans: list[list[tuple[int, int]]]
+    ) -> Iterator[tuple[list[int], list[int]]]:
+        """Yield (ids, labels) of rendered texts, placed by the bytes of the tokens where these are known."""
+        backend, token_bytes = self.tokenizer.backend_tokenizer, self.token_bytes
+        encode_batch = backend.encode_batch if token_bytes is None else backend.encode_batch_fast  # without offsets
+        normalizer, row = backend.normalizer, None
+        for encoding, text, row_spans in zip(encode_batch(texts, add_special_tokens=False), texts, spans, strict=True):
+            if token_bytes is not None:
+                kept = _keeps(normalizer, text)
+                row = _labelled_by_bytes(encoding.ids, text, row_spans, token_bytes) if kept else None
+                encoding = encoding if row else backend.encode(text, add_special_tokens=False)
+            yield row or _labelled(encoding, len(text), row_spans, self.special_ids)
 
     def _ids(self, place: str, content: conversations.Conversation | str | dict) -> tuple[list[int], list[int]]:
         """Encode token lists, plain text, or a conversation whose text holds control words."""
@@ -100,7 +125,11 @@ class Encoder:
         return ids, list(ids)
 
     def _has_control_words(self, conversation: conversations.Conversation) -> bool:
-        return any(map(self.control.search, conversations.strings([conversation.turns, conversation.tools])))
+        plain = [turn["content"] for turn in conversation.turns if len(turn) == 2]  # a role and this
+        others = [turn for turn in conversation.turns if len(turn) > 2]
+        return any(map(self.control.search, plain)) or any(
+            map(self.control.search, conversations.strings([others, conversation.tools]))
+        )
 
     def _tokens(self, text: str) -> list[int]:
         backend = self.tokenizer.backend_tokenizer
@@ -124,7 +153,7 @@ class Encoder:
         answers = self._marked_answers(text, marks, conversation) or self._prefixes(place, text, conversation)
         self._check_nothing_lost(place, text, conversation, answers)
         for i, _, end in answers:
-            if not self._ends_with_control_word(text[:end]):
+            if not text.endswith(self.end_words, 0, end):
                 raise UserError(
                     f"{place}: turn {i + 1}: the chat template puts no end token behind the answer, so the model would "
                     "never learn to stop; name another with --chat_template."
@@ -152,6 +181,8 @@ class Encoder:
             i for i, turn in enumerate(conversation.turns)
             if turn.get("reasoning_content", "").strip() not in spans.get(i, whole)
         ]  # fmt: skip
+        if not lost:
+            return
         # Templates such as Qwen3's drop the reasoning of earlier answers on purpose.
         self.notes[conversations.REASONING_LOST] += any(i > last_question for i in lost)
         qwen3_keeps_it = conversations.built_in_like(self.tokenizer.chat_template).endswith(" qwen3")
@@ -169,9 +200,9 @@ class Encoder:
             f"(--chat_template {', '.join(conversations.WITH_TOOLS)} or a file)."
         )
         for i, turn in enumerate(conversation.turns):
-            lost = [
-                name for name in conversations.tool_names(turn.get("tool_calls")) if name not in spans.get(i, whole)
-            ]
+            if "tool_calls" not in turn:
+                continue
+            lost = [name for name in conversations.tool_names(turn["tool_calls"]) if name not in spans.get(i, whole)]
             if lost:
                 raise UserError(
                     f"{place}: turn {i + 1} calls the tool {lost[0]!r}, but the chat template writes nothing of the "
@@ -183,10 +214,6 @@ class Encoder:
                 f"{place}: column 'tools' has {lost[0]!r}, but the chat template writes nothing of it, so the model "
                 f"would learn without its tools; {mend}"
             )
-
-    def _ends_with_control_word(self, text: str) -> bool:
-        tail = text[-64:]
-        return any(m.end() == len(tail) for m in self.ends.finditer(tail))
 
     def _whole(self, place: str, conversation: conversations.Conversation) -> tuple[str, list[tuple[int, int]]]:
         """Render the conversation; return its text and the spans of its {% generation %} marks, if any."""
@@ -211,7 +238,7 @@ class Encoder:
             return []
         answers = []
         for i, (start, end) in zip(turns, marks, strict=True):
-            if not self._ends_with_control_word(whole[:end]) and (match := self.ends.match(whole, end)):
+            if not whole.endswith(self.end_words, 0, end) and (match := self.ends.match(whole, end)):
                 end = match.end()  # the marks exclude the end token, which must be trained too
             answers.append((i, start, end))
         return answers
@@ -356,3 +383,55 @@ def _token_at(encoding, position: int, stop: int, length: int) -> int | None:
             return index
         position += 1
     return None
+
+
+def _token_bytes(tokenizer) -> np.ndarray | None:
+    """Return how many bytes of the text each token stands for; None if the tokenizer's offsets contradict.
+
+    Only the tokens of byte-level tokenizers are, one after another, the bytes of the text. Whether they are is tried on
+    PROBE and on the added tokens, which also finds added prefixes, trimmed offsets and tokens that swallow white space.
+    """
+    backend = tokenizer.backend_tokenizer
+    if not _keeps(backend.normalizer, PROBE):
+        return None
+    vocabulary, added = backend.get_vocab(with_added_tokens=False), backend.get_added_tokens_decoder()
+    counts = np.zeros(1 + max([*vocabulary.values(), *added]), dtype=np.int64)
+    counts[list(vocabulary.values())] = list(map(len, vocabulary))  # a character of the vocabulary is a byte
+    counts[list(added)] = [len(token.content.encode()) for token in added.values()]
+    text = PROBE + "".join(f" {token.content} " for token in added.values())
+    chars = [i for i, char in enumerate(text) for _ in char.encode()]
+    encoding = backend.encode(text, add_special_tokens=False)
+    ends = np.cumsum(counts[encoding.ids]).tolist()
+    if ends[-1] != len(chars):
+        return None
+    wanted = [(chars[start], chars[end - 1] + 1) for start, end in itertools.pairwise([0, *ends])]
+    return counts if encoding.offsets == wanted else None
+
+
+def _keeps(normalizer, text: str) -> bool:
+    """Return whether the normalizer leaves the text as it is; normalizers other than NFC are taken to change it."""
+    from tokenizers.normalizers import NFC
+
+    return normalizer is None or (
+        isinstance(normalizer, NFC) and (text.isascii() or unicodedata.is_normalized("NFC", text))
+    )
+
+
+def _labelled_by_bytes(
+    ids: list[int], text: str, spans: list[tuple[int, int]], token_bytes: np.ndarray
+) -> tuple[list[int], list[int]] | None:
+    """Return what `_labelled` does; None if the tokens do not add up to the bytes of the text."""
+    if not text.isascii():
+        spans = [(len(text[:start].encode()), len(text[:end].encode())) for start, end in spans]
+    ends = token_bytes[np.array(ids, dtype=np.int64)].cumsum()
+    if not ids or ends[-1] != (len(text) if text.isascii() else len(text.encode())):
+        return None
+    labels = [conversations.IGNORE] * len(ids)
+    bounds = zip(
+        ends.searchsorted([start for start, _ in spans], "right").tolist(),
+        ends.searchsorted([end for _, end in spans], "left").tolist(),
+        strict=True,
+    )
+    for first, last in bounds:
+        labels[first : last + 1] = ids[first : last + 1]
+    return ids, labels

@@ -28,6 +28,9 @@ FORKS = "ZEROFIT_FORK"
 
 POLL_SECONDS = 0.02
 
+# What launcher and ranks import later, so that it is loaded once.
+OF_BOTH = ("datasets",)
+
 # What a rank imports beside the launcher.
 OF_RANKS = ("transformers.trainer", "zerofit.recipe", "zerofit.train.run", "zerofit.train.trainer")
 
@@ -82,6 +85,8 @@ def prefork() -> None:
     The fork leaves this function by SystemExit: no caller may have anything to clean up.
     """
     if os.environ.get(FORKS) != "0" and sys.platform == "linux" and not _waiting:
+        for name in OF_BOTH:
+            importlib.import_module(name)
         if threading.active_count() == 1 and not _driver_is_loaded():
             _waiting.append(Standby())
 
