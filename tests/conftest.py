@@ -88,6 +88,11 @@ def runs_slow(request) -> bool:
     return "not slow" not in request.config.getoption("markexpr").replace("slow or not slow", "")
 
 
+def slow_but(names, short) -> list:
+    """Return the names of cases as parameters of a test, marked slow but for those that `make test` runs."""
+    return [name if name in short else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
 @dataclass
 class Run:
     """The run folder of a finished recipe run."""

@@ -1,6 +1,7 @@
 """Read and write the run folder: run.json, logs, metrics.jsonl, loss.png, result.json."""
 
 import contextlib
+import itertools
 import json
 import os
 import platform
@@ -17,6 +18,7 @@ from zerofit.errors import UserError
 from zerofit.paths import IN_WHEEL, PROJECT, nearest_existing
 from zerofit.settings import Settings
 
+METRICS = "metrics.jsonl"
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "peft", "datasets")
 
 
@@ -94,17 +96,33 @@ def open_folder(settings: Settings) -> Path:
 
 def keep_metrics(folder: Path, step: int) -> None:
     """Keep the lines of metrics.jsonl up to this step; the later ones will be written again."""
-    metrics = folder / "metrics.jsonl"
+    metrics = folder / METRICS
     if not metrics.exists():
         return
-    kept = []
-    for line in metrics.read_text(encoding="utf-8").splitlines(keepends=True):
-        if not line.endswith("\n") or json.loads(line)["step"] > step:  # a killed run may leave half a line
-            break
-        kept.append(line)
+    kept = itertools.takewhile(lambda entry: entry["step"] <= step, read_metrics(folder))
     tmp_path = metrics.with_suffix(".tmp")
-    tmp_path.write_text("".join(kept), encoding="utf-8")
+    tmp_path.write_text("".join(json.dumps(entry) + "\n" for entry in kept), encoding="utf-8")
     tmp_path.replace(metrics)
+
+
+def read_metrics(folder: Path) -> list[dict]:
+    """Return the lines of metrics.jsonl, up to the half line that a killed run may leave; [] without the file."""
+    file, entries = folder / METRICS, []
+    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else []:
+        try:
+            entries.append(json.loads(line))
+        except ValueError:
+            break
+    return entries
+
+
+def read_json(file: Path) -> dict:
+    """Return a JSON object of the run folder; {} if the file is missing, damaged or holds anything else."""
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 class _Tee:
@@ -156,8 +174,7 @@ def terminal():
 
 def finished(folder: str | Path) -> bool:
     """Return whether the folder's result.json has the status "finished"."""
-    file = Path(folder) / "result.json"
-    return file.exists() and json.loads(file.read_text(encoding="utf-8")).get("status") == "finished"
+    return read_json(Path(folder) / "result.json").get("status") == "finished"
 
 
 def _speak_up_on_crash(log: str) -> None:
@@ -240,12 +257,12 @@ def write_run(settings: Settings, facts: dict) -> None:
 
 def plot_metrics(folder: Path, title: str) -> None:
     """Write loss.png and, of preference training, rewards.png from metrics.jsonl, as far as it has lines."""
-    if not (folder / "metrics.jsonl").exists():
+    lines = read_metrics(folder)
+    if not lines:
         return
     import matplotlib
 
     matplotlib.use("Agg")
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     if trained := [line for line in lines if "loss" in line]:
         _plot_loss(trained, [line for line in lines if "eval_loss" in line], folder / "loss.png", title)
     if rewarded := [line for line in trained if "rewards/chosen" in line]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, TINY, run_world, runs_slow
+from conftest import ROOT, TINY, run_world, runs_slow, slow_but
 from transformers import LlamaConfig
 
 from zerofit import hardware
@@ -94,10 +94,6 @@ UNUSED = ["--ddp_find_unused_parameters", "true"]
 SHORT = ("sft-routed-3",)  # what `make test` runs
 
 
-def marked(name: str):
-    return name if name in SHORT else pytest.param(name, marks=pytest.mark.slow)
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, request):
     folder = tmp_path_factory.mktemp("experts")
@@ -113,7 +109,7 @@ def runs(tmp_path_factory, request):
     return run_world(1, alone, folder) | run_world(2, two, folder)
 
 
-@pytest.mark.parametrize("name", [marked(name) for name in CASES])
+@pytest.mark.parametrize("name", slow_but(CASES, SHORT))
 def test_ranks_that_select_other_experts_train_what_one_rank_trains(runs, name):
     one, two = runs[name.rpartition("-")[0]], runs[name]
     assert two.losses == pytest.approx(one.losses, rel=1e-5)

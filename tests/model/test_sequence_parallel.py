@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, TINY, run_python, run_world, runs_slow
+from conftest import ROOT, TINY, run_python, run_world, runs_slow, slow_but
 
 from zerofit import command_line
 from zerofit.config import resolve
@@ -69,13 +69,8 @@ def runs(tmp_path_factory, request):
     return found
 
 
-def marked(name: str):
-    short = any(name in names for names in SHORT.values())
-    return name if short else pytest.param(name, marks=pytest.mark.slow)
-
-
 @pytest.mark.timeout(1800)  # the first of them makes all runs
-@pytest.mark.parametrize("name", [marked(name) for name in ALL])
+@pytest.mark.parametrize("name", slow_but(ALL, {name for names in SHORT.values() for name in names}))
 def test_losses_norms_and_evaluation_are_those_of_one_rank(runs, name):
     run, reference = runs[name], runs["-".join(name.split("-")[:2])]
     assert len(run.losses) == len(reference.losses) >= 2
@@ -222,9 +217,9 @@ def test_a_deepspeed_json_names_the_effective_batch(tmp_path):
         (["--sp_size", "2", "--attn_implementation", "eager"], "--sp_size 2 with --attn_implementation eager: "),
         (["--sp_size", "2", "--label_smoothing_factor", "0.1"], "--sp_size 2 with --label_smoothing_factor 0.1: "),
         (["--sp_size", "2", "--neftune_noise_alpha", "5"], "--sp_size 2 with --neftune_noise_alpha 5.0: "),
-        (["--sp_size", "2", "--torch_compile", "true"], "--sp_size 2 with --torch_compile True: "),
+        (["--sp_size", "2", "--torch_compile", "true"], "--sp_size 2 with --torch_compile true: "),
         (["--sp_size", "2", "--include_num_input_tokens_seen", "true"],
-         "--sp_size 2 with --include_num_input_tokens_seen True: "),
+         "--sp_size 2 with --include_num_input_tokens_seen true: "),
         (["--sp_size", "2", "--adapter", "prompt_tuning"], "--sp_size 2 with --adapter prompt_tuning: "),
     ],
 )  # fmt: skip

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import ROOT, TINY, run_world, runs_slow
+from conftest import ROOT, TINY, run_world, runs_slow, slow_but
 from safetensors.torch import load_file
 from transformers import LlamaConfig
 
@@ -63,10 +63,6 @@ CASES = {
 SHORT = ("tied-1-tp2", "untied-2-tp2")  # what `make test` runs
 
 
-def marked(name: str):
-    return name if name in SHORT else pytest.param(name, marks=pytest.mark.slow)
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, request):
     folder = tmp_path_factory.mktemp("runs")
@@ -81,7 +77,7 @@ def runs(tmp_path_factory, request):
     return found
 
 
-@pytest.mark.parametrize("name", [marked(name) for cases in CASES.values() for name in cases])
+@pytest.mark.parametrize("name", slow_but([name for cases in CASES.values() for name in cases], SHORT))
 def test_losses_norms_evaluation_and_saved_weights_are_those_of_one_rank(runs, name):
     run, reference = runs[name], runs[name.split("-")[0]]
     assert len(run.losses) == len(reference.losses) == 3

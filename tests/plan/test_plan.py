@@ -849,12 +849,13 @@ def test_dry_run_for_a_gpu_that_is_not_here():
         preflight.dry_run(resolve.resolve_settings("sft", ["--plan", "true"], 1))
 
 
-def test_zero_auto_on_a_cpu_goes_by_the_processes():
-    assert (
-        preflight.is_auto(["--zero", "auto"])
-        and preflight.is_auto(["--zero=auto"])
-        and not preflight.is_auto(["--zero", "2"])
-    )
+def test_zero_auto_on_a_cpu_goes_by_the_processes(tmp_path):
+    file = tmp_path / "job.yaml"
+    file.write_text("zero: auto\n")
+    for flags in (["--zero", "auto"], ["--zero=auto"], ["--config", str(file)]):
+        assert preflight.is_auto("sft", flags)
+    for flags in ([], ["--zero", "2"], ["--config", str(file), "--zero", "2"]):
+        assert not preflight.is_auto("sft", flags)
     assert preflight.chosen_flags("sft", ["--zero", "auto"], 2) == ["--zero", "auto"]
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, TINY, Run, recipe_process, run_python, run_world, runs_slow
+from conftest import ROOT, TINY, Run, recipe_process, run_python, run_world, runs_slow, slow_but
 
 from zerofit.data.batches import DatasetWithFiller, EpochSampler
 from zerofit.train import nan_guard
@@ -70,7 +70,7 @@ def bad_steps(run: Run) -> list[int]:
 
 
 @pytest.mark.fault
-@pytest.mark.parametrize("name", [n if n in SHORT else pytest.param(n, marks=pytest.mark.slow) for n in STAGES])
+@pytest.mark.parametrize("name", slow_but(STAGES, SHORT))
 def test_the_step_is_not_applied_and_the_row_is_named(runs, name):
     run, plain = runs[name], runs[f"{name[: name.index('-')]}-0-{name[-4:]}"]
     bad = bad_steps(run)

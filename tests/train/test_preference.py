@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import ROOT, TINY, Run, recipe_process, run_python, run_world, runs_slow
+from conftest import ROOT, TINY, Run, recipe_process, run_python, run_world, runs_slow, slow_but
 from safetensors.torch import load_file, save_file
 from test_retry import launch
 
@@ -203,7 +203,7 @@ def textbook_of(request, folder):
 NAMES = """full|full, micro 4|full, micro 1, fused|full, concatenated|lora|lora, fused, concatenated|lora, precomputed|
 full, ZeRO 0|full, ZeRO 1|full, ZeRO 2|full, ZeRO 3|full, ZeRO 3, offloaded|lora, ZeRO 0|lora, ZeRO 2|lora, ZeRO 3
 """.replace("\n", "").split("|")
-NAMES = [pytest.param(name, marks=pytest.mark.slow) if name in LONG else name for name in NAMES]
+NAMES = slow_but(NAMES, set(NAMES) - set(LONG))
 
 
 @pytest.mark.oracle

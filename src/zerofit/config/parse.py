@@ -60,8 +60,9 @@ def build_parser(recipe: str) -> _Parser:
     return parser
 
 
+@functools.cache
 def _early_parser(recipe: str) -> _Parser:
-    """Return a parser, made without torch, that checks zerofit's flags and knows transformers' by name."""
+    """Return a parser, made without torch, that checks zerofit's flags and knows transformers' by name; built once."""
     parser = _Parser(arguments.kit_groups(recipe), prog=recipe, allow_abbrev=False)
     for name in training_argument_names():
         spellings = [f"--{name}", f"--no_{name}"]
@@ -92,6 +93,14 @@ def explicit(recipe: str, argv: list[str], origin: str, early: bool = False, str
     if unknown and strict:
         raise UserError(f"{origin}: {synonyms.of_unknown(unknown, recipe, names, origin)}")
     return {k: v for k, v in vars(namespace).items() if v is not _UNSET}
+
+
+def given(recipe: str, flags: list[str], name: str) -> Any:
+    """Return an argument's value in the flags or their YAML file; None if neither has it."""
+    values = explicit(recipe, flags, "command line", early=True, strict=False)
+    if name not in values and values.get("config"):
+        values = read_yaml(values["config"], recipe, early=True)
+    return values.get(name)
 
 
 def read_yaml(path: str, recipe: str, early: bool = False) -> dict[str, Any]:

@@ -42,25 +42,19 @@ class Run:
 
     @cached_property
     def facts(self) -> dict:
-        return _read(self.folder / "run.json")
+        return run_folder.read_json(self.folder / "run.json")
 
     @cached_property
     def result(self) -> dict:
-        return _read(self.folder / "result.json")
+        return run_folder.read_json(self.folder / "result.json")
 
     @cached_property
     def failure(self) -> dict:
-        return _read(self.folder / "report.json")
+        return run_folder.read_json(self.folder / "report.json")
 
     @cached_property
     def metrics(self) -> list[dict]:
-        file, entries = self.folder / "metrics.jsonl", []
-        for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else []:
-            try:
-                entries.append(json.loads(line))
-            except ValueError:  # a killed run may leave half a line
-                break
-        return entries
+        return run_folder.read_metrics(self.folder)
 
     @property
     def finished(self) -> bool:
@@ -185,7 +179,7 @@ def _charts(runs: list[Run]) -> dict[str, str]:
 
 def _memory(run: Run) -> dict[str, str]:
     """Return the chart of the planned peaks by phase and part, with what was measured."""
-    planned, measured = run.facts.get("plan") or {}, _read(run.folder / "memory.json")
+    planned, measured = run.facts.get("plan") or {}, run_folder.read_json(run.folder / "memory.json")
     bars = {f"planned: {phase}": parts for phase, parts in planned.get("peak", {}).items()}
     bars |= {f"measured: {phase}": parts for phase, parts in measured.get("peak", {}).items()}
     if not bars:
@@ -286,14 +280,6 @@ def differences(runs: list[Run]) -> list[list[str]]:
 
 
 # --- values as text ---
-
-
-def _read(file: Path) -> dict:
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _text(value) -> str:

@@ -54,7 +54,7 @@ def _launch(args, recipe: Path, flags: list[str], count: int) -> None:
 
 def _launch_on_one_node(args, recipe: Path, flags: list[str], count: int) -> None:
     """Check everything, then run the job. count: its processes."""
-    if preflight.is_auto(flags):
+    if preflight.is_auto(recipe.stem, flags):
         flags = preflight.chosen_flags(recipe.stem, flags, count)
     flags = command_line.put(flags, gpus=count)
     settings = _settings(recipe.stem, flags, count)
@@ -105,7 +105,7 @@ def _launch_as_leader(coordinator: Coordinator, args, recipe: Path, flags: list[
 def _launch_as_follower(coordinator: Coordinator, args, recipe: Path, flags: list[str], count: int) -> None:
     """Run this node's part of a job that node 0 leads. count: processes of this node."""
     coordinator.membership.gather()
-    if preflight.is_auto(flags):
+    if preflight.is_auto(recipe.stem, flags):
         flags = documents.with_decisions(flags, coordinator.job.flags)
     settings = _settings_on_nodes(recipe.stem, flags, coordinator.world_size)
     _, train_set, eval_set = prepare.prepare(settings, decides=False)
@@ -170,7 +170,8 @@ def _choose_nodes(coordinator: Coordinator, recipe: str, flags: list[str]) -> tu
     while True:
         ranks = sum(nodes.values())
         try:
-            chosen = preflight.chosen_flags(recipe, flags, ranks, node=nodes[0]) if preflight.is_auto(flags) else flags
+            is_auto = preflight.is_auto(recipe, flags)
+            chosen = preflight.chosen_flags(recipe, flags, ranks, node=nodes[0]) if is_auto else flags
             _settings_on_nodes(recipe, chosen, ranks)
             return nodes, chosen
         except UserError:

@@ -5,7 +5,7 @@ import signal
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from zerofit import rank_status
+from zerofit import rank_status, run_folder
 from zerofit.errors import EXIT_CODES, UserError
 
 EXITS = "exits.json"  # {rank: exit code}, written by launch/torchrun.py
@@ -205,11 +205,7 @@ def _effect(before, after) -> str:
 
 
 def _last_steps(folder: Path, count: int = 5) -> list[str]:
-    metrics = folder / "metrics.jsonl"
-    if not metrics.exists():
-        return []
-    entries = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
-    entries = [entry for entry in entries if "loss" in entry][-count:]
+    entries = [entry for entry in run_folder.read_metrics(folder) if "loss" in entry][-count:]
     return [
         f"| {entry['step']} | {entry['loss']:.4f} | {entry.get('grad_norm', float('nan')):.3f} |" for entry in entries
     ]

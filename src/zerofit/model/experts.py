@@ -23,8 +23,7 @@ def count(config) -> int:
 
 def weights(model) -> int:
     """Return the number of weights of all experts that a router selects; shared experts are not counted."""
-    routed = [m for name, m in model.named_modules() if _is_routed(name)]
-    return sum(p.numel() for p in {p for module in routed for p in module.parameters()})
+    return sum(weight.numel() for weight in _routed_weights(model))
 
 
 def idle_weights(model, config) -> int:
@@ -35,8 +34,11 @@ def idle_weights(model, config) -> int:
 
 def fused_weights(model) -> int:
     """Return the number of expert weights in tensors that hold all experts of a layer; none is a linear layer."""
-    routed = [m for name, m in model.named_modules() if _is_routed(name)]
-    return sum(p.numel() for p in {p for module in routed for p in module.parameters() if p.ndim == 3})
+    return sum(weight.numel() for weight in _routed_weights(model) if weight.ndim == 3)
+
+
+def _routed_weights(model) -> set[torch.nn.Parameter]:
+    return {p for name, m in model.named_modules() if _is_routed(name) for p in m.parameters()}
 
 
 def _is_routed(name: str) -> bool:

@@ -20,7 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from zerofit import distributed
 from zerofit.errors import UserError
 from zerofit.model import attention
-from zerofit.settings import decide
+from zerofit.settings import decide, refuse_with
 
 NAME = "zerofit_sequence_parallel"
 
@@ -50,10 +50,7 @@ REFUSED = {
 def _check_flags(settings) -> None:
     """Raise UserError for an argument that --sp_size above 1 excludes."""
     size = settings.sp_size
-    for name, (values, why, fix) in REFUSED.items():
-        value = settings.values.get(name)
-        if value in values if values else value:
-            raise UserError(f"--sp_size {size} with --{name} {value}: {why}; {fix}.")
+    refuse_with(settings, "sp_size", REFUSED)
     if settings.attn_implementation not in ("sdpa", attention.NAME):
         raise UserError(
             f"--sp_size {size} with --attn_implementation {settings.attn_implementation}: only sdpa's kernels are "

@@ -7,17 +7,14 @@ train on other rows. DeepSpeed cuts the model when the training begins, and gath
 
 from zerofit.errors import UserError
 from zerofit.model import experts
+from zerofit.settings import refuse_with
 
-# Argument -> (values that are refused with --tp_size above 1; None: any value that is on, why, what to use instead).
+# What --tp_size above 1 excludes: a table of settings.refuse_with.
 REFUSED = {
     "adapter": (None, "DeepSpeed would replace the layers that peft has wrapped", "use recipes/sft.py"),
-    "sp_size": (tuple(range(2, 1025)), "their groups would cross", "use one of the two"),
+    "sp_size": (None, "their groups would cross", "use one of the two"),
     "offload": (("optimizer", "all"), "it has not been tested with split matrices", "leave it out"),
-    "optim": (
-        ("sophia", "muon"),
-        "it makes its own groups of whole matrices",
-        "use adamw_torch_fused",
-    ),
+    "optim": (("sophia", "muon"), "it makes its own groups of whole matrices", "use adamw_torch_fused"),
     "pure_bf16": ((True,), "its random rounding would differ within a group", "leave it out"),
     "fp16": ((True,), "the ranks of a group could skip different steps", "use --bf16 true"),
     "fused_loss": ((True,), "DeepSpeed replaces the head that it computes with", "use --fused_loss false"),
@@ -60,15 +57,7 @@ def resolve(settings) -> None:
         )
     if settings.zero in STAGES_REFUSED:
         raise UserError(f"--tp_size {size} with ZeRO stage {settings.zero}: {STAGES_REFUSED[settings.zero]}.")
-    for name, (values, why, fix) in REFUSED.items():
-        value = settings.values.get(name)
-        off = name == "tiled_mlp" and value == "1"
-        if not off and (value in values if values else value):
-            raise UserError(f"--tp_size {size} with --{name} {_as_word(value)}: {why}; {fix}.")
-
-
-def _as_word(value) -> str:
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value).lower()
+    refuse_with(settings, "tp_size", REFUSED)
 
 
 def resolve_for_model(settings, config) -> None:

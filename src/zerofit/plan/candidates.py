@@ -200,7 +200,7 @@ def methods_to_try(method: str, recipe: str, flags: list[str]) -> list[str]:
     """
     if method not in ("", "sft", "lora", "qlora", "dpo", "auto"):
         raise UserError(f"--method {method}: must be one of sft, lora, qlora, dpo, auto.")
-    quantized = _given("lora", flags, "load_in_4bit")
+    quantized = parse.given("lora", flags, "load_in_4bit")
     if not method:
         return ["qlora" if recipe == "lora" and quantized else recipe]
     if quantized is False and method == "qlora":
@@ -208,14 +208,6 @@ def methods_to_try(method: str, recipe: str, flags: list[str]) -> list[str]:
     if quantized and method in ("sft", "lora"):
         raise UserError(f"--method {method} and --load_in_4bit true contradict each other: use --method qlora.")
     return ["sft", "lora", "qlora"] if method == "auto" else [method]
-
-
-def _given(recipe: str, flags: list[str], name: str):
-    """Return an argument's value in the flags or their YAML file; None if neither has it."""
-    given = parse.explicit(recipe, flags, "command line", early=True, strict=False)
-    if name not in given and given.get("config"):
-        given = parse.read_yaml(given["config"], recipe, early=True)
-    return given.get(name)
 
 
 def recipe_of(method: str) -> str:
@@ -321,7 +313,7 @@ def first_settings(method: str, flags: list[str], ranks: int, gpu, node: int):
 
 def _open_groups(recipe: str, flags: list[str], ranks: int, node: int) -> list[dict[str, int]]:
     """Return each --sp_size and --tp_size to try, as arguments; {}: as the flags or their YAML file have them."""
-    if any(_given(recipe, flags, name) is not None for name in ("sp_size", "tp_size")):
+    if any(parse.given(recipe, flags, name) is not None for name in ("sp_size", "tp_size")):
         return [{}]
     sizes = [n for n in (2, 4, 8, 16) if min(ranks, node) % n == 0 and ranks % n == 0]
     return [{}, *({name: size} for name in ("sp_size", "tp_size") for size in sizes)]
@@ -357,7 +349,7 @@ def planned_flags(flags: list[str], method: str) -> list[str]:
     named = command_line.names(flags)
     if "--offload" not in named:  # candidates() adds it to the settings that offload to disk
         flags = command_line.drop(flags, "--offload_path")
-    if method == "qlora" and not _given("lora", flags, "load_in_4bit"):
+    if method == "qlora" and not parse.given("lora", flags, "load_in_4bit"):
         flags = command_line.put(flags, load_in_4bit=True)
     if "--model" in named and "--data" not in named:
         flags = command_line.put(flags, data=UNNAMED)  # a plan never opens the rows

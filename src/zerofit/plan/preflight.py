@@ -5,7 +5,7 @@ import os
 import re
 
 from zerofit import command_line, hardware
-from zerofit.config import resolve
+from zerofit.config import parse, resolve
 from zerofit.errors import UserError
 from zerofit.hardware import GIB
 from zerofit.plan import candidates, formulas, predict, search, simulate
@@ -89,9 +89,9 @@ def dry_run(settings) -> None:
         print(memory_report.table(plan["peak"]))
 
 
-def is_auto(flags: list[str]) -> bool:
-    """Return whether --zero auto is explicit on the command line."""
-    return command_line.drop_value(flags, "--zero", "auto") != flags
+def is_auto(recipe: str, flags: list[str]) -> bool:
+    """Return whether `auto` is explicit as --zero on the command line, or as zero in its YAML file."""
+    return parse.given(recipe, flags, "zero") == "auto"
 
 
 def chosen_flags(recipe: str, flags: list[str], ranks: int, node: int = formulas.GPUS_OF_A_NODE) -> list[str]:

@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import json
 import os
 import re
 import socket
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from zerofit import command_line, rank_status, run_lock
+from zerofit import command_line, rank_status, run_folder, run_lock
 from zerofit.errors import UserError
 
 JOB, LOG, CANCELLED = "slurm.json", "slurm.log", "cancelled"  # files in the run folder of a SLURM job
@@ -34,7 +33,7 @@ def main(argv: list[str]) -> None:
                          *(f"  job {job}" for job in slurm_jobs)]))  # fmt: skip
         for job_folder in sweep(folder):
             print(f"  {job_folder.name}: {progress(job_folder)}")
-        if not slurm_jobs and not finished(folder):
+        if not slurm_jobs and not run_folder.finished(folder):
             process = supervisor(folder)
             print(f"  runs here as process {process.pid}" if process else "  nothing of it runs on this machine")
 
@@ -48,12 +47,12 @@ def find(name: str) -> Path:
 
 
 def _is_sweep(folder: Path) -> bool:
-    return bool(read(folder / JOB).get("jobs"))
+    return bool(run_folder.read_json(folder / JOB).get("jobs"))
 
 
 def sweep(folder: Path) -> list[Path]:
     """Return the run folders of a sweep's jobs; [] for a single run."""
-    return [folder / str(number) for number in range(read(folder / JOB).get("jobs", 0))]
+    return [folder / str(number) for number in range(run_folder.read_json(folder / JOB).get("jobs", 0))]
 
 
 # --- the run folder ---
@@ -61,8 +60,8 @@ def sweep(folder: Path) -> list[Path]:
 
 def progress(folder: Path) -> str:
     """Describe from the run folder how the run ended, or how far it is."""
-    result, report = read(folder / "result.json"), read(folder / "report.json")
-    if finished(folder):
+    result, report = run_folder.read_json(folder / "result.json"), run_folder.read_json(folder / "report.json")
+    if run_folder.finished(folder):
         losses = (("train loss", result.get("train_loss")), ("eval loss", result.get("eval_loss")))
         return ", ".join(
             [f"finished after {result['steps']:,} steps", *(f"{name} {value:.4f}" for name, value in losses if value)]
@@ -77,33 +76,16 @@ def progress(folder: Path) -> str:
 
 def far(folder: Path) -> str:
     """Describe the last logged step (loss, speed, age) and the newest checkpoint."""
-    file, last = folder / "metrics.jsonl", {}
-    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else []:
-        with contextlib.suppress(ValueError):  # the last line may be incomplete
-            entry = json.loads(line)
-            last = entry if "loss" in entry else last
-    steps = [path.name.removeprefix("checkpoint-") for path in folder.glob("checkpoint-*")]
-    saved = max(map(int, filter(str.isdigit, steps)), default=None)
+    last = next((entry for entry in reversed(run_folder.read_metrics(folder)) if "loss" in entry), None)
+    saved = max(run_folder.checkpoints(folder), default=None)
     checkpoint = f"newest checkpoint {saved}" if saved else "no checkpoint yet"
     if not last:
         return f"before the first step, {checkpoint}"
-    age = time.time() - file.stat().st_mtime
+    age = time.time() - (folder / run_folder.METRICS).stat().st_mtime
     parts = [f"step {last['step']:,}", f"loss {last['loss']:.4f}"]
     if last.get("tokens_per_second"):
         parts.append(f"{last['tokens_per_second']:,.0f} tok/s")
     return ", ".join([*parts, f"{age:,.0f} s ago", checkpoint])
-
-
-def finished(folder: Path) -> bool:
-    return read(folder / "result.json").get("status") == "finished"
-
-
-def read(file: Path) -> dict:
-    """Return a JSON file of the run folder; {} if it is missing or incomplete."""
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
 
 
 # --- SLURM ---
@@ -148,7 +130,7 @@ def address(folder: Path) -> tuple[str, list[str]]:
 
     Raises: UserError for a malformed id or cluster name: SLURM's commands could read it as something else.
     """
-    facts = read(folder / JOB)
+    facts = run_folder.read_json(folder / JOB)
     job_id, cluster = facts.get("job_id", ""), facts.get("cluster", "")
     if job_id and not re.fullmatch(r"[0-9]+(_[0-9]+)?", str(job_id)):
         raise UserError(
