@@ -186,7 +186,7 @@ def _end_job(job: Job, attempt: Attempt, endings: list[postmortem.Outcome], reco
         last.code = EXIT_CODES["interrupted"]  # with 75, SLURM would requeue it for ever
     _write_report(job, attempt, endings, records, opened)
     if opened:
-        report.write(job.folder)
+        report.write(job.folder, told=last.kind not in ("finished", "out of memory", "diverged"))
     if job.coordinator:
         job.coordinator.end(last.code, "" if last.kind == "finished" else last.sentence)
     return last.code
@@ -220,7 +220,7 @@ def _write_report(job: Job, attempt: Attempt, endings: list[postmortem.Outcome],
         report_note = f" (report.md could not be written: {error.strerror})"
     if last.kind == "finished":
         return
-    if last.kind not in ("user error", "stopped"):
+    if last.kind not in ("user error", "stopped", "diverged"):  # rank 0 has printed these
         print(f"zerofit: {last.sentence}{report_note}", file=sys.stderr)
     if advice:
         print(f"zerofit: try: {advice}", file=sys.stderr)
