@@ -220,10 +220,18 @@ def _write_report(job: Job, attempt: Attempt, endings: list[postmortem.Outcome],
         report_note = f" (report.md could not be written: {error.strerror})"
     if last.kind == "finished":
         return
-    if last.kind not in ("user error", "stopped", "diverged"):  # rank 0 has printed these
-        print(f"zerofit: {last.sentence}{report_note}", file=sys.stderr)
+    if last.kind not in ("user error", "stopped"):
+        print(f"zerofit: {_cause(last, alone=job.coordinator is None)}{report_note}", file=sys.stderr)
     if advice:
         print(f"zerofit: try: {advice}", file=sys.stderr)
+
+
+def _cause(last: postmortem.Outcome, alone: bool) -> str:
+    """Return why the job ended; of what rank 0 has printed on this terminal only that it ended."""
+    kinds = ("out of memory", "disk full", "diverged")
+    if alone and last.rank == 0 and last.kind in kinds and not last.signal:
+        return last.sentence.partition(":")[0]
+    return last.sentence
 
 
 def _tell_interrupted(folder: Path, last: postmortem.Outcome, opened: bool) -> None:
