@@ -174,10 +174,14 @@ def _by_formula(candidate: candidates.Candidate) -> float:
 
 def _expected(candidate: candidates.Candidate, simulated: list[candidates.Candidate]) -> float:
     """Return the bytes by formula and what it lacked for the same tokens in the simulations of settings like it."""
+
+    def kind(setting: formulas.Setting) -> tuple:
+        return setting.zero, setting.offload, setting.every > 0
+
     lacked = [
         (other.allocated - _by_formula(other)) / other.setting.tokens
         for other in simulated
-        if other.answer and (other.setting.every > 0) == (candidate.setting.every > 0)
+        if other.answer and kind(other.setting) == kind(candidate.setting)
     ]
     return _by_formula(candidate) + max(0.0, min(lacked, default=0.0)) * candidate.setting.tokens
 
