@@ -163,22 +163,25 @@ def _size_of(candidate: Candidate, plan: Plan) -> str:
     return f"{about}{candidate.peak / GIB:.1f} GiB, {too_much / GIB:.1f} too much"
 
 
-_ROWS = {"micro": 0, "tokens": 0, "accumulation": 0}
+# What a chosen setting may have less of than a rejected one with the same states.
+_OF_ACTIVATIONS = {"micro": 0, "tokens": 0, "accumulation": 0, "every": 0, "activation_offload": False}
 
 
 def _lesson(candidate: Candidate, plan: Plan) -> str:
     """Return what takes the most memory and what would make it smaller."""
-    setting = candidate.setting
+    setting, chosen = candidate.setting, plan.chosen and plan.chosen.setting
     if _host_is_short(candidate, plan):
         return "--offload_path puts the states on a disk"
     parts = _highest(candidate)[1]
     work = parts["activations"] + parts["logits"]
-    only_more_rows = plan.chosen is not None and replace(setting, **_ROWS) == replace(plan.chosen.setting, **_ROWS)
-    if work < sum(parts.values()) / 2 and not only_more_rows:
+    same_states = chosen is not None and replace(setting, **_OF_ACTIVATIONS) == replace(chosen, **_OF_ACTIVATIONS)
+    if work < sum(parts.values()) / 2 and not same_states:
         return _of_states(candidate, parts)
     taken = f"activations and logits are {work / GIB:.1f}"
     if not setting.every:
         return f"{taken}, and checkpointing keeps one input a layer"
+    if same_states and chosen.activation_offload and not setting.activation_offload:
+        return f"{taken}, and --activation_offload keeps the inputs of layers on the host"
     if setting.micro > 1:
         return f"{taken}, and a micro batch of fewer than {setting.micro} rows accumulates instead"
     return f"{taken}, and shorter rows or --sp_size take less than {setting.tokens:,} tokens a GPU"
@@ -204,8 +207,10 @@ def _of_states(candidate: Candidate, parts: dict[str, float]) -> str:
             2: f"weights are {size('parameters')} on each GPU, and ZeRO-3 shards them",
         }[setting.zero]
     if setting.offload == "none":
-        of = "a GPU's share" if several else "all"
-        return f"{of} of weights, gradients and states is {states}, and offload moves states to the host"
+        weights = (
+            "a GPU's share of weights, gradients and states is" if several else "weights, gradients and states are"
+        )
+        return f"{weights} {states}, and offload moves states to the host"
     return f"weights are {size('parameters')}, and ZeRO-3 with offload all moves them to the host"
 
 
@@ -416,18 +421,21 @@ def nothing_fits(plan: Plan) -> str:
         need = f"{nearest.host_of_a_node / GIB:.0f} GiB of a node's host memory, of {plan.host_limit / GIB:.0f}"
         return (
             f"nothing fits: {nearest.label} fits the GPU but needs {need}; --offload_path on a fast local disk takes "
-            "it from there, and so do more nodes."
+            f"it from there, and so do more nodes{_instead(plan)}."
         )
     do = f"{plan.would_do} GPUs would do by formula" if plan.would_do else "no number of these GPUs up to 4096 would do"
     shorter = f", and so would --max_length {plan.longest} on these" if plan.longest else ""
-    fit = [f"{name} ({hint})" for name, (candidate, hint) in plan.adapters.items() if candidate]
-    instead = "; --method auto also tries LoRA and QLoRA" if nearest.method == "sft" and not plan.adapters else ""
-    if fit:
-        instead = f"; {' and '.join(fit)} would fit by formula"
     return (
         f"nothing fits: the nearest is {nearest.label} with {nearest.peak / GIB:.1f} GiB, {missing:.1f} GiB too much "
-        f"for {plan.gpu.device_name}; {do}{shorter}{instead}."
+        f"for {plan.gpu.device_name}; {do}{shorter}{_instead(plan)}."
     )
+
+
+def _instead(plan: Plan) -> str:
+    """Return a clause on the adapters that would fit, or on how to try them."""
+    if fit := [f"{name} ({hint})" for name, (candidate, hint) in plan.adapters.items() if candidate]:
+        return f"; {' and '.join(fit)} would fit by formula"
+    return "; --method auto also tries LoRA and QLoRA" if plan.nearest.method == "sft" and not plan.adapters else ""
 
 
 def write(plan: Plan, folder: Path) -> None:
