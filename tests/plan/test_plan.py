@@ -593,6 +593,7 @@ def test_what_a_plan_at_the_edge_says(monkeypatch):
     assert search.adapters_instead(dataclasses.replace(plan, chosen=roomy), ["sft"], flags) == {}
 
 
+@pytest.mark.slow  # three models of 70 billion parameters, without weights
 def test_an_adapter_that_does_not_fit_is_said(monkeypatch):
     monkeypatch.setattr(simulate, "run_all", fake_simulation(lambda flags: None))
     gpu, flags = hardware.GPUS["rtx4090-24g"], ["--model", str(CONFIGS / "llama3.1-70b"), "--offload", "none"]
