@@ -13,7 +13,7 @@ from pathlib import Path
 
 import yaml
 
-from zerofit import hardware
+from zerofit import hardware, log_filters
 from zerofit.config import resolve
 from zerofit.hardware import GIB
 from zerofit.plan import candidates, formulas, predict
@@ -113,6 +113,7 @@ def row(example: Example, planned: dict) -> str:
 
 
 def main() -> None:
+    log_filters.libraries()
     named = [word for word in sys.argv[1:] if not word.startswith("--")]
     examples = [example for example in all_examples() if not named or example.name in named]
     rows = []

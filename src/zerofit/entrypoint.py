@@ -26,10 +26,12 @@ def guard(main) -> None:
     """
     from zerofit import rank_status, run_lock
 
+    told = False  # how to go on
     try:
         _full_disk_in_words(lambda: _out_of_memory_in_words(main))
         distributed.stop()
     except UserError as error:
+        told = isinstance(error, Stopped)
         rank_status.record(error)
         sys.stdout.flush()
         if isinstance(error, Stopped) and os.environ.get("RANK", "0") != "0":
@@ -46,6 +48,7 @@ def guard(main) -> None:
         distributed.stop(wait=False)
         raise SystemExit(error.exit_code) from None
     except KeyboardInterrupt as error:
+        told = True
         rank_status.record(error)
         if not rank_status.folder():  # else the supervisor prints it, once for all ranks
             print(f"zerofit: {str(error) or _interrupted()}", file=sys.stderr, flush=True)
@@ -56,18 +59,21 @@ def guard(main) -> None:
             raise SystemExit(1) from None
         raise
     finally:
-        report()
+        report(told)
         run_lock.release()
 
 
-def report() -> None:
-    """Write report.html if this process has trained; under a supervisor, that one writes it."""
+def report(told: bool = False) -> None:
+    """Write report.html if this process has trained; under a supervisor, that one writes it.
+
+    Args: told: how to go on has been printed already.
+    """
     from zerofit import rank_status, run_folder
 
     if (folder := run_folder.opened()) and not rank_status.folder():
         from zerofit.export import report
 
-        report.write(folder)
+        report.write(folder, told)
 
 
 def _interrupted() -> str:

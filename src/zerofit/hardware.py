@@ -321,7 +321,9 @@ def check_devices(count: int, use_cpu: bool) -> None:
         if count > 8 * cores:
             raise UserError(f"GPUS={count}: this machine has no GPU and only {cores} CPU cores.")
         if count > cores:
-            print(f"note: {count} CPU processes share {cores} cores; expect it to be slow", flush=True)
+            print(
+                f"note: {count} CPU processes share {cores} core{'s' * (cores > 1)}; expect it to be slow", flush=True
+            )
     elif count > torch.cuda.device_count():
         raise UserError(
             f"GPUS={count}: this machine has {torch.cuda.device_count()}; use GPUS={torch.cuda.device_count()}."

@@ -112,6 +112,13 @@ def test_a_run_that_was_killed_before_its_first_step(tmp_path):
     assert page.has("not finished", f"make resume RUN={folder}") and "Loss" not in page.labels
 
 
+@pytest.mark.parametrize("told", [False, True])
+def test_the_next_command_after_a_failure(told, tmp_path, capsys):
+    report.write(make_run(tmp_path / "a", status="failed"), told)
+    following = "" if told else f"next: make resume RUN={tmp_path / 'a'}    # from the start\n"
+    assert capsys.readouterr().out == f"report: {tmp_path / 'a' / 'report.html'}\n{following}"
+
+
 def test_runs_side_by_side(tmp_path, capsys):
     runs = [make_run(tmp_path / "a", 1e-4, status="finished"), make_run(tmp_path / "b c", 2e-4, status="failed")]
     report.main([f"{runs[0]} '{runs[1]}'"])  # as make passes them

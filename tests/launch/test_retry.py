@@ -167,11 +167,13 @@ def test_the_report_may_find_no_room(monkeypatch, tmp_path, capsys):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    last = postmortem.Outcome("disk full", 1, 0, "DiskFull: the disk of x is full", step=2)
-    job, attempt = SimpleNamespace(folder=tmp_path), supervisor.Attempt([], settings=None, nodes=None)
-    supervisor._write_report(job, attempt, [last], tmp_path / "records", opened=True)
-    said = capsys.readouterr().err
-    assert "rank 0 ended after step 2: the disk of x is full (report.md could not be written: No space left" in said
+    attempt = supervisor.Attempt([], settings=None, nodes=None)
+    for rank, why in ((1, ": the disk of x is full"), (0, "")):  # rank 0 prints its error itself
+        job = SimpleNamespace(folder=tmp_path, coordinator=None)
+        last = postmortem.Outcome("disk full", 1, rank, "DiskFull: the disk of x is full", step=2)
+        supervisor._write_report(job, attempt, [last], tmp_path / "records", opened=True)
+        said = capsys.readouterr().err
+        assert f"rank {rank} ended after step 2{why} (report.md could not be written: No space left" in said
     assert not list(tmp_path.iterdir())
 
 

@@ -564,28 +564,89 @@ def test_what_a_plan_at_the_edge_says(monkeypatch):
     monkeypatch.setattr(simulate, "run_all", fake_simulation(lambda flags: None))
     gpu, flags = hardware.GPUS["rtx4090-24g"], ["--model", str(CONFIGS / "qwen3-8b")]
     plan = search.search(["sft"], flags, 4, gpu)
-    said = report.text(plan)
+    plan.host_here, plan.disk_free = 31 * 2**30, 200 * 2**30
     assert "offload optimizer" in plan.chosen.label
-    assert "host memory needed: 137 GiB a node while training (not checked; HOST_MEMORY=GiB checks it)" in said
-    assert "warning: checkpoints take 214 GiB (--save_total_limit 1; " in said and "see that the disk" in said
-    assert f"only {200} GiB are free" in report.text(dataclasses.replace(plan, disk_free=200 * 2**30))
-    rejected = [line for line in said.splitlines() if line.startswith("  rejected: ")]
-    kinds = {(c.setting.offload, c.setting.every > 0) for c, _ in plan.rejected}
-    assert len(rejected) == len(kinds) < 7 < len(plan.rejected)
-    smallest = min(
-        (c for c, _ in plan.rejected if c.setting.offload == "none" and not c.setting.every), key=lambda c: c.peak
+    host, disk = report.host_memory(plan.chosen, plan), report.disk_space(plan.chosen, plan)
+    states = 18 * plan.chosen.shape.parameters
+    assert host == {"training_bytes": pytest.approx(states, abs=4), "saving_bytes": 0, "there_bytes": None}
+    assert disk["needed_bytes"] == 2 * disk["checkpoint_bytes"] + disk["final_bytes"]
+    said = report.text(plan)
+    assert (
+        "host memory   137 GiB a node while training (not checked: HOST_MEMORY=GiB does; this machine has 31)" in said
     )
-    assert rejected[0].startswith(f"  rejected: {smallest.label}, ") and "larger ones, up to 5,678 tok/s" in rejected[0]
-    plan.adapter = search.adapter_instead(plan, ["sft"], flags)
-    found = plan.adapter
-    assert found.method == "lora" and found.peak <= plan.limit and found.setting.offload == "none"
-    assert f"LoRA would fit in {found.peak / 2**30:.1f} GiB a GPU at " in report.text(plan)
-    assert search.adapter_instead(plan, ["sft", "lora"], flags) is None  # METHOD=auto looks itself
-    roomy = dataclasses.replace(
-        plan, chosen=dataclasses.replace(plan.chosen, setting=found.setting), host_limit=200 * 2**30
-    )
-    assert search.adapter_instead(roomy, ["sft"], flags) is None
-    assert "(of 200 GiB)" in report.text(roomy)
+    assert "disk          229 GiB in runs/: checkpoints of 107 GiB (1 kept and a new one), final/ 15 GiB; free" in said
+    assert "; free on this machine: 200 GiB" in said
+    assert "warning: checkpoints take 229 GiB: see that the disk" in said
+    here = report.text(dataclasses.replace(plan, here=True, host_limit=150 * 2**30))
+    assert "only 200 GiB are free there; --save_only_model true saves 15 GiB" in here
+    assert "(of 150 of this machine)" in here
+    plan.adapters = search.adapters_instead(plan, ["sft"], flags)
+    for name, method in (("LoRA", "lora"), ("QLoRA", "qlora")):
+        found, hint = plan.adapters[name]
+        assert found.method == method and found.peak <= plan.limit and found.setting.offload == "none"
+        speed = f"{found.tokens_per_second:,.0f} tokens/s"
+        assert f"  {name:<6} fits in {found.peak / 2**30:.1f} GiB a GPU at {speed}: " in report.text(plan)
+        assert hint == f"METHOD={method}"
+    assert set(search.adapters_instead(plan, ["lora"], flags)) == {"QLoRA"}
+    assert search.adapters_instead(plan, ["sft", "lora"], flags) == {}  # METHOD=auto looks itself
+    roomy = dataclasses.replace(plan.chosen, setting=found.setting)
+    assert search.adapters_instead(dataclasses.replace(plan, chosen=roomy), ["sft"], flags) == {}
+
+
+@pytest.mark.slow  # three models of 70 billion parameters, without weights
+def test_an_adapter_that_does_not_fit_is_said(monkeypatch):
+    monkeypatch.setattr(simulate, "run_all", fake_simulation(lambda flags: None))
+    gpu, flags = hardware.GPUS["rtx4090-24g"], ["--model", str(CONFIGS / "llama3.1-70b"), "--offload", "none"]
+    plan = search.search(["sft"], flags, 1, gpu)
+    plan.adapters = search.adapters_instead(plan, ["sft"], flags)
+    assert {name: found for name, (found, _) in plan.adapters.items()} == {"LoRA": None, "QLoRA": None}
+    assert "  QLoRA  does not fit without offload" in report.text(plan)
+    assert "would fit" not in report.nothing_fits(plan)
+    preferences = search.adapters_instead(plan, ["dpo"], flags)
+    assert preferences == {"LoRA": (None, "--adapter lora")}
+    assert search.adapters_instead(plan, ["dpo"], [*flags, "--adapter", "lora"]) == {}
+
+
+def test_rejected_settings_teach_in_a_line_each(monkeypatch, tmp_path):
+    """One line for each kind, which names what takes the most and what would make it smaller."""
+    monkeypatch.setattr(simulate, "run_all", fake_simulation(lambda flags: None))
+    flags = ["--model", str(CONFIGS / "llama3.1-8b"), "--max_length", "2048", "--effective_batch_size", "8"]
+    flags += ["--per_device_train_batch_size", "1", "--sp_size", "1", "--gradient_checkpointing", "true"]
+    ideas = report.rejected_ideas(search.search(["sft"], flags, 8, hardware.GPUS["l4-24g"]))
+    causes = [re.sub(r"[\d.]+", "#", idea.partition("; ")[2]) for idea in ideas]
+    assert causes[:3] == [
+        "weights and gradients are # on each GPU, and ZeRO-# shards gradients",
+        "weights are # on each GPU, and ZeRO-# shards them",
+        "a GPU's share of weights, gradients and states is #, and offload moves states to the host",
+    ]
+    assert re.match(r"ZeRO-1, checkpointing, micro batch 1: about [\d.]+ GiB, [\d.]+ too much; ", ideas[0])
+    plan = search.search(["sft"], ["--model", str(CONFIGS / "qwen3-8b")], 1, hardware.GPUS["rtx4090-24g"])
+    kinds = {report._kind(candidate, plan) for candidate, _ in plan.rejected}
+    ideas = report.rejected_ideas(plan)
+    assert len(ideas) == len(kinds) < 8 < len(plan.rejected)
+    assert any(re.search(r"activations and logits are [\d.]+, and checkpointing keeps one input", i) for i in ideas)
+    plan.adapters = search.adapters_instead(plan, ["sft"], [])
+    assert len(report.text(plan).splitlines()) <= 26
+    report.write(plan, tmp_path)
+    assert all(idea in (tmp_path / "plan.md").read_text() for idea in ideas)
+    assert json.loads((tmp_path / "plan.json").read_text())["disk"]["needed_bytes"] > 2e11
+
+
+def test_a_formula_that_is_far_too_low_costs_few_simulations(monkeypatch):
+    """What it lacked for the same tokens is added to what comes after: settings like it wait for the end."""
+    asked = []
+
+    def size_of(flags):
+        words = dict(zip(flags[::2], flags[1::2], strict=False))
+        asked.append(words)
+        return 10.0 * int(words["--per_device_train_batch_size"])
+
+    monkeypatch.setattr(simulate, "run_all", fake_simulation(size_of))
+    small = dataclasses.replace(GPU, memory_gib=16.0)
+    flags = [*FLAGS_1B, "--offload", "none", "--effective_batch_size", "64", "--sp_size", "1"]
+    plan = search.search(["sft"], flags, 4, small)
+    assert plan.chosen.setting.micro == 1
+    assert len(asked) < 20
 
 
 def test_a_simulation_that_fails_leaves_an_estimate_and_says_so_first(monkeypatch):
@@ -594,7 +655,7 @@ def test_a_simulation_that_fails_leaves_an_estimate_and_says_so_first(monkeypatc
     assert plan.chosen.answer is None
     first, *_, text = report.text(plan).strip().partition("\n")
     assert first == "the exact check failed: no such kernel; this is an estimate by formula, with a margin of 10%"
-    assert "by formula with a margin of 10%" in text and "no such kernel" not in text
+    assert "(by formula with a margin of 10%)" in text and "no such kernel" not in text
 
 
 def test_nothing_fits_is_said_by_a_simulation_only(monkeypatch):
@@ -945,6 +1006,16 @@ def test_the_make_line_of_several_files():
     assert line == "make sft GPUS=1 MODEL=m ZERO=0 CONFIG=x.yaml ARGS='--data a.jsonl b.jsonl'"
 
 
+def test_the_line_without_a_makefile(monkeypatch):
+    monkeypatch.setattr(candidates, "PROJECT", candidates.IN_WHEEL)
+    flags = ["--data", candidates.UNNAMED, "--zero", "3", "--offload", "none"]
+    setting = formulas.Setting(3, "none", 1, 1, 10, 1, 16)
+    candidate = candidates.Candidate(flags, "qlora", setting, {}, 1.0, None, GPU)
+    assert candidates.command(candidate, 16) == (
+        "zerofit lora --gpus 8 --nnodes 2 --node_rank 0 --master_addr name-of-node-0 --data your.jsonl --zero 3"
+    )
+
+
 def on_a_gpu(*flags):
     flags = ["--model", str(CONFIGS / "llama3.1-8b"), "--data", "none", "--zero", "3", *flags]
     settings = resolve.resolve_settings("sft", flags, 8, hardware.GPUS["h100-80g"])
@@ -1126,7 +1197,8 @@ def test_a_plan_has_three_figures(monkeypatch):
     # 64 MiB of cuBLAS workspace; 6 and 1 GiB of segments; 0.6 GiB context and 0.8 of NCCL
     wanted = {"allocated": 50.0625, "reserved": 56.0625, "nvidia_smi": 57.4625, "least": 52.4625}
     assert sizes == pytest.approx(wanted, abs=1e-3)
-    said = report.text(plan)
+    assert "GPU memory    52.5 of 79.6 GiB (by simulation); nvidia-smi will show 57.5" in report.text(plan)
+    said = report._markdown(plan)
     assert "allocated     50.1 GiB" in said and "reserved      56.1 GiB" in said
     assert "nvidia-smi    57.5 of 79.6 GiB; on a fuller GPU 52.5 would do" in said
     assert report.as_json(plan)["chosen"]["nvidia_smi_bytes"] == report.figures(plan.chosen, plan)["nvidia_smi"]
@@ -1163,10 +1235,10 @@ def test_the_error_of_plans_is_kept_free_if_something_fits_so(monkeypatch):
         monkeypatch.setattr(simulate, "run_all", fake_simulation(lambda flags, size=size: size))
         plans[size] = search.search(["sft"], flags, 1, GPU)
     assert plans[60].margin == pytest.approx(0.01 * GPU.memory_gib * 2**30, abs=2) and plans[60].chosen
-    assert "kept free: 0.80 GiB, 1%: the largest error of allocated bytes against" in report.text(plans[60])
+    assert "CUDA context 0.60, kept free for the error of plans 0.80, 1%" in report.text(plans[60])
     assert plans[76.5].chosen and not plans[76.5].margin and plans[76.5].nearest is None
     assert "nothing is kept free for the error of plans" in report.text(plans[76.5])
-    assert "of 79.6 GiB; on a fuller GPU" in report.text(plans[60]) and "of 79.6 GiB" in report.text(plans[76.5])
+    assert "of 79.6 GiB (by simulation)" in report.text(plans[60]) and "of 79.6 GiB" in report.text(plans[76.5])
     assert plans[77].chosen is None and plans[77].nearest
 
 

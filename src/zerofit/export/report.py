@@ -99,15 +99,18 @@ def main(argv: list[str]) -> None:
     print(f"report: {file}")
 
 
-def write(folder: Path) -> None:
-    """Write the report of a run that has ended and print where it is; a run never fails for its report."""
+def write(folder: Path, told: bool = False) -> None:
+    """Write the report of a run that has ended, print where it is and the next command.
+
+    A run never fails for its report. Args: told: how to go on has been printed already.
+    """
     try:
         (folder / FILE).write_text(of_one(Run(folder)), encoding="utf-8")
     except Exception as error:
         print(f"note: {folder / FILE} could not be written: {error}", flush=True)
     else:
         print(f"report: {folder / FILE}")
-        if run_folder.finished(folder):
+        if not told:
             print(f"next: {' or '.join(next_steps(folder))}", flush=True)
 
 

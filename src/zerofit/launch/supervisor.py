@@ -186,7 +186,7 @@ def _end_job(job: Job, attempt: Attempt, endings: list[postmortem.Outcome], reco
         last.code = EXIT_CODES["interrupted"]  # with 75, SLURM would requeue it for ever
     _write_report(job, attempt, endings, records, opened)
     if opened:
-        report.write(job.folder)
+        report.write(job.folder, told=last.kind not in ("finished", "out of memory", "diverged"))
     if job.coordinator:
         job.coordinator.end(last.code, "" if last.kind == "finished" else last.sentence)
     return last.code
@@ -221,9 +221,17 @@ def _write_report(job: Job, attempt: Attempt, endings: list[postmortem.Outcome],
     if last.kind == "finished":
         return
     if last.kind not in ("user error", "stopped"):
-        print(f"zerofit: {last.sentence}{report_note}", file=sys.stderr)
+        print(f"zerofit: {_cause(last, alone=job.coordinator is None)}{report_note}", file=sys.stderr)
     if advice:
         print(f"zerofit: try: {advice}", file=sys.stderr)
+
+
+def _cause(last: postmortem.Outcome, alone: bool) -> str:
+    """Return why the job ended; of what rank 0 has printed on this terminal only that it ended."""
+    kinds = ("out of memory", "disk full", "diverged")
+    if alone and last.rank == 0 and last.kind in kinds and not last.signal:
+        return last.sentence.partition(":")[0]
+    return last.sentence
 
 
 def _tell_interrupted(folder: Path, last: postmortem.Outcome, opened: bool) -> None:

@@ -12,6 +12,7 @@ from zerofit.config import parse, resolve
 from zerofit.errors import EXIT_CODES, UserError
 from zerofit.hardware import GIB
 from zerofit.model import preference_loss
+from zerofit.paths import IN_WHEEL, PROJECT
 from zerofit.plan import formulas
 from zerofit.plan.formulas import Setting, Shape
 
@@ -158,9 +159,10 @@ class Plan:
     kept free for the error of plans, 0: none is left; chosen: None if nothing fits;
     rejected: faster candidates, and why; nearest: the smallest if nothing fits; would_do, longest: GPUs and
     --max_length at which something fits; host_limit: bytes of a node's host memory, None: unknown; node: GPUs of a
-    node; adapter: LoRA or QLoRA by formula, if full fine-tuning is near the limit; disk_free: bytes for checkpoints,
-    None: unknown; kept: number of checkpoints, None: all; rows: a sentence on the length of the rows; unmeasured: what
-    has a speed that orders the settings and that no measurement supports."""
+    node; adapters: {name: (LoRA or QLoRA by formula or None, the words that plan it)}, if the asked method is near the
+    limit; here: the plan is for this machine; host_here, disk_free: bytes of its host memory and free in runs/; kept:
+    number of checkpoints, None: all; rows: a sentence on the length of the rows; notes: the search's lines; unmeasured:
+    what has a speed that orders the settings and that no measurement supports."""
 
     gpu: hardware.Gpu
     ranks: int
@@ -175,7 +177,9 @@ class Plan:
     seconds: float = 0.0
     notes: list[str] = field(default_factory=list)
     node: int = formulas.GPUS_OF_A_NODE
-    adapter: Candidate | None = None
+    adapters: dict[str, tuple[Candidate | None, str]] = field(default_factory=dict)
+    here: bool = False
+    host_here: int | None = None
     disk_free: int | None = None
     kept: int | None = None
     rows: str = ""
@@ -461,16 +465,12 @@ def flags_for_simulation(flags: list[str]) -> list[str]:
 
 
 def command(candidate: Candidate, ranks: int) -> str:
-    """Return the `make` command that runs the candidate; on several nodes that of the first node."""
-    nodes, rest = candidate.setting.nodes, []
-    variables = {"GPUS": str(ranks)}
-    if nodes > 1 and ranks % nodes == 0:
-        variables = {
-            "GPUS": str(ranks // nodes),
-            "NODES": str(nodes),
-            "NODE_RANK": "0",
-            "MASTER_ADDR": "name-of-node-0",
-        }
+    """Return the command that runs the candidate, on several nodes that of the first: of make where a Makefile is."""
+    if PROJECT == IN_WHEEL:
+        return _command_without_make(candidate, ranks)
+    rest, variables = [], {"GPUS": str(ranks)}
+    if several := _first_node(candidate, ranks):
+        variables = {"GPUS": several[0], "NODES": several[1], "NODE_RANK": "0", "MASTER_ADDR": "name-of-node-0"}
     for name, values, words in command_line.by_flag(candidate.flags):
         if name in WITH_VARIABLE and len(values) == 1:
             variables[name[2:].removesuffix("_size").upper()] = values[0]
@@ -483,3 +483,19 @@ def command(candidate: Candidate, ranks: int) -> str:
     recipe = recipe_of(candidate.method)
     more = f" ARGS={shlex.quote(shlex.join(rest))}" if rest else ""
     return f"make {recipe} " + " ".join(f"{k}={shlex.quote(v)}" for k, v in variables.items()) + more
+
+
+def _first_node(candidate: Candidate, ranks: int) -> tuple[str, str] | None:
+    """Return (GPUs of a node, nodes) if there are several nodes with equal GPUs."""
+    nodes = candidate.setting.nodes
+    return (str(ranks // nodes), str(nodes)) if nodes > 1 and ranks % nodes == 0 else None
+
+
+def _command_without_make(candidate: Candidate, ranks: int) -> str:
+    """Return the `zerofit` command that runs the candidate in any folder."""
+    placed = ["--gpus", str(ranks)]
+    if several := _first_node(candidate, ranks):
+        placed = ["--gpus", several[0], "--nnodes", several[1], "--node_rank", "0", "--master_addr", "name-of-node-0"]
+    flags = ["your.jsonl" if word == UNNAMED else word for word in candidate.flags]
+    flags = command_line.drop_value(flags, "--offload", "none")
+    return shlex.join(["zerofit", recipe_of(candidate.method), *placed, *flags])

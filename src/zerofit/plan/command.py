@@ -3,7 +3,9 @@
 import argparse
 import math
 import shutil
+import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -54,6 +56,8 @@ def main(argv: list[str]) -> None:
     gpu = _with_node_link(hardware.find(args.gpu_type or "detect", min(ranks, node)), args.node_link_gbs)
     if sentence := hardware.note(gpu):
         print(sentence, flush=True)
+    import psutil
+
     from zerofit.paths import nearest_existing
     from zerofit.plan import report
 
@@ -64,11 +68,16 @@ def main(argv: list[str]) -> None:
     host_limit = _host_limit(args.host_memory, for_this_machine)
     flags, rows = with_real_lengths(flags, candidates.recipe_of(methods[-1]), ranks, gpu, node)
     print(f"rows: {rows}", flush=True)
-    plan = search.search(methods, flags, ranks, gpu, lambda text: print(text, flush=True), host_limit, node)
-    plan.rows = rows
-    plan.adapter = search.adapter_instead(plan, methods, flags)
-    if for_this_machine:
-        plan.disk_free = shutil.disk_usage(nearest_existing(folder)).free
+    notes = [f"rows: {rows}"]
+    say, end = _progress(notes)
+    try:
+        plan = search.search(methods, flags, ranks, gpu, say, host_limit, node)
+        plan.adapters = search.adapters_instead(plan, methods, flags)
+    finally:
+        end()
+    plan.rows, plan.notes, plan.here = rows, notes, for_this_machine
+    plan.host_here = psutil.virtual_memory().total
+    plan.disk_free = shutil.disk_usage(nearest_existing(Path("runs"))).free
     print(report.text(plan))
     try:
         report.write(plan, folder)
@@ -76,9 +85,26 @@ def main(argv: list[str]) -> None:
         raise UserError(
             f"--output_dir {folder}: the plan cannot be written there: {error.strerror}; name another folder."
         ) from None
-    print(f"\n{folder}/plan.md, plan.json, plan.png")
+    print(f"more: {folder}/plan.md, plan.json, plan.png (planned in {plan.seconds:.0f} s)", flush=True)
     if plan.chosen is None:
         raise candidates.NothingFits(report.nothing_fits(plan))
+
+
+def _progress(lines: list[str]) -> tuple[Callable[[str], None], Callable[[], None]]:
+    """Return (a function that shows a line of the search and appends it to `lines`, one to call at its end).
+
+    A terminal shows the last line only, and none after the end.
+    """
+    live = sys.stdout.isatty()
+
+    def say(text: str) -> None:
+        lines.append(text)
+        if live:
+            print(f"\r\033[K{text[: shutil.get_terminal_size().columns - 1]}", end="", flush=True)
+        else:
+            print(text, flush=True)
+
+    return say, lambda: print("\r\033[K", end="", flush=True) if live else None
 
 
 def with_real_lengths(

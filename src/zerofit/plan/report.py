@@ -17,46 +17,76 @@ _EXPERTS = (
 
 LARGE_CHECKPOINT = 100 * GIB  # above it a plan warns about the disk
 
+REJECTED = "the smallest of each kind (about: by formula)"
+
+SHOWN = 6  # rejected settings on the terminal; plan.md has all
+
+IN_TERMINAL = ("host memory", "disk of a node", "disk", "time", "batch")  # of `facts`; plan.md has all
+
 
 def text(plan: Plan) -> str:
     """Return the plan as text for the terminal."""
     best = plan.chosen or plan.nearest
     lines = ["", candidates.ESTIMATE.format(best.failed)] if best and best.failed else [""]
-    gpus = candidates.gpus_as_text(plan.ranks, plan.node)
-    lines += [
-        f"{gpus} x {plan.gpu.device_name}: {plan.gpu.memory_gib:.1f} GiB each, "
-        f"{plan.limit / GIB:.1f} GiB for torch's allocator"
-    ]
-    lines += [f"  outside it: {name} {size / GIB:.2f} GiB" for name, size in plan.allowance.items() if size]
-    lines += [_margin(plan)]
-    lines += _rejected(plan)
-    instead = [_adapter(plan)] if plan.adapter else []
-    if plan.chosen is None:
-        return "\n".join([*lines, "", nothing_fits(plan), *instead])
-    chosen = plan.chosen
-    lines += ["", f"chosen: {chosen.label}", *_three_figures(chosen, plan)]
-    if chosen.answer:
-        lines += ["", memory_report.table(chosen.answer["peak"]), ""]
-    lines += [f"  {name}: {value}" for name, value in facts(chosen, plan).items()]
-    others = " (and NODE_RANK=1, 2, ... on the other nodes)" if plan.nodes > 1 else ""
-    lines += [
-        "",
-        *_warnings(chosen, plan),
-        f"run it: {candidates.command(chosen, plan.ranks)}{others}",
-        *instead,
-        f"\nplanned in {plan.seconds:.0f} s",
-    ]
+    lines += _gpu(plan)
+    if plan.chosen:
+        lines += ["", f"chosen: {plan.chosen.label}", f"  {'GPU memory':<14}{_gpu_memory(plan.chosen, plan)}"]
+        known = facts(plan.chosen, plan)
+        lines += [f"  {name:<14}{known[name]}" for name in IN_TERMINAL if name in known]
+    rejected = rejected_ideas(plan)
+    if rejected:
+        lines += ["", f"rejected, {REJECTED}:", *(f"  {line}" for line in rejected[:SHOWN])]
+    if len(rejected) > SHOWN:
+        lines += [f"  {len(rejected) - SHOWN} more in plan.md"]
+    lines += _adapters(plan)
+    if plan.chosen:
+        lines += ["", *_warnings(plan.chosen, plan), _run_it(plan)]
     return "\n".join(lines)
 
 
-def _margin(plan: Plan) -> str:
-    """Return a line on what is kept free for the error of plans."""
-    if not plan.margin:
-        return "  nothing is kept free for the error of plans: only so a setting fits; see docs/planning.md"
-    return (
-        f"  kept free: {plan.margin / GIB:.2f} GiB, {candidates.MARGIN:.0%}: the largest error of allocated bytes "
-        "against published measurements (docs/planning.md)"
+def _run_it(plan: Plan) -> str:
+    others = " (and NODE_RANK=1, 2, ... on the other nodes)" if plan.nodes > 1 else ""
+    return f"run it: {candidates.command(plan.chosen, plan.ranks)}{others}"
+
+
+def _gpu(plan: Plan) -> list[str]:
+    """Return lines on the GPUs and what of their memory is not the allocator's."""
+    gpus = candidates.gpus_as_text(plan.ranks, plan.node)
+    parts = [f"{name} {size / GIB:.2f}" for name, size in plan.allowance.items() if size > 0.005 * GIB]
+    kept = (
+        f"kept free for the error of plans {plan.margin / GIB:.2f}, {candidates.MARGIN:.0%}"
+        if plan.margin
+        else "nothing is kept free for the error of plans: only so a setting fits; see docs/planning.md"
     )
+    return [
+        f"{gpus} x {plan.gpu.device_name}: {plan.gpu.memory_gib:.1f} GiB each, {plan.limit / GIB:.1f} GiB for torch's "
+        "allocator",
+        f"  the rest: {', '.join([*parts, kept])}",
+    ]
+
+
+def _gpu_memory(candidate: Candidate, plan: Plan) -> str:
+    """Return text on what a GPU needs, what nvidia-smi will show, and the parts of the highest moment."""
+    size = figures(candidate, plan)
+    phase, parts = _highest(candidate)
+    largest = sorted(((part, n) for part, n in parts.items() if n >= 0.05 * GIB), key=lambda pair: -pair[1])
+    return (
+        f"{size['least'] / GIB:.1f} of {_gpu_bytes(plan) / GIB:.1f} GiB ({_source(candidate)}); nvidia-smi will show "
+        f"{size['nvidia_smi'] / GIB:.1f}\n{'':16}highest {phase}: "
+        + ", ".join(f"{part} {n / GIB:.1f}" for part, n in largest)
+    )
+
+
+def _gpu_bytes(plan: Plan) -> int:
+    return plan.limit + plan.margin + sum(plan.allowance.values())
+
+
+def _highest(candidate: Candidate) -> tuple[str, dict[str, float]]:
+    """Return (when, bytes by part) of the highest moment."""
+    if candidate.answer is None:
+        return "by formula", candidate.formula
+    phase = max(candidate.answer["total"], key=candidate.answer["total"].get)
+    return f"in the {phase} phase", candidate.answer["peak"][phase]
 
 
 def figures(candidate: Candidate, plan: Plan) -> dict[str, int]:
@@ -75,64 +105,171 @@ def figures(candidate: Candidate, plan: Plan) -> dict[str, int]:
 
 def _three_figures(candidate: Candidate, plan: Plan) -> list[str]:
     size = {name: f"{value / GIB:.1f}" for name, value in figures(candidate, plan).items()}
-    total = (plan.limit + plan.margin + sum(plan.allowance.values())) / GIB
     return [
-        f"  peak of a GPU, {_source(candidate)}:",
-        f"    allocated   {size['allocated']:>6} GiB (torch.cuda.max_memory_allocated)",
-        f"    reserved    {size['reserved']:>6} GiB (torch.cuda.max_memory_reserved: with unused parts of segments)",
-        f"    nvidia-smi  {size['nvidia_smi']:>6} of {total:.1f} GiB; on a fuller GPU {size['least']} would do",
+        f"peak of a GPU, {_source(candidate)}:",
+        f"  allocated   {size['allocated']:>6} GiB (torch.cuda.max_memory_allocated)",
+        f"  reserved    {size['reserved']:>6} GiB (torch.cuda.max_memory_reserved: with unused parts of segments)",
+        f"  nvidia-smi  {size['nvidia_smi']:>6} of {_gpu_bytes(plan) / GIB:.1f} GiB; on a fuller GPU {size['least']} "
+        "would do",
     ]
 
 
-def _rejected(plan: Plan) -> list[str]:
-    """Return a line per group of rejected candidates with the same states on the GPU: its smallest."""
-    groups: dict[tuple, list] = {}
-    for candidate, why in plan.rejected:
-        setting = candidate.setting
-        key = (candidate.method, candidate.change, setting.offload, setting.nvme, setting.every > 0)
-        groups.setdefault(key, []).append((candidate, why))
-    lines = []
-    for entries in groups.values():
-        smallest, why = min(entries, key=lambda entry: entry[0].peak)
-        fastest = max(candidate.tokens_per_second for candidate, _ in entries)
-        alike = f" and {len(entries) - 1} more, larger ones, up to {fastest:,.0f} tok/s" if len(entries) > 1 else ""
-        lines.append(f"  rejected: {smallest.label}, {smallest.tokens_per_second:,.0f} tok/s: {why}{alike}")
+# --- rejected settings ---
+
+
+def rejected_ideas(plan: Plan) -> list[str]:
+    """Return a line for each kind of rejected setting: its smallest one, what takes the most, what would help."""
+    kinds: dict[tuple, list[Candidate]] = {}
+    for candidate, _ in plan.rejected:
+        kinds.setdefault(_kind(candidate, plan), []).append(candidate)
+    smallest = [min(alike, key=lambda c: (_host_is_short(c, plan), c.peak)) for alike in kinds.values()]
+    smallest.sort(key=lambda c: (c.change, ("none", "optimizer", "all").index(c.setting.offload), c.setting.zero))
+    methods = {candidate.method for candidate in [*smallest, *([plan.chosen] if plan.chosen else [])]}
+    return [
+        f"{c.label if len(methods) > 1 else _without_method(c)}: {_size_of(c, plan)}; {_lesson(c, plan)}"
+        for c in smallest
+    ]
+
+
+def _without_method(candidate: Candidate) -> str:
+    return candidate.label.partition(" ")[2]
+
+
+def _kind(candidate: Candidate, plan: Plan) -> tuple:
+    """Return what rejected settings with the same line have in common.
+
+    Checkpointing differs only where it may be what the chosen setting has more.
+    """
+    states = _states(candidate)
+    like_the_chosen = plan.chosen is not None and states == _states(plan.chosen)
+    return *states, like_the_chosen and candidate.setting.every > 0
+
+
+def _states(candidate: Candidate) -> tuple:
+    """Return what decides where weights and states are; the stage only where several GPUs hold all of them."""
+    setting = candidate.setting
+    stage = setting.zero if setting.ranks > 1 and setting.offload == "none" and not candidate.change else None
+    return candidate.method, candidate.change, setting.offload, setting.nvme, stage
+
+
+def _host_is_short(candidate: Candidate, plan: Plan) -> bool:
+    return plan.host_limit is not None and candidate.host_of_a_node > plan.host_limit
+
+
+def _size_of(candidate: Candidate, plan: Plan) -> str:
+    if _host_is_short(candidate, plan):
+        return f"{candidate.host_of_a_node / GIB:.0f} of {plan.host_limit / GIB:.0f} GiB of a node's host memory"
+    about, too_much = "" if candidate.answer else "about ", max(candidate.peak - plan.limit, 0.05 * GIB)
+    return f"{about}{candidate.peak / GIB:.1f} GiB, {too_much / GIB:.1f} too much"
+
+
+# What a chosen setting may have less of than a rejected one with the same states.
+_OF_ACTIVATIONS = {"micro": 0, "tokens": 0, "accumulation": 0, "every": 0, "activation_offload": False}
+
+
+def _lesson(candidate: Candidate, plan: Plan) -> str:
+    """Return what takes the most memory and what would make it smaller."""
+    setting, chosen = candidate.setting, plan.chosen and plan.chosen.setting
+    if _host_is_short(candidate, plan):
+        return "--offload_path puts the states on a disk"
+    parts = _highest(candidate)[1]
+    work = parts["activations"] + parts["logits"]
+    same_states = chosen is not None and replace(setting, **_OF_ACTIVATIONS) == replace(chosen, **_OF_ACTIVATIONS)
+    if work < sum(parts.values()) / 2 and not same_states:
+        return _of_states(candidate, parts)
+    taken = f"activations and logits are {work / GIB:.1f}"
+    if not setting.every:
+        return f"{taken}, and checkpointing keeps one input a layer"
+    if same_states and chosen.activation_offload and not setting.activation_offload:
+        return f"{taken}, and --activation_offload keeps the inputs of layers on the host"
+    if setting.micro > 1:
+        return f"{taken}, and a micro batch of fewer than {setting.micro} rows accumulates instead"
+    return f"{taken}, and shorter rows or --sp_size take less than {setting.tokens:,} tokens a GPU"
+
+
+def _of_states(candidate: Candidate, parts: dict[str, float]) -> str:
+    """Return the lesson of a setting whose weights, gradients and optimizer states take the most."""
+    setting, several = candidate.setting, candidate.setting.ranks > 1
+
+    def size(*names: str) -> str:
+        return f"{sum(parts[name] for name in names) / GIB:.1f}"
+
+    states = size("parameters", "gradients", "optimizer", "buffers")
+    if setting.offload == "all":
+        return f"layers gathered for a step and buffers are {states}"
+    if candidate.method == "lora" and setting.zero < 3:
+        shards = ", and ZeRO-3 shards it" * several
+        return f"the base is {size('parameters')}: QLoRA keeps it in 4 bits{shards}"
+    if several and setting.zero < 3:
+        return {
+            0: f"weights, gradients and states are {states} on each GPU, and ZeRO-1 shards the states",
+            1: f"weights and gradients are {size('parameters', 'gradients')} on each GPU, and ZeRO-2 shards gradients",
+            2: f"weights are {size('parameters')} on each GPU, and ZeRO-3 shards them",
+        }[setting.zero]
+    if setting.offload == "none":
+        weights = (
+            "a GPU's share of weights, gradients and states is" if several else "weights, gradients and states are"
+        )
+        return f"{weights} {states}, and offload moves states to the host"
+    return f"weights are {size('parameters')}, and ZeRO-3 with offload all moves them to the host"
+
+
+# --- what else is offered, and warnings ---
+
+
+def _adapters(plan: Plan) -> list[str]:
+    """Return a line for each adapter that was looked at instead of what does not fit well."""
+    if not plan.adapters:
+        return []
+    lines = ["", f"instead, by formula + {candidates.FORMULA_MARGIN:.0%}:"]
+    for name, (candidate, hint) in plan.adapters.items():
+        if candidate is None:
+            lines.append(f"  {name:<6} does not fit without offload")
+            continue
+        lines.append(
+            f"  {name:<6} fits in {candidate.peak / GIB:.1f} GiB a GPU at {candidate.tokens_per_second:,.0f} tokens/s: "
+            f"{_without_method(candidate)} ({hint} plans it)"
+        )
     return lines
 
 
-def _adapter(plan: Plan) -> str:
-    """Return a line on the LoRA or QLoRA that would fit."""
-    adapter = plan.adapter
-    name = {"lora": "LoRA", "qlora": "QLoRA"}[adapter.method]
-    return (
-        f"{name} would fit in {adapter.peak / GIB:.1f} GiB a GPU at {adapter.tokens_per_second:,.0f} tok/s (by "
-        f"formula, + 10 %; METHOD={adapter.method} simulates it): {candidates.command(adapter, plan.ranks)}"
-    )
-
-
 def _warnings(candidate: Candidate, plan: Plan) -> list[str]:
-    """Return a warning if checkpoints are large or the disk has too little space; else []."""
-    each = formulas.checkpoint_bytes(candidate.shape.trainable, candidate.shape.parameters)
-    if plan.disk_free is not None and _on_disk(each, plan) > plan.disk_free:
-        short = f"only {plan.disk_free / GIB:.0f} GiB are free there"
-    elif each > LARGE_CHECKPOINT:
+    """Return warnings of too little disk or host memory; else []."""
+    host, disk = host_memory(candidate, plan), disk_space(candidate, plan)
+    lines = []
+    if host["there_bytes"] is not None and host["training_bytes"] + host["saving_bytes"] > host["there_bytes"]:
+        lines.append("warning: while it saves, the first node needs more host memory than there is")
+    on_disk = disk["needed_bytes"]
+    if plan.here and disk["free_bytes"] is not None and on_disk > disk["free_bytes"]:
+        short = f"only {disk['free_bytes'] / GIB:.0f} GiB are free there"
+    elif disk["checkpoint_bytes"] > LARGE_CHECKPOINT and not plan.here:
         short = "see that the disk of the run folder has that"
     else:
-        return []
-    kept = (
-        f"--save_total_limit {plan.kept}" if plan.kept else "without --save_total_limit, for two of those that are kept"
-    )
+        return lines
     return [
-        f"warning: checkpoints take {_on_disk(each, plan) / GIB:.0f} GiB ({kept}; the new one is written before the "
-        f"oldest goes): {short}; --save_only_model true saves {2 * candidate.shape.parameters / GIB:.0f} GiB that "
-        "cannot be resumed",
-        "",
+        *lines,
+        f"warning: checkpoints take {on_disk / GIB:,.0f} GiB: {short}; --save_only_model true saves "
+        f"{2 * candidate.shape.parameters / GIB:.0f} GiB that cannot be resumed",
     ]
 
 
-def _on_disk(each: float, plan: Plan) -> float:
-    """Return the bytes of the checkpoints that exist at once; of two if all are kept."""
-    return each * ((plan.kept or 1) + 1)
+def host_memory(candidate: Candidate, plan: Plan) -> dict[str, int | None]:
+    """Return the bytes of host memory that a node needs while training and more while saving, and has."""
+    saving = candidate.answer["host_saving"] if candidate.answer else 0
+    return {"training_bytes": candidate.host_of_a_node, "saving_bytes": saving, "there_bytes": plan.host_limit}
+
+
+def disk_space(candidate: Candidate, plan: Plan) -> dict[str, float | int | None]:
+    """Return the bytes of a checkpoint, of all that exist at once with final/, and those free on this machine."""
+    shape = candidate.shape
+    each = formulas.checkpoint_bytes(shape.trainable, shape.parameters)
+    final = 2 * (shape.trainable if shape.frozen else shape.parameters)
+    return {
+        "checkpoint_bytes": each,
+        "final_bytes": final,
+        "needed_bytes": each * ((plan.kept or 1) + 1) + final,  # the new one is written before the oldest goes
+        "free_bytes": plan.disk_free,
+    }
 
 
 def _source(candidate: Candidate) -> str:
@@ -145,61 +282,87 @@ def _source(candidate: Candidate) -> str:
 
 
 def facts(candidate: Candidate, plan: Plan) -> dict[str, str]:
-    """Return {title: text} of what else a job needs: host memory, disk, communication, time."""
+    """Return {title: text} of what else a job needs: host memory, disk, time, communication."""
     setting, shape = candidate.setting, candidate.shape
-    node = setting.of_a_node
-    result = {
-        "parameters": f"{shape.parameters / 1e9:.3g} billion, {shape.trainable / 1e9:.3g} of them train",
-        **({"rows": plan.rows} if plan.rows else {}),
-        **({"experts": _EXPERTS.format(shape.experts)} if shape.experts else {}),
-        "batch": f"{setting.micro} rows x {setting.accumulation} steps x {_data_ranks(setting)}, {setting.tokens:,} "
-        "tokens a micro batch on a GPU",
-        "closed forms": f"{sum(candidate.formula.values()) / GIB:.1f} GiB: "
-        + ", ".join(
-            f"{part} {size / GIB:.1f}"
-            for part, size in sorted(candidate.formula.items(), key=lambda p: -p[1])
-            if size > 0.05 * GIB
-        ),
-    }
+    result = {}
     if setting.nvme:
+        node = setting.of_a_node
         result["disk of a node"] = (
             f"{16 * shape.trainable / plan.ranks * node / GIB:.1f} GiB of optimizer states and gradients"
             + f" and {2 * shape.parameters / plan.ranks * node / GIB:.1f} of weights" * (setting.offload == "all")
             + " in --offload_path; host memory holds pinned blocks on their way"
         )
     else:
-        result["host memory needed"] = _host(candidate, plan)
-    return (
-        result
-        | {
-            "checkpoint": f"{formulas.checkpoint_bytes(shape.trainable, shape.parameters) / GIB:.1f} GiB each on disk",
-            "sent by each GPU": _sent(candidate, plan),
-            "estimate": f"{candidate.seconds:.2f} s a step, {candidate.tokens_per_second:,.0f} tokens/s "
-            f"({candidate.tokens_per_second / plan.ranks:,.0f} a GPU), from data sheets at "
-            f"{formulas.MATRIX_EFFICIENCY:.0%} of peak ({SPEED_ERROR})",
-        }
-        | _order(plan)
-        | _hpz(candidate, plan)
-        | _sp(candidate, plan)
-    )
+        result["host memory"] = _host(candidate, plan)
+    result |= {
+        "disk": _disk(candidate, plan),
+        "time": f"{candidate.seconds:.2f} s a step, {candidate.tokens_per_second:,.0f} tokens/s "
+        f"({candidate.tokens_per_second / plan.ranks:,.0f} a GPU), an estimate ({SPEED_ERROR})",
+        "batch": f"{_count(setting.micro, 'row')} x {_count(setting.accumulation, 'step')} x {_data_ranks(setting)}, "
+        f"{setting.tokens:,} tokens a micro batch on a GPU",
+        "parameters": f"{shape.parameters / 1e9:.3g} billion, {shape.trainable / 1e9:.3g} of them train",
+        **({"rows": plan.rows} if plan.rows else {}),
+        **({"experts": _EXPERTS.format(shape.experts)} if shape.experts else {}),
+        "closed forms": f"{sum(candidate.formula.values()) / GIB:.1f} GiB: "
+        + ", ".join(
+            f"{part} {size / GIB:.1f}"
+            for part, size in sorted(candidate.formula.items(), key=lambda p: -p[1])
+            if size > 0.05 * GIB
+        ),
+        "sent by each GPU": _sent(candidate, plan),
+        "estimate": f"from data sheets at {formulas.MATRIX_EFFICIENCY:.0%} of the GPU's matrix peak",
+    }
+    return result | _order(plan) | _hpz(candidate, plan) | _sp(candidate, plan)
+
+
+def _count(number: int, name: str) -> str:
+    return f"{number} {name}{'s' * (number > 1)}"
 
 
 def _data_ranks(setting: formulas.Setting) -> str:
     if setting.tp > 1:
         return f"{setting.ranks // setting.tp} groups of {setting.tp} GPUs that split matrices"
     if setting.sp == 1:
-        return f"{setting.ranks} GPUs"
+        return _count(setting.ranks, "GPU")
     return f"{setting.ranks // setting.sp} groups of {setting.sp} GPUs that split rows"
 
 
 def _host(candidate: Candidate, plan: Plan) -> str:
     """Return text on the host memory that a node needs and has."""
-    saving = (
-        f", {candidate.answer['host_saving'] / GIB:.1f} more on the first node while saving" if candidate.answer else ""
+    need = host_memory(candidate, plan)
+    parts = []
+    if need["training_bytes"] >= GIB / 2:
+        when = "training" if candidate.setting.tp == 1 else "each rank loads the whole model"
+        parts.append(f"{need['training_bytes'] / GIB:,.0f} GiB a node while {when}")
+    if need["saving_bytes"] >= GIB / 2:
+        parts.append(f"{need['saving_bytes'] / GIB:,.0f} more on the first node while it saves")
+    if need["there_bytes"] is None:
+        there = "not checked: HOST_MEMORY=GiB does" + (
+            f"; this machine has {plan.host_here / GIB:.0f}" if plan.host_here else ""
+        )
+    else:
+        there = f"of {need['there_bytes'] / GIB:.0f}" + " of this machine" * plan.here
+    return f"{', '.join(parts) or 'nothing beside the processes'} ({there})"
+
+
+def _disk(candidate: Candidate, plan: Plan) -> str:
+    """Return text on the disk that checkpoints and final/ need, and what is free."""
+    disk = disk_space(candidate, plan)
+    each, needed = _size(disk["checkpoint_bytes"]), _size(disk["needed_bytes"])
+    kept = f"{plan.kept} kept and a new one" if plan.kept else "two; all are kept without --save_total_limit"
+    where = "there" if plan.here else "on this machine"
+    free = "" if disk["free_bytes"] is None else f"; free {where}: {_size(disk['free_bytes'])}"
+    return f"{needed} in runs/: checkpoints of {each} ({kept}), final/ {_size(disk['final_bytes'])}{free}"
+
+
+def _size(count: float) -> str:
+    return (
+        f"{count / GIB:,.0f} GiB"
+        if count >= 10 * GIB
+        else f"{count / GIB:.1f} GiB"
+        if count >= GIB / 10
+        else (f"{count / 2**20:.0f} MiB")
     )
-    checked = f"of {plan.host_limit / GIB:.0f} GiB" if plan.host_limit else "not checked; HOST_MEMORY=GiB checks it"
-    when = "training" if candidate.setting.tp == 1 else "each rank loads the whole model"
-    return f"{candidate.host_of_a_node / GIB:.0f} GiB a node while {when}{saving} ({checked})"
 
 
 def _sent(candidate: Candidate, plan: Plan) -> str:
@@ -258,31 +421,62 @@ def nothing_fits(plan: Plan) -> str:
         need = f"{nearest.host_of_a_node / GIB:.0f} GiB of a node's host memory, of {plan.host_limit / GIB:.0f}"
         return (
             f"nothing fits: {nearest.label} fits the GPU but needs {need}; --offload_path on a fast local disk takes "
-            "it from there, and so do more nodes."
+            f"it from there, and so do more nodes{_instead(plan)}."
         )
     do = f"{plan.would_do} GPUs would do by formula" if plan.would_do else "no number of these GPUs up to 4096 would do"
     shorter = f", and so would --max_length {plan.longest} on these" if plan.longest else ""
     return (
         f"nothing fits: the nearest is {nearest.label} with {nearest.peak / GIB:.1f} GiB, {missing:.1f} GiB too much "
-        f"for {plan.gpu.device_name}; {do}{shorter}; --method auto also tries LoRA and QLoRA."
+        f"for {plan.gpu.device_name}; {do}{shorter}{_instead(plan)}."
     )
+
+
+def _instead(plan: Plan) -> str:
+    """Return a clause on the adapters that would fit, or on how to try them."""
+    if fit := [f"{name} ({hint})" for name, (candidate, hint) in plan.adapters.items() if candidate]:
+        return f"; {' and '.join(fit)} would fit by formula"
+    return "; --method auto also tries LoRA and QLoRA" if plan.nearest.method == "sft" and not plan.adapters else ""
 
 
 def write(plan: Plan, folder: Path) -> None:
     """Write plan.json, plan.md and plan.png into the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     run_folder.write_json(folder / "plan.json", as_json(plan))
+    (folder / "plan.md").write_text(_markdown(plan), encoding="utf-8")
     best = plan.chosen or plan.nearest
-    body = "\n".join(line.rstrip() for line in text(plan).splitlines())
-    (folder / "plan.md").write_text(f"# Plan\n\n```\n{body.strip()}\n```\n\n![memory](plan.png)\n", encoding="utf-8")
     if best is not None:
         peak = (
             best.answer["peak"]
             if best.answer
             else {"highest moment, by formula": {k: int(v) for k, v in best.formula.items()}}
         )
-        title = f"{best.label}\npredicted peak of a GPU, by phase and part"
+        title = f"Predicted peak of a GPU\n{best.label}"
         memory_report.plot(peak, folder / "plan.png", title, (plan.limit, f"limit {plan.limit / GIB:.1f} GiB"))
+
+
+def _markdown(plan: Plan) -> str:
+    """Return the text of plan.md: what the terminal shows and the rest."""
+    best = plan.chosen or plan.nearest
+    parts = ["# Plan", "![memory by phase](plan.png)", _block(text(plan))]
+    if plan.chosen is None:
+        parts.append(nothing_fits(plan))
+    if best is not None:
+        table = memory_report.table(best.answer["peak"]) if best.answer else ""
+        parts += [f"## {best.label}", _block("\n".join([*_three_figures(best, plan), "", table]))]
+        parts.append("\n".join(f"- {name}: {value}" for name, value in facts(best, plan).items()))
+    if ideas := rejected_ideas(plan):
+        parts += [f"## Rejected: {REJECTED}", "\n".join(f"- {line}" for line in ideas)]
+    offers = [candidate for candidate, _ in plan.adapters.values() if candidate]
+    if offers:
+        parts += ["## Instead", _block("\n".join(candidates.command(candidate, plan.ranks) for candidate in offers))]
+    if plan.notes:
+        parts += ["## Search", _block("\n".join([*plan.notes, f"{plan.seconds:.0f} s"]))]
+    return "\n\n".join(parts) + "\n"
+
+
+def _block(body: str) -> str:
+    body = "\n".join(line.rstrip() for line in body.strip("\n").splitlines())
+    return f"```\n{body.strip()}\n```"
 
 
 def as_json(plan: Plan) -> dict:
@@ -299,11 +493,14 @@ def as_json(plan: Plan) -> dict:
             "command": candidates.command(candidate, plan.ranks),
         }  # fmt: skip
 
+    best = plan.chosen or plan.nearest
     return {
         "gpu": asdict(plan.gpu), "gpus": plan.ranks, "gpus_of_a_node": plan.node, "limit_bytes": plan.limit,
         "kept_free_bytes": plan.allowance, "margin_bytes": plan.margin,
         "chosen": entry(plan.chosen), "facts": facts(plan.chosen, plan) if plan.chosen else None,
-        "nearest": entry(plan.nearest), "adapter_instead": entry(plan.adapter), "host_limit_bytes": plan.host_limit,
+        "nearest": entry(plan.nearest), "host_limit_bytes": plan.host_limit,
+        "host_memory": best and host_memory(best, plan), "disk": best and disk_space(best, plan),
+        "instead": {name: entry(candidate) for name, (candidate, _) in plan.adapters.items()},
         "gpus_that_would_do": plan.would_do, "seconds": round(plan.seconds, 1),
         "rejected": [entry(candidate, why) for candidate, why in plan.rejected],
     }  # fmt: skip

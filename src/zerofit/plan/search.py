@@ -7,6 +7,7 @@ which runs zerofit's trainer and the real engine on tensors without memory, deci
 import time
 
 from zerofit import command_line
+from zerofit.config import parse
 from zerofit.errors import UserError
 from zerofit.hardware import GIB
 from zerofit.plan import candidates, formulas, predict, simulate
@@ -80,22 +81,30 @@ def _search(plan: candidates.Plan, methods: list[str], flags: list[str], say) ->
         _fits(plan.nearest, plan, say)  # a prediction by formula alone must not refuse a job
 
 
-def adapter_instead(plan: candidates.Plan, methods: list[str], flags: list[str]) -> candidates.Candidate | None:
-    """Return the fastest LoRA, else QLoRA, that fits by formula, if full fine-tuning does not fit well.
+def adapters_instead(
+    plan: candidates.Plan, methods: list[str], flags: list[str]
+) -> dict[str, tuple[candidates.Candidate | None, str]]:
+    """Return {name: (the fastest setting of LoRA and QLoRA that fits by formula, None: none does; words that plan it)}.
 
-    None if the search was not for full fine-tuning alone, or it fits below EDGE of the limit without offload."""
+    {} if several methods were searched, or the chosen setting is below EDGE of the limit without offload.
+    """
     chosen = plan.chosen
-    if methods != ["sft"] or (chosen and chosen.setting.offload == "none" and chosen.peak <= EDGE * plan.limit):
-        return None
-    for method in ("lora", "qlora"):
+    if chosen and chosen.setting.offload == "none" and chosen.peak <= EDGE * plan.limit:
+        return {}
+    lora, qlora = ("LoRA", "lora", flags, "METHOD=lora"), ("QLoRA", "qlora", flags, "METHOD=qlora")
+    by_method = {"sft": [lora, qlora], "lora": [qlora], "dpo": []}
+    if not parse.given("dpo", flags, "adapter"):
+        with_lora = command_line.put(flags, adapter="lora")
+        by_method["dpo"] = [("LoRA", "dpo", with_lora, "--adapter lora")]
+    found = {}
+    for name, method, own_flags, hint in by_method.get(methods[0], []) if len(methods) == 1 else []:
         try:
-            tried = candidates.candidates(method, flags, plan.ranks, plan.gpu, node=plan.node)
+            tried = candidates.candidates(method, own_flags, plan.ranks, plan.gpu, node=plan.node)
         except UserError:
             continue  # the user's other flags do not go with it
-        for candidate in tried:
-            if candidate.setting.offload == "none" and candidate.peak <= plan.limit:
-                return candidate
-    return None
+        fit = (c for c in tried if c.setting.offload == "none" and c.peak <= plan.limit)
+        found[name] = next(fit, None), hint
+    return found
 
 
 def _rungs(methods: list[str], flags: list[str]) -> list[tuple[str, tuple[str, ...]]]:
@@ -110,14 +119,14 @@ def _rungs(methods: list[str], flags: list[str]) -> list[tuple[str, tuple[str, .
 
 def _decide(plan: candidates.Plan, tried: list[candidates.Candidate], say) -> None:
     """Simulate the fastest candidates until one fits; those far too large by formula come last."""
-    simulated, large = 0, []
+    simulated, large = [], []
     plan.unmeasured = _unmeasured(tried)
     for candidate in tried:
-        share = candidates.CLEARLY_TOO_MUCH if simulated < FIRST_SIMULATIONS else 0.9
-        if _by_formula(candidate) > share * plan.limit:
+        share = candidates.CLEARLY_TOO_MUCH if len(simulated) < FIRST_SIMULATIONS else 0.9
+        if _expected(candidate, simulated) > share * plan.limit:
             large.append(candidate)
         elif not _host_is_short(candidate, plan):
-            simulated += 1  # only a simulated candidate is chosen, unless the simulation fails
+            simulated.append(candidate)  # only a simulated candidate is chosen, unless the simulation fails
             if _fits(candidate, plan, say):
                 break
     else:
@@ -161,6 +170,20 @@ def _last_tries(plan: candidates.Plan, large: list[candidates.Candidate], say) -
 
 def _by_formula(candidate: candidates.Candidate) -> float:
     return sum(candidate.formula.values()) + candidates.workspace_bytes(candidate.gpu)
+
+
+def _expected(candidate: candidates.Candidate, simulated: list[candidates.Candidate]) -> float:
+    """Return the bytes by formula and what it lacked for the same tokens in the simulations of settings like it."""
+
+    def kind(setting: formulas.Setting) -> tuple:
+        return setting.zero, setting.offload, setting.every > 0
+
+    lacked = [
+        (other.allocated - _by_formula(other)) / other.setting.tokens
+        for other in simulated
+        if other.answer and kind(other.setting) == kind(candidate.setting)
+    ]
+    return _by_formula(candidate) + max(0.0, min(lacked, default=0.0)) * candidate.setting.tokens
 
 
 def _fits(candidate: candidates.Candidate, plan: candidates.Plan, say) -> bool:

@@ -119,18 +119,29 @@ def plot(peak: dict[str, dict[str, int]], target: Path, title: str, limit: tuple
     for part, color in COLORS.items():
         heights = [peak[phase].get(part, 0) / scale for phase in phases]
         if any(heights):
-            axes.bar(phases, heights, 0.62, bottom=bottom, color=color, label=part, edgecolor="white", linewidth=0.6)
+            bars = axes.bar(phases, heights, 0.66, bottom=bottom, color=color, label=part, edgecolor="white", lw=0.6)
+            sizes = [f"{height:.1f}" if height * scale > 0.05 * largest else "" for height in heights]
+            ink = "#0f172a" if part in ("logits", "buffers", "untracked") else "white"
+            axes.bar_label(bars, sizes, label_type="center", fontsize=8, color=ink)
         bottom = [a + b for a, b in zip(bottom, heights, strict=True)]
     for x, total in enumerate(bottom):
-        axes.text(x, total + 0.015 * largest / scale, f"{total:.2f}", ha="center", fontsize=9, color="#334155")
+        size, ink = (11, "#0f172a") if total == max(bottom) else (9, "#475569")
+        axes.text(x, total + 0.015 * largest / scale, f"{total:.2f}", ha="center", fontsize=size, color=ink)
     if limit:
-        axes.axhline(limit[0] / scale, color="#dc2626", linewidth=1.2, linestyle="--", label=limit[1])
-    axes.set(ylabel=f"peak {unit}", title=title, ylim=(0, 1.12 * largest / scale))
+        axes.axhline(limit[0] / scale, color="#dc2626", linewidth=1.2, linestyle="--")
+        axes.annotate(
+            limit[1], (1, limit[0] / scale), (4, 0), xycoords=("axes fraction", "data"), textcoords="offset points",
+            va="center", fontsize=9, color="#dc2626",
+        )  # fmt: skip
+    beside = max(0.0, (4 - len(phases)) / 2)  # one bar alone would be as wide as the picture
+    axes.set(ylabel=f"peak {unit}", ylim=(0, 1.12 * largest / scale), xlim=(-0.5 - beside, len(phases) - 0.5 + beside))
+    axes.set_title(title, loc="left", fontsize=11)
     axes.grid(axis="y", alpha=0.2)
     axes.set_axisbelow(True)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(length=0)
-    axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    handles, labels = axes.get_legend_handles_labels()  # in the order of the stack
+    axes.legend(handles[::-1], labels[::-1], frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.45))
     figure.tight_layout()
     figure.savefig(target)
     plt.close(figure)

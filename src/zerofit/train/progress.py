@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import os
 import sys
 import time
 from pathlib import Path
@@ -166,6 +167,12 @@ class Reporter(TrainerCallback):
 
     def on_train_end(self, args, state, control, **kwargs):
         self.trainer.guard.at_end()
+        if args.process_index == 0 and {"mlflow", "dagshub"} & set(args.report_to):
+            import mlflow
+
+            # transformers' callback has ended its run; an evaluation of final/ goes on with it instead of a new one.
+            if run := mlflow.last_active_run():
+                os.environ["MLFLOW_RUN_ID"] = run.info.run_id
 
     def close_bar(self) -> None:
         """Remove the progress line; what follows is printed as usual."""
