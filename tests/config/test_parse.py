@@ -104,6 +104,14 @@ def test_zero_auto(ranks, expected):
     assert found.source["zero"] == "decided" and any(d.startswith("zero ") for d in found.decisions)
 
 
+def test_a_number_of_steps_is_the_strategy():
+    given = resolve.resolve_settings("sft", ["--save_steps", "5", "--eval_steps", "2"], 1)
+    assert (given.save_strategy, given.eval_strategy) == ("steps", "steps")
+    assert "save_strategy steps: --save_steps is given" in given.decisions
+    named = resolve.resolve_settings("sft", ["--save_steps", "5", "--save_strategy", "no"], 1)
+    assert (named.save_strategy, named.eval_strategy) == ("no", "epoch")
+
+
 def test_cpu_trains_in_fp32_unless_told(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert parse().precision == "fp32"

@@ -109,9 +109,19 @@ def fill_defaults(settings: Settings) -> None:
     if settings.use_cpu:
         settings.values |= {"dataloader_pin_memory": False, "ddp_backend": "gloo"}
         settings.source |= {"dataloader_pin_memory": "decided", "ddp_backend": "decided"}
+    _choose_strategies(settings)
+
+
+def _choose_strategies(settings: Settings) -> None:
+    """Save and evaluate by steps where their number is given and the strategy is not: transformers would ignore it."""
+    if "save_steps" in settings.given and settings.source["save_strategy"] == "default":
+        decide(settings, "save_strategy", "steps", "--save_steps is given")
     has_eval = bool(settings.eval_data or settings.eval_fraction)
     if has_eval and settings.source["eval_strategy"] == "transformers default":
-        decide(settings, "eval_strategy", "epoch", "there are eval rows")
+        if "eval_steps" in settings.given:
+            decide(settings, "eval_strategy", "steps", "--eval_steps is given")
+        else:
+            decide(settings, "eval_strategy", "epoch", "there are eval rows")
 
 
 def choose_precision(settings: Settings) -> None:

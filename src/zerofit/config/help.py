@@ -28,7 +28,7 @@ OF_TRANSFORMERS = {
     "true).",
     "output_dir": "The run folder (default runs/<recipe>-<time>).",
     "resume_from_checkpoint": "A checkpoint folder, or auto: the newest good one of --output_dir.",
-    "save_steps": "Steps between checkpoints, with --save_strategy steps (default: each epoch).",
+    "save_steps": "Steps between checkpoints (default: each epoch).",
     "report_to": "wandb, tensorboard, trackio, mlflow ... (default none).",
 }
 
