@@ -200,6 +200,11 @@ def methods_to_try(method: str, recipe: str, flags: list[str]) -> list[str]:
     """
     if method not in ("", "sft", "lora", "qlora", "dpo", "auto"):
         raise UserError(f"--method {method}: must be one of sft, lora, qlora, dpo, auto.")
+    if recipe == "pipeline":
+        raise UserError(
+            "recipes/pipeline.py: plans do not cover the stages of a pipeline; docs/pipeline.md has the sizes of a "
+            "stage, and --zero 1 is its only ZeRO stage."
+        )
     quantized = _given("lora", flags, "load_in_4bit")
     if not method:
         return ["qlora" if recipe == "lora" and quantized else recipe]

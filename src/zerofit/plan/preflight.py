@@ -22,7 +22,7 @@ def publish(plan: dict | None) -> None:
 
 def prestart(settings) -> None:
     """Start the simulation's process for `check`, so that it imports while the data is read."""
-    if settings.memory_limit or not settings.use_cpu:
+    if (settings.memory_limit or not settings.use_cpu) and settings.pp_size == 1:
         simulate.prestart()
 
 
@@ -32,6 +32,9 @@ def check(settings, seconds: float | None = CHECK_SECONDS) -> dict | None:
     Args: seconds: how long to wait for the simulation if the job fits by formula; None: until it ends.
     Raises: NothingFits if the job does not fit by simulation, without --ignore_plan; UserError for the user's mistakes.
     """
+    if settings.pp_size > 1:
+        print("plan: none, since plans do not cover the stages of a pipeline (docs/pipeline.md)", flush=True)
+        return None
     try:
         plan = predict.predict(settings, seconds)
     except simulate.SimulationFailed as error:
@@ -78,6 +81,8 @@ def dry_run(settings) -> None:
     """
     from zerofit.train import memory_report
 
+    if settings.pp_size > 1:
+        raise UserError("--plan with recipes/pipeline.py: plans do not cover the stages of a pipeline; leave it out.")
     if settings.gpu_type != "detect":
         gpu = hardware.find(settings.gpu_type)
         settings = resolve.resolve_settings(settings.recipe, settings.flags, settings.world_size, gpu)
