@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from safetensors.torch import load_file
 from zerofit.config import resolve
 from zerofit.errors import UserError
 from zerofit.launch import prepare
-from zerofit.plan import candidates, preflight
+from zerofit.plan import candidates, formulas, preflight
 from zerofit.train.checkpoint import resume
 
 COMMON = [
@@ -229,12 +230,11 @@ def test_the_batch_counts_pipelines_and_the_micro_batch_fills_them():
         (["--per_device_train_batch_size", "auto"], "--pp_size 4 with --search_batch_size true: "),
         (["--attn_implementation", "eager"], "--pp_size 4 with --attn_implementation eager: "),
         (["--tiled_mlp", "2"], "--pp_size 4 with --tiled_mlp 2: "),
-        (["--plan", "true"], "--plan with recipes/pipeline.py: "),
     ],
 )  # fmt: skip
 def test_what_is_refused_before_anything_loads(flags, says):
     with pytest.raises(UserError) as error:
-        preflight.only_print(settings_of(*flags))
+        settings_of(*flags)
     assert str(error.value).startswith(says) and str(error.value).count(". ") == 0
 
 
@@ -275,9 +275,36 @@ def test_models_that_are_refused_by_their_config(name, size, says):
     assert str(error.value).startswith(says)
 
 
+# --- plans ---
+
+
 @pytest.mark.bad_input
-def test_plans_do_not_cover_pipelines(capsys):
-    with pytest.raises(UserError, match="plans do not cover the stages of a pipeline"):
+def test_plans_do_not_search_pipelines():
+    with pytest.raises(UserError, match="plans do not search pipelines"):
         candidates.methods_to_try("", "pipeline", [])
-    assert preflight.check(settings_of("--memory_limit", "1")) is None
-    assert capsys.readouterr().out.count("plan: none, since plans do not cover the stages of a pipeline") == 1
+
+
+def test_closed_forms_of_stages():
+    """Weights cut evenly, a tied matrix twice, activations of the micro batches in flight, logits on the last stage."""
+    shape = formulas.Shape(8_000_000_000, 0, 525_336_576, 4096, 32, 32, 8, 128, 14336, 128256, embedding=525_336_576)
+    setting = formulas.Setting(1, "none", 1, 1, 4096, 16, 8)
+    settings = settings_of("--model", str(ROOT / "tests/configs/llama3.1-8b"), "--data", "unread", "--bf16", "true")
+    by_stage = formulas.stages(shape, setting, settings, False, 4, False)
+    assert [parts["parameters"] for parts in by_stage] == [2 * 2e9] * 4
+    assert [parts["optimizer"] for parts in by_stage] == [12 * 2e9 / 2] * 4  # over two data ranks
+    held = [formulas.activations(shape, replace(setting, in_flight=n), False)[1]["activations"] for n in (1, 2)]
+    assert held[1] - held[0] == 4096 * 32 * 2 * 4096  # the inputs of 32 layers
+    assert [bool(formulas.activations(shape, replace(setting, head=h), True)[0]["logits"]) for h in (True, False)] == [
+        True, False
+    ]  # fmt: skip
+    tied = formulas.stages(shape, setting, settings, False, 4, True)
+    assert tied[1]["parameters"] == 2 * ((8_000_000_000 + 525_336_576) // 4)
+
+
+def test_a_pipeline_is_priced_by_formula(capsys):
+    flags = ["--model", str(ROOT / "tests/configs/llama3.1-8b"), "--data", "unread", "--bf16", "true", "--plan", "true"]
+    with pytest.raises(SystemExit):
+        preflight.only_print(settings_of(*flags, "--gpu_type", "h100-80g"))
+    printed = capsys.readouterr().out
+    assert printed.startswith("plan: fits by formula (no simulation covers pipelines") and "of stage 0" in printed
+    assert preflight.check(settings_of()) is None and not capsys.readouterr().out  # a CPU

@@ -36,6 +36,7 @@ REFUSED = {
         "leave it out (metrics.jsonl has tokens_per_second)",
     ),
     "average_tokens_across_devices": ((False,), "the loss is that of all ranks", "leave it out"),
+    "torch_empty_cache_steps": (None, "a step is one schedule of DeepSpeed's", "leave it out"),
     "node_local_storage": ((True,), "it has not been tested with stages", "leave it out"),
     "torch_compile": ((True,), "it has not been tested with stages", "leave it out"),
     "use_liger_kernel": ((True,), "it has not been tested with stages", "leave it out"),

@@ -92,7 +92,7 @@ class Head(Part):
 
 
 class Pipeline(PipelineModule):
-    """The stage of this rank. config, names: of the whole model, {name: shape}; tied: the head is the embedding."""
+    """The stage of this rank. config, architecture, shapes by name, numel: of the whole model."""
 
     accepts_loss_kwargs = True  # transformers then counts the supervised tokens of a step
     loss_type = "ForCausalLM"  # ... with labels shifted by one
@@ -154,11 +154,13 @@ def build(settings, tokenizer) -> Pipeline:
     attention.avoid_wrong_kernels()
     folder, config = _folder(settings), load.load_config(settings)
     load.check_vocabulary(settings, tokenizer, config)
-    config.use_cache, config.pad_token_id = False, config.pad_token_id or tokenizer.pad_token_id
     dtype = getattr(torch, load.weight_dtype(settings))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, attn_implementation=settings.attn_implementation, dtype=dtype)
-    config.architectures, config.dtype = [type(model).__name__], dtype
+    config = model.config
+    config.architectures, config.dtype, config.use_cache = [type(model).__name__], dtype, False
+    if config.pad_token_id is None:  # not before: the embedding of a padding token gets no gradient
+        config.pad_token_id = tokenizer.pad_token_id
     if (folder / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     gradient_checkpointing.enable(model, settings)
@@ -185,13 +187,14 @@ def _folder(settings) -> Path:
 
 @torch.no_grad()
 def _read_weights(pipeline: Pipeline, folder: Path, settings) -> None:
-    """Read the weights of this rank's parts. Raises: UserError for one that is missing or of another shape."""
+    """Read the weights of this rank's parts. Raises: UserError if one of any stage is missing or of another shape."""
     weights = zero_shards.Weights(folder)
-    for name, parameter in pipeline.named_weights().items():
+    for name, shape in pipeline.shapes.items():  # of all stages, so that no rank waits for one that has raised
         if name not in weights.where:
             raise UserError(f"--model {settings.model}: its safetensors files have no {name}; save the model again.")
-        if (shape := weights.shape(name)) != list(parameter.shape):
-            raise UserError(f"--model {settings.model}: {name} has shape {shape} instead of {list(parameter.shape)}.")
+        if tuple(found := weights.shape(name)) != shape:
+            raise UserError(f"--model {settings.model}: {name} has shape {found} instead of {list(shape)}.")
+    for name, parameter in pipeline.named_weights().items():
         parameter.copy_(weights.get(name))
 
 

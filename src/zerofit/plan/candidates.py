@@ -202,8 +202,8 @@ def methods_to_try(method: str, recipe: str, flags: list[str]) -> list[str]:
         raise UserError(f"--method {method}: must be one of sft, lora, qlora, dpo, auto.")
     if recipe == "pipeline":
         raise UserError(
-            "recipes/pipeline.py: plans do not cover the stages of a pipeline; docs/pipeline.md has the sizes of a "
-            "stage, and --zero 1 is its only ZeRO stage."
+            "recipes/pipeline.py: plans do not search pipelines, whose only ZeRO stage is --zero 1; `zerofit pipeline "
+            "--plan true --gpu_type h100-80g` prices one."
         )
     quantized = _given("lora", flags, "load_in_4bit")
     if not method:

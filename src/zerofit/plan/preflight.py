@@ -33,8 +33,7 @@ def check(settings, seconds: float | None = CHECK_SECONDS) -> dict | None:
     Raises: NothingFits if the job does not fit by simulation, without --ignore_plan; UserError for the user's mistakes.
     """
     if settings.pp_size > 1:
-        print("plan: none, since plans do not cover the stages of a pipeline (docs/pipeline.md)", flush=True)
-        return None
+        return _check_stages(settings)
     try:
         plan = predict.predict(settings, seconds)
     except simulate.SimulationFailed as error:
@@ -61,6 +60,21 @@ def check(settings, seconds: float | None = CHECK_SECONDS) -> dict | None:
     return plan
 
 
+def _check_stages(settings) -> dict | None:
+    """Print by formula whether the fullest stage of a pipeline fits, and return the prediction; None on a CPU."""
+    plan = predict.predict_stages(settings)
+    if plan is None:
+        return None
+    fits = "fits" if plan["peak_bytes"] <= plan["limit_bytes"] else "does not fit"
+    print(
+        f"plan: {fits} by formula (no simulation covers pipelines; a margin of {candidates.FORMULA_MARGIN:.0%} is in "
+        f"it): {plan['peak_bytes'] / GIB:.2f} of {plan['limit_bytes'] / GIB:.2f} GiB a rank of stage {plan['stage']}, "
+        f"the fullest of {settings.pp_size}",
+        flush=True,
+    )
+    return plan
+
+
 def only_print(settings: Settings) -> None:
     """Print the output of --plan or --show and exit the process; without either, do nothing."""
     if settings.plan:
@@ -81,8 +95,6 @@ def dry_run(settings) -> None:
     """
     from zerofit.train import memory_report
 
-    if settings.pp_size > 1:
-        raise UserError("--plan with recipes/pipeline.py: plans do not cover the stages of a pipeline; leave it out.")
     if settings.gpu_type != "detect":
         gpu = hardware.find(settings.gpu_type)
         settings = resolve.resolve_settings(settings.recipe, settings.flags, settings.world_size, gpu)
