@@ -98,27 +98,26 @@ class Pipeline(PipelineModule):
     loss_type = "ForCausalLM"  # ... with labels shifted by one
 
     def __init__(self, model, stages: int, device):
+        def part(kind, name, *more):
+            return LayerSpec(kind, model, name, device, *more)
+
+        def shared(**more):
+            weight = "embed_tokens.weight"
+            return TiedLayerSpec("embedding", Embedding, model, EMBEDDING, device, tied_weight_attr=weight, **more)
+
+        tied = model.config.tie_word_embeddings
         positions = Positions(type(model.model.rotary_emb)(config=model.config).to(device))
-        tied, args = model.config.tie_word_embeddings, (device,)
-        embedding = (
-            TiedLayerSpec("embedding", Embedding, model, EMBEDDING, *args, tied_weight_attr="embed_tokens.weight")
-            if tied
-            else LayerSpec(Embedding, model, EMBEDDING, *args)
-        )
-        head = (
-            TiedLayerSpec("embedding", Embedding, model, EMBEDDING, *args, tied_weight_attr="embed_tokens.weight",
-                          forward_fn=lambda _, hidden: hidden)
-            if tied
-            else LayerSpec(Head, model, HEAD, *args)
-        )  # fmt: skip
-        layers = [
-            LayerSpec(Layer, model, f"model.layers.{i}", *args, positions) for i in range(len(model.model.layers))
-        ]
+        layers = [part(Layer, f"model.layers.{i}", positions) for i in range(len(model.model.layers))]
+        first, last = part(Embedding, EMBEDDING), part(Head, HEAD)
+        if tied:
+            first, last = shared(), shared(forward_fn=lambda _, hidden: hidden)
         with contextlib.redirect_stdout(io.StringIO()):  # rank 0 would print the cut, a line a layer
             super().__init__(
-                [embedding, *layers, LayerSpec(Norm, model, NORM, *args), head],
-                num_stages=stages, partition_method="parameters", dynamic_shape=True,
-            )  # fmt: skip
+                [first, *layers, part(Norm, NORM), last],
+                num_stages=stages,
+                partition_method="parameters",
+                dynamic_shape=True,  # batches have their own widths
+            )
         self.config, self.architecture = model.config, type(model).__name__
         self.generation_config = model.generation_config
         weights = {name: weight for name, weight in model.named_parameters() if not (tied and name == f"{HEAD}.weight")}
