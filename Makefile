@@ -10,6 +10,7 @@ ZERO ?=
 OFFLOAD ?=
 SP ?=
 TP ?=
+PP ?=
 MODEL ?=
 DATA ?=
 CONFIG ?=
@@ -39,7 +40,7 @@ RUN ?=
 MERGE ?=
 DTYPE ?=
 PUSH ?=
-VARIABLES := NODE_RANK MASTER_ADDR JOIN_TIMEOUT INTERFACE HOSTS INCLUDE EXCLUDE NODES SBATCH SWEEP RUN MERGE DTYPE PUSH GPUS ZERO OFFLOAD SP TP MODEL DATA CONFIG OUT ARGS PORT LAUNCHER EXTRAS SEQ GPU_TYPE METHOD HOST_MEMORY RECIPE
+VARIABLES := NODE_RANK MASTER_ADDR JOIN_TIMEOUT INTERFACE HOSTS INCLUDE EXCLUDE NODES SBATCH SWEEP RUN MERGE DTYPE PUSH GPUS ZERO OFFLOAD SP TP PP MODEL DATA CONFIG OUT ARGS PORT LAUNCHER EXTRAS SEQ GPU_TYPE METHOD HOST_MEMORY RECIPE
 # taken literally: a $ in a value stays a $
 $(foreach v,$(VARIABLES),$(eval override $(v) := $$(value $(v))))
 export $(VARIABLES)
@@ -71,7 +72,7 @@ PEERS_STAMP := .venv-peers/.installed
 export PATH := $(abspath $(PREFIX))/bin:$(PATH)
 
 # one variable -> one flag of the same name; OUT is transformers' output_dir
-KNOBS = $(if $(ZERO),--zero="$$ZERO") $(if $(OFFLOAD),--offload="$$OFFLOAD") $(if $(SP),--sp_size="$$SP") $(if $(TP),--tp_size="$$TP") $(if $(MODEL),--model="$$MODEL") \
+KNOBS = $(if $(ZERO),--zero="$$ZERO") $(if $(OFFLOAD),--offload="$$OFFLOAD") $(if $(SP),--sp_size="$$SP") $(if $(TP),--tp_size="$$TP") $(if $(PP),--pp_size="$$PP") $(if $(MODEL),--model="$$MODEL") \
 	$(if $(DATA),--data="$$DATA") $(if $(CONFIG),--config="$$CONFIG") $(if $(OUT),--output_dir="$$OUT")
 # `make show sft ...` shows what `make sft ...` would run
 SHOW = $(if $(filter show,$(MAKECMDGOALS)),--show)
@@ -83,11 +84,11 @@ PLACE = $(if $(HOSTS),launchers/hostfile.sh --hosts="$$HOSTS" $(if $(INCLUDE),--
 	launchers/local.sh) --gpus="$$GPUS" --launcher="$$LAUNCHER")
 LAUNCH = PYTHON="$(PY)" $(PLACE) $(BETWEEN) --port="$$PORT" --args="$$ARGS" $(SHOW)
 
-.PHONY: help sft lora dpo resume export chat report slurm status cancel show doctor plan batch-size data
+.PHONY: help sft lora dpo pipeline resume export chat report slurm status cancel show doctor plan batch-size data
 help: ## this list
 	@echo 'zerofit: fine-tune language models with Accelerate and DeepSpeed ZeRO'
 	@echo; grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | awk -F'\t' '{printf "  make %-13s %s\n", $$1, $$2}'
-	@echo; echo '  GPUS=n  ZERO=0|1|2|3  OFFLOAD=none|optimizer|all  SP=n  TP=n  MODEL=folder-or-hub-id  DATA=file-folder-or-hub-id'
+	@echo; echo '  GPUS=n  ZERO=0|1|2|3  OFFLOAD=none|optimizer|all  SP=n  TP=n  PP=n  MODEL=folder-or-hub-id  DATA=file-folder-or-hub-id'
 	@echo '  CONFIG=file.yaml  OUT=run-folder  ARGS="--any_flag value"  PORT=n  LAUNCHER=torchrun|accelerate|deepspeed'
 	@echo '  several nodes: NODES=2 NODE_RANK=0 MASTER_ADDR=host0 on each, or HOSTS=hostfile on one (docs/multinode.md)'
 	@echo; echo '  make sft GPUS=4 ZERO=3 MODEL=Qwen/Qwen3-8B DATA=data.jsonl'
@@ -102,12 +103,16 @@ lora: $(STAMP) ## fine-tune a LoRA adapter
 dpo: $(STAMP) ## tune on preference pairs, after SFT (ARGS="--adapter lora --beta 0.1")
 	@$(LAUNCH) recipes/dpo.py $(KNOBS)
 
+pipeline: $(STAMP) ## fine-tune all weights, the layers cut into PP=2 stages: for slow links between nodes
+	@$(if $(GIVEN_GPUS)$(filter-out 1,$(NODES)),,GPUS="$${PP:-2}";) $(LAUNCH) recipes/pipeline.py $(KNOBS)
+
 resume: $(STAMP) ## resume RUN=runs/x from its latest valid checkpoint (GPUS= ZERO= OFFLOAD= SP= may differ, ARGS="--more flags")
 	@test -n "$$RUN" || { echo 'zerofit: error: make resume: name the run folder with RUN=runs/...' >&2; exit 2; }
 	@PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit resume --launcher="$$LAUNCHER" \
 		--port="$$PORT" $(if $(GIVEN_GPUS),--gpus="$$GPUS") --args="$$ARGS" $(if $(filter-out 1,$(NODES)),--nnodes="$$NODES" \
 		--node_rank="$$NODE_RANK" --master_addr="$$MASTER_ADDR" $(BETWEEN)) "$$RUN" \
-		$(if $(ZERO),--zero="$$ZERO") $(if $(OFFLOAD),--offload="$$OFFLOAD") $(if $(SP),--sp_size="$$SP") $(if $(TP),--tp_size="$$TP")
+		$(if $(ZERO),--zero="$$ZERO") $(if $(OFFLOAD),--offload="$$OFFLOAD") $(if $(SP),--sp_size="$$SP") $(if $(TP),--tp_size="$$TP") \
+		$(if $(PP),--pp_size="$$PP")
 
 export: $(STAMP) ## write RUN=runs/x as a Hugging Face folder, compared with what was trained (MERGE=1 DTYPE=bf16 OUT= PUSH=user/name)
 	@test -n "$$RUN" || { echo 'zerofit: error: make export: name what to export with RUN=runs/...' >&2; exit 2; }
@@ -135,7 +140,7 @@ cancel: $(STAMP) ## end the job of RUN=runs/x after a save (ARGS=--now: at once)
 	@set -f; PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit cancel $$ARGS "$$RUN"
 
 show: $(STAMP) ## print command, environment and arguments (make show lora GPUS=2 ...) without starting anything
-	@$(if $(filter sft lora dpo data slurm,$(MAKECMDGOALS)),true,$(LAUNCH) "recipes/$$RECIPE.py" $(KNOBS))
+	@$(if $(filter sft lora dpo pipeline data slurm,$(MAKECMDGOALS)),true,$(LAUNCH) "recipes/$$RECIPE.py" $(KNOBS))
 
 doctor: $(STAMP) ## check what would break or slow down a run on this machine, with fixes (NODES= ARGS=--json)
 	@set -f; PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit doctor \

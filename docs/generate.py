@@ -22,6 +22,7 @@ FOLDERS = [
     "optim",
     "train",
     "train/checkpoint",
+    "pipeline",
     "plan",
     "export",
     "launch",
@@ -50,7 +51,7 @@ CODE = """# The code
 
 ```
 errors, settings, ... (files of the package)
-    < data < model < optim < config < train < plan < export < launch < recipe.py < cli.py
+    < data < model < optim < config < train < pipeline < plan < export < launch < recipe.py < cli.py
 ```
 
 A folder imports only what stands left of it, and no two files import each other (`tests/test_layers.py`). A file runs

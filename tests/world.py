@@ -133,7 +133,8 @@ def main() -> None:
 
     def write_and_record(trainer, metrics):
         write_result(trainer, metrics)
-        record(trainer)
+        if trainer.settings.recipe != "pipeline":  # no rank has the whole model
+            record(trainer)
 
     if not os.environ.get("ZEROFIT_TEST_PLOTS"):
         run_folder._write_figure = lambda _figure, target: target.touch()  # drawing takes half a second

@@ -9,7 +9,7 @@ from zerofit.entrypoint import guard
 from zerofit.errors import UserError
 from zerofit.paths import PROJECT
 
-USAGE = """usage: zerofit sft|lora|dpo [--gpus N] [--show] [flags]              train on N processes, in any folder
+USAGE = """usage: zerofit sft|lora|dpo|pipeline [--gpus N] [--show] [flags]     train on N processes, in any folder
        zerofit sft --help                                            a recipe's flags; --help all: every one
        zerofit init DIR                                              lay recipes, DeepSpeed files and a Makefile down
        zerofit launch [--gpus N] [--show] recipes/sft.py [flags]     train with a recipe of your own
@@ -55,7 +55,7 @@ VERBS = {
 
 LIGHT = ("status", "cancel", "init")  # verbs that must start fast and need no torch
 
-RECIPES = ("sft", "lora", "dpo")  # `zerofit sft ...` is `zerofit launch recipes/sft.py ...`
+RECIPES = ("sft", "lora", "dpo", "pipeline")  # `zerofit sft ...` is `zerofit launch recipes/sft.py ...`
 
 STARTS_RANKS = ("launch", "resume")
 

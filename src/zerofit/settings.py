@@ -145,8 +145,15 @@ class Settings(_Arguments):
 
     @property
     def ranks_per_row(self) -> int:
-        """Return the number of ranks that share their rows: those of a group of --sp_size or --tp_size."""
-        return self.values["sp_size"] * self.values["tp_size"]
+        """Return the number of ranks that share their rows: a group of --sp_size or --tp_size, or a pipeline's."""
+        return self.values["sp_size"] * self.values["tp_size"] * self.values["pp_size"]
+
+    def data_rank(self, rank: int) -> int:
+        """Return which of the `data_ranks` shares of the rows a rank trains on.
+
+        The ranks of a group are neighbors, those of a pipeline far apart: a stage's links carry the least.
+        """
+        return rank % self.data_ranks if self.values["pp_size"] > 1 else rank // self.ranks_per_row
 
     @property
     def bundled(self) -> bool:

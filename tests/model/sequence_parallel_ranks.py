@@ -59,6 +59,7 @@ def main() -> None:
     found = {}
     for size in (2, 4):
         flags = SimpleNamespace(sp_size=size, ranks_per_row=size, world_size=4, data_ranks=4 // size, values={},
+                                data_rank=lambda rank, size=size: rank // size,
                                 deepspeed=None, source={}, attn_implementation="sdpa", decisions=[])  # fmt: skip
         sequence_parallel.resolve(flags)
         group = sequence_parallel.SequenceParallel(flags)

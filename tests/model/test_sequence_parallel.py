@@ -232,7 +232,8 @@ def test_what_is_refused_before_anything_loads(flags, said):
 def test_rows_of_a_step_are_shared_by_a_group():
     trainer = SimpleNamespace(
         tokens=SimpleNamespace(stream=None), args=SimpleNamespace(per_device_train_batch_size=1, world_size=4),
-        settings=SimpleNamespace(ranks_per_row=2, data_ranks=2), train_sampler=EpochSampler(4, 4, None),
+        settings=SimpleNamespace(data_rank=lambda rank: rank // 2, data_ranks=2),
+        train_sampler=EpochSampler(4, 4, None),
         train_dataset=SimpleNamespace(sequences=range(4)), state=SimpleNamespace(global_step=1),
     )  # fmt: skip
     assert nan_guard.rows_of_step(trainer) == [[[0], [2]], [[0], [2]], [[1], [3]], [[1], [3]]]

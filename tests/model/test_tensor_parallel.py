@@ -126,7 +126,7 @@ def test_a_checkpoint_of_another_tp_size_is_refused(saved, flags, says):
     known = {"zero": "2", "world_size": 2, "offload": "none", "optim": settings.optim, "tp_size": saved}
     settings = settings.replace(resharded=written("zero", settings.zero) != "2")
     with pytest.raises(UserError, match=says):
-        resume._check_tp_size(settings, saved, known, "--resume_from_checkpoint x")
+        resume._check_split(settings, "tp_size", known, "--resume_from_checkpoint x")
 
 
 # --- arguments ---

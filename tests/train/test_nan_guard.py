@@ -24,6 +24,7 @@ STAGES = [
     "lora-0-fp32",
     "lora-2-fp32",
     "lora-3-fp32",
+    "pipeline-1-fp32",
 ]
 
 
@@ -72,7 +73,7 @@ def bad_steps(run: Run) -> list[int]:
 @pytest.mark.fault
 @pytest.mark.parametrize("name", slow_but(STAGES, SHORT))
 def test_the_step_is_not_applied_and_the_row_is_named(runs, name):
-    run, plain = runs[name], runs[f"{name[: name.index('-')]}-0-{name[-4:]}"]
+    run, plain = runs[name], runs[f"{'lora' if 'lora' in name else 'sft'}-0-{name[-4:]}"]
     bad = bad_steps(run)
     assert len(bad) == 2 and bad[0] <= 3 < bad[1]
     assert run.json("result.json")["steps_not_applied"] == 2
@@ -123,7 +124,7 @@ def test_rows_of_a_step_are_looked_up_without_moving_the_sampler():
     trainer = SimpleNamespace(
         tokens=SimpleNamespace(stream=None), train_dataset=DatasetWithFiller([{}] * 10, 0), train_sampler=sampler,
         args=SimpleNamespace(per_device_train_batch_size=2, world_size=2), state=SimpleNamespace(global_step=5),
-        settings=SimpleNamespace(ranks_per_row=1, data_ranks=2),
+        settings=SimpleNamespace(data_rank=lambda rank: rank, data_ranks=2),
     )  # fmt: skip
     first, second = nan_guard.rows_of_step(trainer)
     assert [*first[0], *second[0]] == sampler.indices(1)[4:8]

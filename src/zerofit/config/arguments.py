@@ -31,7 +31,7 @@ class RunArguments:
         default=None,
         metadata={
             "help": "Samples per optimizer step over all ranks (default 32); accumulation is derived: "
-            "micro batch x accumulation x ranks / (sp_size x tp_size)."
+            "micro batch x accumulation x ranks / (sp_size x tp_size x pp_size)."
         },
     )
     sp_size: int = field(
@@ -46,6 +46,13 @@ class RunArguments:
         metadata={
             "help": "Tensor parallel: this many ranks of a node share each row and split the matrices of each layer "
             "(full fine-tuning, ZeRO 1 and 2; docs/tensor_parallel.md)."
+        },
+    )
+    pp_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "Pipeline parallel: stages of the model's layers, each on ranks of its own (recipes/pipeline.py "
+            "only, default all ranks; docs/pipeline.md)."
         },
     )
     preset: str | None = field(
@@ -434,6 +441,11 @@ RECIPES = {
         "arguments": (PreferenceArguments, LoraArguments),
         "defaults": {"learning_rate": 1e-6, "adapter": None},
         "bundled": TINY / "preference",
+    },
+    "pipeline": {
+        "arguments": (),
+        # What a pipeline cannot do is off; asked for by name, it is refused (model/pipeline.py).
+        "defaults": {"learning_rate": 2e-5, "num_samples": 0, "canary": False},
     },
 }
 

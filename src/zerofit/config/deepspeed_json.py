@@ -48,8 +48,7 @@ INSTEAD = {
     "expert_parallel": "DeepSpeed's AutoEP fails with transformers 5 (deepspeed/module_inject/auto_ep_presets/base.py "
     "calls its registry of outputs with one argument too many), and ZeRO then refuses the optimizer's groups; delete "
     "it, and use --zero 3, which shards the experts too",
-    "pipeline": "the recipes train whole layers on each rank and would ignore it; delete it, and use stage 3 for a "
-    "model that is larger than a GPU",
+    "pipeline": "this section starts no pipeline; delete it, and use recipes/pipeline.py with --pp_size",
 }
 
 # JSON key -> the argument with the same meaning; "auto" in the JSON takes the argument's value.
@@ -225,7 +224,9 @@ def resolve(settings) -> None:
 
 
 def _with_tensor_parallel(config: dict, settings) -> dict:
-    """Return the configuration with the overlay of --tp_size."""
+    """Return the configuration with the overlay of --tp_size, and without what a pipeline's batch contradicts."""
+    if settings.pp_size > 1:
+        config.pop("train_batch_size", None)  # transformers would count a pipeline's rows once for each rank
     if settings.tp_size == 1:
         return config
     config = merge_json(config, read_json(CONFIGS / "tensor_parallel.json"))

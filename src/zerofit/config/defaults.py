@@ -7,6 +7,8 @@ from zerofit.config import arguments, batch_size, offload
 from zerofit.errors import UserError
 from zerofit.settings import Settings, decide
 
+MICRO_BATCHES_PER_STAGE = 4  # at least, where the micro batch is chosen here: a pipeline's bubble is then below 20 %
+
 
 def check_ranges(settings: Settings) -> None:
     at_least = {
@@ -17,6 +19,7 @@ def check_ranges(settings: Settings) -> None:
         "gpus": 1,
         "sp_size": 1,
         "tp_size": 1,
+        "pp_size": 1,
         "preprocessing_num_workers": 1,
         "num_samples": 0,
         "logging_steps": 0,
@@ -45,18 +48,26 @@ def check_ranges(settings: Settings) -> None:
             f"--gpus asks for {settings.gpus} processes, but this job has {settings.world_size}: start it with "
             f"`make {settings.recipe} GPUS={settings.gpus}` or `torchrun --nproc_per_node {settings.gpus}`."
         )
-    for name in ("sp_size", "tp_size"):
+    if settings.pp_size is None:
+        settings.pp_size = settings.world_size if settings.recipe == "pipeline" else 1
+    for name in ("sp_size", "tp_size", "pp_size"):
         _check_group(settings, name)
+    for name in ("sp_size", "tp_size"):
+        if settings.pp_size > 1 and settings.values[name] > 1:
+            raise UserError(
+                f"--pp_size {settings.pp_size} with --{name} {settings.values[name]}: it has not been tested with "
+                "split layers; use one of the two."
+            )
     if settings.bf16 and settings.fp16:
         raise UserError("--bf16 and --fp16 are both on: choose one.")
 
 
 def _check_group(settings: Settings, name: str) -> None:
-    """Raise UserError for an --sp_size or --tp_size that does not divide the ranks of the job and of this node."""
+    """Raise UserError for a size that does not divide the ranks of the job; a group's also for those of this node."""
     size, ranks, local = settings.values[name], settings.world_size, offload.ranks_of_node(settings)
     if ranks % size:
         raise UserError(f"--{name} {size}: must divide the {ranks} rank{'s' * (ranks > 1)} of this job.")
-    if local % size:
+    if name != "pp_size" and local % size:
         exchanged = "its rows" if name == "sp_size" else "sums"
         raise UserError(
             f"--{name} {size}: a group exchanges {exchanged} in every layer and must be on one node, so it must divide "
@@ -97,8 +108,9 @@ def fill_defaults(settings: Settings) -> None:
         if offload.asked(settings):
             decide(settings, "zero", 3, f"--{offload.asked(settings)[0]} needs it")
         elif settings.offload == "none":
-            stage = 0 if settings.world_size == 1 else 2
-            decide(settings, "zero", stage, f"{settings.world_size} process{'es' * (settings.world_size > 1)}")
+            stage = 0 if settings.world_size == 1 else 1 if settings.pp_size > 1 else 2
+            processes = f"{settings.world_size} process{'es' * (settings.world_size > 1)}"
+            decide(settings, "zero", stage, f"{processes}, {settings.pp_size} stages" if stage == 1 else processes)
         else:
             stage = 3 if settings.offload == "all" else 2
             decide(settings, "zero", stage, f"the lowest stage that can offload {settings.offload}")
@@ -173,6 +185,9 @@ def solve_batch(settings: Settings) -> None:
         ranks = settings.data_ranks
         fixed[0] = max(1, round(settings.effective_batch_size / ranks)) * ranks  # 32 is not the user's choice
         max_micro = settings.per_device_train_batch_size
+    if settings.pp_size > 1:
+        per_rank = (fixed[0] or batch_size.DEFAULT_EFFECTIVE_BATCH_SIZE) // settings.data_ranks
+        max_micro = max(1, min(max_micro, per_rank // (MICRO_BATCHES_PER_STAGE * settings.pp_size)))
     solved = batch_size.solve(*fixed, settings.data_ranks, max_micro)
     for name, given, value in zip(names, fixed, solved, strict=True):
         settings.values[name] = value
@@ -190,7 +205,7 @@ def _data_ranks_in_words(settings: Settings) -> str:
     ranks, count = settings.world_size, settings.data_ranks
     if count == ranks:
         return f"{ranks} rank{'s' * (ranks > 1)}"
-    name = "sp_size" if settings.sp_size > 1 else "tp_size"
+    name = next(name for name in ("sp_size", "tp_size", "pp_size") if settings.values[name] > 1)
     return f"{count} data rank{'s' * (count > 1)} ({ranks} ranks / {name} {settings.values[name]})"
 
 

@@ -14,6 +14,7 @@ COMMON = {
     "memory": "zero offload gradient_checkpointing preset plan",
     "run": "config output_dir resume_from_checkpoint save_steps report_to show",
     "lora": "lora_r lora_alpha lora_target_modules load_in_4bit",
+    "pipeline": "pp_size gradient_accumulation_steps",
     "preference": "beta loss_type label_smoothing rpo_alpha precompute_ref_log_probs adapter lora_r",
 }
 
@@ -22,6 +23,7 @@ OF_TRANSFORMERS = {
     "num_train_epochs": "Passes over the training rows (default 3).",
     "max_steps": "Optimizer steps, instead of epochs.",
     "learning_rate": "The highest of the schedule (default 2e-5, LoRA 2e-4, DPO 1e-6; cosine with 3 % warm-up).",
+    "gradient_accumulation_steps": "Micro batches of a step; a pipeline fills up with them (default: derived).",
     "per_device_train_batch_size": "Samples of a rank at once (micro batch); auto: the most that fit.",
     "seed": "Of the row order and of new weights (default 42).",
     "gradient_checkpointing": "Recompute activations in the backward: less memory, about a third more time (default "
@@ -47,7 +49,8 @@ def text(recipe: str, whole: bool = False) -> str:
         end = "The command line wins over --config, that over the defaults."
     else:
         kit = {field.name: field for group in groups.values() for field in group}
-        hidden = {"lora", "preference"} - {{"lora": "lora", "dpo": "preference"}.get(recipe)}
+        own = {"lora": "lora", "dpo": "preference", "pipeline": "pipeline"}
+        hidden = set(own.values()) - {own.get(recipe)}
         named = {title: names.split() for title, names in COMMON.items() if title not in hidden}
         groups = {title: [kit.get(name, name) for name in names] for title, names in named.items()}
         end = f"All flags, transformers' TrainingArguments among them: python recipes/{recipe}.py --help all"

@@ -151,8 +151,8 @@ def command_line(recipe: str, flags: list[str], more: str = "", gpus: str = "1")
 def read(recipe: str, argv: list[str], world_size: int, gpu=None) -> Settings:
     """Return the Settings of flags, YAML, preset and defaults, for the resolvers of config/resolve.py to go on with.
 
-    Args: recipe: "sft", "lora" or "dpo"; argv: the flags; world_size: number of ranks of the job; gpu: hardware.Gpu to
-        plan for, which this machine need not have; None: this machine's.
+    Args: recipe: a name of RECIPES; argv: the flags; world_size: number of ranks of the job; gpu: hardware.Gpu to plan
+        for, which this machine need not have; None: this machine's.
     Raises: UserError for anything unknown or malformed.
     """
     from_flags = explicit(recipe, argv, "command line")

@@ -17,6 +17,7 @@ from zerofit.model import (
     fused_loss,
     gradient_checkpointing,
     load,
+    pipeline,
     preference_loss,
     quantization,
     sequence_parallel,
@@ -252,6 +253,7 @@ COMBINATIONS = (
     _padding_free,  # decides the attention too
     tensor_parallel.resolve,
     sequence_parallel.resolve,  # wraps that attention, so after _padding_free
+    pipeline.resolve,  # replaces it
     streaming.resolve,
     fused_loss.resolve,
     tiled_mlp.resolve,
@@ -265,6 +267,7 @@ FROM_MODEL_CONFIG = (
     attention.resolve_for_model,
     sequence_parallel.resolve_for_model,
     tensor_parallel.resolve_for_model,
+    pipeline.resolve_for_model,
     fused_loss.resolve_for_model,
     tiled_mlp.resolve_for_model,
     ddp.resolve_for_model,

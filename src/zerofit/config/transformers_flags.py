@@ -20,8 +20,8 @@ _SHARDING = "the model would stay whole on each GPU, ZeRO shards it here; use --
 REFUSED = {
     "fsdp": _SHARDING,
     "fsdp_config": _SHARDING,
-    "parallelism_config": "sequence parallelism is --sp_size and tensor parallelism --tp_size here, and there is no "
-    "context parallelism; leave it out",
+    "parallelism_config": "sequence parallelism is --sp_size, tensor parallelism --tp_size and pipelines --pp_size "
+    "here, and there is no context parallelism; leave it out",
     "do_predict": "there is no test set to predict; give it as --eval_data",
     "dataloader_drop_last": "an epoch's last step is filled up with rows without loss, so that each row counts once; "
     "leave it out",

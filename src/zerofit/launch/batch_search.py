@@ -52,6 +52,11 @@ def main(argv: list[str]) -> None:
     if {"--help", "-h"} & set(flags):
         parser.print_help()
         return
+    if args.recipe == "pipeline":
+        raise UserError(
+            "batch-size --recipe pipeline: its trial steps need the whole model on a rank; name a micro batch with "
+            "--per_device_train_batch_size."
+        )
     from zerofit.config.resolve import resolve_settings
     from zerofit.launch import prepare
     from zerofit.plan import preflight

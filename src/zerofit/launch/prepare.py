@@ -68,7 +68,7 @@ def launch_arguments(argv: list[str]) -> tuple[argparse.Namespace, Path, list[st
     add_placement(parser, gpus="1")
     node_options.add_options(parser)
     parser.add_argument("--show", action="store_true", help="print command, environment and arguments; start nothing")
-    parser.add_argument("recipe", help="recipes/sft.py, recipes/lora.py or recipes/dpo.py")
+    parser.add_argument("recipe", help="recipes/sft.py, or another of recipes/")
     parser.add_argument("flags", nargs=argparse.REMAINDER, help="the recipe's flags")
     args = parser.parse_args(argv)
     recipe = Path(args.recipe)

@@ -43,8 +43,8 @@ def main(argv: list[str]) -> None:
     sp_size = _sp_size(new, old_size)
     if (new_ranks or ranks, sp_size) != (ranks, old_size) and not overridden & {*retry.BATCH}:
         effective_batch, micro = (facts["arguments"][name[2:]]["value"] for name in retry.BATCH[:2])
-        tp_size = facts["arguments"].get("tp_size", {"value": 1})["value"]
-        batch = retry.same_batch(effective_batch, micro, new_ranks or ranks, sp_size * tp_size)
+        tp_size, pp_size = (facts["arguments"].get(name, {"value": 1})["value"] for name in ("tp_size", "pp_size"))
+        batch = retry.same_batch(effective_batch, micro, new_ranks or ranks, sp_size * tp_size * pp_size)
         flags = [*command_line.drop(flags, *retry.BATCH), *batch]
     flags = flags_without_offload(flags, new, facts["arguments"]["offload"]["value"])
     kept_flags = command_line.drop(flags, "--resume_from_checkpoint", "--output_dir", "--gpus", *overridden)

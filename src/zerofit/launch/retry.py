@@ -101,7 +101,7 @@ def same_batch(whole: int, micro: int, ranks: int, ranks_per_row: int = 1) -> li
     if ranks % ranks_per_row:
         raise UserError(
             f"--gpus {ranks}: is no multiple of the {ranks_per_row} ranks that share each row of this run (--sp_size, "
-            "--tp_size); change one of the two."
+            "--tp_size, --pp_size); change one of the two."
         )
     ranks //= ranks_per_row
     if whole % ranks:

@@ -151,12 +151,17 @@ def load_model(settings, tokenizer, config=None):
     model.config.use_cache = False
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id
-    if len(tokenizer) > model.config.get_text_config().vocab_size:
-        raise UserError(
-            f"--model {settings.model}: the tokenizer has {len(tokenizer)} tokens, the model only "
-            f"{model.config.get_text_config().vocab_size} embeddings: they do not belong together."
-        )
+    check_vocabulary(settings, tokenizer, model.config)
     return model
+
+
+def check_vocabulary(settings, tokenizer, config) -> None:
+    """Raise UserError if the tokenizer has more tokens than the model has embeddings."""
+    if len(tokenizer) > (embeddings := config.get_text_config().vocab_size):
+        raise UserError(
+            f"--model {settings.model}: the tokenizer has {len(tokenizer)} tokens, the model only {embeddings} "
+            "embeddings: they do not belong together."
+        )
 
 
 def check_model(settings, config=None):

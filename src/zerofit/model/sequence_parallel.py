@@ -124,7 +124,8 @@ class SequenceParallel:
         """Open the process groups; collective."""
         self.size, self.data_ranks = settings.sp_size, settings.data_ranks
         self.shares_rows = settings.ranks_per_row > 1
-        self.data_rank, self.index = divmod(distributed.rank(), settings.ranks_per_row)
+        self.data_rank = settings.data_rank(distributed.rank())
+        self.index = distributed.rank() % self.size
         self.group = None
         if self.size == 1:
             return
@@ -134,7 +135,10 @@ class SequenceParallel:
                 self.group = group
 
     def share_rows(self, loader):
-        """Let all ranks of a group (also of --tp_size) read the same batches from a loader of accelerate; return it."""
+        """Let all ranks that share rows (also for --tp_size, --pp_size) read the same batches of a loader; return it.
+
+        Args: loader: accelerate's.
+        """
         if self.shares_rows:
             # accelerate's BatchSamplerShard, for a stream IterableDatasetShard
             shard = loader.batch_sampler if hasattr(loader.batch_sampler, "num_processes") else loader.dataset

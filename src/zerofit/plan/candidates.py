@@ -204,6 +204,11 @@ def methods_to_try(method: str, recipe: str, flags: list[str]) -> list[str]:
     """
     if method not in ("", "sft", "lora", "qlora", "dpo", "auto"):
         raise UserError(f"--method {method}: must be one of sft, lora, qlora, dpo, auto.")
+    if recipe == "pipeline":
+        raise UserError(
+            "recipes/pipeline.py: plans do not search pipelines, whose only ZeRO stage is --zero 1; `zerofit pipeline "
+            "--plan true --gpu_type h100-80g` prices one."
+        )
     quantized = parse.given("lora", flags, "load_in_4bit")
     if not method:
         return ["qlora" if recipe == "lora" and quantized else recipe]

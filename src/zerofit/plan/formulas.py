@@ -103,7 +103,8 @@ class Setting:
     activation_offload: the inputs of recomputed layers are in host memory; nvme: offloaded states are on disk; node:
     GPUs of a node; hpz: ranks that share ZeRO++'s secondary copy of the parameters, 1: there is none; sp: ranks that
     split a row, 1: none; reference: each step has one more forward, of preference pairs with the adapter off; tp: ranks
-    that split each matrix, 1: none."""
+    that split each matrix, 1: none; in_flight: micro batches whose activations are held at once, above 1 in a pipeline;
+    head: the GPU computes the logits."""
 
     zero: int
     offload: str
@@ -119,6 +120,8 @@ class Setting:
     sp: int = 1
     reference: bool = False
     tp: int = 1
+    in_flight: int = 1
+    head: bool = True
 
     @property
     def nodes(self) -> int:
@@ -146,13 +149,14 @@ def activations(s: Shape, setting: Setting, fused: bool) -> tuple[dict[str, floa
         layer += 2 * q  # the attention's output before it is exchanged
     recomputed = math.ceil(s.layers / setting.every) if setting.every else 0
     stored = 0 if setting.activation_offload else 2 * s.hidden
-    kept = recomputed * stored + (s.layers - recomputed) * layer
+    kept = (recomputed * stored + (s.layers - recomputed) * layer) * setting.in_flight
     at_loss = setting.tokens * (kept + 8 * s.hidden + 4)
     logits = setting.tokens * 12 * s.vocabulary
     if fused:
         rows = max(256, min(4096, 2**30 // (4 * s.vocabulary) // 64 * 64, setting.tokens))
         logits = 6 * rows * s.vocabulary + 2 * setting.tokens * s.hidden
         logits += 0 if s.frozen else 2 * s.vocabulary * s.hidden
+    logits *= setting.head
     recomputation = setting.tokens * (layer + 4 * intermediate + 4 * s.hidden) if recomputed else 0
     return {"activations": at_loss, "logits": logits}, {"activations": setting.tokens * kept + recomputation}
 
@@ -201,6 +205,23 @@ def memory(s: Shape, setting: Setting, settings, fused: bool) -> dict[str, float
             moments.append({"parameters": flat})
     highest = max(moments, key=lambda parts: sum(parts.values()))
     return {part: highest.get(part, 0.0) for part in PARTS}
+
+
+def stages(s: Shape, setting: Setting, settings, fused: bool, count: int, tied: bool) -> list[dict[str, float]]:
+    """Return `memory` of each stage of a pipeline of `count`.
+
+    The layers are cut so that the stages have about as many weights each; a tied embedding is on the first and on the
+    last. A stage holds the activations of the micro batches that later stages have not yet sent back.
+    """
+    weights = (s.trainable + s.embedding * tied) // count
+    each = []
+    for stage in range(count):
+        ends = stage in (0, count - 1)  # has the embedding or the head
+        held = replace(s, trainable=max(weights, s.embedding * ends), layers=math.ceil(s.layers / count))
+        in_flight = min(count - stage, setting.accumulation)
+        of_stage = replace(setting, ranks=setting.ranks // count, in_flight=in_flight, head=stage == count - 1)
+        each.append(memory(held, of_stage, settings, fused))
+    return each
 
 
 def _split_shape(s: Shape, tp: int) -> Shape:

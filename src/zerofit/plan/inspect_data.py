@@ -50,7 +50,9 @@ def main(argv: list[str]) -> None:
         description="Show what a run would train on, without a model or a GPU. Every flag of the recipe works too "
         "(`zerofit launch recipes/sft.py --help`).",
     )
-    parser.add_argument("--recipe", default="sft", help="whose flags and defaults: sft, lora or dpo (default sft)")
+    parser.add_argument(
+        "--recipe", default="sft", help="whose flags and defaults: sft, lora, dpo or pipeline (default sft)"
+    )
     parser.add_argument("--output_dir", default="", help="folder for data.json and data.png (default runs/data-<time>)")
     parser.add_argument("--args", default="", help="more recipe flags in one string, split like a shell would")
     args, flags = parser.parse_known_args(argv)

@@ -236,6 +236,33 @@ def _with_all_layers(answer: dict, job: tuple, limit: int, seconds: float | None
     return answer if isinstance(whole, Exception) else whole
 
 
+def predict_stages(settings) -> dict | None:
+    """Return the memory of the fullest stage of a pipeline by the closed forms, in predict's form; None on a CPU.
+
+    Also "stage", its number, and "by": that no simulation covers pipelines.
+    """
+    from zerofit.model.load import load_config
+
+    if settings.use_cpu:
+        return None
+    ranks = settings.world_size
+    local_ranks = min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE") or ranks))
+    gpu = settings.planned_gpu or hardware.find("detect", local_ranks)
+    outside = sum(allowance_of(gpu, ranks, local_ranks).values())
+    total = int((settings.memory_limit or gpu.memory_gib) * GIB)
+    shape, setting = candidates.shape_of(settings), candidates.setting_of(settings)
+    tied = load_config(settings).tie_word_embeddings
+    by_stage = formulas.stages(shape, setting, settings, settings.fused_loss, settings.pp_size, tied)
+    stage = max(range(len(by_stage)), key=lambda i: sum(by_stage[i].values()))
+    peak = candidates.peak_by_formula(by_stage[stage], gpu)
+    return {
+        "peak_bytes": peak, "limit_bytes": total - outside, "reserved_bytes": peak, "outside_bytes": outside,
+        "learned_bytes": 0, "phase": "backward", "host": 0, "gpu": gpu.device_name, "step_seconds": None,
+        "peak": {"backward": {part: int(size) for part, size in by_stage[stage].items()}},
+        "stage": stage, "by": "no simulation covers pipelines",
+    }  # fmt: skip
+
+
 def predict(settings, seconds: float | None = None) -> dict | None:
     """Return the predicted memory of the job, or None on a CPU without --memory_limit.
 

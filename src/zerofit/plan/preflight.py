@@ -22,7 +22,7 @@ def publish(plan: dict | None) -> None:
 
 def prestart(settings) -> None:
     """Start the simulation's process for `check`, so that it imports while the data is read."""
-    if settings.memory_limit or not settings.use_cpu:
+    if (settings.memory_limit or not settings.use_cpu) and settings.pp_size == 1:
         simulate.prestart()
 
 
@@ -32,6 +32,8 @@ def check(settings, seconds: float | None = CHECK_SECONDS) -> dict | None:
     Args: seconds: how long to wait for the simulation if the job fits by formula; None: until it ends.
     Raises: NothingFits if the job does not fit by simulation, without --ignore_plan; UserError for the user's mistakes.
     """
+    if settings.pp_size > 1:
+        return _check_stages(settings)
     try:
         plan = predict.predict(settings, seconds)
     except simulate.SimulationFailed as error:
@@ -55,6 +57,21 @@ def check(settings, seconds: float | None = CHECK_SECONDS) -> dict | None:
             "arguments finds one that does, --ignore_plan true starts it anyway."
         )
     print(f"plan: {fits}: {size}", flush=True)
+    return plan
+
+
+def _check_stages(settings) -> dict | None:
+    """Print by formula whether the fullest stage of a pipeline fits, and return the prediction; None on a CPU."""
+    plan = predict.predict_stages(settings)
+    if plan is None:
+        return None
+    fits = "fits" if plan["peak_bytes"] <= plan["limit_bytes"] else "does not fit"
+    print(
+        f"plan: {fits} by formula (no simulation covers pipelines; a margin of {candidates.FORMULA_MARGIN:.0%} is in "
+        f"it): {plan['peak_bytes'] / GIB:.2f} of {plan['limit_bytes'] / GIB:.2f} GiB a rank of stage {plan['stage']}, "
+        f"the fullest of {settings.pp_size}",
+        flush=True,
+    )
     return plan
 
 

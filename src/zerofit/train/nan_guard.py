@@ -183,8 +183,8 @@ def rows_of_step(trainer) -> list[list[list[int]]] | None:
     order = sampler.indices(epoch)[step * effective : (step + 1) * effective]
     documents = [_documents(sequences, i) for i in order]
     batches = [list(itertools.chain(*documents[i : i + micro])) for i in range(0, effective, micro)]
-    size, data_ranks = trainer.settings.ranks_per_row, trainer.settings.data_ranks
-    return [batches[rank // size :: data_ranks] for rank in range(args.world_size)]
+    settings = trainer.settings
+    return [batches[settings.data_rank(rank) :: settings.data_ranks] for rank in range(args.world_size)]
 
 
 def _documents(sequences, index: int) -> list[int]:

@@ -43,6 +43,11 @@ class ThroughputMeter:
         if self.started is None:
             self.started = time.perf_counter()
 
+    def count(self, inputs: dict) -> None:
+        """Count the tokens of a batch, without padding."""
+        mask = inputs.get("attention_mask")
+        self.tokens = self.tokens + (mask.sum() if mask is not None else inputs["input_ids"].numel())
+
     @contextlib.contextmanager
     def paused(self):
         """Exclude the time of the body."""

@@ -64,7 +64,7 @@ def _card(trainer: ZerofitTrainer, final: Path) -> model_card.Card:
     return model_card.Card(
         facts=json.loads((final.parent / "run.json").read_text(encoding="utf-8")),
         name=final.parent.name,
-        architecture=type(model.get_base_model() if adapter.exists() else model).__name__,
+        architecture=trainer.architecture,
         adapter=json.loads(adapter.read_text(encoding="utf-8")) if adapter.exists() else None,
         steps=step,
         losses=model_card.losses(state.log_history, step),

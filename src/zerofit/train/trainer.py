@@ -100,7 +100,7 @@ class ZerofitTrainer(Trainer):
         tiled_mlp.install(settings, net)
         self.fused_loss = self.fuse_loss(net)
         self.router_loss = fused_loss.router_loss(net)
-        gradient_checkpointing.enable(net, settings)
+        self.checkpoint_layers(net)
         pad, documents = tokenizer.pad_token_id, settings.documents_per_row
         self.sequence = sequence_parallel.SequenceParallel(settings)
         self.train_collator = TrainCollator(pad, settings.padding_free, settings.sp_size)
@@ -127,6 +127,12 @@ class ZerofitTrainer(Trainer):
         self.tracker.attach(self)
         self.reporter = progress.Reporter(self)
         self.add_callback(self.reporter)
+
+    @property
+    def architecture(self) -> str:
+        """Return the name of the model's class, without its adapter."""
+        model = self.model.get_base_model() if self.settings.trains_adapter else self.model
+        return type(model).__name__
 
     def train(self, *args, **kwargs):
         """Train as transformers does.
@@ -320,8 +326,7 @@ class ZerofitTrainer(Trainer):
             )
 
     def training_step(self, net, inputs, num_items_in_batch=None):
-        mask = inputs.get("attention_mask")
-        self.clock.tokens = self.clock.tokens + (mask.sum() if mask is not None else inputs["input_ids"].numel())
+        self.clock.count(inputs)
         if num_items_in_batch is not None:
             # A stream's rows of a step may all be truncated away, and a rank that counts for itself may have only the
             # filler of the last step: loss 0, not NaN.
@@ -330,6 +335,10 @@ class ZerofitTrainer(Trainer):
             loss = super().training_step(net, inputs, num_items_in_batch)
         self.guard.losses.append(loss)
         return loss
+
+    def checkpoint_layers(self, net) -> None:
+        """Turn --gradient_checkpointing on in the model."""
+        gradient_checkpointing.enable(net, self.settings)
 
     def fuse_loss(self, net) -> fused_loss.FusedLoss | None:
         """Fuse the loss of the model; a simulation does it among real tensors."""

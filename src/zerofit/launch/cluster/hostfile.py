@@ -87,7 +87,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--ssh", default="ssh", help='how to reach a host, e.g. "ssh -p 2222 -i key"')
     parser.add_argument("--args", default="", help="more recipe flags in one string, split like a shell would")
     parser.add_argument("--show", action="store_true", help="print what each host would run; start nothing")
-    parser.add_argument("recipe", help="recipes/sft.py, recipes/lora.py or recipes/dpo.py")
+    parser.add_argument("recipe", help="recipes/sft.py, or another of recipes/")
     parser.add_argument("flags", nargs=argparse.REMAINDER, help="the recipe's flags")
     given = parser.parse_args(argv)
     hosts = read(Path(given.hosts), given.include, given.exclude, given.gpus)

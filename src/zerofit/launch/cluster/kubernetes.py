@@ -89,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--gpu_type", default="h100-80g", help="the cluster's GPU, for the check of the flags")
     parser.add_argument("--output_file", default="", help="file to write (default: standard output)")
     parser.add_argument("--args", default="", help="more recipe flags in one string, split like a shell would")
-    parser.add_argument("recipe", help="recipes/sft.py, recipes/lora.py or recipes/dpo.py")
+    parser.add_argument("recipe", help="recipes/sft.py, or another of recipes/")
     parser.add_argument("flags", nargs=argparse.REMAINDER, help="the recipe's flags")
     return parser
 

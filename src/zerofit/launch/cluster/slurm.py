@@ -70,7 +70,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--sweep", default="", help="a file with a line of further flags for each job of an array")
     parser.add_argument("--args", default="", help="more recipe flags in one string, split like a shell would")
     parser.add_argument("--print", action="store_true", help="print the batch script; write and submit nothing")
-    parser.add_argument("recipe", help="recipes/sft.py, recipes/lora.py or recipes/dpo.py")
+    parser.add_argument("recipe", help="recipes/sft.py, or another of recipes/")
     parser.add_argument("flags", nargs=argparse.REMAINDER, help="the recipe's flags")
     if "--sbatch" in argv[:-1]:  # argparse accepts a value that looks like an option only after =
         index = argv.index("--sbatch")

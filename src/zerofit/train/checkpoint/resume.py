@@ -35,19 +35,25 @@ def check_resumable(settings, train_set) -> None:
     stretch = {"zero": known["zero"], "world_size": known["world_size"], "to_step": step_of(Path(requested))}
     settings.resumed = [*known.get("resumed", []), stretch]
     _decide_resharding(settings, known, Path(requested).name)
-    _check_tp_size(settings, known.get("tp_size", 1), known, flag)
+    for name in ("tp_size", "pp_size"):
+        _check_split(settings, name, known, flag)
     if settings.resharded:
         zero_shards.check_whole(Path(requested))
         _check_schedule(settings, Path(requested), known, flag)
     differences.check(settings, known, flag)
 
 
-def _check_tp_size(settings, saved: int, known: dict, where: str) -> None:
-    """Refuse to load shards of split matrices in another way than they were saved. Raises: UserError."""
-    if max(saved, settings.tp_size) == 1 or (saved == settings.tp_size and not settings.resharded):
+def _check_split(settings, name: str, known: dict, where: str) -> None:
+    """Refuse to load shards of a split model in another way than they were saved.
+
+    Args: name: tp_size or pp_size.
+    Raises: UserError.
+    """
+    saved, size = known.get(name, 1), getattr(settings, name)
+    if max(saved, size) == 1 or (saved == size and not settings.resharded):
         return
     raise UserError(
-        f"{where}: --tp_size goes on only as it was saved; use --tp_size {saved} --zero {known['zero']} --gpus "
+        f"{where}: --{name} goes on only as it was saved; use --{name} {saved} --zero {known['zero']} --gpus "
         f"{known['world_size']} --offload {known['offload']} --optim {known.get('optim', settings.optim)}, or begin "
         "anew from its weights with --model."
     )

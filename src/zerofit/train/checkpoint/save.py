@@ -163,7 +163,7 @@ def _facts(trainer, hashes: dict[str, list]) -> dict:
     from zerofit.train.checkpoint import reshard
 
     settings = trainer.settings
-    names = ("recipe", "zero", "offload", "world_size", "tp_size", "effective_batch_size", "optim", "model")
+    names = ("recipe", "zero", "offload", "world_size", "tp_size", "pp_size", "effective_batch_size", "optim", "model")
     return {
         "zerofit": __version__, "format": FORMAT, "step": trainer.state.global_step,
         **{name: written(name, getattr(settings, name)) for name in names}, "precision": settings.precision,

@@ -67,7 +67,7 @@ def read(checkpoint: Path) -> OptimizerStates:
         or any("mp_rank_00" not in f.name for f in files)
     ):
         raise UserError(
-            f"{folder}: holds no optimizer states of one process group (tensor parallel shards are not read)."
+            f"{folder}: holds no optimizer states of one process group (those of --tp_size and --pp_size are not read)."
         )
     model_states = pickles.load(sorted(folder.glob("*model_states.pt"), key=_rank)[0])
     shapes = {name: tuple(shape) for group in model_states["param_shapes"] for name, shape in group.items()}

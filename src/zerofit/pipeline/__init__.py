@@ -1,0 +1,1 @@
+"""Pipeline parallelism over DeepSpeed's PipelineModule (recipes/pipeline.py)."""
