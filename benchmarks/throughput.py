@@ -33,6 +33,8 @@ SHAPE = {
     "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0, "initializer_range": 0.02, "dtype": "float32",
 }  # fmt: skip
 
+THREADS = len(os.sched_getaffinity(0))  # the cores that this process may use: `taskset -c 0` leaves one
+
 LENGTH = 1024  # of packed rows, and the longest of others
 
 SYSTEMS = {  # the ways of batching that each has
@@ -265,7 +267,7 @@ def measure(case: str, options, folder: Path) -> dict:
     with tempfile.TemporaryDirectory(dir=folder) as cache:
         job["folder"] = f"{cache}/run"
         python = options.peers if system == "TRL" else sys.executable
-        env = machine.environment(cache, ours=system != "TRL") | {"OMP_NUM_THREADS": str(os.cpu_count())}
+        env = machine.environment(cache, ours=system != "TRL") | {"OMP_NUM_THREADS": str(THREADS)}
         words = [python, str(Path(__file__).resolve()), "--worker", json.dumps(job)]
         process = subprocess.run(words, env=env, capture_output=True, text=True, cwd=machine.ROOT)
     if process.returncode:
@@ -303,7 +305,7 @@ def main() -> None:
     facts, config = machine.facts(), json.loads(options.model.read_text()) if options.model else SHAPE
     file = machine.ROOT / "benchmarks" / "results" / f"{options.name}-{facts['date']}.json"
     record = json.loads(file.read_text()) if options.more and file.exists() else {"cases": {}, "versions": {}}
-    record |= {"machine": facts, "config": config}
+    record |= {"machine": facts, "config": config, "threads": THREADS}
     record["batches"] = {name: getattr(options, name) for name in ("micro", "packs", "accumulation", "steps")}
     with tempfile.TemporaryDirectory(prefix="zerofit-throughput-") as name:
         folder = Path(name)
@@ -329,9 +331,9 @@ def report(record: dict) -> list[str]:
     lines = ["# Tokens a second", "", *machine.describe(record["machine"], record["versions"]), ""]
     sizes = ", ".join(f"{name} {value}" for name, value in record["batches"].items())
     lines += [
-        f"{flops / 6e6:.1f} M weights that multiply; {sizes}. Real tokens a second, medians of the rounds; the "
-        "share of the machine is 6 x weights x tokens/s over the best matrix product of 1,024 x 1,024 (GPU: 8,192) "
-        "in the same process, so it leaves the attention out.",
+        f"{flops / 6e6:.1f} M weights that multiply; {sizes}; {record['threads']} threads. Real tokens a second, "
+        "medians of the rounds; the share of the machine is 6 x weights x tokens/s over the best matrix product of "
+        "1,024 x 1,024 (GPU: 8,192) in the same process, so it leaves the attention out.",
         "",
         "| | batches | | rounds | tokens/s | lowest to highest | share of the machine | of the loop | last loss |",
         "|---|---|---|---:|---:|---|---:|---:|---:|",

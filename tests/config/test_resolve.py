@@ -175,7 +175,7 @@ def test_every_resolver_is_in_one_list():
 @pytest.mark.parametrize(
     ("speedup", "width", "has_bf16", "ranks", "precision", "why"),
     [
-        (2.0, 512, True, 1, "bf16", "bf16 true: bf16 products are 2.0 times as fast here (exact: --bf16 false)"),
+        (2.0, 512, True, 1, "bf16", "bf16 True: bf16 products are 2.0 times as fast here (exact: --bf16 false)"),
         (1.1, 512, True, 1, "fp32", "precision fp32: exact; bf16 products are 1.1 times as fast here (--bf16 true)"),
         (2.0, 512, False, 1, "fp32", "precision fp32: exact; this CPU has neither avx512_bf16 nor AMX (--bf16 true)"),
         (None, 128, True, 1, "fp32", "precision fp32: exact; the fast one for small models on a CPU (--bf16 true)"),

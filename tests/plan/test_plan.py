@@ -575,7 +575,7 @@ def test_what_a_plan_at_the_edge_says(monkeypatch):
     smallest = min(
         (c for c, _ in plan.rejected if c.setting.offload == "none" and not c.setting.every), key=lambda c: c.peak
     )
-    assert rejected[0].startswith(f"  rejected: {smallest.label}, ") and "larger ones, up to 5,678 tok/s" in rejected[0]
+    assert rejected[0].startswith(f"  rejected: {smallest.label}, ") and "larger ones, up to 5,856 tok/s" in rejected[0]
     plan.adapter = search.adapter_instead(plan, ["sft"], flags)
     found = plan.adapter
     assert found.method == "lora" and found.peak <= plan.limit and found.setting.offload == "none"

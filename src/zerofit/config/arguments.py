@@ -283,9 +283,7 @@ class DataArguments:
     )
     padding_free: Literal["auto", True, False] = field(
         default="auto",
-        metadata={
-            "help": "A batch is one long row without padding. auto: where it is proven for the model."
-        },
+        metadata={"help": "A batch is one long row without padding. auto: where it is proven for the model."},
     )
     min_supervised_fraction: float = field(
         default=0.0,  # off: for classification with long prompts about 0.001 is right

@@ -160,7 +160,9 @@ def _settings_on_nodes(recipe: str, flags: list[str], ranks: int) -> Settings:
 def _environment(settings: Settings, count: int) -> dict[str, str]:
     added = prepare.environment(count, hide_gpus=settings.use_cpu and settings.source["use_cpu"] != "decided")
     if settings.use_cpu:
-        added[hardware.CPU_PRECISION] = " ".join(defaults.cpu_precision(settings))
+        chosen = " ".join(defaults.cpu_precision(settings))
+        # Not for the ranks alone: searches and simulations inherit this process's environment.
+        os.environ[hardware.CPU_PRECISION] = added[hardware.CPU_PRECISION] = chosen
     return added
 
 
