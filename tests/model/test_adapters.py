@@ -311,7 +311,7 @@ def test_qlora_learns_the_bundled_task(tmp_path):
 
 def test_a_lora_step_under_autocast_has_the_same_gradients_without_input_casts():
     settings = settings_of("--bf16", "true", "--zero", "0", "--lora_dropout", "0")
-    model = load_model(settings, load_tokenizer(settings))
+    model = adapters.add_adapter(load_model(settings, load_tokenizer(settings)), settings)
     ids = torch.arange(2, 66).view(2, 32)
     found, copies = [], []
     for context in (contextlib.nullcontext(), adapters.without_input_casts(model, settings)):

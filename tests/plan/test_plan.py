@@ -582,7 +582,10 @@ def test_what_a_plan_at_the_edge_says(monkeypatch):
     assert f"LoRA would fit in {found.peak / 2**30:.1f} GiB a GPU at " in report.text(plan)
     assert search.adapter_instead(plan, ["sft", "lora"], flags) is None  # METHOD=auto looks itself
     roomy = dataclasses.replace(
-        plan, chosen=dataclasses.replace(plan.chosen, setting=found.setting), host_limit=200 * 2**30
+        plan,
+        chosen=dataclasses.replace(plan.chosen, setting=found.setting),
+        limit=2 * plan.limit,
+        host_limit=200 * 2**30,
     )
     assert search.adapter_instead(roomy, ["sft"], flags) is None
     assert "(of 200 GiB)" in report.text(roomy)
