@@ -13,7 +13,6 @@ are interleaved; each is a process. Writes benchmarks/results/throughput-<date>.
 
 import argparse
 import json
-import math
 import os
 import random
 import re
@@ -342,10 +341,11 @@ def report(record: dict) -> list[str]:
         system, mode, precision = case.split(", ")
         all_speeds = [r["tokens_per_second"] for r in rounds]
         share = speed[case] * flops / max(r["peak_flops"] for r in rounds)
-        loop = speed.get(f"hand-written loop, {'packed' if mode == 'packed' else 'padded'}, {precision}", math.nan)
+        loop = speed.get(f"hand-written loop, {'packed' if mode == 'packed' else 'padded'}, {precision}")
+        of_loop = f"{speed[case] / loop:.0%}" if loop else ""
         lines.append(
             f"| {system} | {mode} | {precision} | {len(rounds)} | **{speed[case]:,.0f}** | {min(all_speeds):,.0f} to "
-            f"{max(all_speeds):,.0f} | {share:.0%} | {speed[case] / loop:.0%} | {rounds[-1]['losses'][-1]:.4f} |"
+            f"{max(all_speeds):,.0f} | {share:.0%} | {of_loop} | {rounds[-1]['losses'][-1]:.4f} |"
         )
     return lines
 

@@ -196,6 +196,12 @@ def test_precision_on_a_cpu(monkeypatch, tmp_path, speedup, width, has_bf16, ran
     assert resolve.resolve_settings("sft", [*flags, "--bf16", "false"], ranks).precision == "fp32"
 
 
+def test_a_model_that_is_not_there_is_no_reason_to_fail_yet(monkeypatch, tmp_path):
+    monkeypatch.delenv(hardware.CPU_PRECISION)
+    monkeypatch.setattr(hardware, "cpu_has_bf16", lambda: True)
+    assert resolve.resolve_settings("sft", ["--model", str(tmp_path), "--data", "none"], 1).precision == "fp32"
+
+
 def test_ranks_take_the_launchers_precision(monkeypatch):
     for chosen in ("bf16", "fp32"):
         monkeypatch.setenv(hardware.CPU_PRECISION, f"{chosen} a timing says so")

@@ -156,7 +156,10 @@ def cpu_precision(settings: Settings) -> tuple[str, str]:
         return precision, why or f"{hardware.CPU_PRECISION} is set"
     if not hardware.cpu_has_bf16():
         return "fp32", "this CPU has neither avx512_bf16 nor AMX"
-    config = load.load_config(settings).get_text_config()
+    try:
+        config = load.load_config(settings).get_text_config()
+    except UserError:  # loading the model reports it; --show needs none
+        return "fp32", "the model's config.json is not known"
     width = getattr(config, "hidden_size", 0)
     return hardware.faster_cpu_precision(width, getattr(config, "intermediate_size", None) or 4 * width)
 
