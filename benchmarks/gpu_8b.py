@@ -78,6 +78,8 @@ KINDS = {
         Setting("zero1-bf16-adapters", f"--zero 1 {DENSE}", 4),
         Setting("mixed", DENSE, rows="mixed", variables=NOT_EXPANDABLE),
         Setting("mixed-expandable", DENSE, rows="mixed", variables=EXPANDABLE),
+        Setting("mixed-padded", f"{DENSE} --padding_free false", rows="mixed"),
+        Setting("mixed-workers", f"{DENSE} --dataloader_num_workers 2", rows="mixed"),
         Setting("compile", f"{DENSE} --torch_compile true", 4),
     ],
     "full": [

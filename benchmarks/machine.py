@@ -61,12 +61,14 @@ def environment(cache: str, ours: bool) -> dict[str, str]:
     return variables
 
 
-def save(name: str, lines: list[str], record: dict) -> None:
+def save(name: str, lines: list[str], record: dict, quiet: bool = False) -> None:
     """Print the Markdown lines and write them and the record to benchmarks/results/<name>-<date>.md and .json."""
-    print("\n" + "\n".join(lines))
+    if not quiet:
+        print("\n" + "\n".join(lines))
     folder = ROOT / "benchmarks" / "results"
     folder.mkdir(exist_ok=True)
     stem = f"{name}-{record['machine']['date']}"
     (folder / f"{stem}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
     (folder / f"{stem}.json").write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    print(f"\nwritten: benchmarks/results/{stem}.md and .json")
+    if not quiet:
+        print(f"\nwritten: benchmarks/results/{stem}.md and .json")

@@ -192,7 +192,7 @@ def counted(name):
     setattr(c10d, name, function)
     setattr(dist, name, function)
 
-for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"):
+for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "reduce"):
     counted(name)
 from deepspeed.runtime.engine import DeepSpeedEngine
 step = DeepSpeedEngine.step

@@ -24,7 +24,7 @@ from zerofit import distributed
 # hidden from them.
 GPU_TESTS = os.environ.get("ZEROFIT_TEST_GPU", "0") not in ("", "0")
 if not GPU_TESTS:
-    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "ZEROFIT_CPU_PRECISION": "fp32"}
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ROOT / "examples" / "tiny"

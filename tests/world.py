@@ -55,8 +55,10 @@ class Recording:
         self.rows_seen, self.frozen_before = [], frozen_hash(self.model)
 
     def training_step(self, net, inputs, num_items_in_batch=None):
-        supervised = inputs["labels"].ne(-100).any(-1)
-        self.rows_seen += [hash(tuple(row.tolist())) for row in inputs["labels"][supervised]]
+        rows, bounds = list(inputs["labels"]), inputs.get("cu_seq_lens_q")
+        if bounds is not None:
+            rows = rows[0].split(bounds.diff().tolist())
+        self.rows_seen += [hash(tuple(row.tolist())) for row in rows if row.ne(-100).any()]
         return super().training_step(net, inputs, num_items_in_batch)
 
 

@@ -55,6 +55,20 @@ def test_readme_explains_every_key_of_every_file():
             assert f"`{key}`" in text, f"{file.name}: {key}"
 
 
+def test_stages_1_and_2_reduce_gradients_to_their_owners(write):
+    """Not on many ranks, nor where overlap_comm would wait for the GPU, nor where the file says otherwise."""
+
+    def all_reduces(*flags, ranks=2):
+        return parse(*flags, ranks=ranks).deepspeed["zero_optimization"].get("use_multi_rank_bucket_allreduce", True)
+
+    assert [all_reduces("--zero", z) for z in "123"] == [False, False, True]
+    assert not all_reduces("--zero", "2", ranks=64)
+    assert all_reduces("--zero", "2", ranks=128)
+    assert not all_reduces("--zero", "2", "--tp_size", "2", ranks=128)
+    for key in ("overlap_comm", "use_multi_rank_bucket_allreduce"):
+        assert all_reduces("--deepspeed", write({"zero_optimization": {"stage": 2, key: True}}))
+
+
 def test_literals_in_the_file_win_over_defaults_and_are_said(write):
     path = write(
         BASE | {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3, "gradient_clipping": 0.5}

@@ -11,8 +11,10 @@ from typing import Literal, get_args, get_origin, get_type_hints
 import pytest
 from conftest import ROOT
 
+from zerofit import hardware
 from zerofit.config import arguments, resolve
 from zerofit.errors import UserError
+from zerofit.launch import launch
 from zerofit.settings import AFTER_RESOLVING, WORDS, decide
 
 SRC = ROOT / "src" / "zerofit"
@@ -168,3 +170,46 @@ def test_every_resolver_is_in_one_list():
         if isinstance(node, ast.FunctionDef) and node.name in ("resolve", "resolve_for_model")
     } - {"zerofit.config.resolve.resolve_for_model"}
     assert defined <= listed and len(listed) == len(resolve.FROM_FLAGS) + len(resolve.FROM_MODEL_CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("speedup", "width", "has_bf16", "ranks", "precision", "why"),
+    [
+        (2.0, 512, True, 1, "bf16", "bf16 True: bf16 products are 2.0 times as fast here (exact: --bf16 false)"),
+        (1.1, 512, True, 1, "fp32", "precision fp32: exact; bf16 products are 1.1 times as fast here (--bf16 true)"),
+        (2.0, 512, False, 1, "fp32", "precision fp32: exact; this CPU has neither avx512_bf16 nor AMX (--bf16 true)"),
+        (None, 128, True, 1, "fp32", "precision fp32: exact; the fast one for small models on a CPU (--bf16 true)"),
+        (None, 512, True, 2, "fp32", "without `zerofit launch` the ranks cannot agree on a timing"),
+    ],
+)
+def test_precision_on_a_cpu(monkeypatch, tmp_path, speedup, width, has_bf16, ranks, precision, why):
+    monkeypatch.delenv(hardware.CPU_PRECISION)
+    monkeypatch.setattr(hardware, "cpu_has_bf16", lambda: has_bf16)
+    monkeypatch.setattr(hardware, "_bf16_speedup", lambda width, inner: speedup)
+    monkeypatch.setattr(hardware.distributed, "size", lambda: ranks)
+    config = json.loads((ROOT / "examples" / "tiny" / "model" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"hidden_size": width}))
+    flags = ["--model", str(tmp_path), "--data", "none"]
+    settings = resolve.resolve_settings("sft", flags, ranks)
+    assert settings.precision == precision
+    assert any(why in sentence for sentence in settings.decisions)
+    assert resolve.resolve_settings("sft", [*flags, "--bf16", "false"], ranks).precision == "fp32"
+
+
+def test_a_model_that_is_not_there_is_no_reason_to_fail_yet(monkeypatch, tmp_path):
+    monkeypatch.delenv(hardware.CPU_PRECISION)
+    monkeypatch.setattr(hardware, "cpu_has_bf16", lambda: True)
+    assert resolve.resolve_settings("sft", ["--model", str(tmp_path), "--data", "none"], 1).precision == "fp32"
+
+
+def test_ranks_take_the_launchers_precision(monkeypatch):
+    for chosen in ("bf16", "fp32"):
+        monkeypatch.setenv(hardware.CPU_PRECISION, f"{chosen} a timing says so")
+        settings = resolve.resolve_settings("sft", [], 2)
+        assert settings.precision == chosen
+        assert any("a timing says so" in sentence for sentence in settings.decisions)
+        assert launch._environment(settings, 2)[hardware.CPU_PRECISION] == f"{chosen} a timing says so"
+
+
+def test_a_timed_product_is_faster_in_one_of_both():
+    assert 0.1 < hardware._bf16_speedup(64, 64) < 100

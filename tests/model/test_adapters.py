@@ -4,6 +4,7 @@ Real recipes on the bundled model, two CPU processes. `python -m pytest tests/mo
 matrix of all adapters and stages, and QLoRA on the whole bundled task.
 """
 
+import contextlib
 import json
 import math
 
@@ -306,3 +307,20 @@ def test_qlora_learns_the_bundled_task(tmp_path):
     for name in ("qlora", "8bit"):
         assert found[name].json("result.json")["exact_match_after"] > 0.9
         assert abs(means[name] - means["lora"]) < 0.05 * means["lora"]
+
+
+def test_a_lora_step_under_autocast_has_the_same_gradients_without_input_casts():
+    settings = settings_of("--bf16", "true", "--zero", "0", "--lora_dropout", "0")
+    model = adapters.add_adapter(load_model(settings, load_tokenizer(settings)), settings)
+    ids = torch.arange(2, 66).view(2, 32)
+    found, copies = [], []
+    for context in (contextlib.nullcontext(), adapters.without_input_casts(model, settings)):
+        with context, torch.profiler.profile() as profile, torch.autocast("cpu", torch.bfloat16):
+            model(input_ids=ids, labels=ids).loss.backward()
+        copies.append(sum(event.name == "aten::_to_copy" for event in profile.events()))
+        found.append([p.grad.clone() for p in model.parameters() if p.requires_grad])
+        model.zero_grad()
+    assert copies[1] < copies[0]
+    assert any(gradient.any() for gradient in found[0])
+    for before, after in zip(*found, strict=True):
+        assert torch.equal(before, after)

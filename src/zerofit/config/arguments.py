@@ -290,9 +290,7 @@ class DataArguments:
     )
     padding_free: Literal["auto", True, False] = field(
         default="auto",
-        metadata={
-            "help": "A batch is one long row without padding. auto: with packing, and on a GPU where it is proven."
-        },
+        metadata={"help": "A batch is one long row without padding. auto: where it is proven for the model."},
     )
     min_supervised_fraction: float = field(
         default=0.0,  # off: for classification with long prompts about 0.001 is right
@@ -411,7 +409,7 @@ class MemoryArguments:
     _argument_group_name = "memory"
     fused_loss: Literal["auto", True, False] = field(
         default="auto",
-        metadata={"help": "Loss without the logits, in chunks of tokens. auto: for vocabularies from 32,000 words."},
+        metadata={"help": "Loss without the logits, in chunks of tokens. auto: for vocabularies from 8,000 words."},
     )
     tiled_mlp: str = field(
         default="1",

@@ -51,6 +51,10 @@ INSTEAD = {
     "pipeline": "this section starts no pipeline; delete it, and use recipes/pipeline.py with --pp_size",
 }
 
+# Ranks up to which stages 1 and 2 reduce gradients to their owners. NCCL reduces along a chain of all ranks, whose
+# latency outweighs the saved bytes from about 100 GPUs on, by its cost model (docs/speed.md).
+REDUCE_UP_TO = 64
+
 # JSON key -> the argument with the same meaning; "auto" in the JSON takes the argument's value.
 SAME_AS_ARGUMENT = {
     "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
@@ -220,7 +224,20 @@ def resolve(settings) -> None:
         )
     config = offload.with_flags(config, path, settings)
     offload.check(config, path, settings)
-    settings.deepspeed = _with_tensor_parallel(_saving_whole_weights(config, path, settings), settings)
+    config = _reducing_to_owners(_saving_whole_weights(config, path, settings), settings)
+    settings.deepspeed = _with_tensor_parallel(config, settings)
+
+
+def _reducing_to_owners(config: dict, settings) -> dict:
+    """Return the configuration with stages 1 and 2 sending each gradient to the rank that owns it, where that pays.
+
+    DeepSpeed's default all-reduces them: twice the bytes. With overlap_comm it would wait for the GPU at each bucket.
+    """
+    zero = config["zero_optimization"]
+    asked = "use_multi_rank_bucket_allreduce" in zero or zero.get("overlap_comm")
+    if settings.zero not in (1, 2) or asked or settings.world_size // settings.tp_size > REDUCE_UP_TO:
+        return config
+    return merge_json(config, {"zero_optimization": {"use_multi_rank_bucket_allreduce": False}})
 
 
 def _with_tensor_parallel(config: dict, settings) -> dict:

@@ -1,10 +1,12 @@
 """Fill in arguments that were not given, and check the ranges of those that were."""
 
 import math
+import os
 
 from zerofit import hardware
 from zerofit.config import arguments, batch_size, offload
 from zerofit.errors import UserError
+from zerofit.model import load
 from zerofit.settings import Settings, decide
 
 MICRO_BATCHES_PER_STAGE = 4  # at least, where the micro batch is chosen here: a pipeline's bubble is then below 20 %
@@ -137,7 +139,7 @@ def _choose_strategies(settings: Settings) -> None:
 
 
 def choose_precision(settings: Settings) -> None:
-    """Choose bf16, fp16 (GPUs without bf16) or fp32 (CPU), unless a flag or the JSON decides."""
+    """Choose bf16, fp16 (GPUs without bf16) or fp32 (most CPUs), unless a flag or the JSON decides."""
     set_by_user = {"bf16", "fp16"} & {k for k, s in settings.source.items() if s != "transformers default"}
     gpu, has_bf16 = _gpu(settings)
     if settings.bf16 and not settings.use_cpu and not has_bf16:
@@ -158,11 +160,30 @@ def choose_precision(settings: Settings) -> None:
     if settings.pure_bf16:
         decide(settings, "bf16", True, "--pure_bf16")
     elif settings.use_cpu:
-        settings.decisions.append("precision fp32: exact, and the fast one for small models on a CPU (--bf16 true)")
+        precision, why = cpu_precision(settings)
+        if precision == "bf16":
+            decide(settings, "bf16", True, f"{why} (exact: --bf16 false)")
+        else:
+            settings.decisions.append(f"precision fp32: exact; {why} (--bf16 true)")
     elif has_bf16:
         decide(settings, "bf16", True, f"{gpu} has bf16 arithmetic")
     else:
         decide(settings, "fp16", True, f"{gpu} has no bf16 arithmetic; loss scaling is on")
+
+
+def cpu_precision(settings: Settings) -> tuple[str, str]:
+    """Return (bf16 or fp32, why): the launcher's choice, else the faster one on this CPU."""
+    if chosen := os.environ.get(hardware.CPU_PRECISION):
+        precision, _, why = chosen.partition(" ")
+        return precision, why or f"{hardware.CPU_PRECISION} is set"
+    if not hardware.cpu_has_bf16():
+        return "fp32", "this CPU has neither avx512_bf16 nor AMX"
+    try:
+        config = load.load_config(settings).get_text_config()
+    except UserError:  # loading the model reports it; --show needs none
+        return "fp32", "the model's config.json is not known"
+    width = getattr(config, "hidden_size", 0)
+    return hardware.faster_cpu_precision(width, getattr(config, "intermediate_size", None) or 4 * width)
 
 
 def _gpu(settings: Settings) -> tuple[str, bool]:

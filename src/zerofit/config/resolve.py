@@ -107,10 +107,8 @@ def _padding_free(settings: Settings) -> None:
             "flex_attention or flash_attention_2."
         )
     if padding_free == "auto":
-        # On a CPU attention loops over documents, which costs more than the padding it saves on short rows.
-        on = settings.packing or (keeps_apart and not settings.use_cpu)
-        if on:
-            decide(settings, "padding_free", True, "with --packing, or on a GPU")
+        if keeps_apart:
+            decide(settings, "padding_free", True, f"{attn} keeps the documents of a row apart")
         else:
             settings.padding_free = False
     if settings.padding_free and attn == "sdpa":

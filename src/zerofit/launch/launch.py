@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 
 from zerofit import command_line, hardware, run_folder
-from zerofit.config import resolve, show
+from zerofit.config import defaults, resolve, show
 from zerofit.errors import UserError
 from zerofit.launch import batch_search, canary, prepare, standby, supervisor
 from zerofit.launch.cluster import documents, job_secret, node_options
@@ -41,6 +41,7 @@ def _launch(args, recipe: Path, flags: list[str], count: int) -> None:
     elif args.show:
         _show_nodes(place, recipe, flags, count)
     else:
+        os.environ.setdefault(hardware.CPU_PRECISION, "fp32 nodes cannot agree on a timing")
         prepare.check_for_nodes(flags, args.launcher)
         if place.least == place.most:  # report a mistake in the flags before any node waits
             _settings_on_nodes(recipe.stem, flags, count * place.most)
@@ -157,7 +158,12 @@ def _settings_on_nodes(recipe: str, flags: list[str], ranks: int) -> Settings:
 
 
 def _environment(settings: Settings, count: int) -> dict[str, str]:
-    return prepare.environment(count, hide_gpus=settings.use_cpu and settings.source["use_cpu"] != "decided")
+    added = prepare.environment(count, hide_gpus=settings.use_cpu and settings.source["use_cpu"] != "decided")
+    if settings.use_cpu:
+        chosen = " ".join(defaults.cpu_precision(settings))
+        # Not for the ranks alone: searches and simulations inherit this process's environment.
+        os.environ[hardware.CPU_PRECISION] = added[hardware.CPU_PRECISION] = chosen
+    return added
 
 
 def _choose_nodes(coordinator: Coordinator, recipe: str, flags: list[str]) -> tuple[dict[int, int], list[str]]:

@@ -247,6 +247,19 @@ def add_adapter(model, settings, tokenizer=None):
     return model
 
 
+def without_input_casts(model, settings):
+    """Return the context of a training step in which LoRA's inputs are not cast to fp32 and back.
+
+    At stage 0 an adapter's weights are fp32, so peft casts its inputs to fp32, and autocast casts them back for the
+    products: the same numbers, for 12 bytes of memory traffic a number.
+    """
+    from peft.helpers import disable_input_dtype_casting
+
+    under_autocast = settings.deepspeed is None and settings.precision != "fp32"
+    plain = settings.values.get("adapter") == "lora" and not settings.use_dora
+    return disable_input_dtype_casting(model, under_autocast and plain)
+
+
 def convert_to_plain_lora(model, folder: Path) -> None:
     """Rewrite a saved PiSSA or OLoRA adapter as a plain LoRA of twice the rank for the original base.
 

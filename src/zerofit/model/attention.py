@@ -120,7 +120,7 @@ def _eager_where_sdpa_is_missing(settings, config) -> None:
     cls = class_of(config)
     if settings.attn_implementation != "sdpa" or cls is None or cls._supports_sdpa:
         return
-    if settings.source["attn_implementation"] not in ("default", "decided"):
+    if "attn_implementation" in settings.given:
         raise UserError(f"--attn_implementation sdpa: {cls.__name__} has none; use eager.")
     decide(settings, "attn_implementation", "eager", f"{cls.__name__} has no sdpa")
 
@@ -170,15 +170,18 @@ def packed_attention(module, query, key, value, attention_mask, dropout=0.0, sca
     # The varlen kernel supports no other dtype and no dropout.
     if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and not dropout:
         return _varlen(query, key, value, bounds, int(kwargs["max_length_q"]), window, scaling), None
-    out = query.new_empty(*query.shape[:-1], value.shape[-1])
-    for start, end in (documents or spans)(bounds):
-        mask = None
-        if window and end - start > window:
-            mask = _window_mask(end - start, window, query.device)
-        out[:, :, start:end] = torch.nn.functional.scaled_dot_product_attention(
-            query[:, :, start:end], key[:, :, start:end], value[:, :, start:end], attn_mask=mask,
-            dropout_p=dropout, is_causal=mask is None, scale=scaling, enable_gqa=True,
-        )  # fmt: skip
+    lengths = [end - start for start, end in (documents or spans)(bounds)]
+    parts = []
+    # Slices by index would each have a gradient of the size of the whole row.
+    for q, k, v in zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True):
+        tokens = q.shape[2]
+        mask = _window_mask(tokens, window, query.device) if window and tokens > window else None
+        parts.append(
+            torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scaling, enable_gqa=True
+            )
+        )
+    out = torch.cat(parts, dim=2)
     return out.transpose(1, 2).contiguous(), None
 
 

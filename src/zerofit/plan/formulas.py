@@ -7,6 +7,7 @@ decides. Times are estimates from data sheets and the efficiencies below.
 import math
 from dataclasses import dataclass, replace
 
+from zerofit.config import deepspeed_json
 from zerofit.hardware import Gpu
 from zerofit.model import experts
 from zerofit.optim import registry
@@ -315,9 +316,10 @@ def _of_states(s: Shape, setting: Setting) -> list[Collective]:
 
     A GPU sends M (n-1)/n bytes to gather or to reduce-scatter M bytes over n GPUs, and twice that to all-reduce them
     (arXiv 1910.02054, section 7). The calls were counted in simulations (benchmarks/scaling.py --count): stages 1 and 2
-    all-reduce the gradients (use_multi_rank_bucket_allreduce; the paper would reduce-scatter them), and stage 3
-    gathers twice, whether layers are recomputed or not. The 1e9 numbers that it keeps gathered are not subtracted.
-    With hpZ (arXiv 2306.10209) the first forward creates a copy within the node, which serves every later gather.
+    reduce each gradient to the rank that owns it, on many ranks they all-reduce (deepspeed_json.REDUCE_UP_TO), and
+    stage 3 gathers twice, whether layers are recomputed or not. The 1e9 numbers that it keeps gathered are not
+    subtracted. With hpZ (arXiv 2306.10209) the first forward creates a copy within the node, which serves every later
+    gather.
     """
     n, accumulation = setting.ranks // setting.tp, setting.accumulation
     if n == 1:
@@ -328,7 +330,8 @@ def _of_states(s: Shape, setting: Setting) -> list[Collective]:
     if setting.zero in (1, 2):
         times = accumulation if setting.zero == 2 else 1
         buckets = s.trainable / s.hidden**2
-        return [_all_reduced(trained * times, n, buckets * times), _sharded(trained, n, 1)]
+        reduced = _all_reduced if n > deepspeed_json.REDUCE_UP_TO else _sharded
+        return [reduced(trained * times, n, buckets * times), _sharded(trained, n, 1)]
     all_weights, calls = trained + s.frozen * s.frozen_bytes, s.layers * MATRICES_OF_A_LAYER
     reduced = _sharded(trained * accumulation, n, calls * accumulation)
     if setting.hpz == 1:

@@ -331,7 +331,8 @@ class ZerofitTrainer(Trainer):
             # A stream's rows of a step may all be truncated away, and a rank that counts for itself may have only the
             # filler of the last step: loss 0, not NaN.
             num_items_in_batch = num_items_in_batch.clamp(min=1)
-        with self.sequence.split(send_to_device(inputs, self.args.device)) as inputs:
+        no_casts = adapters.without_input_casts(self.model, self.settings)
+        with self.sequence.split(send_to_device(inputs, self.args.device)) as inputs, no_casts:
             loss = super().training_step(net, inputs, num_items_in_batch)
         self.guard.losses.append(loss)
         return loss
