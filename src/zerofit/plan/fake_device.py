@@ -328,10 +328,10 @@ def _apply(module, change, recurse=True):
     return module
 
 
-def answers_for_collectives(tokens: int, rows: int):
+def answers_for_collectives(tokens: set[int], rows: int):
     """Return a mode that answers reads of tensors: 1.0 (loss, norm), 0 (overflows), False (an overflow).
 
-    Args: tokens, rows: of a micro batch; all labels count but the first of each row, which nothing predicts.
+    Args: tokens: of any micro batch; rows: of each; all labels count but the first of each row, which nothing predicts.
     """
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -342,7 +342,7 @@ def answers_for_collectives(tokens: int, rows: int):
                 dtype = args[0].dtype
                 return False if dtype == torch.bool else 1.0 if dtype.is_floating_point else 0
             if operation is torch.ops.aten.nonzero.default:  # indices of the labels that count: all of them
-                count = args[0].numel() - (rows if args[0].numel() == tokens else 0)
+                count = args[0].numel() - (rows if args[0].numel() in tokens else 0)
                 return args[0].new_empty((count, args[0].ndim), dtype=torch.long)
             if operation is torch.ops.aten.index.Tensor and args[1][0].dtype == torch.bool and len(args[1]) == 1:
                 mask = args[1][0]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from zerofit import run_folder
 from zerofit.hardware import GIB
-from zerofit.plan import candidates, formulas
+from zerofit.plan import candidates, formulas, predict
 from zerofit.plan.candidates import Candidate, Plan
 from zerofit.train import memory_report
 
@@ -151,6 +151,7 @@ def facts(candidate: Candidate, plan: Plan) -> dict[str, str]:
     result = {
         "parameters": f"{shape.parameters / 1e9:.3g} billion, {shape.trainable / 1e9:.3g} of them train",
         **({"rows": plan.rows} if plan.rows else {}),
+        **_unequal_rows(candidate),
         **({"experts": _EXPERTS.format(shape.experts)} if shape.experts else {}),
         "batch": f"{setting.micro} rows x {setting.accumulation} steps x {_data_ranks(setting)}, {setting.tokens:,} "
         "tokens a micro batch on a GPU",
@@ -182,6 +183,24 @@ def facts(candidate: Candidate, plan: Plan) -> dict[str, str]:
         | _hpz(candidate, plan)
         | _sp(candidate, plan)
     )
+
+
+def _unequal_rows(candidate: Candidate) -> dict[str, str]:
+    """Return {title: text} on what rows of different lengths leave unused in the allocator's segments."""
+    answer = candidate.answer or {}
+    if "equal_rows" not in answer:
+        return {}
+    beyond = [
+        replay["reserved"] - replay["allocated"]
+        for replay in (answer["equal_rows"]["segments"], answer["allocator"]["segments"],
+                       answer["allocator"]["expandable"])
+    ]  # fmt: skip
+    equal, unequal, expandable = (f"{size / GIB:.1f}" for size in beyond)
+    return {
+        "rows of different lengths": f"leave {unequal} GiB of reserved memory unused, equal ones {equal} (by "
+        f"{predict.WIDTHS} micro batches; more of them may leave more, up to the GPU's size); with "
+        f"PYTORCH_ALLOC_CONF=expandable_segments:True {expandable}"
+    }
 
 
 def _data_ranks(setting: formulas.Setting) -> str:

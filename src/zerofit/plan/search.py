@@ -25,13 +25,13 @@ EDGE = 0.9  # share of the limit above which a plan suggests LoRA too
 
 def search(
     methods: list[str], flags: list[str], ranks: int, gpu, say=lambda text: None, host_limit: int | None = None,
-    node: int = formulas.GPUS_OF_A_NODE,
+    node: int = formulas.GPUS_OF_A_NODE, lengths: tuple[int, ...] = (),
 ) -> candidates.Plan:  # fmt: skip
     """Return the Plan with the fastest setting that fits among those that the flags leave open.
 
     Args: methods: in order of preference; the first with a setting that fits is chosen. say: called with lines of
         progress. host_limit: bytes of a node's host memory; settings above it are rejected, unless --offload_path puts
-        their states on a disk. node: GPUs of a node.
+        their states on a disk. node: GPUs of a node. lengths: tokens of the rows, (): all are full.
     Raises: UserError for the user's mistakes.
     """
     began = time.perf_counter()
@@ -41,7 +41,7 @@ def search(
     margin = int(candidates.MARGIN * total)
     limit, kept = total - margin - sum(allowance.values()), settings.save_total_limit
     plan = candidates.Plan(gpu, ranks, limit, allowance, None, [], host_limit=host_limit, node=node, kept=kept,
-                           margin=margin)  # fmt: skip
+                           margin=margin, lengths=lengths)  # fmt: skip
     with simulate.reused():
         _search(plan, methods, flags, say)
     if plan.chosen is None and _fits_into_the_margin(plan):
@@ -166,6 +166,8 @@ def _by_formula(candidate: candidates.Candidate) -> float:
 def _fits(candidate: candidates.Candidate, plan: candidates.Plan, say) -> bool:
     """Simulate the candidate, report its peak, and choose it if it fits."""
     predict.ask(candidate, plan.ranks, plan.gpu, plan.limit)
+    if plan.lengths and candidate.peak <= plan.limit:
+        predict.vary_rows(candidate, list(plan.lengths), plan.ranks, plan.gpu)
     how = (
         f"by formula, + {candidates.FORMULA_MARGIN:.0%}: the exact check failed"
         if candidate.failed

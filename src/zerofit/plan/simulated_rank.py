@@ -82,7 +82,7 @@ def _answer_and_end(number: int, question: dict) -> None:
         os._exit(0)
 
 
-def _answer(recipe, flags, ranks, rank, gpu, device, fake, padded, overrides, habits) -> dict:
+def _answer(recipe, flags, ranks, rank, gpu, device, fake, padded, overrides, habits, widths) -> dict:
     import time
 
     import torch
@@ -92,8 +92,10 @@ def _answer(recipe, flags, ranks, rank, gpu, device, fake, padded, overrides, ha
     from zerofit import hardware
     from zerofit.config import resolve
     from zerofit.model import load
+    from zerofit.plan import candidates
 
-    settings = resolve.resolve_settings(recipe, flags, ranks, hardware.Gpu(**gpu) if gpu else None)
+    planned_gpu = hardware.Gpu(**gpu) if gpu else None
+    settings = resolve.resolve_settings(recipe, flags, ranks, planned_gpu)
     config = load.load_config(settings)
     config.get_text_config().update(overrides)
     resolve.resolve_for_model(settings, config)  # before TrainingArguments, which copy the DeepSpeed JSON
@@ -104,18 +106,19 @@ def _answer(recipe, flags, ranks, rank, gpu, device, fake, padded, overrides, ha
         overlaps = bool((settings.deepspeed or {}).get("zero_optimization", {}).get("overlap_comm"))
         fake_device.register_gpu(tracker, int(gpu["memory_gib"] * 2**30), overlaps)
     _one_rank_of(settings, rank)
-    settings, arguments, *rows = _trainers_needs(settings, device)
+    settings, arguments, *rows = _trainers_needs(settings, device, widths)
     with contextlib.ExitStack() as stack:
         if fake:
             fake_device.fake_cpu_adam()
             fake_device.without_values(padded, settings.max_length)
             stack.enter_context(torch._subclasses.fake_tensor.FakeTensorMode(allow_non_fake_inputs=True))
             micro = settings.per_device_train_batch_size * settings.documents_per_row
-            tokens = micro * settings.max_length if settings.sp_size == 1 else 0  # of a slice all labels count
+            tokens = {micro * width for width in widths or [settings.max_length]} if settings.sp_size == 1 else set()
             stack.enter_context(fake_device.answers_for_collectives(tokens, micro))
         host_tracker = _host_tracker(stack) if on_gpu else None
         stack.enter_context(tracker)
-        trainer = _trainer(settings, arguments, rows, config, device, fake)
+        with _without_collections():
+            trainer = _trainer(settings, arguments, rows, config, device, fake)
         for habit in habits:
             HABITS[habit](trainer)
         if on_gpu and overrides:
@@ -134,10 +137,23 @@ def _answer(recipe, flags, ranks, rank, gpu, device, fake, padded, overrides, ha
             "parameters": sum(n for n, _ in sizes),
             "trainable": sum(n for n, trained in sizes if trained),
             "largest_block": tracker.largest,
-            "allocator": caching_allocator.of_both_kinds(tracker.events) if on_gpu else None,
+            "allocator": caching_allocator.of_both_kinds(tracker.events, candidates.room(planned_gpu, ranks))
+            if on_gpu
+            else None,
             "events": _numbered(tracker.events) if on_gpu and overrides else None,
             "seconds": round(time.perf_counter() - began, 2),
         }
+
+
+@contextlib.contextmanager
+def _without_collections():
+    """Collect garbage at the end of the body only: tensors in cycles are then released at the same point each time."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.collect()
 
 
 def _tracker(device: str):
@@ -150,7 +166,9 @@ def _tracker(device: str):
             if self.events is not None:
                 self.events.append((caching_allocator.LAYER, extended_trace.OUTSIDE, 0))
 
-    return Tracker(device=device, round_to=1 if device == "cpu" else 512, keep_events=device == "gpu")
+    return Tracker(
+        device=device, round_to=1 if device == "cpu" else 512, keep_events=device == "gpu", followed_steps=sys.maxsize
+    )
 
 
 def _mark_layers(model, tracker, count: int) -> None:
@@ -288,8 +306,8 @@ def _evaluate_and_save(trainer, tracker) -> None:
             trainer.deepspeed._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=without_base)
 
 
-def _trainers_needs(settings, device: str):
-    """Return (Settings, TrainingArguments, tokenizer, rows, eval rows or None) for STEPS steps that write nothing."""
+def _trainers_needs(settings, device: str, widths: list[int]):
+    """Return (Settings, TrainingArguments, tokenizer, rows, eval rows or None) for steps that write nothing."""
     import torch
     from datasets import Dataset
 
@@ -298,8 +316,10 @@ def _trainers_needs(settings, device: str):
 
     accumulation = min(settings.gradient_accumulation_steps, 2)  # the second micro batch allocates like all later ones
     batch = settings.per_device_train_batch_size * accumulation * settings.data_ranks
+    widths = widths or [settings.max_length] * simulate.STEPS * accumulation
     changes = {
-        "max_steps": simulate.STEPS, "save_strategy": "no", "eval_strategy": "no", "report_to": [],
+        "max_steps": len(widths) // accumulation, "train_sampling_strategy": "sequential", "packing": False,
+        "save_strategy": "no", "eval_strategy": "no", "report_to": [],
         "push_to_hub": False, "logging_steps": 10**6, "random_init": True,
         "gradient_accumulation_steps": accumulation, "effective_batch_size": batch, "seed": 0,
         "output_dir": str(Path(tempfile.gettempdir()) / "zerofit-simulation"), "dataloader_num_workers": 0,
@@ -318,16 +338,19 @@ def _trainers_needs(settings, device: str):
     if device != "cuda":
         fake_device.train_on(arguments, torch.device("gpu:0" if device == "gpu" else "cpu"))
     documents = settings.documents_per_row
-    row = {"input_ids": [5] * settings.max_length * documents, "labels": [5] * settings.max_length * documents}
-    if documents > 1:
-        row["lengths"] = [settings.max_length] * documents
 
-    def tokens(count):
-        return TokenizedDataset(Dataset.from_list([row]).select([0] * count), {}, "simulated")
+    def row(width):
+        tokens = {name: [5] * width * documents for name in ("input_ids", "labels")}
+        return tokens | ({"lengths": [width] * documents} if documents > 1 else {})
+
+    def rows(widths, each):
+        chosen = [i for i in range(len(widths)) for _ in range(each)]
+        return TokenizedDataset(Dataset.from_list([row(width) for width in widths]).select(chosen), {}, "simulated")
 
     evaluates = settings.eval_data or settings.eval_fraction
-    held_out = tokens(settings.per_device_eval_batch_size * settings.data_ranks) if evaluates else None
-    return settings, arguments, _Tokenizer(), tokens(simulate.STEPS * batch), held_out
+    held_out = rows([settings.max_length], settings.per_device_eval_batch_size * settings.data_ranks)
+    train_rows = rows(widths, settings.per_device_train_batch_size * settings.data_ranks)
+    return settings, arguments, _Tokenizer(), train_rows, held_out if evaluates else None
 
 
 def _host_tracker(stack):
