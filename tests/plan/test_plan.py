@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, TINY, recipe_process, run_world
+from transformers import AutoConfig
 
 from zerofit import hardware
 from zerofit.config import accelerate_env, resolve
@@ -40,7 +41,7 @@ FEW = [
     ("lora", "--zero 3 --load_in_4bit true", 2),
     ("dpo", "--zero 3 --adapter lora --eval_fraction 0.1", 2),
     ("sft", "--zero 2 --sp_size 4 --gradient_checkpointing true", 4),
-    ("sft", "--zero 2 --tp_size 2 --gradient_checkpointing true", 4),
+    ("sft", "--zero 2 --tp_size 2 --gradient_checkpointing true --eval_fraction 0.1", 4),
 ]
 
 
@@ -61,7 +62,7 @@ def test_a_simulation_has_the_bytes_of_real_tensors(record_property):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_simulation_has_the_bytes_of_real_tensors_everywhere():
-    """`make plan-validate` on the CPU: over 60 settings."""
+    """`make plan-validate` on the CPU: 145 settings."""
     rows = benchmark.compare(benchmark.cpu_cases())
     assert errors_above(rows, 0) == {}
     assert len(rows) >= 60
@@ -780,6 +781,14 @@ def test_mistakes(words, said, monkeypatch):
 
 
 @pytest.mark.bad_input
+def test_an_image_text_model_is_refused(tmp_path):
+    AutoConfig.for_model("mistral3").save_pretrained(tmp_path)
+    with pytest.raises(
+        UserError, match=r"^--model .*: mistral3 is an image-text model, .* name a text-only checkpoint"
+    ):
+        candidates.candidates("sft", ["--model", str(tmp_path), "--zero", "2"], 2, GPU)
+
+
 def test_a_folder_without_config(tmp_path):
     with pytest.raises(UserError, match=r"the folder has no config.json"):
         command.main(["--gpu_type", "h100-80g", "--model", str(tmp_path)])
@@ -1226,8 +1235,19 @@ def test_rows_of_different_lengths_leave_more_segments_unused(monkeypatch, tmp_p
     assert "rows of different lengths" not in report.facts(equal.chosen, equal)
 
 
+@pytest.mark.parametrize(("expandable", "says"), [(76, "expandable_segments:True makes it fit"), (79, "lengths")])
+def test_a_setting_that_only_unequal_rows_reject(expandable, says, monkeypatch):
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    flags = [*FLAGS_1B, *ONE_SETTING, "--per_device_train_batch_size", "1"]
+    candidate, *_ = candidates.candidates("sft", flags, 8, GPU)
+    unequal = replayed(70, 90, 80) | {"expandable": {"allocated": 70 << 30, "least": expandable << 30}}
+    candidate.answer = {"total": {"step": 70 << 30}, "equal_rows": replayed(70, 75, 74), "allocator": unequal}
+    why = search._why_not(candidate, candidates.Plan(GPU, 8, 78 << 30, {}, None, []))
+    assert why.startswith("80.1 GiB > 78.0 with rows of different lengths") and why.endswith(says)
+
+
 def test_widths_of_micro_batches():
     """The longest row of each, as the collator rounds; the longest of all is among them."""
-    widths = predict.widths_of([13, 100, 41], micro=1)
-    assert set(widths) == {16, 104, 48} and len(widths) == predict.WIDTHS
-    assert predict.widths_of([13, 100, 41], micro=50) == (104,) * predict.WIDTHS
+    widths = predict.widths_of([13, 100, 41], micro=1, count=12)
+    assert set(widths) == {16, 104, 48} and len(widths) == 12
+    assert predict.widths_of([13, 100, 41], micro=50, count=3) == (104,) * 3

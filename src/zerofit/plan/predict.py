@@ -26,7 +26,9 @@ UNUSED_AT_MOST = 1.25  # least bytes that do / allocated ones: 1.22 in the worst
 
 TRACE_ERROR = 0.005  # of the peak: an extended trace that differs more from the extended peak is not used
 
-WIDTHS = 8  # micro batches of different lengths that are simulated where rows vary; 8B takes about 25 s on two cores
+WIDTHS = 16  # micro batches of different lengths that are simulated where rows vary: 32 left no more in the cases tried
+
+LAYERS_OF_ALL_WIDTHS = 256  # widths x simulated layers at most: half a minute on two cores
 
 STEPPED_AT_ONCE = 1e9  # numbers (stage 3's sub_group_size); the fp32 copy of a rank's share grows only up to it
 
@@ -50,20 +52,24 @@ def vary_rows(candidate: candidates.Candidate, lengths: list[int], ranks: int, g
 
     Blocks of each length leave segments that longer rows cannot use. Without a trace of all layers nothing is stored.
     """
-    widths = widths_of(lengths, candidate.setting.micro)
-    answer = candidate.answer
+    setting, shape, answer = candidate.setting, candidate.shape, candidate.answer
+    depths = _depths_of_a_trace(_depths(setting.zero, shape, setting.every, ranks)[0], setting.zero, setting.every)
+    layers = sum(depth or shape.layers for depth in depths)
+    widths = widths_of(lengths, setting.micro, min(WIDTHS, max(2, LAYERS_OF_ALL_WIDTHS // layers)))
     if answer is None or len(set(widths)) == 1:
         return
     varied = _asked(candidate, ranks, [answer["rank"]], gpu, widths=widths)
     if not isinstance(varied, Exception) and varied.get("allocator") and not _lacks_layers(varied):
-        candidate.answer = answer | {"allocator": varied["allocator"], "equal_rows": answer["allocator"]}
+        candidate.answer = answer | {
+            "allocator": varied["allocator"], "equal_rows": answer["allocator"], "widths": widths,
+        }  # fmt: skip
 
 
-def widths_of(lengths: list[int], micro: int) -> tuple[int, ...]:
-    """Return the tokens of the rows of WIDTHS micro batches drawn from `lengths`, the longest among them."""
+def widths_of(lengths: list[int], micro: int, count: int) -> tuple[int, ...]:
+    """Return the tokens of the rows of `count` micro batches drawn from `lengths`, the longest among them."""
     draw = random.Random(0)
-    drawn = [max(draw.choices(lengths, k=micro)) for _ in range(WIDTHS)]
-    drawn[WIDTHS // 2] = max(lengths)
+    drawn = [max(draw.choices(lengths, k=micro)) for _ in range(count)]
+    drawn[count // 2] = max(lengths)
     return tuple(-(-length // 8) * 8 for length in drawn)  # as the collator rounds
 
 
@@ -102,7 +108,8 @@ def answer_of(
     began, before = time.perf_counter(), None
     if gpu is not None:
         gpu = replace(gpu, node_gbs=hardware.NODE_LINK_GBS)  # no effect on memory: equal questions share an answer
-    for depths in [(None,)] if whole else _depths(zero, shape, every, ranks):
+    tried = [(None,)] if whole else _depths(zero, shape, every, ranks)
+    for depths in [_depths_of_a_trace(tried[0], zero, every)] if widths else tried:
         questions = [
             simulate.question(recipe, flags, ranks, rank, gpu=gpu, habits=habits, widths=widths,
                               overrides={"num_hidden_layers": d} if d else None)
@@ -120,8 +127,9 @@ def answer_of(
             break
         pairs = list(zip(answers[1::2], answers[::2], strict=True))
         slopes = [_slopes(low, high, depths) for low, high in pairs]
-        if all(_same_moments(low, high) for low, high in pairs) and (
-            zero != 3 or _level(slopes, shape, ranks) or (shape.frozen_bytes < 1 and _alike(slopes, before))
+        if widths or (
+            all(_same_moments(low, high) for low, high in pairs)
+            and (zero != 3 or _level(slopes, shape, ranks) or (shape.frozen_bytes < 1 and _alike(slopes, before)))
         ):
             room = candidates.room(gpu, ranks) if gpu else None
             answers = [_extended(low, high, depths, shape.layers, room) for low, high in pairs]
@@ -155,6 +163,12 @@ def _depths(zero: int, shape: Shape, every: int, ranks: int) -> list[tuple]:
         pairs.append((small, small + distance))
         small += distance  # its answer is cached already
     return [*pairs, (None,)]
+
+
+def _depths_of_a_trace(depths: tuple, zero: int, every: int) -> tuple:
+    """Return the layer counts whose trace is extended: at stage 0, which gathers nothing, the least that repeat."""
+    pattern = max(1, every)
+    return (3 * pattern, 4 * pattern) if zero == 0 and len(depths) == 2 else depths
 
 
 def _numbers_of_a_parameter(shape: Shape) -> float:

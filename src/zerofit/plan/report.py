@@ -5,7 +5,7 @@ from pathlib import Path
 
 from zerofit import run_folder
 from zerofit.hardware import GIB
-from zerofit.plan import candidates, formulas, predict
+from zerofit.plan import candidates, formulas
 from zerofit.plan.candidates import Candidate, Plan
 from zerofit.train import memory_report
 
@@ -198,7 +198,7 @@ def _unequal_rows(candidate: Candidate) -> dict[str, str]:
     equal, unequal, expandable = (f"{size / GIB:.1f}" for size in beyond)
     return {
         "rows of different lengths": f"leave {unequal} GiB of reserved memory unused, equal ones {equal} (by "
-        f"{predict.WIDTHS} micro batches; more of them may leave more, up to the GPU's size); with "
+        f"{len(answer['widths'])} micro batches; more of them may leave more, up to the GPU's size); with "
         f"PYTORCH_ALLOC_CONF=expandable_segments:True {expandable}"
     }
 

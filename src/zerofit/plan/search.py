@@ -188,6 +188,10 @@ def _why_not(candidate: candidates.Candidate, plan: candidates.Plan) -> str:
     if _host_is_short(candidate, plan):
         return f"host memory {candidate.host_of_a_node / GIB:.0f} GiB a node > {plan.host_limit / GIB:.0f}"
     how = "" if candidate.answer else f" (by formula, + {candidates.FORMULA_MARGIN:.0%})"
+    if candidate.answer and "equal_rows" in candidate.answer:
+        expandable = candidate.answer["allocator"]["expandable"]["least"] + candidates.workspace_bytes(candidate.gpu)
+        how = " with rows of different lengths"
+        how += "; PYTORCH_ALLOC_CONF=expandable_segments:True makes it fit" if expandable <= plan.limit else ""
     return f"{candidate.peak / GIB:.1f} GiB > {plan.limit / GIB:.1f}{how}"
 
 

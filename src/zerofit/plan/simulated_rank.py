@@ -107,14 +107,13 @@ def _answer(recipe, flags, ranks, rank, gpu, device, fake, padded, overrides, ha
         fake_device.register_gpu(tracker, int(gpu["memory_gib"] * 2**30), overlaps)
     _one_rank_of(settings, rank)
     settings, arguments, *rows = _trainers_needs(settings, device, widths)
+    fake_device.without_inference_mode()
     with contextlib.ExitStack() as stack:
         if fake:
             fake_device.fake_cpu_adam()
             fake_device.without_values(padded, settings.max_length)
             stack.enter_context(torch._subclasses.fake_tensor.FakeTensorMode(allow_non_fake_inputs=True))
-            micro = settings.per_device_train_batch_size * settings.documents_per_row
-            tokens = {micro * width for width in widths or [settings.max_length]} if settings.sp_size == 1 else set()
-            stack.enter_context(fake_device.answers_for_collectives(tokens, micro))
+            stack.enter_context(fake_device.answers_for_collectives(_rows_by_tokens(settings, widths)))
         host_tracker = _host_tracker(stack) if on_gpu else None
         stack.enter_context(tracker)
         with _without_collections():
@@ -143,6 +142,18 @@ def _answer(recipe, flags, ranks, rank, gpu, device, fake, padded, overrides, ha
             "events": _numbered(tracker.events) if on_gpu and overrides else None,
             "seconds": round(time.perf_counter() - began, 2),
         }
+
+
+def _rows_by_tokens(settings, widths: list[int]) -> dict[int, int]:
+    """Return {tokens: rows} of the batches of training and evaluation; {} for slices, of which all labels count."""
+    if settings.sp_size > 1:
+        return {}
+    train, evaluation = (
+        rows * settings.documents_per_row
+        for rows in (settings.per_device_train_batch_size, settings.per_device_eval_batch_size)
+    )
+    longest = settings.max_length
+    return {evaluation * longest: evaluation} | {train * width: train for width in widths or [longest]}
 
 
 @contextlib.contextmanager
@@ -297,13 +308,17 @@ HABITS = {"keeps outputs": _keep_outputs, "copies logits": _copy_shifted_logits}
 
 
 def _evaluate_and_save(trainer, tracker) -> None:
-    """Run one evaluation batch, if the run evaluates, and ZeRO-3's gathering of the weights for a save."""
+    """Run one evaluation batch, if the run evaluates, and the gathering of sharded or split weights for a save."""
     if trainer.eval_dataset is not None:
         trainer.evaluate()
-    if trainer.is_deepspeed_enabled and trainer.accelerator.deepspeed_config["zero_optimization"]["stage"] == 3:
-        without_base = trainer.settings.trains_adapter
-        with tracker.during("save"):  # as Trainer.save_model does
-            trainer.deepspeed._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=without_base)
+    settings = trainer.settings
+    if settings.deepspeed is None or (settings.zero != 3 and settings.tp_size == 1):
+        return
+    with tracker.during("save"):  # as Trainer.save_model does
+        if settings.zero == 3:
+            trainer.deepspeed._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=settings.trains_adapter)
+        else:
+            trainer.deepspeed._consolidated_16bit_state_dict()
 
 
 def _trainers_needs(settings, device: str, widths: list[int]):
