@@ -26,7 +26,7 @@ UNUSED_AT_MOST = 1.25  # least bytes that do / allocated ones: 1.22 in the worst
 
 TRACE_ERROR = 0.005  # of the peak: an extended trace that differs more from the extended peak is not used
 
-WIDTHS = 16  # micro batches of different lengths that are simulated where rows vary: 32 left no more in the cases tried
+WIDTHS = 16  # micro batches of different lengths that are simulated where rows vary: 32 left no more in the case tried
 
 LAYERS_OF_ALL_WIDTHS = 256  # widths x simulated layers at most: half a minute on two cores
 
