@@ -2,11 +2,12 @@
 
     python benchmarks/plan_cost.py            # about 12 minutes on 2 cores: every case also with all of its layers
     python benchmarks/plan_cost.py --fast     # the seconds alone, about 4
+    python benchmarks/plan_cost.py --plans    # the two plans alone, about 2; nothing is written
 
 Each case runs in a fresh process without cached answers: the seconds that the check adds to a launch that waits for its
 end (its process imports while the launcher reads model and tokenizer code; a launch waits for 18 s and then uses the
 closed forms), the seconds of the whole process, the two depths it measured, and how far the extended peak is from that
-of the whole model. Then the search for a 70B model on 64 GPUs: seconds and the largest process's memory. Writes
+of the whole model; and the search for 8B on 8 and 70B on 64 GPUs: seconds and the largest process's memory. Writes
 benchmarks/results/plan-cost-<date>.{json,md}.
 """
 
@@ -101,16 +102,17 @@ def measure(fast: bool) -> list[dict]:
     return rows
 
 
-def plan_70b() -> dict:
+def plan(model: str, gpus: int) -> dict:
+    """Return {"seconds", "largest_process_bytes"} of one `zerofit plan` with an empty cache."""
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as out:
-        _run([sys.executable, "-m", "zerofit", "plan", "--gpu_type", "h100-80g", "--gpus", "64", "--model",
-              str(CONFIGS / "llama3.1-70b"), "--output_dir", str(Path(out) / "plan")])  # fmt: skip
+        _run([sys.executable, "-m", "zerofit", "plan", "--gpu_type", "h100-80g", "--gpus", str(gpus), "--model",
+              str(CONFIGS / model), "--output_dir", str(Path(out) / "plan")])  # fmt: skip
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
     return {"seconds": round(time.perf_counter() - began, 1), "largest_process_bytes": peak}
 
 
-def markdown(rows: list[dict], large: dict, about: list[str]) -> list[str]:
+def markdown(rows: list[dict], plans: dict, about: list[str]) -> list[str]:
     lines = ["# What a plan costs", "", *about, "", "The check before a launch, 8 GPUs, rows of 4,096 tokens:", "",
              "| case | adds, s | whole process, s | layers measured | with all layers, s | error of the peak | worst "
              "phase |",
@@ -123,24 +125,33 @@ def markdown(rows: list[dict], large: dict, about: list[str]) -> list[str]:
         else:
             rest = " | | "
         lines.append(f"| {row['case']} | {row['added']:.0f} | {row['seconds']:.0f} | {layers} | {rest} |")
-    lines.append(
-        f"\n`zerofit plan` for 70B on 64 x H100: {large['seconds']:.0f} s, largest process "
-        f"{large['largest_process_bytes'] / 1e9:.2f} GB."
-    )
-    return lines
+    return [*lines, "", *said(plans)]
+
+
+def said(plans: dict) -> list[str]:
+    return [
+        f"`zerofit plan` for {job}: {found['seconds']:.0f} s, largest process so far "
+        f"{found['largest_process_bytes'] / 1e9:.2f} GB."
+        for job, found in plans.items()
+    ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fast", action="store_true", help="without the runs of all layers")
+    parser.add_argument("--plans", action="store_true", help="only the two plans; nothing is written")
     given = parser.parse_args()
     machine = facts()
-    large, rows = plan_70b(), measure(given.fast)
-    lines = markdown(rows, large, describe(machine, {"zerofit": versions()}))
+    plans = {"8B on 8 x H100": plan("llama3.1-8b", 8), "70B on 64 x H100": plan("llama3.1-70b", 64)}
+    print("\n".join(said(plans)), flush=True)
+    if given.plans:
+        return
+    rows = measure(given.fast)
+    lines = markdown(rows, plans, describe(machine, {"zerofit": versions()}))
     if given.fast:
         print("\n".join(lines))
     else:
-        save("plan-cost", lines, {"machine": machine, "cases": rows, "plan_70b": large})
+        save("plan-cost", lines, {"machine": machine, "cases": rows, "plans": plans})
 
 
 if __name__ == "__main__":

@@ -8,14 +8,21 @@
 published/points.csv has the points: where a figure is from, what was run, and the flags of `zerofit plan` that stand
 for it; published/models their config.json files, published/contexts.csv what processes hold outside torch's allocator,
 published/speeds.csv tokens per second.
-A point is compared as what it measures: allocated or reserved by torch, or the driver's figure (nvidia-smi); "unknown"
-is compared with the last. Class A: the publication states all that matters; B: something is not stated; C: it used
-kernels or code that zerofit does not have, or contradicts itself; fit: only that it ran, or ran out of memory.
+A point is compared as what it measures: allocated or reserved by torch, or the driver's figure (nvidia-smi); "unknown",
+where the source does not say which, is compared with the last. Class A: the source states the versions of the trainer
+and of torch, the length of every row, the attention kernel, precision and optimizer, whether logits are whole, and what
+the figure is of; B: one of these is not stated (the point's note says which); C: it used kernels or code that zerofit
+does not have, or contradicts itself; fit: only that it ran, or ran out of memory.
+"rows" of a point: mean, standard deviation and least of the tokens of a row where these are stated; rows above
+--max_length were left out. Then some rows of such lengths are simulated too.
 """
 
 import argparse
 import csv
 import json
+import math
+import os
+import random
 import shlex
 import statistics
 import time
@@ -62,7 +69,7 @@ REASONS = {
     "V": "the model's own code of 2023, other versions",
     "U": "something that matters is not stated",
     "D": "the page contradicts itself or another page",
-    "R": "rows of mixed length, which leave more unused segments than equal rows",
+    "R": "rows of mixed length, which leave more unused segments than equal rows; simulated where lengths are stated",
     "W": "the peak is at load",
 }
 
@@ -111,6 +118,7 @@ def plan(point: dict) -> dict:
     gpu, ranks = hardware.find(point["gpu"]), int(point["gpus"])
     (candidate,) = candidates.candidates(point["method"], flags_of(point), ranks, gpu)
     began = time.perf_counter()
+    os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True" if "expandable_segments" in point["stack"] else ""
     figures = _simulated(candidate, ranks, gpu)
     if "failed" in figures:
         return figures
@@ -118,6 +126,9 @@ def plan(point: dict) -> dict:
     few = None if answer.get("all_layers_replayed") else answer.get("extended_from_layers")
     habits = tuple(SIMULATED[letter] for letter in point["differences"].split() if letter in SIMULATED)
     alike = _simulated(candidate, ranks, gpu, habits) if habits else None
+    if point["rows"]:
+        predict.vary_rows(candidate, lengths_of(point), ranks, gpu)
+        alike = _figures(candidate, ranks, gpu)
     return figures | {
         "phase": max(answer["total"], key=answer["total"].get), "total": answer["total"], "alike": alike,
         "extended_from_layers": few, "differences": _differences(point, candidate, gpu),
@@ -134,7 +145,11 @@ def _simulated(candidate, ranks: int, gpu, habits: tuple[str, ...] = ()) -> dict
     )  # fmt: skip
     if isinstance(answer, Exception):
         return {"failed": str(answer)}
-    candidate.answer = answer
+    candidate.answer = answer | {"rank": 0}
+    return _figures(candidate, ranks, gpu)
+
+
+def _figures(candidate, ranks: int, gpu) -> dict[str, int]:
     outside = candidates.context_bytes(gpu) + candidates.nccl_bytes(ranks)
     room = int(gpu.memory_gib * GIB) - outside
     reserved = max(candidate.peak, min(candidate.reserved, room))
@@ -142,6 +157,19 @@ def _simulated(candidate, ranks: int, gpu, habits: tuple[str, ...] = ()) -> dict
         "allocated": candidate.allocated, "reserved": reserved, "driver": reserved + outside,
         "least": candidate.peak + outside,
     }  # fmt: skip
+
+
+def lengths_of(point: dict) -> list[int]:
+    """Return lengths of rows with the point's mean, deviation and least (log-normal), up to --max_length."""
+    mean, deviation, least = map(float, point["rows"].split())
+    words = shlex.split(point["flags"])
+    longest = int(words[words.index("--max_length") + 1])
+    variance = math.log(1 + (deviation / mean) ** 2)
+    draw, lengths = random.Random(0), []
+    while len(lengths) < 1000:
+        length = round(draw.lognormvariate(math.log(mean) - variance / 2, math.sqrt(variance)))
+        lengths += [length] * (least <= length <= longest)
+    return lengths
 
 
 def _differences(point: dict, candidate, gpu) -> dict[str, int]:

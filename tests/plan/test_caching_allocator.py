@@ -65,6 +65,8 @@ def test_growing_sizes_leave_segments_that_nothing_uses():
     assert replay([*events[:4], (EMPTY_CACHE, 0, 0), *events[4:]])["reserved"] == 100 * MIB
     found = needs(events)  # a full GPU returns them
     assert found["reserved"] == 180 * MIB and 80 * MIB <= found["least"] <= 88 * MIB
+    assert needs(events, capacity=120 * MIB)["reserved"] == 100 * MIB  # before the third, which makes it return both
+    assert needs(events, capacity=50 * MIB)["reserved"] == 180 * MIB  # does not run there
 
 
 def test_a_full_gpu_returns_whole_segments_only():

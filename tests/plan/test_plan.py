@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, TINY, recipe_process, run_world
+from transformers import AutoConfig
 
 from zerofit import hardware
 from zerofit.config import accelerate_env, resolve
@@ -40,7 +41,7 @@ FEW = [
     ("lora", "--zero 3 --load_in_4bit true", 2),
     ("dpo", "--zero 3 --adapter lora --eval_fraction 0.1", 2),
     ("sft", "--zero 2 --sp_size 4 --gradient_checkpointing true", 4),
-    ("sft", "--zero 2 --tp_size 2 --gradient_checkpointing true", 4),
+    ("sft", "--zero 2 --tp_size 2 --gradient_checkpointing true --eval_fraction 0.1", 4),
 ]
 
 
@@ -61,7 +62,7 @@ def test_a_simulation_has_the_bytes_of_real_tensors(record_property):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_simulation_has_the_bytes_of_real_tensors_everywhere():
-    """`make plan-validate` on the CPU: over 60 settings."""
+    """`make plan-validate` on the CPU: 145 settings."""
     rows = benchmark.compare(benchmark.cpu_cases())
     assert errors_above(rows, 0) == {}
     assert len(rows) >= 60
@@ -181,6 +182,21 @@ def test_closed_forms_agree_with_the_simulation_in_fp32(tmp_path, record_propert
     formula, simulated = sum(candidate.formula.values()), max(candidate.answer["total"].values())
     record_property("relative_difference", abs(formula / simulated - 1))
     assert formula == pytest.approx(simulated, rel=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "flags", "gpus"), [("lora", ["--zero", "3"], 8), ("qlora", ["--zero", "0"], 1)])
+def test_closed_forms_count_fused_experts(method, flags, gpus):
+    """LoRA on all experts of Qwen3-30B-A3B: the sums of weights and products; QLoRA: experts in 16 bits."""
+    flags = ["--model", str(CONFIGS / "qwen3-moe-30b"), *flags, "--offload", "none", "--gradient_checkpointing", "true",
+             "--per_device_train_batch_size", "1", "--effective_batch_size", "8", "--max_length", "2048",
+             "--sp_size", "1"]  # fmt: skip
+    (candidate,) = candidates.candidates(method, flags, gpus, GPU)
+    predict.ask(candidate, gpus, GPU)
+    simulated = max(candidate.answer["total"].values())
+    assert sum(candidate.formula.values()) == pytest.approx(simulated, rel=0.08)
+    assert candidate.shape.adapted_experts == 128 * 3 * 2048 * 768
+    assert candidate.shape.frozen_bytes > 1.9
 
 
 def test_formulas_of_sharding():
@@ -423,7 +439,7 @@ def test_fewer_rows_than_gpus_are_split(monkeypatch):
     """An effective batch that no rank of its own can have is planned with the --sp_size that it allows."""
     monkeypatch.setattr(simulate, "run_all", fake_simulation(lambda flags: 1))
     flags = ["--model", str(TINY / "model"), "--max_length", "512", "--effective_batch_size", "2"]
-    flags, _ = command.with_real_lengths(flags, "sft", 4, GPU)
+    flags, _, _ = command.with_real_lengths(flags, "sft", 4, GPU)
     assert search.search(["sft"], flags, 4, GPU).chosen.setting.sp == 2
     with pytest.raises(UserError, match="--effective_batch_size 2 is not a multiple of 4 ranks"):
         search.search(["sft"], [*flags, "--sp_size", "1"], 4, GPU)
@@ -535,7 +551,7 @@ def test_rows_are_planned_at_their_real_length(flags, planned, says, tmp_path, m
         (tmp_path / f"{name}.jsonl").write_text("\n".join(rows) + "\n")
     monkeypatch.chdir(tmp_path)
     given = ["--model", str(TINY / "model"), "--max_length", "512", *flags]
-    changed, sentence = command.with_real_lengths(given, "sft", 2, GPU)
+    changed, sentence, _ = command.with_real_lengths(given, "sft", 2, GPU)
     assert sentence.startswith(says), sentence
     assert resolve.resolve_settings("sft", candidates.planned_flags(changed, "sft"), 2, GPU).max_length == (
         planned or 512
@@ -546,7 +562,7 @@ def test_pairs_are_planned_at_the_length_of_their_longer_side(tmp_path):
     rows = [{"prompt": "a", "chosen": "b " * n, "rejected": "c " * m} for n, m in ((40, 90), (70, 20))]
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
     flags = ["--model", str(TINY / "preference" / "model"), "--data", str(tmp_path / "pairs.jsonl")]
-    changed, sentence = command.with_real_lengths([*flags, "--max_length", "512"], "dpo", 2, GPU)
+    changed, sentence, _ = command.with_real_lengths([*flags, "--max_length", "512"], "dpo", 2, GPU)
     planned = resolve.resolve_settings("dpo", candidates.planned_flags(changed, "dpo"), 2, GPU)
     longest = int(re.match(r"the longest side of a pair of --data has (\d+) tokens", sentence)[1])
     assert planned.max_length == -(-longest // 8) * 8
@@ -826,6 +842,14 @@ def test_mistakes(words, said, monkeypatch):
 
 
 @pytest.mark.bad_input
+def test_an_image_text_model_is_refused(tmp_path):
+    AutoConfig.for_model("mistral3").save_pretrained(tmp_path)
+    with pytest.raises(
+        UserError, match=r"^--model .*: mistral3 is an image-text model, .* name a text-only checkpoint"
+    ):
+        candidates.candidates("sft", ["--model", str(tmp_path), "--zero", "2"], 2, GPU)
+
+
 def test_a_folder_without_config(tmp_path):
     with pytest.raises(UserError, match=r"the folder has no config.json"):
         command.main(["--gpu_type", "h100-80g", "--model", str(tmp_path)])
@@ -1262,3 +1286,41 @@ def test_a_fuller_limit_says_what_tensors_may_take(monkeypatch):
     outside = candidates.UNKNOWN_CONTEXT_GIB + candidates.NCCL_GIB["within a node"]
     assert found["limit_bytes"] / 2**30 == pytest.approx(GPU.memory_gib - outside - 1)
     assert found["reserved_bytes"] == found["peak_bytes"] + (6 << 30)
+
+
+def test_rows_of_different_lengths_leave_more_segments_unused(monkeypatch, tmp_path):
+    """Two layers of a large vocabulary: the allocator's replay of eight lengths, and the sentence of the plan."""
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    config = json.loads((CONFIGS / "qwen2.5-0.5b" / "config.json").read_text()) | {"num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    flags = ["--model", str(tmp_path), "--zero", "0", "--offload", "none", "--gradient_checkpointing", "true",
+             "--per_device_train_batch_size", "2", "--effective_batch_size", "4", "--max_length", "1024",
+             "--fused_loss", "false"]  # fmt: skip
+    lengths = tuple(range(400, 1025, 24))
+    (equal, unequal) = (search.search(["sft"], flags, 1, GPU, lengths=rows) for rows in ((), lengths))
+    few, more = equal.chosen.answer["allocator"], unequal.chosen.answer["allocator"]
+    assert unequal.chosen.answer["equal_rows"] == few and unequal.chosen.allocated == equal.chosen.allocated
+    assert more["segments"]["reserved"] > 1.1 * few["segments"]["reserved"]
+    assert more["expandable"]["reserved"] < 1.1 * few["expandable"]["reserved"]
+    assert more["segments"]["least"] < 1.05 * few["segments"]["least"]
+    said = report.facts(unequal.chosen, unequal)["rows of different lengths"]
+    assert said.startswith("leave ") and "PYTORCH_ALLOC_CONF=expandable_segments:True" in said
+    assert "rows of different lengths" not in report.facts(equal.chosen, equal)
+
+
+@pytest.mark.parametrize(("expandable", "says"), [(76, "expandable_segments:True makes it fit"), (79, "lengths")])
+def test_a_setting_that_only_unequal_rows_reject(expandable, says, monkeypatch):
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    flags = [*FLAGS_1B, *ONE_SETTING, "--per_device_train_batch_size", "1"]
+    candidate, *_ = candidates.candidates("sft", flags, 8, GPU)
+    unequal = replayed(70, 90, 80) | {"expandable": {"allocated": 70 << 30, "least": expandable << 30}}
+    candidate.answer = {"total": {"step": 70 << 30}, "equal_rows": replayed(70, 75, 74), "allocator": unequal}
+    why = search._why_not(candidate, candidates.Plan(GPU, 8, 78 << 30, {}, None, []))
+    assert why.startswith("80.1 GiB > 78.0 with rows of different lengths") and why.endswith(says)
+
+
+def test_widths_of_micro_batches():
+    """The longest row of each, as the collator rounds; the longest of all is among them."""
+    widths = predict.widths_of([13, 100, 41], micro=1, count=12)
+    assert set(widths) == {16, 104, 48} and len(widths) == 12
+    assert predict.widths_of([13, 100, 41], micro=50, count=3) == (104,) * 3

@@ -41,6 +41,13 @@ def _routed_weights(model) -> set[torch.nn.Parameter]:
     return {p for name, m in model.named_modules() if _is_routed(name) for p in m.parameters()}
 
 
+def adapted_weights(model) -> int:
+    """Return the number of fused expert weights in a model whose fused experts have LoRA adapters; else 0."""
+    routed = [module for name, module in model.named_modules() if _is_routed(name)]
+    adapted = any(".lora_" in f".{name}" for module in routed for name, _ in module.named_parameters())
+    return fused_weights(model) if adapted else 0
+
+
 def _is_routed(name: str) -> bool:
     """Return whether a module of this name is the experts of a layer: model.layers.0.mlp.experts."""
     last = name.rpartition(".")[2]

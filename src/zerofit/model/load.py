@@ -178,10 +178,11 @@ def check_model(settings, config=None):
     from zerofit.model import fused_loss, tiled_mlp
 
     unset_hf_deepspeed_config()  # one of an earlier run in this process would shard the model
+    config = load_config(settings) if config is None else config
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
-                load_config(settings) if config is None else config,
+                config,
                 attn_implementation=settings.attn_implementation,
                 trust_remote_code=settings.trust_remote_code,
             )
@@ -191,7 +192,13 @@ def check_model(settings, config=None):
         fused_loss.router_loss(model)
         tiled_mlp.install(settings, model)
     except (ValueError, ImportError) as error:
-        raise UserError(f"--model {settings.model}: {first_line(error)}") from None
+        why = first_line(error)
+        if "Unrecognized configuration class" in why and hasattr(config, "vision_config"):
+            why = (
+                f"{config.model_type} is an image-text model, and transformers has no causal language model of this "
+                "type; name a text-only checkpoint."
+            )
+        raise UserError(f"--model {settings.model}: {why}") from None
     return model
 
 

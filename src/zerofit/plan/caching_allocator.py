@@ -179,20 +179,23 @@ def replay(events: list[tuple], capacity: int | None = None, expandable: bool = 
     return {"reserved": allocator.highest, "allocated": allocator.highest_allocated, "fits": True}
 
 
-def needs(events: list[tuple], expandable: bool = False) -> dict[str, int]:
+def needs(events: list[tuple], expandable: bool = False, capacity: int | None = None) -> dict[str, int]:
     """Return what a job's allocations take of a GPU, in bytes.
 
-    Returns: {"allocated": the peak of its blocks; "reserved": the segments at their peak, on a GPU with room; "least":
-        the smallest capacity (within 0.2 %) in which it runs, since a full GPU returns unused segments}.
+    Returns: {"allocated": the peak of its blocks; "reserved": the segments at their peak, on a GPU of `capacity` if
+        the job runs there, else on one with room; "least": the smallest capacity (within 0.2 %) in which it runs, since
+        a full GPU returns unused segments}.
     """
     roomy = replay(events, None, expandable)
+    here = replay(events, capacity, expandable) if capacity and roomy["reserved"] > capacity else roomy
     low, high = roomy["allocated"], roomy["reserved"]
     while not expandable and high - low > max(8 * MIB, 0.002 * low):
         middle = (low + high) // 2
         low, high = (low, middle) if replay(events, middle)["fits"] else (middle, high)
-    return {"allocated": roomy["allocated"], "reserved": roomy["reserved"], "least": high}
+    reserved = (here if here["fits"] else roomy)["reserved"]
+    return {"allocated": roomy["allocated"], "reserved": reserved, "least": high}
 
 
-def of_both_kinds(events: list[tuple]) -> dict[str, dict[str, int]]:
+def of_both_kinds(events: list[tuple], capacity: int | None = None) -> dict[str, dict[str, int]]:
     """Return `needs` with torch's usual segments and with expandable ones."""
-    return {"segments": needs(events), "expandable": needs(events, expandable=True)}
+    return {kind: needs(events, kind == "expandable", capacity) for kind in ("segments", "expandable")}

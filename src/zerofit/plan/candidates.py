@@ -88,7 +88,7 @@ class Candidate:
 
     @property
     def reserved(self) -> int:
-        """Return the bytes that torch's allocator holds at its peak, on a GPU with room for them."""
+        """Return the bytes that torch's allocator holds at its peak."""
         return self.allocated + beyond_allocated(self.answer, self.allocated)["reserved"]
 
     @property
@@ -139,10 +139,15 @@ def _is_one_of(gpu, names) -> bool:
     return any(re.search(rf"(?<!\w){re.escape(name)}(?!\w)", gpu.device_name) for name in names)
 
 
+def room(gpu, ranks: int) -> int:
+    """Return the bytes of a GPU that torch's allocator can hold."""
+    return int(gpu.memory_gib * GIB) - context_bytes(gpu) - nccl_bytes(ranks) - workspace_bytes(gpu)
+
+
 def beyond_allocated(answer: dict | None, allocated: int) -> dict[str, int]:
     """Return the bytes that torch's allocator holds above the allocated peak.
 
-    Returns: {"reserved": on a GPU with room, "least": on a full one, where it returns unused segments}.
+    Returns: {"reserved": on the planned GPU, "least": on a full one, where it returns unused segments}.
     """
     replayed = (answer or {}).get("allocator")
     if not replayed:
@@ -162,7 +167,8 @@ class Plan:
     node; adapters: {name: (LoRA or QLoRA by formula or None, the words that plan it)}, if the asked method is near the
     limit; here: the plan is for this machine; host_here, disk_free: bytes of its host memory and free in runs/; kept:
     number of checkpoints, None: all; rows: a sentence on the length of the rows; notes: the search's lines; unmeasured:
-    what has a speed that orders the settings and that no measurement supports."""
+    what has a speed that orders the settings and that no measurement supports; lengths: tokens of the
+    rows, (): all are full."""
 
     gpu: hardware.Gpu
     ranks: int
@@ -185,6 +191,7 @@ class Plan:
     rows: str = ""
     margin: int = 0
     unmeasured: list[str] = field(default_factory=list)
+    lengths: tuple[int, ...] = ()
 
     @property
     def nodes(self) -> int:

@@ -66,12 +66,12 @@ def main(argv: list[str]) -> None:
         raise UserError(f"--output_dir {folder}: is a file; name a folder.")
     for_this_machine = args.gpu_type in ("", "detect")
     host_limit = _host_limit(args.host_memory, for_this_machine)
-    flags, rows = with_real_lengths(flags, candidates.recipe_of(methods[-1]), ranks, gpu, node)
+    flags, rows, lengths = with_real_lengths(flags, candidates.recipe_of(methods[-1]), ranks, gpu, node)
     print(f"rows: {rows}", flush=True)
     notes = [f"rows: {rows}"]
     say, end = _progress(notes)
     try:
-        plan = search.search(methods, flags, ranks, gpu, say, host_limit, node)
+        plan = search.search(methods, flags, ranks, gpu, say, host_limit, node, lengths)
         plan.adapters = search.adapters_instead(plan, methods, flags)
     finally:
         end()
@@ -109,8 +109,8 @@ def _progress(lines: list[str]) -> tuple[Callable[[str], None], Callable[[], Non
 
 def with_real_lengths(
     flags: list[str], recipe: str, ranks: int, gpu, node: int = formulas.GPUS_OF_A_NODE
-) -> tuple[list[str], str]:
-    """Return (the flags with --max_length of the longest row or pack of --data, a sentence on the rows).
+) -> tuple[list[str], str, tuple[int, ...]]:
+    """Return (the flags with --max_length of the longest row or pack of --data, a sentence on the rows, their lengths).
 
     The tokenized rows are cached, so the run does not read them again. Rows that cannot be read are taken to be full.
     """
@@ -118,35 +118,35 @@ def with_real_lengths(
     length = settings.max_length
     full = f"taken to be --max_length {length} tokens long"
     if settings.data == [candidates.UNNAMED]:
-        return flags, f"{full}; with DATA= their real lengths are planned"
+        return flags, f"{full}; with DATA= their real lengths are planned", ()
     if settings.streaming:
-        return flags, f"{full}, since --streaming reads them later"
+        return flags, f"{full}, since --streaming reads them later", ()
     try:
-        longest = _longest(settings)
+        lengths = _lengths(settings)
     except UserError as error:
-        return flags, f"{full}, since they cannot be read: {error}"
+        return flags, f"{full}, since they cannot be read: {error}", ()
+    longest = max(lengths)
     width = min(length, -(-longest // 8) * 8)  # as the collator rounds
     kind = "pack" if settings.packing else "side of a pair" if settings.documents_per_row == 2 else "row"
     if width == length:
-        return flags, f"the longest {kind} of --data fills --max_length {length}"
-    return [*command_line.drop(flags, "--max_length"), "--max_length", str(width)], (
-        f"the longest {kind} of --data has {longest} tokens: planned with --max_length {width} instead of {length}"
-    )
+        return flags, f"the longest {kind} of --data fills --max_length {length}", lengths
+    sentence = f"the longest {kind} of --data has {longest} tokens: planned with --max_length {width} instead of "
+    return [*command_line.drop(flags, "--max_length"), "--max_length", str(width)], f"{sentence}{length}", lengths
 
 
-def _longest(settings) -> int:
-    """Return the tokens of the longest row of the training data, or of its longest pack or side of a pair."""
+def _lengths(settings) -> tuple[int, ...]:
+    """Return the tokens of each row of the training data; of each pack, or of the longer side of each pair."""
     from zerofit.data.load import load_datasets
     from zerofit.model.load import load_tokenizer
 
     train_set, _ = load_datasets(settings, load_tokenizer(settings))
     sequences = train_set.sequences(settings)
     if settings.documents_per_row == 2:
-        return max(map(max, sequences["lengths"]))
+        return tuple(map(max, sequences["lengths"]))
     if not settings.packing:
-        return max(len(ids) for ids in sequences["input_ids"])
+        return tuple(len(ids) for ids in sequences["input_ids"])
     lengths = [len(ids) for ids in sequences.documents["input_ids"]]
-    return max(sum(lengths[i] for i in pack) for pack in sequences.packs)
+    return tuple(sum(lengths[i] for i in pack) for pack in sequences.packs)
 
 
 def _machines(nodes: str, gpus: int) -> tuple[int, int]:

@@ -270,11 +270,7 @@ def _typed(torch, dtype, *size):
 
 
 def without_values(padded: bool, row: int) -> None:
-    """Make library code that branches on tensor values take the branch of real rows of `row` tokens.
-
-    inference_mode becomes no_grad: the bytes are the same, and its operations reach `answers_for_collectives` in the
-    same form as in training.
-    """
+    """Make library code that branches on tensor values take the branch of real rows of `row` tokens."""
     import torch
     import transformers.masking_utils as masks
 
@@ -286,7 +282,6 @@ def without_values(padded: bool, row: int) -> None:
     importlib.import_module("torch.optim.optimizer")._foreach_supported_types.append(
         torch._subclasses.fake_tensor.FakeTensor
     )
-    torch.inference_mode = lambda mode=True: torch.set_grad_enabled(not mode and torch.is_grad_enabled())
     masks.find_packed_sequence_indices = lambda position_ids: None
     masks.is_tracing = lambda *args, **kwargs: False
     masks.fast_all = lambda mask: not padded
@@ -294,6 +289,13 @@ def without_values(padded: bool, row: int) -> None:
         register(lambda bounds: [(i * row, (i + 1) * row) for i in range(bounds[1:].numel())])
     torch.nn.Module._apply = _apply
     torch.nn.parallel.DistributedDataParallel = _distributed_data_parallel()
+
+
+def without_inference_mode() -> None:
+    """Make inference_mode no_grad: the same bytes, but composite operations (cross entropy) are seen in their parts."""
+    import torch
+
+    torch.inference_mode = lambda mode=True: torch.set_grad_enabled(not mode and torch.is_grad_enabled())
 
 
 def _generator_class(plain):
@@ -328,10 +330,10 @@ def _apply(module, change, recurse=True):
     return module
 
 
-def answers_for_collectives(tokens: int, rows: int):
+def answers_for_collectives(rows: dict[int, int]):
     """Return a mode that answers reads of tensors: 1.0 (loss, norm), 0 (overflows), False (an overflow).
 
-    Args: tokens, rows: of a micro batch; all labels count but the first of each row, which nothing predicts.
+    Args: rows: {tokens of a batch: its rows}; all labels count but the first of each row, which nothing predicts.
     """
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -342,7 +344,7 @@ def answers_for_collectives(tokens: int, rows: int):
                 dtype = args[0].dtype
                 return False if dtype == torch.bool else 1.0 if dtype.is_floating_point else 0
             if operation is torch.ops.aten.nonzero.default:  # indices of the labels that count: all of them
-                count = args[0].numel() - (rows if args[0].numel() == tokens else 0)
+                count = args[0].numel() - rows.get(args[0].numel(), 0)
                 return args[0].new_empty((count, args[0].ndim), dtype=torch.long)
             if operation is torch.ops.aten.index.Tensor and args[1][0].dtype == torch.bool and len(args[1]) == 1:
                 mask = args[1][0]

@@ -46,7 +46,7 @@ class Shape:
 
     trainable, frozen: parameters; largest: parameters of the largest trainable tensor; frozen_bytes: bytes per frozen
     parameter as stored; experts: of a mixture's layer, 0: no mixture; idle: weights of experts that a token does not
-    use; embedding: its weights."""
+    use; embedding: its weights; adapted_experts: weights of a layer's fused experts that have LoRA adapters."""
 
     trainable: int
     frozen: int
@@ -62,6 +62,7 @@ class Shape:
     experts: int = 0
     idle: int = 0
     embedding: int = 0
+    adapted_experts: int = 0
 
     @property
     def parameters(self) -> int:
@@ -93,6 +94,7 @@ def shape(config, net, frozen_bytes: float = 2.0) -> Shape:
         experts=experts.count(config),
         idle=experts.idle_weights(net, config),
         embedding=hidden * text.vocab_size,
+        adapted_experts=experts.adapted_weights(net) // first("num_hidden_layers", "n_layer", default=1),
     )
 
 
@@ -151,15 +153,17 @@ def activations(s: Shape, setting: Setting, fused: bool) -> tuple[dict[str, floa
     recomputed = math.ceil(s.layers / setting.every) if setting.every else 0
     stored = 0 if setting.activation_offload else 2 * s.hidden
     kept = (recomputed * stored + (s.layers - recomputed) * layer) * setting.in_flight
-    at_loss = setting.tokens * (kept + 8 * s.hidden + 4)
+    summed = 2.0 * s.adapted_experts  # peft adds the product of A and B to all experts, and the sum is kept
+    sums = (s.layers - recomputed) * summed
+    at_loss = setting.tokens * (kept + 8 * s.hidden + 4) + sums
     logits = setting.tokens * 12 * s.vocabulary
     if fused:
         rows = max(256, min(4096, 2**30 // (4 * s.vocabulary) // 64 * 64, setting.tokens))
         logits = 6 * rows * s.vocabulary + 2 * setting.tokens * s.hidden
         logits += 0 if s.frozen else 2 * s.vocabulary * s.hidden
     logits *= setting.head
-    recomputation = setting.tokens * (layer + 4 * intermediate + 4 * s.hidden) if recomputed else 0
-    return {"activations": at_loss, "logits": logits}, {"activations": setting.tokens * kept + recomputation}
+    recomputation = setting.tokens * (layer + 4 * intermediate + 4 * s.hidden) + 2 * summed if recomputed else 0
+    return {"activations": at_loss, "logits": logits}, {"activations": setting.tokens * kept + sums + recomputation}
 
 
 def memory(s: Shape, setting: Setting, settings, fused: bool) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 import math
 import os
+import random
 import time
 from dataclasses import replace
 
@@ -25,6 +26,10 @@ UNUSED_AT_MOST = 1.25  # least bytes that do / allocated ones: 1.22 in the worst
 
 TRACE_ERROR = 0.005  # of the peak: an extended trace that differs more from the extended peak is not used
 
+WIDTHS = 16  # micro batches of different lengths that are simulated where rows vary: 32 left no more in the case tried
+
+LAYERS_OF_ALL_WIDTHS = 256  # widths x simulated layers at most: half a minute on two cores
+
 STEPPED_AT_ONCE = 1e9  # numbers (stage 3's sub_group_size); the fp32 copy of a rank's share grows only up to it
 
 
@@ -42,39 +47,71 @@ def ask(candidate: candidates.Candidate, ranks: int, gpu, limit: int = 0) -> Non
         _ask(candidate, ranks, [candidate.answer["rank"]], gpu, whole=True)
 
 
+def vary_rows(candidate: candidates.Candidate, lengths: list[int], ranks: int, gpu) -> None:
+    """Replay a candidate's allocations with rows of `lengths`, and store what the allocator then needs in its answer.
+
+    Blocks of each length leave segments that longer rows cannot use. Without a trace of all layers nothing is stored.
+    """
+    setting, shape, answer = candidate.setting, candidate.shape, candidate.answer
+    depths = _depths_of_a_trace(_depths(setting.zero, shape, setting.every, ranks)[0], setting.zero, setting.every)
+    layers = sum(depth or shape.layers for depth in depths)
+    widths = widths_of(lengths, setting.micro, min(WIDTHS, max(2, LAYERS_OF_ALL_WIDTHS // layers)))
+    if answer is None or len(set(widths)) == 1:
+        return
+    varied = _asked(candidate, ranks, [answer["rank"]], gpu, widths=widths)
+    if not isinstance(varied, Exception) and varied.get("allocator") and not _lacks_layers(varied):
+        candidate.answer = answer | {
+            "allocator": varied["allocator"], "equal_rows": answer["allocator"], "widths": widths,
+        }  # fmt: skip
+
+
+def widths_of(lengths: list[int], micro: int, count: int) -> tuple[int, ...]:
+    """Return the tokens of the rows of `count` micro batches drawn from `lengths`, the longest among them."""
+    draw = random.Random(0)
+    drawn = [max(draw.choices(lengths, k=micro)) for _ in range(count)]
+    drawn[count // 2] = max(lengths)
+    return tuple(-(-length // 8) * 8 for length in drawn)  # as the collator rounds
+
+
 def _lacks_layers(answer: dict) -> bool:
     """Return whether the allocator's replay had fewer layers than the model."""
     return "extended_from_layers" in answer and not answer.get("all_layers_replayed")
 
 
 def _ask(candidate: candidates.Candidate, ranks: int, asked: list[int], gpu, whole: bool = False) -> None:
-    from zerofit import command_line
-
-    recipe, setting = candidates.recipe_of(candidate.method), candidate.setting
-    flags = command_line.drop(candidate.flags, "--offload_path")  # disk or host memory: the GPU's is the same
-    answer = answer_of(recipe, flags, ranks, asked, gpu, setting.zero, candidate.shape, setting.every, whole=whole)
+    answer = _asked(candidate, ranks, asked, gpu, whole=whole)
     if isinstance(answer, Exception):
         candidate.failed = str(answer)
     else:
         candidate.answer = answer
 
 
+def _asked(candidate: candidates.Candidate, ranks: int, asked: list[int], gpu, **kwargs):
+    """Return `answer_of` the candidate."""
+    from zerofit import command_line
+
+    recipe, setting = candidates.recipe_of(candidate.method), candidate.setting
+    flags = command_line.drop(candidate.flags, "--offload_path")  # disk or host memory: the GPU's is the same
+    return answer_of(recipe, flags, ranks, asked, gpu, setting.zero, candidate.shape, setting.every, **kwargs)
+
+
 def answer_of(
     recipe: str, flags: list[str], ranks: int, asked: list[int], gpu, zero: int, shape: Shape, every: int,
-    seconds: float | None = None, whole: bool = False, habits: tuple[str, ...] = (),
+    seconds: float | None = None, whole: bool = False, habits: tuple[str, ...] = (), widths: tuple[int, ...] = (),
 ):  # fmt: skip
     """Return the simulation's answer of the rank in `asked` with the highest peak, or a SimulationFailed.
 
     Args: every: every n-th layer is checkpointed, 0: none. seconds: time limit, None: no limit. whole: all layers;
-        habits: see `simulate.question`.
+        habits, widths: see `simulate.question`.
     Raises: UserError for the user's mistakes.
     """
     began, before = time.perf_counter(), None
     if gpu is not None:
         gpu = replace(gpu, node_gbs=hardware.NODE_LINK_GBS)  # no effect on memory: equal questions share an answer
-    for depths in [(None,)] if whole else _depths(zero, shape, every, ranks):
+    tried = [(None,)] if whole else _depths(zero, shape, every, ranks)
+    for depths in [_depths_of_a_trace(tried[0], zero, every)] if widths else tried:
         questions = [
-            simulate.question(recipe, flags, ranks, rank, gpu=gpu, habits=habits,
+            simulate.question(recipe, flags, ranks, rank, gpu=gpu, habits=habits, widths=widths,
                               overrides={"num_hidden_layers": d} if d else None)
             for rank in asked
             for d in reversed(depths)  # the longest first: they run in parallel
@@ -90,10 +127,12 @@ def answer_of(
             break
         pairs = list(zip(answers[1::2], answers[::2], strict=True))
         slopes = [_slopes(low, high, depths) for low, high in pairs]
-        if all(_same_moments(low, high) for low, high in pairs) and (
-            zero != 3 or _level(slopes, shape, ranks) or (shape.frozen_bytes < 1 and _alike(slopes, before))
+        if widths or (
+            all(_same_moments(low, high) for low, high in pairs)
+            and (zero != 3 or _level(slopes, shape, ranks) or (shape.frozen_bytes < 1 and _alike(slopes, before)))
         ):
-            answers = [_extended(low, high, depths, shape.layers) for low, high in pairs]
+            room = candidates.room(gpu, ranks) if gpu else None
+            answers = [_extended(low, high, depths, shape.layers, room) for low, high in pairs]
             break
         before = slopes
     by_rank = [answer | {"rank": rank} for rank, answer in zip(asked, answers, strict=True)]
@@ -124,6 +163,12 @@ def _depths(zero: int, shape: Shape, every: int, ranks: int) -> list[tuple]:
         pairs.append((small, small + distance))
         small += distance  # its answer is cached already
     return [*pairs, (None,)]
+
+
+def _depths_of_a_trace(depths: tuple, zero: int, every: int) -> tuple:
+    """Return the layer counts whose trace is extended: at stage 0, which gathers nothing, the least that repeat."""
+    pattern = max(1, every)
+    return (3 * pattern, 4 * pattern) if zero == 0 and len(depths) == 2 else depths
 
 
 def _numbers_of_a_parameter(shape: Shape) -> float:
@@ -177,8 +222,8 @@ def _alike(slopes: list[dict[str, float]], before: list[dict[str, float]] | None
     )
 
 
-def _extended(low: dict, high: dict, depths: tuple[int, int], layers: int) -> dict:
-    """Return the answer for `layers`, extrapolated linearly from those for two depths."""
+def _extended(low: dict, high: dict, depths: tuple[int, int], layers: int, room: int | None = None) -> dict:
+    """Return the answer for `layers`, extrapolated linearly from those for two depths. room: of the GPU's allocator."""
     small, large = depths
 
     def line(a, b):
@@ -193,10 +238,10 @@ def _extended(low: dict, high: dict, depths: tuple[int, int], layers: int) -> di
         peak[phase] = {part: int(value / too_much) for part, value in parts.items()}
     numbers = {name: line(low[name], high[name]) for name in ("host", "host_saving", "parameters", "trainable")}
     answer = high | {"peak": peak, "total": total, "extended_from_layers": [small, large]} | numbers
-    return answer | _replayed(low, high, depths, layers, max(total.values()))
+    return answer | _replayed(low, high, depths, layers, max(total.values()), room)
 
 
-def _replayed(low: dict, high: dict, depths: tuple[int, int], layers: int, allocated: int) -> dict:
+def _replayed(low: dict, high: dict, depths: tuple[int, int], layers: int, allocated: int, room: int | None) -> dict:
     """Return {"allocator": what it needs with all layers, "all_layers_replayed": whether the trace could be extended}.
 
     Otherwise it is what the deeper of the two needs.
@@ -208,7 +253,7 @@ def _replayed(low: dict, high: dict, depths: tuple[int, int], layers: int, alloc
         events = extended_trace.extend(low["events"], high["events"], depths, layers)
     except extended_trace.NotRegular:
         return without
-    needs = caching_allocator.of_both_kinds(events)
+    needs = caching_allocator.of_both_kinds(events, room)
     if abs(needs["segments"]["allocated"] - allocated) > TRACE_ERROR * allocated:
         return without
     return {"events": None, "all_layers_replayed": True, "allocator": needs}

@@ -302,6 +302,7 @@ def facts(candidate: Candidate, plan: Plan) -> dict[str, str]:
         f"{setting.tokens:,} tokens a micro batch on a GPU",
         "parameters": f"{shape.parameters / 1e9:.3g} billion, {shape.trainable / 1e9:.3g} of them train",
         **({"rows": plan.rows} if plan.rows else {}),
+        **_unequal_rows(candidate),
         **({"experts": _EXPERTS.format(shape.experts)} if shape.experts else {}),
         "closed forms": f"{sum(candidate.formula.values()) / GIB:.1f} GiB: "
         + ", ".join(
@@ -317,6 +318,24 @@ def facts(candidate: Candidate, plan: Plan) -> dict[str, str]:
 
 def _count(number: int, name: str) -> str:
     return f"{number} {name}{'s' * (number > 1)}"
+
+
+def _unequal_rows(candidate: Candidate) -> dict[str, str]:
+    """Return {title: text} on what rows of different lengths leave unused in the allocator's segments."""
+    answer = candidate.answer or {}
+    if "equal_rows" not in answer:
+        return {}
+    beyond = [
+        replay["reserved"] - replay["allocated"]
+        for replay in (answer["equal_rows"]["segments"], answer["allocator"]["segments"],
+                       answer["allocator"]["expandable"])
+    ]  # fmt: skip
+    equal, unequal, expandable = (f"{size / GIB:.1f}" for size in beyond)
+    return {
+        "rows of different lengths": f"leave {unequal} GiB of reserved memory unused, equal ones {equal} (by "
+        f"{len(answer['widths'])} micro batches; more of them may leave more, up to the GPU's size); with "
+        f"PYTORCH_ALLOC_CONF=expandable_segments:True {expandable}"
+    }
 
 
 def _data_ranks(setting: formulas.Setting) -> str:

@@ -26,13 +26,13 @@ EDGE = 0.9  # share of the limit above which a plan suggests LoRA too
 
 def search(
     methods: list[str], flags: list[str], ranks: int, gpu, say=lambda text: None, host_limit: int | None = None,
-    node: int = formulas.GPUS_OF_A_NODE,
+    node: int = formulas.GPUS_OF_A_NODE, lengths: tuple[int, ...] = (),
 ) -> candidates.Plan:  # fmt: skip
     """Return the Plan with the fastest setting that fits among those that the flags leave open.
 
     Args: methods: in order of preference; the first with a setting that fits is chosen. say: called with lines of
         progress. host_limit: bytes of a node's host memory; settings above it are rejected, unless --offload_path puts
-        their states on a disk. node: GPUs of a node.
+        their states on a disk. node: GPUs of a node. lengths: tokens of the rows, (): all are full.
     Raises: UserError for the user's mistakes.
     """
     began = time.perf_counter()
@@ -42,7 +42,7 @@ def search(
     margin = int(candidates.MARGIN * total)
     limit, kept = total - margin - sum(allowance.values()), settings.save_total_limit
     plan = candidates.Plan(gpu, ranks, limit, allowance, None, [], host_limit=host_limit, node=node, kept=kept,
-                           margin=margin)  # fmt: skip
+                           margin=margin, lengths=lengths)  # fmt: skip
     with simulate.reused():
         _search(plan, methods, flags, say)
     if plan.chosen is None and _fits_into_the_margin(plan):
@@ -189,6 +189,8 @@ def _expected(candidate: candidates.Candidate, simulated: list[candidates.Candid
 def _fits(candidate: candidates.Candidate, plan: candidates.Plan, say) -> bool:
     """Simulate the candidate, report its peak, and choose it if it fits."""
     predict.ask(candidate, plan.ranks, plan.gpu, plan.limit)
+    if plan.lengths and candidate.peak <= plan.limit:
+        predict.vary_rows(candidate, list(plan.lengths), plan.ranks, plan.gpu)
     how = (
         f"by formula, + {candidates.FORMULA_MARGIN:.0%}: the exact check failed"
         if candidate.failed
@@ -209,6 +211,10 @@ def _why_not(candidate: candidates.Candidate, plan: candidates.Plan) -> str:
     if _host_is_short(candidate, plan):
         return f"host memory {candidate.host_of_a_node / GIB:.0f} GiB a node > {plan.host_limit / GIB:.0f}"
     how = "" if candidate.answer else f" (by formula, + {candidates.FORMULA_MARGIN:.0%})"
+    if candidate.answer and "equal_rows" in candidate.answer:
+        expandable = candidate.answer["allocator"]["expandable"]["least"] + candidates.workspace_bytes(candidate.gpu)
+        how = " with rows of different lengths"
+        how += "; PYTORCH_ALLOC_CONF=expandable_segments:True makes it fit" if expandable <= plan.limit else ""
     return f"{candidate.peak / GIB:.1f} GiB > {plan.limit / GIB:.1f}{how}"
 
 

@@ -38,6 +38,7 @@ class SimulationFailed(Exception):
 def question(
     recipe: str, flags: list[str], ranks: int, rank: int = 0, gpu=None, device: str | None = None,
     fake: bool = True, padded: bool = False, overrides: dict | None = None, habits: tuple[str, ...] = (),
+    widths: tuple[int, ...] = (),
 ) -> dict:  # fmt: skip
     """Return the question for the peak bytes of rank `rank` of `ranks`, as JSON-compatible data.
 
@@ -50,11 +51,12 @@ def question(
         padded: rows differ in length, so that attention needs a mask.
         overrides: values that replace those of the model's config.json (fewer layers).
         habits: of other training loops: keys of simulated_rank.HABITS, to compare with what was measured in those.
+        widths: tokens of the rows of each micro batch, in order; (): --max_length in all of STEPS steps.
     """
     return {
         "recipe": recipe, "flags": flags, "ranks": ranks, "rank": rank, "gpu": asdict(gpu) if gpu else None,
         "fake": fake, "padded": padded, "device": device or ("gpu" if gpu else "cpu"), "overrides": overrides or {},
-        "habits": list(habits),
+        "habits": list(habits), "widths": list(widths),
     }  # fmt: skip
 
 

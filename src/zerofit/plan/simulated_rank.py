@@ -82,7 +82,7 @@ def _answer_and_end(number: int, question: dict) -> None:
         os._exit(0)
 
 
-def _answer(recipe, flags, ranks, rank, gpu, device, fake, padded, overrides, habits) -> dict:
+def _answer(recipe, flags, ranks, rank, gpu, device, fake, padded, overrides, habits, widths) -> dict:
     import time
 
     import torch
@@ -92,8 +92,10 @@ def _answer(recipe, flags, ranks, rank, gpu, device, fake, padded, overrides, ha
     from zerofit import hardware
     from zerofit.config import resolve
     from zerofit.model import load
+    from zerofit.plan import candidates
 
-    settings = resolve.resolve_settings(recipe, flags, ranks, hardware.Gpu(**gpu) if gpu else None)
+    planned_gpu = hardware.Gpu(**gpu) if gpu else None
+    settings = resolve.resolve_settings(recipe, flags, ranks, planned_gpu)
     config = load.load_config(settings)
     config.get_text_config().update(overrides)
     resolve.resolve_for_model(settings, config)  # before TrainingArguments, which copy the DeepSpeed JSON
@@ -104,18 +106,18 @@ def _answer(recipe, flags, ranks, rank, gpu, device, fake, padded, overrides, ha
         overlaps = bool((settings.deepspeed or {}).get("zero_optimization", {}).get("overlap_comm"))
         fake_device.register_gpu(tracker, int(gpu["memory_gib"] * 2**30), overlaps)
     _one_rank_of(settings, rank)
-    settings, arguments, *rows = _trainers_needs(settings, device)
+    settings, arguments, *rows = _trainers_needs(settings, device, widths)
+    fake_device.without_inference_mode()
     with contextlib.ExitStack() as stack:
         if fake:
             fake_device.fake_cpu_adam()
             fake_device.without_values(padded, settings.max_length)
             stack.enter_context(torch._subclasses.fake_tensor.FakeTensorMode(allow_non_fake_inputs=True))
-            micro = settings.per_device_train_batch_size * settings.documents_per_row
-            tokens = micro * settings.max_length if settings.sp_size == 1 else 0  # of a slice all labels count
-            stack.enter_context(fake_device.answers_for_collectives(tokens, micro))
+            stack.enter_context(fake_device.answers_for_collectives(_rows_by_tokens(settings, widths)))
         host_tracker = _host_tracker(stack) if on_gpu else None
         stack.enter_context(tracker)
-        trainer = _trainer(settings, arguments, rows, config, device, fake)
+        with _without_collections():
+            trainer = _trainer(settings, arguments, rows, config, device, fake)
         for habit in habits:
             HABITS[habit](trainer)
         if on_gpu and overrides:
@@ -134,10 +136,35 @@ def _answer(recipe, flags, ranks, rank, gpu, device, fake, padded, overrides, ha
             "parameters": sum(n for n, _ in sizes),
             "trainable": sum(n for n, trained in sizes if trained),
             "largest_block": tracker.largest,
-            "allocator": caching_allocator.of_both_kinds(tracker.events) if on_gpu else None,
+            "allocator": caching_allocator.of_both_kinds(tracker.events, candidates.room(planned_gpu, ranks))
+            if on_gpu
+            else None,
             "events": _numbered(tracker.events) if on_gpu and overrides else None,
             "seconds": round(time.perf_counter() - began, 2),
         }
+
+
+def _rows_by_tokens(settings, widths: list[int]) -> dict[int, int]:
+    """Return {tokens: rows} of the batches of training and evaluation; {} for slices, of which all labels count."""
+    if settings.sp_size > 1:
+        return {}
+    train, evaluation = (
+        rows * settings.documents_per_row
+        for rows in (settings.per_device_train_batch_size, settings.per_device_eval_batch_size)
+    )
+    longest = settings.max_length
+    return {evaluation * longest: evaluation} | {train * width: train for width in widths or [longest]}
+
+
+@contextlib.contextmanager
+def _without_collections():
+    """Collect garbage at the end of the body only: tensors in cycles are then released at the same point each time."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.collect()
 
 
 def _tracker(device: str):
@@ -150,7 +177,9 @@ def _tracker(device: str):
             if self.events is not None:
                 self.events.append((caching_allocator.LAYER, extended_trace.OUTSIDE, 0))
 
-    return Tracker(device=device, round_to=1 if device == "cpu" else 512, keep_events=device == "gpu")
+    return Tracker(
+        device=device, round_to=1 if device == "cpu" else 512, keep_events=device == "gpu", followed_steps=sys.maxsize
+    )
 
 
 def _mark_layers(model, tracker, count: int) -> None:
@@ -279,17 +308,21 @@ HABITS = {"keeps outputs": _keep_outputs, "copies logits": _copy_shifted_logits}
 
 
 def _evaluate_and_save(trainer, tracker) -> None:
-    """Run one evaluation batch, if the run evaluates, and ZeRO-3's gathering of the weights for a save."""
+    """Run one evaluation batch, if the run evaluates, and the gathering of sharded or split weights for a save."""
     if trainer.eval_dataset is not None:
         trainer.evaluate()
-    if trainer.is_deepspeed_enabled and trainer.accelerator.deepspeed_config["zero_optimization"]["stage"] == 3:
-        without_base = trainer.settings.trains_adapter
-        with tracker.during("save"):  # as Trainer.save_model does
-            trainer.deepspeed._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=without_base)
+    settings = trainer.settings
+    if settings.deepspeed is None or (settings.zero != 3 and settings.tp_size == 1):
+        return
+    with tracker.during("save"):  # as Trainer.save_model does
+        if settings.zero == 3:
+            trainer.deepspeed._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=settings.trains_adapter)
+        else:
+            trainer.deepspeed._consolidated_16bit_state_dict()
 
 
-def _trainers_needs(settings, device: str):
-    """Return (Settings, TrainingArguments, tokenizer, rows, eval rows or None) for STEPS steps that write nothing."""
+def _trainers_needs(settings, device: str, widths: list[int]):
+    """Return (Settings, TrainingArguments, tokenizer, rows, eval rows or None) for steps that write nothing."""
     import torch
     from datasets import Dataset
 
@@ -298,8 +331,10 @@ def _trainers_needs(settings, device: str):
 
     accumulation = min(settings.gradient_accumulation_steps, 2)  # the second micro batch allocates like all later ones
     batch = settings.per_device_train_batch_size * accumulation * settings.data_ranks
+    widths = widths or [settings.max_length] * simulate.STEPS * accumulation
     changes = {
-        "max_steps": simulate.STEPS, "save_strategy": "no", "eval_strategy": "no", "report_to": [],
+        "max_steps": len(widths) // accumulation, "train_sampling_strategy": "sequential", "packing": False,
+        "save_strategy": "no", "eval_strategy": "no", "report_to": [],
         "push_to_hub": False, "logging_steps": 10**6, "random_init": True,
         "gradient_accumulation_steps": accumulation, "effective_batch_size": batch, "seed": 0,
         "output_dir": str(Path(tempfile.gettempdir()) / "zerofit-simulation"), "dataloader_num_workers": 0,
@@ -318,16 +353,19 @@ def _trainers_needs(settings, device: str):
     if device != "cuda":
         fake_device.train_on(arguments, torch.device("gpu:0" if device == "gpu" else "cpu"))
     documents = settings.documents_per_row
-    row = {"input_ids": [5] * settings.max_length * documents, "labels": [5] * settings.max_length * documents}
-    if documents > 1:
-        row["lengths"] = [settings.max_length] * documents
 
-    def tokens(count):
-        return TokenizedDataset(Dataset.from_list([row]).select([0] * count), {}, "simulated")
+    def row(width):
+        tokens = {name: [5] * width * documents for name in ("input_ids", "labels")}
+        return tokens | ({"lengths": [width] * documents} if documents > 1 else {})
+
+    def rows(widths, each):
+        chosen = [i for i in range(len(widths)) for _ in range(each)]
+        return TokenizedDataset(Dataset.from_list([row(width) for width in widths]).select(chosen), {}, "simulated")
 
     evaluates = settings.eval_data or settings.eval_fraction
-    held_out = tokens(settings.per_device_eval_batch_size * settings.data_ranks) if evaluates else None
-    return settings, arguments, _Tokenizer(), tokens(simulate.STEPS * batch), held_out
+    held_out = rows([settings.max_length], settings.per_device_eval_batch_size * settings.data_ranks)
+    train_rows = rows(widths, settings.per_device_train_batch_size * settings.data_ranks)
+    return settings, arguments, _Tokenizer(), train_rows, held_out if evaluates else None
 
 
 def _host_tracker(stack):

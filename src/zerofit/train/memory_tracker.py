@@ -77,6 +77,7 @@ class MemoryTracker:
         limit: bytes; more alive at once raise torch.OutOfMemoryError, as an allocator of that size would.
         round_to: bytes that a block is rounded up to; the CUDA allocator rounds to 512.
         keep_events: record every allocation and release in `events`, in order.
+        followed_steps: optimizer steps of a ZerofitTrainer after which it stops.
     Attributes: phase, the current one (a caller without ZerofitTrainer sets it with `enter`); device, "cpu" or "cuda";
         model_states, bytes of parameters, gradients and optimizer at two moments of the last tracked step:
         "last_gradient", when the backward has computed all gradients, and "before_step", when they are reduced.
@@ -84,7 +85,7 @@ class MemoryTracker:
 
     def __init__(
         self, model=None, optimizer=None, round_to: int = 1, device: str | None = None, limit: int | None = None,
-        keep_events: bool = False,
+        keep_events: bool = False, followed_steps: int = FOLLOWED_STEPS,
     ):  # fmt: skip
         self.model, self.optimizer, self.round_to = None, optimizer, round_to
         self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -97,7 +98,7 @@ class MemoryTracker:
         self._best: dict[tuple[str, int], tuple[int, list[_Storage]]] = {}  # (phase, step) -> bytes, storages alive
         self._watch, self._hooks, self._gradient_hooks, self._once = None, [], [], set()
         self.events: list[tuple] | None = [] if keep_events else None  # (key, bytes, stream); 0 bytes: released
-        self.stream = 0  # of new tensors
+        self.stream, self.followed_steps = 0, followed_steps  # stream of new tensors
         if model is not None:
             self._adopt(model)
 
@@ -311,7 +312,7 @@ class MemoryTracker:
                     storage.part, storage.sure = "buffers", _SEEN
             self.steps += 1
         self.enter("forward")
-        if self.steps >= FOLLOWED_STEPS:
+        if self.steps >= self.followed_steps:
             self.pause()
 
 
@@ -339,7 +340,7 @@ class _Phases(TrainerCallback):
         tracker.pause()  # generation before the first step (exact match) is not part of the report
 
     def on_step_begin(self, args, state, control, **kwargs):
-        if self.tracker is _open and self.tracker.steps < FOLLOWED_STEPS:
+        if self.tracker is _open and self.tracker.steps < self.tracker.followed_steps:
             self.tracker._follow()
         self.tracker.enter("forward")
 
