@@ -19,6 +19,7 @@ from zerofit import hardware
 from zerofit.config import accelerate_env, resolve
 from zerofit.data.load import load_datasets
 from zerofit.errors import UserError
+from zerofit.model import pipeline
 from zerofit.model.load import load_tokenizer
 from zerofit.paths import cache_root, private_folder
 from zerofit.plan import candidates, command, formulas, predict, preflight, report, search, simulate
@@ -596,9 +597,9 @@ def test_what_a_plan_at_the_edge_says(monkeypatch):
     here = report.text(dataclasses.replace(plan, here=True, host_limit=150 * 2**30))
     assert "only 200 GiB are free there; --save_only_model true saves 15 GiB" in here
     assert "(of 150 of this machine)" in here
-    plan.adapters = search.adapters_instead(plan, ["sft"], flags)
+    plan.instead = search.adapters_instead(plan, ["sft"], flags)
     for name, method in (("LoRA", "lora"), ("QLoRA", "qlora")):
-        found, hint = plan.adapters[name]
+        found, hint = plan.instead[name]
         assert found.method == method and found.peak <= plan.limit and found.setting.offload == "none"
         speed = f"{found.tokens_per_second:,.0f} tokens/s"
         assert f"  {name:<6} fits in {found.peak / 2**30:.1f} GiB a GPU at {speed}: " in report.text(plan)
@@ -614,13 +615,52 @@ def test_an_adapter_that_does_not_fit_is_said(monkeypatch):
     monkeypatch.setattr(simulate, "run_all", fake_simulation(lambda flags: None))
     gpu, flags = hardware.GPUS["rtx4090-24g"], ["--model", str(CONFIGS / "llama3.1-70b"), "--offload", "none"]
     plan = search.search(["sft"], flags, 1, gpu)
-    plan.adapters = search.adapters_instead(plan, ["sft"], flags)
-    assert {name: found for name, (found, _) in plan.adapters.items()} == {"LoRA": None, "QLoRA": None}
+    plan.instead = search.adapters_instead(plan, ["sft"], flags)
+    assert {name: found for name, (found, _) in plan.instead.items()} == {"LoRA": None, "QLoRA": None}
     assert "  QLoRA  does not fit without offload" in report.text(plan)
     assert "would fit" not in report.nothing_fits(plan)
     preferences = search.adapters_instead(plan, ["dpo"], flags)
     assert preferences == {"LoRA": (None, "--adapter lora")}
     assert search.adapters_instead(plan, ["dpo"], [*flags, "--adapter", "lora"]) == {}
+
+
+def test_a_pipeline_is_priced_between_nodes(monkeypatch):
+    """Over a slow link it is faster than what was chosen, over a fast one not; nothing is said where there is none."""
+    monkeypatch.setattr(simulate, "run_all", fake_simulation(lambda flags: None))
+    flags = ["--model", str(CONFIGS / "llama3.1-8b"), "--max_length", "2048", "--effective_batch_size", "64"]
+
+    def plan_with(gbs: float, nodes: int = 2, more=()):
+        gpu = dataclasses.replace(hardware.GPUS["h100-80g"], node_gbs=gbs)
+        plan = search.search(["sft"], [*flags, "--sp_size", "1", *more], 8 * nodes, gpu, node=8)
+        plan.instead = search.pipeline_instead(plan, ["sft"], flags)
+        return plan
+
+    slow, fast = plan_with(0.1), plan_with(50.0)
+    found, _ = slow.instead["pipeline"]
+    assert found.seconds < slow.chosen.seconds and found.setting.pp == 2 and found.peak <= slow.limit
+    assert fast.instead["pipeline"][0].seconds > fast.chosen.seconds
+    assert "  pipeline fits in" in report.text(slow) and "micro batch" in report.text(slow)
+    command = candidates.command(found, 16)
+    assert command.startswith("make pipeline ") and all(words in command for words in ("PP=2", "NODES=2", "GPUS=8"))
+    micro, accumulation = found.setting.micro, found.setting.accumulation
+    assert micro * accumulation * 16 // found.setting.pp == 64
+    for methods, nodes in ((["lora"], 2), (["sft", "lora"], 2), (["sft"], 1)):
+        assert search.pipeline_instead(dataclasses.replace(slow, ranks=8 * nodes), methods, flags) == {}
+    mixture = ["--model", str(CONFIGS / "qwen3-moe-30b")]
+    assert search.pipeline_instead(slow, ["sft"], mixture) == {}
+
+
+def test_a_pipeline_waits_for_the_bubble():
+    """Where links and memory cost nothing, a step is (M + P - 1) / M times its arithmetic."""
+    gpu = dataclasses.replace(hardware.GPUS["h100-80g"], node_gbs=1e12, link_gbs=1e12, memory_gbs=1e12)
+    shape = formulas.Shape(trainable=8 * 10**9, frozen=0, layers=32, hidden=4096, vocabulary=0, heads=32, kv_heads=8,
+                           head_dim=128, intermediate=14336, largest=10**8)  # fmt: skip
+    for stages, micro_batches in ((2, 8), (4, 8), (4, 32)):
+        setting = formulas.Setting(1, "none", 0, 1, 2048, micro_batches, stages, pp=stages)
+        alone = dataclasses.replace(setting, ranks=1, pp=1)
+        ratio = formulas.pipeline_seconds(shape, setting, gpu, 2048) / formulas.step_seconds(shape, alone, gpu, 2048)
+        busy = 1 - pipeline.bubble(stages, micro_batches)
+        assert ratio == pytest.approx(1 / stages / busy, rel=1e-3)
 
 
 def test_rejected_settings_teach_in_a_line_each(monkeypatch, tmp_path):
@@ -641,7 +681,7 @@ def test_rejected_settings_teach_in_a_line_each(monkeypatch, tmp_path):
     ideas = report.rejected_ideas(plan)
     assert len(ideas) == len(kinds) < 8 < len(plan.rejected)
     assert any(re.search(r"activations and logits are [\d.]+, and checkpointing keeps one input", i) for i in ideas)
-    plan.adapters = search.adapters_instead(plan, ["sft"], [])
+    plan.instead = search.adapters_instead(plan, ["sft"], [])
     assert len(report.text(plan).splitlines()) <= 26
     report.write(plan, tmp_path)
     assert all(idea in (tmp_path / "plan.md").read_text() for idea in ideas)

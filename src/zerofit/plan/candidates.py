@@ -5,7 +5,7 @@ import math
 import os
 import re
 import shlex
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from zerofit import allocator, command_line, hardware
 from zerofit.config import parse, resolve
@@ -48,7 +48,7 @@ ESTIMATE = f"the exact check failed: {{}}; this is an estimate by formula, with 
 SMALLER_STATES = [("--optim", "adamw_bnb_8bit"), ("--pure_bf16", "true")]
 
 # Flags that have a make variable.
-WITH_VARIABLE = ("--zero", "--offload", "--model", "--data", "--config", "--sp_size", "--tp_size")
+WITH_VARIABLE = ("--zero", "--offload", "--model", "--data", "--config", "--sp_size", "--tp_size", "--pp_size")
 
 UNNAMED = "not-named-yet"  # placeholder for --data, which a plan does not need
 
@@ -77,6 +77,7 @@ class Candidate:
         offload = "" if s.offload == "none" else f", offload {s.offload}{' to NVMe' * s.nvme}"
         change = f", {' '.join(self.change)}" if self.change else ""
         sp = f", sp_size {s.sp}" if s.sp > 1 else f", tp_size {s.tp}" if s.tp > 1 else ""
+        sp += f", {s.accumulation} of them through {s.pp} stages" if s.pp > 1 else ""
         return f"{self.method} ZeRO-{s.zero}{hpz}{offload}{checkpointing}{change}, micro batch {s.micro}{sp}"
 
     @property
@@ -109,7 +110,7 @@ class Candidate:
     @property
     def tokens_per_second(self) -> float:
         s = self.setting
-        return s.tokens * s.accumulation * s.ranks / s.tp / self.seconds
+        return s.tokens * s.accumulation * s.ranks / s.tp / s.pp / self.seconds
 
 
 def peak_by_formula(parts: dict[str, float], gpu) -> int:
@@ -161,14 +162,13 @@ class Plan:
     """The result of a search.
 
     limit: bytes that tensors may take on a GPU; allowance: bytes outside torch's allocator, by reason; margin: bytes
-    kept free for the error of plans, 0: none is left; chosen: None if nothing fits;
-    rejected: faster candidates, and why; nearest: the smallest if nothing fits; would_do, longest: GPUs and
-    --max_length at which something fits; host_limit: bytes of a node's host memory, None: unknown; node: GPUs of a
-    node; adapters: {name: (LoRA or QLoRA by formula or None, the words that plan it)}, if the asked method is near the
-    limit; here: the plan is for this machine; host_here, disk_free: bytes of its host memory and free in runs/; kept:
-    number of checkpoints, None: all; rows: a sentence on the length of the rows; notes: the search's lines; unmeasured:
-    what has a speed that orders the settings and that no measurement supports; lengths: tokens of the
-    rows, (): all are full."""
+    kept free for the error of plans, 0: none is left; chosen: None if nothing fits; rejected: faster candidates, and
+    why; nearest: the smallest if nothing fits; would_do, longest: GPUs and --max_length at which something fits;
+    host_limit: bytes of a node's host memory, None: unknown; node: GPUs of a node; instead: {name: (LoRA, QLoRA or a
+    pipeline by formula, None: none fits; the words for it)}; here: the plan is for this machine; host_here, disk_free:
+    bytes of its host memory and free in runs/; kept: number of checkpoints, None: all; rows: a sentence on the length
+    of the rows; notes: the search's lines; unmeasured: what has a speed that orders the settings and that no
+    measurement supports; lengths: tokens of the rows, (): all are full."""
 
     gpu: hardware.Gpu
     ranks: int
@@ -183,7 +183,7 @@ class Plan:
     seconds: float = 0.0
     notes: list[str] = field(default_factory=list)
     node: int = formulas.GPUS_OF_A_NODE
-    adapters: dict[str, tuple[Candidate | None, str]] = field(default_factory=dict)
+    instead: dict[str, tuple[Candidate | None, str]] = field(default_factory=dict)
     here: bool = False
     host_here: int | None = None
     disk_free: int | None = None
@@ -213,8 +213,8 @@ def methods_to_try(method: str, recipe: str, flags: list[str]) -> list[str]:
         raise UserError(f"--method {method}: must be one of sft, lora, qlora, dpo, auto.")
     if recipe == "pipeline":
         raise UserError(
-            "recipes/pipeline.py: plans do not search pipelines, whose only ZeRO stage is --zero 1; `zerofit pipeline "
-            "--plan true --gpu_type h100-80g` prices one."
+            "recipes/pipeline.py: a plan of recipes/sft.py on several nodes (NODES=2) names the fastest pipeline; "
+            "`zerofit pipeline --plan true --gpu_type h100-80g` prices one."
         )
     quantized = parse.given("lora", flags, "load_in_4bit")
     if not method:
@@ -227,7 +227,7 @@ def methods_to_try(method: str, recipe: str, flags: list[str]) -> list[str]:
 
 
 def recipe_of(method: str) -> str:
-    return method if method in ("sft", "dpo") else "lora"
+    return method if method in ("sft", "dpo", "pipeline") else "lora"
 
 
 def gpus_as_text(ranks: int, node: int) -> str:
@@ -311,6 +311,33 @@ def _of_group(
     if not found:
         raise error or UserError("these flags leave no setting to plan.")
     return found
+
+
+def of_pipeline(
+    best: Candidate, flags: list[str], plan: "Plan", size: int, micro: int, accumulation: int
+) -> list[Candidate]:
+    """Return pipelines of `size` stages, without and with checkpointing, as far as the model and the flags take one.
+
+    Args: best: a candidate of full fine-tuning of the same model; accumulation: micro batches of a step.
+    """
+    from zerofit.model.load import load_config
+
+    result, flags = [], planned_flags(flags, "pipeline")
+    batch = {"per_device_train_batch_size": micro, "gradient_accumulation_steps": accumulation}
+    for checkpointing in (False, True):
+        own_flags = command_line.put(flags, pp_size=size, zero=1, gradient_checkpointing=checkpointing, **batch)
+        try:
+            settings = resolve.resolve_settings("pipeline", own_flags, plan.ranks, plan.gpu)
+            resolve.resolve_for_model(settings)
+        except UserError:
+            continue
+        setting = replace(setting_of(settings), ranks=plan.ranks, node=plan.node, pp=size)
+        tied = load_config(settings).tie_word_embeddings
+        by_stage = formulas.stages(best.shape, setting, settings, settings.fused_loss, size, tied)
+        fullest = max(by_stage, key=lambda parts: sum(parts.values()))
+        seconds = formulas.pipeline_seconds(best.shape, setting, plan.gpu, settings.max_length)
+        result.append(Candidate(own_flags, "pipeline", setting, fullest, seconds, best.shape, plan.gpu))
+    return result
 
 
 def first_settings(method: str, flags: list[str], ranks: int, gpu, node: int):

@@ -72,7 +72,7 @@ def main(argv: list[str]) -> None:
     say, end = _progress(notes)
     try:
         plan = search.search(methods, flags, ranks, gpu, say, host_limit, node, lengths)
-        plan.adapters = search.adapters_instead(plan, methods, flags)
+        plan.instead = search.adapters_instead(plan, methods, flags) | search.pipeline_instead(plan, methods, flags)
     finally:
         end()
     plan.rows, plan.notes, plan.here = rows, notes, for_this_machine

@@ -107,7 +107,7 @@ class Setting:
     GPUs of a node; hpz: ranks that share ZeRO++'s secondary copy of the parameters, 1: there is none; sp: ranks that
     split a row, 1: none; reference: each step has one more forward, of preference pairs with the adapter off; tp: ranks
     that split each matrix, 1: none; in_flight: micro batches whose activations are held at once, above 1 in a pipeline;
-    head: the GPU computes the logits."""
+    head: the GPU computes the logits; pp: stages of a pipeline, 1: none."""
 
     zero: int
     offload: str
@@ -125,6 +125,7 @@ class Setting:
     tp: int = 1
     in_flight: int = 1
     head: bool = True
+    pp: int = 1
 
     @property
     def nodes(self) -> int:
@@ -409,16 +410,7 @@ def step_seconds(s: Shape, setting: Setting, gpu: Gpu, sequence: int) -> float:
     Args: sequence: tokens of a row.
     """
     tokens = setting.tokens * setting.accumulation
-    used, trained = s.parameters - s.idle, s.trainable - (0 if s.frozen else s.idle)
-    flops = (4 * used + 2 * trained) * tokens
-    attention = 6 * s.layers * s.heads * s.head_dim * sequence * tokens  # causal: half of 12
-    forward = 2 * used * tokens + attention / 3
-    if setting.every:
-        flops += forward / setting.every
-    if setting.reference:
-        flops += forward
-    utilization = setting.tokens / (setting.tokens + 512)  # small matrix products leave the GPU idle
-    arithmetic = (flops + attention) / setting.tp / (gpu.tflops * 1e12 * MATRIX_EFFICIENCY * utilization)
+    arithmetic = _arithmetic_seconds(s, setting, gpu, sequence)
     exchanged = _seconds(exchanges(s, setting), setting, gpu)  # an attention waits for its exchange
     wire = wire_seconds(s, setting, gpu) - exchanged
     wire -= OVERLAPPED * min(wire, arithmetic)  # communication can only overlap as much arithmetic as there is
@@ -437,6 +429,35 @@ def step_seconds(s: Shape, setting: Setting, gpu: Gpu, sequence: int) -> float:
     if setting.activation_offload:
         update += 2 * 2.0 * s.layers / setting.every * s.hidden * tokens / (gpu.host_gbs * 1e9) * (1 - OVERLAPPED)
     return arithmetic + wire + update
+
+
+def _arithmetic_seconds(s: Shape, setting: Setting, gpu: Gpu, sequence: int) -> float:
+    tokens = setting.tokens * setting.accumulation
+    used, trained = s.parameters - s.idle, s.trainable - (0 if s.frozen else s.idle)
+    flops = (4 * used + 2 * trained) * tokens
+    attention = 6 * s.layers * s.heads * s.head_dim * sequence * tokens  # causal: half of 12
+    forward = 2 * used * tokens + attention / 3
+    if setting.every:
+        flops += forward / setting.every
+    if setting.reference:
+        flops += forward
+    utilization = setting.tokens / (setting.tokens + 512)  # small matrix products leave the GPU idle
+    return (flops + attention) / setting.tp / (gpu.tflops * 1e12 * MATRIX_EFFICIENCY * utilization)
+
+
+def pipeline_seconds(s: Shape, setting: Setting, gpu: Gpu, sequence: int) -> float:
+    """Return the estimated seconds of an optimizer step of a pipeline of `setting.pp` stages.
+
+    A stage computes its layers for each micro batch, waits as long as P - 1 of them take while the pipeline fills and
+    drains, and sends hidden states on and their gradients back. Args: sequence: tokens of a row.
+    """
+    count, micro_batches = setting.pp, setting.accumulation
+    stage = replace(s, trainable=s.trainable // count, layers=math.ceil(s.layers / count))
+    of_stage = replace(setting, ranks=setting.ranks // count)
+    waiting = _arithmetic_seconds(stage, of_stage, gpu, sequence) * (count - 1) / micro_batches
+    link = gpu.node_gbs if setting.nodes > 1 else gpu.link_gbs
+    sent = 2 * 2.0 * setting.tokens * s.hidden * micro_batches
+    return step_seconds(stage, of_stage, gpu, sequence) + waiting + sent / (link * 1e9 * LINK_EFFICIENCY)
 
 
 def checkpoint_bytes(trainable: int, parameters: int) -> float:

@@ -219,16 +219,17 @@ def _of_states(candidate: Candidate, parts: dict[str, float]) -> str:
 
 def _adapters(plan: Plan) -> list[str]:
     """Return a line for each adapter that was looked at instead of what does not fit well."""
-    if not plan.adapters:
+    if not plan.instead:
         return []
     lines = ["", f"instead, by formula + {candidates.FORMULA_MARGIN:.0%}:"]
-    for name, (candidate, hint) in plan.adapters.items():
+    for name, (candidate, hint) in plan.instead.items():
         if candidate is None:
-            lines.append(f"  {name:<6} does not fit without offload")
+            lines.append(f"  {name:<6} does not fit{' without offload' * (name != 'pipeline')}")
             continue
+        tail = hint if candidate.method == "pipeline" else f"{hint} plans it"
         lines.append(
             f"  {name:<6} fits in {candidate.peak / GIB:.1f} GiB a GPU at {candidate.tokens_per_second:,.0f} tokens/s: "
-            f"{_without_method(candidate)} ({hint} plans it)"
+            f"{_without_method(candidate)} ({tail})"
         )
     return lines
 
@@ -452,9 +453,9 @@ def nothing_fits(plan: Plan) -> str:
 
 def _instead(plan: Plan) -> str:
     """Return a clause on the adapters that would fit, or on how to try them."""
-    if fit := [f"{name} ({hint})" for name, (candidate, hint) in plan.adapters.items() if candidate]:
+    if fit := [f"{name} ({hint})" for name, (candidate, hint) in plan.instead.items() if candidate]:
         return f"; {' and '.join(fit)} would fit by formula"
-    return "; --method auto also tries LoRA and QLoRA" if plan.nearest.method == "sft" and not plan.adapters else ""
+    return "; --method auto also tries LoRA and QLoRA" if plan.nearest.method == "sft" and not plan.instead else ""
 
 
 def write(plan: Plan, folder: Path) -> None:
@@ -485,7 +486,7 @@ def _markdown(plan: Plan) -> str:
         parts.append("\n".join(f"- {name}: {value}" for name, value in facts(best, plan).items()))
     if ideas := rejected_ideas(plan):
         parts += [f"## Rejected: {REJECTED}", "\n".join(f"- {line}" for line in ideas)]
-    offers = [candidate for candidate, _ in plan.adapters.values() if candidate]
+    offers = [candidate for candidate, _ in plan.instead.values() if candidate]
     if offers:
         parts += ["## Instead", _block("\n".join(candidates.command(candidate, plan.ranks) for candidate in offers))]
     if plan.notes:
@@ -519,7 +520,7 @@ def as_json(plan: Plan) -> dict:
         "chosen": entry(plan.chosen), "facts": facts(plan.chosen, plan) if plan.chosen else None,
         "nearest": entry(plan.nearest), "host_limit_bytes": plan.host_limit,
         "host_memory": best and host_memory(best, plan), "disk": best and disk_space(best, plan),
-        "instead": {name: entry(candidate) for name, (candidate, _) in plan.adapters.items()},
+        "instead": {name: entry(candidate) for name, (candidate, _) in plan.instead.items()},
         "gpus_that_would_do": plan.would_do, "seconds": round(plan.seconds, 1),
         "rejected": [entry(candidate, why) for candidate, why in plan.rejected],
     }  # fmt: skip

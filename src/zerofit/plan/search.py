@@ -107,6 +107,29 @@ def adapters_instead(
     return found
 
 
+def pipeline_instead(
+    plan: candidates.Plan, methods: list[str], flags: list[str]
+) -> dict[str, tuple[candidates.Candidate | None, str]]:
+    """Return {"pipeline": (the fastest pipeline that fits by formula, None: none does; words for it)}.
+
+    {} for GPUs of one node, for what is no full fine-tuning, and for a model or flags that no pipeline takes. There is
+    a whole number of stages on each node, so only hidden states cross the links between nodes.
+    """
+    best = plan.chosen or plan.nearest
+    if methods != ["sft"] or best is None or plan.nodes == 1 or plan.ranks % plan.nodes:
+        return {}
+    rows = best.setting.micro * best.setting.accumulation * plan.ranks // (best.setting.sp * best.setting.tp)
+    tried = []
+    for size in range(plan.nodes, plan.ranks + 1, plan.nodes):
+        per_rank = rows * size // plan.ranks
+        for micro in (n for n in (1, 2, 4, 8, 16) if plan.ranks % size == 0 and per_rank % n == 0):
+            if per_rank // micro >= size:
+                tried += candidates.of_pipeline(best, flags, plan, size, micro, per_rank // micro)
+    fit = [candidate for candidate in tried if candidate.peak <= plan.limit]
+    fastest = min(fit, key=lambda candidate: candidate.seconds, default=None)
+    return {"pipeline": (fastest, "docs/pipeline.md")} if tried else {}
+
+
 def _rungs(methods: list[str], flags: list[str]) -> list[tuple[str, tuple[str, ...]]]:
     """Return (method, flags added to the user's) in order of preference.
 
