@@ -624,6 +624,18 @@ def test_an_adapter_that_does_not_fit_is_said(monkeypatch):
     assert search.adapters_instead(plan, ["dpo"], [*flags, "--adapter", "lora"]) == {}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 7])
+def test_a_rank_without_gradients_of_its_own_is_simulated(rank):
+    """The last rank's share of the optimizer is a part of the head, whose gradient another rank of its group counts."""
+    flags = ["--model", str(CONFIGS / "llama3.1-8b"), "--zero", "1", "--tp_size", "2", "--max_length", "512"]
+    question = simulate.question("sft", [*flags, "--data", "x.jsonl"], 8, rank, gpu=GPU,
+                                 overrides={"num_hidden_layers": 2})  # fmt: skip
+    (answer,) = simulate.run_all([question])
+    assert not isinstance(answer, Exception), answer
+    assert answer["total"]["step"] > 2 * 10**9
+
+
 def test_a_pipeline_is_priced_between_nodes(monkeypatch):
     """Over a slow link it is faster than what was chosen, over a fast one not; nothing is said where there is none."""
     monkeypatch.setattr(simulate, "run_all", fake_simulation(lambda flags: None))
