@@ -662,6 +662,17 @@ def test_a_pipeline_is_priced_between_nodes(monkeypatch):
     assert search.pipeline_instead(slow, ["sft"], mixture) == {}
 
 
+def test_states_cross_the_nodes_that_groups_of_split_matrices_are_on():
+    """8 groups of 2 GPUs are on two nodes of 8, although each call has 8 GPUs only."""
+    shape = formulas.Shape(trainable=10**9, frozen=0, largest=10**8, hidden=2048, layers=16, heads=32, kv_heads=8,
+                           head_dim=64, intermediate=8192, vocabulary=32000)  # fmt: skip
+    setting = formulas.Setting(1, "none", 0, 1, 2048, 1, 16, node=8, tp=2)
+    (within, across), alone = formulas.wire_bytes(shape, setting), dataclasses.replace(setting, ranks=8)
+    states = 2 * 2 * 10**9 / 2 * 7 / 8  # reduced and gathered over 8 ranks, 16 bits, half of each matrix
+    assert across == pytest.approx(states * 2 / 8) and within > 0
+    assert formulas.wire_bytes(shape, alone)[1] == 0
+
+
 def test_a_pipeline_waits_for_the_bubble():
     """Where links and memory cost nothing, a step is (M + P - 1) / M times its arithmetic."""
     gpu = dataclasses.replace(hardware.GPUS["h100-80g"], node_gbs=1e12, link_gbs=1e12, memory_gbs=1e12)

@@ -281,12 +281,17 @@ class Collective:
     """The NCCL calls of one kind in an optimizer step.
 
     sent: bytes that one GPU sends in all of them; ranks: GPUs in each call; reduces: an all-reduce, which goes round
-    the ring twice."""
+    the ring twice; stride: every how many-th GPU is in a call."""
 
     calls: float
     sent: float
     ranks: int
     reduces: bool = False
+    stride: int = 1
+
+    def nodes(self, node: int) -> int:
+        """Return over how many nodes of `node` GPUs a call goes."""
+        return math.ceil(self.ranks * self.stride / node)
 
 
 def _key_heads(s: Shape, setting: Setting) -> int:
@@ -313,7 +318,8 @@ def exchanges(s: Shape, setting: Setting) -> list[Collective]:
 
 def collectives(s: Shape, setting: Setting) -> list[Collective]:
     """Return the collectives of an optimizer step: of model states, and of sequence or tensor parallelism."""
-    return _of_states(_split_shape(s, setting.tp), setting) + exchanges(s, setting)
+    of_states = _of_states(_split_shape(s, setting.tp), setting)
+    return [replace(c, stride=setting.tp) for c in of_states] + exchanges(s, setting)
 
 
 def _of_states(s: Shape, setting: Setting) -> list[Collective]:
@@ -363,7 +369,7 @@ def _split(c: Collective, setting: Setting) -> tuple[float, float]:
 
     NCCL's ring passes all GPUs of a node before the next node, so one of its links per node crosses nodes.
     """
-    nodes = math.ceil(c.ranks / setting.node)
+    nodes = c.nodes(setting.node)
     share = nodes / c.ranks if nodes > 1 else 0.0
     return c.sent * (1 - share), c.sent * share
 
@@ -396,7 +402,7 @@ def _call_seconds(c: Collective, setting: Setting) -> float:
     """Return a call's latency in seconds by NCCL's cost model.
 
     It is that of a ring, whose steps are sequential; for an all-reduce, of a tree over the nodes if that is faster."""
-    nodes = math.ceil(c.ranks / setting.node)
+    nodes = c.nodes(setting.node)
     ring = (c.ranks - nodes) * RING_HOP["within"] + (nodes - 1) * RING_HOP["across"]
     if c.reduces:
         tree = (c.ranks / nodes - 1) * TREE_HOP["within"] + math.log2(nodes) * TREE_HOP["across"]
