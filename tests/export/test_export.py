@@ -14,7 +14,7 @@ import time
 
 import pytest
 import torch
-from conftest import ROOT, TINY, run_python, run_world
+from conftest import ROOT, TINY, run_python, run_world, slow_but
 from safetensors.torch import load_file, save_file
 
 from zerofit.errors import UserError
@@ -353,7 +353,7 @@ print("grown", peak[0] - start[0])
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-@pytest.mark.parametrize("merged", [False, True])
+@pytest.mark.parametrize("merged", slow_but([False, True], [True]))
 def test_writing_holds_one_file_not_the_model(tmp_path, merged):
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM

@@ -337,6 +337,7 @@ def test_a_template_edited_beyond_use_is_named(monkeypatch, tmp_path):
 # --- the command in a pod, for real ---
 
 
+@pytest.mark.slow
 def test_the_launch_takes_a_pods_command_line(capsys):
     """The whole command as a container would run it, on one node of two processes, with the operator's variables."""
     found = rendered(

@@ -774,6 +774,7 @@ def answers_for(questions):
 FOUR_LAYERS = {"num_hidden_layers": 4}
 
 
+@pytest.mark.slow
 def test_a_plan_does_not_depend_on_the_planning_machines_memory():
     """DeepSpeed flattens weights on the GPU where they fit twice: the planned GPU, not the host that plans."""
     flags = [*FLAGS_1B, "--data", "none", "--zero", "2", "--offload", "optimizer", "--per_device_train_batch_size", "1",
@@ -1351,6 +1352,7 @@ def test_a_fuller_limit_says_what_tensors_may_take(monkeypatch):
     assert found["reserved_bytes"] == found["peak_bytes"] + (6 << 30)
 
 
+@pytest.mark.slow
 def test_rows_of_different_lengths_leave_more_segments_unused(monkeypatch, tmp_path):
     """Two layers of a large vocabulary: the allocator's replay of eight lengths, and the sentence of the plan."""
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
