@@ -93,6 +93,24 @@ def slow_but(names, short) -> list:
     return [name if name in short else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
+def runs_beside_one_rank(request, folder: Path, cases: dict, short, model_of, alone, split) -> dict:
+    """Return {name: Run} of cases on several ranks, and of each model that they train on one.
+
+    Without slow tests only the cases in `short` are run. Args: cases: {ranks: {name: (model, *arguments)}}; model_of:
+    makes a model's folder from its name and a path; alone, split: the (recipe, flags) of one rank, from folder and name
+    of the model, and of a case, from these and its arguments.
+    """
+    everything = runs_slow(request)
+    chosen = {ranks: {n: c for n, c in named.items() if everything or n in short} for ranks, named in cases.items()}
+    kinds = dict.fromkeys(kind for named in chosen.values() for kind, *_ in named.values())
+    models = {kind: model_of(kind, folder / f"model-{kind}") for kind in kinds}
+    found = run_world(1, {kind: alone(models[kind], kind) for kind in kinds}, folder)
+    for ranks, named in chosen.items():
+        world = {name: split(models[kind], kind, *rest) for name, (kind, *rest) in named.items()}
+        found |= run_world(ranks, world, folder) if world else {}
+    return found
+
+
 @dataclass
 class Run:
     """The run folder of a finished recipe run."""

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import ROOT, TINY, run_world, runs_slow, slow_but
+from conftest import ROOT, TINY, run_world, runs_beside_one_rank, slow_but
 from safetensors.torch import load_file
 from transformers import LlamaConfig
 
@@ -65,16 +65,11 @@ SHORT = ("tied-1-tp2", "untied-2-tp2")  # what `make test` runs
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, request):
-    folder = tmp_path_factory.mktemp("runs")
-    everything = runs_slow(request)
-    chosen = {ranks: {n: c for n, c in cases.items() if everything or n in SHORT} for ranks, cases in CASES.items()}
-    kinds = dict.fromkeys(kind for cases in chosen.values() for kind, *_ in cases.values())
-    models = {kind: save_model(kind, folder / f"model-{kind}") for kind in kinds}
-    found = run_world(1, {kind: case(models[kind], "0", 1, 4, *MODELS[kind]) for kind in kinds}, folder)
-    for ranks, cases in chosen.items():
-        world = {name: case(models[kind], *rest, *MODELS[kind]) for name, (kind, *rest) in cases.items()}
-        found |= run_world(ranks, world, folder) if world else {}
-    return found
+    return runs_beside_one_rank(
+        request, tmp_path_factory.mktemp("runs"), CASES, SHORT, save_model,
+        alone=lambda model, kind: case(model, "0", 1, 4, *MODELS[kind]),
+        split=lambda model, kind, *rest: case(model, *rest, *MODELS[kind]),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", slow_but([name for cases in CASES.values() for name in cases], SHORT))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, TINY, Run, python, run_python, run_world, runs_slow
+from conftest import ROOT, TINY, Run, python, run_python, run_world, runs_beside_one_rank, slow_but
 from safetensors.torch import load_file
 
 from zerofit.config import resolve
@@ -78,29 +78,20 @@ CASES = {
 SHORT = ("tied-pp2", "untied-pp2")  # what `make test` runs
 
 
-def marked(name: str):
-    return name if name in SHORT else pytest.param(name, marks=pytest.mark.slow)
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, request):
-    folder = tmp_path_factory.mktemp("runs")
-    everything = runs_slow(request)
-    chosen = {ranks: {n: c for n, c in cases.items() if everything or n in SHORT} for ranks, cases in CASES.items()}
-    kinds = dict.fromkeys(kind for cases in chosen.values() for kind, *_ in cases.values())
-    models = {kind: save_model(kind, folder / f"model-{kind}") for kind in kinds}
-    found = run_world(1, {kind: one(models[kind], *MODELS[kind]) for kind in kinds}, folder)
-    for ranks, cases in chosen.items():
-        world = {name: stages(models[kind], *rest, *MODELS[kind]) for name, (kind, *rest) in cases.items()}
-        found |= run_world(ranks, world, folder) if world else {}
-    return found
+    return runs_beside_one_rank(
+        request, tmp_path_factory.mktemp("runs"), CASES, SHORT, save_model,
+        alone=lambda model, kind: one(model, *MODELS[kind]),
+        split=lambda model, kind, *rest: stages(model, *rest, *MODELS[kind]),
+    )  # fmt: skip
 
 
 def weights(folder) -> dict[str, torch.Tensor]:
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
-@pytest.mark.parametrize("name", [marked(name) for cases in CASES.values() for name in cases])
+@pytest.mark.parametrize("name", slow_but([name for cases in CASES.values() for name in cases], SHORT))
 def test_losses_norms_evaluation_and_saved_weights_are_those_of_one_process(runs, name):
     run, reference = runs[name], runs[name.split("-")[0]]
     assert len(run.losses) == len(reference.losses) == 3
@@ -289,9 +280,9 @@ def test_plans_do_not_search_pipelines():
 def test_closed_forms_of_stages():
     """Weights cut evenly, a tied matrix twice, activations of the micro batches in flight, logits on the last stage."""
     shape = formulas.Shape(8_000_000_000, 0, 525_336_576, 4096, 32, 32, 8, 128, 14336, 128256, embedding=525_336_576)
-    setting = formulas.Setting(1, "none", 1, 1, 4096, 16, 8)
+    setting = formulas.Setting(1, "none", 1, 1, 4096, 16, 8, pp=4)
     settings = settings_of("--model", str(ROOT / "tests/configs/llama3.1-8b"), "--data", "unread", "--bf16", "true")
-    by_stage = formulas.stages(shape, setting, settings, False, 4, False)
+    by_stage = formulas.stages(shape, setting, settings, False, False)
     assert [parts["parameters"] for parts in by_stage] == [2 * 2e9] * 4
     assert [parts["optimizer"] for parts in by_stage] == [12 * 2e9 / 2] * 4  # over two data ranks
     held = [formulas.activations(shape, replace(setting, in_flight=n), False)[1]["activations"] for n in (1, 2)]
@@ -299,7 +290,7 @@ def test_closed_forms_of_stages():
     assert [bool(formulas.activations(shape, replace(setting, head=h), True)[0]["logits"]) for h in (True, False)] == [
         True, False
     ]  # fmt: skip
-    tied = formulas.stages(shape, setting, settings, False, 4, True)
+    tied = formulas.stages(shape, setting, settings, False, True)
     assert tied[1]["parameters"] == 2 * ((8_000_000_000 + 525_336_576) // 4)
 
 

@@ -225,7 +225,7 @@ def resolve(settings) -> None:
     config = offload.with_flags(config, path, settings)
     offload.check(config, path, settings)
     config = _reducing_to_owners(_saving_whole_weights(config, path, settings), settings)
-    settings.deepspeed = _with_tensor_parallel(config, settings)
+    settings.deepspeed = _with_split_model(config, settings)
 
 
 def _reducing_to_owners(config: dict, settings) -> dict:
@@ -240,15 +240,14 @@ def _reducing_to_owners(config: dict, settings) -> dict:
     return merge_json(config, {"zero_optimization": {"use_multi_rank_bucket_allreduce": False}})
 
 
-def _with_tensor_parallel(config: dict, settings) -> dict:
-    """Return the configuration with the overlay of --tp_size, and without what a pipeline's batch contradicts."""
-    if settings.pp_size > 1:
-        config.pop("train_batch_size", None)  # transformers would count a pipeline's rows once for each rank
-    if settings.tp_size == 1:
+def _with_split_model(config: dict, settings) -> dict:
+    """Return the configuration with the overlay of --tp_size; with it and --pp_size, without the rows of a step."""
+    if settings.tp_size * settings.pp_size == 1:
         return config
-    config = merge_json(config, read_json(CONFIGS / "tensor_parallel.json"))
-    config["tensor_parallel"]["autotp_size"] = settings.tp_size
-    config.pop("train_batch_size", None)  # transformers would count a group's rows once for each rank
+    if settings.tp_size > 1:
+        config = merge_json(config, read_json(CONFIGS / "tensor_parallel.json"))
+        config["tensor_parallel"]["autotp_size"] = settings.tp_size
+    config.pop("train_batch_size", None)  # transformers would count the rows of a group once for each of its ranks
     return config
 
 

@@ -320,8 +320,6 @@ def of_pipeline(
 
     Args: best: a candidate of full fine-tuning of the same model; accumulation: micro batches of a step.
     """
-    from zerofit.model.load import load_config
-
     result, flags = [], planned_flags(flags, "pipeline")
     batch = {"per_device_train_batch_size": micro, "gradient_accumulation_steps": accumulation}
     for checkpointing in (False, True):
@@ -331,13 +329,20 @@ def of_pipeline(
             resolve.resolve_for_model(settings)
         except UserError:
             continue
-        setting = replace(setting_of(settings), ranks=plan.ranks, node=plan.node, pp=size)
-        tied = load_config(settings).tie_word_embeddings
-        by_stage = formulas.stages(best.shape, setting, settings, settings.fused_loss, size, tied)
-        fullest = max(by_stage, key=lambda parts: sum(parts.values()))
+        setting = replace(setting_of(settings), node=plan.node)
+        _, fullest = fullest_stage(best.shape, setting, settings)
         seconds = formulas.pipeline_seconds(best.shape, setting, plan.gpu, settings.max_length)
         result.append(Candidate(own_flags, "pipeline", setting, fullest, seconds, best.shape, plan.gpu))
     return result
+
+
+def fullest_stage(shape: Shape, setting: Setting, settings) -> tuple[int, dict[str, float]]:
+    """Return the number of a pipeline's stage that needs the most memory by the closed forms, and its bytes by part."""
+    from zerofit.model.load import load_config
+
+    tied = load_config(settings).tie_word_embeddings
+    by_stage = formulas.stages(shape, setting, settings, settings.fused_loss, tied)
+    return max(enumerate(by_stage), key=lambda stage: sum(stage[1].values()))
 
 
 def first_settings(method: str, flags: list[str], ranks: int, gpu, node: int):
@@ -484,7 +489,7 @@ def setting_of(settings) -> Setting:
     return Setting(settings.zero, settings.offload, every, micro, tokens, settings.gradient_accumulation_steps,
                    settings.world_size, settings.activation_offload, bool(settings.offload_path), node,
                    settings.zero_hpz_partition_size or 1, settings.sp_size, _runs_reference(settings),
-                   settings.tp_size)  # fmt: skip
+                   settings.tp_size, pp=settings.pp_size)  # fmt: skip
 
 
 def _runs_reference(settings) -> bool:

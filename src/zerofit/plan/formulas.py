@@ -213,14 +213,14 @@ def memory(s: Shape, setting: Setting, settings, fused: bool) -> dict[str, float
     return {part: highest.get(part, 0.0) for part in PARTS}
 
 
-def stages(s: Shape, setting: Setting, settings, fused: bool, count: int, tied: bool) -> list[dict[str, float]]:
-    """Return `memory` of each stage of a pipeline of `count`.
+def stages(s: Shape, setting: Setting, settings, fused: bool, tied: bool) -> list[dict[str, float]]:
+    """Return `memory` of each of the `setting.pp` stages of a pipeline.
 
     The layers are cut so that the stages have about as many weights each; a tied embedding is on the first and on the
     last. A stage holds the activations of the micro batches that later stages have not yet sent back.
     """
+    count, each = setting.pp, []
     weights = (s.trainable + s.embedding * tied) // count
-    each = []
     for stage in range(count):
         ends = stage in (0, count - 1)  # has the embedding or the head
         held = replace(s, trainable=max(weights, s.embedding * ends), layers=math.ceil(s.layers / count))

@@ -286,8 +286,6 @@ def predict_stages(settings) -> dict | None:
 
     Also "stage", its number, and "by": that no simulation covers pipelines.
     """
-    from zerofit.model.load import load_config
-
     if settings.use_cpu:
         return None
     ranks = settings.world_size
@@ -295,15 +293,12 @@ def predict_stages(settings) -> dict | None:
     gpu = settings.planned_gpu or hardware.find("detect", local_ranks)
     outside = sum(allowance_of(gpu, ranks, local_ranks).values())
     total = int((settings.memory_limit or gpu.memory_gib) * GIB)
-    shape, setting = candidates.shape_of(settings), candidates.setting_of(settings)
-    tied = load_config(settings).tie_word_embeddings
-    by_stage = formulas.stages(shape, setting, settings, settings.fused_loss, settings.pp_size, tied)
-    stage = max(range(len(by_stage)), key=lambda i: sum(by_stage[i].values()))
-    peak = candidates.peak_by_formula(by_stage[stage], gpu)
+    stage, parts = candidates.fullest_stage(candidates.shape_of(settings), candidates.setting_of(settings), settings)
+    peak = candidates.peak_by_formula(parts, gpu)
     return {
         "peak_bytes": peak, "limit_bytes": total - outside, "reserved_bytes": peak, "outside_bytes": outside,
         "learned_bytes": 0, "phase": "backward", "host": 0, "gpu": gpu.device_name, "step_seconds": None,
-        "peak": {"backward": {part: int(size) for part, size in by_stage[stage].items()}},
+        "peak": {"backward": {part: int(size) for part, size in parts.items()}},
         "stage": stage, "by": "no simulation covers pipelines",
     }  # fmt: skip
 

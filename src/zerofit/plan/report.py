@@ -38,7 +38,7 @@ def text(plan: Plan) -> str:
         lines += ["", f"rejected, {REJECTED}:", *(f"  {line}" for line in rejected[:SHOWN])]
     if len(rejected) > SHOWN:
         lines += [f"  {len(rejected) - SHOWN} more in plan.md"]
-    lines += _adapters(plan)
+    lines += _offers(plan)
     if plan.chosen:
         lines += ["", *_warnings(plan.chosen, plan), _run_it(plan)]
     return "\n".join(lines)
@@ -217,8 +217,8 @@ def _of_states(candidate: Candidate, parts: dict[str, float]) -> str:
 # --- what else is offered, and warnings ---
 
 
-def _adapters(plan: Plan) -> list[str]:
-    """Return a line for each adapter that was looked at instead of what does not fit well."""
+def _offers(plan: Plan) -> list[str]:
+    """Return a line for each adapter or pipeline that was looked at beside the search."""
     if not plan.instead:
         return []
     lines = ["", f"instead, by formula + {candidates.FORMULA_MARGIN:.0%}:"]
@@ -376,13 +376,9 @@ def _disk(candidate: Candidate, plan: Plan) -> str:
 
 
 def _size(count: float) -> str:
-    return (
-        f"{count / GIB:,.0f} GiB"
-        if count >= 10 * GIB
-        else f"{count / GIB:.1f} GiB"
-        if count >= GIB / 10
-        else (f"{count / 2**20:.0f} MiB")
-    )
+    if count < GIB / 10:
+        return f"{count / 2**20:.0f} MiB"
+    return f"{count / GIB:,.0f} GiB" if count >= 10 * GIB else f"{count / GIB:.1f} GiB"
 
 
 def _sent(candidate: Candidate, plan: Plan) -> str:
