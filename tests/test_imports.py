@@ -66,3 +66,11 @@ def test_a_launch_imports_no_more_than_its_checks_need(tmp_path):
     words = ["launch", "--gpus", "1000", "recipes/sft.py", "--output_dir", str(tmp_path / "run")]
     shown = [name for name in SLOW if name != "datasets"]
     assert imported([["launch", "--show", "recipes/sft.py"], words], then=USE) == ([2], [shown, [*SLOW]])
+
+
+def test_the_interpreter_ends_without_collecting_what_the_libraries_made():
+    ends = "import atexit, gc\natexit.register(lambda: print(gc.get_freeze_count() > 0))\n"  # the first is the last
+    for main in ("sys.argv = ['zerofit', '--version']; from zerofit.cli import main; main()",
+                 "from zerofit import entrypoint; entrypoint.guard(lambda: None)"):  # fmt: skip
+        done = subprocess.run([sys.executable, "-c", ends + "import sys\n" + main], capture_output=True, text=True)
+        assert done.stdout.endswith("True\n"), done.stderr

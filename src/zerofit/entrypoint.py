@@ -1,5 +1,7 @@
 """Run a program and turn its expected errors into one sentence on stderr and an exit code."""
 
+import atexit
+import gc
 import os
 import sys
 import time
@@ -26,6 +28,7 @@ def guard(main) -> None:
     """
     from zerofit import rank_status, run_lock
 
+    atexit.register(gc.freeze)  # else the interpreter's last collections of the libraries' objects take 1 to 3 s
     told = False  # how to go on
     try:
         _full_disk_in_words(lambda: _out_of_memory_in_words(main))
