@@ -23,6 +23,9 @@ def libraries() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\..*")
     # peft reads the deprecated attribute of a model, once for each adapter that it loads
     warnings.filterwarnings("ignore", message=r"`is_gradient_checkpointing` is deprecated", category=FutureWarning)
+    # peft 0.21 looks for its own patterns of fused experts among the modules only; they are applied to parameters
+    fused = r"The following (rank|alpha)_pattern keys did not match any targeted module .*\['\.\*\\\\\."
+    warnings.filterwarnings("ignore", message=fused, category=RuntimeWarning)
     warnings.filterwarnings("ignore", message=r"OMP_NUM_THREADS/MKL_NUM_THREADS unset")
     logging.getLogger("accelerate.accelerator").addFilter(
         # DeepSpeed owns the accumulation; accelerate's own plugin is not used.

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, TINY, run_world, runs_slow, slow_but
-from transformers import LlamaConfig
+from peft import LoraConfig, get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
-from zerofit import hardware
+from zerofit import hardware, log_filters
 from zerofit.config import resolve
 from zerofit.errors import UserError
 from zerofit.model import experts
@@ -203,3 +204,16 @@ def test_qlora_says_what_stays_in_16_bits():
     (said,) = [sentence for sentence in settings.decisions if "fused experts" in sentence]
     assert said.startswith("load_in_4bit: 97% of the base's bytes are fused experts, which stay in 16 bits")
     assert candidates.shape_of(settings).frozen_bytes > 1.9  # not the 0.55 of packed weights
+
+
+def test_the_rank_of_fused_experts_is_applied_without_a_warning(recwarn):
+    """peft doubles the rank of the fused gate and up, and warns that it ignores its own pattern, which it does not."""
+    config = AutoConfig.from_pretrained(
+        ROOT / "tests" / "configs" / "qwen3-moe-30b", num_hidden_layers=1, hidden_size=32, num_experts=4, head_dim=16,
+        moe_intermediate_size=16, num_attention_heads=2, num_key_value_heads=1, vocab_size=64,
+    )  # fmt: skip
+    model, adapter = AutoModelForCausalLM.from_config(config), LoraConfig(r=4, target_modules=["gate_proj", "up_proj"])
+    log_filters.libraries()
+    shapes = {name: p.shape for name, p in get_peft_model(model, adapter).named_parameters() if "lora_A" in name}
+    assert [*shapes.values()] == [(4 * 2 * 4, 32)]
+    assert not [warning for warning in recwarn if "_pattern keys" in str(warning.message)]

@@ -660,6 +660,8 @@ def test_a_pipeline_is_priced_between_nodes(monkeypatch):
         assert search.pipeline_instead(dataclasses.replace(slow, ranks=8 * nodes), methods, flags) == {}
     mixture = ["--model", str(CONFIGS / "qwen3-moe-30b")]
     assert search.pipeline_instead(slow, ["sft"], mixture) == {}
+    too_small = dataclasses.replace(slow, chosen=None, nearest=slow.chosen, limit=1, instead={"pipeline": (None, "")})
+    assert "--method auto also tries LoRA and QLoRA" in report.nothing_fits(too_small)
 
 
 def test_states_cross_the_nodes_that_groups_of_split_matrices_are_on():

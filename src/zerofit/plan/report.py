@@ -451,7 +451,8 @@ def _instead(plan: Plan) -> str:
     """Return a clause on the adapters that would fit, or on how to try them."""
     if fit := [f"{name} ({hint})" for name, (candidate, hint) in plan.instead.items() if candidate]:
         return f"; {' and '.join(fit)} would fit by formula"
-    return "; --method auto also tries LoRA and QLoRA" if plan.nearest.method == "sft" and not plan.instead else ""
+    untried = plan.nearest.method == "sft" and not {"LoRA", "QLoRA"} & plan.instead.keys()
+    return "; --method auto also tries LoRA and QLoRA" if untried else ""
 
 
 def write(plan: Plan, folder: Path) -> None:
