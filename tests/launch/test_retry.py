@@ -90,6 +90,23 @@ def test_out_of_memory_goes_on_with_half_the_micro_batch(tmp_path):
 
 
 @pytest.mark.slow
+def test_out_of_memory_brings_back_the_checkpointing_that_a_plan_left_out(monkeypatch, undisturbed, tmp_path):
+    chosen = {"flags": {"gradient_checkpointing": False}, "why": "gradient_checkpointing false: it fits"}
+    monkeypatch.setenv(gradient_checkpointing.CHOSEN, json.dumps(chosen))
+    folder = tmp_path / "run"
+    done = launch(folder, "--gradient_checkpointing", "false", fault={"what": "oom", "where": "backward"})
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    assert "attempt 2, from checkpoint-2: gradient checkpointing of every layer" in done.stderr
+    assert "gradient_checkpointing false of the checkpoint is true here: this run's is taken" in done.stdout
+    first, second = (json.loads((f / "run.json").read_text()) for f in (folder / "attempts" / "1", folder))
+    assert first["arguments"]["gradient_checkpointing"] == {"value": False, "source": "plan"}
+    assert chosen["why"] in first["decisions"] and chosen["why"] not in second["decisions"]
+    assert second["arguments"]["gradient_checkpointing"]["value"] is True
+    assert second["arguments"]["per_device_train_batch_size"]["value"] == 4
+    assert Run(folder).losses == pytest.approx(undisturbed.losses, rel=1e-3)
+
+
+@pytest.mark.slow
 def test_a_killed_rank_is_started_again(undisturbed, tmp_path):
     folder = tmp_path / "run"
     done = launch(folder, fault={"what": "kill", "where": "step"})

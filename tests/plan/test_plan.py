@@ -170,7 +170,7 @@ def two_small_layers(recipe, name, *flags):
 def test_closed_forms_agree_with_the_simulation(zero, checkpointing):
     flags = ["--model", str(CONFIGS / "llama3.1-8b"), "--max_length", "8192", "--zero", str(zero),
              "--per_device_train_batch_size", "1", "--effective_batch_size", "8", "--fused_loss", "false",
-             "--offload", "none"]  # fmt: skip
+             "--offload", "none", "--sp_size", "1"]  # fmt: skip
     flags = command_line.put(flags, **checkpointing.flags)
     (candidate,) = candidates.candidates("sft", flags, 8, GPU)
     predict.ask(candidate, 8, GPU)
