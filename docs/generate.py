@@ -39,10 +39,11 @@ probably meant.
 A value comes from, the later over the earlier: the default, the bundled task (only without `MODEL` and `DATA`), the
 YAML file of `--config`, the flag. `make show sft ...` prints every value with its source.
 
-Defaults that differ from transformers': `--gradient_checkpointing` on (non-reentrant), `--learning_rate` 2e-5 (LoRA
-2e-4, DPO 1e-6), cosine schedule with 3 % warm-up, `--save_strategy epoch`, `--save_total_limit 1`, `--logging_steps
-10`, `--logging_nan_inf_filter` off (a NaN stops the run), `--report_to none`. bf16 is on where the GPU has
-it, fp16 on GPUs that do not, fp32 on most CPUs ([precision](precision.md)); a line says which.
+Defaults that differ from transformers': `--gradient_checkpointing` on (non-reentrant; a launch on GPUs recomputes [no
+more than it must](planning.md#gradient-checkpointing-of-a-launch)), `--learning_rate` 2e-5 (LoRA 2e-4, DPO 1e-6),
+cosine schedule with 3 % warm-up, `--save_strategy epoch`, `--save_total_limit 1`, `--logging_steps 10`,
+`--logging_nan_inf_filter` off (a NaN stops the run), `--report_to none`. bf16 is on where the GPU has it, fp16 on GPUs
+that do not, fp32 on most CPUs ([precision](precision.md)); a line says which.
 
 <!-- made by docs/generate.py: edit src/zerofit/config/arguments.py -->
 """

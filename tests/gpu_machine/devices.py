@@ -84,7 +84,7 @@ def free_mib(spec: dict, device: dict) -> int:
 
 def record(spec: dict, function: str, index: int | str) -> None:
     """Write down that this process has opened a context."""
-    argv = " ".join(sys.argv[:3]).replace("\t", " ").replace("\n", " ")
+    argv = " ".join(sys.argv).replace("\t", " ").replace("\n", " ")
     with (Path(spec["folder"]) / "contexts.tsv").open("a") as file:
         file.write(f"{os.getpid()}\t{argv}\t{function}\t{index}\n")
 

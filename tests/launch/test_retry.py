@@ -17,7 +17,9 @@ from conftest import ROOT, TINY, Run, python, run_python
 from zerofit import rank_status
 from zerofit.config import resolve
 from zerofit.entrypoint import guard
-from zerofit.launch import postmortem, retry, supervisor
+from zerofit.launch import launch as launcher
+from zerofit.launch import postmortem, resume, retry, supervisor
+from zerofit.model import gradient_checkpointing
 from zerofit.train.checkpoint import integrity
 
 pytestmark = pytest.mark.fault
@@ -85,6 +87,23 @@ def test_out_of_memory_goes_on_with_half_the_micro_batch(tmp_path):
     assert arguments["effective_batch_size"]["value"] == 8
     assert "ran out of GPU memory" in (folder / "report.md").read_text()
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_out_of_memory_brings_back_the_checkpointing_that_a_plan_left_out(monkeypatch, undisturbed, tmp_path):
+    chosen = {"flags": {"gradient_checkpointing": False}, "why": "gradient_checkpointing false: it fits"}
+    monkeypatch.setenv(gradient_checkpointing.CHOSEN, json.dumps(chosen))
+    folder = tmp_path / "run"
+    done = launch(folder, "--gradient_checkpointing", "false", fault={"what": "oom", "where": "backward"})
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    assert "attempt 2, from checkpoint-2: gradient checkpointing of every layer" in done.stderr
+    assert "gradient_checkpointing false of the checkpoint is true here: this run's is taken" in done.stdout
+    first, second = (json.loads((f / "run.json").read_text()) for f in (folder / "attempts" / "1", folder))
+    assert first["arguments"]["gradient_checkpointing"] == {"value": False, "source": "plan"}
+    assert chosen["why"] in first["decisions"] and chosen["why"] not in second["decisions"]
+    assert second["arguments"]["gradient_checkpointing"]["value"] is True
+    assert second["arguments"]["per_device_train_batch_size"]["value"] == 4
+    assert Run(folder).losses == pytest.approx(undisturbed.losses, rel=1e-3)
 
 
 @pytest.mark.slow
@@ -285,6 +304,39 @@ def test_rungs_down_to_the_last():
         assert parse(flags).effective_batch_size == 8
     assert said == ["micro batch 2 instead of 4", "micro batch 1 instead of 2", "gradient checkpointing of every layer",
                     "ZeRO-3", "offload optimizer", "offload all"]  # fmt: skip
+
+
+def test_checkpointing_that_a_plan_left_out_comes_back_first(monkeypatch):
+    flags = ["--per_device_train_batch_size", "4", "--effective_batch_size", "8", "--gradient_checkpointing", "false"]
+    monkeypatch.setenv(gradient_checkpointing.CHOSEN, "{}")
+    gradient_checkpointing.choose({"gradient_checkpointing": False}, "gradient_checkpointing false: it fits")
+    settings = parse(flags)
+    assert "gradient_checkpointing false: it fits" in settings.decisions
+    said, flags, settings = retry.next_smaller_setting(settings, flags, parse)
+    assert said == "gradient checkpointing of every layer" and settings.per_device_train_batch_size == 4
+    assert settings.gradient_checkpointing and settings.source["gradient_checkpointing"] == "flag"
+    assert "gradient_checkpointing false: it fits" not in settings.decisions
+    assert retry.next_smaller_setting(settings, flags, parse)[0] == "micro batch 2 instead of 4"
+
+
+def test_every_layer_is_recomputed_whatever_a_preset_says():
+    for preset in ("gpu-24g", "gpu-80g"):
+        flags = ["--preset", preset, "--optim", "adamw_torch", "--per_device_train_batch_size", "1"]
+        said, flags, settings = retry.next_smaller_setting(parse(flags), flags, parse)
+        assert said == "gradient checkpointing of every layer"
+        assert (settings.gradient_checkpointing_every, settings.gradient_checkpointing_policy) == (1, "full")
+
+
+def test_a_resume_leaves_checkpointing_to_the_plan_that_chose_it(monkeypatch, tmp_path):
+    started = []
+    monkeypatch.setattr(launcher, "main", started.append)
+    for source in ("plan", "flag"):
+        values = {"gradient_checkpointing": False, "offload": "none"}
+        facts = {"recipe": "sft", "world_size": 2, "flags": ["--gradient_checkpointing", "false", "--zero", "2"],
+                 "arguments": {name: {"value": value, "source": source} for name, value in values.items()}}  # fmt: skip
+        (tmp_path / "run.json").write_text(json.dumps(facts))
+        resume.main([str(tmp_path)])
+    assert ["--gradient_checkpointing" in words for words in started] == [False, True]
 
 
 def test_the_newest_whole_checkpoint(tmp_path):

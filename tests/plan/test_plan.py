@@ -15,11 +15,11 @@ import pytest
 from conftest import ROOT, TINY, recipe_process, run_world
 from transformers import AutoConfig
 
-from zerofit import hardware
+from zerofit import command_line, hardware
 from zerofit.config import accelerate_env, resolve
 from zerofit.data.load import load_datasets
 from zerofit.errors import UserError
-from zerofit.model import pipeline
+from zerofit.model import gradient_checkpointing, pipeline
 from zerofit.model.load import load_tokenizer
 from zerofit.paths import cache_root, private_folder
 from zerofit.plan import candidates, command, formulas, predict, preflight, report, search, simulate
@@ -157,11 +157,21 @@ def two_small_layers(recipe, name, *flags):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("zero", "every"), [(2, 1), (3, 0)])
-def test_closed_forms_agree_with_the_simulation(zero, every):
-    flags = ["--model", str(CONFIGS / "llama3.1-8b"), "--max_length", "8192", "--gradient_checkpointing",
-             str(bool(every)).lower(), "--zero", str(zero), "--per_device_train_batch_size", "1",
-             "--effective_batch_size", "8", "--fused_loss", "false", "--offload", "none"]  # fmt: skip
+@pytest.mark.parametrize(
+    ("zero", "checkpointing"),
+    [
+        (2, candidates.EVERY_LAYER),
+        (3, candidates.Checkpointing(0)),
+        (3, candidates.Checkpointing(1, selective=True)),
+        (3, candidates.Checkpointing(2)),
+    ],
+    ids=str,
+)
+def test_closed_forms_agree_with_the_simulation(zero, checkpointing):
+    flags = ["--model", str(CONFIGS / "llama3.1-8b"), "--max_length", "8192", "--zero", str(zero),
+             "--per_device_train_batch_size", "1", "--effective_batch_size", "8", "--fused_loss", "false",
+             "--offload", "none", "--sp_size", "1"]  # fmt: skip
+    flags = command_line.put(flags, **checkpointing.flags)
     (candidate,) = candidates.candidates("sft", flags, 8, GPU)
     predict.ask(candidate, 8, GPU)
     assert candidate.failed == ""
@@ -1145,6 +1155,113 @@ def test_a_launch_is_refused_by_a_simulation_only(monkeypatch, capsys):
     assert found["peak_bytes"] > found["limit_bytes"]
     said = capsys.readouterr().out
     assert "the exact check failed: no such kernel; this is an estimate" in said and "does not fit by formula" in said
+
+
+# --- gradient checkpointing where nothing says how ---
+
+SMALL_ROWS = ("--per_device_train_batch_size", "1", "--max_length", "2048")
+
+
+@pytest.fixture
+def expandable(monkeypatch):
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    monkeypatch.setenv(gradient_checkpointing.CHOSEN, "{}")  # restored after the test
+
+
+def size_by_checkpointing(none, selective, every_2, full):
+    def size_of(flags):
+        words = dict(zip(flags[::2], flags[1::2], strict=False))
+        if words.get("--gradient_checkpointing") == "false":
+            return none
+        if words.get("--gradient_checkpointing_policy") == "selective":
+            return selective
+        return every_2 if words.get("--gradient_checkpointing_every") == "2" else full
+
+    return fake_simulation(size_of)
+
+
+@pytest.mark.parametrize(("sizes", "flags"), [
+    ((60, 50, 50, 40), {"gradient_checkpointing": False}),
+    ((78, 50, 50, 40), {"gradient_checkpointing": True, "gradient_checkpointing_policy": "selective"}),  # 1 % short
+    ((90, 80, 50, 40), {"gradient_checkpointing": True, "gradient_checkpointing_every": 2}),
+    ((90, 90, 90, 40), {}),
+    ((None, None, None, 40), {}),  # nobody knows
+])  # fmt: skip
+def test_a_launch_recomputes_no_more_than_it_must(sizes, flags, expandable, monkeypatch, capsys):
+    monkeypatch.setattr(simulate, "run_all", size_by_checkpointing(*sizes))
+    plan, chosen = preflight.choose_and_check(on_a_gpu(*SMALL_ROWS))
+    assert chosen == flags and plan["peak_bytes"] <= plan["limit_bytes"]
+    said = capsys.readouterr().out
+    assert ("(--gradient_checkpointing true) would take about 1." in said) is bool(flags) and "plan: fits" in said
+    words = command_line.put(on_a_gpu(*SMALL_ROWS).flags, **chosen)
+    settings = resolve.resolve_settings("sft", words, 8, GPU)
+    assert settings.source["gradient_checkpointing"] == ("plan" if flags else "default")
+    assert any("by simulation; recomputing" in sentence for sentence in settings.decisions) is bool(flags)
+
+
+@pytest.mark.parametrize("flags", [
+    ["--gradient_checkpointing", "true"], ["--gradient_checkpointing_every", "1"], ["--activation_offload", "true"],
+    ["--activation_checkpointing", "true"], ["--preset", "gpu-40g"], ["--padding_free", "false"], ["--fp16", "true"],
+])  # fmt: skip
+def test_what_says_how_to_checkpoint_is_kept(flags, expandable, monkeypatch):
+    """And so is the default where no plan knows what padding takes."""
+    monkeypatch.setattr(simulate, "run_all", fake_simulation(lambda flags: 10))
+    assert preflight.choose_and_check(on_a_gpu(*SMALL_ROWS, *flags))[1] == {}
+
+
+def test_a_yaml_file_says_how_to_checkpoint(expandable, monkeypatch, tmp_path):
+    monkeypatch.setattr(simulate, "run_all", fake_simulation(lambda flags: 10))
+    (tmp_path / "run.yaml").write_text("gradient_checkpointing: true\n")
+    assert preflight.choose_and_check(on_a_gpu(*SMALL_ROWS, "--config", str(tmp_path / "run.yaml")))[1] == {}
+
+
+def test_segments_that_do_not_expand_need_room(expandable, monkeypatch):
+    """Rows of different lengths leave them unused: the check of a launch has equal rows."""
+    monkeypatch.setattr(simulate, "run_all", fake_simulation(lambda flags: 40))
+    assert preflight.choose_and_check(on_a_gpu(*SMALL_ROWS))[1] == {"gradient_checkpointing": False}
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF")
+    monkeypatch.setattr(simulate, "run_all", fake_simulation(lambda flags: 60))
+    assert preflight.choose_and_check(on_a_gpu(*SMALL_ROWS))[1] == {}
+
+
+def test_what_the_closed_forms_rule_out_is_not_simulated(expandable, monkeypatch):
+    asked = []
+
+    def run_all(questions, cache=None, seconds=None):
+        asked.append(questions[0]["flags"])
+        return fake_simulation(lambda flags: 40)(questions)
+
+    monkeypatch.setattr(simulate, "run_all", run_all)
+    assert preflight.choose_and_check(on_a_gpu("--per_device_train_batch_size", "2", "--max_length", "65536"))[1] == {}
+    assert len(asked) == 1 and "--gradient_checkpointing" not in asked[0]
+
+
+@pytest.mark.parametrize(("earlier", "sizes", "flags"), [
+    ((True, 1, "full"), (10, 10, 10, 10), {}),
+    ((True, 2, "full"), (10, 10, 10, 10), {"gradient_checkpointing": True, "gradient_checkpointing_every": 2}),
+    ((False, 1, "full"), (None, 10, 10, 10), {"gradient_checkpointing": False}),  # nobody knows, but it ran so
+    ((False, 1, "full"), (90, 10, 10, 10), {}),
+])  # fmt: skip
+def test_a_resumed_run_keeps_its_checkpointing(earlier, sizes, flags, expandable, monkeypatch, tmp_path):
+    names = ("gradient_checkpointing", "gradient_checkpointing_every", "gradient_checkpointing_policy")
+    arguments = dict(zip(names, earlier, strict=True)) | {"activation_offload": False}
+    arguments = {name: {"value": value} for name, value in arguments.items()}
+    (tmp_path / "run.json").write_text(json.dumps({"arguments": arguments}))
+    monkeypatch.setattr(simulate, "run_all", size_by_checkpointing(*sizes))
+    settings = on_a_gpu(*SMALL_ROWS)
+    settings.resume_from_checkpoint = str(tmp_path / "checkpoint-2")
+    assert preflight.choose_and_check(settings)[1] == flags
+
+
+def test_a_micro_batch_that_leaves_the_gpu_idle_is_said(expandable, monkeypatch, capsys):
+    monkeypatch.setattr(simulate, "run_all", fake_simulation(lambda flags: 10))
+    rows = ("--max_length", "128", "--effective_batch_size", "256")
+    line = r"plan: micro batch 8 x 120 tokens: --per_device_train_batch_size 32 would be about \d\.\d times as fast"
+    for flags, said in (((), True), (("--per_device_train_batch_size", "8"), False)):
+        preflight.choose_and_check(on_a_gpu(*rows, *flags), row_tokens=120)
+        assert bool(re.search(line, capsys.readouterr().out)) is said
+    preflight.choose_and_check(on_a_gpu("--max_length", "4096"), row_tokens=4000)
+    assert "plan: micro batch" not in capsys.readouterr().out
 
 
 @pytest.mark.slow

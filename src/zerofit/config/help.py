@@ -27,7 +27,7 @@ OF_TRANSFORMERS = {
     "per_device_train_batch_size": "Samples of a rank at once (micro batch); auto: the most that fit.",
     "seed": "Of the row order and of new weights (default 42).",
     "gradient_checkpointing": "Recompute activations in the backward: less memory, about a third more time (default "
-    "true).",
+    "true; a launch on GPUs: as far as needed).",
     "output_dir": "The run folder (default runs/<recipe>-<time>).",
     "resume_from_checkpoint": "A checkpoint folder, or auto: the newest good one of --output_dir.",
     "save_steps": "Steps between checkpoints (default: each epoch).",

@@ -76,7 +76,10 @@ def _launch_on_one_node(args, recipe: Path, flags: list[str], count: int) -> Non
         flags = batch_search.with_size(settings, flags, batch_search.search(settings, flags).size)
         settings = _settings(recipe.stem, command_line.put(flags, output_dir=folder), count)
     else:
-        planned = preflight.check(settings)
+        planned, checkpointing = preflight.choose_and_check(settings, prepare.row_tokens(settings, train_set))
+        if checkpointing:
+            flags = command_line.put(flags, **checkpointing)
+            settings = _settings(recipe.stem, command_line.put(flags, output_dir=folder), count)
     preflight.publish(planned)
     flags = command_line.put(flags, output_dir=folder)
     job = supervisor.Job(command, partial(_settings, recipe.stem), settings, flags, folder, env, count)
@@ -94,9 +97,12 @@ def _launch_as_leader(coordinator: Coordinator, args, recipe: Path, flags: list[
     run_folder.claim_folder(settings)
     preflight.prestart(settings)
     folder, train_set, eval_set = prepare.prepare(settings)
-    planned = preflight.check(settings)
+    planned, checkpointing = preflight.choose_and_check(settings, prepare.row_tokens(settings, train_set))
     preflight.publish(planned)
     folder = _agree(coordinator, settings, train_set, eval_set, folder)
+    if checkpointing:  # the other nodes learn it with the first attempt's order
+        flags = command_line.put(flags, **checkpointing)
+        settings = _settings_on_nodes(recipe.stem, flags, coordinator.world_size)
     job = _job_on_nodes(coordinator, args, recipe, flags, settings, folder, count)
     if canary.wanted(settings, planned, prepare.number_of_steps(settings, train_set)):
         print("note: --canary is skipped: it runs on one node only", flush=True)

@@ -129,6 +129,13 @@ def number_of_steps(settings: Settings, train_set) -> int | None:
     return math.ceil(settings.num_train_epochs * rows / settings.effective_batch_size)
 
 
+def row_tokens(settings: Settings, train_set) -> float | None:
+    """Return the mean tokens of a training row, taking packed rows as full; None for a stream."""
+    if settings.packing or train_set.stream is not None:
+        return settings.max_length if settings.packing else None
+    return train_set.statistics["tokens"] / len(train_set) / settings.documents_per_row
+
+
 def environment(count: int, hide_gpus: bool = False) -> dict[str, str]:
     """Return what the launcher adds to the environment: PYTHONPATH and the CPU threads of each process.
 

@@ -9,6 +9,7 @@ from zerofit import command_line, run_folder
 from zerofit.errors import UserError
 from zerofit.launch import launch, prepare, retry
 from zerofit.launch.cluster import node_options
+from zerofit.model import gradient_checkpointing
 from zerofit.paths import PROJECT
 
 
@@ -46,6 +47,8 @@ def main(argv: list[str]) -> None:
         tp_size, pp_size = (facts["arguments"].get(name, {"value": 1})["value"] for name in ("tp_size", "pp_size"))
         batch = retry.same_batch(effective_batch, micro, new_ranks or ranks, sp_size * tp_size * pp_size)
         flags = [*command_line.drop(flags, *retry.BATCH), *batch]
+    if facts["arguments"].get("gradient_checkpointing", {}).get("source") == gradient_checkpointing.BY_PLAN:
+        flags = command_line.drop(flags, *(f"--{name}" for name in gradient_checkpointing.ARGUMENTS))  # kept if it fits
     flags = flags_without_offload(flags, new, facts["arguments"]["offload"]["value"])
     kept_flags = command_line.drop(flags, "--resume_from_checkpoint", "--output_dir", "--gpus", *overridden)
     launch.main([

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 from zerofit.errors import UserError
+from zerofit.model import gradient_checkpointing
 from zerofit.run_folder import checkpoints, keep_metrics
 from zerofit.train.checkpoint.facts import ASIDE
 from zerofit.train.checkpoint.integrity import latest_valid_checkpoint
@@ -53,8 +54,8 @@ def move_newer(folder: Path, step: int) -> Path | None:
 def next_smaller_setting(settings, flags: list[str], parse):
     """Return the next setting with the same effective batch that needs less GPU memory.
 
-    In this order: smaller micro batch (about half), gradient checkpointing of every layer, higher ZeRO stage, optimizer
-    offload, offload of everything. A checkpoint can be resumed at each of them.
+    In this order: smaller micro batch (about half), gradient checkpointing of every layer (before it, where a plan has
+    chosen less), higher ZeRO stage, optimizer offload, offload of everything. A checkpoint can be resumed at each.
 
     Args: parse: (flags, ranks) -> Settings; raises UserError for flags that exclude each other, which are then skipped.
     Returns: (change in words, command line, its Settings), or None.
@@ -71,10 +72,14 @@ def next_smaller_setting(settings, flags: list[str], parse):
         tries.append(
             (f"micro batch {half} instead of {micro}", command_line.put(kept, per_device_train_batch_size=half))
         )
-    if not settings.gradient_checkpointing or settings.gradient_checkpointing_every > 1:
-        bare = command_line.drop(kept, "--gradient_checkpointing_every")
-        every_layer = command_line.put(bare, gradient_checkpointing=True)
-        tries.append(("gradient checkpointing of every layer", every_layer))
+    selective = settings.gradient_checkpointing_policy == "selective"
+    if not settings.gradient_checkpointing or settings.gradient_checkpointing_every > 1 or selective:
+        bare = command_line.drop(kept, "--gradient_checkpointing_every", "--gradient_checkpointing_policy")
+        more = {"gradient_checkpointing_every": 1} if settings.gradient_checkpointing_every > 1 else {}
+        more |= {"gradient_checkpointing_policy": "full"} if selective else {}  # over that of a preset or YAML file
+        every_layer = command_line.put(bare, gradient_checkpointing=True, **more)
+        by_plan = settings.source["gradient_checkpointing"] == gradient_checkpointing.BY_PLAN
+        tries.insert(0 if by_plan else len(tries), ("gradient checkpointing of every layer", every_layer))
     stages = [] if settings.world_size == 1 else [z for z in (2, 3) if z > settings.zero]
     tries += [(f"ZeRO-{z}", command_line.put(kept, zero=z, offload=settings.offload)) for z in stages]
     for offload in {"none": ["optimizer", "all"], "optimizer": ["all"]}.get(settings.offload, []):

@@ -1,11 +1,14 @@
 """Gradient checkpointing: which layers are recomputed, what they still store, and where."""
 
 import json
+import os
 
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from zerofit.errors import UserError
+
+SIMULATED_ATTENTION = "zerofit::attention"  # of a plan (plan/fake_device.py)
 
 # Matrix products and attention, which are slow to recompute. Norms, activations, rotations and casts are recomputed.
 SAVED_OPERATIONS = frozenset(
@@ -17,7 +20,39 @@ SAVED_OPERATIONS = frozenset(
     aten::_efficient_attention_forward torch_attn::_varlen_attn flex_attention
     flash_attn::_flash_attn_forward flash_attn::_flash_attn_varlen_forward flash_attn_3::fwd
     """.split()
-)
+) | {SIMULATED_ATTENTION}
+
+ARGUMENTS = (
+    "gradient_checkpointing", "gradient_checkpointing_every", "gradient_checkpointing_policy",
+    "gradient_checkpointing_kwargs", "activation_offload",
+)  # fmt: skip
+
+# Environment variable of a launch: JSON of what its plan has chosen, {"flags": {argument: value}, "why": sentence}.
+CHOSEN = "ZEROFIT_CHECKPOINTING"
+
+BY_PLAN = "plan"  # source of arguments that a plan has chosen
+
+
+def is_open(settings) -> bool:
+    """Return whether nothing but a default says how to checkpoint."""
+    in_json = settings.deepspeed and "activation_checkpointing" in settings.deepspeed
+    sources = {settings.source[name] for name in ARGUMENTS}
+    return settings.gradient_checkpointing and sources <= {"default", "transformers default"} and not in_json
+
+
+def choose(flags: dict, why: str) -> None:
+    """Let this process and its ranks know that the plan has chosen these flags, which the ranks are given."""
+    os.environ[CHOSEN] = json.dumps({"flags": flags, "why": why})
+
+
+def _name_the_plan(settings) -> None:
+    """Give the flags that the plan of this launch has chosen their source, and add why; others are the user's."""
+    chosen = json.loads(os.environ.get(CHOSEN, "{}"))
+    if chosen and all(
+        settings.values[name] == value and settings.source[name] == "flag" for name, value in chosen["flags"].items()
+    ):
+        settings.source |= dict.fromkeys(chosen["flags"], BY_PLAN)
+        settings.decisions.append(chosen["why"])
 
 
 def resolve(settings) -> None:
@@ -66,6 +101,7 @@ def resolve(settings) -> None:
             "the DeepSpeed JSON's activation_checkpointing section has no effect: models of transformers never call "
             "DeepSpeed's checkpointing; see --gradient_checkpointing and --activation_offload"
         )
+    _name_the_plan(settings)
 
 
 def _one_name(settings, old: str, new: str) -> None:

@@ -11,7 +11,7 @@ from zerofit import allocator, command_line, hardware
 from zerofit.config import parse, resolve
 from zerofit.errors import EXIT_CODES, UserError
 from zerofit.hardware import GIB
-from zerofit.model import preference_loss
+from zerofit.model import gradient_checkpointing, preference_loss
 from zerofit.paths import IN_WHEEL, PROJECT
 from zerofit.plan import formulas
 from zerofit.plan.formulas import Setting, Shape
@@ -72,6 +72,7 @@ class Candidate:
     def label(self) -> str:
         s = self.setting
         checkpointing = "" if not s.every else ", checkpointing" + (f" every {s.every}" if s.every > 1 else "")
+        checkpointing = ", selective checkpointing" if s.selective else checkpointing
         checkpointing += " offloaded" if s.activation_offload else ""
         hpz = f" with hpZ {s.hpz}" if s.hpz > 1 else ""
         offload = "" if s.offload == "none" else f", offload {s.offload}{' to NVMe' * s.nvme}"
@@ -291,10 +292,10 @@ def _of_group(
     """
     ranks, sp, disk = base.world_size, base.sp_size, place.disk
     found, error = [], None
-    for zero, (offload, nvme), (every, offload_inputs), micro in itertools.product(*_open(base, ranks, disk, splits)):
+    for zero, (offload, nvme), checkpointing, micro in itertools.product(*_open(base, ranks, disk, splits)):
         if not _sensible(zero, offload, ranks, base) or (nvme and zero != 3):
             continue
-        own_flags = _flags(flags, base, zero, offload, every, offload_inputs, micro)
+        own_flags = _flags(flags, base, zero, offload, checkpointing, micro)
         own_flags = command_line.put(own_flags, offload_path=disk) if nvme else own_flags
         try:
             resolve.resolve_settings(recipe_of(method), own_flags, ranks, place.gpu)
@@ -303,8 +304,9 @@ def _of_group(
             continue
         accumulation = base.effective_batch_size // (micro * base.data_ranks)
         tokens = micro * base.documents_per_row * base.max_length // sp
-        setting = Setting(zero, offload, every, micro, tokens, accumulation, ranks, offload_inputs, nvme, place.node,
-                          place.hpz, sp, _runs_reference(base), base.tp_size)  # fmt: skip
+        setting = Setting(zero, offload, checkpointing.every, micro, tokens, accumulation, ranks,
+                          checkpointing.offloaded, nvme, place.node, place.hpz, sp, _runs_reference(base), base.tp_size,
+                          selective=checkpointing.selective)  # fmt: skip
         by_part = formulas.memory(shape, setting, base, base.fused_loss)
         seconds = formulas.step_seconds(shape, setting, place.gpu, base.max_length)
         found.append(Candidate(own_flags, method, setting, by_part, seconds, shape, place.gpu, change=change))
@@ -425,13 +427,50 @@ def shape_of(settings) -> Shape:
 _FIXED = ("flag", "deepspeed JSON")
 
 
+@dataclass(frozen=True)
+class Checkpointing:
+    """Gradient checkpointing.
+
+    every: of every n-th layer, 0: none; selective: its matrix products and attention are kept; offloaded: the inputs of
+    its layers are in host memory."""
+
+    every: int
+    selective: bool = False
+    offloaded: bool = False
+
+    @property
+    def flags(self) -> dict:
+        """Return the recipe's flags that differ from every layer, and --gradient_checkpointing."""
+        more = {"gradient_checkpointing_every": self.every} if self.every > 1 else {}
+        more |= {"gradient_checkpointing_policy": "selective"} if self.selective else {}
+        more |= {"activation_offload": True} if self.offloaded else {}
+        return {"gradient_checkpointing": bool(self.every)} | more
+
+
+EVERY_LAYER = Checkpointing(1)
+
+
+def less_checkpointing(settings) -> list[Checkpointing]:
+    """Return gradient checkpointing that recomputes less than every layer.
+
+    Not selective for an adapter: it doubles the products of a layer, which then take as much as all activations.
+    """
+    selective = [] if settings.trains_adapter else [Checkpointing(1, selective=True)]
+    return [Checkpointing(0), *selective, Checkpointing(2)]
+
+
+def checkpointing_of(settings) -> Checkpointing:
+    every = settings.gradient_checkpointing_every if settings.gradient_checkpointing else 0
+    selective = every > 0 and settings.gradient_checkpointing_policy == "selective"
+    return Checkpointing(every, selective, settings.activation_offload)
+
+
 def _open(base, ranks: int, disk: str | None, splits: bool) -> tuple[list, list, list, list]:
     """Return (stages, offloads, checkpointing, micro batches) to try; one each where the user set it.
 
     Args: splits: --sp_size or --tp_size is searched and above 1: then only micro batch 1 with checkpointing.
 
-    An offload is (what, whether to the disk of --offload_path); checkpointing is (every n-th layer, 0: none; whether
-    the kept inputs are offloaded to host memory).
+    An offload is (what, whether to the disk of --offload_path).
     """
 
     def said(name: str) -> bool:
@@ -444,11 +483,10 @@ def _open(base, ranks: int, disk: str | None, splits: bool) -> tuple[list, list,
     else:
         offloads = [("none", False), ("optimizer", False), ("all", False)]
         offloads += [("optimizer", True), ("all", True)] * bool(disk)
-    if any(said(n) for n in ("gradient_checkpointing", "gradient_checkpointing_every", "activation_offload")):
-        every = base.gradient_checkpointing_every if base.gradient_checkpointing else 0
-        checkpointing = [(every, base.activation_offload)]
+    if any(said(name) for name in gradient_checkpointing.ARGUMENTS):
+        checkpointing = [checkpointing_of(base)]
     else:
-        checkpointing = [(0, False), (2, False), (1, False), (1, True)]
+        checkpointing = [*less_checkpointing(base), EVERY_LAYER, Checkpointing(1, offloaded=True)]
     per_rank = base.effective_batch_size // base.data_ranks
     if said("per_device_train_batch_size"):
         micros = [base.per_device_train_batch_size]
@@ -456,7 +494,7 @@ def _open(base, ranks: int, disk: str | None, splits: bool) -> tuple[list, list,
         micros = [n for n in range(1, min(per_rank, 64) + 1) if per_rank % n == 0]
     if splits:
         micros = [n for n in micros if n == 1]
-        checkpointing = [pair for pair in checkpointing if pair[0] == 1] or checkpointing
+        checkpointing = [c for c in checkpointing if c.every == 1 and not c.selective] or checkpointing
     return stages, offloads, checkpointing, micros
 
 
@@ -468,28 +506,24 @@ def _sensible(zero: int, offload: str, ranks: int, base) -> bool:
     return True
 
 
-def _flags(flags: list[str], base, zero: int, offload: str, every: int, offload_inputs: bool, micro: int) -> list[str]:
+def _flags(flags: list[str], base, zero: int, offload: str, checkpointing: Checkpointing, micro: int) -> list[str]:
     """Return the recipe's flags for one candidate."""
     result = command_line.drop(flags, "--gradient_accumulation_steps", "--search_batch_size", "--offload_path")
     batch = {"per_device_train_batch_size": micro, "effective_batch_size": base.effective_batch_size}
     result = command_line.put(result, zero=zero, offload=offload, **batch)
-    checkpointing = ("--gradient_checkpointing", "--activation_offload")
-    if not any(name.startswith(checkpointing) for name in command_line.names(result)):
-        more = {"gradient_checkpointing_every": every} if every > 1 else {}
-        more |= {"activation_offload": True} if offload_inputs else {}
-        result = command_line.put(result, gradient_checkpointing=bool(every), **more)
-    return result
+    named = {f"--{name}" for name in gradient_checkpointing.ARGUMENTS} & command_line.names(result)
+    return result if named else command_line.put(result, **checkpointing.flags)
 
 
 def setting_of(settings) -> Setting:
-    every = settings.gradient_checkpointing_every if settings.gradient_checkpointing else 0
-    micro = settings.per_device_train_batch_size
+    checkpointing, micro = checkpointing_of(settings), settings.per_device_train_batch_size
     node = int(os.environ.get("LOCAL_WORLD_SIZE") or formulas.GPUS_OF_A_NODE)
     tokens = micro * settings.documents_per_row * settings.max_length // settings.sp_size
-    return Setting(settings.zero, settings.offload, every, micro, tokens, settings.gradient_accumulation_steps,
-                   settings.world_size, settings.activation_offload, bool(settings.offload_path), node,
-                   settings.zero_hpz_partition_size or 1, settings.sp_size, _runs_reference(settings),
-                   settings.tp_size, pp=settings.pp_size)  # fmt: skip
+    return Setting(settings.zero, settings.offload, checkpointing.every, micro, tokens,
+                   settings.gradient_accumulation_steps, settings.world_size, checkpointing.offloaded,
+                   bool(settings.offload_path), node, settings.zero_hpz_partition_size or 1, settings.sp_size,
+                   _runs_reference(settings), settings.tp_size, pp=settings.pp_size,
+                   selective=checkpointing.selective)  # fmt: skip
 
 
 def _runs_reference(settings) -> bool:

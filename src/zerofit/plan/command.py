@@ -13,7 +13,7 @@ from zerofit import command_line, hardware
 from zerofit.config import parse
 from zerofit.errors import UserError
 from zerofit.hardware import GIB
-from zerofit.plan import candidates, formulas, search
+from zerofit.plan import candidates, formulas, search, simulate
 
 # --- the command ---
 
@@ -66,15 +66,17 @@ def main(argv: list[str]) -> None:
         raise UserError(f"--output_dir {folder}: is a file; name a folder.")
     for_this_machine = args.gpu_type in ("", "detect")
     host_limit = _host_limit(args.host_memory, for_this_machine)
-    flags, rows, lengths = with_real_lengths(flags, candidates.recipe_of(methods[-1]), ranks, gpu, node)
-    print(f"rows: {rows}", flush=True)
-    notes = [f"rows: {rows}"]
-    say, end = _progress(notes)
-    try:
-        plan = search.search(methods, flags, ranks, gpu, say, host_limit, node, lengths)
-        plan.instead = search.adapters_instead(plan, methods, flags) | search.pipeline_instead(plan, methods, flags)
-    finally:
-        end()
+    with simulate.reused():
+        simulate.prestart()  # it imports while the rows are read and the settings are listed
+        flags, rows, lengths = with_real_lengths(flags, candidates.recipe_of(methods[-1]), ranks, gpu, node)
+        print(f"rows: {rows}", flush=True)
+        notes = [f"rows: {rows}"]
+        say, end = _progress(notes)
+        try:
+            plan = search.search(methods, flags, ranks, gpu, say, host_limit, node, lengths)
+            plan.instead = search.adapters_instead(plan, methods, flags) | search.pipeline_instead(plan, methods, flags)
+        finally:
+            end()
     plan.rows, plan.notes, plan.here = rows, notes, for_this_machine
     plan.host_here = psutil.virtual_memory().total
     plan.disk_free = shutil.disk_usage(nearest_existing(Path("runs"))).free

@@ -405,17 +405,25 @@ def attention_stand_in(name: str) -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     from zerofit.model import attention as model_attention
-    from zerofit.model import sequence_parallel
+    from zerofit.model import gradient_checkpointing, sequence_parallel
 
     if name == "eager":
         return
 
+    def results(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, heads, tokens, _ = q.shape
+        out = q.new_empty(rows, tokens, heads, v.shape[-1]).transpose(1, 2)
+        return out, q.new_empty(rows, heads, tokens, dtype=torch.float32)
+
+    # One operation, whose results selective checkpointing keeps.
+    operation = torch.library.custom_op(gradient_checkpointing.SIMULATED_ATTENTION, results, mutates_args=())
+    operation.register_fake(results)
+
     class Flash(torch.autograd.Function):
         @staticmethod
         def forward(ctx, q, k, v):  # (rows, heads, tokens, head_dim) views of (rows, tokens, heads, head_dim)
-            rows, heads, tokens, _ = q.shape
-            out = q.new_empty(rows, tokens, heads, v.shape[-1]).transpose(1, 2)
-            ctx.save_for_backward(q, k, v, out, q.new_empty(rows, heads, tokens, dtype=torch.float32))
+            out, sums = operation(q, v)
+            ctx.save_for_backward(q, k, v, out, sums)
             return out
 
         @staticmethod

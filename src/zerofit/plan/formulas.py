@@ -102,12 +102,13 @@ def shape(config, net, frozen_bytes: float = 2.0) -> Shape:
 class Setting:
     """The settings that a plan searches.
 
-    every: recompute every n-th layer, 0: none; micro: rows of a micro batch; tokens: of a micro batch on one GPU;
-    activation_offload: the inputs of recomputed layers are in host memory; nvme: offloaded states are on disk; node:
-    GPUs of a node; hpz: ranks that share ZeRO++'s secondary copy of the parameters, 1: there is none; sp: ranks that
-    split a row, 1: none; reference: each step has one more forward, of preference pairs with the adapter off; tp: ranks
-    that split each matrix, 1: none; in_flight: micro batches whose activations are held at once, above 1 in a pipeline;
-    head: the GPU computes the logits; pp: stages of a pipeline, 1: none."""
+    every: recompute every n-th layer, 0: none; selective: but for its matrix products and attention; micro: rows of a
+    micro batch; tokens: of a micro batch on one GPU; activation_offload: the inputs of recomputed layers are in host
+    memory; nvme: offloaded states are on disk; node: GPUs of a node; hpz: ranks that share ZeRO++'s secondary copy of
+    the parameters, 1: there is none; sp: ranks that split a row, 1: none; reference: each step has one more forward, of
+    preference pairs with the adapter off; tp: ranks that split each matrix, 1: none; in_flight: micro batches whose
+    activations are held at once, above 1 in a pipeline; head: the GPU computes the logits; pp: stages of a pipeline,
+    1: none."""
 
     zero: int
     offload: str
@@ -126,6 +127,7 @@ class Setting:
     in_flight: int = 1
     head: bool = True
     pp: int = 1
+    selective: bool = False
 
     @property
     def nodes(self) -> int:
@@ -151,8 +153,12 @@ def activations(s: Shape, setting: Setting, fused: bool) -> tuple[dict[str, floa
         layer -= 2 * s.hidden
     if setting.sp > 1:
         layer += 2 * q  # the attention's output before it is exchanged
+    products = 0.0  # what the matrix products and the attention of a layer return
+    if setting.selective:
+        adapted = 4 * s.hidden + 2 * q + 4 * k + 4 * intermediate if s.frozen else 0
+        products = 4 * s.hidden + 4 * q + 4 * k + 4 * heads + 4 * intermediate + adapted
     recomputed = math.ceil(s.layers / setting.every) if setting.every else 0
-    stored = 0 if setting.activation_offload else 2 * s.hidden
+    stored = products + (0 if setting.activation_offload else 2 * s.hidden)
     kept = (recomputed * stored + (s.layers - recomputed) * layer) * setting.in_flight
     summed = 2.0 * s.adapted_experts  # peft adds the product of A and B to all experts, and the sum is kept
     sums = (s.layers - recomputed) * summed
@@ -163,7 +169,8 @@ def activations(s: Shape, setting: Setting, fused: bool) -> tuple[dict[str, floa
         logits = 6 * rows * s.vocabulary + 2 * setting.tokens * s.hidden
         logits += 0 if s.frozen else 2 * s.vocabulary * s.hidden
     logits *= setting.head
-    recomputation = setting.tokens * (layer + 4 * intermediate + 4 * s.hidden) + 2 * summed if recomputed else 0
+    again = max(0.0, layer - products) + 4 * intermediate + 4 * s.hidden
+    recomputation = setting.tokens * again + 2 * summed if recomputed else 0
     return {"activations": at_loss, "logits": logits}, {"activations": setting.tokens * kept + sums + recomputation}
 
 
@@ -443,12 +450,22 @@ def _arithmetic_seconds(s: Shape, setting: Setting, gpu: Gpu, sequence: int) -> 
     flops = (4 * used + 2 * trained) * tokens
     attention = 6 * s.layers * s.heads * s.head_dim * sequence * tokens  # causal: half of 12
     forward = 2 * used * tokens + attention / 3
-    if setting.every:
+    if setting.every and not setting.selective:
         flops += forward / setting.every
     if setting.reference:
         flops += forward
     utilization = setting.tokens / (setting.tokens + 512)  # small matrix products leave the GPU idle
-    return (flops + attention) / setting.tp / (gpu.tflops * 1e12 * MATRIX_EFFICIENCY * utilization)
+    seconds = (flops + attention) / setting.tp / (gpu.tflops * 1e12 * MATRIX_EFFICIENCY * utilization)
+    return seconds + (_elementwise_seconds(s, setting, gpu, tokens) if setting.selective else 0.0)
+
+
+def _elementwise_seconds(s: Shape, setting: Setting, gpu: Gpu, tokens: int) -> float:
+    """Return the seconds in which the norms, activations and rotations of the checkpointed layers run once more.
+
+    They read and write about what a layer keeps for its backward, without the results of its products."""
+    whole, _ = activations(s, replace(setting, every=0, selective=False, tokens=1), fused=True)
+    moved = 2 * whole["activations"] / setting.every * tokens
+    return moved / (gpu.memory_gbs * 1e9)
 
 
 def pipeline_seconds(s: Shape, setting: Setting, gpu: Gpu, sequence: int) -> float:

@@ -266,19 +266,20 @@ def allowance_of(gpu, ranks: int, node: int = formulas.GPUS_OF_A_NODE) -> dict[s
     return kept_free | ({memory_history.learned_from(): learned} if learned else {})
 
 
-def _with_all_layers(answer: dict, job: tuple, limit: int, seconds: float | None) -> dict:
+def _with_all_layers(answer: dict, job: tuple, limit: int, seconds: float | None, waits: bool):
     """Return the answer with all layers if unused segments decide, and if there is time; else the given one.
 
-    Without them it is waited for: only that simulation may refuse a job whose tensors fit.
+    Without them it is waited for: only that simulation may refuse a job whose tensors fit. waits: False: it is not, and
+    what failed or took too long is returned as a SimulationFailed.
     """
     gpu = job[4]
     allocated = max(answer["total"].values()) + candidates.workspace_bytes(gpu)
     if not _lacks_layers(answer) or not allocated <= limit < UNUSED_AT_MOST * allocated:
         return answer
-    if allocated + candidates.beyond_allocated(answer, allocated)["least"] > limit:
+    if waits and allocated + candidates.beyond_allocated(answer, allocated)["least"] > limit:
         seconds = None
     whole = answer_of(*job, seconds, whole=True)
-    return answer if isinstance(whole, Exception) else whole
+    return answer if isinstance(whole, Exception) and waits else whole
 
 
 def predict_stages(settings) -> dict | None:
@@ -303,9 +304,20 @@ def predict_stages(settings) -> dict | None:
     }  # fmt: skip
 
 
-def predict(settings, seconds: float | None = None) -> dict | None:
+def place_of(settings) -> tuple[hardware.Gpu, int, int]:
+    """Return (the GPU of a job on GPUs, the bytes for torch's allocator on it, the margin for the error of plans)."""
+    ranks = settings.world_size
+    local_ranks = min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE") or ranks))
+    gpu = settings.planned_gpu or hardware.find("detect", local_ranks)
+    total = int((settings.memory_limit or gpu.memory_gib) * GIB)
+    return gpu, total - sum(allowance_of(gpu, ranks, local_ranks).values()), int(candidates.MARGIN * total)
+
+
+def predict(settings, seconds: float | None = None, waits: bool = True) -> dict | None:
     """Return the predicted memory of the job, or None on a CPU without --memory_limit.
 
+    Args: seconds: how long to wait for the simulation, None: until it ends; waits: wait longer for an answer that only
+        a simulation may give.
     Returns: {"peak_bytes", "limit_bytes", "phase", "peak", "step_seconds" (an estimate; None on a CPU), ...}; bytes on
         a CPU are those of a CPU run. If the simulation of a GPU fails, the closed forms are used and "by" holds the
         reason; also if it takes more than `seconds`, but only if the job fits by them. On a CPU it is waited for.
@@ -324,12 +336,13 @@ def predict(settings, seconds: float | None = None) -> dict | None:
     flags, shape = candidates.flags_for_simulation(settings.flags), candidates.shape_of(settings)
     setting = candidates.setting_of(settings)
     parts = formulas.memory(shape, setting, settings, settings.fused_loss)
-    if cpu or candidates.peak_by_formula(parts, gpu) > limit:
+    if waits and (cpu or candidates.peak_by_formula(parts, gpu) > limit):
         seconds = None  # only a simulation may refuse a launch, and only a simulation knows a CPU's peak
     job = (settings.recipe, flags, ranks, [0], gpu, setting.zero, shape, setting.every)
     answer = answer_of(*job, seconds)
     if not cpu and not isinstance(answer, Exception):
-        answer = _with_all_layers(answer, job, limit, seconds and seconds - (time.perf_counter() - began))
+        left = None if seconds is None else seconds - (time.perf_counter() - began)
+        answer = _with_all_layers(answer, job, limit, left, waits)
     source = {}  # empty: by simulation
     if isinstance(answer, Exception):
         if cpu:

@@ -3,16 +3,28 @@
 import json
 import os
 import re
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
-from zerofit import command_line, hardware
+from zerofit import allocator, command_line, hardware
 from zerofit.config import parse, resolve
 from zerofit.errors import UserError
 from zerofit.hardware import GIB
+from zerofit.model import gradient_checkpointing
 from zerofit.plan import candidates, formulas, predict, search, simulate
 from zerofit.settings import Settings
 from zerofit.train import memory_history
 
 CHECK_SECONDS = 18  # that a launch waits for the simulation; the whole check then takes less than 20
+
+
+# What rows of different lengths can leave unused where segments do not expand: the largest of the cases in
+# docs/planning.md held 52 GiB instead of 34.
+UNEQUAL_ROWS = 1.55
+
+MUCH_FASTER = 1.2  # times as fast by estimate: from here on another micro batch is worth a line
 
 
 def publish(plan: dict | None) -> None:
@@ -41,14 +53,19 @@ def check(settings, seconds: float | None = CHECK_SECONDS) -> dict | None:
         return None
     finally:
         simulate.stop_prestarted()
-    if plan is None:
-        return None
+    if plan is not None:
+        _report(plan, settings)
+    return plan
+
+
+def _report(plan: dict, settings) -> None:
+    """Print whether the job fits. Raises: as `check`."""
     peak, limit = plan["peak_bytes"], plan["limit_bytes"]
     size = f"{peak / GIB:.2f} of {limit / GIB:.2f} GiB a rank, highest in the {plan['phase']} phase"
     fits = "fits" if peak <= limit else "does not fit"
     if "by" in plan:
         print(f"plan: {candidates.ESTIMATE.format(plan['by'])}\nplan: {fits} by formula: {size}", flush=True)
-        return plan
+        return
     if peak > limit and not settings.ignore_plan:
         learned = f", {plan['learned_bytes'] / GIB:.2f} GiB more kept free since "
         learned += f"{memory_history.history()} has runs above their plan"
@@ -57,7 +74,136 @@ def check(settings, seconds: float | None = CHECK_SECONDS) -> dict | None:
             "arguments finds one that does, --ignore_plan true starts it anyway."
         )
     print(f"plan: {fits}: {size}", flush=True)
-    return plan
+
+
+def choose_and_check(settings, row_tokens: float | None = None) -> tuple[dict | None, dict]:
+    """Check as `check` does; where nothing says how to checkpoint, look first for less of it that fits.
+
+    A resumed run goes on with the gradient checkpointing that it had, if that fits. A micro batch that the user did not
+    choose is compared with others.
+    Args: row_tokens: the mean of the training rows, None: unknown.
+    Returns: (the prediction, the flags of gradient checkpointing to run with; {}: as the job is).
+    """
+    if settings.use_cpu or settings.pp_size > 1:
+        return check(settings), {}
+    began = time.monotonic()
+    gpu, limit, margin = predict.place_of(settings)
+    settings = settings.replace(planned_gpu=gpu)  # it is looked up once
+    with simulate.reused():
+        plan, checkpointing = _less_recomputation(settings, limit, margin, began + CHECK_SECONDS)
+        plan = plan or check(settings, max(0.0, began + CHECK_SECONDS - time.monotonic()))
+    if row_tokens and (sentence := _faster_micro_batch(_with(settings, checkpointing), row_tokens, limit - margin)):
+        print(f"plan: {sentence}", flush=True)
+    return plan, checkpointing
+
+
+def _less_recomputation(settings, limit: int, margin: int, deadline: float) -> tuple[dict | None, dict]:
+    """Return (prediction, flags) of the fastest gradient checkpointing of less than every layer that a simulation
+    confirms by the deadline, and print it; (None, {}) if there is none.
+    """
+    earlier = _of_resumed_run(settings)
+    for checkpointing, faster in _less_checkpointing(settings, earlier, limit - margin):
+        job = _with(settings, checkpointing.flags)
+        try:
+            plan = predict.predict(job, max(0.0, deadline - time.monotonic()), waits=False)
+        except UserError:
+            break  # the check of the job as it is reports it
+        if ("by" in plan and not earlier) or not _fits(plan["peak_bytes"], plan["limit_bytes"] - margin):
+            continue
+        why = _why(checkpointing, plan, faster)
+        gradient_checkpointing.choose(checkpointing.flags, why)
+        print(f"plan: {why}", flush=True)
+        _report(plan, job)
+        return plan, checkpointing.flags
+    return None, {}
+
+
+def _may_choose(settings) -> bool:
+    """Return whether nothing says how to checkpoint and a plan knows what rows take: on GPUs with bf16, not padded."""
+    covered = not settings.use_cpu and settings.precision == "bf16" and settings.padding_free and settings.pp_size == 1
+    return covered and gradient_checkpointing.is_open(settings)
+
+
+def _less_checkpointing(
+    settings, earlier: candidates.Checkpointing | None, limit: int
+) -> list[tuple[candidates.Checkpointing, float]]:
+    """Return (less gradient checkpointing that fits by formula, how many times as fast a step is), the fastest first.
+
+    Args: earlier: of the run that is resumed, None: there is none; limit: bytes.
+    """
+    if not _may_choose(settings):
+        return []
+    gpu, found = settings.planned_gpu, []
+    shape, whole = candidates.shape_of(settings), candidates.setting_of(settings)
+    less = candidates.less_checkpointing(settings)
+    for checkpointing in less if earlier is None else {earlier} & set(less):
+        if checkpointing.every > shape.layers:
+            continue
+        setting = candidates.setting_of(_with(settings, checkpointing.flags))
+        parts = formulas.memory(shape, setting, settings, settings.fused_loss)
+        seconds = [formulas.step_seconds(shape, s, gpu, settings.max_length) for s in (whole, setting)]
+        if seconds[1] < seconds[0] and _fits(sum(parts.values()) + candidates.workspace_bytes(gpu), limit):
+            found.append((checkpointing, seconds[0] / seconds[1]))
+    return sorted(found, key=lambda pair: -pair[1])
+
+
+def _with(settings, flags: dict):
+    """Return the settings with these flags of gradient checkpointing."""
+    return settings.replace(flags=command_line.put(settings.flags, **flags), **flags)
+
+
+def _fits(peak: float, limit: int) -> bool:
+    return peak * (1 if allocator.expandable_segments() else UNEQUAL_ROWS) <= limit
+
+
+def _why(checkpointing: candidates.Checkpointing, plan: dict, faster: float) -> str:
+    """Return the sentence on a choice for the terminal and run.json."""
+    name, value = list(checkpointing.flags.items())[-1]
+    word = str(value).lower() if isinstance(value, bool) else value
+    how = "formula" if "by" in plan else "simulation"
+    return (
+        f"{name} {word}: the job fits so, {plan['peak_bytes'] / GIB:.1f} of {plan['limit_bytes'] / GIB:.1f} GiB a rank "
+        f"by {how}; recomputing every layer (--gradient_checkpointing true) would take about {faster:.2f} times "
+        "as long"
+    )
+
+
+def _faster_micro_batch(settings, row_tokens: float, limit: int) -> str:
+    """Return a sentence on a micro batch that fits and is much faster, both by the closed forms, or "".
+
+    It is compared only with one that zerofit has chosen, at the same effective batch.
+    """
+    if settings.source["per_device_train_batch_size"] not in ("decided", "default", "transformers default"):
+        return ""
+    gpu, shape, given = settings.planned_gpu, candidates.shape_of(settings), candidates.setting_of(settings)
+    per_rank, seconds = given.micro * given.accumulation, {}
+    for micro in (n for n in range(1, min(per_rank, 64) + 1) if per_rank % n == 0):
+        full = replace(given, micro=micro, tokens=given.tokens // given.micro * micro, accumulation=per_rank // micro)
+        parts = formulas.memory(shape, full, settings, settings.fused_loss)
+        if micro == given.micro or _fits(candidates.peak_by_formula(parts, gpu), limit):
+            tokens = max(1, round(row_tokens * settings.documents_per_row * micro / settings.sp_size))
+            seconds[micro] = formulas.step_seconds(shape, replace(full, tokens=tokens), gpu, round(row_tokens))
+    fastest = min(seconds, key=seconds.get)
+    faster = seconds[given.micro] / seconds[fastest]
+    if faster < MUCH_FASTER:
+        return ""
+    return (
+        f"micro batch {given.micro} x {row_tokens:,.0f} tokens: --per_device_train_batch_size {fastest} would be about "
+        f"{faster:.1f} times as fast by estimate, with the same effective batch of {settings.effective_batch_size}"
+    )
+
+
+def _of_resumed_run(settings) -> candidates.Checkpointing | None:
+    """Return the gradient checkpointing of the run that is resumed; None: none is, or it cannot be read."""
+    if not settings.resume_from_checkpoint:
+        return None
+    try:
+        file = Path(settings.resume_from_checkpoint).parent / "run.json"
+        arguments = json.loads(file.read_text(encoding="utf-8"))["arguments"]
+        values = {name: entry["value"] for name, entry in arguments.items()}
+        return candidates.checkpointing_of(SimpleNamespace(**values))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
 
 
 def _check_stages(settings) -> dict | None:
@@ -133,6 +279,10 @@ def chosen_flags(recipe: str, flags: list[str], ranks: int, node: int = formulas
 
     if plan.chosen is None:
         raise candidates.NothingFits(report.nothing_fits(plan))
+    if parse.given(recipe, bare, "gradient_checkpointing") is None:
+        setting = plan.chosen.setting
+        checkpointing = candidates.Checkpointing(setting.every, setting.selective, setting.activation_offload)
+        gradient_checkpointing.choose(checkpointing.flags, f"gradient checkpointing as planned: {plan.chosen.label}")
     print(f"chosen: {plan.chosen.label}, {plan.chosen.peak / GIB:.1f} of {plan.limit / GIB:.1f} GiB", flush=True)
     return plan.chosen.flags
 

@@ -164,7 +164,8 @@ def _size_of(candidate: Candidate, plan: Plan) -> str:
 
 
 # What a chosen setting may have less of than a rejected one with the same states.
-_OF_ACTIVATIONS = {"micro": 0, "tokens": 0, "accumulation": 0, "every": 0, "activation_offload": False}
+_OF_ACTIVATIONS = {"micro": 0, "tokens": 0, "accumulation": 0, "every": 0, "selective": False,
+                   "activation_offload": False}  # fmt: skip
 
 
 def _lesson(candidate: Candidate, plan: Plan) -> str:
@@ -178,7 +179,7 @@ def _lesson(candidate: Candidate, plan: Plan) -> str:
     if work < sum(parts.values()) / 2 and not same_states:
         return _of_states(candidate, parts)
     taken = f"activations and logits are {work / GIB:.1f}"
-    if not setting.every:
+    if not setting.every or setting.selective:
         return f"{taken}, and checkpointing keeps one input a layer"
     if same_states and chosen.activation_offload and not setting.activation_offload:
         return f"{taken}, and --activation_offload keeps the inputs of layers on the host"

@@ -38,6 +38,7 @@ def _answer_in_forks(questions: list[dict]) -> None:
 
     # Real tensors use all cores, so one question at a time.
     workers = distributed.cores() if all(q["fake"] for q in questions) else 1
+    _import_for(questions)
     waiting, running = list(enumerate(questions)), {}
     while waiting or running:
         while waiting and len(running) < workers:
@@ -51,6 +52,21 @@ def _answer_in_forks(questions: list[dict]) -> None:
         number = running.pop(pid)
         if status:
             _say([number, {"failed": _in_words(os.waitstatus_to_exitcode(status))}])
+
+
+def _import_for(questions: list[dict]) -> None:
+    """Load bitsandbytes, if the job uses it, once for all forks: it takes over a second."""
+    from zerofit.config import parse
+    from zerofit.errors import UserError
+    from zerofit.optim import registry
+
+    with contextlib.suppress(UserError):  # the answer reports it
+        settings = parse.read(*(questions[0][name] for name in ("recipe", "flags", "ranks")))
+        module = registry.OPTIMIZERS.get(settings.optim, registry.NONE).module
+        if module == "bitsandbytes" or settings.values.get("load_in_4bit"):
+            import bitsandbytes
+
+            bitsandbytes.optim  # noqa: B018  (model/patches.py loads the rest with an attribute)
 
 
 def _in_words(exit_code: int) -> str:

@@ -174,8 +174,8 @@ def write_files(files: dict[str, str], records: Path) -> None:
 # Flags that node 0 changes at the start or between attempts. All others come from each node's own command line.
 DECIDED = (
     "--zero", "--offload", "--per_device_train_batch_size", "--gradient_accumulation_steps", "--effective_batch_size",
-    "--gradient_checkpointing", "--gradient_checkpointing_every", "--activation_offload", "--optim", "--pure_bf16",
-    "--load_in_4bit", "--search_batch_size", "--gpus",
+    "--gradient_checkpointing", "--gradient_checkpointing_every", "--gradient_checkpointing_policy",
+    "--activation_offload", "--optim", "--pure_bf16", "--load_in_4bit", "--search_batch_size", "--gpus",
 )  # fmt: skip
 
 # Flags with a path: node 0 decides whether they are set, each node's own command line gives the path.

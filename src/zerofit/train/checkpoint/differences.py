@@ -31,7 +31,8 @@ CHECKPOINTS = "the checkpoint's goes on, which keeps it with its optimizer state
 MAY_CHANGE = {
     "learning_rate": CHECKPOINTS, "loraplus_lr_ratio": CHECKPOINTS, "weight_decay": CHECKPOINTS,
     **dict.fromkeys(("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "max_steps", "num_train_epochs",
-                     "lora_dropout"), THIS_RUNS),
+                     "lora_dropout", "gradient_checkpointing", "gradient_checkpointing_every",
+                     "gradient_checkpointing_policy"), THIS_RUNS),
 }  # fmt: skip
 
 
