@@ -84,6 +84,7 @@ KINDS = {
     ],
     "full": [
         full("pure-default", PURE, 8),
+        full("pure-python-adam", f"{PURE} --optim_args compile=false", 8),
         full("pure-selective", f"{PURE} {SELECTIVE}"),
         full("pure-no-checkpointing", f"{PURE} {DENSE}"),
         full("pure-liger", f"{PURE} {SELECTIVE} --use_liger_kernel true", package="liger_kernel"),

@@ -53,11 +53,13 @@ class Recording:
     def __init__(self, *args):
         super().__init__(*args)
         self.rows_seen, self.frozen_before = [], frozen_hash(self.model)
+        self.counted = False  # on the host, for the fused loss
 
     def training_step(self, net, inputs, num_items_in_batch=None):
         rows, bounds = list(inputs["labels"]), inputs.get("cu_seq_lens_q")
         if bounds is not None:
             rows = rows[0].split(bounds.diff().tolist())
+        self.counted = None not in (self.label_counts or [None])
         self.rows_seen += [hash(tuple(row.tolist())) for row in rows if row.ne(-100).any()]
         return super().training_step(net, inputs, num_items_in_batch)
 
@@ -117,6 +119,7 @@ def record(trainer: RecordingTrainer) -> None:
             "distinct_rows": len({row for rows in per_rank for row in rows}),
             "shared_rows": len(set.intersection(*map(set, per_rank))) if len(per_rank) > 1 else 0,
             "frozen_before": trainer.frozen_before,
+            "labels_counted": trainer.counted,
             "frozen_after": after,
             "ddp": {k: getattr(trainer.model_wrapped, k, None) for k in DDP_SETTINGS},
             "bytes": bytes_by_part(trainer),

@@ -4,6 +4,8 @@ import json
 import re
 
 import pytest
+import torch
+from conftest import TINY, run_world
 
 from zerofit.config import deepspeed_json, resolve
 from zerofit.errors import UserError
@@ -67,6 +69,29 @@ def test_stages_1_and_2_reduce_gradients_to_their_owners(write):
     assert not all_reduces("--zero", "2", "--tp_size", "2", ranks=128)
     for key in ("overlap_comm", "use_multi_rank_bucket_allreduce"):
         assert all_reduces("--deepspeed", write({"zero_optimization": {"stage": 2, key: True}}))
+
+
+@pytest.mark.slow
+def test_overlapped_communication_gives_the_same_bits(tmp_path):
+    """Two ranks, several buckets. A CPU has no streams, so this is about the bookkeeping alone."""
+    cases = {}
+    for zero in "12":
+        for overlap in (False, True):
+            config = json.loads((deepspeed_json.CONFIGS / f"zero{zero}.json").read_text())
+            config["zero_optimization"] |= {"overlap_comm": overlap, "reduce_bucket_size": 50_000}
+            file = tmp_path / f"{zero}-{overlap}.json"
+            file.write_text(json.dumps(config))
+            flags = ["--data", str(TINY / "train.jsonl"), "--max_samples", "64", "--max_steps", "4", "--num_samples",
+                     "0", "--effective_batch_size", "8", "--per_device_train_batch_size", "2", "--logging_steps", "1",
+                     "--save_strategy", "no", "--deepspeed", str(file)]  # fmt: skip
+            cases[f"{zero}-{overlap}"] = ("sft", flags)
+    runs = run_world(2, cases, tmp_path)
+    for zero in "12":
+        plain, overlapped = runs[f"{zero}-False"], runs[f"{zero}-True"]
+        assert overlapped.json("deepspeed.json")["zero_optimization"]["overlap_comm"] is True
+        assert (overlapped.losses, overlapped.grad_norms) == (plain.losses, plain.grad_norms)
+        logits = [torch.load(run.folder / "logits.pt")["logits"] for run in (plain, overlapped)]
+        assert torch.equal(*logits)
 
 
 def test_literals_in_the_file_win_over_defaults_and_are_said(write):

@@ -1,6 +1,7 @@
 """The loss without logits and the tiled MLP: numbers, bytes and refusals."""
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,15 +9,29 @@ from conftest import ROOT, run_world
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_training import flags
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from zerofit import recipe as zerofit_recipe
 from zerofit.config import resolve
+from zerofit.data.batches import CountingCollator, PackedCollator
 from zerofit.errors import UserError
-from zerofit.model import fused_loss, tiled_mlp
+from zerofit.model import attention, fused_loss, tiled_mlp
+from zerofit.train import nan_guard
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 from allocations import Allocations
+
+
+class NoWaits(TorchDispatchMode):
+    """Fails on operations for which the host would wait for a GPU: those that read a value, or count."""
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        aten = torch.ops.aten
+        by_mask = operation is aten.index.Tensor and any(i is not None and i.dtype == torch.bool for i in args[1])
+        if by_mask or operation in (aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default):
+            raise AssertionError(f"{operation} waits for the device")
+        return operation(*args, **(kwargs or {}))
 
 
 def apart(a, b) -> float:
@@ -117,6 +132,24 @@ def test_no_label_at_all():
     assert all((t == 0).all() for t in found)
 
 
+@pytest.mark.parametrize("documents", [None, (torch.arange(157) // 40, 4)])
+def test_a_count_from_the_host_gives_the_same_numbers_and_a_wrong_one_nan(documents):
+    inputs = problem()
+    count = int((inputs[3] != -100).sum())
+
+    def loss(*leaves, **more):
+        if documents is None:
+            return fused_loss.linear_cross_entropy(*leaves, rows=64, **more)
+        return fused_loss.document_log_probs(*leaves, *documents, rows=64, **more).sum()
+
+    wanted = value_and_gradients(loss, inputs)
+    with NoWaits():
+        found = value_and_gradients(loss, inputs, count=count)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    wrong = value_and_gradients(loss, inputs, count=count - 1)
+    assert all(t.isnan().any() for t in wrong)
+
+
 def test_a_second_backward_is_refused():
     value = fused_loss.linear_cross_entropy(*problem())
     value.backward(retain_graph=True)
@@ -214,6 +247,52 @@ def test_models_without_their_logits(name, items, record_property):
     if name == "tied":
         model.train(False)
         assert model.generate(batch()["input_ids"], max_new_tokens=2, do_sample=False).shape == (2, 26)
+
+
+def trained(model, inputs, loss_context, bad=False):
+    """Return the parameters after two steps as stage 0 takes them, the first without a finite gradient if `bad`."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    trainer = SimpleNamespace(
+        is_deepspeed_enabled=False, accelerator=SimpleNamespace(scaler=None), settings=None, model=model,
+        optimizer=SimpleNamespace(optimizer=optimizer, _is_overflow=None),
+    )  # fmt: skip
+    guard, skipped = nan_guard.NanGuard(trainer), []
+    for number in range(2):
+        with NoWaits(), loss_context():
+            loss = model(**inputs, use_cache=False).loss
+            (loss * (float("nan") if bad and number == 0 else 1.0)).backward()
+            guard.grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            guard.hold_back()
+            optimizer.step()
+        guard.look_back()
+        skipped.append(trainer.optimizer._is_overflow)
+        optimizer.zero_grad()
+    assert not hasattr(optimizer, "found_inf") and skipped == [bad, False]
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def test_the_host_waits_for_nothing_until_the_optimizer_is_queued():
+    """Packed rows: forward, loss, backward, clipping and the step; a step without a finite gradient leaves no trace."""
+    rows = [{"input_ids": list(range(3, 3 + n)), "labels": [-100] * 2 + list(range(5, 3 + n))} for n in (9, 14)]
+    inputs = CountingCollator(PackedCollator())(rows)
+    inputs = {name: value for name, value in inputs.items() if name not in ("cu_seq_lens_q", "cu_seq_lens_k")}
+    count = inputs.pop("label_count")
+    assert count == 7 + 12
+    model = make("untied")
+    model.set_attn_implementation(attention.register())
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    fused = fused_loss.FusedLoss(model, rows=16)
+    both = trained(model, inputs, lambda: fused.on(count=count))
+    model.load_state_dict(start)
+    second = trained(model, inputs, lambda: fused.on(count=count), bad=True)
+    model.load_state_dict(start)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    with fused.on():
+        model(**inputs, use_cache=False).loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(second, model.parameters(), strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(second, both, strict=True))
 
 
 def test_a_model_step_never_holds_the_logits():
@@ -421,6 +500,7 @@ def test_recipes_give_the_dense_curve(tmp_path):
     variants = {"dense": (*DENSE, *evaluated), "both": (*FUSED, *TILED, *evaluated)}
     runs = run_world(2, cases(("lora",), "0", variants) | cases(("sft",), "3", variants), tmp_path)
     assert all(run.json("result.json")["eval_loss"] for run in runs.values())
+    assert all(run.json("record.json")["labels_counted"] == ("both" in name) for name, run in runs.items())
     check(runs, "dense", 1e-5)
 
 

@@ -15,7 +15,7 @@ import torch
 from conftest import ROOT, TINY
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from zerofit.model import load, patches
+from zerofit.model import attention, load, patches
 from zerofit.plan import simulate
 
 PLAIN = bitsandbytes.matmul_4bit
@@ -115,6 +115,31 @@ def test_a_qlora_step_at_stage_3_holds_no_gathered_layer(checkpointing, tmp_path
         few, many = (answer["peak"][phase]["buffers"] for answer in answers)
         grows = (many - few) / (LAYERS[1] - LAYERS[0])
         assert grows < 0.25 * PACKED_LAYER_BYTES, (phase, grows, PACKED_LAYER_BYTES)
+
+
+def test_transformers_still_asks_the_device_for_documents(monkeypatch):
+    """When the first part fails, patches.look_for_no_documents can go."""
+    from test_fused_loss import NoWaits
+    from transformers import masking_utils
+
+    changed = masking_utils._preprocess_mask_arguments
+    monkeypatch.setattr(masking_utils, "_preprocess_mask_arguments", getattr(changed, "plain", changed))
+    name = attention.register()
+    changed = masking_utils._preprocess_mask_arguments
+    config = AutoConfig.for_model("llama", num_hidden_layers=1)
+    hidden, positions = torch.zeros(1, 6, 8), torch.tensor([[0, 1, 2, 0, 1, 2]])
+
+    def mask(implementation, function):
+        monkeypatch.setattr(masking_utils, "_preprocess_mask_arguments", function)
+        config._attn_implementation = implementation
+        return masking_utils.create_causal_mask(config, hidden, None, past_key_values=None, position_ids=positions)
+
+    with pytest.raises(AssertionError, match="waits for the device"), NoWaits():
+        mask(name, changed.plain)
+    with NoWaits():
+        assert mask(name, changed) is None
+    assert mask(name, changed.plain) is None
+    assert torch.equal(mask("sdpa", changed), mask("sdpa", changed.plain))  # others have their documents
 
 
 def test_deepspeed_still_names_parameters_to_list_them(monkeypatch):

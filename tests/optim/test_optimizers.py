@@ -89,7 +89,7 @@ def test_replicas_round_alike_and_slices_each_in_their_own_way(name, zero, part)
     numbers = {"learning_rate": 1e-3, "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8, "weight_decay": 0.0}
     trainer = SimpleNamespace(
         optimizer=None, settings=settings, model=torch.nn.Linear(2, 2),
-        args=SimpleNamespace(process_index=3, seed=7, **numbers),
+        args=SimpleNamespace(process_index=3, seed=7, device=torch.device("cpu"), **numbers),
         get_decay_parameter_names=lambda model: ["weight"],
     )  # fmt: skip
     noise = build.own_optimizer(trainer, trainer.model).noise
@@ -113,6 +113,49 @@ def test_adamw_in_fp32_is_torchs_also_over_many_chunks(monkeypatch, record_prope
     found = _train(bf16_adamw.AdamW, torch.float32, 20, weight_decay=0.1)
     record_property("relative_difference", ((found - wanted).norm() / wanted.norm()).item())
     torch.testing.assert_close(found, wanted)
+
+
+def _steps(compiled, dtype, monkeypatch):
+    """Return weights and moments after three steps: several chunks, one number, gradients inside of a larger tensor."""
+    monkeypatch.setattr(bf16_adamw, "CHUNK", 1000)
+    torch.manual_seed(0)
+    weights = [torch.nn.Parameter(torch.randn(shape).to(dtype)) for shape in ((64, 70), (1,), (4099,))]
+    groups = [{"params": weights[:2], "weight_decay": 0.1}, {"params": weights[2:]}]
+    optimizer = bf16_adamw.AdamW(groups, compiled=compiled)
+    for step in range(3):
+        gradients = torch.randn(sum(w.numel() for w in weights)).to(dtype).split([w.numel() for w in weights])
+        for weight, gradient in zip(weights, gradients, strict=True):
+            weight.grad = gradient.view(weight.shape)
+        optimizer.param_groups[0]["lr"] = 1e-2 / (step + 1)
+        optimizer.step()
+    return torch.cat([t.detach().flatten() for w in weights for t in (w, *list(optimizer.state[w].values())[1:])])
+
+
+@pytest.mark.slow
+def test_the_compiled_update_is_the_update_in_python(monkeypatch):
+    """Same random bits; fp32 may differ in the last bit, as the C++ compiler approximates quotients and roots."""
+    assert bf16_adamw.why_not_compiled(torch.device("cpu")) is None
+    found, wanted = (_steps(compiled, torch.bfloat16, monkeypatch) for compiled in (True, False))
+    assert (found != wanted).sum() <= 3  # of 25,740
+    torch.testing.assert_close(found, wanted, rtol=2**-7, atol=0)  # the other neighbor
+
+
+def test_adamw_goes_on_in_python_where_it_does_not_compile(monkeypatch, capsys):
+    cpu = torch.device("cpu")
+    assert not build._compiles_adamw("auto", cpu) and not build._compiles_adamw("false", torch.device("cuda"))
+    assert not build._compiles_adamw("true", torch.device("meta"))  # like a simulated GPU
+    assert capsys.readouterr().out == ""
+
+    def fails(*_):
+        raise RuntimeError("no C compiler\nmore")
+
+    monkeypatch.setattr(bf16_adamw, "compiled_update", lambda: fails)
+    assert not build._compiles_adamw("true", cpu)
+    assert "Python operations, which takes longer: RuntimeError: no C compiler\n" in capsys.readouterr().out
+    monkeypatch.setattr(
+        bf16_adamw, "compiled_update", lambda: lambda *args: bf16_adamw.update_(*args[:4], None, *args[5:])
+    )
+    assert "numbers of a test differ" in bf16_adamw.why_not_compiled(cpu)  # rounded to nearest
 
 
 def test_small_updates_arrive_in_bf16_only_with_stochastic_rounding():
@@ -232,6 +275,7 @@ def parse(*flags, world=1):
         ("--optim muon --pure_bf16", "needs an fp32 master copy"),
         ("--optim sophia --zero 2 --fp16 true", "use --bf16 true"),
         ("--pure_bf16 --zero 2 --fp16 true", "bf16 throughout"),
+        ("--pure_bf16 --optim_args compile=yes", "must be auto, true or false"),
         ("--pure_bf16 --bf16 false", "bf16 throughout"),
         ("--pure_bf16 --dtype float32", "leave --dtype out"),
         ("--pure_bf16 --zero 2 --offload optimizer", "own CPU Adam"),
@@ -471,6 +515,8 @@ RESUMED = {
     "sophia-2": ["--optim", "sophia", "--zero", "2"],
     "pure-0": ["--pure_bf16", "--zero", "0"],
     "pure-2": ["--pure_bf16", "--zero", "2"],
+    "compiled-0": ["--pure_bf16", "--zero", "0", "--optim_args", "compile=true"],
+    "compiled-2": ["--pure_bf16", "--zero", "2", "--optim_args", "compile=true"],
     "8bit-2": ["--optim", "adamw_8bit", "--zero", "2"],
     "muon-2": ["--optim", "muon", "--zero", "2"],
 }
@@ -489,6 +535,10 @@ def test_a_resumed_run_goes_on_as_the_uninterrupted_one(tmp_path):
     runs = run_world(2, cases, tmp_path)
     for name in RESUMED:
         assert runs[f"{name}-resumed"].losses == runs[name].losses[2:], name
+    for zero in "02":
+        log = (tmp_path / f"compiled-{zero}" / "logs" / "rank0.log").read_text()
+        assert "AdamW is one compiled kernel" in log
+        assert runs[f"compiled-{zero}"].losses == runs[f"pure-{zero}"].losses
 
 
 QUALITY = {

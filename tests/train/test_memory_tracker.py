@@ -275,6 +275,18 @@ def test_model_states_of_many_ranks(zero, ranks, rank):
     assert measured == pytest.approx(expected, rel=0.02)
 
 
+def test_the_allocators_history_ends_with_the_followed_steps(monkeypatch):
+    """Recording takes the stack of each allocation, which would slow down the whole run."""
+    calls = []
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **options: calls.append(options))
+    with memory_tracker.MemoryTracker(followed_steps=2) as tracker:
+        tracker.model = SimpleNamespace(parameters=list, buffers=list)
+        tracker.device, tracker.enter = "cuda", lambda phase: None
+        for _ in range(4):
+            tracker.after_step()
+    assert calls == [{"enabled": None}]
+
+
 def test_formula_has_the_papers_sums():
     for ranks in (1, 8, 64):
         sums = [sum(model_states.formula(zero, ranks).values()) for zero in range(4)]

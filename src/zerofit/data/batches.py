@@ -212,6 +212,20 @@ class PackedCollator:
         return self.flatten(flat) | _references(batch)
 
 
+LABEL_COUNT = "label_count"
+
+
+class CountingCollator:
+    """Collate with `collate`, and add LABEL_COUNT: how many labels are in the loss, which a GPU would be asked for."""
+
+    def __init__(self, collate):
+        self.collate = collate
+
+    def __call__(self, batch: list) -> dict:
+        batch = self.collate(batch)
+        return batch | {LABEL_COUNT: int((batch["labels"][..., 1:] != conversations.IGNORE).sum())}
+
+
 class TrainCollator:
     """Collate training batches: concatenated if `packed`, else padded.
 

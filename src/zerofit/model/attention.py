@@ -20,6 +20,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from zerofit.errors import UserError
+from zerofit.model import patches
 
 NAME = "zerofit_packed"
 
@@ -238,6 +239,7 @@ def register(documents=None) -> str:
     """
     AttentionInterface.register(NAME, functools.partial(packed_attention, documents=documents))
     AttentionMaskInterface.register(NAME, mask)
+    patches.look_for_no_documents(NAME)
     return NAME
 
 

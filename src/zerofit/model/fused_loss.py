@@ -33,24 +33,44 @@ def rows_per_chunk(vocabulary: int) -> int:
     return max(256, min(4096, CHUNK_BYTES // (4 * vocabulary) // 64 * 64))
 
 
-def linear_cross_entropy(hidden, weight, bias, labels, scale=1.0, softcap=None, rows=None):
+def linear_cross_entropy(hidden, weight, bias, labels, scale=1.0, softcap=None, rows=None, count=None):
     """Return the summed cross entropy of softcap(scale x (hidden weight' + bias)); skip label -100.
 
     Args: hidden: (tokens, features); weight: (vocabulary, features); bias: (vocabulary) or None; labels: (tokens);
-        softcap: c of c tanh(x / c), or None; rows: tokens per chunk. Under autocast products have its dtype.
+        softcap: c of c tanh(x / c), or None; rows: tokens per chunk; count: labels other than -100, or None: the
+        device is asked, and waited for (a wrong count gives NaN). Under autocast products have its dtype.
     Returns: a scalar in fp32 (fp64 for fp64 inputs). Gradients are computed in the forward: backward runs only once.
     """
     rows = rows or rows_per_chunk(weight.shape[0])
-    return _Chunked.apply(hidden, weight, bias, labels, scale, softcap, rows, torch.is_grad_enabled())
+    total = _Chunked.apply(
+        hidden, weight, bias, labels, _labelled(labels, count), scale, softcap, rows, torch.is_grad_enabled()
+    )
+    return _unless_miscounted(total, labels, count)
 
 
-def document_log_probs(hidden, weight, bias, labels, documents, count, scale=1.0, softcap=None, rows=None):
-    """Return the summed log-probability of the labels of each document, (count,), in chunks like linear_cross_entropy.
+def document_log_probs(hidden, weight, bias, labels, documents, number, scale=1.0, softcap=None, rows=None, count=None):
+    """Return the summed log-probability of the labels of each document, (number,), in chunks like linear_cross_entropy.
 
-    Args: documents: (tokens), the index of each token's document; count: documents; others: as there.
+    Args: documents: (tokens), the index of each token's document; number: of documents; others: as there.
     """
     rows = rows or rows_per_chunk(weight.shape[0])
-    return _PerDocument.apply(hidden, weight, bias, labels, documents, count, scale, softcap, rows)
+    total = _PerDocument.apply(
+        hidden, weight, bias, labels, _labelled(labels, count), documents, number, scale, softcap, rows
+    )
+    return _unless_miscounted(total, labels, count)
+
+
+def _labelled(labels, count: int | None):
+    """Return the indices of the labels that are in the loss; without `count` after a wait for the device."""
+    mask = labels != IGNORED
+    return (mask.nonzero() if count is None else mask.nonzero_static(size=count))[:, 0]
+
+
+def _unless_miscounted(total, labels, count: int | None):
+    """Return `total`, or NaN where `count` is not the number of labels: the step is then not applied."""
+    if count is None:
+        return total
+    return total * torch.where((labels != IGNORED).sum() == count, 1.0, torch.nan).to(total.dtype)  # gradients too
 
 
 def dense_log_probs(logits, labels, documents, count):
@@ -67,7 +87,7 @@ class NotFused(Exception):
 
 class _Chunked(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, labels, scale, softcap, rows, training):
+    def forward(ctx, hidden, weight, bias, labels, labelled, scale, softcap, rows, training):
         device = hidden.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
         precise = torch.promote_types(dtype, torch.float32)
@@ -86,7 +106,7 @@ class _Chunked(torch.autograd.Function):
         with torch.amp.autocast(device, enabled=False):
             matrix = weight.to(dtype)
             offset = None if bias is None else bias.to(dtype)
-            for part in (labels != IGNORED).nonzero()[:, 0].split(rows):
+            for part in labelled.split(rows):
                 states = hidden[part].to(dtype)
                 total += _chunk(states, part, labels[part, None], matrix, offset, scale, softcap, ctx.gradients).sum()
         return total
@@ -100,7 +120,7 @@ class _Chunked(torch.autograd.Function):
         scaled = [
             None if g is None else g.mul_(upstream).to(dtype) for g, dtype in zip(gradients, ctx.dtypes, strict=True)
         ]
-        return *scaled, None, None, None, None, None
+        return *scaled, *[None] * 6
 
 
 class _PerDocument(torch.autograd.Function):
@@ -109,38 +129,38 @@ class _PerDocument(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, labels, documents, count, scale, softcap, rows):
+    def forward(ctx, hidden, weight, bias, labels, labelled, documents, number, scale, softcap, rows):
         device = hidden.device.type
         ctx.dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
         ctx.form = scale, softcap, rows
-        ctx.save_for_backward(hidden, weight, bias, labels, documents)
+        ctx.save_for_backward(hidden, weight, bias, labels, labelled, documents)
         precise = torch.promote_types(ctx.dtype, torch.float32)
-        total = torch.zeros(count, dtype=precise, device=hidden.device)
+        total = torch.zeros(number, dtype=precise, device=hidden.device)
         with torch.amp.autocast(device, enabled=False):
-            for part, loss in _PerDocument._chunks(ctx, hidden, weight, bias, labels, (None, None, None)):
+            for part, loss in _PerDocument._chunks(ctx, hidden, weight, bias, labels, labelled, (None, None, None)):
                 total.index_add_(0, documents[part], -loss)
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx, upstream):
-        hidden, weight, bias, labels, documents = ctx.saved_tensors
+        hidden, weight, bias, labels, labelled, documents = ctx.saved_tensors
         kinds = (ctx.dtype, torch.promote_types(weight.dtype, ctx.dtype), torch.promote_types(ctx.dtype, torch.float32))
         gradients = [
             torch.zeros(t.shape, dtype=kind, device=t.device) if needed else None
             for t, kind, needed in zip((hidden, weight, bias), kinds, ctx.needs_input_grad[:3], strict=True)
         ]
-        for _ in _PerDocument._chunks(ctx, hidden, weight, bias, labels, gradients, -upstream[documents]):
+        for _ in _PerDocument._chunks(ctx, hidden, weight, bias, labels, labelled, gradients, -upstream[documents]):
             pass
         inputs = (hidden, weight, bias)
-        return *(None if g is None else g.to(t.dtype) for g, t in zip(gradients, inputs, strict=True)), *[None] * 6
+        return *(None if g is None else g.to(t.dtype) for g, t in zip(gradients, inputs, strict=True)), *[None] * 7
 
     @staticmethod
-    def _chunks(ctx, hidden, weight, bias, labels, gradients, weights=None):
+    def _chunks(ctx, hidden, weight, bias, labels, labelled, gradients, weights=None):
         """Yield (indices, losses) of each chunk of labelled tokens, and add its gradients to `gradients`."""
         scale, softcap, rows = ctx.form
         matrix, offset = weight.to(ctx.dtype), None if bias is None else bias.to(ctx.dtype)
-        for part in (labels != IGNORED).nonzero()[:, 0].split(rows):
+        for part in labelled.split(rows):
             of_part = None if weights is None else weights[part, None]
             states = hidden[part].to(ctx.dtype)
             yield part, _chunk(states, part, labels[part, None], matrix, offset, scale, softcap, gradients, of_part)
@@ -303,29 +323,29 @@ class FusedLoss:
         self.head, self.rows = find_head(base), rows
         self.scale, self.softcap = logit_form(base, self.head)
         self.dense_head, self.dense_loss = self.head.forward, base.loss_function
-        self.active, self.hidden, self.documents = False, None, None
+        self.active, self.hidden, self.documents, self.count = False, None, None, None
         self.head.forward, base.loss_function = self._head, self._loss
 
     @contextlib.contextmanager
-    def on(self, documents=None):
+    def on(self, documents=None, count=None):
         """Context in which the model computes its loss without logits.
 
         Args: documents: (index of each token's document, their number): the loss is then a vector, the summed
-            log-probability of each document; None: a mean over tokens.
+            log-probability of each document; None: a mean over tokens. count: see linear_cross_entropy.
         """
-        self.active, self.documents = True, documents
+        self.active, self.documents, self.count = True, documents, count
         try:
             yield
         finally:
-            self.active, self.hidden, self.documents = False, None, None
+            self.active, self.hidden, self.documents, self.count = False, None, None, None
 
     def _head(self, hidden, labels=None):
         if labels is not None:
             tokens = hidden.reshape(-1, hidden.shape[-1])
             of_head, form = (self.head.weight, self.head.bias), (self.scale, self.softcap, self.rows)
             if self.documents is not None:
-                return document_log_probs(tokens, *of_head, labels.reshape(-1), *self.documents, *form)
-            return linear_cross_entropy(tokens, *of_head, labels.reshape(-1), *form)
+                return document_log_probs(tokens, *of_head, labels.reshape(-1), *self.documents, *form, self.count)
+            return linear_cross_entropy(tokens, *of_head, labels.reshape(-1), *form, self.count)
         if not self.active:
             return self.dense_head(hidden)
         self.hidden = hidden

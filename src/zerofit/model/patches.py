@@ -89,3 +89,28 @@ def list_own_parameters_directly() -> None:
         return [p for p in (*module._parameters.values(), *module._external_params.values()) if p is not None]
 
     partitioned_param_coordinator.iter_params = parameter_offload.iter_params = own_parameters
+
+
+_WITH_BOUNDS = set()  # names of attention functions that are told where documents begin
+
+
+def look_for_no_documents(name: str) -> None:
+    """Make transformers (5.23.0) build no mask of documents for the attention `name`, which is told their boundaries.
+
+    It looks for documents in the positions of each forward without a mask, and asks the device whether there are
+    several: the host waits once a micro batch, for a mask that attention.mask leaves out.
+    """
+    from transformers import masking_utils
+
+    _WITH_BOUNDS.add(name)
+    plain = masking_utils._preprocess_mask_arguments
+    if plain.__name__ == "without_a_search":
+        return
+
+    def without_a_search(config, inputs_embeds, attention_mask, past_key_values, position_ids, *more, **named):
+        if config._attn_implementation in _WITH_BOUNDS:
+            position_ids = None  # are read for that alone
+        return plain(config, inputs_embeds, attention_mask, past_key_values, position_ids, *more, **named)
+
+    without_a_search.plain = plain
+    masking_utils._preprocess_mask_arguments = without_a_search

@@ -19,7 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from zerofit import distributed
 from zerofit.errors import UserError
-from zerofit.model import attention
+from zerofit.model import attention, patches
 from zerofit.settings import decide, refuse_with
 
 NAME = "zerofit_sequence_parallel"
@@ -216,6 +216,7 @@ def register(documents=None) -> None:
     """
     AttentionInterface.register(NAME, functools.partial(sequence_attention, documents=documents))
     AttentionMaskInterface.register(NAME, attention.mask)
+    patches.look_for_no_documents(NAME)
 
 
 class _Exchange(torch.autograd.Function):

@@ -5,7 +5,11 @@ second moment (at most 1/1000 per step with beta2 0.999). Stochastic rounding, u
 keeps the mean, preserves such changes on average (arXiv 2010.06192, section 3).
 """
 
+import functools
+
 import torch
+
+from zerofit.errors import first_line
 
 CHUNK = 1 << 24  # elements per update: fp32 copies of a whole ZeRO partition would cost what bf16 saves
 
@@ -59,22 +63,86 @@ def chunks(*tensors: torch.Tensor):
     return zip(*(t.split(CHUNK) for t in tensors), strict=True)
 
 
+def update_(w, g, m, v, noise, decay, keep1, take1, keep2, take2, correction2, rate, eps) -> None:
+    """Apply one step of AdamW to a chunk of weights and moments, in place.
+
+    Each product, sum, quotient and root is an operation of its own, rounded by itself: no lerp, addcmul or addcdiv,
+    which fuse two of them on some devices. So the numbers are the same compiled and not.
+
+    Args: noise: int32 of the same shape, all bits random, or None to round to nearest; others: scalars in fp32 on the
+        device of the chunk (Python's numbers would be compiled into the kernel, a kernel for each step).
+    """
+    g = g.float()
+    m_new = m.float().mul_(keep1).add_(g * take1)
+    v_new = v.float().mul_(keep2).add_((g * g).mul_(take2))
+    w_new = w.float().mul_(decay)
+    w_new.sub_((m_new * rate).div_((v_new / correction2).sqrt_().add_(eps)))
+    m.copy_(m_new)
+    round_(w, w_new, None if noise is None else noise & 0xFFFF)
+    round_(v, v_new, None if noise is None else (noise >> 16) & 0xFFFF)
+
+
+@functools.cache
+def compiled_update():
+    """Return update_ as one kernel, compiled at its first call; neither contracted to multiply-adds nor approximate."""
+    from torch import _inductor
+
+    exact = ("emulate_precision_casts", "eager_numerics.division_rounding")  # the first switches contraction off
+    known = _inductor.list_options()
+    return torch.compile(update_, dynamic=True, options={name: True for name in exact if name in known})
+
+
+@torch.no_grad()
+def why_not_compiled(device: torch.device) -> str | None:
+    """Compile the update and compare a small one with Python's; return what is wrong, or None."""
+    results, size = [], 4099  # no multiple of a block
+    for update in (update_, compiled_update()):
+        noise = Noise(0)
+        generator = torch.Generator(device).manual_seed(0)
+        tensors = [torch.randn(size, device=device, generator=generator).bfloat16() for _ in range(4)]
+        noise.start(1, tensors[0])
+        scalars = _scalars(device, 1, 1e-3, (0.9, 0.999), 1e-8, 0.01)
+        tensors[3].abs_()
+        try:
+            for first in (0, 16):  # chunks after the first, which begin inside of a tensor
+                update(*(t[first:] for t in tensors), noise.draw(tensors[0][first:]), *scalars)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # a missing compiler, driver or library: whatever torch.compile meets
+            return f"{type(error).__name__}: {first_line(error)}"
+        results.append(torch.cat(tensors))
+    # A few fp32 values may differ in the last bit, and one in 65,536 of those is then rounded to the other neighbor.
+    different = (results[0] != results[1]).sum().item()
+    if different > 4 or not torch.allclose(*(r.float() for r in results), rtol=2**-6, atol=1e-6):
+        return f"{different} of {4 * size} numbers of a test differ from Python's"
+    return None
+
+
+def _scalars(device, step: int, lr: float, betas, eps: float, weight_decay: float) -> list[torch.Tensor]:
+    """Return the scalars of update_, filled in on the device, which nothing waits for."""
+    beta1, beta2 = betas
+    values = (1 - lr * weight_decay, beta1, 1 - beta1, beta2, 1 - beta2, 1 - beta2**step, lr / (1 - beta1**step), eps)
+    return [torch.full((), value, dtype=torch.float32, device=device) for value in values]
+
+
 class AdamW(torch.optim.Optimizer):
     """AdamW (arXiv 1711.05101), computed in fp32 by chunks; states have the dtype of the parameters.
 
     bf16 weights and second moments are rounded stochastically, first moments to nearest. With fp32 parameters it
-    equals torch.optim.AdamW.
+    equals torch.optim.AdamW. torchao's AdamW with bf16_stochastic_round is one kernel too, but it rounds second moments
+    to nearest, draws from the global generator, and is private.
     """
 
-    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, seed=0, part=0):
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, seed=0, part=0, compiled=False):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        self.noise = Noise(seed, part)
+        self.noise, self.compiled = Noise(seed, part), compiled
 
     @torch.no_grad()
     def step(self, closure=None):
         loss = closure() if closure is not None else None
+        update = compiled_update() if self.compiled else update_
         for group in self.param_groups:
-            (beta1, beta2), lr = group["betas"], float(group["lr"])
+            scalars = {}  # of each (device, step)
             for p in group["params"]:
                 self.noise.number(p)  # also without a gradient, so that a resumed run has the same indices
                 if p.grad is None:
@@ -84,15 +152,9 @@ class AdamW(torch.optim.Optimizer):
                     state |= {"step": 0, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
                 state["step"] += 1
                 self.noise.start(state["step"], p)
-                correction1, correction2 = 1 - beta1 ** state["step"], 1 - beta2 ** state["step"]
-                for w, g, m, v in chunks(p, p.grad, state["exp_avg"], state["exp_avg_sq"]):
-                    g = g.float()
-                    m_new = m.float().lerp_(g, 1 - beta1)
-                    v_new = v.float().mul_(beta2).addcmul_(g, g, value=1 - beta2)
-                    w_new = w.float().mul_(1 - lr * group["weight_decay"])
-                    w_new.addcdiv_(m_new, (v_new / correction2).sqrt_().add_(group["eps"]), value=-lr / correction1)
-                    noise = self.noise.draw(w) if w.dtype == torch.bfloat16 else None
-                    m.copy_(m_new)
-                    round_(w, w_new, None if noise is None else noise & 0xFFFF)
-                    round_(v, v_new, None if noise is None else (noise >> 16) & 0xFFFF)
+                if (key := (p.device, state["step"])) not in scalars:
+                    numbers = (float(group["lr"]), group["betas"], group["eps"], group["weight_decay"])
+                    scalars[key] = _scalars(*key, *numbers)
+                for w, g, m, v in chunks(p.detach(), p.grad, state["exp_avg"], state["exp_avg_sq"]):
+                    update(w, g, m, v, self.noise.draw(w) if w.dtype == torch.bfloat16 else None, *scalars[key])
         return loss

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import math
 
+from zerofit import distributed
 from zerofit.optim import registry
 
 
@@ -25,7 +26,8 @@ def own_optimizer(trainer, model):
     if settings.pure_bf16 and settings.optim in ("adamw_torch", "adamw_torch_fused"):
         from zerofit.optim.bf16_adamw import AdamW
 
-        return AdamW(parameter_groups(trainer, model), **common, **noise)
+        compiled = _compiles_adamw(extra.get("compile", "auto"), args.device)
+        return AdamW(parameter_groups(trainer, model), **common, **noise, compiled=compiled)
     if registry.OPTIMIZERS.get(settings.optim, registry.NONE).module == "bitsandbytes":
         import bitsandbytes
 
@@ -33,6 +35,23 @@ def own_optimizer(trainer, model):
         # the next trainer in this process would match the last one's entry for the embeddings.
         bitsandbytes.optim.GlobalOptimManager.get_instance().initialize()
     return None
+
+
+def _compiles_adamw(choice: str, device) -> bool:
+    """Return whether AdamW of --pure_bf16 runs as one kernel, alike on all ranks, and print which. Collective.
+
+    Args: choice: of --optim_args compile=: true, false, or auto: on a GPU (a simulated one is none).
+    """
+    from zerofit.optim import bf16_adamw
+
+    if device.type not in {"auto": ("cuda",), "true": ("cuda", "cpu")}.get(choice, ()):
+        return False
+    problems = list(filter(None, distributed.all_gather(bf16_adamw.why_not_compiled(device))))
+    if distributed.rank() == 0 and problems:
+        print(f"note: --pure_bf16: AdamW runs in Python operations, which takes longer: {problems[0]}", flush=True)
+    elif distributed.rank() == 0:
+        print("  - pure_bf16: AdamW is one compiled kernel", flush=True)
+    return not problems
 
 
 def parameter_groups(trainer, model) -> list[dict]:

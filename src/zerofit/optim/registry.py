@@ -241,6 +241,8 @@ def _choose_pure_bf16(settings, name: str, entry: OptimizerSpec | None, explicit
     if name in ("adamw_torch_8bit", "adamw_torch_4bit") and "bf16_stochastic_round" not in arguments(settings):
         parts = [settings.optim_args] if settings.optim_args else []
         decide(settings, "optim_args", ",".join([*parts, "bf16_stochastic_round=True"]), "--pure_bf16")
+    if (choice := arguments(settings).get("compile", "auto")) not in ("auto", "true", "false"):
+        raise UserError(f"--optim_args compile={choice}: must be auto, true or false.")
     stochastic = entry is not None and entry.rounding == "stochastic"
     rounding = (
         "weights are rounded stochastically, so that small updates arrive on average"

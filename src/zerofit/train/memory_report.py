@@ -50,7 +50,8 @@ def start(settings) -> None:
         os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # weights read in other threads could not be tracked
         tracker = memory_tracker.MemoryTracker(device="cpu")
     else:
-        torch.cuda.memory._record_memory_history(max_entries=100_000)  # for the snapshot after an out-of-memory error
+        # For the snapshot after an out-of-memory error; the tracker turns it off after its last step.
+        torch.cuda.memory._record_memory_history(stacks="python", max_entries=20_000)
         tracker = memory_tracker.MemoryTracker(device="cuda", round_to=512)
     tracker.__enter__()
 

@@ -312,8 +312,10 @@ class MemoryTracker:
                     storage.part, storage.sure = "buffers", _SEEN
             self.steps += 1
         self.enter("forward")
-        if self.steps >= self.followed_steps:
+        if self.following and self.steps >= self.followed_steps:
             self.pause()
+            if self.device == "cuda" and self is _open:  # memory_report.start has turned the allocator's history on
+                torch.cuda.memory._record_memory_history(enabled=None)
 
 
 class _Phases(TrainerCallback):

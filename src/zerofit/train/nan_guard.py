@@ -29,6 +29,7 @@ class NanGuard:
         self.by_rows = False  # whether the last bad step had micro batches without a finite loss
         self.steps_logged = self.found_logged = 0  # since the last log line
         self.batches, self.losses, self.grad_norm = [], [], 0.0
+        self.was_bad = None  # of stage 0, while its optimizer runs: () -> whether the gradient was not finite
 
     def begin(self, batches: list[dict]) -> None:
         """Remember the micro batches of the step that begins; does not synchronize with the device."""
@@ -36,15 +37,32 @@ class NanGuard:
         self.loss_before = self.trainer._tr_loss.clone()
 
     def hold_back(self) -> None:
-        """Drop non-finite gradients at stage 0, so that torch's optimizer changes no weight or state."""
+        """Keep non-finite gradients at stage 0 from torch's optimizer, so that it changes no weight or state.
+
+        A fused Adam looks at `found_inf` on the device (the route of torch's GradScaler): its kernels are queued before
+        the host knows, in `look_back`. For the others the host waits for the norm, and drops the gradients.
+        """
         trainer = self.trainer
         if trainer.is_deepspeed_enabled or trainer.accelerator.scaler is not None:
             return
+        optimizer = trainer.optimizer.optimizer
+        if is_fused_adam(optimizer) and isinstance(self.grad_norm, torch.Tensor):
+            optimizer.found_inf = (~self.grad_norm.isfinite()).float()
+            self.was_bad = _on_its_way(optimizer.found_inf)
+            return
         bad = not math.isfinite(self.grad_norm)
-        trainer.optimizer._is_overflow = bad  # accelerate's flag of a skipped step: its scheduler does not step either
+        self.was_bad = lambda: bad
         if bad:
             for parameter in trainer.model.parameters():
                 parameter.grad = None
+
+    def look_back(self) -> None:
+        """Tell accelerate after the optimizer's call whether it skipped the step: then its scheduler does not step."""
+        if self.was_bad is None:
+            return
+        self.trainer.optimizer._is_overflow = self.was_bad()
+        self.was_bad = None
+        vars(self.trainer.optimizer.optimizer).pop("found_inf", None)
 
     def after_step(self) -> None:
         """Count, report and save a skipped step. All ranks reach the same decision.
@@ -168,6 +186,28 @@ class NanGuard:
             "texts": _texts(trainer, sorted({i for r, m in bad for i in rows[r][m]})) if rows else {},
         }  # fmt: skip
         run_folder.write_json(folder / "step.json", facts)
+
+
+def is_fused_adam(optimizer) -> bool:
+    """Return whether torch's optimizer leaves weights and states as they are where its `found_inf` is 1."""
+    kinds = (torch.optim.Adam, torch.optim.AdamW)
+    return type(optimizer) in kinds and all(group["fused"] for group in optimizer.param_groups)
+
+
+def _on_its_way(flag: torch.Tensor):
+    """Start to copy a flag to the host; return a function that waits for this copy alone and returns the flag."""
+    if flag.device.type != "cuda":
+        return lambda: bool(flag)
+    host = torch.empty((), dtype=flag.dtype, pin_memory=True)
+    host.copy_(flag, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def read() -> bool:
+        copied.synchronize()
+        return bool(host)
+
+    return read
 
 
 def rows_of_step(trainer) -> list[list[list[int]]] | None:

@@ -47,7 +47,7 @@ class PreferenceTrainer(ZerofitTrainer):
         """Return (summed log-probabilities of chosen and rejected answers, (pairs, 2); the model's outputs)."""
         documents = document_of_each_token(inputs)
         if self.fused_loss:
-            with self.fused_loss.on(documents):
+            with self.without_logits(documents):
                 outputs = model(**inputs)
             return outputs.loss.view(-1, 2), outputs
         outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})

@@ -145,6 +145,9 @@ class Reporter(TrainerCallback):
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         self.trainer.guard.hold_back()
 
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        self.trainer.guard.look_back()
+
     def on_step_end(self, args, state, control, **kwargs):
         self.heartbeat.beat(state.global_step)
         self.skipped_steps += bool(self.trainer.accelerator.optimizer_step_was_skipped)

@@ -18,7 +18,15 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from zerofit import command_line, distributed, rank_status
 from zerofit.data import streaming
-from zerofit.data.batches import Collator, DatasetWithFiller, EpochSampler, TrainCollator, training_sampler
+from zerofit.data.batches import (
+    LABEL_COUNT,
+    Collator,
+    CountingCollator,
+    DatasetWithFiller,
+    EpochSampler,
+    TrainCollator,
+    training_sampler,
+)
 from zerofit.errors import Stopped, UserError, first_line
 from zerofit.model import (
     adapters,
@@ -100,6 +108,8 @@ class ZerofitTrainer(Trainer):
         tiled_mlp.install(settings, net)
         self.fused_loss = self.fuse_loss(net)
         self.router_loss = fused_loss.router_loss(net)
+        self.label_counts = []  # of the micro batches of this step that are still to come
+        self.label_count = None  # of the batch that is computed, for the fused loss; None: not counted on the host
         self.checkpoint_layers(net)
         pad, documents = tokenizer.pad_token_id, settings.documents_per_row
         self.sequence = sequence_parallel.SequenceParallel(settings)
@@ -242,7 +252,7 @@ class ZerofitTrainer(Trainer):
                 dataset,
                 batch_size,
                 sampler=sampler,
-                collate_fn=collate,
+                collate_fn=self.counting(collate),
                 num_workers=args.dataloader_num_workers,
                 pin_memory=args.dataloader_pin_memory,
                 persistent_workers=args.dataloader_persistent_workers,
@@ -255,8 +265,14 @@ class ZerofitTrainer(Trainer):
         )
         return self.sequence.share_rows(loader)
 
+    def counting(self, collate):
+        """Let a collator count labels if the fused loss needs it; a simulation has no values to count."""
+        # Slices of --sp_size are cut on the device, each with its own count.
+        return CountingCollator(collate) if self.fused_loss and self.sequence.size == 1 else collate
+
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         batches, count = super().get_batch_samples(epoch_iterator, num_batches, device)
+        self.label_counts = [batch.pop(LABEL_COUNT, None) for batch in batches]
         if count is not None:
             count = count / self.sequence.size  # each rank of a group has counted the same rows
         if self.settings.optim == "sophia" and batches:
@@ -332,7 +348,8 @@ class ZerofitTrainer(Trainer):
             # filler of the last step: loss 0, not NaN.
             num_items_in_batch = num_items_in_batch.clamp(min=1)
         no_casts = adapters.without_input_casts(self.model, self.settings)
-        with self.sequence.split(send_to_device(inputs, self.args.device)) as inputs, no_casts:
+        counted = self.labels_counted(self.label_counts.pop(0) if self.label_counts else None)
+        with self.sequence.split(send_to_device(inputs, self.args.device)) as inputs, no_casts, counted:
             loss = super().training_step(net, inputs, num_items_in_batch)
         self.guard.losses.append(loss)
         return loss
@@ -345,9 +362,18 @@ class ZerofitTrainer(Trainer):
         """Fuse the loss of the model; a simulation does it among real tensors."""
         return fused_loss.install(self.settings, net)
 
-    def without_logits(self):
-        """Return the context for a forward pass that needs the loss but not the logits."""
-        return self.fused_loss.on() if self.fused_loss else contextlib.nullcontext()
+    @contextlib.contextmanager
+    def labels_counted(self, count: int | None):
+        """Context in which `count` labels of the batch are in the loss; None: not known on the host."""
+        self.label_count = count
+        try:
+            yield
+        finally:
+            self.label_count = None
+
+    def without_logits(self, documents=None):
+        """Return the context for a forward pass that needs the loss but not the logits; documents: see FusedLoss."""
+        return self.fused_loss.on(documents, self.label_count) if self.fused_loss else contextlib.nullcontext()
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         # Before label smoothing removes the labels from inputs.
@@ -396,8 +422,9 @@ class ZerofitTrainer(Trainer):
         with torch.no_grad() if zero3 else torch.inference_mode():
             for inputs in dataloader:
                 self.reporter.heartbeat.beat(self.state.global_step)
+                counted = self.labels_counted(inputs.pop(LABEL_COUNT, None))
                 inputs = send_to_device(inputs, self.args.device)
-                with self.sequence.split(inputs) as inputs, self.compute_loss_context_manager():
+                with self.sequence.split(inputs) as inputs, self.compute_loss_context_manager(), counted:
                     total = total + self.evaluation_sums(model, inputs)
         model.train(was_training)
         if self.args.world_size > 1:
