@@ -23,7 +23,7 @@ from zerofit.errors import UserError
 
 NAME = "zerofit_packed"
 
-FP32_TOKENS = 512  # on a CPU a document up to this long is attended to in fp32: see _dtype_of_document
+FP32_TOKENS = 256  # on a CPU a document up to this long is attended to in fp32: see _dtype_of_document
 
 DROPOUT_KEYS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")  # their names in config.json
 
@@ -192,7 +192,7 @@ def packed_attention(module, query, key, value, attention_mask, dropout=0.0, sca
 def _dtype_of_document(device, dtype, tokens: int) -> torch.dtype:
     """Return the dtype to attend to a document in: fp32 for a short one of bf16 on an x86 CPU without AMX.
 
-    torch 2.13's kernel takes 1.2 to 3 times as long in bf16 there, and rounds more. It keeps no scores in either.
+    torch 2.13's kernel takes 1.1 to 2.7 times as long in bf16 there, and rounds more. It keeps no scores in either.
     """
     if device.type != "cpu" or dtype != torch.bfloat16 or tokens > FP32_TOKENS:
         return dtype
