@@ -394,6 +394,60 @@ def test_the_proof_forks_no_other_ranks_generator(monkeypatch):
     assert attention.cross_document_gradient(net, documents(), TrainingArguments(use_cpu=True)) == 0
 
 
+SHORT, WINDOW = [40, 7, 170, 1], 16
+X86, AMX = {"avx2": True}, {"avx2": True, "amx_bf16": True}  # what a CPU can do
+
+
+def attend(dtype, lengths, window=None, autocast=False):
+    """Return output and gradients of packed rows with values of bf16, computed in `dtype`, by document."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1, heads, sum(lengths), 16) for heads in (4, 2, 2)]
+    qkv = [torch.randn(shape, generator=generator).mul(2).bfloat16() for shape in shapes]
+    # Rotary embeddings leave q and k in fp32 under autocast.
+    kinds = (torch.float32, torch.float32, torch.bfloat16) if autocast else (dtype,) * 3
+    qkv = [x.to(kind).requires_grad_() for x, kind in zip(qkv, kinds, strict=True)]
+    bounds = torch.tensor([0, *lengths]).cumsum(0).int()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        out = attention.packed_attention(
+            None, *qkv, None, cu_seq_lens_q=bounds, max_length_q=max(lengths), sliding_window=window
+        )[0]
+    upstream = torch.randn(out.shape, generator=generator).bfloat16()
+    out.backward(upstream.to(out.dtype))
+    return out, [out.detach().double(), *(x.grad.double() for x in qkv)]
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("window", [None, WINDOW])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_short_documents_in_bf16_round_less_on_a_cpu_than_sdpa(autocast, window, monkeypatch, record_property):
+    """Forward and backward against fp64; AMX says that the CPU attends in bf16."""
+    wanted = attend(torch.float64, SHORT, window)[1]
+    errors = {}
+    for name, cpu in {"fp32": X86, "bf16": AMX}.items():
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda cpu=cpu: cpu)
+        out, found = attend(torch.bfloat16, SHORT, window, autocast)
+        assert out.dtype == torch.bfloat16
+        errors[name] = [((a - b).norm() / b.norm()).item() for a, b in zip(found, wanted, strict=True)]
+    record_property("relative_difference", max(errors["fp32"]))
+    assert all(a < b for a, b in zip(errors["fp32"], errors["bf16"], strict=True))
+    assert max(errors["fp32"]) < 2**-9  # one rounding to bf16
+
+
+def test_which_documents_a_cpu_attends_to_in_fp32(monkeypatch):
+    cpu, longest = torch.device("cpu"), attention.FP32_TOKENS
+    for can, tokens, dtype, wanted in [
+        (X86, longest, torch.bfloat16, torch.float32),
+        (X86, longest + 1, torch.bfloat16, torch.bfloat16),
+        (X86, 1, torch.float64, torch.float64),
+        (X86, 1, torch.float16, torch.float16),
+        (AMX, 1, torch.bfloat16, torch.bfloat16),
+        ({"neon": True}, 1, torch.bfloat16, torch.bfloat16),
+    ]:
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda can=can: can)
+        assert attention._dtype_of_document(cpu, dtype, tokens) == wanted
+    assert attention._dtype_of_document(torch.device("cuda"), torch.bfloat16, 1) == torch.bfloat16
+
+
 def test_varlen_attention_copies_no_value_that_fits(monkeypatch):
     from torch.nn.attention import varlen
 
