@@ -4,9 +4,9 @@ import pytest
 from conftest import ROOT
 
 from zerofit import hardware
-from zerofit.plan import simulate
-from zerofit.plan.caching_allocator import EMPTY_CACHE, LAYER, needs
-from zerofit.plan.extended_trace import OUTSIDE, NotRegular, extend
+from zerofit.plan import candidates, predict, simulate
+from zerofit.plan.caching_allocator import EMPTY_CACHE, LAYER, PASS, needs
+from zerofit.plan.extended_trace import BEGINS, OUTSIDE, NotRegular, extend, usual_order
 
 KIB = 1024
 
@@ -69,7 +69,7 @@ def numbered(events: list[tuple]) -> list:
     """Return the events without marks, with keys in the order of allocation and releases in a row as a set."""
     keys, result = {}, []
     for key, size, _ in events:
-        if key == LAYER:
+        if key in (LAYER, PASS):
             continue
         if key == EMPTY_CACHE or size:
             result.append((key if key == EMPTY_CACHE else keys.setdefault(key, len(keys)), size))
@@ -122,3 +122,70 @@ def test_an_extended_trace_reserves_what_all_layers_do(recipe, flags):
     extended = needs(extend(small["events"], large["events"], (6, 7), 11))
     assert extended == pytest.approx(whole["allocator"]["segments"], rel=0.02)
     assert large["allocator"]["segments"]["reserved"] < 0.95 * extended["reserved"]
+
+
+def with_rows(widths: list[int], accumulation: int = 4) -> list[tuple]:
+    """Return the events of a job whose blocks grow with the rows: a micro batch keeps one block until the next."""
+    events, count, batch, gradients = [(1, 64 * KIB, 0)], 1, None, None
+
+    def new(size: int) -> int:
+        nonlocal count
+        count += 1
+        events.append((count, size, 0))
+        return count
+
+    for number, width in enumerate(widths):
+        events.append((PASS, BEGINS["forward"], 0))
+        outputs = [new(width * 40 * KIB) for _ in range(3)]
+        if batch:
+            events.append((batch, 0, 0))
+        batch = new(width * 8)
+        if number % accumulation == 0:
+            gradients = new(3000 * KIB)
+        events += [(key, 0, 0) for key in outputs]
+        if number % accumulation == accumulation - 1:
+            events.append((PASS, BEGINS["step"], 0))
+            if number < accumulation:
+                new(6000 * KIB)  # the optimizer's states
+            events.append((gradients, 0, 0))
+    return events
+
+
+def test_the_usual_order_of_rows():
+    """Ascending rows leave the most unused, descending ones nothing; the first stays the first."""
+    widths = list(range(400, 4000, 300))
+
+    def reserved(events: list[tuple]) -> int:
+        return needs(events)["reserved"]
+
+    def order(events: list[tuple]) -> list[int]:
+        large = [size // (40 * KIB) for key, size, _ in events if size >= 400 * 40 * KIB]
+        return large[::3]
+
+    ascending, descending = with_rows(widths), with_rows(widths[::-1])
+    usual = usual_order(ascending)
+    assert order(ascending) == widths and sorted(order(usual)) == widths
+    assert set(order(usual)[::4]) == set(widths[::4]) and order(usual)[0] == widths[0] and order(usual) != widths
+    assert reserved(descending) < reserved(usual) < reserved(ascending)
+    assert needs(usual)["allocated"] == needs(ascending)["allocated"]
+    equal = with_rows([500] * 12)
+    assert needs(usual_order(equal)) == needs(equal)
+    once = with_rows([500])
+    assert numbered(usual_order(once)) == numbered(once)
+
+
+@pytest.mark.slow
+def test_rows_of_different_lengths_are_planned_in_the_usual_order():
+    """They leave more unused than equal rows, whatever the order in which the file has them."""
+    flags = ["--model", str(ROOT / "tests" / "configs" / "llama3.2-1b"), "--data", "none", "--max_length", "2048",
+             "--per_device_train_batch_size", "1", "--effective_batch_size", "16", "--offload", "none", "--zero", "0",
+             "--gradient_checkpointing", "true", "--fused_loss", "false"]  # fmt: skip
+    gpu = hardware.GPUS["h100-80g"]
+    (candidate,) = candidates.candidates("lora", flags, 1, gpu)
+    predict.ask(candidate, 1, gpu)
+    equal = candidate.reserved
+    lengths = list(range(200, 2049, 8))
+    with simulate.reused():
+        predict.vary_rows(candidate, lengths[::-1], 1, gpu)
+    assert candidate.answer["widths"] == predict.widths_of(lengths, 1, predict.WIDTHS)
+    assert 1.1 * equal < candidate.reserved < 3 * equal

@@ -918,11 +918,11 @@ def test_mistakes(words, said, monkeypatch):
 
 
 @pytest.mark.bad_input
-def test_an_image_text_model_is_refused(tmp_path):
-    AutoConfig.for_model("mistral3").save_pretrained(tmp_path)
-    with pytest.raises(
-        UserError, match=r"^--model .*: mistral3 is an image-text model, .* name a text-only checkpoint"
-    ):
+@pytest.mark.parametrize("kind", ["mistral3", "gemma3"])
+def test_an_image_text_model_is_refused(kind, tmp_path):
+    """Also where transformers' causal class is the image-text one."""
+    AutoConfig.for_model(kind).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=rf"^--model .*: {kind} is an image-text model, .* name a text-only checkpoint"):
         candidates.candidates("sft", ["--model", str(tmp_path), "--zero", "2"], 2, GPU)
 
 

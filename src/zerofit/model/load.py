@@ -169,7 +169,7 @@ def check_model(settings, config=None):
 
     Args: settings: after resolve.resolve_for_model. config: the model's; default: its config.json.
     Returns: the model, without memory for weights.
-    Raises: UserError for an attention implementation or target modules that do not exist.
+    Raises: UserError for an image-text model, and for an attention implementation or target modules that do not exist.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -179,6 +179,7 @@ def check_model(settings, config=None):
 
     unset_hf_deepspeed_config()  # one of an earlier run in this process would shard the model
     config = load_config(settings) if config is None else config
+    _check_text_only(settings, config)
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
@@ -192,14 +193,22 @@ def check_model(settings, config=None):
         fused_loss.router_loss(model)
         tiled_mlp.install(settings, model)
     except (ValueError, ImportError) as error:
-        why = first_line(error)
-        if "Unrecognized configuration class" in why and hasattr(config, "vision_config"):
-            why = (
-                f"{config.model_type} is an image-text model, and transformers has no causal language model of this "
-                "type; name a text-only checkpoint."
-            )
-        raise UserError(f"--model {settings.model}: {why}") from None
+        raise UserError(f"--model {settings.model}: {first_line(error)}") from None
     return model
+
+
+def _check_text_only(settings, config) -> None:
+    """Raise UserError for a model of which transformers has only an image-text class, or uses it for text too."""
+    from transformers.models.auto import modeling_auto
+
+    name = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+    own_code = settings.trust_remote_code and hasattr(config, "auto_map")
+    of_images = name is None or name in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()
+    if hasattr(config, "vision_config") and of_images and not own_code:
+        raise UserError(
+            f"--model {settings.model}: {config.model_type} is an image-text model, and transformers has no causal "
+            "language model of this type; name a text-only checkpoint."
+        )
 
 
 def count_parameters(model) -> tuple[int, int]:

@@ -22,7 +22,8 @@ SMALL_SEGMENT, LARGE_SEGMENT, OWN_SEGMENT = 2 * MIB, 20 * MIB, 10 * MIB  # from 
 
 ROUND_LARGE = 2 * MIB
 
-EMPTY_CACHE, LAYER = -1, -2  # as the key of an event: the cache is emptied; a layer (its size) runs from here on
+# As the key of an event: the cache is emptied; a layer (its size) or a pass (extended_trace.BEGINS) runs from here on.
+EMPTY_CACHE, LAYER, PASS = -1, -2, -3
 
 
 class OutOfMemory(Exception):
@@ -161,14 +162,14 @@ def replay(events: list[tuple], capacity: int | None = None, expandable: bool = 
     """Return {"reserved", "allocated": highest bytes, "fits": False if the capacity did not suffice}.
 
     Args: events: (key, bytes, stream) for an allocation, (key, 0, 0) for its release, (EMPTY_CACHE, 0, 0), and
-        (LAYER, number, 0), which is ignored.
+        (LAYER, number, 0) and (PASS, number, 0), which are ignored.
     """
     allocator, blocks = CachingAllocator(capacity, expandable), {}
     try:
         for key, size, stream in events:
             if key == EMPTY_CACHE:
                 allocator.empty_cache()
-            elif key == LAYER:
+            elif key in (LAYER, PASS):
                 continue
             elif size:
                 blocks[key] = allocator.allocate(size, stream)

@@ -4,14 +4,23 @@ Two simulations with few layers mark in their events which layer runs (simulated
 the events of one unit of layers. They are repeated for each missing unit: a layer's own allocations and releases in the
 middle of each pass, and outside of the passes (loading, optimizer step) the allocations that only the larger one has.
 A block whose size differs between the two, such as a flat buffer, grows linearly.
+
+With rows of different lengths, the micro batches can also be put in other orders (`usual_order`).
 """
 
 import difflib
+import random
 from dataclasses import dataclass, field
 
-from zerofit.plan.caching_allocator import EMPTY_CACHE, LAYER, MIN_BLOCK
+from zerofit.plan.caching_allocator import EMPTY_CACHE, LAYER, MIN_BLOCK, PASS, replay
 
 OUTSIDE = -1  # layer of events outside of all layers
+
+MICRO_BATCH = 0
+
+BEGINS = {"forward": MICRO_BATCH, "step": 1, "eval": 2, "save": 3}  # phases at whose begin a pass is marked
+
+ORDERS = 9  # of micro batches that are replayed
 
 COMPARED_AT_MOST = 6000  # events of a block outside of the layers; the comparison is quadratic
 
@@ -24,7 +33,8 @@ class NotRegular(Exception):
 class _Block:
     """Events while one layer runs. section: number of blocks outside of all layers before it.
 
-    entries: ("new", size, stream), ("free", section, layer, index) of a block's index-th allocation, or ("empty",).
+    entries: ("new", size, stream), ("free", section, layer, index) of a block's index-th allocation, ("empty",), or
+    ("pass", number).
     """
 
     section: int
@@ -55,6 +65,8 @@ def _blocks(events: list) -> list[_Block]:
                 block = _Block(section, size)
         elif key == EMPTY_CACHE:
             block.entries.append(("empty",))
+        elif key == PASS:
+            block.entries.append(("pass", size))
         elif size:
             where[key] = (block.section, block.layer, block.allocations)
             block.entries.append(("new", size, stream))
@@ -158,14 +170,17 @@ class _Writer:
         self.keys[place] = -1 - key
         self.events.append((key, 0, 0))
 
+    def _mark(self, entry: tuple) -> None:
+        self.events.append((EMPTY_CACHE, 0, 0) if entry[0] == "empty" else (PASS, entry[1], 0))
+
     def _layer(self, block: _Block, shift: int) -> None:
         index = 0
         for entry in block.entries:
             if entry[0] == "new":
                 self._new((block.section, block.layer + shift, index), *entry[1:])
                 index += 1
-            elif entry[0] == "empty":
-                self.events.append((EMPTY_CACHE, 0, 0))
+            elif entry[0] in ("empty", "pass"):
+                self._mark(entry)
             elif entry[2] == OUTSIDE:
                 if (entry[1], entry[3]) in self.repeated_allocations:
                     raise NotRegular("a layer frees what was allocated outside of it")
@@ -186,8 +201,8 @@ class _Writer:
                 index += 1
                 continue
             chunk = self._copies(block.section, chunk)
-            if entry[0] == "empty":
-                self.events.append((EMPTY_CACHE, 0, 0))
+            if entry[0] in ("empty", "pass"):
+                self._mark(entry)
             else:
                 for freed in self._freed_outside(*entry[1:]):
                     self._free(freed)
@@ -234,3 +249,99 @@ def _counterparts(before: list[tuple], tokens: list[tuple]) -> list[tuple | None
             raise NotRegular("the two depths differ by more than repetition outside of the layers")
         result[start : start + count] = before[a:a_end]
     return result
+
+
+# --- the order of micro batches ---
+
+
+@dataclass
+class _Pass:
+    """Events from one mark of a pass to the next: a micro batch, an optimizer step, what is before or after them.
+
+    entries: ("new", size, stream), ("own", index) and ("other", passes back, rank) for releases, or ("empty",); an
+    index is of the pass's allocations, a rank of those among them that outlive it.
+    """
+
+    kind: int
+    entries: list[tuple] = field(default_factory=list)
+    survivors: dict[int, int] = field(default_factory=dict)  # index -> rank
+
+    def seen_from_outside(self) -> tuple:
+        """Return what must be equal for two passes to change places."""
+        return self.kind, len(self.survivors), tuple(e for e in self.entries if e[0] == "other")
+
+
+def usual_order(events: list[tuple]) -> list[tuple]:
+    """Return the events with their micro batches in the order whose reserved bytes are the median of ORDERS orders.
+
+    Only micro batches that release the same of earlier passes change places: usually all but the first of a step and
+    those of the first steps.
+    """
+    passes = _passes(events)
+    alike: dict[tuple, list[int]] = {}
+    for number, one in enumerate(passes):
+        if one.kind == MICRO_BATCH:
+            alike.setdefault(one.seen_from_outside(), []).append(number)
+    draw, orders = random.Random(0), [list(range(len(passes)))]
+    while len(orders) < ORDERS and any(len(places) > 1 for places in alike.values()):
+        orders.append(list(orders[0]))
+        for places in alike.values():
+            for place, number in zip(places, draw.sample(places, len(places)), strict=True):
+                orders[-1][place] = number
+
+    def written(order: list[int]) -> list[tuple]:
+        return _written([passes[number] for number in order])
+
+    return written(sorted(orders, key=lambda order: replay(written(order))["reserved"])[len(orders) // 2])
+
+
+def _passes(events: list[tuple]) -> list[_Pass]:
+    passes, where, allocations = [_Pass(-1)], {}, [0]
+    for key, size, stream in events:
+        entries = passes[-1].entries
+        if key == PASS:
+            passes.append(_Pass(size))
+            allocations.append(0)
+        elif key == EMPTY_CACHE:
+            entries.append(("empty",))
+        elif key == LAYER:
+            continue
+        elif size:
+            where[key] = (len(passes) - 1, allocations[-1])
+            passes[-1].survivors[allocations[-1]] = 0
+            allocations[-1] += 1
+            entries.append(("new", size, stream))
+        else:
+            number, index = where.pop(key)
+            if number == len(passes) - 1:
+                del passes[-1].survivors[index]
+                entries.append(("own", index))
+            else:
+                entries.append(("other", number, index))
+    for one in passes:
+        one.survivors = {index: rank for rank, index in enumerate(one.survivors)}
+    for number, one in enumerate(passes):
+        one.entries = [
+            ("other", number - entry[1], passes[entry[1]].survivors[entry[2]]) if entry[0] == "other" else entry
+            for entry in one.entries
+        ]
+    return passes
+
+
+def _written(passes: list[_Pass]) -> list[tuple]:
+    """Return the events of the passes, one after the other."""
+    events, count, alive = [], 0, []  # alive: keys of each pass's survivors, by rank
+    for number, one in enumerate(passes):
+        keys = []
+        for entry in one.entries:
+            if entry[0] == "new":
+                keys.append(count)
+                events.append((count, *entry[1:]))
+                count += 1
+            elif entry[0] == "empty":
+                events.append((EMPTY_CACHE, 0, 0))
+            else:
+                freed = keys[entry[1]] if entry[0] == "own" else alive[number - entry[1]][entry[2]]
+                events.append((freed, 0, 0))
+        alive.append([keys[index] for index in one.survivors])
+    return events

@@ -26,7 +26,7 @@ UNUSED_AT_MOST = 1.25  # least bytes that do / allocated ones: 1.22 in the worst
 
 TRACE_ERROR = 0.005  # of the peak: an extended trace that differs more from the extended peak is not used
 
-WIDTHS = 16  # micro batches of different lengths that are simulated where rows vary: 32 left no more in the case tried
+WIDTHS = 16  # micro batches of different lengths that are simulated where rows vary
 
 LAYERS_OF_ALL_WIDTHS = 256  # widths x simulated layers at most: half a minute on two cores
 
@@ -50,7 +50,8 @@ def ask(candidate: candidates.Candidate, ranks: int, gpu, limit: int = 0) -> Non
 def vary_rows(candidate: candidates.Candidate, lengths: list[int], ranks: int, gpu) -> None:
     """Replay a candidate's allocations with rows of `lengths`, and store what the allocator then needs in its answer.
 
-    Blocks of each length leave segments that longer rows cannot use. Without a trace of all layers nothing is stored.
+    Blocks of each length leave segments that longer rows cannot use; how many depends on the order of the rows, so it
+    is that of `extended_trace.usual_order`. Without a trace of all layers nothing is stored.
     """
     setting, shape, answer = candidate.setting, candidate.shape, candidate.answer
     depths = _depths_of_a_trace(_depths(setting.zero, shape, setting.every, ranks)[0], setting.zero, setting.every)
@@ -66,11 +67,18 @@ def vary_rows(candidate: candidates.Candidate, lengths: list[int], ranks: int, g
 
 
 def widths_of(lengths: list[int], micro: int, count: int) -> tuple[int, ...]:
-    """Return the tokens of the rows of `count` micro batches drawn from `lengths`, the longest among them."""
-    draw = random.Random(0)
-    drawn = [max(draw.choices(lengths, k=micro)) for _ in range(count)]
-    drawn[count // 2] = max(lengths)
-    return tuple(-(-length // 8) * 8 for length in drawn)  # as the collator rounds
+    """Return the tokens of the rows of `count` micro batches, in a drawn order after the median.
+
+    They are the quantiles of the longest of `micro` rows, the highest of them the longest row of all. The first micro
+    batch has the same place in all orders of `extended_trace.usual_order`: behind the longest, nothing would be unused.
+    """
+    ordered = sorted(lengths)
+    chosen = [ordered[int(((i + 0.5) / count) ** (1 / micro) * len(ordered))] for i in range(count - 1)]
+    chosen.append(ordered[-1])
+    first = chosen.pop(count // 2 - 1)
+    random.Random(0).shuffle(chosen)
+    chosen = [first, *chosen]
+    return tuple(-(-length // 8) * 8 for length in chosen)  # as the collator rounds
 
 
 def _lacks_layers(answer: dict) -> bool:
@@ -132,7 +140,7 @@ def answer_of(
             and (zero != 3 or _level(slopes, shape, ranks) or (shape.frozen_bytes < 1 and _alike(slopes, before)))
         ):
             room = candidates.room(gpu, ranks) if gpu else None
-            answers = [_extended(low, high, depths, shape.layers, room) for low, high in pairs]
+            answers = [_extended(low, high, depths, shape.layers, room, bool(widths)) for low, high in pairs]
             break
         before = slopes
     by_rank = [answer | {"rank": rank} for rank, answer in zip(asked, answers, strict=True)]
@@ -222,8 +230,13 @@ def _alike(slopes: list[dict[str, float]], before: list[dict[str, float]] | None
     )
 
 
-def _extended(low: dict, high: dict, depths: tuple[int, int], layers: int, room: int | None = None) -> dict:
-    """Return the answer for `layers`, extrapolated linearly from those for two depths. room: of the GPU's allocator."""
+def _extended(
+    low: dict, high: dict, depths: tuple[int, int], layers: int, room: int | None = None, varied: bool = False
+) -> dict:
+    """Return the answer for `layers`, extrapolated linearly from those for two depths.
+
+    Args: room: of the GPU's allocator. varied: rows differ in length.
+    """
     small, large = depths
 
     def line(a, b):
@@ -238,10 +251,12 @@ def _extended(low: dict, high: dict, depths: tuple[int, int], layers: int, room:
         peak[phase] = {part: int(value / too_much) for part, value in parts.items()}
     numbers = {name: line(low[name], high[name]) for name in ("host", "host_saving", "parameters", "trainable")}
     answer = high | {"peak": peak, "total": total, "extended_from_layers": [small, large]} | numbers
-    return answer | _replayed(low, high, depths, layers, max(total.values()), room)
+    return answer | _replayed(low, high, depths, layers, max(total.values()), room, varied)
 
 
-def _replayed(low: dict, high: dict, depths: tuple[int, int], layers: int, allocated: int, room: int | None) -> dict:
+def _replayed(
+    low: dict, high: dict, depths: tuple[int, int], layers: int, allocated: int, room: int | None, varied: bool
+) -> dict:
     """Return {"allocator": what it needs with all layers, "all_layers_replayed": whether the trace could be extended}.
 
     Otherwise it is what the deeper of the two needs.
@@ -253,7 +268,7 @@ def _replayed(low: dict, high: dict, depths: tuple[int, int], layers: int, alloc
         events = extended_trace.extend(low["events"], high["events"], depths, layers)
     except extended_trace.NotRegular:
         return without
-    needs = caching_allocator.of_both_kinds(events, room)
+    needs = caching_allocator.of_both_kinds(extended_trace.usual_order(events) if varied else events, room)
     if abs(needs["segments"]["allocated"] - allocated) > TRACE_ERROR * allocated:
         return without
     return {"events": None, "all_layers_replayed": True, "allocator": needs}

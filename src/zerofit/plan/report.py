@@ -335,7 +335,7 @@ def _unequal_rows(candidate: Candidate) -> dict[str, str]:
     equal, unequal, expandable = (f"{size / GIB:.1f}" for size in beyond)
     return {
         "rows of different lengths": f"leave {unequal} GiB of reserved memory unused, equal ones {equal} (by "
-        f"{len(answer['widths'])} micro batches; more of them may leave more, up to the GPU's size); with "
+        f"{len(answer['widths'])} micro batches in their usual order; another may leave more or less); with "
         f"PYTORCH_ALLOC_CONF=expandable_segments:True {expandable}"
     }
 

@@ -152,7 +152,10 @@ def _answer(recipe, flags, ranks, rank, gpu, device, fake, padded, overrides, ha
             "parameters": sum(n for n, _ in sizes),
             "trainable": sum(n for n, trained in sizes if trained),
             "largest_block": tracker.largest,
-            "allocator": caching_allocator.of_both_kinds(tracker.events, candidates.room(planned_gpu, ranks))
+            "allocator": caching_allocator.of_both_kinds(
+                extended_trace.usual_order(tracker.events) if widths else tracker.events,
+                candidates.room(planned_gpu, ranks),
+            )
             if on_gpu
             else None,
             "events": _numbered(tracker.events) if on_gpu and overrides else None,
@@ -184,14 +187,17 @@ def _without_collections():
 
 
 def _tracker(device: str):
-    """Return the rank's memory tracker, which marks in its events where a phase begins."""
+    """Return the rank's memory tracker, which marks in its events where a phase and where a micro batch begins."""
     from zerofit.train.memory_tracker import MemoryTracker
 
     class Tracker(MemoryTracker):
         def enter(self, phase):
+            begins, before = extended_trace.BEGINS.get(phase), self.phase
             super().enter(phase)
             if self.events is not None:
                 self.events.append((caching_allocator.LAYER, extended_trace.OUTSIDE, 0))
+                if begins is not None and phase != before:
+                    self.events.append((caching_allocator.PASS, begins, 0))
 
     return Tracker(
         device=device, round_to=1 if device == "cpu" else 512, keep_events=device == "gpu", followed_steps=sys.maxsize
@@ -345,7 +351,9 @@ def _trainers_needs(settings, device: str, widths: list[int]):
     from zerofit.data.tokens import TokenizedDataset
     from zerofit.train.trainer import training_arguments
 
-    accumulation = min(settings.gradient_accumulation_steps, 2)  # the second micro batch allocates like all later ones
+    # The second micro batch of a step allocates like all later ones. With rows of different lengths more of them count:
+    # what they leave unused until the first step ends holds the optimizer's states then.
+    accumulation = min(settings.gradient_accumulation_steps, max(2, len(widths) // 2))
     batch = settings.per_device_train_batch_size * accumulation * settings.data_ranks
     widths = widths or [settings.max_length] * simulate.STEPS * accumulation
     changes = {
