@@ -12,6 +12,7 @@ SLOW = {
     "torch": "everything",
     "transformers.modeling_utils": "the models",
     "transformers.training_args": "TrainingArguments",
+    "torch._dynamo": "torch.compile, and the attention of the models",
     "datasets": "the rows",
     "peft": "the adapters",
 }
