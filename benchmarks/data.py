@@ -301,17 +301,20 @@ def big(options) -> None:
         entry = _prepare_big(gigabytes, options)
         record["versions"] = {"zerofit": entry.pop("versions")}
         record["files"].append(entry)
-        print(f"{gigabytes:g} GB: {entry['seconds']:.1f} s, {entry['peak_bytes'] / 1e9:.2f} GB", flush=True)
+        print(f"{gigabytes:g} GB: {entry['seconds']:.1f} s, {entry['peak_bytes'] / 1e9:.3f} GB", flush=True)
     lines = ["# Memory while preparing large files", "", *machine.describe(record["machine"], record["versions"]), ""]
     packed = ", packed" if options.packing else ""
     lines.append(
         f"Synthetic chat rows{packed}, {record['workers']} workers. Memory: the highest sum of the anonymous resident "
-        "memory of all processes; pages that forks share count in each, pages of mapped files do not."
+        "memory of all processes, also in each quarter of the preparation; pages that forks share count in each, pages "
+        "of mapped files do not."
     )
-    lines += ["", "| JSONL, GB | rows | seconds | memory, GB |", "|---:|---:|---:|---:|"]
+    lines += ["", "| JSONL, GB | rows | seconds | memory, GB | 1st quarter | 2nd | 3rd | 4th |"]
+    lines.append("|" + "---:|" * 8)
     for entry in record["files"]:
+        quarters = " | ".join(f"{peak / 1e9:.3f}" for peak in entry["peak_bytes_of_quarters"])
         size, peak = entry["bytes"] / 1e9, entry["peak_bytes"] / 1e9
-        lines.append(f"| {size:g} | {entry['rows']:,} | {entry['seconds']:.0f} | {peak:.2f} |")
+        lines.append(f"| {size:g} | {entry['rows']:,} | {entry['seconds']:.0f} | {peak:.3f} | {quarters} |")
     machine.save("data-big", lines, record)
 
 
@@ -340,15 +343,22 @@ def _prepare_big(gigabytes: float, options) -> dict:
             stdout=subprocess.PIPE,
             text=True,
         )
-        tree_peak = 0
+        samples = []  # (time, bytes)
         while process.poll() is None:
-            tree_peak = max(tree_peak, _resident([process, *process.children(recursive=True)]))
+            samples.append((time.monotonic(), _resident([process, *process.children(recursive=True)])))
             time.sleep(0.1)
         output = process.stdout.read()
     if process.returncode:
         sys.exit(f"zerofit failed:\n{output[-2000:]}")
     result = json.loads(output.strip().splitlines()[-1])
-    return {"bytes": size, "rows": seed * 1000, **result} | {"peak_bytes": tree_peak}
+    end = samples[-1][0]
+    while_reading = [(end - when, used) for when, used in samples if end - when <= result["seconds"]]
+    quarters = [
+        max((used for left, used in while_reading if low < left / result["seconds"] <= low + 0.25), default=0)
+        for low in (0.75, 0.5, 0.25, 0)
+    ]
+    peaks = {"peak_bytes": max(used for _, used in samples), "peak_bytes_of_quarters": quarters}
+    return {"bytes": size, "rows": seed * 1000, **result} | peaks
 
 
 def _resident(processes: list) -> int:

@@ -12,6 +12,7 @@ SLOW = {
     "torch": "everything",
     "transformers.modeling_utils": "the models",
     "transformers.training_args": "TrainingArguments",
+    "torch._dynamo": "torch.compile, and the attention of the models",
     "datasets": "the rows",
     "peft": "the adapters",
 }
@@ -38,12 +39,20 @@ for words in commands:
 print(json.dumps([codes, found]))
 """
 USE = """
+import torch
+from transformers.trainer_utils import unwrap_peft_model
+net = torch.nn.Linear(2, 2)
+assert unwrap_peft_model(net) is net and "peft" not in sys.modules
+import peft
 import bitsandbytes.nn
 assert bitsandbytes.nn.Linear4bit is sys.modules["bitsandbytes.nn.modules"].Linear4bit
 from peft.import_utils import is_bnb_4bit_available
 assert is_bnb_4bit_available() and not hasattr(bitsandbytes, "nothing") and bitsandbytes.__version__
 from peft.tuners.lora import bnb
 assert bnb.bnb.nn.Linear4bit is bitsandbytes.nn.Linear4bit and sys.modules["peft.helpers"].bnb is bitsandbytes
+assert unwrap_peft_model(net) is net
+adapted = peft.get_peft_model(torch.nn.Sequential(net), peft.LoraConfig(target_modules=["0"]))
+assert unwrap_peft_model(adapted) is adapted.base_model.model
 """
 
 
@@ -61,11 +70,11 @@ def test_a_mistake_is_refused_before_the_libraries_are_imported():
 
 
 def test_a_launch_imports_no_more_than_its_checks_need(tmp_path):
-    """--show reads no rows. A check that needs torch refuses --gpus. bitsandbytes then loads at its first use, for peft
-    too."""
+    """--show reads no rows and builds no model. A check that needs torch refuses --gpus. bitsandbytes then loads at its
+    first use, for peft too, and transformers knows peft's models once there can be one."""
     words = ["launch", "--gpus", "1000", "recipes/sft.py", "--output_dir", str(tmp_path / "run")]
-    shown = [name for name in SLOW if name != "datasets"]
-    assert imported([["launch", "--show", "recipes/sft.py"], words], then=USE) == ([2], [shown, [*SLOW]])
+    shown, launched = ["torch", "transformers.training_args"], [name for name in SLOW if name != "peft"]
+    assert imported([["launch", "--show", "recipes/sft.py"], words], then=USE) == ([2], [shown, launched])
 
 
 def test_the_interpreter_ends_without_collecting_what_the_libraries_made():

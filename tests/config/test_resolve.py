@@ -15,6 +15,7 @@ from zerofit import hardware
 from zerofit.config import arguments, resolve
 from zerofit.errors import UserError
 from zerofit.launch import launch
+from zerofit.model import load
 from zerofit.settings import AFTER_RESOLVING, WORDS, decide
 
 SRC = ROOT / "src" / "zerofit"
@@ -194,6 +195,13 @@ def test_precision_on_a_cpu(monkeypatch, tmp_path, speedup, width, has_bf16, ran
     assert settings.precision == precision
     assert any(why in sentence for sentence in settings.decisions)
     assert resolve.resolve_settings("sft", [*flags, "--bf16", "false"], ranks).precision == "fp32"
+
+
+@pytest.mark.parametrize(("model", "sizes"), [("gpt2", (768, 3072)), ("llama3.1-8b", (4096, 14336))])
+def test_the_widths_of_a_model_are_those_of_its_configuration(model, sizes):
+    """GPT-2's config.json has other names for them."""
+    flags = ["--model", str(ROOT / "tests/configs" / model), "--data", "none"]
+    assert load.widths(resolve.resolve_settings("sft", flags, 1)) == sizes
 
 
 def test_a_model_that_is_not_there_is_no_reason_to_fail_yet(monkeypatch, tmp_path):

@@ -5,6 +5,7 @@ import functools
 import gzip
 import json
 import os
+import tracemalloc
 from collections import Counter
 from types import SimpleNamespace
 
@@ -962,6 +963,8 @@ def test_eval_fraction_is_disjoint_and_repeatable(tokenizer):
     questions = {tuple(r["input_ids"]) for r in held_out.dataset}
     assert not questions & {tuple(r["input_ids"]) for r in train.dataset}
     assert train.statistics["tokens"] == sum(len(r["input_ids"]) for r in train.dataset)
+    trained = sum(t != -100 for r in held_out.dataset for t in r["labels"][1:])
+    assert held_out.statistics["supervised_tokens"] == trained
 
 
 def test_sampler_order_ignores_ranks_and_splits():
@@ -981,6 +984,22 @@ def test_best_fit_decreasing_loses_nothing_and_overfills_nothing():
     assert sorted(i for pack in packs for i in pack) == list(range(500))
     assert all(sum(lengths[i] for i in pack) <= 64 for pack in packs)
     assert len(packs) <= 1.05 * sum(lengths) / 64 + 1
+
+
+def test_packs_and_the_order_of_an_epoch_take_few_bytes_a_row():
+    """10 GB of JSONL are some 10 million rows."""
+    rows, lengths = 50_000, torch.randint(300, 1000, (50_000,), generator=torch.Generator().manual_seed(0)).numpy()
+    tracemalloc.start()
+    try:
+        packs = best_fit_decreasing(lengths, 2048)
+        kept, peak = tracemalloc.get_traced_memory()
+        assert kept < 20 * rows and peak < 80 * rows
+        tracemalloc.reset_peak()
+        assert sum(1 for _ in EpochSampler(rows, 64, seed=0)) == 50_048
+        assert tracemalloc.get_traced_memory()[1] - kept < 40 * rows
+    finally:
+        tracemalloc.stop()
+    assert sorted(i for pack in packs for i in pack) == list(range(rows))
 
 
 def test_collator_masks_padding_by_position_not_by_id():

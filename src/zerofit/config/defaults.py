@@ -179,11 +179,9 @@ def cpu_precision(settings: Settings) -> tuple[str, str]:
     if not hardware.cpu_has_bf16():
         return "fp32", "this CPU has neither avx512_bf16 nor AMX"
     try:
-        config = load.load_config(settings).get_text_config()
+        return hardware.faster_cpu_precision(*load.widths(settings))
     except UserError:  # loading the model reports it; --show needs none
         return "fp32", "the model's config.json is not known"
-    width = getattr(config, "hidden_size", 0)
-    return hardware.faster_cpu_precision(width, getattr(config, "intermediate_size", None) or 4 * width)
 
 
 def _gpu(settings: Settings) -> tuple[str, bool]:

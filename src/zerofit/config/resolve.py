@@ -90,7 +90,7 @@ def _node_local_storage(settings) -> None:
 
 
 def _padding_free(settings: Settings) -> None:
-    """Decide --padding_free and register the attention that keeps the documents of a row apart.
+    """Decide --padding_free and the attention that keeps the documents of a row apart.
 
     Raises: UserError for an attention implementation with which packed documents would read each other, and for
         contradictory flags.
@@ -112,8 +112,8 @@ def _padding_free(settings: Settings) -> None:
         else:
             settings.padding_free = False
     if settings.padding_free and attn == "sdpa":
-        name = attention.register()
-        decide(settings, "attn_implementation", name, "plain sdpa would let the documents of a row read each other")
+        why = "plain sdpa would let the documents of a row read each other"
+        decide(settings, "attn_implementation", attention.NAME, why)
 
 
 def _memory_report(settings: Settings) -> None:

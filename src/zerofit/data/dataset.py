@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from zerofit.data import conversations, encoding, pairs, reading
-from zerofit.data.batches import rows_of_epoch
+from zerofit.data.batches import lengths_of, rows_of_epoch, tables
 from zerofit.data.sources import Source, suffix
 from zerofit.data.tokens import CHUNK, TokenizedDataset
 from zerofit.errors import UserError
@@ -185,7 +185,7 @@ def _encode(chunk: list, kind: str) -> tuple[Counter, object]:
     import pyarrow as pa
 
     (encoder, settings), count = _work, Counter()
-    encoded = reading.tokenised([(*row, kind) for row in chunk], settings, encoder, count)
+    encoded = reading.tokenised([(*row, kind) for row in chunk], settings, encoder, count, as_arrays=True)
     kept = [row for row in encoded if row is not None]
     if not kept:
         return count, None
@@ -193,12 +193,12 @@ def _encode(chunk: list, kind: str) -> tuple[Counter, object]:
     return count, pa.record_batch(columns, names=COLUMNS[: len(columns)])
 
 
-def _list_array(rows: Sequence[list[int]]):
+def _list_array(rows: Sequence[list[int] | np.ndarray]):
     """Return the rows as an Arrow array of lists, in less time than pa.array takes for lists of Python numbers."""
     import pyarrow as pa
 
     offsets = np.cumsum([0, *map(len, rows)], dtype=np.int32)
-    return pa.ListArray.from_arrays(offsets, np.concatenate([np.array(row, dtype=np.int32) for row in rows]))
+    return pa.ListArray.from_arrays(offsets, np.concatenate([np.asarray(row, dtype=np.int32) for row in rows]))
 
 
 def _encoded(chunks: Iterator[list], kind: str, pool, workers: int) -> Iterator[tuple[Counter, object]]:
@@ -288,15 +288,24 @@ def split(tokens: TokenizedDataset, settings) -> tuple[TokenizedDataset, Tokeniz
     eval_rows = round(len(tokens) * settings.eval_fraction)
     if eval_rows < 1 or eval_rows == len(tokens):
         raise UserError(f"--eval_fraction {settings.eval_fraction} of {len(tokens)} rows leaves one side empty.")
-    order = torch.randperm(len(tokens), generator=torch.Generator().manual_seed(settings.seed)).tolist()
+    order = torch.randperm(len(tokens), generator=torch.Generator().manual_seed(settings.seed)).numpy()
     parts = []
-    for chosen in (sorted(order[eval_rows:]), sorted(order[:eval_rows])):
+    for chosen in (np.sort(order[eval_rows:]), np.sort(order[:eval_rows])):
         part = tokens.dataset.select(chosen)
-        count = {"kept": len(part), "tokens": sum(map(len, part["input_ids"]))}
-        count["supervised_tokens"] = sum(t != conversations.IGNORE for row in part["labels"] for t in row[1:])
+        count = {"kept": len(part), "tokens": int(lengths_of(part).sum())}
+        count["supervised_tokens"] = sum(_supervised(table["labels"]) for table in tables(part, ["labels"]))
         weights = tokens.weights and [tokens.weights[i] for i in chosen]
         parts.append(TokenizedDataset(part, tokens.statistics | count, tokens.fingerprint, weights))
     return parts[0], parts[1]
+
+
+def _supervised(labels) -> int:
+    """Return how many labels of an Arrow list column are trained on: not the first of a row, which is not predicted."""
+    import pyarrow.compute as pc
+
+    every, first = pc.list_flatten(labels), pc.list_element(labels, 0)
+    every, first = (pc.sum(pc.not_equal(part, conversations.IGNORE)).as_py() or 0 for part in (every, first))
+    return every - first
 
 
 def describe(name: str, tokens: TokenizedDataset) -> str:

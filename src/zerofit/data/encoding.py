@@ -30,6 +30,7 @@ class Encoder:
     def __init__(self, tokenizer, train_on: str = "assistant"):
         self.tokenizer, self.train_on = tokenizer, train_on
         self.notes: Counter = Counter()  # warning -> number of rows
+        self.special_tokens = tokenizer.special_tokens_map  # made anew at each use
         self.marked = re.search(r"\{%-?\s*generation\s*-?%\}", tokenizer.chat_template) is not None
         words = {t.content for t in tokenizer.added_tokens_decoder.values() if t.special}
         words |= {w for w in tokenizer.all_special_tokens if w}
@@ -56,10 +57,12 @@ class Encoder:
         self,
         rows: list[tuple[str, conversations.Conversation | str | dict]],
         refuse: Callable[[str, UserError], None] | None = None,
-    ) -> list[tuple[list[int], list[int]] | None]:
+        as_arrays: bool = False,
+    ) -> list[tuple[list[int], list[int]] | tuple[np.ndarray, np.ndarray] | None]:
         """Encode [(place, parsed row)] as [(input_ids, labels)], in order; untrained labels are IGNORE.
 
-        Args: refuse: called with place and error of an unusable row, for which None is returned.
+        Args: refuse: called with place and error of an unusable row, for which None is returned. as_arrays: return
+            rows that were labelled as arrays (int32) as they are, without making lists of them.
         Raises: UserError for an unusable row, without `refuse`.
         """
         encoded: list[Any] = [None] * len(rows)
@@ -85,23 +88,27 @@ class Encoder:
             backend.encode_special_tokens = False  # calls with split_special_tokens leave it on
             backend.no_truncation()  # tokenizer.json may set both
             backend.no_padding()
-            for i, row in zip(slots, self._labelled_texts(texts, spans), strict=True):
+            for i, row in zip(slots, self._labelled_texts(texts, spans, as_arrays), strict=True):
                 encoded[i] = row
         return encoded
 
     def _labelled_texts(
-        self, texts: list[str], spans: list[list[tuple[int, int]]]
-    ) -> Iterator[tuple[list[int], list[int]]]:
+        self, texts: list[str], spans: list[list[tuple[int, int]]], as_arrays: bool
+    ) -> Iterator[tuple[list[int], list[int]] | tuple[np.ndarray, np.ndarray]]:
         """Yield (ids, labels) of rendered texts, placed by the bytes of the tokens where these are known."""
         backend, token_bytes = self.tokenizer.backend_tokenizer, self.token_bytes
         encode_batch = backend.encode_batch if token_bytes is None else backend.encode_batch_fast  # without offsets
-        normalizer, row = backend.normalizer, None
+        normalizer = backend.normalizer
         for encoding, text, row_spans in zip(encode_batch(texts, add_special_tokens=False), texts, spans, strict=True):
+            row = None
+            if token_bytes is not None and _keeps(normalizer, text):
+                row = _labelled_by_bytes(np.array(encoding.ids, dtype=np.int32), text, row_spans, token_bytes)
+            if row is not None:
+                yield row if as_arrays else (row[0].tolist(), row[1].tolist())
+                continue
             if token_bytes is not None:
-                kept = _keeps(normalizer, text)
-                row = _labelled_by_bytes(encoding.ids, text, row_spans, token_bytes) if kept else None
-                encoding = encoding if row else backend.encode(text, add_special_tokens=False)
-            yield row or _labelled(encoding, len(text), row_spans, self.special_ids)
+                encoding = backend.encode(text, add_special_tokens=False)  # with offsets
+            yield _labelled(encoding, len(text), row_spans, self.special_ids)
 
     def _ids(self, place: str, content: conversations.Conversation | str | dict) -> tuple[list[int], list[int]]:
         """Encode token lists, plain text, or a conversation whose text holds control words."""
@@ -225,7 +232,7 @@ class Encoder:
             texts, marks = render_jinja_template(
                 conversations=[conversation.turns], tools=conversation.tools,
                 chat_template=self.tokenizer.chat_template,
-                return_assistant_tokens_mask=True, **self.tokenizer.special_tokens_map,
+                return_assistant_tokens_mask=True, **self.special_tokens,
             )  # fmt: skip
         return texts[0], marks[0]
 
@@ -418,15 +425,15 @@ def _keeps(normalizer, text: str) -> bool:
 
 
 def _labelled_by_bytes(
-    ids: list[int], text: str, spans: list[tuple[int, int]], token_bytes: np.ndarray
-) -> tuple[list[int], list[int]] | None:
+    ids: np.ndarray, text: str, spans: list[tuple[int, int]], token_bytes: np.ndarray
+) -> tuple[np.ndarray, np.ndarray] | None:
     """Return what `_labelled` does; None if the tokens do not add up to the bytes of the text."""
     if not text.isascii():
         spans = [(len(text[:start].encode()), len(text[:end].encode())) for start, end in spans]
-    ends = token_bytes[np.array(ids, dtype=np.int64)].cumsum()
-    if not ids or ends[-1] != (len(text) if text.isascii() else len(text.encode())):
+    ends = token_bytes[ids].cumsum()
+    if not len(ids) or ends[-1] != (len(text) if text.isascii() else len(text.encode())):
         return None
-    labels = [conversations.IGNORE] * len(ids)
+    labels = np.full_like(ids, conversations.IGNORE)
     bounds = zip(
         ends.searchsorted([start for start, _ in spans], "right").tolist(),
         ends.searchsorted([end for _, end in spans], "left").tolist(),

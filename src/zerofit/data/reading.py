@@ -7,6 +7,8 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
+import numpy as np
+
 from zerofit.data import conversations, encoding, pairs
 from zerofit.data.sources import Source, json_object, read_rows
 from zerofit.errors import UserError
@@ -33,11 +35,13 @@ COUNTS = (
 )
 
 
-def tokenised(raw: Iterable[tuple], settings, encoder: encoding.Encoder, count: Counter) -> list[tuple | None]:
+def tokenised(
+    raw: Iterable[tuple], settings, encoder: encoding.Encoder, count: Counter, as_arrays: bool = False
+) -> list[tuple | None]:
     """Tokenize (place, row of sources.read_rows, format) into (input_ids, labels), None if dropped; pairs of a
     preference set into (input_ids, labels, lengths).
 
-    An empty format ("") is detected row by row.
+    An empty format ("") is detected row by row. as_arrays: see Encoder.encode.
     Raises: UserError for a row that cannot be used, unless --bad_rows drop.
     """
     names, tokenized, parsed, slots = _names(settings), [], [], []
@@ -65,7 +69,7 @@ def tokenised(raw: Iterable[tuple], settings, encoder: encoding.Encoder, count: 
             slots.append(len(tokenized) - 1)
             count[f"format {kind}"] += 1
             count.update(f"not used {name}" for name in conversations.not_used(columns, kind))
-    encoded = encoder.encode(parsed, lambda place, error: _refuse(place, error, settings, count))
+    encoded = encoder.encode(parsed, lambda place, error: _refuse(place, error, settings, count), as_arrays)
     for i, pair in zip(slots, encoded, strict=True):
         tokenized[i] = None if pair is None else truncate(*pair, settings, count)
     _count_notes(encoder, count)
@@ -220,7 +224,10 @@ def truncate(ids: list[int], labels: list[int], settings, count: Counter) -> tup
         kept = slice(-longest, None) if settings.truncation == "truncate_left" else slice(longest)
         ids, labels = ids[kept], labels[kept]
     # Labels are shifted by one, so the first is never predicted.
-    supervised = len(labels) - 1 - labels.count(conversations.IGNORE) + (labels[0] == conversations.IGNORE)
+    if isinstance(labels, np.ndarray):
+        supervised = int(np.count_nonzero(labels[1:] != conversations.IGNORE))
+    else:
+        supervised = len(labels) - 1 - labels.count(conversations.IGNORE) + (labels[0] == conversations.IGNORE)
     if supervised <= 0:
         count["dropped_no_answer_left"] += 1
         return None

@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from zerofit.data.batches import best_fit_decreasing, join
+from zerofit.data.batches import best_fit_decreasing, join, lengths_of
 
 CHUNK = 500  # rows encoded per call
 
@@ -41,17 +42,17 @@ class PackedDataset(torch.utils.data.Dataset):
     """
 
     def __init__(self, documents, max_length: int, weights: list[float] | None = None):
-        self.documents, self.packs, self.weights = documents, [], None if weights is None else []
-        lengths = [len(ids) for ids in documents["input_ids"]]
-        for weight in [None] if weights is None else sorted(set(weights)):
-            group = [i for i in range(len(lengths)) if weights is None or weights[i] == weight]
-            packs = best_fit_decreasing([lengths[i] for i in group], max_length)
-            self.packs += [[group[i] for i in pack] for pack in packs]
-            if weights is not None:
-                self.weights += [weight] * len(packs)
-        if weights is not None:  # fullest first, as without weights: trial.longest_rows measures the first packs
-            order = sorted(range(len(self.packs)), key=lambda i: -sum(lengths[j] for j in self.packs[i]))
-            self.packs, self.weights = [self.packs[i] for i in order], [self.weights[i] for i in order]
+        self.documents, self.weights, lengths = documents, None, lengths_of(documents)
+        if weights is None:
+            self.packs = best_fit_decreasing(lengths, max_length)
+            return
+        packs = []
+        for weight in sorted(set(weights)):
+            group = np.flatnonzero(np.array(weights) == weight)
+            packs += [(group[pack].tolist(), weight) for pack in best_fit_decreasing(lengths[group], max_length)]
+        # fullest first, as without weights: trial.longest_rows measures the first packs
+        packs.sort(key=lambda pair: -lengths[pair[0]].sum())
+        self.packs, self.weights = [pack for pack, _ in packs], [weight for _, weight in packs]
 
     def __len__(self) -> int:
         return len(self.packs)

@@ -29,7 +29,7 @@ FORKS = "ZEROFIT_FORK"
 POLL_SECONDS = 0.02
 
 # What launcher and ranks import later, so that it is loaded once.
-OF_BOTH = ("datasets",)
+OF_BOTH = ("datasets", "transformers.modeling_utils")
 
 # What a rank imports beside the launcher.
 OF_RANKS = ("transformers.trainer", "zerofit.recipe", "zerofit.train.run", "zerofit.train.trainer")

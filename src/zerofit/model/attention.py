@@ -15,9 +15,6 @@ import sys
 
 import torch
 from accelerate.utils import send_to_device
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
 from zerofit.errors import UserError
 from zerofit.model import patches
@@ -75,7 +72,7 @@ def check_available(name: str, use_cpu: bool) -> None:
 
 
 def resolve_for_model(settings, config) -> None:
-    """Choose and validate the attention implementation from config.json, before loading weights.
+    """Choose, validate and register the attention implementation from config.json, before loading weights.
 
     Args: config: of the model; settings: padding_free is turned off in it if documents cannot be kept apart.
     Raises: UserError for --packing in that case, and for dropout that the implementation would ignore.
@@ -104,6 +101,8 @@ def resolve_for_model(settings, config) -> None:
             f"{key} {dropout}: the varlen kernel has no dropout; documents are attended to one by one, which is slower"
         )
     _eager_where_sdpa_is_missing(settings, config)
+    if settings.attn_implementation == NAME:
+        register()
 
 
 def class_of(config):
@@ -166,6 +165,8 @@ def packed_attention(module, query, key, value, attention_mask, dropout=0.0, sca
     bounds = kwargs.get("cu_seq_lens_q")
     window = kwargs.get("sliding_window") or 0
     if bounds is None:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
         if attention_mask is None and query.shape[2] == key.shape[2] > window > 0:
             attention_mask = _window_mask(query.shape[2], window, query.device)
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
@@ -249,6 +250,8 @@ def _varlen(query, key, value, bounds, longest, window, scaling):
 
 def mask(*args, attention_mask=None, **kwargs):
     """Return no mask for packed documents; sdpa's for padded batches (evaluation, generation)."""
+    from transformers.masking_utils import sdpa_mask
+
     return None if attention_mask is None else sdpa_mask(*args, attention_mask=attention_mask, **kwargs)
 
 
@@ -257,6 +260,8 @@ def register(documents=None) -> str:
 
     Args: documents: see packed_attention.
     """
+    from transformers import AttentionInterface, AttentionMaskInterface  # seconds, and not for the flags
+
     AttentionInterface.register(NAME, functools.partial(packed_attention, documents=documents))
     AttentionMaskInterface.register(NAME, mask)
     patches.look_for_no_documents(NAME)

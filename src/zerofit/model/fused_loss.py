@@ -9,11 +9,11 @@ supports neither a soft cap nor a scale.
 """
 
 import contextlib
+import functools
 import importlib.util
 
 import torch
 from torch.autograd.function import once_differentiable
-from transformers.modeling_outputs import BaseModelOutput
 
 from zerofit import distributed
 from zerofit.errors import UserError
@@ -233,12 +233,17 @@ def find_head(model) -> torch.nn.Linear:
     return head
 
 
-class _Outputs(BaseModelOutput):
-    """Output of a backbone; every other attribute that a model reads (cache, router logits ...) is None."""
+@functools.cache
+def _outputs() -> type:
+    """Return a class for a backbone's output: other attributes that a model reads (cache, router logits) are None."""
+    from transformers.modeling_outputs import BaseModelOutput  # a second, with the model code that it imports
 
-    def __getattr__(self, name):
-        if name.startswith("_"):
-            raise AttributeError(name)
+    class Outputs(BaseModelOutput):
+        def __getattr__(self, name):
+            if name.startswith("_"):
+                raise AttributeError(name)
+
+    return Outputs
 
 
 def logit_form(base, head) -> tuple[float, float | None]:
@@ -267,7 +272,7 @@ def logit_form(base, head) -> tuple[float, float | None]:
     if hasattr(base.config, "output_router_logits"):
         inputs["output_router_logits"] = False  # the replaced layers return none; RouterLoss adds that loss
     losses = []
-    with _attribute(backbone, "forward", lambda *_, **__: _Outputs(last_hidden_state=hidden)):
+    with _attribute(backbone, "forward", lambda *_, **__: _outputs()(last_hidden_state=hidden)):
         for logits in (grid, grid[..., :0]):
             with _attribute(head, "forward", lambda _, logits=logits: logits.clone()), _loss_function(base, note):
                 try:

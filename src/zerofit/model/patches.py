@@ -7,6 +7,7 @@ docs/patches.toml lists all, with the private names that are used elsewhere.
 import importlib.util
 import sys
 import threading
+import types
 
 
 def load_bitsandbytes_on_use() -> None:
@@ -32,6 +33,30 @@ def load_bitsandbytes_on_use() -> None:
 
     module.__getattr__ = load
     sys.modules["bitsandbytes"] = module
+
+
+def load_peft_on_use() -> None:
+    """Import transformers' trainer_utils (5.23) without peft (0.21.2), which it needs for `isinstance` only.
+
+    TrainingArguments import it, and with peft all model code of transformers: 60 % of the seconds until a command line
+    is parsed. In place of its two classes are some that ask peft's once peft is loaded: before, nothing is one of them.
+    """
+    spec = importlib.util.find_spec("peft")
+    if spec is None or not {"peft", "transformers.trainer_utils"}.isdisjoint(sys.modules):
+        return
+
+    class OfPeft(type):
+        def __instancecheck__(cls, model):
+            return isinstance(model, getattr(sys.modules.get("peft"), cls.__name__, ()))
+
+    classes = types.ModuleType("peft")
+    classes.__spec__ = spec
+    classes.PeftModel, classes.PeftMixedModel = OfPeft("PeftModel", (), {}), OfPeft("PeftMixedModel", (), {})
+    sys.modules["peft"] = classes
+    try:
+        importlib.import_module("transformers.trainer_utils")
+    finally:
+        del sys.modules["peft"]
 
 
 def release_gathered_4bit_weights() -> None:

@@ -96,7 +96,7 @@ def resolve(settings) -> None:
             "mask on, and only sdpa was compared with one process; use sdpa."
         )
     # Without a mask it knows documents by their bounds, and a layer's window by its argument.
-    decide(settings, "attn_implementation", attention.register(), "stages pass no attention mask on")
+    decide(settings, "attn_implementation", attention.NAME, "stages pass no attention mask on")
 
 
 def resolve_for_model(settings, config) -> None:

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from transformers import AttentionInterface, AttentionMaskInterface
 
 from zerofit import distributed
 from zerofit.errors import UserError
@@ -69,12 +68,11 @@ def resolve(settings) -> None:
     _check_flags(settings)
     if settings.deepspeed is not None and "train_batch_size" in settings.deepspeed:
         settings.deepspeed["train_batch_size"] = "auto"  # DeepSpeed counts a group's rows once for each rank
-    register()
     decide(settings, "attn_implementation", NAME, f"the {size} ranks of a group exchange tokens for heads around it")
 
 
 def resolve_for_model(settings, config) -> None:
-    """Check that the layers of a model can be computed on slices of the tokens, before loading weights.
+    """Check that the layers of a model can be computed on slices of the tokens, and register the attention for it.
 
     Args: config: of the model.
     Raises: UserError.
@@ -99,6 +97,7 @@ def resolve_for_model(settings, config) -> None:
     if heads % size:
         divisors = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
         raise UserError(f"--sp_size {size}: must divide the model's {heads} attention heads; use one of {divisors}.")
+    register()
 
 
 # --- training ---
@@ -214,6 +213,8 @@ def register(documents=None) -> None:
 
     Args: documents: see attention.packed_attention.
     """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
     AttentionInterface.register(NAME, functools.partial(sequence_attention, documents=documents))
     AttentionMaskInterface.register(NAME, attention.mask)
     patches.look_for_no_documents(NAME)

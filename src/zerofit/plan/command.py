@@ -138,6 +138,7 @@ def with_real_lengths(
 
 def _lengths(settings) -> tuple[int, ...]:
     """Return the tokens of each row of the training data; of each pack, or of the longer side of each pair."""
+    from zerofit.data.batches import lengths_of
     from zerofit.data.load import load_datasets
     from zerofit.model.load import load_tokenizer
 
@@ -146,9 +147,9 @@ def _lengths(settings) -> tuple[int, ...]:
     if settings.documents_per_row == 2:
         return tuple(map(max, sequences["lengths"]))
     if not settings.packing:
-        return tuple(len(ids) for ids in sequences["input_ids"])
-    lengths = [len(ids) for ids in sequences.documents["input_ids"]]
-    return tuple(sum(lengths[i] for i in pack) for pack in sequences.packs)
+        return tuple(lengths_of(sequences).tolist())
+    lengths = lengths_of(sequences.documents)
+    return tuple(int(lengths[pack].sum()) for pack in sequences.packs)
 
 
 def _machines(nodes: str, gpus: int) -> tuple[int, int]:

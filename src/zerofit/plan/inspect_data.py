@@ -288,7 +288,7 @@ def packing(lengths: np.ndarray, settings) -> dict:
 
     from zerofit.data.batches import best_fit_decreasing
 
-    packs, tokens = len(best_fit_decreasing(lengths.ravel().tolist(), settings.max_length)), int(lengths.sum())
+    packs, tokens = len(best_fit_decreasing(lengths.ravel(), settings.max_length)), int(lengths.sum())
     seed, order = order_seed(settings), np.arange(len(lengths))
     if seed is not None:
         order = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(seed)).numpy()
