@@ -118,7 +118,7 @@ def plan(point: dict) -> dict:
     gpu, ranks = hardware.find(point["gpu"]), int(point["gpus"])
     (candidate,) = candidates.candidates(point["method"], flags_of(point), ranks, gpu)
     began = time.perf_counter()
-    os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True" if "expandable_segments" in point["stack"] else ""
+    os.environ["PYTORCH_ALLOC_CONF"] = f"expandable_segments:{'expandable_segments' in point['stack']}"
     figures = _simulated(candidate, ranks, gpu)
     if "failed" in figures:
         return figures

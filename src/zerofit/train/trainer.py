@@ -23,7 +23,6 @@ from zerofit.errors import Stopped, UserError, first_line
 from zerofit.model import (
     adapters,
     attention,
-    ddp,
     experts,
     fused_loss,
     generation,
@@ -119,7 +118,9 @@ class ZerofitTrainer(Trainer):
             else training_sampler(self.train_dataset, arguments, train_set.weights, settings.data_ranks)
         )
         self.eval_loader = None
-        ddp.apply(self)
+        if (ddp := self.accelerator.ddp_handler) is not None:
+            ddp.gradient_as_bucket_view = True  # saves a copy of the gradients
+            ddp.static_graph = bool(settings.ddp_static_graph)
         for callback in (PrinterCallback, ProgressCallback):
             self.remove_callback(callback)
         self.guard = nan_guard.NanGuard(self)
