@@ -29,7 +29,9 @@ NO_LOSS = {"cross_entropy": False, "fused_linear_cross_entropy": False}
 
 TOKENS = 64  # of the proof
 
-BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.01}  # of the relative errors of `errors`
+# Of the relative errors of `errors`. Rounding alone makes up to 0.017 in bf16 and 0.002 in fp16 in the tested models of
+# width 512, a missing rotation 0.18 or more.
+BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.01}
 
 
 def resolve(settings) -> None:
@@ -166,7 +168,8 @@ def _layer(config, dtype: torch.dtype, device: torch.device):
 
     unset_hf_deepspeed_config()  # one of an earlier run in this process would shard the model
     config = copy.deepcopy(config)
-    config.update({"num_hidden_layers": 1, "vocab_size": 8, "pad_token_id": None, "use_cache": False})
+    config.update(dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")) | {"vocab_size": 8})
+    config.update({"num_hidden_layers": 1, "use_cache": False})
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:1]
     with device:

@@ -250,6 +250,7 @@ class ZerofitTrainer(Trainer):
                 prefetch_factor=args.dataloader_prefetch_factor,
                 multiprocessing_context=args.dataloader_multiprocessing_context,
                 in_order=args.dataloader_in_order,
+                worker_init_fn=rank_status.end_with_rank_only,
                 # Without one, opening a loader draws from torch's: dropout would change with each evaluation.
                 generator=torch.Generator().manual_seed(args.seed),
             )
