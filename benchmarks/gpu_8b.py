@@ -1,7 +1,7 @@
 """Measure speed and memory of one GPU on Llama-3.1-8B's shape with random weights, beside the planner's peak.
 
 python benchmarks/gpu_8b.py lora                        # about 9 minutes on an H200; needs 141 GB for all settings
-python benchmarks/gpu_8b.py full --only 'pure-default|pure-liger'
+python benchmarks/gpu_8b.py full --only 'pure-selective|pure-no-liger'
 python benchmarks/gpu_8b.py qlora --out runs/qlora-8b   # saves a base of 16 GB into runs/gpu-8b-files first
 
 Settings run one at a time, each ended after 7 steps, so no model is saved. An optimizer step takes 16 rows of 2,048
@@ -30,11 +30,7 @@ SECONDS = 150  # for one setting
 FILES = ROOT / "runs" / "gpu-8b-files"
 COMMON = f"--max_length {LENGTH} --effective_batch_size {ROWS} --max_steps 40 --logging_steps 1 --save_strategy no " \
          "--num_samples 0 --eval_strategy no --learning_rate 1e-5"  # fmt: skip
-# Both names: torch before 2.13 reads the second.
-EXPANDABLE, NOT_EXPANDABLE = (
-    dict.fromkeys(("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), f"expandable_segments:{on}")
-    for on in (True, False)
-)
+NOT_EXPANDABLE = {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}
 DENSE = "--gradient_checkpointing false"
 SELECTIVE = "--gradient_checkpointing_policy selective"
 PURE = "--pure_bf16 true"
@@ -74,12 +70,12 @@ KINDS = {
         Setting("selective", SELECTIVE),
         Setting("no-checkpointing", DENSE),
         Setting("no-checkpointing-micro4", DENSE, 4),
-        Setting("liger", f"{DENSE} --use_liger_kernel true", package="liger_kernel"),
+        Setting("no-liger", f"{DENSE} --use_liger_kernel false"),
         Setting("zero1-bf16-adapters", f"--zero 1 {DENSE}", 4),
-        Setting("mixed", DENSE, rows="mixed", variables=NOT_EXPANDABLE),
-        Setting("mixed-expandable", DENSE, rows="mixed", variables=EXPANDABLE),
+        Setting("mixed", DENSE, rows="mixed"),
+        Setting("no-expandable", DENSE, rows="mixed", variables=NOT_EXPANDABLE),
+        Setting("no-workers", f"{DENSE} --dataloader_num_workers 0", rows="mixed"),
         Setting("mixed-padded", f"{DENSE} --padding_free false", rows="mixed"),
-        Setting("mixed-workers", f"{DENSE} --dataloader_num_workers 2", rows="mixed"),
         Setting("compile", f"{DENSE} --torch_compile true", 4),
     ],
     "full": [
@@ -87,7 +83,7 @@ KINDS = {
         full("pure-python-adam", f"{PURE} --optim_args compile=false", 8),
         full("pure-selective", f"{PURE} {SELECTIVE}"),
         full("pure-no-checkpointing", f"{PURE} {DENSE}"),
-        full("pure-liger", f"{PURE} {SELECTIVE} --use_liger_kernel true", package="liger_kernel"),
+        full("pure-no-liger", f"{PURE} {SELECTIVE} --use_liger_kernel false"),
         full("pure-8bit-adam", f"{PURE} {SELECTIVE} --optim adamw_8bit", package="bitsandbytes"),
         full("zero1-8bit-adam", "--zero 1 --optim adamw_8bit", package="bitsandbytes"),
         full("zero2-sgd", "--zero 2 --optim sgd"),

@@ -1,6 +1,8 @@
 """Configure torch's memory allocators before torch is imported; compute the size of pinned blocks."""
 
 import os
+import platform
+import sys
 from importlib import metadata
 
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is torch's older name, still read
@@ -9,24 +11,64 @@ PINNED_ROUND_KEY = "pinned_max_round_threshold_mb"  # torch 2.13 and newer
 
 PINNED_ROUND_MIB = 256
 
+EXPANDABLE_KEY = "expandable_segments"
+
+PROOF_BYTES = 64 * 2**20  # several pages of an expandable segment
+
 
 def configure() -> None:
-    """Make torch pin blocks above 256 MiB at their exact size, unless the user has set a threshold.
+    """Set expandable segments unless the user has set the allocator, and pin blocks above 256 MiB at their exact size.
 
-    CPU offload pins blocks of several GiB (DeepSpeed's fp32 weights, gradients and 16-bit buffers). torch rounds each
-    up to a power of two (aten/src/ATen/core/CachingHostAllocator.h), which can double the host memory of a job.
+    Rows of different lengths leave the usual segments with holes that longer rows cannot use. CPU offload pins blocks
+    of several GiB (DeepSpeed's fp32 weights, gradients and 16-bit buffers), which torch rounds up to a power of two
+    (aten/src/ATen/core/CachingHostAllocator.h): that can double the host memory of a job.
     """
-    if not _has_threshold():
-        return
-    name = next((name for name in VARIABLES if os.environ.get(name)), VARIABLES[0])
-    settings = os.environ.get(name, "")
-    if PINNED_ROUND_KEY not in settings:
-        os.environ[name] = f"{settings},{default()}".lstrip(",")
+    name = next((name for name in VARIABLES if os.environ.get(name)), None)
+    if name is None and default():
+        os.environ[VARIABLES[0]] = default()
+    elif name and _has_threshold() and PINNED_ROUND_KEY not in os.environ[name]:
+        os.environ[name] = f"{os.environ[name]},{_pinned()}"
 
 
 def default() -> str:
-    """Return the allocator setting that `configure` adds to the environment."""
-    return f"{PINNED_ROUND_KEY}:{PINNED_ROUND_MIB}"
+    """Return the allocator settings that `configure` sets where the user has set none."""
+    return ",".join([f"{EXPANDABLE_KEY}:True"] * _has_expandable() + [_pinned()] * _has_threshold())
+
+
+def prove_expandable() -> str | None:
+    """Allocate on this rank's GPU, and go back to torch's usual segments where its driver refuses expandable ones.
+
+    Returns: the sentence to say of the kit's setting; None where the setting is the user's.
+    """
+    if os.environ.get(VARIABLES[0]) != default() or not expandable_segments():
+        return None
+    import torch
+
+    from zerofit.errors import first_line
+
+    try:
+        _allocate()
+        return f"{EXPANDABLE_KEY} True: rows of different lengths leave less memory unused (off: {off()})"
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        os.environ[VARIABLES[0]] = ",".join([f"{EXPANDABLE_KEY}:False"] + [_pinned()] * _has_threshold())
+        torch.cuda.memory._set_allocator_settings(os.environ[VARIABLES[0]])
+        _allocate()
+        return f"{EXPANDABLE_KEY} False: the driver refuses them ({first_line(error)})"
+
+
+def off() -> str:
+    """Return the assignment that turns expandable segments off."""
+    return f"{VARIABLES[0]}={EXPANDABLE_KEY}:False"
+
+
+def _allocate() -> None:
+    import torch
+
+    torch.empty(PROOF_BYTES, dtype=torch.uint8, device="cuda").fill_(1)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
 
 
 def pinned_bytes(size: int) -> int:
@@ -40,7 +82,16 @@ def pinned_bytes(size: int) -> int:
 def expandable_segments() -> bool:
     """Return whether the environment turns on the CUDA allocator's expandable segments."""
     settings = ",".join(os.environ.get(name, "") for name in VARIABLES)
-    return "expandable_segments:true" in settings.replace(" ", "").lower()
+    return f"{EXPANDABLE_KEY}:true" in settings.replace(" ", "").lower()
+
+
+def _pinned() -> str:
+    return f"{PINNED_ROUND_KEY}:{PINNED_ROUND_MIB}"
+
+
+def _has_expandable() -> bool:
+    """Return whether torch has expandable segments here: not under WSL2, whose driver fails (pytorch issue 192330)."""
+    return sys.platform == "linux" and "microsoft" not in platform.release().lower()
 
 
 def _has_threshold() -> bool:

@@ -7,10 +7,10 @@ import warnings
 
 
 def optional_packages() -> None:
-    """Silence torchao's and bitsandbytes' warnings about kernels for absent hardware.
+    """Silence warnings of torchao, bitsandbytes and Liger about kernels for absent hardware.
 
-    They are logged when transformers is imported, so this runs at the first import of zerofit."""
-    for name in ("torchao", "bitsandbytes", "bitsandbytes.backends.cpu.ops"):
+    Most are logged when transformers is imported, so this runs at the first import of zerofit."""
+    for name in ("torchao", "bitsandbytes", "bitsandbytes.backends.cpu.ops", "liger_kernel.backends.registry"):
         logging.getLogger(name).setLevel(logging.ERROR)
     logging.getLogger("torch.utils._pytree").addFilter(lambda record: "register_constant" not in record.getMessage())
 

@@ -64,6 +64,21 @@ def folder() -> Path | None:
     return Path(os.environ[FOLDER]) if os.environ.get(FOLDER) else None
 
 
+def end_with_rank_only(worker: int) -> None:
+    """Let a data worker end at a SIGTERM of its rank, which torch sends, but not at SLURM's to every process.
+
+    torch's own handler would end it at both, and with it the rank, which still has a step to finish.
+    """
+
+    def wait() -> None:
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+            pass
+        os._exit(0)
+
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    threading.Thread(target=wait, daemon=True).start()
+
+
 def end_with_supervisor() -> None:
     """End this process (torchrun or a rank) when its supervisor dies, so that no orphan goes on training.
 

@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from zerofit import distributed, log_filters
+from zerofit import allocator, distributed, log_filters
 from zerofit.config import resolve
 from zerofit.data import hub
 from zerofit.errors import printable
@@ -47,7 +47,7 @@ def start_processes(settings: Settings, train_set, eval_set):
     """
     from zerofit import rank_status, run_folder
     from zerofit.config import nvme
-    from zerofit.model import attention
+    from zerofit.model import attention, liger
     from zerofit.train import deepspeed_ops, memory_report, network_check
     from zerofit.train.checkpoint import node_local, resume
     from zerofit.train.trainer import training_arguments
@@ -58,6 +58,9 @@ def start_processes(settings: Settings, train_set, eval_set):
         preflight.publish(preflight.check(settings))  # the other ranks wait in distributed.start
     attention.avoid_wrong_kernels(settings)
     distributed.start(settings)
+    if not settings.use_cpu and (sentences := [*filter(None, distributed.all_gather(allocator.prove_expandable()))]):
+        settings.decisions.append(min(sentences))  # of a rank that has gone back to the usual segments, if one has
+    liger.prove(settings)
     network_check.check(settings, train_set, eval_set)
     deepspeed_ops.prepare(settings)
     nvme.reserve_folder(settings)

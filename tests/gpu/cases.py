@@ -138,6 +138,7 @@ def memory_techniques() -> list[Case]:
         *(sft(f"fused-loss-z{z}", f"--zero {z} --fused_loss true", "sft bf16", **fused) for z in "023"),
         sft("fused-loss-fp16", "--zero 0 --fused_loss true --fp16 true", must_not_print=FUSED),
         lora("lora-fused-loss", "--zero 0 --fused_loss true", "lora bf16", must_not_print=FUSED),
+        sft("no-liger-z0", "--zero 0 --use_liger_kernel false", "sft bf16"),
         sft("liger-z0", "--zero 0 --use_liger_kernel true", "sft bf16", **liger),
         sft("liger-z3-fused-loss", "--zero 3 --use_liger_kernel true --fused_loss true", "sft bf16", **liger),
         sft("compile", "--zero 0 --torch_compile true", "sft bf16", why="inductor"),
@@ -173,7 +174,7 @@ def reports_and_data() -> list[Case]:
     report, saving = ("peak memory of rank 0",), "--save_strategy steps --save_steps 6"
     return [
         *(sft(f"memory-report-z{z}", f"--zero {z} --memory_report true", "sft bf16", must_print=report) for z in "03"),
-        sft("workers", "--zero 0 --dataloader_num_workers 2", "sft bf16"),
+        sft("no-workers", "--zero 0 --dataloader_num_workers 0", "sft bf16"),
         sft("streaming", "--zero 0 --streaming true"),
         sft("saving-z0", f"--zero 0 {saving}", "sft bf16"),
         sft("saving-z3-all", f"--zero 3 --offload all {saving}", "sft bf16"),

@@ -18,6 +18,7 @@ CASES = {  # (recipe, flags, ranks); more than one rank by torch's fake process 
     "0.5B": ("sft", f"--model qwen2.5-0.5b --zero 0 {COMMON} true", 1),
     "0.5B-z2-8-ranks": ("sft", f"--model qwen2.5-0.5b --zero 2 {COMMON} false", 8),
     "1B-z3-8-ranks": ("sft", f"--model llama3.2-1b --zero 3 {COMMON} true", 8),
+    "1B-liger": ("sft", f"--model llama3.2-1b --zero 0 {COMMON} false --use_liger_kernel true", 1),
     "1B-lora": ("lora", f"--model llama3.2-1b --zero 0 {COMMON} false", 1),
     "2B-eager-z3-8-ranks": ("sft", f"--model gemma2-2b --zero 3 {COMMON} true --attn_implementation eager", 8),
 }

@@ -284,7 +284,7 @@ def test_pinned_blocks_of_a_torch_without_the_threshold(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(allocator.metadata, "version", lambda name: "2.11.0+cu130")
     allocator.configure()
-    assert not any(name in os.environ for name in allocator.VARIABLES)
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
     assert allocator.pinned_bytes(30 * GIB) == 32 * GIB
 
 
@@ -292,7 +292,11 @@ def test_the_users_allocator_settings_stay(monkeypatch):
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     allocator.configure()
-    assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == f"expandable_segments:True,{allocator.default()}"
+    assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == allocator.default() and "PYTORCH_ALLOC_CONF" not in os.environ
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512")
+    allocator.configure()
+    assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == "max_split_size_mb:512,pinned_max_round_threshold_mb:256"
+    assert not allocator.expandable_segments()
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", f"{allocator.PINNED_ROUND_KEY}:8")
     allocator.configure()
     assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == f"{allocator.PINNED_ROUND_KEY}:8"
@@ -304,6 +308,60 @@ def test_torch_knows_the_allocator_setting():
     env = {name: value for name, value in os.environ.items() if name not in allocator.VARIABLES}
     done = python(env, "import zerofit, torch; print(torch._C._accelerator_getAllocatorSettings())")
     assert done.stdout.strip() == allocator.default(), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("system", "release", "on"),
+    [("linux", "6.8.0-45-generic", True), ("linux", "6.6.87.2-microsoft-standard-WSL2", False), ("darwin", "", False)],
+)
+def test_segments_expand_where_torch_has_them(system, release, on, monkeypatch):
+    for name in allocator.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(allocator.sys, "platform", system)
+    monkeypatch.setattr(allocator.platform, "release", lambda: release)
+    allocator.configure()
+    assert allocator.expandable_segments() is on
+
+
+def test_segments_that_the_driver_refuses_are_not_expanded(monkeypatch):
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", allocator.default())
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    set_to = []
+    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", set_to.append)
+
+    def allocate():
+        if allocator.expandable_segments():
+            raise RuntimeError("CUDA driver error: operation not supported")
+
+    monkeypatch.setattr(allocator, "_allocate", allocate)
+    said = allocator.prove_expandable()
+    assert said == "expandable_segments False: the driver refuses them (CUDA driver error: operation not supported)"
+    assert set_to == ["expandable_segments:False,pinned_max_round_threshold_mb:256"]
+    assert allocator.prove_expandable() is None and len(set_to) == 1
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", allocator.default())
+    monkeypatch.setattr(allocator, "_allocate", lambda: None)
+    assert allocator.prove_expandable().startswith("expandable_segments True: ")
+
+
+def test_data_workers_of_a_gpu(monkeypatch):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    gpu = hardware.GPUS["h100-80g"]
+
+    def workers(ranks, *flags):
+        settings = resolve.resolve_settings("sft", ["--data", "unused.jsonl", "--model", "unused", *flags], ranks, gpu)
+        return settings.dataloader_num_workers, settings.dataloader_persistent_workers
+
+    monkeypatch.setattr(resolve.distributed, "cores", lambda: 16)
+    free = SimpleNamespace(free=8 * GIB)
+    monkeypatch.setattr(resolve.shutil, "disk_usage", lambda path: free)
+    assert [workers(ranks) for ranks in (1, 4, 8, 16)] == [(2, True), (2, True), (1, True), (0, False)]
+    assert workers(1, "--dataloader_num_workers", "0") == (0, False)
+    assert workers(1, "--dataloader_num_workers", "4") == (4, False)
+    assert workers(1, "--dataloader_persistent_workers", "false") == (2, False)
+    assert workers(1, "--use_cpu", "true") == (0, False)
+    assert workers(1, "--streaming", "true", "--max_steps", "3") == (1, False)
+    free.free = 64 * 2**20
+    assert workers(1) == (0, False)
 
 
 # --- a batch job from a login node ---

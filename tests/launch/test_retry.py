@@ -273,6 +273,27 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(tmp_path, number, zero):
     assert done.returncode == 2 and "this run has finished" in done.stderr
 
 
+@pytest.mark.slow
+def test_a_signal_to_every_process_leaves_the_data_workers_to_finish(tmp_path):
+    """As SLURM sends SIGTERM: the step is saved, and no worker outlives its rank."""
+    folder = tmp_path / "run"
+    workers = ["--dataloader_num_workers", "2", "--dataloader_persistent_workers", "true", "--max_steps", "5000"]
+    words = ["-m", "zerofit", "launch", "--gpus", "2", "recipes/sft.py", *COMMON, *workers, "--save_steps", "10000"]
+    job = subprocess.Popen([sys.executable, *words, "--output_dir", str(folder)], cwd=ROOT, stderr=subprocess.PIPE,
+                           text=True)  # fmt: skip
+    deadline = time.time() + 180
+    while not (folder / "metrics.jsonl").exists() or len((folder / "metrics.jsonl").read_text().splitlines()) < 3:
+        assert time.time() < deadline and job.poll() is None
+        time.sleep(0.1)
+    processes = [psutil.Process(job.pid), *psutil.Process(job.pid).children(recursive=True)]
+    assert len(processes) >= 7  # the launcher, two ranks, four workers
+    for process in processes:
+        process.send_signal(signal.SIGTERM)
+    _, said = job.communicate(timeout=60)
+    assert job.returncode == 75 and "is saved; `make resume" in said, said
+    assert not psutil.wait_procs(processes, timeout=15)[1]
+
+
 # --- the parts ---
 
 

@@ -440,21 +440,6 @@ def test_auto_follows_the_vocabulary_and_what_speaks_against_it():
         )
 
 
-def test_liger(monkeypatch):
-    monkeypatch.setattr(fused_loss.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"liger-kernel is not installed .*: make install"):
-        fused_loss.resolve(parsed("--use_liger_kernel", "true"))
-    monkeypatch.setattr(fused_loss.importlib.util, "find_spec", lambda name: object())
-    with pytest.raises(UserError, match="need a GPU"):
-        fused_loss.resolve(parsed("--use_liger_kernel", "true"))
-    ours = parsed("--use_liger_kernel", "true")
-    fused_loss.resolve_for_model(ours, AutoConfig.for_model("llama", vocab_size=128_256))
-    assert ours.fused_loss is True and ours.liger_kernel_config == {"fused_linear_cross_entropy": False}
-    theirs = parsed("--use_liger_kernel", "true", "--fused_loss", "false")
-    fused_loss.resolve_for_model(theirs, AutoConfig.for_model("llama", vocab_size=128_256))
-    assert theirs.liger_kernel_config is None
-
-
 def test_tile_flags():
     for wrong in ("0", "x", "-1"):
         with pytest.raises(UserError, match="number of tiles"):

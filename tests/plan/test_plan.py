@@ -819,6 +819,24 @@ def test_the_share_of_offload_ratio_is_on_the_gpu():
     assert more / (split["parameters"] / 2) == pytest.approx(0.6 * 12, rel=0.1)
 
 
+def test_liger_on_request_is_planned_with_its_bytes():
+    """By default a plan has transformers' modules, to which a run may go back."""
+    flags = [*FLAGS_1B, "--data", "none", "--zero", "1", "--gradient_checkpointing", "false", "--max_length", "512",
+             "--per_device_train_batch_size", "1", "--effective_batch_size", "1"]  # fmt: skip
+    liger = ["--use_liger_kernel"]
+    asked = [
+        simulate.question("sft", [*flags, *more], 1, gpu=GPU, overrides=FOUR_LAYERS)
+        for more in ([], [*liger, "false"], [*liger, "true"])
+    ]
+    default, without, with_liger = answers_for(asked)
+    assert default["total"] == without["total"]
+    # Of a token: fp32 and bf16 copies of the input of nine norms, instead of which Liger keeps the bf16 input; SiLU's
+    # result in four layers.
+    saved = 512 * (9 * (4 + 2 - 2) * 2048 + 4 * 2 * 8192)
+    less = default["total"]["forward"] - with_liger["total"]["forward"]
+    assert less == pytest.approx(saved, rel=0.2)
+
+
 @pytest.mark.slow
 def test_pinned_blocks_are_rounded_in_a_plan(monkeypatch):
     """Offload pins fp32 weights and gradients; torch before 2.13 rounds each block up to a power of two."""
@@ -1489,6 +1507,9 @@ def test_rows_of_different_lengths_leave_more_segments_unused(monkeypatch, tmp_p
     assert more["segments"]["least"] < 1.05 * few["segments"]["least"]
     said = report.facts(unequal.chosen, unequal)["rows of different lengths"]
     assert said.startswith("leave ") and "PYTORCH_ALLOC_CONF=expandable_segments:True" in said
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    said = report.facts(unequal.chosen, unequal)["rows of different lengths"]
+    assert "unused in expandable segments; with PYTORCH_ALLOC_CONF=expandable_segments:False" in said
     assert "rows of different lengths" not in report.facts(equal.chosen, equal)
 
 

@@ -58,6 +58,11 @@ def runs(tmp_path_factory):
         "lora-sp": saving("lora", "2", "--sp_size", "2"), "lora-sp>1": resuming(folder / "lora-sp", "lora", "1"),
         "dropout": saving("lora", "2", *dropout), "dropout>": resuming(folder / "dropout", "lora", "2", *dropout),
     }  # fmt: skip
+    workers = [*dropout, "--dataloader_num_workers", "2", "--dataloader_persistent_workers", "true"]
+    cases |= {
+        "workers": saving("lora", "2", *workers),
+        "workers>": resuming(folder / "workers", "lora", "2", *workers),
+    }
     return one | run_world(2, cases, folder)
 
 
@@ -79,6 +84,12 @@ def test_it_goes_on(runs, name):
 @pytest.mark.parametrize("name", ["3>3-sp", "lora-sp>1"])
 def test_it_goes_on_at_another_sp_size(runs, name):
     check(runs[name.split(">")[0]], runs[name])
+
+
+def test_data_workers_change_no_bit(runs):
+    """Two epochs, in which workers live on, and a run that goes on within the second."""
+    assert runs["workers"].losses == runs["dropout"].losses
+    assert runs["workers>"].losses == runs["dropout"].losses[4:]
 
 
 def test_each_rank_draws_its_own_dropout_and_goes_on_with_it(runs):

@@ -2,8 +2,10 @@
 
 import copy
 import os
+import shutil
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 from zerofit import distributed
 from zerofit.config import accelerate_env, deepspeed_json, defaults, offload, parse, transformers_flags
@@ -12,10 +14,10 @@ from zerofit.errors import UserError
 from zerofit.model import (
     adapters,
     attention,
-    ddp,
     experts,
     fused_loss,
     gradient_checkpointing,
+    liger,
     load,
     pipeline,
     preference_loss,
@@ -116,6 +118,26 @@ def _padding_free(settings: Settings) -> None:
         decide(settings, "attn_implementation", attention.NAME, why)
 
 
+SHARED_MEMORY = 2**30  # bytes free in /dev/shm below which no workers are started: containers often have 64 MiB
+
+
+def _data_workers(settings) -> None:
+    """Make batches in up to two processes beside each rank of a GPU, as far as there are cores for them."""
+    if settings.use_cpu or settings.source["dataloader_num_workers"] != "transformers default":
+        return
+    workers = max(0, min(2, distributed.cores() // offload.ranks_of_node(settings) - 1))
+    shared = Path("/dev/shm")
+    if not workers:
+        settings.decisions.append("dataloader_num_workers 0: each rank has one core")
+    elif shared.is_dir() and shutil.disk_usage(shared).free < SHARED_MEMORY:
+        settings.decisions.append("dataloader_num_workers 0: /dev/shm has less than 1 GiB free (docker: --shm-size 8g)")
+    else:
+        decide(settings, "dataloader_num_workers", workers, "batches are made while the GPU computes (off: 0)")
+        if settings.source["dataloader_persistent_workers"] == "transformers default":
+            settings.values["dataloader_persistent_workers"] = True  # started once, not once an epoch
+            settings.source["dataloader_persistent_workers"] = "decided"
+
+
 def _memory_report(settings: Settings) -> None:
     """Add the decision for --memory_report, which slows the first steps down.
 
@@ -212,6 +234,27 @@ def _on(settings, name: str, values: tuple) -> bool:
     return value in values or (values == ("*",) and value is not None)
 
 
+def _ddp_static_graph(settings, config) -> None:
+    """Decide --ddp_static_graph: on if every step has the same autograd graph.
+
+    Off with gradient accumulation (torch 2.13 fails an internal assert of no_sync), for mixtures of experts (a step
+    uses the experts that its tokens select) and for Sophia (its estimate is a second backward).
+    Raises: UserError for --ddp_static_graph true with gradient accumulation.
+    """
+    uses_ddp = settings.deepspeed is None and settings.world_size > 1
+    accumulates = settings.gradient_accumulation_steps > 1
+    if settings.ddp_static_graph and uses_ddp and accumulates:
+        raise UserError(
+            f"--ddp_static_graph true with {settings.gradient_accumulation_steps} accumulation steps: PyTorch's static "
+            "graph does not work with steps that do not synchronise; leave it out."
+        )
+    if settings.ddp_static_graph is not None or not uses_ddp:
+        return
+    has_experts = any("expert" in key for key in config.to_dict())
+    if not accumulates and not has_experts and settings.optim != "sophia":
+        decide(settings, "ddp_static_graph", True, "one micro batch a step through a dense model")
+
+
 def _offload_sizes(settings, config) -> None:
     """Set the sizes in the DeepSpeed configuration that depend on the number of parameters; the model is counted."""
     if offload.depends_on_size(settings.deepspeed):
@@ -253,7 +296,8 @@ COMBINATIONS = (
     sequence_parallel.resolve,  # wraps that attention, so after _padding_free
     pipeline.resolve,  # replaces it
     streaming.resolve,
-    fused_loss.resolve,
+    _data_workers,  # a stream has one
+    liger.resolve,
     tiled_mlp.resolve,
     _memory_report,
 )
@@ -268,7 +312,8 @@ FROM_MODEL_CONFIG = (
     pipeline.resolve_for_model,
     fused_loss.resolve_for_model,
     tiled_mlp.resolve_for_model,
-    ddp.resolve_for_model,
+    liger.resolve_for_model,  # reads what fused_loss and tiled_mlp have decided
+    _ddp_static_graph,
     experts.resolve_for_model,
     _offload_sizes,  # builds the model without weights, with the attention, the loss and the tiles decided above
     _unpacked_experts,  # builds it too

@@ -10,7 +10,6 @@ supports neither a soft cap nor a scale.
 
 import contextlib
 import functools
-import importlib.util
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -407,21 +406,8 @@ def router_loss(model) -> RouterLoss | None:
     return RouterLoss(model) if getattr(config, "output_router_logits", False) else None
 
 
-def resolve(settings) -> None:
-    """Check --use_liger_kernel, before the model is known.
-
-    Raises: UserError without liger-kernel or on a CPU.
-    """
-    if not settings.use_liger_kernel:
-        return
-    if importlib.util.find_spec("liger_kernel") is None:
-        raise UserError("--use_liger_kernel: liger-kernel is not installed (its wheels are for Linux): make install.")
-    if settings.use_cpu:
-        raise UserError("--use_liger_kernel: its Triton kernels need a GPU; leave the flag out on a CPU.")
-
-
 def resolve_for_model(settings, config) -> None:
-    """Decide `--fused_loss auto` from the model's config.json; if on, turn Liger's fused loss off.
+    """Decide `--fused_loss auto` from the model's config.json.
 
     Raises: UserError for `true` with a flag that excludes it.
     """
@@ -439,9 +425,6 @@ def resolve_for_model(settings, config) -> None:
         on = vocabulary >= LARGE_VOCABULARY and not excluded_by
         size = f"{vocabulary:,} words, {'from' if vocabulary >= LARGE_VOCABULARY else 'below'} {LARGE_VOCABULARY:,}"
         decide(settings, "fused_loss", on, excluded_by[0] if excluded_by else f"a vocabulary of {size}")
-    if settings.fused_loss and settings.use_liger_kernel:
-        # Liger's chunks are far smaller. (Users cannot set this flag: argparse parses no dict.)
-        decide(settings, "liger_kernel_config", {"fused_linear_cross_entropy": False}, "the loss is the kit's")
 
 
 def install(settings, model) -> FusedLoss | None:

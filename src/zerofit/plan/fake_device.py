@@ -4,7 +4,7 @@ docs/patches.toml lists each patch with its reason and its test.
 """
 
 import contextlib
-import importlib
+import importlib.util
 
 from zerofit import distributed
 
@@ -197,6 +197,15 @@ def _softmax_of_cuda(plain, kind: str = "gpu"):
     return softmax
 
 
+def skip_triton_kernels() -> None:
+    """Leave out Triton's kernels (--use_liger_kernel), which write into tensors that their callers allocate."""
+    if importlib.util.find_spec("triton") is None:
+        return
+    from triton.runtime import jit
+
+    jit.JITFunction.run = lambda self, *args, grid, warmup, **kwargs: None
+
+
 def train_on(arguments, device) -> None:
     """Set the device of TrainingArguments and of accelerate, which know no device "gpu"."""
     from accelerate.state import PartialState
@@ -367,7 +376,7 @@ def _distributed_data_parallel():
             super().__init__()
             self.module = module
             trainable = [p for p in module.parameters() if p.requires_grad]
-            # One storage per dtype replaces the buckets; the gradients are views of it (model/ddp.py, apply).
+            # One storage per dtype replaces the buckets; the gradients are views of it (train/trainer.py).
             self.buckets, by_dtype = {}, {}
             for p in trainable:
                 by_dtype.setdefault(p.dtype, []).append(p)

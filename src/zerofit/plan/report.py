@@ -3,7 +3,7 @@
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from zerofit import run_folder
+from zerofit import allocator, run_folder
 from zerofit.hardware import GIB
 from zerofit.plan import candidates, formulas
 from zerofit.plan.candidates import Candidate, Plan
@@ -333,11 +333,15 @@ def _unequal_rows(candidate: Candidate) -> dict[str, str]:
                        answer["allocator"]["expandable"])
     ]  # fmt: skip
     equal, unequal, expandable = (f"{size / GIB:.1f}" for size in beyond)
-    return {
-        "rows of different lengths": f"leave {unequal} GiB of reserved memory unused, equal ones {equal} (by "
-        f"{len(answer['widths'])} micro batches in their usual order; another may leave more or less); with "
-        f"PYTORCH_ALLOC_CONF=expandable_segments:True {expandable}"
-    }
+    usual = (
+        f"{unequal} GiB of reserved memory unused, equal ones {equal} (by {len(answer['widths'])} micro batches in "
+        "their usual order; another may leave more or less)"
+    )
+    if allocator.expandable_segments():
+        text = f"leave {expandable} GiB unused in expandable segments; with {allocator.off()} {usual}"
+    else:
+        text = f"leave {usual}; with PYTORCH_ALLOC_CONF=expandable_segments:True {expandable}"
+    return {"rows of different lengths": text}
 
 
 def _data_ranks(setting: formulas.Setting) -> str:

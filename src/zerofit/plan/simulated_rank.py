@@ -127,6 +127,7 @@ def _answer(recipe, flags, ranks, rank, gpu, device, fake, padded, overrides, ha
     with contextlib.ExitStack() as stack:
         if fake:
             fake_device.fake_cpu_adam()
+            fake_device.skip_triton_kernels()
             fake_device.without_values(padded, settings.max_length)
             stack.enter_context(torch._subclasses.fake_tensor.FakeTensorMode(allow_non_fake_inputs=True))
             stack.enter_context(fake_device.answers_for_collectives(_rows_by_tokens(settings, widths)))
@@ -362,8 +363,11 @@ def _trainers_needs(settings, device: str, widths: list[int]):
         "push_to_hub": False, "logging_steps": 10**6, "random_init": True,
         "gradient_accumulation_steps": accumulation, "effective_batch_size": batch, "seed": 0,
         "output_dir": str(Path(tempfile.gettempdir()) / "zerofit-simulation"), "dataloader_num_workers": 0,
+        "dataloader_persistent_workers": False, "dataloader_prefetch_factor": None,
         "resume_from_checkpoint": None, "load_best_model_at_end": False,
     }  # fmt: skip
+    if settings.source["use_liger_kernel"] == "decided":  # the start of a run may turn it off, which takes more memory
+        changes["use_liger_kernel"] = False
     if settings.fp16 and settings.deepspeed is None:
         changes |= {"fp16": False, "bf16": True}  # accelerate's fp16 refuses device "gpu"; same bytes
     if settings.deepspeed is not None:

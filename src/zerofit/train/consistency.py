@@ -11,8 +11,8 @@ PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "peft")
 
 # Arguments that may differ between nodes without training a different model.
 MAY_DIFFER = {"output_dir", "logging_dir", "resume_from_checkpoint", "local_rank", "hub_token", "offload_path",
-              "ignore_plan", "preprocessing_num_workers", "dataloader_num_workers", "config", "deepspeed",
-              "run_name"}  # fmt: skip
+              "ignore_plan", "preprocessing_num_workers", "dataloader_num_workers",
+              "dataloader_persistent_workers", "config", "deepspeed", "run_name"}  # fmt: skip
 
 
 def software(recipe: str) -> dict[str, str]:

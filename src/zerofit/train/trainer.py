@@ -31,7 +31,6 @@ from zerofit.errors import Stopped, UserError, first_line
 from zerofit.model import (
     adapters,
     attention,
-    ddp,
     experts,
     fused_loss,
     generation,
@@ -129,7 +128,9 @@ class ZerofitTrainer(Trainer):
             else training_sampler(self.train_dataset, arguments, train_set.weights, settings.data_ranks)
         )
         self.eval_loader = None
-        ddp.apply(self)
+        if (ddp := self.accelerator.ddp_handler) is not None:
+            ddp.gradient_as_bucket_view = True  # saves a copy of the gradients
+            ddp.static_graph = bool(settings.ddp_static_graph)
         for callback in (PrinterCallback, ProgressCallback):
             self.remove_callback(callback)
         self.guard = nan_guard.NanGuard(self)
@@ -259,6 +260,7 @@ class ZerofitTrainer(Trainer):
                 prefetch_factor=args.dataloader_prefetch_factor,
                 multiprocessing_context=args.dataloader_multiprocessing_context,
                 in_order=args.dataloader_in_order,
+                worker_init_fn=rank_status.end_with_rank_only,
                 # Without one, opening a loader draws from torch's: dropout would change with each evaluation.
                 generator=torch.Generator().manual_seed(args.seed),
             )

@@ -1,0 +1,200 @@
+"""Decide on Liger's norms, rotary embeddings and gated MLPs, and prove them on the GPU before the model is loaded.
+
+transformers applies the kernels to the model (integrations/liger.py); the loss stays the kit's where it is fused.
+"""
+
+import contextlib
+import copy
+import gc
+import importlib.util
+import sys
+
+import torch
+
+from zerofit import distributed
+from zerofit.errors import UserError, first_line
+from zerofit.model import attention
+from zerofit.settings import decide
+
+# Dense models whose kernels tests/model/test_liger.py compares with transformers' modules.
+TESTED = frozenset(
+    """
+    exaone4 gemma gemma2 gemma3_text glm4 granite hunyuan_v1_dense llama ministral mistral olmo2 olmo3 phi3 qwen2 qwen3
+    smollm3
+    """.split()
+)
+
+# Liger's own losses; granite's is on unless it is turned off.
+NO_LOSS = {"cross_entropy": False, "fused_linear_cross_entropy": False}
+
+TOKENS = 64  # of the proof
+
+# Of the relative errors of `errors`. Rounding alone makes up to 0.017 in bf16 and 0.002 in fp16 in the tested models of
+# width 512, a missing rotation 0.18 or more.
+BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.01}
+
+
+def resolve(settings) -> None:
+    """Check --use_liger_kernel, before the model is known.
+
+    Raises: UserError without liger-kernel or on a CPU.
+    """
+    if not settings.use_liger_kernel:
+        return
+    if importlib.util.find_spec("liger_kernel") is None:
+        raise UserError("--use_liger_kernel: liger-kernel is not installed (its wheels are for Linux): make install.")
+    if settings.use_cpu:
+        raise UserError("--use_liger_kernel: its Triton kernels need a GPU; leave the flag out on a CPU.")
+
+
+def resolve_for_model(settings, config) -> None:
+    """Decide --use_liger_kernel where the user has not, and which of Liger's kernels are used."""
+    unset = settings.source["use_liger_kernel"] == "transformers default"
+    if unset and not settings.use_cpu:
+        if why_not := _why_not(settings, config):
+            settings.decisions.append(f"use_liger_kernel False: {why_not}")
+        else:
+            why = f"norms, rotary embeddings and MLPs of {config.model_type} (off: --use_liger_kernel false)"
+            decide(settings, "use_liger_kernel", True, why)
+    if not settings.use_liger_kernel:
+        return
+    kernels = {}
+    if unset or settings.fused_loss:  # Liger's chunks are far smaller
+        kernels |= NO_LOSS
+        if settings.fused_loss:
+            settings.decisions.append("the loss is the kit's, not Liger's")
+    if settings.gradient_checkpointing and settings.gradient_checkpointing_policy == "selective":
+        # It would turn them once more in the recomputation.
+        kernels["rope"] = False
+        settings.decisions.append(
+            "Liger's rotary kernel is off: it writes into products that selective checkpointing keeps"
+        )
+    # Users cannot set this flag: argparse parses no dict.
+    settings.liger_kernel_config = kernels or None
+
+
+def _why_not(settings, config) -> str | None:
+    """Return why Liger's kernels are not the default for this run; None if they are."""
+    planned = settings.planned_gpu
+    has_bf16 = planned.bf16 if planned else torch.cuda.is_bf16_supported(including_emulation=False)
+    split = next((name for name in ("sp_size", "tp_size", "pp_size") if settings.values[name] > 1), None)
+    reasons = {
+        "liger-kernel is not installed": importlib.util.find_spec("liger_kernel") is None,
+        f"not tested with {config.model_type}": config.model_type not in TESTED or attention.class_of(config) is None,
+        "Triton has no kernels for GPUs before Ampere": not has_bf16,
+        f"not tested with --{split}": split,
+        "not tested with recipes/pipeline.py": settings.recipe == "pipeline",
+        "--tiled_mlp replaces the MLPs": settings.tiled_mlp != "1",
+        "--torch_compile fuses the same operations": settings.torch_compile,
+        "--full_determinism": settings.full_determinism,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def prove(settings, config=None) -> None:
+    """Compare Liger's kernels with transformers' modules on this GPU, before the model is loaded. Collective.
+
+    A failure on any rank turns them off on all, with a line among the decisions.
+    Args: config: the model's; default: its config.json.
+    Raises: UserError for a failure where --use_liger_kernel was given, or after which the GPU computes nothing more.
+    """
+    from zerofit.model import load
+
+    if not settings.use_liger_kernel:
+        return
+    config = load.load_config(settings) if config is None else config
+    problem = next(filter(None, distributed.all_gather(_problem(settings, config))), None)
+    if problem is None:
+        return
+    if settings.source["use_liger_kernel"] != "decided":
+        raise UserError(f"--use_liger_kernel: {problem}; leave it out.")
+    kept = [line for line in settings.decisions if not line.startswith(("use_liger_kernel ", "Liger's "))]
+    settings.decisions = [*kept, f"use_liger_kernel False: {problem}"]
+    settings.use_liger_kernel = False
+
+
+def _problem(settings, config) -> str | None:
+    """Return what is wrong with Liger's kernels on this rank's device; None if nothing is."""
+    from zerofit.model import load
+
+    dtype = getattr(torch, load.weight_dtype(settings))
+    compute = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[settings.precision]
+    autocasts = settings.deepspeed is None and not settings.pure_bf16
+    device = torch.device("cpu" if settings.use_cpu else "cuda")
+    bound = max(BOUNDS[dtype], BOUNDS[compute])
+    try:
+        with torch.autocast(device.type, compute, enabled=autocasts and compute != torch.float32):
+            found = errors(config, dtype, settings.liger_kernel_config, device)
+    except Exception as error:
+        found = {f"they failed here ({first_line(error)})": float("inf")}
+    if device.type == "cuda":
+        gc.collect()
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError as error:  # no CUDA call of this process works any more
+            raise UserError(f"--use_liger_kernel: failed on this GPU ({first_line(error)}); use false.") from error
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    wrong = {what: error for what, error in found.items() if not error <= bound}
+    if not wrong:
+        return None
+    what, error = max(wrong.items(), key=lambda pair: pair[1])
+    return what if error == float("inf") else f"its {what} are {error:.1%} off transformers' (bound {bound:.1%})"
+
+
+def errors(config, dtype: torch.dtype, kernels: dict | None, device: torch.device) -> dict[str, float]:
+    """Return the relative errors of a layer of random weights and of the model's sizes with Liger's kernels.
+
+    Args: config: the model's; kernels: the arguments of Liger, as --liger_kernel_config.
+    Returns: of {"outputs", "gradients of the inputs", "gradients of the norms"}.
+    """
+    from transformers.integrations.liger import apply_liger_kernel
+
+    devices = [torch.cuda.current_device()] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices), _layer(config, dtype, device) as model:
+        width = model.config.hidden_size
+        inputs, upstream = (torch.randn(1, TOKENS, width, device=device) for _ in range(2))
+        expected = _results(model, inputs.to(dtype), upstream)
+        apply_liger_kernel(model, (kernels or {}) | NO_LOSS)
+        found = _results(model, inputs.to(dtype), upstream)
+    return {what: ((found[what] - expected[what]).norm() / expected[what].norm()).item() for what in expected}
+
+
+@contextlib.contextmanager
+def _layer(config, dtype: torch.dtype, device: torch.device):
+    """Context with a model of one layer; afterwards its module's names are those before, which Liger replaces."""
+    from transformers import AutoModelForCausalLM
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    unset_hf_deepspeed_config()  # one of an earlier run in this process would shard the model
+    config = copy.deepcopy(config)
+    config.update(dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")) | {"vocab_size": 8})
+    config.update({"num_hidden_layers": 1, "use_cache": False})
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:1]
+    with device:
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
+    with torch.no_grad():
+        for parameter in model.parameters():  # attention and gates far from where they are nearly linear
+            is_matrix = parameter.ndim > 1
+            parameter.requires_grad_(not is_matrix)
+            parameter.normal_(0 if is_matrix else 1, parameter.shape[-1] ** -0.5 if is_matrix else 0.1)
+    module = sys.modules[type(model).__module__]
+    before = dict(vars(module))
+    try:
+        yield model
+    finally:
+        vars(module).update(before)
+
+
+def _results(model, inputs, upstream) -> dict[str, torch.Tensor]:
+    """Return the outputs of the layers for the inputs, and the gradients of their product with `upstream`."""
+    inputs = inputs.clone().requires_grad_()
+    norms = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    outputs = model.base_model(inputs_embeds=inputs, use_cache=False).last_hidden_state
+    of_inputs, *of_norms = torch.autograd.grad((outputs.float() * upstream).sum(), [inputs, *norms])
+    return {
+        "outputs": outputs.detach().float(),
+        "gradients of the inputs": of_inputs.float(),
+        "gradients of the norms": torch.cat([gradient.float() for gradient in of_norms]),
+    }

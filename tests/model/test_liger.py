@@ -1,0 +1,196 @@
+"""--use_liger_kernel: the decision, the proof before training, and the kernels against transformers' modules."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers.integrations.liger as of_transformers
+from gpu_machine import Card, in_process
+from transformers import AutoConfig
+
+from zerofit import hardware
+from zerofit.config import resolve
+from zerofit.errors import UserError
+from zerofit.model import liger
+
+GPU = hardware.GPUS["h100-80g"]
+CONFIG = AutoConfig.for_model(
+    "llama", hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=512
+)
+
+
+def resolved(*flags, recipe="sft", config=CONFIG, gpu=GPU, ranks=1):
+    settings = resolve.resolve_settings(recipe, list(flags), ranks, gpu)
+    resolve.resolve_for_model(settings, config)
+    return settings
+
+
+def said(settings) -> list[str]:
+    return [line for line in settings.decisions if "iger" in line]
+
+
+def test_liger_is_on_where_a_gpu_and_the_model_have_it():
+    settings = resolved()
+    assert settings.use_liger_kernel is True and settings.source["use_liger_kernel"] == "decided"
+    assert settings.liger_kernel_config == liger.NO_LOSS  # the loss stays the kit's, fused or dense
+    assert "use_liger_kernel True: norms, rotary embeddings and MLPs of llama (off: --use_liger_kernel false)" in said(
+        settings
+    )
+    off = resolved("--use_liger_kernel", "false")
+    assert off.use_liger_kernel is False and not said(off)
+
+
+@pytest.mark.parametrize(
+    ("flags", "more", "why"),
+    [
+        ((), {"gpu": hardware.GPUS["t4-16g"]}, "Triton has no kernels"),
+        ((), {"config": AutoConfig.for_model("gpt_neox", vocab_size=512)}, "not tested with gpt_neox"),
+        (("--torch_compile", "true"), {}, "--torch_compile fuses"),
+        (("--tiled_mlp", "2"), {}, "--tiled_mlp replaces the MLPs"),
+        (("--sp_size", "2"), {"ranks": 2}, "not tested with --sp_size"),
+        (("--full_determinism", "true"), {}, "--full_determinism"),
+    ],
+)
+def test_liger_stays_off(flags, more, why):
+    settings = resolved(*flags, **more)
+    assert settings.use_liger_kernel is False
+    (line,) = said(settings)
+    assert line.startswith(f"use_liger_kernel False: {why}")
+
+
+def test_a_cpu_run_says_nothing_of_liger():
+    settings = resolved("--use_cpu", "true", gpu=None)
+    assert settings.use_liger_kernel is False and not said(settings)
+
+
+def test_a_gpu_of_this_machine_decides(tmp_path, monkeypatch):
+    in_process(monkeypatch, tmp_path, [Card("Tesla T4", 15360, capability=(7, 5))])
+    assert "use_liger_kernel False: Triton has no kernels for GPUs before Ampere" in said(resolved(gpu=None))
+
+
+def test_what_of_liger_is_used_on_request():
+    large = AutoConfig.for_model("llama", vocab_size=128_256)
+    ours = resolved("--use_liger_kernel", "true", config=large)
+    assert ours.fused_loss is True and ours.liger_kernel_config == liger.NO_LOSS
+    theirs = resolved("--use_liger_kernel", "true", "--fused_loss", "false", config=large)
+    assert theirs.liger_kernel_config is None
+    selective = ("--gradient_checkpointing_policy", "selective")
+    assert resolved(*selective).liger_kernel_config == liger.NO_LOSS | {"rope": False}
+    theirs = resolved("--use_liger_kernel", "true", "--fused_loss", "false", *selective, config=large)
+    assert theirs.liger_kernel_config == {"rope": False}
+    assert any(line.startswith("Liger's rotary kernel is off") for line in theirs.decisions)
+
+
+@pytest.mark.bad_input
+def test_a_request_that_cannot_be_met(monkeypatch):
+    with pytest.raises(UserError, match="need a GPU"):
+        resolve.resolve_settings("sft", ["--use_liger_kernel", "true", "--use_cpu", "true"], 1)
+    monkeypatch.setattr(liger.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"liger-kernel is not installed .*: make install"):
+        resolve.resolve_settings("sft", ["--use_liger_kernel", "true"], 1, GPU)
+
+
+# --- the proof, with other changes to a model in place of Liger's, which needs a GPU ---
+
+
+def no_change(model, kernels):
+    assert kernels["cross_entropy"] is kernels["fused_linear_cross_entropy"] is False
+
+
+def wrong_norm(model, kernels):
+    for layer in model.model.layers:
+        layer.input_layernorm.variance_epsilon = 0.1
+
+
+def no_compiler(model, kernels):
+    raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable.\nmore")
+
+
+def proven(monkeypatch, change, *flags):
+    """The settings of a GPU run after its proof, which runs on the CPU here."""
+    monkeypatch.setattr(of_transformers, "apply_liger_kernel", change)
+    settings = resolved(*flags).replace(use_cpu=True)
+    liger.prove(settings, CONFIG)
+    return settings
+
+
+def test_right_numbers_keep_liger_on(monkeypatch):
+    state = torch.get_rng_state()
+    settings = proven(monkeypatch, no_change)
+    assert settings.use_liger_kernel is True and settings.liger_kernel_config == liger.NO_LOSS
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (wrong_norm, r"use_liger_kernel False: its \w[\w ]+ are \d+\.\d% off transformers' \(bound 5\.0%\)"),
+        (no_compiler, r"use_liger_kernel False: they failed here \(Failed to find C compiler"),
+    ],
+)
+def test_a_failed_proof_turns_liger_off_with_one_line(change, why, monkeypatch):
+    settings = proven(monkeypatch, change)
+    assert settings.use_liger_kernel is False
+    (line,) = said(settings)
+    assert re.match(why, line) and "\n" not in line
+    with pytest.raises(UserError, match=r"--use_liger_kernel: .*; leave it out\."):
+        proven(monkeypatch, change, "--use_liger_kernel", "true")
+
+
+def test_a_failure_of_another_rank_turns_liger_off_here_too(monkeypatch):
+    monkeypatch.setattr(liger.distributed, "all_gather", lambda value: [value, "they failed here (x)"])
+    assert proven(monkeypatch, no_change).use_liger_kernel is False
+
+
+def test_the_proof_leaves_transformers_classes_as_they_were(monkeypatch):
+    from transformers.models.llama import modeling_llama
+
+    def replace_class(model, kernels):
+        modeling_llama.LlamaMLP = SimpleNamespace
+
+    before = modeling_llama.LlamaMLP
+    proven(monkeypatch, replace_class)
+    assert modeling_llama.LlamaMLP is before
+
+
+# --- the kernels themselves ---
+
+
+@pytest.fixture(scope="module")
+def interpreted():
+    """What liger_interpreter.py prints for every model in TESTED."""
+    program = Path(__file__).with_name("liger_interpreter.py")
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(
+        [sys.executable, str(program), *sorted(liger.TESTED)], env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.rpartition("answer ")[2])
+
+
+@pytest.mark.slow
+@pytest.mark.oracle
+@pytest.mark.parametrize("model_type", sorted(liger.TESTED))
+def test_the_kernels_compute_what_transformers_modules_do(model_type, interpreted):
+    errors = interpreted[model_type]
+    assert max(errors["fp32"].values()) < 2e-5
+    assert max(errors["fp16"].values()) < liger.BOUNDS[torch.float16] / 2
+
+
+@pytest.mark.slow
+def test_the_rotary_kernel_overwrites_what_selective_checkpointing_keeps(interpreted):
+    """When it no longer does, liger.resolve_for_model need not turn it off."""
+    errors = interpreted["selective"]
+    assert errors["rope"] > 0.05 and errors["no rope"] < 1e-5
+
+
+def test_liger_knows_every_tested_model():
+    known = Path(liger.importlib.util.find_spec("liger_kernel").origin).parent / "transformers" / "monkey_patch.py"
+    text = known.read_text().partition("MODEL_TYPE_TO_APPLY_LIGER_FN = {")[2].partition("}")[0]
+    assert all(f'"{model_type}": ' in text for model_type in liger.TESTED)
