@@ -36,7 +36,7 @@ LAUNCHER = """
 import os, sys
 from pathlib import Path
 from zerofit.launch import standby
-standby.OF_RANKS = ()
+standby.OF_BOTH = standby.OF_RANKS = ()
 standby.prefork()
 assert len(standby._waiting) == int(sys.argv[2])
 where, command = Path(sys.argv[1]), sys.argv[3:]
@@ -151,7 +151,7 @@ def test_a_launch_that_is_refused_leaves_no_process():
     code = """
 import psutil
 from zerofit.launch import standby
-standby.OF_RANKS = ()
+standby.OF_BOTH = standby.OF_RANKS = ()
 standby.prefork()
 assert len(psutil.Process().children()) == 1
 standby.dismiss()

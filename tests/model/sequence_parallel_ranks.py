@@ -56,6 +56,7 @@ def leak(net, group, batch: dict) -> float:
 def main() -> None:
     dist.init_process_group("gloo")
     attention.register()
+    sequence_parallel.register()
     found = {}
     for size in (2, 4):
         flags = SimpleNamespace(sp_size=size, ranks_per_row=size, world_size=4, data_ranks=4 // size, values={},

@@ -819,6 +819,7 @@ def test_the_share_of_offload_ratio_is_on_the_gpu():
     assert more / (split["parameters"] / 2) == pytest.approx(0.6 * 12, rel=0.1)
 
 
+@pytest.mark.slow
 def test_liger_on_request_is_planned_with_its_bytes():
     """By default a plan has transformers' modules, to which a run may go back."""
     flags = [*FLAGS_1B, "--data", "none", "--zero", "1", "--gradient_checkpointing", "false", "--max_length", "512",
