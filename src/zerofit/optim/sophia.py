@@ -6,6 +6,7 @@ the mean loss over these B tokens.
 """
 
 import contextlib
+import itertools
 
 import torch
 from accelerate.utils import send_to_device
@@ -65,22 +66,27 @@ class SophiaG(torch.optim.Optimizer):
             bf16_adamw.round_(w, w_new, self.noise.draw(w) & 0xFFFF if w.dtype == torch.bfloat16 else None)
 
 
-def sampled_labels(logits: torch.Tensor, labels: torch.Tensor, seed: int) -> torch.Tensor:
+def sampled_labels(logits: torch.Tensor, labels: torch.Tensor, seed: int, bounds=None) -> torch.Tensor:
     """Sample one token per position from the softmax of its logits.
 
-    The draws for a row depend only on its labels and `seed`, not on how rows are distributed over ranks and micro
-    batches. Args: logits (batch, tokens, vocabulary); labels (batch, tokens), -100 where nothing is supervised.
+    The draws for a document depend only on its labels and `seed`, not on how documents are distributed over ranks,
+    micro batches and rows. Args: logits (batch, tokens, vocabulary); labels (batch, tokens), -100 where nothing is
+    supervised; bounds: where the documents of the only row begin, and the end, None: each row is one.
     Returns: (batch, tokens).
     """
-    drawn = []
-    for row, row_labels in zip(logits, labels, strict=True):
-        position = torch.arange(1, len(row_labels) + 1, device=row_labels.device)
-        key = int((row_labels.clamp(min=0) * position).sum())
-        generator = torch.Generator().manual_seed(hash((seed, key)) & 0x7FFFFFFF)
-        uniform = torch.rand(len(row_labels), 1, generator=generator, dtype=torch.float64).to(row.device, torch.float32)
-        cumulative = row.float().softmax(-1).cumsum(-1)
-        drawn.append(torch.searchsorted(cumulative, uniform * cumulative[:, -1:]).squeeze(-1))
-    return torch.stack(drawn).clamp_(max=logits.shape[-1] - 1)
+    drawn = torch.zeros_like(labels)
+    tokens = labels.shape[1]
+    bounds = [0, tokens] if bounds is None else [*bounds[:-1], tokens]
+    for row, row_labels, row_drawn in zip(logits, labels, drawn, strict=True):
+        for start, end in itertools.pairwise(bounds):
+            position = torch.arange(1, end - start + 1, device=labels.device)
+            key = int((row_labels[start:end].clamp(min=0) * position).sum())
+            generator = torch.Generator().manual_seed(hash((seed, key)) & 0x7FFFFFFF)
+            uniform = torch.rand(end - start, 1, generator=generator, dtype=torch.float64)
+            cumulative = row[start:end].float().softmax(-1).cumsum(-1)
+            found = torch.searchsorted(cumulative, uniform.to(row.device, torch.float32) * cumulative[:, -1:])
+            row_drawn[start:end] = found.squeeze(-1)
+    return drawn.clamp_(max=logits.shape[-1] - 1)
 
 
 def estimate_if_due(trainer, batches: list[dict]) -> None:
@@ -117,7 +123,8 @@ def estimate(trainer, batches: list[dict]) -> None:
             with trainer.compute_loss_context_manager():
                 logits = model(**inputs).logits
             logits = logits[:, -batch["labels"].shape[1] : -1]  # virtual tokens of an adapter come first
-            labels = sampled_labels(logits.detach(), batch["labels"][:, 1:], trainer.args.seed + steps)
+            bounds = batch["cu_seq_lens_q"].tolist() if "cu_seq_lens_q" in batch else None
+            labels = sampled_labels(logits.detach(), batch["labels"][:, 1:], trainer.args.seed + steps, bounds)
             losses = torch.nn.functional.cross_entropy(logits[supervised].float(), labels[supervised], reduction="sum")
             loss = losses * ranks / tokens  # the reduction averages over the ranks
             if engine:
