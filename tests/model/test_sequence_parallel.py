@@ -160,6 +160,8 @@ def bytes_kept(size: int, checkpointing: bool) -> int:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
     try:
         settings = settings_of("--sp_size", str(size), ranks=size)
+        attention.register()
+        sequence_parallel.register()
         config = LlamaConfig(vocab_size=64, hidden_size=64, intermediate_size=224, num_hidden_layers=2, use_cache=False,
                              num_attention_heads=4, num_key_value_heads=4)  # fmt: skip
         config._attn_implementation = settings.attn_implementation
