@@ -74,7 +74,6 @@ def _main() -> None:
         if argv[0] not in LIGHT:
             from zerofit import log_filters
             from zerofit.config import early_check
-            from zerofit.model import patches
 
             early_check.command(argv[0], argv[1:])
             if argv[0] == "launch":
@@ -89,6 +88,8 @@ def _main() -> None:
                     os.environ.setdefault(hardware.NVML_CHECK, "1")
             log_filters.libraries()
             if argv[0] in STARTS_RANKS:
+                from zerofit.model import patches
+
                 patches.load_peft_on_use()
         module, _, function = VERBS[argv[0]].partition(":")
         getattr(importlib.import_module(f".{module}", __package__), function or "main")(argv[1:])

@@ -211,7 +211,9 @@ def test_sampled_labels_follow_the_softmax_and_do_not_depend_on_the_split():
     again = sophia.sampled_labels(torch.cat([logits[2:4], torch.zeros(2, 9, 4)], 1), padded, seed=3)
     assert torch.equal(again[:, :4000], drawn[2:4])
     assert not torch.equal(sophia.sampled_labels(logits, labels, seed=4), drawn)
-    packed = sophia.sampled_labels(logits[:2].reshape(1, 8000, 4), labels[:2].reshape(1, 8000), 3, [0, 4000, 8001])
+    packed = sophia.sampled_labels(
+        logits[:2].reshape(1, 8000, 4), labels[:2].reshape(1, 8000), 3, [(0, 4000), (4000, 8001)]
+    )
     assert torch.equal(packed.reshape(2, 4000), drawn[:2])
 
 

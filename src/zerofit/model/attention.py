@@ -181,7 +181,8 @@ def packed_attention(module, query, key, value, attention_mask, dropout=0.0, sca
         # Slices by index would each have a gradient of the size of the whole row.
         for document in zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True):
             tokens = document[0].shape[2]
-            q, k, v = (x.to(_dtype_of_document(x.device, dtype, tokens)) for x in document)
+            of_document = _dtype_of_document(query.device, dtype, tokens)
+            q, k, v = (x.to(of_document) for x in document)
             mask = _window_mask(tokens, window, query.device) if window and tokens > window else None
             attended = torch.nn.functional.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scaling, enable_gqa=True

@@ -6,11 +6,11 @@ the mean loss over these B tokens.
 """
 
 import contextlib
-import itertools
 
 import torch
 from accelerate.utils import send_to_device
 
+from zerofit.model import attention
 from zerofit.optim import bf16_adamw
 
 
@@ -66,23 +66,22 @@ class SophiaG(torch.optim.Optimizer):
             bf16_adamw.round_(w, w_new, self.noise.draw(w) & 0xFFFF if w.dtype == torch.bfloat16 else None)
 
 
-def sampled_labels(logits: torch.Tensor, labels: torch.Tensor, seed: int, bounds=None) -> torch.Tensor:
+def sampled_labels(logits: torch.Tensor, labels: torch.Tensor, seed: int, documents=None) -> torch.Tensor:
     """Sample one token per position from the softmax of its logits.
 
     The draws for a document depend only on its labels and `seed`, not on how documents are distributed over ranks,
     micro batches and rows. Args: logits (batch, tokens, vocabulary); labels (batch, tokens), -100 where nothing is
-    supervised; bounds: where the documents of the only row begin, and the end, None: each row is one.
+    supervised; documents: (start, end) of those in the only row, None: each row is one.
     Returns: (batch, tokens).
     """
     drawn = torch.zeros_like(labels)
-    tokens = labels.shape[1]
-    bounds = [0, tokens] if bounds is None else [*bounds[:-1], tokens]
     for row, row_labels, row_drawn in zip(logits, labels, drawn, strict=True):
-        for start, end in itertools.pairwise(bounds):
-            position = torch.arange(1, end - start + 1, device=labels.device)
-            key = int((row_labels[start:end].clamp(min=0) * position).sum())
+        for start, end in documents or [(0, len(row_labels))]:
+            of_document = row_labels[start:end]
+            position = torch.arange(1, len(of_document) + 1, device=labels.device)
+            key = int((of_document.clamp(min=0) * position).sum())
             generator = torch.Generator().manual_seed(hash((seed, key)) & 0x7FFFFFFF)
-            uniform = torch.rand(end - start, 1, generator=generator, dtype=torch.float64)
+            uniform = torch.rand(len(of_document), 1, generator=generator, dtype=torch.float64)
             cumulative = row[start:end].float().softmax(-1).cumsum(-1)
             found = torch.searchsorted(cumulative, uniform.to(row.device, torch.float32) * cumulative[:, -1:])
             row_drawn[start:end] = found.squeeze(-1)
@@ -123,8 +122,8 @@ def estimate(trainer, batches: list[dict]) -> None:
             with trainer.compute_loss_context_manager():
                 logits = model(**inputs).logits
             logits = logits[:, -batch["labels"].shape[1] : -1]  # virtual tokens of an adapter come first
-            bounds = batch["cu_seq_lens_q"].tolist() if "cu_seq_lens_q" in batch else None
-            labels = sampled_labels(logits.detach(), batch["labels"][:, 1:], trainer.args.seed + steps, bounds)
+            documents = attention.spans(batch["cu_seq_lens_q"]) if "cu_seq_lens_q" in batch else None
+            labels = sampled_labels(logits.detach(), batch["labels"][:, 1:], trainer.args.seed + steps, documents)
             losses = torch.nn.functional.cross_entropy(logits[supervised].float(), labels[supervised], reduction="sum")
             loss = losses * ranks / tokens  # the reduction averages over the ranks
             if engine:
