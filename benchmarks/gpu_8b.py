@@ -34,6 +34,7 @@ NOT_EXPANDABLE = {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}
 DENSE = "--gradient_checkpointing false"
 SELECTIVE = "--gradient_checkpointing_policy selective"
 PURE = "--pure_bf16 true"
+STREAMS = "--activation_offload true --activation_offload_streams true"
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,7 @@ KINDS = {
         full("zero1-8bit-adam", "--zero 1 --optim adamw_8bit", package="bitsandbytes"),
         full("zero2-sgd", "--zero 2 --optim sgd"),
         full("pure-activation-offload", f"{PURE} --activation_offload true", 8),
+        full("pure-activation-offload-streams", f"{PURE} {STREAMS}", 8),
     ],
     "qlora": [
         qlora("z0", "--zero 0 --load_in_4bit true"),

@@ -47,7 +47,7 @@ def start_processes(settings: Settings, train_set, eval_set):
     """
     from zerofit import rank_status, run_folder
     from zerofit.config import nvme
-    from zerofit.model import attention, liger
+    from zerofit.model import attention, gradient_checkpointing, liger
     from zerofit.train import deepspeed_ops, memory_report, network_check
     from zerofit.train.checkpoint import node_local, resume
     from zerofit.train.trainer import training_arguments
@@ -61,6 +61,7 @@ def start_processes(settings: Settings, train_set, eval_set):
     if not settings.use_cpu and (sentences := [*filter(None, distributed.all_gather(allocator.prove_expandable()))]):
         settings.decisions.append(min(sentences))  # of a rank that has gone back to the usual segments, if one has
     liger.prove(settings)
+    gradient_checkpointing.prove_streams(settings)
     network_check.check(settings, train_set, eval_set)
     deepspeed_ops.prepare(settings)
     nvme.reserve_folder(settings)

@@ -32,6 +32,7 @@ AFTER_RESOLVING = {
     "decisions": "sentences to print, which loading the data and starting the ranks add to",
     "output_dir": "rank 0 names the run folder when the run starts",
     "resume_from_checkpoint": "`auto` and `true` become the path of a checkpoint in the run folder",
+    "activation_offload_streams": "gradient_checkpointing.prove_streams turns it off where it fails on the GPU",
     "use_liger_kernel": "liger.prove turns it off where the kernels fail on the GPU",
     "ddp_backend": "distributed.start opens no process group for a single process without DeepSpeed",
     "deepspeed": "nvme_path becomes a folder of this run on the disk, which all ranks agree on",

@@ -109,7 +109,12 @@ def test_what_does_not_repeat_is_not_extended():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "flags"),
-    [("sft", "--optim adamw_torch"), ("lora", ""), ("lora", "--load_in_4bit true")],
+    [
+        ("sft", "--optim adamw_torch"),
+        ("lora", ""),
+        ("lora", "--load_in_4bit true"),
+        ("sft", "--optim adamw_torch --activation_offload true --activation_offload_streams true"),
+    ],
 )
 def test_an_extended_trace_reserves_what_all_layers_do(recipe, flags):
     words = ["--model", str(ROOT / "tests" / "configs" / "llama3.2-1b"), "--data", "none", "--max_length", "1024",

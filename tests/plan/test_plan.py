@@ -786,6 +786,40 @@ def answers_for(questions):
 FOUR_LAYERS = {"num_hidden_layers": 4}
 
 
+OFFLOADED = ("--activation_offload", "true")
+
+
+def test_tensors_on_their_way_count_by_formula():
+    """Beside what is copied on the compute stream: two inputs at the loss, one more in the backward."""
+    flags = ["--model", str(CONFIGS / "llama3.2-1b"), "--max_length", "1024", *OFFLOADED]
+    plain, streams = (
+        resolve.resolve_settings("sft", [*flags, "--activation_offload_streams", value], 1, GPU)
+        for value in ("false", "true")
+    )
+    shape = candidates.shape_of(plain)
+    one_input = 2 * shape.hidden * candidates.setting_of(plain).tokens
+    of_streams, of_plain = (
+        formulas.activations(shape, candidates.setting_of(settings), False) for settings in (streams, plain)
+    )
+    more = [moment["activations"] - of_plain[i]["activations"] for i, moment in enumerate(of_streams)]
+    assert more == pytest.approx([2 * one_input, one_input])
+
+
+@pytest.mark.slow
+def test_tensors_on_their_way_count_in_a_simulation():
+    """As by formula, and the bytes in host memory stay."""
+    flags = [*FLAGS_1B, "--data", "none", "--zero", "0", "--per_device_train_batch_size", "1", "--max_length", "1024",
+             "--effective_batch_size", "2", *OFFLOADED]  # fmt: skip
+    plain, streams = answers_for(
+        [simulate.question("sft", [*flags, "--activation_offload_streams", value], 1, gpu=GPU, overrides=FOUR_LAYERS)
+         for value in ("false", "true")]
+    )  # fmt: skip
+    one_input = 2 * 2048 * 1024
+    more = {phase: streams["total"][phase] - plain["total"][phase] for phase in ("load", "forward", "backward", "step")}
+    assert more == {"load": 0, "forward": 2 * one_input, "backward": one_input, "step": 0}
+    assert streams["host"] == plain["host"] > 2 * 4 * one_input
+
+
 @pytest.mark.slow
 def test_a_plan_does_not_depend_on_the_planning_machines_memory():
     """DeepSpeed flattens weights on the GPU where they fit twice: the planned GPU, not the host that plans."""

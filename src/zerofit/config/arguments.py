@@ -95,6 +95,10 @@ class RunArguments:
     activation_offload: bool = field(
         default=False, metadata={"help": "Keep the inputs of checkpointed layers in host memory until the backward."}
     )
+    activation_offload_streams: bool = field(
+        default=False,
+        metadata={"help": "Copy for --activation_offload on a stream of its own, while the GPU computes."},
+    )
     memory_report: bool = field(
         default=False,
         metadata={

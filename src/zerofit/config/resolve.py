@@ -218,6 +218,12 @@ RULES = (
         "the optimizer that rounds stochastically is not built with LoRA+'s groups",
         "leave one of the two out",
     ),
+    Rule(
+        ("activation_offload_streams", (True,)),
+        ("torch_compile", (True,)),
+        "not tested with compiled layers",
+        "leave one of the two out",
+    ),
 )
 
 

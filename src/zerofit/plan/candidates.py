@@ -306,7 +306,8 @@ def _of_group(
         tokens = micro * base.documents_per_row * base.max_length // sp
         setting = Setting(zero, offload, checkpointing.every, micro, tokens, accumulation, ranks,
                           checkpointing.offloaded, nvme, place.node, place.hpz, sp, _runs_reference(base), base.tp_size,
-                          selective=checkpointing.selective)  # fmt: skip
+                          selective=checkpointing.selective,
+                          offload_streams=base.activation_offload_streams)  # fmt: skip
         by_part = formulas.memory(shape, setting, base, base.fused_loss)
         seconds = formulas.step_seconds(shape, setting, place.gpu, base.max_length)
         found.append(Candidate(own_flags, method, setting, by_part, seconds, shape, place.gpu, change=change))
@@ -523,7 +524,8 @@ def setting_of(settings) -> Setting:
                    settings.gradient_accumulation_steps, settings.world_size, checkpointing.offloaded,
                    bool(settings.offload_path), node, settings.zero_hpz_partition_size or 1, settings.sp_size,
                    _runs_reference(settings), settings.tp_size, pp=settings.pp_size,
-                   selective=checkpointing.selective)  # fmt: skip
+                   selective=checkpointing.selective,
+                   offload_streams=settings.activation_offload_streams)  # fmt: skip
 
 
 def _runs_reference(settings) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from zerofit.config import deepspeed_json
 from zerofit.hardware import Gpu
 from zerofit.model import experts
+from zerofit.model.gradient_checkpointing import IN_FLIGHT
 from zerofit.optim import registry
 
 # Share of the data sheet's numbers that a training step reaches. Rough on purpose: they only order the candidates.
@@ -104,11 +105,11 @@ class Setting:
 
     every: recompute every n-th layer, 0: none; selective: but for its matrix products and attention; micro: rows of a
     micro batch; tokens: of a micro batch on one GPU; activation_offload: the inputs of recomputed layers are in host
-    memory; nvme: offloaded states are on disk; node: GPUs of a node; hpz: ranks that share ZeRO++'s secondary copy of
-    the parameters, 1: there is none; sp: ranks that split a row, 1: none; reference: each step has one more forward, of
-    preference pairs with the adapter off; tp: ranks that split each matrix, 1: none; in_flight: micro batches whose
-    activations are held at once, above 1 in a pipeline; head: the GPU computes the logits; pp: stages of a pipeline,
-    1: none."""
+    memory; offload_streams: they are copied beside the arithmetic; nvme: offloaded states are on disk; node: GPUs of a
+    node; hpz: ranks that share ZeRO++'s secondary copy of the parameters, 1: there is none; sp: ranks that split a row,
+    1: none; reference: each step has one more forward, of preference pairs with the adapter off; tp: ranks that split
+    each matrix, 1: none; in_flight: micro batches whose activations are held at once, above 1 in a pipeline; head: the
+    GPU computes the logits; pp: stages of a pipeline, 1: none."""
 
     zero: int
     offload: str
@@ -128,6 +129,7 @@ class Setting:
     head: bool = True
     pp: int = 1
     selective: bool = False
+    offload_streams: bool = False
 
     @property
     def nodes(self) -> int:
@@ -162,14 +164,15 @@ def activations(s: Shape, setting: Setting, fused: bool) -> tuple[dict[str, floa
     kept = (recomputed * stored + (s.layers - recomputed) * layer) * setting.in_flight
     summed = 2.0 * s.adapted_experts  # peft adds the product of A and B to all experts, and the sum is kept
     sums = (s.layers - recomputed) * summed
-    at_loss = setting.tokens * (kept + 8 * s.hidden + 4) + sums
+    on_its_way = 2 * s.hidden if setting.offload_streams else 0
+    at_loss = setting.tokens * (kept + IN_FLIGHT * on_its_way + 8 * s.hidden + 4) + sums
     logits = setting.tokens * 12 * s.vocabulary
     if fused:
         rows = max(256, min(4096, 2**30 // (4 * s.vocabulary) // 64 * 64, setting.tokens))
         logits = 6 * rows * s.vocabulary + 2 * setting.tokens * s.hidden
         logits += 0 if s.frozen else 2 * s.vocabulary * s.hidden
     logits *= setting.head
-    again = max(0.0, layer - products) + 4 * intermediate + 4 * s.hidden
+    again = max(0.0, layer - products) + 4 * intermediate + 4 * s.hidden + (IN_FLIGHT - 1) * on_its_way
     recomputation = setting.tokens * again + 2 * summed if recomputed else 0
     return {"activations": at_loss, "logits": logits}, {"activations": setting.tokens * kept + sums + recomputation}
 
