@@ -57,6 +57,7 @@ def start_processes(settings: Settings, train_set, eval_set):
     if _is_to_check(settings):
         preflight.publish(preflight.check(settings))  # the other ranks wait in distributed.start
     attention.avoid_wrong_kernels(settings)
+    attention.allow_all_lengths(settings)
     distributed.start(settings)
     if not settings.use_cpu and (sentences := [*filter(None, distributed.all_gather(allocator.prove_expandable()))]):
         settings.decisions.append(min(sentences))  # of a rank that has gone back to the usual segments, if one has

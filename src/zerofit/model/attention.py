@@ -23,6 +23,8 @@ NAME = "zerofit_packed"
 
 FP32_TOKENS = 256  # on a CPU a document up to this long is attended to in fp32: see _dtype_of_document
 
+COMPILATIONS = 64  # of flex_attention: torch's limit is 8, and gives up on compiling it beyond
+
 DROPOUT_KEYS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")  # their names in config.json
 
 KERNELS = "pip install 'transformers[kernels]'"  # with it transformers loads the kernel from the Hub
@@ -53,6 +55,16 @@ def avoid_wrong_kernels(settings=None) -> None:
             settings.decisions.append(
                 "sdpa without cuDNN's kernels: wrong in torch 2.11 to 2.13 (pytorch issue 196678)"
             )
+
+
+def allow_all_lengths(settings) -> None:
+    """Raise torch's limit of compilations for --attn_implementation flex_attention, which has several reasons for one.
+
+    Windows, evaluation, padding and lengths that are multiples of 128 have kernels of their own. Beyond the limit torch
+    2.13 runs flex_attention without compiling it, with all scores in memory, after a warning (vllm issue 27178).
+    """
+    if settings.attn_implementation == "flex_attention":
+        torch.compiler.config.recompile_limit = max(torch.compiler.config.recompile_limit, COMPILATIONS)
 
 
 def check_available(name: str, use_cpu: bool) -> None:
@@ -124,7 +136,10 @@ def _eager_where_sdpa_is_missing(settings, config) -> None:
         return
     if "attn_implementation" in settings.given:
         raise UserError(f"--attn_implementation sdpa: {cls.__name__} has none; use eager.")
-    decide(settings, "attn_implementation", "eager", f"{cls.__name__} has no sdpa")
+    why = f"{cls.__name__} has no sdpa"
+    if cls._supports_flex_attn and not settings.use_cpu:
+        why += "; --attn_implementation flex_attention holds no scores of S x S tokens, but compiles for minutes"
+    decide(settings, "attn_implementation", "eager", why)
 
 
 def cannot_pack(config, chosen: str, max_length: int) -> str | None:
