@@ -52,6 +52,8 @@ FAST = {
     "pissa-3": lora("3", *PISSA),
     "4bit-3": lora("3", "--load_in_4bit", "--deepspeed", "{zero3_without_persistence}"),
     "new-2": lora("2", *NEW),
+    # the first label of a row is in the loss too, as it stands behind the prompt
+    "prompt-2": lora("2", "--adapter", "prompt_tuning", "--train_on", "all", "--fused_loss", "true", *FASTER),
     "sftnew-0": sft("0", *NEW),
     "sftnew-3": sft("3", *NEW),
 }

@@ -269,8 +269,10 @@ class ZerofitTrainer(Trainer):
 
     def counting(self, collate):
         """Let a collator count labels if the fused loss needs it; a simulation has no values to count."""
-        # Slices of --sp_size are cut on the device, each with its own count.
-        return CountingCollator(collate) if self.fused_loss and self.sequence.size == 1 else collate
+        # Slices of --sp_size are cut on the device, each with its own count. Behind the virtual tokens of prompt tuning
+        # the first label of a row is predicted too.
+        other_labels = self.sequence.size > 1 or self.settings.values.get("adapter") == "prompt_tuning"
+        return CountingCollator(collate) if self.fused_loss and not other_labels else collate
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         batches, count = super().get_batch_samples(epoch_iterator, num_batches, device)
