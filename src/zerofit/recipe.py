@@ -60,8 +60,8 @@ def start_processes(settings: Settings, train_set, eval_set):
     distributed.start(settings)
     if not settings.use_cpu and (sentences := [*filter(None, distributed.all_gather(allocator.prove_expandable()))]):
         settings.decisions.append(min(sentences))  # of a rank that has gone back to the usual segments, if one has
-    liger.prove(settings)
     network_check.check(settings, train_set, eval_set)
+    liger.prove(settings)  # collective, so after the check that all nodes have it on
     deepspeed_ops.prepare(settings)
     nvme.reserve_folder(settings)
     if distributed.rank() == 0 and not rank_status.folder():  # else the supervisor has locked it
