@@ -1154,6 +1154,17 @@ def test_a_launch_does_not_wait_longer_for_a_simulation(monkeypatch, tmp_path, c
     assert set(found["peak"]["backward"]) == set(formulas.PARTS)
 
 
+def test_what_is_part_of_a_plan_leaves_the_plans_process_alone():
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(["sleep", "60"], stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
+    with simulate.reused():
+        simulate._ready.append(process)
+        with simulate.reused():  # as search.search does
+            pass
+        assert process.poll() is None and simulate._reused
+    assert process.poll() is not None and not simulate._reused
+
+
 TOO_LARGE = ("--per_device_train_batch_size", "8", "--max_length", "131072", "--gradient_checkpointing", "false")
 
 
@@ -1280,6 +1291,8 @@ def test_a_micro_batch_that_leaves_the_gpu_idle_is_said(expandable, monkeypatch,
         preflight.choose_and_check(on_a_gpu(*rows, *flags), row_tokens=120)
         assert bool(re.search(line, capsys.readouterr().out)) is said
     preflight.choose_and_check(on_a_gpu("--max_length", "4096"), row_tokens=4000)
+    one_a_step = ("--effective_batch_size", "1024", "--gradient_accumulation_steps", "1")  # 128 rows, above all tried
+    preflight.choose_and_check(on_a_gpu("--max_length", "128", *one_a_step), row_tokens=120)
     assert "plan: micro batch" not in capsys.readouterr().out
 
 

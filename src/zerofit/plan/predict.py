@@ -304,11 +304,8 @@ def predict_stages(settings) -> dict | None:
     """
     if settings.use_cpu:
         return None
-    ranks = settings.world_size
-    local_ranks = min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE") or ranks))
-    gpu = settings.planned_gpu or hardware.find("detect", local_ranks)
-    outside = sum(allowance_of(gpu, ranks, local_ranks).values())
-    total = int((settings.memory_limit or gpu.memory_gib) * GIB)
+    gpu, total, allowance = place_of(settings)
+    outside = sum(allowance.values())
     stage, parts = candidates.fullest_stage(candidates.shape_of(settings), candidates.setting_of(settings), settings)
     peak = candidates.peak_by_formula(parts, gpu)
     return {
@@ -319,13 +316,12 @@ def predict_stages(settings) -> dict | None:
     }  # fmt: skip
 
 
-def place_of(settings) -> tuple[hardware.Gpu, int, int]:
-    """Return (the GPU of a job on GPUs, the bytes for torch's allocator on it, the margin for the error of plans)."""
+def place_of(settings) -> tuple[hardware.Gpu, int, dict[str, int]]:
+    """Return (the GPU of a job on GPUs, its bytes, {reason: bytes} of them outside torch's allocator)."""
     ranks = settings.world_size
     local_ranks = min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE") or ranks))
     gpu = settings.planned_gpu or hardware.find("detect", local_ranks)
-    total = int((settings.memory_limit or gpu.memory_gib) * GIB)
-    return gpu, total - sum(allowance_of(gpu, ranks, local_ranks).values()), int(candidates.MARGIN * total)
+    return gpu, int((settings.memory_limit or gpu.memory_gib) * GIB), allowance_of(gpu, ranks, local_ranks)
 
 
 def predict(settings, seconds: float | None = None, waits: bool = True) -> dict | None:
@@ -342,10 +338,7 @@ def predict(settings, seconds: float | None = None, waits: bool = True) -> dict 
     if cpu and not settings.memory_limit:
         return None
     ranks = settings.world_size
-    local_ranks = min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE") or ranks))
-    gpu = None if cpu else settings.planned_gpu or hardware.find("detect", local_ranks)
-    allowance = {} if cpu else allowance_of(gpu, ranks, local_ranks)
-    total = int(settings.memory_limit * GIB) if settings.memory_limit else int(gpu.memory_gib * GIB)
+    gpu, total, allowance = (None, int(settings.memory_limit * GIB), {}) if cpu else place_of(settings)
     limit = total - sum(allowance.values())
     began = time.perf_counter()
     flags, shape = candidates.flags_for_simulation(settings.flags), candidates.shape_of(settings)

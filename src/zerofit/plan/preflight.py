@@ -87,7 +87,8 @@ def choose_and_check(settings, row_tokens: float | None = None) -> tuple[dict | 
     if settings.use_cpu or settings.pp_size > 1:
         return check(settings), {}
     began = time.monotonic()
-    gpu, limit, margin = predict.place_of(settings)
+    gpu, total, allowance = predict.place_of(settings)
+    limit, margin = total - sum(allowance.values()), int(candidates.MARGIN * total)
     settings = settings.replace(planned_gpu=gpu)  # it is looked up once
     with simulate.reused():
         plan, checkpointing = _less_recomputation(settings, limit, margin, began + CHECK_SECONDS)
@@ -171,9 +172,10 @@ def _why(checkpointing: candidates.Checkpointing, plan: dict, faster: float) -> 
 def _faster_micro_batch(settings, row_tokens: float, limit: int) -> str:
     """Return a sentence on a micro batch that fits and is much faster, both by the closed forms, or "".
 
-    It is compared only with one that zerofit has chosen, at the same effective batch.
+    It is compared only with one that zerofit has chosen, with its accumulation, at the same effective batch.
     """
-    if settings.source["per_device_train_batch_size"] not in ("decided", "default", "transformers default"):
+    names = ("per_device_train_batch_size", "gradient_accumulation_steps")
+    if not {settings.source[name] for name in names} <= {"decided", "default", "transformers default"}:
         return ""
     gpu, shape, given = settings.planned_gpu, candidates.shape_of(settings), candidates.setting_of(settings)
     per_rank, seconds = given.micro * given.accumulation, {}

@@ -126,8 +126,14 @@ def prestart() -> None:
 
 @contextlib.contextmanager
 def reused():
-    """Answer all questions of the body in one process, which imports the libraries once."""
+    """Answer all questions of the body in one process, which imports the libraries once.
+
+    In the body of another `reused` it is that one's process.
+    """
     global _reused
+    if _reused:
+        yield
+        return
     _reused = True
     try:
         yield
