@@ -351,13 +351,13 @@ def test_every_layer_is_recomputed_whatever_a_preset_says():
 def test_a_resume_leaves_checkpointing_to_the_plan_that_chose_it(monkeypatch, tmp_path):
     started = []
     monkeypatch.setattr(launcher, "main", started.append)
-    for source in ("plan", "flag"):
-        values = {"gradient_checkpointing": False, "offload": "none"}
+    for source, offload in (("plan", False), ("flag", False), ("plan", True)):  # the last one of --zero auto
+        values = {"gradient_checkpointing": False, "offload": "none", "activation_offload": offload}
         facts = {"recipe": "sft", "world_size": 2, "flags": ["--gradient_checkpointing", "false", "--zero", "2"],
                  "arguments": {name: {"value": value, "source": source} for name, value in values.items()}}  # fmt: skip
         (tmp_path / "run.json").write_text(json.dumps(facts))
         resume.main([str(tmp_path)])
-    assert ["--gradient_checkpointing" in words for words in started] == [False, True]
+    assert ["--gradient_checkpointing" in words for words in started] == [False, True, True]
 
 
 def test_the_newest_whole_checkpoint(tmp_path):
