@@ -125,7 +125,7 @@ def number_of_steps(settings: Settings, train_set) -> int | None:
         return settings.max_steps
     if train_set.stream is not None:
         return None
-    rows = train_set.statistics["tokens"] / settings.max_length if settings.packing else len(train_set)
+    rows = len(train_set) * _tokens(train_set) / settings.max_length if settings.packing else len(train_set)
     return math.ceil(settings.num_train_epochs * rows / settings.effective_batch_size)
 
 
@@ -133,7 +133,12 @@ def row_tokens(settings: Settings, train_set) -> float | None:
     """Return the mean tokens of a training row, taking packed rows as full; None for a stream."""
     if settings.packing or train_set.stream is not None:
         return settings.max_length if settings.packing else None
-    return train_set.statistics["tokens"] / len(train_set) / settings.documents_per_row
+    return _tokens(train_set) / settings.documents_per_row
+
+
+def _tokens(train_set) -> float:
+    """Return the mean tokens of the rows of a set; its statistics count each row once, whatever its weight."""
+    return train_set.statistics["tokens"] / train_set.statistics["kept"]
 
 
 def environment(count: int, hide_gpus: bool = False) -> dict[str, str]:
