@@ -60,13 +60,16 @@ def test_readme_explains_every_key_of_every_file():
 def test_stages_1_and_2_reduce_gradients_to_their_owners(write):
     """Not on many ranks, nor where overlap_comm would wait for the GPU, nor where the file says otherwise."""
 
-    def all_reduces(*flags, ranks=2):
-        return parse(*flags, ranks=ranks).deepspeed["zero_optimization"].get("use_multi_rank_bucket_allreduce", True)
+    def all_reduces(*flags, ranks=2, recipe="sft"):
+        settings = resolve.resolve_settings(recipe, list(flags), ranks)
+        return settings.deepspeed["zero_optimization"].get("use_multi_rank_bucket_allreduce", True)
 
     assert [all_reduces("--zero", z) for z in "123"] == [False, False, True]
     assert not all_reduces("--zero", "2", ranks=64)
     assert all_reduces("--zero", "2", ranks=128)
     assert not all_reduces("--zero", "2", "--tp_size", "2", ranks=128)
+    stages = ("--pp_size", "2", "--gradient_accumulation_steps", "8", "--per_device_train_batch_size", "1")
+    assert not all_reduces(*stages, ranks=128, recipe="pipeline")
     for key in ("overlap_comm", "use_multi_rank_bucket_allreduce"):
         assert all_reduces("--deepspeed", write({"zero_optimization": {"stage": 2, key: True}}))
 

@@ -51,8 +51,8 @@ INSTEAD = {
     "pipeline": "this section starts no pipeline; delete it, and use recipes/pipeline.py with --pp_size",
 }
 
-# Ranks up to which stages 1 and 2 reduce gradients to their owners. NCCL reduces along a chain of all ranks, whose
-# latency outweighs the saved bytes from about 100 GPUs on, by its cost model (docs/speed.md).
+# Data-parallel ranks up to which stages 1 and 2 reduce gradients to their owners. NCCL reduces along a chain of them,
+# whose latency outweighs the saved bytes from about 100 GPUs on, by its cost model (docs/speed.md).
 REDUCE_UP_TO = 64
 
 # JSON key -> the argument with the same meaning; "auto" in the JSON takes the argument's value.
@@ -235,7 +235,8 @@ def _reducing_to_owners(config: dict, settings) -> dict:
     """
     zero = config["zero_optimization"]
     asked = "use_multi_rank_bucket_allreduce" in zero or zero.get("overlap_comm")
-    if settings.zero not in (1, 2) or asked or settings.world_size // settings.tp_size > REDUCE_UP_TO:
+    replicas = settings.world_size // (settings.tp_size * settings.pp_size)
+    if settings.zero not in (1, 2) or asked or replicas > REDUCE_UP_TO:
         return config
     return merge_json(config, {"zero_optimization": {"use_multi_rank_bucket_allreduce": False}})
 
