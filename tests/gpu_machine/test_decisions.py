@@ -539,12 +539,20 @@ def test_a_batch_size_is_searched_after_the_proof_of_packing(monkeypatch):
         sequence=SimpleNamespace(size=1),
     )  # fmt: skip
     monkeypatch.setattr(trial, "is_batch_search", lambda: True)
-    monkeypatch.setattr(trial, "measure_batch", lambda trainer: order.append("search"))
+
+    def search(trainer):
+        order.append("search")
+        raise SystemExit  # the real one ends the process
+
+    monkeypatch.setattr(trial, "measure_batch", search)
     monkeypatch.setattr(quantization, "verify_shares", lambda trainer: None)
     monkeypatch.setattr(offload, "after_start", lambda trainer: "")
     monkeypatch.setattr(progress.sys.stderr, "isatty", lambda: False, raising=False)
     reporter = SimpleNamespace(trainer=trainer, heartbeat=None)
-    progress.Reporter.on_train_begin(reporter, SimpleNamespace(process_index=0), SimpleNamespace(global_step=0), None)
+    with pytest.raises(SystemExit):
+        progress.Reporter.on_train_begin(
+            reporter, SimpleNamespace(process_index=0), SimpleNamespace(global_step=0), None
+        )
     assert order == ["proof", "search"]
 
 
