@@ -559,7 +559,7 @@ def test_a_batch_size_is_searched_after_the_proof_of_packing(monkeypatch):
 def test_questions_for_a_real_gpu_are_not_answered_in_forks(monkeypatch):
     """CUDA cannot be used in a fork of a process that has looked for it, as DeepSpeed's import does."""
     asked = []
-    monkeypatch.setattr(simulate, "_started", lambda fake, cuda: cuda)
+    monkeypatch.setattr(simulate, "_start", lambda fake, cuda: cuda)
     monkeypatch.setattr(
         simulate,
         "_ask",

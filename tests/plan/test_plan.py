@@ -869,7 +869,7 @@ import torch._inductor.decomposition
 
 def test_an_error_of_the_simulation_is_kept_in_a_file(monkeypatch, tmp_path):
     """What the user reads is a sentence; the traceback is in the file that it names."""
-    monkeypatch.setattr(simulate, "_started", lambda *of: None)
+    monkeypatch.setattr(simulate, "_start", lambda *of: None)
     said = '\nsimulation-answer: [0, {"trace": "Traceback ...\\nTypeError: unsupported"}]\n'
     monkeypatch.setattr(simulate, "_ask", lambda *of, keep: (said, ""))
     (failed,) = simulate.run_all([simulate.question("sft", [], 2)], tmp_path)
@@ -1057,7 +1057,7 @@ def test_a_cache_that_cannot_be_written_costs_no_run(monkeypatch, tmp_path, caps
     memory_history.remember({"gpu": "H100", "peak_bytes": 10}, 11, tmp_path)
     assert "note: /proc/cache/history.jsonl: the measured peak is not kept: No such file" in capsys.readouterr().out
     assert json.loads((tmp_path / "plan.json").read_text())["measured"]["measured_bytes"] == 11
-    simulate._keep(Path("/proc/cache/simulations"), simulate.question("sft", [], 1), {"peak": {}})
+    simulate._write_cached(Path("/proc/cache/simulations"), simulate.question("sft", [], 1), {"peak": {}})
     assert "no such kernel" in str(simulate._as_exception({"trace": "no such kernel"}, Path("/proc/cache/simulations")))
 
 
