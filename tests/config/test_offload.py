@@ -74,9 +74,9 @@ def written(tmp_path, section, **top):
         (["--zero", "2", "--zero_hpz_partition_size", "2"], "--zero_hpz_partition_size 2 needs stage 3"),
         (["--zero_hpz_partition_size", "3"], "--zero_hpz_partition_size 3: must divide the 2 ranks"),
         (["--zero_hpz_partition_size", "0"], "--zero_hpz_partition_size 0: must divide"),
-        (["--zero_quantized_weights"], "--zero_quantized_weights True: DeepSpeed's quantizer is CUDA code"),
-        (["--zero_quantized_gradients"], "--zero_quantized_gradients True: DeepSpeed's quantizer is CUDA code"),
-        (["--offload", "optimizer", "--super_offload"], "--super_offload True needs an NVIDIA GPU"),
+        (["--zero_quantized_weights"], "--zero_quantized_weights true: DeepSpeed's quantizer is CUDA code"),
+        (["--zero_quantized_gradients"], "--zero_quantized_gradients true: DeepSpeed's quantizer is CUDA code"),
+        (["--offload", "optimizer", "--super_offload"], "--super_offload true needs an NVIDIA GPU"),
     ],
 )
 def test_flags_refused(flags, says):

@@ -539,19 +539,27 @@ def test_a_batch_size_is_searched_after_the_proof_of_packing(monkeypatch):
         sequence=SimpleNamespace(size=1),
     )  # fmt: skip
     monkeypatch.setattr(trial, "is_batch_search", lambda: True)
-    monkeypatch.setattr(trial, "measure_batch", lambda trainer: order.append("search"))
+
+    def search(trainer):
+        order.append("search")
+        raise SystemExit  # the real one ends the process
+
+    monkeypatch.setattr(trial, "measure_batch", search)
     monkeypatch.setattr(quantization, "verify_shares", lambda trainer: None)
     monkeypatch.setattr(offload, "after_start", lambda trainer: "")
     monkeypatch.setattr(progress.sys.stderr, "isatty", lambda: False, raising=False)
     reporter = SimpleNamespace(trainer=trainer, heartbeat=None)
-    progress.Reporter.on_train_begin(reporter, SimpleNamespace(process_index=0), SimpleNamespace(global_step=0), None)
+    with pytest.raises(SystemExit):
+        progress.Reporter.on_train_begin(
+            reporter, SimpleNamespace(process_index=0), SimpleNamespace(global_step=0), None
+        )
     assert order == ["proof", "search"]
 
 
 def test_questions_for_a_real_gpu_are_not_answered_in_forks(monkeypatch):
     """CUDA cannot be used in a fork of a process that has looked for it, as DeepSpeed's import does."""
     asked = []
-    monkeypatch.setattr(simulate, "_started", lambda fake, cuda: cuda)
+    monkeypatch.setattr(simulate, "_start", lambda fake, cuda: cuda)
     monkeypatch.setattr(
         simulate,
         "_ask",

@@ -287,7 +287,7 @@ def test_how_a_run_stands(tmp_path, capsys):
     run.mkdir()
     (run / "run.json").write_text("{}")
     status.main([str(run)])
-    assert f"{run}: before the first step, no checkpoint yet\n  nothing of it runs" in capsys.readouterr().out
+    assert f"{run}: before the first step, no checkpoint yet\n  no process of it runs" in capsys.readouterr().out
     lines = [{"step": 9, "loss": 0.5, "tokens_per_second": 1234.5}, {"step": 9, "eval_loss": 0.7}]
     (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + '\n{"step": 1')
     (run / "checkpoint-5").mkdir()

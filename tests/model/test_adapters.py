@@ -236,7 +236,7 @@ def test_refused_before_a_model_is_loaded(flags, words):
 def test_refused_elsewhere(monkeypatch):
     with pytest.raises(UserError, match=r"unknown flag --load_in_4bit; did you mean recipes/lora.py"):
         settings_of("--load_in_4bit", recipe="sft")
-    with pytest.raises(UserError, match="invalid choice"):
+    with pytest.raises(UserError, match="must be one of"):
         settings_of("--adapter", "bottleneck")
     with pytest.raises(UserError, match="the tokenizer has it already"):
         load_tokenizer(settings_of("--new_tokens", "a"))

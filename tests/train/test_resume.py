@@ -209,7 +209,8 @@ def test_make_resume_on_another_number_of_processes(runs, tmp_path):
     ]
     done = subprocess.run(words, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    assert "zerofit sft: 1 process, ZeRO 0" in done.stdout
+    assert "zerofit sft: 1 process, ZeRO 0" in done.stdout and ", resumed from checkpoint-4\n" in done.stdout
+    assert "missing keys" not in done.stdout + done.stderr  # of the head, which is tied
     assert "checkpoint-4 was saved with ZeRO 3, 2 ranks, offload none" in done.stdout
     assert "effective batch 8 = per_device_train_batch_size 2 x gradient_accumulation_steps 4 x 1 rank" in done.stdout
     assert [line["step"] for line in Run(folder).metrics] == [1, 2, 3, 4, 5, 6]

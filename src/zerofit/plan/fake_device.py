@@ -84,6 +84,15 @@ def register_gpu(tracker, total_bytes: int, overlaps: bool) -> None:
     _setup_privateuseone_for_python_backend("gpu", backend_module=Backend())
     _register_autocast()
     from deepspeed.accelerator import set_accelerator
+
+    set_accelerator(_accelerator(tracker, total_bytes, overlaps))
+    _patch_torch_tensor()
+    torch.cuda.get_device_name = lambda *_: "a simulated GPU"  # ThroughputMeter looks up its speed
+
+
+def _accelerator(tracker, total_bytes: int, overlaps: bool):
+    """Return DeepSpeed's accelerator for device "gpu"; args as for `register_gpu`."""
+    import torch
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
     from zerofit import allocator
@@ -138,9 +147,7 @@ def register_gpu(tracker, total_bytes: int, overlaps: bool) -> None:
                 return lambda *size: _typed(torch, typed[name], *size)
             return super().__getattribute__(name)
 
-    set_accelerator(Accelerator())
-    _patch_torch_tensor()
-    torch.cuda.get_device_name = lambda *_: "a simulated GPU"  # ThroughputMeter looks up its speed
+    return Accelerator()
 
 
 def _patch_torch_tensor() -> None:

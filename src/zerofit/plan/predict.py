@@ -135,10 +135,7 @@ def answer_of(
             break
         pairs = list(zip(answers[1::2], answers[::2], strict=True))
         slopes = [_slopes(low, high, depths) for low, high in pairs]
-        if widths or (
-            all(_same_moments(low, high) for low, high in pairs)
-            and (zero != 3 or _level(slopes, shape, ranks) or (shape.frozen_bytes < 1 and _alike(slopes, before)))
-        ):
+        if widths or _is_linear(pairs, slopes, before, zero, shape, ranks):
             room = candidates.room(gpu, ranks) if gpu else None
             answers = [_extended(low, high, depths, shape.layers, room, bool(widths)) for low, high in pairs]
             break
@@ -182,6 +179,20 @@ def _depths_of_a_trace(depths: tuple, zero: int, every: int) -> tuple:
 def _numbers_of_a_parameter(shape: Shape) -> float:
     """Return 0.25 for packed 4-bit weights, four of which are one 16-bit number of DeepSpeed's; else 1."""
     return 0.25 if shape.frozen_bytes < 1 else 1
+
+
+def _is_linear(
+    pairs: list[tuple[dict, dict]], slopes: list[dict], before: list[dict] | None, zero: int, shape: Shape, ranks: int
+) -> bool:
+    """Return whether the answers for two depths may be extended to all layers.
+
+    Args: pairs: the answers of each rank; slopes: their `_slopes`; before: those of the two depths before, None at
+        first.
+    """
+    if not all(_same_moments(low, high) for low, high in pairs):
+        return False
+    packed = shape.frozen_bytes < 1
+    return zero != 3 or _level(slopes, shape, ranks) or (packed and _alike(slopes, before))
 
 
 def _same_moments(low: dict, high: dict) -> bool:

@@ -194,6 +194,12 @@ class ZerofitTrainer(Trainer):
         if not self.settings.resharded:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
+    def _issue_warnings_after_load(self, load_result) -> None:
+        """Warn of weights that a checkpoint lacks, but not of those that it holds under the name they are tied to."""
+        tied = getattr(self.model, "all_tied_weights_keys", {})
+        missing = [name for name in load_result.missing_keys if name not in tied]
+        super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
+
     def _load_best_model(self) -> None:
         with pickles.only_known():
             super()._load_best_model()
