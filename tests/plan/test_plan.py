@@ -19,6 +19,7 @@ from zerofit import command_line, hardware
 from zerofit.config import accelerate_env, resolve
 from zerofit.data.load import load_datasets
 from zerofit.errors import UserError
+from zerofit.launch import prepare
 from zerofit.model import gradient_checkpointing, pipeline
 from zerofit.model.load import load_tokenizer
 from zerofit.paths import cache_root, private_folder
@@ -569,6 +570,26 @@ def test_rows_are_planned_at_their_real_length(flags, planned, says, tmp_path, m
     )
 
 
+@pytest.mark.parametrize(
+    ("flags", "longest"),
+    [
+        (["--data", "rows.jsonl"], 100),
+        (["--data", "rows.jsonl", "--eval_data", "eval.jsonl"], 300),
+        (["--data", "rows.jsonl", "--packing", "true"], 512),  # packs are full
+        (["--data", "rows.jsonl", "--streaming", "true", "--max_steps", "2"], 512),  # not read yet
+    ],
+    ids=["rows", "eval", "packs", "stream"],
+)
+def test_a_launch_knows_its_longest_row(flags, longest, tmp_path, monkeypatch):
+    for name, lengths in (("rows", (100, 60, 40)), ("eval", (300, 10))):
+        rows = [json.dumps({"input_ids": [5] * n, "labels": [5] * n}) for n in lengths]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows) + "\n")
+    monkeypatch.chdir(tmp_path)
+    given = ["--model", str(TINY / "model"), "--max_length", "512", "--use_cpu", "true", *flags]
+    settings = resolve.resolve_settings("sft", given, 1)
+    assert prepare.longest_row(settings, *load_datasets(settings, load_tokenizer(settings))) == longest
+
+
 def test_pairs_are_planned_at_the_length_of_their_longer_side(tmp_path):
     rows = [{"prompt": "a", "chosen": "b " * n, "rejected": "c " * m} for n, m in ((40, 90), (70, 20))]
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -581,6 +602,7 @@ def test_pairs_are_planned_at_the_length_of_their_longer_side(tmp_path):
     train_set, _ = load_datasets(settings, load_tokenizer(settings))
     assert (
         longest
+        == prepare.longest_row(settings, train_set, None)
         == max(max(lengths) for lengths in train_set.dataset["lengths"])
         < max(len(ids) for ids in train_set.dataset["input_ids"])
     )
@@ -1270,6 +1292,34 @@ def test_a_resumed_run_keeps_its_checkpointing(earlier, sizes, flags, expandable
     settings = on_a_gpu(*SMALL_ROWS)
     settings.resume_from_checkpoint = str(tmp_path / "checkpoint-2")
     assert preflight.choose_and_check(settings)[1] == flags
+
+
+@pytest.mark.parametrize(
+    ("longest", "flags", "shorter"),
+    [
+        (300, (), True),
+        (4093, (), False),  # rounded up to 4096
+        (None, (), False),  # not known
+        (300, ("--padding_free", "false"), False),
+        (300, ("--tiled_mlp", "4"), False),
+    ],
+)
+def test_a_launch_is_checked_with_its_longest_row(longest, flags, shorter, expandable, monkeypatch, capsys):
+    """A job whose rows are short is not refused for the --max_length that none of them fills."""
+
+    def size_of(flags):
+        return 40 if flags[flags.index("--max_length") + 1] == "304" else 100
+
+    monkeypatch.setattr(simulate, "run_all", fake_simulation(size_of))
+    settings = on_a_gpu("--max_length", "4096", "--gradient_checkpointing", "true", *flags)
+    if shorter:
+        plan, _ = preflight.choose_and_check(settings, longest=longest)
+        assert plan["peak_bytes"] <= plan["limit_bytes"]
+    else:
+        with pytest.raises(candidates.NothingFits):
+            preflight.choose_and_check(settings, longest=longest)
+    line = "plan: the longest row has 300 tokens: checked with --max_length 304 instead of 4096\n"
+    assert (line in capsys.readouterr().out) is shorter
 
 
 def test_a_micro_batch_that_leaves_the_gpu_idle_is_said(expandable, monkeypatch, capsys):

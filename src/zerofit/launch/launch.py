@@ -70,13 +70,13 @@ def _launch_on_one_node(args, recipe: Path, flags: list[str], count: int) -> Non
     run_folder.claim_folder(settings)
     if not settings.search_batch_size:
         preflight.prestart(settings)
-    folder, train_set, _ = prepare.prepare(settings)
+    folder, train_set, eval_set = prepare.prepare(settings)
     planned = None
     if settings.search_batch_size:
         flags = batch_search.with_size(settings, flags, batch_search.search(settings, flags).size)
         settings = _settings(recipe.stem, command_line.put(flags, output_dir=folder), count)
     else:
-        planned, checkpointing = preflight.choose_and_check(settings, prepare.row_tokens(settings, train_set))
+        planned, checkpointing = _planned(settings, train_set, eval_set)
         if checkpointing:
             flags = command_line.put(flags, **checkpointing)
             settings = _settings(recipe.stem, command_line.put(flags, output_dir=folder), count)
@@ -88,6 +88,12 @@ def _launch_on_one_node(args, recipe: Path, flags: list[str], count: int) -> Non
     raise SystemExit(supervisor.run(job))
 
 
+def _planned(settings: Settings, train_set, eval_set) -> tuple[dict | None, dict]:
+    """Return (the prediction, the flags of gradient checkpointing) of the check, which knows the rows."""
+    longest = prepare.longest_row(settings, train_set, eval_set)
+    return preflight.choose_and_check(settings, prepare.row_tokens(settings, train_set), longest)
+
+
 def _launch_as_leader(coordinator: Coordinator, args, recipe: Path, flags: list[str], count: int) -> None:
     """Run the job as node 0, which decides: the nodes, the run folder, each attempt. count: processes of this node."""
     coordinator.membership.gather()
@@ -97,7 +103,7 @@ def _launch_as_leader(coordinator: Coordinator, args, recipe: Path, flags: list[
     run_folder.claim_folder(settings)
     preflight.prestart(settings)
     folder, train_set, eval_set = prepare.prepare(settings)
-    planned, checkpointing = preflight.choose_and_check(settings, prepare.row_tokens(settings, train_set))
+    planned, checkpointing = _planned(settings, train_set, eval_set)
     preflight.publish(planned)
     folder = _agree(coordinator, settings, train_set, eval_set, folder)
     if checkpointing:  # the other nodes learn it with the first attempt's order
