@@ -841,6 +841,32 @@ def test_the_share_of_offload_ratio_is_on_the_gpu():
     assert more / (split["parameters"] / 2) == pytest.approx(0.6 * 12, rel=0.1)
 
 
+def test_the_optimizer_of_a_deepspeed_file_is_simulated(tmp_path):
+    """DeepSpeed's FusedAdam has the states of torch's; its C++ would read fake tensors."""
+    auto = dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu"), "auto")
+    stage_3 = auto | {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
+    adam = {"optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}}
+    flags = ["--model", str(TINY / "model"), "--data", "none", "--max_length", "64", "--effective_batch_size", "2",
+             "--per_device_train_batch_size", "1", "--deepspeed"]  # fmt: skip
+    asked = []
+    for name, config in (("torch", stage_3), ("own", stage_3 | adam)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(config))
+        asked.append(simulate.question("sft", [*flags, str(tmp_path / f"{name}.json")], 2, gpu=GPU))
+    of_torch, own = answers_for(asked)
+    assert own["total"]["step"] == pytest.approx(of_torch["total"]["step"], rel=0.01)
+
+
+def test_the_backward_of_silu_is_one_kernel():
+    """Six tensors of an MLP's width are alive at once: gate, its SiLU, up, and the gradients of product and factors."""
+    flags = ["--model", str(TINY / "model"), "--data", "none", "--zero", "0", "--dtype", "bfloat16", "--bf16", "false",
+             "--lora_target_modules", "q_proj", "--gradient_checkpointing", "true", "--max_length", "2048",
+             "--per_device_train_batch_size", "1", "--effective_batch_size", "1"]  # fmt: skip
+    wide = {"intermediate_size": 1 << 16, "num_hidden_layers": 2}
+    (answer,) = answers_for([simulate.question("lora", flags, 1, gpu=GPU, overrides=wide)])
+    held = answer["total"]["backward"] - answer["total"]["load"]
+    assert held / (2048 * wide["intermediate_size"] * 2) == pytest.approx(6, abs=0.3)
+
+
 @pytest.mark.slow
 def test_liger_on_request_is_planned_with_its_bytes():
     """By default a plan has transformers' modules, to which a run may go back."""
