@@ -867,6 +867,19 @@ def test_the_backward_of_silu_is_one_kernel():
     assert held / (2048 * wide["intermediate_size"] * 2) == pytest.approx(6, abs=0.3)
 
 
+def test_the_product_of_many_rows_dequantizes_4_bit_weights():
+    """bitsandbytes has a kernel without that for at most 1,536 rows."""
+    wide, counts = {"intermediate_size": 1 << 16, "num_hidden_layers": 2}, []
+    flags = ["--model", str(TINY / "model"), "--data", "none", "--zero", "0", "--load_in_4bit", "true",
+             "--gradient_checkpointing", "false", "--per_device_train_batch_size", "1", "--effective_batch_size", "1",
+             "--max_length"]  # fmt: skip
+    for answer in answers_for(
+        [simulate.question("lora", [*flags, rows], 1, gpu=GPU, overrides=wide) for rows in ("1024", "2048")]
+    ):
+        counts.append(sum(size == 128 * wide["intermediate_size"] * 2 for _, size, _ in answer["events"]))
+    assert counts[1] - counts[0] == simulate.STEPS * 2 * 3  # products of the MLPs' weights in forward passes
+
+
 @pytest.mark.slow
 def test_liger_on_request_is_planned_with_its_bytes():
     """By default a plan has transformers' modules, to which a run may go back."""

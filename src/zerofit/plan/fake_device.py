@@ -478,6 +478,19 @@ def attention_stand_in(name: str) -> None:
         AttentionMaskInterface.register(name, lambda *args, **kwargs: None)
 
 
+def _dequantized(inputs, state) -> list:
+    """Return the tensors that bitsandbytes holds on a GPU while it multiplies many rows by 4-bit weights.
+
+    bitsandbytes/backends/cuda/ops.py, _dequant_linear_fallback; up to 1,536 rows may take a kernel without them.
+    """
+    import torch
+
+    if inputs.device.type != "gpu" or inputs.numel() // inputs.shape[-1] <= 1536:
+        return []
+    constants = torch.empty_like(state.absmax, dtype=torch.float32)
+    return [constants, constants + state.offset, torch.empty(state.shape, dtype=inputs.dtype, device=inputs.device)]
+
+
 def quantize(net, device: str) -> None:
     """Replace linear layers by bitsandbytes' NF4 layers with doubly quantized constants, without memory."""
     import bitsandbytes
@@ -499,7 +512,10 @@ def quantize(net, device: str) -> None:
 
         def forward(self, x):
             state, bias = self.weight.quant_state, None if self.bias is None else self.bias.to(self.compute_dtype)
-            out = bitsandbytes.matmul_4bit(x.to(self.compute_dtype), self.weight, bias=bias, quant_state=state)
+            inputs = x.to(self.compute_dtype)
+            dequantized = _dequantized(inputs, state)
+            out = bitsandbytes.matmul_4bit(inputs, self.weight, bias=bias, quant_state=state)
+            del dequantized
             return out.to(x.dtype)
 
     head = net.get_output_embeddings()
