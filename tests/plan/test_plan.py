@@ -867,6 +867,19 @@ def test_the_backward_of_silu_is_one_kernel():
     assert held / (2048 * wide["intermediate_size"] * 2) == pytest.approx(6, abs=0.3)
 
 
+@pytest.mark.parametrize(("mode", "varied", "believed"), [("False", False, False), ("True", False, True),
+                                                          ("False", True, True)])  # fmt: skip
+def test_an_extended_trace_that_leaves_much_unused_is_not_believed(mode, varied, believed, monkeypatch):
+    """Then all layers are simulated where they decide; rows of different lengths do leave much."""
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", f"expandable_segments:{mode}")
+    needs = {kind: {"allocated": 100, "least": least} for kind, least in (("segments", 124), ("expandable", 103))}
+    monkeypatch.setattr(predict.extended_trace, "extend", lambda *args: [])
+    monkeypatch.setattr(predict.extended_trace, "usual_order", lambda events: events)
+    monkeypatch.setattr(predict.caching_allocator, "of_both_kinds", lambda events, room: needs)
+    answer = predict._replayed({"events": [1]}, {"events": [1]}, (3, 4), 80, 100, None, varied)
+    assert answer["all_layers_replayed"] is believed
+
+
 def test_the_product_of_many_rows_dequantizes_4_bit_weights():
     """bitsandbytes has a kernel without that for at most 1,536 rows."""
     wide, counts = {"intermediate_size": 1 << 16, "num_hidden_layers": 2}, []
