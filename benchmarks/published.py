@@ -197,13 +197,16 @@ def plan(point: dict) -> dict:
 def _simulated(candidate, ranks: int, gpu, habits: tuple[str, ...] = ()) -> dict:
     """Simulate rank 0 with as many layers as a plan simulates of its chosen setting; return its figures."""
     setting, shape = candidate.setting, candidate.shape
-    answer = predict.answer_of(
-        candidates.recipe_of(candidate.method), candidate.flags, ranks, [0], gpu, setting.zero, shape, setting.every,
-        whole=shape.layers <= predict.LAYERS_OF_CHOSEN, habits=habits,
-    )  # fmt: skip
-    if isinstance(answer, Exception):
-        return {"failed": str(answer)}
-    candidate.answer = answer | {"rank": 0}
+    for whole in sorted({shape.layers <= predict.LAYERS_OF_CHOSEN, True}):
+        answer = predict.answer_of(
+            candidates.recipe_of(candidate.method), candidate.flags, ranks, [0], gpu, setting.zero, shape,
+            setting.every, whole=whole, habits=habits,
+        )  # fmt: skip
+        if isinstance(answer, Exception):
+            return {"failed": str(answer)}
+        candidate.answer = answer | {"rank": 0}
+        if not predict.needs_all_layers(candidate, candidates.room(gpu, ranks)):
+            break
     return _figures(candidate, ranks, gpu)
 
 

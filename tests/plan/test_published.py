@@ -81,7 +81,7 @@ def compared(*classes):
 
 
 # Beyond the bounds of published.BOUNDS; docs/planning.md has their reasons.
-BEYOND = {"A": {"fms45-qlora-llama2-70b-bs4-noprep"}, "AB": set()}
+BEYOND = {"A": set(), "AB": set()}
 
 
 @pytest.mark.parametrize(("classes", "median_bound", "bound"), [bounds[1:] for bounds in published.BOUNDS])
@@ -134,9 +134,13 @@ def test_contradicted_figures_are_listed_with_their_errors_and_left_out_of_the_b
 
 
 def test_what_is_kept_free_covers_the_error_of_allocated_bytes():
+    """A share of the GPU, as MARGIN is; of the measured bytes the errors are at most 1.1 %."""
+    gpus = {point["id"]: hardware.find(point["gpu"]) for point in POINTS}
     stated = [row for row in compared("A") if row["kind"] == "allocated"]
     assert len(stated) >= 25
-    assert max(abs(row["error_after"]) for row in stated) <= candidates.MARGIN
+    for row in stated:
+        assert abs(row["after"] - row["measured"]) <= candidates.MARGIN * gpus[row["id"]].memory_gib, row["id"]
+        assert abs(row["error_after"]) <= 0.011, row["id"]
 
 
 def test_differences_are_left_out_of_reserved_figures_where_the_cache_has_them():
