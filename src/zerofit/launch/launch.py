@@ -72,13 +72,13 @@ def _launch_on_one_node(args, recipe: Path, flags: list[str], count: int) -> Non
     run_folder.claim_folder(settings)
     if not settings.search_batch_size:
         preflight.prestart(settings)
-    folder, train_set, _ = prepare.prepare(settings)
+    folder, train_set, eval_set = prepare.prepare(settings)
     before = flags
     if settings.search_batch_size:
         planned = None
         flags = batch_search.with_size(settings, flags, batch_search.search(settings, flags).size)
     else:
-        planned, flags = _planned(settings, flags, train_set)
+        planned, flags = _planned(settings, flags, train_set, eval_set)
     preflight.publish(planned)
     changed, flags = flags != before, command_line.put(flags, output_dir=folder)
     if changed:
@@ -89,9 +89,10 @@ def _launch_on_one_node(args, recipe: Path, flags: list[str], count: int) -> Non
     raise SystemExit(supervisor.run(job))
 
 
-def _planned(settings: Settings, flags: list[str], train_set) -> tuple[dict | None, list[str]]:
+def _planned(settings: Settings, flags: list[str], train_set, eval_set) -> tuple[dict | None, list[str]]:
     """Return (the prediction of the job's memory, the flags with the gradient checkpointing that its plan chooses)."""
-    planned, checkpointing = preflight.choose_and_check(settings, prepare.row_tokens(settings, train_set))
+    mean, longest = prepare.row_tokens(settings, train_set), prepare.longest_row(settings, train_set, eval_set)
+    planned, checkpointing = preflight.choose_and_check(settings, mean, longest)
     return planned, command_line.put(flags, **checkpointing)
 
 
@@ -104,7 +105,7 @@ def _launch_as_leader(coordinator: Coordinator, args, recipe: Path, flags: list[
     run_folder.claim_folder(settings)
     preflight.prestart(settings)
     folder, train_set, eval_set = prepare.prepare(settings)
-    planned, with_plan = _planned(settings, flags, train_set)
+    planned, with_plan = _planned(settings, flags, train_set, eval_set)
     preflight.publish(planned)
     folder = _agree(coordinator, settings, train_set, eval_set, folder)
     if with_plan != flags:  # the other nodes learn it with the first attempt's order

@@ -141,6 +141,17 @@ def _tokens(train_set) -> float:
     return train_set.statistics["tokens"] / train_set.statistics["kept"]
 
 
+def longest_row(settings: Settings, *sets) -> int:
+    """Return the tokens of the longest row of the sets, of the longer side of a pair; --max_length where not known.
+
+    Args: sets: for training and evaluation, None: there is none. Packs are taken as full.
+    """
+    sets = [rows for rows in sets if rows is not None]
+    if settings.packing or any(rows.stream is not None for rows in sets):
+        return settings.max_length
+    return max(rows.statistics["longest"] for rows in sets)
+
+
 def environment(count: int, hide_gpus: bool = False) -> dict[str, str]:
     """Return what the launcher adds to the environment: PYTHONPATH and the CPU threads of each process.
 

@@ -34,8 +34,12 @@ def publish(plan: dict | None) -> None:
 
 def prestart(settings) -> None:
     """Start the simulation's process for `check`, so that it imports while the data is read."""
-    if (settings.memory_limit or not settings.use_cpu) and settings.pp_size == 1:
+    if _is_planned(settings) and settings.pp_size == 1:
         simulate.prestart()
+
+
+def _is_planned(settings) -> bool:
+    return not settings.use_cpu or bool(settings.memory_limit)
 
 
 def check(settings, seconds: float | None = CHECK_SECONDS) -> dict | None:
@@ -76,14 +80,16 @@ def _report(plan: dict, settings) -> None:
     print(f"plan: {fits}: {size}", flush=True)
 
 
-def choose_and_check(settings, row_tokens: float | None = None) -> tuple[dict | None, dict]:
+def choose_and_check(settings, row_tokens: float | None = None, longest: int | None = None) -> tuple[dict | None, dict]:
     """Check as `check` does; where nothing says how to checkpoint, look first for less of it that fits.
 
     A resumed run goes on with the gradient checkpointing that it had, if that fits. A micro batch that the user did not
     choose is compared with others.
-    Args: row_tokens: the mean of the training rows, None: unknown.
+    Args: row_tokens: the mean of the training rows; longest: of all rows. None: unknown.
     Returns: (the prediction, the flags of gradient checkpointing to run with; {}: as the job is).
     """
+    if longest and _is_planned(settings):
+        settings = _with_rows_up_to(longest, settings)
     if settings.use_cpu or settings.pp_size > 1:
         return check(settings), {}
     began = time.monotonic()
@@ -96,6 +102,22 @@ def choose_and_check(settings, row_tokens: float | None = None) -> tuple[dict | 
     if row_tokens and (sentence := _faster_micro_batch(_with(settings, checkpointing), row_tokens, limit - margin)):
         print(f"plan: {sentence}", flush=True)
     return plan, checkpointing
+
+
+def _with_rows_up_to(longest: int, settings):
+    """Return the settings with --max_length of the longest row, as the collator rounds it, and print it.
+
+    Padding and tiles of the MLP may have been decided from --max_length: then it stays.
+    """
+    width = -(-longest // 8) * 8
+    if width >= settings.max_length or not settings.padding_free or settings.tiled_mlp != "1":
+        return settings
+    print(
+        f"plan: the longest row has {longest} tokens: checked with --max_length {width} instead of "
+        f"{settings.max_length}",
+        flush=True,
+    )
+    return settings.replace(flags=command_line.put(settings.flags, max_length=width), max_length=width)
 
 
 def _less_recomputation(settings, limit: int, margin: int, deadline: float) -> tuple[dict | None, dict]:

@@ -126,7 +126,7 @@ def _answer(recipe, flags, ranks, rank, gpu, device, fake, padded, overrides, ha
     fake_device.without_inference_mode()
     with contextlib.ExitStack() as stack:
         if fake:
-            fake_device.fake_cpu_adam()
+            fake_device.fake_adam()
             fake_device.skip_triton_kernels()
             fake_device.without_values(padded, settings.max_length)
             stack.enter_context(torch._subclasses.fake_tensor.FakeTensorMode(allow_non_fake_inputs=True))
