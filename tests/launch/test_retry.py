@@ -31,19 +31,26 @@ COMMON = [
 ]  # fmt: skip
 
 
-def launch(folder, *flags, fault=None, gpus="2", zero="2", timeout=400, recipe="sft"):
-    """The finished `zerofit launch` of two ranks; every process that it had started is gone."""
+def launch(folder, *flags, fault=None, gpus="2", zero="2", timeout=400, recipe="sft", fresh=True):
+    """The finished `zerofit launch` of two ranks; every process that it had started is gone.
+
+    fresh: with a fault, in an interpreter of its own, whose processes are told by their command lines.
+    """
     words = ["-m", "zerofit", "launch", "--gpus", gpus, f"recipes/{recipe}.py", *COMMON, "--zero", zero, *flags]
     if not fault:
         return run_python([*words, "--output_dir", str(folder)], cwd=ROOT, timeout=timeout)
     marker = folder.with_suffix(".struck")
-    env = os.environ | {  # sitecustomize brings the fault, into a fresh interpreter
+    env = {  # sitecustomize brings the fault
         "ZEROFIT_TEST_FAULT": json.dumps({"marker": str(marker), "rank": 1, "step": 3} | fault),
         "PYTHONPATH": os.pathsep.join([str(ROOT / "tests" / "faults"), os.environ["PYTHONPATH"]]),
     }
+    if not fresh:
+        done = run_python([*words, "--output_dir", str(folder)], cwd=ROOT, timeout=timeout, **env)
+        assert marker.exists(), done.stderr
+        return done
     done = subprocess.run(
         [sys.executable, *words, "--output_dir", str(folder)],
-        capture_output=True, text=True, timeout=timeout, cwd=ROOT, env=env,
+        capture_output=True, text=True, timeout=timeout, cwd=ROOT, env=os.environ | env,
     )  # fmt: skip
     assert fault["what"] == "limit" or marker.exists(), done.stderr
     time.sleep(0.2)
@@ -74,7 +81,7 @@ def assert_recovered(done, folder, undisturbed, attempts=2):
 
 def test_out_of_memory_goes_on_with_half_the_micro_batch(tmp_path):
     folder = tmp_path / "run"
-    done = launch(folder, "--max_steps", "4", fault={"what": "oom", "where": "backward"})
+    done = launch(folder, "--max_steps", "4", fault={"what": "oom", "where": "backward"}, fresh=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     first = Run(folder).json("report.json")["attempts"][0]
     before, after = Run(folder / "attempts" / "1").losses, Run(folder).losses

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import ROOT, TINY, Run
+from conftest import ROOT, TINY, Run, run_python
 
 from zerofit import rank_status, run_folder, run_lock
 from zerofit.errors import UserError
@@ -57,8 +57,7 @@ def started(
 
 
 def again(folder, *flags) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-m", "zerofit", "resume", str(folder), *flags], cwd=ROOT, text=True,
-                          capture_output=True, timeout=300)  # fmt: skip
+    return run_python(["-m", "zerofit", "resume", str(folder), *flags], cwd=ROOT)
 
 
 def processes_of(folder) -> list[psutil.Process]:

@@ -16,7 +16,8 @@ import generate
 
 pytestmark = pytest.mark.usefixtures("forks")
 EXAMPLES = generate.all_examples()
-QUICK = ("qwen2.5-0.5b-sft-12g",)  # planned by `make test` too; the others take 10 to 60 s each
+# Planned by `make test` too: one of each kind.
+QUICK = ("qwen2.5-0.5b-sft-12g", "llama3.2-1b-lora-12g", "qwen3-4b-qlora-12g", "llama3.2-3b-dpo-24g")
 
 
 def test_there_is_one_for_each_family_method_and_size_of_gpu():
