@@ -1,6 +1,7 @@
 """Jobs that fail: each fault, injected into one of two real ranks, ends in recovery with the losses of an undisturbed
 run, or in the right exit code and sentence; no process and no half-written checkpoint stays behind."""
 
+import functools
 import json
 import os
 import signal
@@ -412,6 +413,27 @@ def test_who_failed_first(records, exits, code, expected, tmp_path):
         (tmp_path / postmortem.EXITS).write_text(json.dumps(exits))
     last = postmortem.ending(code, tmp_path, [], None, 0, host_kills=0)
     assert (last.kind, last.code, last.rank) == expected
+
+
+@pytest.mark.parametrize("place", [
+    '/site-packages/torch/distributed/distributed_c10d.py", line 3398 in reduce',
+    '/site-packages/deepspeed/runtime/zero/partition_parameters.py", line 700 in wait',
+    '/site-packages/torch/autograd/graph.py", line 979 in _engine_run_backward',
+], ids=["ZeRO-2", "ZeRO-3", "DDP"])  # fmt: skip
+def test_the_rank_that_hung_is_one_that_waits_for_no_other(tmp_path, place):
+    """Ranks 0 and 2 wait in the step in which rank 1 stays; rank 0's heartbeat is the oldest by chance."""
+    for rank, innermost in enumerate([place, '/job/rows.py", line 7 in read', place]):
+        (tmp_path / f"heartbeat{rank}").write_bytes(rank_status._HEARTBEAT_FILE.pack(100 + rank, 3, 50.0 + rank))
+        (tmp_path / f"stack{rank}.txt").write_text(
+            'Thread 0x01 (most recent call first):\n  File "/site-packages/zerofit/rank_status.py", line 9 in wait\n\n'
+            f'Current thread 0x02 (most recent call first):\n  File "{innermost}\n  File "/sft.py", line 4 in main\n'
+        )
+    ended = functools.partial(postmortem.ending, 137, tmp_path, [], supervisor._hung(tmp_path, 1e-9, 3), 8.0, 0)
+    assert (ended().kind, ended().rank, ended().step) == ("hang", 1, 3)
+    (tmp_path / "stack1.txt").unlink()  # it could not write any
+    assert ended().rank == 1
+    (tmp_path / "stack1.txt").write_text((tmp_path / "stack0.txt").read_text())
+    assert ended().rank == 0  # the first to stop, if the stacks do not tell
 
 
 def test_the_kernels_kill_for_memory_is_out_of_memory(tmp_path):
