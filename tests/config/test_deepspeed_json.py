@@ -164,7 +164,7 @@ def test_same_value_in_both_places_is_no_contradiction(write):
             "unknown key 'zero_optimization.overlapcomm'; did you mean 'overlap_comm'",
         ),
         (
-            {"zero_optimization": {"stage": 3, "prefetch_bucket_size": 1}},
+            {"zero_optimization": {"stage": 3, "stage3_prefetch_size": 1}},
             [],
             "did you mean 'stage3_prefetch_bucket_size'",
         ),

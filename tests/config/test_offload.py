@@ -64,7 +64,7 @@ def written(tmp_path, section, **top):
         (["--offload", "optimizer", "--offload_ratio", "0.5", "--zero", "2"], "--offload_ratio 0.5 needs stage 3"),
         (
             ["--offload", "optimizer", "--offload_ratio", "0.5", "--optim", "adafactor"],
-            "--optim adafactor with ratio below 1: accelerate would replace it by DeepSpeed's CPU Adam",
+            "--optim adafactor with ratio below 1: accelerate would silently replace it by DeepSpeed's CPU Adam",
         ),
         (
             ["--offload", "optimizer", "--offload_ratio", "0.5", "--resume_from_checkpoint", "true"],

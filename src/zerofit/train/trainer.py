@@ -198,7 +198,7 @@ class ZerofitTrainer(Trainer):
         """Warn of weights that a checkpoint lacks, but not of those that it holds under the name they are tied to."""
         tied = getattr(self.model, "all_tied_weights_keys", {})
         missing = [name for name in load_result.missing_keys if name not in tied]
-        super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
+        super()._issue_warnings_after_load(type(load_result)(missing, load_result.unexpected_keys))
 
     def _load_best_model(self) -> None:
         with pickles.only_known():
