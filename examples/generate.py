@@ -13,10 +13,10 @@ from pathlib import Path
 
 import yaml
 
-from zerofit import hardware, log_filters
+from zerofit import allocator, hardware, log_filters
 from zerofit.config import resolve
 from zerofit.hardware import GIB
-from zerofit.plan import candidates, formulas, predict
+from zerofit.plan import candidates, formulas, preflight
 
 EXAMPLES = Path(__file__).resolve().parent
 README = EXAMPLES / "README.md"
@@ -24,8 +24,9 @@ BEGIN = "<!-- made by examples/generate.py -->"
 HEAD = re.compile(
     r"# make (?P<recipe>\w+)[^\n]*\n# planned for (?:(?P<nodes>\d+) nodes of )?(?P<gpus>\d+) x (?P<gpu>\S+)\n"
 )
-COLUMNS = ["example", "model", "method", "GPUs", "row, batch", "GPU memory", "host memory of a node", "tokens a second",
-           "10 million tokens"]  # fmt: skip
+SECONDS = 3600.0  # that a plan may take here; a launch waits 18
+COLUMNS = ["example", "model", "method", "GPUs", "row, batch", "recomputed", "GPU memory", "host memory of a node",
+           "tokens a second", "10 million tokens"]  # fmt: skip
 
 
 @dataclass
@@ -72,20 +73,26 @@ def of_file(file: Path) -> Example:
 
 def settings_of(example: Example):
     """Return the settings of the very job of an example, with the model's config.json and without its rows."""
-    flags = ["--config", str(example.file), "--model", str(example.config), "--data", candidates.UNNAMED]
+    flags = ["--config", str(example.file), "--model", str(example.config), "--data", candidates.UNNAMED,
+             "--ignore_plan", "true"]  # fmt: skip
     gpu = hardware.find(example.gpu, example.gpus)
     return resolve.resolve_settings(example.recipe, flags, example.gpus * example.nodes, gpu)
 
 
 def plan(example: Example) -> dict:
-    """Return {"needs", "has": bytes of a GPU; "fits", "host": bytes of a node; "speed": tokens a second, ...}."""
+    """Return what a launch would run with: {"recomputed": which layers; "needs", "has": bytes of a GPU; "fits",
+    "host": bytes of a node; "speed": tokens a second; "batch", "max_length"}.
+    """
     os.environ["LOCAL_WORLD_SIZE"] = str(example.gpus)
+    allocator.configure()
     settings = settings_of(example)
-    answer = predict.predict(settings)
+    answer, checkpointing = preflight.choose_and_check(settings, seconds=SECONDS)
     assert "by" not in answer, f"{example.name}: {answer['by']}"
+    settings = settings.replace(**checkpointing)
     setting = candidates.setting_of(settings)
     tokens = setting.tokens * setting.accumulation * settings.data_ranks
     return {
+        "recomputed": recomputed(candidates.checkpointing_of(settings)),
         "needs": answer["peak_bytes"] + answer["outside_bytes"],
         "has": settings.planned_gpu.memory_gib * GIB,
         "fits": answer["peak_bytes"] <= answer["limit_bytes"],
@@ -98,13 +105,19 @@ def plan(example: Example) -> dict:
     }  # fmt: skip
 
 
+def recomputed(checkpointing: candidates.Checkpointing) -> str:
+    if checkpointing.selective:
+        return "selective"
+    return {0: "none", 1: "every layer", 2: "every 2nd layer"}[checkpointing.every]
+
+
 def row(example: Example, planned: dict) -> str:
     gpus = f"{example.gpus} x {example.gpu}" + (f" on each of {example.nodes} nodes" if example.nodes > 1 else "")
     minutes = 1e7 / planned["speed"] / 60
     too_large = "" if planned["fits"] else ": **does not fit**"
     cells = [
         f"[{example.name}]({example.name}.yaml)", example.values["model"].rpartition("/")[2], example.method, gpus,
-        f"{planned['max_length']:,}, {planned['batch']}",
+        f"{planned['max_length']:,}, {planned['batch']}", planned["recomputed"],
         f"{planned['needs'] / GIB:.1f} of {planned['has'] / GIB:.1f} GiB{too_large}",
         f"{planned['host'] / GIB:,.0f} GiB" if planned["host"] >= GIB / 2 else "",
         f"{planned['speed']:,.0f}", f"{minutes / 60:.1f} h" if minutes >= 100 else f"{minutes:.0f} min",
