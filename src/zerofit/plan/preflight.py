@@ -80,25 +80,28 @@ def _report(plan: dict, settings) -> None:
     print(f"plan: {fits}: {size}", flush=True)
 
 
-def choose_and_check(settings, row_tokens: float | None = None, longest: int | None = None) -> tuple[dict | None, dict]:
+def choose_and_check(
+    settings, row_tokens: float | None = None, longest: int | None = None, seconds: float = CHECK_SECONDS
+) -> tuple[dict | None, dict]:
     """Check as `check` does; where nothing says how to checkpoint, look first for less of it that fits.
 
     A resumed run goes on with the gradient checkpointing that it had, if that fits. A micro batch that the user did not
     choose is compared with others.
-    Args: row_tokens: the mean of the training rows; longest: of all rows. None: unknown.
+    Args: row_tokens: the mean of the training rows; longest: of all rows. None: unknown. seconds: how long to wait for
+        simulations.
     Returns: (the prediction, the flags of gradient checkpointing to run with; {}: as the job is).
     """
     if longest and _is_planned(settings):
         settings = _with_rows_up_to(longest, settings)
     if settings.use_cpu or settings.pp_size > 1:
         return check(settings), {}
-    began = time.monotonic()
+    deadline = time.monotonic() + seconds
     gpu, total, allowance = predict.place_of(settings)
     limit, margin = total - sum(allowance.values()), int(candidates.MARGIN * total)
     settings = settings.replace(planned_gpu=gpu)  # it is looked up once
     with simulate.reused():
-        plan, checkpointing = _less_recomputation(settings, limit, margin, began + CHECK_SECONDS)
-        plan = plan or check(settings, max(0.0, began + CHECK_SECONDS - time.monotonic()))
+        plan, checkpointing = _less_recomputation(settings, limit, margin, deadline)
+        plan = plan or check(settings, max(0.0, deadline - time.monotonic()))
     if row_tokens and (sentence := _faster_micro_batch(_with(settings, checkpointing), row_tokens, limit - margin)):
         print(f"plan: {sentence}", flush=True)
     return plan, checkpointing
