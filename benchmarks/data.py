@@ -4,6 +4,7 @@ python benchmarks/data.py                                    # zerofit on a synt
 python benchmarks/data.py --data gsm8k.jsonl --packing       # on a file too, with packing
 make bench-peers ARGS="--data gsm8k.jsonl"                   # side by side with TRL, in an environment of its own
 python benchmarks/data.py --big 0.5 1 2                      # peak memory while preparing JSONL files of these GB
+python benchmarks/data.py --collate                          # milliseconds in which rows become a batch
 
 Every measurement is a fresh process with an empty cache, pinned to as many cores as it has workers; rounds alternate
 between the tools; medians are shown. Tokenizer: examples/tiny/model. Results: benchmarks/results/.
@@ -12,8 +13,11 @@ between the tools; medians are shown. Tokenizer: examples/tiny/model. Results: b
 import argparse
 import difflib
 import json
+import os
 import random
+import re
 import shlex
+import shutil
 import statistics
 import subprocess
 import sys
@@ -22,6 +26,7 @@ import time
 from pathlib import Path
 
 import machine
+import throughput
 
 PREPARE = Path(__file__).with_name("prepare.py")
 WORDS = (
@@ -296,83 +301,134 @@ def markdown(record: dict) -> list[str]:
 
 def big(options) -> None:
     """Prepare a generated JSONL of each size in gigabytes, and write down the highest memory of the processes."""
-    record = {"machine": machine.facts(), "packing": options.packing, "workers": options.workers[-1], "files": []}
+    record = {"machine": machine.facts(), "options": vars(options) | {"data": None}, "files": []}
     for gigabytes in options.big:
         entry = _prepare_big(gigabytes, options)
         record["versions"] = {"zerofit": entry.pop("versions")}
         record["files"].append(entry)
-        print(f"{gigabytes:g} GB: {entry['seconds']:.1f} s, {entry['peak_bytes'] / 1e9:.3f} GB", flush=True)
+        print(f"{gigabytes:g} GB: {entry['seconds']:.1f} s", flush=True)
+    machine.save("data-big", big_markdown(record), record)
+
+
+def big_markdown(record: dict) -> list[str]:
+    """Return the record of `big` as Markdown lines."""
+    options = record["options"]
+    packed = ", packed" if options["packing"] else ""
     lines = ["# Memory while preparing large files", "", *machine.describe(record["machine"], record["versions"]), ""]
-    packed = ", packed" if options.packing else ""
-    lines.append(
-        f"Synthetic chat rows{packed}, {record['workers']} workers. Memory: the highest sum of the anonymous resident "
-        "memory of all processes, also in each quarter of the preparation; pages that forks share count in each, pages "
-        "of mapped files do not."
-    )
-    lines += ["", "| JSONL, GB | rows | seconds | memory, GB | 1st quarter | 2nd | 3rd | 4th |"]
-    lines.append("|" + "---:|" * 8)
+    lines += [
+        f"Synthetic chat rows{packed}, {options['workers'][-1]} workers, max_length {options['max_length']}, "
+        f"{options['unused']} characters of each row in a column that is not used, vocabulary "
+        f"{options['vocabulary'] or 'of the bundled tokenizer'}. The highest sums over all processes, in GB, from "
+        "/proc/PID/smaps_rollup every second. Anonymous: Pss_Anon; of files: Pss_File, pages of mapped files, which "
+        "the kernel can drop; a page of several processes counts once. After: checksum, mapping, packing.",
+        "",
+        "| JSONL, GB | rows | tokens | packs | seconds | anonymous: 1st quarter of the tokenizing | 2nd | 3rd | 4th | "
+        "after | of files: tokenizing | after |",
+        "|" + "---:|" * 12,
+    ]
     for entry in record["files"]:
-        quarters = " | ".join(f"{peak / 1e9:.3f}" for peak in entry["peak_bytes_of_quarters"])
-        size, peak = entry["bytes"] / 1e9, entry["peak_bytes"] / 1e9
-        lines.append(f"| {size:g} | {entry['rows']:,} | {entry['seconds']:.0f} | {peak:.3f} | {quarters} |")
-    machine.save("data-big", lines, record)
+        peaks = entry["peaks"]
+        anonymous = " | ".join(f"{peaks[part]['anonymous'] / 1e9:.3f}" for part in PARTS)
+        files = max(peaks[part]["files"] for part in PARTS[:-1])
+        lines.append(
+            f"| {entry['bytes'] / 1e9:.2f} | {entry['rows']:,} | {entry['tokens']:,} | {entry['packs'] or ''} | "
+            f"{entry['seconds']:.0f} | {anonymous} | {files / 1e9:.3f} | {peaks['after']['files'] / 1e9:.3f} |"
+        )
+    return lines
+
+
+PARTS = ("1st", "2nd", "3rd", "4th", "after")  # quarters of the tokenizing, and what follows
+
+
+def write_big(path: Path, size: int, unused: int) -> int:
+    """Write at least `size` bytes of chat rows, drawn from 10,000 different ones; return their number."""
+    rng, lines, rows = random.Random(0), [], 0
+    for row in chat_rows(10_000):
+        column = {"source": " ".join(rng.choices(WORDS, k=unused // 5))[:unused]} if unused else {}
+        lines.append(json.dumps(row | column, ensure_ascii=False) + "\n")
+    with path.open("w", encoding="utf-8") as file:
+        while file.tell() < size:
+            file.writelines(rng.sample(lines, 1000))
+            rows += 1000
+    return rows
+
+
+def write_tokenizer(folder: Path, vocabulary: int) -> Path:
+    """Write the bundled model's config with a tokenizer like its own, of so many tokens, trained on chat rows."""
+    texts = ["\n".join(turn["content"] for turn in row["messages"]) for row in chat_rows(2000)]
+    _tokenizer().train_new_from_iterator(texts, vocabulary).save_pretrained(folder)
+    shutil.copy(machine.TINY_MODEL / "config.json", folder)
+    return folder
 
 
 def _prepare_big(gigabytes: float, options) -> dict:
-    """Prepare a generated JSONL in a process of its own; return its result, with the peak of all its processes."""
+    """Prepare a generated JSONL in a process of its own; return its result, with the peaks of all its processes."""
     import psutil
 
-    size = int(gigabytes * 1e9)
     with tempfile.TemporaryDirectory() as name:
-        path, seed = Path(name) / "big.jsonl", 0
-        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in chat_rows(10_000)]
-        with path.open("w", encoding="utf-8") as file:
-            while file.tell() < size:
-                seed += 1
-                file.writelines(random.Random(seed).sample(lines, 1000))
+        path, log = Path(name) / "big.jsonl", Path(name) / "log"
+        rows = write_big(path, int(gigabytes * 1e9), options.unused)
+        model = write_tokenizer(Path(name) / "model", options.vocabulary) if options.vocabulary else machine.TINY_MODEL
         job = {"paths": [str(path)], "max_length": options.max_length, "packing": options.packing, "dump": None}
-        job |= {
-            "workers": options.workers[-1],
-            "flags": shlex.split(options.flags),
-            "one_by_one": False,
-            "count": False,
-        }
-        process = psutil.Popen(
-            [sys.executable, str(PREPARE), "zerofit", json.dumps(job)],
-            env=machine.environment(name, ours=True),
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        samples = []  # (time, bytes)
-        while process.poll() is None:
-            samples.append((time.monotonic(), _resident([process, *process.children(recursive=True)])))
-            time.sleep(0.1)
-        output = process.stdout.read()
+        job |= {"workers": options.workers[-1], "flags": shlex.split(options.flags), "model": str(model)}
+        job |= {"one_by_one": False, "count": False}
+        samples = []
+        with log.open("w") as file:
+            command = [sys.executable, str(PREPARE), "zerofit", json.dumps(job)]
+            process = psutil.Popen(command, env=machine.environment(name, ours=True), stdout=file)
+            while process.poll() is None:
+                samples.append(_memory([process, *process.children(recursive=True)]))
+                if len(samples) % 60 == 0:
+                    print(f"{samples[-1]}; {log.read_text().strip().rpartition(chr(10))[2]}", flush=True)
+                time.sleep(1)
+        lines, size = log.read_text().strip().splitlines(), path.stat().st_size
     if process.returncode:
-        sys.exit(f"zerofit failed:\n{output[-2000:]}")
-    result = json.loads(output.strip().splitlines()[-1])
-    end = samples[-1][0]
-    while_reading = [(end - when, used) for when, used in samples if end - when <= result["seconds"]]
-    quarters = [
-        max((used for left, used in while_reading if low < left / result["seconds"] <= low + 0.25), default=0)
-        for low in (0.75, 0.5, 0.25, 0)
-    ]
-    peaks = {"peak_bytes": max(used for _, used in samples), "peak_bytes_of_quarters": quarters}
-    return {"bytes": size, "rows": seed * 1000, **result} | peaks
+        sys.exit("zerofit failed:\n" + "\n".join(lines[-20:]))
+    result = json.loads(lines[-1])
+    groups: dict[str, list] = {part: [] for part in PARTS}
+    for sample in samples:
+        done = (sample["time"] - result["started"]) / result["tokenizing_seconds"]
+        if done >= 0:
+            groups[PARTS[min(int(4 * done), 4)]].append(sample)
+    kinds = ("anonymous", "files")
+    peaks = {part: {kind: max((s[kind] for s in group), default=0) for kind in kinds} for part, group in groups.items()}
+    return {"bytes": size, "rows": rows, **result, "peaks": peaks, "samples": samples[:: len(samples) // 200 + 1]}
 
 
-def _resident(processes: list) -> int:
-    """Return the bytes of anonymous memory that the processes hold."""
-    import psutil
-
-    total = 0
+def _memory(processes: list) -> dict:
+    """Return the memory of the processes now, anonymous and of mapped files; a page of several counts once."""
+    total = {"time": time.time(), "anonymous": 0, "files": 0}
     for process in processes:
         try:
-            memory = process.memory_info()
-        except psutil.NoSuchProcess:
+            text = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
+        except OSError:  # it has ended
             continue
-        total += memory.rss - memory.shared
+        for name, kilobytes in re.findall(r"^Pss_(Anon|File): *(\d+) kB", text, re.MULTILINE):
+            total["anonymous" if name == "Anon" else "files"] += int(kilobytes) * 1024
     return total
+
+
+def collate(options) -> None:
+    """Print how long it takes to make batches of rows as long as gsm8k's, those of benchmarks/throughput.py."""
+    from zerofit.config import resolve
+    from zerofit.data.batches import CountingCollator, TrainCollator
+    from zerofit.data.load import load_datasets
+    from zerofit.model.load import load_tokenizer
+
+    with tempfile.TemporaryDirectory() as name:
+        throughput.write_rows(Path(name) / "rows.jsonl", 4000)
+        os.environ["ZEROFIT_CACHE"] = name
+        flags = ["--model", str(machine.TINY_MODEL), "--data", f"{name}/rows.jsonl", "--max_length", "1024"]
+        for way, rows_of_batch in (("padded", 16), ("padding-free", 16), ("packed", 2)):
+            settings = resolve.resolve_settings("sft", [*flags, *(["--packing"] if way == "packed" else [])], 1)
+            rows = load_datasets(settings, load_tokenizer(settings))[0].sequences(settings)
+            make = CountingCollator(TrainCollator(0, packed=way != "padded"))
+            order, times = random.Random(0).sample(range(len(rows)), len(rows)), []
+            for start in range(0, len(rows) - rows_of_batch, rows_of_batch):
+                began = time.perf_counter()
+                make([rows[i] for i in order[start : start + rows_of_batch]])
+                times.append(time.perf_counter() - began)
+            print(f"{way}: {statistics.median(times) * 1e3:.2f} ms a batch of {rows_of_batch} rows", flush=True)
 
 
 def main() -> None:
@@ -390,8 +446,16 @@ def main() -> None:
     parser.add_argument(
         "--big", type=float, nargs="+", metavar="GIGABYTES", help="only this: peak memory for files of these sizes"
     )
+    parser.add_argument("--collate", action="store_true", help="only this: milliseconds to make a batch")
+    parser.add_argument("--unused", type=int, default=0, help="--big: characters of a column that is not used")
+    parser.add_argument("--vocabulary", type=int, help="--big: train a tokenizer of so many tokens (default: bundled)")
     options = parser.parse_args()
-    big(options) if options.big else run(options)
+    if options.collate:
+        collate(options)
+    elif options.big:
+        big(options)
+    else:
+        run(options)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ class Stopwatch:
 
     def __init__(self):
         self.seconds = self.cpu_seconds = 0.0
+        self.facts = {}  # more about what was timed
 
     def __enter__(self):
         self.started = time.perf_counter(), _cpu_seconds()
@@ -44,14 +45,16 @@ def zerofit(job: dict, path: str) -> tuple[Stopwatch, object, object]:
     from zerofit.data.load import load_datasets
     from zerofit.model.load import load_tokenizer
 
-    flags = ["--model", str(machine.TINY_MODEL), "--data", path, "--max_length", str(job["max_length"])]
-    flags += ["--preprocessing_num_workers", str(job["workers"])]
+    flags = ["--model", job.get("model", str(machine.TINY_MODEL)), "--data", path]
+    flags += ["--max_length", str(job["max_length"]), "--preprocessing_num_workers", str(job["workers"])]
     settings = resolve.resolve_settings("sft", [*flags, *(["--packing"] if job["packing"] else []), *job["flags"]], 1)
     tokenizer = load_tokenizer(settings)
     watch = Stopwatch()
+    watch.facts["started"] = time.time()
     with watch:
         tokens, _ = load_datasets(settings, tokenizer)
         packs = tokens.sequences(settings) if job["packing"] else None
+    watch.facts |= {"tokenizing_seconds": tokens.statistics["seconds"], "tokens": tokens.statistics["tokens"]}
     return watch, tokens.dataset, packs
 
 
@@ -96,7 +99,7 @@ def main() -> None:
         result = [_edge(prepare, job, path) for path in job["paths"]]
     else:
         watch, documents, packs = prepare(job, job["paths"][0])
-        result = {"seconds": watch.seconds, "cpu_seconds": watch.cpu_seconds}
+        result = {"seconds": watch.seconds, "cpu_seconds": watch.cpu_seconds} | watch.facts
         result |= {"peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
         if job["dump"]:
             columns = documents.select_columns(["input_ids", "labels"])

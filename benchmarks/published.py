@@ -12,13 +12,16 @@ A point is compared as what it measures: allocated or reserved by torch, or the 
 where the source does not say which, is compared with the last. Class A: the source states the versions of the trainer
 and of torch, the length of every row, the attention kernel, precision and optimizer, whether logits are whole, and what
 the figure is of; B: one of these is not stated (the point's note says which); C: it used kernels or code that zerofit
-does not have, or contradicts itself; fit: only that it ran, or ran out of memory.
+does not have; fit: only that it ran, or ran out of memory. Figures that contradict others of their source (CONTRADICTS)
+are listed with their errors, but are no measure of a plan.
 "rows" of a point: mean, standard deviation and least of the tokens of a row where these are stated; rows above
 --max_length were left out. Then some rows of such lengths are simulated too.
 """
 
 import argparse
 import csv
+import functools
+import itertools
 import json
 import math
 import os
@@ -45,6 +48,9 @@ ABOUT = (
     "were made on a CPU. No constant was fitted to them; the context of a T4 is from the archive of its points."
 )
 
+# Raised with every change of the simulation that changes the bytes of a GPU; 2: the backward of SiLU is one kernel.
+SIMULATION = 2
+
 LARGE = 0.10  # errors above this need a reason
 
 # (figures, classes, bound of the median size, of the largest), after known differences: without them the plan is of
@@ -63,6 +69,12 @@ DIFFERENCES = {
 }
 
 SIMULATED = {"L": "copies logits", "O": "keeps outputs"}  # differences that the simulation can have too
+
+# Two figures of one source contradict each other where the job that needs at least as much has the lower one: the same
+# settings, or one of NEEDS_MORE larger and all else equal. One of the two then has a cause that the source does not
+# state, and nothing says which one, so neither is held against a plan.
+CONTRADICTS = 0.01  # beyond the rounding of figures
+NEEDS_MORE = ("--max_length", "--per_device_train_batch_size")
 
 REASONS = {
     "K": "fused Triton kernels (RMSNorm, RoPE, LoRA, cross entropy in place) that zerofit does not have",
@@ -97,6 +109,49 @@ def speeds() -> list[dict]:
     return rows
 
 
+@functools.cache
+def contradicted() -> dict[tuple[str, str], str]:
+    """Return {(id, kind of figure): id of the point that it contradicts} of all points."""
+    return contradictions(points())
+
+
+def contradictions(rows: list[dict]) -> dict[tuple[str, str], str]:
+    """Return {(id, kind of figure): id of the other point} of figures that contradict each other (CONTRADICTS)."""
+    found, jobs = {}, [(row, _job(row)) for row in rows if row["class"] != "fit"]
+    for (less, job), (more, larger_job) in itertools.permutations(jobs, 2):
+        if not _needs_no_more(job, larger_job):
+            continue
+        for kind in KINDS:
+            if less[kind] and more[kind] and float(less[kind]) > (1 + CONTRADICTS) * float(more[kind]):
+                found |= {(less["id"], kind): more["id"], (more["id"], kind): less["id"]}
+    return found
+
+
+def _job(point: dict) -> dict[str, str | bool]:
+    """Return what the source ran, setting by setting; the batch of a step is left out, which repeats micro batches."""
+    job = {name: point[name] for name in ("source", "gpu", "gpus", "model", "method", "differences")}
+    job["expandable_segments"], flag = _expandable(point), ""
+    for word in shlex.split(point["flags"]):
+        if word.startswith("--"):
+            flag, job[word] = word, ""
+        else:
+            job[flag] = f"{job[flag]} {word}".strip()
+    job.pop("--effective_batch_size", None)
+    return job
+
+
+def _needs_no_more(job: dict, other: dict) -> bool:
+    """Return whether the jobs are the same, or the first one differs in a smaller NEEDS_MORE alone."""
+    if len(different := {name for name, _ in job.items() ^ other.items()}) != 1:
+        return not different
+    (name,) = different
+    return name in NEEDS_MORE and float(job[name]) < float(other[name])
+
+
+def _expandable(point: dict) -> bool:
+    return "expandable_segments" in point["stack"]
+
+
 def flags_of(point: dict) -> list[str]:
     """Return the flags of `zerofit plan`, with the files that they name."""
     words = ["--model", str(DATA / "models" / point["model"]), *shlex.split(point["flags"]), *_whole_rows(point)]
@@ -107,7 +162,8 @@ def flags_of(point: dict) -> list[str]:
 
 
 def _whole_rows(point: dict) -> list[str]:
-    return ["--sp_size", "1"] if int(point["gpus"]) > 1 else []  # a plan would also try to split rows
+    split = "--sp_size" in point["flags"]
+    return ["--sp_size", "1"] if int(point["gpus"]) > 1 and not split else []  # a plan would also try to split rows
 
 
 def plan(point: dict) -> dict:
@@ -119,7 +175,7 @@ def plan(point: dict) -> dict:
     (candidate,) = candidates.candidates(point["method"], flags_of(point), ranks, gpu)
     began = time.perf_counter()
     # What the source ran with, not zerofit's default; torch's own default is False.
-    os.environ["PYTORCH_ALLOC_CONF"] = f"expandable_segments:{'expandable_segments' in point['stack']}"
+    os.environ["PYTORCH_ALLOC_CONF"] = f"expandable_segments:{_expandable(point)}"
     figures = _simulated(candidate, ranks, gpu)
     if "failed" in figures:
         return figures
@@ -134,19 +190,23 @@ def plan(point: dict) -> dict:
         "phase": max(answer["total"], key=answer["total"].get), "total": answer["total"], "alike": alike,
         "extended_from_layers": few, "differences": _differences(point, candidate, gpu),
         "seconds_per_step": candidate.seconds, "seconds": round(time.perf_counter() - began, 1),
+        "simulation": SIMULATION,
     }  # fmt: skip
 
 
 def _simulated(candidate, ranks: int, gpu, habits: tuple[str, ...] = ()) -> dict:
     """Simulate rank 0 with as many layers as a plan simulates of its chosen setting; return its figures."""
     setting, shape = candidate.setting, candidate.shape
-    answer = predict.answer_of(
-        candidates.recipe_of(candidate.method), candidate.flags, ranks, [0], gpu, setting.zero, shape, setting.every,
-        whole=shape.layers <= predict.LAYERS_OF_CHOSEN, habits=habits,
-    )  # fmt: skip
-    if isinstance(answer, Exception):
-        return {"failed": str(answer)}
-    candidate.answer = answer | {"rank": 0}
+    for whole in sorted({shape.layers <= predict.LAYERS_OF_CHOSEN, True}):
+        answer = predict.answer_of(
+            candidates.recipe_of(candidate.method), candidate.flags, ranks, [0], gpu, setting.zero, shape,
+            setting.every, whole=whole, habits=habits,
+        )  # fmt: skip
+        if isinstance(answer, Exception):
+            return {"failed": str(answer)}
+        candidate.answer = answer | {"rank": 0}
+        if not predict.needs_all_layers(candidate, candidates.room(gpu, ranks)):
+            break
     return _figures(candidate, ranks, gpu)
 
 
@@ -208,12 +268,13 @@ def compare(point: dict, planned: dict) -> list[dict]:
         after = (planned.get("alike") or planned)["driver" if kind == "unknown" else kind] + more
         if kind != "allocated":  # a full GPU returns unused segments
             after = max(size, min(after, int(hardware.find(point["gpu"]).memory_gib * GIB)))
-        measured = float(point[kind])
+        measured, other = float(point[kind]), contradicted().get((point["id"], kind))
         rows.append({
-            "id": point["id"], "class": point["class"], "job": job_of(point), "kind": kind, "measured": measured,
+            "id": point["id"], "class": "contradicted" if other else point["class"], "job": job_of(point),
+            "kind": kind, "measured": measured,
             "plan": size / GIB, "error": size / GIB / measured - 1, "after": after / GIB,
             "error_after": after / GIB / measured - 1,
-            "why": _why(point),
+            "why": "; ".join(filter(None, (_why(point), f"contradicted by {other}" if other else ""))),
         })  # fmt: skip
     return rows
 
@@ -221,7 +282,7 @@ def compare(point: dict, planned: dict) -> list[dict]:
 def job_of(point: dict) -> str:
     words = shlex.split(point["flags"])
     zero = words[words.index("--zero") + 1] if "--zero" in words else ""
-    method = {"sft": "full", "lora": "LoRA", "qlora": "QLoRA"}[point["method"]]
+    method = {"sft": "full", "lora": "LoRA", "qlora": "QLoRA", "dpo": "full DPO"}[point["method"]]
     if not zero.isdigit():
         zero = str(json.loads((DATA / words[words.index("--deepspeed") + 1]).read_text())["zero_optimization"]["stage"])
     return f"{method}, {'one GPU' if zero == '0' else f'ZeRO-{zero}'}"
@@ -243,6 +304,7 @@ def summary(rows: list[dict]) -> list[str]:
         groups[f"A and B, {kind}"] = lambda r, kind=kind: r["class"] in "AB" and r["kind"] == kind
     for job in sorted({row["job"] for row in rows}):
         groups[f"A and B, {job}"] = lambda r, job=job: r["class"] in "AB" and r["job"] == job
+    groups["contradicted by their own source"] = lambda r: r["class"] == "contradicted"
     groups["C: not comparable"] = lambda r: r["class"] == "C"
     for name, belongs in groups.items():
         group = [row for row in rows if belongs(row)]
@@ -269,6 +331,10 @@ def against_bounds(rows: list[dict]) -> list[str]:
             f"- {name}: median size {statistics.median(sizes):.1%} (bound {median_bound:.0%}), worst {max(sizes):.1%} "
             f"(bound {bound:.0%}){'; beyond it: ' + ', '.join(beyond) if beyond else ''}."
         )
+    left_out = [row for row in rows if row["class"] == "contradicted"]
+    if left_out:
+        errors = ", ".join(f"{row['id']} {row['kind']} {row['error_after']:+.1%}" for row in left_out)
+        lines.append(f"- Contradicted by their own source, and so in neither: {errors}.")
     return ["Bounds, on the errors after known differences:", "", *lines]
 
 
@@ -320,6 +386,9 @@ def markdown(found: list[tuple[dict, dict]]) -> str:
     few = [point["id"] for point, planned in found if planned.get("extended_from_layers")]
     if few:
         lines += ["", f"Replayed with few layers for all, so that reserved figures are less sure: {', '.join(few)}."]
+    earlier = [point["id"] for point, planned in found if planned.get("simulation", 1) < SIMULATION]
+    if earlier:
+        lines += ["", f"Planned by an earlier simulation (see SIMULATION), not again since: {', '.join(earlier)}."]
     lines += ["", *(f"- {letter}: {text}." for letter, (text, _) in DIFFERENCES.items())]
     lines += [f"- {letter}: {text}." for letter, text in REASONS.items()]
     lines += ["", "## Fits or does not", "", *fits(found)]

@@ -13,10 +13,11 @@ from pathlib import Path
 
 import yaml
 
-from zerofit import hardware, log_filters
+from zerofit import allocator, command_line, hardware, log_filters
 from zerofit.config import resolve
 from zerofit.hardware import GIB
-from zerofit.plan import candidates, formulas, predict
+from zerofit.plan import candidates, formulas, predict, preflight
+from zerofit.plan.candidates import Checkpointing
 
 EXAMPLES = Path(__file__).resolve().parent
 README = EXAMPLES / "README.md"
@@ -24,8 +25,13 @@ BEGIN = "<!-- made by examples/generate.py -->"
 HEAD = re.compile(
     r"# make (?P<recipe>\w+)[^\n]*\n# planned for (?:(?P<nodes>\d+) nodes of )?(?P<gpus>\d+) x (?P<gpu>\S+)\n"
 )
-COLUMNS = ["example", "model", "method", "GPUs", "row, batch", "GPU memory", "host memory of a node", "tokens a second",
-           "10 million tokens"]  # fmt: skip
+RECOMPUTED = {
+    "none": Checkpointing(0), "selective": Checkpointing(1, selective=True), "every 2nd layer": Checkpointing(2),
+    "every layer": Checkpointing(1),
+}  # fmt: skip
+SECONDS = 3600.0  # that a plan may take here; a launch waits 18
+COLUMNS = ["example", "model", "method", "GPUs", "row, batch", "recomputed", "GPU memory", "host memory of a node",
+           "tokens a second", "10 million tokens"]  # fmt: skip
 
 
 @dataclass
@@ -70,22 +76,38 @@ def of_file(file: Path) -> Example:
     return Example(file.stem, head["recipe"], int(head["gpus"]), int(head["nodes"] or 1), head["gpu"])
 
 
-def settings_of(example: Example):
-    """Return the settings of the very job of an example, with the model's config.json and without its rows."""
-    flags = ["--config", str(example.file), "--model", str(example.config), "--data", candidates.UNNAMED]
+def settings_of(example: Example, **more):
+    """Return the settings of the very job of an example, with the model's config.json and without its rows.
+
+    Args: more: arguments beside those of the file.
+    """
+    flags = ["--config", str(example.file), "--model", str(example.config), "--data", candidates.UNNAMED,
+             "--ignore_plan", "true"]  # fmt: skip
+    flags = command_line.put(flags, **more)
     gpu = hardware.find(example.gpu, example.gpus)
     return resolve.resolve_settings(example.recipe, flags, example.gpus * example.nodes, gpu)
 
 
-def plan(example: Example) -> dict:
-    """Return {"needs", "has": bytes of a GPU; "fits", "host": bytes of a node; "speed": tokens a second, ...}."""
+def plan(example: Example, known: str | None = None) -> dict:
+    """Return what a launch would run with: {"recomputed": which layers; "needs", "has": bytes of a GPU; "fits",
+    "host": bytes of a node; "speed": tokens a second; "batch", "max_length"}.
+
+    Args: known: which layers are recomputed, of RECOMPUTED. None: chosen, as a launch does.
+    """
     os.environ["LOCAL_WORLD_SIZE"] = str(example.gpus)
-    settings = settings_of(example)
-    answer = predict.predict(settings)
+    allocator.configure()
+    if known is None:
+        settings = settings_of(example)
+        answer, checkpointing = preflight.choose_and_check(settings, seconds=SECONDS)
+        settings = settings.replace(**checkpointing)
+    else:
+        settings = settings_of(example, **RECOMPUTED[known].flags)
+        answer = predict.predict(settings)
     assert "by" not in answer, f"{example.name}: {answer['by']}"
     setting = candidates.setting_of(settings)
     tokens = setting.tokens * setting.accumulation * settings.data_ranks
     return {
+        "recomputed": next(k for k, v in RECOMPUTED.items() if v == candidates.checkpointing_of(settings)),
         "needs": answer["peak_bytes"] + answer["outside_bytes"],
         "has": settings.planned_gpu.memory_gib * GIB,
         "fits": answer["peak_bytes"] <= answer["limit_bytes"],
@@ -104,7 +126,7 @@ def row(example: Example, planned: dict) -> str:
     too_large = "" if planned["fits"] else ": **does not fit**"
     cells = [
         f"[{example.name}]({example.name}.yaml)", example.values["model"].rpartition("/")[2], example.method, gpus,
-        f"{planned['max_length']:,}, {planned['batch']}",
+        f"{planned['max_length']:,}, {planned['batch']}", planned["recomputed"],
         f"{planned['needs'] / GIB:.1f} of {planned['has'] / GIB:.1f} GiB{too_large}",
         f"{planned['host'] / GIB:,.0f} GiB" if planned["host"] >= GIB / 2 else "",
         f"{planned['speed']:,.0f}", f"{minutes / 60:.1f} h" if minutes >= 100 else f"{minutes:.0f} min",

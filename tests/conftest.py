@@ -32,6 +32,7 @@ atexit.register(gc.freeze)  # as zerofit's commands do: the interpreter ends sec
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ROOT / "examples" / "tiny"
 isolated = False
+of_all_workers = ""  # folder of the fork server that the workers of `pytest -n` share
 
 
 def pytest_addoption(parser):
@@ -39,8 +40,13 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    global isolated
+    global isolated, of_all_workers
     isolated = config.getoption("isolated")
+    of_all_workers = getattr(config, "workerinput", {}).get("fork_server", "")
+    if hasattr(config, "workerinput"):
+        import torch
+
+        torch.set_num_threads(1)  # more would wait for cores that other workers use, turning round
     if not GPU_TESTS:
         return
     import torch
@@ -50,6 +56,13 @@ def pytest_configure(config):
     if not torch.cuda.is_available():
         pytest.exit(f"ZEROFIT_TEST_GPU: {hardware.why_torch_sees_none() or 'torch sees no GPU here'}", 2)
     config.option.markexpr = "gpu"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    """Let the workers of `pytest -n` share one fork server, which imports while they collect."""
+    if not isolated:
+        node.workerinput["fork_server"] = str(Path(fork_server().address).parent)
 
 
 def pytest_collection_modifyitems(items):
@@ -203,8 +216,12 @@ def exit_codes(programs: list, deadline: float) -> list[int] | None:
 
 @functools.cache
 def fork_server() -> ForkServer:
+    """Return the server that the workers share, else start one that ends with this process."""
+    if of_all_workers:
+        return ForkServer(Path(of_all_workers))
     folder = Path(tempfile.mkdtemp(prefix="zerofit-tests-"))
     server = ForkServer(folder)
+    server.begin(HF_HOME=str(folder / "hf_home"), PYTHONPATH=str(ROOT / "src"))
     atexit.register(lambda: (server.stop(), shutil.rmtree(folder)))
     return server
 

@@ -31,16 +31,22 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 class ForkServer:
-    """The server's process. address: of its socket; python: a script to use in place of the interpreter."""
+    """A server at folder/socket. address: of its socket; python: a script to use in place of the interpreter."""
 
     def __init__(self, folder: Path):
         self.address, self.python = str(folder / "socket"), str(folder / "python")
+
+    def begin(self, **variables: str) -> None:
+        """Start the server's process; the libraries read these environment variables as they are imported."""
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(self.address)
         listener.listen(64)
         with listener:
             words = [sys.executable, __file__, "serve", str(listener.fileno()), self.python]
-            self.process = subprocess.Popen(words, pass_fds=[listener.fileno()], stdin=subprocess.DEVNULL)
+            environment = os.environ | variables
+            self.process = subprocess.Popen(
+                words, pass_fds=[listener.fileno()], stdin=subprocess.DEVNULL, env=environment
+            )
         script = f'#!/bin/sh\n{ADDRESS}={self.address} exec {sys.executable} -SE {__file__} ask {sys.executable} "$@"\n'
         Path(self.python).write_text(script)
         Path(self.python).chmod(0o755)
@@ -149,6 +155,9 @@ def _become(words: list[str], environment: dict, cwd: str) -> None:
     os.chdir(cwd)
     if threads := os.environ.get("OMP_NUM_THREADS"):  # libgomp has read it at import
         torch.set_num_threads(int(threads))
+    for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep):
+        if (customize := Path(folder) / "sitecustomize.py").is_file():  # as an interpreter does at its start
+            runpy.run_path(str(customize))
     code = 0
     try:
         if words[0] == "-m":

@@ -52,6 +52,7 @@ def test_command(command, tmp_path):
         words[1:1] = ["show"] if needs_hub and "show" not in words else []
     else:
         words += ["--output_dir", str(out), *short]
+        words[0] = python() if words[0] == "python" else words[0]
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300, env=os.environ | {"PATH": path})
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]

@@ -30,9 +30,12 @@ def configure() -> None:
         os.environ[name] = f"{os.environ[name]},{_pinned()}"
 
 
-def default() -> str:
-    """Return the allocator settings that `configure` sets where the user has set none."""
-    return ",".join([f"{EXPANDABLE_KEY}:True"] * _has_expandable() + [_pinned()] * _has_threshold())
+def default(expandable: bool = True) -> str:
+    """Return the allocator settings that `configure` sets where the user has set none.
+
+    Args: expandable: False: those of a GPU whose driver refuses expandable segments.
+    """
+    return ",".join([f"{EXPANDABLE_KEY}:{expandable}"] * _has_expandable() + [_pinned()] * _has_threshold())
 
 
 def prove_expandable() -> str | None:
@@ -52,7 +55,7 @@ def prove_expandable() -> str | None:
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        os.environ[VARIABLES[0]] = ",".join([f"{EXPANDABLE_KEY}:False"] + [_pinned()] * _has_threshold())
+        os.environ[VARIABLES[0]] = default(expandable=False)
         torch.cuda.memory._set_allocator_settings(os.environ[VARIABLES[0]])
         _allocate()
         return f"{EXPANDABLE_KEY} False: the driver refuses them ({first_line(error)})"

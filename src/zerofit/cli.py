@@ -1,5 +1,6 @@
 """Dispatch `zerofit VERB ...` and `python -m zerofit VERB ...` to the module of the verb."""
 
+import difflib
 import importlib
 import os
 import sys
@@ -72,28 +73,35 @@ def _main() -> None:
         print(f"zerofit {__version__}")
     elif argv and argv[0] in VERBS:
         if argv[0] not in LIGHT:
-            from zerofit import log_filters
-            from zerofit.config import early_check
-
-            early_check.command(argv[0], argv[1:])
-            if argv[0] == "launch":
-                from zerofit.launch import prepare
-
-                prepare.launch_arguments(argv[1:])
-            if argv[0] in STARTS_RANKS:
-                os.environ.update(distributed.thread_waiting())  # read when torch is imported
-                if os.environ.get("ZEROFIT_FORK") == "1":
-                    # Libraries that look for a GPU as they are imported then do not initialize CUDA, after which the
-                    # ranks could not be forks (launch/standby.py).
-                    os.environ.setdefault(hardware.NVML_CHECK, "1")
-            log_filters.libraries()
-            if argv[0] in STARTS_RANKS:
-                from zerofit.model import patches
-
-                patches.load_peft_on_use()
+            _check_and_import(*argv)
         module, _, function = VERBS[argv[0]].partition(":")
         getattr(importlib.import_module(f".{module}", __package__), function or "main")(argv[1:])
     elif not argv or argv[0] in ("-h", "--help"):
         print(USAGE)
     else:
-        raise UserError(f"unknown verb {argv[0]!r}; `zerofit --help` lists them.")
+        close = difflib.get_close_matches(argv[0], [*RECIPES, *VERBS], 1)
+        hint = f"did you mean {close[0]}?" if close else "`zerofit --help` lists them."
+        raise UserError(f"unknown verb {argv[0]!r}; {hint}")
+
+
+def _check_and_import(verb: str, *words: str) -> None:
+    """Check a verb's words, which takes a second, then import transformers with its warnings silenced."""
+    from zerofit import log_filters
+    from zerofit.config import early_check
+
+    early_check.command(verb, [*words])
+    if verb == "launch":
+        from zerofit.launch import prepare
+
+        prepare.launch_arguments([*words])
+    if verb in STARTS_RANKS:
+        os.environ.update(distributed.thread_waiting())  # read when torch is imported
+        if os.environ.get("ZEROFIT_FORK") == "1":
+            # Libraries that look for a GPU as they are imported then do not initialize CUDA, after which the
+            # ranks could not be forks (launch/standby.py).
+            os.environ.setdefault(hardware.NVML_CHECK, "1")
+    log_filters.libraries()
+    if verb in STARTS_RANKS:
+        from zerofit.model import patches
+
+        patches.load_peft_on_use()

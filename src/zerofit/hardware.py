@@ -261,7 +261,7 @@ def find(name: str, count: int | None = None) -> Gpu:
     if name == "detect":
         if not visible():
             why = why_torch_sees_none() or "no GPU is visible to PyTorch"
-            raise UserError(f"--gpu_type detect: {why}; or name one: {', '.join(known)}.")
+            raise UserError(f"--gpu_type detect: {why}. To plan for another machine, name its GPU: {', '.join(known)}.")
         device, note = tightest(count)
         if note:
             print(f"note: {note}", flush=True)
@@ -274,9 +274,9 @@ def find(name: str, count: int | None = None) -> Gpu:
                       "memory_gib": round(device.usable_bytes / 2**30, 2)})  # fmt: skip
     if name.lower() not in known:
         close = difflib.get_close_matches(name.lower(), known, 1, 0.5)
-        hint = f"did you mean {close[0]}? " if close else ""
+        hint = f"; did you mean {close[0]}?" if close else "."
         raise UserError(
-            f"--gpu_type {name}: not in the table; {hint}Known: {', '.join(known)}; more with {USER_TABLE}=file.json."
+            f"--gpu_type {name}: not in the table{hint} Known: {', '.join(known)}; more with {USER_TABLE}=file.json."
         )
     return known[name.lower()]
 

@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import os
+import re
 import stat
 import sys
 import tempfile
@@ -43,6 +44,11 @@ def nearest_existing(folder: Path) -> Path:
     while not folder.exists():
         folder = folder.parent
     return folder
+
+
+def from_here(text: str) -> str:
+    """Return the text with paths into the current folder relative to it."""
+    return re.sub(rf"(?<!\S){re.escape(str(Path.cwd()))}/", "", text)
 
 
 def size_of(folder: Path) -> int:

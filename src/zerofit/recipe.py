@@ -11,6 +11,7 @@ from zerofit.config import resolve
 from zerofit.data import hub
 from zerofit.errors import printable
 from zerofit.launch import batch_search
+from zerofit.paths import from_here
 from zerofit.plan import preflight
 from zerofit.settings import Settings
 from zerofit.train import memory_history, trial
@@ -61,9 +62,9 @@ def start_processes(settings: Settings, train_set, eval_set):
     distributed.start(settings)
     if not settings.use_cpu and (sentences := [*filter(None, distributed.all_gather(allocator.prove_expandable()))]):
         settings.decisions.append(min(sentences))  # of a rank that has gone back to the usual segments, if one has
-    liger.prove(settings)
-    gradient_checkpointing.prove_streams(settings)
     network_check.check(settings, train_set, eval_set)
+    liger.prove(settings)  # collective, so after the check that all nodes have it on
+    gradient_checkpointing.prove_streams(settings)
     deepspeed_ops.prepare(settings)
     nvme.reserve_folder(settings)
     if distributed.rank() == 0 and not rank_status.folder():  # else the supervisor has locked it
@@ -96,13 +97,15 @@ def open_run_folder(settings: Settings, train_set, eval_set) -> None:
     sets = {"training": train_set, "evaluation": eval_set}
     sets = {name: rows for name, rows in sets.items() if rows is not None}
     if distributed.rank() == 0:
+        from_checkpoint = f", resumed from {Path(resumed).name}" if resumed else ""
         print(
             f"zerofit {settings.recipe}: {settings.world_size} process{'es' * (settings.world_size > 1)}, ZeRO "
             f"{settings.zero}, offload {settings.offload}, {settings.precision}; run folder {settings.output_dir}"
+            f"{from_checkpoint}"
         )
         described = [dataset.describe(name, rows) for name, rows in sets.items()]
         for sentence in [*settings.decisions, *described, *dataset.notes(sets)]:
-            print(f"  - {printable(sentence)}", flush=True)
+            print(f"  - {from_here(printable(sentence))}", flush=True)
         facts = {name: {"fingerprint": rows.fingerprint, **rows.statistics} for name, rows in sets.items()}
         said = {"canary": os.environ.get(trial.CANARY_RESULT), "plan": os.environ.get(memory_history.PLANNED)}
         more = {name: json.loads(text) for name, text in said.items() if text not in (None, "", "{}")}

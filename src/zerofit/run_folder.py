@@ -16,7 +16,7 @@ from pathlib import Path
 from zerofit import __version__, command_line, distributed, run_lock
 from zerofit.errors import UserError
 from zerofit.paths import IN_WHEEL, PROJECT, nearest_existing
-from zerofit.settings import Settings
+from zerofit.settings import Settings, as_typed
 
 METRICS = "metrics.jsonl"
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "peft", "datasets")
@@ -222,7 +222,7 @@ def shown(name: str, value) -> str:
     """Return an argument's value as text for printing, with secrets hidden."""
     if name == "warmup_steps" and 0 < float(value or 0) < 1:
         return f"{value} of all steps"
-    return "<hidden>" if name.endswith("_token") and value else str(value)
+    return "<hidden>" if name.endswith("_token") and value else as_typed(name, value)
 
 
 def write_run(settings: Settings, facts: dict) -> None:

@@ -14,6 +14,8 @@ FILE = "run.lock"
 
 SINCE = "%Y-%m-%d %H:%M:%S %z"
 
+REMOVAL_SECONDS = 2.0  # that its last owner takes to remove a folder, at most; then the path is not possible at all
+
 LEASE_SECONDS = 100.0  # a file server drops the locks of a dead machine by then (NFS: 90 s)
 
 
@@ -30,15 +32,18 @@ def take(folder: Path) -> None:
     if folder in _held:
         return
     created = [f for f in (folder, *folder.parents) if not f.exists()]
-    deadline = None
+    deadline = removed_by = None
     while True:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(folder / FILE, os.O_RDWR | os.O_CREAT, 0o666)
-        except FileNotFoundError:  # its last owner is removing it
-            continue
         except OSError as error:
+            removed_by = removed_by or time.monotonic() + REMOVAL_SECONDS
+            if isinstance(error, FileNotFoundError) and time.monotonic() < removed_by:  # its last owner is removing it
+                time.sleep(0.01)
+                continue
             raise UserError(f"--output_dir {folder}: cannot be written to: {error.strerror}.") from None
+        removed_by = None
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -201,6 +201,11 @@ def written(name: str, value: Any) -> Any:
     return str(value).lower() if name in WORDS else value
 
 
+def as_typed(name: str, value: Any) -> str:
+    """Return an argument's value as it is typed behind its flag: true, not True."""
+    return str(value).lower() if isinstance(value, bool) else str(written(name, value))
+
+
 def order_seed(settings) -> int | None:
     """Return the seed of the row order, of Settings or TrainingArguments; None: rows are not shuffled."""
     if settings.train_sampling_strategy == "sequential":

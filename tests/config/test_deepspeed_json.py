@@ -60,13 +60,16 @@ def test_readme_explains_every_key_of_every_file():
 def test_stages_1_and_2_reduce_gradients_to_their_owners(write):
     """Not on many ranks, nor where overlap_comm would wait for the GPU, nor where the file says otherwise."""
 
-    def all_reduces(*flags, ranks=2):
-        return parse(*flags, ranks=ranks).deepspeed["zero_optimization"].get("use_multi_rank_bucket_allreduce", True)
+    def all_reduces(*flags, ranks=2, recipe="sft"):
+        settings = resolve.resolve_settings(recipe, list(flags), ranks)
+        return settings.deepspeed["zero_optimization"].get("use_multi_rank_bucket_allreduce", True)
 
     assert [all_reduces("--zero", z) for z in "123"] == [False, False, True]
     assert not all_reduces("--zero", "2", ranks=64)
     assert all_reduces("--zero", "2", ranks=128)
     assert not all_reduces("--zero", "2", "--tp_size", "2", ranks=128)
+    stages = ("--pp_size", "2", "--gradient_accumulation_steps", "8", "--per_device_train_batch_size", "1")
+    assert not all_reduces(*stages, ranks=128, recipe="pipeline")
     for key in ("overlap_comm", "use_multi_rank_bucket_allreduce"):
         assert all_reduces("--deepspeed", write({"zero_optimization": {"stage": 2, key: True}}))
 
@@ -155,7 +158,19 @@ def test_same_value_in_both_places_is_no_contradiction(write):
         (BASE | {"bf16": {"loss_scale": 0}}, [], "unknown key 'bf16.loss_scale'"),
         (BASE | {"fp16": {"min_loss_scale": 0.5}}, [], "fp16.min_loss_scale = 0.5"),
         (BASE | {"bf16": True}, [], "bf16 must be an object"),
-        ({"zero_optimization": {"stage": 2, "overlapcomm": True}}, [], "unknown key 'zero_optimization.overlapcomm'"),
+        (
+            {"zero_optimization": {"stage": 2, "overlapcomm": True}},
+            [],
+            "unknown key 'zero_optimization.overlapcomm'; did you mean 'overlap_comm'",
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "stage3_prefetch_size": 1}},
+            [],
+            "did you mean 'stage3_prefetch_bucket_size'",
+        ),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"pin_memry": True}}}, [], "did you mean 'pin_memory'"),
+        ({"zero_optimization": {"stage": 3, "qwerty": 1}}, [], "DeepSpeed has no such setting"),
+        ({"zero_optimization": {"stage": "two"}}, [], 'stage = "two": must be one of 0, 1, 2, 3.'),
         ({"zero_optimization": {"stage": 7}}, [], "zero_optimization.stage = 7"),
         ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "gpu"}}}, [], "offload_optimizer.device"),
         ({"zero_optimization": {"stage": 2, "overlap_comm": "auto"}}, [], 'overlap_comm is "auto"'),
@@ -173,7 +188,7 @@ def test_same_value_in_both_places_is_no_contradiction(write):
             "but --offload is none",
         ),
         ('{\n "zero_optimization": {"stage": 2,}\n}', [], "my.json:2:35: not valid JSON"),
-        ('{"zero_optimization": {"stage": 2, "stage": 3}}', [], "'stage' stands twice"),
+        ('{"zero_optimization": {"stage": 2, "stage": 3}}', [], "'stage' appears twice"),
         ("[]", [], "must hold a JSON object"),
         ("", [], "my.json:1:1: not valid JSON"),
     ],

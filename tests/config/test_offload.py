@@ -1,5 +1,6 @@
 """NVMe, the ratio, ZeRO++, ZenFlow and SuperOffload: refusals and reasons, the JSON, and equal losses where it runs."""
 
+import contextlib
 import json
 import os
 import re
@@ -63,7 +64,7 @@ def written(tmp_path, section, **top):
         (["--offload", "optimizer", "--offload_ratio", "0.5", "--zero", "2"], "--offload_ratio 0.5 needs stage 3"),
         (
             ["--offload", "optimizer", "--offload_ratio", "0.5", "--optim", "adafactor"],
-            "--optim adafactor with ratio below 1: accelerate would replace it by DeepSpeed's CPU Adam",
+            "--optim adafactor with ratio below 1: accelerate would silently replace it by DeepSpeed's CPU Adam",
         ),
         (
             ["--offload", "optimizer", "--offload_ratio", "0.5", "--resume_from_checkpoint", "true"],
@@ -73,9 +74,9 @@ def written(tmp_path, section, **top):
         (["--zero", "2", "--zero_hpz_partition_size", "2"], "--zero_hpz_partition_size 2 needs stage 3"),
         (["--zero_hpz_partition_size", "3"], "--zero_hpz_partition_size 3: must divide the 2 ranks"),
         (["--zero_hpz_partition_size", "0"], "--zero_hpz_partition_size 0: must divide"),
-        (["--zero_quantized_weights"], "--zero_quantized_weights True: DeepSpeed's quantizer is CUDA code"),
-        (["--zero_quantized_gradients"], "--zero_quantized_gradients True: DeepSpeed's quantizer is CUDA code"),
-        (["--offload", "optimizer", "--super_offload"], "--super_offload True needs an NVIDIA GPU"),
+        (["--zero_quantized_weights"], "--zero_quantized_weights true: DeepSpeed's quantizer is CUDA code"),
+        (["--zero_quantized_gradients"], "--zero_quantized_gradients true: DeepSpeed's quantizer is CUDA code"),
+        (["--offload", "optimizer", "--super_offload"], "--super_offload true needs an NVIDIA GPU"),
     ],
 )
 def test_flags_refused(flags, says):
@@ -305,6 +306,24 @@ def test_what_depends_on_the_size(libaio, disk, monkeypatch):
     found.thaw()
     offload.check_sizes(found, net)
     assert found.deepspeed["zero_optimization"]["sub_group_size"] == 1000
+
+
+def test_each_disk_needs_room_for_what_is_written_there(tmp_path, monkeypatch):
+    sections = {"offload_optimizer": str(tmp_path), "offload_param": "/dev/shm"}
+    zero = {name: {"device": "nvme", "nvme_path": path} for name, path in sections.items()}
+    config, usage = {"zero_optimization": zero, "bf16": {"enabled": True}}, namedtuple("usage", "total used free")
+    free = {str(tmp_path): 16_000, "/dev/shm": 2_000}
+    monkeypatch.setattr(nvme.shutil, "disk_usage", lambda folder: usage(0, 0, free[folder]))
+    nvme.check_room(config, 1000, 1000, 2, 2)
+    free["/dev/shm"] -= 1
+    with pytest.raises(UserError, match=r"--offload_path /dev/shm: 0\.0 GB are free"):
+        nvme.check_room(config, 1000, 1000, 2, 2)
+    zero["offload_param"]["nvme_path"] = str(tmp_path / "other")  # on the same disk
+    (tmp_path / "other").mkdir()
+    for size, fits in ((18_000, True), (17_999, False)):
+        free[str(tmp_path)] = free[str(tmp_path / "other")] = size
+        with contextlib.nullcontext() if fits else pytest.raises(UserError, match="GB are free, but"):
+            nvme.check_room(config, 1000, 1000, 2, 2)
 
 
 # --- compiled ops ---

@@ -154,9 +154,7 @@ def test_files_hold_the_words_of_the_command_line():
 
 @pytest.mark.bad_input
 def test_a_wrong_word_is_refused_with_the_choices():
-    with pytest.raises(
-        UserError, match=r"--padding_free.*: invalid choice: 'yes' .choose from 'auto', 'true', 'false'."
-    ):
+    with pytest.raises(UserError, match=r"--padding_free yes: must be one of auto, true, false\.$"):
         resolve.resolve_settings("sft", ["--padding_free", "yes"], 1)
 
 

@@ -5,6 +5,7 @@ import functools
 import gzip
 import json
 import os
+import time
 import tracemalloc
 from collections import Counter
 from types import SimpleNamespace
@@ -869,6 +870,12 @@ def test_templates_that_do_not_end_are_refused(tokenizer, monkeypatch, template,
     tokenizer.chat_template = template + marks
     with pytest.raises(UserError, match=f"here: the chat template .*{says}"):
         encode(tokenizer, EQUAL_ROWS["messages"])
+
+
+def test_a_process_that_is_paused_while_a_template_runs_refuses_no_row(monkeypatch):
+    monkeypatch.setattr(conversations, "TEMPLATE_SECONDS", 0.1)
+    with encoding._template_errors("here"):
+        time.sleep(0.3)
 
 
 @pytest.mark.bad_input

@@ -44,7 +44,7 @@ def runs(tmp_path_factory):
     }  # fmt: skip
     two = {
         "two-4": ("sft", [*FLAGS, micro, "4"]),
-        "two-1": ("sft", [*FLAGS, micro, "1", "--zero", "3"]),
+        "two-2": ("sft", [*FLAGS, micro, "2", "--zero", "3"]),
         "two-packed": ("sft", [*FLAGS, "--packing", "--max_length", "64", micro, "2"]),
     }
     return run_world(1, one, folder) | run_world(2, two, folder)
@@ -55,7 +55,7 @@ def runs(tmp_path_factory):
     [
         ("one-8", "one-worker"),
         ("one-8", "two-4"),
-        ("one-8", "two-1"),
+        ("one-8", "two-2"),
         ("packed", "two-packed"),
     ],
 )
@@ -184,6 +184,7 @@ def test_a_broken_row_met_while_training_is_one_sentence(tmp_path, workers):
     lines = (TINY / "train.jsonl").read_text().splitlines()[:600]
     file.write_text("\n".join([*lines, "{broken"]))
     flags = [*FLAGS, "--data", str(file), "--max_samples", "900", "--max_steps", "90", "--shuffle_buffer_size", "400",
+             "--effective_batch_size", "30", "--per_device_train_batch_size", "30",
              "--dataloader_num_workers", workers, "--output_dir", str(tmp_path / "run")]  # fmt: skip
     done = recipe_process("sft", *flags)
     assert done.returncode == 2, done.stderr

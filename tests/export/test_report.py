@@ -66,8 +66,8 @@ def make_run(folder, rate=1e-4, **result):
     arguments = {"model": argument("m/tiny"), "learning_rate": argument(rate), "zero": argument("2"),
                  "offload": argument("none"), "seed": argument(42, "transformers default"),
                  "output_dir": argument(str(folder))}  # fmt: skip
-    facts = {"recipe": "sft", "started": "2026-01-01", "command": "python recipes/sft.py", "world_size": 2,
-             "device": "H100", "decisions": ["zero 2: 2 processes"], "arguments": arguments,
+    facts = {"recipe": "sft", "started": "2026-01-01T10:00:00+0000", "command": "python recipes/sft.py",
+             "world_size": 2, "device": "H100", "decisions": ["zero 2: 2 processes"], "arguments": arguments,
              "data": {"training": {"source": "a.jsonl", "rows": 9, "kept": 8, "fingerprint": "f00"}},
              "plan": {"peak": {"backward": {"parameters": 2**30, "activations": 2**31}}, "limit_bytes": 4 * 2**30},
              "versions": {"torch": "2.13.0"}}  # fmt: skip
@@ -84,11 +84,13 @@ def make_run(folder, rate=1e-4, **result):
 def test_a_finished_run(tmp_path):
     sample = {"prompt": "asked this", "before": "no", "after": "yes", "wanted": "yes"}
     folder = make_run(tmp_path / "a", status="finished", steps=8, train_seconds=90, samples=[sample],
-                      exact_match_before=0.0, exact_match_after=0.5)  # fmt: skip
+                      exact_match_before=0.0, exact_match_after=0.5, parameters=2_000_000,
+                      trainable_parameters=500_000)  # fmt: skip
     (folder / "checkpoint-8").mkdir()
     (folder / "checkpoint-8" / "weights").write_bytes(b"0" * 2**20)
     page = Page(report.of_one(Run(folder)))
     assert page.has("sft of m/tiny", "finished", "2.2000", "2.5000", "0.0% → 50.0%", "3.00 GiB", "1 min 30 s")
+    assert page.has("2026-01-01 10:00:00 UTC", "2, ZeRO-2, none", "0.50 M of 2.00 M")
     assert page.has("asked this", "no", "checkpoint-8", "1.0 MiB", f"make chat RUN={folder}", "zero 2: 2 processes")
     assert page.has("python recipes/sft.py", "0.0001", "torch 2.13.0") and not page.has("transformers default")
     assert page.labels == [
@@ -128,6 +130,18 @@ def test_runs_side_by_side(tmp_path, capsys):
     assert page.has("a and b c", "learning_rate", "0.0001", "0.0002", "b c, training", "finished", "failed")
     assert not page.has("output_dir") and not page.has("offload none")
     assert [row[0] for row in report.differences([Run(run) for run in runs])] == ["learning_rate"]
+
+
+def test_an_integer_and_a_float_of_the_same_value_are_no_difference(tmp_path):
+    runs = [Run(make_run(tmp_path / "a", 1)), Run(make_run(tmp_path / "b", 1.0))]
+    assert report.differences(runs) == []
+
+
+def test_one_logged_step_is_no_chart(tmp_path):
+    folder = make_run(tmp_path / "a")
+    (folder / "metrics.jsonl").write_text('{"step": 6, "loss": 1.5}\n')
+    page = Page(report.of_one(Run(folder)))
+    assert page.has("1.5000") and "Loss" not in page.labels
 
 
 @pytest.mark.injection

@@ -13,10 +13,10 @@ import torch
 from conftest import ROOT
 
 from gpu_machine import Card, contexts, in_process, machine, submitted
-from zerofit import allocator, hardware, rank_status
+from zerofit import allocator, hardware, rank_status, recipe
 from zerofit.config import offload, resolve
 from zerofit.errors import UserError
-from zerofit.launch import batch_search, doctor, prepare
+from zerofit.launch import batch_search, doctor, launch, prepare, standby
 from zerofit.model import quantization
 from zerofit.plan import preflight, simulate, simulated_rank
 from zerofit.train import memory_history, progress, trial
@@ -65,9 +65,11 @@ def test_precision_is_what_the_gpu_has(cards, precision, tmp_path, monkeypatch):
 
 
 @pytest.mark.bad_input
-def test_more_processes_than_gpus_are_refused(tmp_path):
-    done = zerofit(machine(tmp_path, [H100] * 2), "launch", "--gpus", "4", "recipes/sft.py")
-    assert done.returncode == 2 and "GPUS=4: this machine has 2; use GPUS=2." in done.stderr
+def test_more_processes_than_gpus_are_refused(tmp_path, monkeypatch):
+    in_process(monkeypatch, tmp_path, [H100] * 2)
+    monkeypatch.setattr(standby, "prefork", lambda: None)
+    with pytest.raises(UserError, match=r"GPUS=4: this machine has 2; use GPUS=2\."):
+        launch.main(["--gpus", "4", str(ROOT / "recipes" / "sft.py")])
 
 
 def test_deepspeeds_launcher_gets_the_gpus_that_are_visible(monkeypatch):
@@ -148,17 +150,11 @@ def test_a_gpu_that_torch_cannot_use_is_no_reason_to_train_on_the_cpu(tmp_path):
     assert "--use_cpu true" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_the_cpu_is_used_where_it_was_asked_for(tmp_path):
-    old = machine(tmp_path, [H100], driver="550.54.14")
-    assert (
-        python(
-            old, 'from zerofit.config import resolve; resolve.resolve_settings("sft", ["--use_cpu", "true"])'
-        ).returncode
-        == 0
-    )
-    hidden = machine(tmp_path, [H100], driver="550.54.14", visible="")
-    done = python(hidden, 'from zerofit import recipe; print(recipe.parse("sft").use_cpu)')
-    assert done.stdout.strip().endswith("True"), done.stderr[-2000:]
+@pytest.mark.parametrize(("visible", "flags"), [(None, ["--use_cpu", "true"]), ("", [])])
+def test_the_cpu_is_used_where_it_was_asked_for(visible, flags, tmp_path, monkeypatch):
+    in_process(monkeypatch, tmp_path, [H100], driver="550.54.14", visible=visible)
+    monkeypatch.setattr(sys, "argv", ["sft.py", *flags])
+    assert recipe.parse("sft").use_cpu
 
 
 @pytest.mark.slow
@@ -203,22 +199,16 @@ def test_doctor_names_a_gpu_without_kernels(tmp_path, monkeypatch):
 # --- contexts ---
 
 
-def test_asking_about_gpus_opens_no_context(tmp_path):
+def test_asking_about_gpus_opens_no_context(tmp_path, monkeypatch):
     """Each would take 0.5 GiB of every GPU for the whole job, and EXCLUSIVE_PROCESS would let no rank in."""
-    code = """
-from types import SimpleNamespace
-from zerofit import hardware
-from zerofit.launch import batch_search
-from zerofit.launch import doctor
-print([f.text for f in doctor.gpus()], hardware.find("detect", 2).memory_gib)
-print(batch_search.limit_bytes(SimpleNamespace(memory_limit=None, use_cpu=False, world_size=2)))
-hardware.check_devices(2, use_cpu=False)
-"""
-    env = machine(tmp_path, [H100] * 2, compute_mode="Exclusive_Process")
-    done = python(env, code)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "only one process may use it (EXCLUSIVE_PROCESS)" in done.stdout
-    assert contexts(env) == []
+    in_process(monkeypatch, tmp_path, [H100] * 2, compute_mode="Exclusive_Process")
+    assert "only one process may use it (EXCLUSIVE_PROCESS)" in doctor.gpus()[0].text
+    assert hardware.find("detect", 2).memory_gib > 70
+    assert batch_search.limit_bytes(SimpleNamespace(memory_limit=None, use_cpu=False, world_size=2)) > 70 * GIB
+    hardware.check_devices(2, use_cpu=False)
+    assert contexts(os.environ) == []
+    torch.cuda.mem_get_info(0)  # what would open one
+    assert contexts(os.environ)
 
 
 def test_the_launcher_opens_no_context_and_chooses_the_checkpointing(tmp_path):
@@ -539,19 +529,27 @@ def test_a_batch_size_is_searched_after_the_proof_of_packing(monkeypatch):
         sequence=SimpleNamespace(size=1),
     )  # fmt: skip
     monkeypatch.setattr(trial, "is_batch_search", lambda: True)
-    monkeypatch.setattr(trial, "measure_batch", lambda trainer: order.append("search"))
+
+    def search(trainer):
+        order.append("search")
+        raise SystemExit  # the real one ends the process
+
+    monkeypatch.setattr(trial, "measure_batch", search)
     monkeypatch.setattr(quantization, "verify_shares", lambda trainer: None)
     monkeypatch.setattr(offload, "after_start", lambda trainer: "")
     monkeypatch.setattr(progress.sys.stderr, "isatty", lambda: False, raising=False)
     reporter = SimpleNamespace(trainer=trainer, heartbeat=None)
-    progress.Reporter.on_train_begin(reporter, SimpleNamespace(process_index=0), SimpleNamespace(global_step=0), None)
+    with pytest.raises(SystemExit):
+        progress.Reporter.on_train_begin(
+            reporter, SimpleNamespace(process_index=0), SimpleNamespace(global_step=0), None
+        )
     assert order == ["proof", "search"]
 
 
 def test_questions_for_a_real_gpu_are_not_answered_in_forks(monkeypatch):
     """CUDA cannot be used in a fork of a process that has looked for it, as DeepSpeed's import does."""
     asked = []
-    monkeypatch.setattr(simulate, "_started", lambda fake, cuda: cuda)
+    monkeypatch.setattr(simulate, "_start", lambda fake, cuda: cuda)
     monkeypatch.setattr(
         simulate,
         "_ask",

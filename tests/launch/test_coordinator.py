@@ -506,6 +506,13 @@ def test_what_one_machine_of_two_would_run(capsys, monkeypatch):
     assert "PET_NODE_RANK" not in os.environ
 
 
+@pytest.mark.bad_input
+def test_a_launch_counts_the_ranks_of_its_node():
+    words = ["--gpus", "2", "--nnodes", "2", "--node_rank", "0", "--master_addr", "10.0.0.1", "--show"]
+    with pytest.raises(UserError, match="must divide the 2 ranks of this node"):
+        launch.main([*words, str(ROOT / "recipes" / "sft.py"), "--sp_size", "4"])
+
+
 def test_doctor_looks_at_what_several_need(tmp_path, monkeypatch):
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "nonet0")
     found = {(f.name, f.level): f for f in doctor_nodes.check(2, tmp_path, "")}

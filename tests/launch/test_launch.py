@@ -14,9 +14,12 @@ from types import SimpleNamespace
 import psutil
 import pytest
 from conftest import ROOT, TINY, Run, python, recipe_process
+from datasets import Dataset
 
 from zerofit import command_line, distributed, log_filters, run_folder
 from zerofit.config import resolve, show
+from zerofit.data import dataset
+from zerofit.data.tokens import TokenizedDataset
 from zerofit.errors import UserError
 from zerofit.launch import prepare
 from zerofit.train import progress
@@ -341,6 +344,14 @@ def test_divergence_stops_with_its_own_code(tmp_path, zero):
     assert Run(tmp_path / "run").json("result.json")["status"] == "failed"
 
 
+def test_the_mean_row_of_a_plan_does_not_depend_on_weights():
+    rows = Dataset.from_dict({"input_ids": [[1] * 10] * 4, "labels": [[1] * 10] * 4})
+    train_set = dataset.repeated(TokenizedDataset(rows, {"tokens": 40, "kept": 4}, "", weights=[3.0] * 4))
+    assert prepare.row_tokens(SimpleNamespace(packing=False, documents_per_row=1), train_set) == 10
+    packed = SimpleNamespace(max_steps=-1, packing=True, max_length=20, num_train_epochs=1, effective_batch_size=2)
+    assert prepare.number_of_steps(packed, train_set) == 3  # 12 rows in 6 packs
+
+
 @pytest.mark.slow
 def test_resume_continues_where_the_run_stopped(tmp_path):
     flags = [*SHORT, "--save_strategy", "steps", "--save_steps", "2", "--save_total_limit", "9", "--zero", "2"]
@@ -395,10 +406,14 @@ def test_interrupt_leaves_no_process_and_says_how_to_go_on(tmp_path):
         "recipes/sft.py",
         "--data",
         str(TINY / "train.jsonl"),
+        "--max_samples",
+        "64",
+        "--effective_batch_size",
+        "8",
         "--num_samples",
         "0",
         "--num_train_epochs",
-        "500",
+        "5000",
         "--save_strategy",
         "steps",
         "--save_steps",

@@ -1,6 +1,7 @@
 """Jobs that fail: each fault, injected into one of two real ranks, ends in recovery with the losses of an undisturbed
 run, or in the right exit code and sentence; no process and no half-written checkpoint stays behind."""
 
+import functools
 import json
 import os
 import signal
@@ -31,19 +32,26 @@ COMMON = [
 ]  # fmt: skip
 
 
-def launch(folder, *flags, fault=None, gpus="2", zero="2", timeout=400, recipe="sft"):
-    """The finished `zerofit launch` of two ranks; every process that it had started is gone."""
+def launch(folder, *flags, fault=None, gpus="2", zero="2", timeout=400, recipe="sft", fresh=True):
+    """The finished `zerofit launch` of two ranks; every process that it had started is gone.
+
+    fresh: with a fault, in an interpreter of its own, whose processes are told by their command lines.
+    """
     words = ["-m", "zerofit", "launch", "--gpus", gpus, f"recipes/{recipe}.py", *COMMON, "--zero", zero, *flags]
     if not fault:
         return run_python([*words, "--output_dir", str(folder)], cwd=ROOT, timeout=timeout)
     marker = folder.with_suffix(".struck")
-    env = os.environ | {  # sitecustomize brings the fault, into a fresh interpreter
+    env = {  # sitecustomize brings the fault
         "ZEROFIT_TEST_FAULT": json.dumps({"marker": str(marker), "rank": 1, "step": 3} | fault),
         "PYTHONPATH": os.pathsep.join([str(ROOT / "tests" / "faults"), os.environ["PYTHONPATH"]]),
     }
+    if not fresh:
+        done = run_python([*words, "--output_dir", str(folder)], cwd=ROOT, timeout=timeout, **env)
+        assert marker.exists(), done.stderr
+        return done
     done = subprocess.run(
         [sys.executable, *words, "--output_dir", str(folder)],
-        capture_output=True, text=True, timeout=timeout, cwd=ROOT, env=env,
+        capture_output=True, text=True, timeout=timeout, cwd=ROOT, env=os.environ | env,
     )  # fmt: skip
     assert fault["what"] == "limit" or marker.exists(), done.stderr
     time.sleep(0.2)
@@ -74,7 +82,7 @@ def assert_recovered(done, folder, undisturbed, attempts=2):
 
 def test_out_of_memory_goes_on_with_half_the_micro_batch(tmp_path):
     folder = tmp_path / "run"
-    done = launch(folder, "--max_steps", "4", fault={"what": "oom", "where": "backward"})
+    done = launch(folder, "--max_steps", "4", fault={"what": "oom", "where": "backward"}, fresh=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     first = Run(folder).json("report.json")["attempts"][0]
     before, after = Run(folder / "attempts" / "1").losses, Run(folder).losses
@@ -351,13 +359,13 @@ def test_every_layer_is_recomputed_whatever_a_preset_says():
 def test_a_resume_leaves_checkpointing_to_the_plan_that_chose_it(monkeypatch, tmp_path):
     started = []
     monkeypatch.setattr(launcher, "main", started.append)
-    for source in ("plan", "flag"):
-        values = {"gradient_checkpointing": False, "offload": "none"}
+    for source, offload in (("plan", False), ("flag", False), ("plan", True)):  # the last one of --zero auto
+        values = {"gradient_checkpointing": False, "offload": "none", "activation_offload": offload}
         facts = {"recipe": "sft", "world_size": 2, "flags": ["--gradient_checkpointing", "false", "--zero", "2"],
                  "arguments": {name: {"value": value, "source": source} for name, value in values.items()}}  # fmt: skip
         (tmp_path / "run.json").write_text(json.dumps(facts))
         resume.main([str(tmp_path)])
-    assert ["--gradient_checkpointing" in words for words in started] == [False, True]
+    assert ["--gradient_checkpointing" in words for words in started] == [False, True, True]
 
 
 def test_the_newest_whole_checkpoint(tmp_path):
@@ -405,6 +413,27 @@ def test_who_failed_first(records, exits, code, expected, tmp_path):
         (tmp_path / postmortem.EXITS).write_text(json.dumps(exits))
     last = postmortem.ending(code, tmp_path, [], None, 0, host_kills=0)
     assert (last.kind, last.code, last.rank) == expected
+
+
+@pytest.mark.parametrize("place", [
+    '/site-packages/torch/distributed/distributed_c10d.py", line 3398 in reduce',
+    '/site-packages/deepspeed/runtime/zero/partition_parameters.py", line 700 in wait',
+    '/site-packages/torch/autograd/graph.py", line 979 in _engine_run_backward',
+], ids=["ZeRO-2", "ZeRO-3", "DDP"])  # fmt: skip
+def test_the_rank_that_hung_is_one_that_waits_for_no_other(tmp_path, place):
+    """Ranks 0 and 2 wait in the step in which rank 1 stays; rank 0's heartbeat is the oldest by chance."""
+    for rank, innermost in enumerate([place, '/job/rows.py", line 7 in read', place]):
+        (tmp_path / f"heartbeat{rank}").write_bytes(rank_status._HEARTBEAT_FILE.pack(100 + rank, 3, 50.0 + rank))
+        (tmp_path / f"stack{rank}.txt").write_text(
+            'Thread 0x01 (most recent call first):\n  File "/site-packages/zerofit/rank_status.py", line 9 in wait\n\n'
+            f'Current thread 0x02 (most recent call first):\n  File "{innermost}\n  File "/sft.py", line 4 in main\n'
+        )
+    ended = functools.partial(postmortem.ending, 137, tmp_path, [], supervisor._hung(tmp_path, 1e-9, 3), 8.0, 0)
+    assert (ended().kind, ended().rank, ended().step) == ("hang", 1, 3)
+    (tmp_path / "stack1.txt").unlink()  # it could not write any
+    assert ended().rank == 1
+    (tmp_path / "stack1.txt").write_text((tmp_path / "stack0.txt").read_text())
+    assert ended().rank == 0  # the first to stop, if the stacks do not tell
 
 
 def test_the_kernels_kill_for_memory_is_out_of_memory(tmp_path):

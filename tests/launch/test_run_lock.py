@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import ROOT, TINY, Run
+from conftest import ROOT, TINY, Run, run_python
 
 from zerofit import rank_status, run_folder, run_lock
 from zerofit.errors import UserError
@@ -57,8 +57,7 @@ def started(
 
 
 def again(folder, *flags) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-m", "zerofit", "resume", str(folder), *flags], cwd=ROOT, text=True,
-                          capture_output=True, timeout=300)  # fmt: skip
+    return run_python(["-m", "zerofit", "resume", str(folder), *flags], cwd=ROOT)
 
 
 def processes_of(folder) -> list[psutil.Process]:
@@ -260,10 +259,13 @@ def test_the_lock_of_another_machine_is_waited_for(owner, monkeypatch, capsys):
 
 
 @pytest.mark.bad_input
-def test_a_folder_that_cannot_be_made(tmp_path):
+def test_a_folder_that_cannot_be_made(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="file/x: cannot be written to: Not a directory"):
         run_lock.take(tmp_path / "file" / "x")
+    monkeypatch.setattr(run_lock, "REMOVAL_SECONDS", 0.1)
+    with pytest.raises(UserError, match="/proc/x: cannot be written to: No such file or directory"):
+        run_lock.take(Path("/proc/x"))
 
 
 def test_what_only_looks_takes_no_lock(owner, monkeypatch):

@@ -14,10 +14,11 @@ import transformers.integrations.liger as of_transformers
 from gpu_machine import Card, in_process
 from transformers import AutoConfig
 
-from zerofit import hardware
+from zerofit import hardware, recipe
 from zerofit.config import resolve
 from zerofit.errors import UserError
 from zerofit.model import liger
+from zerofit.train import network_check
 
 GPU = hardware.GPUS["h100-80g"]
 CONFIG = AutoConfig.for_model(
@@ -55,6 +56,7 @@ def test_liger_is_on_where_a_gpu_and_the_model_have_it():
         (("--tiled_mlp", "2"), {}, "--tiled_mlp replaces the MLPs"),
         (("--sp_size", "2"), {"ranks": 2}, "not tested with --sp_size"),
         (("--full_determinism", "true"), {}, "--full_determinism"),
+        (("--adapter", "ln_tuning"), {"recipe": "lora"}, "--adapter ln_tuning: Liger's norms would use the frozen"),
     ],
 )
 def test_liger_stays_off(flags, more, why):
@@ -91,6 +93,8 @@ def test_what_of_liger_is_used_on_request():
 def test_a_request_that_cannot_be_met(monkeypatch):
     with pytest.raises(UserError, match="need a GPU"):
         resolve.resolve_settings("sft", ["--use_liger_kernel", "true", "--use_cpu", "true"], 1)
+    with pytest.raises(UserError, match="--use_liger_kernel with --adapter ln_tuning"):
+        resolve.resolve_settings("lora", ["--use_liger_kernel", "true", "--adapter", "ln_tuning"], 1, GPU)
     monkeypatch.setattr(liger.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"liger-kernel is not installed .*: make install"):
         resolve.resolve_settings("sft", ["--use_liger_kernel", "true"], 1, GPU)
@@ -143,6 +147,18 @@ def test_a_failed_proof_turns_liger_off_with_one_line(change, why, monkeypatch):
         proven(monkeypatch, change, "--use_liger_kernel", "true")
 
 
+def test_ranks_are_compared_before_they_prove_liger_together(monkeypatch):
+    """Where a node lacks it, its ranks would answer the proof with the next collective's values."""
+
+    def differ(*_):
+        raise UserError("argument --use_liger_kernel is not the same on all nodes")
+
+    monkeypatch.setattr(network_check, "check", differ)
+    monkeypatch.setattr(liger, "prove", lambda *_: pytest.fail("the proof came first"))
+    with pytest.raises(UserError, match="--use_liger_kernel is not the same"):
+        recipe.start_processes(resolve.resolve_settings("sft", ["--use_cpu", "true", "--zero", "0"], 1), None, None)
+
+
 def test_a_failure_of_another_rank_turns_liger_off_here_too(monkeypatch):
     monkeypatch.setattr(liger.distributed, "all_gather", lambda value: [value, "they failed here (x)"])
     assert proven(monkeypatch, no_change).use_liger_kernel is False
@@ -188,6 +204,22 @@ def test_the_rotary_kernel_overwrites_what_selective_checkpointing_keeps(interpr
     """When it no longer does, liger.resolve_for_model need not turn it off."""
     errors = interpreted["selective"]
     assert errors["rope"] > 0.05 and errors["no rope"] < 1e-5
+
+
+def test_ligers_norms_would_use_the_frozen_weights_of_ln_tuning():
+    """When they no longer do, liger.resolve need not refuse the adapter."""
+    from liger_kernel.transformers.rms_norm import LigerRMSNorm
+    from peft import LNTuningConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(CONFIG)
+    model = get_peft_model(model, LNTuningConfig(task_type="CAUSAL_LM"))
+    with liger._layer(CONFIG, torch.float32, torch.device("cpu")):  # brings the module's classes back
+        of_transformers.apply_liger_kernel(model, liger.NO_LOSS)
+    norm = model.get_base_model().model.norm
+    assert norm.forward.__func__ is LigerRMSNorm.forward and not norm.weight.requires_grad
+    assert any(parameter.requires_grad for parameter in norm.parameters())
 
 
 def test_liger_knows_every_tested_model():

@@ -16,7 +16,8 @@ import generate
 
 pytestmark = pytest.mark.usefixtures("forks")
 EXAMPLES = generate.all_examples()
-QUICK = ("qwen2.5-0.5b-sft-12g",)  # planned by `make test` too; the others take 10 to 60 s each
+# Planned by `make test` too: one of each kind.
+QUICK = ("qwen2.5-0.5b-sft-12g", "llama3.2-1b-lora-12g", "qwen3-4b-qlora-12g", "llama3.2-3b-dpo-24g")
 
 
 def test_there_is_one_for_each_family_method_and_size_of_gpu():
@@ -51,10 +52,16 @@ def test_the_table_has_a_row_for_each():
     assert "does not fit" not in generate.README.read_text()
 
 
-@pytest.mark.parametrize(
-    "example",
-    [pytest.param(e, marks=() if e.name in QUICK else pytest.mark.slow, id=e.name) for e in EXAMPLES],
-)
+@pytest.mark.parametrize("example", [e for e in EXAMPLES if e.name in QUICK], ids=lambda example: example.name)
+def test_the_plan_of_what_the_table_recomputes_fits_and_is_its_row(example):
+    rows = generate.README.read_text().splitlines()
+    cells = next(row for row in rows if row.startswith(f"| [{example.name}]")).split(" | ")
+    planned = generate.plan(example, cells[generate.COLUMNS.index("recomputed")])
+    assert planned["fits"] and generate.row(example, planned) in rows
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)
 def test_the_plan_fits_and_is_what_the_table_says(example):
     planned = generate.plan(example)
     assert planned["fits"], f"{planned['needs'] / 2**30:.1f} of {planned['has'] / 2**30:.1f} GiB"

@@ -97,7 +97,7 @@ def test_scan_of_many_batches_and_of_a_selection(tokenizer):
         ("Ada", "Bo", False),
     ],
 )
-def test_normalised(one, other, same):
+def test_normalized(one, other, same):
     assert (inspect_data.normalise(one) == inspect_data.normalise(other)) is same
 
 
@@ -107,9 +107,9 @@ def test_duplicates_and_overlap(tmp_path):
     flags = ["--data", rows_file(tmp_path, "a.jsonl", train), "--eval_data", rows_file(tmp_path, "b.jsonl", held_out)]
     settings, train_set, eval_set, tokenizer = loaded(*flags, "--model", TINY / "model")
     facts, _ = inspect_data.inspect(settings, train_set, eval_set, tokenizer)
-    assert (facts["training"]["repeated_exact"], facts["training"]["repeated_normalised"]) == (1, 2)
-    assert (facts["evaluation"]["repeated_exact"], facts["evaluation"]["repeated_normalised"]) == (0, 0)
-    assert facts["overlap"] == {"exact": 1, "normalised": 2}
+    assert (facts["training"]["repeated_exact"], facts["training"]["repeated_normalized"]) == (1, 2)
+    assert (facts["evaluation"]["repeated_exact"], facts["evaluation"]["repeated_normalized"]) == (0, 0)
+    assert facts["overlap"] == {"exact": 1, "normalized": 2}
     assert facts["fractions"]["max_duplicate_fraction"] == 2 / 5
     assert facts["fractions"]["max_eval_overlap_fraction"] == 2 / 4
     assert any("2 of 4 eval rows are also training rows" in w for w in facts["warnings"])
@@ -125,7 +125,7 @@ def test_rows_repeated_by_weight_are_named_and_are_no_duplicates(tmp_path, zerof
     train = facts["training"]
     assert (train["rows"], train["kept"]) == (8, 14)
     assert (train["repeated_by_weight"], train["left_out_by_weight"]) == (8, 2)
-    assert (train["repeated_exact"], train["repeated_normalised"]) == (0, 1)
+    assert (train["repeated_exact"], train["repeated_normalized"]) == (0, 1)
     assert facts["fractions"]["max_duplicate_fraction"] == 1 / 6
     assert "repeated by weight" in done.stdout and "in the other set" not in done.stdout and " -8" not in done.stdout
     settings, train_set, eval_set, tokenizer = loaded(*flags, "0.1")
@@ -332,7 +332,7 @@ def test_a_limit_ends_the_verb_with_2_after_the_report(tmp_path, zerofit):
     done = zerofit("data", *flags, "--output_dir", out)
     assert done.returncode == 2
     assert done.stderr.strip().splitlines()[-1].startswith("zerofit: error: --max_duplicate_fraction 0: 25% of the")
-    assert "repeated rows, normalised" in done.stdout and (out / "data.json").exists()
+    assert "repeated rows, normalized" in done.stdout and (out / "data.json").exists()
 
 
 @pytest.mark.bad_input

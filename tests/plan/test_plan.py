@@ -19,6 +19,7 @@ from zerofit import command_line, hardware
 from zerofit.config import accelerate_env, resolve
 from zerofit.data.load import load_datasets
 from zerofit.errors import UserError
+from zerofit.launch import prepare
 from zerofit.model import gradient_checkpointing, pipeline
 from zerofit.model.load import load_tokenizer
 from zerofit.paths import cache_root, private_folder
@@ -569,6 +570,26 @@ def test_rows_are_planned_at_their_real_length(flags, planned, says, tmp_path, m
     )
 
 
+@pytest.mark.parametrize(
+    ("flags", "longest"),
+    [
+        (["--data", "rows.jsonl"], 100),
+        (["--data", "rows.jsonl", "--eval_data", "eval.jsonl"], 300),
+        (["--data", "rows.jsonl", "--packing", "true"], 512),  # packs are full
+        (["--data", "rows.jsonl", "--streaming", "true", "--max_steps", "2"], 512),  # not read yet
+    ],
+    ids=["rows", "eval", "packs", "stream"],
+)
+def test_a_launch_knows_its_longest_row(flags, longest, tmp_path, monkeypatch):
+    for name, lengths in (("rows", (100, 60, 40)), ("eval", (300, 10))):
+        rows = [json.dumps({"input_ids": [5] * n, "labels": [5] * n}) for n in lengths]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows) + "\n")
+    monkeypatch.chdir(tmp_path)
+    given = ["--model", str(TINY / "model"), "--max_length", "512", "--use_cpu", "true", *flags]
+    settings = resolve.resolve_settings("sft", given, 1)
+    assert prepare.longest_row(settings, *load_datasets(settings, load_tokenizer(settings))) == longest
+
+
 def test_pairs_are_planned_at_the_length_of_their_longer_side(tmp_path):
     rows = [{"prompt": "a", "chosen": "b " * n, "rejected": "c " * m} for n, m in ((40, 90), (70, 20))]
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -581,6 +602,7 @@ def test_pairs_are_planned_at_the_length_of_their_longer_side(tmp_path):
     train_set, _ = load_datasets(settings, load_tokenizer(settings))
     assert (
         longest
+        == prepare.longest_row(settings, train_set, None)
         == max(max(lengths) for lengths in train_set.dataset["lengths"])
         < max(len(ids) for ids in train_set.dataset["input_ids"])
     )
@@ -611,7 +633,7 @@ def test_what_a_plan_at_the_edge_says(monkeypatch):
     for name, method in (("LoRA", "lora"), ("QLoRA", "qlora")):
         found, hint = plan.instead[name]
         assert found.method == method and found.peak <= plan.limit and found.setting.offload == "none"
-        speed = f"{found.tokens_per_second:,.0f} tokens/s"
+        speed = f"{float(f'{found.tokens_per_second:.2g}'):,.0f} tokens/s"
         assert f"  {name:<6} fits in {found.peak / 2**30:.1f} GiB a GPU at {speed}: " in report.text(plan)
         assert hint == f"METHOD={method}"
     assert set(search.adapters_instead(plan, ["lora"], flags)) == {"QLoRA"}
@@ -715,7 +737,7 @@ def test_rejected_settings_teach_in_a_line_each(monkeypatch, tmp_path):
     kinds = {report._kind(candidate, plan) for candidate, _ in plan.rejected}
     ideas = report.rejected_ideas(plan)
     assert len(ideas) == len(kinds) < 8 < len(plan.rejected)
-    assert any(re.search(r"activations and logits are [\d.]+, and checkpointing keeps one input", i) for i in ideas)
+    assert any(re.search(r"activations and logits are [\d.]+; gradient checkpointing would keep one", i) for i in ideas)
     plan.instead = search.adapters_instead(plan, ["sft"], [])
     assert len(report.text(plan).splitlines()) <= 26
     report.write(plan, tmp_path)
@@ -853,6 +875,58 @@ def test_the_share_of_offload_ratio_is_on_the_gpu():
     assert more / (split["parameters"] / 2) == pytest.approx(0.6 * 12, rel=0.1)
 
 
+def test_the_optimizer_of_a_deepspeed_file_is_simulated(tmp_path):
+    """DeepSpeed's FusedAdam has the states of torch's; its C++ would read fake tensors."""
+    auto = dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu"), "auto")
+    stage_3 = auto | {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
+    adam = {"optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}}
+    flags = ["--model", str(TINY / "model"), "--data", "none", "--max_length", "64", "--effective_batch_size", "2",
+             "--per_device_train_batch_size", "1", "--deepspeed"]  # fmt: skip
+    asked = []
+    for name, config in (("torch", stage_3), ("own", stage_3 | adam)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(config))
+        asked.append(simulate.question("sft", [*flags, str(tmp_path / f"{name}.json")], 2, gpu=GPU))
+    of_torch, own = answers_for(asked)
+    assert own["total"]["step"] == pytest.approx(of_torch["total"]["step"], rel=0.01)
+
+
+def test_the_backward_of_silu_is_one_kernel():
+    """Six tensors of an MLP's width are alive at once: gate, its SiLU, up, and the gradients of product and factors."""
+    flags = ["--model", str(TINY / "model"), "--data", "none", "--zero", "0", "--dtype", "bfloat16", "--bf16", "false",
+             "--lora_target_modules", "q_proj", "--gradient_checkpointing", "true", "--max_length", "2048",
+             "--per_device_train_batch_size", "1", "--effective_batch_size", "1"]  # fmt: skip
+    wide = {"intermediate_size": 1 << 16, "num_hidden_layers": 2}
+    (answer,) = answers_for([simulate.question("lora", flags, 1, gpu=GPU, overrides=wide)])
+    held = answer["total"]["backward"] - answer["total"]["load"]
+    assert held / (2048 * wide["intermediate_size"] * 2) == pytest.approx(6, abs=0.3)
+
+
+@pytest.mark.parametrize(("mode", "varied", "believed"), [("False", False, False), ("True", False, True),
+                                                          ("False", True, True)])  # fmt: skip
+def test_an_extended_trace_that_leaves_much_unused_is_not_believed(mode, varied, believed, monkeypatch):
+    """Then all layers are simulated where they decide; rows of different lengths do leave much."""
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", f"expandable_segments:{mode}")
+    needs = {kind: {"allocated": 100, "least": least} for kind, least in (("segments", 124), ("expandable", 103))}
+    monkeypatch.setattr(predict.extended_trace, "extend", lambda *args: [])
+    monkeypatch.setattr(predict.extended_trace, "usual_order", lambda events: events)
+    monkeypatch.setattr(predict.caching_allocator, "of_both_kinds", lambda events, room: needs)
+    answer = predict._replayed({"events": [1]}, {"events": [1]}, (3, 4), 80, 100, None, varied)
+    assert answer["all_layers_replayed"] is believed
+
+
+def test_the_product_of_many_rows_dequantizes_4_bit_weights():
+    """bitsandbytes has a kernel without that for at most 1,536 rows."""
+    wide, counts = {"intermediate_size": 1 << 16, "num_hidden_layers": 2}, []
+    flags = ["--model", str(TINY / "model"), "--data", "none", "--zero", "0", "--load_in_4bit", "true",
+             "--gradient_checkpointing", "false", "--per_device_train_batch_size", "1", "--effective_batch_size", "1",
+             "--max_length"]  # fmt: skip
+    for answer in answers_for(
+        [simulate.question("lora", [*flags, rows], 1, gpu=GPU, overrides=wide) for rows in ("1024", "2048")]
+    ):
+        counts.append(sum(size == 128 * wide["intermediate_size"] * 2 for _, size, _ in answer["events"]))
+    assert counts[1] - counts[0] == simulate.STEPS * 2 * 3  # products of the MLPs' weights in forward passes
+
+
 @pytest.mark.slow
 def test_liger_on_request_is_planned_with_its_bytes():
     """By default a plan has transformers' modules, to which a run may go back."""
@@ -903,7 +977,7 @@ import torch._inductor.decomposition
 
 def test_an_error_of_the_simulation_is_kept_in_a_file(monkeypatch, tmp_path):
     """What the user reads is a sentence; the traceback is in the file that it names."""
-    monkeypatch.setattr(simulate, "_started", lambda *of: None)
+    monkeypatch.setattr(simulate, "_start", lambda *of: None)
     said = '\nsimulation-answer: [0, {"trace": "Traceback ...\\nTypeError: unsupported"}]\n'
     monkeypatch.setattr(simulate, "_ask", lambda *of, keep: (said, ""))
     (failed,) = simulate.run_all([simulate.question("sft", [], 2)], tmp_path)
@@ -1091,7 +1165,7 @@ def test_a_cache_that_cannot_be_written_costs_no_run(monkeypatch, tmp_path, caps
     memory_history.remember({"gpu": "H100", "peak_bytes": 10}, 11, tmp_path)
     assert "note: /proc/cache/history.jsonl: the measured peak is not kept: No such file" in capsys.readouterr().out
     assert json.loads((tmp_path / "plan.json").read_text())["measured"]["measured_bytes"] == 11
-    simulate._keep(Path("/proc/cache/simulations"), simulate.question("sft", [], 1), {"peak": {}})
+    simulate._write_cached(Path("/proc/cache/simulations"), simulate.question("sft", [], 1), {"peak": {}})
     assert "no such kernel" in str(simulate._as_exception({"trace": "no such kernel"}, Path("/proc/cache/simulations")))
 
 
@@ -1186,6 +1260,17 @@ def test_a_launch_does_not_wait_longer_for_a_simulation(monkeypatch, tmp_path, c
     assert found["by"] == "the simulation takes longer than a launch waits for it" and "plan: fits by formula" in said
     assert process.poll() is not None and not simulate._ready
     assert set(found["peak"]["backward"]) == set(formulas.PARTS)
+
+
+def test_what_is_part_of_a_plan_leaves_the_plans_process_alone():
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(["sleep", "60"], stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
+    with simulate.reused():
+        simulate._ready.append(process)
+        with simulate.reused():  # as search.search does
+            pass
+        assert process.poll() is None and simulate._reused
+    assert process.poll() is not None and not simulate._reused
 
 
 TOO_LARGE = ("--per_device_train_batch_size", "8", "--max_length", "131072", "--gradient_checkpointing", "false")
@@ -1306,6 +1391,34 @@ def test_a_resumed_run_keeps_its_checkpointing(earlier, sizes, flags, expandable
     assert preflight.choose_and_check(settings)[1] == flags
 
 
+@pytest.mark.parametrize(
+    ("longest", "flags", "shorter"),
+    [
+        (300, (), True),
+        (4093, (), False),  # rounded up to 4096
+        (None, (), False),  # not known
+        (300, ("--padding_free", "false"), False),
+        (300, ("--tiled_mlp", "4"), False),
+    ],
+)
+def test_a_launch_is_checked_with_its_longest_row(longest, flags, shorter, expandable, monkeypatch, capsys):
+    """A job whose rows are short is not refused for the --max_length that none of them fills."""
+
+    def size_of(flags):
+        return 40 if flags[flags.index("--max_length") + 1] == "304" else 100
+
+    monkeypatch.setattr(simulate, "run_all", fake_simulation(size_of))
+    settings = on_a_gpu("--max_length", "4096", "--gradient_checkpointing", "true", *flags)
+    if shorter:
+        plan, _ = preflight.choose_and_check(settings, longest=longest)
+        assert plan["peak_bytes"] <= plan["limit_bytes"]
+    else:
+        with pytest.raises(candidates.NothingFits):
+            preflight.choose_and_check(settings, longest=longest)
+    line = "plan: the longest row has 300 tokens: checked with --max_length 304 instead of 4096\n"
+    assert (line in capsys.readouterr().out) is shorter
+
+
 def test_a_micro_batch_that_leaves_the_gpu_idle_is_said(expandable, monkeypatch, capsys):
     monkeypatch.setattr(simulate, "run_all", fake_simulation(lambda flags: 10))
     rows = ("--max_length", "128", "--effective_batch_size", "256")
@@ -1314,6 +1427,8 @@ def test_a_micro_batch_that_leaves_the_gpu_idle_is_said(expandable, monkeypatch,
         preflight.choose_and_check(on_a_gpu(*rows, *flags), row_tokens=120)
         assert bool(re.search(line, capsys.readouterr().out)) is said
     preflight.choose_and_check(on_a_gpu("--max_length", "4096"), row_tokens=4000)
+    one_a_step = ("--effective_batch_size", "1024", "--gradient_accumulation_steps", "1")  # 128 rows, above all tried
+    preflight.choose_and_check(on_a_gpu("--max_length", "128", *one_a_step), row_tokens=120)
     assert "plan: micro batch" not in capsys.readouterr().out
 
 
@@ -1495,7 +1610,7 @@ def test_the_error_of_plans_is_kept_free_if_something_fits_so(monkeypatch):
         monkeypatch.setattr(simulate, "run_all", fake_simulation(lambda flags, size=size: size))
         plans[size] = search.search(["sft"], flags, 1, GPU)
     assert plans[60].margin == pytest.approx(0.01 * GPU.memory_gib * 2**30, abs=2) and plans[60].chosen
-    assert "CUDA context 0.60, kept free for the error of plans 0.80, 1%" in report.text(plans[60])
+    assert "CUDA context 0.60, kept free for the error of plans 0.80 (1%)" in report.text(plans[60])
     assert plans[76.5].chosen and not plans[76.5].margin and plans[76.5].nearest is None
     assert "nothing is kept free for the error of plans" in report.text(plans[76.5])
     assert "of 79.6 GiB (by simulation)" in report.text(plans[60]) and "of 79.6 GiB" in report.text(plans[76.5])

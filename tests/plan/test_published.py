@@ -81,13 +81,13 @@ def compared(*classes):
 
 
 # Beyond the bounds of published.BOUNDS; docs/planning.md has their reasons.
-BEYOND = {"A": set(), "AB": {"swiftex-lora-7b-z3x2-short", "swift-full-1.8b-2048"}}
+BEYOND = {"A": set(), "AB": set()}
 
 
 @pytest.mark.parametrize(("classes", "median_bound", "bound"), [bounds[1:] for bounds in published.BOUNDS])
 def test_the_stored_comparison_is_within_its_bounds(classes, median_bound, bound):
     """Bounds of this comparison, not of the next point; each large error has a reason."""
-    rows = compared(*classes)
+    rows = [row for row in compared(*classes) if row["class"] in classes]
     assert len(rows) >= 70
     assert statistics.median(abs(row["error_after"]) for row in rows) <= median_bound
     assert {row["id"] for row in rows if abs(row["error_after"]) > bound} <= BEYOND[classes]
@@ -95,10 +95,52 @@ def test_the_stored_comparison_is_within_its_bounds(classes, median_bound, bound
         assert abs(row["error"]) <= published.LARGE or row["why"], row["id"]
 
 
+def job(name: str, flags: str, **figures) -> dict:
+    empty = dict.fromkeys(("allocated", "reserved", "driver", "unknown", "differences", "stack", "source"), "")
+    point = {"id": name, "class": "B", "gpu": "a100-80g", "gpus": "1", "model": "m", "method": "sft"}
+    return empty | point | {"flags": f"--zero 0 --max_length {flags}"} | figures
+
+
+@pytest.mark.parametrize(
+    ("flags", "figures", "other_flags", "other_figures", "contradict"),
+    [
+        ("512", {"reserved": "35"}, "1024", {"reserved": "31"}, True),
+        ("512", {"reserved": "31"}, "1024", {"reserved": "35"}, False),
+        ("512", {"reserved": "35"}, "1024", {"driver": "31"}, False),
+        ("512", {"unknown": "56"}, "512", {"unknown": "42"}, True),
+        ("512", {"unknown": "42.2"}, "512", {"unknown": "42"}, False),
+        ("512", {"reserved": "35"}, "1024 --bf16 true", {"reserved": "31"}, False),
+        ("512 --effective_batch_size 8", {"reserved": "35"}, "1024", {"reserved": "31"}, True),
+        ("512", {"reserved": "35", "stack": "expandable_segments"}, "1024", {"reserved": "31"}, False),
+        ("512", {"reserved": "35", "source": "another"}, "1024", {"reserved": "31"}, False),
+    ],
+    ids=["falls", "grows", "other-kind", "same", "rounding", "two-differ", "batch-of-a-step", "allocator", "source"],
+)
+def test_figures_contradict_where_the_job_that_needs_more_has_less(
+    flags, figures, other_flags, other_figures, contradict
+):
+    found = published.contradictions([job("one", flags, **figures), job("two", other_flags, **other_figures)])
+    (kind,) = figures.keys() & set(published.KINDS)
+    assert found == ({("one", kind): "two", ("two", kind): "one"} if contradict else {})
+
+
+def test_contradicted_figures_are_listed_with_their_errors_and_left_out_of_the_bounds():
+    rows = compared("A", "B")
+    left_out = {(row["id"], row["kind"]) for row in rows if row["class"] == "contradicted"}
+    assert left_out == {figure for figure in published.contradicted() if figure[0] in {row["id"] for row in rows}}
+    assert len(left_out) <= 6  # a rule that set more aside would hide more than it explains
+    text = " ".join(published.against_bounds(rows))
+    assert all(name in text for name, _ in left_out)
+
+
 def test_what_is_kept_free_covers_the_error_of_allocated_bytes():
+    """A share of the GPU, as MARGIN is; of the measured bytes the errors are at most 1.1 %."""
+    gpus = {point["id"]: hardware.find(point["gpu"]) for point in POINTS}
     stated = [row for row in compared("A") if row["kind"] == "allocated"]
     assert len(stated) >= 25
-    assert max(abs(row["error_after"]) for row in stated) <= candidates.MARGIN
+    for row in stated:
+        assert abs(row["after"] - row["measured"]) <= candidates.MARGIN * gpus[row["id"]].memory_gib, row["id"]
+        assert abs(row["error_after"]) <= 0.011, row["id"]
 
 
 def test_differences_are_left_out_of_reserved_figures_where_the_cache_has_them():

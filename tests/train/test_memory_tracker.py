@@ -40,6 +40,18 @@ def flags(zero="0", bf16=False, steps=2, micro=4, accumulation=1, ranks=1, more=
 # --- the tracker itself ---
 
 
+def test_offloaded_tensors_of_a_gpu_run_are_counted_once():
+    """The tracker of a GPU does not see tensors in host memory, so it asks the optimizer."""
+    masters = torch.zeros(100)
+    optimizer = SimpleNamespace(
+        cpu_offload=True, single_partition_of_fp32_groups=[masters], state={0: {"exp_avg": torch.zeros(50)}},
+        param_groups=[{"params": [masters[:40], masters[40:]]}],
+    )  # fmt: skip
+    assert memory_tracker.MemoryTracker(optimizer=optimizer, device="cuda").host == 4 * 150
+    optimizer.cpu_offload = False
+    assert memory_tracker.MemoryTracker(optimizer=optimizer, device="cuda").host == 0
+
+
 def test_tracker_counts_storages_until_they_die():
     with memory_tracker.MemoryTracker() as tracker:
         tracker.model = SimpleNamespace(parameters=list, buffers=list)

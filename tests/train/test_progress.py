@@ -9,12 +9,15 @@ import struct
 import subprocess
 import sys
 import termios
+from types import SimpleNamespace
 
 import pytest
 from conftest import TINY
 from tqdm import tqdm
 
-from zerofit import run_folder
+from zerofit import paths, run_folder
+from zerofit.config import defaults, parse
+from zerofit.train import progress
 
 
 def screen(text):
@@ -48,6 +51,29 @@ def test_lines_stand_above_the_progress_line(monkeypatch):
     print("end", file=out)
     assert screen(terminal.getvalue())[6:] == ["end", ""]
     assert log.getvalue() == "a1\nnote: 1\na2\nnote: 2\na3\nnote: 3\nend\n"
+
+
+def test_the_model_is_named_and_how_much_of_it_trains(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    named = parse.read("sft", ["--model", f"{tmp_path}/m", "--data", "d.jsonl"], 1)
+    assert progress.model_sentence(named, 5_000, 5_000) == "model: m; 5,000 parameters, all of them train"
+    unnamed = parse.read("lora", ["--data", "d.jsonl"], 1)
+    defaults.fill_defaults(unnamed)
+    assert "(the bundled one: no other is named with --model); " in progress.model_sentence(unnamed, 5, 1_000)
+    assert progress.model_sentence(named, 5, 1_000).endswith("; 1,000 parameters, 5 of them train (0.50%)")
+
+
+def test_paths_into_the_current_folder_are_shortened(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert paths.from_here(f"rows from {tmp_path}/a.jsonl, /mnt{tmp_path}/b") == f"rows from a.jsonl, /mnt{tmp_path}/b"
+
+
+@pytest.mark.parametrize(("ranks", "shown"), [(1, "2,000 tok/s  peak"), (2, "2,000 tok/s (1,000 per rank)  peak")])
+def test_the_speed_of_a_rank_is_shown_where_there_are_several(ranks, shown):
+    trainer = SimpleNamespace(settings=SimpleNamespace(world_size=ranks, save_every_minutes=0))
+    logs = {"loss": 1.0, "learning_rate": 0.1, "tokens_per_second": 2000, "tokens_per_second_per_gpu": 2000 / ranks,
+            "peak_memory_bytes": 2**30}  # fmt: skip
+    assert shown in progress.Reporter(trainer)._line(SimpleNamespace(global_step=1, max_steps=2), logs)
 
 
 def on_a_terminal(words, cwd):

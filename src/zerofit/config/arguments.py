@@ -352,7 +352,7 @@ class LoraArguments:
         default=None, metadata={"help": "More of the adapter's settings in peft: oft_block_size=16 coft=true."}
     )
     load_in_4bit: bool = field(
-        default=False, metadata={"help": "QLoRA: the frozen base in 4 bits (NF4, doubly quantised; bitsandbytes)."}
+        default=False, metadata={"help": "QLoRA: the frozen base in 4 bits (NF4, doubly quantized; bitsandbytes)."}
     )
     load_in_8bit: bool = field(default=False, metadata={"help": "The frozen base in 8 bits (LLM.int8; bitsandbytes)."})
     lora_r: int = field(default=16, metadata={"help": "Rank of the adapter matrices."})

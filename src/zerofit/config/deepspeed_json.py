@@ -2,6 +2,8 @@
 
 import difflib
 import json
+import re
+import typing
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +53,8 @@ INSTEAD = {
     "pipeline": "this section starts no pipeline; delete it, and use recipes/pipeline.py with --pp_size",
 }
 
-# Ranks up to which stages 1 and 2 reduce gradients to their owners. NCCL reduces along a chain of all ranks, whose
-# latency outweighs the saved bytes from about 100 GPUs on, by its cost model (docs/speed.md).
+# Data-parallel ranks up to which stages 1 and 2 reduce gradients to their owners. NCCL reduces along a chain of them,
+# whose latency outweighs the saved bytes from about 100 GPUs on, by its cost model (docs/speed.md).
 REDUCE_UP_TO = 64
 
 # JSON key -> the argument with the same meaning; "auto" in the JSON takes the argument's value.
@@ -93,7 +95,7 @@ def read_json(path: str | Path) -> dict:
         keys = [k for k, _ in pairs]
         duplicate = next((k for k in keys if keys.count(k) > 1), None)
         if duplicate is not None:
-            raise UserError(f"{path}: the key {duplicate!r} stands twice in one object; keep one of them.")
+            raise UserError(f"{path}: the key {duplicate!r} appears twice in one object; keep one of them.")
         return dict(pairs)
 
     try:
@@ -129,7 +131,7 @@ def lint(config: dict, path: str | Path) -> None:
             raise UserError(f"{path}: {key}: {removed[key]} Delete the key.")
         if key not in TOP_LEVEL_KEYS:
             close = difflib.get_close_matches(key, TOP_LEVEL_KEYS, 1)
-            hint = f"did you mean {close[0]!r}?" if close else "delete it (DeepSpeed would ignore it in silence)."
+            hint = f"did you mean {close[0]!r}?" if close else "delete it (DeepSpeed would silently ignore it)."
             raise UserError(f"{path}: unknown key {key!r}; {hint}")
     if not isinstance(config.get("zero_optimization"), dict):
         raise UserError(f'{path}: has no "zero_optimization" section; write {{"stage": 0}} in it if you want none.')
@@ -150,13 +152,27 @@ def lint(config: dict, path: str | Path) -> None:
             first = error.errors()[0]
             key = ".".join([section, *(str(p) for p in first["loc"])])
             if first["type"] == "extra_forbidden":
-                raise UserError(f"{path}: unknown key {key!r}; DeepSpeed has no such setting.") from None
+                *sections, name = first["loc"]
+                close = difflib.get_close_matches(str(name), _names_in(type(load({})), sections), 1)
+                hint = f"did you mean {close[0]!r}?" if close else "DeepSpeed has no such setting."
+                raise UserError(f"{path}: unknown key {key!r}; {hint}") from None
             if not first["loc"]:  # a conflict between keys; the input is the whole section
                 raise UserError(f"{path}: {section}: {first['msg'].rstrip('.')}.") from None
-            raise UserError(f"{path}: {key} = {first['input']!r}: {first['msg'].lower()}.") from None
+            must = first["msg"].lower()
+            if first["type"] == "enum":  # DeepSpeed's has an alias of stage 3, which pydantic lists once more
+                must = f"must be one of {', '.join(dict.fromkeys(re.split(', | or ', first['ctx']['expected'])))}"
+            raise UserError(f"{path}: {key} = {json.dumps(first['input'])}: {must}.") from None
         except (AssertionError, DeepSpeedConfigError, ValueError) as error:
             raise UserError(f"{path}: {section}: {error}") from None
         _refuse_other_types(body, loaded, f"{path}: {section}")
+
+
+def _names_in(model, keys: list[str]) -> list[str]:
+    """Return the names of the settings in a section of DeepSpeed's configuration; of the one below it at `keys`."""
+    for key in keys:
+        kind = model.model_fields[key].annotation
+        model = next(iter(typing.get_args(kind)), kind)  # of an Optional the class
+    return [field.alias or name for name, field in model.model_fields.items()]
 
 
 def _refuse_other_types(body: dict, loaded, where: str) -> None:
@@ -205,7 +221,7 @@ def resolve(settings) -> None:
         if settings.offload == "all" and settings.zero != 3:
             raise UserError(
                 f"--offload all needs stage 3: stage {settings.zero} keeps whole parameters on each GPU and "
-                "DeepSpeed would ignore it in silence; use --zero 3, or --offload optimizer."
+                "DeepSpeed would silently ignore it; use --zero 3, or --offload optimizer."
             )
         path = CONFIGS / f"zero{settings.zero}.json"
         config = read_json(path)
@@ -219,7 +235,7 @@ def resolve(settings) -> None:
         lint(config, overlay)
     if json_value(config, "zero_optimization.offload_param.device", "none") != "none" and settings.zero != 3:
         raise UserError(
-            f"{path}: zero_optimization.offload_param needs stage 3; DeepSpeed ignores it in silence at stage "
+            f"{path}: zero_optimization.offload_param needs stage 3; DeepSpeed silently ignores it at stage "
             f"{settings.zero}. Use stage 3 or delete the section."
         )
     config = offload.with_flags(config, path, settings)
@@ -235,7 +251,8 @@ def _reducing_to_owners(config: dict, settings) -> dict:
     """
     zero = config["zero_optimization"]
     asked = "use_multi_rank_bucket_allreduce" in zero or zero.get("overlap_comm")
-    if settings.zero not in (1, 2) or asked or settings.world_size // settings.tp_size > REDUCE_UP_TO:
+    replicas = settings.world_size // (settings.tp_size * settings.pp_size)
+    if settings.zero not in (1, 2) or asked or replicas > REDUCE_UP_TO:
         return config
     return merge_json(config, {"zero_optimization": {"use_multi_rank_bucket_allreduce": False}})
 

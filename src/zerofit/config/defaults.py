@@ -12,26 +12,32 @@ from zerofit.settings import Settings, decide
 MICRO_BATCHES_PER_STAGE = 4  # at least, where the micro batch is chosen here: a pipeline's bubble is then below 20 %
 
 
+AT_LEAST = {
+    "max_length": 8,
+    "max_samples": 1,
+    "shuffle_buffer_size": 1,
+    "lora_r": 1,
+    "gpus": 1,
+    "sp_size": 1,
+    "tp_size": 1,
+    "pp_size": 1,
+    "preprocessing_num_workers": 1,
+    "num_samples": 0,
+    "logging_steps": 0,
+    "lr_scaling_base_batch_size": 1,
+    "max_restarts": 0,
+    "max_nan_steps": 1,
+    "save_every_minutes": 0,
+    "hang_timeout": 0,
+    "learning_rate": 0,
+    "weight_decay": 0,
+    "num_train_epochs": 0,
+}
+
+
 def check_ranges(settings: Settings) -> None:
-    at_least = {
-        "max_length": 8,
-        "max_samples": 1,
-        "shuffle_buffer_size": 1,
-        "lora_r": 1,
-        "gpus": 1,
-        "sp_size": 1,
-        "tp_size": 1,
-        "pp_size": 1,
-        "preprocessing_num_workers": 1,
-        "num_samples": 0,
-        "logging_steps": 0,
-        "lr_scaling_base_batch_size": 1,
-        "max_restarts": 0,
-        "max_nan_steps": 1,
-        "save_every_minutes": 0,
-        "hang_timeout": 0,
-    }
-    for name, low in at_least.items():
+    """Raise UserError for a number outside its range, and for sizes that do not fit the job."""
+    for name, low in AT_LEAST.items():
         value = settings.values.get(name)
         if value is not None and value < low:
             raise UserError(f"--{name} is {value}: it must be {low} or more.")
@@ -98,7 +104,7 @@ def hang_before_collectives(settings: Settings) -> None:
 
 
 def fill_defaults(settings: Settings) -> None:
-
+    """Choose model, data, learning rate, ZeRO stage, device and strategies where they were not given."""
     if settings.model is None:
         settings.values["model"] = str(arguments.bundled_folder(settings.recipe) / "model")
         settings.source["model"] = "bundled task"

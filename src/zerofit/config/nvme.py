@@ -90,16 +90,16 @@ def check_libaio() -> None:
         raise UserError(f"--offload_path: libaio was not found, without which nothing reaches the disk; {LIBAIO}.")
 
 
-def disk_bytes(config: dict, trainable: int, every: int, ranks: int, ranks_of_node: int) -> int:
-    """Return the bytes that the ranks of one node write: per rank (16 trainable + 2 or 4 every) / ranks.
+def disk_bytes(config: dict, trainable: int, every: int, ranks: int, ranks_of_node: int) -> dict[str, int]:
+    """Return the bytes that the ranks of one node write, {section: bytes}, for the sections of `paths_of`.
 
-    16: fp32 master, two Adam moments and the gradient of each trained parameter. Args: trainable, every: parameters
-    that are trained, and all of them.
+    Per rank they are 16 trainable / ranks of the optimizer (fp32 master, two Adam moments and the gradient of each
+    trained parameter) and 2 or 4 every / ranks of the parameters. Args: trainable, every: parameters that are trained,
+    and all of them.
     """
     half = any(config.get(kind, {}).get("enabled") for kind in ("bf16", "fp16"))
-    paths = paths_of(config)
-    of_rank = 16 * trainable * ("offload_optimizer" in paths) + (2 if half else 4) * every * ("offload_param" in paths)
-    return of_rank * ranks_of_node // ranks
+    of_all_ranks = {"offload_optimizer": 16 * trainable, "offload_param": (2 if half else 4) * every}
+    return {section: of_all_ranks[section] * ranks_of_node // ranks for section in paths_of(config)}
 
 
 def fit_buffers(section: dict, net, ranks: int, settings) -> None:
@@ -127,8 +127,12 @@ def fit_buffers(section: dict, net, ranks: int, settings) -> None:
 
 def check_room(config: dict, trainable: int, every: int, ranks: int, ranks_of_node: int) -> None:
     """Raise UserError if a disk is too small for what this node's ranks will write."""
-    needed = disk_bytes(config, trainable, every, ranks, ranks_of_node)
-    for folder in set(paths_of(config).values()):
+    paths, sizes = paths_of(config), disk_bytes(config, trainable, every, ranks, ranks_of_node)
+    by_disk: dict[int, list[str]] = {}
+    for section, folder in paths.items():
+        by_disk.setdefault(os.stat(folder).st_dev, []).append(section)
+    for sections in by_disk.values():
+        folder, needed = paths[sections[0]], sum(sizes[section] for section in sections)
         free = shutil.disk_usage(folder).free
         if free < needed:
             raise UserError(

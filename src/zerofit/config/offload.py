@@ -8,6 +8,7 @@ from pathlib import Path
 
 from zerofit.config import nvme
 from zerofit.errors import UserError, first_line
+from zerofit.settings import as_typed
 
 # JSON key -> the flag with the same meaning.
 SAME_AS_FLAG = {
@@ -101,7 +102,7 @@ def _with_cpu_adam(config: dict, path: Path, settings) -> dict:
     if forced and settings.optim not in ADAMW:
         why = mode or "zero_force_ds_cpu_optimizer = true (DeepSpeed's default)"
         raise UserError(
-            f"--optim {settings.optim} with {why}: accelerate would replace it by DeepSpeed's CPU Adam in silence; use "
+            f"--optim {settings.optim} with {why}: accelerate would silently replace it by DeepSpeed's CPU Adam; use "
             f"--optim {ADAMW[1]}{'' if mode else f', or write zero_force_ds_cpu_optimizer = false in {path}'}."
         )
     return config
@@ -131,7 +132,7 @@ def _said(settings, path: Path, name: str) -> str:
     if settings.source[name] == "deepspeed JSON":
         key = next(k for k, n in SAME_AS_FLAG.items() if n == name)
         return f"{path}: {key} = {value}"
-    return f"--{name} {value}"
+    return f"--{name} {as_typed(name, value)}"
 
 
 def refuse_at_stage_0(settings) -> None:
@@ -175,7 +176,7 @@ def _check_stage(zero: dict, path: Path, settings) -> None:
         if _device(zero, key) == "nvme":
             where = _said(settings, path, "offload_path") if settings.offload_path else f'{path}: {key}.device = "nvme"'
             raise UserError(
-                f"{where} needs stage 3: at stage {settings.zero} DeepSpeed stays in host memory in silence; use "
+                f"{where} needs stage 3: at stage {settings.zero} DeepSpeed silently stays in host memory; use "
                 "--zero 3, or leave it out."
             )
     for name in asked(settings):
@@ -355,6 +356,6 @@ def _check_quantized(name: str, zero: dict, path: Path, settings) -> None:
         ) from None
     if name == "zero_quantized_gradients":
         if settings.world_size == ranks_of_node(settings):
-            raise UserError(f"{where}: DeepSpeed quantizes between nodes only and ignores it in silence on one.")
+            raise UserError(f"{where}: DeepSpeed quantizes between nodes only, and silently ignores it on one.")
         if zero.get("reduce_scatter") is False:
             raise UserError(f"{where}: needs zero_optimization.reduce_scatter = true in {path}.")

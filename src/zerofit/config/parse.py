@@ -40,8 +40,10 @@ class _Parser(HfArgumentParser):
         print(help.text(self.prog), file=file)
 
     def error(self, message: str):
-        message = message.replace("True, False)", "'true', 'false')")  # argparse prints the values, not their words
-        raise UserError(f"{self.origin}: {message}{synonyms.of_value(message)} Every flag: --help all.")
+        if sentence := synonyms.of_value(message):
+            on_command_line = self.origin == "command line"
+            raise UserError(f"--{sentence}" if on_command_line else f"{self.origin}: {sentence}")
+        raise UserError(f"{self.origin}: {message}. Every flag: --help all.")
 
 
 @functools.cache
@@ -106,7 +108,7 @@ def given(recipe: str, flags: list[str], name: str) -> Any:
 def read_yaml(path: str, recipe: str, early: bool = False) -> dict[str, Any]:
     """Return the arguments in a YAML file, checked like flags; early: as in `explicit`.
 
-    Raises: UserError with file, line and column for broken YAML, with file and key for an unknown key.
+    Raises: UserError with file and line for broken YAML, an unknown key or a wrong value.
     """
     try:
         text = Path(path).expanduser().read_text(encoding="utf-8")
@@ -123,13 +125,25 @@ def read_yaml(path: str, recipe: str, early: bool = False) -> dict[str, Any]:
         raise UserError(f"{place}: not valid YAML: {getattr(error, 'problem', error)}.") from None
     if not isinstance(values, dict):
         raise UserError(f"{path}: must hold `argument: value` lines, found a {type(values).__name__}.")
-    argv = []
-    for key, value in values.items():
-        if value is None:
-            continue
-        items = value if isinstance(value, list) else [json.dumps(value) if isinstance(value, dict) else value]
-        argv += [f"--{key}", *(str(w) for w in items)] if isinstance(value, list) else [f"--{key}={items[0]}"]
-    return explicit(recipe, argv, str(path), early)
+    flags = {key: _flag(key, value) for key, value in values.items() if value is not None}
+    try:
+        return explicit(recipe, [word for words in flags.values() for word in words], str(path), early)
+    except UserError as first:
+        lines = {key.value: key.start_mark.line + 1 for key, _ in yaml.compose(text).value}
+        mistakes = []
+        for key, words in flags.items():
+            try:
+                explicit(recipe, words, f"{path}:{lines.get(str(key), 1)}", early)
+            except UserError as mistake:
+                mistakes.append(str(mistake))
+        raise UserError(" ".join(mistakes) or str(first)) from None
+
+
+def _flag(key: str, value: Any) -> list[str]:
+    """Return a YAML key with its value as words of a command line."""
+    if isinstance(value, list):
+        return [f"--{key}", *map(str, value)]
+    return [f"--{key}={json.dumps(value) if isinstance(value, dict) else value}"]
 
 
 def command_line(recipe: str, flags: list[str], more: str = "", gpus: str = "1") -> tuple[list[str], int]:

@@ -27,7 +27,7 @@ from zerofit.model import (
     tiled_mlp,
 )
 from zerofit.optim import registry
-from zerofit.settings import Settings, decide
+from zerofit.settings import Settings, as_typed, decide
 
 
 def resolve_settings(
@@ -53,8 +53,7 @@ def resolve_settings(
         )
     if argv is None and settings.use_cpu and os.environ.get("OMP_WAIT_POLICY") == "passive":
         settings.decisions.append(
-            "OMP_WAIT_POLICY passive: idle threads sleep after 1,000 turns (GOMP_SPINCOUNT), so that other work slows "
-            "the run down less"
+            "OMP_WAIT_POLICY passive: idle threads sleep, so that other work slows the run down less"
         )
     if argv is None and settings.use_cpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # also for libraries that search for GPUs later
@@ -231,7 +230,7 @@ def check_exclusions(settings) -> None:
     """Raise UserError if both arguments of a pair in RULES are on."""
     for rule in RULES:
         if all(_on(settings, *part) for part in (rule.one, rule.other)):
-            one, other = (f"--{name} {settings.values[name]}" for name, _ in (rule.one, rule.other))
+            one, other = (f"--{name} {as_typed(name, settings.values[name])}" for name, _ in (rule.one, rule.other))
             raise UserError(f"{one} with {other}: {rule.why}; {rule.fix}.")
 
 

@@ -130,12 +130,21 @@ def stage(word: str) -> str | None:
     return match and match[1]
 
 
-def of_value(message: str) -> str:
-    """Return the end of argparse's sentence on an invalid choice: "; did you mean ...?", or "."."""
-    match = re.match(r"argument --(\w+): invalid choice: '(.*?)'", message)
-    name, value = match.groups() if match else ("", "")
+def of_value(message: str) -> str | None:
+    """Return argparse's message on a wrong value as "name value: what it must be."; None for any other message."""
+    if missing := re.fullmatch(r"argument --(\w+)\S*: expected (one|at least one) argument", message):
+        return f"{missing[1]}: its value is missing."
+    if flag := re.match(r"argument --(\w+)\S*: Truthy value expected: got (.*) but expected", message):
+        return f"{flag[1]} {flag[2]}: must be true or false."
+    match = re.fullmatch(r"argument --(\w+)\S*: invalid (\w+)(?: value)?: '(.*?)'(?: \(choose from (.*)\))?", message)
+    if not match:
+        return None
+    name, kind, value, choices = match.groups()
+    if kind != "choice":
+        return f"{name} {value}: must be a {'whole ' * (kind == 'int')}number." if kind in ("int", "float") else None
+    choices = choices.replace("'", "").replace("True, False", "true, false")  # argparse prints values, not their words
     meant = f"--zero {stage(value)}" if name == "zero" and stage(value) else VALUES.get(name, {}).get(value.lower())
-    return f"; did you mean {meant}?" if meant else "."
+    return f"{name} {value}: must be one of {choices}{f'; did you mean {meant}?' if meant else '.'}"
 
 
 def of_unknown(unknown: list[str], recipe: str, names: list[str], origin: str) -> str:

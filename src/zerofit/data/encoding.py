@@ -334,7 +334,9 @@ class Encoder:
 
 @contextlib.contextmanager
 def _template_errors(place: str) -> Iterator[None]:
-    """Context for running a chat template, with a limit of TEMPLATE_SECONDS in the main thread.
+    """Context for running a chat template, in the main thread with a limit of TEMPLATE_SECONDS of processor time.
+
+    By the clock, a process that is paused (Ctrl-Z, a suspended job) would refuse the row that it was rendering.
 
     Raises: UserError naming the place for any error of the template.
     """
@@ -344,10 +346,10 @@ def _template_errors(place: str) -> Iterator[None]:
         raise TimeoutError(f"it was not done after {conversations.TEMPLATE_SECONDS} seconds")
 
     timed = threading.current_thread() is threading.main_thread()  # Python runs signal handlers only there
-    before = signal.signal(signal.SIGALRM, stop) if timed else None
+    before = signal.signal(signal.SIGVTALRM, stop) if timed else None
     try:
         if timed:
-            signal.setitimer(signal.ITIMER_REAL, conversations.TEMPLATE_SECONDS)
+            signal.setitimer(signal.ITIMER_VIRTUAL, conversations.TEMPLATE_SECONDS)
         yield
     except (RecursionError, MemoryError) as error:
         raise UserError(f"{place}: the chat template ends in a {type(error).__name__}; mend it.") from None
@@ -355,8 +357,8 @@ def _template_errors(place: str) -> Iterator[None]:
         raise UserError(f"{place}: the chat template refuses this conversation: {error}.") from None
     finally:
         if timed:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+            signal.signal(signal.SIGVTALRM, before)
 
 
 def _labelled(

@@ -123,9 +123,10 @@ def of_one(run: Run) -> str:
     recipe = facts.get("recipe", "run")
     model = model_card.Card(facts, run.name, "", None, None, "", "").base
     color = "good" if run.finished else "bad"
+    started = facts.get("started", "").replace("T", " ").replace("+0000", " UTC")
     subtitle = (
         f'<b class="{color}">{report_page.escape(run.status)}</b> · {report_page.escape(str(run.folder))} · '
-        f"{report_page.escape(facts.get('started', ''))} · {report_page.escape(facts.get('device', ''))}"
+        f"{report_page.escape(started)} · {report_page.escape(facts.get('device', ''))}"
     )
     return report_page.page(
         f"{recipe} of {model}" if model else recipe,
@@ -161,10 +162,19 @@ def summary(run: Run) -> dict[str, str | None]:
         "tokens a second": None if not speed else f"{speed:,.0f}",
         f"peak memory, {result.get('peak_memory_of', 'of a rank')}": None if not peak else _size(peak),
         "training time": None if seconds is None else _duration(seconds),
-        "processes, ZeRO, offload": "{}, {}, {}".format(
+        "trained parameters": _trained(result),
+        "processes, stage, offload": "{}, ZeRO-{}, {}".format(
             run.facts.get("world_size", "?"), *(run.arguments().get(name, ("?", ""))[0] for name in ("zero", "offload"))
         ),
     }
+
+
+def _trained(result: dict) -> str | None:
+    """Return the millions of parameters that train, "1.52 M of 853.12 M" for an adapter; None of an unfinished run."""
+    trained, total = (result.get(name) for name in ("trainable_parameters", "parameters"))
+    if not trained:
+        return None
+    return f"{trained / 1e6:,.2f} M" + (f" of {total / 1e6:,.2f} M" if total != trained else "")
 
 
 def _charts(runs: list[Run]) -> dict[str, str]:
@@ -288,6 +298,8 @@ def differences(runs: list[Run]) -> list[list[str]]:
 def _text(value) -> str:
     if value is None or isinstance(value, str):
         return value or ""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)  # 10 on a command line and 10.0 in a YAML file are the same
     return ", ".join(map(str, value)) if isinstance(value, list) else json.dumps(value)
 
 

@@ -24,7 +24,8 @@ figcaption { font-weight: 600; padding: 0 .2rem; } svg { width: 100%; height: au
 svg text { font-family: inherit; }
 table { border-collapse: collapse; width: 100%; } .wide { overflow-x: auto; }
 td, th { text-align: left; vertical-align: top; padding: .3rem .8rem .3rem 0; border-bottom: 1px solid var(--grid);
-  overflow-wrap: anywhere; } th { color: var(--soft); font-weight: 500; }
+  overflow-wrap: anywhere; } td { min-width: 4.5rem; } td:first-child, th { overflow-wrap: normal; }
+th { color: var(--soft); font-weight: 500; }
 code, pre { font-family: ui-monospace, "DejaVu Sans Mono", monospace; font-size: .9em; }
 pre { background: var(--card); border-radius: .5rem; padding: .7rem; margin: .4rem 0; white-space: pre-wrap;
   overflow-wrap: anywhere; }

@@ -24,9 +24,9 @@ class Line:
 
 
 def chart(title: str, unit: str, lines: list[Line], from_zero: bool = False) -> str:
-    """Return an SVG of the lines over the optimizer steps; "" if none has a point."""
+    """Return an SVG of the lines over the optimizer steps; "" if none has two points."""
     lines = [line for line in lines if line.points]
-    if not lines:
+    if not any(len(line.points) > 1 for line in lines):
         return ""
     figure, axes = _figure(5.4, 3)
     for line in lines:

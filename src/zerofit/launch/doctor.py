@@ -424,7 +424,7 @@ def json_files() -> list[doctor_nodes.Finding]:
                 deepspeed_json.lint(config, file)
         except UserError as error:
             findings.append(doctor_nodes.Finding("JSON", "fail", str(error), f"git diff {file}"))
-    return findings or [doctor_nodes.Finding("JSON", "ok", f"{len(files)} files in deepspeed_configs are well")]
+    return findings or [doctor_nodes.Finding("JSON", "ok", f"{len(files)} files in deepspeed_configs are valid")]
 
 
 # --- processes ---
@@ -533,7 +533,7 @@ def hub_access() -> list[doctor_nodes.Finding]:
         hub.check_reachable("hub")
     except UserError:
         return [doctor_nodes.Finding("hub", "warn", f"cannot be reached, {token}: local folders and files only",
-                        "HTTPS_PROXY, HF_ENDPOINT, or HF_HUB_OFFLINE=1 for what is here already")]  # fmt: skip
+                        "set HTTPS_PROXY or HF_ENDPOINT; HF_HUB_OFFLINE=1 uses earlier downloads")]  # fmt: skip
     return [doctor_nodes.Finding("hub", "ok", f"can be reached, {token}")]
 
 

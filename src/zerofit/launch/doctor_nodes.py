@@ -95,7 +95,7 @@ def names() -> list[Finding]:
         ]
     if address.startswith("127."):
         return [Finding("name", "warn", f"{name} is {address} here: the others would look for it on themselves",
-                        "MASTER_ADDR by address, or mend /etc/hosts")]  # fmt: skip
+                        "MASTER_ADDR by address, or fix /etc/hosts")]  # fmt: skip
     return [Finding("name", "ok", f"{name} is {address}")]
 
 

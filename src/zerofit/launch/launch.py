@@ -33,6 +33,8 @@ def _launch(args, recipe: Path, flags: list[str], count: int) -> None:
     """Launch on one node, or as one node of several. count: processes of this node."""
     place = node_options.of(args)
     prepare.without_a_launchers_variables()
+    if place is not None:  # memory, disks and groups are those of one node
+        os.environ["LOCAL_WORLD_SIZE"] = str(count)
     flags, token = prepare.without_token(flags)
     os.environ |= token
     hardware.check_devices(count, use_cpu="--use_cpu" in command_line.names(flags))
@@ -70,22 +72,28 @@ def _launch_on_one_node(args, recipe: Path, flags: list[str], count: int) -> Non
     run_folder.claim_folder(settings)
     if not settings.search_batch_size:
         preflight.prestart(settings)
-    folder, train_set, _ = prepare.prepare(settings)
-    planned = None
+    folder, train_set, eval_set = prepare.prepare(settings)
+    before = flags
     if settings.search_batch_size:
+        planned = None
         flags = batch_search.with_size(settings, flags, batch_search.search(settings, flags).size)
-        settings = _settings(recipe.stem, command_line.put(flags, output_dir=folder), count)
     else:
-        planned, checkpointing = preflight.choose_and_check(settings, prepare.row_tokens(settings, train_set))
-        if checkpointing:
-            flags = command_line.put(flags, **checkpointing)
-            settings = _settings(recipe.stem, command_line.put(flags, output_dir=folder), count)
+        planned, flags = _planned(settings, flags, train_set, eval_set)
     preflight.publish(planned)
-    flags = command_line.put(flags, output_dir=folder)
+    changed, flags = flags != before, command_line.put(flags, output_dir=folder)
+    if changed:
+        settings = _settings(recipe.stem, flags, count)
     job = supervisor.Job(command, partial(_settings, recipe.stem), settings, flags, folder, env, count)
     if canary.wanted(settings, planned, prepare.number_of_steps(settings, train_set)):
         job.flags, job.settings = canary.run(job, planned)
     raise SystemExit(supervisor.run(job))
+
+
+def _planned(settings: Settings, flags: list[str], train_set, eval_set) -> tuple[dict | None, list[str]]:
+    """Return (the prediction of the job's memory, the flags with the gradient checkpointing that its plan chooses)."""
+    mean, longest = prepare.row_tokens(settings, train_set), prepare.longest_row(settings, train_set, eval_set)
+    planned, checkpointing = preflight.choose_and_check(settings, mean, longest)
+    return planned, command_line.put(flags, **checkpointing)
 
 
 def _launch_as_leader(coordinator: Coordinator, args, recipe: Path, flags: list[str], count: int) -> None:
@@ -97,12 +105,11 @@ def _launch_as_leader(coordinator: Coordinator, args, recipe: Path, flags: list[
     run_folder.claim_folder(settings)
     preflight.prestart(settings)
     folder, train_set, eval_set = prepare.prepare(settings)
-    planned, checkpointing = preflight.choose_and_check(settings, prepare.row_tokens(settings, train_set))
+    planned, with_plan = _planned(settings, flags, train_set, eval_set)
     preflight.publish(planned)
     folder = _agree(coordinator, settings, train_set, eval_set, folder)
-    if checkpointing:  # the other nodes learn it with the first attempt's order
-        flags = command_line.put(flags, **checkpointing)
-        settings = _settings_on_nodes(recipe.stem, flags, coordinator.world_size)
+    if with_plan != flags:  # the other nodes learn it with the first attempt's order
+        flags, settings = with_plan, _settings_on_nodes(recipe.stem, with_plan, coordinator.world_size)
     job = _job_on_nodes(coordinator, args, recipe, flags, settings, folder, count)
     if canary.wanted(settings, planned, prepare.number_of_steps(settings, train_set)):
         print("note: --canary is skipped: it runs on one node only", flush=True)

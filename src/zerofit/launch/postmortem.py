@@ -109,8 +109,27 @@ def _finished(evidence: Evidence) -> Outcome | None:
 def _hung(evidence: Evidence) -> Outcome | None:
     if evidence.hung is None:
         return None
+    rank = _rank_not_waiting(evidence)
     error = f"no step for {evidence.limit:.0f} s; the stacks of all ranks are in stack<rank>.txt"
-    return Outcome("hang", EXIT_CODES["hang"], evidence.hung, error, step=evidence.steps[evidence.hung])
+    return Outcome("hang", EXIT_CODES["hang"], rank, error, step=evidence.steps[rank])
+
+
+def _rank_not_waiting(evidence: Evidence) -> int:
+    """Return the rank with the fewest steps whose stack does not show it waiting for the others.
+
+    All ranks hang in the same step, and ended the one before within milliseconds: which was first says nothing.
+    """
+    fewest = min(evidence.steps.values())
+    ranks = [rank for rank, step in sorted(evidence.steps.items()) if step == fewest]
+    not_waiting = [rank for rank in ranks if not _waits(evidence.where / f"stack{rank}.txt")]
+    return not_waiting[0] if not_waiting and evidence.hung not in not_waiting else evidence.hung
+
+
+def _waits(stack: Path) -> bool:
+    """Return whether a rank's main thread was in a collective, or in backward, which reduces gradients."""
+    text = stack.read_text(encoding="utf-8", errors="replace") if stack.exists() else ""
+    innermost = text.partition("Current thread ")[2].partition("\n")[2].partition("\n")[0]
+    return any(place in innermost for place in ("/torch/distributed/", "/deepspeed/", " in _engine_run_backward"))
 
 
 def _killed(evidence: Evidence) -> Outcome | None:

@@ -125,7 +125,7 @@ def number_of_steps(settings: Settings, train_set) -> int | None:
         return settings.max_steps
     if train_set.stream is not None:
         return None
-    rows = train_set.statistics["tokens"] / settings.max_length if settings.packing else len(train_set)
+    rows = len(train_set) * _tokens(train_set) / settings.max_length if settings.packing else len(train_set)
     return math.ceil(settings.num_train_epochs * rows / settings.effective_batch_size)
 
 
@@ -133,7 +133,23 @@ def row_tokens(settings: Settings, train_set) -> float | None:
     """Return the mean tokens of a training row, taking packed rows as full; None for a stream."""
     if settings.packing or train_set.stream is not None:
         return settings.max_length if settings.packing else None
-    return train_set.statistics["tokens"] / len(train_set) / settings.documents_per_row
+    return _tokens(train_set) / settings.documents_per_row
+
+
+def _tokens(train_set) -> float:
+    """Return the mean tokens of the rows of a set; its statistics count each row once, whatever its weight."""
+    return train_set.statistics["tokens"] / train_set.statistics["kept"]
+
+
+def longest_row(settings: Settings, *sets) -> int:
+    """Return the tokens of the longest row of the sets, of the longer side of a pair; --max_length where not known.
+
+    Args: sets: for training and evaluation, None: there is none. Packs are taken as full.
+    """
+    sets = [rows for rows in sets if rows is not None]
+    if settings.packing or any(rows.stream is not None for rows in sets):
+        return settings.max_length
+    return max(rows.statistics["longest"] for rows in sets)
 
 
 def environment(count: int, hide_gpus: bool = False) -> dict[str, str]:

@@ -47,7 +47,7 @@ def main(argv: list[str]) -> None:
         tp_size, pp_size = (facts["arguments"].get(name, {"value": 1})["value"] for name in ("tp_size", "pp_size"))
         batch = retry.same_batch(effective_batch, micro, new_ranks or ranks, sp_size * tp_size * pp_size)
         flags = [*command_line.drop(flags, *retry.BATCH), *batch]
-    if facts["arguments"].get("gradient_checkpointing", {}).get("source") == gradient_checkpointing.BY_PLAN:
+    if _may_recompute_less(facts["arguments"]):
         flags = command_line.drop(flags, *(f"--{name}" for name in gradient_checkpointing.ARGUMENTS))  # kept if it fits
     flags = flags_without_offload(flags, new, facts["arguments"]["offload"]["value"])
     kept_flags = command_line.drop(flags, "--resume_from_checkpoint", "--output_dir", "--gpus", *overridden)
@@ -59,6 +59,15 @@ def main(argv: list[str]) -> None:
         str(PROJECT / "recipes" / f"{recipe}.py"), *kept_flags, *args.flags, "--output_dir", str(folder),
         "--resume_from_checkpoint", "auto",
     ])  # fmt: skip
+
+
+def _may_recompute_less(arguments: dict) -> bool:
+    """Return whether the plan of the launch chooses gradient checkpointing again, as it did for the run.
+
+    A plan of --zero auto may have chosen to offload activations too, which a launch does not.
+    """
+    by_plan = arguments.get("gradient_checkpointing", {}).get("source") == gradient_checkpointing.BY_PLAN
+    return by_plan and not arguments.get("activation_offload", {}).get("value")
 
 
 def _sp_size(new: list[str], old: int) -> int:

@@ -168,6 +168,7 @@ class _PerDocument(torch.autograd.Function):
 def _chunk(hidden, part, target, weight, bias, scale, softcap, gradients, weights=None):
     """Return the losses of one chunk of rows, and add their gradients, times `weights`, to `gradients`."""
     training = any(g is not None for g in gradients)
+    target = target.clamp(min=0)  # below 0 only if the count from the host is too large: the loss is NaN then
     products = hidden @ weight.t() if bias is None else torch.addmm(bias, hidden, weight.t())
     logits = products.to(torch.promote_types(products.dtype, torch.float32))  # the same tensor if already fp32
     slope = None

@@ -27,6 +27,9 @@ TESTED = frozenset(
 # Liger's own losses; granite's is on unless it is turned off.
 NO_LOSS = {"cross_entropy": False, "fused_linear_cross_entropy": False}
 
+# Liger binds its forward to peft's wrapper, whose `weight` is the base model's.
+FROZEN_NORMS = "Liger's norms would use the frozen weights, not the trained ones"
+
 TOKENS = 64  # of the proof
 
 # Of the relative errors of `errors`. Rounding alone makes up to 0.017 in bf16 and 0.002 in fp16 in the tested models of
@@ -37,10 +40,12 @@ BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.01}
 def resolve(settings) -> None:
     """Check --use_liger_kernel, before the model is known.
 
-    Raises: UserError without liger-kernel or on a CPU.
+    Raises: UserError without liger-kernel, on a CPU, or for an adapter of the norms.
     """
     if not settings.use_liger_kernel:
         return
+    if _tunes_norms(settings):
+        raise UserError(f"--use_liger_kernel with --adapter ln_tuning: {FROZEN_NORMS}; leave one of the two out.")
     if importlib.util.find_spec("liger_kernel") is None:
         raise UserError("--use_liger_kernel: liger-kernel is not installed (its wheels are for Linux): make install.")
     if settings.use_cpu:
@@ -73,6 +78,10 @@ def resolve_for_model(settings, config) -> None:
     settings.liger_kernel_config = kernels or None
 
 
+def _tunes_norms(settings) -> bool:
+    return settings.values.get("adapter") == "ln_tuning"
+
+
 def _why_not(settings, config) -> str | None:
     """Return why Liger's kernels are not the default for this run; None if they are."""
     planned = settings.planned_gpu
@@ -82,6 +91,7 @@ def _why_not(settings, config) -> str | None:
         "liger-kernel is not installed": importlib.util.find_spec("liger_kernel") is None,
         f"not tested with {config.model_type}": config.model_type not in TESTED or attention.class_of(config) is None,
         "Triton has no kernels for GPUs before Ampere": not has_bf16,
+        f"--adapter ln_tuning: {FROZEN_NORMS}": _tunes_norms(settings),
         f"not tested with --{split}": split,
         "not tested with recipes/pipeline.py": settings.recipe == "pipeline",
         "--tiled_mlp replaces the MLPs": settings.tiled_mlp != "1",

@@ -5,6 +5,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import struct
 from pathlib import Path
 
@@ -43,6 +44,11 @@ def load_tokenizer(settings):
     """
     from transformers import AutoTokenizer
 
+    folder = hub.model_folder(settings.model)
+    if folder and not any(re.search(r"token|vocab|\.model$", file.name) for file in folder.iterdir()):
+        # from its class alone, transformers would make a tokenizer that knows no word
+        raise UserError(f"--model {settings.model}: the folder has no tokenizer; copy tokenizer.json and "
+                        "tokenizer_config.json of the model into it.")  # fmt: skip
     tokenizer = _load(AutoTokenizer.from_pretrained, settings, "tokenizer")
     if tokenizer.eos_token_id is None:
         raise UserError(f"--model {settings.model}: its tokenizer has no end token, so no answer could ever end.")

@@ -28,7 +28,7 @@ def resolve(settings) -> None:
     if importlib.util.find_spec("bitsandbytes") is None:
         raise UserError(f"{flag}: bitsandbytes is not installed (it has no wheel for Intel Macs): make install.")
     if settings.random_init:
-        raise UserError(f"{flag} with --random_init: weights are quantised while they load; save the model first.")
+        raise UserError(f"{flag} with --random_init: weights are quantized while they load; save the model first.")
     if settings.adapter not in ADAPTERS:
         raise UserError(
             f"{flag} with --adapter {settings.adapter}: its layers would compute with packed numbers; use --adapter "

@@ -9,6 +9,7 @@ import functools
 
 import torch
 
+from zerofit import distributed
 from zerofit.errors import first_line
 
 CHUNK = 1 << 24  # elements per update: fp32 copies of a whole ZeRO partition would cost what bf16 saves
@@ -140,7 +141,6 @@ class AdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure=None):
         loss = closure() if closure is not None else None
-        update = compiled_update() if self.compiled else update_
         for group in self.param_groups:
             scalars = {}  # of each (device, step)
             for p in group["params"]:
@@ -156,5 +156,28 @@ class AdamW(torch.optim.Optimizer):
                     numbers = (float(group["lr"]), group["betas"], group["eps"], group["weight_decay"])
                     scalars[key] = _scalars(*key, *numbers)
                 for w, g, m, v in chunks(p.detach(), p.grad, state["exp_avg"], state["exp_avg_sq"]):
-                    update(w, g, m, v, self.noise.draw(w) if w.dtype == torch.bfloat16 else None, *scalars[key])
+                    noise = self.noise.draw(w) if w.dtype == torch.bfloat16 else None
+                    self._update(w, g, m, v, noise, *scalars[key])
         return loss
+
+    def _update(self, *arguments) -> None:
+        """Apply update_, compiled if it can be.
+
+        A tensor of another kind, such as an expert's that has a gradient for the first time, is compiled anew in the
+        middle of a run, before anything is written. Where that fails, this rank goes on in Python.
+        """
+        if self.compiled:
+            try:
+                compiled_update()(*arguments)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                self.compiled = False
+                print(
+                    f"note: rank {distributed.rank()}: AdamW of --pure_bf16 goes on in Python operations, which takes "
+                    f"longer: {type(error).__name__}: {first_line(error)}",
+                    flush=True,
+                )
+            else:
+                return
+        update_(*arguments)

@@ -186,11 +186,11 @@ def _choose_arguments(settings, name: str, explicit: dict) -> None:
         momentum = ",".join([*([settings.optim_args] if settings.optim_args else []), "momentum=0.9"])
         decide(settings, "optim_args", momentum, "SGD without momentum is rarely meant; momentum=0 for that")
     if name == "muon" and "max_grad_norm" not in explicit and settings.source["max_grad_norm"] != "deepspeed JSON":
-        decide(settings, "max_grad_norm", 0.0, "Muon normalises its updates; DeepSpeed would clip the normalised ones")
+        decide(settings, "max_grad_norm", 0.0, "Muon normalizes its updates; DeepSpeed would clip the normalized ones")
     elif name == "muon" and settings.max_grad_norm:
         raise UserError(
             f"--optim muon with --max_grad_norm {settings.max_grad_norm}: under ZeRO DeepSpeed would clip the "
-            "normalised updates; use --max_grad_norm 0."
+            "normalized updates; use --max_grad_norm 0."
         )
     if (
         name == "muon"

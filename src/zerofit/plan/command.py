@@ -15,14 +15,37 @@ from zerofit.errors import UserError
 from zerofit.hardware import GIB
 from zerofit.plan import candidates, formulas, search, simulate
 
-# --- the command ---
-
 
 def main(argv: list[str]) -> None:
     """Run `zerofit plan` (see --help): print the plan and write plan.json, plan.md and plan.png.
 
     Raises: UserError for the user's mistakes; NothingFits (exit code 3) if no setting fits.
     """
+    parser = _parser()
+    args, flags = parser.parse_known_args(argv)
+    flags, ranks = parse.command_line(args.recipe, flags, args.args, args.gpus)
+    if {"--help", "-h"} & set(flags):
+        parser.print_help()
+        return
+    from zerofit.plan import report
+
+    folder = Path(args.output_dir or Path("runs") / f"plan-{time.strftime('%Y%m%d-%H%M%S')}").expanduser()
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"--output_dir {folder}: is a file; name a folder.")
+    plan = _search(args, flags, ranks)
+    print(report.text(plan))
+    try:
+        report.write(plan, folder)
+    except OSError as error:
+        raise UserError(
+            f"--output_dir {folder}: the plan cannot be written there: {error.strerror}; name another folder."
+        ) from None
+    print(f"more: {folder}/plan.md, plan.json, plan.png (planned in {plan.seconds:.0f} s)", flush=True)
+    if plan.chosen is None:
+        raise candidates.NothingFits(report.nothing_fits(plan))
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="zerofit plan", allow_abbrev=False,
         description="Whether a job fits and what is fastest, before anything is downloaded or allocated. Only the "
@@ -46,12 +69,12 @@ def main(argv: list[str]) -> None:
         "--output_dir", default="", help="folder for plan.json, plan.md, plan.png (default runs/plan-<time>)"
     )
     parser.add_argument("--args", default="", help="more recipe flags in one string, split like a shell would")
-    args, flags = parser.parse_known_args(argv)
-    flags, ranks = parse.command_line(args.recipe, flags, args.args, args.gpus)
+    return parser
+
+
+def _search(args: argparse.Namespace, flags: list[str], ranks: int) -> candidates.Plan:
+    """Return the plan for the command's arguments, with the rows of --data read and the search shown while it runs."""
     ranks, node = _machines(args.nodes, ranks)
-    if {"--help", "-h"} & set(flags):
-        parser.print_help()
-        return
     methods = candidates.methods_to_try(args.method, args.recipe, flags)
     gpu = _with_node_link(hardware.find(args.gpu_type or "detect", min(ranks, node)), args.node_link_gbs)
     if sentence := hardware.note(gpu):
@@ -59,11 +82,7 @@ def main(argv: list[str]) -> None:
     import psutil
 
     from zerofit.paths import nearest_existing
-    from zerofit.plan import report
 
-    folder = Path(args.output_dir or Path("runs") / f"plan-{time.strftime('%Y%m%d-%H%M%S')}").expanduser()
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"--output_dir {folder}: is a file; name a folder.")
     for_this_machine = args.gpu_type in ("", "detect")
     host_limit = _host_limit(args.host_memory, for_this_machine)
     with simulate.reused():
@@ -80,16 +99,7 @@ def main(argv: list[str]) -> None:
     plan.rows, plan.notes, plan.here = rows, notes, for_this_machine
     plan.host_here = psutil.virtual_memory().total
     plan.disk_free = shutil.disk_usage(nearest_existing(Path("runs"))).free
-    print(report.text(plan))
-    try:
-        report.write(plan, folder)
-    except OSError as error:
-        raise UserError(
-            f"--output_dir {folder}: the plan cannot be written there: {error.strerror}; name another folder."
-        ) from None
-    print(f"more: {folder}/plan.md, plan.json, plan.png (planned in {plan.seconds:.0f} s)", flush=True)
-    if plan.chosen is None:
-        raise candidates.NothingFits(report.nothing_fits(plan))
+    return plan
 
 
 def _progress(lines: list[str]) -> tuple[Callable[[str], None], Callable[[], None]]:

@@ -48,14 +48,15 @@ def _skip_check_of_rows() -> None:
     DeepSpeedEngine._configure_tensor_parallel_states = without_check
 
 
-def fake_cpu_adam() -> None:
-    """Replace the C++ of DeepSpeed's CPU Adam (--offload_ratio), which would read memory that fake tensors do not have.
+def fake_adam() -> None:
+    """Replace the C++ of DeepSpeed's Adam, which would read memory that fake tensors do not have.
 
-    It updates in place and allocates nothing; the states are allocated in Python (deepspeed/ops/adam/cpu_adam.py).
+    On the CPU it is that of --offload_ratio, on a GPU that of a DeepSpeed file's own "optimizer". Both update in place
+    and allocate nothing; the states are allocated in Python (deepspeed/ops/adam/cpu_adam.py, fused_adam.py).
     """
     from types import SimpleNamespace
 
-    from deepspeed.ops.op_builder import CPUAdamBuilder
+    from deepspeed.ops.op_builder import CPUAdamBuilder, FusedAdamBuilder
 
     def nothing(*args) -> None:
         pass
@@ -63,6 +64,7 @@ def fake_cpu_adam() -> None:
     CPUAdamBuilder.load = lambda self, verbose=True: SimpleNamespace(
         create_adam=nothing, adam_update=nothing, destroy_adam=nothing
     )
+    FusedAdamBuilder.load = lambda self, verbose=True: SimpleNamespace(multi_tensor_adam=nothing)
 
 
 def register_gpu(tracker, total_bytes: int, overlaps: bool) -> None:
@@ -86,7 +88,17 @@ def register_gpu(tracker, total_bytes: int, overlaps: bool) -> None:
 
     _setup_privateuseone_for_python_backend("gpu", backend_module=Backend())
     _register_autocast()
+    _register_kernels()
     from deepspeed.accelerator import set_accelerator
+
+    set_accelerator(_accelerator(tracker, total_bytes, overlaps))
+    _patch_torch_tensor()
+    torch.cuda.get_device_name = lambda *_: "a simulated GPU"  # ThroughputMeter looks up its speed
+
+
+def _accelerator(tracker, total_bytes: int, overlaps: bool):
+    """Return DeepSpeed's accelerator for device "gpu"; args as for `register_gpu`."""
+    import torch
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
     from zerofit import allocator
@@ -141,9 +153,7 @@ def register_gpu(tracker, total_bytes: int, overlaps: bool) -> None:
                 return lambda *size: _typed(torch, typed[name], *size)
             return super().__getattribute__(name)
 
-    set_accelerator(Accelerator())
-    _patch_torch_tensor()
-    torch.cuda.get_device_name = lambda *_: "a simulated GPU"  # ThroughputMeter looks up its speed
+    return Accelerator()
 
 
 def _patch_torch_tensor() -> None:
@@ -228,7 +238,20 @@ _SINGLE = (
     "pow.Tensor_Scalar",
 )
 
-_casts = []  # torch.library registrations for device "gpu", kept alive for the life of this process
+_registrations = []  # torch.library's for device "gpu", kept alive for the life of this process
+
+
+def _register_kernels() -> None:
+    """Keep operations whole on device "gpu" that have a kernel of their own on CUDA.
+
+    Without one for the device, torch computes silu_backward from its parts, which hold five more tensors of its size.
+    """
+    import torch
+
+    library = torch.library.Library("aten", "IMPL", "PrivateUse1")
+    for name in ("silu_backward", "mish_backward"):  # all that have both, by torch's dispatcher
+        library.impl(name, lambda gradient, x: torch.empty_like(gradient))
+    _registrations.append(library)
 
 
 def _register_autocast() -> None:
@@ -272,7 +295,7 @@ def _register_autocast() -> None:
         clear()
 
     torch.clear_autocast_cache = forget
-    _casts.extend([everything, library])
+    _registrations.extend([everything, library])
 
 
 def _typed(torch, dtype, *size):
@@ -465,6 +488,19 @@ def attention_stand_in(name: str) -> None:
         AttentionMaskInterface.register(name, lambda *args, **kwargs: None)
 
 
+def _dequantized(inputs, state) -> list:
+    """Return the tensors that bitsandbytes holds on a GPU while it multiplies many rows by 4-bit weights.
+
+    bitsandbytes/backends/cuda/ops.py, _dequant_linear_fallback; up to 1,536 rows may take a kernel without them.
+    """
+    import torch
+
+    if inputs.device.type != "gpu" or inputs.numel() // inputs.shape[-1] <= 1536:
+        return []
+    constants = torch.empty_like(state.absmax, dtype=torch.float32)
+    return [constants, constants + state.offset, torch.empty(state.shape, dtype=inputs.dtype, device=inputs.device)]
+
+
 def quantize(net, device: str) -> None:
     """Replace linear layers by bitsandbytes' NF4 layers with doubly quantized constants, without memory."""
     import bitsandbytes
@@ -486,7 +522,10 @@ def quantize(net, device: str) -> None:
 
         def forward(self, x):
             state, bias = self.weight.quant_state, None if self.bias is None else self.bias.to(self.compute_dtype)
-            out = bitsandbytes.matmul_4bit(x.to(self.compute_dtype), self.weight, bias=bias, quant_state=state)
+            inputs = x.to(self.compute_dtype)
+            dequantized = _dequantized(inputs, state)
+            out = bitsandbytes.matmul_4bit(inputs, self.weight, bias=bias, quant_state=state)
+            del dequantized
             return out.to(x.dtype)
 
     head = net.get_output_embeddings()

@@ -44,6 +44,43 @@ def main(argv: list[str]) -> None:
 
     Raises: UserError for the user's mistakes and for data beyond a limit.
     """
+    settings = _settings(argv)
+    if settings is None:
+        return
+
+    from zerofit import run_folder
+    from zerofit.data.load import load_datasets
+    from zerofit.model.load import load_tokenizer
+    from zerofit.train.checkpoint import resume
+
+    folder = resume.choose_folder(settings)
+    tokenizer = load_tokenizer(settings)
+    counting = settings.replace(bad_rows="drop")  # count all of them first, refuse below
+    train_set, eval_set = load_datasets(counting, tokenizer)
+    _note_positions(train_set, eval_set, counting)
+    facts, scans = inspect(counting, train_set, eval_set, tokenizer)
+    colored = bool(sys.stdout.isatty() or os.environ.get("FORCE_COLOR"))
+    print(describe(counting, facts))
+    for text in render_rows(train_set.dataset, tokenizer, colored):
+        print(text)
+    for sentence in facts["warnings"]:  # last, so that they are seen
+        print("\n\033[1;31mWARNING\033[0m:" if colored else "\nWARNING:", sentence)
+    folder.mkdir(parents=True, exist_ok=True)
+    run_folder.write_json(folder / "data.json", facts)
+    plot(scans, settings.max_length, folder / "data.png")
+    print(f"\nwritten: {folder / 'data.json'}, {folder / 'data.png'}", flush=True)
+    for name in ("training", "evaluation"):
+        bad = facts.get(name, {}).get("dropped_bad")
+        if bad and settings.bad_rows == "error":
+            raise UserError(
+                f"{bad:,} of {facts[name]['rows']:,} {name} rows cannot be used (see above); fix or remove them, or "
+                "leave them out with --bad_rows drop."
+            )
+    enforce(counting, facts["fractions"])
+
+
+def _settings(argv: list[str]):
+    """Return the settings of a `zerofit data` command line; None if it asks for --help or --show, which are printed."""
     parser = argparse.ArgumentParser(
         prog="zerofit data",
         allow_abbrev=False,
@@ -59,48 +96,19 @@ def main(argv: list[str]) -> None:
     flags, _ = parse.command_line(args.recipe, flags, args.args)
     if {"--help", "-h"} & set(flags):
         parser.print_help()
-        return
+        return None
     named = ["--output_dir", args.output_dir] if args.output_dir else []
     # --gpus first: a process count in the YAML file is for the run, not for this command
     flags = ["--gpus", "1", *flags, *named]
     settings = resolve.resolve_settings(args.recipe, flags, 1, resolvers=resolve.ARGUMENTS)
-
-    from zerofit import run_folder
-    from zerofit.config import show
-    from zerofit.data.load import load_datasets
-    from zerofit.model.load import load_tokenizer
-    from zerofit.train.checkpoint import resume
-
     if settings.show:
+        from zerofit.config import show
+
         print(f"data for {settings.recipe}\n{show.summary(settings)}")
-        return
+        return None
     if settings.source["output_dir"] != "flag":
         settings.output_dir = str(Path("runs") / f"data-{time.strftime('%Y%m%d-%H%M%S')}")
-    folder = resume.choose_folder(settings)
-    tokenizer = load_tokenizer(settings)
-    bad_rows = settings.bad_rows
-    settings = settings.replace(bad_rows="drop")  # count all of them first, refuse below
-    train_set, eval_set = load_datasets(settings, tokenizer)
-    _note_positions(train_set, eval_set, settings)
-    facts, scans = inspect(settings, train_set, eval_set, tokenizer)
-    colored = bool(sys.stdout.isatty() or os.environ.get("FORCE_COLOR"))
-    print(describe(settings, facts))
-    for text in render_rows(train_set.dataset, tokenizer, colored):
-        print(text)
-    for sentence in facts["warnings"]:  # last, so that they are seen
-        print("\n\033[1;31mWARNING\033[0m:" if colored else "\nWARNING:", sentence)
-    folder.mkdir(parents=True, exist_ok=True)
-    run_folder.write_json(folder / "data.json", facts)
-    plot(scans, settings.max_length, folder / "data.png")
-    print(f"\nwritten: {folder / 'data.json'}, {folder / 'data.png'}", flush=True)
-    for name in ("training", "evaluation"):
-        bad = facts.get(name, {}).get("dropped_bad")
-        if bad and bad_rows == "error":
-            raise UserError(
-                f"{bad:,} of {facts[name]['rows']:,} {name} rows cannot be used (see above); mend or remove them, or "
-                "leave them out with --bad_rows drop."
-            )
-    enforce(settings, facts["fractions"])
+    return settings
 
 
 def check_data(settings, train_set, eval_set, tokenizer) -> None:
@@ -157,11 +165,11 @@ def _fractions(train_set, train=None, held_out=None, everything=None) -> dict[st
     }
     if train is not None:
         by_weight = statistics.get("repeated_by_weight", 0)
-        rows_of = len(train.normalised) - by_weight
-        fractions["max_duplicate_fraction"] = (repeats(train.normalised) - by_weight) / rows_of
+        rows_of = len(train.normalized) - by_weight
+        fractions["max_duplicate_fraction"] = (repeats(train.normalized) - by_weight) / rows_of
     if held_out is not None:
-        fractions["max_eval_overlap_fraction"] = overlap(held_out.normalised, everything.normalised) / len(
-            held_out.normalised
+        fractions["max_eval_overlap_fraction"] = overlap(held_out.normalized, everything.normalized) / len(
+            held_out.normalized
         )
     return fractions
 
@@ -182,7 +190,7 @@ class Scan:
     supervised: np.ndarray
     last: np.ndarray
     exact: np.ndarray
-    normalised: np.ndarray
+    normalized: np.ndarray
 
 
 def scan(dataset, tokenizer) -> Scan:
@@ -329,7 +337,7 @@ def inspect(settings, train_set, eval_set, tokenizer) -> tuple[dict, dict[str, S
     for name in sets if pairs else ():
         facts[name]["answers"] = sides(sets[name].dataset)
     if held_out is not None:
-        facts["overlap"] = {k: overlap(getattr(held_out, k), getattr(everything, k)) for k in ("exact", "normalised")}
+        facts["overlap"] = {k: overlap(getattr(held_out, k), getattr(everything, k)) for k in ("exact", "normalized")}
     facts["warnings"] = _warnings(facts)
     return facts, scans
 
@@ -355,7 +363,7 @@ def _count(statistics: dict, scan: Scan, tokenizer) -> dict:
         "other_last_tokens": {tokenizer.decode([i]) if i >= 0 else "nothing": n for i, n in others},
         # Each copy made for a weight counts as one more repeated row; subtract those.
         "repeated_exact": repeats(scan.exact) - statistics.get("repeated_by_weight", 0),
-        "repeated_normalised": repeats(scan.normalised) - statistics.get("repeated_by_weight", 0),
+        "repeated_normalized": repeats(scan.normalized) - statistics.get("repeated_by_weight", 0),
     }
 
 
@@ -370,9 +378,9 @@ def _warnings(facts: dict) -> list[str]:
                 f"supervised end token {facts['end_token']!r} (last supervised: {instead}): a model trained on them "
                 "does not learn to stop there. Usual causes: rows cut at --max_length, a template with another end."
             )
-    if facts.get("overlap", {}).get("normalised"):
+    if facts.get("overlap", {}).get("normalized"):
         sentences.append(
-            f"{facts['overlap']['normalised']:,} of {facts['evaluation']['kept']:,} eval rows are also training rows: "
+            f"{facts['overlap']['normalized']:,} of {facts['evaluation']['kept']:,} eval rows are also training rows: "
             "the eval loss will look better than it is."
         )
     return sentences
@@ -437,11 +445,11 @@ def _table(facts: dict) -> list:
         *length,
         ("supervised tokens", lambda s: _share(s["supervised_tokens"], s["tokens"])),
         ("supervised a row, mean", lambda s: f"{s['supervised_mean']:,.1f}"),
-        (f"rows with {FEW} or fewer", lambda s: _share(s["supervised_few"], s["kept"])),
-        ("rows with none", lambda s: _share(s["supervised_none"], s["kept"])),
+        (f"rows with 0 to {FEW} supervised", lambda s: _share(s["supervised_few"], s["kept"])),
+        ("rows with 0 supervised", lambda s: _share(s["supervised_none"], s["kept"])),
         ("rows ending in the end token", lambda s: _share(s["end_supervised"], s["kept"])),
         ("repeated rows, exact", lambda s: _share(s["repeated_exact"], s["kept"])),
-        ("repeated rows, normalised", lambda s: _share(s["repeated_normalised"], s["kept"])),
+        ("repeated rows, normalized", lambda s: _share(s["repeated_normalized"], s["kept"])),
     ]
 
 

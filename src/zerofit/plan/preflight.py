@@ -34,8 +34,12 @@ def publish(plan: dict | None) -> None:
 
 def prestart(settings) -> None:
     """Start the simulation's process for `check`, so that it imports while the data is read."""
-    if (settings.memory_limit or not settings.use_cpu) and settings.pp_size == 1:
+    if _is_planned(settings) and settings.pp_size == 1:
         simulate.prestart()
+
+
+def _is_planned(settings) -> bool:
+    return not settings.use_cpu or bool(settings.memory_limit)
 
 
 def check(settings, seconds: float | None = CHECK_SECONDS) -> dict | None:
@@ -76,25 +80,47 @@ def _report(plan: dict, settings) -> None:
     print(f"plan: {fits}: {size}", flush=True)
 
 
-def choose_and_check(settings, row_tokens: float | None = None) -> tuple[dict | None, dict]:
+def choose_and_check(
+    settings, row_tokens: float | None = None, longest: int | None = None, seconds: float = CHECK_SECONDS
+) -> tuple[dict | None, dict]:
     """Check as `check` does; where nothing says how to checkpoint, look first for less of it that fits.
 
     A resumed run goes on with the gradient checkpointing that it had, if that fits. A micro batch that the user did not
     choose is compared with others.
-    Args: row_tokens: the mean of the training rows, None: unknown.
+    Args: row_tokens: the mean of the training rows; longest: of all rows. None: unknown. seconds: how long to wait for
+        simulations.
     Returns: (the prediction, the flags of gradient checkpointing to run with; {}: as the job is).
     """
+    if longest and _is_planned(settings):
+        settings = _with_rows_up_to(longest, settings)
     if settings.use_cpu or settings.pp_size > 1:
         return check(settings), {}
-    began = time.monotonic()
-    gpu, limit, margin = predict.place_of(settings)
+    deadline = time.monotonic() + seconds
+    gpu, total, allowance = predict.place_of(settings)
+    limit, margin = total - sum(allowance.values()), int(candidates.MARGIN * total)
     settings = settings.replace(planned_gpu=gpu)  # it is looked up once
     with simulate.reused():
-        plan, checkpointing = _less_recomputation(settings, limit, margin, began + CHECK_SECONDS)
-        plan = plan or check(settings, max(0.0, began + CHECK_SECONDS - time.monotonic()))
+        plan, checkpointing = _less_recomputation(settings, limit, margin, deadline)
+        plan = plan or check(settings, max(0.0, deadline - time.monotonic()))
     if row_tokens and (sentence := _faster_micro_batch(_with(settings, checkpointing), row_tokens, limit - margin)):
         print(f"plan: {sentence}", flush=True)
     return plan, checkpointing
+
+
+def _with_rows_up_to(longest: int, settings):
+    """Return the settings with --max_length of the longest row, as the collator rounds it, and print it.
+
+    Padding and tiles of the MLP may have been decided from --max_length: then it stays.
+    """
+    width = -(-longest // 8) * 8
+    if width >= settings.max_length or not settings.padding_free or settings.tiled_mlp != "1":
+        return settings
+    print(
+        f"plan: the longest row has {longest} tokens: checked with --max_length {width} instead of "
+        f"{settings.max_length}",
+        flush=True,
+    )
+    return settings.replace(flags=command_line.put(settings.flags, max_length=width), max_length=width)
 
 
 def _less_recomputation(settings, limit: int, margin: int, deadline: float) -> tuple[dict | None, dict]:
@@ -171,9 +197,10 @@ def _why(checkpointing: candidates.Checkpointing, plan: dict, faster: float) -> 
 def _faster_micro_batch(settings, row_tokens: float, limit: int) -> str:
     """Return a sentence on a micro batch that fits and is much faster, both by the closed forms, or "".
 
-    It is compared only with one that zerofit has chosen, at the same effective batch.
+    It is compared only with one that zerofit has chosen, with its accumulation, at the same effective batch.
     """
-    if settings.source["per_device_train_batch_size"] not in ("decided", "default", "transformers default"):
+    names = ("per_device_train_batch_size", "gradient_accumulation_steps")
+    if not {settings.source[name] for name in names} <= {"decided", "default", "transformers default"}:
         return ""
     gpu, shape, given = settings.planned_gpu, candidates.shape_of(settings), candidates.setting_of(settings)
     per_rank, seconds = given.micro * given.accumulation, {}

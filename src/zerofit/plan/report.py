@@ -54,7 +54,7 @@ def _gpu(plan: Plan) -> list[str]:
     gpus = candidates.gpus_as_text(plan.ranks, plan.node)
     parts = [f"{name} {size / GIB:.2f}" for name, size in plan.allowance.items() if size > 0.005 * GIB]
     kept = (
-        f"kept free for the error of plans {plan.margin / GIB:.2f}, {candidates.MARGIN:.0%}"
+        f"kept free for the error of plans {plan.margin / GIB:.2f} ({candidates.MARGIN:.0%})"
         if plan.margin
         else "nothing is kept free for the error of plans: only so a setting fits; see docs/planning.md"
     )
@@ -180,7 +180,7 @@ def _lesson(candidate: Candidate, plan: Plan) -> str:
         return _of_states(candidate, parts)
     taken = f"activations and logits are {work / GIB:.1f}"
     if not setting.every or setting.selective:
-        return f"{taken}, and checkpointing keeps one input a layer"
+        return f"{taken}; gradient checkpointing would keep one input a layer"
     if same_states and chosen.activation_offload and not setting.activation_offload:
         return f"{taken}, and --activation_offload keeps the inputs of layers on the host"
     if setting.micro > 1:
@@ -229,8 +229,8 @@ def _offers(plan: Plan) -> list[str]:
             continue
         tail = hint if candidate.method == "pipeline" else f"{hint} plans it"
         lines.append(
-            f"  {name:<6} fits in {candidate.peak / GIB:.1f} GiB a GPU at {candidate.tokens_per_second:,.0f} tokens/s: "
-            f"{_without_method(candidate)} ({tail})"
+            f"  {name:<6} fits in {candidate.peak / GIB:.1f} GiB a GPU at {_rounded(candidate.tokens_per_second)} "
+            f"tokens/s: {_without_method(candidate)} ({tail})"
         )
     return lines
 
@@ -283,6 +283,12 @@ def _source(candidate: Candidate) -> str:
     return "by simulation" + (f", extended from {layers[0]} and {layers[1]} layers" if layers else "")
 
 
+def _rounded(number: float) -> str:
+    """Return a number of two significant digits, which is more than an estimate of time knows."""
+    rounded = float(f"{number:.2g}")
+    return f"{rounded:,.0f}" if rounded >= 10 else f"{rounded:g}"
+
+
 def facts(candidate: Candidate, plan: Plan) -> dict[str, str]:
     """Return {title: text} of what else a job needs: host memory, disk, time, communication."""
     setting, shape = candidate.setting, candidate.shape
@@ -298,8 +304,8 @@ def facts(candidate: Candidate, plan: Plan) -> dict[str, str]:
         result["host memory"] = _host(candidate, plan)
     result |= {
         "disk": _disk(candidate, plan),
-        "time": f"{candidate.seconds:.2f} s a step, {candidate.tokens_per_second:,.0f} tokens/s "
-        f"({candidate.tokens_per_second / plan.ranks:,.0f} a GPU), an estimate ({SPEED_ERROR})",
+        "time": f"{_rounded(candidate.seconds)} s a step, {_rounded(candidate.tokens_per_second)} tokens/s "
+        f"({_rounded(candidate.tokens_per_second / plan.ranks)} a GPU), an estimate ({SPEED_ERROR})",
         "batch": f"{_count(setting.micro, 'row')} x {_count(setting.accumulation, 'step')} x {_data_ranks(setting)}, "
         f"{setting.tokens:,} tokens a micro batch on a GPU",
         "parameters": f"{shape.parameters / 1e9:.3g} billion, {shape.trainable / 1e9:.3g} of them train",

@@ -81,7 +81,7 @@ def run_all(questions: list[dict], cache: Path | None = None, seconds: float | N
     for a real GPU gets its own process: CUDA cannot be used in a fork of a process that has queried it.
     Args: cache: folder of answers by question. seconds: time limit after which the open questions fail; None: no limit.
     """
-    answers: list = [_kept(cache, q) for q in questions]
+    answers: list = [_read_cached(cache, q) for q in questions]
     open_questions = [i for i, answer in enumerate(answers) if answer is None]
     if not open_questions:
         return answers
@@ -89,23 +89,26 @@ def run_all(questions: list[dict], cache: Path | None = None, seconds: float | N
         for i in open_questions:
             (answers[i],) = run_all([questions[i]], cache, seconds)
         return answers
-    to_ask = [questions[i] for i in open_questions]
-    process = _taken() if all(map(_needs_no_device, to_ask)) else None
-    process = process or _started(all(q["fake"] for q in to_ask), any(q["device"] == "cuda" for q in to_ask))
-    output, errors = _ask(process, json.dumps(to_ask), seconds, keep=_reused and all(q["fake"] for q in to_ask))
-    unanswered = (
-        {"too slow": True} if output is None else {"trace": errors or "the simulation's process printed nothing"}
-    )
-    by_index = {}
-    for line in (output or "").splitlines():
+    asked = [questions[i] for i in open_questions]
+    for i, answer in zip(open_questions, _ask_all(asked, seconds), strict=True):
+        answers[i] = _as_exception(answer, cache)
+        if cache and not isinstance(answers[i], Exception):  # failures may be temporary
+            _write_cached(cache, questions[i], answer)
+    return answers
+
+
+def _ask_all(questions: list[dict], seconds: float | None) -> list[dict]:
+    """Return the answers of one process to the questions, or in their place why there is none (see `_as_exception`)."""
+    fake, cuda = all(q["fake"] for q in questions), any(q["device"] == "cuda" for q in questions)
+    process = (_take_prestarted() if fake and not cuda else None) or _start(fake, cuda)
+    output, errors = _ask(process, json.dumps(questions), seconds, keep=_reused and fake)
+    if output is None:
+        return [{"too slow": True}] * len(questions)
+    answers = [{"trace": errors or "the simulation's process printed nothing"}] * len(questions)
+    for line in output.splitlines():
         if line.startswith(MARK):
             number, answer = json.loads(line.removeprefix(MARK))
-            by_index[open_questions[number]] = answer
-    for i in open_questions:
-        answers[i] = _as_exception(by_index.get(i, unanswered), cache)
-        answer = by_index.get(i)
-        if cache and not isinstance(answers[i], Exception):  # failures may be temporary
-            _keep(cache, questions[i], answer)
+            answers[number] = answer
     return answers
 
 
@@ -121,13 +124,19 @@ _reused = False  # whether to keep a process for the next questions
 def prestart() -> None:
     """Start the process for the next questions, so that its imports, which take seconds, run in parallel."""
     if not _ready:
-        _ready.append(_started(fake=True, cuda=False))
+        _ready.append(_start(fake=True, cuda=False))
 
 
 @contextlib.contextmanager
 def reused():
-    """Answer all questions of the body in one process, which imports the libraries once."""
+    """Answer all questions of the body in one process, which imports the libraries once.
+
+    In the body of another `reused` it is that one's process.
+    """
     global _reused
+    if _reused:
+        yield
+        return
     _reused = True
     try:
         yield
@@ -138,7 +147,7 @@ def reused():
 
 def stop_prestarted() -> None:
     """End the process that waits for questions, if there is one."""
-    if process := _taken():
+    if process := _take_prestarted():
         _kill(process)
         _close(process)
 
@@ -191,15 +200,11 @@ def _ask(process: subprocess.Popen, text: str, seconds: float | None, keep: bool
             _close(process)
 
 
-def _taken() -> subprocess.Popen | None:
+def _take_prestarted() -> subprocess.Popen | None:
     return _ready.pop() if _ready else None
 
 
-def _needs_no_device(question: dict) -> bool:
-    return question["fake"] and question["device"] != "cuda"
-
-
-def _started(fake: bool, cuda: bool) -> subprocess.Popen:
+def _start(fake: bool, cuda: bool) -> subprocess.Popen:
     env = {k: v for k, v in os.environ.items() if k not in _OF_A_LAUNCHER and not k.startswith("TORCHELASTIC_")}
     env |= {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "TOKENIZERS_PARALLELISM": "false"}
     env |= {"OMP_NUM_THREADS": "1"} if fake else {}
@@ -233,7 +238,7 @@ def _as_exception(answer: dict, cache: Path | None) -> dict | Exception:
     return SimulationFailed(answer["failed"]) if "failed" in answer else answer
 
 
-def _kept(cache: Path | None, question: dict) -> dict | None:
+def _read_cached(cache: Path | None, question: dict) -> dict | None:
     file = cache / f"{_key(question)}.json" if cache else None
     try:
         return json.loads(file.read_text()) if file else None
@@ -241,7 +246,7 @@ def _kept(cache: Path | None, question: dict) -> dict | None:
         return None
 
 
-def _keep(cache: Path, question: dict, answer: dict) -> None:
+def _write_cached(cache: Path, question: dict, answer: dict) -> None:
     file = cache / f"{_key(question)}.json"
     tmp_path = file.with_suffix(f".{os.getpid()}")
     with contextlib.suppress(OSError):  # without the file the next plan simulates again

@@ -99,6 +99,7 @@ def _answer_and_end(number: int, question: dict) -> None:
 
 
 def _answer(recipe, flags, ranks, rank, gpu, device, fake, padded, overrides, habits, widths) -> dict:
+    """Train two steps as one rank of the job; return what `simulate.run` returns. Args: see `simulate.question`."""
     import time
 
     import torch
@@ -108,7 +109,6 @@ def _answer(recipe, flags, ranks, rank, gpu, device, fake, padded, overrides, ha
     from zerofit import hardware
     from zerofit.config import resolve
     from zerofit.model import load
-    from zerofit.plan import candidates
 
     planned_gpu = hardware.Gpu(**gpu) if gpu else None
     settings = resolve.resolve_settings(recipe, flags, ranks, planned_gpu)
@@ -122,11 +122,11 @@ def _answer(recipe, flags, ranks, rank, gpu, device, fake, padded, overrides, ha
         overlaps = bool((settings.deepspeed or {}).get("zero_optimization", {}).get("overlap_comm"))
         fake_device.register_gpu(tracker, int(gpu["memory_gib"] * 2**30), overlaps)
     _one_rank_of(settings, rank)
-    settings, arguments, *rows = _trainers_needs(settings, device, widths)
+    settings, arguments, *rows = _trainer_inputs(settings, device, widths)
     fake_device.without_inference_mode()
     with contextlib.ExitStack() as stack:
         if fake:
-            fake_device.fake_cpu_adam()
+            fake_device.fake_adam()
             fake_device.skip_triton_kernels()
             fake_device.without_values(padded, settings.max_length)
             stack.enter_context(torch._subclasses.fake_tensor.FakeTensorMode(allow_non_fake_inputs=True))
@@ -153,15 +153,21 @@ def _answer(recipe, flags, ranks, rank, gpu, device, fake, padded, overrides, ha
             "parameters": sum(n for n, _ in sizes),
             "trainable": sum(n for n, trained in sizes if trained),
             "largest_block": tracker.largest,
-            "allocator": caching_allocator.of_both_kinds(
-                extended_trace.usual_order(tracker.events) if widths else tracker.events,
-                candidates.room(planned_gpu, ranks),
-            )
-            if on_gpu
-            else None,
+            "allocator": _replayed(tracker.events, planned_gpu, ranks, widths) if on_gpu else None,
             "events": _numbered(tracker.events) if on_gpu and overrides else None,
             "seconds": round(time.perf_counter() - began, 2),
         }
+
+
+def _replayed(events: list[tuple], gpu, ranks: int, widths: list[int]) -> dict:
+    """Return what a model of torch's caching allocator reserves for the events of a rank; in the usual order of rows.
+
+    Args: widths: the lengths of the simulated micro batches; empty if all are alike.
+    """
+    from zerofit.plan import candidates
+
+    in_order = extended_trace.usual_order(events) if widths else events
+    return caching_allocator.of_both_kinds(in_order, candidates.room(gpu, ranks))
 
 
 def _rows_by_tokens(settings, widths: list[int]) -> dict[int, int]:
@@ -344,14 +350,42 @@ def _evaluate_and_save(trainer, tracker) -> None:
             trainer.deepspeed._consolidated_16bit_state_dict()
 
 
-def _trainers_needs(settings, device: str, widths: list[int]):
+def _trainer_inputs(settings, device: str, widths: list[int]):
     """Return (Settings, TrainingArguments, tokenizer, rows, eval rows or None) for steps that write nothing."""
     import torch
+
+    from zerofit.train.trainer import training_arguments
+
+    settings, widths = _few_steps(settings, device, widths)
+    arguments = training_arguments(settings)
+    if device != "cuda":
+        fake_device.train_on(arguments, torch.device("gpu:0" if device == "gpu" else "cpu"))
+    documents, ranks = settings.documents_per_row, settings.data_ranks
+    train_rows = _rows(widths, settings.per_device_train_batch_size * ranks, documents)
+    evaluates = settings.eval_data or settings.eval_fraction
+    eval_rows = _rows([settings.max_length], settings.per_device_eval_batch_size * ranks, documents)
+    return settings, arguments, _Tokenizer(), train_rows, eval_rows if evaluates else None
+
+
+def _rows(widths: list[int], each: int, documents: int):
+    """Return a set of `each` rows of each width in tokens; a row of a preference set has two documents."""
     from datasets import Dataset
 
     from zerofit.data.tokens import TokenizedDataset
-    from zerofit.train.trainer import training_arguments
 
+    def row(width):
+        tokens = {name: [5] * width * documents for name in ("input_ids", "labels")}
+        return tokens | ({"lengths": [width] * documents} if documents > 1 else {})
+
+    repeated = [i for i in range(len(widths)) for _ in range(each)]
+    return TokenizedDataset(Dataset.from_list([row(width) for width in widths]).select(repeated), {}, "simulated")
+
+
+def _few_steps(settings, device: str, widths: list[int]):
+    """Return (Settings that take the simulated steps and write nothing, the widths of their micro batches).
+
+    Args: widths: empty if all rows have --max_length tokens.
+    """
     # The second micro batch of a step allocates like all later ones. With rows of different lengths more of them count:
     # what they leave unused until the first step ends holds the optimizer's states then.
     accumulation = min(settings.gradient_accumulation_steps, max(2, len(widths) // 2))
@@ -376,24 +410,7 @@ def _trainers_needs(settings, device: str, widths: list[int]):
         changes["deepspeed"] = settings.deepspeed | literal
     if device != "cuda":
         changes |= {"use_cpu": True, "dataloader_pin_memory": False, "ddp_backend": None}
-    settings = settings.replace(**changes)
-    arguments = training_arguments(settings)
-    if device != "cuda":
-        fake_device.train_on(arguments, torch.device("gpu:0" if device == "gpu" else "cpu"))
-    documents = settings.documents_per_row
-
-    def row(width):
-        tokens = {name: [5] * width * documents for name in ("input_ids", "labels")}
-        return tokens | ({"lengths": [width] * documents} if documents > 1 else {})
-
-    def rows(widths, each):
-        chosen = [i for i in range(len(widths)) for _ in range(each)]
-        return TokenizedDataset(Dataset.from_list([row(width) for width in widths]).select(chosen), {}, "simulated")
-
-    evaluates = settings.eval_data or settings.eval_fraction
-    held_out = rows([settings.max_length], settings.per_device_eval_batch_size * settings.data_ranks)
-    train_rows = rows(widths, settings.per_device_train_batch_size * settings.data_ranks)
-    return settings, arguments, _Tokenizer(), train_rows, held_out if evaluates else None
+    return settings.replace(**changes), widths
 
 
 def _host_tracker(stack):

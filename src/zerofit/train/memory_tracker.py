@@ -200,7 +200,11 @@ class MemoryTracker:
 
     @property
     def host(self) -> int:
-        """Return the bytes of offloaded optimizer tensors; 0 on CUDA, where CPU tensors are not tracked."""
+        """Return the bytes of offloaded optimizer tensors."""
+        if self.device == "cuda":  # tensors in host memory are not tracked
+            tensors = tensor_owners.owned(self.model, self.optimizer)["host"]
+            storages = (tensor.untyped_storage() for tensor in tensors if tensor.device.type == "cpu")
+            return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
         return sum(s.bytes for s in self._table.values() if s.part == "host")
 
     # --- phases ---

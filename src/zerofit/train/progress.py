@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from transformers import Trainer, TrainerCallback
 
-from zerofit import hardware, rank_status, run_folder
+from zerofit import hardware, paths, rank_status, run_folder
 from zerofit.config import offload
 from zerofit.model import generation, quantization
 from zerofit.model.load import count_parameters
@@ -107,11 +107,14 @@ class Reporter(TrainerCallback):
         if trial.is_canary():
             trial.measure_canary(trainer)
         trainer.before_first_step()
+        if args.process_index == 0:
+            print(f"  - {model_sentence(trainer.settings, *trainer.numel)}", flush=True)
         if trainer.settings.bundled:
             self.before = trainer.score()
             if args.process_index == 0:
                 rows_of = f"{len(trainer.eval_tokens)} held-out rows"
-                print(f"{trainer.score_name} before training: {self.before:.1%} of {rows_of}")
+                when = f"at step {state.global_step}" if state.global_step else "before training"
+                print(f"{trainer.score_name} {when}: {self.before:.1%} of {rows_of}")
         if trainer.settings.zero != 3 and state.global_step == 0:  # stage 3 would gather all weights for each token
             answered = generation.samples(trainer, trainer.settings.num_samples)
             self.samples_before = {prompt: answer for prompt, answer, _ in answered}
@@ -198,7 +201,8 @@ class Reporter(TrainerCallback):
         if logs.get("grad_norm") is not None:
             fields.append(f"grad norm {logs['grad_norm']:.3f}")
         fields += [f"{name} {logs[name]:.3f}" for name in SHOWN if name in logs]
-        fields.append(f"{logs['tokens_per_second']:,.0f} tok/s ({logs['tokens_per_second_per_gpu']:,.0f} per rank)")
+        per_rank = f" ({logs['tokens_per_second_per_gpu']:,.0f} per rank)" * (self.trainer.settings.world_size > 1)
+        fields.append(f"{logs['tokens_per_second']:,.0f} tok/s{per_rank}")
         if "mfu" in logs:
             fields.append(f"MFU {logs['mfu']:.1%}")
         fields.append(f"peak {logs['peak_memory_bytes'] / 2**30:.2f} GiB")
@@ -209,6 +213,14 @@ class Reporter(TrainerCallback):
         return "  ".join(
             [*fields, f"ETA {int(seconds_left) // 3600}:{int(seconds_left) // 60 % 60:02}:{int(seconds_left) % 60:02}"]
         )
+
+
+def model_sentence(settings, trainable: int, total: int) -> str:
+    """Return a sentence on the model, whether the user named it, and how many of its parameters train."""
+    by_default = settings.source["model"] == "bundled task" and not settings.bundled
+    unnamed = " (the bundled one: no other is named with --model)" if by_default else ""
+    share = "all of them train" if trainable == total else f"{trainable:,} of them train ({trainable / total:.2%})"
+    return f"model: {paths.from_here(settings.model)}{unnamed}; {total:,} parameters, {share}"
 
 
 def wants_bar(settings) -> bool:

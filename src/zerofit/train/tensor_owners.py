@@ -15,37 +15,44 @@ def owned(model, optimizer) -> dict[str, list[torch.Tensor]]:
     Args: optimizer: torch's own, or with the wrappers of accelerate and DeepSpeed around it.
     """
     parts = {part: [] for part in ("parameters", "gradients", "optimizer", "buffers", "host")}
+    weights = [] if model is None else list(model.parameters())
+    for weight in weights:
+        _add_weight(parts, weight)
     if model is not None:
-        for parameter in model.parameters():
-            sharded = hasattr(parameter, "ds_tensor")
-            parts["parameters"] += [parameter.ds_tensor] if sharded else _inner(parameter.data)
-            parts["parameters"] += _quantization(parameter)
-            parts["gradients"] += _tensors([parameter.grad, getattr(parameter, "grad_accum", None)])
-            if sharded:
-                parts["buffers"].append(parameter.data)
         parts["parameters"] += model.buffers()
-    model_ids = {id(p) for p in model.parameters()} if model is not None else set()
     wrappers = list(_unwrapped(optimizer))
     for wrapper in wrappers:
-        attributes = vars(wrapper)
-        for part, names in _DEEPSPEED.items():
-            for name in names:
-                parts[part] += _tensors(attributes.get(name))
-        for group in getattr(wrapper, "param_groups", ()):
-            masters = [p for p in group["params"] if isinstance(p, torch.Tensor) and id(p) not in model_ids]
-            parts["optimizer"] += masters
-            parts["gradients"] += _tensors([p.grad for p in masters])
-        for bucket in (attributes.get("ipg_buckets") or {}).values():
-            parts["buffers"] += _tensors(bucket.buffer)
+        _add_optimizer(parts, wrapper, {id(weight) for weight in weights})
     if wrappers:
         parts["optimizer"] += _tensors(dict(wrappers[-1].state))
     zero_optimizer = next((w for w in wrappers if hasattr(w, "cpu_offload") or hasattr(w, "offload_optimizer")), None)
-    if zero_optimizer is not None and (
-        getattr(zero_optimizer, "cpu_offload", False) or getattr(zero_optimizer, "offload_optimizer", False)
-    ):
-        parts["host"] += parts.pop("optimizer")
-        parts["optimizer"] = []
+    if getattr(zero_optimizer, "cpu_offload", False) or getattr(zero_optimizer, "offload_optimizer", False):
+        parts["host"], parts["optimizer"] = parts["optimizer"], []
     return parts
+
+
+def _add_weight(parts: dict[str, list], weight: torch.nn.Parameter) -> None:
+    """Add the tensors of one of the model's parameters to the parts; a gathered one of ZeRO-3 to "buffers" too."""
+    sharded = hasattr(weight, "ds_tensor")
+    parts["parameters"] += [weight.ds_tensor] if sharded else _inner(weight.data)
+    parts["parameters"] += _quantization(weight)
+    parts["gradients"] += _tensors([weight.grad, getattr(weight, "grad_accum", None)])
+    if sharded:
+        parts["buffers"].append(weight.data)
+
+
+def _add_optimizer(parts: dict[str, list], wrapper, model_ids: set[int]) -> None:
+    """Add the tensors that an optimizer, or a wrapper around one, holds beside the model's parameters."""
+    attributes = vars(wrapper)
+    for part, names in _DEEPSPEED.items():
+        for name in names:
+            parts[part] += _tensors(attributes.get(name))
+    for group in getattr(wrapper, "param_groups", ()):
+        masters = [p for p in group["params"] if isinstance(p, torch.Tensor) and id(p) not in model_ids]
+        parts["optimizer"] += masters
+        parts["gradients"] += _tensors([p.grad for p in masters])
+    for bucket in (attributes.get("ipg_buckets") or {}).values():
+        parts["buffers"] += _tensors(bucket.buffer)
 
 
 # Attributes of DeepSpeed 0.19's optimizers (runtime/zero/stage_1_and_2.py, stage3.py, fp16/, bf16_optimizer.py).

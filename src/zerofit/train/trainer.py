@@ -194,6 +194,12 @@ class ZerofitTrainer(Trainer):
         if not self.settings.resharded:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
+    def _issue_warnings_after_load(self, load_result) -> None:
+        """Warn of weights that a checkpoint lacks, but not of those that it holds under the name they are tied to."""
+        tied = getattr(self.model, "all_tied_weights_keys", {})
+        missing = [name for name in load_result.missing_keys if name not in tied]
+        super()._issue_warnings_after_load(type(load_result)(missing, load_result.unexpected_keys))
+
     def _load_best_model(self) -> None:
         with pickles.only_known():
             super()._load_best_model()
@@ -269,8 +275,10 @@ class ZerofitTrainer(Trainer):
 
     def counting(self, collate):
         """Let a collator count labels if the fused loss needs it; a simulation has no values to count."""
-        # Slices of --sp_size are cut on the device, each with its own count.
-        return CountingCollator(collate) if self.fused_loss and self.sequence.size == 1 else collate
+        # Slices of --sp_size are cut on the device, each with its own count. Behind the virtual tokens of prompt tuning
+        # the first label of a row is predicted too.
+        other_labels = self.sequence.size > 1 or self.settings.values.get("adapter") == "prompt_tuning"
+        return CountingCollator(collate) if self.fused_loss and not other_labels else collate
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         batches, count = super().get_batch_samples(epoch_iterator, num_batches, device)

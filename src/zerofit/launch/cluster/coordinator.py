@@ -201,7 +201,7 @@ class Coordinator:
             self._kill(signal.SIGTERM)
             return
         attempt.steps.append((now, max(state.progress.step for state in states.values())))
-        self._heed_signals(states, has_ended=bool(reports))
+        self._order_stop_or_kill(states, has_ended=bool(reports))
 
     def _states(self) -> dict[int, NodeState]:
         """Return the states of the attempt's nodes, by node rank."""
@@ -213,7 +213,7 @@ class Coordinator:
         reports = {rank: state.report for rank, state in self._states().items()}
         return {rank: report for rank, report in reports.items() if self._of_attempt(report)}
 
-    def _heed_signals(self, states: dict[int, NodeState], has_ended: bool) -> None:
+    def _order_stop_or_kill(self, states: dict[int, NodeState], has_ended: bool) -> None:
         """Order a stop or a kill if a node received a signal, a stop if a node joins.
 
         A stop is a step in the future, far enough away that every node reads it in time. Ranks that have not all made

@@ -104,7 +104,7 @@ class End:
 
 @dataclass(frozen=True)
 class JobState:
-    """What node 0 writes. A node that is not among `supervisors` yet does not heed it."""
+    """What node 0 writes. A node that is not among `supervisors` yet ignores it."""
 
     heartbeat: int  # grows with each write
     supervisors: dict[int, str]  # {node rank: id of its supervisor}

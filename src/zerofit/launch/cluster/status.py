@@ -35,7 +35,7 @@ def main(argv: list[str]) -> None:
             print(f"  {job_folder.name}: {progress(job_folder)}")
         if not slurm_jobs and not run_folder.finished(folder):
             process = supervisor(folder)
-            print(f"  runs here as process {process.pid}" if process else "  nothing of it runs on this machine")
+            print(f"  runs here as process {process.pid}" if process else "  no process of it runs on this machine")
 
 
 def find(name: str) -> Path:
