@@ -341,7 +341,7 @@ def test_streams_are_off_unless_asked_for():
     ("flags", "why"),
     [
         (("--activation_offload_streams", "true"), "--activation_offload, which is off: add --activation_offload true"),
-        ((*ON, "--torch_compile", "true"), "--activation_offload_streams True with --torch_compile True: not tested"),
+        ((*ON, "--torch_compile", "true"), "--activation_offload_streams true with --torch_compile true: not tested"),
         ((*ON, "--gradient_checkpointing", "false"), "--activation_offload refines gradient checkpointing"),
     ],
 )
