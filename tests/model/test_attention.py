@@ -492,6 +492,7 @@ def test_whatever_loads_a_model_leaves_cudnn_out(monkeypatch):
 
     monkeypatch.setattr(torch, "__version__", "2.13.0+cu130")
     settings = resolve.resolve_settings("sft", [], 1)
+    attention.register()
     for load in (
         lambda: load_model(settings, load_tokenizer(settings)),
         lambda: source.load(source.Saved(TINY / "model")),
