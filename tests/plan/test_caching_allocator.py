@@ -1,5 +1,8 @@
 """The replay follows the rules of c10/cuda/CUDACachingAllocator.cpp, in cases counted by hand."""
 
+import itertools
+import random
+
 import pytest
 
 from zerofit.plan.caching_allocator import EMPTY_CACHE, MIB, CachingAllocator, OutOfMemory, needs, replay
@@ -97,3 +100,54 @@ def test_an_expandable_segment_grows_by_pages():
     assert allocator.reserved == 62 * MIB
     allocator.allocate(MIB + 1)
     assert allocator.reserved == 82 * MIB and allocator.allocated == 61 * MIB + 1024
+
+
+def test_a_full_gpu_returns_pages_of_an_expandable_segment():
+    events = [(1, 40 * MIB, 0), (2, 40 * MIB, 0), (1, 0, 0), (3, 60 * MIB, 0)]
+    found = needs(events, expandable=True)
+    assert found["reserved"] == 140 * MIB and found["allocated"] == 100 * MIB
+    assert 100 * MIB <= found["least"] <= 108 * MIB  # the 40 MiB before the second block are returned
+    assert needs(events, expandable=True, capacity=200 * MIB)["least"] == 140 * MIB  # not looked for: there is room
+
+
+def test_pages_that_a_free_block_covers_in_part_stay():
+    allocator = CachingAllocator(expandable=True)
+    first, second = allocator.allocate(30 * MIB), allocator.allocate(30 * MIB)
+    allocator.free(first)
+    allocator.empty_cache()
+    assert allocator.reserved == 40 * MIB  # the page of which the second block has a half stays
+    allocator.allocate(10 * MIB)
+    assert allocator.reserved == 40 * MIB
+    allocator.allocate(15 * MIB)  # the page that was returned, at the lowest address
+    assert allocator.reserved == 60 * MIB
+    allocator.free(second)
+    allocator.allocate(30 * MIB)
+    assert allocator.reserved == 60 * MIB
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("expandable", [False, True])
+def test_what_is_reserved_is_allocated_or_free(expandable):
+    """After any allocations, releases, returns and failures, and no two blocks overlap."""
+    draw, failed = random.Random(0), 0
+    for _ in range(20):
+        allocator, blocks = CachingAllocator(200 * MIB, expandable), []
+        for _ in range(200):
+            try:
+                if draw.random() < 0.02:
+                    allocator.empty_cache()
+                elif blocks and draw.random() < 0.47:
+                    allocator.free(blocks.pop(draw.randrange(len(blocks))))
+                else:
+                    size = int(2 ** draw.uniform(9, 27))
+                    blocks.append(allocator.allocate(size, draw.randrange(2)))
+                    assert blocks[-1].size >= size
+            except OutOfMemory:
+                failed += 1
+            free = [entry[2] for pool in allocator._free.values() for entry in pool]
+            assert sum(block.size for block in blocks) == allocator.allocated
+            assert allocator.allocated + sum(block.size for block in free) == allocator.reserved <= 200 * MIB
+            assert all(block.free and block.mapped for block in free) and not any(block.free for block in blocks)
+            places = sorted((block.address, block.address + block.size) for block in [*blocks, *free])
+            assert all(one[1] <= other[0] for one, other in itertools.pairwise(places))
+    assert failed > 20

@@ -3,7 +3,8 @@
 The rules are those of c10/cuda/CUDACachingAllocator.cpp (torch 2.13): sizes are rounded up to 512 bytes; blocks of at
 most 1 MiB come from segments of 2 MiB, those below 10 MiB from segments of 20 MiB, larger ones have a segment of their
 own, a multiple of 2 MiB; the smallest free block that is large enough is taken, and split if enough remains; freed
-neighbors are merged; segments are returned to the driver only by empty_cache, or when the GPU is full.
+neighbors are merged; segments are returned to the driver only by empty_cache, or when the GPU is full. An expandable
+segment has pages of 2 or 20 MiB, mapped where no free block is large enough; pages in a free block are returned.
 
 Not modeled: a block that another stream used is reusable at once (torch waits for that stream's event), and the
 settings of PYTORCH_ALLOC_CONF other than expandable_segments.
@@ -22,6 +23,8 @@ SMALL_SEGMENT, LARGE_SEGMENT, OWN_SEGMENT = 2 * MIB, 20 * MIB, 10 * MIB  # from 
 
 ROUND_LARGE = 2 * MIB
 
+ENDLESS = 2**40 * LARGE_SEGMENT  # addresses of an expandable segment
+
 # As the key of an event: the cache is emptied; a layer (its size) or a pass (extended_trace.BEGINS) runs from here on.
 EMPTY_CACHE, LAYER, PASS = -1, -2, -3
 
@@ -31,41 +34,52 @@ class OutOfMemory(Exception):
 
 
 class _Block:
-    """A part of a segment, with its neighbors in it."""
+    """A part of a segment, with its neighbors in it. mapped: it has memory."""
 
-    __slots__ = ("address", "after", "before", "free", "pool", "size")
+    __slots__ = ("address", "after", "before", "free", "mapped", "pool", "size")
 
-    def __init__(self, size, address, pool, free=True, before=None, after=None):
-        self.size, self.address, self.pool, self.free = size, address, pool, free
+    def __init__(self, size, address, pool, before=None, after=None, mapped=True):
+        self.size, self.address, self.pool, self.mapped, self.free = size, address, pool, mapped, True
         self.before, self.after = before, after
+        if before is not None:
+            before.after = self
+        if after is not None:
+            after.before = self
+
+    @property
+    def expandable_size(self) -> int:
+        """Return its bytes, and those of the pages that may be mapped behind it."""
+        return self.size + (0 if self.after is None or self.after.mapped else self.after.size)
 
 
 class CachingAllocator:
     """The reserved and allocated bytes of one GPU.
 
-    Args: capacity: bytes that may be reserved; None: no limit. expandable: PYTORCH_ALLOC_CONF=expandable_segments:True,
-        without a return of pages.
+    Args: capacity: bytes that may be reserved; None: no limit. expandable: PYTORCH_ALLOC_CONF=expandable_segments:True.
     """
 
     def __init__(self, capacity: int | None = None, expandable: bool = False):
         self.capacity, self.expandable = capacity, expandable
         self.reserved = self.highest = self.allocated = self.highest_allocated = 0
-        self._free: dict[tuple, list] = {}  # (stream, small) -> sorted [(size, address, block)] of free blocks
-        self._last: dict[tuple, _Block] = {}  # (stream, small) -> the end of its expandable segment
-        self._addresses = itertools.count(0, 2**60)
+        # (stream, small) -> sorted [(size, address, block)] of free blocks
+        self._free: dict[tuple, list] = {}
+        # (stream, small) -> sorted [(address, block)] of parts without memory, of an expandable segment
+        self._unmapped: dict[tuple, list] = {}
+        self._addresses = itertools.count(0, 2 * ENDLESS)
 
     def allocate(self, size: int, stream=0) -> _Block:
         """Return a block of at least `size` bytes. Raises: OutOfMemory."""
         size = max(MIN_BLOCK, -(-size // MIN_BLOCK) * MIN_BLOCK)
         pool = (stream, size <= SMALL_SIZE)
-        free = self._free.setdefault(pool, [])
-        place = bisect.bisect_left(free, (size,))
-        if self.expandable and place + 1 < len(free) and free[place][2] is self._last[pool]:
-            place += 1  # the end of the segment counts as endless, so any other block fits better
-        if place < len(free):
-            block = free.pop(place)[2]
-        else:
-            block = self._expanded(pool, size) if self.expandable else self._new_segment(pool, size)
+        block = self._fitting(self._free.setdefault(pool, []), size)
+        if block is None:
+            more = self._expanded if self.expandable else self._new_segment
+            try:
+                block = more(pool, size)
+            except OutOfMemory:
+                self.empty_cache()
+                block = more(pool, size)
+        self._remove(block)
         self._split(block, size)
         block.free = False
         self.allocated += block.size
@@ -75,21 +89,30 @@ class CachingAllocator:
     def free(self, block: _Block) -> None:
         self.allocated -= block.size
         block.free = True
-        for neighbor in (block.before, block.after):
-            if neighbor is not None and neighbor.free:
-                self._remove(neighbor)
-                block = self._merged(block, neighbor)
-        self._add(block)
+        self._add(self._with_free_neighbors(block))
 
     def empty_cache(self) -> None:
-        """Return all segments without an allocated block to the driver."""
-        if self.expandable:
-            return
+        """Return all segments without an allocated block to the driver; of expandable ones all such pages."""
         for free in self._free.values():
-            for entry in list(free):
-                if entry[2].before is None and entry[2].after is None:
-                    free.remove(entry)
-                    self.reserved -= entry[0]
+            for _, _, block in list(free):
+                if self.expandable:
+                    self._unmap(block)
+                elif block.before is None and block.after is None:
+                    self._remove(block)
+                    self.reserved -= block.size
+
+    def _fitting(self, free: list, size: int) -> _Block | None:
+        """Return the smallest free block that is large enough; of an expandable segment by what it can grow to."""
+        place = bisect.bisect_left(free, (size,))
+        if place == len(free):
+            return None
+        block = free[place][2]
+        if self.expandable:
+            for _, _, larger in free[place + 1 :]:
+                if larger.expandable_size >= block.expandable_size:
+                    break
+                block = larger
+        return block
 
     def _add(self, block: _Block) -> None:
         bisect.insort(self._free[block.pool], (block.size, block.address, block))
@@ -98,34 +121,25 @@ class CachingAllocator:
         free = self._free[block.pool]
         free.pop(bisect.bisect_left(free, (block.size, block.address)))
 
-    def _merged(self, a: _Block, b: _Block) -> _Block:
-        first, second = (a, b) if a.address < b.address else (b, a)
-        first.size += second.size
-        first.after = second.after
-        if second.after is not None:
-            second.after.before = first
-        elif self.expandable:
-            self._last[first.pool] = first
-        return first
+    def _with_free_neighbors(self, block: _Block) -> _Block:
+        """Return the block merged with its free neighbors, which are removed from the free ones."""
+        for neighbor in (block.before, block.after):
+            if neighbor is not None and neighbor.free and neighbor.mapped:
+                self._remove(neighbor)
+                block = _merged(block, neighbor)
+        return block
 
     def _split(self, block: _Block, size: int) -> None:
         """Make the block `size` bytes long and its rest a free block, if the rest is large enough."""
         left = block.size - size
         if left < MIN_BLOCK if block.pool[1] or self.expandable else left <= SMALL_SIZE:
             return
-        rest = _Block(left, block.address + size, block.pool, True, block, block.after)
-        if block.after is not None:
-            block.after.before = rest
-        elif self.expandable:
-            self._last[block.pool] = rest
-        block.after, block.size = rest, size
-        self._add(rest)
+        self._add(_Block(left, block.address + size, block.pool, block, block.after))
+        block.size = size
 
     def _reserve(self, size: int) -> None:
         if self.capacity is not None and self.reserved + size > self.capacity:
-            self.empty_cache()
-            if self.reserved + size > self.capacity:
-                raise OutOfMemory
+            raise OutOfMemory
         self.reserved += size
         self.highest = max(self.highest, self.reserved)
 
@@ -137,25 +151,79 @@ class CachingAllocator:
         else:
             segment = -(-size // ROUND_LARGE) * ROUND_LARGE
         self._reserve(segment)
-        return _Block(segment, next(self._addresses), pool)
+        block = _Block(segment, next(self._addresses), pool)
+        self._add(block)
+        return block
 
     def _expanded(self, pool: tuple, size: int) -> _Block:
-        """Return the free end of the pool's segment, after pages for `size` bytes were mapped to it."""
-        page = SMALL_SEGMENT if pool[1] else LARGE_SEGMENT
-        last = self._last.get(pool)
-        missing = size - (last.size if last is not None and last.free else 0)
-        missing = -(-missing // page) * page
-        self._reserve(missing)
-        if last is not None and last.free:
-            self._remove(last)
-            last.size += missing
-            return last
-        address = last.address + last.size if last is not None else next(self._addresses)
-        block = _Block(missing, address, pool, before=last)
-        if last is not None:
-            last.after = block
-        self._last[pool] = block
+        """Return a free block of at least `size` bytes, after pages were mapped at the lowest addresses with room."""
+        unmapped = self._unmapped.setdefault(pool, [])
+        if not unmapped:
+            start = next(self._addresses)
+            unmapped.append((start, _Block(ENDLESS, start, pool, mapped=False)))
+        for _, block in unmapped:
+            if block.before is not None and block.before.free:
+                block = block.before
+            if _has_room(block, size):
+                break
+        if not block.mapped:
+            block = self._map(block, size)
+        while block.size < size:
+            block = self._map(block.after, size - block.size)
         return block
+
+    def _map(self, block: _Block, size: int) -> _Block:
+        """Map pages for `size` bytes, or for the whole block; return the free block that they are now in."""
+        page = SMALL_SEGMENT if block.pool[1] else LARGE_SEGMENT
+        size = min(block.size, -(-size // page) * page)
+        self._reserve(size)
+        unmapped = self._unmapped[block.pool]
+        place = bisect.bisect_left(unmapped, (block.address,))
+        unmapped.pop(place)
+        block.mapped = True
+        if size < block.size:
+            rest = _Block(block.size - size, block.address + size, block.pool, block, block.after, mapped=False)
+            unmapped.insert(place, (rest.address, rest))
+            block.size = size
+        block = self._with_free_neighbors(block)
+        self._add(block)
+        return block
+
+    def _unmap(self, block: _Block) -> None:
+        """Return the pages that a free block covers."""
+        page = SMALL_SEGMENT if block.pool[1] else LARGE_SEGMENT
+        begin, end = -(-block.address // page) * page, (block.address + block.size) // page * page
+        if begin >= end:
+            return
+        self._remove(block)
+        self.reserved -= end - begin
+        if block.address < begin:
+            self._add(_Block(begin - block.address, block.address, block.pool, block.before, block))
+        if end < block.address + block.size:
+            self._add(_Block(block.address + block.size - end, end, block.pool, block, block.after))
+        block.address, block.size, block.mapped = begin, end - begin, False
+        unmapped = self._unmapped[block.pool]
+        for neighbor in (block.before, block.after):
+            if neighbor is not None and not neighbor.mapped:
+                unmapped.pop(bisect.bisect_left(unmapped, (neighbor.address,)))
+                block = _merged(block, neighbor)
+        bisect.insort(unmapped, (block.address, block))
+
+
+def _merged(a: _Block, b: _Block) -> _Block:
+    first, second = (a, b) if a.address < b.address else (b, a)
+    first.size += second.size
+    first.after = second.after
+    if second.after is not None:
+        second.after.before = first
+    return first
+
+
+def _has_room(block: _Block, size: int) -> bool:
+    """Return whether the free and unmapped blocks from this one on have so many bytes."""
+    while block is not None and block.free and size > 0:
+        size, block = size - block.size, block.after
+    return size <= 0
 
 
 def replay(events: list[tuple], capacity: int | None = None, expandable: bool = False) -> dict:
@@ -185,14 +253,14 @@ def needs(events: list[tuple], expandable: bool = False, capacity: int | None = 
 
     Returns: {"allocated": the peak of its blocks; "reserved": the segments at their peak, on a GPU of `capacity` if
         the job runs there, else on one with room; "least": the smallest capacity (within 0.2 %) in which it runs, since
-        a full GPU returns unused segments}.
+        a full GPU returns unused segments; with expandable ones that reserve less than 0.9 of `capacity`, "reserved"}.
     """
     roomy = replay(events, None, expandable)
     here = replay(events, capacity, expandable) if capacity and roomy["reserved"] > capacity else roomy
     low, high = roomy["allocated"], roomy["reserved"]
-    while not expandable and high - low > max(8 * MIB, 0.002 * low):
+    while high - low > max(8 * MIB, 0.002 * low) and not (expandable and capacity and high < 0.9 * capacity):
         middle = (low + high) // 2
-        low, high = (low, middle) if replay(events, middle)["fits"] else (middle, high)
+        low, high = (low, middle) if replay(events, middle, expandable)["fits"] else (middle, high)
     reserved = (here if here["fits"] else roomy)["reserved"]
     return {"allocated": roomy["allocated"], "reserved": reserved, "least": high}
 
