@@ -37,6 +37,8 @@ WAYS = {
     "reentrant": {"gradient_checkpointing_kwargs": {"use_reentrant": True}},
 }
 
+QUICK = ("every layer", "selective", "the side stream never waits", "the compute stream never waits")  # not slow
+
 
 def key_of(tensor) -> int:
     return tensor.untyped_storage()._cdata
@@ -190,7 +192,7 @@ def equal(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
 
 
 @pytest.mark.oracle
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [way if way in QUICK else pytest.param(way, marks=pytest.mark.slow) for way in WAYS])
 def test_streams_change_no_bit(way):
     """With torch.cpu's streams, which do nothing; and the model trains."""
     found = trained(llama(WAYS[way], StreamedOffload("cpu")))
@@ -233,7 +235,9 @@ def mutant(name: str):
 
 
 @pytest.mark.fault
-@pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in MUTANTS]
+)
 def test_the_stand_in_finds_each_missing_wait(name):
     with Device() as device:
         try:
