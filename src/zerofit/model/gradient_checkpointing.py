@@ -1,7 +1,6 @@
 """Gradient checkpointing: which layers are recomputed, what they still store, and where."""
 
 import collections
-import gc
 import json
 import os
 import weakref
@@ -11,7 +10,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from zerofit import distributed
+from zerofit import allocator, distributed
 from zerofit.errors import UserError, first_line
 
 SIMULATED_ATTENTION = "zerofit::attention"  # of a plan (plan/fake_device.py)
@@ -336,15 +335,7 @@ def _problem_of_streams(device: torch.device) -> str | None:
     except Exception as error:
         problem = f"it failed here ({first_line(error)})"
     if device.type == "cuda":
-        gc.collect()
-        try:
-            torch.cuda.synchronize()
-        except RuntimeError as error:  # no CUDA call of this process works any more
-            raise UserError(
-                f"--activation_offload_streams: failed on this GPU ({first_line(error)}); leave it out."
-            ) from error
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+        allocator.release_proof("--activation_offload_streams", "leave it out")
     return problem
 
 

@@ -5,13 +5,12 @@ transformers applies the kernels to the model (integrations/liger.py); the loss 
 
 import contextlib
 import copy
-import gc
 import importlib.util
 import sys
 
 import torch
 
-from zerofit import distributed
+from zerofit import allocator, distributed
 from zerofit.errors import UserError, first_line
 from zerofit.model import attention
 from zerofit.settings import decide
@@ -138,13 +137,7 @@ def _problem(settings, config) -> str | None:
     except Exception as error:
         found = {f"they failed here ({first_line(error)})": float("inf")}
     if device.type == "cuda":
-        gc.collect()
-        try:
-            torch.cuda.synchronize()
-        except RuntimeError as error:  # no CUDA call of this process works any more
-            raise UserError(f"--use_liger_kernel: failed on this GPU ({first_line(error)}); use false.") from error
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+        allocator.release_proof("--use_liger_kernel", "use false")
     wrong = {what: error for what, error in found.items() if not error <= bound}
     if not wrong:
         return None
