@@ -27,7 +27,8 @@ facts = {name: os.environ.get(name) for name in names} | {
     "argv": sys.argv[1:], "session": os.getsid(0) == os.getpid(), "name": __name__, "pid": os.getpid(),
     "ignores": signal.getsignal(signal.SIGTERM) == signal.SIG_IGN, "forked": "zerofit.launch.standby" in sys.modules,
 }
-(where / f"facts{rank}.json").write_text(json.dumps(facts))
+(where / f"new{rank}.json").write_text(json.dumps(facts))
+(where / f"new{rank}.json").rename(where / f"facts{rank}.json")  # never read half-written
 print("said by a rank")
 exec(then[int(rank)])
 """
