@@ -3,7 +3,8 @@
     python benchmarks/published.py                     # plan every point, write benchmarks/results/published-<date>.*
     python benchmarks/published.py --only fms-lora     # the points whose id contains this; nothing is written
     python benchmarks/published.py --again file.json   # the tables, from the plans of an earlier result; --missing
-                                                       # also plans the points that it lacks and adds them to it
+                                                       # also plans points that it lacks or that an earlier SIMULATION
+                                                       # planned, and adds them to it
 
 published/points.csv has the points: where a figure is from, what was run, and the flags of `zerofit plan` that stand
 for it; published/models their config.json files, published/contexts.csv what processes hold outside torch's allocator,
@@ -424,7 +425,9 @@ def main() -> None:
     parser.add_argument("--only", default="", help="part of the ids; nothing is written")
     parser.add_argument("--classes", default="A,B,C,fit")
     parser.add_argument("--again", default="", help="a result's JSON file, whose plans are taken")
-    parser.add_argument("--missing", action="store_true", help="with --again: plan what the file does not have")
+    parser.add_argument(
+        "--missing", action="store_true", help="with --again: plan what it lacks, or is of an earlier SIMULATION"
+    )
     given = parser.parse_args()
     chosen = [p for p in points() if given.only in p["id"] and p["class"] in given.classes.split(",")]
     plans = json.loads(Path(given.again).read_text())["plans"] if given.again else {}
@@ -432,7 +435,7 @@ def main() -> None:
     store = Path(given.again) if given.again else target.with_suffix(".json")
     with simulate.reused():
         for point in chosen if given.missing or not given.again else []:
-            if point["id"] in plans:
+            if plans.get(point["id"], {}).get("simulation") == SIMULATION:
                 continue
             plans[point["id"]] = plan(point)
             for row in compare(point, plans[point["id"]]):

@@ -44,6 +44,14 @@ def test_what_is_not_stated_makes_class_b():
         assert point["class"] != "A" or not point["unknown"], point["id"]
 
 
+def test_kernels_that_zerofit_lacks_make_class_c():
+    """Every run of this file has "foak" kernels in its column framework_config."""
+    with_kernels = [point for point in POINTS if point["url"].endswith("a100_80gb_liger.csv")]
+    assert len(with_kernels) >= 10
+    for point in with_kernels:
+        assert point["class"] in ("C", "fit") and "K" in point["reasons"], point["id"]
+
+
 def test_lengths_of_rows_are_those_that_the_source_states():
     point = {"rows": "3234.4 2547.5 91", "flags": "--zero 0 --max_length 100000"}
     lengths = published.lengths_of(point)
