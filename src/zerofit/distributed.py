@@ -73,7 +73,10 @@ def start(settings) -> None:
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1")
     if not settings.use_cpu and local_size > torch.cuda.device_count():  # raised on every rank, before any group exists
         raise UserError(f"{local_size} processes on this machine, but {torch.cuda.device_count()} GPUs; start fewer.")
-    if os.environ.get("OMP_NUM_THREADS", "1") == "1":
+    threads = os.environ.get("OMP_NUM_THREADS", "1")
+    if size() > 1 and not threads.isdigit():  # OpenMP takes a list, one number a level
+        raise UserError(f"OMP_NUM_THREADS={threads}: accelerate reads one whole number; set one, or unset it.")
+    if threads == "1":
         # Launchers set 1, which makes CPU training and the offloaded optimizer crawl.
         torch.set_num_threads(max(1, cores() // local_size))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))

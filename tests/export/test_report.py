@@ -121,6 +121,16 @@ def test_the_next_command_after_a_failure(told, tmp_path, capsys):
     assert capsys.readouterr().out == f"report: {tmp_path / 'a' / 'report.html'}\n{following}"
 
 
+def test_a_diverged_run_is_looked_into(tmp_path):
+    """A resume would repeat the step: the checkpoint's learning rate goes on."""
+    folder = make_run(tmp_path / "a", status="failed", error="Diverged: step 11: the gradient is nan")
+    for step in (9, 10, 11):
+        (folder / "nan" / f"step-{step}").mkdir(parents=True)
+    (following,) = report.next_steps(folder)
+    assert following.startswith(f"zerofit replay {folder}/nan/step-11    #")
+    assert Page(report.of_one(Run(folder))).has(following)
+
+
 def test_runs_side_by_side(tmp_path, capsys):
     runs = [make_run(tmp_path / "a", 1e-4, status="finished"), make_run(tmp_path / "b c", 2e-4, status="failed")]
     report.main([f"{runs[0]} '{runs[1]}'"])  # as make passes them

@@ -258,6 +258,14 @@ def test_taken_port_of_a_launcher_is_named(tmp_path):
 
 
 @pytest.mark.bad_input
+def test_threads_that_accelerate_cannot_read_are_named(monkeypatch):
+    for name, value in {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "2,1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="OMP_NUM_THREADS=2,1: accelerate reads one whole number"):
+        distributed.start(SimpleNamespace(deepspeed=None, use_cpu=True))
+
+
+@pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("recipe", "flags", "says"),
     [

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 
 from zerofit import command_line, paths, run_folder
-from zerofit.errors import UserError, printable
+from zerofit.errors import Diverged, UserError, printable
 from zerofit.export import report_page, report_plots
 from zerofit.export.report_plots import Line
 from zerofit.train import model_card
@@ -218,14 +218,22 @@ def _checkpoints(folder: Path) -> list[list[str]]:
 
 
 def next_steps(folder: Path) -> list[str]:
-    """Return the commands that continue from a run: those of its model, or how to resume it."""
+    """Return the commands that continue from a run: those of its model, how to resume it, or what looks into it."""
     from zerofit.train.checkpoint import integrity
 
     if run_folder.finished(folder):
         return [command_line.next_step(verb, folder) for verb in ("chat", "export")]
+    if bad_steps := _bad_steps(folder):
+        return [f"zerofit replay {shlex.quote(str(bad_steps[-1]))}    # resumed, this step would diverge again"]
     saved = integrity.latest_valid_checkpoint(folder)
     where = f"from step {step_of(saved)}" if saved else "from the start"
     return [f"{command_line.next_step('resume', folder)}    # {where}"]
+
+
+def _bad_steps(folder: Path) -> list[Path]:
+    """Return the folders of the steps that a diverged run has kept, in order; none for runs that ended otherwise."""
+    diverged = str(Run(folder).result.get("error")).startswith(f"{Diverged.__name__}:")
+    return sorted(folder.glob("nan/step-*"), key=lambda step: int(step.name[5:])) if diverged else []
 
 
 def _why(run: Run) -> str:
