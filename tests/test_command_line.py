@@ -30,6 +30,23 @@ def test_only_the_named_value_is_dropped():
     assert command_line.drop_value(LINE, "--zero", "2") == LINE
 
 
+def test_a_flag_with_several_values_is_named():
+    """Such as `make sft ZERO=3 ARGS="--zero 2"`; a token's values are not shown."""
+    flags = [
+        "--zero=3",
+        "--bf16",
+        "--max_steps",
+        "5",
+        "--hub_token",
+        "a",
+        "--hub-token=b",
+        "--max-steps=5",
+        "--zero",
+        "2",
+    ]
+    assert command_line.repeated(flags) == ["zero 2: the last one given; before it, 3"]
+
+
 def test_put_replaces_a_flag():
     changed = command_line.put(LINE, max_steps=3, packing=False, output_dir="x")
     assert changed == ["run.py", *LINE[2:5], "--zero", "auto", *"--max_steps 3 --packing false --output_dir x".split()]

@@ -73,6 +73,18 @@ def names(flags: list[str]) -> set[str]:
     return {name for name, _, _ in by_flag(flags) if name}
 
 
+def repeated(flags: list[str]) -> list[str]:
+    """Return a sentence for each flag that is given with several values, of which argparse takes the last."""
+    given: dict[str, list[str]] = {}
+    for name, values, _ in by_flag(without_secrets(flags)):
+        given.setdefault(name[2:], []).append(" ".join(values))
+    return [
+        f"{name} {values[-1]}: the last one given; before it, {', '.join(values[:-1])}"
+        for name, values in given.items()
+        if len(set(values)) > 1
+    ]
+
+
 def drop(flags: list[str], *names: str) -> list[str]:
     """Return the command line without these flags and their values; `-` and `_` in names are the same."""
     dropped = {name.replace("-", "_") for name in names}

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 from transformers import HfArgumentParser  # without torch; TrainingArguments brings it and takes seconds
 
-from zerofit.command_line import with_auto_as_probe
+from zerofit.command_line import repeated, with_auto_as_probe
 from zerofit.config import arguments, presets, synonyms
 from zerofit.errors import UserError
 from zerofit.settings import Settings
@@ -195,6 +195,7 @@ def read(recipe: str, argv: list[str], world_size: int, gpu=None) -> Settings:
     kit = {f.name for group in arguments.kit_groups(recipe) for f in fields(group)}
     source |= {name: "default" for name in kit if source[name] == "transformers default"}
     settings = Settings(recipe, values, source, world_size, planned_gpu=gpu, flags=argv, given=given, defaults=defaults)
+    settings.decisions += repeated(argv)
     if preset:
         settings.decisions.append(f"preset {given['preset']}: {' '.join(presets.flags(given['preset']))}")
     return settings
