@@ -341,8 +341,9 @@ def _turn(place: str, i: int, message: Any) -> tuple[dict, bool]:
     role = message.get("role", message.get("from"))
     content = message.get("content", message.get("value"))
     if not isinstance(role, str) or role not in ROLES:
-        known = ", ".join(sorted(set(ROLES.values())))
-        raise UserError(f"{place}: turn {i} has the role {role!r}; known: {known} (and {', '.join(ROLES)}).")
+        known = sorted(set(ROLES.values()))
+        others = ", ".join(name for name in ROLES if name not in known)
+        raise UserError(f"{place}: turn {i} has the role {role!r}; known: {', '.join(known)} (and {others}).")
     calls = message.get("tool_calls")
     if role == "function_call" and not calls and (calls := _function_calls(content)):
         message, content = message | {"tool_calls": calls}, None
