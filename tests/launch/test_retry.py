@@ -359,13 +359,15 @@ def test_every_layer_is_recomputed_whatever_a_preset_says():
 def test_a_resume_leaves_checkpointing_to_the_plan_that_chose_it(monkeypatch, tmp_path):
     started = []
     monkeypatch.setattr(launcher, "main", started.append)
-    for source, offload in (("plan", False), ("flag", False), ("plan", True)):  # the last one of --zero auto
-        values = {"gradient_checkpointing": False, "offload": "none", "activation_offload": offload}
+    cases = [("plan", False, "true"), ("flag", False, "true"), ("plan", True, "true"), ("plan", False, "false")]
+    for source, offload, padding_free in cases:  # the last two only of --zero auto
+        values = {"gradient_checkpointing": False, "offload": "none", "activation_offload": offload,
+                  "padding_free": padding_free}  # fmt: skip
         facts = {"recipe": "sft", "world_size": 2, "flags": ["--gradient_checkpointing", "false", "--zero", "2"],
                  "arguments": {name: {"value": value, "source": source} for name, value in values.items()}}  # fmt: skip
         (tmp_path / "run.json").write_text(json.dumps(facts))
         resume.main([str(tmp_path)])
-    assert ["--gradient_checkpointing" in words for words in started] == [False, True, True]
+    assert ["--gradient_checkpointing" in words for words in started] == [False, True, True, True]
 
 
 def test_the_newest_whole_checkpoint(tmp_path):

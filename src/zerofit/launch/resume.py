@@ -64,10 +64,11 @@ def main(argv: list[str]) -> None:
 def _may_recompute_less(arguments: dict) -> bool:
     """Return whether the plan of the launch chooses gradient checkpointing again, as it did for the run.
 
-    A plan of --zero auto may have chosen to offload activations too, which a launch does not.
+    A plan of --zero auto may have chosen to offload activations too, or have planned padded rows; a launch does not.
     """
     by_plan = arguments.get("gradient_checkpointing", {}).get("source") == gradient_checkpointing.BY_PLAN
-    return by_plan and not arguments.get("activation_offload", {}).get("value")
+    offload, padding_free = (arguments.get(n, {}).get("value") for n in ("activation_offload", "padding_free"))
+    return by_plan and not offload and padding_free == "true"
 
 
 def _sp_size(new: list[str], old: int) -> int:
