@@ -449,7 +449,7 @@ def test_interrupt_leaves_no_process_and_says_how_to_go_on(tmp_path):
     )
     assert "death signal" not in err and "Traceback" not in err and err.count("interrupted") == 1, err
     assert Run(out).json("result.json")["status"] == "interrupted"
-    _, alive = psutil.wait_procs(ranks, timeout=10)
+    _, alive = psutil.wait_procs(ranks, timeout=60)
     assert not alive
 
 

@@ -251,7 +251,7 @@ def test_a_second_signal_ends_at_once(tmp_path, number):
     _, said = job.communicate(timeout=30)
     ended = "interrupted" if number == signal.SIGINT else "stopped by SIGTERM"
     assert job.returncode == 130 and f"zerofit: {ended} at step" in said and "make resume RUN=" in said
-    assert not psutil.wait_procs(ranks, timeout=10)[1]
+    assert not psutil.wait_procs(ranks, timeout=60)[1]
 
 
 @pytest.mark.slow

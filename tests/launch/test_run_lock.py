@@ -301,7 +301,7 @@ def test_a_process_ends_with_its_supervisor(tmp_path):
         family = psutil.Process(supervisor.pid).children(recursive=True)
         assert len(family) == 2 and not psutil.wait_procs(family, timeout=1.5 * rank_status.LOOK_SECONDS)[0]
         supervisor.kill()
-        assert not psutil.wait_procs(family, timeout=10)[1]
+        assert not psutil.wait_procs(family, timeout=60)[1]
     finally:
         supervisor.kill()
         supervisor.wait()
