@@ -523,6 +523,34 @@ def test_a_pissa_checkpoint_does_not_fit_its_base(more_runs, tmp_path):
         exported(more_runs["pissa"].folder / "checkpoint-4", tmp_path / "out")
 
 
+@pytest.mark.parametrize(
+    ("content", "texts"),
+    [
+        (b'\xef\xbb\xbf{"a": "x", "b": ["y"]}\r\n\r\n{"a": "z"}\r\n', ["x\ny", "z"]),
+        (b'[{"a": "x"}, {"a": "y"}]', ["x", "y"]),
+        (b'{"a": "x"}\n{"a": \n', ["x"]),
+        (b'{"a": "x\\ud800"}\n', ["x"]),
+    ],
+    ids=["byte order mark and empty line", "array", "broken line", "lone surrogate"],
+)
+def test_rows_to_compare_are_read_like_training_rows(tmp_path, content, texts):
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(content)
+    saved = export_source.Saved(tmp_path, facts={"arguments": {"data": {"value": ["missing.jsonl", str(file)]}}})
+    assert compare._data(saved) == texts
+
+
+@pytest.mark.parametrize("shards", [["model"], ["model-00001-of-00002", "model-00002-of-00002"]], ids=len)
+def test_weights_beside_those_of_transformers_are_not_read(tmp_path, shards):
+    """mistralai's folders hold them a second time, under names of their own."""
+    for i, name in enumerate([*shards, "consolidated"]):
+        save_file({f"{name}.weight": torch.full((2,), float(i))}, tmp_path / f"{name}.safetensors")
+    if len(shards) > 1:
+        index = {"weight_map": {f"{name}.weight": f"{name}.safetensors" for name in shards}}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert set(zero_shards.Weights(tmp_path).where) == {f"{name}.weight" for name in shards}
+
+
 def test_bounds_grow_with_rounding_only():
     assert set(compare._bounds(0.0, 4, 1.0, 10.0, False).values()) == {0}
     assert compare._bounds(2**-24, 4, 1.0, 10.0, True)["bound_max"] == pytest.approx(1e-3)

@@ -1,5 +1,7 @@
 """Compare an export with the trained model in a clean process, by their logits on the same rows."""
 
+import contextlib
+import itertools
 import json
 import math
 import os
@@ -8,6 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from zerofit.data import sources
 from zerofit.errors import UserError
 from zerofit.paths import PACKAGE
 
@@ -217,12 +220,17 @@ def _rows(saved) -> list[list[int]]:
 
 
 def _data(saved) -> list[str]:
+    """Return the texts of the first rows of the run's first JSONL file; fewer where rows cannot be read."""
+    texts = []
     for name in saved.argument("data") or []:
         path = Path(name).expanduser()
         if path.is_file() and path.suffix == ".jsonl":
-            with path.open(encoding="utf-8") as lines:
-                return ["\n".join(_texts(json.loads(line))) for line, _ in zip(lines, range(ROWS), strict=False)]
-    return []
+            with contextlib.suppress(UserError):  # training may have left out a broken line: --bad_rows drop
+                for _, row in itertools.islice(sources.read_rows(sources.Source(path)), ROWS):
+                    text = "\n".join(_texts(row))
+                    texts.append(text.encode("utf-8", "ignore").decode())  # a lone surrogate is no text to tokenizers
+            break
+    return texts
 
 
 def _texts(value) -> list[str]:

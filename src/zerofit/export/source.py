@@ -207,8 +207,8 @@ def _from_hub(name: str, saved: Saved, place: str) -> Path:
 
     hub.check_reachable(place)
     try:
-        revision = saved.adapter.get("revision")
-        return Path(snapshot_download(name, revision=revision, ignore_patterns=["*.bin", "*.pt", "*.pth", "*.gguf"]))
+        others = ["*.bin", "*.pt", "*.pth", "*.gguf", "consolidated*", "original/*"]  # the same weights again
+        return Path(snapshot_download(name, revision=saved.adapter.get("revision"), ignore_patterns=others))
     except (OSError, ValueError) as error:
         raise UserError(f"{place}: cannot be had: {first_line(error)}") from None
 

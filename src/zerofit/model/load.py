@@ -74,11 +74,18 @@ def load_tokenizer(settings):
 def load_config(settings):
     """Load the model's config.json.
 
-    Raises: UserError when it cannot be loaded.
+    Raises: UserError when it cannot be loaded, or is of weights that are quantized already.
     """
     from transformers import AutoConfig
 
-    return _load(AutoConfig.from_pretrained, settings, "config.json")
+    config = _load(AutoConfig.from_pretrained, settings, "config.json")
+    method = (getattr(config, "quantization_config", None) or {}).get("quant_method")
+    if method not in (None, "mxfp4"):  # mxfp4 is gpt-oss's own format, which transformers can unpack
+        raise UserError(
+            f"--model {settings.model}: its weights are quantized already ({method}), and no adapter of them could be "
+            "merged or compared; name the original model, for QLoRA with --load_in_4bit true."
+        )
+    return config
 
 
 def widths(settings) -> tuple[int, int]:
