@@ -245,6 +245,8 @@ def test_a_second_signal_ends_at_once(tmp_path, number):
         assert time.time() < deadline and job.poll() is None
         time.sleep(0.2)
     ranks = psutil.Process(job.pid).children(recursive=True)
+    for rank in ranks:
+        rank.suspend()  # else they may have saved and ended before the second signal
     job.send_signal(number)
     time.sleep(0.3)
     job.send_signal(number)
