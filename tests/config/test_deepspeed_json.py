@@ -108,6 +108,28 @@ def test_literals_in_the_file_win_over_defaults_and_are_said(write):
     assert any("gradient_clipping" in d for d in found.decisions)
 
 
+def test_a_file_that_leaves_keys_out_runs_with_the_arguments(write):
+    """DeepSpeed would stop without a batch, clip nothing, and compute in fp32."""
+    found = parse("--deepspeed", write(BASE | {"fp16": {"hysteresis": 1}}))
+    assert {name: found.deepspeed[name] for name in found.deepspeed if name != "zero_optimization"} == {
+        "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto", "hysteresis": 1},
+    }  # fmt: skip
+    assert any("gradient_clipping" in decision and "leaves them out" in decision for decision in found.decisions)
+    own = parse("--deepspeed", write(BASE | {"gradient_clipping": 0, "torch_autocast": {"enabled": True}})).deepspeed
+    assert own["gradient_clipping"] == 0 and "bf16" not in own and "fp16" not in own
+
+
+def test_optimizer_and_scheduler_of_the_file_are_what_runs(write):
+    """transformers compares these with its arguments after the model has been loaded."""
+    adam = {"type": "AdamW", "params": {"lr": 1e-5, "betas": [0.8, 0.95], "eps": 1e-7, "weight_decay": 0}}
+    warmup = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 5, "total_num_steps": "auto"}}
+    found = parse("--deepspeed", write(BASE | {"optimizer": adam, "scheduler": warmup}))
+    assert (found.adam_beta1, found.adam_beta2, found.adam_epsilon, found.weight_decay) == (0.8, 0.95, 1e-7, 0)
+    assert (found.learning_rate, found.warmup_steps) == (1e-5, 5)
+    assert any("--lr_scheduler_type is not used" in decision for decision in found.decisions)
+
+
 def test_offload_in_the_file_is_what_runs(write):
     path = write({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}})
     found = parse("--deepspeed", path)
@@ -177,6 +199,25 @@ def test_same_value_in_both_places_is_no_contradiction(write):
         ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, [], "offload_param needs stage 3"),
         ({"zero_optimization": {"stage": 2, "mics_shard_size": 2}}, [], "mics_shard_size"),
         ({"train_batch_size": 8}, [], 'no "zero_optimization" section'),
+        (BASE | {"gradient_accumulation_steps": "4"}, [], 'gradient_accumulation_steps = "4": must be a whole number'),
+        (BASE | {"train_batch_size": 2.0}, [], "train_batch_size = 2.0: must be a whole number"),
+        (BASE | {"train_micro_batch_size_per_gpu": True}, [], "= true: must be a whole number"),
+        (BASE | {"gradient_clipping": "1.0"}, [], 'gradient_clipping = "1.0": must be a number'),
+        (BASE | {"zero_force_ds_cpu_optimizer": "false"}, [], '= "false": must be true or false'),
+        (BASE | {"optimizer": "AdamW"}, [], 'optimizer = "AdamW": must be an object'),
+        (BASE | {"optimizer": {"type": "AdamW", "params": {"lr": "3e-5"}}}, [], 'lr = "3e-5": must be a number'),
+        (BASE | {"optimizer": {"type": "AdamW", "params": {"betas": [0.9]}}}, [], "betas = [0.9]: must be two numbers"),
+        (
+            BASE | {"optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.95]}}},
+            ["--adam_beta2", "0.99"],
+            "optimizer.params.betas = [0.9, 0.95], but --adam_beta2 is 0.99",
+        ),
+        (
+            BASE | {"scheduler": {"type": "WarmupLR", "params": {}}},
+            ["--lr_scheduler_type", "linear"],
+            'has a "scheduler" section (WarmupLR), but --lr_scheduler_type is',
+        ),
+        (BASE | {"scheduler": {"params": {"total_num_steps": 9}}}, [], 'total_num_steps = 9: write "auto"'),
         (BASE, ["--zero", "3"], "zero_optimization.stage = 2, but --zero is 3"),
         (BASE | {"gradient_accumulation_steps": 4}, ["--gradient_accumulation_steps", "2"], "but --gradient_acc"),
         (BASE | {"train_batch_size": 64}, ["--effective_batch_size", "32"], "but --effective_batch_size is 32"),

@@ -69,18 +69,60 @@ SAME_AS_ARGUMENT = {
     "optimizer.params.eps": "adam_epsilon",
     "optimizer.params.weight_decay": "weight_decay",
     "scheduler.params.warmup_max_lr": "learning_rate",
+    "scheduler.params.warmup_num_steps": "warmup_steps",
 }
+
+BETAS = "optimizer.params.betas"  # of --adam_beta1 and --adam_beta2
 
 # Keys that transformers fills when they are "auto"; "auto" anywhere else fails or is silently read as false.
 AUTO_KEYS = frozenset(SAME_AS_ARGUMENT) | {
-    "optimizer.params.betas",
+    BETAS,
     "scheduler.params.warmup_min_lr",
-    "scheduler.params.warmup_num_steps",
     "scheduler.params.total_num_steps",
     "zero_optimization.reduce_bucket_size",
     "zero_optimization.stage3_prefetch_bucket_size",
     "zero_optimization.stage3_param_persistence_threshold",
 }
+
+# Keys that take the argument's value where a file leaves them out: DeepSpeed would stop without a batch, clip no
+# gradient and compute in fp32.
+FILLED = (
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "bf16.enabled",
+    "fp16.enabled",
+)
+
+OTHER_PRECISION = {"bfloat16", "torch_autocast", "data_types"}  # sections beside which bf16 and fp16 are left alone
+
+# What DeepSpeed takes as it is, without a check of its type: (types, what a value must be, keys).
+TYPES = (
+    (
+        (dict,),
+        "an object {...}",
+        """activation_checkpointing checkpoint comms_logger compile data_types flops_profiler optimizer
+        optimizer.params scheduler scheduler.params tensorboard torch_autocast wandb""",
+    ),
+    (
+        (int,),
+        "a whole number",
+        """train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps
+        scheduler.params.warmup_num_steps""",
+    ),
+    (
+        (int, float),
+        "a number",
+        """gradient_clipping gradient_predivide_factor steps_per_print optimizer.params.lr optimizer.params.eps
+        optimizer.params.weight_decay scheduler.params.warmup_max_lr scheduler.params.warmup_min_lr""",
+    ),
+    (
+        (bool,),
+        "true or false",
+        """dataloader_drop_last disable_allgather dump_state memory_breakdown prescale_gradients wall_clock_breakdown
+        zero_allow_untested_optimizer zero_force_ds_cpu_optimizer""",
+    ),
+)
 
 
 def read_json(path: str | Path) -> dict:
@@ -138,6 +180,7 @@ def lint(config: dict, path: str | Path) -> None:
     for dotted in _autos(config):
         if dotted not in AUTO_KEYS:
             raise UserError(f'{path}: {dotted} is "auto", but nothing fills that key; write a value.')
+    _refuse_unchecked_types(config, path)
     for section, load in (
         ("zero_optimization", get_zero_config),
         ("bf16", get_bfloat16_config),
@@ -191,6 +234,24 @@ def _refuse_other_types(body: dict, loaded, where: str) -> None:
             raise UserError(f"{where}.{key} = {json.dumps(value)}: write {kind}, without quotes.")
 
 
+def _refuse_unchecked_types(config: dict, path: str | Path) -> None:
+    """Refuse values of a wrong type that DeepSpeed does not check, and a number of steps that is not the run's."""
+    for types, what, keys in TYPES:
+        for dotted in keys.split():
+            value = json_value(config, dotted)
+            if value not in (None, "auto") and type(value) not in types:
+                raise UserError(f"{path}: {dotted} = {json.dumps(value)}: must be {what}.")
+    betas, steps = json_value(config, BETAS), json_value(config, "scheduler.params.total_num_steps")
+    two_numbers = isinstance(betas, list) and len(betas) == 2 and {type(beta) for beta in betas} <= {int, float}
+    if betas not in (None, "auto") and not two_numbers:
+        raise UserError(f"{path}: {BETAS} = {json.dumps(betas)}: must be two numbers, such as [0.9, 0.999].")
+    if steps not in (None, "auto"):
+        raise UserError(
+            f'{path}: scheduler.params.total_num_steps = {json.dumps(steps)}: write "auto", which is the number of '
+            "optimizer steps of the run."
+        )
+
+
 def _refuse_other_parallelism(config: dict, path: str | Path) -> None:
     """Refuse tensor, expert, pipeline and sequence parallelism."""
     for dotted, off in OTHER_PARALLELISM.items():
@@ -227,6 +288,7 @@ def resolve(settings) -> None:
         config = read_json(path)
     distributed.import_deepspeed(settings.use_cpu)  # for `lint`, which uses DeepSpeed's own configuration classes
     lint(config, path)
+    config = _filled(config, path, settings)
     _match(config, path, settings, settings.given)
     _match_offload(config, path, settings, settings.given)
     if settings.offload != "none" and not _offload_of(config):
@@ -242,6 +304,21 @@ def resolve(settings) -> None:
     offload.check(config, path, settings)
     config = _reducing_to_owners(_saving_whole_weights(config, path, settings), settings)
     settings.deepspeed = _with_split_model(config, settings)
+
+
+def _filled(config: dict, path: Path, settings) -> dict:
+    """Return the configuration with "auto" for the keys of FILLED that it leaves out."""
+    other_precision = OTHER_PRECISION & config.keys()
+    missing = [
+        dotted for dotted in FILLED
+        if json_value(config, dotted) is None and not (dotted.endswith(".enabled") and other_precision)
+    ]  # fmt: skip
+    for dotted in missing:
+        section, _, key = dotted.partition(".")
+        config = merge_json(config, {section: {key: "auto"} if key else "auto"})
+    if missing:
+        settings.decisions.append(f"{', '.join(missing)}: as the arguments say, {path} leaves them out")
+    return config
 
 
 def _reducing_to_owners(config: dict, settings) -> dict:
@@ -285,9 +362,12 @@ def _saving_whole_weights(config: dict, path: Path, settings) -> dict:
 def _match(config: dict, path: Path, settings, explicit: dict[str, Any]) -> None:
     """Copy the file's literals into the arguments of the same meaning.
 
-    Raises: UserError if the user gave such an argument another value."""
-    for dotted, name in {"zero_optimization.stage": "zero", **SAME_AS_ARGUMENT, **offload.SAME_AS_FLAG}.items():
-        literal = json_value(config, dotted)
+    Raises: UserError if the user gave such an argument, or a scheduler beside the file's, another value."""
+    names = {"zero_optimization.stage": "zero", **SAME_AS_ARGUMENT, **offload.SAME_AS_FLAG}
+    literals = [(dotted, name, json_value(config, dotted)) for dotted, name in names.items()]
+    if isinstance(betas := json_value(config, BETAS), list):
+        literals += [(BETAS, f"adam_beta{i}", beta) for i, beta in enumerate(betas, 1)]
+    for dotted, name, literal in literals:
         if literal is None or literal == "auto":
             continue
         if name in explicit and explicit[name] not in (literal, "auto"):
@@ -301,6 +381,19 @@ def _match(config: dict, path: Path, settings, explicit: dict[str, Any]) -> None
         settings.values[name] = literal
         settings.source[name] = "deepspeed JSON"
         settings.decisions.append(f"{name} {literal}: {path} says so ({dotted})")
+    _match_scheduler(config, path, settings, explicit)
+
+
+def _match_scheduler(config: dict, path: Path, settings, explicit: dict[str, Any]) -> None:
+    """Let a "scheduler" section in the file replace --lr_scheduler_type. Raises: UserError if that was given too."""
+    if (scheduler := json_value(config, "scheduler.type")) is None:
+        return
+    if "lr_scheduler_type" in explicit:
+        raise UserError(
+            f'{path} has a "scheduler" section ({scheduler}), but --lr_scheduler_type is '
+            f"{explicit['lr_scheduler_type']}: change one of them."
+        )
+    settings.decisions.append(f"scheduler {scheduler}: {path} says so; --lr_scheduler_type is not used")
 
 
 def _offload_of(config: dict) -> dict[str, str]:
