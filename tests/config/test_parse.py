@@ -89,6 +89,29 @@ def test_precedence_default_bundled_yaml_flag(tmp_path):
     assert (flag.learning_rate, flag.source["learning_rate"], flag.max_length) == (1e-3, "flag", 64)
 
 
+def test_yaml_booleans_and_nulls_mean_what_flags_mean(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("save_strategy: no\neval-strategy: off\ninit_lora_weights: true\nbf16: no\nrun_name: null\n")
+    found = parse("--config", str(file), recipe="lora")
+    assert (found.save_strategy, found.eval_strategy, found.init_lora_weights) == ("no", "no", "true")
+    assert found.bf16 is False and found.run_name is None
+
+
+@pytest.mark.parametrize(("ranks", "solved"), [(1, (32, 16, 2)), (2, (32, 16, 1)), (8, (32, 4, 1))])
+def test_a_preset_keeps_the_effective_batch(ranks, solved):
+    found = parse("--data", DATA, "--preset", "gpu-141g", ranks=ranks)
+    names = ("effective_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps")
+    assert tuple(found.values[name] for name in names) == solved
+    assert found.source[names[1]] == "preset gpu-141g"
+    assert parse("--data", DATA, "--preset", "gpu-141g", f"--{names[2]}", "2", ranks=8).effective_batch_size == 256
+
+
+def test_flags_beside_a_preset_win():
+    found = parse("--preset", "gpu-24g", "--gradient_checkpointing", "false")
+    assert found.gradient_checkpointing is False and found.gradient_checkpointing_every == 1
+    assert found.optim == "adamw_8bit"
+
+
 def test_transformers_flags_work_unchanged():
     found = parse(
         "--weight_decay", "0.1", "--seed", "7", "--no_logging_nan_inf_filter", "--lr-scheduler-type", "linear"
@@ -252,6 +275,10 @@ def test_every_synonym_names_an_argument_that_exists():
             r"run.yaml:2: unknown key 'base_model'; did you mean model\? \S*:3: unknown key 'lr'; did you mean l",
         ),
         ("zero: 2\nfoo: 3\n", "run.yaml:2: unknown key 'foo'"),
+        ("zero: 3\nmax_steps: 1\nzero: 2\n", "run.yaml:3:1: not valid YAML: 'zero' stands in line 1 too"),
+        ("max-length: 4\nmax_length: 5\n", "run.yaml:2:1: not valid YAML: 'max_length' stands in line 1 too"),
+        ("zero: 2\nsave_total_limit: null\n", "run.yaml:2: save_total_limit: null is no value.* 0 keeps every"),
+        ("learning_rate:\n", "run.yaml:1: learning_rate: null is no value; write one, or leave .* for 2e-05"),
         ("zero: [2\n", r"run.yaml:2:1: not valid YAML"),
         ("- a\n- b\n", "must hold `argument: value`"),
         ("# stage\nzero: 9\n", "run.yaml:2: zero 9: must be one of auto, 0, 1, 2, 3"),

@@ -206,6 +206,9 @@ def solve_batch(settings: Settings) -> None:
     open_sources = {"transformers default", "default", "bundled task"}
     fixed = [None if settings.source[n] in open_sources else settings.values[n] for n in names]
     max_micro = batch_size.DEFAULT_MAX_MICRO_BATCH
+    preset = settings.source[names[1]] if settings.source[names[1]].startswith("preset") and not fixed[2] else None
+    if preset:  # as large as the effective batch allows
+        fixed[1], max_micro = None, settings.per_device_train_batch_size
     if settings.source[names[0]] == "bundled task" and fixed[1:] == [None, None]:
         ranks = settings.data_ranks
         fixed[0] = max(1, round(settings.effective_batch_size / ranks)) * ranks  # 32 is not the user's choice
@@ -217,6 +220,7 @@ def solve_batch(settings: Settings) -> None:
     for name, given, value in zip(names, fixed, solved, strict=True):
         settings.values[name] = value
         settings.source[name] = settings.source[name] if given is not None else "decided"
+    settings.source[names[1]] = preset or settings.source[names[1]]
     effective, micro, accumulation = solved
     if fixed[0] is None and effective == batch_size.DEFAULT_EFFECTIVE_BATCH_SIZE:
         settings.source[names[0]] = "default"

@@ -112,7 +112,7 @@ def read_yaml(path: str, recipe: str, early: bool = False) -> dict[str, Any]:
     """
     try:
         text = Path(path).expanduser().read_text(encoding="utf-8")
-        values = yaml.safe_load(text) or {}
+        values = yaml.load(text, _YamlLoader) or {}  # a SafeLoader
     except OSError as error:
         raise UserError(f"--config {path}: cannot be read: {error.strerror}.") from None
     except UnicodeDecodeError:
@@ -126,10 +126,11 @@ def read_yaml(path: str, recipe: str, early: bool = False) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise UserError(f"{path}: must hold `argument: value` lines, found a {type(values).__name__}.")
     flags = {key: _flag(key, value) for key, value in values.items() if value is not None}
+    lines = {key.value: key.start_mark.line + 1 for key, _ in yaml.compose(text).value} if values else {}
+    _refuse_nulls(path, {key: lines[key] for key, value in values.items() if value is None}, recipe, early)
     try:
         return explicit(recipe, [word for words in flags.values() for word in words], str(path), early)
     except UserError as first:
-        lines = {key.value: key.start_mark.line + 1 for key, _ in yaml.compose(text).value}
         mistakes = []
         for key, words in flags.items():
             try:
@@ -139,11 +140,48 @@ def read_yaml(path: str, recipe: str, early: bool = False) -> dict[str, Any]:
         raise UserError(" ".join(mistakes) or str(first)) from None
 
 
+class _YamlLoader(yaml.SafeLoader):
+    """A SafeLoader that refuses a key that is given twice, with `-` or `_`: YAML's last one would win."""
+
+    def construct_mapping(self, node, deep=False):
+        first = {}
+        for key, _ in node.value:
+            name = str(key.value).replace("-", "_")
+            if name in first:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"{key.value!r} stands in line {first[name]} too; keep one of them", key.start_mark
+                )
+            first[name] = key.start_mark.line + 1
+        return super().construct_mapping(node, deep)
+
+
+def _refuse_nulls(path: str, lines: dict[str, int], recipe: str, early: bool) -> None:
+    """Raise UserError for a null where zerofit's or transformers' default is a value; others are the default."""
+    defaults = {} if early else vars(build_parser(recipe).parse_args([]))
+    defaults |= arguments.SHARED_DEFAULTS | arguments.RECIPES[recipe]["defaults"]
+    for key, line in lines.items():
+        if (default := defaults.get(str(key).replace("-", "_"))) is not None:
+            more = "; 0 keeps every checkpoint" if key == "save_total_limit" else ""
+            raise UserError(
+                f"{path}:{line}: {key}: null is no value; write one, or leave the line out for {default}{more}."
+            )
+
+
+OFF = ("eval_strategy", "hub_strategy", "logging_strategy", "save_strategy")  # YAML reads their value `no` as false
+
+
 def _flag(key: str, value: Any) -> list[str]:
     """Return a YAML key with its value as words of a command line."""
     if isinstance(value, list):
-        return [f"--{key}", *map(str, value)]
-    return [f"--{key}={json.dumps(value) if isinstance(value, dict) else value}"]
+        return [f"--{key}", *map(_word, value)]
+    if value is False and str(key).replace("-", "_") in OFF:
+        value = "no"
+    return [f"--{key}={_word(value)}"]
+
+
+def _word(value: Any) -> str:
+    """Return a YAML value as it is typed on a command line."""
+    return json.dumps(value) if isinstance(value, dict | bool) else str(value)
 
 
 def command_line(recipe: str, flags: list[str], more: str = "", gpus: str = "1") -> tuple[list[str], int]:
@@ -179,6 +217,8 @@ def read(recipe: str, argv: list[str], world_size: int, gpu=None) -> Settings:
         bundled |= {"data": [str(folder / "train.jsonl")], "eval_data": [str(folder / "eval.jsonl")]}
 
     preset = explicit(recipe, presets.flags(given["preset"]), "preset") if given.get("preset") else {}
+    if given.get("gradient_checkpointing") is False:  # the preset's choice of layers goes with it
+        preset = {name: value for name, value in preset.items() if not name.startswith("gradient_checkpointing")}
 
     values, source = {}, {}
     defaults = copy.deepcopy(vars(build_parser(recipe).parse_args([])))  # lists and dicts are the parser's own
