@@ -445,6 +445,37 @@ def test_all_file_kinds_give_the_same_rows(tmp_path):
         assert [row for _, row in sources.read_rows(source)] == QA, source
 
 
+@pytest.mark.parametrize("kind", ["parquet", "saved", "hub"])
+def test_tool_calls_have_no_arguments_of_other_rows(tmp_path, monkeypatch, kind):
+    """Arrow gives all objects of a column the same keys; the rows must be those that were written."""
+    from datasets import Dataset, load_dataset
+
+    def row(name, **arguments):
+        properties = {argument: {"type": "string", "enum": ["Oslo", None]} for argument in arguments}
+        call = {"function": {"name": name, "arguments": arguments}}
+        tool = {"function": {"name": name, "parameters": {"properties": properties}}}
+        return {"messages": [TURNS[0], {"role": "assistant", "tool_calls": [call]}], "tools": [tool], "id": None}
+
+    rows = [row("weather", city="Oslo"), row("add", a=1, b=[{"c": 2}]), row("now")]
+    made, source = Dataset.from_list(rows), sources.Source(tmp_path / "a.parquet")
+    if kind == "saved":
+        made.save_to_disk(tmp_path / "saved")
+        source = sources.Source(tmp_path / "saved")
+    else:
+        made.to_parquet(tmp_path / "a.parquet")
+    if kind == "hub":
+        loaded = load_dataset("parquet", data_files=str(tmp_path / "a.parquet"), cache_dir=str(tmp_path / "cache"))
+        monkeypatch.setattr(sources, "_load_hub", lambda *_: loaded)
+        source = sources.Source(None, ("someone/set", None, "train"))
+    assert [read for _, read in sources.read_rows(source)] == rows
+
+
+def test_a_null_argument_of_a_json_file_is_kept(tmp_path):
+    call = [{"function": {"name": "weather", "arguments": {"city": None}}}]
+    file = write(tmp_path, "a.jsonl", [{"messages": [{"role": "assistant", "tool_calls": call}]}])
+    assert next(sources.read_rows(sources.Source(file)))[1]["messages"][0]["tool_calls"] == call
+
+
 def test_a_folder_is_split_by_file_name(tmp_path):
     for name in ("train-00.jsonl", "train-01.jsonl", "validation.jsonl"):
         write(tmp_path, name, QA)

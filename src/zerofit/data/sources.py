@@ -204,7 +204,7 @@ def read_rows(source: Source, lines: bool = False) -> Iterator[Row]:
     if source.hub:
         name, config, split = source.hub
         for number, row in enumerate(_load_hub(name, config, source.streaming)[split], 1):
-            yield f"{name} ({split}): row {number}", row
+            yield f"{name} ({split}): row {number}", _without_nulls(row)
         return
     path, kind = source.path, suffix(source.path)
     try:
@@ -349,7 +349,7 @@ def _read_parquet(path: Path) -> Iterator[Row]:
         for batch in file.iter_batches(batch_size=1024):
             for row in batch.to_pylist():
                 number += 1
-                yield f"{path}: row {number}", row
+                yield f"{path}: row {number}", _without_nulls(row)
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"{path}: not a readable Parquet file: {first_line(error)}") from None
 
@@ -363,4 +363,21 @@ def _read_arrow(path: Path) -> Iterator[Row]:
     except (pa.ArrowException, OSError, ValueError) as error:
         raise UserError(f"{path}: not a readable Arrow set: {first_line(error)}") from None
     for number, row in enumerate(dataset, 1):
-        yield f"{path}: row {number}", row
+        yield f"{path}: row {number}", _without_nulls(row)
+
+
+def _without_nulls(row: dict) -> dict:
+    """Remove the null keys of the objects inside a row of an Arrow table.
+
+    In such a table all objects of a column have the same keys, and those that a row did not have are null: a tool call
+    would be trained with the arguments of all other tools.
+    """
+    return {name: _without_null_keys(value) for name, value in row.items()}
+
+
+def _without_null_keys(value):
+    if isinstance(value, dict):
+        return {key: _without_null_keys(inner) for key, inner in value.items() if inner is not None}
+    if isinstance(value, list):
+        return [_without_null_keys(inner) if isinstance(inner, dict | list) else inner for inner in value]
+    return value
