@@ -485,6 +485,25 @@ def test_a_folder_is_split_by_file_name(tmp_path):
         assert [s.path.name for s in held_out] == ["validation.jsonl"]
 
 
+def test_file_names_of_the_eval_split(tmp_path):
+    evaluation = (
+        "eval.jsonl", "evals.csv", "evaluation.jsonl", "evaluation-2.json", "Validation_a.jsonl", "valid.tsv",
+        "val2.jsonl", "dev.jsonl.gz", "test1.jsonl", "tests.jsonl", "testing-00.parquet", "test set.jsonl",
+    )  # fmt: skip
+    training = (
+        "train.jsonl",
+        "testimonials.jsonl",
+        "value.jsonl",
+        "device-1.jsonl",
+        "evaluated.jsonl",
+        "my-test.jsonl",
+    )
+    for name in (*evaluation, *training):
+        write(tmp_path, name, QA)
+    found = sources.find_files([str(tmp_path)], None, "train")
+    assert [{source.path.name for source in side} for side in found] == [set(training), set(evaluation)]
+
+
 def test_several_sources_with_weights(tmp_path, tokenizer):
     a = write(tmp_path, "a.jsonl", [{"text": f"a{i}"} for i in range(10)])
     b = write(tmp_path, "b.jsonl", [{"question": f"b{i}", "answer": "x"} for i in range(4)])

@@ -22,7 +22,9 @@ COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 
 NOT_DATA = ("dataset_info.json", "dataset_dict.json", "state.json")  # beside the Arrow files of save_to_disk
 
-EVAL_NAMES = ("eval", "validation", "valid", "val", "dev", "test")
+EVAL_NAMES = ("eval", "validation", "valid", "val", "dev", "test")  # of splits
+
+EVAL_FILE = re.compile(r"(evals?|evaluation|validation|valid|val|dev|tests?|testing)\d*([-_. ]|$)", re.IGNORECASE)
 
 csv.field_size_limit(64 << 20)
 
@@ -50,8 +52,8 @@ def find_files(
 ) -> tuple[list[Source], list[Source]]:
     """Return (training, evaluation) sources for the entries of --data.
 
-    An entry is a file, folder, glob or Hub id with an optional `:weight`. In a folder, files named like
-    EVAL_NAMES (eval.jsonl, test-1.csv) are the evaluation split.
+    An entry is a file, folder, glob or Hub id with an optional `:weight`. In a folder, files whose name begins with
+    EVAL_FILE (eval.jsonl, test-1.csv) are the evaluation split.
     Raises: UserError for a path that looks local and does not exist, or holds no data file.
     """
     train, held_out = [], []
@@ -142,7 +144,7 @@ def _is_data(file: Path, endings: tuple[str, ...] = SUFFIXES) -> bool:
 def _split_by_name(name: str, files: list[Path]) -> tuple[list[Source], list[Source]]:
     if not files:
         raise UserError(f"--data {name}: holds no {', '.join(SUFFIXES)} file.")
-    held_out = [f for f in files if re.split(r"[-_.]", f.name.lower())[0] in EVAL_NAMES]
+    held_out = [f for f in files if EVAL_FILE.match(f.name)]
     return [Source(f) for f in files if f not in held_out], [Source(f) for f in held_out]
 
 
