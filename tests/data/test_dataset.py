@@ -139,6 +139,36 @@ def test_tool_calls_that_the_template_does_not_write_are_refused(tokenizer, name
         encode(tokenizer, {"messages": TURNS, "tools": [WEATHER]}, train_on=train_on)
 
 
+RESULT = [TURNS[0], {"role": "assistant", "content": "weather(Oslo)"}, {"role": "tool", "content": '20 "degrees"'}]
+ZEPHYR = (  # writes nothing for a role that it does not know
+    "{% for m in messages %}{% if m.role == 'user' %}<|user|>\n{{ m.content }}\n"
+    "{% elif m.role == 'assistant' %}<|assistant|>\n{{ m.content }}<|end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("train_on", conversations.TRAIN_ON)
+@pytest.mark.parametrize("result", ['20 "degrees"', "", "<|end|>"])
+def test_tool_results_that_the_template_does_not_write_are_refused(tokenizer, train_on, result):
+    answer = {"role": "assistant", "content": 'It has 20 "degrees".'}  # repeats the result
+    row = {"messages": [*RESULT[:2], RESULT[2] | {"content": result}, answer]}
+    encode(tokenizer, row, train_on=train_on)
+    tokenizer.chat_template = ZEPHYR
+    encode(tokenizer, {"messages": TURNS}, train_on=train_on)
+    with pytest.raises(UserError, match=r"^here: turn 3 is a tool's result, but .* writes nothing of it.*with tools"):
+        encode(tokenizer, row, train_on=train_on)
+
+
+@pytest.mark.parametrize("written", ["m.content | tojson", "m.content | tojson(ensure_ascii=true)", "m | tojson"])
+def test_tool_results_that_the_template_writes_as_json_are_accepted(tokenizer, written):
+    tokenizer.chat_template = ZEPHYR.replace(
+        "{% endif %}{% endfor %}", f"{{% else %}}{{{{ {written} }}}}{{% endif %}}{{% endfor %}}"
+    )
+    ids, _ = encode(tokenizer, {"messages": [*RESULT, TURNS[1]]})
+    assert r"20 \"degrees\"" in tokenizer.decode(ids)
+
+
 def test_a_tool_named_in_another_turn_is_still_missing_from_the_call(tokenizer):
     with pytest.raises(UserError, match="turn 2 calls the tool 'weather'"):
         encode(tokenizer, {"messages": [{"role": "user", "content": "The weather?"}, CALL[1]]})

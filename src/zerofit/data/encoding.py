@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import itertools
+import json
 import re
 import signal
 import threading
@@ -198,7 +199,7 @@ class Encoder:
     def _check_tools(
         self, place: str, whole: str, conversation: conversations.Conversation, spans: dict[int, str]
     ) -> None:
-        """Raise UserError for a tool call or tool that the template leaves out.
+        """Raise UserError for a tool call, a tool or a tool's result that the template leaves out.
 
         Args: spans: turn -> text of the answer; other turns are searched in the whole text.
         """
@@ -221,6 +222,34 @@ class Encoder:
                 f"{place}: column 'tools' has {lost[0]!r}, but the chat template writes nothing of it, so the model "
                 f"would learn without its tools; {mend}"
             )
+        lost = self._lost_results(place, conversation)
+        if lost:
+            raise UserError(
+                f"{place}: turn {lost[0] + 1} is a tool's result, but the chat template writes nothing of it, so the "
+                f"model would learn to answer without it; {mend}"
+            )
+
+    def _lost_results(self, place: str, conversation: conversations.Conversation) -> list[int]:
+        """Return the tool turns that the template leaves out: a mark at the end of their text does not reach its text.
+
+        The results themselves cannot be searched: templates write them as JSON, and answers repeat them.
+        """
+        results = [i for i, turn in enumerate(conversation.turns) if turn["role"] == "tool"]
+        if not results:
+            return []
+        marks = dict(zip(results, self._unused_characters(conversation), strict=False))
+        turns = [
+            turn | {"content": turn["content"] + marks[i]} if i in marks else turn
+            for i, turn in enumerate(conversation.turns)
+        ]
+        text = self._text(place, conversations.Conversation(turns, conversation.trained, conversation.tools))
+        return [i for i, mark in marks.items() if mark not in text and json.dumps(mark)[1:-1] not in text]
+
+    def _unused_characters(self, conversation: conversations.Conversation) -> Iterator[str]:
+        """Yield private-use characters that are neither in the conversation nor in the template."""
+        used = {c for text in conversations.strings([conversation.turns, conversation.tools]) for c in text}
+        used |= set(self.tokenizer.chat_template)
+        return (chr(c) for c in conversations.PRIVATE_USE if chr(c) not in used)
 
     def _whole(self, place: str, conversation: conversations.Conversation) -> tuple[str, list[tuple[int, int]]]:
         """Render the conversation; return its text and the spans of its {% generation %} marks, if any."""
@@ -298,9 +327,7 @@ class Encoder:
     def _pieces(self, place: str, conversation: conversations.Conversation) -> tuple[list[int], list[int]]:
         """Encode a conversation with control words in its text, hidden by placeholders during rendering."""
         words: list[str] = []
-        used = {c for text in conversations.strings([conversation.turns, conversation.tools]) for c in text}
-        used |= set(self.tokenizer.chat_template)
-        mark = next(chr(c) for c in conversations.PRIVATE_USE if chr(c) not in used)
+        mark = next(self._unused_characters(conversation))
 
         def stand_in(match) -> str:
             words.append(match[0])
