@@ -205,6 +205,44 @@ def test_reasoning_reaches_the_template_or_is_said_to_be_lost(tmp_path, tokenize
     assert train.statistics["notes"] == []
 
 
+@pytest.mark.parametrize("marks", [True, False])
+@pytest.mark.parametrize("key", conversations.REASONING)
+@pytest.mark.parametrize(
+    "read",
+    [
+        "m.reasoning_content",
+        "m.reasoning",
+        "m['thinking'] if \"thinking\" in m else ''",
+        "(m.reasoning_content or m.thinking)",
+    ],
+)
+def test_reasoning_reaches_the_template_under_the_name_that_it_reads(tokenizer, key, read, marks):
+    answer = f"{{{{ {read} }}}}{{{{ m.content }}}}<|end|>"
+    if marks:
+        answer = f"{{% generation %}}{answer}{{% endgeneration %}}"
+    tokenizer.chat_template = ZEPHYR.replace("{{ m.content }}<|end|>", answer)
+    row = {"messages": [TURNS[0], TURNS[1] | {key: "Be polite."}]}
+    ids, labels = encode(tokenizer, row)
+    assert supervised_text(tokenizer, ids, labels).strip() == "Be polite.Hello.<|end|>"
+
+
+@pytest.mark.parametrize("recipe", ["sft", "dpo"])
+def test_keys_of_turns_that_are_not_used_are_listed(tmp_path, tokenizer, recipe):
+    odd = TURNS[1] | {"thinking": ["a list"], "id": 7, "weight": 1, "empty": "", "annotations": {"a": 1}}
+    rows = [{"messages": [TURNS[0], odd, *TURNS]}, {"messages": TURNS}]
+    if recipe == "dpo":
+        rows = [{"prompt": "Hi", "chosen": [odd], "rejected": "No."}, {"prompt": "Hi", "chosen": "A", "rejected": "B"}]
+    train, _ = load_datasets(settings_for(write(tmp_path, "a.jsonl", rows), recipe=recipe), tokenizer)
+    column = "chosen" if recipe == "dpo" else "messages"
+    assert train.statistics["columns_not_used"] == {f"{column}[].{key}": 1 for key in ("annotations", "id", "thinking")}
+
+
+def test_an_old_function_call_beside_text_is_refused():
+    old = TURNS[1] | {"function_call": {"name": "weather", "arguments": "{}"}}
+    with pytest.raises(UserError, match=r"^here: turn 2 has OpenAI's old `function_call`; write it as `tool_calls`"):
+        conversations.parse("here", {"messages": [TURNS[0], old]}, "messages")
+
+
 # As Qwen3's: calls in tags, and an empty thinking block in the answer only that is the last turn.
 CALLING_TEMPLATE = (
     "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}{% for m in messages %}<|{{ m['role'] }}|>\n"

@@ -32,6 +32,7 @@ class Encoder:
         self.tokenizer, self.train_on = tokenizer, train_on
         self.notes: Counter = Counter()  # warning -> number of rows
         self.special_tokens = tokenizer.special_tokens_map  # made anew at each use
+        self.reasoning_key = _reasoning_key(tokenizer.chat_template)
         self.marked = re.search(r"\{%-?\s*generation\s*-?%\}", tokenizer.chat_template) is not None
         words = {t.content for t in tokenizer.added_tokens_decoder.values() if t.special}
         words |= {w for w in tokenizer.all_special_tokens if w}
@@ -149,8 +150,18 @@ class Encoder:
     ) -> str:
         with _template_errors(place):
             return self.tokenizer.apply_chat_template(
-                conversation.turns[:turns], tools=conversation.tools, tokenize=False, add_generation_prompt=prompt
+                self._for_template(conversation.turns[:turns]),
+                tools=conversation.tools,
+                tokenize=False,
+                add_generation_prompt=prompt,
             )
+
+    def _for_template(self, turns: list[dict]) -> list[dict]:
+        """Return the turns with their reasoning under the key that the template reads."""
+        ours = conversations.REASONING[0]
+        if self.reasoning_key == ours:
+            return turns
+        return [{self.reasoning_key if k == ours else k: v for k, v in turn.items()} for turn in turns]
 
     def _render(self, place: str, conversation: conversations.Conversation) -> tuple[str, list[tuple[int, int]]]:
         """Render the conversation; return its text and the character spans to train on."""
@@ -259,7 +270,7 @@ class Encoder:
 
         with _template_errors(place):
             texts, marks = render_jinja_template(
-                conversations=[conversation.turns], tools=conversation.tools,
+                conversations=[self._for_template(conversation.turns)], tools=conversation.tools,
                 chat_template=self.tokenizer.chat_template,
                 return_assistant_tokens_mask=True, **self.special_tokens,
             )  # fmt: skip
@@ -357,6 +368,12 @@ class Encoder:
                 ids += tokens
                 labels += tokens if inside else [conversations.IGNORE] * len(tokens)
         return ids, labels
+
+
+def _reasoning_key(template: str) -> str:
+    """Return the key under which the template reads reasoning: `reasoning_content`, unless it names only another."""
+    named = [key for key in conversations.REASONING if re.search(rf"\.{key}\b|(['\"]){key}\1", template)]
+    return (named or conversations.REASONING)[0]
 
 
 @contextlib.contextmanager

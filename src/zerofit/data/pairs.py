@@ -163,4 +163,7 @@ def _pair(place, chosen, rejected, cut, refuse, errors: dict, count: Counter):
 
 
 def _not_used(row: dict[str, Any]) -> list[str]:
-    return [str(k) for k, v in row.items() if k not in USED and k not in SCORES and v not in (None, "", [])]
+    columns = [str(k) for k, v in row.items() if k not in USED and k not in SCORES and v not in (None, "", [])]
+    return columns + [
+        key for name in ("prompt", *CONVERSATION, *SIDES) for key in conversations.keys_not_used(name, row.get(name))
+    ]
