@@ -19,6 +19,8 @@ from zerofit.errors import UserError
 
 PROBE = "Größe\n\n 東京 🙂\t3.14 'll  x\n"  # text on which a tokenizer shows whether its tokens are its bytes
 
+ANCHOR = chr(conversations.PRIVATE_USE[-1])  # text that no token joins with the text behind it
+
 
 class Encoder:
     """Encode batches of rows as (input_ids, labels) with one tokenizer and chat template.
@@ -34,6 +36,7 @@ class Encoder:
         self.special_tokens = tokenizer.special_tokens_map  # made anew at each use
         self.reasoning_key = _reasoning_key(tokenizer.chat_template)
         self.marked = re.search(r"\{%-?\s*generation\s*-?%\}", tokenizer.chat_template) is not None
+        self.added = {i: token.content for i, token in tokenizer.added_tokens_decoder.items()}
         words = {t.content for t in tokenizer.added_tokens_decoder.values() if t.special}
         words |= {w for w in tokenizer.all_special_tokens if w}
         # Control words added as ordinary tokens, e.g. by --new_tokens: text must not open or end a turn with them.
@@ -140,10 +143,31 @@ class Encoder:
             map(self.control.search, conversations.strings([others, conversation.tools]))
         )
 
-    def _tokens(self, text: str) -> list[int]:
+    @functools.cached_property
+    def adds_prefix(self) -> bool:
+        """Return whether the tokenizer puts a space before each text, as SentencePiece does (Llama-2, Phi-3)."""
+        return self._tokens("a", ANCHOR) != self._tokens("a")
+
+    def _tokens(self, text: str, before: str = "", token: int | None = None) -> list[int]:
+        """Encode a text, or a piece of one behind the text `before`, which is the added token `token` or ANCHOR."""
         backend = self.tokenizer.backend_tokenizer
         backend.encode_special_tokens = False
-        return backend.encode(text, add_special_tokens=False).ids
+        encoding = backend.encode(before + text, add_special_tokens=False)
+        ids, offsets = encoding.ids, encoding.offsets
+        first = next((i for i, (start, _) in enumerate(offsets) if start >= len(before)), len(ids))
+        if first and ids[first - 1] != token and offsets[first - 1][1] > len(before):  # a token of both
+            return self._tokens(text)
+        return ids[first:]
+
+    def _tokens_behind(self, text: str, ids: list[int]) -> list[int]:
+        """Encode a piece of text as it would be in a whole text, behind the tokens `ids`.
+
+        Behind an added token, some tokenizers add a space or drop one. Only elsewhere the piece has to be kept from
+        looking like the beginning of a text.
+        """
+        if ids and ids[-1] in self.added:
+            return self._tokens(text, self.added[ids[-1]], ids[-1])
+        return self._tokens(text, ANCHOR if ids and self.adds_prefix else "")
 
     def _text(
         self, place: str, conversation: conversations.Conversation, turns: int | None = None, prompt: bool = False
@@ -364,9 +388,10 @@ class Encoder:
                 # A control word split in two is encoded as plain text.
                 word = words[int(part[1:-1])] if is_word else part
                 halves = (word[:1], word[1:]) if is_word else (word,)
-                tokens = [t for half in halves for t in self._tokens(half)]
-                ids += tokens
-                labels += tokens if inside else [conversations.IGNORE] * len(tokens)
+                before = len(ids)
+                for half in halves:
+                    ids += self._tokens_behind(half, ids)
+                labels += ids[before:] if inside else [conversations.IGNORE] * (len(ids) - before)
         return ids, labels
 
 
