@@ -1203,11 +1203,13 @@ def test_text_and_chat_in_one_run_keep_their_control_tokens(tmp_path, tokenizer)
     assert train.dataset[1]["input_ids"] == train.dataset[2]["input_ids"] == wanted
 
 
-def test_truncation_saved_in_the_tokenizer_does_not_cut_rows(tokenizer):
-    tokenizer.backend_tokenizer.enable_truncation(4)
-    tokenizer.backend_tokenizer.enable_padding(length=64)
-    ids, labels = encode(tokenizer, EQUAL_ROWS["messages"])
-    assert 4 < len(ids) < 64 and supervised_text(tokenizer, ids, labels) == "Hello.<|end|>"
+@pytest.mark.parametrize("content", ["Hi " * 30, "Hi " * 30 + "<|end|>"])
+def test_truncation_and_padding_saved_in_the_tokenizer_are_not_used(tokenizer, content):
+    row = {"messages": [TURNS[0], {"role": "assistant", "content": content}]}
+    wanted = encode(tokenizer, row)
+    tokenizer.backend_tokenizer.enable_truncation(8)
+    tokenizer.backend_tokenizer.enable_padding(length=500)
+    assert encode(tokenizer, row) == wanted
 
 
 def test_eval_data_may_be_named_like_evaluation(tmp_path, tokenizer):

@@ -70,6 +70,8 @@ class Encoder:
             rows that were labelled as arrays (int32) as they are, without making lists of them.
         Raises: UserError for an unusable row, without `refuse`.
         """
+        self.tokenizer.backend_tokenizer.no_truncation()  # tokenizer.json may set both
+        self.tokenizer.backend_tokenizer.no_padding()
         encoded: list[Any] = [None] * len(rows)
         texts, spans, slots = [], [], []
         for i, (place, content) in enumerate(rows):
@@ -89,10 +91,9 @@ class Encoder:
                     raise error from None
                 refuse(place, error)
         if texts:
-            backend = self.tokenizer.backend_tokenizer
-            backend.encode_special_tokens = False  # calls with split_special_tokens leave it on
-            backend.no_truncation()  # tokenizer.json may set both
-            backend.no_padding()
+            self.tokenizer.backend_tokenizer.encode_special_tokens = (
+                False  # calls with split_special_tokens leave it on
+            )
             for i, row in zip(slots, self._labelled_texts(texts, spans, as_arrays), strict=True):
                 encoded[i] = row
         return encoded
