@@ -894,6 +894,29 @@ ASKED_TWICE = {"messages": [TURNS[0], *TURNS]}
 
 
 @pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("row", "column"),
+    [
+        ({"prompt": "Hi", "chosen": "a"}, "completion"),
+        ({"prompt": "Hi", "chosen": TURNS}, "messages"),  # Tülu-3
+        ({"prompt": TURNS[:1], "chosen": TURNS[1:]}, "completion"),
+        ({"prompt": TURNS[:1], "chosen": TURNS}, "messages"),
+        ({"prompt": None, "chosen": "a"}, "text"),
+        ({"chosen": TURNS}, "messages"),
+        ({"prompt": "Hi", "chosen": TURNS[1:]}, None),
+        ({"chosen": TURNS[1:]}, None),
+    ],
+)
+def test_the_columns_that_are_advised_for_preference_data_work(tmp_path, tokenizer, row, column):
+    file = write(tmp_path, "a.jsonl", [row | {"rejected": row["chosen"]}])
+    advice = f"--columns {column}=chosen" if column else "keep the chosen answers only"
+    with pytest.raises(UserError, match=advice):
+        load_datasets(settings_for(file), tokenizer)
+    if column:
+        assert len(load_datasets(settings_for(file, "--columns", f"{column}=chosen"), tokenizer)[0]) == 1
+
+
+@pytest.mark.bad_input
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_bad_rows_are_left_out_and_counted_by_reason(tmp_path, tokenizer, workers):
     good = {"messages": [{"role": "user", "content": workers}, TURNS[1]]}  # not the other case's table

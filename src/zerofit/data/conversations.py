@@ -190,12 +190,28 @@ def _check_preference(place: str, row: dict[str, Any]) -> None:
     """Raise UserError for preference data (DPO): rows with a chosen and a rejected answer."""
     if row.get("chosen") is None or row.get("rejected") is None:
         return
-    column = {str: "text", list: "messages"}.get(type(row["chosen"])) if "prompt" not in row else "completion"
+    column = _column_of_chosen(row["chosen"], row.get("prompt"))
     mend = f"--columns {column}=chosen would train on the chosen answers" if column else "keep the chosen answers only"
     raise UserError(
         f"{place}: columns 'chosen' and 'rejected' are preference data, which recipes/dpo.py trains on (make dpo); "
         f"here {mend}."
     )
+
+
+def _column_of_chosen(chosen: Any, prompt: Any) -> str | None:
+    """Return our column as which the chosen answers can be trained on; None if there is none."""
+    if begins_conversation(chosen):
+        return "messages"  # Tülu-3 repeats the prompt in it
+    if prompt is None:
+        return "text" if isinstance(chosen, str) else None
+    return "completion" if type(chosen) is type(prompt) and isinstance(chosen, str | list) else None
+
+
+def begins_conversation(turns: Any) -> bool:
+    """Return whether turns begin as a whole conversation does, with a system or user turn."""
+    first = turns[0] if isinstance(turns, list) and turns else None
+    role = first.get("role", first.get("from")) if isinstance(first, dict) else None
+    return isinstance(role, str) and ROLES.get(role) in ("system", "user")
 
 
 def not_used(row: dict[str, Any], kind: str) -> list[str]:
