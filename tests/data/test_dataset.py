@@ -694,6 +694,23 @@ def test_truncation_policies(tmp_path, tokenizer):
         load_datasets(settings_for(file, "--max_length", "32", "--truncation", "error"), tokenizer)
 
 
+def test_rows_that_train_on_nothing_are_told_from_rows_that_are_cut(tmp_path, tokenizer):
+    untrained = {"messages": [TURNS[0], TURNS[1] | {"train": False}]}
+    too_long = {"messages": [{"role": "user", "content": "why " * 200}, TURNS[1]]}
+    file = write(tmp_path, "a.jsonl", [untrained, too_long, {"messages": TURNS}])
+    train, _ = load_datasets(settings_for(file, "--max_length", "64"), tokenizer)
+    assert (train.statistics["dropped_untrained"], train.statistics["dropped_no_answer_left"]) == (1, 1)
+    assert "1 dropped (no answer left after the cut), 1 dropped (nothing in them is trained on)" in dataset.describe(
+        "training", train
+    )
+    for row, says in (
+        (untrained, "rows anything is trained on: --train_on assistant, "),
+        (too_long, "an answer fits into"),
+    ):
+        with pytest.raises(UserError, match=says):
+            load_datasets(settings_for(write(tmp_path, "b.jsonl", [row]), "--max_length", "64"), tokenizer)
+
+
 def test_workers_give_the_same_rows_in_the_same_order(tmp_path, tokenizer):
     file = write(tmp_path, "a.jsonl", [{"question": f"q{i}", "answer": "x" * (i % 7)} for i in range(2300)])
     one, _ = load_datasets(settings_for(file, "--preprocessing_num_workers", "1"), tokenizer)

@@ -332,6 +332,8 @@ def describe(name: str, tokens: TokenizedDataset) -> str:
             text += f", {stats[name]:,} dropped ({why})"
     if stats["dropped_no_answer_left"]:
         text += f", {stats['dropped_no_answer_left']:,} dropped (no answer left after the cut)"
+    if stats["dropped_untrained"]:
+        text += f", {stats['dropped_untrained']:,} dropped (nothing in them is trained on)"
     return text + f"; {stats['supervised_tokens']:,} of {stats['tokens']:,} tokens are trained on"
 
 

@@ -163,7 +163,7 @@ class TokenizingCollator:
                 self.dropped += 1
                 if str(self.dropped).strip("0") == "1":  # a power of ten
                     print(
-                        f"note: {place}: no answer left in --max_length, or cannot be used; such rows: {self.dropped}",
+                        f"note: {place}: no answer left in --max_length, or nothing trained; such rows: {self.dropped}",
                         flush=True,
                     )
         return self.collate(tokenized)
