@@ -205,7 +205,7 @@ def read_rows(source: Source, lines: bool = False) -> Iterator[Row]:
     """
     if source.hub:
         name, config, split = source.hub
-        for number, row in enumerate(_load_hub(name, config, source.streaming)[split], 1):
+        for number, row in enumerate(_without_decoding(_load_hub(name, config, source.streaming)[split]), 1):
             yield f"{name} ({split}): row {number}", _without_nulls(row)
         return
     path, kind = source.path, suffix(source.path)
@@ -364,8 +364,35 @@ def _read_arrow(path: Path) -> Iterator[Row]:
         dataset = datasets.load_from_disk(str(path)) if path.is_dir() else datasets.Dataset.from_file(str(path))
     except (pa.ArrowException, OSError, ValueError) as error:
         raise UserError(f"{path}: not a readable Arrow set: {first_line(error)}") from None
-    for number, row in enumerate(dataset, 1):
+    for number, row in enumerate(_without_decoding(dataset), 1):
         yield f"{path}: row {number}", _without_nulls(row)
+
+
+def _without_decoding(dataset):
+    """Leave images, audio and video of a data set as bytes or paths: decoding them needs other libraries."""
+    import datasets
+
+    features = dataset.features or {}  # None for some streamed sets
+    encoded = {name: _encoded(feature) for name, feature in features.items()}
+    encoded = {name: feature for name, feature in encoded.items() if feature != features[name]}
+    if encoded and isinstance(dataset, datasets.Dataset):
+        dataset = dataset.to_iterable_dataset()  # which changes columns as they are read
+    for name, feature in encoded.items():
+        dataset = dataset.cast_column(name, feature)
+    return dataset
+
+
+def _encoded(feature):
+    """Return a feature of datasets with decoding off; JSON stays on, as its values are the row's own."""
+    import datasets
+
+    if isinstance(feature, dict):
+        return {name: _encoded(inner) for name, inner in feature.items()}
+    if isinstance(feature, datasets.List | datasets.LargeList):
+        return replace(feature, feature=_encoded(feature.feature))
+    if hasattr(feature, "decode") and not isinstance(feature, datasets.Json):
+        return replace(feature, decode=False)
+    return feature
 
 
 def _without_nulls(row: dict) -> dict:
