@@ -235,6 +235,18 @@ def test_what_a_family_cannot_carry_is_refused(name, case):
         encode(name, *conversation(name, case))
 
 
+@pytest.mark.parametrize("name", WITHOUT_TOOLS)
+def test_tool_results_without_calls_are_written_or_refused(name):
+    turns = [user("Hi"), says("weather(Oslo)"), tool("20 degrees", 1), says("Mild.")]
+    if name in ("gemma", "phi4"):
+        with pytest.raises(UserError, match=r"has no tool turns\.$"):
+            encode(name, turns, None)
+    else:
+        ids, labels = encode(name, turns, None)[1]
+        assert "20 degrees" in tokenizer_of(name).decode(ids)
+        assert "20 degrees" not in tokenizer_of(name).decode([t for t in labels if t != conversations.IGNORE])
+
+
 @pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("name", "turn", "reason"),

@@ -139,6 +139,36 @@ def test_tool_calls_that_the_template_does_not_write_are_refused(tokenizer, name
         encode(tokenizer, {"messages": TURNS, "tools": [WEATHER]}, train_on=train_on)
 
 
+RESULT = [TURNS[0], {"role": "assistant", "content": "weather(Oslo)"}, {"role": "tool", "content": '20 "degrees"'}]
+ZEPHYR = (  # writes nothing for a role that it does not know
+    "{% for m in messages %}{% if m.role == 'user' %}<|user|>\n{{ m.content }}\n"
+    "{% elif m.role == 'assistant' %}<|assistant|>\n{{ m.content }}<|end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("train_on", conversations.TRAIN_ON)
+@pytest.mark.parametrize("result", ['20 "degrees"', "", "<|end|>"])
+def test_tool_results_that_the_template_does_not_write_are_refused(tokenizer, train_on, result):
+    answer = {"role": "assistant", "content": 'It has 20 "degrees".'}  # repeats the result
+    row = {"messages": [*RESULT[:2], RESULT[2] | {"content": result}, answer]}
+    encode(tokenizer, row, train_on=train_on)
+    tokenizer.chat_template = ZEPHYR
+    encode(tokenizer, {"messages": TURNS}, train_on=train_on)
+    with pytest.raises(UserError, match=r"^here: turn 3 is a tool's result, but .* writes nothing of it.*with tools"):
+        encode(tokenizer, row, train_on=train_on)
+
+
+@pytest.mark.parametrize("written", ["m.content | tojson", "m.content | tojson(ensure_ascii=true)", "m | tojson"])
+def test_tool_results_that_the_template_writes_as_json_are_accepted(tokenizer, written):
+    tokenizer.chat_template = ZEPHYR.replace(
+        "{% endif %}{% endfor %}", f"{{% else %}}{{{{ {written} }}}}{{% endif %}}{{% endfor %}}"
+    )
+    ids, _ = encode(tokenizer, {"messages": [*RESULT, TURNS[1]]})
+    assert r"20 \"degrees\"" in tokenizer.decode(ids)
+
+
 def test_a_tool_named_in_another_turn_is_still_missing_from_the_call(tokenizer):
     with pytest.raises(UserError, match="turn 2 calls the tool 'weather'"):
         encode(tokenizer, {"messages": [{"role": "user", "content": "The weather?"}, CALL[1]]})
@@ -173,6 +203,44 @@ def test_reasoning_reaches_the_template_or_is_said_to_be_lost(tmp_path, tokenize
     row = train.dataset[0]
     assert supervised_text(tokenizer, row["input_ids"], row["labels"]) == "Be polite.Hello.<|end|>"
     assert train.statistics["notes"] == []
+
+
+@pytest.mark.parametrize("marks", [True, False])
+@pytest.mark.parametrize("key", conversations.REASONING)
+@pytest.mark.parametrize(
+    "read",
+    [
+        "m.reasoning_content",
+        "m.reasoning",
+        "m['thinking'] if \"thinking\" in m else ''",
+        "(m.reasoning_content or m.thinking)",
+    ],
+)
+def test_reasoning_reaches_the_template_under_the_name_that_it_reads(tokenizer, key, read, marks):
+    answer = f"{{{{ {read} }}}}{{{{ m.content }}}}<|end|>"
+    if marks:
+        answer = f"{{% generation %}}{answer}{{% endgeneration %}}"
+    tokenizer.chat_template = ZEPHYR.replace("{{ m.content }}<|end|>", answer)
+    row = {"messages": [TURNS[0], TURNS[1] | {key: "Be polite."}]}
+    ids, labels = encode(tokenizer, row)
+    assert supervised_text(tokenizer, ids, labels).strip() == "Be polite.Hello.<|end|>"
+
+
+@pytest.mark.parametrize("recipe", ["sft", "dpo"])
+def test_keys_of_turns_that_are_not_used_are_listed(tmp_path, tokenizer, recipe):
+    odd = TURNS[1] | {"thinking": ["a list"], "id": 7, "weight": 1, "empty": "", "annotations": {"a": 1}}
+    rows = [{"messages": [TURNS[0], odd, *TURNS]}, {"messages": TURNS}]
+    if recipe == "dpo":
+        rows = [{"prompt": "Hi", "chosen": [odd], "rejected": "No."}, {"prompt": "Hi", "chosen": "A", "rejected": "B"}]
+    train, _ = load_datasets(settings_for(write(tmp_path, "a.jsonl", rows), recipe=recipe), tokenizer)
+    column = "chosen" if recipe == "dpo" else "messages"
+    assert train.statistics["columns_not_used"] == {f"{column}[].{key}": 1 for key in ("annotations", "id", "thinking")}
+
+
+def test_an_old_function_call_beside_text_is_refused():
+    old = TURNS[1] | {"function_call": {"name": "weather", "arguments": "{}"}}
+    with pytest.raises(UserError, match=r"^here: turn 2 has OpenAI's old `function_call`; write it as `tool_calls`"):
+        conversations.parse("here", {"messages": [TURNS[0], old]}, "messages")
 
 
 # As Qwen3's: calls in tags, and an empty thinking block in the answer only that is the last turn.
@@ -283,6 +351,43 @@ def test_control_words_in_texts_stay_text(tokenizer):
         assert supervised_text(tokenizer, ids, labels) == ("Hello." if role == 0 else evil) + "<|end|>"
     ids, _ = encode(tokenizer, {"text": evil})
     assert [i for i in ids if i in tokenizer.all_special_ids] == [tokenizer.eos_token_id]
+
+
+def sentencepiece(style, rstrip, known=True):
+    """A tokenizer of letters in the style of Llama-2 (legacy), Mistral v0.3 (first), T5 (always) or Gemma."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = ["<unk>", *(f"<0x{b:02X}>" for b in range(256)), *"▁abcdefghijklmnopqrstuvwxyzHY,.</>|\n"]
+    made = Tokenizer(models.BPE({c: i for i, c in enumerate(letters)}, [], unk_token="<unk>", byte_fallback=True))
+    replace = normalizers.Replace(" ", "▁")
+    if style == "legacy":
+        made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), replace])
+    elif style == "gemma":
+        made.normalizer = replace
+    else:
+        made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=style, split=style == "always")
+    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    words = ["<|user|>", "<|assistant|>", "<|end|>", *(["</s>"] if known else [])]
+    made.add_special_tokens([AddedToken(word, normalized=False, rstrip=rstrip) for word in words])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|end|>")
+    tokenizer.chat_template = ZEPHYR
+    return tokenizer
+
+
+@pytest.mark.injection
+@pytest.mark.oracle
+@pytest.mark.parametrize("rstrip", [False, True])
+@pytest.mark.parametrize("style", ["legacy", "first", "always", "gemma"])
+def test_control_words_in_texts_add_no_spaces(style, rstrip):
+    """The tokens are those of a tokenizer that does not know the word, which is text for it."""
+    texts = ["Hi </s>, you</s>", "Yes, </s> is a token.", "</s>", "</s></s> as text\n </s>"]
+    row = {"messages": [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]}
+    tokenizer = sentencepiece(style, rstrip)
+    ids, labels = encode(tokenizer, row)
+    assert (ids, labels) == encode(sentencepiece(style, rstrip, known=False), row)
+    assert "Yes, </s> is a token.<|end|>" in supervised_text(tokenizer, ids, labels)
+    assert tokenizer.convert_tokens_to_ids("</s>") not in ids
 
 
 @pytest.mark.parametrize("private", ["\ue0000\ue001", "\ue0007\ue001", "\ue0000\ue000", "\ue000\ue001\uf8ff"])
@@ -445,6 +550,37 @@ def test_all_file_kinds_give_the_same_rows(tmp_path):
         assert [row for _, row in sources.read_rows(source)] == QA, source
 
 
+@pytest.mark.parametrize("kind", ["parquet", "saved", "hub"])
+def test_tool_calls_have_no_arguments_of_other_rows(tmp_path, monkeypatch, kind):
+    """Arrow gives all objects of a column the same keys; the rows must be those that were written."""
+    from datasets import Dataset, load_dataset
+
+    def row(name, **arguments):
+        properties = {argument: {"type": "string", "enum": ["Oslo", None]} for argument in arguments}
+        call = {"function": {"name": name, "arguments": arguments}}
+        tool = {"function": {"name": name, "parameters": {"properties": properties}}}
+        return {"messages": [TURNS[0], {"role": "assistant", "tool_calls": [call]}], "tools": [tool], "id": None}
+
+    rows = [row("weather", city="Oslo"), row("add", a=1, b=[{"c": 2}]), row("now")]
+    made, source = Dataset.from_list(rows), sources.Source(tmp_path / "a.parquet")
+    if kind == "saved":
+        made.save_to_disk(tmp_path / "saved")
+        source = sources.Source(tmp_path / "saved")
+    else:
+        made.to_parquet(tmp_path / "a.parquet")
+    if kind == "hub":
+        loaded = load_dataset("parquet", data_files=str(tmp_path / "a.parquet"), cache_dir=str(tmp_path / "cache"))
+        monkeypatch.setattr(sources, "_load_hub", lambda *_: loaded)
+        source = sources.Source(None, ("someone/set", None, "train"))
+    assert [read for _, read in sources.read_rows(source)] == rows
+
+
+def test_a_null_argument_of_a_json_file_is_kept(tmp_path):
+    call = [{"function": {"name": "weather", "arguments": {"city": None}}}]
+    file = write(tmp_path, "a.jsonl", [{"messages": [{"role": "assistant", "tool_calls": call}]}])
+    assert next(sources.read_rows(sources.Source(file)))[1]["messages"][0]["tool_calls"] == call
+
+
 def test_a_folder_is_split_by_file_name(tmp_path):
     for name in ("train-00.jsonl", "train-01.jsonl", "validation.jsonl"):
         write(tmp_path, name, QA)
@@ -452,6 +588,25 @@ def test_a_folder_is_split_by_file_name(tmp_path):
         train, held_out = sources.find_files([data_flag], None, "train")
         assert [s.path.name for s in train] == ["train-00.jsonl", "train-01.jsonl"]
         assert [s.path.name for s in held_out] == ["validation.jsonl"]
+
+
+def test_file_names_of_the_eval_split(tmp_path):
+    evaluation = (
+        "eval.jsonl", "evals.csv", "evaluation.jsonl", "evaluation-2.json", "Validation_a.jsonl", "valid.tsv",
+        "val2.jsonl", "dev.jsonl.gz", "test1.jsonl", "tests.jsonl", "testing-00.parquet", "test set.jsonl",
+    )  # fmt: skip
+    training = (
+        "train.jsonl",
+        "testimonials.jsonl",
+        "value.jsonl",
+        "device-1.jsonl",
+        "evaluated.jsonl",
+        "my-test.jsonl",
+    )
+    for name in (*evaluation, *training):
+        write(tmp_path, name, QA)
+    found = sources.find_files([str(tmp_path)], None, "train")
+    assert [{source.path.name for source in side} for side in found] == [set(training), set(evaluation)]
 
 
 def test_several_sources_with_weights(tmp_path, tokenizer):
@@ -537,6 +692,23 @@ def test_truncation_policies(tmp_path, tokenizer):
     assert sizes == {"truncate_right": 2, "truncate_left": 3, "drop": 2}
     with pytest.raises(UserError, match=r"a row has .* more than --max_length 32"):
         load_datasets(settings_for(file, "--max_length", "32", "--truncation", "error"), tokenizer)
+
+
+def test_rows_that_train_on_nothing_are_told_from_rows_that_are_cut(tmp_path, tokenizer):
+    untrained = {"messages": [TURNS[0], TURNS[1] | {"train": False}]}
+    too_long = {"messages": [{"role": "user", "content": "why " * 200}, TURNS[1]]}
+    file = write(tmp_path, "a.jsonl", [untrained, too_long, {"messages": TURNS}])
+    train, _ = load_datasets(settings_for(file, "--max_length", "64"), tokenizer)
+    assert (train.statistics["dropped_untrained"], train.statistics["dropped_no_answer_left"]) == (1, 1)
+    assert "1 dropped (no answer left after the cut), 1 dropped (nothing in them is trained on)" in dataset.describe(
+        "training", train
+    )
+    for row, says in (
+        (untrained, "rows anything is trained on: --train_on assistant, "),
+        (too_long, "an answer fits into"),
+    ):
+        with pytest.raises(UserError, match=says):
+            load_datasets(settings_for(write(tmp_path, "b.jsonl", [row]), "--max_length", "64"), tokenizer)
 
 
 def test_workers_give_the_same_rows_in_the_same_order(tmp_path, tokenizer):
@@ -736,6 +908,29 @@ def test_columns_that_change_what_a_row_means_are_refused(tmp_path, tokenizer, r
 
 
 ASKED_TWICE = {"messages": [TURNS[0], *TURNS]}
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("row", "column"),
+    [
+        ({"prompt": "Hi", "chosen": "a"}, "completion"),
+        ({"prompt": "Hi", "chosen": TURNS}, "messages"),  # Tülu-3
+        ({"prompt": TURNS[:1], "chosen": TURNS[1:]}, "completion"),
+        ({"prompt": TURNS[:1], "chosen": TURNS}, "messages"),
+        ({"prompt": None, "chosen": "a"}, "text"),
+        ({"chosen": TURNS}, "messages"),
+        ({"prompt": "Hi", "chosen": TURNS[1:]}, None),
+        ({"chosen": TURNS[1:]}, None),
+    ],
+)
+def test_the_columns_that_are_advised_for_preference_data_work(tmp_path, tokenizer, row, column):
+    file = write(tmp_path, "a.jsonl", [row | {"rejected": row["chosen"]}])
+    advice = f"--columns {column}=chosen" if column else "keep the chosen answers only"
+    with pytest.raises(UserError, match=advice):
+        load_datasets(settings_for(file), tokenizer)
+    if column:
+        assert len(load_datasets(settings_for(file, "--columns", f"{column}=chosen"), tokenizer)[0]) == 1
 
 
 @pytest.mark.bad_input
@@ -1048,11 +1243,13 @@ def test_text_and_chat_in_one_run_keep_their_control_tokens(tmp_path, tokenizer)
     assert train.dataset[1]["input_ids"] == train.dataset[2]["input_ids"] == wanted
 
 
-def test_truncation_saved_in_the_tokenizer_does_not_cut_rows(tokenizer):
-    tokenizer.backend_tokenizer.enable_truncation(4)
-    tokenizer.backend_tokenizer.enable_padding(length=64)
-    ids, labels = encode(tokenizer, EQUAL_ROWS["messages"])
-    assert 4 < len(ids) < 64 and supervised_text(tokenizer, ids, labels) == "Hello.<|end|>"
+@pytest.mark.parametrize("content", ["Hi " * 30, "Hi " * 30 + "<|end|>"])
+def test_truncation_and_padding_saved_in_the_tokenizer_are_not_used(tokenizer, content):
+    row = {"messages": [TURNS[0], {"role": "assistant", "content": content}]}
+    wanted = encode(tokenizer, row)
+    tokenizer.backend_tokenizer.enable_truncation(8)
+    tokenizer.backend_tokenizer.enable_padding(length=500)
+    assert encode(tokenizer, row) == wanted
 
 
 def test_eval_data_may_be_named_like_evaluation(tmp_path, tokenizer):

@@ -216,6 +216,31 @@ def test_a_saved_dataset_dict_brings_its_splits(tmp_path, tokenizer):
 
 
 @pytest.mark.bad_input
+@pytest.mark.parametrize("kind", ["parquet", "saved", "hub", "hub, streamed"])
+def test_a_set_with_audio_is_one_sentence_without_the_library_for_it(tmp_path, tokenizer, monkeypatch, kind):
+    import datasets
+
+    held = {"bytes": datasets.Value("binary"), "path": datasets.Value("string")}
+    columns = {"text": datasets.Value("string"), "picture": held, "audio": held, "n": datasets.Json()}
+    media = {"bytes": b"x", "path": None}
+    made = datasets.Dataset.from_list(
+        [{"text": "a", "picture": media, "audio": None, "n": [1]}, {"text": "b", "picture": None, "audio": media}],
+        features=datasets.Features(columns),
+    )
+    made = made.cast_column("audio", datasets.Audio()).cast_column("picture", datasets.Image())
+    found = tmp_path / ("a.parquet" if kind == "parquet" else "saved")
+    made.to_parquet(found) if kind == "parquet" else made.save_to_disk(found)
+    if kind.startswith("hub"):
+        hub = {"train": made.to_iterable_dataset() if "streamed" in kind else made}
+        monkeypatch.setattr(sources, "_load_hub", lambda *_: hub)
+        assert next(sources.read_rows(sources.Source(None, ("a/b", None, "train"))))[1]["n"] == [1]
+        found = "a/b"
+        monkeypatch.setattr(dataset, "_fingerprint", lambda *_: "none")
+    with pytest.raises(UserError, match=r"row 2: column 'audio' is not empty, but this kit trains on text only"):
+        load_datasets(settings_for(found), tokenizer)
+
+
+@pytest.mark.bad_input
 def test_a_real_line_of_100_megabytes(tmp_path, tokenizer):
     file = tmp_path / "a.jsonl"
     file.write_bytes(b'{"text": "a"}\n{"text": "' + b"x" * 100_000_000 + b'"}\n')

@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import TINY, Run, recipe_process, run_world
 
+from zerofit.config import resolve
 from zerofit.data import conversations, encoding
 from zerofit.data import sources as data_sources
 from zerofit.data import streaming as data_streaming
@@ -126,6 +127,29 @@ def test_a_weight_below_one_takes_other_rows_in_each_epoch_also_after_a_resume(t
     assert [place for place, _, _ in itertools.islice(found, 54)] == places[28:]
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        ["--train_on", "all"], ["--truncation", "drop"], ["--data_format", "messages"], ["--max_length", "99"],
+        ["--columns", "messages=turns"], "template", "tokenizer",
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_the_tokens_depend_on_changes_the_fingerprint(tokenizer, change):
+    source = [data_sources.Source(TINY / "train.jsonl")]
+
+    def fingerprint(*flags):
+        return data_streaming._fingerprint(source, resolve.resolve_settings("sft", [*FLAGS, *flags], 1), tokenizer)
+
+    before = fingerprint()
+    assert before == fingerprint("--learning_rate", "1")
+    if change == "template":
+        tokenizer.chat_template += " "
+    elif change == "tokenizer":
+        tokenizer.add_tokens(["<new>"])
+    assert fingerprint(*(change if isinstance(change, list) else ())) != before
+
+
 def test_hub_sets_are_not_downloaded(monkeypatch, tokenizer):
     import datasets
 
@@ -171,8 +195,6 @@ def test_rows_without_an_answer_keep_their_place(tokenizer, capsys):
     ],
 )
 def test_what_needs_all_rows_is_refused(flags, says):
-    from zerofit.config import resolve
-
     with pytest.raises(UserError, match=says):
         resolve.resolve_settings("sft", [*FLAGS, *flags], 1)
 

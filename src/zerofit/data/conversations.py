@@ -67,6 +67,11 @@ ROLES = {
     "ipython": "tool",
 }
 
+# Keys of a turn that hold an answer's reasoning, in order of preference; the first is ours.
+REASONING = ("reasoning_content", "reasoning", "thinking")
+
+TURN_KEYS = {"role", "from", "content", "value", "tool_calls", "tool_call_id", "name", "train", "weight", *REASONING}
+
 TRAIN_ON = ("assistant", "last_turn", "all", "prompt")
 
 TEMPLATE_SECONDS = 20  # per conversation; a template that takes longer is taken to loop forever
@@ -185,7 +190,7 @@ def _check_preference(place: str, row: dict[str, Any]) -> None:
     """Raise UserError for preference data (DPO): rows with a chosen and a rejected answer."""
     if row.get("chosen") is None or row.get("rejected") is None:
         return
-    column = {str: "text", list: "messages"}.get(type(row["chosen"])) if "prompt" not in row else "completion"
+    column = _column_of_chosen(row["chosen"], row.get("prompt"))
     mend = f"--columns {column}=chosen would train on the chosen answers" if column else "keep the chosen answers only"
     raise UserError(
         f"{place}: columns 'chosen' and 'rejected' are preference data, which recipes/dpo.py trains on (make dpo); "
@@ -193,10 +198,42 @@ def _check_preference(place: str, row: dict[str, Any]) -> None:
     )
 
 
+def _column_of_chosen(chosen: Any, prompt: Any) -> str | None:
+    """Return our column as which the chosen answers can be trained on; None if there is none."""
+    if begins_conversation(chosen):
+        return "messages"  # Tülu-3 repeats the prompt in it
+    if prompt is None:
+        return "text" if isinstance(chosen, str) else None
+    return "completion" if type(chosen) is type(prompt) and isinstance(chosen, str | list) else None
+
+
+def begins_conversation(turns: Any) -> bool:
+    """Return whether turns begin as a whole conversation does, with a system or user turn."""
+    first = turns[0] if isinstance(turns, list) and turns else None
+    role = first.get("role", first.get("from")) if isinstance(first, dict) else None
+    return isinstance(role, str) and ROLES.get(role) in ("system", "user")
+
+
 def not_used(row: dict[str, Any], kind: str) -> list[str]:
-    """Return the columns of a row that are not empty and that its format ignores."""
+    """Return the columns of a row and the keys of its turns (`messages[].id`) that are not empty and are ignored."""
     used = {*FORMATS[kind], *BESIDE[kind]}
-    return [str(name) for name, value in row.items() if name not in used and value not in (None, "", [])]
+    columns = [str(name) for name, value in row.items() if name not in used and value not in (None, "", [])]
+    return columns + [key for name in FORMATS[kind] for key in keys_not_used(name, row[name])]
+
+
+def keys_not_used(column: str, turns: Any) -> list[str]:
+    """Return the keys of turns that are not empty and that are ignored, as `column[].key`."""
+    turns = [turns] if isinstance(turns, dict) else turns
+    if not isinstance(turns, list) or not turns or not isinstance(turns[0], dict):
+        return []
+    unknown = {
+        str(key)
+        for turn in turns
+        if isinstance(turn, dict)
+        for key in turn.keys() - TURN_KEYS | {k for k in REASONING if not isinstance(turn.get(k), str)}
+        if turn.get(key) not in (None, "", [], {})
+    }
+    return [f"{column}[].{key}" for key in sorted(unknown)]
 
 
 def _check_meaning(place: str, row: dict[str, Any], kind: str) -> None:
@@ -360,7 +397,7 @@ def _turn(place: str, i: int, message: Any) -> tuple[dict, bool]:
         )
     if content is None and calls:
         content = ""
-    if content is None and message.get("function_call"):
+    if message.get("function_call") and not calls:
         raise UserError(
             f"{place}: turn {i} has OpenAI's old `function_call`; write it as `tool_calls`, and the column `functions` "
             "as `tools`."
@@ -369,12 +406,17 @@ def _turn(place: str, i: int, message: Any) -> tuple[dict, bool]:
     if calls:
         message = message | {"tool_calls": _calls(place, i, calls)}
     turn |= {k: message[k] for k in ("tool_calls", "tool_call_id", "name") if message.get(k) is not None}
-    if message.get("reasoning_content"):
-        turn["reasoning_content"] = _string(place, f"reasoning_content of turn {i}", message["reasoning_content"])
+    reasoning = message.get("reasoning_content") or _reasoning(message)
+    if reasoning:
+        turn["reasoning_content"] = _string(place, f"reasoning of turn {i}", reasoning)
     train = message.get("train", message.get("weight", True))
     if train is not None and not isinstance(train, bool | int | float):
         raise UserError(f"{place}: turn {i}: 'train' must be true or false, found {train!r}.")
     return turn, turn["role"] == "assistant" and bool(train if train is not None else True)
+
+
+def _reasoning(message: dict) -> str | None:
+    return next((message[key] for key in REASONING if message.get(key) and isinstance(message[key], str)), None)
 
 
 def _calls(place: str, i: int, calls: Any) -> list[dict]:

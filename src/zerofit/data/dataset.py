@@ -25,7 +25,7 @@ from zerofit.data.tokens import CHUNK, TokenizedDataset
 from zerofit.errors import UserError
 from zerofit.paths import cache_root, hash_file, private_folder
 
-CACHE_VERSION = 6  # raise it when the tokens of a row change
+CACHE_VERSION = 7  # raise it when the tokens of a row change
 
 COLUMNS = ("input_ids", "labels", "lengths")  # of a tokenized row; lengths: of a pair's two sides
 
@@ -50,6 +50,12 @@ def _fingerprint(sources: list[Source], settings, tokenizer, limit: int | None) 
                     hashlib.file_digest(opened, lambda: digest)  # goes on with this digest
         except OSError as error:
             raise UserError(f"{error.filename or source}: cannot be read: {error.strerror}.") from None
+    hash_options(digest, sources, settings, tokenizer, limit)
+    return digest.hexdigest()[:24]
+
+
+def hash_options(digest, sources: list[Source], settings, tokenizer, limit: int | None) -> None:
+    """Add to a hash what the tokens depend on besides the data: tokenizer, template, options, CACHE_VERSION."""
     options = [
         CACHE_VERSION, [s.weight for s in sources], settings.max_length, limit, settings.data_format, settings.columns,
         settings.train_on, settings.truncation, tokenizer.chat_template, tokenizer.eos_token_id,
@@ -57,7 +63,6 @@ def _fingerprint(sources: list[Source], settings, tokenizer, limit: int | None) 
     ]  # fmt: skip
     digest.update(json.dumps(options, default=str).encode())
     digest.update(tokenizer.backend_tokenizer.to_str().encode())
-    return digest.hexdigest()[:24]
 
 
 def cache_folder() -> Path:
@@ -327,6 +332,8 @@ def describe(name: str, tokens: TokenizedDataset) -> str:
             text += f", {stats[name]:,} dropped ({why})"
     if stats["dropped_no_answer_left"]:
         text += f", {stats['dropped_no_answer_left']:,} dropped (no answer left after the cut)"
+    if stats["dropped_untrained"]:
+        text += f", {stats['dropped_untrained']:,} dropped (nothing in them is trained on)"
     return text + f"; {stats['supervised_tokens']:,} of {stats['tokens']:,} tokens are trained on"
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import itertools
+import json
 import re
 import signal
 import threading
@@ -18,6 +19,8 @@ from zerofit.errors import UserError
 
 PROBE = "Größe\n\n 東京 🙂\t3.14 'll  x\n"  # text on which a tokenizer shows whether its tokens are its bytes
 
+ANCHOR = chr(conversations.PRIVATE_USE[-1])  # text that no token joins with the text behind it
+
 
 class Encoder:
     """Encode batches of rows as (input_ids, labels) with one tokenizer and chat template.
@@ -31,7 +34,9 @@ class Encoder:
         self.tokenizer, self.train_on = tokenizer, train_on
         self.notes: Counter = Counter()  # warning -> number of rows
         self.special_tokens = tokenizer.special_tokens_map  # made anew at each use
+        self.reasoning_key = _reasoning_key(tokenizer.chat_template)
         self.marked = re.search(r"\{%-?\s*generation\s*-?%\}", tokenizer.chat_template) is not None
+        self.added = {i: token.content for i, token in tokenizer.added_tokens_decoder.items()}
         words = {t.content for t in tokenizer.added_tokens_decoder.values() if t.special}
         words |= {w for w in tokenizer.all_special_tokens if w}
         # Control words added as ordinary tokens, e.g. by --new_tokens: text must not open or end a turn with them.
@@ -65,6 +70,8 @@ class Encoder:
             rows that were labelled as arrays (int32) as they are, without making lists of them.
         Raises: UserError for an unusable row, without `refuse`.
         """
+        self.tokenizer.backend_tokenizer.no_truncation()  # tokenizer.json may set both
+        self.tokenizer.backend_tokenizer.no_padding()
         encoded: list[Any] = [None] * len(rows)
         texts, spans, slots = [], [], []
         for i, (place, content) in enumerate(rows):
@@ -84,10 +91,9 @@ class Encoder:
                     raise error from None
                 refuse(place, error)
         if texts:
-            backend = self.tokenizer.backend_tokenizer
-            backend.encode_special_tokens = False  # calls with split_special_tokens leave it on
-            backend.no_truncation()  # tokenizer.json may set both
-            backend.no_padding()
+            self.tokenizer.backend_tokenizer.encode_special_tokens = (
+                False  # calls with split_special_tokens leave it on
+            )
             for i, row in zip(slots, self._labelled_texts(texts, spans, as_arrays), strict=True):
                 encoded[i] = row
         return encoded
@@ -138,18 +144,49 @@ class Encoder:
             map(self.control.search, conversations.strings([others, conversation.tools]))
         )
 
-    def _tokens(self, text: str) -> list[int]:
+    @functools.cached_property
+    def adds_prefix(self) -> bool:
+        """Return whether the tokenizer puts a space before each text, as SentencePiece does (Llama-2, Phi-3)."""
+        return self._tokens("a", ANCHOR) != self._tokens("a")
+
+    def _tokens(self, text: str, before: str = "", token: int | None = None) -> list[int]:
+        """Encode a text, or a piece of one behind the text `before`, which is the added token `token` or ANCHOR."""
         backend = self.tokenizer.backend_tokenizer
         backend.encode_special_tokens = False
-        return backend.encode(text, add_special_tokens=False).ids
+        encoding = backend.encode(before + text, add_special_tokens=False)
+        ids, offsets = encoding.ids, encoding.offsets
+        first = next((i for i, (start, _) in enumerate(offsets) if start >= len(before)), len(ids))
+        if first and ids[first - 1] != token and offsets[first - 1][1] > len(before):  # a token of both
+            return self._tokens(text)
+        return ids[first:]
+
+    def _tokens_behind(self, text: str, ids: list[int]) -> list[int]:
+        """Encode a piece of text as it would be in a whole text, behind the tokens `ids`.
+
+        Behind an added token, some tokenizers add a space or drop one. Only elsewhere the piece has to be kept from
+        looking like the beginning of a text.
+        """
+        if ids and ids[-1] in self.added:
+            return self._tokens(text, self.added[ids[-1]], ids[-1])
+        return self._tokens(text, ANCHOR if ids and self.adds_prefix else "")
 
     def _text(
         self, place: str, conversation: conversations.Conversation, turns: int | None = None, prompt: bool = False
     ) -> str:
         with _template_errors(place):
             return self.tokenizer.apply_chat_template(
-                conversation.turns[:turns], tools=conversation.tools, tokenize=False, add_generation_prompt=prompt
+                self._for_template(conversation.turns[:turns]),
+                tools=conversation.tools,
+                tokenize=False,
+                add_generation_prompt=prompt,
             )
+
+    def _for_template(self, turns: list[dict]) -> list[dict]:
+        """Return the turns with their reasoning under the key that the template reads."""
+        ours = conversations.REASONING[0]
+        if self.reasoning_key == ours:
+            return turns
+        return [{self.reasoning_key if k == ours else k: v for k, v in turn.items()} for turn in turns]
 
     def _render(self, place: str, conversation: conversations.Conversation) -> tuple[str, list[tuple[int, int]]]:
         """Render the conversation; return its text and the character spans to train on."""
@@ -198,7 +235,7 @@ class Encoder:
     def _check_tools(
         self, place: str, whole: str, conversation: conversations.Conversation, spans: dict[int, str]
     ) -> None:
-        """Raise UserError for a tool call or tool that the template leaves out.
+        """Raise UserError for a tool call, a tool or a tool's result that the template leaves out.
 
         Args: spans: turn -> text of the answer; other turns are searched in the whole text.
         """
@@ -221,6 +258,34 @@ class Encoder:
                 f"{place}: column 'tools' has {lost[0]!r}, but the chat template writes nothing of it, so the model "
                 f"would learn without its tools; {mend}"
             )
+        lost = self._lost_results(place, conversation)
+        if lost:
+            raise UserError(
+                f"{place}: turn {lost[0] + 1} is a tool's result, but the chat template writes nothing of it, so the "
+                f"model would learn to answer without it; {mend}"
+            )
+
+    def _lost_results(self, place: str, conversation: conversations.Conversation) -> list[int]:
+        """Return the tool turns that the template leaves out: a mark at the end of their text does not reach its text.
+
+        The results themselves cannot be searched: templates write them as JSON, and answers repeat them.
+        """
+        results = [i for i, turn in enumerate(conversation.turns) if turn["role"] == "tool"]
+        if not results:
+            return []
+        marks = dict(zip(results, self._unused_characters(conversation), strict=False))
+        turns = [
+            turn | {"content": turn["content"] + marks[i]} if i in marks else turn
+            for i, turn in enumerate(conversation.turns)
+        ]
+        text = self._text(place, conversations.Conversation(turns, conversation.trained, conversation.tools))
+        return [i for i, mark in marks.items() if mark not in text and json.dumps(mark)[1:-1] not in text]
+
+    def _unused_characters(self, conversation: conversations.Conversation) -> Iterator[str]:
+        """Yield private-use characters that are neither in the conversation nor in the template."""
+        used = {c for text in conversations.strings([conversation.turns, conversation.tools]) for c in text}
+        used |= set(self.tokenizer.chat_template)
+        return (chr(c) for c in conversations.PRIVATE_USE if chr(c) not in used)
 
     def _whole(self, place: str, conversation: conversations.Conversation) -> tuple[str, list[tuple[int, int]]]:
         """Render the conversation; return its text and the spans of its {% generation %} marks, if any."""
@@ -230,7 +295,7 @@ class Encoder:
 
         with _template_errors(place):
             texts, marks = render_jinja_template(
-                conversations=[conversation.turns], tools=conversation.tools,
+                conversations=[self._for_template(conversation.turns)], tools=conversation.tools,
                 chat_template=self.tokenizer.chat_template,
                 return_assistant_tokens_mask=True, **self.special_tokens,
             )  # fmt: skip
@@ -298,9 +363,7 @@ class Encoder:
     def _pieces(self, place: str, conversation: conversations.Conversation) -> tuple[list[int], list[int]]:
         """Encode a conversation with control words in its text, hidden by placeholders during rendering."""
         words: list[str] = []
-        used = {c for text in conversations.strings([conversation.turns, conversation.tools]) for c in text}
-        used |= set(self.tokenizer.chat_template)
-        mark = next(chr(c) for c in conversations.PRIVATE_USE if chr(c) not in used)
+        mark = next(self._unused_characters(conversation))
 
         def stand_in(match) -> str:
             words.append(match[0])
@@ -326,10 +389,17 @@ class Encoder:
                 # A control word split in two is encoded as plain text.
                 word = words[int(part[1:-1])] if is_word else part
                 halves = (word[:1], word[1:]) if is_word else (word,)
-                tokens = [t for half in halves for t in self._tokens(half)]
-                ids += tokens
-                labels += tokens if inside else [conversations.IGNORE] * len(tokens)
+                before = len(ids)
+                for half in halves:
+                    ids += self._tokens_behind(half, ids)
+                labels += ids[before:] if inside else [conversations.IGNORE] * (len(ids) - before)
         return ids, labels
+
+
+def _reasoning_key(template: str) -> str:
+    """Return the key under which the template reads reasoning: `reasoning_content`, unless it names only another."""
+    named = [key for key in conversations.REASONING if re.search(rf"\.{key}\b|(['\"]){key}\1", template)]
+    return (named or conversations.REASONING)[0]
 
 
 @contextlib.contextmanager

@@ -90,9 +90,8 @@ def _side(place: str, name: str, value: Any, prompt: list[dict]) -> list[dict]:
         return [{"role": r, "content": t.strip()} for r, t in zip(roles, DIALOGUE.split(value)[1:], strict=True)]
     if not isinstance(value, list) or not value:
         raise UserError(f"{place}: column {name!r} must be a string, a turn or a list of turns that is not empty.")
-    first = value[0].get("role", value[0].get("from")) if isinstance(value[0], dict) else None
-    whole = conversations.ROLES.get(first) in ("system", "user") if isinstance(first, str) else False
-    return value if whole else [*prompt, *value]  # UltraFeedback repeats the prompt inside
+    # UltraFeedback repeats the prompt inside
+    return value if conversations.begins_conversation(value) else [*prompt, *value]
 
 
 def _shared(chosen: list[dict], rejected: list[dict]) -> int:
@@ -163,4 +162,7 @@ def _pair(place, chosen, rejected, cut, refuse, errors: dict, count: Counter):
 
 
 def _not_used(row: dict[str, Any]) -> list[str]:
-    return [str(k) for k, v in row.items() if k not in USED and k not in SCORES and v not in (None, "", [])]
+    columns = [str(k) for k, v in row.items() if k not in USED and k not in SCORES and v not in (None, "", [])]
+    return columns + [
+        key for name in ("prompt", *CONVERSATION, *SIDES) for key in conversations.keys_not_used(name, row.get(name))
+    ]

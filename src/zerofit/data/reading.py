@@ -28,6 +28,7 @@ COUNTS = (
     "kept",
     "dropped_bad",
     "dropped_no_answer_left",
+    "dropped_untrained",
     "dropped_too_long",
     "truncated",
     "tokens",
@@ -175,6 +176,11 @@ def summarize_counts(sources: list[Source], count: Counter, settings) -> dict:
         )
     if not count["kept"] and count[pairs.EMPTY] + count[pairs.IDENTICAL] == count["rows"]:
         raise UserError(f"{names}: each of the {count['rows']} pairs has an empty side or two identical ones.")
+    if not count["kept"] and not count["dropped_no_answer_left"] and not count["dropped_too_long"]:
+        raise UserError(
+            f"{names}: in none of the {count['rows']} rows anything is trained on: --train_on {settings.train_on}, the "
+            "rows' own `train` or `weight`, masks or labels leave nothing."
+        )
     if not count["kept"]:
         raise UserError(
             f"{names}: in none of the {count['rows']} rows an answer fits into --max_length {settings.max_length}."
@@ -214,7 +220,8 @@ def truncate(ids: list[int], labels: list[int], settings, count: Counter) -> tup
     Raises: UserError for a long row under --truncation error.
     """
     longest = settings.max_length
-    if len(ids) > longest:
+    is_cut = len(ids) > longest
+    if is_cut:
         if settings.truncation == "error":
             raise UserError(f"a row has {len(ids)} tokens, more than --max_length {longest} (--truncation error).")
         if settings.truncation == "drop":
@@ -229,7 +236,7 @@ def truncate(ids: list[int], labels: list[int], settings, count: Counter) -> tup
     else:
         supervised = len(labels) - 1 - labels.count(conversations.IGNORE) + (labels[0] == conversations.IGNORE)
     if supervised <= 0:
-        count["dropped_no_answer_left"] += 1
+        count["dropped_no_answer_left" if is_cut else "dropped_untrained"] += 1
         return None
     count["kept"] += 1
     count["tokens"] += len(ids)

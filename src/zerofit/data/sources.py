@@ -22,7 +22,9 @@ COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 
 NOT_DATA = ("dataset_info.json", "dataset_dict.json", "state.json")  # beside the Arrow files of save_to_disk
 
-EVAL_NAMES = ("eval", "validation", "valid", "val", "dev", "test")
+EVAL_NAMES = ("eval", "validation", "valid", "val", "dev", "test")  # of splits
+
+EVAL_FILE = re.compile(r"(evals?|evaluation|validation|valid|val|dev|tests?|testing)\d*([-_. ]|$)", re.IGNORECASE)
 
 csv.field_size_limit(64 << 20)
 
@@ -50,8 +52,8 @@ def find_files(
 ) -> tuple[list[Source], list[Source]]:
     """Return (training, evaluation) sources for the entries of --data.
 
-    An entry is a file, folder, glob or Hub id with an optional `:weight`. In a folder, files named like
-    EVAL_NAMES (eval.jsonl, test-1.csv) are the evaluation split.
+    An entry is a file, folder, glob or Hub id with an optional `:weight`. In a folder, files whose name begins with
+    EVAL_FILE (eval.jsonl, test-1.csv) are the evaluation split.
     Raises: UserError for a path that looks local and does not exist, or holds no data file.
     """
     train, held_out = [], []
@@ -142,7 +144,7 @@ def _is_data(file: Path, endings: tuple[str, ...] = SUFFIXES) -> bool:
 def _split_by_name(name: str, files: list[Path]) -> tuple[list[Source], list[Source]]:
     if not files:
         raise UserError(f"--data {name}: holds no {', '.join(SUFFIXES)} file.")
-    held_out = [f for f in files if re.split(r"[-_.]", f.name.lower())[0] in EVAL_NAMES]
+    held_out = [f for f in files if EVAL_FILE.match(f.name)]
     return [Source(f) for f in files if f not in held_out], [Source(f) for f in held_out]
 
 
@@ -203,8 +205,8 @@ def read_rows(source: Source, lines: bool = False) -> Iterator[Row]:
     """
     if source.hub:
         name, config, split = source.hub
-        for number, row in enumerate(_load_hub(name, config, source.streaming)[split], 1):
-            yield f"{name} ({split}): row {number}", row
+        for number, row in enumerate(_without_decoding(_load_hub(name, config, source.streaming)[split]), 1):
+            yield f"{name} ({split}): row {number}", _without_nulls(row)
         return
     path, kind = source.path, suffix(source.path)
     try:
@@ -349,7 +351,7 @@ def _read_parquet(path: Path) -> Iterator[Row]:
         for batch in file.iter_batches(batch_size=1024):
             for row in batch.to_pylist():
                 number += 1
-                yield f"{path}: row {number}", row
+                yield f"{path}: row {number}", _without_nulls(row)
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"{path}: not a readable Parquet file: {first_line(error)}") from None
 
@@ -362,5 +364,49 @@ def _read_arrow(path: Path) -> Iterator[Row]:
         dataset = datasets.load_from_disk(str(path)) if path.is_dir() else datasets.Dataset.from_file(str(path))
     except (pa.ArrowException, OSError, ValueError) as error:
         raise UserError(f"{path}: not a readable Arrow set: {first_line(error)}") from None
-    for number, row in enumerate(dataset, 1):
-        yield f"{path}: row {number}", row
+    for number, row in enumerate(_without_decoding(dataset), 1):
+        yield f"{path}: row {number}", _without_nulls(row)
+
+
+def _without_decoding(dataset):
+    """Leave images, audio and video of a data set as bytes or paths: decoding them needs other libraries."""
+    import datasets
+
+    features = dataset.features or {}  # None for some streamed sets
+    encoded = {name: _encoded(feature) for name, feature in features.items()}
+    encoded = {name: feature for name, feature in encoded.items() if feature != features[name]}
+    if encoded and isinstance(dataset, datasets.Dataset):
+        dataset = dataset.to_iterable_dataset()  # which changes columns as they are read
+    for name, feature in encoded.items():
+        dataset = dataset.cast_column(name, feature)
+    return dataset
+
+
+def _encoded(feature):
+    """Return a feature of datasets with decoding off; JSON stays on, as its values are the row's own."""
+    import datasets
+
+    if isinstance(feature, dict):
+        return {name: _encoded(inner) for name, inner in feature.items()}
+    if isinstance(feature, datasets.List | datasets.LargeList):
+        return replace(feature, feature=_encoded(feature.feature))
+    if hasattr(feature, "decode") and not isinstance(feature, datasets.Json):
+        return replace(feature, decode=False)
+    return feature
+
+
+def _without_nulls(row: dict) -> dict:
+    """Remove the null keys of the objects inside a row of an Arrow table.
+
+    In such a table all objects of a column have the same keys, and those that a row did not have are null: a tool call
+    would be trained with the arguments of all other tools.
+    """
+    return {name: _without_null_keys(value) for name, value in row.items()}
+
+
+def _without_null_keys(value):
+    if isinstance(value, dict):
+        return {key: _without_null_keys(inner) for key, inner in value.items() if inner is not None}
+    if isinstance(value, list):
+        return [_without_null_keys(inner) if isinstance(inner, dict | list) else inner for inner in value]
+    return value

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
-from zerofit.data import encoding, reading
+from zerofit.data import dataset, encoding, reading
 from zerofit.data import sources as data_sources
 from zerofit.data.batches import best_fit_decreasing, filler, join
 from zerofit.data.tokens import CHUNK, TokenizedDataset
@@ -73,7 +73,7 @@ def load(sources: list[data_sources.Source], settings, encoder: encoding.Encoder
         "longest": max(len(ids) for ids, _ in kept),
     }
     table = Dataset.from_dict({"input_ids": [ids for ids, _ in kept], "labels": [labels for _, labels in kept]})
-    return TokenizedDataset(table, statistics, _fingerprint(sources), stream=stream)
+    return TokenizedDataset(table, statistics, _fingerprint(sources, settings, encoder.tokenizer), stream=stream)
 
 
 class Stream(torch.utils.data.IterableDataset):
@@ -163,15 +163,17 @@ class TokenizingCollator:
                 self.dropped += 1
                 if str(self.dropped).strip("0") == "1":  # a power of ten
                     print(
-                        f"note: {place}: no answer left in --max_length, or cannot be used; such rows: {self.dropped}",
+                        f"note: {place}: no answer left in --max_length, or nothing trained; such rows: {self.dropped}",
                         flush=True,
                     )
         return self.collate(tokenized)
 
 
-def _fingerprint(sources: list[data_sources.Source]) -> str:
-    """Hash names, sizes and weights of the sources; hashing their bytes would read them all."""
-    return hashlib.sha256(repr([(str(s), data_sources.size(s), s.weight) for s in sources]).encode()).hexdigest()[:24]
+def _fingerprint(sources: list[data_sources.Source], settings, tokenizer) -> str:
+    """Hash names and sizes of the sources, tokenizer and options; hashing the bytes of the data would read them all."""
+    digest = hashlib.sha256(repr([(str(s), data_sources.size(s)) for s in sources]).encode())
+    dataset.hash_options(digest, sources, settings, tokenizer, settings.max_samples)
+    return digest.hexdigest()[:24]
 
 
 def _sizes(sources: list[data_sources.Source]) -> list[int]:

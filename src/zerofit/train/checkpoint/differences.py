@@ -80,7 +80,8 @@ def _refusals(settings, known: dict, other: list[str], was: dict, now: dict):
             yield f"was saved with {name} {saved}, this run has {current}{reason}; use {flag}"
     for name in (name for name in (*ROWS, *MEANING) if name in other):
         yield _sentence(name, was[name], now[name])
-    meaning = {"data": "data, tokenizer, template or --max_length", "model": "model"}
+    options = "--train_on, --truncation, --columns, --data_format or --max_length"
+    meaning = {"data": f"data, tokenizer, template, {options}", "model": "model"}
     for name, fingerprint in known.get("fingerprints", {}).items():
         if fingerprint != settings.fingerprints[name]:
             yield f"was saved with another {meaning[name]} than this run has; give it the same"
