@@ -91,9 +91,8 @@ class Encoder:
                     raise error from None
                 refuse(place, error)
         if texts:
-            self.tokenizer.backend_tokenizer.encode_special_tokens = (
-                False  # calls with split_special_tokens leave it on
-            )
+            # Calls with split_special_tokens leave it on.
+            self.tokenizer.backend_tokenizer.encode_special_tokens = False
             for i, row in zip(slots, self._labelled_texts(texts, spans, as_arrays), strict=True):
                 encoded[i] = row
         return encoded
