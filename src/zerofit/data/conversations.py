@@ -70,7 +70,7 @@ ROLES = {
 # Keys of a turn that hold an answer's reasoning, in order of preference; the first is ours.
 REASONING = ("reasoning_content", "reasoning", "thinking")
 
-TURN_KEYS = {"role", "from", "content", "value", "tool_calls", "tool_call_id", "name", "train", "weight", *REASONING}
+TURN_KEYS = {"role", "from", "content", "value", "tool_calls", "tool_call_id", "name", "train", "weight"}
 
 TRAIN_ON = ("assistant", "last_turn", "all", "prompt")
 
@@ -229,9 +229,9 @@ def keys_not_used(column: str, turns: Any) -> list[str]:
     unknown = {
         str(key)
         for turn in turns
-        if isinstance(turn, dict)
-        for key in turn.keys() - TURN_KEYS | {k for k in REASONING if not isinstance(turn.get(k), str)}
-        if turn.get(key) not in (None, "", [], {})
+        if isinstance(turn, dict) and not turn.keys() <= TURN_KEYS
+        for key in turn.keys() - TURN_KEYS
+        if turn[key] not in (None, "", [], {}) and not (key in REASONING and isinstance(turn[key], str))
     }
     return [f"{column}[].{key}" for key in sorted(unknown)]
 
