@@ -14,7 +14,7 @@ from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments, set_seed
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
-from transformers.trainer_utils import EvalLoopOutput
+from transformers.trainer_utils import EvalLoopOutput, SaveStrategy
 
 from zerofit import command_line, distributed, rank_status
 from zerofit.data import streaming
@@ -199,6 +199,16 @@ class ZerofitTrainer(Trainer):
         tied = getattr(self.model, "all_tied_weights_keys", {})
         missing = [name for name in load_result.missing_keys if name not in tied]
         super()._issue_warnings_after_load(type(load_result)(missing, load_result.unexpected_keys))
+
+    def _determine_best_metric(self, metrics, trial) -> bool:
+        """Return whether to save for --save_strategy best: at a new best metric, or where a save is due anyway.
+
+        With --load_best_model_at_end, only a step that is saved can be the best one.
+        """
+        best_decides, due = self.args.save_strategy == SaveStrategy.BEST, self.control.should_save
+        if self.args.load_best_model_at_end and not (best_decides or due):
+            return False
+        return super()._determine_best_metric(metrics, trial) or due
 
     def _load_best_model(self) -> None:
         with pickles.only_known():
