@@ -438,6 +438,15 @@ def test_the_rank_that_hung_is_one_that_waits_for_no_other(tmp_path, place):
     assert ended().rank == 0  # the first to stop, if the stacks do not tell
 
 
+@pytest.mark.parametrize(("kind", "ended"), [
+    ("disk full", ("disk full", 1)), ("crash", ("interrupted", 130)),
+])  # fmt: skip
+def test_a_save_that_a_signal_asked_for_found_no_room(tmp_path, kind, ended):
+    (tmp_path / "rank0.json").write_text(json.dumps(entry(0, 1, kind, "DiskFull: no room for another checkpoint")))
+    last = postmortem.ending(1, tmp_path, [signal.SIGUSR1], None, 0, host_kills=0)
+    assert (last.kind, last.code) == ended
+
+
 def test_the_kernels_kill_for_memory_is_out_of_memory(tmp_path):
     (tmp_path / postmortem.EXITS).write_text('{"1": -9}')
     last = postmortem.ending(1, tmp_path, [], None, 0, host_kills=1)

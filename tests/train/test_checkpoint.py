@@ -14,7 +14,7 @@ from conftest import TINY, recipe_process, run_world
 
 from zerofit import run_folder
 from zerofit.config import resolve
-from zerofit.errors import UserError
+from zerofit.errors import DiskFull, UserError
 from zerofit.model.load import count_parameters
 from zerofit.train.checkpoint import integrity, resume, save
 from zerofit.train.checkpoint.facts import ASIDE, FACTS, digest_of, read_facts
@@ -529,6 +529,38 @@ def test_without_room_training_goes_on(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=999))
     assert not save._has_room(tmp_path)
     assert "WARNING: no checkpoint is saved" in capsys.readouterr().out
+
+
+@pytest.mark.fault
+def test_a_stop_without_room_says_so(tmp_path):
+    """Code 75 would let SLURM queue the job again and again."""
+    from zerofit.train.trainer import stopped
+
+    args = SimpleNamespace(output_dir=str(tmp_path), save_only_model=False)
+    ended = stopped(args, 4)
+    assert isinstance(ended, DiskFull) and ended.exit_code == 1 and "nothing is saved yet; make room" in str(ended)
+    (tmp_path / "checkpoint-2").mkdir()
+    assert "after step 4, which is not saved" in str(stopped(args, 4)) and "checkpoint-2 stays" in str(stopped(args, 4))
+    (tmp_path / "checkpoint-4").mkdir()
+    assert stopped(args, 4).exit_code == 75 and "checkpoint-4 is saved" in str(stopped(args, 4))
+
+
+@pytest.mark.parametrize("stopping", [True, False])
+def test_a_run_that_was_told_to_stop_keeps_its_last_checkpoint(stopping, monkeypatch):
+    """At a run's end transformers loads the best step, and with --save_total_limit 1 deletes the last one for it."""
+    from transformers import Trainer
+
+    from zerofit.train.trainer import ZerofitTrainer
+
+    seen = []
+    monkeypatch.setattr(
+        Trainer, "_finalize_training", lambda self, *words: seen.append(self.state.best_model_checkpoint)
+    )
+    trainer = object.__new__(ZerofitTrainer)
+    trainer.state = SimpleNamespace(best_model_checkpoint="run/checkpoint-2")
+    trainer.reporter = SimpleNamespace(stopping=stopping)
+    trainer._finalize_training(None, 8, 0.0)
+    assert seen == [None if stopping else "run/checkpoint-2"]
 
 
 def saved_as(tmp_path, tensors, net, recipe="sft"):

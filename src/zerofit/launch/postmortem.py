@@ -95,8 +95,9 @@ def _stopped(evidence: Evidence) -> Outcome | None:
 
 
 def _interrupted(evidence: Evidence) -> Outcome | None:
-    """Recognize an end by a signal without a save."""
-    if not (evidence.signals and evidence.code):
+    """Recognize an end by a signal without a save, other than one for which the disk had no room."""
+    no_room = evidence.own_records and evidence.own_records[0]["kind"] == "disk full"
+    if not (evidence.signals and evidence.code) or no_room:
         return None
     name = signal.Signals(evidence.signals[0]).name
     return Outcome("interrupted", EXIT_CODES["interrupted"], signal=name, step=evidence.step)

@@ -16,7 +16,7 @@ from transformers import Trainer, TrainingArguments, set_seed
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import EvalLoopOutput, SaveStrategy
 
-from zerofit import command_line, distributed, rank_status
+from zerofit import command_line, distributed, rank_status, run_folder
 from zerofit.data import streaming
 from zerofit.data.batches import (
     LABEL_COUNT,
@@ -27,7 +27,7 @@ from zerofit.data.batches import (
     TrainCollator,
     training_sampler,
 )
-from zerofit.errors import Stopped, UserError, first_line
+from zerofit.errors import DiskFull, Stopped, UserError, first_line
 from zerofit.model import (
     adapters,
     attention,
@@ -148,7 +148,7 @@ class ZerofitTrainer(Trainer):
     def train(self, *args, **kwargs):
         """Train as transformers does.
 
-        Raises: Stopped after the save that a signal asked for.
+        Raises: Stopped after the save that a signal asked for; DiskFull if there was no room for that save.
         """
         started = time.perf_counter()
         try:
@@ -157,8 +157,13 @@ class ZerofitTrainer(Trainer):
             self.reporter.close_bar()
         self.train_seconds = time.perf_counter() - started
         if self.reporter.stopping:
-            raise Stopped(how_it_stopped(self.args, self.state.global_step))
+            raise stopped(self.args, self.state.global_step)
         return output
+
+    def _finalize_training(self, *args, **kwargs):
+        if self.reporter.stopping:  # the run goes on from its last checkpoint: load no other, and delete none
+            self.state.best_model_checkpoint = None
+        return super()._finalize_training(*args, **kwargs)
 
     def _get_output_dir(self, trial) -> str:
         return str(self.saving_to or super()._get_output_dir(trial))
@@ -471,6 +476,19 @@ class ZerofitTrainer(Trainer):
             if skipped:
                 logs["skipped_steps"] = skipped
         super().log(logs, start_time)
+
+
+def stopped(args, step: int) -> UserError:
+    """Return the error that ends a run which was told to save and stop: DiskFull if that save found no room."""
+    folder = Path(args.output_dir)
+    if (folder / f"checkpoint-{step}").exists():
+        return Stopped(how_it_stopped(args, step))
+    saved = list(run_folder.checkpoints(folder).values())
+    newest = f"{saved[-1].name} stays the newest" if saved else "nothing is saved yet"
+    return DiskFull(
+        f"stopped after step {step}, which is not saved: the disk of {folder} has no room for another checkpoint; "
+        f"{newest}; make room, then `{command_line.next_step('resume', folder)}` goes on"
+    )
 
 
 def how_it_stopped(args, step: int) -> str:
