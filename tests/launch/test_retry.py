@@ -393,6 +393,26 @@ def test_the_newest_whole_checkpoint(tmp_path):
     assert integrity.latest_valid_checkpoint(tmp_path) is None
 
 
+def test_every_job_of_a_folder_archives_its_attempts(tmp_path):
+    """A resumed job begins with a first attempt again; it lies beside those of earlier jobs."""
+    folder = tmp_path / "run"
+    for job in (1, 2, 3):
+        (folder / "logs").mkdir(parents=True)
+        (folder / "logs" / "rank0.log").write_text(f"job {job}")
+        (tmp_path / "records").mkdir(exist_ok=True)
+        (tmp_path / "records" / "rank0.json").write_text("{}")
+        assert retry.archive_attempt(folder, tmp_path / "records") is None
+        assert (folder / "attempts" / str(job) / "logs" / "rank0.log").read_text() == f"job {job}"
+    (tmp_path / "records" / "stack0.txt").write_text("")
+    job = SimpleNamespace(folder=folder, coordinator=None)
+    attempt = supervisor.Attempt([], settings=None, nodes=None)
+    crash = postmortem.Outcome("crash", 1, 0, "RuntimeError: boom", step=2)
+    supervisor._write_report(job, attempt, [crash], tmp_path / "records", opened=True)
+    assert sorted(str(f.relative_to(folder / "attempts")) for f in folder.glob("attempts/*/*")) == [
+        "1/logs", "1/rank0.json", "2/logs", "2/rank0.json", "3/logs", "3/rank0.json", "4/stack0.txt",
+    ]  # fmt: skip
+
+
 def entry(rank, when, kind="crash", error="RuntimeError: boom", peer=False):
     return {"rank": rank, "time": when, "kind": kind, "error": error, "traceback": "", "of_a_peer": peer}
 

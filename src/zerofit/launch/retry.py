@@ -11,17 +11,14 @@ from zerofit.train.checkpoint.facts import ASIDE
 from zerofit.train.checkpoint.integrity import latest_valid_checkpoint
 
 
-def archive_attempt(folder: Path, number: int, records: Path) -> Path | None:
-    """Archive attempt `number` in attempts/<number>; return the latest valid checkpoint or None.
+def archive_attempt(folder: Path, records: Path) -> Path | None:
+    """Archive the attempt that has ended; return the latest valid checkpoint or None.
 
     With a checkpoint, run.json, metrics.jsonl (lines up to its step) and deepspeed.json stay. Later checkpoints are
     archived too: they cannot be resumed.
     """
-    checkpoint, archive = latest_valid_checkpoint(folder), folder / "attempts" / str(number)
-    archive.mkdir(parents=True, exist_ok=True)
+    checkpoint, archive = latest_valid_checkpoint(folder), archive_records(folder, records)
     shutil.rmtree(folder / ASIDE, ignore_errors=True)
-    for file in records.iterdir():
-        shutil.move(file, archive / file.name)
     step = int(checkpoint.name.split("-")[1]) if checkpoint else -1
     for saved_step, file in checkpoints(folder).items():
         if saved_step > step:
@@ -33,6 +30,19 @@ def archive_attempt(folder: Path, number: int, records: Path) -> Path | None:
     if checkpoint is not None:
         keep_metrics(folder, step)
     return checkpoint
+
+
+def archive_records(folder: Path, records: Path) -> Path:
+    """Move an attempt's records to a new folder attempts/<n>; return it.
+
+    n counts on over the jobs of a run folder: a resumed job has a first attempt too.
+    """
+    numbers = (folder / "attempts" / str(number) for number in itertools.count(1))
+    archive = next(name for name in numbers if not name.exists())
+    archive.mkdir(parents=True)
+    for file in records.iterdir():
+        shutil.move(file, archive / file.name)
+    return archive
 
 
 def move_newer(folder: Path, step: int) -> Path | None:

@@ -73,7 +73,7 @@ def run(job: Job) -> int:
                 return _end_job(job, attempt, endings, records, opened)
             last.what_next = following.change
             restarts += following.is_restart
-            checkpoint = retry.archive_attempt(job.folder, len(endings), records) if opened else None
+            checkpoint = retry.archive_attempt(job.folder, records) if opened else None
         finally:
             shutil.rmtree(records, ignore_errors=True)
         following.flags = _resumed(following.flags, checkpoint, job)
@@ -212,10 +212,7 @@ def _write_report(job: Job, attempt: Attempt, endings: list[postmortem.Outcome],
     try:
         postmortem.write(job.folder, endings, advice)
         if last.kind != "finished":
-            archive = job.folder / "attempts" / str(len(endings))
-            archive.mkdir(parents=True, exist_ok=True)
-            for file in records.iterdir():
-                shutil.move(file, archive / file.name)
+            retry.archive_records(job.folder, records)
     except OSError as error:  # such as the full disk that ended the job
         report_note = f" (report.md could not be written: {error.strerror})"
     if last.kind == "finished":
