@@ -483,6 +483,24 @@ def test_nothing_is_written_where_nobody_watches(monkeypatch, tmp_path):
     assert [e["error"] for e in rank_status.records(tmp_path)] == ["RuntimeError: first"]
 
 
+def test_a_record_on_a_full_disk_is_none(monkeypatch, tmp_path):
+    """/tmp is full: the file is made, but no byte of it fits. The supervisor tells from the exit code alone."""
+
+    def full(self, text, **_kw):
+        self.touch()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setenv(rank_status.FOLDER, str(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr(type(tmp_path), "write_text", full)
+        rank_status.record(RuntimeError("first"))
+        rank_status.write_json(tmp_path / postmortem.EXITS, {"0": 1})
+    assert not list(tmp_path.iterdir())
+    assert postmortem.ending(1, tmp_path, [], None, 0, host_kills=0).error == "exit code 1"
+    rank_status.record(RuntimeError("second"))
+    assert [e["error"] for e in rank_status.records(tmp_path)] == ["RuntimeError: second"]
+
+
 def test_pythons_memory_error_is_out_of_memory(monkeypatch, tmp_path, capsys):
     """It has no text. The supervisor finds a record that it starts again for."""
     monkeypatch.setenv(rank_status.FOLDER, str(tmp_path))
