@@ -1,6 +1,7 @@
 """transformers' Trainer with the kit's data order, loss scale, evaluation and checkpoints."""
 
 import contextlib
+import functools
 import json
 import math
 import time
@@ -121,6 +122,8 @@ class ZerofitTrainer(Trainer):
             data_collator=Collator(pad, 8 * settings.sp_size),
             processing_class=tokenizer,
         )
+        if self.label_smoother is not None:  # transformers shifts labels for its own classes only
+            self.label_smoother = functools.partial(self.label_smoother, shift_labels=True)
         # A stream shuffles its own rows.
         self.train_sampler = (
             None
