@@ -44,7 +44,8 @@ from zerofit.model import (
 from zerofit.model.load import count_parameters
 from zerofit.optim import build, registry, sophia
 from zerofit.train import memory_tracker, nan_guard, progress
-from zerofit.train.checkpoint import pickles, reshard, save
+from zerofit.train.checkpoint import pickles, reshard, resume, save
+from zerofit.train.checkpoint.facts import read_facts
 
 
 class Arguments(TrainingArguments):
@@ -219,6 +220,11 @@ class ZerofitTrainer(Trainer):
         return super()._determine_best_metric(metrics, trial) or due
 
     def _load_best_model(self) -> None:
+        best = Path(self.state.best_model_checkpoint)
+        # Before a resume at another stage or rank count it was saved in shards that DeepSpeed cannot load here.
+        if self.is_deepspeed_enabled and (known := read_facts(best)) and resume.must_reshard(self.settings, known):
+            reshard.load_weights(self, best)
+            return
         with pickles.only_known():
             super()._load_best_model()
 
