@@ -147,6 +147,7 @@ def record(error: BaseException) -> None:
     entry = {
         "rank": rank, "time": time.time(), "kind": kind(error), "error": in_a_line(error),
         "traceback": "".join(traceback.format_exception(error)), "of_a_peer": of_a_peer(error),
+        "phase": getattr(error, "phase", ""),
     }  # fmt: skip
     if not (attempt / f"rank{rank}.json").exists():
         write_json(attempt / f"rank{rank}.json", entry)

@@ -18,6 +18,7 @@ from conftest import ROOT, TINY, Run, python, run_python
 from zerofit import rank_status
 from zerofit.config import resolve
 from zerofit.entrypoint import guard
+from zerofit.errors import OutOfMemory
 from zerofit.launch import launch as launcher
 from zerofit.launch import postmortem, resume, retry, supervisor
 from zerofit.model import gradient_checkpointing
@@ -333,6 +334,34 @@ def test_rungs_down_to_the_last():
         assert parse(flags).effective_batch_size == 8
     assert said == ["micro batch 2 instead of 4", "micro batch 1 instead of 2", "gradient checkpointing of every layer",
                     "ZeRO-3", "offload optimizer", "offload all"]  # fmt: skip
+
+
+def test_evaluation_gets_a_smaller_batch_of_its_own():
+    """Its memory depends neither on the micro batch nor on checkpointing."""
+    flags = ["--per_device_train_batch_size", "4", "--effective_batch_size", "8", "--zero", "2", "--eval_fraction",
+             "0.1", "--gradient_checkpointing", "false"]  # fmt: skip
+    said = []
+    while following := retry.next_smaller_setting(parse(flags), flags, parse, "eval"):
+        said.append(following[0])
+        flags = following[1]
+        assert parse(flags).per_device_train_batch_size == 4
+    assert said == ["evaluation batch 2 instead of 4", "evaluation batch 1 instead of 2", "ZeRO-3", "offload optimizer",
+                    "offload all"]  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "becomes"), [([], 2), (["--per_device_eval_batch_size", "16"], 2),
+                                                (["--per_device_eval_batch_size", "1"], 1)])  # fmt: skip
+def test_half_the_micro_batch_is_half_of_evaluation_too(given, becomes):
+    flags = ["--per_device_train_batch_size", "4", "--effective_batch_size", "8", "--eval_fraction", "0.1", *given]
+    said, _, settings = retry.next_smaller_setting(parse(flags), flags, parse)
+    assert said == "micro batch 2 instead of 4" and settings.per_device_eval_batch_size == becomes
+
+
+def test_the_phase_is_known_to_the_supervisor(monkeypatch, tmp_path):
+    monkeypatch.setenv(rank_status.FOLDER, str(tmp_path))
+    rank_status.record(OutOfMemory("rank 0 ran out of GPU memory", "eval"))
+    last = postmortem.ending(3, tmp_path, [], None, 0, host_kills=0)
+    assert (last.kind, last.phase) == ("out of memory", "eval")
 
 
 def test_checkpointing_that_a_plan_left_out_comes_back_first(monkeypatch):

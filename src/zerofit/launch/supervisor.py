@@ -133,7 +133,7 @@ def _next_attempt(job: Job, attempt: Attempt, last: postmortem.Outcome, restarts
     """Return the attempt to make after one that ended like `last`; None to end the job."""
     settings = attempt.settings
     if last.kind == "out of memory" and settings.on_oom != "fail":
-        smaller = retry.next_smaller_setting(settings, attempt.flags, job.parse)
+        smaller = retry.next_smaller_setting(settings, attempt.flags, job.parse, last.phase)
         if smaller and (settings.on_oom == "retry" or _agreed(last, smaller[0])):
             change, flags, settings = smaller
             return replace(attempt, flags=flags, settings=settings, change=change, is_restart=False)
@@ -204,7 +204,7 @@ def _write_report(job: Job, attempt: Attempt, endings: list[postmortem.Outcome],
         return
     smaller = None
     if last.kind == "out of memory":
-        smaller = retry.next_smaller_setting(attempt.settings, attempt.flags, job.parse)
+        smaller = retry.next_smaller_setting(attempt.settings, attempt.flags, job.parse, last.phase)
     advice = postmortem.advice(last, job.folder, attempt.settings, smaller)
     report_note = f"; {job.folder}/report.md"
     # An incomplete checkpoint; on a full disk the report needs the space.
