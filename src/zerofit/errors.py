@@ -32,9 +32,13 @@ class Stopped(UserError):
 
 
 class OutOfMemory(UserError):
-    """A rank ran out of GPU or host memory."""
+    """A rank ran out of GPU or host memory. phase: "eval", "save", or "" for any other."""
 
     exit_code = EXIT_CODES["out of memory"]
+
+    def __init__(self, message: str, phase: str = ""):
+        super().__init__(message)
+        self.phase = phase
 
 
 def printable(text: str) -> str:

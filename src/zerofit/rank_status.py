@@ -147,10 +147,21 @@ def record(error: BaseException) -> None:
     entry = {
         "rank": rank, "time": time.time(), "kind": kind(error), "error": in_a_line(error),
         "traceback": "".join(traceback.format_exception(error)), "of_a_peer": of_a_peer(error),
+        "phase": getattr(error, "phase", ""),
     }  # fmt: skip
-    # The folder may be gone or the disk full: the original error must still be raised.
-    with contextlib.suppress(OSError), (attempt / f"rank{rank}.json").open("x", encoding="utf-8") as file:
-        json.dump(entry, file)
+    if not (attempt / f"rank{rank}.json").exists():
+        write_json(attempt / f"rank{rank}.json", entry)
+
+
+def write_json(file: Path, value: dict) -> None:
+    """Write a JSON file whole, or none where the folder is gone or its disk full: that must not hide a rank's error."""
+    beside = file.with_suffix(".tmp")
+    try:
+        beside.write_text(json.dumps(value), encoding="utf-8")
+        beside.replace(file)
+    except OSError:
+        with contextlib.suppress(OSError):
+            beside.unlink(missing_ok=True)
 
 
 def in_a_line(error: BaseException) -> str:

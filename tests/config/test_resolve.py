@@ -222,3 +222,13 @@ def test_products_are_timed_in_both_precisions(monkeypatch):
     ticks = iter([0, 9, 0, 2, 0, 3, 0, 2, 0, 9, 0, 1, 0, 1, 0, 4])
     monkeypatch.setattr(hardware.time, "perf_counter", lambda: next(ticks))
     assert hardware._bf16_speedup.__wrapped__(64, 64) == 2
+
+
+@pytest.mark.parametrize(("words", "rows"), [
+    (["--per_device_train_batch_size", "2"], 2), (["--per_device_train_batch_size", "16"], 8),
+    (["--per_device_train_batch_size", "2", "--per_device_eval_batch_size", "4"], 4),
+])  # fmt: skip
+def test_evaluation_takes_no_more_rows_than_a_micro_batch(words, rows):
+    settings = resolve.resolve_settings("sft", [*words, "--eval_fraction", "0.1"], 1)
+    assert settings.per_device_eval_batch_size == rows
+    assert any("per_device_eval_batch_size 2: " in said for said in settings.decisions) == (rows == 2)

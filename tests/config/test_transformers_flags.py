@@ -527,6 +527,18 @@ def test_label_smoothing(tmp_path, three_rows):
     assert runs["run"].losses == pytest.approx([(first + second) / (n + m), third / k], rel=1e-4)
 
 
+def test_label_smoothing_of_a_class_that_transformers_does_not_know(tmp_path, monkeypatch):
+    """As of --trust_remote_code: the labels are shifted all the same."""
+    with process_as_before():
+        trainer = trainer_of(tmp_path / "run", "--label_smoothing_factor", "0.2")
+        batch = next(iter(trainer.get_train_dataloader()))
+        trainer.model.eval()
+        with torch.no_grad():
+            known = trainer.compute_loss(trainer.model, dict(batch)).item()
+            monkeypatch.setattr("transformers.trainer.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", {})
+            assert trainer.compute_loss(trainer.model, dict(batch)).item() == known
+
+
 def test_what_a_hub_is_sent(tmp_path, monkeypatch):
     """A stand-in for the hub's client notes what transformers asks it for."""
     asked = []

@@ -18,6 +18,7 @@ from conftest import ROOT, TINY, Run, python, run_python
 from zerofit import rank_status
 from zerofit.config import resolve
 from zerofit.entrypoint import guard
+from zerofit.errors import OutOfMemory
 from zerofit.launch import launch as launcher
 from zerofit.launch import postmortem, resume, retry, supervisor
 from zerofit.model import gradient_checkpointing
@@ -337,6 +338,34 @@ def test_rungs_down_to_the_last():
                     "ZeRO-3", "offload optimizer", "offload all"]  # fmt: skip
 
 
+def test_evaluation_gets_a_smaller_batch_of_its_own():
+    """Its memory depends neither on the micro batch nor on checkpointing."""
+    flags = ["--per_device_train_batch_size", "4", "--effective_batch_size", "8", "--zero", "2", "--eval_fraction",
+             "0.1", "--gradient_checkpointing", "false"]  # fmt: skip
+    said = []
+    while following := retry.next_smaller_setting(parse(flags), flags, parse, "eval"):
+        said.append(following[0])
+        flags = following[1]
+        assert parse(flags).per_device_train_batch_size == 4
+    assert said == ["evaluation batch 2 instead of 4", "evaluation batch 1 instead of 2", "ZeRO-3", "offload optimizer",
+                    "offload all"]  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "becomes"), [([], 2), (["--per_device_eval_batch_size", "16"], 2),
+                                                (["--per_device_eval_batch_size", "1"], 1)])  # fmt: skip
+def test_half_the_micro_batch_is_half_of_evaluation_too(given, becomes):
+    flags = ["--per_device_train_batch_size", "4", "--effective_batch_size", "8", "--eval_fraction", "0.1", *given]
+    said, _, settings = retry.next_smaller_setting(parse(flags), flags, parse)
+    assert said == "micro batch 2 instead of 4" and settings.per_device_eval_batch_size == becomes
+
+
+def test_the_phase_is_known_to_the_supervisor(monkeypatch, tmp_path):
+    monkeypatch.setenv(rank_status.FOLDER, str(tmp_path))
+    rank_status.record(OutOfMemory("rank 0 ran out of GPU memory", "eval"))
+    last = postmortem.ending(3, tmp_path, [], None, 0, host_kills=0)
+    assert (last.kind, last.phase) == ("out of memory", "eval")
+
+
 def test_checkpointing_that_a_plan_left_out_comes_back_first(monkeypatch):
     flags = ["--per_device_train_batch_size", "4", "--effective_batch_size", "8", "--gradient_checkpointing", "false"]
     monkeypatch.setenv(gradient_checkpointing.CHOSEN, "{}")
@@ -395,6 +424,26 @@ def test_the_newest_whole_checkpoint(tmp_path):
     assert integrity.latest_valid_checkpoint(tmp_path) is None
 
 
+def test_every_job_of_a_folder_archives_its_attempts(tmp_path):
+    """A resumed job begins with a first attempt again; it lies beside those of earlier jobs."""
+    folder = tmp_path / "run"
+    for job in (1, 2, 3):
+        (folder / "logs").mkdir(parents=True)
+        (folder / "logs" / "rank0.log").write_text(f"job {job}")
+        (tmp_path / "records").mkdir(exist_ok=True)
+        (tmp_path / "records" / "rank0.json").write_text("{}")
+        assert retry.archive_attempt(folder, tmp_path / "records") is None
+        assert (folder / "attempts" / str(job) / "logs" / "rank0.log").read_text() == f"job {job}"
+    (tmp_path / "records" / "stack0.txt").write_text("")
+    job = SimpleNamespace(folder=folder, coordinator=None)
+    attempt = supervisor.Attempt([], settings=None, nodes=None)
+    crash = postmortem.Outcome("crash", 1, 0, "RuntimeError: boom", step=2)
+    supervisor._write_report(job, attempt, [crash], tmp_path / "records", opened=True)
+    assert sorted(str(f.relative_to(folder / "attempts")) for f in folder.glob("attempts/*/*")) == [
+        "1/logs", "1/rank0.json", "2/logs", "2/rank0.json", "3/logs", "3/rank0.json", "4/stack0.txt",
+    ]  # fmt: skip
+
+
 def entry(rank, when, kind="crash", error="RuntimeError: boom", peer=False):
     return {"rank": rank, "time": when, "kind": kind, "error": error, "traceback": "", "of_a_peer": peer}
 
@@ -440,6 +489,15 @@ def test_the_rank_that_hung_is_one_that_waits_for_no_other(tmp_path, place):
     assert ended().rank == 0  # the first to stop, if the stacks do not tell
 
 
+@pytest.mark.parametrize(("kind", "ended"), [
+    ("disk full", ("disk full", 1)), ("crash", ("interrupted", 130)),
+])  # fmt: skip
+def test_a_save_that_a_signal_asked_for_found_no_room(tmp_path, kind, ended):
+    (tmp_path / "rank0.json").write_text(json.dumps(entry(0, 1, kind, "DiskFull: no room for another checkpoint")))
+    last = postmortem.ending(1, tmp_path, [signal.SIGUSR1], None, 0, host_kills=0)
+    assert (last.kind, last.code) == ended
+
+
 def test_the_kernels_kill_for_memory_is_out_of_memory(tmp_path):
     (tmp_path / postmortem.EXITS).write_text('{"1": -9}')
     last = postmortem.ending(1, tmp_path, [], None, 0, host_kills=1)
@@ -454,6 +512,24 @@ def test_nothing_is_written_where_nobody_watches(monkeypatch, tmp_path):
     rank_status.record(RuntimeError("first"))
     rank_status.record(RuntimeError("its echo"))
     assert [e["error"] for e in rank_status.records(tmp_path)] == ["RuntimeError: first"]
+
+
+def test_a_record_on_a_full_disk_is_none(monkeypatch, tmp_path):
+    """/tmp is full: the file is made, but no byte of it fits. The supervisor tells from the exit code alone."""
+
+    def full(self, text, **_kw):
+        self.touch()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setenv(rank_status.FOLDER, str(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr(type(tmp_path), "write_text", full)
+        rank_status.record(RuntimeError("first"))
+        rank_status.write_json(tmp_path / postmortem.EXITS, {"0": 1})
+    assert not list(tmp_path.iterdir())
+    assert postmortem.ending(1, tmp_path, [], None, 0, host_kills=0).error == "exit code 1"
+    rank_status.record(RuntimeError("second"))
+    assert [e["error"] for e in rank_status.records(tmp_path)] == ["RuntimeError: second"]
 
 
 def test_pythons_memory_error_is_out_of_memory(monkeypatch, tmp_path, capsys):

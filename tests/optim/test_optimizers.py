@@ -216,6 +216,20 @@ def test_sophia_follows_algorithm_3():
     assert True in clipped and False in clipped
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_estimate_that_is_no_number_changes_no_curvature(dtype):
+    """It comes before NaN and inf are looked for; h would stay NaN, and with it every weight."""
+    p = torch.nn.Parameter(torch.ones(4, dtype=dtype))
+    optimizer = sophia.SophiaG([p], lr=0.1, betas=(0.96, 0.5))
+    for sampled in ([2.0, 2.0, 2.0, 2.0], [float("nan"), float("inf"), 1e30, 4.0]):
+        optimizer.sampled_tokens, p.grad = 1, torch.tensor(sampled, dtype=dtype)
+        optimizer.step()
+    assert optimizer.state[p]["hessian"].tolist() == [2.0, 2.0, 2.0, 9.0]
+    optimizer.sampled_tokens, p.grad = None, torch.ones(4, dtype=dtype)
+    optimizer.step()
+    assert p.isfinite().all()
+
+
 @pytest.mark.oracle
 def test_sampled_labels_follow_the_softmax_and_do_not_depend_on_the_split():
     logits = torch.tensor([2.0, 0.0, 1.0, -3.0]).expand(6, 4000, 4)

@@ -14,7 +14,7 @@ from conftest import TINY, recipe_process, run_world
 
 from zerofit import run_folder
 from zerofit.config import resolve
-from zerofit.errors import UserError
+from zerofit.errors import DiskFull, UserError
 from zerofit.model.load import count_parameters
 from zerofit.train.checkpoint import integrity, resume, save
 from zerofit.train.checkpoint.facts import ASIDE, FACTS, digest_of, read_facts
@@ -121,6 +121,79 @@ def test_what_was_just_saved_is_kept(tmp_path, limit, best, left):
         (tmp_path / f"checkpoint-{step}").mkdir()
     save._rotate(tmp_path, "checkpoint-3", limit, best and str(tmp_path / f"checkpoint-{best}"))
     assert list(run_folder.checkpoints(tmp_path)) == left
+
+
+def of_step(step, best_step, best=None):
+    """transformers' state after its own saving."""
+    return SimpleNamespace(global_step=step, best_global_step=best_step, best_model_checkpoint=best)
+
+
+def test_a_best_step_without_a_checkpoint_is_not_named(tmp_path):
+    (tmp_path / "checkpoint-2").mkdir()
+    for state, named in [
+        (of_step(8, 6), None),
+        (of_step(8, 6, "run/checkpoint-2"), "run/checkpoint-2"),
+        (of_step(8, 2, "elsewhere/checkpoint-2"), str(tmp_path / "checkpoint-2")),  # the folder was moved
+        (of_step(8, 8, str(tmp_path / ASIDE / "checkpoint-8")), str(tmp_path / "checkpoint-8")),  # it is being saved
+        (of_step(8, None), None),
+    ]:
+        save._name_the_best(tmp_path, state)
+        assert state.best_model_checkpoint == named
+
+
+@pytest.mark.parametrize(("strategy", "loads", "due", "answers", "best"), [
+    ("steps", True, False, False, None), ("steps", True, True, True, 4), ("steps", False, False, True, 4),
+    ("best", True, False, True, 4),
+])  # fmt: skip
+def test_only_a_saved_step_can_be_the_best(strategy, loads, due, answers, best):
+    """A save that is due (a signal's, one by the clock) is not left out by --save_strategy best either."""
+    from zerofit.train.trainer import ZerofitTrainer
+
+    trainer = object.__new__(ZerofitTrainer)
+    trainer.args = SimpleNamespace(
+        save_strategy=strategy, load_best_model_at_end=loads, metric_for_best_model="loss", greater_is_better=False
+    )
+    trainer.state = SimpleNamespace(global_step=4, best_metric=None, best_global_step=None)
+    trainer.control = SimpleNamespace(should_save=due)
+    assert trainer._determine_best_metric({"eval_loss": 1.0}, None) is answers
+    assert trainer.state.best_global_step == best
+    if answers:
+        trainer.control.should_save = strategy == "best"
+        assert trainer._determine_best_metric({"eval_loss": 2.0}, None) is (strategy == "best")
+
+
+def test_the_card_tells_the_step_that_is_loaded(tmp_path, monkeypatch):
+    from zerofit.train import run
+
+    shown = []
+    monkeypatch.setattr(run.model_card, "Card", lambda **fields: fields)
+    monkeypatch.setattr(run.model_card, "losses", lambda history, step: shown.append(step))
+    (tmp_path / "run.json").write_text("{}")
+    for best, step in (("run/checkpoint-4", 4), (None, 8)):
+        state = of_step(8, 6, best)
+        state.log_history = []
+        trainer = SimpleNamespace(
+            state=state, model=torch.nn.Linear(1, 1), args=SimpleNamespace(load_best_model_at_end=True), architecture=""
+        )
+        assert run._card(trainer, tmp_path / "final")["steps"] == step == shown[-1]
+
+
+@pytest.mark.slow
+def test_a_best_step_between_two_saves(tmp_path):
+    """A schedule that follows the loss looks for a best step too, which no checkpoint holds here."""
+    words = ["--zero", "0", "--eval_data", str(TINY / "eval.jsonl"), "--eval_strategy", "steps", "--warmup_steps", "0"]
+    plateau = ["--lr_scheduler_type", "reduce_lr_on_plateau", "--eval_steps", "3", "--save_total_limit", "1",
+               "--greater_is_better", "true", "--save_steps", "4"]  # fmt: skip
+    best = ["--load_best_model_at_end", "true", "--eval_steps", "1", "--save_total_limit", "2", "--greater_is_better",
+            "true", "--save_steps", "2"]  # fmt: skip
+    cases = {name: ("sft", [*FLAGS, *words, *more]) for name, more in {"plateau": plateau, "best": best}.items()}
+    done = run_world(1, cases, tmp_path)
+    assert [run.json("result.json")["status"] for run in done.values()] == ["finished"] * 2
+    # A larger loss is said to be better here: step 1's, which is not saved, would be the best.
+    evaluations = [line["eval_loss"] for line in done["best"].metrics if "eval_loss" in line][:4]
+    assert evaluations[0] > evaluations[1] > evaluations[3]
+    assert done["best"].json("result.json")["eval_loss"] == pytest.approx(evaluations[1], rel=1e-5)
+    assert "| steps | 2 |" in (done["best"].folder / "final" / "README.md").read_text().lower()
 
 
 def test_minutes_save_where_steps_do_not(runs):
@@ -456,6 +529,38 @@ def test_without_room_training_goes_on(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=999))
     assert not save._has_room(tmp_path)
     assert "WARNING: no checkpoint is saved" in capsys.readouterr().out
+
+
+@pytest.mark.fault
+def test_a_stop_without_room_says_so(tmp_path):
+    """Code 75 would let SLURM queue the job again and again."""
+    from zerofit.train.trainer import stopped
+
+    args = SimpleNamespace(output_dir=str(tmp_path), save_only_model=False)
+    ended = stopped(args, 4)
+    assert isinstance(ended, DiskFull) and ended.exit_code == 1 and "nothing is saved yet; make room" in str(ended)
+    (tmp_path / "checkpoint-2").mkdir()
+    assert "after step 4, which is not saved" in str(stopped(args, 4)) and "checkpoint-2 stays" in str(stopped(args, 4))
+    (tmp_path / "checkpoint-4").mkdir()
+    assert stopped(args, 4).exit_code == 75 and "checkpoint-4 is saved" in str(stopped(args, 4))
+
+
+@pytest.mark.parametrize("stopping", [True, False])
+def test_a_run_that_was_told_to_stop_keeps_its_last_checkpoint(stopping, monkeypatch):
+    """At a run's end transformers loads the best step, and with --save_total_limit 1 deletes the last one for it."""
+    from transformers import Trainer
+
+    from zerofit.train.trainer import ZerofitTrainer
+
+    seen = []
+    monkeypatch.setattr(
+        Trainer, "_finalize_training", lambda self, *words: seen.append(self.state.best_model_checkpoint)
+    )
+    trainer = object.__new__(ZerofitTrainer)
+    trainer.state = SimpleNamespace(best_model_checkpoint="run/checkpoint-2")
+    trainer.reporter = SimpleNamespace(stopping=stopping)
+    trainer._finalize_training(None, 8, 0.0)
+    assert seen == [None if stopping else "run/checkpoint-2"]
 
 
 def saved_as(tmp_path, tensors, net, recipe="sft"):

@@ -393,6 +393,27 @@ def test_out_of_memory_is_one_sentence(tmp_path):
     assert json.loads((tmp_path / "run" / "result.json").read_text())["status"] == "failed"
 
 
+@pytest.mark.fault
+def test_out_of_memory_in_an_evaluation_names_its_batch():
+    """The micro batch and checkpointing have no part in it."""
+    with memory_tracker.MemoryTracker(device="cpu") as tracker:
+        pass
+    with pytest.raises(torch.OutOfMemoryError) as error, tracker.during("eval"):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0")
+    assert (tracker.phase, tracker.failed_in) == ("load", "eval")
+    settings = SimpleNamespace(
+        per_device_eval_batch_size=4, per_device_train_batch_size=4, gradient_checkpointing=False, world_size=1,
+        ranks_per_row=1, pp_size=1,
+    )  # fmt: skip
+    tracker.following, tracker.alive = True, lambda: {"activations": 2**30}
+    trainer = SimpleNamespace(
+        settings=settings, tracker=tracker, args=SimpleNamespace(process_index=0), state=SimpleNamespace(global_step=4)
+    )
+    said = memory_report.explain(error.value, trainer)
+    assert "in the eval phase of step 5" in said
+    assert said.endswith("; try --per_device_eval_batch_size 2, or a smaller --max_length.")
+
+
 def test_table_names_every_phase():
     peak = {"load": dict.fromkeys(tensor_owners.PARTS, 2**20), "step": dict.fromkeys(tensor_owners.PARTS, 2**30)}
     lines = memory_report.table(peak).splitlines()

@@ -4,6 +4,7 @@ import itertools
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -121,6 +122,60 @@ def test_every_stage_and_rank_count_to_every_other(tmp_path, recipe, counts):
         resumed |= run_world(n, cases, tmp_path)
     for name, run in resumed.items():
         check(saved[name.split(">")[0]], run)
+
+
+@pytest.mark.parametrize(("zero", "saved", "anew"), [
+    (2, {"zero": "2"}, False), (3, {"zero": "2"}, True), (2, {"zero": "2", "world_size": 4}, True),
+    (2, {"zero": "2", "precision": "bf16"}, True), (2, {"zero": "0"}, True), (0, {"zero": "0", "world_size": 4}, False),
+    (2, None, False),
+])  # fmt: skip
+def test_how_the_best_step_is_loaded(monkeypatch, zero, saved, anew):
+    """DeepSpeed loads its shards only at the stage and rank count that they were saved at."""
+    from transformers import Trainer
+
+    from zerofit.train import trainer as module
+
+    seen = []
+    known = saved and {"world_size": 2, "offload": "none", "optim": "adamw_torch", "precision": "fp32"} | saved
+    monkeypatch.setattr(module, "read_facts", lambda folder: known)
+    monkeypatch.setattr(module.reshard, "load_weights", lambda trainer, folder: seen.append(("anew", folder)))
+    monkeypatch.setattr(Trainer, "_load_best_model", lambda self: seen.append(("as it is", None)))
+    trainer = object.__new__(module.ZerofitTrainer)
+    trainer.state = SimpleNamespace(best_model_checkpoint="run/checkpoint-2")
+    trainer.is_deepspeed_enabled = zero > 0
+    written = {"zero": str(zero), "offload": "none"}
+    trainer.settings = SimpleNamespace(
+        world_size=2, optim="adamw_torch", precision="fp32", zero=zero, written=lambda: written
+    )
+    trainer._load_best_model()
+    assert seen == [("anew", Path("run/checkpoint-2")) if anew else ("as it is", None)]
+
+
+@pytest.mark.slow
+def test_the_best_step_was_saved_at_another_stage(tmp_path):
+    """A larger loss is said to be better here: step 2's, which two ranks have saved."""
+    words = [
+        "--load_best_model_at_end", "true", "--eval_data", str(TINY / "eval.jsonl"), "--eval_strategy", "steps",
+        "--eval_steps", "2", "--save_steps", "2", "--greater_is_better", "true", "--warmup_steps", "0",
+        "--save_total_limit", "5",
+    ]  # fmt: skip
+    before = run_world(2, {"2": saving("sft", "2", *words), "lora": saving("lora", "1", *words)}, tmp_path)
+    goes_on = ["--resume_from_checkpoint", str(tmp_path / "2" / "checkpoint-4")]
+    lora = ["--resume_from_checkpoint", str(tmp_path / "lora" / "checkpoint-4")]
+    after = run_world(
+        1,
+        {
+            "2>2": saving("sft", "2", *words, *goes_on),
+            "2>3": saving("sft", "3", *words, *goes_on),
+            "2>0": saving("sft", "0", *words, *goes_on),
+            "lora>2": saving("lora", "2", *words, *lora),
+        },
+        tmp_path,
+    )
+    for name, run in after.items():
+        first = before["lora" if name == "lora>2" else "2"]
+        at_2 = next(line["eval_loss"] for line in first.metrics if "eval_loss" in line)
+        assert run.json("result.json")["eval_loss"] == pytest.approx(at_2, rel=1e-4), name
 
 
 @pytest.mark.slow

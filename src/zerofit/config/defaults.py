@@ -228,6 +228,15 @@ def solve_batch(settings: Settings) -> None:
         f"effective batch {effective} = per_device_train_batch_size {micro} x gradient_accumulation_steps "
         f"{accumulation} x {_data_ranks_in_words(settings)}"
     )
+    _solve_eval_batch(settings)
+
+
+def _solve_eval_batch(settings: Settings) -> None:
+    """Evaluate no more rows at once than are trained, where the number is not given; transformers' 8 may not fit."""
+    name, micro = "per_device_eval_batch_size", settings.per_device_train_batch_size
+    has_eval = settings.eval_data or settings.eval_fraction
+    if has_eval and settings.source[name] == "transformers default" and micro < settings.values[name]:
+        decide(settings, name, micro, "as many rows as a micro batch has, so that evaluation needs no more memory")
 
 
 def _data_ranks_in_words(settings: Settings) -> str:

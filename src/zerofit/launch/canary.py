@@ -53,7 +53,7 @@ def run(job: supervisor.Job, planned: dict | None) -> tuple[list[str], object]:
             break
         smaller = None
         if last.kind == "out of memory" and settings.on_oom != "fail":
-            smaller = retry.next_smaller_setting(settings, flags, job.parse)
+            smaller = retry.next_smaller_setting(settings, flags, job.parse, last.phase)
         if smaller is None:
             print(f"zerofit: the canary failed: {last.sentence}", file=sys.stderr)
             raise SystemExit(last.code or 1)

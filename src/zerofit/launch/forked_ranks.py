@@ -1,6 +1,5 @@
 """Run the ranks of one node as forks of this process, as launch/torchrun.py runs them in fresh interpreters."""
 
-import json
 import os
 import runpy
 import signal
@@ -67,7 +66,7 @@ def run(job: Job) -> None:
         _end(running, number, {})
         raise SystemExit(128 + number) from None
     if exits:
-        (rank_status.folder() / postmortem.EXITS).write_text(json.dumps(exits))
+        rank_status.write_json(rank_status.folder() / postmortem.EXITS, exits)
     code = next(iter(exits.values()), 0)
     raise SystemExit(code if code >= 0 else 128 - code)
 

@@ -17,7 +17,7 @@ class Outcome:
 
     kind: "finished", a key of errors.EXIT_CODES or "crash"; code: the job's exit code; rank: the first that failed;
     error: its exception in one line; step: the last optimizer step that it, or else any rank, had finished;
-    what_next: the change for the next attempt, "" if there is none.
+    what_next: the change for the next attempt, "" if there is none; phase: of errors.OutOfMemory.
     """
 
     kind: str
@@ -28,6 +28,7 @@ class Outcome:
     step: int | None = None
     traceback: str = ""
     what_next: str = ""
+    phase: str = ""
 
     @property
     def sentence(self) -> str:
@@ -95,8 +96,9 @@ def _stopped(evidence: Evidence) -> Outcome | None:
 
 
 def _interrupted(evidence: Evidence) -> Outcome | None:
-    """Recognize an end by a signal without a save."""
-    if not (evidence.signals and evidence.code):
+    """Recognize an end by a signal without a save, other than one for which the disk had no room."""
+    no_room = evidence.own_records and evidence.own_records[0]["kind"] == "disk full"
+    if not (evidence.signals and evidence.code) or no_room:
         return None
     name = signal.Signals(evidence.signals[0]).name
     return Outcome("interrupted", EXIT_CODES["interrupted"], signal=name, step=evidence.step)
@@ -162,7 +164,8 @@ def _failed(evidence: Evidence) -> Outcome | None:
     first = evidence.own_records[0]
     code = evidence.code if 0 < evidence.code < 128 else rank_status.exit_code(first["kind"])
     step = evidence.steps.get(first["rank"], evidence.step)
-    return Outcome(first["kind"], code, first["rank"], first["error"], "", step, first["traceback"])
+    rank, phase = first["rank"], first.get("phase", "")
+    return Outcome(first["kind"], code, rank, first["error"], "", step, first["traceback"], phase=phase)
 
 
 def _crashed(evidence: Evidence) -> Outcome:

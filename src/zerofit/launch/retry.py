@@ -10,18 +10,17 @@ from zerofit.run_folder import checkpoints, keep_metrics
 from zerofit.train.checkpoint.facts import ASIDE
 from zerofit.train.checkpoint.integrity import latest_valid_checkpoint
 
+EVALUATION = "eval"  # phase of errors.OutOfMemory
 
-def archive_attempt(folder: Path, number: int, records: Path) -> Path | None:
-    """Archive attempt `number` in attempts/<number>; return the latest valid checkpoint or None.
+
+def archive_attempt(folder: Path, records: Path) -> Path | None:
+    """Archive the attempt that has ended; return the latest valid checkpoint or None.
 
     With a checkpoint, run.json, metrics.jsonl (lines up to its step) and deepspeed.json stay. Later checkpoints are
     archived too: they cannot be resumed.
     """
-    checkpoint, archive = latest_valid_checkpoint(folder), folder / "attempts" / str(number)
-    archive.mkdir(parents=True, exist_ok=True)
+    checkpoint, archive = latest_valid_checkpoint(folder), archive_records(folder, records)
     shutil.rmtree(folder / ASIDE, ignore_errors=True)
-    for file in records.iterdir():
-        shutil.move(file, archive / file.name)
     step = int(checkpoint.name.split("-")[1]) if checkpoint else -1
     for saved_step, file in checkpoints(folder).items():
         if saved_step > step:
@@ -33,6 +32,19 @@ def archive_attempt(folder: Path, number: int, records: Path) -> Path | None:
     if checkpoint is not None:
         keep_metrics(folder, step)
     return checkpoint
+
+
+def archive_records(folder: Path, records: Path) -> Path:
+    """Move an attempt's records to a new folder attempts/<n>; return it.
+
+    n counts on over the jobs of a run folder: a resumed job has a first attempt too.
+    """
+    numbers = (folder / "attempts" / str(number) for number in itertools.count(1))
+    archive = next(name for name in numbers if not name.exists())
+    archive.mkdir(parents=True)
+    for file in records.iterdir():
+        shutil.move(file, archive / file.name)
+    return archive
 
 
 def move_newer(folder: Path, step: int) -> Path | None:
@@ -51,13 +63,15 @@ def move_newer(folder: Path, step: int) -> Path | None:
     return archive
 
 
-def next_smaller_setting(settings, flags: list[str], parse):
+def next_smaller_setting(settings, flags: list[str], parse, phase: str = ""):
     """Return the next setting with the same effective batch that needs less GPU memory.
 
     In this order: smaller micro batch (about half), gradient checkpointing of every layer (before it, where a plan has
     chosen less), higher ZeRO stage, optimizer offload, offload of everything. A checkpoint can be resumed at each.
+    Evaluation takes neither of the first two: it gets a smaller batch of its own, which changes none of its numbers.
 
-    Args: parse: (flags, ranks) -> Settings; raises UserError for flags that exclude each other, which are then skipped.
+    Args: parse: (flags, ranks) -> Settings; raises UserError for flags that exclude each other, which are then skipped;
+        phase: of errors.OutOfMemory.
     Returns: (change in words, command line, its Settings), or None.
     """
     from zerofit import command_line
@@ -65,21 +79,7 @@ def next_smaller_setting(settings, flags: list[str], parse):
     micro, effective_batch = settings.per_device_train_batch_size, settings.effective_batch_size
     kept = command_line.drop(flags, "--gradient_accumulation_steps", "--search_batch_size")
     kept = command_line.put(kept, effective_batch_size=effective_batch, per_device_train_batch_size=micro)
-    tries = []
-    per_rank = effective_batch // settings.data_ranks
-    half = max((n for n in range(1, micro // 2 + 1) if per_rank % n == 0), default=None)
-    if half:
-        tries.append(
-            (f"micro batch {half} instead of {micro}", command_line.put(kept, per_device_train_batch_size=half))
-        )
-    selective = settings.gradient_checkpointing_policy == "selective"
-    if not settings.gradient_checkpointing or settings.gradient_checkpointing_every > 1 or selective:
-        bare = command_line.drop(kept, "--gradient_checkpointing_every", "--gradient_checkpointing_policy")
-        more = {"gradient_checkpointing_every": 1} if settings.gradient_checkpointing_every > 1 else {}
-        more |= {"gradient_checkpointing_policy": "full"} if selective else {}  # over that of a preset or YAML file
-        every_layer = command_line.put(bare, gradient_checkpointing=True, **more)
-        by_plan = settings.source["gradient_checkpointing"] == gradient_checkpointing.BY_PLAN
-        tries.insert(0 if by_plan else len(tries), ("gradient checkpointing of every layer", every_layer))
+    tries = _smaller_evaluation(settings, kept) if phase == EVALUATION else _smaller_steps(settings, kept)
     stages = [] if settings.world_size == 1 else [z for z in (2, 3) if z > settings.zero]
     tries += [(f"ZeRO-{z}", command_line.put(kept, zero=z, offload=settings.offload)) for z in stages]
     for offload in {"none": ["optimizer", "all"], "optimizer": ["all"]}.get(settings.offload, []):
@@ -91,6 +91,40 @@ def next_smaller_setting(settings, flags: list[str], parse):
         except UserError:
             continue
     return None
+
+
+def _smaller_evaluation(settings, kept: list[str]) -> list[tuple[str, list[str]]]:
+    """Return the change that makes evaluation smaller, as (words, command line)."""
+    from zerofit import command_line
+
+    rows = settings.per_device_eval_batch_size
+    if rows == 1:
+        return []
+    words = f"evaluation batch {rows // 2} instead of {rows}"
+    return [(words, command_line.put(kept, per_device_eval_batch_size=rows // 2))]
+
+
+def _smaller_steps(settings, kept: list[str]) -> list[tuple[str, list[str]]]:
+    """Return the changes that make a training step's activations smaller, as (words, command line)."""
+    from zerofit import command_line
+
+    micro, tries = settings.per_device_train_batch_size, []
+    per_rank = settings.effective_batch_size // settings.data_ranks
+    half = max((n for n in range(1, micro // 2 + 1) if per_rank % n == 0), default=None)
+    if half:
+        smaller = {"per_device_train_batch_size": half}
+        if "per_device_eval_batch_size" in settings.given and settings.per_device_eval_batch_size > half:
+            smaller["per_device_eval_batch_size"] = half  # not given, it follows the micro batch
+        tries.append((f"micro batch {half} instead of {micro}", command_line.put(kept, **smaller)))
+    selective = settings.gradient_checkpointing_policy == "selective"
+    if not settings.gradient_checkpointing or settings.gradient_checkpointing_every > 1 or selective:
+        bare = command_line.drop(kept, "--gradient_checkpointing_every", "--gradient_checkpointing_policy")
+        more = {"gradient_checkpointing_every": 1} if settings.gradient_checkpointing_every > 1 else {}
+        more |= {"gradient_checkpointing_policy": "full"} if selective else {}  # over that of a preset or YAML file
+        every_layer = command_line.put(bare, gradient_checkpointing=True, **more)
+        by_plan = settings.source["gradient_checkpointing"] == gradient_checkpointing.BY_PLAN
+        tries.insert(0 if by_plan else len(tries), ("gradient checkpointing of every layer", every_layer))
+    return tries
 
 
 BATCH = ("--effective_batch_size", "--per_device_train_batch_size", "--gradient_accumulation_steps")

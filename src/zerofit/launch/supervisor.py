@@ -73,7 +73,7 @@ def run(job: Job) -> int:
                 return _end_job(job, attempt, endings, records, opened)
             last.what_next = following.change
             restarts += following.is_restart
-            checkpoint = retry.archive_attempt(job.folder, len(endings), records) if opened else None
+            checkpoint = retry.archive_attempt(job.folder, records) if opened else None
         finally:
             shutil.rmtree(records, ignore_errors=True)
         following.flags = _resumed(following.flags, checkpoint, job)
@@ -133,7 +133,7 @@ def _next_attempt(job: Job, attempt: Attempt, last: postmortem.Outcome, restarts
     """Return the attempt to make after one that ended like `last`; None to end the job."""
     settings = attempt.settings
     if last.kind == "out of memory" and settings.on_oom != "fail":
-        smaller = retry.next_smaller_setting(settings, attempt.flags, job.parse)
+        smaller = retry.next_smaller_setting(settings, attempt.flags, job.parse, last.phase)
         if smaller and (settings.on_oom == "retry" or _agreed(last, smaller[0])):
             change, flags, settings = smaller
             return replace(attempt, flags=flags, settings=settings, change=change, is_restart=False)
@@ -204,7 +204,7 @@ def _write_report(job: Job, attempt: Attempt, endings: list[postmortem.Outcome],
         return
     smaller = None
     if last.kind == "out of memory":
-        smaller = retry.next_smaller_setting(attempt.settings, attempt.flags, job.parse)
+        smaller = retry.next_smaller_setting(attempt.settings, attempt.flags, job.parse, last.phase)
     advice = postmortem.advice(last, job.folder, attempt.settings, smaller)
     report_note = f"; {job.folder}/report.md"
     # An incomplete checkpoint; on a full disk the report needs the space.
@@ -212,10 +212,7 @@ def _write_report(job: Job, attempt: Attempt, endings: list[postmortem.Outcome],
     try:
         postmortem.write(job.folder, endings, advice)
         if last.kind != "finished":
-            archive = job.folder / "attempts" / str(len(endings))
-            archive.mkdir(parents=True, exist_ok=True)
-            for file in records.iterdir():
-                shutil.move(file, archive / file.name)
+            retry.archive_records(job.folder, records)
     except OSError as error:  # such as the full disk that ended the job
         report_note = f" (report.md could not be written: {error.strerror})"
     if last.kind == "finished":

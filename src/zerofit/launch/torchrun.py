@@ -3,7 +3,6 @@
 python -m zerofit.launch.torchrun --nproc_per_node 4 recipes/sft.py ...      same options as torchrun
 """
 
-import json
 import logging
 import signal
 import sys
@@ -29,7 +28,7 @@ def main() -> None:
         rank, failure = error.get_first_failure()
         if folder := rank_status.folder():
             codes = {r: failed.exitcode for r, failed in error.failures.items()}
-            (folder / postmortem.EXITS).write_text(json.dumps({rank: failure.exitcode} | codes))
+            rank_status.write_json(folder / postmortem.EXITS, {rank: failure.exitcode} | codes)
         elif failure.exitcode < 0:
             print(f"zerofit: rank {rank} was ended by signal {-failure.exitcode}", file=sys.stderr)
         raise SystemExit(failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode) from None

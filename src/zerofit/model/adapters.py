@@ -11,7 +11,7 @@ from pathlib import Path
 import yaml
 
 from zerofit.errors import UserError, first_line
-from zerofit.settings import decide
+from zerofit.settings import decide, refuse_with
 
 # Names are peft's PeftType in lower case; tests/model/test_adapters.py trains, saves and reloads each tuner at the
 # stages named there. prompt_tuning and prefix_tuning lengthen the input, the others change modules.
@@ -101,6 +101,8 @@ def resolve(settings) -> None:
 
 def _resolve_prompts(settings) -> None:
     kind = settings.adapter
+    why = "its loss knows no virtual tokens before a row"
+    refuse_with(settings, "adapter", {"label_smoothing_factor": (None, why, "leave it out, or use --adapter lora")})
     for flag, on in (("--packing", settings.packing), ("--padding_free true", settings.padding_free is True)):
         if on:
             raise UserError(

@@ -51,7 +51,9 @@ class SophiaG(torch.optim.Optimizer):
         beta = group["betas"][1]
         for g, h in bf16_adamw.chunks(p.grad, state["hessian"]):
             g = g.float()
-            new = h.float().mul_(beta).addcmul_(g, g, value=(1 - beta) * self.sampled_tokens)
+            before = h.float()
+            new = (before * beta).addcmul_(g, g, value=(1 - beta) * self.sampled_tokens)
+            new = torch.where(new.isfinite(), new, before)  # of a batch that train/nan_guard.py has not seen yet
             bf16_adamw.round_(h, new, self.noise.draw(h) & 0xFFFF if h.dtype == torch.bfloat16 else None)
 
     def _update_weights(self, group, p, state) -> None:

@@ -21,6 +21,10 @@ _ADVICE = {
         (lambda s: s.world_size > 1 and s.ranks_per_row == 1, "--sp_size 2"),
         (lambda s: True, "a smaller --max_length"),
     ),
+    "activations of evaluation": (
+        (lambda s: s.world_size > 1 and s.ranks_per_row == 1, "--sp_size 2"),
+        (lambda s: True, "a smaller --max_length"),
+    ),
     "parameters": (
         (lambda s: s.zero != 3 and s.world_size > 1, "--zero 3"),
         (lambda s: s.offload != "all", "--zero 3 --offload all"),
@@ -159,7 +163,7 @@ def explained(trainer):
     except RuntimeError as error:  # torch.OutOfMemoryError is one
         if not rank_status.gpu_is_full(error):
             raise
-        raise OutOfMemory(explain(error, trainer)) from error
+        raise OutOfMemory(explain(error, trainer), trainer.tracker.failed_in) from error
     finally:
         trainer.tracker.__exit__(None, None, None)
 
@@ -177,12 +181,17 @@ def explain(error, trainer) -> str:
         text.write_text(f"{error}\n\n{torch.cuda.memory_summary()}")
         torch.cuda.memory._dump_snapshot(str(snapshot))
         files = f" {text} and {snapshot} hold the allocator's state."
-    phase = tracker.phase if tracker.model is not None else "forward or backward"  # compiled: no hooks for phases
+    phase = tracker.failed_in or tracker.phase
+    if tracker.model is None and not tracker.failed_in:  # compiled: no hooks for the phases of a step
+        phase = "forward or backward"
     largest = sorted((p for p in parts.items() if p[1]), key=lambda p: -p[1])[:3]
     half_batch = {"half": settings.per_device_train_batch_size // 2}
-    flags = []
+    flags, of_activations = [], "activations"
+    if tracker.failed_in == "eval":  # not a forward that generates an answer or checks the packing
+        of_activations, rows = "activations of evaluation", settings.per_device_eval_batch_size
+        flags = [f"--per_device_eval_batch_size {rows // 2}"] if rows > 1 else []
     for part, _ in largest:
-        choices = _ADVICE.get("activations" if part.startswith("activations") else part, ())
+        choices = _ADVICE.get(of_activations if part.startswith("activations") else part, ())
         applicable = [flag.format(**half_batch) for applies, flag in choices if applies(settings)]
         if settings.pp_size > 1:
             refused = ("--zero", "--offload", "--activation_offload")

@@ -78,7 +78,8 @@ class MemoryTracker:
         round_to: bytes that a block is rounded up to; the CUDA allocator rounds to 512.
         keep_events: record every allocation and release in `events`, in order.
         followed_steps: optimizer steps of a ZerofitTrainer after which it stops.
-    Attributes: phase, the current one (a caller without ZerofitTrainer sets it with `enter`); device, "cpu" or "cuda";
+    Attributes: phase, the current one (a caller without ZerofitTrainer sets it with `enter`); failed_in, the phase of
+        `during` that an error has ended, "" without one; device, "cpu" or "cuda";
         model_states, bytes of parameters, gradients and optimizer at two moments of the last tracked step:
         "last_gradient", when the backward has computed all gradients, and "before_step", when they are reduced.
     """
@@ -90,6 +91,7 @@ class MemoryTracker:
         self.model, self.optimizer, self.round_to = None, optimizer, round_to
         self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         self.phase, self.steps, self.following = "load", 0, False
+        self.failed_in = ""
         self.model_states: dict[str, dict[str, int]] = {}
         self.allocator_peak: dict[str, int] = {}
         self._table: dict[int, _Storage] = {}
@@ -293,6 +295,9 @@ class MemoryTracker:
         self.enter(phase)
         try:
             yield
+        except BaseException:
+            self.failed_in = phase  # it is left before the error is explained
+            raise
         finally:
             self.enter(before)
             if paused:

@@ -58,8 +58,8 @@ def save_final(trainer: ZerofitTrainer) -> None:
 
 def _card(trainer: ZerofitTrainer, final: Path) -> model_card.Card:
     state, model, adapter = trainer.state, trainer.model, final / "adapter_config.json"
-    best = trainer.args.load_best_model_at_end and state.best_global_step
-    step = best or state.global_step
+    best = trainer.args.load_best_model_at_end and state.best_model_checkpoint
+    step = int(best.rpartition("-")[2]) if best else state.global_step
     dtype = next(p.dtype for p in model.parameters() if p.requires_grad)
     return model_card.Card(
         facts=json.loads((final.parent / "run.json").read_text(encoding="utf-8")),

@@ -1,6 +1,7 @@
 """transformers' Trainer with the kit's data order, loss scale, evaluation and checkpoints."""
 
 import contextlib
+import functools
 import json
 import math
 import time
@@ -14,9 +15,9 @@ from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments, set_seed
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
-from transformers.trainer_utils import EvalLoopOutput
+from transformers.trainer_utils import EvalLoopOutput, SaveStrategy
 
-from zerofit import command_line, distributed, rank_status
+from zerofit import command_line, distributed, rank_status, run_folder
 from zerofit.data import streaming
 from zerofit.data.batches import (
     LABEL_COUNT,
@@ -27,7 +28,7 @@ from zerofit.data.batches import (
     TrainCollator,
     training_sampler,
 )
-from zerofit.errors import Stopped, UserError, first_line
+from zerofit.errors import DiskFull, Stopped, UserError, first_line
 from zerofit.model import (
     adapters,
     attention,
@@ -43,7 +44,8 @@ from zerofit.model import (
 from zerofit.model.load import count_parameters
 from zerofit.optim import build, registry, sophia
 from zerofit.train import memory_tracker, nan_guard, progress
-from zerofit.train.checkpoint import pickles, reshard, save
+from zerofit.train.checkpoint import pickles, reshard, resume, save
+from zerofit.train.checkpoint.facts import read_facts
 
 
 class Arguments(TrainingArguments):
@@ -121,6 +123,8 @@ class ZerofitTrainer(Trainer):
             data_collator=Collator(pad, 8 * settings.sp_size),
             processing_class=tokenizer,
         )
+        if self.label_smoother is not None:  # transformers shifts labels for its own classes only
+            self.label_smoother = functools.partial(self.label_smoother, shift_labels=True)
         # A stream shuffles its own rows.
         self.train_sampler = (
             None
@@ -148,7 +152,7 @@ class ZerofitTrainer(Trainer):
     def train(self, *args, **kwargs):
         """Train as transformers does.
 
-        Raises: Stopped after the save that a signal asked for.
+        Raises: Stopped after the save that a signal asked for; DiskFull if there was no room for that save.
         """
         started = time.perf_counter()
         try:
@@ -157,8 +161,13 @@ class ZerofitTrainer(Trainer):
             self.reporter.close_bar()
         self.train_seconds = time.perf_counter() - started
         if self.reporter.stopping:
-            raise Stopped(how_it_stopped(self.args, self.state.global_step))
+            raise stopped(self.args, self.state.global_step)
         return output
+
+    def _finalize_training(self, *args, **kwargs):
+        if self.reporter.stopping:  # the run goes on from its last checkpoint: load no other, and delete none
+            self.state.best_model_checkpoint = None
+        return super()._finalize_training(*args, **kwargs)
 
     def _get_output_dir(self, trial) -> str:
         return str(self.saving_to or super()._get_output_dir(trial))
@@ -200,7 +209,22 @@ class ZerofitTrainer(Trainer):
         missing = [name for name in load_result.missing_keys if name not in tied]
         super()._issue_warnings_after_load(type(load_result)(missing, load_result.unexpected_keys))
 
+    def _determine_best_metric(self, metrics, trial) -> bool:
+        """Return whether to save for --save_strategy best: at a new best metric, or where a save is due anyway.
+
+        With --load_best_model_at_end, only a step that is saved can be the best one.
+        """
+        best_decides, due = self.args.save_strategy == SaveStrategy.BEST, self.control.should_save
+        if self.args.load_best_model_at_end and not (best_decides or due):
+            return False
+        return super()._determine_best_metric(metrics, trial) or due
+
     def _load_best_model(self) -> None:
+        best = Path(self.state.best_model_checkpoint)
+        # Before a resume at another stage or rank count it was saved in shards that DeepSpeed cannot load here.
+        if self.is_deepspeed_enabled and (known := read_facts(best)) and resume.must_reshard(self.settings, known):
+            reshard.load_weights(self, best)
+            return
         with pickles.only_known():
             super()._load_best_model()
 
@@ -461,6 +485,19 @@ class ZerofitTrainer(Trainer):
             if skipped:
                 logs["skipped_steps"] = skipped
         super().log(logs, start_time)
+
+
+def stopped(args, step: int) -> UserError:
+    """Return the error that ends a run which was told to save and stop: DiskFull if that save found no room."""
+    folder = Path(args.output_dir)
+    if (folder / f"checkpoint-{step}").exists():
+        return Stopped(how_it_stopped(args, step))
+    saved = list(run_folder.checkpoints(folder).values())
+    newest = f"{saved[-1].name} stays the newest" if saved else "nothing is saved yet"
+    return DiskFull(
+        f"stopped after step {step}, which is not saved: the disk of {folder} has no room for another checkpoint; "
+        f"{newest}; make room, then `{command_line.next_step('resume', folder)}` goes on"
+    )
 
 
 def how_it_stopped(args, step: int) -> str:

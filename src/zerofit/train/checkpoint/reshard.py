@@ -19,6 +19,25 @@ def load(trainer, checkpoint: Path) -> None:
 
     Raises: UserError for a checkpoint of another model, or one whose shards are not whole.
     """
+    states, names = _read(trainer, checkpoint)
+    keys = _kept(trainer, states)
+    step = {} if states.step is None or not keys else {"step": _step(_unwrapped(trainer.optimizer), states.step)}
+    _fill(trainer, states, names, keys, step)
+    _schedule(trainer, checkpoint)
+    _scale_and_count(trainer, trainer.model_wrapped if trainer.is_deepspeed_enabled else None, states, checkpoint)
+
+
+def load_weights(trainer, checkpoint: Path) -> None:
+    """Load the weights alone, for a model that trains no further. Collective.
+
+    Raises: UserError as `load`.
+    """
+    states, names = _read(trainer, checkpoint)
+    _fill(trainer, states, names, [], {})
+
+
+def _read(trainer, checkpoint: Path) -> tuple[zero_shards.OptimizerStates, dict[int, str]]:
+    """Return a checkpoint's states, and {id of a trained parameter: its name}."""
     names = {id(p): name for name, p in trainer.model.named_parameters() if p.requires_grad}
     states = zero_shards.read(checkpoint) if zero_shards.is_deepspeed(checkpoint) else _plain(trainer, checkpoint)
     if extra := sorted(set(states.shapes) ^ set(names.values())):
@@ -26,20 +45,24 @@ def load(trainer, checkpoint: Path) -> None:
         raise UserError(
             f"--resume_from_checkpoint {checkpoint}: only {owner} trains {extra[0]}; it was saved from another model."
         )
-    keys = _kept(trainer, states)
-    engine = trainer.model_wrapped if trainer.is_deepspeed_enabled else None
-    optimizer = trainer.optimizer
+    return states, names
+
+
+def _unwrapped(optimizer):
     while hasattr(optimizer, "optimizer"):  # accelerate's and DeepSpeed's wrappers
         optimizer = optimizer.optimizer
-    step = {} if states.step is None or not keys else {"step": _step(optimizer, states.step)}
-    if engine is None:
+    return optimizer
+
+
+def _fill(trainer, states, names, keys, step) -> None:
+    """Fill weights and the states `keys` of whichever engine trains."""
+    optimizer = _unwrapped(trainer.optimizer)
+    if not trainer.is_deepspeed_enabled:
         _into_parameters(optimizer, states, names, keys, step)
     elif trainer.settings.zero == 3:
-        _into_partitions(engine.optimizer, optimizer, states, names, keys, step)
+        _into_partitions(trainer.model_wrapped.optimizer, optimizer, states, names, keys, step)
     else:
-        _into_slices(engine.optimizer, optimizer, states, names, keys, step)
-    _schedule(trainer, checkpoint)
-    _scale_and_count(trainer, engine, states, checkpoint)
+        _into_slices(trainer.model_wrapped.optimizer, optimizer, states, names, keys, step)
 
 
 def _plain(trainer, checkpoint: Path) -> zero_shards.OptimizerStates:

@@ -86,17 +86,24 @@ def _facts_of_files(checkpoint: Path, settings) -> dict:
     return facts | {"zero": zero, "world_size": ranks, "offload": settings.offload}
 
 
+def must_reshard(settings, known: dict) -> bool:
+    """Return whether DeepSpeed cannot load a checkpoint with these facts as it is."""
+    was, now = _split(settings, known)
+    names = ("optim",) if was["zero"] == now["zero"] == "0" else ("optim", "precision")
+    moved = was != now and len(names) > 1
+    return moved or any(known.get(n, getattr(settings, n)) != getattr(settings, n) for n in names)
+
+
+def _split(settings, known: dict) -> tuple[dict, dict]:
+    """Return stage, ranks and offload of a checkpoint and of this run."""
+    was, now = ({n: get(n) for n in ("zero", "world_size", "offload")} for get in (known.get, settings.written().get))
+    return was, now | {"world_size": settings.world_size}
+
+
 def _decide_resharding(settings, known: dict, name: str) -> None:
     """Decide whether DeepSpeed can load the checkpoint as it is or its states must be resharded."""
-    was, now = ({n: get(n) for n in ("zero", "world_size", "offload")} for get in (known.get, settings.written().get))
-    now["world_size"] = settings.world_size
-    if was["zero"] == now["zero"] == "0":
-        settings.resharded = known.get("optim", settings.optim) != settings.optim
-    else:
-        names = ("optim", "precision")
-        settings.resharded = was != now or any(
-            known.get(n, getattr(settings, n)) != getattr(settings, n) for n in names
-        )
+    was, now = _split(settings, known)
+    settings.resharded = must_reshard(settings, known)
     if was != now:
         saved_with = (
             f"ZeRO {was['zero']}, {was['world_size']} rank{'s' * (was['world_size'] > 1)}, offload {was['offload']}"

@@ -38,10 +38,9 @@ def save(trainer, write) -> None:
         trainer.saving_to = None
     if writes:
         (run / ASIDE / name / "training_args.bin").unlink(missing_ok=True)  # a pickle that nothing reads
-    if state.best_global_step:  # transformers recorded a path in the temporary folder
-        state.best_model_checkpoint = str(run / f"checkpoint-{state.best_global_step}")
-        if args.process_index == 0:
-            state.save_to_json(str(run / ASIDE / name / "trainer_state.json"))
+    _name_the_best(run, state)
+    if args.process_index == 0 and state.best_model_checkpoint:
+        state.save_to_json(str(run / ASIDE / name / "trainer_state.json"))
     distributed.barrier()  # every rank has written its files
     if local:
         node_local.copy_small_files(run / ASIDE / name)
@@ -58,6 +57,19 @@ def save(trainer, write) -> None:
     distributed.barrier()
     trainer.reporter.save_clock.saved()
     trainer._push_from_checkpoint(str(run / name))  # transformers would have pushed the temporary folder
+
+
+def _name_the_best(run: Path, state) -> None:
+    """Record the best step's checkpoint, if there is one; transformers recorded a path in the temporary folder.
+
+    A best step that was not saved (evaluated between two saves) leaves the one recorded before. Collective.
+    """
+    if not state.best_global_step:
+        return
+    best = run / f"checkpoint-{state.best_global_step}"
+    is_saved = state.best_global_step == state.global_step or best.is_dir()
+    if distributed.broadcast(is_saved):  # rank 0's answer: all ranks must load the same one
+        state.best_model_checkpoint = str(best)
 
 
 def _has_room(run: Path) -> bool:
