@@ -91,7 +91,9 @@ def runs(tmp_path_factory):
 
 
 def settings_of(*flags, recipe="lora", world_size=1):
-    return resolve.resolve_settings(recipe, [*COMMON, *flags], world_size)
+    settings = resolve.resolve_settings(recipe, [*COMMON, *flags], world_size)
+    resolve.resolve_for_model(settings)
+    return settings
 
 
 def reloaded(run, **kwargs):
