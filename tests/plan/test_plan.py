@@ -1544,6 +1544,48 @@ def test_gathered_parameters_are_level_before_they_are_extended(gathered, bytes_
     assert answer["peak"]["forward"]["buffers"] == pytest.approx(gathered(40), rel=1e-6)
 
 
+TWO_KINDS = {
+    "mixtures of experts and dense layers": ({"model_type": "qwen3_moe", "decoder_sparse_step": 2, "num_experts": 8,
+                                              "num_experts_per_tok": 2, "moe_intermediate_size": 64}, 24, (6, 8)),
+    "attention in each third layer": ({"model_type": "lfm2", "layer_types": ["conv", "conv", "full_attention"] * 8,
+                                       "block_auto_adjust_ff_dim": False}, 24, (6, 9)),
+    "one kind": ({"model_type": "llama"}, 24, (6, 7)),
+    "another kind at first": ({"model_type": "lfm2", "layer_types": ["full_attention"] * 2 + ["conv"] * 22,
+                               "block_auto_adjust_ff_dim": False}, 24, (6, 7)),
+    "another kind at last": ({"model_type": "lfm2", "layer_types": ["conv"] * 23 + ["full_attention"],
+                              "block_auto_adjust_ff_dim": False}, 24, (None,)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("kinds", "layers", "depths"), TWO_KINDS.values(), ids=TWO_KINDS)
+def test_layers_of_several_kinds_are_extended_by_whole_patterns(kinds, layers, depths, tmp_path):
+    small = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2,
+             "head_dim": 16, "vocab_size": 512, "num_hidden_layers": layers}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(small | kinds))
+    shape = candidates.shape_of(resolve.resolve_settings("sft", ["--model", str(tmp_path), "--data", "x"], 8, GPU))
+    assert len(shape.by_layer) == layers
+    found = predict._depths(3, shape, 1, 8)[0]
+    assert found == depths and predict._depths(0, shape, 0, 8)[0] == depths
+    distance = len(depths) == 2 and depths[1] - depths[0]
+    assert predict._depths_of_a_trace(depths, 0, shape) == ((3 * distance, 4 * distance) if distance else depths)
+
+
+@pytest.mark.parametrize(("each", "whole", "depths"), [(2e8, True, [6, 7]), (3e8, True, None), (3e8, False, [6, 7])])
+def test_extended_layers_have_the_parameters_of_the_model(each, whole, depths, monkeypatch):
+    """A model whose first layers depend on how many there are is simulated with all of them."""
+
+    def run_all(questions, cache=None, seconds=None):
+        counts = [question["overrides"].get("num_hidden_layers", 40) for question in questions]
+        return [stage_3(n, 5e9) | {"parameters": n * each, "whole_parameters": whole} for n in counts]
+
+    monkeypatch.setattr(simulate, "run_all", run_all)
+    shape = dataclasses.replace(SHAPE_8B, layers=40)  # 2e8 parameters a layer
+    answer = predict.answer_of("sft", [], 2, [0], GPU, 0, shape, 1)
+    assert answer.get("extended_from_layers") == depths
+    varied = predict.answer_of("sft", [], 2, [0], GPU, 0, shape, 1, widths=(8, 16))
+    assert isinstance(varied, simulate.SimulationFailed) == (depths is None)
+
+
 # --- what the allocator adds ---
 
 
