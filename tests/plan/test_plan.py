@@ -1570,6 +1570,22 @@ def test_layers_of_several_kinds_are_extended_by_whole_patterns(kinds, layers, d
     assert predict._depths_of_a_trace(depths, 0, shape) == ((3 * distance, 4 * distance) if distance else depths)
 
 
+def test_layers_with_their_own_number_of_heads_have_a_shape(tmp_path):
+    """Gemma 4: the configuration as a whole refuses what its layers differ in; keys that layers share forbid a cut."""
+    config = {"model_type": "gemma4_text", "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4,
+              "num_key_value_heads": 2, "head_dim": 16, "global_head_dim": 32, "vocab_size": 512,
+              "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 512, "num_hidden_layers": 24}  # fmt: skip
+
+    def shape_with(**more):
+        (tmp_path / "config.json").write_text(json.dumps(config | more))
+        return candidates.shape_of(resolve.resolve_settings("sft", ["--model", str(tmp_path), "--data", "x"], 8, GPU))
+
+    shape = shape_with()
+    assert (shape.layers, shape.heads, shape.kv_heads, shape.head_dim, shape.intermediate) == (24, 4, 2, 32, 128)
+    assert len(predict._depths(3, shape, 1, 8)) > 1
+    assert predict._depths(3, shape_with(num_kv_shared_layers=16), 1, 8) == [(None,)]
+
+
 @pytest.mark.parametrize(("each", "whole", "depths"), [(2e8, True, [6, 7]), (3e8, True, None), (3e8, False, [6, 7])])
 def test_extended_layers_have_the_parameters_of_the_model(each, whole, depths, monkeypatch):
     """A model whose first layers depend on how many there are is simulated with all of them."""

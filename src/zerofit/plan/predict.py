@@ -165,7 +165,7 @@ def _depths(zero: int, shape: Shape, every: int, ranks: int) -> list[tuple]:
 
     The counts are multiples of `every`, and of the layers after which kinds of layers repeat; a later pair is for peaks
     that are at different moments in the earlier one."""
-    for pattern in range(1, LONGEST_PATTERN + 1):
+    for pattern in range(1, LONGEST_PATTERN + 1) if shape.cut else ():
         pairs = _pairs(zero, shape, max(1, every), pattern * max(1, every), ranks)
         if on_line := [pair for pair in pairs if _on_a_line(shape, pair)]:
             return [*on_line, (None,)]
