@@ -211,6 +211,22 @@ def test_closed_forms_count_fused_experts(method, flags, gpus):
     assert candidate.shape.frozen_bytes > 1.9
 
 
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [("qwen2.5-0.5b", []), ("pythia-1b", []), ("pythia-1b", ["--lora_target_modules", "lm_head"]), ("gpt2", [])],
+)
+@pytest.mark.parametrize(("bits", "each"), [(4, 0.55), (8, 1.0)])
+def test_embeddings_and_head_of_a_packed_base_count_in_16_bits(name, flags, bits, each):
+    flags = ["--model", str(CONFIGS / name), *flags, "--data", "x", f"--load_in_{bits}bit", "true", "--zero", "0"]
+    shape = candidates.shape_of(resolve.resolve_settings("lora", flags, 1, GPU))
+    config = AutoConfig.from_pretrained(CONFIGS / name)
+    positions = config.n_positions if name == "gpt2" else 0
+    rows = config.vocab_size * (1 if config.tie_word_embeddings else 2) + positions
+    unpacked = rows * config.hidden_size
+    counted = 2 * unpacked + each * (shape.frozen - unpacked)
+    assert shape.frozen * shape.frozen_bytes == pytest.approx(counted, rel=2e-3)  # norms and biases are the rest
+
+
 def test_formulas_of_sharding():
     """16 bytes a parameter, shared out by stage (arXiv 1910.02054), where activations are nothing."""
     shape = formulas.Shape(8_000_000_000, 0, 1, 4096, 32, 32, 8, 128, 14336, 128256)

@@ -408,7 +408,7 @@ def planned_flags(flags: list[str], method: str) -> list[str]:
 
 
 def shape_of(settings) -> Shape:
-    from zerofit.model import experts, quantization
+    from zerofit.model import quantization
     from zerofit.model.load import check_model, load_config, weight_dtype
 
     resolve.resolve_for_model(settings)
@@ -418,11 +418,12 @@ def shape_of(settings) -> Shape:
         raise UserError(f"--model {settings.model}: cannot be built without weights: {error}.") from None
     config = load_config(settings)
     fp32 = settings.precision == "fp32" or (settings.deepspeed is None and weight_dtype(settings) == "float32")
-    packed = {4: 0.55, 8: 1.0}.get(quantization.bits(settings))
-    if packed is None:
+    each = {4: 0.55, 8: 1.0}.get(quantization.bits(settings))
+    if each is None:
         return formulas.shape(config, model, 4.0 if fp32 else 2.0)
-    fused = experts.fused_weights(model) / sum(p.numel() for p in model.parameters() if not p.requires_grad)
-    return formulas.shape(config, model, packed * (1 - fused) + 2.0 * fused)
+    # embeddings, the head and fused experts stay in 16 bits
+    packed = quantization.packed_weights(model) / sum(p.numel() for p in model.parameters() if not p.requires_grad)
+    return formulas.shape(config, model, each * packed + 2.0 * (1 - packed))
 
 
 _FIXED = ("flag", "deepspeed JSON")
