@@ -420,6 +420,31 @@ def test_what_is_fixed_is_not_searched(monkeypatch):
     assert (only.setting.zero, only.setting.offload, only.setting.every, only.setting.micro) == (2, "optimizer", 1, 2)
 
 
+DEEPSPEED = {"bf16": {"enabled": "auto"}, "train_micro_batch_size_per_gpu": "auto"}
+
+
+@pytest.mark.parametrize("place", ["flag", "YAML", "JSON"])
+def test_the_stage_of_one_gpu_is_planned_without_offload(place, tmp_path):
+    (tmp_path / "run.yaml").write_text("zero: 2\noffload: none\n")
+    (tmp_path / "run.json").write_text(json.dumps(DEEPSPEED | {"zero_optimization": {"stage": 2}}))
+    words = {"flag": ["--zero", "2", "--offload", "none"], "YAML": ["--config", str(tmp_path / "run.yaml")],
+             "JSON": ["--deepspeed", str(tmp_path / "run.json"), "--offload", "none"]}  # fmt: skip
+    found = candidates.candidates("sft", [*FLAGS_1B, "--per_device_train_batch_size", "1", *words[place]], 1, GPU)
+    assert {(c.setting.zero, c.setting.offload) for c in found} == {(2, "none")}
+
+
+@pytest.mark.parametrize("place", ["flag", "YAML"])
+def test_accumulation_is_kept(place, tmp_path):
+    (tmp_path / "run.yaml").write_text("gradient_accumulation_steps: 4\n")
+    words = {"flag": ["--gradient_accumulation_steps", "4"], "YAML": ["--config", str(tmp_path / "run.yaml")]}
+    flags = [*FLAGS_1B, "--zero", "3", "--offload", "none", "--effective_batch_size", "64", *words[place]]
+    found = candidates.candidates("sft", flags, 8, GPU)
+    assert {(c.setting.micro, c.setting.accumulation) for c in found if c.setting.sp == c.setting.tp == 1} == {(2, 4)}
+    assert {c.setting.accumulation for c in found} == {4}
+    settings = resolve.resolve_settings("sft", found[0].flags, 8, GPU)
+    assert (settings.per_device_train_batch_size, settings.gradient_accumulation_steps) == (2, 4)
+
+
 def test_rows_are_split_where_one_does_not_fit(monkeypatch):
     """Micro batch 1 and checkpointing come first; --sp_size is searched among what is left, and said."""
     monkeypatch.setattr(simulate, "run_all", fake_simulation(lambda flags: None))

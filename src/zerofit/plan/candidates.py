@@ -476,8 +476,7 @@ def _open(base, ranks: int, disk: str | None, splits: bool) -> tuple[list, list,
     """
 
     def said(name: str) -> bool:
-        source = base.source[name]
-        return source in _FIXED or source.startswith("preset") or source == base.config
+        return _said(base, name)
 
     stages = [base.zero] if said("zero") else [0, 1, 2, 3]
     if said("offload"):
@@ -492,6 +491,8 @@ def _open(base, ranks: int, disk: str | None, splits: bool) -> tuple[list, list,
     per_rank = base.effective_batch_size // base.data_ranks
     if said("per_device_train_batch_size"):
         micros = [base.per_device_train_batch_size]
+    elif said("gradient_accumulation_steps"):
+        micros = [per_rank // base.gradient_accumulation_steps]
     else:
         micros = [n for n in range(1, min(per_rank, 64) + 1) if per_rank % n == 0]
     if splits:
@@ -500,17 +501,23 @@ def _open(base, ranks: int, disk: str | None, splits: bool) -> tuple[list, list,
     return stages, offloads, checkpointing, micros
 
 
+def _said(base, name: str) -> bool:
+    """Return whether the user set the argument, in any place."""
+    source = base.source[name]
+    return source in _FIXED or source.startswith("preset") or source == base.config
+
+
 def _sensible(zero: int, offload: str, ranks: int, base) -> bool:
     if (offload == "all" and zero != 3) or (offload != "none" and zero == 0):
         return False
-    if ranks == 1 and zero in (1, 2, 3) and offload == "none" and base.source["zero"] != "flag":
+    if ranks == 1 and zero in (1, 2, 3) and offload == "none" and not _said(base, "zero"):
         return base.precision != "fp32" and zero == 1  # one rank: 16-bit weights with a master, nothing else to shard
     return True
 
 
 def _flags(flags: list[str], base, zero: int, offload: str, checkpointing: Checkpointing, micro: int) -> list[str]:
     """Return the recipe's flags for one candidate."""
-    result = command_line.drop(flags, "--gradient_accumulation_steps", "--search_batch_size", "--offload_path")
+    result = command_line.drop(flags, "--search_batch_size", "--offload_path")
     batch = {"per_device_train_batch_size": micro, "effective_batch_size": base.effective_batch_size}
     result = command_line.put(result, zero=zero, offload=offload, **batch)
     named = {f"--{name}" for name in gradient_checkpointing.ARGUMENTS} & command_line.names(result)
