@@ -11,6 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import psutil
 import pytest
 from conftest import ROOT, TINY, recipe_process, run_world
 from transformers import AutoConfig
@@ -1188,6 +1189,32 @@ def test_zero_auto_on_a_cpu_goes_by_the_processes(tmp_path):
     for flags in ([], ["--zero", "2"], ["--config", str(file), "--zero", "2"]):
         assert not preflight.is_auto("sft", flags)
     assert preflight.chosen_flags("sft", ["--zero", "auto"], 2) == ["--zero", "auto"]
+
+
+def test_zero_auto_keeps_the_data_of_a_yaml_file_and_knows_the_host(monkeypatch, tmp_path):
+    """A model as a flag and data in the file, and the other way round; what is offloaded must fit this machine."""
+    file, found = tmp_path / "job.yaml", {}
+
+    def fastest(methods, flags, ranks, gpu, **more):
+        found.update(more)
+        candidate, *_ = candidates.candidates(methods[0], flags, ranks, gpu)
+        return candidates.Plan(gpu, ranks, 1 << 40, {}, candidate, [])
+
+    monkeypatch.setenv(gradient_checkpointing.CHOSEN, "{}")  # which a choice sets
+    monkeypatch.setattr(hardware, "torch_sees_some", lambda: True)
+    monkeypatch.setattr(hardware, "find", lambda *args: GPU)
+    monkeypatch.setattr(search, "search", fastest)
+    model, rows = str(TINY / "model"), str(tmp_path / "rows.jsonl")
+    for text, flags in ((f"data: {rows}", ["--model", model]), (f"model: {model}", ["--data", rows])):
+        file.write_text(f"zero: auto\n{text}\n")
+        chosen = preflight.chosen_flags("sft", [*flags, "--config", str(file)], 8)
+        settings = resolve.resolve_settings("sft", chosen, 8, GPU)
+        assert (settings.model, settings.data) == (model, [rows])
+    assert found["host_limit"] == psutil.virtual_memory().total
+    file.write_text(f"zero: auto\nmodel: {model}\n")
+    assert candidates.candidates("sft", ["--config", str(file)], 8, GPU)  # a plan needs no data
+    with pytest.raises(UserError, match="--model is given but --data is not"):
+        preflight.chosen_flags("sft", ["--config", str(file)], 8)
 
 
 def test_measured_peaks_sharpen_the_allowance(monkeypatch, tmp_path):

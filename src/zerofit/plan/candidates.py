@@ -402,9 +402,14 @@ def planned_flags(flags: list[str], method: str) -> list[str]:
         flags = command_line.drop(flags, "--offload_path")
     if method == "qlora" and not parse.given("lora", flags, "load_in_4bit"):
         flags = command_line.put(flags, load_in_4bit=True)
-    if "--model" in named and "--data" not in named:
+    if lacks_data(recipe_of(method), flags):
         flags = command_line.put(flags, data=UNNAMED)  # a plan never opens the rows
     return flags
+
+
+def lacks_data(recipe: str, flags: list[str]) -> bool:
+    """Return whether the flags or their YAML file name a model and no data."""
+    return bool(parse.given(recipe, flags, "model")) and not parse.given(recipe, flags, "data")
 
 
 def shape_of(settings) -> Shape:
