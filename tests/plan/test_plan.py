@@ -17,14 +17,14 @@ from conftest import ROOT, TINY, recipe_process, run_world
 from transformers import AutoConfig
 
 from zerofit import command_line, hardware
-from zerofit.config import accelerate_env, resolve
+from zerofit.config import accelerate_env, nvme, resolve
 from zerofit.data.load import load_datasets
 from zerofit.errors import UserError
 from zerofit.launch import prepare
 from zerofit.model import gradient_checkpointing, pipeline
 from zerofit.model.load import load_tokenizer
 from zerofit.paths import cache_root, private_folder
-from zerofit.plan import candidates, command, formulas, predict, preflight, report, search, simulate
+from zerofit.plan import candidates, command, formulas, predict, preflight, report, search, simulate, simulated_rank
 from zerofit.train import memory_history
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -545,6 +545,38 @@ def test_a_disk_is_used_when_host_memory_is_short(monkeypatch):
     assert "GiB of optimizer states and gradients in --offload_path" in report.text(plan)
     plan = search.search(["sft"], fixed, 1, small, host_limit=8 * 2**30)
     assert plan.chosen is None and "of a node's host memory, of 8; --offload_path" in report.nothing_fits(plan)
+
+
+NVME = {"device": "nvme", "nvme_path": "/fast/disk", "buffer_count": 5}
+
+
+def flags_with_a_disk(place, tmp_path):
+    sections = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True, "offload_optimizer": NVME}
+    (tmp_path / "run.json").write_text(json.dumps(DEEPSPEED | {"zero_optimization": sections}))
+    (tmp_path / "run.yaml").write_text("zero: 3\noffload: optimizer\noffload_path: /fast/disk\n")
+    return {"flags": ["--zero", "3", "--offload", "optimizer", "--offload_path", "/fast/disk"],
+            "YAML": ["--config", str(tmp_path / "run.yaml")],
+            "JSON": ["--deepspeed", str(tmp_path / "run.json")]}[place]  # fmt: skip
+
+
+@pytest.mark.parametrize("place", ["flags", "YAML", "JSON"])
+def test_a_disk_is_planned_wherever_it_is_named(place, tmp_path):
+    flags = [*FLAGS_1B, "--per_device_train_batch_size", "1", *flags_with_a_disk(place, tmp_path)]
+    candidate, *_ = candidates.candidates("sft", flags, 8, GPU)
+    assert candidate.setting.nvme and candidate.host_of_a_node == 0
+    assert candidates.setting_of(resolve.resolve_settings("sft", candidate.flags, 8, GPU)).nvme
+
+
+@pytest.mark.parametrize("place", ["flags", "YAML", "JSON"])
+def test_a_simulation_writes_to_no_disk(place, tmp_path):
+    flags = [*FLAGS_1B, "--data", "x", *flags_with_a_disk(place, tmp_path)]
+    settings = resolve.resolve_settings("sft", flags, 8, GPU)
+    changed = simulated_rank._in_host_memory(settings)
+    assert nvme.paths_of(settings.deepspeed) and nvme.paths_of(changed.deepspeed) == {}
+    before, after = (dict(s.deepspeed["zero_optimization"]["offload_optimizer"]) for s in (settings, changed))
+    assert before == after | {"device": "nvme", "nvme_path": "/fast/disk"}
+    assert after["device"] == "cpu" and "nvme_path" not in after and changed.offload_path is None
+    assert simulated_rank._in_host_memory(changed) is changed
 
 
 def test_auto_takes_the_first_method_that_fits(monkeypatch):

@@ -8,7 +8,7 @@ import shlex
 from dataclasses import dataclass, field, replace
 
 from zerofit import allocator, command_line, hardware
-from zerofit.config import parse, resolve
+from zerofit.config import nvme, parse, resolve
 from zerofit.errors import EXIT_CODES, UserError
 from zerofit.hardware import GIB
 from zerofit.model import gradient_checkpointing, preference_loss
@@ -275,7 +275,7 @@ def candidates(
 class Place:
     """What candidates run on.
 
-    node: GPUs of a node; hpz: ranks that share ZeRO++'s copy; disk: --offload_path, or None."""
+    node: GPUs of a node; hpz: ranks that share ZeRO++'s copy; disk: the flag --offload_path, or None."""
 
     gpu: hardware.Gpu
     node: int
@@ -290,13 +290,13 @@ def _of_group(
 
     Raises: UserError if the flags leave none.
     """
-    ranks, sp, disk = base.world_size, base.sp_size, place.disk
+    ranks, sp, disk = base.world_size, base.sp_size, place.disk or _disk_of(base)
     found, error = [], None
-    for zero, (offload, nvme), checkpointing, micro in itertools.product(*_open(base, ranks, disk, splits)):
-        if not _sensible(zero, offload, ranks, base) or (nvme and zero != 3):
+    for zero, (offload, on_disk), checkpointing, micro in itertools.product(*_open(base, ranks, disk, splits)):
+        if not _sensible(zero, offload, ranks, base) or (on_disk and zero != 3):
             continue
         own_flags = _flags(flags, base, zero, offload, checkpointing, micro)
-        own_flags = command_line.put(own_flags, offload_path=disk) if nvme else own_flags
+        own_flags = command_line.put(own_flags, offload_path=disk) if on_disk and place.disk else own_flags
         try:
             resolve.resolve_settings(recipe_of(method), own_flags, ranks, place.gpu)
         except UserError as refused:
@@ -305,8 +305,8 @@ def _of_group(
         accumulation = base.effective_batch_size // (micro * base.data_ranks)
         tokens = micro * base.documents_per_row * base.max_length // sp
         setting = Setting(zero, offload, checkpointing.every, micro, tokens, accumulation, ranks,
-                          checkpointing.offloaded, nvme, place.node, place.hpz, sp, _runs_reference(base), base.tp_size,
-                          selective=checkpointing.selective,
+                          checkpointing.offloaded, on_disk, place.node, place.hpz, sp, _runs_reference(base),
+                          base.tp_size, selective=checkpointing.selective,
                           offload_streams=base.activation_offload_streams)  # fmt: skip
         by_part = formulas.memory(shape, setting, base, base.fused_loss)
         seconds = formulas.step_seconds(shape, setting, place.gpu, base.max_length)
@@ -477,7 +477,7 @@ def _open(base, ranks: int, disk: str | None, splits: bool) -> tuple[list, list,
 
     Args: splits: --sp_size or --tp_size is searched and above 1: then only micro batch 1 with checkpointing.
 
-    An offload is (what, whether to the disk of --offload_path).
+    An offload is (what, whether to `disk`).
     """
 
     def said(name: str) -> bool:
@@ -535,10 +535,15 @@ def setting_of(settings) -> Setting:
     tokens = micro * settings.documents_per_row * settings.max_length // settings.sp_size
     return Setting(settings.zero, settings.offload, checkpointing.every, micro, tokens,
                    settings.gradient_accumulation_steps, settings.world_size, checkpointing.offloaded,
-                   bool(settings.offload_path), node, settings.zero_hpz_partition_size or 1, settings.sp_size,
+                   bool(_disk_of(settings)), node, settings.zero_hpz_partition_size or 1, settings.sp_size,
                    _runs_reference(settings), settings.tp_size, pp=settings.pp_size,
                    selective=checkpointing.selective,
                    offload_streams=settings.activation_offload_streams)  # fmt: skip
+
+
+def _disk_of(settings) -> str | None:
+    """Return the folder to which the settings offload, from flag, YAML or JSON; None without one."""
+    return next(iter(nvme.paths_of(settings.deepspeed).values()), None)
 
 
 def _runs_reference(settings) -> bool:

@@ -112,7 +112,7 @@ def _asked(candidate: candidates.Candidate, ranks: int, asked: list[int], gpu, *
     from zerofit import command_line
 
     recipe, setting = candidates.recipe_of(candidate.method), candidate.setting
-    flags = command_line.drop(candidate.flags, "--offload_path")  # disk or host memory: the GPU's is the same
+    flags = command_line.drop(candidate.flags, "--offload_path")  # from host memory a GPU holds as much, or more
     return answer_of(recipe, flags, ranks, asked, gpu, setting.zero, candidate.shape, setting.every, **kwargs)
 
 

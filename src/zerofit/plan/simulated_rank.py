@@ -111,7 +111,7 @@ def _answer(recipe, flags, ranks, rank, gpu, device, fake, padded, overrides, ha
     from zerofit.model import load, quantization
 
     planned_gpu = hardware.Gpu(**gpu) if gpu else None
-    settings = resolve.resolve_settings(recipe, flags, ranks, planned_gpu)
+    settings = _in_host_memory(resolve.resolve_settings(recipe, flags, ranks, planned_gpu))
     config = load.load_config(settings)
     config.get_text_config().update(overrides)
     resolve.resolve_for_model(settings, config)  # before TrainingArguments, which copy the DeepSpeed JSON
@@ -158,6 +158,22 @@ def _answer(recipe, flags, ranks, rank, gpu, device, fake, padded, overrides, ha
             "events": _numbered(tracker.events) if on_gpu and overrides else None,
             "seconds": round(time.perf_counter() - began, 2),
         }
+
+
+def _in_host_memory(settings):
+    """Return the settings with what they offload to a disk in host memory instead: a GPU's bytes are the same.
+
+    DeepSpeed would compile its swapper, and write to the disk.
+    """
+    from zerofit.config import nvme
+
+    sections = nvme.paths_of(settings.deepspeed)
+    if not sections:
+        return settings
+    zero = {**settings.deepspeed["zero_optimization"]}
+    for name in sections:
+        zero[name] = {key: value for key, value in zero[name].items() if key != "nvme_path"} | {"device": "cpu"}
+    return settings.replace(deepspeed={**settings.deepspeed, "zero_optimization": zero}, offload_path=None)
 
 
 def _replayed(events: list[tuple], gpu, ranks: int, widths: list[int]) -> dict:
