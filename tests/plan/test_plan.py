@@ -11,19 +11,20 @@ import sys
 import tempfile
 from pathlib import Path
 
+import psutil
 import pytest
 from conftest import ROOT, TINY, recipe_process, run_world
 from transformers import AutoConfig
 
 from zerofit import command_line, hardware
-from zerofit.config import accelerate_env, resolve
+from zerofit.config import accelerate_env, nvme, resolve
 from zerofit.data.load import load_datasets
 from zerofit.errors import UserError
 from zerofit.launch import prepare
 from zerofit.model import gradient_checkpointing, pipeline
 from zerofit.model.load import load_tokenizer
 from zerofit.paths import cache_root, private_folder
-from zerofit.plan import candidates, command, formulas, predict, preflight, report, search, simulate
+from zerofit.plan import candidates, command, formulas, predict, preflight, report, search, simulate, simulated_rank
 from zerofit.train import memory_history
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -209,6 +210,22 @@ def test_closed_forms_count_fused_experts(method, flags, gpus):
     assert sum(candidate.formula.values()) == pytest.approx(simulated, rel=0.08)
     assert candidate.shape.adapted_experts == 128 * 3 * 2048 * 768
     assert candidate.shape.frozen_bytes > 1.9
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [("qwen2.5-0.5b", []), ("pythia-1b", []), ("pythia-1b", ["--lora_target_modules", "lm_head"]), ("gpt2", [])],
+)
+@pytest.mark.parametrize(("bits", "each"), [(4, 0.55), (8, 1.0)])
+def test_embeddings_and_head_of_a_packed_base_count_in_16_bits(name, flags, bits, each):
+    flags = ["--model", str(CONFIGS / name), *flags, "--data", "x", f"--load_in_{bits}bit", "true", "--zero", "0"]
+    shape = candidates.shape_of(resolve.resolve_settings("lora", flags, 1, GPU))
+    config = AutoConfig.from_pretrained(CONFIGS / name)
+    positions = config.n_positions if name == "gpt2" else 0
+    rows = config.vocab_size * (1 if config.tie_word_embeddings else 2) + positions
+    unpacked = rows * config.hidden_size
+    counted = 2 * unpacked + each * (shape.frozen - unpacked)
+    assert shape.frozen * shape.frozen_bytes == pytest.approx(counted, rel=2e-3)  # norms and biases are the rest
 
 
 def test_formulas_of_sharding():
@@ -404,6 +421,31 @@ def test_what_is_fixed_is_not_searched(monkeypatch):
     assert (only.setting.zero, only.setting.offload, only.setting.every, only.setting.micro) == (2, "optimizer", 1, 2)
 
 
+DEEPSPEED = {"bf16": {"enabled": "auto"}, "train_micro_batch_size_per_gpu": "auto"}
+
+
+@pytest.mark.parametrize("place", ["flag", "YAML", "JSON"])
+def test_the_stage_of_one_gpu_is_planned_without_offload(place, tmp_path):
+    (tmp_path / "run.yaml").write_text("zero: 2\noffload: none\n")
+    (tmp_path / "run.json").write_text(json.dumps(DEEPSPEED | {"zero_optimization": {"stage": 2}}))
+    words = {"flag": ["--zero", "2", "--offload", "none"], "YAML": ["--config", str(tmp_path / "run.yaml")],
+             "JSON": ["--deepspeed", str(tmp_path / "run.json"), "--offload", "none"]}  # fmt: skip
+    found = candidates.candidates("sft", [*FLAGS_1B, "--per_device_train_batch_size", "1", *words[place]], 1, GPU)
+    assert {(c.setting.zero, c.setting.offload) for c in found} == {(2, "none")}
+
+
+@pytest.mark.parametrize("place", ["flag", "YAML"])
+def test_accumulation_is_kept(place, tmp_path):
+    (tmp_path / "run.yaml").write_text("gradient_accumulation_steps: 4\n")
+    words = {"flag": ["--gradient_accumulation_steps", "4"], "YAML": ["--config", str(tmp_path / "run.yaml")]}
+    flags = [*FLAGS_1B, "--zero", "3", "--offload", "none", "--effective_batch_size", "64", *words[place]]
+    found = candidates.candidates("sft", flags, 8, GPU)
+    assert {(c.setting.micro, c.setting.accumulation) for c in found if c.setting.sp == c.setting.tp == 1} == {(2, 4)}
+    assert {c.setting.accumulation for c in found} == {4}
+    settings = resolve.resolve_settings("sft", found[0].flags, 8, GPU)
+    assert (settings.per_device_train_batch_size, settings.gradient_accumulation_steps) == (2, 4)
+
+
 def test_rows_are_split_where_one_does_not_fit(monkeypatch):
     """Micro batch 1 and checkpointing come first; --sp_size is searched among what is left, and said."""
     monkeypatch.setattr(simulate, "run_all", fake_simulation(lambda flags: None))
@@ -503,6 +545,38 @@ def test_a_disk_is_used_when_host_memory_is_short(monkeypatch):
     assert "GiB of optimizer states and gradients in --offload_path" in report.text(plan)
     plan = search.search(["sft"], fixed, 1, small, host_limit=8 * 2**30)
     assert plan.chosen is None and "of a node's host memory, of 8; --offload_path" in report.nothing_fits(plan)
+
+
+NVME = {"device": "nvme", "nvme_path": "/fast/disk", "buffer_count": 5}
+
+
+def flags_with_a_disk(place, tmp_path):
+    sections = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True, "offload_optimizer": NVME}
+    (tmp_path / "run.json").write_text(json.dumps(DEEPSPEED | {"zero_optimization": sections}))
+    (tmp_path / "run.yaml").write_text("zero: 3\noffload: optimizer\noffload_path: /fast/disk\n")
+    return {"flags": ["--zero", "3", "--offload", "optimizer", "--offload_path", "/fast/disk"],
+            "YAML": ["--config", str(tmp_path / "run.yaml")],
+            "JSON": ["--deepspeed", str(tmp_path / "run.json")]}[place]  # fmt: skip
+
+
+@pytest.mark.parametrize("place", ["flags", "YAML", "JSON"])
+def test_a_disk_is_planned_wherever_it_is_named(place, tmp_path):
+    flags = [*FLAGS_1B, "--per_device_train_batch_size", "1", *flags_with_a_disk(place, tmp_path)]
+    candidate, *_ = candidates.candidates("sft", flags, 8, GPU)
+    assert candidate.setting.nvme and candidate.host_of_a_node == 0
+    assert candidates.setting_of(resolve.resolve_settings("sft", candidate.flags, 8, GPU)).nvme
+
+
+@pytest.mark.parametrize("place", ["flags", "YAML", "JSON"])
+def test_a_simulation_writes_to_no_disk(place, tmp_path):
+    flags = [*FLAGS_1B, "--data", "x", *flags_with_a_disk(place, tmp_path)]
+    settings = resolve.resolve_settings("sft", flags, 8, GPU)
+    changed = simulated_rank._in_host_memory(settings)
+    assert nvme.paths_of(settings.deepspeed) and nvme.paths_of(changed.deepspeed) == {}
+    before, after = (dict(s.deepspeed["zero_optimization"]["offload_optimizer"]) for s in (settings, changed))
+    assert before == after | {"device": "nvme", "nvme_path": "/fast/disk"}
+    assert after["device"] == "cpu" and "nvme_path" not in after and changed.offload_path is None
+    assert simulated_rank._in_host_memory(changed) is changed
 
 
 def test_auto_takes_the_first_method_that_fits(monkeypatch):
@@ -1149,6 +1223,32 @@ def test_zero_auto_on_a_cpu_goes_by_the_processes(tmp_path):
     assert preflight.chosen_flags("sft", ["--zero", "auto"], 2) == ["--zero", "auto"]
 
 
+def test_zero_auto_keeps_the_data_of_a_yaml_file_and_knows_the_host(monkeypatch, tmp_path):
+    """A model as a flag and data in the file, and the other way round; what is offloaded must fit this machine."""
+    file, found = tmp_path / "job.yaml", {}
+
+    def fastest(methods, flags, ranks, gpu, **more):
+        found.update(more)
+        candidate, *_ = candidates.candidates(methods[0], flags, ranks, gpu)
+        return candidates.Plan(gpu, ranks, 1 << 40, {}, candidate, [])
+
+    monkeypatch.setenv(gradient_checkpointing.CHOSEN, "{}")  # which a choice sets
+    monkeypatch.setattr(hardware, "torch_sees_some", lambda: True)
+    monkeypatch.setattr(hardware, "find", lambda *args: GPU)
+    monkeypatch.setattr(search, "search", fastest)
+    model, rows = str(TINY / "model"), str(tmp_path / "rows.jsonl")
+    for text, flags in ((f"data: {rows}", ["--model", model]), (f"model: {model}", ["--data", rows])):
+        file.write_text(f"zero: auto\n{text}\n")
+        chosen = preflight.chosen_flags("sft", [*flags, "--config", str(file)], 8)
+        settings = resolve.resolve_settings("sft", chosen, 8, GPU)
+        assert (settings.model, settings.data) == (model, [rows])
+    assert found["host_limit"] == psutil.virtual_memory().total
+    file.write_text(f"zero: auto\nmodel: {model}\n")
+    assert candidates.candidates("sft", ["--config", str(file)], 8, GPU)  # a plan needs no data
+    with pytest.raises(UserError, match="--model is given but --data is not"):
+        preflight.chosen_flags("sft", ["--config", str(file)], 8)
+
+
 def test_measured_peaks_sharpen_the_allowance(monkeypatch, tmp_path):
     monkeypatch.setenv("ZEROFIT_CACHE", str(tmp_path))
     predicted = {"gpu": "H100", "peak_bytes": 10 * 2**30}
@@ -1542,6 +1642,64 @@ def test_gathered_parameters_are_level_before_they_are_extended(gathered, bytes_
     answer = predict.answer_of("sft", [], 2, [0], GPU, 3, shape, 1)
     assert answer.get("extended_from_layers") == depths
     assert answer["peak"]["forward"]["buffers"] == pytest.approx(gathered(40), rel=1e-6)
+
+
+TWO_KINDS = {
+    "mixtures of experts and dense layers": ({"model_type": "qwen3_moe", "decoder_sparse_step": 2, "num_experts": 8,
+                                              "num_experts_per_tok": 2, "moe_intermediate_size": 64}, 24, (6, 8)),
+    "attention in each third layer": ({"model_type": "lfm2", "layer_types": ["conv", "conv", "full_attention"] * 8,
+                                       "block_auto_adjust_ff_dim": False}, 24, (6, 9)),
+    "one kind": ({"model_type": "llama"}, 24, (6, 7)),
+    "another kind at first": ({"model_type": "lfm2", "layer_types": ["full_attention"] * 2 + ["conv"] * 22,
+                               "block_auto_adjust_ff_dim": False}, 24, (6, 7)),
+    "another kind at last": ({"model_type": "lfm2", "layer_types": ["conv"] * 23 + ["full_attention"],
+                              "block_auto_adjust_ff_dim": False}, 24, (None,)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("kinds", "layers", "depths"), TWO_KINDS.values(), ids=TWO_KINDS)
+def test_layers_of_several_kinds_are_extended_by_whole_patterns(kinds, layers, depths, tmp_path):
+    small = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2,
+             "head_dim": 16, "vocab_size": 512, "num_hidden_layers": layers}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(small | kinds))
+    shape = candidates.shape_of(resolve.resolve_settings("sft", ["--model", str(tmp_path), "--data", "x"], 8, GPU))
+    assert len(shape.by_layer) == layers
+    found = predict._depths(3, shape, 1, 8)[0]
+    assert found == depths and predict._depths(0, shape, 0, 8)[0] == depths
+    distance = len(depths) == 2 and depths[1] - depths[0]
+    assert predict._depths_of_a_trace(depths, 0, shape) == ((3 * distance, 4 * distance) if distance else depths)
+
+
+def test_layers_with_their_own_number_of_heads_have_a_shape(tmp_path):
+    """Gemma 4: the configuration as a whole refuses what its layers differ in; keys that layers share forbid a cut."""
+    config = {"model_type": "gemma4_text", "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4,
+              "num_key_value_heads": 2, "head_dim": 16, "global_head_dim": 32, "vocab_size": 512,
+              "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 512, "num_hidden_layers": 24}  # fmt: skip
+
+    def shape_with(**more):
+        (tmp_path / "config.json").write_text(json.dumps(config | more))
+        return candidates.shape_of(resolve.resolve_settings("sft", ["--model", str(tmp_path), "--data", "x"], 8, GPU))
+
+    shape = shape_with()
+    assert (shape.layers, shape.heads, shape.kv_heads, shape.head_dim, shape.intermediate) == (24, 4, 2, 32, 128)
+    assert len(predict._depths(3, shape, 1, 8)) > 1
+    assert predict._depths(3, shape_with(num_kv_shared_layers=16), 1, 8) == [(None,)]
+
+
+@pytest.mark.parametrize(("each", "whole", "depths"), [(2e8, True, [6, 7]), (3e8, True, None), (3e8, False, [6, 7])])
+def test_extended_layers_have_the_parameters_of_the_model(each, whole, depths, monkeypatch):
+    """A model whose first layers depend on how many there are is simulated with all of them."""
+
+    def run_all(questions, cache=None, seconds=None):
+        counts = [question["overrides"].get("num_hidden_layers", 40) for question in questions]
+        return [stage_3(n, 5e9) | {"parameters": n * each, "whole_parameters": whole} for n in counts]
+
+    monkeypatch.setattr(simulate, "run_all", run_all)
+    shape = dataclasses.replace(SHAPE_8B, layers=40)  # 2e8 parameters a layer
+    answer = predict.answer_of("sft", [], 2, [0], GPU, 0, shape, 1)
+    assert answer.get("extended_from_layers") == depths
+    varied = predict.answer_of("sft", [], 2, [0], GPU, 0, shape, 1, widths=(8, 16))
+    assert isinstance(varied, simulate.SimulationFailed) == (depths is None)
 
 
 # --- what the allocator adds ---

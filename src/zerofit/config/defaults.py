@@ -103,13 +103,16 @@ def hang_before_collectives(settings: Settings) -> None:
         decide(settings, "hang_timeout", max(limit - 60.0, limit / 2), why)
 
 
+NO_DATA = "--model is given but --data is not: name the rows to train on with --data."
+
+
 def fill_defaults(settings: Settings) -> None:
     """Choose model, data, learning rate, ZeRO stage, device and strategies where they were not given."""
     if settings.model is None:
         settings.values["model"] = str(arguments.bundled_folder(settings.recipe) / "model")
         settings.source["model"] = "bundled task"
     if settings.data is None and settings.source["model"] != "bundled task":
-        raise UserError("--model is given but --data is not: name the rows to train on with --data.")
+        raise UserError(NO_DATA)
     if settings.recipe == "dpo" and settings.trains_adapter and settings.source["learning_rate"] == "default":
         decide(settings, "learning_rate", arguments.DPO_LORA_LEARNING_RATE, "an adapter trains")
     if settings.zero == "auto" and not settings.values.get("deepspeed"):  # else the file sets the stage

@@ -117,10 +117,11 @@ def say_unpacked(settings, model) -> None:
     fused, width = fused_weights(model), quantization.bits(settings)
     if not fused:
         return
-    head, frozen = model.get_output_embeddings(), [p for p in model.parameters() if not p.requires_grad]
-    linear = [m.weight for m in model.modules() if type(m) is torch.nn.Linear and m is not head]
-    packed = sum(weight.numel() for weight in linear if not weight.requires_grad)
-    share = 2 * fused / (2 * (sum(p.numel() for p in frozen) - packed) + width / 8 * packed)
+    frozen, packed = (
+        sum(p.numel() for p in model.parameters() if not p.requires_grad),
+        quantization.packed_weights(model),
+    )
+    share = 2 * fused / (2 * (frozen - packed) + width / 8 * packed)
     settings.decisions.append(
         f"load_in_{width}bit: {share:.0%} of the base's bytes are fused experts, which stay in 16 bits, because "
         "bitsandbytes packs linear layers only"

@@ -2,6 +2,8 @@
 
 import importlib.util
 
+import torch
+
 from zerofit.errors import UserError
 
 # Adapters with support for bitsandbytes' linear layers; others would compute with the packed bytes.
@@ -118,6 +120,19 @@ def frozen_bytes(model) -> dict[str, int]:
             base["packed_here"] += own_bytes
             base["constants"] += _constants(parameter)
     return base
+
+
+def packed_weights(model) -> int:
+    """Return the number of frozen weights that bitsandbytes packs: of linear layers but the head.
+
+    Args: model: before it is quantized, with or without its adapter.
+    """
+    from transformers.pytorch_utils import Conv1D
+
+    head = model.get_output_embeddings()
+    head = getattr(head, "base_layer", head)  # below its adapter
+    linear = [m for m in model.modules() if type(m) in (torch.nn.Linear, Conv1D) and m is not head]
+    return sum(m.weight.numel() for m in linear if not m.weight.requires_grad)
 
 
 def numel(parameter) -> int:

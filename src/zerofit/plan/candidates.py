@@ -8,7 +8,7 @@ import shlex
 from dataclasses import dataclass, field, replace
 
 from zerofit import allocator, command_line, hardware
-from zerofit.config import parse, resolve
+from zerofit.config import nvme, parse, resolve
 from zerofit.errors import EXIT_CODES, UserError
 from zerofit.hardware import GIB
 from zerofit.model import gradient_checkpointing, preference_loss
@@ -275,7 +275,7 @@ def candidates(
 class Place:
     """What candidates run on.
 
-    node: GPUs of a node; hpz: ranks that share ZeRO++'s copy; disk: --offload_path, or None."""
+    node: GPUs of a node; hpz: ranks that share ZeRO++'s copy; disk: the flag --offload_path, or None."""
 
     gpu: hardware.Gpu
     node: int
@@ -290,13 +290,13 @@ def _of_group(
 
     Raises: UserError if the flags leave none.
     """
-    ranks, sp, disk = base.world_size, base.sp_size, place.disk
+    ranks, sp, disk = base.world_size, base.sp_size, place.disk or _disk_of(base)
     found, error = [], None
-    for zero, (offload, nvme), checkpointing, micro in itertools.product(*_open(base, ranks, disk, splits)):
-        if not _sensible(zero, offload, ranks, base) or (nvme and zero != 3):
+    for zero, (offload, on_disk), checkpointing, micro in itertools.product(*_open(base, ranks, disk, splits)):
+        if not _sensible(zero, offload, ranks, base) or (on_disk and zero != 3):
             continue
         own_flags = _flags(flags, base, zero, offload, checkpointing, micro)
-        own_flags = command_line.put(own_flags, offload_path=disk) if nvme else own_flags
+        own_flags = command_line.put(own_flags, offload_path=disk) if on_disk and place.disk else own_flags
         try:
             resolve.resolve_settings(recipe_of(method), own_flags, ranks, place.gpu)
         except UserError as refused:
@@ -305,8 +305,8 @@ def _of_group(
         accumulation = base.effective_batch_size // (micro * base.data_ranks)
         tokens = micro * base.documents_per_row * base.max_length // sp
         setting = Setting(zero, offload, checkpointing.every, micro, tokens, accumulation, ranks,
-                          checkpointing.offloaded, nvme, place.node, place.hpz, sp, _runs_reference(base), base.tp_size,
-                          selective=checkpointing.selective,
+                          checkpointing.offloaded, on_disk, place.node, place.hpz, sp, _runs_reference(base),
+                          base.tp_size, selective=checkpointing.selective,
                           offload_streams=base.activation_offload_streams)  # fmt: skip
         by_part = formulas.memory(shape, setting, base, base.fused_loss)
         seconds = formulas.step_seconds(shape, setting, place.gpu, base.max_length)
@@ -402,13 +402,18 @@ def planned_flags(flags: list[str], method: str) -> list[str]:
         flags = command_line.drop(flags, "--offload_path")
     if method == "qlora" and not parse.given("lora", flags, "load_in_4bit"):
         flags = command_line.put(flags, load_in_4bit=True)
-    if "--model" in named and "--data" not in named:
+    if lacks_data(recipe_of(method), flags):
         flags = command_line.put(flags, data=UNNAMED)  # a plan never opens the rows
     return flags
 
 
+def lacks_data(recipe: str, flags: list[str]) -> bool:
+    """Return whether the flags or their YAML file name a model and no data."""
+    return bool(parse.given(recipe, flags, "model")) and not parse.given(recipe, flags, "data")
+
+
 def shape_of(settings) -> Shape:
-    from zerofit.model import experts, quantization
+    from zerofit.model import quantization
     from zerofit.model.load import check_model, load_config, weight_dtype
 
     resolve.resolve_for_model(settings)
@@ -418,11 +423,12 @@ def shape_of(settings) -> Shape:
         raise UserError(f"--model {settings.model}: cannot be built without weights: {error}.") from None
     config = load_config(settings)
     fp32 = settings.precision == "fp32" or (settings.deepspeed is None and weight_dtype(settings) == "float32")
-    packed = {4: 0.55, 8: 1.0}.get(quantization.bits(settings))
-    if packed is None:
+    each = {4: 0.55, 8: 1.0}.get(quantization.bits(settings))
+    if each is None:
         return formulas.shape(config, model, 4.0 if fp32 else 2.0)
-    fused = experts.fused_weights(model) / sum(p.numel() for p in model.parameters() if not p.requires_grad)
-    return formulas.shape(config, model, packed * (1 - fused) + 2.0 * fused)
+    # embeddings, the head and fused experts stay in 16 bits
+    packed = quantization.packed_weights(model) / sum(p.numel() for p in model.parameters() if not p.requires_grad)
+    return formulas.shape(config, model, each * packed + 2.0 * (1 - packed))
 
 
 _FIXED = ("flag", "deepspeed JSON")
@@ -471,12 +477,11 @@ def _open(base, ranks: int, disk: str | None, splits: bool) -> tuple[list, list,
 
     Args: splits: --sp_size or --tp_size is searched and above 1: then only micro batch 1 with checkpointing.
 
-    An offload is (what, whether to the disk of --offload_path).
+    An offload is (what, whether to `disk`).
     """
 
     def said(name: str) -> bool:
-        source = base.source[name]
-        return source in _FIXED or source.startswith("preset") or source == base.config
+        return _said(base, name)
 
     stages = [base.zero] if said("zero") else [0, 1, 2, 3]
     if said("offload"):
@@ -491,6 +496,8 @@ def _open(base, ranks: int, disk: str | None, splits: bool) -> tuple[list, list,
     per_rank = base.effective_batch_size // base.data_ranks
     if said("per_device_train_batch_size"):
         micros = [base.per_device_train_batch_size]
+    elif said("gradient_accumulation_steps"):
+        micros = [per_rank // base.gradient_accumulation_steps]
     else:
         micros = [n for n in range(1, min(per_rank, 64) + 1) if per_rank % n == 0]
     if splits:
@@ -499,17 +506,23 @@ def _open(base, ranks: int, disk: str | None, splits: bool) -> tuple[list, list,
     return stages, offloads, checkpointing, micros
 
 
+def _said(base, name: str) -> bool:
+    """Return whether the user set the argument, in any place."""
+    source = base.source[name]
+    return source in _FIXED or source.startswith("preset") or source == base.config
+
+
 def _sensible(zero: int, offload: str, ranks: int, base) -> bool:
     if (offload == "all" and zero != 3) or (offload != "none" and zero == 0):
         return False
-    if ranks == 1 and zero in (1, 2, 3) and offload == "none" and base.source["zero"] != "flag":
+    if ranks == 1 and zero in (1, 2, 3) and offload == "none" and not _said(base, "zero"):
         return base.precision != "fp32" and zero == 1  # one rank: 16-bit weights with a master, nothing else to shard
     return True
 
 
 def _flags(flags: list[str], base, zero: int, offload: str, checkpointing: Checkpointing, micro: int) -> list[str]:
     """Return the recipe's flags for one candidate."""
-    result = command_line.drop(flags, "--gradient_accumulation_steps", "--search_batch_size", "--offload_path")
+    result = command_line.drop(flags, "--search_batch_size", "--offload_path")
     batch = {"per_device_train_batch_size": micro, "effective_batch_size": base.effective_batch_size}
     result = command_line.put(result, zero=zero, offload=offload, **batch)
     named = {f"--{name}" for name in gradient_checkpointing.ARGUMENTS} & command_line.names(result)
@@ -522,10 +535,15 @@ def setting_of(settings) -> Setting:
     tokens = micro * settings.documents_per_row * settings.max_length // settings.sp_size
     return Setting(settings.zero, settings.offload, checkpointing.every, micro, tokens,
                    settings.gradient_accumulation_steps, settings.world_size, checkpointing.offloaded,
-                   bool(settings.offload_path), node, settings.zero_hpz_partition_size or 1, settings.sp_size,
+                   bool(_disk_of(settings)), node, settings.zero_hpz_partition_size or 1, settings.sp_size,
                    _runs_reference(settings), settings.tp_size, pp=settings.pp_size,
                    selective=checkpointing.selective,
                    offload_streams=settings.activation_offload_streams)  # fmt: skip
+
+
+def _disk_of(settings) -> str | None:
+    """Return the folder to which the settings offload, from flag, YAML or JSON; None without one."""
+    return next(iter(nvme.paths_of(settings.deepspeed).values()), None)
 
 
 def _runs_reference(settings) -> bool:

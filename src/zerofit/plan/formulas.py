@@ -47,7 +47,8 @@ class Shape:
 
     trainable, frozen: parameters; largest: parameters of the largest trainable tensor; frozen_bytes: bytes per frozen
     parameter as stored; experts: of a mixture's layer, 0: no mixture; idle: weights of experts that a token does not
-    use; embedding: its weights; adapted_experts: weights of a layer's fused experts that have LoRA adapters."""
+    use; embedding: its weights; adapted_experts: weights of a layer's fused experts that have LoRA adapters; by_layer:
+    the parameters of each layer, (): unknown; cut: fewer layers are a smaller model of this kind."""
 
     trainable: int
     frozen: int
@@ -64,6 +65,8 @@ class Shape:
     idle: int = 0
     embedding: int = 0
     adapted_experts: int = 0
+    by_layer: tuple[int, ...] = ()
+    cut: bool = True
 
     @property
     def parameters(self) -> int:
@@ -73,19 +76,23 @@ class Shape:
 def shape(config, net, frozen_bytes: float = 2.0) -> Shape:
     """Return the Shape of a model. config: its config.json; net: with its adapter, on the meta device."""
     text = config.get_text_config()
+    # the configuration of each layer where they differ (Gemma 4): the whole one refuses what differs
+    configs = text.per_layer_config if getattr(text, "is_heterogeneous", False) else [text]
 
     def first(*names, default):
-        return next((v for v in (getattr(text, n, None) for n in names) if isinstance(v, int) and v), default)
+        largest = (max((v for c in configs if isinstance(v := getattr(c, n, None), int)), default=0) for n in names)
+        return next((value for value in largest if value), default)
 
     hidden = first("hidden_size", "n_embd", "d_model", default=1)
     heads = first("num_attention_heads", "n_head", default=1)
     sizes = [(p.numel(), p.requires_grad) for p in net.parameters()]
+    layers = first("num_hidden_layers", "n_layer", default=1)
     return Shape(
         trainable=sum(n for n, trained in sizes if trained),
         frozen=sum(n for n, trained in sizes if not trained),
         largest=max(n for n, trained in sizes if trained),
         hidden=hidden,
-        layers=first("num_hidden_layers", "n_layer", default=1),
+        layers=layers,
         heads=heads,
         kv_heads=first("num_key_value_heads", default=heads),
         head_dim=first("head_dim", default=hidden // heads),
@@ -95,8 +102,21 @@ def shape(config, net, frozen_bytes: float = 2.0) -> Shape:
         experts=experts.count(config),
         idle=experts.idle_weights(net, config),
         embedding=hidden * text.vocab_size,
-        adapted_experts=experts.adapted_weights(net) // first("num_hidden_layers", "n_layer", default=1),
+        adapted_experts=experts.adapted_weights(net) // layers,
+        by_layer=tuple(sum(p.numel() for p in layer.parameters()) for layer in layers_of(net, layers)),
+        cut=not getattr(text, "num_kv_shared_layers", 0),  # counted from the last layer: keys of earlier ones
     )
+
+
+def layers_of(model, count: int) -> list:
+    """Return the model's `count` layers, which are its largest list of so many modules; [] without one."""
+    import torch
+
+    def size(modules) -> int:
+        return sum(getattr(p, "ds_numel", p.numel()) for p in modules.parameters())
+
+    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList) and len(module) == count]
+    return list(max(lists, key=size, default=[]))
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,10 @@ WIDTHS = 16  # micro batches of different lengths that are simulated where rows 
 
 LAYERS_OF_ALL_WIDTHS = 256  # widths x simulated layers at most: half a minute on two cores
 
+LONGEST_PATTERN = 8  # layers after which kinds of layers may repeat: attention in every 8th layer of Jamba
+
+OFF_THE_LINE = 0.001  # of a model's parameters: what an extended answer may lack or have too much of them
+
 STEPPED_AT_ONCE = 1e9  # numbers (stage 3's sub_group_size); the fp32 copy of a rank's share grows only up to it
 
 
@@ -63,7 +67,7 @@ def vary_rows(candidate: candidates.Candidate, lengths: list[int], ranks: int, g
     is that of `extended_trace.usual_order`. Without a trace of all layers nothing is stored.
     """
     setting, shape, answer = candidate.setting, candidate.shape, candidate.answer
-    depths = _depths_of_a_trace(_depths(setting.zero, shape, setting.every, ranks)[0], setting.zero, setting.every)
+    depths = _depths_of_a_trace(_depths(setting.zero, shape, setting.every, ranks)[0], setting.zero, shape)
     layers = sum(depth or shape.layers for depth in depths)
     widths = widths_of(lengths, setting.micro, min(WIDTHS, max(2, LAYERS_OF_ALL_WIDTHS // layers)))
     if answer is None or len(set(widths)) == 1:
@@ -108,7 +112,7 @@ def _asked(candidate: candidates.Candidate, ranks: int, asked: list[int], gpu, *
     from zerofit import command_line
 
     recipe, setting = candidates.recipe_of(candidate.method), candidate.setting
-    flags = command_line.drop(candidate.flags, "--offload_path")  # disk or host memory: the GPU's is the same
+    flags = command_line.drop(candidate.flags, "--offload_path")  # from host memory a GPU holds as much, or more
     return answer_of(recipe, flags, ranks, asked, gpu, setting.zero, candidate.shape, setting.every, **kwargs)
 
 
@@ -126,7 +130,7 @@ def answer_of(
     if gpu is not None:
         gpu = replace(gpu, node_gbs=hardware.NODE_LINK_GBS)  # no effect on memory: equal questions share an answer
     tried = [(None,)] if whole else _depths(zero, shape, every, ranks)
-    for depths in [_depths_of_a_trace(tried[0], zero, every)] if widths else tried:
+    for depths in [_depths_of_a_trace(tried[0], zero, shape)] if widths else tried:
         questions = [
             simulate.question(recipe, flags, ranks, rank, gpu=gpu, habits=habits, widths=widths,
                               overrides={"num_hidden_layers": d} if d else None)
@@ -143,8 +147,11 @@ def answer_of(
         if len(depths) == 1:
             break
         pairs = list(zip(answers[1::2], answers[::2], strict=True))
+        all_there = all(_has_all_parameters(low, high, depths, shape) for low, high in pairs)
+        if widths and not all_there:
+            return simulate.SimulationFailed("few layers do not stand for all layers of this model")
         slopes = [_slopes(low, high, depths) for low, high in pairs]
-        if widths or _is_linear(pairs, slopes, before, zero, shape, ranks):
+        if all_there and (widths or _is_linear(pairs, slopes, before, zero, shape, ranks)):
             room = candidates.room(gpu, ranks) if gpu else None
             answers = [_extended(low, high, depths, shape.layers, room, bool(widths)) for low, high in pairs]
             break
@@ -156,8 +163,18 @@ def answer_of(
 def _depths(zero: int, shape: Shape, every: int, ranks: int) -> list[tuple]:
     """Return pairs of layer counts to extrapolate from; the last, (None,), is the full model.
 
-    The counts are multiples of `every`; a later pair is for peaks that are at different moments in the earlier one."""
-    buckets, pattern = zero in (1, 2), max(1, every)
+    The counts are multiples of `every`, and of the layers after which kinds of layers repeat; a later pair is for peaks
+    that are at different moments in the earlier one."""
+    for pattern in range(1, LONGEST_PATTERN + 1) if shape.cut else ():
+        pairs = _pairs(zero, shape, max(1, every), pattern * max(1, every), ranks)
+        if on_line := [pair for pair in pairs if _on_a_line(shape, pair)]:
+            return [*on_line, (None,)]
+    return [(None,)]
+
+
+def _pairs(zero: int, shape: Shape, every: int, pattern: int, ranks: int) -> list[tuple[int, int]]:
+    """Return up to three pairs of layer counts below the model's, multiples of `pattern`."""
+    buckets = zero in (1, 2)
     first, second = LAYERS_MEASURED[buckets]
     distance = second - first
     stored = _numbers_of_a_parameter(shape)
@@ -169,20 +186,36 @@ def _depths(zero: int, shape: Shape, every: int, ranks: int) -> list[tuple]:
         ):  # else the result is at most 1.4 GiB too high, in one phase
             small = STEPPED_AT_ONCE * ranks + shape.largest - 2 * shape.vocabulary * shape.hidden
             first = max(first, math.ceil(small / layer) + 1)  # a sub-group is filled with whole tensors
-    if pattern > 1 and zero == 3:
+    if every > 1 and zero == 3:
         first += 4  # prefetching of layers that are not recomputed is steady only later
     small, distance = (-(-count // pattern) * pattern for count in (first, distance))
     pairs = []
     while len(pairs) < 3 and shape.layers > max(LAYERS_WHOLE[buckets], small + distance):
         pairs.append((small, small + distance))
         small += distance  # its answer is cached already
-    return [*pairs, (None,)]
+    return pairs
 
 
-def _depths_of_a_trace(depths: tuple, zero: int, every: int) -> tuple:
+def _on_a_line(shape: Shape, depths: tuple[int, int]) -> bool:
+    """Return whether the first layers, extended from two depths, have the parameters of the model's."""
+    few, more = (sum(shape.by_layer[:depth]) for depth in depths)
+    extended = _line(few, more, depths, shape.layers)
+    return abs(extended - sum(shape.by_layer)) <= OFF_THE_LINE * shape.parameters
+
+
+def _line(low: float, high: float, depths: tuple[int, int], layers: int) -> float:
+    """Return the value for `layers` on the line through those for two depths."""
+    small, large = depths
+    return high + (high - low) / (large - small) * (layers - large)
+
+
+def _depths_of_a_trace(depths: tuple, zero: int, shape: Shape) -> tuple:
     """Return the layer counts whose trace is extended: at stage 0, which gathers nothing, the least that repeat."""
-    pattern = max(1, every)
-    return (3 * pattern, 4 * pattern) if zero == 0 and len(depths) == 2 else depths
+    if zero or len(depths) == 1:
+        return depths
+    unit = depths[1] - depths[0]
+    least = (3 * unit, 4 * unit)
+    return least if _on_a_line(shape, least) else depths
 
 
 def _numbers_of_a_parameter(shape: Shape) -> float:
@@ -202,6 +235,15 @@ def _is_linear(
         return False
     packed = shape.frozen_bytes < 1
     return zero != 3 or _level(slopes, shape, ranks) or (packed and _alike(slopes, before))
+
+
+def _has_all_parameters(low: dict, high: dict, depths: tuple[int, int], shape: Shape) -> bool:
+    """Return whether two depths, extended, have the model's parameters, where the simulation counts them whole.
+
+    They do not in a model whose first layers depend on how many there are.
+    """
+    extended = _line(low["parameters"], high["parameters"], depths, shape.layers)
+    return not high.get("whole_parameters") or abs(extended - shape.parameters) <= OFF_THE_LINE * shape.parameters
 
 
 def _same_moments(low: dict, high: dict) -> bool:
@@ -257,10 +299,9 @@ def _extended(
 
     Args: room: of the GPU's allocator. varied: rows differ in length.
     """
-    small, large = depths
 
     def line(a, b):
-        return int(b + (b - a) / (large - small) * (layers - large))
+        return int(_line(a, b, depths, layers))
 
     total = {phase: line(low["total"][phase], value) for phase, value in high["total"].items()}
     peak = {}
@@ -270,7 +311,7 @@ def _extended(
         too_much = sum(parts.values()) / max(1, total[phase])
         peak[phase] = {part: int(value / too_much) for part, value in parts.items()}
     numbers = {name: line(low[name], high[name]) for name in ("host", "host_saving", "parameters", "trainable")}
-    answer = high | {"peak": peak, "total": total, "extended_from_layers": [small, large]} | numbers
+    answer = high | {"peak": peak, "total": total, "extended_from_layers": list(depths)} | numbers
     return answer | _replayed(low, high, depths, layers, max(total.values()), room, varied)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from zerofit import allocator, command_line, hardware
-from zerofit.config import parse, resolve
+from zerofit.config import defaults, parse, resolve
 from zerofit.errors import UserError
 from zerofit.hardware import GIB
 from zerofit.model import gradient_checkpointing
@@ -288,10 +288,14 @@ def chosen_flags(recipe: str, flags: list[str], ranks: int, node: int = formulas
     """Return the flags of the fastest setting that fits this machine's GPUs, for --zero auto.
 
     On a CPU the flags are unchanged: the stage then follows from the number of ranks. node: GPUs of a node.
-    Raises: NothingFits if no setting does.
+    Raises: NothingFits if no setting does; UserError for the user's mistakes.
     """
     if not hardware.torch_sees_some():
         return flags
+    if candidates.lacks_data(recipe, flags):  # which a plan does not need, but the run
+        raise UserError(defaults.NO_DATA)
+    import psutil
+
     gpu = hardware.find("detect", min(ranks, node))
     bare = command_line.drop_value(flags, "--zero", "auto")
     plan = search.search(
@@ -300,6 +304,7 @@ def chosen_flags(recipe: str, flags: list[str], ranks: int, node: int = formulas
         ranks,
         gpu,
         say=lambda text: print(text, flush=True),
+        host_limit=psutil.virtual_memory().total,
         node=node,
     )
     from zerofit.plan import report

@@ -9,7 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from zerofit.plan import caching_allocator, extended_trace, fake_device, simulate
+from zerofit.plan import caching_allocator, extended_trace, fake_device, formulas, simulate
 
 # --- the answer, in a process of its own ---
 
@@ -108,10 +108,10 @@ def _answer(recipe, flags, ranks, rank, gpu, device, fake, padded, overrides, ha
     os.environ |= {"LOCAL_WORLD_SIZE": str(ranks)}
     from zerofit import hardware
     from zerofit.config import resolve
-    from zerofit.model import load
+    from zerofit.model import load, quantization
 
     planned_gpu = hardware.Gpu(**gpu) if gpu else None
-    settings = resolve.resolve_settings(recipe, flags, ranks, planned_gpu)
+    settings = _in_host_memory(resolve.resolve_settings(recipe, flags, ranks, planned_gpu))
     config = load.load_config(settings)
     config.get_text_config().update(overrides)
     resolve.resolve_for_model(settings, config)  # before TrainingArguments, which copy the DeepSpeed JSON
@@ -151,12 +151,29 @@ def _answer(recipe, flags, ranks, rank, gpu, device, fake, padded, overrides, ha
             "host_saving": max(0, host_tracker.highest - in_host) if host_tracker else 0,
             "model_states": tracker.model_states,
             "parameters": sum(n for n, _ in sizes),
+            "whole_parameters": quantization.bits(settings) is None and settings.tp_size == 1,
             "trainable": sum(n for n, trained in sizes if trained),
             "largest_block": tracker.largest,
             "allocator": _replayed(tracker.events, planned_gpu, ranks, widths) if on_gpu else None,
             "events": _numbered(tracker.events) if on_gpu and overrides else None,
             "seconds": round(time.perf_counter() - began, 2),
         }
+
+
+def _in_host_memory(settings):
+    """Return the settings with what they offload to a disk in host memory instead: a GPU's bytes are the same.
+
+    DeepSpeed would compile its swapper, and write to the disk.
+    """
+    from zerofit.config import nvme
+
+    sections = nvme.paths_of(settings.deepspeed)
+    if not sections:
+        return settings
+    zero = {**settings.deepspeed["zero_optimization"]}
+    for name in sections:
+        zero[name] = {key: value for key, value in zero[name].items() if key != "nvme_path"} | {"device": "cpu"}
+    return settings.replace(deepspeed={**settings.deepspeed, "zero_optimization": zero}, offload_path=None)
 
 
 def _replayed(events: list[tuple], gpu, ranks: int, widths: list[int]) -> dict:
@@ -235,21 +252,10 @@ def _mark_layers(model, tracker, count: int) -> None:
 
         return hook
 
-    layers = _layers(model, count)
+    layers = formulas.layers_of(model, count)
     for number, layer in enumerate(layers):
         layer.register_forward_pre_hook(before(number))
         layer.register_forward_hook(after(number, layer is layers[-1]))
-
-
-def _layers(model, count: int) -> list:
-    """Return the model's `count` layers, which are its largest list of so many modules; [] without one."""
-    import torch
-
-    def size(modules) -> int:
-        return sum(getattr(p, "ds_numel", p.numel()) for p in modules.parameters())
-
-    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList) and len(module) == count]
-    return list(max(lists, key=size, default=[]))
 
 
 def _numbered(events: list[tuple]) -> list[tuple]:
