@@ -62,6 +62,7 @@ BOUNDS = (("All is stated (A)", "A", 0.02, 0.08), ("all usable (A and B)", "AB",
 # Such memory stays in the allocator's cache, so reserved figures have it anyway.
 DIFFERENCES = {
     "L": ("transformers 4.48 copied the shifted logits (loss/loss_utils.py): simulated", False),
+    "F": ("a kernel whose gradient overwrites the logits (fms-acceleration's cross entropy): simulated", False),
     "O": ("the measuring loop keeps the model's outputs until the step's end: simulated", True),
     "S": ("fp32 logits stay alive in transformers before 4.45 (supposed): 4 bytes a logit", True),
     "N": ("autograd keeps gathered weights without zero.Init before DeepSpeed PR 8189: 2 bytes a parameter", False),
@@ -69,7 +70,11 @@ DIFFERENCES = {
     "Q": ("no double quantization: 0.0466 bytes a quantized parameter more", False),
 }
 
-SIMULATED = {"L": "copies logits", "O": "keeps outputs"}  # differences that the simulation can have too
+SIMULATED = {
+    "F": "overwrites logits",
+    "L": "copies logits",
+    "O": "keeps outputs",
+}  # differences that the simulation can have too
 
 # Two figures of one source contradict each other where the job that needs at least as much has the lower one: the same
 # settings, or one of NEEDS_MORE larger and all else equal. One of the two then has a cause that the source does not
@@ -268,7 +273,8 @@ def compare(point: dict, planned: dict) -> list[dict]:
         )
         after = (planned.get("alike") or planned)["driver" if kind == "unknown" else kind] + more
         if kind != "allocated":  # a full GPU returns unused segments
-            after = max(size, min(after, int(hardware.find(point["gpu"]).memory_gib * GIB)))
+            least = 0 if "F" in point["differences"].split() else size
+            after = max(least, min(after, int(hardware.find(point["gpu"]).memory_gib * GIB)))
         measured, other = float(point[kind]), contradicted().get((point["id"], kind))
         rows.append({
             "id": point["id"], "class": "contradicted" if other else point["class"], "job": job_of(point),

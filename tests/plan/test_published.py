@@ -4,13 +4,16 @@ import json
 import re
 import statistics
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
+import transformers
 from conftest import ROOT
 
 from zerofit import hardware
 from zerofit.config import resolve
-from zerofit.plan import candidates, report
+from zerofit.plan import candidates, report, simulated_rank
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import published
@@ -42,6 +45,25 @@ def test_what_is_not_stated_makes_class_b():
     for point in POINTS:
         assert point["class"] != "A" or "not stated" not in point["note"], point["id"]
         assert point["class"] != "A" or not point["unknown"], point["id"]
+
+
+def test_a_gradient_that_overwrites_the_logits_is_simulated():
+    """The loss of a measured program: one fp32 copy for the model's output and one for the kernel."""
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    model = transformers.LlamaForCausalLM(config).bfloat16()
+    simulated_rank.HABITS["overwrites logits"](SimpleNamespace(model=model))
+    ids = torch.zeros(2, 5, dtype=torch.long)
+    output = model(input_ids=ids, labels=ids)
+    assert output.logits.dtype == torch.float32
+    (kernel,) = (node for node, _ in output.loss.grad_fn.next_functions)
+    shifted = kernel.saved_tensors[0]
+    assert shifted.shape == (8, 64) and shifted.dtype == torch.float32
+    gradients = []
+    kernel.register_hook(lambda inputs, outputs: gradients.append(inputs[0]))
+    output.loss.backward()
+    assert gradients[0].data_ptr() == shifted.data_ptr() and model.lm_head.weight.grad.isfinite().all()
 
 
 def test_kernels_that_zerofit_lacks_make_class_c():

@@ -339,7 +339,40 @@ def _copy_shifted_logits(trainer) -> None:
     (model.get_base_model() if hasattr(model, "get_base_model") else model).loss_function = loss
 
 
-HABITS = {"keeps outputs": _keep_outputs, "copies logits": _copy_shifted_logits}  # of other training loops
+def _overwrite_logits(trainer) -> None:
+    """Compute the loss as fms-acceleration's kernel does below transformers 4.46: its gradient overwrites the logits.
+
+    The model returns an fp32 copy of the logits; the kernel (kernels/unsloth/cross_entropy_loss.py) gets another one
+    without each row's last.
+    """
+    import torch
+
+    class InPlace(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, logits, labels):
+            losses, sums = (logits.new_zeros(len(logits)) for _ in range(2))
+            ctx.save_for_backward(logits, sums, labels)
+            return losses
+
+        @staticmethod
+        def backward(ctx, _):
+            return ctx.saved_tensors[0], None
+
+    def loss(logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, **kwargs):
+        shifted = logits[..., :-1, :].clone()
+        return InPlace.apply(shifted.view(-1, vocab_size), labels[..., 1:].reshape(-1)).sum()
+
+    model = trainer.model
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    model.loss_function = loss
+    model.get_output_embeddings().register_forward_hook(lambda module, args, output: output.float())
+
+
+HABITS = {  # of other training loops
+    "keeps outputs": _keep_outputs,
+    "copies logits": _copy_shifted_logits,
+    "overwrites logits": _overwrite_logits,
+}
 
 
 def _evaluate_and_save(trainer, tracker) -> None:
