@@ -169,6 +169,34 @@ def test_deepspeed_still_names_parameters_to_list_them(monkeypatch):
     assert parameter_offload.iter_params is ours
 
 
+def test_deepspeed_still_keeps_releases_of_a_dropped_trace(monkeypatch):
+    """When this fails, patches.forget_releases_with_their_trace can go."""
+    from deepspeed.runtime.zero import partition_parameters, partitioned_param_coordinator
+
+    coordinator_class = partitioned_param_coordinator.PartitionedParameterCoordinator
+    plain = coordinator_class._clear_trace_structures
+    plain = getattr(plain, "__wrapped__", plain)
+    monkeypatch.setattr(coordinator_class, "_clear_trace_structures", plain)
+    layer, coordinator = torch.nn.Linear(2, 2, bias=False), object.__new__(coordinator_class)
+    partition_parameters._init_external_params(layer)
+    layer.weight.ds_id, layer.weight.ds_persist, layer.weight.ds_numel = 7, False, 4
+
+    def released_after_its_first_use(uses: int) -> set:
+        """Of a trace in which the layer is used so many times."""
+        coordinator._clear_trace_structures()
+        mode = partitioned_param_coordinator.ZeRoTraceMode.COMPLETE
+        values = {"trace_mode": mode, "submodule_order": (layer,) * uses, "max_reuse_dist_in_numel": 100}
+        for name, value in values.items():
+            setattr(coordinator, f"_PartitionedParameterCoordinator__{name}", value)
+        return coordinator._PartitionedParameterCoordinator__params_to_release(layer, 1)
+
+    assert released_after_its_first_use(1) == released_after_its_first_use(2) == {7}
+    patches.forget_releases_with_their_trace()
+    patches.forget_releases_with_their_trace()
+    assert coordinator_class._clear_trace_structures.__wrapped__ is plain
+    assert released_after_its_first_use(1) == {7} and released_after_its_first_use(2) == set()
+
+
 # --- the list of all patches and private names, docs/patches.toml ---
 
 SRC = ROOT / "src" / "zerofit"

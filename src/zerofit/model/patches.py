@@ -4,7 +4,9 @@ tests/model/test_patches.py fails when a patch is no longer needed. Those of sim
 docs/patches.toml lists all, with the private names that are used elsewhere.
 """
 
+import functools
 import importlib.util
+import inspect
 import sys
 import threading
 import types
@@ -114,6 +116,30 @@ def list_own_parameters_directly() -> None:
         return [p for p in (*module._parameters.values(), *module._external_params.values()) if p is not None]
 
     partitioned_param_coordinator.iter_params = parameter_offload.iter_params = own_parameters
+
+
+def forget_releases_with_their_trace() -> None:
+    """Make ZeRO-3's coordinator (DeepSpeed 0.19.8) forget which parameters to release when it drops its trace.
+
+    It caches them by module and step. After a forward without a backward before the first step (samples, the check of
+    packed rows) every later step released what its backward still needs, by that pass's trace: a LoRA step of the
+    bundled model gathered 56 % more numbers.
+    """
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator as Coordinator
+
+    plain = Coordinator._clear_trace_structures
+    if hasattr(plain, "__wrapped__"):
+        return
+
+    instrumented = getattr(Coordinator, f"_{Coordinator.__name__}__params_to_release")
+    cached = inspect.getclosurevars(instrumented).nonlocals["func"]
+
+    @functools.wraps(plain)
+    def clear_trace_and_releases(self):
+        plain(self)
+        cached.cache_clear()
+
+    Coordinator._clear_trace_structures = clear_trace_and_releases
 
 
 _WITH_BOUNDS = set()  # names of attention functions that are told where documents begin

@@ -103,6 +103,7 @@ class ZerofitTrainer(Trainer):
         self.saving_to = None  # folder that a checkpoint is written to before it is renamed
         if settings.zero == 3:
             patches.list_own_parameters_directly()
+            patches.forget_releases_with_their_trace()
         if quantization.bits(settings) == 4 and settings.zero == 3:
             patches.release_gathered_4bit_weights()
         experts.prepare(settings, net)
