@@ -33,19 +33,25 @@ def installed(tmp_path_factory):
         copy(ROOT / name, source / name)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     build = [*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(source)]
-    subprocess.run(build, check=True, capture_output=True, timeout=200)
+    env = outside()
+    subprocess.run(build, check=True, capture_output=True, timeout=200, env=env)
     environment = folder / "environment"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True, timeout=60)
     packages = next(environment.glob("lib/python*/site-packages"))
     (packages / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")
     wheel = next(folder.glob("zerofit-*.whl"))
     install = [*pip, "--python", str(environment), "install", "--no-deps", "--no-index", str(wheel)]
-    subprocess.run(install, check=True, capture_output=True, timeout=120)
+    subprocess.run(install, check=True, capture_output=True, timeout=120, env=env)
     return environment / "bin"
 
 
+def outside() -> dict[str, str]:
+    """Return the environment without the repository's source, in which pip would find zerofit installed already."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+
 def run(installed, folder, *words):
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    env = outside()
     env["PATH"] = f"{installed}{os.pathsep}{env['PATH']}"
     done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]

@@ -200,7 +200,7 @@ def test_a_recipe_writes_it_at_the_end_and_on_failure(tmp_path):
     nan = ["--max_grad_norm", "1", "--learning_rate", "1e30", "--max_nan_steps", "1", "--max_steps", "20"]
     failed = recipe_process("sft", *SHORT, *nan, "--output_dir", str(tmp_path / "b"))
     assert failed.returncode != 0
-    assert Page((tmp_path / "b" / "report.html").read_text()).has("failed", "make resume")
+    assert Page((tmp_path / "b" / "report.html").read_text()).has("failed", "zerofit replay")
 
 
 @pytest.mark.slow
