@@ -70,11 +70,9 @@ DIFFERENCES = {
     "Q": ("no double quantization: 0.0466 bytes a quantized parameter more", False),
 }
 
-SIMULATED = {
-    "F": "overwrites logits",
-    "L": "copies logits",
-    "O": "keeps outputs",
-}  # differences that the simulation can have too
+SIMULATED = {"F": "overwrites logits", "L": "copies logits", "O": "keeps outputs"}  # the simulation can have these too
+
+NEEDS_LESS = {"F"}  # differences with which a job needs less memory than its plan without them
 
 # Two figures of one source contradict each other where the job that needs at least as much has the lower one: the same
 # settings, or one of NEEDS_MORE larger and all else equal. One of the two then has a cause that the source does not
@@ -273,7 +271,7 @@ def compare(point: dict, planned: dict) -> list[dict]:
         )
         after = (planned.get("alike") or planned)["driver" if kind == "unknown" else kind] + more
         if kind != "allocated":  # a full GPU returns unused segments
-            least = 0 if "F" in point["differences"].split() else size
+            least = 0 if NEEDS_LESS & set(point["differences"].split()) else size
             after = max(least, min(after, int(hardware.find(point["gpu"]).memory_gib * GIB)))
         measured, other = float(point[kind]), contradicted().get((point["id"], kind))
         rows.append({

@@ -91,7 +91,7 @@ def test_precedence_default_bundled_yaml_flag(tmp_path):
 
 def test_yaml_booleans_and_nulls_mean_what_flags_mean(tmp_path):
     file = tmp_path / "run.yaml"
-    file.write_text("save_strategy: no\neval-strategy: off\ninit_lora_weights: true\nbf16: no\nrun_name: null\n")
+    file.write_text("save_strategy: no\neval-strategy: off\ninit_lora_weights: true\nbf16: no\nrun_name: null\n1:\n")
     found = parse("--config", str(file), recipe="lora")
     assert (found.save_strategy, found.eval_strategy, found.init_lora_weights) == ("no", "no", "true")
     assert found.bf16 is False and found.run_name is None

@@ -126,18 +126,24 @@ def read_yaml(path: str, recipe: str, early: bool = False) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise UserError(f"{path}: must hold `argument: value` lines, found a {type(values).__name__}.")
     flags = {key: _flag(key, value) for key, value in values.items() if value is not None}
-    lines = {key.value: key.start_mark.line + 1 for key, _ in yaml.compose(text).value} if values else {}
-    _refuse_nulls(path, {key: lines[key] for key, value in values.items() if value is None}, recipe, early)
+    if nulls := values.keys() - flags.keys():
+        lines = _lines(text)
+        _refuse_nulls(path, {key: lines.get(str(key), 1) for key in values if key in nulls}, recipe, early)
     try:
         return explicit(recipe, [word for words in flags.values() for word in words], str(path), early)
     except UserError as first:
-        mistakes = []
+        lines, mistakes = _lines(text), []
         for key, words in flags.items():
             try:
                 explicit(recipe, words, f"{path}:{lines.get(str(key), 1)}", early)
             except UserError as mistake:
                 mistakes.append(str(mistake))
         raise UserError(" ".join(mistakes) or str(first)) from None
+
+
+def _lines(text: str) -> dict[str, int]:
+    """Return the line of each key of a YAML text."""
+    return {key.value: key.start_mark.line + 1 for key, _ in yaml.compose(text).value}
 
 
 class _YamlLoader(yaml.SafeLoader):

@@ -117,10 +117,8 @@ def say_unpacked(settings, model) -> None:
     fused, width = fused_weights(model), quantization.bits(settings)
     if not fused:
         return
-    frozen, packed = (
-        sum(p.numel() for p in model.parameters() if not p.requires_grad),
-        quantization.packed_weights(model),
-    )
+    frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
+    packed = quantization.packed_weights(model)
     share = 2 * fused / (2 * (frozen - packed) + width / 8 * packed)
     settings.decisions.append(
         f"load_in_{width}bit: {share:.0%} of the base's bytes are fused experts, which stay in 16 bits, because "

@@ -47,6 +47,11 @@ class _Block:
             after.before = self
 
     @property
+    def page(self) -> int:
+        """Return the bytes of a page, if its segment is expandable."""
+        return SMALL_SEGMENT if self.pool[1] else LARGE_SEGMENT
+
+    @property
     def expandable_size(self) -> int:
         """Return its bytes, and those of the pages that may be mapped behind it."""
         return self.size + (0 if self.after is None or self.after.mapped else self.after.size)
@@ -174,8 +179,7 @@ class CachingAllocator:
 
     def _map(self, block: _Block, size: int) -> _Block:
         """Map pages for `size` bytes, or for the whole block; return the free block that they are now in."""
-        page = SMALL_SEGMENT if block.pool[1] else LARGE_SEGMENT
-        size = min(block.size, -(-size // page) * page)
+        size = min(block.size, -(-size // block.page) * block.page)
         self._reserve(size)
         unmapped = self._unmapped[block.pool]
         place = bisect.bisect_left(unmapped, (block.address,))
@@ -191,7 +195,7 @@ class CachingAllocator:
 
     def _unmap(self, block: _Block) -> None:
         """Return the pages that a free block covers."""
-        page = SMALL_SEGMENT if block.pool[1] else LARGE_SEGMENT
+        page = block.page
         begin, end = -(-block.address // page) * page, (block.address + block.size) // page * page
         if begin >= end:
             return

@@ -479,24 +479,20 @@ def _open(base, ranks: int, disk: str | None, splits: bool) -> tuple[list, list,
 
     An offload is (what, whether to `disk`).
     """
-
-    def said(name: str) -> bool:
-        return _said(base, name)
-
-    stages = [base.zero] if said("zero") else [0, 1, 2, 3]
-    if said("offload"):
+    stages = [base.zero] if _said(base, "zero") else [0, 1, 2, 3]
+    if _said(base, "offload"):
         offloads = [(base.offload, bool(disk))]
     else:
         offloads = [("none", False), ("optimizer", False), ("all", False)]
         offloads += [("optimizer", True), ("all", True)] * bool(disk)
-    if any(said(name) for name in gradient_checkpointing.ARGUMENTS):
+    if any(_said(base, name) for name in gradient_checkpointing.ARGUMENTS):
         checkpointing = [checkpointing_of(base)]
     else:
         checkpointing = [*less_checkpointing(base), EVERY_LAYER, Checkpointing(1, offloaded=True)]
     per_rank = base.effective_batch_size // base.data_ranks
-    if said("per_device_train_batch_size"):
+    if _said(base, "per_device_train_batch_size"):
         micros = [base.per_device_train_batch_size]
-    elif said("gradient_accumulation_steps"):
+    elif _said(base, "gradient_accumulation_steps"):
         micros = [per_rank // base.gradient_accumulation_steps]
     else:
         micros = [n for n in range(1, min(per_rank, 64) + 1) if per_rank % n == 0]

@@ -10,6 +10,11 @@ from zerofit import distributed, rank_status, run_folder
 from zerofit.errors import OutOfMemory, bytes_asked_for
 from zerofit.train import memory_tracker, tensor_owners
 
+_SHORTER_ROWS = (
+    (lambda s: s.world_size > 1 and s.ranks_per_row == 1, "--sp_size 2"),
+    (lambda s: True, "a smaller --max_length"),
+)
+
 # Part -> flags that make it smaller, best first: (whether it applies, flag).
 _ADVICE = {
     "activations": (
@@ -18,13 +23,9 @@ _ADVICE = {
         (lambda s: s.gradient_checkpointing_every > 1, "--gradient_checkpointing_every 1"),
         (lambda s: s.gradient_checkpointing_policy == "selective", "--gradient_checkpointing_policy full"),
         (lambda s: not s.activation_offload, "--activation_offload true"),
-        (lambda s: s.world_size > 1 and s.ranks_per_row == 1, "--sp_size 2"),
-        (lambda s: True, "a smaller --max_length"),
+        *_SHORTER_ROWS,
     ),
-    "activations of evaluation": (
-        (lambda s: s.world_size > 1 and s.ranks_per_row == 1, "--sp_size 2"),
-        (lambda s: True, "a smaller --max_length"),
-    ),
+    "activations of evaluation": _SHORTER_ROWS,
     "parameters": (
         (lambda s: s.zero != 3 and s.world_size > 1, "--zero 3"),
         (lambda s: s.offload != "all", "--zero 3 --offload all"),
