@@ -1,7 +1,7 @@
 """Define Settings: every resolved argument of a job, its source, and the decisions made for the user."""
 
 import copy
-from dataclasses import FrozenInstanceError, fields
+from dataclasses import FrozenInstanceError, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from zerofit.errors import UserError
@@ -46,6 +46,16 @@ AFTER_RESOLVING = {
 WORDS = ("zero", "canary", "padding_free", "fused_loss")
 
 
+@dataclass(frozen=True)
+class Check:
+    """A line of the run's certificate (certificate/page.py)."""
+
+    name: str  # its key in certificate.json
+    holds: bool | None  # None: not checked
+    sentence: str  # what was checked, with its number; or why it was not
+    numbers: dict = field(default_factory=dict)  # the figures, as JSON holds them
+
+
 class FrozenDict(dict):
     """A dict that refuses changes; copies and pickles of it are plain dicts."""
 
@@ -66,6 +76,7 @@ class Settings(_Arguments):
     """The resolved arguments of a job, read as `settings.zero`, `settings.learning_rate` ...
 
     values: argument -> value;  source: argument -> where it came from;  decisions: sentences to print once;
+    checks: lines of the run's certificate, from those who checked;
     deepspeed: the DeepSpeed configuration ("auto" is left for transformers to fill), None for stage 0;
     given: argument -> value, of those set by flag or YAML;  defaults: argument -> value that nobody set;
     planned_gpu: the hardware.Gpu to plan for, None: this machine's;  flags: the command line;
@@ -78,6 +89,7 @@ class Settings(_Arguments):
     values: dict[str, Any]
     source: dict[str, str]
     decisions: list[str]
+    checks: list[Check]
     deepspeed: dict | None
     world_size: int
     planned_gpu: Any
@@ -92,7 +104,7 @@ class Settings(_Arguments):
 
     def __init__(self, recipe, values, source, world_size, *, planned_gpu=None, flags=(), given=None, defaults=None):
         self.__dict__.update(
-            recipe=recipe, values=values, source=source, decisions=[], deepspeed=None, world_size=world_size,
+            recipe=recipe, values=values, source=source, decisions=[], checks=[], deepspeed=None, world_size=world_size,
             planned_gpu=planned_gpu, flags=list(flags), given=given or {}, defaults=defaults or {}, fingerprints={},
             resharded=False, resumed=[], knows_model=False, frozen=False,
         )  # fmt: skip
@@ -128,7 +140,7 @@ class Settings(_Arguments):
         """Return the settings of a job that differs from this one in some arguments or fields, e.g. a simulated one."""
         other = copy.copy(self)
         other.thaw()
-        other.decisions = list(self.decisions)
+        other.decisions, other.checks = list(self.decisions), list(self.checks)
         for name, value in changes.items():
             setattr(other, name, value)
         if self.frozen:
