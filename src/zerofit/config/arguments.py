@@ -106,6 +106,13 @@ class RunArguments:
             "memory.png and a table of peak bytes by phase and part."
         },
     )
+    certificate: bool = field(
+        default=True,
+        metadata={
+            "help": "Check before the first step and at the end that what trains is what was asked (certificate.md); "
+            "false: only what costs nothing."
+        },
+    )
     save_every_minutes: float = field(
         default=0.0, metadata={"help": "Save a checkpoint this long after the last one, beside --save_steps; 0: never."}
     )

@@ -467,6 +467,7 @@ def _trainer(settings, arguments, rows, config, device, fake):
     import torch
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+    from zerofit.certificate import recorder
     from zerofit.model import adapters, load, quantization
     from zerofit.train import progress
     from zerofit.train.preference import PreferenceTrainer
@@ -504,5 +505,6 @@ def _trainer(settings, arguments, rows, config, device, fake):
             return collate  # labels without values
 
     trainer = SimulatedTrainer(settings, model, tokenizer, arguments, train_rows, eval_rows)
-    trainer.remove_callback(progress.Reporter)
+    for callback in (progress.Reporter, recorder.Recorder):
+        trainer.remove_callback(callback)
     return trainer

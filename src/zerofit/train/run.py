@@ -6,10 +6,11 @@ import os
 from pathlib import Path
 
 from zerofit import rank_status, run_folder
+from zerofit.certificate import page, saved
 from zerofit.errors import DiskFull, Stopped, UserError, full_disk, printable
 from zerofit.model import adapters, generation
 from zerofit.model.load import verify_saved
-from zerofit.settings import written
+from zerofit.settings import Check, written
 from zerofit.train import memory_history, memory_report, memory_tracker, model_card
 from zerofit.train.checkpoint import resume
 from zerofit.train.trainer import ZerofitTrainer
@@ -34,6 +35,7 @@ def failures_reported(trainer: ZerofitTrainer):
             }
             with contextlib.suppress(OSError):  # the disk may be full; the error itself must come through
                 run_folder.write_json(folder / "result.json", status)
+                page.write(trainer.settings, f"the run has {status['status']} at step {status['steps']}")
         if not isinstance(error, UserError) and rank_status.disk_is_full(error):
             raise DiskFull(full_disk(folder)) from error
         raise error
@@ -54,6 +56,10 @@ def save_final(trainer: ZerofitTrainer) -> None:
         verify_saved(final, trainable if trainer.settings.trains_adapter else total)
         (final / "README.md").write_text(model_card.text(_card(trainer, final)), encoding="utf-8")
         run_folder.readable(final)
+    if trainer.settings.certificate:
+        trainer.settings.checks.append(saved.check(trainer, final))
+    else:
+        trainer.settings.checks.append(Check("saved", None, "saved = trained: not compared (--certificate false)"))
 
 
 def _card(trainer: ZerofitTrainer, final: Path) -> model_card.Card:
@@ -144,6 +150,8 @@ def write_result(trainer: ZerofitTrainer, metrics: dict) -> None:
         return
     run_folder.plot_metrics(folder, f"{settings.recipe} on {', '.join(Path(name).name for name in settings.data)}")
     print(f"{'adapter' if settings.trains_adapter else 'model'}: {_final(trainer)}")
+    trainer.certificate.publish("the run has finished")
+    result["certificate"] = page.holds(settings)
     run_folder.write_json(folder / "result.json", result)
 
 

@@ -18,6 +18,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import EvalLoopOutput, SaveStrategy
 
 from zerofit import command_line, distributed, rank_status, run_folder
+from zerofit.certificate import recorder, rows
 from zerofit.data import streaming
 from zerofit.data.batches import (
     LABEL_COUNT,
@@ -43,6 +44,7 @@ from zerofit.model import (
 )
 from zerofit.model.load import count_parameters
 from zerofit.optim import build, registry, sophia
+from zerofit.settings import Check
 from zerofit.train import memory_tracker, nan_guard, progress
 from zerofit.train.checkpoint import pickles, reshard, resume, save
 from zerofit.train.checkpoint.facts import read_facts
@@ -133,6 +135,7 @@ class ZerofitTrainer(Trainer):
             else training_sampler(self.train_dataset, arguments, train_set.weights, settings.data_ranks)
         )
         self.eval_loader = None
+        self.rows_seen = None if train_set.stream else rows.RowsSeen()
         if (ddp := self.accelerator.ddp_handler) is not None:
             ddp.gradient_as_bucket_view = True  # saves a copy of the gradients
             ddp.static_graph = bool(settings.ddp_static_graph)
@@ -141,8 +144,9 @@ class ZerofitTrainer(Trainer):
         self.guard = nan_guard.NanGuard(self)
         self.tracker = memory_tracker.current()
         self.tracker.attach(self)
-        self.reporter = progress.Reporter(self)
+        self.reporter, self.certificate = progress.Reporter(self), recorder.Recorder(self)
         self.add_callback(self.reporter)
+        self.add_callback(self.certificate)  # behind the reporter, which may turn padding_free off
 
     @property
     def architecture(self) -> str:
@@ -263,10 +267,12 @@ class ZerofitTrainer(Trainer):
 
     def get_train_dataloader(self):
         """Build the training data loader, whose batches may be unpadded; evaluation stays padded."""
-        collate = self.train_collator
+        collate, dataset = self.train_collator, self.train_dataset
         if self.tokens.stream is not None:
             collate = streaming.TokenizingCollator(self.tokens.stream, collate)
-        return self._loader(self.train_dataset, self.args.per_device_train_batch_size, self.train_sampler, collate)
+        else:
+            collate, dataset = rows.NumberedCollator(collate), rows.Numbered(dataset)
+        return self._loader(dataset, self.args.per_device_train_batch_size, self.train_sampler, collate)
 
     def get_eval_dataloader(self, eval_dataset=None):
         """Return the data loader of the evaluation set, built once: its order never changes."""
@@ -308,8 +314,13 @@ class ZerofitTrainer(Trainer):
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         batches, count = super().get_batch_samples(epoch_iterator, num_batches, device)
         self.label_counts = [batch.pop(LABEL_COUNT, None) for batch in batches]
+        if self.rows_seen is not None:
+            epoch = self.state.global_step // (len(self.train_sampler) // self.train_sampler.multiple)
+            numbers = [number for batch in batches for number in batch.pop(rows.ROWS)]
+            self.rows_seen.add(epoch, numbers, filler=len(self.train_dataset))
         if count is not None:
             count = count / self.sequence.size  # each rank of a group has counted the same rows
+            self.certificate.compare_count(count)
         if self.settings.optim == "sophia" and batches:
             sophia.estimate_if_due(self, batches)
         self.guard.begin(batches)
@@ -332,6 +343,15 @@ class ZerofitTrainer(Trainer):
             logit_error = attention.packed_logit_error(self.model_wrapped, self.tokens.dataset, pad, self.args)
             gradient_leak = attention.cross_document_gradient(self.model, self.tokens.dataset, self.args)
             if logit_error <= bound and gradient_leak < 1e-6:
+                self.settings.checks.append(
+                    Check(
+                        "documents_apart",
+                        True,
+                        f"documents in one row: the gradient of one by another is {gradient_leak:.1g}; logits are "
+                        f"those of each alone (largest difference {logit_error:.1e}, bound {bound:.0e})",
+                        {"gradient": gradient_leak, "logits": logit_error, "bound": bound},
+                    )
+                )
                 return
             problem = (
                 f"logits of documents in one row are {logit_error:.1%} off those of the same alone (bound {bound:.1%})"

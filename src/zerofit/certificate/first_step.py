@@ -1,0 +1,163 @@
+"""Recompute the loss of the first rows by the plain formula, one document at a time."""
+
+import inspect
+
+import torch
+from torch.nn import functional
+
+from zerofit import distributed
+from zerofit.data.batches import documents, join
+from zerofit.data.conversations import IGNORE
+from zerofit.settings import Check
+
+DOCUMENTS, TOKENS = 8, 8192  # recomputed on each rank at most, but a row at least
+
+LONGEST = 4096  # tokens of a document, from its end: its answer
+
+LOGITS = 1 << 26  # numbers of logits made at once: 256 MB in fp32
+
+BOUND = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 2e-2}  # relative
+
+LEAST = 0.1  # nats a token below which a loss is too small for a relative difference
+
+
+def check(trainer) -> Check:
+    """Compare the trainer's loss of the first rows of each rank with sum of cross entropies / supervised tokens.
+
+    The supervised tokens are those of the whole first step, counted in the data. Collective.
+    """
+    reason = _not_checked(trainer)
+    if reason:
+        return Check("loss", None, f"loss: not recomputed: {reason}")
+    rows, supervised = _first_rows(trainer)
+    was_training = trainer.model.training
+    trainer.model.eval()
+    with torch.no_grad(), trainer.compute_loss_context_manager():
+        own = _loss_of_trainer(trainer, rows, supervised)
+        total, count = _summed_cross_entropy(trainer, [d for row in rows for d in documents(row)])
+    trainer.model.train(was_training)
+    plain = total / supervised
+    size = max(plain, LEAST * count / supervised)
+    errors = distributed.all_gather((abs(own - plain) / size if size else own, own, plain, count))
+    worst, own, plain, _ = max(errors, key=lambda entry: entry[0] if entry[0] == entry[0] else float("inf"))
+    bound, tokens = BOUND[trainer.settings.precision], sum(entry[3] for entry in errors)
+    holds = worst <= bound
+    return Check(
+        "loss",
+        holds,
+        f"loss: {'equals' if holds else 'is NOT'} the sum of the cross entropies of {tokens:,} tokens, one document at "
+        f"a time, over the {supervised:,} supervised tokens of the effective batch "
+        f"(relative difference {worst:.1e}, bound {bound:.0e})",
+        {"tokens": tokens, "supervised_in_step": supervised, "trainer": own, "plain": plain, "relative": worst},
+    )
+
+
+def _not_checked(trainer) -> str:
+    settings = trainer.settings
+    if settings.documents_per_row == 2:
+        return "the loss is a preference loss"
+    if type(trainer).compute_loss.__module__ != "zerofit.train.trainer":
+        return "the recipe has a compute_loss of its own"
+    if trainer.compute_loss_func is not None:
+        return "the recipe has a compute_loss_func of its own"
+    if settings.ranks_per_row > 1:
+        return "the rows are split over ranks"
+    if trainer.router_loss:
+        return "a router loss of the experts is added"
+    if settings.values.get("adapter") in ("prompt_tuning", "p_tuning"):
+        return "virtual tokens stand before the rows"
+    if trainer.tokens.stream is not None and settings.packing:
+        return "packs of a stream are made while training"
+    if trainer.compute_loss_context_manager is None or not trainer.model_accepts_loss_kwargs:
+        return f"{trainer.architecture} divides its loss itself"
+    return ""
+
+
+def _first_rows(trainer) -> tuple[list[dict], int]:
+    """Return (this rank's first rows, supervised tokens of the step that they begin, on all ranks)."""
+    settings, dataset = trainer.settings, trainer.train_dataset
+    if trainer.tokens.stream is not None:
+        step = rows = [trainer.tokens.dataset[i] for i in range(min(2, len(trainer.tokens)))]
+    else:
+        sampler = trainer.train_sampler
+        epoch, place = divmod(trainer.state.global_step, len(sampler) // sampler.multiple)
+        order = sampler.indices(epoch)[place * sampler.multiple : (place + 1) * sampler.multiple]
+        own = settings.data_rank(distributed.rank()) * trainer.args.per_device_train_batch_size
+        step = [dataset[i] for i in order]
+        rows = step[own : own + trainer.args.per_device_train_batch_size]
+    return _few(rows), max(1, sum(_supervised(d) for row in step for d in documents(row)))
+
+
+def _few(rows: list[dict]) -> list[dict]:
+    """Return packs of the first documents: DOCUMENTS and TOKENS at most, but one at least; long ones cut."""
+    packs, count, tokens = [], 0, 0
+    for row in rows:
+        pack = []
+        for document in documents(row):
+            cut = {name: document[name][-LONGEST:] for name in ("input_ids", "labels")}
+            count, tokens = count + 1, tokens + len(cut["input_ids"])
+            if count > 1 and (count > DOCUMENTS or tokens > TOKENS):
+                return [*packs, *([join(pack)] if pack else [])]
+            pack.append(cut)
+        packs.append(join(pack))
+    return packs
+
+
+def _supervised(row: dict) -> int:
+    """Return the labels that are predicted: the first of a document is not."""
+    return sum(label != IGNORE for label in row["labels"][1:])
+
+
+def _loss_of_trainer(trainer, rows: list[dict], supervised: int) -> float:
+    """Return compute_loss of the collated rows, as a step with `supervised` tokens would scale it."""
+    batch = trainer._prepare_inputs(trainer.train_collator(rows))
+    count = torch.tensor(supervised, device=trainer.args.device)
+    with trainer.labels_counted(None):
+        loss = trainer.compute_loss(trainer.model_wrapped, batch, num_items_in_batch=count)
+    return loss.item() / trainer.counted_ranks
+
+
+def _summed_cross_entropy(trainer, rows: list[dict]) -> tuple[float, int]:
+    """Return (sum of the cross entropies of all labels, their number); logits are made for some positions at a time.
+
+    Under ZeRO-3 each forward is collective: every rank makes as many.
+    """
+    model, device = trainer.model_wrapped, trainer.args.device
+    some_positions = "logits_to_keep" in inspect.signature(_innermost(trainer).forward).parameters
+    chunk = max(1, LOGITS // trainer.model.config.get_text_config().vocab_size) if some_positions else None
+    parts = [part for row in rows for part in _parts(row, chunk)]
+    total, count = 0.0, 0
+    for i in range(max(distributed.all_gather(len(parts)))):
+        row, positions = parts[i % len(parts)]
+        ids = torch.tensor([row["input_ids"]], device=device)
+        targets = torch.tensor(row["labels"], device=device)[1:][positions]
+        kept = {"logits_to_keep": torch.tensor(positions, device=device)} if some_positions else {}
+        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **kept).logits[0]
+        logits = logits if some_positions else logits[:-1][positions]
+        if i < len(parts):
+            total += _cross_entropy(logits.float(), targets, trainer.args.label_smoothing_factor)
+            count += len(positions)
+    return total, count
+
+
+def _innermost(trainer):
+    """Return the model without the adapter, whose forward names its arguments."""
+    return trainer.model.get_base_model() if trainer.settings.trains_adapter else trainer.model
+
+
+def _parts(row: dict, chunk: int | None) -> list[tuple[dict, list[int]]]:
+    """Return (row, positions whose next token is a label) in groups of at most `chunk`; one group at least."""
+    positions = [i for i, label in enumerate(row["labels"][1:]) if label != IGNORE]
+    chunk = chunk or max(1, len(positions))
+    return [(row, positions[i : i + chunk]) for i in range(0, max(1, len(positions)), chunk)]
+
+
+def _cross_entropy(logits, targets, smoothing: float) -> float:
+    """Return -sum(log p(target)), or with smoothing e: (1 - e) of it and e of the mean over the vocabulary."""
+    if not len(targets):
+        return 0.0
+    log_probs = functional.log_softmax(logits, dim=-1)
+    total = -log_probs.gather(-1, targets[:, None]).double().sum()
+    if smoothing:
+        total = (1 - smoothing) * total - smoothing * log_probs.double().mean(-1).sum()
+    return total.item()

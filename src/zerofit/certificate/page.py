@@ -1,0 +1,98 @@
+"""Write certificate.md and certificate.json, and print their lines."""
+
+from dataclasses import fields
+from pathlib import Path
+
+from transformers import TrainingArguments
+
+from zerofit import __version__, run_folder
+from zerofit.errors import printable
+from zerofit.settings import Check
+
+ORDER = (
+    "base_weights", "rendering", "template_tokens", "end_token", "documents_apart", "loss", "gradient", "rows", "saved",
+)  # fmt: skip
+
+MARKS = {True: "holds", False: "FAILS", None: "not checked"}
+
+RED, PLAIN = "\033[31m", "\033[0m"
+
+WHAT = """\
+Each line was checked in this run, by other code than the code that trained: transformers' own rendering of chat
+templates, a plain cross entropy, the files that were written. *Not checked* says why, and is no promise.
+"""
+
+
+def ordered(checks: list[Check]) -> list[Check]:
+    """Return the newest check of each name, in the order of a run."""
+    newest = {check.name: check for check in checks}
+    return sorted(newest.values(), key=lambda check: ORDER.index(check.name) if check.name in ORDER else len(ORDER))
+
+
+def holds(settings) -> bool:
+    """Return whether no check has failed."""
+    return not any(check.holds is False for check in ordered(settings.checks))
+
+
+def write(settings, status: str) -> None:
+    """Write both files into the run folder. status: "before the first step", or how the run ended."""
+    folder, checks = Path(settings.output_dir), ordered(settings.checks)
+    chosen = _chosen(settings)
+    facts = run_folder.read_json(folder / "run.json")
+    data = {name: entry.get("fingerprint") for name, entry in (facts.get("data") or {}).items()}
+    run_folder.write_json(
+        folder / "certificate.json",
+        {
+            "status": status,
+            "holds": holds(settings),
+            "checks": [vars(check) for check in checks],
+            "settings": [{"argument": name, "value": value, "source": source} for name, value, source in chosen],
+            "versions": facts.get("versions", {"zerofit": __version__}),
+            "program": facts.get("program"),
+            "data": data,
+        },
+    )
+    lines = [
+        f"# Certificate of {folder.name}", "", f"Status: {status}. {summary(checks)}", "", WHAT,
+        "| | what was checked |", "|---|---|",
+        *(f"| {MARKS[check.holds]} | {_cell(check.sentence)} |" for check in checks), "",
+        "## Settings that differ from the libraries' defaults", "", "| argument | value | chosen by |", "|---|---|---|",
+        *(f"| `{name}` | {_cell(value)} | {_cell(source)} |" for name, value, source in chosen), "",
+        "## Software", "",
+        *(f"- {name} {version}" for name, version in facts.get("versions", {}).items()),
+        *(f"- {name} data: fingerprint {fingerprint}" for name, fingerprint in data.items()),
+    ]  # fmt: skip
+    (folder / "certificate.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _chosen(settings) -> list[tuple]:
+    """Return (argument, value, who chose it) of the arguments that are not a library's default, nor left alone."""
+    defaults = {f.name: f.default for f in fields(TrainingArguments)}
+    return [
+        (name, value, "zerofit's default" if source == "default" else source)
+        for name, value, source in settings.rows()
+        if source != "default" or (name in defaults and value not in (defaults[name], None))
+    ]
+
+
+def _cell(value) -> str:
+    """Return a value as a cell of a Markdown table."""
+    return printable(str(value)).replace("\n", " ").replace("|", "\\|").replace("<", "&lt;")
+
+
+def summary(checks: list[Check]) -> str:
+    """Return how many lines hold, fail and were not checked."""
+    of = {state: sum(check.holds is state for check in checks) for state in MARKS}
+    text = f"{of[True]} of {of[True] + of[False]} checks hold"
+    text += f", {of[None]} not made" if of[None] else ""
+    return text + ("." if not of[False] else f"; {of[False]} FAIL{'S' * (of[False] == 1)}.")
+
+
+def show(settings, names: list[str], terminal: bool) -> None:
+    """Print the lines of these checks and where the page is; those that fail in red on a terminal."""
+    checks = ordered(settings.checks)
+    print(f"certificate: {summary(checks)[:-1]} ({Path(settings.output_dir) / 'certificate.md'})", flush=True)
+    for check in checks:
+        if check.name in names:
+            line = printable(f"  {MARKS[check.holds]:<11} {check.sentence}")
+            print(f"{RED}{line}{PLAIN}" if check.holds is False and terminal else line, flush=True)

@@ -1,0 +1,68 @@
+"""Fill the certificate while a run trains."""
+
+import sys
+
+from transformers import TrainerCallback
+
+from zerofit import distributed
+from zerofit.certificate import first_step, page, rendering, rows
+from zerofit.errors import UserError
+from zerofit.settings import Check
+
+
+class Recorder(TrainerCallback):
+    """Make the checks before the first step, and collect those that a run makes later.
+
+    A check that fails before the first step ends the run: nothing has been trained.
+    """
+
+    def __init__(self, trainer):
+        self.trainer, self.first_step, self.printed = trainer, 0, 0
+        self.compared = False  # the tokens that the first step's loss is divided by
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        trainer, settings = self.trainer, self.trainer.settings
+        self.first_step = state.global_step
+        if settings.certificate:
+            settings.checks.append(first_step.check(trainer))
+            if args.process_index == 0:
+                settings.checks.append(rendering.check(trainer))
+        else:
+            settings.checks.append(Check("loss", None, "loss: not recomputed (--certificate false)"))
+            settings.checks.append(Check("rendering", None, "rendering: not compared (--certificate false)"))
+        self.publish("before the first step")
+        failed = [check.sentence for check in page.ordered(settings.checks) if check.holds is False]
+        if failed := distributed.broadcast(failed):  # rank 0 has all lines
+            raise UserError(
+                f"the certificate of this run fails before the first step: {failed[0]}; nothing was trained "
+                f"({settings.output_dir}/certificate.md has all lines)."
+            )
+
+    def compare_count(self, counted) -> None:
+        """Compare the supervised tokens that the trainer divides the first step's loss by with those in its data.
+
+        Raises: RuntimeError if they differ, before anything is trained.
+        """
+        line = next((check for check in self.trainer.settings.checks if check.name == "loss" and check.holds), None)
+        average = self.trainer.args.average_tokens_across_devices or self.trainer.args.world_size == 1
+        if line is None or self.compared or self.trainer.tokens.stream is not None or not average:
+            return
+        self.compared = True
+        supervised = line.numbers["supervised_in_step"]
+        if int(counted) != supervised:
+            raise RuntimeError(
+                f"the first step counts {int(counted):,} supervised tokens, but its rows have {supervised:,}: the loss "
+                "would be scaled wrongly. This is a fault of zerofit, or of a change of a library; nothing was trained."
+            )
+
+    def publish(self, status: str) -> None:
+        """Write the page and print the lines that have not been printed, on rank 0."""
+        settings = self.trainer.settings
+        if self.trainer.args.process_index == 0:
+            page.write(settings, status)
+            page.show(settings, [check.name for check in settings.checks[self.printed :]], sys.stdout.isatty())
+            self.printed = len(settings.checks)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        settings = self.trainer.settings
+        settings.checks.append(rows.check(self.trainer, self.first_step))

@@ -1,0 +1,108 @@
+"""Count which rows each rank was given, to compare them with the rows of the epoch."""
+
+import numpy as np
+import torch
+
+from zerofit import distributed
+from zerofit.settings import Check
+
+ROWS = "row_numbers"  # of a batch, on their way from the data set to the trainer
+
+
+class Numbered(torch.utils.data.Dataset):
+    """A dataset whose items are (index, row)."""
+
+    def __init__(self, dataset):
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> tuple[int, dict]:
+        return index, self.dataset[index]
+
+
+class NumberedCollator:
+    """Collate (index, row) with `collate`, and add the indices as ROWS."""
+
+    def __init__(self, collate):
+        self.collate = collate
+
+    def __call__(self, batch: list[tuple[int, dict]]) -> dict:
+        numbers, rows = zip(*batch, strict=True)
+        return self.collate(list(rows)) | {ROWS: list(numbers)}
+
+
+def hashed(numbers) -> np.ndarray:
+    """Return a 64-bit hash of each number (splitmix64, of Steele, Lea and Flood 2014)."""
+    with np.errstate(over="ignore"):
+        z = np.asarray(numbers, dtype=np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return z ^ (z >> np.uint64(31))
+
+
+def digest(numbers) -> tuple[int, int]:
+    """Return (how many numbers, sum of their hashes mod 2^64): equal for the same numbers in any order."""
+    return len(numbers), int(hashed(numbers).sum(dtype=np.uint64)) if len(numbers) else 0
+
+
+class RowsSeen:
+    """The rows that this rank was given, as a digest for each epoch."""
+
+    def __init__(self):
+        self.epochs: dict[int, tuple[int, int]] = {}
+
+    def add(self, epoch: int, numbers: list[int], filler: int) -> None:
+        """Add the rows of a micro batch. filler: index of the row without labels that completes the last batch."""
+        count, total = digest([number for number in numbers if number != filler])
+        before = self.epochs.get(epoch, (0, 0))
+        self.epochs[epoch] = before[0] + count, (before[1] + total) % 2**64
+
+
+def check(trainer, first_step: int) -> Check:
+    """Compare the rows that all ranks were given since `first_step` with those of the epochs. Collective."""
+    if trainer.rows_seen is None:
+        why = "rows seen: not counted: the rows of a stream have no numbers"
+        return Check("rows", None, why if trainer.tokens.stream is not None else "rows seen: not counted")
+    settings, sampler, last = trainer.settings, trainer.train_sampler, trainer.state.global_step
+    seen: dict[int, tuple[int, int]] = {}
+    for of_rank in distributed.all_gather(trainer.rows_seen.epochs):
+        for epoch, (count, total) in of_rank.items():
+            before = seen.get(epoch, (0, 0))
+            seen[epoch] = before[0] + count, (before[1] + total) % 2**64
+    steps, wrong, epochs = len(sampler) // sampler.multiple, [], []
+    for epoch in range(first_step // steps, -(-last // steps)):
+        begin, end = max(first_step, epoch * steps) - epoch * steps, min(last, (epoch + 1) * steps) - epoch * steps
+        expected, count = _expected(sampler, epoch, begin, end, steps)
+        times = settings.ranks_per_row  # the ranks that share a row are given the same ones
+        if seen.get(epoch, (0, 0)) != (count * times, expected * times % 2**64):
+            wrong.append(epoch)
+        epochs.append({"epoch": epoch + 1, "steps": [begin + 1, end], "rows": count, "hash": f"{expected:016x}"})
+    rows = sum(epoch["rows"] for epoch in epochs)
+    if wrong:
+        named = ", ".join(str(epoch + 1) for epoch in wrong)
+        return Check("rows", False, f"rows seen: NOT those of the data in epoch {named}", {"epochs": epochs})
+    unit = "packs" if settings.packing else "pairs" if settings.documents_per_row == 2 else "rows"
+    after = f" since step {first_step}" if first_step else ""
+    once = f"given to exactly one of {settings.data_ranks} ranks" if settings.data_ranks > 1 else "used exactly once"
+    return Check(
+        "rows",
+        True,
+        f"rows seen: each of the {rows:,} {unit} of {len(epochs)} epoch{'s' * (len(epochs) > 1)}{after} was {once} "
+        f"(hash of the last epoch's {epochs[-1]['hash'] if epochs else '-'})",
+        {"epochs": epochs},
+    )
+
+
+def _expected(sampler, epoch: int, begin: int, end: int, steps: int) -> tuple[int, int]:
+    """Return (sum of hashes, number) of the rows that steps `begin` to `end` of an epoch hold.
+
+    Of a whole epoch of unweighted rows these are all rows once, whatever order the sampler gives them.
+    """
+    if sampler.weights is None and (begin, end) == (0, steps):
+        count, total = digest(np.arange(sampler.length))
+        return total, count
+    order = np.asarray(sampler.indices(epoch)[begin * sampler.multiple : end * sampler.multiple])
+    count, total = digest(order[order != sampler.length])
+    return total, count

@@ -1,0 +1,102 @@
+"""Compare the weights in final/ with those in memory, tensor by tensor."""
+
+import contextlib
+import re
+from pathlib import Path
+
+import torch
+
+from zerofit import distributed
+from zerofit.settings import Check
+
+MOST = 1 << 22  # numbers of a tensor that are compared whole; of larger ones the first and the last half as many
+
+CONVERTED = r"pissa.*|olora|corda|eva|loftq|lora_ga"  # --init_lora_weights whose adapter is converted when it is saved
+
+
+def check(trainer, final: Path) -> Check:
+    """Compare every trained tensor with the file that holds it, bit for bit. Collective under ZeRO-3."""
+    settings, converted = trainer.settings, str(trainer.settings.values.get("init_lora_weights"))
+    if settings.tp_size > 1 or settings.pp_size > 1:
+        return Check("saved", None, "saved = trained: not compared: each rank holds a part of the tensors")
+    if settings.trains_adapter and re.fullmatch(CONVERTED, converted):
+        return Check("saved", None, f"saved = trained: not compared: {converted} is converted to a plain LoRA")
+    first = trainer.args.process_index == 0
+    with contextlib.ExitStack() as stack:
+        files = _tensors(stack, final) if first else {}
+        same, numbers, differing, elsewhere = 0, 0, [], []
+        for name, parameter in trainer.model.named_parameters():
+            if settings.trains_adapter and not parameter.requires_grad:
+                continue
+            with _whole(parameter):
+                if not first:
+                    continue
+                file = files.get(saved_name(name))
+                if file is None:
+                    elsewhere.append(name)
+                    continue
+                compared = _compare(parameter.detach(), file.get_slice(saved_name(name)))
+                same, numbers = same + (compared > 0), numbers + abs(compared)
+                if compared <= 0:
+                    differing.append(name)
+    tied = getattr(trainer.model, "all_tied_weights_keys", {})
+    elsewhere = [name for name in elsewhere if name not in tied]
+    return distributed.broadcast(_line(same, numbers, differing, elsewhere) if first else None)
+
+
+def _line(same: int, numbers: int, differing: list[str], elsewhere: list[str]) -> Check:
+    figures = {"tensors": same, "numbers": numbers, "differing": differing, "under_other_names": elsewhere}
+    if differing:
+        named = ", ".join(differing[:3])
+        return Check("saved", False, f"saved = trained: {len(differing)} tensors DIFFER: {named}", figures)
+    if not same:
+        return Check("saved", None, "saved = trained: not compared: the tensors are saved under other names", figures)
+    others = f"; {len(elsewhere)} more are saved under other names and were not compared" if elsewhere else ""
+    return Check(
+        "saved", True, f"saved = trained: {same:,} tensors, {numbers:,} numbers equal bit for bit{others}", figures
+    )
+
+
+def saved_name(name: str) -> str:
+    """Return the name in the file of a parameter: PEFT leaves the adapter's name out."""
+    return name.replace(".modules_to_save.default", "").replace(".default", "")
+
+
+def _tensors(stack: contextlib.ExitStack, folder: Path) -> dict:
+    """Return {name: open file that holds it} of the safetensors of a folder."""
+    from safetensors import safe_open
+
+    files = [stack.enter_context(safe_open(file, "pt")) for file in sorted(folder.glob("*.safetensors"))]
+    return {name: file for file in files for name in file.keys()}  # noqa: SIM118  (a file is no dict)
+
+
+def _whole(parameter):
+    """Return a context in which a parameter that ZeRO-3 has sharded is whole."""
+    if not hasattr(parameter, "ds_id"):
+        return contextlib.nullcontext()
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters([parameter])
+
+
+def _compare(parameter: torch.Tensor, saved) -> int:
+    """Return how many numbers were compared, negative if they differ. saved: a safetensors slice."""
+    shape = list(parameter.shape)
+    if shape != saved.get_shape():
+        return -max(1, parameter.numel())
+    if parameter.numel() <= MOST or not shape:
+        parts = [(slice(None), parameter)]
+    else:
+        rows = max(1, MOST // 2 * shape[0] // parameter.numel())
+        parts = [(slice(0, rows), parameter[:rows]), (slice(shape[0] - rows, None), parameter[-rows:])]
+    equal, numbers = True, 0
+    for place, part in parts:
+        stored = saved[place] if shape else saved[:]
+        equal = equal and _equal(part.to(stored.dtype).cpu(), stored)
+        numbers += part.numel()
+    return max(1, numbers) if equal else -max(1, numbers)
+
+
+def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return whether two tensors hold the same bits: NaN equals NaN."""
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)) if a.dim() else bool(a == b)
