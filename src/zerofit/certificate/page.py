@@ -34,8 +34,11 @@ def holds(settings) -> bool:
     return not any(check.holds is False for check in ordered(settings.checks))
 
 
-def write(settings, status: str) -> None:
-    """Write both files into the run folder. status: "before the first step", or how the run ended."""
+def write(settings, status: str, seconds: float) -> None:
+    """Write both files into the run folder.
+
+    Args: status: "before the first step", or how the run ended. seconds: that the costly checks took.
+    """
     folder, checks = Path(settings.output_dir), ordered(settings.checks)
     chosen = _chosen(settings)
     facts = run_folder.read_json(folder / "run.json")
@@ -45,6 +48,7 @@ def write(settings, status: str) -> None:
         {
             "status": status,
             "holds": holds(settings),
+            "seconds": round(seconds, 2),
             "checks": [vars(check) for check in checks],
             "settings": [{"argument": name, "value": value, "source": source} for name, value, source in chosen],
             "versions": facts.get("versions", {"zerofit": __version__}),
@@ -53,7 +57,8 @@ def write(settings, status: str) -> None:
         },
     )
     lines = [
-        f"# Certificate of {folder.name}", "", f"Status: {status}. {summary(checks)}", "", WHAT,
+        f"# Certificate of {folder.name}", "",
+        f"Status: {status}. {summary(checks)} The checks took {seconds:.1f} s.", "", WHAT,
         "| | what was checked |", "|---|---|",
         *(f"| {MARKS[check.holds]} | {_cell(check.sentence)} |" for check in checks), "",
         "## Settings that differ from the libraries' defaults", "", "| argument | value | chosen by |", "|---|---|---|",

@@ -1,6 +1,8 @@
 """Fill the certificate while a run trains."""
 
+import contextlib
 import sys
+import time
 
 from transformers import TrainerCallback
 
@@ -18,15 +20,17 @@ class Recorder(TrainerCallback):
 
     def __init__(self, trainer):
         self.trainer, self.first_step, self.printed = trainer, 0, 0
+        self.seconds = 0.0  # that the checks took
         self.compared = False  # the tokens that the first step's loss is divided by
 
     def on_train_begin(self, args, state, control, **kwargs):
         trainer, settings = self.trainer, self.trainer.settings
         self.first_step = state.global_step
         if settings.certificate:
-            settings.checks.append(first_step.check(trainer))
-            if args.process_index == 0:
-                settings.checks.append(rendering.check(trainer))
+            with self.timed():
+                settings.checks.append(first_step.check(trainer))
+                if args.process_index == 0:
+                    settings.checks.append(rendering.check(trainer))
         else:
             settings.checks.append(Check("loss", None, "loss: not recomputed (--certificate false)"))
             settings.checks.append(Check("rendering", None, "rendering: not compared (--certificate false)"))
@@ -37,6 +41,15 @@ class Recorder(TrainerCallback):
                 f"the certificate of this run fails before the first step: {failed[0]}; nothing was trained "
                 f"({settings.output_dir}/certificate.md has all lines)."
             )
+
+    @contextlib.contextmanager
+    def timed(self):
+        """Add the seconds of the body to those that the checks took."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds += time.perf_counter() - began
 
     def compare_count(self, counted) -> None:
         """Compare the supervised tokens that the trainer divides the first step's loss by with those in its data.
@@ -59,7 +72,7 @@ class Recorder(TrainerCallback):
         """Write the page and print the lines that have not been printed, on rank 0."""
         settings = self.trainer.settings
         if self.trainer.args.process_index == 0:
-            page.write(settings, status)
+            page.write(settings, status, self.seconds)
             page.show(settings, [check.name for check in settings.checks[self.printed :]], sys.stdout.isatty())
             self.printed = len(settings.checks)
 

@@ -52,7 +52,7 @@ def _tokenized(trainer) -> dict[tuple, list[int]]:
     """Return {input_ids: labels} of the first documents of both sets."""
     table = {}
     for tokens in filter(None, (trainer.tokens, trainer.eval_tokens)):
-        for row in itertools.islice(tokens.dataset, TABLE):
+        for row in itertools.islice(tokens.all_rows, TABLE):
             table |= {tuple(document["input_ids"]): document["labels"] for document in documents(row)}
     return table
 

@@ -62,12 +62,12 @@ class RowsSeen:
 
 def check(trainer, first_step: int) -> Check:
     """Compare the rows that all ranks were given since `first_step` with those of the epochs. Collective."""
-    if trainer.rows_seen is None:
+    if trainer.given_rows is None:
         why = "rows seen: not counted: the rows of a stream have no numbers"
         return Check("rows", None, why if trainer.tokens.stream is not None else "rows seen: not counted")
     settings, sampler, last = trainer.settings, trainer.train_sampler, trainer.state.global_step
     seen: dict[int, tuple[int, int]] = {}
-    for of_rank in distributed.all_gather(trainer.rows_seen.epochs):
+    for of_rank in distributed.all_gather(trainer.given_rows.epochs):
         for epoch, (count, total) in of_rank.items():
             before = seen.get(epoch, (0, 0))
             seen[epoch] = before[0] + count, (before[1] + total) % 2**64

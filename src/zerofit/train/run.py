@@ -35,7 +35,8 @@ def failures_reported(trainer: ZerofitTrainer):
             }
             with contextlib.suppress(OSError):  # the disk may be full; the error itself must come through
                 run_folder.write_json(folder / "result.json", status)
-                page.write(trainer.settings, f"the run has {status['status']} at step {status['steps']}")
+                ended = f"the run has {status['status']} at step {status['steps']}"
+                page.write(trainer.settings, ended, trainer.certificate.seconds)
         if not isinstance(error, UserError) and rank_status.disk_is_full(error):
             raise DiskFull(full_disk(folder)) from error
         raise error
@@ -57,7 +58,8 @@ def save_final(trainer: ZerofitTrainer) -> None:
         (final / "README.md").write_text(model_card.text(_card(trainer, final)), encoding="utf-8")
         run_folder.readable(final)
     if trainer.settings.certificate:
-        trainer.settings.checks.append(saved.check(trainer, final))
+        with trainer.certificate.timed():
+            trainer.settings.checks.append(saved.check(trainer, final))
     else:
         trainer.settings.checks.append(Check("saved", None, "saved = trained: not compared (--certificate false)"))
 

@@ -135,7 +135,7 @@ class ZerofitTrainer(Trainer):
             else training_sampler(self.train_dataset, arguments, train_set.weights, settings.data_ranks)
         )
         self.eval_loader = None
-        self.rows_seen = None if train_set.stream else rows.RowsSeen()
+        self.given_rows = None if train_set.stream else rows.RowsSeen()
         if (ddp := self.accelerator.ddp_handler) is not None:
             ddp.gradient_as_bucket_view = True  # saves a copy of the gradients
             ddp.static_graph = bool(settings.ddp_static_graph)
@@ -314,10 +314,10 @@ class ZerofitTrainer(Trainer):
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         batches, count = super().get_batch_samples(epoch_iterator, num_batches, device)
         self.label_counts = [batch.pop(LABEL_COUNT, None) for batch in batches]
-        if self.rows_seen is not None:
+        if self.given_rows is not None:
             epoch = self.state.global_step // (len(self.train_sampler) // self.train_sampler.multiple)
             numbers = [number for batch in batches for number in batch.pop(rows.ROWS)]
-            self.rows_seen.add(epoch, numbers, filler=len(self.train_dataset))
+            self.given_rows.add(epoch, numbers, filler=len(self.train_dataset))
         if count is not None:
             count = count / self.sequence.size  # each rank of a group has counted the same rows
             self.certificate.compare_count(count)

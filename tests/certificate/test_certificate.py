@@ -1,0 +1,205 @@
+"""The certificate of a run: each of its lines holds in real runs, and fails where what it states is not so."""
+
+import json
+
+import pytest
+import torch
+from conftest import TINY, recipe_process, run_world, slow_but
+
+from zerofit import recipe
+from zerofit.certificate import first_step, page, recorder, rendering, rows, saved
+from zerofit.config import resolve
+from zerofit.data.load import load_datasets
+from zerofit.errors import UserError
+from zerofit.model.load import load_model, load_tokenizer
+from zerofit.settings import Check
+from zerofit.train.trainer import ZerofitTrainer
+
+SHORT = [
+    "--data", str(TINY / "train.jsonl"), "--max_samples", "28", "--num_train_epochs", "2", "--save_strategy", "no",
+    "--effective_batch_size", "8", "--num_samples", "0", "--use_cpu", "true",
+]  # fmt: skip
+CASES = {
+    "sft-0": ("sft", ["--zero", "0"]),
+    "sft-3-packed": ("sft", ["--zero", "3", "--packing", "true", "--max_length", "64", "--effective_batch_size", "2"]),
+    "lora-2-padded": ("lora", ["--zero", "2", "--padding_free", "false", "--lora_dropout", "0.1"]),
+    "sft-3-accumulation": ("sft", ["--zero", "3", "--per_device_train_batch_size", "1", "--max_steps", "5"]),
+    "sft-2-smoothed": ("sft", ["--zero", "2", "--label_smoothing_factor", "0.1"]),
+    "sft-2-bf16": ("sft", ["--zero", "2", "--bf16", "true"]),
+    "sft-0-weights": ("sft", ["--zero", "0", "--data", f"{TINY / 'train.jsonl'}:0.5", "--max_samples", "60"]),
+    "lora-3-noise": ("lora", ["--zero", "3", "--neftune_noise_alpha", "5", "--dataloader_num_workers", "1"]),
+}
+QUICK = ("sft-0", "sft-3-packed", "lora-2-padded")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, request):
+    everything = "not slow" not in request.config.getoption("markexpr")
+    cases = {n: (r, [*SHORT, *words]) for n, (r, words) in CASES.items() if everything or n in QUICK}
+    return run_world(2, cases, tmp_path_factory.mktemp("certificates"))
+
+
+def lines_of(run) -> dict[str, dict]:
+    return {line["name"]: line for line in run.json("certificate.json")["checks"]}
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("name", slow_but(CASES, QUICK))
+def test_lines_hold_on_two_ranks(runs, name):
+    run, lines = runs[name], lines_of(runs[name])
+    found = run.json("certificate.json")
+    assert found["holds"] and found["status"] == "the run has finished" and run.json("result.json")["certificate"]
+    for line in ("rendering", "loss", "rows", "saved"):
+        assert lines[line]["holds"], lines[line]["sentence"]
+    assert lines["loss"]["numbers"]["relative"] < (1e-2 if "bf16" in name else 1e-5)
+    assert run.json("run.json")["world_size"] == 2
+    epochs = lines["rows"]["numbers"]["epochs"]
+    record = run.json("record.json")
+    units = run.json("run.json")["data"]["training"]["kept"]
+    if name == "sft-0":
+        assert [epoch["rows"] for epoch in epochs] == [units] * 2 and len({epoch["hash"] for epoch in epochs}) == 1
+        assert sum(record["rows_per_rank"]) == 2 * units
+    text = (run.folder / "certificate.md").read_text()
+    assert f"| `effective_batch_size` | {8 if 'packed' not in name else 2} | flag |" in text
+    assert "| `lr_scheduler_type` | cosine | zerofit's default |" in text and "| `save_total_limit` | 1 |" in text
+    assert ("documents_apart" in lines) == ("padded" not in name)
+
+
+def test_lines_are_printed_and_the_costly_ones_can_be_left_out(tmp_path):
+    done = recipe_process(
+        "sft", *SHORT, "--max_steps", "2", "--certificate", "false", "--output_dir", str(tmp_path / "run")
+    )
+    assert done.returncode == 0, done.stderr
+    assert "not checked loss: not recomputed (--certificate false)" in done.stdout
+    assert "holds       rows seen: each of the 16 rows of 1 epoch was used exactly once" in done.stdout
+    found = json.loads((tmp_path / "run" / "certificate.json").read_text())
+    assert {line["name"] for line in found["checks"] if line["holds"] is None} == {"loss", "rendering", "saved"}
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory):
+    """The trainer of a recipe's command line, before its first step."""
+    folder = tmp_path_factory.mktemp("run")
+    words = [*SHORT, "--zero", "0", "--output_dir", str(folder / "run"), "--per_device_train_batch_size", "4"]
+    settings = resolve.resolve_settings("sft", words, 1)
+    tokenizer = load_tokenizer(settings)
+    sets = load_datasets(settings, tokenizer)
+    arguments = recipe.start_processes(settings, *sets)
+    (folder / "run").mkdir(exist_ok=True)
+    return ZerofitTrainer(settings, load_model(settings, tokenizer), tokenizer, arguments, *sets)
+
+
+def test_a_loss_that_counts_other_tokens_fails(trainer, monkeypatch):
+    assert first_step.check(trainer).holds
+    collate = trainer.train_collator
+
+    def one_label_less(rows):
+        batch = collate(rows)
+        supervised = (batch["labels"][0] != -100).nonzero()[-1]
+        batch["labels"][0, supervised] = -100
+        return batch
+
+    monkeypatch.setattr(trainer, "train_collator", one_label_less)
+    line = first_step.check(trainer)
+    assert line.holds is False and "is NOT" in line.sentence and line.numbers["trainer"] < line.numbers["plain"]
+
+
+def test_a_loss_that_is_scaled_by_other_tokens_stops_the_run(trainer):
+    trainer.settings.checks[:] = [first_step.check(trainer)]
+    own = recorder.Recorder(trainer)
+    right = trainer.settings.checks[0].numbers["supervised_in_step"]
+    own.compare_count(torch.tensor(right))
+    with pytest.raises(RuntimeError, match="counts 1 supervised tokens, but its rows have"):
+        recorder.Recorder(trainer).compare_count(torch.tensor(1))
+
+
+def test_documents_that_read_each_other_fail(trainer, monkeypatch):
+    def without_bounds(rows):
+        joined = trainer.train_collator.pack(rows)
+        length = joined["input_ids"].shape[1]
+        bounds = torch.tensor([0, length], dtype=torch.int32)
+        return joined | {
+            "position_ids": torch.arange(length)[None], "cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds,
+            "max_length_q": length, "max_length_k": length,
+        }  # fmt: skip
+
+    whole = trainer.train_collator
+    monkeypatch.setattr(trainer, "train_collator", lambda rows: without_bounds(rows))
+    monkeypatch.setattr(trainer.train_collator, "pack", whole.pack, raising=False)
+    assert first_step.check(trainer).holds is False
+
+
+def test_a_label_outside_of_the_answers_and_a_changed_token_fail(trainer, monkeypatch):
+    assert rendering.check(trainer).holds
+    table = rendering._tokenized(trainer)
+    ids = next(iter(table))
+    monkeypatch.setattr(rendering, "_tokenized", lambda trainer: table | {ids: list(ids)})
+    assert "text of turn 1 is among the labelled tokens" in rendering.check(trainer).sentence
+    monkeypatch.setattr(rendering, "_tokenized", lambda trainer: table | {ids: [-100] * len(ids)})
+    assert "the answer of turn 2 is not among the labelled tokens" in rendering.check(trainer).sentence
+    without = {other: labels for other, labels in table.items() if other != ids}
+    monkeypatch.setattr(rendering, "_tokenized", lambda trainer: without)
+    line = rendering.check(trainer)
+    assert line.holds is False and "train.jsonl:1: the data set has no row with" in line.sentence
+
+
+@pytest.mark.parametrize("given", [[0, 1, 2], [0, 1, 2, 2], [0, 1, 2, 4]])
+def test_a_row_that_is_left_out_repeated_or_replaced_fails(trainer, monkeypatch, given):
+    seen = rows.RowsSeen()
+    everything = list(range(len(trainer.train_dataset)))
+    replaced = [number for number in everything if number > 3]
+    seen.add(0, [*given, *replaced, len(everything)], filler=len(everything))
+    monkeypatch.setattr(trainer, "given_rows", seen)
+    monkeypatch.setattr(trainer.state, "global_step", len(trainer.train_sampler) // trainer.train_sampler.multiple)
+    line = rows.check(trainer, 0)
+    assert line.holds is False and "NOT those of the data in epoch 1" in line.sentence
+    right = rows.RowsSeen()
+    right.add(0, everything[::-1], filler=len(everything))
+    monkeypatch.setattr(trainer, "given_rows", right)
+    assert rows.check(trainer, 0).holds
+
+
+def test_a_saved_number_that_differs_fails(trainer, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    trainer.save_model(str(tmp_path))
+    assert saved.check(trainer, tmp_path).holds
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["model.norm.weight"][3] += 1e-6
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    line = saved.check(trainer, tmp_path)
+    assert line.holds is False and line.numbers["differing"] == ["model.norm.weight"]
+
+
+def test_large_tensors_are_compared_at_both_ends(monkeypatch, tmp_path):
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    monkeypatch.setattr(saved, "MOST", 20)
+    weight = torch.arange(100.0).view(10, 10)
+    for row, equal in ((0, False), (9, False), (5, True)):
+        changed = weight.clone()
+        changed[row, 2] = -1
+        save_file({"w": changed}, tmp_path / "w.safetensors")
+        with safe_open(tmp_path / "w.safetensors", "pt") as file:
+            assert (saved._compare(weight, file.get_slice("w")) == 20) is equal
+
+
+def test_a_line_that_fails_stops_the_run_before_the_first_step(trainer, capsys):
+    trainer.settings.checks[:] = [Check("base_weights", False, "base weights: 1 of 2 is missing")]
+    before = {name: p.clone() for name, p in trainer.model.named_parameters()}
+    with pytest.raises(UserError, match=r"fails before the first step: base weights: 1 of 2 is missing; nothing was"):
+        trainer.train()
+    assert all(torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())
+    assert trainer.state.global_step == 0 and "FAILS" in capsys.readouterr().out
+    trainer.settings.checks.clear()
+
+
+def test_a_failed_line_is_red_on_a_terminal_alone(trainer, capsys):
+    trainer.settings.checks[:] = [Check("saved", False, "saved = trained: 1 tensor DIFFERS")]
+    page.show(trainer.settings, ["saved"], terminal=True)
+    assert page.RED + "  FAILS       saved = trained: 1 tensor DIFFERS" + page.PLAIN in capsys.readouterr().out
+    page.show(trainer.settings, ["saved"], terminal=False)
+    shown = capsys.readouterr().out
+    assert "\033" not in shown and shown.startswith("certificate: 0 of 1 checks hold; 1 FAILS (")
+    trainer.settings.checks.clear()
