@@ -1,4 +1,4 @@
-"""Find folders: the project, the package, the cache; sizes, hashes and nearest existing parents of paths."""
+"""Find folders: the project, the package, the cache; sizes and hashes of files; write files of shared folders."""
 
 import contextlib
 import hashlib
@@ -7,7 +7,9 @@ import re
 import stat
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 from zerofit.errors import UserError
 
@@ -96,3 +98,44 @@ def private_folder() -> Path | None:
         return None
     folder.chmod(0o700)
     return folder
+
+
+# --- files in folders that others may have written to ---
+
+
+@contextlib.contextmanager
+def replacing(file: Path, sync: bool = False) -> Iterator[IO[bytes]]:
+    """Yield a new file that takes the name of `file` once the body has ended, and is deleted if it fails.
+
+    A link of that name is replaced: what it leads to is not written to. Args: sync: to the disk, before it is renamed.
+    """
+    tmp_path = file.with_suffix(".tmp")
+    try:
+        tmp_path.unlink(missing_ok=True)
+        descriptor = os.open(tmp_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
+        with os.fdopen(descriptor, "wb") as stream:
+            yield stream
+            stream.flush()
+            if sync:
+                os.fsync(descriptor)
+        tmp_path.replace(file)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            tmp_path.unlink(missing_ok=True)
+        raise
+
+
+def write_text(file: Path, text: str) -> None:
+    """Write a UTF-8 file as `replacing` does; what UTF-8 has no bytes for (half of a surrogate pair) is escaped."""
+    with replacing(file) as stream:
+        stream.write(text.encode("utf-8", "backslashreplace"))
+
+
+def appending(file: Path) -> IO[str]:
+    """Open a UTF-8 file to append lines to. Raises: OSError if it is a link, or a pipe that nobody reads."""
+
+    def opener(name, flags):
+        return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)  # the last one matters to pipes only
+
+    text = {"encoding": "utf-8", "errors": "backslashreplace", "buffering": 1}
+    return open(file, "a", opener=opener, **text)  # Path.open takes no opener

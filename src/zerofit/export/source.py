@@ -110,10 +110,9 @@ def dtype_of(files: list[Path]) -> torch.dtype | None:
 
 
 def _facts(run: Path) -> dict:
-    try:
-        return json.loads((run / "run.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        raise UserError(f"{run / 'run.json'}: is damaged; name its final/ or a checkpoint copied elsewhere.") from None
+    if facts := run_folder.read_record(run / "run.json"):
+        return facts
+    raise UserError(f"{run / 'run.json'}: is damaged; name its final/ or a checkpoint copied elsewhere.")
 
 
 def _holds(folder: Path) -> bool:

@@ -16,7 +16,7 @@ from zerofit.errors import UserError
 from zerofit.launch import prepare
 from zerofit.launch.cluster import status
 from zerofit.launch.cluster.status import CANCELLED, JOB, LOG
-from zerofit.paths import PROJECT
+from zerofit.paths import PROJECT, write_text
 from zerofit.plan import preflight
 from zerofit.settings import Settings
 from zerofit.train.checkpoint.resume import choose_folder
@@ -275,7 +275,7 @@ def submit(request: Request, script: str) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / CANCELLED).unlink(missing_ok=True)
     (folder / CANCELLED).unlink(missing_ok=True)
-    (folder / SCRIPT).write_text(script, encoding="utf-8")
+    write_text(folder / SCRIPT, script)
     job_id, _, cluster = (
         status.ask("sbatch", "--parsable", str(folder / SCRIPT)).strip().splitlines()[-1].partition(";")
     )
