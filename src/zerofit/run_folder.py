@@ -1,6 +1,7 @@
 """Read and write the run folder: run.json, logs, metrics.jsonl, loss.png, result.json."""
 
 import contextlib
+import errno
 import itertools
 import json
 import os
@@ -212,21 +213,33 @@ class _Tee:
     def write(self, text: str) -> int:
         with contextlib.suppress(OSError):  # on a full disk the terminal still gets the line
             self.log.write(text)
-        if _Tee.bar is None or not text:
-            return self.terminal.write(text)
-        if _Tee.at_line_start:
-            _Tee.bar.clear()
-        written = self.terminal.write(text)
-        _Tee.at_line_start = text.endswith("\n")  # print() writes a line and its end in two pieces
-        if _Tee.at_line_start:
-            self.terminal.flush()
-            _Tee.bar.refresh()
-        return written
+        with self._may_be_gone():
+            if _Tee.bar is None or not text:
+                return self.terminal.write(text)
+            if _Tee.at_line_start:
+                _Tee.bar.clear()
+            self.terminal.write(text)
+            _Tee.at_line_start = text.endswith("\n")  # print() writes a line and its end in two pieces
+            if _Tee.at_line_start:
+                self.terminal.flush()
+                _Tee.bar.refresh()
+        return len(text)
 
     def flush(self) -> None:
         with contextlib.suppress(OSError):
             self.log.flush()
-        self.terminal.flush()
+        with self._may_be_gone():
+            self.terminal.flush()
+
+    @contextlib.contextmanager
+    def _may_be_gone(self):
+        """Go on with the log alone after the terminal has closed, or the program that read this one's output ended."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in (errno.EIO, errno.EPIPE):
+                raise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.terminal.fileno())
 
     def __getattr__(self, name):
         return getattr(self.terminal, name)

@@ -65,7 +65,7 @@ def _end_process(folder: Path, wait: float) -> None:
     process.send_signal(signal.SIGTERM)
     if wait:
         print(f"process {process.pid} was asked to save a checkpoint and end; waiting up to {wait:.0f} s", flush=True)
-    if _ended(lambda: not rank_status.is_there(process), wait):
+    if _ended(lambda: not rank_status.is_there(process), max(wait, rank_status.ONE_SIGNAL_SECONDS + POLL_SECONDS)):
         return
     process.send_signal(signal.SIGTERM)  # the second one kills the ranks at once
     if not _ended(lambda: not rank_status.is_there(process), status.ANSWER_SECONDS):

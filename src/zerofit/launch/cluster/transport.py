@@ -65,6 +65,11 @@ class Transport:
         """Replace fields of the job's state. Node 0 only."""
         self.job = replace(self.job, **fields)
 
+    def restart_clocks(self) -> None:
+        """Count the silence of the other nodes from now on: this one was suspended, and they perhaps with it."""
+        self.job_changed = time.monotonic()
+        self.node_changed.update(dict.fromkeys([*self.node_changed], self.job_changed))
+
     def close(self) -> None:
         """Exchange once more, then end the thread."""
         self._closing.set()
