@@ -64,11 +64,17 @@ PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "peft", "dataset
 def claim_folder(settings: Settings) -> None:
     """Name the run folder and lock it for this process, before checking whether it holds a run.
 
+    Of jobs that begin in the same second without --output_dir each gets a folder of its own.
     Raises: UserError when another process trains into it.
     """
-    settings.output_dir = str(name_folder(settings))
-    _check_writable(Path(settings.output_dir))
-    run_lock.take(Path(settings.output_dir))
+    first, is_named = name_folder(settings), bool(settings.output_dir)
+    _check_writable(first)
+    for number in itertools.count(1):
+        folder = first if number == 1 else first.with_name(f"{first.name}-{number}")
+        with contextlib.nullcontext() if is_named else contextlib.suppress(FileExistsError):
+            run_lock.take(folder, must_be_new=not is_named)
+            settings.output_dir = str(folder)
+            return
 
 
 def check_folder(folder: Path, resumes: bool) -> None:

@@ -29,11 +29,12 @@ OWN = re.compile(
 _held: dict[Path, tuple[int, list[Path]]] = {}  # {run folder: (descriptor, folders created for it)}
 
 
-def take(folder: Path) -> None:
+def take(folder: Path, must_be_new: bool = False) -> None:
     """Lock a run folder, creating it if missing, until `release` or the end of this process.
 
     On a file system without locks a note is printed and the run continues.
-    Raises: UserError if another process has locked the folder, or it cannot be created.
+    Raises: UserError if another process has locked the folder, or it cannot be created; FileExistsError if it must be
+        new and is not.
     """
     folder = folder.resolve()
     if folder in _held:
@@ -43,9 +44,12 @@ def take(folder: Path) -> None:
     refuse_links(folder)
     while True:
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=not must_be_new)
+            must_be_new = False
             descriptor = os.open(folder / FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         except OSError as error:
+            if must_be_new and isinstance(error, FileExistsError):
+                raise
             removed_by = removed_by or time.monotonic() + REMOVAL_SECONDS
             if isinstance(error, FileNotFoundError) and time.monotonic() < removed_by:  # its last owner is removing it
                 time.sleep(0.01)
