@@ -1,6 +1,7 @@
 """Find folders: the project, the package, the cache; sizes and hashes of files; write files of shared folders."""
 
 import contextlib
+import errno
 import hashlib
 import os
 import re
@@ -16,6 +17,8 @@ from zerofit.errors import UserError
 PACKAGE = Path(__file__).resolve().parent
 
 IN_WHEEL = PACKAGE / "project"  # setup.py puts recipes/, deepspeed_configs/, launchers/ and examples/ there
+
+LARGEST = 2**20  # bytes of a file of settings
 
 ROOT = IN_WHEEL if IN_WHEEL.is_dir() else PACKAGE.parents[1]  # those folders as they came with the package
 
@@ -100,7 +103,21 @@ def private_folder() -> Path | None:
     return folder
 
 
-# --- files in folders that others may have written to ---
+# --- files that others may have made ---
+
+
+def read_text(file: Path) -> str:
+    """Return the text of a UTF-8 file of settings.
+
+    Raises: OSError also for a pipe or a device, which may never end, and would be empty for the next process that reads
+        it, and for a file too large to be one.
+    """
+    about = file.stat()
+    if not (stat.S_ISREG(about.st_mode) or stat.S_ISDIR(about.st_mode)):
+        raise OSError(errno.EINVAL, "it is no file, and every process of a job reads it again")
+    if about.st_size > LARGEST:
+        raise OSError(errno.EFBIG, f"it has {about.st_size:,} bytes, {LARGEST:,} are the most")
+    return file.read_text(encoding="utf-8")
 
 
 @contextlib.contextmanager

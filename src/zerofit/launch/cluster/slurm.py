@@ -1,6 +1,7 @@
 """`zerofit slurm`: fill in launchers/slurm.sbatch from the same flags, check and submit it."""
 
 import argparse
+import contextlib
 import os
 import re
 import shlex
@@ -281,10 +282,11 @@ def submit(request: Request, script: str) -> None:
     try:
         answer = status.ask("sbatch", "--parsable", str(folder / SCRIPT))
     except UserError:
-        if folder in new_folders:
-            (folder / SCRIPT).unlink()
-        for made in new_folders:
-            made.rmdir()
+        with contextlib.suppress(OSError):
+            if folder in new_folders:
+                (folder / SCRIPT).unlink()
+            for made in new_folders:
+                made.rmdir()
         raise
     job_id, _, cluster = answer.strip().splitlines()[-1].partition(";")
     record = {"job_id": job_id, "cluster": cluster, "submitted": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
