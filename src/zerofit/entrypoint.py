@@ -1,6 +1,7 @@
 """Run a program and turn its expected errors into one sentence on stderr and an exit code."""
 
 import atexit
+import contextlib
 import gc
 import os
 import sys
@@ -28,6 +29,8 @@ def guard(main) -> None:
     """
     from zerofit import rank_status, run_lock
 
+    with contextlib.suppress(AttributeError):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as of stderr: names and data may hold what has no UTF-8
     atexit.register(gc.freeze)  # else the interpreter's last collections of the libraries' objects take 1 to 3 s
     told = False  # how to go on
     try:

@@ -42,8 +42,11 @@ class OutOfMemory(UserError):
 
 
 def printable(text: str) -> str:
-    """Return the text with control characters escaped: those in the data would control the terminal."""
-    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda m: f"\\x{ord(m[0]):02x}", text)
+    """Return the text with control characters escaped: those in the data would control the terminal.
+
+    And halves of surrogate pairs, which have no UTF-8.
+    """
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]", lambda m: f"\\x{ord(m[0]):02x}", text)
 
 
 def first_line(error: BaseException) -> str:

@@ -1,19 +1,24 @@
-"""Find folders: the project, the package, the cache; sizes, hashes and nearest existing parents of paths."""
+"""Find folders: the project, the package, the cache; sizes and hashes of files; write files of shared folders."""
 
 import contextlib
+import errno
 import hashlib
 import os
 import re
 import stat
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 from zerofit.errors import UserError
 
 PACKAGE = Path(__file__).resolve().parent
 
 IN_WHEEL = PACKAGE / "project"  # setup.py puts recipes/, deepspeed_configs/, launchers/ and examples/ there
+
+LARGEST = 2**20  # bytes of a file of settings
 
 ROOT = IN_WHEEL if IN_WHEEL.is_dir() else PACKAGE.parents[1]  # those folders as they came with the package
 
@@ -96,3 +101,58 @@ def private_folder() -> Path | None:
         return None
     folder.chmod(0o700)
     return folder
+
+
+# --- files that others may have made ---
+
+
+def read_text(file: Path) -> str:
+    """Return the text of a UTF-8 file of settings.
+
+    Raises: OSError also for a pipe or a device, which may never end, and would be empty for the next process that reads
+        it, and for a file too large to be one.
+    """
+    about = file.stat()
+    if not (stat.S_ISREG(about.st_mode) or stat.S_ISDIR(about.st_mode)):
+        raise OSError(errno.EINVAL, "it is no file, and every process of a job reads it again")
+    if about.st_size > LARGEST:
+        raise OSError(errno.EFBIG, f"it has {about.st_size:,} bytes, {LARGEST:,} are the most")
+    return file.read_text(encoding="utf-8")
+
+
+@contextlib.contextmanager
+def replacing(file: Path, sync: bool = False) -> Iterator[IO[bytes]]:
+    """Yield a new file that takes the name of `file` once the body has ended, and is deleted if it fails.
+
+    A link of that name is replaced: what it leads to is not written to. Args: sync: to the disk, before it is renamed.
+    """
+    tmp_path = file.with_suffix(".tmp")
+    try:
+        tmp_path.unlink(missing_ok=True)
+        descriptor = os.open(tmp_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
+        with os.fdopen(descriptor, "wb") as stream:
+            yield stream
+            stream.flush()
+            if sync:
+                os.fsync(descriptor)
+        tmp_path.replace(file)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            tmp_path.unlink(missing_ok=True)
+        raise
+
+
+def write_text(file: Path, text: str) -> None:
+    """Write a UTF-8 file as `replacing` does; what UTF-8 has no bytes for (half of a surrogate pair) is escaped."""
+    with replacing(file) as stream:
+        stream.write(text.encode("utf-8", "backslashreplace"))
+
+
+def appending(file: Path) -> IO[str]:
+    """Open a UTF-8 file to append lines to. Raises: OSError if it is a link, or a pipe that nobody reads."""
+
+    def opener(name, flags):
+        return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)  # the last one matters to pipes only
+
+    text = {"encoding": "utf-8", "errors": "backslashreplace", "buffering": 1}
+    return open(file, "a", opener=opener, **text)  # Path.open takes no opener

@@ -22,7 +22,12 @@ SUPERVISOR = "ZEROFIT_SUPERVISOR"  # environment variable: the supervisor's proc
 
 STOP = "stop"  # file with the step after which every rank saves and exits; 0: none
 
-ASKS_TO_SAVE = (signal.SIGTERM, signal.SIGUSR1)  # sent by SLURM and by users; the supervisor handles them
+# Sent to a supervisor by SLURM, by users and by a terminal that closes: its ranks save and end.
+ASKS_TO_SAVE = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+
+SENT_TO_ALL = (signal.SIGTERM, signal.SIGUSR1)  # by SLURM, to every process of a job: ranks and launchers ignore them
+
+ONE_SIGNAL_SECONDS = 1.0  # signals that ask for a save count as one
 
 ENDS_RANKS = signal.SIGUSR2  # sent by torchrun to the remaining ranks when one has failed
 
@@ -295,6 +300,22 @@ class Heartbeat:
     def is_last(self, step: int) -> bool:
         """Return whether all ranks must save after this step and exit; the same on every rank."""
         return self.stop is not None and 0 < _STEP.unpack_from(self.stop)[0] <= step
+
+
+def handle_signals(handler) -> dict:
+    """Handle SIGINT and what asks for a save, but not a SIGHUP that nohup ignores; return {signal: earlier handler}."""
+    numbers = {signal.SIGINT, *ASKS_TO_SAVE}
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        numbers.remove(signal.SIGHUP)
+    return {number: signal.signal(number, handler) for number in numbers}
+
+
+def is_repeated(number: int, first: float | None) -> bool:
+    """Return whether a signal is the one that came at time.monotonic() `first` (None: none did) once more.
+
+    `timeout make sft` signals make and all its children, and make passes its own on; so does systemd.
+    """
+    return first is not None and number in ASKS_TO_SAVE and time.monotonic() - first < ONE_SIGNAL_SECONDS
 
 
 def write_stop(where: Path, step: int) -> None:

@@ -1,6 +1,7 @@
 """Read and write the run folder: run.json, logs, metrics.jsonl, loss.png, result.json."""
 
 import contextlib
+import errno
 import itertools
 import json
 import os
@@ -13,23 +14,67 @@ import time
 from importlib import metadata
 from pathlib import Path
 
-from zerofit import __version__, command_line, distributed, run_lock
-from zerofit.errors import UserError
+from zerofit import __version__, command_line, distributed, paths, run_lock
+from zerofit.errors import UserError, first_line
 from zerofit.paths import IN_WHEEL, PROJECT, nearest_existing
 from zerofit.settings import Settings, as_typed
 
 METRICS = "metrics.jsonl"
+
+# Kinds of values in the files of a run. FINITE: also not beyond 2^63; NUMBER: also nan and infinity, as losses are.
+TEXT, WHOLE, FINITE, NUMBER = "text", "a whole number", "a finite number", "a number"
+
+SCORES = ("exact_match", "preference_accuracy")  # of the bundled tasks, each before and after training
+
+_BYTES_BY_PHASE = {...: {...: FINITE}}  # phase -> part -> bytes
+
+# What the readers of a run folder rely on, by file: the kind of a value, [shape] of the items of an array, or an object
+# of names with their shapes, `...` for all others. Any of them may be missing; folders from elsewhere hold anything.
+RECORDS = {
+    "run.json": {
+        **dict.fromkeys(("recipe", "started", "device", "command", "git_commit"), TEXT),
+        "world_size": WHOLE, "decisions": [TEXT], "versions": {...: TEXT}, "arguments": {...: {"source": TEXT}},
+        "data": {...: {}}, "plan": {"peak": _BYTES_BY_PHASE, "limit_bytes": FINITE},
+    },
+    "result.json": {
+        **dict.fromkeys(("status", "error", "peak_memory_of"), TEXT),
+        **dict.fromkeys(("steps", "parameters", "trainable_parameters"), WHOLE),
+        **dict.fromkeys(("tokens_per_second", "peak_memory_bytes", "train_seconds"), FINITE),
+        **dict.fromkeys(("train_loss", "last_loss", "eval_loss"), NUMBER),
+        **dict.fromkeys([f"{name}_{when}" for name in SCORES for when in ("before", "after")], NUMBER),
+        "samples": [{}],
+    },
+    "report.json": dict.fromkeys(("status", "cause", "try"), TEXT),
+    "memory.json": {"peak": _BYTES_BY_PHASE},
+    "slurm.json": {"job_id": TEXT, "cluster": TEXT, "jobs": WHOLE},
+}  # fmt: skip
+
+_METRIC = {
+    "step": WHOLE, "peak_memory_bytes": FINITE,
+    **dict.fromkeys(("loss", "eval_loss", "learning_rate", "grad_norm", "tokens_per_second"), NUMBER),
+    **dict.fromkeys((f"{on}rewards/{what}" for on in ("", "eval_") for what in
+                     ("chosen", "rejected", "margins", "accuracies")), NUMBER),
+}  # fmt: skip
+
+_FOREIGN = "no run of zerofit writes this: restore the file, or mend it"
+
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "peft", "datasets")
 
 
 def claim_folder(settings: Settings) -> None:
     """Name the run folder and lock it for this process, before checking whether it holds a run.
 
+    Of jobs that begin in the same second without --output_dir each gets a folder of its own.
     Raises: UserError when another process trains into it.
     """
-    settings.output_dir = str(name_folder(settings))
-    _check_writable(Path(settings.output_dir))
-    run_lock.take(Path(settings.output_dir))
+    first, is_named = name_folder(settings), bool(settings.output_dir)
+    _check_writable(first)
+    for number in itertools.count(1):
+        folder = first if number == 1 else first.with_name(f"{first.name}-{number}")
+        with contextlib.nullcontext() if is_named else contextlib.suppress(FileExistsError):
+            run_lock.take(folder, must_be_new=not is_named)
+            settings.output_dir = str(folder)
+            return
 
 
 def check_folder(folder: Path, resumes: bool) -> None:
@@ -77,18 +122,18 @@ def checkpoints(folder: Path) -> dict[int, Path]:
 def by_step(folder: Path, name: str) -> dict[int, Path]:
     """Return {step: <name>-<step>} of the entries of a folder, by step."""
     steps = {f.name.removeprefix(f"{name}-"): f for f in folder.glob(f"{name}-*")}
-    return {int(step): steps[step] for step in sorted(filter(str.isdigit, steps), key=int)}
+    return {int(step): steps[step] for step in sorted(filter(str.isdecimal, steps), key=int)}
 
 
 def open_folder(settings: Settings) -> Path:
     """Make the run folder and send this rank's output to logs/rank<r>.log; rank 0 keeps the terminal too."""
     folder = Path(settings.output_dir)
     (folder / "logs").mkdir(parents=True, exist_ok=True)
-    log = (folder / "logs" / f"rank{distributed.rank()}.log").open("a", buffering=1, encoding="utf-8")
+    log = paths.appending(folder / "logs" / f"rank{distributed.rank()}.log")
     if distributed.rank() == 0:
         sys.stdout, sys.stderr = _Tee(sys.stdout, log), _Tee(sys.stderr, log)
     else:
-        _speak_up_on_crash(log.name)
+        _speak_up_on_crash(str(log.name))
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     return folder
@@ -100,19 +145,23 @@ def keep_metrics(folder: Path, step: int) -> None:
     if not metrics.exists():
         return
     kept = itertools.takewhile(lambda entry: entry["step"] <= step, read_metrics(folder))
-    tmp_path = metrics.with_suffix(".tmp")
-    tmp_path.write_text("".join(json.dumps(entry) + "\n" for entry in kept), encoding="utf-8")
-    tmp_path.replace(metrics)
+    paths.write_text(metrics, "".join(json.dumps(entry) + "\n" for entry in kept))
 
 
 def read_metrics(folder: Path) -> list[dict]:
-    """Return the lines of metrics.jsonl, up to the half line that a killed run may leave; [] without the file."""
+    """Return the lines of metrics.jsonl, up to the half line that a killed run may leave; [] without the file.
+
+    Raises: UserError for a line that no run writes.
+    """
     file, entries = folder / METRICS, []
-    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else []:
+    lines = file.read_text(encoding="utf-8", errors="replace").split("\n") if file.exists() else []
+    for number, line in enumerate(lines, 1):
         try:
             entries.append(json.loads(line))
-        except ValueError:
+        except (ValueError, RecursionError):
             break
+        _check(f"{file}:{number}", entries[-1], _METRIC)
+        _check(f"{file}:{number}: step", entries[-1].get("step"), WHOLE)
     return entries
 
 
@@ -120,9 +169,42 @@ def read_json(file: Path) -> dict:
     """Return a JSON object of the run folder; {} if the file is missing, damaged or holds anything else."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
+
+
+def read_record(file: Path) -> dict:
+    """Return what `read_json` does, of a file of RECORDS. Raises: UserError for values that no run writes."""
+    value = {name: inner for name, inner in read_json(file).items() if inner is not None}
+    _check(str(file), value, RECORDS[file.name])
+    return value
+
+
+def _check(place: str, value, shape) -> None:
+    """Raise UserError if a value has not the shape of RECORDS."""
+    if isinstance(shape, dict):
+        if not isinstance(value, dict):
+            raise UserError(f"{place}: must be an object; {_FOREIGN}")
+        for name, inner in value.items():
+            inner_shape = shape.get(name, shape.get(...))
+            if inner_shape is not None and not (inner is None and isinstance(inner_shape, str)):
+                _check(f"{place}: {name}", inner, inner_shape)
+    elif isinstance(shape, list):
+        if not isinstance(value, list):
+            raise UserError(f"{place}: must be an array; {_FOREIGN}")
+        for number, inner in enumerate(value):
+            _check(f"{place}[{number}]", inner, shape[0])
+    elif not _is(value, shape):
+        raise UserError(f"{place}: must be {shape}; {_FOREIGN}")
+
+
+def _is(value, kind: str) -> bool:
+    if kind == TEXT:
+        return isinstance(value, str)
+    if isinstance(value, bool) or not isinstance(value, int if kind == WHOLE else int | float):
+        return False
+    return abs(value) < 2**63 or (kind == NUMBER and isinstance(value, float))
 
 
 class _Tee:
@@ -137,21 +219,33 @@ class _Tee:
     def write(self, text: str) -> int:
         with contextlib.suppress(OSError):  # on a full disk the terminal still gets the line
             self.log.write(text)
-        if _Tee.bar is None or not text:
-            return self.terminal.write(text)
-        if _Tee.at_line_start:
-            _Tee.bar.clear()
-        written = self.terminal.write(text)
-        _Tee.at_line_start = text.endswith("\n")  # print() writes a line and its end in two pieces
-        if _Tee.at_line_start:
-            self.terminal.flush()
-            _Tee.bar.refresh()
-        return written
+        with self._may_be_gone():
+            if _Tee.bar is None or not text:
+                return self.terminal.write(text)
+            if _Tee.at_line_start:
+                _Tee.bar.clear()
+            self.terminal.write(text)
+            _Tee.at_line_start = text.endswith("\n")  # print() writes a line and its end in two pieces
+            if _Tee.at_line_start:
+                self.terminal.flush()
+                _Tee.bar.refresh()
+        return len(text)
 
     def flush(self) -> None:
         with contextlib.suppress(OSError):
             self.log.flush()
-        self.terminal.flush()
+        with self._may_be_gone():
+            self.terminal.flush()
+
+    @contextlib.contextmanager
+    def _may_be_gone(self):
+        """Go on with the log alone after the terminal has closed, or the program that read this one's output ended."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in (errno.EIO, errno.EPIPE):
+                raise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.terminal.fileno())
 
     def __getattr__(self, name):
         return getattr(self.terminal, name)
@@ -193,16 +287,8 @@ def _speak_up_on_crash(log: str) -> None:
 
 def write_json(path: Path, value: dict) -> None:
     """Write a JSON file atomically: to a temporary file that is synced and renamed."""
-    tmp_path = path.with_suffix(".tmp")
-    try:
-        with tmp_path.open("w", encoding="utf-8") as file:
-            file.write(json.dumps(value, indent=2, default=str) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(tmp_path, path)
-    except OSError:
-        tmp_path.unlink(missing_ok=True)
-        raise
+    with paths.replacing(path, sync=True) as file:
+        file.write((json.dumps(value, indent=2, default=str) + "\n").encode())
 
 
 def git_commit() -> str | None:
@@ -256,8 +342,17 @@ def write_run(settings: Settings, facts: dict) -> None:
 
 
 def plot_metrics(folder: Path, title: str) -> None:
-    """Write loss.png and, of preference training, rewards.png from metrics.jsonl, as far as it has lines."""
-    lines = read_metrics(folder)
+    """Write loss.png and, of preference training, rewards.png from metrics.jsonl, as far as it has lines.
+
+    A run never fails for its plots.
+    """
+    try:
+        _plot_metrics(read_metrics(folder), folder, title)
+    except Exception as error:
+        print(f"note: {folder / 'loss.png'} could not be written: {first_line(error)}", flush=True)
+
+
+def _plot_metrics(lines: list[dict], folder: Path, title: str) -> None:
     if not lines:
         return
     import matplotlib
@@ -307,12 +402,27 @@ def _plot_loss(trained: list[dict], evaluated: list[dict], target: Path, title: 
 
 def _write_figure(figure, target: Path) -> None:
     """Give all axes of a figure a grid, a legend and no frame, write it and close it."""
-    from matplotlib import pyplot as plt
-
     for axes in figure.axes:
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False)
+    save_figure(figure, target)
+
+
+def save_figure(figure, target: Path) -> None:
+    """Lay a figure out, write it as PNG and close it."""
+    from matplotlib import pyplot as plt
+
+    without_formulas(figure)
     figure.tight_layout()
-    figure.savefig(target)
+    with paths.replacing(target) as file:
+        figure.savefig(file, format="png")
     plt.close(figure)
+
+
+def without_formulas(figure) -> None:
+    """Show the texts of a figure as they are: matplotlib takes what is between two `$`, as in names, for TeX."""
+    from matplotlib.text import Text
+
+    for text in figure.findobj(Text):
+        text.set_parse_math(False)

@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import socket
 import time
 from pathlib import Path
@@ -18,26 +19,37 @@ REMOVAL_SECONDS = 2.0  # that its last owner takes to remove a folder, at most; 
 
 LEASE_SECONDS = 100.0  # a file server drops the locks of a dead machine by then (NFS: 90 s)
 
+# What a run writes into its folder. Checkpoints, attempts/ and exports may be links: what is on another disk stays, a
+# new one gets a name that is not taken.
+OWN = re.compile(
+    r"(run|result|report|deepspeed|plan|data|memory|loss|rewards|metrics|certificate|padding_free|oom-rank\d+|slurm)\.\w+"
+    r"|cancelled|logs|nan|final|reference|\.saving"
+)
 
 _held: dict[Path, tuple[int, list[Path]]] = {}  # {run folder: (descriptor, folders created for it)}
 
 
-def take(folder: Path) -> None:
+def take(folder: Path, must_be_new: bool = False) -> None:
     """Lock a run folder, creating it if missing, until `release` or the end of this process.
 
     On a file system without locks a note is printed and the run continues.
-    Raises: UserError if another process has locked the folder, or it cannot be created.
+    Raises: UserError if another process has locked the folder, or it cannot be created; FileExistsError if it must be
+        new and is not.
     """
     folder = folder.resolve()
     if folder in _held:
         return
     created = [f for f in (folder, *folder.parents) if not f.exists()]
     deadline = removed_by = None
+    refuse_links(folder)
     while True:
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(folder / FILE, os.O_RDWR | os.O_CREAT, 0o666)
+            folder.mkdir(parents=True, exist_ok=not must_be_new)
+            must_be_new = False
+            descriptor = os.open(folder / FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         except OSError as error:
+            if must_be_new and isinstance(error, FileExistsError):
+                raise
             removed_by = removed_by or time.monotonic() + REMOVAL_SECONDS
             if isinstance(error, FileNotFoundError) and time.monotonic() < removed_by:  # its last owner is removing it
                 time.sleep(0.01)
@@ -66,6 +78,20 @@ def take(folder: Path) -> None:
     with contextlib.suppress(OSError):  # a full disk: the lock holds without its owner's name
         os.ftruncate(descriptor, 0)
         os.write(descriptor, json.dumps(facts).encode())
+
+
+def refuse_links(folder: Path) -> None:
+    """Refuse a run folder in which a name that a run writes to is a link. The folder itself may be reached by links.
+
+    Whoever may write to a shared folder, or has packed it, would choose which file of this user is overwritten.
+    Raises: UserError.
+    """
+    for top in filter(lambda file: OWN.fullmatch(file.name), folder.glob("*")):
+        if file := next((file for file in (top, *top.rglob("*")) if file.is_symlink()), None):
+            raise UserError(
+                f"{file}: is a link, to {file.readlink()}, and a run would write through it; remove the link, or name "
+                "another folder with --output_dir (OUT=...)."
+            )
 
 
 def held() -> list[Path]:
@@ -107,12 +133,18 @@ def _refusal(folder: Path) -> str:
 
 
 def owner(folder: Path) -> dict:
-    """Return what the lock's owner wrote: process, host, since; {} if it has not written them."""
+    """Return what the lock's owner wrote: process, host, since; {} if the file does not hold these."""
     for _ in range(10):
-        with contextlib.suppress(OSError, ValueError):
-            return json.loads((folder / FILE).read_text(encoding="utf-8"))
+        with contextlib.suppress(OSError, ValueError, RecursionError):
+            facts = json.loads((folder / FILE).read_text(encoding="utf-8"))
+            return facts if _is_owner(facts) else {}
         time.sleep(0.05)
     return {}
+
+
+def _is_owner(facts) -> bool:
+    names = {"process": int, "host": str, "since": str}
+    return isinstance(facts, dict) and all(isinstance(facts.get(name), kind) for name, kind in names.items())
 
 
 def _is_on_disk(descriptor: int, folder: Path) -> bool:

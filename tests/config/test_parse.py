@@ -1,6 +1,7 @@
 """Arguments: precedence, batch arithmetic, and one sentence for every mistake."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -283,6 +284,15 @@ def test_every_synonym_names_an_argument_that_exists():
         ("- a\n- b\n", "must hold `argument: value`"),
         ("# stage\nzero: 9\n", "run.yaml:2: zero 9: must be one of auto, 0, 1, 2, 3"),
         ("learning_rate: fast\n", "run.yaml:1: learning_rate fast: must be a number"),
+        ("zero: 2\nrun_name: no\n", 'run.yaml:2: run_name: no is false in YAML; write "no" in quotes, or false'),
+        ("data: [a, ON]\n", 'run.yaml:1: data: ON is true in YAML; write "ON" in quotes, or true'),
+        ("a: &a [*a]\n", "run.yaml:1:8: not valid YAML: an alias of what it stands in"),
+        ("data: " + "[" * 3000, "run.yaml:1:26: not valid YAML: more than 20 levels of nesting"),
+        (
+            "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 9)),
+            "run.yaml:5:5: not valid YAML: more than 10,000 values with all aliases",
+        ),
+        ("x" * 2**20 + ": 1\n", "cannot be read: it has 1,048,580 bytes, 1,048,576 are the most"),
     ],
 )
 def test_yaml_refusals(tmp_path, text, says):
@@ -290,6 +300,26 @@ def test_yaml_refusals(tmp_path, text, says):
     file.write_text(text)
     with pytest.raises(UserError, match=says):
         parse("--config", str(file))
+
+
+@pytest.mark.bad_input
+def test_a_pipe_is_no_file_of_settings(tmp_path):
+    """The first process to read it would wait, or leave nothing for the ranks."""
+    os.mkfifo(tmp_path / "pipe")
+    for flag in ("--config", "--deepspeed"):
+        with pytest.raises(UserError, match=f"{flag} .*pipe: cannot be read: it is no file, and every process"):
+            parse(flag, str(tmp_path / "pipe"))
+
+
+def test_texts_of_a_yaml_file_are_as_they_stand_there(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        'run_name: 3.10\nhub_model_id: "no"\ndata: [007, 1_000, 2024-01-01, *a]\n'.replace("*a", DATA)
+        + "output_dir: &b 0x10\nlogging_dir: *b\n".replace("logging_dir", "chat_template")
+    )
+    found = parse("--config", str(file))
+    assert (found.run_name, found.hub_model_id, found.output_dir, found.chat_template) == ("3.10", "no", "0x10", "0x10")
+    assert found.data == ["007", "1_000", "2024-01-01", DATA]
 
 
 @pytest.mark.bad_input

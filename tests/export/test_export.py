@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -275,6 +276,52 @@ def test_what_cannot_be_exported_is_one_sentence(runs, tmp_path, copied, monkeyp
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(10, 10, 1000))
     refused(runs["sft0"].folder, r"0\.00171 GB are to be written and 1e-06 are free", "--dtype", "bf16", *out)
     record_property("cases", len(mistakes))
+
+
+@pytest.mark.injection
+def test_what_a_link_leads_to_is_not_exported(runs, tmp_path):
+    """A model folder from elsewhere, whose vocabulary is this user's private key; and the Hub's cache, as it is."""
+    key = tmp_path / "home" / "id_rsa"
+    key.parent.mkdir()
+    key.write_text("secret")
+    repo = tmp_path / "models--a--b"
+    folder = repo / "snapshots" / "c0ffee"
+    shutil.copytree(runs["sft0"].folder / "final", folder)
+    (repo / "blobs").mkdir()
+    (folder / "tokenizer.json").rename(repo / "blobs" / "123")
+    (folder / "tokenizer.json").symlink_to("../../blobs/123")
+    (folder / "vocab.txt").symlink_to("tokenizer.json")
+    exported(folder, tmp_path / "out", "--check", "false")
+    assert (tmp_path / "out" / "vocab.txt").stat().st_size > 1000
+    for name, target in (
+        ("vocab.key", key), ("tokenizer_keys", key.parent), ("special_tokens_map.json", "../../../home/id_rsa"),
+        ("config.json", key), ("additional_chat_templates/x.jinja", key),
+    ):  # fmt: skip
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(target)
+        with pytest.raises(UserError, match=f"{name}: is a link out of its folder, to {key.parent}"):
+            export._check_links(SimpleNamespace(push="", merge=False), SimpleNamespace(folder=folder))
+        with pytest.raises(UserError, match=f"{name}: is a link out of its folder"):
+            export._check_links(
+                SimpleNamespace(push="", merge=True), SimpleNamespace(folder=tmp_path / "out", base=str(folder))
+            )
+        (folder / name).unlink()
+    (folder / "model.safetensors").rename(tmp_path / "model.safetensors")  # on another disk, as many are
+    (folder / "model.safetensors").symlink_to(tmp_path / "model.safetensors")
+    saved = SimpleNamespace(folder=folder)
+    export._check_links(SimpleNamespace(push="", merge=False), saved)
+    with pytest.raises(UserError, match=r"model\.safetensors: is a link out of its folder"):
+        export._check_links(SimpleNamespace(push="me/it", merge=False), saved)
+
+
+@pytest.mark.injection
+def test_an_index_names_files_beside_it_alone(runs, tmp_path):
+    shutil.copytree(runs["sft0"].folder / "final", tmp_path / "a")
+    index = {"weight_map": {"lm_head.weight": "../private/model.safetensors"}}
+    (tmp_path / "a" / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match=r"'\.\./private/model\.safetensors' is no name of a file beside it"):
+        export_source.find(str(tmp_path / "a"))
 
 
 def test_the_newest_good_checkpoint_of_an_unfinished_run(copied, tmp_path, capsys):

@@ -328,14 +328,14 @@ def test_files_of_a_node_have_names_of_a_list(tmp_path, record_property):
 
 @pytest.mark.injection
 def test_a_signature_holds_for_one_key_and_documents_have_a_shape():
-    job = JobState(heartbeat=1, supervisors={1: "id"}, order=Order(1, {0: 2, 1: 2}, {"--zero": ["2"]}, {}))
+    job = JobState(leader="a", heartbeat=1, supervisors={1: "id"}, order=Order(1, {0: 2, 1: 2}, {"--zero": ["2"]}, {}))
     text = documents.signed(SECRET, JOB_KEY, job).encode()
     assert documents.read(SECRET, JOB_KEY, text) == job
     with pytest.raises(ValueError, match="not signed"):
         documents.read(SECRET, "node/1", text)
-    right = {"heartbeat": 1, "supervisors": {}}
+    right = {"leader": "a", "heartbeat": 1, "supervisors": {}}
     for wrong, said in (
-        ([], "document: "), ({"heartbeat": 1}, "supervisors: Field required"),
+        ([], "document: "), ({"leader": "a", "heartbeat": 1}, "supervisors: Field required"),
         (right | {"heartbeat": "1"}, "heartbeat: "), (right | {"order": {"attempt": 1}}, "order.nodes: "),
         (right | {"end": []}, "end: "), (right | {"nodes": {"x": 1}}, "nodes.x"),
         ("[" * 100_000, "document: "), ("\udcff", "document: "),
@@ -365,6 +365,39 @@ def test_a_document_of_earlier_is_no_news(port):
     assert first.transport._is_old(replace(now, leader="another job's"), now)
     again.membership.leave()
     first.membership.leave()
+
+
+@pytest.mark.injection
+def test_a_write_before_a_node_comes_does_not_keep_it_out(port):
+    """Once, to every key, by a stranger or an earlier job with the same secret."""
+
+    def come_after_a_stranger():
+        node_options.reach(at(port, 1))
+        store = stranger(port)
+        store.wait([JOB_KEY])
+        earlier = JobState(leader="an earlier one", heartbeat=10**6, supervisors={1: "an earlier one"})
+        for key, text in (("zerofit", "x"), ("node/1", "x"), (JOB_KEY, documents.signed(SECRET, JOB_KEY, earlier))):
+            store.set(key, text)
+        return come(port, 1)
+
+    (first, folder), (second, same) = together(lambda: come(port, 0), come_after_a_stranger)
+    assert folder == same and second.transport.node.id == first.transport.nodes[1].id
+    for node in (second, first):
+        node.membership.leave()
+
+
+@pytest.mark.fault
+def test_a_node_that_was_suspended_does_not_lose_the_others(port):
+    """Its clock has run on, and theirs: SLURM suspends all nodes of a job."""
+    (first, _), (second, _) = together(lambda: come(port, 0), lambda: come(port, 1))
+    for transport_of in (first.transport, second.transport):
+        transport_of._closing.set()
+        transport_of._thread.join()
+    time.sleep(1.1)
+    assert first.membership.is_lost(1, None) and second.membership.loss_of_node_0()
+    for node in (first, second):
+        node.transport.restart_clocks()
+    assert not first.membership.is_lost(1, None) and not second.membership.loss_of_node_0()
 
 
 @pytest.mark.injection
@@ -540,8 +573,8 @@ def disturb(port, folder, done) -> int:
         "--output_dir": [str(folder / "outside")],
     }
     job = JobState(
-        heartbeat=10**6, supervisors={1: "stranger"}, order=Order(9, {0: 1, 1: 1}, flags, {}), stop=Stop(1, 1),
-        kill=Kill(1, 9, stacks=False), end=End(0, "ended"),
+        leader="stranger", heartbeat=10**6, supervisors={1: "stranger"}, order=Order(9, {0: 1, 1: 1}, flags, {}),
+        stop=Stop(1, 1), kill=Kill(1, 9, stacks=False), end=End(0, "ended"),
     )  # fmt: skip
     sent = 0
     while not done.wait(1.0):

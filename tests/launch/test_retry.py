@@ -4,11 +4,13 @@ run, or in the right exit code and sentence; no process and no half-written chec
 import functools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
@@ -249,7 +251,7 @@ def test_a_second_signal_ends_at_once(tmp_path, number):
     for rank in ranks:
         rank.suspend()  # else they may have saved and ended before the second signal
     job.send_signal(number)
-    time.sleep(0.3)
+    time.sleep(rank_status.ONE_SIGNAL_SECONDS + 0.3)
     job.send_signal(number)
     _, said = job.communicate(timeout=30)
     ended = "interrupted" if number == signal.SIGINT else "stopped by SIGTERM"
@@ -553,6 +555,111 @@ def test_a_clock_that_is_set_forward_is_no_hang(monkeypatch, tmp_path):
     assert supervisor._hung(tmp_path, 1740, 1) is None
     monkeypatch.setattr(time, "monotonic", lambda: clock() + 1900)
     assert supervisor._hung(tmp_path, 1740, 1) == 0
+
+
+# A supervisor of one rank that makes 20 steps a second: for each line of stdin one attempt, whose end it prints. A rank
+# that is told to hang makes no step after the first.
+SUPERVISED = """
+import json, os, signal, sys, tempfile
+from pathlib import Path
+from zerofit.launch import supervisor
+supervisor.SUSPENDED_SECONDS = 1.0
+RANK = '''
+import sys, time
+from zerofit import rank_status
+heartbeat, step = rank_status.Heartbeat(), 0
+while not heartbeat.is_last(step):
+    if sys.argv[1] == "trains" or step == 0:
+        step += 1
+        heartbeat.beat(step)
+    time.sleep(0.05)
+sys.exit(75)
+'''
+for line in sys.stdin:
+    kind, hangup, limit = json.loads(line)
+    signal.signal(signal.SIGHUP, getattr(signal, hangup))
+    with tempfile.TemporaryDirectory() as folder:
+        env = os.environ | {"ZEROFIT_ATTEMPT": folder}
+        print(json.dumps(folder), flush=True)
+        code, signals, hung = supervisor.watch([sys.executable, "-c", RANK, kind], env, Path(folder), limit, 1)
+    print(json.dumps([code, [signal.Signals(number).name for number in signals], hung]), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def supervised():
+    process = subprocess.Popen([sys.executable, "-c", SUPERVISED], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                               text=True)  # fmt: skip
+    yield process
+    process.kill()
+    process.wait()
+
+
+def attempt(supervised, kind="trains", hangup="SIG_DFL", limit=0.0) -> int:
+    """Begin an attempt of SUPERVISED; return the process id of its rank once it makes steps."""
+    supervised.stdin.write(json.dumps([kind, hangup, limit]) + "\n")
+    supervised.stdin.flush()
+    records = Path(json.loads(supervised.stdout.readline()))
+    deadline = time.monotonic() + 60
+    while not (beats := rank_status.heartbeats(records)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return beats[0][0]
+
+
+def end_of(supervised) -> list:
+    """Return [exit code, signals, hung rank] of the attempt."""
+    return json.loads(supervised.stdout.readline())
+
+
+@pytest.mark.fault
+def test_a_suspended_job_is_no_hang(supervised):
+    """SIGSTOP to all its processes, as SLURM's gang scheduling sends it, for longer than --hang_timeout."""
+    rank = attempt(supervised, limit=1.5)
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        os.kill(rank, number)  # first the rank, below first the supervisor, which sees an old heartbeat then
+        supervised.send_signal(number)
+        time.sleep(3.0 if number == signal.SIGSTOP else 1.0)
+    supervised.send_signal(signal.SIGSTOP)
+    os.kill(rank, signal.SIGSTOP)
+    time.sleep(3.0)
+    supervised.send_signal(signal.SIGCONT)
+    time.sleep(1.0)
+    os.kill(rank, signal.SIGCONT)
+    time.sleep(0.5)
+    supervised.send_signal(signal.SIGTERM)
+    assert end_of(supervised) == [75, ["SIGTERM"], None]
+    attempt(supervised, kind="hangs", limit=1.5)
+    assert end_of(supervised) == [137, [], 0]
+
+
+@pytest.mark.fault
+def test_nohup_is_heeded_and_a_closed_terminal_asks_for_a_save(supervised):
+    attempt(supervised)
+    supervised.send_signal(signal.SIGHUP)
+    assert end_of(supervised) == [75, ["SIGHUP"], None]
+    rank = attempt(supervised, hangup="SIG_IGN")
+    supervised.send_signal(signal.SIGHUP)
+    time.sleep(1.0)
+    ignored = int(re.search(r"SigIgn:\s+(\w+)", Path(f"/proc/{rank}/status").read_text())[1], 16)
+    assert not ignored >> (signal.SIGHUP - 1) & 1  # the supervisor ends ranks with it
+    supervised.send_signal(signal.SIGTERM)
+    assert end_of(supervised) == [75, ["SIGTERM"], None]
+
+
+@pytest.mark.fault
+def test_signals_of_one_second_are_one(supervised):
+    """`timeout make sft` signals make and its children, and make passes its own on."""
+    attempt(supervised)
+    for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGHUP):
+        supervised.send_signal(number)
+        time.sleep(0.02)
+    assert end_of(supervised) == [75, ["SIGTERM"], None]
+    attempt(supervised, kind="hangs")
+    supervised.send_signal(signal.SIGTERM)
+    time.sleep(rank_status.ONE_SIGNAL_SECONDS + 0.2)
+    supervised.send_signal(signal.SIGTERM)
+    assert end_of(supervised) == [137, ["SIGTERM", "SIGTERM"], None]
 
 
 def test_a_rank_beats_while_it_writes(monkeypatch, tmp_path):

@@ -14,7 +14,7 @@ from test_retry import launch
 
 from zerofit.config import resolve
 from zerofit.model.load import model_fingerprint
-from zerofit.train import preference
+from zerofit.train import preference, replay
 
 MODEL = TINY / "preference" / "model"
 STEPS, BATCH, RATE, BETA = 20, 4, 1e-3, 0.2
@@ -371,6 +371,30 @@ def test_a_pair_whose_loss_is_not_a_number_is_left_out_and_named(tmp_path, folde
     assert all(math.isfinite(line["rewards/margins"]) for line in trained)
     again = run_python(["-m", "zerofit", "replay", str(tmp_path / "run")])
     assert again.returncode == 4 and "row 9: " in again.stdout and "embed_tokens" in again.stdout, again.stdout
+
+
+@pytest.mark.fault
+@pytest.mark.oracle
+def test_a_replay_computes_the_loss_of_the_pairs(tmp_path, folder, capsys):
+    """ln 2 where the model is its own reference; not finite where the reference alone is not. SFT's is 4 and finite."""
+    step = tmp_path / "nan" / "step-1"
+    step.mkdir(parents=True)
+    ids = torch.tensor([[3, 4, 5, 6], [3, 4, 7, 0], [8, 9, 5, 6], [8, 9, 6, 0]])  # chosen, rejected, chosen, rejected
+    labels = ids.where((ids != 0) & (torch.arange(4) > 1), -100)
+    batch = {"0.input_ids": ids, "0.labels": labels, "0.attention_mask": (ids != 0).long()}
+    spoilt = {"0.reference": torch.tensor([[math.nan, -1.0], [-1.0, -2.0]])}
+    for more, tensors, code, said in (
+        (["--precompute_ref_log_probs", "true"], batch | spoilt, 4, "loss nan, gradient not finite in"),
+        (["--fused_loss", "true"], batch | spoilt, 4, "loss nan, gradient not finite in"),
+        (ADAPTER, batch, 0, "rank 0 micro batch 0: loss 0.6931, gradient finite"),
+        ([*ADAPTER, "--fused_loss", "true"], batch, 0, "rank 0 micro batch 0: loss 0.6931, gradient finite"),
+    ):
+        save_file(tensors, step / "rank0.safetensors")
+        facts = {"recipe": "dpo", "flags": [*flags(folder), *more], "world_size": 1, "rows": None, "texts": {}}
+        (step / "step.json").write_text(json.dumps(facts))
+        with pytest.raises(SystemExit) as ended:
+            replay.main([str(tmp_path)])
+        assert ended.value.code == code and said in capsys.readouterr().out, more
 
 
 @pytest.mark.slow

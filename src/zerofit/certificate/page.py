@@ -7,6 +7,7 @@ from transformers import TrainingArguments
 
 from zerofit import __version__, run_folder
 from zerofit.errors import printable
+from zerofit.paths import write_text
 from zerofit.settings import Check
 
 ORDER = (
@@ -67,7 +68,7 @@ def write(settings, status: str, seconds: float) -> None:
         *(f"- {name} {version}" for name, version in facts.get("versions", {}).items()),
         *(f"- {name} data: fingerprint {fingerprint}" for name, fingerprint in data.items()),
     ]  # fmt: skip
-    (folder / "certificate.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_text(folder / "certificate.md", "\n".join(lines) + "\n")
 
 
 def _chosen(settings) -> list[tuple]:

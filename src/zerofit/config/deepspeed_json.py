@@ -10,7 +10,7 @@ from typing import Any
 from zerofit import distributed
 from zerofit.config import offload, synonyms
 from zerofit.errors import UserError
-from zerofit.paths import PROJECT
+from zerofit.paths import PROJECT, read_text
 from zerofit.settings import json_value, merge_json
 
 CONFIGS = PROJECT / "deepspeed_configs"
@@ -141,7 +141,7 @@ def read_json(path: str | Path) -> dict:
         return dict(pairs)
 
     try:
-        config = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique)
+        config = json.loads(read_text(path), object_pairs_hook=unique)
     except OSError as error:
         if stage := synonyms.stage(path.name):
             raise UserError(f"--deepspeed {path}: there is no such file; did you mean --zero {stage}?") from None
@@ -150,6 +150,8 @@ def read_json(path: str | Path) -> dict:
         raise UserError(f"--deepspeed {path}: is not a UTF-8 text file.") from None
     except json.JSONDecodeError as error:
         raise UserError(f"{path}:{error.lineno}:{error.colno}: not valid JSON: {error.msg}.") from None
+    except RecursionError:
+        raise UserError(f"{path}: is nested too deeply for DeepSpeed JSON.") from None
     if not isinstance(config, dict):
         raise UserError(f"{path}: must hold a JSON object {{...}}, found a {type(config).__name__}.")
     return config

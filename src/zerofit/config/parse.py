@@ -5,6 +5,7 @@ import ast
 import copy
 import functools
 import importlib.util
+import itertools
 import json
 import shlex
 import warnings
@@ -18,6 +19,7 @@ from transformers import HfArgumentParser  # without torch; TrainingArguments br
 from zerofit.command_line import repeated, with_auto_as_probe
 from zerofit.config import arguments, presets, synonyms
 from zerofit.errors import UserError
+from zerofit.paths import read_text
 from zerofit.settings import Settings
 
 _UNSET = object()
@@ -111,8 +113,7 @@ def read_yaml(path: str, recipe: str, early: bool = False) -> dict[str, Any]:
     Raises: UserError with file and line for broken YAML, an unknown key or a wrong value.
     """
     try:
-        text = Path(path).expanduser().read_text(encoding="utf-8")
-        values = yaml.load(text, _YamlLoader) or {}  # a SafeLoader
+        values, nodes = _load(read_text(Path(path).expanduser()))
     except OSError as error:
         raise UserError(f"--config {path}: cannot be read: {error.strerror}.") from None
     except UnicodeDecodeError:
@@ -125,29 +126,90 @@ def read_yaml(path: str, recipe: str, early: bool = False) -> dict[str, Any]:
         raise UserError(f"{place}: not valid YAML: {getattr(error, 'problem', error)}.") from None
     if not isinstance(values, dict):
         raise UserError(f"{path}: must hold `argument: value` lines, found a {type(values).__name__}.")
-    flags = {key: _flag(key, value) for key, value in values.items() if value is not None}
+    lines = {key: nodes[str(key)].start_mark.line + 1 if str(key) in nodes else 1 for key in values}
+    texts = _text_flags(recipe, early)
+    flags = {}
+    for key, value in values.items():
+        if str(key).replace("-", "_") in texts:
+            value = _as_written(f"{path}:{lines[key]}: {key}", value, nodes.get(str(key)))
+        flags |= {key: _flag(key, value)} if value is not None else {}
     if nulls := values.keys() - flags.keys():
-        lines = _lines(text)
-        _refuse_nulls(path, {key: lines.get(str(key), 1) for key in values if key in nulls}, recipe, early)
+        _refuse_nulls(path, {key: lines[key] for key in values if key in nulls}, recipe, early)
     try:
         return explicit(recipe, [word for words in flags.values() for word in words], str(path), early)
     except UserError as first:
-        lines, mistakes = _lines(text), []
+        mistakes = []
         for key, words in flags.items():
             try:
-                explicit(recipe, words, f"{path}:{lines.get(str(key), 1)}", early)
+                explicit(recipe, words, f"{path}:{lines[key]}", early)
             except UserError as mistake:
                 mistakes.append(str(mistake))
         raise UserError(" ".join(mistakes) or str(first)) from None
 
 
-def _lines(text: str) -> dict[str, int]:
-    """Return the line of each key of a YAML text."""
-    return {key.value: key.start_mark.line + 1 for key, _ in yaml.compose(text).value}
+def _load(text: str) -> tuple[Any, dict[str, yaml.Node]]:
+    """Return the value of a YAML text, {} of an empty one, and the node of each of its keys."""
+    loader = _YamlLoader(text)
+    try:
+        root = loader.get_single_node()
+        values = loader.construct_document(root) or {} if root else {}
+    finally:
+        loader.dispose()
+    return values, {key.value: value for key, value in root.value} if isinstance(values, dict) and values else {}
+
+
+def _text_flags(recipe: str, early: bool) -> set[str]:
+    """Return the names of the flags that take any text."""
+    parser = _early_parser(recipe) if early else build_parser(recipe)
+    return {action.dest for action in parser._actions if action.type is str and not action.choices}
+
+
+def _as_written(place: str, value: Any, node: yaml.Node | None) -> Any:
+    """Return the value of a text, or of a list of them, as it stands in the file: YAML reads 3.10 as the number 3.1.
+
+    Raises: UserError for no, off, yes and on, which may be meant as text or as YAML's false and true.
+    """
+    if isinstance(value, list) and isinstance(node, yaml.SequenceNode):
+        return [_as_written(place, inner, of) for inner, of in zip(value, node.value, strict=True)]
+    if value is None or not isinstance(node, yaml.ScalarNode):
+        return value
+    if isinstance(value, bool):
+        if node.value.lower() not in ("true", "false"):
+            raise UserError(
+                f'{place}: {node.value} is {_word(value)} in YAML; write "{node.value}" in quotes, or {_word(value)}.'
+            )
+        return value
+    return node.value
 
 
 class _YamlLoader(yaml.SafeLoader):
-    """A SafeLoader that refuses a key that is given twice, with `-` or `_`: YAML's last one would win."""
+    """A SafeLoader that refuses a key that is given twice, with `-` or `_`: YAML's last one would win.
+
+    And more than any file of settings holds: aliases of aliases stand for billions of values in a few lines.
+    """
+
+    depth = 0
+
+    def __init__(self, stream):
+        super().__init__(stream)
+        self.sizes: dict[int, int] = {}  # values below a node, by its id; those of an alias count each time
+
+    def compose_node(self, parent, index):
+        place = self.peek_event().start_mark
+        self.depth += 1
+        if self.depth > DEEPEST:
+            raise yaml.composer.ComposerError(None, None, f"more than {DEEPEST} levels of nesting", place)
+        is_alias, node = self.check_event(yaml.AliasEvent), super().compose_node(parent, index)
+        self.depth -= 1
+        if is_alias and id(node) not in self.sizes:
+            raise yaml.composer.ComposerError(None, None, "an alias of what it stands in", place)
+        if not is_alias:
+            pairs = node.value if isinstance(node, yaml.MappingNode) else []
+            inner = itertools.chain(*pairs) if pairs else node.value if isinstance(node, yaml.SequenceNode) else []
+            self.sizes[id(node)] = 1 + sum(self.sizes[id(of)] for of in inner)
+        if self.sizes[id(node)] > MOST_VALUES:
+            raise yaml.composer.ComposerError(None, None, f"more than {MOST_VALUES:,} values with all aliases", place)
+        return node
 
     def construct_mapping(self, node, deep=False):
         first = {}
@@ -172,6 +234,8 @@ def _refuse_nulls(path: str, lines: dict[str, int], recipe: str, early: bool) ->
                 f"{path}:{line}: {key}: null is no value; write one, or leave the line out for {default}{more}."
             )
 
+
+DEEPEST, MOST_VALUES = 20, 10_000  # of a YAML file
 
 OFF = ("eval_strategy", "hub_strategy", "logging_strategy", "save_strategy")  # YAML reads their value `no` as false
 

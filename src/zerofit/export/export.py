@@ -49,6 +49,7 @@ def main(argv: list[str]) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that SIGTERM too deletes the temporary folder
     saved = source.find(args.run, args.base, args.trust_remote_code)
     _check_asked(args, saved)
+    _check_links(args, saved)
     out = _choose_out(args, saved)
     if args.push:
         _check_push(args.push, saved, args.merge)
@@ -76,6 +77,24 @@ def _check_asked(given, saved) -> None:
     kind = "adapter" if saved.adapter else "model"
     base_note = f" on {_shown_base(saved)}" if saved.adapter else ""
     print(f"export of {saved.folder}: {kind}{base_note}{', merged' if given.merge else ''}", flush=True)
+
+
+def _check_links(given, saved) -> None:
+    """Refuse links that lead out of a folder of which files are copied: a foreign one may name any file of this user.
+
+    Weights are no such file unless they are uploaded; many keep them on another disk. Raises: UserError.
+    """
+    for folder in filter(None, (saved.folder, saved.base if given.merge else "")):
+        top = Path(folder).resolve()
+        own = [top, *([top.parents[1] / "blobs"] if top.parent.name == "snapshots" else [])]  # the Hub's cache
+        copied = ["*"] if given.push else [*SMALL, "*.json"]
+        for file in (file for pattern in copied for found in top.glob(pattern) for file in (found, *found.rglob("*"))):
+            target = Path(os.path.realpath(file))
+            if not any(target.is_relative_to(place) for place in own):
+                raise UserError(
+                    f"{file}: is a link out of its folder, to {target}, which the export would hold; put a copy in its "
+                    "place if that is what you want."
+                )
 
 
 def _shown_base(saved) -> str:

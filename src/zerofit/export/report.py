@@ -42,15 +42,15 @@ class Run:
 
     @cached_property
     def facts(self) -> dict:
-        return run_folder.read_json(self.folder / "run.json")
+        return run_folder.read_record(self.folder / "run.json")
 
     @cached_property
     def result(self) -> dict:
-        return run_folder.read_json(self.folder / "result.json")
+        return run_folder.read_record(self.folder / "result.json")
 
     @cached_property
     def failure(self) -> dict:
-        return run_folder.read_json(self.folder / "report.json")
+        return run_folder.read_record(self.folder / "report.json")
 
     @cached_property
     def metrics(self) -> list[dict]:
@@ -73,9 +73,9 @@ class Run:
     def arguments(self) -> dict[str, tuple[str, str]]:
         """Return argument -> (value, source) of those that are not a default of transformers."""
         return {
-            name: (_text(entry["value"]), entry["source"])
+            name: (_text(entry.get("value")), entry.get("source") or "")
             for name, entry in self.facts.get("arguments", {}).items()
-            if entry["source"] != "transformers default"
+            if entry.get("source") != "transformers default"
         }
 
 
@@ -92,8 +92,12 @@ def main(argv: list[str]) -> None:
             raise UserError(f"{run.folder}: is no run folder (its run.json is missing or damaged); name one of runs/.")
     several = runs[0].folder.resolve().parent / "report-{}.html".format("-".join(run.name for run in runs))
     file = Path(args.output).expanduser() if args.output else several if len(runs) > 1 else runs[0].folder / FILE
+    text = of_several(runs) if len(runs) > 1 else of_one(runs[0])
     try:
-        file.write_text(of_several(runs) if len(runs) > 1 else of_one(runs[0]), encoding="utf-8")
+        if args.output:  # may be a pipe, or a link that the user has made
+            file.write_text(text, encoding="utf-8", errors="backslashreplace")
+        else:
+            paths.write_text(file, text)
     except OSError as error:
         raise UserError(f"{file}: cannot be written to: {error.strerror}; name another file with --output.") from None
     print(f"report: {file}")
@@ -105,7 +109,7 @@ def write(folder: Path, told: bool = False) -> None:
     A run never fails for its report. Args: told: how to go on has been printed already.
     """
     try:
-        (folder / FILE).write_text(of_one(Run(folder)), encoding="utf-8")
+        paths.write_text(folder / FILE, of_one(Run(folder)))
     except Exception as error:
         print(f"note: {folder / FILE} could not be written: {error}", flush=True)
     else:
@@ -152,8 +156,9 @@ def summary(run: Run) -> dict[str, str | None]:
     speed = result.get("tokens_per_second") or run.last("tokens_per_second")
     peak = result.get("peak_memory_bytes") or run.last("peak_memory_bytes")
     seconds = result.get("train_seconds")
-    score = next((name.removesuffix("_after") for name in result if name.endswith("_after")), None)
-    before_and_after = score and f"{result[f'{score}_before']:.1%} → {result[f'{score}_after']:.1%}"
+    scores = {name: [result.get(f"{name}_{when}") for when in ("before", "after")] for name in run_folder.SCORES}
+    score = next((name for name, values in scores.items() if None not in values), None)
+    before_and_after = score and " → ".join(f"{value:.1%}" for value in scores[score])
     return {
         (score or "score").replace("_", " ") + " before → after": before_and_after,
         "last training loss": None if loss is None else f"{loss:.4f}",
@@ -192,7 +197,7 @@ def _charts(runs: list[Run]) -> dict[str, str]:
 
 def _memory(run: Run) -> dict[str, str]:
     """Return the chart of the planned peaks by phase and part, with what was measured."""
-    planned, measured = run.facts.get("plan") or {}, run_folder.read_json(run.folder / "memory.json")
+    planned, measured = run.facts.get("plan") or {}, run_folder.read_record(run.folder / "memory.json")
     bars = {f"planned: {phase}": parts for phase, parts in planned.get("peak", {}).items()}
     bars |= {f"measured: {phase}": parts for phase, parts in measured.get("peak", {}).items()}
     if not bars:
@@ -209,7 +214,7 @@ def _samples(run: Run) -> str:
     before = any(sample.get("before") is not None for sample in samples)
     head = ["asked", *(["before"] if before else []), "after", "wanted"]
     names = ["prompt", *(["before"] if before else []), "after", "wanted"]
-    return report_page.table(head, [[printable(str(sample[name])) for name in names] for sample in samples])
+    return report_page.table(head, [[printable(str(sample.get(name, ""))) for name in names] for sample in samples])
 
 
 def _checkpoints(folder: Path) -> list[list[str]]:
@@ -233,7 +238,7 @@ def next_steps(folder: Path) -> list[str]:
 def _bad_steps(folder: Path) -> list[Path]:
     """Return the folders of the steps that a diverged run has kept, in order; none for runs that ended otherwise."""
     diverged = str(Run(folder).result.get("error")).startswith(f"{Diverged.__name__}:")
-    return sorted(folder.glob("nan/step-*"), key=lambda step: int(step.name[5:])) if diverged else []
+    return [*run_folder.by_step(folder / "nan", "step").values()] if diverged else []
 
 
 def _why(run: Run) -> str:
@@ -293,10 +298,10 @@ def differences(runs: list[Run]) -> list[list[str]]:
         prints = [str(run.facts.get("data", {}).get(place, {}).get("fingerprint", "")) for run in runs]
         rows.append([f"{place} data (fingerprint)", *prints])
     for name in sorted({name for run in runs for name in run.facts.get("arguments", {})} - set(OF_A_RUN)):
-        values = [run.facts.get("arguments", {}).get(name, {"value": None})["value"] for run in runs]
+        values = [run.facts.get("arguments", {}).get(name, {}).get("value") for run in runs]
         rows.append([name, *map(_text, values)])
     for package in sorted({name for run in runs for name in run.facts.get("versions", {})}):
-        rows.append([f"version of {package}", *(run.facts.get("versions", {}).get(package, "") for run in runs)])
+        rows.append([f"version of {package}", *(run.facts.get("versions", {}).get(package) or "" for run in runs)])
     return [row for row in rows if len(set(row[1:])) > 1]
 
 

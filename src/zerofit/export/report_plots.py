@@ -5,6 +5,8 @@ import json
 import re
 from dataclasses import dataclass
 
+from zerofit.run_folder import without_formulas
+
 # Drawn color -> CSS: matplotlib knows no style sheet, so colors that nothing else has stand for the page's.
 INK, GRID = "#010101", "#020202"
 LINES = tuple(f"#0303{number:02x}" for number in range(6))
@@ -96,6 +98,7 @@ def _svg(figure, title: str) -> str:
     """Return the figure as an <svg> element with its own ids and the page's colors."""
     import matplotlib
 
+    without_formulas(figure)
     buffer = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": title}):
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})

@@ -110,10 +110,9 @@ def dtype_of(files: list[Path]) -> torch.dtype | None:
 
 
 def _facts(run: Path) -> dict:
-    try:
-        return json.loads((run / "run.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        raise UserError(f"{run / 'run.json'}: is damaged; name its final/ or a checkpoint copied elsewhere.") from None
+    if facts := run_folder.read_record(run / "run.json"):
+        return facts
+    raise UserError(f"{run / 'run.json'}: is damaged; name its final/ or a checkpoint copied elsewhere.")
 
 
 def _holds(folder: Path) -> bool:
@@ -172,6 +171,8 @@ def _check_whole(saved: Saved) -> None:
             raise UserError(f"{file}: is not whole; name another checkpoint.") from None
     for index in folder.glob("*.index.json"):
         shard_names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        if outside := [name for name in shard_names if Path(str(name)).name != name]:
+            raise UserError(f"{index}: {outside[0]!r} is no name of a file beside it; name another checkpoint.")
         if missing := sorted(name for name in shard_names if not (folder / name).exists()):
             raise UserError(f"{folder}: {missing[0]} is missing, which {index.name} names; name another checkpoint.")
     if zero_shards.is_deepspeed(folder) and (reason := pickles.fault(folder)):

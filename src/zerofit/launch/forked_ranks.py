@@ -49,7 +49,7 @@ def run(job: Job) -> None:
     if job.ranks == 1:
         rank_status.end_with_supervisor()
         _run_script(job)
-    for number in rank_status.ASKS_TO_SAVE:  # the supervisor handles them; the ranks inherit this
+    for number in rank_status.SENT_TO_ALL:  # the supervisor handles them; the ranks inherit this
         signal.signal(number, signal.SIG_IGN)
     parent, running = os.getpid(), {}
     for rank in range(job.ranks):

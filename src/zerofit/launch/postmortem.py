@@ -5,7 +5,7 @@ import signal
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from zerofit import rank_status, run_folder
+from zerofit import paths, rank_status, run_folder
 from zerofit.errors import EXIT_CODES, UserError
 
 EXITS = "exits.json"  # {rank: exit code}, written by launch/torchrun.py
@@ -207,7 +207,7 @@ def write(folder: Path, endings: list[Outcome], advice: str) -> None:
         lines += ["", "The last steps:", "", "| step | loss | gradient norm |", "|---|---|---|", *steps]
     if last.traceback:
         lines += ["", f"Where rank {last.rank} failed:", "", "```", last.traceback.strip(), "```"]
-    (folder / "report.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    paths.write_text(folder / "report.md", "\n".join(lines) + "\n")
 
 
 def _effect(before, after) -> str:

@@ -94,7 +94,11 @@ def prefork() -> None:
 def popen(command: list[str], env: dict[str, str], stdout=None) -> Standby | subprocess.Popen:
     """Start the command in a session of its own, in the process that waits for it if there is one."""
     if not _waiting:
-        return subprocess.Popen(command, env=env, start_new_session=True, stdout=stdout)
+        before = signal.signal(signal.SIGHUP, lambda *_: None)  # ignored by nohup, it would be in the new program too
+        try:
+            return subprocess.Popen(command, env=env, start_new_session=True, stdout=stdout)
+        finally:
+            signal.signal(signal.SIGHUP, before)
     process = _waiting.pop()
     process.begin(command, env, stdout)
     return process
@@ -129,6 +133,7 @@ os.register_at_fork(after_in_child=_forget)  # else a child could keep the waiti
 def _wait_and_run(connection: socket.socket, launcher: int) -> None:
     """Wait for a command and run it. Raises: SystemExit at its end."""
     os.setsid()
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup is meant for the supervisor, which ends ranks with SIGHUP
     rank_status.end_with_parent(launcher)
     for name in OF_RANKS:
         with contextlib.suppress(Exception):  # the rank reports it

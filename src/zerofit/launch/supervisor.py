@@ -4,6 +4,7 @@ import contextlib
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -25,6 +26,10 @@ from zerofit.train.checkpoint import resume
 from zerofit.train.checkpoint.facts import ASIDE
 
 POLL_SECONDS = 0.5
+
+# A poll that comes this late: the job was suspended (SIGSTOP: SLURM's gang scheduling, `docker pause`). The clock of a
+# machine runs on meanwhile, so that all its ranks would seem to hang.
+SUSPENDED_SECONDS = 5.0
 
 
 @dataclass
@@ -257,8 +262,8 @@ def watch(
 ) -> tuple[int, list[int], int | None]:
     """Run the command in a new session, forward signals to it, leave no process behind.
 
-    The first SIGTERM or SIGUSR1 (SLURM's warning before a time limit) makes training ranks save and end; a second
-    signal kills them. On several nodes, node 0 decides on the first signal.
+    The first SIGTERM, SIGUSR1 (SLURM's warning before a time limit) or SIGHUP (a terminal that closes) makes training
+    ranks save and end; a second signal kills them. On several nodes, node 0 decides on the first signal.
 
     Args: limit: seconds without a step of any rank after which the job is killed, 0 for no limit; count: ranks that
         must have made a step before `limit` or a save applies; stdout: a file instead of this process's;
@@ -270,32 +275,50 @@ def watch(
     child = standby.popen(command, env, stdout)
     signals: list[int] = []
     hung = None
-
-    def pass_on(number, _frame):
-        signals.append(number)
-        if len(signals) == 1 and coordinator:
-            return  # coordinator.poll reports it to node 0, which decides for all nodes
-        if len(signals) == 1 and number in rank_status.ASKS_TO_SAVE and _asked_to_save(records, count):
-            return
-        signal_group(child.pid, signal.SIGKILL if len(signals) > 1 else number)
-
-    before = {n: signal.signal(n, pass_on) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)}
+    last_poll = awake = time.monotonic()
+    before = rank_status.handle_signals(_receiver(signals, child.pid, records, count, coordinator is None))
     try:
         while True:
             try:
                 code = child.wait(POLL_SECONDS)
                 break
             except subprocess.TimeoutExpired:
+                if time.monotonic() - last_poll > SUSPENDED_SECONDS:
+                    awake = time.monotonic()
+                    if coordinator:
+                        coordinator.transport.restart_clocks()
                 if coordinator:
                     coordinator.poll(records, signals, lambda number: signal_group(child.pid, number))
-                if not signals and hung is None and (hung := _hung(records, limit, count)) is not None:
+                if not signals and hung is None and (hung := _hung(records, limit, count, awake)) is not None:
                     rank_status.write_stacks(records)
                     signal_group(child.pid, signal.SIGKILL)
+                last_poll = time.monotonic()
     finally:
         _end_ranks(records)
         for number, handler in before.items():
             signal.signal(number, handler)
+        if signal.SIGHUP in signals:
+            _leave_terminal()
     return (code if code >= 0 else 128 - code), signals, hung
+
+
+def _receiver(signals: list[int], group: int, records: Path, count: int, alone: bool):
+    """Return a handler that adds the signals to a list and passes them on to the process group."""
+    first = None
+
+    def pass_on(number, _frame):
+        nonlocal first
+        if rank_status.is_repeated(number, first):
+            return
+        first = first or time.monotonic()
+        signals.append(number)
+        if len(signals) == 1 and not alone:
+            return  # coordinator.poll reports it to node 0, which decides for all nodes
+        if len(signals) == 1 and number in rank_status.ASKS_TO_SAVE and _asked_to_save(records, count):
+            return
+        signal_group(group, signal.SIGKILL if len(signals) > 1 else number)
+
+    return pass_on
 
 
 def _asked_to_save(records: Path, count: int) -> bool:
@@ -327,16 +350,27 @@ def _end_ranks(records: Path) -> None:
     psutil.wait_procs(remaining, timeout=5)
 
 
-def _hung(records: Path, limit: float, count: int) -> int | None:
-    """Return the rank furthest behind if none has made a step for `limit` seconds, else None."""
+def _hung(records: Path, limit: float, count: int, awake: float = 0.0) -> int | None:
+    """Return the rank furthest behind if none has made a step for `limit` seconds, else None.
+
+    Args: awake: time.monotonic() from which on to wait for a step.
+    """
     heartbeats = rank_status.heartbeats(records) if limit else {}
-    if len(heartbeats) < count or time.monotonic() - max(beat_time for _, _, beat_time in heartbeats.values()) < limit:
+    beats = [beat_time for _, _, beat_time in heartbeats.values()]
+    if len(beats) < count or time.monotonic() - max(*beats, awake) < limit:
         return None
     return min(heartbeats, key=lambda rank: heartbeats[rank][1:])
 
 
+def _leave_terminal() -> None:
+    """Write to nowhere from now on, if the terminal is gone: each line would be an error."""
+    for descriptor in (1, 2):
+        if stat.S_ISCHR(os.fstat(descriptor).st_mode) and not os.isatty(descriptor):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+
+
 def signal_group(group: int, number: int) -> None:
-    if number in rank_status.ASKS_TO_SAVE:  # ranks and torchrun ignore these (launch/torchrun.py)
+    if number in rank_status.SENT_TO_ALL:  # ranks and torchrun ignore these (launch/torchrun.py)
         number = signal.SIGHUP
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, number)

@@ -40,7 +40,7 @@ def _for_a_supervisor() -> list[str]:
     SLURM sends them to every process of a job; the supervisor handles them. Training ranks ignore SIGTERM too
     (rank_status.Heartbeat), so torchrun ends them with rank_status.ENDS_RANKS.
     """
-    for number in rank_status.ASKS_TO_SAVE:
+    for number in rank_status.SENT_TO_ALL:
         signal.signal(number, signal.SIG_IGN)
     api._get_default_signal = lambda: rank_status.ENDS_RANKS
     return ["--signals-to-handle", "SIGINT,SIGHUP,SIGQUIT"]

@@ -22,6 +22,7 @@ from zerofit.config import parse, resolve
 from zerofit.data.batches import documents
 from zerofit.data.conversations import IGNORE
 from zerofit.errors import UserError, printable
+from zerofit.run_folder import save_figure
 from zerofit.settings import order_seed
 
 LONG_ROWS = "rows have up to"  # start of the decision about rows that are too long
@@ -549,6 +550,4 @@ def plot(scans: dict[str, Scan], max_length: int, target: Path) -> None:
         axes.legend(
             frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=3
         )  # below the axes, clear of the lines
-    figure.tight_layout()
-    figure.savefig(target)
-    plt.close(figure)
+    save_figure(figure, target)

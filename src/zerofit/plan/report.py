@@ -3,7 +3,7 @@
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from zerofit import allocator, run_folder
+from zerofit import allocator, paths, run_folder
 from zerofit.hardware import GIB
 from zerofit.plan import candidates, formulas
 from zerofit.plan.candidates import Candidate, Plan
@@ -470,7 +470,7 @@ def write(plan: Plan, folder: Path) -> None:
     """Write plan.json, plan.md and plan.png into the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     run_folder.write_json(folder / "plan.json", as_json(plan))
-    (folder / "plan.md").write_text(_markdown(plan), encoding="utf-8")
+    paths.write_text(folder / "plan.md", _markdown(plan))
     best = plan.chosen or plan.nearest
     if best is not None:
         peak = (

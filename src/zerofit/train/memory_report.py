@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from zerofit import distributed, rank_status, run_folder
+from zerofit import distributed, paths, rank_status, run_folder
 from zerofit.errors import OutOfMemory, bytes_asked_for
 from zerofit.train import memory_tracker, tensor_owners
 
@@ -148,9 +148,7 @@ def plot(peak: dict[str, dict[str, int]], target: Path, title: str, limit: tuple
     axes.tick_params(length=0)
     handles, labels = axes.get_legend_handles_labels()  # in the order of the stack
     axes.legend(handles[::-1], labels[::-1], frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.45))
-    figure.tight_layout()
-    figure.savefig(target)
-    plt.close(figure)
+    run_folder.save_figure(figure, target)
 
 
 @contextlib.contextmanager
@@ -179,7 +177,8 @@ def explain(error, trainer) -> str:
     if tracker.device == "cuda":
         folder = Path(trainer.args.output_dir)
         text, snapshot = folder / f"oom-rank{rank}.txt", folder / f"oom-rank{rank}.pickle"
-        text.write_text(f"{error}\n\n{torch.cuda.memory_summary()}")
+        paths.write_text(text, f"{error}\n\n{torch.cuda.memory_summary()}")
+        snapshot.unlink(missing_ok=True)
         torch.cuda.memory._dump_snapshot(str(snapshot))
         files = f" {text} and {snapshot} hold the allocator's state."
     phase = tracker.failed_in or tracker.phase

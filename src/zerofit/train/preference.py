@@ -1,6 +1,7 @@
 """PreferenceTrainer: a ZerofitTrainer on preference pairs (DPO and its kin), without a second model in memory."""
 
 import contextlib
+import functools
 import hashlib
 import os
 import time
@@ -45,38 +46,10 @@ class PreferenceTrainer(ZerofitTrainer):
 
     def log_probs(self, model, inputs):
         """Return (summed log-probabilities of chosen and rejected answers, (pairs, 2); the model's outputs)."""
-        documents = document_of_each_token(inputs)
-        if self.fused_loss:
-            with self.without_logits(documents):
-                outputs = model(**inputs)
-            return outputs.loss.view(-1, 2), outputs
-        outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
-        return fused_loss.dense_log_probs(outputs.logits, inputs["labels"], *documents).view(-1, 2), outputs
+        return log_probs(model, inputs, self.fused_loss, self.label_count)
 
     def pair_losses(self, model, inputs):
-        """Return (losses of the pairs, their sums for the metrics, pairs that are no filler, the model's outputs)."""
-        tokens = _answer_tokens(inputs)
-        inputs, reference = dict(inputs), self._reference(model, inputs)
-        inputs.pop("reference", None)
-        own, outputs = self.log_probs(model, inputs)
-        losses, rewards, scores = preference_loss.losses(self.settings, own, reference.to(own), tokens.clamp(min=1))
-        real = tokens[:, 0] > 0
-        losses = losses.where(real, 0.0)
-        return losses, _sums(losses.detach(), rewards, scores, own.detach(), real), real.sum(), outputs
-
-    def _reference(self, model, inputs) -> torch.Tensor:
-        """Return the log-probabilities of the reference, (pairs, 2).
-
-        Zeros for losses that have none, and in trials, whose rows come without.
-        """
-        if "reference" in inputs:
-            return inputs["reference"]
-        settings = self.settings
-        adapter_off = settings.trains_adapter and not settings.precompute_ref_log_probs
-        if settings.loss_type in preference_loss.REFERENCE_FREE or not adapter_off:
-            return torch.zeros((), device=self.args.device)
-        with torch.no_grad(), self.adapter_off():
-            return self.log_probs(model, inputs)[0]
+        return pair_losses(self.settings, inputs, functools.partial(self.log_probs, model), self.adapter_off)
 
     def adapter_off(self):
         """Return a context in which the model is the one that training started from."""
@@ -189,6 +162,42 @@ class PreferenceTrainer(ZerofitTrainer):
             seconds = time.monotonic() - began
             print(f"reference log-probabilities of {len(pairs):,} {name} pairs: {seconds:.1f} s", flush=True)
         return log_probs.cpu()
+
+
+def log_probs(model, inputs, fused=None, label_count=None):
+    """Return (summed log-probabilities of chosen and rejected answers, (pairs, 2); the model's outputs).
+
+    Args: fused: the model's FusedLoss or None; label_count: of the batch, if it was counted before.
+    """
+    documents = document_of_each_token(inputs)
+    if fused:
+        with fused.on(documents, label_count):
+            outputs = model(**inputs)
+        return outputs.loss.view(-1, 2), outputs
+    outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
+    return fused_loss.dense_log_probs(outputs.logits, inputs["labels"], *documents).view(-1, 2), outputs
+
+
+def pair_losses(settings, inputs, log_probs, adapter_off):
+    """Return (losses of the pairs, their sums for the metrics, pairs that are no filler, the model's outputs).
+
+    Args: log_probs: as `log_probs` of inputs; adapter_off: context in which these are those of the reference.
+    """
+    tokens = _answer_tokens(inputs)
+    own_inputs = {name: value for name, value in inputs.items() if name != "reference"}
+    is_computed = settings.trains_adapter and not settings.precompute_ref_log_probs
+    if "reference" in inputs:
+        reference = inputs["reference"]
+    elif settings.loss_type in preference_loss.REFERENCE_FREE or not is_computed:
+        reference = torch.zeros((), device=tokens.device)  # a loss without one, or a trial, whose rows come without
+    else:
+        with torch.no_grad(), adapter_off():
+            reference = log_probs(own_inputs)[0]
+    own, outputs = log_probs(own_inputs)
+    losses, rewards, scores = preference_loss.losses(settings, own, reference.to(own), tokens.clamp(min=1))
+    real = tokens[:, 0] > 0
+    losses = losses.where(real, 0.0)
+    return losses, _sums(losses.detach(), rewards, scores, own.detach(), real), real.sum(), outputs
 
 
 def _model_key(settings) -> str:

@@ -168,7 +168,7 @@ class Reporter(TrainerCallback):
         if is_summary(logs):
             return
         if args.process_index == 0:
-            with (Path(args.output_dir) / run_folder.METRICS).open("a", encoding="utf-8") as file:
+            with paths.appending(Path(args.output_dir) / run_folder.METRICS) as file:
                 file.write(json.dumps({"step": state.global_step, **logs}) + "\n")
             if self.bar is not None and "loss" in logs:
                 self.bar.set_postfix_str(f"loss {logs['loss']:.4f}", refresh=False)

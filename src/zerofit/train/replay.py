@@ -5,6 +5,7 @@ Reads what nan_guard.NanGuard saved: each rank's micro batches, and the weights 
 
 import argparse
 import contextlib
+import functools
 import math
 from pathlib import Path
 
@@ -36,7 +37,10 @@ def main(argv: list[str]) -> None:
         for index, batch in enumerate(_batches(folder / f"rank{rank}.safetensors")):
             rows = facts["rows"][rank][index] if facts["rows"] else []
             bad_batches += _say(
-                f"rank {rank} micro batch {index}", _look(model, fused, batch, autocast_dtype), rows, facts["texts"]
+                f"rank {rank} micro batch {index}",
+                _look(settings, model, fused, batch, autocast_dtype),
+                rows,
+                facts["texts"],
             )
     if not bad_batches:
         print("all is finite here: the fault was of that moment (a device, a rank, a precision), or of other weights")
@@ -82,12 +86,14 @@ def _settings(facts: dict, folder: Path, model: str):
 def _model(settings, folder: Path, named: str):
     """Return (the model as the run built it, in training mode; its fused loss or None)."""
     from zerofit.config import resolve
-    from zerofit.model import adapters, fused_loss, tiled_mlp
+    from zerofit.model import adapters, fused_loss, preference_loss, tiled_mlp
     from zerofit.model.load import load_model, load_tokenizer
 
     tokenizer = load_tokenizer(settings)
     resolve.resolve_for_model(settings)
     model = load_model(settings, tokenizer)
+    if settings.recipe == "dpo":
+        preference_loss.disable_dropout(model)
     if settings.trains_adapter:
         model = adapters.add_adapter(model, settings, tokenizer)
         adapter_file = Path(named or folder / "model") / "adapter_model.safetensors"
@@ -114,12 +120,10 @@ def _batches(file: Path) -> list[dict]:
     return [batches[i] for i in sorted(batches)]
 
 
-def _look(net, fused, batch: dict, autocast_dtype) -> dict:
+def _look(settings, net, fused, batch: dict, autocast_dtype) -> dict:
     """Return {"loss", "module": first with a non-finite output, "gradients": non-finite ones' names}."""
     import torch
     from accelerate.utils import send_to_device
-
-    from zerofit.model import sequence_parallel
 
     first: list[str] = []
 
@@ -132,17 +136,30 @@ def _look(net, fused, batch: dict, autocast_dtype) -> dict:
         return hook
 
     hooks = [module.register_forward_hook(watch(name)) for name, module in net.named_modules() if name]
-    inputs = send_to_device({k: v for k, v in batch.items() if k != "reference"}, net.device)
-    count = sequence_parallel.supervised(inputs).clamp(min=1)
-    autocast = torch.autocast(net.device.type, autocast_dtype) if autocast_dtype else contextlib.nullcontext()
-    with autocast, fused.on() if fused else contextlib.nullcontext():
-        loss = net(**inputs, num_items_in_batch=count).loss
+    inputs = send_to_device(batch, net.device)
+    with torch.autocast(net.device.type, autocast_dtype) if autocast_dtype else contextlib.nullcontext():
+        loss = _loss(settings, net, fused, inputs)
     loss.backward()
     for hook in hooks:
         hook.remove()
     nonfinite = [n for n, p in net.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
     net.zero_grad()
     return {"loss": loss.item(), "module": first[0] if first else None, "gradients": nonfinite}
+
+
+def _loss(settings, net, fused, inputs: dict):
+    """Return the loss that the run's recipe computes of a micro batch, as a mean over its tokens or pairs."""
+    from zerofit.model import sequence_parallel
+    from zerofit.train import preference
+
+    if settings.recipe == "dpo":
+        adapter_off = net.disable_adapter if settings.trains_adapter else contextlib.nullcontext
+        of_batch = functools.partial(preference.log_probs, net, fused=fused)
+        losses, _, pairs, _ = preference.pair_losses(settings, inputs, of_batch, adapter_off)
+        return losses.sum() / pairs.clamp(min=1)
+    count = sequence_parallel.supervised(inputs).clamp(min=1)
+    with fused.on() if fused else contextlib.nullcontext():
+        return net(**inputs, num_items_in_batch=count).loss
 
 
 def _say(where: str, seen: dict, rows: list[int], texts: dict) -> bool:

@@ -44,6 +44,7 @@ from zerofit.model import (
 )
 from zerofit.model.load import count_parameters
 from zerofit.optim import build, registry, sophia
+from zerofit.paths import write_text
 from zerofit.settings import Check
 from zerofit.train import memory_tracker, nan_guard, progress
 from zerofit.train.checkpoint import pickles, reshard, resume, save
@@ -368,7 +369,7 @@ class ZerofitTrainer(Trainer):
             error_file = Path(self.args.output_dir) / "padding_free.txt"
             problem = f"packed attention failed ({first_line(error)}; {error_file} holds the whole error)"
             if self.args.process_index == 0:
-                error_file.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+                write_text(error_file, "".join(traceback.format_exception(error)))
         if self.settings.packing:
             raise UserError(f"--packing: {problem}; train without --packing.")
         self.train_collator.packed = False

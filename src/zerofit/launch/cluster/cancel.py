@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from zerofit import rank_status
+from zerofit import paths, rank_status
 from zerofit.errors import UserError
 from zerofit.launch.cluster import status
 
@@ -38,7 +38,7 @@ def _cancel_job(folder: Path, alive: list[status.SlurmJob], wait: float) -> None
     if not alive:
         raise UserError(f"{folder}: its job has ended; nothing runs.")
     for run_folder in [folder, *status.sweep(folder)]:
-        (run_folder / status.CANCELLED).touch()  # slurm.sbatch then does not queue it again
+        paths.appending(run_folder / status.CANCELLED).close()  # slurm.sbatch then does not queue it again
     job_id, cluster = status.address(folder)
     if wait and any(job.state == "RUNNING" for job in alive):
         _cancel(*cluster, "--state=PENDING", job_id)
@@ -65,7 +65,7 @@ def _end_process(folder: Path, wait: float) -> None:
     process.send_signal(signal.SIGTERM)
     if wait:
         print(f"process {process.pid} was asked to save a checkpoint and end; waiting up to {wait:.0f} s", flush=True)
-    if _ended(lambda: not rank_status.is_there(process), wait):
+    if _ended(lambda: not rank_status.is_there(process), max(wait, rank_status.ONE_SIGNAL_SECONDS + POLL_SECONDS)):
         return
     process.send_signal(signal.SIGTERM)  # the second one kills the ranks at once
     if not _ended(lambda: not rank_status.is_there(process), status.ANSWER_SECONDS):

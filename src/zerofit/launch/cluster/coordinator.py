@@ -218,7 +218,7 @@ class Coordinator:
 
         A stop is a step in the future, far enough away that every node reads it in time. Ranks that have not all made
         a step cannot save: they get the signal itself, after GRACE_SECONDS (other nodes' progress is a second old).
-        Signals that do not ask for a save (SIGINT, SIGHUP) are passed on at once.
+        A signal that does not ask for a save (SIGINT) is passed on at once.
         """
         attempt = self.attempt
         signals = {rank: state.signal for rank, state in states.items() if state.signal}

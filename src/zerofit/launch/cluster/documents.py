@@ -52,7 +52,7 @@ class NodeState:
     """What each supervisor writes."""
 
     id: str  # of the supervisor; one that is started again has another
-    leader: str  # id of node 0's supervisor
+    leader: str  # id of node 0's supervisor; "" until it is known
     heartbeat: int  # grows with each write
     host: str
     address: str  # of this node on the route to node 0; "" on node 0
@@ -106,6 +106,7 @@ class End:
 class JobState:
     """What node 0 writes. A node that is not among `supervisors` yet ignores it."""
 
+    leader: str  # id of node 0's supervisor
     heartbeat: int  # grows with each write
     supervisors: dict[int, str]  # {node rank: id of its supervisor}
     nodes: dict[int, int] = field(default_factory=dict)  # {node rank: its processes} that the job begins with

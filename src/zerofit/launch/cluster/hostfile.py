@@ -19,7 +19,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from zerofit import command_line
+from zerofit import command_line, rank_status
 from zerofit.config import parse
 from zerofit.errors import UserError
 from zerofit.launch import launch, prepare
@@ -225,13 +225,18 @@ def run(ssh: list[str], hosts: list[Host], jobs: list[dict]) -> int:
     for thread in printers:
         thread.start()
     signals: list[int] = []
+    first_signal = None
 
     def pass_on(number, _frame):
+        nonlocal first_signal
+        if rank_status.is_repeated(number, first_signal):
+            return
+        first_signal = first_signal or time.monotonic()
         signals.append(number)
         for process in processes if number == signal.SIGINT or len(signals) > 1 else processes[:1]:
             _tell(process, signal.Signals(number).name)
 
-    before = {n: signal.signal(n, pass_on) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)}
+    before = rank_status.handle_signals(pass_on)
     try:
         code = processes[0].wait()
         deadline = time.monotonic() + END_SECONDS
@@ -263,7 +268,8 @@ def _tell(process: subprocess.Popen, line: str) -> None:
 
 def _show(process: subprocess.Popen, before: str) -> None:
     for line in process.stdout:
-        print(before + line, end="", flush=True)
+        with contextlib.suppress(OSError):  # the terminal has closed; the job goes on until it has saved
+            print(before + line, end="", flush=True)
 
 
 # --- on a host ---

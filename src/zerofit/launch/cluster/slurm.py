@@ -1,6 +1,7 @@
 """`zerofit slurm`: fill in launchers/slurm.sbatch from the same flags, check and submit it."""
 
 import argparse
+import contextlib
 import os
 import re
 import shlex
@@ -10,13 +11,13 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from zerofit import command_line, hardware, run_folder
+from zerofit import command_line, hardware, run_folder, run_lock
 from zerofit.config import arguments, parse, resolve
 from zerofit.errors import UserError
 from zerofit.launch import prepare
 from zerofit.launch.cluster import status
 from zerofit.launch.cluster.status import CANCELLED, JOB, LOG
-from zerofit.paths import PROJECT
+from zerofit.paths import PROJECT, write_text
 from zerofit.plan import preflight
 from zerofit.settings import Settings
 from zerofit.train.checkpoint.resume import choose_folder
@@ -271,14 +272,23 @@ def submit(request: Request, script: str) -> None:
     if shutil.which("sbatch") is None:
         status.ask("sbatch")  # raises the UserError, before a folder is made
     folders = [folder / str(index) for index in range(len(request.sweep))] or [folder]
+    new_folders = [made for made in dict.fromkeys([*folders, folder]) if not made.exists()]
     for run_dir in folders:  # SLURM does not create the log's folder, and without it the job fails with no message
+        run_lock.refuse_links(run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / CANCELLED).unlink(missing_ok=True)
     (folder / CANCELLED).unlink(missing_ok=True)
-    (folder / SCRIPT).write_text(script, encoding="utf-8")
-    job_id, _, cluster = (
-        status.ask("sbatch", "--parsable", str(folder / SCRIPT)).strip().splitlines()[-1].partition(";")
-    )
+    write_text(folder / SCRIPT, script)
+    try:
+        answer = status.ask("sbatch", "--parsable", str(folder / SCRIPT))
+    except UserError:
+        with contextlib.suppress(OSError):
+            if folder in new_folders:
+                (folder / SCRIPT).unlink()
+            for made in new_folders:
+                made.rmdir()
+        raise
+    job_id, _, cluster = answer.strip().splitlines()[-1].partition(";")
     record = {"job_id": job_id, "cluster": cluster, "submitted": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
     run_folder.write_json(folder / JOB, record | {"jobs": len(request.sweep)})
     for index, run_dir in enumerate(folders if request.sweep else []):

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import itertools
 import os
 import re
 import socket
@@ -12,7 +13,7 @@ from datetime import datetime
 from pathlib import Path
 
 from zerofit import command_line, rank_status, run_folder, run_lock
-from zerofit.errors import UserError
+from zerofit.errors import UserError, printable
 
 JOB, LOG, CANCELLED = "slurm.json", "slurm.log", "cancelled"  # files in the run folder of a SLURM job
 
@@ -29,10 +30,10 @@ def main(argv: list[str]) -> None:
     for name in parser.parse_args(argv).run:
         folder = find(name)
         slurm_jobs = jobs(folder)
-        print("\n".join([f"{name}: {progress(folder)}" if not _is_sweep(folder) else f"{name}:",
-                         *(f"  job {job}" for job in slurm_jobs)]))  # fmt: skip
+        print(printable("\n".join([f"{name}: {progress(folder)}" if not _is_sweep(folder) else f"{name}:",
+                                   *(f"  job {job}" for job in slurm_jobs)])))  # fmt: skip
         for job_folder in sweep(folder):
-            print(f"  {job_folder.name}: {progress(job_folder)}")
+            print(printable(f"  {job_folder.name}: {progress(job_folder)}"))
         if not slurm_jobs and not run_folder.finished(folder):
             process = supervisor(folder)
             print(f"  runs here as process {process.pid}" if process else "  no process of it runs on this machine")
@@ -47,12 +48,13 @@ def find(name: str) -> Path:
 
 
 def _is_sweep(folder: Path) -> bool:
-    return bool(run_folder.read_json(folder / JOB).get("jobs"))
+    return bool(run_folder.read_record(folder / JOB).get("jobs"))
 
 
 def sweep(folder: Path) -> list[Path]:
     """Return the run folders of a sweep's jobs; [] for a single run."""
-    return [folder / str(number) for number in range(run_folder.read_json(folder / JOB).get("jobs", 0))]
+    jobs = run_folder.read_record(folder / JOB).get("jobs", 0)
+    return [*itertools.takewhile(Path.is_dir, (folder / str(number) for number in range(jobs)))]
 
 
 # --- the run folder ---
@@ -60,15 +62,14 @@ def sweep(folder: Path) -> list[Path]:
 
 def progress(folder: Path) -> str:
     """Describe from the run folder how the run ended, or how far it is."""
-    result, report = run_folder.read_json(folder / "result.json"), run_folder.read_json(folder / "report.json")
+    result, report = (run_folder.read_record(folder / name) for name in ("result.json", "report.json"))
     if run_folder.finished(folder):
         losses = (("train loss", result.get("train_loss")), ("eval loss", result.get("eval_loss")))
-        return ", ".join(
-            [f"finished after {result['steps']:,} steps", *(f"{name} {value:.4f}" for name, value in losses if value)]
-        )
+        told = [f"finished after {result.get('steps') or 0:,} steps"]
+        return ", ".join([*told, *(f"{name} {value:.4f}" for name, value in losses if value)])
     lines = [f"cancelled; {far(folder)}" if (folder / CANCELLED).exists() else far(folder)]
     if report.get("status") == "failed":
-        lines.append(f"the last start ended: {report['cause']}")
+        lines.append(f"the last start ended: {report.get('cause')}")
         if report.get("try"):
             lines.append(f"try: {report['try']}")
     return "; ".join(lines)
@@ -76,7 +77,7 @@ def progress(folder: Path) -> str:
 
 def far(folder: Path) -> str:
     """Describe the last logged step (loss, speed, age) and the newest checkpoint."""
-    last = next((entry for entry in reversed(run_folder.read_metrics(folder)) if "loss" in entry), None)
+    last = next((entry for entry in reversed(run_folder.read_metrics(folder)) if entry.get("loss") is not None), None)
     saved = max(run_folder.checkpoints(folder), default=None)
     checkpoint = f"newest checkpoint {saved}" if saved else "no checkpoint yet"
     if not last:
@@ -205,12 +206,29 @@ def _lock_owner(folder: Path):
     owner = run_lock.owner(folder) if (folder / run_lock.FILE).exists() else {}
     if owner.get("host") != socket.gethostname():
         return None
-    with contextlib.suppress(psutil.Error, KeyError, ValueError):
+    with contextlib.suppress(psutil.Error, ValueError):
         process = psutil.Process(owner["process"])
         since = datetime.strptime(owner["since"], run_lock.SINCE).timestamp()
-        if rank_status.is_there(process) and process.create_time() < since + 1:  # else the number is used again
+        if process.create_time() < since + 1 and _holds(process, folder / run_lock.FILE):
             return process
     return None
+
+
+def _holds(process, file: Path) -> bool:
+    """Return whether a psutil process has a lock file open, or the kernel lists its lock.
+
+    What the file says may be old, or another's words: the process that it names may have nothing to do with the run.
+    """
+    import psutil
+
+    with contextlib.suppress(psutil.Error, OSError):  # of other users' processes nobody is told the files
+        if any(file.samefile(opened.path) for opened in process.open_files()):
+            return True
+    with contextlib.suppress(OSError):  # Linux: number, FLOCK, kind, mode, process, device:inode, first, last byte
+        locks = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
+        holder = [str(process.pid), str(file.lstat().st_ino)]
+        return any([words[4], words[5].rpartition(":")[2]] == holder for words in locks if len(words) > 5)
+    return False
 
 
 def _runs(words: list[str], process, folder: Path) -> bool:

@@ -39,12 +39,13 @@ class Transport:
             id=uuid.uuid4().hex, leader="", heartbeat=0, host=socket.gethostname(),
             address="" if self.leads else node_options.reach(place), gpus=gpus, facts=facts,
         )  # fmt: skip
-        self.job = JobState(heartbeat=0, supervisors={})
+        self.job = JobState(leader="", heartbeat=0, supervisors={})
         self.job_changed = time.monotonic()
         self.nodes: dict[int, NodeState] = {}  # of all nodes, by node rank; on node 0 only
         self.node_changed: dict[int, float] = {}  # time.monotonic() by node rank; on node 0 only
         self._secret = secret
         self._heartbeat = 0
+        self._leader = ""  # id of node 0's supervisor, once it is read; on the other nodes only
         self._replaced: set[str] = set()  # ids of supervisors that were started again since
         self._reported: set[str] = set()  # keys whose content was reported as ignored
         self._store = self._open_store() if self.leads else self._connect()
@@ -64,6 +65,11 @@ class Transport:
     def update_job(self, **fields) -> None:
         """Replace fields of the job's state. Node 0 only."""
         self.job = replace(self.job, **fields)
+
+    def restart_clocks(self) -> None:
+        """Count the silence of the other nodes from now on: this one was suspended, and they perhaps with it."""
+        self.job_changed = time.monotonic()
+        self.node_changed.update(dict.fromkeys([*self.node_changed], self.job_changed))
 
     def close(self) -> None:
         """Exchange once more, then end the thread."""
@@ -85,7 +91,6 @@ class Transport:
                 address or "127.0.0.1", self.place.port, None, True, timedelta(seconds=10), wait_for_workers=False,
                 master_listen_fd=descriptor,
             )  # fmt: skip
-            store.set("zerofit", self.node.id)
         except RuntimeError as error:
             raise self._no_answer(error) from None
         return store
@@ -97,8 +102,7 @@ class Transport:
             store = TCPStore(
                 self.place.address, self.place.port, None, False, timedelta(seconds=10), wait_for_workers=False
             )
-            store.wait(["zerofit"], timedelta(seconds=5))
-            self.update_node(leader=store.get("zerofit").decode(errors="replace"))
+            store.wait([JOB_KEY], timedelta(seconds=5))
         except RuntimeError as error:
             raise self._no_answer(error) from None
         self._check_rank_is_free(store)
@@ -150,10 +154,12 @@ class Transport:
                 if self.leads:
                     self._read_nodes()
                     supervisors = {rank: node.id for rank, node in self.nodes.items()}
-                    self._write(JOB_KEY, replace(self.job, heartbeat=self._heartbeat, supervisors=supervisors))
+                    job = replace(self.job, leader=self.node.id, heartbeat=self._heartbeat, supervisors=supervisors)
+                    self._write(JOB_KEY, job)
                 else:
-                    self._write(f"node/{self.place.rank}", replace(self.node, heartbeat=self._heartbeat))
                     self._read_job()
+                    node = replace(self.node, leader=self._leader, heartbeat=self._heartbeat)
+                    self._write(f"node/{self.place.rank}", node)
             except RuntimeError:
                 pass  # node 0 is gone or unreachable: job_changed grows old
             if is_last:
@@ -161,8 +167,13 @@ class Transport:
             self._closing.wait(HEARTBEAT_SECONDS)
 
     def _read_job(self) -> None:
-        """Read the job's state; ignore one from before this node joined, or an older one (replayed)."""
+        """Read the job's state; of one from before this node joined only who leads, of an older one (replayed) nothing.
+
+        Until node 0 has seen this node, it writes to each leader that it reads of: node 0 overwrites every other one.
+        """
         job = self._read(self._store, JOB_KEY)
+        if job and not self.job.heartbeat:
+            self._leader = job.leader
         if job and job.supervisors.get(self.place.rank) == self.node.id and job.heartbeat > self.job.heartbeat:
             self.job, self.job_changed = job, time.monotonic()
 
