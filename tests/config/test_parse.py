@@ -275,7 +275,8 @@ IMPOSSIBLE = {
         ddp_timeout=99999999999999 max_tokens_per_sample=0 num_samples=-1 save_total_limit=-1 dataloader_num_workers=-1
         dataloader_prefetch_factor=0 torch_empty_cache_steps=0 eval_fraction=nan eval_fraction=1
         max_truncated_fraction=nan max_duplicate_fraction=2 memory_limit=nan gradient_checkpointing_every=0
-        per_device_eval_batch_size=0 per_device_train_batch_size=0 effective_batch_size=-4 max_length=99999999999 ddp_bucket_cap_mb=0""",
+        per_device_eval_batch_size=0 per_device_train_batch_size=0 effective_batch_size=-4
+        max_length=99999999999 ddp_bucket_cap_mb=0""",
     "lora": """lora_alpha=0 lora_alpha=-8 lora_dropout=1 lora_dropout=2 lora_dropout=nan lora_r=0 loraplus_lr_ratio=nan
         loraplus_lr_ratio=inf loraplus_lr_ratio=0.5 num_virtual_tokens=0""",
     "dpo": """beta=inf beta=nan beta=-1 rpo_alpha=nan rpo_alpha=inf simpo_gamma=nan simpo_gamma=inf label_smoothing=nan
