@@ -1386,3 +1386,27 @@ def test_a_damaged_fact_file_is_rebuilt(tmp_path, tokenizer):
     for damage in ("{", "{}", "null"):
         (dataset.cache_folder() / f"{first.fingerprint}.json").write_text(damage)
         assert len(load_datasets(settings_for(tmp_path / "a.jsonl"), tokenizer)[0]) == 10
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        (
+            "--eval_strategy=steps",
+            "--eval_strategy steps: there are no rows to evaluate on; name them with --eval_data",
+        ),
+        ("--eval_strategy=epoch", "--eval_strategy epoch: there are no rows"),
+        ("--eval_on_start=true", "--eval_on_start true: there are no rows"),
+        ("--load_best_model_at_end=true", "--load_best_model_at_end true: there are no rows"),
+    ],
+)
+def test_evaluation_without_rows_is_refused_before_they_are_read(tmp_path, tokenizer, word, says):
+    rows = write(tmp_path, "train.jsonl", [{"no": "row is read"}])
+    asked = resolve.resolve_settings("sft", ["--data", str(rows), word], 1)
+    with pytest.raises(UserError, match=f"^{says}"):
+        load_datasets(asked, tokenizer)
+    write(tmp_path, "train.jsonl", QA)
+    write(tmp_path, "eval.jsonl", QA)
+    asked = resolve.resolve_settings("sft", ["--data", str(tmp_path), word], 1)  # a folder with an eval split
+    assert len(load_datasets(asked, tokenizer)[1]) == len(QA)
