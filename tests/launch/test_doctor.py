@@ -179,6 +179,22 @@ def test_what_libraries_print_is_no_failure(monkeypatch):
     assert only(doctor.exchange(2, seconds=50.0)) == ("ok", "2 processes over gloo, 1.50 GB/s -> ")
 
 
+@pytest.mark.fault
+@pytest.mark.parametrize("works", [True, False])
+def test_broken_copies_from_gpu_to_gpu_are_told_from_a_broken_network(monkeypatch, works):
+    """Of two stand-in ranks, which exchange something with NCCL_P2P_DISABLE=1 alone, or never."""
+    answer = "print('exchanged 2 1.5 True')" if works else "exit('no answer')"
+    code = f"import os\nexit('no answer') if os.environ.get('NCCL_P2P_DISABLE') != '1' else {answer}"
+    monkeypatch.setattr(doctor, "_EXCHANGE", code)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    level, text = only(doctor.exchange(2))
+    assert level == "fail" and "2 processes over NCCL: no answer" in text
+    assert ("with NCCL_P2P_DISABLE=1 they do: copies from GPU to GPU are broken" in text) == works
+    assert ("export NCCL_P2P_DISABLE=1" in text) == works
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    assert only(doctor.exchange(2))[0] == ("ok" if works else "fail")
+
+
 @pytest.mark.injection
 def test_no_file_is_written_through_a_link(tmp_path):
     """In a folder that others can write to, they know this process's number."""

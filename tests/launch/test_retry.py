@@ -15,13 +15,14 @@ import psutil
 import pytest
 from conftest import ROOT, TINY, Run, python, run_python
 
-from zerofit import rank_status
+from zerofit import distributed, rank_status
 from zerofit.config import resolve
 from zerofit.entrypoint import guard
 from zerofit.errors import OutOfMemory
 from zerofit.launch import launch as launcher
 from zerofit.launch import postmortem, resume, retry, supervisor
 from zerofit.model import gradient_checkpointing
+from zerofit.train import network_check
 from zerofit.train.checkpoint import integrity
 
 pytestmark = pytest.mark.fault
@@ -442,6 +443,64 @@ def test_every_job_of_a_folder_archives_its_attempts(tmp_path):
     assert sorted(str(f.relative_to(folder / "attempts")) for f in folder.glob("attempts/*/*")) == [
         "1/logs", "1/rank0.json", "2/logs", "2/rank0.json", "3/logs", "3/rank0.json", "4/stack0.txt",
     ]  # fmt: skip
+
+
+RANK_WITHOUT_ANSWER = """
+import os, sys
+from zerofit import distributed, rank_status
+from zerofit.train import network_check
+print("tried with", os.environ.get("NCCL_P2P_DISABLE"), flush=True)
+if os.environ.get("NCCL_P2P_DISABLE") != "1" or sys.argv[1] == "never":
+    network_check.SECONDS = 0.1
+    with network_check._bounded(use_cpu=False):
+        import time
+        time.sleep(60)
+"""
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize(
+    ("answers", "use_cpu", "tried", "code"),
+    [("without peers", False, 2, 0), ("never", False, 2, 5), ("never", True, 1, 5)],
+)
+def test_gpus_that_do_not_answer_are_tried_without_peer_to_peer(
+    tmp_path, capfd, monkeypatch, answers, use_cpu, tried, code
+):
+    """A real supervisor over stand-in ranks: the second attempt has NCCL_P2P_DISABLE=1, and says what it means."""
+    monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
+    settings = SimpleNamespace(
+        use_cpu=use_cpu, on_oom="retry", max_restarts=3, hang_timeout=0, save_only_model=False,
+        resume_from_checkpoint=None,
+    )  # fmt: skip
+    command = [sys.executable, "-c", RANK_WITHOUT_ANSWER, answers]
+    job = supervisor.Job(lambda flags: command, None, settings, [], tmp_path / "run", {}, 2)
+    assert supervisor.run(job) == code
+    out, err = capfd.readouterr()
+    assert out.count("tried with") == tried and out.count("tried with 1") == tried - 1
+    assert out.count("had no answer from all ranks in 0 s before the first step: copies from GPU to GPU may be") == 1
+    assert ("attempt 2, from the start: the same with NCCL_P2P_DISABLE=1, without copies from GPU" in err) == (
+        tried == 2
+    )
+    assert ("so they are not the cause; NCCL_DEBUG=INFO" in out) == (tried == 2 and code == 5)
+
+
+@pytest.mark.parametrize(
+    ("several", "use_cpu", "peers", "says", "not_said"),
+    [
+        (True, False, None, "NCCL_SOCKET_IFNAME; NCCL_IB_DISABLE=1 tries it without InfiniBand", "IOMMU"),
+        (True, True, None, "GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE"),
+        (False, True, None, "GLOO_SOCKET_IFNAME=lo", "NCCL"),
+        (False, False, None, "NCCL_P2P_DISABLE=1 sends through host memory instead", "IFNAME"),
+        (False, False, "1", "so they are not the cause", "IFNAME"),
+    ],
+)
+def test_the_cure_of_ranks_without_an_answer_is_of_their_links(monkeypatch, several, use_cpu, peers, says, not_said):
+    monkeypatch.setattr(distributed, "several_nodes", lambda: several)
+    monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
+    if peers:
+        monkeypatch.setenv("NCCL_P2P_DISABLE", peers)
+    cure = network_check._cure(use_cpu)
+    assert says in cure and not_said not in cure
 
 
 def entry(rank, when, kind="crash", error="RuntimeError: boom", peer=False):

@@ -444,7 +444,8 @@ dist.all_reduce(x)
 x[0].item()
 seconds = time.perf_counter() - began
 if dist.get_rank() == 0:
-    print("exchanged", dist.get_world_size(), x.numel() * 4 / seconds / 1e9, float(x[0]) == dist.get_world_size() ** 2)
+    right = bool((x == dist.get_world_size() ** 2).all())
+    print("exchanged", dist.get_world_size(), x.numel() * 4 / seconds / 1e9, right)
 dist.destroy_process_group()
 """
 
@@ -457,12 +458,14 @@ _EXCHANGE_FIXES = {  # {backend: (fix for a timeout, fix for a failure)}
 def exchange(count: int, seconds: float = 90.0) -> list[doctor_nodes.Finding]:
     """All-reduce a 64 MiB tensor between processes and report the speed.
 
+    GPUs that fail try it once more without copies from GPU to GPU, which tells whether these are broken.
     Args: count: processes, 0 for one per GPU, or 2 on a CPU; seconds: timeout of the whole check; importing
         torch takes most of it, a minute from a cold network disk.
     """
     import torch
 
     from zerofit import distributed
+    from zerofit.train import network_check
 
     cuda = hardware.torch_sees_some()
     count = count or (torch.cuda.device_count() if cuda else 2)
@@ -471,20 +474,29 @@ def exchange(count: int, seconds: float = 90.0) -> list[doctor_nodes.Finding]:
     env = {name: value for name, value in os.environ.items() if name != hardware.NVML_CHECK}
     rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(distributed.free_port()), "WORLD_SIZE": str(count)}
     backend = "NCCL" if cuda else "gloo"
+    speed, problem, fix = _exchanged(count, env | rendezvous, seconds, backend)
+    if problem and cuda and network_check.WITHOUT_PEERS not in env:
+        without_peers = env | rendezvous | {network_check.WITHOUT_PEERS: "1"}
+        if not _exchanged(count, without_peers, seconds, backend)[1]:
+            problem += f"; with {network_check.WITHOUT_PEERS}=1 they do: copies from GPU to GPU are broken"
+            fix = f"export {network_check.WITHOUT_PEERS}=1 (slower); or turn IOMMU and ACS off in the BIOS"
+    if problem:
+        return [doctor_nodes.Finding("exchange", "fail", problem, fix)]
+    return [doctor_nodes.Finding("exchange", "ok", f"{count} processes over {backend}, {speed:.2f} GB/s")]
+
+
+def _exchanged(count: int, env: dict[str, str], seconds: float, backend: str) -> tuple[float, str, str]:
+    """Return (GB/s, what went wrong or "", its fix) of processes that all-reduce a tensor."""
     timeout_fix, failure_fix = _EXCHANGE_FIXES[backend]
-    failed, output = _ranks(count, env | rendezvous, seconds)
+    failed, output = _ranks(count, env, seconds)
     if failed is None:
-        return [doctor_nodes.Finding("exchange", "fail",
-                        f"{count} processes did not exchange a tensor over {backend} in {seconds:.0f} s",
-                        timeout_fix)]  # fmt: skip
+        return 0.0, f"{count} processes did not exchange a tensor over {backend} in {seconds:.0f} s", timeout_fix
     # With NCCL_DEBUG, NCCL prints lines too.
     fields = next((line.split() for line in output.splitlines() if line.startswith("exchanged ")), [])
     if failed or len(fields) != 4 or fields[3] != "True":
         last = (output.strip().splitlines() or ["no answer"])[-1]
-        return [doctor_nodes.Finding("exchange", "fail", f"{count} processes over {backend}: {last}", failure_fix)]
-    return [
-        doctor_nodes.Finding("exchange", "ok", f"{fields[1]} processes over {backend}, {float(fields[2]):.2f} GB/s")
-    ]
+        return 0.0, f"{count} processes over {backend}: {last}", failure_fix
+    return float(fields[2]), "", ""
 
 
 def _ranks(count: int, env: dict[str, str], seconds: float) -> tuple[bool | None, str]:

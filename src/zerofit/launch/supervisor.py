@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zerofit import command_line, rank_status, run_folder
-from zerofit.errors import EXIT_CODES
+from zerofit.errors import EXIT_CODES, BrokenLinks
 from zerofit.export import report
 from zerofit.launch import postmortem, retry, standby
 from zerofit.launch.cluster import documents, node_options
@@ -21,6 +21,7 @@ from zerofit.launch.cluster.coordinator import Coordinator
 from zerofit.launch.cluster.documents import End
 from zerofit.plan import preflight
 from zerofit.settings import Settings
+from zerofit.train import network_check
 from zerofit.train.checkpoint import resume
 from zerofit.train.checkpoint.facts import ASIDE
 
@@ -137,12 +138,22 @@ def _next_attempt(job: Job, attempt: Attempt, last: postmortem.Outcome, restarts
         if smaller and (settings.on_oom == "retry" or _agreed(last, smaller[0])):
             change, flags, settings = smaller
             return replace(attempt, flags=flags, settings=settings, change=change, is_restart=False)
+    if last.phase == BrokenLinks.phase and _may_be_peer_to_peer(job, settings):
+        job.env |= {network_check.WITHOUT_PEERS: "1", network_check.PEERS_FAILED: "1"}
+        change = f"the same with {network_check.WITHOUT_PEERS}=1, without copies from GPU to GPU"
+        return replace(attempt, change=change, is_restart=False)
     if last.kind == "stopped" and job.coordinator and (change := job.coordinator.attempt.change):
         return replace(attempt, change=change, is_restart=False)
     if last.kind in ("lost rank", "hang") and restarts < settings.max_restarts:
         change = f"the same again ({restarts + 1} of {settings.max_restarts} restarts)"
         return replace(attempt, change=change, is_restart=True)
     return None
+
+
+def _may_be_peer_to_peer(job: Job, settings: Settings) -> bool:
+    """Return whether the ranks are GPUs of one node that have not been tried without direct copies yet."""
+    on_one_node = job.coordinator is None and not settings.use_cpu
+    return on_one_node and network_check.WITHOUT_PEERS not in os.environ | job.env
 
 
 def _on_present_nodes(job: Job, attempt: Attempt) -> Attempt | None:
