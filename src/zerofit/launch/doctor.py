@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import platform
+import re
 import resource
 import shutil
 import socket
@@ -291,18 +292,35 @@ def gpus() -> list[doctor_nodes.Finding]:
             ]
         built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
         return [doctor_nodes.Finding("GPUs", "ok", f"none: jobs run on the CPU (torch {torch.__version__}, {built})")]
-    built_for = min((int(arch[3:]) for arch in torch.cuda.get_arch_list() if arch[3:].isdigit()), default=0)
-    return [_of_gpu(device, built_for) for device in hardware.visible()]
+    return [_of_gpu(device, torch.cuda.get_arch_list()) for device in hardware.visible()]
 
 
-def _of_gpu(device, built_for: int) -> doctor_nodes.Finding:
-    """Report one GPU. built_for: lowest compute capability that torch has kernels for, 75 for 7.5."""
+def _runs_on(arch: str, major: int, minor: int) -> bool:
+    """Return whether code that torch was built with runs on a GPU of this compute capability.
+
+    Machine code (sm_86) does on the same major and at least this minor version, PTX (compute_90) is compiled for all
+    later ones; with an `a` at its end it is for one capability, with an `f` for one family (CUDA's programming guide).
+    """
+    kind, version, only = re.fullmatch(r"(sm|compute)_(\d+)([af]?)", arch).groups()
+    built = divmod(int(version), 10)
+    if only == "a":
+        return built == (major, minor)
+    if kind == "compute" and not only:
+        return built <= (major, minor)
+    return built[0] == major and built[1] <= minor
+
+
+def _of_gpu(device, architectures: list[str]) -> doctor_nodes.Finding:
+    """Report one GPU. architectures: those that torch was built for (sm_90, compute_120); none: not known."""
     name, (major, minor) = f"GPU {device.index}", device.capability
-    if major * 10 + minor < built_for:
+    known = [arch for arch in architectures if re.fullmatch(r"(sm|compute)_\d+[af]?", arch)]
+    if known and not any(_runs_on(arch, major, minor) for arch in known):
+        is_newer = all(divmod(int(re.search(r"\d+", arch)[0]), 10) < (major, minor) for arch in known)
         return doctor_nodes.Finding(
-            name, "fail", f"{device.name} has compute capability {major}.{minor}, this torch has kernels from "
-            f"{built_for // 10}.{built_for % 10} on", "another GPU, or a torch build for CUDA 12 "
-                                                      "(pytorch.org/get-started)",
+            name, "fail", f"{device.name} has compute capability {major}.{minor}, this torch has no kernels for it: "
+            f"it was built for {' '.join(architectures)}",
+            "a newer torch, built for this GPU (make install; pytorch.org/get-started)" if is_newer else
+            "another GPU, or a torch build for CUDA 12 (pytorch.org/get-started)",
         )  # fmt: skip
     free = "what is free is not known (no nvidia-smi, or a slice)"
     if device.free_bytes is not None:
