@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
@@ -249,6 +250,18 @@ def test_a_job_is_told_what_concerns_it(monkeypatch):
     assert "NCCL_P2P_DISABLE" not in {f.name for f in found}  # on a CPU
     assert {"DS_SKIP_CUDA_CHECK", "host memory"} <= {f.name for f in found}
     assert any("DS_SKIP_CUDA_CHECK is" in s or s.startswith("DS_SKIP_CUDA_CHECK") for s in doctor.raise_or_warn(found))
+
+
+def test_a_job_is_told_of_missing_kernels_on_a_gpu_alone(monkeypatch):
+    asked = resolve.resolve_settings("sft", ["--zero", "0"], 1)
+    config = transformers.AutoConfig.for_model("qwen3_next")
+    net = SimpleNamespace(config=config, parameters=torch.nn.Linear(2, 2, device="meta").parameters)
+    monkeypatch.setattr(doctor, "gpus", list)
+    monkeypatch.setattr(doctor, "room", lambda *_: [])
+    assert "kernels" not in {f.name for f in doctor.of_job(asked, net)}
+    (sentence,) = [s for s in doctor.raise_or_warn(doctor.of_job(asked.replace(use_cpu=False), net)) if "fla" in s]
+    assert sentence.startswith("kernels: Qwen3NextForCausalLM computes layers in plain PyTorch")
+    assert sentence.endswith("; pip install flash-linear-attention && pip install causal-conv1d --no-build-isolation")
 
 
 def test_rules_of_python_and_cuda(monkeypatch, tmp_path):

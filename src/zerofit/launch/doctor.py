@@ -597,11 +597,15 @@ def installation() -> list[doctor_nodes.Finding]:
 
 def of_job(settings, net) -> list[doctor_nodes.Finding]:
     """Run the cheap checks that concern this job. net: the model on the meta device."""
+    from zerofit.model import attention
+
     findings = room(settings, net)
     gpu_prefixes = ("CUDA", "NCCL", "PYTORCH", "DS_ACCELERATOR")
     findings += [f for f in variables() if not settings.use_cpu or not f.name.startswith(gpu_prefixes)]
     if not settings.use_cpu:
         findings += gpus()
+        if missing := attention.missing_kernels(net.config):
+            findings.append(doctor_nodes.Finding("kernels", "warn", *missing))
     if settings.offload != "none" or settings.activation_offload:
         nodes = -(-settings.world_size // int(os.environ.get("LOCAL_WORLD_SIZE") or settings.world_size))
         findings += host_memory(nvme=bool(settings.offload_path), nodes=nodes)
