@@ -1093,6 +1093,32 @@ def test_more_broken_places(tmp_path, tokenizer, monkeypatch, record_property):
             load_datasets(settings_for(tmp_path / name), tokenizer)
 
 
+LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("name", "written", "says"),
+    [
+        ("a.jsonl", LFS.encode(), "a.jsonl: is a git-lfs pointer, not the rows; `git lfs pull`"),
+        ("a.parquet", LFS.encode(), "a.parquet: is a git-lfs pointer"),
+        ("a.csv", b"question;answer\nWho?;Bo\n", "a.csv:1: its fields are separated by ';'; write it with commas."),
+        ("a.csv", b"question\tanswer\nWho?\tBo\n", "separated by tabs; write it with commas, or name it .tsv."),
+        ("a.tsv", b"question,answer\nWho?,Bo\n", "a.tsv:1: its fields are separated by commas; write it with tabs."),
+        ("a.jsonl", GOOD.encode("utf-16"), "is not UTF-8 text but UTF-16: iconv -f UTF-16 -t UTF-8 "),
+        (
+            "a b.jsonl",
+            GOOD.encode() + '{"text": "é"}'.encode("latin-1"),
+            r"not UTF-8 text \(line 2\); if it is western",
+        ),
+    ],
+)
+def test_files_of_another_kind_are_named_with_their_cure(tmp_path, tokenizer, name, written, says):
+    (tmp_path / name).write_bytes(written)
+    with pytest.raises(UserError, match=says):
+        load_datasets(settings_for(tmp_path / name), tokenizer)
+
+
 @pytest.mark.bad_input
 def test_missing_binary_and_empty_places(tmp_path, tokenizer):
     for path, says in (("none.jsonl", "no such file"), ("./none", "no such file"), (tmp_path, "holds no .jsonl")):
