@@ -19,8 +19,8 @@ from zerofit import distributed, rank_status
 from zerofit.config import resolve
 from zerofit.entrypoint import guard
 from zerofit.errors import OutOfMemory
+from zerofit.launch import canary, postmortem, resume, retry, supervisor
 from zerofit.launch import launch as launcher
-from zerofit.launch import postmortem, resume, retry, supervisor
 from zerofit.model import gradient_checkpointing
 from zerofit.train import network_check
 from zerofit.train.checkpoint import integrity
@@ -482,6 +482,21 @@ def test_gpus_that_do_not_answer_are_tried_without_peer_to_peer(
         tried == 2
     )
     assert ("so they are not the cause; NCCL_DEBUG=INFO" in out) == (tried == 2 and code == 5)
+
+
+@pytest.mark.fault
+def test_the_canary_too_is_tried_without_peer_to_peer(tmp_path, capfd, monkeypatch):
+    """And what it finds holds for the run: both have the environment of the job."""
+    monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
+    settings = SimpleNamespace(use_cpu=False, on_oom="fail", hang_timeout=0)
+    command = [sys.executable, "-c", RANK_WITHOUT_ANSWER, "never"]
+    job = supervisor.Job(lambda flags: command, None, settings, [], tmp_path / "run", {}, 2)
+    with pytest.raises(SystemExit, match="5"):
+        canary.run(job, None)
+    assert job.env["NCCL_P2P_DISABLE"] == "1"
+    said = capfd.readouterr()
+    assert said.out.count("once more: the same with NCCL_P2P_DISABLE=1") == 1
+    assert "the canary failed: rank 0 ended: " in said.err and "so they are not the cause" in said.err
 
 
 @pytest.mark.parametrize(

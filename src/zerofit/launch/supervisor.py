@@ -138,9 +138,7 @@ def _next_attempt(job: Job, attempt: Attempt, last: postmortem.Outcome, restarts
         if smaller and (settings.on_oom == "retry" or _agreed(last, smaller[0])):
             change, flags, settings = smaller
             return replace(attempt, flags=flags, settings=settings, change=change, is_restart=False)
-    if last.phase == BrokenLinks.phase and _may_be_peer_to_peer(job, settings):
-        job.env |= {network_check.WITHOUT_PEERS: "1", network_check.PEERS_FAILED: "1"}
-        change = f"the same with {network_check.WITHOUT_PEERS}=1, without copies from GPU to GPU"
+    if change := without_copies_between_gpus(job, last, settings):
         return replace(attempt, change=change, is_restart=False)
     if last.kind == "stopped" and job.coordinator and (change := job.coordinator.attempt.change):
         return replace(attempt, change=change, is_restart=False)
@@ -150,10 +148,17 @@ def _next_attempt(job: Job, attempt: Attempt, last: postmortem.Outcome, restarts
     return None
 
 
-def _may_be_peer_to_peer(job: Job, settings: Settings) -> bool:
-    """Return whether the ranks are GPUs of one node that have not been tried without direct copies yet."""
+def without_copies_between_gpus(job: Job, last: postmortem.Outcome, settings: Settings) -> str:
+    """Turn NCCL's copies from GPU to GPU off for the job if GPUs of one node did not answer each other with them.
+
+    Returns: the change for the next attempt; "" if there is none.
+    """
     on_one_node = job.coordinator is None and not settings.use_cpu
-    return on_one_node and network_check.WITHOUT_PEERS not in os.environ | job.env
+    tried = network_check.WITHOUT_PEERS in os.environ | job.env
+    if last.phase != BrokenLinks.phase or tried or not on_one_node:
+        return ""
+    job.env |= {network_check.WITHOUT_PEERS: "1", network_check.PEERS_FAILED: "1"}
+    return f"the same with {network_check.WITHOUT_PEERS}=1, without copies from GPU to GPU"
 
 
 def _on_present_nodes(job: Job, attempt: Attempt) -> Attempt | None:
