@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch
 from conftest import ROOT, TINY, Run, python, run_python
 
 from zerofit import distributed, rank_status
@@ -516,6 +517,29 @@ def test_the_cure_of_ranks_without_an_answer_is_of_their_links(monkeypatch, seve
         monkeypatch.setenv("NCCL_P2P_DISABLE", peers)
     cure = network_check._cure(use_cpu)
     assert says in cure and not_said not in cure
+
+
+@pytest.mark.fault
+def test_links_that_sum_wrong_numbers_are_found(monkeypatch):
+    """Not only in the numbers that were looked at: a broken copy may spoil a part."""
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda numbers, group: numbers.mul_(2))
+    assert network_check._bus_bandwidth(None, 2, use_cpu=True) > 0
+
+    def spoiled(numbers, group):
+        numbers.mul_(2)[-3:] = 7.0
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", spoiled)
+    with pytest.raises(RuntimeError, match="3 of 4194304 summed numbers are wrong"):
+        network_check._bus_bandwidth(None, 2, use_cpu=True)
+
+
+def test_a_run_without_copies_between_gpus_says_so(monkeypatch):
+    monkeypatch.setattr(distributed, "several_nodes", lambda: False)
+    settings = SimpleNamespace(use_cpu=False)
+    assert network_check._knobs(settings) == []
+    monkeypatch.setenv(network_check.PEERS_FAILED, "1")
+    (sentence,) = network_check._knobs(settings)
+    assert sentence.startswith("NCCL_P2P_DISABLE=1: copies from GPU to GPU do not work on this machine")
 
 
 def entry(rank, when, kind="crash", error="RuntimeError: boom", peer=False):
