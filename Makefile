@@ -214,7 +214,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo 'zerofit: error: Python 3.11 or newer is needed; name one with PYTHON=...' >&2; exit 2; }
 	@test "$(ENV)" = active || test -x "$(PY)" || $(PYTHON) -m venv "$(ENV)"
-	@echo 'installing the tested set from constraints.txt into $(PREFIX) (a few minutes, once)'
+	@echo 'installing the tested set from constraints.txt into $(PREFIX) (2.4 GB, more with CUDA; a few minutes, once)'
 	@# torch first: DeepSpeed's build looks for it, and a pinned torch keeps the resolver from fetching another
 	@$(PIP) torch setuptools wheel
 	@$(PIP) -e ".$${EXTRAS:+[$$EXTRAS]}"

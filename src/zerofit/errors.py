@@ -41,6 +41,13 @@ class OutOfMemory(UserError):
         self.phase = phase
 
 
+class BrokenLinks(UserError):
+    """Ranks had no answer from each other, or a wrong one, before the first step."""
+
+    exit_code = EXIT_CODES["hang"]
+    phase = "links"  # in the failure record, by which the launcher knows it
+
+
 def printable(text: str) -> str:
     """Return the text with control characters escaped: those in the data would control the terminal.
 

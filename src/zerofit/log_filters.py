@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import sys
 import warnings
 
@@ -31,8 +32,19 @@ def libraries() -> None:
         # DeepSpeed owns the accumulation; accelerate's own plugin is not used.
         lambda record: "radient accumulation steps mismatch" not in record.getMessage()
     )
+    logging.getLogger("transformers.trainer_utils").addFilter(lambda record: not _said_already(record.getMessage()))
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()  # one for each model load and checkpoint, between the step lines
     if not sys.stderr.isatty():  # progress bars fill a log file with one endless line
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")  # read when datasets is imported
+
+
+def _said_already(message: str) -> bool:
+    """Return whether transformers warns of what the run says itself, or has chosen.
+
+    A resume with another micro batch or other intervals (train/checkpoint/differences.py), and the pad token of a
+    tokenizer without one (model/load.py).
+    """
+    only_pad = "new PAD/BOS/EOS tokens" in message and not re.search(r"'(eos|bos)_token_id'", message)
+    return only_pad or "arguments do not match the ones in the `trainer_state.json`" in message

@@ -85,6 +85,7 @@ def open_run_folder(settings: Settings, train_set, eval_set) -> None:
     """Set up the run folder, print what was decided, and write run.json."""
     from zerofit import run_folder
     from zerofit.data import dataset
+    from zerofit.launch import prepare
     from zerofit.train.checkpoint import resume
 
     resume.check_resumable(settings, train_set)
@@ -104,7 +105,8 @@ def open_run_folder(settings: Settings, train_set, eval_set) -> None:
             f"{from_checkpoint}"
         )
         described = [dataset.describe(name, rows) for name, rows in sets.items()]
-        for sentence in [*settings.decisions, *described, *dataset.notes(sets)]:
+        few = prepare.few_steps(settings, train_set)
+        for sentence in [*settings.decisions, *described, *dataset.notes(sets), *few]:
             print(f"  - {from_here(printable(sentence))}", flush=True)
         facts = {name: {"fingerprint": rows.fingerprint, **rows.statistics} for name, rows in sets.items()}
         said = {"canary": os.environ.get(trial.CANARY_RESULT), "plan": os.environ.get(memory_history.PLANNED)}

@@ -5,13 +5,14 @@ import os
 import re
 import subprocess
 import sys
+import typing
 from dataclasses import fields
 
 import pytest
 from conftest import ROOT
 from transformers import TrainingArguments
 
-from zerofit.config import arguments, batch_size, help, resolve, synonyms, transformers_flags
+from zerofit.config import arguments, batch_size, defaults, help, resolve, synonyms, transformers_flags
 from zerofit.config import parse as config_parse
 from zerofit.entrypoint import check_early
 from zerofit.errors import UserError
@@ -29,7 +30,7 @@ def test_the_kits_own_flags_are_frozen():
         "RunArguments": """
             config zero offload effective_batch_size sp_size tp_size pp_size preset search_batch_size memory_limit
             plan ignore_plan gpu_type gpus show gradient_checkpointing_every gradient_checkpointing_policy
-            activation_offload activation_offload_streams memory_report save_every_minutes node_local_storage
+            activation_offload activation_offload_streams memory_report certificate save_every_minutes node_local_storage
             ignore_resume_mismatch on_nan max_nan_steps max_tokens_per_sample num_samples
         """,
         "SupervisionArguments": """
@@ -248,6 +249,76 @@ def test_refusals(flags, says):
     assert "\n" not in str(caught.value)
 
 
+def _numbers(group) -> set[str]:
+    """Return the arguments of a group whose values are numbers, by their annotations."""
+    hints = typing.get_type_hints(group)
+    kinds = {field.name: {hints[field.name], *typing.get_args(hints[field.name])} for field in fields(group)}
+    return {name for name, kind in kinds.items() if kind & {int, float}}
+
+
+def test_every_number_has_a_range():
+    """A new numeric argument, here or in transformers, needs a decision in defaults.RANGES."""
+    groups = {group for recipe in arguments.RECIPES for group in arguments.kit_groups(recipe)}
+    names = set().union(*map(_numbers, groups)) | {"effective_batch_size"} | _numbers(TrainingArguments)
+    assert names == set(defaults.RANGES)
+
+
+# Recipe -> values that no argument of this kind can have. A few of them trained rubbish to the end.
+IMPOSSIBLE = {
+    "sft": """learning_rate=nan learning_rate=inf weight_decay=nan weight_decay=-0.1 adam_beta1=nan adam_beta1=1
+        adam_beta1=-1 adam_beta2=1.5 adam_epsilon=nan adam_epsilon=-1 adam_epsilon=0 max_grad_norm=nan max_grad_norm=-1
+        label_smoothing_factor=-0.5 label_smoothing_factor=2 label_smoothing_factor=1 label_smoothing_factor=nan
+        num_train_epochs=0 num_train_epochs=-1 num_train_epochs=nan num_train_epochs=inf max_steps=0 max_steps=-2
+        warmup_steps=-1 warmup_steps=nan warmup_steps=10.5 logging_steps=nan logging_steps=-1 logging_steps=1.5
+        save_steps=nan save_steps=-5 save_steps=2.5 eval_steps=nan eval_delay=-1 save_every_minutes=nan
+        save_every_minutes=inf hang_timeout=nan hang_timeout=-1 neftune_noise_alpha=nan neftune_noise_alpha=-1 seed=-1
+        seed=4294967296 data_seed=99999999999999999999 data_seed=-1 shuffle_seed=-3 ddp_timeout=0 ddp_timeout=-5
+        ddp_timeout=99999999999999 max_tokens_per_sample=0 num_samples=-1 save_total_limit=-1 dataloader_num_workers=-1
+        dataloader_prefetch_factor=0 torch_empty_cache_steps=0 eval_fraction=nan eval_fraction=1
+        max_truncated_fraction=nan max_duplicate_fraction=2 memory_limit=nan gradient_checkpointing_every=0
+        per_device_eval_batch_size=0 per_device_train_batch_size=0 effective_batch_size=-4
+        max_length=99999999999 ddp_bucket_cap_mb=0""",
+    "lora": """lora_alpha=0 lora_alpha=-8 lora_dropout=1 lora_dropout=2 lora_dropout=nan lora_r=0 loraplus_lr_ratio=nan
+        loraplus_lr_ratio=inf loraplus_lr_ratio=0.5 num_virtual_tokens=0""",
+    "dpo": """beta=inf beta=nan beta=-1 rpo_alpha=nan rpo_alpha=inf simpo_gamma=nan simpo_gamma=inf label_smoothing=nan
+        label_smoothing=0.5""",
+}  # fmt: skip
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("recipe", IMPOSSIBLE)
+def test_an_impossible_number_is_refused(recipe):
+    for word in IMPOSSIBLE[recipe].split():
+        name = word.partition("=")[0]
+        with pytest.raises(UserError, match=f"^--{name} is .*: it must be "):
+            parse(f"--{word}", recipe=recipe)
+
+
+def test_numbers_with_a_meaning_of_their_own_pass():
+    """0 clips nothing, does not warm up and keeps every checkpoint; a share of the steps is below 1."""
+    found = parse(
+        "--max_grad_norm", "0", "--warmup_steps", "0", "--save_total_limit", "0", "--learning_rate", "0",
+        "--save_steps", "0.25", "--logging_steps", "0.1", "--max_steps", "-1", "--seed", str(2**32 - 1),
+        "--hang_timeout", "0", "--lr_scheduler_kwargs", '{"num_cycles": 2}',
+    )  # fmt: skip
+    assert (found.max_grad_norm, found.save_steps, found.logging_steps, found.seed) == (0, 0.25, 0.1, 2**32 - 1)
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--learning_rate", "-1e-4"], "^--learning_rate is -0.0001: it must be 0 or more.$"),
+        (["--learning_rate", "-inf"], "^--learning_rate is -inf: it must be a finite number.$"),
+        (["--lr_scheduler_kwargs", '{"num_cycles": NaN}'], "--lr_scheduler_kwargs is .*: its numbers must be finite"),
+        (["--optim", "sgd", "--optim_args", "momentum=nan"], "--optim_args momentum=nan: it must be a finite number"),
+    ],
+)
+def test_numbers_inside_other_words_are_looked_at(flags, says):
+    with pytest.raises(UserError, match=says):
+        parse(*flags)
+
+
 @pytest.mark.bad_input
 def test_all_unknown_flags_are_told_at_once():
     with pytest.raises(UserError) as caught:
@@ -293,6 +364,9 @@ def test_every_synonym_names_an_argument_that_exists():
             "run.yaml:5:5: not valid YAML: more than 10,000 values with all aliases",
         ),
         ("x" * 2**20 + ": 1\n", "cannot be read: it has 1,048,580 bytes, 1,048,576 are the most"),
+        ("zero: 2\nlearning_rate: [1, 2]\n", "run.yaml:2: learning_rate is a list: it takes one value.$"),
+        ("learning_rate: .nan\n", "run.yaml: learning_rate is nan: it must be a finite number.$"),
+        ("adam_beta2: -1e-3\n", "run.yaml: adam_beta2 is -0.001: it must be at least 0 and below 1.$"),
     ],
 )
 def test_yaml_refusals(tmp_path, text, says):

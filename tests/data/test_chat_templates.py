@@ -317,6 +317,34 @@ def test_a_tokenizer_without_a_familys_control_words_is_told(name):
         conversations.choose_template(name, tokenizer_of("plain"))
 
 
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (
+            "{% for m in messages %}\n{{ m.content }\n{% endfor %}",
+            "mine.jinja:2: the chat template has a syntax error: ",
+        ),
+        ("{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}", "mine.jinja:1: .*'for'"),
+        ("\n{% for m in messages %}{% generation %}{{ m.content }}{% endfor %}", "mine.jinja:2: .*'endfor'"),
+    ],
+)
+def test_a_syntax_error_of_a_template_is_told_with_its_line(tmp_path, text, says):
+    (tmp_path / "mine.jinja").write_text(text)
+    with pytest.raises(UserError, match=says):
+        conversations.choose_template(str(tmp_path / "mine.jinja"), tokenizer_of("plain"))
+
+
+@pytest.mark.parametrize("name", conversations.NAMES)
+def test_templates_in_a_file_are_those_of_the_same_name(tmp_path, name):
+    text = (
+        conversations.TEMPLATES[name]
+        + "{% for m in messages %}{%- generation %}{% break %}{% endgeneration -%}{% endfor %}"
+    )
+    (tmp_path / "mine.jinja").write_text(text)
+    assert conversations.choose_template(str(tmp_path / "mine.jinja"), tokenizer_of("plain")) == text
+
+
 @pytest.mark.injection
 def test_control_words_that_were_added_as_ordinary_tokens_stay_text(tokenizer):
     """As --new_tokens adds them."""

@@ -1093,6 +1093,32 @@ def test_more_broken_places(tmp_path, tokenizer, monkeypatch, record_property):
             load_datasets(settings_for(tmp_path / name), tokenizer)
 
 
+LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("name", "written", "says"),
+    [
+        ("a.jsonl", LFS.encode(), "a.jsonl: is a git-lfs pointer, not the rows; `git lfs pull`"),
+        ("a.parquet", LFS.encode(), "a.parquet: is a git-lfs pointer"),
+        ("a.csv", b"question;answer\nWho?;Bo\n", "a.csv:1: its fields are separated by ';'; write it with commas."),
+        ("a.csv", b"question\tanswer\nWho?\tBo\n", "separated by tabs; write it with commas, or name it .tsv."),
+        ("a.tsv", b"question,answer\nWho?,Bo\n", "a.tsv:1: its fields are separated by commas; write it with tabs."),
+        ("a.jsonl", GOOD.encode("utf-16"), "is not UTF-8 text but UTF-16: iconv -f UTF-16 -t UTF-8 "),
+        (
+            "a b.jsonl",
+            GOOD.encode() + '{"text": "é"}'.encode("latin-1"),
+            r"not UTF-8 text \(line 2\); if it is western",
+        ),
+    ],
+)
+def test_files_of_another_kind_are_named_with_their_cure(tmp_path, tokenizer, name, written, says):
+    (tmp_path / name).write_bytes(written)
+    with pytest.raises(UserError, match=says):
+        load_datasets(settings_for(tmp_path / name), tokenizer)
+
+
 @pytest.mark.bad_input
 def test_missing_binary_and_empty_places(tmp_path, tokenizer):
     for path, says in (("none.jsonl", "no such file"), ("./none", "no such file"), (tmp_path, "holds no .jsonl")):
@@ -1386,3 +1412,27 @@ def test_a_damaged_fact_file_is_rebuilt(tmp_path, tokenizer):
     for damage in ("{", "{}", "null"):
         (dataset.cache_folder() / f"{first.fingerprint}.json").write_text(damage)
         assert len(load_datasets(settings_for(tmp_path / "a.jsonl"), tokenizer)[0]) == 10
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        (
+            "--eval_strategy=steps",
+            "--eval_strategy steps: there are no rows to evaluate on; name them with --eval_data",
+        ),
+        ("--eval_strategy=epoch", "--eval_strategy epoch: there are no rows"),
+        ("--eval_on_start=true", "--eval_on_start true: there are no rows"),
+        ("--load_best_model_at_end=true", "--load_best_model_at_end true: there are no rows"),
+    ],
+)
+def test_evaluation_without_rows_is_refused_before_they_are_read(tmp_path, tokenizer, word, says):
+    rows = write(tmp_path, "train.jsonl", [{"no": "row is read"}])
+    asked = resolve.resolve_settings("sft", ["--data", str(rows), word], 1)
+    with pytest.raises(UserError, match=f"^{says}"):
+        load_datasets(asked, tokenizer)
+    write(tmp_path, "train.jsonl", QA)
+    write(tmp_path, "eval.jsonl", QA)
+    asked = resolve.resolve_settings("sft", ["--data", str(tmp_path), word], 1)  # a folder with an eval split
+    assert len(load_datasets(asked, tokenizer)[1]) == len(QA)

@@ -189,11 +189,41 @@ def test_doctor_says_why_torch_sees_no_gpu(tmp_path, monkeypatch):
     assert finding.level == "fail" and "driver 580 or newer" in finding.text
 
 
-def test_doctor_names_a_gpu_without_kernels(tmp_path, monkeypatch):
-    in_process(monkeypatch, tmp_path, [V100])
-    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_80", "sm_90", "compute_120"])
+# Where each architecture of torch runs: machine code within its major version, PTX on everything later.
+CU128 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
+OLDER = ["sm_50", "sm_80", "sm_86", "sm_90"]  # of CUDA 12.4
+
+
+@pytest.mark.parametrize(
+    ("capability", "architectures", "fix"),
+    [
+        ((7, 0), CU128, "a torch build for CUDA 12"),
+        ((12, 0), OLDER, "a newer torch"),  # an RTX 5090 with a torch of its year before
+        ((10, 0), OLDER, "a newer torch"),
+        ((9, 0), ["sm_80", "sm_90a"], ""),
+        ((10, 0), ["sm_80", "sm_90a"], "a newer torch"),
+        ((12, 1), ["sm_120f"], ""),
+        ((12, 0), [*OLDER, "compute_90"], ""),  # compiled by the driver
+        ((12, 0), [*OLDER, "compute_90a"], "a newer torch"),
+        ((8, 9), OLDER, ""),
+        ((8, 0), ["sm_86", "sm_90"], "a torch build for CUDA 12"),
+        ((12, 1), CU128, ""),
+        ((9, 0), [], ""),  # a build that does not say
+    ],
+)
+def test_doctor_names_a_gpu_without_kernels(capability, architectures, fix, tmp_path, monkeypatch):
+    other = Card("The other GPU", 32768, capability=capability)
+    in_process(monkeypatch, tmp_path, [other])
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: architectures)
     (finding,) = doctor.gpus()
-    assert finding.level == "fail" and "compute capability 7.0, this torch has kernels from 7.5 on" in finding.text
+    assert (finding.level == "fail") == bool(fix)
+    if fix:
+        major, minor = capability
+        built = " ".join(architectures)
+        assert f"compute capability {major}.{minor}, this torch has no kernels for it: it was built for {built}" in (
+            finding.text
+        )
+        assert fix in finding.fix
 
 
 # --- contexts ---

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
@@ -179,6 +180,22 @@ def test_what_libraries_print_is_no_failure(monkeypatch):
     assert only(doctor.exchange(2, seconds=50.0)) == ("ok", "2 processes over gloo, 1.50 GB/s -> ")
 
 
+@pytest.mark.fault
+@pytest.mark.parametrize("works", [True, False])
+def test_broken_copies_from_gpu_to_gpu_are_told_from_a_broken_network(monkeypatch, works):
+    """Of two stand-in ranks, which exchange something with NCCL_P2P_DISABLE=1 alone, or never."""
+    answer = "print('exchanged 2 1.5 True')" if works else "exit('no answer')"
+    code = f"import os\nexit('no answer') if os.environ.get('NCCL_P2P_DISABLE') != '1' else {answer}"
+    monkeypatch.setattr(doctor, "_EXCHANGE", code)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    level, text = only(doctor.exchange(2))
+    assert level == "fail" and "2 processes over NCCL: no answer" in text
+    assert ("with NCCL_P2P_DISABLE=1 they do: copies from GPU to GPU are broken" in text) == works
+    assert ("export NCCL_P2P_DISABLE=1" in text) == works
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    assert only(doctor.exchange(2))[0] == ("ok" if works else "fail")
+
+
 @pytest.mark.injection
 def test_no_file_is_written_through_a_link(tmp_path):
     """In a folder that others can write to, they know this process's number."""
@@ -233,6 +250,18 @@ def test_a_job_is_told_what_concerns_it(monkeypatch):
     assert "NCCL_P2P_DISABLE" not in {f.name for f in found}  # on a CPU
     assert {"DS_SKIP_CUDA_CHECK", "host memory"} <= {f.name for f in found}
     assert any("DS_SKIP_CUDA_CHECK is" in s or s.startswith("DS_SKIP_CUDA_CHECK") for s in doctor.raise_or_warn(found))
+
+
+def test_a_job_is_told_of_missing_kernels_on_a_gpu_alone(monkeypatch):
+    asked = resolve.resolve_settings("sft", ["--zero", "0"], 1)
+    config = transformers.AutoConfig.for_model("qwen3_next")
+    net = SimpleNamespace(config=config, parameters=torch.nn.Linear(2, 2, device="meta").parameters)
+    monkeypatch.setattr(doctor, "gpus", list)
+    monkeypatch.setattr(doctor, "room", lambda *_: [])
+    assert "kernels" not in {f.name for f in doctor.of_job(asked, net)}
+    (sentence,) = [s for s in doctor.raise_or_warn(doctor.of_job(asked.replace(use_cpu=False), net)) if "fla" in s]
+    assert sentence.startswith("kernels: Qwen3NextForCausalLM computes layers in plain PyTorch")
+    assert sentence.endswith("; pip install flash-linear-attention && pip install causal-conv1d --no-build-isolation")
 
 
 def test_rules_of_python_and_cuda(monkeypatch, tmp_path):

@@ -360,6 +360,28 @@ def test_the_mean_row_of_a_plan_does_not_depend_on_weights():
     assert prepare.number_of_steps(packed, train_set) == 3  # 12 rows in 6 packs
 
 
+@pytest.mark.parametrize(
+    ("rows", "flags", "says"),
+    [
+        (
+            108,
+            [],
+            "few optimizer steps .*: 11, with the rows of 3 epochs in .* of 32; --effective_batch_size 4 makes 88",
+        ),
+        (6, [], "few optimizer steps .*: 1, .*; --effective_batch_size 2 makes 16"),
+        (108, ["--effective_batch_size", "32"], ""),  # chosen by the user
+        (108, ["--max_steps", "5"], ""),
+        (400, [], ""),
+    ],
+)
+def test_a_small_file_of_the_users_own_is_told_of_its_few_steps(rows, flags, says):
+    words = ["--data", str(TINY / "train.jsonl"), "--num_train_epochs", "3", *flags]
+    settings = resolve.resolve_settings("lora", words, 2)
+    train_set = TokenizedDataset([{}] * rows, {"tokens": rows, "kept": rows}, "")
+    found = prepare.few_steps(settings, train_set)
+    assert bool(found) == bool(says) and all(re.fullmatch(says, sentence) for sentence in found), found
+
+
 @pytest.mark.slow
 def test_resume_continues_where_the_run_stopped(tmp_path):
     flags = [*SHORT, "--save_strategy", "steps", "--save_steps", "2", "--save_total_limit", "9", "--zero", "2"]

@@ -20,6 +20,8 @@ def make(*words):
         ("gpus=2", "gpus=2: no such variable; did you mean GPUS?"),
         ("NUM_GPUS=2", "NUM_GPUS=2: no such variable; did you mean GPUS?"),
         ("MODELL=a/b", "MODELL=a/b: no such variable; did you mean MODEL?"),
+        ("BATCH=4", 'BATCH=4: no such variable; it is a flag: ARGS="--effective_batch_size N".'),
+        ("LR=1e-4", 'LR=1e-4: no such variable; it is a flag: ARGS="--learning_rate N".'),
         ("QWERTY=1", "QWERTY=1: no such variable; a flag of the recipes goes into ARGS"),
         pytest.param("D;E=3", "D;E=3: no such variable", marks=pytest.mark.injection),
         pytest.param(

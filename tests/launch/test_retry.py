@@ -15,15 +15,17 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch
 from conftest import ROOT, TINY, Run, python, run_python
 
-from zerofit import rank_status
+from zerofit import distributed, rank_status
 from zerofit.config import resolve
 from zerofit.entrypoint import guard
 from zerofit.errors import OutOfMemory
+from zerofit.launch import canary, postmortem, resume, retry, supervisor
 from zerofit.launch import launch as launcher
-from zerofit.launch import postmortem, resume, retry, supervisor
 from zerofit.model import gradient_checkpointing
+from zerofit.train import network_check
 from zerofit.train.checkpoint import integrity
 
 pytestmark = pytest.mark.fault
@@ -444,6 +446,102 @@ def test_every_job_of_a_folder_archives_its_attempts(tmp_path):
     assert sorted(str(f.relative_to(folder / "attempts")) for f in folder.glob("attempts/*/*")) == [
         "1/logs", "1/rank0.json", "2/logs", "2/rank0.json", "3/logs", "3/rank0.json", "4/stack0.txt",
     ]  # fmt: skip
+
+
+RANK_WITHOUT_ANSWER = """
+import os, sys
+from zerofit import distributed, rank_status
+from zerofit.train import network_check
+print("tried with", os.environ.get("NCCL_P2P_DISABLE"), flush=True)
+if os.environ.get("NCCL_P2P_DISABLE") != "1" or sys.argv[1] == "never":
+    network_check.SECONDS = 0.1
+    with network_check._bounded(use_cpu=False):
+        import time
+        time.sleep(60)
+"""
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize(
+    ("answers", "use_cpu", "tried", "code"),
+    [("without peers", False, 2, 0), ("never", False, 2, 5), ("never", True, 1, 5)],
+)
+def test_gpus_that_do_not_answer_are_tried_without_peer_to_peer(
+    tmp_path, capfd, monkeypatch, answers, use_cpu, tried, code
+):
+    """A real supervisor over stand-in ranks: the second attempt has NCCL_P2P_DISABLE=1, and says what it means."""
+    monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
+    settings = SimpleNamespace(
+        use_cpu=use_cpu, on_oom="retry", max_restarts=3, hang_timeout=0, save_only_model=False,
+        resume_from_checkpoint=None,
+    )  # fmt: skip
+    command = [sys.executable, "-c", RANK_WITHOUT_ANSWER, answers]
+    job = supervisor.Job(lambda flags: command, None, settings, [], tmp_path / "run", {}, 2)
+    assert supervisor.run(job) == code
+    out, err = capfd.readouterr()
+    assert out.count("tried with") == tried and out.count("tried with 1") == tried - 1
+    assert out.count("had no answer from all ranks in 0 s before the first step: copies from GPU to GPU may be") == 1
+    assert ("attempt 2, from the start: the same with NCCL_P2P_DISABLE=1, without copies from GPU" in err) == (
+        tried == 2
+    )
+    assert ("so they are not the cause; NCCL_DEBUG=INFO" in out) == (tried == 2 and code == 5)
+
+
+@pytest.mark.fault
+def test_the_canary_too_is_tried_without_peer_to_peer(tmp_path, capfd, monkeypatch):
+    """And what it finds holds for the run: both have the environment of the job."""
+    monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
+    settings = SimpleNamespace(use_cpu=False, on_oom="fail", hang_timeout=0)
+    command = [sys.executable, "-c", RANK_WITHOUT_ANSWER, "never"]
+    job = supervisor.Job(lambda flags: command, None, settings, [], tmp_path / "run", {}, 2)
+    with pytest.raises(SystemExit, match="5"):
+        canary.run(job, None)
+    assert job.env["NCCL_P2P_DISABLE"] == "1"
+    said = capfd.readouterr()
+    assert said.out.count("once more: the same with NCCL_P2P_DISABLE=1") == 1
+    assert "the canary failed: rank 0 ended: " in said.err and "so they are not the cause" in said.err
+
+
+@pytest.mark.parametrize(
+    ("several", "use_cpu", "peers", "says", "not_said"),
+    [
+        (True, False, None, "NCCL_SOCKET_IFNAME; NCCL_IB_DISABLE=1 tries it without InfiniBand", "IOMMU"),
+        (True, True, None, "GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE"),
+        (False, True, None, "GLOO_SOCKET_IFNAME=lo", "NCCL"),
+        (False, False, None, "NCCL_P2P_DISABLE=1 sends through host memory instead", "IFNAME"),
+        (False, False, "1", "so they are not the cause", "IFNAME"),
+    ],
+)
+def test_the_cure_of_ranks_without_an_answer_is_of_their_links(monkeypatch, several, use_cpu, peers, says, not_said):
+    monkeypatch.setattr(distributed, "several_nodes", lambda: several)
+    monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
+    if peers:
+        monkeypatch.setenv("NCCL_P2P_DISABLE", peers)
+    cure = network_check._cure(use_cpu)
+    assert says in cure and not_said not in cure
+
+
+@pytest.mark.fault
+def test_links_that_sum_wrong_numbers_are_found(monkeypatch):
+    """Not only in the numbers that were looked at: a broken copy may spoil a part."""
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda numbers, group: numbers.mul_(2))
+    assert network_check._bus_bandwidth(None, 2, use_cpu=True) > 0
+
+    def spoiled(numbers, group):
+        numbers.mul_(2)[-3:] = 7.0
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", spoiled)
+    with pytest.raises(RuntimeError, match="3 of 4194304 summed numbers are wrong"):
+        network_check._bus_bandwidth(None, 2, use_cpu=True)
+
+
+def test_a_run_without_copies_between_gpus_says_so(monkeypatch):
+    monkeypatch.setattr(distributed, "several_nodes", lambda: False)
+    settings = SimpleNamespace(use_cpu=False)
+    assert network_check._knobs(settings) == []
+    monkeypatch.setenv(network_check.PEERS_FAILED, "1")
+    (sentence,) = network_check._knobs(settings)
+    assert sentence.startswith("NCCL_P2P_DISABLE=1: copies from GPU to GPU do not work on this machine")
 
 
 def entry(rank, when, kind="crash", error="RuntimeError: boom", peer=False):

@@ -21,7 +21,7 @@ from zerofit.config import accelerate_env, nvme, resolve
 from zerofit.data.load import load_datasets
 from zerofit.errors import UserError
 from zerofit.launch import prepare
-from zerofit.model import gradient_checkpointing, pipeline
+from zerofit.model import attention, gradient_checkpointing, pipeline
 from zerofit.model.load import load_tokenizer
 from zerofit.paths import cache_root, private_folder
 from zerofit.plan import candidates, command, formulas, predict, preflight, report, search, simulate, simulated_rank
@@ -399,6 +399,15 @@ def test_a_plan_for_several_nodes(monkeypatch, tmp_path, capsys):
     assert "nodes" not in one["facts"]["sent by each GPU"]
     said, many = plan("--gpus", "16")  # without --nodes: all GPUs, eight a node
     assert "2 nodes x 8 x H100: " in said and many["chosen"]["command"].startswith("make sft GPUS=8 NODES=2 ")
+
+
+def test_a_plan_says_which_kernels_are_missing(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(simulate, "run_all", fake_simulation(lambda flags: 10))
+    monkeypatch.setattr(attention, "missing_kernels", lambda config: (f"{config.model_type} is slow", "pip install x"))
+    fixed = ["--zero", "0", "--per_device_train_batch_size", "2", "--output_dir", str(tmp_path)]
+    command.main(["--gpu_type", "h100-80g", *FLAGS_1B, *fixed])
+    assert "note: llama is slow; pip install x\n" in capsys.readouterr().out
+    assert "note: llama is slow; pip install x" in (tmp_path / "plan.md").read_text()
 
 
 def test_the_network_changes_no_simulation(monkeypatch):
@@ -1177,7 +1186,7 @@ def test_a_gpu_of_the_users_own_goes_before_the_tables(tmp_path, monkeypatch):
 @pytest.mark.bad_input
 @pytest.mark.parametrize("size", ["0", "-5", "nan", "inf"])
 def test_a_memory_limit_that_is_none(size):
-    with pytest.raises(UserError, match=f"--memory_limit is {float(size)}: it must be a number of GiB above 0"):
+    with pytest.raises(UserError, match=f"--memory_limit is {float(size)}: it must be (above 0|a finite number)"):
         resolve.resolve_settings("sft", ["--memory_limit", size], 1)
 
 

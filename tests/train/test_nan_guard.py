@@ -10,6 +10,7 @@ import torch
 from conftest import ROOT, TINY, Run, recipe_process, run_python, run_world, runs_slow, slow_but
 
 from zerofit.data.batches import DatasetWithFiller, EpochSampler
+from zerofit.errors import UserError
 from zerofit.train import nan_guard
 
 RARE, ROW, ROWS = "~", 17, 24
@@ -129,6 +130,58 @@ def test_rows_of_a_step_are_looked_up_without_moving_the_sampler():
     first, second = nan_guard.rows_of_step(trainer)
     assert [*first[0], *second[0]] == sampler.indices(1)[4:8]
     assert trainer.train_sampler is sampler and list(sampler) == sampler.indices(2)
+
+
+WITHOUT_GRADIENT = [
+    "--data", str(TINY / "train.jsonl"), "--adapter_config", 'alpha_pattern={".*": 0}', "--save_strategy", "no",
+    "--num_samples", "0", "--effective_batch_size", "4",
+]  # fmt: skip
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize(
+    ("zero", "steps", "ranks"),
+    [
+        ("0", "5", 0),
+        ("2", "2", 2),
+        pytest.param("0", "5", 2, marks=pytest.mark.slow),
+        pytest.param("3", "5", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_in_which_every_gradient_was_zero_is_not_finished(tmp_path, zero, steps, ranks):
+    """A scale of 0 trains nothing: said after three steps, or at the end of a shorter run."""
+    flags = [*WITHOUT_GRADIENT, "--zero", zero, "--max_steps", steps, "--output_dir", str(tmp_path)]
+    done = run_python([str(ROOT / "recipes" / "lora.py"), *flags], ranks=ranks)
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stdout + done.stderr
+    assert f"the gradient was exactly zero in each of the first {min(3, int(steps))} steps" in done.stderr
+    assert "lora_A" in done.stderr and not (tmp_path / "final").exists()
+    assert json.loads((tmp_path / "result.json").read_text())["status"] == "failed"
+
+
+@pytest.mark.parametrize(
+    ("norms", "loss", "ends", "holds"),
+    [
+        ([0.0, 0.0, 0.0], 2.0, True, False),
+        ([torch.tensor(0.0), torch.tensor(0.0), torch.tensor(0.0)], 2.0, True, False),
+        ([0.0, 1e-9, 0.0], 2.0, False, True),
+        ([0.0, 0.0, 0.0], 0.0, False, False),  # no row has a label, or a hinge is satisfied
+        ([None, None, None], 2.0, False, None),  # an engine that computes no norm
+        ([], 0.0, False, None),
+    ],
+)
+def test_only_a_loss_without_any_gradient_ends_a_run(norms, loss, ends, holds):
+    gradients = nan_guard.GradientCount()
+    for norm in norms:
+        gradients.count(norm, [torch.tensor(0.0), torch.tensor(loss)])
+    if ends:
+        with pytest.raises(UserError, match="depend on what is trainable: weight and 1 more"):
+            gradients.check(torch.nn.Linear(1, 1))
+    else:
+        gradients.check(torch.nn.Linear(1, 1))
+    line = gradients.line()
+    known = [norm for norm in norms if norm is not None]
+    assert line.name == "gradient" and line.holds is holds
+    assert line.numbers == {"steps": len(known), "steps_with_zero_gradient": sum(norm == 0 for norm in known)}
 
 
 @pytest.mark.bad_input

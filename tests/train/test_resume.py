@@ -1,6 +1,7 @@
 """A run goes on at another ZeRO stage, rank count or offload as if nothing had been changed."""
 
 import itertools
+import logging
 import shutil
 import subprocess
 from pathlib import Path
@@ -9,7 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import ROOT, TINY, Run, python, run_python, run_world
+from transformers import PreTrainedConfig, trainer_utils
 
+from zerofit import log_filters
 from zerofit.launch import resume
 
 FLAGS = [
@@ -298,3 +301,24 @@ def test_an_offload_that_the_new_stage_does_not_have_is_dropped(capsys, flags, n
     assert resume.flags_without_offload(flags, new, offload) == wanted
     said = capsys.readouterr().out
     assert ("cannot offload all: the run goes on with --offload" in said) == (wanted != flags)
+
+
+def test_what_a_resume_says_itself_is_not_said_again_by_transformers(monkeypatch):
+    """The functions of transformers warn; a new pad token alone is the kit's choice, a new end token is not."""
+    logger, heard = logging.getLogger("transformers.trainer_utils"), []
+    monkeypatch.setattr(logger, "filters", [])
+    log_filters.libraries()
+    listener = logging.Handler()
+    listener.emit = lambda record: heard.append(record.getMessage())
+    logger.addHandler(listener)
+    try:
+        now = SimpleNamespace(logging_steps=5, eval_steps=None, save_steps=7, per_device_train_batch_size=16, n_gpu=0)
+        then = SimpleNamespace(logging_steps=10, eval_steps=None, save_steps=8, train_batch_size=32)
+        trainer_utils.compare_trainer_and_checkpoint_args(now, then)
+        for pad, eos in ((9, 1), (9, 8)):
+            config = PreTrainedConfig(pad_token_id=None, eos_token_id=1, bos_token_id=2)
+            tokenizer = SimpleNamespace(pad_token_id=pad, eos_token_id=eos, bos_token_id=2)
+            trainer_utils.align_special_tokens(SimpleNamespace(config=config, generation_config=None), tokenizer)
+    finally:
+        logger.removeHandler(listener)
+    assert len(heard) == 1 and "'eos_token_id': 8" in heard[0]

@@ -2,13 +2,14 @@
 
 import difflib
 import json
+import math
 import re
 import typing
 from pathlib import Path
 from typing import Any
 
 from zerofit import distributed
-from zerofit.config import offload, synonyms
+from zerofit.config import defaults, offload, synonyms
 from zerofit.errors import UserError
 from zerofit.paths import PROJECT, read_text
 from zerofit.settings import json_value, merge_json
@@ -140,8 +141,13 @@ def read_json(path: str | Path) -> dict:
             raise UserError(f"{path}: the key {duplicate!r} appears twice in one object; keep one of them.")
         return dict(pairs)
 
+    def finite(word):  # NaN and Infinity, which Python's parser takes, and 1e999
+        if not math.isfinite(number := float(word)):
+            raise UserError(f"{path}: {word} is no number that can be computed with; write a finite one.")
+        return number
+
     try:
-        config = json.loads(read_text(path), object_pairs_hook=unique)
+        config = json.loads(read_text(path), object_pairs_hook=unique, parse_float=finite, parse_constant=finite)
     except OSError as error:
         if stage := synonyms.stage(path.name):
             raise UserError(f"--deepspeed {path}: there is no such file; did you mean --zero {stage}?") from None
@@ -372,6 +378,7 @@ def _match(config: dict, path: Path, settings, explicit: dict[str, Any]) -> None
     for dotted, name, literal in literals:
         if literal is None or literal == "auto":
             continue
+        defaults.check_number(name, literal, f"{path}: {dotted} = {json.dumps(json_value(config, dotted))}")
         if name in explicit and explicit[name] not in (literal, "auto"):
             fix = 'change one of them, or write "auto" in the file.' if dotted in AUTO_KEYS else "change one of them."
             as_json = json.dumps(json_value(config, dotted))

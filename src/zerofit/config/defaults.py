@@ -1,5 +1,7 @@
 """Fill in arguments that were not given, and check the ranges of those that were."""
 
+import contextlib
+import json
 import math
 import os
 
@@ -12,45 +14,78 @@ from zerofit.settings import Settings, decide
 MICRO_BATCHES_PER_STAGE = 4  # at least, where the micro batch is chosen here: a pipeline's bubble is then below 20 %
 
 
-AT_LEAST = {
-    "max_length": 8,
-    "max_samples": 1,
-    "shuffle_buffer_size": 1,
-    "lora_r": 1,
-    "gpus": 1,
-    "sp_size": 1,
-    "tp_size": 1,
-    "pp_size": 1,
-    "preprocessing_num_workers": 1,
-    "num_samples": 0,
-    "logging_steps": 0,
-    "lr_scaling_base_batch_size": 1,
-    "max_restarts": 0,
-    "max_nan_steps": 1,
-    "save_every_minutes": 0,
-    "hang_timeout": 0,
-    "learning_rate": 0,
-    "weight_decay": 0,
-    "num_train_epochs": 0,
-}
+LARGEST = 2**32 - 1  # of a whole number: what numpy takes as a seed, and more than any count of a job
+
+# (what a number must be, whether it is); ANY: what it must be is checked where it is used
+ANY = ("finite", lambda n: True)
+FROM_0, FROM_1 = ("0 or more", lambda n: n >= 0), ("1 or more", lambda n: n >= 1)
+ABOVE_0, BELOW_1 = ("above 0", lambda n: n > 0), ("at least 0 and below 1", lambda n: 0 <= n < 1)
+SHARE = ("from 0 to 1", lambda n: 0 <= n <= 1)
+STEPS = ("a whole number of steps, or below 1 a share of all steps", lambda n: n >= 0 and (n < 1 or n == int(n)))
+
+# Argument -> its range. tests/config/test_parse.py: every argument that takes a number is here.
+RANGES = {
+    "per_device_train_batch_size": FROM_1, "per_device_eval_batch_size": FROM_1, "gradient_accumulation_steps": FROM_1,
+    "effective_batch_size": FROM_1, "lr_scaling_base_batch_size": FROM_1, "gpus": FROM_1, "sp_size": FROM_1,
+    "tp_size": FROM_1, "pp_size": FROM_1, "zero_hpz_partition_size": ANY,
+    "local_rank": ("-1 or more", lambda n: n >= -1),
+    "max_length": ("8 or more", lambda n: n >= 8), "max_samples": FROM_1, "shuffle_buffer_size": FROM_1,
+    "preprocessing_num_workers": FROM_1, "eval_fraction": BELOW_1, "min_supervised_fraction": SHARE,
+    "max_truncated_fraction": SHARE, "max_duplicate_fraction": SHARE, "max_eval_overlap_fraction": SHARE,
+    "dataloader_num_workers": FROM_0, "dataloader_prefetch_factor": FROM_1, "max_tokens_per_sample": FROM_1,
+    "num_samples": FROM_0, "seed": FROM_0, "data_seed": FROM_0, "shuffle_seed": FROM_0, "num_train_epochs": ABOVE_0,
+    "max_steps": ("1 or more, or -1 to go by --num_train_epochs", lambda n: n >= 1 or n == -1),
+    "learning_rate": FROM_0, "weight_decay": FROM_0,  # a rate of 0 does everything but change the weights
+    "warmup_steps": STEPS, "logging_steps": STEPS, "eval_steps": STEPS, "save_steps": STEPS, "eval_delay": FROM_0,
+    "adam_beta1": BELOW_1, "adam_beta2": BELOW_1, "adam_epsilon": ABOVE_0,  # 0 divides 0 by 0 where no gradient comes
+    "max_grad_norm": FROM_0,  # 0 clips nothing, in transformers' loop and in DeepSpeed's engine
+    "label_smoothing_factor": BELOW_1, "neftune_noise_alpha": FROM_0, "lora_r": FROM_1, "lora_alpha": FROM_1,
+    "lora_dropout": BELOW_1, "loraplus_lr_ratio": FROM_1, "num_virtual_tokens": FROM_1, "beta": ABOVE_0,
+    "label_smoothing": ("at least 0 and below 0.5", lambda n: 0 <= n < 0.5), "rpo_alpha": FROM_0, "simpo_gamma": ANY,
+    "gradient_checkpointing_every": FROM_1, "torch_empty_cache_steps": FROM_1, "memory_limit": ABOVE_0,
+    "offload_ratio": ANY, "save_every_minutes": FROM_0, "save_total_limit": FROM_0, "eval_accumulation_steps": ANY,
+    "max_nan_steps": FROM_1, "max_restarts": FROM_0, "hang_timeout": FROM_0, "ddp_timeout": FROM_1,
+    "ddp_bucket_cap_mb": FROM_1,
+}  # fmt: skip
+
+
+def check_number(name: str, value, said: str) -> None:
+    """Raise UserError for a number outside the range of its argument. said: what the user wrote, and where."""
+    if name not in RANGES or isinstance(value, bool) or not isinstance(value, int | float):
+        return
+    words, is_allowed = RANGES[name]
+    if not _finite(value):
+        raise UserError(f"{said}: it must be a finite number.")
+    if not is_allowed(value):
+        raise UserError(f"{said}: it must be {words}.")
+    if isinstance(value, int) and value > LARGEST:
+        raise UserError(f"{said}: it must be {LARGEST} or less.")
+
+
+def _finite(value) -> bool:
+    """Return whether all numbers in a JSON value are finite."""
+    if isinstance(value, dict | list):
+        return all(map(_finite, value.values() if isinstance(value, dict) else value))
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+def _as_json(value):
+    """Return an argument that holds an object, as a dict or as text; None for text that is no JSON."""
+    with contextlib.suppress(ValueError):
+        return value if isinstance(value, dict) else json.loads(value)
 
 
 def check_ranges(settings: Settings) -> None:
     """Raise UserError for a number outside its range, and for sizes that do not fit the job."""
-    for name, low in AT_LEAST.items():
-        value = settings.values.get(name)
-        if value is not None and value < low:
-            raise UserError(f"--{name} is {value}: it must be {low} or more.")
-    if (limit := settings.memory_limit) is not None and not 0 < limit < math.inf:
-        raise UserError(f"--memory_limit is {limit}: it must be a number of GiB above 0.")
-    if not 0 <= settings.eval_fraction < 1:
-        raise UserError(f"--eval_fraction is {settings.eval_fraction}: it must be at least 0 and below 1.")
+    file = settings.given.get("config")
+    for name, value in settings.values.items():
+        argument = f"{file}: {name}" if settings.source[name] == str(file) else f"--{name}"
+        check_number(name, value, f"{argument} is {value}")
+        if str(value).startswith("{") and not _finite(_as_json(value)):
+            raise UserError(f"{argument} is {value}: its numbers must be finite.")
     for pair in settings.columns or []:
         if pair.count("=") != 1 or not all(pair.split("=")):
             raise UserError(f"--columns {pair}: must be ours=theirs, e.g. prompt=question.")
-    for name in [n for n in settings.values if n.endswith("_fraction") and n != "eval_fraction"]:
-        if not 0 <= settings.values[name] <= 1:
-            raise UserError(f"--{name} is {settings.values[name]}: it must be from 0 to 1.")
     if settings.gpus and settings.gpus != settings.world_size:
         raise UserError(
             f"--gpus asks for {settings.gpus} processes, but this job has {settings.world_size}: start it with "

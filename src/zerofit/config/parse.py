@@ -7,6 +7,7 @@ import functools
 import importlib.util
 import itertools
 import json
+import re
 import shlex
 import warnings
 from dataclasses import fields
@@ -91,12 +92,23 @@ def explicit(recipe: str, argv: list[str], origin: str, early: bool = False, str
     """
     parser = _early_parser(recipe) if early else build_parser(recipe)
     parser.origin = origin
-    argv = with_auto_as_probe(argv)
+    argv = _with_negative_numbers(with_auto_as_probe(argv))
     names = [action.dest for action in parser._actions if action.dest != "help"]
     namespace, unknown = parser.parse_known_args(argv, argparse.Namespace(**dict.fromkeys(names, _UNSET)))
     if unknown and strict:
         raise UserError(f"{origin}: {synonyms.of_unknown(unknown, recipe, names, origin)}")
     return {k: v for k, v in vars(namespace).items() if v is not _UNSET}
+
+
+def _with_negative_numbers(argv: list[str]) -> list[str]:
+    """Join a flag and a value such as -1e-4 or -inf, which argparse takes for another flag."""
+    words = []
+    for word in argv:
+        if words and re.fullmatch(r"--[^=]+", words[-1]) and re.fullmatch(r"-(\.?\d[\d.]*e.*|inf|nan)", word, re.I):
+            words[-1] += f"={word}"
+        else:
+            words.append(word)
+    return words
 
 
 def given(recipe: str, flags: list[str], name: str) -> Any:
@@ -140,8 +152,12 @@ def read_yaml(path: str, recipe: str, early: bool = False) -> dict[str, Any]:
     except UserError as first:
         mistakes = []
         for key, words in flags.items():
+            place = f"{path}:{lines[key]}"
+            if isinstance(values[key], list) and not _takes_several(recipe, str(key), early):
+                mistakes.append(f"{place}: {key} is a list: it takes one value.")
+                continue
             try:
-                explicit(recipe, words, f"{path}:{lines[key]}", early)
+                explicit(recipe, words, place, early)
             except UserError as mistake:
                 mistakes.append(str(mistake))
         raise UserError(" ".join(mistakes) or str(first)) from None
@@ -180,6 +196,12 @@ def _as_written(place: str, value: Any, node: yaml.Node | None) -> Any:
             )
         return value
     return node.value
+
+
+def _takes_several(recipe: str, key: str, early: bool) -> bool:
+    """Return whether an argument takes a list; true for one that does not exist."""
+    actions = (_early_parser(recipe) if early else build_parser(recipe))._actions
+    return all(action.nargs in ("*", "+") for action in actions if action.dest == key.replace("-", "_"))
 
 
 class _YamlLoader(yaml.SafeLoader):

@@ -124,12 +124,13 @@ class Conversation:
 def choose_template(name: str, tokenizer) -> str:
     """Return the template of --chat_template, a built-in name or a file.
 
-    Raises: UserError for an unknown name, or a built-in with control words that are no tokens of the tokenizer.
+    Raises: UserError for an unknown name, a file with a syntax error, or a built-in with control words that are no
+        tokens of the tokenizer.
     """
     try:
         path = Path(name).expanduser()
         if path.is_file():
-            return path.read_text(encoding="utf-8")
+            return _without_syntax_error(path.read_text(encoding="utf-8"), name)
     except (OSError, RuntimeError, ValueError) as error:  # unreadable, a name too long, ~nobody, not UTF-8
         raise UserError(f"--chat_template {name[:200]}: cannot be read as a file: {error}.") from None
     if name not in TEMPLATES:
@@ -138,6 +139,20 @@ def choose_template(name: str, tokenizer) -> str:
     if unknown:
         raise UserError(f"--chat_template {name}: {', '.join(sorted(unknown))} are no tokens of this tokenizer.")
     return TEMPLATES[name]
+
+
+def _without_syntax_error(template: str, name: str) -> str:
+    """Return the template. Raises: UserError with the line for a syntax error, which each row would be refused with."""
+    from jinja2 import Environment, TemplateSyntaxError
+
+    plain = re.sub(r"(\{%[-+]?\s*)generation\b", r"\1if true", template)  # transformers' own block, as one of Jinja's
+    plain = re.sub(r"(\{%[-+]?\s*)endgeneration\b", r"\1endif", plain)
+    try:
+        Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain)
+    except TemplateSyntaxError as error:
+        why = str(error.message).rstrip(".")
+        raise UserError(f"{name}:{error.lineno}: the chat template has a syntax error: {why}.") from None
+    return template
 
 
 def built_in_like(template: str) -> str:

@@ -3,6 +3,7 @@
 from zerofit.data import dataset, encoding, sources
 from zerofit.data.tokens import TokenizedDataset
 from zerofit.errors import UserError
+from zerofit.settings import as_typed
 
 
 def load_datasets(settings, tokenizer) -> tuple[TokenizedDataset, TokenizedDataset | None]:
@@ -18,6 +19,8 @@ def load_datasets(settings, tokenizer) -> tuple[TokenizedDataset, TokenizedDatas
         held_out = marked or named  # the eval split of a folder or Hub dataset, else all of its files
     if settings.eval_fraction and held_out:
         raise UserError("--eval_fraction: the data already has an eval split; use one of the two.")
+    if not held_out and not settings.eval_fraction:
+        _refuse_evaluation(settings)
     encoder = encoding.Encoder(tokenizer, settings.train_on)
     if settings.streaming:
         from zerofit.data import streaming
@@ -29,3 +32,15 @@ def load_datasets(settings, tokenizer) -> tuple[TokenizedDataset, TokenizedDatas
     if settings.eval_fraction:
         train_set, eval_set = dataset.split(train_set, settings)
     return dataset.repeated(train_set), eval_set
+
+
+def _refuse_evaluation(settings) -> None:
+    """Raise UserError for an argument that asks for evaluations, where there are no rows for them."""
+    of_eval = {"eval_strategy": "no", "eval_on_start": False, "load_best_model_at_end": False}
+    for name, off in of_eval.items():
+        value = settings.values[name]
+        if value != off:
+            raise UserError(
+                f"--{name} {as_typed(name, getattr(value, 'value', value))}: there are no rows to evaluate on; name "
+                "them with --eval_data or --eval_fraction, or leave the flag out."
+            )

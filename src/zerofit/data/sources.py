@@ -1,11 +1,13 @@
 """Read rows from files and Hub datasets, each with its file:line."""
 
+import codecs
 import csv
 import glob
 import io
 import json
 import os
 import re
+import shlex
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -27,6 +29,8 @@ EVAL_NAMES = ("eval", "validation", "valid", "val", "dev", "test")  # of splits
 EVAL_FILE = re.compile(r"(evals?|evaluation|validation|valid|val|dev|tests?|testing)\d*([-_. ]|$)", re.IGNORECASE)
 
 csv.field_size_limit(64 << 20)
+
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # how it begins
 
 LONGEST_LINE = 64 << 20  # characters; a longer line is a broken file, and parsing it would take gigabytes
 
@@ -210,6 +214,8 @@ def read_rows(source: Source, lines: bool = False) -> Iterator[Row]:
         return
     path, kind = source.path, suffix(source.path)
     try:
+        if path.is_file() and _start(path, len(LFS_POINTER)) == LFS_POINTER:
+            raise UserError(f"{path}: is a git-lfs pointer, not the rows; `git lfs pull` in its folder downloads them.")
         if path.is_dir() or kind == ".arrow":
             yield from _read_arrow(path)
         elif kind == ".parquet":
@@ -222,10 +228,28 @@ def read_rows(source: Source, lines: bool = False) -> Iterator[Row]:
                     yield from (
                         _read_csv(path, file, kind) if kind in (".csv", ".tsv") else _read_json(path, file, lines)
                     )
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: is not UTF-8 text (byte {error.start} of a block); convert or remove it.") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path}: is not UTF-8 text{_other_text(path)}.") from None
     except (OSError, EOFError) as error:
         raise UserError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}.") from None
+
+
+def _start(path: Path, count: int) -> bytes:
+    with path.open("rb") as file:
+        return file.read(count)
+
+
+def _other_text(path: Path) -> str:
+    """Return where a file is not UTF-8, and how it becomes so."""
+    if path.suffix.lower() in COMPRESSED:
+        return "; convert or remove it"
+    if _start(path, 2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+        coding, where = "UTF-16", " but UTF-16"
+    else:
+        with path.open("rb") as file:
+            line = next((n for n, text in enumerate(file, 1) if text.decode(errors="ignore").encode() != text), 1)
+        coding, where = "WINDOWS-1252", f" (line {line}); if it is western European text"
+    return f"{where}: iconv -f {coding} -t UTF-8 {shlex.quote(str(path))} > utf8{path.suffix} converts it"
 
 
 def _open(path: Path) -> io.TextIOWrapper:
@@ -323,9 +347,17 @@ def _read_array(path: Path, text: str) -> Iterator[Row]:
 
 
 def _read_csv(path: Path, file, kind: str) -> Iterator[Row]:
-    reader = csv.DictReader(file, delimiter="\t" if kind == ".tsv" else ",", strict=True)
+    comma = "\t" if kind == ".tsv" else ","
+    reader = csv.DictReader(file, delimiter=comma, strict=True)
     try:
-        duplicates = [name for name, count in Counter(reader.fieldnames or []).items() if count > 1]
+        names = reader.fieldnames or []
+        if len(names) == 1 and (other := next((c for c in ";\t|," if c != comma and c in names[0]), None)):
+            said = {"\t": "tabs", ",": "commas"}
+            raise UserError(
+                f"{path}:{reader.line_num}: its fields are separated by {said.get(other, repr(other))}; write it with "
+                f"{said[comma]}" + (", or name it .tsv." if other == "\t" else ".")
+            )
+        duplicates = [name for name, count in Counter(names).items() if count > 1]
         if duplicates:
             raise UserError(
                 f"{path}:{reader.line_num}: has several columns named {duplicates[0]!r}; rename all but one."

@@ -37,6 +37,8 @@ def wanted(settings, planned: dict | None, steps: int | None) -> bool:
 def run(job: supervisor.Job, planned: dict | None) -> tuple[list[str], object]:
     """Run the canary; after an out-of-memory error try smaller settings, if --on_oom allows.
 
+    GPUs that do not answer each other are tried without direct copies, as in the run itself (supervisor.py).
+
     Returns: (flags, Settings) of the attempt that succeeded.
     Raises: SystemExit with the failed attempt's exit code, its cause printed; UserError if the disk is too small.
     """
@@ -51,6 +53,9 @@ def run(job: supervisor.Job, planned: dict | None) -> tuple[list[str], object]:
             shutil.rmtree(folder, ignore_errors=True)
         if last.kind == "finished" and measured:
             break
+        if change := supervisor.without_copies_between_gpus(job, last, settings):
+            print(f"canary: {last.sentence}; once more: {change}", flush=True)
+            continue
         smaller = None
         if last.kind == "out of memory" and settings.on_oom != "fail":
             smaller = retry.next_smaller_setting(settings, flags, job.parse, last.phase)

@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import platform
+import re
 import resource
 import shutil
 import socket
@@ -291,18 +292,35 @@ def gpus() -> list[doctor_nodes.Finding]:
             ]
         built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
         return [doctor_nodes.Finding("GPUs", "ok", f"none: jobs run on the CPU (torch {torch.__version__}, {built})")]
-    built_for = min((int(arch[3:]) for arch in torch.cuda.get_arch_list() if arch[3:].isdigit()), default=0)
-    return [_of_gpu(device, built_for) for device in hardware.visible()]
+    return [_of_gpu(device, torch.cuda.get_arch_list()) for device in hardware.visible()]
 
 
-def _of_gpu(device, built_for: int) -> doctor_nodes.Finding:
-    """Report one GPU. built_for: lowest compute capability that torch has kernels for, 75 for 7.5."""
+def _runs_on(arch: str, major: int, minor: int) -> bool:
+    """Return whether code that torch was built with runs on a GPU of this compute capability.
+
+    Machine code (sm_86) does on the same major and at least this minor version, PTX (compute_90) is compiled for all
+    later ones; with an `a` at its end it is for one capability, with an `f` for one family (CUDA's programming guide).
+    """
+    kind, version, only = re.fullmatch(r"(sm|compute)_(\d+)([af]?)", arch).groups()
+    built = divmod(int(version), 10)
+    if only == "a":
+        return built == (major, minor)
+    if kind == "compute" and not only:
+        return built <= (major, minor)
+    return built[0] == major and built[1] <= minor
+
+
+def _of_gpu(device, architectures: list[str]) -> doctor_nodes.Finding:
+    """Report one GPU. architectures: those that torch was built for (sm_90, compute_120); none: not known."""
     name, (major, minor) = f"GPU {device.index}", device.capability
-    if major * 10 + minor < built_for:
+    known = [arch for arch in architectures if re.fullmatch(r"(sm|compute)_\d+[af]?", arch)]
+    if known and not any(_runs_on(arch, major, minor) for arch in known):
+        is_newer = all(divmod(int(re.search(r"\d+", arch)[0]), 10) < (major, minor) for arch in known)
         return doctor_nodes.Finding(
-            name, "fail", f"{device.name} has compute capability {major}.{minor}, this torch has kernels from "
-            f"{built_for // 10}.{built_for % 10} on", "another GPU, or a torch build for CUDA 12 "
-                                                      "(pytorch.org/get-started)",
+            name, "fail", f"{device.name} has compute capability {major}.{minor}, this torch has no kernels for it: "
+            f"it was built for {' '.join(architectures)}",
+            "a newer torch, built for this GPU (make install; pytorch.org/get-started)" if is_newer else
+            "another GPU, or a torch build for CUDA 12 (pytorch.org/get-started)",
         )  # fmt: skip
     free = "what is free is not known (no nvidia-smi, or a slice)"
     if device.free_bytes is not None:
@@ -444,7 +462,8 @@ dist.all_reduce(x)
 x[0].item()
 seconds = time.perf_counter() - began
 if dist.get_rank() == 0:
-    print("exchanged", dist.get_world_size(), x.numel() * 4 / seconds / 1e9, float(x[0]) == dist.get_world_size() ** 2)
+    right = bool((x == dist.get_world_size() ** 2).all())
+    print("exchanged", dist.get_world_size(), x.numel() * 4 / seconds / 1e9, right)
 dist.destroy_process_group()
 """
 
@@ -457,12 +476,14 @@ _EXCHANGE_FIXES = {  # {backend: (fix for a timeout, fix for a failure)}
 def exchange(count: int, seconds: float = 90.0) -> list[doctor_nodes.Finding]:
     """All-reduce a 64 MiB tensor between processes and report the speed.
 
+    GPUs that fail try it once more without copies from GPU to GPU, which tells whether these are broken.
     Args: count: processes, 0 for one per GPU, or 2 on a CPU; seconds: timeout of the whole check; importing
         torch takes most of it, a minute from a cold network disk.
     """
     import torch
 
     from zerofit import distributed
+    from zerofit.train import network_check
 
     cuda = hardware.torch_sees_some()
     count = count or (torch.cuda.device_count() if cuda else 2)
@@ -471,20 +492,29 @@ def exchange(count: int, seconds: float = 90.0) -> list[doctor_nodes.Finding]:
     env = {name: value for name, value in os.environ.items() if name != hardware.NVML_CHECK}
     rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(distributed.free_port()), "WORLD_SIZE": str(count)}
     backend = "NCCL" if cuda else "gloo"
+    speed, problem, fix = _exchanged(count, env | rendezvous, seconds, backend)
+    if problem and cuda and network_check.WITHOUT_PEERS not in env:
+        without_peers = env | rendezvous | {network_check.WITHOUT_PEERS: "1"}
+        if not _exchanged(count, without_peers, seconds, backend)[1]:
+            problem += f"; with {network_check.WITHOUT_PEERS}=1 they do: copies from GPU to GPU are broken"
+            fix = f"export {network_check.WITHOUT_PEERS}=1 (slower); or turn IOMMU and ACS off in the BIOS"
+    if problem:
+        return [doctor_nodes.Finding("exchange", "fail", problem, fix)]
+    return [doctor_nodes.Finding("exchange", "ok", f"{count} processes over {backend}, {speed:.2f} GB/s")]
+
+
+def _exchanged(count: int, env: dict[str, str], seconds: float, backend: str) -> tuple[float, str, str]:
+    """Return (GB/s, what went wrong or "", its fix) of processes that all-reduce a tensor."""
     timeout_fix, failure_fix = _EXCHANGE_FIXES[backend]
-    failed, output = _ranks(count, env | rendezvous, seconds)
+    failed, output = _ranks(count, env, seconds)
     if failed is None:
-        return [doctor_nodes.Finding("exchange", "fail",
-                        f"{count} processes did not exchange a tensor over {backend} in {seconds:.0f} s",
-                        timeout_fix)]  # fmt: skip
+        return 0.0, f"{count} processes did not exchange a tensor over {backend} in {seconds:.0f} s", timeout_fix
     # With NCCL_DEBUG, NCCL prints lines too.
     fields = next((line.split() for line in output.splitlines() if line.startswith("exchanged ")), [])
     if failed or len(fields) != 4 or fields[3] != "True":
         last = (output.strip().splitlines() or ["no answer"])[-1]
-        return [doctor_nodes.Finding("exchange", "fail", f"{count} processes over {backend}: {last}", failure_fix)]
-    return [
-        doctor_nodes.Finding("exchange", "ok", f"{fields[1]} processes over {backend}, {float(fields[2]):.2f} GB/s")
-    ]
+        return 0.0, f"{count} processes over {backend}: {last}", failure_fix
+    return float(fields[2]), "", ""
 
 
 def _ranks(count: int, env: dict[str, str], seconds: float) -> tuple[bool | None, str]:
@@ -567,11 +597,15 @@ def installation() -> list[doctor_nodes.Finding]:
 
 def of_job(settings, net) -> list[doctor_nodes.Finding]:
     """Run the cheap checks that concern this job. net: the model on the meta device."""
+    from zerofit.model import attention
+
     findings = room(settings, net)
     gpu_prefixes = ("CUDA", "NCCL", "PYTORCH", "DS_ACCELERATOR")
     findings += [f for f in variables() if not settings.use_cpu or not f.name.startswith(gpu_prefixes)]
     if not settings.use_cpu:
         findings += gpus()
+        if missing := attention.missing_kernels(net.config):
+            findings.append(doctor_nodes.Finding("kernels", "warn", *missing))
     if settings.offload != "none" or settings.activation_offload:
         nodes = -(-settings.world_size // int(os.environ.get("LOCAL_WORLD_SIZE") or settings.world_size))
         findings += host_memory(nvme=bool(settings.offload_path), nodes=nodes)

@@ -31,10 +31,23 @@ SYNONYMS = {
     "PP": "PP_SIZE PIPELINE_PARALLEL PIPELINE_PARALLEL_SIZE STAGES",
 }
 
+# {what is no variable, but a flag: its names}
+FLAGS = {
+    "--effective_batch_size N": "BATCH BATCH_SIZE BS",
+    "--learning_rate N": "LR LEARNING_RATE",
+    "--num_train_epochs N": "EPOCHS NUM_EPOCHS NUM_TRAIN_EPOCHS",
+    "--max_steps N": "STEPS MAX_STEPS",
+    "--max_length N": "MAX_LENGTH MAX_LEN MAX_SEQ_LENGTH CUTOFF_LEN",
+    "--lora_r N": "LORA_R LORA_RANK",
+    "--seed N": "SEED",
+}
+
 
 def suggestion(name: str, known: list[str]) -> str:
     """Return what to write instead of an unknown variable."""
     normalized = name.upper().replace("-", "_")
+    if flag := next((flag for flag, others in FLAGS.items() if normalized in others.split()), None):
+        return f'it is a flag: ARGS="{flag}".'
     synonym = next((variable for variable, others in SYNONYMS.items() if normalized in others.split()), None)
     close = [synonym] if synonym else difflib.get_close_matches(normalized, known, 1, 0.75)
     if close:

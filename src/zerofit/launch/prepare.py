@@ -129,6 +129,24 @@ def number_of_steps(settings: Settings, train_set) -> int | None:
     return math.ceil(settings.num_train_epochs * rows / settings.effective_batch_size)
 
 
+FEW_STEPS = 30  # of a whole run; its warmup and its noise are most of it
+
+
+def few_steps(settings: Settings, train_set) -> list[str]:
+    """Return a sentence on the effective batch where it is the default, and too large for the rows; else nothing."""
+    steps = number_of_steps(settings, train_set)
+    if settings.source["effective_batch_size"] != "default" or settings.max_steps > 0 or not steps:
+        return []
+    ranks, rows = settings.data_ranks, steps * settings.effective_batch_size
+    batch = max(1, rows // (2 * FEW_STEPS) // ranks) * ranks
+    if steps >= FEW_STEPS or batch >= settings.effective_batch_size:
+        return []
+    return [
+        f"few optimizer steps to learn in: {steps}, with the rows of {settings.num_train_epochs:g} epochs in effective "
+        f"batches of {settings.effective_batch_size}; --effective_batch_size {batch} makes {rows // batch}"
+    ]
+
+
 def row_tokens(settings: Settings, train_set) -> float | None:
     """Return the mean tokens of a training row, taking packed rows as full; None for a stream."""
     if settings.packing or train_set.stream is not None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zerofit import command_line, rank_status, run_folder
-from zerofit.errors import EXIT_CODES
+from zerofit.errors import EXIT_CODES, BrokenLinks
 from zerofit.export import report
 from zerofit.launch import postmortem, retry, standby
 from zerofit.launch.cluster import documents, node_options
@@ -22,6 +22,7 @@ from zerofit.launch.cluster.coordinator import Coordinator
 from zerofit.launch.cluster.documents import End
 from zerofit.plan import preflight
 from zerofit.settings import Settings
+from zerofit.train import network_check
 from zerofit.train.checkpoint import resume
 from zerofit.train.checkpoint.facts import ASIDE
 
@@ -142,12 +143,27 @@ def _next_attempt(job: Job, attempt: Attempt, last: postmortem.Outcome, restarts
         if smaller and (settings.on_oom == "retry" or _agreed(last, smaller[0])):
             change, flags, settings = smaller
             return replace(attempt, flags=flags, settings=settings, change=change, is_restart=False)
+    if change := without_copies_between_gpus(job, last, settings):
+        return replace(attempt, change=change, is_restart=False)
     if last.kind == "stopped" and job.coordinator and (change := job.coordinator.attempt.change):
         return replace(attempt, change=change, is_restart=False)
     if last.kind in ("lost rank", "hang") and restarts < settings.max_restarts:
         change = f"the same again ({restarts + 1} of {settings.max_restarts} restarts)"
         return replace(attempt, change=change, is_restart=True)
     return None
+
+
+def without_copies_between_gpus(job: Job, last: postmortem.Outcome, settings: Settings) -> str:
+    """Turn NCCL's copies from GPU to GPU off for the job if GPUs of one node did not answer each other with them.
+
+    Returns: the change for the next attempt; "" if there is none.
+    """
+    on_one_node = job.coordinator is None and not settings.use_cpu
+    tried = network_check.WITHOUT_PEERS in os.environ | job.env
+    if last.phase != BrokenLinks.phase or tried or not on_one_node:
+        return ""
+    job.env |= {network_check.WITHOUT_PEERS: "1", network_check.PEERS_FAILED: "1"}
+    return f"the same with {network_check.WITHOUT_PEERS}=1, without copies from GPU to GPU"
 
 
 def _on_present_nodes(job: Job, attempt: Attempt) -> Attempt | None:

@@ -110,8 +110,6 @@ def _resolve_prompts(settings) -> None:
                 f"leave {flag} out, or use --adapter lora."
             )
     settings.padding_free = False
-    if settings.num_virtual_tokens < 1:
-        raise UserError(f"--num_virtual_tokens is {settings.num_virtual_tokens}: it must be 1 or more.")
     if kind == "prefix_tuning":
         for name in ("activation_checkpointing", "gradient_checkpointing"):
             if settings.values.get(name) and settings.source[name] not in ("default", "transformers default"):
@@ -127,8 +125,6 @@ def _check_loraplus(settings) -> None:
     flag = f"--loraplus_lr_ratio {settings.loraplus_lr_ratio:g}"
     if settings.adapter != "lora":
         raise UserError(f"{flag} with --adapter {settings.adapter}: only LoRA has the matrix B that it is for.")
-    if settings.loraplus_lr_ratio < 1:
-        raise UserError(f"{flag}: must be 1 or more, the learning rate of B over that of A.")
     if settings.deepspeed is not None and settings.deepspeed.get("optimizer"):
         raise UserError(
             f"{flag}: the DeepSpeed JSON has its own optimizer section, which knows one learning rate; delete the "
@@ -204,6 +200,8 @@ def _pairs(pairs: list[str], config_class, names: set[str]) -> dict:
             known = sorted(n for n in names - set(flag_of) if not _NOT_BY_HAND.fullmatch(n))
             raise UserError(f"--adapter_config {pair}: {config_class.__name__} takes {', '.join(known) or 'nothing'}.")
         values[key] = yaml.safe_load(value)
+        if isinstance(values[key], float) and not math.isfinite(values[key]):
+            raise UserError(f"--adapter_config {pair}: it must be a finite number.")
     return values
 
 

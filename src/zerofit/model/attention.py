@@ -11,7 +11,9 @@ checks this on the loaded model before the first step: `packed_logit_error` and 
 
 import functools
 import inspect
+import re
 import sys
+from importlib.util import find_spec
 
 import torch
 from accelerate.utils import send_to_device
@@ -34,6 +36,18 @@ INSTALL = {  # flash attention: (function of transformers that checks for it, ho
     "flash_attention_3": ("is_flash_attn_3_available", KERNELS),
     "flash_attention_4": ("is_flash_attn_4_available", KERNELS),
 }
+
+# Package with the kernels of linear attention and state space layers -> (what pip installs, what its absence costs).
+LINEAR_KERNELS = {
+    "fla": (
+        "flash-linear-attention",
+        "Qwen3.5-9B took 1.22 instead of 0.70 s a step on 8 B200 (transformers issue 48718)",
+    ),
+    "mamba_ssm": ("mamba-ssm --no-build-isolation", ""),
+    "causal_conv1d": ("causal-conv1d --no-build-isolation", ""),
+}
+
+ATTENTION_LAYERS = {"attention", "full_attention", "sliding_attention"}  # kinds of config.layer_types
 
 
 def is_flash(name: str) -> bool:
@@ -122,6 +136,27 @@ def class_of(config):
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     return MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+
+
+def missing_kernels(config) -> tuple[str, str] | None:
+    """Return (what is slow without which packages, how to install them) for layers other than attention; None if none.
+
+    transformers names the package of each kernel in the model's source (use_kernel_func_from_hub_with_fallback), and
+    computes the layer in PyTorch where it cannot be imported.
+    """
+    cls = class_of(config)
+    if cls is None or set(getattr(config.get_text_config(), "layer_types", None) or [""]) <= ATTENTION_LAYERS:
+        return None
+    source = inspect.getsource(sys.modules[cls.__module__])
+    named = dict.fromkeys(re.findall(r'use_kernel_func_from_hub_with_fallback\(\s*"\w+", "(\w+)"', source))
+    missing = [package for package in LINEAR_KERNELS if package in named and not find_spec(package)]
+    if not missing:
+        return None
+    text = f"{cls.__name__} computes layers in plain PyTorch, which is right but much slower, without "
+    text += " and ".join(LINEAR_KERNELS[package][0].split()[0] for package in missing)
+    price = "; ".join(LINEAR_KERNELS[package][1] for package in missing if LINEAR_KERNELS[package][1])
+    install = " && ".join(f"pip install {LINEAR_KERNELS[package][0]}" for package in missing)
+    return f"{text}: {price}" if price else text, install
 
 
 def _eager_where_sdpa_is_missing(settings, config) -> None:

@@ -89,7 +89,7 @@ def resolve(settings) -> None:
     """
     if settings.recipe != "dpo":
         return
-    _check_numbers(settings)
+    _check_unused(settings)
     _check_excluded(settings)
     _check_adapter(settings)
     kind = settings.loss_type
@@ -109,16 +109,7 @@ def resolve(settings) -> None:
         decide(settings, "precompute_ref_log_probs", True, "no second model in memory; 8 bytes a pair")
 
 
-def _check_numbers(settings) -> None:
-    if not settings.beta > 0:
-        raise UserError(f"--beta is {settings.beta}: it must be above 0.")
-    if settings.rpo_alpha < 0:
-        raise UserError(f"--rpo_alpha is {settings.rpo_alpha}: it must be 0 or more.")
-    if not 0 <= settings.label_smoothing < 0.5:
-        raise UserError(
-            f"--label_smoothing is {settings.label_smoothing}: the share of pairs that are the wrong way round must "
-            "be at least 0 and below 0.5."
-        )
+def _check_unused(settings) -> None:
     if settings.label_smoothing and settings.loss_type not in SMOOTHED:
         raise UserError(
             f"--label_smoothing with --loss_type {settings.loss_type}: only {' and '.join(SMOOTHED)} have it; leave "

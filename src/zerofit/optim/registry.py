@@ -1,6 +1,7 @@
 """The optimizers of --optim: what each needs, excludes and costs in bytes."""
 
 import importlib.util
+import re
 from dataclasses import dataclass
 
 from zerofit.errors import UserError
@@ -206,11 +207,14 @@ def _choose_arguments(settings, name: str, explicit: dict) -> None:
 def arguments(settings) -> dict[str, str]:
     """Parse --optim_args into a dictionary.
 
-    Raises: UserError if it is not name=value,name=value.
+    Raises: UserError if it is not name=value,name=value, or a number is not finite.
     """
     pairs = [pair for pair in (settings.optim_args or "").replace(" ", "").split(",") if pair]
     if any(pair.count("=") != 1 for pair in pairs):
         raise UserError(f"--optim_args {settings.optim_args}: must be name=value,name=value.")
+    for pair in pairs:
+        if re.fullmatch(r"[+-]?(nan|inf|infinity)", pair.partition("=")[2], re.IGNORECASE):
+            raise UserError(f"--optim_args {pair}: it must be a finite number.")
     return dict(pair.split("=") for pair in pairs)
 
 

@@ -13,6 +13,7 @@ from zerofit import command_line, hardware
 from zerofit.config import parse
 from zerofit.errors import UserError
 from zerofit.hardware import GIB
+from zerofit.model import attention, load
 from zerofit.plan import candidates, formulas, search, simulate
 
 
@@ -87,9 +88,13 @@ def _search(args: argparse.Namespace, flags: list[str], ranks: int) -> candidate
     host_limit = _host_limit(args.host_memory, for_this_machine)
     with simulate.reused():
         simulate.prestart()  # it imports while the rows are read and the settings are listed
-        flags, rows, lengths = with_real_lengths(flags, candidates.recipe_of(methods[-1]), ranks, gpu, node)
-        print(f"rows: {rows}", flush=True)
+        recipe = candidates.recipe_of(methods[-1])
+        first = candidates.first_settings(recipe, flags, ranks, gpu, node)
+        flags, rows, lengths = with_real_lengths(flags, recipe, ranks, gpu, node)
         notes = [f"rows: {rows}"]
+        if missing := attention.missing_kernels(load.load_config(first)):
+            notes.append("note: {}; {}".format(*missing))
+        print("\n".join(notes), flush=True)
         say, end = _progress(notes)
         try:
             plan = search.search(methods, flags, ranks, gpu, say, host_limit, node, lengths)

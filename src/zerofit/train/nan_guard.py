@@ -1,4 +1,4 @@
-"""Skip steps whose loss or gradient is not finite, on every ZeRO stage, and save them for replay."""
+"""Skip steps whose loss or gradient is not finite, save them for replay, and end a run that has no gradient."""
 
 import itertools
 import json
@@ -8,12 +8,60 @@ from pathlib import Path
 import torch
 
 from zerofit import command_line, distributed, run_folder
-from zerofit.errors import Diverged
+from zerofit.errors import Diverged, UserError
+from zerofit.settings import Check
 from zerofit.train import trial
 
 KEPT = 10  # bad steps whose batches a run folder keeps at most
 
 OVERFLOWS = 40  # skipped steps in a row after which fp16's loss scaler (2^16 at first, halved each time) cannot recover
+
+STEPS_WITHOUT_GRADIENT = 3  # at the start, after which a run ends: it would train nothing
+
+LEAST_LOSS = 1e-4  # of a step; below it a gradient of 0 may be right: rows without labels, a hinge, a fit without error
+
+
+class GradientCount:
+    """Count the steps of a run whose gradient is exactly zero, and end a run in which it is that in every step.
+
+    The matrix A of LoRA has none in the first step, but B has: zero over all parameters is a fault.
+    """
+
+    def __init__(self):
+        self.steps = self.zero = 0  # zero: a device tensor where the norm is one; no sync per step
+        self.loss = 0.0  # of the first steps
+
+    def count(self, norm, losses: list[torch.Tensor]) -> None:
+        """Count a step that was applied. norm: None where the engine computes none."""
+        if norm is None:
+            return
+        self.steps += 1
+        self.zero = self.zero + (norm == 0)
+        if self.steps <= STEPS_WITHOUT_GRADIENT:
+            self.loss = self.loss + torch.stack([loss.detach().float().abs() for loss in losses]).sum()
+
+    def check(self, model) -> None:
+        """Raise UserError if there was a loss and no gradient in any step so far."""
+        if self.steps == 0 or int(self.zero) < self.steps or float(self.loss) < LEAST_LOSS * self.steps:
+            return
+        trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        first = (
+            f": {trained[0]} and {len(trained) - 1} more" if len(trained) > 1 else "".join(f": {n}" for n in trained)
+        )
+        raise UserError(
+            f"the gradient was exactly zero in each of the first {self.steps} steps, though there is a loss: nothing "
+            f"trains. The loss does not depend on what is trainable{first}. A scale of 0 does that (alpha_pattern of "
+            "--adapter_config), a dropout of 1, or a recipe of your own that freezes or detaches what it trains."
+        )
+
+    def line(self) -> Check:
+        """Return the line of the run's certificate."""
+        zero = int(self.zero)
+        numbers = {"steps": self.steps, "steps_with_zero_gradient": zero}
+        if not self.steps:
+            return Check("gradient", None, "the norm of the gradient was not measured in any step", numbers)
+        sentence = f"the gradient was not zero in {self.steps - zero} of {self.steps} steps"
+        return Check("gradient", zero < self.steps, sentence, numbers)
 
 
 class NanGuard:
@@ -25,6 +73,7 @@ class NanGuard:
 
     def __init__(self, trainer):
         self.trainer, self.settings = trainer, trainer.settings
+        self.gradients = GradientCount()
         self.found = self.in_a_row = self.overflows = 0  # steps
         self.by_rows = False  # whether the last bad step had micro batches without a finite loss
         self.steps_logged = self.found_logged = 0  # since the last log line
@@ -67,11 +116,15 @@ class NanGuard:
     def after_step(self) -> None:
         """Count, report and save a skipped step. All ranks reach the same decision.
 
-        Raises: Diverged after --max_nan_steps bad steps in a row (--on_nan stop), or after OVERFLOWS skipped ones.
+        Raises: Diverged after --max_nan_steps bad steps in a row (--on_nan stop), or after OVERFLOWS skipped ones;
+            UserError if the first steps have no gradient.
         """
         self.steps_logged += 1
         if not self.trainer.accelerator.optimizer_step_was_skipped:
             self.in_a_row = self.overflows = 0
+            self.gradients.count(self.grad_norm, self.losses)
+            if self.gradients.steps == STEPS_WITHOUT_GRADIENT:
+                self.gradients.check(self.trainer.model)
             return
         losses = self._of_all_ranks()
         if self.settings.precision == "fp16" and all(math.isfinite(loss) for rank in losses for loss in rank):
@@ -93,8 +146,11 @@ class NanGuard:
     def at_end(self) -> None:
         """If the run ends on non-finite steps, determine whether the data or the weights caused them.
 
-        Raises: Diverged when the weights give no finite loss on any of four rows, or when only the gradient was bad.
+        Raises: Diverged when the weights give no finite loss on any of four rows, or when only the gradient was bad;
+            UserError if no step had a gradient.
         """
+        self.gradients.check(self.trainer.model)
+        self.settings.checks.append(self.gradients.line())
         if not self.in_a_row or (self.by_rows and self._some_row_is_finite()):
             return
         why = (

@@ -9,10 +9,14 @@ import uuid
 from pathlib import Path
 
 from zerofit import distributed, rank_status
-from zerofit.errors import EXIT_CODES, UserError
+from zerofit.errors import BrokenLinks, UserError, first_line
 from zerofit.train import consistency
 
 PAYLOAD_BYTES = {"cuda": 256 * 2**20, "cpu": 16 * 2**20}
+
+WITHOUT_PEERS = "NCCL_P2P_DISABLE"  # NCCL's: GPUs of a node exchange through host memory
+
+PEERS_FAILED = "ZEROFIT_PEERS_FAILED"  # set by the launcher: an attempt without the one above had no answer
 
 SECONDS = 60.0  # for all ranks to answer each other; plus a quarter of a second for each rank above 256
 
@@ -26,7 +30,7 @@ def check(settings, train_set, eval_set) -> None:
 
     if not dist.is_initialized() or distributed.size() == 1:
         return
-    with _bounded():
+    with _bounded(settings.use_cpu):
         facts = consistency.software(settings.recipe) | consistency.of_job(settings, train_set, eval_set)
         facts_by_node = dict(
             reversed(distributed.all_gather((f"node {distributed.node()} ({socket.gethostname()})", facts)))
@@ -39,28 +43,51 @@ def check(settings, train_set, eval_set) -> None:
 
 
 @contextlib.contextmanager
-def _bounded():
-    """End this process with a sentence when the body takes too long: a collective cannot be interrupted."""
-
+def _bounded(use_cpu: bool):
+    """End this process with a sentence when the body takes too long, which interrupts no collective, or one fails."""
     seconds = SECONDS + max(0, distributed.size() - 256) / 4
-
-    def give_up():
-        error = TimeoutError(
-            f"rank {distributed.rank()} (node {distributed.node()}, {socket.gethostname()}) had no answer from all "
-            f"ranks in {seconds:.0f} s before the first step: see that the nodes reach each other on all ports, and "
-            "name the interface between them with --interface, GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME"
-        )
-        rank_status.record(error)
-        print(f"zerofit: error: {error}.", flush=True)
-        os._exit(EXIT_CODES["hang"])
-
-    timer = threading.Timer(seconds, give_up)
+    timer = threading.Timer(seconds, lambda: _end(f"had no answer from all ranks in {seconds:.0f} s", use_cpu))
     timer.daemon = True
     timer.start()
     try:
         yield
+    except RuntimeError as error:
+        if use_cpu or rank_status.of_a_peer(error) or rank_status.gpu_is_full(error):
+            raise
+        _end(f"could not exchange numbers with the other ranks ({first_line(error)})", use_cpu)
     finally:
         timer.cancel()
+
+
+def _end(what: str, use_cpu: bool) -> None:
+    """End this process, whose collectives may never return."""
+    place = f"rank {distributed.rank()} (node {distributed.node()}, {socket.gethostname()})"
+    error = BrokenLinks(f"{place} {what} before the first step: {_cure(use_cpu)}")
+    rank_status.record(error)
+    print(f"zerofit: error: {error}.", flush=True)
+    os._exit(error.exit_code)
+
+
+def _cure(use_cpu: bool) -> str:
+    """Return what to do when ranks do not reach each other: between nodes the network, within one the GPUs' links."""
+    if distributed.several_nodes():
+        words = (
+            "see that the nodes reach each other on all ports, and name the interface between them with --interface, "
+            "GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME"
+        )
+        more = f"; NCCL_IB_DISABLE=1 tries it without InfiniBand, {WITHOUT_PEERS}=1 without copies from GPU to GPU"
+        return words if use_cpu else words + more
+    if use_cpu:
+        return "the machine may be too busy; GLOO_SOCKET_IFNAME=lo has its processes use the local interface"
+    if os.environ.get(WITHOUT_PEERS, "0") != "0":
+        return (
+            f"this is without copies from GPU to GPU ({WITHOUT_PEERS}={os.environ[WITHOUT_PEERS]}), so they are not "
+            "the cause; NCCL_DEBUG=INFO says where NCCL stands, and `dmesg -T` whether a GPU has failed (Xid)"
+        )
+    return (
+        f"copies from GPU to GPU may be broken on this machine (IOMMU or ACS on, or GPUs whose driver does not support "
+        f"them); {WITHOUT_PEERS}=1 sends through host memory instead"
+    )
 
 
 def _exchange(use_cpu: bool) -> None:
@@ -111,10 +138,18 @@ def _bus_bandwidth(group, count: int, use_cpu: bool) -> float:
     began = time.perf_counter()
     dist.all_reduce(numbers, group=group)
     numbers[0].item()  # waits for the device
-    return numbers.numel() * 4 * 2 * (count - 1) / count / (time.perf_counter() - began) / 1e9
+    seconds = time.perf_counter() - began
+    if wrong := int((numbers[1024:] != count).sum()):
+        raise RuntimeError(f"{wrong} of {numbers.numel()} summed numbers are wrong")
+    return numbers.numel() * 4 * 2 * (count - 1) / count / seconds / 1e9
 
 
 def _knobs(settings) -> list[str]:
+    if os.environ.get(PEERS_FAILED) and not settings.use_cpu:
+        return [
+            f"{WITHOUT_PEERS}=1: copies from GPU to GPU do not work on this machine, the ranks reached each other "
+            "through host memory alone (slower); set it yourself, and the try without it is left out"
+        ]
     if not distributed.several_nodes():
         return []
     names = ("NCCL_SOCKET_IFNAME",) if not settings.use_cpu else ("GLOO_SOCKET_IFNAME",)
