@@ -161,6 +161,7 @@ def expected(name, turns, tools):
             continue
         tokens = [number[piece]] if control else list(ordinary_tokens(piece, VOCABULARY[name][1], number, letters))
         learned = turn is not None and turns[turn].get("weight", turns[turn].get("train", True))
+        learned = learned and (turns[turn]["content"].strip() or turns[turn].get("tool_calls"))
         text += piece
         ids += tokens
         labels += tokens if learned else [conversations.IGNORE] * len(tokens)

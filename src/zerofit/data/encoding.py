@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from zerofit.data import conversations
+from zerofit.data import conversations, template_text
 from zerofit.errors import UserError
 
 PROBE = "Größe\n\n 東京 🙂\t3.14 'll  x\n"  # text on which a tokenizer shows whether its tokens are its bytes
@@ -27,11 +27,13 @@ class Encoder:
 
     Answers are located by the template's {% generation %} marks if it has them, else by prefixes: an answer starts
     where the prompt rendered before it ends, and ends where the text rendered up to its turn ends. Control words in a
-    turn's own text are encoded as plain text, never as special tokens.
+    turn's own text are encoded as plain text, never as special tokens. mask_generation_prompt: leave out of the loss
+    what the template itself writes at the start of an answer (template_text.openings).
     """
 
-    def __init__(self, tokenizer, train_on: str = "assistant"):
+    def __init__(self, tokenizer, train_on: str = "assistant", mask_generation_prompt: bool = False):
         self.tokenizer, self.train_on = tokenizer, train_on
+        self.mask_generation_prompt = mask_generation_prompt
         self.notes: Counter = Counter()  # warning -> number of rows
         self.special_tokens = tokenizer.special_tokens_map  # made anew at each use
         self.reasoning_key = _reasoning_key(tokenizer.chat_template)
@@ -57,6 +59,11 @@ class Encoder:
     def token_bytes(self) -> np.ndarray | None:
         """Return the bytes of text of each token, if labels can be placed by them."""
         return _token_bytes(self.tokenizer)
+
+    @functools.cached_property
+    def openings(self) -> tuple[str, ...]:
+        """Return what the template itself writes at the start of answers."""
+        return template_text.openings(self)
 
     def encode(
         self,
@@ -190,10 +197,12 @@ class Encoder:
     def _render(self, place: str, conversation: conversations.Conversation) -> tuple[str, list[tuple[int, int]]]:
         """Render the conversation; return its text and the character spans to train on."""
         text, marks = self._whole(place, conversation)
-        if self.train_on == "all":
+        turns = conversation.turns
+        left_out = [i for i, t in enumerate(turns) if t["role"] == "assistant" and not conversation.trained[i]]
+        if self.train_on == "all" and not left_out:
             self._check_tools(place, text, conversation, {})
             return text, [(0, len(text))]
-        answers = self._marked_answers(text, marks, conversation) or self._prefixes(place, text, conversation)
+        answers = self.answers(place, text, marks, conversation)
         self._check_nothing_lost(place, text, conversation, answers)
         for i, _, end in answers:
             if not text.endswith(self.end_words, 0, end):
@@ -201,11 +210,21 @@ class Encoder:
                     f"{place}: turn {i + 1}: the chat template puts no end token behind the answer, so the model would "
                     "never learn to stop; name another with --chat_template."
                 )
-        if self.train_on == "prompt":
-            bounds = [0, *(b for _, start, end in answers for b in (start, end)), len(text)]
+        if self.train_on in ("all", "prompt"):
+            without = [a for a in answers if self.train_on == "prompt" or a[0] in left_out]
+            bounds = [0, *(b for _, start, end in without for b in (start, end)), len(text)]
             return text, [(a, b) for a, b in zip(bounds[::2], bounds[1::2], strict=True) if a < b]
-        chosen = answers[-1:] if self.train_on == "last_turn" else [a for a in answers if conversation.trained[a[0]]]
+        chosen = answers[-1:] if self.train_on == "last_turn" else answers
+        chosen = [a for a in chosen if a[0] not in left_out]
+        if self.mask_generation_prompt:
+            return text, [(template_text.behind_opening(self.openings, text, a, turns[a[0]]), a[2]) for a in chosen]
         return text, [(start, end) for _, start, end in chosen]
+
+    def answers(
+        self, place: str, text: str, marks: list, conversation: conversations.Conversation
+    ) -> list[tuple[int, int, int]]:
+        """Return [(turn, start, end)] of the answers in a rendered conversation, with their end tokens."""
+        return self._marked_answers(text, marks, conversation) or self._prefixes(place, text, conversation)
 
     def _check_nothing_lost(
         self, place: str, whole: str, conversation: conversations.Conversation, answers: list
