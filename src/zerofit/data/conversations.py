@@ -81,6 +81,11 @@ EMPTY_ANSWER = "an empty answer is not trained on"
 
 REASONING_LOST = "reasoning_content of the last answer is not trained on: the chat template does not write it"
 
+PROMPT_GOES_ON = (
+    "the template's generation prompt ends with text that does not precede the trained answers, such as <think>: a "
+    "model that has learned them will be asked in another way"
+)
+
 EARLIER_REASONING_LOST = (
     "reasoning_content of earlier answers is not trained on: the chat template drops it, --chat_template qwen3 keeps it"
 )

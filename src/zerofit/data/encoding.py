@@ -177,7 +177,7 @@ class Encoder:
         return self._tokens(text, ANCHOR if ids and self.adds_prefix else "")
 
     def _text(
-        self, place: str, conversation: conversations.Conversation, turns: int | None = None, prompt: bool = False
+        self, place: str, conversation: conversations.Conversation, turns: int | None = None, prompt=False, **mode
     ) -> str:
         with _template_errors(place):
             return self.tokenizer.apply_chat_template(
@@ -185,6 +185,7 @@ class Encoder:
                 tools=conversation.tools,
                 tokenize=False,
                 add_generation_prompt=prompt,
+                **mode,
             )
 
     def _for_template(self, turns: list[dict]) -> list[dict]:
@@ -328,6 +329,9 @@ class Encoder:
             return []
         answers = []
         for i, (start, end) in zip(turns, marks, strict=True):
+            trimmed = start + len(whole[start:end].rstrip())
+            if whole.endswith(self.end_words, start, trimmed):
+                end = trimmed  # without the line break behind the end token, which TRL's templates include
             if not whole.endswith(self.end_words, 0, end) and (match := self.ends.match(whole, end)):
                 end = match.end()  # the marks exclude the end token, which must be trained too
             answers.append((i, start, end))
@@ -338,11 +342,12 @@ class Encoder:
 
         Raises: UserError for a turn whose earlier text the template changes as turns are added.
         """
-        answers, turns = [], conversation.turns
+        answers, turns, goes_on = [], conversation.turns, False
         for i, turn in enumerate(turns):
             if turn["role"] != "assistant":
                 continue
-            before = self._text(place, conversation, i, prompt=True)
+            before, is_prompt = self._before_answer(place, whole, conversation, i)
+            goes_on |= not is_prompt
             after = whole if i == len(turns) - 1 else self._text(place, conversation, i + 1)
             end = max(len(after.rstrip()), len(before)) if whole.startswith(after) else None
             if end is None:  # e.g. Qwen3 writes an empty thinking block into the last answer only
@@ -355,7 +360,35 @@ class Encoder:
                     f"{conversations.built_in_like(self.tokenizer.chat_template)}."
                 )
             answers.append((i, len(before), end))
+        self.notes[conversations.PROMPT_GOES_ON] += goes_on
         return answers
+
+    def _before_answer(
+        self, place: str, whole: str, conversation: conversations.Conversation, i: int
+    ) -> tuple[str, bool]:
+        """Return the text before the answer `i`, and whether it is a generation prompt, all of it.
+
+        Some go on with what the model would write first, such as DeepSeek-R1's with `<think>`: then that of the mode
+        without thinking, else what the prompt has in common with the text before another answer.
+        """
+        prompt = self._text(place, conversation, i, prompt=True)
+        if whole.startswith(prompt):
+            return prompt, True
+        before = self._text(place, conversation, i)
+        if not whole.startswith(before) or not prompt.startswith(before):
+            return prompt, True
+        for key in ("enable_thinking", "thinking"):
+            of_mode = self._text(place, conversation, i, prompt=True, **{key: False})
+            if whole.startswith(of_mode):
+                return of_mode, True
+        mark = next(self._unused_characters(conversation))
+        turns = [*conversation.turns[:i], {"role": "assistant", "content": mark}]
+        marked = self._text(place, conversations.Conversation(turns, [], conversation.tools))
+        alike = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(prompt, marked, strict=False))
+        common = "".join(char for char, _ in alike)
+        if len(common) <= len(before) or not whole.startswith(common):
+            return prompt, True
+        return common, False
 
     def _end_by_tail(self, whole: str, start: int, after: str) -> int | None:
         """Return the end of the answer at `start`: its end token is that of `after`, the text up to its turn.

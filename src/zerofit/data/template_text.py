@@ -5,6 +5,7 @@ inference, and the empty wrapper of reasoning that a row does not have (`<think>
 are the openings, which --mask_generation_prompt leaves out of the loss. NeMo AutoModel named the flag (#3738, #3739).
 """
 
+import re
 from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -20,7 +21,11 @@ if TYPE_CHECKING:
 # Words of the conversations that are rendered to see what the template adds to them.
 ASKED, THOUGHT, ANSWERED = "zerofitasked", "zerofitthought", "zerofitanswered"
 
+PLACE = "the chat template"  # of errors of these conversations, which are not shown
+
 MODES = ({}, {"enable_thinking": True}, {"enable_thinking": False}, {"thinking": True}, {"thinking": False})
+
+EMPTY_TAGS = re.compile(r"\s*[<\[]([\w|]+)[>\]]\s*[<\[]/\1[>\]]\s*")  # <think></think>, [THINK][/THINK]
 
 SAMPLED, MOST_CHARACTERS = 32, 200_000  # the rows of a source whose tokens are counted, and their text
 
@@ -32,23 +37,30 @@ COUNTS = ("rows", "supervised", "end", "template", "openings")
 def openings(encoder: "Encoder") -> tuple[str, ...]:
     """Return what the template itself writes at the start of answers, longest first; () if it writes nothing."""
     user, answer = {"role": "user", "content": ASKED}, {"role": "assistant", "content": ANSWERED}
-    found: set[str] = set()
+    notes, found = encoder.notes.copy(), set()
     for turns in ([user, answer], [user, answer, user, answer]):
         reasoned = [turn | {"reasoning_content": THOUGHT} if turn is answer else turn for turn in turns]
         plain, thinking = _answers(encoder, turns), _answers(encoder, reasoned)
         supplied = {opening for probe in (*plain, *thinking) for opening in _supplied(encoder, turns, *probe)}
-        found |= supplied or _empty_wrappers(plain, thinking)
+        words = {_squeezed(opening) for opening in supplied}
+        found |= supplied | {w for w in _empty_wrappers(plain, thinking) if _squeezed(w) not in words}
+    encoder.notes = notes  # without those of these conversations
     return tuple(sorted((opening for opening in found if opening.strip()), key=len, reverse=True))
 
 
 def behind_opening(known: tuple[str, ...], text: str, answer: tuple[int, int, int], turn: dict) -> int:
     """Return where an answer begins behind the template's own opening; its start, if that is the row's own text."""
-    _, start, end = answer
+    (_, start, end), fields = answer, _fields(turn) if known else ()
     for opening in known:
         behind = start + len(opening)
-        if text.startswith(opening, start, end) and all(text.find(f, behind, end) >= 0 for f in _fields(turn)):
+        if text.startswith(opening, start, end) and not any(_begins(text, f, start, behind, end) for f in fields):
             return behind
     return start
+
+
+def _begins(text: str, field: str, start: int, behind: int, end: int) -> bool:
+    """Return whether a field begins before `behind`; one that the template drops does not."""
+    return text.find(field, behind, end) < 0 <= text.find(field, start, end)
 
 
 def _fields(turn: dict, strip: bool = True) -> list[str]:
@@ -61,20 +73,24 @@ def _answers(encoder: "Encoder", turns: list[dict]) -> list[tuple[int, str, int]
     """Return (turn, whole text, start) of each answer; [] if the template refuses or rewrites the turns."""
     conversation = Conversation(turns, [turn["role"] == "assistant" for turn in turns])
     try:
-        text, marks = encoder._whole("the chat template", conversation)
-        return [(i, text, start) for i, start, _ in encoder.answers("the chat template", text, marks, conversation)]
+        text, marks = encoder._whole(PLACE, conversation)
+        found = encoder.answers(PLACE, text, marks, conversation)
+        return [(i, text, start) for i, start, end in found if text.find(ANSWERED, start, end) >= 0]
     except UserError:
         return []
 
 
 def _supplied(encoder: "Encoder", turns: list[dict], i: int, text: str, start: int) -> Iterable[str]:
     """Yield the text behind `start` of the answer `i` that the generation prompt of a mode brings along."""
-    render = encoder.tokenizer.apply_chat_template
-    base = render(turns[:i], tokenize=False)
-    if not text.startswith(base):
-        return
+    conversation = Conversation(turns, [])
     for mode in MODES:
-        before, prompt = (render(turns[:i], tokenize=False, add_generation_prompt=p, **mode) for p in (False, True))
+        try:
+            base, before = (encoder._text(PLACE, conversation, i, **m) for m in ({}, mode))
+            prompt = encoder._text(PLACE, conversation, i, prompt=True, **mode)
+        except UserError:
+            continue
+        if not text.startswith(base):
+            return
         # A mode may change the turns before, too, so only what the prompt adds to them is compared.
         added = prompt[len(before) :] if prompt.startswith(before) else ""
         if text.startswith(added, len(base)) and len(base) + len(added) > start:
@@ -82,14 +98,25 @@ def _supplied(encoder: "Encoder", turns: list[dict], i: int, text: str, start: i
 
 
 def _empty_wrappers(plain: list, thinking: list) -> set[str]:
-    """Return what stands before an answer without reasoning and is, but for white space, what is around reasoning."""
+    """Return what stands before an answer without reasoning, if it is a pair of tags around nothing.
+
+    Or, but for white space, what stands around the reasoning of the same answer.
+    """
     found = set()
-    for (_, text, start), (_, with_thought, its_start) in zip(plain, thinking, strict=False):
+    for number, (_, text, start) in enumerate(plain):
         lead = text[start : text.find(ANSWERED, start)]
-        wrapper = with_thought[its_start : with_thought.find(ANSWERED, its_start)]
-        if THOUGHT in wrapper and "".join(wrapper.replace(THOUGHT, "").split()) == "".join(lead.split()):
+        wrapper = ""
+        if number < len(thinking):
+            _, text, start = thinking[number]
+            wrapper = text[start : text.find(ANSWERED, start)]
+        around = _squeezed(wrapper.replace(THOUGHT, "")) if THOUGHT in wrapper else None
+        if _squeezed(lead) == around or EMPTY_TAGS.fullmatch(lead):
             found.add(lead)
     return found
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.split())
 
 
 # --- counting ---
