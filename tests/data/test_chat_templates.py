@@ -319,9 +319,9 @@ OTHERS = {
     "Qwen3-Thinking": HEAD + "{%- else %}"
     "{{- '\\n<think>\\n' + (m.reasoning_content or '') + '\\n</think>\\n\\n' + m.content }}{%- endif %}"
     + TAIL + "{{- '\\n<think>\\n' }}{%- endif %}",
-    "Qwen3.5 of TRL": HEAD + "{%- else %}{{- '\\n' }}{%- generation %}{{- '<think>\\n' + (m.reasoning_content or '') }}"
-    "{{- '\\n</think>\\n\\n' + m.content + '<|im_end|>\\n' }}{%- endgeneration %}{%- else %}"
-    "{{- '<|im_end|>\\n' }}{%- endif %}{%- endfor %}"
+    "Qwen3.5 of TRL": HEAD + "{{- '<|im_end|>\\n' }}{%- else %}{{- '\\n' }}{%- generation %}"
+    "{{- '<think>\\n' + (m.reasoning_content or '') }}"
+    "{{- '\\n</think>\\n\\n' + m.content + '<|im_end|>\\n' }}{%- endgeneration %}{%- endif %}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n<think>\\n' }}{%- endif %}",
     "a pair of tags": HEAD + "{%- else %}{{- '\\n[THINK][/THINK]' + m.content }}{%- endif %}" + TAIL
     + "{{- '\\n' }}{%- endif %}",
