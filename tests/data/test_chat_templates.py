@@ -1,11 +1,13 @@
 """Every built-in chat template against its format written by hand: text, tokens and labels; text is only appended."""
 
+import copy
 import functools
+from collections import Counter
 
 import pytest
 import reference_templates
 
-from zerofit.data import conversations, encoding
+from zerofit.data import conversations, encoding, template_text
 from zerofit.errors import UserError
 
 # family -> special tokens (begin, end of text first), and added tokens that are ordinary vocabulary in its tokenizer
@@ -161,6 +163,7 @@ def expected(name, turns, tools):
             continue
         tokens = [number[piece]] if control else list(ordinary_tokens(piece, VOCABULARY[name][1], number, letters))
         learned = turn is not None and turns[turn].get("weight", turns[turn].get("train", True))
+        learned = learned and (turns[turn]["content"].strip() or turns[turn].get("tool_calls"))
         text += piece
         ids += tokens
         labels += tokens if learned else [conversations.IGNORE] * len(tokens)
@@ -299,6 +302,136 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_or_said_with_the_buil
         f"<think>\nI must look.\n</think>\n\n{call}<|im_end|>"
         "<think>\n\n</think>\n\nNo.<|im_end|><think>\n\n</think>\n\nBye.<|im_end|>"
     )
+
+
+# Written after the public ones: what each family does with the reasoning that a row does not have.
+HEAD = "{%- for m in messages %}{{- '<|im_start|>' + m.role }}{%- if m.role != 'assistant' %}{{- '\\n' + m.content }}"
+TAIL = "{{- '<|im_end|>\\n' }}{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant' }}"
+NO_THINKING = "{%- if enable_thinking is defined and not enable_thinking %}"
+OTHERS = {
+    "Qwen3": REWRITING,
+    "GLM-4.5": HEAD + NO_THINKING + "{{- '/nothink' }}{%- endif %}{%- else %}"
+    "{{- '\\n<think>' + (m.reasoning_content or '') + '</think>\\n' + m.content }}{%- endif %}"
+    + TAIL + NO_THINKING + "{{- '\\n<think></think>' }}{%- endif %}{%- endif %}",
+    "Nemotron": HEAD + "{%- else %}{{- '\\n<think>' + (m.reasoning_content or '') + '</think>' + m.content }}"
+    "{%- endif %}" + TAIL + NO_THINKING + "{{- '\\n<think></think>' }}{%- else %}{{- '\\n<think>\\n' }}{%- endif %}"
+    "{%- endif %}",
+    "Qwen3-Thinking": HEAD + "{%- else %}"
+    "{{- '\\n<think>\\n' + (m.reasoning_content or '') + '\\n</think>\\n\\n' + m.content }}{%- endif %}"
+    + TAIL + "{{- '\\n<think>\\n' }}{%- endif %}",
+    "Qwen3.5 of TRL": HEAD + "{{- '<|im_end|>\\n' }}{%- else %}{{- '\\n' }}{%- generation %}"
+    "{{- '<think>\\n' + (m.reasoning_content or '') }}"
+    "{{- '\\n</think>\\n\\n' + m.content + '<|im_end|>\\n' }}{%- endgeneration %}{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n<think>\\n' }}{%- endif %}",
+    "a pair of tags": HEAD + "{%- else %}{{- '\\n[THINK][/THINK]' + m.content }}{%- endif %}" + TAIL
+    + "{{- '\\n' }}{%- endif %}",
+    "gpt-oss": HEAD + "{%- else %}{%- if m.reasoning_content %}{{- '<|analysis|>' + m.reasoning_content }}{%- endif %}"
+    "{{- '<|final|>' + m.content }}{%- endif %}" + TAIL + "{%- endif %}",
+    "DeepSeek-R1": HEAD + "{%- else %}{{- m.content.split('</think>')[-1] }}{%- endif %}" + TAIL
+    + "{{- '<think>\\n' }}{%- endif %}",
+}  # fmt: skip
+PLAIN, REASONED = [user("Hi"), says("One.")], [user("Hi"), says("One.", reasoning_content="Why.")]
+OWN = [user("Hi"), says("<think>\n\n</think>\n\nOne.")]  # the block is the row's own text
+END = "<|im_end|>"
+
+
+def with_template(text):
+    tokenizer = copy.deepcopy(tokenizer_of("qwen3"))
+    tokenizer.chat_template = text
+    return tokenizer
+
+
+def learned(tokenizer, turns, masked):
+    """The text in the loss, and the notes about the row."""
+    encoder = encoding.Encoder(tokenizer, mask_generation_prompt=masked)
+    ((ids, labels),) = encoder.encode([("here", conversations.parse("here", {"messages": turns}, "messages"))])
+    kept = [i for i, label in zip(ids, labels, strict=True) if label != conversations.IGNORE]
+    return tokenizer.decode(kept), {note for note, rows in encoder.notes.items() if rows}
+
+
+@pytest.mark.parametrize(
+    ("family", "turns", "whole", "masked"),
+    [
+        ("Qwen3", PLAIN, "<think>\n\n</think>\n\nOne.", "One."),
+        ("Qwen3", REASONED, "<think>\nWhy.\n</think>\n\nOne.", "<think>\nWhy.\n</think>\n\nOne."),
+        ("GLM-4.5", PLAIN, "\n<think></think>\nOne.", "\nOne."),  # as behind its prompt without thinking
+        ("GLM-4.5", REASONED, "\n<think>Why.</think>\nOne.", "\n<think>Why.</think>\nOne."),
+        ("Nemotron", PLAIN, "One.", "One."),  # the prompt of the mode has the block
+        ("Nemotron", REASONED, "Why.</think>One.", "Why.</think>One."),
+        ("Qwen3-Thinking", PLAIN, "\n</think>\n\nOne.", "One."),
+        ("Qwen3-Thinking", REASONED, "Why.\n</think>\n\nOne.", "Why.\n</think>\n\nOne."),
+        ("Qwen3.5 of TRL", PLAIN, "<think>\n\n</think>\n\nOne.", "One."),
+        ("Qwen3.5 of TRL", REASONED, "<think>\nWhy.\n</think>\n\nOne.", "Why.\n</think>\n\nOne."),
+        ("a pair of tags", PLAIN, "[THINK][/THINK]One.", "One."),
+        ("a pair of tags", REASONED, "[THINK][/THINK]One.", "One."),  # this template drops the reasoning
+        ("gpt-oss", PLAIN, "<|final|>One.", "<|final|>One."),  # the model has to write the channel
+        ("gpt-oss", REASONED, "<|analysis|>Why.<|final|>One.", "<|analysis|>Why.<|final|>One."),
+        ("DeepSeek-R1", PLAIN, "One.", "One."),
+    ],
+)
+def test_what_a_template_writes_of_itself_can_be_left_out_of_the_loss(family, turns, whole, masked):
+    tokenizer = with_template(OTHERS[family])
+    assert learned(tokenizer, turns, False)[0] == whole + END
+    assert learned(tokenizer, turns, True)[0] == masked + END
+
+
+def test_a_generation_prompt_that_goes_on_is_said():
+    """DeepSeek-R1's ends with <think>, its conversations do not have it; all of its rows were refused."""
+    tokenizer = with_template(OTHERS["DeepSeek-R1"])
+    for turns in (PLAIN, PLAIN * 2):
+        text, notes = learned(tokenizer, turns, False)
+        assert text == f"One.{END}" * (len(turns) // 2) and notes == {conversations.PROMPT_GOES_ON}
+    assert learned(with_template(OTHERS["Nemotron"]), PLAIN, False)[1] == set()
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("case", ["tools", "reasoning", "weight-0 turns", "control words", "multi-turn"])
+@pytest.mark.parametrize("marks", [True, False])
+def test_the_empty_thinking_block_of_qwen3_is_out_of_the_loss_and_nothing_else(case, marks):
+    """By the format that is written by hand; tool calls, reasoning and the blocks in texts stay."""
+    turns, tools = conversation("qwen3", case)
+    _, wanted_ids, wanted = expected("qwen3", turns, tools)
+    opening = tokenizer_of("qwen3").encode("<think>\n\n</think>\n\n", add_special_tokens=False)
+    starts = [i for i in range(len(wanted)) if wanted[i : i + len(opening)] == opening]
+    for i in starts:
+        wanted[i : i + len(opening)] = [conversations.IGNORE] * len(opening)
+    parsed = conversations.parse("here", {"messages": turns, "tools": tools}, "messages")
+    encoder = encoding.Encoder(tokenizer_of("qwen3", marks), mask_generation_prompt=True)
+    assert starts and encoder.encode([("here", parsed)]) == [(wanted_ids, wanted)]
+
+
+def test_an_empty_thinking_block_of_the_data_is_trained():
+    text, _ = learned(tokenizer_of("qwen3"), OWN, True)
+    assert text == f"<think>\n\n</think>\n\nOne.{END}"
+
+
+@pytest.mark.parametrize("name", conversations.NAMES)
+def test_only_qwen3_of_the_built_ins_writes_text_of_its_own(name):
+    for marks in (True, False):
+        wanted = ("<think>\n\n</think>\n\n",) if name == "qwen3" else ()
+        assert encoding.Encoder(tokenizer_of(name, marks)).openings == wanted
+
+
+def test_tokens_in_the_loss_are_counted_by_who_wrote_them():
+    """By hand: one token a byte, control words and tags one each."""
+
+    def counted(turns, masked=False, tools=None, template=None):
+        tokenizer = with_template(template) if template else tokenizer_of("qwen3")
+        encoder = encoding.Encoder(tokenizer, mask_generation_prompt=masked)
+        row = conversations.parse("here", {"messages": turns, "tools": tools}, "messages")
+        count = template_text.count(encoder, [("here", row), ("there", "plain text"), ("bad", {"input_ids": [1]})])
+        return [count[name] for name in template_text.COUNTS]
+
+    assert counted(PLAIN) == [1, 11, 1, 6, 6]  # <think> \n\n </think> \n\n One. <|im_end|>
+    assert counted(PLAIN, masked=True) == [1, 5, 1, 0, 0]
+    assert counted(REASONED) == [1, 15, 1, 6, 0]  # the model has to write these six
+    assert counted([user("Hi"), says("Two. \n")]) == [1, 13, 1, 6, 6]  # white space of the row
+    assert counted(PLAIN, template=OTHERS["gpt-oss"]) == [1, 14, 1, 9, 0]
+    written = len('\n{"name": "weather", "arguments": {}}\n') + 2
+    calls = [user("Rain?"), says("", tool_calls=[call(1)]), tool("no", 1), says("No.")]
+    assert counted(calls) == [1, 6 + written + 1 + 6 + 3 + 1, 2, 12, 12]
+    row = conversations.parse("here", {"messages": PLAIN}, "messages")
+    assert template_text.count(encoding.Encoder(tokenizer_of("qwen3"), "all"), [("here", row)]) == Counter()
 
 
 @pytest.mark.parametrize("name", conversations.KNOWN_BY)

@@ -3,6 +3,7 @@
 import copy
 import functools
 import gzip
+import itertools
 import json
 import os
 import time
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from transformers import DataCollatorForSeq2Seq
 
 from zerofit.config import resolve
-from zerofit.data import conversations, dataset, encoding, sources
+from zerofit.data import conversations, dataset, encoding, meaning, sources
 from zerofit.data.batches import (
     Collator,
     DatasetWithFiller,
@@ -92,6 +93,10 @@ def test_formats_are_detected_and_give_the_same_tokens(tokenizer, kind):
                 {"role": "user", "content": "c\n\nd"}, {"role": "assistant", "content": "e"},
             ],
         ),
+        # unsloth's alpaca: the question is in `input`; empty parts are left out, as LLaMA-Factory does
+        ({"instruction": "", "input": "Hi", "output": "Hello."}, TURNS),
+        ({"instruction": " \n", "input": "Hi", "output": "Hello."}, TURNS),
+        ({"instruction": "Hi", "input": " ", "output": "Hello."}, TURNS),
         # OpenAI: content as a list of text parts
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}, TURNS[1]]}, TURNS),
     ],
@@ -331,6 +336,77 @@ def test_per_turn_train_flags(tokenizer):
     assert supervised_text(tokenizer, *encode(tokenizer, {"messages": turns})) == "Second.<|end|>"
 
 
+@pytest.mark.parametrize("train_on", conversations.TRAIN_ON)
+def test_a_turn_that_is_marked_as_not_trained_is_not(tokenizer, train_on):
+    """axolotl's, OpenAI's, ms-swift's and xtuner's, LLaMA-Factory's spelling, with every --train_on."""
+    unmarked = encode(tokenizer, LONG, train_on=train_on)
+    for mark, value, i in itertools.product(meaning.TRAIN_MARKS, (False, 0, 0.0), (2, 4)):
+        turns = [dict(t) for t in LONG["messages"]]
+        turns[i][mark] = value
+        ids, labels = encode(tokenizer, {"messages": turns}, train_on=train_on)
+        assert ids == unmarked[0]
+        whole, left = supervised_text(tokenizer, *unmarked), supervised_text(tokenizer, ids, labels)
+        said = turns[i]["content"] + "<|end|>"
+        assert left == (whole if train_on == "prompt" else whole.replace(said, ""))
+        turns[i][mark] = type(value)(1)
+        assert encode(tokenizer, {"messages": turns}, train_on=train_on) == unmarked
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("marks", "says"),
+    [
+        ({"weight": 0.5}, "turn 3: 'weight' must be true or false (1 or 0; turns are not weighed), found 0.5"),
+        ({"loss_weight": 2}, "turn 3: 'loss_weight' must be true or false"),
+        ({"loss": "false"}, "turn 3: 'loss' must be true or false"),
+        ({"train": 10**400}, "turn 3: 'train' must be true or false"),
+        ({"training": [1]}, "turn 3: 'training' must be true or false"),
+        ({"train": True, "weight": 0}, "contradict each other ('train': True, 'weight': 0); keep one"),
+        ({"train_detail": [{"begin_offset": 0, "end_offset": 1, "train": False}]}, "trains parts of a turn"),
+        ({"training_detail": [{"begin_offset": 0}]}, "turn 3 has 'training_detail'"),
+    ],
+)
+@pytest.mark.parametrize("recipe", ["sft", "dpo"])
+def test_marks_of_a_turn_that_are_not_followed_are_refused_by_name(tmp_path, tokenizer, marks, says, recipe):
+    turns = [dict(t) for t in LONG["messages"]]
+    turns[2] |= marks
+    row = {"prompt": turns[:4], "chosen": turns[4:], "rejected": TURNS[1:]} if recipe == "dpo" else {"messages": turns}
+    with pytest.raises(UserError) as caught:
+        load_datasets(settings_for(write(tmp_path, "a.jsonl", [row]), recipe=recipe), tokenizer)
+    assert str(caught.value).startswith(f"{tmp_path}/a.jsonl:1") and says in str(caught.value)
+
+
+@pytest.mark.bad_input
+def test_a_turn_of_the_user_that_is_marked_to_be_trained_is_refused():
+    for mark in meaning.FOR_ANY_ROLE:
+        row = {"messages": [TURNS[0] | {mark: True}, TURNS[1]]}
+        with pytest.raises(UserError, match=f"^here: turn 1 has '{mark}': true, but it is a user turn"):
+            conversations.parse("here", row, "messages")
+    for harmless in ({"train": False}, {"weight": 1}, {"loss": None, "train_detail": []}):
+        row = {"messages": [TURNS[0] | harmless, TURNS[1]]}
+        assert conversations.parse("here", row, "messages").trained == [False, True]
+        assert conversations.not_used(row, "messages") == []
+
+
+@pytest.mark.parametrize("train_on", conversations.TRAIN_ON)
+def test_empty_answers_are_not_trained(tmp_path, tokenizer, train_on):
+    empty = {"role": "assistant", "content": " \n"}
+    mixed = {"messages": [TURNS[0], empty, TURNS[0], TURNS[1]]}
+    rows = [mixed, {"messages": [TURNS[0], empty]}, {"question": "Hi", "answer": ""}]
+    ids, labels = encode(tokenizer, mixed, train_on=train_on)
+    every = supervised_text(tokenizer, *encode(tokenizer, mixed, train_on="all"))
+    wanted = {"assistant": "Hello.<|end|>", "last_turn": "Hello.<|end|>", "all": every}
+    if train_on != "prompt":
+        assert supervised_text(tokenizer, ids, labels) == wanted[train_on] and every.count("<|end|>") == 3
+    train, _ = load_datasets(settings_for(write(tmp_path, "a.jsonl", rows[:2]), "--train_on", train_on), tokenizer)
+    dropped = train_on in ("assistant", "last_turn")
+    assert (len(train), train.statistics["dropped_untrained"]) == (2 - dropped, dropped)
+    assert dataset.notes({"training": train}) == [f"training: {conversations.EMPTY_ANSWER} (2 rows)"]
+    if dropped:
+        with pytest.raises(UserError, match=r"in none of the 1 rows anything is trained on: .*empty answers"):
+            load_datasets(settings_for(write(tmp_path, "b.jsonl", rows[2:]), "--train_on", train_on), tokenizer)
+
+
 def test_marks_that_leave_out_the_end_token_are_completed(tokenizer):
     tokenizer.chat_template = tokenizer.chat_template.replace(
         "{% generation %}{{ message['content'] + '<|end|>' }}{% endgeneration %}",
@@ -460,12 +536,12 @@ words = st.text(st.characters(exclude_categories=("Cs",)), max_size=40) | st.sam
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.tuples(words, words), min_size=1, max_size=4), st.booleans())
 def test_any_conversation_trains_exactly_the_answers(pairs, marks):
-    """The decoded supervised tokens are the assistant's texts, each with its end token; nothing else is control."""
+    """The decoded supervised tokens are the assistant's texts that are not empty, each with its end token."""
     tokenizer = shared_tokenizer(marks)
     turns = [{"role": r, "content": c} for ask, say in pairs for r, c in (("user", ask), ("assistant", say))]
     ids, labels = encode(tokenizer, {"messages": turns})
-    wanted = "".join(t["content"] + "<|end|>" for t in turns if t["role"] == "assistant")
-    assert supervised_text(tokenizer, ids, labels) == wanted
+    said = [t["content"] for t in turns if t["role"] == "assistant"]
+    assert supervised_text(tokenizer, ids, labels) == "".join(f"{text}<|end|>" for text in said if text.strip())
     assert sum(i in tokenizer.all_special_ids for i in ids) == 2 * len(turns)
 
 
@@ -895,16 +971,50 @@ def test_columns_that_are_not_used_are_listed(tmp_path, tokenizer):
         ({"question": "a", "answer": "b", "audios": ["a"]}, "column 'audios' is not empty"),
         ({"messages": TURNS, "label": False}, "column 'label' marks answers as good or bad (KTO)"),
         ({"prompt": "a", "completion": "b", "label": True}, "column 'label' marks answers as good or bad (KTO)"),
+        ({"instruction": "a", "output": "b", "label": 0}, "column 'label' marks answers as good or bad (KTO)"),
+        ({"question": "a", "answer": "b", "label": "True"}, "column 'label' marks answers as good or bad (KTO)"),
         ({"message_id": "1", "parent_id": None, "text": "a", "role": "prompter"}, "one message of a tree of conv"),
+        ({"parent_message_id": "2", "text": "a", "role": "prompter"}, "'parent_message_id' make this one message of"),
+        ({"messages": TURNS, "weight": 0.5}, "column 'weight' is 0.5, but rows are not weighed one by one"),
+        ({"question": "a", "answer": "b", "sample_weight": "2"}, "column 'sample_weight' is '2'"),
+        ({"text": "a", "loss_weight": 0}, "column 'loss_weight' is 0"),
+        ({"conversations": TURNS, "train": False}, "column 'train' is False"),
+        ({"prompt": "Why?", "text": "So."}, "'prompt' and 'text': the text would be trained on without its prompt"),
+        ({"input_ids": [1, 2], "mask": [0, 1]}, "column 'mask' beside input_ids"),
+        ({"input_ids": [1, 2, 0], "attention_mask": [1, 1, 0]}, "so input_ids holds padding"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "images": ["a.png"]}, "column 'images' is not empty"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "weight": 2}, "column 'weight' is 2"),
     ],
 )
 def test_columns_that_change_what_a_row_means_are_refused(tmp_path, tokenizer, row, says):
+    recipe = "dpo" if "chosen" in row else "sft"
     with pytest.raises(UserError) as caught:
-        load_datasets(settings_for(write(tmp_path, "a.jsonl", [row])), tokenizer)
+        load_datasets(settings_for(write(tmp_path, "a.jsonl", [row]), recipe=recipe), tokenizer)
     assert str(caught.value).startswith(f"{tmp_path}/a.jsonl:1: ") and says in str(caught.value)
     if "label" in row:
         train, _ = load_datasets(settings_for(tmp_path / "a.jsonl", "--columns", "other=label"), tokenizer)
         assert train.statistics["columns_not_used"] == {"other": 1}
+
+
+@pytest.mark.parametrize(
+    ("row", "flags", "trained"),
+    [
+        ({"messages": TURNS, "weight": 1, "train": True, "label": "news"}, (), "Hello.<|end|>"),
+        ({"messages": TURNS, "weight": "80 kg", "sample_weight": None}, (), "Hello.<|end|>"),
+        ({"prompt": "Why?", "text": "Why? So."}, (), "Why? So.<|end|>"),  # the text is the whole
+        ({"prompt": "Why?", "text": "So."}, ("--columns", "other=prompt"), "So.<|end|>"),
+        ({"prompt": "Why?", "text": "So."}, ("--columns", "completion=text"), "So.<|end|>"),
+        ({"text": "So.", "label": 1}, (), "So.<|end|>"),  # a class of the text
+        ({"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1], "attention_mask": [1, 1, 1]}, (), None),
+    ],
+)
+def test_columns_that_do_not_change_what_is_trained_pass(tmp_path, tokenizer, row, flags, trained):
+    train, _ = load_datasets(settings_for(write(tmp_path, "a.jsonl", [row]), *flags), tokenizer)
+    ids, labels = train.dataset[0]["input_ids"], train.dataset[0]["labels"]
+    if trained is None:
+        assert labels == [conversations.IGNORE, 6, 7]
+    else:
+        assert supervised_text(tokenizer, ids, labels) == trained
 
 
 ASKED_TWICE = {"messages": [TURNS[0], *TURNS]}

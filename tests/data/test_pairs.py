@@ -115,6 +115,23 @@ def test_identical_and_empty_sides_and_bad_rows_are_dropped_and_counted_once(tok
     assert count["dropped_identical_sides"] == 1 and count["kept"] == 0
 
 
+def test_marks_and_empty_parts_are_read_as_in_sft():
+    row = {"prompt": [USER], "chosen": [answer(GOOD) | {"weight": 0}], "rejected": [answer(BAD)]}
+    chosen, rejected = pairs.parse("a:1", row)
+    assert (chosen.trained, rejected.trained) == ([False, False], [False, True])
+    chosen, _ = pairs.parse("a:1", {"instruction": "", "input": "Hi?", "chosen": GOOD, "rejected": BAD})
+    assert chosen.turns == [USER, answer(GOOD)]
+
+
+def test_a_mistake_in_a_side_names_its_place_once(tokenizer):
+    bad = FORMS["prompt as a string"] | {"chosen": [{"role": "nobody", "content": "a"}]}
+    _, count = tokenised(tokenizer, [FORMS["prompt as a string"], bad])
+    (reason,) = reading._bad_rows(count)
+    assert reason.startswith("chosen: turn N has the role 'nobody'")
+    with pytest.raises(UserError, match=r"^f:0, chosen: turn 2 has the role"):
+        tokenised(tokenizer, [bad], bad_rows="error")
+
+
 def test_padded_and_concatenated_batches_hold_the_same_documents(tokenizer):
     rows, _ = tokenised(
         tokenizer, [FORMS["prompt as a string"], {"prompt": "Who?", "chosen": "Me.", "rejected": "Not you."}]

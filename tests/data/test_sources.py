@@ -216,6 +216,24 @@ def test_a_saved_dataset_dict_brings_its_splits(tmp_path, tokenizer):
 
 
 @pytest.mark.bad_input
+def test_names_that_a_local_file_cannot_have_are_refused(tmp_path, tokenizer, monkeypatch):
+    """A mistyped --data_split trained on the file all the same."""
+    from datasets import Dataset, DatasetDict
+
+    file = write(tmp_path / "a.jsonl", [{"text": "a"}])
+    for flag, what in (("--data_split", "splits"), ("--data_config", "configurations")):
+        with pytest.raises(UserError, match=rf"{flag} trian: .*a\.jsonl is a local file, which has no {what}; leave"):
+            load_datasets(settings_for(file, flag, "trian"), tokenizer)
+    made = Dataset.from_list([{"text": f"{i}"} for i in range(3)])
+    made.save_to_disk(tmp_path / "one")
+    with pytest.raises(UserError, match="which has no splits"):
+        load_datasets(settings_for(tmp_path / "one", "--data_split", "trian"), tokenizer)
+    DatasetDict({"extra": made}).save_to_disk(tmp_path / "saved")
+    named = ["--data", str(tmp_path / "saved"), str(file), "--data_split", "extra"]  # for one of the two
+    assert len(load_datasets(resolve.resolve_settings("sft", named, 1), tokenizer)[0]) == 4
+
+
+@pytest.mark.bad_input
 @pytest.mark.parametrize("kind", ["parquet", "saved", "hub", "hub, streamed"])
 def test_a_set_with_audio_is_one_sentence_without_the_library_for_it(tmp_path, tokenizer, monkeypatch, kind):
     import datasets

@@ -436,3 +436,67 @@ def test_pairs_are_counted_by_side_and_shown_with_their_loss_spans(tmp_path, cap
         and "dropped, identical sides" in text
         and "packed" not in text.replace("unpacked", "")
     )
+
+
+# --- text that the chat template writes itself ---
+
+TEMPLATE = """{%- for m in messages %}{{- '<|' + m.role + '|>\n' }}
+{%- if m.role == 'assistant' %}{{- '<think></think>' }}{%- endif %}{{- m.content + '<|end|>\n' }}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|assistant|>\n' }}{%- endif %}"""
+
+
+def test_the_share_of_template_tokens_is_shown_and_can_be_left_out(tmp_path, zerofit):
+    (tmp_path / "t.jinja").write_text(TEMPLATE)
+    file = rows_file(tmp_path, "a.jsonl", [(f"Who {i}?", "Bo") for i in range(40)])
+    flags = ["--data", file, "--model", TINY / "model", "--chat_template", tmp_path / "t.jinja"]
+    masks = {}
+    for mask in ("false", "true"):
+        settings, train_set, eval_set, tokenizer = loaded(*flags, "--mask_generation_prompt", mask)
+        inspect_data.check_data(settings, train_set, eval_set, tokenizer)
+        (check,) = (c for c in settings.checks if c.name == "template_tokens")
+        row = train_set.dataset[0]
+        kept = [i for i, label in zip(row["input_ids"], row["labels"], strict=True) if label != IGNORE]
+        masks[mask] = tokenizer.decode(kept)
+        block = len(tokenizer.encode("<think></think>", add_special_tokens=False))
+        answer = len(tokenizer.encode("Bo", add_special_tokens=False))
+        inside = block if mask == "false" else 0
+        numbers = check.numbers
+        assert check.holds is True and numbers["rows"] == 32  # of 40
+        assert numbers["supervised_tokens"] == 32 * (inside + answer + 1) and numbers["end_tokens"] == 32
+        assert numbers["template_tokens"] == numbers["maskable_tokens"] == 32 * inside
+        assert numbers["share"] == inside / (inside + answer + 1)
+        said = [d for d in settings.decisions if "--mask_generation_prompt true leaves them out" in d]
+        assert len(said) == (mask == "false") and all("'<think></think>', which no row holds" in d for d in said)
+        done = zerofit("data", *flags, "--mask_generation_prompt", mask, "--output_dir", tmp_path / mask)
+        share = f"{32 * inside:,} ({inside / (inside + answer + 1):6.1%})"
+        assert f"  {'template tokens, first rows':<30}{share:>18}\n" in done.stdout
+        assert ("leaves them out" in done.stdout) == (mask == "false")
+    assert masks == {"false": "<think></think>Bo<|end|>", "true": "Bo<|end|>"}
+
+
+@pytest.mark.parametrize(("row", "flags"), [({"text": "Bo"}, []), ({"question": "a", "answer": "b"}, ["all"])])
+def test_template_tokens_are_not_counted_where_all_text_is_trained_on(tmp_path, row, flags):
+    (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
+    flags = ["--train_on", *flags] if flags else []
+    settings, *sets, tokenizer = loaded("--data", tmp_path / "a.jsonl", "--model", TINY / "model", *flags)
+    inspect_data.check_data(settings, *sets, tokenizer)
+    assert [(c.name, c.holds, c.numbers) for c in settings.checks] == [("template_tokens", None, {})]
+
+
+@pytest.mark.parametrize("recipe", ["dpo", "sft"])
+def test_pairs_and_streams_are_counted_too(tmp_path, recipe):
+    row = {"prompt": "Hi", "chosen": "Yes.", "rejected": "No."} if recipe == "dpo" else {"question": "a", "answer": "b"}
+    (tmp_path / "a.jsonl").write_text((json.dumps(row) + "\n") * 3)
+    more = ["--streaming", "true", "--max_steps", "1"] if recipe == "sft" else []
+    flags = ["--data", str(tmp_path / "a.jsonl"), "--model", str(TINY / "model"), *more]
+    settings = resolve.resolve_settings(recipe, flags, 1)
+    train_set, _ = load_datasets(settings, load_tokenizer(settings))
+    counted = train_set.statistics["template_text"]
+    assert counted["rows"] == counted["end"] == (6 if recipe == "dpo" else 3) and counted["template"] == 0
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("train_on", ["all", "prompt"])
+def test_a_mask_of_answers_that_are_not_what_is_trained_is_refused(train_on):
+    with pytest.raises(UserError, match=f"--mask_generation_prompt true with --train_on {train_on}: it leaves out"):
+        settings_for("--mask_generation_prompt", "true", "--train_on", train_on)

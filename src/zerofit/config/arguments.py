@@ -273,6 +273,13 @@ class DataArguments:
         default="assistant",
         metadata={"help": "Where the loss is: every answer, the last answer, everything, or all but the answers."},
     )
+    mask_generation_prompt: bool = field(
+        default=False,
+        metadata={
+            "help": "Leave out of the loss what the chat template itself writes at the start of an answer, such as an "
+            "empty <think></think> (docs/templates.md)."
+        },
+    )
     max_length: int = field(default=2048, metadata={"help": "Most tokens of a row (of a pack with --packing)."})
     truncation: Literal["truncate_right", "truncate_left", "drop", "error"] = field(
         default="truncate_right",

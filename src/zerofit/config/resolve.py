@@ -218,6 +218,12 @@ RULES = (
         "leave one of the two out",
     ),
     Rule(
+        ("mask_generation_prompt", (True,)),
+        ("train_on", ("all", "prompt")),
+        "it leaves out the start of answers, which alone are not what is trained on",
+        "leave one of the two out",
+    ),
+    Rule(
         ("activation_offload_streams", (True,)),
         ("torch_compile", (True,)),
         "not tested with compiled layers",

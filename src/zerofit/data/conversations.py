@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from zerofit.data import meaning
 from zerofit.errors import UserError
 
 IGNORE = -100  # label that transformers' loss ignores
@@ -23,7 +24,7 @@ FORMATS = {
     "text": ("text",),
 }
 
-MASKS = ("completion_mask", "assistant_masks")  # columns that TRL writes beside input_ids
+MASKS = ("completion_mask", "assistant_masks", "loss_mask")  # beside input_ids; the first two are TRL's
 
 # Optional columns of each format; any other is reported as unused.
 BESIDE = {
@@ -42,10 +43,6 @@ ASKED = ("instruction", "question", "prompt", "query", "problem", "input")
 ANSWERED = ("completion", "answer", "output", "response", "solution", "target")
 
 WHOLE_TEXT = ("content", "document", "body", "article")
-
-VERDICTS = ("true", "false", "0", "1")  # values of KTO's `label`, in any case
-
-MEDIA = ("images", "videos", "audios", "image", "video", "audio")
 
 # Role names of published datasets -> the standard role.
 ROLES = {
@@ -70,7 +67,7 @@ ROLES = {
 # Keys of a turn that hold an answer's reasoning, in order of preference; the first is ours.
 REASONING = ("reasoning_content", "reasoning", "thinking")
 
-TURN_KEYS = {"role", "from", "content", "value", "tool_calls", "tool_call_id", "name", "train", "weight"}
+TURN_KEYS = {"role", "from", "content", "value", "tool_calls", "tool_call_id", "name", *meaning.TURN_MARKS}
 
 TRAIN_ON = ("assistant", "last_turn", "all", "prompt")
 
@@ -80,7 +77,14 @@ PRIVATE_USE = (*range(0xE000, 0xF900), *range(0xF0000, 0xFFFFE))  # code points 
 
 CALL_AS_TEXT = "a function_call turn that is not JSON with a name and arguments is taken as plain text"
 
+EMPTY_ANSWER = "an empty answer is not trained on"
+
 REASONING_LOST = "reasoning_content of the last answer is not trained on: the chat template does not write it"
+
+PROMPT_GOES_ON = (
+    "the template's generation prompt ends with text that does not precede the trained answers, such as <think>: a "
+    "model that has learned them will be asked in another way"
+)
 
 EARLIER_REASONING_LOST = (
     "reasoning_content of earlier answers is not trained on: the chat template drops it, --chat_template qwen3 keeps it"
@@ -251,30 +255,6 @@ def keys_not_used(column: str, turns: Any) -> list[str]:
     return [f"{column}[].{key}" for key in sorted(unknown)]
 
 
-def _check_meaning(place: str, row: dict[str, Any], kind: str) -> None:
-    """Refuse a row that is not meant for supervised fine-tuning on text, judged by its other columns.
-
-    Raises: UserError naming the column (DPO, media, KTO, message trees).
-    """
-    _check_preference(place, row)
-    rename = "if it means something else, rename it (--columns other={0})"
-    media = next((name for name in MEDIA if row.get(name)), None)
-    if media:
-        raise UserError(
-            f"{place}: column {media!r} is not empty, but this kit trains on text only; " + rename.format(media) + "."
-        )
-    if kind in ("messages", "sharegpt", "prompt/completion") and str(row.get("label")).lower() in VERDICTS:
-        raise UserError(
-            f"{place}: column 'label' marks answers as good or bad (KTO), but this kit would train on all of them "
-            "alike; keep the good ones and remove the column, or " + rename.format("label") + "."
-        )
-    if kind == "text" and "role" in row and "parent_id" in row:
-        raise UserError(
-            f"{place}: columns 'role' and 'parent_id' make this one message of a tree of conversations, which would be "
-            "trained on alone; join the messages of a conversation into a `messages` column first."
-        )
-
-
 def parse(place: str, row: dict[str, Any], kind: str) -> Conversation | str | dict:
     """Parse a row into a conversation, plain text or token lists ({"input_ids", "labels"}).
 
@@ -284,7 +264,8 @@ def parse(place: str, row: dict[str, Any], kind: str) -> Conversation | str | di
         if row.get(column) is None:
             present = ", ".join(k for k, v in row.items() if v is not None) or "none"
             raise UserError(f"{place}: column {column!r} is missing or null (format {kind}; columns here: {present}).")
-    _check_meaning(place, row, kind)
+    _check_preference(place, row)
+    meaning.check_row(place, row, kind)
     if kind == "tokens":
         return _tokens(place, row)
     if kind == "text":
@@ -297,10 +278,16 @@ def parse(place: str, row: dict[str, Any], kind: str) -> Conversation | str | di
             raise UserError(f"{place}: columns {first!r} and {last!r} must both be strings or both message lists.")
         return _turns(place, [*row[first], *row[last]], row)
     question, answer = _string(place, first, row[first]), _string(place, last, row[last])
-    if kind == "alpaca" and row.get("input"):
-        question = f"{question}\n\n{_string(place, 'input', row['input'])}"
+    if kind == "alpaca":
+        question = with_input(place, question, row)
     turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     return _turns(place, [*_history(place, row.get("history")), *turns], row)
+
+
+def with_input(place: str, instruction: str, row: dict[str, Any]) -> str:
+    """Return Alpaca's question: the instruction and its `input`, of which an empty one is left out."""
+    given = _string(place, "input", row["input"]) if row.get("input") else ""
+    return "\n\n".join(part for part in (instruction, given) if part.strip()) or instruction
 
 
 def _string(place: str, column: str, value: Any) -> str:
@@ -352,11 +339,12 @@ def _turns(place: str, messages: Any, row: dict) -> Conversation:
         raise UserError(f"{place}: the conversation must be a list of turns that is not empty.")
     system = row.get("system")
     turns = [{"role": "system", "content": _string(place, "system", system)}] if system else []
-    trained = [False] * len(turns)
+    trained, notes = [False] * len(turns), set()
     for i, message in enumerate(messages, 1):
         turn, train = _turn(place, i, message)
         turns.append(turn)
-        trained.append(train)
+        trained.append(train and not is_empty(turn))
+        notes |= {EMPTY_ANSWER} if train and not trained[-1] else set()
     _check_order(place, turns)
     tools = row.get("tools")
     if isinstance(tools, str):
@@ -368,7 +356,8 @@ def _turns(place: str, messages: Any, row: dict) -> Conversation:
         isinstance(m, dict) and m.get("role", m.get("from")) == "function_call" and "tool_calls" not in turn
         for m, turn in zip(messages, turns[-len(messages) :], strict=True)
     )
-    return Conversation(turns, trained, tools or None, (CALL_AS_TEXT,) if as_text else ())
+    notes |= {CALL_AS_TEXT} if as_text else set()
+    return Conversation(turns, trained, tools or None, tuple(sorted(notes)))
 
 
 def _is_text(part: Any) -> bool:
@@ -424,10 +413,12 @@ def _turn(place: str, i: int, message: Any) -> tuple[dict, bool]:
     reasoning = message.get("reasoning_content") or _reasoning(message)
     if reasoning:
         turn["reasoning_content"] = _string(place, f"reasoning of turn {i}", reasoning)
-    train = message.get("train", message.get("weight", True))
-    if train is not None and not isinstance(train, bool | int | float):
-        raise UserError(f"{place}: turn {i}: 'train' must be true or false, found {train!r}.")
-    return turn, turn["role"] == "assistant" and bool(train if train is not None else True)
+    return turn, meaning.is_trained(place, i, turn["role"], message)
+
+
+def is_empty(turn: dict) -> bool:
+    """Return whether a turn has no text, no reasoning and no tool call."""
+    return not (turn["content"].strip() or turn.get("tool_calls") or turn.get("reasoning_content", "").strip())
 
 
 def _reasoning(message: dict) -> str | None:

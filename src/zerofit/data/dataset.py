@@ -18,14 +18,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from zerofit.data import conversations, encoding, pairs, reading
+from zerofit.data import conversations, encoding, pairs, reading, template_text
 from zerofit.data.batches import lengths_of, rows_of_epoch, tables
 from zerofit.data.sources import Source, suffix
 from zerofit.data.tokens import CHUNK, TokenizedDataset
 from zerofit.errors import UserError
 from zerofit.paths import cache_root, hash_file, private_folder
 
-CACHE_VERSION = 7  # raise it when the tokens of a row change
+CACHE_VERSION = 8  # raise it when the tokens of a row change
 
 COLUMNS = ("input_ids", "labels", "lengths")  # of a tokenized row; lengths: of a pair's two sides
 
@@ -58,8 +58,9 @@ def hash_options(digest, sources: list[Source], settings, tokenizer, limit: int 
     """Add to a hash what the tokens depend on besides the data: tokenizer, template, options, CACHE_VERSION."""
     options = [
         CACHE_VERSION, [s.weight for s in sources], settings.max_length, limit, settings.data_format, settings.columns,
-        settings.train_on, settings.truncation, tokenizer.chat_template, tokenizer.eos_token_id,
-        tokenizer.special_tokens_map, *([pairs.KIND] if settings.documents_per_row == 2 else []),
+        settings.train_on, settings.mask_generation_prompt, settings.truncation, tokenizer.chat_template,
+        tokenizer.eos_token_id, tokenizer.special_tokens_map,
+        *([pairs.KIND] if settings.documents_per_row == 2 else []),
     ]  # fmt: skip
     digest.update(json.dumps(options, default=str).encode())
     digest.update(tokenizer.backend_tokenizer.to_str().encode())
@@ -271,6 +272,8 @@ def _write(table: Path, sources: list[Source], settings, encoder: encoding.Encod
         for source in sources:
             before, to_read = count["kept"], None if limit is None else limit - count["rows"]
             kind, result = reading.kind_of(reading.read(source, settings), settings)
+            sample: list = []
+            result = reading.first_kept(result, sample)
             for counted, batch in _encoded(_chunks(result, to_read), kind, pool, workers):
                 count.update(counted)
                 if batch is not None:
@@ -283,6 +286,8 @@ def _write(table: Path, sources: list[Source], settings, encoder: encoding.Encod
                     last_printed = time.monotonic()
                     print(f"tokenising: {count['rows']:,} rows, {count['tokens']:,} tokens", flush=True)
             per_source.append((count["kept"] - before, source.weight))
+            if count["template text rows"] < template_text.MOST_ROWS:
+                count.update(reading.template_tokens([(*row, kind) for row in sample], settings, encoder))
     result = reading.summarize_counts(sources, count, settings)
     os.replace(tmp_path, table)
     return result | {"longest": longest, "sources": per_source, "seconds": round(time.monotonic() - started, 3)}

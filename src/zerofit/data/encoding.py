@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from zerofit.data import conversations
+from zerofit.data import conversations, template_text
 from zerofit.errors import UserError
 
 PROBE = "Größe\n\n 東京 🙂\t3.14 'll  x\n"  # text on which a tokenizer shows whether its tokens are its bytes
@@ -27,11 +27,13 @@ class Encoder:
 
     Answers are located by the template's {% generation %} marks if it has them, else by prefixes: an answer starts
     where the prompt rendered before it ends, and ends where the text rendered up to its turn ends. Control words in a
-    turn's own text are encoded as plain text, never as special tokens.
+    turn's own text are encoded as plain text, never as special tokens. mask_generation_prompt: leave out of the loss
+    what the template itself writes at the start of an answer (template_text.openings).
     """
 
-    def __init__(self, tokenizer, train_on: str = "assistant"):
+    def __init__(self, tokenizer, train_on: str = "assistant", mask_generation_prompt: bool = False):
         self.tokenizer, self.train_on = tokenizer, train_on
+        self.mask_generation_prompt = mask_generation_prompt
         self.notes: Counter = Counter()  # warning -> number of rows
         self.special_tokens = tokenizer.special_tokens_map  # made anew at each use
         self.reasoning_key = _reasoning_key(tokenizer.chat_template)
@@ -57,6 +59,11 @@ class Encoder:
     def token_bytes(self) -> np.ndarray | None:
         """Return the bytes of text of each token, if labels can be placed by them."""
         return _token_bytes(self.tokenizer)
+
+    @functools.cached_property
+    def openings(self) -> tuple[str, ...]:
+        """Return what the template itself writes at the start of answers."""
+        return template_text.openings(self)
 
     def encode(
         self,
@@ -170,7 +177,7 @@ class Encoder:
         return self._tokens(text, ANCHOR if ids and self.adds_prefix else "")
 
     def _text(
-        self, place: str, conversation: conversations.Conversation, turns: int | None = None, prompt: bool = False
+        self, place: str, conversation: conversations.Conversation, turns: int | None = None, prompt=False, **mode
     ) -> str:
         with _template_errors(place):
             return self.tokenizer.apply_chat_template(
@@ -178,6 +185,7 @@ class Encoder:
                 tools=conversation.tools,
                 tokenize=False,
                 add_generation_prompt=prompt,
+                **mode,
             )
 
     def _for_template(self, turns: list[dict]) -> list[dict]:
@@ -190,10 +198,12 @@ class Encoder:
     def _render(self, place: str, conversation: conversations.Conversation) -> tuple[str, list[tuple[int, int]]]:
         """Render the conversation; return its text and the character spans to train on."""
         text, marks = self._whole(place, conversation)
-        if self.train_on == "all":
+        turns = conversation.turns
+        left_out = [i for i, t in enumerate(turns) if t["role"] == "assistant" and not conversation.trained[i]]
+        if self.train_on == "all" and not left_out:
             self._check_tools(place, text, conversation, {})
             return text, [(0, len(text))]
-        answers = self._marked_answers(text, marks, conversation) or self._prefixes(place, text, conversation)
+        answers = self.answers(place, text, marks, conversation)
         self._check_nothing_lost(place, text, conversation, answers)
         for i, _, end in answers:
             if not text.endswith(self.end_words, 0, end):
@@ -201,11 +211,21 @@ class Encoder:
                     f"{place}: turn {i + 1}: the chat template puts no end token behind the answer, so the model would "
                     "never learn to stop; name another with --chat_template."
                 )
-        if self.train_on == "prompt":
-            bounds = [0, *(b for _, start, end in answers for b in (start, end)), len(text)]
+        if self.train_on in ("all", "prompt"):
+            without = [a for a in answers if self.train_on == "prompt" or a[0] in left_out]
+            bounds = [0, *(b for _, start, end in without for b in (start, end)), len(text)]
             return text, [(a, b) for a, b in zip(bounds[::2], bounds[1::2], strict=True) if a < b]
-        chosen = answers[-1:] if self.train_on == "last_turn" else [a for a in answers if conversation.trained[a[0]]]
+        chosen = answers[-1:] if self.train_on == "last_turn" else answers
+        chosen = [a for a in chosen if a[0] not in left_out]
+        if self.mask_generation_prompt:
+            return text, [(template_text.behind_opening(self.openings, text, a, turns[a[0]]), a[2]) for a in chosen]
         return text, [(start, end) for _, start, end in chosen]
+
+    def answers(
+        self, place: str, text: str, marks: list, conversation: conversations.Conversation
+    ) -> list[tuple[int, int, int]]:
+        """Return [(turn, start, end)] of the answers in a rendered conversation, with their end tokens."""
+        return self._marked_answers(text, marks, conversation) or self._prefixes(place, text, conversation)
 
     def _check_nothing_lost(
         self, place: str, whole: str, conversation: conversations.Conversation, answers: list
@@ -309,6 +329,9 @@ class Encoder:
             return []
         answers = []
         for i, (start, end) in zip(turns, marks, strict=True):
+            trimmed = start + len(whole[start:end].rstrip())
+            if whole.endswith(self.end_words, start, trimmed):
+                end = trimmed  # without the line break behind the end token, which TRL's templates include
             if not whole.endswith(self.end_words, 0, end) and (match := self.ends.match(whole, end)):
                 end = match.end()  # the marks exclude the end token, which must be trained too
             answers.append((i, start, end))
@@ -319,11 +342,12 @@ class Encoder:
 
         Raises: UserError for a turn whose earlier text the template changes as turns are added.
         """
-        answers, turns = [], conversation.turns
+        answers, turns, goes_on = [], conversation.turns, False
         for i, turn in enumerate(turns):
             if turn["role"] != "assistant":
                 continue
-            before = self._text(place, conversation, i, prompt=True)
+            before, is_prompt = self._before_answer(place, whole, conversation, i)
+            goes_on |= not is_prompt
             after = whole if i == len(turns) - 1 else self._text(place, conversation, i + 1)
             end = max(len(after.rstrip()), len(before)) if whole.startswith(after) else None
             if end is None:  # e.g. Qwen3 writes an empty thinking block into the last answer only
@@ -336,7 +360,35 @@ class Encoder:
                     f"{conversations.built_in_like(self.tokenizer.chat_template)}."
                 )
             answers.append((i, len(before), end))
+        self.notes[conversations.PROMPT_GOES_ON] += goes_on
         return answers
+
+    def _before_answer(
+        self, place: str, whole: str, conversation: conversations.Conversation, i: int
+    ) -> tuple[str, bool]:
+        """Return the text before the answer `i`, and whether it is a generation prompt, all of it.
+
+        Some go on with what the model would write first, such as DeepSeek-R1's with `<think>`: then that of the mode
+        without thinking, else what the prompt has in common with the text before another answer.
+        """
+        prompt = self._text(place, conversation, i, prompt=True)
+        if whole.startswith(prompt):
+            return prompt, True
+        before = self._text(place, conversation, i)
+        if not whole.startswith(before) or not prompt.startswith(before):
+            return prompt, True
+        for key in ("enable_thinking", "thinking"):
+            of_mode = self._text(place, conversation, i, prompt=True, **{key: False})
+            if whole.startswith(of_mode):
+                return of_mode, True
+        mark = next(self._unused_characters(conversation))
+        turns = [*conversation.turns[:i], {"role": "assistant", "content": mark}]
+        marked = self._text(place, conversations.Conversation(turns, [], conversation.tools))
+        alike = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(prompt, marked, strict=False))
+        common = "".join(char for char, _ in alike)
+        if len(common) <= len(before) or not whole.startswith(common):
+            return prompt, True
+        return common, False
 
     def _end_by_tail(self, whole: str, start: int, after: str) -> int | None:
         """Return the end of the answer at `start`: its end token is that of `after`, the text up to its turn.

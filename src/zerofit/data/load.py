@@ -21,7 +21,8 @@ def load_datasets(settings, tokenizer) -> tuple[TokenizedDataset, TokenizedDatas
         raise UserError("--eval_fraction: the data already has an eval split; use one of the two.")
     if not held_out and not settings.eval_fraction:
         _refuse_evaluation(settings)
-    encoder = encoding.Encoder(tokenizer, settings.train_on)
+    _check_names(settings, train + held_out)
+    encoder = encoding.Encoder(tokenizer, settings.train_on, settings.mask_generation_prompt)
     if settings.streaming:
         from zerofit.data import streaming
 
@@ -44,3 +45,17 @@ def _refuse_evaluation(settings) -> None:
                 f"--{name} {as_typed(name, getattr(value, 'value', value))}: there are no rows to evaluate on; name "
                 "them with --eval_data or --eval_fraction, or leave the flag out."
             )
+
+
+def _check_names(settings, found: list[sources.Source]) -> None:
+    """Raise UserError for a --data_split or --data_config that none of the sources can have."""
+    wanted = {
+        "data_split": settings.data_split != "train" and not any(source.has_splits for source in found),
+        "data_config": settings.data_config is not None and not any(source.hub for source in found),
+    }
+    for flag in (flag for flag, is_idle in wanted.items() if is_idle):
+        what = "splits" if flag == "data_split" else "configurations"
+        raise UserError(
+            f"--{flag} {settings.values[flag]}: {found[0]} is a local file, which has no {what}; leave it out, or name "
+            "the file that is meant with --data."
+        )

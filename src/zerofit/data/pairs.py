@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from zerofit.data import conversations, encoding
+from zerofit.data import conversations, encoding, meaning
 from zerofit.data.conversations import Conversation
 from zerofit.errors import UserError
 
@@ -35,7 +35,8 @@ EMPTY, IDENTICAL = "dropped_empty_side", "dropped_identical_sides"
 def parse(place: str, row: dict[str, Any]) -> tuple[Conversation, Conversation]:
     """Parse a row into the conversations of the chosen and of the rejected side.
 
-    Raises: UserError naming the place for a missing column, a wrong type or sides that answer different prompts.
+    Raises: UserError naming the place for a missing column, a wrong type, sides that answer different prompts, or a
+        column that changes what is meant.
     """
     for name in SIDES:
         if row.get(name) is None:
@@ -44,6 +45,7 @@ def parse(place: str, row: dict[str, Any]) -> tuple[Conversation, Conversation]:
                 f"{place}: column {name!r} is missing or null; a preference pair needs `chosen` and `rejected` (and a "
                 f"`prompt`, unless both are whole conversations); columns here: {present}."
             )
+    meaning.check_row(place, row, KIND)
     prompt = _prompt(place, row)
     turns = [_side(place, name, row[name], prompt) for name in SIDES]
     shared = _shared(*turns)
@@ -69,8 +71,8 @@ def _prompt(place: str, row: dict[str, Any]) -> list[dict]:
     if isinstance(value, list):
         return value
     text = conversations._string(place, name, value)
-    if name == "instruction" and row.get("input"):
-        text = f"{text}\n\n{conversations._string(place, 'input', row['input'])}"
+    if name == "instruction":
+        text = conversations.with_input(place, text, row)
     return [*conversations._history(place, row.get("history")), {"role": "user", "content": text}]
 
 
@@ -103,7 +105,7 @@ def _shared(chosen: list[dict], rejected: list[dict]) -> int:
 def _is_empty(conversation: Conversation) -> bool:
     """Return whether no turn that is trained has a text or a tool call."""
     answers = [turn for turn, trained in zip(conversation.turns, conversation.trained, strict=True) if trained]
-    return not any(turn["content"].strip() or turn.get("tool_calls") for turn in answers)
+    return all(map(conversations.is_empty, answers))
 
 
 def tokenised(

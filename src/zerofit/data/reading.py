@@ -1,5 +1,6 @@
 """Read rows as conversations: column names, formats, bad rows and their counts."""
 
+import contextlib
 import itertools
 import json
 import math
@@ -9,7 +10,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from zerofit.data import conversations, encoding, pairs
+from zerofit.data import conversations, encoding, pairs, template_text
 from zerofit.data.sources import Source, json_object, read_rows
 from zerofit.errors import UserError
 
@@ -89,12 +90,37 @@ def _refuse(place: str, error: UserError, settings, count: Counter) -> None:
     """
     if settings.bad_rows == "error":
         raise error
-    exact = str(error).removeprefix(f"{place}: ")
+    exact = str(error).removeprefix(place).lstrip(":, ")  # `place: ...`, or `place, chosen: ...`
     reason = re.sub(r"\d+", "N", exact)
     count["dropped_bad"] += 1
     count[f"bad row {reason}"] += 1
     if count[f"bad row {reason}"] <= FIRST_PLACES:
         count["bad place " + json.dumps([reason, place, exact])] += 1
+
+
+def first_kept(rows: Iterator, sample: list) -> Iterator:
+    """Yield the rows, and keep the first of them in `sample`, whose tokens `template_tokens` counts."""
+    for row in rows:
+        if len(sample) < template_text.SAMPLED:
+            sample.append(row)
+        yield row
+
+
+def template_tokens(raw: list[tuple], settings, encoder: encoding.Encoder) -> Counter:
+    """Count the tokens in the loss of some (place, row, format) by who wrote them, as "template text <name>"."""
+    names, parsed = _names(settings), []
+    for place, row, kind in raw:
+        with contextlib.suppress(UserError):  # rows that cannot be used are counted elsewhere
+            columns = _renamed(place, row, names)
+            if kind == pairs.KIND:
+                parsed += [(place, side) for side in pairs.parse(place, columns)]
+            else:
+                parsed.append(
+                    (place, conversations.parse(place, columns, kind or conversations.detect(place, columns)))
+                )
+    counted = template_text.count(encoder, parsed)
+    encoder.notes.clear()  # of these rows, which are counted with all rows
+    return Counter({f"template text {name}": counted[name] for name in template_text.COUNTS})
 
 
 def read(source: Source, settings) -> Iterator[tuple]:
@@ -178,8 +204,8 @@ def summarize_counts(sources: list[Source], count: Counter, settings) -> dict:
         raise UserError(f"{names}: each of the {count['rows']} pairs has an empty side or two identical ones.")
     if not count["kept"] and not count["dropped_no_answer_left"] and not count["dropped_too_long"]:
         raise UserError(
-            f"{names}: in none of the {count['rows']} rows anything is trained on: --train_on {settings.train_on}, the "
-            "rows' own `train` or `weight`, masks or labels leave nothing."
+            f"{names}: in none of the {count['rows']} rows anything is trained on: --train_on {settings.train_on}, "
+            "empty answers, the rows' own `train` or `weight`, masks or labels leave nothing."
         )
     if not count["kept"]:
         raise UserError(
@@ -192,6 +218,7 @@ def summarize_counts(sources: list[Source], count: Counter, settings) -> dict:
             name: count[name]
             for name in (*COUNTS, *((pairs.EMPTY, pairs.IDENTICAL) if formats == [pairs.KIND] else ()))
         }
+        | {"template_text": _counted(count, "template text ")}
         | {"bad_rows": bad, "columns_not_used": _counted(count, "not used ")}
         | {"notes": [f"{sentence} ({rows_of:,} row{'s' * (rows_of > 1)})" for sentence, rows_of in notes.items()]}
     )

@@ -50,6 +50,11 @@ class Source:
     def __str__(self) -> str:
         return str(self.path) if self.path else "/".join(filter(None, self.hub))
 
+    @property
+    def has_splits(self) -> bool:
+        """Return whether it is a split of a Hub dataset, or of a folder that save_to_disk wrote."""
+        return self.path is None or (self.path.parent / "dataset_dict.json").exists()
+
 
 def find_files(
     data: list[str], config: str | None, split: str, streaming: bool = False

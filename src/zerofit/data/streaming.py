@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
-from zerofit.data import dataset, encoding, reading
+from zerofit.data import dataset, encoding, reading, template_text
 from zerofit.data import sources as data_sources
 from zerofit.data.batches import best_fit_decreasing, filler, join
 from zerofit.data.tokens import CHUNK, TokenizedDataset
@@ -68,6 +68,7 @@ def load(sources: list[data_sources.Source], settings, encoder: encoding.Encoder
     preview = list(itertools.islice(stream.rows(), min(PREVIEW, settings.max_samples or PREVIEW)))
     count: Counter = Counter()
     kept = [row for row in stream.encoded(preview, count) if row is not None]
+    count.update(reading.template_tokens(preview[: template_text.SAMPLED], settings, encoder))
     statistics = reading.summarize_counts(sources, count, settings) | {
         "streaming": True,
         "longest": max(len(ids) for ids, _ in kept),

@@ -19,11 +19,12 @@ from pathlib import Path
 import numpy as np
 
 from zerofit.config import parse, resolve
+from zerofit.data import encoding
 from zerofit.data.batches import documents
 from zerofit.data.conversations import IGNORE
 from zerofit.errors import UserError, printable
 from zerofit.run_folder import save_figure
-from zerofit.settings import order_seed
+from zerofit.settings import Check, order_seed
 
 LONG_ROWS = "rows have up to"  # start of the decision about rows that are too long
 
@@ -59,6 +60,7 @@ def main(argv: list[str]) -> None:
     counting = settings.replace(bad_rows="drop")  # count all of them first, refuse below
     train_set, eval_set = load_datasets(counting, tokenizer)
     _note_positions(train_set, eval_set, counting)
+    _check_template_text(counting, train_set, tokenizer)
     facts, scans = inspect(counting, train_set, eval_set, tokenizer)
     colored = bool(sys.stdout.isatty() or os.environ.get("FORCE_COLOR"))
     print(describe(counting, facts))
@@ -119,6 +121,7 @@ def check_data(settings, train_set, eval_set, tokenizer) -> None:
     Raises: UserError naming the flag.
     """
     _note_positions(train_set, eval_set, settings)
+    _check_template_text(settings, train_set, tokenizer)
     enforce(settings, _fractions(train_set))
     if settings.max_duplicate_fraction == settings.max_eval_overlap_fraction == 1:
         return
@@ -140,6 +143,40 @@ def _note_positions(train_set, eval_set, settings) -> None:
         settings.decisions.append(
             f"{LONG_ROWS} {longest:,} tokens, but the model was made for {most:,} (max_position_embeddings): use "
             f"--max_length {most}"
+        )
+
+
+def _check_template_text(settings, train_set, tokenizer) -> None:
+    """Add the certificate's line about tokens in the loss that the chat template wrote, and say what can be left out.
+
+    Counted while the data were tokenized, on the first rows of each source.
+    """
+    counted = train_set.statistics["template_text"]
+    rows, supervised, openings = (counted[name] for name in ("rows", "supervised", "openings"))
+    if not rows:
+        sentence = "no row was counted: they have no chat template, or all of their text is trained on"
+        settings.checks.append(Check("template_tokens", None, f"template tokens in the loss: {sentence}"))
+        return
+    numbers = {
+        "rows": rows,
+        "supervised_tokens": supervised,
+        "end_tokens": counted["end"],
+        "template_tokens": counted["template"],
+        "share": counted["template"] / max(1, supervised),
+        "maskable_tokens": openings,
+    }
+    sentence = (
+        f"{counted['template']:,} of {supervised:,} tokens in the loss of {rows:,} sampled rows "
+        f"({numbers['share']:.1%}) are the chat template's own, besides {counted['end']:,} end tokens; {openings:,} of "
+        "them are an empty wrapper or belong to the generation prompt"
+    )
+    holds = not (openings and settings.mask_generation_prompt)
+    settings.checks.append(Check("template_tokens", holds, sentence, numbers))
+    if openings and holds:
+        written = " or ".join(map(repr, encoding.Encoder(tokenizer).openings))
+        settings.decisions.append(
+            f"chat template: {openings / supervised:.1%} of the tokens in the loss are {written}, which no row holds; "
+            "--mask_generation_prompt true leaves them out (docs/templates.md)"
         )
 
 
@@ -428,9 +465,11 @@ def _table(facts: dict) -> list:
         distinct = s["kept"] - s.get("repeated_by_weight", 0) + s.get("left_out_by_weight", 0)
         return s["rows"] - distinct - sum(s.get(r, 0) for r in reasons)
 
+    sets = [name for name in ("training", "evaluation") if name in facts]
+    of_template = any(facts[name]["template_text"]["rows"] for name in sets)
     weights = [k for k in ("left_out_by_weight", "repeated_by_weight") if facts["training"].get(k)]
 
-    split = any(elsewhere(facts[s]) for s in ("training", "evaluation") if s in facts)
+    split = any(elsewhere(facts[s]) for s in sets)
     length = [(f"tokens a row, {k}", lambda s, k=k: f"{s['length'][k]:,}") for k in ("min", "median", "p95", "max")]
     return [
         ("rows read", lambda s: f"{s['rows']:,}"),
@@ -445,6 +484,7 @@ def _table(facts: dict) -> list:
         ("tokens", lambda s: f"{s['tokens']:,}"),
         *length,
         ("supervised tokens", lambda s: _share(s["supervised_tokens"], s["tokens"])),
+        *([("template tokens, first rows", _template_share)] if of_template else []),
         ("supervised a row, mean", lambda s: f"{s['supervised_mean']:,.1f}"),
         (f"rows with 0 to {FEW} supervised", lambda s: _share(s["supervised_few"], s["kept"])),
         ("rows with 0 supervised", lambda s: _share(s["supervised_none"], s["kept"])),
@@ -452,6 +492,11 @@ def _table(facts: dict) -> list:
         ("repeated rows, exact", lambda s: _share(s["repeated_exact"], s["kept"])),
         ("repeated rows, normalized", lambda s: _share(s["repeated_normalized"], s["kept"])),
     ]
+
+
+def _template_share(facts: dict) -> str:
+    counted = facts["template_text"]
+    return _share(counted["template"], max(1, counted["supervised"]))
 
 
 def _table_of_answers() -> list:

@@ -80,7 +80,7 @@ def _refusals(settings, known: dict, other: list[str], was: dict, now: dict):
             yield f"was saved with {name} {saved}, this run has {current}{reason}; use {flag}"
     for name in (name for name in (*ROWS, *MEANING) if name in other):
         yield _sentence(name, was[name], now[name])
-    options = "--train_on, --truncation, --columns, --data_format or --max_length"
+    options = "--train_on, --mask_generation_prompt, --truncation, --columns, --data_format or --max_length"
     meaning = {"data": f"data, tokenizer, template, {options}", "model": "model"}
     for name, fingerprint in known.get("fingerprints", {}).items():
         if fingerprint != settings.fingerprints[name]:
