@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from zerofit.data import conversations, encoding, pairs
+from zerofit.data import conversations, encoding, end_tokens, pairs
 from zerofit.data.sources import Source, json_object, read_rows
 from zerofit.errors import UserError
 
@@ -80,6 +80,7 @@ def tokenised(
 def _count_notes(encoder: encoding.Encoder, count: Counter) -> None:
     count.update({f"note {sentence}": rows_of for sentence, rows_of in encoder.notes.items() if rows_of})
     encoder.notes.clear()
+    count.update(f"end {json.dumps(entry)}" for entry in encoder.ended.take())
 
 
 def _refuse(place: str, error: UserError, settings, count: Counter) -> None:
@@ -193,6 +194,7 @@ def summarize_counts(sources: list[Source], count: Counter, settings) -> dict:
             for name in (*COUNTS, *((pairs.EMPTY, pairs.IDENTICAL) if formats == [pairs.KIND] else ()))
         }
         | {"bad_rows": bad, "columns_not_used": _counted(count, "not used ")}
+        | {"ends": end_tokens.summary(_counted(count, "end "))}
         | {"notes": [f"{sentence} ({rows_of:,} row{'s' * (rows_of > 1)})" for sentence, rows_of in notes.items()]}
     )
 

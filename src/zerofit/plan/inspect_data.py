@@ -118,6 +118,7 @@ def check_data(settings, train_set, eval_set, tokenizer) -> None:
     Raises: UserError naming the flag.
     """
     _note_positions(train_set, eval_set, settings)
+    settings.decisions += _ends(settings, train_set, tokenizer).said
     enforce(settings, _fractions(train_set))
     if settings.max_duplicate_fraction == settings.max_eval_overlap_fraction == 1:
         return

@@ -97,6 +97,7 @@ class ZerofitTrainer(Trainer):
 
     def __init__(self, settings, net, tokenizer, arguments, train_set, eval_set):
         self.settings, self.tokens, self.eval_tokens = settings, train_set, eval_set
+        self.ends, tokenizer = generation.stop_at_ends(net, tokenizer, train_set.statistics.get("ends", []))
         self.clock = progress.ThroughputMeter(settings, net)
         self.numel = count_parameters(net)  # trainable, all; DeepSpeed's tensor parallelism replaces them by shards
         self.shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in net.named_parameters()}
@@ -182,6 +183,8 @@ class ZerofitTrainer(Trainer):
     def save_model(self, output_dir=None, _internal_call=False) -> None:
         with self.tracker.during("save"), self.reporter.heartbeat.beating(self.state.global_step):
             super().save_model(output_dir, _internal_call)
+            if self.settings.trains_adapter and self.args.should_save:  # peft saves none
+                self.model.generation_config.save_pretrained(output_dir or self.args.output_dir)
 
     def evaluate(self, *args, **kwargs) -> dict[str, float]:
         with self.clock.paused():
