@@ -31,6 +31,10 @@ def libraries() -> None:
         # DeepSpeed owns the accumulation; accelerate's own plugin is not used.
         lambda record: "radient accumulation steps mismatch" not in record.getMessage()
     )
+    logging.getLogger("transformers.trainer_utils").addFilter(
+        # generation.stop_at_ends aligns them; a changed end token is among the run's decisions
+        lambda record: "The tokenizer has new PAD/BOS/EOS tokens" not in record.getMessage()
+    )
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()  # one for each model load and checkpoint, between the step lines

@@ -7,9 +7,14 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from zerofit.data.conversations import Conversation
+from zerofit.settings import Check
 
 # What a token was found to end; INSIDE: it stands in a trained answer, before its end.
 ANSWER, CALL, TEXT, INSIDE = "answer", "tool call", "text", "inside"
+
+CHECK = "end_token"  # name of the line in the certificate
+
+ROWS = 100  # whose labels are looked at for the line
 
 SEARCHED = 100  # answers of a chunk that are searched for all likely tokens, the others for those that end answers
 
@@ -28,7 +33,9 @@ class Found:
         for turn, start, end in answers:
             word = self.at_end(text, end)
             self.note(place, word, CALL if conversation.turns[turn].get("tool_calls") else ANSWER)
-            searched = self.likely if self.count.total() <= SEARCHED else {w for w, kind in self.count if kind != INSIDE}
+            searched = (
+                self.likely if self.count.total() <= SEARCHED else {w for w, kind in self.count if kind != INSIDE}
+            )
             for other in searched:
                 if text.find(other, start, end - len(word)) >= 0:
                     self.note(place, other, INSIDE)
@@ -127,3 +134,27 @@ def _said(found: list[dict], ending: list[dict], ids: dict[str, int], eos: str, 
 
 def _counted(entry: dict) -> str:
     return f"{entry['count']:,} {entry['ends']}{'s' * (entry['count'] > 1)}"
+
+
+def check(ends: Ends, rows, generated: list[int], shipped: list[int] | None) -> Check:
+    """Return the certificate's line: the tokens that end answers in the labels, in generation and in final/ are alike.
+
+    Args: rows: of the training set; generated, shipped: ids at which generation of the model stops, and of what was
+        saved (None: not yet).
+    """
+    labels = [rows[i]["labels"] for i in range(min(ROWS, len(rows)))]
+    kept = sum(1 for row in labels if not set(ends.ids).isdisjoint(row))
+    numbers = {"trained": dict(zip(ends.words, ends.ids, strict=True)), "generated": generated, "shipped": shipped,
+               "rows": len(labels), "rows_with_an_end": kept}  # fmt: skip
+    if not ends.words:
+        return Check(CHECK, None, "which token ends an answer is not known from these rows", numbers)
+    words = ", ".join(f"{word} (id {i})" for word, i in numbers["trained"].items())
+    faults = [
+        *([f"none of the first {len(labels)} rows has one in its labels"] if not kept else []),
+        *([f"generation stops at {generated} only"] if not set(ends.ids) <= set(generated) else []),
+        *([f"final/ stops at {shipped}, not at {generated}"] if shipped not in (None, generated) else []),
+    ]
+    where = "generation" if shipped is None else "generation and final/"
+    return Check(
+        CHECK, not faults, f"trained answers end with {words}; {'; '.join(faults) or f'{where} stop there'}", numbers
+    )

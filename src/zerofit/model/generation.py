@@ -16,6 +16,11 @@ def ids_of(eos_token_id: int | list[int] | None) -> list[int]:
     return [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id or [])
 
 
+def stops_of(model) -> list[int]:
+    """Return the ids at which the model's generation stops."""
+    return ids_of(getattr(getattr(model, "generation_config", None), "eos_token_id", None))
+
+
 def stop_at_ends(model, tokenizer, found: list[dict]):
     """Set where the model's generation stops: where trained answers end, where the tokenizer ends, where the base did.
 
@@ -23,10 +28,13 @@ def stop_at_ends(model, tokenizer, found: list[dict]):
     one keeps tokenizing rows as it did).
     Args: found: statistics["ends"] of the training set.
     """
+    from transformers import PreTrainedTokenizerBase
     from transformers.trainer_utils import align_special_tokens
 
     owner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    generation, config = owner.generation_config, owner.config.get_text_config()
+    generation, config = getattr(owner, "generation_config", None), owner.config.get_text_config()
+    if generation is None or not isinstance(tokenizer, PreTrainedTokenizerBase):  # it cannot generate; a simulation
+        return end_tokens.Ends((), (), "", ()), tokenizer
     known = ids_of(generation.eos_token_id)
     ends, before = end_tokens.decide(found, tokenizer, known), hash(generation)
     generation.eos_token_id = stops(ends, tokenizer, known)

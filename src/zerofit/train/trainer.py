@@ -18,7 +18,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import EvalLoopOutput, SaveStrategy
 
 from zerofit import command_line, distributed, rank_status, run_folder
-from zerofit.data import streaming
+from zerofit.data import end_tokens, streaming
 from zerofit.data.batches import (
     LABEL_COUNT,
     Collator,
@@ -139,11 +139,21 @@ class ZerofitTrainer(Trainer):
             ddp.static_graph = bool(settings.ddp_static_graph)
         for callback in (PrinterCallback, ProgressCallback):
             self.remove_callback(callback)
+        self.check_ends(shipped=None)
         self.guard = nan_guard.NanGuard(self)
         self.tracker = memory_tracker.current()
         self.tracker.attach(self)
         self.reporter = progress.Reporter(self)
         self.add_callback(self.reporter)
+
+    def check_ends(self, shipped: list[int] | None) -> None:
+        """Write the certificate's line about the tokens that end answers.
+
+        Args: shipped: where generation of final/ stops, None: not saved yet.
+        """
+        checks, generated = self.settings.checks, generation.stops_of(self.model)
+        checks[:] = [check for check in checks if check.name != end_tokens.CHECK]
+        checks.append(end_tokens.check(self.ends, self.tokens.dataset, generated, shipped))
 
     @property
     def architecture(self) -> str:
@@ -183,7 +193,8 @@ class ZerofitTrainer(Trainer):
     def save_model(self, output_dir=None, _internal_call=False) -> None:
         with self.tracker.during("save"), self.reporter.heartbeat.beating(self.state.global_step):
             super().save_model(output_dir, _internal_call)
-            if self.settings.trains_adapter and self.args.should_save:  # peft saves none
+            if self.settings.trains_adapter and self.args.should_save and generation.stops_of(self.model):
+                # peft saves none
                 self.model.generation_config.save_pretrained(output_dir or self.args.output_dir)
 
     def evaluate(self, *args, **kwargs) -> dict[str, float]:
