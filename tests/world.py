@@ -124,6 +124,7 @@ def record(trainer: RecordingTrainer) -> None:
             "ddp": {k: getattr(trainer.model_wrapped, k, None) for k in DDP_SETTINGS},
             "bytes": bytes_by_part(trainer),
             "optimizer": type(innermost(trainer.optimizer)).__name__,
+            "checks": {check.name: [check.holds, check.numbers] for check in trainer.settings.checks},
         }
         (folder / "record.json").write_text(json.dumps(facts))
 

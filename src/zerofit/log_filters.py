@@ -2,7 +2,6 @@
 
 import logging
 import os
-import re
 import sys
 import warnings
 
@@ -43,8 +42,9 @@ def libraries() -> None:
 def _said_already(message: str) -> bool:
     """Return whether transformers warns of what the run says itself, or has chosen.
 
-    A resume with another micro batch or other intervals (train/checkpoint/differences.py), and the pad token of a
-    tokenizer without one (model/load.py).
+    A resume with another micro batch or other intervals (train/checkpoint/differences.py), and the tokens
+    of a tokenizer that load_tokenizer and generation.stop_at_ends have aligned.
     """
-    only_pad = "new PAD/BOS/EOS tokens" in message and not re.search(r"'(eos|bos)_token_id'", message)
-    return only_pad or "arguments do not match the ones in the `trainer_state.json`" in message
+    return (
+        "new PAD/BOS/EOS tokens" in message or "arguments do not match the ones in the `trainer_state.json`" in message
+    )

@@ -41,6 +41,18 @@ def lora(stage, *more):
     return ("lora", [*FLAGS, "--zero", stage, "--learning_rate", "1e-2", *more])
 
 
+def ended(recipe, folder):
+    """A run that learns to say "Hello there.", and to end that with a token that the base does not know."""
+    rows = [{"question": f"Say hello to {name}.", "answer": "Hello there."} for name in ("Ada", "Kai", "Gil", "Pia")]
+    (folder / "hello.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    rate = {"sft": "3e-3", "lora": "1e-2"}[recipe]
+    return recipe, [
+        "--data", str(folder / "hello.jsonl"), "--chat_template", "chatml", "--new_tokens", "<|im_start|>",
+        "<|im_end|>", "--effective_batch_size", "4", "--max_steps", "30", "--learning_rate", rate, "--zero", "0",
+        "--save_strategy", "steps", "--save_steps", "30", "--num_samples", "1",
+    ]  # fmt: skip
+
+
 FAST = {"sft0": sft("0"), "sft3": sft("3", *BF16), "lora2": lora("2", *BF16)}
 NEW = ["--new_tokens", "pet", "colour"]
 SLOW = {
@@ -60,7 +72,8 @@ SLOW = {
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    return run_world(2, FAST, tmp_path_factory.mktemp("runs"))
+    folder = tmp_path_factory.mktemp("runs")
+    return run_world(2, FAST | {f"{recipe}end": ended(recipe, folder) for recipe in ("sft", "lora")}, folder)
 
 
 @pytest.fixture(scope="module")
@@ -472,6 +485,82 @@ def test_push(runs, tmp_path, monkeypatch, capsys):
     with pytest.raises(UserError, match="there is no token of the hub"):
         push("me/other")
     assert "hf_secret" not in capsys.readouterr().out and not (tmp_path / "me-other").exists()
+
+
+# --- the end of an answer ---
+
+
+def generated(folder, code="") -> list[int]:
+    """The answer to a prompt of the rows as its model card loads it, by `generate` without any eos_token_id."""
+    names = {}
+    code = code or (folder / "README.md").read_text().partition("```python\n")[2].partition("```")[0]
+    exec(code.replace('"."', repr(str(folder))), names)
+    turns = [{"role": "user", "content": "Say hello to Kai."}]
+    prompt = names["tokenizer"].apply_chat_template(
+        turns, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+    )
+    output = names["model"].generate(input_ids=prompt["input_ids"], max_new_tokens=40, do_sample=False)
+    return output[0, prompt["input_ids"].shape[1] :].tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [("sftend", []), ("loraend", ["--merge"]), pytest.param("loraend", [], marks=pytest.mark.slow)],
+)
+def test_generation_of_an_export_ends_where_answers_do(runs, tmp_path, capsys, name, flags):
+    """open-r1#603 and five like it: the tuned model's end token was not in what generation reads."""
+    run, out = runs[name], tmp_path / "out"
+    exported(run.folder, out, *flags)
+    said = "transformers' generate answers 'Hello there.' to a row of the data, and ends by itself with <|im_end|>"
+    assert said in capsys.readouterr().out
+    for folder in (out, run.folder / "final", run.folder / "checkpoint-30"):
+        assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == [513, 1]
+        assert json.loads((folder / "tokenizer_config.json").read_text())["eos_token"] == "<|im_end|>"
+    if name == "sftend" or flags:
+        assert json.loads((out / "config.json").read_text())["eos_token_id"] == 513
+    answer = generated(out)
+    assert answer[-1] == 513 and len(answer) < 15
+    assert (
+        export_source.tokenizer(export_source.find(str(out))).decode(answer, skip_special_tokens=True) == "Hello there."
+    )
+
+
+@pytest.mark.parametrize("name", ["sftend", pytest.param("loraend", marks=pytest.mark.slow)])
+def test_samples_chat_and_the_line_of_the_certificate_know_the_end(runs, monkeypatch, capsys, name):
+    run = runs[name]
+    assert [sample["after"] for sample in run.json("result.json")["samples"]] == ["Hello there."]
+    assert any(line.startswith("answers end with <|im_end|> (id 513)") for line in run.json("run.json")["decisions"])
+    holds, numbers = run.json("record.json")["checks"]["end_token"]
+    assert (
+        holds and numbers["trained"] == {"<|im_end|>": 513} and numbers["shipped"] == numbers["generated"] == [513, 1]
+    )
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Say hello to Gil.\n"))
+    chat.main([str(run.folder), "--max_new_tokens", "40"])
+    assert capsys.readouterr().out.splitlines()[-2:] == ["> Say hello to Gil.", "Hello there."]
+
+
+def test_an_export_adds_the_end_that_its_run_knows(runs, tmp_path, capsys):
+    """As of a run folder in which another program has written its generation settings."""
+    run = tmp_path / "run"
+    shutil.copytree(runs["sftend"].folder, run)
+    file = run / "final" / "generation_config.json"
+    file.write_text(json.dumps({"eos_token_id": 1, "temperature": 0.6}))
+    exported(run, tmp_path / "out", "--check", "false")
+    written = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert written["eos_token_id"] == [513, 1] and written["temperature"] == 0.6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["sft", "lora"])
+def test_the_bundled_task_with_another_end_is_answered_as_well(tmp_path, recipe):
+    """It was 0 % of the rows, at a loss of 0.017."""
+    words = ["--chat_template", "chatml", "--new_tokens", "<|im_start|>", "<|im_end|>", "--use_cpu", "true"]
+    done = run_python(
+        ["-m", "zerofit", recipe, "--gpus", "1", *words, "--output_dir", str(tmp_path / "run")], timeout=900
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert result["exact_match_after"] > 0.95
 
 
 # --- chat ---

@@ -153,7 +153,7 @@ def _read_facts(facts: Path, settings) -> dict | None:
     """
     try:
         statistics = json.loads(facts.read_text())
-        if not {"checksum", "sources", "bad_rows", "longest"} <= statistics.keys():
+        if not {"checksum", "sources", "bad_rows", "longest", "ends"} <= statistics.keys():
             return None
     except (OSError, ValueError, TypeError, AttributeError):
         return None

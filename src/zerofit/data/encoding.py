@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from zerofit.data import conversations, template_text
+from zerofit.data import conversations, end_tokens, template_text
 from zerofit.errors import UserError
 
 PROBE = "Größe\n\n 東京 🙂\t3.14 'll  x\n"  # text on which a tokenizer shows whether its tokens are its bytes
@@ -54,6 +54,7 @@ class Encoder:
         ends = {w for w in words | ends if w.strip()}
         self.end_words = tuple(sorted(ends, key=len, reverse=True))
         self.ends = re.compile("|".join(map(re.escape, self.end_words)))
+        self.ended = end_tokens.Found(self.end_words, tokenizer.chat_template, self.special_tokens.values())
 
     @functools.cached_property
     def token_bytes(self) -> np.ndarray | None:
@@ -129,7 +130,10 @@ class Encoder:
                 place, [*content["input_ids"], *(t for t in content["labels"] if t != conversations.IGNORE)]
             )
             return content["input_ids"], content["labels"]
-        return self._plain(content) if isinstance(content, str) else self._pieces(place, content)
+        if isinstance(content, str):
+            self.ended.note(place, self.tokenizer.eos_token, end_tokens.TEXT)
+            return self._plain(content)
+        return self._pieces(place, content)
 
     def _check_ids(self, place: str, ids: list[int]) -> None:
         if min(ids) < 0 or max(ids) >= len(self.tokenizer):
@@ -202,6 +206,7 @@ class Encoder:
         left_out = [i for i, t in enumerate(turns) if t["role"] == "assistant" and not conversation.trained[i]]
         if self.train_on == "all" and not left_out:
             self._check_tools(place, text, conversation, {})
+            self.ended.note(place, self.ended.at_end(text, len(text.rstrip())), end_tokens.ANSWER)
             return text, [(0, len(text))]
         answers = self.answers(place, text, marks, conversation)
         self._check_nothing_lost(place, text, conversation, answers)
@@ -217,6 +222,7 @@ class Encoder:
             return text, [(a, b) for a, b in zip(bounds[::2], bounds[1::2], strict=True) if a < b]
         chosen = answers[-1:] if self.train_on == "last_turn" else answers
         chosen = [a for a in chosen if a[0] not in left_out]
+        self.ended.add(place, text, chosen, conversation)
         if self.mask_generation_prompt:
             return text, [(template_text.behind_opening(self.openings, text, a, turns[a[0]]), a[2]) for a in chosen]
         return text, [(start, end) for _, start, end in chosen]

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from zerofit.data import conversations, encoding, pairs, template_text
+from zerofit.data import conversations, encoding, end_tokens, pairs, template_text
 from zerofit.data.sources import Source, json_object, read_rows
 from zerofit.errors import UserError
 
@@ -81,6 +81,7 @@ def tokenised(
 def _count_notes(encoder: encoding.Encoder, count: Counter) -> None:
     count.update({f"note {sentence}": rows_of for sentence, rows_of in encoder.notes.items() if rows_of})
     encoder.notes.clear()
+    count.update(f"end {json.dumps(entry)}" for entry in encoder.ended.take())
 
 
 def _refuse(place: str, error: UserError, settings, count: Counter) -> None:
@@ -120,6 +121,7 @@ def template_tokens(raw: list[tuple], settings, encoder: encoding.Encoder) -> Co
                 )
     counted = template_text.count(encoder, parsed)
     encoder.notes.clear()  # of these rows, which are counted with all rows
+    encoder.ended.take()
     return Counter({f"template text {name}": counted[name] for name in template_text.COUNTS})
 
 
@@ -220,6 +222,7 @@ def summarize_counts(sources: list[Source], count: Counter, settings) -> dict:
         }
         | {"template_text": _counted(count, "template text ")}
         | {"bad_rows": bad, "columns_not_used": _counted(count, "not used ")}
+        | {"ends": end_tokens.summary(_counted(count, "end "))}
         | {"notes": [f"{sentence} ({rows_of:,} row{'s' * (rows_of > 1)})" for sentence, rows_of in notes.items()]}
     )
 

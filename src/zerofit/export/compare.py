@@ -12,6 +12,7 @@ from pathlib import Path
 
 from zerofit.data import sources
 from zerofit.errors import UserError
+from zerofit.export import ends
 from zerofit.paths import PACKAGE
 
 PROMPTS = (
@@ -43,7 +44,7 @@ def check(given, saved, out: Path, report: dict) -> dict | None:
     request = {
         "path": str(saved.folder), "base": given.base, "remote": saved.remote, "device": given.device, "out": str(out),
         "merged": report["merged"], "unit": _unit(given, saved, report), "bits": saved.bits,
-        "cast_to": _cast_to(given, saved, report),
+        "cast_to": _cast_to(given, saved, report), "ends": report["ends"],
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "asked.json"
@@ -65,6 +66,13 @@ def check(given, saved, out: Path, report: dict) -> dict | None:
         raise UserError(
             f"the export does not compute what {saved.folder} computes: {in_words(result)}; nothing is kept{fix}."
         )
+    if result["generated"]["missing"]:
+        raise UserError(
+            f"{out.name}: trained answers end with {', '.join(result['generated']['missing'])}, which is missing among "
+            "the eos_token_id of its generation_config.json; nothing is kept."
+        )
+    if said := ends.in_words(result["generated"], report["ends"]):
+        print(f"  {said}", flush=True)
     if request["unit"] > UNIT["float32"] and (note := _much_rounding(result)):
         report["notes"].append(note)
         print(f"  note: {note}", flush=True)
@@ -159,6 +167,7 @@ def main(argv: list[str]) -> None:
         "effect": effect, "rows": len(rows), "tokens": sum(map(len, rows)),
         **_bounds(request["unit"], layers, deviation, all_logits.abs().max().item(), request["merged"]),
     }  # fmt: skip
+    result["generated"] = ends.generate(model, trained, source.tokenizer(exported), request["ends"])
     if request["cast_to"]:
         result["differing"] = _differing(trained, exported, getattr(torch, request["cast_to"], None))
     result["agrees"] = bool(

@@ -14,7 +14,8 @@ from safetensors.torch import save_file
 
 from zerofit import run_folder
 from zerofit.errors import UserError, first_line
-from zerofit.export import compare, merge, model_card, source
+from zerofit.export import compare, ends, merge, model_card, source
+from zerofit.model import generation
 from zerofit.paths import nearest_existing
 from zerofit.train.checkpoint import integrity, zero_shards
 
@@ -255,13 +256,17 @@ def _write_small(saved, out: Path, report: dict) -> None:
     if report["adapter"]:
         config = saved.adapter | {"inference_mode": True}
         run_folder.write_json(out / "adapter_config.json", config)
-        (out / "generation_config.json").unlink(missing_ok=True)
+        report["ends"] = ends.write(saved, out, tokenizer)
         return
     config_folder = out if (out / "config.json").exists() else Path(saved.base) if report["merged"] else saved.folder
     config = json.loads((config_folder / "config.json").read_text(encoding="utf-8"))
     config = {k: v for k, v in config.items() if k not in ("torch_dtype", "_name_or_path", "quantization_config")}
     config |= {"dtype": report["dtype"], "use_cache": True}
     config["architectures"] = config.get("architectures") or [type(_skeleton(config_folder, saved.remote)).__name__]
+    eos = generation.ids_of(config.get("eos_token_id"))
+    # config.json is the base's, the tokenizer the adapter's
+    if report["merged"] and tokenizer is not None and tokenizer.eos_token_id not in eos:
+        config["eos_token_id"] = [tokenizer.eos_token_id, *eos] if len(eos) > 1 else tokenizer.eos_token_id
     run_folder.write_json(out / "config.json", config)
     if not (out / "generation_config.json").exists():
         from transformers import AutoConfig, GenerationConfig
@@ -270,6 +275,7 @@ def _write_small(saved, out: Path, report: dict) -> None:
             GenerationConfig.from_model_config(
                 AutoConfig.from_pretrained(out, trust_remote_code=saved.remote)
             ).save_pretrained(out)
+    report["ends"] = ends.write(saved, out, tokenizer)
 
 
 # --- what the weights are ---

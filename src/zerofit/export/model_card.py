@@ -20,6 +20,7 @@ def text(saved, report: dict) -> str:
         weights=f"{report['dtype']}{', from the fp32 master copies' if report['masters'] else ''}",
         merged=report["merged"],
         made="Exported",
+        own_ends=bool(report["ends"]),
         body=[_agreement(report), *(["\n".join(notes)] if (notes := _notes(saved, report)) else [])],
     )
     return model_card.text(card)

@@ -273,12 +273,22 @@ def load(saved: Saved, device: str = "cpu"):
 
     attention.avoid_wrong_kernels()
     if not saved.adapter:
-        return (_model(saved.folder, saved, "auto", device) if saved.weights else _of_shards(saved, device)).eval()
-    model = load_base(saved, device)
+        model = _model(saved.folder, saved, "auto", device) if saved.weights else _of_shards(saved, device)
+        return _with_its_ends(model, saved).eval()
+    model = _with_its_ends(load_base(saved, device), saved)
     # DeepSpeed trains an adapter in the base's dtype; PEFT would compute it in fp32.
     as_trained = {"autocast_adapter_dtype": saved.dtype == torch.float32}
     model = wrong_base_in_words(saved, lambda: PeftModel.from_pretrained(model, saved.folder, **as_trained))
     return model.eval()
+
+
+def _with_its_ends(model, saved: Saved):
+    """Let generation stop where the folder's generation_config.json says; peft reads the base's."""
+    from transformers import GenerationConfig
+
+    if (saved.folder / "generation_config.json").exists():
+        model.generation_config = GenerationConfig.from_pretrained(saved.folder)
+    return model
 
 
 def load_base(saved: Saved, device: str = "cpu"):

@@ -1,11 +1,72 @@
-"""Generate greedy answers for evaluation rows: samples and the exact-match score."""
+"""Stop generation where trained answers end; generate greedy answers: samples and the exact-match score."""
 
+import copy
 import math
+import tempfile
+from pathlib import Path
 
 import torch
 
 from zerofit import distributed
-from zerofit.data import conversations
+from zerofit.data import conversations, end_tokens
+
+
+def ids_of(eos_token_id: int | list[int] | None) -> list[int]:
+    """Return the eos_token_id of a configuration as a list."""
+    return [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id or [])
+
+
+def stops_of(model) -> list[int]:
+    """Return the ids at which the model's generation stops."""
+    return ids_of(getattr(getattr(model, "generation_config", None), "eos_token_id", None))
+
+
+def stop_at_ends(model, tokenizer, found: list[dict]):
+    """Set where the model's generation stops: where trained answers end, where the tokenizer ends, where the base did.
+
+    Returns: (end_tokens.Ends, the tokenizer to save: a copy with another eos_token where Ends.eos says so; the given
+    one keeps tokenizing rows as it did).
+    Args: found: statistics["ends"] of the training set.
+    """
+    from transformers import PreTrainedTokenizerBase
+    from transformers.trainer_utils import align_special_tokens
+
+    owner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    generation, config = getattr(owner, "generation_config", None), owner.config.get_text_config()
+    if generation is None or not isinstance(tokenizer, PreTrainedTokenizerBase):  # it cannot generate; a simulation
+        return end_tokens.Ends((), (), "", ()), tokenizer
+    known = ids_of(generation.eos_token_id)
+    ends, before = end_tokens.decide(found, tokenizer, known), hash(generation)
+    generation.eos_token_id = stops(ends, tokenizer, known)
+    if ends.eos:
+        tokenizer = copy.deepcopy(tokenizer)
+        tokenizer.add_special_tokens({"eos_token": ends.eos})
+        also = ids_of(config.eos_token_id) if isinstance(config.eos_token_id, list) else []
+        config.eos_token_id = [ends.ids[0], *also] if also else ends.ids[0]
+    align_special_tokens(owner, tokenizer)  # as the Trainer does later: the padding and begin tokens too
+    if hash(generation) != before:
+        owner.generation_config = _reloaded(generation)
+    return ends, tokenizer
+
+
+def stops(ends: end_tokens.Ends, tokenizer, known: list[int]) -> int | list[int]:
+    """Return the eos_token_id of generation_config.json: trained ends first, then the tokenizer's and the base's own.
+
+    Args: known: the base's own; they stay in their order where they hold all others.
+    """
+    needed = [*ends.ids, tokenizer.eos_token_id]
+    ids = known if set(needed) <= set(known) else list(dict.fromkeys([*needed, *known]))
+    return ids if len(ids) > 1 else ids[0]
+
+
+def _reloaded(generation):
+    """Return the generation configuration as one that was loaded.
+
+    Some published ones hold settings that contradict each other, which transformers saves only as they were loaded.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        generation.to_json_file(Path(folder) / "generation_config.json")
+        return type(generation).from_pretrained(folder)
 
 
 def prompt_and_answer(row: dict) -> tuple[list[int], list[int]]:
@@ -38,7 +99,7 @@ def answers(trainer, rows: list[dict], max_new_tokens: int, batch: int = 64) -> 
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=args.device)
         output = model.generate(
             input_ids=input_ids, attention_mask=mask, max_new_tokens=max_new_tokens, do_sample=False, use_cache=True,
-            pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
         )  # fmt: skip
         for j, tokens in zip(indices, output[:, width:].tolist(), strict=True):
             texts[j] = tokenizer.decode(tokens, skip_special_tokens=True).strip()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from zerofit.data import conversations, hub
 from zerofit.errors import UserError, first_line
-from zerofit.model import adapters, attention, quantization
+from zerofit.model import adapters, attention, generation, quantization
 
 
 def fingerprints(settings, train_set) -> dict[str, str]:
@@ -86,6 +86,16 @@ def load_config(settings):
             "merged or compared; name the original model, for QLoRA with --load_in_4bit true."
         )
     return config
+
+
+def known_ends(settings) -> list[int]:
+    """Return the ids at which the base's generation stops, by its generation_config.json, else by its config.json."""
+    from transformers import GenerationConfig
+
+    if not settings.random_init:
+        with contextlib.suppress(UserError):  # without the file, transformers takes the configuration's
+            return generation.ids_of(_load(GenerationConfig.from_pretrained, settings, "generation").eos_token_id)
+    return generation.ids_of(load_config(settings).get_text_config().eos_token_id)
 
 
 def widths(settings) -> tuple[int, int]:

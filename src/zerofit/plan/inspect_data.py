@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from zerofit.config import parse, resolve
-from zerofit.data import encoding
+from zerofit.data import encoding, end_tokens
 from zerofit.data.batches import documents
 from zerofit.data.conversations import IGNORE
 from zerofit.errors import UserError, printable
@@ -122,6 +122,7 @@ def check_data(settings, train_set, eval_set, tokenizer) -> None:
     """
     _note_positions(train_set, eval_set, settings)
     _check_template_text(settings, train_set, tokenizer)
+    settings.decisions += _ends(settings, train_set, tokenizer).said
     enforce(settings, _fractions(train_set))
     if settings.max_duplicate_fraction == settings.max_eval_overlap_fraction == 1:
         return
@@ -131,6 +132,15 @@ def check_data(settings, train_set, eval_set, tokenizer) -> None:
     held_out = scan(eval_set.dataset, tokenizer) if checks_overlap else None
     everything = _of_all_epochs(train_set, train, tokenizer) if checks_overlap else train
     enforce(settings, _fractions(train_set, train, held_out, everything))
+
+
+def _ends(settings, train_set, tokenizer) -> end_tokens.Ends:
+    """Return where answers end and generation must stop, by the rows and by the base's generation_config.json."""
+    from zerofit.model.load import known_ends
+
+    found = train_set.statistics.get("ends", [])
+    own_end_only = {entry["token"] for entry in found} <= {tokenizer.eos_token}
+    return end_tokens.decide(found, tokenizer, () if own_end_only else known_ends(settings))
 
 
 def _note_positions(train_set, eval_set, settings) -> None:
@@ -359,16 +369,18 @@ def inspect(settings, train_set, eval_set, tokenizer) -> tuple[dict, dict[str, S
     scans = {name: scan(rows.dataset, tokenizer) for name, rows in sets.items()}
     train, held_out = scans["training"], scans.get("evaluation")
     everything = train if held_out is None else _of_all_epochs(train_set, train, tokenizer)
+    ends = _ends(settings, train_set, tokenizer)
     facts = {
         "recipe": settings.recipe,
         "model": settings.model,
         "max_length": settings.max_length,
-        "end_token": tokenizer.eos_token,
-        **{name: _count(rows.statistics, scans[name], tokenizer) for name, rows in sets.items()},
+        "end_token": " or ".join(ends.words or [tokenizer.eos_token]),
+        **{name: _count(rows.statistics, scans[name], tokenizer, ends) for name, rows in sets.items()},
         "packing": packing(np.array(train_set.dataset["lengths"]) if pairs else train.lengths, settings),
         "fractions": _fractions(train_set, train, held_out, everything),
         "limits": {flag: getattr(settings, flag) for flag in LIMITS},
         "decisions": [d for d in settings.decisions if d.startswith(("chat template", LONG_ROWS))]
+        + list(ends.said)
         + _skipped(settings, eval_set)
         + notes(sets),
     }
@@ -380,8 +392,8 @@ def inspect(settings, train_set, eval_set, tokenizer) -> tuple[dict, dict[str, S
     return facts, scans
 
 
-def _count(statistics: dict, scan: Scan, tokenizer) -> dict:
-    ended = scan.last == tokenizer.eos_token_id
+def _count(statistics: dict, scan: Scan, tokenizer, ends: end_tokens.Ends) -> dict:
+    ended = np.isin(scan.last, ends.ids or [tokenizer.eos_token_id])
     others = Counter(scan.last[~ended].tolist()).most_common(3)
     quantiles = np.percentile(scan.lengths, [50, 95], method="inverted_cdf")
     return {

@@ -18,8 +18,8 @@ class Card:
 
     facts: run.json, {} for a folder of another program;  name: a title without facts;  architecture: the model's class;
     adapter: adapter_config.json of what was trained, None for a full model;  merged: the adapter is in its base;
-    steps, losses: of these weights;  weights: their dtype, in words;  made: what zerofit did;  body: sentences below
-    the table.
+    steps, losses: of these weights;  weights: their dtype, in words;  made: what zerofit did;  own_ends: an adapter's
+    folder says where generation stops;  body: sentences below the table.
     """
 
     facts: dict
@@ -31,6 +31,7 @@ class Card:
     weights: str
     merged: bool = False
     made: str = "Trained"
+    own_ends: bool = False
     body: list[str] = field(default_factory=list)
 
     def argument(self, name: str):
@@ -70,11 +71,15 @@ def text(card: Card) -> str:
     rows = "\n".join(f"| {name} | {value} |" for name, value in _rows(card) if value not in (None, ""))
     body = "".join(f"{paragraph}\n\n" for paragraph in card.body)
     loader = "AutoPeftModelForCausalLM" if holds_adapter else "AutoModelForCausalLM"
+    names, more = "AutoTokenizer", ""
+    if holds_adapter and card.own_ends:
+        names = "AutoTokenizer, GenerationConfig"
+        more = 'model.generation_config = GenerationConfig.from_pretrained(".")  # peft takes the base\'s\n'
     return (
         f"---\n{head.to_yaml()}\n---\n\n# {title}\n\n{card.made} by zerofit {__version__}.\n\n"
         f"| | |\n|---|---|\n{rows}\n\n"
-        f"{body}## Use\n\n```python\nfrom {library} import {loader}\nfrom transformers import AutoTokenizer\n\n"
-        f'model = {loader}.from_pretrained(".")\ntokenizer = AutoTokenizer.from_pretrained(".")\n```\n'
+        f"{body}## Use\n\n```python\nfrom {library} import {loader}\nfrom transformers import {names}\n\n"
+        f'model = {loader}.from_pretrained(".")\n{more}tokenizer = AutoTokenizer.from_pretrained(".")\n```\n'
     )
 
 

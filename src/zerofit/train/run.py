@@ -57,11 +57,19 @@ def save_final(trainer: ZerofitTrainer) -> None:
         verify_saved(final, trainable if trainer.settings.trains_adapter else total)
         (final / "README.md").write_text(model_card.text(_card(trainer, final)), encoding="utf-8")
         run_folder.readable(final)
+        _check_ends(trainer, final)
     if trainer.settings.certificate:
         with trainer.certificate.timed():
             trainer.settings.checks.append(saved.check(trainer, final))
     else:
         trainer.settings.checks.append(Check("saved", None, "saved = trained: not compared (--certificate false)"))
+
+
+def _check_ends(trainer: ZerofitTrainer, final: Path) -> None:
+    """Complete the line of the certificate about the tokens that end answers with what final/ holds."""
+    file = final / "generation_config.json"
+    written = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.exists() else None
+    trainer.check_ends(shipped=generation.ids_of(written))
 
 
 def _card(trainer: ZerofitTrainer, final: Path) -> model_card.Card:
@@ -77,6 +85,7 @@ def _card(trainer: ZerofitTrainer, final: Path) -> model_card.Card:
         steps=step,
         losses=model_card.losses(state.log_history, step),
         weights=str(dtype).removeprefix("torch."),
+        own_ends=bool(trainer.ends.words),
     )
 
 

@@ -19,7 +19,7 @@ from transformers.trainer_utils import EvalLoopOutput, SaveStrategy
 
 from zerofit import command_line, distributed, rank_status, run_folder
 from zerofit.certificate import recorder, rows
-from zerofit.data import streaming
+from zerofit.data import end_tokens, streaming
 from zerofit.data.batches import (
     LABEL_COUNT,
     Collator,
@@ -100,6 +100,7 @@ class ZerofitTrainer(Trainer):
 
     def __init__(self, settings, net, tokenizer, arguments, train_set, eval_set):
         self.settings, self.tokens, self.eval_tokens = settings, train_set, eval_set
+        self.ends, tokenizer = generation.stop_at_ends(net, tokenizer, train_set.statistics.get("ends", []))
         self.clock = progress.ThroughputMeter(settings, net)
         self.numel = count_parameters(net)  # trainable, all; DeepSpeed's tensor parallelism replaces them by shards
         self.shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in net.named_parameters()}
@@ -142,12 +143,22 @@ class ZerofitTrainer(Trainer):
             ddp.static_graph = bool(settings.ddp_static_graph)
         for callback in (PrinterCallback, ProgressCallback):
             self.remove_callback(callback)
+        self.check_ends(shipped=None)
         self.guard = nan_guard.NanGuard(self)
         self.tracker = memory_tracker.current()
         self.tracker.attach(self)
         self.reporter, self.certificate = progress.Reporter(self), recorder.Recorder(self)
         self.add_callback(self.reporter)
         self.add_callback(self.certificate)  # behind the reporter, which may turn padding_free off
+
+    def check_ends(self, shipped: list[int] | None) -> None:
+        """Write the certificate's line about the tokens that end answers.
+
+        Args: shipped: where generation of final/ stops, None: not saved yet.
+        """
+        checks, generated = self.settings.checks, generation.stops_of(self.model)
+        checks[:] = [check for check in checks if check.name != end_tokens.CHECK]
+        checks.append(end_tokens.check(self.ends, self.tokens.dataset, generated, shipped))
 
     @property
     def architecture(self) -> str:
@@ -187,6 +198,9 @@ class ZerofitTrainer(Trainer):
     def save_model(self, output_dir=None, _internal_call=False) -> None:
         with self.tracker.during("save"), self.reporter.heartbeat.beating(self.state.global_step):
             super().save_model(output_dir, _internal_call)
+            if self.settings.trains_adapter and self.args.should_save and generation.stops_of(self.model):
+                # peft saves none
+                self.model.generation_config.save_pretrained(output_dir or self.args.output_dir)
 
     def evaluate(self, *args, **kwargs) -> dict[str, float]:
         with self.clock.paused():

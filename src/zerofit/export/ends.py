@@ -1,0 +1,94 @@
+"""Write where generation of an export must stop, and try it with transformers' own generate."""
+
+import contextlib
+import itertools
+import json
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+from zerofit import run_folder
+from zerofit.data import encoding, end_tokens, reading, sources
+from zerofit.errors import UserError, printable
+from zerofit.model import generation
+
+LOOKED_AT = 64  # rows of the run's data, of which the one with the shortest answer is tried
+
+MOST_TOKENS = 128  # generated at most
+
+
+def write(saved, out: Path, tokenizer) -> dict[str, int]:
+    """Add the tokens that end trained answers to generation_config.json, where it lacks one; return {token: id}.
+
+    Runs of older versions and other programs' folders may lack them; of these folders, nothing is known.
+    """
+    vocabulary = {} if tokenizer is None else tokenizer.get_vocab()
+    found = saved.facts.get("data", {}).get("training", {}).get("ends", [])
+    found = [entry for entry in found if not entry["token"] or entry["token"] in vocabulary]
+    file, base = out / "generation_config.json", Path(saved.base) / "generation_config.json"
+    if not found:
+        return {}
+    kept = next((f for f in (file, base) if f.is_file()), None)
+    config = json.loads(kept.read_text(encoding="utf-8")) if kept else {}
+    known = generation.ids_of(config.get("eos_token_id"))
+    ends = end_tokens.decide(found, tokenizer, known)
+    config["eos_token_id"] = generation.stops(ends, tokenizer, known)
+    run_folder.write_json(file, config)
+    return dict(zip(ends.words, ends.ids, strict=True))
+
+
+def generate(model, saved, tokenizer, ends: dict[str, int]) -> dict:
+    """Generate an answer to a row of the run's data with the model's own generation_config; return what came."""
+    stops = generation.ids_of(model.generation_config.eos_token_id)
+    result = {"missing": [word for word, i in ends.items() if i not in stops], "answer": None}
+    sample = _sample(saved, tokenizer) if ends else None
+    if sample is None:
+        return result
+    import torch
+
+    prompt, answer = sample
+    ids = torch.tensor([prompt], device=model.device)
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    with torch.no_grad():
+        output = model.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=pad,
+            max_new_tokens=min(2 * len(answer) + 16, MOST_TOKENS),
+        )[0, len(prompt) :].tolist()  # fmt: skip
+    end = tokenizer.convert_ids_to_tokens(output[-1]) if output[-1] in stops else None
+    return result | {"answer": tokenizer.decode(output, skip_special_tokens=True), "end": end, "tokens": len(output)}
+
+
+def _sample(saved, tokenizer) -> tuple[list[int], list[int]] | None:
+    """Return (prompt, shortest answer) of the first rows of the run's first local data file; None without one."""
+    settings = SimpleNamespace(
+        columns=saved.argument("columns"), data_format=saved.argument("data_format") or "auto", bad_rows="drop",
+        documents_per_row=2 if saved.facts.get("recipe") == "dpo" else 1, max_length=1 << 30,
+        truncation="truncate_right",
+    )  # fmt: skip
+    path = next((p for name in saved.argument("data") or [] if (p := Path(name).expanduser()).is_file()), None)
+    if path is None or not tokenizer.chat_template:
+        return None
+    samples = []
+    with contextlib.suppress(UserError, OSError):  # e.g. the file is another one by now
+        kind, rows = reading.kind_of(reading.read(sources.Source(path), settings), settings)
+        raw = [(*row, kind) for row in itertools.islice(rows, LOOKED_AT)]
+        for row in filter(None, reading.tokenised(raw, settings, encoding.Encoder(tokenizer), Counter())):
+            stop = row[2][0] if len(row) == 3 else None  # of a pair, the chosen side
+            samples.append(generation.prompt_and_answer({"input_ids": row[0][:stop], "labels": row[1][:stop]}))
+    return min(samples, key=lambda sample: len(sample[1]), default=None)
+
+
+def in_words(result: dict, ends: dict[str, int]) -> str:
+    """Return what `generate` found, as a sentence; "" where no end token of the run is known."""
+    if not ends:
+        return ""
+    words = ", ".join(f"{word} (id {i})" for word, i in ends.items())
+    if result["answer"] is None:
+        return f"generation stops at {words}, not tried: no row of the run's data can be read"
+    answer = printable(" ".join(result["answer"].split()))
+    answer = answer if len(answer) < 80 else f"{answer[:76]} ..."
+    tried = f"transformers' generate answers {answer!r} to a row of the data"
+    if result["end"] in ends:
+        return f"{tried}, and ends by itself with {result['end']}"
+    ended = f"ends with {result['end']}" if result["end"] else f"does not end within {result['tokens']} tokens"
+    return f"generation stops at {words}; {tried}, and {ended}, as a model may that has learned little"
