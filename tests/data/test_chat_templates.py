@@ -35,18 +35,7 @@ def tokenizer_of(name, marks=True):
 
     Args: marks: without, the places of the answers are found from prefixes.
     """
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    letters = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    backend = Tokenizer(models.BPE(vocab=letters, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    special, ordinary = VOCABULARY[name]
-    begin, end, *others = special
-    named = ({"bos_token": begin} if begin else {}) | {"eos_token": end}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, additional_special_tokens=others, **named)
-    tokenizer.add_tokens([AddedToken(word, special=False, normalized=False) for word in ordinary])
+    tokenizer = reference_templates.byte_tokenizer(*VOCABULARY[name])
     tokenizer.chat_template = conversations.choose_template(name, tokenizer)
     if not marks:
         for mark in ("{%- generation %}", "{%- endgeneration %}"):
@@ -152,37 +141,8 @@ def conversation(name, case):
 
 def expected(name, turns, tools):
     """(text, token ids, labels) by the format that is written by hand."""
-    tokenizer = tokenizer_of(name)
-    number = tokenizer.get_vocab()
-    letters = dict(zip(range(256), byte_letters(), strict=True))
-    text, ids, labels = "", [], []
-    for piece, control, turn in reference_templates.FORMATS[name](turns, tools):
-        if not piece:
-            continue
-        tokens = [number[piece]] if control else list(ordinary_tokens(piece, VOCABULARY[name][1], number, letters))
-        learned = turn is not None and turns[turn].get("weight", turns[turn].get("train", True))
-        text += piece
-        ids += tokens
-        labels += tokens if learned else [conversations.IGNORE] * len(tokens)
-    return text, ids, labels
-
-
-def byte_letters():
-    """The letter that GPT-2's byte alphabet gives to each byte."""
-    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = [b for b in range(256) if b not in shown]
-    return [chr(b) if b in shown else chr(256 + hidden.index(b)) for b in range(256)]
-
-
-def ordinary_tokens(text, words, number, letters):
-    """Token ids of text: words that are not marked special are tokens wherever they stand, the rest is bytes."""
-    while text:
-        word = next((w for w in words if text.startswith(w)), None)
-        if word:
-            yield number[word]
-        else:
-            yield from (number[letters[b]] for b in text[0].encode())
-        text = text[len(word or "x") :]
+    pieces = reference_templates.FORMATS[name](turns, tools)
+    return reference_templates.encoded(pieces, turns, tokenizer_of(name), VOCABULARY[name][1])
 
 
 def encode(name, turns, tools, marks=True):

@@ -86,6 +86,14 @@ EARLIER_REASONING_LOST = (
     "reasoning_content of earlier answers is not trained on: the chat template drops it, --chat_template qwen3 keeps it"
 )
 
+PROMPT_HAS_MORE = (
+    "answers are trained right behind the assistant's header: the chat template's generation prompt goes on with {!r}, "
+    "which the template does not write before answers in a conversation"
+)
+
+# How a template may need tool calls: (arguments as JSON text, content null where it is empty); the first is the usual.
+CALL_FORMS = ((False, False), (True, False), (True, True), (False, True))
+
 
 # Built-ins for --chat_template, in chat_templates/. Each only appends as turns are added, and marks the answers.
 NAMES = ("plain", "chatml", "qwen3", "qwen2.5", "llama3", "llama3.1", "gemma", "mistral", "phi4")
@@ -96,7 +104,8 @@ TEMPLATES = {
 
 WITH_TOOLS = ("qwen3", "qwen2.5", "llama3.1", "mistral")
 
-CONTROL_WORD = re.compile(r"<\|\w+\|>|<\w+_of_turn>|\[/?[A-Z_]+\]")  # in the spellings that templates use
+# In the spellings that templates use; DeepSeek's have wide bars, and low blocks between words.
+CONTROL_WORD = re.compile(r"<[|\uff5c][\w\u2581]+[|\uff5c]>|<\w+_of_turn>|\[/?[A-Z_]+\]")
 
 # Built-in -> strings that identify an equivalent template of a model; the first match wins.
 KNOWN_BY = {
@@ -143,6 +152,8 @@ def choose_template(name: str, tokenizer) -> str:
 def built_in_like(template: str) -> str:
     """Return ", such as --chat_template NAME" for the built-in equivalent of `template`; "" without one."""
     name = next((n for n, words in KNOWN_BY.items() if all(word in template for word in words)), None)
+    if name == "chatml" and "<think>" in template:  # another thinking model's, whose frame ChatML has not
+        return ""
     return f", such as --chat_template {name}" if name and template != TEMPLATES[name] else ""
 
 
@@ -433,6 +444,24 @@ def _calls(place: str, i: int, calls: Any) -> list[dict]:
         return parsed
     except (AttributeError, TypeError, ValueError, RecursionError):
         raise UserError(f"{place}: turn {i}: 'tool_calls' is not a list of calls with JSON arguments.") from None
+
+
+def with_calls(turn: dict, as_text: bool, no_content: bool) -> dict:
+    """Return a turn with its tool calls in another form.
+
+    Args: as_text: arguments as JSON text. no_content: null as the content of calls without text.
+    """
+    if "tool_calls" not in turn or not (as_text or no_content):
+        return turn
+    calls = []
+    for call in turn["tool_calls"] if as_text else ():
+        function = call.get("function", call)
+        text = json.dumps(function.get("arguments") or {}, ensure_ascii=False)
+        calls.append(
+            call | ({"function": function | {"arguments": text}} if "function" in call else {"arguments": text})
+        )
+    content = None if no_content and not turn["content"] else turn["content"]
+    return turn | {"content": content, "tool_calls": calls or turn["tool_calls"]}
 
 
 def tool_names(calls_or_tools: Any) -> list[str]:
