@@ -1,3 +1,4 @@
+# ruff: noqa: RUF001 -- DeepSeek's control words have wide bars
 """The chat formats as the families publish them, by hand in Python without jinja, beside those of reference_templates.
 
 The texts in data/real_templates are written after the published templates; here is what they have to write. Where a
@@ -53,8 +54,8 @@ def mistral_small(turns, tools):
     if turns[0]["role"] == "system":
         return mistral(turns, None)
     own = (
-        "You are Mistral Small 3, a Large Language Model (LLM) created by Mistral AI, a French startup headquartered in "
-        f"Paris.\nThe current date is {today('%Y-%m-%d')}."
+        "You are Mistral Small 3, a Large Language Model (LLM) created by Mistral AI, a French startup headquartered "
+        f"in Paris.\nThe current date is {today('%Y-%m-%d')}."
     )
     system = [("[SYSTEM_PROMPT]", True, None), (own, False, None), ("[/SYSTEM_PROMPT]", True, None)]
     begin, *others = mistral(turns, None)

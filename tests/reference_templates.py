@@ -231,7 +231,7 @@ def byte_tokenizer(special: list[str], ordinary: list[str]):
 
 
 def encoded(pieces: list[Piece], turns: list[dict], tokenizer, words: list[str]) -> tuple[str, list[int], list[int]]:
-    """Return (text, token ids, labels) of pieces. words: tokens that are not marked special, so that texts hold them."""
+    """Return (text, token ids, labels) of pieces. words: added tokens that are not marked special; texts hold them."""
     number = tokenizer.get_vocab()
     letters = dict(zip(range(256), byte_letters(), strict=True))
     text, ids, labels = "", [], []

@@ -228,7 +228,7 @@ REWRITING = """{%- set state = namespace(asked=-1) %}
 {%- if m.role == 'assistant' and loop.index0 > state.asked and (loop.last or m.reasoning_content) %}
 {{- '<think>\\n' + (m.reasoning_content or '') + '\\n</think>\\n\\n' }}{% endif %}{{- m.content }}
 {%- for c in m.tool_calls or [] %}{{- '<tool_call>\\n' + c.function | tojson + '\\n</tool_call>' }}{% endfor %}
-{{- '<|im_end|>\\n' }}{% endfor %}{#- {"name": <function-name>, "arguments": <args-json-object>} #}
+{{- '<|im_end|>\\n' }}{% endfor %}{#- {"name": <function-name>, "arguments": <args-json-object>} <tool_response> #}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}"""
 REASONED_CALLS = [
     CALLS[0],

@@ -3,6 +3,7 @@
 import functools
 import importlib.util
 import itertools
+import re
 from collections import Counter
 from collections.abc import Iterator
 from datetime import datetime
@@ -68,6 +69,11 @@ def _rendered_at(tokens) -> datetime:
     return datetime.fromtimestamp(min(written) - tokens.statistics.get("seconds", 0)) if written else datetime.now()
 
 
+def _dated(template: str, day: datetime) -> str:
+    """Return a template that writes a date of another day."""
+    return re.sub(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)", lambda call: repr(day.strftime(call[2])), template)
+
+
 def _conversations(settings, tokenizer) -> Iterator[tuple[str, Conversation]]:
     """Yield (place, conversation) of the first rows that are in the data set whole and as they are."""
     train, _ = sources.find_files(settings.data, settings.data_config, settings.data_split, settings.streaming)
@@ -95,7 +101,7 @@ def _conversations(settings, tokenizer) -> Iterator[tuple[str, Conversation]]:
 
 def _fault(place, conversation: Conversation, table, tokenizer, settings, count: Counter, day: datetime) -> str:
     """Return what differs from the independent rendering, else ""; updates `count`. day: of the rows' rendering."""
-    dated = {"strftime_now": day.strftime}
+    dated = {"chat_template": _dated(tokenizer.chat_template, day)}
     options = {"tools": conversation.tools, "tokenize": True, "return_dict": False} | dated
     ids, labels = [], None
     for turns in _forms(conversation.turns):
@@ -114,7 +120,7 @@ def _fault(place, conversation: Conversation, table, tokenizer, settings, count:
         trained = [i for i, on in enumerate(conversation.trained) if on]
         trained = trained[-1:] if settings.train_on == "last_turn" else trained
         fault = _label_fault(conversation, trained, ids, labels, tokenizer) or _place_fault(
-            turns, trained, ids, labels, functools.partial(tokenizer.apply_chat_template, **options)
+            turns, trained, ids, labels, tokenizer, options
         )
         if fault:
             return f"{place}: {fault}"
@@ -132,17 +138,12 @@ def _fault(place, conversation: Conversation, table, tokenizer, settings, count:
 
 
 def _forms(turns: list[dict]) -> Iterator[list[dict]]:
-    """Yield the turns as templates may need them: arguments of calls as objects or as JSON text, content null.
-
-    Reasoning stands under each key that templates read it from.
-    """
+    """Yield the turns with reasoning under each key of templates, and arguments of calls as objects or as text."""
     ours = REASONING[0]
     turns = [t | dict.fromkeys(REASONING, t[ours]) if ours in t else t for t in turns]
     yield turns
-    if not any("tool_calls" in turn for turn in turns):
-        return
-    for as_text, no_content in conversations.CALL_FORMS[1:]:
-        yield [conversations.with_calls(turn, as_text, no_content) for turn in turns]
+    if any("tool_calls" in turn for turn in turns):
+        yield list(map(conversations.with_text_arguments, turns))
 
 
 def _label_fault(conversation: Conversation, trained: list[int], ids, labels, tokenizer) -> str:
@@ -167,25 +168,31 @@ def _label_fault(conversation: Conversation, trained: list[int], ids, labels, to
     return ""
 
 
-def _place_fault(turns: list[dict], trained: list[int], ids, labels, render) -> str:
+def _place_fault(turns: list[dict], trained: list[int], ids, labels, tokenizer, options: dict) -> str:
     """Return which label stands outside the answers that are to be trained; "" if none does.
 
-    An answer lies between the tokens of its generation prompt and those of the conversation up to its turn, where
-    both begin the row. As templates may change earlier turns, labels are counted, too: one run of them an answer.
+    An answer lies between what the row shares with its generation prompt, and the tokens of the conversation up to its
+    turn, where these begin the row. As templates may change earlier turns, labels are counted, too: one run an answer.
     """
     on = [i for i, label in enumerate(labels) if label != IGNORE]
     runs = [i for before, i in itertools.pairwise([-2, *on]) if i > before + 1]
     if len(runs) > len(trained):
         return f"{len(runs)} parts of the row are labelled, but {len(trained)} of its turns are to be trained"
-    outside, known = set(on), True
-    for i in trained:
-        prompt = render(turns[:i], add_generation_prompt=True)
-        before, after = render(turns[:i]), render(turns[: i + 1])
-        shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(ids, prompt, strict=False)))
-        if shared < len(before) or ids[: len(after)] != after:
-            known = False
-            break
-        outside -= set(range(shared, len(after)))
-    if known and outside:
-        return f"token {min(outside)} is labelled, which is in no answer that is to be trained"
-    return ""
+    render = functools.partial(tokenizer.apply_chat_template, **options)
+    outside, until = set(on), len(ids)
+    for i in reversed(trained):
+        before, prompt = render(turns[:i]), render(turns[:i], add_generation_prompt=True)
+        after = render(turns[: i + 1])
+        if ids[: len(after)] == after:
+            until = len(after)
+            while until and tokenizer.decode(ids[until - 1]).isspace():  # behind the end token
+                until -= 1
+        start = len(prompt)
+        if ids[:start] != prompt:  # compared without the answer's own text, which may begin like the rest of the prompt
+            own = {"content": "\ue000"} if turns[i]["content"] else {}
+            rows = zip(ids, prompt, render([*turns[:i], turns[i] | own, *turns[i + 1 :]]), strict=False)
+            start = sum(1 for _ in itertools.takewhile(lambda tokens: len(set(tokens)) == 1, rows))
+            start = start if start >= len(before) else 0
+        outside -= set(range(start, until))
+        until = start
+    return f"token {min(outside)} is labelled, which is in no answer that is to be trained" if outside else ""

@@ -72,6 +72,8 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 
 TURN_KEYS = {"role", "from", "content", "value", "tool_calls", "tool_call_id", "name", "train", "weight"}
 
+SWITCHES = ("/no_think", "/think", "/system_override")  # words of a system text that SmolLM3's template obeys
+
 TRAIN_ON = ("assistant", "last_turn", "all", "prompt")
 
 TEMPLATE_SECONDS = 20  # per conversation; a template that takes longer is taken to loop forever
@@ -91,9 +93,6 @@ PROMPT_HAS_MORE = (
     "which the template does not write before answers in a conversation"
 )
 
-# How a template may need tool calls: (arguments as JSON text, content null where it is empty); the first is the usual.
-CALL_FORMS = ((False, False), (True, False), (True, True), (False, True))
-
 
 # Built-ins for --chat_template, in chat_templates/. Each only appends as turns are added, and marks the answers.
 NAMES = ("plain", "chatml", "qwen3", "qwen2.5", "llama3", "llama3.1", "gemma", "mistral", "phi4")
@@ -109,8 +108,8 @@ CONTROL_WORD = re.compile(r"<[|\uff5c][\w\u2581]+[|\uff5c]>|<\w+_of_turn>|\[/?[A
 
 # Built-in -> strings that identify an equivalent template of a model; the first match wins.
 KNOWN_BY = {
-    "qwen3": ("<|im_start|>", "<think>", "<function-name>"),
-    "qwen2.5": ("<|im_start|>", "<function-name>"),
+    "qwen3": ("<|im_start|>", "<think>", "<function-name>", "<tool_response>"),
+    "qwen2.5": ("<|im_start|>", "<function-name>", "<tool_response>"),
     "phi4": ("<|im_start|>", "<|im_sep|>"),
     "llama3.1": ("<|start_header_id|>", "ipython"),
     "llama3": ("<|start_header_id|>",),
@@ -446,22 +445,14 @@ def _calls(place: str, i: int, calls: Any) -> list[dict]:
         raise UserError(f"{place}: turn {i}: 'tool_calls' is not a list of calls with JSON arguments.") from None
 
 
-def with_calls(turn: dict, as_text: bool, no_content: bool) -> dict:
-    """Return a turn with its tool calls in another form.
-
-    Args: as_text: arguments as JSON text. no_content: null as the content of calls without text.
-    """
-    if "tool_calls" not in turn or not (as_text or no_content):
-        return turn
+def with_text_arguments(turn: dict) -> dict:
+    """Return a turn with the arguments of its tool calls as JSON text."""
     calls = []
-    for call in turn["tool_calls"] if as_text else ():
+    for call in turn.get("tool_calls", ()):
         function = call.get("function", call)
-        text = json.dumps(function.get("arguments") or {}, ensure_ascii=False)
-        calls.append(
-            call | ({"function": function | {"arguments": text}} if "function" in call else {"arguments": text})
-        )
-    content = None if no_content and not turn["content"] else turn["content"]
-    return turn | {"content": content, "tool_calls": calls or turn["tool_calls"]}
+        function = function | {"arguments": json.dumps(function.get("arguments", {}), ensure_ascii=False)}
+        calls.append(call | {"function": function} if "function" in call else function)
+    return turn | {"tool_calls": calls} if calls else turn
 
 
 def tool_names(calls_or_tools: Any) -> list[str]:

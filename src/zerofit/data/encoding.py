@@ -34,7 +34,9 @@ class Encoder:
         self.tokenizer, self.train_on = tokenizer, train_on
         self.notes: Counter = Counter()  # warning -> number of rows
         self.special_tokens = tokenizer.special_tokens_map  # made anew at each use
+        quoted = tokenizer.chat_template.replace('"', "'")
         self.reasoning_key = _reasoning_key(tokenizer.chat_template)
+        self.switches = [word for word in conversations.SWITCHES if f"replace('{word}'" in quoted]
         self.marked = re.search(r"\{%-?\s*generation\s*-?%\}", tokenizer.chat_template) is not None
         self.added = {i: token.content for i, token in tokenizer.added_tokens_decoder.items()}
         words = {t.content for t in tokenizer.added_tokens_decoder.values() if t.special}
@@ -183,30 +185,28 @@ class Encoder:
     def _for_template(self, turns: list[dict]) -> list[dict]:
         """Return the turns with their reasoning under the key that the template reads, and calls in its form."""
         ours = conversations.REASONING[0]
-        if any("tool_calls" in turn for turn in turns):
-            turns = [conversations.with_calls(turn, *self.call_form) for turn in turns]
+        if any("tool_calls" in turn for turn in turns) and self.joins_arguments:
+            turns = list(map(conversations.with_text_arguments, turns))
         if self.reasoning_key == ours:
             return turns
         return [{self.reasoning_key if k == ours else k: v for k, v in turn.items()} for turn in turns]
 
     @functools.cached_property
-    def call_form(self) -> tuple[bool, bool]:
-        """Return the arguments of `conversations.with_calls` with which the template writes tool calls.
+    def joins_arguments(self) -> bool:
+        """Return whether the template writes tool calls right only if their arguments are JSON text, as DeepSeek's.
 
-        Most templates write arguments that are objects as JSON. DeepSeek's join a text, and write no call where the
-        content is a text; others would print Python's spelling of an object.
+        It refuses objects then, or prints Python's spelling of them.
         """
         arguments = {"of": "zerofit"}
         call = {"id": "probe0001", "type": "function", "function": {"name": "zerofit_probe", "arguments": arguments}}
-        asked = {"role": "user", "content": "?"}
         turn = {"role": "assistant", "content": "", "tool_calls": [call]}
-        for form in conversations.CALL_FORMS:
+        for calls in (turn, conversations.with_text_arguments(turn)):
             with contextlib.suppress(UserError), _template_errors(""):
-                turns = [asked, conversations.with_calls(turn, *form)]
-                text = self.tokenizer.apply_chat_template(turns, tokenize=False)
+                asked = {"role": "user", "content": "?"}
+                text = self.tokenizer.apply_chat_template([asked, calls], tokenize=False)
                 if "zerofit_probe" in text and str(arguments) not in text:
-                    return form
-        return conversations.CALL_FORMS[0]
+                    return calls is not turn
+        return False
 
     def _render(self, place: str, conversation: conversations.Conversation) -> tuple[str, list[tuple[int, int]]]:
         """Render the conversation; return its text and the character spans to train on."""
@@ -234,11 +234,14 @@ class Encoder:
         """Raise UserError for a turn whose text the template leaves out or changes; note lost reasoning."""
         spans = {i: whole[start:end] for i, start, end in answers}
         for i, turn in enumerate(conversation.turns):
-            if turn["role"] != "tool" and turn["content"].strip() not in spans.get(i, whole):
+            text = turn["content"]
+            for switch in self.switches if turn["role"] == "system" else ():
+                text = text.replace(switch, "")
+            if turn["role"] != "tool" and text.strip() not in spans.get(i, whole):
+                like = "" if "tool_calls" in turn else conversations.built_in_like(self.tokenizer.chat_template)
                 raise UserError(
                     f"{place}: turn {i + 1}: the chat template leaves out or changes the text of this {turn['role']} "
-                    "turn, so something else than the data would be trained; name another with --chat_template"
-                    f"{conversations.built_in_like(self.tokenizer.chat_template)}."
+                    f"turn, so something else than the data would be trained; name another with --chat_template{like}."
                 )
         self._check_tools(place, whole, conversation, spans)
         last_question = max((i for i, turn in enumerate(conversation.turns) if turn["role"] == "user"), default=-1)
