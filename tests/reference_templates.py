@@ -6,6 +6,8 @@ learn it or None)]. Their joined texts are the conversation as the model reads i
 
 import json
 
+IGNORE = -100  # label that the loss ignores
+
 Piece = tuple[str, bool, int | None]
 
 QWEN_TOOLS = """# Tools
@@ -207,3 +209,57 @@ FORMATS = {
     "plain": plain, "chatml": chatml, "qwen3": qwen3, "qwen2.5": qwen25, "llama3": llama3, "llama3.1": llama31,
     "gemma": gemma, "mistral": mistral, "phi4": phi4,
 }  # fmt: skip
+
+
+# --- tokens ---
+
+
+def byte_tokenizer(special: list[str], ordinary: list[str]):
+    """Return a tokenizer with a token a byte, special tokens (begin, end of text first) and ordinary added ones."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    backend = Tokenizer(models.BPE(vocab=letters, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    begin, end, *others = special
+    named = ({"bos_token": begin} if begin else {}) | {"eos_token": end}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, additional_special_tokens=others, **named)
+    tokenizer.add_tokens([AddedToken(word, special=False, normalized=False) for word in ordinary])
+    return tokenizer
+
+
+def encoded(pieces: list[Piece], turns: list[dict], tokenizer, words: list[str]) -> tuple[str, list[int], list[int]]:
+    """Return (text, token ids, labels) of pieces. words: added tokens that are not marked special; texts hold them."""
+    number = tokenizer.get_vocab()
+    letters = dict(zip(range(256), byte_letters(), strict=True))
+    text, ids, labels = "", [], []
+    for piece, control, turn in pieces:
+        if not piece:
+            continue
+        tokens = [number[piece]] if control else list(ordinary_tokens(piece, words, number, letters))
+        learned = turn is not None and turns[turn].get("weight", turns[turn].get("train", True))
+        learned = learned and (turns[turn]["content"].strip() or turns[turn].get("tool_calls"))
+        text += piece
+        ids += tokens
+        labels += tokens if learned else [IGNORE] * len(tokens)
+    return text, ids, labels
+
+
+def byte_letters() -> list[str]:
+    """Return the letter that GPT-2's byte alphabet gives to each byte."""
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [b for b in range(256) if b not in shown]
+    return [chr(b) if b in shown else chr(256 + hidden.index(b)) for b in range(256)]
+
+
+def ordinary_tokens(text: str, words: list[str], number: dict[str, int], letters: dict[int, str]):
+    """Yield token ids of text: words that are not marked special are tokens wherever they stand, the rest is bytes."""
+    while text:
+        word = next((w for w in words if text.startswith(w)), None)
+        if word:
+            yield number[word]
+        else:
+            yield from (number[letters[b]] for b in text[0].encode())
+        text = text[len(word or "x") :]

@@ -37,18 +37,7 @@ def tokenizer_of(name, marks=True):
 
     Args: marks: without, the places of the answers are found from prefixes.
     """
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    letters = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    backend = Tokenizer(models.BPE(vocab=letters, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    special, ordinary = VOCABULARY[name]
-    begin, end, *others = special
-    named = ({"bos_token": begin} if begin else {}) | {"eos_token": end}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, additional_special_tokens=others, **named)
-    tokenizer.add_tokens([AddedToken(word, special=False, normalized=False) for word in ordinary])
+    tokenizer = reference_templates.byte_tokenizer(*VOCABULARY[name])
     tokenizer.chat_template = conversations.choose_template(name, tokenizer)
     if not marks:
         for mark in ("{%- generation %}", "{%- endgeneration %}"):
@@ -154,38 +143,8 @@ def conversation(name, case):
 
 def expected(name, turns, tools):
     """(text, token ids, labels) by the format that is written by hand."""
-    tokenizer = tokenizer_of(name)
-    number = tokenizer.get_vocab()
-    letters = dict(zip(range(256), byte_letters(), strict=True))
-    text, ids, labels = "", [], []
-    for piece, control, turn in reference_templates.FORMATS[name](turns, tools):
-        if not piece:
-            continue
-        tokens = [number[piece]] if control else list(ordinary_tokens(piece, VOCABULARY[name][1], number, letters))
-        learned = turn is not None and turns[turn].get("weight", turns[turn].get("train", True))
-        learned = learned and (turns[turn]["content"].strip() or turns[turn].get("tool_calls"))
-        text += piece
-        ids += tokens
-        labels += tokens if learned else [conversations.IGNORE] * len(tokens)
-    return text, ids, labels
-
-
-def byte_letters():
-    """The letter that GPT-2's byte alphabet gives to each byte."""
-    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = [b for b in range(256) if b not in shown]
-    return [chr(b) if b in shown else chr(256 + hidden.index(b)) for b in range(256)]
-
-
-def ordinary_tokens(text, words, number, letters):
-    """Token ids of text: words that are not marked special are tokens wherever they stand, the rest is bytes."""
-    while text:
-        word = next((w for w in words if text.startswith(w)), None)
-        if word:
-            yield number[word]
-        else:
-            yield from (number[letters[b]] for b in text[0].encode())
-        text = text[len(word or "x") :]
+    pieces = reference_templates.FORMATS[name](turns, tools)
+    return reference_templates.encoded(pieces, turns, tokenizer_of(name), VOCABULARY[name][1])
 
 
 def encode(name, turns, tools, marks=True):
@@ -271,7 +230,7 @@ REWRITING = """{%- set state = namespace(asked=-1) %}
 {%- if m.role == 'assistant' and loop.index0 > state.asked and (loop.last or m.reasoning_content) %}
 {{- '<think>\\n' + (m.reasoning_content or '') + '\\n</think>\\n\\n' }}{% endif %}{{- m.content }}
 {%- for c in m.tool_calls or [] %}{{- '<tool_call>\\n' + c.function | tojson + '\\n</tool_call>' }}{% endfor %}
-{{- '<|im_end|>\\n' }}{% endfor %}{#- {"name": <function-name>, "arguments": <args-json-object>} #}
+{{- '<|im_end|>\\n' }}{% endfor %}{#- {"name": <function-name>, "arguments": <args-json-object>} <tool_response> #}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}"""
 REASONED_CALLS = [
     CALLS[0],
@@ -360,8 +319,8 @@ def learned(tokenizer, turns, masked):
         ("Nemotron", REASONED, "Why.</think>One.", "Why.</think>One."),
         ("Qwen3-Thinking", PLAIN, "\n</think>\n\nOne.", "One."),
         ("Qwen3-Thinking", REASONED, "Why.\n</think>\n\nOne.", "Why.\n</think>\n\nOne."),
-        ("Qwen3.5 of TRL", PLAIN, "<think>\n\n</think>\n\nOne.", "One."),
-        ("Qwen3.5 of TRL", REASONED, "<think>\nWhy.\n</think>\n\nOne.", "Why.\n</think>\n\nOne."),
+        ("Qwen3.5 of TRL", PLAIN, "\n</think>\n\nOne.", "One."),  # its marks hold a part of the prompt
+        ("Qwen3.5 of TRL", REASONED, "Why.\n</think>\n\nOne.", "Why.\n</think>\n\nOne."),
         ("a pair of tags", PLAIN, "[THINK][/THINK]One.", "One."),
         ("a pair of tags", REASONED, "[THINK][/THINK]One.", "One."),  # this template drops the reasoning
         ("gpt-oss", PLAIN, "<|final|>One.", "<|final|>One."),  # the model has to write the channel
@@ -380,7 +339,7 @@ def test_a_generation_prompt_that_goes_on_is_said():
     tokenizer = with_template(OTHERS["DeepSeek-R1"])
     for turns in (PLAIN, PLAIN * 2):
         text, notes = learned(tokenizer, turns, False)
-        assert text == f"One.{END}" * (len(turns) // 2) and notes == {conversations.PROMPT_GOES_ON}
+        assert text == f"One.{END}" * (len(turns) // 2) and notes == {conversations.PROMPT_HAS_MORE.format("<think>\n")}
     assert learned(with_template(OTHERS["Nemotron"]), PLAIN, False)[1] == set()
 
 

@@ -1,13 +1,19 @@
 """Render sampled rows with transformers' own apply_chat_template, and compare tokens and labels with the data set."""
 
+import functools
 import importlib.util
 import itertools
+import re
 from collections import Counter
 from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+
+from jinja2 import TemplateError
 
 from zerofit.data import conversations, encoding, pairs, reading, sources
 from zerofit.data.batches import documents
-from zerofit.data.conversations import IGNORE, Conversation
+from zerofit.data.conversations import IGNORE, REASONING, Conversation
 from zerofit.errors import UserError
 from zerofit.settings import Check
 
@@ -23,10 +29,10 @@ LONG = 12  # characters from which a text that is not to be trained must not occ
 def check(trainer) -> Check:
     """Compare the first rows of the data with an independent rendering."""
     settings, tokenizer = trainer.settings, trainer.processing_class
-    table = _tokenized(trainer)
+    table, day = _tokenized(trainer), _rendered_at(trainer.tokens)
     count: Counter = Counter()
     for place, conversation in itertools.islice(_conversations(settings, tokenizer), ROWS):
-        fault = _fault(place, conversation, table, tokenizer, settings, count)
+        fault = _fault(place, conversation, table, tokenizer, settings, count, day)
         if fault:
             return Check("rendering", False, f"rendering: {fault}", dict(count))
     if not count["rows"]:
@@ -57,6 +63,17 @@ def _tokenized(trainer) -> dict[tuple, list[int]]:
     return table
 
 
+def _rendered_at(tokens) -> datetime:
+    """Return when the first rows were rendered: some templates write the date, and the cache may be of another day."""
+    written = [Path(file["filename"]).stat().st_mtime for file in getattr(tokens.dataset, "cache_files", ())]
+    return datetime.fromtimestamp(min(written) - tokens.statistics.get("seconds", 0)) if written else datetime.now()
+
+
+def _dated(template: str, day: datetime) -> str:
+    """Return a template that writes a date of another day."""
+    return re.sub(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)", lambda call: repr(day.strftime(call[2])), template)
+
+
 def _conversations(settings, tokenizer) -> Iterator[tuple[str, Conversation]]:
     """Yield (place, conversation) of the first rows that are in the data set whole and as they are."""
     train, _ = sources.find_files(settings.data, settings.data_config, settings.data_split, settings.streaming)
@@ -82,27 +99,37 @@ def _conversations(settings, tokenizer) -> Iterator[tuple[str, Conversation]]:
                 yield place, conversation
 
 
-def _fault(place, conversation: Conversation, table, tokenizer, settings, count: Counter) -> str:
-    """Return what differs from the independent rendering, else ""; updates `count`."""
-    turns = [_with_every_reasoning_key(turn) for turn in conversation.turns]
-    options = {"tools": conversation.tools, "tokenize": True, "return_dict": False}
-    ids = tokenizer.apply_chat_template(turns, **options)
-    labels = table.get(tuple(ids))
+def _fault(place, conversation: Conversation, table, tokenizer, settings, count: Counter, day: datetime) -> str:
+    """Return what differs from the independent rendering, else ""; updates `count`. day: of the rows' rendering."""
+    dated = {"chat_template": _dated(tokenizer.chat_template, day)}
+    options = {"tools": conversation.tools, "tokenize": True, "return_dict": False} | dated
+    ids, labels = [], None
+    for turns in _forms(conversation.turns):
+        try:
+            ids = tokenizer.apply_chat_template(turns, **options)
+        except (TemplateError, TypeError):  # not in this form
+            continue
+        if (labels := table.get(tuple(ids))) is not None:
+            break
     if labels is None:
         return f"{place}: the data set has no row with the {len(ids)} tokens of transformers' rendering"
     wrong = [i for i, (token, label) in enumerate(zip(ids, labels, strict=True)) if label not in (IGNORE, token)]
     if wrong:
         return f"{place}: the label of token {wrong[0]} is not that token"
     if settings.train_on in ("assistant", "last_turn"):
-        fault = _label_fault(place, conversation, ids, labels, tokenizer, settings)
+        trained = [i for i, on in enumerate(conversation.trained) if on]
+        trained = trained[-1:] if settings.train_on == "last_turn" else trained
+        fault = _label_fault(conversation, trained, ids, labels, tokenizer) or _place_fault(
+            turns, trained, ids, labels, tokenizer, options
+        )
         if fault:
-            return fault
+            return f"{place}: {fault}"
     if importlib.util.find_spec("trl"):
         import trl
 
         keys = {"messages": turns} | ({"tools": conversation.tools} if conversation.tools else {})
-        text = trl.apply_chat_template(keys, tokenizer)["text"]
-        if tokenizer(text, add_special_tokens=False)["input_ids"] != ids:
+        text = trl.apply_chat_template(keys, tokenizer, **dated)
+        if tokenizer(text["text"], add_special_tokens=False)["input_ids"] != ids:
             return f"{place}: TRL renders other tokens"
         count["by TRL"] += 1
     count["rows"] += 1
@@ -110,30 +137,62 @@ def _fault(place, conversation: Conversation, table, tokenizer, settings, count:
     return ""
 
 
-def _with_every_reasoning_key(turn: dict) -> dict:
-    """Return a turn whose reasoning stands under each key that templates read it from."""
-    ours = conversations.REASONING[0]
-    return turn | dict.fromkeys(conversations.REASONING, turn[ours]) if ours in turn else turn
+def _forms(turns: list[dict]) -> Iterator[list[dict]]:
+    """Yield the turns with reasoning under each key of templates, and arguments of calls as objects or as text."""
+    ours = REASONING[0]
+    turns = [t | dict.fromkeys(REASONING, t[ours]) if ours in t else t for t in turns]
+    yield turns
+    if any("tool_calls" in turn for turn in turns):
+        yield list(map(conversations.with_text_arguments, turns))
 
 
-def _label_fault(place, conversation: Conversation, ids, labels, tokenizer, settings) -> str:
-    """Return how the labels differ from the answers that are to be trained; "" if they are right.
+def _label_fault(conversation: Conversation, trained: list[int], ids, labels, tokenizer) -> str:
+    """Return how the labels differ from the turns that are to be trained; "" if they are right.
 
-    Each trained answer stands in the text of the labelled tokens, in order; no long text of another turn does.
+    The texts of each stand in the text of the labelled tokens, in order; no long text of another turn does.
     """
-    trained = [i for i, on in enumerate(conversation.trained) if on]
-    trained = trained[-1:] if settings.train_on == "last_turn" else trained
     text = tokenizer.decode([t for t, label in zip(ids, labels, strict=True) if label != IGNORE])
     place_in_text, answers = 0, []
     for i in trained:
-        answer = conversation.turns[i]["content"].strip()
-        found = text.find(answer, place_in_text)
-        if found < 0:
-            return f"{place}: the answer of turn {i + 1} is not among the labelled tokens"
-        place_in_text = found + len(answer)
-        answers += [answer, *conversations.strings(conversation.turns[i])]
+        turn = conversation.turns[i]
+        for wanted in (turn["content"].strip(), *conversations.tool_names(turn.get("tool_calls"))):
+            found = text.find(wanted, place_in_text)
+            if found < 0:
+                return f"the answer of turn {i + 1} is not among the labelled tokens"
+            place_in_text = found + len(wanted)
+        answers += [turn["content"].strip(), *conversations.strings(turn)]
     for i, turn in enumerate(conversation.turns):
         other = turn["content"].strip()
         if i not in trained and len(other) >= LONG and other in text and not any(other in a for a in answers):
-            return f"{place}: the {turn['role']} text of turn {i + 1} is among the labelled tokens"
+            return f"the {turn['role']} text of turn {i + 1} is among the labelled tokens"
     return ""
+
+
+def _place_fault(turns: list[dict], trained: list[int], ids, labels, tokenizer, options: dict) -> str:
+    """Return which label stands outside the answers that are to be trained; "" if none does.
+
+    An answer lies between what the row shares with its generation prompt, and the tokens of the conversation up to its
+    turn, where these begin the row. As templates may change earlier turns, labels are counted, too: one run an answer.
+    """
+    on = [i for i, label in enumerate(labels) if label != IGNORE]
+    runs = [i for before, i in itertools.pairwise([-2, *on]) if i > before + 1]
+    if len(runs) > len(trained):
+        return f"{len(runs)} parts of the row are labelled, but {len(trained)} of its turns are to be trained"
+    render = functools.partial(tokenizer.apply_chat_template, **options)
+    outside, until = set(on), len(ids)
+    for i in reversed(trained):
+        before, prompt = render(turns[:i]), render(turns[:i], add_generation_prompt=True)
+        after = render(turns[: i + 1])
+        if ids[: len(after)] == after:
+            until = len(after)
+            while until and tokenizer.decode(ids[until - 1]).isspace():  # behind the end token
+                until -= 1
+        start = len(prompt)
+        if ids[:start] != prompt:  # compared without the answer's own text, which may begin like the rest of the prompt
+            own = {"content": "\ue000"} if turns[i]["content"] else {}
+            rows = zip(ids, prompt, render([*turns[:i], turns[i] | own, *turns[i + 1 :]]), strict=False)
+            start = sum(1 for _ in itertools.takewhile(lambda tokens: len(set(tokens)) == 1, rows))
+            start = start if start >= len(before) else 0
+        outside -= set(range(start, until))
+        until = start
+    return f"token {min(outside)} is labelled, which is in no answer that is to be trained" if outside else ""

@@ -69,6 +69,8 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 
 TURN_KEYS = {"role", "from", "content", "value", "tool_calls", "tool_call_id", "name", *meaning.TURN_MARKS}
 
+SWITCHES = ("/no_think", "/think", "/system_override")  # words of a system text that SmolLM3's template obeys
+
 TRAIN_ON = ("assistant", "last_turn", "all", "prompt")
 
 TEMPLATE_SECONDS = 20  # per conversation; a template that takes longer is taken to loop forever
@@ -81,13 +83,13 @@ EMPTY_ANSWER = "an empty answer is not trained on"
 
 REASONING_LOST = "reasoning_content of the last answer is not trained on: the chat template does not write it"
 
-PROMPT_GOES_ON = (
-    "the template's generation prompt ends with text that does not precede the trained answers, such as <think>: a "
-    "model that has learned them will be asked in another way"
-)
-
 EARLIER_REASONING_LOST = (
     "reasoning_content of earlier answers is not trained on: the chat template drops it, --chat_template qwen3 keeps it"
+)
+
+PROMPT_HAS_MORE = (
+    "answers are trained right behind the assistant's header: the chat template's generation prompt goes on with {!r}, "
+    "which the template does not write before answers in a conversation"
 )
 
 
@@ -100,12 +102,13 @@ TEMPLATES = {
 
 WITH_TOOLS = ("qwen3", "qwen2.5", "llama3.1", "mistral")
 
-CONTROL_WORD = re.compile(r"<\|\w+\|>|<\w+_of_turn>|\[/?[A-Z_]+\]")  # in the spellings that templates use
+# In the spellings that templates use; DeepSeek's have wide bars, and low blocks between words.
+CONTROL_WORD = re.compile(r"<[|\uff5c][\w\u2581]+[|\uff5c]>|<\w+_of_turn>|\[/?[A-Z_]+\]")
 
 # Built-in -> strings that identify an equivalent template of a model; the first match wins.
 KNOWN_BY = {
-    "qwen3": ("<|im_start|>", "<think>", "<function-name>"),
-    "qwen2.5": ("<|im_start|>", "<function-name>"),
+    "qwen3": ("<|im_start|>", "<think>", "<function-name>", "<tool_response>"),
+    "qwen2.5": ("<|im_start|>", "<function-name>", "<tool_response>"),
     "phi4": ("<|im_start|>", "<|im_sep|>"),
     "llama3.1": ("<|start_header_id|>", "ipython"),
     "llama3": ("<|start_header_id|>",),
@@ -162,6 +165,8 @@ def _without_syntax_error(template: str, name: str) -> str:
 def built_in_like(template: str) -> str:
     """Return ", such as --chat_template NAME" for the built-in equivalent of `template`; "" without one."""
     name = next((n for n, words in KNOWN_BY.items() if all(word in template for word in words)), None)
+    if name == "chatml" and "<think>" in template:  # another thinking model's, whose frame ChatML has not
+        return ""
     return f", such as --chat_template {name}" if name and template != TEMPLATES[name] else ""
 
 
@@ -439,6 +444,16 @@ def _calls(place: str, i: int, calls: Any) -> list[dict]:
         return parsed
     except (AttributeError, TypeError, ValueError, RecursionError):
         raise UserError(f"{place}: turn {i}: 'tool_calls' is not a list of calls with JSON arguments.") from None
+
+
+def with_text_arguments(turn: dict) -> dict:
+    """Return a turn with the arguments of its tool calls as JSON text."""
+    calls = []
+    for call in turn.get("tool_calls", ()):
+        function = call.get("function", call)
+        function = function | {"arguments": json.dumps(function.get("arguments", {}), ensure_ascii=False)}
+        calls.append(call | {"function": function} if "function" in call else function)
+    return turn | {"tool_calls": calls} if calls else turn
 
 
 def tool_names(calls_or_tools: Any) -> list[str]:

@@ -26,7 +26,7 @@ class Encoder:
     """Encode batches of rows as (input_ids, labels) with one tokenizer and chat template.
 
     Answers are located by the template's {% generation %} marks if it has them, else by prefixes: an answer starts
-    where the prompt rendered before it ends, and ends where the text rendered up to its turn ends. Control words in a
+    where the generation prompt before it ends, and ends where the text rendered up to its turn ends. Control words in a
     turn's own text are encoded as plain text, never as special tokens. mask_generation_prompt: leave out of the loss
     what the template itself writes at the start of an answer (template_text.openings).
     """
@@ -36,7 +36,9 @@ class Encoder:
         self.mask_generation_prompt = mask_generation_prompt
         self.notes: Counter = Counter()  # warning -> number of rows
         self.special_tokens = tokenizer.special_tokens_map  # made anew at each use
+        quoted = tokenizer.chat_template.replace('"', "'")
         self.reasoning_key = _reasoning_key(tokenizer.chat_template)
+        self.switches = [word for word in conversations.SWITCHES if f"replace('{word}'" in quoted]
         self.marked = re.search(r"\{%-?\s*generation\s*-?%\}", tokenizer.chat_template) is not None
         self.added = {i: token.content for i, token in tokenizer.added_tokens_decoder.items()}
         words = {t.content for t in tokenizer.added_tokens_decoder.values() if t.special}
@@ -193,11 +195,30 @@ class Encoder:
             )
 
     def _for_template(self, turns: list[dict]) -> list[dict]:
-        """Return the turns with their reasoning under the key that the template reads."""
+        """Return the turns with their reasoning under the key that the template reads, and calls in its form."""
         ours = conversations.REASONING[0]
+        if any("tool_calls" in turn for turn in turns) and self.joins_arguments:
+            turns = list(map(conversations.with_text_arguments, turns))
         if self.reasoning_key == ours:
             return turns
         return [{self.reasoning_key if k == ours else k: v for k, v in turn.items()} for turn in turns]
+
+    @functools.cached_property
+    def joins_arguments(self) -> bool:
+        """Return whether the template writes tool calls right only if their arguments are JSON text, as DeepSeek's.
+
+        It refuses objects then, or prints Python's spelling of them.
+        """
+        arguments = {"of": "zerofit"}
+        call = {"id": "probe0001", "type": "function", "function": {"name": "zerofit_probe", "arguments": arguments}}
+        turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+        for calls in (turn, conversations.with_text_arguments(turn)):
+            with contextlib.suppress(UserError), _template_errors(""):
+                asked = {"role": "user", "content": "?"}
+                text = self.tokenizer.apply_chat_template([asked, calls], tokenize=False)
+                if "zerofit_probe" in text and str(arguments) not in text:
+                    return calls is not turn
+        return False
 
     def _render(self, place: str, conversation: conversations.Conversation) -> tuple[str, list[tuple[int, int]]]:
         """Render the conversation; return its text and the character spans to train on."""
@@ -239,10 +260,14 @@ class Encoder:
         """Raise UserError for a turn whose text the template leaves out or changes; note lost reasoning."""
         spans = {i: whole[start:end] for i, start, end in answers}
         for i, turn in enumerate(conversation.turns):
-            if turn["role"] != "tool" and turn["content"].strip() not in spans.get(i, whole):
+            text = turn["content"]
+            for switch in self.switches if turn["role"] == "system" else ():
+                text = text.replace(switch, "")
+            if turn["role"] != "tool" and text.strip() not in spans.get(i, whole):
+                like = "" if "tool_calls" in turn else conversations.built_in_like(self.tokenizer.chat_template)
                 raise UserError(
                     f"{place}: turn {i + 1}: the chat template leaves out or changes the text of this {turn['role']} "
-                    "turn, so something else than the data would be trained; name another with --chat_template."
+                    f"turn, so something else than the data would be trained; name another with --chat_template{like}."
                 )
         self._check_tools(place, whole, conversation, spans)
         last_question = max((i for i, turn in enumerate(conversation.turns) if turn["role"] == "user"), default=-1)
@@ -316,6 +341,10 @@ class Encoder:
         """Render the conversation; return its text and the spans of its {% generation %} marks, if any."""
         if not self.marked:
             return self._text(place, conversation), []
+        text, marks = self._marked_text(place, conversation)
+        return text, self._behind_prompts(place, text, marks, conversation) if self.marks_prompt else marks
+
+    def _marked_text(self, place: str, conversation: conversations.Conversation) -> tuple[str, list[tuple[int, int]]]:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         with _template_errors(place):
@@ -325,6 +354,34 @@ class Encoder:
                 return_assistant_tokens_mask=True, **self.special_tokens,
             )  # fmt: skip
         return texts[0], marks[0]
+
+    @functools.cached_property
+    def marks_prompt(self) -> bool:
+        """Return whether the marks hold more than the answer: the generation prompt, or white space behind the end.
+
+        SmolLM3's own and some of TRL's templates mark the role's header and the line break behind the end token.
+        """
+        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+        conversation = conversations.Conversation(turns, [False, True])
+        try:
+            text, marks = self._marked_text("", conversation)
+            return self._behind_prompts("", text, marks, conversation) != marks
+        except UserError:
+            return False
+
+    def _behind_prompts(
+        self, place: str, whole: str, marks: list[tuple[int, int]], conversation: conversations.Conversation
+    ) -> list[tuple[int, int]]:
+        """Return marks from where the generation prompt ends, to the end token where there is one."""
+        turns = [i for i, turn in enumerate(conversation.turns) if turn["role"] == "assistant"]
+        if len(marks) != len(turns):
+            return marks
+        result = []
+        for i, (start, end) in zip(turns, marks, strict=True):
+            stripped = start + len(whole[start:end].rstrip())
+            end = stripped if whole.endswith(self.end_words, start, stripped) else end
+            result.append((max(start, min(self._start(place, whole, conversation, i) or start, end)), end))
+        return result
 
     def _marked_answers(
         self, whole: str, marks: list, conversation: conversations.Conversation
@@ -346,55 +403,63 @@ class Encoder:
     def _prefixes(self, place: str, whole: str, conversation: conversations.Conversation) -> list[tuple[int, int, int]]:
         """Return [(turn, start, end)] of the answers by rendering the turns before and up to each of them.
 
-        Raises: UserError for a turn whose earlier text the template changes as turns are added.
+        Raises: UserError for a turn whose earlier text the template changes as turns are added, or that it does not
+            begin as its generation prompt does.
         """
-        answers, turns, goes_on = [], conversation.turns, False
+        answers, turns = [], conversation.turns
         for i, turn in enumerate(turns):
             if turn["role"] != "assistant":
                 continue
-            before, is_prompt = self._before_answer(place, whole, conversation, i)
-            goes_on |= not is_prompt
+            start = self._start(place, whole, conversation, i)
             after = whole if i == len(turns) - 1 else self._text(place, conversation, i + 1)
-            end = max(len(after.rstrip()), len(before)) if whole.startswith(after) else None
-            if end is None:  # e.g. Qwen3 writes an empty thinking block into the last answer only
-                end = self._end_by_tail(whole, len(before), after.rstrip())
-                end = end or self._end_by_content(whole, len(before), turn["content"])
-            if end is None or not whole.startswith(before):
+            end = None
+            if start is not None:
+                end = max(len(after.rstrip()), start) if whole.startswith(after) else None
+                # e.g. Qwen3 writes an empty thinking block into the last answer only
+                end = end or self._end_by_tail(whole, start, after.rstrip())
+                end = end or self._end_by_content(whole, start, turn["content"])
+            if end is None:
                 raise UserError(
-                    f"{place}: turn {i + 1}: the chat template rewrites earlier text when turns are added, so the "
-                    "place of the answer is not certain; use a template that only appends"
-                    f"{conversations.built_in_like(self.tokenizer.chat_template)}."
+                    f"{place}: turn {i + 1}: the chat template rewrites earlier text when turns are added, or begins "
+                    "the answer otherwise than its generation prompt does, so the place of the answer is not certain; "
+                    f"use a template that only appends{conversations.built_in_like(self.tokenizer.chat_template)}."
                 )
-            answers.append((i, len(before), end))
-        self.notes[conversations.PROMPT_GOES_ON] += goes_on
+            answers.append((i, start, end))
         return answers
 
-    def _before_answer(
-        self, place: str, whole: str, conversation: conversations.Conversation, i: int
-    ) -> tuple[str, bool]:
-        """Return the text before the answer `i`, and whether it is a generation prompt, all of it.
+    def _start(self, place: str, whole: str, conversation: conversations.Conversation, i: int) -> int | None:
+        """Return where the answer of turn `i` starts: what the model has to generate behind the generation prompt.
 
-        Some go on with what the model would write first, such as DeepSeek-R1's with `<think>`: then that of the mode
-        without thinking, else what the prompt has in common with the text before another answer.
+        A generation prompt may end in more than the template writes before this answer, such as the `<think>` of
+        DeepSeek-R1's: the answer then starts where the two part, which is behind the role's header. None if they part
+        before it.
         """
         prompt = self._text(place, conversation, i, prompt=True)
         if whole.startswith(prompt):
-            return prompt, True
+            return len(prompt)
         before = self._text(place, conversation, i)
-        if not whole.startswith(before) or not prompt.startswith(before):
-            return prompt, True
-        for key in ("enable_thinking", "thinking"):
-            of_mode = self._text(place, conversation, i, prompt=True, **{key: False})
-            if whole.startswith(of_mode):
-                return of_mode, True
-        mark = next(self._unused_characters(conversation))
-        turns = [*conversation.turns[:i], {"role": "assistant", "content": mark}]
-        marked = self._text(place, conversations.Conversation(turns, [], conversation.tools))
-        alike = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(prompt, marked, strict=False))
-        common = "".join(char for char, _ in alike)
-        if len(common) <= len(before) or not whole.startswith(common):
-            return prompt, True
-        return common, False
+        if not (prompt.startswith(before) and whole.startswith(before)):
+            return None
+        for mode in ("enable_thinking", "thinking"):  # a prompt that brings the empty block of an answer along
+            of_mode = self._text(place, conversation, i, prompt=True, **{mode: False})
+            if len(of_mode) > len(before) and whole.startswith(of_mode):
+                return len(of_mode)
+        # Compared without the answer's own text, which may begin like the rest of the prompt.
+        mark, turns = next(self._unused_characters(conversation)), list(conversation.turns)
+        own = {key: mark for key in ("content", conversations.REASONING[0]) if turns[i].get(key, "").strip()}
+        turns[i] = turns[i] | own
+        without = self._text(place, conversations.Conversation(turns, conversation.trained, conversation.tools))
+        letters = zip(*(text[len(before) :] for text in (whole, prompt, without)), strict=False)
+        start = len(before) + sum(1 for _ in itertools.takewhile(lambda each: len(set(each)) == 1, letters))
+        # Control words may begin alike, too.
+        for text in (whole, prompt):
+            words = self.ends.finditer(text, len(before))
+            start = next((word.start() for word in words if word.start() < start < word.end()), start)
+        if start <= len(before):
+            return None
+        note = conversations.PROMPT_HAS_MORE.format(prompt[start:])
+        conversation.notes = (*(n for n in conversation.notes if n != note), note)
+        return start
 
     def _end_by_tail(self, whole: str, start: int, after: str) -> int | None:
         """Return the end of the answer at `start`: its end token is that of `after`, the text up to its turn.
@@ -429,12 +494,11 @@ class Encoder:
         def replaced(value):
             return conversations.map_strings(lambda text: self.control.sub(stand_in, text), value)
 
-        text, spans = self._render(
-            place,
-            conversations.Conversation(
-                replaced(conversation.turns), conversation.trained, replaced(conversation.tools)
-            ),
+        hidden = conversations.Conversation(
+            replaced(conversation.turns), conversation.trained, replaced(conversation.tools), conversation.notes
         )
+        text, spans = self._render(place, hidden)
+        conversation.notes = hidden.notes
         ids, labels = [], []
         cuts = sorted({0, len(text), *(b for span in spans for b in span)})
         for start, end in itertools.pairwise(cuts):
