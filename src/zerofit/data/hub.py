@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 from urllib.parse import urlparse
 
+from filelock import FileLock
+
 from zerofit.errors import Unavailable, UserError, first_line
 from zerofit.paths import cache_root, private_folder
 
@@ -61,17 +63,17 @@ def fetch(name: str, place: str, revision: str | None, patterns=SMALL) -> Path:
     Raises: Unavailable when the Hub does not answer; UserError for a model that there is not, or without access.
     """
     if not _is_offline():
-        stamp = _stamp(name, revision, patterns)
-        with _locked(stamp):
+        stamp = _stamp(name, revision)
+        with contextlib.nullcontext() if stamp is None else FileLock(f"{stamp}.lock"):
             _ask_once(stamp, name, place, revision, patterns)
-    return _download(name, place, revision, patterns, local=True)
+    return _download(name, place, revision, patterns, by_cache=True, local=True)
 
 
-def _stamp(name: str, revision: str | None, patterns) -> Path | None:
-    """Return the file that says which job has downloaded these files; None where no folder can be written."""
+def _stamp(name: str, revision: str | None) -> Path | None:
+    """Return the file that says what a job has downloaded of a model; None where no folder can be written."""
     from huggingface_hub import constants
 
-    asked = json.dumps([name, revision, sorted(patterns), constants.HF_HUB_CACHE, constants.ENDPOINT])
+    asked = json.dumps([name, revision, constants.HF_HUB_CACHE, constants.ENDPOINT])
     for folder in (cache_root(), private_folder()):
         with contextlib.suppress(OSError):
             if folder is not None:
@@ -81,31 +83,27 @@ def _stamp(name: str, revision: str | None, patterns) -> Path | None:
     return None
 
 
-def _locked(stamp: Path | None):
-    from filelock import FileLock
-
-    return contextlib.nullcontext() if stamp is None else FileLock(f"{stamp}.lock")
-
-
 def _ask_once(stamp: Path | None, name: str, place: str, revision: str | None, patterns) -> None:
     """Download the files, unless a process of this job has; raise its error again if it failed just now."""
     said = {}
     with contextlib.suppress(OSError, ValueError):
         said = json.loads(stamp.read_text(encoding="utf-8")) if stamp else {}
-    if said.get("job") == _job():
-        if not said["error"]:
-            return
-        if time.time() - said["time"] < KEPT_SECONDS:
-            raise Unavailable(said["error"])
+    if said.get("job") != _job():
+        said = {"job": _job(), "patterns": [], "error": "", "time": 0.0}
+    if said["error"] and time.time() - said["time"] < KEPT_SECONDS:
+        raise Unavailable(said["error"])
+    if set(patterns) <= set(said["patterns"]):
+        return
     failure = None
     try:
         check_reachable(place)
-        _download(name, place, revision, patterns)
+        # What the job has asked before fixes the commit: all its files are of one.
+        _download(name, place, revision, patterns, by_cache=bool(said["patterns"]))
+        said["patterns"] = sorted({*said["patterns"], *patterns})
     except Unavailable as error:
         failure = error
     if stamp is not None:
-        facts = {"job": _job(), "error": str(failure or ""), "time": time.time()}
-        stamp.write_text(json.dumps(facts), encoding="utf-8")
+        stamp.write_text(json.dumps(said | {"error": str(failure or ""), "time": time.time()}), encoding="utf-8")
     if failure:
         raise failure
 
@@ -121,14 +119,17 @@ def _job() -> str:
     return os.environ[JOB]
 
 
-def _download(name: str, place: str, revision: str | None, patterns, local: bool = False) -> Path:
-    """Return the snapshot's folder. local: read the cache only. Raises: as `fetch`."""
+def _download(name: str, place: str, revision: str | None, patterns, by_cache: bool, local: bool = False) -> Path:
+    """Return the snapshot's folder. Raises: as `fetch`.
+
+    Args: by_cache: the cache says which commit the revision is; local: nothing is downloaded.
+    """
     from huggingface_hub import resolve_revision, snapshot_download
 
     try:
-        if not local:
+        if not by_cache:
             _wait_until_it_answers(name, revision)
-        commit = resolve_revision(name, revision=revision, local_files_only=local)
+        commit = resolve_revision(name, revision=revision, local_files_only=by_cache)
         return Path(
             snapshot_download(
                 name,

@@ -119,6 +119,11 @@ def weight_files(settings) -> Path:
         named = files.names(folder)
         folder = hub.fetch(settings.model, place, settings.model_revision, (*hub.SMALL, *named))
     files.check(folder, place)
+    if (folder / "adapter_config.json").exists():
+        raise UserError(
+            f"{place}: holds an adapter beside the model (adapter_config.json), which transformers would load into it; "
+            "move the adapter's files elsewhere, or name a merged model."
+        )
     return folder
 
 
@@ -138,6 +143,8 @@ def _load(load, settings, part: str, **kwargs):
         hub.fetch(name, f"--model {name}", settings.model_revision)
         # Code of another repository, which auto_map may name, is not in this one's files.
         kwargs["local_files_only"] = not settings.trust_remote_code
+        if part == "weights":
+            kwargs["adapter_kwargs"] = {"local_files_only": True}  # looked for by each rank, else on the Hub
     try:
         return load(
             str(folder or name),

@@ -46,7 +46,8 @@ def of_loaded(model, info: dict) -> Names:
         unexpected = tuple(known["unexpected"]) if known else None
     mismatched = tuple(sorted((name, list(found), list(own)) for name, found, own in info["mismatched_keys"]))
     saved_as = (getattr(model.config, "architectures", None) or [""])[0]
-    missing = tuple(sorted(info["missing_keys"]))
+    tied = {name for name, other in model.all_tied_weights_keys.items() if other in info["missing_keys"]}
+    missing = tuple(sorted(info["missing_keys"] - tied))  # both ends of a tie are missing: named once
     return Names(len(named), missing, mismatched, unexpected, type(model).__name__, saved_as)
 
 

@@ -44,7 +44,7 @@ def of_model(folder: Path, place: str) -> list[Path]:
         raise UserError(f"{place}: {_why_none(folder)}")
     try:
         names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (OSError, ValueError, LookupError, AttributeError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
         reason = "a git-lfs pointer; `git lfs pull` fetches it" if _is_pointer(index) else "no JSON with a weight_map"
         raise UserError(f"{place}: {index.name} is damaged ({reason}); download or copy it again.") from None
     return [folder / name for name in sorted(names)]
