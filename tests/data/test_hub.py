@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from conftest import ROOT, TINY
@@ -66,7 +67,7 @@ def test_429_twice_is_waited_for_and_one_process_of_the_node_downloads(hub):
     folders = {out.strip() for _, out, _ in ranks}
     assert len(folders) == 1
     names = {file.name for file in (TINY / "model").iterdir()}
-    assert {file.name for file in (TINY / "model").iterdir()} == names
+    assert {file.name for file in Path(folders.pop()).iterdir()} == names
     answered = requests()
     downloads = {line: count for line, count in answered.items() if line.startswith("200 GET /resolve")}
     assert len(downloads) == len(names) and set(downloads.values()) == {1}

@@ -124,8 +124,10 @@ def _download(name: str, place: str, revision: str | None, patterns, by_cache: b
 
     Args: by_cache: the cache says which commit the revision is; local: nothing is downloaded.
     """
-    from huggingface_hub import resolve_revision, snapshot_download
+    from huggingface_hub import constants, resolve_revision, snapshot_download
+    from huggingface_hub.errors import RevisionResolutionError
 
+    revision = revision or constants.DEFAULT_REVISION
     try:
         if not by_cache:
             _wait_until_it_answers(name, revision)
@@ -146,17 +148,17 @@ def _download(name: str, place: str, revision: str | None, patterns, by_cache: b
                 "command again later, with HF_TOKEN set (the limits of users are higher), name a local folder, or set "
                 "HF_HUB_OFFLINE=1 to use what was downloaded before."
             ) from None
-        if not isinstance(error, OSError | ValueError | RuntimeError):
+        if not isinstance(error, OSError | ValueError | RuntimeError | RevisionResolutionError):
             raise
         raise UserError(f"{place}: its files could not be loaded: {first_line(error)}.") from None
 
 
-def _wait_until_it_answers(name: str, revision: str | None) -> None:
+def _wait_until_it_answers(name: str, revision: str) -> None:
     """Ask for the model, again after 429 and 5xx: resolve_revision and snapshot_download ask for it once only."""
     from huggingface_hub import constants
     from huggingface_hub.utils import build_hf_headers, http_backoff
 
-    url = f"{constants.ENDPOINT}/api/models/{name}/revision/{revision or constants.DEFAULT_REVISION}"
+    url = f"{constants.ENDPOINT}/api/models/{name}/revision/{revision}"
     with contextlib.suppress(Exception):  # where all tries fail, the cache may still hold the model
         http_backoff("GET", url, headers=build_hf_headers(), timeout=constants.HF_HUB_ETAG_TIMEOUT)
 
