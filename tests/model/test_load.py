@@ -9,10 +9,11 @@ import pytest
 import torch
 from conftest import ROOT, TINY, run_python, runs_slow
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, GptOssConfig
 
-from zerofit.config import parse
+from zerofit.config import parse, resolve
 from zerofit.errors import UserError
-from zerofit.model.load import check_weights, load_config, load_tokenizer
+from zerofit.model.load import check_model, check_weights, load_config, load_model, load_tokenizer
 from zerofit.model.weights import files
 
 
@@ -154,6 +155,18 @@ def test_a_shard_that_the_index_names_is_missing(tmp_path):
     assert "there is no model.safetensors" in refusal(folder)
 
 
+def converted(said: str, folder) -> dict:
+    """Run the command that a message ends with; return the weights of the new model, which can be trained."""
+    new = folder / "converted"
+    command = shlex.split(said[said.index("python -c") :].replace("NEW_FOLDER", str(new)))
+    (folder / "command.py").write_text(command[2])
+    done = run_python([str(folder / "command.py"), *command[3:]])
+    assert done.returncode == 0, done.stderr[-2000:]
+    check_weights(settings_of(new))
+    assert load_tokenizer(settings_of(new)).eos_token_id is not None
+    return load_file(new / "model.safetensors")
+
+
 @pytest.mark.bad_input
 def test_the_command_that_converts_a_pickled_model_works(tmp_path):
     """Many older models of the Hub are pytorch_model.bin alone."""
@@ -163,14 +176,7 @@ def test_the_command_that_converts_a_pickled_model_works(tmp_path):
     torch.save(weights, folder / "pytorch_model.bin")
     said = refusal(folder)
     assert "its weights are pickles (.bin)" in said
-    command = shlex.split(said[said.index("python -c") :].replace("NEW_FOLDER", str(tmp_path / "converted")))
-    (tmp_path / "command.py").write_text(command[2])
-    done = run_python([str(tmp_path / "command.py"), *command[3:]])
-    assert done.returncode == 0, done.stderr[-2000:]
-    check_weights(settings_of(tmp_path / "converted"))
-    assert load_tokenizer(settings_of(tmp_path / "converted")).eos_token_id is not None
-    converted = load_file(tmp_path / "converted" / "model.safetensors")
-    assert all(torch.equal(weight, weights[name]) for name, weight in converted.items())
+    assert all(torch.equal(weight, weights[name]) for name, weight in converted(said, tmp_path).items())
 
 
 @pytest.mark.injection
@@ -208,6 +214,74 @@ def test_each_rank_refuses_missing_weights_and_nan_at_every_stage(tmp_path, requ
         assert len(of_ranks) == 2 and all(wanted in text for text in of_ranks), (name, of_ranks)
         if kind == "another" and stage != "3":  # said once, among the decisions
             assert "1 in the files are not used by LlamaForCausalLM: model.vision.patch.weight" in of_ranks[0]
+
+
+# --- gpt-oss: weights in MXFP4 ---
+
+
+def packed(folder):
+    """Write a tiny gpt-oss with random experts in MXFP4, as OpenAI's folders hold them; return the folder."""
+    torch.manual_seed(0)
+    config = GptOssConfig(
+        vocab_size=512, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=16,
+        eos_token_id=1, pad_token_id=0,
+    )  # fmt: skip
+    shutil.copytree(TINY / "model", folder)
+    weights = {}
+    for name, weight in AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).state_dict().items():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            experts, rows, columns = weight.shape
+            blocks = (experts, columns, rows // 32)  # of 32 numbers: 16 bytes and a scale
+            weights[f"{name}_blocks"] = torch.randint(0, 256, (*blocks, 16), dtype=torch.uint8)
+            weights[f"{name}_scales"] = torch.randint(120, 125, blocks, dtype=torch.uint8)
+        else:
+            weights[name] = weight.contiguous()
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    quantization = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    own = config.to_dict() | {"architectures": ["GptOssForCausalLM"], "quantization_config": quantization}
+    (folder / "config.json").write_text(json.dumps(own))
+    return folder
+
+
+def resolved(recipe, folder, *flags, ranks=1):
+    words = ["--model", str(folder), "--data", "rows.jsonl", "--use_cpu", "true", *flags]
+    settings = resolve.resolve_settings(recipe, words, ranks)
+    resolve.resolve_for_model(settings)
+    return settings
+
+
+@pytest.mark.injection
+def test_a_base_in_mxfp4_is_unpacked_trained_and_saved_under_its_own_names(tmp_path):
+    """Packed it cannot be trained, and transformers would save the unpacked experts so that nobody can load them."""
+    folder = packed(tmp_path / "packed")
+    settings = resolved("sft", folder, "--zero", "0")
+    assert "base weights: the files are MXFP4, unpacked for training to about 4 times their size" in settings.decisions
+    check_weights(settings)
+    model = load_model(settings, load_tokenizer(settings))
+    assert {p.dtype for p in model.parameters()} == {torch.float32} and not hasattr(model.config, "quantization_config")
+    assert settings.checks[0].numbers["loaded"] == 37 and settings.checks[0].numbers["unexpected"] == 0
+    experts = model.model.layers[0].mlp.experts.gate_up_proj
+    assert (
+        experts.shape == (4, 64, 128) and 0.1 < experts.std().item() < 0.3
+    )  # FP4's values by a scale of 2**-7 to 2**-3
+    planned = check_model(settings)
+    assert {n: p.shape for n, p in planned.named_parameters()} == {n: p.shape for n, p in model.named_parameters()}
+    model.save_pretrained(tmp_path / "saved")
+    again, info = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert all(torch.equal(weight, again.state_dict()[name]) for name, weight in model.state_dict().items())
+
+
+@pytest.mark.bad_input
+def test_a_base_in_mxfp4_is_refused_where_it_would_be_whole_on_every_rank(tmp_path):
+    folder = packed(tmp_path / "packed")
+    with pytest.raises(UserError, match=r"packed already \(MXFP4\).*unpacks them whole on every rank") as refused:
+        resolved("lora", folder, "--zero", "3", ranks=2)
+    names = converted(str(refused.value), tmp_path)
+    assert len(names) == 37 and not any(name.endswith("_blocks") for name in names)
+    with pytest.raises(UserError, match="--load_in_4bit would pack the other layers only; leave it out"):
+        resolved("lora", folder, "--zero", "0", "--load_in_4bit", "true")
 
 
 def test_the_hash_of_the_weights_changes_with_a_number_of_a_small_file(tmp_path):

@@ -309,7 +309,8 @@ def _model(folder: Path, saved: Saved, dtype, device: str, **more):
 
     if device != "cpu":
         more["device_map"] = {"": device}
-    more = complete.unpacked(AutoConfig.from_pretrained(folder, trust_remote_code=saved.remote)) | more
+    unpacked = complete.unpacked(AutoConfig.from_pretrained(folder, trust_remote_code=saved.remote))
+    more |= unpacked
     with complete.without_report():
         model, info = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -320,6 +321,8 @@ def _model(folder: Path, saved: Saved, dtype, device: str, **more):
             ignore_mismatched_sizes=True,  # they are refused below, in a sentence
             **more,
         )
+    if unpacked:
+        complete.save_unpacked(model)
     complete.refuse(complete.of_loaded(model, info), str(folder))
     return model
 

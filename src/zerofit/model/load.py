@@ -220,7 +220,8 @@ def _load_weights(settings, dtype, kwargs: dict):
     from transformers import AutoModelForCausalLM
 
     place, folder = f"--model {settings.model}", weight_files(settings)
-    kwargs |= complete.unpacked(load_config(settings))
+    unpacked = complete.unpacked(load_config(settings))
+    kwargs |= unpacked
     if quantization.bits(settings):
         kwargs["quantization_config"] = quantization.config(settings, dtype)
     try:
@@ -240,6 +241,8 @@ def _load_weights(settings, dtype, kwargs: dict):
         if "state_dict" not in str(error) and "conversion" not in str(error):
             raise
         raise UserError(f"{place}: its weights do not fit config.json: {first_line(error)}.") from error
+    if unpacked:
+        complete.save_unpacked(model)
     certify(settings, folder, complete.of_loaded(model, info))
     finite.check(dict(model.named_parameters()), place)
     return model

@@ -89,7 +89,8 @@ def resolve_for_model(settings, config) -> None:
             f"{place}, and transformers unpacks them whole on every rank, which stage 3 should not hold; use --zero 2, "
             'or unpack them once: python -c "import sys, transformers as t; a, b = sys.argv[1:]; '
             "t.AutoModelForCausalLM.from_pretrained(a, quantization_config=t.Mxfp4Config(dequantize=True))"
-            f'.save_pretrained(b); t.AutoTokenizer.from_pretrained(a).save_pretrained(b)" {settings.model} NEW_FOLDER'
+            '.save_pretrained(b, save_original_format=False); t.AutoTokenizer.from_pretrained(a).save_pretrained(b)" '
+            f"{settings.model} NEW_FOLDER"
         )
     settings.decisions.append("base weights: the files are MXFP4, unpacked for training to about 4 times their size")
 

@@ -128,6 +128,15 @@ def is_mxfp4(config) -> bool:
     return (getattr(config, "quantization_config", None) or {}).get("quant_method") == "mxfp4"
 
 
+def save_unpacked(model) -> None:
+    """Make save_pretrained write weights that were unpacked from MXFP4 under their own names, not the packed ones.
+
+    With those, which it takes from the files that were loaded, no one could load the model again.
+    """
+    conversions = getattr(model, "_weight_conversions", None) or []
+    model._weight_conversions = [c for c in conversions if not any("_blocks" in name for name in c.source_patterns)]
+
+
 @contextlib.contextmanager
 def without_report():
     """Leave out transformers' own table of missing weights: `refuse` says it in a sentence."""
