@@ -8,6 +8,7 @@ EXIT_CODES = {
     "out of memory": 3,
     "diverged": 4,
     "hang": 5,
+    "unavailable": 69,
     "stopped": 75,
     "interrupted": 130,
 }
@@ -29,6 +30,12 @@ class Stopped(UserError):
     """The run saved a checkpoint and ended after SIGTERM or SIGUSR1 (75: EX_TEMPFAIL, try again)."""
 
     exit_code = EXIT_CODES["stopped"]
+
+
+class Unavailable(UserError):
+    """A service, such as the Hub, does not answer or refuses for now (69: EX_UNAVAILABLE, try again later)."""
+
+    exit_code = EXIT_CODES["unavailable"]
 
 
 class OutOfMemory(UserError):

@@ -14,7 +14,7 @@ import time
 import traceback
 from pathlib import Path
 
-from zerofit.errors import EXIT_CODES, DiskFull, Diverged, OutOfMemory, Stopped, UserError
+from zerofit.errors import EXIT_CODES, DiskFull, Diverged, OutOfMemory, Stopped, Unavailable, UserError
 
 FOLDER = "ZEROFIT_ATTEMPT"  # environment variable: the attempt's folder; unset: no supervisor, nothing is written
 
@@ -187,6 +187,8 @@ def kind(error: BaseException) -> str:
         return "diverged"
     if isinstance(error, Stopped):
         return "stopped"
+    if isinstance(error, Unavailable):
+        return "unavailable"
     if isinstance(error, UserError):
         return "user error"
     return "interrupted" if isinstance(error, KeyboardInterrupt) else "crash"

@@ -11,6 +11,7 @@ from zerofit.config import resolve
 from zerofit.data import hub
 from zerofit.errors import printable
 from zerofit.launch import batch_search
+from zerofit.model import load
 from zerofit.paths import from_here
 from zerofit.plan import preflight
 from zerofit.settings import Settings
@@ -32,6 +33,7 @@ def parse(recipe: str) -> Settings:
         hub.check_push(settings)
     if _is_to_check(settings):
         preflight.prestart(settings)
+    load.check_weights(settings)
     return settings
 
 

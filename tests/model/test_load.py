@@ -1,14 +1,20 @@
-"""Loading the tokenizer and the configuration of a model."""
+"""Loading the tokenizer, the configuration and the weights of a model."""
 
 import json
+import math
+import shlex
 import shutil
 
 import pytest
-from conftest import TINY
+import torch
+from conftest import ROOT, TINY, run_python, runs_slow
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, GptOssConfig
 
-from zerofit.config import parse
+from zerofit.config import parse, resolve
 from zerofit.errors import UserError
-from zerofit.model.load import load_config, load_tokenizer
+from zerofit.model.load import check_model, check_weights, load_config, load_model, load_tokenizer
+from zerofit.model.weights import files
 
 
 @pytest.mark.bad_input
@@ -35,3 +41,250 @@ def test_weights_that_are_quantized_already_are_refused(tmp_path, method):
         load_config(settings)
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert load_config(settings).model_type == config["model_type"]
+
+
+# --- weights ---
+
+
+def changed(folder, change, **config):
+    """Copy the bundled model, with `change` applied to its {name: tensor} and `config` put into its config.json."""
+    shutil.copytree(TINY / "model", folder)
+    save_file(change(load_file(folder / "model.safetensors")), folder / "model.safetensors", {"format": "pt"})
+    if config:
+        own = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(own | config))
+    return folder
+
+
+REMOVED = [f"model.layers.1.mlp.{name}_proj.weight" for name in ("down", "gate", "up")]
+
+
+def without_three(weights):
+    return {name: weight for name, weight in weights.items() if name not in REMOVED}
+
+
+def renamed(weights):
+    return {name.replace("model.layers", "model.language_model.layers"): w for name, w in weights.items()}
+
+
+def with_nan(weights):
+    weights["model.layers.2.self_attn.k_proj.weight"][-1, -1] = math.nan  # in the last rank's part
+    return weights
+
+
+def with_another(weights):
+    return weights | {"model.vision.patch.weight": torch.zeros(3)}
+
+
+def settings_of(folder, recipe="sft", *flags):
+    return parse.read(recipe, ["--model", str(folder), "--data", "rows.jsonl", *flags], 1)
+
+
+def refusal(folder, *flags) -> str:
+    """Return the sentence with which the launcher and each rank refuse the folder, before the data are read."""
+    with pytest.raises(UserError) as refused:
+        check_weights(settings_of(folder, "sft", *flags))
+    return str(refused.value)
+
+
+@pytest.mark.injection
+def test_weights_that_are_missing_are_named_before_the_start(tmp_path):
+    """transformers draws them at random and trains on: exit code 0."""
+    said = refusal(changed(tmp_path / "three", without_three))
+    assert all(name in said for name in REMOVED) and "3 of its 38 weights are not in its files" in said
+    assert said.endswith("The copy is not complete; download it, or save it, again.")
+    check_weights(settings_of(tmp_path / "three", "sft", "--random_init", "true"))
+    check_weights(settings_of(TINY / "model"))  # its head is tied: no file has it
+
+
+@pytest.mark.injection
+def test_the_likely_cause_of_missing_weights_is_named(tmp_path):
+    said = refusal(changed(tmp_path / "renamed", renamed))
+    assert (
+        "36 of its 38 weights" in said and "36 of them are there under other names (model.language_model.layers" in said
+    )
+    said = refusal(changed(tmp_path / "part", lambda w: renamed(w) | {"model.vision.patch.weight": torch.zeros(3)}))
+    assert "beside weights of images or sound: they are the text part of a larger model" in said
+    untied = {"architectures": ["LlamaForSequenceClassification"], "tie_word_embeddings": False}
+    said = refusal(changed(tmp_path / "reward", lambda w: w | {"score.weight": torch.zeros(1, 128)}, **untied))
+    assert "1 of its 39 weights" in said and "lm_head.weight. config.json is of LlamaForSequenceClassification" in said
+    said = refusal(changed(tmp_path / "other", lambda w: {f"encoder.{i}.x": t for i, t in enumerate(w.values())}))
+    assert "38 of its 38" in said and "config.json is of another model" in said
+
+
+@pytest.mark.injection
+def test_weights_of_another_shape_are_refused_before_the_start(tmp_path):
+    said = refusal(changed(tmp_path / "shape", lambda w: w | {"model.norm.weight": torch.zeros(126)}))
+    assert "1 of its 38 weights have another shape" in said and "model.norm.weight [126] instead of [128]" in said
+
+
+@pytest.mark.injection
+@pytest.mark.parametrize("damage", ["cut", "cut in the header", "empty", "pointer", "no header"])
+def test_a_damaged_file_of_weights_is_one_sentence(tmp_path, damage):
+    """safetensors raises a traceback, after the data are tokenized."""
+    folder = changed(tmp_path / "model", dict)
+    file = folder / "model.safetensors"
+    whole = file.read_bytes()
+    content, why = {
+        "cut": (whole[: len(whole) // 2], f"incomplete: {len(whole) // 2:,} of {len(whole):,} bytes"),
+        "cut in the header": (whole[:100], "its header is cut"),
+        "empty": (b"", "empty"),
+        "pointer": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "a git-lfs pointer"),
+        "no header": (b"\x08" + bytes(7) + b"not json", "its header is cut or no safetensors header"),
+    }[damage]
+    file.write_bytes(content)
+    said = refusal(folder)
+    assert said.startswith(f"--model {folder}: model.safetensors is damaged ({why}") and "again" in said
+
+
+@pytest.mark.injection
+def test_a_shard_that_the_index_names_is_missing(tmp_path):
+    folder = changed(tmp_path / "model", dict)
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    save_file(weights, folder / "model-00001-of-00002.safetensors", {"format": "pt"})
+    index = folder / "model.safetensors.index.json"
+    names = dict.fromkeys(weights, "model-00001-of-00002.safetensors")
+    index.write_text(json.dumps({"weight_map": names}))
+    check_weights(settings_of(folder))
+    index.write_text(json.dumps({"weight_map": names | {"x": "model-00002-of-00002.safetensors"}}))
+    assert "model-00002-of-00002.safetensors is damaged (it is missing)" in refusal(folder)
+    index.write_text("[]")
+    assert "index.json is damaged (no JSON with a weight_map)" in refusal(folder)
+    index.unlink()
+    assert "there is no model.safetensors" in refusal(folder)
+
+
+def converted(said: str, folder) -> dict:
+    """Run the command that a message ends with; return the weights of the new model, which can be trained."""
+    new = folder / "converted"
+    command = shlex.split(said[said.index("python -c") :].replace("NEW_FOLDER", str(new)))
+    (folder / "command.py").write_text(command[2])
+    done = run_python([str(folder / "command.py"), *command[3:]])
+    assert done.returncode == 0, done.stderr[-2000:]
+    check_weights(settings_of(new))
+    assert load_tokenizer(settings_of(new)).eos_token_id is not None
+    return load_file(new / "model.safetensors")
+
+
+@pytest.mark.bad_input
+def test_the_command_that_converts_a_pickled_model_works(tmp_path):
+    """Many older models of the Hub are pytorch_model.bin alone."""
+    folder = changed(tmp_path / "model", dict)
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    torch.save(weights, folder / "pytorch_model.bin")
+    said = refusal(folder)
+    assert "its weights are pickles (.bin)" in said
+    assert all(torch.equal(weight, weights[name]) for name, weight in converted(said, tmp_path).items())
+
+
+@pytest.mark.injection
+def test_each_rank_refuses_missing_weights_and_nan_at_every_stage(tmp_path, request):
+    """Where the files were not compared before: a class that cannot be built without memory, a changed file."""
+    folders = {
+        "missing": changed(tmp_path / "missing", without_three),
+        "renamed": changed(tmp_path / "renamed", renamed),
+        "nan": changed(tmp_path / "nan", with_nan),
+        "whole": TINY / "model",
+        "another": changed(tmp_path / "another", with_another),
+    }
+    cases = {f"{kind} sft {stage}": ("sft", stage, folders[kind]) for kind in ("missing", "nan") for stage in "03"}
+    cases |= {"renamed lora 3": ("lora", "3", folders["renamed"]), "whole sft 3": ("sft", "3", folders["whole"])}
+    cases |= {"another lora 0": ("lora", "0", folders["another"])}
+    if runs_slow(request):
+        recipes = [("sft", stage) for stage in "0123"] + [("lora", stage) for stage in "0123"]
+        cases = {f"{kind} {r} {s}": (r, s, folder) for kind, folder in folders.items() for r, s in recipes}
+    words = [str(ROOT / "tests" / "model" / "weights_ranks.py"), json.dumps(cases, default=str)]
+    done = run_python(words, ranks=2, timeout=900, OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "LOAD REPORT" not in done.stdout + done.stderr
+    expected = {
+        "missing": f"3 of its 38 weights are not in its files and would be random numbers: {', '.join(REMOVED)}",
+        "renamed": "36 of its 38 weights are not in its files",
+        "nan": "model.layers.2.self_attn.k_proj.weight of the base holds NaN or Inf",
+        "whole": "base weights: 38 of 38 tensors loaded, none missing, none mismatched",
+        "another": "base weights: 38 of 38 tensors loaded, none missing, none mismatched (1 unexpected)",
+    }
+    said = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+    assert said.keys() == cases.keys()
+    for name, of_ranks in said.items():
+        kind, stage = name.split()[0], name.split()[-1]
+        wanted = expected[kind].replace("(1 un", "(unknown un") if stage == "3" else expected[kind]
+        assert len(of_ranks) == 2 and all(wanted in text for text in of_ranks), (name, of_ranks)
+        if kind == "another" and stage != "3":  # said once, among the decisions
+            assert "1 in the files are not used by LlamaForCausalLM: model.vision.patch.weight" in of_ranks[0]
+
+
+# --- gpt-oss: weights in MXFP4 ---
+
+
+def packed(folder):
+    """Write a tiny gpt-oss with random experts in MXFP4, as OpenAI's folders hold them; return the folder."""
+    torch.manual_seed(0)
+    config = GptOssConfig(
+        vocab_size=512, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=16,
+        eos_token_id=1, pad_token_id=0,
+    )  # fmt: skip
+    shutil.copytree(TINY / "model", folder)
+    weights = {}
+    for name, weight in AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).state_dict().items():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            experts, rows, columns = weight.shape
+            blocks = (experts, columns, rows // 32)  # of 32 numbers: 16 bytes and a scale
+            weights[f"{name}_blocks"] = torch.randint(0, 256, (*blocks, 16), dtype=torch.uint8)
+            weights[f"{name}_scales"] = torch.randint(120, 125, blocks, dtype=torch.uint8)
+        else:
+            weights[name] = weight.contiguous()
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    quantization = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    own = config.to_dict() | {"architectures": ["GptOssForCausalLM"], "quantization_config": quantization}
+    (folder / "config.json").write_text(json.dumps(own))
+    return folder
+
+
+def resolved(recipe, folder, *flags, ranks=1):
+    words = ["--model", str(folder), "--data", "rows.jsonl", "--use_cpu", "true", *flags]
+    settings = resolve.resolve_settings(recipe, words, ranks)
+    resolve.resolve_for_model(settings)
+    return settings
+
+
+@pytest.mark.injection
+def test_a_base_in_mxfp4_is_unpacked_trained_and_saved_under_its_own_names(tmp_path):
+    """Packed it cannot be trained, and transformers would save the unpacked experts so that nobody can load them."""
+    folder = packed(tmp_path / "packed")
+    settings = resolved("sft", folder, "--zero", "0")
+    assert "base weights: the files are MXFP4, unpacked for training to about 4 times their size" in settings.decisions
+    check_weights(settings)
+    model = load_model(settings, load_tokenizer(settings))
+    assert {p.dtype for p in model.parameters()} == {torch.float32} and not hasattr(model.config, "quantization_config")
+    assert settings.checks[0].numbers["loaded"] == 37 and settings.checks[0].numbers["unexpected"] == 0
+    experts = model.model.layers[0].mlp.experts.gate_up_proj
+    assert (
+        experts.shape == (4, 64, 128) and 0.1 < experts.std().item() < 0.3
+    )  # FP4's values by a scale of 2**-7 to 2**-3
+    planned = check_model(settings)
+    assert {n: p.shape for n, p in planned.named_parameters()} == {n: p.shape for n, p in model.named_parameters()}
+    model.save_pretrained(tmp_path / "saved")
+    again, info = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert all(torch.equal(weight, again.state_dict()[name]) for name, weight in model.state_dict().items())
+
+
+@pytest.mark.bad_input
+def test_a_base_in_mxfp4_is_refused_where_it_would_be_whole_on_every_rank(tmp_path):
+    folder = packed(tmp_path / "packed")
+    with pytest.raises(UserError, match=r"packed already \(MXFP4\).*unpacks them whole on every rank") as refused:
+        resolved("lora", folder, "--zero", "3", ranks=2)
+    names = converted(str(refused.value), tmp_path)
+    assert len(names) == 37 and not any(name.endswith("_blocks") for name in names)
+    with pytest.raises(UserError, match="--load_in_4bit would pack the other layers only; leave it out"):
+        resolved("lora", folder, "--zero", "0", "--load_in_4bit", "true")
+
+
+def test_the_hash_of_the_weights_changes_with_a_number_of_a_small_file(tmp_path):
+    one = changed(tmp_path / "one", dict)
+    two = changed(tmp_path / "two", lambda w: w | {"model.norm.weight": w["model.norm.weight"] + 1})
+    assert files.identity(one) == files.identity(TINY / "model") != files.identity(two)

@@ -13,7 +13,9 @@ import bitsandbytes
 import pytest
 import torch
 from conftest import ROOT, TINY
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from safetensors.torch import load_file
+from test_load import packed
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Mxfp4Config
 
 from zerofit.model import attention, load, patches
 from zerofit.plan import simulate
@@ -272,6 +274,14 @@ def test_deepspeed_would_still_compile_its_inference_op():
     distributed.skip_inference_op()
     assert compatible["deepspeed_shm_comm"] is False
     assert "__compatible_ops__.get(builder.NAME" in source_of("deepspeed.comm.torch")
+
+
+def test_transformers_still_saves_unpacked_experts_under_packed_names(tmp_path):
+    """When this fails, complete.save_unpacked can go."""
+    folder = packed(tmp_path / "packed")
+    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=Mxfp4Config(dequantize=True))
+    model.save_pretrained(tmp_path / "saved")
+    assert any(name.endswith("_blocks") for name in load_file(tmp_path / "saved" / "model.safetensors"))
 
 
 def test_the_commit_of_a_hub_model_is_in_its_fingerprint(monkeypatch):

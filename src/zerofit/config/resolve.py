@@ -317,6 +317,7 @@ FROM_FLAGS = (*ARGUMENTS, *COMBINATIONS)
 
 # Each is called with (settings, the model's configuration), by resolve_for_model.
 FROM_MODEL_CONFIG = (
+    quantization.resolve_for_model,
     attention.resolve_for_model,
     sequence_parallel.resolve_for_model,
     tensor_parallel.resolve_for_model,

@@ -1,11 +1,26 @@
-"""Check that the Hugging Face Hub is reachable, before a library retries for a minute."""
+"""Download models from the Hugging Face Hub, one process of a node for all; check that it is reachable."""
 
+import contextlib
+import hashlib
+import json
 import os
 import socket
+import time
 from pathlib import Path
 from urllib.parse import urlparse
 
-from zerofit.errors import UserError
+from filelock import FileLock
+
+from zerofit.errors import Unavailable, UserError, first_line
+from zerofit.paths import cache_root, private_folder
+
+# A model's files but its weights: configuration, tokenizer, templates, code.
+SMALL = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")
+ELSEWHERE = ("*/*.json", "*/*.txt", "*/*.model")  # copies for other programs, in subfolders
+
+JOB = "ZEROFIT_HUB_JOB"  # environment: the job that asks the Hub once, its first process's name
+
+KEPT_SECONDS = 60  # a failed download is not tried again for so long by another process of the job
 
 
 def model_folder(name: str) -> Path | None:
@@ -30,13 +45,138 @@ def check_reachable(asker: str, seconds: float = 3.0) -> None:
     """Raise if the Hub is unreachable; not checked behind a proxy or in offline mode (local cache).
 
     Args: asker: flag and value that need the Hub, for the message; seconds: timeout.
-    Raises: UserError when the Hub cannot be reached.
+    Raises: Unavailable when the Hub cannot be reached.
     """
     if not _is_offline() and (why := _why_unreachable(seconds)):
-        raise UserError(
+        raise Unavailable(
             f"{asker}: is no folder or file here, and {why}; give a local path, or set HF_HUB_OFFLINE=1 to use what "
             "was downloaded before."
         )
+
+
+def fetch(name: str, place: str, revision: str | None, patterns=SMALL) -> Path:
+    """Return the folder in the Hub's cache with a model's files, downloaded if need be.
+
+    One process of a node asks the Hub, once in a job; the others wait on a file lock, not in a collective, which could
+    time out, and read the cache. The Hub's library tries each request again after 429, 5xx and lost connections.
+    Args: place: what named the model, for messages; patterns: of the files' names.
+    Raises: Unavailable when the Hub does not answer; UserError for a model that there is not, or without access.
+    """
+    if not _is_offline():
+        stamp = _stamp(name, revision)
+        with contextlib.nullcontext() if stamp is None else FileLock(f"{stamp}.lock"):
+            _ask_once(stamp, name, place, revision, patterns)
+    return _download(name, place, revision, patterns, by_cache=True, local=True)
+
+
+def _stamp(name: str, revision: str | None) -> Path | None:
+    """Return the file that says what a job has downloaded of a model; None where no folder can be written."""
+    from huggingface_hub import constants
+
+    asked = json.dumps([name, revision, constants.HF_HUB_CACHE, constants.ENDPOINT])
+    for folder in (cache_root(), private_folder()):
+        with contextlib.suppress(OSError):
+            if folder is not None:
+                (folder / "hub").mkdir(parents=True, exist_ok=True)
+                if os.access(folder / "hub", os.W_OK):
+                    return folder / "hub" / f"{hashlib.sha256(asked.encode()).hexdigest()[:24]}.json"
+    return None
+
+
+def _ask_once(stamp: Path | None, name: str, place: str, revision: str | None, patterns) -> None:
+    """Download the files, unless a process of this job has; raise its error again if it failed just now."""
+    said = {}
+    with contextlib.suppress(OSError, ValueError):
+        said = json.loads(stamp.read_text(encoding="utf-8")) if stamp else {}
+    if said.get("job") != _job():
+        said = {"job": _job(), "patterns": [], "error": "", "time": 0.0}
+    if said["error"] and time.time() - said["time"] < KEPT_SECONDS:
+        raise Unavailable(said["error"])
+    if set(patterns) <= set(said["patterns"]):
+        return
+    failure = None
+    try:
+        check_reachable(place)
+        # What the job has asked before fixes the commit: all its files are of one.
+        _download(name, place, revision, patterns, by_cache=bool(said["patterns"]))
+        said["patterns"] = sorted({*said["patterns"], *patterns})
+    except Unavailable as error:
+        failure = error
+    if stamp is not None:
+        stamp.write_text(json.dumps(said | {"error": str(failure or ""), "time": time.time()}), encoding="utf-8")
+    if failure:
+        raise failure
+
+
+def _job() -> str:
+    """Return a name that all processes of this job on this node share: of the process that started the ranks."""
+    if JOB not in os.environ:
+        pid = os.getppid() if "LOCAL_RANK" in os.environ else os.getpid()
+        began = ""
+        with contextlib.suppress(OSError, IndexError):
+            began = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        os.environ[JOB] = f"{socket.gethostname()} {pid} {began}"  # inherited by the ranks
+    return os.environ[JOB]
+
+
+def _download(name: str, place: str, revision: str | None, patterns, by_cache: bool, local: bool = False) -> Path:
+    """Return the snapshot's folder. Raises: as `fetch`.
+
+    Args: by_cache: the cache says which commit the revision is; local: nothing is downloaded.
+    """
+    from huggingface_hub import constants, resolve_revision, snapshot_download
+    from huggingface_hub.errors import RevisionResolutionError
+
+    revision = revision or constants.DEFAULT_REVISION
+    try:
+        if not by_cache:
+            _wait_until_it_answers(name, revision)
+        commit = resolve_revision(name, revision=revision, local_files_only=by_cache)
+        return Path(
+            snapshot_download(
+                name,
+                revision=commit,
+                allow_patterns=list(patterns),
+                ignore_patterns=list(ELSEWHERE),
+                local_files_only=local,
+            )
+        )
+    except Exception as error:
+        if status := _fault_of_the_hub(error):
+            raise Unavailable(
+                f"{place}: the Hub ({_host()}) does not give its files ({status}), after several tries; start the same "
+                "command again later, with HF_TOKEN set (the limits of users are higher), name a local folder, or set "
+                "HF_HUB_OFFLINE=1 to use what was downloaded before."
+            ) from None
+        if not isinstance(error, OSError | ValueError | RuntimeError | RevisionResolutionError):
+            raise
+        raise UserError(f"{place}: its files could not be loaded: {first_line(error)}.") from None
+
+
+def _wait_until_it_answers(name: str, revision: str) -> None:
+    """Ask for the model, again after 429 and 5xx: resolve_revision and snapshot_download ask for it once only."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import build_hf_headers, http_backoff
+
+    url = f"{constants.ENDPOINT}/api/models/{name}/revision/{revision}"
+    with contextlib.suppress(Exception):  # where all tries fail, the cache may still hold the model
+        http_backoff("GET", url, headers=build_hf_headers(), timeout=constants.HF_HUB_ETAG_TIMEOUT)
+
+
+def _fault_of_the_hub(error: BaseException) -> str:
+    """Return what the Hub or the network answered, if the same request may work later; "" otherwise."""
+    while error is not None:
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        if status is not None:
+            return f"HTTP {status}" if status in (408, 429) or status >= 500 else ""
+        if type(error).__module__.startswith("httpx"):  # no connection, or a timeout
+            return first_line(error)
+        error = error.__cause__ or error.__context__
+    return ""
+
+
+def _host() -> str:
+    return urlparse(os.environ.get("HF_ENDPOINT", "https://huggingface.co")).netloc
 
 
 def check_push(settings, seconds: float = 3.0) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from zerofit.errors import UserError
 from zerofit.export.source import Saved, load_base, wrong_base_in_words
+from zerofit.model.weights import complete
 from zerofit.train.checkpoint import zero_shards
 
 # Fields of peft's LoraConfig that do not change what A and B mean once they are trained.
@@ -26,6 +27,8 @@ def reason_for_full_merge(saved: Saved) -> str:
         return f"its base was packed in {saved.bits} bits"
     if config["peft_type"] != "LORA":
         return f"it is {config['peft_type']}"
+    if complete.is_mxfp4(_base_config(saved)):
+        return "its base is packed (MXFP4)"
     plain = LoraConfig().to_dict()
     other = [key for key, value in config.items() if key not in _PLAIN and value != plain.get(key)]
     if other or config.get("init_lora_weights") not in (True, False, "gaussian", "orthogonal"):
@@ -40,11 +43,14 @@ def reason_for_full_merge(saved: Saved) -> str:
     return ""
 
 
-def _is_tied(saved: Saved) -> bool:
+def _base_config(saved: Saved):
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(saved.base, trust_remote_code=saved.remote)
-    return bool(getattr(config, "tie_word_embeddings", False))
+    return AutoConfig.from_pretrained(saved.base, trust_remote_code=saved.remote)
+
+
+def _is_tied(saved: Saved) -> bool:
+    return bool(getattr(_base_config(saved), "tie_word_embeddings", False))
 
 
 def merge_tensor(saved: Saved, adapter, base: zero_shards.Weights, name: str) -> torch.Tensor:

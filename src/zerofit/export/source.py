@@ -10,9 +10,10 @@ import torch
 
 from zerofit import run_folder
 from zerofit.data import hub
-from zerofit.errors import UserError, first_line
+from zerofit.errors import UserError
 from zerofit.model import adapters, quantization
 from zerofit.model.load import model_fingerprint
+from zerofit.model.weights import adapter, complete, files
 from zerofit.train.checkpoint import integrity, pickles, zero_shards
 from zerofit.train.checkpoint.facts import is_of_this_kit, read_facts
 
@@ -94,6 +95,10 @@ def find(path: str, base: str = "", remote: bool = False) -> Saved:
     if (folder / "adapter_config.json").exists():
         saved.adapter = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
         saved.base = _find_base(saved, base)
+        complete.check(Path(saved.base), f"{saved.folder}: its base {saved.base}", remote)
+        adapter.check(saved.folder, Path(saved.base), remote)
+    elif saved.weights:
+        complete.check(saved.folder, str(saved.folder), remote)
     return saved
 
 
@@ -204,14 +209,9 @@ def _find_base(saved: Saved, given: str) -> str:
 
 
 def _from_hub(name: str, saved: Saved, place: str) -> Path:
-    from huggingface_hub import snapshot_download
-
-    hub.check_reachable(place)
-    try:
-        others = ["*.bin", "*.pt", "*.pth", "*.gguf", "consolidated*", "original/*"]  # the same weights again
-        return Path(snapshot_download(name, revision=saved.adapter.get("revision"), ignore_patterns=others))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{place}: cannot be had: {first_line(error)}") from None
+    revision = saved.adapter.get("revision")
+    folder = hub.fetch(name, place, revision)
+    return hub.fetch(name, place, revision, (*hub.SMALL, *files.names(folder)))
 
 
 def _check_base(saved: Saved, base: Path, place: str) -> None:
@@ -315,13 +315,27 @@ def wrong_base_in_words(saved: Saved, load_adapter):
 
 
 def _model(folder: Path, saved: Saved, dtype, device: str, **more):
-    from transformers import AutoModelForCausalLM
+    """Load a model from a folder. Raises: UserError if weights are missing."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     if device != "cpu":
         more["device_map"] = {"": device}
-    return AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, trust_remote_code=saved.remote, use_safetensors=True, **more
-    )
+    unpacked = complete.unpacked(AutoConfig.from_pretrained(folder, trust_remote_code=saved.remote))
+    more |= unpacked
+    with complete.without_report():
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype,
+            trust_remote_code=saved.remote,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused below, in a sentence
+            **more,
+        )
+    if unpacked:
+        complete.save_unpacked(model)
+    complete.refuse(complete.of_loaded(model, info), str(folder))
+    return model
 
 
 def _of_shards(saved: Saved, device: str):
@@ -332,5 +346,10 @@ def _of_shards(saved: Saved, device: str):
     config = AutoConfig.from_pretrained(saved.folder, trust_remote_code=saved.remote)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=saved.remote)
     with pickles.only_known():
-        model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(str(saved.folder)), strict=False)
+        found = model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(str(saved.folder)), strict=False)
+    if missing := sorted(set(found.missing_keys) - model.all_tied_weights_keys.keys()):
+        raise UserError(
+            f"{saved.folder}: its shards lack {complete.listed(missing)}, which would be random numbers (DeepSpeed's "
+            "shards hold what is trained); save the whole model with trainer.save_model()."
+        )
     return model.to(device)

@@ -98,7 +98,7 @@ def prepare(settings: Settings, decides: bool = True) -> tuple[Path | None, obje
     from zerofit.data import hub
     from zerofit.data.load import load_datasets
     from zerofit.launch import doctor
-    from zerofit.model.load import check_model, load_tokenizer
+    from zerofit.model.load import check_model, check_weights, load_tokenizer
     from zerofit.plan import inspect_data
     from zerofit.train import deepspeed_ops
     from zerofit.train.checkpoint import resume
@@ -107,6 +107,7 @@ def prepare(settings: Settings, decides: bool = True) -> tuple[Path | None, obje
     warnings = doctor.raise_or_warn(doctor.installation())
     resolve.resolve_for_model(settings)
     model = check_model(settings)
+    check_weights(settings)
     for sentence in [*warnings, *doctor.raise_or_warn(doctor.of_job(settings, model))]:
         print(f"note: {sentence}", flush=True)
     folder = resume.choose_folder(settings) if decides else None

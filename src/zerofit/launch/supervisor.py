@@ -221,7 +221,9 @@ def _write_report(job: Job, attempt: Attempt, endings: list[postmortem.Outcome],
     last = endings[-1]
     if last.kind == "interrupted":
         _tell_interrupted(job.folder, last, opened)
-    if not opened or (last.kind in ("finished", "stopped", "interrupted", "user error") and len(endings) == 1):
+    if not opened or (
+        last.kind in ("finished", "stopped", "interrupted", "user error", "unavailable") and len(endings) == 1
+    ):
         return
     smaller = None
     if last.kind == "out of memory":
@@ -238,7 +240,7 @@ def _write_report(job: Job, attempt: Attempt, endings: list[postmortem.Outcome],
         report_note = f" (report.md could not be written: {error.strerror})"
     if last.kind == "finished":
         return
-    if last.kind not in ("user error", "stopped"):
+    if last.kind not in ("user error", "unavailable", "stopped"):
         print(f"zerofit: {_cause(last, alone=job.coordinator is None)}{report_note}", file=sys.stderr)
     if advice:
         print(f"zerofit: try: {advice}", file=sys.stderr)

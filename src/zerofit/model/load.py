@@ -12,6 +12,8 @@ from pathlib import Path
 from zerofit.data import conversations, hub
 from zerofit.errors import UserError, first_line
 from zerofit.model import adapters, attention, generation, quantization
+from zerofit.model.weights import complete, files, finite
+from zerofit.settings import Check
 
 
 def fingerprints(settings, train_set) -> dict[str, str]:
@@ -80,7 +82,7 @@ def load_config(settings):
 
     config = _load(AutoConfig.from_pretrained, settings, "config.json")
     method = (getattr(config, "quantization_config", None) or {}).get("quant_method")
-    if method not in (None, "mxfp4"):  # mxfp4 is gpt-oss's own format, which transformers can unpack
+    if method is not None and not complete.is_mxfp4(config):  # gpt-oss's own format, which transformers can unpack
         raise UserError(
             f"--model {settings.model}: its weights are quantized already ({method}), and no adapter of them could be "
             "merged or compared; name the original model, for QLoRA with --load_in_4bit true."
@@ -116,11 +118,43 @@ def widths(settings) -> tuple[int, int]:
     return width, values["intermediate_size"] or 4 * width
 
 
+def weight_files(settings) -> Path:
+    """Return the folder with the model's weights, downloaded once on this node; their headers are checked.
+
+    Raises: UserError for weights that are not there or not whole; Unavailable when the Hub does not answer.
+    """
+    place = f"--model {settings.model}"
+    if (folder := hub.model_folder(settings.model)) is None:
+        folder = hub.fetch(settings.model, place, settings.model_revision)
+        named = files.names(folder)
+        folder = hub.fetch(settings.model, place, settings.model_revision, (*hub.SMALL, *named))
+    files.check(folder, place)
+    if (folder / "adapter_config.json").exists():
+        raise UserError(
+            f"{place}: holds an adapter beside the model (adapter_config.json), which transformers would load into it; "
+            "move the adapter's files elsewhere, or name a merged model."
+        )
+    return folder
+
+
+def check_weights(settings) -> None:
+    """Check the base before its weights are loaded, by the headers of its files.
+
+    Raises: UserError for files that are not whole, and weights that are missing or have another shape.
+    """
+    if not settings.random_init:
+        complete.check(weight_files(settings), f"--model {settings.model}", settings.trust_remote_code)
+
+
 def _load(load, settings, part: str, **kwargs):
     name = settings.model
     folder = hub.model_folder(name)
     if folder is None:
-        hub.check_reachable(f"--model {name}")
+        hub.fetch(name, f"--model {name}", settings.model_revision)
+        # Code of another repository, which auto_map may name, is not in this one's files.
+        kwargs["local_files_only"] = not settings.trust_remote_code
+        if part == "weights":
+            kwargs["adapter_kwargs"] = {"local_files_only": True}  # looked for by each rank, else on the Hub
     try:
         return load(
             str(folder or name),
@@ -179,12 +213,7 @@ def load_model(settings, tokenizer, config=None):
     else:
         if device is not None:
             kwargs["device_map"] = {"": device}
-        if quantization.bits(settings):
-            kwargs["quantization_config"] = quantization.config(settings, dtype)
-        try:
-            model = _load(AutoModelForCausalLM.from_pretrained, settings, "weights", use_safetensors=True, **kwargs)
-        except (ValueError, ImportError) as error:  # e.g. an attention implementation that is not installed
-            raise UserError(f"--model {settings.model}: {first_line(error)}") from None
+        model = _load_weights(settings, dtype, kwargs)
     if quantization.bits(settings):
         quantization.keep_layout(model)
     if settings.new_tokens:
@@ -194,6 +223,53 @@ def load_model(settings, tokenizer, config=None):
         model.config.pad_token_id = tokenizer.pad_token_id
     check_vocabulary(settings, tokenizer, model.config)
     return model
+
+
+def _load_weights(settings, dtype, kwargs: dict):
+    """Load the weights and check that they are all there, and finite; collective."""
+    from transformers import AutoModelForCausalLM
+
+    place, folder = f"--model {settings.model}", weight_files(settings)
+    unpacked = complete.unpacked(load_config(settings))
+    kwargs |= unpacked
+    if quantization.bits(settings):
+        kwargs["quantization_config"] = quantization.config(settings, dtype)
+    try:
+        with complete.without_report():
+            model, info = _load(
+                AutoModelForCausalLM.from_pretrained,
+                settings,
+                "weights",
+                use_safetensors=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are refused below, in a sentence
+                **kwargs,
+            )
+    except (ValueError, ImportError) as error:  # e.g. an attention implementation that is not installed
+        raise UserError(f"{place}: {first_line(error)}") from None
+    except RuntimeError as error:
+        if "state_dict" not in str(error) and "conversion" not in str(error):
+            raise
+        raise UserError(f"{place}: its weights do not fit config.json: {first_line(error)}.") from error
+    if unpacked:
+        complete.save_unpacked(model)
+    certify(settings, folder, complete.of_loaded(model, info))
+    finite.check(dict(model.named_parameters()), place)
+    return model
+
+
+def certify(settings, folder: Path, names: complete.Names) -> None:
+    """Add the line of the certificate about the base's weights. Raises: UserError if one is missing."""
+    complete.refuse(names, f"--model {settings.model}")
+    digest, unexpected = files.identity(folder), None if names.unexpected is None else len(names.unexpected)
+    if sentence := complete.unexpected_in_words(names):
+        settings.decisions.append(sentence)
+    sentence = (
+        f"base weights: {names.total} of {names.total} tensors loaded, none missing, none mismatched "
+        f"({'unknown' if unexpected is None else unexpected} unexpected); hash {digest}, of headers and samples"
+    )
+    numbers = {"loaded": names.total, "missing": 0, "mismatched": 0, "unexpected": unexpected, "hash": digest}
+    settings.checks.append(Check("base_weights", True, sentence, numbers))
 
 
 def check_vocabulary(settings, tokenizer, config) -> None:

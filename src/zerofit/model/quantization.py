@@ -5,6 +5,7 @@ import importlib.util
 import torch
 
 from zerofit.errors import UserError
+from zerofit.model.weights import complete
 
 # Adapters with support for bitsandbytes' linear layers; others would compute with the packed bytes.
 ADAPTERS = ("lora", "ia3", "prompt_tuning", "prefix_tuning")
@@ -68,6 +69,30 @@ def resolve(settings) -> None:
         )
     if settings.new_tokens:
         raise UserError(f"{flag} with --new_tokens: the base cannot grow while it is packed; leave one of the two out.")
+
+
+def resolve_for_model(settings, config) -> None:
+    """Say that a base in MXFP4 (gpt-oss) is unpacked, which its training needs. Raises: UserError where it cannot be.
+
+    The plan counts its weights unpacked too: it builds the model from config.json.
+    """
+    if not complete.is_mxfp4(config) or settings.random_init:
+        return
+    place = f"--model {settings.model}: its experts are packed already (MXFP4)"
+    if bits(settings):
+        raise UserError(
+            f"{place}, and are trained unpacked: --load_in_{bits(settings)}bit would pack the other layers only; "
+            "leave it out."
+        )
+    if settings.zero == 3 and settings.world_size > 1:
+        raise UserError(
+            f"{place}, and transformers unpacks them whole on every rank, which stage 3 should not hold; use --zero 2, "
+            'or unpack them once: python -c "import sys, transformers as t; a, b = sys.argv[1:]; '
+            "t.AutoModelForCausalLM.from_pretrained(a, quantization_config=t.Mxfp4Config(dequantize=True))"
+            '.save_pretrained(b, save_original_format=False); t.AutoTokenizer.from_pretrained(a).save_pretrained(b)" '
+            f"{settings.model} NEW_FOLDER"
+        )
+    settings.decisions.append("base weights: the files are MXFP4, unpacked for training to about 4 times their size")
 
 
 def config(settings, dtype):

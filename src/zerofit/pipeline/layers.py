@@ -16,9 +16,8 @@ import torch
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec  # import this module after distributed.start
 
 from zerofit import distributed
-from zerofit.data import hub
-from zerofit.errors import UserError, first_line
 from zerofit.model import attention, gradient_checkpointing, load
+from zerofit.model.weights import complete, finite
 from zerofit.train.checkpoint import zero_shards
 
 EMBEDDING, NORM, HEAD = "model.embed_tokens", "model.norm", "lm_head"
@@ -151,7 +150,7 @@ def build(settings, tokenizer) -> Pipeline:
 
     set_seed(settings.seed)
     attention.avoid_wrong_kernels()
-    folder, config = _folder(settings), load.load_config(settings)
+    folder, config = load.weight_files(settings), load.load_config(settings)
     load.check_vocabulary(settings, tokenizer, config)
     dtype = getattr(torch, load.weight_dtype(settings))
     with torch.device("meta"):
@@ -170,31 +169,26 @@ def build(settings, tokenizer) -> Pipeline:
     return pipeline
 
 
-def _folder(settings) -> Path:
-    """Return the folder of the model's safetensors files; a Hub model is downloaded. Raises: UserError."""
-    from huggingface_hub import snapshot_download
-
-    if folder := hub.model_folder(settings.model):
-        return folder
-    hub.check_reachable(f"--model {settings.model}")
-    try:
-        files = ["model*.safetensors", "*.json"]
-        return Path(snapshot_download(settings.model, revision=settings.model_revision, allow_patterns=files))
-    except (OSError, ValueError) as error:
-        raise UserError(f"--model {settings.model}: its weights could not be had: {first_line(error)}") from None
-
-
 @torch.no_grad()
 def _read_weights(pipeline: Pipeline, folder: Path, settings) -> None:
     """Read the weights of this rank's parts. Raises: UserError if one of any stage is missing or of another shape."""
     weights = zero_shards.Weights(folder)
-    for name, shape in pipeline.shapes.items():  # of all stages, so that no rank waits for one that has raised
-        if name not in weights.where:
-            raise UserError(f"--model {settings.model}: its safetensors files have no {name}; save the model again.")
-        if tuple(found := weights.shape(name)) != shape:
-            raise UserError(f"--model {settings.model}: {name} has shape {found} instead of {list(shape)}.")
+    shapes, held = pipeline.shapes, weights.where.keys()  # of all stages, so that no rank waits for one that has raised
+    names = complete.Names(
+        total=len(shapes),
+        missing=tuple(sorted(shapes.keys() - held)),
+        mismatched=tuple(
+            (name, found, list(shape))
+            for name, shape in shapes.items()
+            if name in held and (found := list(weights.shape(name))) != list(shape)
+        ),
+        unexpected=tuple(sorted(held - shapes.keys() - {f"{HEAD}.weight"})),  # a tied head may be saved as well
+        loaded_as=pipeline.architecture,
+    )
+    load.certify(settings, folder, names)
     for name, parameter in pipeline.named_weights().items():
         parameter.copy_(weights.get(name))
+    finite.check(pipeline.named_weights(), f"--model {settings.model}")
 
 
 def save(pipeline: Pipeline, folder: Path, tokenizer) -> None:

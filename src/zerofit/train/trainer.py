@@ -43,6 +43,7 @@ from zerofit.model import (
     tiled_mlp,
 )
 from zerofit.model.load import count_parameters
+from zerofit.model.weights import complete
 from zerofit.optim import build, registry, sophia
 from zerofit.paths import write_text
 from zerofit.settings import Check
@@ -224,10 +225,13 @@ class ZerofitTrainer(Trainer):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _issue_warnings_after_load(self, load_result) -> None:
-        """Warn of weights that a checkpoint lacks, but not of those that it holds under the name they are tied to."""
+        """Refuse a checkpoint that lacks weights; those that it holds under the name they are tied to are there."""
         tied = getattr(self.model, "all_tied_weights_keys", {})
         missing = [name for name in load_result.missing_keys if name not in tied]
-        super()._issue_warnings_after_load(type(load_result)(missing, load_result.unexpected_keys))
+        if missing or load_result.unexpected_keys:
+            what = "lacks" if missing else "has no place in this model for"
+            names = complete.listed(sorted(missing or load_result.unexpected_keys))
+            raise UserError(f"the checkpoint to go on from {what} {names}: it is of another model, or not complete.")
 
     def _determine_best_metric(self, metrics, trial) -> bool:
         """Return whether to save for --save_strategy best: at a new best metric, or where a save is due anyway.

@@ -1,0 +1,1 @@
+"""Check a model's weights: files, names and shapes, values."""
