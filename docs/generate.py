@@ -16,6 +16,7 @@ sys.path.insert(0, str(SRC.parent))
 
 FOLDERS = [
     "",
+    "job",
     "config",
     "data",
     "model",
@@ -53,7 +54,7 @@ CODE = """# The code
 
 ```
 errors, settings, ... (files of the package)
-    < data < model < optim < config < train < pipeline < plan < export < launch < recipe.py < cli.py
+    < job < data < model < optim < config < train < pipeline < plan < export < launch < recipe.py < cli.py
 ```
 
 A folder imports only what stands left of it, and no two files import each other (`tests/test_layers.py`). A file runs

@@ -4,6 +4,7 @@ import contextlib
 import gc
 import json
 import os
+import runpy
 import signal
 import sys
 import tempfile
@@ -89,16 +90,17 @@ def _answer_and_end(number: int, question: dict) -> None:
         _say([number, {"mistake": str(error)}])
     except simulate.SimulationFailed as error:
         _say([number, {"failed": str(error)}])
-    except BaseException:
+    except BaseException as error:
         import traceback
 
-        _say([number, {"trace": traceback.format_exc()}])
+        own = f"the recipe {question['program'][0]}: {type(error).__name__}: {error}" if question["program"] else None
+        _say([number, {"failed": own} if own else {"trace": traceback.format_exc()}])
     finally:
         sys.stdout.flush()
         os._exit(0)
 
 
-def _answer(recipe, flags, ranks, rank, gpu, device, fake, padded, overrides, habits, widths) -> dict:
+def _answer(recipe, flags, ranks, rank, gpu, device, fake, padded, overrides, habits, widths, program) -> dict:
     """Train two steps as one rank of the job; return what `simulate.run` returns. Args: see `simulate.question`."""
     import time
 
@@ -134,7 +136,7 @@ def _answer(recipe, flags, ranks, rank, gpu, device, fake, padded, overrides, ha
         host_tracker = _host_tracker(stack) if on_gpu else None
         stack.enter_context(tracker)
         with _without_collections():
-            trainer = _trainer(settings, arguments, rows, config, device, fake)
+            trainer = _trainer(settings, arguments, rows, config, device, fake, program)
         for habit in habits:
             HABITS[habit](trainer)
         if on_gpu and overrides:
@@ -462,7 +464,7 @@ def _host_tracker(stack):
     return tracker
 
 
-def _trainer(settings, arguments, rows, config, device, fake):
+def _trainer(settings, arguments, rows, config, device, fake, program):
     """Return the trainer and model as the recipe builds them. rows: tokenizer, training and eval rows."""
     import torch
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
@@ -495,7 +497,9 @@ def _trainer(settings, arguments, rows, config, device, fake):
     # not use_cpu: activations are then offloaded from the fake GPU
     settings = settings.replace(use_cpu=settings.use_cpu and not on_gpu)
 
-    class SimulatedTrainer(PreferenceTrainer if settings.recipe == "dpo" else ZerofitTrainer):
+    stock = PreferenceTrainer if settings.recipe == "dpo" else ZerofitTrainer
+
+    class SimulatedTrainer(_trainer_of(program, stock)):
         def fuse_loss(self, net):
             with fake_device.real_tensors() if fake else contextlib.nullcontext():  # it computes test logits
                 return super().fuse_loss(net)
@@ -506,3 +510,26 @@ def _trainer(settings, arguments, rows, config, device, fake):
     trainer = SimulatedTrainer(settings, model, tokenizer, arguments, train_rows, eval_rows)
     trainer.remove_callback(progress.Reporter)
     return trainer
+
+
+def _trainer_of(program: list[str] | None, stock: type) -> type:
+    """Return the trainer that a recipe of one's own defines: the class derived from the kit's, else the kit's.
+
+    Raises: SimulationFailed for several, or a recipe that cannot be imported without running.
+    """
+    if program is None:
+        return stock
+    file = Path(program[0])
+    if "__name__" not in file.read_text(encoding="utf-8"):
+        raise simulate.SimulationFailed(f'{file} has no `if __name__ == "__main__":`, so an import would train')
+    sys.path.insert(0, str(file.parent))  # as for the program itself
+    try:
+        names = runpy.run_path(str(file), run_name="zerofit_own_recipe")
+    except (Exception, SystemExit) as error:
+        raise simulate.SimulationFailed(f"{file} cannot be imported ({type(error).__name__}: {error})") from None
+    own = {c for c in names.values() if isinstance(c, type) and issubclass(c, stock)}
+    own = {c for c in own if not c.__module__.startswith("zerofit.")}
+    own = [c for c in own if not any(other is not c and issubclass(other, c) for other in own)]
+    if len(own) > 1:
+        raise simulate.SimulationFailed(f"{file} defines {len(own)} trainers, and nothing says which one it uses")
+    return own[0] if own else stock

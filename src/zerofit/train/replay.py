@@ -18,12 +18,15 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="zerofit replay", allow_abbrev=False, description=__doc__)
     parser.add_argument("folder", help="runs/<run>/nan/step-<n>, or the run folder for its last one")
     parser.add_argument("--model", default="", help="weights to use instead of those that were kept")
+    parser.add_argument("--trust_remote_code", action="store_true", help="run the model's Python code")
     args = parser.parse_args(argv)
     folder = _folder(Path(args.folder).expanduser())
     try:
         facts = nan_guard.read(folder)
     except (OSError, ValueError) as error:
         raise UserError(f"{folder}: is no kept step ({error}); name a nan/step-<n> of a run folder.") from None
+    given = ["--trust_remote_code", "true"] if args.trust_remote_code else []
+    _refuse_what_is_not_this_users(facts, folder, given)
     settings, autocast_dtype = _settings(facts, folder, args.model)
     model, fused = _model(settings, folder, args.model)
     weights_note = "" if args.model or (folder / "model").is_dir() else " (the run's first ones; --model names others)"
@@ -50,6 +53,21 @@ def _folder(given: Path) -> Path:
     if not steps:
         raise UserError(f"{given}: holds no nan/step-<n>; that run has met no step without a finite gradient.")
     return steps[max(steps)]
+
+
+def _refuse_what_is_not_this_users(facts: dict, folder: Path, given: list[str]) -> None:
+    """Refuse a step.json whose flags run code that this user has not started; `given` are this command's.
+
+    Raises: UserError, also for a file that names no recipe and flags.
+    """
+    from zerofit.config import parse
+    from zerofit.config.arguments import RECIPES
+
+    flags = facts.get("flags")
+    if facts.get("recipe") not in [*RECIPES] or not isinstance(flags, list) or any(type(f) is not str for f in flags):
+        raise UserError(f"{folder}: its step.json is damaged; name another nan/step-<n> of a run folder.")
+    parse.refuse_foreign_code(facts["recipe"], flags, given, folder.resolve().parents[1])
+    facts["flags"] = [*flags, *given]
 
 
 def _settings(facts: dict, folder: Path, model: str):
