@@ -134,19 +134,21 @@ def again(program: Program) -> Path:
     """
     if not program.file.is_file():
         raise UserError(f"{program.file}: the program of this run is no longer there; put it back, then resume.")
-    note_change(program.sha256, of(program.file))
+    note_change(program.facts, of(program.file))
     here = Path.cwd()
     return program.file.relative_to(here) if program.file.is_relative_to(here) else program.file
 
 
-def note_change(was: str, now: Program) -> None:
-    """Print a line if a program is not the one of this hash any more."""
-    if was != now.sha256:
-        print(
-            f"note: {now.file} has changed since the run began (sha256 {was[:12]}, now {now.sha256[:12]}); the run "
-            "goes on with the changed program",
-            flush=True,
-        )
+def note_change(was: dict, now: Program) -> None:
+    """Print a line if a program is another one than that of these facts, or has changed."""
+    before, after = was["sha256"], now.sha256
+    if before == after:
+        return
+    if was["file"] == str(now.file):
+        said = f"{now.file} has changed since it was started (sha256 {before[:12]}, now {after[:12]})"
+    else:
+        said = f"{was['file']} (sha256 {before[:12]}) trained so far, {now.file} ({after[:12]}) from here on"
+    print(f"note: {said}; what it computes may differ", flush=True)
 
 
 # --- what this user has started ---
@@ -207,7 +209,7 @@ def of_run(run: Path, recipe: str, known: dict | None, named: str = "") -> Progr
     Raises: UserError if the program is gone, or another one than the kit's recipe has trained there.
     """
     record = recall(run)
-    trained = (record or known or {}).get("sha256")
+    trained = record or known
     if named:
         program = start(named)
     elif record:
@@ -218,8 +220,8 @@ def of_run(run: Path, recipe: str, known: dict | None, named: str = "") -> Progr
         program = start(recipe)
         kit = of(ROOT / "recipes" / f"{recipe}.py").sha256
         problem = f"{program.file} is not the {recipe}.py of this zerofit" if program.sha256 != kit else ""
-        if known != {} and trained != kit:
-            said = f"{known['file']} (sha256 {trained[:12]})" if known else "a program without a file"
+        if known != {} and (known is None or known["sha256"] != kit):
+            said = f"{known['file']} (sha256 {known['sha256'][:12]})" if known else "a program without a file"
             problem = f"it was trained by {said}, not by the {recipe}.py of this zerofit"
         if problem:
             raise UserError(

@@ -432,7 +432,8 @@ class ZerofitTrainer(Trainer):
     @property
     def own_loss(self) -> bool:
         """Return whether a recipe of one's own computes the loss."""
-        return not type(self).compute_loss.__module__.startswith("zerofit.") or self.compute_loss_func is not None
+        owner = next(kind for kind in type(self).__mro__ if "compute_loss" in vars(kind))
+        return not owner.__module__.startswith("zerofit.") or self.compute_loss_func is not None
 
     def check_hooks(self) -> None:
         """Refuse hooks of transformers' Trainer that nothing here would call, before the first step.
