@@ -6,6 +6,7 @@ import functools
 import hashlib
 import json
 import os
+import runpy
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from zerofit.paths import PROJECT, ROOT, cache_root, own_folder
 # Calls whose first argument names the set of arguments that a recipe takes.
 NAMES_ARGUMENTS = {"check_early": "entrypoint", "parse": "recipe"}
 
-NAME_IT = "name the program: `zerofit resume RUN --recipe FILE`, or `make resume RUN=... RECIPE=FILE`"
+NAME_IT = "name the program with --recipe FILE (`make resume RUN=... RECIPE=FILE`)"
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,28 @@ def file_of(recipe: str) -> Path:
     return running.file if running and running.recipe == recipe else PROJECT / "recipes" / f"{recipe}.py"
 
 
+def own_class(file: Path, base: type) -> type:
+    """Return the one class that a recipe derives from the kit's class `base`, or `base`; its main() is not run.
+
+    Raises: UserError for several, or a recipe that cannot be imported.
+    """
+    if not of(file).defines_classes:
+        return base
+    if "__name__" not in file.read_text(encoding="utf-8"):
+        raise UserError(f'{file}: has no `if __name__ == "__main__":`, so that an import would train.')
+    sys.path.insert(0, str(file.parent))  # as for the program itself
+    try:
+        names = runpy.run_path(str(file), run_name="zerofit_recipe")
+    except (Exception, SystemExit) as error:
+        raise UserError(f"{file}: cannot be imported: {type(error).__name__}: {error}.") from None
+    own = {kind for kind in names.values() if isinstance(kind, type) and issubclass(kind, base)}
+    own = {kind for kind in own if not kind.__module__.startswith("zerofit.")}
+    own = [kind for kind in own if not any(other is not kind and issubclass(other, kind) for other in own)]
+    if len(own) > 1:
+        raise UserError(f"{file}: derives {len(own)} classes from {base.__name__}, and nothing says which one it uses.")
+    return own[0] if own else base
+
+
 def again(program: Program) -> Path:
     """Return the file of a program that is to be started, with a note if it has changed since it was first read.
 
@@ -197,6 +220,13 @@ def _records() -> Path:
 
 def _name(run: Path) -> str:
     return hashlib.sha256(str(run.resolve()).encode("utf-8", "surrogateescape")).hexdigest()[:32] + ".json"
+
+
+def said_by(facts: dict) -> dict | None:
+    """Return the "program" of a run.json that may be somebody else's: {} where it has none or no valid one."""
+    said = facts.get("program", {})
+    valid = said is None or (isinstance(said, dict) and all(type(said.get(n)) is str for n in ("file", "sha256")))
+    return said if valid else {}
 
 
 def of_run(run: Path, recipe: str, known: dict | None, named: str = "") -> Program:

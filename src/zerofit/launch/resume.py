@@ -37,7 +37,7 @@ def main(argv: list[str]) -> None:
     named = args.recipe or command_line.value_of(args.flags, ("--recipe",)) or ""
     args.flags = command_line.drop(args.flags, "--recipe")
     new = [*args.flags, *shlex.split(args.args)]
-    started = program.of_run(folder, recipe, facts.get("program", {}), named)
+    started = program.of_run(folder, recipe, program.said_by(facts), named)
     parse.refuse_foreign_code(recipe, flags, new, folder)
     overridden = command_line.names(new)
     place = node_options.of(args)
@@ -71,9 +71,9 @@ def read_facts(folder: Path) -> dict:
     """
     try:
         facts = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-        flags, known = facts["flags"], facts.get("program") or {"file": "", "sha256": ""}
-        whole = all(isinstance(text, str) for text in (*flags, known["file"], known["sha256"]))
-        whole &= isinstance(flags, list) and isinstance(facts["world_size"], int) and facts["recipe"] in RECIPES
+        flags = facts["flags"]
+        whole = isinstance(flags, list) and all(isinstance(word, str) for word in flags)
+        whole &= isinstance(facts["world_size"], int) and facts["recipe"] in RECIPES
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         whole = False
     if not whole:

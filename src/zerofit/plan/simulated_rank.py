@@ -4,7 +4,6 @@ import contextlib
 import gc
 import json
 import os
-import runpy
 import signal
 import sys
 import tempfile
@@ -499,7 +498,7 @@ def _trainer(settings, arguments, rows, config, device, fake, program):
 
     stock = PreferenceTrainer if settings.recipe == "dpo" else ZerofitTrainer
 
-    class SimulatedTrainer(_trainer_of(program, stock)):
+    class SimulatedTrainer(_trainer_of(program and program[0], stock)):
         def fuse_loss(self, net):
             with fake_device.real_tensors() if fake else contextlib.nullcontext():  # it computes test logits
                 return super().fuse_loss(net)
@@ -512,24 +511,12 @@ def _trainer(settings, arguments, rows, config, device, fake, program):
     return trainer
 
 
-def _trainer_of(program: list[str] | None, stock: type) -> type:
-    """Return the trainer that a recipe of one's own defines: the class derived from the kit's, else the kit's.
+def _trainer_of(file: str | None, stock: type) -> type:
+    """Return the trainer of a recipe of one's own; stock: the kit's. Raises: SimulationFailed if it is not found."""
+    from zerofit.errors import UserError
+    from zerofit.job import program
 
-    Raises: SimulationFailed for several, or a recipe that cannot be imported without running.
-    """
-    if program is None:
-        return stock
-    file = Path(program[0])
-    if "__name__" not in file.read_text(encoding="utf-8"):
-        raise simulate.SimulationFailed(f'{file} has no `if __name__ == "__main__":`, so an import would train')
-    sys.path.insert(0, str(file.parent))  # as for the program itself
     try:
-        names = runpy.run_path(str(file), run_name="zerofit_own_recipe")
-    except (Exception, SystemExit) as error:
-        raise simulate.SimulationFailed(f"{file} cannot be imported ({type(error).__name__}: {error})") from None
-    own = {c for c in names.values() if isinstance(c, type) and issubclass(c, stock)}
-    own = {c for c in own if not c.__module__.startswith("zerofit.")}
-    own = [c for c in own if not any(other is not c and issubclass(other, c) for other in own)]
-    if len(own) > 1:
-        raise simulate.SimulationFailed(f"{file} defines {len(own)} trainers, and nothing says which one it uses")
-    return own[0] if own else stock
+        return program.own_class(Path(file), stock) if file else stock
+    except UserError as error:
+        raise simulate.SimulationFailed(str(error).rstrip(".")) from None

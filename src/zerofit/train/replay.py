@@ -6,10 +6,12 @@ Reads what nan_guard.NanGuard saved: each rank's micro batches, and the weights 
 import argparse
 import contextlib
 import math
+import tempfile
 from pathlib import Path
 
 from zerofit import run_folder
 from zerofit.errors import EXIT_CODES, UserError
+from zerofit.job import program
 from zerofit.train import nan_guard
 
 
@@ -18,6 +20,7 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="zerofit replay", allow_abbrev=False, description=__doc__)
     parser.add_argument("folder", help="runs/<run>/nan/step-<n>, or the run folder for its last one")
     parser.add_argument("--model", default="", help="weights to use instead of those that were kept")
+    parser.add_argument("--recipe", default="", help="the recipe's file (default: the one that you started there)")
     parser.add_argument("--trust_remote_code", action="store_true", help="run the model's Python code")
     args = parser.parse_args(argv)
     folder = _folder(Path(args.folder).expanduser())
@@ -25,10 +28,9 @@ def main(argv: list[str]) -> None:
         facts = nan_guard.read(folder)
     except (OSError, ValueError) as error:
         raise UserError(f"{folder}: is no kept step ({error}); name a nan/step-<n> of a run folder.") from None
-    given = ["--trust_remote_code", "true"] if args.trust_remote_code else []
-    _refuse_what_is_not_this_users(facts, folder, given)
+    started = _program(facts, folder, args)
     settings, autocast_dtype = _settings(facts, folder, args.model)
-    model, fused = _model(settings, folder, args.model)
+    model, loss_of = _model(settings, folder, args.model, started)
     weights_note = "" if args.model or (folder / "model").is_dir() else " (the run's first ones; --model names others)"
     print(
         f"replay of {folder}: {settings.precision} on {model.device}, weights of {settings.model}{weights_note}",
@@ -39,7 +41,7 @@ def main(argv: list[str]) -> None:
         for index, batch in enumerate(_batches(folder / f"rank{rank}.safetensors")):
             rows = facts["rows"][rank][index] if facts["rows"] else []
             bad_batches += _say(
-                f"rank {rank} micro batch {index}", _look(model, fused, batch, autocast_dtype), rows, facts["texts"]
+                f"rank {rank} micro batch {index}", _look(model, loss_of, batch, autocast_dtype), rows, facts["texts"]
             )
     if not bad_batches:
         print("all is finite here: the fault was of that moment (a device, a rank, a precision), or of other weights")
@@ -55,19 +57,24 @@ def _folder(given: Path) -> Path:
     return steps[max(steps)]
 
 
-def _refuse_what_is_not_this_users(facts: dict, folder: Path, given: list[str]) -> None:
-    """Refuse a step.json whose flags run code that this user has not started; `given` are this command's.
+def _program(facts: dict, folder: Path, args) -> program.Program:
+    """Return the program that trained the step, as this user has started or named it, and check its flags.
 
-    Raises: UserError, also for a file that names no recipe and flags.
+    Raises: UserError for flags that run code of a run that this user has not started, and for a damaged step.json.
     """
     from zerofit.config import parse
     from zerofit.config.arguments import RECIPES
 
-    flags = facts.get("flags")
+    facts = facts if isinstance(facts, dict) else {}
+    flags, run = facts.get("flags"), folder.resolve().parents[1]
     if facts.get("recipe") not in [*RECIPES] or not isinstance(flags, list) or any(type(f) is not str for f in flags):
         raise UserError(f"{folder}: its step.json is damaged; name another nan/step-<n> of a run folder.")
-    parse.refuse_foreign_code(facts["recipe"], flags, given, folder.resolve().parents[1])
+    said = program.said_by(run_folder.read_json(run / "run.json"))
+    started = program.of_run(run, facts["recipe"], said, args.recipe)
+    given = ["--trust_remote_code", "true"] if args.trust_remote_code else []
+    parse.refuse_foreign_code(facts["recipe"], flags, given, run)
     facts["flags"] = [*flags, *given]
+    return started
 
 
 def _settings(facts: dict, folder: Path, model: str):
@@ -97,8 +104,8 @@ def _settings(facts: dict, folder: Path, model: str):
     return settings, autocast_dtype
 
 
-def _model(settings, folder: Path, named: str):
-    """Return (the model as the run built it, in training mode; its fused loss or None)."""
+def _model(settings, folder: Path, named: str, started: program.Program):
+    """Return (the model as the run built it, in training mode; its loss: (inputs, number of items) -> tensor)."""
     from zerofit.config import resolve
     from zerofit.model import adapters, fused_loss, tiled_mlp
     from zerofit.model.load import load_model, load_tokenizer
@@ -114,10 +121,37 @@ def _model(settings, folder: Path, named: str):
             from safetensors.torch import load_file
 
             set_peft_model_state_dict(model, load_file(adapter_file))
+    model.train()
+    if (own := _own_trainer(settings, model, tokenizer, started)) is not None:
+        return model, lambda inputs, count: own.compute_loss(model, inputs, num_items_in_batch=count)
     tiled_mlp.install(settings, model)
     fused = fused_loss.install(settings, model)
-    model.train()
-    return model, fused
+
+    def loss_of(inputs, count):
+        with fused.on() if fused else contextlib.nullcontext():
+            return model(**inputs, num_items_in_batch=count).loss
+
+    return model, loss_of
+
+
+def _own_trainer(settings, model, tokenizer, started: program.Program):
+    """Return the trainer of a recipe of one's own, which has a loss of its own; None if it has not."""
+    from datasets import Dataset
+
+    from zerofit.data.tokens import TokenizedDataset
+    from zerofit.train.preference import PreferenceTrainer
+    from zerofit.train.trainer import ZerofitTrainer, training_arguments
+
+    stock = PreferenceTrainer if settings.recipe == "dpo" else ZerofitTrainer
+    kind = program.own_class(started.file, stock)
+    if kind is stock:
+        return None
+    rows = TokenizedDataset(Dataset.from_list([{"input_ids": [0], "labels": [0], "lengths": [1]}]), {}, "replay")
+    settings = settings.replace(
+        world_size=1, ddp_backend=None, output_dir=tempfile.gettempdir(), report_to=[], push_to_hub=False
+    )
+    own = kind(settings, model, tokenizer, training_arguments(settings), rows, None)
+    return own if own.own_loss else None
 
 
 def _batches(file: Path) -> list[dict]:
@@ -132,7 +166,7 @@ def _batches(file: Path) -> list[dict]:
     return [batches[i] for i in sorted(batches)]
 
 
-def _look(net, fused, batch: dict, autocast_dtype) -> dict:
+def _look(net, loss_of, batch: dict, autocast_dtype) -> dict:
     """Return {"loss", "module": first with a non-finite output, "gradients": non-finite ones' names}."""
     import torch
     from accelerate.utils import send_to_device
@@ -153,8 +187,8 @@ def _look(net, fused, batch: dict, autocast_dtype) -> dict:
     inputs = send_to_device({k: v for k, v in batch.items() if k != "reference"}, net.device)
     count = sequence_parallel.supervised(inputs).clamp(min=1)
     autocast = torch.autocast(net.device.type, autocast_dtype) if autocast_dtype else contextlib.nullcontext()
-    with autocast, fused.on() if fused else contextlib.nullcontext():
-        loss = net(**inputs, num_items_in_batch=count).loss
+    with autocast:
+        loss = loss_of(inputs, count)
     loss.backward()
     for hook in hooks:
         hook.remove()
