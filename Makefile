@@ -5,6 +5,7 @@ SHELL := bash
 
 # --- what you can set (make sft GPUS=4 ZERO=3 ...) ---
 GIVEN_GPUS := $(filter-out undefined,$(origin GPUS))
+GIVEN_RECIPE := $(filter command%,$(origin RECIPE))
 GPUS ?= 1
 ZERO ?=
 OFFLOAD ?=
@@ -74,6 +75,8 @@ export PATH := $(abspath $(PREFIX))/bin:$(PATH)
 # one variable -> one flag of the same name; OUT is transformers' output_dir
 KNOBS = $(if $(ZERO),--zero="$$ZERO") $(if $(OFFLOAD),--offload="$$OFFLOAD") $(if $(SP),--sp_size="$$SP") $(if $(TP),--tp_size="$$TP") $(if $(PP),--pp_size="$$PP") $(if $(MODEL),--model="$$MODEL") \
 	$(if $(DATA),--data="$$DATA") $(if $(CONFIG),--config="$$CONFIG") $(if $(OUT),--output_dir="$$OUT")
+# RECIPE= is a name of recipes/, or a recipe's .py file anywhere
+PROGRAM = $(if $(filter %.py,$(RECIPE)),"$$RECIPE","recipes/$$RECIPE.py")
 # `make show sft ...` shows what `make sft ...` would run
 SHOW = $(if $(filter show,$(MAKECMDGOALS)),--show)
 BETWEEN = $(if $(JOIN_TIMEOUT),--join_timeout="$$JOIN_TIMEOUT") $(if $(INTERFACE),--interface="$$INTERFACE")
@@ -84,7 +87,7 @@ PLACE = $(if $(HOSTS),launchers/hostfile.sh --hosts="$$HOSTS" $(if $(INCLUDE),--
 	launchers/local.sh) --gpus="$$GPUS" --launcher="$$LAUNCHER")
 LAUNCH = PYTHON="$(PY)" $(PLACE) $(BETWEEN) --port="$$PORT" --args="$$ARGS" $(SHOW)
 
-.PHONY: help sft lora dpo pipeline resume export chat report slurm status cancel show doctor plan batch-size data
+.PHONY: help sft lora dpo pipeline launch resume export chat report slurm status cancel show doctor plan batch-size data
 help: ## this list
 	@echo 'zerofit: fine-tune language models with Accelerate and DeepSpeed ZeRO'
 	@echo; grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | awk -F'\t' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -106,10 +109,13 @@ dpo: $(STAMP) ## tune on preference pairs, after SFT (ARGS="--adapter lora --bet
 pipeline: $(STAMP) ## fine-tune all weights, the layers cut into PP=2 stages: for slow links between nodes
 	@$(if $(GIVEN_GPUS)$(filter-out 1,$(NODES)),,GPUS="$${PP:-2}";) $(LAUNCH) recipes/pipeline.py $(KNOBS)
 
-resume: $(STAMP) ## resume RUN=runs/x from its latest valid checkpoint (GPUS= ZERO= OFFLOAD= SP= may differ, ARGS="--more flags")
+launch: $(STAMP) ## train with a recipe of your own: RECIPE=my_sft.py (docs/own_recipes.md)
+	@$(LAUNCH) $(PROGRAM) $(KNOBS)
+
+resume: $(STAMP) ## resume RUN=runs/x from its latest valid checkpoint (GPUS= ZERO= OFFLOAD= SP= RECIPE= may differ, ARGS="--more flags")
 	@test -n "$$RUN" || { echo 'zerofit: error: make resume: name the run folder with RUN=runs/...' >&2; exit 2; }
 	@PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit resume --launcher="$$LAUNCHER" \
-		--port="$$PORT" $(if $(GIVEN_GPUS),--gpus="$$GPUS") --args="$$ARGS" $(if $(filter-out 1,$(NODES)),--nnodes="$$NODES" \
+		--port="$$PORT" $(if $(GIVEN_GPUS),--gpus="$$GPUS") $(if $(GIVEN_RECIPE),--recipe="$$RECIPE") --args="$$ARGS" $(if $(filter-out 1,$(NODES)),--nnodes="$$NODES" \
 		--node_rank="$$NODE_RANK" --master_addr="$$MASTER_ADDR" $(BETWEEN)) "$$RUN" \
 		$(if $(ZERO),--zero="$$ZERO") $(if $(OFFLOAD),--offload="$$OFFLOAD") $(if $(SP),--sp_size="$$SP") $(if $(TP),--tp_size="$$TP") \
 		$(if $(PP),--pp_size="$$PP")
@@ -129,7 +135,7 @@ report: $(STAMP) ## write report.html of RUN=runs/x, or of several side by side:
 
 slurm: $(STAMP) ## submit a SLURM job that saves, is requeued and resumes (NODES=4 GPUS=8 RECIPE= SBATCH="--partition=x" SWEEP=file)
 	@PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit slurm --nodes="$${NODES:-1}" --gpus="$$GPUS" \
-		--sbatch="$$SBATCH" --sweep="$$SWEEP" --args="$$ARGS" $(if $(SHOW),--print) "recipes/$$RECIPE.py" $(KNOBS)
+		--sbatch="$$SBATCH" --sweep="$$SWEEP" --args="$$ARGS" $(if $(SHOW),--print) $(PROGRAM) $(KNOBS)
 
 status: $(STAMP) ## show how the job of RUN=runs/x stands
 	@test -n "$$RUN" || { echo 'zerofit: error: make status: name the run folder with RUN=runs/...' >&2; exit 2; }
@@ -140,7 +146,7 @@ cancel: $(STAMP) ## end the job of RUN=runs/x after a save (ARGS=--now: at once)
 	@set -f; PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit cancel $$ARGS "$$RUN"
 
 show: $(STAMP) ## print command, environment and arguments (make show lora GPUS=2 ...) without starting anything
-	@$(if $(filter sft lora dpo pipeline data slurm,$(MAKECMDGOALS)),true,$(LAUNCH) "recipes/$$RECIPE.py" $(KNOBS))
+	@$(if $(filter sft lora dpo pipeline launch data slurm,$(MAKECMDGOALS)),true,$(LAUNCH) $(PROGRAM) $(KNOBS))
 
 doctor: $(STAMP) ## check what would break or slow down a run on this machine, with fixes (NODES= ARGS=--json)
 	@set -f; PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit doctor \

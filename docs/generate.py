@@ -16,6 +16,7 @@ sys.path.insert(0, str(SRC.parent))
 
 FOLDERS = [
     "",
+    "job",
     "config",
     "data",
     "model",
@@ -55,7 +56,7 @@ CODE = """# The code
 
 ```
 errors, settings, ... (files of the package)
-    < data < model < optim < config < certificate < train < pipeline < plan < export < launch < recipe.py < cli.py
+    < job < data < model < optim < config < certificate < train < pipeline < plan < export < launch < recipe.py < cli.py
 ```
 
 A folder imports only what stands left of it, and no two files import each other (`tests/test_layers.py`). A file runs

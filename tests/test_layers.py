@@ -8,7 +8,7 @@ from conftest import ROOT
 
 SRC = ROOT / "src" / "zerofit"
 FILES = sorted(SRC.rglob("*.py"))
-ORDER = ["", "data", "model", "optim", "config", "certificate", "train", "pipeline", "plan", "export", "launch"]
+ORDER = ["", "job", "data", "model", "optim", "config", "certificate", "train", "pipeline", "plan", "export", "launch"]
 LAST = ["entrypoint", "recipe", "cli", "__main__", "__init__"]  # files of the package that may import all folders
 
 

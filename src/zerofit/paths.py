@@ -93,13 +93,22 @@ def private_folder() -> Path | None:
 
     None if the name is taken by another user's folder, one that others can write to, or a link.
     """
-    folder = Path(tempfile.gettempdir()) / f"zerofit-{os.getuid()}"
-    with contextlib.suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
+    return own_folder(Path(tempfile.gettempdir()) / f"zerofit-{os.getuid()}")
+
+
+def own_folder(folder: Path, make: bool = True) -> Path | None:
+    """Return a folder that only this user can write to (mode 0700); None if the name is taken by anything else.
+
+    Args: make: make it if missing, in a folder that exists.
+    """
+    if make:
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
     about = folder.lstat()
     if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid() or about.st_mode & 0o022:
         return None
-    folder.chmod(0o700)
+    if make:
+        folder.chmod(0o700)
     return folder
 
 

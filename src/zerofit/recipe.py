@@ -6,10 +6,11 @@ import os
 import sys
 from pathlib import Path
 
-from zerofit import allocator, distributed, log_filters
+from zerofit import allocator, command_line, distributed, log_filters
 from zerofit.config import resolve
 from zerofit.data import hub
 from zerofit.errors import printable
+from zerofit.job import program
 from zerofit.launch import batch_search
 from zerofit.model import load
 from zerofit.paths import from_here
@@ -97,6 +98,7 @@ def open_run_folder(settings: Settings, train_set, eval_set) -> None:
             run_folder.keep_metrics(folder, int(resumed.rpartition("-")[2]) if resumed else 0)
     _leave_newer_checkpoints(settings)
     run_folder.open_folder(settings)
+    _remember_program(settings)
     sets = {"training": train_set, "evaluation": eval_set}
     sets = {name: rows for name, rows in sets.items() if rows is not None}
     if distributed.rank() == 0:
@@ -113,7 +115,21 @@ def open_run_folder(settings: Settings, train_set, eval_set) -> None:
         facts = {name: {"fingerprint": rows.fingerprint, **rows.statistics} for name, rows in sets.items()}
         said = {"canary": os.environ.get(trial.CANARY_RESULT), "plan": os.environ.get(memory_history.PLANNED)}
         more = {name: json.loads(text) for name, text in said.items() if text not in (None, "", "{}")}
-        run_folder.write_run(settings, {"data": facts, "resumed": settings.resumed} | more)
+        own = program.current()
+        more |= {"program": own and own.facts, "resumed": settings.resumed}
+        run_folder.write_run(settings, {"data": facts} | more)
+
+
+def _remember_program(settings: Settings) -> None:
+    """Record on each node for this user what trains into the run folder, so that `zerofit resume` starts it again."""
+    if trial.is_canary() or trial.is_batch_search() or not distributed.first_of_node():
+        return
+    try:
+        program.remember(Path(settings.output_dir), command_line.without_secrets(settings.flags))
+    except OSError as error:
+        settings.decisions.append(
+            f"the program is not recorded: {error.filename}: {error.strerror}; `zerofit resume` will ask for it"
+        )
 
 
 def _leave_newer_checkpoints(settings: Settings) -> None:

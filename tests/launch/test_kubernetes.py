@@ -292,7 +292,7 @@ REFUSED = {
     "batch by size": (["--nodes", "3:4", "--gpus", "8"], [], "would be 24 on 24 ranks and 32 on 32"),
     "unknown flag": ([], ["--zeero", "3"], "did you mean --zero?"),
     "show": ([], ["--show"], "--show: prints and trains nothing"),
-    "recipe": ([], None, "--recipe ppo"),
+    "recipe": ([], None, "recipes/ppo.py: no such recipe; there are dpo, lora, pipeline, sft"),
 }
 
 

@@ -42,7 +42,8 @@ def launch(folder, *flags, fault=None, gpus="2", zero="2", timeout=400, recipe="
 
     fresh: with a fault, in an interpreter of its own, whose processes are told by their command lines.
     """
-    words = ["-m", "zerofit", "launch", "--gpus", gpus, f"recipes/{recipe}.py", *COMMON, "--zero", zero, *flags]
+    file = recipe if recipe.endswith(".py") else f"recipes/{recipe}.py"
+    words = ["-m", "zerofit", "launch", "--gpus", gpus, file, *COMMON, "--zero", zero, *flags]
     if not fault:
         return run_python([*words, "--output_dir", str(folder)], cwd=ROOT, timeout=timeout)
     marker = folder.with_suffix(".struck")

@@ -339,7 +339,7 @@ def test_a_limit_ends_the_verb_with_2_after_the_report(tmp_path, zerofit):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--recipe", "kto"], "--recipe kto: must be one of sft, lora, dpo, pipeline."),
+        (["--recipe", "kto"], "kto: no such recipe; there are dpo, lora, pipeline, sft"),
         (["--data", "nowhere.jsonl", "--model", str(TINY / "model")], "nowhere.jsonl"),
         (["--max_lenght", "8"], "did you mean --max_length"),
         (["--args", "'open"], "cannot be split into words"),

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from zerofit.config import batch_size
+from zerofit.errors import UserError
 from zerofit.paths import ROOT
 
 TINY = ROOT / "examples" / "tiny"
@@ -466,6 +467,15 @@ RECIPES = {
 }
 
 DPO_LORA_LEARNING_RATE = 5e-6
+
+
+def check_name(recipe: str) -> None:
+    """Raise UserError unless this is the name of a set of arguments."""
+    if recipe not in RECIPES:
+        raise UserError(
+            f'recipe.parse("{recipe}"): there are no such arguments; name those of {", ".join(RECIPES)}, whatever the '
+            "recipe's file is called."
+        )
 
 
 def bundled_folder(recipe: str) -> Path:

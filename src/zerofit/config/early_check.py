@@ -6,6 +6,7 @@ from pathlib import Path
 from zerofit import command_line, run_folder
 from zerofit.config import arguments, help, parse, presets
 from zerofit.data import hub, sources
+from zerofit.job import program
 
 OF_A_FILE = ("launch", "slurm", "hosts", "kubernetes")  # verbs that take a recipe's file and its flags
 
@@ -20,16 +21,14 @@ def command(verb: str, words: list[str]) -> None:
     except ValueError:
         return  # parse.command_line raises the error
     if verb == "data" and not {"-h", "--help"} & {*words, *more}:
-        name = command_line.value_of(words, ("--recipe",)) or "sft"
-        if name in arguments.RECIPES:
-            check(name, [*words, *more], here=True, own_folder=False, strict=False)
-    file = next(
-        (i for i, word in enumerate(words) if Path(word).stem in arguments.RECIPES and word.endswith(".py")), None
-    )
+        named = program.find(command_line.value_of(words, ("--recipe",)) or "sft")
+        check(named.recipe, [*words, *more], here=True, own_folder=False, strict=False)
+    file = next((i for i, word in enumerate(words) if word.endswith(".py")), None)
     if verb in OF_A_FILE and file is not None:
+        recipe = program.find(words[file]).recipe
         single_node = verb == "launch" and command_line.value_of(words[:file], ("--nnodes",)) in (None, "", "1")
         local = verb == "launch" and "--show" not in words[:file]
-        check(Path(words[file]).stem, [*words[file + 1 :], *more], here=local, own_folder=single_node)
+        check(recipe, [*words[file + 1 :], *more], here=local, own_folder=single_node)
 
 
 def check(recipe: str, argv: list[str], here: bool, own_folder: bool, strict: bool = True) -> None:
@@ -37,6 +36,7 @@ def check(recipe: str, argv: list[str], here: bool, own_folder: bool, strict: bo
 
     Args: here: model and data are on this machine; own_folder: this process chooses the run folder; strict: refuse
         flags that the recipe does not have."""
+    arguments.check_name(recipe)
     if {"-h", "--help"} & set(argv):
         print(help.text(recipe, whole="all" in argv))
         raise SystemExit(0)

@@ -17,9 +17,10 @@ from typing import Any
 import yaml
 from transformers import HfArgumentParser  # without torch; TrainingArguments brings it and takes seconds
 
-from zerofit.command_line import repeated, with_auto_as_probe
+from zerofit.command_line import by_flag, drop, names, repeated, with_auto_as_probe
 from zerofit.config import arguments, presets, synonyms
 from zerofit.errors import UserError
+from zerofit.job import program
 from zerofit.paths import read_text
 from zerofit.settings import Settings
 
@@ -117,6 +118,43 @@ def given(recipe: str, flags: list[str], name: str) -> Any:
     if name not in values and values.get("config"):
         values = read_yaml(values["config"], recipe, early=True)
     return values.get(name)
+
+
+# Argument -> (whether a value executes code, or sends the model out, for somebody else's run folder; what it does).
+FOR_OTHERS = {
+    "trust_remote_code": (lambda word: word != "false", "runs Python code that comes with its --model"),
+    "attn_implementation": (lambda word: "/" in word, "runs a kernel from the Hugging Face Hub"),
+    "push_to_hub": (lambda word: word != "false", "uploads the model under your name"),
+}
+
+# Arguments that decide what one of those executes or sends.
+DECIDE = (*FOR_OTHERS, "model", "model_revision", "config", "preset", "hub_model_id")
+
+
+def refuse_foreign_code(recipe: str, flags: list[str], new: list[str], run: Path) -> None:
+    """Refuse flags of a run folder that execute code or send something out, unless this user has given them.
+
+    Args: flags: that the run folder holds; new: of this command line, which are this user's; run: the run folder.
+    Raises: UserError, naming the flag to give again.
+    """
+    decide = {f"--{name}" for name in DECIDE}
+
+    def deciding(words: list[str]) -> list:
+        return [(name, values) for name, values, _ in by_flag(words) if name in decide]
+
+    record = program.recall(run)
+    if record and deciding(record["flags"]) == deciding(flags):
+        return
+    kept = drop(flags, *names(new))
+    for name, (matters, what) in FOR_OTHERS.items():
+        value = given(recipe, kept, name) if f"--{name}" not in names(new) else None
+        word = str(value[0] if isinstance(value, list) and value else value)
+        if value not in (None, False) and matters(word.lower()):
+            word = "true" if value in (True, []) else word
+            raise UserError(
+                f"{run}: its flags have --{name} {word}, which {what}, and this user has not started that run; give "
+                f"--{name} again to agree, or --{name} with another value."
+            )
 
 
 def read_yaml(path: str, recipe: str, early: bool = False) -> dict[str, Any]:
@@ -282,8 +320,7 @@ def command_line(recipe: str, flags: list[str], more: str = "", gpus: str = "1")
     Args: more: flags in one string, split like a shell would.
     Raises: UserError for an unknown recipe, an unclosed quote or a process count that is not a number above 0.
     """
-    if recipe not in arguments.RECIPES:
-        raise UserError(f"--recipe {recipe}: must be one of {', '.join(arguments.RECIPES)}.")
+    arguments.check_name(recipe)
     if not gpus.isdigit() or int(gpus) < 1:
         raise UserError(f"GPUS={gpus}: must be a whole number of 1 or more.")
     try:
@@ -299,6 +336,7 @@ def read(recipe: str, argv: list[str], world_size: int, gpu=None) -> Settings:
         for, which this machine need not have; None: this machine's.
     Raises: UserError for anything unknown or malformed.
     """
+    arguments.check_name(recipe)
     from_flags = explicit(recipe, argv, "command line")
     from_yaml = read_yaml(from_flags["config"], recipe) if from_flags.get("config") else {}
     given = {**from_yaml, **from_flags}

@@ -20,7 +20,8 @@ import torch
 from zerofit import command_line, distributed, hardware, rank_status
 from zerofit.config import parse
 from zerofit.errors import UserError
-from zerofit.paths import PROJECT, private_folder
+from zerofit.job import program
+from zerofit.paths import private_folder
 from zerofit.train import memory_report, trial
 
 MARGIN = 0.08  # fraction of device memory kept free: fragmentation, and rows that differ a little between ranks
@@ -44,15 +45,16 @@ def main(argv: list[str]) -> None:
     Raises: UserError for the user's mistakes, or if not even one row fits.
     """
     parser = argparse.ArgumentParser(prog="zerofit batch-size", allow_abbrev=False, description=__doc__)
-    parser.add_argument("--recipe", default="sft", help="whose flags: sft, lora or dpo (default sft)")
+    parser.add_argument("--recipe", default="sft", help="sft, lora, dpo or a recipe's file (default sft)")
     parser.add_argument("--gpus", default="1", help="processes")
     parser.add_argument("--args", default="", help="more recipe flags in one string, split like a shell would")
     args, flags = parser.parse_known_args(argv)
-    flags, ranks = parse.command_line(args.recipe, flags, args.args, args.gpus)
+    recipe = program.start(args.recipe).recipe
+    flags, ranks = parse.command_line(recipe, flags, args.args, args.gpus)
     if {"--help", "-h"} & set(flags):
         parser.print_help()
         return
-    if args.recipe == "pipeline":
+    if recipe == "pipeline":
         raise UserError(
             "batch-size --recipe pipeline: its trial steps need the whole model on a rank; name a micro batch with "
             "--per_device_train_batch_size."
@@ -61,7 +63,7 @@ def main(argv: list[str]) -> None:
     from zerofit.launch import prepare
     from zerofit.plan import preflight
 
-    settings = resolve_settings(args.recipe, flags, ranks)
+    settings = resolve_settings(recipe, flags, ranks)
     preflight.only_print(settings)
     prepare.prepare(settings)
     result = search(settings, flags)
@@ -157,8 +159,8 @@ def _run(settings, flags: list[str], ladder: list[int], limit: int) -> dict[int,
             gpus=ranks, output_dir=folder / "run", search_batch_size=False, per_device_train_batch_size=1,
             gradient_accumulation_steps=2, effective_batch_size=2 * settings.data_ranks, max_steps=2,
         )  # fmt: skip
-        recipe = PROJECT / "recipes" / f"{settings.recipe}.py"
-        command = prepare.command("torchrun", ranks, distributed.free_port(), recipe, trial_flags)
+        file = program.file_of(settings.recipe)
+        command = prepare.command("torchrun", ranks, distributed.free_port(), file, trial_flags)
         env = {k: v for k, v in os.environ.items() if k not in _RANK_VARIABLES and not k.startswith("TORCHELASTIC_")}
         env |= prepare.environment(ranks) | {trial.BATCH_SEARCH_JOB: str(job), rank_status.SUPERVISOR: str(os.getpid())}
         completed = subprocess.run(command, env=env, capture_output=True, text=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 from zerofit import command_line, hardware, run_folder
 from zerofit.config import defaults, resolve, show
 from zerofit.errors import UserError
+from zerofit.job.program import Program, again
 from zerofit.launch import batch_search, canary, prepare, standby, supervisor
 from zerofit.launch.cluster import documents, job_secret, node_options
 from zerofit.launch.cluster.coordinator import Coordinator
@@ -20,16 +21,16 @@ def main(argv: list[str]) -> None:
 
     Raises: UserError for the user's mistakes, before any process is started and before a run folder is made.
     """
-    args, recipe, flags, count = prepare.launch_arguments(argv)
+    args, program, flags, count = prepare.launch_arguments(argv)
     try:
         if node_options.of(args) is None and not args.show:
             standby.prefork()
-        _launch(args, recipe, flags, count)
+        _launch(args, program, flags, count)
     finally:
         standby.dismiss()
 
 
-def _launch(args, recipe: Path, flags: list[str], count: int) -> None:
+def _launch(args, program: Program, flags: list[str], count: int) -> None:
     """Launch on one node, or as one node of several. count: processes of this node."""
     place = node_options.of(args)
     prepare.without_a_launchers_variables()
@@ -39,32 +40,32 @@ def _launch(args, recipe: Path, flags: list[str], count: int) -> None:
     os.environ |= token
     hardware.check_devices(count, use_cpu="--use_cpu" in command_line.names(flags))
     if place is None:
-        _launch_on_one_node(args, recipe, flags, count)
+        _launch_on_one_node(args, program, flags, count)
     elif args.show:
-        _show_nodes(place, recipe, flags, count)
+        _show_nodes(place, program, flags, count)
     else:
         os.environ.setdefault(hardware.CPU_PRECISION, "fp32 nodes cannot agree on a timing")
         prepare.check_for_nodes(flags, args.launcher)
         if place.least == place.most:  # report a mistake in the flags before any node waits
-            _settings_on_nodes(recipe.stem, flags, count * place.most)
+            _settings_on_nodes(program.recipe, flags, count * place.most)
         with (
             job_secret.of_job(place, flags) as secret,
-            Coordinator(place, count, consistency.software(recipe.stem), secret) as coordinator,
+            Coordinator(place, count, consistency.software(program.file), secret) as coordinator,
         ):
             launch_as = _launch_as_leader if coordinator.leads else _launch_as_follower
-            launch_as(coordinator, args, recipe, flags, count)
+            launch_as(coordinator, args, program, flags, count)
 
 
-def _launch_on_one_node(args, recipe: Path, flags: list[str], count: int) -> None:
+def _launch_on_one_node(args, program: Program, flags: list[str], count: int) -> None:
     """Check everything, then run the job. count: its processes."""
-    if preflight.is_auto(recipe.stem, flags):
-        flags = preflight.chosen_flags(recipe.stem, flags, count)
+    if preflight.is_auto(program.recipe, flags):
+        flags = preflight.chosen_flags(program.recipe, flags, count)
     flags = command_line.put(flags, gpus=count)
-    settings = _settings(recipe.stem, flags, count)
+    settings = _settings(program.recipe, flags, count)
     env = _environment(settings, count)
 
     def command(flags):
-        return prepare.command(args.launcher, count, node_options.port_of(args.port), recipe, flags)
+        return prepare.command(args.launcher, count, node_options.port_of(args.port), again(program), flags)
 
     if args.show:
         _show(settings, command(flags), env)
@@ -82,8 +83,8 @@ def _launch_on_one_node(args, recipe: Path, flags: list[str], count: int) -> Non
     preflight.publish(planned)
     changed, flags = flags != before, command_line.put(flags, output_dir=folder)
     if changed:
-        settings = _settings(recipe.stem, flags, count)
-    job = supervisor.Job(command, partial(_settings, recipe.stem), settings, flags, folder, env, count)
+        settings = _settings(program.recipe, flags, count)
+    job = supervisor.Job(command, partial(_settings, program.recipe), settings, flags, folder, env, count)
     if canary.wanted(settings, planned, prepare.number_of_steps(settings, train_set)):
         job.flags, job.settings = canary.run(job, planned)
     raise SystemExit(supervisor.run(job))
@@ -96,12 +97,12 @@ def _planned(settings: Settings, flags: list[str], train_set, eval_set) -> tuple
     return planned, command_line.put(flags, **checkpointing)
 
 
-def _launch_as_leader(coordinator: Coordinator, args, recipe: Path, flags: list[str], count: int) -> None:
+def _launch_as_leader(coordinator: Coordinator, args, program: Program, flags: list[str], count: int) -> None:
     """Run the job as node 0, which decides: the nodes, the run folder, each attempt. count: processes of this node."""
     coordinator.membership.gather()
-    nodes, flags = _choose_nodes(coordinator, recipe.stem, flags)
+    nodes, flags = _choose_nodes(coordinator, program.recipe, flags)
     coordinator.begin_with(nodes, flags)
-    settings = _settings_on_nodes(recipe.stem, flags, coordinator.world_size)
+    settings = _settings_on_nodes(program.recipe, flags, coordinator.world_size)
     run_folder.claim_folder(settings)
     preflight.prestart(settings)
     folder, train_set, eval_set = prepare.prepare(settings)
@@ -109,23 +110,23 @@ def _launch_as_leader(coordinator: Coordinator, args, recipe: Path, flags: list[
     preflight.publish(planned)
     folder = _agree(coordinator, settings, train_set, eval_set, folder)
     if with_plan != flags:  # the other nodes learn it with the first attempt's order
-        flags, settings = with_plan, _settings_on_nodes(recipe.stem, with_plan, coordinator.world_size)
-    job = _job_on_nodes(coordinator, args, recipe, flags, settings, folder, count)
+        flags, settings = with_plan, _settings_on_nodes(program.recipe, with_plan, coordinator.world_size)
+    job = _job_on_nodes(coordinator, args, program, flags, settings, folder, count)
     if canary.wanted(settings, planned, prepare.number_of_steps(settings, train_set)):
         print("note: --canary is skipped: it runs on one node only", flush=True)
     raise SystemExit(supervisor.run(job))
 
 
-def _launch_as_follower(coordinator: Coordinator, args, recipe: Path, flags: list[str], count: int) -> None:
+def _launch_as_follower(coordinator: Coordinator, args, program: Program, flags: list[str], count: int) -> None:
     """Run this node's part of a job that node 0 leads. count: processes of this node."""
     coordinator.membership.gather()
-    if preflight.is_auto(recipe.stem, flags):
+    if preflight.is_auto(program.recipe, flags):
         flags = documents.with_decisions(flags, coordinator.job.flags)
-    settings = _settings_on_nodes(recipe.stem, flags, coordinator.world_size)
+    settings = _settings_on_nodes(program.recipe, flags, coordinator.world_size)
     _, train_set, eval_set = prepare.prepare(settings, decides=False)
     preflight.publish(None)
     folder = _agree(coordinator, settings, train_set, eval_set, None)
-    job = _job_on_nodes(coordinator, args, recipe, flags, settings, folder, count)
+    job = _job_on_nodes(coordinator, args, program, flags, settings, folder, count)
     raise SystemExit(supervisor.follow(job))
 
 
@@ -142,17 +143,17 @@ def _agree(coordinator: Coordinator, settings: Settings, train_set, eval_set, fo
 
 
 def _job_on_nodes(
-    coordinator: Coordinator, args, recipe: Path, flags: list[str], settings: Settings, folder: Path, count: int
+    coordinator: Coordinator, args, program: Program, flags: list[str], settings: Settings, folder: Path, count: int
 ) -> supervisor.Job:
     def command(flags):
         nodes = coordinator.attempt.order.nodes
         if sum(nodes.values()) > 1:
-            return prepare.node_command(coordinator.place, nodes, recipe, flags)
-        return prepare.command(args.launcher, count, node_options.port_of(""), recipe, flags)
+            return prepare.node_command(coordinator.place, nodes, again(program), flags)
+        return prepare.command(args.launcher, count, node_options.port_of(""), again(program), flags)
 
     flags = command_line.put(flags, gpus=coordinator.world_size, output_dir=folder)
     env = _environment(settings, count)
-    return supervisor.Job(command, partial(_settings, recipe.stem), settings, flags, folder, env, count, coordinator)
+    return supervisor.Job(command, partial(_settings, program.recipe), settings, flags, folder, env, count, coordinator)
 
 
 def _settings(recipe: str, flags: list[str], ranks: int) -> Settings:
@@ -199,12 +200,12 @@ def _choose_nodes(coordinator: Coordinator, recipe: str, flags: list[str]) -> tu
             nodes.popitem()
 
 
-def _show_nodes(place: node_options.Place, recipe: Path, flags: list[str], count: int) -> None:
+def _show_nodes(place: node_options.Place, program: Program, flags: list[str], count: int) -> None:
     """Print what `--show` prints for one node of several, without contacting the other nodes."""
     ranks = count * place.most
     flags = command_line.put(flags, gpus=ranks)
-    command = prepare.node_command(place, dict.fromkeys(range(place.most), count), recipe, flags)
-    _show(_settings(recipe.stem, flags, ranks), command, prepare.environment(count))
+    command = prepare.node_command(place, dict.fromkeys(range(place.most), count), again(program), flags)
+    _show(_settings(program.recipe, flags, ranks), command, prepare.environment(count))
 
 
 def _show(settings: Settings, words: list[str], env: dict[str, str]) -> None:

@@ -7,8 +7,10 @@ import sys
 from pathlib import Path
 
 from zerofit import command_line, distributed
-from zerofit.config import arguments, parse
+from zerofit.config import parse
 from zerofit.errors import UserError
+from zerofit.job import program
+from zerofit.job.program import Program
 from zerofit.launch.cluster import node_options
 from zerofit.paths import PROJECT, import_path, is_project
 from zerofit.settings import Settings
@@ -57,8 +59,8 @@ def add_placement(parser: argparse.ArgumentParser, gpus: str) -> None:
     parser.add_argument("--args", default="", help="more recipe flags in one string, split like a shell would")
 
 
-def launch_arguments(argv: list[str]) -> tuple[argparse.Namespace, Path, list[str], int]:
-    """Return the options of `zerofit launch`, the recipe's file and flags, and the number of processes of this node.
+def launch_arguments(argv: list[str]) -> tuple[argparse.Namespace, Program, list[str], int]:
+    """Return the options of `zerofit launch`, the recipe and its flags, and the number of processes of this node.
 
     It refuses a mistake within a second: neither torch nor transformers' models are imported.
     Raises: UserError for a recipe or launcher that there is not, and as parse.command_line.
@@ -68,24 +70,19 @@ def launch_arguments(argv: list[str]) -> tuple[argparse.Namespace, Path, list[st
     add_placement(parser, gpus="1")
     node_options.add_options(parser)
     parser.add_argument("--show", action="store_true", help="print command, environment and arguments; start nothing")
-    parser.add_argument("recipe", help="recipes/sft.py, or another of recipes/")
+    parser.add_argument("recipe", help="recipes/sft.py, or any other recipe's file")
     parser.add_argument("flags", nargs=argparse.REMAINDER, help="the recipe's flags")
     args = parser.parse_args(argv)
-    recipe = Path(args.recipe)
-    if not recipe.is_file() and (PROJECT / recipe).is_file():
-        recipe = PROJECT / recipe  # started from another folder
-    if recipe.stem not in arguments.RECIPES or not recipe.is_file():
-        raise UserError(
-            f"{args.recipe}: no such recipe; there are {', '.join(f'recipes/{r}.py' for r in arguments.RECIPES)}."
-        )
-    project = recipe.resolve().parents[1]
-    if is_project(project) and project != PROJECT.resolve():
+    recipe = program.start(args.recipe)
+    folder = recipe.file.resolve().parent
+    project = folder.parent
+    if folder.name == "recipes" and is_project(project) and project != PROJECT.resolve():
         raise UserError(
             f"{args.recipe}: is of another project; start it in {project}, whose deepspeed_configs it reads."
         )
     if args.launcher not in LAUNCHERS:
         raise UserError(f"LAUNCHER={args.launcher}: must be one of {', '.join(LAUNCHERS)}.")
-    return args, recipe, *parse.command_line(recipe.stem, args.flags, args.args, args.gpus)
+    return args, recipe, *parse.command_line(recipe.recipe, args.flags, args.args, args.gpus)
 
 
 def prepare(settings: Settings, decides: bool = True) -> tuple[Path | None, object, object]:

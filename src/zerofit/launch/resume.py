@@ -6,36 +6,39 @@ import shlex
 from pathlib import Path
 
 from zerofit import command_line, run_folder
+from zerofit.config import parse
+from zerofit.config.arguments import RECIPES
 from zerofit.errors import UserError
+from zerofit.job import program
 from zerofit.launch import launch, prepare, retry
 from zerofit.launch.cluster import node_options
 from zerofit.model import gradient_checkpointing
-from zerofit.paths import PROJECT
 
 
 def main(argv: list[str]) -> None:
     """`zerofit resume`: see --help. Flags after the folder override the run's own.
 
     On another number of processes, the effective batch stays the same.
-    Raises: UserError for a folder without a run or with a finished one; otherwise as `zerofit launch`.
+    Raises: UserError for a folder without a run or with a finished one, or where this user must say what to run
+        (program.of_run, parse.refuse_foreign_code); otherwise as `zerofit launch`.
     """
     parser = argparse.ArgumentParser(prog="zerofit resume", allow_abbrev=False, description=__doc__)
     prepare.add_placement(parser, gpus="")  # as many as before
     node_options.add_options(parser)
+    parser.add_argument("--recipe", default="", help="the recipe's file (default: the one that you started there)")
     parser.add_argument("run", help="the run folder")
     parser.add_argument("flags", nargs=argparse.REMAINDER, help="more of the recipe's flags")
     args = parser.parse_args(argv)
     folder = Path(args.run).expanduser()
-    try:
-        facts = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-        flags, recipe, ranks = facts["flags"], facts["recipe"], facts["world_size"]
-    except (OSError, ValueError, KeyError):
-        raise UserError(
-            f"{folder}: is no run folder (its run.json is missing or damaged); name one of runs/."
-        ) from None
+    facts = read_facts(folder)
+    flags, recipe, ranks = facts["flags"], facts["recipe"], facts["world_size"]
     if run_folder.finished(folder):
         raise UserError(f"{folder}: this run has finished; its model is in {folder / 'final'}.")
+    named = args.recipe or command_line.value_of(args.flags, ("--recipe",)) or ""
+    args.flags = command_line.drop(args.flags, "--recipe")
     new = [*args.flags, *shlex.split(args.args)]
+    started = program.of_run(folder, recipe, program.said_by(facts), named)
+    parse.refuse_foreign_code(recipe, flags, new, folder)
     overridden = command_line.names(new)
     place = node_options.of(args)
     nodes = place.most if place else 1
@@ -56,9 +59,26 @@ def main(argv: list[str]) -> None:
         "--args", args.args,
         "--nnodes", args.nnodes, "--node_rank", args.node_rank, "--master_addr", args.master_addr,
         "--join_timeout", args.join_timeout, "--interface", args.interface,
-        str(PROJECT / "recipes" / f"{recipe}.py"), *kept_flags, *args.flags, "--output_dir", str(folder),
+        str(started.file), *kept_flags, *args.flags, "--output_dir", str(folder),
         "--resume_from_checkpoint", "auto",
     ])  # fmt: skip
+
+
+def read_facts(folder: Path) -> dict:
+    """Return run.json of a folder that may be somebody else's, with a recipe of the kit, flags and processes.
+
+    Raises: UserError for a folder without a run, or whose run.json holds anything else.
+    """
+    try:
+        facts = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+        flags = facts["flags"]
+        whole = isinstance(flags, list) and all(isinstance(word, str) for word in flags)
+        whole &= isinstance(facts["world_size"], int) and facts["recipe"] in RECIPES
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        whole = False
+    if not whole:
+        raise UserError(f"{folder}: is no run folder (its run.json is missing or damaged); name one of runs/.")
+    return facts
 
 
 def _may_recompute_less(arguments: dict) -> bool:

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from zerofit.data.conversations import IGNORE
+from zerofit.errors import UserError
 from zerofit.model import fused_loss
 from zerofit.train.trainer import ZerofitTrainer
 
@@ -86,6 +87,14 @@ class PipelineTrainer(ZerofitTrainer):
         loss = self.model_wrapped.train_batch(iter(batches))
         self.guard.losses = self.sums or [torch.zeros(()) for _ in batches]  # the last stage has them
         return loss.detach()
+
+    def check_hooks(self) -> None:
+        super().check_hooks()
+        if self.own_loss:
+            raise UserError(
+                "compute_loss: a pipeline computes the loss in its last stage and never calls the trainer's; use "
+                "recipes/sft.py for a loss of your own."
+            )
 
     def _evaluation_total(self, dataloader) -> torch.Tensor:
         """Return the sums of `_evaluated` over all batches and data ranks. Collective."""

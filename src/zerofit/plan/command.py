@@ -13,6 +13,7 @@ from zerofit import command_line, hardware
 from zerofit.config import parse
 from zerofit.errors import UserError
 from zerofit.hardware import GIB
+from zerofit.job import program
 from zerofit.model import attention, load
 from zerofit.plan import candidates, formulas, search, simulate
 
@@ -24,6 +25,7 @@ def main(argv: list[str]) -> None:
     """
     parser = _parser()
     args, flags = parser.parse_known_args(argv)
+    args.recipe = program.start(args.recipe).recipe
     flags, ranks = parse.command_line(args.recipe, flags, args.args, args.gpus)
     if {"--help", "-h"} & set(flags):
         parser.print_help()

@@ -23,6 +23,7 @@ from zerofit.data import encoding, end_tokens
 from zerofit.data.batches import documents
 from zerofit.data.conversations import IGNORE
 from zerofit.errors import UserError, printable
+from zerofit.job import program
 from zerofit.run_folder import save_figure
 from zerofit.settings import Check, order_seed
 
@@ -91,19 +92,22 @@ def _settings(argv: list[str]):
         "(`zerofit launch recipes/sft.py --help`).",
     )
     parser.add_argument(
-        "--recipe", default="sft", help="whose flags and defaults: sft, lora, dpo or pipeline (default sft)"
+        "--recipe",
+        default="sft",
+        help="sft, lora, dpo, pipeline or a recipe's file (default sft)",
     )
     parser.add_argument("--output_dir", default="", help="folder for data.json and data.png (default runs/data-<time>)")
     parser.add_argument("--args", default="", help="more recipe flags in one string, split like a shell would")
     args, flags = parser.parse_known_args(argv)
-    flags, _ = parse.command_line(args.recipe, flags, args.args)
+    recipe = program.find(args.recipe).recipe
+    flags, _ = parse.command_line(recipe, flags, args.args)
     if {"--help", "-h"} & set(flags):
         parser.print_help()
         return None
     named = ["--output_dir", args.output_dir] if args.output_dir else []
     # --gpus first: a process count in the YAML file is for the run, not for this command
     flags = ["--gpus", "1", *flags, *named]
-    settings = resolve.resolve_settings(args.recipe, flags, 1, resolvers=resolve.ARGUMENTS)
+    settings = resolve.resolve_settings(recipe, flags, 1, resolvers=resolve.ARGUMENTS)
     if settings.show:
         from zerofit.config import show
 

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import yaml
 
+from zerofit.job import program
 from zerofit.paths import PACKAGE
 
 STEPS = 2  # optimizer states are allocated in the first step, ZeRO-3 prefetches from the second on
@@ -56,8 +57,16 @@ def question(
     return {
         "recipe": recipe, "flags": flags, "ranks": ranks, "rank": rank, "gpu": asdict(gpu) if gpu else None,
         "fake": fake, "padded": padded, "device": device or ("gpu" if gpu else "cpu"), "overrides": overrides or {},
-        "habits": list(habits), "widths": list(widths),
+        "habits": list(habits), "widths": list(widths), "program": _own_program(recipe),
     }  # fmt: skip
+
+
+def _own_program(recipe: str) -> list[str] | None:
+    """Return [file, sha256] of the recipe that this user starts if it defines classes, such as a trainer."""
+    own = program.current()
+    if own is None or own.recipe != recipe or not own.defines_classes:
+        return None
+    return [str(own.file), own.sha256]
 
 
 def run(*args, **kwargs) -> dict:

@@ -89,16 +89,17 @@ def _answer_and_end(number: int, question: dict) -> None:
         _say([number, {"mistake": str(error)}])
     except simulate.SimulationFailed as error:
         _say([number, {"failed": str(error)}])
-    except BaseException:
+    except BaseException as error:
         import traceback
 
-        _say([number, {"trace": traceback.format_exc()}])
+        own = f"the recipe {question['program'][0]}: {type(error).__name__}: {error}" if question["program"] else None
+        _say([number, {"failed": own} if own else {"trace": traceback.format_exc()}])
     finally:
         sys.stdout.flush()
         os._exit(0)
 
 
-def _answer(recipe, flags, ranks, rank, gpu, device, fake, padded, overrides, habits, widths) -> dict:
+def _answer(recipe, flags, ranks, rank, gpu, device, fake, padded, overrides, habits, widths, program) -> dict:
     """Train two steps as one rank of the job; return what `simulate.run` returns. Args: see `simulate.question`."""
     import time
 
@@ -134,7 +135,7 @@ def _answer(recipe, flags, ranks, rank, gpu, device, fake, padded, overrides, ha
         host_tracker = _host_tracker(stack) if on_gpu else None
         stack.enter_context(tracker)
         with _without_collections():
-            trainer = _trainer(settings, arguments, rows, config, device, fake)
+            trainer = _trainer(settings, arguments, rows, config, device, fake, program)
         for habit in habits:
             HABITS[habit](trainer)
         if on_gpu and overrides:
@@ -462,7 +463,7 @@ def _host_tracker(stack):
     return tracker
 
 
-def _trainer(settings, arguments, rows, config, device, fake):
+def _trainer(settings, arguments, rows, config, device, fake, program):
     """Return the trainer and model as the recipe builds them. rows: tokenizer, training and eval rows."""
     import torch
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
@@ -496,7 +497,9 @@ def _trainer(settings, arguments, rows, config, device, fake):
     # not use_cpu: activations are then offloaded from the fake GPU
     settings = settings.replace(use_cpu=settings.use_cpu and not on_gpu)
 
-    class SimulatedTrainer(PreferenceTrainer if settings.recipe == "dpo" else ZerofitTrainer):
+    stock = PreferenceTrainer if settings.recipe == "dpo" else ZerofitTrainer
+
+    class SimulatedTrainer(_trainer_of(program and program[0], stock)):
         def fuse_loss(self, net):
             with fake_device.real_tensors() if fake else contextlib.nullcontext():  # it computes test logits
                 return super().fuse_loss(net)
@@ -508,3 +511,14 @@ def _trainer(settings, arguments, rows, config, device, fake):
     for callback in (progress.Reporter, recorder.Recorder):
         trainer.remove_callback(callback)
     return trainer
+
+
+def _trainer_of(file: str | None, stock: type) -> type:
+    """Return the trainer of a recipe of one's own; stock: the kit's. Raises: SimulationFailed if it is not found."""
+    from zerofit.errors import UserError
+    from zerofit.job import program
+
+    try:
+        return program.own_class(Path(file), stock) if file else stock
+    except UserError as error:
+        raise simulate.SimulationFailed(str(error).rstrip(".")) from None

@@ -4,8 +4,9 @@ import hashlib
 import json
 import platform
 from importlib import metadata
+from pathlib import Path
 
-from zerofit.paths import PACKAGE, PROJECT
+from zerofit.paths import PACKAGE
 
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "peft")
 
@@ -15,11 +16,11 @@ MAY_DIFFER = {"output_dir", "logging_dir", "resume_from_checkpoint", "local_rank
               "dataloader_persistent_workers", "config", "deepspeed", "run_name"}  # fmt: skip
 
 
-def software(recipe: str) -> dict[str, str]:
-    """Return library versions, and a hash of the recipe and of this package."""
+def software(program: Path) -> dict[str, str]:
+    """Return library versions, and a hash of the recipe's file and of this package."""
     versions = {"python": platform.python_version()[:4]} | {name: metadata.version(name) for name in PACKAGES}
     digest = hashlib.sha256()
-    for file in [PROJECT / "recipes" / f"{recipe}.py", *sorted(PACKAGE.rglob("*.py"))]:
+    for file in [program, *sorted(PACKAGE.rglob("*.py"))]:
         digest.update(file.name.encode() + file.read_bytes())
     return versions | {"recipe files": digest.hexdigest()[:12]}
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from zerofit import distributed, rank_status
 from zerofit.errors import BrokenLinks, UserError, first_line
+from zerofit.job import program
 from zerofit.train import consistency
 
 PAYLOAD_BYTES = {"cuda": 256 * 2**20, "cpu": 16 * 2**20}
@@ -31,7 +32,8 @@ def check(settings, train_set, eval_set) -> None:
     if not dist.is_initialized() or distributed.size() == 1:
         return
     with _bounded(settings.use_cpu):
-        facts = consistency.software(settings.recipe) | consistency.of_job(settings, train_set, eval_set)
+        software = consistency.software(program.file_of(settings.recipe))
+        facts = software | consistency.of_job(settings, train_set, eval_set)
         facts_by_node = dict(
             reversed(distributed.all_gather((f"node {distributed.node()} ({socket.gethostname()})", facts)))
         )  # of each node's first rank

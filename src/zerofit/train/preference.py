@@ -75,7 +75,13 @@ class PreferenceTrainer(ZerofitTrainer):
         return (loss, outputs) if return_outputs else loss
 
     def evaluation_sums(self, model, inputs) -> torch.Tensor:
-        return self.pair_losses(model, inputs)[1]
+        sums = self.pair_losses(model, inputs)[1]
+        if self.own_loss:
+            logged, pairs = self.sums, sums[SUMS.index("pairs")]
+            self.sums = torch.zeros_like(logged)  # of training steps, to which compute_loss adds
+            sums[SUMS.index("loss")] = pairs * self.own_mean(model, inputs, pairs)
+            self.sums = logged
+        return sums
 
     def evaluation_metrics(self, total: torch.Tensor) -> dict[str, float]:
         """Return the means over all pairs of loss, rewards and log-probabilities."""

@@ -7,10 +7,12 @@ import argparse
 import contextlib
 import functools
 import math
+import tempfile
 from pathlib import Path
 
 from zerofit import run_folder
 from zerofit.errors import EXIT_CODES, UserError
+from zerofit.job import program
 from zerofit.train import nan_guard
 
 
@@ -19,14 +21,17 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="zerofit replay", allow_abbrev=False, description=__doc__)
     parser.add_argument("folder", help="runs/<run>/nan/step-<n>, or the run folder for its last one")
     parser.add_argument("--model", default="", help="weights to use instead of those that were kept")
+    parser.add_argument("--recipe", default="", help="the recipe's file (default: the one that you started there)")
+    parser.add_argument("--trust_remote_code", action="store_true", help="run the model's Python code")
     args = parser.parse_args(argv)
     folder = _folder(Path(args.folder).expanduser())
     try:
         facts = nan_guard.read(folder)
     except (OSError, ValueError) as error:
         raise UserError(f"{folder}: is no kept step ({error}); name a nan/step-<n> of a run folder.") from None
+    started = _program(facts, folder, args)
     settings, autocast_dtype = _settings(facts, folder, args.model)
-    model, fused = _model(settings, folder, args.model)
+    model, loss_of = _model(settings, folder, args.model, started)
     weights_note = "" if args.model or (folder / "model").is_dir() else " (the run's first ones; --model names others)"
     print(
         f"replay of {folder}: {settings.precision} on {model.device}, weights of {settings.model}{weights_note}",
@@ -37,10 +42,7 @@ def main(argv: list[str]) -> None:
         for index, batch in enumerate(_batches(folder / f"rank{rank}.safetensors")):
             rows = facts["rows"][rank][index] if facts["rows"] else []
             bad_batches += _say(
-                f"rank {rank} micro batch {index}",
-                _look(settings, model, fused, batch, autocast_dtype),
-                rows,
-                facts["texts"],
+                f"rank {rank} micro batch {index}", _look(model, loss_of, batch, autocast_dtype), rows, facts["texts"]
             )
     if not bad_batches:
         print("all is finite here: the fault was of that moment (a device, a rank, a precision), or of other weights")
@@ -54,6 +56,26 @@ def _folder(given: Path) -> Path:
     if not steps:
         raise UserError(f"{given}: holds no nan/step-<n>; that run has met no step without a finite gradient.")
     return steps[max(steps)]
+
+
+def _program(facts: dict, folder: Path, args) -> program.Program:
+    """Return the program that trained the step, as this user has started or named it, and check its flags.
+
+    Raises: UserError for flags that run code of a run that this user has not started, and for a damaged step.json.
+    """
+    from zerofit.config import parse
+    from zerofit.config.arguments import RECIPES
+
+    facts = facts if isinstance(facts, dict) else {}
+    flags, run = facts.get("flags"), folder.resolve().parents[1]
+    if facts.get("recipe") not in [*RECIPES] or not isinstance(flags, list) or any(type(f) is not str for f in flags):
+        raise UserError(f"{folder}: its step.json is damaged; name another nan/step-<n> of a run folder.")
+    said = program.said_by(run_folder.read_json(run / "run.json"))
+    started = program.of_run(run, facts["recipe"], said, args.recipe)
+    given = ["--trust_remote_code", "true"] if args.trust_remote_code else []
+    parse.refuse_foreign_code(facts["recipe"], flags, given, run)
+    facts["flags"] = [*flags, *given]
+    return started
 
 
 def _settings(facts: dict, folder: Path, model: str):
@@ -83,8 +105,8 @@ def _settings(facts: dict, folder: Path, model: str):
     return settings, autocast_dtype
 
 
-def _model(settings, folder: Path, named: str):
-    """Return (the model as the run built it, in training mode; its fused loss or None)."""
+def _model(settings, folder: Path, named: str, started: program.Program):
+    """Return (the model as the run built it, in training mode; the loss of a micro batch: inputs -> tensor)."""
     from zerofit.config import resolve
     from zerofit.model import adapters, fused_loss, preference_loss, tiled_mlp
     from zerofit.model.load import load_model, load_tokenizer
@@ -102,10 +124,31 @@ def _model(settings, folder: Path, named: str):
             from safetensors.torch import load_file
 
             set_peft_model_state_dict(model, load_file(adapter_file))
-    tiled_mlp.install(settings, model)
-    fused = fused_loss.install(settings, model)
     model.train()
-    return model, fused
+    if (own := _own_trainer(settings, model, tokenizer, started)) is not None:
+        return model, functools.partial(_own_loss, own)
+    tiled_mlp.install(settings, model)
+    return model, functools.partial(_loss, settings, model, fused_loss.install(settings, model))
+
+
+def _own_trainer(settings, model, tokenizer, started: program.Program):
+    """Return the trainer of a recipe of one's own, which has a loss of its own; None if it has not."""
+    from datasets import Dataset
+
+    from zerofit.data.tokens import TokenizedDataset
+    from zerofit.train.preference import PreferenceTrainer
+    from zerofit.train.trainer import ZerofitTrainer, training_arguments
+
+    stock = PreferenceTrainer if settings.recipe == "dpo" else ZerofitTrainer
+    kind = program.own_class(started.file, stock)
+    if kind is stock:
+        return None
+    rows = TokenizedDataset(Dataset.from_list([{"input_ids": [0], "labels": [0], "lengths": [1]}]), {}, "replay")
+    settings = settings.replace(
+        world_size=1, ddp_backend=None, output_dir=tempfile.gettempdir(), report_to=[], push_to_hub=False
+    )
+    own = kind(settings, model, tokenizer, training_arguments(settings), rows, None)
+    return own if own.own_loss else None
 
 
 def _batches(file: Path) -> list[dict]:
@@ -120,7 +163,7 @@ def _batches(file: Path) -> list[dict]:
     return [batches[i] for i in sorted(batches)]
 
 
-def _look(settings, net, fused, batch: dict, autocast_dtype) -> dict:
+def _look(net, loss_of, batch: dict, autocast_dtype) -> dict:
     """Return {"loss", "module": first with a non-finite output, "gradients": non-finite ones' names}."""
     import torch
     from accelerate.utils import send_to_device
@@ -138,7 +181,7 @@ def _look(settings, net, fused, batch: dict, autocast_dtype) -> dict:
     hooks = [module.register_forward_hook(watch(name)) for name, module in net.named_modules() if name]
     inputs = send_to_device(batch, net.device)
     with torch.autocast(net.device.type, autocast_dtype) if autocast_dtype else contextlib.nullcontext():
-        loss = _loss(settings, net, fused, inputs)
+        loss = loss_of(inputs)
     loss.backward()
     for hook in hooks:
         hook.remove()
@@ -160,6 +203,14 @@ def _loss(settings, net, fused, inputs: dict):
     count = sequence_parallel.supervised(inputs).clamp(min=1)
     with fused.on() if fused else contextlib.nullcontext():
         return net(**inputs, num_items_in_batch=count).loss
+
+
+def _own_loss(own, inputs: dict):
+    """Return the loss of a recipe's own trainer, as a mean over the micro batch's tokens or pairs."""
+    from zerofit.model import sequence_parallel
+
+    count = None if "reference" in inputs else sequence_parallel.supervised(inputs).clamp(min=1)
+    return own.compute_loss(own.model, inputs, num_items_in_batch=count)
 
 
 def _say(where: str, seen: dict, rows: list[int], texts: dict) -> bool:

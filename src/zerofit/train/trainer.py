@@ -170,8 +170,10 @@ class ZerofitTrainer(Trainer):
     def train(self, *args, **kwargs):
         """Train as transformers does.
 
-        Raises: Stopped after the save that a signal asked for; DiskFull if there was no room for that save.
+        Raises: Stopped after the save that a signal asked for; DiskFull if there was no room for that save; UserError
+            for what a recipe of one's own sets and nothing would call (check_hooks).
         """
+        self.check_hooks()
         started = time.perf_counter()
         try:
             output = super().train(*args, **kwargs)
@@ -204,6 +206,7 @@ class ZerofitTrainer(Trainer):
                 self.model.generation_config.save_pretrained(output_dir or self.args.output_dir)
 
     def evaluate(self, *args, **kwargs) -> dict[str, float]:
+        self.check_hooks()
         with self.clock.paused():
             return super().evaluate(*args, **kwargs)
 
@@ -452,7 +455,8 @@ class ZerofitTrainer(Trainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         # Before label smoothing removes the labels from inputs.
         supervised = sequence_parallel.supervised(inputs) if self.router_loss else None
-        with self.without_logits():
+        own = self.compute_loss_func is not None  # which reads the logits
+        with contextlib.nullcontext() if own else self.without_logits():
             loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
         if self.router_loss:
             # Scaled like the loss: gradients are averaged over the ranks, but the token count is that of all ranks.
@@ -463,6 +467,28 @@ class ZerofitTrainer(Trainer):
     def counted_ranks(self) -> int:
         """Return the ranks whose items num_items_in_batch counts; a loss is multiplied by it, as DDP averages."""
         return self.args.world_size if self.args.average_tokens_across_devices else 1
+
+    @property
+    def own_loss(self) -> bool:
+        """Return whether a recipe of one's own computes the loss."""
+        owner = next(kind for kind in type(self).__mro__ if "compute_loss" in vars(kind))
+        return not owner.__module__.startswith("zerofit.") or self.compute_loss_func is not None
+
+    def check_hooks(self) -> None:
+        """Refuse hooks of transformers' Trainer that nothing here would call, before the first step.
+
+        Raises: UserError.
+        """
+        for name in ("compute_metrics", "preprocess_logits_for_metrics"):
+            if getattr(self, name) is not None:
+                raise UserError(
+                    f"trainer.{name}: an evaluation computes the loss and keeps no predictions, so it would never be "
+                    "called; leave it out, and measure in a callback's on_evaluate or with a loss of your own."
+                )
+        if self.own_loss and str(self.args.metric_for_best_model).removeprefix("eval_") == "perplexity":
+            raise UserError(
+                "--metric_for_best_model perplexity: with an own compute_loss there is no perplexity; use loss."
+            )
 
     def before_first_step(self) -> None:
         """Prepare what the first step needs, with the engine built. Collective."""
@@ -508,13 +534,23 @@ class ZerofitTrainer(Trainer):
     def evaluation_sums(self, model, inputs) -> torch.Tensor:
         """Return a batch's summed loss and its supervised tokens, float64."""
         count = sequence_parallel.supervised(inputs)
-        with self.without_logits():
-            mean = model(**inputs, num_items_in_batch=count.clamp(min=1)).loss
+        if self.own_loss:
+            mean = self.own_mean(model, inputs, count)
+        else:
+            with self.without_logits():
+                mean = model(**inputs, num_items_in_batch=count.clamp(min=1)).loss
         return torch.stack([mean.double() * count, count.double()])
+
+    def own_mean(self, model, inputs, count) -> torch.Tensor:
+        """Return the mean of an own loss over the `count` items of a batch on this rank alone."""
+        items = count.clamp(min=1) * self.counted_ranks  # a loss of one rank is multiplied by them (counted_ranks)
+        return self.compute_loss(model, dict(inputs), num_items_in_batch=items)
 
     def evaluation_metrics(self, total: torch.Tensor) -> dict[str, float]:
         """Return mean loss and perplexity over all supervised tokens from the sums of all batches and ranks."""
         mean = (total[0] / total[1]).item()
+        if self.own_loss:  # no cross entropy, perhaps
+            return {"loss": mean}
         return {"loss": mean, "perplexity": math.exp(min(mean, 700.0))}
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:

@@ -22,6 +22,7 @@ from pathlib import Path
 from zerofit import command_line, rank_status
 from zerofit.config import parse
 from zerofit.errors import UserError
+from zerofit.job import program
 from zerofit.launch import launch, prepare
 from zerofit.launch.cluster import job_secret, node_options
 from zerofit.paths import import_path
@@ -87,11 +88,11 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--ssh", default="ssh", help='how to reach a host, e.g. "ssh -p 2222 -i key"')
     parser.add_argument("--args", default="", help="more recipe flags in one string, split like a shell would")
     parser.add_argument("--show", action="store_true", help="print what each host would run; start nothing")
-    parser.add_argument("recipe", help="recipes/sft.py, or another of recipes/")
+    parser.add_argument("recipe", help="recipes/sft.py, or any other recipe's file")
     parser.add_argument("flags", nargs=argparse.REMAINDER, help="the recipe's flags")
     given = parser.parse_args(argv)
     hosts = read(Path(given.hosts), given.include, given.exclude, given.gpus)
-    flags, _ = parse.command_line(Path(given.recipe).stem, given.flags, given.args)
+    flags, _ = parse.command_line(program.find(given.recipe).recipe, given.flags, given.args)
     if len(hosts) > 1:
         prepare.check_for_nodes(flags)
     env = {k: v for k, v in os.environ.items() if k.startswith(PASSED_ON) or k in PASSED_BY_NAME}

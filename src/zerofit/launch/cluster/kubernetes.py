@@ -12,6 +12,7 @@ import yaml
 from zerofit import command_line, hardware
 from zerofit.config import parse, resolve
 from zerofit.errors import UserError
+from zerofit.job import program
 from zerofit.launch import prepare
 from zerofit.launch.cluster import node_options
 from zerofit.paths import PROJECT
@@ -89,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--gpu_type", default="h100-80g", help="the cluster's GPU, for the check of the flags")
     parser.add_argument("--output_file", default="", help="file to write (default: standard output)")
     parser.add_argument("--args", default="", help="more recipe flags in one string, split like a shell would")
-    parser.add_argument("recipe", help="recipes/sft.py, or another of recipes/")
+    parser.add_argument("recipe", help="recipes/sft.py, or any other recipe's file")
     parser.add_argument("flags", nargs=argparse.REMAINDER, help="the recipe's flags")
     return parser
 
@@ -100,7 +101,8 @@ def _parser() -> argparse.ArgumentParser:
 def _job(given) -> Job:
     if given.kind not in TEMPLATES:
         raise UserError(f"--kind {given.kind}: must be one of {', '.join(TEMPLATES)}.")
-    recipe = Path(given.recipe).stem
+    named = program.find(given.recipe)
+    recipe = named.recipe
     flags, gpus = parse.command_line(recipe, given.flags, given.args, given.gpus)
     least, most = _nodes(given.nodes, given.kind)
     _check_names(given, most)
@@ -110,7 +112,7 @@ def _job(given) -> Job:
     if most > 1:
         prepare.check_for_nodes(flags)
     settings = _check_flags(recipe, flags, {least * gpus, most * gpus}, hardware.find(given.gpu_type))
-    words = [f"recipes/{recipe}.py", *flags, *_to_go_on(settings, run_folder)]
+    words = [named.in_project, *flags, *_to_go_on(settings, run_folder)]
     if least < most and settings.source["effective_batch_size"] != "flag":
         # Otherwise each start would derive it from the number of nodes present.
         words += ["--effective_batch_size", str(settings.effective_batch_size)]

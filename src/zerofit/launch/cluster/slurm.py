@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from zerofit import command_line, hardware, run_folder, run_lock
-from zerofit.config import arguments, parse, resolve
+from zerofit.config import parse, resolve
 from zerofit.errors import UserError
+from zerofit.job import program
 from zerofit.launch import prepare
 from zerofit.launch.cluster import status
 from zerofit.launch.cluster.status import CANCELLED, JOB, LOG
@@ -71,7 +72,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--sweep", default="", help="a file with a line of further flags for each job of an array")
     parser.add_argument("--args", default="", help="more recipe flags in one string, split like a shell would")
     parser.add_argument("--print", action="store_true", help="print the batch script; write and submit nothing")
-    parser.add_argument("recipe", help="recipes/sft.py, or another of recipes/")
+    parser.add_argument("recipe", help="recipes/sft.py, or any other recipe's file")
     parser.add_argument("flags", nargs=argparse.REMAINDER, help="the recipe's flags")
     if "--sbatch" in argv[:-1]:  # argparse accepts a value that looks like an option only after =
         index = argv.index("--sbatch")
@@ -87,12 +88,8 @@ def main(argv: list[str]) -> None:
 
 def request_of(given) -> Request:
     """Check the options as far as possible on a login node and return the request. Raises: UserError."""
-    recipe = Path(given.recipe)
-    if not recipe.is_file():
-        recipe = PROJECT / recipe
-    flags, gpus = parse.command_line(recipe.stem, given.flags, given.args, given.gpus)
-    if not recipe.is_file():
-        raise UserError(f"{given.recipe}: no such recipe; there are recipes/{', recipes/'.join(arguments.RECIPES)}.")
+    named = program.find(given.recipe)
+    flags, gpus = parse.command_line(named.recipe, given.flags, given.args, given.gpus)
     if not given.nodes.isdigit() or int(given.nodes) < 1:
         raise UserError(f"NODES={given.nodes}: must be a whole number of 1 or more.")
     on_cpu = (command_line.value_of(flags, ("--use_cpu",)) or "false").lower() in ("true", "1", "yes")
@@ -104,11 +101,11 @@ def request_of(given) -> Request:
         prepare.check_for_nodes(flags)
     ranks = int(given.nodes) * gpus
     output_dir = given.output_dir or command_line.value_of(flags, ("--output_dir",))
-    named = command_line.put(flags, output_dir=output_dir) if output_dir else flags
-    settings = check(recipe.stem, named, ranks, on_cpu)
+    whole = command_line.put(flags, output_dir=output_dir) if output_dir else flags
+    settings = check(named.recipe, whole, ranks, on_cpu)
     for number, added_flags in enumerate(sweep):
         try:
-            check(recipe.stem, [*flags, *added_flags], ranks, on_cpu)
+            check(named.recipe, [*flags, *added_flags], ranks, on_cpu)
         except UserError as error:
             raise UserError(f"{given.sweep}: job {number} ({shlex.join(added_flags)}): {error}") from None
     folder = choose_folder(settings)
@@ -117,7 +114,7 @@ def request_of(given) -> Request:
         content = "runs" if taken else "a run that has finished"
         raise UserError(f"--output_dir {folder}: already holds {content}; name another folder (OUT=...).")
     return Request(
-        recipe.absolute(), command_line.drop(flags, "--output_dir", "--resume_from_checkpoint"), folder.absolute(),
+        named.file, command_line.drop(flags, "--output_dir", "--resume_from_checkpoint"), folder.absolute(),
         int(given.nodes), gpus, int(cpus), on_cpu, given.time, given.partition, given.account, given.qos, sweep,
         _options(given.sbatch),
     )  # fmt: skip

@@ -3,13 +3,14 @@
 import json
 
 from zerofit.errors import UserError
+from zerofit.job import program
 
 # Arguments that decide which rows a step sees and how they are weighted.
 ROWS = ("seed", "data_seed", "packing", "eval_fraction", "train_sampling_strategy", "max_samples", "streaming",
         "shuffle_buffer_size", "max_length")  # fmt: skip
 
-# Arguments of an adapter or a preference loss: with another SHAPE the weights do not load; with another MEANING they
-# compute something else.
+# Arguments of an adapter or a loss: with another SHAPE the weights do not load; with another MEANING they compute
+# something else.
 SHAPE = (
     "adapter",
     "adapter_config",
@@ -21,25 +22,50 @@ SHAPE = (
 )
 
 MEANING = ("lora_alpha", "use_rslora", "init_lora_weights", "load_in_4bit", "load_in_8bit", "beta", "loss_type",
-           "label_smoothing", "rpo_alpha", "simpo_gamma", "precompute_ref_log_probs")  # fmt: skip
+           "label_smoothing", "label_smoothing_factor", "rpo_alpha", "simpo_gamma",
+           "precompute_ref_log_probs")  # fmt: skip
 
 # Arguments that may change on resume, and whose value is used then.
 THIS_RUNS = "this run's is taken"
 
 CHECKPOINTS = "the checkpoint's goes on, which keeps it with its optimizer states"
 
+OF_GROUPS = ("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")  # in the optimizer's parameter groups
+
 MAY_CHANGE = {
-    "learning_rate": CHECKPOINTS, "loraplus_lr_ratio": CHECKPOINTS, "weight_decay": CHECKPOINTS,
+    **dict.fromkeys(("learning_rate", "loraplus_lr_ratio", *OF_GROUPS), CHECKPOINTS),
     **dict.fromkeys(("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "max_steps", "num_train_epochs",
                      "lora_dropout", "gradient_checkpointing", "gradient_checkpointing_every",
                      "gradient_checkpointing_policy"), THIS_RUNS),
 }  # fmt: skip
 
+# Arguments with which the same is trained, or that are compared by what they result in (data and model by fingerprints,
+# batch, optimizer, precision and the split over ranks by their own checks). Every other one that differs is said.
+DO_NOT_MATTER = set("""
+    batch_eval_metrics bf16 config debug deepspeed disable_tqdm effective_batch_size fp16 greater_is_better
+    hang_timeout ignore_plan ignore_resume_mismatch load_best_model_at_end local_rank metric_for_best_model num_samples
+    max_restarts max_tokens_per_sample on_oom optim output_dir plan prediction_loss_only preset project push_to_hub
+    report_to resume_from_checkpoint run_name show shuffle_seed skip_memory_metrics canary
+    bad_rows chat_template columns data data_config data_format data_split eval_data model model_revision train_on
+    truncation trust_remote_code preprocessing_num_workers max_duplicate_fraction max_eval_overlap_fraction
+    max_truncated_fraction min_supervised_fraction
+    gpus gpu_type gradient_accumulation_steps memory_limit memory_report node_local_storage offload offload_path
+    offload_ratio per_device_eval_batch_size per_device_train_batch_size pp_size search_batch_size sp_size
+    super_offload tp_size use_cpu zero zero_hpz_partition_size
+    activation_checkpointing activation_checkpointing_kwargs activation_offload activation_offload_streams
+    attn_implementation experts_implementation fused_loss gradient_checkpointing_kwargs liger_kernel_config
+    padding_free tiled_mlp use_cache use_liger_kernel
+""".split())  # fmt: skip
+
+BEGINNINGS = ("dataloader_", "ddp_", "eval_", "hub_", "include_", "log_", "logging_", "save_", "torch_compile",
+              "trackio_")  # fmt: skip
+
 
 def record(settings) -> dict:
     """Return the arguments that a later resume compares, for the checkpoint's facts."""
     values = settings.written()
-    arguments = {name: values.get(name) for name in (*ROWS, *SHAPE, *MEANING, *MAY_CHANGE)}
+    matter = [n for n in values if n not in DO_NOT_MATTER and not n.startswith(BEGINNINGS)]
+    arguments = {name: values.get(name) for name in (*ROWS, *SHAPE, *MEANING, *MAY_CHANGE, *matter)}
     if arguments["data_seed"] is None:
         arguments["data_seed"] = arguments["seed"]
     if not arguments["streaming"]:
@@ -61,9 +87,14 @@ def check(settings, known: dict, where: str) -> None:
         if not settings.ignore_resume_mismatch:
             raise UserError(f"{where}: {sentence} (--ignore_resume_mismatch true goes on nevertheless).")
         settings.decisions.append(f"ignore_resume_mismatch: the checkpoint {sentence}")
-    for name in (name for name in MAY_CHANGE if name in other_names):
-        taken = MAY_CHANGE[name]
-        if name == "weight_decay" and settings.resharded:  # resharding uses this run's optimizer groups
+    if (saved_by := known.get("program")) and (running := program.current()) and saved_by["sha256"] != running.sha256:
+        settings.decisions.append(
+            f"the program of the checkpoint, {saved_by['file']} (sha256 {saved_by['sha256'][:12]}), is "
+            f"{running.file} ({running.sha256[:12]}) here: {THIS_RUNS}"
+        )
+    for name in (name for name in other_names if name not in (*ROWS, *MEANING)):
+        taken = MAY_CHANGE.get(name, THIS_RUNS)
+        if name in OF_GROUPS and settings.resharded:  # resharding uses this run's optimizer groups
             taken = THIS_RUNS
         settings.decisions.append(f"{name} {_shown(was[name])} of the checkpoint is {_shown(now[name])} here: {taken}")
 

@@ -11,6 +11,7 @@ import zipfile
 from pathlib import Path
 
 from zerofit import __version__, distributed, run_folder
+from zerofit.job import program
 from zerofit.paths import hash_file, size_of
 from zerofit.settings import written
 from zerofit.train.checkpoint import differences, node_local
@@ -181,6 +182,7 @@ def _facts(trainer, hashes: dict[str, list]) -> dict:
         **{name: written(name, getattr(settings, name)) for name in names}, "precision": settings.precision,
         "unsaved": offload.unsaved(settings), "fingerprints": settings.fingerprints, "files": hashes,
         "settings": differences.record(settings), "resumed": settings.resumed,
+        "program": (running := program.current()) and running.facts,
         **({} if trainer.is_deepspeed_enabled else {"groups": reshard.group_names(trainer)}),
     }  # fmt: skip
 

@@ -1,0 +1,1 @@
+"""A job: the program that it starts. What it computes is in settings.py."""

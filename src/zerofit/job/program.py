@@ -1,0 +1,267 @@
+"""Identify the program of a run, a recipe's file, and remember for this user what started in which run folder."""
+
+import ast
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import runpy
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from zerofit.errors import UserError
+from zerofit.paths import PROJECT, ROOT, cache_root, own_folder
+
+# Calls whose first argument names the set of arguments that a recipe takes.
+NAMES_ARGUMENTS = {"check_early": "entrypoint", "parse": "recipe"}
+
+NAME_IT = "name the program with --recipe FILE (`make resume RUN=... RECIPE=FILE`)"
+
+
+@dataclass(frozen=True)
+class Program:
+    """A recipe's file.
+
+    file: its absolute path; sha256: of its bytes, those of modules that it imports are not looked at; recipe: the name
+    of the arguments that it takes, one of arguments.RECIPES; defines_classes: it has a class statement.
+    """
+
+    file: Path
+    sha256: str
+    recipe: str
+    defines_classes: bool
+
+    @property
+    def in_project(self) -> str:
+        """Return the file's path from the project, which is the working directory of a container's image."""
+        inside = self.file.is_relative_to(PROJECT)
+        return str(self.file.relative_to(PROJECT) if inside else self.file)
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """Return what run.json and checkpoints record of it."""
+        return {"file": str(self.file), "sha256": self.sha256}
+
+
+_started: Program | None = None  # by this process, which is no program of its own but starts one, e.g. `zerofit launch`
+
+
+def of(file: Path) -> Program:
+    """Return the program in a file, which is read and not run.
+
+    Raises: UserError for a file that is no recipe.
+    """
+    try:
+        content = file.read_bytes()
+        tree = ast.parse(content)
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read: {error.strerror}.") from None
+    except (SyntaxError, ValueError) as error:  # ValueError: a null byte
+        where = f"{file}:{getattr(error, 'lineno', None) or 1}"
+        raise UserError(f"{where}: is not valid Python: {getattr(error, 'msg', error)}.") from None
+    called = _arguments(tree)
+    if len(called) != 1:
+        found = " and ".join(sorted(called)) or "none"
+        raise UserError(
+            f'{file}: is no recipe: `recipe.parse("sft")` in it must name one set of arguments as a literal '
+            f"(sft, lora, dpo or pipeline), found {found}; copy a file of recipes/."
+        )
+    classes = any(isinstance(node, ast.ClassDef) for node in ast.walk(tree))
+    return Program(Path(os.path.abspath(file)), hashlib.sha256(content).hexdigest(), *called, classes)  # noqa: PTH100
+
+
+def _arguments(tree: ast.Module) -> set[str]:
+    """Return the literals in `recipe.parse("sft")` and `entrypoint.check_early("sft")`."""
+    found = set()
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call) and node.args):
+        function, name = call.func, call.args[0]
+        if not isinstance(name, ast.Constant) or not isinstance(name.value, str):
+            continue
+        if isinstance(function, ast.Attribute):  # recipe.parse, zerofit.recipe.parse
+            owner = getattr(function.value, "attr", getattr(function.value, "id", ""))
+            if NAMES_ARGUMENTS.get(function.attr) == owner:
+                found.add(name.value)
+        elif isinstance(function, ast.Name) and function.id == "check_early":
+            found.add(name.value)
+    return found
+
+
+def find(named: str) -> Program:
+    """Return the program that a command line names: a file, one of the project's, or a name such as sft.
+
+    Raises: UserError for a file that is not there or is no recipe.
+    """
+    if named.endswith(".py"):
+        files = [Path(named).expanduser(), PROJECT / named]
+    else:
+        files = [PROJECT / "recipes" / f"{named}.py"] if named.isidentifier() else []
+    for file in files:
+        if file.is_file():
+            return of(file)
+    names = sorted(file.stem for file in (PROJECT / "recipes").glob("*.py"))
+    raise UserError(f"{named}: no such recipe; there are {', '.join(names)}, or name a recipe's .py file of your own.")
+
+
+def start(named: str) -> Program:
+    """Return the program that a command line names, as the one that this process starts."""
+    global _started
+    _started = find(named)
+    return _started
+
+
+def current() -> Program | None:
+    """Return the program that this process runs or starts; None if neither is a recipe's file."""
+    return _of_main(getattr(sys.modules["__main__"], "__file__", None)) or _started
+
+
+@functools.cache  # read once: the file may be edited while it trains
+def _of_main(file: str | None) -> Program | None:
+    with contextlib.suppress(UserError):
+        return of(Path(file)) if file else None
+
+
+def file_of(recipe: str) -> Path:
+    """Return the file that this process runs or starts with the arguments of a recipe; else the project's."""
+    running = current()
+    return running.file if running and running.recipe == recipe else PROJECT / "recipes" / f"{recipe}.py"
+
+
+def own_class(file: Path, base: type) -> type:
+    """Return the one class that a recipe derives from the kit's class `base`, or `base`; its main() is not run.
+
+    Raises: UserError for several, or a recipe that cannot be imported.
+    """
+    if not of(file).defines_classes:
+        return base
+    if "__name__" not in file.read_text(encoding="utf-8"):
+        raise UserError(f'{file}: has no `if __name__ == "__main__":`, so that an import would train.')
+    sys.path.insert(0, str(file.parent))  # as for the program itself
+    try:
+        names = runpy.run_path(str(file), run_name="zerofit_recipe")
+    except (Exception, SystemExit) as error:
+        raise UserError(f"{file}: cannot be imported: {type(error).__name__}: {error}.") from None
+    own = {kind for kind in names.values() if isinstance(kind, type) and issubclass(kind, base)}
+    own = {kind for kind in own if not kind.__module__.startswith("zerofit.")}
+    own = [kind for kind in own if not any(other is not kind and issubclass(other, kind) for other in own)]
+    if len(own) > 1:
+        raise UserError(f"{file}: derives {len(own)} classes from {base.__name__}, and nothing says which one it uses.")
+    return own[0] if own else base
+
+
+def again(program: Program) -> Path:
+    """Return the file of a program that is to be started, with a note if it has changed since it was first read.
+
+    Raises: UserError if it is gone.
+    """
+    if not program.file.is_file():
+        raise UserError(f"{program.file}: the program of this run is no longer there; put it back, then resume.")
+    note_change(program.facts, of(program.file))
+    here = Path.cwd()
+    return program.file.relative_to(here) if program.file.is_relative_to(here) else program.file
+
+
+def note_change(was: dict, now: Program) -> None:
+    """Print a line if a program is another one than that of these facts, or has changed."""
+    before, after = was["sha256"], now.sha256
+    if before == after:
+        return
+    if was["file"] == str(now.file):
+        said = f"{now.file} has changed since it was started (sha256 {before[:12]}, now {after[:12]})"
+    else:
+        said = f"{was['file']} (sha256 {before[:12]}) trained so far, {now.file} ({after[:12]}) from here on"
+    print(f"note: {said}; what it computes may differ", flush=True)
+
+
+# --- what this user has started ---
+
+
+def remember(run: Path, flags: list[str]) -> None:
+    """Record for this user that the running program trains into a run folder. flags: its command line, no secrets.
+
+    The record is in this user's cache, where nobody else writes: a run folder may come from somebody else.
+    Raises: OSError, also where others can write to the cache's folder.
+    """
+    if (program := current()) is None:
+        return
+    folder = _records()
+    cache_root().mkdir(parents=True, exist_ok=True)
+    if own_folder(folder) is None:
+        raise PermissionError(13, "is not a folder of this user alone", str(folder))
+    record = {"run": str(run.resolve()), **program.facts, "flags": flags}
+    temporary = folder / f"{os.getpid()}.tmp"
+    with contextlib.suppress(FileNotFoundError):
+        temporary.unlink()
+    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w") as file:
+        file.write(json.dumps(record))
+    temporary.replace(folder / _name(run))
+
+
+def recall(run: Path) -> dict | None:
+    """Return what `remember` recorded of a run folder: file, sha256 and flags; None if this user has not started it."""
+    folder = _records()
+    try:
+        if own_folder(folder, make=False) is None:
+            return None
+        with os.fdopen(os.open(folder / _name(run), os.O_RDONLY | os.O_NOFOLLOW), encoding="utf-8") as file:
+            about = os.fstat(file.fileno())
+            if about.st_uid != os.geteuid() or about.st_mode & 0o022:
+                return None
+            record = json.loads(file.read())
+        return record if record["run"] == str(run.resolve()) else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _records() -> Path:
+    return cache_root() / f"programs-{os.geteuid()}"  # a cache may be shared
+
+
+def _name(run: Path) -> str:
+    return hashlib.sha256(str(run.resolve()).encode("utf-8", "surrogateescape")).hexdigest()[:32] + ".json"
+
+
+def said_by(facts: dict) -> dict | None:
+    """Return the "program" of a run.json that may be somebody else's: {} where it has none or no valid one."""
+    said = facts.get("program", {})
+    valid = said is None or (isinstance(said, dict) and all(type(said.get(n)) is str for n in ("file", "sha256")))
+    return said if valid else {}
+
+
+def of_run(run: Path, recipe: str, known: dict | None, named: str = "") -> Program:
+    """Return the program to go on with in a run folder, and note if it is not the one that trained there.
+
+    It is the one that this user names, else the one that this user has started there, else the kit's own recipe: a
+    run.json alone, which may be somebody else's, never chooses code.
+
+    Args: recipe: run.json's; known: run.json's "program", {} where it has none; named: on the command line.
+    Raises: UserError if the program is gone, or another one than the kit's recipe has trained there.
+    """
+    record = recall(run)
+    trained = record or known
+    if named:
+        program = start(named)
+    elif record:
+        if not Path(record["file"]).is_file():
+            raise UserError(f"{run}: its program {record['file']} is no longer there; {NAME_IT}.")
+        program = start(record["file"])
+    else:
+        program = start(recipe)
+        kit = of(ROOT / "recipes" / f"{recipe}.py").sha256
+        problem = f"{program.file} is not the {recipe}.py of this zerofit" if program.sha256 != kit else ""
+        if known != {} and (known is None or known["sha256"] != kit):
+            said = f"{known['file']} (sha256 {known['sha256'][:12]})" if known else "a program without a file"
+            problem = f"it was trained by {said}, not by the {recipe}.py of this zerofit"
+        if problem:
+            raise UserError(
+                f"{run}: {problem}, and this user has not started it; a run folder does not choose what runs: "
+                f"{NAME_IT}."
+            )
+    if program.recipe != recipe:
+        raise UserError(
+            f"{program.file}: takes the arguments of {program.recipe}, the run in {run} those of {recipe}; {NAME_IT}."
+        )
+    if trained:
+        note_change(trained, program)
+    return program

@@ -1,0 +1,423 @@
+"""A recipe of one's own, in any file, is launched, evaluated, retried, resumed, tried out and planned as itself; and a
+run folder, which may be somebody else's, does not choose what code runs."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import time
+from types import SimpleNamespace
+
+import pytest
+from conftest import ROOT, TINY, Run, python, run_python, run_world
+from test_retry import COMMON, launch
+
+from zerofit.config import resolve
+from zerofit.errors import UserError
+from zerofit.job import program
+from zerofit.launch import launch as launcher
+from zerofit.launch import prepare, resume
+from zerofit.plan import simulate, simulated_rank
+from zerofit.train import replay, trainer
+from zerofit.train.checkpoint import differences
+
+DOUBLED = '''class Doubled(ZerofitTrainer):
+    """Trains on twice the loss."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        return (2 * loss, outputs) if return_outputs else 2 * loss
+
+
+def main() -> None:
+    with open(__file__ + ".began", "a") as file:
+        file.write(recipe.os.environ.get("ZEROFIT_CANARY", "run") + "\\n")
+'''
+
+EVAL = ["--eval_data", str(TINY / "eval.jsonl"), "--per_device_eval_batch_size", "8"]
+
+
+def own_recipe(folder, name="my_trainer.py"):
+    """A copy of recipes/sft.py whose loss is doubled, and which records each of its starts."""
+    text = (ROOT / "recipes" / "sft.py").read_text()
+    assert text.count("def main() -> None:\n") == text.count("trainer = ZerofitTrainer(") == 1
+    text = text.replace("def main() -> None:\n", DOUBLED).replace("trainer = ZerofitTrainer(", "trainer = Doubled(")
+    file = folder / name
+    file.write_text(text)
+    return file
+
+
+# --- as itself ---
+
+
+def starts(own):
+    """For each start of the recipe's main: "run", or the file of a canary's result."""
+    return own.with_name(own.name + ".began").read_text().split()
+
+
+@pytest.mark.fault
+def test_it_is_launched_and_retried_as_itself(tmp_path):
+    own, folder = own_recipe(tmp_path), tmp_path / "run"
+    fault = {"what": "oom", "where": "backward"}
+    done = launch(folder, "--max_steps", "4", fault=fault, fresh=False, recipe=str(own))
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    assert "attempt 2, from checkpoint-2: micro batch 2" in done.stderr
+    assert starts(own) == ["run"] * 4  # two ranks, two attempts
+    before, after = Run(folder / "attempts" / "1").losses, Run(folder).losses
+    assert before[0] > 6.5  # twice log(512) / 2 or so: the stock recipe's is 3.5
+    assert len(before) == 3 and after[:3] == pytest.approx(before, rel=1e-3)  # the third step was made twice
+    assert Run(folder).json("run.json")["program"] == {"file": str(own), "sha256": program.of(own).sha256}
+
+
+@pytest.mark.slow
+def test_it_is_tried_out_and_evaluated_as_itself_on_two_ranks(tmp_path):
+    own, folder = own_recipe(tmp_path), tmp_path / "run"
+    done = launch(folder, *EVAL, "--max_steps", "2", "--canary", "true", recipe=str(own))
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    assert "canary: all well" in done.stdout
+    assert len(starts(own)) == 4 and starts(own)[2:] == ["run", "run"] != starts(own)[:2]
+    # What the stock recipe says of the same models: half the loss of the first step, half the evaluation's.
+    stock = [*COMMON, *EVAL, "--max_steps", "1"]
+    trained = ["--model", str(folder / "final"), "--learning_rate", "0"]
+    runs = run_world(1, {"first": ("sft", stock), "final": ("sft", [*stock, *trained])}, tmp_path)
+    assert Run(folder).losses[0] == pytest.approx(2 * runs["first"].losses[0], rel=1e-5)
+    mine, theirs = (run.json("result.json")["eval_loss"] for run in (Run(folder), runs["final"]))
+    assert mine == pytest.approx(2 * theirs, rel=1e-4)
+    assert not any("eval_perplexity" in line for line in Run(folder).metrics)  # of no cross entropy
+
+
+@pytest.mark.fault
+def test_the_command_that_a_stopped_run_prints_resumes_it_as_itself(tmp_path):
+    own, folder = own_recipe(tmp_path), tmp_path / "run"
+    words = [python(), "-m", "zerofit", "launch", str(own), *COMMON, *EVAL, "--max_steps", "5000",
+             "--save_steps", "5000", "--lr_scheduler_type", "constant", "--output_dir", str(folder)]  # fmt: skip
+    job = subprocess.Popen(words, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    deadline = time.time() + 120
+    while not (folder / "metrics.jsonl").exists() or len((folder / "metrics.jsonl").read_text().splitlines()) < 2:
+        assert time.time() < deadline and job.poll() is None
+        time.sleep(0.1)
+    job.send_signal(signal.SIGTERM)
+    _, said = job.communicate(timeout=60)
+    assert job.returncode == 75, said
+    step = int(re.search(r"stopped after step (\d+)", said).group(1))
+    shutil.copytree(folder, tmp_path / "copy")
+    printed = re.search(r"`(make resume RUN=.*?)` goes on", said).group(1)
+    more = ["-C", str(ROOT), "ENV=active", f"PYTHON={python()}", f"ARGS=--max_steps {step + 1}"]
+    done = subprocess.run([*shlex.split(printed), *more], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-1500:] + done.stderr[-1500:]
+    assert "trained so far" not in done.stdout and "has changed" not in done.stdout
+    # The copy is a folder in which this user has started nothing: its program is asked for, and named.
+    words = ["-m", "zerofit", "resume", str(tmp_path / "copy"), "--max_steps", str(step + 1)]
+    done = run_python(words, cwd=ROOT)
+    assert done.returncode == 2 and f"it was trained by {own} (sha256 " in done.stderr and "--recipe" in done.stderr
+    done = run_python([*words, "--recipe", "recipes/sft.py"], cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert f"note: {own} (sha256 " in done.stdout and f"{ROOT}/recipes/sft.py (" in done.stdout
+    assert re.search(r"- the program of the checkpoint, .*my_trainer.py \(.* here: this run's is taken", done.stdout)
+    stock = Run(tmp_path / "copy")
+    assert Run(folder).metrics[-2]["step"] == stock.metrics[-2]["step"] == step + 1
+    assert Run(folder).losses[-1] == pytest.approx(2 * stock.losses[-1], rel=1e-5)
+    assert Run(folder).json("result.json")["eval_loss"] == pytest.approx(
+        2 * stock.json("result.json")["eval_loss"], rel=0.02
+    )
+
+
+@pytest.mark.slow
+def test_its_batch_size_is_searched_with_its_own_steps(tmp_path):
+    own = own_recipe(tmp_path)
+    words = ["--recipe", str(own), *COMMON, "--use_cpu", "true", "--memory_limit", "2"]
+    done = run_python(["-m", "zerofit", "batch-size", *words], cwd=tmp_path, timeout=600)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "largest micro batch" in done.stdout and own.with_name(own.name + ".began").exists()
+
+
+@pytest.mark.slow
+def test_its_trainer_is_planned(tmp_path, monkeypatch):
+    own = own_recipe(tmp_path)
+    before, after = "        loss, outputs = super()", "        return (2 * loss, outputs)"
+    text = own.read_text().replace(before, f"        kept = model.lm_head.weight.new_zeros(2**24)\n{before}")
+    own.write_text(text.replace(after, f"        loss = loss + kept.sum()\n{after}"))
+    flags = ["--model", str(TINY / "model"), *COMMON[:2], "--use_cpu", "true", "--max_length", "64"]
+    peaks = []
+    for named in ("sft", str(own)):
+        program.start(named)
+        peaks.append(max(simulate.run("sft", flags, 1, device="cpu")["total"].values()))
+    monkeypatch.setattr(program, "_started", None)
+    assert peaks[0] < 4 * 2**24 <= peaks[1]
+
+
+@pytest.mark.slow
+def test_a_step_is_repeated_with_its_own_loss(tmp_path):
+    own, folder = own_recipe(tmp_path), tmp_path / "run"
+    text = own.read_text().replace("else 2 * loss", "else 2 * loss / 0")
+    own.write_text(text.replace("(2 * loss, out", "(2 * loss / 0, out"))
+    done = run_python([str(own), *COMMON, "--output_dir", str(folder)], cwd=tmp_path)
+    assert done.returncode == 4, done.stderr[-2000:]
+    done = run_python(["-m", "zerofit", "replay", str(folder)], cwd=tmp_path)
+    assert done.returncode == 4 and "rank 0 micro batch 0: loss inf" in done.stdout, done.stderr[-2000:]
+    done = run_python(["-m", "zerofit", "replay", str(folder), "--recipe", "sft"], cwd=tmp_path)
+    assert done.returncode == 0 and "all is finite here" in done.stdout, done.stderr[-2000:]
+
+
+def test_the_trainer_of_a_recipe_is_found_and_its_training_is_not_begun(tmp_path):
+    own = own_recipe(tmp_path)
+    found = simulated_rank._trainer_of(str(own), trainer.ZerofitTrainer)
+    assert found.__name__ == "Doubled" and issubclass(found, trainer.ZerofitTrainer)
+    assert not own.with_name(own.name + ".began").exists()
+    assert simulated_rank._trainer_of(None, trainer.ZerofitTrainer) is trainer.ZerofitTrainer
+    two = own_recipe(tmp_path, "two.py")
+    two.write_text(two.read_text() + "\n\nclass Other(ZerofitTrainer):\n    pass\n")
+    with pytest.raises(simulate.SimulationFailed, match="derives 2 classes from ZerofitTrainer"):
+        simulated_rank._trainer_of(str(two), trainer.ZerofitTrainer)
+
+
+# --- which file is a recipe ---
+
+
+def test_any_file_is_a_recipe_and_its_arguments_are_read_from_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    own_recipe(tmp_path, "with a space.py")
+    _, found, flags, count = prepare.launch_arguments(["--gpus", "2", "with a space.py", "--zero", "1"])
+    assert (found.recipe, found.file, flags, count) == ("sft", tmp_path / "with a space.py", ["--zero", "1"], 2)
+    assert program.current() == found and program.file_of("sft") == found.file
+    assert program.file_of("lora") == ROOT / "recipes" / "lora.py"
+    for name in ("sft", "lora", "dpo", "pipeline"):
+        assert program.find(name) == program.find(f"recipes/{name}.py")
+        assert program.find(name).recipe == name
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("print('hello')", "must name one set of arguments as a literal (sft, lora, dpo or pipeline), found none"),
+        ("NAME = 'sft'\nrecipe.parse(NAME)", "found none"),
+        ("recipe.parse('sft')\nentrypoint.check_early('lora')", "found lora and sft"),
+        ("recipe.parse('sft'", "own.py:1: is not valid Python"),
+        ("recipe.parse('grpo')", 'recipe.parse("grpo"): there are no such arguments; name those of sft, lora'),
+        (None, "own.py: no such recipe"),
+    ],
+)
+def test_a_file_that_is_no_recipe_is_refused_and_not_run(tmp_path, text, says):
+    file = tmp_path / "own.py"
+    if text is not None:
+        file.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n" * (not text.endswith("'sft'")) + text)
+    with pytest.raises(UserError, match=re.escape(says)):
+        prepare.launch_arguments([str(file)])
+    assert not (tmp_path / "ran").exists()
+
+
+def test_hooks_that_nothing_would_call_are_refused():
+    class Own(trainer.ZerofitTrainer):
+        def compute_loss(self, *args, **kwargs): ...
+
+    def check(kind=trainer.ZerofitTrainer, **hooks):
+        made = object.__new__(kind)
+        none = {"compute_metrics": None, "preprocess_logits_for_metrics": None, "compute_loss_func": None}
+        vars(made).update(none | {"args": SimpleNamespace(metric_for_best_model=None)} | hooks)
+        made.check_hooks()
+
+    check()
+    check(Own)
+    for name in ("compute_metrics", "preprocess_logits_for_metrics"):
+        with pytest.raises(UserError, match=f"trainer.{name}: .* would never be called"):
+            check(**{name: print})
+    best = SimpleNamespace(metric_for_best_model="eval_perplexity")
+    check(args=best)
+    for own in ({"kind": Own}, {"compute_loss_func": print}):
+        with pytest.raises(UserError, match="there is no perplexity"):
+            check(args=best, **own)
+
+
+# --- what a run folder may choose ---
+
+
+@pytest.fixture
+def foreign(tmp_path, monkeypatch):
+    """A run folder of somebody else: (its run.json is written with these facts, what a resume of it would launch)."""
+    started, folder = [], tmp_path / "foreign"
+    monkeypatch.setattr(launcher, "main", started.append)
+    monkeypatch.setattr(program, "_started", None)
+    folder.mkdir()
+    values = {name: {"value": value} for name, value in {"offload": "none", "gradient_checkpointing": True}.items()}
+    kit = program.find("sft").facts
+    whole = {"recipe": "sft", "world_size": 1, "flags": ["--zero", "0"], "arguments": values, "program": kit}
+
+    def resumed(*words, **facts):
+        (folder / "run.json").write_text(json.dumps(whole | facts))
+        resume.main([str(folder), *words])
+        return started.pop()
+
+    return folder, resumed
+
+
+def hostile(folder):
+    """A recipe that would do harm when it is run or imported."""
+    file = folder / "sft.py"
+    file.write_text(f"open({str(folder / 'harm')!r}, 'w')\n" + (ROOT / "recipes" / "sft.py").read_text())
+    return file
+
+
+@pytest.mark.injection
+def test_a_run_folder_does_not_choose_the_program(foreign):
+    folder, resumed = foreign
+    assert str(ROOT / "recipes" / "sft.py") in resumed()
+    file = hostile(folder)
+    for recipe in (str(file.with_suffix("")), "../foreign/sft", "./sft", str(file), ["sft"], None):
+        with pytest.raises(UserError, match="is no run folder"):
+            resumed(recipe=recipe)
+    facts = program.of(file).facts
+    for known in (facts, facts | {"sha256": "0" * 64}, None):
+        with pytest.raises(UserError, match="a run folder does not choose what runs: name the program"):
+            resumed(program=known)
+    assert str(ROOT / "recipes" / "sft.py") in resumed(program=program.find("sft").facts | {"file": str(file)})
+    assert str(file) in resumed("--recipe", str(file), program=facts)  # this user says so
+    assert not (folder / "harm").exists()
+    with pytest.raises(UserError, match="takes the arguments of lora"):
+        resumed("--recipe", "lora")
+
+
+@pytest.mark.injection
+def test_a_folder_that_looks_like_a_project_does_not_choose_it_either(foreign, monkeypatch):
+    folder, resumed = foreign
+    (folder / "recipes").mkdir()
+    file = hostile(folder / "recipes")
+    monkeypatch.setattr(program, "PROJECT", folder)  # of a command that is typed in it
+    for known in (program.of(file).facts, program.of(ROOT / "recipes" / "sft.py").facts):
+        with pytest.raises(UserError, match="a run folder does not choose what runs"):
+            resumed(program=known)
+
+
+@pytest.mark.injection
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--trust_remote_code", "true"], ["--trust-remote-code=True"], ["--config", "CONFIG"],
+        ["--attn_implementation", "somebody/kernel"], ["--push_to_hub", "true"],
+    ],
+)  # fmt: skip
+def test_flags_of_a_run_folder_that_run_or_send_something_are_asked_for_again(foreign, flags):
+    folder, resumed = foreign
+    (folder / "hostile.yaml").write_text("trust_remote_code: true\n")
+    flags = ["--model", str(folder), *(str(folder / "hostile.yaml") if word == "CONFIG" else word for word in flags)]
+    name = "trust_remote_code" if "hostile" in flags[-1] or "trust" in flags[2] else flags[2][2:]
+    with pytest.raises(UserError, match=f"its flags have --{name} .*this user has not started that run; give --{name}"):
+        resumed(flags=flags)
+    again = [f"--{name}", "sdpa" if name == "attn_implementation" else "true"]
+    assert again[0] in resumed(*again, flags=flags)
+    resumed(flags=["--trust_remote_code", "false", "--push_to_hub", "false", "--attn_implementation", "sdpa"])
+
+
+@pytest.mark.injection
+def test_a_run_of_this_user_goes_on_with_its_flags_and_its_program(foreign, tmp_path, monkeypatch, capsys):
+    folder, resumed = foreign
+    own, flags = own_recipe(tmp_path), ["--model", "mine", "--trust_remote_code", "true", "--zero", "0"]
+    program.start(str(own))
+    program.remember(folder, flags)
+    facts = {"flags": flags, "program": program.of(own).facts}
+    assert str(own) in resumed(**facts)
+    # Others who can write to the run folder can neither name another program nor other code.
+    assert str(own) in resumed(flags=flags, program=program.find("sft").facts)
+    with pytest.raises(UserError, match="--trust_remote_code true"):
+        resumed(flags=["--model", "theirs", *flags[2:]])
+    capsys.readouterr()
+    own.write_text(own.read_text().replace("2 * loss", "3 * loss"))
+    assert str(own) in resumed(**facts)
+    assert f"note: {own} has changed since it was started (sha256 " in capsys.readouterr().out
+    own.rename(tmp_path / "moved.py")
+    with pytest.raises(UserError, match=f"its program {own} is no longer there; name the program"):
+        resumed(**facts)
+    assert str(tmp_path / "moved.py") in resumed("--recipe", str(tmp_path / "moved.py"), **facts)
+
+
+@pytest.mark.injection
+def test_what_this_user_started_is_kept_where_only_this_user_writes(foreign, monkeypatch):
+    folder, _ = foreign
+    program.start("sft")
+    program.remember(folder, ["--zero", "0"])
+    records = program._records()
+    (record,) = (file for file in records.iterdir() if json.loads(file.read_text())["run"] == str(folder))
+    assert (records.stat().st_mode & 0o777, record.stat().st_mode & 0o777) == (0o700, 0o600)
+    assert program.recall(folder)["flags"] == ["--zero", "0"]
+    link = folder.with_name("link")
+    link.symlink_to(folder)
+    assert program.recall(link) == program.recall(folder) and program.recall(folder.parent) is None
+    record.chmod(0o622)
+    assert program.recall(folder) is None
+    record.chmod(0o600)
+    records.chmod(0o777)
+    assert program.recall(folder) is None
+    with pytest.raises(OSError, match="not a folder of this user alone"):
+        program.remember(folder, [])
+    records.chmod(0o700)
+    record.rename(folder / "elsewhere")
+    record.symlink_to(folder / "elsewhere")
+    assert program.recall(folder) is None
+    record.unlink()
+    (folder / "elsewhere").rename(record)
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    monkeypatch.setattr(program, "_records", lambda: records)
+    assert program.recall(folder) is None
+
+
+@pytest.mark.injection
+def test_a_kept_step_does_not_choose_what_replay_runs(tmp_path):
+    step = tmp_path / "nan" / "step-3"
+    step.mkdir(parents=True)
+    facts = {"step": 3, "recipe": "sft", "world_size": 1, "rows": None, "texts": {}}
+    for flags in (["--trust_remote_code", "true"], ["--attn_implementation", "somebody/kernel"]):
+        (step / "step.json").write_text(json.dumps(facts | {"flags": ["--model", str(tmp_path), *flags]}))
+        with pytest.raises(UserError, match="this user has not started that run"):
+            replay.main([str(tmp_path)])
+    for wrong in ({"recipe": "../sft"}, {"flags": "--zero"}, {"flags": [1]}, {"recipe": ["sft"]}):
+        (step / "step.json").write_text(json.dumps(facts | {"flags": []} | wrong))
+        with pytest.raises(UserError, match=r"its step\.json is damaged"):
+            replay.main([str(tmp_path)])
+
+
+# --- an objective that changes at a resume ---
+
+OBJECTIVE = {
+    "max_grad_norm": "0.01", "adam_beta1": "0.5", "adam_beta2": "0.9", "adam_epsilon": "0.1", "optim_args": "a=1",
+    "neftune_noise_alpha": "5.0", "weight_decay": "0.3", "lr_scheduler_type": "linear", "warmup_steps": "7.0",
+    "learning_rate": "0.5", "average_tokens_across_devices": "false", "on_nan": "skip", "lr_scaling": "sqrt",
+}  # fmt: skip
+
+
+def compared(*flags):
+    """The decisions of a run with these flags that resumes from a checkpoint without them."""
+    base = ["--use_cpu", "true", "--per_device_train_batch_size", "4"]
+    saved, now = (resolve.resolve_settings("sft", words, 1) for words in (base, [*base, *flags]))
+    now.decisions.clear()
+    now.fingerprints = {}
+    known = {"settings": differences.record(saved), "effective_batch_size": now.effective_batch_size}
+    differences.check(now, known, "checkpoint-2")
+    return now.decisions
+
+
+@pytest.mark.parametrize("name", OBJECTIVE)
+def test_another_objective_at_a_resume_is_said(name):
+    (said,) = (line for line in compared(f"--{name}", OBJECTIVE[name]) if line.startswith(f"{name} "))
+    assert re.fullmatch(rf"{name} \S+ of the checkpoint is {OBJECTIVE[name]} here: .*", said)
+
+
+def test_another_smoothing_at_a_resume_is_refused():
+    with pytest.raises(UserError, match=r"was saved with label_smoothing_factor 0\.0, this run has 0\.3"):
+        compared("--label_smoothing_factor", "0.3")
+    (said,) = compared("--label_smoothing_factor", "0.3", "--ignore_resume_mismatch", "true")
+    assert said.startswith("ignore_resume_mismatch: the checkpoint was saved with label_smoothing_factor 0.0")
+
+
+def test_what_does_not_change_training_is_not_said():
+    flags = "--zero 2 --logging_steps 1 --eval_strategy no --save_total_limit 3 --run_name x --num_samples 0"
+    assert compared(*flags.split(), "--per_device_train_batch_size", "8", "--dataloader_num_workers", "2") == []
+
+
+def test_every_argument_that_is_not_compared_exists():
+    known = {name for recipe in ("sft", "lora", "dpo") for name in resolve.resolve_settings(recipe, [], 1).values}
+    assert known >= differences.DO_NOT_MATTER
+    assert not differences.DO_NOT_MATTER & {*differences.ROWS, *differences.SHAPE, *differences.MEANING, *OBJECTIVE}
+    assert all(any(name.startswith(begin) for name in known) for begin in differences.BEGINNINGS)
