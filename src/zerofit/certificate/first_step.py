@@ -56,10 +56,8 @@ def _not_checked(trainer) -> str:
     settings = trainer.settings
     if settings.documents_per_row == 2:
         return "the loss is a preference loss"
-    if type(trainer).compute_loss.__module__ != "zerofit.train.trainer":
-        return "the recipe has a compute_loss of its own"
-    if trainer.compute_loss_func is not None:
-        return "the recipe has a compute_loss_func of its own"
+    if trainer.own_loss:
+        return "the recipe has a loss of its own"
     if settings.ranks_per_row > 1:
         return "the rows are split over ranks"
     if trainer.router_loss:
@@ -68,7 +66,7 @@ def _not_checked(trainer) -> str:
         return "virtual tokens stand before the rows"
     if trainer.tokens.stream is not None and settings.packing:
         return "packs of a stream are made while training"
-    if trainer.compute_loss_context_manager is None or not trainer.model_accepts_loss_kwargs:
+    if not trainer.model_accepts_loss_kwargs:
         return f"{trainer.architecture} divides its loss itself"
     return ""
 
