@@ -47,8 +47,8 @@ class GradientCount:
         trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         raise UserError(
             f"the gradient was exactly zero in each of the first {self.steps} steps, though there is a loss: nothing "
-            f"trains. The loss does not depend on the {len(trained)} trainable tensors ({', '.join(trained[:2])} ...). A "
-            "scale of 0 does that (alpha_pattern of --adapter_config), a dropout of 1, or a recipe of your own that "
+            f"trains. The loss does not depend on the {len(trained)} trainable tensors ({', '.join(trained[:2])} ...). "
+            "A scale of 0 does that (alpha_pattern of --adapter_config), a dropout of 1, or a recipe of your own that "
             "freezes or detaches what it trains."
         )
 
