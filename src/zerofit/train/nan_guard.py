@@ -38,20 +38,18 @@ class GradientCount:
         self.steps += 1
         self.zero = self.zero + (norm == 0)
         if self.steps <= STEPS_WITHOUT_GRADIENT:
-            self.loss = self.loss + torch.stack([loss.detach().float().abs() for loss in losses]).sum()
+            self.loss = sum((loss.detach().float().abs() for loss in losses), self.loss)
 
     def check(self, model) -> None:
         """Raise UserError if there was a loss and no gradient in any step so far."""
         if self.steps == 0 or int(self.zero) < self.steps or float(self.loss) < LEAST_LOSS * self.steps:
             return
         trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-        first = (
-            f": {trained[0]} and {len(trained) - 1} more" if len(trained) > 1 else "".join(f": {n}" for n in trained)
-        )
         raise UserError(
             f"the gradient was exactly zero in each of the first {self.steps} steps, though there is a loss: nothing "
-            f"trains. The loss does not depend on what is trainable{first}. A scale of 0 does that (alpha_pattern of "
-            "--adapter_config), a dropout of 1, or a recipe of your own that freezes or detaches what it trains."
+            f"trains. The loss does not depend on the {len(trained)} trainable tensors ({', '.join(trained[:2])} ...). "
+            "A scale of 0 does that (alpha_pattern of --adapter_config), a dropout of 1, or a recipe of your own that "
+            "freezes or detaches what it trains."
         )
 
     def line(self) -> Check:
