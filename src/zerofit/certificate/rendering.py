@@ -119,7 +119,7 @@ def _fault(place, conversation: Conversation, table, tokenizer, settings, count:
     if settings.train_on in ("assistant", "last_turn"):
         trained = [i for i, on in enumerate(conversation.trained) if on]
         trained = trained[-1:] if settings.train_on == "last_turn" else trained
-        fault = _label_fault(conversation, trained, ids, labels, tokenizer) or _place_fault(
+        fault = _label_fault(conversation, turns, trained, ids, labels, tokenizer, options) or _place_fault(
             turns, trained, ids, labels, tokenizer, options
         )
         if fault:
@@ -146,7 +146,7 @@ def _forms(turns: list[dict]) -> Iterator[list[dict]]:
         yield list(map(conversations.with_text_arguments, turns))
 
 
-def _label_fault(conversation: Conversation, trained: list[int], ids, labels, tokenizer) -> str:
+def _label_fault(conversation: Conversation, turns, trained: list[int], ids, labels, tokenizer, options) -> str:
     """Return how the labels differ from the turns that are to be trained; "" if they are right.
 
     The texts of each stand in the text of the labelled tokens, in order; no long text of another turn does.
@@ -157,6 +157,12 @@ def _label_fault(conversation: Conversation, trained: list[int], ids, labels, to
         turn = conversation.turns[i]
         for wanted in (turn["content"].strip(), *conversations.tool_names(turn.get("tool_calls"))):
             found = text.find(wanted, place_in_text)
+            if found < 0:  # a generation prompt may hold the beginning, such as <think>
+                prompt = tokenizer.decode(
+                    tokenizer.apply_chat_template(turns[:i], add_generation_prompt=True, **options)
+                )
+                wanted = wanted[max(k for k in range(len(wanted)) if prompt.endswith(wanted[:k])) :]
+                found = text.find(wanted, place_in_text)
             if found < 0:
                 return f"the answer of turn {i + 1} is not among the labelled tokens"
             place_in_text = found + len(wanted)

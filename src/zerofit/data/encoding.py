@@ -232,12 +232,15 @@ class Encoder:
         self, place: str, whole: str, conversation: conversations.Conversation, answers: list
     ) -> None:
         """Raise UserError for a turn whose text the template leaves out or changes; note lost reasoning."""
-        spans = {i: whole[start:end] for i, start, end in answers}
+        places = {i: (start, end) for i, start, end in answers}
+        spans = {i: whole[start:end] for i, (start, end) in places.items()}
         for i, turn in enumerate(conversation.turns):
-            text = turn["content"]
+            text = turn["content"].strip()
             for switch in self.switches if turn["role"] == "system" else ():
-                text = text.replace(switch, "")
-            if turn["role"] != "tool" and text.strip() not in spans.get(i, whole):
+                text = text.replace(switch, "").strip()
+            start, end = places.get(i, (0, len(whole)))
+            # A generation prompt may hold the beginning of an answer's text, such as its <think>.
+            if turn["role"] != "tool" and whole.find(text, max(0, start + 1 - len(text)), end) < 0:
                 like = "" if "tool_calls" in turn else conversations.built_in_like(self.tokenizer.chat_template)
                 raise UserError(
                     f"{place}: turn {i + 1}: the chat template leaves out or changes the text of this {turn['role']} "
