@@ -124,11 +124,11 @@ def _fault(place, conversation: Conversation, table, tokenizer, settings, count:
         )
         if fault:
             return f"{place}: {fault}"
-    if importlib.util.find_spec("trl"):
+    spec = importlib.util.find_spec("trl")
+    if spec is not None and spec.origin:  # not a mere folder of that name
         import trl
 
-        keys = {"messages": turns} | ({"tools": conversation.tools} if conversation.tools else {})
-        text = trl.apply_chat_template(keys, tokenizer, **dated)
+        text = trl.apply_chat_template({"messages": turns}, tokenizer, tools=conversation.tools, **dated)
         if tokenizer(text["text"], add_special_tokens=False)["input_ids"] != ids:
             return f"{place}: TRL renders other tokens"
         count["by TRL"] += 1
