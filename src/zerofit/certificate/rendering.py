@@ -117,8 +117,9 @@ def _fault(place, conversation: Conversation, table, tokenizer, settings, count:
     if wrong:
         return f"{place}: the label of token {wrong[0]} is not that token"
     if settings.train_on in ("assistant", "last_turn"):
-        trained = [i for i, on in enumerate(conversation.trained) if on]
-        trained = trained[-1:] if settings.train_on == "last_turn" else trained
+        answers = [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
+        answers = answers[-1:] if settings.train_on == "last_turn" else answers
+        trained = [i for i in answers if conversation.trained[i]]
         fault = _label_fault(conversation, turns, trained, ids, labels, tokenizer, options) or _place_fault(
             turns, trained, ids, labels, tokenizer, options
         )
