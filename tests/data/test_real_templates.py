@@ -149,7 +149,7 @@ def test_tokens_labels_and_certificate_of_published_templates_are_those_of_the_f
     differing = sum(a != b for a, b in zip(labels, wanted_labels, strict=True))
     record_property("relative_difference", differing / len(labels))
     assert differing == 0
-    assert any("generation prompt goes on with '<think>\\n'" in note for note in encoder.notes) == (family in DISTILLED)
+    assert encoder.notes[conversations.PROMPT_GOES_ON] == (family in DISTILLED)
     assert certified(family, case, {tuple(ids): labels}) == ""
     assert certified(family, case, {tuple(wanted_ids): wanted_labels}) == ""
 
@@ -217,7 +217,7 @@ def test_answers_without_the_end_of_the_generation_prompt_are_trained_from_their
     row = conversations.parse("here", {"messages": turns}, "messages")
     ids, labels = encoder.encode([("here", row)])[0]
     assert learned(tokenizer, ids, labels) == f"{first}<|im_end|>Why.\n</think>\n\nSecond.<|im_end|>"
-    assert encoder.notes[conversations.PROMPT_HAS_MORE.format("<think>\n")] == 1
+    assert encoder.notes[conversations.PROMPT_GOES_ON] == 1
     settings = SimpleNamespace(train_on="assistant")
     table = {tuple(ids): labels}
     assert rendering._fault("here", row, table, tokenizer, settings, Counter(), datetime.now()) == ""
@@ -238,6 +238,23 @@ def test_reasoning_in_the_text_whose_beginning_the_generation_prompt_writes_is_t
     fewer = [IGNORE if token == ids[-4] else token for token in labels]
     fault = rendering._fault("here", row, {tuple(ids): fewer}, tokenizer, settings, Counter(), day)
     assert "is not among the labelled tokens" in fault
+
+
+def test_a_mark_inside_the_generation_prompt_is_where_the_template_means_answers_to_begin():
+    """As in TRL's training template of Qwen3.5; marks that hold the role's header, too, are cut (SmolLM3)."""
+    tokenizer = reference_templates.byte_tokenizer(*WORDS["qwen3"])
+    tokenizer.chat_template = """{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' }}
+{%- if m.role != 'assistant' %}{{- m.content + '<|im_end|>\\n' }}{% else %}{% generation %}
+{{- '<think>\\n\\n</think>\\n\\n' + m.content + '<|im_end|>\\n' }}{% endgeneration %}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n<think>\\n' }}{% endif %}"""
+    row = conversations.parse("here", {"messages": [user("1?"), says("1."), user("2?"), says("2.")]}, "messages")
+    ids, labels = encoding.Encoder(tokenizer).encode([("here", row)])[0]
+    assert learned(tokenizer, ids, labels) == "".join(f"<think>\n\n</think>\n\n{n}.<|im_end|>" for n in (1, 2))
+    arguments = (tokenizer, SimpleNamespace(train_on="assistant"), Counter(), datetime.now())
+    assert rendering._fault("here", row, {tuple(ids): labels}, *arguments) == ""
+    header = next(i for i, label in enumerate(labels) if label != IGNORE) - 1
+    labels[header] = ids[header]
+    assert "is labelled, which is in no answer" in rendering._fault("here", row, {tuple(ids): labels}, *arguments)
 
 
 @pytest.mark.injection

@@ -178,15 +178,16 @@ def _label_fault(conversation: Conversation, turns, trained: list[int], ids, lab
 def _place_fault(turns: list[dict], trained: list[int], ids, labels, tokenizer, options: dict) -> str:
     """Return which label stands outside the answers that are to be trained; "" if none does.
 
-    An answer lies between what the row shares with its generation prompt, and the tokens of the conversation up to its
-    turn, where these begin the row. As templates may change earlier turns, labels are counted, too: one run an answer.
+    An answer lies between what the row shares with its generation prompt, or the template's mark inside that, and the
+    tokens of the conversation up to its turn, where these begin the row. As templates may change earlier turns, labels
+    are counted, too: one run an answer.
     """
     on = [i for i, label in enumerate(labels) if label != IGNORE]
     runs = [i for before, i in itertools.pairwise([-2, *on]) if i > before + 1]
     if len(runs) > len(trained):
         return f"{len(runs)} parts of the row are labelled, but {len(trained)} of its turns are to be trained"
     render = functools.partial(tokenizer.apply_chat_template, **options)
-    outside, until = set(on), len(ids)
+    outside, until, marked = set(on), len(ids), _marked(turns, tokenizer, options)
     for i in reversed(trained):
         before, prompt = render(turns[:i]), render(turns[:i], add_generation_prompt=True)
         after = render(turns[: i + 1])
@@ -200,6 +201,16 @@ def _place_fault(turns: list[dict], trained: list[int], ids, labels, tokenizer, 
             rows = zip(ids, prompt, render([*turns[:i], turns[i] | own, *turns[i + 1 :]]), strict=False)
             start = sum(1 for _ in itertools.takewhile(lambda tokens: len(set(tokens)) == 1, rows))
             start = start if start >= len(before) else 0
+        start = min([start, *(first for first in marked if len(before) < first)])
         outside -= set(range(start, until))
         until = start
     return f"token {min(outside)} is labelled, which is in no answer that is to be trained" if outside else ""
+
+
+def _marked(turns: list[dict], tokenizer, options: dict) -> list[int]:
+    """Return where the answers begin that a template marks itself; one may begin inside the generation prompt."""
+    if not re.search(r"\{%-?\s*generation\s*-?%\}", tokenizer.chat_template):
+        return []
+    options = options | {"return_dict": True, "return_assistant_tokens_mask": True}
+    mask = tokenizer.apply_chat_template(turns, **options)["assistant_masks"]
+    return [i for i, (before, on) in enumerate(itertools.pairwise([0, *mask])) if on > before]

@@ -172,7 +172,7 @@ class Encoder:
         return self._tokens(text, ANCHOR if ids and self.adds_prefix else "")
 
     def _text(
-        self, place: str, conversation: conversations.Conversation, turns: int | None = None, prompt: bool = False
+        self, place: str, conversation: conversations.Conversation, turns: int | None = None, prompt=False, **mode
     ) -> str:
         with _template_errors(place):
             return self.tokenizer.apply_chat_template(
@@ -180,6 +180,7 @@ class Encoder:
                 tools=conversation.tools,
                 tokenize=False,
                 add_generation_prompt=prompt,
+                **mode,
             )
 
     def _for_template(self, turns: list[dict]) -> list[dict]:
@@ -349,7 +350,7 @@ class Encoder:
     def _behind_prompts(
         self, place: str, whole: str, marks: list[tuple[int, int]], conversation: conversations.Conversation
     ) -> list[tuple[int, int]]:
-        """Return marks from where the generation prompt ends, to the end token where there is one."""
+        """Return marks that hold the generation prompt from where it ends, and all to the end token if there is one."""
         turns = [i for i, turn in enumerate(conversation.turns) if turn["role"] == "assistant"]
         if len(marks) != len(turns):
             return marks
@@ -357,7 +358,9 @@ class Encoder:
         for i, (start, end) in zip(turns, marks, strict=True):
             stripped = start + len(whole[start:end].rstrip())
             end = stripped if whole.endswith(self.end_words, start, stripped) else end
-            result.append((max(start, min(self._start(place, whole, conversation, i) or start, end)), end))
+            if start <= len(self._text(place, conversation, i)):
+                start = max(start, min(self._start(place, whole, conversation, i) or start, end))
+            result.append((start, end))
         return result
 
     def _marked_answers(
@@ -414,6 +417,10 @@ class Encoder:
         before = self._text(place, conversation, i)
         if not (prompt.startswith(before) and whole.startswith(before)):
             return None
+        for key in ("enable_thinking", "thinking"):  # an answer without reasoning may have the prompt of that mode
+            of_mode = self._text(place, conversation, i, prompt=True, **{key: False})
+            if whole.startswith(of_mode) and len(of_mode) > len(before):
+                return len(of_mode)
         # Compared without the answer's own text, which may begin like the rest of the prompt.
         mark, turns = next(self._unused_characters(conversation)), list(conversation.turns)
         own = {key: mark for key in ("content", conversations.REASONING[0]) if turns[i].get(key, "").strip()}
@@ -427,8 +434,8 @@ class Encoder:
             start = next((word.start() for word in words if word.start() < start < word.end()), start)
         if start <= len(before):
             return None
-        note = conversations.PROMPT_HAS_MORE.format(prompt[start:])
-        conversation.notes = (*(n for n in conversation.notes if n != note), note)
+        if conversations.PROMPT_GOES_ON not in conversation.notes:
+            conversation.notes = (*conversation.notes, conversations.PROMPT_GOES_ON)
         return start
 
     def _end_by_tail(self, whole: str, start: int, after: str) -> int | None:
