@@ -149,7 +149,7 @@ def test_tokens_labels_and_certificate_of_published_templates_are_those_of_the_f
     differing = sum(a != b for a, b in zip(labels, wanted_labels, strict=True))
     record_property("relative_difference", differing / len(labels))
     assert differing == 0
-    assert any("generation prompt goes on with '<think>\\n'" in note for note in encoder.notes) == (family in DISTILLED)
+    assert encoder.notes[conversations.PROMPT_GOES_ON] == (family in DISTILLED)
     assert certified(family, case, {tuple(ids): labels}) == ""
     assert certified(family, case, {tuple(wanted_ids): wanted_labels}) == ""
 
@@ -217,10 +217,44 @@ def test_answers_without_the_end_of_the_generation_prompt_are_trained_from_their
     row = conversations.parse("here", {"messages": turns}, "messages")
     ids, labels = encoder.encode([("here", row)])[0]
     assert learned(tokenizer, ids, labels) == f"{first}<|im_end|>Why.\n</think>\n\nSecond.<|im_end|>"
-    assert encoder.notes[conversations.PROMPT_HAS_MORE.format("<think>\n")] == 1
+    assert encoder.notes[conversations.PROMPT_GOES_ON] == 1
     settings = SimpleNamespace(train_on="assistant")
     table = {tuple(ids): labels}
     assert rendering._fault("here", row, table, tokenizer, settings, Counter(), datetime.now()) == ""
+
+
+def test_reasoning_in_the_text_whose_beginning_the_generation_prompt_writes_is_trained():
+    tokenizer = reference_templates.byte_tokenizer(*WORDS["qwen3"])
+    prompt = "{{- '<|im_start|>assistant\\n<think>\\n' if add_generation_prompt }}"
+    tokenizer.chat_template = TEMPLATES["chatml"].read_text().split("{%- if add")[0] + prompt
+    turns = [user("1?"), says("<think>\nWhy.\n</think>\n\nFirst."), user("2?"), says("<think>\n\n</think>\n\nSecond.")]
+    row = conversations.parse("here", {"messages": turns}, "messages")
+    encoder = encoding.Encoder(tokenizer)
+    ids, labels = encoder.encode([("here", row)])[0]
+    assert learned(tokenizer, ids, labels) == "Why.\n</think>\n\nFirst.<|im_end|>\n</think>\n\nSecond.<|im_end|>"
+    assert +encoder.notes == {}
+    settings, day = SimpleNamespace(train_on="assistant"), datetime.now()
+    assert rendering._fault("here", row, {tuple(ids): labels}, tokenizer, settings, Counter(), day) == ""
+    fewer = [IGNORE if token == ids[-4] else token for token in labels]
+    fault = rendering._fault("here", row, {tuple(ids): fewer}, tokenizer, settings, Counter(), day)
+    assert "is not among the labelled tokens" in fault
+
+
+def test_a_mark_inside_the_generation_prompt_is_where_the_template_means_answers_to_begin():
+    """As in TRL's training template of Qwen3.5; marks that hold the role's header, too, are cut (SmolLM3)."""
+    tokenizer = reference_templates.byte_tokenizer(*WORDS["qwen3"])
+    tokenizer.chat_template = """{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' }}
+{%- if m.role != 'assistant' %}{{- m.content + '<|im_end|>\\n' }}{% else %}{% generation %}
+{{- '<think>\\n\\n</think>\\n\\n' + m.content + '<|im_end|>\\n' }}{% endgeneration %}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n<think>\\n' }}{% endif %}"""
+    row = conversations.parse("here", {"messages": [user("1?"), says("1."), user("2?"), says("2.")]}, "messages")
+    ids, labels = encoding.Encoder(tokenizer).encode([("here", row)])[0]
+    assert learned(tokenizer, ids, labels) == "".join(f"<think>\n\n</think>\n\n{n}.<|im_end|>" for n in (1, 2))
+    arguments = (tokenizer, SimpleNamespace(train_on="assistant"), Counter(), datetime.now())
+    assert rendering._fault("here", row, {tuple(ids): labels}, *arguments) == ""
+    header = next(i for i, label in enumerate(labels) if label != IGNORE) - 1
+    labels[header] = ids[header]
+    assert "is labelled, which is in no answer" in rendering._fault("here", row, {tuple(ids): labels}, *arguments)
 
 
 @pytest.mark.injection
@@ -236,3 +270,24 @@ def test_control_words_in_texts_stay_text_under_published_templates(family):
     assert learned(tokenizer, ids, labels) == f"No.{end}"
     ends, headers = (ids.count(tokenizer.convert_tokens_to_ids(w)) for w in (end, header))
     assert (ends, headers) == {"deepseek-r1": (1, 1), "smollm3": (2, 3)}[family]
+
+
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_the_built_in_that_a_refusal_names_is_of_the_same_family(family):
+    named = {
+        "llama-3.1": "llama3.1", "qwen2.5": "qwen2.5", "qwen3": "qwen3", "gemma-2": "gemma", "gemma-3": "gemma",
+        "mistral-small": "mistral", "phi-4": "phi4", "chatml": "chatml",
+    }.get(family)  # fmt: skip
+    like = conversations.built_in_like(tokenizer_of(family).chat_template)
+    assert like == (f", such as --chat_template {named}" if named else "")
+
+
+def test_arguments_of_calls_are_objects_unless_the_template_takes_only_text():
+    printed = "{%- for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for call in m.tool_calls or [] %}"
+    printed += "{{ call.function.name }}({{ call.function.arguments }}){% endfor %}<|im_end|>\n{% endfor %}"
+    tokenizer = reference_templates.byte_tokenizer(*WORDS["chatml"])
+    tokenizer.chat_template = printed  # an object would be printed as Python spells it
+    ids, _ = encoding.Encoder(tokenizer).encode([("here", parsed("deepseek-r1", "one tool call"))])[0]
+    assert 'weather({"city": "Oslo", "days": [1, null]})<|im_end|>' in tokenizer.decode(ids)
+    texts = {family for family in TEMPLATES if encoding.Encoder(tokenizer_of(family)).joins_arguments}
+    assert texts == {"deepseek-r1"}

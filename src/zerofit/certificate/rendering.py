@@ -117,18 +117,19 @@ def _fault(place, conversation: Conversation, table, tokenizer, settings, count:
     if wrong:
         return f"{place}: the label of token {wrong[0]} is not that token"
     if settings.train_on in ("assistant", "last_turn"):
-        trained = [i for i, on in enumerate(conversation.trained) if on]
-        trained = trained[-1:] if settings.train_on == "last_turn" else trained
-        fault = _label_fault(conversation, trained, ids, labels, tokenizer) or _place_fault(
+        answers = [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
+        answers = answers[-1:] if settings.train_on == "last_turn" else answers
+        trained = [i for i in answers if conversation.trained[i]]
+        fault = _label_fault(conversation, turns, trained, ids, labels, tokenizer, options) or _place_fault(
             turns, trained, ids, labels, tokenizer, options
         )
         if fault:
             return f"{place}: {fault}"
-    if importlib.util.find_spec("trl"):
+    spec = importlib.util.find_spec("trl")
+    if spec is not None and spec.origin:  # not a mere folder of that name
         import trl
 
-        keys = {"messages": turns} | ({"tools": conversation.tools} if conversation.tools else {})
-        text = trl.apply_chat_template(keys, tokenizer, **dated)
+        text = trl.apply_chat_template({"messages": turns}, tokenizer, tools=conversation.tools, **dated)
         if tokenizer(text["text"], add_special_tokens=False)["input_ids"] != ids:
             return f"{place}: TRL renders other tokens"
         count["by TRL"] += 1
@@ -146,7 +147,7 @@ def _forms(turns: list[dict]) -> Iterator[list[dict]]:
         yield list(map(conversations.with_text_arguments, turns))
 
 
-def _label_fault(conversation: Conversation, trained: list[int], ids, labels, tokenizer) -> str:
+def _label_fault(conversation: Conversation, turns, trained: list[int], ids, labels, tokenizer, options) -> str:
     """Return how the labels differ from the turns that are to be trained; "" if they are right.
 
     The texts of each stand in the text of the labelled tokens, in order; no long text of another turn does.
@@ -157,6 +158,12 @@ def _label_fault(conversation: Conversation, trained: list[int], ids, labels, to
         turn = conversation.turns[i]
         for wanted in (turn["content"].strip(), *conversations.tool_names(turn.get("tool_calls"))):
             found = text.find(wanted, place_in_text)
+            if found < 0:  # a generation prompt may hold the beginning, such as <think>
+                prompt = tokenizer.decode(
+                    tokenizer.apply_chat_template(turns[:i], add_generation_prompt=True, **options)
+                )
+                wanted = wanted[max(k for k in range(len(wanted)) if prompt.endswith(wanted[:k])) :]
+                found = text.find(wanted, place_in_text)
             if found < 0:
                 return f"the answer of turn {i + 1} is not among the labelled tokens"
             place_in_text = found + len(wanted)
@@ -171,15 +178,16 @@ def _label_fault(conversation: Conversation, trained: list[int], ids, labels, to
 def _place_fault(turns: list[dict], trained: list[int], ids, labels, tokenizer, options: dict) -> str:
     """Return which label stands outside the answers that are to be trained; "" if none does.
 
-    An answer lies between what the row shares with its generation prompt, and the tokens of the conversation up to its
-    turn, where these begin the row. As templates may change earlier turns, labels are counted, too: one run an answer.
+    An answer lies between what the row shares with its generation prompt, or the template's mark inside that, and the
+    tokens of the conversation up to its turn, where these begin the row. As templates may change earlier turns, labels
+    are counted, too: one run an answer.
     """
     on = [i for i, label in enumerate(labels) if label != IGNORE]
     runs = [i for before, i in itertools.pairwise([-2, *on]) if i > before + 1]
     if len(runs) > len(trained):
         return f"{len(runs)} parts of the row are labelled, but {len(trained)} of its turns are to be trained"
     render = functools.partial(tokenizer.apply_chat_template, **options)
-    outside, until = set(on), len(ids)
+    outside, until, marked = set(on), len(ids), _marked(turns, tokenizer, options)
     for i in reversed(trained):
         before, prompt = render(turns[:i]), render(turns[:i], add_generation_prompt=True)
         after = render(turns[: i + 1])
@@ -193,6 +201,16 @@ def _place_fault(turns: list[dict], trained: list[int], ids, labels, tokenizer, 
             rows = zip(ids, prompt, render([*turns[:i], turns[i] | own, *turns[i + 1 :]]), strict=False)
             start = sum(1 for _ in itertools.takewhile(lambda tokens: len(set(tokens)) == 1, rows))
             start = start if start >= len(before) else 0
+        start = min([start, *(first for first in marked if len(before) < first)])
         outside -= set(range(start, until))
         until = start
     return f"token {min(outside)} is labelled, which is in no answer that is to be trained" if outside else ""
+
+
+def _marked(turns: list[dict], tokenizer, options: dict) -> list[int]:
+    """Return where the answers begin that a template marks itself; one may begin inside the generation prompt."""
+    if not re.search(r"\{%-?\s*generation\s*-?%\}", tokenizer.chat_template):
+        return []
+    options = options | {"return_dict": True, "return_assistant_tokens_mask": True}
+    mask = tokenizer.apply_chat_template(turns, **options)["assistant_masks"]
+    return [i for i, (before, on) in enumerate(itertools.pairwise([0, *mask])) if on > before]

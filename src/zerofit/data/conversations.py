@@ -83,13 +83,13 @@ EMPTY_ANSWER = "an empty answer is not trained on"
 
 REASONING_LOST = "reasoning_content of the last answer is not trained on: the chat template does not write it"
 
-EARLIER_REASONING_LOST = (
-    "reasoning_content of earlier answers is not trained on: the chat template drops it, --chat_template qwen3 keeps it"
+PROMPT_GOES_ON = (
+    "the template's generation prompt ends with text that does not precede the trained answers, such as <think>: a "
+    "model that has learned them will be asked in another way"
 )
 
-PROMPT_HAS_MORE = (
-    "answers are trained right behind the assistant's header: the chat template's generation prompt goes on with {!r}, "
-    "which the template does not write before answers in a conversation"
+EARLIER_REASONING_LOST = (
+    "reasoning_content of earlier answers is not trained on: the chat template drops it, --chat_template qwen3 keeps it"
 )
 
 

@@ -258,12 +258,15 @@ class Encoder:
         self, place: str, whole: str, conversation: conversations.Conversation, answers: list
     ) -> None:
         """Raise UserError for a turn whose text the template leaves out or changes; note lost reasoning."""
-        spans = {i: whole[start:end] for i, start, end in answers}
+        places = {i: (start, end) for i, start, end in answers}
+        spans = {i: whole[start:end] for i, (start, end) in places.items()}
         for i, turn in enumerate(conversation.turns):
-            text = turn["content"]
+            text = turn["content"].strip()
             for switch in self.switches if turn["role"] == "system" else ():
-                text = text.replace(switch, "")
-            if turn["role"] != "tool" and text.strip() not in spans.get(i, whole):
+                text = text.replace(switch, "").strip()
+            start, end = places.get(i, (0, len(whole)))
+            # A generation prompt may hold the beginning of an answer's text, such as its <think>.
+            if turn["role"] != "tool" and whole.find(text, max(0, start + 1 - len(text)), end) < 0:
                 like = "" if "tool_calls" in turn else conversations.built_in_like(self.tokenizer.chat_template)
                 raise UserError(
                     f"{place}: turn {i + 1}: the chat template leaves out or changes the text of this {turn['role']} "
@@ -372,7 +375,7 @@ class Encoder:
     def _behind_prompts(
         self, place: str, whole: str, marks: list[tuple[int, int]], conversation: conversations.Conversation
     ) -> list[tuple[int, int]]:
-        """Return marks from where the generation prompt ends, to the end token where there is one."""
+        """Return marks that hold the generation prompt from where it ends, and all to the end token if there is one."""
         turns = [i for i, turn in enumerate(conversation.turns) if turn["role"] == "assistant"]
         if len(marks) != len(turns):
             return marks
@@ -380,7 +383,9 @@ class Encoder:
         for i, (start, end) in zip(turns, marks, strict=True):
             stripped = start + len(whole[start:end].rstrip())
             end = stripped if whole.endswith(self.end_words, start, stripped) else end
-            result.append((max(start, min(self._start(place, whole, conversation, i) or start, end)), end))
+            if start <= len(self._text(place, conversation, i)):
+                start = max(start, min(self._start(place, whole, conversation, i) or start, end))
+            result.append((start, end))
         return result
 
     def _marked_answers(
@@ -440,9 +445,9 @@ class Encoder:
         before = self._text(place, conversation, i)
         if not (prompt.startswith(before) and whole.startswith(before)):
             return None
-        for mode in ("enable_thinking", "thinking"):  # a prompt that brings the empty block of an answer along
-            of_mode = self._text(place, conversation, i, prompt=True, **{mode: False})
-            if len(of_mode) > len(before) and whole.startswith(of_mode):
+        for key in ("enable_thinking", "thinking"):  # an answer without reasoning may have the prompt of that mode
+            of_mode = self._text(place, conversation, i, prompt=True, **{key: False})
+            if whole.startswith(of_mode) and len(of_mode) > len(before):
                 return len(of_mode)
         # Compared without the answer's own text, which may begin like the rest of the prompt.
         mark, turns = next(self._unused_characters(conversation)), list(conversation.turns)
@@ -457,8 +462,8 @@ class Encoder:
             start = next((word.start() for word in words if word.start() < start < word.end()), start)
         if start <= len(before):
             return None
-        note = conversations.PROMPT_HAS_MORE.format(prompt[start:])
-        conversation.notes = (*(n for n in conversation.notes if n != note), note)
+        if conversations.PROMPT_GOES_ON not in conversation.notes:
+            conversation.notes = (*conversation.notes, conversations.PROMPT_GOES_ON)
         return start
 
     def _end_by_tail(self, whole: str, start: int, after: str) -> int | None:
