@@ -72,6 +72,7 @@ RENAMED = {
     "train_on_inputs": "--train_on all",
     "assistant_only_loss": "--train_on assistant",
     "completion_only_loss": "--train_on assistant",
+    "loss_scale": "--mask_generation_prompt (as ms-swift's ignore_empty_think; no other scale is there)",
     # preference pairs
     "pref_beta": "--beta",
     "pref_loss": "--loss_type",

@@ -344,12 +344,12 @@ def _turns(place: str, messages: Any, row: dict) -> Conversation:
         raise UserError(f"{place}: the conversation must be a list of turns that is not empty.")
     system = row.get("system")
     turns = [{"role": "system", "content": _string(place, "system", system)}] if system else []
-    trained, notes = [False] * len(turns), set()
+    trained, has_empty = [False] * len(turns), False
     for i, message in enumerate(messages, 1):
         turn, train = _turn(place, i, message)
         turns.append(turn)
         trained.append(train and not is_empty(turn))
-        notes |= {EMPTY_ANSWER} if train and not trained[-1] else set()
+        has_empty = has_empty or (train and not trained[-1])
     _check_order(place, turns)
     tools = row.get("tools")
     if isinstance(tools, str):
@@ -361,8 +361,8 @@ def _turns(place: str, messages: Any, row: dict) -> Conversation:
         isinstance(m, dict) and m.get("role", m.get("from")) == "function_call" and "tool_calls" not in turn
         for m, turn in zip(messages, turns[-len(messages) :], strict=True)
     )
-    notes |= {CALL_AS_TEXT} if as_text else set()
-    return Conversation(turns, trained, tools or None, tuple(sorted(notes)))
+    notes = tuple(note for note, is_true in ((EMPTY_ANSWER, has_empty), (CALL_AS_TEXT, as_text)) if is_true)
+    return Conversation(turns, trained, tools or None, notes)
 
 
 def _is_text(part: Any) -> bool:
