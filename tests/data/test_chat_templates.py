@@ -319,8 +319,8 @@ def learned(tokenizer, turns, masked):
         ("Nemotron", REASONED, "Why.</think>One.", "Why.</think>One."),
         ("Qwen3-Thinking", PLAIN, "\n</think>\n\nOne.", "One."),
         ("Qwen3-Thinking", REASONED, "Why.\n</think>\n\nOne.", "Why.\n</think>\n\nOne."),
-        ("Qwen3.5 of TRL", PLAIN, "\n</think>\n\nOne.", "One."),  # its marks hold a part of the prompt
-        ("Qwen3.5 of TRL", REASONED, "Why.\n</think>\n\nOne.", "Why.\n</think>\n\nOne."),
+        ("Qwen3.5 of TRL", PLAIN, "<think>\n\n</think>\n\nOne.", "One."),
+        ("Qwen3.5 of TRL", REASONED, "<think>\nWhy.\n</think>\n\nOne.", "Why.\n</think>\n\nOne."),
         ("a pair of tags", PLAIN, "[THINK][/THINK]One.", "One."),
         ("a pair of tags", REASONED, "[THINK][/THINK]One.", "One."),  # this template drops the reasoning
         ("gpt-oss", PLAIN, "<|final|>One.", "<|final|>One."),  # the model has to write the channel
@@ -339,7 +339,7 @@ def test_a_generation_prompt_that_goes_on_is_said():
     tokenizer = with_template(OTHERS["DeepSeek-R1"])
     for turns in (PLAIN, PLAIN * 2):
         text, notes = learned(tokenizer, turns, False)
-        assert text == f"One.{END}" * (len(turns) // 2) and notes == {conversations.PROMPT_HAS_MORE.format("<think>\n")}
+        assert text == f"One.{END}" * (len(turns) // 2) and notes == {conversations.PROMPT_GOES_ON}
     assert learned(with_template(OTHERS["Nemotron"]), PLAIN, False)[1] == set()
 
 

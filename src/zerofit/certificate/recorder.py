@@ -58,7 +58,7 @@ class Recorder(TrainerCallback):
         """
         line = next((check for check in self.trainer.settings.checks if check.name == "loss" and check.holds), None)
         average = self.trainer.args.average_tokens_across_devices or self.trainer.args.world_size == 1
-        if line is None or self.compared or self.trainer.tokens.stream is not None or not average:
+        if line is None or self.compared or not average or not rows.known(self.trainer, self.first_step):
             return
         self.compared = True
         supervised = line.numbers["supervised_in_step"]

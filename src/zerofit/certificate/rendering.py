@@ -55,11 +55,13 @@ def _why_none(trainer) -> str:
 
 
 def _tokenized(trainer) -> dict[tuple, list[int]]:
-    """Return {input_ids: labels} of the first documents of both sets."""
-    table = {}
+    """Return {input_ids: labels} of the first documents of both sets; [] for tokens that are labelled in two ways."""
+    table: dict[tuple, list[int]] = {}
     for tokens in filter(None, (trainer.tokens, trainer.eval_tokens)):
         for row in itertools.islice(tokens.all_rows, TABLE):
-            table |= {tuple(document["input_ids"]): document["labels"] for document in documents(row)}
+            for document in documents(row):
+                ids, labels = tuple(document["input_ids"]), document["labels"]
+                table[ids] = labels if table.get(ids, labels) == labels else []  # the data repeats a chat with marks
     return table
 
 
@@ -77,7 +79,7 @@ def _dated(template: str, day: datetime) -> str:
 def _conversations(settings, tokenizer) -> Iterator[tuple[str, Conversation]]:
     """Yield (place, conversation) of the first rows that are in the data set whole and as they are."""
     train, _ = sources.find_files(settings.data, settings.data_config, settings.data_split, settings.streaming)
-    encoder = encoding.Encoder(tokenizer, settings.train_on)
+    encoder = encoding.Encoder(tokenizer, settings.train_on, settings.mask_generation_prompt)
     kind, rows = reading.kind_of(reading.read(train[0], settings), settings)
     names = reading._names(settings)
     for place, row in itertools.islice(rows, min(LOOKED_AT, settings.max_samples or LOOKED_AT)):
@@ -111,6 +113,8 @@ def _fault(place, conversation: Conversation, table, tokenizer, settings, count:
             continue
         if (labels := table.get(tuple(ids))) is not None:
             break
+    if labels == []:
+        return ""
     if labels is None:
         return f"{place}: the data set has no row with the {len(ids)} tokens of transformers' rendering"
     wrong = [i for i, (token, label) in enumerate(zip(ids, labels, strict=True)) if label not in (IGNORE, token)]

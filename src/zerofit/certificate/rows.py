@@ -60,11 +60,16 @@ class RowsSeen:
         self.epochs[epoch] = before[0] + count, (before[1] + total) % 2**64
 
 
+def known(trainer, first_step: int) -> bool:
+    """Return whether the rows of each step follow from its number: not of a stream, nor with --ignore_data_skip."""
+    return trainer.given_rows is not None and not (trainer.args.ignore_data_skip and first_step)
+
+
 def check(trainer, first_step: int) -> Check:
     """Compare the rows that all ranks were given since `first_step` with those of the epochs. Collective."""
-    if trainer.given_rows is None:
-        why = "rows seen: not counted: the rows of a stream have no numbers"
-        return Check("rows", None, why if trainer.tokens.stream is not None else "rows seen: not counted")
+    if not known(trainer, first_step):
+        why = "the rows of a stream have no numbers" if trainer.tokens.stream else "--ignore_data_skip repeats rows"
+        return Check("rows", None, f"rows seen: not counted: {why}")
     settings, sampler, last = trainer.settings, trainer.train_sampler, trainer.state.global_step
     seen: dict[int, tuple[int, int]] = {}
     for of_rank in distributed.all_gather(trainer.given_rows.epochs):

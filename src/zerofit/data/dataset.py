@@ -25,7 +25,7 @@ from zerofit.data.tokens import CHUNK, TokenizedDataset
 from zerofit.errors import UserError
 from zerofit.paths import cache_root, hash_file, private_folder
 
-CACHE_VERSION = 8  # raise it when the tokens of a row change
+CACHE_VERSION = 9  # raise it when the tokens of a row change
 
 COLUMNS = ("input_ids", "labels", "lengths")  # of a tokenized row; lengths: of a pair's two sides
 

@@ -149,8 +149,10 @@ def check(ends: Ends, rows, generated: list[int], shipped: list[int] | None) -> 
     if not ends.words:
         return Check(CHECK, None, "which token ends an answer is not known from these rows", numbers)
     words = ", ".join(f"{word} (id {i})" for word, i in numbers["trained"].items())
+    if not kept:  # all cut at --max_length, or masked by the data
+        cut = f"answers end with {words}, but none of the first {len(labels)} rows has one of these in its labels"
+        return Check(CHECK, None, f"{cut}: the model does not learn to stop", numbers)
     faults = [
-        *([f"none of the first {len(labels)} rows has one in its labels"] if not kept else []),
         *([f"generation stops at {generated} only"] if not set(ends.ids) <= set(generated) else []),
         *([f"final/ stops at {shipped}, not at {generated}"] if shipped not in (None, generated) else []),
     ]
