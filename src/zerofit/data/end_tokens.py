@@ -147,10 +147,14 @@ def check(ends: Ends, rows, generated: list[int], shipped: list[int] | None) -> 
     numbers = {"trained": dict(zip(ends.words, ends.ids, strict=True)), "generated": generated, "shipped": shipped,
                "rows": len(labels), "rows_with_an_end": kept}  # fmt: skip
     if not ends.words:
-        return Check(CHECK, None, "which token ends an answer is not known from these rows", numbers)
+        fault = next(iter(ends.said), "")
+        return Check(
+            CHECK, False if fault else None, fault or "rows like these do not say what ends an answer", numbers
+        )
     words = ", ".join(f"{word} (id {i})" for word, i in numbers["trained"].items())
+    cut = shipped is not None and not kept  # said at the end: rows may be cut on purpose
     faults = [
-        *([f"none of the first {len(labels)} rows has one in its labels"] if not kept else []),
+        *([f"none of the first {len(labels)} rows has one in its labels"] if cut else []),
         *([f"generation stops at {generated} only"] if not set(ends.ids) <= set(generated) else []),
         *([f"final/ stops at {shipped}, not at {generated}"] if shipped not in (None, generated) else []),
     ]
