@@ -119,6 +119,8 @@ def test_rows_without_an_end_token_are_said_with_a_place(tokenizer):
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
     entries = found(tokenizer, [user(), says()], train_on="all")
     ends = end_tokens.decide(entries, tokenizer, [1])
+    line = end_tokens.check(ends, [{"labels": [7]}], [1], None)
+    assert line.holds is None and line.sentence == ends.said[0]
     assert ends.words == () and ends.said == (
         "no end token is behind 1 answer, first in r:1: the model does not learn to stop there",
     )
@@ -174,7 +176,8 @@ def test_the_line_of_the_certificate(chatml):
     assert good.numbers == {
         "trained": {"<|im_end|>": end}, "generated": [end, 1], "shipped": [end, 1], "rows": 2, "rows_with_an_end": 1,
     }  # fmt: skip
-    assert end_tokens.check(ends, rows, [end, 1], None).holds
-    for generated, shipped, labelled in (([1], [1], rows), ([end, 1], [1], rows), ([end], [end], rows[1:])):
-        assert end_tokens.check(ends, labelled, generated, shipped).holds is False
+    for generated, shipped in (([1], [1]), ([end, 1], [1])):
+        assert end_tokens.check(ends, rows, generated, shipped).holds is False
+    cut = end_tokens.check(ends, rows[1:], [end], [end])
+    assert cut.holds is None and "none of the first 1 rows has one of these in its labels" in cut.sentence
     assert end_tokens.check(end_tokens.Ends((), (), "", ()), rows, [1], [1]).holds is None

@@ -622,7 +622,7 @@ def test_a_rank_beats_while_it_saves(monkeypatch, name):
     monkeypatch.setattr(save, "save", lambda trainer, write: said.append("written and hashed"))
     monkeypatch.setattr(Trainer, "save_model", lambda self, *words: said.append("written"))
     trainer = object.__new__(ZerofitTrainer)
-    trainer.state = SimpleNamespace(global_step=4)
+    trainer.state, trainer.settings = SimpleNamespace(global_step=4), SimpleNamespace(trains_adapter=False)
     trainer.clock = SimpleNamespace(paused=lambda: noted("pause"))
     trainer.reporter = SimpleNamespace(heartbeat=SimpleNamespace(beating=lambda step: noted("beat", step)))
     trainer.tracker = SimpleNamespace(during=lambda phase: contextlib.nullcontext())

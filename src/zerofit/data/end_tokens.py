@@ -147,7 +147,7 @@ def check(ends: Ends, rows, generated: list[int], shipped: list[int] | None) -> 
     numbers = {"trained": dict(zip(ends.words, ends.ids, strict=True)), "generated": generated, "shipped": shipped,
                "rows": len(labels), "rows_with_an_end": kept}  # fmt: skip
     if not ends.words:
-        return Check(CHECK, None, "which token ends an answer is not known from these rows", numbers)
+        return Check(CHECK, None, next(iter(ends.said), "rows like these do not say what ends an answer"), numbers)
     words = ", ".join(f"{word} (id {i})" for word, i in numbers["trained"].items())
     if not kept:  # all cut at --max_length, or masked by the data
         cut = f"answers end with {words}, but none of the first {len(labels)} rows has one of these in its labels"

@@ -85,7 +85,7 @@ def _card(trainer: ZerofitTrainer, final: Path) -> model_card.Card:
         steps=step,
         losses=model_card.losses(state.log_history, step),
         weights=str(dtype).removeprefix("torch."),
-        own_ends=bool(trainer.ends.words),
+        own_ends=(final / "generation_config.json").exists(),
     )
 
 
