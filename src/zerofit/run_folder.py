@@ -46,6 +46,7 @@ RECORDS = {
     },
     "report.json": dict.fromkeys(("status", "cause", "try"), TEXT),
     "memory.json": {"peak": _BYTES_BY_PHASE},
+    "step.json": {"recipe": TEXT, "flags": [TEXT], "world_size": WHOLE, "rows": [[[WHOLE]]], "texts": {...: TEXT}},
     "slurm.json": {"job_id": TEXT, "cluster": TEXT, "jobs": WHOLE},
 }  # fmt: skip
 

@@ -23,7 +23,7 @@ def main(argv: list[str]) -> None:
     folder = _folder(Path(args.folder).expanduser())
     try:
         facts = nan_guard.read(folder)
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         raise UserError(f"{folder}: is no kept step ({error}); name a nan/step-<n> of a run folder.") from None
     settings, autocast_dtype = _settings(facts, folder, args.model)
     model, fused = _model(settings, folder, args.model)
