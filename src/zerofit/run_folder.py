@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 
 from zerofit import __version__, command_line, distributed, paths, run_lock
-from zerofit.errors import UserError, first_line
+from zerofit.errors import UserError, first_line, printable
 from zerofit.paths import IN_WHEEL, PROJECT, nearest_existing
 from zerofit.settings import Settings, as_typed
 
@@ -189,7 +189,8 @@ def _check(place: str, value, shape) -> None:
             raise UserError(f"{place}: must be an object; {_FOREIGN}")
         for name, inner in value.items():
             inner_shape = shape.get(name, shape.get(...))
-            if inner_shape is not None and not (inner is None and isinstance(inner_shape, str)):
+            may_be_null = name in shape and isinstance(inner_shape, str)
+            if inner_shape is not None and not (inner is None and may_be_null):
                 _check(f"{place}: {name}", inner, inner_shape)
     elif isinstance(shape, list):
         if not isinstance(value, list):
@@ -427,3 +428,4 @@ def without_formulas(figure) -> None:
 
     for text in figure.findobj(Text):
         text.set_parse_math(False)
+        text.set_text(printable(text.get_text()))

@@ -181,7 +181,7 @@ def _trained(result: dict) -> str | None:
     trained, total = (result.get(name) for name in ("trainable_parameters", "parameters"))
     if not trained:
         return None
-    return f"{trained / 1e6:,.2f} M" + (f" of {total / 1e6:,.2f} M" if total != trained else "")
+    return f"{trained / 1e6:,.2f} M" + (f" of {total / 1e6:,.2f} M" if total not in (None, trained) else "")
 
 
 def _charts(runs: list[Run]) -> dict[str, str]:
