@@ -70,6 +70,7 @@ def claim_folder(settings: Settings) -> None:
     """
     first, is_named = name_folder(settings), bool(settings.output_dir)
     _check_writable(first)
+    run_lock.refuse_links(first, is_pushed=bool(settings.push_to_hub))
     for number in itertools.count(1):
         folder = first if number == 1 else first.with_name(f"{first.name}-{number}")
         with contextlib.nullcontext() if is_named else contextlib.suppress(FileExistsError):
@@ -107,11 +108,11 @@ def _check_writable(folder: Path) -> None:
 
 
 def readable(folder: Path) -> None:
-    """Give the files of a folder the umask's mode: safetensors creates them with 0600."""
+    """Give the files of a folder, not what its links lead to, the umask's mode: safetensors creates them with 0600."""
     mask = os.umask(0)
     os.umask(mask)
     for file in folder.rglob("*"):
-        if file.is_file() and stat.S_IMODE(file.stat().st_mode) == 0o600:
+        if not file.is_symlink() and file.is_file() and stat.S_IMODE(file.stat().st_mode) == 0o600:
             file.chmod(0o666 & ~mask)
 
 
@@ -155,7 +156,7 @@ def read_metrics(folder: Path) -> list[dict]:
     Raises: UserError for a line that no run writes.
     """
     file, entries = folder / METRICS, []
-    lines = file.read_text(encoding="utf-8", errors="replace").split("\n") if file.exists() else []
+    lines = file.read_text(encoding="utf-8", errors="replace").split("\n") if file.is_file() else []
     for number, line in enumerate(lines, 1):
         try:
             entries.append(json.loads(line))
@@ -169,7 +170,9 @@ def read_metrics(folder: Path) -> list[dict]:
 def read_json(file: Path) -> dict:
     """Return a JSON object of the run folder; {} if the file is missing, damaged or holds anything else."""
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
+        value = (
+            json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        )  # not a pipe, which may never end
     except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
@@ -279,9 +282,12 @@ def _speak_up_on_crash(log: str) -> None:
     before = sys.excepthook
 
     def hook(kind, error, traceback):
-        print(
-            f"zerofit: rank {distributed.rank()} failed: {kind.__name__}: {error}; see {log}", file=terminal, flush=True
-        )
+        with contextlib.suppress(OSError):  # the terminal has closed
+            print(
+                f"zerofit: rank {distributed.rank()} failed: {kind.__name__}: {error}; see {log}",
+                file=terminal,
+                flush=True,
+            )
         before(kind, error, traceback)
 
     sys.excepthook = hook

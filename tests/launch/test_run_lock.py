@@ -283,7 +283,7 @@ def test_a_link_in_a_run_folder_is_refused_and_not_written_through(tmp_path, nam
     precious.write_text("mine")
     (folder / name).parent.mkdir(parents=True)
     (folder / name).symlink_to(precious)
-    settings = SimpleNamespace(output_dir=str(folder))
+    settings = SimpleNamespace(output_dir=str(folder), push_to_hub=False)
     with pytest.raises(UserError, match=f"{re.escape(str(folder / name))}: is a link, to {re.escape(str(precious))}, "):
         run_folder.claim_folder(settings)
     assert not run_lock.held() and precious.read_text() == "mine"
@@ -292,6 +292,31 @@ def test_a_link_in_a_run_folder_is_refused_and_not_written_through(tmp_path, nam
     with pytest.raises(UserError, match="is a link"):
         run_folder.claim_folder(settings)
     assert not (tmp_path / "not-there").exists()
+
+
+@pytest.mark.injection
+def test_what_a_link_leads_to_is_not_pushed_nor_made_readable(tmp_path):
+    key, folder = tmp_path / "id_rsa", tmp_path / "run"
+    key.write_text("secret")
+    key.chmod(0o600)
+    folder.mkdir()
+    (folder / "notes.txt").symlink_to(key)
+    (folder / "checkpoint-1").symlink_to(tmp_path)
+    run_folder.readable(folder)
+    assert key.stat().st_mode & 0o777 == 0o600
+    with pytest.raises(UserError, match=r"notes\.txt: is a link, .* or push what it leads to"):
+        run_folder.claim_folder(SimpleNamespace(output_dir=str(folder), push_to_hub=True))
+    assert not run_lock.held()
+
+
+@pytest.mark.bad_input
+def test_pipes_in_a_folder_from_elsewhere_are_not_waited_for(tmp_path):
+    for name in ("run.json", "result.json", "metrics.jsonl", "run.lock"):
+        os.mkfifo(tmp_path / name)
+    assert status.progress(tmp_path).startswith("before the first step")
+    assert run_lock.owner(tmp_path) == {} and status.supervisor(tmp_path) is None
+    with pytest.raises(UserError, match="is no run folder"):
+        report.main([str(tmp_path)])
 
 
 @pytest.mark.injection
@@ -337,7 +362,7 @@ def test_folders_and_checkpoints_on_other_disks_are_linked_as_before(tmp_path):
     (tmp_path / "runs").symlink_to(disk / "runs")
     for name in ("checkpoint-100", "attempts/1", "notes.txt", "train.jsonl", "data"):
         (folder / name).symlink_to(tmp_path)
-    run_folder.claim_folder(SimpleNamespace(output_dir=str(folder)))
+    run_folder.claim_folder(SimpleNamespace(output_dir=str(folder), push_to_hub=False))
     run_lock.release()
     assert sorted(file.name for file in folder.iterdir()) == [
         "attempts", "checkpoint-100", "data", "notes.txt", "train.jsonl",
@@ -351,7 +376,7 @@ def test_jobs_that_begin_in_the_same_second_have_folders_of_their_own(tmp_path, 
     for _ in range(3):
         reading, writing = os.pipe()
         if not (holder := os.fork()):
-            settings = SimpleNamespace(recipe="sft", output_dir=None)
+            settings = SimpleNamespace(recipe="sft", output_dir=None, push_to_hub=False)
             run_folder.claim_folder(settings)
             os.write(writing, settings.output_dir.encode() + b"\n")
             signal.pause()
