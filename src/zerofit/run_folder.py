@@ -169,10 +169,8 @@ def read_metrics(folder: Path) -> list[dict]:
 
 def read_json(file: Path) -> dict:
     """Return a JSON object of the run folder; {} if the file is missing, damaged or holds anything else."""
-    try:
-        value = (
-            json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-        )  # not a pipe, which may never end
+    try:  # a pipe may never end
+        value = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
