@@ -29,7 +29,7 @@ def guard(main) -> None:
     """
     from zerofit import rank_status, run_lock
 
-    with contextlib.suppress(AttributeError):
+    with contextlib.suppress(AttributeError, OSError):  # no stream of Python's own; a fork's, which is another file now
         sys.stdout.reconfigure(errors="backslashreplace")  # as of stderr: names and data may hold what has no UTF-8
     atexit.register(gc.freeze)  # else the interpreter's last collections of the libraries' objects take 1 to 3 s
     told = False  # how to go on

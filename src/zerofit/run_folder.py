@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 
 from zerofit import __version__, command_line, distributed, paths, run_lock
-from zerofit.errors import UserError, first_line
+from zerofit.errors import UserError, first_line, printable
 from zerofit.paths import IN_WHEEL, PROJECT, nearest_existing
 from zerofit.settings import Settings, as_typed
 
@@ -46,6 +46,7 @@ RECORDS = {
     },
     "report.json": dict.fromkeys(("status", "cause", "try"), TEXT),
     "memory.json": {"peak": _BYTES_BY_PHASE},
+    "step.json": {"recipe": TEXT, "flags": [TEXT], "world_size": WHOLE, "rows": [[[WHOLE]]], "texts": {...: TEXT}},
     "slurm.json": {"job_id": TEXT, "cluster": TEXT, "jobs": WHOLE},
 }  # fmt: skip
 
@@ -69,6 +70,7 @@ def claim_folder(settings: Settings) -> None:
     """
     first, is_named = name_folder(settings), bool(settings.output_dir)
     _check_writable(first)
+    run_lock.refuse_links(first, is_pushed=bool(settings.push_to_hub))
     for number in itertools.count(1):
         folder = first if number == 1 else first.with_name(f"{first.name}-{number}")
         with contextlib.nullcontext() if is_named else contextlib.suppress(FileExistsError):
@@ -106,11 +108,11 @@ def _check_writable(folder: Path) -> None:
 
 
 def readable(folder: Path) -> None:
-    """Give the files of a folder the umask's mode: safetensors creates them with 0600."""
+    """Give the files of a folder, not what its links lead to, the umask's mode: safetensors creates them with 0600."""
     mask = os.umask(0)
     os.umask(mask)
     for file in folder.rglob("*"):
-        if file.is_file() and stat.S_IMODE(file.stat().st_mode) == 0o600:
+        if not file.is_symlink() and file.is_file() and stat.S_IMODE(file.stat().st_mode) == 0o600:
             file.chmod(0o666 & ~mask)
 
 
@@ -154,7 +156,7 @@ def read_metrics(folder: Path) -> list[dict]:
     Raises: UserError for a line that no run writes.
     """
     file, entries = folder / METRICS, []
-    lines = file.read_text(encoding="utf-8", errors="replace").split("\n") if file.exists() else []
+    lines = file.read_text(encoding="utf-8", errors="replace").split("\n") if file.is_file() else []
     for number, line in enumerate(lines, 1):
         try:
             entries.append(json.loads(line))
@@ -167,8 +169,8 @@ def read_metrics(folder: Path) -> list[dict]:
 
 def read_json(file: Path) -> dict:
     """Return a JSON object of the run folder; {} if the file is missing, damaged or holds anything else."""
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
+    try:  # a pipe may never end
+        value = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
@@ -188,7 +190,8 @@ def _check(place: str, value, shape) -> None:
             raise UserError(f"{place}: must be an object; {_FOREIGN}")
         for name, inner in value.items():
             inner_shape = shape.get(name, shape.get(...))
-            if inner_shape is not None and not (inner is None and isinstance(inner_shape, str)):
+            may_be_null = name in shape and isinstance(inner_shape, str)
+            if inner_shape is not None and not (inner is None and may_be_null):
                 _check(f"{place}: {name}", inner, inner_shape)
     elif isinstance(shape, list):
         if not isinstance(value, list):
@@ -277,9 +280,12 @@ def _speak_up_on_crash(log: str) -> None:
     before = sys.excepthook
 
     def hook(kind, error, traceback):
-        print(
-            f"zerofit: rank {distributed.rank()} failed: {kind.__name__}: {error}; see {log}", file=terminal, flush=True
-        )
+        with contextlib.suppress(OSError):  # the terminal has closed
+            print(
+                f"zerofit: rank {distributed.rank()} failed: {kind.__name__}: {error}; see {log}",
+                file=terminal,
+                flush=True,
+            )
         before(kind, error, traceback)
 
     sys.excepthook = hook
@@ -426,3 +432,4 @@ def without_formulas(figure) -> None:
 
     for text in figure.findobj(Text):
         text.set_parse_math(False)
+        text.set_text(printable(text.get_text()))

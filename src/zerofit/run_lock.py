@@ -80,17 +80,20 @@ def take(folder: Path, must_be_new: bool = False) -> None:
         os.write(descriptor, json.dumps(facts).encode())
 
 
-def refuse_links(folder: Path) -> None:
+def refuse_links(folder: Path, is_pushed: bool = False) -> None:
     """Refuse a run folder in which a name that a run writes to is a link. The folder itself may be reached by links.
 
     Whoever may write to a shared folder, or has packed it, would choose which file of this user is overwritten.
+    Args: is_pushed: --push_to_hub uploads the folder, all but its checkpoints: it may have no other link either.
     Raises: UserError.
     """
-    for top in filter(lambda file: OWN.fullmatch(file.name), folder.glob("*")):
+    for top in folder.glob("*"):
+        if not (OWN.fullmatch(top.name) or (is_pushed and not top.name.startswith("checkpoint-"))):
+            continue
         if file := next((file for file in (top, *top.rglob("*")) if file.is_symlink()), None):
             raise UserError(
-                f"{file}: is a link, to {file.readlink()}, and a run would write through it; remove the link, or name "
-                "another folder with --output_dir (OUT=...)."
+                f"{file}: is a link, to {file.readlink()}, and a run would write to{' or push' * is_pushed} what it "
+                "leads to; remove the link, or name another folder with --output_dir (OUT=...)."
             )
 
 
@@ -136,7 +139,8 @@ def owner(folder: Path) -> dict:
     """Return what the lock's owner wrote: process, host, since; {} if the file does not hold these."""
     for _ in range(10):
         with contextlib.suppress(OSError, ValueError, RecursionError):
-            facts = json.loads((folder / FILE).read_text(encoding="utf-8"))
+            file = folder / FILE
+            facts = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
             return facts if _is_owner(facts) else {}
         time.sleep(0.05)
     return {}

@@ -254,6 +254,10 @@ def test_what_cannot_be_exported_is_one_sentence(runs, tmp_path, copied, monkeyp
 
     final, out = runs["lora2"].folder / "final", ["--output_dir", str(tmp_path / "out")]
     refused(tmp_path / "no-run", "no such folder", *out)
+    for name in ("linked", "linked.saving"):
+        (tmp_path / name).symlink_to(tmp_path / "gone")
+        refused(runs["sft0"].folder, "linked.* is (there already|a link)", "--output_dir", str(tmp_path / "linked"))
+        (tmp_path / name).unlink()
     refused(runs["sft0"].folder, "holds a whole model, there is nothing to merge", "--merge", *out)
     refused(final, "is there already and not empty", "--output_dir", str(final))
     (tmp_path / "empty").mkdir()

@@ -1,6 +1,7 @@
 """report.html: what a run was, its plots and how to go on; several runs side by side."""
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -10,9 +11,12 @@ from html.parser import HTMLParser
 import pytest
 from conftest import TINY, recipe_process
 
+from zerofit import run_folder
 from zerofit.errors import UserError
-from zerofit.export import report
+from zerofit.export import report, report_plots
 from zerofit.export.report import Run
+from zerofit.export.report_plots import Line
+from zerofit.launch.cluster import status
 
 VOID = {"meta", "br", "use", "path"}
 SHORT = ["--data", str(TINY / "train.jsonl"), "--eval_data", str(TINY / "eval.jsonl"), "--max_samples", "48",
@@ -166,6 +170,86 @@ def test_texts_of_data_and_flags_are_no_markup(tmp_path):
     for page in (report.of_one(Run(folder)), report.of_several([Run(folder), Run(make_run(tmp_path / "b"))])):
         assert Page(page).has("<script>alert(1)") and "<script" not in page and "<img" not in page
         assert "\x1b" not in page
+
+
+ODD = (None, 10**30, -1e308, "\ud800\x1b[2J", [[]], {"a": None}, {"a": {"b": 1}})
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("file", ["run.json", "result.json", "report.json", "memory.json", "metrics.jsonl"])
+def test_odd_values_in_a_folder_from_elsewhere_are_named_or_shown(tmp_path, monkeypatch, file):
+    """Each value of each file in turn, and each value inside of one: a page and a status, or one sentence."""
+    sample = {"prompt": "asked this", "before": "no", "after": "yes", "wanted": "yes"}
+    whole = {"status": "finished", "steps": 8, "train_seconds": 90, "samples": [sample], "eval_loss": 2.0,
+             "exact_match_before": 0.0, "exact_match_after": 0.5, "parameters": 2_000, "trainable_parameters": 500,
+             "peak_memory_bytes": 7, "tokens_per_second": 1.0}  # fmt: skip
+    folder, other = make_run(tmp_path / "a", **whole), make_run(tmp_path / "b")
+    (folder / "report.json").write_text(json.dumps({"status": "failed", "cause": "rank 1 ended", "try": "--zero 3"}))
+    (folder / "memory.json").write_text(json.dumps({"peak": {"step": {"parameters": 5}}}))
+    lines = (folder / file).read_text().splitlines()
+    right = json.loads(lines[0] if file == "metrics.jsonl" else "".join(lines))
+    cases = [odd for odd in ODD if not isinstance(odd, dict)]
+    for name, value in right.items():
+        cases += [right | {name: odd} for odd in ODD]
+        if isinstance(value, dict) and value:
+            cases += [right | {name: {next(iter(value)): odd}} for odd in ODD]
+        if isinstance(value, list):
+            cases += [right | {name: [odd]} for odd in ODD]
+    if file != "memory.json":
+        monkeypatch.setattr(report_plots, "memory", lambda *_: "")  # takes a while
+    monkeypatch.setattr(report_plots, "chart", lambda *_: "")  # so does this: the next test
+    refused = 0
+    for case in cases:
+        (folder / file).write_text("\n".join([json.dumps(case), *(lines[1:] if file == "metrics.jsonl" else [])]))
+        for ask in (
+            lambda: status.progress(folder),
+            lambda: report.of_one(Run(folder)),
+            lambda: report.of_several([Run(folder), Run(other)]),
+        ):
+            try:
+                ask()
+            except UserError as error:
+                assert str(folder) in str(error) and "must be" in str(error), case
+                refused += 1
+    assert refused > 5
+
+
+def test_odd_numbers_have_charts():
+    odd = [math.nan, math.inf, -math.inf, 1e308, -1e308, 2**62, 0]
+    for value in odd:
+        lines = [Line("a", [(1, value), (2**62, 1.0), (3, value)], 0), Line("b", [(1, 1.0)], 1)]
+        assert "<svg" in report_plots.chart("Loss", "", lines, from_zero=True)
+    assert "<svg" in report_plots.memory("Memory", {"a": {"b": 2**62, "c": -1.5}, "": {}}, 0)
+
+
+def test_names_are_no_formulas(tmp_path):
+    """matplotlib takes what is between two `$` for TeX: `cost_100%_$5_$6.jsonl` made a finished run a failed one."""
+    runs = [make_run(tmp_path / name, status="finished") for name in ("a$5_$6%", "\udcff_b")]
+    page = report.of_several([Run(run) for run in runs])
+    assert "a$5_$6%, training" in page
+    report.main([str(run) for run in runs])
+    for run in runs:
+        run_folder.plot_metrics(run, f"sft on {run.name}")
+        assert (run / "loss.png").stat().st_size > 5000
+
+
+@pytest.mark.fault
+def test_a_run_never_fails_for_its_plots(tmp_path, capsys):
+    folder = make_run(tmp_path / "a")
+    (folder / "loss.png").mkdir()
+    run_folder.plot_metrics(folder, "sft")
+    (folder / "metrics.jsonl").write_text('{"step": 1, "loss": "x"}\n')
+    run_folder.plot_metrics(folder, "sft")
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == 2 and "loss.png could not be written: " in said[0] and "metrics.jsonl:1: loss: must" in said[1]
+
+
+def test_odd_names_beside_kept_steps_are_no_steps(tmp_path):
+    folder = make_run(tmp_path / "a", status="failed", error="Diverged: step 11: the gradient is nan")
+    for name in ("nan/step-x", "nan/step-²", "nan/step-7", "checkpoint-²", "checkpoint-x"):
+        (folder / name).mkdir(parents=True)
+    (following,) = report.next_steps(folder)
+    assert "nan/step-7 " in following
 
 
 def test_long_runs_are_thinned_and_gaps_kept(tmp_path):

@@ -95,6 +95,27 @@ def test_a_recipe_name_is_no_code(tmp_path, verb, code):
     assert f"<recipes/{code}.py>" in done.stdout or f"<--recipe={code}>" in done.stdout
 
 
+@pytest.mark.fault
+def test_output_that_nobody_reads_any_more_ends_no_run(tmp_path):
+    """`make sft | head`, or a terminal that has closed: what is printed is in the log alone."""
+    reading, writing = os.pipe()
+    terminal = os.fdopen(writing, "w", buffering=1)
+    os.close(reading)
+    with (tmp_path / "log").open("w", buffering=1) as log:
+        tee = run_folder._Tee(terminal, log)
+        for _ in range(2):
+            print("step 1  loss 2.0", file=tee, flush=True)
+    terminal.close()  # what it had not written yet is no error either
+    assert (tmp_path / "log").read_text() == 2 * "step 1  loss 2.0\n"
+
+
+def test_text_without_utf_8_is_printed_escaped():
+    """A file name in another encoding, or half of a surrogate pair in a JSON file from elsewhere."""
+    code = "from zerofit.entrypoint import guard; guard(lambda: print('a\\udcffb'))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "a\\udcffb\n"), done.stderr
+
+
 def found_size(name):
     """Two where two were asked for, by flag or by the cached configuration."""
     return 2 if "2" in name or "-" in name else 1

@@ -1,13 +1,16 @@
 """Jobs that fail: each fault, injected into one of two real ranks, ends in recovery with the losses of an undisturbed
 run, or in the right exit code and sentence; no process and no half-written checkpoint stays behind."""
 
+import fcntl
 import functools
 import json
 import os
+import pty
 import re
 import signal
 import subprocess
 import sys
+import termios
 import threading
 import time
 from pathlib import Path
@@ -287,6 +290,26 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(tmp_path, number, zero):
     assert Run(folder).losses == Run(tmp_path / "whole").losses
     done = run_python(["-m", "zerofit", "resume", str(folder)])
     assert done.returncode == 2 and "this run has finished" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.fault
+def test_a_terminal_that_closes_loses_no_step(tmp_path):
+    """The job saves, although whatever it prints from then on is an error."""
+    words = ["-m", "zerofit", "launch", "--gpus", "2", "recipes/sft.py", *COMMON, "--max_steps", "5000"]
+    words += ["--save_strategy", "steps", "--save_steps", "10000", "--output_dir", str(tmp_path / "run")]
+    ours, theirs = pty.openpty()
+    job = subprocess.Popen([sys.executable, *words], cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs,
+                           start_new_session=True, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0))  # fmt: skip
+    os.close(theirs)
+    said = b""
+    while b"step 3/" not in said:
+        said += os.read(ours, 4096)
+    os.close(ours)
+    assert job.wait(120) == 75
+    result = Run(tmp_path / "run").json("result.json")
+    assert result["status"] == "stopped" and (tmp_path / "run" / f"checkpoint-{result['steps']}").is_dir()
+    assert f"step {result['steps']}/" in (tmp_path / "run" / "logs" / "rank0.log").read_text()
 
 
 @pytest.mark.slow

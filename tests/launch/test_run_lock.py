@@ -12,15 +12,18 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 from conftest import ROOT, TINY, Run, run_python
 
-from zerofit import rank_status, run_folder, run_lock
+from zerofit import paths, rank_status, run_folder, run_lock
 from zerofit.errors import UserError
-from zerofit.launch import launch
+from zerofit.export import report
+from zerofit.launch import launch, postmortem
 from zerofit.launch import resume as resume_command
+from zerofit.launch.cluster import cancel, status
 from zerofit.plan import preflight
 from zerofit.train.checkpoint import integrity
 from zerofit.train.checkpoint import resume as checkpoint_resume
@@ -266,6 +269,160 @@ def test_a_folder_that_cannot_be_made(tmp_path, monkeypatch):
     monkeypatch.setattr(run_lock, "REMOVAL_SECONDS", 0.1)
     with pytest.raises(UserError, match="/proc/x: cannot be written to: No such file or directory"):
         run_lock.take(Path("/proc/x"))
+
+
+@pytest.mark.injection
+@pytest.mark.parametrize("name", [
+    "run.lock", "run.json", "result.json", "run.tmp", "result.tmp", "metrics.tmp", "metrics.jsonl", "report.html",
+    "loss.png", "report.md", "deepspeed.json", "slurm.log", "cancelled", "logs", "logs/rank0.log", "nan", "final",
+    "final/model.safetensors", "reference",
+])  # fmt: skip
+def test_a_link_in_a_run_folder_is_refused_and_not_written_through(tmp_path, name):
+    """In a folder that others may write to, it would choose which file of this user is overwritten."""
+    precious, folder = tmp_path / "precious", tmp_path / "run"
+    precious.write_text("mine")
+    (folder / name).parent.mkdir(parents=True)
+    (folder / name).symlink_to(precious)
+    settings = SimpleNamespace(output_dir=str(folder), push_to_hub=False)
+    with pytest.raises(UserError, match=f"{re.escape(str(folder / name))}: is a link, to {re.escape(str(precious))}, "):
+        run_folder.claim_folder(settings)
+    assert not run_lock.held() and precious.read_text() == "mine"
+    (folder / name).unlink()
+    (folder / name).symlink_to(tmp_path / "not-there")
+    with pytest.raises(UserError, match="is a link"):
+        run_folder.claim_folder(settings)
+    assert not (tmp_path / "not-there").exists()
+
+
+@pytest.mark.injection
+def test_what_a_link_leads_to_is_not_pushed_nor_made_readable(tmp_path):
+    key, folder = tmp_path / "id_rsa", tmp_path / "run"
+    key.write_text("secret")
+    key.chmod(0o600)
+    folder.mkdir()
+    (folder / "notes.txt").symlink_to(key)
+    (folder / "checkpoint-1").symlink_to(tmp_path)
+    run_folder.readable(folder)
+    assert key.stat().st_mode & 0o777 == 0o600
+    with pytest.raises(UserError, match=r"notes\.txt: is a link, .* or push what it leads to"):
+        run_folder.claim_folder(SimpleNamespace(output_dir=str(folder), push_to_hub=True))
+    assert not run_lock.held()
+
+
+@pytest.mark.bad_input
+def test_pipes_in_a_folder_from_elsewhere_are_not_waited_for(tmp_path):
+    for name in ("run.json", "result.json", "metrics.jsonl", "run.lock"):
+        os.mkfifo(tmp_path / name)
+    assert status.progress(tmp_path).startswith("before the first step")
+    assert run_lock.owner(tmp_path) == {} and status.supervisor(tmp_path) is None
+    with pytest.raises(UserError, match="is no run folder"):
+        report.main([str(tmp_path)])
+
+
+@pytest.mark.injection
+def test_a_link_that_comes_later_is_replaced_or_an_error(tmp_path, capsys):
+    """Whoever shares the folder may make it after the folder was claimed."""
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    for name in ("run.tmp", "result.json", "result.tmp", "metrics.tmp", "report.html", "report.tmp", "loss.png"):
+        (tmp_path / name).symlink_to(precious)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.0}\n')
+    run_folder.write_json(tmp_path / "run.json", {"recipe": "sft"})
+    run_folder.write_json(tmp_path / "result.json", {"status": "finished", "steps": 1})
+    run_folder.keep_metrics(tmp_path, 1)
+    run_folder.plot_metrics(tmp_path, "sft on a.jsonl")
+    report.write(tmp_path)
+    postmortem.write(tmp_path, [postmortem.Outcome("crash", 1)], "")
+    assert run_folder.finished(tmp_path) and (tmp_path / "loss.png").read_bytes()[1:4] == b"PNG"
+    assert not [file for file in tmp_path.iterdir() if file.is_symlink() or file.suffix == ".tmp"]
+    assert precious.read_text() == "mine" and "could not" not in capsys.readouterr().out
+    for name in ("rank0.log", "metrics.jsonl"):
+        (tmp_path / "logs").mkdir(exist_ok=True)
+        (tmp_path / "logs" / name).symlink_to(precious)
+        with pytest.raises(OSError, match="Too many levels of symbolic links"):
+            paths.appending(tmp_path / "logs" / name)
+    os.mkfifo(tmp_path / "logs" / "pipe")
+    with pytest.raises(OSError, match="No such device or address"):  # it would wait for a reader
+        paths.appending(tmp_path / "logs" / "pipe")
+    assert precious.read_text() == "mine"
+
+
+def test_a_report_that_is_a_link_is_left_alone(tmp_path):
+    (tmp_path / "run.json").write_text('{"recipe": "sft"}')
+    (tmp_path / "report.html").symlink_to(tmp_path / "mine")
+    with pytest.raises(UserError, match=r"report\.html: is a link, .*--output"):
+        report.main([str(tmp_path)])
+    report.main([str(tmp_path), "--output", str(tmp_path / "report.html")])  # named by the user
+    assert "sft" in (tmp_path / "mine").read_text()
+
+
+def test_folders_and_checkpoints_on_other_disks_are_linked_as_before(tmp_path):
+    disk, folder = tmp_path / "disk", tmp_path / "runs" / "x"
+    (disk / "runs" / "x" / "attempts").mkdir(parents=True)
+    (tmp_path / "runs").symlink_to(disk / "runs")
+    for name in ("checkpoint-100", "attempts/1", "notes.txt", "train.jsonl", "data"):
+        (folder / name).symlink_to(tmp_path)
+    run_folder.claim_folder(SimpleNamespace(output_dir=str(folder), push_to_hub=False))
+    run_lock.release()
+    assert sorted(file.name for file in folder.iterdir()) == [
+        "attempts", "checkpoint-100", "data", "notes.txt", "train.jsonl",
+    ]  # fmt: skip
+
+
+def test_jobs_that_begin_in_the_same_second_have_folders_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(time, "strftime", lambda *_: "20260101-000000")
+    holders = []
+    for _ in range(3):
+        reading, writing = os.pipe()
+        if not (holder := os.fork()):
+            settings = SimpleNamespace(recipe="sft", output_dir=None, push_to_hub=False)
+            run_folder.claim_folder(settings)
+            os.write(writing, settings.output_dir.encode() + b"\n")
+            signal.pause()
+        os.close(writing)
+        holders.append((holder, os.read(reading, 1000).decode().strip()))
+        os.close(reading)
+    for holder, _ in holders:
+        os.kill(holder, signal.SIGKILL)
+        os.waitpid(holder, 0)
+    assert [name for _, name in holders] == [f"runs/sft-20260101-000000{suffix}" for suffix in ("", "-2", "-3")]
+
+
+@pytest.mark.injection
+@pytest.mark.parametrize("said", [
+    "[1]", "{}", "1", "null", "[" * 100_000, '{"process": "x", "host": "HOST", "since": "NOW"}',
+    '{"process": PID, "host": "HOST", "since": "soon"}', '{"process": PID, "host": "HOST", "since": 3}',
+    '{"process": PID, "host": "HOST", "since": "NOW"}',
+])  # fmt: skip
+def test_a_lock_file_that_nobody_holds_ends_no_process(tmp_path, said):
+    """Whatever it says: a process that it names may have nothing to do with the run."""
+    other = subprocess.Popen(["sleep", "60"])
+    now = time.strftime(run_lock.SINCE, time.localtime(time.time() + 5))
+    for word, meant in (("PID", str(other.pid)), ("HOST", socket.gethostname()), ("NOW", now)):
+        said = said.replace(word, meant)
+    (tmp_path / "run.json").write_text("{}")
+    (tmp_path / run_lock.FILE).write_text(said)
+    try:
+        assert status.supervisor(tmp_path) is None
+        with pytest.raises(UserError, match="nothing of it runs on this machine"):
+            cancel.main(["--now", str(tmp_path)])
+        assert other.poll() is None
+    finally:
+        other.kill()
+        other.wait()
+
+
+def test_the_process_that_holds_a_lock_is_found(owner, monkeypatch):
+    """By the file that it has open, or, of another user's process, by the kernel's list of locks."""
+    folder, process = owner
+    assert status.supervisor(folder).pid == process.pid
+
+    def denied(self):
+        raise psutil.AccessDenied
+
+    monkeypatch.setattr(psutil.Process, "open_files", denied)
+    assert status.supervisor(folder).pid == process.pid
 
 
 def test_what_only_looks_takes_no_lock(owner, monkeypatch):

@@ -280,6 +280,22 @@ def test_no_slurm_here(tmp_path, monkeypatch):
 # --- status and cancel, without SLURM ---
 
 
+@pytest.mark.parametrize("sweep", [[], [["--seed", "1"], ["--seed", "2"]]])
+def test_a_submission_that_fails_leaves_no_folder(tmp_path, monkeypatch, sweep):
+    (tmp_path / "sbatch").write_text("#!/bin/sh\necho 'sbatch: error: invalid partition' >&2\nexit 1\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    request = slurm.Request(ROOT / RECIPE, [], tmp_path / "runs" / "x", 1, 1, 1, sweep=sweep)
+    with pytest.raises(UserError, match="invalid partition"):
+        slurm.submit(request, "#!/bin/sh\n")
+    assert not request.folder.exists()
+    request.folder.mkdir(parents=True)
+    (request.folder / "mine").touch()
+    with pytest.raises(UserError, match="invalid partition"):
+        slurm.submit(request, "#!/bin/sh\n")
+    assert (request.folder / "mine").exists()
+
+
 def test_how_a_run_stands(tmp_path, capsys):
     run = tmp_path / "run"
     with pytest.raises(UserError, match="is no run folder"):

@@ -56,6 +56,8 @@ def main(argv: list[str]) -> None:
         _check_push(args.push, saved, args.merge)
     tmp_folder = out.with_name(out.name + ASIDE)
     shutil.rmtree(tmp_folder, ignore_errors=True)
+    if tmp_folder.is_symlink():  # rmtree leaves it, and what it leads to
+        raise UserError(f"{tmp_folder}: is a link; remove it, or name another folder with OUT=.")
     try:
         tmp_folder.mkdir(parents=True)
         done = _write(args, saved, tmp_folder)
@@ -106,7 +108,7 @@ def _choose_out(given, saved) -> Path:
     name = "export-merged" if given.merge else "export"
     default = saved.run / name if saved.run else saved.folder.with_name(f"{saved.folder.name}-{name}")
     out = Path(given.output_dir).expanduser() if given.output_dir else default
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
         raise UserError(
             f"--output_dir {out}: is there already and not empty; name another folder (OUT=...), or remove it."
         )

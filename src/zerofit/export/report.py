@@ -92,6 +92,8 @@ def main(argv: list[str]) -> None:
             raise UserError(f"{run.folder}: is no run folder (its run.json is missing or damaged); name one of runs/.")
     several = runs[0].folder.resolve().parent / "report-{}.html".format("-".join(run.name for run in runs))
     file = Path(args.output).expanduser() if args.output else several if len(runs) > 1 else runs[0].folder / FILE
+    if file.is_symlink() and not args.output:
+        raise UserError(f"{file}: is a link, to {file.readlink()}; name the file to write to with --output.")
     text = of_several(runs) if len(runs) > 1 else of_one(runs[0])
     try:
         if args.output:  # may be a pipe, or a link that the user has made
@@ -179,7 +181,7 @@ def _trained(result: dict) -> str | None:
     trained, total = (result.get(name) for name in ("trainable_parameters", "parameters"))
     if not trained:
         return None
-    return f"{trained / 1e6:,.2f} M" + (f" of {total / 1e6:,.2f} M" if total != trained else "")
+    return f"{trained / 1e6:,.2f} M" + (f" of {total / 1e6:,.2f} M" if total not in (None, trained) else "")
 
 
 def _charts(runs: list[Run]) -> dict[str, str]:

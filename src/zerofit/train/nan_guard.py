@@ -1,7 +1,6 @@
 """Skip steps whose loss or gradient is not finite, save them for replay, and end a run that has no gradient."""
 
 import itertools
-import json
 import math
 from pathlib import Path
 
@@ -294,5 +293,8 @@ def _texts(trainer, rows: list[int], longest: int = 200) -> dict[int, str]:
 
 
 def read(folder: Path) -> dict:
-    """Read step.json of a saved step. Raises: OSError, ValueError."""
-    return json.loads((folder / "step.json").read_text(encoding="utf-8"))
+    """Read step.json of a saved step. Raises: ValueError if it is missing or damaged."""
+    facts = run_folder.read_record(folder / "step.json")
+    if missing := [name for name in ("recipe", "flags", "world_size") if name not in facts]:
+        raise ValueError(f"step.json holds no {missing[0]}")
+    return {"rows": None, "texts": {}} | facts

@@ -27,7 +27,7 @@ def main(argv: list[str]) -> None:
     folder = _folder(Path(args.folder).expanduser())
     try:
         facts = nan_guard.read(folder)
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         raise UserError(f"{folder}: is no kept step ({error}); name a nan/step-<n> of a run folder.") from None
     started = _program(facts, folder, args)
     settings, autocast_dtype = _settings(facts, folder, args.model)
