@@ -3,6 +3,7 @@
 import itertools
 import shutil
 import subprocess
+from collections import namedtuple
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,7 +11,9 @@ import pytest
 import torch
 from conftest import ROOT, TINY, Run, python, run_python, run_world
 
+from zerofit.errors import UserError
 from zerofit.launch import resume
+from zerofit.train.trainer import ZerofitTrainer
 
 FLAGS = [
     "--data", str(TINY / "train.jsonl"), "--max_samples", "24", "--effective_batch_size", "8", "--num_samples", "0",
@@ -298,3 +301,15 @@ def test_an_offload_that_the_new_stage_does_not_have_is_dropped(capsys, flags, n
     assert resume.flags_without_offload(flags, new, offload) == wanted
     said = capsys.readouterr().out
     assert ("cannot offload all: the run goes on with --offload" in said) == (wanted != flags)
+
+
+@pytest.mark.injection
+def test_a_checkpoint_that_lacks_weights_is_not_resumed():
+    """transformers warns and goes on with the base's numbers in their place."""
+    keys = namedtuple("Keys", "missing_keys unexpected_keys")
+    trainer = SimpleNamespace(model=SimpleNamespace(all_tied_weights_keys={"lm_head.weight": "embed.weight"}))
+    ZerofitTrainer._issue_warnings_after_load(trainer, keys(["lm_head.weight"], []))  # held as the embedding
+    with pytest.raises(UserError, match=r"lacks norm\.weight: it is of another model, or not complete"):
+        ZerofitTrainer._issue_warnings_after_load(trainer, keys(["lm_head.weight", "norm.weight"], []))
+    with pytest.raises(UserError, match=r"has no place in this model for other\.weight"):
+        ZerofitTrainer._issue_warnings_after_load(trainer, keys([], ["other.weight"]))
