@@ -341,6 +341,40 @@ def test_an_index_names_files_beside_it_alone(runs, tmp_path):
         export_source.find(str(tmp_path / "a"))
 
 
+def without(file, name) -> None:
+    weights = load_file(file)
+    del weights[name]
+    save_file(weights, file, {"format": "pt"})
+
+
+@pytest.mark.injection
+def test_what_lacks_weights_is_neither_exported_nor_chatted_with(runs, tmp_path):
+    """transformers and peft draw them at random, or leave an adapter's part at zero, with exit code 0."""
+    model, adapter, base = (tmp_path / name for name in ("model", "adapter", "base"))
+    shutil.copytree(runs["sft0"].folder / "final", model)
+    shutil.copytree(runs["lora2"].folder / "final", adapter)
+    shutil.copytree(TINY / "model", base)
+    without(model / "model.safetensors", "model.norm.weight")
+    without(base / "model.safetensors", "model.layers.0.self_attn.q_proj.weight")
+    adapter_file, lost = adapter / "adapter_model.safetensors", "base_model.model.model.layers.0.self_attn.q_proj"
+    whole = adapter_file.read_bytes()
+    without(adapter_file, f"{lost}.lora_B.weight")
+    for words in ([str(model)], [str(model), "--merge"]):
+        with pytest.raises(UserError, match=r"1 of its 38 weights are not in its files .*: model\.norm\.weight"):
+            export.main([*words, "--output_dir", str(tmp_path / "out")])
+    for program in (lambda: export.main([str(adapter), "--merge"]), lambda: chat.main([str(adapter)])):
+        with pytest.raises(UserError, match=f"1 of the adapter's 56 weights are not in .*: {lost}.lora_B.weight"):
+            program()
+    adapter_file.write_bytes(whole)
+    with pytest.raises(UserError, match=r"its base .* 1 of its 38 weights are not in its files .*q_proj.weight"):
+        export.main([str(adapter), "--base", str(base)])
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps(config | {"target_modules": ["q_proj"]}))
+    with pytest.raises(UserError, match="48 weights of the adapter have no place in its base"):
+        chat.main([str(adapter)])
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_newest_good_checkpoint_of_an_unfinished_run(copied, tmp_path, capsys):
     run = copied("sft0")
     truncated(run / "checkpoint-4" / "model.safetensors")

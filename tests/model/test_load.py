@@ -98,6 +98,23 @@ def test_weights_that_are_missing_are_named_before_the_start(tmp_path):
 
 
 @pytest.mark.injection
+@pytest.mark.parametrize("started", ["by the launcher", "by torchrun"])
+def test_missing_weights_end_a_run_before_the_data_are_tokenized(tmp_path, started):
+    """At every stage and in every recipe: it is checked before either matters."""
+    flags = ["--model", str(changed(tmp_path / "model", without_three)), "--data", str(TINY / "train.jsonl")]
+    flags += ["--use_cpu", "true", "--output_dir", str(tmp_path / "run")]
+    cache = {"ZEROFIT_CACHE": str(tmp_path / "cache")}
+    if started == "by torchrun":
+        done = run_python([str(ROOT / "recipes" / "lora.py"), *flags, "--zero", "3"], ranks=2, **cache)
+    else:
+        words = ["-m", "zerofit", "launch", "--gpus", "2", str(ROOT / "recipes" / "sft.py"), *flags, "--zero", "2"]
+        done = run_python(words, cwd=ROOT, **cache)
+    assert done.returncode == 2 and "Traceback" not in done.stderr and "LOAD REPORT" not in done.stderr, done.stderr
+    assert f"3 of its 38 weights are not in its files and would be random numbers: {REMOVED[0]}" in done.stderr
+    assert not list((tmp_path / "cache").rglob("*.arrow")) and not (tmp_path / "run" / "run.json").exists()
+
+
+@pytest.mark.injection
 def test_the_likely_cause_of_missing_weights_is_named(tmp_path):
     said = refusal(changed(tmp_path / "renamed", renamed))
     assert (

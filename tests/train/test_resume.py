@@ -4,6 +4,7 @@ import itertools
 import logging
 import shutil
 import subprocess
+from collections import namedtuple
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +14,9 @@ from conftest import ROOT, TINY, Run, python, run_python, run_world
 from transformers import PreTrainedConfig, trainer_utils
 
 from zerofit import log_filters
+from zerofit.errors import UserError
 from zerofit.launch import resume
+from zerofit.train.trainer import ZerofitTrainer
 
 FLAGS = [
     "--data", str(TINY / "train.jsonl"), "--max_samples", "24", "--effective_batch_size", "8", "--num_samples", "0",
@@ -304,7 +307,7 @@ def test_an_offload_that_the_new_stage_does_not_have_is_dropped(capsys, flags, n
 
 
 def test_what_a_resume_says_itself_is_not_said_again_by_transformers(monkeypatch):
-    """The functions of transformers warn; a new pad token alone is the kit's choice, a new end token is not."""
+    """The functions of transformers warn; generation.stop_at_ends has aligned the tokens, and a run says its ends."""
     logger, heard = logging.getLogger("transformers.trainer_utils"), []
     monkeypatch.setattr(logger, "filters", [])
     log_filters.libraries()
@@ -321,4 +324,16 @@ def test_what_a_resume_says_itself_is_not_said_again_by_transformers(monkeypatch
             trainer_utils.align_special_tokens(SimpleNamespace(config=config, generation_config=None), tokenizer)
     finally:
         logger.removeHandler(listener)
-    assert len(heard) == 1 and "'eos_token_id': 8" in heard[0]
+    assert not heard
+
+
+@pytest.mark.injection
+def test_a_checkpoint_that_lacks_weights_is_not_resumed():
+    """transformers warns and goes on with the base's numbers in their place."""
+    keys = namedtuple("Keys", "missing_keys unexpected_keys")
+    trainer = SimpleNamespace(model=SimpleNamespace(all_tied_weights_keys={"lm_head.weight": "embed.weight"}))
+    ZerofitTrainer._issue_warnings_after_load(trainer, keys(["lm_head.weight"], []))  # held as the embedding
+    with pytest.raises(UserError, match=r"lacks norm\.weight: it is of another model, or not complete"):
+        ZerofitTrainer._issue_warnings_after_load(trainer, keys(["lm_head.weight", "norm.weight"], []))
+    with pytest.raises(UserError, match=r"has no place in this model for other\.weight"):
+        ZerofitTrainer._issue_warnings_after_load(trainer, keys([], ["other.weight"]))

@@ -66,7 +66,7 @@ def fetch(name: str, place: str, revision: str | None, patterns=SMALL) -> Path:
         stamp = _stamp(name, revision)
         with contextlib.nullcontext() if stamp is None else FileLock(f"{stamp}.lock"):
             _ask_once(stamp, name, place, revision, patterns)
-    return _download(name, place, revision, patterns, by_cache=True, local=True)
+    return _in_cache(name, place, revision)
 
 
 def _stamp(name: str, revision: str | None) -> Path | None:
@@ -119,11 +119,24 @@ def _job() -> str:
     return os.environ[JOB]
 
 
-def _download(name: str, place: str, revision: str | None, patterns, by_cache: bool, local: bool = False) -> Path:
-    """Return the snapshot's folder. Raises: as `fetch`.
+def _in_cache(name: str, place: str, revision: str | None) -> Path:
+    """Return the folder of a model in the Hub's cache, whatever files it has. Raises: UserError without one."""
+    from huggingface_hub import resolve_revision, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError, RevisionResolutionError
 
-    Args: by_cache: the cache says which commit the revision is; local: nothing is downloaded.
-    """
+    try:
+        commit = resolve_revision(name, revision=revision, local_files_only=True).resolved
+        config = try_to_load_from_cache(name, "config.json", revision=commit)
+    except (RevisionResolutionError, HFValidationError):
+        config = None
+    if not isinstance(config, str):
+        offline = " (HF_HUB_OFFLINE is set)" if _is_offline() else ""
+        raise UserError(f"{place}: the Hub's cache has no config.json of it{offline}; download it first.")
+    return Path(config).parent
+
+
+def _download(name: str, place: str, revision: str | None, patterns, by_cache: bool) -> None:
+    """Download the files into the Hub's cache. by_cache: it says which commit the revision is. Raises: as `fetch`."""
     from huggingface_hub import constants, resolve_revision, snapshot_download
     from huggingface_hub.errors import RevisionResolutionError
 
@@ -132,15 +145,7 @@ def _download(name: str, place: str, revision: str | None, patterns, by_cache: b
         if not by_cache:
             _wait_until_it_answers(name, revision)
         commit = resolve_revision(name, revision=revision, local_files_only=by_cache)
-        return Path(
-            snapshot_download(
-                name,
-                revision=commit,
-                allow_patterns=list(patterns),
-                ignore_patterns=list(ELSEWHERE),
-                local_files_only=local,
-            )
-        )
+        snapshot_download(name, revision=commit, allow_patterns=list(patterns), ignore_patterns=list(ELSEWHERE))
     except Exception as error:
         if status := _fault_of_the_hub(error):
             raise Unavailable(

@@ -210,6 +210,7 @@ def load_model(settings, tokenizer, config=None):
     if settings.random_init:
         with device or contextlib.nullcontext():
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=settings.trust_remote_code, **kwargs)
+        settings.checks.append(Check("base_weights", None, "base weights: random numbers, by --random_init true"))
     else:
         if device is not None:
             kwargs["device_map"] = {"": device}

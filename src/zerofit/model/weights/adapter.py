@@ -1,5 +1,6 @@
 """Check that an adapter's file has every weight that its configuration and its base ask for."""
 
+import warnings
 from pathlib import Path
 
 from zerofit.errors import UserError
@@ -45,7 +46,8 @@ def _names(folder: Path, base: Path, remote: bool) -> set[str]:
         config = PeftConfig.from_pretrained(folder)
         if hasattr(config, "init_lora_weights"):
             config.init_lora_weights = True  # others compute with the base's weights
-        with torch.device("meta"):
+        with torch.device("meta"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # they come again when it is loaded
             model = AutoModelForCausalLM.from_config(
                 AutoConfig.from_pretrained(base, trust_remote_code=remote), trust_remote_code=remote
             )

@@ -90,7 +90,7 @@ def _by_headers(folder: Path, place: str, remote: bool) -> Names | None:
                 for name, entry in files.read_header(file).items()
                 if name != "__metadata__"
             }
-        with without_report():
+        with without_report(), _without_words():
             model, info = model_class.from_pretrained(
                 None,
                 config=config,
@@ -150,6 +150,22 @@ def without_report():
         yield
     finally:
         logger.removeFilter(keep)
+
+
+@contextlib.contextmanager
+def _without_words():
+    """Leave out transformers' progress bar and warnings, which come again when the weights are loaded."""
+    from transformers.utils import logging as words
+
+    bar, level = words.is_progress_bar_enabled(), words.get_verbosity()
+    words.disable_progress_bar()
+    words.set_verbosity_error()
+    try:
+        yield
+    finally:
+        words.set_verbosity(level)
+        if bar:
+            words.enable_progress_bar()
 
 
 # --- in words ---

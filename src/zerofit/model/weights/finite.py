@@ -5,6 +5,8 @@ import torch
 from zerofit import distributed
 from zerofit.errors import UserError
 
+TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # aminmax has no 8-bit floats
+
 
 @torch.no_grad()
 def check(weights: dict, place: str) -> None:
@@ -43,4 +45,4 @@ def _numbers(parameter) -> list[torch.Tensor]:
             return []
         begins = parameter.ds_zero_partition_rank * shard.numel()
         part = shard.flatten()[: max(0, parameter.ds_numel - begins)]
-    return [part] if part.numel() and part.is_floating_point() else []
+    return [part] if part.numel() and part.dtype in TYPES else []
