@@ -24,8 +24,8 @@ NAME_IT = "name the program with --recipe FILE (`make resume RUN=... RECIPE=FILE
 class Program:
     """A recipe's file.
 
-    file: its path, as it was named; sha256: of its bytes, those of modules that it imports are not looked at; recipe: the name
-    of the arguments that it takes, one of arguments.RECIPES; defines_classes: it has a class statement.
+    file: its path, as it was named; sha256: of its bytes, without the modules that it imports; recipe: the name of the
+    arguments that it takes, one of arguments.RECIPES; defines_classes: it has a class statement.
     """
 
     file: Path
@@ -42,7 +42,7 @@ class Program:
     @property
     def facts(self) -> dict[str, str]:
         """Return what run.json and checkpoints record of it."""
-        return {"file": os.path.abspath(self.file), "sha256": self.sha256}
+        return {"file": str(self.file.absolute()), "sha256": self.sha256}
 
 
 _started: Program | None = None  # by this process, which is no program of its own but starts one, e.g. `zerofit launch`
@@ -119,7 +119,7 @@ def current() -> Program | None:
 @functools.cache  # read once: the file may be edited while it trains
 def _of_main(file: str | None) -> Program | None:
     with contextlib.suppress(UserError):
-        return of(Path(file)) if file else None
+        return of(Path(file).absolute()) if file else None
 
 
 def file_of(recipe: str) -> Path:
