@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -126,6 +127,26 @@ def test_the_command_that_a_stopped_run_prints_resumes_it_as_itself(tmp_path):
 
 
 @pytest.mark.slow
+def test_an_own_loss_of_pairs_is_evaluated(tmp_path):
+    text = (ROOT / "recipes" / "dpo.py").read_text().replace("PreferenceTrainer(", "Doubled(")
+    doubled = DOUBLED.replace("ZerofitTrainer", "PreferenceTrainer")
+    own = tmp_path / "my_pairs.py"
+    own.write_text(text.replace("def main() -> None:\n", doubled))
+    flags = ["--max_steps", "2", "--logging_steps", "1", "--max_samples", "32", "--effective_batch_size", "8",
+             "--zero", "2", "--num_samples", "0", "--save_strategy", "no"]  # fmt: skip
+    evaluated = {}
+    for recipe in ("recipes/dpo.py", str(own)):
+        folder = tmp_path / Path(recipe).stem
+        words = ["-m", "zerofit", "launch", "--gpus", "2", recipe, *flags, "--output_dir", str(folder)]
+        done = run_python(words, cwd=ROOT)
+        assert done.returncode == 0, done.stderr[-2000:]
+        evaluated[recipe] = [line for line in Run(folder).metrics if "eval_loss" in line][-1]
+    stock, mine = evaluated.values()
+    assert mine["eval_loss"] == pytest.approx(2 * stock["eval_loss"], rel=1e-4)
+    assert mine["eval_rewards/margins"] == pytest.approx(stock["eval_rewards/margins"], rel=1e-3)
+
+
+@pytest.mark.slow
 def test_its_batch_size_is_searched_with_its_own_steps(tmp_path):
     own = own_recipe(tmp_path)
     words = ["--recipe", str(own), *COMMON, "--use_cpu", "true", "--memory_limit", "2"]
@@ -181,11 +202,12 @@ def test_any_file_is_a_recipe_and_its_arguments_are_read_from_it(tmp_path, monke
     monkeypatch.chdir(tmp_path)
     own_recipe(tmp_path, "with a space.py")
     _, found, flags, count = prepare.launch_arguments(["--gpus", "2", "with a space.py", "--zero", "1"])
-    assert (found.recipe, found.file, flags, count) == ("sft", tmp_path / "with a space.py", ["--zero", "1"], 2)
+    assert (found.recipe, found.file, flags, count) == ("sft", Path("with a space.py"), ["--zero", "1"], 2)
+    assert found.facts["file"] == str(tmp_path / "with a space.py")
     assert program.current() == found and program.file_of("sft") == found.file
     assert program.file_of("lora") == ROOT / "recipes" / "lora.py"
     for name in ("sft", "lora", "dpo", "pipeline"):
-        assert program.find(name) == program.find(f"recipes/{name}.py")
+        assert program.find(name).facts == program.of(ROOT / "recipes" / f"{name}.py").facts
         assert program.find(name).recipe == name
 
 

@@ -24,8 +24,8 @@ NAME_IT = "name the program with --recipe FILE (`make resume RUN=... RECIPE=FILE
 class Program:
     """A recipe's file.
 
-    file: its absolute path; sha256: of its bytes, those of modules that it imports are not looked at; recipe: the name
-    of the arguments that it takes, one of arguments.RECIPES; defines_classes: it has a class statement.
+    file: its path, as it was named; sha256: of its bytes, without the modules that it imports; recipe: the name of the
+    arguments that it takes, one of arguments.RECIPES; defines_classes: it has a class statement.
     """
 
     file: Path
@@ -36,13 +36,13 @@ class Program:
     @property
     def in_project(self) -> str:
         """Return the file's path from the project, which is the working directory of a container's image."""
-        inside = self.file.is_relative_to(PROJECT)
-        return str(self.file.relative_to(PROJECT) if inside else self.file)
+        file = self.file.absolute()
+        return str(file.relative_to(PROJECT) if file.is_relative_to(PROJECT) else file)
 
     @property
     def facts(self) -> dict[str, str]:
         """Return what run.json and checkpoints record of it."""
-        return {"file": str(self.file), "sha256": self.sha256}
+        return {"file": str(self.file.absolute()), "sha256": self.sha256}
 
 
 _started: Program | None = None  # by this process, which is no program of its own but starts one, e.g. `zerofit launch`
@@ -69,7 +69,7 @@ def of(file: Path) -> Program:
             f"(sft, lora, dpo or pipeline), found {found}; copy a file of recipes/."
         )
     classes = any(isinstance(node, ast.ClassDef) for node in ast.walk(tree))
-    return Program(Path(os.path.abspath(file)), hashlib.sha256(content).hexdigest(), *called, classes)  # noqa: PTH100
+    return Program(file, hashlib.sha256(content).hexdigest(), *called, classes)
 
 
 def _arguments(tree: ast.Module) -> set[str]:
@@ -119,7 +119,7 @@ def current() -> Program | None:
 @functools.cache  # read once: the file may be edited while it trains
 def _of_main(file: str | None) -> Program | None:
     with contextlib.suppress(UserError):
-        return of(Path(file)) if file else None
+        return of(Path(file).absolute()) if file else None
 
 
 def file_of(recipe: str) -> Path:
@@ -158,19 +158,18 @@ def again(program: Program) -> Path:
     if not program.file.is_file():
         raise UserError(f"{program.file}: the program of this run is no longer there; put it back, then resume.")
     note_change(program.facts, of(program.file))
-    here = Path.cwd()
-    return program.file.relative_to(here) if program.file.is_relative_to(here) else program.file
+    return program.file
 
 
 def note_change(was: dict, now: Program) -> None:
     """Print a line if a program is another one than that of these facts, or has changed."""
-    before, after = was["sha256"], now.sha256
+    before, after, file = was["sha256"], now.sha256, now.facts["file"]
     if before == after:
         return
-    if was["file"] == str(now.file):
-        said = f"{now.file} has changed since it was started (sha256 {before[:12]}, now {after[:12]})"
+    if was["file"] == file:
+        said = f"{file} has changed since it was started (sha256 {before[:12]}, now {after[:12]})"
     else:
-        said = f"{was['file']} (sha256 {before[:12]}) trained so far, {now.file} ({after[:12]}) from here on"
+        said = f"{was['file']} (sha256 {before[:12]}) trained so far, {file} ({after[:12]}) from here on"
     print(f"note: {said}; what it computes may differ", flush=True)
 
 

@@ -66,7 +66,7 @@ def _own_program(recipe: str) -> list[str] | None:
     own = program.current()
     if own is None or own.recipe != recipe or not own.defines_classes:
         return None
-    return [str(own.file), own.sha256]
+    return [*own.facts.values()]
 
 
 def run(*args, **kwargs) -> dict:

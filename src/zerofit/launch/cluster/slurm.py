@@ -114,7 +114,7 @@ def request_of(given) -> Request:
         content = "runs" if taken else "a run that has finished"
         raise UserError(f"--output_dir {folder}: already holds {content}; name another folder (OUT=...).")
     return Request(
-        named.file, command_line.drop(flags, "--output_dir", "--resume_from_checkpoint"), folder.absolute(),
+        named.file.absolute(), command_line.drop(flags, "--output_dir", "--resume_from_checkpoint"), folder.absolute(),
         int(given.nodes), gpus, int(cpus), on_cpu, given.time, given.partition, given.account, given.qos, sweep,
         _options(given.sbatch),
     )  # fmt: skip

@@ -87,10 +87,10 @@ def check(settings, known: dict, where: str) -> None:
         if not settings.ignore_resume_mismatch:
             raise UserError(f"{where}: {sentence} (--ignore_resume_mismatch true goes on nevertheless).")
         settings.decisions.append(f"ignore_resume_mismatch: the checkpoint {sentence}")
-    if (saved_by := known.get("program")) and (running := program.current()) and saved_by["sha256"] != running.sha256:
+    if (saved_by := program.said_by(known)) and (running := program.current()) and saved_by["sha256"] != running.sha256:
         settings.decisions.append(
             f"the program of the checkpoint, {saved_by['file']} (sha256 {saved_by['sha256'][:12]}), is "
-            f"{running.file} ({running.sha256[:12]}) here: {THIS_RUNS}"
+            f"{running.facts['file']} ({running.sha256[:12]}) here: {THIS_RUNS}"
         )
     for name in (name for name in other_names if name not in (*ROWS, *MEANING)):
         taken = MAY_CHANGE.get(name, THIS_RUNS)
