@@ -45,7 +45,7 @@ DO_NOT_MATTER = set("""
     batch_eval_metrics bf16 config debug deepspeed disable_tqdm effective_batch_size fp16 greater_is_better
     hang_timeout ignore_plan ignore_resume_mismatch load_best_model_at_end local_rank metric_for_best_model num_samples
     max_restarts max_tokens_per_sample on_oom optim output_dir plan prediction_loss_only preset project push_to_hub
-    report_to resume_from_checkpoint run_name show shuffle_seed skip_memory_metrics canary
+    certificate report_to resume_from_checkpoint run_name show shuffle_seed skip_memory_metrics canary
     bad_rows chat_template columns data data_config data_format data_split eval_data model model_revision train_on
     truncation trust_remote_code preprocessing_num_workers max_duplicate_fraction max_eval_overlap_fraction
     max_truncated_fraction min_supervised_fraction
