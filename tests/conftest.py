@@ -149,8 +149,11 @@ class Run:
         return json.loads((self.folder / name).read_text())
 
 
-def run_world(ranks: int, cases: dict[str, tuple[str, list[str]]], folder: Path, plots=False) -> dict[str, Run]:
-    """Run {name: (recipe, flags)} one by one in a single launch of `ranks` processes; return {name: Run}."""
+def run_world(ranks: int, cases: dict[str, tuple[str, list[str]]], folder: Path, plots=False, **env) -> dict[str, Run]:
+    """Run {name: (recipe, flags)} one by one in a single launch of `ranks` processes; return {name: Run}.
+
+    Args: env: added variables.
+    """
     listed = [
         {"recipe": recipe, "flags": [*flags, "--gpus", str(ranks), "--output_dir", str(folder / name)]}
         for name, (recipe, flags) in cases.items()
@@ -158,7 +161,7 @@ def run_world(ranks: int, cases: dict[str, tuple[str, list[str]]], folder: Path,
     file = folder / f"cases-{ranks}.json"
     file.write_text(json.dumps(listed))
     threads = str(max(1, 2 // ranks))
-    variables = {"OMP_NUM_THREADS": threads, "ZEROFIT_TEST_PLOTS": "1" if plots else ""}
+    variables = {"OMP_NUM_THREADS": threads, "ZEROFIT_TEST_PLOTS": "1" if plots else ""} | env
     done = run_python([str(ROOT / "tests" / "world.py"), str(file)], ranks=ranks, timeout=1500, **variables)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     return {name: Run(folder / name) for name in cases}

@@ -172,7 +172,9 @@ def test_the_line_of_the_certificate(chatml):
     rows = [{"labels": [-100, 7, end]}, {"labels": [-100, 7, 8]}]
     good = end_tokens.check(ends, rows, [end, 1], [end, 1])
     assert good.name == "end_token" and good.holds
-    assert good.sentence == f"trained answers end with <|im_end|> (id {end}); generation and final/ stop there"
+    assert (
+        good.sentence == f"end token: trained answers end with <|im_end|> (id {end}); generation and final/ stop there"
+    )
     assert good.numbers == {
         "trained": {"<|im_end|>": end}, "generated": [end, 1], "shipped": [end, 1], "rows": 2, "rows_with_an_end": 1,
     }  # fmt: skip

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, TINY, Run, recipe_process, run_python, run_world, runs_slow, slow_but
+from conftest import ROOT, TINY, Run, run_python, run_world, runs_slow, slow_but
 
 from zerofit.data.batches import DatasetWithFiller, EpochSampler
 from zerofit.errors import UserError
@@ -56,6 +56,10 @@ def flags(poisoned, *more):
             "--save_strategy", "no", "--logging_steps", "1", "--num_train_epochs", "2", *more]  # fmt: skip
 
 
+def recipe_with_nan(recipe, *words):
+    return run_python([str(ROOT / "tests" / "nan_base.py"), str(ROOT / "recipes" / f"{recipe}.py"), *words])
+
+
 @pytest.fixture(scope="module")
 def runs(poisoned, tmp_path_factory, request):
     """Two epochs of three steps, on two ranks: the row comes once in each epoch."""
@@ -64,7 +68,7 @@ def runs(poisoned, tmp_path_factory, request):
         recipe, zero, precision = name.split("-")
         bf16 = str(precision == "bf16").lower()
         cases[name] = (recipe, flags(poisoned, "--zero", zero, "--bf16", bf16, "--on_nan", "skip"))
-    return run_world(2, cases, tmp_path_factory.mktemp("nan"))
+    return run_world(2, cases, tmp_path_factory.mktemp("nan"), ZEROFIT_TEST_NAN_BASE="1")
 
 
 def bad_steps(run: Run) -> list[int]:
@@ -92,8 +96,8 @@ def test_the_step_is_not_applied_and_the_row_is_named(runs, name):
 
 def test_the_mean_of_several_steps_leaves_it_out(poisoned, runs, tmp_path):
     """logging_steps 3: each line is the mean of the two steps that were applied."""
-    done = recipe_process("sft", *flags(poisoned, "--zero", "0", "--bf16", "false", "--on_nan", "skip",
-                                        "--logging_steps", "3", "--output_dir", str(tmp_path / "run")))  # fmt: skip
+    done = recipe_with_nan("sft", *flags(poisoned, "--zero", "0", "--bf16", "false", "--on_nan", "skip",
+                                         "--logging_steps", "3", "--output_dir", str(tmp_path / "run")))  # fmt: skip
     assert done.returncode == 0, done.stderr
     each = [m["loss"] for m in runs["sft-0-fp32"].metrics if "loss" in m]
     means = [sum(x for x in each[i : i + 3] if math.isfinite(x)) / 2 for i in (0, 3)]
@@ -106,7 +110,7 @@ def test_the_mean_of_several_steps_leaves_it_out(poisoned, runs, tmp_path):
 def test_stop_and_replay(poisoned, tmp_path, recipe):
     folder = tmp_path / "run"
     stopping = flags(poisoned, "--zero", "0", "--bf16", "false", "--max_nan_steps", "1", "--output_dir", str(folder))
-    done = recipe_process(recipe, *stopping)
+    done = recipe_with_nan(recipe, *stopping)
     assert done.returncode == 4 and "Traceback" not in done.stderr
     assert "1 steps in a row (--max_nan_steps) were not applied" in done.stderr and "zerofit replay" in done.stderr
     assert json.loads((folder / "result.json").read_text())["status"] == "failed"

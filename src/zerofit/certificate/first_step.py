@@ -3,6 +3,7 @@
 import inspect
 
 import torch
+from accelerate.utils import send_to_device
 from torch.nn import functional
 
 from zerofit import distributed
@@ -14,7 +15,7 @@ DOCUMENTS, TOKENS = 8, 8192  # recomputed on each rank at most, but a row at lea
 
 LONGEST = 4096  # tokens of a document, from its end: its answer
 
-LOGITS = 1 << 26  # numbers of logits made at once: 256 MB in fp32
+LOGITS = 1 << 25  # numbers of logits made at once: 128 MB in fp32
 
 BOUND = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 2e-2}  # relative
 
@@ -33,9 +34,15 @@ def check(trainer) -> Check:
     was_training = trainer.model.training
     trainer.model.eval()
     with torch.no_grad(), trainer.compute_loss_context_manager():
-        own = _loss_of_trainer(trainer, rows, supervised)
-        total, count = _summed_cross_entropy(trainer, [d for row in rows for d in documents(row)])
-    trainer.model.train(was_training)
+        try:
+            own = _loss_of_trainer(trainer, rows, supervised)
+            total, count = _summed_cross_entropy(trainer, [d for row in rows for d in documents(row)])
+        except torch.OutOfMemoryError:
+            if distributed.size() > 1:  # the other ranks wait for this one's forwards
+                raise
+            return Check("loss", None, "loss: not recomputed: out of memory")
+        finally:
+            trainer.model.train(was_training)
     plain = total / supervised
     size = max(plain, LEAST * count / supervised)
     errors = distributed.all_gather((abs(own - plain) / size if size else own, own, plain, count))
@@ -108,7 +115,7 @@ def _supervised(row: dict) -> int:
 
 def _loss_of_trainer(trainer, rows: list[dict], supervised: int) -> float:
     """Return compute_loss of the collated rows, as a step with `supervised` tokens would scale it."""
-    batch = trainer._prepare_inputs(trainer.train_collator(rows))
+    batch = send_to_device(trainer.train_collator(rows), trainer.args.device)
     count = torch.tensor(supervised, device=trainer.args.device)
     with trainer.labels_counted(None):
         loss = trainer.compute_loss(trainer.model_wrapped, batch, num_items_in_batch=count)

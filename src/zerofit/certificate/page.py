@@ -77,7 +77,8 @@ def _chosen(settings) -> list[tuple]:
     return [
         (name, value, "zerofit's default" if source == "default" else source)
         for name, value, source in settings.rows()
-        if source != "default" or (name in defaults and value not in (defaults[name], None))
+        if not name.endswith("_token")
+        and (source != "default" or (name in defaults and value not in (defaults[name], None)))
     ]
 
 

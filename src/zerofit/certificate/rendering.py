@@ -129,17 +129,27 @@ def _fault(place, conversation: Conversation, table, tokenizer, settings, count:
         )
         if fault:
             return f"{place}: {fault}"
-    spec = importlib.util.find_spec("trl")
-    if spec is not None and spec.origin:  # not a mere folder of that name
-        import trl
-
-        text = trl.apply_chat_template({"messages": turns}, tokenizer, tools=conversation.tools, **dated)
-        if tokenizer(text["text"], add_special_tokens=False)["input_ids"] != ids:
-            return f"{place}: TRL renders other tokens"
-        count["by TRL"] += 1
+    by_trl = _by_trl(turns, conversation.tools, tokenizer, dated)
+    if by_trl not in (None, ids):
+        return f"{place}: TRL renders other tokens"
+    count["by TRL"] += by_trl is not None
     count["rows"] += 1
     count["tokens"] += len(ids)
     return ""
+
+
+def _by_trl(turns: list[dict], tools: list | None, tokenizer, options: dict) -> list[int] | None:
+    """Return the tokens of TRL's rendering; None where it is not installed, or of a version that does not work here."""
+    spec = importlib.util.find_spec("trl")
+    if spec is None or not spec.origin:  # a mere folder of that name
+        return None
+    try:
+        import trl
+
+        text = trl.apply_chat_template({"messages": turns}, tokenizer, tools=tools, **options)["text"]
+    except Exception:  # whatever another version says of these arguments or of transformers
+        return None
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def _forms(turns: list[dict]) -> Iterator[list[dict]]:

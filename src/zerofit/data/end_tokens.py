@@ -156,7 +156,6 @@ def check(ends: Ends, rows, generated: list[int], shipped: list[int] | None) -> 
         *([f"generation stops at {generated} only"] if not set(ends.ids) <= set(generated) else []),
         *([f"final/ stops at {shipped}, not at {generated}"] if shipped not in (None, generated) else []),
     ]
-    where = "generation" if shipped is None else "generation and final/"
-    return Check(
-        CHECK, not faults, f"trained answers end with {words}; {'; '.join(faults) or f'{where} stop there'}", numbers
-    )
+    stops = "generation stops there" if shipped is None else "generation and final/ stop there"
+    said = f"end token: trained answers end with {words}; {'; '.join(faults) or stops}"
+    return Check(CHECK, not faults, said, numbers)

@@ -182,12 +182,13 @@ def weight_dtype(settings) -> str:
     return precision_dtype if settings.deepspeed is not None or frozen_base or settings.pure_bf16 else "float32"
 
 
-def load_model(settings, tokenizer, config=None):
+def load_model(settings, tokenizer, config=None, accept_nan=False):
     """Load the causal LM for training: sharded while loading under ZeRO-3, cache off.
 
     Create TrainingArguments before this call: it registers the ZeRO-3 configuration that from_pretrained reads.
     Args: settings: after resolve.resolve_for_model. config: the model's, to build another one with --random_init (a
-        simulation with fewer layers); default: its config.json.
+        simulation with fewer layers); default: its config.json. accept_nan: do not refuse weights that are not finite,
+        for a replay of the step that made them.
     """
     import torch
     from transformers import AutoModelForCausalLM, set_seed
@@ -215,6 +216,8 @@ def load_model(settings, tokenizer, config=None):
         if device is not None:
             kwargs["device_map"] = {"": device}
         model = _load_weights(settings, dtype, kwargs)
+        if not accept_nan:
+            finite.check(dict(model.named_parameters()), f"--model {settings.model}")
     if quantization.bits(settings):
         quantization.keep_layout(model)
     if settings.new_tokens:
@@ -227,7 +230,7 @@ def load_model(settings, tokenizer, config=None):
 
 
 def _load_weights(settings, dtype, kwargs: dict):
-    """Load the weights and check that they are all there, and finite; collective."""
+    """Load the weights and check that they are all there."""
     from transformers import AutoModelForCausalLM
 
     place, folder = f"--model {settings.model}", weight_files(settings)
@@ -255,7 +258,6 @@ def _load_weights(settings, dtype, kwargs: dict):
     if unpacked:
         complete.save_unpacked(model)
     certify(settings, folder, complete.of_loaded(model, info))
-    finite.check(dict(model.named_parameters()), place)
     return model
 
 

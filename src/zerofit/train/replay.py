@@ -113,7 +113,7 @@ def _model(settings, folder: Path, named: str, started: program.Program):
 
     tokenizer = load_tokenizer(settings)
     resolve.resolve_for_model(settings)
-    model = load_model(settings, tokenizer)
+    model = load_model(settings, tokenizer, accept_nan=True)
     if settings.recipe == "dpo":
         preference_loss.disable_dropout(model)
     if settings.trains_adapter:

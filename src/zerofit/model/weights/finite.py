@@ -27,7 +27,7 @@ def check(weights: dict, place: str) -> None:
         part = parts.get(found[0])
         count = f" ({int((~part.isfinite()).sum()):,} numbers)" if part is not None and bad == found[0] else ""
         raise UserError(
-            f"{place}: {found[0]} of the base holds NaN or Inf{count}, so every loss would be NaN; the file is damaged "
+            f"{place}: {found[0]} of the base holds NaN or Inf{count}, so losses would be NaN; the file is damaged "
             "or was saved by a run that diverged: take another copy of the model."
         )
 
