@@ -1,6 +1,11 @@
 """The certificate of a run: each of its lines holds in real runs, and fails where what it states is not so."""
 
+import copy
 import json
+import unicodedata
+from collections import Counter
+from datetime import datetime
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +14,7 @@ from conftest import TINY, recipe_process, run_world, slow_but
 from zerofit import recipe
 from zerofit.certificate import first_step, page, recorder, rendering, rows, saved
 from zerofit.config import resolve
+from zerofit.data import conversations, encoding
 from zerofit.data.load import load_datasets
 from zerofit.errors import UserError
 from zerofit.model.load import load_model, load_tokenizer
@@ -131,14 +137,20 @@ def test_documents_that_read_each_other_fail(trainer, monkeypatch):
 
 def test_a_label_outside_of_the_answers_and_a_changed_token_fail(trainer, monkeypatch):
     assert rendering.check(trainer).holds
-    table = rendering._tokenized(trainer)
-    ids = next(iter(table))
-    monkeypatch.setattr(rendering, "_tokenized", lambda trainer: table | {ids: list(ids)})
+    place, row = next(rendering._conversations(trainer, trainer.processing_class))
+    ids = tuple(trainer.processing_class.apply_chat_template(row.turns, return_dict=False))
+    found = rendering._tokenized
+    table = found(trainer, {ids})
+
+    def instead(labels: dict):
+        monkeypatch.setattr(rendering, "_tokenized", lambda trainer, wanted: found(trainer, wanted) | labels)
+
+    instead({ids: list(ids)})
     assert "text of turn 1 is among the labelled tokens" in rendering.check(trainer).sentence
-    monkeypatch.setattr(rendering, "_tokenized", lambda trainer: table | {ids: [-100] * len(ids)})
+    instead({ids: [-100] * len(ids)})
     assert "the answer of turn 2 is not among the labelled tokens" in rendering.check(trainer).sentence
-    without = {other: labels for other, labels in table.items() if other != ids}
-    monkeypatch.setattr(rendering, "_tokenized", lambda trainer: without)
+    assert place.endswith("train.jsonl:1") and list(table) == [ids]
+    monkeypatch.setattr(rendering, "_tokenized", lambda trainer, wanted: found(trainer, wanted - {ids}))
     line = rendering.check(trainer)
     assert line.holds is False and "train.jsonl:1: the data set has no row with" in line.sentence
 
@@ -182,7 +194,10 @@ def test_large_tensors_are_compared_at_both_ends(monkeypatch, tmp_path):
         changed[row, 2] = -1
         save_file({"w": changed}, tmp_path / "w.safetensors")
         with safe_open(tmp_path / "w.safetensors", "pt") as file:
-            assert (saved._compare(weight, file.get_slice("w")) == 20) is equal
+            assert (saved._compare(weight, file, "w") == 20) is equal
+    save_file({"scale": torch.tensor(2.0)}, tmp_path / "w.safetensors")
+    with safe_open(tmp_path / "w.safetensors", "pt") as file:
+        assert [saved._compare(torch.tensor(x), file, "scale") for x in (2.0, 2.5)] == [1, -1]
 
 
 def test_a_line_that_fails_stops_the_run_before_the_first_step(trainer, capsys):
@@ -203,3 +218,58 @@ def test_a_failed_line_is_red_on_a_terminal_alone(trainer, capsys):
     shown = capsys.readouterr().out
     assert "\033" not in shown and shown.startswith("certificate: 0 of 1 checks hold; 1 FAILS (")
     trainer.settings.checks.clear()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--data", "few.jsonl", "many.jsonl"],
+        ["--data", "few.jsonl:0.5"],
+        ["--data", "few.jsonl", "many.jsonl", "--max_samples", "20"],
+        ["--data", "few.jsonl:3", "many.jsonl", "--streaming", "false"],
+    ],
+)
+def test_rows_of_several_sources_are_found_again(tmp_path, monkeypatch, words):
+    """Streams interleave their sources, and weights repeat rows or leave them out."""
+    monkeypatch.chdir(tmp_path)
+    lines = (TINY / "train.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "few.jsonl").write_text("".join(lines[:40]))
+    (tmp_path / "many.jsonl").write_text("".join(lines[40:] * 3))
+    given = ["--streaming", "true", "--max_steps", "2"] if "--streaming" not in words else ["--max_steps", "2"]
+    settings = resolve.resolve_settings("sft", [*words, *given, "--use_cpu", "true"], 1)
+    tokenizer = load_tokenizer(settings)
+    train_set, _ = load_datasets(settings, tokenizer)
+    one = SimpleNamespace(settings=settings, processing_class=tokenizer, tokens=train_set, eval_tokens=None)
+    line = rendering.check(one)
+    assert line.holds and line.numbers["rows"] == 16, line.sentence
+
+
+def test_text_that_the_tokenizer_composes_is_found(trainer, monkeypatch):
+    """An NFC normalizer, as Qwen's: data in decomposed characters decode to composed ones."""
+    from tokenizers import normalizers
+
+    decomposed = unicodedata.normalize("NFD", "Tiếng Việt rất hay.")
+    row = {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": decomposed}]}
+    parsed = conversations.parse("here", row, "messages")
+    tokenizer = copy.deepcopy(trainer.processing_class)
+    tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
+    ((ids, labels),) = encoding.Encoder(tokenizer).encode([("here", parsed)])
+    arguments = tokenizer, trainer.settings, Counter(), datetime.now()
+    assert rendering._fault("here", parsed, {tuple(ids): labels}, *arguments) == ""
+    assert rendering._fault("here", parsed, {tuple(ids): [-100] * len(ids)}, *arguments)
+
+
+def test_a_line_that_cannot_be_made_ends_no_run(trainer, monkeypatch):
+    monkeypatch.setattr(rendering, "check", lambda trainer: [][1])
+    line = recorder.Recorder(trainer).rendering()
+    assert line.holds is None and line.sentence == "rendering: not compared: IndexError: list index out of range"
+
+
+def test_few_tokens_have_a_wider_bound_in_16_bits():
+    one = SimpleNamespace(
+        settings=SimpleNamespace(precision="bf16"), tokens=SimpleNamespace(stream=None),
+        args=SimpleNamespace(world_size=1, average_tokens_across_devices=True),
+    )  # fmt: skip
+    assert first_step._line(one, [(1.05, 1.0, 2)], 2).holds and not first_step._line(one, [(1.05, 1.0, 64)], 64).holds
+    one.settings.precision = "fp32"
+    assert not first_step._line(one, [(1.0, 1.0, 64), (1.001, 1.0, 2)], 66).holds

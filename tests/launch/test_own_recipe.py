@@ -396,7 +396,7 @@ def test_a_kept_step_does_not_choose_what_replay_runs(tmp_path):
             replay.main([str(tmp_path)])
     for wrong in ({"recipe": "../sft"}, {"flags": "--zero"}, {"flags": [1]}, {"recipe": ["sft"]}):
         (step / "step.json").write_text(json.dumps(facts | {"flags": []} | wrong))
-        with pytest.raises(UserError, match="restore the file, or mend it|its step.json is damaged"):
+        with pytest.raises(UserError, match=r"restore the file, or mend it|its step\.json is damaged"):
             replay.main([str(tmp_path)])
 
 

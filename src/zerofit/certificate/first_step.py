@@ -11,13 +11,17 @@ from zerofit.data.batches import documents, join
 from zerofit.data.conversations import IGNORE
 from zerofit.settings import Check
 
-DOCUMENTS, TOKENS = 8, 8192  # recomputed on each rank at most, but a row at least
+DOCUMENTS, TOKENS = 8, 8192  # recomputed on each rank at most, but a document at least
+
+OF_STAGE_3 = 2, 1024  # the same where each forward moves all weights
 
 LONGEST = 4096  # tokens of a document, from its end: its answer
 
 LOGITS = 1 << 25  # numbers of logits made at once: 128 MB in fp32
 
 BOUND = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 2e-2}  # relative
+
+ENOUGH = 64  # tokens over whose mean 16-bit roundings cancel out to BOUND; of fewer the bound is wider
 
 LEAST = 0.1  # nats a token below which a loss is too small for a relative difference
 
@@ -43,20 +47,32 @@ def check(trainer) -> Check:
             return Check("loss", None, "loss: not recomputed: out of memory")
         finally:
             trainer.model.train(was_training)
-    plain = total / supervised
-    size = max(plain, LEAST * count / supervised)
-    errors = distributed.all_gather((abs(own - plain) / size if size else own, own, plain, count))
-    worst, own, plain, _ = max(errors, key=lambda entry: entry[0] if entry[0] == entry[0] else float("inf"))
-    bound, tokens = BOUND[trainer.settings.precision], sum(entry[3] for entry in errors)
-    holds = worst <= bound
+    return _line(trainer, distributed.all_gather((own, total / supervised, count)), supervised)
+
+
+def _line(trainer, of_ranks: list[tuple[float, float, int]], supervised: int) -> Check:
+    """Return the line of the rank that differs most. of_ranks: (trainer's loss, plain loss, tokens) of each."""
+    precision, differences = trainer.settings.precision, []
+    for own, plain, count in of_ranks:
+        size = max(plain, LEAST * count / supervised, 1e-30)
+        few = 1.0 if precision == "fp32" else max(1.0, (ENOUGH / max(1, count)) ** 0.5)
+        differences.append((abs(own - plain) / size, BOUND[precision] * few, own, plain))
+    worst, bound, own, plain = max(differences, key=lambda d: d[0] / d[1] if d[0] == d[0] else float("inf"))
+    holds, tokens = worst <= bound, sum(count for _, _, count in of_ranks)
+    over = f"the {supervised:,} supervised tokens of the effective batch" if whole_step(trainer) else "their number"
     return Check(
         "loss",
         holds,
         f"loss: {'equals' if holds else 'is NOT'} the sum of the cross entropies of {tokens:,} tokens, one document at "
-        f"a time, over the {supervised:,} supervised tokens of the effective batch "
-        f"(relative difference {worst:.1e}, bound {bound:.0e})",
+        f"a time, over {over} (relative difference {worst:.1e}, bound {bound:.0e})",
         {"tokens": tokens, "supervised_in_step": supervised, "trainer": own, "plain": plain, "relative": worst},
     )
+
+
+def whole_step(trainer) -> bool:
+    """Return whether a step divides its loss by the tokens of all of its rows, which are known in advance."""
+    args = trainer.args
+    return trainer.tokens.stream is None and (args.average_tokens_across_devices or args.world_size == 1)
 
 
 def _not_checked(trainer) -> str:
@@ -79,31 +95,37 @@ def _not_checked(trainer) -> str:
 
 
 def _first_rows(trainer) -> tuple[list[dict], int]:
-    """Return (this rank's first rows, supervised tokens of the step that they begin, on all ranks)."""
-    settings, dataset = trainer.settings, trainer.train_dataset
+    """Return (this rank's first rows, cut; supervised tokens of the step that they begin, on all ranks)."""
+    settings, dataset, micro = trainer.settings, trainer.train_dataset, trainer.args.per_device_train_batch_size
     if trainer.tokens.stream is not None:
-        step = rows = [trainer.tokens.dataset[i] for i in range(min(2, len(trainer.tokens)))]
+        rows = [trainer.tokens.dataset[i] for i in range(min(2, len(trainer.tokens)))]
     else:
         sampler = trainer.train_sampler
         epoch, place = divmod(trainer.state.global_step, len(sampler) // sampler.multiple)
         order = sampler.indices(epoch)[place * sampler.multiple : (place + 1) * sampler.multiple]
-        own = settings.data_rank(distributed.rank()) * trainer.args.per_device_train_batch_size
-        step = [dataset[i] for i in order]
-        rows = step[own : own + trainer.args.per_device_train_batch_size]
-    return _few(rows), max(1, sum(_supervised(d) for row in step for d in documents(row)))
+        own = settings.data_rank(distributed.rank()) * micro
+        rows = [dataset[i] for i in order[own : own + micro]]
+    rows = _few(trainer, rows)
+    step = (dataset[i] for i in order) if whole_step(trainer) else rows
+    return rows, max(1, sum(_supervised(d) for row in step for d in documents(row)))
 
 
-def _few(rows: list[dict]) -> list[dict]:
-    """Return packs of the first documents: DOCUMENTS and TOKENS at most, but one at least; long ones cut."""
+def _few(trainer, rows: list[dict]) -> list[dict]:
+    """Return packs of the first documents, a few of them, long ones cut and with labels for one forward each."""
+    most, most_tokens = OF_STAGE_3 if trainer.settings.zero == 3 else (DOCUMENTS, TOKENS)
+    positions = max(16, LOGITS // trainer.model.config.get_text_config().vocab_size)
+    longest = LONGEST if _keeps_some(trainer) else min(LONGEST, positions)
     packs, count, tokens = [], 0, 0
     for row in rows:
         pack = []
         for document in documents(row):
-            cut = {name: document[name][-LONGEST:] for name in ("input_ids", "labels")}
-            count, tokens = count + 1, tokens + len(cut["input_ids"])
-            if count > 1 and (count > DOCUMENTS or tokens > TOKENS):
+            ids, labels = (document[name][-longest:] for name in ("input_ids", "labels"))
+            count, tokens = count + 1, tokens + len(ids)
+            if count > 1 and (count > most or tokens > most_tokens):
                 return [*packs, *([join(pack)] if pack else [])]
-            pack.append(cut)
+            kept = [i for i, label in enumerate(labels) if label != IGNORE][: positions + 1]
+            last = kept[-1] if kept else 0
+            pack.append({"input_ids": ids, "labels": [x if i <= last else IGNORE for i, x in enumerate(labels)]})
         packs.append(join(pack))
     return packs
 
@@ -123,26 +145,29 @@ def _loss_of_trainer(trainer, rows: list[dict], supervised: int) -> float:
 
 
 def _summed_cross_entropy(trainer, rows: list[dict]) -> tuple[float, int]:
-    """Return (sum of the cross entropies of all labels, their number); logits are made for some positions at a time.
+    """Return (sum of the cross entropies of all labels, their number), by a forward for each document.
 
     Under ZeRO-3 each forward is collective: every rank makes as many.
     """
-    model, device = trainer.model_wrapped, trainer.args.device
-    some_positions = "logits_to_keep" in inspect.signature(_innermost(trainer).forward).parameters
-    chunk = max(1, LOGITS // trainer.model.config.get_text_config().vocab_size) if some_positions else None
-    parts = [part for row in rows for part in _parts(row, chunk)]
+    model, device, some = trainer.model_wrapped, trainer.args.device, _keeps_some(trainer)
     total, count = 0.0, 0
-    for i in range(max(distributed.all_gather(len(parts)))):
-        row, positions = parts[i % len(parts)]
+    for i in range(max(distributed.all_gather(len(rows)))):
+        row = rows[i % len(rows)]
+        positions = [place for place, label in enumerate(row["labels"][1:]) if label != IGNORE]
         ids = torch.tensor([row["input_ids"]], device=device)
         targets = torch.tensor(row["labels"], device=device)[1:][positions]
-        kept = {"logits_to_keep": torch.tensor(positions, device=device)} if some_positions else {}
+        kept = {"logits_to_keep": torch.tensor(positions or [0], device=device)} if some else {}
         logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **kept).logits[0]
-        logits = logits if some_positions else logits[:-1][positions]
-        if i < len(parts):
+        if i < len(rows) and positions:
+            logits = logits if some else logits[:-1][positions]
             total += _cross_entropy(logits.float(), targets, trainer.args.label_smoothing_factor)
             count += len(positions)
     return total, count
+
+
+def _keeps_some(trainer) -> bool:
+    """Return whether the model computes the logits of chosen positions alone."""
+    return "logits_to_keep" in inspect.signature(_innermost(trainer).forward).parameters
 
 
 def _innermost(trainer):
@@ -150,17 +175,8 @@ def _innermost(trainer):
     return trainer.model.get_base_model() if trainer.settings.trains_adapter else trainer.model
 
 
-def _parts(row: dict, chunk: int | None) -> list[tuple[dict, list[int]]]:
-    """Return (row, positions whose next token is a label) in groups of at most `chunk`; one group at least."""
-    positions = [i for i, label in enumerate(row["labels"][1:]) if label != IGNORE]
-    chunk = chunk or max(1, len(positions))
-    return [(row, positions[i : i + chunk]) for i in range(0, max(1, len(positions)), chunk)]
-
-
 def _cross_entropy(logits, targets, smoothing: float) -> float:
     """Return -sum(log p(target)), or with smoothing e: (1 - e) of it and e of the mean over the vocabulary."""
-    if not len(targets):
-        return 0.0
     log_probs = functional.log_softmax(logits, dim=-1)
     total = -log_probs.gather(-1, targets[:, None]).double().sum()
     if smoothing:

@@ -8,7 +8,7 @@ from transformers import TrainerCallback
 
 from zerofit import distributed
 from zerofit.certificate import first_step, page, rendering, rows
-from zerofit.errors import UserError
+from zerofit.errors import UserError, first_line
 from zerofit.settings import Check
 
 
@@ -30,7 +30,7 @@ class Recorder(TrainerCallback):
             with self.timed():
                 settings.checks.append(first_step.check(trainer))
                 if args.process_index == 0:
-                    settings.checks.append(rendering.check(trainer))
+                    settings.checks.append(self.rendering())
         else:
             settings.checks.append(Check("loss", None, "loss: not recomputed (--certificate false)"))
             settings.checks.append(Check("rendering", None, "rendering: not compared (--certificate false)"))
@@ -41,6 +41,13 @@ class Recorder(TrainerCallback):
                 f"the certificate of this run fails before the first step: {failed[0]}; nothing was trained "
                 f"({settings.output_dir}/certificate.md has all lines)."
             )
+
+    def rendering(self) -> Check:
+        """Return the line about the rendering; a data source or a template may fail in ways that say nothing of it."""
+        try:
+            return rendering.check(self.trainer)
+        except Exception as error:
+            return Check("rendering", None, f"rendering: not compared: {type(error).__name__}: {first_line(error)}")
 
     @contextlib.contextmanager
     def timed(self):
@@ -57,8 +64,8 @@ class Recorder(TrainerCallback):
         Raises: RuntimeError if they differ, before anything is trained.
         """
         line = next((check for check in self.trainer.settings.checks if check.name == "loss" and check.holds), None)
-        average = self.trainer.args.average_tokens_across_devices or self.trainer.args.world_size == 1
-        if line is None or self.compared or not average or not rows.known(self.trainer, self.first_step):
+        followed = first_step.whole_step(self.trainer) and rows.known(self.trainer, self.first_step)
+        if line is None or self.compared or not followed:
             return
         self.compared = True
         supervised = line.numbers["supervised_in_step"]

@@ -1,5 +1,6 @@
 """Render sampled rows with transformers' own apply_chat_template, and compare tokens and labels with the data set."""
 
+import contextlib
 import functools
 import importlib.util
 import itertools
@@ -29,20 +30,25 @@ LONG = 12  # characters from which a text that is not to be trained must not occ
 def check(trainer) -> Check:
     """Compare the first rows of the data with an independent rendering."""
     settings, tokenizer = trainer.settings, trainer.processing_class
-    table, day = _tokenized(trainer), _rendered_at(trainer.tokens)
-    count: Counter = Counter()
-    for place, conversation in itertools.islice(_conversations(settings, tokenizer), ROWS):
-        fault = _fault(place, conversation, table, tokenizer, settings, count, day)
-        if fault:
+    day, count = _rendered_at(trainer.tokens), Counter()
+    sampled = list(itertools.islice(_conversations(trainer, tokenizer), ROWS))
+    wanted = {tuple(ids) for _, row in sampled for _, ids in _renderings(row, tokenizer, _options(row, tokenizer, day))}
+    table = _tokenized(trainer, wanted)
+    for place, conversation in sampled:
+        if fault := _fault(place, conversation, table, tokenizer, settings, count, day):
             return Check("rendering", False, f"rendering: {fault}", dict(count))
     if not count["rows"]:
         return Check("rendering", None, f"rendering: not compared: {_why_none(trainer)}")
     by_trl = f", {count['by TRL']} of them by TRL's too" if count["by TRL"] else ""
+    if settings.train_on in ("assistant", "last_turn"):
+        labels = "labels on the answers alone"
+    else:
+        labels = f"the labels of --train_on {settings.train_on} were not compared"
     return Check(
         "rendering",
         True,
         f"rendering: {count['rows']} sampled conversations have the tokens of transformers' apply_chat_template"
-        f"{by_trl} ({count['tokens']:,} tokens), and labels on the answers alone",
+        f"{by_trl} ({count['tokens']:,} tokens), and {labels}",
         dict(count),
     )
 
@@ -54,14 +60,17 @@ def _why_none(trainer) -> str:
     return "the first rows are longer than --max_length, or hold control words as text"
 
 
-def _tokenized(trainer) -> dict[tuple, list[int]]:
-    """Return {input_ids: labels} of the first documents of both sets; [] for tokens that are labelled in two ways."""
+def _tokenized(trainer, wanted: set[tuple]) -> dict[tuple, list[int]]:
+    """Return {input_ids: labels} of wanted rows that are in the sets; [] for tokens that are labelled in two ways."""
     table: dict[tuple, list[int]] = {}
+    lengths = {len(ids) for ids in wanted}
+    repeated = max([1, *(round(weight) for kept, weight in trainer.tokens.statistics.get("sources", ()) if kept)])
     for tokens in filter(None, (trainer.tokens, trainer.eval_tokens)):
-        for row in itertools.islice(tokens.all_rows, TABLE):
+        for row in itertools.islice(tokens.all_rows, TABLE * repeated):
             for document in documents(row):
-                ids, labels = tuple(document["input_ids"]), document["labels"]
-                table[ids] = labels if table.get(ids, labels) == labels else []  # the data repeats a chat with marks
+                if len(document["input_ids"]) in lengths and (ids := tuple(document["input_ids"])) in wanted:
+                    labels = document["labels"]
+                    table[ids] = labels if table.get(ids, labels) == labels else []  # a chat is repeated with marks
     return table
 
 
@@ -76,13 +85,18 @@ def _dated(template: str, day: datetime) -> str:
     return re.sub(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)", lambda call: repr(day.strftime(call[2])), template)
 
 
-def _conversations(settings, tokenizer) -> Iterator[tuple[str, Conversation]]:
+def _conversations(trainer, tokenizer) -> Iterator[tuple[str, Conversation]]:
     """Yield (place, conversation) of the first rows that are in the data set whole and as they are."""
-    train, _ = sources.find_files(settings.data, settings.data_config, settings.data_split, settings.streaming)
+    settings = trainer.settings
     encoder = encoding.Encoder(tokenizer, settings.train_on, settings.mask_generation_prompt)
-    kind, rows = reading.kind_of(reading.read(train[0], settings), settings)
+    if trainer.tokens.stream is not None:
+        rows = trainer.tokens.stream.rows()  # the first of which are in the data set
+    else:
+        train, _ = sources.find_files(settings.data, settings.data_config, settings.data_split)
+        kind, of_first = reading.kind_of(reading.read(train[0], settings), settings)
+        rows = ((place, row, kind) for place, row in of_first)
     names = reading._names(settings)
-    for place, row in itertools.islice(rows, min(LOOKED_AT, settings.max_samples or LOOKED_AT)):
+    for place, row, kind in itertools.islice(rows, min(LOOKED_AT, settings.max_samples or LOOKED_AT)):
         count: Counter = Counter()
         kept = reading.tokenised([(place, row, kind)], settings, encoder, count)[0]
         if kept is None or count["truncated"]:
@@ -101,22 +115,31 @@ def _conversations(settings, tokenizer) -> Iterator[tuple[str, Conversation]]:
                 yield place, conversation
 
 
+def _renderings(conversation: Conversation, tokenizer, options: dict) -> list[tuple[list[dict], list[int]]]:
+    """Return [(turns, tokens)] of the forms of a conversation that the template takes."""
+    found = []
+    for turns in _forms(conversation.turns):
+        with contextlib.suppress(TemplateError, TypeError):  # not in this form
+            found.append((turns, tokenizer.apply_chat_template(turns, **options)))
+    return found
+
+
+def _options(conversation: Conversation, tokenizer, day: datetime) -> dict:
+    """Return the arguments of apply_chat_template. day: of the rows' rendering."""
+    template = _dated(tokenizer.chat_template, day)
+    return {"tools": conversation.tools, "tokenize": True, "return_dict": False, "chat_template": template}
+
+
 def _fault(place, conversation: Conversation, table, tokenizer, settings, count: Counter, day: datetime) -> str:
     """Return what differs from the independent rendering, else ""; updates `count`. day: of the rows' rendering."""
-    dated = {"chat_template": _dated(tokenizer.chat_template, day)}
-    options = {"tools": conversation.tools, "tokenize": True, "return_dict": False} | dated
-    ids, labels = [], None
-    for turns in _forms(conversation.turns):
-        try:
-            ids = tokenizer.apply_chat_template(turns, **options)
-        except (TemplateError, TypeError):  # not in this form
-            continue
-        if (labels := table.get(tuple(ids))) is not None:
-            break
-    if labels == []:
+    options = _options(conversation, tokenizer, day)
+    forms = _renderings(conversation, tokenizer, options)
+    turns, ids = next(((turns, ids) for turns, ids in forms if tuple(ids) in table), (None, []))
+    if turns is None:
+        return f"{place}: the data set has no row with the {len(forms[0][1])} tokens of transformers' rendering"
+    labels = table[tuple(ids)]
+    if not labels:
         return ""
-    if labels is None:
-        return f"{place}: the data set has no row with the {len(ids)} tokens of transformers' rendering"
     wrong = [i for i, (token, label) in enumerate(zip(ids, labels, strict=True)) if label not in (IGNORE, token)]
     if wrong:
         return f"{place}: the label of token {wrong[0]} is not that token"
@@ -124,12 +147,10 @@ def _fault(place, conversation: Conversation, table, tokenizer, settings, count:
         answers = [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
         answers = answers[-1:] if settings.train_on == "last_turn" else answers
         trained = [i for i in answers if conversation.trained[i]]
-        fault = _label_fault(conversation, turns, trained, ids, labels, tokenizer, options) or _place_fault(
-            turns, trained, ids, labels, tokenizer, options
-        )
-        if fault:
+        fault = _label_fault(conversation, turns, trained, ids, labels, tokenizer, options)
+        if fault := fault or _place_fault(turns, trained, ids, labels, tokenizer, options):
             return f"{place}: {fault}"
-    by_trl = _by_trl(turns, conversation.tools, tokenizer, dated)
+    by_trl = _by_trl(turns, tokenizer, options)
     if by_trl not in (None, ids):
         return f"{place}: TRL renders other tokens"
     count["by TRL"] += by_trl is not None
@@ -138,7 +159,7 @@ def _fault(place, conversation: Conversation, table, tokenizer, settings, count:
     return ""
 
 
-def _by_trl(turns: list[dict], tools: list | None, tokenizer, options: dict) -> list[int] | None:
+def _by_trl(turns: list[dict], tokenizer, options: dict) -> list[int] | None:
     """Return the tokens of TRL's rendering; None where it is not installed, or of a version that does not work here."""
     spec = importlib.util.find_spec("trl")
     if spec is None or not spec.origin:  # a mere folder of that name
@@ -146,7 +167,8 @@ def _by_trl(turns: list[dict], tools: list | None, tokenizer, options: dict) -> 
     try:
         import trl
 
-        text = trl.apply_chat_template({"messages": turns}, tokenizer, tools=tools, **options)["text"]
+        of_template = {name: options[name] for name in ("tools", "chat_template")}
+        text = trl.apply_chat_template({"messages": turns}, tokenizer, **of_template)["text"]
     except Exception:  # whatever another version says of these arguments or of transformers
         return None
     return tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -170,7 +192,8 @@ def _label_fault(conversation: Conversation, turns, trained: list[int], ids, lab
     place_in_text, answers = 0, []
     for i in trained:
         turn = conversation.turns[i]
-        for wanted in (turn["content"].strip(), *conversations.tool_names(turn.get("tool_calls"))):
+        for written in (turn["content"].strip(), *conversations.tool_names(turn.get("tool_calls"))):
+            wanted = _as_decoded(written, tokenizer, text)
             found = text.find(wanted, place_in_text)
             if found < 0:  # a generation prompt may hold the beginning, such as <think>
                 prompt = tokenizer.decode(
@@ -183,10 +206,17 @@ def _label_fault(conversation: Conversation, turns, trained: list[int], ids, lab
             place_in_text = found + len(wanted)
         answers += [turn["content"].strip(), *conversations.strings(turn)]
     for i, turn in enumerate(conversation.turns):
-        other = turn["content"].strip()
+        other = _as_decoded(turn["content"].strip(), tokenizer, text)
         if i not in trained and len(other) >= LONG and other in text and not any(other in a for a in answers):
             return f"the {turn['role']} text of turn {i + 1} is among the labelled tokens"
     return ""
+
+
+def _as_decoded(written: str, tokenizer, text: str) -> str:
+    """Return a text as it stands in a decoded one: as it is, else as the tokenizer's normalizer (NFC) leaves it."""
+    if written in text:
+        return written
+    return tokenizer.decode(tokenizer(written, add_special_tokens=False)["input_ids"]).strip()
 
 
 def _place_fault(turns: list[dict], trained: list[int], ids, labels, tokenizer, options: dict) -> str:

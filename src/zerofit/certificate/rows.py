@@ -68,7 +68,10 @@ def known(trainer, first_step: int) -> bool:
 def check(trainer, first_step: int) -> Check:
     """Compare the rows that all ranks were given since `first_step` with those of the epochs. Collective."""
     if not known(trainer, first_step):
-        why = "the rows of a stream have no numbers" if trainer.tokens.stream else "--ignore_data_skip repeats rows"
+        why = "--ignore_data_skip repeats rows"
+        if trainer.given_rows is None:
+            own = "the recipe has a data loader of its own"
+            why = own if trainer.tokens.stream is None else "the rows of a stream have no numbers"
         return Check("rows", None, f"rows seen: not counted: {why}")
     settings, sampler, last = trainer.settings, trainer.train_sampler, trainer.state.global_step
     seen: dict[int, tuple[int, int]] = {}
@@ -91,6 +94,8 @@ def check(trainer, first_step: int) -> Check:
     unit = "packs" if settings.packing else "pairs" if settings.documents_per_row == 2 else "rows"
     after = f" since step {first_step}" if first_step else ""
     once = f"given to exactly one of {settings.data_ranks} ranks" if settings.data_ranks > 1 else "used exactly once"
+    if sampler.weights is not None:
+        once = "given as often as its weight says"
     return Check(
         "rows",
         True,

@@ -169,7 +169,7 @@ def _check_template_text(settings, train_set, tokenizer) -> None:
     rows, supervised, openings = (counted[name] for name in ("rows", "supervised", "openings"))
     if not rows:
         sentence = "no row was counted: they have no chat template, or all of their text is trained on"
-        settings.checks.append(Check("template_tokens", None, f"template tokens in the loss: {sentence}"))
+        settings.checks.append(Check("template_tokens", None, f"template tokens: {sentence}"))
         return
     numbers = {
         "rows": rows,
@@ -180,9 +180,9 @@ def _check_template_text(settings, train_set, tokenizer) -> None:
         "maskable_tokens": openings,
     }
     sentence = (
-        f"{counted['template']:,} of {supervised:,} tokens in the loss of {rows:,} sampled rows "
-        f"({numbers['share']:.1%}) are the chat template's own, besides {counted['end']:,} end tokens; {openings:,} of "
-        "them are an empty wrapper or belong to the generation prompt"
+        f"template tokens: {counted['template']:,} of {supervised:,} tokens in the loss of {rows:,} sampled rows "
+        f"({numbers['share']:.1%}), besides {counted['end']:,} end tokens; {openings:,} of them are an empty wrapper "
+        "or belong to the generation prompt"
     )
     holds = not (openings and settings.mask_generation_prompt)
     settings.checks.append(Check("template_tokens", holds, sentence, numbers))

@@ -40,8 +40,10 @@ class GradientCount:
             self.loss = sum((loss.detach().float().abs() for loss in losses), self.loss)
 
     def check(self, model) -> None:
-        """Raise UserError if there was a loss and no gradient in any step so far."""
-        if self.steps == 0 or int(self.zero) < self.steps or float(self.loss) < LEAST_LOSS * self.steps:
+        """Raise UserError if there was a loss and no gradient in any step so far. Collective."""
+        if self.steps == 0 or int(self.zero) < self.steps:
+            return
+        if max(distributed.all_gather(float(self.loss))) < LEAST_LOSS * self.steps:  # a rank's rows may have no labels
             return
         trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         raise UserError(
@@ -56,8 +58,8 @@ class GradientCount:
         zero = int(self.zero)
         numbers = {"steps": self.steps, "steps_with_zero_gradient": zero}
         if not self.steps:
-            return Check("gradient", None, "the norm of the gradient was not measured in any step", numbers)
-        sentence = f"the gradient was not zero in {self.steps - zero} of {self.steps} steps"
+            return Check("gradient", None, "gradient: its norm was not measured in any step", numbers)
+        sentence = f"gradient: it was not zero in {self.steps - zero} of {self.steps} steps"
         return Check("gradient", zero < self.steps, sentence, numbers)
 
 

@@ -338,8 +338,11 @@ class ZerofitTrainer(Trainer):
         self.label_counts = [batch.pop(LABEL_COUNT, None) for batch in batches]
         if self.given_rows is not None:
             epoch = self.state.global_step // (len(self.train_sampler) // self.train_sampler.multiple)
-            numbers = [number for batch in batches for number in batch.pop(rows.ROWS)]
-            self.given_rows.add(epoch, numbers, filler=len(self.train_dataset))
+            for numbers in [batch.pop(rows.ROWS, None) for batch in batches]:
+                if numbers is None:  # of a data loader of the recipe's own
+                    self.given_rows = None
+                    break
+                self.given_rows.add(epoch, numbers, filler=len(self.train_dataset))
         if count is not None:
             count = count / self.sequence.size  # each rank of a group has counted the same rows
             self.certificate.compare_count(count)
