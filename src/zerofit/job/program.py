@@ -198,9 +198,13 @@ def remember(run: Path, flags: list[str]) -> None:
         raise PermissionError(13, "is not a folder of this user alone", str(folder))
     record = {"run": str(run.resolve()), **program.facts, "flags": flags}
     descriptor, temporary = tempfile.mkstemp(suffix=".tmp", dir=folder)  # other machines may share the folder
-    with os.fdopen(descriptor, "w") as file:
-        file.write(json.dumps(record))
-    Path(temporary).replace(folder / _name(run))
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(json.dumps(record))
+        Path(temporary).replace(folder / _name(run))
+    except OSError:  # a full disk
+        Path(temporary).unlink()
+        raise
 
 
 def recall(run: Path) -> dict | None:
