@@ -5,7 +5,7 @@ SHELL := bash
 
 # --- what you can set (make sft GPUS=4 ZERO=3 ...) ---
 GIVEN_GPUS := $(filter-out undefined,$(origin GPUS))
-GIVEN_RECIPE := $(filter command%,$(origin RECIPE))
+GIVEN_RECIPE := $(filter command% environment%,$(origin RECIPE))
 GPUS ?= 1
 ZERO ?=
 OFFLOAD ?=

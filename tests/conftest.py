@@ -73,9 +73,12 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session", autouse=True)
 def clean_environment(tmp_path_factory):
-    """Remove launcher variables and use empty cache folders."""
+    """Remove the variables of launchers and of `make test`, and use empty cache folders."""
     for name in list(os.environ):
-        if name.startswith("ACCELERATE_") or name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        if (
+            name.startswith("ACCELERATE_")
+            or name in "RANK LOCAL_RANK WORLD_SIZE MASTER_ADDR MASTER_PORT RECIPE".split()
+        ):
             del os.environ[name]
     os.environ["ZEROFIT_CACHE"] = str(tmp_path_factory.mktemp("cache"))
     os.environ["HF_HOME"] = str(tmp_path_factory.mktemp("hf_home"))  # no cached accelerate config of this machine

@@ -63,6 +63,11 @@ def printable(text: str) -> str:
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]", lambda m: f"\\x{ord(m[0]):02x}", text)
 
 
+def one_line(text: str) -> str:
+    """Return the text as `printable` does, on one line: what others have written makes no line of its own."""
+    return printable(text).replace("\n", "\\n").replace("\t", "\\t")
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message without its full stop; its type where there is no message."""
     lines = str(error).strip().splitlines()

@@ -267,6 +267,19 @@ def test_own_folder_and_auto_are_not_named_twice(capsys):
     assert container(rendered(capsys, "recipes/sft.py", *flags))["args"][-4:] == flags
 
 
+def test_a_recipe_is_named_as_the_image_has_it(tmp_path, capsys):
+    """By its path in the project, whatever links lead there; a file outside is one that the image must hold."""
+    (tmp_path / "link").symlink_to(ROOT)
+    own = tmp_path / "own.py"
+    own.write_text((ROOT / "recipes" / "sft.py").read_text())
+    for named, word in ((f"{tmp_path}/link/recipes/sft.py", "recipes/sft.py"), (str(own), str(own))):
+        kubernetes.main(["--name", "demo", "--image", "i", named])
+        said = capsys.readouterr()
+        assert word in container(documents(said.out))["args"]
+        assert (f"note: {own} is outside the project" in said.err) == (word == str(own))
+        assert (str(tmp_path) in said.out) == (word == str(own))
+
+
 def test_out_writes_a_file(tmp_path, capsys):
     file = tmp_path / "my job.yaml"
     kubernetes.main(["--name", "demo", "--image", "i", "--output_file", str(file), "recipes/sft.py"])

@@ -40,6 +40,13 @@ def test_an_unknown_variable_is_refused(word, says):
     assert not (ROOT / "pwned").exists()
 
 
+def test_a_resume_takes_the_recipe_of_the_environment_and_not_the_default(monkeypatch):
+    assert '--recipe="$RECIPE"' not in make("-n", "resume", "RUN=x").stdout
+    assert '--recipe="$RECIPE"' in make("-n", "resume", "RUN=x", "RECIPE=my_sft.py").stdout
+    monkeypatch.setenv("RECIPE", "my_sft.py")
+    assert '--recipe="$RECIPE"' in make("-n", "resume", "RUN=x").stdout
+
+
 @pytest.mark.bad_input
 @pytest.mark.parametrize("verb", [(), ("help",), ("clean",), ("install",), ("show", "lora"), ("no-such-verb",)])
 def test_every_verb_refuses(verb):

@@ -264,7 +264,8 @@ def foreign(tmp_path, monkeypatch):
     monkeypatch.setattr(launcher, "main", started.append)
     monkeypatch.setattr(program, "_started", None)
     folder.mkdir()
-    values = {name: {"value": value} for name, value in {"offload": "none", "gradient_checkpointing": True}.items()}
+    values = {"offload": "none", "gradient_checkpointing": True, "effective_batch_size": 8}
+    values = {name: {"value": value} for name, value in (values | {"per_device_train_batch_size": 4}).items()}
     kit = program.find("sft").facts
     whole = {"recipe": "sft", "world_size": 1, "flags": ["--zero", "0"], "arguments": values, "program": kit}
 
@@ -289,7 +290,7 @@ def test_a_run_folder_does_not_choose_the_program(foreign):
     assert str(ROOT / "recipes" / "sft.py") in resumed()
     file = hostile(folder)
     for recipe in (str(file.with_suffix("")), "../foreign/sft", "./sft", str(file), ["sft"], None):
-        with pytest.raises(UserError, match="is no run folder"):
+        with pytest.raises(UserError, match=r"is no run folder|run\.json: recipe: must be text"):
             resumed(recipe=recipe)
     facts = program.of(file).facts
     for known in (facts, facts | {"sha256": "0" * 64}, None):
@@ -342,9 +343,10 @@ def test_a_run_of_this_user_goes_on_with_its_flags_and_its_program(foreign, tmp_
     facts = {"flags": flags, "program": program.of(own).facts}
     assert str(own) in resumed(**facts)
     # Others who can write to the run folder can neither name another program nor other code.
-    assert str(own) in resumed(flags=flags, program=program.find("sft").facts)
+    with pytest.raises(UserError, match=rf"this user started {own} .* says that .*sft\.py .* since: name"):
+        resumed(flags=flags, program=program.find("sft").facts)
     with pytest.raises(UserError, match="--trust_remote_code true"):
-        resumed(flags=["--model", "theirs", *flags[2:]])
+        resumed(**facts | {"flags": ["--model", "theirs", *flags[2:]]})
     capsys.readouterr()
     own.write_text(own.read_text().replace("2 * loss", "3 * loss"))
     assert str(own) in resumed(**facts)
@@ -398,6 +400,117 @@ def test_a_kept_step_does_not_choose_what_replay_runs(tmp_path):
         (step / "step.json").write_text(json.dumps(facts | {"flags": []} | wrong))
         with pytest.raises(UserError, match=r"restore the file, or mend it|its step\.json is damaged"):
             replay.main([str(tmp_path)])
+
+
+@pytest.mark.injection
+def test_a_step_that_was_copied_alone_is_not_repeated_with_another_loss(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(program, "_started", None)
+    own, step, args = own_recipe(tmp_path), tmp_path / "copied" / "step-3", SimpleNamespace(recipe="")
+    args.trust_remote_code = False
+    step.mkdir(parents=True)
+    facts = {"recipe": "sft", "flags": []}
+
+    def repeated(**more):
+        (step / "step.json").write_text(json.dumps(facts | more))
+        return replay._program(dict(facts), step, args).file
+
+    for known, says in ((program.of(own).facts, re.escape(str(own))), (None, "a program without a file")):
+        with pytest.raises(UserError, match=f"it was trained by {says}.*, not by the sft.py"):
+            repeated(program=known)
+    stock = ROOT / "recipes" / "sft.py"
+    assert repeated(program=program.of(stock).facts) == stock and "note:" not in capsys.readouterr().out
+    assert repeated() == stock and "nothing in it says which program trained it" in capsys.readouterr().out
+    (tmp_path / "run.json").write_text(json.dumps({"program": program.of(own).facts}))
+    with pytest.raises(UserError, match="it was trained by"):  # a step of before, in its run folder
+        repeated()
+    args.recipe = str(own)
+    assert repeated() == own
+    assert replay._program(dict(facts), Path("/step-3"), SimpleNamespace(recipe="sft", trust_remote_code=False))
+
+
+def test_a_stock_run_goes_on_where_its_zerofit_has_moved(foreign, tmp_path, monkeypatch):
+    folder, resumed = foreign
+    before, stock = tmp_path / "before", ROOT / "recipes" / "sft.py"
+    for name in ("recipes", "deepspeed_configs"):
+        shutil.copytree(ROOT / name, before / name)
+    file = before / "recipes" / "sft.py"
+    program.start(str(file))
+    program.remember(folder, ["--zero", "0"])
+    known = program.of(file).facts
+    assert str(stock) in resumed(program=known)  # another checkout of this zerofit
+    hostile(folder)
+    monkeypatch.setattr(program, "PROJECT", folder.parent / "typed_here")
+    shutil.copytree(ROOT / "recipes", program.PROJECT / "recipes")
+    shutil.copy(folder / "sft.py", program.PROJECT / "recipes")
+    assert str(file) in resumed(program=known)  # the folder in which it is typed has another
+    monkeypatch.setattr(program, "PROJECT", ROOT)
+    shutil.rmtree(before)
+    assert str(stock) in resumed(program=known)
+
+
+def test_a_run_that_went_on_elsewhere_does_not_fall_back_to_the_program_before(foreign, tmp_path, monkeypatch, capsys):
+    folder, resumed = foreign
+    here, there = own_recipe(tmp_path, "a.py"), own_recipe(tmp_path, "b.py")
+    there.write_text(there.read_text() + "\n")
+    program.start(str(here))
+    program.remember(folder, ["--zero", "0"])
+    for known in (program.of(there).facts, program.find("sft").facts, None):
+        with pytest.raises(UserError, match=rf"this user started {here} .* since: name the program with --recipe"):
+            resumed(program=known)
+    capsys.readouterr()
+    assert str(here) in resumed("--recipe", str(here), program=program.of(there).facts)
+    assert f"note: {there} (sha256 " in capsys.readouterr().out
+    assert str(here) in resumed(program=program.of(there).facts | {"file": str(here)})  # it was edited elsewhere
+    assert f"note: {here} has changed since it was started" in capsys.readouterr().out
+    monkeypatch.setattr(program, "current", lambda: None)  # `python -c`
+    program.remember(folder, [])
+    program.remember(folder, [])
+    assert program.recall(folder) is None
+
+
+@pytest.mark.injection
+def test_what_a_run_folder_says_of_its_program_does_not_control_the_terminal(foreign, tmp_path, capsys):
+    _, resumed = foreign
+    own = own_recipe(tmp_path)
+    said = {"file": "/a.py\n\x1b[2Jzerofit: all is well\t", "sha256": "\x1b]0;\n"}
+    resumed("--recipe", str(own), program=said)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith(r"note: /a.py\n\x1b[2Jzerofit: all is well\t (sha256 \x1b]0;\n) trained so far")
+    with pytest.raises(UserError, match="does not choose what runs") as refused:
+        resumed(program=said)
+    assert len(str(refused.value).splitlines()) == 1 and "\x1b" not in str(refused.value)
+
+
+def test_the_records_of_two_machines_with_one_home_do_not_meet(foreign):
+    """Their processes may have one number: neither file is another's while it is written."""
+    folder, _ = foreign
+    program.start("sft")
+    program.remember(folder, [])
+    theirs = program._records() / f"{os.getpid()}.tmp"
+    theirs.write_text("half")
+    program.remember(folder, ["--zero", "1"])
+    assert theirs.read_text() == "half" and program.recall(folder)["flags"] == ["--zero", "1"]
+    theirs.unlink()
+    assert not [*program._records().glob("*.tmp")]
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"arguments": None}, {"arguments": {}}, {"arguments": {"offload": {}}}, {"arguments": [1]},
+        {"world_size": True}, {"world_size": 0}, {"world_size": "2"}, {"flags": None}, {"flags": [1]},
+        {"arguments": {"offload": {"value": "none"}, "effective_batch_size": {"value": "8"},
+                       "per_device_train_batch_size": {"value": 4}}},
+    ],
+)  # fmt: skip
+def test_a_damaged_run_folder_is_refused_in_one_sentence(foreign, changed):
+    folder, resumed = foreign
+    with pytest.raises(UserError, match=rf"^{folder}.*(is no run folder|no run of zerofit writes this)"):
+        resumed(**changed)
+    (folder / "run.json").write_text('{"arguments": ' + "[" * 100_000)
+    with pytest.raises(UserError, match="is no run folder"):
+        resume.main([str(folder)])
 
 
 # --- an objective that changes at a resume ---

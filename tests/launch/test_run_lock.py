@@ -275,7 +275,8 @@ def test_a_folder_that_cannot_be_made(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", [
     "run.lock", "run.json", "result.json", "run.tmp", "result.tmp", "metrics.tmp", "metrics.jsonl", "report.html",
     "loss.png", "report.md", "deepspeed.json", "slurm.log", "cancelled", "logs", "logs/rank0.log", "nan", "final",
-    "final/model.safetensors", "reference",
+    "final/model.safetensors", "reference", "certificate.md", "slurm.sbatch", "oom-rank3.pickle", "data.png",
+    "plan.tmp",
 ])  # fmt: skip
 def test_a_link_in_a_run_folder_is_refused_and_not_written_through(tmp_path, name):
     """In a folder that others may write to, it would choose which file of this user is overwritten."""
@@ -360,13 +361,14 @@ def test_folders_and_checkpoints_on_other_disks_are_linked_as_before(tmp_path):
     disk, folder = tmp_path / "disk", tmp_path / "runs" / "x"
     (disk / "runs" / "x" / "attempts").mkdir(parents=True)
     (tmp_path / "runs").symlink_to(disk / "runs")
-    for name in ("checkpoint-100", "attempts/1", "notes.txt", "train.jsonl", "data"):
+    users = ["data.jsonl", "metrics.csv", "plan.txt", "report.pdf", "run.py", "run.sh"]  # that no run writes
+    for name in ("checkpoint-100", "attempts/1", "notes.txt", "train.jsonl", "data", *users):
         (folder / name).symlink_to(tmp_path)
     run_folder.claim_folder(SimpleNamespace(output_dir=str(folder), push_to_hub=False))
     run_lock.release()
-    assert sorted(file.name for file in folder.iterdir()) == [
-        "attempts", "checkpoint-100", "data", "notes.txt", "train.jsonl",
-    ]  # fmt: skip
+    assert sorted(file.name for file in folder.iterdir()) == sorted(
+        ["attempts", "checkpoint-100", "data", "notes.txt", "train.jsonl", *users]
+    )
 
 
 def test_jobs_that_begin_in_the_same_second_have_folders_of_their_own(tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ from conftest import ROOT, TINY, Run, run_python, run_world, runs_slow, slow_but
 
 from zerofit.data.batches import DatasetWithFiller, EpochSampler
 from zerofit.errors import UserError
+from zerofit.job import program
 from zerofit.train import nan_guard
 
 RARE, ROW, ROWS = "~", 17, 24
@@ -114,6 +115,8 @@ def test_stop_and_replay(poisoned, tmp_path, recipe):
     assert done.returncode == 4 and "Traceback" not in done.stderr
     assert "1 steps in a row (--max_nan_steps) were not applied" in done.stderr and "zerofit replay" in done.stderr
     assert json.loads((folder / "result.json").read_text())["status"] == "failed"
+    (kept,) = folder.glob("nan/step-*/step.json")
+    assert json.loads(kept.read_text())["program"] == program.of(ROOT / "recipes" / f"{recipe}.py").facts
     again = run_python(["-m", "zerofit", "replay", str(folder)], cwd=ROOT)
     assert again.returncode == 4, again.stderr
     said = again.stdout.splitlines()

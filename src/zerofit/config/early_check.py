@@ -10,6 +10,8 @@ from zerofit.job import program
 
 OF_A_FILE = ("launch", "slurm", "hosts", "kubernetes")  # verbs that take a recipe's file and its flags
 
+WITHOUT_VALUE = ("--show", "--print")  # of their options before the file
+
 
 def command(verb: str, words: list[str]) -> None:
     """Check the recipe's flags among the arguments of `zerofit VERB`; for `data` only the known ones.
@@ -23,12 +25,19 @@ def command(verb: str, words: list[str]) -> None:
     if verb == "data" and not {"-h", "--help"} & {*words, *more}:
         named = program.find(command_line.value_of(words, ("--recipe",)) or "sft")
         check(named.recipe, [*words, *more], here=True, own_folder=False, strict=False)
-    file = next((i for i, word in enumerate(words) if word.endswith(".py")), None)
+    file = next((i for i in range(len(words)) if _is_file(words, i)), None)
     if verb in OF_A_FILE and file is not None:
         recipe = program.find(words[file]).recipe
         single_node = verb == "launch" and command_line.value_of(words[:file], ("--nnodes",)) in (None, "", "1")
         local = verb == "launch" and "--show" not in words[:file]
         check(recipe, [*words[file + 1 :], *more], here=local, own_folder=single_node)
+
+
+def _is_file(words: list[str], index: int) -> bool:
+    """Return whether a word is a recipe's file, and neither an option nor an option's value."""
+    word, before = words[index], words[index - 1] if index else ""
+    is_value = before.startswith("--") and "=" not in before and before not in WITHOUT_VALUE
+    return word.endswith(".py") and not word.startswith("-") and not is_value
 
 
 def check(recipe: str, argv: list[str], here: bool, own_folder: bool, strict: bool = True) -> None:

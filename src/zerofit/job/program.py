@@ -8,10 +8,11 @@ import json
 import os
 import runpy
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from zerofit.errors import UserError
+from zerofit.errors import UserError, one_line
 from zerofit.paths import PROJECT, ROOT, cache_root, own_folder
 
 # Calls whose first argument names the set of arguments that a recipe takes.
@@ -35,9 +36,12 @@ class Program:
 
     @property
     def in_project(self) -> str:
-        """Return the file's path from the project, which is the working directory of a container's image."""
-        file = self.file.absolute()
-        return str(file.relative_to(PROJECT) if file.is_relative_to(PROJECT) else file)
+        """Return the file's path from the project, the working directory of a container's image; else its whole path.
+
+        Either may have been reached by links.
+        """
+        file, project = self.file.resolve(), PROJECT.resolve()
+        return str(file.relative_to(project) if file.is_relative_to(project) else self.file.absolute())
 
     @property
     def facts(self) -> dict[str, str]:
@@ -180,21 +184,27 @@ def remember(run: Path, flags: list[str]) -> None:
     """Record for this user that the running program trains into a run folder. flags: its command line, no secrets.
 
     The record is in this user's cache, where nobody else writes: a run folder may come from somebody else.
+    Where none is known (an interpreter's own lines), an older record of the folder is deleted.
     Raises: OSError, also where others can write to the cache's folder.
     """
-    if (program := current()) is None:
-        return
     folder = _records()
+    if (program := current()) is None:
+        with contextlib.suppress(FileNotFoundError):
+            if own_folder(folder, make=False) is not None:
+                (folder / _name(run)).unlink()
+        return
     cache_root().mkdir(parents=True, exist_ok=True)
     if own_folder(folder) is None:
         raise PermissionError(13, "is not a folder of this user alone", str(folder))
     record = {"run": str(run.resolve()), **program.facts, "flags": flags}
-    temporary = folder / f"{os.getpid()}.tmp"
-    with contextlib.suppress(FileNotFoundError):
-        temporary.unlink()
-    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w") as file:
-        file.write(json.dumps(record))
-    temporary.replace(folder / _name(run))
+    descriptor, temporary = tempfile.mkstemp(suffix=".tmp", dir=folder)  # other machines may share the folder
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(json.dumps(record))
+        Path(temporary).replace(folder / _name(run))
+    except OSError:  # a full disk
+        Path(temporary).unlink()
+        raise
 
 
 def recall(run: Path) -> dict | None:
@@ -222,10 +232,16 @@ def _name(run: Path) -> str:
 
 
 def said_by(facts: dict) -> dict | None:
-    """Return the "program" of a run.json that may be somebody else's: {} where it has none or no valid one."""
+    """Return the "program" of facts that may be somebody else's, to be printed: {} where it has none or no valid one.
+
+    facts: of a run.json, a checkpoint or a kept step.
+    """
     said = facts.get("program", {})
-    valid = said is None or (isinstance(said, dict) and all(type(said.get(n)) is str for n in ("file", "sha256")))
-    return said if valid else {}
+    if said is None:
+        return None
+    if not isinstance(said, dict) or any(type(said.get(name)) is not str for name in ("file", "sha256")):
+        return {}
+    return {name: one_line(said[name]) for name in ("file", "sha256")}
 
 
 def of_run(run: Path, recipe: str, known: dict | None, named: str = "") -> Program:
@@ -234,33 +250,67 @@ def of_run(run: Path, recipe: str, known: dict | None, named: str = "") -> Progr
     It is the one that this user names, else the one that this user has started there, else the kit's own recipe: a
     run.json alone, which may be somebody else's, never chooses code.
 
-    Args: recipe: run.json's; known: run.json's "program", {} where it has none; named: on the command line.
-    Raises: UserError if the program is gone, or another one than the kit's recipe has trained there.
+    Args: recipe: run.json's; known: what `said_by` returns of it; named: on the command line.
+    Raises: UserError if the program is gone, or another one than this has trained there.
     """
     record = recall(run)
-    trained = record or known
     if named:
         program = start(named)
     elif record:
-        if not Path(record["file"]).is_file():
-            raise UserError(f"{run}: its program {record['file']} is no longer there; {NAME_IT}.")
-        program = start(record["file"])
+        program = _of_record(run, recipe, record, known)
     else:
-        program = start(recipe)
-        kit = of(ROOT / "recipes" / f"{recipe}.py").sha256
-        problem = f"{program.file} is not the {recipe}.py of this zerofit" if program.sha256 != kit else ""
-        if known != {} and (known is None or known["sha256"] != kit):
-            said = f"{known['file']} (sha256 {known['sha256'][:12]})" if known else "a program without a file"
-            problem = f"it was trained by {said}, not by the {recipe}.py of this zerofit"
-        if problem:
-            raise UserError(
-                f"{run}: {problem}, and this user has not started it; a run folder does not choose what runs: "
-                f"{NAME_IT}."
-            )
+        program = _of_kit(run, recipe, known)
     if program.recipe != recipe:
         raise UserError(
             f"{program.file}: takes the arguments of {program.recipe}, the run in {run} those of {recipe}; {NAME_IT}."
         )
-    if trained:
-        note_change(trained, program)
+    if last := record if record and not _is_another(known, record) else known:
+        note_change(last, program)
     return program
+
+
+def _is_another(known: dict | None, record: dict) -> bool:
+    return known is None or (known != {} and known["sha256"] != record["sha256"])
+
+
+def _of_record(run: Path, recipe: str, record: dict, known: dict | None) -> Program:
+    """Return the program that this user has started in a run folder.
+
+    Raises: UserError if it is gone, or run.json names another file: it has gone on elsewhere since.
+    """
+    if _is_another(known, record) and (known is None or known["file"] != record["file"]):
+        raise UserError(
+            f"{run}: this user started {_described(record)} there, but its run.json says that {_described(known)} has "
+            f"trained it since: {NAME_IT}."
+        )
+    if record["sha256"] == _kit(recipe) == find(recipe).sha256:  # wherever this kit was when the run began
+        return start(recipe)
+    if not Path(record["file"]).is_file():
+        raise UserError(f"{run}: its program {record['file']} is no longer there; {NAME_IT}.")
+    return start(record["file"])
+
+
+def _of_kit(run: Path, recipe: str, known: dict | None) -> Program:
+    """Return the kit's recipe for a run folder in which this user has started nothing.
+
+    Raises: UserError if another program has trained there.
+    """
+    program, kit = start(recipe), _kit(recipe)
+    problem = f"{program.file} is not the {recipe}.py of this zerofit" if program.sha256 != kit else ""
+    if known != {} and (known is None or known["sha256"] != kit):
+        problem = f"it was trained by {_described(known)}, not by the {recipe}.py of this zerofit"
+    if problem:
+        raise UserError(
+            f"{run}: {problem}, and this user has not started it; a run folder does not choose what runs: {NAME_IT}."
+        )
+    if known == {}:
+        print(f"note: {run}: nothing in it says which program trained it; {program.file} is taken", flush=True)
+    return program
+
+
+def _kit(recipe: str) -> str:
+    return of(ROOT / "recipes" / f"{recipe}.py").sha256
+
+
+def _described(facts: dict | None) -> str:
+    return f"{facts['file']} (sha256 {facts['sha256'][:12]})" if facts else "a program without a file"

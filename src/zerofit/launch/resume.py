@@ -1,7 +1,6 @@
 """`zerofit resume`: start a run again from its latest valid checkpoint."""
 
 import argparse
-import json
 import shlex
 from pathlib import Path
 
@@ -37,7 +36,8 @@ def main(argv: list[str]) -> None:
     named = args.recipe or command_line.value_of(args.flags, ("--recipe",)) or ""
     args.flags = command_line.drop(args.flags, "--recipe")
     new = [*args.flags, *shlex.split(args.args)]
-    started = program.of_run(folder, recipe, program.said_by(facts), named)
+    said = program.said_by(run_folder.read_json(folder / "run.json"))  # null, unlike none, says something
+    started = program.of_run(folder, recipe, said, named)
     parse.refuse_foreign_code(recipe, flags, new, folder)
     overridden = command_line.names(new)
     place = node_options.of(args)
@@ -65,18 +65,18 @@ def main(argv: list[str]) -> None:
 
 
 def read_facts(folder: Path) -> dict:
-    """Return run.json of a folder that may be somebody else's, with a recipe of the kit, flags and processes.
+    """Return run.json of a folder that may be somebody else's, with a recipe of the kit, flags, processes, arguments.
 
     Raises: UserError for a folder without a run, or whose run.json holds anything else.
     """
-    try:
-        facts = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-        flags = facts["flags"]
-        whole = isinstance(flags, list) and all(isinstance(word, str) for word in flags)
-        whole &= isinstance(facts["world_size"], int) and facts["recipe"] in RECIPES
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        whole = False
-    if not whole:
+    facts = run_folder.read_record(folder / "run.json")
+    flags, arguments = facts.get("flags"), facts.get("arguments", {})
+    whole = isinstance(flags, list) and all(isinstance(word, str) for word in flags)
+    whole &= facts.get("recipe") in RECIPES and facts.get("world_size", 0) > 0
+    whole &= all("value" in argument for argument in arguments.values()) and "offload" in arguments
+    sizes = [arguments.get(name[2:], {}) for name in retry.BATCH[:2]]
+    sizes += [arguments.get(name, {"value": 1}) for name in ("sp_size", "tp_size", "pp_size")]
+    if not whole or any(type(size.get("value")) is not int or size["value"] < 1 for size in sizes):
         raise UserError(f"{folder}: is no run folder (its run.json is missing or damaged); name one of runs/.")
     return facts
 

@@ -8,6 +8,7 @@ import torch
 
 from zerofit import command_line, distributed, run_folder
 from zerofit.errors import Diverged, UserError
+from zerofit.job import program
 from zerofit.settings import Check
 from zerofit.train import trial
 
@@ -237,6 +238,7 @@ class NanGuard:
         facts = {
             "step": trainer.state.global_step, "recipe": settings.recipe, "world_size": trainer.args.world_size,
             "flags": command_line.drop(flags, "--output_dir", "--resume_from_checkpoint"),
+            "program": (running := program.current()) and running.facts,
             "losses": losses, "grad_norm": float(self.grad_norm), "rows": rows,
             "texts": _texts(trainer, sorted({i for r, m in bad for i in rows[r][m]})) if rows else {},
         }  # fmt: skip

@@ -31,9 +31,9 @@ def check(settings, train_set, eval_set) -> None:
 
     if not dist.is_initialized() or distributed.size() == 1:
         return
+    software = consistency.software(program.file_of(settings.recipe))
+    facts = software | consistency.of_job(settings, train_set, eval_set)
     with _bounded(settings.use_cpu):
-        software = consistency.software(program.file_of(settings.recipe))
-        facts = software | consistency.of_job(settings, train_set, eval_set)
         facts_by_node = dict(
             reversed(distributed.all_gather((f"node {distributed.node()} ({socket.gethostname()})", facts)))
         )  # of each node's first rank
@@ -149,8 +149,8 @@ def _bus_bandwidth(group, count: int, use_cpu: bool) -> float:
 def _knobs(settings) -> list[str]:
     if os.environ.get(PEERS_FAILED) and not settings.use_cpu:
         return [
-            f"{WITHOUT_PEERS}=1: copies from GPU to GPU do not work on this machine, the ranks reached each other "
-            "through host memory alone (slower); set it yourself, and the try without it is left out"
+            f"{WITHOUT_PEERS}=1: the first try, with copies from GPU to GPU, had no answer or a wrong one; this one, "
+            "without them, had the right one (through host memory, slower). Set it yourself, and the first is left out"
         ]
     if not distributed.several_nodes():
         return []

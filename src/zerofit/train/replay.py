@@ -67,10 +67,12 @@ def _program(facts: dict, folder: Path, args) -> program.Program:
     from zerofit.config.arguments import RECIPES
 
     facts = facts if isinstance(facts, dict) else {}
-    flags, run = facts.get("flags"), folder.resolve().parents[1]
+    flags, run = facts.get("flags"), folder.resolve().parent.parent
     if facts.get("recipe") not in [*RECIPES] or not isinstance(flags, list) or any(type(f) is not str for f in flags):
         raise UserError(f"{folder}: its step.json is damaged; name another nan/step-<n> of a run folder.")
-    said = program.said_by(run_folder.read_json(run / "run.json"))
+    kept = run_folder.read_json(folder / "step.json")
+    older = "program" not in kept  # of a zerofit that wrote it into run.json alone
+    said = program.said_by(run_folder.read_json(run / "run.json") if older else kept)
     started = program.of_run(run, facts["recipe"], said, args.recipe)
     given = ["--trust_remote_code", "true"] if args.trust_remote_code else []
     parse.refuse_foreign_code(facts["recipe"], flags, given, run)

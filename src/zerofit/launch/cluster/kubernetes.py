@@ -112,7 +112,13 @@ def _job(given) -> Job:
     if most > 1:
         prepare.check_for_nodes(flags)
     settings = _check_flags(recipe, flags, {least * gpus, most * gpus}, hardware.find(given.gpu_type))
-    words = [named.in_project, *flags, *_to_go_on(settings, run_folder)]
+    if Path(file := named.in_project).is_absolute():
+        print(
+            f"note: {file} is outside the project, {PROJECT}: the image must hold it at this path",
+            file=sys.stderr,
+            flush=True,
+        )
+    words = [file, *flags, *_to_go_on(settings, run_folder)]
     if least < most and settings.source["effective_batch_size"] != "flag":
         # Otherwise each start would derive it from the number of nodes present.
         words += ["--effective_batch_size", str(settings.effective_batch_size)]
