@@ -8,6 +8,11 @@ import math
 import pytest
 import torch
 from conftest import ROOT, TINY, Run, run_python, run_world, runs_slow
+from torch.nn import functional
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from zerofit.config import resolve
+from zerofit.data.load import load_datasets
 
 ROWS = 60  # in batches of 8: the last step of the epoch is half filler
 FEWER = ["--max_samples", "28"]  # `make test`: half filler too
@@ -255,3 +260,31 @@ def test_a_slow_loader_shows_in_the_speed(tmp_path):
     assert result["tokens"] / result["tokens_per_second"] == pytest.approx(3 * 2 * 2.0, rel=1e-3)
     speeds = [m["tokens_per_second"] for m in Run(out).metrics if "loss" in m]
     assert speeds[0] == 0 and all(0 < speed < result["tokens"] / 4.0 for speed in speeds[1:])
+
+
+@pytest.mark.oracle
+def test_the_first_token_of_a_row_is_counted_for_no_class(tmp_path):
+    """It is in no loss; transformers counts it for classes without a loss_type, as GPT-2's."""
+    tokenizer = AutoTokenizer.from_pretrained(TINY / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    config = AutoConfig.for_model(
+        "gpt2", vocab_size=len(tokenizer), n_embd=32, n_layer=1, n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
+        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    model.save_pretrained(tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"text": "{text}"}}\n' for text in ("abc", "de", "f gh ij", "k")))
+    words = [
+        *COMMON, "--model", str(tmp_path / "model"), "--data", str(tmp_path / "rows.jsonl"), "--max_steps", "1",
+        "--attn_implementation", "eager", "--effective_batch_size", "4", "--per_device_train_batch_size", "2",
+        "--zero", "0",
+    ]  # fmt: skip
+    run = run_world(1, {"run": ("sft", words)}, tmp_path)["run"]
+    rows = [row["input_ids"] for row in load_datasets(resolve.resolve_settings("sft", words, 1), tokenizer)[0].dataset]
+    assert len(rows) == 4 and len({len(row) for row in rows}) > 1
+    total = sum(
+        functional.cross_entropy(model(torch.tensor([row])).logits[0, :-1], torch.tensor(row[1:]), reduction="sum")
+        for row in rows
+    )
+    assert run.losses == pytest.approx([total.item() / sum(len(row) - 1 for row in rows)], rel=1e-5)

@@ -8,6 +8,7 @@ import torch
 from zerofit.errors import UserError, first_line
 from zerofit.model.weights import complete, files
 
+
 def load(model, folder: Path) -> bool:
     """Load a full checkpoint whose files have other names than the model; False, with nothing read, for any other.
 
