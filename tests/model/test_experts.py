@@ -163,10 +163,11 @@ def test_the_best_steps_experts_are_loaded(saved):
 def test_an_adapter_of_experts_goes_on(targets, tmp_path):
     flags = [*SAVING, "--model", save_model("qwen3_moe", tmp_path / "model"), "--lora_target_modules", *targets]
     goes_on = [*flags, "--resume_from_checkpoint", str(tmp_path / "whole" / "checkpoint-2"), "--save_strategy", "no"]
-    cases = {"whole": [*flags, *BEST], "on": goes_on}
+    cases = {"whole": [*flags, *BEST], "on": goes_on, "at 3": [*goes_on, "--zero", "3"]}
     runs = run_world(1, {name: ("lora", words) for name, words in cases.items()}, tmp_path)
     losses = [line["loss"] for line in runs["whole"].metrics if "loss" in line]
     assert runs["on"].losses == losses[2:] and len(losses) == 4
+    assert runs["at 3"].losses == pytest.approx(losses[2:], rel=1e-5)
     files = [tmp_path / "whole" / name / "adapter_model.safetensors" for name in ("final", "checkpoint-2")]
     final, best = (load_file(file) for file in files)
     assert any("experts" in name for name in final)
