@@ -4,10 +4,12 @@ Real recipes, real DeepSpeed, two CPU processes over gloo (one process where the
 """
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from conftest import ROOT, TINY, Run, run_python, run_world, runs_slow
+from peft import PeftModel
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -262,6 +264,22 @@ def test_a_slow_loader_shows_in_the_speed(tmp_path):
     assert speeds[0] == 0 and all(0 < speed < result["tokens"] / 4.0 for speed in speeds[1:])
 
 
+def text_rows(folder: Path, words: list[str]) -> tuple[list[str], list[list[int]]]:
+    """Write four texts, two to a micro batch; return (a command line that takes one step with them, their tokens)."""
+    file = folder / "rows.jsonl"
+    file.write_text("".join(f'{{"text": "{text}"}}\n' for text in ("abc", "de", "f gh ij", "k")))
+    words = [
+        *COMMON, "--data", str(file), "--max_steps", "1", "--zero", "0", "--effective_batch_size", "4",
+        "--per_device_train_batch_size", "2", *words,
+    ]  # fmt: skip
+    settings = resolve.resolve_settings("sft", words, 1)
+    rows = [
+        row["input_ids"] for row in load_datasets(settings, AutoTokenizer.from_pretrained(TINY / "model"))[0].dataset
+    ]
+    assert len(rows) == 4 and len({len(row) for row in rows}) > 1
+    return words, rows
+
+
 @pytest.mark.oracle
 def test_the_first_token_of_a_row_is_counted_for_no_class(tmp_path):
     """It is in no loss; transformers counts it for classes without a loss_type, as GPT-2's."""
@@ -274,17 +292,24 @@ def test_the_first_token_of_a_row_is_counted_for_no_class(tmp_path):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     model.save_pretrained(tmp_path / "model")
-    (tmp_path / "rows.jsonl").write_text("".join(f'{{"text": "{text}"}}\n' for text in ("abc", "de", "f gh ij", "k")))
-    words = [
-        *COMMON, "--model", str(tmp_path / "model"), "--data", str(tmp_path / "rows.jsonl"), "--max_steps", "1",
-        "--attn_implementation", "eager", "--effective_batch_size", "4", "--per_device_train_batch_size", "2",
-        "--zero", "0",
-    ]  # fmt: skip
+    words, rows = text_rows(tmp_path, ["--model", str(tmp_path / "model"), "--attn_implementation", "eager"])
     run = run_world(1, {"run": ("sft", words)}, tmp_path)["run"]
-    rows = [row["input_ids"] for row in load_datasets(resolve.resolve_settings("sft", words, 1), tokenizer)[0].dataset]
-    assert len(rows) == 4 and len({len(row) for row in rows}) > 1
     total = sum(
         functional.cross_entropy(model(torch.tensor([row])).logits[0, :-1], torch.tensor(row[1:]), reduction="sum")
         for row in rows
     )
     assert run.losses == pytest.approx([total.item() / sum(len(row) - 1 for row in rows)], rel=1e-5)
+
+
+@pytest.mark.oracle
+def test_the_first_token_behind_virtual_tokens_is_counted(tmp_path):
+    """At a learning rate of 0, the logged loss and the evaluation's are those that peft computes."""
+    words, rows = text_rows(tmp_path, [])
+    words += ["--adapter", "prompt_tuning", "--learning_rate", "1e-20", "--eval_data", str(tmp_path / "rows.jsonl")]
+    run = run_world(1, {"run": ("lora", words)}, tmp_path)["run"]
+    model = AutoModelForCausalLM.from_pretrained(TINY / "model", dtype=torch.float32)
+    model = PeftModel.from_pretrained(model, run.folder / "final").eval()
+    total = sum(model(torch.tensor([row]), labels=torch.tensor([row])).loss.item() * len(row) for row in rows)
+    mean = total / sum(len(row) for row in rows)
+    assert run.losses == pytest.approx([mean], rel=1e-5)
+    assert run.json("result.json")["eval_loss"] == pytest.approx(mean, rel=1e-5)
