@@ -330,20 +330,16 @@ class ZerofitTrainer(Trainer):
     def counting(self, collate):
         """Let a collator count labels if the fused loss needs it; a simulation has no values to count."""
         # Slices of --sp_size are cut on the device, each with its own count.
-        other_labels = self.sequence.size > 1 or self.first_target == 0
+        other_labels = self.sequence.size > 1 or adapters.first_target(self.settings) == 0
         return CountingCollator(collate) if self.fused_loss and not other_labels else collate
-
-    @property
-    def first_target(self) -> int:
-        """Return the place of the first label of a row that is predicted: of its first, behind virtual tokens."""
-        return 0 if self.settings.values.get("adapter") == "prompt_tuning" else 1
 
     def _get_num_items_in_batch(self, batch_samples, device):
         """Count the labels of a step that are predicted, for every class whose loss shifts them.
 
         transformers counts the first token of a row too for a class without a loss_type, e.g. GPT-2's.
         """
-        model, first = self.model.get_base_model() if self.settings.trains_adapter else self.model, self.first_target
+        model = self.model.get_base_model() if self.settings.trains_adapter else self.model
+        first = adapters.first_target(self.settings)
         if model.loss_function is ForCausalLMLoss and not getattr(model.config, "is_encoder_decoder", False):
             batch_samples = [{"shift_labels": b["labels"][..., first:]} | b for b in batch_samples if "labels" in b]
         return super()._get_num_items_in_batch(batch_samples, device)
@@ -469,7 +465,9 @@ class ZerofitTrainer(Trainer):
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         # Before label smoothing removes the labels from inputs.
-        supervised = sequence_parallel.supervised(inputs, self.first_target) if self.router_loss else None
+        supervised = (
+            sequence_parallel.supervised(inputs, adapters.first_target(self.settings)) if self.router_loss else None
+        )
         own = self.compute_loss_func is not None  # which reads the logits
         with contextlib.nullcontext() if own else self.without_logits():
             loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
@@ -548,7 +546,7 @@ class ZerofitTrainer(Trainer):
 
     def evaluation_sums(self, model, inputs) -> torch.Tensor:
         """Return a batch's summed loss and its supervised tokens, float64."""
-        count = sequence_parallel.supervised(inputs, self.first_target)
+        count = sequence_parallel.supervised(inputs, adapters.first_target(self.settings))
         if self.own_loss:
             mean = self.own_mean(model, inputs, count)
         else:
