@@ -9,12 +9,14 @@ import pytest
 import torch
 from conftest import ROOT, TINY, run_world, runs_slow, slow_but
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from zerofit import hardware, log_filters
 from zerofit.config import resolve
 from zerofit.errors import UserError
 from zerofit.model import experts
+from zerofit.model.weights import converted
 from zerofit.plan import candidates, formulas
 
 # A block whose experts are modules of their own, as models that bring their own code have it.
@@ -115,6 +117,85 @@ def test_ranks_that_select_other_experts_train_what_one_rank_trains(runs, name):
     one, two = runs[name.rpartition("-")[0]], runs[name]
     assert two.losses == pytest.approx(one.losses, rel=1e-5)
     assert two.grad_norms == pytest.approx(one.grad_norms, rel=1e-4)
+
+
+# --- checkpoints, whose files hold each expert by itself ---
+
+SAVING = [
+    *COMMON, "--max_steps", "4", "--zero", "0", "--optim_args", "momentum=0.9", "--save_strategy", "steps",
+    "--save_steps", "2", "--save_total_limit", "2",
+]  # fmt: skip
+# A larger loss is said to be better: step 2's.
+BEST = [
+    "--load_best_model_at_end", "true", "--eval_data", str(TINY / "eval.jsonl"), "--eval_strategy", "steps",
+    "--eval_steps", "2", "--greater_is_better", "true",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A mixture at stage 0 whose best step is loaded at the end, and gone on with from step 2 at stages 0 and 3."""
+    folder = tmp_path_factory.mktemp("saved")
+    flags = [*SAVING, "--model", save_model("qwen3_moe", folder / "model")]
+    goes_on = ["--resume_from_checkpoint", str(folder / "whole" / "checkpoint-2"), "--save_strategy", "no"]
+    cases = {"whole": [*flags, *BEST], "0>0": [*flags, *goes_on], "0>3": [*flags, *goes_on, "--zero", "3"]}
+    return run_world(1, {name: ("sft", words) for name, words in cases.items()}, folder)
+
+
+def test_a_resume_goes_on_with_the_experts_of_its_checkpoint(saved):
+    """transformers' Trainer goes on with the base's: it finds none of these names in the files."""
+    wanted = [line for line in saved["whole"].metrics if "loss" in line][2:]
+    assert saved["0>0"].losses == [line["loss"] for line in wanted]
+    assert saved["0>0"].grad_norms == [line["grad_norm"] for line in wanted]
+    assert saved["0>3"].losses == pytest.approx([line["loss"] for line in wanted], rel=1e-5)
+
+
+def test_the_best_steps_experts_are_loaded(saved):
+    files = [saved["whole"].folder / name / "model.safetensors" for name in ("final", "checkpoint-2", "checkpoint-4")]
+    final, best, last = (load_file(file) for file in files)
+    assert "model.layers.0.mlp.experts.15.down_proj.weight" in final and final.keys() == best.keys() == last.keys()
+    assert all(torch.equal(tensor, best[name]) for name, tensor in final.items())
+    assert not any(torch.equal(tensor, last[name]) for name, tensor in final.items() if "experts.0." in name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("targets", [["gate_proj", "up_proj", "down_proj"], ["q_proj", "down_proj"]])
+def test_an_adapter_of_experts_goes_on(targets, tmp_path):
+    flags = [*SAVING, "--model", save_model("qwen3_moe", tmp_path / "model"), "--lora_target_modules", *targets]
+    goes_on = [*flags, "--resume_from_checkpoint", str(tmp_path / "whole" / "checkpoint-2"), "--save_strategy", "no"]
+    cases = {"whole": [*flags, *BEST], "on": goes_on, "at 3": [*goes_on, "--zero", "3"]}
+    runs = run_world(1, {name: ("lora", words) for name, words in cases.items()}, tmp_path)
+    losses = [line["loss"] for line in runs["whole"].metrics if "loss" in line]
+    assert runs["on"].losses == losses[2:] and len(losses) == 4
+    assert runs["at 3"].losses == pytest.approx(losses[2:], rel=1e-5)
+    files = [tmp_path / "whole" / name / "adapter_model.safetensors" for name in ("final", "checkpoint-2")]
+    final, best = (load_file(file) for file in files)
+    assert any("experts" in name for name in final)
+    assert all(torch.equal(tensor, best[name]) for name, tensor in final.items())
+
+
+@pytest.mark.injection
+@pytest.mark.parametrize(("change", "said"), [
+    ({"model.norm.weight": None}, r"lacks model\.norm\.weight: it is of another model, or not complete"),
+    ({"more.weight": [3]}, r"has no place in this model for more\.weight"),
+    ({"model.norm.weight": [7]}, r"has model\.norm\.weight in shape \[7\] instead of \[48\]"),
+    ({"model.layers.0.mlp.experts.3.up_proj.weight": None}, "do not fit together as those of Qwen3MoeFor"),
+])  # fmt: skip
+def test_a_checkpoint_of_experts_that_is_not_whole_is_refused(change, said, tmp_path):
+    save_model("qwen3_moe", tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    file = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(file) | {name: shape and torch.zeros(shape) for name, shape in change.items()}
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, file, {"format": "pt"})
+    with pytest.raises(UserError, match=said):
+        converted.load(model, tmp_path / "model")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_a_checkpoint_with_the_names_of_its_model_is_read_by_transformers():
+    model = AutoModelForCausalLM.from_pretrained(TINY / "model")
+    assert converted.load(model, TINY / "model") is False
 
 
 # --- which modules, how many weights ---

@@ -148,7 +148,7 @@ def test_how_the_best_step_is_loaded(monkeypatch, zero, saved, anew):
     monkeypatch.setattr(Trainer, "_load_best_model", lambda self: seen.append(("as it is", None)))
     trainer = object.__new__(module.ZerofitTrainer)
     trainer.state = SimpleNamespace(best_model_checkpoint="run/checkpoint-2")
-    trainer.is_deepspeed_enabled = zero > 0
+    trainer.is_deepspeed_enabled, trainer.model = zero > 0, torch.nn.Linear(1, 1)
     written = {"zero": str(zero), "offload": "none"}
     trainer.settings = SimpleNamespace(
         world_size=2, optim="adamw_torch", precision="fp32", zero=zero, written=lambda: written

@@ -4,10 +4,17 @@ Real recipes, real DeepSpeed, two CPU processes over gloo (one process where the
 """
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from conftest import ROOT, TINY, Run, run_python, run_world, runs_slow
+from peft import PeftModel
+from torch.nn import functional
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from zerofit.config import resolve
+from zerofit.data.load import load_datasets
 
 ROWS = 60  # in batches of 8: the last step of the epoch is half filler
 FEWER = ["--max_samples", "28"]  # `make test`: half filler too
@@ -255,3 +262,54 @@ def test_a_slow_loader_shows_in_the_speed(tmp_path):
     assert result["tokens"] / result["tokens_per_second"] == pytest.approx(3 * 2 * 2.0, rel=1e-3)
     speeds = [m["tokens_per_second"] for m in Run(out).metrics if "loss" in m]
     assert speeds[0] == 0 and all(0 < speed < result["tokens"] / 4.0 for speed in speeds[1:])
+
+
+def text_rows(folder: Path, words: list[str]) -> tuple[list[str], list[list[int]]]:
+    """Write four texts, two to a micro batch; return (a command line that takes one step with them, their tokens)."""
+    file = folder / "rows.jsonl"
+    file.write_text("".join(f'{{"text": "{text}"}}\n' for text in ("abc", "de", "f gh ij", "k")))
+    words = [
+        *COMMON, "--data", str(file), "--max_steps", "1", "--zero", "0", "--effective_batch_size", "4",
+        "--per_device_train_batch_size", "2", *words,
+    ]  # fmt: skip
+    settings = resolve.resolve_settings("sft", words, 1)
+    rows = [
+        row["input_ids"] for row in load_datasets(settings, AutoTokenizer.from_pretrained(TINY / "model"))[0].dataset
+    ]
+    assert len(rows) == 4 and len({len(row) for row in rows}) > 1
+    return words, rows
+
+
+@pytest.mark.oracle
+def test_the_first_token_of_a_row_is_counted_for_no_class(tmp_path):
+    """It is in no loss; transformers counts it for classes without a loss_type, as GPT-2's."""
+    tokenizer = AutoTokenizer.from_pretrained(TINY / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    config = AutoConfig.for_model(
+        "gpt2", vocab_size=len(tokenizer), n_embd=32, n_layer=1, n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
+        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    model.save_pretrained(tmp_path / "model")
+    words, rows = text_rows(tmp_path, ["--model", str(tmp_path / "model"), "--attn_implementation", "eager"])
+    run = run_world(1, {"run": ("sft", words)}, tmp_path)["run"]
+    total = sum(
+        functional.cross_entropy(model(torch.tensor([row])).logits[0, :-1], torch.tensor(row[1:]), reduction="sum")
+        for row in rows
+    )
+    assert run.losses == pytest.approx([total.item() / sum(len(row) - 1 for row in rows)], rel=1e-5)
+
+
+@pytest.mark.oracle
+def test_the_first_token_behind_virtual_tokens_is_counted(tmp_path):
+    """At a learning rate of 0, the logged loss and the evaluation's are those that peft computes."""
+    words, rows = text_rows(tmp_path, [])
+    words += ["--adapter", "prompt_tuning", "--learning_rate", "1e-20", "--eval_data", str(tmp_path / "rows.jsonl")]
+    run = run_world(1, {"run": ("lora", words)}, tmp_path)["run"]
+    model = AutoModelForCausalLM.from_pretrained(TINY / "model", dtype=torch.float32)
+    model = PeftModel.from_pretrained(model, run.folder / "final").eval()
+    total = sum(model(torch.tensor([row]), labels=torch.tensor([row])).loss.item() * len(row) for row in rows)
+    mean = total / sum(len(row) for row in rows)
+    assert run.losses == pytest.approx([mean], rel=1e-5)
+    assert run.json("result.json")["eval_loss"] == pytest.approx(mean, rel=1e-5)

@@ -205,6 +205,11 @@ def _pairs(pairs: list[str], config_class, names: set[str]) -> dict:
     return values
 
 
+def first_target(settings) -> int:
+    """Return the place of the first label of a row that is predicted: the row's first, behind virtual tokens."""
+    return 0 if settings.values.get("adapter") == "prompt_tuning" else 1
+
+
 def add_adapter(model, settings, tokenizer=None):
     """Wrap the model so that only the adapter trains, with modules_to_save and the rows of new tokens.
 

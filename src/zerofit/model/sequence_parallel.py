@@ -199,9 +199,9 @@ class SequenceParallel:
         return max(distributed.all_gather(((found.float() - expected).abs().max() / expected.abs().max()).item()))
 
 
-def supervised(inputs: dict) -> torch.Tensor:
-    """Return how many tokens of a batch, or of a slice of one, are in the loss."""
-    targets = inputs["shift_labels"] if "shift_labels" in inputs else inputs["labels"][:, 1:]
+def supervised(inputs: dict, first: int = 1) -> torch.Tensor:
+    """Return how many tokens of a batch, or of a slice of one, are in the loss; first: the first place of a row."""
+    targets = inputs["shift_labels"] if "shift_labels" in inputs else inputs["labels"][:, first:]
     return (targets != -100).sum()
 
 

@@ -194,7 +194,7 @@ def _look(net, loss_of, batch: dict, autocast_dtype) -> dict:
 
 def _loss(settings, net, fused, inputs: dict):
     """Return the loss that the run's recipe computes of a micro batch, as a mean over its tokens or pairs."""
-    from zerofit.model import sequence_parallel
+    from zerofit.model import adapters, sequence_parallel
     from zerofit.train import preference
 
     if settings.recipe == "dpo":
@@ -202,16 +202,19 @@ def _loss(settings, net, fused, inputs: dict):
         of_batch = functools.partial(preference.log_probs, net, fused=fused)
         losses, _, pairs, _ = preference.pair_losses(settings, inputs, of_batch, adapter_off)
         return losses.sum() / pairs.clamp(min=1)
-    count = sequence_parallel.supervised(inputs).clamp(min=1)
+    count = sequence_parallel.supervised(inputs, adapters.first_target(settings)).clamp(min=1)
     with fused.on() if fused else contextlib.nullcontext():
         return net(**inputs, num_items_in_batch=count).loss
 
 
 def _own_loss(own, inputs: dict):
     """Return the loss of a recipe's own trainer, as a mean over the micro batch's tokens or pairs."""
-    from zerofit.model import sequence_parallel
+    from zerofit.model import adapters, sequence_parallel
 
-    count = None if "reference" in inputs else sequence_parallel.supervised(inputs).clamp(min=1)
+    tokens = (
+        None if "reference" in inputs else sequence_parallel.supervised(inputs, adapters.first_target(own.settings))
+    )
+    count = None if tokens is None else tokens.clamp(min=1)
     return own.compute_loss(own.model, inputs, num_items_in_batch=count)
 
 

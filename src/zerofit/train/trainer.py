@@ -14,6 +14,7 @@ import torch
 from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments, set_seed
+from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import EvalLoopOutput, SaveStrategy
 
@@ -43,7 +44,7 @@ from zerofit.model import (
     tiled_mlp,
 )
 from zerofit.model.load import count_parameters
-from zerofit.model.weights import complete
+from zerofit.model.weights import converted
 from zerofit.optim import build, registry, sophia
 from zerofit.paths import write_text
 from zerofit.settings import Check
@@ -224,17 +225,15 @@ class ZerofitTrainer(Trainer):
         return (num_train_epochs, 0) if self.state.global_step >= max_steps else trained
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
-        if not self.settings.resharded:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        if self.settings.resharded or converted.load(self.model, Path(resume_from_checkpoint)):
+            return
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _issue_warnings_after_load(self, load_result) -> None:
         """Refuse a checkpoint that lacks weights; those that it holds under the name they are tied to are there."""
         tied = getattr(self.model, "all_tied_weights_keys", {})
         missing = [name for name in load_result.missing_keys if name not in tied]
-        if missing or load_result.unexpected_keys:
-            what = "lacks" if missing else "has no place in this model for"
-            names = complete.listed(sorted(missing or load_result.unexpected_keys))
-            raise UserError(f"the checkpoint to go on from {what} {names}: it is of another model, or not complete.")
+        converted.refuse("the checkpoint to go on from", missing, load_result.unexpected_keys)
 
     def _determine_best_metric(self, metrics, trial) -> bool:
         """Return whether to save for --save_strategy best: at a new best metric, or where a save is due anyway.
@@ -251,6 +250,8 @@ class ZerofitTrainer(Trainer):
         # Before a resume at another stage or rank count it was saved in shards that DeepSpeed cannot load here.
         if self.is_deepspeed_enabled and (known := read_facts(best)) and resume.must_reshard(self.settings, known):
             reshard.load_weights(self, best)
+            return
+        if not self.is_deepspeed_enabled and converted.load(self.model, best):
             return
         with pickles.only_known():
             super()._load_best_model()
@@ -328,10 +329,20 @@ class ZerofitTrainer(Trainer):
 
     def counting(self, collate):
         """Let a collator count labels if the fused loss needs it; a simulation has no values to count."""
-        # Slices of --sp_size are cut on the device, each with its own count. Behind the virtual tokens of prompt tuning
-        # the first label of a row is predicted too.
-        other_labels = self.sequence.size > 1 or self.settings.values.get("adapter") == "prompt_tuning"
+        # Slices of --sp_size are cut on the device, each with its own count.
+        other_labels = self.sequence.size > 1 or adapters.first_target(self.settings) == 0
         return CountingCollator(collate) if self.fused_loss and not other_labels else collate
+
+    def _get_num_items_in_batch(self, batch_samples, device):
+        """Count the labels of a step that are predicted, for every class whose loss shifts them.
+
+        transformers counts the first token of a row too for a class without a loss_type, e.g. GPT-2's.
+        """
+        model = self.model.get_base_model() if self.settings.trains_adapter else self.model
+        first = adapters.first_target(self.settings)
+        if model.loss_function is ForCausalLMLoss and not getattr(model.config, "is_encoder_decoder", False):
+            batch_samples = [{"shift_labels": b["labels"][..., first:]} | b for b in batch_samples if "labels" in b]
+        return super()._get_num_items_in_batch(batch_samples, device)
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         batches, count = super().get_batch_samples(epoch_iterator, num_batches, device)
@@ -457,7 +468,9 @@ class ZerofitTrainer(Trainer):
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         # Before label smoothing removes the labels from inputs.
-        supervised = sequence_parallel.supervised(inputs) if self.router_loss else None
+        supervised = (
+            sequence_parallel.supervised(inputs, adapters.first_target(self.settings)) if self.router_loss else None
+        )
         own = self.compute_loss_func is not None  # which reads the logits
         with contextlib.nullcontext() if own else self.without_logits():
             loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
@@ -536,7 +549,7 @@ class ZerofitTrainer(Trainer):
 
     def evaluation_sums(self, model, inputs) -> torch.Tensor:
         """Return a batch's summed loss and its supervised tokens, float64."""
-        count = sequence_parallel.supervised(inputs)
+        count = sequence_parallel.supervised(inputs, adapters.first_target(self.settings))
         if self.own_loss:
             mean = self.own_mean(model, inputs, count)
         else:

@@ -90,7 +90,7 @@ def _by_headers(folder: Path, place: str, remote: bool) -> Names | None:
                 for name, entry in files.read_header(file).items()
                 if name != "__metadata__"
             }
-        with without_report(), _without_words():
+        with without_report(), without_words():
             model, info = model_class.from_pretrained(
                 None,
                 config=config,
@@ -153,7 +153,7 @@ def without_report():
 
 
 @contextlib.contextmanager
-def _without_words():
+def without_words():
     """Leave out transformers' progress bar and warnings, which come again when the weights are loaded."""
     from transformers.utils import logging as words
 

@@ -5,12 +5,14 @@ checkpoint supports only Adam's states at stage 3, not stage 0, and writes 12 by
 again.)
 """
 
+import contextlib
 import json
 from pathlib import Path
 
 import torch
 
 from zerofit.errors import UserError
+from zerofit.model.weights import converted
 from zerofit.train.checkpoint import zero_shards
 
 
@@ -71,7 +73,23 @@ def _plain(trainer, checkpoint: Path) -> zero_shards.OptimizerStates:
 
     known = read_facts(checkpoint) or {}
     groups = known.get("groups") or _groups_of_transformers(trainer)
-    return zero_shards.read_plain(checkpoint, groups, file_names(trainer.model))
+    with _whole_models(trainer):
+        held = converted.read(trainer.model, checkpoint)
+    held = zero_shards.Weights(checkpoint) if held is None else held
+    return zero_shards.read_plain(checkpoint, groups, file_names(trainer.model), held)
+
+
+@contextlib.contextmanager
+def _whole_models(trainer):
+    """Context in which from_pretrained shards no model under ZeRO-3."""
+    from transformers.integrations import deepspeed
+
+    deepspeed.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        if trainer.is_deepspeed_enabled:
+            deepspeed.set_hf_deepspeed_config(trainer.args.hf_deepspeed_config)
 
 
 def group_names(trainer) -> list[list[str]]:

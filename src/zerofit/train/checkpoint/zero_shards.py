@@ -163,11 +163,11 @@ def _split(states: OptimizerStates, state: dict, numel: int) -> dict[str, torch.
     return flat_states
 
 
-def read_plain(checkpoint: Path, groups: list[list[str]], weights: dict[str, str]) -> OptimizerStates:
+def read_plain(checkpoint: Path, groups: list[list[str]], names_held: dict[str, str], held) -> OptimizerStates:
     """Read the states of a checkpoint of stage 0.
 
-    Args: groups: the trained parameters in the order of the optimizer's groups; weights: parameter -> its name in the
-        checkpoint's safetensors.
+    Args: groups: the trained parameters in the order of the optimizer's groups; held: the checkpoint's Weights, or a
+        dict of them; names_held: parameter -> its name in `held`, where it is another.
     Raises: UserError where they do not fit together.
     """
     saved = pickles.load(checkpoint / "optimizer.pt")
@@ -177,13 +177,12 @@ def read_plain(checkpoint: Path, groups: list[list[str]], weights: dict[str, str
             f"{', '.join(str(len(g['params'])) for g in saved['param_groups'])} parameters, this run of "
             f"{', '.join(str(len(g)) for g in groups)}: it was another model or recipe."
         )
-    weights_in_files = Weights(checkpoint)
     states = OptimizerStates({}, {})
     for group, names in zip(saved["param_groups"], groups, strict=True):
         for i, name in zip(group["params"], names, strict=True):
-            tensor = weights_in_files.get(weights.get(name, name))
+            tensor = held.get(names_held.get(name, name))
             if tensor is None:
-                raise UserError(f"{checkpoint}: its weights do not hold {weights.get(name, name)}.")
+                raise UserError(f"{checkpoint}: its weights do not hold {names_held.get(name, name)}.")
             states.shapes[name] = tuple(tensor.shape)
             own_states = _split(states, saved["state"].get(i, {}), tensor.numel())
             states.pieces[name] = {key: [value.reshape(-1)] for key, value in {"fp32": tensor, **own_states}.items()}
