@@ -340,7 +340,8 @@ class ZerofitTrainer(Trainer):
         """
         model = self.model.get_base_model() if self.settings.trains_adapter else self.model
         first = adapters.first_target(self.settings)
-        if model.loss_function is ForCausalLMLoss and not getattr(model.config, "is_encoder_decoder", False):
+        causal = getattr(model, "loss_function", ForCausalLMLoss) is ForCausalLMLoss  # a pipeline's stage has none
+        if causal and not getattr(model.config, "is_encoder_decoder", False):
             batch_samples = [{"shift_labels": b["labels"][..., first:]} | b for b in batch_samples if "labels" in b]
         return super()._get_num_items_in_batch(batch_samples, device)
 
