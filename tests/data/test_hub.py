@@ -59,6 +59,7 @@ def two_ranks(environment: dict) -> list[tuple[int, str, str]]:
     return [(rank.returncode, *streams) for rank, streams in zip(ranks, told, strict=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.fault
 def test_429_twice_is_waited_for_and_one_process_of_the_node_downloads(hub):
     environment, requests = hub(429, 2)

@@ -598,7 +598,7 @@ def test_the_bundled_task_with_another_end_is_answered_as_well(tmp_path, recipe)
     )
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads((tmp_path / "run" / "result.json").read_text())
-    assert result["exact_match_after"] > 0.95
+    assert result["exact_match_after"] >= 0.98
 
 
 # --- chat ---

@@ -736,6 +736,7 @@ def end_of(supervised) -> list:
     return json.loads(supervised.stdout.readline())
 
 
+@pytest.mark.slow
 @pytest.mark.fault
 def test_a_suspended_job_is_no_hang(supervised):
     """SIGSTOP to all its processes, as SLURM's gang scheduling sends it, for longer than --hang_timeout."""

@@ -175,6 +175,16 @@ def test_new_tokens_start_as_the_mean():
     assert list(trained.values()) == [(2, 128)]
 
 
+def test_a_new_token_that_ends_answers_starts_as_the_end_before():
+    """As a mean it would begin like the token that opens turns; exact match of the bundled task: 98.5 %, now 99.5."""
+    found = settings_of("--new_tokens", "<|im_start|>", "<|im_end|>", "--chat_template", "chatml")
+    tokenizer = load_tokenizer(found)
+    assert any("but <|im_end|>, which ends answers, as <|end|>" in sentence for sentence in found.decisions)
+    table = load_model(found, tokenizer).get_input_embeddings().weight
+    assert torch.equal(table[513], table[tokenizer.eos_token_id])
+    torch.testing.assert_close(table[512], table[:512].mean(0))
+
+
 def test_a_4bit_base_holds_the_bytes_that_nf4_says(runs):
     found = settings_of("--load_in_4bit")
     tokenizer = load_tokenizer(found)

@@ -949,6 +949,7 @@ def test_a_foreach_optimizer_holds_one_more_copy(tmp_path):
     assert each == pytest.approx([8.0, 10.0], rel=0.02)
 
 
+@pytest.mark.slow
 def test_the_share_of_offload_ratio_is_on_the_gpu():
     """The sub-groups that depend on the model's size reach the engine: 60 % of Adam's 12 bytes a parameter stay."""
     flags = ["--model", str(TINY / "model"), "--data", "none", "--zero", "3", "--offload", "optimizer", "--max_length",

@@ -327,11 +327,24 @@ def add_tokens(tokenizer, settings) -> None:
         if word in known or word in settings.new_tokens[:i] or not word.strip():
             raise UserError(f"--new_tokens {word!r}: the tokenizer has it already; name only words that are new.")
     tokenizer.add_tokens(list(settings.new_tokens))
-    ids = new_token_ids(tokenizer, settings)
-    settings.decisions.append(
-        f"new tokens: {', '.join(f'{w} = {i}' for w, i in zip(settings.new_tokens, ids, strict=True))}; each starts as "
-        "the mean of the other embeddings"
-    )
+
+
+def say_new_tokens(tokenizer, settings) -> None:
+    """Add the decision about the rows that the new tokens start as, once the chat template is known."""
+    ids, ends = new_token_ids(tokenizer, settings), new_ends(tokenizer, settings)
+    named = ", ".join(f"{word} = {i}" for word, i in zip(settings.new_tokens, ids, strict=True))
+    as_eos = f", but {', '.join(ends)}, which ends answers, as {tokenizer.eos_token}" if ends else ""
+    settings.decisions.append(f"new tokens: {named}; each starts as the mean of the other embeddings{as_eos}")
+
+
+def new_ends(tokenizer, settings) -> list[str]:
+    """Return the new tokens that the chat template ends answers with."""
+    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+    try:
+        text = tokenizer.apply_chat_template(turns, tokenize=False).rstrip()
+    except Exception:  # a template that refuses these turns; the rows of the data are rendered later
+        return []
+    return [word for word in settings.new_tokens if text.endswith(word)]
 
 
 def new_token_ids(tokenizer, settings) -> list[int]:
@@ -341,8 +354,9 @@ def new_token_ids(tokenizer, settings) -> list[int]:
 def resize_embeddings(model, tokenizer, settings) -> None:
     """Set the rows of the new tokens in embedding and head to the mean of the rows before them.
 
-    The table grows to the length of the tokenizer and no further, as plain peft and transformers resize the original
-    base when they load final/. Many models have spare rows and do not grow at all.
+    One that ends answers starts as the token that has done so, the tokenizer's eos_token. The table grows to the length
+    of the tokenizer and no further, as plain peft and transformers resize the original base when they load final/. Many
+    models have spare rows and do not grow at all.
     """
     import torch
 
@@ -350,7 +364,7 @@ def resize_embeddings(model, tokenizer, settings) -> None:
     rows = model.get_input_embeddings().num_embeddings
     if len(tokenizer) > rows:
         model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-    seen = set()
+    seen, ends = set(), tokenizer.convert_tokens_to_ids(new_ends(tokenizer, settings))
     for module in (model.get_input_embeddings(), model.get_output_embeddings()):
         if module is None or id(module.weight) in seen:
             continue
@@ -358,6 +372,8 @@ def resize_embeddings(model, tokenizer, settings) -> None:
         with _whole(module.weight), torch.no_grad():
             if module.weight.numel():  # rank 0 fills the rows, the other ranks receive them
                 module.weight[ids] = module.weight[: ids[0]].float().mean(0).to(module.weight.dtype)
+                for i in ends:
+                    module.weight[i] = module.weight[tokenizer.eos_token_id]
 
 
 def _whole(parameter):

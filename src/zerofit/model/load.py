@@ -70,6 +70,8 @@ def load_tokenizer(settings):
         settings.decisions.append(
             "chat template: the tokenizer has none; a plain '### User / ### Assistant' one is used"
         )
+    if settings.new_tokens:
+        adapters.say_new_tokens(tokenizer, settings)
     return tokenizer
 
 
