@@ -77,6 +77,7 @@ def test_lines_are_printed_and_the_costly_ones_can_be_left_out(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert "not checked loss: not recomputed (--certificate false)" in done.stdout
+    assert "holds       gradient: it was not zero in 2 of 2 steps" in done.stdout
     assert "holds       rows seen: each of the 16 rows of 1 epoch was used exactly once" in done.stdout
     found = json.loads((tmp_path / "run" / "certificate.json").read_text())
     assert {line["name"] for line in found["checks"] if line["holds"] is None} == {"loss", "rendering", "saved"}

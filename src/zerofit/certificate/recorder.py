@@ -19,7 +19,7 @@ class Recorder(TrainerCallback):
     """
 
     def __init__(self, trainer):
-        self.trainer, self.first_step, self.printed = trainer, 0, 0
+        self.trainer, self.first_step, self.printed = trainer, 0, []
         self.seconds = 0.0  # that the checks took
         self.compared = False  # the tokens that the first step's loss is divided by
 
@@ -80,8 +80,9 @@ class Recorder(TrainerCallback):
         settings = self.trainer.settings
         if self.trainer.args.process_index == 0:
             page.write(settings, status, self.seconds)
-            page.show(settings, [check.name for check in settings.checks[self.printed :]], sys.stdout.isatty())
-            self.printed = len(settings.checks)
+            new = [check.name for check in settings.checks if check not in self.printed]
+            page.show(settings, new, sys.stdout.isatty())
+            self.printed = list(settings.checks)  # lines may be replaced, so their number says nothing
 
     def on_train_end(self, args, state, control, **kwargs):
         settings = self.trainer.settings
