@@ -73,8 +73,8 @@ def inside() -> None:
     """Run one rank: a recipe whose loading is timed, and which saves both ways after training."""
     from transformers import trainer as transformers_trainer
 
+    from zerofit.checkpoint import reshard
     from zerofit.train import run as train_run
-    from zerofit.train.checkpoint import reshard
 
     found = {"loads": {}}
 
@@ -106,8 +106,9 @@ def saves(trainer) -> dict:
     """Return the seconds of transformers' save (synced here; it does not sync) and of the kit's, and the bytes."""
     from transformers import Trainer
 
-    from zerofit import distributed, run_folder
-    from zerofit.paths import size_of
+    from zerofit.base import distributed
+    from zerofit.base.paths import size_of
+    from zerofit.job import run_folder
 
     run, rounds = Path(trainer.args.output_dir), {"plain": [], "kit": []}
     for _ in range(ROUNDS):
@@ -132,7 +133,7 @@ def saves(trainer) -> dict:
 
 
 def verified(checkpoint: Path) -> float:
-    from zerofit.train.checkpoint import integrity
+    from zerofit.checkpoint import integrity
 
     began = time.perf_counter()
     assert integrity.find_corruption(checkpoint) == ""
@@ -140,8 +141,8 @@ def verified(checkpoint: Path) -> float:
 
 
 def measure(folder: Path, shape: dict) -> dict:
-    from zerofit import run_folder
-    from zerofit.paths import size_of
+    from zerofit.base.paths import size_of
+    from zerofit.job import run_folder
 
     model = model_folder(folder / "model", shape)
     flags = ["--model", str(model), "--data", str(ROOT / "examples" / "tiny" / "train.jsonl"), "--max_samples", "64",

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from machine import describe, facts, versions
 
-from zerofit import hardware
+from zerofit.base import hardware
 from zerofit.plan import candidates, predict
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -125,7 +125,7 @@ def save_base() -> None:
 
 def predicted_peak(setting: Setting, gpu) -> int | str:
     """Ask the planner for the peak in bytes, or return why it has none."""
-    from zerofit import command_line
+    from zerofit.base import command_line
     from zerofit.config import resolve
     from zerofit.plan import predict
 
@@ -183,7 +183,7 @@ def main() -> None:
     parser = gpu_job.parser(__doc__, "gpu-8b", budget_seconds=540)
     parser.add_argument("kind", choices=KINDS)
     given = parser.parse_args()
-    from zerofit import hardware
+    from zerofit.base import hardware
 
     facts, began, gpu = gpu_job.facts(), time.monotonic(), hardware.find("detect")
     write_files()

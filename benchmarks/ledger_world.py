@@ -16,7 +16,8 @@ from pathlib import Path
 
 import torch
 
-from zerofit import distributed, entrypoint
+from zerofit import entrypoint
+from zerofit.base import distributed
 
 ROOT = Path(__file__).resolve().parents[1]
 

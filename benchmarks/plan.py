@@ -16,7 +16,7 @@ from pathlib import Path
 
 from machine import describe, facts, versions
 
-from zerofit import hardware
+from zerofit.base import hardware
 from zerofit.plan import simulate
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -32,9 +32,9 @@ import statistics
 import time
 from pathlib import Path
 
-from zerofit import hardware
+from zerofit.base import hardware
+from zerofit.base.hardware import GIB
 from zerofit.config import resolve
-from zerofit.hardware import GIB
 from zerofit.model import load
 from zerofit.plan import candidates, predict, simulate
 

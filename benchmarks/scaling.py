@@ -20,10 +20,11 @@ from dataclasses import replace
 
 from machine import ROOT, describe, facts, save, versions
 
-from zerofit import hardware
+from zerofit.base import hardware
+from zerofit.commands import plan as plan_command
 from zerofit.config import resolve
 from zerofit.model import fused_loss
-from zerofit.plan import candidates, command, formulas, predict
+from zerofit.plan import candidates, formulas, predict
 
 GIB = 2**30
 NODE = 8
@@ -341,7 +342,7 @@ def main() -> None:
     parser.add_argument("--no_simulations", action="store_true", help="closed forms alone")
     parser.add_argument("--count", action="store_true", help="only count what an engine sends")
     given = parser.parse_args()
-    gpu = command._with_node_link(hardware.find(given.gpu_type), given.node_link_gbs)
+    gpu = plan_command._with_node_link(hardware.find(given.gpu_type), given.node_link_gbs)
     if given.count:
         counts(gpu)
         return

@@ -67,7 +67,7 @@ def at_a_step() -> dict[str, float]:
     """Return the microseconds of a rank's heartbeat, and of the guard around an applied step of two micro batches."""
     import torch
 
-    from zerofit import rank_status
+    from zerofit.base import rank_status
     from zerofit.train import nan_guard
 
     with tempfile.TemporaryDirectory() as records:

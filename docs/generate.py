@@ -15,19 +15,8 @@ DOCS, SRC = ROOT / "docs", ROOT / "src" / "zerofit"
 sys.path.insert(0, str(SRC.parent))
 
 FOLDERS = [
-    "",
-    "job",
-    "config",
-    "data",
-    "model",
-    "optim",
-    "train",
-    "train/checkpoint",
-    "pipeline",
-    "plan",
-    "export",
-    "launch",
-    "launch/cluster",
+    *("", "base", "job", "data", "model", "model/weights", "parallel", "optim", "config", "certificate", "checkpoint"),
+    *("train", "report", "plan", "export", "launch", "launch/cluster", "commands"),
 ]
 
 FLAGS = """# Flags
@@ -55,8 +44,8 @@ that do not, fp32 on most CPUs ([precision](precision.md)); a line says which.
 CODE = """# The code
 
 ```
-errors, settings, ... (files of the package)
-    < job < data < model < optim < config < certificate < train < pipeline < plan < export < launch < recipe.py < cli.py
+base < job < data < model < parallel < optim < config < certificate < checkpoint < train < report < plan < export
+    < launch < commands < entrypoint.py < recipe.py < cli.py
 ```
 
 A folder imports only what stands left of it, and no two files import each other (`tests/test_layers.py`). A file runs
@@ -115,9 +104,7 @@ def code() -> str:
     lines = [CODE]
     for folder in FOLDERS:
         files = sorted(f for f in (SRC / folder).glob("*.py") if not f.name.startswith("__"))
-        about = (
-            first_line(SRC / folder / "__init__.py") if folder else "The package's own files: imported from everywhere"
-        )
+        about = first_line(SRC / folder / "__init__.py") if folder else "Entry points, and what recipes call first"
         lines += [f"## {folder or 'zerofit'}/", "", about, "", "| file | what it does |", "|---|---|"]
         lines += [f"| [{file.name}](../{file.relative_to(ROOT)}) | {first_line(file)} |" for file in files]
         lines.append("")

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import yaml
 
-from zerofit import allocator, command_line, hardware, log_filters
+from zerofit.base import allocator, command_line, hardware, log_filters
+from zerofit.base.hardware import GIB
 from zerofit.config import resolve
-from zerofit.hardware import GIB
 from zerofit.plan import candidates, formulas, predict, preflight
 from zerofit.plan.candidates import Checkpointing
 

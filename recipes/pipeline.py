@@ -15,8 +15,8 @@ if __name__ == "__main__":
 from zerofit import recipe
 from zerofit.data.load import load_datasets
 from zerofit.model.load import load_tokenizer
-from zerofit.pipeline.trainer import PipelineTrainer, load_stage
 from zerofit.plan.inspect_data import check_data
+from zerofit.train.pipeline_trainer import PipelineTrainer, load_stage
 from zerofit.train.run import evaluate, failures_reported, save_final, write_result
 
 

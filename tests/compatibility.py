@@ -1,8 +1,8 @@
 """Which memory techniques go together at which ZeRO stage: the table of docs/compatibility.md, made from the checks."""
 
+from zerofit.base.errors import UserError
 from zerofit.config import resolve
 from zerofit.config.resolve import STAGES, TECHNIQUES
-from zerofit.errors import UserError
 
 
 def flags(names: tuple[str, ...], zero: str) -> tuple[str, list[str]] | None:

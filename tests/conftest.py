@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from fork_server import ForkServer, start
 
-from zerofit import distributed
+from zerofit.base import distributed
 
 # `make test-gpu` runs only the tests marked `gpu`. All others expect the CPU's numbers, so a GPU of the machine is
 # hidden from them.
@@ -51,7 +51,7 @@ def pytest_configure(config):
         return
     import torch
 
-    from zerofit import hardware
+    from zerofit.base import hardware
 
     if not torch.cuda.is_available():
         pytest.exit(f"ZEROFIT_TEST_GPU: {hardware.why_torch_sees_none() or 'torch sees no GPU here'}", 2)

@@ -90,7 +90,7 @@ def serve(listener: socket.socket, python: str) -> None:
     """Import the libraries, then fork for each connection until this process is ended."""
     import ctypes
 
-    from zerofit import distributed
+    from zerofit.base import distributed
 
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: end with the tests
     os.environ.update(distributed.thread_waiting())

@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 
 from zerofit.config import deepspeed_json
+from zerofit.job.settings import merge_json
 from zerofit.plan import fake_device
-from zerofit.settings import merge_json
 from zerofit.train import memory_tracker
 
 

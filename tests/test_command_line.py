@@ -2,7 +2,7 @@
 
 import pytest
 
-from zerofit import command_line
+from zerofit.base import command_line
 
 LINE = ["run.py", "--max-steps=2", "--data", "a.jsonl", "b.jsonl", "--packing", "--zero", "auto"]
 

@@ -8,7 +8,10 @@ from conftest import ROOT
 
 SRC = ROOT / "src" / "zerofit"
 FILES = sorted(SRC.rglob("*.py"))
-ORDER = ["", "job", "data", "model", "optim", "config", "certificate", "train", "pipeline", "plan", "export", "launch"]
+ORDER = [
+    *("base", "job", "data", "model", "parallel", "optim", "config", "certificate", "checkpoint", "train"),
+    *("report", "plan", "export", "launch", "commands", ""),
+]
 LAST = ["entrypoint", "recipe", "cli", "__main__", "__init__"]  # files of the package that may import all folders
 
 

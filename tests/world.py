@@ -20,7 +20,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from zerofit import distributed, entrypoint, run_folder
+from zerofit import entrypoint
+from zerofit.base import distributed
+from zerofit.job import run_folder
 from zerofit.train import preference, run
 from zerofit.train import trainer as train_trainer
 

@@ -2,7 +2,7 @@
 
 __version__ = "0.1.0"
 
-from zerofit import allocator, log_filters, rank_status
+from zerofit.base import allocator, log_filters, rank_status
 from zerofit.model import patches
 
 rank_status.end_with_supervisor()  # first of all: the imports take longer than a supervisor needs to die

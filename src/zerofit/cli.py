@@ -5,10 +5,11 @@ import importlib
 import os
 import sys
 
-from zerofit import __version__, command_line, distributed, hardware
+from zerofit import __version__
+from zerofit.base import command_line, distributed, hardware
+from zerofit.base.errors import UserError
+from zerofit.base.paths import PROJECT
 from zerofit.entrypoint import guard
-from zerofit.errors import UserError
-from zerofit.paths import PROJECT
 
 USAGE = """usage: zerofit sft|lora|dpo|pipeline [--gpus N] [--show] [flags]     train on N processes, in any folder
        zerofit sft --help                                            a recipe's flags; --help all: every one
@@ -33,22 +34,22 @@ USAGE = """usage: zerofit sft|lora|dpo|pipeline [--gpus N] [--show] [flags]     
 # verb: the module whose main() (or the function after the colon) runs it; imported on use, since libraries take seconds
 VERBS = {
     "launch": "launch.launch",
-    "init": "launch.init",
+    "init": "commands.init",
     "data": "plan.inspect_data",
     "batch-size": "launch.batch_search",
-    "plan": "plan.command",
+    "plan": "commands.plan",
     "doctor": "launch.doctor",
-    "replay": "train.replay",
-    "resume": "launch.resume",
+    "replay": "commands.replay",
+    "resume": "commands.resume",
     "export": "export.export",
-    "chat": "export.chat",
-    "report": "export.report",
-    "hosts": "launch.cluster.hostfile",
-    "join": "launch.cluster.hostfile:join",
-    "kubernetes": "launch.cluster.kubernetes",
-    "slurm": "launch.cluster.slurm",
-    "status": "launch.cluster.status",
-    "cancel": "launch.cluster.cancel",
+    "chat": "commands.chat",
+    "report": "report.run_page",
+    "hosts": "commands.hostfile",
+    "join": "commands.hostfile:join",
+    "kubernetes": "commands.kubernetes",
+    "slurm": "commands.slurm",
+    "status": "commands.status",
+    "cancel": "commands.cancel",
     "simulated-rank": "plan.simulated_rank",
     "compare": "export.compare",
 }
@@ -86,7 +87,7 @@ def _main() -> None:
 
 def _check_and_import(verb: str, *words: str) -> None:
     """Check a verb's words, which takes a second, then import transformers with its warnings silenced."""
-    from zerofit import log_filters
+    from zerofit.base import log_filters
     from zerofit.config import early_check
 
     early_check.command(verb, [*words])

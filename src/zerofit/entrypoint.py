@@ -7,8 +7,8 @@ import os
 import sys
 import time
 
-from zerofit import distributed
-from zerofit.errors import EXIT_CODES, DiskFull, OutOfMemory, Stopped, UserError, full_disk, printable
+from zerofit.base import distributed
+from zerofit.base.errors import EXIT_CODES, DiskFull, OutOfMemory, Stopped, UserError, full_disk, printable
 
 
 def check_early(name: str) -> None:
@@ -27,7 +27,8 @@ def guard(main) -> None:
 
     A user's mistake is raised on every rank; rank 0 prints it, and its exit ends the other ranks.
     """
-    from zerofit import rank_status, run_lock
+    from zerofit.base import rank_status
+    from zerofit.job import run_lock
 
     with contextlib.suppress(AttributeError, OSError):  # no stream of Python's own; a fork's, which is another file now
         sys.stdout.reconfigure(errors="backslashreplace")  # as of stderr: names and data may hold what has no UTF-8
@@ -74,28 +75,29 @@ def report(told: bool = False) -> None:
 
     Args: told: how to go on has been printed already.
     """
-    from zerofit import rank_status, run_folder
+    from zerofit.base import rank_status
+    from zerofit.job import run_folder
 
     if (folder := run_folder.opened()) and not rank_status.folder():
-        from zerofit.export import report
+        from zerofit.report import run_page
 
-        report.write(folder, told)
+        run_page.write(folder, told)
 
 
 def _interrupted() -> str:
     """Return the sentence for a Ctrl-C outside the training loop."""
-    from zerofit import run_lock
+    from zerofit.job import run_lock
 
     if not (folders := run_lock.held()):
         return "interrupted"
-    from zerofit.train.checkpoint import resume
+    from zerofit.checkpoint import resumable
 
-    return resume.how_to_go_on("interrupted", folders[0], None)
+    return resumable.how_to_go_on("interrupted", folders[0], None)
 
 
 def _full_disk_in_words(main) -> None:
     """Run `main()`, turning a full disk into DiskFull; train/run.py handles checkpoints."""
-    from zerofit import rank_status
+    from zerofit.base import rank_status
 
     try:
         main()
@@ -107,7 +109,7 @@ def _full_disk_in_words(main) -> None:
 
 def _out_of_memory_in_words(main) -> None:
     """Run `main()`, turning out of memory while loading into OutOfMemory (else: train/memory_report.py)."""
-    from zerofit import rank_status
+    from zerofit.base import rank_status
 
     try:
         main()
@@ -120,7 +122,7 @@ def _out_of_memory_in_words(main) -> None:
             ) from error
         if not rank_status.gpu_is_full(error):
             raise
-        from zerofit.errors import bytes_asked_for
+        from zerofit.base.errors import bytes_asked_for
 
         raise OutOfMemory(
             f"rank {os.environ.get('RANK', '0')} ran out of GPU memory in the load phase{bytes_asked_for(error)}: the "

@@ -6,16 +6,16 @@ import os
 import sys
 from pathlib import Path
 
-from zerofit import allocator, command_line, distributed, log_filters
+from zerofit.base import allocator, command_line, distributed, log_filters
+from zerofit.base.errors import printable
+from zerofit.base.paths import from_here
 from zerofit.config import resolve
 from zerofit.data import hub
-from zerofit.errors import printable
 from zerofit.job import program
+from zerofit.job.settings import Settings
 from zerofit.launch import batch_search
 from zerofit.model import load
-from zerofit.paths import from_here
 from zerofit.plan import preflight
-from zerofit.settings import Settings
 from zerofit.train import memory_history, trial
 
 log_filters.libraries()
@@ -49,11 +49,12 @@ def start_processes(settings: Settings, train_set, eval_set):
     The run folder is chosen here but set up by `open_run_folder`, after the model is loaded, so that an error leaves no
     incomplete run behind.
     """
-    from zerofit import rank_status, run_folder
+    from zerofit.base import rank_status
+    from zerofit.checkpoint import node_local, resumable
     from zerofit.config import nvme
+    from zerofit.job import run_folder
     from zerofit.model import attention, gradient_checkpointing, liger
     from zerofit.train import deepspeed_ops, memory_report, network_check
-    from zerofit.train.checkpoint import node_local, resume
     from zerofit.train.trainer import training_arguments
 
     gc.freeze()  # a full collection looks at half a million objects of the libraries: 0.3 s, in the middle of a step
@@ -72,7 +73,7 @@ def start_processes(settings: Settings, train_set, eval_set):
     nvme.reserve_folder(settings)
     if distributed.rank() == 0 and not rank_status.folder():  # else the supervisor has locked it
         run_folder.claim_folder(settings)
-    folder = str(resume.choose_folder(settings)) if distributed.rank() == 0 else None  # sets the checkpoint too
+    folder = str(resumable.choose_folder(settings)) if distributed.rank() == 0 else None  # sets the checkpoint too
     run_of_rank_0 = distributed.broadcast((folder, settings.resume_from_checkpoint))
     settings.output_dir, settings.resume_from_checkpoint = run_of_rank_0
     network_check.check_disk(settings, Path(run_of_rank_0[0]))
@@ -86,12 +87,12 @@ def start_processes(settings: Settings, train_set, eval_set):
 
 def open_run_folder(settings: Settings, train_set, eval_set) -> None:
     """Set up the run folder, print what was decided, and write run.json."""
-    from zerofit import run_folder
+    from zerofit.checkpoint import resumable
     from zerofit.data import dataset
+    from zerofit.job import run_folder
     from zerofit.launch import prepare
-    from zerofit.train.checkpoint import resume
 
-    resume.check_resumable(settings, train_set)
+    resumable.check_resumable(settings, train_set)
     if distributed.rank() == 0:
         folder, resumed = Path(settings.output_dir), settings.resume_from_checkpoint
         if resumed is None or Path(resumed).parent.resolve() == folder.resolve():
@@ -134,8 +135,8 @@ def _remember_program(settings: Settings) -> None:
 
 def _leave_newer_checkpoints(settings: Settings) -> None:
     """Move away the checkpoints newer than the resumed one: this run saves those steps again."""
+    from zerofit.checkpoint.facts import step_of
     from zerofit.launch import retry
-    from zerofit.train.checkpoint.facts import step_of
 
     if distributed.rank() != 0 and not (
         settings.node_local_storage and distributed.first_of_node()

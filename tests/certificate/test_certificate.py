@@ -12,13 +12,13 @@ import torch
 from conftest import TINY, recipe_process, run_world, slow_but
 
 from zerofit import recipe
+from zerofit.base.errors import UserError
 from zerofit.certificate import first_step, page, recorder, rendering, rows, saved
 from zerofit.config import resolve
 from zerofit.data import conversations, encoding
 from zerofit.data.load import load_datasets
-from zerofit.errors import UserError
+from zerofit.job.settings import Check
 from zerofit.model.load import load_model, load_tokenizer
-from zerofit.settings import Check
 from zerofit.train.trainer import ZerofitTrainer
 
 SHORT = [

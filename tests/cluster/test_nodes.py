@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, TINY, Run, run_world
 
-from zerofit import run_folder
-from zerofit.errors import UserError
+from zerofit.base.errors import UserError
+from zerofit.checkpoint import zero_shards
+from zerofit.job import run_folder
 from zerofit.launch.cluster import membership
-from zerofit.train.checkpoint import zero_shards
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 DATA = ["--data", str(TINY / "train.jsonl"), "--learning_rate", "1e-3", "--num_samples", "0", "--logging_steps", "1"]

@@ -11,8 +11,8 @@ import psutil
 import pytest
 from conftest import TINY, Run
 
-from zerofit.errors import UserError
-from zerofit.launch.cluster import cancel, slurm, status
+from zerofit.base.errors import UserError
+from zerofit.commands import cancel, slurm, status
 
 from .slurm_cluster import Cluster, why_not
 

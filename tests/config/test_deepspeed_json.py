@@ -7,9 +7,9 @@ import pytest
 import torch
 from conftest import TINY, run_world
 
+from zerofit.base.errors import UserError
 from zerofit.config import deepspeed_json, resolve
-from zerofit.errors import UserError
-from zerofit.settings import merge_json
+from zerofit.job.settings import merge_json
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ import pytest
 import torch
 from conftest import TINY, run_world
 
+from zerofit.base.errors import UserError
 from zerofit.config import deepspeed_json, nvme, offload, resolve
-from zerofit.errors import UserError
 from zerofit.train import deepspeed_ops
 
 

@@ -12,10 +12,10 @@ import pytest
 from conftest import ROOT
 from transformers import TrainingArguments
 
+from zerofit.base.errors import UserError
 from zerofit.config import arguments, batch_size, defaults, help, resolve, synonyms, transformers_flags
 from zerofit.config import parse as config_parse
 from zerofit.entrypoint import check_early
-from zerofit.errors import UserError
 
 DATA = str(arguments.TINY / "train.jsonl")
 
@@ -458,7 +458,7 @@ def test_what_is_told_before_torch_is_imported(tmp_path):
     code = """
 import json, shlex, sys
 from zerofit.config import early_check
-from zerofit.errors import UserError
+from zerofit.base.errors import UserError
 said = []
 for words in json.loads(sys.argv[1]):
     verb, *words = shlex.split(words)

@@ -11,12 +11,12 @@ from typing import Literal, get_args, get_origin, get_type_hints
 import pytest
 from conftest import ROOT
 
-from zerofit import hardware
+from zerofit.base import hardware
+from zerofit.base.errors import UserError
 from zerofit.config import arguments, resolve
-from zerofit.errors import UserError
+from zerofit.job.settings import AFTER_RESOLVING, WORDS, decide
 from zerofit.launch import launch
 from zerofit.model import load
-from zerofit.settings import AFTER_RESOLVING, WORDS, decide
 
 SRC = ROOT / "src" / "zerofit"
 
@@ -75,7 +75,7 @@ def test_only_the_list_thaws_settings():
         for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, ast.Attribute) and node.attr == "thaw"
     }
-    assert thawing == {"config/resolve.py", "settings.py"}
+    assert thawing == {"config/resolve.py", "job/settings.py"}
 
 
 def test_another_job_is_a_copy(settings):

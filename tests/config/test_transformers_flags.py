@@ -14,10 +14,10 @@ from conftest import ROOT, TINY, Run, process_as_before, recipe_process, run_wor
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, TrainingArguments
 
 from zerofit import recipe
+from zerofit.base.errors import UserError
 from zerofit.config import resolve, transformers_flags
 from zerofit.data import hub
 from zerofit.data.load import load_datasets
-from zerofit.errors import UserError
 from zerofit.model.load import load_model, load_tokenizer
 from zerofit.train.trainer import ZerofitTrainer
 
@@ -411,7 +411,7 @@ def test_a_data_loader_draws_no_random_number(tmp_path, more):
 
 
 def args_gpu():
-    from zerofit import hardware
+    from zerofit.base import hardware
 
     return hardware.GPUS["h100-80g"]
 

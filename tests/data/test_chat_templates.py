@@ -7,8 +7,8 @@ from collections import Counter
 import pytest
 import reference_templates
 
+from zerofit.base.errors import UserError
 from zerofit.data import conversations, encoding, template_text
-from zerofit.errors import UserError
 
 # family -> special tokens (begin, end of text first), and added tokens that are ordinary vocabulary in its tokenizer
 VOCABULARY = {

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import DataCollatorForSeq2Seq
 
+from zerofit.base.errors import UserError
 from zerofit.config import resolve
 from zerofit.data import conversations, dataset, encoding, meaning, sources
 from zerofit.data.batches import (
@@ -31,7 +32,6 @@ from zerofit.data.batches import (
     training_sampler,
 )
 from zerofit.data.load import load_datasets
-from zerofit.errors import UserError
 from zerofit.train import deepspeed_ops
 
 

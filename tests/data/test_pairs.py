@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from zerofit.base.errors import UserError
 from zerofit.data import batches, encoding, pairs, reading
 from zerofit.data.conversations import IGNORE
-from zerofit.errors import UserError
 
 USER, GOOD, BAD = {"role": "user", "content": "Hi?"}, "Hello.", "Go away."
 

@@ -13,10 +13,10 @@ import reference_real_templates
 import reference_templates
 from test_chat_templates import TOOLS, VOCABULARY, call, says, system, tool, user
 
+from zerofit.base.errors import UserError
 from zerofit.certificate import rendering
 from zerofit.data import conversations, encoding
 from zerofit.data.conversations import IGNORE
-from zerofit.errors import UserError
 
 TEMPLATES = {path.stem: path for path in sorted((Path(__file__).parent / "real_templates").glob("*.jinja"))}
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 from accelerate.data_loader import prepare_data_loader, skip_first_batches
 
+from zerofit.base.errors import UserError
 from zerofit.config import resolve
 from zerofit.data import conversations, dataset, encoding, sources
 from zerofit.data.batches import EpochSampler
 from zerofit.data.load import load_datasets
-from zerofit.errors import UserError
 
 FORK = multiprocessing.get_context("fork")
 

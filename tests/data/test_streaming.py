@@ -9,11 +9,11 @@ import pytest
 import torch
 from conftest import TINY, Run, recipe_process, run_world
 
+from zerofit.base.errors import UserError
 from zerofit.config import resolve
 from zerofit.data import conversations, encoding
 from zerofit.data import sources as data_sources
 from zerofit.data import streaming as data_streaming
-from zerofit.errors import UserError
 
 FLAGS = [
     "--data", str(TINY / "train.jsonl"), "--streaming", "--max_steps", "8", "--max_samples", "40",

@@ -18,11 +18,13 @@ import torch
 from conftest import ROOT, TINY, run_python, run_world, slow_but
 from safetensors.torch import load_file, save_file
 
-from zerofit.errors import UserError
-from zerofit.export import chat, compare, export, merge
+from zerofit.base.errors import UserError
+from zerofit.base.paths import size_of
+from zerofit.checkpoint import zero_shards
+from zerofit.commands import chat
+from zerofit.export import compare, export, merge
 from zerofit.export import source as export_source
-from zerofit.paths import size_of
-from zerofit.train.checkpoint import zero_shards
+from zerofit.model.weights import stored
 
 pytestmark = pytest.mark.usefixtures("forks")
 FLAGS = [
@@ -124,7 +126,7 @@ def test_the_same_bits_come_back(runs, tmp_path, name, relative):
             config["dtype"] == str(dtype).removeprefix("torch.")
             and (tmp_path / "out" / "generation_config.json").exists()
         )
-        assert "lm_head.weight" not in zero_shards.Weights(tmp_path / "out").where  # tied; ZeRO had saved it twice
+        assert "lm_head.weight" not in stored.Weights(tmp_path / "out").where  # tied; ZeRO had saved it twice
     assert "{% for" in (tmp_path / "out" / "chat_template.jinja").read_text().replace("{%-", "{%")
 
 
@@ -722,7 +724,7 @@ def test_weights_beside_those_of_transformers_are_not_read(tmp_path, shards):
     if len(shards) > 1:
         index = {"weight_map": {f"{name}.weight": f"{name}.safetensors" for name in shards}}
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert set(zero_shards.Weights(tmp_path).where) == {f"{name}.weight" for name in shards}
+    assert set(stored.Weights(tmp_path).where) == {f"{name}.weight" for name in shards}
 
 
 def test_bounds_grow_with_rounding_only():

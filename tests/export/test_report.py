@@ -11,12 +11,12 @@ from html.parser import HTMLParser
 import pytest
 from conftest import TINY, recipe_process
 
-from zerofit import run_folder
-from zerofit.errors import UserError
-from zerofit.export import report, report_plots
-from zerofit.export.report import Run
-from zerofit.export.report_plots import Line
-from zerofit.launch.cluster import status
+from zerofit.base.errors import UserError
+from zerofit.commands import status
+from zerofit.job import run_folder
+from zerofit.report import plots, run_page
+from zerofit.report.plots import Line
+from zerofit.report.run_page import Run
 
 VOID = {"meta", "br", "use", "path"}
 SHORT = ["--data", str(TINY / "train.jsonl"), "--eval_data", str(TINY / "eval.jsonl"), "--max_samples", "48",
@@ -92,7 +92,7 @@ def test_a_finished_run(tmp_path):
                       trainable_parameters=500_000)  # fmt: skip
     (folder / "checkpoint-8").mkdir()
     (folder / "checkpoint-8" / "weights").write_bytes(b"0" * 2**20)
-    page = Page(report.of_one(Run(folder)))
+    page = Page(run_page.of_one(Run(folder)))
     assert page.has("sft of m/tiny", "finished", "2.2000", "2.5000", "0.0% → 50.0%", "3.00 GiB", "1 min 30 s")
     assert page.has("2026-01-01 10:00:00 UTC", "2, ZeRO-2, none", "0.50 M of 2.00 M")
     assert page.has("asked this", "no", "checkpoint-8", "1.0 MiB", f"make chat RUN={folder}", "zero 2: 2 processes")
@@ -105,22 +105,22 @@ def test_a_finished_run(tmp_path):
 
 def test_a_failed_run_says_why_and_how_to_go_on(tmp_path):
     folder = make_run(tmp_path / "a", status="failed", error="OutOfMemory: full", steps=3)
-    assert Page(report.of_one(Run(folder))).has("failed", "OutOfMemory: full", f"make resume RUN={folder}")
+    assert Page(run_page.of_one(Run(folder))).has("failed", "OutOfMemory: full", f"make resume RUN={folder}")
     (folder / "report.json").write_text(json.dumps({"cause": "rank 1 ended", "try": "--zero 3"}))
     (folder / "metrics.jsonl").open("a").write('{"step": 9, "lo')  # killed while it wrote
-    assert Page(report.of_one(Run(folder))).has("rank 1 ended", "Try: --zero 3")
+    assert Page(run_page.of_one(Run(folder))).has("rank 1 ended", "Try: --zero 3")
 
 
 def test_a_run_that_was_killed_before_its_first_step(tmp_path):
     folder = make_run(tmp_path / "a")
     (folder / "metrics.jsonl").unlink()
-    page = Page(report.of_one(Run(folder)))
+    page = Page(run_page.of_one(Run(folder)))
     assert page.has("not finished", f"make resume RUN={folder}") and "Loss" not in page.labels
 
 
 @pytest.mark.parametrize("told", [False, True])
 def test_the_next_command_after_a_failure(told, tmp_path, capsys):
-    report.write(make_run(tmp_path / "a", status="failed"), told)
+    run_page.write(make_run(tmp_path / "a", status="failed"), told)
     following = "" if told else f"next: make resume RUN={tmp_path / 'a'}    # from the start\n"
     assert capsys.readouterr().out == f"report: {tmp_path / 'a' / 'report.html'}\n{following}"
 
@@ -130,31 +130,31 @@ def test_a_diverged_run_is_looked_into(tmp_path):
     folder = make_run(tmp_path / "a", status="failed", error="Diverged: step 11: the gradient is nan")
     for step in (9, 10, 11):
         (folder / "nan" / f"step-{step}").mkdir(parents=True)
-    (following,) = report.next_steps(folder)
+    (following,) = run_page.next_steps(folder)
     assert following.startswith(f"zerofit replay {folder}/nan/step-11    #")
-    assert Page(report.of_one(Run(folder))).has(following)
+    assert Page(run_page.of_one(Run(folder))).has(following)
 
 
 def test_runs_side_by_side(tmp_path, capsys):
     runs = [make_run(tmp_path / "a", 1e-4, status="finished"), make_run(tmp_path / "b c", 2e-4, status="failed")]
-    report.main([f"{runs[0]} '{runs[1]}'"])  # as make passes them
+    run_page.main([f"{runs[0]} '{runs[1]}'"])  # as make passes them
     file = tmp_path / "report-a-b c.html"
     assert capsys.readouterr().out == f"report: {file}\n"
     page = Page(file.read_text())
     assert page.has("a and b c", "learning_rate", "0.0001", "0.0002", "b c, training", "finished", "failed")
     assert not page.has("output_dir") and not page.has("offload none")
-    assert [row[0] for row in report.differences([Run(run) for run in runs])] == ["learning_rate"]
+    assert [row[0] for row in run_page.differences([Run(run) for run in runs])] == ["learning_rate"]
 
 
 def test_an_integer_and_a_float_of_the_same_value_are_no_difference(tmp_path):
     runs = [Run(make_run(tmp_path / "a", 1)), Run(make_run(tmp_path / "b", 1.0))]
-    assert report.differences(runs) == []
+    assert run_page.differences(runs) == []
 
 
 def test_one_logged_step_is_no_chart(tmp_path):
     folder = make_run(tmp_path / "a")
     (folder / "metrics.jsonl").write_text('{"step": 6, "loss": 1.5}\n')
-    page = Page(report.of_one(Run(folder)))
+    page = Page(run_page.of_one(Run(folder)))
     assert page.has("1.5000") and "Loss" not in page.labels
 
 
@@ -167,7 +167,7 @@ def test_texts_of_data_and_flags_are_no_markup(tmp_path):
     facts |= {"command": bad, "decisions": [bad], "recipe": bad, "device": bad, "started": bad}
     facts["arguments"]["model"] = argument(bad)
     (folder / "run.json").write_text(json.dumps(facts))
-    for page in (report.of_one(Run(folder)), report.of_several([Run(folder), Run(make_run(tmp_path / "b"))])):
+    for page in (run_page.of_one(Run(folder)), run_page.of_several([Run(folder), Run(make_run(tmp_path / "b"))])):
         assert Page(page).has("<script>alert(1)") and "<script" not in page and "<img" not in page
         assert "\x1b" not in page
 
@@ -196,15 +196,15 @@ def test_odd_values_in_a_folder_from_elsewhere_are_named_or_shown(tmp_path, monk
         if isinstance(value, list):
             cases += [right | {name: [odd]} for odd in ODD]
     if file != "memory.json":
-        monkeypatch.setattr(report_plots, "memory", lambda *_: "")  # takes a while
-    monkeypatch.setattr(report_plots, "chart", lambda *_: "")  # so does this: the next test
+        monkeypatch.setattr(plots, "memory", lambda *_: "")  # takes a while
+    monkeypatch.setattr(plots, "chart", lambda *_: "")  # so does this: the next test
     refused = 0
     for case in cases:
         (folder / file).write_text("\n".join([json.dumps(case), *(lines[1:] if file == "metrics.jsonl" else [])]))
         for ask in (
             lambda: status.progress(folder),
-            lambda: report.of_one(Run(folder)),
-            lambda: report.of_several([Run(folder), Run(other)]),
+            lambda: run_page.of_one(Run(folder)),
+            lambda: run_page.of_several([Run(folder), Run(other)]),
         ):
             try:
                 ask()
@@ -218,16 +218,16 @@ def test_odd_numbers_have_charts():
     odd = [math.nan, math.inf, -math.inf, 1e308, -1e308, 2**62, 0]
     for value in odd:
         lines = [Line("a", [(1, value), (2**62, 1.0), (3, value)], 0), Line("b", [(1, 1.0)], 1)]
-        assert "<svg" in report_plots.chart("Loss", "", lines, from_zero=True)
-    assert "<svg" in report_plots.memory("Memory", {"a": {"b": 2**62, "c": -1.5}, "": {}}, 0)
+        assert "<svg" in plots.chart("Loss", "", lines, from_zero=True)
+    assert "<svg" in plots.memory("Memory", {"a": {"b": 2**62, "c": -1.5}, "": {}}, 0)
 
 
 def test_names_are_no_formulas(tmp_path):
     """matplotlib takes what is between two `$` for TeX: `cost_100%_$5_$6.jsonl` made a finished run a failed one."""
     runs = [make_run(tmp_path / name, status="finished") for name in ("a$5_$6%", "\udcff_b")]
-    page = report.of_several([Run(run) for run in runs])
+    page = run_page.of_several([Run(run) for run in runs])
     assert "a$5_$6%, training" in page
-    report.main([str(run) for run in runs])
+    run_page.main([str(run) for run in runs])
     for run in runs:
         run_folder.plot_metrics(run, f"sft on {run.name}")
         assert (run / "loss.png").stat().st_size > 5000
@@ -248,7 +248,7 @@ def test_odd_names_beside_kept_steps_are_no_steps(tmp_path):
     folder = make_run(tmp_path / "a", status="failed", error="Diverged: step 11: the gradient is nan")
     for name in ("nan/step-x", "nan/step-²", "nan/step-7", "checkpoint-²", "checkpoint-x"):
         (folder / name).mkdir(parents=True)
-    (following,) = report.next_steps(folder)
+    (following,) = run_page.next_steps(folder)
     assert "nan/step-7 " in following
 
 
@@ -257,20 +257,20 @@ def test_long_runs_are_thinned_and_gaps_kept(tmp_path):
     with (folder / "metrics.jsonl").open("w") as file:
         for step in range(1, 50_001):
             file.write(json.dumps({"step": step, "loss": float("nan") if step == 7 else 1.0}) + "\n")
-    text = report.of_one(Run(folder))
+    text = run_page.of_one(Run(folder))
     assert Page(text).has("50,000") and len(text) < 200_000
 
 
 @pytest.mark.bad_input
 def test_a_folder_without_a_run_is_refused(tmp_path):
     with pytest.raises(UserError, match="is no run folder"):
-        report.main([str(tmp_path)])
+        run_page.main([str(tmp_path)])
 
 
 def test_a_run_never_fails_for_its_report(tmp_path, capsys):
     folder = make_run(tmp_path / "a")
-    (folder / report.FILE).mkdir()
-    report.write(folder)
+    (folder / run_page.FILE).mkdir()
+    run_page.write(folder)
     assert "note: " in capsys.readouterr().out
 
 
@@ -303,7 +303,7 @@ BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "
 def test_a_browser_shows_it(tmp_path, width):
     """Nothing is wider than the window, every chart has a size, and nothing is loaded."""
     folder = make_run(tmp_path / "a", status="finished", error="")
-    text = report.of_one(Run(folder))
+    text = run_page.of_one(Run(folder))
     probe = (
         "<script>addEventListener('load', () => { const sizes = [...document.querySelectorAll('svg')].map("
         "s => s.getBoundingClientRect()); document.title = JSON.stringify([document.documentElement.scrollWidth, "

@@ -2,7 +2,7 @@
 
 import pytest
 
-from zerofit import distributed
+from zerofit.base import distributed
 
 from . import cases
 

@@ -13,7 +13,7 @@ from test_attention import SHAPE, documents
 from test_fused_loss import apart
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, TrainingArguments
 
-from zerofit.errors import UserError
+from zerofit.base.errors import UserError
 from zerofit.model import attention, fused_loss
 
 pytestmark = pytest.mark.gpu

@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import ROOT
 
-from zerofit import hardware
+from zerofit.base import hardware
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import plan

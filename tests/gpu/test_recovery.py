@@ -11,7 +11,7 @@ import torch
 from conftest import Run
 from gpu_job import Job, launch_command, recipe_command, write_model, write_rows
 
-from zerofit import hardware
+from zerofit.base import hardware
 from zerofit.train import memory_history
 
 from . import cases

@@ -13,15 +13,16 @@ import torch
 from conftest import ROOT
 
 from gpu_machine import Card, contexts, in_process, machine, submitted
-from zerofit import allocator, hardware, rank_status, recipe
+from zerofit import recipe
+from zerofit.base import allocator, hardware, rank_status
+from zerofit.base.errors import UserError
+from zerofit.checkpoint import reshard
 from zerofit.config import offload, resolve
-from zerofit.errors import UserError
 from zerofit.launch import batch_search, doctor, launch, prepare, standby
 from zerofit.model import quantization
 from zerofit.plan import preflight, simulate, simulated_rank
 from zerofit.train import memory_history, progress, trial
 from zerofit.train import trainer as train_trainer
-from zerofit.train.checkpoint import reshard
 
 H100 = Card()
 RTX4090 = Card("NVIDIA GeForce RTX 4090", 24564, capability=(8, 9))

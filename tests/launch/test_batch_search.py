@@ -8,8 +8,8 @@ import sys
 import pytest
 from conftest import ROOT, TINY, Run, recipe_process
 
+from zerofit.base.errors import UserError
 from zerofit.config import presets, resolve
-from zerofit.errors import UserError
 from zerofit.launch import batch_search
 
 DATA = ["--data", str(TINY / "train.jsonl"), "--max_samples", "40"]

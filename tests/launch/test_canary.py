@@ -8,8 +8,8 @@ import pytest
 from conftest import TINY, Run
 from test_retry import launch
 
+from zerofit.base.errors import UserError
 from zerofit.config import resolve
-from zerofit.errors import UserError
 from zerofit.launch import canary
 from zerofit.train import trial
 

@@ -19,10 +19,12 @@ import pytest
 from conftest import ROOT, TINY, Run, python, run_world
 from torch.distributed import TCPStore
 
-from zerofit import rank_status, run_lock
-from zerofit.errors import EXIT_CODES, UserError
+from zerofit.base import rank_status
+from zerofit.base.errors import EXIT_CODES, UserError
+from zerofit.commands import hostfile
+from zerofit.job import run_lock
 from zerofit.launch import doctor_nodes, launch, prepare
-from zerofit.launch.cluster import coordinator, documents, hostfile, job_secret, membership, node_options, transport
+from zerofit.launch.cluster import coordinator, documents, job_secret, membership, node_options, transport
 from zerofit.launch.cluster.documents import JOB_KEY, End, JobState, Kill, NodeState, Order, Report, Stop
 from zerofit.train import consistency, network_check
 

@@ -20,10 +20,10 @@ import transformers
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+from zerofit.base.errors import UserError
+from zerofit.base.paths import ROOT
 from zerofit.config import resolve
-from zerofit.errors import UserError
 from zerofit.launch import doctor
-from zerofit.paths import ROOT
 
 
 def only(found):
@@ -108,7 +108,7 @@ def test_a_stale_lock(monkeypatch, tmp_path):
 
 
 def test_variables(monkeypatch):
-    from zerofit import distributed
+    from zerofit.base import distributed
 
     for name in (*doctor.CHANGES_BEHAVIOUR, "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
@@ -146,7 +146,7 @@ def test_a_port_in_use():
 
 
 def test_a_key_that_deepspeed_ignores(monkeypatch, tmp_path):
-    from zerofit import paths
+    from zerofit.base import paths
 
     (tmp_path / "deepspeed_configs").mkdir()
     (tmp_path / "deepspeed_configs" / "mine.json").write_text(

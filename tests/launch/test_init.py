@@ -7,10 +7,12 @@ import sys
 import pytest
 from conftest import ROOT
 
-from zerofit import cli, command_line, paths
+from zerofit import cli
+from zerofit.base import command_line, paths
+from zerofit.base.errors import UserError
+from zerofit.commands import init
 from zerofit.config import arguments
-from zerofit.errors import UserError
-from zerofit.launch import init, launch, prepare
+from zerofit.launch import launch, prepare
 from zerofit.launch.cluster import node_options
 
 

@@ -12,9 +12,9 @@ import psutil
 import pytest
 from conftest import ROOT, TINY, Run
 
-from zerofit import run_folder
-from zerofit.train.checkpoint import integrity
-from zerofit.train.checkpoint.facts import ASIDE
+from zerofit.checkpoint import integrity
+from zerofit.checkpoint.facts import ASIDE
+from zerofit.job import run_folder
 
 KILLS = int(os.environ.get("ZEROFIT_KILLS", 100))
 FLAGS = [

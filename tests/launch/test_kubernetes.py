@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from zerofit import distributed
-from zerofit.errors import UserError
+from zerofit.base import distributed
+from zerofit.base.errors import UserError
+from zerofit.commands import kubernetes
 from zerofit.launch import launch
-from zerofit.launch.cluster import kubernetes
 
 ROOT = Path(__file__).resolve().parents[2]
 KINDS = list(kubernetes.TEMPLATES)

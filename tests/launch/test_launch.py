@@ -16,14 +16,15 @@ import pytest
 from conftest import ROOT, TINY, Run, python, recipe_process
 from datasets import Dataset
 
-from zerofit import command_line, distributed, log_filters, run_folder
+from zerofit.base import command_line, distributed, log_filters
+from zerofit.base.errors import UserError
+from zerofit.checkpoint import resumable
 from zerofit.config import resolve, show
 from zerofit.data import dataset
 from zerofit.data.tokens import TokenizedDataset
-from zerofit.errors import UserError
+from zerofit.job import run_folder
 from zerofit.launch import prepare
 from zerofit.train import progress
-from zerofit.train.checkpoint import resume
 
 BIN = Path(sys.executable).parent
 SHORT = [
@@ -424,7 +425,7 @@ def test_resume_continues_where_the_run_stopped(tmp_path):
 def test_there_is_nothing_to_resume(tmp_path, value, says):
     flags = [*SHORT, "--output_dir", str(tmp_path / "new"), "--resume_from_checkpoint", value]
     with pytest.raises(UserError, match=says):
-        resume.choose_folder(resolve.resolve_settings("sft", flags, 1))
+        resumable.choose_folder(resolve.resolve_settings("sft", flags, 1))
     assert not (tmp_path / "new").exists()
 
 
@@ -566,4 +567,4 @@ def test_the_arguments_are_shown_by_group(tmp_path):
 @pytest.mark.bad_input
 def test_a_folder_that_takes_no_file_is_refused():
     with pytest.raises(UserError, match=r"--output_dir /proc/x: /proc cannot be written to: "):
-        resume.choose_folder(resolve.resolve_settings("sft", ["--output_dir", "/proc/x"], 1))
+        resumable.choose_folder(resolve.resolve_settings("sft", ["--output_dir", "/proc/x"], 1))

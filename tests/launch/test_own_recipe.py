@@ -16,14 +16,15 @@ import pytest
 from conftest import ROOT, TINY, Run, python, run_python, run_world
 from test_retry import COMMON, launch
 
+from zerofit.base.errors import UserError
+from zerofit.checkpoint import differences
+from zerofit.commands import replay, resume
 from zerofit.config import resolve
-from zerofit.errors import UserError
 from zerofit.job import program
 from zerofit.launch import launch as launcher
-from zerofit.launch import prepare, resume
+from zerofit.launch import prepare
 from zerofit.plan import simulate, simulated_rank
-from zerofit.train import replay, trainer
-from zerofit.train.checkpoint import differences
+from zerofit.train import trainer
 
 DOUBLED = '''class Doubled(ZerofitTrainer):
     """Trains on twice the loss."""

@@ -21,15 +21,16 @@ import pytest
 import torch
 from conftest import ROOT, TINY, Run, python, run_python
 
-from zerofit import distributed, rank_status
+from zerofit.base import distributed, rank_status
+from zerofit.base.errors import OutOfMemory
+from zerofit.checkpoint import integrity
+from zerofit.commands import resume
 from zerofit.config import resolve
 from zerofit.entrypoint import guard
-from zerofit.errors import OutOfMemory
-from zerofit.launch import canary, postmortem, resume, retry, supervisor
+from zerofit.launch import canary, postmortem, retry, supervisor
 from zerofit.launch import launch as launcher
 from zerofit.model import gradient_checkpointing
 from zerofit.train import network_check
-from zerofit.train.checkpoint import integrity
 
 pytestmark = pytest.mark.fault
 
@@ -604,7 +605,7 @@ def test_the_rank_that_hung_is_one_that_waits_for_no_other(tmp_path, place):
     for rank, innermost in enumerate([place, '/job/rows.py", line 7 in read', place]):
         (tmp_path / f"heartbeat{rank}").write_bytes(rank_status._HEARTBEAT_FILE.pack(100 + rank, 3, 50.0 + rank))
         (tmp_path / f"stack{rank}.txt").write_text(
-            'Thread 0x01 (most recent call first):\n  File "/site-packages/zerofit/rank_status.py", line 9 in wait\n\n'
+            'Thread 0x01 (most recent call first):\n  File "/zerofit/base/rank_status.py", line 9 in wait\n\n'
             f'Current thread 0x02 (most recent call first):\n  File "{innermost}\n  File "/sft.py", line 4 in main\n'
         )
     ended = functools.partial(postmortem.ending, 137, tmp_path, [], supervisor._hung(tmp_path, 1e-9, 3), 8.0, 0)

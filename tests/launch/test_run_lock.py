@@ -18,16 +18,17 @@ import psutil
 import pytest
 from conftest import ROOT, TINY, Run, run_python
 
-from zerofit import paths, rank_status, run_folder, run_lock
-from zerofit.errors import UserError
-from zerofit.export import report
+from zerofit.base import paths, rank_status
+from zerofit.base.errors import UserError
+from zerofit.checkpoint import integrity
+from zerofit.checkpoint import resumable as checkpoint_resume
+from zerofit.checkpoint.facts import step_of
+from zerofit.commands import cancel, status
+from zerofit.commands import resume as resume_command
+from zerofit.job import run_folder, run_lock
 from zerofit.launch import launch, postmortem
-from zerofit.launch import resume as resume_command
-from zerofit.launch.cluster import cancel, status
 from zerofit.plan import preflight
-from zerofit.train.checkpoint import integrity
-from zerofit.train.checkpoint import resume as checkpoint_resume
-from zerofit.train.checkpoint.facts import step_of
+from zerofit.report import run_page
 
 FLAGS = [
     "--data", str(TINY / "train.jsonl"), "--max_samples", "64", "--max_length", "64", "--effective_batch_size", "8",
@@ -317,7 +318,7 @@ def test_pipes_in_a_folder_from_elsewhere_are_not_waited_for(tmp_path):
     assert status.progress(tmp_path).startswith("before the first step")
     assert run_lock.owner(tmp_path) == {} and status.supervisor(tmp_path) is None
     with pytest.raises(UserError, match="is no run folder"):
-        report.main([str(tmp_path)])
+        run_page.main([str(tmp_path)])
 
 
 @pytest.mark.injection
@@ -332,7 +333,7 @@ def test_a_link_that_comes_later_is_replaced_or_an_error(tmp_path, capsys):
     run_folder.write_json(tmp_path / "result.json", {"status": "finished", "steps": 1})
     run_folder.keep_metrics(tmp_path, 1)
     run_folder.plot_metrics(tmp_path, "sft on a.jsonl")
-    report.write(tmp_path)
+    run_page.write(tmp_path)
     postmortem.write(tmp_path, [postmortem.Outcome("crash", 1)], "")
     assert run_folder.finished(tmp_path) and (tmp_path / "loss.png").read_bytes()[1:4] == b"PNG"
     assert not [file for file in tmp_path.iterdir() if file.is_symlink() or file.suffix == ".tmp"]
@@ -352,8 +353,8 @@ def test_a_report_that_is_a_link_is_left_alone(tmp_path):
     (tmp_path / "run.json").write_text('{"recipe": "sft"}')
     (tmp_path / "report.html").symlink_to(tmp_path / "mine")
     with pytest.raises(UserError, match=r"report\.html: is a link, .*--output"):
-        report.main([str(tmp_path)])
-    report.main([str(tmp_path), "--output", str(tmp_path / "report.html")])  # named by the user
+        run_page.main([str(tmp_path)])
+    run_page.main([str(tmp_path), "--output", str(tmp_path / "report.html")])  # named by the user
     assert "sft" in (tmp_path / "mine").read_text()
 
 

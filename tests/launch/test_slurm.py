@@ -15,8 +15,8 @@ import time
 import pytest
 from conftest import ROOT
 
-from zerofit.errors import UserError
-from zerofit.launch.cluster import cancel, slurm, status
+from zerofit.base.errors import UserError
+from zerofit.commands import cancel, slurm, status
 
 RECIPE = "recipes/sft.py"
 STUB = """#!{python}

@@ -13,9 +13,10 @@ import psutil
 import pytest
 import torch
 
-from zerofit import rank_status, run_lock
+from zerofit.base import rank_status
+from zerofit.commands import status
+from zerofit.job import run_lock
 from zerofit.launch import forked_ranks, prepare, standby, supervisor
-from zerofit.launch.cluster import status
 
 SCRIPT = """
 import json, os, signal, sys, time

@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from zerofit import distributed
+from zerofit.base import distributed
 from zerofit.data.batches import Collator, PackedCollator
-from zerofit.model import attention, sequence_parallel
+from zerofit.model import attention
+from zerofit.parallel import sequence_parallel
 
 LENGTHS = (5, 21, 30)  # of three documents: 56 tokens, so that the middle one lies on two ranks of 2, and on three of 4
 

@@ -13,8 +13,8 @@ import torch
 from conftest import TINY, run_world
 from safetensors.torch import load_file
 
+from zerofit.base.errors import UserError
 from zerofit.config import arguments, deepspeed_json, resolve
-from zerofit.errors import UserError
 from zerofit.model import adapters, quantization
 from zerofit.model.load import check_model, count_parameters, load_model, load_tokenizer
 

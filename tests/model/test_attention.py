@@ -18,11 +18,11 @@ from transformers import (
     TrainingArguments,
 )
 
-from zerofit import hardware
+from zerofit.base import hardware
+from zerofit.base.errors import UserError
 from zerofit.config import resolve
 from zerofit.data.batches import Collator, PackedCollator
 from zerofit.data.tokens import PackedDataset
-from zerofit.errors import UserError
 from zerofit.model import attention
 from zerofit.model.load import load_model, load_tokenizer
 

@@ -12,9 +12,9 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
-from zerofit import hardware, log_filters
+from zerofit.base import hardware, log_filters
+from zerofit.base.errors import UserError
 from zerofit.config import resolve
-from zerofit.errors import UserError
 from zerofit.model import experts
 from zerofit.model.weights import converted
 from zerofit.plan import candidates, formulas

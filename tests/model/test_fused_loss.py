@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from zerofit import recipe as zerofit_recipe
+from zerofit.base.errors import UserError
 from zerofit.config import resolve
 from zerofit.data.batches import CountingCollator, PackedCollator
-from zerofit.errors import UserError
 from zerofit.model import attention, fused_loss, tiled_mlp
 from zerofit.train import nan_guard
 

@@ -5,7 +5,7 @@ import json
 import pytest
 from conftest import TINY
 
-from zerofit import log_filters
+from zerofit.base import log_filters
 from zerofit.data import conversations
 from zerofit.model import generation
 

@@ -16,9 +16,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from zerofit import hardware
+from zerofit.base import hardware
+from zerofit.base.errors import UserError
 from zerofit.config import resolve
-from zerofit.errors import UserError
 from zerofit.model import gradient_checkpointing
 from zerofit.model.gradient_checkpointing import IN_FLIGHT, StreamedOffload
 

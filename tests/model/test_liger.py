@@ -14,9 +14,10 @@ import transformers.integrations.liger as of_transformers
 from gpu_machine import Card, in_process
 from transformers import AutoConfig
 
-from zerofit import hardware, recipe
+from zerofit import recipe
+from zerofit.base import hardware
+from zerofit.base.errors import UserError
 from zerofit.config import resolve
-from zerofit.errors import UserError
 from zerofit.model import liger
 from zerofit.train import network_check
 

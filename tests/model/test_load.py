@@ -11,8 +11,8 @@ from conftest import ROOT, TINY, run_python, runs_slow
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GptOssConfig
 
+from zerofit.base.errors import UserError
 from zerofit.config import parse, resolve
-from zerofit.errors import UserError
 from zerofit.model.load import check_model, check_weights, load_config, load_model, load_tokenizer
 from zerofit.model.weights import files
 

@@ -268,7 +268,7 @@ def test_deepspeed_would_still_compile_its_inference_op():
     """When this fails, distributed.skip_inference_op can go."""
     import deepspeed
 
-    from zerofit import distributed
+    from zerofit.base import distributed
 
     compatible = deepspeed.ops.__compatible_ops__
     distributed.skip_inference_op()

@@ -7,8 +7,8 @@ import pytest
 import torch
 from test_adapters import ALL_ADAPTERS, MORE
 
+from zerofit.base.errors import UserError
 from zerofit.config import resolve
-from zerofit.errors import UserError
 from zerofit.model import adapters, fused_loss, preference_loss
 
 OWN = [[-12.0, -15.5], [-40.25, -33.0], [-7.0, -7.0]]

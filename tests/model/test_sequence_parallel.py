@@ -7,12 +7,14 @@ import pytest
 import torch
 from conftest import ROOT, TINY, run_python, run_world, runs_slow, slow_but
 
-from zerofit import command_line
+from zerofit.base import command_line
+from zerofit.base.errors import UserError
+from zerofit.commands import resume
 from zerofit.config import resolve
 from zerofit.data.batches import EpochSampler
-from zerofit.errors import UserError
-from zerofit.launch import resume, retry
-from zerofit.model import attention, sequence_parallel
+from zerofit.launch import retry
+from zerofit.model import attention
+from zerofit.parallel import sequence_parallel
 from zerofit.train import nan_guard
 
 # --- the whole runs ---

@@ -9,12 +9,12 @@ from conftest import ROOT, TINY, run_world, runs_beside_one_rank, slow_but
 from safetensors.torch import load_file
 from transformers import LlamaConfig
 
+from zerofit.base.errors import UserError
+from zerofit.checkpoint import resumable
 from zerofit.config import resolve
-from zerofit.errors import UserError
-from zerofit.model import tensor_parallel
+from zerofit.job.settings import written
+from zerofit.parallel import tensor_parallel
 from zerofit.plan import formulas
-from zerofit.settings import written
-from zerofit.train.checkpoint import resume
 
 COMMON = [
     "--data", str(TINY / "train.jsonl"), "--max_samples", "18", "--max_steps", "3", "--effective_batch_size", "4",
@@ -121,7 +121,7 @@ def test_a_checkpoint_of_another_tp_size_is_refused(saved, flags, says):
     known = {"zero": "2", "world_size": 2, "offload": "none", "optim": settings.optim, "tp_size": saved}
     settings = settings.replace(resharded=written("zero", settings.zero) != "2")
     with pytest.raises(UserError, match=says):
-        resume._check_split(settings, "tp_size", known, "--resume_from_checkpoint x")
+        resumable._check_split(settings, "tp_size", known, "--resume_from_checkpoint x")
 
 
 # --- arguments ---

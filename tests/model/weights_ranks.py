@@ -8,9 +8,9 @@ Started by test_load.py; rank 0 prints a line of JSON: {name: [what each rank sa
 import json
 import sys
 
-from zerofit import distributed
+from zerofit.base import distributed
+from zerofit.base.errors import UserError
 from zerofit.config import resolve
-from zerofit.errors import UserError
 from zerofit.model.load import load_model, load_tokenizer
 from zerofit.train.trainer import training_arguments
 

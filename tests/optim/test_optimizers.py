@@ -12,8 +12,8 @@ import torch
 from conftest import ROOT, TINY, Run, run_world
 from deepspeed.accelerator import get_accelerator
 
+from zerofit.base.errors import UserError
 from zerofit.config import resolve
-from zerofit.errors import UserError
 from zerofit.optim import bf16_adamw, build, registry, sophia
 from zerofit.train import progress
 

@@ -14,11 +14,11 @@ import torch
 from conftest import ROOT, TINY, Run, python, run_python, run_world, runs_beside_one_rank, slow_but
 from safetensors.torch import load_file
 
+from zerofit.base.errors import UserError
+from zerofit.checkpoint import resumable
 from zerofit.config import resolve
-from zerofit.errors import UserError
 from zerofit.launch import prepare
 from zerofit.plan import candidates, formulas, preflight
-from zerofit.train.checkpoint import resume
 
 COMMON = [
     "--data", str(TINY / "train.jsonl"), "--max_samples", "18", "--max_steps", "3", "--effective_batch_size", "8",
@@ -161,7 +161,7 @@ def test_a_checkpoint_of_other_stages_is_refused(saved, ranks, flags, says):
     known = {"zero": "1", "world_size": 4, "offload": "none", "optim": settings.optim, "pp_size": saved}
     settings = settings.replace(resharded=ranks != 4)
     with pytest.raises(UserError, match=says):
-        resume._check_split(settings, "pp_size", known, "--resume_from_checkpoint x")
+        resumable._check_split(settings, "pp_size", known, "--resume_from_checkpoint x")
 
 
 # --- the launch's ways ---

@@ -3,7 +3,7 @@
 import pytest
 from conftest import ROOT
 
-from zerofit import hardware
+from zerofit.base import hardware
 from zerofit.plan import candidates, predict, simulate
 from zerofit.plan.caching_allocator import EMPTY_CACHE, LAYER, PASS, needs
 from zerofit.plan.extended_trace import BEGINS, OUTSIDE, NotRegular, extend, usual_order

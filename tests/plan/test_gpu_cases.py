@@ -8,7 +8,7 @@ import pytest
 from conftest import ROOT
 from gpu import cases
 
-from zerofit import hardware
+from zerofit.base import hardware
 from zerofit.config import resolve
 
 sys.path.insert(0, str(ROOT / "benchmarks"))

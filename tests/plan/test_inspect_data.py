@@ -11,10 +11,10 @@ from conftest import ROOT, TINY, python, recipe_process
 from datasets import Dataset
 
 from zerofit import cli
+from zerofit.base.errors import UserError
 from zerofit.config import resolve
 from zerofit.data import conversations, encoding
 from zerofit.data.load import load_datasets
-from zerofit.errors import UserError
 from zerofit.model.load import load_tokenizer
 from zerofit.plan import inspect_data
 

@@ -16,15 +16,17 @@ import pytest
 from conftest import ROOT, TINY, recipe_process, run_world
 from transformers import AutoConfig
 
-from zerofit import command_line, hardware
+from zerofit.base import command_line, hardware
+from zerofit.base.errors import UserError
+from zerofit.base.paths import cache_root, private_folder
+from zerofit.commands import plan as plan_command
 from zerofit.config import accelerate_env, nvme, resolve
 from zerofit.data.load import load_datasets
-from zerofit.errors import UserError
 from zerofit.launch import prepare
-from zerofit.model import attention, gradient_checkpointing, pipeline
+from zerofit.model import attention, gradient_checkpointing
 from zerofit.model.load import load_tokenizer
-from zerofit.paths import cache_root, private_folder
-from zerofit.plan import candidates, command, formulas, predict, preflight, report, search, simulate, simulated_rank
+from zerofit.parallel import pipeline
+from zerofit.plan import answer_text, candidates, formulas, predict, preflight, search, simulate, simulated_rank
 from zerofit.train import memory_history
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -357,7 +359,7 @@ def test_the_fastest_that_fits_is_chosen(monkeypatch, tmp_path):
     assert "102.0 GiB > " in plan.rejected[0][1]  # with workspaces, and 3 % for fragmentation without a replay
     line = candidates.command(plan.chosen, 4)
     assert line.startswith("make sft GPUS=4 MODEL=") and "ZERO=3" in line and "DATA=your.jsonl" in line
-    report.write(plan, tmp_path / "out")
+    answer_text.write(plan, tmp_path / "out")
     written = json.loads((tmp_path / "out" / "plan.json").read_text())
     assert written["chosen"]["command"] == line and written["limit_bytes"] == plan.limit
     assert (tmp_path / "out" / "plan.png").stat().st_size > 5000
@@ -380,7 +382,7 @@ def test_a_plan_for_several_nodes(monkeypatch, tmp_path, capsys):
     ]
 
     def plan(*words):
-        command.main(["--gpu_type", "h100-80g", *flags, *words])
+        plan_command.main(["--gpu_type", "h100-80g", *flags, *words])
         return capsys.readouterr().out, json.loads((out / "plan.json").read_text())
 
     said, found = plan("--nodes", "2", "--gpus", "4")
@@ -405,7 +407,7 @@ def test_a_plan_says_which_kernels_are_missing(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(simulate, "run_all", fake_simulation(lambda flags: 10))
     monkeypatch.setattr(attention, "missing_kernels", lambda config: (f"{config.model_type} is slow", "pip install x"))
     fixed = ["--zero", "0", "--per_device_train_batch_size", "2", "--output_dir", str(tmp_path)]
-    command.main(["--gpu_type", "h100-80g", *FLAGS_1B, *fixed])
+    plan_command.main(["--gpu_type", "h100-80g", *FLAGS_1B, *fixed])
     assert "note: llama is slow; pip install x\n" in capsys.readouterr().out
     assert "note: llama is slow; pip install x" in (tmp_path / "plan.md").read_text()
 
@@ -502,7 +504,7 @@ def test_fewer_rows_than_gpus_are_split(monkeypatch):
     """An effective batch that no rank of its own can have is planned with the --sp_size that it allows."""
     monkeypatch.setattr(simulate, "run_all", fake_simulation(lambda flags: 1))
     flags = ["--model", str(TINY / "model"), "--max_length", "512", "--effective_batch_size", "2"]
-    flags, _, _ = command.with_real_lengths(flags, "sft", 4, GPU)
+    flags, _, _ = plan_command.with_real_lengths(flags, "sft", 4, GPU)
     assert search.search(["sft"], flags, 4, GPU).chosen.setting.sp == 2
     with pytest.raises(UserError, match="--effective_batch_size 2 is not a multiple of 4 ranks"):
         search.search(["sft"], [*flags, "--sp_size", "1"], 4, GPU)
@@ -529,7 +531,7 @@ def test_nothing_fits_says_what_is_missing_and_what_would_do(monkeypatch):
         ["sft"], ["--model", str(CONFIGS / "llama3.1-8b"), "--offload", "none"], 1, hardware.GPUS["t4-16g"]
     )
     assert plan.chosen is None
-    sentence = report.nothing_fits(plan)
+    sentence = answer_text.nothing_fits(plan)
     assert sentence.startswith("nothing fits: the nearest is sft ZeRO-") and "GiB too much for T4" in sentence
     assert plan.would_do and plan.would_do > 8 and f"{plan.would_do} GPUs would do" in sentence
 
@@ -551,9 +553,9 @@ def test_a_disk_is_used_when_host_memory_is_short(monkeypatch):
     assert any(
         "host memory 21 GiB a node > 8" in why or "host memory 12 GiB a node > 8" in why for _, why in plan.rejected
     )
-    assert "GiB of optimizer states and gradients in --offload_path" in report.text(plan)
+    assert "GiB of optimizer states and gradients in --offload_path" in answer_text.text(plan)
     plan = search.search(["sft"], fixed, 1, small, host_limit=8 * 2**30)
-    assert plan.chosen is None and "of a node's host memory, of 8; --offload_path" in report.nothing_fits(plan)
+    assert plan.chosen is None and "of a node's host memory, of 8; --offload_path" in answer_text.nothing_fits(plan)
 
 
 NVME = {"device": "nvme", "nvme_path": "/fast/disk", "buffer_count": 5}
@@ -646,7 +648,7 @@ def test_rows_are_planned_at_their_real_length(flags, planned, says, tmp_path, m
         (tmp_path / f"{name}.jsonl").write_text("\n".join(rows) + "\n")
     monkeypatch.chdir(tmp_path)
     given = ["--model", str(TINY / "model"), "--max_length", "512", *flags]
-    changed, sentence, _ = command.with_real_lengths(given, "sft", 2, GPU)
+    changed, sentence, _ = plan_command.with_real_lengths(given, "sft", 2, GPU)
     assert sentence.startswith(says), sentence
     assert resolve.resolve_settings("sft", candidates.planned_flags(changed, "sft"), 2, GPU).max_length == (
         planned or 512
@@ -677,7 +679,7 @@ def test_pairs_are_planned_at_the_length_of_their_longer_side(tmp_path):
     rows = [{"prompt": "a", "chosen": "b " * n, "rejected": "c " * m} for n, m in ((40, 90), (70, 20))]
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
     flags = ["--model", str(TINY / "preference" / "model"), "--data", str(tmp_path / "pairs.jsonl")]
-    changed, sentence, _ = command.with_real_lengths([*flags, "--max_length", "512"], "dpo", 2, GPU)
+    changed, sentence, _ = plan_command.with_real_lengths([*flags, "--max_length", "512"], "dpo", 2, GPU)
     planned = resolve.resolve_settings("dpo", candidates.planned_flags(changed, "dpo"), 2, GPU)
     longest = int(re.match(r"the longest side of a pair of --data has (\d+) tokens", sentence)[1])
     assert planned.max_length == -(-longest // 8) * 8
@@ -698,18 +700,18 @@ def test_what_a_plan_at_the_edge_says(monkeypatch):
     plan = search.search(["sft"], flags, 4, gpu)
     plan.host_here, plan.disk_free = 31 * 2**30, 200 * 2**30
     assert "offload optimizer" in plan.chosen.label
-    host, disk = report.host_memory(plan.chosen, plan), report.disk_space(plan.chosen, plan)
+    host, disk = answer_text.host_memory(plan.chosen, plan), answer_text.disk_space(plan.chosen, plan)
     states = 18 * plan.chosen.shape.parameters
     assert host == {"training_bytes": pytest.approx(states, abs=4), "saving_bytes": 0, "there_bytes": None}
     assert disk["needed_bytes"] == 2 * disk["checkpoint_bytes"] + disk["final_bytes"]
-    said = report.text(plan)
+    said = answer_text.text(plan)
     assert (
         "host memory   137 GiB a node while training (not checked: HOST_MEMORY=GiB does; this machine has 31)" in said
     )
     assert "disk          229 GiB in runs/: checkpoints of 107 GiB (1 kept and a new one), final/ 15 GiB; free" in said
     assert "; free on this machine: 200 GiB" in said
     assert "warning: checkpoints take 229 GiB: see that the disk" in said
-    here = report.text(dataclasses.replace(plan, here=True, host_limit=150 * 2**30))
+    here = answer_text.text(dataclasses.replace(plan, here=True, host_limit=150 * 2**30))
     assert "only 200 GiB are free there; --save_only_model true saves 15 GiB" in here
     assert "(of 150 of this machine)" in here
     plan.instead = search.adapters_instead(plan, ["sft"], flags)
@@ -717,7 +719,7 @@ def test_what_a_plan_at_the_edge_says(monkeypatch):
         found, hint = plan.instead[name]
         assert found.method == method and found.peak <= plan.limit and found.setting.offload == "none"
         speed = f"{float(f'{found.tokens_per_second:.2g}'):,.0f} tokens/s"
-        assert f"  {name:<6} fits in {found.peak / 2**30:.1f} GiB a GPU at {speed}: " in report.text(plan)
+        assert f"  {name:<6} fits in {found.peak / 2**30:.1f} GiB a GPU at {speed}: " in answer_text.text(plan)
         assert hint == f"METHOD={method}"
     assert set(search.adapters_instead(plan, ["lora"], flags)) == {"QLoRA"}
     assert search.adapters_instead(plan, ["sft", "lora"], flags) == {}  # METHOD=auto looks itself
@@ -732,8 +734,8 @@ def test_an_adapter_that_does_not_fit_is_said(monkeypatch):
     plan = search.search(["sft"], flags, 1, gpu)
     plan.instead = search.adapters_instead(plan, ["sft"], flags)
     assert {name: found for name, (found, _) in plan.instead.items()} == {"LoRA": None, "QLoRA": None}
-    assert "  QLoRA  does not fit without offload" in report.text(plan)
-    assert "would fit" not in report.nothing_fits(plan)
+    assert "  QLoRA  does not fit without offload" in answer_text.text(plan)
+    assert "would fit" not in answer_text.nothing_fits(plan)
     preferences = search.adapters_instead(plan, ["dpo"], flags)
     assert preferences == {"LoRA": (None, "--adapter lora")}
     assert search.adapters_instead(plan, ["dpo"], [*flags, "--adapter", "lora"]) == {}
@@ -766,7 +768,7 @@ def test_a_pipeline_is_priced_between_nodes(monkeypatch):
     found, _ = slow.instead["pipeline"]
     assert found.seconds < slow.chosen.seconds and found.setting.pp == 2 and found.peak <= slow.limit
     assert fast.instead["pipeline"][0].seconds > fast.chosen.seconds
-    assert "  pipeline fits in" in report.text(slow) and "micro batch" in report.text(slow)
+    assert "  pipeline fits in" in answer_text.text(slow) and "micro batch" in answer_text.text(slow)
     command = candidates.command(found, 16)
     assert command.startswith("make pipeline ") and all(words in command for words in ("PP=2", "NODES=2", "GPUS=8"))
     micro, accumulation = found.setting.micro, found.setting.accumulation
@@ -776,7 +778,7 @@ def test_a_pipeline_is_priced_between_nodes(monkeypatch):
     mixture = ["--model", str(CONFIGS / "qwen3-moe-30b")]
     assert search.pipeline_instead(slow, ["sft"], mixture) == {}
     too_small = dataclasses.replace(slow, chosen=None, nearest=slow.chosen, limit=1, instead={"pipeline": (None, "")})
-    assert "--method auto also tries LoRA and QLoRA" in report.nothing_fits(too_small)
+    assert "--method auto also tries LoRA and QLoRA" in answer_text.nothing_fits(too_small)
 
 
 def test_states_cross_the_nodes_that_groups_of_split_matrices_are_on():
@@ -808,7 +810,7 @@ def test_rejected_settings_teach_in_a_line_each(monkeypatch, tmp_path):
     monkeypatch.setattr(simulate, "run_all", fake_simulation(lambda flags: None))
     flags = ["--model", str(CONFIGS / "llama3.1-8b"), "--max_length", "2048", "--effective_batch_size", "8"]
     flags += ["--per_device_train_batch_size", "1", "--sp_size", "1", "--gradient_checkpointing", "true"]
-    ideas = report.rejected_ideas(search.search(["sft"], flags, 8, hardware.GPUS["l4-24g"]))
+    ideas = answer_text.rejected_ideas(search.search(["sft"], flags, 8, hardware.GPUS["l4-24g"]))
     causes = [re.sub(r"[\d.]+", "#", idea.partition("; ")[2]) for idea in ideas]
     assert causes[:3] == [
         "weights and gradients are # on each GPU, and ZeRO-# shards gradients",
@@ -817,13 +819,13 @@ def test_rejected_settings_teach_in_a_line_each(monkeypatch, tmp_path):
     ]
     assert re.match(r"ZeRO-1, checkpointing, micro batch 1: about [\d.]+ GiB, [\d.]+ too much; ", ideas[0])
     plan = search.search(["sft"], ["--model", str(CONFIGS / "qwen3-8b")], 1, hardware.GPUS["rtx4090-24g"])
-    kinds = {report._kind(candidate, plan) for candidate, _ in plan.rejected}
-    ideas = report.rejected_ideas(plan)
+    kinds = {answer_text._kind(candidate, plan) for candidate, _ in plan.rejected}
+    ideas = answer_text.rejected_ideas(plan)
     assert len(ideas) == len(kinds) < 8 < len(plan.rejected)
     assert any(re.search(r"activations and logits are [\d.]+; gradient checkpointing would keep one", i) for i in ideas)
     plan.instead = search.adapters_instead(plan, ["sft"], [])
-    assert len(report.text(plan).splitlines()) <= 26
-    report.write(plan, tmp_path)
+    assert len(answer_text.text(plan).splitlines()) <= 26
+    answer_text.write(plan, tmp_path)
     assert all(idea in (tmp_path / "plan.md").read_text() for idea in ideas)
     assert json.loads((tmp_path / "plan.json").read_text())["disk"]["needed_bytes"] > 2e11
 
@@ -849,7 +851,7 @@ def test_a_simulation_that_fails_leaves_an_estimate_and_says_so_first(monkeypatc
     monkeypatch.setattr(simulate, "run_all", fake_simulation(lambda flags: None))
     plan = search.search(["sft"], FLAGS_1B, 2, GPU)
     assert plan.chosen.answer is None
-    first, *_, text = report.text(plan).strip().partition("\n")
+    first, *_, text = answer_text.text(plan).strip().partition("\n")
     assert first == "the exact check failed: no such kernel; this is an estimate by formula, with a margin of 10%"
     assert "(by formula with a margin of 10%)" in text and "no such kernel" not in text
 
@@ -872,7 +874,7 @@ def test_nothing_fits_is_said_by_a_simulation_only(monkeypatch):
     assert plan.chosen is not None and plan.chosen.answer and asked
     monkeypatch.setattr(simulate, "run_all", fake_simulation(lambda flags: 30))
     plan = search.search(["sft"], flags, 1, small)
-    assert plan.chosen is None and plan.nearest.answer and "with 31.0 GiB" in report.nothing_fits(plan)
+    assert plan.chosen is None and plan.nearest.answer and "with 31.0 GiB" in answer_text.nothing_fits(plan)
 
 
 @pytest.mark.parametrize(("dtype", "bytes_each"), [("bfloat16", 8), ("float32", 16)])
@@ -1126,7 +1128,7 @@ def test_mistakes(words, said, monkeypatch):
     monkeypatch.setattr(simulate, "run_all", fake_simulation(lambda flags: 1))
     words = words if "--model" in words else [*words, *FLAGS_1B]
     with pytest.raises(UserError) as error:
-        command.main(words)
+        plan_command.main(words)
     assert said in str(error.value)
 
 
@@ -1141,7 +1143,7 @@ def test_an_image_text_model_is_refused(kind, tmp_path):
 
 def test_a_folder_without_config(tmp_path):
     with pytest.raises(UserError, match=r"the folder has no config.json"):
-        command.main(["--gpu_type", "h100-80g", "--model", str(tmp_path)])
+        plan_command.main(["--gpu_type", "h100-80g", "--model", str(tmp_path)])
 
 
 def test_gpus_of_the_users_own(tmp_path, monkeypatch):
@@ -1738,15 +1740,17 @@ def test_a_plan_has_three_figures(monkeypatch):
     monkeypatch.setattr(simulate, "run_all", with_allocator(50, replayed(20, 26, 21)))
     flags = [*FLAGS_1B, *ONE_SETTING, "--per_device_train_batch_size", "1"]
     plan = search.search(["sft"], flags, 8, GPU)
-    sizes = {name: size / 2**30 for name, size in report.figures(plan.chosen, plan).items()}
+    sizes = {name: size / 2**30 for name, size in answer_text.figures(plan.chosen, plan).items()}
     # 64 MiB of cuBLAS workspace; 6 and 1 GiB of segments; 0.6 GiB context and 0.8 of NCCL
     wanted = {"allocated": 50.0625, "reserved": 56.0625, "nvidia_smi": 57.4625, "least": 52.4625}
     assert sizes == pytest.approx(wanted, abs=1e-3)
-    assert "GPU memory    52.5 of 79.6 GiB (by simulation); nvidia-smi will show 57.5" in report.text(plan)
-    said = report._markdown(plan)
+    assert "GPU memory    52.5 of 79.6 GiB (by simulation); nvidia-smi will show 57.5" in answer_text.text(plan)
+    said = answer_text._markdown(plan)
     assert "allocated     50.1 GiB" in said and "reserved      56.1 GiB" in said
     assert "nvidia-smi    57.5 of 79.6 GiB; on a fuller GPU 52.5 would do" in said
-    assert report.as_json(plan)["chosen"]["nvidia_smi_bytes"] == report.figures(plan.chosen, plan)["nvidia_smi"]
+    assert (
+        answer_text.as_json(plan)["chosen"]["nvidia_smi_bytes"] == answer_text.figures(plan.chosen, plan)["nvidia_smi"]
+    )
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     assert plan.chosen.reserved == plan.chosen.peak == plan.chosen.allocated
 
@@ -1780,10 +1784,12 @@ def test_the_error_of_plans_is_kept_free_if_something_fits_so(monkeypatch):
         monkeypatch.setattr(simulate, "run_all", fake_simulation(lambda flags, size=size: size))
         plans[size] = search.search(["sft"], flags, 1, GPU)
     assert plans[60].margin == pytest.approx(0.01 * GPU.memory_gib * 2**30, abs=2) and plans[60].chosen
-    assert "CUDA context 0.60, kept free for the error of plans 0.80 (1%)" in report.text(plans[60])
+    assert "CUDA context 0.60, kept free for the error of plans 0.80 (1%)" in answer_text.text(plans[60])
     assert plans[76.5].chosen and not plans[76.5].margin and plans[76.5].nearest is None
-    assert "nothing is kept free for the error of plans" in report.text(plans[76.5])
-    assert "of 79.6 GiB (by simulation)" in report.text(plans[60]) and "of 79.6 GiB" in report.text(plans[76.5])
+    assert "nothing is kept free for the error of plans" in answer_text.text(plans[76.5])
+    assert "of 79.6 GiB (by simulation)" in answer_text.text(plans[60]) and "of 79.6 GiB" in answer_text.text(
+        plans[76.5]
+    )
     assert plans[77].chosen is None and plans[77].nearest
 
 
@@ -1794,9 +1800,9 @@ def test_speeds_without_a_measurement_are_named_where_they_order_settings(monkey
               1: "also by the speed of offload, which was never measured"}  # fmt: skip
     for gpus, sentence in wanted.items():
         plan = search.search(["sft"], FLAGS_1B, gpus, GPU)
-        assert report.facts(plan.chosen, plan)["order of the settings"] == sentence
+        assert answer_text.facts(plan.chosen, plan)["order of the settings"] == sentence
     plan = search.search(["sft"], fixed, 4, GPU)
-    assert "order of the settings" not in report.facts(plan.chosen, plan)
+    assert "order of the settings" not in answer_text.facts(plan.chosen, plan)
 
 
 def test_a_fuller_limit_says_what_tensors_may_take(monkeypatch):
@@ -1825,12 +1831,12 @@ def test_rows_of_different_lengths_leave_more_segments_unused(monkeypatch, tmp_p
     assert more["segments"]["reserved"] > 1.1 * few["segments"]["reserved"]
     assert more["expandable"]["reserved"] < 1.1 * few["expandable"]["reserved"]
     assert more["segments"]["least"] < 1.05 * few["segments"]["least"]
-    said = report.facts(unequal.chosen, unequal)["rows of different lengths"]
+    said = answer_text.facts(unequal.chosen, unequal)["rows of different lengths"]
     assert said.startswith("leave ") and "PYTORCH_ALLOC_CONF=expandable_segments:True" in said
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    said = report.facts(unequal.chosen, unequal)["rows of different lengths"]
+    said = answer_text.facts(unequal.chosen, unequal)["rows of different lengths"]
     assert "unused in expandable segments; with PYTORCH_ALLOC_CONF=expandable_segments:False" in said
-    assert "rows of different lengths" not in report.facts(equal.chosen, equal)
+    assert "rows of different lengths" not in answer_text.facts(equal.chosen, equal)
 
 
 @pytest.mark.parametrize(("expandable", "says"), [(76, "expandable_segments:True makes it fit"), (79, "lengths")])

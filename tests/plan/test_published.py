@@ -11,9 +11,9 @@ import torch
 import transformers
 from conftest import ROOT
 
-from zerofit import hardware
+from zerofit.base import hardware
 from zerofit.config import resolve
-from zerofit.plan import candidates, report, simulated_rank
+from zerofit.plan import answer_text, candidates, simulated_rank
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import published
@@ -97,10 +97,10 @@ def test_contexts_are_the_constants():
 
 
 def test_the_estimates_error_is_the_one_that_plans_name():
-    """The bounds in report.SPEED_ERROR and docs/planning.md."""
+    """The bounds in answer_text.SPEED_ERROR and docs/planning.md."""
     errors = [row["error"] for row in published.speeds()]
-    low, high = (int(number) for number in re.search(r"(-\d+) to \+(\d+) %", report.SPEED_ERROR).groups())
-    assert f"{len(errors)} published runs" in report.SPEED_ERROR
+    low, high = (int(number) for number in re.search(r"(-\d+) to \+(\d+) %", answer_text.SPEED_ERROR).groups())
+    assert f"{len(errors)} published runs" in answer_text.SPEED_ERROR
     assert round(100 * min(errors)) == low and round(100 * max(errors)) == high
 
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 from conftest import TINY, recipe_process, run_world
 
-from zerofit import run_folder
+from zerofit.base.errors import DiskFull, UserError
+from zerofit.checkpoint import integrity, resumable, save
+from zerofit.checkpoint.facts import ASIDE, FACTS, digest_of, read_facts
 from zerofit.config import resolve
-from zerofit.errors import DiskFull, UserError
+from zerofit.job import run_folder
 from zerofit.model.load import count_parameters
-from zerofit.train.checkpoint import integrity, resume, save
-from zerofit.train.checkpoint.facts import ASIDE, FACTS, digest_of, read_facts
 
 FLAGS = [
     "--data", str(TINY / "train.jsonl"), "--max_samples", "48", "--effective_batch_size", "8", "--num_samples", "0",
@@ -93,7 +93,7 @@ def test_a_model_alone_is_no_checkpoint_to_resume(runs):
     for name, zero in itertools.product((folder / "checkpoint-4", folder / "checkpoint-2"), "02"):
         settings = resolve.resolve_settings("sft", [*FLAGS, "--zero", zero, "--resume_from_checkpoint", str(name)], 2)
         with pytest.raises(UserError, match="holds a model without optimizer states"):
-            resume.find_checkpoint(settings, folder)
+            resumable.find_checkpoint(settings, folder)
     assert integrity.latest_valid_checkpoint(folder) is None
     assert export_source.find(str(folder / "checkpoint-4")).weights
 
@@ -205,10 +205,10 @@ def test_minutes_save_where_steps_do_not(runs):
 
 
 def test_adapters_hold_no_frozen_base(runs):
-    from zerofit.train.checkpoint import zero_shards
+    from zerofit.model.weights import stored
 
     saved = runs["3"].folder / "checkpoint-4"
-    trained = sum(zero_shards.Weights(saved).get(name).numel() for name in zero_shards.Weights(saved).where)
+    trained = sum(stored.Weights(saved).get(name).numel() for name in stored.Weights(saved).where)
     states = sum(f.stat().st_size for f in saved.rglob("*.pt"))
     assert states < 1.5 * 12 * trained  # fp32 weights and two moments; the base alone has 3.4 MB
 
@@ -250,9 +250,9 @@ def test_damage_is_named_and_passed_over(copied, capsys, harm, name, says):
         truncate(copied / "checkpoint-4" / name)  # the first byte was its line's end
     flags = [*FLAGS, "--zero", "2", "--output_dir", str(copied), "--resume_from_checkpoint"]
     with pytest.raises(UserError, match=rf"checkpoint-4: is no whole checkpoint: .*{says}"):
-        resume.choose_folder(resolve.resolve_settings("sft", [*flags, str(copied / "checkpoint-4")], 2))
+        resumable.choose_folder(resolve.resolve_settings("sft", [*flags, str(copied / "checkpoint-4")], 2))
     settings = resolve.resolve_settings("sft", [*flags, "auto"], 2)
-    resume.choose_folder(settings)
+    resumable.choose_folder(settings)
     assert settings.resume_from_checkpoint == str(copied / "checkpoint-2")
     assert "note: checkpoint-4 is passed over: " in capsys.readouterr().out
 
@@ -480,7 +480,7 @@ def check_same(flags, ranks=2, recipe="sft"):
 
     settings = resolve.resolve_settings(recipe, flags, ranks)
     train_set, _ = load_datasets(settings, load_tokenizer(settings))
-    resume.check_resumable(settings, train_set)
+    resumable.check_resumable(settings, train_set)
     return settings.decisions
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from conftest import ROOT, TINY, Run, run_python, run_world, runs_slow, slow_but
 
+from zerofit.base.errors import UserError
 from zerofit.data.batches import DatasetWithFiller, EpochSampler
-from zerofit.errors import UserError
 from zerofit.job import program
 from zerofit.train import nan_guard
 

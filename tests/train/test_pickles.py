@@ -8,10 +8,10 @@ import pytest
 import torch
 from conftest import TINY
 
+from zerofit.base.errors import UserError
+from zerofit.checkpoint import integrity, pickles, resumable, zero_shards
 from zerofit.config import resolve
-from zerofit.errors import UserError
 from zerofit.export import export
-from zerofit.train.checkpoint import integrity, pickles, resume, zero_shards
 
 SHARD = "mp_rank_00_model_states.pt"
 STATES = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
@@ -113,7 +113,7 @@ def test_nothing_runs(saved, attack):
     attack(saved)
     settings = resolve.resolve_settings("sft", ["--resume_from_checkpoint", str(saved)], 1)
     with pytest.raises(UserError, match=ATTACKS[attack]):  # at every stage
-        resume.find_checkpoint(settings, saved.parent)
+        resumable.find_checkpoint(settings, saved.parent)
     with pytest.raises(UserError, match=ATTACKS[attack]):
         export.main([str(saved), "--check", "false", "--output_dir", str(saved.parent / "exported")])
     assert not (saved.parent / "struck").exists()

@@ -15,8 +15,9 @@ import pytest
 from conftest import TINY
 from tqdm import tqdm
 
-from zerofit import paths, run_folder
+from zerofit.base import paths
 from zerofit.config import defaults, parse
+from zerofit.job import run_folder
 from zerofit.train import progress
 
 

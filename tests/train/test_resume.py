@@ -13,9 +13,9 @@ import torch
 from conftest import ROOT, TINY, Run, python, run_python, run_world
 from transformers import PreTrainedConfig, trainer_utils
 
-from zerofit import log_filters
-from zerofit.errors import UserError
-from zerofit.launch import resume
+from zerofit.base import log_filters
+from zerofit.base.errors import UserError
+from zerofit.commands import resume
 from zerofit.train.trainer import ZerofitTrainer
 
 FLAGS = [

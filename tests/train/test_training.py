@@ -229,7 +229,7 @@ SLOW_LOADER = """
 import runpy, sys, types
 from zerofit.data.batches import TrainCollator
 from zerofit.train import progress, trainer
-from zerofit.train.checkpoint import save
+from zerofit.checkpoint import save
 now = [0.0]
 progress.time = types.SimpleNamespace(perf_counter=lambda: now[0])
 

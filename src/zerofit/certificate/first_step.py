@@ -6,10 +6,10 @@ import torch
 from accelerate.utils import send_to_device
 from torch.nn import functional
 
-from zerofit import distributed
+from zerofit.base import distributed
 from zerofit.data.batches import documents, join
 from zerofit.data.conversations import IGNORE
-from zerofit.settings import Check
+from zerofit.job.settings import Check
 
 DOCUMENTS, TOKENS = 8, 8192  # recomputed on each rank at most, but a document at least
 

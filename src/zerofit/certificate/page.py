@@ -5,10 +5,11 @@ from pathlib import Path
 
 from transformers import TrainingArguments
 
-from zerofit import __version__, run_folder
-from zerofit.errors import printable
-from zerofit.paths import write_text
-from zerofit.settings import Check
+from zerofit import __version__
+from zerofit.base.errors import printable
+from zerofit.base.paths import write_text
+from zerofit.job import run_folder
+from zerofit.job.settings import Check
 
 ORDER = (
     "base_weights", "rendering", "template_tokens", "end_token", "documents_apart", "loss", "gradient", "rows", "saved",

@@ -6,10 +6,10 @@ import time
 
 from transformers import TrainerCallback
 
-from zerofit import distributed
+from zerofit.base import distributed
+from zerofit.base.errors import UserError, first_line
 from zerofit.certificate import first_step, page, rendering, rows
-from zerofit.errors import UserError, first_line
-from zerofit.settings import Check
+from zerofit.job.settings import Check
 
 
 class Recorder(TrainerCallback):

@@ -12,11 +12,11 @@ from pathlib import Path
 
 from jinja2 import TemplateError
 
+from zerofit.base.errors import UserError
 from zerofit.data import conversations, encoding, pairs, reading, sources
 from zerofit.data.batches import documents
 from zerofit.data.conversations import IGNORE, REASONING, Conversation
-from zerofit.errors import UserError
-from zerofit.settings import Check
+from zerofit.job.settings import Check
 
 ROWS = 16  # compared at most, of the first source
 

@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
-from zerofit import distributed
-from zerofit.settings import Check
+from zerofit.base import distributed
+from zerofit.job.settings import Check
 
 ROWS = "row_numbers"  # of a batch, on their way from the data set to the trainer
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from zerofit import distributed
-from zerofit.settings import Check
+from zerofit.base import distributed
+from zerofit.job.settings import Check
 
 MOST = 1 << 22  # numbers of a tensor that are compared whole; of larger ones the first and the last half as many
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import yaml
 
-from zerofit import command_line, distributed
-from zerofit.errors import UserError
+from zerofit.base import command_line, distributed
+from zerofit.base.errors import UserError
 
 # `accelerate launch` and its cached default_config.yaml put these into the environment, but the recipe decides about
 # stage, precision, accumulation, FSDP and compile. Left in place they change or crash the run.

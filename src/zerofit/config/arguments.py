@@ -4,9 +4,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from zerofit.base.errors import UserError
+from zerofit.base.paths import ROOT
 from zerofit.config import batch_size
-from zerofit.errors import UserError
-from zerofit.paths import ROOT
 
 TINY = ROOT / "examples" / "tiny"
 
@@ -461,7 +461,7 @@ RECIPES = {
     },
     "pipeline": {
         "arguments": (),
-        # What a pipeline cannot do is off; asked for by name, it is refused (model/pipeline.py).
+        # What a pipeline cannot do is off; asked for by name, it is refused (parallel/pipeline.py).
         "defaults": {"learning_rate": 2e-5, "num_samples": 0, "canary": False},
     },
 }

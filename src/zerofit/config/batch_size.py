@@ -1,6 +1,6 @@
 """Solve effective batch = micro batch x accumulation x data ranks for the numbers that were not given."""
 
-from zerofit.errors import UserError
+from zerofit.base.errors import UserError
 
 DEFAULT_EFFECTIVE_BATCH_SIZE = 32
 

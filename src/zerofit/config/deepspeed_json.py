@@ -8,11 +8,11 @@ import typing
 from pathlib import Path
 from typing import Any
 
-from zerofit import distributed
+from zerofit.base import distributed
+from zerofit.base.errors import UserError
+from zerofit.base.paths import PROJECT, read_text
 from zerofit.config import defaults, offload, synonyms
-from zerofit.errors import UserError
-from zerofit.paths import PROJECT, read_text
-from zerofit.settings import json_value, merge_json
+from zerofit.job.settings import json_value, merge_json
 
 CONFIGS = PROJECT / "deepspeed_configs"
 

@@ -5,11 +5,11 @@ import json
 import math
 import os
 
-from zerofit import hardware
+from zerofit.base import hardware
+from zerofit.base.errors import UserError
 from zerofit.config import arguments, batch_size, offload
-from zerofit.errors import UserError
+from zerofit.job.settings import Settings, decide
 from zerofit.model import load
-from zerofit.settings import Settings, decide
 
 MICRO_BATCHES_PER_STAGE = 4  # at least, where the micro batch is chosen here: a pipeline's bubble is then below 20 %
 

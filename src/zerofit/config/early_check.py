@@ -3,10 +3,10 @@
 import shlex
 from pathlib import Path
 
-from zerofit import command_line, run_folder
+from zerofit.base import command_line
 from zerofit.config import arguments, help, parse, presets
 from zerofit.data import hub, sources
-from zerofit.job import program
+from zerofit.job import program, run_folder
 
 OF_A_FILE = ("launch", "slurm", "hosts", "kubernetes")  # verbs that take a recipe's file and its flags
 

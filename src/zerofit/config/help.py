@@ -5,7 +5,7 @@ from dataclasses import MISSING, Field, fields
 from typing import Literal, get_args, get_origin
 
 from zerofit.config import arguments, transformers_flags
-from zerofit.settings import written
+from zerofit.job.settings import written
 
 # Heading -> flags of the short help.
 COMMON = {

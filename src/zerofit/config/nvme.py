@@ -10,8 +10,8 @@ import uuid
 from collections import Counter
 from pathlib import Path
 
-from zerofit.errors import UserError
-from zerofit.settings import merge_json
+from zerofit.base.errors import UserError
+from zerofit.job.settings import merge_json
 
 LIBAIO = "install libaio (apt install libaio-dev, or dnf install libaio-devel), or leave --offload_path out"
 
@@ -146,7 +146,7 @@ def reserve_folder(settings) -> None:
 
     DeepSpeed names its files by rank only, so two runs would overwrite each other's, and it does not delete them.
     """
-    from zerofit import distributed
+    from zerofit.base import distributed
 
     paths = paths_of(settings.deepspeed)
     if not paths:

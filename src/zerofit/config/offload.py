@@ -6,9 +6,9 @@ Statements about DeepSpeed were read in the source of deepspeed 0.19.8 and, wher
 import os
 from pathlib import Path
 
+from zerofit.base.errors import UserError, first_line
 from zerofit.config import nvme
-from zerofit.errors import UserError, first_line
-from zerofit.settings import as_typed
+from zerofit.job.settings import as_typed
 
 # JSON key -> the flag with the same meaning.
 SAME_AS_FLAG = {

@@ -17,12 +17,12 @@ from typing import Any
 import yaml
 from transformers import HfArgumentParser  # without torch; TrainingArguments brings it and takes seconds
 
-from zerofit.command_line import by_flag, drop, names, repeated, with_auto_as_probe
+from zerofit.base.command_line import by_flag, drop, names, repeated, with_auto_as_probe
+from zerofit.base.errors import UserError
+from zerofit.base.paths import read_text
 from zerofit.config import arguments, presets, synonyms
-from zerofit.errors import UserError
 from zerofit.job import program
-from zerofit.paths import read_text
-from zerofit.settings import Settings
+from zerofit.job.settings import Settings
 
 _UNSET = object()
 

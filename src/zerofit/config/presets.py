@@ -1,6 +1,6 @@
 """Define --preset: tested combinations of flags by GPU memory."""
 
-from zerofit.errors import UserError
+from zerofit.base.errors import UserError
 
 # Flags as on the command line; a --config file and explicit flags override them. The effective batch is unchanged
 # (default 32): the micro batch decides the accumulation. Precision is left to its default: bf16 where the GPU has it,

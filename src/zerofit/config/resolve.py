@@ -7,10 +7,11 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from zerofit import distributed
+from zerofit.base import distributed
+from zerofit.base.errors import UserError
 from zerofit.config import accelerate_env, deepspeed_json, defaults, offload, parse, transformers_flags
 from zerofit.data import streaming
-from zerofit.errors import UserError
+from zerofit.job.settings import Settings, as_typed, decide
 from zerofit.model import (
     adapters,
     attention,
@@ -19,15 +20,12 @@ from zerofit.model import (
     gradient_checkpointing,
     liger,
     load,
-    pipeline,
     preference_loss,
     quantization,
-    sequence_parallel,
-    tensor_parallel,
     tiled_mlp,
 )
 from zerofit.optim import registry
-from zerofit.settings import Settings, as_typed, decide
+from zerofit.parallel import pipeline, sequence_parallel, tensor_parallel
 
 
 def resolve_settings(

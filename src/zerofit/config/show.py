@@ -2,10 +2,10 @@
 
 from dataclasses import fields
 
-from zerofit import run_folder
+from zerofit.base.errors import UserError
 from zerofit.config.arguments import kit_groups
-from zerofit.errors import UserError
-from zerofit.settings import Settings
+from zerofit.job import run_folder
+from zerofit.job.settings import Settings
 
 
 def summary(settings: Settings) -> str:

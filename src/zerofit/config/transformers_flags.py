@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from zerofit.errors import UserError
+from zerofit.base.errors import UserError
 
 _LOSS_ONLY = "evaluation computes the loss and its perplexity and keeps no predictions; leave it out"
 

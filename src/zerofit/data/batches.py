@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
+from zerofit.base.errors import UserError
 from zerofit.data import conversations
-from zerofit.errors import UserError
-from zerofit.settings import order_seed
+from zerofit.job.settings import order_seed
 
 
 def rows_of_epoch(weights: list[float], epoch: int) -> list[int]:

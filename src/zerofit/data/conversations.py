@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from zerofit.base.errors import UserError
 from zerofit.data import meaning
-from zerofit.errors import UserError
 
 IGNORE = -100  # label that transformers' loss ignores
 

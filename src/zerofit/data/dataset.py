@@ -18,12 +18,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from zerofit.base.errors import UserError
+from zerofit.base.paths import cache_root, hash_file, private_folder
 from zerofit.data import conversations, encoding, pairs, reading, template_text
 from zerofit.data.batches import lengths_of, rows_of_epoch, tables
 from zerofit.data.sources import Source, suffix
 from zerofit.data.tokens import CHUNK, TokenizedDataset
-from zerofit.errors import UserError
-from zerofit.paths import cache_root, hash_file, private_folder
 
 CACHE_VERSION = 9  # raise it when the tokens of a row change
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from zerofit.base.errors import UserError
 from zerofit.data import conversations, end_tokens, template_text
-from zerofit.errors import UserError
 
 PROBE = "Größe\n\n 東京 🙂\t3.14 'll  x\n"  # text on which a tokenizer shows whether its tokens are its bytes
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from zerofit.data.conversations import Conversation
-from zerofit.settings import Check
+from zerofit.job.settings import Check
 
 # What a token was found to end; INSIDE: it stands in a trained answer, before its end.
 ANSWER, CALL, TEXT, INSIDE = "answer", "tool call", "text", "inside"

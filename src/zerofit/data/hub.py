@@ -11,8 +11,8 @@ from urllib.parse import urlparse
 
 from filelock import FileLock
 
-from zerofit.errors import Unavailable, UserError, first_line
-from zerofit.paths import cache_root, private_folder
+from zerofit.base.errors import Unavailable, UserError, first_line
+from zerofit.base.paths import cache_root, private_folder
 
 # A model's files but its weights: configuration, tokenizer, templates, code.
 SMALL = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")

@@ -1,9 +1,9 @@
 """Load the training and evaluation sets that the settings name."""
 
+from zerofit.base.errors import UserError
 from zerofit.data import dataset, encoding, sources
 from zerofit.data.tokens import TokenizedDataset
-from zerofit.errors import UserError
-from zerofit.settings import as_typed
+from zerofit.job.settings import as_typed
 
 
 def load_datasets(settings, tokenizer) -> tuple[TokenizedDataset, TokenizedDataset | None]:

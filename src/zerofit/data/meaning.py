@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from zerofit.errors import UserError
+from zerofit.base.errors import UserError
 
 # Keys of a turn that say whether it is trained: axolotl's, OpenAI's, ms-swift's and xtuner's, LLaMA-Factory's.
 TRAIN_MARKS = ("train", "training", "trainable", "weight", "loss", "loss_weight", "loss_scale")

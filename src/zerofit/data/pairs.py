@@ -9,9 +9,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from zerofit.base.errors import UserError
 from zerofit.data import conversations, encoding, meaning
 from zerofit.data.conversations import Conversation
-from zerofit.errors import UserError
 
 KIND = "preference"
 

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
+from zerofit.base.errors import UserError
 from zerofit.data import conversations, encoding, end_tokens, pairs, template_text
 from zerofit.data.sources import Source, json_object, read_rows
-from zerofit.errors import UserError
 
 KEPT_REASONS = 100  # reasons kept in run.json and data.json
 

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from zerofit.base.errors import UserError, first_line
 from zerofit.data.hub import check_reachable
-from zerofit.errors import UserError, first_line
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 

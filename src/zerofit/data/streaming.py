@@ -12,12 +12,12 @@ from collections.abc import Iterator
 
 import torch
 
+from zerofit.base.errors import UserError
 from zerofit.data import dataset, encoding, reading, template_text
 from zerofit.data import sources as data_sources
 from zerofit.data.batches import best_fit_decreasing, filler, join
 from zerofit.data.tokens import CHUNK, TokenizedDataset
-from zerofit.errors import UserError
-from zerofit.settings import order_seed
+from zerofit.job.settings import order_seed
 
 PREVIEW = 500  # rows tokenized before the start: for statistics, limits, the packing check, sample answers
 

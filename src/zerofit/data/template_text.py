@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from zerofit.base.errors import UserError
 from zerofit.data.conversations import IGNORE, Conversation
-from zerofit.errors import UserError
 
 if TYPE_CHECKING:
     from zerofit.data.encoding import Encoder

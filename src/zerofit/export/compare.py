@@ -10,10 +10,10 @@ import sys
 import tempfile
 from pathlib import Path
 
+from zerofit.base.errors import UserError
+from zerofit.base.paths import PACKAGE
 from zerofit.data import sources
-from zerofit.errors import UserError
 from zerofit.export import ends
-from zerofit.paths import PACKAGE
 
 PROMPTS = (
     "What is the capital of France?",
@@ -136,7 +136,7 @@ def in_words(result: dict) -> str:
 def main(argv: list[str]) -> None:
     import torch
 
-    from zerofit import log_filters
+    from zerofit.base import log_filters
     from zerofit.export import source
 
     log_filters.libraries()
@@ -257,9 +257,9 @@ def _differing(saved, exported, dtype) -> str:
     """
     import torch
 
-    from zerofit.train.checkpoint import zero_shards
+    from zerofit.model.weights import stored
 
-    original, written = zero_shards.Weights(saved.folder), zero_shards.Weights(exported.folder)
+    original, written = stored.Weights(saved.folder), stored.Weights(exported.folder)
     for name in original.where:
         tensor = written.get(name)
         if tensor is None:

@@ -7,9 +7,9 @@ from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
-from zerofit import run_folder
+from zerofit.base.errors import UserError, printable
 from zerofit.data import encoding, end_tokens, reading, sources
-from zerofit.errors import UserError, printable
+from zerofit.job import run_folder
 from zerofit.model import generation
 
 LOOKED_AT = 64  # rows of the run's data, of which the one with the shortest answer is tried

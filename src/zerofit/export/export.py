@@ -12,12 +12,13 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from zerofit import run_folder
-from zerofit.errors import UserError, first_line
-from zerofit.export import compare, ends, merge, model_card, source
+from zerofit.base.errors import UserError, first_line
+from zerofit.base.paths import nearest_existing
+from zerofit.checkpoint import integrity, zero_shards
+from zerofit.export import card, compare, ends, merge, source
+from zerofit.job import run_folder
 from zerofit.model import generation
-from zerofit.paths import nearest_existing
-from zerofit.train.checkpoint import integrity, zero_shards
+from zerofit.model.weights import stored
 
 DTYPES = {"float32": torch.float32, "fp32": torch.float32, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16,
           "fp16": torch.float16, "float16": torch.float16}  # fmt: skip
@@ -62,7 +63,7 @@ def main(argv: list[str]) -> None:
         tmp_folder.mkdir(parents=True)
         done = _write(args, saved, tmp_folder)
         done["agreement"] = compare.check(args, saved, tmp_folder, done)
-        (tmp_folder / "README.md").write_text(model_card.text(saved, done), encoding="utf-8")
+        (tmp_folder / "README.md").write_text(card.text(saved, done), encoding="utf-8")
         tmp_folder.replace(out)
     finally:
         shutil.rmtree(tmp_folder, ignore_errors=True)
@@ -149,14 +150,14 @@ def _write(given, saved, out: Path) -> dict:
 
 def _tensors(given, saved, masters: dict):
     """Return ({tensor name: bytes}, function from name to tensor that reads one at a time)."""
-    held_weights = zero_shards.Weights(saved.folder)
+    held_weights = stored.Weights(saved.folder)
     if given.merge:
-        held_weights = zero_shards.Weights(Path(saved.base))
+        held_weights = stored.Weights(Path(saved.base))
 
         def adapter(name):
             return masters[name]() if name in masters else own_weights.get(name)
 
-        own_weights, to_dtype = zero_shards.Weights(saved.folder), given.dtype or saved.base_dtype
+        own_weights, to_dtype = stored.Weights(saved.folder), given.dtype or saved.base_dtype
         names = {name: _size(held_weights, name, to_dtype) for name in held_weights.where}
         return names, lambda name: _cast(
             merge.merge_tensor(saved, adapter, held_weights, name), to_dtype or held_weights.get(name).dtype
@@ -177,7 +178,7 @@ def _tensors(given, saved, masters: dict):
     return names, get
 
 
-def _size(held: zero_shards.Weights, name: str, dtype) -> int:
+def _size(held: stored.Weights, name: str, dtype) -> int:
     """Return the bytes of a tensor after the cast."""
     tensor = held.get(name)  # mapped, not read
     return tensor.numel() * (dtype.itemsize if dtype and tensor.is_floating_point() else tensor.itemsize)
@@ -291,7 +292,7 @@ def _masters(given, saved) -> dict:
     if given.dtype != torch.float32 or not saved.weights or saved.dtype == torch.float32:
         return {}
     folders = [saved.folder, *reversed(run_folder.checkpoints(saved.run).values())] if saved.run else [saved.folder]
-    held_weights = zero_shards.Weights(saved.folder)
+    held_weights = stored.Weights(saved.folder)
     for folder in filter(zero_shards.is_deepspeed, folders):
         if saved.run and folder != saved.folder and integrity.find_corruption(folder):
             continue
@@ -332,7 +333,7 @@ def _skeleton(folder: Path, remote: bool):
         return AutoModelForCausalLM.from_config(config, trust_remote_code=remote)
 
 
-def _tied_twins(saved, held: zero_shards.Weights) -> dict[str, str]:
+def _tied_twins(saved, held: stored.Weights) -> dict[str, str]:
     """Return {tied weight saved a second time (ZeRO does): the first one}, where they are bit-equal."""
     tied = getattr(_skeleton(saved.folder, saved.remote), "all_tied_weights_keys", {})
     return {

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import torch
 
-from zerofit.errors import UserError
+from zerofit.base.errors import UserError
 from zerofit.export.source import Saved, load_base, wrong_base_in_words
-from zerofit.model.weights import complete
-from zerofit.train.checkpoint import zero_shards
+from zerofit.model.weights import complete, stored
 
 # Fields of peft's LoraConfig that do not change what A and B mean once they are trained.
 _PLAIN = {"base_model_name_or_path", "exclude_modules", "inference_mode", "init_lora_weights", "layers_pattern",
@@ -33,8 +32,8 @@ def reason_for_full_merge(saved: Saved) -> str:
     other = [key for key, value in config.items() if key not in _PLAIN and value != plain.get(key)]
     if other or config.get("init_lora_weights") not in (True, False, "gaussian", "orthogonal"):
         return f"it has {', '.join(other) or config['init_lora_weights']}"
-    base, tied = zero_shards.Weights(Path(saved.base)), _is_tied(saved)
-    for name in zero_shards.Weights(saved.folder).where:
+    base, tied = stored.Weights(Path(saved.base)), _is_tied(saved)
+    for name in stored.Weights(saved.folder).where:
         match = re.fullmatch(r"base_model\.model\.(.+)\.lora_[AB]\.weight", name)
         if not match or f"{match[1]}.weight" not in base.where:
             return f"{name} has no weight of its own in the base's files"
@@ -53,7 +52,7 @@ def _is_tied(saved: Saved) -> bool:
     return bool(getattr(_base_config(saved), "tie_word_embeddings", False))
 
 
-def merge_tensor(saved: Saved, adapter, base: zero_shards.Weights, name: str) -> torch.Tensor:
+def merge_tensor(saved: Saved, adapter, base: stored.Weights, name: str) -> torch.Tensor:
     """Return the base's tensor as it was in training, plus s B A in fp32 where the adapter has one.
 
     Args: adapter: name -> a tensor of the adapter.
@@ -100,7 +99,7 @@ def merge_model(saved: Saved, adapter, device: str):
 
 def _on_a_table(saved: Saved) -> bool:
     """Return whether the adapter has factors for embedding or head: LoRA names without a layer number."""
-    names = zero_shards.Weights(saved.folder).where
+    names = stored.Weights(saved.folder).where
     return any("lora_" in name and not re.search(r"\.\d+\.", name) for name in names)
 
 

@@ -8,14 +8,14 @@ from types import SimpleNamespace
 
 import torch
 
-from zerofit import run_folder
+from zerofit.base.errors import UserError
+from zerofit.checkpoint import integrity, pickles, zero_shards
+from zerofit.checkpoint.facts import is_of_this_kit, read_facts
 from zerofit.data import hub
-from zerofit.errors import UserError
+from zerofit.job import run_folder
 from zerofit.model import adapters, quantization
 from zerofit.model.load import model_fingerprint
-from zerofit.model.weights import adapter, complete, files
-from zerofit.train.checkpoint import integrity, pickles, zero_shards
-from zerofit.train.checkpoint.facts import is_of_this_kit, read_facts
+from zerofit.model.weights import adapter, complete, files, stored
 
 MODEL, ADAPTER = "model*.safetensors", "adapter_model.safetensors"
 
@@ -226,7 +226,7 @@ def _check_base(saved: Saved, base: Path, place: str) -> None:
         raise UserError(
             f"{place}: is not the model that this adapter was trained on (its hash is another); name it with --base."
         )
-    adapter_weights, base_weights = zero_shards.Weights(saved.folder), zero_shards.Weights(base)
+    adapter_weights, base_weights = stored.Weights(saved.folder), stored.Weights(base)
     for name, file in adapter_weights.where.items():
         module = name.removeprefix("base_model.model.").rpartition(".lora_A")[0]
         target = base_weights.where.get(f"{module}.weight")

@@ -1,1 +1,1 @@
-"""A job: the program that it starts. What it computes is in settings.py."""
+"""A job: its settings, the program that it starts, and its run folder."""

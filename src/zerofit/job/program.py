@@ -12,8 +12,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from zerofit.errors import UserError, one_line
-from zerofit.paths import PROJECT, ROOT, cache_root, own_folder
+from zerofit.base.errors import UserError, one_line
+from zerofit.base.paths import PROJECT, ROOT, cache_root, own_folder
 
 # Calls whose first argument names the set of arguments that a recipe takes.
 NAMES_ARGUMENTS = {"check_early": "entrypoint", "parse": "recipe"}

@@ -17,11 +17,11 @@ from pathlib import Path
 import psutil
 import torch
 
-from zerofit import command_line, distributed, hardware, rank_status
+from zerofit.base import command_line, distributed, hardware, rank_status
+from zerofit.base.errors import UserError
+from zerofit.base.paths import private_folder
 from zerofit.config import parse
-from zerofit.errors import UserError
 from zerofit.job import program
-from zerofit.paths import private_folder
 from zerofit.train import memory_report, trial
 
 MARGIN = 0.08  # fraction of device memory kept free: fragmentation, and rows that differ a little between ranks

@@ -11,10 +11,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from zerofit import rank_status
-from zerofit.errors import UserError
+from zerofit.base import rank_status
+from zerofit.base.errors import UserError
+from zerofit.base.paths import nearest_existing
 from zerofit.launch import postmortem, retry, supervisor
-from zerofit.paths import nearest_existing
 from zerofit.train import trial
 
 GIB = 2**30
@@ -84,7 +84,7 @@ def _attempt(job: supervisor.Job, flags: list[str], settings, folder: Path) -> t
 
 def _flags(flags: list[str], folder: Path) -> list[str]:
     """Return the canary's flags: the run's, but own folder, no resume, nothing to the Hub or a tracker."""
-    from zerofit import command_line
+    from zerofit.base import command_line
 
     return command_line.put([*flags, *trial.NOTHING_OUTSIDE], resume_from_checkpoint=False, output_dir=folder)
 

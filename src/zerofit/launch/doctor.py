@@ -22,8 +22,8 @@ from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 
-from zerofit import allocator, hardware
-from zerofit.errors import UserError
+from zerofit.base import allocator, hardware
+from zerofit.base.errors import UserError
 from zerofit.launch import doctor_nodes
 
 GIB = 2**30
@@ -97,7 +97,7 @@ def python_and_packages() -> list[doctor_nodes.Finding]:
     """Compare installed versions with the ranges that zerofit was tested with."""
     from packaging.requirements import Requirement
 
-    from zerofit.run_folder import PACKAGES
+    from zerofit.job.run_folder import PACKAGES
 
     bad = []
     try:
@@ -243,7 +243,7 @@ def compiled_ops() -> list[doctor_nodes.Finding]:
 
 def variables() -> list[doctor_nodes.Finding]:
     """Warn of environment variables that change how a job runs."""
-    from zerofit import distributed
+    from zerofit.base import distributed
 
     findings = []
     cores, threads = distributed.cores(), os.environ.get("OMP_NUM_THREADS")
@@ -259,7 +259,7 @@ def variables() -> list[doctor_nodes.Finding]:
 
 def launcher_files() -> list[doctor_nodes.Finding]:
     """Warn of files with launcher settings: accelerate's cached configuration, DeepSpeed's .deepspeed_env."""
-    from zerofit import distributed
+    from zerofit.base import distributed
     from zerofit.config import accelerate_env
 
     findings, cached = [], accelerate_env.cached_accelerate_config()
@@ -388,7 +388,7 @@ def _kernel() -> str:
 
 def disk(folder: Path) -> list[doctor_nodes.Finding]:
     """Check that files can be written and atomically replaced in a folder, and report the free space."""
-    from zerofit.paths import nearest_existing
+    from zerofit.base.paths import nearest_existing
 
     parent = nearest_existing(folder.expanduser().absolute())
     try:
@@ -431,8 +431,8 @@ def port(text: str) -> list[doctor_nodes.Finding]:
 
 def json_files() -> list[doctor_nodes.Finding]:
     """Check each JSON of deepspeed_configs/ for keys that DeepSpeed removed or ignores."""
+    from zerofit.base.paths import PROJECT
     from zerofit.config import deepspeed_json
-    from zerofit.paths import PROJECT
 
     findings, files = [], sorted((PROJECT / "deepspeed_configs").glob("*.json"))
     for file in files:
@@ -482,7 +482,7 @@ def exchange(count: int, seconds: float = 90.0) -> list[doctor_nodes.Finding]:
     """
     import torch
 
-    from zerofit import distributed
+    from zerofit.base import distributed
     from zerofit.train import network_check
 
     cuda = hardware.torch_sees_some()
@@ -572,8 +572,8 @@ def room(settings, net) -> list[doctor_nodes.Finding]:
 
     Args: net: the model on the meta device.
     """
+    from zerofit.base.paths import nearest_existing
     from zerofit.model.load import count_parameters
-    from zerofit.paths import nearest_existing
     from zerofit.plan import formulas
 
     trained_params, total_params = count_parameters(net)

@@ -6,7 +6,7 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-from zerofit import distributed
+from zerofit.base import distributed
 from zerofit.launch.cluster import node_options
 
 
@@ -114,7 +114,7 @@ def shared(folder: Path, count: int) -> list[Finding]:
     """Check by file system type whether other nodes can see the run folder. count: nodes of the job."""
     import psutil
 
-    from zerofit.paths import nearest_existing
+    from zerofit.base.paths import nearest_existing
 
     parent = nearest_existing(folder.absolute())
     mounts = sorted(psutil.disk_partitions(all=True), key=lambda m: len(m.mountpoint))

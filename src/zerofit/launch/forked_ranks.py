@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from zerofit import command_line, rank_status
+from zerofit.base import command_line, rank_status
 from zerofit.launch import postmortem
 
 END_SECONDS = 30.0  # for the ranks to end, once one has failed, before they are killed; torchrun's

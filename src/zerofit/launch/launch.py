@@ -4,15 +4,16 @@ import os
 from functools import partial
 from pathlib import Path
 
-from zerofit import command_line, hardware, run_folder
+from zerofit.base import command_line, hardware
+from zerofit.base.errors import UserError
 from zerofit.config import defaults, resolve, show
-from zerofit.errors import UserError
+from zerofit.job import run_folder
 from zerofit.job.program import Program, again
+from zerofit.job.settings import Settings
 from zerofit.launch import batch_search, canary, prepare, standby, supervisor
 from zerofit.launch.cluster import documents, job_secret, node_options
 from zerofit.launch.cluster.coordinator import Coordinator
 from zerofit.plan import preflight
-from zerofit.settings import Settings
 from zerofit.train import consistency
 
 

@@ -5,8 +5,9 @@ import signal
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from zerofit import paths, rank_status, run_folder
-from zerofit.errors import EXIT_CODES, UserError
+from zerofit.base import paths, rank_status
+from zerofit.base.errors import EXIT_CODES, UserError
+from zerofit.job import run_folder
 
 EXITS = "exits.json"  # {rank: exit code}, written by launch/torchrun.py
 
@@ -185,7 +186,7 @@ def lost_node(who: str, where: Path) -> Outcome:
 
 def write(folder: Path, endings: list[Outcome], advice: str) -> None:
     """Write report.json and report.md into the run folder, one entry per attempt."""
-    from zerofit import run_folder
+    from zerofit.job import run_folder
 
     last = endings[-1]
     content = {
@@ -212,7 +213,7 @@ def write(folder: Path, endings: list[Outcome], advice: str) -> None:
 
 def _effect(before, after) -> str:
     """Return the memory that the change saves by the plan, " (saves ...)"; "" without a memory limit."""
-    from zerofit import hardware
+    from zerofit.base import hardware
     from zerofit.plan import predict, simulate
 
     try:
@@ -238,7 +239,7 @@ def advice(last: Outcome, folder: Path, settings, smaller: tuple | None) -> str:
 
     Args: folder: the run folder; smaller: the result of retry.next_smaller_setting, named with its effect.
     """
-    from zerofit.train.checkpoint import resume
+    from zerofit.checkpoint import resumable
 
     if last.kind == "out of memory":
         plan = "`make plan` with the same arguments: it finds the setting that fits, or says what is missing"
@@ -251,4 +252,4 @@ def advice(last: Outcome, folder: Path, settings, smaller: tuple | None) -> str:
         "disk full": "make room",
         "crash": "read the traceback in report.md",
     }.get(last.kind)
-    return f"{action}; {resume.next_command(folder)}" if action else ""
+    return f"{action}; {resumable.next_command(folder)}" if action else ""

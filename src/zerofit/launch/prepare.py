@@ -6,14 +6,14 @@ import os
 import sys
 from pathlib import Path
 
-from zerofit import command_line, distributed
+from zerofit.base import command_line, distributed
+from zerofit.base.errors import UserError
+from zerofit.base.paths import PROJECT, import_path, is_project
 from zerofit.config import parse
-from zerofit.errors import UserError
 from zerofit.job import program
 from zerofit.job.program import Program
+from zerofit.job.settings import Settings
 from zerofit.launch.cluster import node_options
-from zerofit.paths import PROJECT, import_path, is_project
-from zerofit.settings import Settings
 
 LAUNCHERS = ("torchrun", "accelerate", "deepspeed")
 
@@ -91,6 +91,7 @@ def prepare(settings: Settings, decides: bool = True) -> tuple[Path | None, obje
     Args: decides: whether this node chooses the run folder and the checkpoint to resume from (only node 0 does).
     Returns: the run folder to create (None if not `decides`), the training set, the evaluation set or None.
     """
+    from zerofit.checkpoint import resumable
     from zerofit.config import resolve
     from zerofit.data import hub
     from zerofit.data.load import load_datasets
@@ -98,7 +99,6 @@ def prepare(settings: Settings, decides: bool = True) -> tuple[Path | None, obje
     from zerofit.model.load import check_model, check_weights, load_tokenizer
     from zerofit.plan import inspect_data
     from zerofit.train import deepspeed_ops
-    from zerofit.train.checkpoint import resume
 
     hub.check_push(settings)
     warnings = doctor.raise_or_warn(doctor.installation())
@@ -107,13 +107,13 @@ def prepare(settings: Settings, decides: bool = True) -> tuple[Path | None, obje
     check_weights(settings)
     for sentence in [*warnings, *doctor.raise_or_warn(doctor.of_job(settings, model))]:
         print(f"note: {sentence}", flush=True)
-    folder = resume.choose_folder(settings) if decides else None
+    folder = resumable.choose_folder(settings) if decides else None
     deepspeed_ops.prepare(settings)  # compile ops now: a failing compiler is reported before ranks start
     tokenizer = load_tokenizer(settings)
     sets = load_datasets(settings, tokenizer)
     inspect_data.check_data(settings, *sets, tokenizer)
     if decides:
-        resume.check_resumable(settings, sets[0])
+        resumable.check_resumable(settings, sets[0])
     return folder, *sets
 
 

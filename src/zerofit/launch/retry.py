@@ -4,11 +4,11 @@ import itertools
 import shutil
 from pathlib import Path
 
-from zerofit.errors import UserError
+from zerofit.base.errors import UserError
+from zerofit.checkpoint.facts import ASIDE
+from zerofit.checkpoint.integrity import latest_valid_checkpoint
+from zerofit.job.run_folder import checkpoints, keep_metrics
 from zerofit.model import gradient_checkpointing
-from zerofit.run_folder import checkpoints, keep_metrics
-from zerofit.train.checkpoint.facts import ASIDE
-from zerofit.train.checkpoint.integrity import latest_valid_checkpoint
 
 EVALUATION = "eval"  # phase of errors.OutOfMemory
 
@@ -74,7 +74,7 @@ def next_smaller_setting(settings, flags: list[str], parse, phase: str = ""):
         phase: of errors.OutOfMemory.
     Returns: (change in words, command line, its Settings), or None.
     """
-    from zerofit import command_line
+    from zerofit.base import command_line
 
     micro, effective_batch = settings.per_device_train_batch_size, settings.effective_batch_size
     kept = command_line.drop(flags, "--gradient_accumulation_steps", "--search_batch_size")
@@ -95,7 +95,7 @@ def next_smaller_setting(settings, flags: list[str], parse, phase: str = ""):
 
 def _smaller_evaluation(settings, kept: list[str]) -> list[tuple[str, list[str]]]:
     """Return the change that makes evaluation smaller, as (words, command line)."""
-    from zerofit import command_line
+    from zerofit.base import command_line
 
     rows = settings.per_device_eval_batch_size
     if rows == 1:
@@ -106,7 +106,7 @@ def _smaller_evaluation(settings, kept: list[str]) -> list[tuple[str, list[str]]
 
 def _smaller_steps(settings, kept: list[str]) -> list[tuple[str, list[str]]]:
     """Return the changes that make a training step's activations smaller, as (words, command line)."""
-    from zerofit import command_line
+    from zerofit.base import command_line
 
     micro, tries = settings.per_device_train_batch_size, []
     per_rank = settings.effective_batch_size // settings.data_ranks

@@ -19,7 +19,7 @@ import threading
 import time
 from pathlib import Path
 
-from zerofit import rank_status
+from zerofit.base import rank_status
 from zerofit.launch import forked_ranks
 
 # Environment variable. 0: every rank starts in an interpreter of its own. 1: forks on GPUs too, where nobody has

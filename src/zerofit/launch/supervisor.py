@@ -13,18 +13,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from zerofit import command_line, rank_status, run_folder
-from zerofit.errors import EXIT_CODES, BrokenLinks
-from zerofit.export import report
+from zerofit.base import command_line, rank_status
+from zerofit.base.errors import EXIT_CODES, BrokenLinks
+from zerofit.checkpoint import resumable
+from zerofit.checkpoint.facts import ASIDE
+from zerofit.job import run_folder
+from zerofit.job.settings import Settings
 from zerofit.launch import postmortem, retry, standby
 from zerofit.launch.cluster import documents, node_options
 from zerofit.launch.cluster.coordinator import Coordinator
 from zerofit.launch.cluster.documents import End
 from zerofit.plan import preflight
-from zerofit.settings import Settings
+from zerofit.report import run_page
 from zerofit.train import network_check
-from zerofit.train.checkpoint import resume
-from zerofit.train.checkpoint.facts import ASIDE
 
 POLL_SECONDS = 0.5
 
@@ -207,7 +208,7 @@ def _end_job(job: Job, attempt: Attempt, endings: list[postmortem.Outcome], reco
         last.code = EXIT_CODES["interrupted"]  # with 75, SLURM would requeue it for ever
     _write_report(job, attempt, endings, records, opened)
     if opened:
-        report.write(job.folder, told=last.kind not in ("finished", "out of memory", "diverged"))
+        run_page.write(job.folder, told=last.kind not in ("finished", "out of memory", "diverged"))
     if job.coordinator:
         job.coordinator.end(last.code, "" if last.kind == "finished" else last.sentence)
     return last.code
@@ -260,7 +261,7 @@ def _tell_interrupted(folder: Path, last: postmortem.Outcome, opened: bool) -> N
     The ranks may not have written it: one that waited for another saw a broken connection first, or was killed.
     """
     ended = "interrupted" if last.signal == "SIGINT" else f"stopped by {last.signal}"
-    print(f"zerofit: {resume.how_to_go_on(ended, folder, last.step)}", file=sys.stderr)
+    print(f"zerofit: {resumable.how_to_go_on(ended, folder, last.step)}", file=sys.stderr)
     if opened and not run_folder.finished(folder):
         status = {"status": "interrupted", "error": f"{ended} (by a signal to the job)", "steps": last.step or 0}
         run_folder.write_json(folder / "result.json", status)

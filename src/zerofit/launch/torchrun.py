@@ -11,7 +11,7 @@ from torch.distributed import run
 from torch.distributed.elastic.multiprocessing import api
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from zerofit import rank_status
+from zerofit.base import rank_status
 from zerofit.launch import postmortem
 
 

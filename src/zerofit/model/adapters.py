@@ -10,8 +10,8 @@ from pathlib import Path
 
 import yaml
 
-from zerofit.errors import UserError, first_line
-from zerofit.settings import decide, refuse_with
+from zerofit.base.errors import UserError, first_line
+from zerofit.job.settings import decide, refuse_with
 
 # Names are peft's PeftType in lower case; tests/model/test_adapters.py trains, saves and reloads each tuner at the
 # stages named there. prompt_tuning and prefix_tuning lengthen the input, the others change modules.

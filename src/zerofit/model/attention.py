@@ -18,7 +18,7 @@ from importlib.util import find_spec
 import torch
 from accelerate.utils import send_to_device
 
-from zerofit.errors import UserError
+from zerofit.base.errors import UserError
 from zerofit.model import patches
 
 NAME = "zerofit_packed"
@@ -103,7 +103,7 @@ def resolve_for_model(settings, config) -> None:
     Args: config: of the model; settings: padding_free is turned off in it if documents cannot be kept apart.
     Raises: UserError for --packing in that case, and for dropout that the implementation would ignore.
     """
-    from zerofit.settings import decide
+    from zerofit.job.settings import decide
 
     chosen = settings.attn_implementation
     text = config.get_text_config()
@@ -164,7 +164,7 @@ def _eager_where_sdpa_is_missing(settings, config) -> None:
 
     Raises: UserError for an explicit --attn_implementation sdpa.
     """
-    from zerofit.settings import decide
+    from zerofit.job.settings import decide
 
     cls = class_of(config)
     if settings.attn_implementation != "sdpa" or cls is None or cls._supports_sdpa:

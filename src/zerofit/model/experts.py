@@ -2,9 +2,9 @@
 
 import torch
 
-from zerofit.errors import UserError
+from zerofit.base.errors import UserError
+from zerofit.job.settings import decide
 from zerofit.model import quantization
-from zerofit.settings import decide
 
 # Names that config.json files have for the experts of a layer, and for how many of them a token selects.
 COUNT = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")

@@ -14,9 +14,9 @@ import functools
 import torch
 from torch.autograd.function import once_differentiable
 
-from zerofit import distributed
-from zerofit.errors import UserError
-from zerofit.settings import decide
+from zerofit.base import distributed
+from zerofit.base.errors import UserError
+from zerofit.job.settings import decide
 
 CHUNK_BYTES = 2**30  # of fp32 logits: 2,048 rows at V = 128k
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from zerofit import distributed
+from zerofit.base import distributed
 from zerofit.data import conversations, end_tokens
 
 

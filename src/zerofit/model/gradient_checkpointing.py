@@ -10,8 +10,8 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from zerofit import allocator, distributed
-from zerofit.errors import UserError, first_line
+from zerofit.base import allocator, distributed
+from zerofit.base.errors import UserError, first_line
 
 SIMULATED_ATTENTION = "zerofit::attention"  # of a plan (plan/fake_device.py)
 

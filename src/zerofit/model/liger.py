@@ -10,10 +10,10 @@ import sys
 
 import torch
 
-from zerofit import allocator, distributed
-from zerofit.errors import UserError, first_line
+from zerofit.base import allocator, distributed
+from zerofit.base.errors import UserError, first_line
+from zerofit.job.settings import decide
 from zerofit.model import attention
-from zerofit.settings import decide
 
 # Dense models whose kernels tests/model/test_liger.py compares with transformers' modules.
 TESTED = frozenset(

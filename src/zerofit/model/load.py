@@ -9,11 +9,11 @@ import re
 import struct
 from pathlib import Path
 
+from zerofit.base.errors import UserError, first_line
 from zerofit.data import conversations, hub
-from zerofit.errors import UserError, first_line
+from zerofit.job.settings import Check
 from zerofit.model import adapters, attention, generation, quantization
 from zerofit.model.weights import complete, files, finite
-from zerofit.settings import Check
 
 
 def fingerprints(settings, train_set) -> dict[str, str]:

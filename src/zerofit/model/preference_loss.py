@@ -22,9 +22,9 @@ import re
 import torch
 from torch.nn.functional import logsigmoid
 
-from zerofit.errors import UserError
+from zerofit.base.errors import UserError
+from zerofit.job.settings import decide
 from zerofit.model import adapters, attention
-from zerofit.settings import decide
 
 PER_TOKEN = ("sigmoid_norm", "ipo", "simpo", "orpo")
 

@@ -4,7 +4,7 @@ import importlib.util
 
 import torch
 
-from zerofit.errors import UserError
+from zerofit.base.errors import UserError
 from zerofit.model.weights import complete
 
 # Adapters with support for bitsandbytes' linear layers; others would compute with the packed bytes.

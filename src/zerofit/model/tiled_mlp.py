@@ -11,8 +11,8 @@ import math
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from zerofit.errors import UserError
-from zerofit.settings import decide
+from zerofit.base.errors import UserError
+from zerofit.job.settings import decide
 
 NAMES = ("mlp", "feed_forward", "ffn")
 

@@ -9,8 +9,8 @@ import functools
 
 import torch
 
-from zerofit import distributed
-from zerofit.errors import first_line
+from zerofit.base import distributed
+from zerofit.base.errors import first_line
 
 CHUNK = 1 << 24  # elements per update: fp32 copies of a whole ZeRO partition would cost what bf16 saves
 

@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import math
 
-from zerofit import distributed
+from zerofit.base import distributed
 from zerofit.optim import registry
 
 

@@ -4,8 +4,8 @@ import importlib.util
 import re
 from dataclasses import dataclass
 
-from zerofit.errors import UserError
-from zerofit.settings import json_value, merge_json
+from zerofit.base.errors import UserError
+from zerofit.job.settings import json_value, merge_json
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ def _choose_unlisted(settings, name: str) -> None:
 
 
 def _choose_arguments(settings, name: str, explicit: dict) -> None:
-    from zerofit.settings import decide
+    from zerofit.job.settings import decide
 
     optim_args = arguments(settings)
     if name == "sgd" and "momentum" not in optim_args:
@@ -220,7 +220,7 @@ def arguments(settings) -> dict[str, str]:
 
 def _choose_pure_bf16(settings, name: str, entry: OptimizerSpec | None, explicit: dict) -> None:
     """Set up --pure_bf16: bf16 weights, gradients and optimizer states, without fp32 master weights."""
-    from zerofit.settings import decide
+    from zerofit.job.settings import decide
 
     if not settings.bf16:
         flag = "--fp16 true" if settings.fp16 else "--bf16 false"

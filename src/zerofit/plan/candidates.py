@@ -7,12 +7,12 @@ import re
 import shlex
 from dataclasses import dataclass, field, replace
 
-from zerofit import allocator, command_line, hardware
+from zerofit.base import allocator, command_line, hardware
+from zerofit.base.errors import EXIT_CODES, UserError
+from zerofit.base.hardware import GIB
+from zerofit.base.paths import IN_WHEEL, PROJECT
 from zerofit.config import nvme, parse, resolve
-from zerofit.errors import EXIT_CODES, UserError
-from zerofit.hardware import GIB
 from zerofit.model import gradient_checkpointing, preference_loss
-from zerofit.paths import IN_WHEEL, PROJECT
 from zerofit.plan import formulas
 from zerofit.plan.formulas import Setting, Shape
 

@@ -6,7 +6,7 @@ docs/patches.toml lists each patch with its reason and its test.
 import contextlib
 import importlib.util
 
-from zerofit import distributed
+from zerofit.base import distributed
 
 
 def fake_other_ranks() -> None:
@@ -101,7 +101,7 @@ def _accelerator(tracker, total_bytes: int, overlaps: bool):
     import torch
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
-    from zerofit import allocator
+    from zerofit.base import allocator
     from zerofit.plan import caching_allocator
 
     typed = {"ByteTensor": torch.uint8, "FloatTensor": torch.float32, "HalfTensor": torch.float16,
@@ -310,7 +310,7 @@ def without_values(padded: bool, row: int) -> None:
     import transformers.masking_utils as masks
 
     from zerofit.model import attention as model_attention
-    from zerofit.model import sequence_parallel
+    from zerofit.parallel import sequence_parallel
 
     torch.Generator = _generator_class(torch.Generator)
     # torch's optimizers choose their foreach implementation by the parameters' exact type.
@@ -440,7 +440,8 @@ def attention_stand_in(name: str) -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     from zerofit.model import attention as model_attention
-    from zerofit.model import gradient_checkpointing, sequence_parallel
+    from zerofit.model import gradient_checkpointing
+    from zerofit.parallel import sequence_parallel
 
     if name == "eager":
         return

@@ -7,8 +7,8 @@ decides. Times are estimates from data sheets and the efficiencies below.
 import math
 from dataclasses import dataclass, replace
 
+from zerofit.base.hardware import Gpu
 from zerofit.config import deepspeed_json
-from zerofit.hardware import Gpu
 from zerofit.model import experts
 from zerofit.model.gradient_checkpointing import IN_FLIGHT
 from zerofit.optim import registry

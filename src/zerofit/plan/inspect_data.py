@@ -18,14 +18,14 @@ from pathlib import Path
 
 import numpy as np
 
+from zerofit.base.errors import UserError, printable
 from zerofit.config import parse, resolve
 from zerofit.data import encoding, end_tokens
 from zerofit.data.batches import documents
 from zerofit.data.conversations import IGNORE
-from zerofit.errors import UserError, printable
 from zerofit.job import program
-from zerofit.run_folder import save_figure
-from zerofit.settings import Check, order_seed
+from zerofit.job.run_folder import save_figure
+from zerofit.job.settings import Check, order_seed
 
 LONG_ROWS = "rows have up to"  # start of the decision about rows that are too long
 
@@ -51,12 +51,12 @@ def main(argv: list[str]) -> None:
     if settings is None:
         return
 
-    from zerofit import run_folder
+    from zerofit.checkpoint import resumable
     from zerofit.data.load import load_datasets
+    from zerofit.job import run_folder
     from zerofit.model.load import load_tokenizer
-    from zerofit.train.checkpoint import resume
 
-    folder = resume.choose_folder(settings)
+    folder = resumable.choose_folder(settings)
     tokenizer = load_tokenizer(settings)
     counting = settings.replace(bad_rows="drop")  # count all of them first, refuse below
     train_set, eval_set = load_datasets(counting, tokenizer)

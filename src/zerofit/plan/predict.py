@@ -6,10 +6,10 @@ import random
 import time
 from dataclasses import replace
 
-from zerofit import allocator, hardware
-from zerofit.errors import UserError
-from zerofit.hardware import GIB
-from zerofit.paths import cache_root
+from zerofit.base import allocator, hardware
+from zerofit.base.errors import UserError
+from zerofit.base.hardware import GIB
+from zerofit.base.paths import cache_root
 from zerofit.plan import caching_allocator, candidates, extended_trace, formulas, simulate
 from zerofit.plan.formulas import Shape
 from zerofit.train import memory_history
@@ -109,7 +109,7 @@ def _ask(candidate: candidates.Candidate, ranks: int, asked: list[int], gpu, who
 
 def _asked(candidate: candidates.Candidate, ranks: int, asked: list[int], gpu, **kwargs):
     """Return `answer_of` the candidate."""
-    from zerofit import command_line
+    from zerofit.base import command_line
 
     recipe, setting = candidates.recipe_of(candidate.method), candidate.setting
     flags = command_line.drop(candidate.flags, "--offload_path")  # from host memory a GPU holds as much, or more

@@ -8,13 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-from zerofit import allocator, command_line, hardware
+from zerofit.base import allocator, command_line, hardware
+from zerofit.base.errors import UserError
+from zerofit.base.hardware import GIB
 from zerofit.config import defaults, parse, resolve
-from zerofit.errors import UserError
-from zerofit.hardware import GIB
+from zerofit.job.settings import Settings
 from zerofit.model import gradient_checkpointing
 from zerofit.plan import candidates, formulas, predict, search, simulate
-from zerofit.settings import Settings
 from zerofit.train import memory_history
 
 CHECK_SECONDS = 18  # that a launch waits for the simulation; the whole check then takes less than 20
@@ -307,10 +307,10 @@ def chosen_flags(recipe: str, flags: list[str], ranks: int, node: int = formulas
         host_limit=psutil.virtual_memory().total,
         node=node,
     )
-    from zerofit.plan import report
+    from zerofit.plan import answer_text
 
     if plan.chosen is None:
-        raise candidates.NothingFits(report.nothing_fits(plan))
+        raise candidates.NothingFits(answer_text.nothing_fits(plan))
     if parse.given(recipe, bare, "gradient_checkpointing") is None:
         setting = plan.chosen.setting
         checkpointing = candidates.Checkpointing(setting.every, setting.selective, setting.activation_offload)

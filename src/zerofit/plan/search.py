@@ -6,10 +6,10 @@ which runs zerofit's trainer and the real engine on tensors without memory, deci
 
 import time
 
-from zerofit import command_line
+from zerofit.base import command_line
+from zerofit.base.errors import UserError
+from zerofit.base.hardware import GIB
 from zerofit.config import parse
-from zerofit.errors import UserError
-from zerofit.hardware import GIB
 from zerofit.plan import candidates, formulas, predict, simulate
 
 FIRST_SIMULATIONS = 8  # after this many simulations only settings that clearly fit by the closed forms are tried

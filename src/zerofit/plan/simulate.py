@@ -23,8 +23,8 @@ from pathlib import Path
 
 import yaml
 
+from zerofit.base.paths import PACKAGE
 from zerofit.job import program
-from zerofit.paths import PACKAGE
 
 STEPS = 2  # optimizer states are allocated in the first step, ZeRO-3 prefetches from the second on
 
@@ -228,7 +228,7 @@ def _start(fake: bool, cuda: bool) -> subprocess.Popen:
 
 def _as_exception(answer: dict, cache: Path | None) -> dict | Exception:
     """Return the answer, or the exception for a failure; a traceback is written to a file in `cache`."""
-    from zerofit.errors import UserError
+    from zerofit.base.errors import UserError
 
     if "mistake" in answer:
         return UserError(answer["mistake"])

@@ -34,7 +34,7 @@ def _answer_in_forks(questions: list[dict]) -> None:
     """Answer each question in a fork of this process, as many in parallel as there are cores."""
     import torch
 
-    from zerofit import distributed
+    from zerofit.base import distributed
 
     # Real tensors use all cores, so one question at a time.
     workers = distributed.cores() if all(q["fake"] for q in questions) else 1
@@ -56,8 +56,8 @@ def _answer_in_forks(questions: list[dict]) -> None:
 
 def _import_for(questions: list[dict]) -> None:
     """Load bitsandbytes, if the job uses it, once for all forks: it takes over a second."""
+    from zerofit.base.errors import UserError
     from zerofit.config import parse
-    from zerofit.errors import UserError
     from zerofit.optim import registry
 
     with contextlib.suppress(UserError):  # the answer reports it
@@ -81,7 +81,7 @@ def _say(answer: list) -> None:
 
 def _answer_and_end(number: int, question: dict) -> None:
     """Answer in this process and exit it without cleanup: fake groups and engines have nothing to save."""
-    from zerofit.errors import UserError
+    from zerofit.base.errors import UserError
 
     try:
         _say([number, _answer(**question)])
@@ -107,7 +107,7 @@ def _answer(recipe, flags, ranks, rank, gpu, device, fake, padded, overrides, ha
 
     began = time.perf_counter()
     os.environ |= {"LOCAL_WORLD_SIZE": str(ranks)}
-    from zerofit import hardware
+    from zerofit.base import hardware
     from zerofit.config import resolve
     from zerofit.model import load, quantization
 
@@ -515,7 +515,7 @@ def _trainer(settings, arguments, rows, config, device, fake, program):
 
 def _trainer_of(file: str | None, stock: type) -> type:
     """Return the trainer of a recipe of one's own; stock: the kit's. Raises: SimulationFailed if it is not found."""
-    from zerofit.errors import UserError
+    from zerofit.base.errors import UserError
     from zerofit.job import program
 
     try:

@@ -6,7 +6,7 @@ import platform
 from importlib import metadata
 from pathlib import Path
 
-from zerofit.paths import PACKAGE
+from zerofit.base.paths import PACKAGE
 
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "peft")
 

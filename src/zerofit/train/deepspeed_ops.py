@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
-from zerofit import distributed
+from zerofit.base import distributed
+from zerofit.base.errors import UserError, first_line
+from zerofit.base.paths import cache_root
 from zerofit.config import nvme, offload
-from zerofit.errors import UserError, first_line
-from zerofit.paths import cache_root
 
 TOOLS = {"ninja": "pip install ninja", "g++": "apt install g++"}  # needed to compile the ops, and how to install it
 

@@ -7,8 +7,8 @@ import time
 from importlib import metadata
 from pathlib import Path
 
-from zerofit.hardware import GIB
-from zerofit.paths import cache_root
+from zerofit.base.hardware import GIB
+from zerofit.base.paths import cache_root
 
 LEARNED_RUNS = 50  # the latest runs, from which a plan learns
 
@@ -29,7 +29,7 @@ PLANNED = "ZEROFIT_PLAN"  # environment variable: JSON of the prediction by the 
 
 def remember(predicted: dict, measured_bytes: int, folder: Path) -> None:
     """Write predicted and measured peak to plan.json, and append them to the local history."""
-    from zerofit import run_folder
+    from zerofit.job import run_folder
 
     run_folder.write_json(folder / "plan.json", predicted | {"measured": learn(predicted, measured_bytes)})
 

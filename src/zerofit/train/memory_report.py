@@ -6,8 +6,9 @@ from pathlib import Path
 
 import torch
 
-from zerofit import distributed, paths, rank_status, run_folder
-from zerofit.errors import OutOfMemory, bytes_asked_for
+from zerofit.base import distributed, paths, rank_status
+from zerofit.base.errors import OutOfMemory, bytes_asked_for
+from zerofit.job import run_folder
 from zerofit.train import memory_tracker, tensor_owners
 
 _SHORTER_ROWS = (

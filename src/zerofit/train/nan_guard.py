@@ -6,10 +6,10 @@ from pathlib import Path
 
 import torch
 
-from zerofit import command_line, distributed, run_folder
-from zerofit.errors import Diverged, UserError
-from zerofit.job import program
-from zerofit.settings import Check
+from zerofit.base import command_line, distributed
+from zerofit.base.errors import Diverged, UserError
+from zerofit.job import program, run_folder
+from zerofit.job.settings import Check
 from zerofit.train import trial
 
 KEPT = 10  # bad steps whose batches a run folder keeps at most

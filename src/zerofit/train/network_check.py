@@ -8,8 +8,8 @@ import time
 import uuid
 from pathlib import Path
 
-from zerofit import distributed, rank_status
-from zerofit.errors import BrokenLinks, UserError, first_line
+from zerofit.base import distributed, rank_status
+from zerofit.base.errors import BrokenLinks, UserError, first_line
 from zerofit.job import program
 from zerofit.train import consistency
 
@@ -164,7 +164,7 @@ def check_disk(settings, folder: Path) -> None:
 
     Raises: UserError, naming a node that does not; for --node_local_storage, if all nodes do.
     """
-    from zerofit.paths import nearest_existing
+    from zerofit.base.paths import nearest_existing
 
     if not distributed.several_nodes():
         return

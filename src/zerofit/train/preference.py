@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 from accelerate.utils import send_to_device
 
-from zerofit import distributed
+from zerofit.base import distributed
+from zerofit.base.errors import UserError
 from zerofit.data.batches import document_of_each_token
 from zerofit.data.dataset import cache_folder
-from zerofit.errors import UserError
 from zerofit.model import fused_loss, preference_loss, quantization
 from zerofit.model.load import model_fingerprint
 from zerofit.train.trainer import ZerofitTrainer

@@ -11,12 +11,13 @@ from pathlib import Path
 import torch
 from transformers import Trainer, TrainerCallback
 
-from zerofit import hardware, paths, rank_status, run_folder
+from zerofit.base import hardware, paths, rank_status
+from zerofit.checkpoint import save
 from zerofit.config import offload
+from zerofit.job import run_folder
 from zerofit.model import generation, quantization
 from zerofit.model.load import count_parameters
 from zerofit.train import memory_tracker, trial
-from zerofit.train.checkpoint import save
 
 SHOWN = ("perplexity", "rewards/margins", "rewards/accuracies", "preference_accuracy")  # in step lines, if measured
 

@@ -5,14 +5,15 @@ import json
 import os
 from pathlib import Path
 
-from zerofit import rank_status, run_folder
+from zerofit.base import rank_status
+from zerofit.base.errors import DiskFull, Stopped, UserError, full_disk, printable
 from zerofit.certificate import page, saved
-from zerofit.errors import DiskFull, Stopped, UserError, full_disk, printable
+from zerofit.checkpoint import resumable
+from zerofit.job import run_folder
+from zerofit.job.settings import Check, written
 from zerofit.model import adapters, generation
 from zerofit.model.load import verify_saved
-from zerofit.settings import Check, written
 from zerofit.train import memory_history, memory_report, memory_tracker, model_card
-from zerofit.train.checkpoint import resume
 from zerofit.train.trainer import ZerofitTrainer
 
 
@@ -25,7 +26,7 @@ def failures_reported(trainer: ZerofitTrainer):
     except BaseException as error:
         folder = Path(trainer.args.output_dir)
         if isinstance(error, KeyboardInterrupt) and not rank_status.folder():  # else the supervisor says it
-            error = KeyboardInterrupt(resume.how_to_go_on("interrupted", folder, trainer.state.global_step))
+            error = KeyboardInterrupt(resumable.how_to_go_on("interrupted", folder, trainer.state.global_step))
         if trainer.args.process_index == 0 and not run_folder.finished(folder):
             kinds = {Stopped: "stopped", KeyboardInterrupt: "interrupted"}
             status = {

@@ -18,8 +18,12 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import EvalLoopOutput, SaveStrategy
 
-from zerofit import command_line, distributed, rank_status, run_folder
+from zerofit.base import command_line, distributed, rank_status
+from zerofit.base.errors import DiskFull, Stopped, UserError, first_line
+from zerofit.base.paths import write_text
 from zerofit.certificate import recorder, rows
+from zerofit.checkpoint import pickles, reshard, resumable, save
+from zerofit.checkpoint.facts import read_facts
 from zerofit.data import end_tokens, streaming
 from zerofit.data.batches import (
     LABEL_COUNT,
@@ -30,7 +34,8 @@ from zerofit.data.batches import (
     TrainCollator,
     training_sampler,
 )
-from zerofit.errors import DiskFull, Stopped, UserError, first_line
+from zerofit.job import run_folder
+from zerofit.job.settings import Check
 from zerofit.model import (
     adapters,
     attention,
@@ -40,17 +45,13 @@ from zerofit.model import (
     gradient_checkpointing,
     patches,
     quantization,
-    sequence_parallel,
     tiled_mlp,
 )
 from zerofit.model.load import count_parameters
 from zerofit.model.weights import converted
 from zerofit.optim import build, registry, sophia
-from zerofit.paths import write_text
-from zerofit.settings import Check
+from zerofit.parallel import sequence_parallel
 from zerofit.train import memory_tracker, nan_guard, progress
-from zerofit.train.checkpoint import pickles, reshard, resume, save
-from zerofit.train.checkpoint.facts import read_facts
 
 
 class Arguments(TrainingArguments):
@@ -248,7 +249,7 @@ class ZerofitTrainer(Trainer):
     def _load_best_model(self) -> None:
         best = Path(self.state.best_model_checkpoint)
         # Before a resume at another stage or rank count it was saved in shards that DeepSpeed cannot load here.
-        if self.is_deepspeed_enabled and (known := read_facts(best)) and resume.must_reshard(self.settings, known):
+        if self.is_deepspeed_enabled and (known := read_facts(best)) and resumable.must_reshard(self.settings, known):
             reshard.load_weights(self, best)
             return
         if not self.is_deepspeed_enabled and converted.load(self.model, best):

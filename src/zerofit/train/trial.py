@@ -9,9 +9,10 @@ from pathlib import Path
 
 import torch
 
-from zerofit import distributed, rank_status, run_folder
-from zerofit.errors import EXIT_CODES, UserError
-from zerofit.paths import size_of
+from zerofit.base import distributed, rank_status
+from zerofit.base.errors import EXIT_CODES, UserError
+from zerofit.base.paths import size_of
+from zerofit.job import run_folder
 from zerofit.train import memory_tracker
 
 CANARY_JOB = "ZEROFIT_CANARY"  # environment variable: the file that the canary's rank 0 writes its result to

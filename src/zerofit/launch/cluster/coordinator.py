@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
-from zerofit import rank_status
-from zerofit.errors import EXIT_CODES, UserError
+from zerofit.base import rank_status
+from zerofit.base.errors import EXIT_CODES, UserError
 from zerofit.launch.cluster import node_options
 from zerofit.launch.cluster.documents import (
     End,

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from zerofit.command_line import by_flag, drop
-from zerofit.errors import UserError
+from zerofit.base.command_line import by_flag, drop
+from zerofit.base.errors import UserError
 
 JOB_KEY = "job"
 

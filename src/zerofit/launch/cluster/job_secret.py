@@ -8,8 +8,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from zerofit import command_line, run_lock
-from zerofit.errors import UserError
+from zerofit.base import command_line
+from zerofit.base.errors import UserError
+from zerofit.job import run_lock
 from zerofit.launch.cluster import node_options
 
 VARIABLE = "ZEROFIT_JOB_SECRET"

@@ -3,7 +3,7 @@
 import time
 from pathlib import Path
 
-from zerofit.errors import UserError
+from zerofit.base.errors import UserError
 from zerofit.launch.cluster.documents import End
 from zerofit.launch.cluster.transport import HEARTBEAT_SECONDS, Transport
 from zerofit.train import consistency

@@ -6,8 +6,8 @@ import socket
 import time
 from dataclasses import dataclass
 
-from zerofit import distributed
-from zerofit.errors import UserError
+from zerofit.base import distributed
+from zerofit.base.errors import UserError
 
 
 def port_of(text: str) -> int:

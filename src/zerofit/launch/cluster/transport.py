@@ -13,7 +13,7 @@ import uuid
 from dataclasses import replace
 from datetime import timedelta
 
-from zerofit.errors import UserError, first_line
+from zerofit.base.errors import UserError, first_line
 from zerofit.launch.cluster import node_options
 from zerofit.launch.cluster.documents import JOB_KEY, JobState, NodeState, read, signed
 

@@ -3,7 +3,7 @@
 import warnings
 from pathlib import Path
 
-from zerofit.errors import UserError
+from zerofit.base.errors import UserError
 from zerofit.model.weights import files
 from zerofit.model.weights.complete import listed
 

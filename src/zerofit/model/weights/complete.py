@@ -8,7 +8,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from zerofit.errors import UserError
+from zerofit.base.errors import UserError
 from zerofit.model.weights import files
 
 COMPARED = "ZEROFIT_WEIGHTS_COMPARED"  # environment: the last comparison that held, for the ranks of this job

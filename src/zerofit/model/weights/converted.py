@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from zerofit.errors import UserError, first_line
+from zerofit.base.errors import UserError, first_line
 from zerofit.model.weights import complete, files
 
 

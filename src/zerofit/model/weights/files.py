@@ -5,7 +5,7 @@ import json
 import struct
 from pathlib import Path
 
-from zerofit.errors import UserError
+from zerofit.base.errors import UserError
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 

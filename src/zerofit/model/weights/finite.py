@@ -2,8 +2,8 @@
 
 import torch
 
-from zerofit import distributed
-from zerofit.errors import UserError
+from zerofit.base import distributed
+from zerofit.base.errors import UserError
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # aminmax has no 8-bit floats
 

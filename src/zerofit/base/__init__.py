@@ -1,0 +1,1 @@
+"""Ground that everything stands on: errors, paths, command lines, processes, devices."""

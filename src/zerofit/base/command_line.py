@@ -1,0 +1,138 @@
+"""Read, change and drop flags of a command line; hide secrets in it."""
+
+import shlex
+from pathlib import Path
+
+from zerofit.base.paths import IN_WHEEL, PROJECT
+
+# Options of `zerofit launch` that stand before the recipe; among a recipe's flags they mean the same.
+PLACING = (
+    "--gpus",
+    "--launcher",
+    "--port",
+    "--nnodes",
+    "--node_rank",
+    "--master_addr",
+    "--join_timeout",
+    "--interface",
+)
+
+
+def for_launch(recipe: str, words: list[str]) -> list[str]:
+    """Return what `zerofit launch` takes for a recipe's file and options and flags in any order."""
+    placing = [f"{name}={' '.join(values)}" for name, values, _ in by_flag(words) if name in PLACING]
+    flags = drop(words, *PLACING)
+    if "--show" in flags:
+        placing, flags = [*placing, "--show"], drop(flags, "--show")
+    return [*placing, recipe, *flags]
+
+
+def next_step(verb: str, folder: Path) -> str:
+    """Return the command of a verb for a run folder or checkpoint, to be typed next: of make where a Makefile is."""
+    name = shlex.quote(str(folder))
+    return f"zerofit {verb} {name}" if PROJECT == IN_WHEEL else f"make {verb} RUN={name}"
+
+
+def with_auto_as_probe(argv: list[str]) -> list[str]:
+    """Replace `--per_device_train_batch_size auto` by `--search_batch_size true`.
+
+    transformers' own flag takes numbers only.
+    """
+    name, flags = "--per_device_train_batch_size", []
+    for word in argv:
+        flag, _, value = word.partition("=")
+        if flag.replace("-", "_")[2:] == name[2:] and value == "auto":
+            flags += ["--search_batch_size", "true"]
+        elif word == "auto" and flags and flags[-1].replace("-", "_")[2:] == name[2:]:
+            flags[-1:] = ["--search_batch_size", "true"]
+        else:
+            flags.append(word)
+    return flags
+
+
+def by_flag(flags: list[str]) -> list[tuple[str, list[str], list[str]]]:
+    """Return (name, values, words) of each flag: --max-steps=2 is ("--max_steps", ["2"], ["--max-steps=2"]).
+
+    Words before the first flag have the name "".
+    """
+    parts: list[tuple[str, list[str], list[str]]] = []
+    for word in flags:
+        if word.startswith("--"):
+            name, sign, value = word.partition("=")
+            parts.append(("--" + name[2:].replace("-", "_"), [value] if sign else [], [word]))
+        else:
+            if not parts:
+                parts.append(("", [], []))
+            parts[-1][1].append(word)
+            parts[-1][2].append(word)
+    return parts
+
+
+def names(flags: list[str]) -> set[str]:
+    """Return the names of the flags, with `_` for `-`."""
+    return {name for name, _, _ in by_flag(flags) if name}
+
+
+def repeated(flags: list[str]) -> list[str]:
+    """Return a sentence for each flag that is given with several values, of which argparse takes the last."""
+    given: dict[str, list[str]] = {}
+    for name, values, _ in by_flag(without_secrets(flags)):
+        given.setdefault(name[2:], []).append(" ".join(values))
+    return [
+        f"{name} {values[-1]}: the last one given; before it, {', '.join(values[:-1])}"
+        for name, values in given.items()
+        if len(set(values)) > 1
+    ]
+
+
+def drop(flags: list[str], *names: str) -> list[str]:
+    """Return the command line without these flags and their values; `-` and `_` in names are the same."""
+    dropped = {name.replace("-", "_") for name in names}
+    return [word for name, _, words in by_flag(flags) if name.replace("-", "_") not in dropped for word in words]
+
+
+def drop_value(flags: list[str], name: str, value: str) -> list[str]:
+    """Return the command line without `name value`, such as --zero auto; other values of the flag stay."""
+    return [word for n, values, words in by_flag(flags) if (n, values) != (name, [value]) for word in words]
+
+
+def put(flags: list[str], **values) -> list[str]:
+    """Return the command line with these flags and values at its end, instead of those that it has of the same names.
+
+    Args: values: the name without `--` -> its value; True and False become true and false.
+    """
+    kept = drop(flags, *(f"--{name}" for name in values))
+    texts = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in values.items()}
+    return [*kept, *(word for name, text in texts.items() for word in (f"--{name}", text))]
+
+
+def without_secrets(flags: list[str]) -> list[str]:
+    """Return the flags without those whose name ends in _token (--hub_token), and without their values."""
+    names = (word.partition("=")[0] for word in flags if word.startswith("--"))
+    return drop(flags, *(name for name in names if name.replace("-", "_").endswith("_token")))
+
+
+def hide_secrets(words: list[str]) -> str:
+    """Return a command line as text, with the values of flags that end in _token (--hub_token) hidden."""
+    hidden = list(words)
+    for i, word in enumerate(words):
+        name, _, value = word.partition("=")
+        if name.startswith("--") and name.replace("-", "_").endswith("_token"):
+            if value:
+                hidden[i] = f"{name}=<hidden>"
+            elif i + 1 < len(words):
+                hidden[i + 1] = "<hidden>"
+    return shlex.join(hidden)
+
+
+def value_of(words: list[str], names: tuple[str, ...]) -> str | None:
+    """Return the value of the first of these flags (`--flag value` or `--flag=value`); None if absent.
+
+    `-` and `_` in names are the same.
+    """
+    spelled = {name.replace("-", "_") for name in names}
+    for i, word in enumerate(words):
+        name, sign, value = word.partition("=")
+        if name.replace("-", "_") in spelled:
+            return value if sign else next(iter(words[i + 1 :]), None)
+    return None

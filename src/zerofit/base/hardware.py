@@ -1,0 +1,377 @@
+"""List this machine's GPUs without opening a CUDA context; table of known GPUs.
+
+A context takes 0.3 to 0.6 GiB of each GPU for the life of its process, and a GPU in EXCLUSIVE_PROCESS mode has room for
+one process only. The launcher therefore reads names and sizes from torch (which needs no context) and the rest from
+nvidia-smi.
+"""
+
+import difflib
+import functools
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import time
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+
+from zerofit.base import distributed
+from zerofit.base.errors import UserError
+
+GIB = 2**30
+
+# A GPU with fewer bytes in use counts as free: the driver, a display or a rank of this job may hold them.
+NOBODY_ELSE_BYTES = GIB
+
+FIELDS = ("uuid", "name", "memory.total", "memory.free", "driver_version", "compute_mode")
+
+SMI_SECONDS = 30
+
+NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
+
+MINIMUM_DRIVER = "580"  # of CUDA 13.0, which the pinned torch is built for
+
+# Environment variable: bf16 or fp32, and why; the launcher has decided it for all ranks.
+CPU_PRECISION = "ZEROFIT_CPU_PRECISION"
+
+BF16_MIN_WIDTH = 256  # of hidden states; the products of smaller models are not what a step waits for
+
+BF16_MIN_SPEEDUP = 1.2  # of a product, below which bf16 is not worth its rounding
+
+
+@dataclass(frozen=True)
+class Device:
+    """A GPU visible to this process.
+
+    index: torch's; free_bytes: None where nvidia-smi has no number (a MIG slice, or no nvidia-smi); exclusive: only one
+    process may use it."""
+
+    index: int
+    name: str
+    total_bytes: int
+    free_bytes: int | None
+    capability: tuple[int, int]
+    exclusive: bool = False
+
+    @property
+    def usable_bytes(self) -> int:
+        """Return the bytes available to a job that starts now, including its CUDA context."""
+        if self.free_bytes is None or self.total_bytes - self.free_bytes < NOBODY_ELSE_BYTES:
+            return self.total_bytes
+        return self.free_bytes
+
+
+def visible() -> list[Device]:
+    """Return the GPUs that torch can use, in torch's order."""
+    import torch
+
+    rows = {row["uuid"]: row for row in nvidia_smi()}
+    devices = []
+    for index in range(torch.cuda.device_count() if torch_sees_some() else 0):
+        properties = torch.cuda.get_device_properties(index)
+        row = rows.get(f"GPU-{properties.uuid}", {})
+        free = row.get("memory.free", "")
+        devices.append(Device(
+            index, properties.name, properties.total_memory, int(free) * 2**20 if free.isdigit() else None,
+            (properties.major, properties.minor), row.get("compute_mode") == "Exclusive_Process",
+        ))  # fmt: skip
+    return devices
+
+
+def torch_sees_some() -> bool:
+    """Return whether torch can use a GPU on this machine.
+
+    `import deepspeed` sets PYTORCH_NVML_BASED_CUDA_CHECK=1, with which torch.cuda.is_available() also counts GPUs whose
+    driver is too old for torch.
+    """
+    import torch
+
+    before = os.environ.pop(NVML_CHECK, None)
+    try:
+        return torch.cuda.is_available()
+    finally:
+        if before is not None:
+            os.environ[NVML_CHECK] = before
+
+
+def tightest(count: int | None = None) -> tuple[Device, str | None]:
+    """Return the GPU with the least usable memory, and a sentence on it (None: all are equal and free).
+
+    Args: count: the number of GPUs that the job uses on this machine, from the first; default: all."""
+    devices = visible()[:count]
+    device = min(devices, key=lambda d: d.usable_bytes)
+    if device.usable_bytes == max(d.total_bytes for d in devices):
+        return device, None
+    text = f"GPU {device.index} ({device.name}) has the least memory of the job's {len(devices)}"
+    if device.usable_bytes < device.total_bytes:
+        free = f"{device.usable_bytes / GIB:.1f} of {device.total_bytes / GIB:.1f} GiB free"
+        text += f", {free} (nvidia-smi shows who uses it)"
+    return device, f"{text}: the plan is for {device.usable_bytes / GIB:.1f} GiB"
+
+
+def nvidia_smi() -> list[dict[str, str]]:
+    """Return {field: value} of FIELDS for every GPU, sizes in MiB; [] if nvidia-smi is missing or fails."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return []
+    try:
+        result = subprocess.run(
+            [program, f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits"],
+            capture_output=True, text=True, timeout=SMI_SECONDS,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    if result.returncode:
+        return []
+    lines = [[cell.strip() for cell in line.split(", ")] for line in result.stdout.splitlines()]
+    return [dict(zip(FIELDS, cells, strict=True)) for cells in lines if len(cells) == len(FIELDS)]
+
+
+def why_torch_sees_none() -> str | None:
+    """Return why torch sees no GPU on a machine with GPUs, and the fix.
+
+    None if torch sees one, or the machine has none, or CUDA_VISIBLE_DEVICES hides them."""
+    import torch
+
+    if torch_sees_some() or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return None
+    rows = nvidia_smi()
+    if not rows and not Path("/dev/nvidia0").exists():
+        return None
+    driver = rows[0]["driver_version"] if rows else "unknown"
+    gpus = f"{len(rows)} x {rows[0]['name']}" if rows else "/dev/nvidia0"
+    if torch.version.cuda is None:
+        return (
+            f"this machine has a GPU ({gpus}, driver {driver}), but the installed torch {torch.__version__} is a build "
+            "without CUDA: run `make clean install` on this machine"
+        )
+    return (
+        f"this machine has a GPU ({gpus}), but torch {torch.__version__}, built for CUDA {torch.version.cuda}, cannot "
+        f"use it with driver {driver}: CUDA 13 needs driver {MINIMUM_DRIVER} or newer; update the driver, or install "
+        f"the CUDA 12 build of the same torch (pytorch.org/get-started lists it)"
+    )
+
+
+NODE_LINK_GBS = 50.0  # a 400 Gbit/s adapter for each GPU, as in NVIDIA's DGX H100 and B200; clouds often have much less
+
+USER_TABLE = "ZEROFIT_GPUS"  # environment variable: a JSON file {"name": {"memory_gib": ..., ...}} with more GPUs
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A type of GPU by its numbers.
+
+    device_name: whole words of torch.cuda.get_device_name(), more specific names first in the table; memory_gib: the
+    total that the driver shows; tflops: 16-bit tensor-core products with fp32 accumulation; memory_gbs: device memory,
+    GB/s; link_gbs, host_gbs, node_gbs: to the other GPUs of the node, to host memory, and this GPU's share of the
+    network to other nodes, one direction, GB/s; bf16: has bf16 arithmetic.
+    """
+
+    device_name: str
+    memory_gib: float
+    tflops: float
+    memory_gbs: float
+    link_gbs: float
+    host_gbs: float
+    bf16: bool = True
+    node_gbs: float = NODE_LINK_GBS
+
+
+# From NVIDIA's data sheets. memory_gib as nvidia-smi shows it; link_gbs: half of NVLink's two-way figure, or PCIe.
+GPUS = {
+    "b200-180g": Gpu("B200", 179.0, 2250.0, 8000, 900, 56),
+    "h200-141g": Gpu("H200", 139.8, 989.0, 4800, 450, 56),
+    "h100-80g-pcie": Gpu("H100 PCIe", 79.6, 756.0, 2000, 56, 56),
+    "h100-94g-nvl": Gpu("H100 NVL", 93.6, 835.0, 3900, 300, 56),
+    "h100-80g": Gpu("H100", 79.6, 989.0, 3350, 450, 56),
+    "a100-40g": Gpu("A100-SXM4-40GB", 39.4, 312.0, 1555, 300, 25),
+    "a100-40g-pcie": Gpu("A100-PCIE-40GB", 39.4, 312.0, 1555, 25, 25),
+    "a100-80g": Gpu("A100", 79.3, 312.0, 2039, 300, 25),
+    "l40s-48g": Gpu("L40S", 44.5, 362.0, 864, 25, 25),
+    "l40-48g": Gpu("L40", 44.5, 181.0, 864, 25, 25),
+    "l4-24g": Gpu("L4", 22.0, 121.0, 300, 25, 25),
+    "a10g-24g": Gpu("A10G", 22.0, 70.0, 600, 25, 25),
+    "a10-24g": Gpu("A10", 22.0, 125.0, 600, 25, 25),
+    "v100-32g": Gpu("V100-SXM2-32GB", 31.7, 125.0, 900, 150, 12, bf16=False),
+    "v100-16g": Gpu("V100", 15.8, 125.0, 900, 150, 12, bf16=False),
+    "t4-16g": Gpu("T4", 14.6, 65.0, 320, 12, 12, bf16=False),
+    "rtx5090-32g": Gpu("RTX 5090", 31.4, 209.5, 1792, 56, 56),
+    "rtx4090-24g": Gpu("RTX 4090", 23.5, 165.2, 1008, 25, 25),
+    "rtx3090-24g": Gpu("RTX 3090", 23.6, 71.0, 936, 25, 25),
+    "rtx4060ti-16g": Gpu("RTX 4060 Ti", 15.6, 44.1, 288, 12, 12),
+    "rtx3060-12g": Gpu("RTX 3060", 11.6, 25.5, 360, 25, 25),
+}
+
+
+OTHER_CHIPS = {"MIG", "Laptop", "Ti"}  # words of a device name: a slice of the GPU, another chip of the same name
+
+BEFORE_SM_75 = ("V100", "P100", "P40")  # in device names: GPUs for which CUDA 13 has no kernels
+
+
+def table() -> dict[str, Gpu]:
+    """Return {name: Gpu}, the user's own (ZEROFIT_GPUS=file.json) first.
+
+    Raises: UserError for a file that cannot be read or a wrong entry, naming file and key.
+    """
+    file = os.environ.get(USER_TABLE)
+    if not file:
+        return GPUS
+    try:
+        entries = json.loads(Path(file).expanduser().read_text(encoding="utf-8"))
+        names = {f.name for f in fields(Gpu)}
+        own = {}
+        for name, entry in entries.items():
+            if unknown := set(entry) - names:
+                raise UserError(
+                    f"{USER_TABLE}={file}: {name}: unknown key {min(unknown)!r}; known: {', '.join(names)}."
+                )
+            if wrong := [key for key, value in entry.items() if not _fits(key, value)]:
+                raise UserError(f"{USER_TABLE}={file}: {name}: {wrong[0]} cannot be {json.dumps(entry[wrong[0]])}.")
+            base = asdict(GPUS.get(name.lower(), replace(GPUS["a100-80g"], device_name=name)))
+            own[name.lower()] = Gpu(**{**base, **entry})
+    except OSError as error:
+        raise UserError(f"{USER_TABLE}={file}: cannot be read: {error.strerror}.") from None
+    except RuntimeError as error:  # ~nobody
+        raise UserError(f"{USER_TABLE}={file}: cannot be looked up: {error}.") from None
+    except (ValueError, TypeError, AttributeError) as error:
+        raise UserError(
+            f'{USER_TABLE}={file}: must be JSON like {{"my-gpu": {{"memory_gib": 96}}}}: {error}.'
+        ) from None
+    return own | {name: gpu for name, gpu in GPUS.items() if name not in own}
+
+
+def _fits(key: str, value) -> bool:
+    """Return whether the value fits this field of Gpu: a name, true or false, or a number above 0."""
+    if key == "device_name":
+        return isinstance(value, str) and bool(value.strip())
+    if key == "bf16":
+        return isinstance(value, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+def find(name: str, count: int | None = None) -> Gpu:
+    """Return the table's GPU of that name; "detect": this machine's, with its usable memory.
+
+    Args: count: the number of GPUs that the job uses here (default: all); the one with the least memory is returned.
+    Raises: UserError for a name that is not in the table, or when there is no GPU to detect.
+    """
+    known = table()
+    if name == "detect":
+        if not visible():
+            why = why_torch_sees_none() or "no GPU is visible to PyTorch"
+            raise UserError(f"--gpu_type detect: {why}. To plan for another machine, name its GPU: {', '.join(known)}.")
+        device, note = tightest(count)
+        if note:
+            print(f"note: {note}", flush=True)
+        known_gpu = by_device_name(device.name) or _slice(device.name)
+        if known_gpu is None:
+            print(f"note: the speeds of {device.name} are not known ({USER_TABLE}=file.json tells them): times are "
+                  "estimated with an A100's", flush=True)  # fmt: skip
+        base = asdict(known_gpu or GPUS["a100-80g"])
+        return Gpu(**{**base, "device_name": device.name, "bf16": device.capability >= (8, 0),
+                      "memory_gib": round(device.usable_bytes / 2**30, 2)})  # fmt: skip
+    if name.lower() not in known:
+        close = difflib.get_close_matches(name.lower(), known, 1, 0.5)
+        hint = f"; did you mean {close[0]}?" if close else "."
+        raise UserError(
+            f"--gpu_type {name}: not in the table{hint} Known: {', '.join(known)}; more with {USER_TABLE}=file.json."
+        )
+    return known[name.lower()]
+
+
+def by_device_name(device_name: str) -> Gpu | None:
+    """Return the table's entry for a torch device name; None if unknown, a MIG slice or a laptop chip."""
+    words = set(device_name.split())
+    for gpu in table().values():
+        # GH200 and GB200, with a CPU in the package, have the GPUs H200 and B200.
+        matches = re.search(rf"(?<!\w)G?{re.escape(gpu.device_name)}(?!\w)", device_name)
+        if matches and not (OTHER_CHIPS & words) - set(gpu.device_name.split()):
+            return gpu
+    return None
+
+
+def _slice(device_name: str) -> Gpu | None:
+    """Return a Gpu with a MIG slice's share of the speeds ("MIG 3g.40gb": 3 of 7); None for no slice."""
+    card, is_slice, profile = device_name.partition(" MIG ")
+    gpu = by_device_name(card)
+    if not is_slice or gpu is None or not profile[:1].isdigit():
+        return None
+    share = int(profile[0]) / 7
+    return replace(gpu, tflops=gpu.tflops * share, memory_gbs=gpu.memory_gbs * share)
+
+
+def note(gpu: Gpu) -> str | None:
+    """Return a note if the pinned torch build has no kernels for this GPU; else None."""
+    if not any(name in gpu.device_name for name in BEFORE_SM_75):
+        return None
+    return (
+        f"note: {gpu.device_name}: the pinned torch is built for CUDA 13, which has no kernels for GPUs before compute "
+        "capability 7.5; the plan holds for a torch build for CUDA 12 that still has them"
+    )
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Return the peak FLOP/s of 16-bit products; None for a device that is not in the table."""
+    gpu = by_device_name(device_name)
+    return gpu.tflops * 1e12 if gpu else None
+
+
+def check_devices(count: int, use_cpu: bool) -> None:
+    """Check that this machine has a GPU (or CPU cores) for each of `count` processes.
+
+    Raises: UserError for more processes than GPUs; without a GPU for more than 8 a core (above 1 prints a note).
+    """
+    import torch
+
+    if use_cpu or not torch_sees_some():
+        cores = distributed.cores()
+        if count > 8 * cores:
+            raise UserError(f"GPUS={count}: this machine has no GPU and only {cores} CPU cores.")
+        if count > cores:
+            print(
+                f"note: {count} CPU processes share {cores} core{'s' * (cores > 1)}; expect it to be slow", flush=True
+            )
+    elif count > torch.cuda.device_count():
+        raise UserError(
+            f"GPUS={count}: this machine has {torch.cuda.device_count()}; use GPUS={torch.cuda.device_count()}."
+        )
+
+
+def faster_cpu_precision(width: int, inner_width: int) -> tuple[str, str]:
+    """Return (bf16 or fp32, why): the faster on this CPU for products of a model's sizes.
+
+    Args: width: of the hidden states; inner_width: of the MLP.
+    """
+    if width < BF16_MIN_WIDTH:
+        return "fp32", "the fast one for small models on a CPU"
+    if distributed.size() > 1:
+        return "fp32", "without `zerofit launch` the ranks cannot agree on a timing"
+    speedup = _bf16_speedup(min(width, 1024), min(inner_width, 4096))
+    return "bf16" if speedup >= BF16_MIN_SPEEDUP else "fp32", f"bf16 products are {speedup:.1f} times as fast here"
+
+
+def cpu_has_bf16() -> bool:
+    """Return whether this CPU multiplies bf16 numbers itself."""
+    import torch
+
+    found = torch.cpu.get_capabilities()
+    return any(found.get(name) for name in ("avx512_bf16", "amx_bf16"))
+
+
+@functools.cache
+def _bf16_speedup(width: int, inner_width: int) -> float:
+    """Return how many times as fast a product is in bf16 as in fp32: the best of three, 0.1 s in all."""
+    import torch
+
+    seconds = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        states, weight = torch.ones(512, width, dtype=dtype), torch.ones(width, inner_width, dtype=dtype)
+        times = []
+        for _ in range(4):
+            began = time.perf_counter()
+            states @ weight
+            times.append(time.perf_counter() - began)
+        seconds[dtype] = min(times[1:])
+    return seconds[torch.float32] / seconds[torch.bfloat16]

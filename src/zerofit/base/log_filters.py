@@ -1,0 +1,50 @@
+"""Silence known-harmless warnings of libraries. Call before importing them."""
+
+import logging
+import os
+import sys
+import warnings
+
+
+def optional_packages() -> None:
+    """Silence warnings of torchao, bitsandbytes and Liger about kernels for absent hardware.
+
+    Most are logged when transformers is imported, so this runs at the first import of zerofit."""
+    for name in ("torchao", "bitsandbytes", "bitsandbytes.backends.cpu.ops", "liger_kernel.backends.registry"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    logging.getLogger("torch.utils._pytree").addFilter(lambda record: "register_constant" not in record.getMessage())
+
+
+def libraries() -> None:
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    # DeepSpeed logs at import that it found no accelerator but the CPU.
+    logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\..*")
+    # peft reads the deprecated attribute of a model, once for each adapter that it loads
+    warnings.filterwarnings("ignore", message=r"`is_gradient_checkpointing` is deprecated", category=FutureWarning)
+    # peft 0.21 looks for its own patterns of fused experts among the modules only; they are applied to parameters
+    fused = r"The following (rank|alpha)_pattern keys did not match any targeted module .*\['\.\*\\\\\."
+    warnings.filterwarnings("ignore", message=fused, category=RuntimeWarning)
+    warnings.filterwarnings("ignore", message=r"OMP_NUM_THREADS/MKL_NUM_THREADS unset")
+    logging.getLogger("accelerate.accelerator").addFilter(
+        # DeepSpeed owns the accumulation; accelerate's own plugin is not used.
+        lambda record: "radient accumulation steps mismatch" not in record.getMessage()
+    )
+    logging.getLogger("transformers.trainer_utils").addFilter(lambda record: not _said_already(record.getMessage()))
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()  # one for each model load and checkpoint, between the step lines
+    if not sys.stderr.isatty():  # progress bars fill a log file with one endless line
+        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")  # read when datasets is imported
+
+
+def _said_already(message: str) -> bool:
+    """Return whether transformers warns of what the run says itself, or has chosen.
+
+    A resume with another micro batch or other intervals (checkpoint/differences.py), and the tokens
+    of a tokenizer that load_tokenizer and generation.stop_at_ends have aligned.
+    """
+    return (
+        "new PAD/BOS/EOS tokens" in message or "arguments do not match the ones in the `trainer_state.json`" in message
+    )

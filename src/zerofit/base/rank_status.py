@@ -1,0 +1,349 @@
+"""Write a rank's status for its supervisor: a heartbeat, a failure record, and the stack on request."""
+
+import contextlib
+import ctypes
+import errno
+import faulthandler
+import json
+import mmap
+import os
+import signal
+import struct
+import threading
+import time
+import traceback
+from pathlib import Path
+
+from zerofit.base.errors import EXIT_CODES, DiskFull, Diverged, OutOfMemory, Stopped, Unavailable, UserError
+
+FOLDER = "ZEROFIT_ATTEMPT"  # environment variable: the attempt's folder; unset: no supervisor, nothing is written
+
+SUPERVISOR = "ZEROFIT_SUPERVISOR"  # environment variable: the supervisor's process id
+
+STOP = "stop"  # file with the step after which every rank saves and exits; 0: none
+
+# Sent to a supervisor by SLURM, by users and by a terminal that closes: its ranks save and end.
+ASKS_TO_SAVE = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+
+SENT_TO_ALL = (signal.SIGTERM, signal.SIGUSR1)  # by SLURM, to every process of a job: ranks and launchers ignore them
+
+ONE_SIGNAL_SECONDS = 1.0  # signals that ask for a save count as one
+
+ENDS_RANKS = signal.SIGUSR2  # sent by torchrun to the remaining ranks when one has failed
+
+FORKS = "forks"  # file that the ranks which are forks keep open, by which they are found (`is_of`)
+
+STACK_SECONDS = 2.0  # for ranks to write their stacks
+
+BEAT_SECONDS = 5.0  # between heartbeats while a checkpoint is written
+
+LOOK_SECONDS = 1.0  # between checks that the supervisor is alive
+
+_PR_SET_PDEATHSIG = 1  # of prctl(2)
+
+_STEP = struct.Struct("<q")
+
+# Process id, optimizer step, seconds of time.monotonic(): setting the clock or suspending the machine is no hang. On
+# Linux all processes of a machine share it, so the supervisor can compare; a heartbeat is read on its own node only.
+_HEARTBEAT_FILE = struct.Struct("<qqd")
+
+# Messages of gloo and NCCL in a rank that fails because another rank was lost.
+_OF_A_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "ncclRemoteError",
+              "Connection refused", "NCCL communicator was aborted", "Socket Timeout",
+              "Timed out waiting")  # fmt: skip
+
+
+# Out-of-memory messages of CUDA and its libraries, beside torch.OutOfMemoryError: near the limit the allocation that
+# fails may be a library's workspace, a kernel's local memory, a context or NCCL's buffers.
+_GPU_IS_FULL = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUSOLVER_STATUS_ALLOC_FAILED",
+                "CUSPARSE_STATUS_INSUFFICIENT_RESOURCES", "CUDNN_STATUS_ALLOC_FAILED", "Cuda failure 2 'out of memory'",
+                "Triton Error [CUDA]: out of memory")  # fmt: skip
+
+_MAY_BE_FULL = ("CUBLAS_STATUS_NOT_INITIALIZED", "CUDNN_STATUS_INTERNAL_ERROR", "CUDNN_STATUS_NOT_INITIALIZED")
+
+# Functions that pin host memory: DeepSpeed's accelerator and torch's data loader; autograd's save_on_cpu.
+_PINS = ("pin_memory", "pack_to_cpu")
+
+
+def folder() -> Path | None:
+    return Path(os.environ[FOLDER]) if os.environ.get(FOLDER) else None
+
+
+def end_with_rank_only(worker: int) -> None:
+    """Let a data worker end at a SIGTERM of its rank, which torch sends, but not at SLURM's to every process.
+
+    torch's own handler would end it at both, and with it the rank, which still has a step to finish.
+    """
+
+    def wait() -> None:
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+            pass
+        os._exit(0)
+
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def end_with_supervisor() -> None:
+    """End this process (torchrun or a rank) when its supervisor dies, so that no orphan goes on training.
+
+    The kernel kills it with its parent (PR_SET_PDEATHSIG), even a hung rank. A thread polls as well, since DeepSpeed's
+    launcher puts one more process in between, and the parent may have died before the call.
+    """
+    if not os.environ.get(SUPERVISOR):
+        return
+    end_with_parent()
+    threading.Thread(target=_end_after, args=(int(os.environ[SUPERVISOR]),), name="zerofit-end", daemon=True).start()
+
+
+def end_with_parent(parent: int | None = None) -> None:
+    """Have the kernel kill this process when its parent dies. parent: its process id; killed now if it has died."""
+    with contextlib.suppress(AttributeError):  # Linux only
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if parent is not None and os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _end_after(supervisor: int) -> None:
+    import psutil
+
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(supervisor)
+        while is_there(process):
+            time.sleep(LOOK_SECONDS)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def mark() -> None:
+    """Mark this process and its later forks as ranks of its attempt, for `is_of`."""
+    os.open(folder() / FORKS, os.O_RDWR | os.O_CREAT)  # open until the process ends
+
+
+def is_of(process, where: Path) -> bool:
+    """Return whether a psutil process is a rank of the attempt with this folder, or its launcher or data worker.
+
+    A fork's environment in /proc is that of the process it was forked from, so it is found by its open file.
+    Raises: psutil.Error for a process that has ended, or another user's.
+    """
+    if process.environ().get(FOLDER) == str(where):
+        return True
+    forks = (where / FORKS).resolve()
+    with contextlib.suppress(OSError):
+        return any(entry.readlink() == forks for entry in Path(f"/proc/{process.pid}/fd").iterdir())
+    return False
+
+
+def is_there(process) -> bool:
+    """Return whether a psutil process still runs; a zombie does not."""
+    import psutil
+
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def record(error: BaseException) -> None:
+    """Write rank<r>.json with kind, error and traceback; only the first error of a rank is kept."""
+    attempt = folder()
+    if attempt is None:
+        return
+    rank = int(os.environ.get("RANK", "0"))
+    entry = {
+        "rank": rank, "time": time.time(), "kind": kind(error), "error": in_a_line(error),
+        "traceback": "".join(traceback.format_exception(error)), "of_a_peer": of_a_peer(error),
+        "phase": getattr(error, "phase", ""),
+    }  # fmt: skip
+    if not (attempt / f"rank{rank}.json").exists():
+        write_json(attempt / f"rank{rank}.json", entry)
+
+
+def write_json(file: Path, value: dict) -> None:
+    """Write a JSON file whole, or none where the folder is gone or its disk full: that must not hide a rank's error."""
+    beside = file.with_suffix(".tmp")
+    try:
+        beside.write_text(json.dumps(value), encoding="utf-8")
+        beside.replace(file)
+    except OSError:
+        with contextlib.suppress(OSError):
+            beside.unlink(missing_ok=True)
+
+
+def in_a_line(error: BaseException) -> str:
+    """Return type and message; of a data worker's error, which arrives as a traceback, the last line."""
+    text = str(error)
+    if text.startswith("Caught ") and "Original Traceback" in text:
+        return f"{text.strip().splitlines()[-1]} (in a data worker)"
+    return f"{type(error).__name__}: {text}"
+
+
+def kind(error: BaseException) -> str:
+    """Return a key of errors.EXIT_CODES, or "crash"."""
+    if isinstance(error, OutOfMemory) or gpu_is_full(error) or host_is_full(error):
+        return "out of memory"
+    if isinstance(error, DiskFull):
+        return "disk full"
+    if isinstance(error, Diverged):
+        return "diverged"
+    if isinstance(error, Stopped):
+        return "stopped"
+    if isinstance(error, Unavailable):
+        return "unavailable"
+    if isinstance(error, UserError):
+        return "user error"
+    return "interrupted" if isinstance(error, KeyboardInterrupt) else "crash"
+
+
+def gpu_is_full(error: BaseException) -> bool:
+    """Return whether torch, CUDA or one of its libraries raised the error because GPU memory ran out."""
+    if type(error).__name__ == "OutOfMemoryError":  # torch's, without importing torch here
+        return True
+    if not isinstance(error, RuntimeError) or _while_pinning(error):
+        return False
+    text = str(error)
+    return any(message in text for message in _GPU_IS_FULL) or (
+        any(message in text for message in _MAY_BE_FULL) and _little_is_free()
+    )
+
+
+def host_is_full(error: BaseException) -> bool:
+    """Return whether Python or torch raised the error because host memory, pinned included, ran out."""
+    if isinstance(error, MemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error):
+        return True
+    return "CUDA error: out of memory" in str(error) and _while_pinning(error)
+
+
+def disk_is_full(error: BaseException) -> bool:
+    """Return whether Python, safetensors (Rust) or torch's archive writer failed because a disk is full."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return True
+    if isinstance(error, RuntimeError) and "inline_container.cc" in str(error):  # torch's writer of archives
+        return any(message in str(error) for message in ("unexpected pos", "failed writing", "file write failed"))
+    return any(message in str(error) for message in ("os error 28", "No space left on device"))
+
+
+def _while_pinning(error: BaseException) -> bool:
+    """Return whether pinning host memory raised the error; CUDA has one message for both memories."""
+    return any(frame.name in _PINS for frame in traceback.extract_tb(error.__traceback__))
+
+
+def _little_is_free() -> bool:
+    """Return whether less than 5 % of this process's GPU is free."""
+    import torch
+
+    try:
+        free, total = torch.cuda.mem_get_info()
+    except (RuntimeError, AssertionError):  # the error has broken the context
+        return False
+    return free < 0.05 * total
+
+
+def of_a_peer(error: BaseException) -> bool:
+    """Return whether the error is only the consequence of another rank's death."""
+    return any(message in str(error) for message in _OF_A_PEER)
+
+
+def records(where: Path) -> list[dict]:
+    """Return the failure records of an attempt, by time, those caused by another rank's death last."""
+    entries = [json.loads(file.read_text(encoding="utf-8")) for file in where.glob("rank*.json")]
+    return sorted(entries, key=lambda entry: (entry["of_a_peer"], entry["time"]))
+
+
+class Heartbeat:
+    """Publish a rank's progress in 24 bytes of shared memory.
+
+    They are written at every optimizer step and evaluation batch (1 us), and every BEAT_SECONDS while a checkpoint is
+    written."""
+
+    def __init__(self):
+        self.map = self.stop = None
+        attempt = folder()
+        if attempt is None:
+            return
+        rank = int(os.environ.get("RANK", "0"))
+        with (attempt / f"heartbeat{rank}").open("w+b") as file:
+            file.truncate(_HEARTBEAT_FILE.size)
+            self.map = mmap.mmap(file.fileno(), _HEARTBEAT_FILE.size)
+        if (attempt / STOP).exists():
+            with (attempt / STOP).open("r+b") as file:
+                self.stop = mmap.mmap(file.fileno(), _STEP.size)
+        self.stack = (attempt / f"stack{rank}.txt").open("w")
+        faulthandler.register(signal.SIGUSR1, file=self.stack, all_threads=True)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # SLURM sends it to every process; the supervisor handles it
+
+    def beat(self, step: int) -> None:
+        if self.map is not None:
+            _HEARTBEAT_FILE.pack_into(self.map, 0, os.getpid(), step, time.monotonic())
+
+    @contextlib.contextmanager
+    def beating(self, step: int):
+        """Beat from a thread while the body runs, so that a long save does not count as a hang.
+
+        A rank missing from one of the save's collectives still ends the job, after --ddp_timeout.
+        """
+        if self.map is None:
+            yield
+            return
+        done = threading.Event()
+
+        def repeat():
+            self.beat(step)
+            while not done.wait(BEAT_SECONDS):
+                self.beat(step)
+
+        thread = threading.Thread(target=repeat, name="zerofit-heartbeat", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+
+    def is_last(self, step: int) -> bool:
+        """Return whether all ranks must save after this step and exit; the same on every rank."""
+        return self.stop is not None and 0 < _STEP.unpack_from(self.stop)[0] <= step
+
+
+def handle_signals(handler) -> dict:
+    """Handle SIGINT and what asks for a save, but not a SIGHUP that nohup ignores; return {signal: earlier handler}."""
+    numbers = {signal.SIGINT, *ASKS_TO_SAVE}
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        numbers.remove(signal.SIGHUP)
+    return {number: signal.signal(number, handler) for number in numbers}
+
+
+def is_repeated(number: int, first: float | None) -> bool:
+    """Return whether a signal is the one that came at time.monotonic() `first` (None: none did) once more.
+
+    `timeout make sft` signals make and all its children, and make passes its own on; so does systemd.
+    """
+    return first is not None and number in ASKS_TO_SAVE and time.monotonic() - first < ONE_SIGNAL_SECONDS
+
+
+def write_stop(where: Path, step: int) -> None:
+    """Set the step after which every rank saves and exits; 0: none (the initial value)."""
+    file = where / STOP
+    with file.open("r+b" if file.exists() else "wb") as stream:  # in place: the ranks have mapped the file
+        stream.write(_STEP.pack(step))
+
+
+def heartbeats(where: Path) -> dict[int, tuple[int, int, float]]:
+    """{rank: (process id, step, seconds of time.monotonic())} of the ranks that have sent a heartbeat."""
+    beats = {}
+    for file in where.glob("heartbeat*"):
+        content = file.read_bytes()
+        if len(content) == _HEARTBEAT_FILE.size and any(content):
+            beats[int(file.name.removeprefix("heartbeat"))] = _HEARTBEAT_FILE.unpack(content)
+    return beats
+
+
+def write_stacks(where: Path) -> None:
+    """Make every rank of this node write its stack, and wait STACK_SECONDS for it."""
+    for pid, _, _ in heartbeats(where).values():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGUSR1)
+    time.sleep(STACK_SECONDS)
+
+
+def exit_code(kind: str) -> int:
+    return EXIT_CODES.get(kind, 1)

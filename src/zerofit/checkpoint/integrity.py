@@ -1,0 +1,97 @@
+"""Find what is wrong with a checkpoint before anything is loaded from it."""
+
+import json
+from pathlib import Path
+
+from zerofit import __version__
+from zerofit.base.errors import UserError
+from zerofit.base.paths import hash_file
+from zerofit.checkpoint import pickles
+from zerofit.checkpoint.facts import FACTS, FORMAT, is_of_this_kit, read_facts
+from zerofit.job import run_folder
+
+
+def latest_valid_checkpoint(folder: Path, say=lambda text: None) -> Path | None:
+    """Return the newest checkpoint-<step> of a run folder that can be resumed, or None.
+
+    Args: say: called with one line for every checkpoint that is skipped.
+    """
+    for checkpoint in reversed(run_folder.checkpoints(folder).values()):
+        if not (reason := find_corruption(checkpoint)):
+            return checkpoint
+        say(f"{checkpoint.name} is passed over: {reason}")
+    return None
+
+
+def find_corruption(checkpoint: Path) -> str:
+    """Return why no run can resume from this checkpoint; "" if one can."""
+    reason = damage(checkpoint) or _without_states(checkpoint)
+    return reason or ("" if read_facts(checkpoint) else _incomplete(checkpoint))
+
+
+def damage(checkpoint: Path) -> str:
+    """Return what is wrong with the files of a checkpoint, else ""; it may still hold only a model."""
+    try:
+        json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+    except OSError:
+        return "it has no trainer_state.json"
+    except ValueError:
+        return "its trainer_state.json is damaged"
+    known = read_facts(checkpoint)
+    if known == {}:
+        return f"its {FACTS} is damaged"
+    if known is None and is_of_this_kit(checkpoint.parent):
+        return f"its {FACTS} is missing"
+    if known and known.get("format", 1) > FORMAT:
+        return f"zerofit {known.get('zerofit')} saved it, in a form that {__version__} does not know; update zerofit"
+    return (_changed(checkpoint, known["files"]) if known else "") or pickles.fault(checkpoint)
+
+
+def _without_states(checkpoint: Path) -> str:
+    """Return a sentence if optimizer states are missing: transformers would silently start with new ones."""
+    if (checkpoint / "latest").exists() or (checkpoint / "optimizer.pt").exists():
+        return ""
+    return "it holds a model without optimizer states (--save_only_model), which can only be started from with --model"
+
+
+def _changed(checkpoint: Path, files: dict[str, list]) -> str:
+    """Return a sentence about the first file that differs from what was written, else ""."""
+    for name, (size, digest) in files.items():
+        file = checkpoint / name
+        if not file.exists():
+            return f"{name} is missing"
+        if (actual := file.stat().st_size) != size:
+            return f"{name} has {actual:,} bytes instead of {size:,}"
+        if hash_file(file) != digest:
+            return f"{name} was changed or damaged (its hash is another)"
+    return ""
+
+
+def _incomplete(checkpoint: Path) -> str:
+    """Return what a resume misses first in a checkpoint without zerofit.json; "" if it is complete."""
+    from safetensors import SafetensorError, safe_open
+
+    from zerofit.checkpoint import zero_shards
+
+    ranks = max(2, len(list(checkpoint.glob("rng_state_*.pth"))))  # one rank's file has no number
+    for name in [] if (checkpoint / "rng_state.pth").exists() else [f"rng_state_{rank}.pth" for rank in range(ranks)]:
+        if not (checkpoint / name).exists():
+            return f"{name} is missing"
+    if (checkpoint / "latest").exists():  # DeepSpeed's engine
+        folder = pickles.shards_folder(checkpoint)
+        for pattern in ("*optim_states.pt", "*model_states.pt"):
+            if not list(folder.glob(pattern)):
+                return f"{folder.name}/{pattern} is missing"
+        try:
+            ranks, shard_files = zero_shards.saved_by(checkpoint)[1], len(list(folder.glob("*optim_states.pt")))
+        except (UserError, KeyError, TypeError, ValueError):
+            return f"{folder.name} does not say how many ranks saved it"
+        if shard_files != ranks:
+            return f"it holds the optimizer states of {shard_files} ranks, it was saved by {ranks}"
+    for file in checkpoint.glob("*.safetensors"):
+        try:
+            with safe_open(file, "pt"):
+                pass
+        except SafetensorError:
+            return f"{file.name} is not whole"
+    return ""

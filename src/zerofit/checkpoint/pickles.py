@@ -1,0 +1,121 @@
+"""Load the pickles of a checkpoint (.pt, .pth) without running code that they name."""
+
+import contextlib
+import importlib
+import os
+import pickle
+import re
+from pathlib import Path
+
+import torch
+
+from zerofit.base.errors import UserError
+
+# Globals in the pickles of transformers' and DeepSpeed's checkpoints. Loading a pickle runs what it names.
+KNOWN = (
+    "deepspeed.utils.tensor_fragment.fragment_address", "deepspeed.runtime.zero.config.ZeroStageEnum",
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler", "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "numpy.ndarray", "numpy.dtype", "numpy._core.multiarray._reconstruct", "numpy.core.multiarray._reconstruct",
+)  # fmt: skip
+
+FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # environment variable: makes torch.load ignore weights_only=False
+
+
+def shards_folder(checkpoint: Path) -> Path:
+    """Return the folder of DeepSpeed's shards, which the file `latest` names.
+
+    Raises: UserError where `latest` names anything but a folder of the checkpoint.
+    """
+    try:
+        name = (checkpoint / "latest").read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        raise UserError(f"{checkpoint / 'latest'}: cannot be read; name another checkpoint.") from None
+    if not re.fullmatch(r"\w[\w.-]*", name) or not (checkpoint / name).is_dir():
+        raise UserError(f"{checkpoint / 'latest'}: names no folder of this checkpoint; name another checkpoint.")
+    return checkpoint / name
+
+
+def fault(checkpoint: Path) -> str:
+    """Return why the checkpoint's pickles must not be loaded; "" if they may be."""
+    if link := _link_out_of(checkpoint):
+        return f"{link.relative_to(checkpoint)} is a link that leads out of the checkpoint"
+    files = {*checkpoint.rglob("*.pt"), *checkpoint.rglob("*.pth")}
+    if (checkpoint / "latest").exists():
+        try:
+            files |= set(shards_folder(checkpoint).glob("*.pt"))  # the folder may be a link to another one beside it
+        except UserError:
+            return "its file latest names no folder of the checkpoint"
+    for file in sorted(files):
+        if reason := _fault_of(file):
+            return f"{file.relative_to(checkpoint)} {reason}"
+    return ""
+
+
+def _link_out_of(checkpoint: Path) -> Path | None:
+    """Return the first link in the folder whose target is outside of it, or None."""
+    top = checkpoint.resolve()
+    for file in sorted(checkpoint.rglob("*")):
+        if not file.is_symlink():
+            continue
+        try:
+            if not file.resolve().is_relative_to(top):
+                return file
+        except (OSError, RuntimeError):  # a loop of links
+            return file
+    return None
+
+
+def _names(file: Path) -> set[str]:
+    """Return the globals in the pickle that torch does not allow by itself."""
+    return set(torch.serialization.get_unsafe_globals_in_checkpoint(file))
+
+
+def _fault_of(file: Path) -> str:
+    try:
+        unknown = sorted(_names(file) - set(KNOWN))
+    except (RuntimeError, ValueError, OSError, EOFError, IndexError, pickle.UnpicklingError):
+        # Also a pickle of torch before 1.6, which is not in an archive: torch.load would load it unchecked.
+        return "is not whole, or no archive of torch.save"
+    return f"would run {unknown[0]} when it is loaded" if unknown else ""
+
+
+def load(file: Path):
+    """Load one file, memory-mapped.
+
+    Raises: UserError for a file that is damaged or names anything unknown.
+    """
+    if reason := _fault_of(file):
+        raise UserError(f"{file}: {reason}; name another checkpoint.")
+    with torch.serialization.safe_globals(_allowed(_names(file))):
+        return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+
+
+def _allowed(names) -> list[tuple]:
+    """Return (object, name) of each name in the form that torch.serialization.safe_globals takes."""
+    allowed = []
+    for name in names:
+        module, _, attribute = name.rpartition(".")
+        with contextlib.suppress(ImportError, AttributeError):  # numpy of another version
+            allowed.append((getattr(importlib.import_module(module), attribute), name))
+    if "numpy.dtype" in names:  # a dtype is built as an object of its own class, which the pickle does not name
+        import numpy
+
+        allowed.append((type(numpy.dtype(numpy.uint32)), "numpy.dtypes.UInt32DType"))
+    return allowed
+
+
+@contextlib.contextmanager
+def only_known():
+    """Restrict every torch.load in the body to the known names, DeepSpeed's with weights_only=False too."""
+    before = {name: os.environ.get(name) for name in (FORCE, "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")}
+    os.environ.pop("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", None)  # torch refuses both at once
+    os.environ[FORCE] = "1"
+    try:
+        with torch.serialization.safe_globals(_allowed(KNOWN)):
+            yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -1,0 +1,185 @@
+"""Choose the run folder and the checkpoint to resume from, and refuse one of another job."""
+
+from pathlib import Path
+
+from zerofit.base import command_line
+from zerofit.base.errors import UserError
+from zerofit.checkpoint import differences, pickles
+from zerofit.checkpoint.facts import read_facts, step_of
+from zerofit.job import run_folder
+from zerofit.job.settings import Settings
+from zerofit.model.load import fingerprints
+
+
+def check_resumable(settings, train_set) -> None:
+    """Compute this run's fingerprints, and compare this run with the checkpoint to resume from.
+
+    Compared are model, data, stage, ranks and arguments. Also decides whether the states are resharded (reshard.py).
+    Raises: UserError for a difference that makes it a different run; with --ignore_resume_mismatch only for one that
+        makes resuming impossible.
+    """
+    from zerofit.checkpoint import zero_shards
+
+    settings.fingerprints = fingerprints(settings, train_set)  # once: a hub model's configuration is fetched
+    requested = settings.resume_from_checkpoint
+    if not requested:
+        return
+    known = read_facts(Path(requested)) or _facts_of_files(Path(requested), settings)
+    flag = f"--resume_from_checkpoint {requested}"
+    if known["recipe"] != settings.recipe and (settings.recipe != "dpo" or "settings" in known):
+        raise UserError(f"{flag}: was saved by recipes/{known['recipe']}.py; resume it with that recipe.")
+    if known.get("unsaved"):
+        raise UserError(
+            f"{flag}: was saved with {known['unsaved']}, whose optimizer states DeepSpeed leaves out; begin anew from "
+            f"its weights with --model (recipes/lora.py: `zerofit export {requested} --merge` first)."
+        )
+    stretch = {"zero": known["zero"], "world_size": known["world_size"], "to_step": step_of(Path(requested))}
+    settings.resumed = [*known.get("resumed", []), stretch]
+    _decide_resharding(settings, known, Path(requested).name)
+    for name in ("tp_size", "pp_size"):
+        _check_split(settings, name, known, flag)
+    if settings.resharded:
+        zero_shards.check_whole(Path(requested))
+        _check_schedule(settings, Path(requested), known, flag)
+    differences.check(settings, known, flag)
+
+
+def _check_split(settings, name: str, known: dict, where: str) -> None:
+    """Refuse to load shards of a split model in another way than they were saved.
+
+    Args: name: tp_size or pp_size.
+    Raises: UserError.
+    """
+    saved, size = known.get(name, 1), getattr(settings, name)
+    if max(saved, size) == 1 or (saved == size and not settings.resharded):
+        return
+    raise UserError(
+        f"{where}: --{name} goes on only as it was saved; use --{name} {saved} --zero {known['zero']} --gpus "
+        f"{known['world_size']} --offload {known['offload']} --optim {known.get('optim', settings.optim)}, or begin "
+        "anew from its weights with --model."
+    )
+
+
+def _check_schedule(settings, checkpoint: Path, known: dict, where: str) -> None:
+    """Refuse to reshard with a schedule that follows the loss: its state holds no rates for other groups.
+
+    Raises: UserError.
+    """
+    file = checkpoint / "scheduler.pt"
+    saved = pickles.load(file) if file.exists() else {"base_lrs": []}
+    if settings.lr_scheduler_type == "reduce_lr_on_plateau" or "base_lrs" not in saved:
+        raise UserError(
+            f"{where}: --lr_scheduler_type reduce_lr_on_plateau goes on only as it was saved, without a change of "
+            f"stage, ranks, offload, optimizer or precision; use --zero {known['zero']} --gpus {known['world_size']} "
+            f"--offload {known['offload']}."
+        )
+
+
+def _facts_of_files(checkpoint: Path, settings) -> dict:
+    """Infer from the files of another program's checkpoint how it was saved."""
+    from zerofit.checkpoint import zero_shards
+
+    facts = {"recipe": "lora" if (checkpoint / "adapter_config.json").exists() else "sft"}
+    if not zero_shards.is_deepspeed(checkpoint):
+        rng_files = len(list(checkpoint.glob("rng_state_*.pth")))
+        return facts | {"zero": "0", "world_size": rng_files or 1, "offload": "none"}
+    zero, ranks = zero_shards.saved_by(checkpoint)
+    return facts | {"zero": zero, "world_size": ranks, "offload": settings.offload}
+
+
+def must_reshard(settings, known: dict) -> bool:
+    """Return whether DeepSpeed cannot load a checkpoint with these facts as it is."""
+    was, now = _split(settings, known)
+    names = ("optim",) if was["zero"] == now["zero"] == "0" else ("optim", "precision")
+    moved = was != now and len(names) > 1
+    return moved or any(known.get(n, getattr(settings, n)) != getattr(settings, n) for n in names)
+
+
+def _split(settings, known: dict) -> tuple[dict, dict]:
+    """Return stage, ranks and offload of a checkpoint and of this run."""
+    was, now = ({n: get(n) for n in ("zero", "world_size", "offload")} for get in (known.get, settings.written().get))
+    return was, now | {"world_size": settings.world_size}
+
+
+def _decide_resharding(settings, known: dict, name: str) -> None:
+    """Decide whether DeepSpeed can load the checkpoint as it is or its states must be resharded."""
+    was, now = _split(settings, known)
+    settings.resharded = must_reshard(settings, known)
+    if was != now:
+        saved_with = (
+            f"ZeRO {was['zero']}, {was['world_size']} rank{'s' * (was['world_size'] > 1)}, offload {was['offload']}"
+        )
+        settings.decisions.append(
+            f"{name} was saved with {saved_with}: weights, optimizer states, learning rate and place in the data go on"
+            + (", split anew" if settings.resharded else "")
+            + ("; dropout draws other numbers" if was["world_size"] != now["world_size"] else "")
+        )
+
+
+def choose_folder(settings: Settings) -> Path:
+    """Return the run folder's path (not created here), and find the checkpoint to resume from.
+
+    The path is --output_dir, or runs/<recipe>-<time>.
+
+    Raises: UserError when it already holds a run and this one does not resume it.
+    """
+    folder = run_folder.name_folder(settings)
+    run_folder.check_folder(folder, bool(settings.resume_from_checkpoint))
+    find_checkpoint(settings, folder)
+    return folder
+
+
+def how_to_go_on(ended: str, folder: Path, step: int | None) -> str:
+    """Return a sentence for a run that was ended: its step, what is saved and the next command.
+
+    Args: ended: e.g. "interrupted" or "stopped by SIGTERM"; step: the last completed one, or None.
+    """
+    progress = f"{ended} at step {step}" if step is not None else ended
+    return f"{progress}; {next_command(folder)}"
+
+
+def next_command(folder: Path) -> str:
+    """Return what is saved of a run that has ended, and the next command."""
+    from zerofit.checkpoint import integrity
+
+    if not (folder / "run.json").exists():
+        return "no run was begun. Give the same command again"
+    resume = command_line.next_step("resume", folder)
+    if saved := integrity.latest_valid_checkpoint(folder):
+        return f"saved up to step {saved.name.rpartition('-')[2]}. Go on: {resume}"
+    models = [f for f in run_folder.checkpoints(folder).values() if not integrity.damage(f)]
+    if models:
+        return (
+            f"{models[-1].name} holds the model without optimizer states (--save_only_model), so no run goes on from "
+            f"it. Keep it: {command_line.next_step('export', models[-1])}; or begin again: {resume}"
+        )
+    return f"nothing is saved yet. Begin again: {resume}"
+
+
+def find_checkpoint(settings: Settings, folder: Path) -> None:
+    """Replace --resume_from_checkpoint (a path, or auto for the newest valid one) by a checkpoint's path.
+
+    `auto` with no checkpoint starts from scratch, so a preempted job can rerun the same command.
+    Raises: UserError when the named one is damaged, or `true` finds none.
+    """
+    from zerofit.checkpoint import integrity
+
+    value = settings.resume_from_checkpoint
+    if value is None or value.lower() == "false":
+        settings.resume_from_checkpoint = None
+        return
+    if value.lower() in ("true", "last", "auto"):
+        latest = integrity.latest_valid_checkpoint(folder, say=lambda text: print(f"note: {text}", flush=True))
+        if latest is None and value.lower() == "auto":
+            print(f"note: {folder} holds no whole checkpoint: the run begins at the start", flush=True)
+            settings.resume_from_checkpoint = None
+            return
+        if latest is None:
+            raise UserError(
+                f"--resume_from_checkpoint {value}: {folder} holds no checkpoint-<step> folder that is whole; name a "
+                "path."
+            )
+        value = str(latest)
+    elif reason := integrity.find_corruption(Path(value)):
+        raise UserError(f"--resume_from_checkpoint {value}: is no whole checkpoint: {reason}; name another one.")
+    settings.resume_from_checkpoint = value

@@ -1,0 +1,200 @@
+"""Read the states of a checkpoint of any ZeRO stage and rank count as whole tensors.
+
+Files are memory-mapped: only the tensors in use are read.
+"""
+
+import math
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from zerofit.base.errors import UserError
+from zerofit.checkpoint import pickles
+
+
+@dataclass
+class OptimizerStates:
+    """Optimizer states of a checkpoint, as flat pieces of all ranks.
+
+    shapes: of the trained parameters, in the order of the optimizer's groups.
+    pieces: parameter -> state -> flat pieces in order; "fp32" is the weights, other states have the optimizer's names.
+    step: the optimizer's own count, None if it keeps none.
+    unsplit: a state of the optimizer that is not one number per weight, "" if there is none.
+    loss_scale: fp16's dynamic one, else None; counters: DeepSpeed's.
+    """
+
+    shapes: dict[str, tuple[int, ...]]
+    pieces: dict[str, dict[str, list[torch.Tensor]]]
+    step: float | None = None
+    unsplit: str = ""
+    loss_scale: float | None = None
+    counters: dict[str, int] = field(default_factory=dict)
+
+    def keys(self) -> list[str]:
+        """Return the names of the optimizer's states, e.g. ["exp_avg", "exp_avg_sq"]."""
+        return sorted({key for states in self.pieces.values() for key in states} - {"fp32"})
+
+    def whole(self, name: str, key: str = "fp32") -> torch.Tensor:
+        """Return one state of one parameter in its shape. Raises: UserError if the shards are too short."""
+        shape, pieces = self.shapes[name], self.pieces[name].get(key, [])
+        flat = pieces[0] if len(pieces) == 1 else torch.cat(pieces) if pieces else torch.empty(0)
+        if flat.numel() < math.prod(shape):
+            raise UserError(
+                f"{name}: the shards hold {flat.numel():,} of the {math.prod(shape):,} numbers of its {key}; the "
+                "checkpoint is not whole."
+            )
+        return flat[: math.prod(shape)].view(shape)
+
+
+def is_deepspeed(checkpoint: Path) -> bool:
+    return (checkpoint / "latest").exists()
+
+
+def read(checkpoint: Path) -> OptimizerStates:
+    """Read the states of a checkpoint of stage 1, 2 or 3.
+
+    Raises: UserError for a folder whose optimizer states are not in its files, or split by more than ZeRO.
+    """
+    check_whole(checkpoint)
+    folder = pickles.shards_folder(checkpoint)
+    files = sorted(folder.glob("*optim_states.pt"), key=_rank)
+    saved = [pickles.load(file)["optimizer_state_dict"] for file in files]
+    if (
+        not saved
+        or len({_rank(file) for file in files}) != len(files)
+        or any("mp_rank_00" not in f.name for f in files)
+    ):
+        raise UserError(
+            f"{folder}: holds no optimizer states of one process group (those of --tp_size and --pp_size are not read)."
+        )
+    model_states = pickles.load(sorted(folder.glob("*model_states.pt"), key=_rank)[0])
+    shapes = {name: tuple(shape) for group in model_states["param_shapes"] for name, shape in group.items()}
+    if _number(saved[0]["partition_count"]) != len(files):
+        raise UserError(
+            f"{folder}: holds the optimizer states of {len(files)} ranks, it was saved by "
+            f"{_number(saved[0]['partition_count'])}."
+        )
+    states = OptimizerStates(shapes, {name: {} for name in shapes})
+    if "fp32_flat_groups" in saved[0]:  # stage 3
+        _of_partitions(states, saved, folder)
+    else:
+        _of_slices(states, saved, folder)
+    scaler = saved[0].get("loss_scaler")
+    if saved[0].get("dynamic_loss_scale"):
+        states.loss_scale = float(scaler.cur_scale)
+    states.counters = {
+        name: model_states[name] for name in ("global_steps", "global_samples", "skipped_steps") if name in model_states
+    }
+    return states
+
+
+def check_whole(checkpoint: Path) -> None:
+    """Refuse one node's part (--node_local_storage) without those of the others. Raises: UserError."""
+    from zerofit.checkpoint.facts import read_facts
+
+    elsewhere = (read_facts(checkpoint) or {}).get("elsewhere", {})
+    if missing := [name for name in elsewhere if not (checkpoint / name).exists()]:
+        raise UserError(
+            f"{checkpoint}: holds one node's part (--node_local_storage), and {len(missing)} files of the others "
+            f"are missing, e.g. {missing[0]}; copy them in from each of them: rsync -a --ignore-existing "
+            f"HOST:{checkpoint.absolute()}/ {checkpoint}/."
+        )
+
+
+def saved_by(checkpoint: Path) -> tuple[str, int]:
+    """Return (ZeRO stage, ranks) that a checkpoint was saved with."""
+    folder = pickles.shards_folder(checkpoint)
+    saved = pickles.load(min(folder.glob("*optim_states.pt"), key=_rank))["optimizer_state_dict"]
+    return str(int(saved["zero_stage"])), _number(saved["partition_count"])
+
+
+def _of_slices(states: OptimizerStates, saved: list[dict], folder: Path) -> None:
+    """Collect the pieces of stages 1 and 2: a rank holds a slice of each group's concatenated parameters."""
+    for rank in saved:
+        if "param_slice_mappings" not in rank or not isinstance(rank["base_optimizer_state"], dict):
+            raise UserError(f"{folder}: does not say which parameters its shards hold (saved by an older DeepSpeed).")
+        base = rank["base_optimizer_state"]
+        for i, (group, flat) in enumerate(
+            zip(rank["param_slice_mappings"], rank["single_partition_of_fp32_groups"], strict=True)
+        ):
+            own_states = _split(states, base["state"].get(base["param_groups"][i]["params"][0], {}),
+                         flat.numel() + rank["group_paddings"][i])  # fmt: skip
+            for name, place in group.items():
+                for key, tensor in {"fp32": flat, **own_states}.items():
+                    states.pieces[name].setdefault(key, []).append(tensor[place.start : place.start + place.numel])
+
+
+def _of_partitions(states: OptimizerStates, saved: list[dict], folder: Path) -> None:
+    """Collect the pieces of stage 3: a rank holds an equal share of each parameter, the last one padded."""
+    for rank in saved:
+        flats, base = rank["fp32_flat_groups"], rank["optimizer_state_dict"]["state"]
+        own_states = [{"fp32": flat, **_split(states, base.get(i, {}), flat.numel())} for i, flat in enumerate(flats)]
+        i = offset = 0
+        for name, shape in states.shapes.items():
+            share = -(-math.prod(shape) // len(saved))
+            while i < len(flats) and offset == flats[i].numel():
+                i, offset = i + 1, 0
+            if i == len(flats) or offset + share > flats[i].numel():
+                raise UserError(f"{folder}: its shards end before {name} (states on NVMe are not in them).")
+            for key, tensor in own_states[i].items():
+                states.pieces[name].setdefault(key, []).append(tensor[offset : offset + share])
+            offset += share
+
+
+def _split(states: OptimizerStates, state: dict, numel: int) -> dict[str, torch.Tensor]:
+    """Return the states with one number per weight; record the step and the first other state."""
+    flat_states = {}
+    for key, value in state.items():
+        if isinstance(value, dict):  # bitsandbytes nests its states one level deeper
+            flat_states |= _split(states, value, numel)
+        elif key == "step":
+            states.step = float(value)
+        elif torch.is_tensor(value) and value.is_floating_point() and value.numel() == numel:
+            flat_states[key] = value.reshape(-1)
+        elif (
+            value is not None
+            and not isinstance(value, int | float)
+            and (not torch.is_tensor(value) or value.numel() > 1)
+        ):
+            states.unsplit = states.unsplit or key
+    return flat_states
+
+
+def read_plain(checkpoint: Path, groups: list[list[str]], names_held: dict[str, str], held) -> OptimizerStates:
+    """Read the states of a checkpoint of stage 0.
+
+    Args: groups: the trained parameters in the order of the optimizer's groups; held: the checkpoint's Weights, or a
+        dict of them; names_held: parameter -> its name in `held`, where it is another.
+    Raises: UserError where they do not fit together.
+    """
+    saved = pickles.load(checkpoint / "optimizer.pt")
+    if [len(group["params"]) for group in saved["param_groups"]] != [len(group) for group in groups]:
+        raise UserError(
+            f"{checkpoint}: its optimizer has groups of "
+            f"{', '.join(str(len(g['params'])) for g in saved['param_groups'])} parameters, this run of "
+            f"{', '.join(str(len(g)) for g in groups)}: it was another model or recipe."
+        )
+    states = OptimizerStates({}, {})
+    for group, names in zip(saved["param_groups"], groups, strict=True):
+        for i, name in zip(group["params"], names, strict=True):
+            tensor = held.get(names_held.get(name, name))
+            if tensor is None:
+                raise UserError(f"{checkpoint}: its weights do not hold {names_held.get(name, name)}.")
+            states.shapes[name] = tuple(tensor.shape)
+            own_states = _split(states, saved["state"].get(i, {}), tensor.numel())
+            states.pieces[name] = {key: [value.reshape(-1)] for key, value in {"fp32": tensor, **own_states}.items()}
+    scaler = checkpoint / "scaler.pt"
+    if scaler.exists():
+        states.loss_scale = float(pickles.load(scaler).get("scale", 0.0)) or None
+    return states
+
+
+def _rank(file: Path) -> int:
+    match = re.search(r"pp_rank_(\d+)", file.name)
+    return int(match[1]) if match else 0
+
+
+def _number(count) -> int:
+    return max(count) if isinstance(count, list) else count

@@ -1,0 +1,299 @@
+"""`zerofit hosts`: start a job on every host of a DeepSpeed hostfile over ssh.
+
+Each host runs `zerofit launch` as one node. Its arguments and environment (with HF_TOKEN and the job's secret, created
+here) are sent through the connection's standard input, so they are in no file and no command line. When the connection
+ends, so does the launch on that host.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import secrets
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from zerofit.base import command_line, rank_status
+from zerofit.base.errors import UserError
+from zerofit.base.paths import import_path
+from zerofit.config import parse
+from zerofit.job import program
+from zerofit.launch import launch, prepare
+from zerofit.launch.cluster import job_secret, node_options
+
+# Prefixes of the environment variables that are sent to the hosts.
+PASSED_ON = (
+    "HF_",
+    "HUGGING_FACE_",
+    "TRANSFORMERS_",
+    "WANDB_",
+    "MLFLOW_",
+    "COMET_",
+    "NCCL_",
+    "GLOO_",
+    "TORCH_",
+    "PYTORCH_",
+    "ZEROFIT_",
+)
+
+# No prefix CUDA_: CUDA_VISIBLE_DEVICES, CUDA_MPS_PIPE_DIRECTORY and others are valid on one node only.
+PASSED_BY_NAME = (
+    "OMP_NUM_THREADS",
+    "HTTPS_PROXY",
+    "HTTP_PROXY",
+    "NO_PROXY",
+    "CUDA_HOME",
+    "CUDA_LAUNCH_BLOCKING",
+    "CUDA_MODULE_LOADING",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "CUDA_DEVICE_ORDER",
+)
+
+SSH_SECONDS = 10  # for a host to answer
+
+END_SECONDS = 30.0  # for the other hosts to end after node 0
+
+
+@dataclass
+class Host:
+    """One line of the hostfile. slots: GPUs to use there; whole: whether they are GPUs 0 to n-1."""
+
+    name: str
+    slots: list[int]
+    whole: bool
+
+
+def main(argv: list[str]) -> None:
+    """`zerofit hosts`: see --help. Ends the process with the job's exit code.
+
+    Raises: UserError for the user's mistakes and for unusable hosts, before anything is started.
+    """
+    parser = argparse.ArgumentParser(prog="zerofit hosts", allow_abbrev=False, description=__doc__)
+    parser.add_argument("--hosts", required=True, help="DeepSpeed's hostfile: a line `host slots=8` for each node")
+    parser.add_argument("--include", default="", help="only these: host1@host2:0,2 (DeepSpeed's form)")
+    parser.add_argument("--exclude", default="", help="not these, in the same form")
+    parser.add_argument("--gpus", default="", help="processes on each host (default: its slots)")
+    parser.add_argument("--master_addr", default="", help="name of the first host as the others reach it (default: as "
+                                                          "in the hostfile)")  # fmt: skip
+    parser.add_argument(
+        "--port", default="", help=f"port on the first host; the next is used too (default {node_options.PORT})"
+    )
+    node_options.add_meeting(parser)
+    parser.add_argument("--ssh", default="ssh", help='how to reach a host, e.g. "ssh -p 2222 -i key"')
+    parser.add_argument("--args", default="", help="more recipe flags in one string, split like a shell would")
+    parser.add_argument("--show", action="store_true", help="print what each host would run; start nothing")
+    parser.add_argument("recipe", help="recipes/sft.py, or any other recipe's file")
+    parser.add_argument("flags", nargs=argparse.REMAINDER, help="the recipe's flags")
+    given = parser.parse_args(argv)
+    hosts = read(Path(given.hosts), given.include, given.exclude, given.gpus)
+    flags, _ = parse.command_line(program.find(given.recipe).recipe, given.flags, given.args)
+    if len(hosts) > 1:
+        prepare.check_for_nodes(flags)
+    env = {k: v for k, v in os.environ.items() if k.startswith(PASSED_ON) or k in PASSED_BY_NAME}
+    flags, token = prepare.without_token(flags)
+    env |= token
+    if len(hosts) > 1 and not env.get(job_secret.VARIABLE):
+        env[job_secret.VARIABLE] = secrets.token_hex(16)
+    jobs = [_job(given, hosts, rank, flags, env) for rank in range(len(hosts))]
+    if given.show:
+        for host, job in zip(hosts, jobs, strict=True):
+            print(
+                f"{host.name}\n  zerofit {command_line.hide_secrets(job['argv'])}\n  environment: "
+                f"{', '.join(sorted(job['env'])) or '-'}"
+            )
+        return
+    ssh = shlex.split(given.ssh)
+    check(ssh, hosts, given.hosts)
+    raise SystemExit(run(ssh, hosts, jobs))
+
+
+def read(file: Path, include: str = "", exclude: str = "", gpus: str = "") -> list[Host]:
+    """Return the hosts of a hostfile, in its order, parsed by DeepSpeed.
+
+    Raises: UserError for a missing or invalid file (DeepSpeed's launcher would run on this machine instead).
+    """
+    if not file.is_file():
+        raise UserError(f"HOSTS={file}: there is no such file; a line for each node: `host1 slots=8`.")
+    from deepspeed.launcher import runner
+
+    runner.logger.disabled = True  # it logs what the error below contains
+    try:
+        pool = runner.fetch_hostfile(str(file))
+        slots_by_host = runner.parse_inclusion_exclusion(pool, include, exclude)
+    except (ValueError, OSError) as error:
+        raise UserError(f"HOSTS={file}: {' '.join(str(error).split()).rstrip('.')}; a line for each node: `host1 "
+                        "slots=8`.") from None  # fmt: skip
+    finally:
+        runner.logger.disabled = False
+    if gpus and (not gpus.isdigit() or int(gpus) < 1):
+        raise UserError(f"GPUS={gpus}: must be a whole number of 1 or more.")
+    hosts = []
+    for name, slots in slots_by_host.items():
+        if gpus and int(gpus) > len(slots):
+            raise UserError(f"GPUS={gpus}: {name} has {len(slots)} slots in {file}.")
+        if name.startswith("-"):
+            raise UserError(f"HOSTS={file}: {name}: is no name of a host, since ssh would take it for an option.")
+        kept = slots[: int(gpus)] if gpus else slots
+        hosts.append(Host(name, kept, kept == list(range(len(kept)))))
+    if not hosts:
+        raise UserError(f"HOSTS={file}: INCLUDE={include} EXCLUDE={exclude} leave no host.")
+    return hosts
+
+
+def _job(given, hosts: list[Host], rank: int, flags: list[str], env: dict[str, str]) -> dict:
+    """Return one host's job: {"argv": arguments of `zerofit`, "env": environment}."""
+    host = hosts[rank]
+    argv = ["launch", "--gpus", str(len(host.slots))]
+    if len(hosts) > 1:
+        argv += ["--nnodes", str(len(hosts)), "--node_rank", str(rank),
+                 "--master_addr", given.master_addr or hosts[0].name, "--join_timeout", given.join_timeout]  # fmt: skip
+        argv += ["--interface", given.interface] if given.interface else []
+    argv += ["--port", given.port] if given.port else []
+    if not host.whole:
+        env = env | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, host.slots))}
+    return {"argv": [*argv, given.recipe, *flags], "env": env}
+
+
+def check(ssh: list[str], hosts: list[Host], file: str) -> None:
+    """Check that ssh to each host needs no password, and that it has this folder and this interpreter.
+
+    Raises: UserError, naming the first host that fails.
+    """
+    test = f"test -d {shlex.quote(str(Path.cwd()))} && test -x {shlex.quote(sys.executable)}"
+    options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={SSH_SECONDS}"]
+    try:
+        attempts = [
+            subprocess.Popen(
+                [*ssh, *options, "--", host.name, test],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for host in hosts
+        ]
+    except OSError as error:
+        raise UserError(
+            f"--ssh {shlex.join(ssh)}: cannot be started: {error.strerror}; install an ssh client."
+        ) from None
+    message = ""
+    for host, process in zip(hosts, attempts, strict=True):
+        try:
+            error_lines = process.communicate(timeout=2 * SSH_SECONDS)[1].strip().splitlines()
+            reason = error_lines[-1] if error_lines else ""
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+            reason = "no answer"
+        if process.returncode == 1:
+            message = message or (
+                f"HOSTS={file}: {host.name} has no {Path.cwd()} or no {sys.executable}; the hosts need the same folder "
+                "and environment at the same place (a shared disk, or the same installation)."
+            )
+        elif process.returncode:
+            message = message or (
+                f"HOSTS={file}: ssh to {host.name} without a password does not work ({reason}); try `ssh {host.name} "
+                f"true`, and `ssh-copy-id {host.name}`."
+            )
+    if message:
+        raise UserError(message)
+
+
+def run(ssh: list[str], hosts: list[Host], jobs: list[dict]) -> int:
+    """Run the jobs to their end and forward signals; return node 0's exit code."""
+    remote_command = (
+        f"cd {shlex.quote(str(Path.cwd()))} && PYTHONPATH={shlex.quote(os.pathsep.join(import_path()))} exec "
+        f"{shlex.quote(sys.executable)} -m zerofit join"
+    )
+    options = ["-o", "BatchMode=yes", "-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4"]
+    processes = []
+    for host, job in zip(hosts, jobs, strict=True):
+        process = subprocess.Popen([*ssh, *options, "--", host.name, remote_command],
+                                   stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                                   text=True, start_new_session=True)  # fmt: skip
+        processes.append(process)
+        _tell(process, json.dumps(job))
+    printers = [
+        threading.Thread(target=_show, args=(process, "" if host is hosts[0] else f"{host.name}: "), daemon=True)
+        for host, process in zip(hosts, processes, strict=True)
+    ]
+    for thread in printers:
+        thread.start()
+    signals: list[int] = []
+    first_signal = None
+
+    def pass_on(number, _frame):
+        nonlocal first_signal
+        if rank_status.is_repeated(number, first_signal):
+            return
+        first_signal = first_signal or time.monotonic()
+        signals.append(number)
+        for process in processes if number == signal.SIGINT or len(signals) > 1 else processes[:1]:
+            _tell(process, signal.Signals(number).name)
+
+    before = rank_status.handle_signals(pass_on)
+    try:
+        code = processes[0].wait()
+        deadline = time.monotonic() + END_SECONDS
+        for process in processes[1:]:
+            try:
+                process.wait(max(0.1, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()  # the connection closes, which ends the launch on that host
+    finally:
+        for process in processes:
+            with contextlib.suppress(BrokenPipeError):  # it ended before it read its job
+                process.stdin.close()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    for thread in printers:
+        thread.join(5)
+    if code == 255:
+        print(f"zerofit: error: the connection to {hosts[0].name} was lost.", file=sys.stderr)
+    return code if code >= 0 else 128 - code
+
+
+def _tell(process: subprocess.Popen, line: str) -> None:
+    try:
+        process.stdin.write(line + "\n")
+        process.stdin.flush()
+    except (BrokenPipeError, ValueError):
+        pass  # it has ended; its exit code is reported
+
+
+def _show(process: subprocess.Popen, before: str) -> None:
+    for line in process.stdout:
+        with contextlib.suppress(OSError):  # the terminal has closed; the job goes on until it has saved
+            print(before + line, end="", flush=True)
+
+
+# --- on a host ---
+
+
+def join(argv: list[str]) -> None:
+    """`zerofit join`: run one host's launch, as sent by `zerofit hosts` over standard input.
+
+    The first line is JSON (`_job`), each further line the name of a signal; the end of input ends the launch.
+    """
+    if argv:
+        raise UserError("zerofit join is what `zerofit hosts` starts on a host; it takes no arguments.")
+    source = os.fdopen(os.dup(0), encoding="utf-8")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # the ranks must not read it
+    job = json.loads(source.readline() or "null")
+    if not job:
+        raise UserError("zerofit join: the connection ended before the job came.")
+    os.environ.update(job["env"])
+    threading.Thread(target=_listen, args=(source,), daemon=True).start()
+    launch.main(job["argv"][1:])
+
+
+def _listen(source) -> None:
+    for line in source:
+        os.kill(os.getpid(), signal.Signals[line.strip()])
+    os.kill(os.getpid(), signal.SIGINT)  # `zerofit hosts` is gone

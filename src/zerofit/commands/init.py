@@ -1,0 +1,60 @@
+"""`zerofit init`: lay recipes, DeepSpeed files, launchers, examples and a Makefile down, to be edited."""
+
+import argparse
+import os
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+from zerofit.base.errors import UserError
+from zerofit.base.paths import ROOT
+
+FOLDERS = ("recipes", "deepspeed_configs", "launchers", "examples")
+
+# The repository's Makefile installs into .venv; a project's uses the environment of the `zerofit` that made it.
+REPOSITORY = "# --- of the repository;"  # the verbs below this line are left out
+CHANGES = {
+    "PYTHON ?= python3\n": "PYTHON ?= {python}\n",
+    "ENV ?= .venv\n": "ENV ?= active\n",
+    "STAMP := $(PREFIX)/.zerofit-installed\n": "STAMP :=\n",
+}
+
+
+def main(argv: list[str]) -> None:
+    """`zerofit init`: see --help.
+
+    Raises: UserError for a folder that is not empty or cannot be written to.
+    """
+    parser = argparse.ArgumentParser(prog="zerofit init", allow_abbrev=False, description=__doc__)
+    parser.add_argument("folder", help="a new or an empty folder")
+    folder = Path(parser.parse_args(argv).folder).expanduser()
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise UserError(f"{folder}: is there already and not an empty folder; name a new one.")
+    try:
+        for name in FOLDERS:  # the bundled task stays in the package
+            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "tiny"))
+        (folder / "Makefile").write_text(makefile(), encoding="utf-8")
+        (folder / ".gitignore").write_text("runs/\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be written to: {error.strerror}.") from None
+    print(
+        f"{folder}: recipes/, deepspeed_configs/, launchers/, examples/ and a Makefile; what they say is what runs "
+        f"there. Try:\n  cd {shlex.quote(str(folder))}\n  make sft\n  make sft MODEL=Qwen/Qwen3-0.6B DATA=data.jsonl"
+    )
+
+
+def makefile() -> str:
+    """Return the Makefile of a project: the repository's, without its own verbs and its installation."""
+    text = (ROOT / "Makefile").read_text(encoding="utf-8")
+    head, mark, _ = text.partition(REPOSITORY)
+    assert mark, "the Makefile has no section of the repository"
+    for before, after in CHANGES.items():
+        assert head.count(before) == 1, before
+        head = head.replace(before, after.format(python=_interpreter()))
+    return head + "endif\n"
+
+
+def _interpreter() -> str:
+    """Return this interpreter for a Makefile: not resolved, since a virtual environment's is a link."""
+    return os.path.abspath(sys.executable).replace("$", "$$")  # noqa: PTH100

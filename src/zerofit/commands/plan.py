@@ -1,0 +1,206 @@
+"""Run `zerofit plan`: find whether a job fits, and the fastest setting that does."""
+
+import argparse
+import math
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from zerofit.base import command_line, hardware
+from zerofit.base.errors import UserError
+from zerofit.base.hardware import GIB
+from zerofit.config import parse
+from zerofit.job import program
+from zerofit.model import attention, load
+from zerofit.plan import candidates, formulas, search, simulate
+
+
+def main(argv: list[str]) -> None:
+    """Run `zerofit plan` (see --help): print the plan and write plan.json, plan.md and plan.png.
+
+    Raises: UserError for the user's mistakes; NothingFits (exit code 3) if no setting fits.
+    """
+    parser = _parser()
+    args, flags = parser.parse_known_args(argv)
+    args.recipe = program.start(args.recipe).recipe
+    flags, ranks = parse.command_line(args.recipe, flags, args.args, args.gpus)
+    if {"--help", "-h"} & set(flags):
+        parser.print_help()
+        return
+    from zerofit.plan import answer_text
+
+    folder = Path(args.output_dir or Path("runs") / f"plan-{time.strftime('%Y%m%d-%H%M%S')}").expanduser()
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"--output_dir {folder}: is a file; name a folder.")
+    plan = _search(args, flags, ranks)
+    print(answer_text.text(plan))
+    try:
+        answer_text.write(plan, folder)
+    except OSError as error:
+        raise UserError(
+            f"--output_dir {folder}: the plan cannot be written there: {error.strerror}; name another folder."
+        ) from None
+    print(f"more: {folder}/plan.md, plan.json, plan.png (planned in {plan.seconds:.0f} s)", flush=True)
+    if plan.chosen is None:
+        raise candidates.NothingFits(answer_text.nothing_fits(plan))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="zerofit plan", allow_abbrev=False,
+        description="Whether a job fits and what is fastest, before anything is downloaded or allocated. Only the "
+        "model's config.json is needed. What you leave open is searched; every flag of the recipe works too.",
+    )  # fmt: skip
+    parser.add_argument("--recipe", default="sft", help="sft, lora or dpo (default sft)")
+    parser.add_argument(
+        "--method", default="", help="sft, lora, qlora, dpo or auto (the first of the first three that fits)"
+    )
+    parser.add_argument("--gpus", default="1", help="GPUs of all nodes together; with --nodes those of each")
+    parser.add_argument("--nodes", default="", help="nodes with --gpus GPUs each (default: as many as --gpus needs "
+                        f"at {formulas.GPUS_OF_A_NODE} each)")  # fmt: skip
+    parser.add_argument(
+        "--node_link_gbs", default="", help="GB/s one way that each GPU has to other nodes, all adapters of a node "
+        f"over its GPUs (default {hardware.NODE_LINK_GBS:g}: 400 Gbit/s a GPU)",
+    )  # fmt: skip
+    parser.add_argument("--gpu_type", default="", help="a GPU of the table, or detect (default: this machine's)")
+    parser.add_argument("--host_memory", default="", help="GiB of a node's host memory (default: this machine's with "
+                        "--gpu_type detect, else not looked at)")  # fmt: skip
+    parser.add_argument(
+        "--output_dir", default="", help="folder for plan.json, plan.md, plan.png (default runs/plan-<time>)"
+    )
+    parser.add_argument("--args", default="", help="more recipe flags in one string, split like a shell would")
+    return parser
+
+
+def _search(args: argparse.Namespace, flags: list[str], ranks: int) -> candidates.Plan:
+    """Return the plan for the command's arguments, with the rows of --data read and the search shown while it runs."""
+    ranks, node = _machines(args.nodes, ranks)
+    methods = candidates.methods_to_try(args.method, args.recipe, flags)
+    gpu = _with_node_link(hardware.find(args.gpu_type or "detect", min(ranks, node)), args.node_link_gbs)
+    if sentence := hardware.note(gpu):
+        print(sentence, flush=True)
+    import psutil
+
+    from zerofit.base.paths import nearest_existing
+
+    for_this_machine = args.gpu_type in ("", "detect")
+    host_limit = _host_limit(args.host_memory, for_this_machine)
+    with simulate.reused():
+        simulate.prestart()  # it imports while the rows are read and the settings are listed
+        recipe = candidates.recipe_of(methods[-1])
+        first = candidates.first_settings(recipe, flags, ranks, gpu, node)
+        flags, rows, lengths = with_real_lengths(flags, recipe, ranks, gpu, node)
+        notes = [f"rows: {rows}"]
+        if missing := attention.missing_kernels(load.load_config(first)):
+            notes.append("note: {}; {}".format(*missing))
+        print("\n".join(notes), flush=True)
+        say, end = _progress(notes)
+        try:
+            plan = search.search(methods, flags, ranks, gpu, say, host_limit, node, lengths)
+            plan.instead = search.adapters_instead(plan, methods, flags) | search.pipeline_instead(plan, methods, flags)
+        finally:
+            end()
+    plan.rows, plan.notes, plan.here = rows, notes, for_this_machine
+    plan.host_here = psutil.virtual_memory().total
+    plan.disk_free = shutil.disk_usage(nearest_existing(Path("runs"))).free
+    return plan
+
+
+def _progress(lines: list[str]) -> tuple[Callable[[str], None], Callable[[], None]]:
+    """Return (a function that shows a line of the search and appends it to `lines`, one to call at its end).
+
+    A terminal shows the last line only, and none after the end.
+    """
+    live = sys.stdout.isatty()
+
+    def say(text: str) -> None:
+        lines.append(text)
+        if live:
+            print(f"\r\033[K{text[: shutil.get_terminal_size().columns - 1]}", end="", flush=True)
+        else:
+            print(text, flush=True)
+
+    return say, lambda: print("\r\033[K", end="", flush=True) if live else None
+
+
+def with_real_lengths(
+    flags: list[str], recipe: str, ranks: int, gpu, node: int = formulas.GPUS_OF_A_NODE
+) -> tuple[list[str], str, tuple[int, ...]]:
+    """Return (the flags with --max_length of the longest row or pack of --data, a sentence on the rows, their lengths).
+
+    The tokenized rows are cached, so the run does not read them again. Rows that cannot be read are taken to be full.
+    """
+    settings = candidates.first_settings(recipe, flags, ranks, gpu, node)
+    length = settings.max_length
+    full = f"taken to be --max_length {length} tokens long"
+    if settings.data == [candidates.UNNAMED]:
+        return flags, f"{full}; with DATA= their real lengths are planned", ()
+    if settings.streaming:
+        return flags, f"{full}, since --streaming reads them later", ()
+    try:
+        lengths = _lengths(settings)
+    except UserError as error:
+        return flags, f"{full}, since they cannot be read: {error}", ()
+    longest = max(lengths)
+    width = min(length, -(-longest // 8) * 8)  # as the collator rounds
+    kind = "pack" if settings.packing else "side of a pair" if settings.documents_per_row == 2 else "row"
+    if width == length:
+        return flags, f"the longest {kind} of --data fills --max_length {length}", lengths
+    sentence = f"the longest {kind} of --data has {longest} tokens: planned with --max_length {width} instead of "
+    return [*command_line.drop(flags, "--max_length"), "--max_length", str(width)], f"{sentence}{length}", lengths
+
+
+def _lengths(settings) -> tuple[int, ...]:
+    """Return the tokens of each row of the training data; of each pack, or of the longer side of each pair."""
+    from zerofit.data.batches import lengths_of
+    from zerofit.data.load import load_datasets
+    from zerofit.model.load import load_tokenizer
+
+    train_set, _ = load_datasets(settings, load_tokenizer(settings))
+    sequences = train_set.sequences(settings)
+    if settings.documents_per_row == 2:
+        return tuple(map(max, sequences["lengths"]))
+    if not settings.packing:
+        return tuple(lengths_of(sequences).tolist())
+    lengths = lengths_of(sequences.documents)
+    return tuple(int(lengths[pack].sum()) for pack in sequences.packs)
+
+
+def _machines(nodes: str, gpus: int) -> tuple[int, int]:
+    """Return (GPUs of all nodes, GPUs of one node)."""
+    if not nodes:
+        return gpus, formulas.GPUS_OF_A_NODE
+    if not nodes.isdigit() or int(nodes) < 1:
+        raise UserError(f"NODES={nodes}: must be a whole number of 1 or more nodes, each with GPUS={gpus} GPUs.")
+    return int(nodes) * gpus, gpus
+
+
+def _with_node_link(gpu: hardware.Gpu, text: str) -> hardware.Gpu:
+    if not text:
+        return gpu
+    try:
+        if 0 < (speed := float(text)) < math.inf:
+            return replace(gpu, node_gbs=speed)
+    except ValueError:
+        pass
+    raise UserError(
+        f"--node_link_gbs {text}: must be a number of GB/s above 0: what the network between the nodes of NODES= "
+        "gives each GPU, one way."
+    )
+
+
+def _host_limit(text: str, here: bool) -> int | None:
+    """Return the bytes of a node's host memory; None if unknown, when the plan is for another machine."""
+    import psutil
+
+    if not text:
+        return psutil.virtual_memory().total if here else None
+    try:
+        if 0 < (size := float(text)) < math.inf:
+            return int(size * GIB)
+    except ValueError:
+        pass
+    raise UserError(f"--host_memory {text}: must be a number of GiB.")

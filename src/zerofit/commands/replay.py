@@ -1,0 +1,232 @@
+"""`zerofit replay`: repeat a non-finite step in one process, module by module.
+
+Reads what nan_guard.NanGuard saved: each rank's micro batches, and the weights if the run was stopped.
+"""
+
+import argparse
+import contextlib
+import functools
+import math
+import tempfile
+from pathlib import Path
+
+from zerofit.base.errors import EXIT_CODES, UserError
+from zerofit.job import program, run_folder
+from zerofit.train import nan_guard
+
+
+def main(argv: list[str]) -> None:
+    """Run `zerofit replay`; see --help. Exit with code 4 if something is not finite again, else with 0."""
+    parser = argparse.ArgumentParser(prog="zerofit replay", allow_abbrev=False, description=__doc__)
+    parser.add_argument("folder", help="runs/<run>/nan/step-<n>, or the run folder for its last one")
+    parser.add_argument("--model", default="", help="weights to use instead of those that were kept")
+    parser.add_argument("--recipe", default="", help="the recipe's file (default: the one that you started there)")
+    parser.add_argument("--trust_remote_code", action="store_true", help="run the model's Python code")
+    args = parser.parse_args(argv)
+    folder = _folder(Path(args.folder).expanduser())
+    try:
+        facts = nan_guard.read(folder)
+    except ValueError as error:
+        raise UserError(f"{folder}: is no kept step ({error}); name a nan/step-<n> of a run folder.") from None
+    started = _program(facts, folder, args)
+    settings, autocast_dtype = _settings(facts, folder, args.model)
+    model, loss_of = _model(settings, folder, args.model, started)
+    weights_note = "" if args.model or (folder / "model").is_dir() else " (the run's first ones; --model names others)"
+    print(
+        f"replay of {folder}: {settings.precision} on {model.device}, weights of {settings.model}{weights_note}",
+        flush=True,
+    )
+    bad_batches = 0
+    for rank in range(facts["world_size"]):
+        for index, batch in enumerate(_batches(folder / f"rank{rank}.safetensors")):
+            rows = facts["rows"][rank][index] if facts["rows"] else []
+            bad_batches += _say(
+                f"rank {rank} micro batch {index}", _look(model, loss_of, batch, autocast_dtype), rows, facts["texts"]
+            )
+    if not bad_batches:
+        print("all is finite here: the fault was of that moment (a device, a rank, a precision), or of other weights")
+    raise SystemExit(EXIT_CODES["diverged"] if bad_batches else 0)
+
+
+def _folder(given: Path) -> Path:
+    if (given / "step.json").exists():
+        return given
+    steps = run_folder.by_step(given / "nan", "step")
+    if not steps:
+        raise UserError(f"{given}: holds no nan/step-<n>; that run has met no step without a finite gradient.")
+    return steps[max(steps)]
+
+
+def _program(facts: dict, folder: Path, args) -> program.Program:
+    """Return the program that trained the step, as this user has started or named it, and check its flags.
+
+    Raises: UserError for flags that run code of a run that this user has not started, and for a damaged step.json.
+    """
+    from zerofit.config import parse
+    from zerofit.config.arguments import RECIPES
+
+    facts = facts if isinstance(facts, dict) else {}
+    flags, run = facts.get("flags"), folder.resolve().parent.parent
+    if facts.get("recipe") not in [*RECIPES] or not isinstance(flags, list) or any(type(f) is not str for f in flags):
+        raise UserError(f"{folder}: its step.json is damaged; name another nan/step-<n> of a run folder.")
+    kept = run_folder.read_json(folder / "step.json")
+    older = "program" not in kept  # of a zerofit that wrote it into run.json alone
+    said = program.said_by(run_folder.read_json(run / "run.json") if older else kept)
+    started = program.of_run(run, facts["recipe"], said, args.recipe)
+    given = ["--trust_remote_code", "true"] if args.trust_remote_code else []
+    parse.refuse_foreign_code(facts["recipe"], flags, given, run)
+    facts["flags"] = [*flags, *given]
+    return started
+
+
+def _settings(facts: dict, folder: Path, model: str):
+    """Return (the run's settings for one process without DeepSpeed, with the run's weight dtype; autocast's dtype).
+
+    The second is None where nothing is cast: in fp32, with --pure_bf16, and under DeepSpeed, which computes in the
+    weights' type.
+    """
+    import torch
+
+    from zerofit.config import resolve
+    from zerofit.model.load import weight_dtype
+
+    settings = resolve.resolve_settings(facts["recipe"], facts["flags"], facts["world_size"])
+    casts = settings.deepspeed is None and not settings.pure_bf16
+    autocast_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(settings.precision) if casts else None
+    settings = settings.replace(
+        deepspeed=None,
+        dtype=weight_dtype(settings),
+        zero=0,
+        offload="none",
+        use_cpu=not torch.cuda.is_available(),
+    )
+    weights = Path(model) if model else folder / "model"
+    if not settings.trains_adapter and (model or weights.is_dir()):
+        settings = settings.replace(model=str(weights), random_init=False, new_tokens=None)
+    return settings, autocast_dtype
+
+
+def _model(settings, folder: Path, named: str, started: program.Program):
+    """Return (the model as the run built it, in training mode; the loss of a micro batch: inputs -> tensor)."""
+    from zerofit.config import resolve
+    from zerofit.model import adapters, fused_loss, preference_loss, tiled_mlp
+    from zerofit.model.load import load_model, load_tokenizer
+
+    tokenizer = load_tokenizer(settings)
+    resolve.resolve_for_model(settings)
+    model = load_model(settings, tokenizer, accept_nan=True)
+    if settings.recipe == "dpo":
+        preference_loss.disable_dropout(model)
+    if settings.trains_adapter:
+        model = adapters.add_adapter(model, settings, tokenizer)
+        adapter_file = Path(named or folder / "model") / "adapter_model.safetensors"
+        if adapter_file.exists():
+            from peft import set_peft_model_state_dict
+            from safetensors.torch import load_file
+
+            set_peft_model_state_dict(model, load_file(adapter_file))
+    model.train()
+    if (own := _own_trainer(settings, model, tokenizer, started)) is not None:
+        return model, functools.partial(_own_loss, own)
+    tiled_mlp.install(settings, model)
+    return model, functools.partial(_loss, settings, model, fused_loss.install(settings, model))
+
+
+def _own_trainer(settings, model, tokenizer, started: program.Program):
+    """Return the trainer of a recipe of one's own, which has a loss of its own; None if it has not."""
+    from datasets import Dataset
+
+    from zerofit.data.tokens import TokenizedDataset
+    from zerofit.train.preference import PreferenceTrainer
+    from zerofit.train.trainer import ZerofitTrainer, training_arguments
+
+    stock = PreferenceTrainer if settings.recipe == "dpo" else ZerofitTrainer
+    kind = program.own_class(started.file, stock)
+    if kind is stock:
+        return None
+    rows = TokenizedDataset(Dataset.from_list([{"input_ids": [0], "labels": [0], "lengths": [1]}]), {}, "replay")
+    settings = settings.replace(
+        world_size=1, ddp_backend=None, output_dir=tempfile.gettempdir(), report_to=[], push_to_hub=False
+    )
+    own = kind(settings, model, tokenizer, training_arguments(settings), rows, None)
+    return own if own.own_loss else None
+
+
+def _batches(file: Path) -> list[dict]:
+    from safetensors.torch import load_file
+
+    if not file.exists():
+        raise UserError(f"{file}: is missing; copy the whole folder of the step, with the files of all ranks.")
+    batches: dict[int, dict] = {}
+    for key, tensor in load_file(file).items():
+        index, name = key.split(".", 1)
+        batches.setdefault(int(index), {})[name] = tensor.item() if tensor.dim() == 0 else tensor
+    return [batches[i] for i in sorted(batches)]
+
+
+def _look(net, loss_of, batch: dict, autocast_dtype) -> dict:
+    """Return {"loss", "module": first with a non-finite output, "gradients": non-finite ones' names}."""
+    import torch
+    from accelerate.utils import send_to_device
+
+    first: list[str] = []
+
+    def watch(name):
+        def hook(module, inputs, output):
+            tensors = [t for t in (output if isinstance(output, tuple) else [output]) if isinstance(t, torch.Tensor)]
+            if not first and any(t.is_floating_point() and not t.isfinite().all() for t in tensors):
+                first.append(name)
+
+        return hook
+
+    hooks = [module.register_forward_hook(watch(name)) for name, module in net.named_modules() if name]
+    inputs = send_to_device(batch, net.device)
+    with torch.autocast(net.device.type, autocast_dtype) if autocast_dtype else contextlib.nullcontext():
+        loss = loss_of(inputs)
+    loss.backward()
+    for hook in hooks:
+        hook.remove()
+    nonfinite = [n for n, p in net.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
+    net.zero_grad()
+    return {"loss": loss.item(), "module": first[0] if first else None, "gradients": nonfinite}
+
+
+def _loss(settings, net, fused, inputs: dict):
+    """Return the loss that the run's recipe computes of a micro batch, as a mean over its tokens or pairs."""
+    from zerofit.model import adapters
+    from zerofit.parallel import sequence_parallel
+    from zerofit.train import preference
+
+    if settings.recipe == "dpo":
+        adapter_off = net.disable_adapter if settings.trains_adapter else contextlib.nullcontext
+        of_batch = functools.partial(preference.log_probs, net, fused=fused)
+        losses, _, pairs, _ = preference.pair_losses(settings, inputs, of_batch, adapter_off)
+        return losses.sum() / pairs.clamp(min=1)
+    count = sequence_parallel.supervised(inputs, adapters.first_target(settings)).clamp(min=1)
+    with fused.on() if fused else contextlib.nullcontext():
+        return net(**inputs, num_items_in_batch=count).loss
+
+
+def _own_loss(own, inputs: dict):
+    """Return the loss of a recipe's own trainer, as a mean over the micro batch's tokens or pairs."""
+    from zerofit.model import adapters
+    from zerofit.parallel import sequence_parallel
+
+    tokens = (
+        None if "reference" in inputs else sequence_parallel.supervised(inputs, adapters.first_target(own.settings))
+    )
+    count = None if tokens is None else tokens.clamp(min=1)
+    return own.compute_loss(own.model, inputs, num_items_in_batch=count)
+
+
+def _say(where: str, seen: dict, rows: list[int], texts: dict) -> bool:
+    """Print one micro batch; return whether its loss or a gradient is not finite."""
+    bad = not math.isfinite(seen["loss"]) or seen["gradients"]
+    print(f"{where}: loss {seen['loss']:.4f}, " + ("gradient finite" if not seen["gradients"] else
+          f"gradient not finite in {len(seen['gradients'])} parameters, e.g. {seen['gradients'][-1]}"))  # fmt: skip
+    if seen["module"]:
+        print(f"  the first output that is not finite: {seen['module']}")
+    if bad:
+        for row in rows:
+            print(f"  row {row}: {texts.get(str(row), '')!r}")
+    return bool(bad)

@@ -1,0 +1,302 @@
+"""`zerofit slurm`: fill in launchers/slurm.sbatch from the same flags, check and submit it."""
+
+import argparse
+import contextlib
+import os
+import re
+import shlex
+import shutil
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from zerofit.base import command_line, hardware
+from zerofit.base.errors import UserError
+from zerofit.base.paths import PROJECT, write_text
+from zerofit.checkpoint.resumable import choose_folder
+from zerofit.commands import status
+from zerofit.commands.status import CANCELLED, JOB, LOG
+from zerofit.config import parse, resolve
+from zerofit.job import program, run_folder, run_lock
+from zerofit.job.settings import Settings
+from zerofit.launch import prepare
+from zerofit.plan import preflight
+
+TEMPLATE = PROJECT / "launchers" / "slurm.sbatch"
+
+RESUME = ("--resume_from_checkpoint",)
+
+SCRIPT = "slurm.sbatch"  # name of the filled-in script in the run folder
+
+CORES_PER_GPU = 4  # default of --cpus
+
+
+@dataclass
+class Request:
+    """The values for the template.
+
+    flags: the recipe's, without --output_dir; gpus, cpus: per node; on_cpu: request no GPU; sweep: further flags of
+    each job of an array; more: further sbatch options, verbatim.
+    """
+
+    recipe: Path
+    flags: list[str]
+    folder: Path
+    nodes: int
+    gpus: int
+    cpus: int
+    on_cpu: bool = False
+    time: str = "24:00:00"
+    partition: str = ""
+    account: str = ""
+    qos: str = ""
+    sweep: list[list[str]] = field(default_factory=list)
+    more: list[tuple[str, str]] = field(default_factory=list)
+
+
+def main(argv: list[str]) -> None:
+    """`zerofit slurm`: see --help.
+
+    Raises: UserError for the user's mistakes, also in the recipe's flags, before anything is written or submitted.
+    """
+    parser = argparse.ArgumentParser(prog="zerofit slurm", allow_abbrev=False, description=__doc__)
+    parser.add_argument("--nodes", default="1", help="number of nodes")
+    parser.add_argument("--gpus", default="1", help="GPUs, and so processes, on each (with --use_cpu true: processes)")
+    parser.add_argument("--cpus", default="", help=f"cores of each node (default: {CORES_PER_GPU} per GPU)")
+    parser.add_argument("--time", default="24:00:00", help="limit of one start; the job goes on after it by itself")
+    for name in ("partition", "account", "qos"):
+        parser.add_argument(f"--{name}", default="", help="as sbatch's")
+    parser.add_argument("--sbatch", default="", help="more of sbatch's options in one string; they win over the others")
+    parser.add_argument("--output_dir", default="", help="the run folder (default: runs/<recipe>-<time>)")
+    parser.add_argument("--sweep", default="", help="a file with a line of further flags for each job of an array")
+    parser.add_argument("--args", default="", help="more recipe flags in one string, split like a shell would")
+    parser.add_argument("--print", action="store_true", help="print the batch script; write and submit nothing")
+    parser.add_argument("recipe", help="recipes/sft.py, or any other recipe's file")
+    parser.add_argument("flags", nargs=argparse.REMAINDER, help="the recipe's flags")
+    if "--sbatch" in argv[:-1]:  # argparse accepts a value that looks like an option only after =
+        index = argv.index("--sbatch")
+        argv = [*argv[:index], f"--sbatch={argv[index + 1]}", *argv[index + 2 :]]
+    args = parser.parse_args(argv)
+    request = request_of(args)
+    script = render(request)
+    if args.print:
+        print(script, end="")
+        return
+    submit(request, script)
+
+
+def request_of(given) -> Request:
+    """Check the options as far as possible on a login node and return the request. Raises: UserError."""
+    named = program.find(given.recipe)
+    flags, gpus = parse.command_line(named.recipe, given.flags, given.args, given.gpus)
+    if not given.nodes.isdigit() or int(given.nodes) < 1:
+        raise UserError(f"NODES={given.nodes}: must be a whole number of 1 or more.")
+    on_cpu = (command_line.value_of(flags, ("--use_cpu",)) or "false").lower() in ("true", "1", "yes")
+    cpus = given.cpus or str(gpus * (1 if on_cpu else CORES_PER_GPU))
+    if not cpus.isdigit() or int(cpus) < 1:
+        raise UserError(f"--cpus {cpus}: must be a whole number of 1 or more.")
+    sweep = read_sweep(Path(given.sweep).expanduser()) if given.sweep else []
+    if int(given.nodes) > 1:
+        prepare.check_for_nodes(flags)
+    ranks = int(given.nodes) * gpus
+    output_dir = given.output_dir or command_line.value_of(flags, ("--output_dir",))
+    whole = command_line.put(flags, output_dir=output_dir) if output_dir else flags
+    settings = check(named.recipe, whole, ranks, on_cpu)
+    for number, added_flags in enumerate(sweep):
+        try:
+            check(named.recipe, [*flags, *added_flags], ranks, on_cpu)
+        except UserError as error:
+            raise UserError(f"{given.sweep}: job {number} ({shlex.join(added_flags)}): {error}") from None
+    folder = choose_folder(settings)
+    taken = [folder / str(number) for number in range(len(sweep)) if (folder / str(number) / "run.json").exists()]
+    if run_folder.finished(folder) or (taken and command_line.value_of(flags, RESUME) is None):
+        content = "runs" if taken else "a run that has finished"
+        raise UserError(f"--output_dir {folder}: already holds {content}; name another folder (OUT=...).")
+    return Request(
+        named.file.absolute(), command_line.drop(flags, "--output_dir", "--resume_from_checkpoint"), folder.absolute(),
+        int(given.nodes), gpus, int(cpus), on_cpu, given.time, given.partition, given.account, given.qos, sweep,
+        _options(given.sbatch),
+    )  # fmt: skip
+
+
+def check(recipe: str, flags: list[str], ranks: int, on_cpu: bool) -> Settings:
+    """Resolve the recipe's flags for the job's ranks, as the recipe will.
+
+    A login node has no GPU; the job's GPU is assumed to be an A100, so to have bf16.
+    Raises: UserError for what the recipe would reject, and for a secret in the flags.
+    """
+    if command_line.value_of(flags, ("--hub_token",)) is not None:
+        raise UserError(
+            "--hub_token: the batch script would hold it for everybody to read; leave it out and set HF_TOKEN in the "
+            "environment, which sbatch passes on."
+        )
+    resume = command_line.value_of(flags, RESUME)
+    if resume and resume.lower() not in ("auto", "true", "last"):
+        raise UserError(
+            f"--resume_from_checkpoint {resume}: each start of the job goes on from the newest checkpoint of its own "
+            "run folder; name that folder with OUT=... and use auto."
+        )
+    gpu = None if on_cpu else hardware.GPUS["a100-80g"]
+    settings = resolve.resolve_settings(recipe, command_line.put(flags, gpus=ranks), ranks, gpu)
+    preflight.only_print(settings)
+    return settings
+
+
+def read_sweep(file: Path) -> list[list[str]]:
+    """Return each line's flags, without blank lines and comments. Raises: UserError with file:line."""
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise UserError(f"--sweep {file}: cannot be read: {error.strerror}.") from None
+    sweep = []
+    for number, line in enumerate(lines, 1):
+        try:
+            words = shlex.split(line, comments=True)
+        except ValueError as error:
+            raise UserError(f"{file}:{number}: cannot be split into words: {str(error).lower()}.") from None
+        if command_line.value_of(words, ("--output_dir",)):
+            raise UserError(
+                f"{file}:{number}: --output_dir: the jobs of a sweep are in OUT/0, OUT/1 ...; leave it out."
+            )
+        if words:
+            sweep.append(words)
+    if not sweep:
+        raise UserError(f"--sweep {file}: holds no line of flags.")
+    return sweep
+
+
+def _options(text: str) -> list[tuple[str, str]]:
+    """Split sbatch options: "--mem=0 -C 'a b'" -> [("--mem", "0"), ("-C", "a b")]. Raises: UserError."""
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise UserError(f"--sbatch {text}: cannot be split into words: {str(error).lower()}.") from None
+    options: list[tuple[str, str]] = []
+    for word in words:
+        name, _, value = word.partition("=")
+        if re.fullmatch(r"--[A-Za-z][\w-]*", name):
+            options.append((name, value))
+        elif re.fullmatch(r"-[A-Za-z]", word[:2]):
+            options.append((word[:2], word[2:]))
+        elif options and not options[-1][1] and not word.startswith("-"):
+            options[-1] = (options[-1][0], word)
+        else:
+            raise UserError(f"--sbatch {text}: {word!r} is no option of sbatch; they begin with - or --.")
+    return options
+
+
+# --- the batch script ---
+
+
+def render(request: Request) -> str:
+    """Return the template with the lines marked EDIT filled in.
+
+    Raises: UserError for a value that a batch script cannot contain: a line break, or a secret of the environment.
+    """
+    folder = str(request.folder).replace("\\", "\\\\").replace("%", "%%")  # sbatch replaces %x and the like
+    script = TEMPLATE.read_text(encoding="utf-8")
+    for name, value in {
+        "job-name": request.folder.name,
+        "nodes": str(request.nodes),
+        "gpus-per-node": "" if request.on_cpu else str(request.gpus),
+        "cpus-per-task": str(request.cpus),
+        "time": request.time,
+        "output": f"{folder}{'/%a' * bool(request.sweep)}/{LOG}",
+        "array": f"0-{len(request.sweep) - 1}" if request.sweep else "",
+        "chdir": str(Path.cwd()),
+        "partition": request.partition,
+        "account": request.account,
+        "qos": request.qos,
+    }.items():
+        script = _fill(script, rf"##?SBATCH --{name}=", _option(f"--{name}", value) if value else "")
+    script = _fill(script, r"set -u$", "".join(_option(*option) + "\n" for option in request.more) + "set -u")
+    for name, value in {
+        "root": shlex.quote(str(PROJECT)),
+        "python": shlex.quote(sys.executable),
+        "out": shlex.quote(str(request.folder)),
+        "gpus": str(request.gpus),
+        "recipe": f"({shlex.join([str(request.recipe), *request.flags])})  # relative paths begin at --chdir",
+    }.items():
+        script = _fill(script, f"{name}=.*# EDIT", f"{name}={value}")
+    jobs = "\n".join(f"    {number}) recipe+=({shlex.join(words)}) ;;" for number, words in enumerate(request.sweep))
+    script = _fill(script, r"    1\) ", "")
+    script = _fill(script, r"    0\) ", jobs)
+    _check_secrets(script)
+    return script
+
+
+def _fill(script: str, beginning: str, line: str) -> str:
+    """Replace the one line that begins with a regex, and its comment, by `line`; delete it for ""."""
+    pattern = re.compile(rf"^{beginning}.*\n", re.MULTILINE)
+    matches = pattern.findall(script)
+    assert len(matches) == 1, (beginning, matches)
+    return pattern.sub(lambda _: line + "\n" * bool(line), script)
+
+
+def _option(name: str, value: str) -> str:
+    """Return an #SBATCH line. In double quotes, sbatch treats only backslash and quote specially."""
+    if "\n" in value or "\r" in value:
+        raise UserError(f"{name} {value!r}: sbatch cannot read a value with a line break.")
+    if not re.fullmatch(r"[\w./:,@%+=\-\[\]]*", value):
+        value = '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    if not name.startswith("--"):
+        return f"#SBATCH {name} {value}".rstrip()
+    return f"#SBATCH {name}={value}" if value else f"#SBATCH {name}"
+
+
+def _check_secrets(script: str) -> None:
+    for name, value in os.environ.items():
+        if name.endswith(("_TOKEN", "_API_KEY", "_SECRET", "_PASSWORD")) and len(value) > 7 and value in script:
+            raise UserError(
+                f"the batch script would hold the value of {name} for everybody to read; leave it out of the flags: "
+                "sbatch passes the environment on."
+            )
+
+
+# --- submission ---
+
+
+def submit(request: Request, script: str) -> None:
+    """Submit the batch script, write it and the job id into the run folder, print the next commands.
+
+    Raises: UserError if sbatch rejects it, or an earlier job of the folder has not ended.
+    """
+    folder = request.folder
+    if active := [job for job in status.jobs(folder) if job.is_alive]:
+        raise UserError(f"{folder}: its job {active[0].id} is {active[0].state.lower()}; `zerofit cancel "
+                        f"{shlex.quote(str(folder))}` ends it.")  # fmt: skip
+    if shutil.which("sbatch") is None:
+        status.ask("sbatch")  # raises the UserError, before a folder is made
+    folders = [folder / str(index) for index in range(len(request.sweep))] or [folder]
+    new_folders = [made for made in dict.fromkeys([*folders, folder]) if not made.exists()]
+    for run_dir in folders:  # SLURM does not create the log's folder, and without it the job fails with no message
+        run_lock.refuse_links(run_dir)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / CANCELLED).unlink(missing_ok=True)
+    (folder / CANCELLED).unlink(missing_ok=True)
+    write_text(folder / SCRIPT, script)
+    try:
+        answer = status.ask("sbatch", "--parsable", str(folder / SCRIPT))
+    except UserError:
+        with contextlib.suppress(OSError):
+            if folder in new_folders:
+                (folder / SCRIPT).unlink()
+            for made in new_folders:
+                made.rmdir()
+        raise
+    job_id, _, cluster = answer.strip().splitlines()[-1].partition(";")
+    record = {"job_id": job_id, "cluster": cluster, "submitted": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+    run_folder.write_json(folder / JOB, record | {"jobs": len(request.sweep)})
+    for index, run_dir in enumerate(folders if request.sweep else []):
+        run_folder.write_json(run_dir / JOB, record | {"job_id": f"{job_id}_{index}", "jobs": 0})
+    name = shlex.quote(os.path.relpath(folder))
+    nodes = f"{request.nodes} node{'s' * (request.nodes > 1)}"
+    processes = f"{nodes} with {request.gpus} process{'es' * (request.gpus > 1)} each"
+    print(
+        f"job {job_id}{f': {len(folders)} runs' * bool(request.sweep)}: {processes}; run folder "
+        f"{os.path.relpath(folder)}"
+    )
+    print(
+        f"  zerofit status {name}\n  zerofit cancel {name}\n  tail -F {shlex.quote(os.path.relpath(folders[0] / LOG))}"
+    )

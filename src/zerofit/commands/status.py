@@ -1,0 +1,240 @@
+"""`zerofit status`: report the state of a run, from its folder, its processes and SLURM."""
+
+import argparse
+import contextlib
+import itertools
+import os
+import re
+import socket
+import subprocess
+import time
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from zerofit.base import command_line, rank_status
+from zerofit.base.errors import UserError, printable
+from zerofit.job import run_folder, run_lock
+
+JOB, LOG, CANCELLED = "slurm.json", "slurm.log", "cancelled"  # files in the run folder of a SLURM job
+
+ANSWER_SECONDS = 60.0  # timeout of SLURM's commands
+
+
+ENDED = tuple("COMPLETED CANCELLED FAILED TIMEOUT PREEMPTED NODE_FAIL OUT_OF_MEMORY BOOT_FAIL DEADLINE REVOKED".split())
+
+
+def main(argv: list[str]) -> None:
+    """`zerofit status`: see --help. Raises: UserError for a path that is no run folder."""
+    parser = argparse.ArgumentParser(prog="zerofit status", allow_abbrev=False, description=__doc__)
+    parser.add_argument("run", nargs="+", help="run folders")
+    for name in parser.parse_args(argv).run:
+        folder = find(name)
+        slurm_jobs = jobs(folder)
+        print(printable("\n".join([f"{name}: {progress(folder)}" if not _is_sweep(folder) else f"{name}:",
+                                   *(f"  job {job}" for job in slurm_jobs)])))  # fmt: skip
+        for job_folder in sweep(folder):
+            print(printable(f"  {job_folder.name}: {progress(job_folder)}"))
+        if not slurm_jobs and not run_folder.finished(folder):
+            process = supervisor(folder)
+            print(f"  runs here as process {process.pid}" if process else "  no process of it runs on this machine")
+
+
+def find(name: str) -> Path:
+    """Return the run folder. Raises: UserError without run.json, slurm.json or a running process."""
+    folder = Path(name).expanduser()
+    if not (folder / "run.json").exists() and not (folder / JOB).exists() and supervisor(folder) is None:
+        raise UserError(f"{name}: is no run folder (neither run.json nor slurm.json is there); name one of runs/.")
+    return folder
+
+
+def _is_sweep(folder: Path) -> bool:
+    return bool(run_folder.read_record(folder / JOB).get("jobs"))
+
+
+def sweep(folder: Path) -> list[Path]:
+    """Return the run folders of a sweep's jobs; [] for a single run."""
+    jobs = run_folder.read_record(folder / JOB).get("jobs", 0)
+    return [*itertools.takewhile(Path.is_dir, (folder / str(number) for number in range(jobs)))]
+
+
+# --- the run folder ---
+
+
+def progress(folder: Path) -> str:
+    """Describe from the run folder how the run ended, or how far it is."""
+    result, report = (run_folder.read_record(folder / name) for name in ("result.json", "report.json"))
+    if run_folder.finished(folder):
+        losses = (("train loss", result.get("train_loss")), ("eval loss", result.get("eval_loss")))
+        told = [f"finished after {result.get('steps') or 0:,} steps"]
+        return ", ".join([*told, *(f"{name} {value:.4f}" for name, value in losses if value)])
+    lines = [f"cancelled; {far(folder)}" if (folder / CANCELLED).exists() else far(folder)]
+    if report.get("status") == "failed":
+        lines.append(f"the last start ended: {report.get('cause')}")
+        if report.get("try"):
+            lines.append(f"try: {report['try']}")
+    return "; ".join(lines)
+
+
+def far(folder: Path) -> str:
+    """Describe the last logged step (loss, speed, age) and the newest checkpoint."""
+    last = next((entry for entry in reversed(run_folder.read_metrics(folder)) if entry.get("loss") is not None), None)
+    saved = max(run_folder.checkpoints(folder), default=None)
+    checkpoint = f"newest checkpoint {saved}" if saved else "no checkpoint yet"
+    if not last:
+        return f"before the first step, {checkpoint}"
+    age = time.time() - (folder / run_folder.METRICS).stat().st_mtime
+    parts = [f"step {last['step']:,}", f"loss {last['loss']:.4f}"]
+    if last.get("tokens_per_second"):
+        parts.append(f"{last['tokens_per_second']:,.0f} tok/s")
+    return ", ".join([*parts, f"{age:,.0f} s ago", checkpoint])
+
+
+# --- SLURM ---
+
+
+@dataclass
+class SlurmJob:
+    """A job, or one of an array. state: SLURM's, or "unknown"; words: details to print."""
+
+    id: str
+    state: str
+    words: str
+
+    @property
+    def is_alive(self) -> bool:
+        return not self.state.startswith(ENDED) and self.state != "unknown"
+
+    def __str__(self) -> str:
+        return f"{self.id}: {self.state}{f' ({self.words})' if self.words else ''}"
+
+
+def ask(*words: str) -> str:
+    """Run a SLURM command and return its output. Raises: UserError if it is missing, fails or times out."""
+    try:
+        result = subprocess.run(words, capture_output=True, text=True, timeout=ANSWER_SECONDS, check=False)
+    except FileNotFoundError:
+        raise UserError(
+            f"{words[0]} is not installed here: run this on a login node of the cluster (`module load slurm` where it "
+            "has modules), or see the batch script with --print."
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise UserError(
+            f"{words[0]} did not answer within {ANSWER_SECONDS:.0f} s; is slurmctld up (`scontrol ping`)?"
+        ) from None
+    if result.returncode:
+        raise UserError(f"{words[0]}: {(result.stderr or result.stdout).strip() or f'exit code {result.returncode}'}")
+    return result.stdout
+
+
+def address(folder: Path) -> tuple[str, list[str]]:
+    """Return (job id, options that select its cluster); ("", []) for a run that is no SLURM job.
+
+    Raises: UserError for a malformed id or cluster name: SLURM's commands could read it as something else.
+    """
+    facts = run_folder.read_json(folder / JOB)
+    job_id, cluster = facts.get("job_id", ""), facts.get("cluster", "")
+    if job_id and not re.fullmatch(r"[0-9]+(_[0-9]+)?", str(job_id)):
+        raise UserError(
+            f"{folder / JOB}: job_id {job_id!r} is no number of a job; `squeue --me` shows those that you have."
+        )
+    if cluster and not re.fullmatch(r"\w[\w.-]*", str(cluster)):
+        raise UserError(
+            f"{folder / JOB}: cluster {cluster!r} is no name of a cluster; `sacctmgr show cluster` lists them."
+        )
+    return str(job_id), [f"--clusters={cluster}"] if cluster else []
+
+
+def jobs(folder: Path) -> list[SlurmJob]:
+    """Return the state of the run's job, or of all jobs of an array; [] for a run that is no SLURM job.
+
+    squeue lists a job until some minutes after its end; sacct also later, if the cluster keeps accounts.
+    Raises: UserError if SLURM's commands are missing or time out.
+    """
+    job_id, cluster = address(folder)
+    if not job_id:
+        return []
+    with contextlib.suppress(UserError):  # "Invalid job id specified": squeue no longer lists it
+        output = ask("squeue", *cluster, "--noheader", "--array", "--states=all", f"--jobs={job_id}",
+                         "--format=%i|%T|%M of %l, %D nodes %N %r")  # fmt: skip
+        if rows := _parse(output):
+            return rows
+    with contextlib.suppress(UserError):  # the cluster keeps no accounts
+        output = ask("sacct", *cluster, "--noheader", "--allocations", "--parsable2", f"--jobs={job_id}",
+                         "--format=JobID,State,Elapsed")  # fmt: skip
+        if rows := _parse(output):
+            return rows
+    ask("scontrol", "ping")  # raises if slurmctld does not answer
+    return [SlurmJob(job_id, "unknown", "SLURM does not remember it any more")]
+
+
+def _parse(said: str) -> list[SlurmJob]:
+    rows = [line.split("|", 2) for line in said.splitlines() if line.count("|") >= 2]
+    return [SlurmJob(number, state, words.removesuffix(" None")) for number, state, words in rows]
+
+
+# --- processes of this machine ---
+
+
+def supervisor(folder: Path):
+    """Return this machine's psutil.Process that supervises the run, or is the run itself; None if none."""
+    import psutil
+
+    for process in psutil.process_iter():
+        try:
+            if process.pid == os.getpid() or not _runs(process.cmdline(), process, folder):
+                continue
+            while _has_supervisor(process):
+                process = process.parent()
+            return process
+        except (psutil.Error, AttributeError):
+            continue
+    return _lock_owner(folder)
+
+
+def _has_supervisor(process) -> bool:
+    """Return whether a psutil process is a rank of a supervised job, or the parent of its ranks."""
+    parent = process.parent()  # of a fork: a process with the same command line
+    return rank_status.FOLDER in process.environ() or (parent is not None and parent.cmdline() == process.cmdline())
+
+
+def _lock_owner(folder: Path):
+    """Return the psutil.Process that has locked the run folder, if it is one of this machine; else None.
+
+    The command line of forked ranks is their launcher's, which names no run folder when that is the default."""
+    import psutil
+
+    owner = run_lock.owner(folder) if (folder / run_lock.FILE).exists() else {}
+    if owner.get("host") != socket.gethostname():
+        return None
+    with contextlib.suppress(psutil.Error, ValueError):
+        process = psutil.Process(owner["process"])
+        since = datetime.strptime(owner["since"], run_lock.SINCE).timestamp()
+        if process.create_time() < since + 1 and _holds(process, folder / run_lock.FILE):
+            return process
+    return None
+
+
+def _holds(process, file: Path) -> bool:
+    """Return whether a psutil process has a lock file open, or the kernel lists its lock.
+
+    What the file says may be old, or another's words: the process that it names may have nothing to do with the run.
+    """
+    import psutil
+
+    with contextlib.suppress(psutil.Error, OSError):  # of other users' processes nobody is told the files
+        if any(file.samefile(opened.path) for opened in process.open_files()):
+            return True
+    with contextlib.suppress(OSError):  # Linux: number, FLOCK, kind, mode, process, device:inode, first, last byte
+        locks = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
+        holder = [str(process.pid), str(file.lstat().st_ino)]
+        return any([words[4], words[5].rpartition(":")[2]] == holder for words in locks if len(words) > 5)
+    return False
+
+
+def _runs(words: list[str], process, folder: Path) -> bool:
+    """Return whether a Python command line has --output_dir with this folder."""
+    if not words or not Path(words[0]).name.startswith("python"):
+        return False
+    named = command_line.value_of(words, ("--output_dir",))
+    return named is not None and (Path(process.cwd()) / Path(named).expanduser()).resolve() == folder.resolve()

@@ -1,0 +1,437 @@
+"""Read and write the run folder: run.json, logs, metrics.jsonl, loss.png, result.json."""
+
+import contextlib
+import errno
+import itertools
+import json
+import os
+import platform
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from importlib import metadata
+from pathlib import Path
+
+from zerofit import __version__
+from zerofit.base import command_line, distributed, paths
+from zerofit.base.errors import UserError, first_line, printable
+from zerofit.base.paths import IN_WHEEL, PROJECT, nearest_existing
+from zerofit.job import run_lock
+from zerofit.job.settings import Settings, as_typed
+
+METRICS = "metrics.jsonl"
+
+# Kinds of values in the files of a run. FINITE: also not beyond 2^63; NUMBER: also nan and infinity, as losses are.
+TEXT, WHOLE, FINITE, NUMBER = "text", "a whole number", "a finite number", "a number"
+
+SCORES = ("exact_match", "preference_accuracy")  # of the bundled tasks, each before and after training
+
+_BYTES_BY_PHASE = {...: {...: FINITE}}  # phase -> part -> bytes
+
+# What the readers of a run folder rely on, by file: the kind of a value, [shape] of the items of an array, or an object
+# of names with their shapes, `...` for all others. Any of them may be missing; folders from elsewhere hold anything.
+RECORDS = {
+    "run.json": {
+        **dict.fromkeys(("recipe", "started", "device", "command", "git_commit"), TEXT),
+        "world_size": WHOLE, "decisions": [TEXT], "versions": {...: TEXT}, "arguments": {...: {"source": TEXT}},
+        "data": {...: {}}, "plan": {"peak": _BYTES_BY_PHASE, "limit_bytes": FINITE},
+    },
+    "result.json": {
+        **dict.fromkeys(("status", "error", "peak_memory_of"), TEXT),
+        **dict.fromkeys(("steps", "parameters", "trainable_parameters"), WHOLE),
+        **dict.fromkeys(("tokens_per_second", "peak_memory_bytes", "train_seconds"), FINITE),
+        **dict.fromkeys(("train_loss", "last_loss", "eval_loss"), NUMBER),
+        **dict.fromkeys([f"{name}_{when}" for name in SCORES for when in ("before", "after")], NUMBER),
+        "samples": [{}],
+    },
+    "report.json": dict.fromkeys(("status", "cause", "try"), TEXT),
+    "memory.json": {"peak": _BYTES_BY_PHASE},
+    "step.json": {"recipe": TEXT, "flags": [TEXT], "world_size": WHOLE, "rows": [[[WHOLE]]], "texts": {...: TEXT}},
+    "slurm.json": {"job_id": TEXT, "cluster": TEXT, "jobs": WHOLE},
+}  # fmt: skip
+
+_METRIC = {
+    "step": WHOLE, "peak_memory_bytes": FINITE,
+    **dict.fromkeys(("loss", "eval_loss", "learning_rate", "grad_norm", "tokens_per_second"), NUMBER),
+    **dict.fromkeys((f"{on}rewards/{what}" for on in ("", "eval_") for what in
+                     ("chosen", "rejected", "margins", "accuracies")), NUMBER),
+}  # fmt: skip
+
+_FOREIGN = "no run of zerofit writes this: restore the file, or mend it"
+
+PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "peft", "datasets")
+
+
+def claim_folder(settings: Settings) -> None:
+    """Name the run folder and lock it for this process, before checking whether it holds a run.
+
+    Of jobs that begin in the same second without --output_dir each gets a folder of its own.
+    Raises: UserError when another process trains into it.
+    """
+    first, is_named = name_folder(settings), bool(settings.output_dir)
+    _check_writable(first)
+    run_lock.refuse_links(first, is_pushed=bool(settings.push_to_hub))
+    for number in itertools.count(1):
+        folder = first if number == 1 else first.with_name(f"{first.name}-{number}")
+        with contextlib.nullcontext() if is_named else contextlib.suppress(FileExistsError):
+            run_lock.take(folder, must_be_new=not is_named)
+            settings.output_dir = str(folder)
+            return
+
+
+def check_folder(folder: Path, resumes: bool) -> None:
+    """Check that the run folder can be written to and holds no run, unless the run resumes.
+
+    Raises: UserError otherwise."""
+    _check_writable(folder)
+    if (folder / "run.json").exists() and not resumes:
+        raise UserError(
+            f"--output_dir {folder}: already holds a run; name another folder (OUT=...), or continue it with "
+            "--resume_from_checkpoint."
+        )
+
+
+def name_folder(settings: Settings) -> Path:
+    """Return --output_dir, or runs/<recipe>-<time>; nothing is checked or made."""
+    folder = Path(settings.output_dir or Path("runs") / f"{settings.recipe}-{time.strftime('%Y%m%d-%H%M%S')}")
+    return folder.expanduser()
+
+
+def _check_writable(folder: Path) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"--output_dir {folder}: is a file; name a folder.")
+    parent = nearest_existing(folder)
+    try:
+        tempfile.TemporaryFile(dir=parent).close()  # permission bits are not enough: /proc accepts no file
+    except OSError as error:
+        raise UserError(f"--output_dir {folder}: {parent} cannot be written to: {error.strerror}.") from None
+
+
+def readable(folder: Path) -> None:
+    """Give the files of a folder, not what its links lead to, the umask's mode: safetensors creates them with 0600."""
+    mask = os.umask(0)
+    os.umask(mask)
+    for file in folder.rglob("*"):
+        if not file.is_symlink() and file.is_file() and stat.S_IMODE(file.stat().st_mode) == 0o600:
+            file.chmod(0o666 & ~mask)
+
+
+def checkpoints(folder: Path) -> dict[int, Path]:
+    """Return {step: checkpoint-<step>} of a run folder by step, incomplete ones included."""
+    return by_step(folder, "checkpoint")
+
+
+def by_step(folder: Path, name: str) -> dict[int, Path]:
+    """Return {step: <name>-<step>} of the entries of a folder, by step."""
+    steps = {f.name.removeprefix(f"{name}-"): f for f in folder.glob(f"{name}-*")}
+    return {int(step): steps[step] for step in sorted(filter(str.isdecimal, steps), key=int)}
+
+
+def open_folder(settings: Settings) -> Path:
+    """Make the run folder and send this rank's output to logs/rank<r>.log; rank 0 keeps the terminal too."""
+    folder = Path(settings.output_dir)
+    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    log = paths.appending(folder / "logs" / f"rank{distributed.rank()}.log")
+    if distributed.rank() == 0:
+        sys.stdout, sys.stderr = _Tee(sys.stdout, log), _Tee(sys.stderr, log)
+    else:
+        _speak_up_on_crash(str(log.name))
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    return folder
+
+
+def keep_metrics(folder: Path, step: int) -> None:
+    """Keep the lines of metrics.jsonl up to this step; the later ones will be written again."""
+    metrics = folder / METRICS
+    if not metrics.exists():
+        return
+    kept = itertools.takewhile(lambda entry: entry["step"] <= step, read_metrics(folder))
+    paths.write_text(metrics, "".join(json.dumps(entry) + "\n" for entry in kept))
+
+
+def read_metrics(folder: Path) -> list[dict]:
+    """Return the lines of metrics.jsonl, up to the half line that a killed run may leave; [] without the file.
+
+    Raises: UserError for a line that no run writes.
+    """
+    file, entries = folder / METRICS, []
+    lines = file.read_text(encoding="utf-8", errors="replace").split("\n") if file.is_file() else []
+    for number, line in enumerate(lines, 1):
+        try:
+            entries.append(json.loads(line))
+        except (ValueError, RecursionError):
+            break
+        _check(f"{file}:{number}", entries[-1], _METRIC)
+        _check(f"{file}:{number}: step", entries[-1].get("step"), WHOLE)
+    return entries
+
+
+def read_json(file: Path) -> dict:
+    """Return a JSON object of the run folder; {} if the file is missing, damaged or holds anything else."""
+    try:  # a pipe may never end
+        value = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def read_record(file: Path) -> dict:
+    """Return what `read_json` does, of a file of RECORDS. Raises: UserError for values that no run writes."""
+    value = {name: inner for name, inner in read_json(file).items() if inner is not None}
+    _check(str(file), value, RECORDS[file.name])
+    return value
+
+
+def _check(place: str, value, shape) -> None:
+    """Raise UserError if a value has not the shape of RECORDS."""
+    if isinstance(shape, dict):
+        if not isinstance(value, dict):
+            raise UserError(f"{place}: must be an object; {_FOREIGN}")
+        for name, inner in value.items():
+            inner_shape = shape.get(name, shape.get(...))
+            may_be_null = name in shape and isinstance(inner_shape, str)
+            if inner_shape is not None and not (inner is None and may_be_null):
+                _check(f"{place}: {name}", inner, inner_shape)
+    elif isinstance(shape, list):
+        if not isinstance(value, list):
+            raise UserError(f"{place}: must be an array; {_FOREIGN}")
+        for number, inner in enumerate(value):
+            _check(f"{place}[{number}]", inner, shape[0])
+    elif not _is(value, shape):
+        raise UserError(f"{place}: must be {shape}; {_FOREIGN}")
+
+
+def _is(value, kind: str) -> bool:
+    if kind == TEXT:
+        return isinstance(value, str)
+    if isinstance(value, bool) or not isinstance(value, int if kind == WHOLE else int | float):
+        return False
+    return abs(value) < 2**63 or (kind == NUMBER and isinstance(value, float))
+
+
+class _Tee:
+    """A stream that writes to the terminal, above the live progress line if there is one, and to the log."""
+
+    bar = None  # of stdout and stderr, which share the terminal
+    at_line_start = True
+
+    def __init__(self, terminal, log):
+        self.terminal, self.log = terminal, log
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):  # on a full disk the terminal still gets the line
+            self.log.write(text)
+        with self._may_be_gone():
+            if _Tee.bar is None or not text:
+                return self.terminal.write(text)
+            if _Tee.at_line_start:
+                _Tee.bar.clear()
+            self.terminal.write(text)
+            _Tee.at_line_start = text.endswith("\n")  # print() writes a line and its end in two pieces
+            if _Tee.at_line_start:
+                self.terminal.flush()
+                _Tee.bar.refresh()
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self.log.flush()
+        with self._may_be_gone():
+            self.terminal.flush()
+
+    @contextlib.contextmanager
+    def _may_be_gone(self):
+        """Go on with the log alone after the terminal has closed, or the program that read this one's output ended."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in (errno.EIO, errno.EPIPE):
+                raise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.terminal.fileno())
+
+    def __getattr__(self, name):
+        return getattr(self.terminal, name)
+
+
+def opened() -> Path | None:
+    """Return the run folder whose log rank 0, this process, writes to; None on other ranks and before it is opened."""
+    return Path(sys.stdout.log.name).parents[1] if isinstance(sys.stdout, _Tee) else None
+
+
+def keep_below(bar) -> None:
+    """Keep a tqdm bar below all further lines of this process; None: there is none any more."""
+    _Tee.bar, _Tee.at_line_start = bar, True
+
+
+def terminal():
+    """Return the real stderr, without the log."""
+    return getattr(sys.stderr, "terminal", sys.stderr)
+
+
+def finished(folder: str | Path) -> bool:
+    """Return whether the folder's result.json has the status "finished"."""
+    return read_json(Path(folder) / "result.json").get("status") == "finished"
+
+
+def _speak_up_on_crash(log: str) -> None:
+    """Print one line on the terminal when this rank, which otherwise writes to its log only, crashes."""
+    terminal = os.fdopen(os.dup(2), "w")
+    before = sys.excepthook
+
+    def hook(kind, error, traceback):
+        with contextlib.suppress(OSError):  # the terminal has closed
+            print(
+                f"zerofit: rank {distributed.rank()} failed: {kind.__name__}: {error}; see {log}",
+                file=terminal,
+                flush=True,
+            )
+        before(kind, error, traceback)
+
+    sys.excepthook = hook
+
+
+def write_json(path: Path, value: dict) -> None:
+    """Write a JSON file atomically: to a temporary file that is synced and renamed."""
+    with paths.replacing(path, sync=True) as file:
+        file.write((json.dumps(value, indent=2, default=str) + "\n").encode())
+
+
+def git_commit() -> str | None:
+    """Return the commit of the project; None where there is none."""
+    if PROJECT == IN_WHEEL:  # an environment inside somebody's repository
+        return None
+    try:
+        result = subprocess.run(
+            ["git", "-C", str(PROJECT), "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+        )
+    except OSError:  # no git on this machine
+        return None
+    return result.stdout.strip() or None
+
+
+def shown(name: str, value) -> str:
+    """Return an argument's value as text for printing, with secrets hidden."""
+    if name == "warmup_steps" and 0 < float(value or 0) < 1:
+        return f"{value} of all steps"
+    return "<hidden>" if name.endswith("_token") and value else as_typed(name, value)
+
+
+def write_run(settings: Settings, facts: dict) -> None:
+    """Write run.json: every argument with its source, decisions, versions, commit, data and command."""
+    import torch
+
+    write_json(
+        Path(settings.output_dir) / "run.json",
+        {
+            "recipe": settings.recipe,
+            "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "command": os.environ.get("ZEROFIT_COMMAND") or command_line.hide_secrets([sys.executable, *sys.argv]),
+            "flags": command_line.without_secrets(settings.flags),
+            "world_size": settings.world_size,
+            "device": "cpu" if settings.use_cpu else torch.cuda.get_device_name(),
+            "machine": platform.platform(),
+            "versions": {"zerofit": __version__, "python": platform.python_version()}
+            | {name: metadata.version(name) for name in PACKAGES},
+            "git_commit": git_commit(),
+            "decisions": settings.decisions,
+            "arguments": {
+                name: {
+                    "value": shown(name, value) if name.endswith("_token") else value,
+                    "source": settings.source[name],
+                }
+                for name, value in sorted(settings.written().items())
+            },
+            **facts,
+        },
+    )
+
+
+def plot_metrics(folder: Path, title: str) -> None:
+    """Write loss.png and, of preference training, rewards.png from metrics.jsonl, as far as it has lines.
+
+    A run never fails for its plots.
+    """
+    try:
+        _plot_metrics(read_metrics(folder), folder, title)
+    except Exception as error:
+        print(f"note: {folder / 'loss.png'} could not be written: {first_line(error)}", flush=True)
+
+
+def _plot_metrics(lines: list[dict], folder: Path, title: str) -> None:
+    if not lines:
+        return
+    import matplotlib
+
+    matplotlib.use("Agg")
+    if trained := [line for line in lines if "loss" in line]:
+        _plot_loss(trained, [line for line in lines if "eval_loss" in line], folder / "loss.png", title)
+    if rewarded := [line for line in trained if "rewards/chosen" in line]:
+        _plot_rewards(rewarded, folder / "rewards.png", title)
+
+
+def _plot_rewards(lines: list[dict], target: Path, title: str) -> None:
+    """Write the rewards and the accuracy by step."""
+    from matplotlib import pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), dpi=120)
+    for axes, name, color in (
+        (left, "rewards/chosen", "#16a34a"),
+        (left, "rewards/rejected", "#dc2626"),
+        (left, "rewards/margins", "#2563eb"),
+        (right, "rewards/accuracies", "#2563eb"),
+    ):
+        axes.plot([line["step"] for line in lines], [line[name] for line in lines], label=name, color=color, marker=".")
+    left.set(xlabel="optimizer step", ylabel="reward", title=title)
+    right.set(xlabel="optimizer step", ylabel="share of pairs", ylim=(0, 1.02))
+    _write_figure(figure, target)
+
+
+def _plot_loss(trained: list[dict], evaluated: list[dict], target: Path, title: str) -> None:
+    """Write training loss and evaluation loss by step."""
+    from matplotlib import pyplot as plt
+
+    train = [(line["step"], line["loss"]) for line in trained]
+    held_out = [(line["step"], line["eval_loss"]) for line in evaluated]
+    figure, axes = plt.subplots(figsize=(7, 4), dpi=120)
+    axes.plot(*zip(*train, strict=True), label="training", color="#2563eb", marker="." if len(train) < 60 else None)
+    if held_out:
+        axes.plot(*zip(*held_out, strict=True), label="evaluation", color="#ea580c", marker="o", linestyle="--")
+    axes.set(
+        xlabel="optimizer step",
+        ylabel="loss" if "rewards/chosen" in trained[0] else "loss (nats per supervised token)",
+        title=title,
+        ylim=(0, None),
+    )
+    _write_figure(figure, target)
+
+
+def _write_figure(figure, target: Path) -> None:
+    """Give all axes of a figure a grid, a legend and no frame, write it and close it."""
+    for axes in figure.axes:
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False)
+    save_figure(figure, target)
+
+
+def save_figure(figure, target: Path) -> None:
+    """Lay a figure out, write it as PNG and close it."""
+    from matplotlib import pyplot as plt
+
+    without_formulas(figure)
+    figure.tight_layout()
+    with paths.replacing(target) as file:
+        figure.savefig(file, format="png")
+    plt.close(figure)
+
+
+def without_formulas(figure) -> None:
+    """Show the texts of a figure as they are: matplotlib takes what is between two `$`, as in names, for TeX."""
+    from matplotlib.text import Text
+
+    for text in figure.findobj(Text):
+        text.set_parse_math(False)
+        text.set_text(printable(text.get_text()))

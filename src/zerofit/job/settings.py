@@ -1,0 +1,265 @@
+"""Define Settings: every resolved argument of a job, its source, and the decisions made for the user."""
+
+import copy
+from dataclasses import FrozenInstanceError, dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+from zerofit.base.errors import UserError
+
+if TYPE_CHECKING:  # for an editor and a type checker: the arguments with their types, read as settings.<name>
+    from transformers import TrainingArguments
+
+    from zerofit.config import arguments
+
+    class _Arguments(
+        arguments.RunArguments,
+        arguments.SupervisionArguments,
+        arguments.OffloadArguments,
+        arguments.ModelArguments,
+        arguments.DataArguments,
+        arguments.MemoryArguments,
+        arguments.OptimizerArguments,
+        arguments.LoraArguments,
+        arguments.PreferenceArguments,
+        TrainingArguments,
+    ): ...
+
+else:
+    _Arguments = object
+
+# Argument or field -> why it is set after the resolvers of config/resolve.py; the settings are frozen for all others.
+AFTER_RESOLVING = {
+    "decisions": "sentences to print, which loading the data and starting the ranks add to",
+    "output_dir": "rank 0 names the run folder when the run starts",
+    "resume_from_checkpoint": "`auto` and `true` become the path of a checkpoint in the run folder",
+    "activation_offload_streams": "gradient_checkpointing.prove_streams turns it off where it fails on the GPU",
+    "use_liger_kernel": "liger.prove turns it off where the kernels fail on the GPU",
+    "ddp_backend": "distributed.start opens no process group for a single process without DeepSpeed",
+    "deepspeed": "nvme_path becomes a folder of this run on the disk, which all ranks agree on",
+    "fingerprints": "hashes of the data, which is read after resolving",
+    "resharded": "follows from the facts in the checkpoint",
+    "resumed": "the stretches that were trained before, from the facts in the checkpoint",
+}
+
+
+# Arguments whose values have another type than the words of the command line that files and --show have for them.
+WORDS = ("zero", "canary", "padding_free", "fused_loss")
+
+
+@dataclass(frozen=True)
+class Check:
+    """A line of the run's certificate (certificate/page.py)."""
+
+    name: str  # its key in certificate.json
+    holds: bool | None  # None: not checked
+    sentence: str  # what was checked, with its number; or why it was not
+    numbers: dict = field(default_factory=dict)  # the figures, as JSON holds them
+
+
+class FrozenDict(dict):
+    """A dict that refuses changes; copies and pickles of it are plain dicts."""
+
+    def _refuse(self, *args, **kwargs):
+        raise FrozenInstanceError("the settings are resolved: arguments are decided in config/resolve.py")
+
+    __setitem__ = __delitem__ = __ior__ = update = setdefault = pop = popitem = clear = _refuse
+
+    def __reduce__(self):
+        return dict, (dict(self),)
+
+
+def _frozen(value):
+    return FrozenDict({k: _frozen(v) for k, v in value.items()}) if isinstance(value, dict) else value
+
+
+class Settings(_Arguments):
+    """The resolved arguments of a job, read as `settings.zero`, `settings.learning_rate` ...
+
+    values: argument -> value;  source: argument -> where it came from;  decisions: sentences to print once;
+    checks: lines of the run's certificate, from those who checked;
+    deepspeed: the DeepSpeed configuration ("auto" is left for transformers to fill), None for stage 0;
+    given: argument -> value, of those set by flag or YAML;  defaults: argument -> value that nobody set;
+    planned_gpu: the hardware.Gpu to plan for, None: this machine's;  flags: the command line;
+    fingerprints: of model and data, for checkpoints;  resharded: the checkpoint to resume was saved at another stage,
+    rank count or offload;  resumed: {"zero", "world_size", "to_step"} of each stretch that was trained before (all
+    three: checkpoint/resumable.py, check_resumable);  knows_model: resolve.resolve_for_model is done.
+    """
+
+    recipe: str
+    values: dict[str, Any]
+    source: dict[str, str]
+    decisions: list[str]
+    checks: list[Check]
+    deepspeed: dict | None
+    world_size: int
+    planned_gpu: Any
+    flags: list[str]
+    given: dict[str, Any]
+    defaults: dict[str, Any]
+    fingerprints: dict[str, str]
+    resharded: bool
+    resumed: list[dict]
+    knows_model: bool
+    frozen: bool
+
+    def __init__(self, recipe, values, source, world_size, *, planned_gpu=None, flags=(), given=None, defaults=None):
+        self.__dict__.update(
+            recipe=recipe, values=values, source=source, decisions=[], checks=[], deepspeed=None, world_size=world_size,
+            planned_gpu=planned_gpu, flags=list(flags), given=given or {}, defaults=defaults or {}, fingerprints={},
+            resharded=False, resumed=[], knows_model=False, frozen=False,
+        )  # fmt: skip
+
+    def __getattr__(self, name: str):
+        try:
+            return self.__dict__["values"][name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set a field or an argument; once frozen, only those of AFTER_RESOLVING."""
+        if self.frozen and name not in AFTER_RESOLVING:
+            raise FrozenInstanceError(f"{name}: the settings are resolved; decide it in config/resolve.py")
+        if name in self.__dict__:
+            self.__dict__[name] = _frozen(value) if self.frozen else value
+        elif name in self.values:
+            dict.__setitem__(self.values, name, value)
+        else:
+            raise AttributeError(f"{name} is no argument of recipes/{self.recipe}.py")
+
+    def freeze(self) -> None:
+        """Refuse changes from now on, but for those of AFTER_RESOLVING."""
+        self.__dict__.update({name: _frozen(self.__dict__[name]) for name in ("values", "source", "deepspeed")})
+        self.__dict__["frozen"] = True
+
+    def thaw(self) -> None:
+        """Allow changes again; for config/resolve.py alone."""
+        self.__dict__.update({name: copy.deepcopy(self.__dict__[name]) for name in ("values", "source", "deepspeed")})
+        self.__dict__["frozen"] = False
+
+    def replace(self, **changes) -> "Settings":
+        """Return the settings of a job that differs from this one in some arguments or fields, e.g. a simulated one."""
+        other = copy.copy(self)
+        other.thaw()
+        other.decisions, other.checks = list(self.decisions), list(self.checks)
+        for name, value in changes.items():
+            setattr(other, name, value)
+        if self.frozen:
+            other.freeze()
+        return other
+
+    @property
+    def precision(self) -> str:
+        """Return bf16, fp16 or fp32: the type of the matrix products."""
+        return "bf16" if self.values["bf16"] else "fp16" if self.values["fp16"] else "fp32"
+
+    @property
+    def data_ranks(self) -> int:
+        """Return the number of ranks that train on different rows."""
+        return self.world_size // self.ranks_per_row
+
+    @property
+    def ranks_per_row(self) -> int:
+        """Return the number of ranks that share their rows: a group of --sp_size or --tp_size, or a pipeline's."""
+        return self.values["sp_size"] * self.values["tp_size"] * self.values["pp_size"]
+
+    def data_rank(self, rank: int) -> int:
+        """Return which of the `data_ranks` shares of the rows a rank trains on.
+
+        The ranks of a group are neighbors, those of a pipeline far apart: a stage's links carry the least.
+        """
+        return rank % self.data_ranks if self.values["pp_size"] > 1 else rank // self.ranks_per_row
+
+    @property
+    def bundled(self) -> bool:
+        """Return whether the run trains on the bundled default task."""
+        return self.source["data"] == "bundled task"
+
+    @property
+    def trains_adapter(self) -> bool:
+        """Return whether an adapter trains and the model's own weights stay frozen."""
+        return self.values.get("adapter") is not None
+
+    @property
+    def documents_per_row(self) -> int:
+        """Return how many documents a training row is: 2 for preference pairs, else 1."""
+        return 2 if self.recipe == "dpo" else 1
+
+    def training_values(self) -> dict[str, Any]:
+        """Return the keyword arguments of transformers.TrainingArguments."""
+        from transformers import TrainingArguments
+
+        names = {f.name for f in fields(TrainingArguments) if f.init}
+        values = {k: v for k, v in self.values.items() if k in names}
+        values["deepspeed"] = copy.deepcopy(self.deepspeed)
+        if self.pure_bf16 and self.deepspeed is None:
+            values["bf16"] = False  # the flag means autocast over fp32 weights; these weights are bf16
+        for name in ("gradient_checkpointing", "activation_checkpointing"):  # model/gradient_checkpointing.py does it
+            values.pop(name, None)
+            values.pop(f"{name}_kwargs", None)
+        return values
+
+    def rows(self) -> list[tuple[str, Any, str]]:
+        """Return (argument, value, source) of every argument that is not a plain transformers default."""
+        shown = [k for k in self.values if self.source[k] != "transformers default"]
+        return [(k, written(k, self.values[k]), self.source[k]) for k in shown if k not in ("show", "config")]
+
+    def written(self) -> dict[str, Any]:
+        """Return the values as run.json, result.json and the checkpoints hold them."""
+        return {name: written(name, value) for name, value in self.values.items()}
+
+
+def written(name: str, value: Any) -> Any:
+    """Return an argument's value as files hold it: "2" for stage 2, "true" for --padding_free true."""
+    return str(value).lower() if name in WORDS else value
+
+
+def as_typed(name: str, value: Any) -> str:
+    """Return an argument's value as it is typed behind its flag: true, not True."""
+    return str(value).lower() if isinstance(value, bool) else str(written(name, value))
+
+
+def order_seed(settings) -> int | None:
+    """Return the seed of the row order, of Settings or TrainingArguments; None: rows are not shuffled."""
+    if settings.train_sampling_strategy == "sequential":
+        return None
+    return settings.seed if settings.data_seed is None else settings.data_seed
+
+
+def decide(settings: Settings, name: str, value: Any, why: str) -> None:
+    """Set an argument for the user and record the sentence that explains it."""
+    settings.values[name] = value
+    settings.source[name] = "decided"
+    settings.decisions.append(f"{name} {written(name, value)}: {why}")
+
+
+def refuse_with(settings: Settings, flag: str, table: dict) -> None:
+    """Refuse the arguments that another one excludes.
+
+    Args: flag: the other one's name, e.g. "sp_size".
+        table: argument -> (values that are refused; None: any that is on; why; what to use instead).
+    Raises: UserError.
+    """
+    for name, (values, why, instead) in table.items():
+        value = settings.values.get(name)
+        is_on = bool(value) and str(value) != "1"
+        if value in values if values else is_on:
+            word = " ".join(map(str, value)) if isinstance(value, list) else str(value)
+            word = word.lower() if isinstance(value, bool) else word
+            raise UserError(f"--{flag} {settings.values[flag]} with --{name} {word}: {why}; {instead}.")
+
+
+def json_value(config: dict, dotted: str, default: Any = None) -> Any:
+    """Return the value at a dotted key such as "zero_optimization.stage", or `default`."""
+    for key in dotted.split("."):
+        if not isinstance(config, dict) or key not in config:
+            return default
+        config = config[key]
+    return config
+
+
+def merge_json(base: dict, overlay: dict) -> dict:
+    """Return `base` with the values of `overlay` over it, merged section by section; neither is changed."""
+    out = dict(base)
+    for key, value in overlay.items():
+        out[key] = merge_json(out[key], value) if isinstance(value, dict) and isinstance(out.get(key), dict) else value
+    return out

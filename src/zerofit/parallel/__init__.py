@@ -1,0 +1,1 @@
+"""Parallelism: what splits a row or the model over ranks."""

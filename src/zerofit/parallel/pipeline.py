@@ -1,0 +1,120 @@
+"""Check what a pipeline (--pp_size, recipes/pipeline.py) can train: arguments, and models by their config.json.
+
+Each stage is a rank, or several with different rows, and holds some of the layers; micro batches pass through the
+stages one behind the other. The cut and the training are in zerofit/pipeline/.
+"""
+
+from zerofit.base.errors import UserError
+from zerofit.job.settings import decide, refuse_with
+from zerofit.model import attention
+
+# Models whose layers were compared with one process: embedding, equal dense layers, norm, head.
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+
+# What --pp_size above 1 excludes: a table of settings.refuse_with.
+REFUSED = {
+    "offload": (("optimizer", "all"), "DeepSpeed's pipeline runs without it", "leave it out"),
+    "optim": (("sophia", "muon"), "it needs the whole model or whole matrices on a rank", "use adamw_torch_fused"),
+    "pure_bf16": ((True,), "it has not been tested with stages", "leave it out"),
+    "fp16": ((True,), "its loss scale has not been tested with stages", "use --bf16 true"),
+    "random_init": ((True,), "the weights would depend on the cut", "name a folder with weights"),
+    "new_tokens": (None, "it has not been tested with stages", "leave it out"),
+    "tiled_mlp": (None, "it has not been tested with stages", "use --tiled_mlp 1"),
+    "activation_offload": ((True,), "it has not been tested with stages", "leave it out"),
+    "streaming": ((True,), "it has not been tested with stages", "leave it out"),
+    "memory_report": ((True,), "it does not follow DeepSpeed's schedule", "leave it out"),
+    "search_batch_size": ((True,), "its trial steps need the whole model on a rank", "name a micro batch"),
+    "canary": ((True,), "its trial steps need the whole model on a rank", "leave it out"),
+    "num_samples": (None, "no rank has the whole model to generate with", "use --num_samples 0 (`zerofit chat` later)"),
+    "load_best_model_at_end": ((True,), "it has not been tested with stages", "leave it out"),
+    "push_to_hub": ((True,), "the stages write their files by themselves", "push with `zerofit export --push`"),
+    "label_smoothing_factor": (None, "the last stage computes the plain loss", "leave it out"),
+    "neftune_noise_alpha": (None, "it has not been tested with stages", "leave it out"),
+    "include_num_input_tokens_seen": (
+        (True, "all", "non_padding"),
+        "it would count a row once for each stage",
+        "leave it out (metrics.jsonl has tokens_per_second)",
+    ),
+    "average_tokens_across_devices": ((False,), "the loss is that of all ranks", "leave it out"),
+    "torch_empty_cache_steps": (None, "a step is one schedule of DeepSpeed's", "leave it out"),
+    "node_local_storage": ((True,), "it has not been tested with stages", "leave it out"),
+    "torch_compile": ((True,), "it has not been tested with stages", "leave it out"),
+    "use_liger_kernel": ((True,), "it has not been tested with stages", "leave it out"),
+}
+
+STAGES_REFUSED = {
+    0: "DeepSpeed's engine without ZeRO applies steps whose gradient is not finite, reports no norm and keeps no fp32 "
+    "weights in bf16; use --zero 1, which shards nothing over one data rank",
+    2: "DeepSpeed's pipeline sums the gradients of a step on the rank; use --zero 1",
+    3: "a stage holds its layers whole; use --zero 1, or recipes/sft.py with --zero 3",
+}
+
+
+def bubble(stages: int, micro_batches: int) -> float:
+    """Return the share of a step that each stage waits while the pipeline fills and drains."""
+    return (stages - 1) / (micro_batches + stages - 1)
+
+
+def resolve(settings) -> None:
+    """Check the arguments that --pp_size excludes, and choose its attention.
+
+    Raises: UserError for such an argument, for another recipe, and for fewer micro batches than stages.
+    """
+    size, micro_batches = settings.pp_size, settings.gradient_accumulation_steps
+    if settings.recipe != "pipeline":
+        if size > 1:
+            raise UserError(
+                f"--pp_size {size} with recipes/{settings.recipe}.py: only recipes/pipeline.py cuts the model into "
+                "stages (full fine-tuning); use it, or leave --pp_size out."
+            )
+        return
+    if size == 1:
+        raise UserError(
+            f"recipes/pipeline.py with --pp_size 1 on {settings.world_size} rank{'s' * (settings.world_size > 1)}: a "
+            "pipeline has at least 2 stages; start more ranks (make pipeline PP=2), or use recipes/sft.py."
+        )
+    if settings.zero in STAGES_REFUSED:
+        raise UserError(f"--pp_size {size} with ZeRO stage {settings.zero}: {STAGES_REFUSED[settings.zero]}.")
+    refuse_with(settings, "pp_size", REFUSED)
+    if section := next((key for key in ("optimizer", "scheduler") if key in settings.deepspeed), None):
+        raise UserError(
+            f"--pp_size {size} with --deepspeed {settings.values.get('deepspeed')}: its {section} section has not been "
+            "tested with stages; use the flags instead."
+        )
+    if micro_batches < size:
+        raise UserError(
+            f"--pp_size {size} with --gradient_accumulation_steps {micro_batches}: stages would have nothing to do for "
+            f"most of a step; use {size} or more, better {4 * size} (a smaller --per_device_train_batch_size)."
+        )
+    settings.decisions.append(
+        f"pp_size {size}: with {micro_batches} micro batches a step each stage waits (P - 1) / (M + P - 1) = "
+        f"{bubble(size, micro_batches):.0%} of it (the bubble)"
+    )
+    if settings.attn_implementation not in ("sdpa", attention.NAME):
+        raise UserError(
+            f"--pp_size {size} with --attn_implementation {settings.attn_implementation}: stages pass no attention "
+            "mask on, and only sdpa was compared with one process; use sdpa."
+        )
+    # Without a mask it knows documents by their bounds, and a layer's window by its argument.
+    decide(settings, "attn_implementation", attention.NAME, "stages pass no attention mask on")
+
+
+def resolve_for_model(settings, config) -> None:
+    """Check that this model was compared with one process and has a layer for each stage, before loading weights.
+
+    Args: config: of the model.
+    Raises: UserError.
+    """
+    size = settings.pp_size
+    if size == 1:
+        return
+    layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
+    if config.model_type not in MODEL_TYPES:
+        raise UserError(
+            f"--pp_size {size}: models of type {config.model_type} are not cut into stages ({', '.join(MODEL_TYPES)} "
+            "are); use recipes/sft.py with --zero 3."
+        )
+    if why := attention.cannot_pack(config, attention.NAME, settings.max_length):
+        raise UserError(f"--pp_size {size}: {why}; use recipes/sft.py with --zero 3.")
+    if size > layers:
+        raise UserError(f"--pp_size {size}: the model has {layers} layers; use a smaller one.")

@@ -1,0 +1,92 @@
+"""Split the matrices of each layer over a group of ranks (--tp_size: DeepSpeed's AutoTP, full fine-tuning).
+
+All ranks of a group compute the same rows, and each holds 1/tp_size of the matrices in transformers' tensor parallel
+plan of the model; each layer sums its outputs over the group twice. ZeRO shards what a rank holds over the ranks that
+train on other rows. DeepSpeed cuts the model when the training begins, and gathers whole weights for a save.
+"""
+
+from zerofit.base.errors import UserError
+from zerofit.job.settings import refuse_with
+from zerofit.model import experts
+
+# What --tp_size above 1 excludes: a table of settings.refuse_with.
+REFUSED = {
+    "adapter": (None, "DeepSpeed would replace the layers that peft has wrapped", "use recipes/sft.py"),
+    "sp_size": (None, "their groups would cross", "use one of the two"),
+    "offload": (("optimizer", "all"), "it has not been tested with split matrices", "leave it out"),
+    "optim": (("sophia", "muon"), "it makes its own groups of whole matrices", "use adamw_torch_fused"),
+    "pure_bf16": ((True,), "its random rounding would differ within a group", "leave it out"),
+    "fp16": ((True,), "the ranks of a group could skip different steps", "use --bf16 true"),
+    "fused_loss": ((True,), "DeepSpeed replaces the head that it computes with", "use --fused_loss false"),
+    "tiled_mlp": (None, "DeepSpeed replaces the layers that it tiles", "use --tiled_mlp 1"),
+    "activation_offload": ((True,), "it has not been tested with split matrices", "leave it out"),
+    "new_tokens": (None, "it has not been tested with a split embedding", "leave it out"),
+    "neftune_noise_alpha": (None, "its noise would differ within a group", "leave it out"),
+    "include_num_input_tokens_seen": (
+        (True, "all", "non_padding"),
+        "it would count a row once for each rank of its group",
+        "leave it out (metrics.jsonl has tokens_per_second)",
+    ),
+    "node_local_storage": ((True,), "it has not been tested with split matrices", "leave it out"),
+    "torch_compile": ((True,), "DeepSpeed's split layers cannot be traced", "leave it out"),
+    "use_liger_kernel": ((True,), "DeepSpeed replaces the layers that it patches", "leave it out"),
+}
+
+STAGES_REFUSED = {
+    0: "DeepSpeed's engine without ZeRO applies steps whose gradient is not finite, reports no norm and keeps no fp32 "
+    "weights in bf16; use --zero 1, which shards nothing over one data rank",
+    3: "transformers cannot load a model that both split; use --zero 2",
+}
+
+# Ways to split a layer that were compared with one rank.
+PLANS = ("colwise", "rowwise", "replicated_with_grad_allreduce")
+
+
+def resolve(settings) -> None:
+    """Check the arguments that --tp_size excludes.
+
+    Raises: UserError for such an argument.
+    """
+    size = settings.tp_size
+    if size == 1:
+        return
+    if settings.recipe != "sft":
+        raise UserError(
+            f"--tp_size {size} with recipes/{settings.recipe}.py: DeepSpeed splits the matrices of full fine-tuning "
+            "only; use recipes/sft.py."
+        )
+    if settings.zero in STAGES_REFUSED:
+        raise UserError(f"--tp_size {size} with ZeRO stage {settings.zero}: {STAGES_REFUSED[settings.zero]}.")
+    refuse_with(settings, "tp_size", REFUSED)
+
+
+def resolve_for_model(settings, config) -> None:
+    """Check that DeepSpeed splits this model evenly and as one rank would compute, before loading weights.
+
+    Args: config: of the model.
+    Raises: UserError.
+    """
+    size, text = settings.tp_size, config.get_text_config()
+    if size == 1:
+        return
+    why, plan = "", getattr(text, "base_model_tp_plan", None)
+    dropout = [name for name in ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop")
+               if getattr(text, name, 0)]  # fmt: skip
+    if experts.count(config):
+        why = "it is a mixture of experts, which DeepSpeed cannot split when transformers has fused the experts"
+    elif text is not config:
+        why = "it has parts beside the language model, which were not tested"
+    elif not plan:
+        why = "transformers has no tensor parallel plan for it"
+    elif others := sorted({str(way) for way in plan.values()} - set(PLANS)):
+        why = f"its tensor parallel plan has {others[0]} layers, which were not tested"
+    elif dropout:
+        why = f"its {dropout[0]} of {getattr(text, dropout[0])} would draw other numbers on each rank of a group"
+    if why:
+        raise UserError(f"--tp_size {size}: {why}; train this model without it.")
+    names = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
+    for name in names:
+        if (getattr(text, name, None) or size) % size:
+            raise UserError(
+                f"--tp_size {size}: must divide the model's {name} of {getattr(text, name)}; use a smaller one."
+            )

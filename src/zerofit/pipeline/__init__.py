@@ -1,1 +1,0 @@
-"""Pipeline parallelism over DeepSpeed's PipelineModule (recipes/pipeline.py)."""

@@ -1,0 +1,535 @@
+"""Print and write a plan: terminal text, plan.md, plan.json and plan.png."""
+
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from zerofit.base import allocator, paths
+from zerofit.base.hardware import GIB
+from zerofit.job import run_folder
+from zerofit.plan import candidates, formulas
+from zerofit.plan.candidates import Candidate, Plan
+from zerofit.train import memory_report
+
+SPEED_ERROR = "12 published runs on one A100: -21 to +49 %"
+
+_EXPERTS = (
+    "{} in a layer; how tokens spread over them is not known before a run and may change activations by a quarter"
+)
+
+LARGE_CHECKPOINT = 100 * GIB  # above it a plan warns about the disk
+
+REJECTED = "the smallest of each kind (about: by formula)"
+
+SHOWN = 6  # rejected settings on the terminal; plan.md has all
+
+IN_TERMINAL = ("host memory", "disk of a node", "disk", "time", "batch")  # of `facts`; plan.md has all
+
+
+def text(plan: Plan) -> str:
+    """Return the plan as text for the terminal."""
+    best = plan.chosen or plan.nearest
+    lines = ["", candidates.ESTIMATE.format(best.failed)] if best and best.failed else [""]
+    lines += _gpu(plan)
+    if plan.chosen:
+        lines += ["", f"chosen: {plan.chosen.label}", f"  {'GPU memory':<14}{_gpu_memory(plan.chosen, plan)}"]
+        known = facts(plan.chosen, plan)
+        lines += [f"  {name:<14}{known[name]}" for name in IN_TERMINAL if name in known]
+    rejected = rejected_ideas(plan)
+    if rejected:
+        lines += ["", f"rejected, {REJECTED}:", *(f"  {line}" for line in rejected[:SHOWN])]
+    if len(rejected) > SHOWN:
+        lines += [f"  {len(rejected) - SHOWN} more in plan.md"]
+    lines += _offers(plan)
+    if plan.chosen:
+        lines += ["", *_warnings(plan.chosen, plan), _run_it(plan)]
+    return "\n".join(lines)
+
+
+def _run_it(plan: Plan) -> str:
+    others = " (and NODE_RANK=1, 2, ... on the other nodes)" if plan.nodes > 1 else ""
+    return f"run it: {candidates.command(plan.chosen, plan.ranks)}{others}"
+
+
+def _gpu(plan: Plan) -> list[str]:
+    """Return lines on the GPUs and what of their memory is not the allocator's."""
+    gpus = candidates.gpus_as_text(plan.ranks, plan.node)
+    parts = [f"{name} {size / GIB:.2f}" for name, size in plan.allowance.items() if size > 0.005 * GIB]
+    kept = (
+        f"kept free for the error of plans {plan.margin / GIB:.2f} ({candidates.MARGIN:.0%})"
+        if plan.margin
+        else "nothing is kept free for the error of plans: only so a setting fits; see docs/planning.md"
+    )
+    return [
+        f"{gpus} x {plan.gpu.device_name}: {plan.gpu.memory_gib:.1f} GiB each, {plan.limit / GIB:.1f} GiB for torch's "
+        "allocator",
+        f"  the rest: {', '.join([*parts, kept])}",
+    ]
+
+
+def _gpu_memory(candidate: Candidate, plan: Plan) -> str:
+    """Return text on what a GPU needs, what nvidia-smi will show, and the parts of the highest moment."""
+    size = figures(candidate, plan)
+    phase, parts = _highest(candidate)
+    largest = sorted(((part, n) for part, n in parts.items() if n >= 0.05 * GIB), key=lambda pair: -pair[1])
+    return (
+        f"{size['least'] / GIB:.1f} of {_gpu_bytes(plan) / GIB:.1f} GiB ({_source(candidate)}); nvidia-smi will show "
+        f"{size['nvidia_smi'] / GIB:.1f}\n{'':16}highest {phase}: "
+        + ", ".join(f"{part} {n / GIB:.1f}" for part, n in largest)
+    )
+
+
+def _gpu_bytes(plan: Plan) -> int:
+    return plan.limit + plan.margin + sum(plan.allowance.values())
+
+
+def _highest(candidate: Candidate) -> tuple[str, dict[str, float]]:
+    """Return (when, bytes by part) of the highest moment."""
+    if candidate.answer is None:
+        return "by formula", candidate.formula
+    phase = max(candidate.answer["total"], key=candidate.answer["total"].get)
+    return f"in the {phase} phase", candidate.answer["peak"][phase]
+
+
+def figures(candidate: Candidate, plan: Plan) -> dict[str, int]:
+    """Return the bytes of a GPU by three ways to look at it.
+
+    Returns: {"allocated", "reserved": torch.cuda's maxima; "nvidia_smi": with what is outside the allocator; "least":
+        the last on a full GPU, whose allocator returns unused segments: it decides whether the job fits}.
+    """
+    outside = sum(plan.allowance.values())
+    reserved = min(candidate.reserved, max(plan.limit + plan.margin, candidate.peak))
+    return {
+        "allocated": candidate.allocated, "reserved": reserved, "nvidia_smi": reserved + outside,
+        "least": candidate.peak + outside,
+    }  # fmt: skip
+
+
+def _three_figures(candidate: Candidate, plan: Plan) -> list[str]:
+    size = {name: f"{value / GIB:.1f}" for name, value in figures(candidate, plan).items()}
+    return [
+        f"peak of a GPU, {_source(candidate)}:",
+        f"  allocated   {size['allocated']:>6} GiB (torch.cuda.max_memory_allocated)",
+        f"  reserved    {size['reserved']:>6} GiB (torch.cuda.max_memory_reserved: with unused parts of segments)",
+        f"  nvidia-smi  {size['nvidia_smi']:>6} of {_gpu_bytes(plan) / GIB:.1f} GiB; on a fuller GPU {size['least']} "
+        "would do",
+    ]
+
+
+# --- rejected settings ---
+
+
+def rejected_ideas(plan: Plan) -> list[str]:
+    """Return a line for each kind of rejected setting: its smallest one, what takes the most, what would help."""
+    kinds: dict[tuple, list[Candidate]] = {}
+    for candidate, _ in plan.rejected:
+        kinds.setdefault(_kind(candidate, plan), []).append(candidate)
+    smallest = [min(alike, key=lambda c: (_host_is_short(c, plan), c.peak)) for alike in kinds.values()]
+    smallest.sort(key=lambda c: (c.change, ("none", "optimizer", "all").index(c.setting.offload), c.setting.zero))
+    methods = {candidate.method for candidate in [*smallest, *([plan.chosen] if plan.chosen else [])]}
+    return [
+        f"{c.label if len(methods) > 1 else _without_method(c)}: {_size_of(c, plan)}; {_lesson(c, plan)}"
+        for c in smallest
+    ]
+
+
+def _without_method(candidate: Candidate) -> str:
+    return candidate.label.partition(" ")[2]
+
+
+def _kind(candidate: Candidate, plan: Plan) -> tuple:
+    """Return what rejected settings with the same line have in common.
+
+    Checkpointing differs only where it may be what the chosen setting has more.
+    """
+    states = _states(candidate)
+    like_the_chosen = plan.chosen is not None and states == _states(plan.chosen)
+    return *states, like_the_chosen and candidate.setting.every > 0
+
+
+def _states(candidate: Candidate) -> tuple:
+    """Return what decides where weights and states are; the stage only where several GPUs hold all of them."""
+    setting = candidate.setting
+    stage = setting.zero if setting.ranks > 1 and setting.offload == "none" and not candidate.change else None
+    return candidate.method, candidate.change, setting.offload, setting.nvme, stage
+
+
+def _host_is_short(candidate: Candidate, plan: Plan) -> bool:
+    return plan.host_limit is not None and candidate.host_of_a_node > plan.host_limit
+
+
+def _size_of(candidate: Candidate, plan: Plan) -> str:
+    if _host_is_short(candidate, plan):
+        return f"{candidate.host_of_a_node / GIB:.0f} of {plan.host_limit / GIB:.0f} GiB of a node's host memory"
+    about, too_much = "" if candidate.answer else "about ", max(candidate.peak - plan.limit, 0.05 * GIB)
+    return f"{about}{candidate.peak / GIB:.1f} GiB, {too_much / GIB:.1f} too much"
+
+
+# What a chosen setting may have less of than a rejected one with the same states.
+_OF_ACTIVATIONS = {"micro": 0, "tokens": 0, "accumulation": 0, "every": 0, "selective": False,
+                   "activation_offload": False}  # fmt: skip
+
+
+def _lesson(candidate: Candidate, plan: Plan) -> str:
+    """Return what takes the most memory and what would make it smaller."""
+    setting, chosen = candidate.setting, plan.chosen and plan.chosen.setting
+    if _host_is_short(candidate, plan):
+        return "--offload_path puts the states on a disk"
+    parts = _highest(candidate)[1]
+    work = parts["activations"] + parts["logits"]
+    same_states = chosen is not None and replace(setting, **_OF_ACTIVATIONS) == replace(chosen, **_OF_ACTIVATIONS)
+    if work < sum(parts.values()) / 2 and not same_states:
+        return _of_states(candidate, parts)
+    taken = f"activations and logits are {work / GIB:.1f}"
+    if not setting.every or setting.selective:
+        return f"{taken}; gradient checkpointing would keep one input a layer"
+    if same_states and chosen.activation_offload and not setting.activation_offload:
+        return f"{taken}, and --activation_offload keeps the inputs of layers on the host"
+    if setting.micro > 1:
+        return f"{taken}, and a micro batch of fewer than {setting.micro} rows accumulates instead"
+    return f"{taken}, and shorter rows or --sp_size take less than {setting.tokens:,} tokens a GPU"
+
+
+def _of_states(candidate: Candidate, parts: dict[str, float]) -> str:
+    """Return the lesson of a setting whose weights, gradients and optimizer states take the most."""
+    setting, several = candidate.setting, candidate.setting.ranks > 1
+
+    def size(*names: str) -> str:
+        return f"{sum(parts[name] for name in names) / GIB:.1f}"
+
+    states = size("parameters", "gradients", "optimizer", "buffers")
+    if setting.offload == "all":
+        return f"layers gathered for a step and buffers are {states}"
+    if candidate.method == "lora" and setting.zero < 3:
+        shards = ", and ZeRO-3 shards it" * several
+        return f"the base is {size('parameters')}: QLoRA keeps it in 4 bits{shards}"
+    if several and setting.zero < 3:
+        return {
+            0: f"weights, gradients and states are {states} on each GPU, and ZeRO-1 shards the states",
+            1: f"weights and gradients are {size('parameters', 'gradients')} on each GPU, and ZeRO-2 shards gradients",
+            2: f"weights are {size('parameters')} on each GPU, and ZeRO-3 shards them",
+        }[setting.zero]
+    if setting.offload == "none":
+        weights = (
+            "a GPU's share of weights, gradients and states is" if several else "weights, gradients and states are"
+        )
+        return f"{weights} {states}, and offload moves states to the host"
+    return f"weights are {size('parameters')}, and ZeRO-3 with offload all moves them to the host"
+
+
+# --- what else is offered, and warnings ---
+
+
+def _offers(plan: Plan) -> list[str]:
+    """Return a line for each adapter or pipeline that was looked at beside the search."""
+    if not plan.instead:
+        return []
+    lines = ["", f"instead, by formula + {candidates.FORMULA_MARGIN:.0%}:"]
+    for name, (candidate, hint) in plan.instead.items():
+        if candidate is None:
+            lines.append(f"  {name:<6} does not fit{' without offload' * (name != 'pipeline')}")
+            continue
+        tail = hint if candidate.method == "pipeline" else f"{hint} plans it"
+        lines.append(
+            f"  {name:<6} fits in {candidate.peak / GIB:.1f} GiB a GPU at {_rounded(candidate.tokens_per_second)} "
+            f"tokens/s: {_without_method(candidate)} ({tail})"
+        )
+    return lines
+
+
+def _warnings(candidate: Candidate, plan: Plan) -> list[str]:
+    """Return warnings of too little disk or host memory; else []."""
+    host, disk = host_memory(candidate, plan), disk_space(candidate, plan)
+    lines = []
+    if host["there_bytes"] is not None and host["training_bytes"] + host["saving_bytes"] > host["there_bytes"]:
+        lines.append("warning: while it saves, the first node needs more host memory than there is")
+    on_disk = disk["needed_bytes"]
+    if plan.here and disk["free_bytes"] is not None and on_disk > disk["free_bytes"]:
+        short = f"only {disk['free_bytes'] / GIB:.0f} GiB are free there"
+    elif disk["checkpoint_bytes"] > LARGE_CHECKPOINT and not plan.here:
+        short = "see that the disk of the run folder has that"
+    else:
+        return lines
+    return [
+        *lines,
+        f"warning: checkpoints take {on_disk / GIB:,.0f} GiB: {short}; --save_only_model true saves "
+        f"{2 * candidate.shape.parameters / GIB:.0f} GiB that cannot be resumed",
+    ]
+
+
+def host_memory(candidate: Candidate, plan: Plan) -> dict[str, int | None]:
+    """Return the bytes of host memory that a node needs while training and more while saving, and has."""
+    saving = candidate.answer["host_saving"] if candidate.answer else 0
+    return {"training_bytes": candidate.host_of_a_node, "saving_bytes": saving, "there_bytes": plan.host_limit}
+
+
+def disk_space(candidate: Candidate, plan: Plan) -> dict[str, float | int | None]:
+    """Return the bytes of a checkpoint, of all that exist at once with final/, and those free on this machine."""
+    shape = candidate.shape
+    each = formulas.checkpoint_bytes(shape.trainable, shape.parameters)
+    final = 2 * (shape.trainable if shape.frozen else shape.parameters)
+    return {
+        "checkpoint_bytes": each,
+        "final_bytes": final,
+        "needed_bytes": each * ((plan.kept or 1) + 1) + final,  # the new one is written before the oldest goes
+        "free_bytes": plan.disk_free,
+    }
+
+
+def _source(candidate: Candidate) -> str:
+    if candidate.answer is None:
+        return f"by formula with a margin of {candidates.FORMULA_MARGIN:.0%}" + (
+            "" if candidate.failed else ", not simulated"
+        )
+    layers = candidate.answer.get("extended_from_layers")
+    return "by simulation" + (f", extended from {layers[0]} and {layers[1]} layers" if layers else "")
+
+
+def _rounded(number: float) -> str:
+    """Return a number of two significant digits, which is more than an estimate of time knows."""
+    rounded = float(f"{number:.2g}")
+    return f"{rounded:,.0f}" if rounded >= 10 else f"{rounded:g}"
+
+
+def facts(candidate: Candidate, plan: Plan) -> dict[str, str]:
+    """Return {title: text} of what else a job needs: host memory, disk, time, communication."""
+    setting, shape = candidate.setting, candidate.shape
+    result = {}
+    if setting.nvme:
+        node = setting.of_a_node
+        result["disk of a node"] = (
+            f"{16 * shape.trainable / plan.ranks * node / GIB:.1f} GiB of optimizer states and gradients"
+            + f" and {2 * shape.parameters / plan.ranks * node / GIB:.1f} of weights" * (setting.offload == "all")
+            + " in --offload_path; host memory holds pinned blocks on their way"
+        )
+    else:
+        result["host memory"] = _host(candidate, plan)
+    result |= {
+        "disk": _disk(candidate, plan),
+        "time": f"{_rounded(candidate.seconds)} s a step, {_rounded(candidate.tokens_per_second)} tokens/s "
+        f"({_rounded(candidate.tokens_per_second / plan.ranks)} a GPU), an estimate ({SPEED_ERROR})",
+        "batch": f"{_count(setting.micro, 'row')} x {_count(setting.accumulation, 'step')} x {_data_ranks(setting)}, "
+        f"{setting.tokens:,} tokens a micro batch on a GPU",
+        "parameters": f"{shape.parameters / 1e9:.3g} billion, {shape.trainable / 1e9:.3g} of them train",
+        **({"rows": plan.rows} if plan.rows else {}),
+        **_unequal_rows(candidate),
+        **({"experts": _EXPERTS.format(shape.experts)} if shape.experts else {}),
+        "closed forms": f"{sum(candidate.formula.values()) / GIB:.1f} GiB: "
+        + ", ".join(
+            f"{part} {size / GIB:.1f}"
+            for part, size in sorted(candidate.formula.items(), key=lambda p: -p[1])
+            if size > 0.05 * GIB
+        ),
+        "sent by each GPU": _sent(candidate, plan),
+        "estimate": f"from data sheets at {formulas.MATRIX_EFFICIENCY:.0%} of the GPU's matrix peak",
+    }
+    return result | _order(plan) | _hpz(candidate, plan) | _sp(candidate, plan)
+
+
+def _count(number: int, name: str) -> str:
+    return f"{number} {name}{'s' * (number > 1)}"
+
+
+def _unequal_rows(candidate: Candidate) -> dict[str, str]:
+    """Return {title: text} on what rows of different lengths leave unused in the allocator's segments."""
+    answer = candidate.answer or {}
+    if "equal_rows" not in answer:
+        return {}
+    beyond = [
+        replay["reserved"] - replay["allocated"]
+        for replay in (answer["equal_rows"]["segments"], answer["allocator"]["segments"],
+                       answer["allocator"]["expandable"])
+    ]  # fmt: skip
+    equal, unequal, expandable = (f"{size / GIB:.1f}" for size in beyond)
+    usual = (
+        f"{unequal} GiB of reserved memory unused, equal ones {equal} (by {len(answer['widths'])} micro batches in "
+        "their usual order; another may leave more or less)"
+    )
+    if allocator.expandable_segments():
+        text = f"leave {expandable} GiB unused in expandable segments; with {allocator.off()} {usual}"
+    else:
+        text = f"leave {usual}; with PYTORCH_ALLOC_CONF=expandable_segments:True {expandable}"
+    return {"rows of different lengths": text}
+
+
+def _data_ranks(setting: formulas.Setting) -> str:
+    if setting.tp > 1:
+        return f"{setting.ranks // setting.tp} groups of {setting.tp} GPUs that split matrices"
+    if setting.sp == 1:
+        return _count(setting.ranks, "GPU")
+    return f"{setting.ranks // setting.sp} groups of {setting.sp} GPUs that split rows"
+
+
+def _host(candidate: Candidate, plan: Plan) -> str:
+    """Return text on the host memory that a node needs and has."""
+    need = host_memory(candidate, plan)
+    parts = []
+    if need["training_bytes"] >= GIB / 2:
+        when = "training" if candidate.setting.tp == 1 else "each rank loads the whole model"
+        parts.append(f"{need['training_bytes'] / GIB:,.0f} GiB a node while {when}")
+    if need["saving_bytes"] >= GIB / 2:
+        parts.append(f"{need['saving_bytes'] / GIB:,.0f} more on the first node while it saves")
+    if need["there_bytes"] is None:
+        there = "not checked: HOST_MEMORY=GiB does" + (
+            f"; this machine has {plan.host_here / GIB:.0f}" if plan.host_here else ""
+        )
+    else:
+        there = f"of {need['there_bytes'] / GIB:.0f}" + " of this machine" * plan.here
+    return f"{', '.join(parts) or 'nothing beside the processes'} ({there})"
+
+
+def _disk(candidate: Candidate, plan: Plan) -> str:
+    """Return text on the disk that checkpoints and final/ need, and what is free."""
+    disk = disk_space(candidate, plan)
+    each, needed = _size(disk["checkpoint_bytes"]), _size(disk["needed_bytes"])
+    kept = f"{plan.kept} kept and a new one" if plan.kept else "two; all are kept without --save_total_limit"
+    where = "there" if plan.here else "on this machine"
+    free = "" if disk["free_bytes"] is None else f"; free {where}: {_size(disk['free_bytes'])}"
+    return f"{needed} in runs/: checkpoints of {each} ({kept}), final/ {_size(disk['final_bytes'])}{free}"
+
+
+def _size(count: float) -> str:
+    if count < GIB / 10:
+        return f"{count / 2**20:.0f} MiB"
+    return f"{count / GIB:,.0f} GiB" if count >= 10 * GIB else f"{count / GIB:.1f} GiB"
+
+
+def _sent(candidate: Candidate, plan: Plan) -> str:
+    within, across = formulas.wire_bytes(candidate.shape, candidate.setting)
+    if plan.nodes == 1:
+        return f"{within / GIB:.1f} GiB a step"
+    return (
+        f"{within / GIB:.1f} GiB a step within its node at {plan.gpu.link_gbs:g} GB/s and {across / GIB:.1f} GiB to "
+        f"other nodes at {plan.gpu.node_gbs:g} GB/s (--node_link_gbs)"
+    )
+
+
+def _order(plan: Plan) -> dict[str, str]:
+    """Return {title: text} on constants that order the settings and were never compared with a measurement."""
+    if not plan.unmeasured:
+        return {}
+    return {"order of the settings": f"also by the speed of {' and '.join(plan.unmeasured)}, which was never measured"}
+
+
+def _hpz(candidate: Candidate, plan: Plan) -> dict[str, str]:
+    """Return {flag: text} on what ZeRO++ hpZ would change; {} if it does not apply."""
+    setting, shape = candidate.setting, candidate.shape
+    if setting.zero != 3 or setting.hpz > 1 or plan.nodes == 1 or setting.offload == "all" or plan.ranks % plan.node:
+        return {}
+    seconds = formulas.step_seconds(
+        shape, replace(setting, hpz=plan.node), plan.gpu, setting.tokens * setting.sp // setting.micro
+    )
+    more = 2 * shape.parameters / plan.node / GIB
+    return {
+        f"--zero_hpz_partition_size {plan.node}": f"would take about {more:.1f} GiB more of each GPU; estimate "
+        f"{seconds:.2f} s a step instead of {candidate.seconds:.2f} (ZeRO++ hpZ, docs/scaling.md)"
+    }
+
+
+def _sp(candidate: Candidate, plan: Plan) -> dict[str, str]:
+    """Return {flag: text} on what rows split over two GPUs would change; {} if a smaller micro batch comes first."""
+    setting, shape = candidate.setting, candidate.shape
+    if setting.sp * setting.tp > 1 or setting.micro > 1 or setting.of_a_node % 2 or shape.heads % 2:
+        return {}
+    halved = replace(setting, sp=2, tokens=setting.tokens // 2, accumulation=2 * setting.accumulation)
+    seconds = formulas.step_seconds(shape, halved, plan.gpu, setting.tokens)
+    saved = (candidate.formula["activations"] + candidate.formula["logits"]) / 2 / GIB
+    return {
+        "--sp_size 2": f"would save about {saved:.1f} GiB of each GPU by formula; estimate {seconds:.2f} s a step "
+        f"instead of {candidate.seconds:.2f} (docs/long_context.md)"
+    }
+
+
+def nothing_fits(plan: Plan) -> str:
+    """Return the error sentence: nearest setting, missing memory, number of GPUs that would suffice."""
+    nearest = plan.nearest
+    if nearest is None:
+        return "nothing fits."
+    missing = (nearest.peak - plan.limit) / GIB
+    if nearest.peak <= plan.limit:
+        need = f"{nearest.host_of_a_node / GIB:.0f} GiB of a node's host memory, of {plan.host_limit / GIB:.0f}"
+        return (
+            f"nothing fits: {nearest.label} fits the GPU but needs {need}; --offload_path on a fast local disk takes "
+            f"it from there, and so do more nodes{_instead(plan)}."
+        )
+    do = f"{plan.would_do} GPUs would do by formula" if plan.would_do else "no number of these GPUs up to 4096 would do"
+    shorter = f", and so would --max_length {plan.longest} on these" if plan.longest else ""
+    return (
+        f"nothing fits: the nearest is {nearest.label} with {nearest.peak / GIB:.1f} GiB, {missing:.1f} GiB too much "
+        f"for {plan.gpu.device_name}; {do}{shorter}{_instead(plan)}."
+    )
+
+
+def _instead(plan: Plan) -> str:
+    """Return a clause on the adapters that would fit, or on how to try them."""
+    if fit := [f"{name} ({hint})" for name, (candidate, hint) in plan.instead.items() if candidate]:
+        return f"; {' and '.join(fit)} would fit by formula"
+    untried = plan.nearest.method == "sft" and not {"LoRA", "QLoRA"} & plan.instead.keys()
+    return "; --method auto also tries LoRA and QLoRA" if untried else ""
+
+
+def write(plan: Plan, folder: Path) -> None:
+    """Write plan.json, plan.md and plan.png into the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    run_folder.write_json(folder / "plan.json", as_json(plan))
+    paths.write_text(folder / "plan.md", _markdown(plan))
+    best = plan.chosen or plan.nearest
+    if best is not None:
+        peak = (
+            best.answer["peak"]
+            if best.answer
+            else {"highest moment, by formula": {k: int(v) for k, v in best.formula.items()}}
+        )
+        title = f"Predicted peak of a GPU\n{best.label}"
+        memory_report.plot(peak, folder / "plan.png", title, (plan.limit, f"limit {plan.limit / GIB:.1f} GiB"))
+
+
+def _markdown(plan: Plan) -> str:
+    """Return the text of plan.md: what the terminal shows and the rest."""
+    best = plan.chosen or plan.nearest
+    parts = ["# Plan", "![memory by phase](plan.png)", _block(text(plan))]
+    if plan.chosen is None:
+        parts.append(nothing_fits(plan))
+    if best is not None:
+        table = memory_report.table(best.answer["peak"]) if best.answer else ""
+        parts += [f"## {best.label}", _block("\n".join([*_three_figures(best, plan), "", table]))]
+        parts.append("\n".join(f"- {name}: {value}" for name, value in facts(best, plan).items()))
+    if ideas := rejected_ideas(plan):
+        parts += [f"## Rejected: {REJECTED}", "\n".join(f"- {line}" for line in ideas)]
+    offers = [candidate for candidate, _ in plan.instead.values() if candidate]
+    if offers:
+        parts += ["## Instead", _block("\n".join(candidates.command(candidate, plan.ranks) for candidate in offers))]
+    if plan.notes:
+        parts += ["## Search", _block("\n".join([*plan.notes, f"{plan.seconds:.0f} s"]))]
+    return "\n\n".join(parts) + "\n"
+
+
+def _block(body: str) -> str:
+    body = "\n".join(line.rstrip() for line in body.strip("\n").splitlines())
+    return f"```\n{body.strip()}\n```"
+
+
+def as_json(plan: Plan) -> dict:
+    def entry(candidate: Candidate | None, why: str = "") -> dict | None:
+        if candidate is None:
+            return None
+        return {
+            "label": candidate.label, "method": candidate.method, **asdict(candidate.setting),
+            "peak_bytes": candidate.peak,
+            **{f"{name}_bytes": size for name, size in figures(candidate, plan).items()},
+            "source": _source(candidate), "formula": {k: int(v) for k, v in candidate.formula.items()},
+            "simulation": candidate.answer, "seconds_per_step": round(candidate.seconds, 4),
+            "tokens_per_second": round(candidate.tokens_per_second), "why_not": why,
+            "command": candidates.command(candidate, plan.ranks),
+        }  # fmt: skip
+
+    best = plan.chosen or plan.nearest
+    return {
+        "gpu": asdict(plan.gpu), "gpus": plan.ranks, "gpus_of_a_node": plan.node, "limit_bytes": plan.limit,
+        "kept_free_bytes": plan.allowance, "margin_bytes": plan.margin,
+        "chosen": entry(plan.chosen), "facts": facts(plan.chosen, plan) if plan.chosen else None,
+        "nearest": entry(plan.nearest), "host_limit_bytes": plan.host_limit,
+        "host_memory": best and host_memory(best, plan), "disk": best and disk_space(best, plan),
+        "instead": {name: entry(candidate) for name, (candidate, _) in plan.instead.items()},
+        "gpus_that_would_do": plan.would_do, "seconds": round(plan.seconds, 1),
+        "rejected": [entry(candidate, why) for candidate, why in plan.rejected],
+    }  # fmt: skip

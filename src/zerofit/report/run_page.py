@@ -1,0 +1,330 @@
+"""`zerofit report`: write report.html of a run, or of several side by side."""
+
+import argparse
+import json
+import shlex
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from zerofit.base import command_line, paths
+from zerofit.base.errors import Diverged, UserError, printable
+from zerofit.checkpoint.facts import step_of
+from zerofit.job import run_folder
+from zerofit.report import page_parts, plots
+from zerofit.report.plots import Line
+from zerofit.train import model_card
+
+FILE = "report.html"
+
+# Chart -> (unit, {metric: label}, whether its axis begins at 0).
+CHARTS = {
+    "Loss": ("nats per token", {"loss": "training", "eval_loss": "evaluation"}, False),
+    "Learning rate": ("", {"learning_rate": "learning rate"}, True),
+    "Gradient norm": ("", {"grad_norm": "gradient norm"}, True),
+    "Speed": ("tokens a second", {"tokens_per_second": "tokens a second"}, True),
+    "Rewards": ("", {"rewards/chosen": "chosen", "rewards/rejected": "rejected"}, False),
+    "Pairs ranked right": ("share", {"rewards/accuracies": "training", "eval_rewards/accuracies": "evaluation"}, False),
+}
+
+# Arguments whose values differ between any two runs.
+OF_A_RUN = ("output_dir", "logging_dir", "run_name", "local_rank", "resume_from_checkpoint")
+
+
+@dataclass
+class Run:
+    """What a run folder says of itself; files that are missing or damaged are empty."""
+
+    folder: Path
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    @cached_property
+    def facts(self) -> dict:
+        return run_folder.read_record(self.folder / "run.json")
+
+    @cached_property
+    def result(self) -> dict:
+        return run_folder.read_record(self.folder / "result.json")
+
+    @cached_property
+    def failure(self) -> dict:
+        return run_folder.read_record(self.folder / "report.json")
+
+    @cached_property
+    def metrics(self) -> list[dict]:
+        return run_folder.read_metrics(self.folder)
+
+    @property
+    def finished(self) -> bool:
+        return self.result.get("status") == "finished"
+
+    @property
+    def status(self) -> str:
+        return "finished" if self.finished else self.result.get("status") or "not finished"
+
+    def points(self, metric: str) -> list[tuple[float, float]]:
+        return [(entry["step"], entry[metric]) for entry in self.metrics if entry.get(metric) is not None]
+
+    def last(self, metric: str) -> float | None:
+        return next((value for _, value in reversed(self.points(metric))), None)
+
+    def arguments(self) -> dict[str, tuple[str, str]]:
+        """Return argument -> (value, source) of those that are not a default of transformers."""
+        return {
+            name: (_text(entry.get("value")), entry.get("source") or "")
+            for name, entry in self.facts.get("arguments", {}).items()
+            if entry.get("source") != "transformers default"
+        }
+
+
+def main(argv: list[str]) -> None:
+    """`zerofit report`: see --help. Raises: UserError for a folder without a run."""
+    parser = argparse.ArgumentParser(prog="zerofit report", allow_abbrev=False, description=__doc__)
+    parser.add_argument("runs", nargs="+", help="run folders (several also in one word, as make passes them)")
+    parser.add_argument("--output", default="", help="the file (default: in the run folder; of several: beside them)")
+    args = parser.parse_args(argv)
+    names = [name for word in args.runs for name in ([word] if Path(word).expanduser().is_dir() else shlex.split(word))]
+    runs = [Run(Path(name).expanduser()) for name in names]
+    for run in runs:
+        if not run.facts:
+            raise UserError(f"{run.folder}: is no run folder (its run.json is missing or damaged); name one of runs/.")
+    several = runs[0].folder.resolve().parent / "report-{}.html".format("-".join(run.name for run in runs))
+    file = Path(args.output).expanduser() if args.output else several if len(runs) > 1 else runs[0].folder / FILE
+    if file.is_symlink() and not args.output:
+        raise UserError(f"{file}: is a link, to {file.readlink()}; name the file to write to with --output.")
+    text = of_several(runs) if len(runs) > 1 else of_one(runs[0])
+    try:
+        if args.output:  # may be a pipe, or a link that the user has made
+            file.write_text(text, encoding="utf-8", errors="backslashreplace")
+        else:
+            paths.write_text(file, text)
+    except OSError as error:
+        raise UserError(f"{file}: cannot be written to: {error.strerror}; name another file with --output.") from None
+    print(f"report: {file}")
+
+
+def write(folder: Path, told: bool = False) -> None:
+    """Write the report of a run that has ended, print where it is and the next command.
+
+    A run never fails for its report. Args: told: how to go on has been printed already.
+    """
+    try:
+        paths.write_text(folder / FILE, of_one(Run(folder)))
+    except Exception as error:
+        print(f"note: {folder / FILE} could not be written: {error}", flush=True)
+    else:
+        print(f"report: {folder / FILE}")
+        if not told:
+            print(f"next: {' or '.join(next_steps(folder))}", flush=True)
+
+
+# --- one run ---
+
+
+def of_one(run: Run) -> str:
+    """Return the page of a run."""
+    facts = run.facts
+    recipe = facts.get("recipe", "run")
+    model = model_card.Card(facts, run.name, "", None, None, "", "").base
+    color = "good" if run.finished else "bad"
+    started = facts.get("started", "").replace("T", " ").replace("+0000", " UTC")
+    subtitle = (
+        f'<b class="{color}">{page_parts.escape(run.status)}</b> · {page_parts.escape(str(run.folder))} · '
+        f"{page_parts.escape(started)} · {page_parts.escape(facts.get('device', ''))}"
+    )
+    return page_parts.page(
+        f"{recipe} of {model}" if model else recipe,
+        subtitle,
+        [
+            _why(run),
+            page_parts.tiles(summary(run)),
+            page_parts.section("Training", page_parts.charts(_charts([run]))),
+            page_parts.section("Memory", page_parts.charts(_memory(run))),
+            page_parts.section("Samples", _samples(run)),
+            page_parts.section("Checkpoints", page_parts.table(["", "size"], _checkpoints(run.folder))),
+            page_parts.section("How to go on", page_parts.code(next_steps(run.folder))),
+            page_parts.section("What was run", _what_was_run(run)),
+        ],
+    )
+
+
+def summary(run: Run) -> dict[str, str | None]:
+    """Return the figures of a run by name; None for those that it has not."""
+    result = run.result
+    steps = result.get("steps") or run.last("step")
+    loss, held_out = run.last("loss"), result.get("eval_loss") or run.last("eval_loss")
+    speed = result.get("tokens_per_second") or run.last("tokens_per_second")
+    peak = result.get("peak_memory_bytes") or run.last("peak_memory_bytes")
+    seconds = result.get("train_seconds")
+    scores = {name: [result.get(f"{name}_{when}") for when in ("before", "after")] for name in run_folder.SCORES}
+    score = next((name for name, values in scores.items() if None not in values), None)
+    before_and_after = score and " → ".join(f"{value:.1%}" for value in scores[score])
+    return {
+        (score or "score").replace("_", " ") + " before → after": before_and_after,
+        "last training loss": None if loss is None else f"{loss:.4f}",
+        "evaluation loss": None if held_out is None else f"{held_out:.4f}",
+        "optimizer steps": None if steps is None else f"{steps:,}",
+        "tokens a second": None if not speed else f"{speed:,.0f}",
+        f"peak memory, {result.get('peak_memory_of', 'of a rank')}": None if not peak else _size(peak),
+        "training time": None if seconds is None else _duration(seconds),
+        "trained parameters": _trained(result),
+        "processes, stage, offload": "{}, ZeRO-{}, {}".format(
+            run.facts.get("world_size", "?"), *(run.arguments().get(name, ("?", ""))[0] for name in ("zero", "offload"))
+        ),
+    }
+
+
+def _trained(result: dict) -> str | None:
+    """Return the millions of parameters that train, "1.52 M of 853.12 M" for an adapter; None of an unfinished run."""
+    trained, total = (result.get(name) for name in ("trainable_parameters", "parameters"))
+    if not trained:
+        return None
+    return f"{trained / 1e6:,.2f} M" + (f" of {total / 1e6:,.2f} M" if total not in (None, trained) else "")
+
+
+def _charts(runs: list[Run]) -> dict[str, str]:
+    drawn = {}
+    for title, (unit, metrics, from_zero) in CHARTS.items():
+        lines = []
+        for number, run in enumerate(runs):
+            for place, (metric, label) in enumerate(metrics.items()):
+                color, name = (number, f"{run.name}, {label}") if len(runs) > 1 else (place, label)
+                lines.append(Line(name, run.points(metric), color, dashed=place > 0))
+        is_dpo = any(run.facts.get("recipe") == "dpo" for run in runs)  # its loss is of pairs
+        drawn[title] = plots.chart(title, "" if is_dpo and title == "Loss" else unit, lines, from_zero)
+    return drawn
+
+
+def _memory(run: Run) -> dict[str, str]:
+    """Return the chart of the planned peaks by phase and part, with what was measured."""
+    planned, measured = run.facts.get("plan") or {}, run_folder.read_record(run.folder / "memory.json")
+    bars = {f"planned: {phase}": parts for phase, parts in planned.get("peak", {}).items()}
+    bars |= {f"measured: {phase}": parts for phase, parts in measured.get("peak", {}).items()}
+    if not bars:
+        return {}
+    peak = run.result.get("peak_memory_bytes") or run.last("peak_memory_bytes")
+    if peak and not measured and run.facts.get("device") != "cpu":
+        bars["measured: peak"] = {"allocated": int(peak)}
+    title = "Peak memory of a rank, planned and measured" if planned else "Peak memory of a rank"
+    return {title: plots.memory(title, bars, planned.get("limit_bytes"))}
+
+
+def _samples(run: Run) -> str:
+    samples = run.result.get("samples", [])
+    before = any(sample.get("before") is not None for sample in samples)
+    head = ["asked", *(["before"] if before else []), "after", "wanted"]
+    names = ["prompt", *(["before"] if before else []), "after", "wanted"]
+    return page_parts.table(head, [[printable(str(sample.get(name, ""))) for name in names] for sample in samples])
+
+
+def _checkpoints(folder: Path) -> list[list[str]]:
+    models = [folder / name for name in ("final", "export") if (folder / name).is_dir()]
+    return [[f.name, _size(paths.size_of(f))] for f in (*run_folder.checkpoints(folder).values(), *models)]
+
+
+def next_steps(folder: Path) -> list[str]:
+    """Return the commands that continue from a run: those of its model, how to resume it, or what looks into it."""
+    from zerofit.checkpoint import integrity
+
+    if run_folder.finished(folder):
+        return [command_line.next_step(verb, folder) for verb in ("chat", "export")]
+    if bad_steps := _bad_steps(folder):
+        return [f"zerofit replay {shlex.quote(str(bad_steps[-1]))}    # resumed, this step would diverge again"]
+    saved = integrity.latest_valid_checkpoint(folder)
+    where = f"from step {step_of(saved)}" if saved else "from the start"
+    return [f"{command_line.next_step('resume', folder)}    # {where}"]
+
+
+def _bad_steps(folder: Path) -> list[Path]:
+    """Return the folders of the steps that a diverged run has kept, in order; none for runs that ended otherwise."""
+    diverged = str(Run(folder).result.get("error")).startswith(f"{Diverged.__name__}:")
+    return [*run_folder.by_step(folder / "nan", "step").values()] if diverged else []
+
+
+def _why(run: Run) -> str:
+    """Return why a run has not finished, and what to try; "" for a finished one."""
+    if run.finished:
+        return ""
+    cause = run.failure.get("cause") or run.result.get("error")
+    sentences = [cause, run.failure.get("try") and f"Try: {run.failure['try']}"]
+    return page_parts.section("What happened", page_parts.bullets([s for s in sentences if s]))
+
+
+def _what_was_run(run: Run) -> str:
+    facts = run.facts
+    rows = [[name, value, source] for name, (value, source) in run.arguments().items()]
+    data = [[name, *(str(of.get(key, "")) for key in ("source", "rows", "kept", "fingerprint"))]
+            for name, of in facts.get("data", {}).items()]  # fmt: skip
+    versions = ", ".join(f"{name} {version}" for name, version in facts.get("versions", {}).items())
+    commit = f"; commit {facts['git_commit'][:12]}" if facts.get("git_commit") else ""
+    return "".join([
+        page_parts.code([facts.get("command", "")]),
+        page_parts.table(["data", "source", "rows", "kept", "fingerprint"], data),
+        page_parts.folded("Decisions", page_parts.bullets(facts.get("decisions", []))),
+        page_parts.folded("Arguments, with their sources", page_parts.table(["", "value", "source"], rows)),
+        f'<p class="soft">{page_parts.escape(versions + commit)}</p>',
+    ])  # fmt: skip
+
+
+# --- several runs ---
+
+
+def of_several(runs: list[Run]) -> str:
+    """Return the page of runs side by side: figures, differing settings, charts."""
+    figures = [summary(run) for run in runs]
+    names = list(dict.fromkeys(name for of in figures for name in of))
+    head = ["", *(run.name for run in runs)]
+    rows = [["status", *(run.status for run in runs)]]
+    rows += [[name, *(of.get(name) or "" for of in figures)] for name in names if any(of.get(name) for of in figures)]
+    settings = page_parts.table(head, differences(runs))
+    return page_parts.page(
+        " and ".join(run.name for run in runs) if len(runs) == 2 else f"{len(runs)} runs",
+        page_parts.escape(", ".join(str(run.folder) for run in runs)),
+        [
+            page_parts.section("Figures", page_parts.table(head, rows)),
+            page_parts.section("Settings that differ", settings or "<p>None.</p>"),
+            page_parts.section("Training", page_parts.charts(_charts(runs))),
+            page_parts.section("How to go on", page_parts.code([c for run in runs for c in next_steps(run.folder)])),
+        ],
+    )
+
+
+def differences(runs: list[Run]) -> list[list[str]]:
+    """Return [name, value of each run] of every argument and fact in which the runs differ."""
+    rows = [["recipe", *(str(run.facts.get("recipe", "")) for run in runs)]]
+    rows += [["processes", *(str(run.facts.get("world_size", "")) for run in runs)]]
+    rows += [["device", *(str(run.facts.get("device", "")) for run in runs)]]
+    for place in ("training", "evaluation"):
+        prints = [str(run.facts.get("data", {}).get(place, {}).get("fingerprint", "")) for run in runs]
+        rows.append([f"{place} data (fingerprint)", *prints])
+    for name in sorted({name for run in runs for name in run.facts.get("arguments", {})} - set(OF_A_RUN)):
+        values = [run.facts.get("arguments", {}).get(name, {}).get("value") for run in runs]
+        rows.append([name, *map(_text, values)])
+    for package in sorted({name for run in runs for name in run.facts.get("versions", {})}):
+        rows.append([f"version of {package}", *(run.facts.get("versions", {}).get(package) or "" for run in runs)])
+    return [row for row in rows if len(set(row[1:])) > 1]
+
+
+# --- values as text ---
+
+
+def _text(value) -> str:
+    if value is None or isinstance(value, str):
+        return value or ""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)  # 10 on a command line and 10.0 in a YAML file are the same
+    return ", ".join(map(str, value)) if isinstance(value, list) else json.dumps(value)
+
+
+def _size(count: float) -> str:
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
+
+
+def _duration(seconds: float) -> str:
+    hours, rest = divmod(int(seconds), 3600)
+    if hours:
+        return f"{hours} h {rest // 60} min"
+    return f"{rest // 60} min {rest % 60} s" if rest >= 60 else f"{seconds:.1f} s"
