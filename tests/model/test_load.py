@@ -21,7 +21,7 @@ from zerofit.model.weights import files
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
     """transformers makes one of the model's class instead, which knows no word."""
     shutil.copy(TINY / "model" / "config.json", tmp_path)
-    settings = parse.read("sft", ["--model", str(tmp_path), "--data", "rows.jsonl"], 1)
+    settings = parse.settings_of(parse.request("sft", ["--model", str(tmp_path), "--data", "rows.jsonl"]), 1)
     with pytest.raises(UserError, match="the folder has no tokenizer; copy"):
         load_tokenizer(settings)
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -36,7 +36,7 @@ def test_weights_that_are_quantized_already_are_refused(tmp_path, method):
     config = json.loads((TINY / "model" / "config.json").read_text())
     quantized = config | {"quantization_config": {"quant_method": method, "load_in_4bit": method == "bitsandbytes"}}
     (tmp_path / "config.json").write_text(json.dumps(quantized))
-    settings = parse.read("lora", ["--model", str(tmp_path), "--data", "rows.jsonl"], 1)
+    settings = parse.settings_of(parse.request("lora", ["--model", str(tmp_path), "--data", "rows.jsonl"]), 1)
     with pytest.raises(UserError, match=rf"its weights are quantized already \({method}\).* name the original"):
         load_config(settings)
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -77,7 +77,7 @@ def with_another(weights):
 
 
 def settings_of(folder, recipe="sft", *flags):
-    return parse.read(recipe, ["--model", str(folder), "--data", "rows.jsonl", *flags], 1)
+    return parse.settings_of(parse.request(recipe, ["--model", str(folder), "--data", "rows.jsonl", *flags]), 1)
 
 
 def refusal(folder, *flags) -> str:

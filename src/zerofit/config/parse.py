@@ -22,6 +22,7 @@ from zerofit.base.errors import UserError
 from zerofit.base.paths import read_text
 from zerofit.config import arguments, presets, synonyms
 from zerofit.job import program
+from zerofit.job.request import FLAG, Request
 from zerofit.job.settings import Settings
 
 _UNSET = object()
@@ -329,17 +330,25 @@ def command_line(recipe: str, flags: list[str], more: str = "", gpus: str = "1")
         raise UserError(f"ARGS={more}: cannot be split into words: {str(error).lower()}.") from None
 
 
-def read(recipe: str, argv: list[str], world_size: int, gpu=None) -> Settings:
-    """Return the Settings of flags, YAML, preset and defaults, for the resolvers of config/resolve.py to go on with.
+def request(recipe: str, argv: list[str]) -> Request:
+    """Return what a command line and the YAML file that it names ask for, typed and checked.
 
-    Args: recipe: a name of RECIPES; argv: the flags; world_size: number of ranks of the job; gpu: hardware.Gpu to plan
-        for, which this machine need not have; None: this machine's.
     Raises: UserError for anything unknown or malformed.
     """
     arguments.check_name(recipe)
     from_flags = explicit(recipe, argv, "command line")
     from_yaml = read_yaml(from_flags["config"], recipe) if from_flags.get("config") else {}
-    given = {**from_yaml, **from_flags}
+    source = dict.fromkeys(from_yaml, str(from_flags.get("config"))) | dict.fromkeys(from_flags, FLAG)
+    return Request(recipe, {**from_yaml, **from_flags}, source, tuple(repeated(argv)))
+
+
+def settings_of(asked: Request, world_size: int, gpu=None, argv: list[str] | None = None) -> Settings:
+    """Return the Settings of a request over the preset and the defaults, for config/resolve.py to go on with.
+
+    Args: world_size: number of ranks of the job; gpu: hardware.Gpu to plan for, which this machine need not have; None:
+        this machine's; argv: the command line as it was typed; default: as the request would be typed.
+    """
+    recipe, given = asked.recipe, dict(asked.values)
     bundled = {}
     if not given.get("model") and not given.get("data"):
         bundled = read_yaml(str(arguments.TINY / f"{recipe}.yaml"), recipe)
@@ -357,15 +366,17 @@ def read(recipe: str, argv: list[str], world_size: int, gpu=None) -> Settings:
         ({**arguments.SHARED_DEFAULTS, **arguments.RECIPES[recipe]["defaults"]}, "default"),
         (bundled, "bundled task"),
         (preset, f"preset {given.get('preset')}"),
-        (from_yaml, str(from_flags.get("config"))),
-        (from_flags, "flag"),
     ):
         values |= layer
         source |= dict.fromkeys(layer, origin)
+    values, source = values | copy.deepcopy(given), source | dict(asked.source)
     kit = {f.name for group in arguments.kit_groups(recipe) for f in fields(group)}
     source |= {name: "default" for name in kit if source[name] == "transformers default"}
-    settings = Settings(recipe, values, source, world_size, planned_gpu=gpu, flags=argv, given=given, defaults=defaults)
-    settings.decisions += repeated(argv)
+    flags = asked.flags() if argv is None else argv
+    settings = Settings(
+        recipe, values, source, world_size, planned_gpu=gpu, flags=flags, given=given, defaults=defaults
+    )
+    settings.decisions += asked.notes
     if preset:
         settings.decisions.append(f"preset {given['preset']}: {' '.join(presets.flags(given['preset']))}")
     return settings

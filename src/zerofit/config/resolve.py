@@ -11,6 +11,7 @@ from zerofit.base import distributed
 from zerofit.base.errors import UserError
 from zerofit.config import accelerate_env, deepspeed_json, defaults, offload, parse, transformers_flags
 from zerofit.data import streaming
+from zerofit.job.request import Request
 from zerofit.job.settings import Settings, as_typed, decide
 from zerofit.model import (
     adapters,
@@ -33,28 +34,36 @@ def resolve_settings(
 ) -> Settings:
     """Return the settings of a command line, resolved, checked and frozen.
 
-    Args: argv, world_size: of a job to be started; default: this process's own. gpu: see `config.parse.read`.
+    Args: argv, world_size: of a job to be started; default: this process's own. gpu: see `config.parse.settings_of`.
         resolvers: default: FROM_FLAGS.
     Raises: UserError for the user's mistakes, before a GPU or a process group is used.
     """
+    here = argv is None
+    words = sys.argv[1:] if here else argv
     dropped = accelerate_env.drop_accelerate_env()
-    other_size = accelerate_env.check_size() if argv is None else None
-    settings = parse.read(recipe, sys.argv[1:] if argv is None else argv, world_size or distributed.size(), gpu)
-    for resolve in FROM_FLAGS if resolvers is None else resolvers:
-        resolve(settings)
-    settings.freeze()
+    other_size = accelerate_env.check_size() if here else None
+    settings = resolve(parse.request(recipe, words), world_size or distributed.size(), gpu, resolvers, words)
     if other_size:
         settings.decisions.append(other_size)
     if dropped:
         settings.decisions.append(
             f"accelerate's own settings are not used ({', '.join(dropped)}): the recipe decides; see --zero, --bf16"
         )
-    if argv is None and settings.use_cpu and os.environ.get("OMP_WAIT_POLICY") == "passive":
+    if here and settings.use_cpu and os.environ.get("OMP_WAIT_POLICY") == "passive":
         settings.decisions.append(
             "OMP_WAIT_POLICY passive: idle threads sleep, so that other work slows the run down less"
         )
-    if argv is None and settings.use_cpu:
+    if here and settings.use_cpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # also for libraries that search for GPUs later
+    return settings
+
+
+def resolve(asked: Request, world_size: int, gpu=None, resolvers=None, argv: list[str] | None = None) -> Settings:
+    """Return the settings of a request, resolved, checked and frozen. Args and errors: as `resolve_settings`."""
+    settings = parse.settings_of(asked, world_size, gpu, argv)
+    for step in FROM_FLAGS if resolvers is None else resolvers:
+        step(settings)
+    settings.freeze()
     return settings
 
 
@@ -68,8 +77,8 @@ def resolve_for_model(settings: Settings, config=None) -> None:
         return
     config = load.load_config(settings) if config is None else config
     settings.thaw()
-    for resolve in FROM_MODEL_CONFIG:
-        resolve(settings, config)
+    for step in FROM_MODEL_CONFIG:
+        step(settings, config)
     settings.knows_model = True
     settings.freeze()
 

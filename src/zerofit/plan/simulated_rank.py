@@ -61,7 +61,8 @@ def _import_for(questions: list[dict]) -> None:
     from zerofit.optim import registry
 
     with contextlib.suppress(UserError):  # the answer reports it
-        settings = parse.read(*(questions[0][name] for name in ("recipe", "flags", "ranks")))
+        first = questions[0]
+        settings = parse.settings_of(parse.request(first["recipe"], first["flags"]), first["ranks"])
         module = registry.OPTIMIZERS.get(settings.optim, registry.NONE).module
         if module == "bitsandbytes" or settings.values.get("load_in_4bit"):
             import bitsandbytes
