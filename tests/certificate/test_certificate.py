@@ -15,7 +15,7 @@ from zerofit import recipe
 from zerofit.base.errors import UserError
 from zerofit.certificate import first_step, page, recorder, rendering, rows, saved
 from zerofit.config import resolve
-from zerofit.data import conversations, encoding
+from zerofit.data import encoding, formats
 from zerofit.data.load import load_datasets
 from zerofit.job.settings import Check
 from zerofit.model.load import load_model, load_tokenizer
@@ -251,7 +251,7 @@ def test_text_that_the_tokenizer_composes_is_found(trainer, monkeypatch):
 
     decomposed = unicodedata.normalize("NFD", "Tiếng Việt rất hay.")
     row = {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": decomposed}]}
-    parsed = conversations.parse("here", row, "messages")
+    parsed = formats.parse("here", row, "messages")
     tokenizer = copy.deepcopy(trainer.processing_class)
     tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
     ((ids, labels),) = encoding.Encoder(tokenizer).encode([("here", parsed)])

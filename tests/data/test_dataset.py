@@ -20,7 +20,7 @@ from transformers import DataCollatorForSeq2Seq
 
 from zerofit.base.errors import UserError
 from zerofit.config import resolve
-from zerofit.data import conversations, dataset, encoding, meaning, sources
+from zerofit.data import conversations, dataset, encoding, formats, meaning, sources
 from zerofit.data.batches import (
     Collator,
     DatasetWithFiller,
@@ -44,7 +44,7 @@ def supervised_text(tokenizer, ids, labels):
 
 
 def encode(tokenizer, row, kind=None, train_on="assistant"):
-    parsed = conversations.parse("here", row, kind or conversations.detect("here", row))
+    parsed = formats.parse("here", row, kind or formats.detect("here", row))
     return encoding.Encoder(tokenizer, train_on).encode([("here", parsed)])[0]
 
 
@@ -62,7 +62,7 @@ EQUAL_ROWS = {
 @pytest.mark.parametrize("kind", EQUAL_ROWS)
 def test_formats_are_detected_and_give_the_same_tokens(tokenizer, kind):
     row = EQUAL_ROWS[kind]
-    assert conversations.detect("here", row) == kind
+    assert formats.detect("here", row) == kind
     ids, labels = encode(tokenizer, row)
     assert ids == tokenizer.apply_chat_template(TURNS, return_dict=True)["input_ids"]
     assert supervised_text(tokenizer, ids, labels) == "Hello.<|end|>"
@@ -102,7 +102,7 @@ def test_formats_are_detected_and_give_the_same_tokens(tokenizer, kind):
     ],
 )  # fmt: skip
 def test_published_spellings(row, wanted):
-    assert conversations.parse("here", row, conversations.detect("here", row)).turns == wanted
+    assert formats.parse("here", row, formats.detect("here", row)).turns == wanted
 
 
 def test_tool_calls_reach_the_template(tokenizer):
@@ -245,7 +245,7 @@ def test_keys_of_turns_that_are_not_used_are_listed(tmp_path, tokenizer, recipe)
 def test_an_old_function_call_beside_text_is_refused():
     old = TURNS[1] | {"function_call": {"name": "weather", "arguments": "{}"}}
     with pytest.raises(UserError, match=r"^here: turn 2 has OpenAI's old `function_call`; write it as `tool_calls`"):
-        conversations.parse("here", {"messages": [TURNS[0], old]}, "messages")
+        formats.parse("here", {"messages": [TURNS[0], old]}, "messages")
 
 
 # As Qwen3's: calls in tags, and an empty thinking block in the answer only that is the last turn.
@@ -381,11 +381,11 @@ def test_a_turn_of_the_user_that_is_marked_to_be_trained_is_refused():
     for mark in meaning.FOR_ANY_ROLE:
         row = {"messages": [TURNS[0] | {mark: True}, TURNS[1]]}
         with pytest.raises(UserError, match=f"^here: turn 1 has '{mark}': true, but it is a user turn"):
-            conversations.parse("here", row, "messages")
+            formats.parse("here", row, "messages")
     for harmless in ({"train": False}, {"weight": 1}, {"loss": None, "train_detail": []}):
         row = {"messages": [TURNS[0] | harmless, TURNS[1]]}
-        assert conversations.parse("here", row, "messages").trained == [False, True]
-        assert conversations.not_used(row, "messages") == []
+        assert formats.parse("here", row, "messages").trained == [False, True]
+        assert formats.not_used(row, "messages") == []
 
 
 @pytest.mark.parametrize("train_on", conversations.TRAIN_ON)
@@ -559,7 +559,7 @@ def test_labels_placed_by_the_bytes_of_tokens_are_those_of_their_offsets(pairs, 
     tokenizer = copy.deepcopy(shared_tokenizer(True))
     tokenizer.backend_tokenizer.normalizer = normalizers.NFC() if nfc else None
     turns = [{"role": r, "content": c} for ask, say in pairs for r, c in (("user", ask), ("assistant", say))]
-    parsed = [("here", conversations.parse("here", {"messages": turns}, "messages"))]
+    parsed = [("here", formats.parse("here", {"messages": turns}, "messages"))]
     by_bytes, by_offsets = encoding.Encoder(tokenizer, train_on), encoding.Encoder(tokenizer, train_on)
     by_offsets.token_bytes = None
     assert by_bytes.token_bytes is not None
@@ -1509,11 +1509,11 @@ def test_a_template_that_drops_text_is_refused(tokenizer):
 def test_tool_arguments_become_objects():
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
-    parsed = conversations.parse("here", {"messages": turns}, "messages")
+    parsed = formats.parse("here", {"messages": turns}, "messages")
     assert parsed.turns[1]["tool_calls"][0]["function"]["arguments"] == {"x": 1}
     turns[1]["tool_calls"] = [{"function": {"arguments": "{x"}}]
     with pytest.raises(UserError, match="here: turn 2: 'tool_calls' is not a list of calls"):
-        conversations.parse("here", {"messages": turns}, "messages")
+        formats.parse("here", {"messages": turns}, "messages")
 
 
 @pytest.mark.fault
@@ -1546,3 +1546,22 @@ def test_evaluation_without_rows_is_refused_before_they_are_read(tmp_path, token
     write(tmp_path, "eval.jsonl", QA)
     asked = resolve.resolve_settings("sft", ["--data", str(tmp_path), word], 1)  # a folder with an eval split
     assert len(load_datasets(asked, tokenizer)[1]) == len(QA)
+
+
+def dialog(place, row):
+    turns = [{"role": "user" if i % 2 == 0 else "assistant", "content": text} for i, text in enumerate(row["dialog"])]
+    return conversations.turns_of(place, turns, row)
+
+
+def test_a_format_of_a_recipe_is_found_first_and_its_columns_are_used(tokenizer):
+    known = (formats.Format("dialog", ("dialog",), dialog, beside=("system",)), *formats.FORMATS)
+    row = {"dialog": ["Hi?", "Hello."], "system": "Be kind.", "source": "web", "text": "also a column of another"}
+    assert formats.detect("here", row, known) == "dialog" and formats.detect("here", row) == "text"
+    parsed = formats.parse("here", row, "dialog", known)
+    assert [turn["role"] for turn in parsed.turns] == ["system", "user", "assistant"]
+    assert parsed.trained == [False, False, True]
+    assert formats.not_used(row, "dialog", known) == ["source", "text"]
+    with pytest.raises(UserError, match="here: column 'dialog' is missing or null"):
+        formats.parse("here", {"text": "a"}, "dialog", known)
+    with pytest.raises(UserError, match="one of these is needed: dialog; input_ids"):
+        formats.detect("here", {"nothing": 1}, known)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from zerofit.config import resolve
-from zerofit.data import conversations, encoding, end_tokens, pairs, reading
+from zerofit.data import conversations, encoding, end_tokens, formats, pairs, reading
 from zerofit.data.load import load_datasets
 
 CALL = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": "f"}}]}
@@ -35,7 +35,7 @@ def found(tokenizer, *rows, train_on="assistant"):
     parsed = []
     for i, row in enumerate(rows, 1):
         row = row if isinstance(row, dict) else {"messages": row}
-        parsed.append((f"r:{i}", conversations.parse(f"r:{i}", row, conversations.detect("r", row))))
+        parsed.append((f"r:{i}", formats.parse(f"r:{i}", row, formats.detect("r", row))))
     encoder.encode(parsed)
     return end_tokens.summary(Counter(json.dumps(entry) for entry in encoder.ended.take()))
 

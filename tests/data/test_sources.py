@@ -13,7 +13,7 @@ from accelerate.data_loader import prepare_data_loader, skip_first_batches
 
 from zerofit.base.errors import UserError
 from zerofit.config import resolve
-from zerofit.data import conversations, dataset, encoding, sources
+from zerofit.data import conversations, dataset, encoding, formats, sources
 from zerofit.data.batches import EpochSampler
 from zerofit.data.load import load_datasets
 
@@ -73,8 +73,7 @@ def big_set(tmp_path, monkeypatch):
 def wanted(big_set, tokenizer) -> str:
     encoder = encoding.Encoder(tokenizer)
     parsed = [
-        (p, conversations.parse(p, row, "question/answer"))
-        for p, row in sources.read_rows(sources.Source(_path(big_set)))
+        (p, formats.parse(p, row, "question/answer")) for p, row in sources.read_rows(sources.Source(_path(big_set)))
     ]
     return hashlib.sha256(repr(encoder.encode(parsed)).encode()).hexdigest()
 

@@ -13,7 +13,7 @@ from datasets import Dataset
 from zerofit import cli
 from zerofit.base.errors import UserError
 from zerofit.config import resolve
-from zerofit.data import conversations, encoding
+from zerofit.data import conversations, encoding, formats
 from zerofit.data.load import load_datasets
 from zerofit.model.load import load_tokenizer
 from zerofit.plan import inspect_data
@@ -183,9 +183,7 @@ def test_packing_and_padding_numbers():
 
 
 def encode(tokenizer, turns):
-    return encoding.Encoder(tokenizer).encode([("here", conversations.parse("here", {"messages": turns}, "messages"))])[
-        0
-    ]
+    return encoding.Encoder(tokenizer).encode([("here", formats.parse("here", {"messages": turns}, "messages"))])[0]
 
 
 def test_brackets_stand_exactly_around_the_answers(tokenizer):

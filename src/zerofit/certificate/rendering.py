@@ -13,7 +13,7 @@ from pathlib import Path
 from jinja2 import TemplateError
 
 from zerofit.base.errors import UserError
-from zerofit.data import conversations, encoding, pairs, reading, sources
+from zerofit.data import conversations, encoding, formats, pairs, reading, sources
 from zerofit.data.batches import documents
 from zerofit.data.conversations import IGNORE, REASONING, Conversation
 from zerofit.job.settings import Check
@@ -95,7 +95,7 @@ def _conversations(trainer, tokenizer) -> Iterator[tuple[str, Conversation]]:
         train, _ = sources.find_files(settings.data, settings.data_config, settings.data_split)
         kind, of_first = reading.kind_of(reading.read(train[0], settings), settings)
         rows = ((place, row, kind) for place, row in of_first)
-    names = reading._names(settings)
+    names, known = reading._names(settings), formats.known_to(settings.recipe)
     for place, row, kind in itertools.islice(rows, min(LOOKED_AT, settings.max_samples or LOOKED_AT)):
         count: Counter = Counter()
         kept = reading.tokenised([(place, row, kind)], settings, encoder, count)[0]
@@ -106,7 +106,8 @@ def _conversations(trainer, tokenizer) -> Iterator[tuple[str, Conversation]]:
             if settings.documents_per_row == 2:
                 parsed = pairs.parse(place, columns)
             else:
-                parsed = (conversations.parse(place, columns, kind or conversations.detect(place, columns)),)
+                kind = kind or formats.detect(place, columns, known)
+                parsed = (formats.parse(place, columns, kind, known),)
         except UserError:
             continue
         for conversation in parsed:

@@ -255,9 +255,7 @@ class DataArguments:
     eval_fraction: float = field(
         default=0.0, metadata={"help": "Share of the rows held out for evaluation when there is no eval split."}
     )
-    data_format: Literal[
-        "auto", "messages", "sharegpt", "prompt/completion", "question/answer", "alpaca", "text", "tokens"
-    ] = field(default="auto", metadata={"help": "What a row is. auto: by its columns."})
+    data_format: str = field(default="auto", metadata={"help": "What a row is. auto: by its columns."})
     columns: list[str] | None = field(
         default=None, metadata={"help": "Column names to map: prompt=question completion=answer."}
     )

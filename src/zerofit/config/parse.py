@@ -21,6 +21,7 @@ from zerofit.base.command_line import by_flag, drop, names, repeated, with_auto_
 from zerofit.base.errors import UserError
 from zerofit.base.paths import read_text
 from zerofit.config import arguments, presets, synonyms
+from zerofit.data import formats
 from zerofit.job import program
 from zerofit.job.request import FLAG, Request
 from zerofit.job.settings import Settings
@@ -64,6 +65,7 @@ def build_parser(recipe: str) -> _Parser:
     parallelism.type = str  # an accelerate object, not text: transformers_flags.check refuses it with the reason
     optim = next(action for action in parser._actions if action.dest == "optim")
     optim.choices, optim.metavar = None, "OPTIM"  # registry.resolve checks it: there are more than transformers has
+    _limit_to_known_formats(parser, recipe)
     return parser
 
 
@@ -76,7 +78,13 @@ def _early_parser(recipe: str) -> _Parser:
         parser.add_argument(
             *dict.fromkeys([*spellings, *(word.replace("_", "-") for word in spellings)]), dest=name, nargs="*"
         )
+    _limit_to_known_formats(parser, recipe)
     return parser
+
+
+def _limit_to_known_formats(parser: _Parser, recipe: str) -> None:
+    choice = next(action for action in parser._actions if action.dest == "data_format")
+    choice.choices = ("auto", *(entry.name for entry in formats.known_to(recipe)))
 
 
 def training_argument_names() -> list[str]:

@@ -13,37 +13,6 @@ from zerofit.data import meaning
 IGNORE = -100  # label that transformers' loss ignores
 
 
-# format -> the columns that identify it; the first match wins
-FORMATS = {
-    "tokens": ("input_ids",),
-    "messages": ("messages",),
-    "sharegpt": ("conversations",),
-    "prompt/completion": ("prompt", "completion"),
-    "question/answer": ("question", "answer"),
-    "alpaca": ("instruction", "output"),
-    "text": ("text",),
-}
-
-MASKS = ("completion_mask", "assistant_masks", "loss_mask")  # beside input_ids; the first two are TRL's
-
-# Optional columns of each format; any other is reported as unused.
-BESIDE = {
-    "tokens": ("labels", *MASKS),
-    "messages": ("system", "tools"),
-    "sharegpt": ("system", "tools"),
-    "prompt/completion": ("system", "tools", "history"),
-    "question/answer": ("system", "tools", "history"),
-    "alpaca": ("input", "system", "tools", "history"),
-    "text": (),
-}
-
-# Names of published datasets for a question, an answer and a whole text, in order of preference.
-ASKED = ("instruction", "question", "prompt", "query", "problem", "input")
-
-ANSWERED = ("completion", "answer", "output", "response", "solution", "target")
-
-WHOLE_TEXT = ("content", "document", "body", "article")
-
 # Role names of published datasets -> the standard role.
 ROLES = {
     "system": "system",
@@ -170,79 +139,11 @@ def built_in_like(template: str) -> str:
     return f", such as --chat_template {name}" if name and template != TEMPLATES[name] else ""
 
 
-def detect(place: str, row: dict[str, Any]) -> str:
-    """Return the format of a row, detected by its columns.
-
-    Raises: UserError naming the place and the columns found.
-    """
-    for name, columns in FORMATS.items():
-        if all(c in row for c in columns):
-            return name
-    _check_preference(place, row)
-    known = "; ".join("+".join(c) for c in FORMATS.values())
-    guess = guess_columns(row)
-    mend = (
-        f"map them: --columns {' '.join(guess)}" if guess else "name columns with --columns prompt=... completion=..."
-    )
-    raise UserError(
-        f"{place}: no known format in the columns {', '.join(map(str, row))}; one of these is needed: {known}; {mend}."
-    )
-
-
-def guess_columns(row: dict[str, Any]) -> list[str]:
-    """Guess --columns for a row of unknown format by its column names; [] without a guess."""
-    strings = {name for name, value in row.items() if isinstance(value, str)}
-    chat_column = next((name for name, v in row.items() if isinstance(v, list) and v and isinstance(v[0], dict)), None)
-    if chat_column and {"role", "from"} & row[chat_column][0].keys():
-        return [f"messages={chat_column}"]
-    question = next((name for name in ASKED if name in strings), None)
-    answer = next((name for name in ANSWERED if name in strings and name != question), None)
-    if not (question and answer):
-        text = next((name for name in WHOLE_TEXT if name in strings), None)
-        return [f"text={text}"] if text and not question else []
-    first, last = next(
-        (FORMATS[kind] for kind in ("question/answer", "alpaca") if question == FORMATS[kind][0]),
-        ("prompt", "completion"),
-    )
-    guess = [f"{ours}={theirs}" for ours, theirs in ((first, question), (last, answer)) if ours != theirs]
-    if first == "instruction" and "input" not in row and "context" in strings:
-        guess.append("input=context")
-    return guess + (["system=system_prompt"] if "system" not in row and "system_prompt" in strings else [])
-
-
-def _check_preference(place: str, row: dict[str, Any]) -> None:
-    """Raise UserError for preference data (DPO): rows with a chosen and a rejected answer."""
-    if row.get("chosen") is None or row.get("rejected") is None:
-        return
-    column = _column_of_chosen(row["chosen"], row.get("prompt"))
-    mend = f"--columns {column}=chosen would train on the chosen answers" if column else "keep the chosen answers only"
-    raise UserError(
-        f"{place}: columns 'chosen' and 'rejected' are preference data, which recipes/dpo.py trains on (make dpo); "
-        f"here {mend}."
-    )
-
-
-def _column_of_chosen(chosen: Any, prompt: Any) -> str | None:
-    """Return our column as which the chosen answers can be trained on; None if there is none."""
-    if begins_conversation(chosen):
-        return "messages"  # Tülu-3 repeats the prompt in it
-    if prompt is None:
-        return "text" if isinstance(chosen, str) else None
-    return "completion" if type(chosen) is type(prompt) and isinstance(chosen, str | list) else None
-
-
 def begins_conversation(turns: Any) -> bool:
     """Return whether turns begin as a whole conversation does, with a system or user turn."""
     first = turns[0] if isinstance(turns, list) and turns else None
     role = first.get("role", first.get("from")) if isinstance(first, dict) else None
     return isinstance(role, str) and ROLES.get(role) in ("system", "user")
-
-
-def not_used(row: dict[str, Any], kind: str) -> list[str]:
-    """Return the columns of a row and the keys of its turns (`messages[].id`) that are not empty and are ignored."""
-    used = {*FORMATS[kind], *BESIDE[kind]}
-    columns = [str(name) for name, value in row.items() if name not in used and value not in (None, "", [])]
-    return columns + [key for name in FORMATS[kind] for key in keys_not_used(name, row[name])]
 
 
 def keys_not_used(column: str, turns: Any) -> list[str]:
@@ -260,42 +161,13 @@ def keys_not_used(column: str, turns: Any) -> list[str]:
     return [f"{column}[].{key}" for key in sorted(unknown)]
 
 
-def parse(place: str, row: dict[str, Any], kind: str) -> Conversation | str | dict:
-    """Parse a row into a conversation, plain text or token lists ({"input_ids", "labels"}).
-
-    Raises: UserError naming the place for a missing column, a wrong type, a wrong role or a wrong order of roles.
-    """
-    for column in FORMATS[kind]:
-        if row.get(column) is None:
-            present = ", ".join(k for k, v in row.items() if v is not None) or "none"
-            raise UserError(f"{place}: column {column!r} is missing or null (format {kind}; columns here: {present}).")
-    _check_preference(place, row)
-    meaning.check_row(place, row, kind)
-    if kind == "tokens":
-        return _tokens(place, row)
-    if kind == "text":
-        return _string(place, "text", row["text"])
-    if kind in ("messages", "sharegpt"):
-        return _turns(place, row[FORMATS[kind][0]], row)
-    first, last = FORMATS[kind]
-    if isinstance(row[first], list) or isinstance(row[last], list):
-        if not (isinstance(row[first], list) and isinstance(row[last], list)):
-            raise UserError(f"{place}: columns {first!r} and {last!r} must both be strings or both message lists.")
-        return _turns(place, [*row[first], *row[last]], row)
-    question, answer = _string(place, first, row[first]), _string(place, last, row[last])
-    if kind == "alpaca":
-        question = with_input(place, question, row)
-    turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    return _turns(place, [*_history(place, row.get("history")), *turns], row)
-
-
 def with_input(place: str, instruction: str, row: dict[str, Any]) -> str:
     """Return Alpaca's question: the instruction and its `input`, of which an empty one is left out."""
-    given = _string(place, "input", row["input"]) if row.get("input") else ""
+    given = string(place, "input", row["input"]) if row.get("input") else ""
     return "\n\n".join(part for part in (instruction, given) if part.strip()) or instruction
 
 
-def _string(place: str, column: str, value: Any) -> str:
+def string(place: str, column: str, value: Any) -> str:
     if not isinstance(value, str):
         raise UserError(f"{place}: column {column!r} must be a string, found a {type(value).__name__}.")
     try:
@@ -305,7 +177,7 @@ def _string(place: str, column: str, value: Any) -> str:
     return value
 
 
-def _history(place: str, history: Any) -> list[dict]:
+def history_of(place: str, history: Any) -> list[dict]:
     """Return the turns of LLaMA-Factory's `history`, a list of (instruction, response) pairs."""
     turns = []
     for pair in history if isinstance(history, list) else [history] if history else []:
@@ -315,35 +187,12 @@ def _history(place: str, history: Any) -> list[dict]:
     return turns
 
 
-def _tokens(place: str, row: dict) -> dict:
-    """Check token lists; labels default to input_ids, and each mask of TRL (1: trained) removes some."""
-    ids, labels = row["input_ids"], row.get("labels")
-    labels = ids if labels is None else labels
-    for name, values in (("input_ids", ids), ("labels", labels)):
-        if not isinstance(values, list) or not values or not all(type(v) is int for v in values):
-            raise UserError(f"{place}: column {name!r} must be a list of whole numbers that is not empty.")
-    if labels is not ids and any(label != IGNORE and label < 0 for label in labels):
-        raise UserError(f"{place}: labels must be token ids or {IGNORE}.")
-    if len(ids) != len(labels):
-        raise UserError(f"{place}: input_ids has {len(ids)} entries, labels {len(labels)}; they must be as many.")
-    for name in MASKS:
-        mask = row.get(name)
-        if mask is None:
-            continue
-        if not isinstance(mask, list) or not all(type(v) in (int, bool) and v in (0, 1) for v in mask):
-            raise UserError(f"{place}: column {name!r} must be a list of 0 and 1.")
-        if len(ids) != len(mask):
-            raise UserError(f"{place}: input_ids has {len(ids)} entries, {name} {len(mask)}; they must be as many.")
-        labels = [label if on else IGNORE for label, on in zip(labels, mask, strict=True)]
-    return {"input_ids": ids, "labels": labels}
-
-
-def _turns(place: str, messages: Any, row: dict) -> Conversation:
+def turns_of(place: str, messages: Any, row: dict) -> Conversation:
     """Convert turns (role/content or from/value) to standard roles, and check their order."""
     if not isinstance(messages, list) or not messages:
         raise UserError(f"{place}: the conversation must be a list of turns that is not empty.")
     system = row.get("system")
-    turns = [{"role": "system", "content": _string(place, "system", system)}] if system else []
+    turns = [{"role": "system", "content": string(place, "system", system)}] if system else []
     trained, has_empty = [False] * len(turns), False
     for i, message in enumerate(messages, 1):
         turn, train = _turn(place, i, message)
@@ -402,7 +251,7 @@ def _turn(place: str, i: int, message: Any) -> tuple[dict, bool]:
             )
         # LLaMA-Factory's key is `value`
         content = "".join(
-            _string(place, f"content of turn {i}", part.get("text", part.get("value"))) for part in content
+            string(place, f"content of turn {i}", part.get("text", part.get("value"))) for part in content
         )
     if content is None and calls:
         content = ""
@@ -411,13 +260,13 @@ def _turn(place: str, i: int, message: Any) -> tuple[dict, bool]:
             f"{place}: turn {i} has OpenAI's old `function_call`; write it as `tool_calls`, and the column `functions` "
             "as `tools`."
         )
-    turn = {"role": ROLES[role], "content": _string(place, f"content of turn {i}", content)}
+    turn = {"role": ROLES[role], "content": string(place, f"content of turn {i}", content)}
     if calls:
         message = message | {"tool_calls": _calls(place, i, calls)}
     turn |= {k: message[k] for k in ("tool_calls", "tool_call_id", "name") if message.get(k) is not None}
     reasoning = message.get("reasoning_content") or _reasoning(message)
     if reasoning:
-        turn["reasoning_content"] = _string(place, f"reasoning of turn {i}", reasoning)
+        turn["reasoning_content"] = string(place, f"reasoning of turn {i}", reasoning)
     return turn, meaning.is_trained(place, i, turn["role"], message)
 
 

@@ -20,10 +20,11 @@ import torch
 
 from zerofit.base.errors import UserError
 from zerofit.base.paths import cache_root, hash_file, private_folder
-from zerofit.data import conversations, encoding, pairs, reading, template_text
+from zerofit.data import conversations, encoding, formats, pairs, reading, template_text
 from zerofit.data.batches import lengths_of, rows_of_epoch, tables
 from zerofit.data.sources import Source, suffix
 from zerofit.data.tokens import CHUNK, TokenizedDataset
+from zerofit.job import program
 
 CACHE_VERSION = 9  # raise it when the tokens of a row change
 
@@ -61,6 +62,7 @@ def hash_options(digest, sources: list[Source], settings, tokenizer, limit: int 
         settings.train_on, settings.mask_generation_prompt, settings.truncation, tokenizer.chat_template,
         tokenizer.eos_token_id, tokenizer.special_tokens_map,
         *([pairs.KIND] if settings.documents_per_row == 2 else []),
+        *([program.current().sha256] if formats.known_to(settings.recipe) != formats.FORMATS else []),
     ]  # fmt: skip
     digest.update(json.dumps(options, default=str).encode())
     digest.update(tokenizer.backend_tokenizer.to_str().encode())

@@ -51,7 +51,7 @@ def parse(place: str, row: dict[str, Any]) -> tuple[Conversation, Conversation]:
     shared = _shared(*turns)
     both = []
     for name, side in zip(SIDES, turns, strict=True):
-        conversation = conversations._turns(f"{place}, {name}", side, row)
+        conversation = conversations.turns_of(f"{place}, {name}", side, row)
         own_turns = len(conversation.turns) - len(side) + shared  # the system prompt of its column comes first
         conversation.trained = [trained and i >= own_turns for i, trained in enumerate(conversation.trained)]
         if shared == 0 or (len(side) > shared and conversation.turns[own_turns]["role"] != "assistant"):
@@ -70,10 +70,10 @@ def _prompt(place: str, row: dict[str, Any]) -> list[dict]:
     value = row[name]
     if isinstance(value, list):
         return value
-    text = conversations._string(place, name, value)
+    text = conversations.string(place, name, value)
     if name == "instruction":
         text = conversations.with_input(place, text, row)
-    return [*conversations._history(place, row.get("history")), {"role": "user", "content": text}]
+    return [*conversations.history_of(place, row.get("history")), {"role": "user", "content": text}]
 
 
 def _side(place: str, name: str, value: Any, prompt: list[dict]) -> list[dict]:
@@ -82,7 +82,7 @@ def _side(place: str, name: str, value: Any, prompt: list[dict]) -> list[dict]:
         value = [value]
     if isinstance(value, str):
         if prompt:
-            return [*prompt, {"role": "assistant", "content": conversations._string(place, name, value)}]
+            return [*prompt, {"role": "assistant", "content": conversations.string(place, name, value)}]
         if not value.startswith("\n\nHuman: "):
             raise UserError(
                 f"{place}: column 'prompt' is missing, and {name!r} is a string that holds no dialogue; add the "

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from zerofit.base.errors import UserError
-from zerofit.data import conversations, encoding, end_tokens, pairs, template_text
+from zerofit.data import conversations, encoding, end_tokens, formats, pairs, template_text
 from zerofit.data.sources import Source, json_object, read_rows
 
 KEPT_REASONS = 100  # reasons kept in run.json and data.json
@@ -58,19 +58,20 @@ def tokenised(
         )
         _count_notes(encoder, count)
         return tokenized
+    known = formats.known_to(settings.recipe)
     for place, row, kind in raw:
         tokenized.append(None)
         count["rows"] += 1
         try:
             columns = _renamed(place, row, names)
-            kind = kind or conversations.detect(place, columns)
-            parsed.append((place, conversations.parse(place, columns, kind)))
+            kind = kind or formats.detect(place, columns, known)
+            parsed.append((place, formats.parse(place, columns, kind, known)))
         except UserError as error:
             _refuse(place, error, settings, count)
         else:
             slots.append(len(tokenized) - 1)
             count[f"format {kind}"] += 1
-            count.update(f"not used {name}" for name in conversations.not_used(columns, kind))
+            count.update(f"not used {name}" for name in formats.not_used(columns, kind, known))
     encoded = encoder.encode(parsed, lambda place, error: _refuse(place, error, settings, count), as_arrays)
     for i, pair in zip(slots, encoded, strict=True):
         tokenized[i] = None if pair is None else truncate(*pair, settings, count)
@@ -109,16 +110,15 @@ def first_kept(rows: Iterator, sample: list) -> Iterator:
 
 def template_tokens(raw: list[tuple], settings, encoder: encoding.Encoder) -> Counter:
     """Count the tokens in the loss of some (place, row, format) by who wrote them, as "template text <name>"."""
-    names, parsed = _names(settings), []
+    names, parsed, known = _names(settings), [], formats.known_to(settings.recipe)
     for place, row, kind in raw:
         with contextlib.suppress(UserError):  # rows that cannot be used are counted elsewhere
             columns = _renamed(place, row, names)
             if kind == pairs.KIND:
                 parsed += [(place, side) for side in pairs.parse(place, columns)]
             else:
-                parsed.append(
-                    (place, conversations.parse(place, columns, kind or conversations.detect(place, columns)))
-                )
+                kind = kind or formats.detect(place, columns, known)
+                parsed.append((place, formats.parse(place, columns, kind, known)))
     counted = template_text.count(encoder, parsed)
     encoder.notes.clear()  # of these rows, which are counted with all rows
     encoder.ended.take()
@@ -153,7 +153,7 @@ def kind_of(rows: Iterator, settings) -> tuple[str, Iterator]:
     for place, row in itertools.islice(rows, LOOKED_AT):
         looked_at.append((place, row))
         try:
-            kind = conversations.detect(place, _renamed(place, row, _names(settings)))
+            kind = formats.detect(place, _renamed(place, row, _names(settings)), formats.known_to(settings.recipe))
         except UserError:
             if settings.bad_rows == "error":
                 raise
