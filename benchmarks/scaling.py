@@ -202,7 +202,7 @@ def ended(self, *a, **k):
     ends.append(len(calls))
     return found
 DeepSpeedEngine.step = ended
-from zerofit import hardware
+from zerofit.base import hardware
 from zerofit.plan import simulate
 from zerofit.plan import simulated_rank
 question = simulate.question("sft", given["flags"], given["ranks"], gpu=hardware.GPUS["h100-80g"],

@@ -23,7 +23,7 @@ BUILDS = {"zerofit", "pip"}  # the project itself; what the Python that made the
 CONFIG = "tests/configs/qwen2.5-0.5b"
 SIMULATED = """
 import itertools, json, sys
-from zerofit import hardware
+from zerofit.base import hardware
 from zerofit.plan import simulate
 common = ["--model", "examples/tiny/model", "--data", "none", "--max_length", "64"]
 ways = {"sft": ("sft", []), "lora": ("lora", []), "qlora": ("lora", ["--load_in_4bit", "true"])}

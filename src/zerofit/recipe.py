@@ -6,11 +6,10 @@ import os
 import sys
 from pathlib import Path
 
-from zerofit.base import allocator, command_line, distributed, log_filters
+from zerofit.base import allocator, command_line, distributed, hub, log_filters
 from zerofit.base.errors import printable
 from zerofit.base.paths import from_here
 from zerofit.config import resolve
-from zerofit.data import hub
 from zerofit.job import program
 from zerofit.job.settings import Settings
 from zerofit.launch import batch_search

@@ -14,9 +14,9 @@ from conftest import ROOT, TINY, Run, process_as_before, recipe_process, run_wor
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, TrainingArguments
 
 from zerofit import recipe
+from zerofit.base import hub
 from zerofit.base.errors import UserError
 from zerofit.config import resolve, transformers_flags
-from zerofit.data import hub
 from zerofit.data.load import load_datasets
 from zerofit.model.load import load_model, load_tokenizer
 from zerofit.train.trainer import ZerofitTrainer

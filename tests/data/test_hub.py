@@ -14,7 +14,7 @@ from conftest import ROOT, TINY
 FETCH = """
 import sys
 from zerofit import entrypoint
-from zerofit.data import hub
+from zerofit.base import hub
 def main():
     hub.fetch("some/model", "--model some/model", None)
     print(hub.fetch("some/model", "--model some/model", None, (*hub.SMALL, "model.safetensors")))

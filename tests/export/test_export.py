@@ -497,7 +497,7 @@ class Api:
 def test_push(runs, tmp_path, monkeypatch, capsys):
     import huggingface_hub
 
-    from zerofit.data import hub
+    from zerofit.base import hub
 
     final, token = str(runs["sft0"].folder), {"value": "hf_secret"}
     monkeypatch.setattr(huggingface_hub, "HfApi", Api)

@@ -36,7 +36,7 @@ FLAGS = [
     "--save_steps", "5", "--save_strategy", "steps", "--zero", "2",
 ]  # fmt: skip
 HOLDS = (
-    "import sys, time; from pathlib import Path; from zerofit import run_lock; "
+    "import sys, time; from pathlib import Path; from zerofit.job import run_lock; "
     "run_lock.take(Path(sys.argv[1])); print(1, flush=True); time.sleep(600)"
 )
 

@@ -3,9 +3,9 @@
 import shlex
 from pathlib import Path
 
-from zerofit.base import command_line
+from zerofit.base import command_line, hub
 from zerofit.config import arguments, help, parse, presets
-from zerofit.data import hub, sources
+from zerofit.data import sources
 from zerofit.job import program, run_folder
 
 OF_A_FILE = ("launch", "slurm", "hosts", "kubernetes")  # verbs that take a recipe's file and its flags

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zerofit.base.errors import UserError, first_line
-from zerofit.data.hub import check_reachable
+from zerofit.base.hub import check_reachable
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 

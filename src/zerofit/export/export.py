@@ -362,7 +362,7 @@ def _check_push(repo: str, saved, merged: bool) -> None:
     from huggingface_hub import get_token
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
-    from zerofit.data import hub
+    from zerofit.base import hub
 
     try:
         validate_repo_id(repo)

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import torch
 
+from zerofit.base import hub
 from zerofit.base.errors import UserError
 from zerofit.checkpoint import integrity, pickles, zero_shards
 from zerofit.checkpoint.facts import is_of_this_kit, read_facts
-from zerofit.data import hub
 from zerofit.job import run_folder
 from zerofit.model import adapters, quantization
 from zerofit.model.load import model_fingerprint

@@ -554,7 +554,7 @@ def hub_access() -> list[doctor_nodes.Finding]:
     """Check access to the Hugging Face Hub: offline mode, token, address."""
     from huggingface_hub import get_token
 
-    from zerofit.data import hub
+    from zerofit.base import hub
 
     if os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE"):
         return [doctor_nodes.Finding("hub", "ok", "offline mode: what was downloaded before is used")]

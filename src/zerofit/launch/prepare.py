@@ -91,9 +91,9 @@ def prepare(settings: Settings, decides: bool = True) -> tuple[Path | None, obje
     Args: decides: whether this node chooses the run folder and the checkpoint to resume from (only node 0 does).
     Returns: the run folder to create (None if not `decides`), the training set, the evaluation set or None.
     """
+    from zerofit.base import hub
     from zerofit.checkpoint import resumable
     from zerofit.config import resolve
-    from zerofit.data import hub
     from zerofit.data.load import load_datasets
     from zerofit.launch import doctor
     from zerofit.model.load import check_model, check_weights, load_tokenizer

@@ -9,8 +9,9 @@ import re
 import struct
 from pathlib import Path
 
+from zerofit.base import hub
 from zerofit.base.errors import UserError, first_line
-from zerofit.data import conversations, hub
+from zerofit.data import conversations
 from zerofit.job.settings import Check
 from zerofit.model import adapters, attention, generation, quantization
 from zerofit.model.weights import complete, files, finite
