@@ -78,7 +78,8 @@ def build_parser(recipe: Recipe) -> _Parser:
 def _early_parser(recipe: Recipe) -> _Parser:
     """Return a parser, made without torch, that checks zerofit's flags and knows transformers' by name; built once."""
     parser = _Parser(recipe, arguments.kit_groups(recipe))
-    for name in training_argument_names():
+    own = {action.dest for action in parser._actions}  # build_parser refuses one that is transformers' too
+    for name in sorted({*training_argument_names()} - own):
         spellings = [f"--{name}", f"--no_{name}"]
         parser.add_argument(
             *dict.fromkeys([*spellings, *(word.replace("_", "-") for word in spellings)]), dest=name, nargs="*"

@@ -125,7 +125,7 @@ class Settings(_Arguments):
         elif name in self.values:
             dict.__setitem__(self.values, name, value)
         else:
-            raise AttributeError(f"{name} is no argument of the recipe {self.recipe}")
+            raise AttributeError(f"{name} is no argument of recipes/{self.recipe}.py")
 
     def freeze(self) -> None:
         """Refuse changes from now on, but for those of AFTER_RESOLVING."""
