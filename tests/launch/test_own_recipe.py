@@ -18,8 +18,8 @@ from test_retry import COMMON, launch
 
 from zerofit.base.errors import UserError
 from zerofit.checkpoint import differences
-from zerofit.commands import replay, resume
-from zerofit.config import resolve
+from zerofit.commands import replay, resume, slurm
+from zerofit.config import early_check, resolve
 from zerofit.job import program
 from zerofit.launch import launch as launcher
 from zerofit.launch import prepare
@@ -204,22 +204,27 @@ def made(*words, flags):
     return subprocess.run([*words, f"ARGS={shlex.join(flags)}"], capture_output=True, text=True, timeout=300)
 
 
-def test_every_verb_knows_its_flag(tmp_path, monkeypatch):
+def test_every_verb_knows_its_flag(tmp_path, monkeypatch, capsys):
     """--help, --show, YAML, a wrong flag's hint, batch files: nothing in src names it."""
     config = tmp_path / "own.yaml"
     config.write_text("loss_factor: 3\n")
     done = made("show", "launch", "GPUS=2", f"CONFIG={config}", flags=["--use_cpu", "true"])
     assert done.returncode == 0, done.stderr
     assert re.search(rf"loss_factor +3.0 +{re.escape(str(config))}\n", done.stdout), done.stdout
-    said = made("launch", flags=["--help"]).stdout
+    monkeypatch.setattr(program, "_started", None)
+    with pytest.raises(SystemExit, match="0"):
+        early_check.command("launch", [str(SCALED), "--help"])
+    said = capsys.readouterr().out
     assert said.startswith("usage: tests/launch/scaled.py [--flag value ...]      (make launch RECIPE=")
     assert re.search(r"scaled:\n  --loss_factor +The loss is multiplied by it. \(default 2.0\)\n", said)
-    said = made("launch", flags=["--loss_factr", "3"]).stderr
-    assert "unknown flag --loss_factr; did you mean --loss_factor?" in said
-    assert "--loss_factor x: must be a number" in made("slurm", flags=["--loss_factor", "x"]).stderr
-    done = made("show", "slurm", "GPUS=2", "NODES=2", flags=["--loss_factor", "3", "--use_cpu", "true", *COMMON])
-    assert done.returncode == 0 and f"({SCALED} " in done.stdout and "--loss_factor 3" in done.stdout, done.stderr
-    monkeypatch.setattr(program, "_started", None)
+    for words, says in (("--loss_factr 3", "unknown flag --loss_factr; did you mean --loss_factor?"),
+                        ("--loss_factor x", "--loss_factor x: must be a number"),
+                        ("--beta 3", "unknown flag --beta; did you mean recipes/dpo.py")):  # fmt: skip
+        with pytest.raises(UserError, match=re.escape(says)):
+            early_check.command("slurm", ["--nodes", "2", str(SCALED), *words.split()])
+    flags = ["--loss_factor", "3", "--use_cpu", "true", "--max_length", "64", "--output_dir", str(tmp_path / "run")]
+    slurm.main(["--print", "--nodes", "2", "--gpus", "2", str(SCALED), *flags])
+    assert f"recipe=({SCALED} --loss_factor 3" in capsys.readouterr().out
     own = program.start(str(SCALED)).recipe
     asked = simulate.question("scaled", ["--loss_factor", "3"], 2)
     assert asked["program"] == [str(SCALED), program.of(SCALED).sha256] and asked["recipe"] == "scaled"
