@@ -32,10 +32,10 @@ A value comes from, the later over the earlier: the default, the bundled task (o
 YAML file of `--config`, the flag. `make show sft ...` prints every value with its source.
 
 Defaults that differ from transformers': `--gradient_checkpointing` on (non-reentrant; a launch on GPUs recomputes [no
-more than it must](planning.md#gradient-checkpointing-of-a-launch)), `--learning_rate` 2e-5 (LoRA 2e-4, DPO 1e-6),
-cosine schedule with 3 % warm-up, `--save_strategy epoch`, `--save_total_limit 1`, `--logging_steps 10`,
-`--per_device_eval_batch_size` 8 or the micro batch, whichever is smaller,
-`--logging_nan_inf_filter` off (a NaN stops the run), `--report_to none`. bf16 is on where the GPU has it, fp16 on GPUs
+more than it must](planning.md#gradient-checkpointing-of-a-launch)), `--learning_rate` ({rates}), cosine schedule with
+3 % warm-up, `--save_strategy epoch`, `--save_total_limit 1`, `--logging_steps 10`, `--per_device_eval_batch_size` 8
+or the micro batch, whichever is smaller, `--logging_nan_inf_filter` off (a NaN stops the run), `--report_to none`.
+bf16 is on where the GPU has it, fp16 on GPUs
 that do not, fp32 on most CPUs ([precision](precision.md)); a line says which.
 
 <!-- made by docs/generate.py: edit src/zerofit/config/arguments.py -->
@@ -75,11 +75,13 @@ or made it public, and when a private name is used that is not listed here.
 def flags() -> str:
     """Return docs/flags.md: a table for each group of arguments."""
     from zerofit.config import arguments
+    from zerofit.job import program
 
     groups = [
         group for group in vars(arguments).values() if isinstance(group, type) and group.__name__.endswith("Arguments")
     ]
-    lines = [FLAGS]
+    rates = ", ".join(f"{name} {recipe.defaults['learning_rate']}" for name, recipe in program.kit().items())
+    lines = [FLAGS.replace("{rates}", rates)]
     for group in groups:
         lines += [
             f"## {group.__doc__.splitlines()[0].rstrip('.')}",

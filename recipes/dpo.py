@@ -7,10 +7,25 @@ accelerate launch recipes/dpo.py --model runs/sft/final --data pairs.jsonl
 python recipes/dpo.py --help
 """
 
-from zerofit import entrypoint
+from zerofit import Recipe, entrypoint
+from zerofit.config.arguments import LoraArguments, PreferenceArguments
+from zerofit.job.recipe import Variant
+
+RECIPE = Recipe(
+    "dpo",
+    arguments=(PreferenceArguments, LoraArguments),
+    defaults={"learning_rate": 1e-6, "adapter": None},
+    adapter_defaults={"learning_rate": 5e-6},
+    common=("beta", "loss_type", "label_smoothing", "rpo_alpha", "precompute_ref_log_probs", "adapter", "lora_r"),
+    data="pairs",
+    trainer="zerofit.train.preference:PreferenceTrainer",
+    score=("loss",),
+    bundled="examples/tiny/preference/dpo.yaml",
+    variants=(Variant("LoRA", {"adapter": "lora"}),),
+)
 
 if __name__ == "__main__":
-    entrypoint.check_early("dpo")  # report wrong flags before the next lines import torch, which takes seconds
+    entrypoint.check_early(RECIPE)  # report wrong flags before the next lines import torch, which takes seconds
 
 from zerofit import recipe
 from zerofit.data.load import load_datasets
@@ -24,7 +39,7 @@ from zerofit.train.run import evaluate, failures_reported, save_final, write_res
 
 def main() -> None:
     # --- arguments: flags, YAML and DeepSpeed JSON, checked before anything is loaded ---
-    settings = recipe.parse("dpo")
+    settings = recipe.parse(RECIPE)
 
     # --- tokenizer and pairs: tokenized once, every rank maps the same file ---
     tokenizer = load_tokenizer(settings)

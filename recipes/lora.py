@@ -7,10 +7,23 @@ torchrun --nproc_per_node 4 recipes/lora.py --config my_run.yaml
 python recipes/lora.py --help
 """
 
-from zerofit import entrypoint
+from zerofit import Recipe, entrypoint
+from zerofit.config.arguments import LoraArguments
+from zerofit.job.recipe import Variant
+
+RECIPE = Recipe(
+    "lora",
+    title="LoRA",
+    arguments=(LoraArguments,),
+    defaults={"learning_rate": 2e-4},
+    common=("lora_r", "lora_alpha", "lora_target_modules", "load_in_4bit"),
+    bundled="examples/tiny/lora.yaml",
+    smaller=("qlora",),
+    variants=(Variant("QLoRA", {"load_in_4bit": True}, method="qlora"),),
+)
 
 if __name__ == "__main__":
-    entrypoint.check_early("lora")  # report wrong flags before the next lines import torch, which takes seconds
+    entrypoint.check_early(RECIPE)  # report wrong flags before the next lines import torch, which takes seconds
 
 from zerofit import recipe
 from zerofit.data.load import load_datasets
@@ -23,7 +36,7 @@ from zerofit.train.trainer import ZerofitTrainer
 
 def main() -> None:
     # --- arguments: flags, YAML and DeepSpeed JSON, checked before anything is loaded ---
-    settings = recipe.parse("lora")
+    settings = recipe.parse(RECIPE)
 
     # --- tokenizer and data: tokenized once, every rank maps the same file ---
     tokenizer = load_tokenizer(settings)

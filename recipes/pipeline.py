@@ -7,10 +7,20 @@ torchrun --nproc_per_node 2 recipes/pipeline.py --model Qwen/Qwen3-8B --data dat
 python recipes/pipeline.py --help
 """
 
-from zerofit import entrypoint
+from zerofit import Recipe, entrypoint
+
+RECIPE = Recipe(
+    "pipeline",
+    # What a pipeline cannot do is off; asked for by name, it is refused (parallel/pipeline.py).
+    defaults={"learning_rate": 2e-5, "num_samples": 0, "canary": False},
+    common=("pp_size", "gradient_accumulation_steps"),
+    trainer="zerofit.train.pipeline_trainer:PipelineTrainer",
+    bundled="examples/tiny/pipeline.yaml",
+    stages=True,
+)
 
 if __name__ == "__main__":
-    entrypoint.check_early("pipeline")  # report wrong flags before the next lines import torch, which takes seconds
+    entrypoint.check_early(RECIPE)  # report wrong flags before the next lines import torch, which takes seconds
 
 from zerofit import recipe
 from zerofit.data.load import load_datasets
@@ -22,7 +32,7 @@ from zerofit.train.run import evaluate, failures_reported, save_final, write_res
 
 def main() -> None:
     # --- arguments: flags, YAML and DeepSpeed JSON, checked before anything is loaded ---
-    settings = recipe.parse("pipeline")
+    settings = recipe.parse(RECIPE)
 
     # --- tokenizer and data: tokenized once, every rank maps the same file ---
     tokenizer = load_tokenizer(settings)

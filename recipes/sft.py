@@ -7,10 +7,12 @@ torchrun --nproc_per_node 4 recipes/sft.py --config my_run.yaml
 python recipes/sft.py --help
 """
 
-from zerofit import entrypoint
+from zerofit import Recipe, entrypoint
+
+RECIPE = Recipe("sft", defaults={"learning_rate": 2e-5}, smaller=("lora", "qlora"), staged="pipeline")
 
 if __name__ == "__main__":
-    entrypoint.check_early("sft")  # report wrong flags before the next lines import torch, which takes seconds
+    entrypoint.check_early(RECIPE)  # report wrong flags before the next lines import torch, which takes seconds
 
 from zerofit import recipe
 from zerofit.data.load import load_datasets
@@ -22,7 +24,7 @@ from zerofit.train.trainer import ZerofitTrainer
 
 def main() -> None:
     # --- arguments: flags, YAML and DeepSpeed JSON, checked before anything is loaded ---
-    settings = recipe.parse("sft")
+    settings = recipe.parse(RECIPE)
 
     # --- tokenizer and data: tokenized once, every rank maps the same file ---
     tokenizer = load_tokenizer(settings)

@@ -143,7 +143,7 @@ def main() -> None:
 
     def write_and_record(trainer, metrics):
         write_result(trainer, metrics)
-        if trainer.settings.recipe != "pipeline":  # no rank has the whole model
+        if not trainer.settings.recipe.stages:  # no rank has the whole model
             record(trainer)
 
     if not os.environ.get("ZEROFIT_TEST_PLOTS"):

@@ -3,6 +3,7 @@
 __version__ = "0.1.0"
 
 from zerofit.base import allocator, log_filters, rank_status
+from zerofit.job.recipe import Recipe as Recipe
 from zerofit.model import patches
 
 rank_status.end_with_supervisor()  # first of all: the imports take longer than a supervisor needs to die

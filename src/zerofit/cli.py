@@ -10,6 +10,7 @@ from zerofit.base import command_line, distributed, hardware
 from zerofit.base.errors import UserError
 from zerofit.base.paths import PROJECT
 from zerofit.entrypoint import guard
+from zerofit.job import program
 
 USAGE = """usage: zerofit sft|lora|dpo|pipeline [--gpus N] [--show] [flags]     train on N processes, in any folder
        zerofit sft --help                                            a recipe's flags; --help all: every one
@@ -57,8 +58,6 @@ VERBS = {
 
 LIGHT = ("status", "cancel", "init")  # verbs that must start fast and need no torch
 
-RECIPES = ("sft", "lora", "dpo", "pipeline")  # `zerofit sft ...` is `zerofit launch recipes/sft.py ...`
-
 STARTS_RANKS = ("launch", "resume")
 
 
@@ -68,7 +67,7 @@ def main() -> None:
 
 def _main() -> None:
     argv = sys.argv[1:]
-    if argv and argv[0] in RECIPES:
+    if argv and argv[0] in program.names() and argv[0] not in VERBS:  # `zerofit launch recipes/sft.py ...`
         argv = ["launch", *command_line.for_launch(str(PROJECT / "recipes" / f"{argv[0]}.py"), argv[1:])]
     if argv in (["--version"], ["-V"]):
         print(f"zerofit {__version__}")
@@ -80,7 +79,7 @@ def _main() -> None:
     elif not argv or argv[0] in ("-h", "--help"):
         print(USAGE)
     else:
-        close = difflib.get_close_matches(argv[0], [*RECIPES, *VERBS], 1)
+        close = difflib.get_close_matches(argv[0], [*program.names(), *VERBS], 1)
         hint = f"did you mean {close[0]}?" if close else "`zerofit --help` lists them."
         raise UserError(f"unknown verb {argv[0]!r}; {hint}")
 

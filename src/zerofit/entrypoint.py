@@ -9,9 +9,10 @@ import time
 
 from zerofit.base import distributed
 from zerofit.base.errors import EXIT_CODES, DiskFull, OutOfMemory, Stopped, UserError, full_disk, printable
+from zerofit.job.recipe import Recipe
 
 
-def check_early(name: str) -> None:
+def check_early(recipe: Recipe) -> None:
     """Check a recipe's command line and set the variables that torch reads at import.
 
     `--help` prints the flags and exits the process.
@@ -19,7 +20,7 @@ def check_early(name: str) -> None:
     from zerofit.config import early_check  # imports transformers' names; `zerofit status` needs none of it
 
     os.environ.update(distributed.thread_waiting())
-    guard(lambda: early_check.check(name, sys.argv[1:], here=True, own_folder=distributed.rank() == 0))
+    guard(lambda: early_check.check(recipe, sys.argv[1:], here=True, own_folder=distributed.rank() == 0))
 
 
 def guard(main) -> None:

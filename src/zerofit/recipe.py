@@ -11,6 +11,7 @@ from zerofit.base.errors import printable
 from zerofit.base.paths import from_here
 from zerofit.config import resolve
 from zerofit.job import program
+from zerofit.job.recipe import Recipe
 from zerofit.job.settings import Settings
 from zerofit.launch import batch_search
 from zerofit.model import load
@@ -20,7 +21,7 @@ from zerofit.train import memory_history, trial
 log_filters.libraries()
 
 
-def parse(recipe: str) -> Settings:
+def parse(recipe: Recipe) -> Settings:
     """Return the checked settings of this process's command line; --show and --plan print and exit.
 
     Raises: UserError for the user's mistakes, before a GPU or a process group is used.

@@ -9,15 +9,16 @@ import typing
 from dataclasses import fields
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, TINY
 from transformers import TrainingArguments
 
 from zerofit.base.errors import UserError
 from zerofit.config import arguments, batch_size, defaults, help, resolve, synonyms, transformers_flags
 from zerofit.config import parse as config_parse
 from zerofit.entrypoint import check_early
+from zerofit.job import program
 
-DATA = str(arguments.TINY / "train.jsonl")
+DATA = str(TINY / "train.jsonl")
 
 
 def parse(*flags, recipe="sft", ranks=1):
@@ -66,7 +67,7 @@ def test_the_kits_own_flags_are_frozen():
             num_virtual_tokens modules_to_save
         """,
     }
-    groups = [group for recipe in arguments.RECIPES for group in arguments.kit_groups(recipe)]
+    groups = [group for recipe in program.kit() for group in arguments.kit_groups(recipe)]
     found = {group.__name__: [f.name for f in fields(group)] for group in groups}
     assert found == {name: words.split() for name, words in frozen.items()}
 
@@ -259,7 +260,7 @@ def _numbers(group) -> set[str]:
 
 def test_every_number_has_a_range():
     """A new numeric argument, here or in transformers, needs a decision in defaults.RANGES."""
-    groups = {group for recipe in arguments.RECIPES for group in arguments.kit_groups(recipe)}
+    groups = {group for recipe in program.kit() for group in arguments.kit_groups(recipe)}
     names = set().union(*map(_numbers, groups)) | {"effective_batch_size"} | _numbers(TrainingArguments)
     assert names == set(defaults.RANGES)
 
@@ -481,10 +482,10 @@ print(json.dumps([said, "torch" in sys.modules]))
 def test_a_recipe_of_any_launcher_looks_early(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["sft.py", "--zero", "4"])
     with pytest.raises(SystemExit, match="2"):
-        check_early("sft")
+        check_early(program.kit()["sft"])
     assert capsys.readouterr().err.count("--zero 4: must be one of") == 1
-    for recipe in arguments.RECIPES:
-        assert f'entrypoint.check_early("{recipe}")' in (ROOT / "recipes" / f"{recipe}.py").read_text()
+    for recipe in program.kit():
+        assert "entrypoint.check_early(RECIPE)" in (ROOT / "recipes" / f"{recipe}.py").read_text()
 
 
 def test_the_names_that_are_read_from_transformers_source():
@@ -493,15 +494,15 @@ def test_the_names_that_are_read_from_transformers_source():
 
 
 def test_the_short_help_has_what_most_runs_need():
-    help_of = {recipe: re.findall(r"^  --(\w+)", help.text(recipe), re.M) for recipe in arguments.RECIPES}
+    help_of = {recipe: re.findall(r"^  --(\w+)", help.text(recipe), re.M) for recipe in program.kit()}
     assert 20 <= len(help_of["sft"]) <= 30 and set(help_of["sft"]) < set(help_of["lora"])
     assert help.text("sft").count("\n") < 60 and "--help all" in help.text("sft")
-    for title, names in help.COMMON.items():
-        recipe = {"preference": "dpo", "pipeline": "pipeline"}.get(title, "lora")
-        assert set(names.split()) <= set(help_of[recipe]), title
+    for name, recipe in program.kit().items():
+        words = [word for names in help.COMMON.values() for word in names.split()]
+        assert {*words, *recipe.common} <= set(help_of[name]), name
 
 
-@pytest.mark.parametrize("recipe", arguments.RECIPES)
+@pytest.mark.parametrize("recipe", program.kit())
 def test_the_whole_help_has_each_flag_once_and_the_kits_first(recipe):
     found = re.findall(r"^  --([\w-]+)", help.text(recipe, whole=True), re.M)
     kit = [f.name for group in arguments.kit_groups(recipe) for f in fields(group)]

@@ -467,7 +467,7 @@ def test_settings_of_ddp(tmp_path, monkeypatch):
         (["--tf32", "true"], "--tf32 true: TF32 is a mode of NVIDIA GPUs"),
         (
             ["--metric_for_best_model", "accuracy"],
-            "--metric_for_best_model accuracy: an evaluation computes eval_loss and",
+            "--metric_for_best_model accuracy: an evaluation of sft computes eval_loss and",
         ),
         (["--logging_nan_inf_filter", "true"], "--logging_nan_inf_filter true: a step without a finite loss"),
     ],

@@ -7,11 +7,10 @@ import sys
 import pytest
 from conftest import ROOT
 
-from zerofit import cli
 from zerofit.base import command_line, paths
 from zerofit.base.errors import UserError
 from zerofit.commands import init
-from zerofit.config import arguments
+from zerofit.job import program
 from zerofit.launch import launch, prepare
 from zerofit.launch.cluster import node_options
 
@@ -69,7 +68,7 @@ def test_options_and_flags_stand_in_any_order():
 
 
 def test_the_short_verbs_know_all_recipes_and_options():
-    assert set(cli.RECIPES) == set(arguments.RECIPES)
+    assert set(program.names()) == set(program.kit()) == {"sft", "lora", "dpo", "pipeline"}
     parser = argparse.ArgumentParser(add_help=False)
     prepare.add_placement(parser, gpus="1")
     node_options.add_options(parser)

@@ -18,8 +18,8 @@ from test_retry import COMMON, launch
 
 from zerofit.base.errors import UserError
 from zerofit.checkpoint import differences
-from zerofit.commands import replay, resume
-from zerofit.config import resolve
+from zerofit.commands import replay, resume, slurm
+from zerofit.config import early_check, resolve
 from zerofit.job import program
 from zerofit.launch import launch as launcher
 from zerofit.launch import prepare
@@ -184,16 +184,126 @@ def test_a_step_is_repeated_with_its_own_loss(tmp_path):
     assert done.returncode == 0 and "all is finite here" in done.stdout, done.stderr[-2000:]
 
 
+# --- with a name and a flag of its own ---
+
+SCALED = ROOT / "tests" / "launch" / "scaled.py"
+
+
+def made(*words, flags):
+    """`make` with a recipe of one's own, on this interpreter."""
+    words = [
+        "make",
+        "-C",
+        str(ROOT),
+        "--no-print-directory",
+        "ENV=active",
+        f"PYTHON={python()}",
+        f"RECIPE={SCALED}",
+        *words,
+    ]
+    return subprocess.run([*words, f"ARGS={shlex.join(flags)}"], capture_output=True, text=True, timeout=300)
+
+
+def test_every_verb_knows_its_flag(tmp_path, monkeypatch, capsys):
+    """--help, --show, YAML, a wrong flag's hint, batch files: nothing in src names it."""
+    config = tmp_path / "own.yaml"
+    config.write_text("loss_factor: 3\n")
+    done = made("show", "launch", "GPUS=2", f"CONFIG={config}", flags=["--use_cpu", "true"])
+    assert done.returncode == 0, done.stderr
+    assert re.search(rf"loss_factor +3.0 +{re.escape(str(config))}\n", done.stdout), done.stdout
+    monkeypatch.setattr(program, "_started", None)
+    with pytest.raises(SystemExit, match="0"):
+        early_check.command("launch", [str(SCALED), "--help"])
+    said = capsys.readouterr().out
+    assert said.startswith("usage: tests/launch/scaled.py [--flag value ...]      (make launch RECIPE=")
+    assert re.search(r"scaled:\n  --loss_factor +The loss is multiplied by it. \(default 2.0\)\n", said)
+    for words, says in (("--loss_factr 3", "unknown flag --loss_factr; did you mean --loss_factor?"),
+                        ("--loss_factor x", "--loss_factor x: must be a number"),
+                        ("--beta 3", "unknown flag --beta; did you mean recipes/dpo.py")):  # fmt: skip
+        with pytest.raises(UserError, match=re.escape(says)):
+            early_check.command("slurm", ["--nodes", "2", str(SCALED), *words.split()])
+    flags = ["--loss_factor", "3", "--use_cpu", "true", "--max_length", "64", "--output_dir", str(tmp_path / "run")]
+    slurm.main(["--print", "--nodes", "2", "--gpus", "2", str(SCALED), *flags])
+    assert f"recipe=({SCALED} --loss_factor 3" in capsys.readouterr().out
+    own = program.start(str(SCALED)).recipe
+    asked = simulate.question("scaled", ["--loss_factor", "3"], 2)
+    assert asked["program"] == [str(SCALED), program.of(SCALED).sha256] and asked["recipe"] == "scaled"
+    assert simulated_rank._trainer_of(own, str(SCALED)).__name__ == "ScaledTrainer"
+    settings = resolve.resolve_settings(own, [*COMMON, "--model", str(TINY / "model"), "--loss_factor", "3"], 1)
+    assert (settings.loss_factor, settings.source["loss_factor"]) == (3.0, "flag")
+
+
+@pytest.mark.fault
+def test_it_is_made_stopped_and_resumed_with_its_flag(tmp_path):
+    folder = tmp_path / "run"
+    words = [python(), "-m", "zerofit", "launch", str(SCALED), *COMMON, *EVAL, "--max_steps", "5000", "--save_steps",
+             "5000", "--lr_scheduler_type", "constant", "--output_dir", str(folder), "--loss_factor", "3"]  # fmt: skip
+    job = subprocess.Popen(words, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    deadline = time.time() + 120
+    while not (folder / "metrics.jsonl").exists() or len((folder / "metrics.jsonl").read_text().splitlines()) < 2:
+        assert time.time() < deadline and job.poll() is None
+        time.sleep(0.1)
+    job.send_signal(signal.SIGTERM)
+    _, said = job.communicate(timeout=60)
+    assert job.returncode == 75, said
+    step = int(re.search(r"stopped after step (\d+)", said).group(1))
+    printed = re.search(r"`(make resume RUN=.*?)` goes on", said).group(1)
+    more = ["-C", str(ROOT), "ENV=active", f"PYTHON={python()}", f"ARGS=--max_steps {step + 1}"]
+    done = subprocess.run([*shlex.split(printed), *more], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-1500:] + done.stderr[-1500:]
+    facts, result = (Run(folder).json(name) for name in ("run.json", "result.json"))
+    assert facts["recipe"] == result["recipe"] == "scaled"
+    assert facts["arguments"]["loss_factor"] == {"value": 3.0, "source": "flag"}
+    assert facts["program"] == {"file": str(SCALED), "sha256": program.of(SCALED).sha256}
+    assert not any("perplexity" in name for line in Run(folder).metrics for name in line)
+    # The same weights by the stock recipe: a third of the loss.
+    stock = [*COMMON, *EVAL, "--max_steps", "1", "--learning_rate", "0", "--model", str(folder / "final")]
+    stock = run_world(1, {"final": ("sft", stock)}, tmp_path)["final"]
+    assert result["eval_loss"] == pytest.approx(3 * stock.json("result.json")["eval_loss"], rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["make", "zerofit", "torchrun", "accelerate", "deepspeed"])
+def test_every_launcher_trains_with_its_loss(tmp_path, launcher):
+    flags = [*COMMON, "--max_steps", "2", "--loss_factor", "3", "--zero", "2", "--output_dir", str(tmp_path / "run")]
+    scripts = Path(python()).parent
+    begin = {
+        "zerofit": [python(), "-m", "zerofit", "launch", "--gpus", "2"],
+        "torchrun": [str(scripts / "torchrun"), "--nproc_per_node", "2"],
+        "accelerate": [str(scripts / "accelerate"), "launch", "--cpu", "--num_processes", "2"],
+        "deepspeed": [python(), "-m", "zerofit", "launch", "--gpus", "2", "--launcher", "deepspeed"],
+    }
+    if launcher == "make":
+        done = made("launch", "GPUS=2", flags=flags)
+    else:
+        words = [*begin[launcher], str(SCALED), *flags]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout[-1500:] + done.stderr[-3000:]
+    stock = run_world(2, {"stock": ("sft", [*COMMON, "--max_steps", "1", "--zero", "2"])}, tmp_path)["stock"]
+    assert Run(tmp_path / "run").losses[0] == pytest.approx(3 * stock.losses[0], rel=1e-5)
+    assert Run(tmp_path / "run").json("run.json")["world_size"] == 2
+
+
+@pytest.mark.slow
+def test_it_is_planned_as_itself(tmp_path):
+    flags = ["--model", str(TINY / "model"), "--loss_factor", "3", "--max_length", "64"]
+    done = made("plan", "GPU_TYPE=h100-80g", f"OUT={tmp_path}", flags=flags)
+    assert done.returncode == 0, done.stdout[-1500:] + done.stderr[-3000:]
+    assert f"make launch RECIPE={SCALED}" in done.stdout and "--loss_factor 3" in done.stdout, done.stdout
+    chosen = json.loads((tmp_path / "plan.json").read_text())
+    assert "scaled" in json.dumps(chosen)
+
+
 def test_the_trainer_of_a_recipe_is_found_and_its_training_is_not_begun(tmp_path):
     own = own_recipe(tmp_path)
-    found = simulated_rank._trainer_of(str(own), trainer.ZerofitTrainer)
+    found = simulated_rank._trainer_of(program.kit()["sft"], str(own))
     assert found.__name__ == "Doubled" and issubclass(found, trainer.ZerofitTrainer)
     assert not own.with_name(own.name + ".began").exists()
-    assert simulated_rank._trainer_of(None, trainer.ZerofitTrainer) is trainer.ZerofitTrainer
+    assert simulated_rank._trainer_of(program.kit()["sft"], None) is trainer.ZerofitTrainer
     two = own_recipe(tmp_path, "two.py")
     two.write_text(two.read_text() + "\n\nclass Other(ZerofitTrainer):\n    pass\n")
     with pytest.raises(simulate.SimulationFailed, match="derives 2 classes from ZerofitTrainer"):
-        simulated_rank._trainer_of(str(two), trainer.ZerofitTrainer)
+        simulated_rank._trainer_of(program.kit()["sft"], str(two))
 
 
 # --- which file is a recipe ---
@@ -203,33 +313,63 @@ def test_any_file_is_a_recipe_and_its_arguments_are_read_from_it(tmp_path, monke
     monkeypatch.chdir(tmp_path)
     own_recipe(tmp_path, "with a space.py")
     _, found, flags, count = prepare.launch_arguments(["--gpus", "2", "with a space.py", "--zero", "1"])
-    assert (found.recipe, found.file, flags, count) == ("sft", Path("with a space.py"), ["--zero", "1"], 2)
+    assert (found.recipe.name, found.file, flags, count) == ("sft", Path("with a space.py"), ["--zero", "1"], 2)
     assert found.facts["file"] == str(tmp_path / "with a space.py")
-    assert program.current() == found and program.file_of("sft") == found.file
-    assert program.file_of("lora") == ROOT / "recipes" / "lora.py"
+    assert program.current() == found and program.file_of(found.recipe) == found.file
+    assert program.file_of(program.kit()["lora"]) == ROOT / "recipes" / "lora.py"
     for name in ("sft", "lora", "dpo", "pipeline"):
         assert program.find(name).facts == program.of(ROOT / "recipes" / f"{name}.py").facts
-        assert program.find(name).recipe == name
+        assert program.find(name).recipe.name == name
 
 
 @pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("print('hello')", "must name one set of arguments as a literal (sft, lora, dpo or pipeline), found none"),
-        ("NAME = 'sft'\nrecipe.parse(NAME)", "found none"),
-        ("recipe.parse('sft')\nentrypoint.check_early('lora')", "found lora and sft"),
-        ("recipe.parse('sft'", "own.py:1: is not valid Python"),
-        ("recipe.parse('grpo')", 'recipe.parse("grpo"): there are no such arguments; name those of sft, lora'),
+        (
+            "print('hello')",
+            "own.py: is no recipe: it has no `RECIPE = Recipe(...)` at its top; copy a file of recipes/.",
+        ),
+        ("def main():\n    RECIPE = Recipe('mine')", "own.py: is no recipe: it has no `RECIPE = "),
+        ("RECIPE = Recipe('mine'", "own.py:1: is not valid Python"),
         (None, "own.py: no such recipe"),
     ],
 )
 def test_a_file_that_is_no_recipe_is_refused_and_not_run(tmp_path, text, says):
     file = tmp_path / "own.py"
     if text is not None:
-        file.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n" * (not text.endswith("'sft'")) + text)
+        file.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n" * (not text.endswith("'mine'")) + text)
     with pytest.raises(UserError, match=re.escape(says)):
         prepare.launch_arguments([str(file)])
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("assigned", "says"),
+    [
+        ("'sft'", "own.py:3: RECIPE must be a zerofit.Recipe, found a str."),
+        ("Recipe('my sft')", "own.py:3: ValueError: name='my sft': must be letters, digits and _, "),
+        ("Recipe(3)", "own.py:3: TypeError: name=3: must be a str, found a int."),
+        ("Recipe('mine', data='rows')", "own.py:3: ValueError: data='rows': must be one of conversations, pairs."),
+        ("Recipe('mine', arguments=(int,))", "own.py:3: TypeError: arguments: must be a tuple of dataclasses, found "),
+        ("Recipe('mine', defaults=())", "own.py:3: TypeError: defaults=(): must be a dict, found a tuple."),
+        ("Recipe('mine', loss=3)", "own.py:3: TypeError: Recipe.__init__() got an unexpected keyword argument 'loss'."),
+        ("1 / 0", "own.py:3: ZeroDivisionError: division by zero."),
+        ("exit('stopped')", "own.py:3: SystemExit: stopped."),
+        ("Recipe('mine', defaults={'rate': 1})", "own.py: its RECIPE has a default for rate, which is no argument."),
+        ("Recipe('mine', arguments=(Own,))", "own.py: a flag of its RECIPE's arguments is there already: "),
+    ],
+)
+def test_a_wrong_recipe_is_refused_with_its_line_and_nothing_below_it_runs(tmp_path, monkeypatch, assigned, says):
+    monkeypatch.setattr(program, "_started", None)
+    above = "from zerofit import Recipe"
+    if "Own" in assigned:
+        above = f"{above}; import dataclasses; Own = dataclasses.make_dataclass('Own', [('zero', int, 3)])"
+    file = tmp_path / "own.py"
+    file.write_text(f"# mine\n{above}\nRECIPE = {assigned}\nopen({str(tmp_path / 'ran')!r}, 'w')\n")
+    with pytest.raises(UserError, match=re.escape(says)):
+        resolve.resolve_settings(program.start(str(file)).recipe, [], 1)
     assert not (tmp_path / "ran").exists()
 
 
@@ -294,12 +434,13 @@ def test_a_run_folder_does_not_choose_the_program(foreign):
         with pytest.raises(UserError, match=r"is no run folder|run\.json: recipe: must be text"):
             resumed(recipe=recipe)
     facts = program.of(file).facts
+    assert not (folder / "harm").exists()
     for known in (facts, facts | {"sha256": "0" * 64}, None):
         with pytest.raises(UserError, match="a run folder does not choose what runs: name the program"):
             resumed(program=known)
     assert str(ROOT / "recipes" / "sft.py") in resumed(program=program.find("sft").facts | {"file": str(file)})
-    assert str(file) in resumed("--recipe", str(file), program=facts)  # this user says so
     assert not (folder / "harm").exists()
+    assert str(file) in resumed("--recipe", str(file), program=facts)  # this user says so
     with pytest.raises(UserError, match="takes the arguments of lora"):
         resumed("--recipe", "lora")
 

@@ -25,7 +25,7 @@ from zerofit.checkpoint import resumable as checkpoint_resume
 from zerofit.checkpoint.facts import step_of
 from zerofit.commands import cancel, status
 from zerofit.commands import resume as resume_command
-from zerofit.job import run_folder, run_lock
+from zerofit.job import program, run_folder, run_lock
 from zerofit.launch import launch, postmortem
 from zerofit.plan import preflight
 from zerofit.report import run_page
@@ -379,7 +379,7 @@ def test_jobs_that_begin_in_the_same_second_have_folders_of_their_own(tmp_path, 
     for _ in range(3):
         reading, writing = os.pipe()
         if not (holder := os.fork()):
-            settings = SimpleNamespace(recipe="sft", output_dir=None, push_to_hub=False)
+            settings = SimpleNamespace(recipe=program.kit()["sft"], output_dir=None, push_to_hub=False)
             run_folder.claim_folder(settings)
             os.write(writing, settings.output_dir.encode() + b"\n")
             signal.pause()

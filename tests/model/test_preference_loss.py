@@ -141,7 +141,7 @@ def test_a_frozen_head_gets_no_gradient_and_needs_none():
         ("--load_in_4bit true", "add --adapter lora"),
         ("--adapter prompt_tuning", "virtual tokens"),
         ("--adapter lora --init_lora_weights pissa", "is not the reference"),
-        ("--metric_for_best_model perplexity", "compares eval_loss only"),
+        ("--metric_for_best_model perplexity", "an evaluation of dpo computes eval_loss."),
     ],
 )
 def test_what_cannot_work_is_refused_in_one_sentence(flags, cause):

@@ -1110,7 +1110,7 @@ def test_a_real_plan_from_the_command_line(tmp_path):
         ),
         (
             ["--gpu_type", "h100-80g", "--method", "magic"],
-            "--method magic: must be one of sft, lora, qlora, dpo, auto.",
+            "--method magic: must be one of dpo, lora, qlora, sft, auto.",
         ),
         (["--gpu_type", "h100-80g", "--zero", "0", "--offload", "optimizer"], "stage 0 is plain DDP"),
         (["--gpu_type", "h100-80g", "--model", "/no/such/folder"], "no such model folder"),

@@ -24,9 +24,9 @@ def check_resumable(settings, train_set) -> None:
     requested = settings.resume_from_checkpoint
     if not requested:
         return
-    known = read_facts(Path(requested)) or _facts_of_files(Path(requested), settings)
     flag = f"--resume_from_checkpoint {requested}"
-    if known["recipe"] != settings.recipe and (settings.recipe != "dpo" or "settings" in known):
+    known = read_facts(Path(requested)) or _facts_of_files(Path(requested), settings, flag)
+    if known["recipe"] != settings.recipe.name:
         raise UserError(f"{flag}: was saved by recipes/{known['recipe']}.py; resume it with that recipe.")
     if known.get("unsaved"):
         raise UserError(
@@ -75,11 +75,18 @@ def _check_schedule(settings, checkpoint: Path, known: dict, where: str) -> None
         )
 
 
-def _facts_of_files(checkpoint: Path, settings) -> dict:
-    """Infer from the files of another program's checkpoint how it was saved."""
+def _facts_of_files(checkpoint: Path, settings, where: str) -> dict:
+    """Infer from the files of another program's checkpoint how it was saved.
+
+    Raises: UserError for that of an adapter where the whole model trains, or the other way round.
+    """
     from zerofit.checkpoint import zero_shards
 
-    facts = {"recipe": "lora" if (checkpoint / "adapter_config.json").exists() else "sft"}
+    of_adapter = (checkpoint / "adapter_config.json").exists()
+    if of_adapter != settings.trains_adapter:
+        trained, trains = ("an adapter", "the whole model") if of_adapter else ("a whole model", "an adapter")
+        raise UserError(f"{where}: holds {trained}, and this run trains {trains}; begin anew, or name another recipe.")
+    facts = {"recipe": settings.recipe.name}
     if not zero_shards.is_deepspeed(checkpoint):
         rng_files = len(list(checkpoint.glob("rng_state_*.pth")))
         return facts | {"zero": "0", "world_size": rng_files or 1, "offload": "none"}

@@ -178,9 +178,9 @@ def _facts(trainer, hashes: dict[str, list]) -> dict:
     from zerofit.config import offload
 
     settings = trainer.settings
-    names = ("recipe", "zero", "offload", "world_size", "tp_size", "pp_size", "effective_batch_size", "optim", "model")
+    names = ("zero", "offload", "world_size", "tp_size", "pp_size", "effective_batch_size", "optim", "model")
     return {
-        "zerofit": __version__, "format": FORMAT, "step": trainer.state.global_step,
+        "zerofit": __version__, "format": FORMAT, "step": trainer.state.global_step, "recipe": settings.recipe.name,
         **{name: written(name, getattr(settings, name)) for name in names}, "precision": settings.precision,
         "unsaved": offload.unsaved(settings), "fingerprints": settings.fingerprints, "files": hashes,
         "settings": differences.record(settings), "resumed": settings.resumed,

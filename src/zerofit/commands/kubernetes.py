@@ -14,6 +14,7 @@ from zerofit.base.errors import UserError
 from zerofit.base.paths import PROJECT
 from zerofit.config import parse, resolve
 from zerofit.job import program
+from zerofit.job.recipe import Recipe
 from zerofit.job.settings import Settings
 from zerofit.launch import prepare
 from zerofit.launch.cluster import node_options
@@ -101,9 +102,9 @@ def _parser() -> argparse.ArgumentParser:
 def _job(given) -> Job:
     if given.kind not in TEMPLATES:
         raise UserError(f"--kind {given.kind}: must be one of {', '.join(TEMPLATES)}.")
-    named = program.find(given.recipe)
+    named = program.start(given.recipe)
     recipe = named.recipe
-    flags, gpus = parse.command_line(recipe, given.flags, given.args, given.gpus)
+    flags, gpus = parse.command_line(given.flags, given.args, given.gpus)
     least, most = _nodes(given.nodes, given.kind)
     _check_names(given, most)
     claim, mount = _volume(given.volume)
@@ -174,7 +175,7 @@ def _check_secrets(flags: list[str]) -> None:
         )
 
 
-def _check_flags(recipe: str, flags: list[str], sizes: set[int], gpu: hardware.Gpu) -> Settings:
+def _check_flags(recipe: Recipe, flags: list[str], sizes: set[int], gpu: hardware.Gpu) -> Settings:
     """Resolve the flags for each number of ranks in `sizes`; return the settings for the largest.
 
     Raises: UserError as resolve.resolve_settings does; if the effective batch depends on the number of ranks.

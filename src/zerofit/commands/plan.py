@@ -26,7 +26,7 @@ def main(argv: list[str]) -> None:
     parser = _parser()
     args, flags = parser.parse_known_args(argv)
     args.recipe = program.start(args.recipe).recipe
-    flags, ranks = parse.command_line(args.recipe, flags, args.args, args.gpus)
+    flags, ranks = parse.command_line(flags, args.args, args.gpus)
     if {"--help", "-h"} & set(flags):
         parser.print_help()
         return
@@ -54,9 +54,11 @@ def _parser() -> argparse.ArgumentParser:
         description="Whether a job fits and what is fastest, before anything is downloaded or allocated. Only the "
         "model's config.json is needed. What you leave open is searched; every flag of the recipe works too.",
     )  # fmt: skip
-    parser.add_argument("--recipe", default="sft", help="sft, lora or dpo (default sft)")
+    parser.add_argument("--recipe", default=program.DEFAULT, help="sft, lora, dpo or a recipe's file (default sft)")
     parser.add_argument(
-        "--method", default="", help="sft, lora, qlora, dpo or auto (the first of the first three that fits)"
+        "--method",
+        default="",
+        help="sft, lora, qlora, dpo or auto (the first that fits of the recipe and those with less memory)",
     )
     parser.add_argument("--gpus", default="1", help="GPUs of all nodes together; with --nodes those of each")
     parser.add_argument("--nodes", default="", help="nodes with --gpus GPUs each (default: as many as --gpus needs "
@@ -90,9 +92,8 @@ def _search(args: argparse.Namespace, flags: list[str], ranks: int) -> candidate
     host_limit = _host_limit(args.host_memory, for_this_machine)
     with simulate.reused():
         simulate.prestart()  # it imports while the rows are read and the settings are listed
-        recipe = candidates.recipe_of(methods[-1])
-        first = candidates.first_settings(recipe, flags, ranks, gpu, node)
-        flags, rows, lengths = with_real_lengths(flags, recipe, ranks, gpu, node)
+        first = candidates.first_settings(methods[-1], flags, ranks, gpu, node)
+        flags, rows, lengths = with_real_lengths(flags, methods[-1], ranks, gpu, node)
         notes = [f"rows: {rows}"]
         if missing := attention.missing_kernels(load.load_config(first)):
             notes.append("note: {}; {}".format(*missing))
@@ -127,13 +128,13 @@ def _progress(lines: list[str]) -> tuple[Callable[[str], None], Callable[[], Non
 
 
 def with_real_lengths(
-    flags: list[str], recipe: str, ranks: int, gpu, node: int = formulas.GPUS_OF_A_NODE
+    flags: list[str], method: str, ranks: int, gpu, node: int = formulas.GPUS_OF_A_NODE
 ) -> tuple[list[str], str, tuple[int, ...]]:
     """Return (the flags with --max_length of the longest row or pack of --data, a sentence on the rows, their lengths).
 
     The tokenized rows are cached, so the run does not read them again. Rows that cannot be read are taken to be full.
     """
-    settings = candidates.first_settings(recipe, flags, ranks, gpu, node)
+    settings = candidates.first_settings(method, flags, ranks, gpu, node)
     length = settings.max_length
     full = f"taken to be --max_length {length} tokens long"
     if settings.data == [candidates.UNNAMED]:

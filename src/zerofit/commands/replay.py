@@ -63,18 +63,19 @@ def _program(facts: dict, folder: Path, args) -> program.Program:
     Raises: UserError for flags that run code of a run that this user has not started, and for a damaged step.json.
     """
     from zerofit.config import parse
-    from zerofit.config.arguments import RECIPES
+    from zerofit.job.recipe import NAME
 
     facts = facts if isinstance(facts, dict) else {}
-    flags, run = facts.get("flags"), folder.resolve().parent.parent
-    if facts.get("recipe") not in [*RECIPES] or not isinstance(flags, list) or any(type(f) is not str for f in flags):
+    flags, name, run = facts.get("flags"), facts.get("recipe"), folder.resolve().parent.parent
+    is_name = type(name) is str and NAME.fullmatch(name) is not None
+    if not is_name or not isinstance(flags, list) or any(type(f) is not str for f in flags):
         raise UserError(f"{folder}: its step.json is damaged; name another nan/step-<n> of a run folder.")
     kept = run_folder.read_json(folder / "step.json")
     older = "program" not in kept  # of a zerofit that wrote it into run.json alone
     said = program.said_by(run_folder.read_json(run / "run.json") if older else kept)
-    started = program.of_run(run, facts["recipe"], said, args.recipe)
+    started = program.of_run(run, name, said, args.recipe)
     given = ["--trust_remote_code", "true"] if args.trust_remote_code else []
-    parse.refuse_foreign_code(facts["recipe"], flags, given, run)
+    parse.refuse_foreign_code(started.recipe, flags, given, run)
     facts["flags"] = [*flags, *given]
     return started
 
@@ -115,7 +116,7 @@ def _model(settings, folder: Path, named: str, started: program.Program):
     tokenizer = load_tokenizer(settings)
     resolve.resolve_for_model(settings)
     model = load_model(settings, tokenizer, accept_nan=True)
-    if settings.recipe == "dpo":
+    if settings.recipe.data == "pairs":
         preference_loss.disable_dropout(model)
     if settings.trains_adapter:
         model = adapters.add_adapter(model, settings, tokenizer)
@@ -137,12 +138,10 @@ def _own_trainer(settings, model, tokenizer, started: program.Program):
     from datasets import Dataset
 
     from zerofit.data.tokens import TokenizedDataset
-    from zerofit.train.preference import PreferenceTrainer
-    from zerofit.train.trainer import ZerofitTrainer, training_arguments
+    from zerofit.train.trainer import training_arguments
 
-    stock = PreferenceTrainer if settings.recipe == "dpo" else ZerofitTrainer
-    kind = program.own_class(started.file, stock)
-    if kind is stock:
+    kind = program.trainer(settings.recipe, started.file)
+    if kind.__module__.startswith("zerofit."):
         return None
     rows = TokenizedDataset(Dataset.from_list([{"input_ids": [0], "labels": [0], "lengths": [1]}]), {}, "replay")
     settings = settings.replace(
@@ -197,7 +196,7 @@ def _loss(settings, net, fused, inputs: dict):
     from zerofit.parallel import sequence_parallel
     from zerofit.train import preference
 
-    if settings.recipe == "dpo":
+    if settings.recipe.data == "pairs":
         adapter_off = net.disable_adapter if settings.trains_adapter else contextlib.nullcontext
         of_batch = functools.partial(preference.log_probs, net, fused=fused)
         losses, _, pairs, _ = preference.pair_losses(settings, inputs, of_batch, adapter_off)

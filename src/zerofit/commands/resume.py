@@ -7,8 +7,8 @@ from pathlib import Path
 from zerofit.base import command_line
 from zerofit.base.errors import UserError
 from zerofit.config import parse
-from zerofit.config.arguments import RECIPES
 from zerofit.job import program, run_folder
+from zerofit.job.recipe import NAME
 from zerofit.launch import launch, prepare, retry
 from zerofit.launch.cluster import node_options
 from zerofit.model import gradient_checkpointing
@@ -38,7 +38,7 @@ def main(argv: list[str]) -> None:
     new = [*args.flags, *shlex.split(args.args)]
     said = program.said_by(run_folder.read_json(folder / "run.json"))  # null, unlike none, says something
     started = program.of_run(folder, recipe, said, named)
-    parse.refuse_foreign_code(recipe, flags, new, folder)
+    parse.refuse_foreign_code(started.recipe, flags, new, folder)
     overridden = command_line.names(new)
     place = node_options.of(args)
     nodes = place.most if place else 1
@@ -65,14 +65,15 @@ def main(argv: list[str]) -> None:
 
 
 def read_facts(folder: Path) -> dict:
-    """Return run.json of a folder that may be somebody else's, with a recipe of the kit, flags, processes, arguments.
+    """Return run.json of a folder that may be somebody else's, with a recipe's name, flags, processes, arguments.
 
     Raises: UserError for a folder without a run, or whose run.json holds anything else.
     """
     facts = run_folder.read_record(folder / "run.json")
     flags, arguments = facts.get("flags"), facts.get("arguments", {})
     whole = isinstance(flags, list) and all(isinstance(word, str) for word in flags)
-    whole &= facts.get("recipe") in RECIPES and facts.get("world_size", 0) > 0
+    whole &= type(name := facts.get("recipe")) is str and NAME.fullmatch(name) is not None
+    whole &= facts.get("world_size", 0) > 0
     whole &= all("value" in argument for argument in arguments.values()) and "offload" in arguments
     sizes = [arguments.get(name[2:], {}) for name in retry.BATCH[:2]]
     sizes += [arguments.get(name, {"value": 1}) for name in ("sp_size", "tp_size", "pp_size")]

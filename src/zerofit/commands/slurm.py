@@ -19,6 +19,7 @@ from zerofit.commands import status
 from zerofit.commands.status import CANCELLED, JOB, LOG
 from zerofit.config import parse, resolve
 from zerofit.job import program, run_folder, run_lock
+from zerofit.job.recipe import Recipe
 from zerofit.job.settings import Settings
 from zerofit.launch import prepare
 from zerofit.plan import preflight
@@ -88,8 +89,8 @@ def main(argv: list[str]) -> None:
 
 def request_of(given) -> Request:
     """Check the options as far as possible on a login node and return the request. Raises: UserError."""
-    named = program.find(given.recipe)
-    flags, gpus = parse.command_line(named.recipe, given.flags, given.args, given.gpus)
+    named = program.start(given.recipe)
+    flags, gpus = parse.command_line(given.flags, given.args, given.gpus)
     if not given.nodes.isdigit() or int(given.nodes) < 1:
         raise UserError(f"NODES={given.nodes}: must be a whole number of 1 or more.")
     on_cpu = (command_line.value_of(flags, ("--use_cpu",)) or "false").lower() in ("true", "1", "yes")
@@ -120,7 +121,7 @@ def request_of(given) -> Request:
     )  # fmt: skip
 
 
-def check(recipe: str, flags: list[str], ranks: int, on_cpu: bool) -> Settings:
+def check(recipe: Recipe, flags: list[str], ranks: int, on_cpu: bool) -> Settings:
     """Resolve the recipe's flags for the job's ranks, as the recipe will.
 
     A login node has no GPU; the job's GPU is assumed to be an A100, so to have bf16.

@@ -1,14 +1,11 @@
 """The flags of the recipes: names, defaults and help texts."""
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 
-from zerofit.base.errors import UserError
-from zerofit.base.paths import ROOT
 from zerofit.config import batch_size
-
-TINY = ROOT / "examples" / "tiny"
+from zerofit.job import program
+from zerofit.job.recipe import Recipe
 
 
 @dataclass
@@ -449,39 +446,14 @@ SHARED_DEFAULTS = {
     "report_to": ["none"],
 }
 
-RECIPES = {
-    "sft": {"arguments": (), "defaults": {"learning_rate": 2e-5}},
-    "lora": {"arguments": (LoraArguments,), "defaults": {"learning_rate": 2e-4}},
-    "dpo": {
-        "arguments": (PreferenceArguments, LoraArguments),
-        "defaults": {"learning_rate": 1e-6, "adapter": None},
-        "bundled": TINY / "preference",
-    },
-    "pipeline": {
-        "arguments": (),
-        # What a pipeline cannot do is off; asked for by name, it is refused (parallel/pipeline.py).
-        "defaults": {"learning_rate": 2e-5, "num_samples": 0, "canary": False},
-    },
-}
 
-DPO_LORA_LEARNING_RATE = 5e-6
-
-
-def check_name(recipe: str) -> None:
-    """Raise UserError unless this is the name of a set of arguments."""
-    if recipe not in RECIPES:
-        raise UserError(
-            f'recipe.parse("{recipe}"): there are no such arguments; name those of {", ".join(RECIPES)}, whatever the '
-            "recipe's file is called."
-        )
-
-
-def bundled_folder(recipe: str) -> Path:
-    """Return the folder of the bundled model and rows of a recipe."""
-    return RECIPES[recipe].get("bundled", TINY)
-
-
-def kit_groups(recipe: str) -> tuple:
+def kit_groups(recipe: Recipe | str) -> tuple[type, ...]:
+    """Return the dataclasses of the arguments that a recipe takes beside transformers': the shared ones and its own."""
     shared = (RunArguments, SupervisionArguments, OffloadArguments, ModelArguments, DataArguments, MemoryArguments,
               OptimizerArguments)  # fmt: skip
-    return (*shared, *RECIPES[recipe]["arguments"])
+    return (*shared, *program.recipe_of(recipe).arguments)
+
+
+def title_of(group: type) -> str:
+    """Return the heading of a dataclass of arguments: its `_argument_group_name`, else its name."""
+    return getattr(group, "_argument_group_name", group.__name__)

@@ -7,7 +7,8 @@ import os
 
 from zerofit.base import hardware
 from zerofit.base.errors import UserError
-from zerofit.config import arguments, batch_size, offload
+from zerofit.config import batch_size, offload
+from zerofit.job import program
 from zerofit.job.settings import Settings, decide
 from zerofit.model import load
 
@@ -89,10 +90,10 @@ def check_ranges(settings: Settings) -> None:
     if settings.gpus and settings.gpus != settings.world_size:
         raise UserError(
             f"--gpus asks for {settings.gpus} processes, but this job has {settings.world_size}: start it with "
-            f"`make {settings.recipe} GPUS={settings.gpus}` or `torchrun --nproc_per_node {settings.gpus}`."
+            f"`{program.make(settings.recipe)} GPUS={settings.gpus}` or `torchrun --nproc_per_node {settings.gpus}`."
         )
     if settings.pp_size is None:
-        settings.pp_size = settings.world_size if settings.recipe == "pipeline" else 1
+        settings.pp_size = settings.world_size if settings.recipe.stages else 1
     for name in ("sp_size", "tp_size", "pp_size"):
         _check_group(settings, name)
     for name in ("sp_size", "tp_size"):
@@ -144,12 +145,13 @@ NO_DATA = "--model is given but --data is not: name the rows to train on with --
 def fill_defaults(settings: Settings) -> None:
     """Choose model, data, learning rate, ZeRO stage, device and strategies where they were not given."""
     if settings.model is None:
-        settings.values["model"] = str(arguments.bundled_folder(settings.recipe) / "model")
+        settings.values["model"] = str(settings.recipe.bundled_file.parent / "model")
         settings.source["model"] = "bundled task"
     if settings.data is None and settings.source["model"] != "bundled task":
         raise UserError(NO_DATA)
-    if settings.recipe == "dpo" and settings.trains_adapter and settings.source["learning_rate"] == "default":
-        decide(settings, "learning_rate", arguments.DPO_LORA_LEARNING_RATE, "an adapter trains")
+    for name, value in settings.recipe.adapter_defaults.items():
+        if settings.trains_adapter and settings.source[name] == "default":
+            decide(settings, name, value, "an adapter trains")
     if settings.zero == "auto" and not settings.values.get("deepspeed"):  # else the file sets the stage
         if offload.asked(settings):
             decide(settings, "zero", 3, f"--{offload.asked(settings)[0]} needs it")

@@ -4,9 +4,10 @@ import shlex
 from pathlib import Path
 
 from zerofit.base import command_line, hub
-from zerofit.config import arguments, help, parse, presets
+from zerofit.config import help, parse, presets
 from zerofit.data import sources
 from zerofit.job import program, run_folder
+from zerofit.job.recipe import Recipe
 
 OF_A_FILE = ("launch", "slurm", "hosts", "kubernetes")  # verbs that take a recipe's file and its flags
 
@@ -23,11 +24,11 @@ def command(verb: str, words: list[str]) -> None:
     except ValueError:
         return  # parse.command_line raises the error
     if verb == "data" and not {"-h", "--help"} & {*words, *more}:
-        named = program.find(command_line.value_of(words, ("--recipe",)) or "sft")
+        named = program.start(command_line.value_of(words, ("--recipe",)) or program.DEFAULT)
         check(named.recipe, [*words, *more], here=True, own_folder=False, strict=False)
     file = next((i for i in range(len(words)) if _is_file(words, i)), None)
     if verb in OF_A_FILE and file is not None:
-        recipe = program.find(words[file]).recipe
+        recipe = program.start(words[file]).recipe
         single_node = verb == "launch" and command_line.value_of(words[:file], ("--nnodes",)) in (None, "", "1")
         local = verb == "launch" and "--show" not in words[:file]
         check(recipe, [*words[file + 1 :], *more], here=local, own_folder=single_node)
@@ -40,12 +41,11 @@ def _is_file(words: list[str], index: int) -> bool:
     return word.endswith(".py") and not word.startswith("-") and not is_value
 
 
-def check(recipe: str, argv: list[str], here: bool, own_folder: bool, strict: bool = True) -> None:
+def check(recipe: Recipe, argv: list[str], here: bool, own_folder: bool, strict: bool = True) -> None:
     """Check a recipe's flags, its local files and its run folder; print the help and exit for --help.
 
     Args: here: model and data are on this machine; own_folder: this process chooses the run folder; strict: refuse
         flags that the recipe does not have."""
-    arguments.check_name(recipe)
     if {"-h", "--help"} & set(argv):
         print(help.text(recipe, whole="all" in argv))
         raise SystemExit(0)

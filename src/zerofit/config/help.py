@@ -5,24 +5,23 @@ from dataclasses import MISSING, Field, fields
 from typing import Literal, get_args, get_origin
 
 from zerofit.config import arguments, transformers_flags
+from zerofit.job import program
+from zerofit.job.recipe import Recipe
 from zerofit.job.settings import written
 
-# Heading -> flags of the short help.
+# Heading -> flags of the short help, before those of the recipe.
 COMMON = {
     "model and data": "model data eval_data eval_fraction columns chat_template train_on max_length packing",
     "training": "num_train_epochs max_steps learning_rate effective_batch_size per_device_train_batch_size seed",
     "memory": "zero offload gradient_checkpointing preset plan",
     "run": "config output_dir resume_from_checkpoint save_steps report_to show",
-    "lora": "lora_r lora_alpha lora_target_modules load_in_4bit",
-    "pipeline": "pp_size gradient_accumulation_steps",
-    "preference": "beta loss_type label_smoothing rpo_alpha precompute_ref_log_probs adapter lora_r",
 }
 
 # Help of transformers' flags in COMMON, with zerofit's defaults.
 OF_TRANSFORMERS = {
     "num_train_epochs": "Passes over the training rows (default 3).",
     "max_steps": "Optimizer steps, instead of epochs.",
-    "learning_rate": "The highest of the schedule (default 2e-5, LoRA 2e-4, DPO 1e-6; cosine with 3 % warm-up).",
+    "learning_rate": "The highest of the schedule (default {}; cosine with 3 % warm-up).",
     "gradient_accumulation_steps": "Micro batches of a step; a pipeline fills up with them (default: derived).",
     "per_device_train_batch_size": "Samples of a rank at once (micro batch); auto: the most that fit.",
     "seed": "Of the row order and of new weights (default 42).",
@@ -34,12 +33,16 @@ OF_TRANSFORMERS = {
     "report_to": "wandb, tensorboard, trackio, mlflow ... (default none).",
 }
 
+TRANSFORMERS_DEFAULT = {"learning_rate": 5e-5}  # of a recipe that names none
+
 INDENT, WIDTH = 34, 120
 
 
-def text(recipe: str, whole: bool = False) -> str:
+def text(recipe: Recipe | str, whole: bool = False) -> str:
     """Return the help text of a recipe; whole: every flag instead of those in COMMON."""
-    groups = {group._argument_group_name: fields(group) for group in arguments.kit_groups(recipe)}
+    recipe = program.recipe_of(recipe)
+    file = program.shown(recipe)
+    groups = {arguments.title_of(group): fields(group) for group in arguments.kit_groups(recipe)}
     if whole:
         from transformers import TrainingArguments
 
@@ -49,21 +52,22 @@ def text(recipe: str, whole: bool = False) -> str:
         end = "The command line wins over --config, that over the defaults."
     else:
         kit = {field.name: field for group in groups.values() for field in group}
-        own = {"lora": "lora", "dpo": "preference", "pipeline": "pipeline"}
-        hidden = set(own.values()) - {own.get(recipe)}
-        named = {title: names.split() for title, names in COMMON.items() if title not in hidden}
+        named = {title: names.split() for title, names in COMMON.items()}
+        if own := recipe.common or recipe.own_arguments:
+            named[recipe.name] = own
         groups = {title: [kit.get(name, name) for name in names] for title, names in named.items()}
-        end = f"All flags, transformers' TrainingArguments among them: python recipes/{recipe}.py --help all"
-    lines = [f'usage: recipes/{recipe}.py [--flag value ...]      (make {recipe} ARGS="--flag value ...")']
+        end = f"All flags, transformers' TrainingArguments among them: python {file} --help all"
+    lines = [f'usage: {file} [--flag value ...]      ({program.make(recipe)} ARGS="--flag value ...")']
     for title, members in groups.items():
         lines += ["", f"{title}:", *(_entry(member, recipe) for member in members)]
     return "\n".join([*lines, "", end])
 
 
-def _entry(field: Field | str, recipe: str) -> str:
+def _entry(field: Field | str, recipe: Recipe) -> str:
     """Return the help lines of one flag: a field of the arguments, or a name in OF_TRANSFORMERS."""
     if isinstance(field, str):
-        flag, description = f"  --{field}", OF_TRANSFORMERS[field]
+        default = recipe.defaults.get(field, TRANSFORMERS_DEFAULT.get(field))
+        flag, description = f"  --{field}", OF_TRANSFORMERS[field].format(default)
     else:
         flag = f"  --{field.name}{_values(field)}"
         description = " ".join(str(field.metadata.get("help", "")).split()) + _default(field, recipe)
@@ -82,10 +86,10 @@ def _values(field: Field) -> str:
     return f" {'|'.join(written(field.name, choice) for choice in get_args(field.type))}"
 
 
-def _default(field: Field, recipe: str) -> str:
+def _default(field: Field, recipe: Recipe) -> str:
     """Return " (default X)"; "" without a default, or where the help text names it."""
     default = field.default_factory() if field.default_factory is not MISSING else field.default
-    default = {**arguments.SHARED_DEFAULTS, **arguments.RECIPES[recipe]["defaults"]}.get(field.name, default)
+    default = {**arguments.SHARED_DEFAULTS, **recipe.defaults}.get(field.name, default)
     if default in (None, "", MISSING) or "efault" in field.metadata.get("help", ""):
         return ""
     default = " ".join(map(str, default)) if isinstance(default, list) else getattr(default, "value", default)

@@ -23,6 +23,7 @@ from zerofit.base.paths import read_text
 from zerofit.config import arguments, presets, synonyms
 from zerofit.data import formats
 from zerofit.job import program
+from zerofit.job.recipe import Recipe
 from zerofit.job.request import FLAG, Request
 from zerofit.job.settings import Settings
 
@@ -34,8 +35,14 @@ class _Parser(HfArgumentParser):
 
     origin = "command line"
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def __init__(self, recipe: Recipe, groups: tuple[type, ...], **kwargs):
+        try:
+            super().__init__(groups, prog=recipe.name, allow_abbrev=False, **kwargs)
+        except argparse.ArgumentError as error:  # argparse's own for a flag that is there twice
+            raise UserError(
+                f"{program.shown(recipe)}: a flag of its RECIPE's arguments is there already: {error}; rename it."
+            ) from None
+        self.recipe = recipe
         for action in self._actions:
             if any(choice is True for choice in action.choices or ()):  # else a choice would be the word "True"
                 action.type = lambda word: {"true": True, "false": False}.get(word.lower(), word)
@@ -43,7 +50,7 @@ class _Parser(HfArgumentParser):
     def print_help(self, file=None):
         from zerofit.config import help
 
-        print(help.text(self.prog), file=file)
+        print(help.text(self.recipe), file=file)
 
     def error(self, message: str):
         if sentence := synonyms.of_value(message):
@@ -53,14 +60,14 @@ class _Parser(HfArgumentParser):
 
 
 @functools.cache
-def build_parser(recipe: str) -> _Parser:
+def build_parser(recipe: Recipe) -> _Parser:
     """Return the parser of all flags of a recipe; built once, as a plan reads the flags of hundreds of settings."""
     from transformers import TrainingArguments
 
     groups = (*arguments.kit_groups(recipe), TrainingArguments)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        parser = _Parser(groups, prog=recipe, allow_abbrev=False, formatter_class=argparse.HelpFormatter)
+        parser = _Parser(recipe, groups, formatter_class=argparse.HelpFormatter)
     parallelism = next(action for action in parser._actions if action.dest == "parallelism_config")
     parallelism.type = str  # an accelerate object, not text: transformers_flags.check refuses it with the reason
     optim = next(action for action in parser._actions if action.dest == "optim")
@@ -70,10 +77,11 @@ def build_parser(recipe: str) -> _Parser:
 
 
 @functools.cache
-def _early_parser(recipe: str) -> _Parser:
+def _early_parser(recipe: Recipe) -> _Parser:
     """Return a parser, made without torch, that checks zerofit's flags and knows transformers' by name; built once."""
-    parser = _Parser(arguments.kit_groups(recipe), prog=recipe, allow_abbrev=False)
-    for name in training_argument_names():
+    parser = _Parser(recipe, arguments.kit_groups(recipe))
+    own = {action.dest for action in parser._actions}  # build_parser refuses one that is transformers' too
+    for name in sorted({*training_argument_names()} - own):
         spellings = [f"--{name}", f"--no_{name}"]
         parser.add_argument(
             *dict.fromkeys([*spellings, *(word.replace("_", "-") for word in spellings)]), dest=name, nargs="*"
@@ -95,7 +103,7 @@ def training_argument_names() -> list[str]:
     return [line.target.id for line in body if isinstance(line, ast.AnnAssign)]
 
 
-def explicit(recipe: str, argv: list[str], origin: str, early: bool = False, strict: bool = True) -> dict[str, Any]:
+def explicit(recipe: Recipe, argv: list[str], origin: str, early: bool = False, strict: bool = True) -> dict[str, Any]:
     """Return only the arguments given in `argv`, with argparse's types and choices checked.
 
     Args: early: check zerofit's own arguments only; those of transformers stay lists of strings. strict: no others.
@@ -121,8 +129,9 @@ def _with_negative_numbers(argv: list[str]) -> list[str]:
     return words
 
 
-def given(recipe: str, flags: list[str], name: str) -> Any:
+def given(recipe: Recipe | str, flags: list[str], name: str) -> Any:
     """Return an argument's value in the flags or their YAML file; None if neither has it."""
+    recipe = program.recipe_of(recipe)
     values = explicit(recipe, flags, "command line", early=True, strict=False)
     if name not in values and values.get("config"):
         values = read_yaml(values["config"], recipe, early=True)
@@ -140,7 +149,7 @@ FOR_OTHERS = {
 DECIDE = (*FOR_OTHERS, "model", "model_revision", "config", "preset", "hub_model_id")
 
 
-def refuse_foreign_code(recipe: str, flags: list[str], new: list[str], run: Path) -> None:
+def refuse_foreign_code(recipe: Recipe, flags: list[str], new: list[str], run: Path) -> None:
     """Refuse flags of a run folder that execute code or send something out, unless this user has given them.
 
     Args: flags: that the run folder holds; new: of this command line, which are this user's; run: the run folder.
@@ -166,7 +175,7 @@ def refuse_foreign_code(recipe: str, flags: list[str], new: list[str], run: Path
             )
 
 
-def read_yaml(path: str, recipe: str, early: bool = False) -> dict[str, Any]:
+def read_yaml(path: str, recipe: Recipe, early: bool = False) -> dict[str, Any]:
     """Return the arguments in a YAML file, checked like flags; early: as in `explicit`.
 
     Raises: UserError with file and line for broken YAML, an unknown key or a wrong value.
@@ -221,7 +230,7 @@ def _load(text: str) -> tuple[Any, dict[str, yaml.Node]]:
     return values, {key.value: value for key, value in root.value} if isinstance(values, dict) and values else {}
 
 
-def _text_flags(recipe: str, early: bool) -> set[str]:
+def _text_flags(recipe: Recipe, early: bool) -> set[str]:
     """Return the names of the flags that take any text."""
     parser = _early_parser(recipe) if early else build_parser(recipe)
     return {action.dest for action in parser._actions if action.type is str and not action.choices}
@@ -245,7 +254,7 @@ def _as_written(place: str, value: Any, node: yaml.Node | None) -> Any:
     return node.value
 
 
-def _takes_several(recipe: str, key: str, early: bool) -> bool:
+def _takes_several(recipe: Recipe, key: str, early: bool) -> bool:
     """Return whether an argument takes a list; true for one that does not exist."""
     actions = (_early_parser(recipe) if early else build_parser(recipe))._actions
     return all(action.nargs in ("*", "+") for action in actions if action.dest == key.replace("-", "_"))
@@ -292,10 +301,10 @@ class _YamlLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def _refuse_nulls(path: str, lines: dict[str, int], recipe: str, early: bool) -> None:
+def _refuse_nulls(path: str, lines: dict[str, int], recipe: Recipe, early: bool) -> None:
     """Raise UserError for a null where zerofit's or transformers' default is a value; others are the default."""
     defaults = {} if early else vars(build_parser(recipe).parse_args([]))
-    defaults |= arguments.SHARED_DEFAULTS | arguments.RECIPES[recipe]["defaults"]
+    defaults |= arguments.SHARED_DEFAULTS | dict(recipe.defaults)
     for key, line in lines.items():
         if (default := defaults.get(str(key).replace("-", "_"))) is not None:
             more = "; 0 keeps every checkpoint" if key == "save_total_limit" else ""
@@ -323,13 +332,12 @@ def _word(value: Any) -> str:
     return json.dumps(value) if isinstance(value, dict | bool) else str(value)
 
 
-def command_line(recipe: str, flags: list[str], more: str = "", gpus: str = "1") -> tuple[list[str], int]:
+def command_line(flags: list[str], more: str = "", gpus: str = "1") -> tuple[list[str], int]:
     """Return (the recipe's flags followed by those of ARGS, number of processes) of a `zerofit` verb.
 
     Args: more: flags in one string, split like a shell would.
-    Raises: UserError for an unknown recipe, an unclosed quote or a process count that is not a number above 0.
+    Raises: UserError for an unclosed quote or a process count that is not a number above 0.
     """
-    arguments.check_name(recipe)
     if not gpus.isdigit() or int(gpus) < 1:
         raise UserError(f"GPUS={gpus}: must be a whole number of 1 or more.")
     try:
@@ -338,12 +346,13 @@ def command_line(recipe: str, flags: list[str], more: str = "", gpus: str = "1")
         raise UserError(f"ARGS={more}: cannot be split into words: {str(error).lower()}.") from None
 
 
-def request(recipe: str, argv: list[str]) -> Request:
+def request(recipe: Recipe | str, argv: list[str]) -> Request:
     """Return what a command line and the YAML file that it names ask for, typed and checked.
 
+    Args: recipe: or the name of the one that this process runs or of the kit's.
     Raises: UserError for anything unknown or malformed.
     """
-    arguments.check_name(recipe)
+    recipe = program.recipe_of(recipe)
     from_flags = explicit(recipe, argv, "command line")
     from_yaml = read_yaml(from_flags["config"], recipe) if from_flags.get("config") else {}
     source = dict.fromkeys(from_yaml, str(from_flags.get("config"))) | dict.fromkeys(from_flags, FLAG)
@@ -359,8 +368,7 @@ def settings_of(asked: Request, world_size: int, gpu=None, argv: list[str] | Non
     recipe, given = asked.recipe, dict(asked.values)
     bundled = {}
     if not given.get("model") and not given.get("data"):
-        bundled = read_yaml(str(arguments.TINY / f"{recipe}.yaml"), recipe)
-        folder = arguments.bundled_folder(recipe)
+        bundled, folder = read_yaml(str(recipe.bundled_file), recipe), recipe.bundled_file.parent
         bundled |= {"data": [str(folder / "train.jsonl")], "eval_data": [str(folder / "eval.jsonl")]}
 
     preset = explicit(recipe, presets.flags(given["preset"]), "preset") if given.get("preset") else {}
@@ -369,9 +377,11 @@ def settings_of(asked: Request, world_size: int, gpu=None, argv: list[str] | Non
 
     values, source = {}, {}
     defaults = copy.deepcopy(vars(build_parser(recipe).parse_args([])))  # lists and dicts are the parser's own
+    if unknown := {*recipe.defaults, *recipe.adapter_defaults} - defaults.keys():
+        raise UserError(f"{program.shown(recipe)}: its RECIPE has a default for {min(unknown)}, which is no argument.")
     for layer, origin in (
         (defaults, "transformers default"),
-        ({**arguments.SHARED_DEFAULTS, **arguments.RECIPES[recipe]["defaults"]}, "default"),
+        ({**arguments.SHARED_DEFAULTS, **recipe.defaults}, "default"),
         (bundled, "bundled task"),
         (preset, f"preset {given.get('preset')}"),
     ):

@@ -3,7 +3,7 @@
 from dataclasses import fields
 
 from zerofit.base.errors import UserError
-from zerofit.config.arguments import kit_groups
+from zerofit.config.arguments import kit_groups, title_of
 from zerofit.job import run_folder
 from zerofit.job.settings import Settings
 
@@ -12,7 +12,7 @@ def summary(settings: Settings) -> str:
     """Return the arguments with their sources, and the decisions, as text."""
     rows = [(name, run_folder.shown(name, value), source) for name, value, source in settings.rows()]
     widths = [min(60, max(len(row[i]) for row in rows)) for i in (0, 1)]
-    group_of = {f.name: group._argument_group_name for group in kit_groups(settings.recipe) for f in fields(group)}
+    group_of = {f.name: title_of(group) for group in kit_groups(settings.recipe) for f in fields(group)}
     lines, previous = [], None
     for name, value, source in sorted(rows, key=lambda row: row[0] not in group_of):  # transformers' own last
         if (group := group_of.get(name, "transformers")) != previous:

@@ -2,7 +2,9 @@
 
 import difflib
 import re
-from dataclasses import fields
+
+from zerofit.job import program
+from zerofit.job.recipe import Recipe
 
 # Argument elsewhere -> zerofit's, with a remark in parentheses if they differ.
 RENAMED = {
@@ -148,7 +150,7 @@ def of_value(message: str) -> str | None:
     return f"{name} {value}: must be one of {choices}{f'; did you mean {meant}?' if meant else '.'}"
 
 
-def of_unknown(unknown: list[str], recipe: str, names: list[str], origin: str) -> str:
+def of_unknown(unknown: list[str], recipe: Recipe, names: list[str], origin: str) -> str:
     """Return a sentence for each unknown flag; the words after a flag are its values.
 
     Args: unknown: the words left over by argparse; names: all arguments of the recipe; origin: "command line" or file.
@@ -170,16 +172,12 @@ def of_unknown(unknown: list[str], recipe: str, names: list[str], origin: str) -
     return " ".join(sentences)
 
 
-def _hint(name: str, recipe: str, names: list[str]) -> str | None:
+def _hint(name: str, recipe: Recipe, names: list[str]) -> str | None:
     """Return the flag or recipe to use instead of an unknown argument; None if there is no guess."""
-    from zerofit.config.arguments import LoraArguments, PreferenceArguments
-
     close = difflib.get_close_matches(name, names, 1, 0.75)
     hint = f"--{name}" if name in names else RENAMED.get(name) or (f"--{close[0]}" if close else None)
-    others = {"lora": LoraArguments} if recipe == "sft" else {}
-    others |= {"dpo": PreferenceArguments} if recipe != "dpo" else {}
-    for other, group in others.items():
-        of_other = {field.name for field in fields(group)}
+    for other in sorted(program.kit().values(), key=lambda other: len(other.arguments)):
+        of_other = {*other.own_arguments} - {*names}
         if name in of_other or (hint or "").split()[:1] in [[f"--{n}"] for n in of_other]:
             return f"recipes/{other}.py (make {other}){f' with {hint}' if hint and name not in of_other else ''}"
     return hint

@@ -110,11 +110,11 @@ def _check_best_metric(settings, given: dict[str, Any]) -> None:
     name = given.get("metric_for_best_model")
     if name is None:
         return
-    if settings.recipe == "dpo":
-        if name.removeprefix("eval_") != "loss":
-            raise UserError(f"--metric_for_best_model {name}: recipes/dpo.py compares eval_loss only.")
-    elif name.removeprefix("eval_") not in ("loss", "perplexity"):
-        raise UserError(f"--metric_for_best_model {name}: an evaluation computes eval_loss and eval_perplexity.")
+    score = [f"eval_{known}" for known in settings.recipe.score]
+    if f"eval_{name.removeprefix('eval_')}" not in score:
+        raise UserError(
+            f"--metric_for_best_model {name}: an evaluation of {settings.recipe} computes {' and '.join(score)}."
+        )
     if given.get("greater_is_better") is None:  # transformers' default is true for what does not end in "loss"
         settings.values["greater_is_better"] = False
 

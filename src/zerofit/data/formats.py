@@ -101,7 +101,7 @@ FORMATS = (
 
 def known_to(recipe) -> tuple[Format, ...]:
     """Return the formats that a recipe's rows may have: its own ones first."""
-    return (*getattr(recipe, "formats", ()), *FORMATS)
+    return (*recipe.formats, *FORMATS)
 
 
 def named(name: str, known: Sequence[Format] = FORMATS) -> Format:

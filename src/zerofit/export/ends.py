@@ -62,7 +62,7 @@ def _sample(saved, tokenizer) -> tuple[list[int], list[int]] | None:
     """Return (prompt, shortest answer) of the first rows of the run's first local data file; None without one."""
     settings = SimpleNamespace(
         columns=saved.argument("columns"), data_format=saved.argument("data_format") or "auto", bad_rows="drop",
-        documents_per_row=2 if saved.facts.get("recipe") == "dpo" else 1, max_length=1 << 30,
+        documents_per_row=2 if run_folder.trained_on_pairs(saved.facts) else 1, max_length=1 << 30,
         truncation="truncate_right",
     )  # fmt: skip
     path = next((p for name in saved.argument("data") or [] if (p := Path(name).expanduser()).is_file()), None)

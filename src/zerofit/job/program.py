@@ -4,35 +4,43 @@ import ast
 import contextlib
 import functools
 import hashlib
+import importlib
 import json
 import os
 import runpy
+import shlex
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from zerofit.base.errors import UserError, one_line
 from zerofit.base.paths import PROJECT, ROOT, cache_root, own_folder
+from zerofit.job.recipe import NAME, Recipe, assignment, read
 
-# Calls whose first argument names the set of arguments that a recipe takes.
-NAMES_ARGUMENTS = {"check_early": "entrypoint", "parse": "recipe"}
+DEFAULT = "sft"  # the recipe of a verb whose command line names none
 
 NAME_IT = "name the program with --recipe FILE (`make resume RUN=... RECIPE=FILE`)"
 
 
 @dataclass(frozen=True)
 class Program:
-    """A recipe's file.
+    """A recipe's file, which is executed only when its RECIPE is asked for."""
 
-    file: its path, as it was named; sha256: of its bytes, without the modules that it imports; recipe: the name of the
-    arguments that it takes, one of arguments.RECIPES; defines_classes: it has a class statement.
-    """
+    file: Path  # as it was named
+    sha256: str  # of its bytes, without the modules that it imports
+    defines_classes: bool  # it has a class statement
+    content: bytes = field(repr=False, compare=False)
 
-    file: Path
-    sha256: str
-    recipe: str
-    defines_classes: bool
+    @functools.cached_property
+    def recipe(self) -> Recipe:
+        """Return the file's RECIPE. Raises: as `recipe.read`."""
+        main = sys.modules["__main__"]
+        own = getattr(main, "RECIPE", None)
+        if isinstance(own, Recipe) and Path(main.__file__).absolute() == self.file.absolute():
+            return own
+        return read(self.file, self.content)
 
     @property
     def in_project(self) -> str:
@@ -65,31 +73,43 @@ def of(file: Path) -> Program:
     except (SyntaxError, ValueError) as error:  # ValueError: a null byte
         where = f"{file}:{getattr(error, 'lineno', None) or 1}"
         raise UserError(f"{where}: is not valid Python: {getattr(error, 'msg', error)}.") from None
-    called = _arguments(tree)
-    if len(called) != 1:
-        found = " and ".join(sorted(called)) or "none"
-        raise UserError(
-            f'{file}: is no recipe: `recipe.parse("sft")` in it must name one set of arguments as a literal '
-            f"(sft, lora, dpo or pipeline), found {found}; copy a file of recipes/."
-        )
+    if assignment(tree) is None:
+        raise UserError(f"{file}: is no recipe: it has no `RECIPE = Recipe(...)` at its top; copy a file of recipes/.")
     classes = any(isinstance(node, ast.ClassDef) for node in ast.walk(tree))
-    return Program(file, hashlib.sha256(content).hexdigest(), *called, classes)
+    return Program(file, hashlib.sha256(content).hexdigest(), classes, content)
 
 
-def _arguments(tree: ast.Module) -> set[str]:
-    """Return the literals in `recipe.parse("sft")` and `entrypoint.check_early("sft")`."""
-    found = set()
-    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call) and node.args):
-        function, name = call.func, call.args[0]
-        if not isinstance(name, ast.Constant) or not isinstance(name.value, str):
-            continue
-        if isinstance(function, ast.Attribute):  # recipe.parse, zerofit.recipe.parse
-            owner = getattr(function.value, "attr", getattr(function.value, "id", ""))
-            if NAMES_ARGUMENTS.get(function.attr) == owner:
-                found.add(name.value)
-        elif isinstance(function, ast.Name) and function.id == "check_early":
-            found.add(name.value)
-    return found
+@functools.cache
+def kit() -> dict[str, Recipe]:
+    """Return the recipes that came with this zerofit by name, and what is added to them in a checkout.
+
+    Those of the project, the folder in which a command is typed, are executed only where the user names them.
+    """
+    recipes = {}
+    for file in sorted((ROOT / "recipes").glob("*.py")):
+        with contextlib.suppress(UserError):  # it is reported where it is named
+            found = of(file).recipe
+            recipes[found.name] = found
+    return recipes
+
+
+def recipe_of(named: Recipe | str) -> Recipe:
+    """Return a recipe, or that of this name: of the program that this process runs or starts, else of the kit.
+
+    Raises: UserError for a name that there is not.
+    """
+    if isinstance(named, Recipe):
+        return named
+    if running := _running(named):
+        return running.recipe
+    if named not in kit():
+        raise UserError(f"{named}: no such recipe; there are {', '.join(kit())}, or name a .py file of your own.")
+    return kit()[named]
+
+
+def names() -> list[str]:
+    """Return the names of the files in the project's recipes folder."""
+    return sorted(file.stem for file in (PROJECT / "recipes").glob("*.py"))
 
 
 def find(named: str) -> Program:
@@ -104,8 +124,9 @@ def find(named: str) -> Program:
     for file in files:
         if file.is_file():
             return of(file)
-    names = sorted(file.stem for file in (PROJECT / "recipes").glob("*.py"))
-    raise UserError(f"{named}: no such recipe; there are {', '.join(names)}, or name a recipe's .py file of your own.")
+    raise UserError(
+        f"{named}: no such recipe; there are {', '.join(names())}, or name a recipe's .py file of your own."
+    )
 
 
 def start(named: str) -> Program:
@@ -120,16 +141,63 @@ def current() -> Program | None:
     return _of_main(getattr(sys.modules["__main__"], "__file__", None)) or _started
 
 
+def _running(name: str) -> Program | None:
+    """Return the program that this process runs or starts if its recipe has this name."""
+    running = current()
+    return running if running is not None and running.recipe.name == name else None
+
+
 @functools.cache  # read once: the file may be edited while it trains
 def _of_main(file: str | None) -> Program | None:
     with contextlib.suppress(UserError):
         return of(Path(file).absolute()) if file else None
 
 
-def file_of(recipe: str) -> Path:
-    """Return the file that this process runs or starts with the arguments of a recipe; else the project's."""
-    running = current()
-    return running.file if running and running.recipe == recipe else PROJECT / "recipes" / f"{recipe}.py"
+def file_of(recipe: Recipe) -> Path:
+    """Return the file that this process runs or starts, if it is this recipe's; else the project's."""
+    running = _running(recipe.name)
+    return running.file if running else PROJECT / "recipes" / f"{recipe.name}.py"
+
+
+def if_not_of_kit(recipe: Recipe) -> Program | None:
+    """Return the program with which another process goes on as this one; None for an unchanged recipe of the kit."""
+    found = _running(recipe.name) or of(file_of(recipe))
+    return None if found.sha256 == kit_hash(recipe.name) else found
+
+
+def shown(recipe: Recipe) -> str:
+    """Return a recipe's file as sentences name it: "recipes/sft.py", or the path of a file outside the project."""
+    file, project = file_of(recipe).absolute(), PROJECT.absolute()
+    return str(file.relative_to(project) if file.is_relative_to(project) else file)
+
+
+def has_verb(recipe: Recipe) -> bool:
+    """Return whether `zerofit NAME` starts this recipe, as it does for the files of the project's recipes folder."""
+    file = file_of(recipe).absolute()
+    return file.parent == (PROJECT / "recipes").absolute() and file.stem == recipe.name
+
+
+def make(recipe: Recipe) -> str:
+    """Return the verb of make that trains with a recipe: "make sft", or "make launch RECIPE=my_sft.py"."""
+    if has_verb(recipe):
+        return f"make {recipe.name}"
+    return f"make launch RECIPE={shlex.quote(str(file_of(recipe)))}"
+
+
+def trainer(recipe: Recipe, file: Path | None) -> type:
+    """Return the class that trains: the recipe's, or the one that its file derives from it; main() is not run.
+
+    Args: file: the recipe's; None: the recipe's class itself.
+    Raises: UserError for a class that there is not, and as `own_class`.
+    """
+    module, _, name = recipe.trainer.rpartition(":")
+    try:
+        if module:
+            stock = getattr(importlib.import_module(module), name)
+            return own_class(file, stock) if file else stock
+        return _names(file)[name]
+    except (ImportError, AttributeError, KeyError) as error:
+        raise UserError(f"{file}: its RECIPE has trainer={recipe.trainer!r}, which cannot be found: {error}.") from None
 
 
 def own_class(file: Path, base: type) -> type:
@@ -139,19 +207,23 @@ def own_class(file: Path, base: type) -> type:
     """
     if not of(file).defines_classes:
         return base
-    if "__name__" not in file.read_text(encoding="utf-8"):
-        raise UserError(f'{file}: has no `if __name__ == "__main__":`, so that an import would train.')
-    sys.path.insert(0, str(file.parent))  # as for the program itself
-    try:
-        names = runpy.run_path(str(file), run_name="zerofit_recipe")
-    except (Exception, SystemExit) as error:
-        raise UserError(f"{file}: cannot be imported: {type(error).__name__}: {error}.") from None
-    own = {kind for kind in names.values() if isinstance(kind, type) and issubclass(kind, base)}
+    own = {kind for kind in _names(file).values() if isinstance(kind, type) and issubclass(kind, base)}
     own = {kind for kind in own if not kind.__module__.startswith("zerofit.")}
     own = [kind for kind in own if not any(other is not kind and issubclass(other, kind) for other in own)]
     if len(own) > 1:
         raise UserError(f"{file}: derives {len(own)} classes from {base.__name__}, and nothing says which one it uses.")
     return own[0] if own else base
+
+
+def _names(file: Path) -> dict[str, Any]:
+    """Return what a recipe's file defines, by name, having executed it without its main()."""
+    if "__name__" not in file.read_text(encoding="utf-8"):
+        raise UserError(f'{file}: has no `if __name__ == "__main__":`, so that an import would train.')
+    sys.path.insert(0, str(file.parent))  # as for the program itself
+    try:
+        return runpy.run_path(str(file), run_name="zerofit_recipe")
+    except (Exception, SystemExit) as error:
+        raise UserError(f"{file}: cannot be imported: {type(error).__name__}: {error}.") from None
 
 
 def again(program: Program) -> Path:
@@ -260,7 +332,7 @@ def of_run(run: Path, recipe: str, known: dict | None, named: str = "") -> Progr
         program = _of_record(run, recipe, record, known)
     else:
         program = _of_kit(run, recipe, known)
-    if program.recipe != recipe:
+    if program.recipe.name != recipe:
         raise UserError(
             f"{program.file}: takes the arguments of {program.recipe}, the run in {run} those of {recipe}; {NAME_IT}."
         )
@@ -283,7 +355,8 @@ def _of_record(run: Path, recipe: str, record: dict, known: dict | None) -> Prog
             f"{run}: this user started {_described(record)} there, but its run.json says that {_described(known)} has "
             f"trained it since: {NAME_IT}."
         )
-    if record["sha256"] == _kit(recipe) == find(recipe).sha256:  # wherever this kit was when the run began
+    # wherever this kit was when the run began
+    if recipe in names() and record["sha256"] == kit_hash(recipe) == find(recipe).sha256:
         return start(recipe)
     if not Path(record["file"]).is_file():
         raise UserError(f"{run}: its program {record['file']} is no longer there; {NAME_IT}.")
@@ -295,8 +368,10 @@ def _of_kit(run: Path, recipe: str, known: dict | None) -> Program:
 
     Raises: UserError if another program has trained there.
     """
-    program, kit = start(recipe), _kit(recipe)
-    problem = f"{program.file} is not the {recipe}.py of this zerofit" if program.sha256 != kit else ""
+    program = start(recipe) if recipe in names() else None
+    kit, problem = kit_hash(recipe), ""
+    if program is None or program.sha256 != kit:
+        problem = f"{program.file if program else recipe} is not the {recipe}.py of this zerofit"
     if known != {} and (known is None or known["sha256"] != kit):
         problem = f"it was trained by {_described(known)}, not by the {recipe}.py of this zerofit"
     if problem:
@@ -308,8 +383,10 @@ def _of_kit(run: Path, recipe: str, known: dict | None) -> Program:
     return program
 
 
-def _kit(recipe: str) -> str:
-    return of(ROOT / "recipes" / f"{recipe}.py").sha256
+def kit_hash(recipe: str) -> str | None:
+    """Return the sha256 of this zerofit's own file of a recipe's name; None without one."""
+    file = ROOT / "recipes" / f"{recipe}.py"
+    return of(file).sha256 if NAME.fullmatch(recipe) and file.is_file() else None
 
 
 def _described(facts: dict | None) -> str:

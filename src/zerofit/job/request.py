@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
+from zerofit.job.recipe import Recipe
 from zerofit.job.settings import as_typed
 
 FLAG = "flag"  # the source of an argument that stands on the command line
@@ -19,7 +20,7 @@ class Request:
     derived again by config/resolve.py.
     """
 
-    recipe: str  # whose arguments these are
+    recipe: Recipe  # whose arguments these are
     values: Mapping[str, Any] = field(default_factory=dict)  # argument -> value
     source: Mapping[str, str] = field(default_factory=dict)  # argument -> FLAG, or the YAML file that holds it
     notes: tuple[str, ...] = ()  # sentences to print, e.g. on a flag that was given twice

@@ -95,7 +95,7 @@ def check_folder(folder: Path, resumes: bool) -> None:
 
 def name_folder(settings: Settings) -> Path:
     """Return --output_dir, or runs/<recipe>-<time>; nothing is checked or made."""
-    folder = Path(settings.output_dir or Path("runs") / f"{settings.recipe}-{time.strftime('%Y%m%d-%H%M%S')}")
+    folder = Path(settings.output_dir or Path("runs") / f"{settings.recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}")
     return folder.expanduser()
 
 
@@ -319,6 +319,11 @@ def shown(name: str, value) -> str:
     return "<hidden>" if name.endswith("_token") and value else as_typed(name, value)
 
 
+def trained_on_pairs(facts: dict) -> bool:
+    """Return whether a run trained on preference pairs. facts: its run.json; an older one does not say it."""
+    return facts.get("kind_of_data", "pairs" if "loss_type" in facts.get("arguments", {}) else "") == "pairs"
+
+
 def write_run(settings: Settings, facts: dict) -> None:
     """Write run.json: every argument with its source, decisions, versions, commit, data and command."""
     import torch
@@ -326,7 +331,8 @@ def write_run(settings: Settings, facts: dict) -> None:
     write_json(
         Path(settings.output_dir) / "run.json",
         {
-            "recipe": settings.recipe,
+            "recipe": settings.recipe.name,
+            "kind_of_data": settings.recipe.data,
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "command": os.environ.get("ZEROFIT_COMMAND") or command_line.hide_secrets([sys.executable, *sys.argv]),
             "flags": command_line.without_secrets(settings.flags),

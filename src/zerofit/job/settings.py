@@ -5,6 +5,7 @@ from dataclasses import FrozenInstanceError, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from zerofit.base.errors import UserError
+from zerofit.job.recipe import Recipe
 
 if TYPE_CHECKING:  # for an editor and a type checker: the arguments with their types, read as settings.<name>
     from transformers import TrainingArguments
@@ -85,7 +86,7 @@ class Settings(_Arguments):
     three: checkpoint/resumable.py, check_resumable);  knows_model: resolve.resolve_for_model is done.
     """
 
-    recipe: str
+    recipe: Recipe
     values: dict[str, Any]
     source: dict[str, str]
     decisions: list[str]
@@ -182,7 +183,7 @@ class Settings(_Arguments):
     @property
     def documents_per_row(self) -> int:
         """Return how many documents a training row is: 2 for preference pairs, else 1."""
-        return 2 if self.recipe == "dpo" else 1
+        return 2 if self.recipe.data == "pairs" else 1
 
     def training_values(self) -> dict[str, Any]:
         """Return the keyword arguments of transformers.TrainingArguments."""

@@ -45,18 +45,18 @@ def main(argv: list[str]) -> None:
     Raises: UserError for the user's mistakes, or if not even one row fits.
     """
     parser = argparse.ArgumentParser(prog="zerofit batch-size", allow_abbrev=False, description=__doc__)
-    parser.add_argument("--recipe", default="sft", help="sft, lora, dpo or a recipe's file (default sft)")
+    parser.add_argument("--recipe", default=program.DEFAULT, help="sft, lora, dpo or a recipe's file (default sft)")
     parser.add_argument("--gpus", default="1", help="processes")
     parser.add_argument("--args", default="", help="more recipe flags in one string, split like a shell would")
     args, flags = parser.parse_known_args(argv)
     recipe = program.start(args.recipe).recipe
-    flags, ranks = parse.command_line(recipe, flags, args.args, args.gpus)
+    flags, ranks = parse.command_line(flags, args.args, args.gpus)
     if {"--help", "-h"} & set(flags):
         parser.print_help()
         return
-    if recipe == "pipeline":
+    if recipe.stages:
         raise UserError(
-            "batch-size --recipe pipeline: its trial steps need the whole model on a rank; name a micro batch with "
+            f"batch-size --recipe {recipe}: its trial steps need the whole model on a rank; name a micro batch with "
             "--per_device_train_batch_size."
         )
     from zerofit.config.resolve import resolve_settings

@@ -82,7 +82,7 @@ def launch_arguments(argv: list[str]) -> tuple[argparse.Namespace, Program, list
         )
     if args.launcher not in LAUNCHERS:
         raise UserError(f"LAUNCHER={args.launcher}: must be one of {', '.join(LAUNCHERS)}.")
-    return args, recipe, *parse.command_line(recipe.recipe, args.flags, args.args, args.gpus)
+    return args, recipe, *parse.command_line(args.flags, args.args, args.gpus)
 
 
 def prepare(settings: Settings, decides: bool = True) -> tuple[Path | None, object, object]:

@@ -92,7 +92,7 @@ def _why_not(settings, config) -> str | None:
         "Triton has no kernels for GPUs before Ampere": not has_bf16,
         f"--adapter ln_tuning: {FROZEN_NORMS}": _tunes_norms(settings),
         f"not tested with --{split}": split,
-        "not tested with recipes/pipeline.py": settings.recipe == "pipeline",
+        "not tested with recipes/pipeline.py": settings.recipe.stages,
         "--tiled_mlp replaces the MLPs": settings.tiled_mlp != "1",
         "--torch_compile fuses the same operations": settings.torch_compile,
         "--full_determinism": settings.full_determinism,

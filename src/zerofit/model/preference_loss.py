@@ -83,11 +83,11 @@ def disable_dropout(model):
 
 
 def resolve(settings) -> None:
-    """Check the flags of recipes/dpo.py, and set those that follow from others.
+    """Check the flags of the preference losses where the recipe has them, and set those that follow from others.
 
     Raises: UserError naming flag, cause and fix.
     """
-    if settings.recipe != "dpo":
+    if "precompute_ref_log_probs" not in settings.values:
         return
     _check_unused(settings)
     _check_excluded(settings)

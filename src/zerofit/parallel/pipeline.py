@@ -61,7 +61,7 @@ def resolve(settings) -> None:
     Raises: UserError for such an argument, for another recipe, and for fewer micro batches than stages.
     """
     size, micro_batches = settings.pp_size, settings.gradient_accumulation_steps
-    if settings.recipe != "pipeline":
+    if not settings.recipe.stages:
         if size > 1:
             raise UserError(
                 f"--pp_size {size} with recipes/{settings.recipe}.py: only recipes/pipeline.py cuts the model into "

@@ -50,7 +50,7 @@ def resolve(settings) -> None:
     size = settings.tp_size
     if size == 1:
         return
-    if settings.recipe != "sft":
+    if settings.trains_adapter or settings.recipe.stages or settings.recipe.data == "pairs":
         raise UserError(
             f"--tp_size {size} with recipes/{settings.recipe}.py: DeepSpeed splits the matrices of full fine-tuning "
             "only; use recipes/sft.py."

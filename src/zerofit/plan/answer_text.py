@@ -6,7 +6,7 @@ from pathlib import Path
 from zerofit.base import allocator, paths
 from zerofit.base.hardware import GIB
 from zerofit.job import run_folder
-from zerofit.plan import candidates, formulas
+from zerofit.plan import candidates, formulas, search
 from zerofit.plan.candidates import Candidate, Plan
 from zerofit.train import memory_report
 
@@ -199,9 +199,11 @@ def _of_states(candidate: Candidate, parts: dict[str, float]) -> str:
     states = size("parameters", "gradients", "optimizer", "buffers")
     if setting.offload == "all":
         return f"layers gathered for a step and buffers are {states}"
-    if candidate.method == "lora" and setting.zero < 3:
+    variants = candidates.recipe_of(candidate.method).variants
+    in_4_bits = next((one.title for one in variants if "load_in_4bit" in one.arguments), "")
+    if in_4_bits and in_4_bits != candidates.method_of(candidate.method).title and setting.zero < 3:
         shards = ", and ZeRO-3 shards it" * several
-        return f"the base is {size('parameters')}: QLoRA keeps it in 4 bits{shards}"
+        return f"the base is {size('parameters')}: {in_4_bits} keeps it in 4 bits{shards}"
     if several and setting.zero < 3:
         return {
             0: f"weights, gradients and states are {states} on each GPU, and ZeRO-1 shards the states",
@@ -226,9 +228,9 @@ def _offers(plan: Plan) -> list[str]:
     lines = ["", f"instead, by formula + {candidates.FORMULA_MARGIN:.0%}:"]
     for name, (candidate, hint) in plan.instead.items():
         if candidate is None:
-            lines.append(f"  {name:<6} does not fit{' without offload' * (name != 'pipeline')}")
+            lines.append(f"  {name:<6} does not fit{' without offload' * (hint != search.PAGE_OF_PIPELINES)}")
             continue
-        tail = hint if candidate.method == "pipeline" else f"{hint} plans it"
+        tail = hint if hint == search.PAGE_OF_PIPELINES else f"{hint} plans it"
         lines.append(
             f"  {name:<6} fits in {candidate.peak / GIB:.1f} GiB a GPU at {_rounded(candidate.tokens_per_second)} "
             f"tokens/s: {_without_method(candidate)} ({tail})"
@@ -463,8 +465,10 @@ def _instead(plan: Plan) -> str:
     """Return a clause on the adapters that would fit, or on how to try them."""
     if fit := [f"{name} ({hint})" for name, (candidate, hint) in plan.instead.items() if candidate]:
         return f"; {' and '.join(fit)} would fit by formula"
-    untried = plan.nearest.method == "sft" and not {"LoRA", "QLoRA"} & plan.instead.keys()
-    return "; --method auto also tries LoRA and QLoRA" if untried else ""
+    method = candidates.method_of(plan.nearest.method)
+    smaller = [] if method.takes_adapters else [candidates.method_of(name).title for name in method.recipe.smaller]
+    untried = smaller and not {*smaller} & plan.instead.keys()
+    return f"; --method auto also tries {' and '.join(smaller)}" if untried else ""
 
 
 def write(plan: Plan, folder: Path) -> None:

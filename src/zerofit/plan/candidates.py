@@ -5,13 +5,18 @@ import math
 import os
 import re
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from zerofit.base import allocator, command_line, hardware
 from zerofit.base.errors import EXIT_CODES, UserError
 from zerofit.base.hardware import GIB
 from zerofit.base.paths import IN_WHEEL, PROJECT
 from zerofit.config import nvme, parse, resolve
+from zerofit.job import program
+from zerofit.job.recipe import Recipe
+from zerofit.job.settings import as_typed
 from zerofit.model import gradient_checkpointing, preference_loss
 from zerofit.plan import formulas
 from zerofit.plan.formulas import Setting, Shape
@@ -205,30 +210,78 @@ class NothingFits(UserError):
     exit_code = EXIT_CODES["out of memory"]
 
 
-def methods_to_try(method: str, recipe: str, flags: list[str]) -> list[str]:
-    """Return the methods that --method, or else the recipe and --load_in_4bit, ask for.
+@dataclass(frozen=True)
+class Method:
+    """A way to train that a plan looks at: a recipe, or a variant of one."""
 
-    Raises: UserError for an unknown method, or one that contradicts --load_in_4bit.
+    title: str  # as in sentences
+    recipe: Recipe
+    arguments: Mapping[str, Any]  # that it adds to the flags
+
+    @property
+    def takes_adapters(self) -> bool:
+        return "adapter" in self.recipe.own_arguments
+
+
+def methods(*more: Recipe) -> dict[str, Method]:
+    """Return the methods by name: the recipes of the kit and these, with their variants."""
+    found = {}
+    for recipe in [*program.kit().values(), *more]:
+        found[recipe.name] = Method(recipe.title, recipe, {})
+        found |= {one.method: Method(one.title, recipe, one.arguments) for one in recipe.variants if one.method}
+    return found
+
+
+def method_of(name: str) -> Method:
+    """Return a method by its name, also of the recipe that this process runs or starts."""
+    running = program.current()
+    return methods(*([running.recipe] if running else []))[name]
+
+
+def recipe_of(method: str) -> Recipe:
+    return method_of(method).recipe
+
+
+def methods_to_try(method: str, recipe: Recipe | str, flags: list[str]) -> list[str]:
+    """Return the methods that --method, or else the recipe and the flags of its variants, ask for.
+
+    Raises: UserError for an unknown method, or one that contradicts the flags of a variant, such as --load_in_4bit.
     """
-    if method not in ("", "sft", "lora", "qlora", "dpo", "auto"):
-        raise UserError(f"--method {method}: must be one of sft, lora, qlora, dpo, auto.")
-    if recipe == "pipeline":
+    recipe = program.recipe_of(recipe)
+    known = {name: found for name, found in methods(recipe).items() if not found.recipe.stages}
+    if method not in ("", *known, "auto"):
+        raise UserError(f"--method {method}: must be one of {', '.join([*known, 'auto'])}.")
+    if recipe.stages:
         raise UserError(
-            "recipes/pipeline.py: a plan of recipes/sft.py on several nodes (NODES=2) names the fastest pipeline; "
-            "`zerofit pipeline --plan true --gpu_type h100-80g` prices one."
+            f"{program.shown(recipe)}: a plan of recipes/sft.py on several nodes (NODES=2) names the fastest pipeline; "
+            f"`zerofit {recipe.name} --plan true --gpu_type h100-80g` prices one."
         )
-    quantized = parse.given("lora", flags, "load_in_4bit")
     if not method:
-        return ["qlora" if recipe == "lora" and quantized else recipe]
-    if quantized is False and method == "qlora":
-        raise UserError("--method qlora and --load_in_4bit false contradict each other: leave one out.")
-    if quantized and method in ("sft", "lora"):
-        raise UserError(f"--method {method} and --load_in_4bit true contradict each other: use --method qlora.")
-    return ["sft", "lora", "qlora"] if method == "auto" else [method]
+        named = [one for one in recipe.variants if one.method and _are_given(recipe, one.arguments, flags)]
+        return [named[0].method if named else recipe.name]
+    if method == "auto":
+        return [recipe.name, *recipe.smaller]
+    _check_contradictions(method, known, flags)
+    return [method]
 
 
-def recipe_of(method: str) -> str:
-    return method if method in ("sft", "dpo", "pipeline") else "lora"
+def _are_given(recipe: Recipe, arguments: Mapping[str, Any], flags: list[str]) -> bool:
+    return all(parse.given(recipe, flags, name) == value for name, value in arguments.items())
+
+
+def _check_contradictions(method: str, known: dict[str, Method], flags: list[str]) -> None:
+    """Refuse a method with flags that turn it off, and one with the flags of a method that needs less memory."""
+    chosen = known[method]
+    for name, value in chosen.arguments.items():
+        if (said := parse.given(chosen.recipe, flags, name)) is not None and said != value:
+            raise UserError(
+                f"--method {method} and --{name} {as_typed(name, said)} contradict each other: leave one out."
+            )
+    for other in chosen.recipe.smaller:
+        arguments = known[other].arguments
+        if other != method and arguments and _are_given(known[other].recipe, arguments, flags):
+            typed = " ".join(f"--{name} {as_typed(name, value)}" for name, value in arguments.items())
+            raise UserError(f"--method {method} and {typed} contradict each other: use --method {other}.")
 
 
 def gpus_as_text(ranks: int, node: int) -> str:
@@ -317,25 +370,26 @@ def _of_group(
 
 
 def of_pipeline(
-    best: Candidate, flags: list[str], plan: "Plan", size: int, micro: int, accumulation: int
+    method: str, best: Candidate, flags: list[str], plan: "Plan", size: int, micro: int, accumulation: int
 ) -> list[Candidate]:
     """Return pipelines of `size` stages, without and with checkpointing, as far as the model and the flags take one.
 
-    Args: best: a candidate of full fine-tuning of the same model; accumulation: micro batches of a step.
+    Args: method: a recipe with stages; best: a candidate of full fine-tuning of the same model; accumulation: micro
+        batches of a step.
     """
-    result, flags = [], planned_flags(flags, "pipeline")
+    result, flags = [], planned_flags(flags, method)
     batch = {"per_device_train_batch_size": micro, "gradient_accumulation_steps": accumulation}
     for checkpointing in (False, True):
         own_flags = command_line.put(flags, pp_size=size, zero=1, gradient_checkpointing=checkpointing, **batch)
         try:
-            settings = resolve.resolve_settings("pipeline", own_flags, plan.ranks, plan.gpu)
+            settings = resolve.resolve_settings(recipe_of(method), own_flags, plan.ranks, plan.gpu)
             resolve.resolve_for_model(settings)
         except UserError:
             continue
         setting = replace(setting_of(settings), node=plan.node)
         _, fullest = fullest_stage(best.shape, setting, settings)
         seconds = formulas.pipeline_seconds(best.shape, setting, plan.gpu, settings.max_length)
-        result.append(Candidate(own_flags, "pipeline", setting, fullest, seconds, best.shape, plan.gpu))
+        result.append(Candidate(own_flags, method, setting, fullest, seconds, best.shape, plan.gpu))
     return result
 
 
@@ -362,7 +416,7 @@ def first_settings(method: str, flags: list[str], ranks: int, gpu, node: int):
     raise error
 
 
-def _open_groups(recipe: str, flags: list[str], ranks: int, node: int) -> list[dict[str, int]]:
+def _open_groups(recipe: Recipe, flags: list[str], ranks: int, node: int) -> list[dict[str, int]]:
     """Return each --sp_size and --tp_size to try, as arguments; {}: as the flags or their YAML file have them."""
     if any(parse.given(recipe, flags, name) is not None for name in ("sp_size", "tp_size")):
         return [{}]
@@ -400,14 +454,15 @@ def planned_flags(flags: list[str], method: str) -> list[str]:
     named = command_line.names(flags)
     if "--offload" not in named:  # candidates() adds it to the settings that offload to disk
         flags = command_line.drop(flags, "--offload_path")
-    if method == "qlora" and not parse.given("lora", flags, "load_in_4bit"):
-        flags = command_line.put(flags, load_in_4bit=True)
-    if lacks_data(recipe_of(method), flags):
+    chosen = method_of(method)
+    added = {n: value for n, value in chosen.arguments.items() if parse.given(chosen.recipe, flags, n) is None}
+    flags = command_line.put(flags, **added)
+    if lacks_data(chosen.recipe, flags):
         flags = command_line.put(flags, data=UNNAMED)  # a plan never opens the rows
     return flags
 
 
-def lacks_data(recipe: str, flags: list[str]) -> bool:
+def lacks_data(recipe: Recipe, flags: list[str]) -> bool:
     """Return whether the flags or their YAML file name a model and no data."""
     return bool(parse.given(recipe, flags, "model")) and not parse.given(recipe, flags, "data")
 
@@ -543,8 +598,8 @@ def _disk_of(settings) -> str | None:
 
 
 def _runs_reference(settings) -> bool:
-    """Return whether each step runs the model once more with its adapter off (recipes/dpo.py)."""
-    if settings.recipe != "dpo" or not settings.trains_adapter:
+    """Return whether each step runs the model once more with its adapter off (model/preference_loss.py)."""
+    if "precompute_ref_log_probs" not in settings.values or not settings.trains_adapter:
         return False
     return not settings.precompute_ref_log_probs and settings.loss_type not in preference_loss.REFERENCE_FREE
 
@@ -574,9 +629,12 @@ def command(candidate: Candidate, ranks: int) -> str:
         variables["DATA"] = "your.jsonl"
     if variables.get("OFFLOAD") == "none":
         del variables["OFFLOAD"]
-    recipe = recipe_of(candidate.method)
     more = f" ARGS={shlex.quote(shlex.join(rest))}" if rest else ""
-    return f"make {recipe} " + " ".join(f"{k}={shlex.quote(v)}" for k, v in variables.items()) + more
+    return (
+        f"{program.make(recipe_of(candidate.method))} "
+        + " ".join(f"{k}={shlex.quote(v)}" for k, v in variables.items())
+        + more
+    )
 
 
 def _first_node(candidate: Candidate, ranks: int) -> tuple[str, str] | None:
@@ -592,4 +650,7 @@ def _command_without_make(candidate: Candidate, ranks: int) -> str:
         placed = ["--gpus", several[0], "--nnodes", several[1], "--node_rank", "0", "--master_addr", "name-of-node-0"]
     flags = ["your.jsonl" if word == UNNAMED else word for word in candidate.flags]
     flags = command_line.drop_value(flags, "--offload", "none")
-    return shlex.join(["zerofit", recipe_of(candidate.method), *placed, *flags])
+    recipe = recipe_of(candidate.method)
+    if program.has_verb(recipe):
+        return shlex.join(["zerofit", recipe.name, *placed, *flags])
+    return shlex.join(["zerofit", "launch", *placed, str(program.file_of(recipe)), *flags])

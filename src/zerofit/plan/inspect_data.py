@@ -93,14 +93,14 @@ def _settings(argv: list[str]):
     )
     parser.add_argument(
         "--recipe",
-        default="sft",
+        default=program.DEFAULT,
         help="sft, lora, dpo, pipeline or a recipe's file (default sft)",
     )
     parser.add_argument("--output_dir", default="", help="folder for data.json and data.png (default runs/data-<time>)")
     parser.add_argument("--args", default="", help="more recipe flags in one string, split like a shell would")
     args, flags = parser.parse_known_args(argv)
-    recipe = program.find(args.recipe).recipe
-    flags, _ = parse.command_line(recipe, flags, args.args)
+    recipe = program.start(args.recipe).recipe
+    flags, _ = parse.command_line(flags, args.args)
     if {"--help", "-h"} & set(flags):
         parser.print_help()
         return None
@@ -375,7 +375,7 @@ def inspect(settings, train_set, eval_set, tokenizer) -> tuple[dict, dict[str, S
     everything = train if held_out is None else _of_all_epochs(train_set, train, tokenizer)
     ends = _ends(settings, train_set, tokenizer)
     facts = {
-        "recipe": settings.recipe,
+        "recipe": settings.recipe.name,
         "model": settings.model,
         "max_length": settings.max_length,
         "end_token": " or ".join(ends.words or [tokenizer.eos_token]),

@@ -20,6 +20,8 @@ LAST_TRIES, HOPELESS = 4, 2.0
 
 EDGE = 0.9  # share of the limit above which a plan suggests LoRA too
 
+PAGE_OF_PIPELINES = "docs/pipeline.md"
+
 
 # --- the search ---
 
@@ -91,32 +93,33 @@ def adapters_instead(
     chosen = plan.chosen
     if chosen and chosen.setting.offload == "none" and chosen.peak <= EDGE * plan.limit:
         return {}
-    lora, qlora = ("LoRA", "lora", flags, "METHOD=lora"), ("QLoRA", "qlora", flags, "METHOD=qlora")
-    by_method = {"sft": [lora, qlora], "lora": [qlora], "dpo": []}
-    if not parse.given("dpo", flags, "adapter"):
-        with_lora = command_line.put(flags, adapter="lora")
-        by_method["dpo"] = [("LoRA", "dpo", with_lora, "--adapter lora")]
-    found = {}
-    for name, method, own_flags, hint in by_method.get(methods[0], []) if len(methods) == 1 else []:
+    found, recipe = {}, candidates.recipe_of(methods[0])
+    offers = [(name, flags, f"METHOD={name}") for name in recipe.smaller if name != methods[0]]
+    offers = [(candidates.method_of(name).title, name, own, hint) for name, own, hint in offers]
+    for one in recipe.variants:
+        if not one.method and all(parse.given(recipe, flags, name) is None for name in one.arguments):
+            offers.append((one.title, recipe.name, command_line.put(flags, **one.arguments), one.flags))
+    for title, method, own_flags, hint in offers if len(methods) == 1 else []:
         try:
             tried = candidates.candidates(method, own_flags, plan.ranks, plan.gpu, node=plan.node)
         except UserError:
             continue  # the user's other flags do not go with it
         fit = (c for c in tried if c.setting.offload == "none" and c.peak <= plan.limit)
-        found[name] = next(fit, None), hint
+        found[title] = next(fit, None), hint
     return found
 
 
 def pipeline_instead(
     plan: candidates.Plan, methods: list[str], flags: list[str]
 ) -> dict[str, tuple[candidates.Candidate | None, str]]:
-    """Return {"pipeline": (the fastest pipeline that fits by formula, None: none does; words for it)}.
+    """Return {its name: (the fastest pipeline that fits by formula, None: none does; words for it)}.
 
     {} for GPUs of one node, for what is no full fine-tuning, and for a model or flags that no pipeline takes. There is
     a whole number of stages on each node, so only hidden states cross the links between nodes.
     """
     best = plan.chosen or plan.nearest
-    if methods != ["sft"] or best is None or plan.nodes == 1 or plan.ranks % plan.nodes:
+    staged = candidates.recipe_of(methods[0]).staged
+    if not staged or len(methods) > 1 or best is None or plan.nodes == 1 or plan.ranks % plan.nodes:
         return {}
     rows = best.setting.micro * best.setting.accumulation * plan.ranks // (best.setting.sp * best.setting.tp)
     tried = []
@@ -124,20 +127,25 @@ def pipeline_instead(
         per_rank = rows * size // plan.ranks
         for micro in (n for n in (1, 2, 4, 8, 16) if plan.ranks % size == 0 and per_rank % n == 0):
             if per_rank // micro >= size:
-                tried += candidates.of_pipeline(best, flags, plan, size, micro, per_rank // micro)
+                tried += candidates.of_pipeline(staged, best, flags, plan, size, micro, per_rank // micro)
     fit = [candidate for candidate in tried if candidate.peak <= plan.limit]
     fastest = min(fit, key=lambda candidate: candidate.seconds, default=None)
-    return {"pipeline": (fastest, "docs/pipeline.md")} if tried else {}
+    return {staged: (fastest, PAGE_OF_PIPELINES)} if tried else {}
 
 
 def _rungs(methods: list[str], flags: list[str]) -> list[tuple[str, tuple[str, ...]]]:
     """Return (method, flags added to the user's) in order of preference.
 
-    Those with smaller optimizer states, which train slightly differently, come after the unchanged method."""
+    Those with smaller optimizer states, which train slightly differently, come after the unchanged method; what takes
+    adapters has those."""
     decide_states = ("--optim", "--pure_bf16", "--preset")
     chosen_by_user = any(name.startswith(decide_states) for name in command_line.names(flags))
     smaller = [] if chosen_by_user else candidates.SMALLER_STATES
-    return [(method, change) for method in methods for change in [(), *(smaller if method == "sft" else [])]]
+    return [
+        (method, change)
+        for method in methods
+        for change in [(), *([] if candidates.method_of(method).takes_adapters else smaller)]
+    ]
 
 
 def _decide(plan: candidates.Plan, tried: list[candidates.Candidate], say) -> None:

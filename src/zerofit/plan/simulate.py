@@ -25,6 +25,7 @@ import yaml
 
 from zerofit.base.paths import PACKAGE
 from zerofit.job import program
+from zerofit.job.recipe import Recipe
 
 STEPS = 2  # optimizer states are allocated in the first step, ZeRO-3 prefetches from the second on
 
@@ -37,14 +38,14 @@ class SimulationFailed(Exception):
 
 
 def question(
-    recipe: str, flags: list[str], ranks: int, rank: int = 0, gpu=None, device: str | None = None,
+    recipe: Recipe | str, flags: list[str], ranks: int, rank: int = 0, gpu=None, device: str | None = None,
     fake: bool = True, padded: bool = False, overrides: dict | None = None, habits: tuple[str, ...] = (),
     widths: tuple[int, ...] = (),
 ) -> dict:  # fmt: skip
     """Return the question for the peak bytes of rank `rank` of `ranks`, as JSON-compatible data.
 
     Args:
-        flags: the recipe's, with --model; the rows of --data are never opened.
+        recipe: or its name; flags: the recipe's, with --model; the rows of --data are never opened.
         gpu: hardware.Gpu; None: this machine's CPU.
         device: "gpu" (without memory, host tensors counted separately), "cpu" (like a CPU run), "cuda" (a real GPU,
             with fake=False, to validate the simulation). Default: "gpu" with a `gpu`, else "cpu".
@@ -54,19 +55,13 @@ def question(
         habits: of other training loops: keys of simulated_rank.HABITS, to compare with what was measured in those.
         widths: tokens of the rows of each micro batch, in order; (): --max_length in all of STEPS steps.
     """
+    recipe = program.recipe_of(recipe)
+    own = program.if_not_of_kit(recipe)
     return {
-        "recipe": recipe, "flags": flags, "ranks": ranks, "rank": rank, "gpu": asdict(gpu) if gpu else None,
+        "recipe": recipe.name, "flags": flags, "ranks": ranks, "rank": rank, "gpu": asdict(gpu) if gpu else None,
         "fake": fake, "padded": padded, "device": device or ("gpu" if gpu else "cpu"), "overrides": overrides or {},
-        "habits": list(habits), "widths": list(widths), "program": _own_program(recipe),
+        "habits": list(habits), "widths": list(widths), "program": [*own.facts.values()] if own else None,
     }  # fmt: skip
-
-
-def _own_program(recipe: str) -> list[str] | None:
-    """Return [file, sha256] of the recipe that this user starts if it defines classes, such as a trainer."""
-    own = program.current()
-    if own is None or own.recipe != recipe or not own.defines_classes:
-        return None
-    return [*own.facts.values()]
 
 
 def run(*args, **kwargs) -> dict:

@@ -58,10 +58,13 @@ def _import_for(questions: list[dict]) -> None:
     """Load bitsandbytes, if the job uses it, once for all forks: it takes over a second."""
     from zerofit.base.errors import UserError
     from zerofit.config import parse
+    from zerofit.job import program
     from zerofit.optim import registry
 
     with contextlib.suppress(UserError):  # the answer reports it
         first = questions[0]
+        if first["program"]:
+            program.start(first["program"][0])
         settings = parse.settings_of(parse.request(first["recipe"], first["flags"]), first["ranks"])
         module = registry.OPTIMIZERS.get(settings.optim, registry.NONE).module
         if module == "bitsandbytes" or settings.values.get("load_in_4bit"):
@@ -110,8 +113,11 @@ def _answer(recipe, flags, ranks, rank, gpu, device, fake, padded, overrides, ha
     os.environ |= {"LOCAL_WORLD_SIZE": str(ranks)}
     from zerofit.base import hardware
     from zerofit.config import resolve
+    from zerofit.job import program as programs
     from zerofit.model import load, quantization
 
+    if program:  # of this user: [file, sha256]
+        programs.start(program[0])
     planned_gpu = hardware.Gpu(**gpu) if gpu else None
     settings = _in_host_memory(resolve.resolve_settings(recipe, flags, ranks, planned_gpu))
     config = load.load_config(settings)
@@ -472,8 +478,6 @@ def _trainer(settings, arguments, rows, config, device, fake, program):
     from zerofit.certificate import recorder
     from zerofit.model import adapters, load, quantization
     from zerofit.train import progress
-    from zerofit.train.preference import PreferenceTrainer
-    from zerofit.train.trainer import ZerofitTrainer
 
     if device == "gpu":
         fake_device.attention_stand_in(settings.attn_implementation)
@@ -498,9 +502,7 @@ def _trainer(settings, arguments, rows, config, device, fake, program):
     # not use_cpu: activations are then offloaded from the fake GPU
     settings = settings.replace(use_cpu=settings.use_cpu and not on_gpu)
 
-    stock = PreferenceTrainer if settings.recipe == "dpo" else ZerofitTrainer
-
-    class SimulatedTrainer(_trainer_of(program and program[0], stock)):
+    class SimulatedTrainer(_trainer_of(settings.recipe, program and program[0])):
         def fuse_loss(self, net):
             with fake_device.real_tensors() if fake else contextlib.nullcontext():  # it computes test logits
                 return super().fuse_loss(net)
@@ -514,12 +516,12 @@ def _trainer(settings, arguments, rows, config, device, fake, program):
     return trainer
 
 
-def _trainer_of(file: str | None, stock: type) -> type:
-    """Return the trainer of a recipe of one's own; stock: the kit's. Raises: SimulationFailed if it is not found."""
+def _trainer_of(recipe, file: str | None) -> type:
+    """Return the trainer of a recipe; file: of one of one's own. Raises: SimulationFailed if it is not found."""
     from zerofit.base.errors import UserError
     from zerofit.job import program
 
     try:
-        return program.own_class(Path(file), stock) if file else stock
+        return program.trainer(recipe, Path(file) if file else None)
     except UserError as error:
         raise simulate.SimulationFailed(str(error).rstrip(".")) from None

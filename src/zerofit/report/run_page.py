@@ -193,8 +193,8 @@ def _charts(runs: list[Run]) -> dict[str, str]:
             for place, (metric, label) in enumerate(metrics.items()):
                 color, name = (number, f"{run.name}, {label}") if len(runs) > 1 else (place, label)
                 lines.append(Line(name, run.points(metric), color, dashed=place > 0))
-        is_dpo = any(run.facts.get("recipe") == "dpo" for run in runs)  # its loss is of pairs
-        drawn[title] = plots.chart(title, "" if is_dpo and title == "Loss" else unit, lines, from_zero)
+        of_pairs = any(run_folder.trained_on_pairs(run.facts) for run in runs)
+        drawn[title] = plots.chart(title, "" if of_pairs and title == "Loss" else unit, lines, from_zero)
     return drawn
 
 

@@ -16,6 +16,17 @@ _SHORTER_ROWS = (
     (lambda s: True, "a smaller --max_length"),
 )
 
+
+def _adapter_instead(settings) -> str:
+    """Return the flags, or else the recipe, that train an adapter for the same end; "" where there is none."""
+    recipe = settings.recipe
+    if settings.trains_adapter:
+        return ""
+    if recipe.variants:
+        return recipe.variants[0].flags
+    return f"recipes/{recipe.smaller[0]}.py (make {recipe.smaller[0]})" if recipe.smaller else ""
+
+
 # Part -> flags that make it smaller, best first: (whether it applies, flag).
 _ADVICE = {
     "activations": (
@@ -33,14 +44,12 @@ _ADVICE = {
     ),
     "gradients": (
         (lambda s: s.zero in (0, 1) and s.world_size > 1, "--zero 2"),
-        (lambda s: s.recipe == "sft", "recipes/lora.py (make lora)"),
-        (lambda s: s.recipe == "dpo" and not s.trains_adapter, "--adapter lora"),
+        (_adapter_instead, "{adapter}"),
     ),
     "optimizer": (
         (lambda s: s.zero == 0 and s.world_size > 1, "--zero 2"),
         (lambda s: s.offload == "none", "--offload optimizer"),
-        (lambda s: s.recipe == "sft", "recipes/lora.py (make lora)"),
-        (lambda s: s.recipe == "dpo" and not s.trains_adapter, "--adapter lora"),
+        (_adapter_instead, "{adapter}"),
     ),
 }
 
@@ -186,14 +195,14 @@ def explain(error, trainer) -> str:
     if tracker.model is None and not tracker.failed_in:  # compiled: no hooks for the phases of a step
         phase = "forward or backward"
     largest = sorted((p for p in parts.items() if p[1]), key=lambda p: -p[1])[:3]
-    half_batch = {"half": settings.per_device_train_batch_size // 2}
+    words = {"half": settings.per_device_train_batch_size // 2, "adapter": _adapter_instead(settings)}
     flags, of_activations = [], "activations"
     if tracker.failed_in == "eval":  # not a forward that generates an answer or checks the packing
         of_activations, rows = "activations of evaluation", settings.per_device_eval_batch_size
         flags = [f"--per_device_eval_batch_size {rows // 2}"] if rows > 1 else []
     for part, _ in largest:
         choices = _ADVICE.get(of_activations if part.startswith("activations") else part, ())
-        applicable = [flag.format(**half_batch) for applies, flag in choices if applies(settings)]
+        applicable = [flag.format(**words) for applies, flag in choices if applies(settings)]
         if settings.pp_size > 1:
             refused = ("--zero", "--offload", "--activation_offload")
             applicable = [flag for flag in applicable if not flag.startswith(refused)] or ["more stages (--pp_size)"]

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from zerofit import __version__
-from zerofit.config.arguments import RECIPES, bundled_folder
+from zerofit.job import program
 
 # Names of zerofit's own folders, which are shown with the run folder's; and names that say nothing of a model.
 OWN_FOLDERS = r"final|export|export-merged|checkpoint-\d+"
@@ -41,7 +41,7 @@ class Card:
     @property
     def base(self) -> str:
         """Return the base model's hub id, or the name of its folder."""
-        if self.argument("model") in [str(bundled_folder(recipe) / "model") for recipe in RECIPES]:
+        if self.argument("model") in [str(recipe.bundled_file.parent / "model") for recipe in program.kit().values()]:
             return "zerofit's bundled tiny Llama"
         return _public(self._base_path())
 

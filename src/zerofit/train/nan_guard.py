@@ -236,7 +236,7 @@ class NanGuard:
             return
         flags = command_line.without_secrets(settings.flags)
         facts = {
-            "step": trainer.state.global_step, "recipe": settings.recipe, "world_size": trainer.args.world_size,
+            "step": trainer.state.global_step, "recipe": settings.recipe.name, "world_size": trainer.args.world_size,
             "flags": command_line.drop(flags, "--output_dir", "--resume_from_checkpoint"),
             "program": (running := program.current()) and running.facts,
             "losses": losses, "grad_norm": float(self.grad_norm), "rows": rows,

@@ -160,7 +160,7 @@ def write_result(trainer: ZerofitTrainer, metrics: dict) -> None:
         memory_report.write(trainer)
     if not first:
         return
-    run_folder.plot_metrics(folder, f"{settings.recipe} on {', '.join(Path(name).name for name in settings.data)}")
+    run_folder.plot_metrics(folder, f"{settings.recipe.name} on {', '.join(Path(name).name for name in settings.data)}")
     print(f"{'adapter' if settings.trains_adapter else 'model'}: {_final(trainer)}")
     trainer.certificate.publish("the run has finished")
     result["certificate"] = page.holds(settings)
@@ -175,7 +175,7 @@ def _result(trainer: ZerofitTrainer) -> dict:
     losses = [entry["loss"] for entry in history if "loss" in entry]
     return {
         "status": "finished",
-        "recipe": settings.recipe,
+        "recipe": settings.recipe.name,
         "steps": trainer.state.global_step,
         "steps_not_applied": trainer.guard.found,
         "train_loss": next((entry["train_loss"] for entry in reversed(history) if "train_loss" in entry), None),

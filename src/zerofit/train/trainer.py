@@ -68,7 +68,7 @@ class Arguments(TrainingArguments):
         if (settings := self.settings) is None:
             return super().to_dict()
         kit = {name: value for name, value in settings.written().items() if not name.endswith("_token")}
-        kit |= {"recipe": settings.recipe, "world_size": settings.world_size, "precision": settings.precision}
+        kit |= {"recipe": settings.recipe.name, "world_size": settings.world_size, "precision": settings.precision}
         return super().to_dict() | json.loads(json.dumps(kit | {"decisions": settings.decisions}, default=str))
 
 
