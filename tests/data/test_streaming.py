@@ -14,6 +14,7 @@ from zerofit.config import resolve
 from zerofit.data import conversations, encoding
 from zerofit.data import sources as data_sources
 from zerofit.data import streaming as data_streaming
+from zerofit.job import program
 
 FLAGS = [
     "--data", str(TINY / "train.jsonl"), "--streaming", "--max_steps", "8", "--max_samples", "40",
@@ -81,7 +82,7 @@ def test_every_row_once_an_epoch(tokenizer):
     settings = SimpleNamespace(
         shuffle_buffer_size=100,
         packing=False,
-        recipe="sft",
+        recipe=program.recipe_of("sft"),
         columns=None,
         data_format="auto",
         max_samples=None,
@@ -102,7 +103,9 @@ def test_sources_advance_side_by_side_and_weights_repeat_rows(tmp_path, tokenize
         lines = [json.dumps({"prompt": f"{i:03}", "completion": name}) for i in range(count)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
     sources = [data_sources.Source(tmp_path / "long.jsonl"), data_sources.Source(tmp_path / "short.jsonl", weight=2)]
-    settings = SimpleNamespace(recipe="sft", columns=None, data_format="auto", max_samples=None, documents_per_row=1)
+    settings = SimpleNamespace(
+        recipe=program.recipe_of("sft"), columns=None, data_format="auto", max_samples=None, documents_per_row=1
+    )
     found = data_streaming.Stream(sources, settings, encoding.Encoder(tokenizer), None, 8)
     places = [place for place, _, _ in found.rows()]
     short = [i for i, place in enumerate(places) if "short" in place]
@@ -117,7 +120,7 @@ def test_a_weight_below_one_takes_other_rows_in_each_epoch_also_after_a_resume(t
     file = tmp_path / "rows.jsonl"
     file.write_text("\n".join(json.dumps({"text": f"row {i}"}) for i in range(41)))
     settings = SimpleNamespace(
-        recipe="sft",
+        recipe=program.recipe_of("sft"),
         columns=None,
         data_format="auto",
         max_samples=None,
@@ -170,7 +173,9 @@ def test_hub_sets_are_not_downloaded(monkeypatch, tokenizer):
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     monkeypatch.setattr(data_sources, "check_reachable", lambda name: None)
     train, held_out = data_sources.find_files(["someone/something"], None, "train", streaming=True)
-    settings = SimpleNamespace(recipe="sft", columns=None, data_format="auto", max_samples=None, documents_per_row=1)
+    settings = SimpleNamespace(
+        recipe=program.recipe_of("sft"), columns=None, data_format="auto", max_samples=None, documents_per_row=1
+    )
     found = list(data_streaming.Stream(train, settings, encoding.Encoder(tokenizer), None, 8).rows())
     assert len(found) == 2 and found[1][0] == "someone/something (train): row 2"
     assert asked == [True, True] and held_out[0].hub[2] == "test" and not held_out[0].streaming
@@ -178,7 +183,12 @@ def test_hub_sets_are_not_downloaded(monkeypatch, tokenizer):
 
 def test_rows_without_an_answer_keep_their_place(tokenizer, capsys):
     settings = SimpleNamespace(
-        recipe="sft", packing=False, max_length=16, truncation="truncate_right", columns=None, documents_per_row=1
+        recipe=program.recipe_of("sft"),
+        packing=False,
+        max_length=16,
+        truncation="truncate_right",
+        columns=None,
+        documents_per_row=1,
     )
     batches = []
     found = data_streaming.Stream([], settings, encoding.Encoder(tokenizer), None, 8)
@@ -228,7 +238,7 @@ def test_a_broken_row_met_while_training_is_one_sentence(tmp_path, workers):
 @pytest.mark.bad_input
 def test_bad_rows_of_a_stream_keep_their_place_and_train_on_nothing(tmp_path, tokenizer):
     settings = SimpleNamespace(
-        recipe="sft",
+        recipe=program.recipe_of("sft"),
         packing=False,
         max_length=64,
         truncation="truncate_right",

@@ -90,7 +90,7 @@ def _early_parser(recipe: Recipe) -> _Parser:
     return parser
 
 
-def _limit_to_known_formats(parser: _Parser, recipe: str) -> None:
+def _limit_to_known_formats(parser: _Parser, recipe: Recipe) -> None:
     choice = next(action for action in parser._actions if action.dest == "data_format")
     choice.choices = ("auto", *(entry.name for entry in formats.known_to(recipe)))
 

@@ -16,6 +16,7 @@ from zerofit.data.conversations import (
     turns_of,
     with_input,
 )
+from zerofit.job.recipe import Recipe
 
 MASKS = ("completion_mask", "assistant_masks", "loss_mask")  # beside input_ids; the first two are TRL's
 
@@ -99,7 +100,7 @@ FORMATS = (
 # --- the formats of a job ---
 
 
-def known_to(recipe) -> tuple[Format, ...]:
+def known_to(recipe: Recipe) -> tuple[Format, ...]:
     """Return the formats that a recipe's rows may have: its own ones first."""
     return (*recipe.formats, *FORMATS)
 
