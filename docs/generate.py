@@ -48,6 +48,11 @@ base < job < data < model < parallel < optim < config < certificate < checkpoint
     < launch < commands < entrypoint.py < recipe.py < cli.py
 ```
 
+`import zerofit` changes nothing in the process and loads no library. Its public names are `zerofit.Recipe`,
+`zerofit.Trainer` (the trainer of the recipes), `zerofit.Technique` and `zerofit.__version__`. Every program of the kit,
+and `from zerofit import recipe`, first calls `base/process.py`'s `begin`: torch's allocator, the filters of logs, and
+the end of the process with its supervisor.
+
 A folder imports only what stands left of it, and no two files import each other (`tests/test_layers.py`). A file runs
 in one kind of process: the launcher (`launch/`), a rank (`train/`) or either.
 

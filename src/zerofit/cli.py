@@ -6,7 +6,7 @@ import os
 import sys
 
 from zerofit import __version__
-from zerofit.base import command_line, distributed, hardware
+from zerofit.base import command_line, distributed, hardware, process
 from zerofit.base.errors import UserError
 from zerofit.base.paths import PROJECT
 from zerofit.entrypoint import guard
@@ -103,6 +103,4 @@ def _check_and_import(verb: str, *words: str) -> None:
             os.environ.setdefault(hardware.NVML_CHECK, "1")
     log_filters.libraries()
     if verb in STARTS_RANKS:
-        from zerofit.model import patches
-
-        patches.load_peft_on_use()
+        process.load_peft_on_use()

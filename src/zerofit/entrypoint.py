@@ -7,7 +7,7 @@ import os
 import sys
 import time
 
-from zerofit.base import distributed
+from zerofit.base import distributed, process
 from zerofit.base.errors import EXIT_CODES, DiskFull, OutOfMemory, Stopped, UserError, full_disk, printable
 
 
@@ -16,6 +16,7 @@ def check_early(name: str) -> None:
 
     `--help` prints the flags and exits the process.
     """
+    process.begin()
     from zerofit.config import early_check  # imports transformers' names; `zerofit status` needs none of it
 
     os.environ.update(distributed.thread_waiting())
@@ -30,6 +31,7 @@ def guard(main) -> None:
     from zerofit.base import rank_status
     from zerofit.job import run_lock
 
+    process.begin()
     with contextlib.suppress(AttributeError, OSError):  # no stream of Python's own; a fork's, which is another file now
         sys.stdout.reconfigure(errors="backslashreplace")  # as of stderr: names and data may hold what has no UTF-8
     atexit.register(gc.freeze)  # else the interpreter's last collections of the libraries' objects take 1 to 3 s

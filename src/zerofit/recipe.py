@@ -1,5 +1,11 @@
 """The first steps of a recipe: parse arguments, start the ranks, open the run folder."""
 
+# ruff: noqa: E402
+
+from zerofit.base import process
+
+process.begin()  # before the next lines import torch, in a program that has not called entrypoint.check_early
+
 import gc
 import json
 import os

@@ -691,7 +691,7 @@ from zerofit.launch import supervisor
 supervisor.SUSPENDED_SECONDS = 1.0
 RANK = '''
 import sys, time
-from zerofit import rank_status
+from zerofit.base import rank_status
 heartbeat, step = rank_status.Heartbeat(), 0
 while not heartbeat.is_last(step):
     if sys.argv[1] == "trains" or step == 0:

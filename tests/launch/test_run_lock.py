@@ -446,12 +446,12 @@ def test_what_only_looks_takes_no_lock(owner, monkeypatch):
 def test_a_process_ends_with_its_supervisor(tmp_path):
     """Also where a process is in between that outlives it; and nobody reaps the supervisor yet."""
     rank = (
-        "import time; from pathlib import Path; import zerofit; "
+        "import time; from pathlib import Path; from zerofit.base import process; process.begin(); "
         f"Path({str(tmp_path / 'up')!r}).touch(); time.sleep(600)"
     )
     between = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {rank!r}])"
     above = (
-        "import os, subprocess, sys; from zerofit import rank_status; os.environ[rank_status.SUPERVISOR] = "
+        "import os, subprocess, sys; from zerofit.base import rank_status; os.environ[rank_status.SUPERVISOR] = "
         f"str(os.getpid()); subprocess.run([sys.executable, '-c', {between!r}], start_new_session=True)"
     )
     supervisor = subprocess.Popen([sys.executable, "-c", above])
