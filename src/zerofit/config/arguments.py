@@ -20,8 +20,8 @@ class RunArguments:
     zero: Literal["auto", 0, 1, 2, 3] = field(
         default="auto",
         metadata={
-            "help": "ZeRO stage. 0: plain DDP or one process. Default: 0 for one process, 2 for more. auto, given by "
-            "name: plan first (make plan) and run the fastest setting that fits the GPU."
+            "help": "ZeRO stage (0: plain DDP or one process). Default: 0 for one process, else 2. auto: plan first, "
+            "then run the fastest setting that fits."
         },
     )
     offload: Literal["none", "optimizer", "all"] = field(
@@ -31,7 +31,7 @@ class RunArguments:
     effective_batch_size: int | None = field(
         default=None,
         metadata={
-            "help": "Samples per optimizer step over all ranks (default 32). Accumulation is derived from it: micro "
+            "help": "Samples per optimizer step over all ranks (default 32), from which accumulation follows: micro "
             "batch x accumulation x ranks / (sp_size x tp_size x pp_size)."
         },
     )
@@ -109,8 +109,8 @@ class RunArguments:
     memory_report: bool = field(
         default=False,
         metadata={
-            "help": "Record every tensor of the first 3 steps, the first save and the first evaluation. Writes "
-            "memory.json, memory.png and a table of peak bytes by phase and part."
+            "help": "Record every tensor of the first 3 steps, save and evaluation; write memory.json, memory.png and"
+            " a table of peaks."
         },
     )
     certificate: bool = field(
@@ -143,8 +143,8 @@ class RunArguments:
     on_nan: Literal["stop", "skip"] = field(
         default="stop",
         metadata={
-            "help": "A step with a non-finite loss or gradient is skipped, reported and saved for `zerofit replay`. "
-            "stop: end the run after --max_nan_steps in a row. skip: never end it."
+            "help": "Skip, report and save (for `zerofit replay`) each step with a non-finite loss or gradient. stop:"
+            " also end the run after --max_nan_steps in a row."
         },
     )
     max_nan_steps: int = field(default=3, metadata={"help": "Number of non-finite steps in a row that end the run."})
@@ -166,15 +166,15 @@ class SupervisionArguments:
     on_oom: Literal["retry", "fail", "ask"] = field(
         default="retry",
         metadata={
-            "help": "After out of memory: restart from the newest checkpoint with a smaller micro batch and the same "
-            "effective batch, then with gradient checkpointing, a higher stage, offload."
+            "help": "After out of memory: restart from the newest checkpoint with a smaller micro batch, then "
+            "gradient checkpointing, a higher stage, offload."
         },
     )
     canary: Literal["auto", True, False] = field(
         default="auto",
         metadata={
-            "help": "Before the run, in separate processes: two steps on the longest rows, an evaluation batch, save "
-            "and reload. auto: if the run is predicted to take over 10 minutes."
+            "help": "Try two steps on the longest rows, an evaluation batch, save and reload before the run. auto: "
+            "for runs of over 10 minutes."
         },
     )
     max_restarts: int = field(
@@ -183,9 +183,8 @@ class SupervisionArguments:
     hang_timeout: float = field(
         default=1740.0,
         metadata={
-            "help": "Seconds without a step after which a job counts as hung and is ended (0: never). The default is "
-            "a minute less than --ddp_timeout, so that every rank's stack is recorded before the collectives "
-            "time out."
+            "help": "Seconds without a step after which a job counts as hung (0: never). Keep it below --ddp_timeout,"
+            " so that stacks are recorded."
         },
     )
 
@@ -263,9 +262,8 @@ class DataArguments:
     data: list[str] | None = field(
         default=None,
         metadata={
-            "help": "JSON, JSONL, CSV, TSV, Parquet or Arrow files (.gz, .zst too), folders, globs or hub ids, one or"
-            " several. `a.jsonl:2` uses each row twice an epoch, `a.jsonl:0.5` every other row. Default: the "
-            "bundled task."
+            "help": "Files (JSON, JSONL, CSV, TSV, Parquet, Arrow; .gz, .zst), folders, globs or hub ids. `a.jsonl:2`"
+            " uses each row twice an epoch. Default: bundled task."
         },
     )
     eval_data: list[str] | None = field(default=None, metadata={"help": "Like --data, for evaluation."})
@@ -457,8 +455,8 @@ class PreferenceArguments:
     precompute_ref_log_probs: bool | None = field(
         default=None,
         metadata={
-            "help": "Compute the reference's log-probabilities before the first step. Default: on without an adapter."
-            " With one, the reference is the model with the adapter disabled, at one more forward a step."
+            "help": "Compute the reference's log-probabilities before the first step. Default: without an adapter. "
+            "Otherwise each step runs the model with the adapter off."
         },
     )
 
