@@ -35,7 +35,7 @@ def guard(main) -> None:
     with contextlib.suppress(AttributeError, OSError):  # no stream of Python's own; a fork's, which is another file now
         sys.stdout.reconfigure(errors="backslashreplace")  # as of stderr: names and data may hold what has no UTF-8
     atexit.register(gc.freeze)  # else the interpreter's last collections of the libraries' objects take 1 to 3 s
-    told = False  # how to go on
+    told = False  # the next command has been printed
     try:
         _full_disk_in_words(lambda: _out_of_memory_in_words(main))
         distributed.stop()
@@ -75,7 +75,7 @@ def guard(main) -> None:
 def report(told: bool = False) -> None:
     """Write report.html if this process has trained; under a supervisor, that one writes it.
 
-    Args: told: how to go on has been printed already.
+    Args: told: the next command has been printed already.
     """
     from zerofit.base import rank_status
     from zerofit.job import run_folder

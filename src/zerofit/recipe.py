@@ -150,4 +150,4 @@ def _leave_newer_checkpoints(settings: Settings) -> None:
     folder, resumed = Path(settings.output_dir), settings.resume_from_checkpoint
     step = step_of(Path(resumed)) if resumed else 0
     if moved_to := retry.move_newer(folder, step):
-        settings.decisions.append(f"checkpoints after step {step}, where this run goes on, were moved to {moved_to}")
+        settings.decisions.append(f"checkpoints after step {step}, where this run resumes, were moved to {moved_to}")

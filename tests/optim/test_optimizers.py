@@ -170,7 +170,7 @@ def test_adamw_goes_on_in_python_where_a_later_kernel_does_not_compile(monkeypat
     found, wanted = (_steps(compiled, torch.bfloat16, monkeypatch) for compiled in (True, False))
     assert torch.equal(found, wanted)
     (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith("note: rank 0: AdamW of --pure_bf16 goes on in Python operations")
+    assert line.startswith("note: rank 0: AdamW of --pure_bf16 continues in Python operations")
     assert line.endswith("RuntimeError: no space left on device")
 
 

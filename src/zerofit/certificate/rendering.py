@@ -98,7 +98,7 @@ def _conversations(trainer, tokenizer) -> Iterator[tuple[str, Conversation]]:
     names, known = reading._names(settings), formats.known_to(settings.recipe)
     for place, row, kind in itertools.islice(rows, min(LOOKED_AT, settings.max_samples or LOOKED_AT)):
         count: Counter = Counter()
-        kept = reading.tokenised([(place, row, kind)], settings, encoder, count)[0]
+        kept = reading.tokenized([(place, row, kind)], settings, encoder, count)[0]
         if kept is None or count["truncated"]:
             continue
         try:

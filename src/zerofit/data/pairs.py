@@ -108,7 +108,7 @@ def _is_empty(conversation: Conversation) -> bool:
     return all(map(conversations.is_empty, answers))
 
 
-def tokenised(
+def tokenized(
     raw: Iterable[tuple[str, Any]],
     parsed_row: Callable[[str, Any], dict],
     cut: Callable[[list[int], list[int], Counter], tuple | None],

@@ -126,7 +126,7 @@ def count(encoder: "Encoder", rows: Iterable[tuple[str, object]]) -> Counter:
     """Count the tokens in the loss of (place, parsed row) by who wrote them: COUNTS.
 
     end: end tokens. template: of no field. openings: those of them that --mask_generation_prompt leaves out. Rows
-    without answers of their own (text, tokens), with control words in their text, or refused, are not counted.
+    without their own answers (text, tokens), with control words in their text, or refused, are not counted.
     """
     total: Counter = Counter()
     for place, row in rows:

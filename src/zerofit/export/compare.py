@@ -84,7 +84,7 @@ def _much_rounding(result: dict) -> str:
     if result["merged"] and result["mean"] > result["effect"] / 2:
         return (
             f"the adapter moves the logits by {result['effect']:.2g} on average, rounding by {result['mean']:.2g}: "
-            "much of what it learnt is lost; --dtype float32 keeps it"
+            "much of what it learned is lost; --dtype float32 keeps it"
         )
     if result["mean"] > result["independent"]:
         return (

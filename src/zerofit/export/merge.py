@@ -36,7 +36,7 @@ def reason_for_full_merge(saved: Saved) -> str:
     for name in stored.Weights(saved.folder).where:
         match = re.fullmatch(r"base_model\.model\.(.+)\.lora_[AB]\.weight", name)
         if not match or f"{match[1]}.weight" not in base.where:
-            return f"{name} has no weight of its own in the base's files"
+            return f"{name} has no separate weight in the base's files"
         if tied and not re.search(r"\.\d+\.", match[1]):
             return f"{match[1]} is tied"
     return ""

@@ -24,18 +24,14 @@ HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass
 class Saved:
-    """A saved model or adapter.
+    """A saved model or adapter."""
 
-    folder: holds the weights; run: its run folder, None if another program made it; facts: run.json; adapter:
-    adapter_config.json, None for a full model; base: folder of the adapter's base; remote: --trust_remote_code.
-    """
-
-    folder: Path
-    run: Path | None = None
-    facts: dict = field(default_factory=dict)
-    adapter: dict | None = None
-    base: str = ""
-    remote: bool = False
+    folder: Path  # holds the weights
+    run: Path | None = None  # its run folder; None if another program made it
+    facts: dict = field(default_factory=dict)  # run.json
+    adapter: dict | None = None  # adapter_config.json; None for a full model
+    base: str = ""  # folder of the adapter's base
+    remote: bool = False  # --trust_remote_code
 
     def argument(self, name: str):
         """Return the run's value of an argument; None for a folder of another program."""

@@ -19,7 +19,7 @@ from zerofit.train.trainer import ZerofitTrainer
 
 @contextlib.contextmanager
 def failures_reported(trainer: ZerofitTrainer):
-    """Write a failure to result.json and raise it again, an out-of-memory or a full disk explained in words."""
+    """Write a failure to result.json and raise it again, with a sentence for out of memory and a full disk."""
     try:
         with memory_report.explained(trainer):
             yield
