@@ -86,7 +86,7 @@ def tokenized(tokenizer, rows, **more):
     return reading.tokenized(raw, settings(**more), encoding.Encoder(tokenizer), count), count
 
 
-def test_a_pair_is_one_row_of_two_documents_with_its_answers_labelled(tokenizer):
+def test_a_pair_is_one_row_of_two_documents_with_its_answers_labeled(tokenizer):
     (row,), count = tokenized(tokenizer, [FORMS["prompt as a string"]])
     row = dict(zip(("input_ids", "labels", "lengths"), row, strict=True))
     sides = batches.documents(row)

@@ -416,7 +416,7 @@ def test_another_programs_checkpoint(copied):
     (["--optim", "sgd"], "was saved with optim adamw_torch_fused, this run has sgd; use --optim adamw_torch_fused"),
     (["--bf16", "false"], "was saved with precision bf16, this run has fp32; use --bf16 true"),
     (["--train_on", "all"], "another data, tokenizer, template, --train_on.* or --max_length.*--ignore_resume"),
-    (["--seed", "7"], "was saved with seed 42, this run has 7; use --seed 42 .add --ignore_resume_mismatch true to resume"),
+    (["--seed", "7"], "was saved with seed 42, this run has 7; use --seed 42 .add --ignore_resume_mismatch true"),
     (["--data_seed", "99"], "was saved with data_seed 42, this run has 99; use --data_seed 42"),
     (["--packing", "true"], "was saved with packing false, this run has true; use --packing false"),
     (["--eval_fraction", "0.25"], "was saved with eval_fraction 0.0, this run has 0.25; use --eval_fraction 0.0"),

@@ -177,5 +177,5 @@ def _tokens(encoder: "Encoder", text: str, spans: list[tuple[int, int]]) -> np.n
     backend = encoder.tokenizer.backend_tokenizer
     backend.encode_special_tokens = False
     spans = [(start, end) for start, end in spans if start < end]
-    _, labels = next(encoder._labelled_texts([text], [spans], as_arrays=True))
+    _, labels = next(encoder._labeled_texts([text], [spans], as_arrays=True))
     return np.asarray(labels) != IGNORE

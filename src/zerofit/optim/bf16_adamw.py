@@ -174,8 +174,8 @@ class AdamW(torch.optim.Optimizer):
             except Exception as error:
                 self.compiled = False
                 print(
-                    f"note: rank {distributed.rank()}: AdamW of --pure_bf16 continues in Python operations, which takes "
-                    f"longer: {type(error).__name__}: {first_line(error)}",
+                    f"note: rank {distributed.rank()}: AdamW of --pure_bf16 continues in Python operations, which "
+                    f"takes longer: {type(error).__name__}: {first_line(error)}",
                     flush=True,
                 )
             else:

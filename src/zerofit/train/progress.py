@@ -182,7 +182,7 @@ class Reporter(TrainerCallback):
         if args.process_index == 0 and {"mlflow", "dagshub"} & set(args.report_to):
             import mlflow
 
-            # transformers' callback has ended its run; an evaluation of final/ continues it instead of starting another.
+            # transformers' callback has ended its run; an evaluation of final/ continues it instead of a new one.
             if run := mlflow.last_active_run():
                 os.environ["MLFLOW_RUN_ID"] = run.info.run_id
 
