@@ -37,7 +37,7 @@ def guard(main) -> None:
     atexit.register(gc.freeze)  # else the interpreter's last collections of the libraries' objects take 1 to 3 s
     told = False  # the next command has been printed
     try:
-        _full_disk_in_words(lambda: _out_of_memory_in_words(main))
+        _explain_full_disk(lambda: _explain_out_of_memory(main))
         distributed.stop()
     except UserError as error:
         told = isinstance(error, Stopped)
@@ -97,7 +97,7 @@ def _interrupted() -> str:
     return resumable.how_to_go_on("interrupted", folders[0], None)
 
 
-def _full_disk_in_words(main) -> None:
+def _explain_full_disk(main) -> None:
     """Run `main()`, turning a full disk into DiskFull; train/run.py handles checkpoints."""
     from zerofit.base import rank_status
 
@@ -109,7 +109,7 @@ def _full_disk_in_words(main) -> None:
         raise DiskFull(full_disk(error.filename or "a file of this run")) from error
 
 
-def _out_of_memory_in_words(main) -> None:
+def _explain_out_of_memory(main) -> None:
     """Run `main()`, turning out of memory while loading into OutOfMemory (else: train/memory_report.py)."""
     from zerofit.base import rank_status
 

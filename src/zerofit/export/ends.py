@@ -78,7 +78,7 @@ def _sample(saved, tokenizer) -> tuple[list[int], list[int]] | None:
     return min(samples, key=lambda sample: len(sample[1]), default=None)
 
 
-def in_words(result: dict, ends: dict[str, int]) -> str:
+def sentence(result: dict, ends: dict[str, int]) -> str:
     """Return what `generate` found, as a sentence; "" where no end token of the run is known."""
     if not ends:
         return ""

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from zerofit.base.errors import UserError
-from zerofit.export.source import Saved, load_base, wrong_base_in_words
+from zerofit.export.source import Saved, load_base, with_wrong_base_named
 from zerofit.model.weights import complete, stored
 
 # Fields of peft's LoraConfig that do not change what A and B mean once they are trained.
@@ -87,7 +87,7 @@ def merge_model(saved: Saved, adapter, device: str):
         head = model.get_output_embeddings()
         head.weight = torch.nn.Parameter(head.weight.detach().clone())  # else the embedding would change too
         model.config.tie_word_embeddings = False
-    model = wrong_base_in_words(saved, lambda: PeftModel.from_pretrained(model, saved.folder))
+    model = with_wrong_base_named(saved, lambda: PeftModel.from_pretrained(model, saved.folder))
     if not hasattr(model.base_model, "merge_and_unload"):
         raise UserError(
             f"--merge: a {kind} adapter lengthens the input instead of changing weights; export it without."

@@ -274,7 +274,7 @@ def load(saved: Saved, device: str = "cpu"):
     model = _with_its_ends(load_base(saved, device), saved)
     # DeepSpeed trains an adapter in the base's dtype; PEFT would compute it in fp32.
     as_trained = {"autocast_adapter_dtype": saved.dtype == torch.float32}
-    model = wrong_base_in_words(saved, lambda: PeftModel.from_pretrained(model, saved.folder, **as_trained))
+    model = with_wrong_base_named(saved, lambda: PeftModel.from_pretrained(model, saved.folder, **as_trained))
     return model.eval()
 
 
@@ -302,7 +302,7 @@ def load_base(saved: Saved, device: str = "cpu"):
     return model
 
 
-def wrong_base_in_words(saved: Saved, load_adapter):
+def with_wrong_base_named(saved: Saved, load_adapter):
     try:
         return load_adapter()
     except (RuntimeError, ValueError) as error:  # size mismatch, target modules not found

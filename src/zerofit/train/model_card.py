@@ -127,10 +127,10 @@ def losses(history: list[dict], step: int) -> str:
     """Return a phrase on the last losses up to a step. Args: history: transformers' log_history."""
     seen = [entry for entry in history if entry.get("step", 0) <= step]
     train, held_out = (next((e[name] for e in reversed(seen) if name in e), None) for name in ("loss", "eval_loss"))
-    return losses_in_words(train, held_out)
+    return losses_sentence(train, held_out)
 
 
-def losses_in_words(train: float | None, held_out: float | None) -> str:
+def losses_sentence(train: float | None, held_out: float | None) -> str:
     pairs = ((train, "training"), (held_out, "held out"))
     return ", ".join(f"{value:.4f} {where}" for value, where in pairs if value is not None)
 
