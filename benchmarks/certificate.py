@@ -2,7 +2,7 @@
 
     python benchmarks/certificate.py     # full fine-tuning of 207 M parameters, one process: 4 minutes on 2 cores
 
-Runs with and without --certificate alternate. Writes benchmarks/results/certificate-<date>.{json,md}.
+Runs with and without --certificate alternate. Writes benchmarks/results/certificate.{json,md}.
 """
 
 import argparse

@@ -3,7 +3,7 @@
     python benchmarks/checkpoint.py     # 207 M parameters, two ranks, ZeRO-3: about 4 minutes on 2 cores, 15 GB of disk
 
 Saves alternate in one process, medians of the rounds. Loads and conversions are processes of their own; their peak is
-the resident memory of the largest rank. Writes benchmarks/results/checkpoint-<date>.{json,md}.
+the resident memory of the largest rank. Writes benchmarks/results/checkpoint.{json,md}.
 """
 
 import argparse

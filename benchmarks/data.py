@@ -224,8 +224,7 @@ def run(options) -> None:
                 record["differences"][title] = differences(options, folder, inputs, messages)
         if options.peers:
             record["edges"] = compare_edges(options, folder, _tokenizer())
-    suffix = "-packing" if options.packing else ""
-    machine.save(f"data{suffix}", markdown(record), record)
+    machine.save(options.name or ("data-packing" if options.packing else "data"), markdown(record), record)
 
 
 def _tokenizer():
@@ -307,7 +306,7 @@ def big(options) -> None:
         record["versions"] = {"zerofit": entry.pop("versions")}
         record["files"].append(entry)
         print(f"{gigabytes:g} GB: {entry['seconds']:.1f} s", flush=True)
-    machine.save("data-big", big_markdown(record), record)
+    machine.save(options.name or "data-big", big_markdown(record), record)
 
 
 def big_markdown(record: dict) -> list[str]:
@@ -438,6 +437,7 @@ def main() -> None:
     )
     parser.add_argument("--rows", type=int, default=5000, help="rows of the synthetic chat set")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--name", help="of the result files (default: data, data-packing or data-big)")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2], help="cores; for TRL dataset_num_proc too")
     parser.add_argument("--max_length", type=int, default=1024)
     parser.add_argument("--packing", action="store_true")

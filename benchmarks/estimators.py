@@ -5,10 +5,9 @@
 The reference is the simulation (which equals real tensors on a CPU to the byte, see plan.py), not a GPU. accelerate's
 and DeepSpeed's own functions are called; Korthikanti et al. (arXiv 2205.05198, equations 1 and 2:
 s b h (34 + 5 a s / h) a layer without recomputation, 2 s b h with; flash attention leaves the second term out) gives
-activations, to which 16-bit states by arXiv 1910.02054 are added. Writes benchmarks/results/estimators-<date>.md.
+activations, to which 16-bit states by arXiv 1910.02054 are added. Writes benchmarks/results/estimators.md.
 """
 
-import time
 from pathlib import Path
 
 from machine import describe, facts, versions
@@ -84,7 +83,7 @@ def main() -> None:
         lines.append(f"| {name} | {simulated / GIB:.1f} | {' | '.join(cells)} |")
     text = "\n".join(lines) + "\n"
     print(text)
-    (ROOT / "benchmarks" / "results" / f"estimators-{time.strftime('%Y-%m-%d')}.md").write_text(text)
+    (ROOT / "benchmarks" / "results" / "estimators.md").write_text(text)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
 TINY_MODEL = ROOT / "examples" / "tiny" / "model"
 
 
@@ -61,14 +62,22 @@ def environment(cache: str, ours: bool) -> dict[str, str]:
     return variables
 
 
+def record_of_today(name: str) -> dict | None:
+    """Return the record of benchmarks/results/<name>.json if it was measured today; None: there is none of today."""
+    file = RESULTS / f"{name}.json"
+    record = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"machine": {"date": None}}
+    return record if record["machine"]["date"] == datetime.date.today().isoformat() else None
+
+
 def save(name: str, lines: list[str], record: dict, quiet: bool = False) -> None:
-    """Print the Markdown lines and write them and the record to benchmarks/results/<name>-<date>.md and .json."""
+    """Print the Markdown lines and write them and the record to benchmarks/results/<name>.md and .json.
+
+    No date is in the names, so a new run replaces the last one; `record` has "machine", the facts() with the date.
+    """
     if not quiet:
         print("\n" + "\n".join(lines))
-    folder = ROOT / "benchmarks" / "results"
-    folder.mkdir(exist_ok=True)
-    stem = f"{name}-{record['machine']['date']}"
-    (folder / f"{stem}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    (folder / f"{stem}.json").write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{name}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     if not quiet:
-        print(f"\nwritten: benchmarks/results/{stem}.md and .json")
+        print(f"\nwritten: benchmarks/results/{name}.md and .json")

@@ -4,7 +4,7 @@
 
 On a CPU every case runs twice through the kit's trainer and the real DeepSpeed engine as one rank of N (torch's fake
 process group): without memory, and with real tensors. The bytes must be equal. On a GPU the second run's peak is
-torch.cuda.max_memory_allocated. Writes benchmarks/results/plan-<cpu|gpu>-<date>.{json,md} (and .png on a GPU).
+torch.cuda.max_memory_allocated. Writes benchmarks/results/plan-<cpu|gpu>.{json,md} (and .png on a GPU).
 """
 
 import argparse
@@ -205,7 +205,7 @@ def main() -> None:
     print(text)
     if given.only:
         return
-    name = f"plan-{'gpu' if cuda else 'cpu'}-{time.strftime('%Y-%m-%d')}"
+    name = f"plan-{'gpu' if cuda else 'cpu'}"
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.md").write_text(text)
     (RESULTS / f"{name}.json").write_text(json.dumps({"about": about, "cases": rows}, indent=1))

@@ -8,7 +8,7 @@ Each case runs in a fresh process without cached answers: the seconds that the c
 end (its process imports while the launcher reads model and tokenizer code; a launch waits for 18 s and then uses the
 closed forms), the seconds of the whole process, the two depths it measured, and how far the extended peak is from that
 of the whole model; and the search for 8B on 8 and 70B on 64 GPUs: seconds and the largest process's memory. Writes
-benchmarks/results/plan-cost-<date>.{json,md}.
+benchmarks/results/plan-cost.{json,md}.
 """
 
 import argparse

@@ -1,10 +1,11 @@
 """Compare plans with published measurements on real GPUs, point by point.
 
-    python benchmarks/published.py                     # plan every point, write benchmarks/results/published-<date>.*
+    python benchmarks/published.py                     # plan every point, write benchmarks/results/published.*
     python benchmarks/published.py --only fms-lora     # the points whose id contains this; nothing is written
     python benchmarks/published.py --again file.json   # the tables, from the plans of an earlier result; --missing
                                                        # also plans points that it lacks or that an earlier SIMULATION
                                                        # planned, and adds them to it
+    python benchmarks/published.py --commands          # what was run at each point, and the plan's command; no plan
 
 published/points.csv has the points: where a figure is from, what was run, and the flags of `zerofit plan` that stand
 for it; published/models their config.json files, published/contexts.csv what processes hold outside torch's allocator,
@@ -32,6 +33,8 @@ import statistics
 import time
 from pathlib import Path
 
+from machine import versions
+
 from zerofit.base import hardware
 from zerofit.base.hardware import GIB
 from zerofit.config import resolve
@@ -42,11 +45,17 @@ HERE = Path(__file__).resolve().parent
 DATA = HERE / "published"
 RESULTS = HERE / "results"
 
+SOURCES = (
+    "What was run at each point, and the plan's command: `python benchmarks/published.py --commands`, from "
+    "[points.csv](../published/points.csv)."
+)
+
 KINDS = ("allocated", "reserved", "driver", "unknown")
 
 ABOUT = (
-    "`python benchmarks/published.py`. The measurements are those of the publications named below, on GPUs; the plans "
-    "were made on a CPU. No constant was fitted to them; the context of a T4 is from the archive of its points."
+    "`python benchmarks/published.py`; {when}. The measurements are those of the publications named below, on GPUs; "
+    "the plans were made on a CPU. No constant was fitted to them; the context of a T4 is from the archive of its "
+    "points."
 )
 
 # Raised with every change of the simulation that changes the bytes of a GPU; 2: the backward of SiLU is one kernel.
@@ -365,12 +374,13 @@ def fits(found: list[tuple[dict, dict]]) -> list[str]:
     return lines
 
 
-def markdown(found: list[tuple[dict, dict]]) -> str:
+def markdown(found: list[tuple[dict, dict]], record: dict) -> str:
+    """Return the page of the (point, plan) pairs; record: {"date", "versions"} of the plans, as in the result file."""
     rows = [row for point, planned in found for row in compare(point, planned)]
     lines = [
         "# Plans against published measurements",
         "",
-        ABOUT,
+        ABOUT.format(when=", ".join([record["date"], *(f"{k} {v}" for k, v in record["versions"].items())])),
         "",
         *summary(rows),
         "",
@@ -414,14 +424,22 @@ def markdown(found: list[tuple[dict, dict]]) -> str:
     failed = [f"- {point['id']}: not planned yet" for point in points() if point["id"] not in planned_ids]
     failed += [f"- {point['id']}: {planned['failed']}" for point, planned in found if "failed" in planned]
     lines += ["", "## Not planned", "", *failed] if failed else []
-    lines += ["", "## Sources", "", "| point | source | what was run | command |", "|---|---|---|---|"]
+    lines += ["", "## Sources", "", SOURCES, "", "| source | points |", "|---|---|"]
+    by_source = {}
     for point, _ in found:
-        command = (
-            f"zerofit plan --gpu_type {point['gpu']} --gpus {point['gpus']} --method {point['method']} --model "
-            f"benchmarks/published/models/{' '.join([point['model'], point['flags'], *_whole_rows(point)])}"
-        )
-        lines.append(f"| {point['id']} | [{point['source']}]({point['url']}) | {point['stack']} | `{command}` |")
+        by_source.setdefault((point["source"], point["url"]), []).append(point["id"])
+    for (source, url), ids in by_source.items():
+        lines.append(f"| {f'[{source}]({url})' if url else source} | {', '.join(ids)} |")
     return "\n".join(lines) + "\n"
+
+
+def command_of(point: dict) -> str:
+    """Return the command line of `zerofit plan` that stands for the point."""
+    words = [point["model"], point["flags"], *_whole_rows(point)]
+    return (
+        f"zerofit plan --gpu_type {point['gpu']} --gpus {point['gpus']} --method {point['method']} "
+        f"--model benchmarks/published/models/{' '.join(words)}"
+    )
 
 
 def main() -> None:
@@ -432,16 +450,22 @@ def main() -> None:
     parser.add_argument(
         "--missing", action="store_true", help="with --again: plan what it lacks, or is of an earlier SIMULATION"
     )
+    parser.add_argument("--commands", action="store_true", help="print what was run, and the plan's command")
     given = parser.parse_args()
     chosen = [p for p in points() if given.only in p["id"] and p["class"] in given.classes.split(",")]
-    plans = json.loads(Path(given.again).read_text())["plans"] if given.again else {}
-    target = RESULTS / f"published-{time.strftime('%Y-%m-%d')}"
+    if given.commands:
+        print("\n\n".join(f"{point['id']}: {point['stack']}\n{command_of(point)}" for point in chosen))
+        return
+    now = {"date": time.strftime("%Y-%m-%d"), "versions": versions()}
+    record = json.loads(Path(given.again).read_text()) if given.again else now | {"plans": {}}
+    plans, target = record["plans"], RESULTS / "published"
     store = Path(given.again) if given.again else target.with_suffix(".json")
     with simulate.reused():
         for point in chosen if given.missing or not given.again else []:
             if plans.get(point["id"], {}).get("simulation") == SIMULATION:
                 continue
             plans[point["id"]] = plan(point)
+            record |= now
             for row in compare(point, plans[point["id"]]):
                 print(
                     f"{row['id']}: {row['kind']} {row['measured']:.2f}, plan {row['plan']:.2f} ({row['error']:+.1%}), "
@@ -449,13 +473,13 @@ def main() -> None:
                     flush=True,
                 )
             if given.again or not given.only:  # after every point: all of them take an hour
-                store.write_text(json.dumps({"plans": plans}, indent=1) + "\n")
-    text = markdown([(point, plans[point["id"]]) for point in chosen if point["id"] in plans])
+                store.write_text(json.dumps(record, indent=1) + "\n")
+    text = markdown([(point, plans[point["id"]]) for point in chosen if point["id"] in plans], record)
     if given.only:
         print(text)
         return
     target.with_suffix(".md").write_text(text)
-    target.with_suffix(".json").write_text(json.dumps({"plans": plans}, indent=1) + "\n")
+    target.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
     print(text.partition("## Points")[0])
 
 

@@ -8,7 +8,7 @@
 No GPU takes part: memory is the planner's simulation (src/zerofit/plan/simulate.py) or, marked ~, its closed forms;
 bytes and time are closed forms (src/zerofit/plan/formulas.py), whose bytes are compared with every collective that a
 simulated engine calls. The simulations' answers are kept in runs/scaling-simulations-<gpu>.json, so that a stopped run
-can continue; delete it when memory may have changed. Writes benchmarks/results/scaling-<date>.{json,md}.
+can continue; delete it when memory may have changed. Writes benchmarks/results/scaling.{json,md}.
 """
 
 import argparse

@@ -7,11 +7,10 @@
 The bundled model and rows, ZeRO-2, on the CPU: `zerofit launch` with all its checks, the same with ZEROFIT_FORK=0, and
 scripts without any checks under torchrun (startup_peer.py: transformers' Trainer with DeepSpeed; TRL's SFTTrainer). The
 rounds are interleaved; each figure is the median of the points that rank 0 and the launcher note. Beside it the
-verbs that train nothing. Writes benchmarks/results/startup-<date>.{json,md}.
+verbs that train nothing. Writes benchmarks/results/startup.{json,md}.
 """
 
 import argparse
-import json
 import os
 import resource
 import socket
@@ -22,7 +21,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from machine import ROOT, TINY_MODEL, describe, facts, save, versions
+from machine import ROOT, TINY_MODEL, describe, facts, record_of_today, save, versions
 
 ROWS = ROOT / "examples" / "tiny" / "train.jsonl"
 JSON = ROOT / "deepspeed_configs" / "zero2.json"
@@ -111,13 +110,12 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--peers", help="interpreter of an environment with TRL and DeepSpeed")
-    parser.add_argument("--more", action="store_true", help="add rounds to those of today's result file")
+    parser.add_argument("--more", action="store_true", help="add rounds to those of the result file, if it is of today")
     parser.add_argument("--name", default="startup", help="of the result files")
     options = parser.parse_args()
     machine, found = facts(), {"zerofit": versions()}
     systems = ["zerofit", "zerofit, ZEROFIT_FORK=0", "transformers + DeepSpeed", *(["TRL"] if options.peers else [])]
-    file = ROOT / "benchmarks" / "results" / f"{options.name}-{machine['date']}.json"
-    record = json.loads(file.read_text()) if options.more and file.exists() else {"jobs": {}, "verbs": {}}
+    record = (record_of_today(options.name) if options.more else None) or {"jobs": {}, "verbs": {}}
     for number in range(options.rounds):
         for ranks in options.ranks:
             for system in systems:

@@ -5,7 +5,7 @@
 Three figures, each the median of interleaved rounds: seconds that watching a process adds to starting it and to its
 end; seconds that the launcher's checks (packages, model, data, folder) take before the job starts, as the difference of
 a two-step run with and without the launcher; microseconds that a rank's heartbeat and NaN guard take at a step. Writes
-benchmarks/results/supervision-<date>.{json,md}.
+benchmarks/results/supervision.{json,md}.
 """
 
 import argparse

@@ -8,7 +8,7 @@ One process, random weights of --model's shape, tokenized rows as long as those 
 is trained on; the same rows in the same order (packs: shuffled), AdamW, weights in fp32 (bf16: autocast), no
 checkpointing, every step logged. Packed rows have 1,024 tokens. The loop is the ceiling: the same model and batches
 with no trainer around them. Steps are timed at their ends, after --warm_up of them; padding does not count. The cases
-are interleaved; each is a process. Writes benchmarks/results/throughput-<date>.{json,md}.
+are interleaved; each is a process. Writes benchmarks/results/throughput.{json,md}.
 """
 
 import argparse
@@ -289,7 +289,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="config.json of the shape; default: a Llama of 12 M parameters")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", default="", help="regular expression of the cases, e.g. 'zerofit, packed'")
-    parser.add_argument("--more", action="store_true", help="add rounds to those of today's result file")
+    parser.add_argument("--more", action="store_true", help="add rounds to those of the result file, if it is of today")
     parser.add_argument("--steps", type=int, default=6, help="that are timed")
     parser.add_argument("--warm_up", type=int, default=2)
     parser.add_argument("--micro", type=int, default=8, help="rows of a micro batch")
@@ -302,8 +302,7 @@ def main() -> None:
         return worker(options.worker)
 
     facts, config = machine.facts(), json.loads(options.model.read_text()) if options.model else SHAPE
-    file = machine.ROOT / "benchmarks" / "results" / f"{options.name}-{facts['date']}.json"
-    record = json.loads(file.read_text()) if options.more and file.exists() else {"cases": {}, "versions": {}}
+    record = (machine.record_of_today(options.name) if options.more else None) or {"cases": {}, "versions": {}}
     record |= {"machine": facts, "config": config, "threads": THREADS}
     record["batches"] = {name: getattr(options, name) for name in ("micro", "packs", "accumulation", "steps")}
     with tempfile.TemporaryDirectory(prefix="zerofit-throughput-") as name:

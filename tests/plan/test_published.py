@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import statistics
 import sys
 from types import SimpleNamespace
@@ -19,13 +20,15 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import published
 
 POINTS = published.points()
-LATEST = sorted(published.RESULTS.glob("published-*.json"))[-1]
+STORED = json.loads((published.RESULTS / "published.json").read_text())
+PACKAGE = re.compile(r"package [\w-]+ \d[\w.]*, .+")  # a source that is a package is named, with its version
 
 
 def test_points_are_complete():
     assert len({point["id"] for point in POINTS}) == len(POINTS) >= 95
     for point in POINTS:
-        assert point["url"].startswith("https://") and point["stack"], point["id"]
+        assert point["url"].startswith("https://") or PACKAGE.fullmatch(point["source"]), point["id"]
+        assert point["stack"], point["id"]
         assert point["class"] == "fit" or any(point[kind] for kind in published.KINDS), point["id"]
         assert set(point["differences"].split()) <= set(published.DIFFERENCES), point["id"]
         assert set(point["reasons"].split()) <= set(published.REASONS), point["id"]
@@ -105,7 +108,7 @@ def test_the_estimates_error_is_the_one_that_plans_name():
 
 
 def compared(*classes):
-    plans = json.loads(LATEST.read_text())["plans"]
+    plans = STORED["plans"]
     found = [(point, plans[point["id"]]) for point in POINTS if point["class"] in classes and point["id"] in plans]
     return [row for point, planned in found for row in published.compare(point, planned)]
 
@@ -123,6 +126,21 @@ def test_the_stored_comparison_is_within_its_bounds(classes, median_bound, bound
     assert {row["id"] for row in rows if abs(row["error_after"]) > bound} <= BEYOND[classes]
     for row in rows:
         assert abs(row["error"]) <= published.LARGE or row["why"], row["id"]
+
+
+def test_the_stored_page_has_every_point_with_its_source_and_the_date():
+    page = (published.RESULTS / "published.md").read_text()
+    assert STORED["date"] in page.splitlines()[2]
+    figures, sources = page.partition("## Sources")[::2]
+    for point in POINTS:
+        assert point["id"] not in STORED["plans"] or point["id"] in figures or point["class"] == "fit", point["id"]
+        assert point["id"] in sources and (point["url"] or point["source"]) in sources, point["id"]
+
+
+def test_the_command_of_a_point_is_one_of_zerofit_plan():
+    for point in POINTS:
+        words = shlex.split(published.command_of(point))
+        assert words[:2] == ["zerofit", "plan"] and (ROOT / words[words.index("--model") + 1] / "config.json").exists()
 
 
 def job(name: str, flags: str, **figures) -> dict:
