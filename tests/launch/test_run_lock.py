@@ -177,7 +177,7 @@ def test_a_stop_that_saves_a_model_only_promises_no_resume(tmp_path):
     (saved,) = folder.glob("checkpoint-*")
     assert job.returncode == 130 and "resume" not in said and "` continues" not in said
     assert (
-        f"{saved.name} holds the model without optimizer states (--save_only_model), so no run can resume from it"
+        f"{saved.name} holds the model without optimizer states (--save_only_model), so no run can continue from it"
         in said
     )
     assert f"`make export RUN={saved}` keeps it" in said

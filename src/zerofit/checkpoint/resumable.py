@@ -151,7 +151,7 @@ def next_command(folder: Path) -> str:
     models = [f for f in run_folder.checkpoints(folder).values() if not integrity.damage(f)]
     if models:
         return (
-            f"{models[-1].name} holds the model without optimizer states (--save_only_model), so no run can resume "
+            f"{models[-1].name} holds the model without optimizer states (--save_only_model), so no run can continue "
             f"from it. Keep it: {command_line.next_step('export', models[-1])}; or begin again: {resume}"
         )
     return f"nothing is saved yet. Begin again: {resume}"

@@ -601,7 +601,7 @@ def how_it_stopped(args, step: int) -> str:
         export = command_line.next_step("export", folder / f"checkpoint-{step}")
         return (
             f"stopped after step {step}; checkpoint-{step} holds the model without optimizer states "
-            f"(--save_only_model), so no run can resume from it; `{export}` keeps it"
+            f"(--save_only_model), so no run can continue from it; `{export}` keeps it"
         )
     return (
         f"stopped after step {step}, checkpoint-{step} is saved; `{command_line.next_step('resume', folder)}` continues"
