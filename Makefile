@@ -189,7 +189,7 @@ test-gpu: $(DEV_STAMP) ## run the tests that need a GPU (one is enough; 10 minut
 test-cluster: $(DEV_STAMP) ## run the tests with several nodes and a real SLURM (root, Debian; installs what they need)
 	@tests/cluster/install.sh && tests/cluster/install_slurm.sh && $(PY) -m pytest -m cluster tests/cluster
 
-test-all: $(DEV_STAMP) ## run the long matrix too, each recipe in an interpreter of its own
+test-all: $(DEV_STAMP) ## run the long matrix too, each recipe in a fresh interpreter
 	@$(PY) -m pytest --isolated -m 'not cluster and not gpu'
 
 reliability: $(DEV_STAMP) ## count faults, bad inputs and attacks that the tests try (ARGS="--slow --write": into docs/reliability.md)

@@ -345,7 +345,7 @@ def report(found: dict[str, dict], table: dict[str, Row], said: list, record: di
     print("\n".join(lines))
 
 
-COLOURS = {
+COLORS = {
     "parameters": "#1d4ed8", "gradients": "#0891b2", "optimizer": "#7c3aed", "activations": "#ea580c",
     "logits": "#facc15", "buffers": "#94a3b8", "untracked": "#e2e8f0",
 }  # fmt: skip
@@ -360,10 +360,10 @@ def plot_memory(found: dict[str, dict], target: Path) -> None:
     names = [n for n in found if "error" not in found[n]]
     figure, axes = plt.subplots(figsize=(9, 0.32 * len(names) + 1.6), dpi=130)
     left = [0.0] * len(names)
-    for part, colour in COLOURS.items():
+    for part, color in COLORS.items():
         widths = [found[n]["parts_at_peak"].get(part, 0) / MIB for n in names]
         if any(widths):
-            axes.barh(names, widths, 0.7, left=left, color=colour, label=part, edgecolor="white", linewidth=0.5)
+            axes.barh(names, widths, 0.7, left=left, color=color, label=part, edgecolor="white", linewidth=0.5)
         left = [a + b for a, b in zip(left, widths, strict=True)]
     for y, total in enumerate(left):
         axes.text(total + max(left) * 0.008, y, f"{total:,.0f}", va="center", fontsize=8, color="#334155")

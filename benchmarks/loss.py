@@ -127,7 +127,7 @@ def main() -> None:
         *machine.describe(facts, {"zerofit": machine.versions()}),
         "",
         f"{where}; V = {given.vocabulary:,}, h = {given.features:,}, {given.dtype}, {given.supervised:.0%} of the "
-        f"tokens labelled; chunks of {fused_loss.rows_per_chunk(given.vocabulary):,} rows; medians of {given.rounds} "
+        f"tokens labeled; chunks of {fused_loss.rows_per_chunk(given.vocabulary):,} rows; medians of {given.rounds} "
         "interleaved rounds, forward and backward.",
         "",
         *lines,

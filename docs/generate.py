@@ -32,7 +32,7 @@ A value comes from, the later over the earlier: the default, the bundled task (o
 YAML file of `--config`, the flag. `make show sft ...` prints every value with its source.
 
 Defaults that differ from transformers': `--gradient_checkpointing` on (non-reentrant; a launch on GPUs recomputes [no
-more than it must](planning.md#gradient-checkpointing-of-a-launch)), `--learning_rate` ({rates}), cosine schedule with
+more than it must](gradient_checkpointing.md#gradient-checkpointing-of-a-launch)), `--learning_rate` ({rates}), cosine schedule with
 3 % warm-up, `--save_strategy epoch`, `--save_total_limit 1`, `--logging_steps 10`, `--per_device_eval_batch_size` 8
 or the micro batch, whichever is smaller, `--logging_nan_inf_filter` off (a NaN stops the run), `--report_to none`.
 bf16 is on where the GPU has it, fp16 on GPUs
@@ -47,6 +47,11 @@ CODE = """# The code
 base < job < data < model < parallel < optim < config < certificate < checkpoint < train < report < plan < export
     < launch < commands < entrypoint.py < recipe.py < cli.py
 ```
+
+`import zerofit` changes nothing in the process and loads no library. Its public names are `zerofit.Recipe`,
+`zerofit.Trainer` (the trainer of the recipes), `zerofit.Technique` and `zerofit.__version__`. Every program of the kit,
+and `from zerofit import recipe`, first calls `base/process.py`'s `begin`: torch's allocator, the filters of logs, and
+the end of the process with its supervisor.
 
 A folder imports only what stands left of it, and no two files import each other (`tests/test_layers.py`). A file runs
 in one kind of process: the launcher (`launch/`), a rank (`train/`) or either.
@@ -66,9 +71,10 @@ PATCHES = """## Patches
 
 <!-- made by docs/generate.py: edit docs/patches.toml -->
 
-Changes to libraries, and private names of theirs that are used, with the library's version of `constraints.txt`. The
-test fails when it no longer does what it is for; `tests/model/test_patches.py` fails when the library has lost the name
-or made it public, and when a private name is used that is not listed here.
+Changes to libraries, and private names of theirs that are used, with the library's version of `constraints.txt`. All
+names of a row, and the module that has them, are in `docs/patches.toml`. The test fails when the change no longer does
+what it is for; `tests/model/test_patches.py` fails when the library has lost the name or made it public, and when a
+private name is used that is not listed there.
 """
 
 
@@ -117,11 +123,12 @@ def code() -> str:
 def patches() -> list[str]:
     """Return the table of docs/patches.toml, with the versions of constraints.txt."""
     versions = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
-    lines = [PATCHES, "| file | names | of | reason | test |", "|---|---|---|---|---|"]
+    lines = [PATCHES, "| file | name | of | reason | test |", "|---|---|---|---|---|"]
     for patch in tomllib.loads((DOCS / "patches.toml").read_text())["patch"]:
-        names, library = ", ".join(f"`{name}`" for name in patch["names"]), patch["of"].partition(".")[0]
+        first, *others = patch["names"]
+        name, library = f"`{first}`" + (f" and {len(others)} more" if others else ""), patch["of"].partition(".")[0]
         test = patch["test"].replace("::", " ").removeprefix("tests/")
-        lines.append(f"| {patch['file']} | {names} | {library} {versions.get(library, '')} | {patch['why']} | {test} |")
+        lines.append(f"| {patch['file']} | {name} | {library} {versions.get(library, '')} | {patch['why']} | {test} |")
     return lines
 
 

@@ -6,12 +6,11 @@ from pathlib import Path
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parents[1]
-LINK = re.compile(r"\]\(\.\./([^)#\s]+)(#[^)\s]*)?\)")
 
 
 def on_files(files, config):
     """Add the linked files outside docs/ under repository/."""
-    linked = {match[1] for file in files.documentation_pages() for match in LINK.finditer(file.content_string)}
+    linked = {match[1] for file in files.documentation_pages() for match in _links(file).finditer(file.content_string)}
     for path in sorted(linked):
         files.append(File.generated(config, _address(path), abs_src_path=str(ROOT / path)))
     return files
@@ -19,7 +18,14 @@ def on_files(files, config):
 
 def on_page_markdown(markdown, page, **_):
     """Point the links out of docs/ at the added files."""
-    return LINK.sub(lambda match: f"]({_address(match[1])})", markdown)
+    up = "../" * page.file.src_uri.count("/")
+    return _links(page.file).sub(lambda match: f"]({up}{_address(match[1])})", markdown)
+
+
+def _links(file) -> re.Pattern:
+    """Return the pattern of a page's links out of docs/."""
+    up = re.escape("../" * (file.src_uri.count("/") + 1))
+    return re.compile(rf"\]\({up}([^)#\s]+)(#[^)\s]*)?\)")
 
 
 def _address(path: str) -> str:

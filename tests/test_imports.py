@@ -1,6 +1,7 @@
 """Which libraries a command imports: nothing that it does not need, since each takes seconds of every process."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -17,7 +18,7 @@ SLOW = {
     "peft": "the adapters",
 }
 NOT_OF_A_LAUNCH = {
-    "bitsandbytes.functional": "peft imports bitsandbytes (model/patches.load_bitsandbytes_on_use)",
+    "bitsandbytes.functional": "peft imports bitsandbytes (base/process.load_bitsandbytes_on_use)",
     "torch._inductor.select_algorithm": "torch.compile as bitsandbytes is imported",
     "deepspeed": "it chooses its accelerator when it is imported, and a launch does not know the ranks' yet",
     "matplotlib": "plots are drawn at the end of a run",
@@ -83,3 +84,80 @@ def test_the_interpreter_ends_without_collecting_what_the_libraries_made():
                  "from zerofit import entrypoint; entrypoint.guard(lambda: None)"):  # fmt: skip
         done = subprocess.run([sys.executable, "-c", ends + "import sys\n" + main], capture_output=True, text=True)
         assert done.stdout.endswith("True\n"), done.stderr
+
+
+# What a process is like: environment, modules beside zerofit's, signal handlers, filters of warnings and logs, threads,
+# the signal at the parent's death.
+STATE = """
+import ctypes, logging, os, signal, sys, threading, warnings
+def state():
+    death = ctypes.c_int()
+    assert ctypes.CDLL(None).prctl(2, ctypes.byref(death)) == 0  # PR_GET_PDEATHSIG
+    return {
+        "environment": dict(os.environ),
+        "modules": sorted(name for name in sys.modules if name.partition(".")[0] != "zerofit"),
+        "signals": [signal.getsignal(number) for number in signal.valid_signals()],
+        "warnings": list(warnings.filters),
+        "logs": sorted(logging.root.manager.loggerDict),
+        "threads": threading.active_count(),
+        "death": death.value,
+    }
+before = state()
+"""
+UNCHANGED = """
+assert "Trainer" in dir(zerofit) and zerofit.__version__ == "0.1.0" and not hasattr(zerofit, "nothing")
+after = state()
+assert before == after, [name for name in before if before[name] != after[name]]
+"""
+BEGUN = """
+after = state()
+assert after["environment"]["PYTORCH_ALLOC_CONF"] and sys.modules["bitsandbytes"] and "peft" not in sys.modules
+assert after["death"] == signal.SIGKILL and "zerofit-end" in [thread.name for thread in threading.enumerate()]
+assert logging.getLogger("torchao").level == logging.ERROR
+print("begun")
+"""
+ENTRIES = {
+    "zerofit": "sys.argv = ['zerofit', '--version']; from zerofit.cli import main; main()",
+    "python -m zerofit": "sys.argv = ['zerofit', '--version']; import runpy; runpy.run_module('zerofit')",
+    "guard": "from zerofit import entrypoint; entrypoint.guard(lambda: None)",
+    "recipe": "from zerofit import entrypoint; entrypoint.check_early('sft')",
+    "torchrun": """
+import runpy
+from torch.distributed import run
+run.main = lambda argv: None
+runpy.run_module('zerofit.launch.torchrun', run_name='__main__')""",
+}
+
+
+def python_of_a_supervisor(code: str) -> subprocess.CompletedProcess:
+    """Run code in a fresh interpreter whose supervisor is this process, without settings of torch's allocator."""
+    env = {name: value for name, value in os.environ.items() if "ALLOC_CONF" not in name}
+    env["ZEROFIT_SUPERVISOR"] = str(os.getpid())
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=env)
+
+
+def test_importing_the_package_changes_nothing_in_the_process():
+    done = python_of_a_supervisor(f"{STATE}import zerofit\n{UNCHANGED}")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_each_program_prepares_its_process(entry):
+    done = python_of_a_supervisor(f"{STATE}{ENTRIES[entry]}\n{BEGUN}")
+    assert done.stdout.endswith("begun\n"), done.stderr
+
+
+def test_a_recipe_imports_torch_only_after_the_settings_that_torch_reads():
+    """Also one without entrypoint.check_early."""
+    looks = "import importlib.abc, os, sys\nclass Look(importlib.abc.MetaPathFinder):\n"
+    looks += "    def find_spec(self, name, path, target=None):\n"
+    looks += "        if name == 'torch': print('PYTORCH_ALLOC_CONF' in os.environ)\n"
+    done = python_of_a_supervisor(f"{looks}sys.meta_path.insert(0, Look())\nfrom zerofit import recipe\n")
+    assert done.stdout == "True\n", done.stderr
+
+
+def test_public_names():
+    import zerofit
+    from zerofit.train.trainer import ZerofitTrainer
+
+    assert zerofit.Trainer is ZerofitTrainer and zerofit.__all__ == [*zerofit._PUBLIC, "__version__"]

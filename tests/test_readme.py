@@ -122,7 +122,7 @@ def test_every_make_variable_is_on_its_page():
 
 
 def test_links_lead_somewhere():
-    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md")]
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")]
     for file in pages:
         for link in re.findall(r"\]\((?!http)([^)#]+)\)", file.read_text()):
             assert (file.parent / link).exists(), f"{file.name}: {link}"

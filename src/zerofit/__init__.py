@@ -1,12 +1,29 @@
-"""zerofit: fine-tune language models with Accelerate and DeepSpeed, and know that it fits."""
+"""zerofit: fine-tune language models with Accelerate and DeepSpeed, and know that it fits.
+
+Importing it changes nothing in the process (programs call `base.process.begin`) and loads no library: the public names
+below are imported when they are first used.
+"""
 
 __version__ = "0.1.0"
 
-from zerofit.base import allocator, log_filters, rank_status
-from zerofit.job.recipe import Recipe as Recipe
-from zerofit.model import patches
+__all__ = ["Format", "Recipe", "Technique", "Trainer", "__version__"]
 
-rank_status.end_with_supervisor()  # first of all: the imports take longer than a supervisor needs to die
-allocator.configure()  # before anything imports torch, whichever way a process was started
-log_filters.optional_packages()
-patches.load_bitsandbytes_on_use()  # before peft imports it
+_PUBLIC = {  # name: its module and its name there
+    "Format": ("zerofit.data.formats", "Format"),
+    "Recipe": ("zerofit.job.recipe", "Recipe"),
+    "Technique": ("zerofit.job.technique", "Technique"),
+    "Trainer": ("zerofit.train.trainer", "ZerofitTrainer"),
+}
+
+
+def __getattr__(name: str):
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'zerofit' has no attribute {name!r}")
+    import importlib  # here, so that the package's own import loads no module
+
+    module, attribute = _PUBLIC[name]
+    return getattr(importlib.import_module(module), attribute)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PUBLIC})

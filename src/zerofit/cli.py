@@ -6,7 +6,7 @@ import os
 import sys
 
 from zerofit import __version__
-from zerofit.base import command_line, distributed, hardware
+from zerofit.base import command_line, distributed, hardware, process
 from zerofit.base.errors import UserError
 from zerofit.base.paths import PROJECT
 from zerofit.entrypoint import guard
@@ -20,7 +20,7 @@ USAGE = """usage: zerofit sft|lora|dpo|pipeline [--gpus N] [--show] [flags]     
        zerofit hosts --hosts FILE recipes/sft.py [flags]             a job on a DeepSpeed hostfile's hosts, over ssh
        zerofit slurm --nodes N --gpus G recipes/sft.py [flags]       submit a SLURM job (--print: only show the file)
        zerofit kubernetes --nodes N --image I ... recipes/sft.py     print a manifest for Kubeflow
-       zerofit status|cancel runs/<run>                              show how a job stands; end it
+       zerofit status|cancel runs/<run>                              show a job's state; cancel it
        zerofit data [--recipe sft] [--output_dir DIR] [flags]        show what a run would train on
        zerofit batch-size [--recipe sft] [--gpus N] [flags]          find the largest micro batch that fits
        zerofit plan [--gpu_type h100-80g] [--gpus N] [flags]         find the fastest setting that fits
@@ -102,6 +102,4 @@ def _check_and_import(verb: str, *words: str) -> None:
             os.environ.setdefault(hardware.NVML_CHECK, "1")
     log_filters.libraries()
     if verb in STARTS_RANKS:
-        from zerofit.model import patches
-
-        patches.load_peft_on_use()
+        process.load_peft_on_use()

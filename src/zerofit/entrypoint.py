@@ -7,7 +7,7 @@ import os
 import sys
 import time
 
-from zerofit.base import distributed
+from zerofit.base import distributed, process
 from zerofit.base.errors import EXIT_CODES, DiskFull, OutOfMemory, Stopped, UserError, full_disk, printable
 from zerofit.job.recipe import Recipe
 
@@ -17,6 +17,7 @@ def check_early(recipe: Recipe) -> None:
 
     `--help` prints the flags and exits the process.
     """
+    process.begin()
     from zerofit.config import early_check  # imports transformers' names; `zerofit status` needs none of it
 
     os.environ.update(distributed.thread_waiting())
@@ -31,12 +32,13 @@ def guard(main) -> None:
     from zerofit.base import rank_status
     from zerofit.job import run_lock
 
+    process.begin()
     with contextlib.suppress(AttributeError, OSError):  # no stream of Python's own; a fork's, which is another file now
         sys.stdout.reconfigure(errors="backslashreplace")  # as of stderr: names and data may hold what has no UTF-8
     atexit.register(gc.freeze)  # else the interpreter's last collections of the libraries' objects take 1 to 3 s
-    told = False  # how to go on
+    told = False  # the next command has been printed
     try:
-        _full_disk_in_words(lambda: _out_of_memory_in_words(main))
+        _explain_full_disk(lambda: _explain_out_of_memory(main))
         distributed.stop()
     except UserError as error:
         told = isinstance(error, Stopped)
@@ -74,7 +76,7 @@ def guard(main) -> None:
 def report(told: bool = False) -> None:
     """Write report.html if this process has trained; under a supervisor, that one writes it.
 
-    Args: told: how to go on has been printed already.
+    Args: told: the next command has been printed already.
     """
     from zerofit.base import rank_status
     from zerofit.job import run_folder
@@ -96,7 +98,7 @@ def _interrupted() -> str:
     return resumable.how_to_go_on("interrupted", folders[0], None)
 
 
-def _full_disk_in_words(main) -> None:
+def _explain_full_disk(main) -> None:
     """Run `main()`, turning a full disk into DiskFull; train/run.py handles checkpoints."""
     from zerofit.base import rank_status
 
@@ -108,7 +110,7 @@ def _full_disk_in_words(main) -> None:
         raise DiskFull(full_disk(error.filename or "a file of this run")) from error
 
 
-def _out_of_memory_in_words(main) -> None:
+def _explain_out_of_memory(main) -> None:
     """Run `main()`, turning out of memory while loading into OutOfMemory (else: train/memory_report.py)."""
     from zerofit.base import rank_status
 

@@ -1,5 +1,11 @@
 """The first steps of a recipe: parse arguments, start the ranks, open the run folder."""
 
+# ruff: noqa: E402
+
+from zerofit.base import process
+
+process.begin()  # before the next lines import torch, in a program that has not called entrypoint.check_early
+
 import gc
 import json
 import os
@@ -145,4 +151,4 @@ def _leave_newer_checkpoints(settings: Settings) -> None:
     folder, resumed = Path(settings.output_dir), settings.resume_from_checkpoint
     step = step_of(Path(resumed)) if resumed else 0
     if moved_to := retry.move_newer(folder, step):
-        settings.decisions.append(f"checkpoints after step {step}, where this run goes on, were moved to {moved_to}")
+        settings.decisions.append(f"checkpoints after step {step}, where this run resumes, were moved to {moved_to}")

@@ -147,9 +147,9 @@ def test_a_label_outside_of_the_answers_and_a_changed_token_fail(trainer, monkey
         monkeypatch.setattr(rendering, "_tokenized", lambda trainer, wanted: found(trainer, wanted) | labels)
 
     instead({ids: list(ids)})
-    assert "text of turn 1 is among the labelled tokens" in rendering.check(trainer).sentence
+    assert "text of turn 1 is among the labeled tokens" in rendering.check(trainer).sentence
     instead({ids: [-100] * len(ids)})
-    assert "the answer of turn 2 is not among the labelled tokens" in rendering.check(trainer).sentence
+    assert "the answer of turn 2 is not among the labeled tokens" in rendering.check(trainer).sentence
     assert place.endswith("train.jsonl:1") and list(table) == [ids]
     monkeypatch.setattr(rendering, "_tokenized", lambda trainer, wanted: found(trainer, wanted - {ids}))
     line = rendering.check(trainer)

@@ -478,7 +478,7 @@ def test_plain_text_trains_everything_and_the_end(tokenizer):
     assert ids == labels and ids[-1] == tokenizer.eos_token_id
 
 
-def test_tokenised_rows_pass_as_they_are(tokenizer):
+def test_tokenized_rows_pass_as_they_are(tokenizer):
     assert encode(tokenizer, {"input_ids": [5, 6, 1]}) == ([5, 6, 1], [5, 6, 1])
     assert encode(tokenizer, {"input_ids": [5, 6], "labels": [-100, 6]}) == ([5, 6], [-100, 6])
 
@@ -1254,7 +1254,7 @@ def test_long_rows_are_cut_and_rows_without_answer_are_counted(tmp_path, tokeniz
 def test_cache_is_reused_and_a_half_written_one_rebuilt(tmp_path, tokenizer, monkeypatch):
     file = write(tmp_path, "a.jsonl", QA)
     first, _ = load_datasets(settings_for(file), tokenizer)
-    monkeypatch.setattr(dataset, "_write", lambda *a: pytest.fail("tokenised twice"))
+    monkeypatch.setattr(dataset, "_write", lambda *a: pytest.fail("tokenized twice"))
     row = dict(first.dataset[1])
     again, _ = load_datasets(settings_for(file), tokenizer)
     assert again.fingerprint == first.fingerprint
@@ -1470,7 +1470,7 @@ def test_mistakes_in_a_worker_end_the_run(tmp_path, tokenizer):
 def test_a_killed_worker_ends_the_run(tmp_path, tokenizer, monkeypatch):
     monkeypatch.setattr(dataset, "_encode", _die)
     file = write(tmp_path, "a.jsonl", QA * 2000)
-    with pytest.raises(UserError, match="a tokenising process was killed"):
+    with pytest.raises(UserError, match="a process that tokenizes was killed"):
         load_datasets(settings_for(file, "--preprocessing_num_workers", "2"), tokenizer)
 
 

@@ -140,7 +140,7 @@ def test_both_sides_of_pairs_are_counted(chatml):
         documents_per_row=2, columns=None, max_length=64, truncation="truncate_right", bad_rows="drop"
     )
     rows = [("f:1", {"prompt": "Hi?", "chosen": "Yes.", "rejected": "No."}, pairs.KIND)]
-    reading.tokenised(rows, settings, encoding.Encoder(chatml), count)
+    reading.tokenized(rows, settings, encoding.Encoder(chatml), count)
     assert short(reading.summarize_counts(["f"], count, settings)["ends"]) == {("<|im_end|>", "answer"): (2, "f:1")}
 
 

@@ -80,14 +80,14 @@ def settings(**more):
     return SimpleNamespace(**values | more)
 
 
-def tokenised(tokenizer, rows, **more):
+def tokenized(tokenizer, rows, **more):
     count = Counter()
     raw = [(f"f:{i}", row, pairs.KIND) for i, row in enumerate(rows)]
-    return reading.tokenised(raw, settings(**more), encoding.Encoder(tokenizer), count), count
+    return reading.tokenized(raw, settings(**more), encoding.Encoder(tokenizer), count), count
 
 
-def test_a_pair_is_one_row_of_two_documents_with_its_answers_labelled(tokenizer):
-    (row,), count = tokenised(tokenizer, [FORMS["prompt as a string"]])
+def test_a_pair_is_one_row_of_two_documents_with_its_answers_labeled(tokenizer):
+    (row,), count = tokenized(tokenizer, [FORMS["prompt as a string"]])
     row = dict(zip(("input_ids", "labels", "lengths"), row, strict=True))
     sides = batches.documents(row)
     for side, text in zip(sides, (GOOD, BAD), strict=True):
@@ -106,12 +106,12 @@ def test_identical_and_empty_sides_and_bad_rows_are_dropped_and_counted_once(tok
         good | {"rejected": None},
         good | {"chosen": GOOD * 40},
     ]
-    kept, count = tokenised(tokenizer, rows, truncation="drop")
+    kept, count = tokenized(tokenizer, rows, truncation="drop")
     assert [row is not None for row in kept] == [True, False, False, False, False]
     names = ("rows", "kept", "dropped_identical_sides", "dropped_empty_side", "dropped_bad", "dropped_too_long")
     assert [count[name] for name in names] == [5, 1, 1, 1, 1, 1]
     # sides that differ only behind the cut teach nothing
-    _, count = tokenised(tokenizer, [good | {"chosen": GOOD * 40 + "a", "rejected": GOOD * 40 + "b"}])
+    _, count = tokenized(tokenizer, [good | {"chosen": GOOD * 40 + "a", "rejected": GOOD * 40 + "b"}])
     assert count["dropped_identical_sides"] == 1 and count["kept"] == 0
 
 
@@ -125,15 +125,15 @@ def test_marks_and_empty_parts_are_read_as_in_sft():
 
 def test_a_mistake_in_a_side_names_its_place_once(tokenizer):
     bad = FORMS["prompt as a string"] | {"chosen": [{"role": "nobody", "content": "a"}]}
-    _, count = tokenised(tokenizer, [FORMS["prompt as a string"], bad])
+    _, count = tokenized(tokenizer, [FORMS["prompt as a string"], bad])
     (reason,) = reading._bad_rows(count)
     assert reason.startswith("chosen: turn N has the role 'nobody'")
     with pytest.raises(UserError, match=r"^f:0, chosen: turn 2 has the role"):
-        tokenised(tokenizer, [bad], bad_rows="error")
+        tokenized(tokenizer, [bad], bad_rows="error")
 
 
 def test_padded_and_concatenated_batches_hold_the_same_documents(tokenizer):
-    rows, _ = tokenised(
+    rows, _ = tokenized(
         tokenizer, [FORMS["prompt as a string"], {"prompt": "Who?", "chosen": "Me.", "rejected": "Not you."}]
     )
     rows = [dict(zip(("input_ids", "labels", "lengths"), row, strict=True)) for row in rows]

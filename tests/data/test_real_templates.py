@@ -176,8 +176,8 @@ def test_the_certificate_finds_a_label_too_many_one_too_few_and_a_changed_token(
 
     behind = next(i for i in off if i > on[0])  # the first answer; Qwen3 rewrites it once it is not the last
     for position in (off[0], on[0] - 1, off[-1], *([] if family == "qwen3" else [behind])):
-        assert "labelled" in fault(position, ids[position]), position
-    assert "is not among the labelled" in fault(last, IGNORE)
+        assert "labeled" in fault(position, ids[position]), position
+    assert "is not among the labeled" in fault(last, IGNORE)
     assert "is not that token" in fault(last, ids[last] + 1)
     assert "answer of turn 2 is not among" in certified(family, case, {tuple(ids): [IGNORE] * len(ids)})
     changed = (*ids[: off[-1]], ids[off[-1]] + 1, *ids[off[-1] + 1 :])
@@ -237,7 +237,7 @@ def test_reasoning_in_the_text_whose_beginning_the_generation_prompt_writes_is_t
     assert rendering._fault("here", row, {tuple(ids): labels}, tokenizer, settings, Counter(), day) == ""
     fewer = [IGNORE if token == ids[-4] else token for token in labels]
     fault = rendering._fault("here", row, {tuple(ids): fewer}, tokenizer, settings, Counter(), day)
-    assert "is not among the labelled tokens" in fault
+    assert "is not among the labeled tokens" in fault
 
 
 def test_a_mark_inside_the_generation_prompt_is_where_the_template_means_answers_to_begin():
@@ -254,7 +254,7 @@ def test_a_mark_inside_the_generation_prompt_is_where_the_template_means_answers
     assert rendering._fault("here", row, {tuple(ids): labels}, *arguments) == ""
     header = next(i for i, label in enumerate(labels) if label != IGNORE) - 1
     labels[header] = ids[header]
-    assert "is labelled, which is in no answer" in rendering._fault("here", row, {tuple(ids): labels}, *arguments)
+    assert "is labeled, which is in no answer" in rendering._fault("here", row, {tuple(ids): labels}, *arguments)
 
 
 @pytest.mark.injection

@@ -325,9 +325,10 @@ def test_the_users_allocator_settings_stay(monkeypatch):
 
 
 def test_torch_knows_the_allocator_setting():
-    """torch reads it from the variable that the package sets before torch is imported."""
+    """torch reads it from the variable that programs set before torch is imported."""
     env = {name: value for name, value in os.environ.items() if name not in allocator.VARIABLES}
-    done = python(env, "import zerofit, torch; print(torch._C._accelerator_getAllocatorSettings())")
+    begin = "from zerofit.base import process; process.begin(); import torch; "
+    done = python(env, f"{begin}print(torch._C._accelerator_getAllocatorSettings())")
     assert done.stdout.strip() == allocator.default(), done.stderr
 
 

@@ -599,11 +599,11 @@ def disturb(port, folder, done) -> int:
 
 @pytest.mark.injection
 def test_two_machines_train_as_one_does(tmp_path):
-    """The line of docs/multinode.md: two supervisors at one address, all but a network between them.
+    """The line of docs/notes/multinode.md: two supervisors at one address, all but a network between them.
 
     Meanwhile a stranger writes to their port.
     """
-    page, out = (ROOT / "docs" / "multinode.md").read_text(), tmp_path / "two"
+    page, out = (ROOT / "docs" / "notes" / "multinode.md").read_text(), tmp_path / "two"
     line = re.search(r"```bash\n(make sft NODES=2 NODE_RANK=1 .* & make sft NODES=2 .*)\n```", page)[1]
     port, done = two_free_ports(), threading.Event()
     more = f"make sft ENV=active PYTHON={python()} ZERO=3 PORT={port} ARGS={shlex.quote(shlex.join(SHORT))}"

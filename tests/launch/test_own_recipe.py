@@ -106,7 +106,7 @@ def test_the_command_that_a_stopped_run_prints_resumes_it_as_itself(tmp_path):
     assert job.returncode == 75, said
     step = int(re.search(r"stopped after step (\d+)", said).group(1))
     shutil.copytree(folder, tmp_path / "copy")
-    printed = re.search(r"`(make resume RUN=.*?)` goes on", said).group(1)
+    printed = re.search(r"`(make resume RUN=.*?)` continues", said).group(1)
     more = ["-C", str(ROOT), "ENV=active", f"PYTHON={python()}", f"ARGS=--max_steps {step + 1}"]
     done = subprocess.run([*shlex.split(printed), *more], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-1500:] + done.stderr[-1500:]

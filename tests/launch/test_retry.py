@@ -283,7 +283,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(tmp_path, number, zero):
     _, said = job.communicate(timeout=60)
     assert job.returncode == 75, said
     (saved,) = folder.glob("checkpoint-*")
-    assert f"stopped after step {saved.name[11:]}, {saved.name} is saved; `make resume RUN={folder}` goes on" in said
+    assert f"stopped after step {saved.name[11:]}, {saved.name} is saved; `make resume RUN={folder}` continues" in said
     assert Run(folder).json("result.json")["status"] == "stopped" and not (folder / "report.json").exists()
     done = subprocess.run(["make", "-C", str(ROOT), "ENV=active", f"PYTHON={python()}", "resume", f"RUN={folder}"],
                           capture_output=True, text=True, timeout=300)  # fmt: skip
@@ -691,7 +691,7 @@ from zerofit.launch import supervisor
 supervisor.SUSPENDED_SECONDS = 1.0
 RANK = '''
 import sys, time
-from zerofit import rank_status
+from zerofit.base import rank_status
 heartbeat, step = rank_status.Heartbeat(), 0
 while not heartbeat.is_last(step):
     if sys.argv[1] == "trains" or step == 0:

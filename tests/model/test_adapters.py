@@ -107,11 +107,11 @@ def reloaded(run, **kwargs):
 
 
 def assert_reloads(name, run, relative=1e-5):
-    quantisation = {}
+    method = {}
     if "bit" in name:
         dtype = torch.load(run.folder / "logits.pt", weights_only=True)["logits"].dtype
-        quantisation = {"quantization_config": quantization.config(settings_of(f"--load_in_{name[0]}bit"), dtype)}
-    net, saved = reloaded(run, **quantisation)
+        method = {"quantization_config": quantization.config(settings_of(f"--load_in_{name[0]}bit"), dtype)}
+    net, saved = reloaded(run, **method)
     quantization.keep_layout(net)
     with torch.no_grad():
         logits = net(input_ids=saved["input_ids"]).logits
@@ -311,7 +311,7 @@ def test_every_adapter_and_variant_at_every_stage(tmp_path, precision):
 
 @pytest.mark.slow
 def test_qlora_learns_the_bundled_task(tmp_path):
-    """Over 90 % exact match; mean loss of the curve within 5 % of LoRA's on the unquantised base."""
+    """Over 90 % exact match; mean loss of the curve within 5 % of LoRA's on the unquantized base."""
     common = ["--save_strategy", "no", "--eval_strategy", "no", "--logging_steps", "1"]
     cases = {
         "lora": ("lora", common),

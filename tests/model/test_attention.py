@@ -380,7 +380,7 @@ def test_a_class_without_sdpa_gets_eager():
 
 @pytest.mark.parametrize("kind, has_flex", [("gemma2", True), ("mimo_v2_flash", False)])
 def test_a_gpu_is_told_of_flex_attention_where_the_class_has_it(kind, has_flex):
-    """It stays a request: docs/speed.md says why."""
+    """It stays a request: docs/notes/speed_techniques.md says why."""
     found = resolve.resolve_settings("sft", ["--data", "none", "--model", "m"], 1, hardware.GPUS["h100-80g"])
     found.thaw()
     attention.resolve_for_model(found, AutoConfig.for_model(kind))

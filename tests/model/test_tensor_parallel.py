@@ -111,9 +111,13 @@ def test_it_goes_on_at_the_same_tp_size(tmp_path):
 @pytest.mark.parametrize(
     ("saved", "flags", "says"),
     [
-        (2, [], "--tp_size goes on only as it was saved; use --tp_size 2 --zero 2 --gpus 2 --offload none"),
-        (1, ["--tp_size", "2"], "--tp_size goes on only as it was saved; use --tp_size 1"),
-        (2, ["--tp_size", "2", "--zero", "1"], "--tp_size goes on only as it was saved; use --tp_size 2 --zero 2"),
+        (2, [], "--tp_size can only be resumed as it was saved; use --tp_size 2 --zero 2 --gpus 2 --offload none"),
+        (1, ["--tp_size", "2"], "--tp_size can only be resumed as it was saved; use --tp_size 1"),
+        (
+            2,
+            ["--tp_size", "2", "--zero", "1"],
+            "--tp_size can only be resumed as it was saved; use --tp_size 2 --zero 2",
+        ),
     ],
 )
 def test_a_checkpoint_of_another_tp_size_is_refused(saved, flags, says):

@@ -29,7 +29,7 @@ PARAMETERS = 853_120  # of the bundled model
 
 def test_stochastic_rounding_keeps_the_mean_and_what_bf16_can_hold():
     noise = bf16_adamw.Noise(0)
-    value = torch.full((200_000,), 1 + 0.3 / 128)  # 30 % of the way between two neighbours in bf16
+    value = torch.full((200_000,), 1 + 0.3 / 128)  # 30 % of the way between two neighbors in bf16
     noise.start(1, value)
     target = torch.empty_like(value, dtype=torch.bfloat16)
     bf16_adamw.round_(target, value, noise.draw(value) & 0xFFFF)
@@ -170,7 +170,7 @@ def test_adamw_goes_on_in_python_where_a_later_kernel_does_not_compile(monkeypat
     found, wanted = (_steps(compiled, torch.bfloat16, monkeypatch) for compiled in (True, False))
     assert torch.equal(found, wanted)
     (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith("note: rank 0: AdamW of --pure_bf16 goes on in Python operations")
+    assert line.startswith("note: rank 0: AdamW of --pure_bf16 continues in Python operations")
     assert line.endswith("RuntimeError: no space left on device")
 
 
@@ -559,7 +559,7 @@ RESUMED = {
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 def test_a_resumed_run_goes_on_as_the_uninterrupted_one(tmp_path):
-    """Rounding noise, curvature and quantised states included: the last two of four losses are bit-equal."""
+    """Rounding noise, curvature and quantized states included: the last two of four losses are bit-equal."""
     saving = ["--save_strategy", "steps", "--save_steps", "2", "--save_total_limit", "5"]
     cases = {}
     for name, more in RESUMED.items():
@@ -592,7 +592,7 @@ def default_task(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("name", QUALITY)
-def test_the_default_task_is_learnt(default_task, name):
+def test_the_default_task_is_learned(default_task, name):
     assert default_task[name].json("result.json")["exact_match_after"] > 0.9
 
 

@@ -152,8 +152,8 @@ def test_it_goes_on_to_the_same_bits(tmp_path, ranks, micro):
 @pytest.mark.parametrize(
     ("saved", "ranks", "flags", "says"),
     [
-        (2, 4, ["--pp_size", "4"], "--pp_size goes on only as it was saved; use --pp_size 2 --zero 1 --gpus 4"),
-        (2, 2, ["--pp_size", "2"], "--pp_size goes on only as it was saved; use --pp_size 2 --zero 1 --gpus 4"),
+        (2, 4, ["--pp_size", "4"], "--pp_size can only be resumed as it was saved; use --pp_size 2 --zero 1 --gpus 4"),
+        (2, 2, ["--pp_size", "2"], "--pp_size can only be resumed as it was saved; use --pp_size 2 --zero 1 --gpus 4"),
     ],
 )
 def test_a_checkpoint_of_other_stages_is_refused(saved, ranks, flags, says):

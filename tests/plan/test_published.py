@@ -100,7 +100,7 @@ def test_contexts_are_the_constants():
 
 
 def test_the_estimates_error_is_the_one_that_plans_name():
-    """The bounds in answer_text.SPEED_ERROR and docs/planning.md."""
+    """The bounds in answer_text.SPEED_ERROR and docs/planning_model.md."""
     errors = [row["error"] for row in published.speeds()]
     low, high = (int(number) for number in re.search(r"(-\d+) to \+(\d+) %", answer_text.SPEED_ERROR).groups())
     assert f"{len(errors)} published runs" in answer_text.SPEED_ERROR
@@ -113,7 +113,7 @@ def compared(*classes):
     return [row for point, planned in found for row in published.compare(point, planned)]
 
 
-# Beyond the bounds of published.BOUNDS; docs/planning.md has their reasons.
+# Beyond the bounds of published.BOUNDS; docs/notes/planning_accuracy.md has their reasons.
 BEYOND = {"A": set(), "AB": set()}
 
 

@@ -108,7 +108,7 @@ def test_an_older_one_goes_on_in_its_own_folder(runs, tmp_path):
     run = run_world(1, {"run": ("sft", again)}, tmp_path)["run"]
     assert [f.name for f in folder.glob("checkpoint-*")] == ["checkpoint-3"]
     assert {f.name for f in folder.glob("attempts/*/*")} == {"checkpoint-4", "checkpoint-6"}
-    assert "checkpoints after step 2, where this run goes on, were moved to" in run.json("run.json")["decisions"][-1]
+    assert "checkpoints after step 2, where this run resumes, were moved to" in run.json("run.json")["decisions"][-1]
     assert [line["step"] for line in run.metrics] == [1, 2, 3]
 
 
@@ -416,7 +416,7 @@ def test_another_programs_checkpoint(copied):
     (["--optim", "sgd"], "was saved with optim adamw_torch_fused, this run has sgd; use --optim adamw_torch_fused"),
     (["--bf16", "false"], "was saved with precision bf16, this run has fp32; use --bf16 true"),
     (["--train_on", "all"], "another data, tokenizer, template, --train_on.* or --max_length.*--ignore_resume"),
-    (["--seed", "7"], "was saved with seed 42, this run has 7; use --seed 42 .--ignore_resume_mismatch true goes on"),
+    (["--seed", "7"], "was saved with seed 42, this run has 7; use --seed 42 .add --ignore_resume_mismatch true"),
     (["--data_seed", "99"], "was saved with data_seed 42, this run has 99; use --data_seed 42"),
     (["--packing", "true"], "was saved with packing false, this run has true; use --packing false"),
     (["--eval_fraction", "0.25"], "was saved with eval_fraction 0.0, this run has 0.25; use --eval_fraction 0.0"),
@@ -424,7 +424,7 @@ def test_another_programs_checkpoint(copied):
     (["--max_samples", "40"], "was saved with max_samples 48, this run has 40; use --max_samples 48"),
     (["--max_length", "64"], "was saved with max_length 2048, this run has 64; use --max_length 2048"),
     (["--random_init", "true"], "another model than"),
-    (["--effective_batch_size", "16"], "was saved with effective_batch_size 8, this run has 16: it would go on at "
+    (["--effective_batch_size", "16"], "was saved with effective_batch_size 8, this run has 16: it would continue at "
                                        "another place"),
 ])  # fmt: skip
 def test_another_run_is_refused(runs, tmp_path, more, says):
@@ -440,10 +440,10 @@ def test_what_may_change_is_said(runs):
     """Which of the two values is taken was measured: the schedule's state has the rate, the optimizer's the decay."""
     flags = [*FLAGS, "--bf16", "true", "--resume_from_checkpoint", str(runs["2"].folder / "checkpoint-2")]
     more = ["--learning_rate", "1e-4", "--weight_decay", "0.5", "--max_steps", "6", "--lr_scheduler_type", "linear"]
-    for zero, taken in (("2", "the checkpoint's goes on"), ("3", "this run's is taken")):
+    for zero, taken in (("2", "the checkpoint's is kept"), ("3", "this run's is taken")):
         said = check_same([*flags, *more, "--zero", zero])
         for start in (
-            "learning_rate 0.001 of the checkpoint is 0.0001 here: the checkpoint's goes on",
+            "learning_rate 0.001 of the checkpoint is 0.0001 here: the checkpoint's is kept",
             "max_steps 4 of the checkpoint is 6 here: this run's is taken",
             "lr_scheduler_type cosine of the checkpoint is linear here: this run's is taken",
             f"weight_decay 0.0 of the checkpoint is 0.5 here: {taken}",
@@ -500,7 +500,7 @@ def test_a_schedule_that_follows_the_loss_stays_at_its_stage(copied):
     flags = [*FLAGS, "--bf16", "true", "--resume_from_checkpoint", str(copied / "checkpoint-4")]
     for schedule in ("reduce_lr_on_plateau", "cosine"):
         more = ["--lr_scheduler_type", schedule, "--eval_fraction", "0.25", "--ignore_resume_mismatch", "true"]
-        with pytest.raises(UserError, match="goes on only as it was saved, without a change"):
+        with pytest.raises(UserError, match="can only be resumed as it was saved, without a change"):
             check_same([*flags, *more, "--zero", "3"])
         check_same([*flags, *more, "--zero", "2"])
 

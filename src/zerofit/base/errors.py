@@ -64,7 +64,7 @@ def printable(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """Return the text as `printable` does, on one line: what others have written makes no line of its own."""
+    """Return the text as `printable` does, on one line: text that others have written adds no line."""
     return printable(text).replace("\n", "\\n").replace("\t", "\\t")
 
 

@@ -43,17 +43,14 @@ BF16_MIN_SPEEDUP = 1.2  # of a product, below which bf16 is not worth its roundi
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU visible to this process.
+    """A GPU visible to this process."""
 
-    index: torch's; free_bytes: None where nvidia-smi has no number (a MIG slice, or no nvidia-smi); exclusive: only one
-    process may use it."""
-
-    index: int
+    index: int  # torch's
     name: str
     total_bytes: int
-    free_bytes: int | None
-    capability: tuple[int, int]
-    exclusive: bool = False
+    free_bytes: int | None  # None where nvidia-smi has no number (a MIG slice, or no nvidia-smi)
+    capability: tuple[int, int]  # of CUDA, such as (9, 0)
+    exclusive: bool = False  # only one process may use it
 
     @property
     def usable_bytes(self) -> int:
@@ -161,22 +158,16 @@ USER_TABLE = "ZEROFIT_GPUS"  # environment variable: a JSON file {"name": {"memo
 
 @dataclass(frozen=True)
 class Gpu:
-    """A type of GPU by its numbers.
+    """A type of GPU by its numbers."""
 
-    device_name: whole words of torch.cuda.get_device_name(), more specific names first in the table; memory_gib: the
-    total that the driver shows; tflops: 16-bit tensor-core products with fp32 accumulation; memory_gbs: device memory,
-    GB/s; link_gbs, host_gbs, node_gbs: to the other GPUs of the node, to host memory, and this GPU's share of the
-    network to other nodes, one direction, GB/s; bf16: has bf16 arithmetic.
-    """
-
-    device_name: str
-    memory_gib: float
-    tflops: float
-    memory_gbs: float
-    link_gbs: float
-    host_gbs: float
-    bf16: bool = True
-    node_gbs: float = NODE_LINK_GBS
+    device_name: str  # whole words of torch.cuda.get_device_name(); more specific names first in the table
+    memory_gib: float  # the total that the driver shows
+    tflops: float  # 16-bit tensor-core products with fp32 accumulation
+    memory_gbs: float  # device memory, GB/s
+    link_gbs: float  # to the other GPUs of the node, one direction, GB/s
+    host_gbs: float  # to host memory, one direction, GB/s
+    bf16: bool = True  # whether it has bf16 arithmetic
+    node_gbs: float = NODE_LINK_GBS  # its share of the network to other nodes, one direction, GB/s
 
 
 # From NVIDIA's data sheets. memory_gib as nvidia-smi shows it; link_gbs: half of NVLink's two-way figure, or PCIe.

@@ -49,8 +49,8 @@ def check_reachable(asker: str, seconds: float = 3.0) -> None:
     """
     if not _is_offline() and (why := _why_unreachable(seconds)):
         raise Unavailable(
-            f"{asker}: is no folder or file here, and {why}; give a local path, or set HF_HUB_OFFLINE=1 to use what "
-            "was downloaded before."
+            f"{asker}: not a local file or folder, and {why}; give a local path, or set HF_HUB_OFFLINE=1 to use the "
+            "local cache."
         )
 
 

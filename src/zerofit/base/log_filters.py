@@ -9,7 +9,8 @@ import warnings
 def optional_packages() -> None:
     """Silence warnings of torchao, bitsandbytes and Liger about kernels for absent hardware.
 
-    Most are logged when transformers is imported, so this runs at the first import of zerofit."""
+    Most are logged when transformers is imported, so `process.begin` calls this.
+    """
     for name in ("torchao", "bitsandbytes", "bitsandbytes.backends.cpu.ops", "liger_kernel.backends.registry"):
         logging.getLogger(name).setLevel(logging.ERROR)
     logging.getLogger("torch.utils._pytree").addFilter(lambda record: "register_constant" not in record.getMessage())

@@ -85,7 +85,7 @@ def end_with_rank_only(worker: int) -> None:
 
 
 def end_with_supervisor() -> None:
-    """End this process (torchrun or a rank) when its supervisor dies, so that no orphan goes on training.
+    """End this process (torchrun or a rank) when its supervisor dies, so that no orphan continues to train.
 
     The kernel kills it with its parent (PR_SET_PDEATHSIG), even a hung rank. A thread polls as well, since DeepSpeed's
     launcher puts one more process in between, and the parent may have died before the call.

@@ -80,7 +80,7 @@ def _not_checked(trainer) -> str:
     if settings.documents_per_row == 2:
         return "the loss is a preference loss"
     if trainer.own_loss:
-        return "the recipe has a loss of its own"
+        return "the recipe has its own loss"
     if settings.ranks_per_row > 1:
         return "the rows are split over ranks"
     if trainer.router_loss:

@@ -61,7 +61,7 @@ def _why_none(trainer) -> str:
 
 
 def _tokenized(trainer, wanted: set[tuple]) -> dict[tuple, list[int]]:
-    """Return {input_ids: labels} of wanted rows that are in the sets; [] for tokens that are labelled in two ways."""
+    """Return {input_ids: labels} of wanted rows that are in the sets; [] for tokens that are labeled in two ways."""
     table: dict[tuple, list[int]] = {}
     lengths = {len(ids) for ids in wanted}
     repeated = max([1, *(round(weight) for kept, weight in trainer.tokens.statistics.get("sources", ()) if kept)])
@@ -98,7 +98,7 @@ def _conversations(trainer, tokenizer) -> Iterator[tuple[str, Conversation]]:
     names, known = reading._names(settings), formats.known_to(settings.recipe)
     for place, row, kind in itertools.islice(rows, min(LOOKED_AT, settings.max_samples or LOOKED_AT)):
         count: Counter = Counter()
-        kept = reading.tokenised([(place, row, kind)], settings, encoder, count)[0]
+        kept = reading.tokenized([(place, row, kind)], settings, encoder, count)[0]
         if kept is None or count["truncated"]:
             continue
         try:
@@ -187,7 +187,7 @@ def _forms(turns: list[dict]) -> Iterator[list[dict]]:
 def _label_fault(conversation: Conversation, turns, trained: list[int], ids, labels, tokenizer, options) -> str:
     """Return how the labels differ from the turns that are to be trained; "" if they are right.
 
-    The texts of each stand in the text of the labelled tokens, in order; no long text of another turn does.
+    The texts of each stand in the text of the labeled tokens, in order; no long text of another turn does.
     """
     text = tokenizer.decode([t for t, label in zip(ids, labels, strict=True) if label != IGNORE])
     place_in_text, answers = 0, []
@@ -203,13 +203,13 @@ def _label_fault(conversation: Conversation, turns, trained: list[int], ids, lab
                 wanted = wanted[max(k for k in range(len(wanted)) if prompt.endswith(wanted[:k])) :]
                 found = text.find(wanted, place_in_text)
             if found < 0:
-                return f"the answer of turn {i + 1} is not among the labelled tokens"
+                return f"the answer of turn {i + 1} is not among the labeled tokens"
             place_in_text = found + len(wanted)
         answers += [turn["content"].strip(), *conversations.strings(turn)]
     for i, turn in enumerate(conversation.turns):
         other = _as_decoded(turn["content"].strip(), tokenizer, text)
         if i not in trained and len(other) >= LONG and other in text and not any(other in a for a in answers):
-            return f"the {turn['role']} text of turn {i + 1} is among the labelled tokens"
+            return f"the {turn['role']} text of turn {i + 1} is among the labeled tokens"
     return ""
 
 
@@ -230,7 +230,7 @@ def _place_fault(turns: list[dict], trained: list[int], ids, labels, tokenizer, 
     on = [i for i, label in enumerate(labels) if label != IGNORE]
     runs = [i for before, i in itertools.pairwise([-2, *on]) if i > before + 1]
     if len(runs) > len(trained):
-        return f"{len(runs)} parts of the row are labelled, but {len(trained)} of its turns are to be trained"
+        return f"{len(runs)} parts of the row are labeled, but {len(trained)} of its turns are to be trained"
     render = functools.partial(tokenizer.apply_chat_template, **options)
     outside, until, marked = set(on), len(ids), _marked(turns, tokenizer, options)
     for i in reversed(trained):
@@ -249,7 +249,7 @@ def _place_fault(turns: list[dict], trained: list[int], ids, labels, tokenizer, 
         start = min([start, *(first for first in marked if len(before) < first)])
         outside -= set(range(start, until))
         until = start
-    return f"token {min(outside)} is labelled, which is in no answer that is to be trained" if outside else ""
+    return f"token {min(outside)} is labeled, which is in no answer that is to be trained" if outside else ""
 
 
 def _marked(turns: list[dict], tokenizer, options: dict) -> list[int]:

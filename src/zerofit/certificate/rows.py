@@ -70,7 +70,7 @@ def check(trainer, first_step: int) -> Check:
     if not known(trainer, first_step):
         why = "--ignore_data_skip repeats rows"
         if trainer.given_rows is None:
-            own = "the recipe has a data loader of its own"
+            own = "the recipe has its own data loader"
             why = own if trainer.tokens.stream is None else "the rows of a stream have no numbers"
         return Check("rows", None, f"rows seen: not counted: {why}")
     settings, sampler, last = trainer.settings, trainer.train_sampler, trainer.state.global_step

@@ -28,7 +28,7 @@ MEANING = ("lora_alpha", "use_rslora", "init_lora_weights", "load_in_4bit", "loa
 # Arguments that may change on resume, and whose value is used then.
 THIS_RUNS = "this run's is taken"
 
-CHECKPOINTS = "the checkpoint's goes on, which keeps it with its optimizer states"
+CHECKPOINTS = "the checkpoint's is kept, with its optimizer states"
 
 OF_GROUPS = ("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")  # in the optimizer's parameter groups
 
@@ -85,7 +85,7 @@ def check(settings, known: dict, where: str) -> None:
         raise UserError(f"{where}: {_sentence(name, was[name], now[name])}; its weights fit no other adapter.")
     for sentence in _refusals(settings, known, other_names, was, now):
         if not settings.ignore_resume_mismatch:
-            raise UserError(f"{where}: {sentence} (--ignore_resume_mismatch true goes on nevertheless).")
+            raise UserError(f"{where}: {sentence} (add --ignore_resume_mismatch true to resume anyway).")
         settings.decisions.append(f"ignore_resume_mismatch: the checkpoint {sentence}")
     if (saved_by := program.said_by(known)) and (running := program.current()) and saved_by["sha256"] != running.sha256:
         settings.decisions.append(
@@ -107,7 +107,7 @@ def _refusals(settings, known: dict, other: list[str], was: dict, now: dict):
             flag = f"--{saved} true" if name == "precision" and saved != "fp32" else f"--{name} {saved}"
             if name == "precision" and saved == "fp32":
                 flag = f"--{current} false"
-            reason = ": it would go on at another place of the data" if name == "effective_batch_size" else ""
+            reason = ": it would continue at another place of the data" if name == "effective_batch_size" else ""
             yield f"was saved with {name} {saved}, this run has {current}{reason}; use {flag}"
     for name in (name for name in (*ROWS, *MEANING) if name in other):
         yield _sentence(name, was[name], now[name])

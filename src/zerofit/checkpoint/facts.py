@@ -40,7 +40,7 @@ def _are_facts(facts) -> bool:
 
 
 def digest_of(facts: dict) -> str:
-    """Return the checksum that zerofit.json has of its own content."""
+    """Return the checksum of zerofit.json's content that it holds itself."""
     import xxhash
 
     content = {name: value for name, value in facts.items() if name != "digest"}

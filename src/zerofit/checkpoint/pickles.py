@@ -97,7 +97,7 @@ def _allowed(names) -> list[tuple]:
         module, _, attribute = name.rpartition(".")
         with contextlib.suppress(ImportError, AttributeError):  # numpy of another version
             allowed.append((getattr(importlib.import_module(module), attribute), name))
-    if "numpy.dtype" in names:  # a dtype is built as an object of its own class, which the pickle does not name
+    if "numpy.dtype" in names:  # a dtype is built as an object of a class that the pickle does not name
         import numpy
 
         allowed.append((type(numpy.dtype(numpy.uint32)), "numpy.dtypes.UInt32DType"))

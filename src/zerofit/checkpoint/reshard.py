@@ -212,7 +212,7 @@ def _schedule(trainer, checkpoint: Path) -> None:
     if not file.exists():
         raise UserError(
             f"--resume_from_checkpoint {checkpoint}: has no scheduler.pt (its schedule was of a DeepSpeed JSON), so "
-            "that its learning rate cannot go on at another stage or rank count."
+            "its learning rate cannot continue at another stage or rank count."
         )
     scheduler, saved = trainer.lr_scheduler, torch.load(file, weights_only=True)
     groups = scheduler.optimizer.param_groups
@@ -220,7 +220,7 @@ def _schedule(trainer, checkpoint: Path) -> None:
         if len(set(saved["base_lrs"])) > 1:
             raise UserError(
                 f"--resume_from_checkpoint {checkpoint}: its optimizer had {len(saved['base_lrs'])} groups of "
-                f"parameters with rates of their own, this run has {len(groups)}; resume it at the stage that it was "
+                f"parameters with different rates, this run has {len(groups)}; resume it at the stage that it was "
                 "saved at."
             )
         for name in {"base_lrs", "_last_lr", "lr_lambdas"} & set(saved):

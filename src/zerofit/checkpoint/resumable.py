@@ -54,7 +54,7 @@ def _check_split(settings, name: str, known: dict, where: str) -> None:
     if max(saved, size) == 1 or (saved == size and not settings.resharded):
         return
     raise UserError(
-        f"{where}: --{name} goes on only as it was saved; use --{name} {saved} --zero {known['zero']} --gpus "
+        f"{where}: --{name} can only be resumed as it was saved; use --{name} {saved} --zero {known['zero']} --gpus "
         f"{known['world_size']} --offload {known['offload']} --optim {known.get('optim', settings.optim)}, or begin "
         "anew from its weights with --model."
     )
@@ -69,9 +69,9 @@ def _check_schedule(settings, checkpoint: Path, known: dict, where: str) -> None
     saved = pickles.load(file) if file.exists() else {"base_lrs": []}
     if settings.lr_scheduler_type == "reduce_lr_on_plateau" or "base_lrs" not in saved:
         raise UserError(
-            f"{where}: --lr_scheduler_type reduce_lr_on_plateau goes on only as it was saved, without a change of "
-            f"stage, ranks, offload, optimizer or precision; use --zero {known['zero']} --gpus {known['world_size']} "
-            f"--offload {known['offload']}."
+            f"{where}: --lr_scheduler_type reduce_lr_on_plateau can only be resumed as it was saved, without a change "
+            f"of stage, ranks, offload, optimizer or precision; use --zero {known['zero']} "
+            f"--gpus {known['world_size']} --offload {known['offload']}."
         )
 
 
@@ -117,7 +117,8 @@ def _decide_resharding(settings, known: dict, name: str) -> None:
             f"ZeRO {was['zero']}, {was['world_size']} rank{'s' * (was['world_size'] > 1)}, offload {was['offload']}"
         )
         settings.decisions.append(
-            f"{name} was saved with {saved_with}: weights, optimizer states, learning rate and place in the data go on"
+            f"{name} was saved with {saved_with}: weights, optimizer states, learning rate and place in the data are "
+            "kept"
             + (", split anew" if settings.resharded else "")
             + ("; dropout draws other numbers" if was["world_size"] != now["world_size"] else "")
         )
@@ -157,8 +158,8 @@ def next_command(folder: Path) -> str:
     models = [f for f in run_folder.checkpoints(folder).values() if not integrity.damage(f)]
     if models:
         return (
-            f"{models[-1].name} holds the model without optimizer states (--save_only_model), so no run goes on from "
-            f"it. Keep it: {command_line.next_step('export', models[-1])}; or begin again: {resume}"
+            f"{models[-1].name} holds the model without optimizer states (--save_only_model), so no run can continue "
+            f"from it. Keep it: {command_line.next_step('export', models[-1])}; or begin again: {resume}"
         )
     return f"nothing is saved yet. Begin again: {resume}"
 

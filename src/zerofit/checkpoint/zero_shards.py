@@ -16,21 +16,15 @@ from zerofit.checkpoint import pickles
 
 @dataclass
 class OptimizerStates:
-    """Optimizer states of a checkpoint, as flat pieces of all ranks.
+    """Optimizer states of a checkpoint, as flat pieces of all ranks."""
 
-    shapes: of the trained parameters, in the order of the optimizer's groups.
-    pieces: parameter -> state -> flat pieces in order; "fp32" is the weights, other states have the optimizer's names.
-    step: the optimizer's own count, None if it keeps none.
-    unsplit: a state of the optimizer that is not one number per weight, "" if there is none.
-    loss_scale: fp16's dynamic one, else None; counters: DeepSpeed's.
-    """
-
-    shapes: dict[str, tuple[int, ...]]
+    shapes: dict[str, tuple[int, ...]]  # of the trained parameters, in the order of the optimizer's groups
+    # parameter -> state -> flat pieces in order; "fp32" is the weights, other states have the optimizer's names
     pieces: dict[str, dict[str, list[torch.Tensor]]]
-    step: float | None = None
-    unsplit: str = ""
-    loss_scale: float | None = None
-    counters: dict[str, int] = field(default_factory=dict)
+    step: float | None = None  # the optimizer's count; None if it keeps none
+    unsplit: str = ""  # a state that is not one number per weight; "" without one
+    loss_scale: float | None = None  # fp16's dynamic one; None without fp16
+    counters: dict[str, int] = field(default_factory=dict)  # DeepSpeed's
 
     def keys(self) -> list[str]:
         """Return the names of the optimizer's states, e.g. ["exp_avg", "exp_avg_sq"]."""

@@ -48,7 +48,7 @@ def _cancel_job(folder: Path, alive: list[status.SlurmJob], wait: float) -> None
             return
     _cancel(*cluster, job_id)
     if not _ended(lambda: not any(job.is_alive for job in status.jobs(folder)), status.ANSWER_SECONDS):
-        print(f"job {job_id} was told to end and has not yet; `zerofit status {folder}` tells how it stands")
+        print(f"job {job_id} was asked to end and still runs; `zerofit status {folder}` shows its state")
 
 
 def _cancel(*words: str) -> None:
@@ -69,7 +69,7 @@ def _end_process(folder: Path, wait: float) -> None:
         return
     process.send_signal(signal.SIGTERM)  # the second one kills the ranks at once
     if not _ended(lambda: not rank_status.is_there(process), status.ANSWER_SECONDS):
-        print(f"process {process.pid} was told to end and has not yet")
+        print(f"process {process.pid} was asked to end and still runs")
 
 
 def _ended(done: Callable[[], bool], seconds: float) -> bool:

@@ -62,11 +62,11 @@ END_SECONDS = 30.0  # for the other hosts to end after node 0
 
 @dataclass
 class Host:
-    """One line of the hostfile. slots: GPUs to use there; whole: whether they are GPUs 0 to n-1."""
+    """One line of the hostfile."""
 
     name: str
-    slots: list[int]
-    whole: bool
+    slots: list[int]  # GPUs to use there
+    whole: bool  # whether they are GPUs 0 to n-1
 
 
 def main(argv: list[str]) -> None:
@@ -270,7 +270,7 @@ def _tell(process: subprocess.Popen, line: str) -> None:
 
 def _show(process: subprocess.Popen, before: str) -> None:
     for line in process.stdout:
-        with contextlib.suppress(OSError):  # the terminal has closed; the job goes on until it has saved
+        with contextlib.suppress(OSError):  # the terminal has closed; the job runs until it has saved
             print(before + line, end="", flush=True)
 
 

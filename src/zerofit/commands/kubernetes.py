@@ -35,21 +35,17 @@ PLAIN = re.compile(r"[A-Za-z][A-Za-z]+[\w./-]*|--[a-z][\w-]*|\$\(\w+\)")
 
 @dataclass
 class Job:
-    """The values for the template.
-
-    least, most: nodes (equal if not elastic); gpus: processes per node; use_cpu: request no GPU; words: recipe and
-    flags for `zerofit launch` in a pod; namespace, claim, mount, secret: "" keeps the template's.
-    """
+    """The values for the template."""
 
     kind: str
     name: str
-    least: int
-    most: int
-    gpus: int
+    least: int  # nodes
+    most: int  # nodes; more than `least` for an elastic job
+    gpus: int  # processes per node
     image: str
-    use_cpu: bool
-    words: list[str]
-    namespace: str = ""
+    use_cpu: bool  # request no GPU
+    words: list[str]  # recipe and flags for `zerofit launch` in a pod
+    namespace: str = ""  # "" keeps the template's, here and below
     claim: str = ""
     mount: str = ""
     secret: str = ""

@@ -134,7 +134,7 @@ def _model(settings, folder: Path, named: str, started: program.Program):
 
 
 def _own_trainer(settings, model, tokenizer, started: program.Program):
-    """Return the trainer of a recipe of one's own, which has a loss of its own; None if it has not."""
+    """Return the trainer of a user's recipe, which has another loss; None without one."""
     from datasets import Dataset
 
     from zerofit.data.tokens import TokenizedDataset

@@ -95,11 +95,11 @@ def far(folder: Path) -> str:
 
 @dataclass
 class SlurmJob:
-    """A job, or one of an array. state: SLURM's, or "unknown"; words: details to print."""
+    """A job, or one of an array."""
 
     id: str
-    state: str
-    words: str
+    state: str  # SLURM's, or "unknown"
+    words: str  # details to print
 
     @property
     def is_alive(self) -> bool:

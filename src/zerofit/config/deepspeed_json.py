@@ -55,7 +55,7 @@ INSTEAD = {
 }
 
 # Data-parallel ranks up to which stages 1 and 2 reduce gradients to their owners. NCCL reduces along a chain of them,
-# whose latency outweighs the saved bytes from about 100 GPUs on, by its cost model (docs/speed.md).
+# whose latency outweighs the saved bytes from about 100 GPUs on, by its cost model (docs/notes/speed_techniques.md).
 REDUCE_UP_TO = 64
 
 # JSON key -> the argument with the same meaning; "auto" in the JSON takes the argument's value.

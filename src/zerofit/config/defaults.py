@@ -266,7 +266,7 @@ def solve_batch(settings: Settings) -> None:
         settings.source[names[0]] = "default"
     settings.decisions.append(
         f"effective batch {effective} = per_device_train_batch_size {micro} x gradient_accumulation_steps "
-        f"{accumulation} x {_data_ranks_in_words(settings)}"
+        f"{accumulation} x {_data_ranks_text(settings)}"
     )
     _solve_eval_batch(settings)
 
@@ -279,7 +279,7 @@ def _solve_eval_batch(settings: Settings) -> None:
         decide(settings, name, micro, "as many rows as a micro batch has, so that evaluation needs no more memory")
 
 
-def _data_ranks_in_words(settings: Settings) -> str:
+def _data_ranks_text(settings: Settings) -> str:
     ranks, count = settings.world_size, settings.data_ranks
     if count == ranks:
         return f"{ranks} rank{'s' * (ranks > 1)}"

@@ -271,7 +271,7 @@ def _check_super_offload(section: dict, path: Path, settings) -> None:
         raise UserError(f"{where}: steps in host memory; leave --offload_path (NVMe) out.")
     if settings.fp16:
         raise UserError(f"{where}: steps before fp16's loss scale is taken out of the gradients; use --bf16 true.")
-    _refuse_resume(where, "the Adam moments, which live in a process of their own,", settings)
+    _refuse_resume(where, "the Adam moments of its separate process", settings)
     gpu = settings.planned_gpu.device_name if settings.planned_gpu else torch.cuda.get_device_name()
     if not any(chip in gpu for chip in SUPERCHIPS):
         settings.decisions.append(
@@ -290,8 +290,8 @@ def unsaved(settings) -> str:
 def _refuse_resume(where: str, what: str, settings) -> None:
     if (settings.resume_from_checkpoint or "false").lower() != "false":
         raise UserError(
-            f"{where} with --resume_from_checkpoint: DeepSpeed does not save {what} and would go on from zeros in "
-            "silence; leave one of the two out."
+            f"{where} with --resume_from_checkpoint: DeepSpeed does not save {what}: a resumed run "
+            "would silently restart them from zero. Remove one of the two."
         )
     settings.decisions.append(f"{where}: checkpoints cannot be resumed (DeepSpeed does not save {what.rstrip(',')})")
 

@@ -109,7 +109,7 @@ class EpochSampler(torch.utils.data.Sampler):
 def training_sampler(dataset: DatasetWithFiller, args, weights: list[float] | None, data_ranks: int) -> EpochSampler:
     """Return the sampler of a training set: an optimizer step has the same rows for every rank count.
 
-    Args: args: TrainingArguments; weights: of rows; packs have weights of their own. data_ranks: of Settings.
+    Args: args: TrainingArguments; weights: of rows; packs have their own. data_ranks: of Settings.
     Raises: UserError for a --train_sampling_strategy that depends on the number of ranks.
     """
     effective, order = args.per_device_train_batch_size * args.gradient_accumulation_steps * data_ranks, None
@@ -135,7 +135,7 @@ def training_sampler(dataset: DatasetWithFiller, args, weights: list[float] | No
 class Collator:
     """Pad rows on the right to (rows, longest rounded up); padding has mask 0 and label IGNORE.
 
-    The documents of a row with `lengths` (the two sides of a pair) become rows of their own. transformers'
+    The documents of a row with `lengths` (the two sides of a pair) become separate rows. transformers'
     DataCollatorForSeq2Seq pads as the tokenizer does, some on the left, and takes twice the time.
     """
 
@@ -158,7 +158,7 @@ class Collator:
 
 
 def documents(row: dict) -> list[dict]:
-    """Return the documents of a row as rows of their own; without `lengths` the row itself."""
+    """Return the documents of a row as separate rows; without `lengths` the row itself."""
     if "lengths" not in row:
         return [row]
     ends = list(itertools.accumulate(row["lengths"], initial=0))

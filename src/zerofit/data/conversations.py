@@ -89,12 +89,12 @@ KNOWN_BY = {
 
 @dataclass
 class Conversation:
-    """Chat turns for the template. trained[i]: turn i is an answer to train on (`train` of the data)."""
+    """Chat turns for the template."""
 
     turns: list[dict]
-    trained: list[bool]
+    trained: list[bool]  # for each turn: whether it is an answer to train on (`train` of the data)
     tools: list | None = None
-    notes: tuple[str, ...] = ()  # warnings about a row that is used nevertheless
+    notes: tuple[str, ...] = ()  # warnings about a row that is still used
 
 
 def choose_template(name: str, tokenizer) -> str:

@@ -48,7 +48,7 @@ def _fingerprint(sources: list[Source], settings, tokenizer, limit: int | None) 
                 form = [suffix(file), file.suffix.lower(), file.stat().st_size]
                 digest.update((json.dumps(form) + "\n").encode())
                 with file.open("rb") as opened:
-                    hashlib.file_digest(opened, lambda: digest)  # goes on with this digest
+                    hashlib.file_digest(opened, lambda: digest)  # adds to this digest
         except OSError as error:
             raise UserError(f"{error.filename or source}: cannot be read: {error.strerror}.") from None
     hash_options(digest, sources, settings, tokenizer, limit)
@@ -89,7 +89,7 @@ def cache_folder() -> Path:
         fallback = Path(tempfile.mkdtemp(prefix="zerofit-"))
         os.environ["ZEROFIT_CACHE"] = str(fallback)  # inherited by the ranks
         print(
-            f"note: {tempfile.gettempdir()}/zerofit-{os.getuid()} is not this user's alone; tokenised rows are in "
+            f"note: {tempfile.gettempdir()}/zerofit-{os.getuid()} is not this user's alone; tokenized rows are in "
             f"{fallback}",
             flush=True,
         )
@@ -193,7 +193,7 @@ def _encode(chunk: list, kind: str) -> tuple[Counter, object]:
     import pyarrow as pa
 
     (encoder, settings), count = _work, Counter()
-    encoded = reading.tokenised([(*row, kind) for row in chunk], settings, encoder, count, as_arrays=True)
+    encoded = reading.tokenized([(*row, kind) for row in chunk], settings, encoder, count, as_arrays=True)
     kept = [row for row in encoded if row is not None]
     if not kept:
         return count, None
@@ -227,7 +227,7 @@ def _encoded(chunks: Iterator[list], kind: str, pool, workers: int) -> Iterator[
             yield waiting.popleft().result()
     except BrokenProcessPool:
         raise UserError(
-            "a tokenising process was killed, most likely for its memory; use --preprocessing_num_workers 1."
+            "a process that tokenizes was killed, most likely for its memory; use --preprocessing_num_workers 1."
         ) from None
 
 
@@ -286,7 +286,7 @@ def _write(table: Path, sources: list[Source], settings, encoder: encoding.Encod
                     longest = max(longest, pc.max(lengths).as_py())
                 if time.monotonic() - last_printed > 5:
                     last_printed = time.monotonic()
-                    print(f"tokenising: {count['rows']:,} rows, {count['tokens']:,} tokens", flush=True)
+                    print(f"tokenizing: {count['rows']:,} rows, {count['tokens']:,} tokens", flush=True)
             per_source.append((count["kept"] - before, source.weight))
             if count["template text rows"] < template_text.MOST_ROWS:
                 count.update(reading.template_tokens([(*row, kind) for row in sample], settings, encoder))

@@ -77,7 +77,7 @@ class Encoder:
         """Encode [(place, parsed row)] as [(input_ids, labels)], in order; untrained labels are IGNORE.
 
         Args: refuse: called with place and error of an unusable row, for which None is returned. as_arrays: return
-            rows that were labelled as arrays (int32) as they are, without making lists of them.
+            rows that were labeled as arrays (int32) as they are, without making lists of them.
         Raises: UserError for an unusable row, without `refuse`.
         """
         self.tokenizer.backend_tokenizer.no_truncation()  # tokenizer.json may set both
@@ -103,11 +103,11 @@ class Encoder:
         if texts:
             # Calls with split_special_tokens leave it on.
             self.tokenizer.backend_tokenizer.encode_special_tokens = False
-            for i, row in zip(slots, self._labelled_texts(texts, spans, as_arrays), strict=True):
+            for i, row in zip(slots, self._labeled_texts(texts, spans, as_arrays), strict=True):
                 encoded[i] = row
         return encoded
 
-    def _labelled_texts(
+    def _labeled_texts(
         self, texts: list[str], spans: list[list[tuple[int, int]]], as_arrays: bool
     ) -> Iterator[tuple[list[int], list[int]] | tuple[np.ndarray, np.ndarray]]:
         """Yield (ids, labels) of rendered texts, placed by the bytes of the tokens where these are known."""
@@ -117,13 +117,13 @@ class Encoder:
         for encoding, text, row_spans in zip(encode_batch(texts, add_special_tokens=False), texts, spans, strict=True):
             row = None
             if token_bytes is not None and _keeps(normalizer, text):
-                row = _labelled_by_bytes(np.array(encoding.ids, dtype=np.int32), text, row_spans, token_bytes)
+                row = _labeled_by_bytes(np.array(encoding.ids, dtype=np.int32), text, row_spans, token_bytes)
             if row is not None:
                 yield row if as_arrays else (row[0].tolist(), row[1].tolist())
                 continue
             if token_bytes is not None:
                 encoding = backend.encode(text, add_special_tokens=False)  # with offsets
-            yield _labelled(encoding, len(text), row_spans, self.special_ids)
+            yield _labeled(encoding, len(text), row_spans, self.special_ids)
 
     def _ids(self, place: str, content: conversations.Conversation | str | dict) -> tuple[list[int], list[int]]:
         """Encode token lists, plain text, or a conversation whose text holds control words."""
@@ -557,9 +557,7 @@ def _template_errors(place: str) -> Iterator[None]:
             signal.signal(signal.SIGVTALRM, before)
 
 
-def _labelled(
-    encoding, length: int, spans: list[tuple[int, int]], special_ids: set[int]
-) -> tuple[list[int], list[int]]:
+def _labeled(encoding, length: int, spans: list[tuple[int, int]], special_ids: set[int]) -> tuple[list[int], list[int]]:
     """Return (ids, labels) of one encoded text; every token with a character in a span is trained."""
     ids = encoding.ids
     labels = [conversations.IGNORE] * len(ids)
@@ -622,10 +620,10 @@ def _keeps(normalizer, text: str) -> bool:
     )
 
 
-def _labelled_by_bytes(
+def _labeled_by_bytes(
     ids: np.ndarray, text: str, spans: list[tuple[int, int]], token_bytes: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return what `_labelled` does; None if the tokens do not add up to the bytes of the text."""
+    """Return what `_labeled` does; None if the tokens do not add up to the bytes of the text."""
     if not text.isascii():
         spans = [(len(text[:start].encode()), len(text[:end].encode())) for start, end in spans]
     ends = token_bytes[ids].cumsum()

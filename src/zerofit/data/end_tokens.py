@@ -76,15 +76,12 @@ def summary(entries: dict[str, int]) -> list[dict]:
 
 @dataclass(frozen=True)
 class Ends:
-    """Where generation must stop. words: tokens that end trained answers, commonest first; ids: theirs.
+    """Where generation must stop."""
 
-    eos: the one that becomes the tokenizer's eos_token, "" where that stays; said: sentences for the start of the run.
-    """
-
-    words: tuple[str, ...]
-    ids: tuple[int, ...]
-    eos: str
-    said: tuple[str, ...]
+    words: tuple[str, ...]  # tokens that end trained answers, commonest first
+    ids: tuple[int, ...]  # theirs
+    eos: str  # the one that becomes the tokenizer's eos_token; "" where that stays
+    said: tuple[str, ...]  # sentences for the start of the run
 
 
 def decide(found: list[dict], tokenizer, known: Collection[int]) -> Ends:

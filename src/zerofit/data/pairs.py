@@ -1,7 +1,7 @@
 """Parse and tokenize preference pairs: a prompt with a chosen and a rejected answer.
 
 A tokenized pair is one row of two documents: input_ids and labels of the chosen side, followed by those of the rejected
-side, and `lengths` of both. Only the answers are labelled; turns that both sides share are the prompt.
+side, and `lengths` of both. Only the answers are labeled; turns that both sides share are the prompt.
 """
 
 import re
@@ -108,7 +108,7 @@ def _is_empty(conversation: Conversation) -> bool:
     return all(map(conversations.is_empty, answers))
 
 
-def tokenised(
+def tokenized(
     raw: Iterable[tuple[str, Any]],
     parsed_row: Callable[[str, Any], dict],
     cut: Callable[[list[int], list[int], Counter], tuple | None],

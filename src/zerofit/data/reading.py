@@ -37,7 +37,7 @@ COUNTS = (
 )
 
 
-def tokenised(
+def tokenized(
     raw: Iterable[tuple], settings, encoder: encoding.Encoder, count: Counter, as_arrays: bool = False
 ) -> list[tuple | None]:
     """Tokenize (place, row of sources.read_rows, format) into (input_ids, labels), None if dropped; pairs of a
@@ -46,9 +46,9 @@ def tokenised(
     An empty format ("") is detected row by row. as_arrays: see Encoder.encode.
     Raises: UserError for a row that cannot be used, unless --bad_rows drop.
     """
-    names, tokenized, parsed, slots = _names(settings), [], [], []
+    names, rows, parsed, slots = _names(settings), [], [], []
     if settings.documents_per_row == 2:
-        tokenized = pairs.tokenised(
+        rows = pairs.tokenized(
             ((place, row) for place, row, _ in raw),
             lambda place, row: _renamed(place, row, names),
             lambda ids, labels, of_sides: truncate(ids, labels, settings, of_sides),
@@ -57,10 +57,10 @@ def tokenised(
             count,
         )
         _count_notes(encoder, count)
-        return tokenized
+        return rows
     known = formats.known_to(settings.recipe)
     for place, row, kind in raw:
-        tokenized.append(None)
+        rows.append(None)
         count["rows"] += 1
         try:
             columns = _renamed(place, row, names)
@@ -69,14 +69,14 @@ def tokenised(
         except UserError as error:
             _refuse(place, error, settings, count)
         else:
-            slots.append(len(tokenized) - 1)
+            slots.append(len(rows) - 1)
             count[f"format {kind}"] += 1
             count.update(f"not used {name}" for name in formats.not_used(columns, kind, known))
     encoded = encoder.encode(parsed, lambda place, error: _refuse(place, error, settings, count), as_arrays)
     for i, pair in zip(slots, encoded, strict=True):
-        tokenized[i] = None if pair is None else truncate(*pair, settings, count)
+        rows[i] = None if pair is None else truncate(*pair, settings, count)
     _count_notes(encoder, count)
-    return tokenized
+    return rows
 
 
 def _count_notes(encoder: encoding.Encoder, count: Counter) -> None:

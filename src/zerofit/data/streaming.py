@@ -117,7 +117,7 @@ class Stream(torch.utils.data.IterableDataset):
 
     def encoded(self, raw: list, count: Counter) -> list[tuple[list[int], list[int]] | None]:
         """Return (input_ids, labels) of each row, None for a dropped one; counts both in `count`."""
-        return reading.tokenised(raw, self.settings, self.encoder, count)
+        return reading.tokenized(raw, self.settings, self.encoder, count)
 
     def _samples(self) -> Iterator:
         for epoch in itertools.count():

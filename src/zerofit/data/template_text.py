@@ -126,7 +126,7 @@ def count(encoder: "Encoder", rows: Iterable[tuple[str, object]]) -> Counter:
     """Count the tokens in the loss of (place, parsed row) by who wrote them: COUNTS.
 
     end: end tokens. template: of no field. openings: those of them that --mask_generation_prompt leaves out. Rows
-    without answers of their own (text, tokens), with control words in their text, or refused, are not counted.
+    without their own answers (text, tokens), with control words in their text, or refused, are not counted.
     """
     total: Counter = Counter()
     for place, row in rows:
@@ -177,5 +177,5 @@ def _tokens(encoder: "Encoder", text: str, spans: list[tuple[int, int]]) -> np.n
     backend = encoder.tokenizer.backend_tokenizer
     backend.encode_special_tokens = False
     spans = [(start, end) for start, end in spans if start < end]
-    _, labels = next(encoder._labelled_texts([text], [spans], as_arrays=True))
+    _, labels = next(encoder._labeled_texts([text], [spans], as_arrays=True))
     return np.asarray(labels) != IGNORE

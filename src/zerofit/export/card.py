@@ -41,7 +41,7 @@ def _progress(saved) -> tuple[int | None, str]:
     try:
         if saved.run and saved.folder.name == "final":
             result = json.loads((saved.run / "result.json").read_text(encoding="utf-8"))
-            return result.get("steps"), model_card.losses_in_words(result.get("last_loss"), result.get("eval_loss"))
+            return result.get("steps"), model_card.losses_sentence(result.get("last_loss"), result.get("eval_loss"))
         state = json.loads((saved.folder / "trainer_state.json").read_text(encoding="utf-8"))
         return state["global_step"], model_card.losses(state["log_history"], state["global_step"])
     except (OSError, ValueError, KeyError):
@@ -52,7 +52,7 @@ def _agreement(report: dict) -> str:
     result = report["agreement"]
     if result is None:
         return "Not compared with the trained weights after writing (`--check false`)."
-    return f"Reloaded after writing and compared with what was trained: {compare.in_words(result)}."
+    return f"Reloaded after writing and compared with what was trained: {compare.sentence(result)}."
 
 
 def _notes(saved, report: dict) -> list[str]:

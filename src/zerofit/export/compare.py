@@ -60,18 +60,18 @@ def check(given, saved, out: Path, report: dict) -> dict | None:
             last_line = (process.stderr.strip().splitlines() or ["no message"])[-1]
             raise UserError(f"{out.name}: the export could not be compared ({last_line[:300]}); nothing is kept.")
         result = json.loads((Path(folder) / "result.json").read_text(encoding="utf-8"))
-    print(f"  reloaded and compared: {in_words(result)}", flush=True)
+    print(f"  reloaded and compared: {sentence(result)}", flush=True)
     if not result["agrees"]:
         fix = f" (rounding to {report['dtype']}? --dtype float32 does without)" if report["dtype"] != "float32" else ""
         raise UserError(
-            f"the export does not compute what {saved.folder} computes: {in_words(result)}; nothing is kept{fix}."
+            f"the export does not compute what {saved.folder} computes: {sentence(result)}; nothing is kept{fix}."
         )
     if result["generated"]["missing"]:
         raise UserError(
             f"{out.name}: trained answers end with {', '.join(result['generated']['missing'])}, which is missing among "
             "the eos_token_id of its generation_config.json; nothing is kept."
         )
-    if said := ends.in_words(result["generated"], report["ends"]):
+    if said := ends.sentence(result["generated"], report["ends"]):
         print(f"  {said}", flush=True)
     if request["unit"] > UNIT["float32"] and (note := _much_rounding(result)):
         report["notes"].append(note)
@@ -84,7 +84,7 @@ def _much_rounding(result: dict) -> str:
     if result["merged"] and result["mean"] > result["effect"] / 2:
         return (
             f"the adapter moves the logits by {result['effect']:.2g} on average, rounding by {result['mean']:.2g}: "
-            "much of what it learnt is lost; --dtype float32 keeps it"
+            "much of what it learned is lost; --dtype float32 keeps it"
         )
     if result["mean"] > result["independent"]:
         return (
@@ -119,7 +119,7 @@ def _cast_to(given, saved, report: dict) -> str:
     return str(saved.dtype).removeprefix("torch.") if report["masters"] else report["dtype"]
 
 
-def in_words(result: dict) -> str:
+def sentence(result: dict) -> str:
     text = f"largest |logit difference| {result['max']:.2g}, mean {result['mean']:.2g}"
     if not result["exact"]:
         text += f" (bounds {result['bound_max']:.2g} and {result['bound_mean']:.2g}; "

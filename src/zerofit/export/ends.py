@@ -72,13 +72,13 @@ def _sample(saved, tokenizer) -> tuple[list[int], list[int]] | None:
     with contextlib.suppress(UserError, OSError):  # e.g. the file is another one by now
         kind, rows = reading.kind_of(reading.read(sources.Source(path), settings), settings)
         raw = [(*row, kind) for row in itertools.islice(rows, LOOKED_AT)]
-        for row in filter(None, reading.tokenised(raw, settings, encoding.Encoder(tokenizer), Counter())):
+        for row in filter(None, reading.tokenized(raw, settings, encoding.Encoder(tokenizer), Counter())):
             stop = row[2][0] if len(row) == 3 else None  # of a pair, the chosen side
             samples.append(generation.prompt_and_answer({"input_ids": row[0][:stop], "labels": row[1][:stop]}))
     return min(samples, key=lambda sample: len(sample[1]), default=None)
 
 
-def in_words(result: dict, ends: dict[str, int]) -> str:
+def sentence(result: dict, ends: dict[str, int]) -> str:
     """Return what `generate` found, as a sentence; "" where no end token of the run is known."""
     if not ends:
         return ""

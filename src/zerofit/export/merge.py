@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from zerofit.base.errors import UserError
-from zerofit.export.source import Saved, load_base, wrong_base_in_words
+from zerofit.export.source import Saved, load_base, with_wrong_base_named
 from zerofit.model.weights import complete, stored
 
 # Fields of peft's LoraConfig that do not change what A and B mean once they are trained.
@@ -36,7 +36,7 @@ def reason_for_full_merge(saved: Saved) -> str:
     for name in stored.Weights(saved.folder).where:
         match = re.fullmatch(r"base_model\.model\.(.+)\.lora_[AB]\.weight", name)
         if not match or f"{match[1]}.weight" not in base.where:
-            return f"{name} has no weight of its own in the base's files"
+            return f"{name} has no separate weight in the base's files"
         if tied and not re.search(r"\.\d+\.", match[1]):
             return f"{match[1]} is tied"
     return ""
@@ -87,7 +87,7 @@ def merge_model(saved: Saved, adapter, device: str):
         head = model.get_output_embeddings()
         head.weight = torch.nn.Parameter(head.weight.detach().clone())  # else the embedding would change too
         model.config.tie_word_embeddings = False
-    model = wrong_base_in_words(saved, lambda: PeftModel.from_pretrained(model, saved.folder))
+    model = with_wrong_base_named(saved, lambda: PeftModel.from_pretrained(model, saved.folder))
     if not hasattr(model.base_model, "merge_and_unload"):
         raise UserError(
             f"--merge: a {kind} adapter lengthens the input instead of changing weights; export it without."

@@ -24,18 +24,14 @@ HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass
 class Saved:
-    """A saved model or adapter.
+    """A saved model or adapter."""
 
-    folder: holds the weights; run: its run folder, None if another program made it; facts: run.json; adapter:
-    adapter_config.json, None for a full model; base: folder of the adapter's base; remote: --trust_remote_code.
-    """
-
-    folder: Path
-    run: Path | None = None
-    facts: dict = field(default_factory=dict)
-    adapter: dict | None = None
-    base: str = ""
-    remote: bool = False
+    folder: Path  # holds the weights
+    run: Path | None = None  # its run folder; None if another program made it
+    facts: dict = field(default_factory=dict)  # run.json
+    adapter: dict | None = None  # adapter_config.json; None for a full model
+    base: str = ""  # folder of the adapter's base
+    remote: bool = False  # --trust_remote_code
 
     def argument(self, name: str):
         """Return the run's value of an argument; None for a folder of another program."""
@@ -278,7 +274,7 @@ def load(saved: Saved, device: str = "cpu"):
     model = _with_its_ends(load_base(saved, device), saved)
     # DeepSpeed trains an adapter in the base's dtype; PEFT would compute it in fp32.
     as_trained = {"autocast_adapter_dtype": saved.dtype == torch.float32}
-    model = wrong_base_in_words(saved, lambda: PeftModel.from_pretrained(model, saved.folder, **as_trained))
+    model = with_wrong_base_named(saved, lambda: PeftModel.from_pretrained(model, saved.folder, **as_trained))
     return model.eval()
 
 
@@ -306,7 +302,7 @@ def load_base(saved: Saved, device: str = "cpu"):
     return model
 
 
-def wrong_base_in_words(saved: Saved, load_adapter):
+def with_wrong_base_named(saved: Saved, load_adapter):
     try:
         return load_adapter()
     except (RuntimeError, ValueError) as error:  # size mismatch, target modules not found

@@ -7,6 +7,11 @@ import logging
 import signal
 import sys
 
+from zerofit.base import process
+
+if __name__ == "__main__":
+    process.begin()  # before the next lines, which take seconds
+
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing import api
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

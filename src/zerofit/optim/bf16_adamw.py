@@ -67,7 +67,7 @@ def chunks(*tensors: torch.Tensor):
 def update_(w, g, m, v, noise, decay, keep1, take1, keep2, take2, correction2, rate, eps) -> None:
     """Apply one step of AdamW to a chunk of weights and moments, in place.
 
-    Each product, sum, quotient and root is an operation of its own, rounded by itself: no lerp, addcmul or addcdiv,
+    Each product, sum, quotient and root is a separate operation, rounded by itself: no lerp, addcmul or addcdiv,
     which fuse two of them on some devices. So the numbers are the same compiled and not.
 
     Args: noise: int32 of the same shape, all bits random, or None to round to nearest; others: scalars in fp32 on the
@@ -164,7 +164,7 @@ class AdamW(torch.optim.Optimizer):
         """Apply update_, compiled if it can be.
 
         A tensor of another kind, such as an expert's that has a gradient for the first time, is compiled anew in the
-        middle of a run, before anything is written. Where that fails, this rank goes on in Python.
+        middle of a run, before anything is written. Where that fails, this rank continues in Python.
         """
         if self.compiled:
             try:
@@ -174,8 +174,8 @@ class AdamW(torch.optim.Optimizer):
             except Exception as error:
                 self.compiled = False
                 print(
-                    f"note: rank {distributed.rank()}: AdamW of --pure_bf16 goes on in Python operations, which takes "
-                    f"longer: {type(error).__name__}: {first_line(error)}",
+                    f"note: rank {distributed.rank()}: AdamW of --pure_bf16 continues in Python operations, which "
+                    f"takes longer: {type(error).__name__}: {first_line(error)}",
                     flush=True,
                 )
             else:

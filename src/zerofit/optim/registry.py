@@ -45,8 +45,8 @@ _TORCHAO = {
     "stages": "0",
     "offload": False,
     "rounding": "stochastic",
-    "why_not": "it quantises only tensors whose size is a multiple of its block, which ZeRO's flat partitions rarely "
-    "are: the states would stay in fp32 without a word; use adamw_8bit",
+    "why_not": "it quantizes only tensors whose size is a multiple of its block, which ZeRO's flat partitions rarely "
+    "are: the states would silently stay in fp32; use adamw_8bit",
 }
 
 _PROJECTED = {

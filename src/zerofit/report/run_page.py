@@ -109,7 +109,7 @@ def main(argv: list[str]) -> None:
 def write(folder: Path, told: bool = False) -> None:
     """Write the report of a run that has ended, print where it is and the next command.
 
-    A run never fails for its report. Args: told: how to go on has been printed already.
+    A run never fails for its report. Args: told: the next command has been printed already.
     """
     try:
         paths.write_text(folder / FILE, of_one(Run(folder)))
@@ -145,7 +145,7 @@ def of_one(run: Run) -> str:
             page_parts.section("Memory", page_parts.charts(_memory(run))),
             page_parts.section("Samples", _samples(run)),
             page_parts.section("Checkpoints", page_parts.table(["", "size"], _checkpoints(run.folder))),
-            page_parts.section("How to go on", page_parts.code(next_steps(run.folder))),
+            page_parts.section("Next command", page_parts.code(next_steps(run.folder))),
             page_parts.section("What was run", _what_was_run(run)),
         ],
     )
@@ -287,7 +287,7 @@ def of_several(runs: list[Run]) -> str:
             page_parts.section("Figures", page_parts.table(head, rows)),
             page_parts.section("Settings that differ", settings or "<p>None.</p>"),
             page_parts.section("Training", page_parts.charts(_charts(runs))),
-            page_parts.section("How to go on", page_parts.code([c for run in runs for c in next_steps(run.folder)])),
+            page_parts.section("Next command", page_parts.code([c for run in runs for c in next_steps(run.folder)])),
         ],
     )
 

@@ -14,25 +14,19 @@ NO_NAMES = ("model", "base", "weights", "snapshot")
 
 @dataclass
 class Card:
-    """What a model card says.
+    """What a model card says."""
 
-    facts: run.json, {} for a folder of another program;  name: a title without facts;  architecture: the model's class;
-    adapter: adapter_config.json of what was trained, None for a full model;  merged: the adapter is in its base;
-    steps, losses: of these weights;  weights: their dtype, in words;  made: what zerofit did;  own_ends: an adapter's
-    folder says where generation stops;  body: sentences below the table.
-    """
-
-    facts: dict
-    name: str
-    architecture: str
-    adapter: dict | None
-    steps: int | None
-    losses: str
-    weights: str
-    merged: bool = False
-    made: str = "Trained"
-    own_ends: bool = False
-    body: list[str] = field(default_factory=list)
+    facts: dict  # run.json; {} for a folder of another program
+    name: str  # the title of a card without facts
+    architecture: str  # the model's class
+    adapter: dict | None  # adapter_config.json of what was trained; None for a full model
+    steps: int | None  # of these weights
+    losses: str  # a phrase on the losses of these weights
+    weights: str  # a phrase for their dtype
+    merged: bool = False  # whether the adapter is in its base
+    made: str = "Trained"  # what zerofit did
+    own_ends: bool = False  # whether an adapter's folder says where generation stops
+    body: list[str] = field(default_factory=list)  # sentences below the table
 
     def argument(self, name: str):
         """Return the run's value of an argument; None without facts."""
@@ -130,13 +124,13 @@ def stretches(facts: dict, steps: int | None) -> str:
 
 
 def losses(history: list[dict], step: int) -> str:
-    """Return the last losses up to a step, in words. Args: history: transformers' log_history."""
+    """Return a phrase on the last losses up to a step. Args: history: transformers' log_history."""
     seen = [entry for entry in history if entry.get("step", 0) <= step]
     train, held_out = (next((e[name] for e in reversed(seen) if name in e), None) for name in ("loss", "eval_loss"))
-    return losses_in_words(train, held_out)
+    return losses_sentence(train, held_out)
 
 
-def losses_in_words(train: float | None, held_out: float | None) -> str:
+def losses_sentence(train: float | None, held_out: float | None) -> str:
     pairs = ((train, "training"), (held_out, "held out"))
     return ", ".join(f"{value:.4f} {where}" for value, where in pairs if value is not None)
 

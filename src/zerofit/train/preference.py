@@ -235,11 +235,9 @@ def _pairs_key(pairs) -> str:
 def _answer_tokens(inputs) -> torch.Tensor:
     """Return the supervised tokens of the chosen and rejected side of each pair, (pairs, 2); 0 for fillers."""
     documents, count = document_of_each_token(inputs)
-    labelled = (
-        torch.nn.functional.pad(inputs["labels"][..., 1:], (0, 1), value=fused_loss.IGNORED) != fused_loss.IGNORED
-    )
-    zeros = torch.zeros(count, dtype=torch.long, device=labelled.device)
-    return zeros.index_add(0, documents, labelled.flatten().long()).view(-1, 2)
+    labeled = torch.nn.functional.pad(inputs["labels"][..., 1:], (0, 1), value=fused_loss.IGNORED) != fused_loss.IGNORED
+    zeros = torch.zeros(count, dtype=torch.long, device=labeled.device)
+    return zeros.index_add(0, documents, labeled.flatten().long()).view(-1, 2)
 
 
 def _sums(losses, rewards, scores, own, real) -> torch.Tensor:

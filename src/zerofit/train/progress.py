@@ -86,7 +86,7 @@ class Reporter(TrainerCallback):
         self.skipped_steps = 0  # by stage 0's loss scaler; DeepSpeed's engine counts its own
         self.heartbeat = rank_status.Heartbeat()
         self.save_clock = save.SaveTimer(trainer.settings.save_every_minutes)
-        self.stopping = False  # the supervisor was told to stop: this step is saved and is the last
+        self.stopping = False  # the supervisor was asked to stop: this step is saved and is the last
         self.before = None  # the score before training, on the bundled task
         self.samples_before = {}  # {prompt: answer before training}
 
@@ -124,7 +124,7 @@ class Reporter(TrainerCallback):
         if args.process_index == 0 and wants_bar(trainer.settings):
             from tqdm import tqdm
 
-            tqdm.monitor_interval = 0  # no thread of its own that draws between two pieces of a line
+            tqdm.monitor_interval = 0  # no separate thread that draws between two pieces of a line
             self.bar = tqdm(
                 total=state.max_steps,
                 initial=state.global_step,
@@ -182,7 +182,7 @@ class Reporter(TrainerCallback):
         if args.process_index == 0 and {"mlflow", "dagshub"} & set(args.report_to):
             import mlflow
 
-            # transformers' callback has ended its run; an evaluation of final/ goes on with it instead of a new one.
+            # transformers' callback has ended its run; an evaluation of final/ continues it instead of a new one.
             if run := mlflow.last_active_run():
                 os.environ["MLFLOW_RUN_ID"] = run.info.run_id
 

@@ -19,7 +19,7 @@ from zerofit.train.trainer import ZerofitTrainer
 
 @contextlib.contextmanager
 def failures_reported(trainer: ZerofitTrainer):
-    """Write a failure to result.json and raise it again, an out-of-memory or a full disk explained in words."""
+    """Write a failure to result.json and raise it again, with a sentence for out of memory and a full disk."""
     try:
         with memory_report.explained(trainer):
             yield
@@ -110,7 +110,7 @@ def evaluate(trainer: ZerofitTrainer) -> dict:
     metrics["samples"] = samples
     if trainer.args.process_index == 0:
         for sample in samples:
-            print(printable("\n".join(["", *(f"  {n:<8}  {t}" for n, t in _in_words(sample).items())])))
+            print(printable("\n".join(["", *(f"  {n:<8}  {t}" for n, t in _readable(sample).items())])))
         if settings.bundled:
             before, after = metrics[f"{name}_before"], metrics[f"{name}_after"]
             when = f"at step {first}" if (first := trainer.reporter.first_step) else "before"
@@ -118,7 +118,7 @@ def evaluate(trainer: ZerofitTrainer) -> dict:
     return metrics
 
 
-def _in_words(sample: dict) -> dict[str, str]:
+def _readable(sample: dict) -> dict[str, str]:
     before = {} if sample["before"] is None else {"before": sample["before"]}
     return {"asked": sample["prompt"], **before, "answered": sample["after"], "wanted": sample["wanted"]}
 

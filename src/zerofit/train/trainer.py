@@ -187,7 +187,7 @@ class ZerofitTrainer(Trainer):
         return output
 
     def _finalize_training(self, *args, **kwargs):
-        if self.reporter.stopping:  # the run goes on from its last checkpoint: load no other, and delete none
+        if self.reporter.stopping:  # a resumed run starts from its last checkpoint: load no other, and delete none
             self.state.best_model_checkpoint = None
         return super()._finalize_training(*args, **kwargs)
 
@@ -234,7 +234,7 @@ class ZerofitTrainer(Trainer):
         """Refuse a checkpoint that lacks weights; those that it holds under the name they are tied to are there."""
         tied = getattr(self.model, "all_tied_weights_keys", {})
         missing = [name for name in load_result.missing_keys if name not in tied]
-        converted.refuse("the checkpoint to go on from", missing, load_result.unexpected_keys)
+        converted.refuse("the checkpoint to resume from", missing, load_result.unexpected_keys)
 
     def _determine_best_metric(self, metrics, trial) -> bool:
         """Return whether to save for --save_strategy best: at a new best metric, or where a save is due anyway.
@@ -271,7 +271,7 @@ class ZerofitTrainer(Trainer):
 
         The ranks of a --tp_size group draw the same numbers.
 
-        Draws that all ranks must share (initial weights, row order) come earlier or have a generator of their own.
+        Draws that all ranks must share (initial weights, row order) come earlier or have a separate generator.
         """
         rank = self.args.process_index // self.settings.tp_size
         step_and_rank = self.state.global_step * self.args.world_size + rank
@@ -582,7 +582,7 @@ class ZerofitTrainer(Trainer):
 
 
 def stopped(args, step: int) -> UserError:
-    """Return the error that ends a run which was told to save and stop: DiskFull if that save found no room."""
+    """Return the error that ends a run which was asked to save and stop: DiskFull if that save found no room."""
     folder = Path(args.output_dir)
     if (folder / f"checkpoint-{step}").exists():
         return Stopped(how_it_stopped(args, step))
@@ -590,19 +590,19 @@ def stopped(args, step: int) -> UserError:
     newest = f"{saved[-1].name} stays the newest" if saved else "nothing is saved yet"
     return DiskFull(
         f"stopped after step {step}, which is not saved: the disk of {folder} has no room for another checkpoint; "
-        f"{newest}; make room, then `{command_line.next_step('resume', folder)}` goes on"
+        f"{newest}; make room, then `{command_line.next_step('resume', folder)}` continues"
     )
 
 
 def how_it_stopped(args, step: int) -> str:
-    """Return the message of a run that was told to save and stop."""
+    """Return the message of a run that was asked to save and stop."""
     folder = Path(args.output_dir)
     if args.save_only_model:
         export = command_line.next_step("export", folder / f"checkpoint-{step}")
         return (
             f"stopped after step {step}; checkpoint-{step} holds the model without optimizer states "
-            f"(--save_only_model), so no run goes on from it; `{export}` keeps it"
+            f"(--save_only_model), so no run can continue from it; `{export}` keeps it"
         )
     return (
-        f"stopped after step {step}, checkpoint-{step} is saved; `{command_line.next_step('resume', folder)}` goes on"
+        f"stopped after step {step}, checkpoint-{step} is saved; `{command_line.next_step('resume', folder)}` continues"
     )
