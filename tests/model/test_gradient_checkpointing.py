@@ -160,7 +160,7 @@ def llama(way: dict, context=None):
         "gradient_checkpointing_kwargs": {"use_reentrant": False}, "activation_offload": False,
         "activation_offload_streams": False, "use_cpu": True,
     }  # fmt: skip
-    gradient_checkpointing.enable(model, SimpleNamespace(**values | way))
+    gradient_checkpointing.enable(SimpleNamespace(**values | way), model)
     if context is not None:
         gradient_checkpointing.offload_in_streams(model, context)
     return model
