@@ -96,8 +96,8 @@ def refuse_conflicts(technique: Technique, settings: Settings) -> None:
     """Refuse what a technique excludes, if it is on. Raises: UserError naming both arguments, cause and fix."""
     conflict = technique.conflict(settings) if technique.is_on(settings) else None
     if conflict is not None:
-        both = f"{_typed(settings, technique.flag)} with {conflict.typed(settings)}"
-        raise UserError(f"{both}: {conflict.why}; {conflict.instead}.")
+        flag = _typed(settings, technique.flag).removesuffix(" true")
+        raise UserError(f"{flag} with {conflict.typed(settings)}: {conflict.why}; {conflict.instead}.")
 
 
 def _typed(settings: Settings, name: str) -> str:
