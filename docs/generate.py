@@ -114,9 +114,9 @@ def flags() -> str:
 
 def compatibility() -> str:
     """Return docs/compatibility.md: the techniques that exclude nothing, then each of the others with its conflicts."""
-    from zerofit.config.resolve import TECHNIQUES
+    from zerofit.config.resolve import PARALLEL, TECHNIQUES
 
-    shown = [technique for technique in TECHNIQUES if technique.example]
+    shown = [technique for technique in (*TECHNIQUES, *PARALLEL) if technique.example]
     lines = {technique.name: _conflicts(technique, shown) for technique in shown}
     free = ", ".join(f"{one.name} (`{one.example}`)" for one in shown if not lines[one.name])
     pages = [COMPATIBILITY, f"Nothing excludes: {free}.", ""]

@@ -144,12 +144,11 @@ def _ddp_static_graph(settings, config) -> None:
 
 
 def _parallel(name: str, module, example: str) -> Technique:
-    flag = example.split()[0].removeprefix("--")
     conflicts = tuple(Conflict(argument, *rest) for argument, rest in module.REFUSED.items())
-    hooks = {"resolve": module.resolve, "resolve_for_model": module.resolve_for_model}
-    return Technique(name=name, flag=flag, example=example, conflicts=conflicts, **hooks)
+    return Technique(name=name, flag=example.split()[0].removeprefix("--"), example=example, conflicts=conflicts)
 
 
+# Ways to share rows among ranks; their modules' `resolve` refuses what they exclude, after it has checked the recipe.
 PARALLEL = (
     _parallel("tensor parallelism", tensor_parallel, "--tp_size 2"),
     _parallel("sequence parallelism", sequence_parallel, "--sp_size 2"),
@@ -207,7 +206,10 @@ TECHNIQUES = (
     ),
     *quantization.TECHNIQUES,
     *attention.TECHNIQUES,  # decide the attention too
-    *PARALLEL,  # sequence parallelism wraps that attention, a pipeline replaces it
+    *(  # sequence parallelism wraps that attention, a pipeline replaces it
+        Technique(name="ranks that share rows", resolve=way.resolve, resolve_for_model=way.resolve_for_model)
+        for way in (tensor_parallel, sequence_parallel, pipeline)
+    ),
     streaming.TECHNIQUE,
     Technique(name="data workers", resolve=_data_workers),  # a stream has one
     fused_loss.TECHNIQUE,
