@@ -1,4 +1,4 @@
-"""Write the pages that are made from the code: docs/flags.md and docs/code.md.
+"""Write the pages that are made from the code: docs/flags.md, docs/code.md and docs/compatibility.md.
 
 python docs/generate.py            write them
 python docs/generate.py --check    exit 1 where a page is not what the code says
@@ -78,6 +78,19 @@ private name is used that is not listed there.
 """
 
 
+COMPATIBILITY = """# Which techniques work together
+
+For each technique: what it does not go with, why, and what to use instead. Such a pair is refused before anything is
+loaded; every other pair is accepted, at each ZeRO stage. What a technique needs of the machine and of the model is in
+[memory](memory.md), [optimizers](optimizers.md), [adapters](adapters.md) and [offload](offload.md).
+
+`tests/config/test_exclusions.py` compares this page with what the kit refuses, for all pairs at stages 0, 2 and 3.
+`python -m pytest tests/config/test_exclusions.py -m slow` trains the accepted pairs of 29 techniques.
+
+<!-- made by docs/generate.py: edit the techniques' conflicts in src/zerofit -->
+"""
+
+
 def flags() -> str:
     """Return docs/flags.md: a table for each group of arguments."""
     from zerofit.config import arguments
@@ -105,6 +118,59 @@ def flags() -> str:
             lines.append(f"| `--{field.name}` | {default} | {help_text} |")
         lines.append("")
     return "\n".join(lines).rstrip() + "\n"
+
+
+def compatibility() -> str:
+    """Return docs/compatibility.md: the techniques that exclude nothing, then each of the others with its conflicts."""
+    from zerofit.config.resolve import PARALLEL, TECHNIQUES
+
+    shown = [technique for technique in (*TECHNIQUES, *PARALLEL) if technique.example]
+    lines = {technique.name: _conflicts(technique, shown) for technique in shown}
+    free = ", ".join(f"{one.name} (`{one.example}`)" for one in shown if not lines[one.name])
+    pages = [COMPATIBILITY, f"Nothing excludes: {free}.", ""]
+    for technique in shown:
+        if lines[technique.name]:
+            pages += [
+                f"## {technique.name}",
+                "",
+                f"`{technique.example}` does not go with",
+                "",
+                *lines[technique.name],
+                "",
+            ]
+    return "\n".join(pages).rstrip() + "\n"
+
+
+def _conflicts(technique, others) -> list[str]:
+    """Return the lines on what a technique excludes, and on the others that exclude it."""
+    lines = {}
+    for conflict in technique.conflicts:
+        argument = _argument(conflict)
+        lines.setdefault(argument, f"- {argument}{_stages(conflict)}: {conflict.why}; {conflict.instead}.")
+    for other in others:
+        for conflict in other.conflicts:
+            if other is not technique and conflict.excludes(technique):
+                about = f"`{other.example}` ({other.name}){_stages(conflict)}: {conflict.why}; {conflict.instead}."
+                if not any(argument.startswith(f"`--{other.flag}") for argument in lines):
+                    lines[about] = f"- {about}"
+    return list(lines.values())
+
+
+def _argument(conflict) -> str:
+    """Return the values of an argument that a technique excludes, as they are typed."""
+    from zerofit.job.technique import AllBut
+
+    words = getattr(conflict.values, "values", conflict.values) or ()
+    named = [str(word).lower() if isinstance(word, bool) else str(word) for word in words]
+    if conflict.argument == "zero":
+        return f"ZeRO stage{'s' * (len(named) > 1)} {', '.join(named)}"
+    if isinstance(conflict.values, AllBut):
+        return f"`--{conflict.argument}` other than {', '.join(f'`{word}`' for word in named)}"
+    return f"`--{' '.join([conflict.argument, *named[:1]])}`" + "".join(f", `{word}`" for word in named[1:])
+
+
+def _stages(conflict) -> str:
+    return f" at ZeRO stage {', '.join(map(str, conflict.stages))}" if conflict.stages else ""
 
 
 def code() -> str:
@@ -139,7 +205,11 @@ def first_line(file: Path) -> str:
 
 
 def main() -> None:
-    pages = {DOCS / "flags.md": flags(), DOCS / "code.md": code()}
+    pages = {
+        DOCS / "flags.md": flags(),
+        DOCS / "code.md": code(),
+        DOCS / "compatibility.md": compatibility(),
+    }
     if "--check" in sys.argv:
         stale = [page.name for page, text in pages.items() if not page.exists() or page.read_text() != text]
         if stale:

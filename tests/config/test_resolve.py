@@ -14,6 +14,7 @@ from conftest import ROOT
 from zerofit.base import hardware
 from zerofit.base.errors import UserError
 from zerofit.config import arguments, resolve
+from zerofit.job import technique
 from zerofit.job.settings import AFTER_RESOLVING, WORDS, decide
 from zerofit.launch import launch
 from zerofit.model import load
@@ -158,17 +159,21 @@ def test_a_wrong_word_is_refused_with_the_choices():
         resolve.resolve_settings("sft", ["--padding_free", "yes"], 1)
 
 
-def test_every_resolver_is_in_one_list():
-    """A function called resolve or resolve_for_model that no list holds would never run."""
-    listed = {f"{f.__module__}.{f.__name__}" for f in (*resolve.FROM_FLAGS, *resolve.FROM_MODEL_CONFIG)}
+def test_every_technique_and_resolver_is_in_one_list():
+    """One that no list holds would never run; config/resolve.py's own functions have the names of what they call."""
+    hooks = [getattr(one, hook) for one in resolve.TECHNIQUES for hook in ("resolve", "resolve_for_model", "install")]
+    listed = [f"{f.__module__}.{f.__name__}" for f in (*resolve.ARGUMENTS, *hooks) if f is not technique._nothing]
+    assert len(listed) == len(set(listed))
     defined = {
         f"zerofit.{'.'.join(file.relative_to(SRC).with_suffix('').parts)}.{node.name}"
-        for folder in ("config", "data", "model", "optim", "train")
+        for folder in ("config", "data", "model", "optim", "parallel", "train")
         for file in (SRC / folder).glob("*.py")
         for node in ast.parse(file.read_text()).body
-        if isinstance(node, ast.FunctionDef) and node.name in ("resolve", "resolve_for_model")
-    } - {"zerofit.config.resolve.resolve_for_model"}
-    assert defined <= listed and len(listed) == len(resolve.FROM_FLAGS) + len(resolve.FROM_MODEL_CONFIG)
+        if isinstance(node, ast.FunctionDef) and node.name in ("resolve", "resolve_for_model", "install")
+    }
+    assert defined - {f"zerofit.config.resolve.{name}" for name in ("resolve", "resolve_for_model", "install")} == {
+        name for name in listed if name.rpartition(".")[2] in ("resolve", "resolve_for_model", "install")
+    } | {"zerofit.model.fused_loss.install"}  # which returns the loss that the trainer then calls
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def selective_error(config, kernels: dict) -> float:
     with liger._layer(config, torch.float32, CPU) as model:
         expected = liger._results(model, inputs, upstream)["gradients of the inputs"]
         apply_liger_kernel(model, kernels | liger.NO_LOSS)
-        gradient_checkpointing.enable(model.train(), policy)
+        gradient_checkpointing.enable(policy, model.train())
         found = liger._results(model, inputs, upstream)["gradients of the inputs"]
     return ((found - expected).norm() / expected.norm()).item()
 

@@ -220,7 +220,7 @@ def test_blocks_with_experts_of_their_own_are_leaves():
     from deepspeed.utils import get_z3_leaf_modules
 
     model = routed()
-    experts.prepare(resolve.resolve_settings("sft", ["--zero", "3"], 2), model)
+    experts.install(resolve.resolve_settings("sft", ["--zero", "3"], 2), model)
     assert experts.blocks(model) == get_z3_leaf_modules(model) == [layer.mlp for layer in model.model.layers]
     assert experts.blocks(mixture()) == []  # one module for all experts
 
@@ -230,8 +230,8 @@ def test_blocks_with_experts_of_their_own_are_leaves():
 def test_stages_that_reduce_only_the_gradients_of_a_rank_are_refused(zero):
     settings = resolve.resolve_settings("sft", ["--zero", zero], 2)
     with pytest.raises(UserError, match=f"--zero {zero}: the experts of RoutedForCausalLM are modules of their own"):
-        experts.prepare(settings, routed())
-    experts.prepare(settings, mixture())
+        experts.install(settings, routed())
+    experts.install(settings, mixture())
 
 
 def test_weights_that_a_token_does_not_use():

@@ -12,7 +12,6 @@ from test_training import flags
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from zerofit import recipe as zerofit_recipe
 from zerofit.base.errors import UserError
 from zerofit.config import resolve
 from zerofit.data.batches import CountingCollator, PackedCollator
@@ -412,7 +411,7 @@ def test_a_router_loss_whose_coefficient_is_not_known_is_refused():
 
 def parsed(*flags, recipe="sft"):
     """Settings without fused_loss.resolve and the resolvers after it."""
-    found = resolve.resolve_settings(recipe, list(flags), 1, resolvers=resolve.ARGUMENTS)
+    found = resolve.resolve_settings(recipe, list(flags), 1, arguments_only=True)
     found.thaw()
     return found
 
@@ -433,12 +432,10 @@ def test_auto_follows_the_vocabulary_and_what_speaks_against_it():
             "--fused_loss" not in more
         )
     for more in (("--label_smoothing_factor", "0.1"), ("--torch_compile", "true")):
-        with pytest.raises(UserError, match=f"--fused_loss true: {more[0]}"):
-            fused_loss.resolve_for_model(parsed("--fused_loss", "true", *more), large)
-    with pytest.raises(UserError, match="adapts the head"):
-        fused_loss.resolve_for_model(
-            parsed("--fused_loss", "true", "--lora_target_modules", "lm_head", recipe="lora"), large
-        )
+        with pytest.raises(UserError, match=f"--fused_loss with {more[0]}"):
+            resolve.resolve_settings("sft", ["--fused_loss", "true", *more], 1)
+    with pytest.raises(UserError, match="--fused_loss with --lora_target_modules lm_head: the head has an adapter"):
+        resolve.resolve_settings("lora", ["--fused_loss", "true", "--lora_target_modules", "lm_head"], 1)
 
 
 def test_tile_flags():
@@ -446,7 +443,7 @@ def test_tile_flags():
         with pytest.raises(UserError, match="number of tiles"):
             tiled_mlp.resolve(parsed("--tiled_mlp", wrong))
     with pytest.raises(UserError, match="Liger replaces the MLP"):
-        tiled_mlp.resolve(parsed("--tiled_mlp", "4", "--use_liger_kernel", "true"))
+        resolve.resolve_settings("sft", ["--tiled_mlp", "4", "--use_liger_kernel", "true"], 1)
     found = parsed("--tiled_mlp", "auto", "--max_length", "8192", "--per_device_train_batch_size", "2")
     tiled_mlp.resolve_for_model(found, AutoConfig.for_model("llama", hidden_size=4096))
     assert found.tiled_mlp == "4"
@@ -514,6 +511,5 @@ def test_a_head_that_trains_beside_the_adapter(tmp_path):
 
 @pytest.mark.bad_input
 def test_a_mistake_is_met_before_the_model():
-    found = resolve.resolve_settings("lora", ["--fused_loss", "true", "--lora_target_modules", "lm_head"], 1)
-    with pytest.raises(UserError, match="adapts the head"):
-        zerofit_recipe.start_processes(found, None, None)
+    with pytest.raises(UserError, match="the head has an adapter"):
+        resolve.resolve_settings("lora", ["--fused_loss", "true", "--lora_target_modules", "lm_head"], 1)

@@ -297,9 +297,9 @@ def parse(*flags, world=1):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--optim adafactor --zero 2", "stage 2: it keeps one number a row"),
-        ("--optim adamw_torch_8bit --zero 1", "multiple of its block"),
-        ("--optim adamw_torch_4bit --zero 3", "multiple of its block"),
+        ("--optim adafactor --zero 2", "ZeRO stage 2: it needs whole matrices"),
+        ("--optim adamw_torch_8bit --zero 1", "multiples of its block"),
+        ("--optim adamw_torch_4bit --zero 3", "multiples of its block"),
         ("--optim paged_adamw_8bit", "needs a GPU; use adamw_8bit"),
         ("--optim paged_adamw_32bit --zero 2", "needs a GPU"),
         ("--optim schedule_free_adamw --zero 2", "not tested with ZeRO stage 2"),

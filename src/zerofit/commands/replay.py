@@ -110,7 +110,7 @@ def _settings(facts: dict, folder: Path, model: str):
 def _model(settings, folder: Path, named: str, started: program.Program):
     """Return (the model as the run built it, in training mode; the loss of a micro batch: inputs -> tensor)."""
     from zerofit.config import resolve
-    from zerofit.model import adapters, fused_loss, preference_loss, tiled_mlp
+    from zerofit.model import adapters, fused_loss, preference_loss
     from zerofit.model.load import load_model, load_tokenizer
 
     tokenizer = load_tokenizer(settings)
@@ -129,7 +129,7 @@ def _model(settings, folder: Path, named: str, started: program.Program):
     model.train()
     if (own := _own_trainer(settings, model, tokenizer, started)) is not None:
         return model, functools.partial(_own_loss, own)
-    tiled_mlp.install(settings, model)
+    resolve.install(settings, model)
     return model, functools.partial(_loss, settings, model, fused_loss.install(settings, model))
 
 

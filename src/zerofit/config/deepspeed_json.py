@@ -13,6 +13,7 @@ from zerofit.base.errors import UserError
 from zerofit.base.paths import PROJECT, read_text
 from zerofit.config import defaults, offload, synonyms
 from zerofit.job.settings import json_value, merge_json
+from zerofit.job.technique import refuse_conflicts
 
 CONFIGS = PROJECT / "deepspeed_configs"
 
@@ -279,19 +280,10 @@ def resolve(settings) -> None:
         path = Path(settings.values["deepspeed"])
         config = read_json(path)
     else:
+        for technique in offload.TECHNIQUES:
+            refuse_conflicts(technique, settings)
         if settings.zero == 0:
-            if settings.offload != "none":
-                raise UserError(
-                    f"--offload {settings.offload} needs ZeRO: stage 0 is plain DDP; use --zero 2"
-                    f"{' (3 for all)' if settings.offload == 'all' else ''} or --offload none."
-                )
-            offload.refuse_at_stage_0(settings)
             return
-        if settings.offload == "all" and settings.zero != 3:
-            raise UserError(
-                f"--offload all needs stage 3: stage {settings.zero} keeps whole parameters on each GPU and "
-                "DeepSpeed would silently ignore it; use --zero 3, or --offload optimizer."
-            )
         path = CONFIGS / f"zero{settings.zero}.json"
         config = read_json(path)
     distributed.import_deepspeed(settings.use_cpu)  # for `lint`, which uses DeepSpeed's own configuration classes

@@ -10,6 +10,7 @@ from zerofit.base.errors import UserError
 from zerofit.config import batch_size, offload
 from zerofit.job import program
 from zerofit.job.settings import Settings, decide
+from zerofit.job.technique import Conflict, Technique, refuse_conflicts
 from zerofit.model import load
 
 MICRO_BATCHES_PER_STAGE = 4  # at least, where the micro batch is chosen here: a pipeline's bubble is then below 20 %
@@ -102,8 +103,8 @@ def check_ranges(settings: Settings) -> None:
                 f"--pp_size {settings.pp_size} with --{name} {settings.values[name]}: it has not been tested with "
                 "split layers; use one of the two."
             )
-    if settings.bf16 and settings.fp16:
-        raise UserError("--bf16 and --fp16 are both on: choose one.")
+    for technique in PRECISION:
+        refuse_conflicts(technique, settings)
 
 
 def _check_group(settings: Settings, name: str) -> None:
@@ -182,6 +183,17 @@ def _choose_strategies(settings: Settings) -> None:
             decide(settings, "eval_strategy", "steps", "--eval_steps is given")
         else:
             decide(settings, "eval_strategy", "epoch", "there are eval rows")
+
+
+PRECISION = (
+    Technique(
+        name="bf16",
+        flag="bf16",
+        example="--bf16 true",
+        conflicts=(Conflict("fp16", (True,), "products have one type", "choose one"),),
+    ),
+    Technique(name="fp16", flag="fp16", example="--fp16 true"),
+)
 
 
 def choose_precision(settings: Settings) -> None:

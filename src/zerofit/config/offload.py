@@ -3,12 +3,15 @@
 Statements about DeepSpeed were read in the source of deepspeed 0.19.8 and, where a CPU can run it, tried.
 """
 
+import copy
 import os
 from pathlib import Path
 
 from zerofit.base.errors import UserError, first_line
 from zerofit.config import nvme
 from zerofit.job.settings import as_typed
+from zerofit.job.technique import AllBut, Conflict, Technique
+from zerofit.model import load
 
 # JSON key -> the flag with the same meaning.
 SAME_AS_FLAG = {
@@ -133,14 +136,6 @@ def _said(settings, path: Path, name: str) -> str:
         key = next(k for k, n in SAME_AS_FLAG.items() if n == name)
         return f"{path}: {key} = {value}"
     return f"--{name} {as_typed(name, value)}"
-
-
-def refuse_at_stage_0(settings) -> None:
-    """Raise UserError for a flag of this module without ZeRO."""
-    for name in asked(settings):
-        raise UserError(
-            f"--{name} {settings.values[name]} needs ZeRO stage 3: stage 0 is plain DDP; use --zero 3 or leave it out."
-        )
 
 
 def check(config: dict, path: Path, settings) -> None:
@@ -359,3 +354,69 @@ def _check_quantized(name: str, zero: dict, path: Path, settings) -> None:
             raise UserError(f"{where}: DeepSpeed quantizes between nodes only, and silently ignores it on one.")
         if zero.get("reduce_scatter") is False:
             raise UserError(f"{where}: needs zero_optimization.reduce_scatter = true in {path}.")
+
+
+# --- the techniques ---
+
+
+def _resolve_sizes(settings, config) -> None:
+    """Set the sizes in the DeepSpeed configuration that depend on the number of parameters; the model is counted."""
+    if depends_on_size(settings.deepspeed):
+        check_sizes(settings, load.check_model(settings, copy.deepcopy(config)))
+
+
+_NEEDS_STAGE_3 = Conflict("zero", (0, 1, 2), "DeepSpeed has it at stage 3 only", "use --zero 3, or leave it out")
+
+_STEPS_BY_CPU_ADAM = Conflict(
+    "optim",
+    AllBut(*ADAMW),
+    "accelerate would silently replace it by DeepSpeed's CPU Adam",
+    f"use --optim {ADAMW[1]}",
+)
+
+_PROVEN_FOR_ADAMW = Conflict(
+    "optim",
+    AllBut(*ADAMW),
+    "DeepSpeed's swapping to NVMe is proven here for AdamW's states only",
+    f"use --optim {ADAMW[1]}",
+)
+
+
+def _of_stage_3(name: str, example: str, *conflicts: Conflict) -> Technique:
+    flag = example.split()[-2].removeprefix("--")
+    return Technique(
+        name=name, flag=flag, values=AllBut(False, 1), example=example, conflicts=(_NEEDS_STAGE_3, *conflicts)
+    )
+
+
+TECHNIQUES = (
+    Technique(
+        name="offload of the optimizer",
+        flag="offload",
+        values=("optimizer",),
+        example="--offload optimizer",
+        conflicts=(Conflict("zero", (0,), "stage 0 is plain DDP", "use --zero 2, or --offload none"),),
+        resolve_for_model=_resolve_sizes,
+    ),
+    Technique(
+        name="offload of optimizer and parameters",
+        flag="offload",
+        values=("all",),
+        example="--offload all",
+        conflicts=(
+            Conflict("zero", (0,), "stage 0 is plain DDP", "use --zero 3"),
+            Conflict(
+                "zero",
+                (1, 2),
+                "it keeps whole parameters on each GPU, and DeepSpeed would silently ignore the flag",
+                "use --zero 3, or --offload optimizer",
+            ),
+        ),
+    ),
+    _of_stage_3("NVMe", "--offload all --offload_path FOLDER", _PROVEN_FOR_ADAMW),
+    _of_stage_3("share of the optimizer on the CPU", "--offload optimizer --offload_ratio 0.5", _STEPS_BY_CPU_ADAM),
+    _of_stage_3("SuperOffload", "--offload optimizer --super_offload true", _STEPS_BY_CPU_ADAM),
+    _of_stage_3("ZeRO++ hpZ", "--zero_hpz_partition_size 8"),
+    _of_stage_3("ZeRO++ qwZ", "--zero_quantized_weights true"),
+    _of_stage_3("ZeRO++ qgZ", "--zero_quantized_gradients true"),
+)

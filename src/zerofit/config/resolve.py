@@ -1,10 +1,8 @@
-"""Resolve the arguments of a job: the ordered lists of resolvers, and which arguments exclude each other."""
+"""Resolve the arguments of a job: what they are one by one, then the ordered list of techniques."""
 
-import copy
 import os
 import shutil
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 from zerofit.base import distributed
@@ -12,7 +10,8 @@ from zerofit.base.errors import UserError
 from zerofit.config import accelerate_env, deepspeed_json, defaults, offload, parse, transformers_flags
 from zerofit.data import streaming
 from zerofit.job.request import Request
-from zerofit.job.settings import Settings, as_typed, decide
+from zerofit.job.settings import Settings, decide
+from zerofit.job.technique import Conflict, Technique, refuse_conflicts
 from zerofit.model import (
     adapters,
     attention,
@@ -30,19 +29,19 @@ from zerofit.parallel import pipeline, sequence_parallel, tensor_parallel
 
 
 def resolve_settings(
-    recipe: str, argv: list[str] | None = None, world_size: int | None = None, gpu=None, resolvers=None
+    recipe: str, argv: list[str] | None = None, world_size: int | None = None, gpu=None, arguments_only: bool = False
 ) -> Settings:
     """Return the settings of a command line, resolved, checked and frozen.
 
     Args: argv, world_size: of a job to be started; default: this process's own. gpu: see `config.parse.settings_of`.
-        resolvers: default: FROM_FLAGS.
+        arguments_only: leave the techniques out: what arguments exclude of each other is not checked.
     Raises: UserError for the user's mistakes, before a GPU or a process group is used.
     """
     here = argv is None
     words = sys.argv[1:] if here else argv
     dropped = accelerate_env.drop_accelerate_env()
     other_size = accelerate_env.check_size() if here else None
-    settings = resolve(parse.request(recipe, words), world_size or distributed.size(), gpu, resolvers, words)
+    settings = resolve(parse.request(recipe, words), world_size or distributed.size(), gpu, arguments_only, words)
     if other_size:
         settings.decisions.append(other_size)
     if dropped:
@@ -58,11 +57,16 @@ def resolve_settings(
     return settings
 
 
-def resolve(asked: Request, world_size: int, gpu=None, resolvers=None, argv: list[str] | None = None) -> Settings:
+def resolve(
+    asked: Request, world_size: int, gpu=None, arguments_only: bool = False, argv: list[str] | None = None
+) -> Settings:
     """Return the settings of a request, resolved, checked and frozen. Args and errors: as `resolve_settings`."""
     settings = parse.settings_of(asked, world_size, gpu, argv)
-    for step in FROM_FLAGS if resolvers is None else resolvers:
+    for step in ARGUMENTS:
         step(settings)
+    for technique in () if arguments_only else techniques_of(settings):
+        refuse_conflicts(technique, settings)
+        technique.resolve(settings)
     settings.freeze()
     return settings
 
@@ -77,51 +81,19 @@ def resolve_for_model(settings: Settings, config=None) -> None:
         return
     config = load.load_config(settings) if config is None else config
     settings.thaw()
-    for step in FROM_MODEL_CONFIG:
-        step(settings, config)
+    for technique in techniques_of(settings):
+        technique.resolve_for_model(settings, config)
     settings.knows_model = True
     settings.freeze()
 
 
-# --- resolvers that are too short for a module of their own ---
+# --- hooks that are too short for a module of their own ---
 
 
 def _node_local_storage(settings) -> None:
-    """Turn DeepSpeed's use_node_local_storage on for --node_local_storage.
-
-    Raises: UserError at stage 0, where every rank reads the same optimizer file."""
-    if not settings.node_local_storage:
-        return
-    if settings.deepspeed is None:
-        raise UserError("--node_local_storage: at ZeRO stage 0 every rank reads the same files; use --zero 1, 2 or 3.")
-    settings.deepspeed.setdefault("checkpoint", {})["use_node_local_storage"] = True
-
-
-def _padding_free(settings: Settings) -> None:
-    """Decide --padding_free and the attention that keeps the documents of a row apart.
-
-    Raises: UserError for an attention implementation with which packed documents would read each other, and for
-        contradictory flags.
-    """
-    attn, padding_free = settings.attn_implementation, settings.padding_free
-    attention.check_available(attn, settings.use_cpu)
-    keeps_apart = attn in ("sdpa", "flex_attention") or attention.is_flash(attn)
-    if settings.packing and padding_free is False:
-        raise UserError("--packing --padding_free false: packed sequences are not padded; leave one of the two out.")
-    if (settings.packing or padding_free is True) and not keeps_apart:
-        flag = "--packing" if settings.packing else "--padding_free true"
-        raise UserError(
-            f"{flag} with --attn_implementation {attn}: documents in one row would read each other; use sdpa, "
-            "flex_attention or flash_attention_2."
-        )
-    if padding_free == "auto":
-        if keeps_apart:
-            decide(settings, "padding_free", True, f"{attn} keeps the documents of a row apart")
-        else:
-            settings.padding_free = False
-    if settings.padding_free and attn == "sdpa":
-        why = "plain sdpa would let the documents of a row read each other"
-        decide(settings, "attn_implementation", attention.NAME, why)
+    """Turn DeepSpeed's use_node_local_storage on for --node_local_storage."""
+    if settings.node_local_storage:
+        settings.deepspeed.setdefault("checkpoint", {})["use_node_local_storage"] = True
 
 
 SHARED_MEMORY = 2**30  # bytes free in /dev/shm below which no workers are started: containers often have 64 MiB
@@ -145,111 +117,9 @@ def _data_workers(settings) -> None:
 
 
 def _memory_report(settings: Settings) -> None:
-    """Add the decision for --memory_report, which slows the first steps down.
-
-    Raises: UserError with torch_compile: tensors in compiled code cannot be tracked.
-    """
+    """Add the decision for --memory_report, which slows the first steps down."""
     if settings.memory_report:
-        if settings.torch_compile:
-            raise UserError("--memory_report with --torch_compile: compiled code cannot be followed; drop one of them.")
         settings.decisions.append("memory_report: the first 3 steps, save and evaluation are slower, being followed")
-
-
-STAGES = ("0", "2", "3")  # stage 1 combines with the same techniques as stage 2
-
-
-@dataclass(frozen=True)
-class Technique:
-    """A memory technique. flags: turn it on; recipe: the one that has it, None: both; cuda: needs a GPU."""
-
-    flags: str
-    recipe: str | None = None
-    cuda: bool = False
-
-
-TECHNIQUES: dict[str, Technique] = {
-    "accumulation": Technique("--gradient_accumulation_steps 2"),
-    "no checkpointing": Technique("--gradient_checkpointing false"),
-    "every 2nd layer": Technique("--gradient_checkpointing_every 2"),
-    "selective": Technique("--gradient_checkpointing_policy selective"),
-    "activation offload": Technique("--activation_offload true"),
-    "bf16": Technique("--bf16 true"),
-    "fp16": Technique("--fp16 true"),
-    "pure bf16": Technique("--pure_bf16 true"),
-    "packing": Technique("--packing true"),
-    "padding-free": Technique("--padding_free true"),
-    "streaming": Technique("--streaming true"),
-    "fused loss": Technique("--fused_loss true"),
-    "tiled MLP": Technique("--tiled_mlp 2"),
-    "8-bit Adam": Technique("--optim adamw_8bit"),
-    "paged 8-bit Adam": Technique("--optim paged_adamw_8bit", cuda=True),
-    "Adafactor": Technique("--optim adafactor"),
-    "Lion": Technique("--optim lion_32bit"),
-    "SGD": Technique("--optim sgd"),
-    "Muon": Technique("--optim muon"),
-    "Sophia": Technique("--optim sophia"),
-    "offload optimizer": Technique("--offload optimizer"),
-    "offload all": Technique("--offload all"),
-    "LoRA": Technique("", "lora"),
-    "DoRA": Technique("--use_dora true", "lora"),
-    "LoRA+": Technique("--loraplus_lr_ratio 4", "lora"),
-    "PiSSA": Technique("--init_lora_weights pissa", "lora"),
-    "IA3": Technique("--adapter ia3", "lora"),
-    "prompt tuning": Technique("--adapter prompt_tuning", "lora"),
-    "QLoRA": Technique("--load_in_4bit true --bf16 true", "lora"),
-    "8-bit base": Technique("--load_in_8bit true --bf16 true", "lora"),
-}
-
-
-@dataclass(frozen=True)
-class Rule:
-    """Two arguments that exclude each other. one, other: (argument, values that count as on; "*": any)."""
-
-    one: tuple[str, tuple]
-    other: tuple[str, tuple]
-    why: str
-    fix: str
-
-
-RULES = (
-    Rule(
-        ("loraplus_lr_ratio", ("*",)),
-        ("optim", ("sophia", "muon")),
-        "LoRA+ gives A and B rates of their own, and this optimizer makes its own groups",
-        "use an AdamW or leave --loraplus_lr_ratio out",
-    ),
-    Rule(
-        ("loraplus_lr_ratio", ("*",)),
-        ("pure_bf16", (True,)),
-        "the optimizer that rounds stochastically is not built with LoRA+'s groups",
-        "leave one of the two out",
-    ),
-    Rule(
-        ("mask_generation_prompt", (True,)),
-        ("train_on", ("all", "prompt")),
-        "it leaves out the start of answers, which alone are not what is trained on",
-        "leave one of the two out",
-    ),
-    Rule(
-        ("activation_offload_streams", (True,)),
-        ("torch_compile", (True,)),
-        "not tested with compiled layers",
-        "leave one of the two out",
-    ),
-)
-
-
-def check_exclusions(settings) -> None:
-    """Raise UserError if both arguments of a pair in RULES are on."""
-    for rule in RULES:
-        if all(_on(settings, *part) for part in (rule.one, rule.other)):
-            one, other = (f"--{name} {as_typed(name, settings.values[name])}" for name, _ in (rule.one, rule.other))
-            raise UserError(f"{one} with {other}: {rule.why}; {rule.fix}.")
-
-
-def _on(settings, name: str, values: tuple) -> bool:
-    value = settings.values.get(name)
-    return value in values or (values == ("*",) and value is not None)
 
 
 def _ddp_static_graph(settings, config) -> None:
@@ -273,19 +143,19 @@ def _ddp_static_graph(settings, config) -> None:
         decide(settings, "ddp_static_graph", True, "one micro batch a step through a dense model")
 
 
-def _offload_sizes(settings, config) -> None:
-    """Set the sizes in the DeepSpeed configuration that depend on the number of parameters; the model is counted."""
-    if offload.depends_on_size(settings.deepspeed):
-        offload.check_sizes(settings, load.check_model(settings, copy.deepcopy(config)))
+def _parallel(name: str, module, example: str) -> Technique:
+    conflicts = tuple(Conflict(argument, *rest) for argument, rest in module.REFUSED.items())
+    return Technique(name=name, flag=example.split()[0].removeprefix("--"), example=example, conflicts=conflicts)
 
 
-def _unpacked_experts(settings, config) -> None:
-    """Say how much of a quantized mixture of experts stays in 16 bits."""
-    if quantization.bits(settings) and experts.count(config):
-        experts.say_unpacked(settings, load.check_model(settings, copy.deepcopy(config)))
+# Ways to share rows among ranks; their modules' `resolve` refuses what they exclude, after it has checked the recipe.
+PARALLEL = (
+    _parallel("tensor parallelism", tensor_parallel, "--tp_size 2"),
+    _parallel("sequence parallelism", sequence_parallel, "--sp_size 2"),
+    _parallel("pipeline", pipeline, "--pp_size 2"),
+)
 
-
-# --- the order: a resolver may read what an earlier one has decided ---
+# --- the order: each may read what an earlier one has decided ---
 
 # What the arguments are, one by one; `zerofit data` needs no more.
 ARGUMENTS = (
@@ -295,45 +165,77 @@ ARGUMENTS = (
     defaults.fill_defaults,  # model, data, stage, device, evaluation: the others read them
     transformers_flags.resolve,  # reads use_cpu and whether there are eval rows
     deepspeed_json.resolve,  # reads stage and offload; the file's literals then replace arguments
-    gradient_checkpointing.resolve,
     defaults.choose_precision,  # after the JSON, whose bf16 and fp16 sections decide
     defaults.solve_batch,  # after the JSON, which may hold batch sizes
-    registry.resolve,  # reads stage, offload and precision; adds to the DeepSpeed configuration
     defaults.scale_learning_rate,  # by the solved batch
 )
 
-# What the arguments exclude and require of each other.
-COMBINATIONS = (
-    check_exclusions,
-    preference_loss.resolve,
-    adapters.resolve,  # turns padding_free off for prompts, so before _padding_free
-    _node_local_storage,
-    quantization.resolve,
-    _padding_free,  # decides the attention too
-    tensor_parallel.resolve,
-    sequence_parallel.resolve,  # wraps that attention, so after _padding_free
-    pipeline.resolve,  # replaces it
-    streaming.resolve,
-    _data_workers,  # a stream has one
-    liger.resolve,
-    tiled_mlp.resolve,
-    _memory_report,
+# What they exclude and require of each other: of each its conflicts, then its `resolve`. When the model is known, the
+# `resolve_for_model` of all follow, and on a rank their `install`, in the same order.
+TECHNIQUES = (
+    *gradient_checkpointing.TECHNIQUES,
+    *defaults.PRECISION,
+    *registry.TECHNIQUES,  # may add to the DeepSpeed configuration
+    Technique(
+        name="gradient accumulation",
+        flag="gradient_accumulation_steps",
+        example="--gradient_accumulation_steps 2",
+        resolve_for_model=_ddp_static_graph,
+    ),
+    Technique(
+        name="loss without the start of answers",
+        flag="mask_generation_prompt",
+        example="--mask_generation_prompt true",
+        conflicts=(
+            Conflict(
+                "train_on",
+                ("all", "prompt"),
+                "it leaves out the start of answers, which alone are not what is trained on",
+                "leave one of the two out",
+            ),
+        ),
+    ),
+    preference_loss.TECHNIQUE,
+    *adapters.TECHNIQUES,  # turn padding_free off for prompts, so before attention's
+    Technique(
+        name="node-local checkpoints",
+        flag="node_local_storage",
+        example="--node_local_storage true",
+        conflicts=(Conflict("zero", (0,), "every rank reads the same files", "use --zero 1, 2 or 3"),),
+        resolve=_node_local_storage,
+    ),
+    *quantization.TECHNIQUES,
+    *attention.TECHNIQUES,  # decide the attention too
+    *(  # sequence parallelism wraps that attention, a pipeline replaces it
+        Technique(name="ranks that share rows", resolve=way.resolve, resolve_for_model=way.resolve_for_model)
+        for way in (tensor_parallel, sequence_parallel, pipeline)
+    ),
+    streaming.TECHNIQUE,
+    Technique(name="data workers", resolve=_data_workers),  # a stream has one
+    fused_loss.TECHNIQUE,
+    tiled_mlp.TECHNIQUE,
+    liger.TECHNIQUE,  # reads what fused_loss and tiled_mlp have decided
+    Technique(
+        name="memory report",
+        flag="memory_report",
+        example="--memory_report true",
+        conflicts=(Conflict("torch_compile", (True,), "compiled code cannot be followed", "leave one of the two out"),),
+        resolve=_memory_report,
+    ),
+    experts.TECHNIQUE,  # this and offload build the model, with the attention, the loss and the tiles decided above
+    *offload.TECHNIQUES,
 )
 
-FROM_FLAGS = (*ARGUMENTS, *COMBINATIONS)
 
-# Each is called with (settings, the model's configuration), by resolve_for_model.
-FROM_MODEL_CONFIG = (
-    quantization.resolve_for_model,
-    attention.resolve_for_model,
-    sequence_parallel.resolve_for_model,
-    tensor_parallel.resolve_for_model,
-    pipeline.resolve_for_model,
-    fused_loss.resolve_for_model,
-    tiled_mlp.resolve_for_model,
-    liger.resolve_for_model,  # reads what fused_loss and tiled_mlp have decided
-    _ddp_static_graph,
-    experts.resolve_for_model,
-    _offload_sizes,  # builds the model without weights, with the attention, the loss and the tiles decided above
-    _unpacked_experts,  # builds it too
-)
+def techniques_of(settings: Settings) -> tuple[Technique, ...]:
+    """Return the techniques of a job in their order: the kit's, then those of the recipe."""
+    return (*TECHNIQUES, *getattr(settings.recipe, "techniques", ()))
+
+
+def install(settings: Settings, model) -> None:
+    """Change a loaded model as the techniques of the job ask for, on every rank alike.
+
+    Raises: UserError for a model that cannot be changed so.
+    """
+    for technique in techniques_of(settings):
+        technique.install(settings, model)

@@ -18,6 +18,7 @@ from zerofit.data import sources as data_sources
 from zerofit.data.batches import best_fit_decreasing, filler, join
 from zerofit.data.tokens import CHUNK, TokenizedDataset
 from zerofit.job.settings import order_seed
+from zerofit.job.technique import AllBut, Conflict, Technique
 
 PREVIEW = 500  # rows tokenized before the start: for statistics, limits, the packing check, sample answers
 
@@ -25,20 +26,12 @@ PREVIEW = 500  # rows tokenized before the start: for statistics, limits, the pa
 def resolve(settings) -> None:
     """Set the arguments that streaming depends on.
 
-    Raises: UserError for arguments that need all rows at once.
+    Raises: UserError without --max_steps, and for several workers.
     """
     if not settings.streaming:
         return
     if settings.max_steps <= 0:
         raise UserError("--streaming needs --max_steps: the number of rows is not known before they are read.")
-    if settings.train_sampling_strategy not in ("random", "sequential"):
-        raise UserError(
-            f"--streaming with --train_sampling_strategy {settings.train_sampling_strategy}: the lengths are not known "
-            "before the rows are read; use random or sequential."
-        )
-    for flag, off in (("eval_fraction", 0), ("max_duplicate_fraction", 1), ("max_eval_overlap_fraction", 1)):
-        if settings.values[flag] != off:
-            raise UserError(f"--streaming with --{flag}: it needs all rows at once; leave one of the two out.")
     if settings.dataloader_num_workers > 1:
         raise UserError("--streaming --dataloader_num_workers: 1 at most; every worker would read all rows.")
     if not settings.use_cpu and settings.source["dataloader_num_workers"] == "transformers default":
@@ -182,3 +175,24 @@ def _sizes(sources: list[data_sources.Source]) -> list[int]:
     known = [data_sources.size(source) for source in sources]
     mean = sum(known) // max(1, sum(map(bool, known)))
     return [size or mean or 1 for size in known]
+
+
+_ALL_ROWS = ("it needs all rows at once", "leave one of the two out")
+
+TECHNIQUE = Technique(
+    name="streaming",
+    flag="streaming",
+    example="--streaming true",
+    conflicts=(
+        Conflict(
+            "train_sampling_strategy",
+            AllBut("random", "sequential"),
+            "the lengths are not known before the rows are read",
+            "use random or sequential",
+        ),
+        Conflict("eval_fraction", None, *_ALL_ROWS),
+        Conflict("max_duplicate_fraction", AllBut(1), *_ALL_ROWS),
+        Conflict("max_eval_overlap_fraction", AllBut(1), *_ALL_ROWS),
+    ),
+    resolve=resolve,
+)

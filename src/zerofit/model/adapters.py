@@ -11,7 +11,8 @@ from pathlib import Path
 import yaml
 
 from zerofit.base.errors import UserError, first_line
-from zerofit.job.settings import decide, refuse_with
+from zerofit.job.settings import decide
+from zerofit.job.technique import AllBut, Conflict, Technique
 
 # Names are peft's PeftType in lower case; tests/model/test_adapters.py trains, saves and reloads each tuner at the
 # stages named there. prompt_tuning and prefix_tuning lengthen the input, the others change modules.
@@ -19,13 +20,6 @@ PROMPTS = ("prompt_tuning", "prefix_tuning")
 
 # Target modules come from peft's table of architectures (or are no linear layers).
 OWN_TARGETS = ("ia3", "ln_tuning", "adaption_prompt", *PROMPTS)
-
-# Adapters that fail at stage 3 -> the reason.
-NO_ZERO3 = {
-    **dict.fromkeys(PROMPTS, "peft saves the prompt by running its encoder on one rank, which would wait forever"),
-    "ln_tuning": "peft copies norms that stage 3 has already shared out",
-    **dict.fromkeys(("loha", "delora"), "peft sizes it by weights that stage 3 has emptied"),
-}
 
 # init_lora_weights that subtract the initial adapter from the base weights: final/ is converted to a plain LoRA of
 # twice the rank, as the adapter alone would be wrong on the original base.
@@ -55,6 +49,9 @@ _NOT_BY_HAND = re.compile(
 )
 
 
+_NEEDS_LORA = Conflict("adapter", AllBut("lora"), "only LoRA has its matrices", "use --adapter lora")
+
+
 def _asked(settings, name: str) -> bool:
     return settings.source[name] not in ("default", "bundled task")
 
@@ -80,18 +77,12 @@ def resolve(settings) -> None:
         )
     if kind in PROMPTS:
         _resolve_prompts(settings)
-    if kind in NO_ZERO3 and settings.zero == 3:
-        raise UserError(f"--adapter {kind} with stage 3: {NO_ZERO3[kind]}; use --zero 2, or --adapter lora.")
     if init == "orthogonal" and settings.lora_r % 2:
         raise UserError(f"--init_lora_weights orthogonal needs an even --lora_r, not {settings.lora_r}.")
     if re.fullmatch(CHANGES_BASE, init) and (config.rank_pattern or config.alpha_pattern):
         raise UserError(
             f"--init_lora_weights {init} with rank_pattern or alpha_pattern: it is saved as a plain LoRA of one rank; "
             "leave one of the two out."
-        )
-    if settings.use_dora and init != "true":
-        raise UserError(
-            f"--use_dora with --init_lora_weights {init}: DoRA's magnitudes are taken from the plain start."
         )
     if settings.loraplus_lr_ratio is not None:
         _check_loraplus(settings)
@@ -100,17 +91,8 @@ def resolve(settings) -> None:
 
 
 def _resolve_prompts(settings) -> None:
-    kind = settings.adapter
-    why = "its loss knows no virtual tokens before a row"
-    refuse_with(settings, "adapter", {"label_smoothing_factor": (None, why, "leave it out, or use --adapter lora")})
-    for flag, on in (("--packing", settings.packing), ("--padding_free true", settings.padding_free is True)):
-        if on:
-            raise UserError(
-                f"{flag} with --adapter {kind}: a row has one prompt, so only the first of its documents would see it; "
-                f"leave {flag} out, or use --adapter lora."
-            )
     settings.padding_free = False
-    if kind == "prefix_tuning":
+    if settings.adapter == "prefix_tuning":
         for name in ("activation_checkpointing", "gradient_checkpointing"):
             if settings.values.get(name) and settings.source[name] not in ("default", "transformers default"):
                 raise UserError(
@@ -122,19 +104,14 @@ def _resolve_prompts(settings) -> None:
 
 
 def _check_loraplus(settings) -> None:
-    flag = f"--loraplus_lr_ratio {settings.loraplus_lr_ratio:g}"
-    if settings.adapter != "lora":
-        raise UserError(f"{flag} with --adapter {settings.adapter}: only LoRA has the matrix B that it is for.")
     if settings.deepspeed is not None and settings.deepspeed.get("optimizer"):
         raise UserError(
-            f"{flag}: the DeepSpeed JSON has its own optimizer section, which knows one learning rate; delete the "
-            "section, or leave the flag out."
+            f"--loraplus_lr_ratio {settings.loraplus_lr_ratio:g}: the DeepSpeed JSON has its own optimizer section, "
+            "which knows one learning rate; delete the section, or leave the flag out."
         )
 
 
 def _check_new_tokens(settings) -> None:
-    if settings.adapter != "lora":
-        raise UserError(f"--new_tokens with --adapter {settings.adapter}: only --adapter lora saves them; use it.")
     if settings.zero == 3:
         raise UserError(
             "--new_tokens with stage 3: peft would save the adapter without the new rows; use --zero 2, or "
@@ -391,3 +368,109 @@ def _embedding_names(model, ids: list[int]) -> dict[str, list[int]]:
     if head is not None and head.weight is not tables[0].weight:
         tables.append(head)
     return {name: ids for name, module in model.named_modules() if any(module is t for t in tables)}
+
+
+# --- the techniques: one for each adapter and each variant of LoRA ---
+
+
+def _excludes(argument: str, values: tuple | None, why: str) -> Conflict:
+    return Conflict(argument, values, why, "leave it out, or use --adapter lora")
+
+
+def _no_zero3(why: str) -> Conflict:
+    return Conflict("zero", (3,), why, "use --zero 2, or --adapter lora")
+
+
+_OF_PROMPTS = (
+    _no_zero3("peft saves the prompt by running its encoder on one rank, which would wait forever"),
+    _excludes("label_smoothing_factor", None, "its loss knows no virtual tokens before a row"),
+    _excludes("packing", (True,), "a row has one prompt, which only the first of its documents would see"),
+    _excludes("padding_free", (True,), "a row has one prompt, which only the first of its documents would see"),
+)
+
+_SIZED_BY_WEIGHTS = (_no_zero3("peft sizes it by weights that stage 3 has emptied"),)
+
+# Values of --adapter -> what each excludes.
+KINDS: dict[str, tuple[Conflict, ...]] = {
+    "lora": (),
+    "ia3": (),
+    "prompt_tuning": _OF_PROMPTS,
+    "prefix_tuning": _OF_PROMPTS,
+    "adaption_prompt": (),
+    "ln_tuning": (_no_zero3("peft copies norms that stage 3 has already shared out"),),
+    "loha": _SIZED_BY_WEIGHTS,
+    "lokr": (),
+    "oft": (),
+    "hra": (),
+    "miss": (),
+    "vera": (),
+    "randlora": (),
+    "delora": _SIZED_BY_WEIGHTS,
+    "road": (),
+}
+
+_NAMES = {"lora": "LoRA", "ia3": "IA3"}  # where it is not the value's words
+
+_SIZES = {
+    "adaption_prompt": "--adapter_config adapter_len=10 adapter_layers=1"
+}  # that an adapter does not start without
+
+
+def _of_kind(kind: str, conflicts: tuple[Conflict, ...]) -> Technique:
+    example = " ".join(filter(None, (f"--adapter {kind}", _SIZES.get(kind))))
+    name = _NAMES.get(kind, kind.replace("_", " "))
+    return Technique(name=name, flag="adapter", values=(kind,), example=example, conflicts=conflicts)
+
+
+TECHNIQUES = (
+    *(_of_kind(kind, conflicts) for kind, conflicts in KINDS.items()),
+    Technique(
+        name="DoRA",
+        flag="use_dora",
+        example="--use_dora true",
+        conflicts=(
+            _NEEDS_LORA,
+            Conflict(
+                "init_lora_weights",
+                AllBut("true"),
+                "DoRA's magnitudes are taken from the plain start",
+                "leave one of the two out",
+            ),
+        ),
+    ),
+    Technique(name="rank-stabilized LoRA", flag="use_rslora", example="--use_rslora true", conflicts=(_NEEDS_LORA,)),
+    Technique(
+        name="LoRA+",
+        flag="loraplus_lr_ratio",
+        example="--loraplus_lr_ratio 4",
+        conflicts=(
+            _NEEDS_LORA,
+            Conflict(
+                "optim",
+                ("sophia", "muon"),
+                "LoRA+ gives A and B rates of their own, and this optimizer makes its own groups",
+                "use an AdamW or leave --loraplus_lr_ratio out",
+            ),
+            Conflict(
+                "pure_bf16",
+                (True,),
+                "the optimizer that rounds stochastically is not built with LoRA+'s groups",
+                "leave one of the two out",
+            ),
+        ),
+    ),
+    Technique(
+        name="PiSSA and OLoRA",
+        flag="init_lora_weights",
+        values=AllBut(*_KEEPS_BASE),
+        example="--init_lora_weights pissa",
+        conflicts=(_NEEDS_LORA,),
+    ),
+    Technique(
+        name="new tokens",
+        flag="new_tokens",
+        example="--new_tokens <new>",
+        conflicts=(Conflict("adapter", AllBut("lora"), "only --adapter lora saves them", "use it, or recipes/sft.py"),),
+    ),
+    Technique(name="adapters", resolve=resolve),  # last: it turns padding_free off for prompts, which is refused above
+)

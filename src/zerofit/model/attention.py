@@ -19,6 +19,8 @@ import torch
 from accelerate.utils import send_to_device
 
 from zerofit.base.errors import UserError
+from zerofit.job.settings import decide
+from zerofit.job.technique import Conflict, Technique
 from zerofit.model import patches
 
 NAME = "zerofit_packed"
@@ -97,14 +99,36 @@ def check_available(name: str, use_cpu: bool) -> None:
         raise UserError(f"--attn_implementation {name}: its package is not installed: {install}; or use sdpa.")
 
 
+def resolve(settings) -> None:
+    """Decide --padding_free and the attention that keeps the documents of a row apart.
+
+    Raises: UserError for an attention implementation that is not there, or with which packed documents would read each
+        other.
+    """
+    attn = settings.attn_implementation
+    check_available(attn, settings.use_cpu)
+    keeps_apart = attn in ("sdpa", "flex_attention") or is_flash(attn)
+    if (settings.packing or settings.padding_free is True) and not keeps_apart:
+        flag = "--packing" if settings.packing else "--padding_free true"
+        raise UserError(
+            f"{flag} with --attn_implementation {attn}: documents in one row would read each other; use sdpa, "
+            "flex_attention or flash_attention_2."
+        )
+    if settings.padding_free == "auto":
+        if keeps_apart:
+            decide(settings, "padding_free", True, f"{attn} keeps the documents of a row apart")
+        else:
+            settings.padding_free = False
+    if settings.padding_free and attn == "sdpa":
+        decide(settings, "attn_implementation", NAME, "plain sdpa would let the documents of a row read each other")
+
+
 def resolve_for_model(settings, config) -> None:
     """Choose, validate and register the attention implementation from config.json, before loading weights.
 
     Args: config: of the model; settings: padding_free is turned off in it if documents cannot be kept apart.
     Raises: UserError for --packing in that case, and for dropout that the implementation would ignore.
     """
-    from zerofit.job.settings import decide
-
     chosen = settings.attn_implementation
     text = config.get_text_config()
     key, dropout = next(((k, getattr(text, k)) for k in DROPOUT_KEYS if getattr(text, k, 0)), (None, 0))
@@ -164,8 +188,6 @@ def _eager_where_sdpa_is_missing(settings, config) -> None:
 
     Raises: UserError for an explicit --attn_implementation sdpa.
     """
-    from zerofit.job.settings import decide
-
     cls = class_of(config)
     if settings.attn_implementation != "sdpa" or cls is None or cls._supports_sdpa:
         return
@@ -382,3 +404,21 @@ def cross_document_gradient(model, documents, args, count: int = 3, longest: int
     sizes[start:end] = 0
     leak = sizes.max().item()
     return leak / own_size if own_size else leak
+
+
+TECHNIQUES = (
+    Technique(
+        name="packing",
+        flag="packing",
+        example="--packing true",
+        conflicts=(Conflict("padding_free", (False,), "packed sequences are not padded", "leave one of the two out"),),
+    ),
+    Technique(
+        name="padding-free batches",
+        flag="padding_free",
+        values=(True,),
+        example="--padding_free true",
+        resolve=resolve,
+        resolve_for_model=resolve_for_model,
+    ),
+)

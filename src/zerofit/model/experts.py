@@ -1,9 +1,12 @@
 """Train a mixture of experts: leaf modules of ZeRO-3, the experts' implementation, what a quantized base leaves."""
 
+import copy
+
 import torch
 
 from zerofit.base.errors import UserError
 from zerofit.job.settings import decide
+from zerofit.job.technique import Technique
 from zerofit.model import quantization
 
 # Names that config.json files have for the experts of a layer, and for how many of them a token selects.
@@ -67,7 +70,7 @@ def blocks(model) -> list[torch.nn.Module]:
     ]
 
 
-def prepare(settings, model) -> None:
+def install(settings, model) -> None:
     """Make the ranks gather and reduce the same experts, where each calls only those that its tokens select.
 
     ZeRO-3 gathers the weights of a module when it is called, so the ranks would wait for each other forever. The
@@ -92,12 +95,21 @@ def prepare(settings, model) -> None:
 
 
 def resolve_for_model(settings, config) -> None:
-    """Choose `--experts_implementation auto` for a mixture of experts.
+    """Choose `--experts_implementation auto` for a mixture of experts, and say what of it a quantized base leaves.
 
     Args: config: of the model.
     """
-    if settings.experts_implementation != "auto" or not count(config):
+    if not count(config):
         return
+    if settings.experts_implementation == "auto":
+        _choose_implementation(settings, config)
+    if quantization.bits(settings):
+        from zerofit.model import load
+
+        say_unpacked(settings, load.check_model(settings, copy.deepcopy(config)))
+
+
+def _choose_implementation(settings, config) -> None:
     fp32_weights = settings.deepspeed is None and not settings.trains_adapter and not settings.pure_bf16
     if fp32_weights and settings.precision != "fp32" and settings.dtype == "auto":
         why = "autocast does not reach grouped products, and stage 0 keeps fp32 weights"
@@ -124,3 +136,6 @@ def say_unpacked(settings, model) -> None:
         f"load_in_{width}bit: {share:.0%} of the base's bytes are fused experts, which stay in 16 bits, because "
         "bitsandbytes packs linear layers only"
     )
+
+
+TECHNIQUE = Technique(name="mixture of experts", resolve_for_model=resolve_for_model, install=install)

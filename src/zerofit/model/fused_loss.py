@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from zerofit.base import distributed
 from zerofit.base.errors import UserError
 from zerofit.job.settings import decide
+from zerofit.job.technique import Conflict, Technique
 
 CHUNK_BYTES = 2**30  # of fp32 logits: 2,048 rows at V = 128k
 
@@ -408,24 +409,15 @@ def router_loss(model) -> RouterLoss | None:
 
 
 def resolve_for_model(settings, config) -> None:
-    """Decide `--fused_loss auto` from the model's config.json.
-
-    Raises: UserError for `true` with a flag that excludes it.
-    """
-    vocabulary = config.get_text_config().vocab_size
-    reasons = {
-        "--label_smoothing_factor needs the logits": settings.label_smoothing_factor,
-        "--torch_compile traces the model's forward": settings.torch_compile,
-        "--tp_size splits the head": settings.tp_size > 1,
-        "--lora_target_modules adapts the head": "lm_head" in (settings.values.get("lora_target_modules") or ()),
-    }
-    excluded_by = [text for text, holds in reasons.items() if holds]
-    if settings.fused_loss is True and excluded_by:
-        raise UserError(f"--fused_loss true: {excluded_by[0]}; leave one of the two out.")
-    if settings.fused_loss == "auto":
-        on = vocabulary >= LARGE_VOCABULARY and not excluded_by
-        size = f"{vocabulary:,} words, {'from' if vocabulary >= LARGE_VOCABULARY else 'below'} {LARGE_VOCABULARY:,}"
-        decide(settings, "fused_loss", on, excluded_by[0] if excluded_by else f"a vocabulary of {size}")
+    """Decide `--fused_loss auto` from the model's config.json: off with a flag that excludes it."""
+    if settings.fused_loss != "auto":
+        return
+    vocabulary, conflict = config.get_text_config().vocab_size, TECHNIQUE.conflict(settings)
+    is_large = vocabulary >= LARGE_VOCABULARY
+    why = f"a vocabulary of {vocabulary:,} words, {'from' if is_large else 'below'} {LARGE_VOCABULARY:,}"
+    if conflict:
+        why = f"with {conflict.typed(settings)} {conflict.why}"
+    decide(settings, "fused_loss", is_large and not conflict, why)
 
 
 def install(settings, model) -> FusedLoss | None:
@@ -443,3 +435,17 @@ def install(settings, model) -> FusedLoss | None:
         if distributed.rank() == 0:
             print(f"note: fused_loss is off: {error}", flush=True)
         return None
+
+
+TECHNIQUE = Technique(
+    name="fused loss",
+    flag="fused_loss",
+    example="--fused_loss true",
+    conflicts=(
+        Conflict("label_smoothing_factor", None, "it needs the logits", "leave one of the two out"),
+        Conflict("torch_compile", (True,), "the model's forward is traced", "leave one of the two out"),
+        Conflict("tp_size", None, "the head is split", "use --fused_loss false"),
+        Conflict("lora_target_modules", ("lm_head",), "the head has an adapter", "leave one of the two out"),
+    ),
+    resolve_for_model=resolve_for_model,
+)

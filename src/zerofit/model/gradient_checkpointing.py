@@ -12,6 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from zerofit.base import allocator, distributed
 from zerofit.base.errors import UserError, first_line
+from zerofit.job.technique import AllBut, Conflict, Technique
 
 SIMULATED_ATTENTION = "zerofit::attention"  # of a plan (plan/fake_device.py)
 
@@ -68,7 +69,7 @@ def resolve(settings) -> None:
     """Merge both names of each argument into gradient_checkpointing*, and check the combination.
 
     transformers 5.20 renamed gradient_checkpointing* to activation_checkpointing*.
-    Raises: UserError for a contradiction, or for an option of checkpointing while it is off.
+    Raises: UserError for a contradiction.
     """
     values = settings.values
     _one_name(settings, "gradient_checkpointing", "activation_checkpointing")
@@ -81,29 +82,15 @@ def resolve(settings) -> None:
                 raise UserError(f"--{flag} is {values[flag]}, but gradient_checkpointing_kwargs says {key} {value}.")
             values[flag], settings.source[flag] = value, settings.source["gradient_checkpointing_kwargs"]
     values["gradient_checkpointing_kwargs"] = {"use_reentrant": False, **kwargs}
-    selective = values["gradient_checkpointing_policy"] == "selective"
-    options = {
-        "gradient_checkpointing_every": values["gradient_checkpointing_every"] != 1,
-        "gradient_checkpointing_policy": selective,
-        "activation_offload": values["activation_offload"],
-    }
-    for name, is_set in options.items():
-        if is_set and not values["gradient_checkpointing"]:
-            raise UserError(
-                f"--{name} refines gradient checkpointing, which is off: add --gradient_checkpointing true."
-            )
     if values["gradient_checkpointing_every"] < 1:
         raise UserError(
             f"--gradient_checkpointing_every is {values['gradient_checkpointing_every']}: it must be 1 or more."
         )
+    selective = values["gradient_checkpointing_policy"] == "selective"
     if selective and values["gradient_checkpointing_kwargs"]["use_reentrant"]:
         raise UserError(
             "--gradient_checkpointing_policy selective needs non-reentrant checkpointing: delete use_reentrant from "
             "--gradient_checkpointing_kwargs."
-        )
-    if values["activation_offload_streams"] and not values["activation_offload"]:
-        raise UserError(
-            "--activation_offload_streams refines --activation_offload, which is off: add --activation_offload true."
         )
     if values["activation_offload"] and settings.use_cpu:
         settings.decisions.append(
@@ -144,7 +131,7 @@ def _parsed(kwargs) -> dict:
     return parsed
 
 
-def enable(model, settings) -> None:
+def enable(settings, model) -> None:
     """Enable gradient checkpointing; call it once, before the Trainer is created.
 
     The Trainer cannot do it: it takes the policy only from TrainingArguments, which must be serializable as JSON.
@@ -351,3 +338,55 @@ def _gradients_under(context, device: torch.device) -> list[torch.Tensor]:
                 hidden = checkpoint(lambda x, w: torch.sin(x * w), hidden, weight, use_reentrant=False)
         gradients += torch.autograd.grad(hidden.sum(), [inputs, weights])
     return gradients
+
+
+_IS_OFF = Conflict(
+    "gradient_checkpointing",
+    (False,),
+    "checkpointing that is off cannot be refined",
+    "use --gradient_checkpointing true",
+)
+
+# The first one's hooks are for all.
+TECHNIQUES = (
+    Technique(name="gradient checkpointing", flag="gradient_checkpointing", resolve=resolve, install=enable),
+    Technique(
+        name="no gradient checkpointing",
+        flag="gradient_checkpointing",
+        values=(False,),
+        example="--gradient_checkpointing false",
+    ),
+    Technique(
+        name="checkpointing of every Nth layer",
+        flag="gradient_checkpointing_every",
+        values=AllBut(1),
+        example="--gradient_checkpointing_every 2",
+        conflicts=(_IS_OFF,),
+    ),
+    Technique(
+        name="selective checkpointing",
+        flag="gradient_checkpointing_policy",
+        values=("selective",),
+        example="--gradient_checkpointing_policy selective",
+        conflicts=(_IS_OFF,),
+    ),
+    Technique(
+        name="activation offload",
+        flag="activation_offload",
+        example="--activation_offload true",
+        conflicts=(_IS_OFF,),
+    ),
+    Technique(
+        name="activation offload in streams",
+        flag="activation_offload_streams",
+        example="--activation_offload true --activation_offload_streams true",
+        conflicts=(
+            Conflict(
+                "activation_offload", (False,), "an offload that is off has no streams", "use --activation_offload true"
+            ),
+            Conflict(
+                "torch_compile", (True,), "it has not been tested with compiled layers", "leave one of the two out"
+            ),
+        ),
+    ),
+)

@@ -13,6 +13,7 @@ import torch
 from zerofit.base import allocator, distributed
 from zerofit.base.errors import UserError, first_line
 from zerofit.job.settings import decide
+from zerofit.job.technique import Conflict, Technique
 from zerofit.model import attention
 
 # Dense models whose kernels tests/model/test_liger.py compares with transformers' modules.
@@ -39,12 +40,10 @@ BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.01}
 def resolve(settings) -> None:
     """Check --use_liger_kernel, before the model is known.
 
-    Raises: UserError without liger-kernel, on a CPU, or for an adapter of the norms.
+    Raises: UserError without liger-kernel, or on a CPU.
     """
     if not settings.use_liger_kernel:
         return
-    if _tunes_norms(settings):
-        raise UserError(f"--use_liger_kernel with --adapter ln_tuning: {FROZEN_NORMS}; leave one of the two out.")
     if importlib.util.find_spec("liger_kernel") is None:
         raise UserError("--use_liger_kernel: liger-kernel is not installed (its wheels are for Linux): make install.")
     if settings.use_cpu:
@@ -77,10 +76,6 @@ def resolve_for_model(settings, config) -> None:
     settings.liger_kernel_config = kernels or None
 
 
-def _tunes_norms(settings) -> bool:
-    return settings.values.get("adapter") == "ln_tuning"
-
-
 def _why_not(settings, config) -> str | None:
     """Return why Liger's kernels are not the default for this run; None if they are."""
     planned = settings.planned_gpu
@@ -90,7 +85,7 @@ def _why_not(settings, config) -> str | None:
         "liger-kernel is not installed": importlib.util.find_spec("liger_kernel") is None,
         f"not tested with {config.model_type}": config.model_type not in TESTED or attention.class_of(config) is None,
         "Triton has no kernels for GPUs before Ampere": not has_bf16,
-        f"--adapter ln_tuning: {FROZEN_NORMS}": _tunes_norms(settings),
+        f"--adapter ln_tuning: {FROZEN_NORMS}": settings.values.get("adapter") == "ln_tuning",
         f"not tested with --{split}": split,
         "not tested with recipes/pipeline.py": settings.recipe.stages,
         "--tiled_mlp replaces the MLPs": settings.tiled_mlp != "1",
@@ -201,3 +196,13 @@ def _results(model, inputs, upstream) -> dict[str, torch.Tensor]:
         "gradients of the inputs": of_inputs.float(),
         "gradients of the norms": torch.cat([gradient.float() for gradient in of_norms]),
     }
+
+
+TECHNIQUE = Technique(
+    name="Liger kernels",
+    flag="use_liger_kernel",
+    example="--use_liger_kernel true",
+    conflicts=(Conflict("adapter", ("ln_tuning",), FROZEN_NORMS, "leave one of the two out"),),
+    resolve=resolve,
+    resolve_for_model=resolve_for_model,
+)

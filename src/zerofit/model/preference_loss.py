@@ -24,6 +24,7 @@ from torch.nn.functional import logsigmoid
 
 from zerofit.base.errors import UserError
 from zerofit.job.settings import decide
+from zerofit.job.technique import AllBut, Conflict, Technique
 from zerofit.model import adapters, attention
 
 PER_TOKEN = ("sigmoid_norm", "ipo", "simpo", "orpo")
@@ -90,7 +91,6 @@ def resolve(settings) -> None:
     if "precompute_ref_log_probs" not in settings.values:
         return
     _check_unused(settings)
-    _check_excluded(settings)
     _check_adapter(settings)
     kind = settings.loss_type
     if kind in REFERENCE_FREE:
@@ -121,22 +121,6 @@ def _check_unused(settings) -> None:
         )
 
 
-def _check_excluded(settings) -> None:
-    """Refuse what is made for rows of one document, or for a mean over tokens."""
-    excluded = {
-        "packing": (settings.packing, "the two sides of a pair are one row already; leave it out"),
-        "streaming": (settings.streaming, "the pairs and their reference are kept by row; leave it out"),
-        "sp_size": (settings.sp_size > 1, "no rank has the whole answer whose log-probability counts; leave it out"),
-        "train_on": (settings.train_on != "assistant", "the loss is on the answers; leave it out"),
-        "data_format": (settings.data_format != "auto", "rows are preference pairs; leave it out, or use --columns"),
-        "label_smoothing_factor": (settings.label_smoothing_factor, "smooths tokens; for pairs use --label_smoothing"),
-        "optim": (settings.optim == "sophia", "it samples tokens for its Hessian; use an AdamW"),
-    }
-    for name, (on, why) in excluded.items():
-        if on:
-            raise UserError(f"--{name} {settings.values[name]} with recipes/dpo.py: {why}.")
-
-
 def _check_adapter(settings) -> None:
     if not settings.trains_adapter:
         for name in adapters.FLAGS:
@@ -144,16 +128,6 @@ def _check_adapter(settings) -> None:
                 raise UserError(
                     f"--{name} without --adapter: it belongs to an adapter; add --adapter lora, or leave it out."
                 )
-    elif settings.adapter in adapters.PROMPTS:
-        raise UserError(
-            f"--adapter {settings.adapter} with recipes/dpo.py: its virtual tokens shift the answers; use "
-            "--adapter lora."
-        )
-    elif re.fullmatch(adapters.CHANGES_BASE, settings.init_lora_weights):
-        raise UserError(
-            f"--init_lora_weights {settings.init_lora_weights} with recipes/dpo.py: it changes the base, so the model "
-            "with the adapter off is not the reference; use true, gaussian or orthogonal."
-        )
     elif not settings.precompute_ref_log_probs and settings.loss_type not in REFERENCE_FREE:
         for pair in settings.adapter_config or []:
             if re.match("bias=(?!none)", pair):
@@ -161,3 +135,28 @@ def _check_adapter(settings) -> None:
                     f"--adapter_config {pair} with recipes/dpo.py: trained biases stay when the adapter is off, which "
                     "then is not the reference; add --precompute_ref_log_probs true."
                 )
+
+
+# What is made for rows of one document, or for a mean over tokens; and what moves the answers or the reference.
+TECHNIQUE = Technique(
+    name="preference loss",
+    flag="loss_type",  # which only recipes of preference pairs have
+    example="--loss_type sigmoid",
+    conflicts=(
+        Conflict("packing", (True,), "the two sides of a pair are one row already", "leave it out"),
+        Conflict("streaming", (True,), "the pairs and their reference are kept by row", "leave it out"),
+        Conflict("sp_size", None, "no rank has the whole answer whose log-probability counts", "leave it out"),
+        Conflict("train_on", AllBut("assistant"), "the loss is on the answers", "leave it out"),
+        Conflict("data_format", AllBut("auto"), "rows are preference pairs", "leave it out, or use --columns"),
+        Conflict("label_smoothing_factor", None, "it smooths tokens", "for pairs use --label_smoothing"),
+        Conflict("optim", ("sophia",), "it samples tokens for its Hessian", "use an AdamW"),
+        Conflict("adapter", adapters.PROMPTS, "its virtual tokens shift the answers", "use --adapter lora"),
+        Conflict(
+            "init_lora_weights",
+            AllBut("true", "gaussian", "orthogonal"),
+            "it changes the base, so the model with the adapter off is not the reference",
+            "use true, gaussian or orthogonal",
+        ),
+    ),
+    resolve=resolve,
+)

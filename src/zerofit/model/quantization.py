@@ -5,6 +5,8 @@ import importlib.util
 import torch
 
 from zerofit.base.errors import UserError
+from zerofit.job.technique import AllBut, Conflict, Technique
+from zerofit.model import patches
 from zerofit.model.weights import complete
 
 # Adapters with support for bitsandbytes' linear layers; others would compute with the packed bytes.
@@ -18,57 +20,12 @@ def bits(settings) -> int | None:
 
 
 def resolve(settings) -> None:
-    """Check the arguments for a quantized base, before a model is loaded.
-
-    Raises: UserError naming flag, cause and fix.
-    """
+    """Check that the package for a quantized base is there. Raises: UserError."""
     width = bits(settings)
-    if width is None:
-        return
-    flag = f"--load_in_{width}bit"
-    if settings.load_in_4bit and settings.load_in_8bit:
-        raise UserError("--load_in_4bit and --load_in_8bit are both on: choose one.")
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise UserError(f"{flag}: bitsandbytes is not installed (it has no wheel for Intel Macs): make install.")
-    if settings.random_init:
-        raise UserError(f"{flag} with --random_init: weights are quantized while they load; save the model first.")
-    if settings.adapter not in ADAPTERS:
+    if width and importlib.util.find_spec("bitsandbytes") is None:
         raise UserError(
-            f"{flag} with --adapter {settings.adapter}: its layers would compute with packed numbers; use --adapter "
-            f"{', '.join(ADAPTERS[:-1])} or {ADAPTERS[-1]}."
+            f"--load_in_{width}bit: bitsandbytes is not installed (it has no wheel for Intel Macs): make install."
         )
-    if settings.init_lora_weights not in ("true", "gaussian", "orthogonal"):
-        raise UserError(
-            f"{flag} with --init_lora_weights {settings.init_lora_weights}: it changes the base weights, which are "
-            "packed; leave one of the two out."
-        )
-    if settings.adapter == "ia3" and settings.deepspeed is not None:
-        raise UserError(
-            f"{flag} with --adapter ia3 above stage 0: peft computes it in fp32 outside of autocast, which "
-            "only stage 0 has; use --zero 0, or --adapter lora."
-        )
-    if width == 8 and settings.values.get("use_dora"):
-        raise UserError(
-            "--load_in_8bit with --use_dora: DoRA unpacks the weights, and the first step loses the scales that this "
-            "takes; use --load_in_4bit, or leave --use_dora out."
-        )
-    if settings.values.get("use_dora") and settings.zero == 3:
-        raise UserError(
-            f"{flag} with --use_dora at stage 3: DoRA measures whole base weights, and peft gathers packed ones in a "
-            "way that DeepSpeed does not offer; use --zero 2, or leave --use_dora out."
-        )
-    if settings.offload == "all":
-        raise UserError(
-            f"{flag} with --offload all: DeepSpeed moves parameters without the constants that unpack them; use "
-            "--offload optimizer."
-        )
-    if width == 8 and settings.zero == 3:
-        raise UserError(
-            "--load_in_8bit with stage 3: its layers keep a whole copy beside what DeepSpeed shares out, so every rank "
-            "would hold the whole base; use --load_in_4bit, or --zero 2."
-        )
-    if settings.new_tokens:
-        raise UserError(f"{flag} with --new_tokens: the base cannot grow while it is packed; leave one of the two out.")
 
 
 def resolve_for_model(settings, config) -> None:
@@ -211,3 +168,83 @@ def verify_shares(trainer) -> None:
             f"their constants, whole everywhere, {base['constants']:,})",
             flush=True,
         )
+
+
+def install(settings, model) -> None:
+    """Have each gathered 4-bit weight released after its layer: at stage 3 peft's layers would keep it."""
+    if bits(settings) == 4 and settings.zero == 3:
+        patches.release_gathered_4bit_weights()
+
+
+_EITHER = (
+    Conflict("random_init", (True,), "weights are quantized while they load", "save the model first"),
+    Conflict(
+        "adapter",
+        AllBut(*ADAPTERS),
+        "its layers would compute with packed numbers",
+        f"use --adapter {', '.join(ADAPTERS[:-1])} or {ADAPTERS[-1]}",
+    ),
+    Conflict(
+        "init_lora_weights",
+        AllBut("true", "gaussian", "orthogonal"),
+        "it changes the base weights, which are packed",
+        "leave one of the two out",
+    ),
+    Conflict(
+        "adapter",
+        ("ia3",),
+        "peft computes it in fp32 outside of autocast, which only stage 0 has",
+        "use --zero 0, or --adapter lora",
+        stages=(1, 2, 3),
+    ),
+    Conflict(
+        "offload",
+        ("all",),
+        "DeepSpeed moves parameters without the constants that unpack them",
+        "use --offload optimizer",
+    ),
+    Conflict("new_tokens", None, "the base cannot grow while it is packed", "leave one of the two out"),
+)
+
+# The first one's hooks are for both.
+TECHNIQUES = (
+    Technique(
+        name="4-bit base",
+        flag="load_in_4bit",
+        example="--load_in_4bit true --bf16 true",
+        conflicts=(
+            Conflict("load_in_8bit", (True,), "a base has one width", "choose one"),
+            *_EITHER,
+            Conflict(
+                "use_dora",
+                (True,),
+                "DoRA measures whole base weights, and peft cannot gather packed ones under DeepSpeed",
+                "use --zero 2, or leave --use_dora out",
+                stages=(3,),
+            ),
+        ),
+        resolve=resolve,
+        resolve_for_model=resolve_for_model,
+        install=install,
+    ),
+    Technique(
+        name="8-bit base",
+        flag="load_in_8bit",
+        example="--load_in_8bit true --bf16 true",
+        conflicts=(
+            *_EITHER,
+            Conflict(
+                "use_dora",
+                (True,),
+                "DoRA unpacks the weights, and the first step loses the scales that this takes",
+                "use --load_in_4bit, or leave --use_dora out",
+            ),
+            Conflict(
+                "zero",
+                (3,),
+                "its layers keep a whole copy beside what DeepSpeed shares out: every rank would hold the whole base",
+                "use --load_in_4bit, or --zero 2",
+            ),
+        ),
+    ),
+)

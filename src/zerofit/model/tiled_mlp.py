@@ -13,20 +13,16 @@ from torch.utils.checkpoint import checkpoint
 
 from zerofit.base.errors import UserError
 from zerofit.job.settings import decide
+from zerofit.job.technique import AllBut, Conflict, Technique
 
 NAMES = ("mlp", "feed_forward", "ffn")
 
 
 def resolve(settings) -> None:
-    """Check --tiled_mlp, before the model is known.
-
-    Raises: UserError for a bad number, or with --use_liger_kernel.
-    """
+    """Check --tiled_mlp, before the model is known. Raises: UserError for a bad number."""
     tiles = settings.tiled_mlp
     if tiles != "auto" and not (tiles.isdigit() and int(tiles) >= 1):
         raise UserError(f"--tiled_mlp {tiles}: must be auto or a number of tiles, 1 or more.")
-    if tiles != "1" and settings.use_liger_kernel:
-        raise UserError("--tiled_mlp with --use_liger_kernel: Liger replaces the MLP; leave one of the two out.")
 
 
 def resolve_for_model(settings, config) -> None:
@@ -83,3 +79,15 @@ def install(settings, model) -> None:
     if settings.tiled_mlp != "1":
         for module in find(model):
             tile(module, int(settings.tiled_mlp))
+
+
+TECHNIQUE = Technique(
+    name="tiled MLP",
+    flag="tiled_mlp",
+    values=AllBut("1"),
+    example="--tiled_mlp 2",
+    conflicts=(Conflict("use_liger_kernel", (True,), "Liger replaces the MLP", "leave one of the two out"),),
+    resolve=resolve,
+    resolve_for_model=resolve_for_model,
+    install=install,
+)

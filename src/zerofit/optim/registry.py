@@ -5,7 +5,8 @@ import re
 from dataclasses import dataclass
 
 from zerofit.base.errors import UserError
-from zerofit.job.settings import json_value, merge_json
+from zerofit.job.settings import decide, json_value, merge_json
+from zerofit.job.technique import Conflict, Technique
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ _PAGED = {
     **_BNB,
     "needs_cuda": True,
     "offload": False,
-    "why_not": "its paged states are CUDA memory already; --offload would make them plain host tensors",
+    "why_not": "its paged states are CUDA memory already, which an offload would make plain host tensors",
 }
 
 _TORCHAO = {
@@ -45,8 +46,8 @@ _TORCHAO = {
     "stages": "0",
     "offload": False,
     "rounding": "stochastic",
-    "why_not": "it quantizes only tensors whose size is a multiple of its block, which ZeRO's flat partitions rarely "
-    "are: the states would silently stay in fp32; use adamw_8bit",
+    "why_not": "ZeRO's flat slices rarely are multiples of its block, so the states would silently stay in fp32 "
+    "(adamw_8bit packs them)",
 }
 
 _PROJECTED = {
@@ -71,8 +72,8 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
         "~0",
         stages="0",
         offload=False,
-        why_not="it keeps one number a row and a column of each matrix and clips by its root mean square; of ZeRO's "
-        "flat slices it would keep 4 bytes a parameter, and the result would depend on the number of ranks",
+        why_not="it needs whole matrices: on ZeRO's flat slices it would keep 4 bytes a parameter, and the result "
+        "would depend on the number of ranks",
         note="no momentum; the update of each matrix is clipped to root mean square 1",
     ),
     "lion_32bit": OptimizerSpec(
@@ -106,16 +107,20 @@ ALIASES = {"lion": "lion_32bit", "adamw": "adamw_torch_fused", "adamw_bnb_8bit":
 OURS = ("muon", "sophia")  # not in transformers' OptimizerNames
 
 
+def resolve_name(settings) -> None:
+    """Set --optim to the name that the table has for it."""
+    name = str(getattr(settings.optim, "value", settings.optim))
+    settings.values["optim"] = ALIASES.get(name, name)
+
+
 def resolve(settings) -> None:
     """Check --optim and --pure_bf16 against the other arguments, and set those that follow from them.
 
     Raises: UserError for a combination that cannot work or would silently save no memory.
     """
-    explicit = settings.given
-    name = str(getattr(settings.optim, "value", settings.optim))
-    settings.values["optim"] = name = ALIASES.get(name, name)
+    explicit, name = settings.given, settings.optim
     entry = OPTIMIZERS.get(name)
-    _match_json(settings, name, explicit)
+    _match_json(settings, explicit)
     if settings.tf32 and settings.use_cpu:
         raise UserError("--tf32 true: TF32 is a mode of NVIDIA GPUs, and this run is on the CPU; leave it out.")
     if entry is None:
@@ -133,21 +138,9 @@ def _check(settings, name: str, entry: OptimizerSpec) -> None:
         raise UserError(f"--optim {name}: {entry.module} is not installed: {install}.")
     if entry.needs_cuda and settings.use_cpu:
         raise UserError(f"--optim {name}: needs a GPU; use {name.removeprefix('paged_')} or adamw_torch_fused here.")
-    if str(settings.zero) not in entry.stages:
-        raise UserError(
-            f"--optim {name} with ZeRO stage {settings.zero}: {entry.why_not or 'does not work'} (works at stage "
-            f"{', '.join(entry.stages)})."
-        )
-    if settings.offload != "none" and not entry.offload:
-        raise UserError(f"--optim {name} with --offload {settings.offload}: {entry.why_not}; leave --offload out.")
-    if name == "sophia" and settings.fp16:
-        raise UserError(
-            "--optim sophia with --fp16 true: it squares gradients of sampled labels, which fp16 cannot hold; use "
-            "--bf16 true."
-        )
 
 
-def _match_json(settings, name: str, explicit: dict) -> None:
+def _match_json(settings, explicit: dict) -> None:
     """Let an "optimizer" section in the user's DeepSpeed JSON replace --optim; refuse flags beside it."""
     section = json_value(settings.deepspeed or {}, "optimizer.type")
     if section is None:
@@ -180,8 +173,6 @@ def _choose_unlisted(settings, name: str) -> None:
 
 
 def _choose_arguments(settings, name: str, explicit: dict) -> None:
-    from zerofit.job.settings import decide
-
     optim_args = arguments(settings)
     if name == "sgd" and "momentum" not in optim_args:
         momentum = ",".join([*([settings.optim_args] if settings.optim_args else []), "momentum=0.9"])
@@ -220,20 +211,6 @@ def arguments(settings) -> dict[str, str]:
 
 def _choose_pure_bf16(settings, name: str, entry: OptimizerSpec | None, explicit: dict) -> None:
     """Set up --pure_bf16: bf16 weights, gradients and optimizer states, without fp32 master weights."""
-    from zerofit.job.settings import decide
-
-    if not settings.bf16:
-        flag = "--fp16 true" if settings.fp16 else "--bf16 false"
-        raise UserError(f"--pure_bf16 with {flag}: pure bf16 is bf16 throughout; leave one of the two out.")
-    if settings.dtype not in ("auto", "bfloat16"):
-        raise UserError(f"--pure_bf16 with --dtype {settings.dtype}: the weights are bf16; leave --dtype out.")
-    if settings.offload != "none":
-        raise UserError(
-            f"--pure_bf16 with --offload {settings.offload}: DeepSpeed allows only its own CPU Adam there, which "
-            "rounds to the nearest and loses small updates; use one of the two."
-        )
-    if entry is not None and entry.rounding is None:
-        raise UserError(f"--pure_bf16 with --optim {name}: it needs an fp32 master copy; use adamw_torch_fused.")
     if json_value(settings.deepspeed or {}, "data_types.grad_accum_dtype") not in (None, "bf16"):
         raise UserError(
             f"{settings.values.get('deepspeed')}: data_types.grad_accum_dtype makes DeepSpeed keep fp32 masters, but "
@@ -282,3 +259,41 @@ def markdown() -> str:
     lines += ["", "Refused, and why:", ""]
     lines += [f"- {', '.join(names)}: {why}." for why, names in reasons.items()]
     return "\n".join(lines)
+
+
+def _technique(name: str, spec: OptimizerSpec) -> Technique:
+    """Return the technique of a row of OPTIMIZERS."""
+    conflicts = []
+    if refused := tuple(stage for stage in range(4) if str(stage) not in spec.stages):
+        conflicts.append(Conflict("zero", refused, spec.why_not, f"use --zero {' or '.join(spec.stages)}"))
+    if not spec.offload:
+        conflicts.append(Conflict("offload", ("optimizer", "all"), spec.why_not, "leave --offload out"))
+    if spec.rounding is None:
+        conflicts.append(Conflict("pure_bf16", (True,), "it needs an fp32 master copy", "use adamw_torch_fused"))
+    if name == "sophia":
+        why = "it squares gradients of sampled labels, which fp16 cannot hold"
+        conflicts.append(Conflict("fp16", (True,), why, "use --bf16 true"))
+    return Technique(name=name, flag="optim", values=(name,), example=f"--optim {name}", conflicts=tuple(conflicts))
+
+
+TECHNIQUES = (
+    Technique(name="optimizer by another name", resolve=resolve_name),  # first: the others ask for its name
+    *(_technique(name, spec) for name, spec in OPTIMIZERS.items()),
+    Technique(
+        name="pure bf16",
+        flag="pure_bf16",
+        example="--pure_bf16 true",
+        conflicts=(
+            Conflict("fp16", (True,), "pure bf16 is bf16 throughout", "leave one of the two out"),
+            Conflict("bf16", (False,), "pure bf16 is bf16 throughout", "leave one of the two out"),
+            Conflict("dtype", ("float32", "float16"), "the weights are bf16", "leave --dtype out"),
+            Conflict(
+                "offload",
+                ("optimizer", "all"),
+                "DeepSpeed allows only its own CPU Adam there, which rounds to the nearest and loses small updates",
+                "use one of the two",
+            ),
+        ),
+    ),
+    Technique(name="optimizer", resolve=resolve),
+)

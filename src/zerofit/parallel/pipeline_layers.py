@@ -160,7 +160,7 @@ def build(settings, tokenizer) -> Pipeline:
         config.pad_token_id = tokenizer.pad_token_id
     if (folder / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(folder)
-    gradient_checkpointing.enable(model, settings)
+    gradient_checkpointing.enable(settings, model)
     device = torch.device("cpu") if settings.use_cpu else torch.device("cuda", torch.cuda.current_device())
     pipeline = Pipeline(model, settings.pp_size, device)
     _read_weights(pipeline, folder, settings)

@@ -107,7 +107,7 @@ def _settings(argv: list[str]):
     named = ["--output_dir", args.output_dir] if args.output_dir else []
     # --gpus first: a process count in the YAML file is for the run, not for this command
     flags = ["--gpus", "1", *flags, *named]
-    settings = resolve.resolve_settings(recipe, flags, 1, resolvers=resolve.ARGUMENTS)
+    settings = resolve.resolve_settings(recipe, flags, 1, arguments_only=True)
     if settings.show:
         from zerofit.config import show
 

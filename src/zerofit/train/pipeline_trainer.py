@@ -6,8 +6,9 @@ from pathlib import Path
 import torch
 
 from zerofit.base.errors import UserError
+from zerofit.config import resolve
 from zerofit.data.conversations import IGNORE
-from zerofit.model import fused_loss
+from zerofit.model import fused_loss, gradient_checkpointing
 from zerofit.train.trainer import ZerofitTrainer
 
 
@@ -38,8 +39,11 @@ class PipelineTrainer(ZerofitTrainer):
     def architecture(self) -> str:
         return self.model.architecture
 
-    def checkpoint_layers(self, net) -> None:
-        """Leave the layers as they are: they were copied from a model with checkpointing."""
+    def install_techniques(self, net) -> None:
+        """Leave out checkpointing: the layers were copied from a model that has it."""
+        for technique in resolve.techniques_of(self.settings):
+            if technique not in gradient_checkpointing.TECHNIQUES:
+                technique.install(self.settings, net)
 
     def fuse_loss(self, net) -> None:
         """Leave the model as it is: `loss` computes with the head's weight."""

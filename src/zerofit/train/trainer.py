@@ -24,6 +24,7 @@ from zerofit.base.paths import write_text
 from zerofit.certificate import recorder, rows
 from zerofit.checkpoint import pickles, reshard, resumable, save
 from zerofit.checkpoint.facts import read_facts
+from zerofit.config import resolve
 from zerofit.data import end_tokens, streaming
 from zerofit.data.batches import (
     LABEL_COUNT,
@@ -39,13 +40,9 @@ from zerofit.job.settings import Check
 from zerofit.model import (
     adapters,
     attention,
-    experts,
     fused_loss,
     generation,
-    gradient_checkpointing,
     patches,
-    quantization,
-    tiled_mlp,
 )
 from zerofit.model.load import count_parameters
 from zerofit.model.weights import converted
@@ -111,15 +108,11 @@ class ZerofitTrainer(Trainer):
         if settings.zero == 3:
             patches.list_own_parameters_directly()
             patches.forget_releases_with_their_trace()
-        if quantization.bits(settings) == 4 and settings.zero == 3:
-            patches.release_gathered_4bit_weights()
-        experts.prepare(settings, net)
-        tiled_mlp.install(settings, net)
+        self.install_techniques(net)
         self.fused_loss = self.fuse_loss(net)
         self.router_loss = fused_loss.router_loss(net)
         self.label_counts = []  # of the micro batches of this step that are still to come
         self.label_count = None  # of the batch that is computed, for the fused loss; None: not counted on the host
-        self.checkpoint_layers(net)
         pad, documents = tokenizer.pad_token_id, settings.documents_per_row
         self.sequence = sequence_parallel.SequenceParallel(settings)
         self.train_collator = TrainCollator(pad, settings.padding_free, settings.sp_size)
@@ -447,9 +440,9 @@ class ZerofitTrainer(Trainer):
         self.guard.losses.append(loss)
         return loss
 
-    def checkpoint_layers(self, net) -> None:
-        """Turn --gradient_checkpointing on in the model."""
-        gradient_checkpointing.enable(net, self.settings)
+    def install_techniques(self, net) -> None:
+        """Change the model as the techniques of the job ask for."""
+        resolve.install(self.settings, net)
 
     def fuse_loss(self, net) -> fused_loss.FusedLoss | None:
         """Fuse the loss of the model; a simulation does it among real tensors."""
