@@ -6,7 +6,7 @@ from zerofit.base import command_line
 from zerofit.base.errors import UserError
 from zerofit.checkpoint import differences, pickles
 from zerofit.checkpoint.facts import read_facts, step_of
-from zerofit.job import run_folder
+from zerofit.job import groups, run_folder
 from zerofit.job.settings import Settings
 from zerofit.model.load import fingerprints
 
@@ -36,8 +36,9 @@ def check_resumable(settings, train_set) -> None:
     stretch = {"zero": known["zero"], "world_size": known["world_size"], "to_step": step_of(Path(requested))}
     settings.resumed = [*known.get("resumed", []), stretch]
     _decide_resharding(settings, known, Path(requested).name)
-    for name in ("tp_size", "pp_size"):
-        _check_split(settings, name, known, flag)
+    for way in groups.ways():
+        if way.splits_model:
+            _check_split(settings, way.flag, known, flag)
     if settings.resharded:
         zero_shards.check_whole(Path(requested))
         _check_schedule(settings, Path(requested), known, flag)
@@ -47,7 +48,7 @@ def check_resumable(settings, train_set) -> None:
 def _check_split(settings, name: str, known: dict, where: str) -> None:
     """Refuse to load shards of a split model in another way than they were saved.
 
-    Args: name: tp_size or pp_size.
+    Args: name: the flag of a way that splits the model.
     Raises: UserError.
     """
     saved, size = known.get(name, 1), getattr(settings, name)

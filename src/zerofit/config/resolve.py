@@ -26,7 +26,7 @@ from zerofit.model import (
     tiled_mlp,
 )
 from zerofit.optim import registry
-from zerofit.parallel import pipeline, sequence_parallel, tensor_parallel
+from zerofit.parallel import ways
 
 
 def resolve_settings(
@@ -310,9 +310,7 @@ COMBINATIONS = (
     _node_local_storage,
     quantization.resolve,
     _padding_free,  # decides the attention too
-    tensor_parallel.resolve,
-    sequence_parallel.resolve,  # wraps that attention, so after _padding_free
-    pipeline.resolve,  # replaces it
+    ways.resolve,  # may wrap or replace that attention, so after _padding_free
     streaming.resolve,
     _data_workers,  # a stream has one
     liger.resolve,
@@ -326,9 +324,7 @@ FROM_FLAGS = (*ARGUMENTS, *COMBINATIONS)
 FROM_MODEL_CONFIG = (
     quantization.resolve_for_model,
     attention.resolve_for_model,
-    sequence_parallel.resolve_for_model,
-    tensor_parallel.resolve_for_model,
-    pipeline.resolve_for_model,
+    ways.resolve_for_model,
     fused_loss.resolve_for_model,
     tiled_mlp.resolve_for_model,
     liger.resolve_for_model,  # reads what fused_loss and tiled_mlp have decided

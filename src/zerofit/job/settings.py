@@ -5,6 +5,7 @@ from dataclasses import FrozenInstanceError, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from zerofit.base.errors import UserError
+from zerofit.job import groups
 
 if TYPE_CHECKING:  # for an editor and a type checker: the arguments with their types, read as settings.<name>
     from transformers import TrainingArguments
@@ -159,15 +160,16 @@ class Settings(_Arguments):
 
     @property
     def ranks_per_row(self) -> int:
-        """Return the number of ranks that share their rows: a group of --sp_size or --tp_size, or a pipeline's."""
-        return self.values["sp_size"] * self.values["tp_size"] * self.values["pp_size"]
+        """Return the number of ranks that share each row, by all ways to share one (parallel/)."""
+        return groups.per_row(self.values)
+
+    def ranks_that_split(self, *what: str) -> int:
+        """Return how many ranks split the "tokens" of a row, or the "matrices" or "layers" of the model; 1: none do."""
+        return groups.per_row(self.values, what)
 
     def data_rank(self, rank: int) -> int:
-        """Return which of the `data_ranks` shares of the rows a rank trains on.
-
-        The ranks of a group are neighbors, those of a pipeline far apart: a stage's links carry the least.
-        """
-        return rank % self.data_ranks if self.values["pp_size"] > 1 else rank // self.ranks_per_row
+        """Return which of the `data_ranks` shares of the rows a rank trains on."""
+        return groups.data_rank(self.values, rank, self.world_size)
 
     @property
     def bundled(self) -> bool:

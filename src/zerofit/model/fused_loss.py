@@ -416,7 +416,7 @@ def resolve_for_model(settings, config) -> None:
     reasons = {
         "--label_smoothing_factor needs the logits": settings.label_smoothing_factor,
         "--torch_compile traces the model's forward": settings.torch_compile,
-        "--tp_size splits the head": settings.tp_size > 1,
+        "the ranks of a group split the head": settings.ranks_that_split("matrices") > 1,
         "--lora_target_modules adapts the head": "lm_head" in (settings.values.get("lora_target_modules") or ()),
     }
     excluded_by = [text for text, holds in reasons.items() if holds]

@@ -23,6 +23,7 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from zerofit.base.errors import UserError
+from zerofit.job import groups
 from zerofit.job.settings import decide
 from zerofit.model import adapters, attention
 
@@ -126,7 +127,13 @@ def _check_excluded(settings) -> None:
     excluded = {
         "packing": (settings.packing, "the two sides of a pair are one row already; leave it out"),
         "streaming": (settings.streaming, "the pairs and their reference are kept by row; leave it out"),
-        "sp_size": (settings.sp_size > 1, "no rank has the whole answer whose log-probability counts; leave it out"),
+        **{
+            way.flag: (
+                way.splits == "tokens",
+                "no rank has the whole answer whose log-probability counts; leave it out",
+            )
+            for way, _ in groups.in_use(settings.values)
+        },
         "train_on": (settings.train_on != "assistant", "the loss is on the answers; leave it out"),
         "data_format": (settings.data_format != "auto", "rows are preference pairs; leave it out, or use --columns"),
         "label_smoothing_factor": (settings.label_smoothing_factor, "smooths tokens; for pairs use --label_smoothing"),

@@ -194,7 +194,7 @@ def explain(error, trainer) -> str:
     for part, _ in largest:
         choices = _ADVICE.get(of_activations if part.startswith("activations") else part, ())
         applicable = [flag.format(**half_batch) for applies, flag in choices if applies(settings)]
-        if settings.pp_size > 1:
+        if settings.ranks_that_split("layers") > 1:
             refused = ("--zero", "--offload", "--activation_offload")
             applicable = [flag for flag in applicable if not flag.startswith(refused)] or ["more stages (--pp_size)"]
         flags += [f for f in applicable[:2] if f not in flags]

@@ -122,13 +122,14 @@ class ZerofitTrainer(Trainer):
         self.checkpoint_layers(net)
         pad, documents = tokenizer.pad_token_id, settings.documents_per_row
         self.sequence = sequence_parallel.SequenceParallel(settings)
-        self.train_collator = TrainCollator(pad, settings.padding_free, settings.sp_size)
+        slices = settings.ranks_that_split("tokens")
+        self.train_collator = TrainCollator(pad, settings.padding_free, slices)
         super().__init__(
             model=net,
             args=arguments,
             train_dataset=train_set.stream or DatasetWithFiller(train_set.sequences(settings), pad, documents),
             eval_dataset=DatasetWithFiller(eval_set.dataset, pad, documents) if eval_set else None,
-            data_collator=Collator(pad, 8 * settings.sp_size),
+            data_collator=Collator(pad, 8 * slices),
             processing_class=tokenizer,
         )
         if self.label_smoother is not None:  # transformers shifts labels for its own classes only
@@ -269,11 +270,11 @@ class ZerofitTrainer(Trainer):
     def seed_this_rank(self) -> None:
         """Seed torch, numpy and Python from --seed, step and rank, so that dropout masks differ between ranks.
 
-        The ranks of a --tp_size group draw the same numbers.
+        Ranks that split matrices compute one row together, and draw the same numbers.
 
         Draws that all ranks must share (initial weights, row order) come earlier or have a generator of their own.
         """
-        rank = self.args.process_index // self.settings.tp_size
+        rank = self.args.process_index // self.settings.ranks_that_split("matrices")
         step_and_rank = self.state.global_step * self.args.world_size + rank
         set_seed((self.args.seed + 1_000_003 * step_and_rank) % 2**32)
 
@@ -330,7 +331,7 @@ class ZerofitTrainer(Trainer):
 
     def counting(self, collate):
         """Let a collator count labels if the fused loss needs it; a simulation has no values to count."""
-        # Slices of --sp_size are cut on the device, each with its own count.
+        # Slices of rows are cut on the device, each with its own count.
         other_labels = self.sequence.size > 1 or adapters.first_target(self.settings) == 0
         return CountingCollator(collate) if self.fused_loss and not other_labels else collate
 
