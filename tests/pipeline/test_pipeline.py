@@ -18,6 +18,7 @@ from zerofit.base.errors import UserError
 from zerofit.checkpoint import resumable
 from zerofit.config import resolve
 from zerofit.launch import prepare
+from zerofit.parallel import pipeline
 from zerofit.plan import candidates, formulas, preflight
 
 COMMON = [
@@ -161,7 +162,7 @@ def test_a_checkpoint_of_other_stages_is_refused(saved, ranks, flags, says):
     known = {"zero": "1", "world_size": 4, "offload": "none", "optim": settings.optim, "pp_size": saved}
     settings = settings.replace(resharded=ranks != 4)
     with pytest.raises(UserError, match=says):
-        resumable._check_split(settings, "pp_size", known, "--resume_from_checkpoint x")
+        resumable.check_split(settings, known, "--resume_from_checkpoint x")
 
 
 # --- the launch's ways ---
@@ -280,7 +281,7 @@ def test_plans_do_not_search_pipelines():
 def test_closed_forms_of_stages():
     """Weights cut evenly, a tied matrix twice, activations of the micro batches in flight, logits on the last stage."""
     shape = formulas.Shape(8_000_000_000, 0, 525_336_576, 4096, 32, 32, 8, 128, 14336, 128256, embedding=525_336_576)
-    setting = formulas.Setting(1, "none", 1, 1, 4096, 16, 8, pp=4)
+    setting = formulas.Setting(1, "none", 1, 1, 4096, 16, 8, groups=((pipeline.PARALLEL, 4),))
     settings = settings_of("--model", str(ROOT / "tests/configs/llama3.1-8b"), "--data", "unread", "--bf16", "true")
     by_stage = formulas.stages(shape, setting, settings, False, False)
     assert [parts["parameters"] for parts in by_stage] == [2 * 2e9] * 4

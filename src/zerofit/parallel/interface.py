@@ -17,6 +17,16 @@ def _nothing(_: Settings) -> None:
     """Accept every recipe."""
 
 
+def _whole(shape, _: int):
+    """Return the shape of the model unchanged: each rank of a group holds all of it."""
+    return shape
+
+
+def _sends_nothing(*_) -> tuple[float, float]:
+    """Return no calls and no bytes."""
+    return 0.0, 0.0
+
+
 def _no_sections(_: int) -> dict[str, Any]:
     """Return no sections of a DeepSpeed configuration."""
     return {}
@@ -38,6 +48,12 @@ class Parallel(Technique):
     searched: tuple[int, ...] = ()  # sizes that a plan tries, as far as a node has so many GPUs
     overlay: str = ""  # file of deepspeed_configs/ to merge into the DeepSpeed configuration
     sections: Callable[[int], dict[str, Any]] = _no_sections  # of the DeepSpeed configuration, by size
+
+    # For plans; a shape is a plan.formulas.Shape.
+    share: Callable[[Any, int], Any] = _whole  # (shape, size) -> the shape of what one rank holds before ZeRO
+    sent: Callable[[Any, int, int], tuple[float, float]] = _sends_nothing
+    # (shape, tokens of a micro batch on a rank, size) -> (calls, bytes that a rank sends) in the forward of a layer
+    sums: bool = False  # they are all-reduces, which go round the ring twice
 
     def __post_init__(self):
         assert self.splits in ("", "tokens", "matrices", "layers"), self.splits

@@ -144,7 +144,6 @@ PARALLEL = Parallel(
     example="--pp_size 2",
     splits="layers",
     neighbors=False,  # a stage's links carry the least
-    groups="are the stages of a pipeline",
     default_size=lambda settings: settings.world_size if settings.recipe == "pipeline" else 1,
     conflicts=CONFLICTS,
     check_recipe=check_recipe,

@@ -103,6 +103,12 @@ def resolve_for_model(settings, config) -> None:
     register()
 
 
+def _sent(shape, tokens: int, size: int) -> tuple[float, float]:
+    """Return calls and bytes of the all-to-alls of q, k, v and output of a layer; a rank keeps 1/size of its slice."""
+    key_heads = math.lcm(shape.kv_heads, size)  # repeated, so that each rank has as many
+    return 4, 2.0 * tokens * 2 * shape.head_dim * (shape.heads + key_heads) * (size - 1) / size
+
+
 PARALLEL = Parallel(
     name="sequence parallelism",
     flag="sp_size",
@@ -111,6 +117,7 @@ PARALLEL = Parallel(
     exchanges="its rows",
     groups="split rows",
     searched=(2, 4, 8, 16),
+    sent=_sent,
     conflicts=CONFLICTS,
     resolve=resolve,
     resolve_for_model=resolve_for_model,

@@ -5,6 +5,8 @@ plan of the model; each layer sums its outputs over the group twice. ZeRO shards
 train on other rows. DeepSpeed cuts the model when the training begins, and gathers whole weights for a save.
 """
 
+from dataclasses import replace
+
 from zerofit.base.errors import UserError
 from zerofit.job.technique import AllBut, Conflict
 from zerofit.model import experts
@@ -88,6 +90,17 @@ def resolve_for_model(settings, config) -> None:
             )
 
 
+def _share(shape, size: int):
+    """Return the shape of what one rank holds; the embedding stays whole."""
+    split = (shape.trainable - shape.embedding) // size + shape.embedding
+    return replace(shape, trainable=split, largest=max(shape.largest // size, shape.embedding))
+
+
+def _sent(shape, tokens: int, size: int) -> tuple[float, float]:
+    """Return calls and bytes of the all-reduces of what attention and MLP of a layer add to the hidden states."""
+    return 2, 2 * (2 * 2.0 * tokens * shape.hidden) * (size - 1) / size
+
+
 PARALLEL = Parallel(
     name="tensor parallelism",
     flag="tp_size",
@@ -98,6 +111,9 @@ PARALLEL = Parallel(
     overlay="tensor_parallel.json",
     sections=lambda size: {"tensor_parallel": {"autotp_size": size}},
     conflicts=CONFLICTS,
+    share=_share,
+    sent=_sent,
+    sums=True,
     check_recipe=check_recipe,
     resolve_for_model=resolve_for_model,
 )
