@@ -237,7 +237,7 @@ def decide(settings: Settings, name: str, value: Any, why: str) -> None:
 def refuse_with(settings: Settings, flag: str, table: dict) -> None:
     """Refuse the arguments that another one excludes.
 
-    Args: flag: the other one's name, e.g. "sp_size".
+    Args: flag: the other one's name, e.g. "adapter".
         table: argument -> (values that are refused; None: any that is on; why; what to use instead).
     Raises: UserError.
     """

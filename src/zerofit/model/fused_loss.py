@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from zerofit.base import distributed
 from zerofit.base.errors import UserError
+from zerofit.job import groups
 from zerofit.job.settings import decide
 
 CHUNK_BYTES = 2**30  # of fp32 logits: 2,048 rows at V = 128k
@@ -416,7 +417,7 @@ def resolve_for_model(settings, config) -> None:
     reasons = {
         "--label_smoothing_factor needs the logits": settings.label_smoothing_factor,
         "--torch_compile traces the model's forward": settings.torch_compile,
-        "the ranks of a group split the head": settings.ranks_that_split("matrices") > 1,
+        **{f"--{way.flag} splits the head": way.splits == "matrices" for way, _ in groups.in_use(settings.values)},
         "--lora_target_modules adapts the head": "lm_head" in (settings.values.get("lora_target_modules") or ()),
     }
     excluded_by = [text for text, holds in reasons.items() if holds]

@@ -6,7 +6,7 @@ stages one behind the other. The cut is in pipeline_layers.py, the training in t
 
 from zerofit.base.errors import UserError
 from zerofit.job.settings import decide
-from zerofit.job.technique import AllBut, Conflict
+from zerofit.job.technique import Conflict
 from zerofit.model import attention
 from zerofit.parallel.interface import Parallel
 
@@ -24,8 +24,8 @@ CONFLICTS = (
     ),
     Conflict("zero", (2,), "DeepSpeed's pipeline sums the gradients of a step on the rank", "use --zero 1"),
     Conflict("zero", (3,), "a stage holds its layers whole", "use --zero 1, or recipes/sft.py with --zero 3"),
-    Conflict("sp_size", None, "it has not been tested with split layers", "use one of the two"),
-    Conflict("tp_size", None, "it has not been tested with split layers", "use one of the two"),
+    Conflict("sp_size", None, "stages pass whole rows on", "use one of the two"),
+    Conflict("tp_size", None, "their groups would cross", "use one of the two"),
     Conflict("offload", ("optimizer", "all"), "DeepSpeed's pipeline runs without it", "leave it out"),
     Conflict(
         "optim", ("sophia", "muon"), "it needs the whole model or whole matrices on a rank", "use adamw_torch_fused"
@@ -33,10 +33,8 @@ CONFLICTS = (
     Conflict("pure_bf16", (True,), "it has not been tested with stages", "leave it out"),
     Conflict("fp16", (True,), "its loss scale has not been tested with stages", "use --bf16 true"),
     Conflict("random_init", (True,), "the weights would depend on the cut", "name a folder with weights"),
-    Conflict("new_tokens", None, "it has not been tested with stages", "leave it out"),
-    Conflict("tiled_mlp", AllBut("1"), "it has not been tested with stages", "use --tiled_mlp 1"),
-    Conflict("activation_offload", (True,), "it has not been tested with stages", "leave it out"),
-    Conflict("streaming", (True,), "it has not been tested with stages", "leave it out"),
+    Conflict("new_tokens", None, "stages read their weights from files, which have no rows for them", "leave it out"),
+    Conflict("activation_offload", (True,), "it moves nothing on a CPU, where stages were compared", "leave it out"),
     Conflict("memory_report", (True,), "it does not follow DeepSpeed's schedule", "leave it out"),
     Conflict("search_batch_size", (True,), "its trial steps need the whole model on a rank", "name a micro batch"),
     Conflict("canary", (True,), "its trial steps need the whole model on a rank", "leave it out"),
@@ -46,7 +44,6 @@ CONFLICTS = (
         "no rank has the whole model to generate with",
         "use --num_samples 0 (`zerofit chat` later)",
     ),
-    Conflict("load_best_model_at_end", (True,), "it has not been tested with stages", "leave it out"),
     Conflict("push_to_hub", (True,), "the stages write their files by themselves", "push with `zerofit export --push`"),
     Conflict("label_smoothing_factor", None, "the last stage computes the plain loss", "leave it out"),
     Conflict("neftune_noise_alpha", None, "it has not been tested with stages", "leave it out"),

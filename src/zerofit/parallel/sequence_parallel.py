@@ -157,8 +157,12 @@ class SequenceParallel:
             if first // self.size == self.data_rank:
                 self.group = group
 
+    def refusal(self, why: str) -> UserError:
+        """Return the error for a model that the ranks of a group cannot compute on slices."""
+        return UserError(f"--sp_size {self.size}: {why}; train it without --sp_size.")
+
     def share_rows(self, loader):
-        """Let all ranks that share rows (also for --tp_size, --pp_size) read the same batches of a loader; return it.
+        """Let all ranks that share rows (also in other ways) read the same batches of a loader; return it.
 
         Args: loader: accelerate's.
         """

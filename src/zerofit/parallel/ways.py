@@ -21,3 +21,8 @@ def resolve_for_model(settings: Settings, config) -> None:
     """Check the model's config.json for each way. Raises: UserError for a model that one cannot split."""
     for way in groups.ways():
         way.resolve_for_model(settings, config)
+
+
+def flag_that_splits(what: str) -> str:
+    """Return the first flag with which ranks split the "tokens", "matrices" or "layers", e.g. for advice."""
+    return next(f"--{way.flag}" for way in groups.ways() if way.splits == what)

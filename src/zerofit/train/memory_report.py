@@ -9,10 +9,11 @@ import torch
 from zerofit.base import distributed, paths, rank_status
 from zerofit.base.errors import OutOfMemory, bytes_asked_for
 from zerofit.job import run_folder
+from zerofit.parallel import ways
 from zerofit.train import memory_tracker, tensor_owners
 
 _SHORTER_ROWS = (
-    (lambda s: s.world_size > 1 and s.ranks_per_row == 1, "--sp_size 2"),
+    (lambda s: s.world_size > 1 and s.ranks_per_row == 1, "{tokens} 2"),
     (lambda s: True, "a smaller --max_length"),
 )
 
@@ -186,17 +187,18 @@ def explain(error, trainer) -> str:
     if tracker.model is None and not tracker.failed_in:  # compiled: no hooks for the phases of a step
         phase = "forward or backward"
     largest = sorted((p for p in parts.items() if p[1]), key=lambda p: -p[1])[:3]
-    half_batch = {"half": settings.per_device_train_batch_size // 2}
+    words = {"half": settings.per_device_train_batch_size // 2, "tokens": ways.flag_that_splits("tokens")}
     flags, of_activations = [], "activations"
     if tracker.failed_in == "eval":  # not a forward that generates an answer or checks the packing
         of_activations, rows = "activations of evaluation", settings.per_device_eval_batch_size
         flags = [f"--per_device_eval_batch_size {rows // 2}"] if rows > 1 else []
     for part, _ in largest:
         choices = _ADVICE.get(of_activations if part.startswith("activations") else part, ())
-        applicable = [flag.format(**half_batch) for applies, flag in choices if applies(settings)]
+        applicable = [flag.format(**words) for applies, flag in choices if applies(settings)]
         if settings.ranks_that_split("layers") > 1:
             refused = ("--zero", "--offload", "--activation_offload")
-            applicable = [flag for flag in applicable if not flag.startswith(refused)] or ["more stages (--pp_size)"]
+            more = [f"more stages ({ways.flag_that_splits('layers')})"]
+            applicable = [flag for flag in applicable if not flag.startswith(refused)] or more
         flags += [f for f in applicable[:2] if f not in flags]
     return (
         f"rank {rank} ran out of GPU memory in the {phase} phase of step {trainer.state.global_step + 1}"

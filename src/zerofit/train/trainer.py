@@ -420,19 +420,15 @@ class ZerofitTrainer(Trainer):
         Raises: UserError if they do not.
         """
         if not self.model_accepts_loss_kwargs:
-            raise UserError(
-                f"--sp_size {self.sequence.size}: {type(self.model).__name__} cannot divide its loss by the tokens of "
-                "the step; train it without --sp_size."
-            )
+            raise self.sequence.refusal(f"{type(self.model).__name__} cannot divide its loss by the tokens of the step")
         rows = [{name: row[name][:128] for name in ("input_ids", "labels")} for row in islice(self.tokens.dataset, 3)]
         error = self.sequence.logit_error(
             self.model_wrapped, send_to_device(self.train_collator(rows), self.args.device)
         )
         bound = 1e-3 if self.settings.precision == "fp32" else 0.05
         if not error <= bound:
-            raise UserError(
-                f"--sp_size {self.sequence.size}: this model's logits of split rows are {error:.1%} off those of whole "
-                f"rows (bound {bound:.1%}); train it without --sp_size."
+            raise self.sequence.refusal(
+                f"this model's logits of split rows are {error:.1%} off those of whole rows (bound {bound:.1%})"
             )
 
     def training_step(self, net, inputs, num_items_in_batch=None):
