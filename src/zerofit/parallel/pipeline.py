@@ -46,7 +46,7 @@ CONFLICTS = (
     ),
     Conflict("push_to_hub", (True,), "the stages write their files by themselves", "push with `zerofit export --push`"),
     Conflict("label_smoothing_factor", None, "the last stage computes the plain loss", "leave it out"),
-    Conflict("neftune_noise_alpha", None, "it has not been tested with stages", "leave it out"),
+    Conflict("neftune_noise_alpha", None, "its hook needs the embedding, which one stage has", "leave it out"),
     Conflict(
         "include_num_input_tokens_seen",
         (True, "all", "non_padding"),
@@ -57,7 +57,7 @@ CONFLICTS = (
     Conflict("torch_empty_cache_steps", None, "a step is one schedule of DeepSpeed's", "leave it out"),
     Conflict("node_local_storage", (True,), "it has not been tested with stages", "leave it out"),
     Conflict("torch_compile", (True,), "it has not been tested with stages", "leave it out"),
-    Conflict("use_liger_kernel", (True,), "it has not been tested with stages", "leave it out"),
+    Conflict("use_liger_kernel", (True,), "it needs a GPU, and stages were compared on CPUs", "leave it out"),
 )
 
 
