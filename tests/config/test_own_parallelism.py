@@ -40,10 +40,7 @@ TWINS = Parallel(
     exchanges="its results",
     groups="compare their results",
     arguments=TwinArguments,
-    conflicts=(
-        Conflict("optim", ("muon",), "twins would differ", "use another optimizer"),
-        Conflict("sp_size", None, "their groups would cross", "use one of the two"),
-    ),
+    conflicts=(Conflict("optim", ("muon",), "twins would differ", "use another optimizer"),),
     resolve=_check,
 )
 

@@ -4,14 +4,12 @@ import contextlib
 import json
 import math
 import os
-from dataclasses import replace
 
 from zerofit.base import hardware
 from zerofit.base.errors import UserError
 from zerofit.config import arguments, batch_size, offload
 from zerofit.job import groups
 from zerofit.job.settings import Settings, decide
-from zerofit.job.technique import refuse_conflicts
 from zerofit.model import load
 
 MICRO_BATCHES_PER_STAGE = 4  # at least, where the micro batch is chosen here: a pipeline's bubble is then below 20 %
@@ -100,9 +98,11 @@ def check_ranges(settings: Settings) -> None:
         if settings.values.get(way.flag, 1) is None:
             settings.values[way.flag] = way.default_size(settings)
         _check_group(settings, way)
-    for way in groups.ways():  # of each other, before the ranks are divided by their product
-        with_others = tuple(conflict for conflict in way.conflicts if conflict.argument in groups.flags())
-        refuse_conflicts(replace(way, conflicts=with_others), settings)
+    if len(used := groups.in_use(settings.values)) > 1:  # else ranks would be given the rows of another group
+        (one, size), (other, other_size) = used[-1], used[0]
+        raise UserError(
+            f"--{one.flag} {size} with --{other.flag} {other_size}: their groups would cross; use one of the two."
+        )
     if settings.bf16 and settings.fp16:
         raise UserError("--bf16 and --fp16 are both on: choose one.")
 

@@ -51,7 +51,8 @@ def per_row(values: Mapping[str, Any], splits: tuple[str, ...] | None = None) ->
 def data_rank(values: Mapping[str, Any], rank: int, world_size: int) -> int:
     """Return which share of the rows a rank trains on.
 
-    The ranks of a group are neighbors, unless they exchange so little that they stand far apart.
+    The ranks of a group are neighbors, unless they exchange so little that they stand far apart. At most one
+    way is in use: config/defaults.check_ranges refuses two.
     """
     share = per_row(values)
     far_apart = any(not way.neighbors for way, _ in in_use(values))

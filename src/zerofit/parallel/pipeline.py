@@ -24,7 +24,7 @@ CONFLICTS = (
     ),
     Conflict("zero", (2,), "DeepSpeed's pipeline sums the gradients of a step on the rank", "use --zero 1"),
     Conflict("zero", (3,), "a stage holds its layers whole", "use --zero 1, or recipes/sft.py with --zero 3"),
-    Conflict("sp_size", None, "stages pass whole rows on", "use one of the two"),
+    Conflict("sp_size", None, "their groups would cross", "use one of the two"),
     Conflict("tp_size", None, "their groups would cross", "use one of the two"),
     Conflict("offload", ("optimizer", "all"), "DeepSpeed's pipeline runs without it", "leave it out"),
     Conflict(
