@@ -33,10 +33,9 @@ YAML file of `--config`, the flag. `make show sft ...` prints every value with i
 
 Defaults that differ from transformers': `--gradient_checkpointing` on (non-reentrant; a launch on GPUs recomputes [no
 more than it must](gradient_checkpointing.md#gradient-checkpointing-of-a-launch)), `--learning_rate` ({rates}), cosine
-schedule with 3 % warm-up, `--save_strategy epoch`, `--save_total_limit 1`, `--logging_steps 10`, `--per_device_eval_batch_size` 8
-or the micro batch, whichever is smaller, `--logging_nan_inf_filter` off (a NaN stops the run), `--report_to none`.
-bf16 is on where the GPU has it, fp16 on GPUs
-that do not, fp32 on most CPUs ([precision](precision.md)); a line says which.
+schedule with 3 % warm-up, `--save_strategy epoch`, `--save_total_limit 1`, `--logging_steps 10`,
+`--per_device_eval_batch_size` 8 or the micro batch, whichever is smaller, `--logging_nan_inf_filter` off (a NaN stops
+the run), `--report_to none`. bf16 is on where the GPU has it, fp16 on GPUs that do not, fp32 on most CPUs ([precision](precision.md)); a line says which.
 
 <!-- made by docs/generate.py: edit src/zerofit/config/arguments.py -->
 """
@@ -122,9 +121,10 @@ def flags() -> str:
 
 def compatibility() -> str:
     """Return docs/compatibility.md: the techniques that exclude nothing, then each of the others with its conflicts."""
-    from zerofit.config.resolve import PARALLEL, TECHNIQUES
+    from zerofit.config.resolve import TECHNIQUES
+    from zerofit.job import groups
 
-    shown = [technique for technique in (*TECHNIQUES, *PARALLEL) if technique.example]
+    shown = [technique for technique in (*TECHNIQUES, *groups.ways()) if technique.example]
     lines = {technique.name: _conflicts(technique, shown) for technique in shown}
     free = ", ".join(f"{one.name} (`{one.example}`)" for one in shown if not lines[one.name])
     pages = [COMPATIBILITY, f"Nothing excludes: {free}.", ""]

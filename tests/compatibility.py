@@ -8,7 +8,7 @@ from zerofit.job.technique import Technique
 
 STAGES = ("0", "2", "3")  # stage 1 combines with the same techniques as stage 2
 
-TECHNIQUES = {technique.name: technique for technique in (*resolve.TECHNIQUES, *resolve.PARALLEL) if technique.example}
+TECHNIQUES = {technique.name: technique for technique in (*resolve.TECHNIQUES, *groups.ways()) if technique.example}
 
 OF_LORA = {field.name for field in fields(arguments.LoraArguments)} | {"new_tokens"}
 

@@ -16,7 +16,7 @@ from zerofit.base.errors import UserError
 from zerofit.config import arguments, batch_size, defaults, help, resolve, synonyms, transformers_flags
 from zerofit.config import parse as config_parse
 from zerofit.entrypoint import check_early
-from zerofit.job import program
+from zerofit.job import groups, program
 
 DATA = str(TINY / "train.jsonl")
 
@@ -260,9 +260,9 @@ def _numbers(group) -> set[str]:
 
 def test_every_number_has_a_range():
     """A new numeric argument, here or in transformers, needs a decision in defaults.RANGES."""
-    groups = {group for recipe in program.kit() for group in arguments.kit_groups(recipe)}
-    names = set().union(*map(_numbers, groups)) | {"effective_batch_size"} | _numbers(TrainingArguments)
-    assert names == set(defaults.RANGES)
+    kit = {group for recipe in program.kit() for group in arguments.kit_groups(recipe)}
+    names = set().union(*map(_numbers, kit)) | {"effective_batch_size"} | _numbers(TrainingArguments)
+    assert names == {*defaults.RANGES, *groups.flags()}
 
 
 # Recipe -> values that no argument of this kind can have. A few of them trained rubbish to the end.

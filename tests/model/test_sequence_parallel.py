@@ -252,8 +252,9 @@ def test_a_resumed_run_keeps_its_effective_batch():
     ):
         with pytest.raises(UserError, match=said):
             retry.same_batch(8, 2, ranks, 2)
-    assert resume._sp_size(["--sp_size", "4"], 2) == resume._sp_size(["--sp-size=4"], 2) == 4
-    assert resume._sp_size(["--zero", "3"], 2) == 2
+    old = {"sp_size": 2}
+    assert resume._sizes(["--sp_size", "4"], old)["sp_size"] == resume._sizes(["--sp-size=4"], old)["sp_size"] == 4
+    assert resume._sizes(["--zero", "3"], old)["sp_size"] == 2
 
 
 @pytest.mark.bad_input

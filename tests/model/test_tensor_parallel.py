@@ -125,7 +125,7 @@ def test_a_checkpoint_of_another_tp_size_is_refused(saved, flags, says):
     known = {"zero": "2", "world_size": 2, "offload": "none", "optim": settings.optim, "tp_size": saved}
     settings = settings.replace(resharded=written("zero", settings.zero) != "2")
     with pytest.raises(UserError, match=says):
-        resumable._check_split(settings, "tp_size", known, "--resume_from_checkpoint x")
+        resumable.check_split(settings, known, "--resume_from_checkpoint x")
 
 
 # --- arguments ---
@@ -204,7 +204,7 @@ def test_closed_forms_of_split_matrices():
     """States over the ranks with other rows, the embedding whole, four all-reduces a layer."""
     shape = formulas.Shape(8_000_000_000, 0, 525_336_576, 4096, 32, 32, 8, 128, 14336, 128256, embedding=525_336_576)
     plain = formulas.Setting(2, "none", 0, 1, 2048, 1, 8)
-    split = replace(plain, tp=2)
+    split = replace(plain, groups=((tensor_parallel.PARALLEL, 2),))
     settings = settings_of("--model", str(ROOT / "tests/configs/llama3.1-8b"), "--data", "unread", "--bf16", "true")
     one, two = (formulas.memory(shape, setting, settings, False) for setting in (plain, split))
     held = (8_000_000_000 - 525_336_576) / 2 + 525_336_576

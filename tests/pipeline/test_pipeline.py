@@ -18,6 +18,7 @@ from zerofit.base.errors import UserError
 from zerofit.checkpoint import resumable
 from zerofit.config import resolve
 from zerofit.launch import prepare
+from zerofit.parallel import pipeline
 from zerofit.plan import candidates, formulas, preflight
 
 COMMON = [
@@ -33,15 +34,19 @@ MODELS = {
     "bf16": ["--bf16", "true", "--zero", "1"],
     "qwen2": ["--gradient_checkpointing_policy", "selective"],
     "qwen3": ["--gradient_checkpointing_every", "2", "--padding_free", "true"],
+    "tiled": ["--tiled_mlp", "2"],
+    "streamed": ["--streaming", "true", "--eval_fraction", "0", "--eval_data", str(TINY / "eval.jsonl")],
+    "best": ["--learning_rate", "1e-2", "--load_best_model_at_end", "true", "--save_strategy", "steps", "--save_steps",
+             "1", "--eval_strategy", "steps", "--eval_steps", "1", "--save_total_limit", "3"],
     "mistral": ["--gradient_checkpointing", "false", "--optim", "lion_32bit"],
-}
+}  # fmt: skip
 
 
 def save_model(kind: str, folder) -> str:
-    """Write a tiny model and return its folder; tied, packed, bf16: the bundled Llama."""
+    """Write a tiny model and return its folder; others than untied and model types: the bundled Llama."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    if kind in ("tied", "packed", "bf16"):
+    if kind in ("tied", "packed", "bf16", "tiled", "streamed", "best"):
         return str(TINY / "model")
     torch.manual_seed(0)
     config = AutoConfig.from_pretrained(TINY / "model", tie_word_embeddings=False, dtype="float32")
@@ -70,7 +75,8 @@ def stages(model: str, pp_size: int, micro: int, *more: str) -> tuple[str, list[
 CASES = {
     2: {"tied-pp2": ("tied", 2, 2), "untied-pp2": ("untied", 2, 1), "packed-pp2": ("packed", 2, 1),
         "bf16-pp2": ("bf16", 2, 2), "qwen2-pp2": ("qwen2", 2, 4), "qwen3-pp2": ("qwen3", 2, 2),
-        "mistral-pp2": ("mistral", 2, 2)},
+        "mistral-pp2": ("mistral", 2, 2), "tiled-pp2": ("tiled", 2, 2), "streamed-pp2": ("streamed", 2, 2),
+        "best-pp2": ("best", 2, 2)},
     4: {"tied-pp2-dp2": ("tied", 2, 1), "untied-pp2-dp2": ("untied", 2, 2), "bf16-pp2-dp2": ("bf16", 2, 2),
         "qwen3-pp4": ("qwen3", 4, 2)},
 }  # fmt: skip
@@ -101,6 +107,9 @@ def test_losses_norms_evaluation_and_saved_weights_are_those_of_one_process(runs
     result, expected = run.json("result.json"), reference.json("result.json")
     assert result["eval_loss"] == pytest.approx(expected["eval_loss"], rel=bound)
     assert (result["parameters"], result["tokens"]) == (expected["parameters"], expected["tokens"])
+    if name == "best-pp2":
+        evaluated = [line["eval_loss"] for line in run.metrics if "eval_loss" in line]
+        assert min(evaluated) < evaluated[2]  # the weights below are not those of the last step
     saved, whole = weights(run.folder / "final"), weights(reference.folder / "final")
     twin = {"lm_head.weight"} if "bf16" in name else set()  # DeepSpeed's 16-bit state dict has the tied head too
     assert saved.keys() == whole.keys() - twin
@@ -161,7 +170,7 @@ def test_a_checkpoint_of_other_stages_is_refused(saved, ranks, flags, says):
     known = {"zero": "1", "world_size": 4, "offload": "none", "optim": settings.optim, "pp_size": saved}
     settings = settings.replace(resharded=ranks != 4)
     with pytest.raises(UserError, match=says):
-        resumable._check_split(settings, "pp_size", known, "--resume_from_checkpoint x")
+        resumable.check_split(settings, known, "--resume_from_checkpoint x")
 
 
 # --- the launch's ways ---
@@ -222,7 +231,8 @@ def test_the_batch_counts_pipelines_and_the_micro_batch_fills_them():
         (["--canary", "true"], "--pp_size 4 with --canary true: "),
         (["--per_device_train_batch_size", "auto"], "--pp_size 4 with --search_batch_size true: "),
         (["--attn_implementation", "eager"], "--pp_size 4 with --attn_implementation eager: "),
-        (["--tiled_mlp", "2"], "--pp_size 4 with --tiled_mlp 2: "),
+        (["--activation_offload", "true"], "--pp_size 4 with --activation_offload true: "),
+        (["--num_samples", "1"], "--pp_size 4 with --num_samples 1: "),
     ],
 )  # fmt: skip
 def test_what_is_refused_before_anything_loads(flags, says):
@@ -280,7 +290,7 @@ def test_plans_do_not_search_pipelines():
 def test_closed_forms_of_stages():
     """Weights cut evenly, a tied matrix twice, activations of the micro batches in flight, logits on the last stage."""
     shape = formulas.Shape(8_000_000_000, 0, 525_336_576, 4096, 32, 32, 8, 128, 14336, 128256, embedding=525_336_576)
-    setting = formulas.Setting(1, "none", 1, 1, 4096, 16, 8, pp=4)
+    setting = formulas.Setting(1, "none", 1, 1, 4096, 16, 8, groups=((pipeline.PARALLEL, 4),))
     settings = settings_of("--model", str(ROOT / "tests/configs/llama3.1-8b"), "--data", "unread", "--bf16", "true")
     by_stage = formulas.stages(shape, setting, settings, False, False)
     assert [parts["parameters"] for parts in by_stage] == [2 * 2e9] * 4

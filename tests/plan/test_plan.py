@@ -25,7 +25,7 @@ from zerofit.data.load import load_datasets
 from zerofit.launch import prepare
 from zerofit.model import attention, gradient_checkpointing
 from zerofit.model.load import load_tokenizer
-from zerofit.parallel import pipeline
+from zerofit.parallel import pipeline, sequence_parallel, tensor_parallel
 from zerofit.plan import answer_text, candidates, formulas, predict, preflight, search, simulate, simulated_rank
 from zerofit.train import memory_history
 
@@ -513,7 +513,7 @@ def test_fewer_rows_than_gpus_are_split(monkeypatch):
 def test_split_rows_by_formula():
     """1/sp_size of activations and logits, the same model states; four exchanges for each pass through an attention."""
     whole = formulas.Setting(3, "none", 1, 1, 8192, 1, 8)
-    split = dataclasses.replace(whole, sp=8, tokens=1024)
+    split = dataclasses.replace(whole, groups=((sequence_parallel.PARALLEL, 8),), tokens=1024)
     one, part = (formulas.activations(SHAPE_8B, s, False) for s in (whole, split))
     assert part[0]["logits"] == one[0]["logits"] / 8 and part[0]["activations"] == one[0]["activations"] / 8
     assert formulas.exchanges(SHAPE_8B, whole) == []
@@ -785,7 +785,7 @@ def test_states_cross_the_nodes_that_groups_of_split_matrices_are_on():
     """8 groups of 2 GPUs are on two nodes of 8, although each call has 8 GPUs only."""
     shape = formulas.Shape(trainable=10**9, frozen=0, largest=10**8, hidden=2048, layers=16, heads=32, kv_heads=8,
                            head_dim=64, intermediate=8192, vocabulary=32000)  # fmt: skip
-    setting = formulas.Setting(1, "none", 0, 1, 2048, 1, 16, node=8, tp=2)
+    setting = formulas.Setting(1, "none", 0, 1, 2048, 1, 16, node=8, groups=((tensor_parallel.PARALLEL, 2),))
     (within, across), alone = formulas.wire_bytes(shape, setting), dataclasses.replace(setting, ranks=8)
     states = 2 * 2 * 10**9 / 2 * 7 / 8  # reduced and gathered over 8 ranks, 16 bits, half of each matrix
     assert across == pytest.approx(states * 2 / 8) and within > 0
@@ -798,8 +798,8 @@ def test_a_pipeline_waits_for_the_bubble():
     shape = formulas.Shape(trainable=8 * 10**9, frozen=0, layers=32, hidden=4096, vocabulary=0, heads=32, kv_heads=8,
                            head_dim=128, intermediate=14336, largest=10**8)  # fmt: skip
     for stages, micro_batches in ((2, 8), (4, 8), (4, 32)):
-        setting = formulas.Setting(1, "none", 0, 1, 2048, micro_batches, stages, pp=stages)
-        alone = dataclasses.replace(setting, ranks=1, pp=1)
+        setting = formulas.Setting(1, "none", 0, 1, 2048, micro_batches, stages, groups=((pipeline.PARALLEL, stages),))
+        alone = dataclasses.replace(setting, ranks=1, groups=())
         ratio = formulas.pipeline_seconds(shape, setting, gpu, 2048) / formulas.step_seconds(shape, alone, gpu, 2048)
         busy = 1 - pipeline.bubble(stages, micro_batches)
         assert ratio == pytest.approx(1 / stages / busy, rel=1e-3)

@@ -17,7 +17,7 @@ CONVERTED = r"pissa.*|olora|corda|eva|loftq|lora_ga"  # --init_lora_weights whos
 def check(trainer, final: Path) -> Check:
     """Compare every trained tensor with the file that holds it, bit for bit. Collective under ZeRO-3."""
     settings, converted = trainer.settings, str(trainer.settings.values.get("init_lora_weights"))
-    if settings.tp_size > 1 or settings.pp_size > 1:
+    if settings.ranks_that_split("matrices", "layers") > 1:
         return Check("saved", None, "saved = trained: not compared: each rank holds a part of the tensors")
     if settings.trains_adapter and re.fullmatch(CONVERTED, converted):
         return Check("saved", None, f"saved = trained: not compared: {converted} is converted to a plain LoRA")

@@ -3,7 +3,7 @@
 import json
 
 from zerofit.base.errors import UserError
-from zerofit.job import program
+from zerofit.job import groups, program
 
 # Arguments that decide which rows a step sees and how they are weighted.
 ROWS = ("seed", "data_seed", "packing", "eval_fraction", "train_sampling_strategy", "max_samples", "streaming",
@@ -50,8 +50,8 @@ DO_NOT_MATTER = set("""
     truncation trust_remote_code preprocessing_num_workers max_duplicate_fraction max_eval_overlap_fraction
     max_truncated_fraction min_supervised_fraction
     gpus gpu_type gradient_accumulation_steps memory_limit memory_report node_local_storage offload offload_path
-    offload_ratio per_device_eval_batch_size per_device_train_batch_size pp_size search_batch_size sp_size
-    super_offload tp_size use_cpu zero zero_hpz_partition_size
+    offload_ratio per_device_eval_batch_size per_device_train_batch_size search_batch_size super_offload
+    use_cpu zero zero_hpz_partition_size
     activation_checkpointing activation_checkpointing_kwargs activation_offload activation_offload_streams
     attn_implementation experts_implementation fused_loss gradient_checkpointing_kwargs liger_kernel_config
     padding_free tiled_mlp use_cache use_liger_kernel
@@ -64,7 +64,7 @@ BEGINNINGS = ("dataloader_", "ddp_", "eval_", "hub_", "include_", "log_", "loggi
 def record(settings) -> dict:
     """Return the arguments that a later resume compares, for the checkpoint's facts."""
     values = settings.written()
-    matter = [n for n in values if n not in DO_NOT_MATTER and not n.startswith(BEGINNINGS)]
+    matter = [n for n in values if n not in {*DO_NOT_MATTER, *groups.flags()} and not n.startswith(BEGINNINGS)]
     arguments = {name: values.get(name) for name in (*ROWS, *SHAPE, *MEANING, *MAY_CHANGE, *matter)}
     if arguments["data_seed"] is None:
         arguments["data_seed"] = arguments["seed"]

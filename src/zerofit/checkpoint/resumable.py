@@ -6,7 +6,7 @@ from zerofit.base import command_line
 from zerofit.base.errors import UserError
 from zerofit.checkpoint import differences, pickles
 from zerofit.checkpoint.facts import read_facts, step_of
-from zerofit.job import run_folder
+from zerofit.job import groups, run_folder
 from zerofit.job.settings import Settings
 from zerofit.model.load import fingerprints
 
@@ -36,28 +36,27 @@ def check_resumable(settings, train_set) -> None:
     stretch = {"zero": known["zero"], "world_size": known["world_size"], "to_step": step_of(Path(requested))}
     settings.resumed = [*known.get("resumed", []), stretch]
     _decide_resharding(settings, known, Path(requested).name)
-    for name in ("tp_size", "pp_size"):
-        _check_split(settings, name, known, flag)
+    check_split(settings, known, flag)
     if settings.resharded:
         zero_shards.check_whole(Path(requested))
         _check_schedule(settings, Path(requested), known, flag)
     differences.check(settings, known, flag)
 
 
-def _check_split(settings, name: str, known: dict, where: str) -> None:
+def check_split(settings, known: dict, where: str) -> None:
     """Refuse to load shards of a split model in another way than they were saved.
 
-    Args: name: tp_size or pp_size.
-    Raises: UserError.
+    Args: known: the checkpoint's facts. Raises: UserError.
     """
-    saved, size = known.get(name, 1), getattr(settings, name)
-    if max(saved, size) == 1 or (saved == size and not settings.resharded):
-        return
-    raise UserError(
-        f"{where}: --{name} can only be resumed as it was saved; use --{name} {saved} --zero {known['zero']} --gpus "
-        f"{known['world_size']} --offload {known['offload']} --optim {known.get('optim', settings.optim)}, or begin "
-        "anew from its weights with --model."
-    )
+    for name in (way.flag for way in groups.ways() if way.splits_model):
+        saved, size = known.get(name, 1), settings.values.get(name, 1)
+        if max(saved, size) == 1 or (saved == size and not settings.resharded):
+            continue
+        raise UserError(
+            f"{where}: --{name} can only be resumed as it was saved; use --{name} {saved} --zero {known['zero']} "
+            f"--gpus {known['world_size']} --offload {known['offload']} --optim {known.get('optim', settings.optim)}, or "
+            "begin anew from its weights with --model."
+        )
 
 
 def _check_schedule(settings, checkpoint: Path, known: dict, where: str) -> None:

@@ -15,7 +15,7 @@ from zerofit.base import distributed
 from zerofit.base.paths import hash_file, size_of
 from zerofit.checkpoint import differences, node_local
 from zerofit.checkpoint.facts import ASIDE, FACTS, FORMAT, digest_of
-from zerofit.job import program, run_folder
+from zerofit.job import groups, program, run_folder
 from zerofit.job.settings import written
 from zerofit.model.weights import stored
 
@@ -178,7 +178,8 @@ def _facts(trainer, hashes: dict[str, list]) -> dict:
     from zerofit.config import offload
 
     settings = trainer.settings
-    names = ("zero", "offload", "world_size", "tp_size", "pp_size", "effective_batch_size", "optim", "model")
+    split = [name for name in groups.flags() if name in settings.values]
+    names = ("zero", "offload", "world_size", *split, "effective_batch_size", "optim", "model")
     return {
         "zerofit": __version__, "format": FORMAT, "step": trainer.state.global_step, "recipe": settings.recipe.name,
         **{name: written(name, getattr(settings, name)) for name in names}, "precision": settings.precision,

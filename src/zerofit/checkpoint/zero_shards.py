@@ -12,6 +12,7 @@ import torch
 
 from zerofit.base.errors import UserError
 from zerofit.checkpoint import pickles
+from zerofit.job import groups
 
 
 @dataclass
@@ -60,8 +61,9 @@ def read(checkpoint: Path) -> OptimizerStates:
         or len({_rank(file) for file in files}) != len(files)
         or any("mp_rank_00" not in f.name for f in files)
     ):
+        splitting = " and ".join(f"--{way.flag}" for way in groups.ways() if way.splits_model)
         raise UserError(
-            f"{folder}: holds no optimizer states of one process group (those of --tp_size and --pp_size are not read)."
+            f"{folder}: holds no optimizer states of one process group (those of {splitting} are not read)."
         )
     model_states = pickles.load(sorted(folder.glob("*model_states.pt"), key=_rank)[0])
     shapes = {name: tuple(shape) for group in model_states["param_shapes"] for name, shape in group.items()}

@@ -7,7 +7,7 @@ from pathlib import Path
 from zerofit.base import command_line
 from zerofit.base.errors import UserError
 from zerofit.config import parse
-from zerofit.job import program, run_folder
+from zerofit.job import groups, program, run_folder
 from zerofit.job.recipe import NAME
 from zerofit.launch import launch, prepare, retry
 from zerofit.launch.cluster import node_options
@@ -43,12 +43,11 @@ def main(argv: list[str]) -> None:
     place = node_options.of(args)
     nodes = place.most if place else 1
     new_ranks = int(args.gpus) * nodes if args.gpus.isdigit() else ranks
-    old_size = facts["arguments"].get("sp_size", {"value": 1})["value"]
-    sp_size = _sp_size(new, old_size)
-    if (new_ranks or ranks, sp_size) != (ranks, old_size) and not overridden & {*retry.BATCH}:
+    old = {name: argument["value"] for name, argument in facts["arguments"].items()}
+    sizes = _sizes(new, old)
+    if (new_ranks or ranks, sizes) != (ranks, _sizes([], old)) and not overridden & {*retry.BATCH}:
         effective_batch, micro = (facts["arguments"][name[2:]]["value"] for name in retry.BATCH[:2])
-        tp_size, pp_size = (facts["arguments"].get(name, {"value": 1})["value"] for name in ("tp_size", "pp_size"))
-        batch = retry.same_batch(effective_batch, micro, new_ranks or ranks, sp_size * tp_size * pp_size)
+        batch = retry.same_batch(effective_batch, micro, new_ranks or ranks, groups.per_row(sizes))
         flags = [*command_line.drop(flags, *retry.BATCH), *batch]
     if _may_recompute_less(facts["arguments"]):
         flags = command_line.drop(flags, *(f"--{name}" for name in gradient_checkpointing.ARGUMENTS))  # kept if it fits
@@ -76,7 +75,7 @@ def read_facts(folder: Path) -> dict:
     whole &= facts.get("world_size", 0) > 0
     whole &= all("value" in argument for argument in arguments.values()) and "offload" in arguments
     sizes = [arguments.get(name[2:], {}) for name in retry.BATCH[:2]]
-    sizes += [arguments.get(name, {"value": 1}) for name in ("sp_size", "tp_size", "pp_size")]
+    sizes += [arguments.get(name, {"value": 1}) for name in groups.flags()]
     if not whole or any(type(size.get("value")) is not int or size["value"] < 1 for size in sizes):
         raise UserError(f"{folder}: is no run folder (its run.json is missing or damaged); name one of runs/.")
     return facts
@@ -92,10 +91,17 @@ def _may_recompute_less(arguments: dict) -> bool:
     return by_plan and not offload and padding_free == "true"
 
 
-def _sp_size(new: list[str], old: int) -> int:
-    """Return --sp_size of the new flags, else the run's; a wrong one is refused by the recipe's own parser."""
-    said = command_line.value_of(new, ("--sp_size",))
-    return int(said) if said and said.isdigit() and int(said) else old
+def _sizes(new: list[str], old: dict) -> dict[str, int]:
+    """Return {flag: size} of the ways to share rows: of the new flags, else of the run's arguments.
+
+    That of a way which splits the model goes on as it was saved: checkpoint/resumable.py refuses another one. A wrong
+    one is refused by the recipe's own parser.
+    """
+    sizes = {}
+    for way in groups.ways():
+        said = None if way.splits_model else command_line.value_of(new, (f"--{way.flag}",))
+        sizes[way.flag] = int(said) if said and said.isdigit() and int(said) else old.get(way.flag, 1)
+    return sizes
 
 
 def flags_without_offload(flags: list[str], new: list[str], offload: str) -> list[str]:

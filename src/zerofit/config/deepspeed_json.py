@@ -12,6 +12,7 @@ from zerofit.base import distributed
 from zerofit.base.errors import UserError
 from zerofit.base.paths import PROJECT, read_text
 from zerofit.config import defaults, offload, synonyms
+from zerofit.job import groups
 from zerofit.job.settings import json_value, merge_json
 from zerofit.job.technique import refuse_conflicts
 
@@ -328,20 +329,19 @@ def _reducing_to_owners(config: dict, settings) -> dict:
     """
     zero = config["zero_optimization"]
     asked = "use_multi_rank_bucket_allreduce" in zero or zero.get("overlap_comm")
-    replicas = settings.world_size // (settings.tp_size * settings.pp_size)
+    replicas = settings.world_size // settings.ranks_that_split("matrices", "layers")
     if settings.zero not in (1, 2) or asked or replicas > REDUCE_UP_TO:
         return config
     return merge_json(config, {"zero_optimization": {"use_multi_rank_bucket_allreduce": False}})
 
 
 def _with_split_model(config: dict, settings) -> dict:
-    """Return the configuration with the overlay of --tp_size; with it and --pp_size, without the rows of a step."""
-    if settings.tp_size * settings.pp_size == 1:
-        return config
-    if settings.tp_size > 1:
-        config = merge_json(config, read_json(CONFIGS / "tensor_parallel.json"))
-        config["tensor_parallel"]["autotp_size"] = settings.tp_size
-    config.pop("train_batch_size", None)  # transformers would count the rows of a group once for each of its ranks
+    """Return the configuration with what the ways to split the model add, and without the rows of a step."""
+    for way, size in groups.in_use(settings.values):
+        overlay = read_json(CONFIGS / way.overlay) if way.overlay else {}
+        config = merge_json(merge_json(config, overlay), way.sections(size))
+        if way.splits_model:  # transformers would count the rows of a group once for each of its ranks
+            config = {key: value for key, value in config.items() if key != "train_batch_size"}
     return config
 
 

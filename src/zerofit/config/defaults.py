@@ -8,7 +8,7 @@ import os
 from zerofit.base import hardware
 from zerofit.base.errors import UserError
 from zerofit.config import batch_size, offload
-from zerofit.job import program
+from zerofit.job import groups, program
 from zerofit.job.settings import Settings, decide
 from zerofit.job.technique import Conflict, Technique, refuse_conflicts
 from zerofit.model import load
@@ -25,11 +25,12 @@ ABOVE_0, BELOW_1 = ("above 0", lambda n: n > 0), ("at least 0 and below 1", lamb
 SHARE = ("from 0 to 1", lambda n: 0 <= n <= 1)
 STEPS = ("a whole number of steps, or below 1 a share of all steps", lambda n: n >= 0 and (n < 1 or n == int(n)))
 
-# Argument -> its range. tests/config/test_parse.py: every argument that takes a number is here.
+# Argument -> its range; that of each way to share a row among ranks (job/groups.py) is FROM_1.
+# tests/config/test_parse.py: every argument that takes a number has one.
 RANGES = {
     "per_device_train_batch_size": FROM_1, "per_device_eval_batch_size": FROM_1, "gradient_accumulation_steps": FROM_1,
-    "effective_batch_size": FROM_1, "lr_scaling_base_batch_size": FROM_1, "gpus": FROM_1, "sp_size": FROM_1,
-    "tp_size": FROM_1, "pp_size": FROM_1, "zero_hpz_partition_size": ANY,
+    "effective_batch_size": FROM_1, "lr_scaling_base_batch_size": FROM_1, "gpus": FROM_1,
+    "zero_hpz_partition_size": ANY,
     "local_rank": ("-1 or more", lambda n: n >= -1),
     "max_length": ("8 or more", lambda n: n >= 8), "max_samples": FROM_1, "shuffle_buffer_size": FROM_1,
     "preprocessing_num_workers": FROM_1, "eval_fraction": BELOW_1, "min_supervised_fraction": SHARE,
@@ -53,9 +54,10 @@ RANGES = {
 
 def check_number(name: str, value, said: str) -> None:
     """Raise UserError for a number outside the range of its argument. said: what the user wrote, and where."""
-    if name not in RANGES or isinstance(value, bool) or not isinstance(value, int | float):
+    ranges = RANGES | dict.fromkeys(groups.flags(), FROM_1)
+    if name not in ranges or isinstance(value, bool) or not isinstance(value, int | float):
         return
-    words, is_allowed = RANGES[name]
+    words, is_allowed = ranges[name]
     if not _finite(value):
         raise UserError(f"{said}: it must be a finite number.")
     if not is_allowed(value):
@@ -93,30 +95,29 @@ def check_ranges(settings: Settings) -> None:
             f"--gpus asks for {settings.gpus} processes, but this job has {settings.world_size}: start it with "
             f"`{program.make(settings.recipe)} GPUS={settings.gpus}` or `torchrun --nproc_per_node {settings.gpus}`."
         )
-    if settings.pp_size is None:
-        settings.pp_size = settings.world_size if settings.recipe.stages else 1
-    for name in ("sp_size", "tp_size", "pp_size"):
-        _check_group(settings, name)
-    for name in ("sp_size", "tp_size"):
-        if settings.pp_size > 1 and settings.values[name] > 1:
-            raise UserError(
-                f"--pp_size {settings.pp_size} with --{name} {settings.values[name]}: it has not been tested with "
-                "split layers; use one of the two."
-            )
+    for way in groups.ways():
+        if settings.values.get(way.flag, 1) is None:
+            settings.values[way.flag] = way.default_size(settings)
+        _check_group(settings, way)
+    if len(used := groups.in_use(settings.values)) > 1:  # else ranks would be given the rows of another group
+        (one, size), (other, other_size) = used[-1], used[0]
+        raise UserError(
+            f"--{one.flag} {size} with --{other.flag} {other_size}: their groups would cross; use one of the two."
+        )
     for technique in PRECISION:
         refuse_conflicts(technique, settings)
 
 
-def _check_group(settings: Settings, name: str) -> None:
-    """Raise UserError for a size that does not divide the ranks of the job; a group's also for those of this node."""
-    size, ranks, local = settings.values[name], settings.world_size, offload.ranks_of_node(settings)
-    if ranks % size:
-        raise UserError(f"--{name} {size}: must divide the {ranks} rank{'s' * (ranks > 1)} of this job.")
-    if name != "pp_size" and local % size:
-        exchanged = "its rows" if name == "sp_size" else "sums"
+def _check_group(settings: Settings, way) -> None:
+    """Raise UserError for a size that does not divide the ranks of the job; of neighbors, also those of this node."""
+    name, count, local = way.flag, settings.world_size, offload.ranks_of_node(settings)
+    size = settings.values.get(name, 1)  # some recipes have no such flag
+    if count % size:
+        raise UserError(f"--{name} {size}: must divide the {count} rank{'s' * (count > 1)} of this job.")
+    if way.neighbors and local % size:
         raise UserError(
-            f"--{name} {size}: a group exchanges {exchanged} in every layer and must be on one node, so it must divide "
-            f"the {local} ranks of this node."
+            f"--{name} {size}: a group exchanges {way.exchanges} in every layer and must be on one node, so it must "
+            f"divide the {local} ranks of this node."
         )
 
 
@@ -157,9 +158,10 @@ def fill_defaults(settings: Settings) -> None:
         if offload.asked(settings):
             decide(settings, "zero", 3, f"--{offload.asked(settings)[0]} needs it")
         elif settings.offload == "none":
-            stage = 0 if settings.world_size == 1 else 1 if settings.pp_size > 1 else 2
+            stages = settings.ranks_that_split("layers")
+            stage = 0 if settings.world_size == 1 else 1 if stages > 1 else 2
             processes = f"{settings.world_size} process{'es' * (settings.world_size > 1)}"
-            decide(settings, "zero", stage, f"{processes}, {settings.pp_size} stages" if stage == 1 else processes)
+            decide(settings, "zero", stage, f"{processes}, {stages} stages" if stage == 1 else processes)
         else:
             stage = 3 if settings.offload == "all" else 2
             decide(settings, "zero", stage, f"the lowest stage that can offload {settings.offload}")
@@ -265,9 +267,9 @@ def solve_batch(settings: Settings) -> None:
         ranks = settings.data_ranks
         fixed[0] = max(1, round(settings.effective_batch_size / ranks)) * ranks  # 32 is not the user's choice
         max_micro = settings.per_device_train_batch_size
-    if settings.pp_size > 1:
+    if (stages := settings.ranks_that_split("layers")) > 1:
         per_rank = (fixed[0] or batch_size.DEFAULT_EFFECTIVE_BATCH_SIZE) // settings.data_ranks
-        max_micro = max(1, min(max_micro, per_rank // (MICRO_BATCHES_PER_STAGE * settings.pp_size)))
+        max_micro = max(1, min(max_micro, per_rank // (MICRO_BATCHES_PER_STAGE * stages)))
     solved = batch_size.solve(*fixed, settings.data_ranks, max_micro)
     for name, given, value in zip(names, fixed, solved, strict=True):
         settings.values[name] = value
@@ -292,11 +294,11 @@ def _solve_eval_batch(settings: Settings) -> None:
 
 
 def _data_ranks_text(settings: Settings) -> str:
-    ranks, count = settings.world_size, settings.data_ranks
-    if count == ranks:
-        return f"{ranks} rank{'s' * (ranks > 1)}"
-    name = next(name for name in ("sp_size", "tp_size", "pp_size") if settings.values[name] > 1)
-    return f"{count} data rank{'s' * (count > 1)} ({ranks} ranks / {name} {settings.values[name]})"
+    whole, count = settings.world_size, settings.data_ranks
+    if count == whole:
+        return f"{whole} rank{'s' * (whole > 1)}"
+    divided = " / ".join(f"{way.flag} {size}" for way, size in groups.in_use(settings.values))
+    return f"{count} data rank{'s' * (count > 1)} ({whole} ranks / {divided})"
 
 
 def scale_learning_rate(settings: Settings) -> None:

@@ -365,6 +365,8 @@ def settings_of(asked: Request, world_size: int, gpu=None, argv: list[str] | Non
     Args: world_size: number of ranks of the job; gpu: hardware.Gpu to plan for, which this machine need not have; None:
         this machine's; argv: the command line as it was typed; default: as the request would be typed.
     """
+    from zerofit.parallel import ways  # noqa: F401  # Settings ask them how ranks share rows; they bring torch
+
     recipe, given = asked.recipe, dict(asked.values)
     bundled = {}
     if not given.get("model") and not given.get("data"):

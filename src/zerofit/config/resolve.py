@@ -25,7 +25,7 @@ from zerofit.model import (
     tiled_mlp,
 )
 from zerofit.optim import registry
-from zerofit.parallel import pipeline, sequence_parallel, tensor_parallel
+from zerofit.parallel import ways
 
 
 def resolve_settings(
@@ -143,18 +143,6 @@ def _ddp_static_graph(settings, config) -> None:
         decide(settings, "ddp_static_graph", True, "one micro batch a step through a dense model")
 
 
-def _parallel(name: str, module, example: str) -> Technique:
-    conflicts = tuple(Conflict(argument, *rest) for argument, rest in module.REFUSED.items())
-    return Technique(name=name, flag=example.split()[0].removeprefix("--"), example=example, conflicts=conflicts)
-
-
-# Ways to share rows among ranks; their modules' `resolve` refuses what they exclude, after it has checked the recipe.
-PARALLEL = (
-    _parallel("tensor parallelism", tensor_parallel, "--tp_size 2"),
-    _parallel("sequence parallelism", sequence_parallel, "--sp_size 2"),
-    _parallel("pipeline", pipeline, "--pp_size 2"),
-)
-
 # --- the order: each may read what an earlier one has decided ---
 
 # What the arguments are, one by one; `zerofit data` needs no more.
@@ -206,10 +194,8 @@ TECHNIQUES = (
     ),
     *quantization.TECHNIQUES,
     *attention.TECHNIQUES,  # decide the attention too
-    *(  # sequence parallelism wraps that attention, a pipeline replaces it
-        Technique(name="ranks that share rows", resolve=way.resolve, resolve_for_model=way.resolve_for_model)
-        for way in (tensor_parallel, sequence_parallel, pipeline)
-    ),
+    # may wrap or replace that attention
+    Technique(name="shared rows", resolve=ways.resolve, resolve_for_model=ways.resolve_for_model),
     streaming.TECHNIQUE,
     Technique(name="data workers", resolve=_data_workers),  # a stream has one
     fused_loss.TECHNIQUE,

@@ -5,6 +5,7 @@ from dataclasses import FrozenInstanceError, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from zerofit.base.errors import UserError
+from zerofit.job import groups
 from zerofit.job.recipe import Recipe
 
 if TYPE_CHECKING:  # for an editor and a type checker: the arguments with their types, read as settings.<name>
@@ -160,15 +161,16 @@ class Settings(_Arguments):
 
     @property
     def ranks_per_row(self) -> int:
-        """Return the number of ranks that share their rows: a group of --sp_size or --tp_size, or a pipeline's."""
-        return self.values["sp_size"] * self.values["tp_size"] * self.values["pp_size"]
+        """Return the number of ranks that share each row, by all ways to share one (parallel/)."""
+        return groups.per_row(self.values)
+
+    def ranks_that_split(self, *what: str) -> int:
+        """Return how many ranks split the "tokens" of a row, or the "matrices" or "layers" of the model; 1: none do."""
+        return groups.per_row(self.values, what)
 
     def data_rank(self, rank: int) -> int:
-        """Return which of the `data_ranks` shares of the rows a rank trains on.
-
-        The ranks of a group are neighbors, those of a pipeline far apart: a stage's links carry the least.
-        """
-        return rank % self.data_ranks if self.values["pp_size"] > 1 else rank // self.ranks_per_row
+        """Return which of the `data_ranks` shares of the rows a rank trains on."""
+        return groups.data_rank(self.values, rank, self.world_size)
 
     @property
     def bundled(self) -> bool:
@@ -236,7 +238,7 @@ def decide(settings: Settings, name: str, value: Any, why: str) -> None:
 def refuse_with(settings: Settings, flag: str, table: dict) -> None:
     """Refuse the arguments that another one excludes.
 
-    Args: flag: the other one's name, e.g. "sp_size".
+    Args: flag: the other one's name, e.g. "adapter".
         table: argument -> (values that are refused; None: any that is on; why; what to use instead).
     Raises: UserError.
     """

@@ -7,6 +7,7 @@ from pathlib import Path
 from zerofit.base.errors import UserError
 from zerofit.checkpoint.facts import ASIDE
 from zerofit.checkpoint.integrity import latest_valid_checkpoint
+from zerofit.job import groups
 from zerofit.job.run_folder import checkpoints, keep_metrics
 from zerofit.model import gradient_checkpointing
 
@@ -139,8 +140,8 @@ def same_batch(whole: int, micro: int, ranks: int, ranks_per_row: int = 1) -> li
     """
     if ranks % ranks_per_row:
         raise UserError(
-            f"--gpus {ranks}: is no multiple of the {ranks_per_row} ranks that share each row of this run (--sp_size, "
-            "--tp_size, --pp_size); change one of the two."
+            f"--gpus {ranks}: is no multiple of the {ranks_per_row} ranks that share each row of this run "
+            f"({', '.join(f'--{name}' for name in groups.flags())}); change one of the two."
         )
     ranks //= ranks_per_row
     if whole % ranks:

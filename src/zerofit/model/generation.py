@@ -82,8 +82,8 @@ def prompt_and_answer(row: dict) -> tuple[list[int], list[int]]:
 def answers(trainer, rows: list[dict], max_new_tokens: int, batch: int = 64) -> list[str]:
     """Generate the greedy answer to each row's prompt, in order. Collective: the ranks share the rows."""
     tokenizer, model, args = trainer.processing_class, trainer.model, trainer.args
-    tp_size = trainer.settings.tp_size  # ranks that compute each row together
-    rank, ranks = args.process_index // tp_size, args.world_size // tp_size
+    together = trainer.settings.ranks_that_split("matrices")  # and so compute each row with one another
+    rank, ranks = args.process_index // together, args.world_size // together
     was_training = model.training
     model.eval()
     own_rows, texts = list(range(rank, len(rows), ranks)), {}

@@ -12,6 +12,7 @@ import torch
 
 from zerofit.base import allocator, distributed
 from zerofit.base.errors import UserError, first_line
+from zerofit.job import groups
 from zerofit.job.settings import decide
 from zerofit.job.technique import Conflict, Technique
 from zerofit.model import attention
@@ -80,7 +81,7 @@ def _why_not(settings, config) -> str | None:
     """Return why Liger's kernels are not the default for this run; None if they are."""
     planned = settings.planned_gpu
     has_bf16 = planned.bf16 if planned else torch.cuda.is_bf16_supported(including_emulation=False)
-    split = next((name for name in ("sp_size", "tp_size", "pp_size") if settings.values[name] > 1), None)
+    split = next((way.flag for way, _ in groups.in_use(settings.values)), None)
     reasons = {
         "liger-kernel is not installed": importlib.util.find_spec("liger_kernel") is None,
         f"not tested with {config.model_type}": config.model_type not in TESTED or attention.class_of(config) is None,

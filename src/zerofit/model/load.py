@@ -208,8 +208,8 @@ def load_model(settings, tokenizer, config=None, accept_nan=False):
         kwargs["experts_implementation"] = settings.experts_implementation
     sharded = settings.deepspeed is not None and settings.zero == 3
     # Load onto the GPU directly: N ranks with the model in host memory would need N times its size.
-    # --tp_size: whole matrices need not fit the GPU, DeepSpeed cuts them in host memory.
-    in_host = sharded or settings.use_cpu or settings.tp_size > 1
+    # Whole matrices need not fit the GPU where ranks split them: DeepSpeed cuts them in host memory.
+    in_host = sharded or settings.use_cpu or settings.ranks_that_split("matrices") > 1
     device = None if in_host else torch.device("cuda", torch.cuda.current_device())
     if settings.random_init:
         with device or contextlib.nullcontext():

@@ -28,7 +28,7 @@ def resolve(settings) -> None:
 def resolve_for_model(settings, config) -> None:
     """Decide `--tiled_mlp auto`: about as many tokens per tile as hidden features (arXiv 2506.13996)."""
     if settings.tiled_mlp == "auto":
-        tokens = settings.per_device_train_batch_size * settings.max_length // settings.sp_size
+        tokens = settings.per_device_train_batch_size * settings.max_length // settings.ranks_that_split("tokens")
         features = config.get_text_config().hidden_size
         tiles = max(1, math.ceil(tokens / features))
         decide(settings, "tiled_mlp", str(tiles), f"{tokens:,} tokens a batch at most, {features:,} features")

@@ -1,53 +1,64 @@
 """Check what a pipeline (--pp_size, recipes/pipeline.py) can train: arguments, and models by their config.json.
 
 Each stage is a rank, or several with different rows, and holds some of the layers; micro batches pass through the
-stages one behind the other. The cut and the training are in zerofit/pipeline/.
+stages one behind the other. The cut is in pipeline_layers.py, the training in train/pipeline_trainer.py.
 """
 
 from zerofit.base.errors import UserError
-from zerofit.job.settings import decide, refuse_with
+from zerofit.job.settings import decide
+from zerofit.job.technique import Conflict
 from zerofit.model import attention
+from zerofit.parallel.interface import Parallel
 
 # Models whose layers were compared with one process: embedding, equal dense layers, norm, head.
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
-# What --pp_size above 1 excludes: a table of settings.refuse_with.
-REFUSED = {
-    "offload": (("optimizer", "all"), "DeepSpeed's pipeline runs without it", "leave it out"),
-    "optim": (("sophia", "muon"), "it needs the whole model or whole matrices on a rank", "use adamw_torch_fused"),
-    "pure_bf16": ((True,), "it has not been tested with stages", "leave it out"),
-    "fp16": ((True,), "its loss scale has not been tested with stages", "use --bf16 true"),
-    "random_init": ((True,), "the weights would depend on the cut", "name a folder with weights"),
-    "new_tokens": (None, "it has not been tested with stages", "leave it out"),
-    "tiled_mlp": (None, "it has not been tested with stages", "use --tiled_mlp 1"),
-    "activation_offload": ((True,), "it has not been tested with stages", "leave it out"),
-    "streaming": ((True,), "it has not been tested with stages", "leave it out"),
-    "memory_report": ((True,), "it does not follow DeepSpeed's schedule", "leave it out"),
-    "search_batch_size": ((True,), "its trial steps need the whole model on a rank", "name a micro batch"),
-    "canary": ((True,), "its trial steps need the whole model on a rank", "leave it out"),
-    "num_samples": (None, "no rank has the whole model to generate with", "use --num_samples 0 (`zerofit chat` later)"),
-    "load_best_model_at_end": ((True,), "it has not been tested with stages", "leave it out"),
-    "push_to_hub": ((True,), "the stages write their files by themselves", "push with `zerofit export --push`"),
-    "label_smoothing_factor": (None, "the last stage computes the plain loss", "leave it out"),
-    "neftune_noise_alpha": (None, "it has not been tested with stages", "leave it out"),
-    "include_num_input_tokens_seen": (
+# What --pp_size above 1 excludes.
+CONFLICTS = (
+    Conflict(
+        "zero",
+        (0,),
+        "DeepSpeed's engine without ZeRO applies steps whose gradient is not finite, reports no norm and keeps no fp32 "
+        "weights in bf16",
+        "use --zero 1, which shards nothing over one data rank",
+    ),
+    Conflict("zero", (2,), "DeepSpeed's pipeline sums the gradients of a step on the rank", "use --zero 1"),
+    Conflict("zero", (3,), "a stage holds its layers whole", "use --zero 1, or recipes/sft.py with --zero 3"),
+    Conflict("sp_size", None, "their groups would cross", "use one of the two"),
+    Conflict("tp_size", None, "their groups would cross", "use one of the two"),
+    Conflict("offload", ("optimizer", "all"), "DeepSpeed's pipeline runs without it", "leave it out"),
+    Conflict(
+        "optim", ("sophia", "muon"), "it needs the whole model or whole matrices on a rank", "use adamw_torch_fused"
+    ),
+    Conflict("pure_bf16", (True,), "it has not been tested with stages", "leave it out"),
+    Conflict("fp16", (True,), "its loss scale has not been tested with stages", "use --bf16 true"),
+    Conflict("random_init", (True,), "the weights would depend on the cut", "name a folder with weights"),
+    Conflict("new_tokens", None, "stages read their weights from files, which have no rows for them", "leave it out"),
+    Conflict("activation_offload", (True,), "it moves nothing on a CPU, where stages were compared", "leave it out"),
+    Conflict("memory_report", (True,), "it does not follow DeepSpeed's schedule", "leave it out"),
+    Conflict("search_batch_size", (True,), "its trial steps need the whole model on a rank", "name a micro batch"),
+    Conflict("canary", (True,), "its trial steps need the whole model on a rank", "leave it out"),
+    Conflict(
+        "num_samples",
+        range(1, 2**32),
+        "no rank has the whole model to generate with",
+        "use --num_samples 0 (`zerofit chat` later)",
+    ),
+    Conflict("push_to_hub", (True,), "the stages write their files by themselves", "push with `zerofit export --push`"),
+    Conflict("label_smoothing_factor", None, "the last stage computes the plain loss", "leave it out"),
+    Conflict("neftune_noise_alpha", None, "its hook needs the embedding, which one stage has", "leave it out"),
+    Conflict(
+        "include_num_input_tokens_seen",
         (True, "all", "non_padding"),
         "it would count a row once for each stage",
         "leave it out (metrics.jsonl has tokens_per_second)",
     ),
-    "average_tokens_across_devices": ((False,), "the loss is that of all ranks", "leave it out"),
-    "torch_empty_cache_steps": (None, "a step is one schedule of DeepSpeed's", "leave it out"),
-    "node_local_storage": ((True,), "it has not been tested with stages", "leave it out"),
-    "torch_compile": ((True,), "it has not been tested with stages", "leave it out"),
-    "use_liger_kernel": ((True,), "it has not been tested with stages", "leave it out"),
-}
-
-STAGES_REFUSED = {
-    0: "DeepSpeed's engine without ZeRO applies steps whose gradient is not finite, reports no norm and keeps no fp32 "
-    "weights in bf16; use --zero 1, which shards nothing over one data rank",
-    2: "DeepSpeed's pipeline sums the gradients of a step on the rank; use --zero 1",
-    3: "a stage holds its layers whole; use --zero 1, or recipes/sft.py with --zero 3",
-}
+    Conflict("average_tokens_across_devices", (False,), "the loss is that of all ranks", "leave it out"),
+    Conflict("torch_empty_cache_steps", None, "a step is one schedule of DeepSpeed's", "leave it out"),
+    Conflict("node_local_storage", (True,), "it has not been tested with stages", "leave it out"),
+    Conflict("torch_compile", (True,), "it has not been tested with stages", "leave it out"),
+    Conflict("use_liger_kernel", (True,), "it needs a GPU, and stages were compared on CPUs", "leave it out"),
+)
 
 
 def bubble(stages: int, micro_batches: int) -> float:
@@ -55,12 +66,9 @@ def bubble(stages: int, micro_batches: int) -> float:
     return (stages - 1) / (micro_batches + stages - 1)
 
 
-def resolve(settings) -> None:
-    """Check the arguments that --pp_size excludes, and choose its attention.
-
-    Raises: UserError for such an argument, for another recipe, and for fewer micro batches than stages.
-    """
-    size, micro_batches = settings.pp_size, settings.gradient_accumulation_steps
+def check_recipe(settings) -> None:
+    """Check that recipes/pipeline.py, and no other recipe, has stages. Raises: UserError."""
+    size = settings.pp_size
     if not settings.recipe.stages:
         if size > 1:
             raise UserError(
@@ -73,9 +81,16 @@ def resolve(settings) -> None:
             f"recipes/pipeline.py with --pp_size 1 on {settings.world_size} rank{'s' * (settings.world_size > 1)}: a "
             "pipeline has at least 2 stages; start more ranks (make pipeline PP=2), or use recipes/sft.py."
         )
-    if settings.zero in STAGES_REFUSED:
-        raise UserError(f"--pp_size {size} with ZeRO stage {settings.zero}: {STAGES_REFUSED[settings.zero]}.")
-    refuse_with(settings, "pp_size", REFUSED)
+
+
+def resolve(settings) -> None:
+    """Check sections and micro batches, and choose the attention.
+
+    Raises: UserError for what a pipeline does not take, and for fewer micro batches than stages.
+    """
+    size, micro_batches = settings.pp_size, settings.gradient_accumulation_steps
+    if size == 1:
+        return
     if section := next((key for key in ("optimizer", "scheduler") if key in settings.deepspeed), None):
         raise UserError(
             f"--pp_size {size} with --deepspeed {settings.values.get('deepspeed')}: its {section} section has not been "
@@ -118,3 +133,17 @@ def resolve_for_model(settings, config) -> None:
         raise UserError(f"--pp_size {size}: {why}; use recipes/sft.py with --zero 3.")
     if size > layers:
         raise UserError(f"--pp_size {size}: the model has {layers} layers; use a smaller one.")
+
+
+PARALLEL = Parallel(
+    name="pipeline",
+    flag="pp_size",
+    example="--pp_size 2",
+    splits="layers",
+    neighbors=False,  # a stage's links carry the least
+    default_size=lambda settings: settings.world_size if settings.recipe == "pipeline" else 1,
+    conflicts=CONFLICTS,
+    check_recipe=check_recipe,
+    resolve=resolve,
+    resolve_for_model=resolve_for_model,
+)

@@ -18,54 +18,57 @@ import torch.distributed as dist
 
 from zerofit.base import distributed
 from zerofit.base.errors import UserError
-from zerofit.job.settings import decide, refuse_with
+from zerofit.job.settings import decide
+from zerofit.job.technique import Conflict
 from zerofit.model import attention, patches
+from zerofit.parallel.interface import Parallel
 
 NAME = "zerofit_sequence_parallel"
 
-# Argument -> (values that are refused with --sp_size above 1; None: any value that is on, why, what to use instead).
-REFUSED = {
-    "optim": (("sophia",), "its estimate samples labels from the logits of whole rows", "use another optimizer"),
-    "adapter": (
+# What --sp_size above 1 excludes.
+CONFLICTS = (
+    Conflict(
+        "optim", ("sophia",), "its estimate samples labels from the logits of whole rows", "use another optimizer"
+    ),
+    Conflict(
+        "adapter",
         ("prompt_tuning", "prefix_tuning", "adaption_prompt"),
         "its prompt would come before each slice instead of the row",
         "use --adapter lora",
     ),
-    "label_smoothing_factor": (None, "it shifts the labels of each slice once more", "leave it out"),
-    "neftune_noise_alpha": (None, "its noise is scaled by the length of a slice instead of the row", "leave it out"),
-    "include_num_input_tokens_seen": (
+    Conflict("label_smoothing_factor", None, "it shifts the labels of each slice once more", "leave it out"),
+    Conflict(
+        "neftune_noise_alpha", None, "its noise is scaled by the length of a slice instead of the row", "leave it out"
+    ),
+    Conflict(
+        "include_num_input_tokens_seen",
         (True, "all", "non_padding"),
         "it would count a row once for each rank of its group",
         "leave it out (metrics.jsonl has tokens_per_second)",
     ),
-    "torch_compile": (None, "the exchange between the ranks cannot be traced", "leave it out"),
-    "use_liger_kernel": (None, "its loss has not been tested with it", "leave it out"),
-}
+    Conflict("torch_compile", None, "the exchange between the ranks cannot be traced", "leave it out"),
+    Conflict("use_liger_kernel", None, "its loss has not been tested with it", "leave it out"),
+)
 
 
 # --- checks ---
 
 
-def _check_flags(settings) -> None:
-    """Raise UserError for an argument that --sp_size above 1 excludes."""
-    size = settings.sp_size
-    refuse_with(settings, "sp_size", REFUSED)
+def _check_attention(settings) -> None:
+    """Raise UserError for an attention that is not called with whole rows."""
     if settings.attn_implementation not in ("sdpa", attention.NAME):
         raise UserError(
-            f"--sp_size {size} with --attn_implementation {settings.attn_implementation}: only sdpa's kernels are "
-            "called with whole rows; use sdpa."
+            f"--sp_size {settings.sp_size} with --attn_implementation {settings.attn_implementation}: only sdpa's "
+            "kernels are called with whole rows; use sdpa."
         )
 
 
 def resolve(settings) -> None:
-    """Check the arguments that --sp_size excludes, and choose its attention.
-
-    Raises: UserError for such an argument.
-    """
+    """Choose the attention of --sp_size. Raises: UserError for another one that was asked for."""
     size = settings.sp_size
     if size == 1:
         return
-    _check_flags(settings)
+    _check_attention(settings)
     if settings.deepspeed is not None and "train_batch_size" in settings.deepspeed:
         settings.deepspeed["train_batch_size"] = "auto"  # DeepSpeed counts a group's rows once for each rank
     decide(settings, "attn_implementation", NAME, f"the {size} ranks of a group exchange tokens for heads around it")
@@ -98,6 +101,27 @@ def resolve_for_model(settings, config) -> None:
         divisors = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
         raise UserError(f"--sp_size {size}: must divide the model's {heads} attention heads; use one of {divisors}.")
     register()
+
+
+def _sent(shape, tokens: int, size: int) -> tuple[float, float]:
+    """Return calls and bytes of the all-to-alls of q, k, v and output of a layer; a rank keeps 1/size of its slice."""
+    key_heads = math.lcm(shape.kv_heads, size)  # repeated, so that each rank has as many
+    return 4, 2.0 * tokens * 2 * shape.head_dim * (shape.heads + key_heads) * (size - 1) / size
+
+
+PARALLEL = Parallel(
+    name="sequence parallelism",
+    flag="sp_size",
+    example="--sp_size 2",
+    splits="tokens",
+    exchanges="its rows",
+    groups="split rows",
+    searched=(2, 4, 8, 16),
+    sent=_sent,
+    conflicts=CONFLICTS,
+    resolve=resolve,
+    resolve_for_model=resolve_for_model,
+)
 
 
 # --- training ---
@@ -133,8 +157,12 @@ class SequenceParallel:
             if first // self.size == self.data_rank:
                 self.group = group
 
+    def refusal(self, why: str) -> UserError:
+        """Return the error for a model that the ranks of a group cannot compute on slices."""
+        return UserError(f"--sp_size {self.size}: {why}; train it without --sp_size.")
+
     def share_rows(self, loader):
-        """Let all ranks that share rows (also for --tp_size, --pp_size) read the same batches of a loader; return it.
+        """Let all ranks that share rows (also in other ways) read the same batches of a loader; return it.
 
         Args: loader: accelerate's.
         """

@@ -5,59 +5,57 @@ plan of the model; each layer sums its outputs over the group twice. ZeRO shards
 train on other rows. DeepSpeed cuts the model when the training begins, and gathers whole weights for a save.
 """
 
-from zerofit.base.errors import UserError
-from zerofit.job.settings import refuse_with
-from zerofit.model import experts
+from dataclasses import replace
 
-# What --tp_size above 1 excludes: a table of settings.refuse_with.
-REFUSED = {
-    "adapter": (None, "DeepSpeed would replace the layers that peft has wrapped", "use recipes/sft.py"),
-    "sp_size": (None, "their groups would cross", "use one of the two"),
-    "offload": (("optimizer", "all"), "it has not been tested with split matrices", "leave it out"),
-    "optim": (("sophia", "muon"), "it makes its own groups of whole matrices", "use adamw_torch_fused"),
-    "pure_bf16": ((True,), "its random rounding would differ within a group", "leave it out"),
-    "fp16": ((True,), "the ranks of a group could skip different steps", "use --bf16 true"),
-    "fused_loss": ((True,), "DeepSpeed replaces the head that it computes with", "use --fused_loss false"),
-    "tiled_mlp": (None, "DeepSpeed replaces the layers that it tiles", "use --tiled_mlp 1"),
-    "activation_offload": ((True,), "it has not been tested with split matrices", "leave it out"),
-    "new_tokens": (None, "it has not been tested with a split embedding", "leave it out"),
-    "neftune_noise_alpha": (None, "its noise would differ within a group", "leave it out"),
-    "include_num_input_tokens_seen": (
+from zerofit.base.errors import UserError
+from zerofit.job.technique import AllBut, Conflict
+from zerofit.model import experts
+from zerofit.parallel.interface import Parallel
+
+# What --tp_size above 1 excludes.
+CONFLICTS = (
+    Conflict(
+        "zero",
+        (0,),
+        "DeepSpeed's engine without ZeRO applies steps whose gradient is not finite, reports no norm and keeps no fp32 "
+        "weights in bf16",
+        "use --zero 1, which shards nothing over one data rank",
+    ),
+    Conflict("zero", (3,), "transformers cannot load a model that both split", "use --zero 2"),
+    Conflict("adapter", None, "DeepSpeed would replace the layers that peft has wrapped", "use recipes/sft.py"),
+    Conflict("sp_size", None, "their groups would cross", "use one of the two"),
+    Conflict("offload", ("optimizer", "all"), "it has not been tested with split matrices", "leave it out"),
+    Conflict("optim", ("sophia", "muon"), "it makes its own groups of whole matrices", "use adamw_torch_fused"),
+    Conflict("pure_bf16", (True,), "its random rounding would differ within a group", "leave it out"),
+    Conflict("fp16", (True,), "the ranks of a group could skip different steps", "use --bf16 true"),
+    Conflict("fused_loss", (True,), "DeepSpeed replaces the head that it computes with", "use --fused_loss false"),
+    Conflict("tiled_mlp", AllBut("1"), "DeepSpeed replaces the layers that it tiles", "use --tiled_mlp 1"),
+    Conflict("activation_offload", (True,), "it has not been tested with split matrices", "leave it out"),
+    Conflict("new_tokens", None, "it has not been tested with a split embedding", "leave it out"),
+    Conflict("neftune_noise_alpha", None, "its noise would differ within a group", "leave it out"),
+    Conflict(
+        "include_num_input_tokens_seen",
         (True, "all", "non_padding"),
         "it would count a row once for each rank of its group",
         "leave it out (metrics.jsonl has tokens_per_second)",
     ),
-    "node_local_storage": ((True,), "it has not been tested with split matrices", "leave it out"),
-    "torch_compile": ((True,), "DeepSpeed's split layers cannot be traced", "leave it out"),
-    "use_liger_kernel": ((True,), "DeepSpeed replaces the layers that it patches", "leave it out"),
-}
-
-STAGES_REFUSED = {
-    0: "DeepSpeed's engine without ZeRO applies steps whose gradient is not finite, reports no norm and keeps no fp32 "
-    "weights in bf16; use --zero 1, which shards nothing over one data rank",
-    3: "transformers cannot load a model that both split; use --zero 2",
-}
+    Conflict("node_local_storage", (True,), "it has not been tested with split matrices", "leave it out"),
+    Conflict("torch_compile", (True,), "DeepSpeed's split layers cannot be traced", "leave it out"),
+    Conflict("use_liger_kernel", (True,), "DeepSpeed replaces the layers that it patches", "leave it out"),
+)
 
 # Ways to split a layer that were compared with one rank.
 PLANS = ("colwise", "rowwise", "replicated_with_grad_allreduce")
 
 
-def resolve(settings) -> None:
-    """Check the arguments that --tp_size excludes.
-
-    Raises: UserError for such an argument.
-    """
+def check_recipe(settings) -> None:
+    """Check the recipe. Raises: UserError for one that does not train the whole model."""
     size = settings.tp_size
-    if size == 1:
-        return
-    if settings.trains_adapter or settings.recipe.stages or settings.recipe.data == "pairs":
+    if size > 1 and (settings.trains_adapter or settings.recipe.stages or settings.recipe.data == "pairs"):
         raise UserError(
             f"--tp_size {size} with recipes/{settings.recipe}.py: DeepSpeed splits the matrices of full fine-tuning "
             "only; use recipes/sft.py."
         )
-    if settings.zero in STAGES_REFUSED:
-        raise UserError(f"--tp_size {size} with ZeRO stage {settings.zero}: {STAGES_REFUSED[settings.zero]}.")
-    refuse_with(settings, "tp_size", REFUSED)
 
 
 def resolve_for_model(settings, config) -> None:
@@ -90,3 +88,32 @@ def resolve_for_model(settings, config) -> None:
             raise UserError(
                 f"--tp_size {size}: must divide the model's {name} of {getattr(text, name)}; use a smaller one."
             )
+
+
+def _share(shape, size: int):
+    """Return the shape of what one rank holds; the embedding stays whole."""
+    split = (shape.trainable - shape.embedding) // size + shape.embedding
+    return replace(shape, trainable=split, largest=max(shape.largest // size, shape.embedding))
+
+
+def _sent(shape, tokens: int, size: int) -> tuple[float, float]:
+    """Return calls and bytes of the all-reduces of what attention and MLP of a layer add to the hidden states."""
+    return 2, 2 * (2 * 2.0 * tokens * shape.hidden) * (size - 1) / size
+
+
+PARALLEL = Parallel(
+    name="tensor parallelism",
+    flag="tp_size",
+    example="--tp_size 2",
+    splits="matrices",
+    groups="split matrices",
+    searched=(2, 4, 8, 16),
+    overlay="tensor_parallel.json",
+    sections=lambda size: {"tensor_parallel": {"autotp_size": size}},
+    conflicts=CONFLICTS,
+    share=_share,
+    sent=_sent,
+    sums=True,
+    check_recipe=check_recipe,
+    resolve_for_model=resolve_for_model,
+)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from zerofit.base import allocator, paths
 from zerofit.base.hardware import GIB
-from zerofit.job import run_folder
+from zerofit.job import groups, run_folder
 from zerofit.plan import candidates, formulas, search
 from zerofit.plan.candidates import Candidate, Plan
 from zerofit.train import memory_report
@@ -353,12 +353,17 @@ def _unequal_rows(candidate: Candidate) -> dict[str, str]:
     return {"rows of different lengths": text}
 
 
+def _record(setting: formulas.Setting) -> dict:
+    """Return a setting as JSON holds it, with the ranks that split tokens, matrices and layers."""
+    values = {name: value for name, value in vars(setting).items() if name != "groups"}
+    return values | {"sp": setting.sp, "tp": setting.tp, "pp": setting.pp}
+
+
 def _data_ranks(setting: formulas.Setting) -> str:
-    if setting.tp > 1:
-        return f"{setting.ranks // setting.tp} groups of {setting.tp} GPUs that split matrices"
-    if setting.sp == 1:
+    if not setting.groups or setting.pp > 1:
         return _count(setting.ranks, "GPU")
-    return f"{setting.ranks // setting.sp} groups of {setting.sp} GPUs that split rows"
+    together = " and ".join(way.groups for way, _ in setting.groups)
+    return f"{setting.ranks // setting.ranks_per_row} groups of {setting.ranks_per_row} GPUs that {together}"
 
 
 def _host(candidate: Candidate, plan: Plan) -> str:
@@ -430,13 +435,14 @@ def _hpz(candidate: Candidate, plan: Plan) -> dict[str, str]:
 def _sp(candidate: Candidate, plan: Plan) -> dict[str, str]:
     """Return {flag: text} on what rows split over two GPUs would change; {} if a smaller micro batch comes first."""
     setting, shape = candidate.setting, candidate.shape
-    if setting.sp * setting.tp > 1 or setting.micro > 1 or setting.of_a_node % 2 or shape.heads % 2:
+    if setting.ranks_per_row > 1 or setting.micro > 1 or setting.of_a_node % 2 or shape.heads % 2:
         return {}
-    halved = replace(setting, sp=2, tokens=setting.tokens // 2, accumulation=2 * setting.accumulation)
+    way = next(way for way in groups.ways() if way.splits == "tokens")
+    halved = replace(setting, groups=((way, 2),), tokens=setting.tokens // 2, accumulation=2 * setting.accumulation)
     seconds = formulas.step_seconds(shape, halved, plan.gpu, setting.tokens)
     saved = (candidate.formula["activations"] + candidate.formula["logits"]) / 2 / GIB
     return {
-        "--sp_size 2": f"would save about {saved:.1f} GiB of each GPU by formula; estimate {seconds:.2f} s a step "
+        f"--{way.flag} 2": f"would save about {saved:.1f} GiB of each GPU by formula; estimate {seconds:.2f} s a step "
         f"instead of {candidate.seconds:.2f} (docs/long_context.md)"
     }
 
@@ -517,7 +523,7 @@ def as_json(plan: Plan) -> dict:
         if candidate is None:
             return None
         return {
-            "label": candidate.label, "method": candidate.method, **asdict(candidate.setting),
+            "label": candidate.label, "method": candidate.method, **_record(candidate.setting),
             "peak_bytes": candidate.peak,
             **{f"{name}_bytes": size for name, size in figures(candidate, plan).items()},
             "source": _source(candidate), "formula": {k: int(v) for k, v in candidate.formula.items()},

@@ -14,7 +14,7 @@ from zerofit.base.errors import EXIT_CODES, UserError
 from zerofit.base.hardware import GIB
 from zerofit.base.paths import IN_WHEEL, PROJECT
 from zerofit.config import nvme, parse, resolve
-from zerofit.job import program
+from zerofit.job import groups, program
 from zerofit.job.recipe import Recipe
 from zerofit.job.settings import as_typed
 from zerofit.model import gradient_checkpointing, preference_loss
@@ -53,7 +53,7 @@ ESTIMATE = f"the exact check failed: {{}}; this is an estimate by formula, with 
 SMALLER_STATES = [("--optim", "adamw_bnb_8bit"), ("--pure_bf16", "true")]
 
 # Flags that have a make variable.
-WITH_VARIABLE = ("--zero", "--offload", "--model", "--data", "--config", "--sp_size", "--tp_size", "--pp_size")
+WITH_VARIABLE = ("--zero", "--offload", "--model", "--data", "--config", *(f"--{name}" for name in groups.flags()))
 
 UNNAMED = "not-named-yet"  # placeholder for --data, which a plan does not need
 
@@ -82,9 +82,9 @@ class Candidate:
         hpz = f" with hpZ {s.hpz}" if s.hpz > 1 else ""
         offload = "" if s.offload == "none" else f", offload {s.offload}{' to NVMe' * s.nvme}"
         change = f", {' '.join(self.change)}" if self.change else ""
-        sp = f", sp_size {s.sp}" if s.sp > 1 else f", tp_size {s.tp}" if s.tp > 1 else ""
-        sp += f", {s.accumulation} of them through {s.pp} stages" if s.pp > 1 else ""
-        return f"{self.method} ZeRO-{s.zero}{hpz}{offload}{checkpointing}{change}, micro batch {s.micro}{sp}"
+        split = "".join(f", {way.flag} {size}" for way, size in s.groups if way.splits != "layers")
+        split += f", {s.accumulation} of them through {s.pp} stages" if s.pp > 1 else ""
+        return f"{self.method} ZeRO-{s.zero}{hpz}{offload}{checkpointing}{change}, micro batch {s.micro}{split}"
 
     @property
     def allocated(self) -> int:
@@ -116,7 +116,7 @@ class Candidate:
     @property
     def tokens_per_second(self) -> float:
         s = self.setting
-        return s.tokens * s.accumulation * s.ranks / s.tp / s.pp / self.seconds
+        return s.tokens * s.sp * s.accumulation * s.ranks / s.ranks_per_row / self.seconds
 
 
 def peak_by_formula(parts: dict[str, float], gpu) -> int:
@@ -310,8 +310,7 @@ def candidates(
             own_flags = command_line.put(own_flags, effective_batch_size=first.effective_batch_size)
         try:
             base = resolve.resolve_settings(recipe, own_flags, ranks, gpu)
-            _check_group(base, "sp_size", node)
-            _check_group(base, "tp_size", node)
+            _check_groups(base, node)
             resolve.resolve_for_model(base)
             if first is None:
                 first, hpz, shape = base, _hpz(base, ranks, node), shape_of(base)
@@ -339,11 +338,11 @@ class Place:
 def _of_group(
     base, flags: list[str], method: str, change: tuple[str, ...], place: Place, shape: Shape, splits: bool
 ) -> list[Candidate]:
-    """Return the candidates with the --sp_size and --tp_size of `base`, the Settings of `flags`. splits: see `_open`.
+    """Return the candidates with the groups of `base`, the Settings of `flags`. splits: see `_open`.
 
     Raises: UserError if the flags leave none.
     """
-    ranks, sp, disk = base.world_size, base.sp_size, place.disk or _disk_of(base)
+    ranks, disk = base.world_size, place.disk or _disk_of(base)
     found, error = [], None
     for zero, (offload, on_disk), checkpointing, micro in itertools.product(*_open(base, ranks, disk, splits)):
         if not _sensible(zero, offload, ranks, base) or (on_disk and zero != 3):
@@ -356,10 +355,10 @@ def _of_group(
             error = error or refused
             continue
         accumulation = base.effective_batch_size // (micro * base.data_ranks)
-        tokens = micro * base.documents_per_row * base.max_length // sp
+        tokens = micro * base.documents_per_row * base.max_length // base.ranks_that_split("tokens")
         setting = Setting(zero, offload, checkpointing.every, micro, tokens, accumulation, ranks,
-                          checkpointing.offloaded, on_disk, place.node, place.hpz, sp, _runs_reference(base),
-                          base.tp_size, selective=checkpointing.selective,
+                          checkpointing.offloaded, on_disk, place.node, place.hpz, _runs_reference(base),
+                          groups=tuple(groups.in_use(base.values)), selective=checkpointing.selective,
                           offload_streams=base.activation_offload_streams)  # fmt: skip
         by_part = formulas.memory(shape, setting, base, base.fused_loss)
         seconds = formulas.step_seconds(shape, setting, place.gpu, base.max_length)
@@ -380,7 +379,8 @@ def of_pipeline(
     result, flags = [], planned_flags(flags, method)
     batch = {"per_device_train_batch_size": micro, "gradient_accumulation_steps": accumulation}
     for checkpointing in (False, True):
-        own_flags = command_line.put(flags, pp_size=size, zero=1, gradient_checkpointing=checkpointing, **batch)
+        cut = {way.flag: size for way in groups.ways() if way.splits == "layers"}
+        own_flags = command_line.put(flags, zero=1, gradient_checkpointing=checkpointing, **cut, **batch)
         try:
             settings = resolve.resolve_settings(recipe_of(method), own_flags, plan.ranks, plan.gpu)
             resolve.resolve_for_model(settings)
@@ -417,21 +417,23 @@ def first_settings(method: str, flags: list[str], ranks: int, gpu, node: int):
 
 
 def _open_groups(recipe: Recipe, flags: list[str], ranks: int, node: int) -> list[dict[str, int]]:
-    """Return each --sp_size and --tp_size to try, as arguments; {}: as the flags or their YAML file have them."""
-    if any(parse.given(recipe, flags, name) is not None for name in ("sp_size", "tp_size")):
+    """Return each size of groups to try, as arguments; {}: as the flags or their YAML file have them."""
+    searched = [way for way in groups.ways() if way.searched]
+    if any(parse.given(recipe, flags, way.flag) is not None for way in searched):
         return [{}]
-    sizes = [n for n in (2, 4, 8, 16) if min(ranks, node) % n == 0 and ranks % n == 0]
-    return [{}, *({name: size} for name in ("sp_size", "tp_size") for size in sizes)]
+    tried = [(way.flag, size) for way in searched for size in way.searched]
+    return [{}, *({name: size} for name, size in tried if min(ranks, node) % size == 0 and ranks % size == 0)]
 
 
-def _check_group(settings, name: str, node: int) -> None:
-    """Raise UserError for an --sp_size or --tp_size that does not divide the GPUs of a node."""
-    size, local = settings.values[name], min(settings.world_size, node)
-    if local % size:
-        raise UserError(
-            f"--{name} {size}: a group must be on one node, so it must divide the {local} GPUs of a node of this "
-            "plan; NODES= and GPUS= say which these are."
-        )
+def _check_groups(settings, node: int) -> None:
+    """Raise UserError for groups of neighbors whose size does not divide the GPUs of a node."""
+    local = min(settings.world_size, node)
+    for way, size in groups.in_use(settings.values):
+        if way.neighbors and local % size:
+            raise UserError(
+                f"--{way.flag} {size}: a group must be on one node, so it must divide the {local} GPUs of a node of "
+                "this plan; NODES= and GPUS= say which these are."
+            )
 
 
 def _hpz(settings, ranks: int, node: int) -> int:
@@ -530,7 +532,7 @@ def checkpointing_of(settings) -> Checkpointing:
 def _open(base, ranks: int, disk: str | None, splits: bool) -> tuple[list, list, list, list]:
     """Return (stages, offloads, checkpointing, micro batches) to try; one each where the user set it.
 
-    Args: splits: --sp_size or --tp_size is searched and above 1: then only micro batch 1 with checkpointing.
+    Args: splits: groups are searched and these have several ranks: then only micro batch 1 with checkpointing.
 
     An offload is (what, whether to `disk`).
     """
@@ -583,11 +585,11 @@ def _flags(flags: list[str], base, zero: int, offload: str, checkpointing: Check
 def setting_of(settings) -> Setting:
     checkpointing, micro = checkpointing_of(settings), settings.per_device_train_batch_size
     node = int(os.environ.get("LOCAL_WORLD_SIZE") or formulas.GPUS_OF_A_NODE)
-    tokens = micro * settings.documents_per_row * settings.max_length // settings.sp_size
+    tokens = micro * settings.documents_per_row * settings.max_length // settings.ranks_that_split("tokens")
     return Setting(settings.zero, settings.offload, checkpointing.every, micro, tokens,
                    settings.gradient_accumulation_steps, settings.world_size, checkpointing.offloaded,
-                   bool(_disk_of(settings)), node, settings.zero_hpz_partition_size or 1, settings.sp_size,
-                   _runs_reference(settings), settings.tp_size, pp=settings.pp_size,
+                   bool(_disk_of(settings)), node, settings.zero_hpz_partition_size or 1,
+                   _runs_reference(settings), groups=tuple(groups.in_use(settings.values)),
                    selective=checkpointing.selective,
                    offload_streams=settings.activation_offload_streams)  # fmt: skip
 

@@ -23,7 +23,7 @@ def fake_other_ranks() -> None:
 
 
 def _make_meshes_of_real_tensors() -> None:
-    """Let torch read the ranks of a --tp_size group from tensors that have values."""
+    """Let torch read the ranks of a group that splits matrices from tensors that have values."""
     from torch.distributed import device_mesh
 
     make = device_mesh.init_device_mesh

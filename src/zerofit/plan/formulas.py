@@ -12,6 +12,7 @@ from zerofit.config import deepspeed_json
 from zerofit.model import experts
 from zerofit.model.gradient_checkpointing import IN_FLIGHT
 from zerofit.optim import registry
+from zerofit.parallel.interface import Parallel
 
 # Share of the data sheet's numbers that a training step reaches. Rough on purpose: they only order the candidates.
 MATRIX_EFFICIENCY = 0.5
@@ -126,10 +127,10 @@ class Setting:
     every: recompute every n-th layer, 0: none; selective: but for its matrix products and attention; micro: rows of a
     micro batch; tokens: of a micro batch on one GPU; activation_offload: the inputs of recomputed layers are in host
     memory; offload_streams: they are copied beside the arithmetic; nvme: offloaded states are on disk; node: GPUs of a
-    node; hpz: ranks that share ZeRO++'s secondary copy of the parameters, 1: there is none; sp: ranks that split a row,
-    1: none; reference: each step has one more forward, of preference pairs with the adapter off; tp: ranks that split
-    each matrix, 1: none; in_flight: micro batches whose activations are held at once, above 1 in a pipeline; head: the
-    GPU computes the logits; pp: stages of a pipeline, 1: none."""
+    node; hpz: ranks that share ZeRO++'s secondary copy of the parameters, 1: there is none; reference: each step has
+    one more forward, of preference pairs with the adapter off; in_flight: micro batches whose activations are held at
+    once, above 1 in a pipeline; head: the GPU computes the logits; groups: the ways in which ranks share rows, each
+    with the ranks of a group."""
 
     zero: int
     offload: str
@@ -142,14 +143,35 @@ class Setting:
     nvme: bool = False
     node: int = GPUS_OF_A_NODE
     hpz: int = 1
-    sp: int = 1
     reference: bool = False
-    tp: int = 1
     in_flight: int = 1
     head: bool = True
-    pp: int = 1
     selective: bool = False
     offload_streams: bool = False
+    groups: tuple[tuple[Parallel, int], ...] = ()
+
+    @property
+    def ranks_per_row(self) -> int:
+        """Return how many ranks share each row."""
+        return math.prod(size for _, size in self.groups)
+
+    @property
+    def sp(self) -> int:
+        """Return how many ranks split the tokens of a row."""
+        return self._splitting("tokens")
+
+    @property
+    def tp(self) -> int:
+        """Return how many ranks split each matrix."""
+        return self._splitting("matrices")
+
+    @property
+    def pp(self) -> int:
+        """Return the stages of a pipeline."""
+        return self._splitting("layers")
+
+    def _splitting(self, what: str) -> int:
+        return math.prod(size for way, size in self.groups if way.splits == what)
 
     @property
     def nodes(self) -> int:
@@ -202,7 +224,7 @@ def memory(s: Shape, setting: Setting, settings, fused: bool) -> dict[str, float
 
     Returns: {"parameters", "gradients", "optimizer", "activations", "logits", "buffers"}.
     """
-    s = _split_shape(s, setting.tp)
+    s = _share(s, setting)
     n, zero, trained = setting.ranks // setting.tp, setting.zero, s.trainable
     weight, gradient, optimizer = _widths(settings, zero)
     share = [1 / n if zero >= stage else 1 for stage in (3, 2, 1)]
@@ -260,12 +282,11 @@ def stages(s: Shape, setting: Setting, settings, fused: bool, tied: bool) -> lis
     return each
 
 
-def _split_shape(s: Shape, tp: int) -> Shape:
-    """Return the shape of one rank of `tp` that split the matrices; the embedding stays whole."""
-    if tp == 1:
-        return s
-    split = (s.trainable - s.embedding) // tp + s.embedding
-    return replace(s, trainable=split, largest=max(s.largest // tp, s.embedding))
+def _share(s: Shape, setting: Setting) -> Shape:
+    """Return the shape of what one rank holds of the model before ZeRO; of a pipeline `stages` says it."""
+    for way, size in setting.groups:
+        s = way.share(s, size)
+    return s
 
 
 def _widths(settings, zero: int) -> tuple[float, float, float]:
@@ -332,23 +353,21 @@ def _key_heads(s: Shape, setting: Setting) -> int:
 def exchanges(s: Shape, setting: Setting) -> list[Collective]:
     """Return the collectives that a layer waits for in an optimizer step.
 
-    Sequence parallelism: all-to-alls of q, k, v and output of each attention. A rank keeps 1/sp of its slice and sends
-    the rest. Tensor parallelism: an all-reduce of what each attention and each MLP adds to the hidden states. The
-    backward sends as much again, and so does recomputation.
+    The backward of a layer sends as much as its forward, and so does recomputation.
     """
     recomputed = math.ceil(s.layers / setting.every) if setting.every else 0
     passes = (2 * s.layers + recomputed) * setting.accumulation
-    if setting.tp > 1:
-        return [_all_reduced(2 * 2.0 * setting.tokens * s.hidden * passes, setting.tp, 2 * passes)]
-    if setting.sp == 1:
-        return []
-    size = 2.0 * setting.tokens * 2 * s.head_dim * (s.heads + _key_heads(s, setting))
-    return [Collective(4 * passes, size * passes * (setting.sp - 1) / setting.sp, setting.sp)]
+    found = []
+    for way, size in setting.groups:
+        calls, sent = way.sent(s, setting.tokens, size)
+        if calls:
+            found.append(Collective(calls * passes, sent * passes, size, reduces=way.sums))
+    return found
 
 
 def collectives(s: Shape, setting: Setting) -> list[Collective]:
     """Return the collectives of an optimizer step: of model states, and of sequence or tensor parallelism."""
-    of_states = _of_states(_split_shape(s, setting.tp), setting)
+    of_states = _of_states(_share(s, setting), setting)
     return [replace(c, stride=setting.tp) for c in of_states] + exchanges(s, setting)
 
 
@@ -451,7 +470,7 @@ def step_seconds(s: Shape, setting: Setting, gpu: Gpu, sequence: int) -> float:
     wire = wire_seconds(s, setting, gpu) - exchanged
     wire -= OVERLAPPED * min(wire, arithmetic)  # communication can only overlap as much arithmetic as there is
     wire += exchanged
-    shard = _split_shape(s, setting.tp).trainable / (setting.ranks // setting.tp if setting.zero else 1)
+    shard = _share(s, setting).trainable / (setting.ranks // setting.tp if setting.zero else 1)
     if setting.offload == "none":
         update = 30 * shard / (gpu.memory_gbs * 1e9)
     else:

@@ -34,7 +34,7 @@ def publish(plan: dict | None) -> None:
 
 def prestart(settings) -> None:
     """Start the simulation's process for `check`, so that it imports while the data is read."""
-    if _is_planned(settings) and settings.pp_size == 1:
+    if _is_planned(settings) and settings.ranks_that_split("layers") == 1:
         simulate.prestart()
 
 
@@ -48,7 +48,7 @@ def check(settings, seconds: float | None = CHECK_SECONDS) -> dict | None:
     Args: seconds: how long to wait for the simulation if the job fits by formula; None: until it ends.
     Raises: NothingFits if the job does not fit by simulation, without --ignore_plan; UserError for the user's mistakes.
     """
-    if settings.pp_size > 1:
+    if settings.ranks_that_split("layers") > 1:
         return _check_stages(settings)
     try:
         plan = predict.predict(settings, seconds)
@@ -93,7 +93,7 @@ def choose_and_check(
     """
     if longest and _is_planned(settings):
         settings = _with_rows_up_to(longest, settings)
-    if settings.use_cpu or settings.pp_size > 1:
+    if settings.use_cpu or settings.ranks_that_split("layers") > 1:
         return check(settings), {}
     deadline = time.monotonic() + seconds
     gpu, total, allowance = predict.place_of(settings)
@@ -146,7 +146,8 @@ def _less_recomputation(settings, limit: int, margin: int, deadline: float) -> t
 
 def _may_choose(settings) -> bool:
     """Return whether nothing says how to checkpoint and a plan knows what rows take: on GPUs with bf16, not padded."""
-    covered = not settings.use_cpu and settings.precision == "bf16" and settings.padding_free and settings.pp_size == 1
+    is_simulated = not settings.use_cpu and settings.ranks_that_split("layers") == 1
+    covered = is_simulated and settings.precision == "bf16" and settings.padding_free
     return covered and gradient_checkpointing.is_open(settings)
 
 
@@ -208,7 +209,8 @@ def _faster_micro_batch(settings, row_tokens: float, limit: int) -> str:
         full = replace(given, micro=micro, tokens=given.tokens // given.micro * micro, accumulation=per_rank // micro)
         parts = formulas.memory(shape, full, settings, settings.fused_loss)
         if micro == given.micro or _fits(candidates.peak_by_formula(parts, gpu), limit):
-            tokens = max(1, round(row_tokens * settings.documents_per_row * micro / settings.sp_size))
+            slices = settings.ranks_that_split("tokens")
+            tokens = max(1, round(row_tokens * settings.documents_per_row * micro / slices))
             seconds[micro] = formulas.step_seconds(shape, replace(full, tokens=tokens), gpu, round(row_tokens))
     fastest = min(seconds, key=seconds.get)
     faster = seconds[given.micro] / seconds[fastest]
@@ -242,7 +244,7 @@ def _check_stages(settings) -> dict | None:
     print(
         f"plan: {fits} by formula (no simulation covers pipelines; a margin of {candidates.FORMULA_MARGIN:.0%} is in "
         f"it): {plan['peak_bytes'] / GIB:.2f} of {plan['limit_bytes'] / GIB:.2f} GiB a rank of stage {plan['stage']}, "
-        f"the fullest of {settings.pp_size}",
+        f"the fullest of {settings.ranks_that_split('layers')}",
         flush=True,
     )
     return plan

@@ -121,7 +121,7 @@ def pipeline_instead(
     staged = candidates.recipe_of(methods[0]).staged
     if not staged or len(methods) > 1 or best is None or plan.nodes == 1 or plan.ranks % plan.nodes:
         return {}
-    rows = best.setting.micro * best.setting.accumulation * plan.ranks // (best.setting.sp * best.setting.tp)
+    rows = best.setting.micro * best.setting.accumulation * plan.ranks // best.setting.ranks_per_row
     tried = []
     for size in range(plan.nodes, plan.ranks + 1, plan.nodes):
         per_rank = rows * size // plan.ranks

@@ -159,7 +159,7 @@ def _answer(recipe, flags, ranks, rank, gpu, device, fake, padded, overrides, ha
             "host_saving": max(0, host_tracker.highest - in_host) if host_tracker else 0,
             "model_states": tracker.model_states,
             "parameters": sum(n for n, _ in sizes),
-            "whole_parameters": quantization.bits(settings) is None and settings.tp_size == 1,
+            "whole_parameters": quantization.bits(settings) is None and settings.ranks_that_split("matrices") == 1,
             "trainable": sum(n for n, trained in sizes if trained),
             "largest_block": tracker.largest,
             "allocator": _replayed(tracker.events, planned_gpu, ranks, widths) if on_gpu else None,
@@ -197,7 +197,7 @@ def _replayed(events: list[tuple], gpu, ranks: int, widths: list[int]) -> dict:
 
 def _rows_by_tokens(settings, widths: list[int]) -> dict[int, int]:
     """Return {tokens: rows} of the batches of training and evaluation; {} for slices, of which all labels count."""
-    if settings.sp_size > 1:
+    if settings.ranks_that_split("tokens") > 1:
         return {}
     train, evaluation = (
         rows * settings.documents_per_row
@@ -388,7 +388,7 @@ def _evaluate_and_save(trainer, tracker) -> None:
     if trainer.eval_dataset is not None:
         trainer.evaluate()
     settings = trainer.settings
-    if settings.deepspeed is None or (settings.zero != 3 and settings.tp_size == 1):
+    if settings.deepspeed is None or (settings.zero != 3 and settings.ranks_that_split("matrices") == 1):
         return
     with tracker.during("save"):  # as Trainer.save_model does
         if settings.zero == 3:

@@ -9,10 +9,11 @@ import torch
 from zerofit.base import distributed, paths, rank_status
 from zerofit.base.errors import OutOfMemory, bytes_asked_for
 from zerofit.job import run_folder
+from zerofit.parallel import ways
 from zerofit.train import memory_tracker, tensor_owners
 
 _SHORTER_ROWS = (
-    (lambda s: s.world_size > 1 and s.ranks_per_row == 1, "--sp_size 2"),
+    (lambda s: s.world_size > 1 and s.ranks_per_row == 1, "{tokens} 2"),
     (lambda s: True, "a smaller --max_length"),
 )
 
@@ -196,6 +197,7 @@ def explain(error, trainer) -> str:
         phase = "forward or backward"
     largest = sorted((p for p in parts.items() if p[1]), key=lambda p: -p[1])[:3]
     words = {"half": settings.per_device_train_batch_size // 2, "adapter": _adapter_instead(settings)}
+    words["tokens"] = ways.flag_that_splits("tokens")
     flags, of_activations = [], "activations"
     if tracker.failed_in == "eval":  # not a forward that generates an answer or checks the packing
         of_activations, rows = "activations of evaluation", settings.per_device_eval_batch_size
@@ -203,9 +205,10 @@ def explain(error, trainer) -> str:
     for part, _ in largest:
         choices = _ADVICE.get(of_activations if part.startswith("activations") else part, ())
         applicable = [flag.format(**words) for applies, flag in choices if applies(settings)]
-        if settings.pp_size > 1:
+        if settings.ranks_that_split("layers") > 1:
             refused = ("--zero", "--offload", "--activation_offload")
-            applicable = [flag for flag in applicable if not flag.startswith(refused)] or ["more stages (--pp_size)"]
+            more = [f"more stages ({ways.flag_that_splits('layers')})"]
+            applicable = [flag for flag in applicable if not flag.startswith(refused)] or more
         flags += [f for f in applicable[:2] if f not in flags]
     return (
         f"rank {rank} ran out of GPU memory in the {phase} phase of step {trainer.state.global_step + 1}"

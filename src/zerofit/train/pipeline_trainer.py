@@ -77,7 +77,7 @@ class PipelineTrainer(ZerofitTrainer):
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         batches, count = super().get_batch_samples(epoch_iterator, num_batches, device)
-        return batches, count / self.settings.pp_size  # each stage has counted the same rows
+        return batches, count / self.settings.ranks_per_row  # each stage has counted the same rows
 
     def training_step(self, net, inputs, num_items_in_batch=None):
         self.clock.count(inputs)
@@ -105,7 +105,7 @@ class PipelineTrainer(ZerofitTrainer):
         total = torch.zeros(4, dtype=torch.float64, device=self.args.device)
         batches, self.scale = (self._batch(inputs) for inputs in dataloader), 1.0
         # Every rank has as many batches; a few at once keep the stages busy between two beats.
-        while group := list(itertools.islice(batches, 8 * self.settings.pp_size)):
+        while group := list(itertools.islice(batches, 8 * self.settings.ranks_that_split("layers"))):
             self.reporter.heartbeat.beat(self.state.global_step)
             self.sums = []
             self.model_wrapped.eval_batch(

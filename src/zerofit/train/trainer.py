@@ -115,13 +115,14 @@ class ZerofitTrainer(Trainer):
         self.label_count = None  # of the batch that is computed, for the fused loss; None: not counted on the host
         pad, documents = tokenizer.pad_token_id, settings.documents_per_row
         self.sequence = sequence_parallel.SequenceParallel(settings)
-        self.train_collator = TrainCollator(pad, settings.padding_free, settings.sp_size)
+        slices = settings.ranks_that_split("tokens")
+        self.train_collator = TrainCollator(pad, settings.padding_free, slices)
         super().__init__(
             model=net,
             args=arguments,
             train_dataset=train_set.stream or DatasetWithFiller(train_set.sequences(settings), pad, documents),
             eval_dataset=DatasetWithFiller(eval_set.dataset, pad, documents) if eval_set else None,
-            data_collator=Collator(pad, 8 * settings.sp_size),
+            data_collator=Collator(pad, 8 * slices),
             processing_class=tokenizer,
         )
         if self.label_smoother is not None:  # transformers shifts labels for its own classes only
@@ -262,11 +263,11 @@ class ZerofitTrainer(Trainer):
     def seed_this_rank(self) -> None:
         """Seed torch, numpy and Python from --seed, step and rank, so that dropout masks differ between ranks.
 
-        The ranks of a --tp_size group draw the same numbers.
+        Ranks that split matrices compute one row together, and draw the same numbers.
 
         Draws that all ranks must share (initial weights, row order) come earlier or have a separate generator.
         """
-        rank = self.args.process_index // self.settings.tp_size
+        rank = self.args.process_index // self.settings.ranks_that_split("matrices")
         step_and_rank = self.state.global_step * self.args.world_size + rank
         set_seed((self.args.seed + 1_000_003 * step_and_rank) % 2**32)
 
@@ -323,7 +324,7 @@ class ZerofitTrainer(Trainer):
 
     def counting(self, collate):
         """Let a collator count labels if the fused loss needs it; a simulation has no values to count."""
-        # Slices of --sp_size are cut on the device, each with its own count.
+        # Slices of rows are cut on the device, each with its own count.
         other_labels = self.sequence.size > 1 or adapters.first_target(self.settings) == 0
         return CountingCollator(collate) if self.fused_loss and not other_labels else collate
 
@@ -412,19 +413,15 @@ class ZerofitTrainer(Trainer):
         Raises: UserError if they do not.
         """
         if not self.model_accepts_loss_kwargs:
-            raise UserError(
-                f"--sp_size {self.sequence.size}: {type(self.model).__name__} cannot divide its loss by the tokens of "
-                "the step; train it without --sp_size."
-            )
+            raise self.sequence.refusal(f"{type(self.model).__name__} cannot divide its loss by the tokens of the step")
         rows = [{name: row[name][:128] for name in ("input_ids", "labels")} for row in islice(self.tokens.dataset, 3)]
         error = self.sequence.logit_error(
             self.model_wrapped, send_to_device(self.train_collator(rows), self.args.device)
         )
         bound = 1e-3 if self.settings.precision == "fp32" else 0.05
         if not error <= bound:
-            raise UserError(
-                f"--sp_size {self.sequence.size}: this model's logits of split rows are {error:.1%} off those of whole "
-                f"rows (bound {bound:.1%}); train it without --sp_size."
+            raise self.sequence.refusal(
+                f"this model's logits of split rows are {error:.1%} off those of whole rows (bound {bound:.1%})"
             )
 
     def training_step(self, net, inputs, num_items_in_batch=None):
