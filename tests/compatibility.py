@@ -4,6 +4,7 @@ from dataclasses import fields
 
 from zerofit.base.errors import UserError
 from zerofit.config import arguments, resolve
+from zerofit.job import groups
 from zerofit.job.technique import Technique
 
 STAGES = ("0", "2", "3")  # stage 1 combines with the same techniques as stage 2

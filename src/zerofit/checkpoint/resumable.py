@@ -54,8 +54,8 @@ def check_split(settings, known: dict, where: str) -> None:
             continue
         raise UserError(
             f"{where}: --{name} can only be resumed as it was saved; use --{name} {saved} --zero {known['zero']} "
-            f"--gpus {known['world_size']} --offload {known['offload']} --optim {known.get('optim', settings.optim)}, or "
-            "begin anew from its weights with --model."
+            f"--gpus {known['world_size']} --offload {known['offload']} --optim {known.get('optim', settings.optim)}, "
+            "or begin anew from its weights with --model."
         )
 
 

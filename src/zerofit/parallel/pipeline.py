@@ -6,7 +6,7 @@ stages one behind the other. The cut is in pipeline_layers.py, the training in t
 
 from zerofit.base.errors import UserError
 from zerofit.job.settings import decide
-from zerofit.job.technique import Conflict
+from zerofit.job.technique import AllBut, Conflict
 from zerofit.model import attention
 from zerofit.parallel.interface import Parallel
 
@@ -40,7 +40,7 @@ CONFLICTS = (
     Conflict("canary", (True,), "its trial steps need the whole model on a rank", "leave it out"),
     Conflict(
         "num_samples",
-        range(1, 2**32),
+        AllBut((0,)),
         "no rank has the whole model to generate with",
         "use --num_samples 0 (`zerofit chat` later)",
     ),
