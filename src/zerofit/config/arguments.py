@@ -498,7 +498,8 @@ def kit_groups(recipe: Recipe | str) -> tuple[type, ...]:
     """Return the dataclasses of the arguments that a recipe takes beside transformers': the shared ones and its own."""
     shared = (RunArguments, SupervisionArguments, OffloadArguments, ModelArguments, DataArguments, MemoryArguments,
               OptimizerArguments)  # fmt: skip
-    return (*shared, *program.recipe_of(recipe).arguments)
+    own = program.recipe_of(recipe)
+    return (*shared, *own.arguments, *(one.arguments for one in own.techniques if one.arguments))
 
 
 def title_of(group: type) -> str:

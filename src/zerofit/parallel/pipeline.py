@@ -141,7 +141,7 @@ PARALLEL = Parallel(
     example="--pp_size 2",
     splits="layers",
     neighbors=False,  # a stage's links carry the least
-    default_size=lambda settings: settings.world_size if settings.recipe == "pipeline" else 1,
+    default_size=lambda settings: settings.world_size if settings.recipe.stages else 1,
     conflicts=CONFLICTS,
     check_recipe=check_recipe,
     resolve=resolve,
