@@ -12,7 +12,6 @@ from zerofit.base.hardware import GIB
 from zerofit.base.paths import cache_root
 from zerofit.plan import caching_allocator, candidates, extended_trace, formulas, simulate
 from zerofit.plan.formulas import Shape
-from zerofit.train import memory_history
 
 # Layers with which deeper models are simulated, to extrapolate linearly. Stages 1 and 2 reduce gradients in buckets of
 # 5e8 numbers across layers: the fill of the last bucket varies with the depth, by up to 3.5 % of the total.
@@ -340,9 +339,7 @@ def _replayed(
 
 def allowance_of(gpu, ranks: int, node: int = formulas.GPUS_OF_A_NODE) -> dict[str, int]:
     """Return {reason: bytes} of the GPU memory outside torch's allocator."""
-    kept_free = {"CUDA context": candidates.context_bytes(gpu), "NCCL buffers": candidates.nccl_bytes(ranks, node)}
-    learned = memory_history.learned_allowance(gpu.device_name, gpu.memory_gib)
-    return kept_free | ({memory_history.learned_from(): learned} if learned else {})
+    return {"CUDA context": candidates.context_bytes(gpu), "NCCL buffers": candidates.nccl_bytes(ranks, node)}
 
 
 def _with_all_layers(answer: dict, job: tuple, limit: int, seconds: float | None, waits: bool):
@@ -374,7 +371,7 @@ def predict_stages(settings) -> dict | None:
     peak = candidates.peak_by_formula(parts, gpu)
     return {
         "peak_bytes": peak, "limit_bytes": total - outside, "reserved_bytes": peak, "outside_bytes": outside,
-        "learned_bytes": 0, "phase": "backward", "host": 0, "gpu": gpu.device_name, "step_seconds": None,
+        "phase": "backward", "host": 0, "gpu": gpu.device_name, "step_seconds": None,
         "peak": {"backward": {part: int(size) for part, size in parts.items()}},
         "stage": stage, "by": "no simulation covers pipelines",
     }  # fmt: skip
@@ -428,7 +425,6 @@ def predict(settings, seconds: float | None = None, waits: bool = True) -> dict 
     return {
         "peak_bytes": peak, "limit_bytes": limit - beyond["least"],
         "reserved_bytes": min(peak + beyond["reserved"], limit), "outside_bytes": sum(allowance.values()),
-        "learned_bytes": allowance.get(memory_history.learned_from(), 0),
         "phase": max(answer["total"], key=answer["total"].get),
         "peak": answer["peak"], "host": answer["host"], "gpu": gpu.device_name if gpu else "cpu",
         "step_seconds": gpu and formulas.step_seconds(shape, setting, gpu, settings.max_length),

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -12,10 +11,10 @@ from zerofit.base import allocator, command_line, hardware
 from zerofit.base.errors import UserError
 from zerofit.base.hardware import GIB
 from zerofit.config import defaults, parse, resolve
+from zerofit.job import run_folder
 from zerofit.job.settings import Settings
 from zerofit.model import gradient_checkpointing
 from zerofit.plan import candidates, formulas, predict, search, simulate
-from zerofit.train import memory_history
 
 CHECK_SECONDS = 18  # that a launch waits for the simulation; the whole check then takes less than 20
 
@@ -29,7 +28,7 @@ MUCH_FASTER = 1.2  # times as fast by estimate: from here on another micro batch
 
 def publish(plan: dict | None) -> None:
     """Store the prediction in an environment variable, so that no process of this job checks again."""
-    os.environ[memory_history.PLANNED] = json.dumps(plan or {})
+    os.environ[run_folder.PLANNED] = json.dumps(plan or {})
 
 
 def prestart(settings) -> None:
@@ -71,10 +70,8 @@ def _report(plan: dict, settings) -> None:
         print(f"plan: {candidates.ESTIMATE.format(plan['by'])}\nplan: {fits} by formula: {size}", flush=True)
         return
     if peak > limit and not settings.ignore_plan:
-        learned = f", {plan['learned_bytes'] / GIB:.2f} GiB more kept free since "
-        learned += f"{memory_history.history()} has runs above their plan"
         raise candidates.NothingFits(
-            f"this job does not fit: {size}{learned if plan['learned_bytes'] else ''}; `make plan` with the same "
+            f"this job does not fit: {size}; `make plan` with the same "
             "arguments finds one that does, --ignore_plan true starts it anyway."
         )
     print(f"plan: {fits}: {size}", flush=True)
@@ -317,39 +314,3 @@ def chosen_flags(recipe: str, flags: list[str], ranks: int, node: int = formulas
         gradient_checkpointing.choose(checkpointing.flags, f"gradient checkpointing as planned: {plan.chosen.label}")
     print(f"chosen: {plan.chosen.label}, {plan.chosen.peak / GIB:.1f} of {plan.limit / GIB:.1f} GiB", flush=True)
     return plan.chosen.flags
-
-
-def record_oom(errors: list[str]) -> None:
-    """Add an out-of-memory job to the history and clear its published prediction.
-
-    The history then knows that the job needed more than its limit, unless another process used the GPU. The prediction
-    is cleared since the next attempt has other settings.
-    Args: errors: the ranks' tracebacks, with torch's message on the use of the GPU.
-    """
-    predicted = json.loads(os.environ.get(memory_history.PLANNED, "{}"))
-    publish(None)
-    if (
-        predicted
-        and "by" not in predicted
-        and predicted["gpu"] != "cpu"
-        and predicted["peak_bytes"] < predicted["limit_bytes"]
-        and any(_alone_on_the_gpu(text) for text in errors)
-    ):
-        memory_history.learn(predicted, predicted["limit_bytes"])
-
-
-def _alone_on_the_gpu(text: str) -> bool:
-    """Return whether, by torch's out-of-memory message, no other process used the GPU.
-
-    It reads: "GPU 0 has a total capacity of 79.11 GiB of which 1.20 GiB is free. [Process 7 has 4.00 GiB memory in
-    use.] Including non-PyTorch memory, this process has 73.80 GiB memory in use." (c10/cuda/CUDACachingAllocator.cpp)
-    """
-    units = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-    sizes = []
-    for before in ("total capacity of", "of which", "this process has"):
-        size = re.search(rf"{before} ([\d.]+) (bytes|KiB|MiB|GiB)", text)
-        if size is None:
-            return False
-        sizes.append(float(size[1]) * units[size[2]])
-    total, free, own = sizes
-    return total - free - own < hardware.NOBODY_ELSE_BYTES
