@@ -41,6 +41,7 @@ from zerofit.plan import candidates, predict, simulate
 HERE = Path(__file__).resolve().parent
 DATA = HERE / "published"
 RESULTS = HERE / "results"
+LOOPS = HERE / "loops.py"
 
 KINDS = ("allocated", "reserved", "driver", "unknown")
 
@@ -70,7 +71,7 @@ DIFFERENCES = {
     "Q": ("no double quantization: 0.0466 bytes a quantized parameter more", False),
 }
 
-SIMULATED = {"F": "overwrites logits", "L": "copies logits", "O": "keeps outputs"}  # the simulation can have these too
+SIMULATED = {"F": "overwrites_logits", "L": "copies_logits", "O": "keeps_outputs"}  # of loops.py
 
 NEEDS_LESS = {"F"}  # differences with which a job needs less memory than its plan without them
 
@@ -185,8 +186,9 @@ def plan(point: dict) -> dict:
         return figures
     answer = candidate.answer
     few = None if answer.get("all_layers_replayed") else answer.get("extended_from_layers")
-    habits = tuple(SIMULATED[letter] for letter in point["differences"].split() if letter in SIMULATED)
-    alike = _simulated(candidate, ranks, gpu, habits) if habits else None
+    letters = [letter for letter in point["differences"].split() if letter in SIMULATED]
+    hooks = tuple(f"{LOOPS}:{SIMULATED[letter]}" for letter in letters)
+    alike = _simulated(candidate, ranks, gpu, hooks) if hooks else None
     if point["rows"]:
         predict.vary_rows(candidate, lengths_of(point), ranks, gpu)
         alike = _figures(candidate, ranks, gpu)
@@ -198,13 +200,13 @@ def plan(point: dict) -> dict:
     }  # fmt: skip
 
 
-def _simulated(candidate, ranks: int, gpu, habits: tuple[str, ...] = ()) -> dict:
+def _simulated(candidate, ranks: int, gpu, hooks: tuple[str, ...] = ()) -> dict:
     """Simulate rank 0 with as many layers as a plan simulates of its chosen setting; return its figures."""
     setting, shape = candidate.setting, candidate.shape
     for whole in sorted({shape.layers <= predict.LAYERS_OF_CHOSEN, True}):
         answer = predict.answer_of(
             candidates.recipe_of(candidate.method), candidate.flags, ranks, [0], gpu, setting.zero, shape,
-            setting.every, whole=whole, habits=habits,
+            setting.every, whole=whole, before_training=hooks,
         )  # fmt: skip
         if isinstance(answer, Exception):
             return {"failed": str(answer)}

@@ -9,13 +9,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from conftest import ROOT
+from conftest import ROOT, TINY
 
 from zerofit.base import hardware
 from zerofit.config import resolve
-from zerofit.plan import answer_text, candidates, simulated_rank
+from zerofit.plan import answer_text, candidates, simulate
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
+import loops
 import published
 
 POINTS = published.points()
@@ -53,7 +54,7 @@ def test_a_gradient_that_overwrites_the_logits_is_simulated():
         vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
     )
     model = transformers.LlamaForCausalLM(config).bfloat16()
-    simulated_rank.HABITS["overwrites logits"](SimpleNamespace(model=model))
+    loops.overwrites_logits(SimpleNamespace(model=model))
     ids = torch.zeros(2, 5, dtype=torch.long)
     output = model(input_ids=ids, labels=ids)
     assert output.logits.dtype == torch.float32
@@ -64,6 +65,15 @@ def test_a_gradient_that_overwrites_the_logits_is_simulated():
     kernel.register_hook(lambda inputs, outputs: gradients.append(inputs[0]))
     output.loss.backward()
     assert gradients[0].data_ptr() == shifted.data_ptr() and model.lm_head.weight.grad.isfinite().all()
+
+
+def test_another_training_loop_is_simulated():
+    """A copy of the logits in fp32, without each row's last: 64 more rows of the vocabulary."""
+    flags = ["--model", str(TINY / "model"), "--data", "none", "--zero", "0", "--max_length", "64",
+             "--fused_loss", "false"]  # fmt: skip
+    hooks = ((), (f"{published.LOOPS}:copies_logits",))
+    plain, other = simulate.run_all([simulate.question("sft", flags, 1, before_training=hook) for hook in hooks])
+    assert other["total"]["forward"] > plain["total"]["forward"]
 
 
 def test_kernels_that_zerofit_lacks_make_class_c():

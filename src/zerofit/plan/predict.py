@@ -117,12 +117,13 @@ def _asked(candidate: candidates.Candidate, ranks: int, asked: list[int], gpu, *
 
 def answer_of(
     recipe: str, flags: list[str], ranks: int, asked: list[int], gpu, zero: int, shape: Shape, every: int,
-    seconds: float | None = None, whole: bool = False, habits: tuple[str, ...] = (), widths: tuple[int, ...] = (),
+    seconds: float | None = None, whole: bool = False,
+    before_training: tuple[str, ...] = (), widths: tuple[int, ...] = (),
 ):  # fmt: skip
     """Return the simulation's answer of the rank in `asked` with the highest peak, or a SimulationFailed.
 
     Args: every: every n-th layer is checkpointed, 0: none. seconds: time limit, None: no limit. whole: all layers;
-        habits, widths: see `simulate.question`.
+        before_training, widths: see `simulate.question`.
     Raises: UserError for the user's mistakes.
     """
     began, before = time.perf_counter(), None
@@ -131,7 +132,7 @@ def answer_of(
     tried = [(None,)] if whole else _depths(zero, shape, every, ranks)
     for depths in [_depths_of_a_trace(tried[0], zero, shape)] if widths else tried:
         questions = [
-            simulate.question(recipe, flags, ranks, rank, gpu=gpu, habits=habits, widths=widths,
+            simulate.question(recipe, flags, ranks, rank, gpu=gpu, before_training=before_training, widths=widths,
                               overrides={"num_hidden_layers": d} if d else None)
             for rank in asked
             for d in reversed(depths)  # the longest first: they run in parallel

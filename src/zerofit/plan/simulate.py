@@ -38,7 +38,7 @@ class SimulationFailed(Exception):
 
 def question(
     recipe: str, flags: list[str], ranks: int, rank: int = 0, gpu=None, device: str | None = None,
-    fake: bool = True, padded: bool = False, overrides: dict | None = None, habits: tuple[str, ...] = (),
+    fake: bool = True, padded: bool = False, overrides: dict | None = None, before_training: tuple[str, ...] = (),
     widths: tuple[int, ...] = (),
 ) -> dict:  # fmt: skip
     """Return the question for the peak bytes of rank `rank` of `ranks`, as JSON-compatible data.
@@ -51,13 +51,13 @@ def question(
         fake: False: real tensors, and only the other ranks are simulated.
         padded: rows differ in length, so that attention needs a mask.
         overrides: values that replace those of the model's config.json (fewer layers).
-        habits: of other training loops: keys of simulated_rank.HABITS, to compare with what was measured in those.
+        before_training: "FILE:FUNCTION", functions that change the trainer, e.g. to what another training loop does.
         widths: tokens of the rows of each micro batch, in order; (): --max_length in all of STEPS steps.
     """
     return {
         "recipe": recipe, "flags": flags, "ranks": ranks, "rank": rank, "gpu": asdict(gpu) if gpu else None,
         "fake": fake, "padded": padded, "device": device or ("gpu" if gpu else "cpu"), "overrides": overrides or {},
-        "habits": list(habits), "widths": list(widths), "program": _own_program(recipe),
+        "before_training": list(before_training), "widths": list(widths), "program": _own_program(recipe),
     }  # fmt: skip
 
 

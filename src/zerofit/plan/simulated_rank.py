@@ -4,6 +4,7 @@ import contextlib
 import gc
 import json
 import os
+import runpy
 import signal
 import sys
 import tempfile
@@ -100,7 +101,7 @@ def _answer_and_end(number: int, question: dict) -> None:
         os._exit(0)
 
 
-def _answer(recipe, flags, ranks, rank, gpu, device, fake, padded, overrides, habits, widths, program) -> dict:
+def _answer(recipe, flags, ranks, rank, gpu, device, fake, padded, overrides, before_training, widths, program) -> dict:
     """Train two steps as one rank of the job; return what `simulate.run` returns. Args: see `simulate.question`."""
     import time
 
@@ -137,8 +138,9 @@ def _answer(recipe, flags, ranks, rank, gpu, device, fake, padded, overrides, ha
         stack.enter_context(tracker)
         with _without_collections():
             trainer = _trainer(settings, arguments, rows, config, device, fake, program)
-        for habit in habits:
-            HABITS[habit](trainer)
+        for hook in before_training:
+            file, _, function = hook.rpartition(":")
+            runpy.run_path(file)[function](trainer)
         if on_gpu and overrides:
             _mark_layers(trainer.model, tracker, overrides.get("num_hidden_layers", 0))
         trainer.train()
@@ -303,78 +305,6 @@ class _Tokenizer:
 
     def __len__(self) -> int:
         return 0
-
-
-def _keep_outputs(trainer) -> None:
-    """Hold the model's outputs until the next forward or the end of the step."""
-    from transformers import TrainerCallback
-
-    kept = [None]
-
-    class Release(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            kept[0] = None
-
-    def keep(module, args, output):
-        kept[0] = output
-
-    trainer.model.register_forward_hook(keep)
-    trainer.add_callback(Release())
-
-
-def _copy_shifted_logits(trainer) -> None:
-    """Compute the loss as transformers 4.48 did for several rows: from a contiguous fp32 copy without each row's last.
-
-    loss/loss_utils.py, ForCausalLMLoss. Rows that lie in one, without padding, would not need the copy.
-    """
-    from transformers.loss.loss_utils import fixed_cross_entropy
-
-    def loss(logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, **kwargs):
-        logits = logits.float()
-        shifted = logits[..., :-1, :].clone()
-        target = labels[..., 1:].contiguous()
-        return fixed_cross_entropy(
-            shifted.view(-1, vocab_size), target.view(-1), num_items_in_batch, ignore_index, **kwargs
-        )
-
-    model = trainer.model
-    (model.get_base_model() if hasattr(model, "get_base_model") else model).loss_function = loss
-
-
-def _overwrite_logits(trainer) -> None:
-    """Compute the loss as fms-acceleration's kernel does below transformers 4.46: its gradient overwrites the logits.
-
-    The model returns an fp32 copy of the logits; the kernel (kernels/unsloth/cross_entropy_loss.py) gets another one
-    without each row's last.
-    """
-    import torch
-
-    class InPlace(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, logits, labels):
-            losses, sums = (logits.new_zeros(len(logits)) for _ in range(2))
-            ctx.save_for_backward(logits, sums, labels)
-            return losses
-
-        @staticmethod
-        def backward(ctx, _):
-            return ctx.saved_tensors[0], None
-
-    def loss(logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, **kwargs):
-        shifted = logits[..., :-1, :].clone()
-        return InPlace.apply(shifted.view(-1, vocab_size), labels[..., 1:].reshape(-1)).sum()
-
-    model = trainer.model
-    model = model.get_base_model() if hasattr(model, "get_base_model") else model
-    model.loss_function = loss
-    model.get_output_embeddings().register_forward_hook(lambda module, args, output: output.float())
-
-
-HABITS = {  # of other training loops
-    "keeps outputs": _keep_outputs,
-    "copies logits": _copy_shifted_logits,
-    "overwrites logits": _overwrite_logits,
-}
 
 
 def _evaluate_and_save(trainer, tracker) -> None:
