@@ -37,7 +37,7 @@ CASES = [  # (model, recipe, flags), 8 GPUs
 ]
 CHECK = """
 import json, sys, time
-from zerofit import hardware
+from zerofit.base import hardware
 from zerofit.config import resolve
 from zerofit.launch import doctor
 from zerofit.model.load import check_model

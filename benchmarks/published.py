@@ -34,7 +34,8 @@ from pathlib import Path
 
 from zerofit.base import hardware
 from zerofit.base.hardware import GIB
-from zerofit.config import resolve
+from zerofit.config import parse, resolve
+from zerofit.job.request import Request
 from zerofit.model import load
 from zerofit.plan import candidates, predict, simulate
 
@@ -108,7 +109,7 @@ def speeds() -> list[dict]:
         rows = list(csv.DictReader(file))
     for row in rows:
         gpu, ranks = hardware.find(row["gpu"]), int(row["gpus"])
-        (candidate,) = candidates.candidates(row["method"], flags_of(row), ranks, gpu)
+        (candidate,) = candidates.candidates(row["method"], request_of(row), ranks, gpu)
         row["plan"] = candidate.tokens_per_second
         row["error"] = row["plan"] / float(row["tokens_per_second"]) - 1
     return rows
@@ -166,6 +167,11 @@ def flags_of(point: dict) -> list[str]:
     return words
 
 
+def request_of(point: dict) -> Request:
+    """Return what the point's flags ask for."""
+    return parse.request(candidates.recipe_of(point["method"]), flags_of(point))
+
+
 def _whole_rows(point: dict) -> list[str]:
     split = "--sp_size" in point["flags"]
     return ["--sp_size", "1"] if int(point["gpus"]) > 1 and not split else []  # a plan would also try to split rows
@@ -177,7 +183,7 @@ def plan(point: dict) -> dict:
     "alike": the same figures with the measuring loop's habits, as far as they are simulated.
     """
     gpu, ranks = hardware.find(point["gpu"]), int(point["gpus"])
-    (candidate,) = candidates.candidates(point["method"], flags_of(point), ranks, gpu)
+    (candidate,) = candidates.candidates(point["method"], request_of(point), ranks, gpu)
     began = time.perf_counter()
     # What the source ran with, not zerofit's default; torch's own default is False.
     os.environ["PYTORCH_ALLOC_CONF"] = f"expandable_segments:{_expandable(point)}"
@@ -204,10 +210,8 @@ def _simulated(candidate, ranks: int, gpu, hooks: tuple[str, ...] = ()) -> dict:
     """Simulate rank 0 with as many layers as a plan simulates of its chosen setting; return its figures."""
     setting, shape = candidate.setting, candidate.shape
     for whole in sorted({shape.layers <= predict.LAYERS_OF_CHOSEN, True}):
-        answer = predict.answer_of(
-            candidates.recipe_of(candidate.method), candidate.flags, ranks, [0], gpu, setting.zero, shape,
-            setting.every, whole=whole, before_training=hooks,
-        )  # fmt: skip
+        question = simulate.Question(candidate.request, ranks, gpu=gpu, before_training=hooks)
+        answer = predict.answer_of(question, shape, zero=setting.zero, every=setting.every, whole=whole)
         if isinstance(answer, Exception):
             return {"failed": str(answer)}
         candidate.answer = answer | {"rank": 0}
@@ -243,10 +247,7 @@ def _differences(point: dict, candidate, gpu) -> dict[str, int]:
     """Return the bytes of each known difference between the published code and zerofit."""
     shape = candidate.shape
     logits = candidate.setting.tokens * shape.vocabulary
-    recipe = candidates.recipe_of(point["method"])
-    settings = resolve.resolve_settings(
-        recipe, candidates.planned_flags(candidate.flags, point["method"]), int(point["gpus"]), gpu
-    )
+    settings = resolve.resolve(candidate.request, int(point["gpus"]), gpu)
     tied = load.load_config(settings).get_text_config().tie_word_embeddings
     outer = shape.vocabulary * shape.hidden * (1 if tied else 2)
     sizes = {

@@ -18,6 +18,7 @@ from zerofit.base import allocator, hardware, rank_status
 from zerofit.base.errors import UserError
 from zerofit.checkpoint import reshard
 from zerofit.config import offload, resolve
+from zerofit.job.request import Request
 from zerofit.launch import batch_search, doctor, launch, prepare, standby
 from zerofit.model import quantization
 from zerofit.plan import simulate, simulated_rank
@@ -549,15 +550,15 @@ def test_questions_for_a_real_gpu_are_not_answered_in_forks(monkeypatch):
         "_ask",
         lambda process, text, seconds, keep: (asked.append((process, len(json.loads(text)))), ("", ""))[1],
     )
-    questions = [simulate.question("sft", [], 2, rank, device="cuda", fake=False) for rank in (0, 1)]
+    questions = [simulate.Question(Request("sft"), 2, rank, device="cuda", fake=False) for rank in (0, 1)]
     simulate.run_all(questions)
     assert asked == [(True, 1), (True, 1)]
 
     def answer(number, question):
-        raise SystemExit(question["device"])
+        raise SystemExit(question.device)
 
     monkeypatch.setattr(simulated_rank, "_answer_and_end", answer)
     monkeypatch.setattr(simulate.os, "fork", lambda: pytest.fail("a fork"))
-    monkeypatch.setattr(sys, "stdin", [json.dumps(questions[:1])])
+    monkeypatch.setattr(sys, "stdin", [json.dumps([questions[0].as_json()])])
     with pytest.raises(SystemExit, match="cuda"):
         simulated_rank.main([])

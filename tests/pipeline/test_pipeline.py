@@ -274,7 +274,7 @@ def test_models_that_are_refused_by_their_config(name, size, says):
 @pytest.mark.bad_input
 def test_plans_do_not_search_pipelines():
     with pytest.raises(UserError, match="names the fastest pipeline"):
-        candidates.methods_to_try("", "pipeline", [])
+        candidates.methods_to_try("", "pipeline")
 
 
 def test_closed_forms_of_stages():

@@ -12,7 +12,7 @@ import transformers
 from conftest import ROOT, TINY
 
 from zerofit.base import hardware
-from zerofit.config import resolve
+from zerofit.config import parse, resolve
 from zerofit.plan import answer_text, candidates, simulate
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -35,11 +35,11 @@ def test_points_are_complete():
 
 @pytest.mark.parametrize("point", POINTS, ids=lambda point: point["id"])
 def test_every_flag_is_accepted(point):
-    flags = candidates.planned_flags(published.flags_of(point), point["method"])
+    request = candidates.planned(published.request_of(point), point["method"])
     gpu = hardware.find(point["gpu"])
-    settings = resolve.resolve_settings(candidates.recipe_of(point["method"]), flags, int(point["gpus"]), gpu)
-    assert candidates.methods_to_try(point["method"], "sft", flags) == [point["method"]]
-    assert (settings.source["zero"] == "flag") == ("--zero" in flags)
+    settings = resolve.resolve(request, int(point["gpus"]), gpu)
+    assert candidates.methods_to_try(point["method"], "sft", request.get("load_in_4bit")) == [point["method"]]
+    assert (settings.source["zero"] == "flag") == ("zero" in request.values)
 
 
 def test_what_is_not_stated_makes_class_b():
@@ -71,8 +71,9 @@ def test_another_training_loop_is_simulated():
     """A copy of the logits in fp32, without each row's last: 64 more rows of the vocabulary."""
     flags = ["--model", str(TINY / "model"), "--data", "none", "--zero", "0", "--max_length", "64",
              "--fused_loss", "false"]  # fmt: skip
+    request = parse.request("sft", flags)
     hooks = ((), (f"{published.LOOPS}:copies_logits",))
-    plain, other = simulate.run_all([simulate.question("sft", flags, 1, before_training=hook) for hook in hooks])
+    plain, other = simulate.run_all([simulate.Question(request, 1, before_training=hook) for hook in hooks])
     assert other["total"]["forward"] > plain["total"]["forward"]
 
 

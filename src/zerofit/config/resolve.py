@@ -60,6 +60,7 @@ def resolve_settings(
 
 def resolve(asked: Request, world_size: int, gpu=None, resolvers=None, argv: list[str] | None = None) -> Settings:
     """Return the settings of a request, resolved, checked and frozen. Args and errors: as `resolve_settings`."""
+    accelerate_env.drop_accelerate_env()
     settings = parse.settings_of(asked, world_size, gpu, argv)
     for step in FROM_FLAGS if resolvers is None else resolvers:
         step(settings)

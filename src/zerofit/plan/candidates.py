@@ -7,11 +7,13 @@ import re
 import shlex
 from dataclasses import dataclass, field, replace
 
-from zerofit.base import allocator, command_line, hardware
+from zerofit.base import allocator, hardware
 from zerofit.base.errors import EXIT_CODES, UserError
 from zerofit.base.hardware import GIB
 from zerofit.base.paths import IN_WHEEL, PROJECT
 from zerofit.config import nvme, parse, resolve
+from zerofit.job.request import FLAG, Request
+from zerofit.job.settings import as_typed
 from zerofit.model import gradient_checkpointing, preference_loss
 from zerofit.plan import formulas
 from zerofit.plan.formulas import Setting, Shape
@@ -45,10 +47,10 @@ FORMULA_MARGIN = 0.1  # added to the closed forms' bytes
 
 ESTIMATE = f"the exact check failed: {{}}; this is an estimate by formula, with a margin of {FORMULA_MARGIN:.0%}"
 
-SMALLER_STATES = [("--optim", "adamw_bnb_8bit"), ("--pure_bf16", "true")]
+SMALLER_STATES = [("optim", "adamw_bnb_8bit"), ("pure_bf16", True)]
 
-# Flags that have a make variable.
-WITH_VARIABLE = ("--zero", "--offload", "--model", "--data", "--config", "--sp_size", "--tp_size", "--pp_size")
+# Arguments that have a make variable.
+WITH_VARIABLE = ("zero", "offload", "model", "data", "config", "sp_size", "tp_size", "pp_size")
 
 UNNAMED = "not-named-yet"  # placeholder for --data, which a plan does not need
 
@@ -57,7 +59,7 @@ UNNAMED = "not-named-yet"  # placeholder for --data, which a plan does not need
 class Candidate:
     """A setting and its predictions. formula: bytes by part; answer: of the simulation, None: not run."""
 
-    flags: list[str]
+    request: Request
     method: str
     setting: Setting
     formula: dict[str, float]
@@ -66,7 +68,7 @@ class Candidate:
     gpu: hardware.Gpu
     answer: dict | None = None
     failed: str = ""  # why the simulation failed
-    change: tuple[str, ...] = ()  # of SMALLER_STATES
+    change: tuple = ()  # of SMALLER_STATES
 
     @property
     def label(self) -> str:
@@ -76,7 +78,7 @@ class Candidate:
         checkpointing += " offloaded" if s.activation_offload else ""
         hpz = f" with hpZ {s.hpz}" if s.hpz > 1 else ""
         offload = "" if s.offload == "none" else f", offload {s.offload}{' to NVMe' * s.nvme}"
-        change = f", {' '.join(self.change)}" if self.change else ""
+        change = f", {changed(self.change)}" if self.change else ""
         sp = f", sp_size {s.sp}" if s.sp > 1 else f", tp_size {s.tp}" if s.tp > 1 else ""
         sp += f", {s.accumulation} of them through {s.pp} stages" if s.pp > 1 else ""
         return f"{self.method} ZeRO-{s.zero}{hpz}{offload}{checkpointing}{change}, micro batch {s.micro}{sp}"
@@ -112,6 +114,11 @@ class Candidate:
     def tokens_per_second(self) -> float:
         s = self.setting
         return s.tokens * s.accumulation * s.ranks / s.tp / s.pp / self.seconds
+
+
+def changed(change: tuple) -> str:
+    """Return one of SMALLER_STATES as a flag; "" for ()."""
+    return f"--{change[0]} {as_typed(*change)}" if change else ""
 
 
 def peak_by_formula(parts: dict[str, float], gpu) -> int:
@@ -205,9 +212,10 @@ class NothingFits(UserError):
     exit_code = EXIT_CODES["out of memory"]
 
 
-def methods_to_try(method: str, recipe: str, flags: list[str]) -> list[str]:
+def methods_to_try(method: str, recipe: str, quantized: bool | None = None) -> list[str]:
     """Return the methods that --method, or else the recipe and --load_in_4bit, ask for.
 
+    Args: quantized: the --load_in_4bit that is given; None: none is.
     Raises: UserError for an unknown method, or one that contradicts --load_in_4bit.
     """
     if method not in ("", "sft", "lora", "qlora", "dpo", "auto"):
@@ -217,7 +225,6 @@ def methods_to_try(method: str, recipe: str, flags: list[str]) -> list[str]:
             "recipes/pipeline.py: a plan of recipes/sft.py on several nodes (NODES=2) names the fastest pipeline; "
             "`zerofit pipeline --plan true --gpu_type h100-80g` prices one."
         )
-    quantized = parse.given("lora", flags, "load_in_4bit")
     if not method:
         return ["qlora" if recipe == "lora" and quantized else recipe]
     if quantized is False and method == "qlora":
@@ -240,30 +247,30 @@ def gpus_as_text(ranks: int, node: int) -> str:
 
 
 def candidates(
-    method: str, flags: list[str], ranks: int, gpu, change: tuple[str, ...] = (),
-    node: int = formulas.GPUS_OF_A_NODE,
-) -> list[Candidate]:  # fmt: skip
-    """Return all settings that the flags leave open, the fastest (by estimate) first.
+    method: str, request: Request, ranks: int, gpu, change: tuple = (), node: int = formulas.GPUS_OF_A_NODE
+) -> list[Candidate]:
+    """Return all settings that the request leaves open, the fastest (by estimate) first.
 
-    Args: change: a pair of SMALLER_STATES to add to the flags, or (); node: GPUs of a node.
-    Raises: UserError if the flags themselves are wrong, or no setting is left.
+    Args: change: a pair of SMALLER_STATES to add, or (); node: GPUs of a node.
+    Raises: UserError if the request itself is wrong, or no setting is left.
     """
-    recipe, disk = recipe_of(method), command_line.value_of(flags, ("--offload_path",))
-    flags = [*planned_flags(flags, method), *change]
+    disk = request.get("offload_path") if request.source.get("offload_path") == FLAG else None
+    request = planned(request, method)
+    request = request.put(**dict([change])) if change else request
     result, error, first = [], None, None
-    for group in _open_groups(recipe, flags, ranks, node):
-        own_flags = command_line.put(flags, **group)
+    for group in _open_groups(request, ranks, node):
+        own = request.put(**group)
         if first:
-            own_flags = command_line.put(own_flags, effective_batch_size=first.effective_batch_size)
+            own = own.put(effective_batch_size=first.effective_batch_size)
         try:
-            base = resolve.resolve_settings(recipe, own_flags, ranks, gpu)
+            base = resolve.resolve(own, ranks, gpu)
             _check_group(base, "sp_size", node)
             _check_group(base, "tp_size", node)
             resolve.resolve_for_model(base)
             if first is None:
                 first, hpz, shape = base, _hpz(base, ranks, node), shape_of(base)
             place = Place(gpu, node, hpz, disk)
-            result += _of_group(base, own_flags, method, change, place, shape, bool(group))
+            result += _of_group(base, method, change, place, shape, bool(group))
         except UserError as refused:
             error = error or refused
     if not result:
@@ -283,22 +290,20 @@ class Place:
     disk: str | None
 
 
-def _of_group(
-    base, flags: list[str], method: str, change: tuple[str, ...], place: Place, shape: Shape, splits: bool
-) -> list[Candidate]:
-    """Return the candidates with the --sp_size and --tp_size of `base`, the Settings of `flags`. splits: see `_open`.
+def _of_group(base, method: str, change: tuple, place: Place, shape: Shape, splits: bool) -> list[Candidate]:
+    """Return the candidates with the --sp_size and --tp_size of `base`, the Settings of a request. splits: see `_open`.
 
-    Raises: UserError if the flags leave none.
+    Raises: UserError if the request leaves none.
     """
     ranks, sp, disk = base.world_size, base.sp_size, place.disk or _disk_of(base)
     found, error = [], None
     for zero, (offload, on_disk), checkpointing, micro in itertools.product(*_open(base, ranks, disk, splits)):
         if not _sensible(zero, offload, ranks, base) or (on_disk and zero != 3):
             continue
-        own_flags = _flags(flags, base, zero, offload, checkpointing, micro)
-        own_flags = command_line.put(own_flags, offload_path=disk) if on_disk and place.disk else own_flags
+        request = _requested(base, zero, offload, checkpointing, micro)
+        request = request.put(offload_path=disk) if on_disk and place.disk else request
         try:
-            resolve.resolve_settings(recipe_of(method), own_flags, ranks, place.gpu)
+            resolve.resolve(request, ranks, place.gpu)
         except UserError as refused:
             error = error or refused
             continue
@@ -310,32 +315,33 @@ def _of_group(
                           offload_streams=base.activation_offload_streams)  # fmt: skip
         by_part = formulas.memory(shape, setting, base, base.fused_loss)
         seconds = formulas.step_seconds(shape, setting, place.gpu, base.max_length)
-        found.append(Candidate(own_flags, method, setting, by_part, seconds, shape, place.gpu, change=change))
+        found.append(Candidate(request, method, setting, by_part, seconds, shape, place.gpu, change=change))
     if not found:
         raise error or UserError("these flags leave no setting to plan.")
     return found
 
 
 def of_pipeline(
-    best: Candidate, flags: list[str], plan: "Plan", size: int, micro: int, accumulation: int
+    best: Candidate, request: Request, plan: "Plan", size: int, micro: int, accumulation: int
 ) -> list[Candidate]:
-    """Return pipelines of `size` stages, without and with checkpointing, as far as the model and the flags take one.
+    """Return pipelines of `size` stages, without and with checkpointing, as far as the model and the request take one.
 
     Args: best: a candidate of full fine-tuning of the same model; accumulation: micro batches of a step.
     """
-    result, flags = [], planned_flags(flags, "pipeline")
+    result = []
     batch = {"per_device_train_batch_size": micro, "gradient_accumulation_steps": accumulation}
     for checkpointing in (False, True):
-        own_flags = command_line.put(flags, pp_size=size, zero=1, gradient_checkpointing=checkpointing, **batch)
+        changes = {"pp_size": size, "zero": 1, "gradient_checkpointing": checkpointing, **batch}
         try:
-            settings = resolve.resolve_settings("pipeline", own_flags, plan.ranks, plan.gpu)
+            own = planned(request, "pipeline").put(**changes)
+            settings = resolve.resolve(own, plan.ranks, plan.gpu)
             resolve.resolve_for_model(settings)
         except UserError:
             continue
         setting = replace(setting_of(settings), node=plan.node)
         _, fullest = fullest_stage(best.shape, setting, settings)
         seconds = formulas.pipeline_seconds(best.shape, setting, plan.gpu, settings.max_length)
-        result.append(Candidate(own_flags, "pipeline", setting, fullest, seconds, best.shape, plan.gpu))
+        result.append(Candidate(own, "pipeline", setting, fullest, seconds, best.shape, plan.gpu))
     return result
 
 
@@ -348,23 +354,23 @@ def fullest_stage(shape: Shape, setting: Setting, settings) -> tuple[int, dict[s
     return max(enumerate(by_stage), key=lambda stage: sum(stage[1].values()))
 
 
-def first_settings(method: str, flags: list[str], ranks: int, gpu, node: int):
-    """Return the Settings of the flags, with the first group of those that a plan tries that they allow.
+def first_settings(method: str, request: Request, ranks: int, gpu, node: int):
+    """Return the Settings of the request, with the first group of those that a plan tries that it allows.
 
-    Raises: UserError if they allow none.
+    Raises: UserError if it allows none.
     """
-    recipe, flags, error = recipe_of(method), planned_flags(flags, method), None
-    for group in _open_groups(recipe, flags, ranks, node):
+    request, error = planned(request, method), None
+    for group in _open_groups(request, ranks, node):
         try:
-            return resolve.resolve_settings(recipe, command_line.put(flags, **group), ranks, gpu)
+            return resolve.resolve(request.put(**group), ranks, gpu)
         except UserError as refused:
             error = error or refused
     raise error
 
 
-def _open_groups(recipe: str, flags: list[str], ranks: int, node: int) -> list[dict[str, int]]:
-    """Return each --sp_size and --tp_size to try, as arguments; {}: as the flags or their YAML file have them."""
-    if any(parse.given(recipe, flags, name) is not None for name in ("sp_size", "tp_size")):
+def _open_groups(request: Request, ranks: int, node: int) -> list[dict[str, int]]:
+    """Return each --sp_size and --tp_size to try, as arguments; {}: as the request has them."""
+    if any(request.get(name) is not None for name in ("sp_size", "tp_size")):
         return [{}]
     sizes = [n for n in (2, 4, 8, 16) if min(ranks, node) % n == 0 and ranks % n == 0]
     return [{}, *({name: size} for name in ("sp_size", "tp_size") for size in sizes)]
@@ -394,22 +400,30 @@ def _hpz(settings, ranks: int, node: int) -> int:
     return size
 
 
-def planned_flags(flags: list[str], method: str) -> list[str]:
-    """Return the flags with those that a plan of this method changes or adds."""
-    flags = command_line.drop_value(flags, "--zero", "auto")
-    named = command_line.names(flags)
-    if "--offload" not in named:  # candidates() adds it to the settings that offload to disk
-        flags = command_line.drop(flags, "--offload_path")
-    if method == "qlora" and not parse.given("lora", flags, "load_in_4bit"):
-        flags = command_line.put(flags, load_in_4bit=True)
-    if lacks_data(recipe_of(method), flags):
-        flags = command_line.put(flags, data=UNNAMED)  # a plan never opens the rows
-    return flags
+def planned(request: Request, method: str) -> Request:
+    """Return the request of this method's recipe, with what a plan of the method changes or adds.
+
+    Raises: UserError for an argument that the recipe does not have.
+    """
+    if request.recipe != recipe_of(method):
+        request = parse.request(recipe_of(method), request.flags())
+    if request.get("zero") == "auto":
+        request = drop_flags(request, "zero")
+    if "offload" not in request.values:  # candidates() adds it to the settings that offload to disk
+        request = drop_flags(request, "offload_path")
+    if method == "qlora" and not request.get("load_in_4bit"):
+        request = request.put(load_in_4bit=True)
+    return request.put(data=[UNNAMED]) if lacks_data(request) else request  # a plan never opens the rows
 
 
-def lacks_data(recipe: str, flags: list[str]) -> bool:
-    """Return whether the flags or their YAML file name a model and no data."""
-    return bool(parse.given(recipe, flags, "model")) and not parse.given(recipe, flags, "data")
+def drop_flags(request: Request, *names: str) -> Request:
+    """Return the request without these flags of its command line; what a YAML file has stays, as in the printed one."""
+    return request.drop(*(name for name in names if request.source.get(name) == FLAG))
+
+
+def lacks_data(request: Request) -> bool:
+    """Return whether the request names a model and no data."""
+    return bool(request.get("model")) and not request.get("data")
 
 
 def shape_of(settings) -> Shape:
@@ -516,13 +530,13 @@ def _sensible(zero: int, offload: str, ranks: int, base) -> bool:
     return True
 
 
-def _flags(flags: list[str], base, zero: int, offload: str, checkpointing: Checkpointing, micro: int) -> list[str]:
-    """Return the recipe's flags for one candidate."""
-    result = command_line.drop(flags, "--search_batch_size", "--offload_path")
+def _requested(base, zero: int, offload: str, checkpointing: Checkpointing, micro: int) -> Request:
+    """Return the request of one candidate, from that of the settings that it shares with others."""
+    result = drop_flags(base.request, "search_batch_size", "offload_path")
     batch = {"per_device_train_batch_size": micro, "effective_batch_size": base.effective_batch_size}
-    result = command_line.put(result, zero=zero, offload=offload, **batch)
-    named = {f"--{name}" for name in gradient_checkpointing.ARGUMENTS} & command_line.names(result)
-    return result if named else command_line.put(result, **checkpointing.flags)
+    result = result.put(zero=zero, offload=offload, **batch)
+    named = set(gradient_checkpointing.ARGUMENTS) & result.values.keys()
+    return result if named else result.put(**checkpointing.flags)
 
 
 def setting_of(settings) -> Setting:
@@ -549,34 +563,38 @@ def _runs_reference(settings) -> bool:
     return not settings.precompute_ref_log_probs and settings.loss_type not in preference_loss.REFERENCE_FREE
 
 
-def flags_for_simulation(flags: list[str]) -> list[str]:
-    """Return the flags without those that do not change memory, so that equal jobs share a cached answer."""
-    return command_line.drop(
-        flags, "--plan", "--show", "--gpu_type", "--gpus", "--ignore_plan", "--output_dir", "--memory_limit",
-        "--resume_from_checkpoint", "--on_oom", "--max_restarts", "--hang_timeout", "--on_nan",
-        "--max_nan_steps", "--canary", "--ignore_resume_mismatch",
+def for_simulation(request: Request) -> Request:
+    """Return the request without what does not change memory, so that equal jobs share a cached answer."""
+    return request.drop(
+        "plan", "show", "gpu_type", "gpus", "ignore_plan", "output_dir", "memory_limit",
+        "resume_from_checkpoint", "on_oom", "max_restarts", "hang_timeout", "on_nan",
+        "max_nan_steps", "canary", "ignore_resume_mismatch",
     )  # fmt: skip
 
 
 def command(candidate: Candidate, ranks: int) -> str:
     """Return the command that runs the candidate, on several nodes that of the first: of make where a Makefile is."""
+    request = candidate.request
+    if request.get("data") == [UNNAMED]:
+        request = request.put(data=["your.jsonl"])
+    if request.get("offload") == "none" and request.source["offload"] == FLAG:  # that of a file would be back
+        request = request.drop("offload")
+    several = _first_node(candidate, ranks)
     if PROJECT == IN_WHEEL:
-        return _command_without_make(candidate, ranks)
-    rest, variables = [], {"GPUS": str(ranks)}
-    if several := _first_node(candidate, ranks):
+        return _command_without_make(request, ranks, several)
+    variables = {"GPUS": str(ranks)}
+    if several:
         variables = {"GPUS": several[0], "NODES": several[1], "NODE_RANK": "0", "MASTER_ADDR": "name-of-node-0"}
-    for name, values, words in command_line.by_flag(candidate.flags):
-        if name in WITH_VARIABLE and len(values) == 1:
-            variables[name[2:].removesuffix("_size").upper()] = values[0]
-        else:  # also --data with several files, since a make variable holds one
-            rest += words
-    if variables.get("DATA") == UNNAMED:
-        variables["DATA"] = "your.jsonl"
-    if variables.get("OFFLOAD") == "none":
-        del variables["OFFLOAD"]
-    recipe = recipe_of(candidate.method)
+    of_make = {name: words[1] for name in WITH_VARIABLE if len(words := _words(request, name)) == 2}
+    rest = request.drop(*of_make).flags()  # also --data with several files, since a make variable holds one
+    variables |= {name.removesuffix("_size").upper(): of_make[name] for name in request.values if name in of_make}
     more = f" ARGS={shlex.quote(shlex.join(rest))}" if rest else ""
-    return f"make {recipe} " + " ".join(f"{k}={shlex.quote(v)}" for k, v in variables.items()) + more
+    return f"make {request.recipe} " + " ".join(f"{k}={shlex.quote(v)}" for k, v in variables.items()) + more
+
+
+def _words(request: Request, name: str) -> list[str]:
+    """Return the words of a flag of the command line; [] where it does not stand there."""
+    return request.drop(*(other for other in request.values if other != name)).flags()
 
 
 def _first_node(candidate: Candidate, ranks: int) -> tuple[str, str] | None:
@@ -585,11 +603,9 @@ def _first_node(candidate: Candidate, ranks: int) -> tuple[str, str] | None:
     return (str(ranks // nodes), str(nodes)) if nodes > 1 and ranks % nodes == 0 else None
 
 
-def _command_without_make(candidate: Candidate, ranks: int) -> str:
-    """Return the `zerofit` command that runs the candidate in any folder."""
+def _command_without_make(request: Request, ranks: int, several: tuple[str, str] | None) -> str:
+    """Return the `zerofit` command that runs a request in any folder."""
     placed = ["--gpus", str(ranks)]
-    if several := _first_node(candidate, ranks):
+    if several:
         placed = ["--gpus", several[0], "--nnodes", several[1], "--node_rank", "0", "--master_addr", "name-of-node-0"]
-    flags = ["your.jsonl" if word == UNNAMED else word for word in candidate.flags]
-    flags = command_line.drop_value(flags, "--offload", "none")
-    return shlex.join(["zerofit", recipe_of(candidate.method), *placed, *flags])
+    return shlex.join(["zerofit", request.recipe, *placed, *request.flags()])

@@ -7,11 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-from zerofit.base import allocator, command_line, hardware
+from zerofit.base import allocator, hardware
 from zerofit.base.errors import UserError
 from zerofit.base.hardware import GIB
 from zerofit.config import defaults, parse, resolve
 from zerofit.job import run_folder
+from zerofit.job.request import Request
 from zerofit.job.settings import Settings
 from zerofit.model import gradient_checkpointing
 from zerofit.plan import candidates, formulas, predict, search, simulate
@@ -117,7 +118,7 @@ def _with_rows_up_to(longest: int, settings):
         f"{settings.max_length}",
         flush=True,
     )
-    return settings.replace(flags=command_line.put(settings.flags, max_length=width), max_length=width)
+    return settings.replace(request=settings.request.put(max_length=width), max_length=width)
 
 
 def _less_recomputation(settings, limit: int, margin: int, deadline: float) -> tuple[dict | None, dict]:
@@ -172,7 +173,7 @@ def _less_checkpointing(
 
 def _with(settings, flags: dict):
     """Return the settings with these flags of gradient checkpointing."""
-    return settings.replace(flags=command_line.put(settings.flags, **flags), **flags)
+    return settings.replace(request=settings.request.put(**flags), **flags)
 
 
 def _fits(peak: float, limit: int) -> bool:
@@ -267,7 +268,7 @@ def dry_run(settings) -> None:
 
     if settings.gpu_type != "detect":
         gpu = hardware.find(settings.gpu_type)
-        settings = resolve.resolve_settings(settings.recipe, settings.flags, settings.world_size, gpu)
+        settings = resolve.resolve(settings.request, settings.world_size, gpu)
     if settings.use_cpu and not settings.memory_limit:
         raise UserError(
             "--plan: there is no GPU here; name one with --gpu_type h100-80g, or a limit with --memory_limit."
@@ -276,28 +277,37 @@ def dry_run(settings) -> None:
         print(memory_report.table(plan["peak"]))
 
 
+# --- --zero auto: called with the words of a command line, before the launcher resolves them ---
+
+
 def is_auto(recipe: str, flags: list[str]) -> bool:
     """Return whether `auto` is explicit as --zero on the command line, or as zero in its YAML file."""
     return parse.given(recipe, flags, "zero") == "auto"
 
 
 def chosen_flags(recipe: str, flags: list[str], ranks: int, node: int = formulas.GPUS_OF_A_NODE) -> list[str]:
-    """Return the flags of the fastest setting that fits this machine's GPUs, for --zero auto.
+    """Return the flags of `chosen_request`; on a CPU they are unchanged."""
+    if not hardware.torch_sees_some():
+        return flags
+    return chosen_request(parse.request(recipe, flags), ranks, node).flags()
 
-    On a CPU the flags are unchanged: the stage then follows from the number of ranks. node: GPUs of a node.
+
+def chosen_request(request: Request, ranks: int, node: int = formulas.GPUS_OF_A_NODE) -> Request:
+    """Return the request with the fastest setting that fits this machine's GPUs, for --zero auto.
+
+    On a CPU it is unchanged: the stage then follows from the number of ranks. node: GPUs of a node.
     Raises: NothingFits if no setting does; UserError for the user's mistakes.
     """
     if not hardware.torch_sees_some():
-        return flags
-    if candidates.lacks_data(recipe, flags):  # which a plan does not need, but the run
+        return request
+    if candidates.lacks_data(request):  # which a plan does not need, but the run
         raise UserError(defaults.NO_DATA)
     import psutil
 
     gpu = hardware.find("detect", min(ranks, node))
-    bare = command_line.drop_value(flags, "--zero", "auto")
     plan = search.search(
-        candidates.methods_to_try("", recipe, bare),
-        bare,
+        candidates.methods_to_try("", request.recipe, request.get("load_in_4bit")),
+        request,
         ranks,
         gpu,
         say=lambda text: print(text, flush=True),
@@ -308,9 +318,9 @@ def chosen_flags(recipe: str, flags: list[str], ranks: int, node: int = formulas
 
     if plan.chosen is None:
         raise candidates.NothingFits(answer_text.nothing_fits(plan))
-    if parse.given(recipe, bare, "gradient_checkpointing") is None:
+    if request.get("gradient_checkpointing") is None:
         setting = plan.chosen.setting
         checkpointing = candidates.Checkpointing(setting.every, setting.selective, setting.activation_offload)
         gradient_checkpointing.choose(checkpointing.flags, f"gradient checkpointing as planned: {plan.chosen.label}")
     print(f"chosen: {plan.chosen.label}, {plan.chosen.peak / GIB:.1f} of {plan.limit / GIB:.1f} GiB", flush=True)
-    return plan.chosen.flags
+    return plan.chosen.request
