@@ -57,18 +57,18 @@ UNNAMED = "not-named-yet"  # placeholder for --data, which a plan does not need
 
 @dataclass
 class Candidate:
-    """A setting and its predictions. formula: bytes by part; answer: of the simulation, None: not run."""
+    """A setting and its predictions."""
 
-    request: Request
-    method: str
+    request: Request  # of the run, complete: what the printed command gives
+    method: str  # sft, lora, qlora, dpo or pipeline
     setting: Setting
-    formula: dict[str, float]
-    seconds: float
-    shape: Shape
+    formula: dict[str, float]  # {part of formulas.PARTS: bytes of a GPU} by the closed forms
+    seconds: float  # of an optimizer step, an estimate
+    shape: Shape  # of the model, with the method's adapter
     gpu: hardware.Gpu
-    answer: dict | None = None
+    answer: dict | None = None  # of the simulation (see simulate.run), None: not run
     failed: str = ""  # why the simulation failed
-    change: tuple = ()  # of SMALLER_STATES
+    change: tuple = ()  # which of SMALLER_STATES it has that the user did not ask for; (): none
 
     @property
     def label(self) -> str:
@@ -167,39 +167,31 @@ def beyond_allocated(answer: dict | None, allocated: int) -> dict[str, int]:
 
 @dataclass
 class Plan:
-    """The result of a search.
+    """The result of a search."""
 
-    limit: bytes that tensors may take on a GPU; allowance: bytes outside torch's allocator, by reason; margin: bytes
-    kept free for the error of plans, 0: none is left; chosen: None if nothing fits; rejected: faster candidates, and
-    why; nearest: the smallest if nothing fits; would_do, longest: GPUs and --max_length at which something fits;
-    host_limit: bytes of a node's host memory, None: unknown; node: GPUs of a node; instead: {name: (LoRA, QLoRA or a
-    pipeline by formula, None: none fits; the words for it)}; here: the plan is for this machine; host_here, disk_free:
-    bytes of its host memory and free in runs/; kept: number of checkpoints, None: all; rows: a sentence on the length
-    of the rows; notes: the search's lines; unmeasured: what has a speed that orders the settings and that no
-    measurement supports; lengths: tokens of the rows, (): all are full."""
-
-    gpu: hardware.Gpu
-    ranks: int
-    limit: int
-    allowance: dict[str, int]
-    chosen: Candidate | None
-    rejected: list[tuple[Candidate, str]]
-    nearest: Candidate | None = None
-    would_do: int | None = None
-    longest: int | None = None
-    host_limit: int | None = None
-    seconds: float = 0.0
-    notes: list[str] = field(default_factory=list)
-    node: int = formulas.GPUS_OF_A_NODE
+    gpu: hardware.Gpu  # each GPU of the job
+    ranks: int  # GPUs of all nodes
+    limit: int  # bytes that torch's allocator may take on a GPU, without the margin
+    allowance: dict[str, int]  # {reason: bytes} of a GPU's memory outside torch's allocator
+    chosen: Candidate | None  # the fastest that fits; None: nothing fits
+    rejected: list[tuple[Candidate, str]]  # (a faster candidate, why it was not chosen)
+    nearest: Candidate | None = None  # the smallest, if nothing fits
+    would_do: int | None = None  # GPUs with which something fits by formula; None: no number was found
+    longest: int | None = None  # --max_length at which something fits by formula; None: none was found
+    host_limit: int | None = None  # bytes of a node's host memory, None: unknown
+    seconds: float = 0.0  # that the search took
+    notes: list[str] = field(default_factory=list)  # the lines that the search has shown
+    node: int = formulas.GPUS_OF_A_NODE  # GPUs of a node
+    # {LoRA, QLoRA or pipeline: (its fastest that fits by formula, None: none does; words that plan or explain it)}
     instead: dict[str, tuple[Candidate | None, str]] = field(default_factory=dict)
-    here: bool = False
-    host_here: int | None = None
-    disk_free: int | None = None
-    kept: int | None = None
-    rows: str = ""
-    margin: int = 0
-    unmeasured: list[str] = field(default_factory=list)
-    lengths: tuple[int, ...] = ()
+    here: bool = False  # the plan is for this machine
+    host_here: int | None = None  # bytes of this machine's host memory
+    disk_free: int | None = None  # bytes that are free for runs/ on this machine
+    kept: int | None = None  # checkpoints that a run keeps, None: all
+    rows: str = ""  # a sentence on the length of the rows
+    margin: int = 0  # bytes of a GPU that are kept free for the error of plans, 0: none is left
+    unmeasured: list[str] = field(default_factory=list)  # what orders the settings by a speed that was never measured
+    lengths: tuple[int, ...] = ()  # tokens of each row, (): all are full
 
     @property
     def nodes(self) -> int:
@@ -280,14 +272,12 @@ def candidates(
 
 @dataclass
 class Place:
-    """What candidates run on.
-
-    node: GPUs of a node; hpz: ranks that share ZeRO++'s copy; disk: the flag --offload_path, or None."""
+    """What candidates run on."""
 
     gpu: hardware.Gpu
-    node: int
-    hpz: int
-    disk: str | None
+    node: int  # GPUs of a node
+    hpz: int  # ranks that share ZeRO++'s copy of the parameters, 1: there is none
+    disk: str | None  # the flag --offload_path, None: it is not given
 
 
 def _of_group(base, method: str, change: tuple, place: Place, shape: Shape, splits: bool) -> list[Candidate]:
@@ -450,14 +440,11 @@ _FIXED = ("flag", "deepspeed JSON")
 
 @dataclass(frozen=True)
 class Checkpointing:
-    """Gradient checkpointing.
+    """Gradient checkpointing: which layers are computed again in the backward."""
 
-    every: of every n-th layer, 0: none; selective: its matrix products and attention are kept; offloaded: the inputs of
-    its layers are in host memory."""
-
-    every: int
-    selective: bool = False
-    offloaded: bool = False
+    every: int  # every n-th layer, 0: none
+    selective: bool = False  # the results of matrix products and attention are kept
+    offloaded: bool = False  # the inputs of these layers are in host memory
 
     @property
     def flags(self) -> dict:
