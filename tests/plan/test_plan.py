@@ -1369,6 +1369,15 @@ def test_a_launch_does_not_wait_longer_for_a_simulation(monkeypatch, tmp_path, c
     assert set(found["peak"]["backward"]) == set(formulas.PARTS)
 
 
+def test_a_question_travels_as_json(tmp_path):
+    """Typed values with their sources, the GPU and the lengths of rows come back as they went."""
+    (tmp_path / "run.yaml").write_text("learning_rate: 1e-5\ndata: [a.jsonl, b.jsonl]\n")
+    request = job(["--config", str(tmp_path / "run.yaml"), "--zero", "3", "--gradient_checkpointing", "false"])
+    asked = simulate.Question(request, 8, 7, gpu=GPU, overrides={"num_hidden_layers": 6}, widths=(16, 8))
+    assert simulate.Question.from_json(json.loads(json.dumps(asked.as_json()))) == asked
+    assert (asked.device, asked.layers, simulate.Question(request, 2).device) == ("gpu", 6, "cpu")
+
+
 def test_what_is_part_of_a_plan_leaves_the_plans_process_alone():
     pipe = subprocess.PIPE
     process = subprocess.Popen(["sleep", "60"], stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)

@@ -278,7 +278,7 @@ def facts(candidate: Candidate, plan: Plan) -> dict[str, str]:
         "sent by each GPU": _sent(candidate, plan),
         "estimate": f"from data sheets at {formulas.MATRIX_EFFICIENCY:.0%} of the GPU's matrix peak",
     }
-    return result | _order(plan) | _hpz(candidate, plan) | _sp(candidate, plan)
+    return result | _order(plan) | _hpz(candidate, plan)
 
 
 def _count(number: int, name: str) -> str:
@@ -378,20 +378,6 @@ def _hpz(candidate: Candidate, plan: Plan) -> dict[str, str]:
     return {
         f"--zero_hpz_partition_size {plan.node}": f"would take about {more:.1f} GiB more of each GPU; estimate "
         f"{seconds:.2f} s a step instead of {candidate.seconds:.2f} (ZeRO++ hpZ, docs/scaling.md)"
-    }
-
-
-def _sp(candidate: Candidate, plan: Plan) -> dict[str, str]:
-    """Return {flag: text} on what rows split over two GPUs would change; {} if a smaller micro batch comes first."""
-    setting, shape = candidate.setting, candidate.shape
-    if setting.sp * setting.tp > 1 or setting.micro > 1 or setting.of_a_node % 2 or shape.heads % 2:
-        return {}
-    halved = replace(setting, sp=2, tokens=setting.tokens // 2, accumulation=2 * setting.accumulation)
-    seconds = formulas.step_seconds(shape, halved, plan.gpu, setting.tokens)
-    saved = (candidate.formula["activations"] + candidate.formula["logits"]) / 2 / GIB
-    return {
-        "--sp_size 2": f"would save about {saved:.1f} GiB of each GPU by formula; estimate {seconds:.2f} s a step "
-        f"instead of {candidate.seconds:.2f} (docs/long_context.md)"
     }
 
 
