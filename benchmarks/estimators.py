@@ -57,7 +57,7 @@ def others(candidate, settings, tokens: int, checkpointing: bool) -> dict[str, f
 
 
 def main() -> None:
-    from zerofit.config import resolve
+    from zerofit.config import parse, resolve
 
     gpu, rows = hardware.GPUS["h100-80g"], []
     for model, method, zero, offload, checkpointing, tokens, ranks in JOBS:
@@ -65,9 +65,9 @@ def main() -> None:
                  "--gradient_checkpointing", checkpointing,
                  "--zero", str(zero), "--offload", offload, "--per_device_train_batch_size", "1",
                  "--effective_batch_size", str(ranks)]  # fmt: skip
-        (candidate,) = candidates.candidates(method, flags, ranks, gpu)
+        (candidate,) = candidates.candidates(method, parse.request(candidates.recipe_of(method), flags), ranks, gpu)
         predict.ask(candidate, ranks, gpu)
-        settings = resolve.resolve_settings("sft" if method == "sft" else "lora", candidate.flags, ranks, gpu)
+        settings = resolve.resolve(candidate.request, ranks, gpu)
         simulated = max(candidate.answer["total"].values())
         said = {"closed forms": sum(candidate.formula.values())} | others(
             candidate, settings, tokens, checkpointing == "true"

@@ -17,6 +17,7 @@ from pathlib import Path
 from machine import describe, facts, versions
 
 from zerofit.base import hardware
+from zerofit.config import parse
 from zerofit.plan import simulate
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -104,7 +105,7 @@ def gpu_cases() -> list[tuple[str, str, int]]:
     return found
 
 
-def questions(cases, gpu) -> list[dict]:
+def questions(cases, gpu) -> list[simulate.Question]:
     """Return two of each case: without memory, and real."""
     found = []
     for recipe, flags, ranks in cases:
@@ -120,8 +121,9 @@ def questions(cases, gpu) -> list[dict]:
         if words[words.index("--zero") + 1] == "0":
             ranks = 1  # DistributedDataParallel needs a real group; tests/plan/test_plan.py has two real ranks
         words += ["--effective_batch_size", str(micro * accumulation * ranks)]
-        found.append(simulate.question(recipe, words, ranks, gpu=gpu, device="gpu" if gpu else "cpu"))
-        found.append(simulate.question(recipe, words, ranks, gpu=gpu, device="cuda" if gpu else "cpu", fake=False))
+        request = parse.request(recipe, words)
+        found.append(simulate.Question(request, ranks, gpu=gpu))
+        found.append(simulate.Question(request, ranks, gpu=gpu, device="cuda" if gpu else "cpu", fake=False))
     return found
 
 

@@ -37,13 +37,15 @@ from machine import versions
 
 from zerofit.base import hardware
 from zerofit.base.hardware import GIB
-from zerofit.config import resolve
+from zerofit.config import parse, resolve
+from zerofit.job.request import Request
 from zerofit.model import load
 from zerofit.plan import candidates, predict, simulate
 
 HERE = Path(__file__).resolve().parent
 DATA = HERE / "published"
 RESULTS = HERE / "results"
+LOOPS = HERE / "loops.py"
 
 SOURCES = (
     "What was run at each point, and the plan's command: `python benchmarks/published.py --commands`, from "
@@ -79,7 +81,7 @@ DIFFERENCES = {
     "Q": ("no double quantization: 0.0466 bytes a quantized parameter more", False),
 }
 
-SIMULATED = {"F": "overwrites logits", "L": "copies logits", "O": "keeps outputs"}  # the simulation can have these too
+SIMULATED = {"F": "overwrites_logits", "L": "copies_logits", "O": "keeps_outputs"}  # of loops.py
 
 NEEDS_LESS = {"F"}  # differences with which a job needs less memory than its plan without them
 
@@ -116,7 +118,7 @@ def speeds() -> list[dict]:
         rows = list(csv.DictReader(file))
     for row in rows:
         gpu, ranks = hardware.find(row["gpu"]), int(row["gpus"])
-        (candidate,) = candidates.candidates(row["method"], flags_of(row), ranks, gpu)
+        (candidate,) = candidates.candidates(row["method"], request_of(row), ranks, gpu)
         row["plan"] = candidate.tokens_per_second
         row["error"] = row["plan"] / float(row["tokens_per_second"]) - 1
     return rows
@@ -174,6 +176,11 @@ def flags_of(point: dict) -> list[str]:
     return words
 
 
+def request_of(point: dict) -> Request:
+    """Return what the point's flags ask for."""
+    return parse.request(candidates.recipe_of(point["method"]), flags_of(point))
+
+
 def _whole_rows(point: dict) -> list[str]:
     split = "--sp_size" in point["flags"]
     return ["--sp_size", "1"] if int(point["gpus"]) > 1 and not split else []  # a plan would also try to split rows
@@ -185,7 +192,7 @@ def plan(point: dict) -> dict:
     "alike": the same figures with the measuring loop's habits, as far as they are simulated.
     """
     gpu, ranks = hardware.find(point["gpu"]), int(point["gpus"])
-    (candidate,) = candidates.candidates(point["method"], flags_of(point), ranks, gpu)
+    (candidate,) = candidates.candidates(point["method"], request_of(point), ranks, gpu)
     began = time.perf_counter()
     # What the source ran with, not zerofit's default; torch's own default is False.
     os.environ["PYTORCH_ALLOC_CONF"] = f"expandable_segments:{_expandable(point)}"
@@ -194,8 +201,9 @@ def plan(point: dict) -> dict:
         return figures
     answer = candidate.answer
     few = None if answer.get("all_layers_replayed") else answer.get("extended_from_layers")
-    habits = tuple(SIMULATED[letter] for letter in point["differences"].split() if letter in SIMULATED)
-    alike = _simulated(candidate, ranks, gpu, habits) if habits else None
+    letters = [letter for letter in point["differences"].split() if letter in SIMULATED]
+    hooks = tuple(f"{LOOPS}:{SIMULATED[letter]}" for letter in letters)
+    alike = _simulated(candidate, ranks, gpu, hooks) if hooks else None
     if point["rows"]:
         predict.vary_rows(candidate, lengths_of(point), ranks, gpu)
         alike = _figures(candidate, ranks, gpu)
@@ -207,14 +215,12 @@ def plan(point: dict) -> dict:
     }  # fmt: skip
 
 
-def _simulated(candidate, ranks: int, gpu, habits: tuple[str, ...] = ()) -> dict:
+def _simulated(candidate, ranks: int, gpu, hooks: tuple[str, ...] = ()) -> dict:
     """Simulate rank 0 with as many layers as a plan simulates of its chosen setting; return its figures."""
     setting, shape = candidate.setting, candidate.shape
     for whole in sorted({shape.layers <= predict.LAYERS_OF_CHOSEN, True}):
-        answer = predict.answer_of(
-            candidates.recipe_of(candidate.method), candidate.flags, ranks, [0], gpu, setting.zero, shape,
-            setting.every, whole=whole, habits=habits,
-        )  # fmt: skip
+        question = simulate.Question(candidate.request, ranks, gpu=gpu, before_training=hooks)
+        answer = predict.answer_of(question, shape, zero=setting.zero, every=setting.every, whole=whole)
         if isinstance(answer, Exception):
             return {"failed": str(answer)}
         candidate.answer = answer | {"rank": 0}
@@ -250,10 +256,7 @@ def _differences(point: dict, candidate, gpu) -> dict[str, int]:
     """Return the bytes of each known difference between the published code and zerofit."""
     shape = candidate.shape
     logits = candidate.setting.tokens * shape.vocabulary
-    recipe = candidates.recipe_of(point["method"])
-    settings = resolve.resolve_settings(
-        recipe, candidates.planned_flags(candidate.flags, point["method"]), int(point["gpus"]), gpu
-    )
+    settings = resolve.resolve(candidate.request, int(point["gpus"]), gpu)
     tied = load.load_config(settings).get_text_config().tie_word_embeddings
     outer = shape.vocabulary * shape.hidden * (1 if tied else 2)
     sizes = {

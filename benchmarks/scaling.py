@@ -22,9 +22,9 @@ from machine import ROOT, describe, facts, save, versions
 
 from zerofit.base import hardware
 from zerofit.commands import plan as plan_command
-from zerofit.config import resolve
+from zerofit.config import parse, resolve
 from zerofit.model import fused_loss
-from zerofit.plan import candidates, formulas, predict
+from zerofit.plan import candidates, formulas, predict, simulate
 
 GIB = 2**30
 NODE = 8
@@ -64,9 +64,10 @@ def simulations(gpu, name: str) -> dict[str, dict]:
             key = f"{model} {way} {ranks}"
             if key in kept:
                 continue
-            flags = flags_of(model, way, ranks)
-            shape = candidates.shape_of(resolve.resolve_settings("sft", flags, ranks, gpu))
-            answer = predict.answer_of("sft", flags, ranks, [0], gpu, WAYS[way][0], shape, 1)
+            request = parse.request("sft", flags_of(model, way, ranks))
+            shape = candidates.shape_of(resolve.resolve(request, ranks, gpu))
+            question = simulate.Question(request, ranks, gpu=gpu)
+            answer = predict.answer_of(question, shape, zero=WAYS[way][0], every=1)
             if isinstance(answer, Exception):
                 raise SystemExit(f"{key}: {answer}")
             kept[key] = {"total": answer["total"], "layers": answer.get("extended_from_layers"),
@@ -203,11 +204,12 @@ def ended(self, *a, **k):
     return found
 DeepSpeedEngine.step = ended
 from zerofit.base import hardware
+from zerofit.config import parse
 from zerofit.plan import simulate
 from zerofit.plan import simulated_rank
-question = simulate.question("sft", given["flags"], given["ranks"], gpu=hardware.GPUS["h100-80g"],
-                          overrides={"num_hidden_layers": given["layers"]})
-answer = simulated_rank._answer(**question)
+question = simulate.Question(parse.request("sft", given["flags"]), given["ranks"], gpu=hardware.GPUS["h100-80g"],
+                             overrides={"num_hidden_layers": given["layers"]})
+answer = simulated_rank._answer(question)
 found = {}
 for name, size, ranks in calls[ends[-2]:ends[-1]]:  # the second step: DeepSpeed learns the order of layers in the first
     entry = found.setdefault(f"{name} of {ranks}", [0, 0])

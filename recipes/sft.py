@@ -15,9 +15,9 @@ if __name__ == "__main__":
     entrypoint.check_early(RECIPE)  # report wrong flags before the next lines import torch, which takes seconds
 
 from zerofit import recipe
+from zerofit.certificate.data import check_data
 from zerofit.data.load import load_datasets
 from zerofit.model.load import load_model, load_tokenizer
-from zerofit.plan.inspect_data import check_data
 from zerofit.train.run import evaluate, failures_reported, save_final, write_result
 from zerofit.train.trainer import ZerofitTrainer
 

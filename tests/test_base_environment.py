@@ -24,10 +24,12 @@ CONFIG = "tests/configs/qwen2.5-0.5b"
 SIMULATED = """
 import itertools, json, sys
 from zerofit.base import hardware
+from zerofit.config import parse
 from zerofit.plan import simulate
 common = ["--model", "examples/tiny/model", "--data", "none", "--max_length", "64"]
 ways = {"sft": ("sft", []), "lora": ("lora", []), "qlora": ("lora", ["--load_in_4bit", "true"])}
-asked = {(way, zero): simulate.question(recipe, [*common, *flags, "--zero", zero], 2, gpu=hardware.GPUS["h100-80g"])
+asked = {(way, zero): simulate.Question(parse.request(recipe, [*common, *flags, "--zero", zero]), 2,
+                                         gpu=hardware.GPUS["h100-80g"])
          for (way, (recipe, flags)), zero in itertools.product(ways.items(), "0123")}
 answers = dict(zip(asked, simulate.run_all(list(asked.values())), strict=True))
 print(json.dumps({f"{way} {zero}": str(answer) if isinstance(answer, Exception) else max(answer["total"].values())

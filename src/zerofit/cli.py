@@ -36,7 +36,7 @@ USAGE = """usage: zerofit sft|lora|dpo|pipeline [--gpus N] [--show] [flags]     
 VERBS = {
     "launch": "launch.launch",
     "init": "commands.init",
-    "data": "plan.inspect_data",
+    "data": "commands.data",
     "batch-size": "launch.batch_search",
     "plan": "commands.plan",
     "doctor": "launch.doctor",

@@ -16,13 +16,13 @@ from zerofit.base import allocator, command_line, distributed, hub, log_filters
 from zerofit.base.errors import printable
 from zerofit.base.paths import from_here
 from zerofit.config import resolve
-from zerofit.job import program
+from zerofit.job import program, run_folder
 from zerofit.job.recipe import Recipe
 from zerofit.job.settings import Settings
 from zerofit.launch import batch_search
 from zerofit.model import load
 from zerofit.plan import preflight
-from zerofit.train import memory_history, trial
+from zerofit.train import trial
 
 log_filters.libraries()
 
@@ -46,7 +46,7 @@ def parse(recipe: Recipe) -> Settings:
 
 def _is_to_check(settings: Settings) -> bool:
     """Return whether this process checks if the job fits: rank 0, unless the launcher or a search has."""
-    return distributed.rank() == 0 and not trial.is_batch_search() and memory_history.PLANNED not in os.environ
+    return distributed.rank() == 0 and not trial.is_batch_search() and run_folder.PLANNED not in os.environ
 
 
 def start_processes(settings: Settings, train_set, eval_set):
@@ -58,7 +58,6 @@ def start_processes(settings: Settings, train_set, eval_set):
     from zerofit.base import rank_status
     from zerofit.checkpoint import node_local, resumable
     from zerofit.config import nvme
-    from zerofit.job import run_folder
     from zerofit.model import attention, gradient_checkpointing, liger
     from zerofit.train import deepspeed_ops, memory_report, network_check
     from zerofit.train.trainer import training_arguments
@@ -95,7 +94,6 @@ def open_run_folder(settings: Settings, train_set, eval_set) -> None:
     """Set up the run folder, print what was decided, and write run.json."""
     from zerofit.checkpoint import resumable
     from zerofit.data import dataset
-    from zerofit.job import run_folder
     from zerofit.launch import prepare
 
     resumable.check_resumable(settings, train_set)
@@ -120,7 +118,7 @@ def open_run_folder(settings: Settings, train_set, eval_set) -> None:
         for sentence in [*settings.decisions, *described, *dataset.notes(sets), *few]:
             print(f"  - {from_here(printable(sentence))}", flush=True)
         facts = {name: {"fingerprint": rows.fingerprint, **rows.statistics} for name, rows in sets.items()}
-        said = {"canary": os.environ.get(trial.CANARY_RESULT), "plan": os.environ.get(memory_history.PLANNED)}
+        said = {"canary": os.environ.get(trial.CANARY_RESULT), "plan": os.environ.get(run_folder.PLANNED)}
         more = {name: json.loads(text) for name, text in said.items() if text not in (None, "", "{}")}
         own = program.current()
         more |= {"program": own and own.facts, "resumed": settings.resumed}

@@ -11,9 +11,6 @@ import torch
 from conftest import Run
 from gpu_job import Job, launch_command, recipe_command, write_model, write_rows
 
-from zerofit.base import hardware
-from zerofit.train import memory_history
-
 from . import cases
 
 pytestmark = pytest.mark.gpu
@@ -123,16 +120,6 @@ def test_memory_that_another_process_holds_is_out_of_memory(free_mib, zero, tmp_
     fill(free_mib)
     job = start(recipe_command("sft", flags, tmp_path / "run"), ZEROFIT_PLAN="{}")
     assert job.finish(90) in (0, 3), job.output[-4000:]
-
-
-def test_plans_do_not_learn_from_memory_that_another_process_held(tmp_path, start, fill, monkeypatch):
-    flags = model_and_rows(tmp_path, [1024] * 60) + "--per_device_train_batch_size 8 --effective_batch_size 8 "
-    job = start(launch_words(tmp_path, flags + "--max_steps 2 --save_strategy no --on_oom fail"))
-    assert job.prints("plan: fits", 120), job.output
-    fill(4 * 1024)
-    assert job.finish(240) == 3, job.output[-4000:]
-    monkeypatch.setenv("ZEROFIT_CACHE", str(tmp_path / "cache"))
-    assert memory_history.learned_allowance(hardware.find("detect").device_name) < 2**30
 
 
 def test_probe_finds_the_largest_batch_that_fits(tmp_path, start):

@@ -18,10 +18,11 @@ from zerofit.base import allocator, hardware, rank_status
 from zerofit.base.errors import UserError
 from zerofit.checkpoint import reshard
 from zerofit.config import offload, resolve
+from zerofit.job.request import Request
 from zerofit.launch import batch_search, doctor, launch, prepare, standby
 from zerofit.model import quantization
-from zerofit.plan import preflight, simulate, simulated_rank
-from zerofit.train import memory_history, progress, trial
+from zerofit.plan import simulate, simulated_rank
+from zerofit.train import progress, trial
 from zerofit.train import trainer as train_trainer
 
 H100 = Card()
@@ -503,43 +504,6 @@ def test_a_full_gpu_ends_the_proof_of_packing_as_such(monkeypatch):
         train_trainer.ZerofitTrainer.prove_documents_apart(trainer)
 
 
-# --- what the history learns ---
-
-OOM = ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 "
-       "GiB of which 1.20 GiB is free. {other}Including non-PyTorch memory, this process has {own} GiB memory in use. "
-       "Of the allocated")  # fmt: skip
-ALONE = OOM.format(other="", own="77.60")
-CROWDED = OOM.format(other="Process 7 has 14.00 GiB memory in use. ", own="63.60")
-
-
-def ran_out(monkeypatch, tmp_path, text):
-    monkeypatch.setenv("ZEROFIT_CACHE", str(tmp_path))
-    predicted = {"gpu": "H100", "peak_bytes": 60 * GIB, "limit_bytes": 76 * GIB}
-    monkeypatch.setenv(memory_history.PLANNED, json.dumps(predicted))
-    preflight.record_oom([text])
-    assert os.environ[memory_history.PLANNED] == "{}"
-    return memory_history.learned_allowance("H100", 79.6)
-
-
-def test_an_out_of_memory_beside_somebody_else_teaches_nothing(monkeypatch, tmp_path):
-    assert ran_out(monkeypatch, tmp_path, CROWDED) == 0
-    assert ran_out(monkeypatch, tmp_path, "RuntimeError: CUDA error: out of memory") == 0
-    assert not (tmp_path / "history.jsonl").exists()
-
-
-def test_what_is_learned_is_a_tenth_of_the_gpu_at_most(monkeypatch, tmp_path):
-    assert ran_out(monkeypatch, tmp_path, ALONE) == pytest.approx(7.96 * GIB)
-
-
-def test_one_run_of_many_does_not_decide(monkeypatch, tmp_path):
-    monkeypatch.setenv("ZEROFIT_CACHE", str(tmp_path))
-    predicted = {"gpu": "H100", "peak_bytes": 10 * GIB}
-    for above in [*range(20), 5 * GIB]:
-        memory_history.learn(predicted, 10 * GIB + above)
-    assert memory_history.learned_allowance("H100", 79.6) == 18
-    assert memory_history.learned_allowance("A100") == 0
-
-
 # --- states that are put into another engine, the order of a start, the simulation on a GPU ---
 
 
@@ -587,15 +551,15 @@ def test_questions_for_a_real_gpu_are_not_answered_in_forks(monkeypatch):
         "_ask",
         lambda process, text, seconds, keep: (asked.append((process, len(json.loads(text)))), ("", ""))[1],
     )
-    questions = [simulate.question("sft", [], 2, rank, device="cuda", fake=False) for rank in (0, 1)]
+    questions = [simulate.Question(Request("sft"), 2, rank, device="cuda", fake=False) for rank in (0, 1)]
     simulate.run_all(questions)
     assert asked == [(True, 1), (True, 1)]
 
     def answer(number, question):
-        raise SystemExit(question["device"])
+        raise SystemExit(question.device)
 
     monkeypatch.setattr(simulated_rank, "_answer_and_end", answer)
     monkeypatch.setattr(simulate.os, "fork", lambda: pytest.fail("a fork"))
-    monkeypatch.setattr(sys, "stdin", [json.dumps(questions[:1])])
+    monkeypatch.setattr(sys, "stdin", [json.dumps([questions[0].as_json()])])
     with pytest.raises(SystemExit, match="cuda"):
         simulated_rank.main([])

@@ -19,7 +19,7 @@ from test_retry import COMMON, launch
 from zerofit.base.errors import UserError
 from zerofit.checkpoint import differences
 from zerofit.commands import replay, resume, slurm
-from zerofit.config import early_check, resolve
+from zerofit.config import early_check, parse, resolve
 from zerofit.job import program
 from zerofit.launch import launch as launcher
 from zerofit.launch import prepare
@@ -166,7 +166,9 @@ def test_its_trainer_is_planned(tmp_path, monkeypatch):
     peaks = []
     for named in ("sft", str(own)):
         program.start(named)
-        peaks.append(max(simulate.run("sft", flags, 1, device="cpu")["total"].values()))
+        peaks.append(
+            max(simulate.run(simulate.Question(parse.request("sft", flags), 1, device="cpu"))["total"].values())
+        )
     monkeypatch.setattr(program, "_started", None)
     assert peaks[0] < 4 * 2**24 <= peaks[1]
 

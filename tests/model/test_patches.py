@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from test_load import packed
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Mxfp4Config
 
+from zerofit.config import parse
 from zerofit.model import attention, load, patches
 from zerofit.plan import simulate
 
@@ -110,7 +111,7 @@ def test_a_qlora_step_at_stage_3_holds_no_gathered_layer(checkpointing, tmp_path
         flags = ["--model", model, "--data", "none", "--zero", "3", "--load_in_4bit", "true", "--bf16", "true",
                  "--deepspeed", str(tmp_path / "live.json"), "--max_length", "64", "--per_device_train_batch_size", "1",
                  "--effective_batch_size", "2", "--lora_r", "1", "--gradient_checkpointing", checkpointing]  # fmt: skip
-        questions.append(simulate.question("lora", flags, 2, device="cpu", fake=False))
+        questions.append(simulate.Question(parse.request("lora", flags), 2, device="cpu", fake=False))
     answers = simulate.run_all(questions)
     assert not [answer for answer in answers if isinstance(answer, Exception)], answers
     for phase in ("backward", "step"):

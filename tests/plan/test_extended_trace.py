@@ -4,6 +4,7 @@ import pytest
 from conftest import ROOT
 
 from zerofit.base import hardware
+from zerofit.config import parse
 from zerofit.plan import candidates, predict, simulate
 from zerofit.plan.caching_allocator import EMPTY_CACHE, LAYER, PASS, needs
 from zerofit.plan.extended_trace import BEGINS, OUTSIDE, NotRegular, extend, usual_order
@@ -120,9 +121,9 @@ def test_an_extended_trace_reserves_what_all_layers_do(recipe, flags):
     words = ["--model", str(ROOT / "tests" / "configs" / "llama3.2-1b"), "--data", "none", "--max_length", "1024",
              "--per_device_train_batch_size", "1", "--effective_batch_size", "2", "--offload", "none", "--zero", "0",
              "--gradient_checkpointing", "true", *flags.split()]  # fmt: skip
-    gpu = hardware.GPUS["h100-80g"]
+    gpu, request = hardware.GPUS["h100-80g"], parse.request(recipe, words)
     small, large, whole = simulate.run_all(
-        [simulate.question(recipe, words, 1, gpu=gpu, overrides={"num_hidden_layers": n}) for n in (6, 7, 11)]
+        [simulate.Question(request, 1, gpu=gpu, overrides={"num_hidden_layers": n}) for n in (6, 7, 11)]
     )
     extended = needs(extend(small["events"], large["events"], (6, 7), 11))
     assert extended == pytest.approx(whole["allocator"]["segments"], rel=0.02)
@@ -186,7 +187,7 @@ def test_rows_of_different_lengths_are_planned_in_the_usual_order():
              "--per_device_train_batch_size", "1", "--effective_batch_size", "16", "--offload", "none", "--zero", "0",
              "--gradient_checkpointing", "true", "--fused_loss", "false"]  # fmt: skip
     gpu = hardware.GPUS["h100-80g"]
-    (candidate,) = candidates.candidates("lora", flags, 1, gpu)
+    (candidate,) = candidates.candidates("lora", parse.request("lora", flags), 1, gpu)
     predict.ask(candidate, 1, gpu)
     equal = candidate.reserved
     lengths = list(range(200, 2049, 8))

@@ -20,14 +20,15 @@ from zerofit.base import command_line, hardware
 from zerofit.base.errors import UserError
 from zerofit.base.paths import cache_root, private_folder
 from zerofit.commands import plan as plan_command
-from zerofit.config import accelerate_env, nvme, resolve
+from zerofit.config import accelerate_env, nvme, parse, resolve
 from zerofit.data.load import load_datasets
+from zerofit.job import run_folder
 from zerofit.launch import prepare
 from zerofit.model import attention, gradient_checkpointing
 from zerofit.model.load import load_tokenizer
 from zerofit.parallel import pipeline, sequence_parallel, tensor_parallel
 from zerofit.plan import answer_text, candidates, formulas, predict, preflight, search, simulate, simulated_rank
-from zerofit.train import memory_history
+from zerofit.train import run as training_run
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import plan as benchmark
@@ -36,6 +37,10 @@ import scaling
 pytestmark = pytest.mark.usefixtures("forks")
 CONFIGS = ROOT / "tests" / "configs"
 GPU = hardware.GPUS["h100-80g"]
+
+
+def job(flags, recipe="sft"):
+    return parse.request(recipe, flags)
 
 
 # --- without memory = with memory ---
@@ -102,7 +107,7 @@ def test_a_simulation_equals_two_real_ranks(full_rows, tmp_path):
         rows = full_rows.with_name("pairs.jsonl") if recipe == "dpo" else full_rows
         cases[name] = (recipe, [*common, *flags.split(), "--data", str(rows)])
     runs = run_world(2, {name: (recipe, [*flags, *run_only]) for name, (recipe, flags) in cases.items()}, tmp_path)
-    asked = [simulate.question(recipe, flags, 2, rank) for recipe, flags in cases.values() for rank in (0, 1)]
+    asked = [simulate.Question(job(flags, recipe), 2, rank) for recipe, flags in cases.values() for rank in (0, 1)]
     answers = iter(simulate.run_all(asked))
     for name, run in runs.items():
         measured = {rank["rank"]: rank["peak"] for rank in run.json("memory.json")["ranks"]}
@@ -122,9 +127,9 @@ def test_layers_are_extended(zero, layers, tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps(config))
     flags = ["--model", str(tmp_path), "--data", "none", "--zero", str(zero), "--max_length", "64",
              "--gradient_checkpointing", "true"]  # fmt: skip
-    (whole,) = simulate.run_all([simulate.question("sft", flags, 8, gpu=GPU)])
+    (whole,) = simulate.run_all([simulate.Question(job(flags), 8, gpu=GPU)])
     shape = candidates.shape_of(resolve.resolve_settings("sft", flags, 8, GPU))
-    extended = predict.answer_of("sft", flags, 8, [0], GPU, zero, shape, 1)
+    extended = predict.answer_of(simulate.Question(job(flags), 8, gpu=GPU), shape, zero=zero, every=1)
     assert extended["extended_from_layers"] == list(predict.LAYERS_MEASURED[zero == 2])
     assert extended["parameters"] == whole["parameters"]
     for phase, size in whole["total"].items():
@@ -153,7 +158,7 @@ def two_small_layers(recipe, name, *flags):
     overrides = {k: v for k, v in small.items() if k in config}
     words = ["--model", str(CONFIGS / name), "--data", "none", "--zero", "2", "--max_length", "64",
              "--per_device_train_batch_size", "1", "--effective_batch_size", "2", *own, *flags]  # fmt: skip
-    asked = [simulate.question(recipe, words, 2, fake=fake, overrides=overrides) for fake in (True, False)]
+    asked = [simulate.Question(job(words, recipe), 2, fake=fake, overrides=overrides) for fake in (True, False)]
     return simulate.run_all(asked[:1]) + simulate.run_all(asked[1:])
 
 
@@ -176,7 +181,7 @@ def test_closed_forms_agree_with_the_simulation(zero, checkpointing):
              "--per_device_train_batch_size", "1", "--effective_batch_size", "8", "--fused_loss", "false",
              "--offload", "none", "--sp_size", "1"]  # fmt: skip
     flags = command_line.put(flags, **checkpointing.flags)
-    (candidate,) = candidates.candidates("sft", flags, 8, GPU)
+    (candidate,) = candidates.candidates("sft", job(flags), 8, GPU)
     predict.ask(candidate, 8, GPU)
     assert candidate.failed == ""
     assert sum(candidate.formula.values()) == pytest.approx(max(candidate.answer["total"].values()), rel=0.03)
@@ -191,7 +196,7 @@ def test_closed_forms_agree_with_the_simulation_in_fp32(tmp_path, record_propert
     (tmp_path / "config.json").write_text(json.dumps(config))
     flags = ["--model", str(tmp_path), "--zero", "0", "--offload", "none", "--per_device_train_batch_size", "4",
              "--max_length", "1024", "--gradient_checkpointing", "true", "--fused_loss", "true"]  # fmt: skip
-    (candidate,) = candidates.candidates("sft", flags, 1, GPU)
+    (candidate,) = candidates.candidates("sft", job(flags), 1, GPU)
     predict.ask(candidate, 1, GPU)
     assert candidate.failed == ""
     formula, simulated = sum(candidate.formula.values()), max(candidate.answer["total"].values())
@@ -206,7 +211,7 @@ def test_closed_forms_count_fused_experts(method, flags, gpus):
     flags = ["--model", str(CONFIGS / "qwen3-moe-30b"), *flags, "--offload", "none", "--gradient_checkpointing", "true",
              "--per_device_train_batch_size", "1", "--effective_batch_size", "8", "--max_length", "2048",
              "--sp_size", "1"]  # fmt: skip
-    (candidate,) = candidates.candidates(method, flags, gpus, GPU)
+    (candidate,) = candidates.candidates(method, job(flags, method), gpus, GPU)
     predict.ask(candidate, gpus, GPU)
     simulated = max(candidate.answer["total"].values())
     assert sum(candidate.formula.values()) == pytest.approx(simulated, rel=0.08)
@@ -330,7 +335,7 @@ def fake_simulation(size_of, host=0):
     def run_all(questions, cache=None, seconds=None):
         answers = []
         for question in questions:
-            size = size_of(question["flags"])
+            size = size_of(question.request.flags())
             if size is None:
                 answers.append(simulate.SimulationFailed("no such kernel"))
                 continue
@@ -353,7 +358,7 @@ def test_the_fastest_that_fits_is_chosen(monkeypatch, tmp_path):
         return 10 if words["--zero"] == "3" and words["--per_device_train_batch_size"] == "4" else 99
 
     monkeypatch.setattr(simulate, "run_all", fake_simulation(size_of))
-    plan = search.search(["sft"], FLAGS_1B, 4, GPU)
+    plan = search.search(["sft"], job(FLAGS_1B), 4, GPU)
     assert plan.chosen.setting.zero == 3 and plan.chosen.setting.micro == 4
     assert all(c.seconds <= plan.chosen.seconds + 1e-3 for c, _ in plan.rejected)
     assert "102.0 GiB > " in plan.rejected[0][1]  # with workspaces, and 3 % for fragmentation without a replay
@@ -420,7 +425,7 @@ def test_the_network_changes_no_simulation(monkeypatch):
     )
     for gbs in (50.0, 1.0):
         gpu = dataclasses.replace(GPU, node_gbs=gbs)
-        predict.answer_of("sft", [], 8, [0], gpu, 0, SHAPE_8B, 0)
+        predict.answer_of(simulate.Question(job([]), 8, gpu=gpu), SHAPE_8B, zero=0, every=0)
     assert asked[0] == asked[1]
 
 
@@ -428,7 +433,7 @@ def test_what_is_fixed_is_not_searched(monkeypatch):
     monkeypatch.setattr(simulate, "run_all", fake_simulation(lambda flags: 1))
     flags = [*FLAGS_1B, "--zero", "2", "--offload", "optimizer", "--gradient_checkpointing", "true",
              "--per_device_train_batch_size", "2"]  # fmt: skip
-    (only,) = candidates.candidates("sft", flags, 2, GPU)
+    (only,) = candidates.candidates("sft", job(flags), 2, GPU)
     assert (only.setting.zero, only.setting.offload, only.setting.every, only.setting.micro) == (2, "optimizer", 1, 2)
 
 
@@ -441,7 +446,7 @@ def test_the_stage_of_one_gpu_is_planned_without_offload(place, tmp_path):
     (tmp_path / "run.json").write_text(json.dumps(DEEPSPEED | {"zero_optimization": {"stage": 2}}))
     words = {"flag": ["--zero", "2", "--offload", "none"], "YAML": ["--config", str(tmp_path / "run.yaml")],
              "JSON": ["--deepspeed", str(tmp_path / "run.json"), "--offload", "none"]}  # fmt: skip
-    found = candidates.candidates("sft", [*FLAGS_1B, "--per_device_train_batch_size", "1", *words[place]], 1, GPU)
+    found = candidates.candidates("sft", job([*FLAGS_1B, "--per_device_train_batch_size", "1", *words[place]]), 1, GPU)
     assert {(c.setting.zero, c.setting.offload) for c in found} == {(2, "none")}
 
 
@@ -450,10 +455,10 @@ def test_accumulation_is_kept(place, tmp_path):
     (tmp_path / "run.yaml").write_text("gradient_accumulation_steps: 4\n")
     words = {"flag": ["--gradient_accumulation_steps", "4"], "YAML": ["--config", str(tmp_path / "run.yaml")]}
     flags = [*FLAGS_1B, "--zero", "3", "--offload", "none", "--effective_batch_size", "64", *words[place]]
-    found = candidates.candidates("sft", flags, 8, GPU)
+    found = candidates.candidates("sft", job(flags), 8, GPU)
     assert {(c.setting.micro, c.setting.accumulation) for c in found if c.setting.sp == c.setting.tp == 1} == {(2, 4)}
     assert {c.setting.accumulation for c in found} == {4}
-    settings = resolve.resolve_settings("sft", found[0].flags, 8, GPU)
+    settings = resolve.resolve(found[0].request, 8, GPU)
     assert (settings.per_device_train_batch_size, settings.gradient_accumulation_steps) == (2, 4)
 
 
@@ -462,52 +467,52 @@ def test_rows_are_split_where_one_does_not_fit(monkeypatch):
     monkeypatch.setattr(simulate, "run_all", fake_simulation(lambda flags: None))
     flags = ["--model", str(CONFIGS / "llama3.1-8b"), "--offload", "none", "--activation_offload", "false",
              "--effective_batch_size", "8", "--max_length", "262144"]  # fmt: skip
-    chosen = search.search(["sft"], flags, 8, GPU).chosen
+    chosen = search.search(["sft"], job(flags), 8, GPU).chosen
     assert (chosen.setting.sp, chosen.setting.micro, chosen.setting.every) == (4, 1, 1)
     assert chosen.label.endswith(", micro batch 1, sp_size 4") and " SP=4 " in candidates.command(chosen, 8)
     assert (chosen.setting.tokens, chosen.setting.accumulation) == (65536, 4)
-    short = search.search(["sft"], [*flags[:-1], "4096"], 8, GPU)
+    short = search.search(["sft"], job([*flags[:-1], "4096"]), 8, GPU)
     assert short.chosen.setting.sp == 1
     with pytest.raises(
         UserError, match="--sp_size 4: a group must be on one node, so it must divide the 2 GPUs of a node"
     ):
-        candidates.candidates("sft", [*flags, "--sp_size", "4"], 8, GPU, node=2)
-    few = candidates.candidates("sft", [*flags, "--effective_batch_size", "2"], 8, GPU)  # less than the GPUs
+        candidates.candidates("sft", job([*flags, "--sp_size", "4"]), 8, GPU, node=2)
+    few = candidates.candidates("sft", job([*flags, "--effective_batch_size", "2"]), 8, GPU)  # less than the GPUs
     assert {(c.setting.sp, c.setting.tp) for c in few} == {(4, 1), (8, 1), (1, 4), (1, 8)}
 
 
 def test_matrices_are_split_on_request_and_in_the_search(monkeypatch):
     monkeypatch.setattr(simulate, "run_all", fake_simulation(lambda flags: None))
     flags = ["--model", str(CONFIGS / "llama3.1-8b"), "--effective_batch_size", "8", "--max_length", "2048"]
-    chosen = search.search(["sft"], [*flags, "--tp_size", "2"], 8, GPU).chosen
+    chosen = search.search(["sft"], job([*flags, "--tp_size", "2"]), 8, GPU).chosen
     assert chosen.setting.tp == 2 and chosen.setting.zero in (1, 2) and chosen.setting.offload == "none"
     assert chosen.label.endswith(", tp_size 2") and " TP=2 " in candidates.command(chosen, 8)
     assert chosen.host_of_a_node == 8 * 2 * chosen.shape.parameters  # each rank loads the whole model
     assert chosen.tokens_per_second == pytest.approx(8 * 2048 / chosen.seconds)
-    searched = candidates.candidates("sft", flags, 8, GPU)
+    searched = candidates.candidates("sft", job(flags), 8, GPU)
     assert {c.setting.tp for c in searched} == {1, 2, 4, 8} and searched[0].setting.tp == 1
     assert {c.setting.zero for c in searched if c.setting.tp > 1} == {1, 2}
-    assert {c.setting.tp for c in candidates.candidates("lora", flags, 8, GPU)} == {1}
+    assert {c.setting.tp for c in candidates.candidates("lora", job(flags, "lora"), 8, GPU)} == {1}
     with pytest.raises(UserError, match="--tp_size 4: a group must be on one node, so it must divide the 2 GPUs"):
-        candidates.candidates("sft", [*flags, "--tp_size", "4"], 8, GPU, node=2)
+        candidates.candidates("sft", job([*flags, "--tp_size", "4"]), 8, GPU, node=2)
 
 
 def test_sp_size_in_a_config_file_is_kept(tmp_path):
     (tmp_path / "run.yaml").write_text("sp_size: 1\n")
     flags = ["--model", str(TINY / "model"), "--effective_batch_size", "8"]
-    assert {c.setting.sp for c in candidates.candidates("sft", flags, 4, GPU)} == {1, 2, 4}
+    assert {c.setting.sp for c in candidates.candidates("sft", job(flags), 4, GPU)} == {1, 2, 4}
     with_file = [*flags, "--config", str(tmp_path / "run.yaml")]
-    assert {c.setting.sp for c in candidates.candidates("sft", with_file, 4, GPU)} == {1}
+    assert {c.setting.sp for c in candidates.candidates("sft", job(with_file), 4, GPU)} == {1}
 
 
 def test_fewer_rows_than_gpus_are_split(monkeypatch):
     """An effective batch that no rank of its own can have is planned with the --sp_size that it allows."""
     monkeypatch.setattr(simulate, "run_all", fake_simulation(lambda flags: 1))
     flags = ["--model", str(TINY / "model"), "--max_length", "512", "--effective_batch_size", "2"]
-    flags, _, _ = plan_command.with_real_lengths(flags, "sft", 4, GPU)
-    assert search.search(["sft"], flags, 4, GPU).chosen.setting.sp == 2
+    request, _, _ = plan_command.with_real_lengths(job(flags), 4, GPU)
+    assert search.search(["sft"], request, 4, GPU).chosen.setting.sp == 2
     with pytest.raises(UserError, match="--effective_batch_size 2 is not a multiple of 4 ranks"):
-        search.search(["sft"], [*flags, "--sp_size", "1"], 4, GPU)
+        search.search(["sft"], request.put(sp_size=1), 4, GPU)
 
 
 def test_split_rows_by_formula():
@@ -528,7 +533,7 @@ def test_split_rows_by_formula():
 def test_nothing_fits_says_what_is_missing_and_what_would_do(monkeypatch):
     monkeypatch.setattr(simulate, "run_all", fake_simulation(lambda flags: 30))
     plan = search.search(
-        ["sft"], ["--model", str(CONFIGS / "llama3.1-8b"), "--offload", "none"], 1, hardware.GPUS["t4-16g"]
+        ["sft"], job(["--model", str(CONFIGS / "llama3.1-8b"), "--offload", "none"]), 1, hardware.GPUS["t4-16g"]
     )
     assert plan.chosen is None
     sentence = answer_text.nothing_fits(plan)
@@ -544,17 +549,17 @@ def test_a_disk_is_used_when_host_memory_is_short(monkeypatch):
     fixed = [*FLAGS_1B, "--zero", "3", "--gradient_checkpointing", "true", "--per_device_train_batch_size", "1"]
     flags = [*fixed, "--offload_path", "/fast/disk"]
     small = hardware.Gpu("small", 8.0, 100.0, 900, 25, 25)
-    plan = search.search(["sft"], flags, 1, small, host_limit=64 * 2**30)
+    plan = search.search(["sft"], job(flags), 1, small, host_limit=64 * 2**30)
     assert plan.chosen.setting.offload == "optimizer" and not plan.chosen.setting.nvme
-    assert "--offload_path" not in plan.chosen.flags
-    plan = search.search(["sft"], flags, 1, small, host_limit=8 * 2**30)
+    assert "offload_path" not in plan.chosen.request.values
+    plan = search.search(["sft"], job(flags), 1, small, host_limit=8 * 2**30)
     assert plan.chosen.setting.nvme and "offload optimizer to NVMe" in plan.chosen.label
     assert "--offload_path /fast/disk" in candidates.command(plan.chosen, 1)
     assert any(
         "host memory 21 GiB a node > 8" in why or "host memory 12 GiB a node > 8" in why for _, why in plan.rejected
     )
     assert "GiB of optimizer states and gradients in --offload_path" in answer_text.text(plan)
-    plan = search.search(["sft"], fixed, 1, small, host_limit=8 * 2**30)
+    plan = search.search(["sft"], job(fixed), 1, small, host_limit=8 * 2**30)
     assert plan.chosen is None and "of a node's host memory, of 8; --offload_path" in answer_text.nothing_fits(plan)
 
 
@@ -573,9 +578,9 @@ def flags_with_a_disk(place, tmp_path):
 @pytest.mark.parametrize("place", ["flags", "YAML", "JSON"])
 def test_a_disk_is_planned_wherever_it_is_named(place, tmp_path):
     flags = [*FLAGS_1B, "--per_device_train_batch_size", "1", *flags_with_a_disk(place, tmp_path)]
-    candidate, *_ = candidates.candidates("sft", flags, 8, GPU)
+    candidate, *_ = candidates.candidates("sft", job(flags), 8, GPU)
     assert candidate.setting.nvme and candidate.host_of_a_node == 0
-    assert candidates.setting_of(resolve.resolve_settings("sft", candidate.flags, 8, GPU)).nvme
+    assert candidates.setting_of(resolve.resolve(candidate.request, 8, GPU)).nvme
 
 
 @pytest.mark.parametrize("place", ["flags", "YAML", "JSON"])
@@ -593,7 +598,7 @@ def test_a_simulation_writes_to_no_disk(place, tmp_path):
 def test_auto_takes_the_first_method_that_fits(monkeypatch):
     monkeypatch.setattr(simulate, "run_all", fake_simulation(lambda flags: 20 if "--load_in_4bit" in flags else 90))
     flags = ["--model", str(CONFIGS / "qwen3-8b"), "--offload", "none"]
-    plan = search.search(["sft", "lora", "qlora"], flags, 1, hardware.GPUS["rtx4090-24g"])
+    plan = search.search(["sft", "lora", "qlora"], job(flags, "lora"), 1, hardware.GPUS["rtx4090-24g"])
     assert plan.chosen.method == "qlora" and "make lora" in candidates.command(plan.chosen, 1)
 
 
@@ -613,8 +618,9 @@ def test_the_method_follows_load_in_4bit(method, recipe, flags, methods, tmp_pat
     (tmp_path / "4bit.yaml").write_text("load_in_4bit: true\n")
     monkeypatch.chdir(tmp_path)
     assert candidates.methods_to_try(method, recipe, flags) == methods
-    added = candidates.planned_flags(flags, methods[-1])
-    assert added == flags if methods[-1] != "qlora" or flags else added == ["--load_in_4bit", "true"]
+    request = job(flags, candidates.recipe_of(methods[-1]))
+    added = candidates.planned(request, methods[-1]).flags()
+    assert added == request.flags() if methods[-1] != "qlora" or flags else added == ["--load_in_4bit", "true"]
 
 
 @pytest.mark.bad_input
@@ -629,7 +635,7 @@ def test_4_bits_without_an_adapter_are_refused():
     """The sft recipe has no such flag: the plan says so instead of planning LoRA."""
     flags = [*FLAGS_1B, "--load_in_4bit", "true"]
     with pytest.raises(UserError, match="load_in_4bit"):
-        search.search(candidates.methods_to_try("", "sft", flags), flags, 1, GPU)
+        search.search(candidates.methods_to_try("", "sft", flags), job(flags), 1, GPU)
 
 
 @pytest.mark.parametrize(
@@ -648,11 +654,9 @@ def test_rows_are_planned_at_their_real_length(flags, planned, says, tmp_path, m
         (tmp_path / f"{name}.jsonl").write_text("\n".join(rows) + "\n")
     monkeypatch.chdir(tmp_path)
     given = ["--model", str(TINY / "model"), "--max_length", "512", *flags]
-    changed, sentence, _ = plan_command.with_real_lengths(given, "sft", 2, GPU)
+    changed, sentence, _ = plan_command.with_real_lengths(job(given), 2, GPU)
     assert sentence.startswith(says), sentence
-    assert resolve.resolve_settings("sft", candidates.planned_flags(changed, "sft"), 2, GPU).max_length == (
-        planned or 512
-    )
+    assert resolve.resolve(candidates.planned(changed, "sft"), 2, GPU).max_length == (planned or 512)
 
 
 @pytest.mark.parametrize(
@@ -679,8 +683,8 @@ def test_pairs_are_planned_at_the_length_of_their_longer_side(tmp_path):
     rows = [{"prompt": "a", "chosen": "b " * n, "rejected": "c " * m} for n, m in ((40, 90), (70, 20))]
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
     flags = ["--model", str(TINY / "preference" / "model"), "--data", str(tmp_path / "pairs.jsonl")]
-    changed, sentence, _ = plan_command.with_real_lengths([*flags, "--max_length", "512"], "dpo", 2, GPU)
-    planned = resolve.resolve_settings("dpo", candidates.planned_flags(changed, "dpo"), 2, GPU)
+    changed, sentence, _ = plan_command.with_real_lengths(job([*flags, "--max_length", "512"], "dpo"), 2, GPU)
+    planned = resolve.resolve(candidates.planned(changed, "dpo"), 2, GPU)
     longest = int(re.match(r"the longest side of a pair of --data has (\d+) tokens", sentence)[1])
     assert planned.max_length == -(-longest // 8) * 8
     settings = resolve.resolve_settings("dpo", [*flags, "--max_length", "512"], 1)
@@ -697,7 +701,7 @@ def test_what_a_plan_at_the_edge_says(monkeypatch):
     """4 x RTX 4090 and 8 billion parameters: the host's memory, the checkpoints' disk, and LoRA beside full tuning."""
     monkeypatch.setattr(simulate, "run_all", fake_simulation(lambda flags: None))
     gpu, flags = hardware.GPUS["rtx4090-24g"], ["--model", str(CONFIGS / "qwen3-8b")]
-    plan = search.search(["sft"], flags, 4, gpu)
+    plan = search.search(["sft"], job(flags), 4, gpu)
     plan.host_here, plan.disk_free = 31 * 2**30, 200 * 2**30
     assert "offload optimizer" in plan.chosen.label
     host, disk = answer_text.host_memory(plan.chosen, plan), answer_text.disk_space(plan.chosen, plan)
@@ -714,31 +718,34 @@ def test_what_a_plan_at_the_edge_says(monkeypatch):
     here = answer_text.text(dataclasses.replace(plan, here=True, host_limit=150 * 2**30))
     assert "only 200 GiB are free there; --save_only_model true saves 15 GiB" in here
     assert "(of 150 of this machine)" in here
-    plan.instead = search.adapters_instead(plan, ["sft"], flags)
+    plan.instead = search.adapters_instead(plan, ["sft"], job(flags))
     for name, method in (("LoRA", "lora"), ("QLoRA", "qlora")):
         found, hint = plan.instead[name]
         assert found.method == method and found.peak <= plan.limit and found.setting.offload == "none"
         speed = f"{float(f'{found.tokens_per_second:.2g}'):,.0f} tokens/s"
         assert f"  {name:<6} fits in {found.peak / 2**30:.1f} GiB a GPU at {speed}: " in answer_text.text(plan)
         assert hint == f"METHOD={method}"
-    assert set(search.adapters_instead(plan, ["lora"], flags)) == {"QLoRA"}
-    assert search.adapters_instead(plan, ["sft", "lora"], flags) == {}  # METHOD=auto looks itself
+    assert set(search.adapters_instead(plan, ["lora"], job(flags, "lora"))) == {"QLoRA"}
+    assert search.adapters_instead(plan, ["sft", "lora"], job(flags)) == {}  # METHOD=auto looks itself
     roomy = dataclasses.replace(plan.chosen, setting=found.setting)
-    assert search.adapters_instead(dataclasses.replace(plan, chosen=roomy, limit=2 * plan.limit), ["sft"], flags) == {}
+    assert (
+        search.adapters_instead(dataclasses.replace(plan, chosen=roomy, limit=2 * plan.limit), ["sft"], job(flags))
+        == {}
+    )
 
 
 @pytest.mark.slow  # three models of 70 billion parameters, without weights
 def test_an_adapter_that_does_not_fit_is_said(monkeypatch):
     monkeypatch.setattr(simulate, "run_all", fake_simulation(lambda flags: None))
     gpu, flags = hardware.GPUS["rtx4090-24g"], ["--model", str(CONFIGS / "llama3.1-70b"), "--offload", "none"]
-    plan = search.search(["sft"], flags, 1, gpu)
-    plan.instead = search.adapters_instead(plan, ["sft"], flags)
+    plan = search.search(["sft"], job(flags), 1, gpu)
+    plan.instead = search.adapters_instead(plan, ["sft"], job(flags))
     assert {name: found for name, (found, _) in plan.instead.items()} == {"LoRA": None, "QLoRA": None}
     assert "  QLoRA  does not fit without offload" in answer_text.text(plan)
     assert "would fit" not in answer_text.nothing_fits(plan)
-    preferences = search.adapters_instead(plan, ["dpo"], flags)
+    preferences = search.adapters_instead(plan, ["dpo"], job(flags, "dpo"))
     assert preferences == {"LoRA": (None, "--adapter lora")}
-    assert search.adapters_instead(plan, ["dpo"], [*flags, "--adapter", "lora"]) == {}
+    assert search.adapters_instead(plan, ["dpo"], job([*flags, "--adapter", "lora"], "dpo")) == {}
 
 
 @pytest.mark.slow
@@ -746,8 +753,8 @@ def test_an_adapter_that_does_not_fit_is_said(monkeypatch):
 def test_a_rank_without_gradients_of_its_own_is_simulated(rank):
     """The last rank's share of the optimizer is a part of the head, whose gradient another rank of its group counts."""
     flags = ["--model", str(CONFIGS / "llama3.1-8b"), "--zero", "1", "--tp_size", "2", "--max_length", "512"]
-    question = simulate.question("sft", [*flags, "--data", "x.jsonl"], 8, rank, gpu=GPU,
-                                 overrides={"num_hidden_layers": 2})  # fmt: skip
+    request = job([*flags, "--data", "x.jsonl"])
+    question = simulate.Question(request, 8, rank, gpu=GPU, overrides={"num_hidden_layers": 2})
     (answer,) = simulate.run_all([question])
     assert not isinstance(answer, Exception), answer
     assert answer["total"]["step"] > 2 * 10**9
@@ -760,8 +767,8 @@ def test_a_pipeline_is_priced_between_nodes(monkeypatch):
 
     def plan_with(gbs: float, nodes: int = 2, more=()):
         gpu = dataclasses.replace(hardware.GPUS["h100-80g"], node_gbs=gbs)
-        plan = search.search(["sft"], [*flags, "--sp_size", "1", *more], 8 * nodes, gpu, node=8)
-        plan.instead = search.pipeline_instead(plan, ["sft"], flags)
+        plan = search.search(["sft"], job([*flags, "--sp_size", "1", *more]), 8 * nodes, gpu, node=8)
+        plan.instead = search.pipeline_instead(plan, ["sft"], job(flags))
         return plan
 
     slow, fast = plan_with(0.1), plan_with(50.0)
@@ -774,9 +781,9 @@ def test_a_pipeline_is_priced_between_nodes(monkeypatch):
     micro, accumulation = found.setting.micro, found.setting.accumulation
     assert micro * accumulation * 16 // found.setting.pp == 64
     for methods, nodes in ((["lora"], 2), (["sft", "lora"], 2), (["sft"], 1)):
-        assert search.pipeline_instead(dataclasses.replace(slow, ranks=8 * nodes), methods, flags) == {}
+        assert search.pipeline_instead(dataclasses.replace(slow, ranks=8 * nodes), methods, job(flags)) == {}
     mixture = ["--model", str(CONFIGS / "qwen3-moe-30b")]
-    assert search.pipeline_instead(slow, ["sft"], mixture) == {}
+    assert search.pipeline_instead(slow, ["sft"], job(mixture)) == {}
     too_small = dataclasses.replace(slow, chosen=None, nearest=slow.chosen, limit=1, instead={"pipeline": (None, "")})
     assert "--method auto also tries LoRA and QLoRA" in answer_text.nothing_fits(too_small)
 
@@ -806,24 +813,20 @@ def test_a_pipeline_waits_for_the_bubble():
 
 
 def test_rejected_settings_teach_in_a_line_each(monkeypatch, tmp_path):
-    """One line for each kind, which names what takes the most and what would make it smaller."""
+    """One line for each kind, which names what takes the most."""
     monkeypatch.setattr(simulate, "run_all", fake_simulation(lambda flags: None))
     flags = ["--model", str(CONFIGS / "llama3.1-8b"), "--max_length", "2048", "--effective_batch_size", "8"]
     flags += ["--per_device_train_batch_size", "1", "--sp_size", "1", "--gradient_checkpointing", "true"]
-    ideas = answer_text.rejected_ideas(search.search(["sft"], flags, 8, hardware.GPUS["l4-24g"]))
-    causes = [re.sub(r"[\d.]+", "#", idea.partition("; ")[2]) for idea in ideas]
-    assert causes[:3] == [
-        "weights and gradients are # on each GPU, and ZeRO-# shards gradients",
-        "weights are # on each GPU, and ZeRO-# shards them",
-        "a GPU's share of weights, gradients and states is #, and offload moves states to the host",
-    ]
-    assert re.match(r"ZeRO-1, checkpointing, micro batch 1: about [\d.]+ GiB, [\d.]+ too much; ", ideas[0])
-    plan = search.search(["sft"], ["--model", str(CONFIGS / "qwen3-8b")], 1, hardware.GPUS["rtx4090-24g"])
+    ideas = answer_text.rejected_ideas(search.search(["sft"], job(flags), 8, hardware.GPUS["l4-24g"]))
+    line = r"ZeRO-1, checkpointing, micro batch 1: about [\d.]+ GiB, [\d.]+ too much; mostly gradients, 16\.8"
+    assert re.fullmatch(line, ideas[0]), ideas[0]
+    assert ideas[1].startswith("ZeRO-2, ") and ideas[2].startswith("ZeRO-3, ")
+    plan = search.search(["sft"], job(["--model", str(CONFIGS / "qwen3-8b")]), 1, hardware.GPUS["rtx4090-24g"])
     kinds = {answer_text._kind(candidate, plan) for candidate, _ in plan.rejected}
     ideas = answer_text.rejected_ideas(plan)
     assert len(ideas) == len(kinds) < 8 < len(plan.rejected)
-    assert any(re.search(r"activations and logits are [\d.]+; gradient checkpointing would keep one", i) for i in ideas)
-    plan.instead = search.adapters_instead(plan, ["sft"], [])
+    assert any("; mostly activations, " in idea for idea in ideas)
+    plan.instead = search.adapters_instead(plan, ["sft"], job([]))
     assert len(answer_text.text(plan).splitlines()) <= 26
     answer_text.write(plan, tmp_path)
     assert all(idea in (tmp_path / "plan.md").read_text() for idea in ideas)
@@ -842,14 +845,14 @@ def test_a_formula_that_is_far_too_low_costs_few_simulations(monkeypatch):
     monkeypatch.setattr(simulate, "run_all", fake_simulation(size_of))
     small = dataclasses.replace(GPU, memory_gib=16.0)
     flags = [*FLAGS_1B, "--offload", "none", "--effective_batch_size", "64", "--sp_size", "1"]
-    plan = search.search(["sft"], flags, 4, small)
+    plan = search.search(["sft"], job(flags), 4, small)
     assert plan.chosen.setting.micro == 1
     assert len(asked) < 20
 
 
 def test_a_simulation_that_fails_leaves_an_estimate_and_says_so_first(monkeypatch):
     monkeypatch.setattr(simulate, "run_all", fake_simulation(lambda flags: None))
-    plan = search.search(["sft"], FLAGS_1B, 2, GPU)
+    plan = search.search(["sft"], job(FLAGS_1B), 2, GPU)
     assert plan.chosen.answer is None
     first, *_, text = answer_text.text(plan).strip().partition("\n")
     assert first == "the exact check failed: no such kernel; this is an estimate by formula, with a margin of 10%"
@@ -868,12 +871,12 @@ def test_nothing_fits_is_said_by_a_simulation_only(monkeypatch):
     monkeypatch.setattr(simulate, "run_all", fake_simulation(size_of))
     small = dataclasses.replace(GPU, memory_gib=11.0)
     flags = [*FLAGS_1B, "--offload", "none", "--gradient_checkpointing", "true", "--zero", "0"]
-    found = candidates.candidates("sft", flags, 1, small)
+    found = candidates.candidates("sft", job(flags), 1, small)
     assert min(map(search._by_formula, found)) > candidates.CLEARLY_TOO_MUCH * 10 * 2**30
-    plan = search.search(["sft"], flags, 1, small)
+    plan = search.search(["sft"], job(flags), 1, small)
     assert plan.chosen is not None and plan.chosen.answer and asked
     monkeypatch.setattr(simulate, "run_all", fake_simulation(lambda flags: 30))
-    plan = search.search(["sft"], flags, 1, small)
+    plan = search.search(["sft"], job(flags), 1, small)
     assert plan.chosen is None and plan.nearest.answer and "with 31.0 GiB" in answer_text.nothing_fits(plan)
 
 
@@ -919,7 +922,7 @@ def test_tensors_on_their_way_count_in_a_simulation():
              "--per_device_train_batch_size", "1", "--effective_batch_size", "2", "--pure_bf16", "true",
              *OFFLOADED]  # fmt: skip
     plain, streams = answers_for(
-        [simulate.question("sft", [*flags, "--activation_offload_streams", value], 1, gpu=GPU, overrides=FOUR_LAYERS)
+        [simulate.Question(job([*flags, "--activation_offload_streams", value]), 1, gpu=GPU, overrides=FOUR_LAYERS)
          for value in ("false", "true")]
     )  # fmt: skip
     one_input = 2 * 4096 * 4096
@@ -936,7 +939,7 @@ def test_a_plan_does_not_depend_on_the_planning_machines_memory():
              "--max_length", "64", "--effective_batch_size", "2"]  # fmt: skip
     small = dataclasses.replace(GPU, memory_gib=1.5)  # 0.94 GiB of weights: once
     large, little = answers_for(
-        [simulate.question("sft", flags, 2, gpu=gpu, overrides=FOUR_LAYERS) for gpu in (GPU, small)]
+        [simulate.Question(job(flags), 2, gpu=gpu, overrides=FOUR_LAYERS) for gpu in (GPU, small)]
     )
     assert little["total"]["load"] < 1.5 * 2**30 < large["total"]["load"]
 
@@ -945,7 +948,7 @@ def test_a_foreach_optimizer_holds_one_more_copy(tmp_path):
     """torch's default AdamW makes temporaries of all weights at once: 10 bytes a parameter in bf16, not 8."""
     flags = [*FLAGS_1B, "--data", "none", "--zero", "0", "--dtype", "bfloat16", "--max_length", "64",
              "--per_device_train_batch_size", "1", "--effective_batch_size", "1", "--optim"]  # fmt: skip
-    fused, foreach = answers_for([simulate.question("sft", [*flags, optim], 1, gpu=GPU, overrides=FOUR_LAYERS)
+    fused, foreach = answers_for([simulate.Question(job([*flags, optim]), 1, gpu=GPU, overrides=FOUR_LAYERS)
                                   for optim in ("adamw_torch_fused", "adamw_torch")])  # fmt: skip
     each = [answer["total"]["step"] / answer["parameters"] for answer in (fused, foreach)]
     assert each == pytest.approx([8.0, 10.0], rel=0.02)
@@ -957,7 +960,7 @@ def test_the_share_of_offload_ratio_is_on_the_gpu():
     flags = ["--model", str(TINY / "model"), "--data", "none", "--zero", "3", "--offload", "optimizer", "--max_length",
              "64", "--per_device_train_batch_size", "1", "--effective_batch_size", "2"]  # fmt: skip
     whole, split = answers_for(
-        [simulate.question("sft", [*flags, *ratio], 2, gpu=GPU) for ratio in ([], ["--offload_ratio", "0.4"])]
+        [simulate.Question(job([*flags, *ratio]), 2, gpu=GPU) for ratio in ([], ["--offload_ratio", "0.4"])]
     )
     more = split["total"]["step"] - whole["total"]["step"]
     assert more / (split["parameters"] / 2) == pytest.approx(0.6 * 12, rel=0.1)
@@ -973,7 +976,7 @@ def test_the_optimizer_of_a_deepspeed_file_is_simulated(tmp_path):
     asked = []
     for name, config in (("torch", stage_3), ("own", stage_3 | adam)):
         (tmp_path / f"{name}.json").write_text(json.dumps(config))
-        asked.append(simulate.question("sft", [*flags, str(tmp_path / f"{name}.json")], 2, gpu=GPU))
+        asked.append(simulate.Question(job([*flags, str(tmp_path / f"{name}.json")]), 2, gpu=GPU))
     of_torch, own = answers_for(asked)
     assert own["total"]["step"] == pytest.approx(of_torch["total"]["step"], rel=0.01)
 
@@ -984,7 +987,7 @@ def test_the_backward_of_silu_is_one_kernel():
              "--lora_target_modules", "q_proj", "--gradient_checkpointing", "true", "--max_length", "2048",
              "--per_device_train_batch_size", "1", "--effective_batch_size", "1"]  # fmt: skip
     wide = {"intermediate_size": 1 << 16, "num_hidden_layers": 2}
-    (answer,) = answers_for([simulate.question("lora", flags, 1, gpu=GPU, overrides=wide)])
+    (answer,) = answers_for([simulate.Question(job(flags, "lora"), 1, gpu=GPU, overrides=wide)])
     held = answer["total"]["backward"] - answer["total"]["load"]
     assert held / (2048 * wide["intermediate_size"] * 2) == pytest.approx(6, abs=0.3)
 
@@ -1009,7 +1012,7 @@ def test_the_product_of_many_rows_dequantizes_4_bit_weights():
              "--gradient_checkpointing", "false", "--per_device_train_batch_size", "1", "--effective_batch_size", "1",
              "--max_length"]  # fmt: skip
     for answer in answers_for(
-        [simulate.question("lora", [*flags, rows], 1, gpu=GPU, overrides=wide) for rows in ("1024", "2048")]
+        [simulate.Question(job([*flags, rows], "lora"), 1, gpu=GPU, overrides=wide) for rows in ("1024", "2048")]
     ):
         counts.append(sum(size == 128 * wide["intermediate_size"] * 2 for _, size, _ in answer["events"]))
     assert counts[1] - counts[0] == simulate.STEPS * 2 * 3  # products of the MLPs' weights in forward passes
@@ -1022,7 +1025,7 @@ def test_liger_on_request_is_planned_with_its_bytes():
              "--per_device_train_batch_size", "1", "--effective_batch_size", "1"]  # fmt: skip
     liger = ["--use_liger_kernel"]
     asked = [
-        simulate.question("sft", [*flags, *more], 1, gpu=GPU, overrides=FOUR_LAYERS)
+        simulate.Question(job([*flags, *more]), 1, gpu=GPU, overrides=FOUR_LAYERS)
         for more in ([], [*liger, "false"], [*liger, "true"])
     ]
     default, without, with_liger = answers_for(asked)
@@ -1042,7 +1045,7 @@ def test_pinned_blocks_are_rounded_in_a_plan(monkeypatch):
     host = []
     for settings in ("pinned_max_round_threshold_mb:256", "pinned_max_round_threshold_mb:1000000"):
         monkeypatch.setenv("PYTORCH_ALLOC_CONF", settings)
-        (answer,) = answers_for([simulate.question("sft", flags, 2, gpu=GPU, overrides={"num_hidden_layers": 6})])
+        (answer,) = answers_for([simulate.Question(job(flags), 2, gpu=GPU, overrides={"num_hidden_layers": 6})])
         host.append(answer["host"])
     assert host[0] == pytest.approx(18 * answer["parameters"] / 2, rel=0.02)
     assert 1.1 * host[0] < host[1] < 2 * host[0]
@@ -1068,7 +1071,7 @@ def test_an_error_of_the_simulation_is_kept_in_a_file(monkeypatch, tmp_path):
     monkeypatch.setattr(simulate, "_start", lambda *of: None)
     said = '\nsimulation-answer: [0, {"trace": "Traceback ...\\nTypeError: unsupported"}]\n'
     monkeypatch.setattr(simulate, "_ask", lambda *of, keep: (said, ""))
-    (failed,) = simulate.run_all([simulate.question("sft", [], 2)], tmp_path)
+    (failed,) = simulate.run_all([simulate.Question(job([]), 2)], tmp_path)
     assert str(failed) == f"the simulation met an error of its own, which {tmp_path}/error.txt holds; please report it"
     assert (tmp_path / "error.txt").read_text().endswith("TypeError: unsupported")
 
@@ -1138,7 +1141,7 @@ def test_an_image_text_model_is_refused(kind, tmp_path):
     """Also where transformers' causal class is the image-text one."""
     AutoConfig.for_model(kind).save_pretrained(tmp_path)
     with pytest.raises(UserError, match=rf"^--model .*: {kind} is an image-text model, .* name a text-only checkpoint"):
-        candidates.candidates("sft", ["--model", str(tmp_path), "--zero", "2"], 2, GPU)
+        candidates.candidates("sft", job(["--model", str(tmp_path), "--zero", "2"]), 2, GPU)
 
 
 def test_a_folder_without_config(tmp_path):
@@ -1239,9 +1242,9 @@ def test_zero_auto_keeps_the_data_of_a_yaml_file_and_knows_the_host(monkeypatch,
     """A model as a flag and data in the file, and the other way round; what is offloaded must fit this machine."""
     file, found = tmp_path / "job.yaml", {}
 
-    def fastest(methods, flags, ranks, gpu, **more):
+    def fastest(methods, request, ranks, gpu, **more):
         found.update(more)
-        candidate, *_ = candidates.candidates(methods[0], flags, ranks, gpu)
+        candidate, *_ = candidates.candidates(methods[0], request, ranks, gpu)
         return candidates.Plan(gpu, ranks, 1 << 40, {}, candidate, [])
 
     monkeypatch.setenv(gradient_checkpointing.CHOSEN, "{}")  # which a choice sets
@@ -1256,45 +1259,33 @@ def test_zero_auto_keeps_the_data_of_a_yaml_file_and_knows_the_host(monkeypatch,
         assert (settings.model, settings.data) == (model, [rows])
     assert found["host_limit"] == psutil.virtual_memory().total
     file.write_text(f"zero: auto\nmodel: {model}\n")
-    assert candidates.candidates("sft", ["--config", str(file)], 8, GPU)  # a plan needs no data
+    assert candidates.candidates("sft", job(["--config", str(file)]), 8, GPU)  # a plan needs no data
     with pytest.raises(UserError, match="--model is given but --data is not"):
         preflight.chosen_flags("sft", ["--config", str(file)], 8)
 
 
-def test_measured_peaks_sharpen_the_allowance(monkeypatch, tmp_path):
-    monkeypatch.setenv("ZEROFIT_CACHE", str(tmp_path))
+def test_a_finished_run_has_its_predicted_and_measured_peak(monkeypatch, tmp_path):
+    """And what was predicted by formula is compared with nothing."""
     predicted = {"gpu": "H100", "peak_bytes": 10 * 2**30}
-    assert memory_history.learned_allowance("H100") == 0
-    memory_history.remember(predicted, 10 * 2**30 + 5, tmp_path)
-    memory_history.remember(predicted, 9 * 2**30, tmp_path)
-    assert memory_history.learned_allowance("H100") == 5 and memory_history.learned_allowance("A100") == 0
-    assert json.loads((tmp_path / "plan.json").read_text())["measured"]["ratio"] == 0.9
-    reason = f"earlier runs on this GPU were above their plan ({tmp_path}/history.jsonl)"
-    assert predict.allowance_of(GPU, 1)[reason] == 5
+    monkeypatch.setenv(run_folder.PLANNED, json.dumps(predicted | {"by": "no such kernel"}))
+    training_run.write_prediction(9 * 2**30, tmp_path)
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setenv(run_folder.PLANNED, json.dumps(predicted))
+    training_run.write_prediction(9 * 2**30, tmp_path)
+    measured = {"bytes": 9 * 2**30, "ratio": 0.9}
+    assert json.loads((tmp_path / "plan.json").read_text()) == predicted | {"measured": measured}
+
+
+def test_a_plan_is_the_same_on_every_machine():
+    """What is kept free depends on the GPU and the number of ranks alone."""
+    assert set(predict.allowance_of(GPU, 8)) == {"CUDA context", "NCCL buffers"}
 
 
 @pytest.mark.fault
-def test_a_cache_that_cannot_be_written_costs_no_run(monkeypatch, tmp_path, capsys):
+def test_a_cache_that_cannot_be_written_costs_no_run(monkeypatch):
     monkeypatch.setenv("ZEROFIT_CACHE", "/proc/cache")
-    memory_history.remember({"gpu": "H100", "peak_bytes": 10}, 11, tmp_path)
-    assert "note: /proc/cache/history.jsonl: the measured peak is not kept: No such file" in capsys.readouterr().out
-    assert json.loads((tmp_path / "plan.json").read_text())["measured"]["measured_bytes"] == 11
-    simulate._write_cached(Path("/proc/cache/simulations"), simulate.question("sft", [], 1), {"peak": {}})
+    simulate._write_cached(Path("/proc/cache/simulations"), simulate.Question(job([]), 1), {"peak": {}})
     assert "no such kernel" in str(simulate._as_exception({"trace": "no such kernel"}, Path("/proc/cache/simulations")))
-
-
-@pytest.mark.fault
-def test_a_damaged_history_is_read_around(monkeypatch, tmp_path):
-    monkeypatch.setenv("ZEROFIT_CACHE", str(tmp_path))
-    memory_history.learn({"gpu": "H100", "peak_bytes": 10}, 15)
-    with memory_history.history().open("ab") as file:
-        file.write(b"\xff\xfe\x00\n5\n")
-    assert memory_history.learned_allowance("H100") == 5
-
-
-def test_the_cache_is_looked_up_when_it_is_used(monkeypatch, tmp_path):
-    monkeypatch.setenv("ZEROFIT_CACHE", str(tmp_path))
-    assert memory_history.history() == tmp_path / "history.jsonl"
 
 
 @pytest.mark.fault
@@ -1323,7 +1314,7 @@ def test_a_changed_file_is_another_question(tmp_path, monkeypatch):
     ways = [f"--config={yaml_file}"], ["--config", str(yaml_file)], [f"--deepspeed={json_file}"]
 
     def keys():
-        return [simulate._key(simulate.question("sft", flags, 2)) for flags in ways]
+        return [simulate._key(simulate.Question(job(flags), 2)) for flags in ways]
 
     seen = []
     for stage in (2, 3):
@@ -1337,13 +1328,15 @@ def test_a_changed_file_is_another_question(tmp_path, monkeypatch):
     (tmp_path / "configs" / "zero2.json").write_text("{}")
     monkeypatch.setattr("zerofit.config.deepspeed_json.CONFIGS", tmp_path / "configs")
     assert keys()[2] != seen[2][2]
-    assert simulate._key(simulate.question("sft", ["--new_tokens", "x" * 5000, "--data", "~nobody-here/x"], 2))
+    assert simulate._key(simulate.Question(job(["--new_tokens", "x" * 5000, "--data", "~nobody-here/x"]), 2))
 
 
-def test_the_make_line_of_several_files():
+def test_the_make_line_of_several_files(tmp_path, monkeypatch):
+    (tmp_path / "x.yaml").write_text("max_length: 64\n")
+    monkeypatch.chdir(tmp_path)
     flags = ["--data", "a.jsonl", "b.jsonl", "--model=m", "--zero", "0", "--config", "x.yaml"]
     setting = formulas.Setting(0, "none", 1, 1, 10, 1, 1)
-    line = candidates.command(candidates.Candidate(flags, "sft", setting, {}, 1.0, None, GPU), 1)
+    line = candidates.command(candidates.Candidate(job(flags), "sft", setting, {}, 1.0, None, GPU), 1)
     assert line == "make sft GPUS=1 MODEL=m ZERO=0 CONFIG=x.yaml ARGS='--data a.jsonl b.jsonl'"
 
 
@@ -1351,7 +1344,7 @@ def test_the_line_without_a_makefile(monkeypatch):
     monkeypatch.setattr(candidates, "PROJECT", candidates.IN_WHEEL)
     flags = ["--data", candidates.UNNAMED, "--zero", "3", "--offload", "none"]
     setting = formulas.Setting(3, "none", 1, 1, 10, 1, 16)
-    candidate = candidates.Candidate(flags, "qlora", setting, {}, 1.0, None, GPU)
+    candidate = candidates.Candidate(job(flags, "lora"), "qlora", setting, {}, 1.0, None, GPU)
     assert candidates.command(candidate, 16) == (
         "zerofit lora --gpus 8 --nnodes 2 --node_rank 0 --master_addr name-of-node-0 --data your.jsonl --zero 3"
     )
@@ -1374,6 +1367,15 @@ def test_a_launch_does_not_wait_longer_for_a_simulation(monkeypatch, tmp_path, c
     assert found["by"] == "the simulation takes longer than a launch waits for it" and "plan: fits by formula" in said
     assert process.poll() is not None and not simulate._ready
     assert set(found["peak"]["backward"]) == set(formulas.PARTS)
+
+
+def test_a_question_travels_as_json(tmp_path):
+    """Typed values with their sources, the GPU and the lengths of rows come back as they went."""
+    (tmp_path / "run.yaml").write_text("learning_rate: 1e-5\ndata: [a.jsonl, b.jsonl]\n")
+    request = job(["--config", str(tmp_path / "run.yaml"), "--zero", "3", "--gradient_checkpointing", "false"])
+    asked = simulate.Question(request, 8, 7, gpu=GPU, overrides={"num_hidden_layers": 6}, widths=(16, 8))
+    assert simulate.Question.from_json(json.loads(json.dumps(asked.as_json()))) == asked
+    assert (asked.device, asked.layers, simulate.Question(request, 2).device) == ("gpu", 6, "cpu")
 
 
 def test_what_is_part_of_a_plan_leaves_the_plans_process_alone():
@@ -1480,7 +1482,7 @@ def test_what_the_closed_forms_rule_out_is_not_simulated(expandable, monkeypatch
     asked = []
 
     def run_all(questions, cache=None, seconds=None):
-        asked.append(questions[0]["flags"])
+        asked.append(questions[0].request.flags())
         return fake_simulation(lambda flags: 40)(questions)
 
     monkeypatch.setattr(simulate, "run_all", run_all)
@@ -1549,11 +1551,11 @@ def test_a_micro_batch_that_leaves_the_gpu_idle_is_said(expandable, monkeypatch,
 @pytest.mark.slow
 def test_answers_are_kept_by_question(tmp_path):
     flags = ["--model", str(TINY / "model"), "--data", "none", "--max_length", "64"]
-    asked = [simulate.question("sft", flags, 2)]
+    asked = [simulate.Question(job(flags), 2)]
     (first,) = simulate.run_all(asked, tmp_path)
     (again,) = simulate.run_all(asked, tmp_path)
     assert first == again and len(list(tmp_path.iterdir())) == 1
-    assert simulate._key(asked[0]) != simulate._key(simulate.question("sft", [*flags, "--zero", "3"], 2))
+    assert simulate._key(asked[0]) != simulate._key(simulate.Question(job([*flags, "--zero", "3"]), 2))
 
 
 @pytest.mark.bad_input
@@ -1561,7 +1563,7 @@ def test_an_unknown_model_fails_in_words(tmp_path):
     config = tmp_path / "config.json"
     config.write_text(json.dumps({"model_type": "no-such-model"}))
     with pytest.raises(UserError):
-        simulate.run("sft", ["--model", str(tmp_path), "--data", "none"], 2)
+        simulate.run(simulate.Question(job(["--model", str(tmp_path), "--data", "none"]), 2))
 
 
 DEVICE_NAMES = {
@@ -1645,13 +1647,13 @@ def stage_3(layers, forward, backward=0, step=0):
 )
 def test_gathered_parameters_are_level_before_they_are_extended(gathered, bytes_each, depths, monkeypatch):
     def run_all(questions, cache=None, seconds=None):
-        counts = [question["overrides"].get("num_hidden_layers", 40) for question in questions]
+        counts = [question.layers or 40 for question in questions]
         return [stage_3(count, gathered(count)) for count in counts]
 
     monkeypatch.setattr(simulate, "run_all", run_all)
     monkeypatch.setattr(predict, "_depths", lambda *args: [(6, 7), (7, 8), (8, 9), (None,)])
     shape = dataclasses.replace(SHAPE_8B, layers=40, frozen_bytes=bytes_each)
-    answer = predict.answer_of("sft", [], 2, [0], GPU, 3, shape, 1)
+    answer = predict.answer_of(simulate.Question(job([]), 2, gpu=GPU), shape, zero=3, every=1)
     assert answer.get("extended_from_layers") == depths
     assert answer["peak"]["forward"]["buffers"] == pytest.approx(gathered(40), rel=1e-6)
 
@@ -1703,14 +1705,14 @@ def test_extended_layers_have_the_parameters_of_the_model(each, whole, depths, m
     """A model whose first layers depend on how many there are is simulated with all of them."""
 
     def run_all(questions, cache=None, seconds=None):
-        counts = [question["overrides"].get("num_hidden_layers", 40) for question in questions]
+        counts = [question.layers or 40 for question in questions]
         return [stage_3(n, 5e9) | {"parameters": n * each, "whole_parameters": whole} for n in counts]
 
     monkeypatch.setattr(simulate, "run_all", run_all)
     shape = dataclasses.replace(SHAPE_8B, layers=40)  # 2e8 parameters a layer
-    answer = predict.answer_of("sft", [], 2, [0], GPU, 0, shape, 1)
+    answer = predict.answer_of(simulate.Question(job([]), 2, gpu=GPU), shape, zero=0, every=1)
     assert answer.get("extended_from_layers") == depths
-    varied = predict.answer_of("sft", [], 2, [0], GPU, 0, shape, 1, widths=(8, 16))
+    varied = predict.answer_of(simulate.Question(job([]), 2, gpu=GPU, widths=(8, 16)), shape, zero=0, every=1)
     assert isinstance(varied, simulate.SimulationFailed) == (depths is None)
 
 
@@ -1725,7 +1727,7 @@ def replayed(allocated, reserved, least):
 def with_allocator(total, allocator, layers=None):
     def run_all(questions, cache=None, seconds=None):
         found = fake_simulation(lambda flags: total)(questions)
-        whole = not questions[0]["overrides"]
+        whole = not questions[0].overrides
         extended = {} if whole else {"extended_from_layers": [6, 7]}
         return [answer | {"allocator": layers if whole and layers else allocator} | extended for answer in found]
 
@@ -1739,7 +1741,7 @@ def test_a_plan_has_three_figures(monkeypatch):
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     monkeypatch.setattr(simulate, "run_all", with_allocator(50, replayed(20, 26, 21)))
     flags = [*FLAGS_1B, *ONE_SETTING, "--per_device_train_batch_size", "1"]
-    plan = search.search(["sft"], flags, 8, GPU)
+    plan = search.search(["sft"], job(flags), 8, GPU)
     sizes = {name: size / 2**30 for name, size in answer_text.figures(plan.chosen, plan).items()}
     # 64 MiB of cuBLAS workspace; 6 and 1 GiB of segments; 0.6 GiB context and 0.8 of NCCL
     wanted = {"allocated": 50.0625, "reserved": 56.0625, "nvidia_smi": 57.4625, "least": 52.4625}
@@ -1761,7 +1763,7 @@ def test_unused_segments_that_decide_are_simulated_with_all_layers(monkeypatch):
     flags = ["--model", str(CONFIGS / "llama3.1-8b"), *ONE_SETTING[2:], "--zero", "3"]
     flags += ["--per_device_train_batch_size", "1", "--sp_size", "1"]
     monkeypatch.setattr(simulate, "run_all", with_allocator(74, replayed(20, 26, 21), replayed(74, 90, 85)))
-    (candidate,) = candidates.candidates("sft", flags, 8, GPU)
+    (candidate,) = candidates.candidates("sft", job(flags), 8, GPU)
     plan = candidates.Plan(GPU, 8, int(78.2 * 2**30), {}, None, [])
     assert not search._fits(candidate, plan, lambda text: None)
     assert candidate.allocated < plan.limit < candidate.peak and "extended_from_layers" not in candidate.answer
@@ -1782,7 +1784,7 @@ def test_the_error_of_plans_is_kept_free_if_something_fits_so(monkeypatch):
     plans = {}
     for size in (60, 76.5, 77):  # 79.6 GiB, 0.6 of them for the context; 3 % more than the size without a replay
         monkeypatch.setattr(simulate, "run_all", fake_simulation(lambda flags, size=size: size))
-        plans[size] = search.search(["sft"], flags, 1, GPU)
+        plans[size] = search.search(["sft"], job(flags), 1, GPU)
     assert plans[60].margin == pytest.approx(0.01 * GPU.memory_gib * 2**30, abs=2) and plans[60].chosen
     assert "CUDA context 0.60, kept free for the error of plans 0.80 (1%)" in answer_text.text(plans[60])
     assert plans[76.5].chosen and not plans[76.5].margin and plans[76.5].nearest is None
@@ -1799,9 +1801,9 @@ def test_speeds_without_a_measurement_are_named_where_they_order_settings(monkey
     wanted = {4: "also by the speed of links and offload, which was never measured",
               1: "also by the speed of offload, which was never measured"}  # fmt: skip
     for gpus, sentence in wanted.items():
-        plan = search.search(["sft"], FLAGS_1B, gpus, GPU)
+        plan = search.search(["sft"], job(FLAGS_1B), gpus, GPU)
         assert answer_text.facts(plan.chosen, plan)["order of the settings"] == sentence
-    plan = search.search(["sft"], fixed, 4, GPU)
+    plan = search.search(["sft"], job(fixed), 4, GPU)
     assert "order of the settings" not in answer_text.facts(plan.chosen, plan)
 
 
@@ -1825,7 +1827,7 @@ def test_rows_of_different_lengths_leave_more_segments_unused(monkeypatch, tmp_p
              "--per_device_train_batch_size", "2", "--effective_batch_size", "4", "--max_length", "1024",
              "--fused_loss", "false"]  # fmt: skip
     lengths = tuple(range(400, 1025, 24))
-    (equal, unequal) = (search.search(["sft"], flags, 1, GPU, lengths=rows) for rows in ((), lengths))
+    (equal, unequal) = (search.search(["sft"], job(flags), 1, GPU, lengths=rows) for rows in ((), lengths))
     few, more = equal.chosen.answer["allocator"], unequal.chosen.answer["allocator"]
     assert unequal.chosen.answer["equal_rows"] == few and unequal.chosen.allocated == equal.chosen.allocated
     assert more["segments"]["reserved"] > 1.1 * few["segments"]["reserved"]
@@ -1843,7 +1845,7 @@ def test_rows_of_different_lengths_leave_more_segments_unused(monkeypatch, tmp_p
 def test_a_setting_that_only_unequal_rows_reject(expandable, says, monkeypatch):
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     flags = [*FLAGS_1B, *ONE_SETTING, "--per_device_train_batch_size", "1"]
-    candidate, *_ = candidates.candidates("sft", flags, 8, GPU)
+    candidate, *_ = candidates.candidates("sft", job(flags), 8, GPU)
     unequal = replayed(70, 90, 80) | {"expandable": {"allocated": 70 << 30, "least": expandable << 30}}
     candidate.answer = {"total": {"step": 70 << 30}, "equal_rows": replayed(70, 75, 74), "allocator": unequal}
     why = search._why_not(candidate, candidates.Plan(GPU, 8, 78 << 30, {}, None, []))

@@ -10,13 +10,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from conftest import ROOT
+from conftest import ROOT, TINY
 
 from zerofit.base import hardware
-from zerofit.config import resolve
-from zerofit.plan import answer_text, candidates, simulated_rank
+from zerofit.config import parse, resolve
+from zerofit.plan import answer_text, candidates, simulate
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
+import loops
 import published
 
 POINTS = published.points()
@@ -37,11 +38,11 @@ def test_points_are_complete():
 
 @pytest.mark.parametrize("point", POINTS, ids=lambda point: point["id"])
 def test_every_flag_is_accepted(point):
-    flags = candidates.planned_flags(published.flags_of(point), point["method"])
+    request = candidates.planned(published.request_of(point), point["method"])
     gpu = hardware.find(point["gpu"])
-    settings = resolve.resolve_settings(candidates.recipe_of(point["method"]), flags, int(point["gpus"]), gpu)
-    assert candidates.methods_to_try(point["method"], "sft", flags) == [point["method"]]
-    assert (settings.source["zero"] == "flag") == ("--zero" in flags)
+    settings = resolve.resolve(request, int(point["gpus"]), gpu)
+    assert candidates.methods_to_try(point["method"], "sft", request.flags()) == [point["method"]]
+    assert (settings.source["zero"] == "flag") == ("zero" in request.values)
 
 
 def test_what_is_not_stated_makes_class_b():
@@ -56,7 +57,7 @@ def test_a_gradient_that_overwrites_the_logits_is_simulated():
         vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
     )
     model = transformers.LlamaForCausalLM(config).bfloat16()
-    simulated_rank.HABITS["overwrites logits"](SimpleNamespace(model=model))
+    loops.overwrites_logits(SimpleNamespace(model=model))
     ids = torch.zeros(2, 5, dtype=torch.long)
     output = model(input_ids=ids, labels=ids)
     assert output.logits.dtype == torch.float32
@@ -67,6 +68,16 @@ def test_a_gradient_that_overwrites_the_logits_is_simulated():
     kernel.register_hook(lambda inputs, outputs: gradients.append(inputs[0]))
     output.loss.backward()
     assert gradients[0].data_ptr() == shifted.data_ptr() and model.lm_head.weight.grad.isfinite().all()
+
+
+def test_another_training_loop_is_simulated():
+    """A copy of the logits in fp32, without each row's last: 64 more rows of the vocabulary."""
+    flags = ["--model", str(TINY / "model"), "--data", "none", "--zero", "0", "--max_length", "64",
+             "--fused_loss", "false"]  # fmt: skip
+    request = parse.request("sft", flags)
+    hooks = ((), (f"{published.LOOPS}:copies_logits",))
+    plain, other = simulate.run_all([simulate.Question(request, 1, before_training=hook) for hook in hooks])
+    assert other["total"]["forward"] > plain["total"]["forward"]
 
 
 def test_kernels_that_zerofit_lacks_make_class_c():

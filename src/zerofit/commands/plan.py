@@ -9,11 +9,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from zerofit.base import command_line, hardware
+from zerofit.base import hardware
 from zerofit.base.errors import UserError
 from zerofit.base.hardware import GIB
 from zerofit.config import parse
 from zerofit.job import program
+from zerofit.job.request import Request
 from zerofit.model import attention, load
 from zerofit.plan import candidates, formulas, search, simulate
 
@@ -92,16 +93,18 @@ def _search(args: argparse.Namespace, flags: list[str], ranks: int) -> candidate
     host_limit = _host_limit(args.host_memory, for_this_machine)
     with simulate.reused():
         simulate.prestart()  # it imports while the rows are read and the settings are listed
-        first = candidates.first_settings(methods[-1], flags, ranks, gpu, node)
-        flags, rows, lengths = with_real_lengths(flags, methods[-1], ranks, gpu, node)
+        request = parse.request(candidates.recipe_of(methods[-1]), flags)
+        first = candidates.first_settings(request.recipe, request, ranks, gpu, node)
+        request, rows, lengths = with_real_lengths(request, ranks, gpu, node)
         notes = [f"rows: {rows}"]
         if missing := attention.missing_kernels(load.load_config(first)):
             notes.append("note: {}; {}".format(*missing))
         print("\n".join(notes), flush=True)
         say, end = _progress(notes)
         try:
-            plan = search.search(methods, flags, ranks, gpu, say, host_limit, node, lengths)
-            plan.instead = search.adapters_instead(plan, methods, flags) | search.pipeline_instead(plan, methods, flags)
+            plan = search.search(methods, request, ranks, gpu, say, host_limit, node, lengths)
+            plan.instead = search.adapters_instead(plan, methods, request)
+            plan.instead |= search.pipeline_instead(plan, methods, request)
         finally:
             end()
     plan.rows, plan.notes, plan.here = rows, notes, for_this_machine
@@ -128,30 +131,30 @@ def _progress(lines: list[str]) -> tuple[Callable[[str], None], Callable[[], Non
 
 
 def with_real_lengths(
-    flags: list[str], method: str, ranks: int, gpu, node: int = formulas.GPUS_OF_A_NODE
-) -> tuple[list[str], str, tuple[int, ...]]:
-    """Return (the flags with --max_length of the longest row or pack of --data, a sentence on the rows, their lengths).
+    request: Request, ranks: int, gpu, node: int = formulas.GPUS_OF_A_NODE
+) -> tuple[Request, str, tuple[int, ...]]:
+    """Return (the request with --max_length of the longest row or pack of its data, a sentence on rows, their lengths).
 
     The tokenized rows are cached, so the run does not read them again. Rows that cannot be read are taken to be full.
     """
-    settings = candidates.first_settings(method, flags, ranks, gpu, node)
+    settings = candidates.first_settings(request.recipe, request, ranks, gpu, node)
     length = settings.max_length
     full = f"taken to be --max_length {length} tokens long"
     if settings.data == [candidates.UNNAMED]:
-        return flags, f"{full}; with DATA= their real lengths are planned", ()
+        return request, f"{full}; with DATA= their real lengths are planned", ()
     if settings.streaming:
-        return flags, f"{full}, since --streaming reads them later", ()
+        return request, f"{full}, since --streaming reads them later", ()
     try:
         lengths = _lengths(settings)
     except UserError as error:
-        return flags, f"{full}, since they cannot be read: {error}", ()
+        return request, f"{full}, since they cannot be read: {error}", ()
     longest = max(lengths)
     width = min(length, -(-longest // 8) * 8)  # as the collator rounds
     kind = "pack" if settings.packing else "side of a pair" if settings.documents_per_row == 2 else "row"
     if width == length:
-        return flags, f"the longest {kind} of --data fills --max_length {length}", lengths
+        return request, f"the longest {kind} of --data fills --max_length {length}", lengths
     sentence = f"the longest {kind} of --data has {longest} tokens: planned with --max_length {width} instead of "
-    return [*command_line.drop(flags, "--max_length"), "--max_length", str(width)], f"{sentence}{length}", lengths
+    return request.put(max_length=width), f"{sentence}{length}", lengths
 
 
 def _lengths(settings) -> tuple[int, ...]:

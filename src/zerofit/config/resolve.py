@@ -61,6 +61,7 @@ def resolve(
     asked: Request, world_size: int, gpu=None, arguments_only: bool = False, argv: list[str] | None = None
 ) -> Settings:
     """Return the settings of a request, resolved, checked and frozen. Args and errors: as `resolve_settings`."""
+    accelerate_env.drop_accelerate_env()
     settings = parse.settings_of(asked, world_size, gpu, argv)
     for step in ARGUMENTS:
         step(settings)

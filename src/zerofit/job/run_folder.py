@@ -23,6 +23,8 @@ from zerofit.job.settings import Settings, as_typed
 
 METRICS = "metrics.jsonl"
 
+PLANNED = "ZEROFIT_PLAN"  # environment variable: JSON of the prediction by the check before a launch, or "{}"
+
 # Kinds of values in the files of a run. FINITE: also not beyond 2^63; NUMBER: also nan and infinity, as losses are.
 TEXT, WHOLE, FINITE, NUMBER = "text", "a whole number", "a finite number", "a number"
 

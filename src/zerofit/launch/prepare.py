@@ -92,12 +92,12 @@ def prepare(settings: Settings, decides: bool = True) -> tuple[Path | None, obje
     Returns: the run folder to create (None if not `decides`), the training set, the evaluation set or None.
     """
     from zerofit.base import hub
+    from zerofit.certificate.data import check_data
     from zerofit.checkpoint import resumable
     from zerofit.config import resolve
     from zerofit.data.load import load_datasets
     from zerofit.launch import doctor
     from zerofit.model.load import check_model, check_weights, load_tokenizer
-    from zerofit.plan import inspect_data
     from zerofit.train import deepspeed_ops
 
     hub.check_push(settings)
@@ -111,7 +111,7 @@ def prepare(settings: Settings, decides: bool = True) -> tuple[Path | None, obje
     deepspeed_ops.prepare(settings)  # compile ops now: a failing compiler is reported before ranks start
     tokenizer = load_tokenizer(settings)
     sets = load_datasets(settings, tokenizer)
-    inspect_data.check_data(settings, *sets, tokenizer)
+    check_data(settings, *sets, tokenizer)
     if decides:
         resumable.check_resumable(settings, sets[0])
     return folder, *sets

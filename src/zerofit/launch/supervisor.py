@@ -120,7 +120,7 @@ def _run_attempt(job: Job, attempt: Attempt, number: int, records: Path) -> post
             return postmortem.lost_node(", ".join(map(job.coordinator.membership.host, lost)), records)
     last = postmortem.ending(code, records, signals, hung, attempt.settings.hang_timeout, kills)
     if last.kind == "out of memory":
-        preflight.record_oom([record["traceback"] for record in rank_status.records(records)])
+        preflight.publish(None)  # the next attempt has other settings
     return last
 
 

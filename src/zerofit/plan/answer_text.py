@@ -5,7 +5,7 @@ from pathlib import Path
 
 from zerofit.base import allocator, paths
 from zerofit.base.hardware import GIB
-from zerofit.job import groups, run_folder
+from zerofit.job import run_folder
 from zerofit.plan import candidates, formulas, search
 from zerofit.plan.candidates import Candidate, Plan
 from zerofit.train import memory_report
@@ -119,7 +119,7 @@ def _three_figures(candidate: Candidate, plan: Plan) -> list[str]:
 
 
 def rejected_ideas(plan: Plan) -> list[str]:
-    """Return a line for each kind of rejected setting: its smallest one, what takes the most, what would help."""
+    """Return a line for each kind of rejected setting: its smallest one, what that lacks, and what takes the most."""
     kinds: dict[tuple, list[Candidate]] = {}
     for candidate, _ in plan.rejected:
         kinds.setdefault(_kind(candidate, plan), []).append(candidate)
@@ -127,7 +127,7 @@ def rejected_ideas(plan: Plan) -> list[str]:
     smallest.sort(key=lambda c: (c.change, ("none", "optimizer", "all").index(c.setting.offload), c.setting.zero))
     methods = {candidate.method for candidate in [*smallest, *([plan.chosen] if plan.chosen else [])]}
     return [
-        f"{c.label if len(methods) > 1 else _without_method(c)}: {_size_of(c, plan)}; {_lesson(c, plan)}"
+        f"{c.label if len(methods) > 1 else _without_method(c)}: {_size_of(c, plan)}; {_most(c, plan)}"
         for c in smallest
     ]
 
@@ -164,58 +164,12 @@ def _size_of(candidate: Candidate, plan: Plan) -> str:
     return f"{about}{candidate.peak / GIB:.1f} GiB, {too_much / GIB:.1f} too much"
 
 
-# What a chosen setting may have less of than a rejected one with the same states.
-_OF_ACTIVATIONS = {"micro": 0, "tokens": 0, "accumulation": 0, "every": 0, "selective": False,
-                   "activation_offload": False}  # fmt: skip
-
-
-def _lesson(candidate: Candidate, plan: Plan) -> str:
-    """Return what takes the most memory and what would make it smaller."""
-    setting, chosen = candidate.setting, plan.chosen and plan.chosen.setting
+def _most(candidate: Candidate, plan: Plan) -> str:
+    """Return what takes the most memory, or where states go that the host has no room for."""
     if _host_is_short(candidate, plan):
         return "--offload_path puts the states on a disk"
-    parts = _highest(candidate)[1]
-    work = parts["activations"] + parts["logits"]
-    same_states = chosen is not None and replace(setting, **_OF_ACTIVATIONS) == replace(chosen, **_OF_ACTIVATIONS)
-    if work < sum(parts.values()) / 2 and not same_states:
-        return _of_states(candidate, parts)
-    taken = f"activations and logits are {work / GIB:.1f}"
-    if not setting.every or setting.selective:
-        return f"{taken}; gradient checkpointing would keep one input a layer"
-    if same_states and chosen.activation_offload and not setting.activation_offload:
-        return f"{taken}, and --activation_offload keeps the inputs of layers on the host"
-    if setting.micro > 1:
-        return f"{taken}, and a micro batch of fewer than {setting.micro} rows accumulates instead"
-    return f"{taken}, and shorter rows or --sp_size take less than {setting.tokens:,} tokens a GPU"
-
-
-def _of_states(candidate: Candidate, parts: dict[str, float]) -> str:
-    """Return the lesson of a setting whose weights, gradients and optimizer states take the most."""
-    setting, several = candidate.setting, candidate.setting.ranks > 1
-
-    def size(*names: str) -> str:
-        return f"{sum(parts[name] for name in names) / GIB:.1f}"
-
-    states = size("parameters", "gradients", "optimizer", "buffers")
-    if setting.offload == "all":
-        return f"layers gathered for a step and buffers are {states}"
-    variants = candidates.recipe_of(candidate.method).variants
-    in_4_bits = next((one.title for one in variants if "load_in_4bit" in one.arguments), "")
-    if in_4_bits and in_4_bits != candidates.method_of(candidate.method).title and setting.zero < 3:
-        shards = ", and ZeRO-3 shards it" * several
-        return f"the base is {size('parameters')}: {in_4_bits} keeps it in 4 bits{shards}"
-    if several and setting.zero < 3:
-        return {
-            0: f"weights, gradients and states are {states} on each GPU, and ZeRO-1 shards the states",
-            1: f"weights and gradients are {size('parameters', 'gradients')} on each GPU, and ZeRO-2 shards gradients",
-            2: f"weights are {size('parameters')} on each GPU, and ZeRO-3 shards them",
-        }[setting.zero]
-    if setting.offload == "none":
-        weights = (
-            "a GPU's share of weights, gradients and states is" if several else "weights, gradients and states are"
-        )
-        return f"{weights} {states}, and offload moves states to the host"
-    return f"weights are {size('parameters')}, and ZeRO-3 with offload all moves them to the host"
+    part, size = max(_highest(candidate)[1].items(), key=lambda pair: pair[1])
+    return f"mostly {part}, {size / GIB:.1f}"
 
 
 # --- what else is offered, and warnings ---
@@ -324,7 +278,7 @@ def facts(candidate: Candidate, plan: Plan) -> dict[str, str]:
         "sent by each GPU": _sent(candidate, plan),
         "estimate": f"from data sheets at {formulas.MATRIX_EFFICIENCY:.0%} of the GPU's matrix peak",
     }
-    return result | _order(plan) | _hpz(candidate, plan) | _sp(candidate, plan)
+    return result | _order(plan) | _hpz(candidate, plan)
 
 
 def _count(number: int, name: str) -> str:
@@ -429,21 +383,6 @@ def _hpz(candidate: Candidate, plan: Plan) -> dict[str, str]:
     return {
         f"--zero_hpz_partition_size {plan.node}": f"would take about {more:.1f} GiB more of each GPU; estimate "
         f"{seconds:.2f} s a step instead of {candidate.seconds:.2f} (ZeRO++ hpZ, docs/scaling.md)"
-    }
-
-
-def _sp(candidate: Candidate, plan: Plan) -> dict[str, str]:
-    """Return {flag: text} on what rows split over two GPUs would change; {} if a smaller micro batch comes first."""
-    setting, shape = candidate.setting, candidate.shape
-    if setting.ranks_per_row > 1 or setting.micro > 1 or setting.of_a_node % 2 or shape.heads % 2:
-        return {}
-    way = next(way for way in groups.ways() if way.splits == "tokens")
-    halved = replace(setting, groups=((way, 2),), tokens=setting.tokens // 2, accumulation=2 * setting.accumulation)
-    seconds = formulas.step_seconds(shape, halved, plan.gpu, setting.tokens)
-    saved = (candidate.formula["activations"] + candidate.formula["logits"]) / 2 / GIB
-    return {
-        f"--{way.flag} 2": f"would save about {saved:.1f} GiB of each GPU by formula; estimate {seconds:.2f} s a step "
-        f"instead of {candidate.seconds:.2f} (docs/long_context.md)"
     }
 
 

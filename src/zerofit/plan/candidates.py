@@ -9,13 +9,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from zerofit.base import allocator, command_line, hardware
+from zerofit.base import allocator, hardware
 from zerofit.base.errors import EXIT_CODES, UserError
 from zerofit.base.hardware import GIB
 from zerofit.base.paths import IN_WHEEL, PROJECT
 from zerofit.config import nvme, parse, resolve
 from zerofit.job import groups, program
 from zerofit.job.recipe import Recipe
+from zerofit.job.request import FLAG, Request
 from zerofit.job.settings import as_typed
 from zerofit.model import gradient_checkpointing, preference_loss
 from zerofit.plan import formulas
@@ -50,28 +51,28 @@ FORMULA_MARGIN = 0.1  # added to the closed forms' bytes
 
 ESTIMATE = f"the exact check failed: {{}}; this is an estimate by formula, with a margin of {FORMULA_MARGIN:.0%}"
 
-SMALLER_STATES = [("--optim", "adamw_bnb_8bit"), ("--pure_bf16", "true")]
+SMALLER_STATES = [("optim", "adamw_bnb_8bit"), ("pure_bf16", True)]
 
-# Flags that have a make variable.
-WITH_VARIABLE = ("--zero", "--offload", "--model", "--data", "--config", *(f"--{name}" for name in groups.flags()))
+# Arguments that have a make variable.
+WITH_VARIABLE = ("zero", "offload", "model", "data", "config", *groups.flags())
 
 UNNAMED = "not-named-yet"  # placeholder for --data, which a plan does not need
 
 
 @dataclass
 class Candidate:
-    """A setting and its predictions. formula: bytes by part; answer: of the simulation, None: not run."""
+    """A setting and its predictions."""
 
-    flags: list[str]
-    method: str
+    request: Request  # of the run, complete: what the printed command gives
+    method: str  # sft, lora, qlora, dpo or pipeline
     setting: Setting
-    formula: dict[str, float]
-    seconds: float
-    shape: Shape
+    formula: dict[str, float]  # {part of formulas.PARTS: bytes of a GPU} by the closed forms
+    seconds: float  # of an optimizer step, an estimate
+    shape: Shape  # of the model, with the method's adapter
     gpu: hardware.Gpu
-    answer: dict | None = None
+    answer: dict | None = None  # of the simulation (see simulate.run), None: not run
     failed: str = ""  # why the simulation failed
-    change: tuple[str, ...] = ()  # of SMALLER_STATES
+    change: tuple = ()  # which of SMALLER_STATES it has that the user did not ask for; (): none
 
     @property
     def label(self) -> str:
@@ -81,7 +82,7 @@ class Candidate:
         checkpointing += " offloaded" if s.activation_offload else ""
         hpz = f" with hpZ {s.hpz}" if s.hpz > 1 else ""
         offload = "" if s.offload == "none" else f", offload {s.offload}{' to NVMe' * s.nvme}"
-        change = f", {' '.join(self.change)}" if self.change else ""
+        change = f", {changed(self.change)}" if self.change else ""
         split = "".join(f", {way.flag} {size}" for way, size in s.groups if way.splits != "layers")
         split += f", {s.accumulation} of them through {s.pp} stages" if s.pp > 1 else ""
         return f"{self.method} ZeRO-{s.zero}{hpz}{offload}{checkpointing}{change}, micro batch {s.micro}{split}"
@@ -117,6 +118,11 @@ class Candidate:
     def tokens_per_second(self) -> float:
         s = self.setting
         return s.tokens * s.sp * s.accumulation * s.ranks / s.ranks_per_row / self.seconds
+
+
+def changed(change: tuple) -> str:
+    """Return one of SMALLER_STATES as a flag; "" for ()."""
+    return f"--{change[0]} {as_typed(*change)}" if change else ""
 
 
 def peak_by_formula(parts: dict[str, float], gpu) -> int:
@@ -165,39 +171,31 @@ def beyond_allocated(answer: dict | None, allocated: int) -> dict[str, int]:
 
 @dataclass
 class Plan:
-    """The result of a search.
+    """The result of a search."""
 
-    limit: bytes that tensors may take on a GPU; allowance: bytes outside torch's allocator, by reason; margin: bytes
-    kept free for the error of plans, 0: none is left; chosen: None if nothing fits; rejected: faster candidates, and
-    why; nearest: the smallest if nothing fits; would_do, longest: GPUs and --max_length at which something fits;
-    host_limit: bytes of a node's host memory, None: unknown; node: GPUs of a node; instead: {name: (LoRA, QLoRA or a
-    pipeline by formula, None: none fits; the words for it)}; here: the plan is for this machine; host_here, disk_free:
-    bytes of its host memory and free in runs/; kept: number of checkpoints, None: all; rows: a sentence on the length
-    of the rows; notes: the search's lines; unmeasured: what has a speed that orders the settings and that no
-    measurement supports; lengths: tokens of the rows, (): all are full."""
-
-    gpu: hardware.Gpu
-    ranks: int
-    limit: int
-    allowance: dict[str, int]
-    chosen: Candidate | None
-    rejected: list[tuple[Candidate, str]]
-    nearest: Candidate | None = None
-    would_do: int | None = None
-    longest: int | None = None
-    host_limit: int | None = None
-    seconds: float = 0.0
-    notes: list[str] = field(default_factory=list)
-    node: int = formulas.GPUS_OF_A_NODE
+    gpu: hardware.Gpu  # each GPU of the job
+    ranks: int  # GPUs of all nodes
+    limit: int  # bytes that torch's allocator may take on a GPU, without the margin
+    allowance: dict[str, int]  # {reason: bytes} of a GPU's memory outside torch's allocator
+    chosen: Candidate | None  # the fastest that fits; None: nothing fits
+    rejected: list[tuple[Candidate, str]]  # (a faster candidate, why it was not chosen)
+    nearest: Candidate | None = None  # the smallest, if nothing fits
+    would_do: int | None = None  # GPUs with which something fits by formula; None: no number was found
+    longest: int | None = None  # --max_length at which something fits by formula; None: none was found
+    host_limit: int | None = None  # bytes of a node's host memory, None: unknown
+    seconds: float = 0.0  # that the search took
+    notes: list[str] = field(default_factory=list)  # the lines that the search has shown
+    node: int = formulas.GPUS_OF_A_NODE  # GPUs of a node
+    # {LoRA, QLoRA or pipeline: (its fastest that fits by formula, None: none does; words that plan or explain it)}
     instead: dict[str, tuple[Candidate | None, str]] = field(default_factory=dict)
-    here: bool = False
-    host_here: int | None = None
-    disk_free: int | None = None
-    kept: int | None = None
-    rows: str = ""
-    margin: int = 0
-    unmeasured: list[str] = field(default_factory=list)
-    lengths: tuple[int, ...] = ()
+    here: bool = False  # the plan is for this machine
+    host_here: int | None = None  # bytes of this machine's host memory
+    disk_free: int | None = None  # bytes that are free for runs/ on this machine
+    kept: int | None = None  # checkpoints that a run keeps, None: all
+    rows: str = ""  # a sentence on the length of the rows
+    margin: int = 0  # bytes of a GPU that are kept free for the error of plans, 0: none is left
+    unmeasured: list[str] = field(default_factory=list)  # what orders the settings by a speed that was never measured
+    lengths: tuple[int, ...] = ()  # tokens of each row, (): all are full
 
     @property
     def nodes(self) -> int:
@@ -293,29 +291,29 @@ def gpus_as_text(ranks: int, node: int) -> str:
 
 
 def candidates(
-    method: str, flags: list[str], ranks: int, gpu, change: tuple[str, ...] = (),
-    node: int = formulas.GPUS_OF_A_NODE,
-) -> list[Candidate]:  # fmt: skip
-    """Return all settings that the flags leave open, the fastest (by estimate) first.
+    method: str, request: Request, ranks: int, gpu, change: tuple = (), node: int = formulas.GPUS_OF_A_NODE
+) -> list[Candidate]:
+    """Return all settings that the request leaves open, the fastest (by estimate) first.
 
-    Args: change: a pair of SMALLER_STATES to add to the flags, or (); node: GPUs of a node.
-    Raises: UserError if the flags themselves are wrong, or no setting is left.
+    Args: change: a pair of SMALLER_STATES to add, or (); node: GPUs of a node.
+    Raises: UserError if the request itself is wrong, or no setting is left.
     """
-    recipe, disk = recipe_of(method), command_line.value_of(flags, ("--offload_path",))
-    flags = [*planned_flags(flags, method), *change]
+    disk = request.get("offload_path") if request.source.get("offload_path") == FLAG else None
+    request = planned(request, method)
+    request = request.put(**dict([change])) if change else request
     result, error, first = [], None, None
-    for group in _open_groups(recipe, flags, ranks, node):
-        own_flags = command_line.put(flags, **group)
+    for group in _open_groups(request, ranks, node):
+        own = request.put(**group)
         if first:
-            own_flags = command_line.put(own_flags, effective_batch_size=first.effective_batch_size)
+            own = own.put(effective_batch_size=first.effective_batch_size)
         try:
-            base = resolve.resolve_settings(recipe, own_flags, ranks, gpu)
+            base = resolve.resolve(own, ranks, gpu)
             _check_groups(base, node)
             resolve.resolve_for_model(base)
             if first is None:
                 first, hpz, shape = base, _hpz(base, ranks, node), shape_of(base)
             place = Place(gpu, node, hpz, disk)
-            result += _of_group(base, own_flags, method, change, place, shape, bool(group))
+            result += _of_group(base, method, change, place, shape, bool(group))
         except UserError as refused:
             error = error or refused
     if not result:
@@ -325,32 +323,28 @@ def candidates(
 
 @dataclass
 class Place:
-    """What candidates run on.
-
-    node: GPUs of a node; hpz: ranks that share ZeRO++'s copy; disk: the flag --offload_path, or None."""
+    """What candidates run on."""
 
     gpu: hardware.Gpu
-    node: int
-    hpz: int
-    disk: str | None
+    node: int  # GPUs of a node
+    hpz: int  # ranks that share ZeRO++'s copy of the parameters, 1: there is none
+    disk: str | None  # the flag --offload_path, None: it is not given
 
 
-def _of_group(
-    base, flags: list[str], method: str, change: tuple[str, ...], place: Place, shape: Shape, splits: bool
-) -> list[Candidate]:
-    """Return the candidates with the groups of `base`, the Settings of `flags`. splits: see `_open`.
+def _of_group(base, method: str, change: tuple, place: Place, shape: Shape, splits: bool) -> list[Candidate]:
+    """Return the candidates with the groups of `base`, the Settings of a request. splits: see `_open`.
 
-    Raises: UserError if the flags leave none.
+    Raises: UserError if the request leaves none.
     """
     ranks, disk = base.world_size, place.disk or _disk_of(base)
     found, error = [], None
     for zero, (offload, on_disk), checkpointing, micro in itertools.product(*_open(base, ranks, disk, splits)):
         if not _sensible(zero, offload, ranks, base) or (on_disk and zero != 3):
             continue
-        own_flags = _flags(flags, base, zero, offload, checkpointing, micro)
-        own_flags = command_line.put(own_flags, offload_path=disk) if on_disk and place.disk else own_flags
+        request = _requested(base, zero, offload, checkpointing, micro)
+        request = request.put(offload_path=disk) if on_disk and place.disk else request
         try:
-            resolve.resolve_settings(recipe_of(method), own_flags, ranks, place.gpu)
+            resolve.resolve(request, ranks, place.gpu)
         except UserError as refused:
             error = error or refused
             continue
@@ -362,34 +356,34 @@ def _of_group(
                           offload_streams=base.activation_offload_streams)  # fmt: skip
         by_part = formulas.memory(shape, setting, base, base.fused_loss)
         seconds = formulas.step_seconds(shape, setting, place.gpu, base.max_length)
-        found.append(Candidate(own_flags, method, setting, by_part, seconds, shape, place.gpu, change=change))
+        found.append(Candidate(request, method, setting, by_part, seconds, shape, place.gpu, change=change))
     if not found:
         raise error or UserError("these flags leave no setting to plan.")
     return found
 
 
 def of_pipeline(
-    method: str, best: Candidate, flags: list[str], plan: "Plan", size: int, micro: int, accumulation: int
+    method: str, best: Candidate, request: Request, plan: "Plan", size: int, micro: int, accumulation: int
 ) -> list[Candidate]:
-    """Return pipelines of `size` stages, without and with checkpointing, as far as the model and the flags take one.
+    """Return pipelines of `size` stages, without and with checkpointing, as far as the model and the request take one.
 
     Args: method: a recipe with stages; best: a candidate of full fine-tuning of the same model; accumulation: micro
         batches of a step.
     """
-    result, flags = [], planned_flags(flags, method)
+    result = []
     batch = {"per_device_train_batch_size": micro, "gradient_accumulation_steps": accumulation}
+    cut = {way.flag: size for way in groups.ways() if way.splits == "layers"}
     for checkpointing in (False, True):
-        cut = {way.flag: size for way in groups.ways() if way.splits == "layers"}
-        own_flags = command_line.put(flags, zero=1, gradient_checkpointing=checkpointing, **cut, **batch)
         try:
-            settings = resolve.resolve_settings(recipe_of(method), own_flags, plan.ranks, plan.gpu)
+            own = planned(request, method).put(zero=1, gradient_checkpointing=checkpointing, **cut, **batch)
+            settings = resolve.resolve(own, plan.ranks, plan.gpu)
             resolve.resolve_for_model(settings)
         except UserError:
             continue
         setting = replace(setting_of(settings), node=plan.node)
         _, fullest = fullest_stage(best.shape, setting, settings)
         seconds = formulas.pipeline_seconds(best.shape, setting, plan.gpu, settings.max_length)
-        result.append(Candidate(own_flags, method, setting, fullest, seconds, best.shape, plan.gpu))
+        result.append(Candidate(own, method, setting, fullest, seconds, best.shape, plan.gpu))
     return result
 
 
@@ -402,24 +396,24 @@ def fullest_stage(shape: Shape, setting: Setting, settings) -> tuple[int, dict[s
     return max(enumerate(by_stage), key=lambda stage: sum(stage[1].values()))
 
 
-def first_settings(method: str, flags: list[str], ranks: int, gpu, node: int):
-    """Return the Settings of the flags, with the first group of those that a plan tries that they allow.
+def first_settings(method: str, request: Request, ranks: int, gpu, node: int):
+    """Return the Settings of the request, with the first group of those that a plan tries that it allows.
 
-    Raises: UserError if they allow none.
+    Raises: UserError if it allows none.
     """
-    recipe, flags, error = recipe_of(method), planned_flags(flags, method), None
-    for group in _open_groups(recipe, flags, ranks, node):
+    request, error = planned(request, method), None
+    for group in _open_groups(request, ranks, node):
         try:
-            return resolve.resolve_settings(recipe, command_line.put(flags, **group), ranks, gpu)
+            return resolve.resolve(request.put(**group), ranks, gpu)
         except UserError as refused:
             error = error or refused
     raise error
 
 
-def _open_groups(recipe: Recipe, flags: list[str], ranks: int, node: int) -> list[dict[str, int]]:
-    """Return each size of groups to try, as arguments; {}: as the flags or their YAML file have them."""
+def _open_groups(request: Request, ranks: int, node: int) -> list[dict[str, int]]:
+    """Return each size of groups to try, as arguments; {}: as the request has them."""
     searched = [way for way in groups.ways() if way.searched]
-    if any(parse.given(recipe, flags, way.flag) is not None for way in searched):
+    if any(request.get(way.flag) is not None for way in searched):
         return [{}]
     tried = [(way.flag, size) for way in searched for size in way.searched]
     return [{}, *({name: size} for name, size in tried if min(ranks, node) % size == 0 and ranks % size == 0)]
@@ -450,23 +444,30 @@ def _hpz(settings, ranks: int, node: int) -> int:
     return size
 
 
-def planned_flags(flags: list[str], method: str) -> list[str]:
-    """Return the flags with those that a plan of this method changes or adds."""
-    flags = command_line.drop_value(flags, "--zero", "auto")
-    named = command_line.names(flags)
-    if "--offload" not in named:  # candidates() adds it to the settings that offload to disk
-        flags = command_line.drop(flags, "--offload_path")
-    chosen = method_of(method)
-    added = {n: value for n, value in chosen.arguments.items() if parse.given(chosen.recipe, flags, n) is None}
-    flags = command_line.put(flags, **added)
-    if lacks_data(chosen.recipe, flags):
-        flags = command_line.put(flags, data=UNNAMED)  # a plan never opens the rows
-    return flags
+def planned(request: Request, method: str) -> Request:
+    """Return the request of this method's recipe, with what a plan of the method changes or adds.
+
+    Raises: UserError for an argument that the recipe does not have.
+    """
+    if request.recipe != recipe_of(method):
+        request = parse.request(recipe_of(method), request.flags())
+    if request.get("zero") == "auto":
+        request = drop_flags(request, "zero")
+    if "offload" not in request.values:  # candidates() adds it to the settings that offload to disk
+        request = drop_flags(request, "offload_path")
+    added = {name: value for name, value in method_of(method).arguments.items() if request.get(name) is None}
+    request = request.put(**added)
+    return request.put(data=[UNNAMED]) if lacks_data(request) else request  # a plan never opens the rows
 
 
-def lacks_data(recipe: Recipe, flags: list[str]) -> bool:
-    """Return whether the flags or their YAML file name a model and no data."""
-    return bool(parse.given(recipe, flags, "model")) and not parse.given(recipe, flags, "data")
+def drop_flags(request: Request, *names: str) -> Request:
+    """Return the request without these flags of its command line; what a YAML file has stays, as in the printed one."""
+    return request.drop(*(name for name in names if request.source.get(name) == FLAG))
+
+
+def lacks_data(request: Request) -> bool:
+    """Return whether the request names a model and no data."""
+    return bool(request.get("model")) and not request.get("data")
 
 
 def shape_of(settings) -> Shape:
@@ -493,14 +494,11 @@ _FIXED = ("flag", "deepspeed JSON")
 
 @dataclass(frozen=True)
 class Checkpointing:
-    """Gradient checkpointing.
+    """Gradient checkpointing: which layers are computed again in the backward."""
 
-    every: of every n-th layer, 0: none; selective: its matrix products and attention are kept; offloaded: the inputs of
-    its layers are in host memory."""
-
-    every: int
-    selective: bool = False
-    offloaded: bool = False
+    every: int  # every n-th layer, 0: none
+    selective: bool = False  # the results of matrix products and attention are kept
+    offloaded: bool = False  # the inputs of these layers are in host memory
 
     @property
     def flags(self) -> dict:
@@ -573,13 +571,13 @@ def _sensible(zero: int, offload: str, ranks: int, base) -> bool:
     return True
 
 
-def _flags(flags: list[str], base, zero: int, offload: str, checkpointing: Checkpointing, micro: int) -> list[str]:
-    """Return the recipe's flags for one candidate."""
-    result = command_line.drop(flags, "--search_batch_size", "--offload_path")
+def _requested(base, zero: int, offload: str, checkpointing: Checkpointing, micro: int) -> Request:
+    """Return the request of one candidate, from that of the settings that it shares with others."""
+    result = drop_flags(base.request, "search_batch_size", "offload_path")
     batch = {"per_device_train_batch_size": micro, "effective_batch_size": base.effective_batch_size}
-    result = command_line.put(result, zero=zero, offload=offload, **batch)
-    named = {f"--{name}" for name in gradient_checkpointing.ARGUMENTS} & command_line.names(result)
-    return result if named else command_line.put(result, **checkpointing.flags)
+    result = result.put(zero=zero, offload=offload, **batch)
+    named = set(gradient_checkpointing.ARGUMENTS) & result.values.keys()
+    return result if named else result.put(**checkpointing.flags)
 
 
 def setting_of(settings) -> Setting:
@@ -606,37 +604,38 @@ def _runs_reference(settings) -> bool:
     return not settings.precompute_ref_log_probs and settings.loss_type not in preference_loss.REFERENCE_FREE
 
 
-def flags_for_simulation(flags: list[str]) -> list[str]:
-    """Return the flags without those that do not change memory, so that equal jobs share a cached answer."""
-    return command_line.drop(
-        flags, "--plan", "--show", "--gpu_type", "--gpus", "--ignore_plan", "--output_dir", "--memory_limit",
-        "--resume_from_checkpoint", "--on_oom", "--max_restarts", "--hang_timeout", "--on_nan",
-        "--max_nan_steps", "--canary", "--ignore_resume_mismatch",
+def for_simulation(request: Request) -> Request:
+    """Return the request without what does not change memory, so that equal jobs share a cached answer."""
+    return request.drop(
+        "plan", "show", "gpu_type", "gpus", "ignore_plan", "output_dir", "memory_limit",
+        "resume_from_checkpoint", "on_oom", "max_restarts", "hang_timeout", "on_nan",
+        "max_nan_steps", "canary", "ignore_resume_mismatch",
     )  # fmt: skip
 
 
 def command(candidate: Candidate, ranks: int) -> str:
     """Return the command that runs the candidate, on several nodes that of the first: of make where a Makefile is."""
+    request = candidate.request
+    if request.get("data") == [UNNAMED]:
+        request = request.put(data=["your.jsonl"])
+    if request.get("offload") == "none" and request.source["offload"] == FLAG:  # that of a file would be back
+        request = request.drop("offload")
+    several = _first_node(candidate, ranks)
     if PROJECT == IN_WHEEL:
-        return _command_without_make(candidate, ranks)
-    rest, variables = [], {"GPUS": str(ranks)}
-    if several := _first_node(candidate, ranks):
+        return _command_without_make(request, ranks, several)
+    variables = {"GPUS": str(ranks)}
+    if several:
         variables = {"GPUS": several[0], "NODES": several[1], "NODE_RANK": "0", "MASTER_ADDR": "name-of-node-0"}
-    for name, values, words in command_line.by_flag(candidate.flags):
-        if name in WITH_VARIABLE and len(values) == 1:
-            variables[name[2:].removesuffix("_size").upper()] = values[0]
-        else:  # also --data with several files, since a make variable holds one
-            rest += words
-    if variables.get("DATA") == UNNAMED:
-        variables["DATA"] = "your.jsonl"
-    if variables.get("OFFLOAD") == "none":
-        del variables["OFFLOAD"]
+    of_make = {name: words[1] for name in WITH_VARIABLE if len(words := _words(request, name)) == 2}
+    rest = request.drop(*of_make).flags()  # also --data with several files, since a make variable holds one
+    variables |= {name.removesuffix("_size").upper(): of_make[name] for name in request.values if name in of_make}
     more = f" ARGS={shlex.quote(shlex.join(rest))}" if rest else ""
-    return (
-        f"{program.make(recipe_of(candidate.method))} "
-        + " ".join(f"{k}={shlex.quote(v)}" for k, v in variables.items())
-        + more
-    )
+    return f"{program.make(request.recipe)} " + " ".join(f"{k}={shlex.quote(v)}" for k, v in variables.items()) + more
+
+
+def _words(request: Request, name: str) -> list[str]:
+    """Return the words of a flag of the command line; [] where it does not stand there."""
+    return request.drop(*(other for other in request.values if other != name)).flags()
 
 
 def _first_node(candidate: Candidate, ranks: int) -> tuple[str, str] | None:
@@ -645,14 +644,11 @@ def _first_node(candidate: Candidate, ranks: int) -> tuple[str, str] | None:
     return (str(ranks // nodes), str(nodes)) if nodes > 1 and ranks % nodes == 0 else None
 
 
-def _command_without_make(candidate: Candidate, ranks: int) -> str:
-    """Return the `zerofit` command that runs the candidate in any folder."""
+def _command_without_make(request: Request, ranks: int, several: tuple[str, str] | None) -> str:
+    """Return the `zerofit` command that runs a request in any folder."""
     placed = ["--gpus", str(ranks)]
-    if several := _first_node(candidate, ranks):
+    if several:
         placed = ["--gpus", several[0], "--nnodes", several[1], "--node_rank", "0", "--master_addr", "name-of-node-0"]
-    flags = ["your.jsonl" if word == UNNAMED else word for word in candidate.flags]
-    flags = command_line.drop_value(flags, "--offload", "none")
-    recipe = recipe_of(candidate.method)
-    if program.has_verb(recipe):
-        return shlex.join(["zerofit", recipe.name, *placed, *flags])
-    return shlex.join(["zerofit", "launch", *placed, str(program.file_of(recipe)), *flags])
+    if program.has_verb(request.recipe):
+        return shlex.join(["zerofit", request.recipe.name, *placed, *request.flags()])
+    return shlex.join(["zerofit", "launch", *placed, str(program.file_of(request.recipe)), *request.flags()])

@@ -44,30 +44,25 @@ NVME_GBS = 5.0  # GB/s of a node's disk, one way
 
 @dataclass(frozen=True)
 class Shape:
-    """The dimensions of a model.
+    """The dimensions of a model."""
 
-    trainable, frozen: parameters; largest: parameters of the largest trainable tensor; frozen_bytes: bytes per frozen
-    parameter as stored; experts: of a mixture's layer, 0: no mixture; idle: weights of experts that a token does not
-    use; embedding: its weights; adapted_experts: weights of a layer's fused experts that have LoRA adapters; by_layer:
-    the parameters of each layer, (): unknown; cut: fewer layers are a smaller model of this kind."""
-
-    trainable: int
-    frozen: int
-    largest: int
-    hidden: int
+    trainable: int  # parameters that train
+    frozen: int  # parameters that do not: the base of an adapter
+    largest: int  # parameters of the largest trainable tensor
+    hidden: int  # numbers of a token's hidden state
     layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate: int
-    vocabulary: int
-    frozen_bytes: float = 2.0
-    experts: int = 0
-    idle: int = 0
-    embedding: int = 0
-    adapted_experts: int = 0
-    by_layer: tuple[int, ...] = ()
-    cut: bool = True
+    heads: int  # of an attention
+    kv_heads: int  # heads of keys and values
+    head_dim: int  # numbers of a head
+    intermediate: int  # width of an MLP
+    vocabulary: int  # tokens
+    frozen_bytes: float = 2.0  # of a frozen parameter as it is stored
+    experts: int = 0  # of a mixture's layer, 0: no mixture
+    idle: int = 0  # weights of experts that a token does not use
+    embedding: int = 0  # weights of the embedding
+    adapted_experts: int = 0  # weights of a layer's fused experts that have LoRA adapters
+    by_layer: tuple[int, ...] = ()  # parameters of each layer, (): unknown
+    cut: bool = True  # with fewer layers it is a smaller model of the same kind
 
     @property
     def parameters(self) -> int:
@@ -122,32 +117,25 @@ def layers_of(model, count: int) -> list:
 
 @dataclass(frozen=True)
 class Setting:
-    """The settings that a plan searches.
+    """The settings that a plan searches."""
 
-    every: recompute every n-th layer, 0: none; selective: but for its matrix products and attention; micro: rows of a
-    micro batch; tokens: of a micro batch on one GPU; activation_offload: the inputs of recomputed layers are in host
-    memory; offload_streams: they are copied beside the arithmetic; nvme: offloaded states are on disk; node: GPUs of a
-    node; hpz: ranks that share ZeRO++'s secondary copy of the parameters, 1: there is none; reference: each step has
-    one more forward, of preference pairs with the adapter off; in_flight: micro batches whose activations are held at
-    once, above 1 in a pipeline; head: the GPU computes the logits; groups: the ways in which ranks share rows, each
-    with the ranks of a group."""
-
-    zero: int
-    offload: str
-    every: int
-    micro: int
-    tokens: int
-    accumulation: int
-    ranks: int
-    activation_offload: bool = False
-    nvme: bool = False
-    node: int = GPUS_OF_A_NODE
-    hpz: int = 1
-    reference: bool = False
-    in_flight: int = 1
-    head: bool = True
-    selective: bool = False
-    offload_streams: bool = False
+    zero: int  # the stage, 0 to 3
+    offload: str  # what is in host memory: none, optimizer or all
+    every: int  # every n-th layer is checkpointed, 0: none
+    micro: int  # rows of a micro batch
+    tokens: int  # of a micro batch on one GPU
+    accumulation: int  # micro batches of an optimizer step
+    ranks: int  # GPUs of all nodes
+    activation_offload: bool = False  # the inputs of checkpointed layers are in host memory
+    nvme: bool = False  # what is offloaded is on a disk
+    node: int = GPUS_OF_A_NODE  # GPUs of a node
+    hpz: int = 1  # ranks that share ZeRO++'s secondary copy of the parameters, 1: there is none
+    reference: bool = False  # each step has one more forward, of preference pairs with the adapter off
+    in_flight: int = 1  # micro batches whose activations are held at once, above 1 in a pipeline
+    head: bool = True  # the GPU computes the logits
+    selective: bool = False  # checkpointed layers keep the results of matrix products and attention
+    offload_streams: bool = False  # offloaded inputs are copied beside the arithmetic
+    # The ways in which ranks share rows, each with the ranks of a group.
     groups: tuple[tuple[Parallel, int], ...] = ()
 
     @property
@@ -329,16 +317,13 @@ def _is_number(text: str) -> bool:
 
 @dataclass(frozen=True)
 class Collective:
-    """The NCCL calls of one kind in an optimizer step.
-
-    sent: bytes that one GPU sends in all of them; ranks: GPUs in each call; reduces: an all-reduce, which goes round
-    the ring twice; stride: every how many-th GPU is in a call."""
+    """The NCCL calls of one kind in an optimizer step."""
 
     calls: float
-    sent: float
-    ranks: int
-    reduces: bool = False
-    stride: int = 1
+    sent: float  # bytes that one GPU sends in all of them
+    ranks: int  # GPUs in each call
+    reduces: bool = False  # an all-reduce, which goes round the ring twice
+    stride: int = 1  # every how many-th GPU is in a call
 
     def nodes(self, node: int) -> int:
         """Return over how many nodes of `node` GPUs a call goes."""

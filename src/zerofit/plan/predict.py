@@ -1,9 +1,11 @@
 """Predict the peak memory of one setting, by simulation where possible."""
 
+import functools
 import math
 import os
 import random
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from zerofit.base import allocator, hardware
@@ -12,7 +14,7 @@ from zerofit.base.hardware import GIB
 from zerofit.base.paths import cache_root
 from zerofit.plan import caching_allocator, candidates, extended_trace, formulas, simulate
 from zerofit.plan.formulas import Shape
-from zerofit.train import memory_history
+from zerofit.plan.simulate import Question
 
 # Layers with which deeper models are simulated, to extrapolate linearly. Stages 1 and 2 reduce gradients in buckets of
 # 5e8 numbers across layers: the fill of the last bucket varies with the depth, by up to 3.5 % of the total.
@@ -72,7 +74,7 @@ def vary_rows(candidate: candidates.Candidate, lengths: list[int], ranks: int, g
     widths = widths_of(lengths, setting.micro, min(WIDTHS, max(2, LAYERS_OF_ALL_WIDTHS // layers)))
     if answer is None or len(set(widths)) == 1:
         return
-    varied = _asked(candidate, ranks, [answer["rank"]], gpu, widths=widths)
+    varied = _asked(candidate, ranks, [answer["rank"]], gpu, widths)
     if not isinstance(varied, Exception) and varied.get("allocator") and not _lacks_layers(varied):
         candidate.answer = answer | {
             "allocator": varied["allocator"], "equal_rows": answer["allocator"], "widths": widths,
@@ -107,36 +109,36 @@ def _ask(candidate: candidates.Candidate, ranks: int, asked: list[int], gpu, who
         candidate.answer = answer
 
 
-def _asked(candidate: candidates.Candidate, ranks: int, asked: list[int], gpu, **kwargs):
+def _asked(
+    candidate: candidates.Candidate, ranks: int, asked: list[int], gpu, widths: tuple[int, ...] = (), whole=False
+):
     """Return `answer_of` the candidate."""
-    from zerofit.base import command_line
-
-    recipe, setting = candidates.recipe_of(candidate.method), candidate.setting
-    flags = command_line.drop(candidate.flags, "--offload_path")  # from host memory a GPU holds as much, or more
-    return answer_of(recipe, flags, ranks, asked, gpu, setting.zero, candidate.shape, setting.every, **kwargs)
+    setting = candidate.setting
+    request = candidates.drop_flags(candidate.request, "offload_path")  # from host memory a GPU holds as much, or more
+    question = Question(request, ranks, gpu=gpu, widths=widths)
+    return answer_of(question, candidate.shape, zero=setting.zero, every=setting.every, asked=asked, whole=whole)
 
 
 def answer_of(
-    recipe: str, flags: list[str], ranks: int, asked: list[int], gpu, zero: int, shape: Shape, every: int,
-    seconds: float | None = None, whole: bool = False, habits: tuple[str, ...] = (), widths: tuple[int, ...] = (),
+    question: Question, shape: Shape, *, zero: int, every: int, asked: Sequence[int] = (0,),
+    seconds: float | None = None, whole: bool = False,
 ):  # fmt: skip
     """Return the simulation's answer of the rank in `asked` with the highest peak, or a SimulationFailed.
 
-    Args: every: every n-th layer is checkpointed, 0: none. seconds: time limit, None: no limit. whole: all layers;
-        habits, widths: see `simulate.question`.
+    Args: question: of any rank and all layers; shape: of its model; zero: its stage; every: every n-th layer is
+        checkpointed, 0: none; seconds: time limit, None: no limit; whole: simulate all layers.
     Raises: UserError for the user's mistakes.
     """
-    began, before = time.perf_counter(), None
+    began, before, gpu, widths = time.perf_counter(), None, question.gpu, question.widths
     if gpu is not None:
         gpu = replace(gpu, node_gbs=hardware.NODE_LINK_GBS)  # no effect on memory: equal questions share an answer
-    tried = [(None,)] if whole else _depths(zero, shape, every, ranks)
+    tried = [(None,)] if whole else _depths(zero, shape, every, question.ranks)
     for depths in [_depths_of_a_trace(tried[0], zero, shape)] if widths else tried:
         questions = [
-            simulate.question(recipe, flags, ranks, rank, gpu=gpu, habits=habits, widths=widths,
-                              overrides={"num_hidden_layers": d} if d else None)
+            replace(question, rank=rank, gpu=gpu, overrides={"num_hidden_layers": d} if d else {})
             for rank in asked
             for d in reversed(depths)  # the longest first: they run in parallel
-        ]  # fmt: skip
+        ]
         seconds_left = None if seconds is None else seconds - (time.perf_counter() - began)
         answers = simulate.run_all(questions, cache_root() / "simulations", seconds_left)
         for answer in answers:
@@ -151,8 +153,8 @@ def answer_of(
         if widths and not all_there:
             return simulate.SimulationFailed("few layers do not stand for all layers of this model")
         slopes = [_slopes(low, high, depths) for low, high in pairs]
-        if all_there and (widths or _is_linear(pairs, slopes, before, zero, shape, ranks)):
-            room = candidates.room(gpu, ranks) if gpu else None
+        if all_there and (widths or _is_linear(pairs, slopes, before, zero, shape, question.ranks)):
+            room = candidates.room(gpu, question.ranks) if gpu else None
             answers = [_extended(low, high, depths, shape.layers, room, bool(widths)) for low, high in pairs]
             break
         before = slopes
@@ -340,24 +342,22 @@ def _replayed(
 
 def allowance_of(gpu, ranks: int, node: int = formulas.GPUS_OF_A_NODE) -> dict[str, int]:
     """Return {reason: bytes} of the GPU memory outside torch's allocator."""
-    kept_free = {"CUDA context": candidates.context_bytes(gpu), "NCCL buffers": candidates.nccl_bytes(ranks, node)}
-    learned = memory_history.learned_allowance(gpu.device_name, gpu.memory_gib)
-    return kept_free | ({memory_history.learned_from(): learned} if learned else {})
+    return {"CUDA context": candidates.context_bytes(gpu), "NCCL buffers": candidates.nccl_bytes(ranks, node)}
 
 
-def _with_all_layers(answer: dict, job: tuple, limit: int, seconds: float | None, waits: bool):
+def _with_all_layers(answer: dict, ask: Callable, gpu, limit: int, seconds: float | None, waits: bool):
     """Return the answer with all layers if unused segments decide, and if there is time; else the given one.
 
-    Without them it is waited for: only that simulation may refuse a job whose tensors fit. waits: False: it is not, and
-    what failed or took too long is returned as a SimulationFailed.
+    Without them it is waited for: only that simulation may refuse a job whose tensors fit.
+    Args: ask: `answer_of` the job. waits: False: it is not waited for, and what failed or took too long is returned as
+        a SimulationFailed.
     """
-    gpu = job[4]
     allocated = max(answer["total"].values()) + candidates.workspace_bytes(gpu)
     if not _lacks_layers(answer) or not allocated <= limit < UNUSED_AT_MOST * allocated:
         return answer
     if waits and allocated + candidates.beyond_allocated(answer, allocated)["least"] > limit:
         seconds = None
-    whole = answer_of(*job, seconds, whole=True)
+    whole = ask(seconds=seconds, whole=True)
     return answer if isinstance(whole, Exception) and waits else whole
 
 
@@ -374,7 +374,7 @@ def predict_stages(settings) -> dict | None:
     peak = candidates.peak_by_formula(parts, gpu)
     return {
         "peak_bytes": peak, "limit_bytes": total - outside, "reserved_bytes": peak, "outside_bytes": outside,
-        "learned_bytes": 0, "phase": "backward", "host": 0, "gpu": gpu.device_name, "step_seconds": None,
+        "phase": "backward", "host": 0, "gpu": gpu.device_name, "step_seconds": None,
         "peak": {"backward": {part: int(size) for part, size in parts.items()}},
         "stage": stage, "by": "no simulation covers pipelines",
     }  # fmt: skip
@@ -405,16 +405,16 @@ def predict(settings, seconds: float | None = None, waits: bool = True) -> dict 
     gpu, total, allowance = (None, int(settings.memory_limit * GIB), {}) if cpu else place_of(settings)
     limit = total - sum(allowance.values())
     began = time.perf_counter()
-    flags, shape = candidates.flags_for_simulation(settings.flags), candidates.shape_of(settings)
-    setting = candidates.setting_of(settings)
+    shape, setting = candidates.shape_of(settings), candidates.setting_of(settings)
     parts = formulas.memory(shape, setting, settings, settings.fused_loss)
     if waits and (cpu or candidates.peak_by_formula(parts, gpu) > limit):
         seconds = None  # only a simulation may refuse a launch, and only a simulation knows a CPU's peak
-    job = (settings.recipe, flags, ranks, [0], gpu, setting.zero, shape, setting.every)
-    answer = answer_of(*job, seconds)
+    question = Question(candidates.for_simulation(settings.request), ranks, gpu=gpu)
+    ask = functools.partial(answer_of, question, shape, zero=setting.zero, every=setting.every)
+    answer = ask(seconds=seconds)
     if not cpu and not isinstance(answer, Exception):
         left = None if seconds is None else seconds - (time.perf_counter() - began)
-        answer = _with_all_layers(answer, job, limit, left, waits)
+        answer = _with_all_layers(answer, ask, gpu, limit, left, waits)
     source = {}  # empty: by simulation
     if isinstance(answer, Exception):
         if cpu:
@@ -428,7 +428,6 @@ def predict(settings, seconds: float | None = None, waits: bool = True) -> dict 
     return {
         "peak_bytes": peak, "limit_bytes": limit - beyond["least"],
         "reserved_bytes": min(peak + beyond["reserved"], limit), "outside_bytes": sum(allowance.values()),
-        "learned_bytes": allowance.get(memory_history.learned_from(), 0),
         "phase": max(answer["total"], key=answer["total"].get),
         "peak": answer["peak"], "host": answer["host"], "gpu": gpu.device_name if gpu else "cpu",
         "step_seconds": gpu and formulas.step_seconds(shape, setting, gpu, settings.max_length),

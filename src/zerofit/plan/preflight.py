@@ -2,20 +2,20 @@
 
 import json
 import os
-import re
 import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-from zerofit.base import allocator, command_line, hardware
+from zerofit.base import allocator, hardware
 from zerofit.base.errors import UserError
 from zerofit.base.hardware import GIB
 from zerofit.config import defaults, parse, resolve
+from zerofit.job import run_folder
+from zerofit.job.request import Request
 from zerofit.job.settings import Settings
 from zerofit.model import gradient_checkpointing
 from zerofit.plan import candidates, formulas, predict, search, simulate
-from zerofit.train import memory_history
 
 CHECK_SECONDS = 18  # that a launch waits for the simulation; the whole check then takes less than 20
 
@@ -29,7 +29,7 @@ MUCH_FASTER = 1.2  # times as fast by estimate: from here on another micro batch
 
 def publish(plan: dict | None) -> None:
     """Store the prediction in an environment variable, so that no process of this job checks again."""
-    os.environ[memory_history.PLANNED] = json.dumps(plan or {})
+    os.environ[run_folder.PLANNED] = json.dumps(plan or {})
 
 
 def prestart(settings) -> None:
@@ -71,10 +71,8 @@ def _report(plan: dict, settings) -> None:
         print(f"plan: {candidates.ESTIMATE.format(plan['by'])}\nplan: {fits} by formula: {size}", flush=True)
         return
     if peak > limit and not settings.ignore_plan:
-        learned = f", {plan['learned_bytes'] / GIB:.2f} GiB more kept free since "
-        learned += f"{memory_history.history()} has runs above their plan"
         raise candidates.NothingFits(
-            f"this job does not fit: {size}{learned if plan['learned_bytes'] else ''}; `make plan` with the same "
+            f"this job does not fit: {size}; `make plan` with the same "
             "arguments finds one that does, --ignore_plan true starts it anyway."
         )
     print(f"plan: {fits}: {size}", flush=True)
@@ -120,7 +118,7 @@ def _with_rows_up_to(longest: int, settings):
         f"{settings.max_length}",
         flush=True,
     )
-    return settings.replace(flags=command_line.put(settings.flags, max_length=width), max_length=width)
+    return settings.replace(request=settings.request.put(max_length=width), max_length=width)
 
 
 def _less_recomputation(settings, limit: int, margin: int, deadline: float) -> tuple[dict | None, dict]:
@@ -176,7 +174,7 @@ def _less_checkpointing(
 
 def _with(settings, flags: dict):
     """Return the settings with these flags of gradient checkpointing."""
-    return settings.replace(flags=command_line.put(settings.flags, **flags), **flags)
+    return settings.replace(request=settings.request.put(**flags), **flags)
 
 
 def _fits(peak: float, limit: int) -> bool:
@@ -272,7 +270,7 @@ def dry_run(settings) -> None:
 
     if settings.gpu_type != "detect":
         gpu = hardware.find(settings.gpu_type)
-        settings = resolve.resolve_settings(settings.recipe, settings.flags, settings.world_size, gpu)
+        settings = resolve.resolve(settings.request, settings.world_size, gpu)
     if settings.use_cpu and not settings.memory_limit:
         raise UserError(
             "--plan: there is no GPU here; name one with --gpu_type h100-80g, or a limit with --memory_limit."
@@ -281,28 +279,37 @@ def dry_run(settings) -> None:
         print(memory_report.table(plan["peak"]))
 
 
+# --- --zero auto: called with the words of a command line, before the launcher resolves them ---
+
+
 def is_auto(recipe: str, flags: list[str]) -> bool:
     """Return whether `auto` is explicit as --zero on the command line, or as zero in its YAML file."""
     return parse.given(recipe, flags, "zero") == "auto"
 
 
 def chosen_flags(recipe: str, flags: list[str], ranks: int, node: int = formulas.GPUS_OF_A_NODE) -> list[str]:
-    """Return the flags of the fastest setting that fits this machine's GPUs, for --zero auto.
+    """Return the flags of `chosen_request`; on a CPU they are unchanged."""
+    if not hardware.torch_sees_some():
+        return flags
+    return chosen_request(parse.request(recipe, flags), ranks, node).flags()
 
-    On a CPU the flags are unchanged: the stage then follows from the number of ranks. node: GPUs of a node.
+
+def chosen_request(request: Request, ranks: int, node: int = formulas.GPUS_OF_A_NODE) -> Request:
+    """Return the request with the fastest setting that fits this machine's GPUs, for --zero auto.
+
+    On a CPU it is unchanged: the stage then follows from the number of ranks. node: GPUs of a node.
     Raises: NothingFits if no setting does; UserError for the user's mistakes.
     """
     if not hardware.torch_sees_some():
-        return flags
-    if candidates.lacks_data(recipe, flags):  # which a plan does not need, but the run
+        return request
+    if candidates.lacks_data(request):  # which a plan does not need, but the run
         raise UserError(defaults.NO_DATA)
     import psutil
 
     gpu = hardware.find("detect", min(ranks, node))
-    bare = command_line.drop_value(flags, "--zero", "auto")
     plan = search.search(
-        candidates.methods_to_try("", recipe, bare),
-        bare,
+        candidates.methods_to_try("", request.recipe, request.flags()),
+        request,
         ranks,
         gpu,
         say=lambda text: print(text, flush=True),
@@ -313,45 +320,9 @@ def chosen_flags(recipe: str, flags: list[str], ranks: int, node: int = formulas
 
     if plan.chosen is None:
         raise candidates.NothingFits(answer_text.nothing_fits(plan))
-    if parse.given(recipe, bare, "gradient_checkpointing") is None:
+    if request.get("gradient_checkpointing") is None:
         setting = plan.chosen.setting
         checkpointing = candidates.Checkpointing(setting.every, setting.selective, setting.activation_offload)
         gradient_checkpointing.choose(checkpointing.flags, f"gradient checkpointing as planned: {plan.chosen.label}")
     print(f"chosen: {plan.chosen.label}, {plan.chosen.peak / GIB:.1f} of {plan.limit / GIB:.1f} GiB", flush=True)
-    return plan.chosen.flags
-
-
-def record_oom(errors: list[str]) -> None:
-    """Add an out-of-memory job to the history and clear its published prediction.
-
-    The history then knows that the job needed more than its limit, unless another process used the GPU. The prediction
-    is cleared since the next attempt has other settings.
-    Args: errors: the ranks' tracebacks, with torch's message on the use of the GPU.
-    """
-    predicted = json.loads(os.environ.get(memory_history.PLANNED, "{}"))
-    publish(None)
-    if (
-        predicted
-        and "by" not in predicted
-        and predicted["gpu"] != "cpu"
-        and predicted["peak_bytes"] < predicted["limit_bytes"]
-        and any(_alone_on_the_gpu(text) for text in errors)
-    ):
-        memory_history.learn(predicted, predicted["limit_bytes"])
-
-
-def _alone_on_the_gpu(text: str) -> bool:
-    """Return whether, by torch's out-of-memory message, no other process used the GPU.
-
-    It reads: "GPU 0 has a total capacity of 79.11 GiB of which 1.20 GiB is free. [Process 7 has 4.00 GiB memory in
-    use.] Including non-PyTorch memory, this process has 73.80 GiB memory in use." (c10/cuda/CUDACachingAllocator.cpp)
-    """
-    units = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-    sizes = []
-    for before in ("total capacity of", "of which", "this process has"):
-        size = re.search(rf"{before} ([\d.]+) (bytes|KiB|MiB|GiB)", text)
-        if size is None:
-            return False
-        sizes.append(float(size[1]) * units[size[2]])
-    total, free, own = sizes
-    return total - free - own < hardware.NOBODY_ELSE_BYTES
+    return plan.chosen.request

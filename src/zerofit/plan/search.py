@@ -6,10 +6,9 @@ which runs zerofit's trainer and the real engine on tensors without memory, deci
 
 import time
 
-from zerofit.base import command_line
 from zerofit.base.errors import UserError
 from zerofit.base.hardware import GIB
-from zerofit.config import parse
+from zerofit.job.request import FLAG, Request
 from zerofit.plan import candidates, formulas, predict, simulate
 
 FIRST_SIMULATIONS = 8  # after this many simulations only settings that clearly fit by the closed forms are tried
@@ -27,32 +26,33 @@ PAGE_OF_PIPELINES = "docs/pipeline.md"
 
 
 def search(
-    methods: list[str], flags: list[str], ranks: int, gpu, say=lambda text: None, host_limit: int | None = None,
+    methods: list[str], request: Request, ranks: int, gpu, say=lambda text: None, host_limit: int | None = None,
     node: int = formulas.GPUS_OF_A_NODE, lengths: tuple[int, ...] = (),
 ) -> candidates.Plan:  # fmt: skip
-    """Return the Plan with the fastest setting that fits among those that the flags leave open.
+    """Return the Plan with the fastest setting that fits among those that the request leaves open.
 
-    Args: methods: in order of preference; the first with a setting that fits is chosen. say: called with lines of
+    Args: methods: in order of preference; the first with a setting that fits is chosen. request: of the recipe of any
+        of them. say: called with lines of
         progress. host_limit: bytes of a node's host memory; settings above it are rejected, unless --offload_path puts
         their states on a disk. node: GPUs of a node. lengths: tokens of the rows, (): all are full.
     Raises: UserError for the user's mistakes.
     """
     began = time.perf_counter()
     allowance = predict.allowance_of(gpu, ranks, node)
-    settings = candidates.first_settings(methods[0], flags, ranks, gpu, node)
+    settings = candidates.first_settings(methods[0], request, ranks, gpu, node)
     total = int((settings.memory_limit or gpu.memory_gib) * GIB)
     margin = int(candidates.MARGIN * total)
     limit, kept = total - margin - sum(allowance.values()), settings.save_total_limit
     plan = candidates.Plan(gpu, ranks, limit, allowance, None, [], host_limit=host_limit, node=node, kept=kept,
                            margin=margin, lengths=lengths)  # fmt: skip
     with simulate.reused():
-        _search(plan, methods, flags, say)
+        _search(plan, methods, request, say)
     if plan.chosen is None and _fits_into_the_margin(plan):
         plan.limit, plan.margin, plan.chosen, plan.nearest = limit + margin, 0, plan.nearest, None
         plan.rejected = [(candidate, why) for candidate, why in plan.rejected if candidate is not plan.chosen]
     if plan.chosen is None and plan.nearest is not None:
-        plan.would_do = _gpus_that_would_do(methods[-1], flags, ranks, gpu, node)
-        plan.longest = _longest_that_fits(methods[-1], flags, ranks, gpu, plan.limit, node)
+        plan.would_do = _gpus_that_would_do(methods[-1], request, ranks, gpu, node)
+        plan.longest = _longest_that_fits(methods[-1], request, ranks, gpu, plan.limit, node)
     plan.seconds = time.perf_counter() - began
     return plan
 
@@ -64,17 +64,17 @@ def _fits_into_the_margin(plan: candidates.Plan) -> bool:
     )
 
 
-def _search(plan: candidates.Plan, methods: list[str], flags: list[str], say) -> None:
+def _search(plan: candidates.Plan, methods: list[str], request: Request, say) -> None:
     """Search each (method, change) of `_rungs` until a setting fits; write the result into the plan."""
     ranks, gpu, node = plan.ranks, plan.gpu, plan.node
-    for method, change in _rungs(methods, flags):
+    for method, change in _rungs(methods, request):
         try:
-            tried = candidates.candidates(method, flags, ranks, gpu, change, node)
+            tried = candidates.candidates(method, request, ranks, gpu, change, node)
         except UserError:
             if not change:
                 raise
             continue  # the user's other flags do not go with it
-        job, gpus = " ".join([method, *change]), candidates.gpus_as_text(ranks, node)
+        job, gpus = f"{method} {candidates.changed(change)}".rstrip(), candidates.gpus_as_text(ranks, node)
         say(f"plan: {len(tried)} settings of {job} on {gpus} x {gpu.device_name}; the fastest first")
         _decide(plan, tried, say)
         if plan.chosen:
@@ -84,7 +84,7 @@ def _search(plan: candidates.Plan, methods: list[str], flags: list[str], say) ->
 
 
 def adapters_instead(
-    plan: candidates.Plan, methods: list[str], flags: list[str]
+    plan: candidates.Plan, methods: list[str], request: Request
 ) -> dict[str, tuple[candidates.Candidate | None, str]]:
     """Return {name: (the fastest setting of LoRA and QLoRA that fits by formula, None: none does; words that plan it)}.
 
@@ -94,14 +94,14 @@ def adapters_instead(
     if chosen and chosen.setting.offload == "none" and chosen.peak <= EDGE * plan.limit:
         return {}
     found, recipe = {}, candidates.recipe_of(methods[0])
-    offers = [(name, flags, f"METHOD={name}") for name in recipe.smaller if name != methods[0]]
+    offers = [(name, request, f"METHOD={name}") for name in recipe.smaller if name != methods[0]]
     offers = [(candidates.method_of(name).title, name, own, hint) for name, own, hint in offers]
     for one in recipe.variants:
-        if not one.method and all(parse.given(recipe, flags, name) is None for name in one.arguments):
-            offers.append((one.title, recipe.name, command_line.put(flags, **one.arguments), one.flags))
-    for title, method, own_flags, hint in offers if len(methods) == 1 else []:
+        if not one.method and all(request.get(name) is None for name in one.arguments):
+            offers.append((one.title, recipe.name, request.put(**one.arguments), one.flags))
+    for title, method, own, hint in offers if len(methods) == 1 else []:
         try:
-            tried = candidates.candidates(method, own_flags, plan.ranks, plan.gpu, node=plan.node)
+            tried = candidates.candidates(method, own, plan.ranks, plan.gpu, node=plan.node)
         except UserError:
             continue  # the user's other flags do not go with it
         fit = (c for c in tried if c.setting.offload == "none" and c.peak <= plan.limit)
@@ -110,12 +110,12 @@ def adapters_instead(
 
 
 def pipeline_instead(
-    plan: candidates.Plan, methods: list[str], flags: list[str]
+    plan: candidates.Plan, methods: list[str], request: Request
 ) -> dict[str, tuple[candidates.Candidate | None, str]]:
     """Return {its name: (the fastest pipeline that fits by formula, None: none does; words for it)}.
 
-    {} for GPUs of one node, for what is no full fine-tuning, and for a model or flags that no pipeline takes. There is
-    a whole number of stages on each node, so only hidden states cross the links between nodes.
+    {} for GPUs of one node, for what is no full fine-tuning, and for a model or settings that no pipeline takes. There
+    is a whole number of stages on each node, so only hidden states cross the links between nodes.
     """
     best = plan.chosen or plan.nearest
     staged = candidates.recipe_of(methods[0]).staged
@@ -127,19 +127,20 @@ def pipeline_instead(
         per_rank = rows * size // plan.ranks
         for micro in (n for n in (1, 2, 4, 8, 16) if plan.ranks % size == 0 and per_rank % n == 0):
             if per_rank // micro >= size:
-                tried += candidates.of_pipeline(staged, best, flags, plan, size, micro, per_rank // micro)
+                tried += candidates.of_pipeline(staged, best, request, plan, size, micro, per_rank // micro)
     fit = [candidate for candidate in tried if candidate.peak <= plan.limit]
     fastest = min(fit, key=lambda candidate: candidate.seconds, default=None)
     return {staged: (fastest, PAGE_OF_PIPELINES)} if tried else {}
 
 
-def _rungs(methods: list[str], flags: list[str]) -> list[tuple[str, tuple[str, ...]]]:
-    """Return (method, flags added to the user's) in order of preference.
+def _rungs(methods: list[str], request: Request) -> list[tuple[str, tuple]]:
+    """Return (method, one of SMALLER_STATES to add or ()) in order of preference.
 
     Those with smaller optimizer states, which train slightly differently, come after the unchanged method; what takes
     adapters has those."""
-    decide_states = ("--optim", "--pure_bf16", "--preset")
-    chosen_by_user = any(name.startswith(decide_states) for name in command_line.names(flags))
+    decide_states = ("optim", "pure_bf16", "preset")
+    flags = (name for name, source in request.source.items() if source == FLAG)
+    chosen_by_user = any(name.startswith(decide_states) for name in flags)
     smaller = [] if chosen_by_user else candidates.SMALLER_STATES
     return [
         (method, change)
@@ -249,14 +250,14 @@ def _why_not(candidate: candidates.Candidate, plan: candidates.Plan) -> str:
     return f"{candidate.peak / GIB:.1f} GiB > {plan.limit / GIB:.1f}{how}"
 
 
-def _gpus_that_would_do(method: str, flags: list[str], ranks: int, gpu, node: int) -> int | None:
+def _gpus_that_would_do(method: str, request: Request, ranks: int, gpu, node: int) -> int | None:
     """Return the smallest doubling of the GPUs at which a setting fits by formula; None up to 4096."""
     more = ranks
     while more < 4096:
         more *= 2
         limit = int(gpu.memory_gib * GIB) - sum(predict.allowance_of(gpu, more, node).values())
         try:
-            tried = candidates.candidates(method, flags, more, gpu, node=node)
+            tried = candidates.candidates(method, request, more, gpu, node=node)
         except UserError:
             continue
         if any(candidate.peak <= limit for candidate in tried):
@@ -264,11 +265,11 @@ def _gpus_that_would_do(method: str, flags: list[str], ranks: int, gpu, node: in
     return None
 
 
-def _longest_that_fits(method: str, flags: list[str], ranks: int, gpu, limit: int, node: int) -> int | None:
+def _longest_that_fits(method: str, request: Request, ranks: int, gpu, limit: int, node: int) -> int | None:
     """Return the largest halving of --max_length at which a setting fits by formula; None below 128."""
-    length = candidates.first_settings(method, flags, ranks, gpu, node).max_length // 2
+    length = candidates.first_settings(method, request, ranks, gpu, node).max_length // 2
     while length >= 128:
-        shorter = command_line.put(flags, max_length=length)
+        shorter = request.put(max_length=length)
         tried = candidates.candidates(method, shorter, ranks, gpu, node=node)
         if any(candidate.peak <= limit for candidate in tried):
             return length

@@ -4,7 +4,8 @@ A simulated rank (simulated_rank.py) builds the model, adapter, optimizer and De
 trains two steps with ZerofitTrainer. torch's FakeTensorMode makes every tensor a shape without bytes, its fake process
 group replaces the other ranks, and memory_tracker.MemoryTracker counts the bytes that would have been alive.
 
-    run("sft", ["--model", "folder", "--zero", "3"], ranks=64, gpu=hardware.GPUS["h100-80g"])["total"]["backward"]
+    job = parse.request("sft", ["--model", "folder", "--zero", "3"])
+    run(Question(job, ranks=64, gpu=hardware.GPUS["h100-80g"]))["total"]["backward"]
 
 The patches of fake_device.py change the whole process; hence a process of its own.
 """
@@ -18,14 +19,14 @@ import subprocess
 import sys
 import tempfile
 import threading
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
-import yaml
-
+from zerofit.base import hardware
 from zerofit.base.paths import PACKAGE
 from zerofit.job import program
 from zerofit.job.recipe import Recipe
+from zerofit.job.request import Request
 
 STEPS = 2  # optimizer states are allocated in the first step, ZeRO-3 prefetches from the second on
 
@@ -37,48 +38,74 @@ class SimulationFailed(Exception):
 # --- the question, asked from outside ---
 
 
-def question(
-    recipe: Recipe | str, flags: list[str], ranks: int, rank: int = 0, gpu=None, device: str | None = None,
-    fake: bool = True, padded: bool = False, overrides: dict | None = None, habits: tuple[str, ...] = (),
-    widths: tuple[int, ...] = (),
-) -> dict:  # fmt: skip
-    """Return the question for the peak bytes of rank `rank` of `ranks`, as JSON-compatible data.
+@dataclass(frozen=True)
+class Question:
+    """What to simulate: one rank of a job. It travels to the simulation's process as JSON."""
 
-    Args:
-        recipe: or its name; flags: the recipe's, with --model; the rows of --data are never opened.
-        gpu: hardware.Gpu; None: this machine's CPU.
-        device: "gpu" (without memory, host tensors counted separately), "cpu" (like a CPU run), "cuda" (a real GPU,
-            with fake=False, to validate the simulation). Default: "gpu" with a `gpu`, else "cpu".
-        fake: False: real tensors, and only the other ranks are simulated.
-        padded: rows differ in length, so that attention needs a mask.
-        overrides: values that replace those of the model's config.json (fewer layers).
-        habits: of other training loops: keys of simulated_rank.HABITS, to compare with what was measured in those.
-        widths: tokens of the rows of each micro batch, in order; (): --max_length in all of STEPS steps.
-    """
-    recipe = program.recipe_of(recipe)
+    request: Request  # the job, with its model; the rows of its data are never opened
+    ranks: int  # of the job
+    rank: int = 0  # whose peak bytes are asked for
+    gpu: hardware.Gpu | None = None  # to plan for; None: this machine's CPU
+    # "gpu": without memory, host tensors counted separately; "cpu": like a CPU run; "cuda": on a real GPU, with
+    # fake=False, to validate the simulation. "": "gpu" with a `gpu`, else "cpu"
+    device: str = ""
+    fake: bool = True  # False: real tensors, and only the other ranks are simulated
+    padded: bool = False  # rows differ in length, so that attention needs a mask
+    overrides: dict = field(default_factory=dict)  # values that replace those of the model's config.json (fewer layers)
+    widths: tuple[int, ...] = ()  # tokens of the rows of each micro batch, in order; (): all have --max_length
+    # "FILE:FUNCTION" each: functions that change the trainer before it trains, e.g. to what another training loop does
+    before_training: tuple[str, ...] = ()
+    program: tuple[str, ...] = ()  # (file, sha256) of a recipe that is not the kit's; (): none
+
+    def __post_init__(self):
+        object.__setattr__(self, "device", self.device or ("gpu" if self.gpu else "cpu"))
+        object.__setattr__(self, "program", self.program or _own_program(self.request.recipe))
+
+    @property
+    def layers(self) -> int | None:
+        """Return the number of layers to simulate; None: all of the model's."""
+        return self.overrides.get("num_hidden_layers")
+
+    def as_json(self) -> dict:
+        """Return the question as data that JSON can hold."""
+        plain = {one.name: getattr(self, one.name) for one in fields(self)}
+        request = {"recipe": self.request.recipe.name, "values": dict(self.request.values)}
+        request["source"] = dict(self.request.source)
+        return plain | {"request": request, "gpu": self.gpu and asdict(self.gpu)}
+
+    @classmethod
+    def from_json(cls, plain: dict) -> "Question":
+        """Return the question whose `as_json` this is, after it has been JSON."""
+        tuples = {name: tuple(plain[name]) for name in ("widths", "before_training", "program")}
+        gpu = plain["gpu"] and hardware.Gpu(**plain["gpu"])
+        recipe = program.start(plain["program"][0]).recipe if plain["program"] else None
+        request = plain["request"] | {"recipe": recipe or program.recipe_of(plain["request"]["recipe"])}
+        return cls(**plain | tuples | {"request": Request(**request), "gpu": gpu})
+
+
+def _own_program(recipe: Recipe) -> tuple[str, ...]:
+    """Return (file, sha256) of a recipe that is not the kit's."""
     own = program.if_not_of_kit(recipe)
-    return {
-        "recipe": recipe.name, "flags": flags, "ranks": ranks, "rank": rank, "gpu": asdict(gpu) if gpu else None,
-        "fake": fake, "padded": padded, "device": device or ("gpu" if gpu else "cpu"), "overrides": overrides or {},
-        "habits": list(habits), "widths": list(widths), "program": [*own.facts.values()] if own else None,
-    }  # fmt: skip
+    return tuple(own.facts.values()) if own else ()
 
 
-def run(*args, **kwargs) -> dict:
-    """Return the answer to one `question(...)`.
+def run(question: Question) -> dict:
+    """Return the answer to one question.
 
     Returns: {"peak": {phase: {part: bytes}}, "total": {phase: bytes}, "host": bytes of a rank's offload and loading,
         "host_saving": bytes more on rank 0 while it saves, "model_states": see memory_tracker.MemoryTracker,
         "parameters", "trainable", "largest_block", "seconds"}.
     Raises: UserError for the user's mistakes, SimulationFailed if the job cannot be simulated.
     """
-    (answer,) = run_all([question(*args, **kwargs)])
+    (answer,) = run_all([question])
     if isinstance(answer, Exception):
         raise answer
     return answer
 
 
-def run_all(questions: list[dict], cache: Path | None = None, seconds: float | None = None) -> list[dict | Exception]:
+def run_all(
+    questions: list[Question], cache: Path | None = None, seconds: float | None = None
+) -> list[dict | Exception]:
     """Return the answers in order; an exception that `run` would raise is returned in place of an answer.
 
     Libraries are imported once and each question is answered in a fork, as many at once as there are cores. A question
@@ -89,7 +116,7 @@ def run_all(questions: list[dict], cache: Path | None = None, seconds: float | N
     open_questions = [i for i, answer in enumerate(answers) if answer is None]
     if not open_questions:
         return answers
-    if len(open_questions) > 1 and any(questions[i]["device"] == "cuda" for i in open_questions):
+    if len(open_questions) > 1 and any(questions[i].device == "cuda" for i in open_questions):
         for i in open_questions:
             (answers[i],) = run_all([questions[i]], cache, seconds)
         return answers
@@ -101,11 +128,11 @@ def run_all(questions: list[dict], cache: Path | None = None, seconds: float | N
     return answers
 
 
-def _ask_all(questions: list[dict], seconds: float | None) -> list[dict]:
+def _ask_all(questions: list[Question], seconds: float | None) -> list[dict]:
     """Return the answers of one process to the questions, or in their place why there is none (see `_as_exception`)."""
-    fake, cuda = all(q["fake"] for q in questions), any(q["device"] == "cuda" for q in questions)
+    fake, cuda = all(q.fake for q in questions), any(q.device == "cuda" for q in questions)
     process = (_take_prestarted() if fake and not cuda else None) or _start(fake, cuda)
-    output, errors = _ask(process, json.dumps(questions), seconds, keep=_reused and fake)
+    output, errors = _ask(process, json.dumps([q.as_json() for q in questions]), seconds, keep=_reused and fake)
     if output is None:
         return [{"too slow": True}] * len(questions)
     answers = [{"trace": errors or "the simulation's process printed nothing"}] * len(questions)
@@ -242,7 +269,7 @@ def _as_exception(answer: dict, cache: Path | None) -> dict | Exception:
     return SimulationFailed(answer["failed"]) if "failed" in answer else answer
 
 
-def _read_cached(cache: Path | None, question: dict) -> dict | None:
+def _read_cached(cache: Path | None, question: Question) -> dict | None:
     file = cache / f"{_key(question)}.json" if cache else None
     try:
         return json.loads(file.read_text()) if file else None
@@ -250,7 +277,7 @@ def _read_cached(cache: Path | None, question: dict) -> dict | None:
         return None
 
 
-def _write_cached(cache: Path, question: dict, answer: dict) -> None:
+def _write_cached(cache: Path, question: Question, answer: dict) -> None:
     file = cache / f"{_key(question)}.json"
     tmp_path = file.with_suffix(f".{os.getpid()}")
     with contextlib.suppress(OSError):  # without the file the next plan simulates again
@@ -263,7 +290,7 @@ _OF_A_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP
                   "MASTER_PORT", "LOCAL_SIZE", "ZEROFIT_PROBE")  # fmt: skip
 
 
-def _key(question: dict) -> str:
+def _key(question: Question) -> str:
     """Return a hash of the question and of everything that could change its answer."""
     import importlib.metadata
 
@@ -272,30 +299,22 @@ def _key(question: dict) -> str:
     versions = [importlib.metadata.version(p) for p in ("torch", "transformers", "accelerate", "deepspeed", "peft")]
     sources = [file.stat().st_mtime_ns for file in sorted(PACKAGE.rglob("*.py"))]
     files = [file.read_text(errors="replace") for file in sorted(deepspeed_json.CONFIGS.glob("*.json"))]
-    files += _named_files(question["flags"])
-    return hashlib.sha256(repr([question, versions, sources, files]).encode()).hexdigest()[:24]
+    hooks = [hook.rpartition(":")[0] for hook in question.before_training]
+    files += _named_files([*question.request.values.values(), *hooks])
+    return hashlib.sha256(repr([question.as_json(), versions, sources, files]).encode()).hexdigest()[:24]
 
 
-def _named_files(words: list[str]) -> list[str]:
-    """Return the contents of all configuration files that these flags, or YAML files among them, name."""
+def _named_files(values: list) -> list[str]:
+    """Return the contents of all configuration files and hooks that these values name, lists among them too."""
     contents = []
-    for word in words:
-        path = Path(word.partition("=")[2] if word.startswith("--") else word)
-        with contextlib.suppress(OSError, RuntimeError):  # not a path: too long, or ~nobody
-            path = path.expanduser()
-            path = path / "config.json" if path.is_dir() else path
-            if path.is_file() and path.suffix in (".json", ".yaml", ".yml"):
-                contents.append(path.read_text(errors="replace"))
-                if path.suffix != ".json":
-                    contents += _named_files(_strings(contents[-1]))
+    for value in values:
+        if isinstance(value, list | tuple):
+            contents += _named_files(value)
+        elif isinstance(value, str):
+            path = Path(value)
+            with contextlib.suppress(OSError, RuntimeError):  # not a path: too long, or ~nobody
+                path = path.expanduser()
+                path = path / "config.json" if path.is_dir() else path
+                if path.is_file() and path.suffix in (".json", ".py"):
+                    contents.append(path.read_text(errors="replace"))
     return contents
-
-
-def _strings(text: str) -> list[str]:
-    """Return the top-level string values of a YAML text, without those that name YAML files."""
-    try:
-        values = yaml.safe_load(text)
-    except yaml.YAMLError:  # parse.read_yaml reports it
-        return []
-    values = values.values() if isinstance(values, dict) else []
-    return [value for value in values if isinstance(value, str) and not value.endswith((".yaml", ".yml"))]

@@ -4,6 +4,7 @@ import contextlib
 import gc
 import json
 import os
+import runpy
 import signal
 import sys
 import tempfile
@@ -23,27 +24,27 @@ def main(_: list[str]) -> None:
 
     gc.freeze()  # the libraries' objects: no collection of a fork scans them
     for line in sys.stdin:
-        questions = json.loads(line)
-        if questions[0]["device"] == "cuda":  # run_all sends such a question alone
+        questions = [simulate.Question.from_json(plain) for plain in json.loads(line)]
+        if questions[0].device == "cuda":  # run_all sends such a question alone
             _answer_and_end(0, questions[0])
         _answer_in_forks(questions)
         os.write(1, f"\n{simulate.DONE}\n".encode())
 
 
-def _answer_in_forks(questions: list[dict]) -> None:
+def _answer_in_forks(questions: list[simulate.Question]) -> None:
     """Answer each question in a fork of this process, as many in parallel as there are cores."""
     import torch
 
     from zerofit.base import distributed
 
     # Real tensors use all cores, so one question at a time.
-    workers = distributed.cores() if all(q["fake"] for q in questions) else 1
+    workers = distributed.cores() if all(q.fake for q in questions) else 1
     _import_for(questions)
     waiting, running = list(enumerate(questions)), {}
     while waiting or running:
         while waiting and len(running) < workers:
             number, question = waiting.pop(0)
-            torch.set_num_threads(1 if question["fake"] else distributed.cores())
+            torch.set_num_threads(1 if question.fake else distributed.cores())
             pid = os.fork()
             if not pid:
                 _answer_and_end(number, question)
@@ -54,18 +55,15 @@ def _answer_in_forks(questions: list[dict]) -> None:
             _say([number, {"failed": _in_words(os.waitstatus_to_exitcode(status))}])
 
 
-def _import_for(questions: list[dict]) -> None:
+def _import_for(questions: list[simulate.Question]) -> None:
     """Load bitsandbytes, if the job uses it, once for all forks: it takes over a second."""
     from zerofit.base.errors import UserError
     from zerofit.config import parse
-    from zerofit.job import program
     from zerofit.optim import registry
 
     with contextlib.suppress(UserError):  # the answer reports it
         first = questions[0]
-        if first["program"]:
-            program.start(first["program"][0])
-        settings = parse.settings_of(parse.request(first["recipe"], first["flags"]), first["ranks"])
+        settings = parse.settings_of(first.request, first.ranks)
         module = registry.OPTIMIZERS.get(settings.optim, registry.NONE).module
         if module == "bitsandbytes" or settings.values.get("load_in_4bit"):
             import bitsandbytes
@@ -83,12 +81,12 @@ def _say(answer: list) -> None:
     os.write(1, f"\n{simulate.MARK}{json.dumps(answer)}\n".encode())
 
 
-def _answer_and_end(number: int, question: dict) -> None:
+def _answer_and_end(number: int, question: simulate.Question) -> None:
     """Answer in this process and exit it without cleanup: fake groups and engines have nothing to save."""
     from zerofit.base.errors import UserError
 
     try:
-        _say([number, _answer(**question)])
+        _say([number, _answer(question)])
     except UserError as error:
         _say([number, {"mistake": str(error)}])
     except simulate.SimulationFailed as error:
@@ -96,76 +94,81 @@ def _answer_and_end(number: int, question: dict) -> None:
     except BaseException as error:
         import traceback
 
-        own = f"the recipe {question['program'][0]}: {type(error).__name__}: {error}" if question["program"] else None
+        own = f"the recipe {question.program[0]}: {type(error).__name__}: {error}" if question.program else None
         _say([number, {"failed": own} if own else {"trace": traceback.format_exc()}])
     finally:
         sys.stdout.flush()
         os._exit(0)
 
 
-def _answer(recipe, flags, ranks, rank, gpu, device, fake, padded, overrides, habits, widths, program) -> dict:
-    """Train two steps as one rank of the job; return what `simulate.run` returns. Args: see `simulate.question`."""
+def _answer(asked: simulate.Question) -> dict:
+    """Train two steps as one rank of the job; return what `simulate.run` returns."""
     import time
 
     import torch
 
     began = time.perf_counter()
-    os.environ |= {"LOCAL_WORLD_SIZE": str(ranks)}
-    from zerofit.base import hardware
+    os.environ |= {"LOCAL_WORLD_SIZE": str(asked.ranks)}
     from zerofit.config import resolve
-    from zerofit.job import program as programs
-    from zerofit.model import load, quantization
+    from zerofit.model import load
 
-    if program:  # of this user: [file, sha256]
-        programs.start(program[0])
-    planned_gpu = hardware.Gpu(**gpu) if gpu else None
-    settings = _in_host_memory(resolve.resolve_settings(recipe, flags, ranks, planned_gpu))
+    settings = _in_host_memory(resolve.resolve(asked.request, asked.ranks, asked.gpu))
     config = load.load_config(settings)
-    config.get_text_config().update(overrides)
+    config.get_text_config().update(asked.overrides)
     resolve.resolve_for_model(settings, config)  # before TrainingArguments, which copy the DeepSpeed JSON
-    _launched(settings, rank)
-    on_gpu = device == "gpu"
-    tracker = _tracker(device)
+    _launched(settings, asked.rank)
+    on_gpu, widths = asked.device == "gpu", list(asked.widths)
+    tracker = _tracker(asked.device)
     if on_gpu:
         overlaps = bool((settings.deepspeed or {}).get("zero_optimization", {}).get("overlap_comm"))
-        fake_device.register_gpu(tracker, int(gpu["memory_gib"] * 2**30), overlaps)
-    _one_rank_of(settings, rank)
-    settings, arguments, *rows = _trainer_inputs(settings, device, widths)
+        fake_device.register_gpu(tracker, int(asked.gpu.memory_gib * 2**30), overlaps)
+    _one_rank_of(settings, asked.rank)
+    settings, arguments, *rows = _trainer_inputs(settings, asked.device, widths)
     fake_device.without_inference_mode()
     with contextlib.ExitStack() as stack:
-        if fake:
+        if asked.fake:
             fake_device.fake_adam()
             fake_device.skip_triton_kernels()
-            fake_device.without_values(padded, settings.max_length)
+            fake_device.without_values(asked.padded, settings.max_length)
             stack.enter_context(torch._subclasses.fake_tensor.FakeTensorMode(allow_non_fake_inputs=True))
             stack.enter_context(fake_device.answers_for_collectives(_rows_by_tokens(settings, widths)))
         host_tracker = _host_tracker(stack) if on_gpu else None
         stack.enter_context(tracker)
         with _without_collections():
-            trainer = _trainer(settings, arguments, rows, config, device, fake, program)
-        for habit in habits:
-            HABITS[habit](trainer)
-        if on_gpu and overrides:
-            _mark_layers(trainer.model, tracker, overrides.get("num_hidden_layers", 0))
+            trainer = _trainer(settings, arguments, rows, config, asked)
+        for hook in asked.before_training:
+            file, _, function = hook.rpartition(":")
+            runpy.run_path(file)[function](trainer)
+        if on_gpu and asked.overrides:
+            _mark_layers(trainer.model, tracker, asked.layers or 0)
         trainer.train()
         in_host = host_tracker.highest if host_tracker else tracker.host
         _evaluate_and_save(trainer, tracker)
         tracker.pause()
-        sizes = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in trainer.model.parameters()]
-        return {
-            "peak": tracker.peak,
-            "total": {phase: sum(parts.values()) for phase, parts in tracker.peak.items()},
+        return _measured(trainer, tracker) | {
             "host": in_host,
             "host_saving": max(0, host_tracker.highest - in_host) if host_tracker else 0,
-            "model_states": tracker.model_states,
-            "parameters": sum(n for n, _ in sizes),
-            "whole_parameters": quantization.bits(settings) is None and settings.ranks_that_split("matrices") == 1,
-            "trainable": sum(n for n, trained in sizes if trained),
-            "largest_block": tracker.largest,
-            "allocator": _replayed(tracker.events, planned_gpu, ranks, widths) if on_gpu else None,
-            "events": _numbered(tracker.events) if on_gpu and overrides else None,
+            "allocator": _replayed(tracker.events, asked) if on_gpu else None,
+            "events": _numbered(tracker.events) if on_gpu and asked.overrides else None,
             "seconds": round(time.perf_counter() - began, 2),
         }
+
+
+def _measured(trainer, tracker) -> dict:
+    """Return the peaks and the size of the model that was trained, a part of the answer."""
+    from zerofit.model import quantization
+
+    settings = trainer.settings
+    sizes = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in trainer.model.parameters()]
+    return {
+        "peak": tracker.peak,
+        "total": {phase: sum(parts.values()) for phase, parts in tracker.peak.items()},
+        "model_states": tracker.model_states,
+        "parameters": sum(n for n, _ in sizes),
+        "whole_parameters": quantization.bits(settings) is None and settings.ranks_that_split("matrices") == 1,
+        "trainable": sum(n for n, trained in sizes if trained),
+        "largest_block": tracker.largest,
+    }
 
 
 def _in_host_memory(settings):
@@ -184,15 +187,12 @@ def _in_host_memory(settings):
     return settings.replace(deepspeed={**settings.deepspeed, "zero_optimization": zero}, offload_path=None)
 
 
-def _replayed(events: list[tuple], gpu, ranks: int, widths: list[int]) -> dict:
-    """Return what a model of torch's caching allocator reserves for the events of a rank; in the usual order of rows.
-
-    Args: widths: the lengths of the simulated micro batches; empty if all are alike.
-    """
+def _replayed(events: list[tuple], asked: simulate.Question) -> dict:
+    """Return what a model of torch's caching allocator reserves for a rank's events; rows are in their usual order."""
     from zerofit.plan import candidates
 
-    in_order = extended_trace.usual_order(events) if widths else events
-    return caching_allocator.of_both_kinds(in_order, candidates.room(gpu, ranks))
+    in_order = extended_trace.usual_order(events) if asked.widths else events
+    return caching_allocator.of_both_kinds(in_order, candidates.room(asked.gpu, asked.ranks))
 
 
 def _rows_by_tokens(settings, widths: list[int]) -> dict[int, int]:
@@ -311,78 +311,6 @@ class _Tokenizer:
         return 0
 
 
-def _keep_outputs(trainer) -> None:
-    """Hold the model's outputs until the next forward or the end of the step."""
-    from transformers import TrainerCallback
-
-    kept = [None]
-
-    class Release(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            kept[0] = None
-
-    def keep(module, args, output):
-        kept[0] = output
-
-    trainer.model.register_forward_hook(keep)
-    trainer.add_callback(Release())
-
-
-def _copy_shifted_logits(trainer) -> None:
-    """Compute the loss as transformers 4.48 did for several rows: from a contiguous fp32 copy without each row's last.
-
-    loss/loss_utils.py, ForCausalLMLoss. Rows that lie in one, without padding, would not need the copy.
-    """
-    from transformers.loss.loss_utils import fixed_cross_entropy
-
-    def loss(logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, **kwargs):
-        logits = logits.float()
-        shifted = logits[..., :-1, :].clone()
-        target = labels[..., 1:].contiguous()
-        return fixed_cross_entropy(
-            shifted.view(-1, vocab_size), target.view(-1), num_items_in_batch, ignore_index, **kwargs
-        )
-
-    model = trainer.model
-    (model.get_base_model() if hasattr(model, "get_base_model") else model).loss_function = loss
-
-
-def _overwrite_logits(trainer) -> None:
-    """Compute the loss as fms-acceleration's kernel does below transformers 4.46: its gradient overwrites the logits.
-
-    The model returns an fp32 copy of the logits; the kernel (kernels/unsloth/cross_entropy_loss.py) gets another one
-    without each row's last.
-    """
-    import torch
-
-    class InPlace(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, logits, labels):
-            losses, sums = (logits.new_zeros(len(logits)) for _ in range(2))
-            ctx.save_for_backward(logits, sums, labels)
-            return losses
-
-        @staticmethod
-        def backward(ctx, _):
-            return ctx.saved_tensors[0], None
-
-    def loss(logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, **kwargs):
-        shifted = logits[..., :-1, :].clone()
-        return InPlace.apply(shifted.view(-1, vocab_size), labels[..., 1:].reshape(-1)).sum()
-
-    model = trainer.model
-    model = model.get_base_model() if hasattr(model, "get_base_model") else model
-    model.loss_function = loss
-    model.get_output_embeddings().register_forward_hook(lambda module, args, output: output.float())
-
-
-HABITS = {  # of other training loops
-    "keeps outputs": _keep_outputs,
-    "copies logits": _copy_shifted_logits,
-    "overwrites logits": _overwrite_logits,
-}
-
-
 def _evaluate_and_save(trainer, tracker) -> None:
     """Run one evaluation batch, if the run evaluates, and the gathering of sharded or split weights for a save."""
     if trainer.eval_dataset is not None:
@@ -470,7 +398,7 @@ def _host_tracker(stack):
     return tracker
 
 
-def _trainer(settings, arguments, rows, config, device, fake, program):
+def _trainer(settings, arguments, rows, config, asked: simulate.Question):
     """Return the trainer and model as the recipe builds them. rows: tokenizer, training and eval rows."""
     import torch
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
@@ -479,9 +407,11 @@ def _trainer(settings, arguments, rows, config, device, fake, program):
     from zerofit.model import adapters, load, quantization
     from zerofit.train import progress
 
-    if device == "gpu":
+    on_gpu, fake = asked.device == "gpu", asked.fake
+    device = "gpu:0" if on_gpu else "cpu"
+    if on_gpu:
         fake_device.attention_stand_in(settings.attn_implementation)
-    device_context = torch.device("gpu:0") if device == "gpu" else contextlib.nullcontext()
+    device_context = torch.device(device) if on_gpu else contextlib.nullcontext()
     tokenizer, train_rows, eval_rows = rows
     bits = quantization.bits(settings)
     if bits == 8 and fake:
@@ -492,17 +422,16 @@ def _trainer(settings, arguments, rows, config, device, fake, program):
         with torch.device("meta"):
             # loading in 4 bits would read the weights
             model = load.load_model(settings.replace(load_in_4bit=False), tokenizer, config)
-        fake_device.quantize(model, "gpu:0" if device == "gpu" else "cpu")
+        fake_device.quantize(model, device)
     with device_context:
         if not (bits and fake):
             model = load.load_model(settings, tokenizer, config)
         if settings.trains_adapter:
             model = adapters.add_adapter(model, settings)
-    on_gpu = device == "gpu"
     # not use_cpu: activations are then offloaded from the fake GPU
     settings = settings.replace(use_cpu=settings.use_cpu and not on_gpu)
 
-    class SimulatedTrainer(_trainer_of(settings.recipe, program and program[0])):
+    class SimulatedTrainer(_trainer_of(settings.recipe, asked.program[0] if asked.program else None)):
         def fuse_loss(self, net):
             with fake_device.real_tensors() if fake else contextlib.nullcontext():  # it computes test logits
                 return super().fuse_loss(net)

@@ -13,7 +13,7 @@ from zerofit.job import run_folder
 from zerofit.job.settings import Check, written
 from zerofit.model import adapters, generation
 from zerofit.model.load import verify_saved
-from zerofit.train import memory_history, memory_report, memory_tracker, model_card
+from zerofit.train import memory_report, memory_tracker, model_card
 from zerofit.train.trainer import ZerofitTrainer
 
 
@@ -153,9 +153,8 @@ def write_result(trainer: ZerofitTrainer, metrics: dict) -> None:
     args, settings = trainer.args, trainer.settings
     folder, first = Path(args.output_dir), args.process_index == 0
     result = _result(trainer) | metrics
-    predicted = json.loads(os.environ.get(memory_history.PLANNED, "{}"))
-    if first and predicted and "by" not in predicted and not settings.use_cpu:
-        memory_history.remember(predicted, result["peak_memory_bytes"], folder)
+    if first and not settings.use_cpu:
+        write_prediction(result["peak_memory_bytes"], folder)
     if settings.memory_report:
         memory_report.write(trainer)
     if not first:
@@ -165,6 +164,14 @@ def write_result(trainer: ZerofitTrainer, metrics: dict) -> None:
     trainer.certificate.publish("the run has finished")
     result["certificate"] = page.holds(settings)
     run_folder.write_json(folder / "result.json", result)
+
+
+def write_prediction(measured_bytes: int, folder: Path) -> None:
+    """Write the peak that a simulation has predicted before the launch, and the measured one, to plan.json."""
+    predicted = json.loads(os.environ.get(run_folder.PLANNED, "{}"))
+    if predicted and "by" not in predicted:
+        measured = {"bytes": measured_bytes, "ratio": round(measured_bytes / predicted["peak_bytes"], 4)}
+        run_folder.write_json(folder / "plan.json", predicted | {"measured": measured})
 
 
 def _result(trainer: ZerofitTrainer) -> dict:

@@ -12,11 +12,12 @@ from datasets import Dataset
 
 from zerofit import cli
 from zerofit.base.errors import UserError
+from zerofit.certificate import data as checks
+from zerofit.commands import data as data_command
 from zerofit.config import resolve
-from zerofit.data import conversations, encoding, formats
+from zerofit.data import conversations, encoding, formats, inspection
 from zerofit.data.load import load_datasets
 from zerofit.model.load import load_tokenizer
-from zerofit.plan import inspect_data
 
 IGNORE = conversations.IGNORE
 
@@ -70,17 +71,17 @@ def test_scan_counts_lengths_loss_and_last_token(tokenizer):
         ([5, 6], [5, IGNORE]),
         ([5, 6, 7, end], [IGNORE, IGNORE, 7, end]),
     ]
-    found = inspect_data.scan(hand_made(rows), tokenizer)
+    found = inspection.scan(hand_made(rows), tokenizer)
     assert found.lengths.tolist() == [4, 5, 3, 2, 4]
     assert found.supervised.tolist() == [2, 2, 2, 0, 2]
     assert found.last.tolist() == [end, 7, end, -1, end]
-    assert inspect_data.repeats(found.exact) == 1
+    assert inspection.repeats(found.exact) == 1
 
 
 def test_scan_of_many_batches_and_of_a_selection(tokenizer):
     rows = [([1 + i % 50] * (2 + i % 7), [IGNORE] + [1 + i % 50] * (1 + i % 7)) for i in range(2500)]
     order = list(range(2499, -1, -2))
-    found = inspect_data.scan(hand_made(rows).select(order), tokenizer)
+    found = inspection.scan(hand_made(rows).select(order), tokenizer)
     assert found.lengths.tolist() == [len(rows[i][0]) for i in order]
     assert (found.supervised == found.lengths - 1).all()
     assert found.last.tolist() == [rows[i][1][-1] for i in order]
@@ -98,7 +99,7 @@ def test_scan_of_many_batches_and_of_a_selection(tokenizer):
     ],
 )
 def test_normalized(one, other, same):
-    assert (inspect_data.normalise(one) == inspect_data.normalise(other)) is same
+    assert (inspection.normalise(one) == inspection.normalise(other)) is same
 
 
 def test_duplicates_and_overlap(tmp_path):
@@ -106,7 +107,9 @@ def test_duplicates_and_overlap(tmp_path):
     held_out = [("Who?", "Bo."), ("WHERE!", "oslo"), ("Why?", "So."), ("Who?", "Ada.")]
     flags = ["--data", rows_file(tmp_path, "a.jsonl", train), "--eval_data", rows_file(tmp_path, "b.jsonl", held_out)]
     settings, train_set, eval_set, tokenizer = loaded(*flags, "--model", TINY / "model")
-    facts, _ = inspect_data.inspect(settings, train_set, eval_set, tokenizer)
+    facts, _ = inspection.inspect(
+        settings, train_set, eval_set, tokenizer, checks.note(settings, train_set, eval_set, tokenizer)
+    )
     assert (facts["training"]["repeated_exact"], facts["training"]["repeated_normalized"]) == (1, 2)
     assert (facts["evaluation"]["repeated_exact"], facts["evaluation"]["repeated_normalized"]) == (0, 0)
     assert facts["overlap"] == {"exact": 1, "normalized": 2}
@@ -130,7 +133,7 @@ def test_rows_repeated_by_weight_are_named_and_are_no_duplicates(tmp_path, zerof
     assert "repeated by weight" in done.stdout and "in the other set" not in done.stdout and " -8" not in done.stdout
     settings, train_set, eval_set, tokenizer = loaded(*flags, "0.1")
     with pytest.raises(UserError, match=r"16.7% of the training rows repeat another"):
-        inspect_data.check_data(settings, train_set, eval_set, tokenizer)
+        checks.check_data(settings, train_set, eval_set, tokenizer)
 
 
 @pytest.mark.parametrize("more", [[], ["--streaming", "--max_steps", 2]])
@@ -139,44 +142,44 @@ def test_rows_longer_than_the_model_was_made_for_are_said(tmp_path, more, capfd)
     file.write_text(json.dumps({"text": "many words " * 500}) + "\n")
     flags = ["--data", file, "--model", TINY / "model", *more]
     settings, train_set, eval_set, tokenizer = loaded(*flags)
-    inspect_data.check_data(settings, train_set, eval_set, tokenizer)
+    checks.check_data(settings, train_set, eval_set, tokenizer)
     longest = len(train_set.dataset[0]["input_ids"])
     wanted = f"rows have up to {longest:,} tokens, but the model was made for 1,024 (max_position_embeddings): "
     wanted += "use --max_length 1024"
     assert longest > 1024 and settings.decisions[-1] == wanted
     assert "indexing errors" not in "".join(capfd.readouterr())
     settings, *sets_and_tokenizer = loaded(*flags, "--max_length", 1024)
-    inspect_data.check_data(settings, *sets_and_tokenizer)
+    checks.check_data(settings, *sets_and_tokenizer)
     assert "made for" not in "".join(settings.decisions)
 
 
 def test_histogram_numbers():
-    assert inspect_data.histogram(np.array([3, 4, 4, 9]), 12) == [
+    assert inspection.histogram(np.array([3, 4, 4, 9]), 12) == [
         (3, 3, 1), (4, 4, 2), (5, 5, 0), (6, 6, 0), (7, 7, 0), (8, 8, 0), (9, 9, 1),
     ]  # fmt: skip
-    assert inspect_data.histogram(np.array([7, 7, 7])) == [(7, 7, 3)]
-    assert inspect_data.histogram(np.array([0, 99, 100]), 2) == [(0, 99, 2), (100, 199, 1)]
+    assert inspection.histogram(np.array([7, 7, 7])) == [(7, 7, 3)]
+    assert inspection.histogram(np.array([0, 99, 100]), 2) == [(0, 99, 2), (100, 199, 1)]
     values = np.random.default_rng(0).integers(1, 30_000, 5000)
-    bars = inspect_data.histogram(values)
+    bars = inspection.histogram(values)
     assert len(bars) <= 12 and sum(n for *_, n in bars) == 5000
     for low, high, n in bars:
         assert n == ((values >= low) & (values <= high)).sum()
 
 
 def test_bars():
-    assert inspect_data.bar(1, 4) == "████" and inspect_data.bar(0.5, 4) == "██" and inspect_data.bar(0, 4) == ""
-    assert inspect_data.bar(1e-9, 4) == "▏" and inspect_data.bar(5 / 32, 4) == "▋"
+    assert inspection.bar(1, 4) == "████" and inspection.bar(0.5, 4) == "██" and inspection.bar(0, 4) == ""
+    assert inspection.bar(1e-9, 4) == "▏" and inspection.bar(5 / 32, 4) == "▋"
 
 
 def test_packing_and_padding_numbers():
     settings = SimpleNamespace(
         max_length=16, seed=1, data_seed=None, train_sampling_strategy="random", per_device_train_batch_size=2
     )
-    found = inspect_data.packing(np.array([16, 10, 6]), settings)
+    found = inspection.packing(np.array([16, 10, 6]), settings)
     assert (found["packs"], found["efficiency"]) == (2, 1.0)
     # 16 in any batch makes it 16 wide; the row that is alone is 16, or 10 -> 16, or 6 -> 8 wide (multiples of 8)
     assert 1 - found["unpacked_padding_fraction"] in (32 / 48, 32 / 40)
-    assert inspect_data.packing(np.array([8] * 6), settings)["unpacked_padding_fraction"] == 0
+    assert inspection.packing(np.array([8] * 6), settings)["unpacked_padding_fraction"] == 0
 
 
 # --- the loss span ---
@@ -194,10 +197,10 @@ def test_brackets_stand_exactly_around_the_answers(tokenizer):
         {"role": "assistant", "content": "Second."},
     ]
     ids, labels = encode(tokenizer, turns)
-    shown = inspect_data.render(ids, labels, tokenizer, coloured=False)
+    shown = inspection.render(ids, labels, tokenizer, coloured=False)
     assert shown.replace("«", "").replace("»", "") == tokenizer.decode(ids)
     assert [part.split("»")[0] for part in shown.split("«")[1:]] == ["First:\nünï 🙂<|end|>", "Second.<|end|>"]
-    green = inspect_data.render(ids, labels, tokenizer, coloured=True)
+    green = inspection.render(ids, labels, tokenizer, coloured=True)
     assert "\033[32mFirst:\033[0m\n\033[32münï 🙂<|end|>\033[0m" in green and "«" not in green
     assert green.replace("\033[32m", "").replace("\033[0m", "") == tokenizer.decode(ids)
 
@@ -205,18 +208,18 @@ def test_brackets_stand_exactly_around_the_answers(tokenizer):
 def test_long_and_hostile_text_is_tamed(tokenizer):
     ask = {"role": "user", "content": "x" * 5000 + "\033[2J"}
     ids, labels = encode(tokenizer, [ask, {"role": "assistant", "content": "Yes"}])
-    shown = inspect_data.render(ids, labels, tokenizer, coloured=False)
+    shown = inspection.render(ids, labels, tokenizer, coloured=False)
     assert len(shown) < 1000 and "\033" not in shown and "\\x1b[2J" in shown and "«Yes<|end|>»" in shown
 
 
 def test_plain_text_shows_why_its_first_token_stands_outside(tokenizer):
     rows = hand_made([([5, 6, 7], [5, 6, 7])] * 3)
     assert (
-        sum("first token of a row is never trained on" in t for t in inspect_data.render_rows(rows, tokenizer, False))
+        sum("first token of a row is never trained on" in t for t in inspection.render_rows(rows, tokenizer, False))
         == 1
     )
     answers = hand_made([([5, 6, 7], [IGNORE, 6, 7])] * 3)
-    assert not any("first token" in text for text in inspect_data.render_rows(answers, tokenizer, False))
+    assert not any("first token" in text for text in inspection.render_rows(answers, tokenizer, False))
 
 
 @pytest.mark.injection
@@ -235,7 +238,9 @@ def test_what_comes_from_the_data_cannot_steer_the_terminal(tmp_path, zerofit):
 def test_rows_without_a_supervised_end_are_shouted_about(tmp_path, zerofit):
     file = rows_file(tmp_path, "a.jsonl", [("Who?", "Bo."), ("Who?", "word " * 40), ("Where?", "Oslo.")])
     settings, train_set, eval_set, tokenizer = loaded("--data", file, "--model", TINY / "model", "--max_length", 24)
-    facts, _ = inspect_data.inspect(settings, train_set, eval_set, tokenizer)
+    facts, _ = inspection.inspect(
+        settings, train_set, eval_set, tokenizer, checks.note(settings, train_set, eval_set, tokenizer)
+    )
     assert (facts["training"]["end_supervised"], facts["training"]["truncated"]) == (2, 1)
     assert len(facts["warnings"]) == 1 and facts["warnings"][0].startswith("1 of 3 training rows do not end")
     done = zerofit(
@@ -264,19 +269,19 @@ def test_limits(tmp_path, flag, good, bad, says):
     flags = ["--model", TINY / "model", "--max_length", 24, "--data", rows_file(tmp_path, "a.jsonl", DUPLICATES)]
     flags += ["--eval_data", rows_file(tmp_path, "b.jsonl", [("WHO", "Bo"), ("Why?", "So.")])]
     settings, *rest = loaded(*flags, f"--{flag}", good)
-    inspect_data.check_data(settings, *rest)
+    checks.check_data(settings, *rest)
     with pytest.raises(UserError, match=f"--{flag} {bad:g}: .*{says}") as caught:
-        inspect_data.check_data(settings_for(*flags, f"--{flag}", bad), *rest)
+        checks.check_data(settings_for(*flags, f"--{flag}", bad), *rest)
     assert "\n" not in str(caught.value)
 
 
 def test_the_costly_limits_are_off_by_default_and_the_idle_one_says_so(monkeypatch):
     settings, train_set, _, tokenizer = loaded("--data", TINY / "train.jsonl", "--model", TINY / "model")
     with monkeypatch.context() as patched:
-        patched.setattr(inspect_data, "scan", None)  # a call would fail
-        inspect_data.check_data(settings, train_set, None, tokenizer)
+        patched.setattr(inspection, "scan", None)  # a call would fail
+        checks.check_data(settings, train_set, None, tokenizer)
     settings = settings.replace(max_eval_overlap_fraction=0.0)
-    inspect_data.check_data(settings, train_set, None, tokenizer)
+    checks.check_data(settings, train_set, None, tokenizer)
     assert settings.decisions[-1] == "max_eval_overlap_fraction is not checked: there are no eval rows"
 
 
@@ -392,7 +397,7 @@ def test_no_line_runs_through_a_legend(tmp_path, monkeypatch):
     monkeypatch.setattr(plt, "close", lambda figure: None)
     values = np.arange(10, 60)
     scan = SimpleNamespace(lengths=values, supervised=values // 2)
-    inspect_data.plot({"training": scan}, 64, tmp_path / "data.png")
+    inspection.plot({"training": scan}, 64, tmp_path / "data.png")
     figure = plt.gcf()
     monkeypatch.undo()
     figure.canvas.draw()
@@ -410,7 +415,7 @@ def test_pairs_are_counted_by_side_and_shown_with_their_loss_spans(tmp_path, cap
     ]
     file = tmp_path / "pairs.jsonl"
     file.write_text("\n".join(map(json.dumps, pairs)))
-    inspect_data.main(["--recipe", "dpo", "--data", str(file), "--model", str(TINY / "model"), "--use_cpu", "true",
+    data_command.main(["--recipe", "dpo", "--data", str(file), "--model", str(TINY / "model"), "--use_cpu", "true",
               "--max_length", "64", "--output_dir", str(tmp_path / "out")])  # fmt: skip
     facts, text = json.loads((tmp_path / "out" / "data.json").read_text())["training"], capsys.readouterr().out
     settings = resolve.resolve_settings(
@@ -450,7 +455,7 @@ def test_the_share_of_template_tokens_is_shown_and_can_be_left_out(tmp_path, zer
     masks = {}
     for mask in ("false", "true"):
         settings, train_set, eval_set, tokenizer = loaded(*flags, "--mask_generation_prompt", mask)
-        inspect_data.check_data(settings, train_set, eval_set, tokenizer)
+        checks.check_data(settings, train_set, eval_set, tokenizer)
         (check,) = (c for c in settings.checks if c.name == "template_tokens")
         row = train_set.dataset[0]
         kept = [i for i, label in zip(row["input_ids"], row["labels"], strict=True) if label != IGNORE]
@@ -477,7 +482,7 @@ def test_template_tokens_are_not_counted_where_all_text_is_trained_on(tmp_path, 
     (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
     flags = ["--train_on", *flags] if flags else []
     settings, *sets, tokenizer = loaded("--data", tmp_path / "a.jsonl", "--model", TINY / "model", *flags)
-    inspect_data.check_data(settings, *sets, tokenizer)
+    checks.check_data(settings, *sets, tokenizer)
     assert [(c.name, c.holds, c.numbers) for c in settings.checks] == [("template_tokens", None, {})]
 
 

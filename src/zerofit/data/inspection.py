@@ -1,13 +1,11 @@
-"""Run `zerofit data`: count and show what a run would train on; refuse data beyond the limits.
+"""Count and show what a run would train on: lengths, loss spans, repeated rows, fractions and their limits.
 
 Every number is computed from the tokens, a thousand rows at a time; only a few machine words per row stay in memory.
 """
 
-import argparse
 import functools
 import hashlib
 import itertools
-import os
 import re
 import sys
 import time
@@ -19,13 +17,11 @@ from pathlib import Path
 import numpy as np
 
 from zerofit.base.errors import UserError, printable
-from zerofit.config import parse, resolve
-from zerofit.data import encoding, end_tokens
+from zerofit.data import end_tokens
 from zerofit.data.batches import documents
 from zerofit.data.conversations import IGNORE
-from zerofit.job import program
 from zerofit.job.run_folder import save_figure
-from zerofit.job.settings import Check, order_seed
+from zerofit.job.settings import order_seed
 
 LONG_ROWS = "rows have up to"  # start of the decision about rows that are too long
 
@@ -42,158 +38,6 @@ LIMITS = {
 }
 
 
-def main(argv: list[str]) -> None:
-    """Run `zerofit data` (see --help): print the report, write data.json and data.png, apply the limits.
-
-    Raises: UserError for the user's mistakes and for data beyond a limit.
-    """
-    settings = _settings(argv)
-    if settings is None:
-        return
-
-    from zerofit.checkpoint import resumable
-    from zerofit.data.load import load_datasets
-    from zerofit.job import run_folder
-    from zerofit.model.load import load_tokenizer
-
-    folder = resumable.choose_folder(settings)
-    tokenizer = load_tokenizer(settings)
-    counting = settings.replace(bad_rows="drop")  # count all of them first, refuse below
-    train_set, eval_set = load_datasets(counting, tokenizer)
-    _note_positions(train_set, eval_set, counting)
-    _check_template_text(counting, train_set, tokenizer)
-    facts, scans = inspect(counting, train_set, eval_set, tokenizer)
-    colored = bool(sys.stdout.isatty() or os.environ.get("FORCE_COLOR"))
-    print(describe(counting, facts))
-    for text in render_rows(train_set.dataset, tokenizer, colored):
-        print(text)
-    for sentence in facts["warnings"]:  # last, so that they are seen
-        print("\n\033[1;31mWARNING\033[0m:" if colored else "\nWARNING:", sentence)
-    folder.mkdir(parents=True, exist_ok=True)
-    run_folder.write_json(folder / "data.json", facts)
-    plot(scans, settings.max_length, folder / "data.png")
-    print(f"\nwritten: {folder / 'data.json'}, {folder / 'data.png'}", flush=True)
-    for name in ("training", "evaluation"):
-        bad = facts.get(name, {}).get("dropped_bad")
-        if bad and settings.bad_rows == "error":
-            raise UserError(
-                f"{bad:,} of {facts[name]['rows']:,} {name} rows cannot be used (see above); fix or remove them, or "
-                "leave them out with --bad_rows drop."
-            )
-    enforce(counting, facts["fractions"])
-
-
-def _settings(argv: list[str]):
-    """Return the settings of a `zerofit data` command line; None if it asks for --help or --show, which are printed."""
-    parser = argparse.ArgumentParser(
-        prog="zerofit data",
-        allow_abbrev=False,
-        description="Show what a run would train on, without a model or a GPU. Every flag of the recipe works too "
-        "(`zerofit launch recipes/sft.py --help`).",
-    )
-    parser.add_argument(
-        "--recipe",
-        default=program.DEFAULT,
-        help="sft, lora, dpo, pipeline or a recipe's file (default sft)",
-    )
-    parser.add_argument("--output_dir", default="", help="folder for data.json and data.png (default runs/data-<time>)")
-    parser.add_argument("--args", default="", help="more recipe flags in one string, split like a shell would")
-    args, flags = parser.parse_known_args(argv)
-    recipe = program.start(args.recipe).recipe
-    flags, _ = parse.command_line(flags, args.args)
-    if {"--help", "-h"} & set(flags):
-        parser.print_help()
-        return None
-    named = ["--output_dir", args.output_dir] if args.output_dir else []
-    # --gpus first: a process count in the YAML file is for the run, not for this command
-    flags = ["--gpus", "1", *flags, *named]
-    settings = resolve.resolve_settings(recipe, flags, 1, arguments_only=True)
-    if settings.show:
-        from zerofit.config import show
-
-        print(f"data for {settings.recipe}\n{show.summary(settings)}")
-        return None
-    if settings.source["output_dir"] != "flag":
-        settings.output_dir = str(Path("runs") / f"data-{time.strftime('%Y%m%d-%H%M%S')}")
-    return settings
-
-
-def check_data(settings, train_set, eval_set, tokenizer) -> None:
-    """Refuse data beyond a limit, before any GPU time is spent.
-
-    Two limits use the statistics; those on repeated rows and overlap read every row, and only if they are set.
-    Raises: UserError naming the flag.
-    """
-    _note_positions(train_set, eval_set, settings)
-    _check_template_text(settings, train_set, tokenizer)
-    settings.decisions += _ends(settings, train_set, tokenizer).said
-    enforce(settings, _fractions(train_set))
-    if settings.max_duplicate_fraction == settings.max_eval_overlap_fraction == 1:
-        return
-    train = scan(train_set.dataset, tokenizer)
-    settings.decisions += _skipped(settings, eval_set)
-    checks_overlap = settings.max_eval_overlap_fraction < 1 and eval_set is not None
-    held_out = scan(eval_set.dataset, tokenizer) if checks_overlap else None
-    everything = _of_all_epochs(train_set, train, tokenizer) if checks_overlap else train
-    enforce(settings, _fractions(train_set, train, held_out, everything))
-
-
-def _ends(settings, train_set, tokenizer) -> end_tokens.Ends:
-    """Return where answers end and generation must stop, by the rows and by the base's generation_config.json."""
-    from zerofit.model.load import known_ends
-
-    found = train_set.statistics.get("ends", [])
-    own_end_only = {entry["token"] for entry in found} <= {tokenizer.eos_token}
-    return end_tokens.decide(found, tokenizer, () if own_end_only else known_ends(settings))
-
-
-def _note_positions(train_set, eval_set, settings) -> None:
-    """Add a decision if rows are longer than the model's max_position_embeddings."""
-    from zerofit.model.load import load_config
-
-    most = getattr(load_config(settings).get_text_config(), "max_position_embeddings", None)
-    longest = max(rows.statistics["longest"] for rows in (train_set, eval_set) if rows is not None)
-    if most and longest > most:
-        settings.decisions.append(
-            f"{LONG_ROWS} {longest:,} tokens, but the model was made for {most:,} (max_position_embeddings): use "
-            f"--max_length {most}"
-        )
-
-
-def _check_template_text(settings, train_set, tokenizer) -> None:
-    """Add the certificate's line about tokens in the loss that the chat template wrote, and say what can be left out.
-
-    Counted while the data were tokenized, on the first rows of each source.
-    """
-    counted = train_set.statistics["template_text"]
-    rows, supervised, openings = (counted[name] for name in ("rows", "supervised", "openings"))
-    if not rows:
-        sentence = "no row was counted: they have no chat template, or all of their text is trained on"
-        settings.checks.append(Check("template_tokens", None, f"template tokens: {sentence}"))
-        return
-    numbers = {
-        "rows": rows,
-        "supervised_tokens": supervised,
-        "end_tokens": counted["end"],
-        "template_tokens": counted["template"],
-        "share": counted["template"] / max(1, supervised),
-        "maskable_tokens": openings,
-    }
-    sentence = (
-        f"template tokens: {counted['template']:,} of {supervised:,} tokens in the loss of {rows:,} sampled rows "
-        f"({numbers['share']:.1%}), besides {counted['end']:,} end tokens; {openings:,} of them are an empty wrapper "
-        "or belong to the generation prompt"
-    )
-    holds = not (openings and settings.mask_generation_prompt)
-    settings.checks.append(Check("template_tokens", holds, sentence, numbers))
-    if openings and holds:
-        written = " or ".join(map(repr, encoding.Encoder(tokenizer).openings))
-        settings.decisions.append(
-            f"chat template: {openings / supervised:.1%} of the tokens in the loss are {written}, which no row holds; "
-            "--mask_generation_prompt true leaves them out (docs/templates.md)"
-        )
-
-
 def enforce(settings, fractions: dict[str, float]) -> None:
     """Raise UserError for the first measured fraction that violates its limit."""
     for flag, fraction in fractions.items():
@@ -204,29 +48,31 @@ def enforce(settings, fractions: dict[str, float]) -> None:
             raise UserError(f"--{flag} {limit:g}: {100 * fraction:.3g}% {measured}; {fix}, or {change} the limit.")
 
 
-def _of_all_epochs(train_set, first_epoch, tokenizer) -> "Scan":
+def of_all_epochs(train_set, first_epoch, tokenizer) -> "Scan":
     """Return the scan of all training rows; with weights like 0.5 the first epoch has only some of them."""
     return first_epoch if train_set.whole is None else scan(train_set.whole, tokenizer)
 
 
-def _fractions(train_set, train=None, held_out=None, everything=None) -> dict[str, float]:
+def fractions(train_set, train=None, held_out=None, everything=None) -> dict[str, float]:
+    """Return {flag of LIMITS: the fraction measured}, as far as the scans are given."""
     statistics = train_set.statistics
-    fractions = {
+    found = {
         "min_supervised_fraction": statistics["supervised_tokens"] / statistics["tokens"],
         "max_truncated_fraction": statistics["truncated"] / statistics["rows"],
     }
     if train is not None:
         by_weight = statistics.get("repeated_by_weight", 0)
         rows_of = len(train.normalized) - by_weight
-        fractions["max_duplicate_fraction"] = (repeats(train.normalized) - by_weight) / rows_of
+        found["max_duplicate_fraction"] = (repeats(train.normalized) - by_weight) / rows_of
     if held_out is not None:
-        fractions["max_eval_overlap_fraction"] = overlap(held_out.normalized, everything.normalized) / len(
+        found["max_eval_overlap_fraction"] = overlap(held_out.normalized, everything.normalized) / len(
             held_out.normalized
         )
-    return fractions
+    return found
 
 
-def _skipped(settings, eval_set) -> list[str]:
+def skipped(settings, eval_set) -> list[str]:
+    """Return a sentence on a limit that is set and cannot be checked."""
     idle = settings.max_eval_overlap_fraction < 1 and eval_set is None
     return ["max_eval_overlap_fraction is not checked: there are no eval rows"] if idle else []
 
@@ -364,16 +210,15 @@ def packing(lengths: np.ndarray, settings) -> dict:
     }
 
 
-def inspect(settings, train_set, eval_set, tokenizer) -> tuple[dict, dict[str, Scan]]:
-    """Return (the facts of the report, {set: its scan})."""
+def inspect(settings, train_set, eval_set, tokenizer, ends: end_tokens.Ends) -> tuple[dict, dict[str, Scan]]:
+    """Return (the facts of the report, {set: its scan}). ends: where answers end."""
     from zerofit.data.dataset import notes
 
     sets = {"training": train_set} | ({"evaluation": eval_set} if eval_set is not None else {})
     pairs = settings.documents_per_row == 2
     scans = {name: scan(rows.dataset, tokenizer) for name, rows in sets.items()}
     train, held_out = scans["training"], scans.get("evaluation")
-    everything = train if held_out is None else _of_all_epochs(train_set, train, tokenizer)
-    ends = _ends(settings, train_set, tokenizer)
+    everything = train if held_out is None else of_all_epochs(train_set, train, tokenizer)
     facts = {
         "recipe": settings.recipe.name,
         "model": settings.model,
@@ -381,11 +226,11 @@ def inspect(settings, train_set, eval_set, tokenizer) -> tuple[dict, dict[str, S
         "end_token": " or ".join(ends.words or [tokenizer.eos_token]),
         **{name: _count(rows.statistics, scans[name], tokenizer, ends) for name, rows in sets.items()},
         "packing": packing(np.array(train_set.dataset["lengths"]) if pairs else train.lengths, settings),
-        "fractions": _fractions(train_set, train, held_out, everything),
+        "fractions": fractions(train_set, train, held_out, everything),
         "limits": {flag: getattr(settings, flag) for flag in LIMITS},
         "decisions": [d for d in settings.decisions if d.startswith(("chat template", LONG_ROWS))]
         + list(ends.said)
-        + _skipped(settings, eval_set)
+        + skipped(settings, eval_set)
         + notes(sets),
     }
     for name in sets if pairs else ():

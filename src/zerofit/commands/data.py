@@ -1,0 +1,88 @@
+"""Run `zerofit data`: count and show what a run would train on; refuse data beyond the limits."""
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+from zerofit.base.errors import UserError
+from zerofit.certificate import data as checks
+from zerofit.config import parse, resolve
+from zerofit.data import inspection
+from zerofit.job import program
+
+
+def main(argv: list[str]) -> None:
+    """Run `zerofit data` (see --help): print the report, write data.json and data.png, apply the limits.
+
+    Raises: UserError for the user's mistakes and for data beyond a limit.
+    """
+    settings = _settings(argv)
+    if settings is None:
+        return
+
+    from zerofit.checkpoint import resumable
+    from zerofit.data.load import load_datasets
+    from zerofit.job import run_folder
+    from zerofit.model.load import load_tokenizer
+
+    folder = resumable.choose_folder(settings)
+    tokenizer = load_tokenizer(settings)
+    counting = settings.replace(bad_rows="drop")  # count all of them first, refuse below
+    train_set, eval_set = load_datasets(counting, tokenizer)
+    ends = checks.note(counting, train_set, eval_set, tokenizer)
+    facts, scans = inspection.inspect(counting, train_set, eval_set, tokenizer, ends)
+    colored = bool(sys.stdout.isatty() or os.environ.get("FORCE_COLOR"))
+    print(inspection.describe(counting, facts))
+    for text in inspection.render_rows(train_set.dataset, tokenizer, colored):
+        print(text)
+    for sentence in facts["warnings"]:  # last, so that they are seen
+        print("\n\033[1;31mWARNING\033[0m:" if colored else "\nWARNING:", sentence)
+    folder.mkdir(parents=True, exist_ok=True)
+    run_folder.write_json(folder / "data.json", facts)
+    inspection.plot(scans, settings.max_length, folder / "data.png")
+    print(f"\nwritten: {folder / 'data.json'}, {folder / 'data.png'}", flush=True)
+    for name in ("training", "evaluation"):
+        bad = facts.get(name, {}).get("dropped_bad")
+        if bad and settings.bad_rows == "error":
+            raise UserError(
+                f"{bad:,} of {facts[name]['rows']:,} {name} rows cannot be used (see above); fix or remove them, or "
+                "leave them out with --bad_rows drop."
+            )
+    inspection.enforce(counting, facts["fractions"])
+
+
+def _settings(argv: list[str]):
+    """Return the settings of a `zerofit data` command line; None if it asks for --help or --show, which are printed."""
+    parser = argparse.ArgumentParser(
+        prog="zerofit data",
+        allow_abbrev=False,
+        description="Show what a run would train on, without a model or a GPU. Every flag of the recipe works too "
+        "(`zerofit launch recipes/sft.py --help`).",
+    )
+    parser.add_argument(
+        "--recipe",
+        default="sft",
+        help="sft, lora, dpo, pipeline or a recipe's file (default sft)",
+    )
+    parser.add_argument("--output_dir", default="", help="folder for data.json and data.png (default runs/data-<time>)")
+    parser.add_argument("--args", default="", help="more recipe flags in one string, split like a shell would")
+    args, flags = parser.parse_known_args(argv)
+    recipe = program.find(args.recipe).recipe
+    flags, _ = parse.command_line(recipe, flags, args.args)
+    if {"--help", "-h"} & set(flags):
+        parser.print_help()
+        return None
+    named = ["--output_dir", args.output_dir] if args.output_dir else []
+    # --gpus first: a process count in the YAML file is for the run, not for this command
+    flags = ["--gpus", "1", *flags, *named]
+    settings = resolve.resolve_settings(recipe, flags, 1, resolvers=resolve.ARGUMENTS)
+    if settings.show:
+        from zerofit.config import show
+
+        print(f"data for {settings.recipe}\n{show.summary(settings)}")
+        return None
+    if settings.source["output_dir"] != "flag":
+        settings.output_dir = str(Path("runs") / f"data-{time.strftime('%Y%m%d-%H%M%S')}")
+    return settings
