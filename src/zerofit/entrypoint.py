@@ -9,6 +9,7 @@ import time
 
 from zerofit.base import distributed
 from zerofit.base.errors import EXIT_CODES, DiskFull, OutOfMemory, Stopped, UserError, full_disk, printable
+from zerofit.job import job
 
 
 def check_early(name: str) -> None:
@@ -16,9 +17,11 @@ def check_early(name: str) -> None:
 
     `--help` prints the flags and exits the process.
     """
+    os.environ.update(distributed.thread_waiting())
+    if job.named(sys.argv[1:]):  # the launcher has checked it
+        return
     from zerofit.config import early_check  # imports transformers' names; `zerofit status` needs none of it
 
-    os.environ.update(distributed.thread_waiting())
     guard(lambda: early_check.check(name, sys.argv[1:], here=True, own_folder=distributed.rank() == 0))
 
 

@@ -514,9 +514,9 @@ CROWDED = OOM.format(other="Process 7 has 14.00 GiB memory in use. ", own="63.60
 def ran_out(monkeypatch, tmp_path, text):
     monkeypatch.setenv("ZEROFIT_CACHE", str(tmp_path))
     predicted = {"gpu": "H100", "peak_bytes": 60 * GIB, "limit_bytes": 76 * GIB}
-    monkeypatch.setenv(memory_history.PLANNED, json.dumps(predicted))
+    memory_history.publish(predicted)
     preflight.record_oom([text])
-    assert os.environ[memory_history.PLANNED] == "{}"
+    assert memory_history.published() == {}
     return memory_history.learned_allowance("H100", 79.6)
 
 

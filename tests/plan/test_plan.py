@@ -1244,7 +1244,7 @@ def test_zero_auto_keeps_the_data_of_a_yaml_file_and_knows_the_host(monkeypatch,
         candidate, *_ = candidates.candidates(methods[0], flags, ranks, gpu)
         return candidates.Plan(gpu, ranks, 1 << 40, {}, candidate, [])
 
-    monkeypatch.setenv(gradient_checkpointing.CHOSEN, "{}")  # which a choice sets
+    monkeypatch.setattr(gradient_checkpointing, "CHOSEN", {})  # which a choice sets
     monkeypatch.setattr(hardware, "torch_sees_some", lambda: True)
     monkeypatch.setattr(hardware, "find", lambda *args: GPU)
     monkeypatch.setattr(search, "search", fastest)
@@ -1417,7 +1417,7 @@ SMALL_ROWS = ("--per_device_train_batch_size", "1", "--max_length", "2048")
 @pytest.fixture
 def expandable(monkeypatch):
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    monkeypatch.setenv(gradient_checkpointing.CHOSEN, "{}")  # restored after the test
+    monkeypatch.setattr(gradient_checkpointing, "CHOSEN", {})  # restored after the test
 
 
 def size_by_checkpointing(none, selective, every_2, full):

@@ -338,6 +338,8 @@ def request(recipe: str, argv: list[str]) -> Request:
     arguments.check_name(recipe)
     from_flags = explicit(recipe, argv, "command line")
     from_yaml = read_yaml(from_flags["config"], recipe) if from_flags.get("config") else {}
+    place = {name[2:]: number for number, (name, _, _) in enumerate(by_flag(with_auto_as_probe(argv)))}
+    from_flags = dict(sorted(from_flags.items(), key=lambda item: place.get(item[0], len(place))))  # as they were typed
     source = dict.fromkeys(from_yaml, str(from_flags.get("config"))) | dict.fromkeys(from_flags, FLAG)
     return Request(recipe, {**from_yaml, **from_flags}, source, tuple(repeated(argv)))
 
@@ -374,7 +376,7 @@ def settings_of(asked: Request, world_size: int, gpu=None, argv: list[str] | Non
     source |= {name: "default" for name in kit if source[name] == "transformers default"}
     flags = asked.flags() if argv is None else argv
     settings = Settings(
-        recipe, values, source, world_size, planned_gpu=gpu, flags=flags, given=given, defaults=defaults
+        recipe, values, source, world_size, planned_gpu=gpu, flags=flags, given=given, defaults=defaults, request=asked
     )
     settings.decisions += asked.notes
     if preset:

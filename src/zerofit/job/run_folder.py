@@ -319,8 +319,11 @@ def shown(name: str, value) -> str:
     return "<hidden>" if name.endswith("_token") and value else as_typed(name, value)
 
 
-def write_run(settings: Settings, facts: dict) -> None:
-    """Write run.json: every argument with its source, decisions, versions, commit, data and command."""
+def write_run(settings: Settings, command: str, facts: dict) -> None:
+    """Write run.json: every argument with its source, decisions, versions, commit, data and command.
+
+    Args: command: as a user would type it, secrets hidden.
+    """
     import torch
 
     write_json(
@@ -328,7 +331,7 @@ def write_run(settings: Settings, facts: dict) -> None:
         {
             "recipe": settings.recipe,
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            "command": os.environ.get("ZEROFIT_COMMAND") or command_line.hide_secrets([sys.executable, *sys.argv]),
+            "command": command,
             "flags": command_line.without_secrets(settings.flags),
             "world_size": settings.world_size,
             "device": "cpu" if settings.use_cpu else torch.cuda.get_device_name(),

@@ -80,6 +80,7 @@ class Settings(_Arguments):
     deepspeed: the DeepSpeed configuration ("auto" is left for transformers to fill), None for stage 0;
     given: argument -> value, of those set by flag or YAML;  defaults: argument -> value that nobody set;
     planned_gpu: the hardware.Gpu to plan for, None: this machine's;  flags: the command line;
+    request: what was asked for, from which these follow; None: not known;
     fingerprints: of model and data, for checkpoints;  resharded: the checkpoint to resume was saved at another stage,
     rank count or offload;  resumed: {"zero", "world_size", "to_step"} of each stretch that was trained before (all
     three: checkpoint/resumable.py, check_resumable);  knows_model: resolve.resolve_for_model is done.
@@ -94,6 +95,7 @@ class Settings(_Arguments):
     world_size: int
     planned_gpu: Any
     flags: list[str]
+    request: Any
     given: dict[str, Any]
     defaults: dict[str, Any]
     fingerprints: dict[str, str]
@@ -102,11 +104,13 @@ class Settings(_Arguments):
     knows_model: bool
     frozen: bool
 
-    def __init__(self, recipe, values, source, world_size, *, planned_gpu=None, flags=(), given=None, defaults=None):
+    def __init__(
+        self, recipe, values, source, world_size, *, planned_gpu=None, flags=(), given=None, defaults=None, request=None
+    ):  # fmt: skip
         self.__dict__.update(
             recipe=recipe, values=values, source=source, decisions=[], checks=[], deepspeed=None, world_size=world_size,
-            planned_gpu=planned_gpu, flags=list(flags), given=given or {}, defaults=defaults or {}, fingerprints={},
-            resharded=False, resumed=[], knows_model=False, frozen=False,
+            planned_gpu=planned_gpu, flags=list(flags), request=request, given=given or {}, defaults=defaults or {},
+            fingerprints={}, resharded=False, resumed=[], knows_model=False, frozen=False,
         )  # fmt: skip
 
     def __getattr__(self, name: str):

@@ -1,7 +1,6 @@
 """Check at the start of a run whether it fits; handle --zero auto and --plan."""
 
 import json
-import os
 import re
 import time
 from dataclasses import replace
@@ -28,8 +27,8 @@ MUCH_FASTER = 1.2  # times as fast by estimate: from here on another micro batch
 
 
 def publish(plan: dict | None) -> None:
-    """Store the prediction in an environment variable, so that no process of this job checks again."""
-    os.environ[memory_history.PLANNED] = json.dumps(plan or {})
+    """Keep the prediction for the job's ranks, or for the end of the run in this process."""
+    memory_history.publish(plan)
 
 
 def prestart(settings) -> None:
@@ -326,7 +325,7 @@ def record_oom(errors: list[str]) -> None:
     is cleared since the next attempt has other settings.
     Args: errors: the ranks' tracebacks, with torch's message on the use of the GPU.
     """
-    predicted = json.loads(os.environ.get(memory_history.PLANNED, "{}"))
+    predicted = memory_history.published()
     publish(None)
     if (
         predicted

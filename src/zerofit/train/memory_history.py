@@ -24,7 +24,18 @@ def learned_from() -> str:
     return f"earlier runs on this GPU were above their plan ({history()})"
 
 
-PLANNED = "ZEROFIT_PLAN"  # environment variable: JSON of the prediction by the check before a launch, or "{}"
+_published: dict = {}  # the prediction by the check before this job, which its launcher or this process has made
+
+
+def publish(plan: dict | None) -> None:
+    """Make a prediction the one of this process's job; None: there is none."""
+    _published.clear()
+    _published.update(plan or {})
+
+
+def published() -> dict:
+    """Return the prediction of this process's job; {}: there is none."""
+    return dict(_published)
 
 
 def remember(predicted: dict, measured_bytes: int, folder: Path) -> None:

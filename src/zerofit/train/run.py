@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 from pathlib import Path
 
 from zerofit.base import rank_status
@@ -153,7 +152,7 @@ def write_result(trainer: ZerofitTrainer, metrics: dict) -> None:
     args, settings = trainer.args, trainer.settings
     folder, first = Path(args.output_dir), args.process_index == 0
     result = _result(trainer) | metrics
-    predicted = json.loads(os.environ.get(memory_history.PLANNED, "{}"))
+    predicted = memory_history.published()
     if first and predicted and "by" not in predicted and not settings.use_cpu:
         memory_history.remember(predicted, result["peak_memory_bytes"], folder)
     if settings.memory_report:
