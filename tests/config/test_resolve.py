@@ -168,7 +168,7 @@ def test_every_resolver_is_in_one_list():
         for file in (SRC / folder).glob("*.py")
         for node in ast.parse(file.read_text()).body
         if isinstance(node, ast.FunctionDef) and node.name in ("resolve", "resolve_for_model")
-    } - {"zerofit.config.resolve.resolve_for_model"}
+    } - {"zerofit.config.resolve.resolve", "zerofit.config.resolve.resolve_for_model"}
     assert defined <= listed and len(listed) == len(resolve.FROM_FLAGS) + len(resolve.FROM_MODEL_CONFIG)
 
 

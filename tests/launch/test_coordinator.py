@@ -88,7 +88,7 @@ def come(port, rank, facts=FACTS, ready=None, **more):
     try:
         node.membership.gather()
         if node.leads:
-            node.begin_with(node.membership.processes(), ["--zero", "2"])
+            node.begin_with(node.membership.processes(), Request("sft").put(zero=2))
         return node, node.membership.agree(ready or {"data": "x"}, ROOT / "runs" / "a" if node.leads else None)
     except UserError as error:
         node.membership.leave(str(error))
@@ -155,7 +155,7 @@ def test_agreed_and_lost(port, tmp_path):
 @pytest.mark.fault
 def test_a_signal_to_one_names_one_step_for_all(port, tmp_path):
     (first, _), (second, _) = together(lambda: come(port, 0), lambda: come(port, 1))
-    first.order(1, {0: 1, 1: 1}, [])
+    first.order(1, {0: 1, 1: 1}, Request("sft"))
     second.begin(second.next_order())
     folders = [tmp_path / "a", tmp_path / "b"]
     for rank, folder in enumerate(folders):
@@ -176,7 +176,7 @@ def test_a_signal_to_one_names_one_step_for_all(port, tmp_path):
 @pytest.mark.fault
 def test_a_node_that_is_asked_to_leave_after_the_last_poll_leaves(port, tmp_path):
     (first, _), (second, _) = together(lambda: come(port, 0), lambda: come(port, 1))
-    first.order(1, {0: 1, 1: 1}, [])
+    first.order(1, {0: 1, 1: 1}, Request("sft"))
     second.begin(second.next_order())
     second.poll(tmp_path, [], pytest.fail)
     second.report(EXIT_CODES["stopped"], [15], None, tmp_path)
@@ -184,7 +184,7 @@ def test_a_node_that_is_asked_to_leave_after_the_last_poll_leaves(port, tmp_path
     assert first.collect(tmp_path) == (EXIT_CODES["stopped"], [15], None)
     first.place.timeout = 0.1
     assert first.next_nodes() is None  # two are needed, and one of them leaves
-    first.order(2, {0: 1}, [])
+    first.order(2, {0: 1}, Request("sft"))
     assert second.next_order() == End(EXIT_CODES["stopped"], "")
     for node in (second, first):
         node.membership.leave()
@@ -261,7 +261,7 @@ def ended_with(files):
 @pytest.mark.parametrize("content", ["{x", "[]", "null", "[" * 100_000, '{"id": "x", "beat": 1}', "\udcff"])
 def test_what_is_not_signed_is_ignored_and_said_once(port, capfd, content):
     (first, _), (second, _) = together(lambda: come(port, 0), lambda: come(port, 1))
-    first.order(1, {0: 1, 1: 1}, ["--zero", "2"])
+    first.order(1, {0: 1, 1: 1}, Request("sft").put(zero=2))
     store = stranger(port)
     deadline = time.monotonic() + 10
     while (
@@ -286,7 +286,7 @@ def test_what_is_not_signed_is_ignored_and_said_once(port, capfd, content):
 @pytest.mark.injection
 def test_an_order_and_files_of_a_stranger_have_no_effect(port, tmp_path):
     (first, _), (second, _) = together(lambda: come(port, 0), lambda: come(port, 1))
-    first.order(1, {0: 1, 1: 1}, ["--zero", "2"])
+    first.order(1, {0: 1, 1: 1}, Request("sft").put(zero=2))
     second.begin(second.next_order())
     second.transport.close()  # so that nothing is written over what the stranger puts there
     store, records = stranger(port), tmp_path / "records"
