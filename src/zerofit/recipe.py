@@ -13,6 +13,7 @@ from zerofit.job import job, program
 from zerofit.job.settings import Settings
 from zerofit.launch import batch_search
 from zerofit.model import load
+from zerofit.model.weights import complete
 from zerofit.plan import preflight
 from zerofit.train import memory_history, trial
 
@@ -27,7 +28,9 @@ def parse(recipe: str) -> Settings:
     """
     if file := job.named(sys.argv[1:]):
         settings = resolve.of_this_process(lambda: job.start(file, distributed.size()))
-        preflight.publish(job.running().facts.get("plan"))
+        found = job.running().facts
+        preflight.publish(found.get("plan"))
+        complete.HELD.update(found.get("weights", {}))
     else:
         settings = resolve.resolve_settings(recipe)
         if settings.search_batch_size and not settings.show:
@@ -133,8 +136,7 @@ def _job(settings: Settings) -> job.Job:
     """Return the job of this process as it trains, for the run folder."""
     running, own = job.running(), program.current()
     command = running.command if running else command_line.hide_secrets([sys.executable, *sys.argv])
-    facts = dict(running.facts) if running else {}
-    facts["plan"] = memory_history.published()
+    facts = {"canary": running and running.facts.get("canary"), "plan": memory_history.published()}
     return job.Job(settings.request, settings, own and own.facts, command, facts)
 
 

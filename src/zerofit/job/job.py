@@ -30,7 +30,7 @@ class Job:
     settings: Settings  # resolved and frozen
     program: dict | None  # "file" and "sha256" of the recipe's file; None: an interpreter's own lines
     command: str = ""  # that starts the same ranks when typed, secrets hidden
-    facts: Mapping[str, Any] = field(default_factory=dict)  # found before the start: "plan", "canary", "weights"
+    facts: Mapping[str, Any] = field(default_factory=dict)  # found before: "plan", "canary", "weights"
     trial: Mapping[str, Any] = field(default_factory=dict)  # what its ranks measure instead of training
     version: str = __version__  # of the zerofit that resolved it
 

@@ -16,6 +16,7 @@ from zerofit.job.settings import Settings
 from zerofit.launch import batch_search, canary, prepare, standby, supervisor
 from zerofit.launch.cluster import documents, job_secret, node_options
 from zerofit.launch.cluster.coordinator import Coordinator
+from zerofit.model.weights import complete
 from zerofit.plan import preflight
 from zerofit.train import consistency, memory_history
 
@@ -109,7 +110,7 @@ def _starter(program: Program, command: Callable[[], list[str]]) -> Callable[...
     def start(settings: Settings, folder: Path, found: dict, trial: dict) -> list[str]:
         words, file = command(), folder / job_file.FILE
         typed = command_line.hide_secrets([*words, *settings.request.flags()])
-        facts = {"plan": memory_history.published(), **found}
+        facts = {"plan": memory_history.published(), "weights": dict(complete.HELD), **found}
         now = programs.of(program.file).facts
         job_file.write(file, job_file.Job(settings.request, settings, now, typed, facts, trial))
         return [*words, *job_file.words(file)]
