@@ -97,7 +97,7 @@ def test_ranks_read_the_job_and_neither_parse_nor_resolve(monkeypatch, tmp_path,
     file = written(settings, tmp_path, facts={"plan": {"peak_bytes": 7}})
     monkeypatch.setenv("WORLD_SIZE", str(settings.world_size))
     monkeypatch.setenv("RANK", "0")
-    monkeypatch.setattr(sys, "argv", ["recipe.py", *job.words(file)])
+    monkeypatch.setattr(sys, "argv", ["recipe.py", *job.words(file, "run")])
 
     def refused(*args, **kwargs):
         raise AssertionError("a rank has parsed or resolved")

@@ -35,8 +35,9 @@ DOUBLED = '''class Doubled(ZerofitTrainer):
 
 
 def main() -> None:
+    started = recipe.job.named(recipe.sys.argv[1:])
     with open(__file__ + ".began", "a") as file:
-        file.write(recipe.os.environ.get("ZEROFIT_CANARY", "run") + "\\n")
+        file.write((recipe.job.read(started).trial if started else {}).get("canary", "run") + "\\n")
 '''
 
 EVAL = ["--eval_data", str(TINY / "eval.jsonl"), "--per_device_eval_batch_size", "8"]

@@ -492,7 +492,7 @@ def test_every_job_of_a_folder_archives_its_attempts(tmp_path):
 
 RANK_WITHOUT_ANSWER = """
 import os, sys
-from zerofit import distributed, rank_status
+from zerofit.base import distributed, rank_status
 from zerofit.train import network_check
 print("tried with", os.environ.get("NCCL_P2P_DISABLE"), flush=True)
 if os.environ.get("NCCL_P2P_DISABLE") != "1" or sys.argv[1] == "never":

@@ -45,12 +45,12 @@ def running() -> Job | None:
 
 def named(argv: list[str]) -> Path | None:
     """Return the file that a recipe's process is started with; None for a user's command line."""
-    return Path(argv[1]) if len(argv) == 2 and argv[0] == OPTION else None
+    return Path(argv[1]) if len(argv) > 1 and argv[0] == OPTION else None
 
 
-def words(file: Path) -> list[str]:
-    """Return the command line of a recipe's process that trains a job."""
-    return [OPTION, str(file)]
+def words(file: Path, folder: str) -> list[str]:
+    """Return the command line of a recipe's process that trains a job; the folder is for `zerofit status`."""
+    return [OPTION, str(file), "--output_dir", folder]
 
 
 def start(file: Path, ranks: int) -> Settings:

@@ -157,7 +157,7 @@ def _run(settings, ladder: list[int], limit: int) -> dict[int, dict]:
         trials = {trial.BATCH_SEARCH: {"sizes": ladder, "limit_bytes": limit, "folder": str(folder)}}
         facts = program.of(recipe).facts
         job.write(folder / job.FILE, job.Job(trial_job.request, trial_job, facts, trial=trials))
-        words = job.words(folder / job.FILE)
+        words = job.words(folder / job.FILE, trial_job.output_dir)
         command = prepare.command("torchrun", ranks, distributed.free_port(), recipe, words)
         env = {k: v for k, v in os.environ.items() if k not in _RANK_VARIABLES and not k.startswith("TORCHELASTIC_")}
         env |= prepare.environment(ranks) | {rank_status.SUPERVISOR: str(os.getpid())}

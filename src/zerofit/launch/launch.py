@@ -113,7 +113,7 @@ def _starter(program: Program, command: Callable[[], list[str]]) -> Callable[...
         facts = {"plan": memory_history.published(), "weights": dict(complete.HELD), **found}
         now = programs.of(program.file).facts
         job_file.write(file, job_file.Job(settings.request, settings, now, typed, facts, trial))
-        return [*words, *job_file.words(file)]
+        return [*words, *job_file.words(file, settings.output_dir)]
 
     return start
 
