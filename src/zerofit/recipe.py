@@ -1,6 +1,7 @@
 """The first steps of a recipe: parse arguments, start the ranks, open the run folder."""
 
 import gc
+import os
 import sys
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from zerofit.model import load
 from zerofit.model.weights import complete
 from zerofit.plan import preflight
 from zerofit.train import memory_history, trial
+
+CHECKS = "ZEROFIT_PLAN"  # environment variable; 0: rank 0 of a recipe that is started by hand does not check if it fits
 
 log_filters.libraries()
 
@@ -47,7 +50,7 @@ def parse(recipe: str) -> Settings:
 
 def _is_to_check(settings: Settings) -> bool:
     """Return whether this process checks if the job fits: rank 0, unless the launcher or a search has."""
-    return distributed.rank() == 0 and job.running() is None
+    return distributed.rank() == 0 and job.running() is None and os.environ.get(CHECKS) != "0"
 
 
 def start_processes(settings: Settings, train_set, eval_set):

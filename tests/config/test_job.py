@@ -200,20 +200,21 @@ def resumed(monkeypatch, tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
 
-    def resume_it(flags, *words, **changes):
+    def resume_it(flags, *words, then=lambda: None, **changes):
         file = written(resolved(parse.request("sft", flags)), folder)
         content = json.loads(file.read_text())
         for part, values in changes.items():
             content[part] |= {name: {"value": value, "source": "flag"} for name, value in values.items()}
         file.write_text(json.dumps(content))
         (folder / "run.json").write_text(json.dumps({"program": program.find("sft").facts}))
+        then()
         resume.main([str(folder), *words])
         return started.pop()
 
     return resume_it
 
 
-def test_a_resume_reads_the_job(resumed, tmp_path):
+def test_a_resume_reads_the_job(resumed, tmp_path, capsys):
     file, other = tmp_path / "first.yaml", tmp_path / "second.yaml"
     file.write_text("zero: 3\nmax_length: 64\nseed: 5\n")
     other.write_text("seed: 6\nlearning_rate: 0.5\n")
@@ -223,6 +224,11 @@ def test_a_resume_reads_the_job(resumed, tmp_path):
     assert (resumed(flags)[0].values, resumed(flags)[1]) == (kept | own, 2)
     asked, _ = resumed(flags, "--seed=7", "--zero", "2")
     assert asked.values == kept | own | {"seed": 7, "zero": 2}
+    assert "has changed" not in capsys.readouterr().out
+    edited = file.read_text().replace("5", "9") + "bf16: true\n"
+    asked, _ = resumed(flags, then=lambda: file.write_text(edited))
+    assert asked.values == kept | own
+    assert f"note: {file} has changed since the run began (bf16, seed): the run goes on" in capsys.readouterr().out
     asked, _ = resumed(flags, "--config", str(other))  # instead of the first file, and below the flags
     wanted = {"learning_rate": 0.1, "packing": True, "seed": 6, "config": str(other)}
     assert asked.values == wanted | own and asked.source["seed"] == str(other)

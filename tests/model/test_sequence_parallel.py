@@ -255,7 +255,7 @@ def test_a_resumed_run_keeps_its_effective_batch():
     values = {"effective_batch_size": 8, "per_device_train_batch_size": 2, "sp_size": 2, "offload": "none"}
     run = resume.Run("sft", 4, ["--sp_size", "2"], {name: {"value": value} for name, value in values.items()})
     for words, ranks, sp_size, micro in (([], 4, 2, None), (["--sp-size=4"], 4, 4, 2), ([], 16, 2, 1)):
-        asked = resume._asked(run, parse.request("sft", words), ranks)
+        asked = resume._asked(run, parse.request("sft", run.flags), parse.request("sft", words), ranks)
         assert (asked.get("sp_size"), asked.get("per_device_train_batch_size")) == (sp_size, micro)
 
 

@@ -45,7 +45,14 @@ def main(argv: list[str]) -> None:
     said = program.said_by(run_folder.read_json(folder / "run.json"))  # null, unlike none, says something
     started = program.of_run(folder, run.recipe, said, named)
     parse.refuse_foreign_code(run.recipe, run.flags, words, folder)
-    asked = _asked(run, parse.request(run.recipe, words), count * nodes)
+    new = parse.request(run.recipe, words)
+    try:
+        before = parse.request(run.recipe, run.flags)
+    except UserError as error:
+        raise UserError(f"{folder}: what it was asked for cannot be read: {error}") from None
+    if "config" not in new.values:
+        _note_edited_file(run, before)
+    asked = _asked(run, before, new, count * nodes)
     asked = asked.put(output_dir=str(folder), resume_from_checkpoint="auto")
     options = [
         "--gpus", str(count), "--launcher", args.launcher, "--port", args.port, "--nnodes", args.nnodes,
@@ -64,7 +71,8 @@ class Run:
     world_size: int
     flags: list[str]  # as they would be typed; not checked yet
     arguments: dict[str, dict]  # argument -> {"value", "source"}, resolved
-    of_file: tuple[str, ...] = ()  # the flags that stood in a YAML file
+    file: str = ""  # the YAML file that it was started with
+    of_file: tuple[str, ...] = ()  # the flags that stood in it
 
     def value(self, name: str, default: Any = None) -> Any:
         """Return the resolved value of an argument."""
@@ -89,7 +97,8 @@ def of_folder(folder: Path) -> Run:
         values, sources = whole.settings.values, whole.settings.source
         arguments = {name: {"value": written(name, values[name]), "source": sources[name]} for name in values}
         of_file = tuple(name for name, source in whole.request.source.items() if source != FLAG)
-        run = Run(whole.request.recipe, whole.settings.world_size, whole.request.all_flags(), arguments, of_file)
+        flags, file = whole.request.all_flags(), str(whole.request.get("config") or "")
+        run = Run(whole.request.recipe, whole.settings.world_size, flags, arguments, file, of_file)
     else:
         facts = read_facts(folder)
         run = Run(facts["recipe"], facts["world_size"], facts["flags"], facts["arguments"])
@@ -120,13 +129,29 @@ def _no_run(folder: Path) -> UserError:
     )
 
 
-def _asked(run: Run, new: Request, ranks: int) -> Request:
+def _note_edited_file(run: Run, before: Request) -> None:
+    """Print a line if the YAML file of a run has other values than those that the run goes on with."""
+    if not run.file:
+        return
+    try:
+        now = parse.read_yaml(run.file, run.recipe)
+    except UserError:
+        return  # it is not needed
+    names = [name for name in run.of_file if now.get(name) != before.get(name)]
+    if names := sorted({*names, *(now.keys() - before.values.keys())}):
+        print(
+            f"note: {run.file} has changed since the run began ({', '.join(names)}): the run goes on with its own "
+            f"values; --config {run.file} takes the file's",
+            flush=True,
+        )
+
+
+def _asked(run: Run, before: Request, new: Request, ranks: int) -> Request:
     """Return what to go on with: what the run was asked for, and over it what this command line asks for.
 
     Args: ranks: of this job.
     """
-    asked = parse.request(run.recipe, run.flags)
-    asked = asked.drop("resume_from_checkpoint", "output_dir", "gpus", *run.of_file if "config" in new.values else ())
+    asked = before.drop("resume_from_checkpoint", "output_dir", "gpus", *run.of_file if "config" in new.values else ())
     old_size = run.value("sp_size", 1)
     sp_size = max(0, new.get("sp_size", 0)) or old_size  # the recipe refuses a wrong one
     if (ranks, sp_size) != (run.world_size, old_size) and not new.values.keys() & {*retry.BATCH}:

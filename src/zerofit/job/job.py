@@ -45,7 +45,8 @@ def running() -> Job | None:
 
 def named(argv: list[str]) -> Path | None:
     """Return the file that a recipe's process is started with; None for a user's command line."""
-    return Path(argv[1]) if len(argv) > 1 and argv[0] == OPTION else None
+    place = argv.index(OPTION) + 1 if OPTION in argv else len(argv)  # DeepSpeed's launcher adds --local_rank before it
+    return Path(argv[place]) if place < len(argv) else None
 
 
 def words(file: Path, folder: str) -> list[str]:
