@@ -195,7 +195,7 @@ def test_a_damaged_job_is_refused(tmp_path, text):
 def resumed(monkeypatch, tmp_path):
     """What a resume of a run folder that this user has not started asks for, whose job has these flags."""
     started = []
-    monkeypatch.setattr(launcher, "start", lambda options, named, asked, count: started.append((asked, count)))
+    monkeypatch.setattr(launcher, "main", lambda words, asked: started.append((asked, int(words[1]))))
     monkeypatch.setattr(program, "_started", None)
     folder = tmp_path / "run"
     folder.mkdir()

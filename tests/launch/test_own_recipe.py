@@ -263,9 +263,7 @@ def test_hooks_that_nothing_would_call_are_refused():
 def foreign(tmp_path, monkeypatch):
     """A run folder of somebody else: (its run.json is written with these facts, what a resume of it would launch)."""
     started, folder = [], tmp_path / "foreign"
-    monkeypatch.setattr(
-        launcher, "start", lambda _, named, asked, count: started.append([str(named.file), *asked.flags()])
-    )
+    monkeypatch.setattr(launcher, "main", lambda words, asked: started.append([words[-1], *asked.flags()]))
     monkeypatch.setattr(program, "_started", None)
     folder.mkdir()
     values = {"offload": "none", "gradient_checkpointing": True, "effective_batch_size": 8}

@@ -435,7 +435,7 @@ def test_every_layer_is_recomputed_whatever_a_preset_says():
 
 def test_a_resume_leaves_checkpointing_to_the_plan_that_chose_it(monkeypatch, tmp_path):
     started = []
-    monkeypatch.setattr(launcher, "start", lambda options, named, asked, count: started.append(asked.values))
+    monkeypatch.setattr(launcher, "main", lambda words, asked: started.append(asked.values))
     cases = [("plan", False, "true"), ("flag", False, "true"), ("plan", True, "true"), ("plan", False, "false")]
     for source, offload, padding_free in cases:  # the last two only of --zero auto
         values = {"gradient_checkpointing": False, "offload": "none", "activation_offload": offload}

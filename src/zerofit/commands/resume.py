@@ -59,8 +59,7 @@ def main(argv: list[str]) -> None:
         "--node_rank", args.node_rank, "--master_addr", args.master_addr, "--join_timeout", args.join_timeout,
         "--interface", args.interface, str(started.file),
     ]  # fmt: skip
-    options, started, _, count = prepare.launch_arguments(options)
-    launch.start(options, started, asked, count)
+    launch.main(options, asked)
 
 
 @dataclass(frozen=True)

@@ -21,21 +21,14 @@ from zerofit.plan import preflight
 from zerofit.train import consistency, memory_history
 
 
-def main(argv: list[str]) -> None:
+def main(argv: list[str], asked: Request | None = None) -> None:
     """`zerofit launch`: see --help. Ends the process with the job's exit code.
 
+    Args: asked: what to train, e.g. of a run that is resumed; default: what the recipe's flags among `argv` ask for.
     Raises: UserError for the user's mistakes, before any process is started and before a run folder is made.
     """
     args, program, flags, count = prepare.launch_arguments(argv)
-    start(args, program, parse.request(program.recipe, flags), count)
-
-
-def start(args, program: Program, asked: Request, count: int) -> None:
-    """Run what is asked for; ends the process with the job's exit code.
-
-    Args: args: the options of prepare.launch_arguments; count: processes of this node.
-    Raises: as `main`.
-    """
+    asked = parse.request(program.recipe, flags) if asked is None else asked
     try:
         if node_options.of(args) is None and not args.show:
             standby.prefork()
