@@ -107,7 +107,7 @@ def test_the_model_is_resolved_once(settings):
 
 def test_an_editor_knows_every_argument():
     """Settings inherits every group of arguments, as a type checker reads settings.py."""
-    body = ast.parse((SRC / "settings.py").read_text()).body
+    body = ast.parse((SRC / "job" / "settings.py").read_text()).body
     block = next(node for node in body if isinstance(node, ast.If) and node.test.id == "TYPE_CHECKING")
     bases = [ast.unparse(base).removeprefix("arguments.") for base in block.body[-1].bases]
     assert sorted(bases) == sorted(["TrainingArguments", *(g.__name__ for g in arguments.kit_groups("dpo"))])

@@ -46,7 +46,7 @@ def zerofit(env: dict, *words: str) -> subprocess.CompletedProcess:
 def test_one_process_uses_one_of_several_gpus(tmp_path):
     """transformers would make it nn.DataParallel, with four times the micro batch."""
     code = """
-from zerofit import distributed
+from zerofit.base import distributed
 from zerofit.config import resolve
 from zerofit.train.trainer import training_arguments
 settings = resolve.resolve_settings("sft", ["--per_device_train_batch_size", "8"])
@@ -421,7 +421,7 @@ def test_deepspeed_takes_the_jobs_device(cards, use_cpu, name, tmp_path):
     """Also where DS_ACCELERATOR=cpu came along from another machine; and it is not left behind for child processes."""
     code = f"""
 import os
-from zerofit import distributed
+from zerofit.base import distributed
 deepspeed = distributed.import_deepspeed({use_cpu})
 print("chosen", deepspeed.accelerator.get_accelerator()._name, os.environ.get("DS_ACCELERATOR"))
 """
